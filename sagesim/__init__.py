@@ -1,0 +1,64 @@
+"""sagesim: low-bit attention in PyTorch, each of its seven matrix products set on its own."""
+
+from sagesim._attention import attention
+from sagesim._exact import Exact, exact
+from sagesim._trace import Trace, trace
+from sagesim.presets import (
+    CAUSAL_SAFE,
+    FACTORED,
+    FACTORED_PV16,
+    FPA,
+    FPA_BF16,
+    FPA_FP16,
+    PRESETS,
+    SAGE_FORWARD,
+    SAGEBWD,
+    SAGEBWD_ALL_INT8,
+    with_precision,
+)
+from sagesim.quantize import QTensor, quantize
+from sagesim.spec import (
+    HALF_AWAY,
+    HALF_EVEN,
+    SITES,
+    AttentionSpec,
+    Delta,
+    Granularity,
+    MatmulSpec,
+    Precision,
+    Rounding,
+    RoundingMode,
+    Smoothing,
+)
+
+__all__ = [
+    "CAUSAL_SAFE",
+    "FACTORED",
+    "FACTORED_PV16",
+    "FPA",
+    "FPA_BF16",
+    "FPA_FP16",
+    "HALF_AWAY",
+    "HALF_EVEN",
+    "PRESETS",
+    "SAGEBWD",
+    "SAGEBWD_ALL_INT8",
+    "SAGE_FORWARD",
+    "SITES",
+    "AttentionSpec",
+    "Delta",
+    "Exact",
+    "Granularity",
+    "MatmulSpec",
+    "Precision",
+    "QTensor",
+    "Rounding",
+    "RoundingMode",
+    "Smoothing",
+    "Trace",
+    "attention",
+    "exact",
+    "quantize",
+    "trace",
+    "with_precision",
+]

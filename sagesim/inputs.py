@@ -1,0 +1,144 @@
+"""The arguments of an attention call, checked once and laid out for the emulator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sagesim.grid import Grid
+from sagesim.presets import with_precision
+from sagesim.spec import SITES, AttentionSpec, Precision
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One attention problem: heads flattened to one axis Z, K and V repeated for grouped queries.
+
+    q [Z, n_q, d], k [Z, n_k, d], v [Z, n_k, d_v] in float32, or float64 where the caller's are.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    spec: AttentionSpec  #: no site is INPUT16
+    grid: Grid
+    dtype: torch.dtype  #: the caller's; o and the gradients are rounded to it
+    heads: tuple[int, ...]  #: the caller's leading shape of q
+    groups: int  #: query heads for each head of k and v
+
+    def widen(self, x: Tensor) -> Tensor:
+        """A tensor with q's heads, [..., n, m], as [Z, n, m] in the computing dtype."""
+        return x.to(self.q.dtype).reshape(-1, *x.shape[-2:])
+
+    def query_heads(self, x: Tensor) -> Tensor:
+        """[Z, ...] with the caller's leading shape of q."""
+        return x.unflatten(0, self.heads) if self.heads else x.squeeze(0)
+
+    def key_heads(self, x: Tensor) -> Tensor:
+        """[Z, ...] summed over each group of query heads, with the caller's leading shape of k."""
+        if self.groups == 1:
+            return self.query_heads(x)
+        x = x.unflatten(0, (*self.heads[:-1], self.heads[-1] // self.groups, self.groups))
+        return x.sum(len(self.heads))
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: AttentionSpec,
+    is_causal: bool,
+    attn_mask: Tensor | None,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Inputs:
+    """Lay out a call's arguments, or say what is wrong with them.
+
+    Raises:
+        TypeError: unequal or non-float dtypes.
+        ValueError: shapes that do not fit each other, unequal devices, a mask that is not
+            boolean, or a mask together with is_causal.
+    """
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"q, k and v are {q.dtype}; float16, bfloat16, float32 or float64 needed")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v are on {q.device}, {k.device}, {v.device}")
+    if min(q.ndim, k.ndim, v.ndim) < 2:
+        raise ValueError(f"q, k and v need [..., tokens, head size]; got {shapes}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"head sizes of q and k differ: {shapes}")
+    if q.shape[-1] == 0:
+        raise ValueError(f"head size 0: {shapes}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k and v differ in heads or tokens: {shapes}")
+    groups = _groups(q, k, enable_gqa, shapes)
+    n_q, n_k = q.shape[-2], k.shape[-2]
+    if attn_mask is not None:
+        attn_mask = _flat_mask(attn_mask, (*q.shape[:-1], n_k), is_causal)
+    compute = torch.float64 if q.dtype is torch.float64 else torch.float32
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
+    return Inputs(
+        q=q.to(compute).reshape(-1, n_q, q.shape[-1]) if q.numel() else _empty(q, compute),
+        k=k.to(compute).reshape(-1, n_k, k.shape[-1]) if k.numel() else _empty(k, compute),
+        v=v.to(compute).reshape(-1, n_k, v.shape[-1]) if v.numel() else _empty(v, compute),
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        spec=_resolve(spec, q.dtype),
+        grid=Grid(n_q, n_k, spec.block_q, spec.block_k, is_causal, attn_mask),
+        dtype=q.dtype,
+        heads=tuple(q.shape[:-2]),
+        groups=groups,
+    )
+
+
+def _groups(q: Tensor, k: Tensor, enable_gqa: bool, shapes: str) -> int:
+    if q.shape[:-2] == k.shape[:-2]:
+        return 1
+    if q.ndim != k.ndim or q.ndim < 3 or q.shape[:-3] != k.shape[:-3]:
+        raise ValueError(f"batch axes of q and k differ: {shapes}")
+    if not enable_gqa:
+        raise ValueError(f"q and k differ in heads: {shapes}; enable_gqa=True repeats those of k")
+    if k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]:
+        raise ValueError(f"the heads of q are no multiple of those of k: {shapes}")
+    return q.shape[-3] // k.shape[-3]
+
+
+def _flat_mask(mask: Tensor, shape: tuple[int, ...], is_causal: bool) -> Tensor:
+    """A boolean mask broadcastable to [*heads, n_q, n_k] as [Z or 1, n_q, n_k]."""
+    if is_causal:
+        raise ValueError("attn_mask and is_causal=True exclude each other")
+    if mask.dtype is not torch.bool:
+        raise ValueError(
+            f"attn_mask is {mask.dtype}; only boolean masks (True attends) are emulated"
+        )
+    try:
+        full = mask.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"attn_mask of shape {tuple(mask.shape)} does not broadcast to {shape}"
+        ) from None
+    if mask.ndim < 3 or all(size == 1 for size in mask.shape[:-2]):
+        return (
+            full[(0,) * (len(shape) - 2)][None] if full.numel() else full.new_empty(1, *shape[-2:])
+        )
+    return full.reshape(-1, *shape[-2:])
+
+
+def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """reshape(-1, ...) of a tensor without elements cannot infer the number of heads."""
+    return x.new_empty(math.prod(x.shape[:-2]), *x.shape[-2:], dtype=dtype)
+
+
+def _resolve(spec: AttentionSpec, dtype: torch.dtype) -> AttentionSpec:
+    """`spec` with INPUT16 replaced by the inputs' own 16-bit format."""
+    own = Precision.BF16 if dtype is torch.bfloat16 else Precision.FP16
+    sites = [s for s in SITES if spec.site(s).precision is Precision.INPUT16]
+    return with_precision(spec, own, *sites) if sites else spec

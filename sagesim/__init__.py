@@ -3,6 +3,8 @@
 from sagesim._attention import attention
 from sagesim._exact import Exact, exact
 from sagesim._trace import Trace, trace
+from sagesim.attribution import Attribution, attribute
+from sagesim.metrics import Comparison, Error, compare
 from sagesim.presets import (
     CAUSAL_SAFE,
     FACTORED,
@@ -46,7 +48,10 @@ __all__ = [
     "SAGE_FORWARD",
     "SITES",
     "AttentionSpec",
+    "Attribution",
+    "Comparison",
     "Delta",
+    "Error",
     "Exact",
     "Granularity",
     "MatmulSpec",
@@ -57,6 +62,8 @@ __all__ = [
     "Smoothing",
     "Trace",
     "attention",
+    "attribute",
+    "compare",
     "exact",
     "quantize",
     "trace",

@@ -113,10 +113,13 @@ class _Attention(torch.autograd.Function):
 @contextlib.contextmanager
 def plain_float32(device: str) -> Generator[None]:
     """Float32 products in float32: no autocast, no TF32, whatever the caller has switched on."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = "ieee"
     try:
         with torch.autocast(device, enabled=False):
             yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision

@@ -93,7 +93,7 @@ def trace(
     o, lse, lse_smoothed, dq, dk, dv = run(x, do, recorder)
     s, p = recorder.maps["s"], torch.exp(recorder.maps["s"] - _finite(lse_smoothed)[..., None])
     s_recompute = recorder.maps["s_recompute"]
-    if spec.smoothing.k and x.grid.n_k:
+    if spec.smoothing.k and x.grid.n_q and x.grid.n_k:
         shift = Smoothed.of(x, slice(None)).shift
         assert shift is not None
         s, s_recompute = s + shift[..., None], s_recompute + shift[..., None]
@@ -182,16 +182,21 @@ class Recorder:
         return rows, slice(0, min(panel.key_blocks * grid.block_k, grid.n_k))
 
 
-def run(x: Inputs, do: Tensor, recorder: Recorder) -> tuple[Tensor, ...]:
-    """Forward and backward as `attention` runs them, under a recorder.
-
-    Returns: o, lse, lse_smoothed, dq, dk, dv; lse and lse_smoothed still [Z, n_q].
-    """
+def check_gradient(x: Inputs, do: Tensor) -> None:
+    """Raise ValueError unless do is shaped and typed as the output of x."""
     shape = (*x.heads, x.grid.n_q, x.v.shape[-1])
     if do.shape != shape or do.dtype != x.dtype:
         raise ValueError(
             f"do is {do.dtype} {tuple(do.shape)}; the gradient of o is {x.dtype} {shape}"
         )
+
+
+def run(x: Inputs, do: Tensor, recorder: Recorder) -> tuple[Tensor, ...]:
+    """Forward and backward as `attention` runs them, under a recorder.
+
+    Returns: o, lse, lse_smoothed, dq, dk, dv; lse and lse_smoothed still [Z, n_q].
+    """
+    check_gradient(x, do)
     with torch.no_grad(), plain_float32(x.q.device.type):
         result = forward(x, recorder)
         o = x.query_heads(result.o).to(x.dtype)

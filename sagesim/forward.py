@@ -151,12 +151,13 @@ def _attend(
     tile_max = s.amax(COLUMN, keepdim=True)
     row_max = tile_max.amax(COLUMN_BLOCK, keepdim=True)
     # A tile or row without any entry has maximum -inf; 0 instead makes its exponentials 0.
-    e = s.sub_(tile_max.masked_fill(tile_max == -torch.inf, 0.0)).exp_()
+    empty = tile_max == -torch.inf
+    e = s.sub_(tile_max.masked_fill(empty, 0.0)).exp_()
     weight = (tile_max - row_max.masked_fill(row_max == -torch.inf, 0.0)).exp_()
     l = (e.sum(COLUMN, keepdim=True) * weight).sum(COLUMN_BLOCK)
     how = spec.pv.lhs
     if spec.pv.precision.is_scaled and how is Granularity.PerTileRow:
-        p = encode_unit_(e, weight, spec.pv.precision, spec.rounding, panel.rows.start)
+        p = encode_unit_(e, weight, empty, spec.pv.precision, spec.rounding, panel.rows.start)
     else:
         p = encode(e.mul_(weight), spec.pv.precision, how, spec.rounding, "p", panel.rows.start)
     if tape is not None:

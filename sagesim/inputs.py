@@ -32,7 +32,7 @@ class Inputs:
 
     def widen(self, x: Tensor) -> Tensor:
         """A tensor with q's heads, [..., n, m], as [Z, n, m] in the computing dtype."""
-        return x.to(self.q.dtype).reshape(-1, *x.shape[-2:])
+        return _flat(x, self.q.dtype)
 
     def query_heads(self, x: Tensor) -> Tensor:
         """[Z, ...] with the caller's leading shape of q."""
@@ -75,7 +75,7 @@ def check(
         raise ValueError(f"q, k and v need [..., tokens, head size]; got {shapes}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"head sizes of q and k differ: {shapes}")
-    if q.shape[-1] == 0:
+    if q.shape[-1] == 0 or v.shape[-1] == 0:
         raise ValueError(f"head size 0: {shapes}")
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"k and v differ in heads or tokens: {shapes}")
@@ -87,9 +87,9 @@ def check(
     if groups > 1:
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
     return Inputs(
-        q=q.to(compute).reshape(-1, n_q, q.shape[-1]) if q.numel() else _empty(q, compute),
-        k=k.to(compute).reshape(-1, n_k, k.shape[-1]) if k.numel() else _empty(k, compute),
-        v=v.to(compute).reshape(-1, n_k, v.shape[-1]) if v.numel() else _empty(v, compute),
+        q=_flat(q, compute),
+        k=_flat(k, compute),
+        v=_flat(v, compute),
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
         spec=_resolve(spec, q.dtype),
         grid=Grid(n_q, n_k, spec.block_q, spec.block_k, is_causal, attn_mask),
@@ -125,16 +125,14 @@ def _flat_mask(mask: Tensor, shape: tuple[int, ...], is_causal: bool) -> Tensor:
         raise ValueError(
             f"attn_mask of shape {tuple(mask.shape)} does not broadcast to {shape}"
         ) from None
-    if mask.ndim < 3 or all(size == 1 for size in mask.shape[:-2]):
-        return (
-            full[(0,) * (len(shape) - 2)][None] if full.numel() else full.new_empty(1, *shape[-2:])
-        )
-    return full.reshape(-1, *shape[-2:])
+    if all(size == 1 for size in mask.shape[:-2]):
+        return mask.reshape(mask.shape[-2:]).expand(shape[-2:])[None]
+    return full.reshape(math.prod(shape[:-2]), *shape[-2:])
 
 
-def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """reshape(-1, ...) of a tensor without elements cannot infer the number of heads."""
-    return x.new_empty(math.prod(x.shape[:-2]), *x.shape[-2:], dtype=dtype)
+def _flat(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[*heads, n, m] -> [Z, n, m]; contiguous, so that the caller's strides reach no sum."""
+    return x.to(dtype).contiguous().reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
 
 
 def _resolve(spec: AttentionSpec, dtype: torch.dtype) -> AttentionSpec:

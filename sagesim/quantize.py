@@ -7,7 +7,7 @@ granularity is nothing but the set of those four axes along which a scale is sha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class QTensor:
     """A quantized tensor.
 
     Invariants: codes are integers in [-127, 127] (INT8), or values of the float8 format; scale
-    is positive float32, in units of x per code; a region of zeros has codes 0 and scale 1;
+    is positive float32, in units of x per code (in a trace's pv.p it may underflow to 0); a region of zeros has codes 0 and scale 1;
     |x - codes * scale| <= scale / 2 elementwise for INT8 under half-even and half-away rounding.
     """
 
@@ -63,21 +63,21 @@ class Operand:
     scale: Tensor | None
     precision: Precision
 
-    def row_blocks(self, start: int, stop: int) -> Self:
+    def row_blocks(self, start: int, stop: int) -> Operand:
         """The operand's row blocks start..stop, as a view."""
         scale = self.scale
         if scale is not None and scale.shape[ROW_BLOCK] > 1:
             scale = scale[..., start:stop, :, :, :]
-        return type(self)(self.values[..., start:stop, :, :, :], scale, self.precision)
+        return Operand(self.values[..., start:stop, :, :, :], scale, self.precision)
 
-    def factored_from(self, *axes: int) -> Self:
+    def factored_from(self, *axes: int) -> Operand:
         """Self where no scale varies along the contracted `axes`; else the dequantized numbers.
 
         A scale that varies along the contraction cannot be taken out of an integer sum.
         """
         if self.scale is None or all(self.scale.shape[axis] == 1 for axis in axes):
             return self
-        return type(self)(self.values * self.scale, None, Precision.FP32)
+        return Operand(self.values * self.scale, None, Precision.FP32)
 
 
 def to_tiles(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -129,7 +129,12 @@ def encode(
 
 
 def encode_unit_(
-    x: Tensor, weight: Tensor, precision: Precision, rounding: Rounding, row0: int
+    x: Tensor,
+    weight: Tensor,
+    empty: Tensor,
+    precision: Precision,
+    rounding: Rounding,
+    row0: int,
 ) -> Operand:
     """Round map p = x * weight to a scaled `precision`, where x is p over its own tile row max.
 
@@ -138,11 +143,13 @@ def encode_unit_(
     Args:
         x: tiles of exp(S - tile row max), whose largest element in a tile row is 1 (0 where all
             is masked).
-        weight: [..., row blocks, rows, column blocks, 1], exp(tile row max - row max).
+        weight: [..., row blocks, rows, column blocks, 1], exp(tile row max - row max); may
+            underflow to 0 where a tile row counts for nothing, and then the scale does.
+        empty: bool, shaped as weight, True where all of a tile row is masked.
     """
     code_max = CODE_MAX[precision]
     codes = _round_tiles_(x.mul_(code_max), precision, rounding, "p", row0)
-    return Operand(codes, weight / code_max, precision)
+    return Operand(codes, (weight / code_max).masked_fill_(empty, 1.0), precision)
 
 
 def scales(amax: Tensor, code_max: float) -> tuple[Tensor, Tensor]:

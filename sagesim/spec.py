@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Self
+from typing import Final
 
 SITES: Final = ("qk", "pv", "qk_recompute", "dv", "dp", "dq", "dk")
 """The seven matrix products of attention in the order they run; the first two are the forward."""
@@ -109,7 +109,7 @@ class Rounding:
             raise ValueError(f"rounding seed {self.seed} is outside 0..2**32-1")
 
     @classmethod
-    def stochastic(cls, seed: int) -> Self:
+    def stochastic(cls, seed: int) -> Rounding:
         """Stochastic rounding whose random numbers are a function of `seed` and element."""
         return cls(RoundingMode.STOCHASTIC, seed)
 
@@ -181,7 +181,7 @@ class AttentionSpec:
                         f"one of {', '.join(fitting)}"
                     )
         for name, size in (("block_q", self.block_q), ("block_k", self.block_k)):
-            if size < 1:
+            if type(size) is not int or size < 1:
                 raise ValueError(f"{name}={size} is not a positive number of tokens")
 
     def site(self, name: str) -> MatmulSpec:

@@ -1,0 +1,315 @@
+"""Which of the seven products hurts: their shares of the error of o, ds, dq, dk and dv."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypedDict
+
+from torch import Tensor
+
+from sagesim._exact import exact
+from sagesim._trace import Recorder, check_gradient, run
+from sagesim._typing import Bool, Float
+from sagesim.inputs import Inputs, check
+from sagesim.presets import SAGEBWD, with_precision
+from sagesim.spec import SITES, AttentionSpec, Delta, Precision
+
+OUTPUTS: Final = ("o", "ds", "dq", "dk", "dv")
+"""The tensors whose errors are attributed."""
+
+SWITCHES: Final = ("smooth_q", "smooth_k", "delta")
+"""The choices that belong to no site: each is measured by turning it the other way."""
+
+_MAP_ENTRIES: Final = 2**24
+"""Map entries held at once; heads are taken in groups of about that many."""
+
+LOGITS: Final = "qk+qk_recompute"
+"""The two products that compute S, taken together; see `Attribution.parts`."""
+
+RUNS: Final = 1 + 2 * (len(SITES) + 1) + len(SWITCHES)
+"""Emulations in one attribution of one group of heads."""
+
+SITE_NAMES: Final = {
+    LOGITS: "S = QKᵀ",
+    "qk": "S = QKᵀ in the forward",
+    "pv": "O = PV in the forward",
+    "qk_recompute": "S = QKᵀ recomputed in the backward",
+    "dv": "dV = Pᵀ dO",
+    "dp": "dP = dO Vᵀ",
+    "dq": "dQ = dS K",
+    "dk": "dK = dSᵀ Q",
+}
+"""Each site in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class SiteEffect:
+    """What one site does to the error of each tensor of `OUTPUTS`.
+
+    only, without: relative L2 error with every other site in FP32, and with this one in FP32.
+    share: of the squared error under the base spec; the mean of what the site adds when it
+    comes first (only) and when it comes last (base less without). This is its Shapley value
+    where the errors of sites add up as vectors. Negative where they cancel.
+    """
+
+    site: str  #: one of `SITES`, or `LOGITS`
+    only: Mapping[str, float]
+    without: Mapping[str, float]
+    share: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchEffect:
+    """Relative L2 errors with one of `SWITCHES` turned the other way than in the base spec."""
+
+    switch: str
+    spec: AttentionSpec
+    error: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """The error of the base spec, taken apart; prints as a table."""
+
+    base: AttentionSpec
+    error: Mapping[str, float]  #: relative L2 under the base spec
+    sites: tuple[SiteEffect, ...]  #: in the order of `SITES`
+    logits: SiteEffect  #: qk and qk_recompute together
+    switches: tuple[SwitchEffect, ...]  #: in the order of `SWITCHES`
+
+    @property
+    def parts(self) -> tuple[SiteEffect, ...]:
+        """Six effects that make up the whole: qk and qk_recompute as one, then the other sites.
+
+        Rounded alike, the two products of Q and K make the same error in S, and most of it
+        cancels in P = exp(S - L); rounded one without the other, it does not. Their separate
+        shares are therefore large and of opposite sign, and only their sum means something.
+        """
+        pair = LOGITS.split("+")
+        return (self.logits, *(effect for effect in self.sites if effect.site not in pair))
+
+    def interaction(self, tensor: str) -> float:
+        """The part of a tensor's squared error that no share of `parts` accounts for."""
+        return 1 - sum(effect.share[tensor] for effect in self.parts)
+
+    def largest(self, tensor: str) -> SiteEffect:
+        """Of `parts`, the one with the largest share of a tensor's error."""
+        return max(self.parts, key=lambda effect: effect.share[tensor])
+
+    def summary(self, tensor: str = "ds") -> str:
+        """The finding in one sentence."""
+        if self.error[tensor] == 0:
+            return f"{_title(tensor)} is exact under {self.base.label()!r}."
+        top = self.largest(tensor)
+        return (
+            f"{top.share[tensor]:.0%} of the {_title(tensor)} error comes from "
+            f"{SITE_NAMES[top.site]}."
+        )
+
+    def __str__(self) -> str:
+        def row(name: str, values: Mapping[str, float], form: str) -> str:
+            return f"{name:24}" + "".join(f"{values[t]:>10{form}}" for t in OUTPUTS)
+
+        effects = (*self.sites, self.logits)
+
+        lines = [
+            f"{self.base.label()}: {self.summary()}",
+            f"{'':24}" + "".join(f"{t:>10}" for t in OUTPUTS),
+            row("relative L2 error", self.error, ".2e"),
+        ]
+        lines += ["", "share of the squared error"]
+        lines += [row(f"  {e.site}", e.share, ".1%") for e in self.parts]
+        lines += [row("  interaction", {t: self.interaction(t) for t in OUTPUTS}, ".1%")]
+        lines += ["", "error with only this site rounded"]
+        lines += [row(f"  {e.site}", e.only, ".2e") for e in effects]
+        lines += ["", "error with all but this site rounded"]
+        lines += [row(f"  {e.site}", e.without, ".2e") for e in effects]
+        lines += ["", "error with this switch turned"]
+        lines += [row(f"  {_turned(e)}", e.error, ".2e") for e in self.switches]
+        return "\n".join(lines)
+
+
+def attribute(
+    q: Float[Tensor, "*heads n_q d"],
+    k: Float[Tensor, "*kv_heads n_k d"],
+    v: Float[Tensor, "*kv_heads n_k d_v"],
+    do: Float[Tensor, "*heads n_q d_v"],
+    *,
+    base: AttentionSpec = SAGEBWD,
+    is_causal: bool = False,
+    attn_mask: Bool[Tensor, "*mask n_q n_k"] | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    progress: Callable[[], None] | None = None,
+) -> Attribution:
+    """Take the error that `base` makes on these tensors apart, site by site.
+
+    Runs the emulator `RUNS` times (`base`, each site alone, each site left out, each switch
+    turned) against float64. Heads are taken in groups, so that memory does not grow with their
+    number.
+
+    Args: as `sagesim.trace`; progress is called after each of the runs of each group of heads.
+
+    Returns: errors, pooled over all heads by their squares.
+
+    Raises: as `sagesim.trace`.
+
+    >>> a = attribute(*torch.randn(4, 1, 1, 128, 32))
+    >>> a.largest("dv").site
+    'dv'
+    """
+    x = check(
+        q,
+        k,
+        v,
+        spec=base,
+        is_causal=is_causal,
+        attn_mask=attn_mask,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    check_gradient(x, do)
+    specs = _specs(base)
+    squares = {name: dict.fromkeys(OUTPUTS, 0.0) for name in specs}
+    norms = dict.fromkeys(OUTPUTS, 0.0)
+    for tensors, mask in _head_groups(x, q, k, v, do, attn_mask):
+        call = _Call(is_causal=is_causal, attn_mask=mask, scale=scale, enable_gqa=x.groups > 1)
+        reference = exact(*tensors, **call)
+        for t in OUTPUTS:
+            norms[t] += float(getattr(reference, t).square().sum())
+        for name, spec in specs.items():
+            for t, got in _outputs(tensors, spec, call).items():
+                squares[name][t] += float((got - getattr(reference, t)).square().sum())
+            if progress is not None:
+                progress()
+    relative = {n: {t: _ratio(by[t], norms[t]) for t in OUTPUTS} for n, by in squares.items()}
+
+    def effect(site: str) -> SiteEffect:
+        only, without, base_ = (squares[n] for n in (f"only {site}", f"without {site}", "base"))
+        share = {
+            t: (only[t] + base_[t] - without[t]) / (2 * base_[t]) if base_[t] else 0.0
+            for t in OUTPUTS
+        }
+        return SiteEffect(site, relative[f"only {site}"], relative[f"without {site}"], share)
+
+    return Attribution(
+        base=base,
+        error=relative["base"],
+        sites=tuple(effect(site) for site in SITES),
+        logits=effect(LOGITS),
+        switches=tuple(
+            SwitchEffect(s, specs[f"turn {s}"], relative[f"turn {s}"]) for s in SWITCHES
+        ),
+    )
+
+
+def pool(attributions: Sequence[Attribution]) -> Attribution:
+    """Several attributions of one base spec (layers, captures) as one.
+
+    Errors are geometric means, shares arithmetic means: every layer counts alike, however large
+    its gradients.
+    """
+    first, *others = attributions
+    if any(a.base != first.base for a in others):
+        raise ValueError("only attributions of one base spec can be pooled")
+
+    def geometric(values: Iterator[float]) -> float:
+        logs = [math.log(x) if x > 0 else -math.inf for x in values]
+        return math.exp(sum(logs) / len(logs))
+
+    def pooled(effects: Sequence[SiteEffect]) -> SiteEffect:
+        return SiteEffect(
+            effects[0].site,
+            {t: geometric(e.only[t] for e in effects) for t in OUTPUTS},
+            {t: geometric(e.without[t] for e in effects) for t in OUTPUTS},
+            {t: sum(e.share[t] for e in effects) / len(effects) for t in OUTPUTS},
+        )
+
+    return Attribution(
+        base=first.base,
+        error={t: geometric(a.error[t] for a in attributions) for t in OUTPUTS},
+        sites=tuple(
+            pooled(effects) for effects in zip(*(a.sites for a in attributions), strict=True)
+        ),
+        logits=pooled([a.logits for a in attributions]),
+        switches=tuple(
+            SwitchEffect(
+                effects[0].switch,
+                effects[0].spec,
+                {t: geometric(e.error[t] for e in effects) for t in OUTPUTS},
+            )
+            for effects in zip(*(a.switches for a in attributions), strict=True)
+        ),
+    )
+
+
+def _specs(base: AttentionSpec) -> dict[str, AttentionSpec]:
+    specs = {"base": base}
+    for name in (*SITES, LOGITS):
+        ours = name.split("+")
+        others = [s for s in SITES if s not in ours]
+        specs[f"only {name}"] = with_precision(base, Precision.FP32, *others)
+        specs[f"without {name}"] = with_precision(base, Precision.FP32, *ours)
+    smoothing = base.smoothing
+    other_delta = Delta.FROM_P if base.delta is Delta.FROM_O else Delta.FROM_O
+    specs["turn smooth_q"] = replace(base, smoothing=replace(smoothing, q=not smoothing.q))
+    specs["turn smooth_k"] = replace(base, smoothing=replace(smoothing, k=not smoothing.k))
+    specs["turn delta"] = replace(base, delta=other_delta)
+    return specs
+
+
+class _Call(TypedDict):
+    is_causal: bool
+    attn_mask: Tensor | None
+    scale: float | None
+    enable_gqa: bool
+
+
+def _outputs(
+    problem: tuple[Tensor, Tensor, Tensor, Tensor], spec: AttentionSpec, call: _Call
+) -> dict[str, Tensor]:
+    """The tensors of `OUTPUTS` under the spec in float64, and nothing else held."""
+    q, k, v, do = problem
+    x = check(q, k, v, spec=spec, **call)
+    recorder = Recorder(x, maps=frozenset({"ds"}), operands=False)
+    o, _, _, dq, dk, dv = run(x, do, recorder)
+    out = {"o": o, "ds": x.query_heads(recorder.maps["ds"]), "dq": dq, "dk": dk, "dv": dv}
+    return {t: tensor.double() for t, tensor in out.items()}
+
+
+def _head_groups(
+    x: Inputs, q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: Tensor | None
+) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]]:
+    """The problem in parts of whole key heads: q and do [z, groups, ...], k and v [z, 1, ...]."""
+    q, do = (y.reshape(-1, x.groups, *y.shape[-2:]) for y in (q, do))
+    k, v = (y.reshape(-1, 1, *y.shape[-2:]) for y in (k, v))
+    if mask is not None:
+        shape = (x.grid.n_q, x.grid.n_k)
+        mask = mask.expand(*x.heads, *shape).reshape(*q.shape[:2], *shape)
+    step = max(1, _MAP_ENTRIES // max(1, x.groups * x.grid.n_q * x.grid.n_k))
+    for start in range(0, q.shape[0], step):
+        z = slice(start, start + step)
+        yield (q[z], k[z], v[z], do[z]), None if mask is None else mask[z]
+
+
+def _ratio(square: float, norm: float) -> float:
+    if square == 0:
+        return 0.0
+    return math.sqrt(square / norm) if norm else math.inf
+
+
+def _title(tensor: str) -> str:
+    return {"o": "O", "ds": "dS", "dq": "dQ", "dk": "dK", "dv": "dV"}[tensor]
+
+
+def _turned(effect: SwitchEffect) -> str:
+    smoothing = effect.spec.smoothing
+    match effect.switch:
+        case "smooth_q":
+            return f"smooth Q {'on' if smoothing.q else 'off'}"
+        case "smooth_k":
+            return f"smooth K {'on' if smoothing.k else 'off'}"
+        case _:
+            return f"delta from {effect.spec.delta.value.upper()}"

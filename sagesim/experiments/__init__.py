@@ -1,0 +1,1 @@
+"""Experiments: the paper's tables on generated inputs, and training."""

@@ -113,7 +113,8 @@ class _Attention(torch.autograd.Function):
 @contextlib.contextmanager
 def plain_float32(device: str) -> Generator[None]:
     """Float32 products in float32: no autocast, no TF32, whatever the caller has switched on."""
-    settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    cpu: Any = torch.backends.mkldnn  # torch leaves its settings unannotated
+    settings = (torch.backends.cuda.matmul, cpu.matmul)
     before = [setting.fp32_precision for setting in settings]
     for setting in settings:
         setting.fp32_precision = "ieee"

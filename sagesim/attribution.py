@@ -172,8 +172,8 @@ def attribute(
     )
     check_gradient(x, do)
     specs = _specs(base)
-    squares = {name: dict.fromkeys(OUTPUTS, 0.0) for name in specs}
-    norms = dict.fromkeys(OUTPUTS, 0.0)
+    squares: dict[str, dict[str, float]] = {name: dict.fromkeys(OUTPUTS, 0.0) for name in specs}
+    norms: dict[str, float] = dict.fromkeys(OUTPUTS, 0.0)
     for tensors, mask in _head_groups(x, q, k, v, do, attn_mask):
         call = _Call(is_causal=is_causal, attn_mask=mask, scale=scale, enable_gqa=x.groups > 1)
         reference = exact(*tensors, **call)

@@ -58,7 +58,7 @@ def map_by_tokens(lhs: Operand, rhs: Operand) -> Tensor:
         out *= _expand_rows(lhs.scale, lhs.values).transpose(1, 2)
     if rhs.scale is not None:
         out *= rhs.scale.flatten(3)
-    return out.sum(1)
+    return _add_tiles(out)
 
 
 def map_transposed_by_tokens(lhs: Operand, rhs: Operand) -> Tensor:
@@ -77,7 +77,12 @@ def map_transposed_by_tokens(lhs: Operand, rhs: Operand) -> Tensor:
         out *= lhs.scale.squeeze(ROW).unsqueeze(-1)
     if rhs.scale is not None:
         out *= rhs.scale
-    return out.flatten(2, 3).sum(1)
+    return _add_tiles(out.flatten(2, 3))
+
+
+def _add_tiles(products: Tensor) -> Tensor:
+    """The sum over axis 1; a single tile is its own sum."""
+    return products.sum(1) if products.shape[1] > 1 else products.squeeze(1)
 
 
 def _expand_rows(scale: Tensor, values: Tensor) -> Tensor:

@@ -37,8 +37,9 @@ class QTensor:
     """A quantized tensor.
 
     Invariants: codes are integers in [-127, 127] (INT8), or values of the float8 format; scale
-    is positive float32, in units of x per code (in a trace's pv.p it may underflow to 0); a region of zeros has codes 0 and scale 1;
-    |x - codes * scale| <= scale / 2 elementwise for INT8 under half-even and half-away rounding.
+    is positive float32, in units of x per code (a trace's pv.p may have it underflow to 0); a
+    region of zeros has codes 0 and scale 1; |x - codes * scale| <= scale / 2 elementwise for
+    INT8 under half-even and half-away rounding, up to the rounding of float32.
     """
 
     codes: Tensor
@@ -123,7 +124,7 @@ def encode(
             raise AssertionError("input16 is resolved where the inputs' dtype is known")
         case Precision.INT8 | Precision.FP8_E4M3 | Precision.FP8_E5M2:
             x32 = x.float()
-            scale, inverse = scales(x32.abs().amax(SHARED[how], keepdim=True), CODE_MAX[precision])
+            scale, inverse = scales(_amax(x32, SHARED[how]), CODE_MAX[precision])
             y = _round_tiles_(x32 * inverse, precision, rounding, tensor, row0)
             return Operand(y.to(x.dtype), scale.to(x.dtype), precision)
 
@@ -221,6 +222,11 @@ def as_qtensor(operand: Operand, n: int, m: int) -> QTensor:
         if scale.shape[block] == scale.shape[axis] == 1:
             shape[block] = shape[axis] = 1
     return QTensor(codes, from_tiles(scale.expand(*scale.shape[:-4], *shape[-4:]), n, m))
+
+
+def _amax(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """max |x| over `axes`, kept; two reductions, because a copy of |x| would cost more."""
+    return torch.maximum(x.amax(axes, keepdim=True), -x.amin(axes, keepdim=True))
 
 
 def _round_tiles_(

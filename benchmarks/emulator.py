@@ -88,7 +88,9 @@ def machine(device: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--specs", nargs="+", default=["sagebwd", "factored", "fpa"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--heads", type=int, default=1)
@@ -127,7 +129,9 @@ def main() -> None:
             memory = added_memory(attend, x)
         ratio = medians[name] / medians["eager"]
         result["runs"][name] = {"seconds": medians[name], "ratio": ratio, "bytes": memory}
-        print(f"{name:12} {medians[name]:8.3f} s  {ratio:5.2f} x eager  {memory / 1e6:8.0f} MB added")
+        print(
+            f"{name:12} {medians[name]:8.3f} s  {ratio:5.2f} x eager  {memory / 1e6:8.0f} MB added"
+        )
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 

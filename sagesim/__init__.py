@@ -1,5 +1,7 @@
 """sagesim: low-bit attention in PyTorch, each of its seven matrix products set on its own."""
 
+import importlib.metadata
+
 from sagesim._attention import attention
 from sagesim._exact import Exact, exact
 from sagesim._trace import Trace, trace
@@ -33,6 +35,8 @@ from sagesim.spec import (
     Smoothing,
 )
 
+__version__ = importlib.metadata.version("sagebwd")
+
 __all__ = [
     "CAUSAL_SAFE",
     "FACTORED",
@@ -61,6 +65,7 @@ __all__ = [
     "RoundingMode",
     "Smoothing",
     "Trace",
+    "__version__",
     "attention",
     "attribute",
     "compare",

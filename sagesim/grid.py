@@ -65,7 +65,8 @@ class Grid:
             yield Panel(first, last, rows, key_blocks, ignored)
 
     def _blocks_per_panel(self) -> int:
-        return max(1, _PANEL // (self.block_q * self.k_blocks * self.block_k))
+        wanted = _PANEL // (self.block_q * self.k_blocks * self.block_k)
+        return min(max(1, wanted), self.q_blocks)
 
     def _ignored(
         self, heads: slice, rows: slice, key_blocks: int, device: torch.device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,9 +35,28 @@ class Error:
 class Comparison:
     """Errors of every tensor of `TENSORS`; prints as a table."""
 
-    overall: Mapping[str, Error]
-    per_head: Mapping[str, tuple[Error, ...]]
-    """In the order of the flattened leading axes; dk and dv have the heads of k and v."""
+    moments: Mapping[str, Tensor]
+    """[heads, 6] each, the sums that errors are made of: <a,r>, <a,a>, <r,r>, <a-r,a-r>,
+    max |a-r| and the number of elements. Heads are those of the flattened leading axes; dk and dv
+    have the heads of k and v."""
+
+    @property
+    def overall(self) -> dict[str, Error]:
+        """The error of each tensor over all heads together."""
+        return {name: _error(moments) for name, moments in self.moments.items()}
+
+    @property
+    def per_head(self) -> dict[str, tuple[Error, ...]]:
+        """The error of each head of each tensor."""
+        return {
+            name: tuple(_error(head[None]) for head in moments)
+            for name, moments in self.moments.items()
+        }
+
+    @classmethod
+    def joined(cls, parts: Sequence[Comparison]) -> Comparison:
+        """The comparison of the heads of all parts together."""
+        return cls({name: torch.cat([part.moments[name] for part in parts]) for name in TENSORS})
 
     def __str__(self) -> str:
         lines = [f"{'':8}{'cosine':>10}{'rel L2':>10}{'SQNR dB':>10}{'max/RMS':>10}"]
@@ -61,8 +80,7 @@ def compare(trace: Trace, exact: Exact) -> Comparison:
     >>> compare(trace(*x, spec=FPA), exact(*x)).overall["dq"].rel_l2 < 1e-5
     True
     """
-    overall: dict[str, Error] = {}
-    per_head: dict[str, tuple[Error, ...]] = {}
+    moments: dict[str, Tensor] = {}
     for name in TENSORS:
         a: Tensor = getattr(trace, name)
         r: Tensor = getattr(exact, name)
@@ -72,11 +90,9 @@ def compare(trace: Trace, exact: Exact) -> Comparison:
                 f"{tuple(r.shape)}: not the same inputs"
             )
         axes = 1 if name in ("lse", "delta") else 2
-        a, r = (x.reshape(-1, math.prod(x.shape[x.ndim - axes :])) for x in (a, r))
-        moments = _moments(a.double(), r)
-        overall[name] = _error(moments)
-        per_head[name] = tuple(_error(head[None]) for head in moments)
-    return Comparison(overall, per_head)
+        heads, size = math.prod(a.shape[:-axes]), math.prod(a.shape[-axes:])
+        moments[name] = _moments(a.double().reshape(heads, size), r.reshape(heads, size))
+    return Comparison(moments)
 
 
 def error(actual: Tensor, reference: Tensor) -> Error:
@@ -87,7 +103,7 @@ def error(actual: Tensor, reference: Tensor) -> Error:
 
 
 def _moments(a: Tensor, r: Tensor) -> Tensor:
-    """[heads, n] twice -> [heads, 6]: <a,r>, <a,a>, <r,r>, <a-r,a-r>, max|a-r|, count."""
+    """[heads, n] twice -> [heads, 6]; see `Comparison.moments`."""
     counts = ~((a == -torch.inf) & (r == -torch.inf))
     a, r = a.where(counts, 0.0), r.where(counts, 0.0)
     diff = a - r

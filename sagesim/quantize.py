@@ -150,7 +150,8 @@ def encode_unit_(
     """
     code_max = CODE_MAX[precision]
     codes = _round_tiles_(x.mul_(code_max), precision, rounding, "p", row0)
-    return Operand(codes, (weight / code_max).masked_fill_(empty, 1.0), precision)
+    scale = (weight / torch.full_like(weight, code_max)).masked_fill_(empty, 1.0)
+    return Operand(codes, scale, precision)
 
 
 def scales(amax: Tensor, code_max: float) -> tuple[Tensor, Tensor]:
@@ -159,9 +160,10 @@ def scales(amax: Tensor, code_max: float) -> tuple[Tensor, Tensor]:
     A region whose inverse would overflow (amax 0, or below about 3.7e-37) has scale 1, inverse 0.
     A region with a NaN has a NaN for both, so that it reaches the output.
     """
-    inverse = code_max / amax
+    c = torch.full_like(amax, code_max)  # tensor by tensor: only that is one division everywhere
+    inverse = c / amax
     vanishing = inverse.isinf()
-    return (amax / code_max).masked_fill_(vanishing, 1.0), inverse.masked_fill_(vanishing, 0.0)
+    return (amax / c).masked_fill_(vanishing, 1.0), inverse.masked_fill_(vanishing, 0.0)
 
 
 def quantize(
@@ -205,8 +207,10 @@ def quantize(
         raise ValueError(f"granularity {how.value!r} takes block={wanted}; got {block!r}")
     if not bool(x.isfinite().all()):
         raise ValueError(f"quantize takes finite numbers; x of shape {tuple(x.shape)} is not")
+    rows, columns = (block, x.shape[-1]) if isinstance(block, int) else block
+    if min(rows, columns) < 1:
+        raise ValueError(f"block {block!r} is not a positive number of tokens")
     n, m = x.shape[-2:]
-    rows, columns = (block, m) if isinstance(block, int) else block
     operand = encode(to_tiles(x.float(), rows, columns), precision, how, rounding, tensor)
     return as_qtensor(operand, n, m)
 

@@ -6,7 +6,7 @@ its head (row, column), the tensor's name and the seed; never on tiles, batch or
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -83,15 +83,17 @@ def uniform(
     """
     row = torch.arange(row0, row0 + rows, device=device)
     column = torch.arange(columns, device=device)
-    stream = pcg_hash(torch.tensor(seed, device=device) + STREAMS[tensor] * 0x9E3779B9)
-    key = pcg_hash(stream + row)
+    key = pcg_hash(row + pcg_hash(seed + STREAMS[tensor] * 0x9E3779B9))
     word = pcg_hash(key[:, None] + column)
     return (word >> 8).float() * 2.0**-24
 
 
-def pcg_hash(x: Tensor) -> Tensor:
-    """The PCG hash of 32-bit words held in int64; int64 products wrap modulo 2**64, which leaves
-    their low 32 bits right."""
+Word = TypeVar("Word", int, Tensor)
+
+
+def pcg_hash(x: Word) -> Word:
+    """The PCG hash of 32-bit words, as Python integers or held in int64; int64 products wrap
+    modulo 2**64, which leaves their low 32 bits right."""
     low = 0xFFFFFFFF
     state = ((x & low) * 747796405 + 2891336453) & low
     word = (((state >> ((state >> 28) + 4)) ^ state) * 277803737) & low

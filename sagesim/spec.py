@@ -147,6 +147,10 @@ class MatmulSpec:
 class AttentionSpec:
     """The numerics of one attention, forward and backward: one `MatmulSpec` for each of `SITES`.
 
+    Rounding qk_recompute otherwise than qk is allowed, and harsh: P = exp(S - L) then has S and L
+    of two different roundings, its rows no longer sum to 1, and with logits in the tens of
+    thousands it may overflow.
+
     Ablations are `dataclasses.replace(SAGEBWD, dp=...)`, or words of a label:
 
     >>> AttentionSpec.parse("sagebwd dp=int8 dq=fp16").label()

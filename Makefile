@@ -1,0 +1,44 @@
+# Each target sets up .venv first. The constraints pin what is installed; see CONTRIBUTING.md.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.DELETE_ON_ERROR:
+.PHONY: demo test fuzz gpu-test check docs-numbers clean
+
+demo: .venv/.user  ## which of the seven products hurts, on the shipped capture of a trained model
+	$(BIN)/sagesim attribute minilm --report out/report.html
+
+test: .venv/.dev  ## every test that needs no GPU
+	$(BIN)/pytest -q -n 2 -m "not gpu"
+
+fuzz: .venv/.dev  ## the property tests with many more examples
+	$(BIN)/pytest -q -n 2 -m "not gpu" --hypothesis-profile=long
+
+gpu-test:  ## the tests marked gpu, with whatever python and torch this machine has
+	$(PYTHON) -m pytest -q -m gpu
+
+check: .venv/.dev  ## formatting, lint, types, tables in the docs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/python docs/render.py --check
+
+docs-numbers: .venv/.dev  ## recompute what this machine can of docs/data, and the tables from it
+	$(BIN)/python docs/results.py
+	$(BIN)/python docs/render.py
+
+.venv/bin/pip:
+	$(PYTHON) -m venv .venv
+
+.venv/.user: .venv/bin/pip pyproject.toml constraints.txt
+	$(PIP) torch --editable ".[cli]"
+	touch $@
+
+.venv/.dev: .venv/bin/pip pyproject.toml constraints.txt
+	$(PIP) torch --editable ".[dev]"
+	touch $@ .venv/.user
+
+clean:
+	rm -rf .venv out

@@ -1,0 +1,159 @@
+"""Put the tables and figures of docs/data between the `table` marks of README.md and docs/*.md.
+
+python docs/render.py           write them
+python docs/render.py --check   exit 1 if a page differs from what would be written
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sagesim.experiments.gaussian import COLUMNS, PAPER_TABLE_1
+from sagesim.measure import TITLES
+
+ROOT = Path(__file__).parents[1]
+MARK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+OUTPUTS = ("o", "ds", "dq", "dk", "dv")
+
+
+def load(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((ROOT / "docs" / "data" / f"{name}.json").read_text())
+    return result
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    ruler = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ruler, *rows))
+
+
+def source(data: dict[str, Any]) -> str:
+    return f"\n\n`{data['command']}` on {data['machine']}."
+
+
+def finding() -> str:
+    """From the paper's scheme to ours on the shipped capture."""
+    data = load("finding")
+    by_label = {row["label"]: row["rel_l2"] for row in data["rows"]}
+    gain = {t: by_label["sagebwd"][t] / by_label["factored"][t] for t in OUTPUTS}
+    rows = [
+        [row["scheme"], str(row["int8"]), *(f"{row['rel_l2'][t]:.4f}" for t in OUTPUTS)]
+        for row in data["rows"]
+    ]
+    head = ["scheme", "INT8 products", *(TITLES[t] for t in OUTPUTS)]
+    gains = ", ".join(f"{TITLES[t]} {gain[t]:.1f}x" for t in ("ds", "dq", "dk", "dv"))
+    return (
+        f"{markdown(head, rows)}\n\nErrors of `FACTORED` are smaller than those of the paper's "
+        f"scheme by: {gains}." + source(data)
+    )
+
+
+def attribution() -> str:
+    """Shares of the error on the shipped capture."""
+    data = load("attribution")
+    rows = [
+        [f"`{site}`", *(f"{share[t]:.0%}" for t in OUTPUTS)]
+        for site, share in data["share"].items()
+    ]
+    rows.append(["relative L2 error", *(f"{data['error'][t]:.4f}" for t in OUTPUTS)])
+    table = markdown(["share of the squared error", *(TITLES[t] for t in OUTPUTS)], rows)
+    return f"**{data['summary']}**\n\n{table}{source(data)}"
+
+
+def table1() -> str:
+    """Table 1 of the paper, ours less theirs."""
+    data = load("table1")
+    parts = []
+    by_setting: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in data["rows"]:
+        by_setting.setdefault((row["label"], json.dumps(row["setting"])), []).append(row)
+    for (label, setting_json), measured in by_setting.items():
+        setting = json.loads(setting_json)
+        rows, worst = [], 0.0
+        for row in measured:
+            cells = [f"{row['sigma']:g}"]
+            for t, (_, theirs) in zip(COLUMNS, PAPER_TABLE_1[row["sigma"]], strict=True):
+                ours = row[t]["rel_l2"]
+                worst = max(worst, abs(ours - theirs))
+                cells += [f"{ours:.4f} ± {row['rel_l2_standard_error'][t]:.4f}", f"{theirs:.4f}"]
+            rows.append(cells)
+        head = ["sigma"] + [c for t in COLUMNS for c in (TITLES[t], "paper")]
+        mask = "causal" if setting["is_causal"] else "full"
+        parts.append(
+            f"`{label}`, {setting['tokens']} tokens, head size {setting['head_dim']}, {mask} mask, "
+            f"{setting['draws']} draws. Largest difference from the paper: {worst:.4f}.\n\n"
+            + markdown(head, rows)
+        )
+    return "\n\n".join(parts) + source(data)
+
+
+def causality() -> str:
+    """The influence of later tokens on earlier rows."""
+    data = load("causality")
+    rows = [
+        [f"`{name}`", *(f"{row[t]:.2g}" for t in ("o", "dq"))] for name, row in data["rows"].items()
+    ]
+    return markdown(["preset", "O", "dQ"], rows) + source(data)
+
+
+def cost(name: str) -> str:
+    """The emulator's time and memory."""
+    data = load(name)
+    batch, heads, tokens, head_dim = data["shape"]
+    rows = [
+        [
+            f"`{run}`",
+            f"{1000 * r['seconds']:.0f} ms",
+            f"{r['ratio']:.2f}",
+            f"{r['bytes'] / 1e6:.0f} MB",
+        ]
+        for run, r in data["runs"].items()
+    ]
+    return (
+        f"Batch {batch}, {heads} heads, {tokens} tokens, head size {head_dim}, float32, forward and "
+        f"backward, medians of {data['rounds']}.\n\n"
+        + markdown(["", "time", "x eager", "memory added"], rows)
+        + source(data)
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    **{f.__name__: f for f in (finding, attribution, table1, causality)},
+    "cost_cpu": lambda: cost("cost_cpu"),
+    "cost_h200": lambda: cost("cost_h200"),
+}
+
+
+def render(page: str) -> str:
+    """The page with every marked table written anew."""
+    return MARK.sub(lambda m: f"{m[1]}\n{TABLES[m[2]]()}\n\n{m[3]}", page)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    stale = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        page = path.read_text()
+        new = render(page)
+        if new != page:
+            stale.append(path)
+            if not args.check:
+                path.write_text(new)
+    for path in stale:
+        print(
+            f"{path.relative_to(ROOT)}: {'stale, run docs/render.py' if args.check else 'written'}"
+        )
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Recompute the files in docs/data that need no GPU; every figure in the docs is read from there.
+
+    python docs/results.py [finding attribution table1 causality]
+
+The emulator's benchmark (benchmarks/emulator.py --out) writes its own files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sagesim
+from sagesim.attribution import OUTPUTS, attribute, pool
+from sagesim.captured import Capture
+from sagesim.data import MINILM
+from sagesim.experiments.causality import influence
+from sagesim.experiments.gaussian import COLUMNS, PAPER_TABLE_1, Setting, measure
+from sagesim.measure import errors, pool_errors, reference
+
+DATA = Path(__file__).parent / "data"
+
+PER_ROW = "dv=int8@tile_column,block dq=int8@tile_row,block dk=int8@tile_column,block"
+LADDER = (
+    ("the paper's: per tile and per block", "sagebwd"),
+    ("P and dS with a scale per tile row (dQ) or tile column (dK, dV)", f"sagebwd {PER_ROW}"),
+    ("and delta from the backward's own P and dP", f"sagebwd {PER_ROW} delta=p"),
+    (
+        "and Q, K per token in QK",
+        f"sagebwd qk=int8@token,token qk_recompute=int8@token,token {PER_ROW} delta=p",
+    ),
+    ("and right operands per channel and block: `FACTORED`", "factored"),
+    ("PV in 16 bit and delta from O: `FACTORED_PV16`", "factored_pv16"),
+    ("the same, tiles 128x128", "factored_pv16 block=128x128"),
+    ("16 bit everywhere", "fpa_fp16"),
+)
+"""Schemes from the paper's to ours, each a step from the one before."""
+
+TABLE_1 = (
+    ("sagebwd", Setting(draws=16)),
+    (f"sagebwd {PER_ROW}", Setting(draws=16)),
+    (
+        "sagebwd dv=int8@tile_row,block dq=int8@tile_row,block dk=int8@tile_column,block block=128x64",
+        Setting(tokens=1024, head_dim=64, draws=32, is_causal=True),
+    ),
+    ("factored", Setting(draws=16)),
+)
+
+
+def finding() -> dict[str, Any]:
+    calls = Capture.load(MINILM).calls
+    references = [reference(call) for call in calls]
+    rows = []
+    for scheme, label in LADDER:
+        spec = sagesim.AttentionSpec.parse(label)
+        pooled = pool_errors(
+            [errors(call, spec, exactly) for call, exactly in zip(calls, references, strict=True)]
+        )
+        int8 = sum(spec.site(s).precision is sagesim.Precision.INT8 for s in sagesim.SITES)
+        relative = {t: pooled[t].rel_l2 for t in OUTPUTS}
+        rows.append({"scheme": scheme, "label": spec.label(), "int8": int8, "rel_l2": relative})
+    return {"rows": rows}
+
+
+def attribution() -> dict[str, Any]:
+    calls = Capture.load(MINILM).calls
+    layers = [attribute(c.q, c.k, c.v, c.do, **c.options) for c in calls]
+    pooled = pool(layers)
+    return {
+        "label": pooled.base.label(),
+        "summary": pooled.summary(),
+        "error": pooled.error,
+        "share": {part.site: part.share for part in pooled.parts},
+        "layers": [
+            {"name": c.name, "summary": a.summary()} for c, a in zip(calls, layers, strict=True)
+        ],
+    }
+
+
+def table1() -> dict[str, Any]:
+    rows = []
+    for label, setting in TABLE_1:
+        for sigma in PAPER_TABLE_1:
+            comparison = measure(sigma, sagesim.AttentionSpec.parse(label), setting)
+            overall, heads = comparison.overall, comparison.per_head
+            row = {"label": label, "setting": asdict(setting), "sigma": sigma}
+            row |= {t: asdict(overall[t]) for t in COLUMNS}
+            row["rel_l2_standard_error"] = {
+                t: statistics.stdev(e.rel_l2 for e in heads[t]) / len(heads[t]) ** 0.5
+                for t in COLUMNS
+            }
+            rows.append(row)
+    return {"rows": rows}
+
+
+def causality() -> dict[str, Any]:
+    return {"rows": {name: asdict(influence(spec)) for name, spec in sagesim.PRESETS.items()}}
+
+
+RESULTS: dict[str, Callable[[], dict[str, Any]]] = {
+    f.__name__: f for f in (finding, attribution, table1, causality)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", default=[], metavar="NAME", help="all by default")
+    args = parser.parse_args()
+    unknown = set(args.names) - set(RESULTS)
+    if unknown:
+        parser.error(f"no result is called {', '.join(unknown)}; there are {', '.join(RESULTS)}")
+    for name in args.names or RESULTS:
+        print(f"{name} ...", flush=True)
+        head = {
+            "command": f"python docs/results.py {name}",
+            "machine": f"CPU, torch {torch.__version__}, sagebwd {sagesim.__version__}",
+        }
+        (DATA / f"{name}.json").write_text(json.dumps(head | RESULTS[name](), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

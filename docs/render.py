@@ -115,8 +115,8 @@ def cost(name: str) -> str:
         for run, r in data["runs"].items()
     ]
     return (
-        f"Batch {batch}, {heads} heads, {tokens} tokens, head size {head_dim}, float32, forward and "
-        f"backward, medians of {data['rounds']}.\n\n"
+        f"Batch {batch}, {heads} heads, {tokens} tokens, head size {head_dim}, float32, "
+        f"forward and backward, medians of {data['rounds']}.\n\n"
         + markdown(["", "time", "x eager", "memory added"], rows)
         + source(data)
     )

@@ -47,7 +47,8 @@ TABLE_1 = (
     ("sagebwd", Setting(draws=16)),
     (f"sagebwd {PER_ROW}", Setting(draws=16)),
     (
-        "sagebwd dv=int8@tile_row,block dq=int8@tile_row,block dk=int8@tile_column,block block=128x64",
+        "sagebwd dv=int8@tile_row,block dq=int8@tile_row,block dk=int8@tile_column,block "
+        "block=128x64",
         Setting(tokens=1024, head_dim=64, draws=32, is_causal=True),
     ),
     ("factored", Setting(draws=16)),

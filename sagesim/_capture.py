@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,8 +63,8 @@ def capture(
     later. Copies are recorded, in the dtype that SDPA computes in (autocast's, under autocast),
     on the device of the model. Under `emulate`, enter the capture after it, to see the calls first.
 
-    Every limit leaves an attention problem whose O, and whose dQ for the recorded dO, are those of
-    the model's own call. dK and dV are the part of the model's that comes from the recorded queries.
+    Every limit leaves an attention problem whose O and dQ are those of the model's own call. dK
+    and dV are the part of the model's that comes from the recorded queries.
 
     Args:
         layers: which calls, by index or name, as in `sagesim.emulate`; all by default.
@@ -136,12 +136,13 @@ class _Limits:
 
     def __post_init__(self) -> None:
         for name, wanted in (("batch", self.batch), ("heads", self.heads)):
-            if wanted is not None and not wanted:
+            if wanted is not None and len(wanted) == 0:
                 raise ValueError(f"{name}={wanted} takes nothing")
         if self.tokens is not None and self.tokens < 1:
             raise ValueError(f"tokens={self.tokens} is not a positive number of tokens")
 
     def check(self, call: SdpaCall) -> None:
+        """Raise ValueError where the call has no four axes, or not the wanted items."""
         for name, x in (("query", call.q), ("key", call.k), ("value", call.v)):
             if x.ndim != 4:
                 raise ValueError(f"{call}: {name} has shape {tuple(x.shape)}, not [b, h, n, d]")
@@ -159,22 +160,62 @@ class _Limits:
 
     def keys(self, x: Tensor, is_causal: bool) -> Tensor:
         """Of k or v [b, h_kv, n_k, d]."""
-        return _take(_take(x, 0, self.batch), 1, self.heads)[
-            :, :, : self.tokens if is_causal else None
-        ]
+        tokens = self.tokens if is_causal else None
+        return _take(_take(x, 0, self.batch), 1, self.heads)[:, :, :tokens]
 
 
 class _Pending:
-    """A call as recorded, waiting for its gradient."""
+    """Copies of what is recorded of a call, which waits for its gradient."""
 
     def __init__(self, call: SdpaCall, limits: _Limits) -> None:
         limits.check(call)
         self._groups = call.q.shape[1] // max(call.k.shape[1], 1)
         self._limits = limits
-        q, k, v = (_as_computed(x.detach()) for x in (call.q, call.k, call.v))
-        self.call = call
+        q, k, v = _as_computed(call.q, call.k, call.v)
+        mask = call.attn_mask
+        if mask is not None:
+            mask = _copy(limits.queries(mask[(None,) * (4 - mask.ndim)], self._groups))
+        self.call = replace(
+            call,
+            q=_copy(limits.queries(q, self._groups)),
+            k=_copy(limits.keys(k, call.is_causal)),
+            v=_copy(limits.keys(v, call.is_causal)),
+            attn_mask=mask,
+        )
         self.do: Tensor | None = None
-        
+
+    def receive(self, do: Tensor) -> None:
+        """The hook of the call's output; PyTorch passes the sum over all uses of it."""
+        if self.do is not None:
+            raise RuntimeError(f"{self.call}: a second backward; capture one at a time")
+        self.do = _copy(self._limits.queries(do, self._groups))
+
+    def finished(self) -> Call:
+        """The recorded problem; its gradient is there."""
+        call = self.call
+        assert self.do is not None and call.index is not None
+        return Call(
+            q=call.q,
+            k=call.k,
+            v=call.v,
+            do=self.do,
+            attn_mask=call.attn_mask,
+            is_causal=call.is_causal,
+            scale=call.scale,
+            enable_gqa=call.enable_gqa,
+            index=call.index,
+            name=call.name,
+        )
+
+
+def _as_computed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """SDPA's inputs as it sees them under autocast."""
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype is torch.float64 else x.to(dtype) for x in (q, k, v))
+
 
 def _take(x: Tensor, axis: int, indices: Sequence[int] | None) -> Tensor:
     """The given items of an axis; an axis of 1 stays, it is broadcast."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+from sagesim._atomic import replacing
 
 _KEY: Final = "sagesim.capture"
 """Where in a file's metadata the description is. One key: safetensors does not keep an order."""
@@ -80,7 +81,7 @@ class Call:
             raise ValueError(f"{self}: attn_mask {tuple(mask.shape)} does not broadcast to {full}")
 
     def __str__(self) -> str:
-        return f"call {self.index} ({self.name})"
+        return f"call {self.index}" + (f" in {self.name}" if self.name else "")
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -94,10 +95,11 @@ class Call:
         names = ("is_causal", "attn_mask", "scale", "enable_gqa")
         return {name: getattr(self, name) for name in names}
 
-    def to(self, dtype: torch.dtype) -> Self:
+    def to(self, dtype: torch.dtype) -> Call:
         """With q, k, v and do in `dtype`, if it holds them; see `Capture.to`."""
         return replace(
-            self, **{name: _convert(self.tensors[name], dtype, f"{self}: {name}") for name in _FLOATS}
+            self,
+            **{name: _convert(self.tensors[name], dtype, f"{self}: {name}") for name in _FLOATS},
         )
 
 
@@ -122,7 +124,7 @@ class Capture:
         check_loss_scale(self.loss_scale)
         object.__setattr__(self, "source", MappingProxyType(json_copy(self.source)))
 
-    def to(self, dtype: torch.dtype) -> Self:
+    def to(self, dtype: torch.dtype) -> Capture:
         """With q, k, v and do of every call in `dtype`, which has to hold them well.
 
         Rounding a number to the nearest normal one changes it by eps/2 of itself at most. A head
@@ -167,16 +169,11 @@ class Capture:
             "calls": entries,
         }
         data = safetensors.torch.save(tensors, {_KEY: json.dumps(description, sort_keys=True)})
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        try:
+        with replacing(Path(path)) as temporary:
             temporary.write_bytes(data)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
+    def load(cls, path: str | os.PathLike[str]) -> Capture:
         """Read a file that `save` wrote. Nothing in it is executed.
 
         Raises:
@@ -203,7 +200,7 @@ class Capture:
             raise ValueError(f"{path}: {error}") from error
 
     @classmethod
-    def _parse(cls, description: Any, tensors: dict[str, Tensor]) -> Self:
+    def _parse(cls, description: Any, tensors: dict[str, Tensor]) -> Capture:
         if (version := _field(description, "version", int)) != _VERSION:
             raise ValueError(f"version {version} of the format; this sagesim reads {_VERSION}")
         calls: list[Call] = []

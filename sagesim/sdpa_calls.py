@@ -73,7 +73,7 @@ class SdpaCall:
 
     def __str__(self) -> str:
         index = "?" if self.index is None else self.index
-        return f"SDPA call {index} ({self.name or 'outside named modules'})"
+        return f"SDPA call {index}" + (f" in {self.name}" if self.name else "")
 
 
 Answer = Callable[[SdpaCall, Callable[[], Tensor]], Tensor]
@@ -84,18 +84,19 @@ Answer = Callable[[SdpaCall, Callable[[], Tensor]], Tensor]
 def sdpa_calls(answer: Answer) -> Generator[None]:
     """Have `answer` give the result of every SDPA call made inside, its backward included.
 
-    Contexts nest: the innermost sees a call first, the next one sees what it makes of it.
+    Contexts nest: the innermost sees a call first, the next one the calls made to answer it.
+    What torch.compile has compiled runs uncompiled inside, as its calls could not be seen.
 
     Raises:
         ValueError: at an `nn.MultiheadAttention` that computes attention without SDPA, because
             of need_weights=True.
-        RuntimeError: when a backward inside recomputes a call whose forward ran outside, or
-            inside torch.compile.
+        RuntimeError: when a backward inside recomputes a call whose forward ran outside.
     """
     places = _Places()
     with contextlib.ExitStack() as stack:
         stack.callback(register_module_forward_pre_hook(places.enter).remove)
         stack.callback(register_module_forward_hook(places.leave, always_call=True).remove)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_Mode(places, answer))
         yield
 
@@ -164,8 +165,6 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _SDPA:
-            if torch.compiler.is_compiling():
-                raise RuntimeError("SDPA calls cannot be followed inside torch.compile")
             return self._answer(
                 _bind(self._places.locate(), *args, **kwargs), lambda: func(*args, **kwargs)
             )
@@ -222,10 +221,14 @@ def _without_dispatch(func: Any) -> Any:
     function calls. Switched on again, the mode would be offered the same function forever.
     """
     checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    plain = {**func.__globals__, **dict.fromkeys(checks, lambda *_: False)}
+    plain = {**func.__globals__, **dict.fromkeys(checks, _no)}
     copy = FunctionType(func.__code__, plain, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
+
+
+def _no(*_: Any) -> bool:
+    return False
 
 
 _SDPA: Final = {

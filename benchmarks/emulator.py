@@ -114,8 +114,10 @@ def main() -> None:
         for name, attend in attends.items():
             times[name].append(seconds(attend, x))
     medians = {name: statistics.median(t) for name, t in times.items()}
+    keys = ("device", "heads", "tokens", "head_dim", "rounds")
+    settings = " ".join(f"--{key.replace('_', '-')} {getattr(args, key)}" for key in keys)
     result = {
-        "command": "python " + " ".join(["benchmarks/emulator.py", *sys.argv[1:]]),
+        "command": "python benchmarks/emulator.py " + settings,
         "machine": machine(args.device),
         "shape": [1, args.heads, args.tokens, args.head_dim],
         "rounds": args.rounds,

@@ -1,7 +1,5 @@
 """sagesim: low-bit attention in PyTorch, each of its seven matrix products set on its own."""
 
-import importlib.metadata
-
 from sagesim._attention import attention
 from sagesim._exact import Exact, exact
 from sagesim._trace import Trace, trace
@@ -35,7 +33,7 @@ from sagesim.spec import (
     Smoothing,
 )
 
-__version__ = importlib.metadata.version("sagebwd")
+__version__ = "0.1.0"
 
 __all__ = [
     "CAUSAL_SAFE",

@@ -61,7 +61,7 @@ def capture(
 
     The model computes what it computes without, to the bit. Its backward may run inside or
     later. Copies are recorded, in the dtype that SDPA computes in (autocast's, under autocast),
-    on the device of the model. Under `emulate`, enter the capture after it, to see the calls first.
+    on the device of the model. To record an emulated model, enter `capture` inside `emulate`.
 
     Every limit leaves an attention problem whose O and dQ are those of the model's own call. dK
     and dV are the part of the model's that comes from the recorded queries.
@@ -120,7 +120,8 @@ def capture(
     if not seen:
         raise RuntimeError(
             "nothing was recorded: no scaled_dot_product_attention was called inside (is the "
-            "model's attention implementation another one, such as eager?)"
+            "model's attention implementation another one, such as eager, or was emulate entered "
+            "after capture?)"
         )
     if unknown := [repr(key) for key in layers or () if key not in named]:
         raise ValueError(f"layers: no call is at {', '.join(unknown)}; seen were {', '.join(seen)}")

@@ -28,7 +28,7 @@ _MAP_ENTRIES: Final = 2**24
 LOGITS: Final = "qk+qk_recompute"
 """The two products that compute S, taken together; see `Attribution.parts`."""
 
-RUNS: Final = 1 + 2 * (len(SITES) + 1) + len(SWITCHES)
+RUNS: Final = 2 + 2 * (len(SITES) + 1) + len(SWITCHES)
 """Emulations in one attribution of one group of heads."""
 
 SITE_NAMES: Final = {
@@ -49,9 +49,10 @@ class SiteEffect:
     """What one site does to the error of each tensor of `OUTPUTS`.
 
     only, without: relative L2 error with every other site in FP32, and with this one in FP32.
-    share: of the squared error under the base spec; the mean of what the site adds when it
-    comes first (only) and when it comes last (base less without). This is its Shapley value
-    where the errors of sites add up as vectors. Negative where they cancel.
+    share: of the squared error under the base spec, beyond the error that is there with every
+    site in FP32 (o and the gradients are rounded to the inputs' dtype); the mean of what the
+    site adds when it comes first and when it comes last. This is its Shapley value where the
+    errors of sites add up as vectors. Negative where they cancel.
     """
 
     site: str  #: one of `SITES`, or `LOGITS`
@@ -100,9 +101,9 @@ class Attribution:
 
     def summary(self, tensor: str = "ds") -> str:
         """The finding in one sentence."""
-        if self.error[tensor] == 0:
-            return f"{_title(tensor)} is exact under {self.base.label()!r}."
         top = self.largest(tensor)
+        if top.share[tensor] <= 0:
+            return f"No product adds to the {_title(tensor)} error under {self.base.label()!r}."
         return (
             f"{top.share[tensor]:.0%} of the {_title(tensor)} error comes from "
             f"{SITE_NAMES[top.site]}."
@@ -146,8 +147,8 @@ def attribute(
 ) -> Attribution:
     """Take the error that `base` makes on these tensors apart, site by site.
 
-    Runs the emulator `RUNS` times (`base`, each site alone, each site left out, each switch
-    turned) against float64. Heads are taken in groups, so that memory does not grow with their
+    Runs the emulator `RUNS` times (`base`, no site, each site alone, each site left out, each
+    switch turned) against float64. Heads are taken in groups, so that memory does not grow with their
     number.
 
     Args: as `sagesim.trace`; progress is called after each of the runs of each group of heads.
@@ -187,9 +188,12 @@ def attribute(
     relative = {n: {t: _ratio(by[t], norms[t]) for t in OUTPUTS} for n, by in squares.items()}
 
     def effect(site: str) -> SiteEffect:
-        only, without, base_ = (squares[n] for n in (f"only {site}", f"without {site}", "base"))
+        only, without = squares[f"only {site}"], squares[f"without {site}"]
+        none, all_ = squares["none"], squares["base"]
         share = {
-            t: (only[t] + base_[t] - without[t]) / (2 * base_[t]) if base_[t] else 0.0
+            t: (only[t] - none[t] + all_[t] - without[t]) / (2 * (all_[t] - none[t]))
+            if all_[t] != none[t]
+            else 0.0
             for t in OUTPUTS
         }
         return SiteEffect(site, relative[f"only {site}"], relative[f"without {site}"], share)
@@ -246,7 +250,7 @@ def pool(attributions: Sequence[Attribution]) -> Attribution:
 
 
 def _specs(base: AttentionSpec) -> dict[str, AttentionSpec]:
-    specs = {"base": base}
+    specs = {"base": base, "none": with_precision(base, Precision.FP32)}
     for name in (*SITES, LOGITS):
         ours = name.split("+")
         others = [s for s in SITES if s not in ours]

@@ -63,12 +63,13 @@ class Call:
                 raise ValueError(f"{self}: {name} is {x.dtype}, q is {q.dtype}")
             if not x.isfinite().all():
                 raise ValueError(f"{self}: {name} holds NaN or Inf")
-        groups = q.shape[1] / max(k.shape[1], 1)
+        h, h_kv = q.shape[1], k.shape[1]
+        is_grouped = self.enable_gqa and h_kv > 0 and h % h_kv == 0
         if (
             k.shape[:3] != v.shape[:3]
             or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3])
             or do.shape != (*q.shape[:3], v.shape[3])
-            or not (groups == 1 or (self.enable_gqa and groups.is_integer() and groups > 0))
+            or not (h == h_kv or is_grouped)
         ):
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in self.tensors.items())
             raise ValueError(f"{self}: shapes do not fit: {shapes}, enable_gqa={self.enable_gqa}")

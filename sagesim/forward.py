@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from sagesim.smoothing import logit_shift, subtract_block_means, subtract_head_m
 from sagesim.spec import OPERANDS, AttentionSpec, Granularity
 
 
+@runtime_checkable
 class Tape(Protocol):
     """Sees every intermediate as it is computed; what it is handed may be overwritten later."""
 

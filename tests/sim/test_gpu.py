@@ -15,6 +15,12 @@ pytestmark = pytest.mark.gpu
 TOKEN_OPERANDS = ("q", "k", "v", "do")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def autograd_thread_has_a_context() -> None:
+    """cuBLAS warns where it is the first to use the device in autograd's thread."""
+    (torch.ones(1, device="cuda", requires_grad=True) * 2).backward()
+
+
 def problem(seed: int = 0, tokens: int = 300) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(4, 1, 3, tokens, 64, generator=generator)

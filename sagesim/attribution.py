@@ -148,8 +148,8 @@ def attribute(
     """Take the error that `base` makes on these tensors apart, site by site.
 
     Runs the emulator `RUNS` times (`base`, no site, each site alone, each site left out, each
-    switch turned) against float64. Heads are taken in groups, so that memory does not grow with their
-    number.
+    switch turned) against float64. Heads are taken in groups, so that memory does not grow with
+    their number.
 
     Args: as `sagesim.trace`; progress is called after each of the runs of each group of heads.
 

@@ -1,0 +1,93 @@
+"""How do the errors grow with the deviation of Q and K?
+
+The paper's Table 1: Gaussian tensors, Q and K of deviation sigma, V and dO of deviation 1, pooled
+over independent heads. The paper's figure stands beside ours, and ours less the paper's. The
+paper says neither length, head size, blocks nor number of draws: the defaults are ours.
+
+  sagesim sigma
+  sagesim sigma --sigmas 1 3 --spec factored --tokens 1024
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Final
+
+from sagesim.cli.inputs import add_spec, parse_spec
+from sagesim.cli.terminal import Failure, progress, stdout, table
+
+HELP: Final = "how errors grow with the deviation of Q and K (the paper's Table 1)"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "--sigmas",
+        type=float,
+        nargs="+",
+        default=[1.0, 3.0, 5.0, 8.0, 10.0],
+        metavar="S",
+        help="deviations of Q and K (default: the paper's, 1 3 5 8 10)",
+    )
+    add_spec(parser)
+    for name, default, what in (
+        ("--tokens", 2048, "queries, and keys, of a head"),
+        ("--head-dim", 128, "channels of a head"),
+        ("--draws", 4, "independent heads"),
+    ):
+        parser.add_argument(
+            name, type=int, default=default, metavar="N", help=f"{what} (default: {default})"
+        )
+    parser.add_argument("--causal", action="store_true", help="hide later keys from each query")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, and print the table."""
+    spec = parse_spec(args.spec)
+    for sigma in args.sigmas:
+        if not (math.isfinite(sigma) and sigma > 0):
+            raise Failure(f"--sigmas: {sigma:g} is not a positive number")
+    for name in ("tokens", "head_dim", "draws"):
+        if getattr(args, name) < 1:
+            raise Failure(f"--{name.replace('_', '-')} has to be at least 1")
+    if not 0 <= args.seed < 2**63:
+        raise Failure("--seed has to be in 0..2**63-1")
+
+    from sagesim.experiments.gaussian import COLUMNS, PAPER_TABLE_1, Setting, measure
+    from sagesim.measure import TITLES
+
+    setting = Setting(
+        tokens=args.tokens,
+        head_dim=args.head_dim,
+        draws=args.draws,
+        is_causal=args.causal,
+        seed=args.seed,
+    )
+    with progress("measuring deviations") as bar:
+        measured = [measure(sigma, spec, setting).overall for sigma in bar.track(args.sigmas)]
+
+    ours_and_theirs = ("ours", "paper", "diff") * 2
+    rows = table("cosine, then relative L2 error", "sigma", *ours_and_theirs)
+    for sigma, errors in zip(args.sigmas, measured, strict=True):
+        for number, t in enumerate(COLUMNS):
+            cells: list[str] = []
+            for measure_, ours in enumerate((errors[t].cosine, errors[t].rel_l2)):
+                cells.append(f"{ours:.4f}")
+                if sigma in PAPER_TABLE_1:
+                    theirs = PAPER_TABLE_1[sigma][number][measure_]
+                    cells += [f"{theirs:.4f}", f"{ours - theirs:+.4f}"]
+                else:
+                    cells += ["-", "-"]
+            rows.add_row(f"{sigma:g} {TITLES[t]}", *cells)
+        rows.add_section()
+    console = stdout()
+    mask = "causal" if args.causal else "full"
+    console.print(
+        f"{spec.label()}; tokens {args.tokens}, head size {args.head_dim}, draws {args.draws}, "
+        f"{mask} mask, seed {args.seed}"
+    )
+    console.print(rows)

@@ -1,0 +1,54 @@
+"""What the commands print, and how they fail."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+_WIDE = 1000
+"""Columns where nobody looks: tables in files and pipes are not folded."""
+
+
+class Failure(Exception):
+    """Wrong input. Its message becomes one line on stderr, and the exit code 2."""
+
+
+def stdout() -> Console:
+    """For results. Text is printed as it is: names from files are not markup."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else _WIDE
+    return Console(width=width, markup=False, highlight=False, emoji=False)
+
+
+def table(title: str, first: str, *numbers: str) -> Table:
+    """An empty table: where a terminal is narrow the first column is folded, and no number."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    empty = Table(first, title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for name in numbers:
+        empty.add_column(name, justify="right", no_wrap=True)
+    return empty
+
+
+def progress(what: str) -> Progress:
+    """A bar on stderr that is gone when it is done, and is not there unless a person looks."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    return Progress(
+        what,
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )

@@ -1,0 +1,55 @@
+"""What every test runs under: checked shapes, reproducible examples, one thread a worker."""
+
+import os
+
+import jaxtyping
+
+# Shapes in the package's signatures are checked from here on; hence before anything imports it.
+jaxtyping.install_import_hook("sagesim", "beartype.beartype")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# Tests ask for a number of examples with tests.support.examples, which scales with the profile:
+# `pytest --hypothesis-profile=long` runs 25 times as many, drawn afresh each time.
+_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile(
+    "fast",
+    max_examples=100,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=_SLOW,
+)
+settings.register_profile(
+    "long",
+    max_examples=2500,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=_SLOW,
+)
+settings.load_profile("fast")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def as_installed():
+    """Without the checks of the import hook, which would refuse bad arguments before the package
+    itself does: for tests of the package's own error messages."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)

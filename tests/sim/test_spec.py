@@ -1,0 +1,155 @@
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+
+from sagesim import (
+    HALF_EVEN,
+    PRESETS,
+    SAGEBWD,
+    SITES,
+    AttentionSpec,
+    Granularity,
+    MatmulSpec,
+    Precision,
+    Rounding,
+    RoundingMode,
+    Smoothing,
+    with_precision,
+)
+from sagesim.spec import MAPS, OPERANDS
+
+
+def test_sites_are_the_first_seven_fields_in_the_order_they_run():
+    assert SITES == tuple(f.name for f in fields(AttentionSpec))[:7]
+    assert SITES == ("qk", "pv", "qk_recompute", "dv", "dp", "dq", "dk")
+
+
+def test_sites_are_required_and_nothing_is_positional(as_installed):
+    with pytest.raises(TypeError, match="missing 7 required keyword-only"):
+        AttentionSpec()
+    with pytest.raises(TypeError, match="positional"):
+        AttentionSpec(SAGEBWD.qk)
+
+
+def test_a_spec_is_a_value():
+    same = replace(SAGEBWD)
+    assert same == SAGEBWD and hash(same) == hash(SAGEBWD) and same is not SAGEBWD
+    with pytest.raises(FrozenInstanceError):
+        SAGEBWD.block_q = 1
+    assert not hasattr(SAGEBWD, "__dict__")
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("how", Granularity)
+def test_a_granularity_fits_its_tensor_or_the_error_names_site_and_choices(site, side, how):
+    """Maps take tile, tile_row, tile_column, row; tokens take the others."""
+    tensor = OPERANDS[site][side]
+    is_map = how.value in ("tile", "tile_row", "tile_column", "row")
+    assert how.is_map == is_map
+    matmul = replace(SAGEBWD.site(site), **{("lhs", "rhs")[side]: how})
+    if is_map == (tensor in MAPS):
+        assert replace(SAGEBWD, **{site: matmul}).site(site) == matmul
+    else:
+        with pytest.raises(ValueError) as error:
+            replace(SAGEBWD, **{site: matmul})
+        message = str(error.value)
+        assert f"site {site}: granularity {how.value!r} does not fit {tensor}" in message
+        assert ("tile_column" if tensor in MAPS else "block_channel") in message
+
+
+def test_the_maps_are_exactly_what_has_a_row_per_query_and_a_column_per_key():
+    assert {"p", "ds"} == MAPS
+    assert {t for pair in OPERANDS.values() for t in pair} == {"q", "k", "v", "do", "p", "ds"}
+
+
+@pytest.mark.parametrize("name", ["block_q", "block_k"])
+@pytest.mark.parametrize("size", [0, -1, 1.5, 64.0, True])
+def test_block_sizes_are_positive_integers(as_installed, name, size):
+    with pytest.raises((TypeError, ValueError), match=rf"{name}"):
+        replace(SAGEBWD, **{name: size})
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_seeds_are_32_bit(seed):
+    with pytest.raises(ValueError, match=str(seed)):
+        Rounding.stochastic(seed)
+
+
+@pytest.mark.parametrize("mode", RoundingMode)
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_seed_belongs_to_stochastic_rounding_and_only_to_it(mode, seed):
+    if (mode is RoundingMode.STOCHASTIC) == (seed is not None):
+        assert Rounding(mode, seed).seed == seed
+    else:
+        with pytest.raises(ValueError, match=f"{mode.value} with seed={seed}"):
+            Rounding(mode, seed)
+
+
+def test_site_names_what_is_not_one():
+    with pytest.raises(ValueError, match="'qv' is not a site; one of qk, pv"):
+        SAGEBWD.site("qv")
+
+
+def test_is_scaled_is_what_has_a_scale():
+    assert [p.value for p in Precision if p.is_scaled] == ["int8", "fp8_e4m3", "fp8_e5m2"]
+
+
+def test_is_quantized_is_any_site_that_is_not_fp32():
+    plain = with_precision(SAGEBWD, Precision.FP32)
+    assert not plain.is_quantized
+    for site in SITES:
+        assert with_precision(plain, Precision.BF16, site).is_quantized
+
+
+def test_with_precision_changes_the_named_sites_and_nothing_else():
+    changed = with_precision(SAGEBWD, Precision.FP8_E4M3, "dq", "dk")
+    for site in SITES:
+        before, after = SAGEBWD.site(site), changed.site(site)
+        assert (after.lhs, after.rhs) == (before.lhs, before.rhs)
+        wanted = Precision.FP8_E4M3 if site in ("dq", "dk") else before.precision
+        assert after.precision is wanted
+    assert replace(changed, dq=SAGEBWD.dq, dk=SAGEBWD.dk) == SAGEBWD
+
+
+def test_sagebwd_is_the_papers_table():
+    """arXiv 2603.02170: the precision and the scales of the seven products, and K smoothed."""
+    int8, block, tile = Precision.INT8, Granularity.PerBlock, Granularity.PerTile
+    assert SAGEBWD.qk == SAGEBWD.qk_recompute == MatmulSpec(int8, block, block)
+    assert SAGEBWD.pv == MatmulSpec(int8, Granularity.PerTileRow, block)
+    assert SAGEBWD.dv == SAGEBWD.dq == SAGEBWD.dk == MatmulSpec(int8, tile, block)
+    assert SAGEBWD.dp.precision is Precision.INPUT16
+    assert SAGEBWD.smoothing == Smoothing(k=True, q=False)
+    assert SAGEBWD.rounding == HALF_EVEN
+
+
+@pytest.mark.parametrize("name", [n for n in PRESETS if n.startswith("factored")])
+def test_factored_scales_lie_along_the_outputs_axes(name):
+    """No INT8 operand's scale varies along the axis its product sums over."""
+    varies = {
+        Granularity.PerBlock: set(),
+        Granularity.PerHead: set(),
+        Granularity.PerTile: set(),
+        Granularity.PerToken: {"token"},
+        Granularity.PerBlockChannel: {"channel"},
+        Granularity.PerChannel: {"channel"},
+        Granularity.PerTileRow: {"query"},
+        Granularity.PerRow: {"query"},
+        Granularity.PerTileColumn: {"key"},
+    }
+    summed = {
+        "qk": "channel",
+        "qk_recompute": "channel",
+        "dp": "channel",
+        "pv": "key",
+        "dq": "key",
+        "dv": "query",
+        "dk": "query",
+    }
+    for site in SITES:
+        matmul = PRESETS[name].site(site)
+        axis = summed[site]
+        for how, tensor in zip((matmul.lhs, matmul.rhs), OPERANDS[site], strict=True):
+            token_axis = "key" if tensor in ("k", "v") else "query"
+            along = {token_axis if a == "token" else a for a in varies[how]}
+            assert axis not in along, (site, tensor)

@@ -1,0 +1,34 @@
+"""Run the emulator on a case."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sagesim import AttentionSpec, Trace, attention, exact, trace
+from sagesim._exact import Exact
+from tests.support.inputs import Case
+
+
+class Outputs(NamedTuple):
+    """What a caller of attention sees."""
+
+    o: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def run_attention(case: Case, spec: AttentionSpec) -> Outputs:
+    """o and the gradients, through autograd."""
+    leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
+    o = attention(*leaves, spec=spec, **case.options)
+    return Outputs(o.detach(), *torch.autograd.grad(o, leaves, case.do))
+
+
+def run_trace(case: Case, spec: AttentionSpec) -> Trace:
+    return trace(*case.tensors, spec=spec, **case.options)
+
+
+def run_exact(case: Case) -> Exact:
+    return exact(*case.tensors, **case.options)

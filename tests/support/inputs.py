@@ -1,0 +1,180 @@
+"""Inputs that are named for what they are. Each builder takes a numpy generator and a shape
+[..., n, d] and gives float32."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Builder = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+
+
+def gaussian(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def outlier_channel(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """One channel 50 times the others."""
+    x = gaussian(rng, shape)
+    if shape[-1]:
+        x[..., rng.integers(shape[-1])] *= 50
+    return x
+
+
+def outlier_token(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """One element of 6e4, about the largest number of a half-precision tensor."""
+    x = gaussian(rng, shape)
+    if shape[-1] and shape[-2]:
+        x[..., rng.integers(shape[-2]), rng.integers(shape[-1])] = 6e4
+    return x
+
+
+def zero_block(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """The first half of the tokens are zero."""
+    x = gaussian(rng, shape)
+    x[..., : (shape[-2] + 1) // 2, :] = 0
+    return x
+
+
+def zeros(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
+def half_integer_ties(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Every token and every channel has amax 127 and so scale 1; all other elements lie half way
+    between two codes."""
+    x = rng.integers(-127, 127, shape).astype(np.float32) + np.float32(0.5)
+    x[..., :1, :] = 127
+    x[..., :, :1] = -127
+    return x
+
+
+def constant(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Every token is the same vector."""
+    one = rng.standard_normal((*shape[:-2], 1, shape[-1]), dtype=np.float32)
+    return np.broadcast_to(one, shape).copy()
+
+
+def offset(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """A mean 30 deviations from zero, as the keys of real models have."""
+    return gaussian(rng, shape) + constant(rng, shape) * np.float32(30)
+
+
+def tiny_gain(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return gaussian(rng, shape) * np.float32(2.0**-90)
+
+
+def huge_gain(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return gaussian(rng, shape) * np.float32(2.0**40)
+
+
+def subnormal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Multiples of the smallest float32, so small that 127 / amax overflows."""
+    return (rng.integers(-1000, 1000, shape) * 2.0**-149).astype(np.float32)
+
+
+MODERATE: dict[str, Builder] = {f.__name__: f for f in (gaussian, zero_block, constant)}
+"""Logits small enough for float32's errors to be analysed to first order."""
+
+MILD: dict[str, Builder] = {
+    f.__name__: f for f in (gaussian, outlier_channel, zero_block, half_integer_ties, constant)
+}
+"""Nothing that overflows or underflows anywhere in attention, whatever the spec."""
+
+NASTY: dict[str, Builder] = MILD | {
+    f.__name__: f for f in (outlier_token, zeros, offset, tiny_gain, subnormal)
+}
+"""Finite in float16's range, and hard."""
+
+EXTREME: dict[str, Builder] = NASTY | {huge_gain.__name__: huge_gain}
+"""For quantizing a tensor on its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The arguments of one attention, and the gradient of its output."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    is_causal: bool = False
+    attn_mask: Tensor | None = None
+    scale: float | None = None
+    enable_gqa: bool = False
+    kinds: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Shapes and kinds: what a failing example needs, and not its thousands of numbers."""
+        shapes = ", ".join(
+            f"{name} {list(x.shape)}" for name, x in zip(("q", "k", "v", "do"), self.tensors, strict=True)
+        )
+        mask = "none" if self.attn_mask is None else list(self.attn_mask.shape)
+        return f"Case({shapes}, {'/'.join(self.kinds)}, is_causal={self.is_causal}, mask {mask})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What hypothesis prints, instead of every field."""
+        printer.text(repr(self))
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v, self.do
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "is_causal": self.is_causal,
+            "attn_mask": self.attn_mask,
+            "scale": self.scale,
+            "enable_gqa": self.enable_gqa,
+        }
+
+    @property
+    def attends(self) -> Tensor:
+        """bool, broadcastable to [*heads, n_q, n_k]: which key a query attends to."""
+        full = torch.ones(self.q.shape[-2], self.k.shape[-2], dtype=torch.bool)
+        if self.is_causal:
+            full = full.tril()
+        return full if self.attn_mask is None else full & self.attn_mask
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Case":
+        """The case with q, k, v and do changed."""
+        q, k, v, do = (change(x) for x in self.tensors)
+        return replace(self, q=q, k=k, v=v, do=do)
+
+    def to(self, dtype: torch.dtype) -> "Case":
+        return self.map(lambda x: x.to(dtype))
+
+
+def case(
+    *,
+    seed: int,
+    n_q: int,
+    n_k: int,
+    d: int,
+    heads: tuple[int, ...] = (1, 1),
+    d_v: int | None = None,
+    kinds: tuple[Builder, Builder, Builder, Builder] = (gaussian,) * 4,
+    **options: Any,
+) -> Case:
+    """A case whose q, k, v, do are of these kinds."""
+    rng = np.random.default_rng(seed)
+    d_v = d if d_v is None else d_v
+    shapes = ((n_q, d), (n_k, d), (n_k, d_v), (n_q, d_v))
+    q, k, v, do = (
+        torch.from_numpy(build(rng, (*heads, *shape)))
+        for build, shape in zip(kinds, shapes, strict=True)
+    )
+    names = tuple(f"{build.__name__}" for build in kinds)
+    return Case(q=q, k=k, v=v, do=do, kinds=names, **options)
+
+
+def random_mask(seed: int, shape: tuple[int, ...], *, density: float) -> Tensor:
+    """True where attended to; some rows, drawn at random, attend to nothing at all."""
+    rng = np.random.default_rng(seed)
+    mask = rng.random(shape) < density
+    mask &= rng.random((*shape[:-1], 1)) < 0.9
+    return torch.from_numpy(mask)

@@ -1,9 +1,12 @@
 """sagesim: low-bit attention in PyTorch, each of its seven matrix products set on its own."""
 
 from sagesim._attention import attention
+from sagesim._capture import Recording, capture
+from sagesim._emulate import emulate
 from sagesim._exact import Exact, exact
 from sagesim._trace import Trace, trace
 from sagesim.attribution import Attribution, attribute
+from sagesim.captured import Call, Capture
 from sagesim.metrics import Comparison, Error, compare
 from sagesim.presets import (
     CAUSAL_SAFE,
@@ -18,6 +21,7 @@ from sagesim.presets import (
     SAGEBWD_ALL_INT8,
     with_precision,
 )
+from sagesim.qk_norm import QKNorm
 from sagesim.quantize import QTensor, quantize
 from sagesim.spec import (
     HALF_AWAY,
@@ -51,6 +55,8 @@ __all__ = [
     "SITES",
     "AttentionSpec",
     "Attribution",
+    "Call",
+    "Capture",
     "Comparison",
     "Delta",
     "Error",
@@ -58,7 +64,9 @@ __all__ = [
     "Granularity",
     "MatmulSpec",
     "Precision",
+    "QKNorm",
     "QTensor",
+    "Recording",
     "Rounding",
     "RoundingMode",
     "Smoothing",
@@ -66,7 +74,9 @@ __all__ = [
     "__version__",
     "attention",
     "attribute",
+    "capture",
     "compare",
+    "emulate",
     "exact",
     "quantize",
     "trace",

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from sagesim._typing import Bool, Float
 from sagesim.backward import backward
@@ -25,7 +24,7 @@ def attention(
     *,
     spec: AttentionSpec = SAGEBWD,
     is_causal: bool = False,
-    attn_mask: Bool[Tensor, "*mask n_q n_k"] | None = None,
+    attn_mask: Bool[Tensor, "*mask #n_q #n_k"] | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Float[Tensor, "*heads n_q d_v"]:
@@ -88,7 +87,6 @@ class _Attention(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, do: Tensor
     ) -> tuple[Tensor | None, ...]:
@@ -103,11 +101,29 @@ class _Attention(torch.autograd.Function):
             scale=ctx.scale,
             enable_gqa=ctx.enable_gqa,
         )
-        with plain_float32(q.device.type):
+        with torch.no_grad(), plain_float32(q.device.type):
             grads = backward(x, x.widen(do), x.widen(o), lse_smoothed)
-        dq = x.query_heads(grads.dq).to(x.dtype)
-        dk, dv = x.key_heads(grads.dk).to(x.dtype), x.key_heads(grads.dv).to(x.dtype)
-        return dq, dk, dv, None, None, None, None, None
+            dq = x.query_heads(grads.dq).to(x.dtype)
+            dk, dv = x.key_heads(grads.dk).to(x.dtype), x.key_heads(grads.dv).to(x.dtype)
+        return *_Once.apply(dq, dk, dv, q, k, v, do), None, None, None, None, None
+
+
+class _Once(torch.autograd.Function):
+    """Passes gradients on, and raises where somebody differentiates them: their second
+    derivatives would otherwise be dropped without a word."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradient.view_as(gradient) for gradient in tensors[:3])
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            "sagesim.attention cannot be differentiated twice: "
+            "the emulated gradients are not differentiable"
+        )
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sagesim.captured import Call, Capture, check_loss_scale, json_copy
 from sagesim.sdpa_calls import SdpaCall, sdpa_calls
@@ -49,6 +49,7 @@ class Recording:
 
 @contextlib.contextmanager
 def capture(
+    model: nn.Module | None = None,
     *,
     layers: Collection[int | str] | None = None,
     batch: Sequence[int] | None = None,
@@ -67,6 +68,8 @@ def capture(
     and dV are the part of the model's that comes from the recorded queries.
 
     Args:
+        model: record only the calls made in it, and name them relative to it. Without, every
+            call is recorded, and named relative to the outermost module it is made in.
         layers: which calls, by index or name, as in `sagesim.emulate`; all by default.
         batch: which items of the batch; all by default.
         heads: which heads of k and v, each with the heads of q that share it; all by default.
@@ -115,13 +118,13 @@ def capture(
         o.register_hook(pending.receive)
         return o
 
-    with sdpa_calls(answer):
+    with sdpa_calls(answer, model):
         yield recording
     if not seen:
         raise RuntimeError(
             "nothing was recorded: no scaled_dot_product_attention was called inside (is the "
-            "model's attention implementation another one, such as eager, or was emulate entered "
-            "after capture?)"
+            "model's attention implementation another one, such as eager, was emulate entered after "
+            "capture, or is the call not in the given model?)"
         )
     if unknown := [repr(key) for key in layers or () if key not in named]:
         raise ValueError(f"layers: no call is at {', '.join(unknown)}; seen were {', '.join(seen)}")

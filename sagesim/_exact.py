@@ -37,7 +37,7 @@ def exact(
     do: Float[Tensor, "*heads n_q d_v"],
     *,
     is_causal: bool = False,
-    attn_mask: Bool[Tensor, "*mask n_q n_k"] | None = None,
+    attn_mask: Bool[Tensor, "*mask #n_q #n_k"] | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Exact:

@@ -63,7 +63,7 @@ def trace(
     *,
     spec: AttentionSpec,
     is_causal: bool = False,
-    attn_mask: Bool[Tensor, "*mask n_q n_k"] | None = None,
+    attn_mask: Bool[Tensor, "*mask #n_q #n_k"] | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Trace:

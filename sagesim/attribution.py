@@ -92,8 +92,10 @@ class Attribution:
         return (self.logits, *(effect for effect in self.sites if effect.site not in pair))
 
     def interaction(self, tensor: str) -> float:
-        """The part of a tensor's squared error that no share of `parts` accounts for."""
-        return 1 - sum(effect.share[tensor] for effect in self.parts)
+        """The part of a tensor's squared error that no share of `parts` accounts for; 0 where
+        there is nothing to account for."""
+        shares = [effect.share[tensor] for effect in self.parts]
+        return 1 - sum(shares) if any(shares) else 0.0
 
     def largest(self, tensor: str) -> SiteEffect:
         """Of `parts`, the one with the largest share of a tensor's error."""
@@ -140,7 +142,7 @@ def attribute(
     *,
     base: AttentionSpec = SAGEBWD,
     is_causal: bool = False,
-    attn_mask: Bool[Tensor, "*mask n_q n_k"] | None = None,
+    attn_mask: Bool[Tensor, "*mask #n_q #n_k"] | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     progress: Callable[[], None] | None = None,
@@ -287,15 +289,16 @@ def _head_groups(
     x: Inputs, q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: Tensor | None
 ) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]]:
     """The problem in parts of whole key heads: q and do [z, groups, ...], k and v [z, 1, ...]."""
-    q, do = (y.reshape(-1, x.groups, *y.shape[-2:]) for y in (q, do))
-    k, v = (y.reshape(-1, 1, *y.shape[-2:]) for y in (k, v))
+    z = math.prod(x.heads) // x.groups
+    q, do = (y.reshape(z, x.groups, *y.shape[-2:]) for y in (q, do))
+    k, v = (y.reshape(z, 1, *y.shape[-2:]) for y in (k, v))
     if mask is not None:
         shape = (x.grid.n_q, x.grid.n_k)
         mask = mask.expand(*x.heads, *shape).reshape(*q.shape[:2], *shape)
     step = max(1, _MAP_ENTRIES // max(1, x.groups * x.grid.n_q * x.grid.n_k))
-    for start in range(0, q.shape[0], step):
-        z = slice(start, start + step)
-        yield (q[z], k[z], v[z], do[z]), None if mask is None else mask[z]
+    for start in range(0, z, step):
+        part = slice(start, start + step)
+        yield (q[part], k[part], v[part], do[part]), None if mask is None else mask[part]
 
 
 def _ratio(square: float, norm: float) -> float:

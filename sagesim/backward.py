@@ -10,7 +10,12 @@ from torch import Tensor
 from sagesim.forward import Logits, Smoothed, Tape, Tokens
 from sagesim.grid import Panel
 from sagesim.inputs import Inputs
-from sagesim.matmul import map_by_tokens, map_transposed_by_tokens, tokens_by_tokens
+from sagesim.matmul import (
+    map_by_tokens,
+    map_transposed_by_tokens,
+    product,
+    tokens_by_tokens,
+)
 from sagesim.quantize import Operand, encode
 from sagesim.spec import Delta, Granularity, Precision
 
@@ -100,7 +105,7 @@ def _backward_heads(
             ds_rounded.at("dk"), q.row_blocks(blocks.start, blocks.stop)
         )
         if smoothed.q_mean is not None:  # the bias branch: what subtracting the mean left out
-            dk[:, keys] += ds.sum(2).flatten(2).mT @ smoothed.q_mean[:, blocks]
+            dk[:, keys] += product(ds.sum(2).flatten(2).mT, smoothed.q_mean[:, blocks])
 
     if tape is not None:
         tape.rows("delta", heads, delta[:, : grid.n_q])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sagesim.grid import Panel
 from sagesim.inputs import Inputs
-from sagesim.matmul import map_by_tokens, tokens_by_tokens
+from sagesim.matmul import map_by_tokens, product, tokens_by_tokens
 from sagesim.quantize import COLUMN, COLUMN_BLOCK, Operand, encode, encode_unit_, to_tiles
 from sagesim.smoothing import logit_shift, subtract_block_means, subtract_head_mean
 from sagesim.spec import OPERANDS, AttentionSpec, Granularity
@@ -93,7 +93,7 @@ class Logits:
         self._bias: Tensor | None = None
         if smoothed.q_mean is not None:
             k = to_tiles(smoothed.k, x.spec.block_k, smoothed.k.shape[-1]).flatten(3)
-            bias = smoothed.q_mean @ k.flatten(1, 2).mT
+            bias = product(smoothed.q_mean, k.flatten(1, 2).mT)
             self._bias = bias.unflatten(2, k.shape[1:3])[:, :, None]  # [Z, i, 1, j, block_k]
 
     def panel(self, panel: Panel) -> Tensor:

@@ -131,8 +131,10 @@ def _flat_mask(mask: Tensor, shape: tuple[int, ...], is_causal: bool) -> Tensor:
 
 
 def _flat(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[*heads, n, m] -> [Z, n, m]; contiguous, so that the caller's strides reach no sum."""
-    return x.to(dtype).contiguous().reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    """[*heads, n, m] -> [Z, n, m], contiguous and beginning on a 64 byte boundary: the caller's
+    strides and offsets shall reach no sum (see `sagesim.matmul.product`)."""
+    flat = x.to(dtype).contiguous().reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    return flat.clone() if flat.data_ptr() % 64 else flat
 
 
 def _resolve(spec: AttentionSpec, dtype: torch.dtype) -> AttentionSpec:

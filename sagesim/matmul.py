@@ -102,7 +102,7 @@ def _multiply(left: Tensor, right: Tensor, precision: Precision) -> Tensor:
     up to k = 1040; above that they are summed in float64 and rounded once, as INT32 would be.
     """
     if left.dtype is torch.float64:
-        return left @ right
+        return product(left, right)
     if precision is Precision.INT8 and 127**2 * left.shape[-1] > 2**24:
         return (left.double() @ right.double()).float()
     carrier = _CARRIER.get(precision)
@@ -111,4 +111,20 @@ def _multiply(left: Tensor, right: Tensor, precision: Precision) -> Tensor:
             left.to(carrier).flatten(0, -3), right.to(carrier).flatten(0, -3), out_dtype=left.dtype
         )
         return out.unflatten(0, left.shape[:-2])
-    return left @ right
+    return product(left, right)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, [..., m, k] @ [..., k, n], each matrix of a batch as if it were alone.
+
+    A CPU's libraries add up float products in an order that depends on where in memory a matrix
+    begins, and on whether it is a single vector. Padded with zeros to multiples of 16, every
+    matrix begins on a 64 byte boundary and none is a vector. Sizes that are such multiples
+    already, as those of the usual blocks and heads, are left alone.
+    """
+    m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+    if (m | k) % 16:
+        left = torch.nn.functional.pad(left, (0, -k % 16, 0, -m % 16))
+    if (k | n) % 16:
+        right = torch.nn.functional.pad(right, (0, -n % 16, 0, -k % 16))
+    return (left @ right)[..., :m, :n]

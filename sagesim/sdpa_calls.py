@@ -81,8 +81,11 @@ Answer = Callable[[SdpaCall, Callable[[], Tensor]], Tensor]
 
 
 @contextlib.contextmanager
-def sdpa_calls(answer: Answer) -> Generator[None]:
+def sdpa_calls(answer: Answer, model: nn.Module | None = None) -> Generator[None]:
     """Have `answer` give the result of every SDPA call made inside, its backward included.
+
+    With a `model`, of every call that is made in one of its modules; names are relative to it,
+    and other calls go their way.
 
     Contexts nest: the innermost sees a call first, the next one the calls made to answer it.
     What torch.compile has compiled runs uncompiled inside, as its calls could not be seen.
@@ -92,7 +95,7 @@ def sdpa_calls(answer: Answer) -> Generator[None]:
             of need_weights=True.
         RuntimeError: when a backward inside recomputes a call whose forward ran outside.
     """
-    places = _Places()
+    places = _Places(model)
     with contextlib.ExitStack() as stack:
         stack.callback(register_module_forward_pre_hook(places.enter).remove)
         stack.callback(register_module_forward_hook(places.leave, always_call=True).remove)
@@ -112,9 +115,10 @@ class _Here(threading.local):
 class _Places:
     """Indices and names of calls, from the modules that are entered and left."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None) -> None:
         self._here = _Here()
-        self._names: dict[nn.Module, str] = {}
+        self._model = model
+        self._names = {part: name for name, part in model.named_modules()} if model else {}
         self._indices: dict[tuple[nn.Module | None, int], int] = {}
 
     def enter(self, module: nn.Module, _args: Any) -> None:
@@ -123,7 +127,7 @@ class _Places:
             here.calls = Counter({None: here.calls[None]})
             # A part of a model that was seen whole keeps its name when it is called by itself,
             # as activation checkpointing does.
-            if module not in self._names:
+            if self._model is None and module not in self._names:
                 self._names.update({part: name for name, part in module.named_modules()})
         here.modules.append(module)
 
@@ -134,11 +138,16 @@ class _Places:
             while modules.pop() is not module:
                 pass
 
-    def locate(self) -> tuple[int | None, str, bool]:
-        """Index, name and whether it is recomputed, of the call that is being made."""
+    def locate(self) -> tuple[int | None, str, bool] | None:
+        """Index, name and whether it is recomputed, of the call that is being made; None where
+        that is not in the model."""
         here = self._here
         module = here.modules[-1] if here.modules else None
-        name = next((self._names[m] for m in reversed(here.modules) if m in self._names), "")
+        name = next((self._names[m] for m in reversed(here.modules) if m in self._names), None)
+        if name is None:
+            if self._model is not None:
+                return None
+            name = ""
         if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
             return self._recomputed(module, name), name, True
         key = (module, here.calls[module])
@@ -165,9 +174,10 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _SDPA:
-            return self._answer(
-                _bind(self._places.locate(), *args, **kwargs), lambda: func(*args, **kwargs)
-            )
+            place = self._places.locate()
+            if place is None:
+                return func(*args, **kwargs)
+            return self._answer(_bind(place, *args, **kwargs), lambda: func(*args, **kwargs))
         if func is F.multi_head_attention_forward:
             _refuse_weights(*args, **kwargs)
         if func in _CALLERS:

@@ -275,9 +275,7 @@ class TestWhatMustNotMatter:
         gain = 2.0**exponent
         one = run_attention(case, spec)
         louder = run_attention(replace(case, v=case.v * gain), spec)
-        assert_same(
-            louder, Outputs(one.o * gain, one.dq * gain, one.dk * gain, one.dv)
-        )
+        assert_same(louder, Outputs(one.o * gain, one.dq * gain, one.dk * gain, one.dv))
         steeper = run_attention(replace(case, do=case.do * gain), spec)
         assert_same(steeper, Outputs(one.o, one.dq * gain, one.dk * gain, one.dv * gain))
 
@@ -557,9 +555,7 @@ class TestNumbers:
         k = c.k.clone()
         k[..., 100, 5] = 6e4
         spec = replace(SAGEBWD, smoothing=Smoothing())
-        codes = [
-            run_trace(replace(c, k=x), spec).operands["qk.k"].codes for x in (c.k, k)
-        ]
+        codes = [run_trace(replace(c, k=x), spec).operands["qk.k"].codes for x in (c.k, k)]
         for block in (slice(0, 64), slice(128, 192)):
             assert torch.equal(codes[0][..., block, :], codes[1][..., block, :])
         assert int(codes[1][..., 64:128, :].count_nonzero()) == 1

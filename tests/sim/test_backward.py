@@ -205,7 +205,9 @@ class TestCausality:
     def test_later_tokens_have_exactly_no_influence(self, name, i):
         assert influence_of_the_future(self.CASE, self.NO_SCALE[name], i) == {"o": 0.0, "dq": 0.0}
 
-    @given(cases(MODERATE, masks=("causal",)), st.sampled_from(sorted(NO_SCALE)), st.integers(0, 129))
+    @given(
+        cases(MODERATE, masks=("causal",)), st.sampled_from(sorted(NO_SCALE)), st.integers(0, 129)
+    )
     @examples(30)
     def test_on_any_shape(self, case, name, i):
         n = min(case.q.shape[-2], case.k.shape[-2])

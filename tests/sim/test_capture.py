@@ -204,6 +204,20 @@ def test_layers_limits_the_calls():
     assert found == [(0, "0.self_attn"), (2, "2.self_attn")]
 
 
+def test_a_model_limits_the_calls_and_names_them():
+    mine, other = Attend(), Attend()
+    whole = nn.ModuleDict({"other": other, "mine": nn.Sequential(mine)})
+    with capture(whole["mine"]) as recording:
+        for part in (other, mine):
+            part().backward()
+    (call,) = recording.result().calls
+    assert (call.index, call.name) == (0, "0")
+    assert_bitwise(actual=call.q, expected=mine.q.detach(), what="q")
+    assert_bitwise(actual=call.do, expected=mine.o.grad, what="dO")
+    with pytest.raises(RuntimeError, match="not in the given model"), capture(whole["mine"]):
+        other().backward()
+
+
 def test_calls_that_are_not_recorded_may_be_anything():
     q = torch.randn(1, 1, 4, 2, requires_grad=True)
     with capture(layers=[1]) as recording:

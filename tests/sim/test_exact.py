@@ -45,9 +45,7 @@ def test_is_what_autograd_makes_of_pytorchs_attention(case):
     logits = 1 + found.s[found.s.isfinite()].abs().amax() if found.s.isfinite().any() else 1.0
     for name, expected in zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True):
         bound = rounding(magnitude[name]).amax() * logits
-        assert_within_bound(
-            actual=getattr(found, name), exact=expected, bound=bound, what=name
-        )
+        assert_within_bound(actual=getattr(found, name), exact=expected, bound=bound, what=name)
 
 
 def test_a_hand_computed_case():

@@ -179,7 +179,14 @@ def map_codes_that_differ(t: Trace, paper: paper_algorithms.Result, name: str) -
 
 MAP_OPERANDS = ("pv.p", "dv.p", "dq.ds", "dk.ds")
 TOKEN_OPERANDS = (
-    "qk.q", "qk.k", "qk_recompute.q", "qk_recompute.k", "pv.v", "dv.do", "dq.k", "dk.q",
+    "qk.q",
+    "qk.k",
+    "qk_recompute.q",
+    "qk_recompute.k",
+    "pv.v",
+    "dv.do",
+    "dq.k",
+    "dk.q",
 )
 
 

@@ -35,7 +35,9 @@ def attended(grid: Grid, heads: slice, count: int) -> torch.Tensor:
     return out
 
 
-@given(n_q=lengths, n_k=lengths, block_q=blocks, block_k=blocks, small=st.booleans(), data=st.data())
+@given(
+    n_q=lengths, n_k=lengths, block_q=blocks, block_k=blocks, small=st.booleans(), data=st.data()
+)
 @examples(100)
 def test_the_panels_tile_the_map_and_keep_what_attends(n_q, n_k, block_q, block_k, small, data):
     """Whatever the panels' size, including one query block each."""

@@ -56,11 +56,7 @@ def test_any_product_is_one_word(site, data):
         ("sagebwd dp=fp32", {"dp": replace(SAGEBWD.dp, precision=Precision.FP32)}),
         (
             "sagebwd qk=int8@token,block_channel",
-            {
-                "qk": MatmulSpec(
-                    Precision.INT8, Granularity.PerToken, Granularity.PerBlockChannel
-                )
-            },
+            {"qk": MatmulSpec(Precision.INT8, Granularity.PerToken, Granularity.PerBlockChannel)},
         ),
         ("sagebwd smooth=none", {"smoothing": Smoothing()}),
         ("sagebwd smooth=q", {"smoothing": Smoothing(q=True)}),

@@ -52,9 +52,7 @@ class TestAgainstTheDefinition:
         assert found.codes.dtype is torch.int8 and found.scale.dtype is torch.float32
         for head in range(x.shape[0]):
             codes, scales = quantize_matrix(x[head].numpy(), how.value, block)
-            assert_bitwise(
-                actual=found.codes[head], expected=torch.from_numpy(codes), what="codes"
-            )
+            assert_bitwise(actual=found.codes[head], expected=torch.from_numpy(codes), what="codes")
             assert_bitwise(
                 actual=spread(found.scale, x)[head],
                 expected=torch.from_numpy(scales),
@@ -86,7 +84,6 @@ class TestAgainstTheDefinition:
         for how in Granularity:
             scale = spread(quantize(x, how, block=block_of(how, 64, 7)).scale, x)
             assert scale.unique().numel() == counts[how.value], how
-
 
     @pytest.mark.parametrize("precision", SCALED)
     @given(seed=seeds, exponent=st.integers(-120, 120))
@@ -268,7 +265,9 @@ class TestEdges:
 
 
 class TestPadding:
-    @given(x=tensors(MILD), how=granularities, precision=st.sampled_from(SCALED), rounding=roundings)
+    @given(
+        x=tensors(MILD), how=granularities, precision=st.sampled_from(SCALED), rounding=roundings
+    )
     @examples(80)
     def test_a_tail_is_a_block_padded_with_zeros_by_hand(self, x, how, precision, rounding):
         call = {"block": block_of(how, 64, 64), "precision": precision, "rounding": rounding}
@@ -319,9 +318,7 @@ class TestIndependence:
         call = {"block": block_of(how, 16, 16), "rounding": rounding}
         extended = torch.cat([x[:, :n], 100 * x[:, :1].expand(-1, longer, -1)], 1)
         short, long = quantize(x[:, :n], how, **call), quantize(extended, how, **call)
-        assert_bitwise(
-            actual=long.codes[:, :n].contiguous(), expected=short.codes, what="codes"
-        )
+        assert_bitwise(actual=long.codes[:, :n].contiguous(), expected=short.codes, what="codes")
 
     @given(x=tensors(MILD, heads=(2,)), **CALL)
     @examples(50)

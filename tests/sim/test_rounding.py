@@ -123,7 +123,9 @@ class TestFp8:
         top = CODE_MAX[precision]
         values = data.draw(st.lists(st.floats(-top, top, width=32), min_size=1))
         codes = np.array(grid(precision))
-        for value, code in zip(values, rounded(values, precision, Rounding.stochastic(seed)), strict=True):
+        for value, code in zip(
+            values, rounded(values, precision, Rounding.stochastic(seed)), strict=True
+        ):
             low = codes[codes <= value].max()
             high = codes[codes >= value].min()
             assert code in (low, high)

@@ -20,7 +20,7 @@ from sagesim.spec import MAPS, OPERANDS
 
 
 def test_sites_are_the_first_seven_fields_in_the_order_they_run():
-    assert SITES == tuple(f.name for f in fields(AttentionSpec))[:7]
+    assert tuple(f.name for f in fields(AttentionSpec))[:7] == SITES
     assert SITES == ("qk", "pv", "qk_recompute", "dv", "dp", "dq", "dk")
 
 

@@ -110,7 +110,8 @@ class Case:
     def __repr__(self) -> str:
         """Shapes and kinds: what a failing example needs, and not its thousands of numbers."""
         shapes = ", ".join(
-            f"{name} {list(x.shape)}" for name, x in zip(("q", "k", "v", "do"), self.tensors, strict=True)
+            f"{name} {list(x.shape)}"
+            for name, x in zip(("q", "k", "v", "do"), self.tensors, strict=True)
         )
         mask = "none" if self.attn_mask is None else list(self.attn_mask.shape)
         return f"Case({shapes}, {'/'.join(self.kinds)}, is_causal={self.is_causal}, mask {mask})"

@@ -110,7 +110,8 @@ def attention(
     shapes = {
         **dict.fromkeys(("qk.q", "qk_recompute.q", "dk.q"), q.shape),
         **dict.fromkeys(("qk.k", "qk_recompute.k", "dq.k"), k.shape),
-        **{"pv.v": v.shape, "dv.do": do.shape},
+        "pv.v": v.shape,
+        "dv.do": do.shape,
         **dict.fromkeys(("pv.p", "dv.p", "dq.ds", "dk.ds"), (n_q, n_k)),
     }
     r = Result(

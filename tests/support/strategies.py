@@ -40,16 +40,12 @@ lengths = st.sampled_from(LENGTHS)
 head_sizes = st.sampled_from(HEAD_SIZES)
 blocks = st.sampled_from(BLOCKS)
 seeds = st.integers(0, 2**32 - 1)
-roundings = st.one_of(
-    st.just(HALF_EVEN), st.just(HALF_AWAY), seeds.map(Rounding.stochastic)
-)
+roundings = st.one_of(st.just(HALF_EVEN), st.just(HALF_AWAY), seeds.map(Rounding.stochastic))
 smoothings = st.builds(Smoothing, q=st.booleans(), k=st.booleans())
 
 
 @st.composite
-def tensors(
-    draw: st.DrawFn, kinds: dict[str, Builder], *, heads: tuple[int, ...] = (2,)
-) -> Tensor:
+def tensors(draw: st.DrawFn, kinds: dict[str, Builder], *, heads: tuple[int, ...] = (2,)) -> Tensor:
     """A float32 tensor [*heads, n, d] of one of these kinds."""
     build = kinds[draw(st.sampled_from(sorted(kinds)))]
     shape = (*heads, draw(lengths), draw(head_sizes))

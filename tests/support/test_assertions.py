@@ -133,14 +133,10 @@ class TestBound:
     def test_holds_up_to_the_bound_and_no_further(self):
         exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
         bound = torch.tensor([0.25, 0.0], dtype=torch.float64)
-        assert_within_bound(
-            actual=torch.tensor([1.25, 2.0]), exact=exact, bound=bound, what="x"
-        )
+        assert_within_bound(actual=torch.tensor([1.25, 2.0]), exact=exact, bound=bound, what="x")
         for wrong in ([1.2500001, 2.0], [1.0, 2.0000002], [math.nan, 2.0]):
             with pytest.raises(AssertionError, match="1 of 2 elements exceed"):
-                assert_within_bound(
-                    actual=torch.tensor(wrong), exact=exact, bound=bound, what="x"
-                )
+                assert_within_bound(actual=torch.tensor(wrong), exact=exact, bound=bound, what="x")
 
     def test_infinities_must_be_the_same(self):
         exact = torch.tensor([-math.inf], dtype=torch.float64)

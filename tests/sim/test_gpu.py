@@ -62,6 +62,7 @@ def test_stochastic_draws_agree_with_the_cpu() -> None:
         assert_bitwise(actual=gpu.cpu(), expected=cpu, what=tensor)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # PyTorch calls it a prototype
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_does_not_wait_for_the_device_and_repeats(name: str, dtype: torch.dtype) -> None:
@@ -72,8 +73,8 @@ def test_does_not_wait_for_the_device_and_repeats(name: str, dtype: torch.dtype)
 
     x = problem().to("cuda", dtype)
     first = run()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         second = run()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sagesim.experiments.gaussian import COLUMNS, PAPER_TABLE_1
-from sagesim.measure import TITLES
+from sagesim.metrics import TITLES
 
 ROOT = Path(__file__).parents[1]
 MARK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -123,8 +123,8 @@ def capture(
     if not seen:
         raise RuntimeError(
             "nothing was recorded: no scaled_dot_product_attention was called inside (is the "
-            "model's attention implementation another one, such as eager, was emulate entered after "
-            "capture, or is the call not in the given model?)"
+            "model's attention implementation another one, such as eager, was emulate entered "
+            "after capture, or is the call not in the given model?)"
         )
     if unknown := [repr(key) for key in layers or () if key not in named]:
         raise ValueError(f"layers: no call is at {', '.join(unknown)}; seen were {', '.join(seen)}")

@@ -13,6 +13,7 @@ from sagesim._exact import exact
 from sagesim._trace import Recorder, check_gradient, run
 from sagesim._typing import Bool, Float
 from sagesim.inputs import Inputs, check
+from sagesim.metrics import TITLES, geometric_mean, mean
 from sagesim.presets import SAGEBWD, with_precision
 from sagesim.spec import SITES, AttentionSpec, Delta, Precision
 
@@ -69,6 +70,19 @@ class SwitchEffect:
     spec: AttentionSpec
     error: Mapping[str, float]
 
+    @property
+    def title(self) -> str:
+        """The switch as it is turned, in words."""
+        smoothing = self.spec.smoothing
+        match self.switch:
+            case "smooth_q":
+                return f"smoothing of Q {'on' if smoothing.q else 'off'}"
+            case "smooth_k":
+                return f"smoothing of K {'on' if smoothing.k else 'off'}"
+            case _:
+                source = "P and dP" if self.spec.delta is Delta.FROM_P else "O and dO"
+                return f"delta from {source}"
+
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
@@ -105,9 +119,9 @@ class Attribution:
         """The finding in one sentence."""
         top = self.largest(tensor)
         if top.share[tensor] <= 0:
-            return f"No product adds to the {_title(tensor)} error under {self.base.label()!r}."
+            return f"No product adds to the {TITLES[tensor]} error under {self.base.label()!r}."
         return (
-            f"{top.share[tensor]:.0%} of the {_title(tensor)} error comes from "
+            f"{top.share[tensor]:.0%} of the {TITLES[tensor]} error comes from "
             f"{SITE_NAMES[top.site]}."
         )
 
@@ -130,7 +144,7 @@ class Attribution:
         lines += ["", "error with all but this site rounded"]
         lines += [row(f"  {e.site}", e.without, ".2e") for e in effects]
         lines += ["", "error with this switch turned"]
-        lines += [row(f"  {_turned(e)}", e.error, ".2e") for e in self.switches]
+        lines += [row(f"  {e.title}", e.error, ".2e") for e in self.switches]
         return "\n".join(lines)
 
 
@@ -221,21 +235,17 @@ def pool(attributions: Sequence[Attribution]) -> Attribution:
     if any(a.base != first.base for a in others):
         raise ValueError("only attributions of one base spec can be pooled")
 
-    def geometric(values: Iterator[float]) -> float:
-        logs = [math.log(x) if x > 0 else -math.inf for x in values]
-        return math.exp(sum(logs) / len(logs))
-
     def pooled(effects: Sequence[SiteEffect]) -> SiteEffect:
         return SiteEffect(
             effects[0].site,
-            {t: geometric(e.only[t] for e in effects) for t in OUTPUTS},
-            {t: geometric(e.without[t] for e in effects) for t in OUTPUTS},
-            {t: sum(e.share[t] for e in effects) / len(effects) for t in OUTPUTS},
+            {t: geometric_mean([e.only[t] for e in effects]) for t in OUTPUTS},
+            {t: geometric_mean([e.without[t] for e in effects]) for t in OUTPUTS},
+            {t: mean([e.share[t] for e in effects]) for t in OUTPUTS},
         )
 
     return Attribution(
         base=first.base,
-        error={t: geometric(a.error[t] for a in attributions) for t in OUTPUTS},
+        error={t: geometric_mean([a.error[t] for a in attributions]) for t in OUTPUTS},
         sites=tuple(
             pooled(effects) for effects in zip(*(a.sites for a in attributions), strict=True)
         ),
@@ -244,7 +254,7 @@ def pool(attributions: Sequence[Attribution]) -> Attribution:
             SwitchEffect(
                 effects[0].switch,
                 effects[0].spec,
-                {t: geometric(e.error[t] for e in effects) for t in OUTPUTS},
+                {t: geometric_mean([e.error[t] for e in effects]) for t in OUTPUTS},
             )
             for effects in zip(*(a.switches for a in attributions), strict=True)
         ),
@@ -305,18 +315,3 @@ def _ratio(square: float, norm: float) -> float:
     if square == 0:
         return 0.0
     return math.sqrt(square / norm) if norm else math.inf
-
-
-def _title(tensor: str) -> str:
-    return {"o": "O", "ds": "dS", "dq": "dQ", "dk": "dK", "dv": "dV"}[tensor]
-
-
-def _turned(effect: SwitchEffect) -> str:
-    smoothing = effect.spec.smoothing
-    match effect.switch:
-        case "smooth_q":
-            return f"smooth Q {'on' if smoothing.q else 'off'}"
-        case "smooth_k":
-            return f"smooth K {'on' if smoothing.k else 'off'}"
-        case _:
-            return f"delta from {effect.spec.delta.value.upper()}"

@@ -10,25 +10,11 @@ from typing import Final
 from sagesim._exact import Exact, exact
 from sagesim._trace import trace
 from sagesim.captured import Call
-from sagesim.metrics import TENSORS, Comparison, Error, compare
+from sagesim.metrics import TENSORS, Comparison, Error, compare, geometric_mean, mean
 from sagesim.spec import AttentionSpec
 
 GRADIENTS: Final = ("dq", "dk", "dv")
 """The tensors that training sees."""
-
-TITLES: Final = {
-    "s": "S",
-    "p": "P",
-    "o": "O",
-    "lse": "L",
-    "delta": "delta",
-    "dp": "dP",
-    "ds": "dS",
-    "dq": "dQ",
-    "dk": "dK",
-    "dv": "dV",
-}
-"""Each of `TENSORS` as the papers write it."""
 
 
 def reference(call: Call) -> Exact:
@@ -87,9 +73,9 @@ def pool_errors(measured: Sequence[Mapping[str, Error]]) -> dict[str, Error]:
 
     def pooled(several: Sequence[Error]) -> Error:
         return Error(
-            cosine=_mean([e.cosine for e in several]),
+            cosine=mean([e.cosine for e in several]),
             rel_l2=geometric_mean([e.rel_l2 for e in several]),
-            sqnr_db=_mean([e.sqnr_db for e in several]),
+            sqnr_db=mean([e.sqnr_db for e in several]),
             max_error=max(e.max_error for e in several),
         )
 
@@ -102,19 +88,4 @@ def gradient_error(rel_l2: Mapping[str, float]) -> float:
     >>> round(gradient_error({"dq": 0.03, "dk": 0.04, "dv": 0.0}), 4)
     0.0289
     """
-    return math.sqrt(_mean([rel_l2[t] ** 2 for t in GRADIENTS]))
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean of numbers that are not negative; 0 where one of them is.
-
-    >>> geometric_mean([1.0, 4.0])
-    2.0
-    """
-    if not all(values):
-        return 0.0
-    return math.exp(_mean([math.log(x) for x in values]))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return math.sqrt(mean([rel_l2[t] ** 2 for t in GRADIENTS]))

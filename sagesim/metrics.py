@@ -17,6 +17,21 @@ TENSORS: Final = ("s", "p", "o", "lse", "delta", "dp", "ds", "dq", "dk", "dv")
 """The intermediates that a trace and the exact computation share, in the order of computation."""
 
 
+TITLES: Final = {
+    "s": "S",
+    "p": "P",
+    "o": "O",
+    "lse": "L",
+    "delta": "delta",
+    "dp": "dP",
+    "ds": "dS",
+    "dq": "dQ",
+    "dk": "dK",
+    "dv": "dV",
+}
+"""Each of `TENSORS` as the papers write it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Error:
     """The distance of a tensor a from its reference r.
@@ -100,6 +115,22 @@ def error(actual: Tensor, reference: Tensor) -> Error:
     if actual.shape != reference.shape:
         raise ValueError(f"shapes {tuple(actual.shape)} and {tuple(reference.shape)} differ")
     return _error(_moments(actual.double().reshape(1, -1), reference.double().reshape(1, -1)))
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """The geometric mean of numbers that are not negative; 0 where one of them is.
+
+    >>> geometric_mean([1.0, 4.0])
+    2.0
+    """
+    if not all(values):
+        return 0.0
+    return math.exp(mean([math.log(x) for x in values]))
+
+
+def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean."""
+    return sum(values) / len(values)
 
 
 def _moments(a: Tensor, r: Tensor) -> Tensor:

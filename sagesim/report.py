@@ -18,18 +18,16 @@ from sagesim.attribution import (
     SITE_NAMES,
     Attribution,
     SiteEffect,
-    SwitchEffect,
     pool,
 )
 from sagesim.captured import Call, Capture
-from sagesim.measure import GRADIENTS, TITLES, gradient_error, pool_errors
-from sagesim.metrics import TENSORS, Error
+from sagesim.measure import GRADIENTS, gradient_error, pool_errors
+from sagesim.metrics import TENSORS, TITLES, Error
 from sagesim.presets import with_precision
 from sagesim.spec import (
     OPERANDS,
     SITES,
     AttentionSpec,
-    Delta,
     Granularity,
     MatmulSpec,
     Precision,
@@ -153,25 +151,12 @@ def advice(a: Attribution) -> list[Advice]:
     if change < -_WORTH_IT:
         found.append(
             Advice(
-                f"Without any more bits, {switch_title(switch)} lowers it by {-change:.0%} "
+                f"Without any more bits, {switch.title} lowers it by {-change:.0%} "
                 f"({_from_to(a, switch.error)}).",
                 switch.spec.label(),
             )
         )
     return found
-
-
-def switch_title(effect: SwitchEffect) -> str:
-    """A switch as it is turned, in words."""
-    smoothing = effect.spec.smoothing
-    match effect.switch:
-        case "smooth_q":
-            return f"smoothing of Q {'on' if smoothing.q else 'off'}"
-        case "smooth_k":
-            return f"smoothing of K {'on' if smoothing.k else 'off'}"
-        case _:
-            source = "P and dP" if effect.spec.delta is Delta.FROM_P else "O and dO"
-            return f"delta from {source}"
 
 
 def render(layers: Sequence[Layer], *, capture: Capture, name: str, command: str) -> str:
@@ -230,7 +215,6 @@ def render(layers: Sequence[Layer], *, capture: Capture, name: str, command: str
         precisions={site: _PRECISIONS[spec.site(site).precision] for site in SITES},
         logits=LOGITS,
         changes={e.switch: _change(pooled, e.error) for e in pooled.switches},
-        switch_title=switch_title,
         gradient_share=gradient_share,
         gradients=gradient_error(pooled.error),
     )

@@ -19,8 +19,8 @@ import sagesim
 from sagesim._atomic import replacing
 from sagesim._exact import Exact
 from sagesim.captured import Call, Capture
-from sagesim.measure import GRADIENTS, errors, geometric_mean, gradient_error, reference
-from sagesim.metrics import TENSORS
+from sagesim.measure import GRADIENTS, errors, gradient_error, reference
+from sagesim.metrics import TENSORS, geometric_mean
 from sagesim.presets import SAGEBWD, with_precision
 from sagesim.spec import SITES, AttentionSpec, Precision
 

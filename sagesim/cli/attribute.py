@@ -83,8 +83,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _pooled_table(pooled: Attribution) -> Table:
     from sagesim.attribution import OUTPUTS
-    from sagesim.measure import TITLES
-    from sagesim.report import switch_title
+    from sagesim.metrics import TITLES
 
     rows = table("pooled over layers", "", *(TITLES[t] for t in OUTPUTS))
 
@@ -108,13 +107,13 @@ def _pooled_table(pooled: Attribution) -> Table:
     rows.add_section()
     rows.add_row("error with this switch turned", style="bold")
     for effect in pooled.switches:
-        row(f"  {switch_title(effect)}", effect.error, ".2e")
+        row(f"  {effect.title}", effect.error, ".2e")
     return rows
 
 
 def _layers_table(layers: list[Layer]) -> Table:
     from sagesim.attribution import OUTPUTS
-    from sagesim.measure import TITLES
+    from sagesim.metrics import TITLES
 
     rows = table("relative L2 error by layer", "layer", *(TITLES[t] for t in OUTPUTS))
     rows.add_column("dS comes from")

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
         raise Failure("--seed has to be in 0..2**63-1")
 
     from sagesim.experiments.gaussian import COLUMNS, PAPER_TABLE_1, Setting, measure
-    from sagesim.measure import TITLES
+    from sagesim.metrics import TITLES
 
     setting = Setting(
         tokens=args.tokens,

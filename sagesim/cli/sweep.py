@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> None:
     names: list[str] = args.captures
     captures = {name: load(name) for name in names}
 
-    from sagesim.measure import GRADIENTS, TITLES
+    from sagesim.measure import GRADIENTS
+    from sagesim.metrics import TITLES
     from sagesim.sweep import int8_or_16_bit, ranking, sweep
 
     if args.all:

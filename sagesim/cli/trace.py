@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> None:
     spec = parse_spec(args.spec)
     calls = select(load(args.capture), args.layers)
 
-    from sagesim.measure import TITLES, errors, pool_errors
+    from sagesim.measure import errors, pool_errors
+    from sagesim.metrics import TITLES
 
     with progress("measuring layers") as bar:
         measured = [errors(call, spec) for call in bar.track(calls)]

@@ -34,6 +34,23 @@ ARROWS: dict[str, set[str]] = {
         "_attention",
         "_typing",
     },
+    "metrics": {"_exact", "_trace"},
+    "attribution": {
+        "spec",
+        "presets",
+        "inputs",
+        "_exact",
+        "_trace",
+        "metrics",
+        "_typing",
+    },
+    "sdpa_calls": set(),
+    "_atomic": set(),
+    "captured": {"_atomic"},
+    "_capture": {"captured", "sdpa_calls"},
+    "_emulate": {"spec", "_attention", "sdpa_calls"},
+    "qk_norm": {"_typing"},
+    "measure": {"spec", "_exact", "_trace", "captured", "metrics"},
 }
 """Module -> the modules of the package it may import. Rooms above these are free to import
 downwards: they are checked for cycles, and for never being imported by the rooms below."""

@@ -60,14 +60,26 @@ class TestGradients:
     )
     @examples(200)
     def test_gradcheck_on_200_shapes(self, seed, n_q, n_k, d, d_v, mask, spec, scale):
-        """Float64, smoothed or not, delta from O or P: central differences."""
+        """Float64, smoothed or not, delta from O or P: central differences along random
+        directions, which is what fast_mode compares; the next test compares whole Jacobians."""
         c = case(seed=seed, n_q=n_q, n_k=n_k, d=d, d_v=d_v, heads=(1,), scale=scale)
         if mask == "random":
             c = replace(c, attn_mask=random_mask(seed, (n_q, n_k), density=0.6))
         c = replace(c, is_causal=mask == "causal")
         leaves = [x.double().requires_grad_() for x in (c.q, c.k, c.v)]
         assert torch.autograd.gradcheck(
-            lambda *x: attention(*x, spec=spec, **c.options), leaves, fast_mode=False
+            lambda *x: attention(*x, spec=spec, **c.options), leaves, fast_mode=True
+        )
+
+    @pytest.mark.parametrize("smoothing", [Smoothing(), Smoothing(q=True, k=True)], ids=["plain", "qk"])
+    @pytest.mark.parametrize("delta", Delta)
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_gradcheck_of_whole_jacobians(self, smoothing, delta, is_causal):
+        c = case(seed=0, n_q=5, n_k=4, d=2, d_v=3, heads=(1,))
+        leaves = [x.double().requires_grad_() for x in (c.q, c.k, c.v)]
+        spec = replace(FPA, smoothing=smoothing, delta=delta, block_q=2, block_k=3)
+        assert torch.autograd.gradcheck(
+            lambda *x: attention(*x, spec=spec, is_causal=is_causal), leaves
         )
 
     def test_gradcheck_sees_a_quantized_backward(self):

@@ -7,8 +7,8 @@ import torch
 from sagesim import FPA, SAGEBWD, AttentionSpec, attribute
 from sagesim.attribution import OUTPUTS, SITE_NAMES, pool
 from sagesim.captured import Call, Capture
-from sagesim.measure import TITLES, errors, gradient_error, pool_errors
-from sagesim.metrics import TENSORS
+from sagesim.measure import errors, gradient_error, pool_errors
+from sagesim.metrics import TENSORS, TITLES
 from sagesim.presets import PRESETS
 from sagesim.report import Layer, advice, gradient_share, headline, number, percent, render
 

@@ -66,6 +66,11 @@ def exact(
     if attn_mask is not None:
         attends = attends & attn_mask
 
+    # Tokens that no other attends to, or that attend to none, are no part of the problem,
+    # whatever they hold; 0 * NaN would make them one.
+    q, do = (x.masked_fill(~attends.any(-1)[..., None], 0.0) for x in (q, do))
+    k, v = (x.masked_fill(~attends.any(-2)[..., None], 0.0) for x in (k, v))
+
     s = (q @ k.transpose(-1, -2) * scale).masked_fill(~attends, -math.inf)
     lse = torch.logsumexp(s, -1) if n_k else s.new_full(s.shape[:-1], -math.inf)
     p = torch.exp(s - lse[..., None]).masked_fill(~attends, 0.0)

@@ -77,10 +77,10 @@ class Smoothed:
         """Smooth the heads as the spec says."""
         q, k, q_mean, shift = x.q[heads], x.k[heads], None, None
         if x.spec.smoothing.k:
-            k, k_mean = subtract_head_mean(k)
+            k, k_mean = subtract_head_mean(k, x.live_keys(heads))
             shift = logit_shift(q, k_mean, x.scale)
         if x.spec.smoothing.q:
-            q, q_mean = subtract_block_means(q, x.spec.block_q)
+            q, q_mean = subtract_block_means(q, x.live_queries(heads), x.spec.block_q)
         return cls(q, k, q_mean, shift)
 
 

@@ -52,6 +52,17 @@ class Grid:
         for start in range(0, heads, size):
             yield slice(start, min(start + size, heads))
 
+    def live(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Bool [Z or 1, n_q] and [Z or 1, n_k]: queries that attend to a key, keys that a query
+        attends to. The others are no part of the problem, whatever they hold."""
+        if self.attn_mask is not None:
+            return self.attn_mask.any(2), self.attn_mask.any(1)
+        queries = torch.ones(1, self.n_q, dtype=torch.bool, device=device)
+        keys = torch.ones(1, self.n_k, dtype=torch.bool, device=device)
+        if self.is_causal:
+            keys[:, self.n_q :] = False
+        return queries, keys
+
     def panels(self, heads: slice, device: torch.device) -> Iterator[Panel]:
         """The panels from the first query to the last."""
         step = self._blocks_per_panel()

@@ -17,7 +17,8 @@ from sagesim.spec import SITES, AttentionSpec, Precision
 class Inputs:
     """One attention problem: heads flattened to one axis Z, K and V repeated for grouped queries.
 
-    q [Z, n_q, d], k [Z, n_k, d], v [Z, n_k, d_v] in float32, or float64 where the caller's are.
+    q [Z, n_q, d], k [Z, n_k, d], v [Z, n_k, d_v] in float32, or float64 where the caller's are;
+    zero at tokens that are no part of the problem (see `sagesim.grid.Grid.live`).
     """
 
     q: Tensor
@@ -29,10 +30,19 @@ class Inputs:
     dtype: torch.dtype  #: the caller's; o and the gradients are rounded to it
     heads: tuple[int, ...]  #: the caller's leading shape of q
     groups: int  #: query heads for each head of k and v
+    live: tuple[Tensor, Tensor]  #: `sagesim.grid.Grid.live`, of queries and of keys
+
+    def live_queries(self, heads: slice) -> Tensor:
+        """Which queries of the heads attend to a key: bool [Z or 1, n_q]."""
+        return self.live[0][heads if self.live[0].shape[0] > 1 else slice(0, 1)]
+
+    def live_keys(self, heads: slice) -> Tensor:
+        """Which keys of the heads are attended to: bool [Z or 1, n_k]."""
+        return self.live[1][heads if self.live[1].shape[0] > 1 else slice(0, 1)]
 
     def widen(self, x: Tensor) -> Tensor:
-        """A tensor with q's heads, [..., n, m], as [Z, n, m] in the computing dtype."""
-        return _flat(x, self.q.dtype)
+        """A tensor with q's heads and tokens as [Z, n_q, m], laid out as q is."""
+        return _lay_out(x, self.q.dtype, self.live[0])
 
     def query_heads(self, x: Tensor) -> Tensor:
         """[Z, ...] with the caller's leading shape of q."""
@@ -86,16 +96,19 @@ def check(
     compute = torch.float64 if q.dtype is torch.float64 else torch.float32
     if groups > 1:
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
+    grid = Grid(n_q, n_k, spec.block_q, spec.block_k, is_causal, attn_mask)
+    live_q, live_k = grid.live(q.device)
     return Inputs(
-        q=_flat(q, compute),
-        k=_flat(k, compute),
-        v=_flat(v, compute),
+        q=_lay_out(q, compute, live_q),
+        k=_lay_out(k, compute, live_k),
+        v=_lay_out(v, compute, live_k),
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
         spec=_resolve(spec, q.dtype),
-        grid=Grid(n_q, n_k, spec.block_q, spec.block_k, is_causal, attn_mask),
+        grid=grid,
         dtype=q.dtype,
         heads=tuple(q.shape[:-2]),
         groups=groups,
+        live=(live_q, live_k),
     )
 
 
@@ -130,11 +143,14 @@ def _flat_mask(mask: Tensor, shape: tuple[int, ...], is_causal: bool) -> Tensor:
     return full.reshape(math.prod(shape[:-2]), *shape[-2:])
 
 
-def _flat(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[*heads, n, m] -> [Z, n, m], contiguous and beginning on a 64 byte boundary: the caller's
-    strides and offsets shall reach no sum (see `sagesim.matmul.product`)."""
+def _lay_out(x: Tensor, dtype: torch.dtype, live: Tensor) -> Tensor:
+    """[*heads, n, m] -> a copy [Z, n, m] with zeros at tokens that are not live.
+
+    Contiguous, and as a copy on a 64 byte boundary: neither the caller's strides nor offsets
+    shall reach a sum (see `sagesim.matmul.product`).
+    """
     flat = x.to(dtype).contiguous().reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-    return flat.clone() if flat.data_ptr() % 64 else flat
+    return flat.masked_fill(~live[..., None], 0.0)
 
 
 def _resolve(spec: AttentionSpec, dtype: torch.dtype) -> AttentionSpec:

@@ -13,6 +13,16 @@ from tests.support.inputs import MILD, NASTY, constant
 from tests.support.strategies import blocks, seeds, tensors
 
 
+def every(x: torch.Tensor) -> torch.Tensor:
+    """All tokens are live."""
+    return torch.ones(1, x.shape[1], dtype=torch.bool)
+
+
+def all_of(x: torch.Tensor) -> torch.Tensor:
+    """Every token is live."""
+    return torch.ones(1, x.shape[1], dtype=torch.bool)
+
+
 def mean(tokens: np.ndarray) -> np.ndarray:
     """The correctly rounded mean over the first axis of [n, d]: exact sums, one division."""
     return np.array([math.fsum(map(float, c)) / len(c) for c in tokens.T], np.float64)
@@ -24,7 +34,7 @@ def test_the_mean_of_k_is_the_exact_mean_rounded_once(x):
     """Float64 sums of at most 130 float32 numbers err by 2**-46 at most, relative to the sum of
     absolute values; unless that reaches a tie, float32 sees the exact mean. It may be off by one
     last place of float32 where it does."""
-    smoothed, found = subtract_head_mean(x)
+    smoothed, found = subtract_head_mean(x, every(x))
     for head in range(2):
         exact = mean(x[head].numpy())
         spacing = np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64)
@@ -47,7 +57,10 @@ def test_the_mean_of_k_is_the_exact_mean_rounded_once(x):
 def test_the_order_of_tokens_does_not_reach_the_mean(x, seed):
     """Float64 sums of float32 numbers of like size are exact to float32."""
     order = torch.from_numpy(np.random.default_rng(seed).permutation(x.shape[1]))
-    one, other = subtract_head_mean(x)[1], subtract_head_mean(x[:, order])[1]
+    one, other = (
+        subtract_head_mean(x, every(x))[1],
+        subtract_head_mean(x[:, order], every(x[:, order]))[1],
+    )
     assert_bitwise(actual=other, expected=one, what="mean")
 
 
@@ -55,14 +68,14 @@ def test_the_order_of_tokens_does_not_reach_the_mean(x, seed):
 @examples(60)
 def test_block_means_of_q_are_those_of_a_loop_over_blocks(x, block):
     """Each block's mean over its valid tokens, the tail's over the tail alone."""
-    smoothed, means = subtract_block_means(x, block)
+    smoothed, means = subtract_block_means(x, every(x), block)
     n = x.shape[1]
     assert means.shape[1] == math.ceil(n / block)
     for index, start in enumerate(range(0, n, block)):
         tokens = x[:, start : start + block]
         assert_bitwise(
             actual=means[:, index],
-            expected=subtract_head_mean(tokens)[1][:, 0],
+            expected=subtract_head_mean(tokens, every(tokens))[1][:, 0],
             what=f"mean of block {index}",
         )
         assert_bitwise(
@@ -72,25 +85,51 @@ def test_block_means_of_q_are_those_of_a_loop_over_blocks(x, block):
         )
 
 
+@given(x=tensors(NASTY, heads=(2,)), block=blocks, seed=seeds)
+@examples(60)
+def test_tokens_that_are_not_live_take_no_part(x, block, seed):
+    """Zero before and after, and the means are those of the live tokens alone; each head has its
+    own. A head or a block without any has mean 0."""
+    live = torch.from_numpy(np.random.default_rng(seed).random(x.shape[:2]) < 0.5)
+    x = x.masked_fill(~live[..., None], 0)
+    smoothed, found = subtract_head_mean(x, live)
+    in_blocks, means = subtract_block_means(x, live, block)
+    for tensor in (smoothed, in_blocks):
+        assert not tensor[~live].any()
+    for head in range(2):
+        kept = x[head, live[head]][None]
+        expected = subtract_head_mean(kept, all_of(kept))
+        assert_bitwise(actual=found[head], expected=expected[1][0], what="mean")
+        assert_bitwise(actual=smoothed[head, live[head]], expected=expected[0][0], what="rest")
+        for index, start in enumerate(range(0, x.shape[1], block)):
+            rows = slice(start, start + block)
+            kept = x[head, rows][live[head, rows]][None]
+            expected = subtract_head_mean(kept, all_of(kept))
+            assert_bitwise(actual=means[head, index], expected=expected[1][0, 0], what="means")
+
+
 @pytest.mark.parametrize("n", [1, 2, 64, 130])
 def test_a_constant_leaves_nothing(n):
     x = torch.from_numpy(constant(np.random.default_rng(0), (2, n, 8)))
-    for smoothed in (subtract_head_mean(x)[0], subtract_block_means(x, 64)[0]):
+    for smoothed in (subtract_head_mean(x, every(x))[0], subtract_block_means(x, every(x), 64)[0]):
         assert bool((smoothed == 0).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_means_keep_the_dtype(dtype):
     x = torch.ones(1, 5, 3, dtype=dtype)
-    assert subtract_head_mean(x)[1].dtype is dtype
-    assert subtract_block_means(x, 2)[1].dtype is dtype
+    assert subtract_head_mean(x, every(x))[1].dtype is dtype
+    assert subtract_block_means(x, every(x), 2)[1].dtype is dtype
 
 
 @given(x=tensors(MILD, heads=(2,)), gain=st.integers(-40, 40))
 @examples(30)
 def test_power_of_two_gains_pass_through(x, gain):
     """There is no absolute constant in a mean."""
-    one, other = subtract_head_mean(x), subtract_head_mean(x * 2.0**gain)
+    one, other = (
+        subtract_head_mean(x, every(x)),
+        subtract_head_mean(x * 2.0**gain, every(x * 2.0**gain)),
+    )
     for before, after in zip(one, other, strict=True):
         assert_bitwise(actual=after, expected=before * 2.0**gain, what="K and its mean")
 
@@ -101,3 +140,26 @@ def test_the_shift_is_q_dot_mean_times_scale():
     exact = (q.double() @ k.double().mT).squeeze(-1) * 0.25
     bound = 20 * 2.0**-24 * (q.abs().double() @ k.abs().double().mT).squeeze(-1) * 0.25
     assert_within_bound(actual=logit_shift(q, k, 0.25), exact=exact, bound=bound, what="shift")
+
+
+@given(x=tensors(MILD, heads=(2,)), block=blocks, seed=seeds)
+@examples(40)
+def test_tokens_that_are_not_live_take_no_part(x, block, seed):
+    """The mean is that of the live tokens alone; the others are zero and stay so."""
+    live = torch.from_numpy(np.random.default_rng(seed).random((2, x.shape[1])) < 0.6)
+    x = x.masked_fill(~live[..., None], 0.0)
+    smoothed, means = subtract_head_mean(x, live)
+    blocked, block_means = subtract_block_means(x, live, block)
+    for head in range(2):
+        chosen = x[head : head + 1, live[head]]
+        expected = torch.zeros(1, 1, x.shape[2])
+        if chosen.shape[1]:
+            expected = subtract_head_mean(chosen, every(chosen))[1]
+        assert_bitwise(actual=means[head : head + 1], expected=expected, what="mean")
+        first = x[head : head + 1, :block][:, live[head, :block]]
+        expected = torch.zeros(1, x.shape[2])
+        if first.shape[1]:
+            expected = subtract_head_mean(first, every(first))[1][:, 0]
+        assert_bitwise(actual=block_means[head, :1], expected=expected, what="block mean")
+    for out in (smoothed, blocked):
+        assert bool((out[~live] == 0).all())

@@ -194,9 +194,9 @@ def quantize(
     Source: arXiv 2603.02170, Algorithm 1, line 3 (psi). Differs in: no epsilon; a region of
     zeros has scale 1.
 
-    >>> q = quantize(torch.tensor([[1.0, -127.0], [2.0, 0.5]]), Granularity.PerToken)
+    >>> q = quantize(torch.tensor([[1.0, -127.0], [254.0, 63.0]]), Granularity.PerToken)
     >>> q.codes.tolist(), q.scale.tolist()
-    ([[1, -127], [127, 32]], [[1.0], [0.01574803143739700]])
+    ([[1, -127], [127, 32]], [[1.0], [2.0]])
     """
     if x.ndim < 2 or x.numel() == 0:
         raise ValueError(f"quantize takes [..., n, d], not empty; got shape {tuple(x.shape)}")

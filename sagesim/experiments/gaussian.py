@@ -30,13 +30,14 @@ PAPER_TABLE_1: Final = {
 class Setting:
     """Where the paper is silent: length, head size, mask and number of independent draws.
 
-    A draw is one head. V and dO have deviation 1.
+    A draw is one head. V and dO have deviation 1. The defaults come closest to the paper's
+    figures; see docs/paper.md.
     """
 
-    tokens: int = 2048
-    head_dim: int = 128
-    draws: int = 4
-    is_causal: bool = False
+    tokens: int = 1024
+    head_dim: int = 64
+    draws: int = 32
+    is_causal: bool = True
     seed: int = 0
 
     def inputs(self, sigma: float, draw: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

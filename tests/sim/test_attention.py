@@ -71,7 +71,9 @@ class TestGradients:
             lambda *x: attention(*x, spec=spec, **c.options), leaves, fast_mode=True
         )
 
-    @pytest.mark.parametrize("smoothing", [Smoothing(), Smoothing(q=True, k=True)], ids=["plain", "qk"])
+    @pytest.mark.parametrize(
+        "smoothing", [Smoothing(), Smoothing(q=True, k=True)], ids=["plain", "qk"]
+    )
     @pytest.mark.parametrize("delta", Delta)
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_gradcheck_of_whole_jacobians(self, smoothing, delta, is_causal):
@@ -142,6 +144,17 @@ class TestGradients:
         assert_bitwise(actual=o, expected=run_attention(c, SAGEBWD).o, what="o")
 
 
+STRIDES = {
+    "tokens before heads": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2),
+    "channels before tokens": lambda x: x.mT.contiguous().mT,
+    "slice": lambda x: torch.nn.functional.pad(x, (3, 2, 1, 4))[..., 1:-4, 3:-2],
+    "every other": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "reversed heads": lambda x: x.flip(-3).contiguous()[..., torch.tensor([1, 0]), :, :],
+    "offset": lambda x: torch.cat([x.new_zeros(7), x.flatten()])[7:].view(x.shape),
+}
+"""The same numbers, laid out otherwise in memory."""
+
+
 class TestWhatMustNotMatter:
     @pytest.mark.parametrize("preset", PRESETS)
     @pytest.mark.parametrize("n", [1, 15, 64, 130])
@@ -187,29 +200,20 @@ class TestWhatMustNotMatter:
         for name in ("o", "lse", "dq"):
             assert_bitwise(actual=getattr(other, name), expected=getattr(one, name), what=name)
 
-    STRIDES = {
-        "tokens before heads": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2),
-        "channels before tokens": lambda x: x.mT.contiguous().mT,
-        "slice": lambda x: torch.nn.functional.pad(x, (3, 2, 1, 4))[..., 1:-4, 3:-2],
-        "every other": lambda x: x.repeat_interleave(2, -1)[..., ::2],
-        "reversed heads": lambda x: x.flip(-3).contiguous()[..., torch.tensor([1, 0]), :, :],
-        "offset": lambda x: torch.cat([x.new_zeros(7), x.flatten()])[7:].view(x.shape),
-    }
-
     @pytest.mark.parametrize("preset", PRESETS)
     @pytest.mark.parametrize("strides", STRIDES)
     def test_strides(self, preset, strides):
         """Also of do, which autograd hands over as it is."""
         c = case(seed=3, n_q=70, n_k=130, d=40, heads=(2, 2))
         expected = run_attention(c, PRESETS[preset])
-        assert_same(run_attention(c.map(self.STRIDES[strides]), PRESETS[preset]), expected)
+        assert_same(run_attention(c.map(STRIDES[strides]), PRESETS[preset]), expected)
 
     @pytest.mark.parametrize("preset", PRESETS)
     def test_a_storage_offset_where_nothing_is_padded(self, preset):
         """Float32 products on a CPU add in an order that depends on the alignment of memory."""
         c = case(seed=3, n_q=64, n_k=64, d=16, heads=(2,))
         expected = run_attention(c, PRESETS[preset])
-        assert_same(run_attention(c.map(self.STRIDES["offset"]), PRESETS[preset]), expected)
+        assert_same(run_attention(c.map(STRIDES["offset"]), PRESETS[preset]), expected)
 
     @pytest.mark.parametrize("preset", PRESETS)
     @pytest.mark.parametrize("axis", [-4, -3, -2, -1])
@@ -479,15 +483,21 @@ class TestCallersSettings:
     @pytest.mark.parametrize("preset", ["fpa", "sagebwd", "factored"])
     @pytest.mark.parametrize("setting", ["high", "medium"])
     def test_float32_precision_settings_do_not_matter_and_are_kept(self, preset, setting):
-        expected = run_attention(self.CASE, PRESETS[preset])
+        """256 tokens of 256 channels: smaller products ignore the setting, this one is multiplied
+        in bfloat16 under "medium" by a CPU that can, which `lowers` checks."""
+        c = case(seed=1, n_q=256, n_k=256, d=256, heads=(1,))
+        expected, product = run_attention(c, PRESETS[preset]), c.q @ c.k.mT
         torch.set_float32_matmul_precision(setting)
         try:
-            found = run_attention(self.CASE, PRESETS[preset])
-            run_trace(self.CASE, PRESETS[preset])
+            lowers = not torch.equal(c.q @ c.k.mT, product)
+            found, traced = run_attention(c, PRESETS[preset]), run_trace(c, PRESETS[preset])
             assert torch.get_float32_matmul_precision() == setting
         finally:
             torch.set_float32_matmul_precision("highest")
         assert_same(found, expected)
+        assert_same(Outputs(traced.o, traced.dq, traced.dk, traced.dv), expected)
+        if setting == "medium" and torch.cpu._is_avx512_bf16_supported():
+            assert lowers, "the setting changed nothing, so this test proves nothing"
 
     @pytest.mark.parametrize("value", ["tf32", "bf16", "none"])
     def test_the_newer_switches_do_not_matter_and_are_kept(self, value):
@@ -496,7 +506,7 @@ class TestCallersSettings:
 import torch
 from sagesim import attention, FPA
 g = torch.Generator().manual_seed(0)
-q, k, v = torch.randn(3, 2, 70, 64, generator=g)
+q, k, v = torch.randn(3, 1, 256, 256, generator=g)  # smaller products ignore the switches
 before = attention(q, k, v, spec=FPA)
 settings = [torch.backends.mkldnn.matmul]
 if {value!r} != "bf16":

@@ -1,5 +1,6 @@
 """The backward's five products: which tensors a site reaches, delta, and causal influence."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,15 +20,17 @@ from sagesim import (
     AttentionSpec,
     Delta,
     Precision,
+    Smoothing,
     with_precision,
 )
 from tests.support import examples
 from tests.support.assertions import assert_bitwise, assert_within_bound
-from tests.support.calls import run_attention, run_trace
+from tests.support.calls import run_attention, run_exact, run_trace
 from tests.support.inputs import MODERATE, Case, case, random_mask
 from tests.support.strategies import cases, seeds, specs
 
 U = 2.0**-24
+SMOOTHINGS = (Smoothing(), Smoothing(k=True), Smoothing(q=True, k=True))
 
 TENSORS = (
     "s",
@@ -196,18 +199,19 @@ def influence_of_the_future(c: Case, spec: AttentionSpec, i: int) -> dict[str, f
     }
 
 
+SAFE = {"fpa": FPA, "fpa_fp16": FPA_FP16, "fpa_bf16": FPA_BF16, "causal_safe": CAUSAL_SAFE}
+"""Specs in which no scale and no mean joins a token with an earlier one."""
+
+
 class TestCausality:
     CASE = case(seed=3, n_q=150, n_k=150, d=32, is_causal=True)
-    NO_SCALE = {"fpa": FPA, "fpa_fp16": FPA_FP16, "fpa_bf16": FPA_BF16, "causal_safe": CAUSAL_SAFE}
 
     @pytest.mark.parametrize("i", [0, 30, 63, 64, 100, 148])
-    @pytest.mark.parametrize("name", NO_SCALE)
+    @pytest.mark.parametrize("name", SAFE)
     def test_later_tokens_have_exactly_no_influence(self, name, i):
-        assert influence_of_the_future(self.CASE, self.NO_SCALE[name], i) == {"o": 0.0, "dq": 0.0}
+        assert influence_of_the_future(self.CASE, SAFE[name], i) == {"o": 0.0, "dq": 0.0}
 
-    @given(
-        cases(MODERATE, masks=("causal",)), st.sampled_from(sorted(NO_SCALE)), st.integers(0, 129)
-    )
+    @given(cases(MODERATE, masks=("causal",)), st.sampled_from(sorted(SAFE)), st.integers(0, 129))
     @examples(30)
     def test_on_any_shape(self, case, name, i):
         n = min(case.q.shape[-2], case.k.shape[-2])
@@ -223,8 +227,8 @@ class TestCausality:
             name: torch.cat([x[..., : i + 1, :], 7 * x[..., i + 1 :, :] + 1], -2)
             for name, x in zip(("q", "k", "v", "do"), c.tensors, strict=True)
         }
-        one = run_attention(c, self.NO_SCALE[name])
-        other = run_attention(replace(c, **changed), self.NO_SCALE[name])
+        one = run_attention(c, SAFE[name])
+        other = run_attention(replace(c, **changed), SAFE[name])
         for output in ("o", "dq"):
             before, after = (getattr(x, output)[..., : i + 1, :] for x in (one, other))
             assert_bitwise(actual=after.contiguous(), expected=before.contiguous(), what=output)
@@ -273,7 +277,7 @@ class TestMasks:
 
     @pytest.mark.parametrize("preset", PRESETS)
     def test_rows_that_attend_to_nothing(self, preset):
-        """o = 0 and no gradient, neither theirs nor through them."""
+        """o = 0, lse = -inf, and no gradient."""
         mask = random_mask(6, (70, 90), density=0.6)
         mask[[0, 13, 64, 69]] = False
         c = case(seed=5, n_q=70, n_k=90, d=16, attn_mask=mask)
@@ -282,8 +286,78 @@ class TestMasks:
         for name in ("o", "dq", "ds"):
             assert not getattr(t, name)[:, :, nothing].any(), name
         assert bool((t.lse[:, :, nothing] == -torch.inf).all())
-        changed = torch.where(nothing[:, None], 100 * c.do + 5, c.do)
-        spec = replace(PRESETS[preset], block_q=1)  # so that no scale of dO is shared
-        one, other = run_attention(c, spec), run_attention(replace(c, do=changed), spec)
-        for name in ("dk", "dq"):
+
+
+class TestPadding:
+    """Tokens that attend to nothing, or that nothing attends to, are no part of the problem."""
+
+    @staticmethod
+    def garbage(c: Case, value: float) -> Case:
+        """The case with this value wherever a token is no part of it."""
+        attends = c.attends.expand(*c.q.shape[:-1], c.k.shape[-2])
+        dead_q, dead_k = ~attends.any(-1)[..., None], ~attends.any(-2)[..., None]
+        return replace(
+            c,
+            q=c.q.masked_fill(dead_q, value),
+            k=c.k.masked_fill(dead_k, value),
+            v=c.v.masked_fill(dead_k, value),
+            do=c.do.masked_fill(dead_q, value),
+        )
+
+    @given(
+        cases(MODERATE, masks=("random", "causal"), heads=st.sampled_from([(1,), (2, 2)])),
+        specs(),
+        st.sampled_from([math.nan, math.inf, 3e38, -7.0]),
+        st.integers(1, 40),
+    )
+    @examples(60)
+    def test_garbage_changes_nothing(self, case, spec, value, dead):
+        """Also where one head's padding is another head's token, and where causal queries are
+        fewer than keys."""
+        if case.attn_mask is not None:
+            mask = case.attn_mask.clone()
+            mask[..., -dead:] = False
+            mask[0, ..., :dead, :] = False
+            case = replace(case, attn_mask=mask)
+        one, other = run_attention(case, spec), run_attention(self.garbage(case, value), spec)
+        for name in one._fields:
             assert_bitwise(actual=getattr(other, name), expected=getattr(one, name), what=name)
+
+    @pytest.mark.parametrize("preset", PRESETS)
+    def test_garbage_does_not_reach_the_reference_or_the_trace(self, preset):
+        mask = random_mask(8, (2, 1, 70, 90), density=0.5)
+        mask[..., 80:], mask[..., 60:, :] = False, False
+        c = case(seed=6, n_q=70, n_k=90, d=16, heads=(2, 3), attn_mask=mask)
+        bad = self.garbage(c, math.nan)
+        one, other = run_exact(c), run_exact(bad)
+        for name in type(one).__slots__:
+            assert_bitwise(actual=getattr(other, name), expected=getattr(one, name), what=name)
+        spec = PRESETS[preset]
+        one, other = run_trace(c, spec), run_trace(bad, spec)
+        for name in TENSORS:
+            assert_bitwise(actual=getattr(other, name), expected=getattr(one, name), what=name)
+        for name, x in one.operands.items():
+            y = other.operands[name]
+            assert_bitwise(actual=y.codes, expected=x.codes, what=name)
+            assert_bitwise(actual=y.scale, expected=x.scale, what=name)
+
+    @pytest.mark.parametrize("preset", PRESETS)
+    @pytest.mark.parametrize("smoothing", SMOOTHINGS)
+    def test_a_padded_batch_is_its_sequences(self, preset, smoothing):
+        """Two sequences padded to one length with a mask give the bytes that each gives alone:
+        codes, scales and means see valid tokens only. Within one number of blocks, since float
+        sums over tiles may be ordered otherwise for another number."""
+        spec = replace(PRESETS[preset], smoothing=smoothing)
+        lengths = (100, 120)
+        c = case(seed=7, n_q=128, n_k=128, d=16, heads=(2, 3))
+        valid = torch.arange(128) < torch.tensor(lengths)[:, None]
+        mask = (valid[:, None, :, None] & valid[:, None, None, :]).expand(2, 1, 128, 128)
+        together = run_attention(replace(c, attn_mask=mask), spec)
+        for b, n in enumerate(lengths):
+            alone = run_attention(c.map(lambda x: x[b, :, :n]), spec)  # noqa: B023
+            for name in together._fields:
+                whole = getattr(together, name)[b]
+                assert_bitwise(
+                    actual=whole[:, :n].contiguous(), expected=getattr(alone, name), what=name
+                )
+                assert not whole[:, n:].any(), name

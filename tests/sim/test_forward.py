@@ -283,8 +283,8 @@ def test_the_comparison_with_the_paper_has_teeth(twin):
         "padded scale": (right, replace(c, scale=64**-0.5)),
         "one tile": (replace(right, block_q=128, block_k=128), c),
     }[twin]
-    for spec, case, is_right in ((right, c, True), (wrong_spec, wrong_case, False)):
-        t = run_trace(case, spec)
+    for spec, arguments, is_right in ((right, c, True), (wrong_spec, wrong_case, False)):
+        t = run_trace(arguments, spec)
         shares = [
             int(d.count_nonzero()) / d.numel()
             for d in (map_codes_that_differ(t, paper, name) for name in MAP_OPERANDS)

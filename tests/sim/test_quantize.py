@@ -293,9 +293,10 @@ class TestPadding:
         assert tiles.count_nonzero() == x.count_nonzero()
 
 
-class TestIndependence:
-    CALL = {"how": granularities, "precision": st.sampled_from(SCALED), "rounding": roundings}
+CALL = {"how": granularities, "precision": st.sampled_from(SCALED), "rounding": roundings}
 
+
+class TestIndependence:
     @given(x=tensors(MILD, heads=(3,)), **CALL)
     @examples(50)
     def test_a_head_alone_has_the_codes_it_has_in_a_batch(self, x, how, precision, rounding):

@@ -1,5 +1,6 @@
 import math
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -97,7 +98,7 @@ class TestFp8:
 
     def test_half_even_is_torchs_cast_around_every_code_and_every_tie(self, precision):
         codes = grid(precision)
-        ties = [(a + b) / 2 for a, b in zip(codes, codes[1:], strict=False)]
+        ties = [(a + b) / 2 for a, b in pairwise(codes)]
         points = [p for x in codes[1:-1] + ties for p in neighbours(x)]
         y = torch.tensor([points], dtype=torch.float32)
         cast = y.to(FLOAT8_DTYPE[precision]).float()
@@ -109,7 +110,7 @@ class TestFp8:
         """To the nearest code; a tie to the code with an even last bit, or to the larger one."""
         codes = grid(precision)
         positive = [c for c in codes if c >= 0]
-        for index, (low, high) in enumerate(zip(positive, positive[1:], strict=False)):
+        for index, (low, high) in enumerate(pairwise(positive)):
             tie = (low + high) / 2
             below, _, above = neighbours(tie)
             even = low if index % 2 == 0 else high  # the index is the code's bits

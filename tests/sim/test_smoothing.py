@@ -18,11 +18,6 @@ def every(x: torch.Tensor) -> torch.Tensor:
     return torch.ones(1, x.shape[1], dtype=torch.bool)
 
 
-def all_of(x: torch.Tensor) -> torch.Tensor:
-    """Every token is live."""
-    return torch.ones(1, x.shape[1], dtype=torch.bool)
-
-
 def mean(tokens: np.ndarray) -> np.ndarray:
     """The correctly rounded mean over the first axis of [n, d]: exact sums, one division."""
     return np.array([math.fsum(map(float, c)) / len(c) for c in tokens.T], np.float64)
@@ -98,13 +93,13 @@ def test_tokens_that_are_not_live_take_no_part(x, block, seed):
         assert not tensor[~live].any()
     for head in range(2):
         kept = x[head, live[head]][None]
-        expected = subtract_head_mean(kept, all_of(kept))
+        expected = subtract_head_mean(kept, every(kept))
         assert_bitwise(actual=found[head], expected=expected[1][0], what="mean")
         assert_bitwise(actual=smoothed[head, live[head]], expected=expected[0][0], what="rest")
         for index, start in enumerate(range(0, x.shape[1], block)):
             rows = slice(start, start + block)
             kept = x[head, rows][live[head, rows]][None]
-            expected = subtract_head_mean(kept, all_of(kept))
+            expected = subtract_head_mean(kept, every(kept))
             assert_bitwise(actual=means[head, index], expected=expected[1][0, 0], what="means")
 
 
@@ -126,10 +121,7 @@ def test_means_keep_the_dtype(dtype):
 @examples(30)
 def test_power_of_two_gains_pass_through(x, gain):
     """There is no absolute constant in a mean."""
-    one, other = (
-        subtract_head_mean(x, every(x)),
-        subtract_head_mean(x * 2.0**gain, every(x * 2.0**gain)),
-    )
+    one, other = (subtract_head_mean(y, every(x)) for y in (x, x * 2.0**gain))
     for before, after in zip(one, other, strict=True):
         assert_bitwise(actual=after, expected=before * 2.0**gain, what="K and its mean")
 
@@ -140,26 +132,3 @@ def test_the_shift_is_q_dot_mean_times_scale():
     exact = (q.double() @ k.double().mT).squeeze(-1) * 0.25
     bound = 20 * 2.0**-24 * (q.abs().double() @ k.abs().double().mT).squeeze(-1) * 0.25
     assert_within_bound(actual=logit_shift(q, k, 0.25), exact=exact, bound=bound, what="shift")
-
-
-@given(x=tensors(MILD, heads=(2,)), block=blocks, seed=seeds)
-@examples(40)
-def test_tokens_that_are_not_live_take_no_part(x, block, seed):
-    """The mean is that of the live tokens alone; the others are zero and stay so."""
-    live = torch.from_numpy(np.random.default_rng(seed).random((2, x.shape[1])) < 0.6)
-    x = x.masked_fill(~live[..., None], 0.0)
-    smoothed, means = subtract_head_mean(x, live)
-    blocked, block_means = subtract_block_means(x, live, block)
-    for head in range(2):
-        chosen = x[head : head + 1, live[head]]
-        expected = torch.zeros(1, 1, x.shape[2])
-        if chosen.shape[1]:
-            expected = subtract_head_mean(chosen, every(chosen))[1]
-        assert_bitwise(actual=means[head : head + 1], expected=expected, what="mean")
-        first = x[head : head + 1, :block][:, live[head, :block]]
-        expected = torch.zeros(1, x.shape[2])
-        if first.shape[1]:
-            expected = subtract_head_mean(first, every(first))[1][:, 0]
-        assert_bitwise(actual=block_means[head, :1], expected=expected, what="block mean")
-    for out in (smoothed, blocked):
-        assert bool((out[~live] == 0).all())

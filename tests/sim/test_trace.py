@@ -7,7 +7,18 @@ import pytest
 import torch
 from hypothesis import given
 
-from sagesim import FPA, PRESETS, SAGEBWD, SITES, Delta, Precision, Smoothing, trace, with_precision
+from sagesim import (
+    FPA,
+    PRESETS,
+    SAGEBWD,
+    SITES,
+    Delta,
+    Precision,
+    Smoothing,
+    quantize,
+    trace,
+    with_precision,
+)
 from sagesim.spec import OPERANDS
 from tests.support import examples, float32_bound
 from tests.support.assertions import assert_bitwise, assert_within_bound
@@ -70,7 +81,11 @@ def test_operands_dequantize_to_what_was_quantized(case, spec):
     """Q, K (unsmoothed), V and dO are the inputs; dS is the trace's own, and P of dv the
     backward's; each within one scale (half, unless stochastic) and float32's rounding."""
     t = run_trace(replace(case, enable_gqa=False), replace(spec, smoothing=Smoothing()))
-    sources = {"q": case.q, "k": case.k, "v": case.v, "do": case.do, "ds": t.ds}
+    # Tokens that attend to nothing, or that nothing attends to, count as zero.
+    live_q, live_k = (case.attends.expand(t.s.shape).any(axis)[..., None] for axis in (-1, -2))
+    q, do = (x.where(live_q, 0.0) for x in (case.q, case.do))
+    k, v = (x.where(live_k, 0.0) for x in (case.k, case.v))
+    sources = {"q": q, "k": k, "v": v, "do": do, "ds": t.ds}
     share = 0.5 if spec.rounding.seed is None else 1.0
     for name, x in t.operands.items():
         site, tensor = name.split(".")
@@ -86,6 +101,44 @@ def test_operands_dequantize_to_what_was_quantized(case, spec):
             bound=scale * (share + 1.001 * 3 * U * 127) + vanishing,
             what=name,
         )
+
+
+SCALED_SPECS = specs(precisions=[Precision.INT8, Precision.FP8_E4M3, Precision.FP8_E5M2])
+
+
+@given(cases(MODERATE, masks=("none", "causal")), SCALED_SPECS)
+@examples(40)
+def test_operands_are_what_quantize_makes_of_their_tensors(case, spec):
+    """The same bytes, each with its own granularity, block and stream of random numbers."""
+    n_q, n_k = case.q.shape[-2], case.k.shape[-2]
+    if case.is_causal and n_k > n_q:  # keys that no query attends to count as zero
+        case = replace(case, k=case.k[..., :n_q, :], v=case.v[..., :n_q, :])
+    spec = replace(spec, smoothing=Smoothing())
+    t = run_trace(case, spec)
+    sources = dict(zip(("q", "k", "v", "do"), case.tensors, strict=True))
+    sources |= {"p": t.p_recompute, "ds": t.ds}
+    for name, found in t.operands.items():
+        site, tensor = name.split(".")
+        if name == "pv.p":
+            continue  # not normalised, nor kept
+        matmul = spec.site(site)
+        how = matmul.lhs if OPERANDS[site][0] == tensor else matmul.rhs
+        size = spec.block_k if tensor in ("k", "v") else spec.block_q
+        expected = quantize(
+            sources[tensor],
+            how,
+            block=(spec.block_q, spec.block_k) if how.is_map else size,
+            precision=matmul.precision,
+            rounding=spec.rounding,
+            tensor=tensor,
+        )
+        # Adding 0 makes 0 of the -0 that float8 has: what is masked is 0 in the trace's maps.
+        codes = (x.codes.float() + 0 for x in (found, expected))
+        assert_bitwise(actual=next(codes), expected=next(codes), what=f"codes of {name}")
+        # Past the diagonal the trace keeps no scale of a causal map: codes are 0, scale 1.
+        kept = found.codes.float() != 0
+        scales = (x.scale.expand(kept.shape)[kept] for x in (found, expected))
+        assert_bitwise(actual=next(scales), expected=next(scales), what=f"scale of {name}")
 
 
 @given(cases(MILD), specs())

@@ -40,6 +40,7 @@ lengths = st.sampled_from(LENGTHS)
 head_sizes = st.sampled_from(HEAD_SIZES)
 blocks = st.sampled_from(BLOCKS)
 seeds = st.integers(0, 2**32 - 1)
+few_heads = st.sampled_from([(1,), (2, 1)])
 roundings = st.one_of(st.just(HALF_EVEN), st.just(HALF_AWAY), seeds.map(Rounding.stochastic))
 smoothings = st.builds(Smoothing, q=st.booleans(), k=st.booleans())
 
@@ -96,7 +97,7 @@ def cases(
     draw: st.DrawFn,
     kinds: dict[str, Builder] = MILD,
     *,
-    heads: st.SearchStrategy[tuple[int, ...]] = st.sampled_from([(1,), (2, 1)]),
+    heads: st.SearchStrategy[tuple[int, ...]] = few_heads,
     lengths: st.SearchStrategy[int] = lengths,
     head_sizes: st.SearchStrategy[int] = head_sizes,
     masks: Sequence[str] = ("none", "causal", "random"),

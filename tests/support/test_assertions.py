@@ -184,7 +184,7 @@ class TestBudget:
 
     def test_maximum_is_limited(self):
         self.check([3.0, 4.19, 0.0, 0.0], 2.0, 0.0)
-        with pytest.raises(AssertionError, match="maximum error 0.21"):
+        with pytest.raises(AssertionError, match=r"maximum error 0\.21"):
             self.check([3.0, 4.21, 0.0, 0.0], 2.0, 0.0)
 
     def test_rms_is_limited_where_the_maximum_is_not(self):

@@ -114,8 +114,9 @@ def cost(name: str) -> str:
         ]
         for run, r in data["runs"].items()
     ]
+    many = "s" * (heads > 1)
     return (
-        f"Batch {batch}, {heads} heads, {tokens} tokens, head size {head_dim}, float32, "
+        f"{batch} x {heads} head{many}, {tokens} tokens, head size {head_dim}, float32, "
         f"forward and backward, medians of {data['rounds']}.\n\n"
         + markdown(["", "time", "x eager", "memory added"], rows)
         + source(data)

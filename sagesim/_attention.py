@@ -128,7 +128,11 @@ class _Once(torch.autograd.Function):
 
 @contextlib.contextmanager
 def plain_float32(device: str) -> Generator[None]:
-    """Float32 products in float32: no autocast, no TF32, whatever the caller has switched on."""
+    """Float32 products in float32: no autocast, no TF32, whatever the caller has switched on.
+
+    PyTorch has this setting once for all threads: a thread that computes attention at the same
+    time as another should leave TF32 off altogether.
+    """
     cpu: Any = torch.backends.mkldnn  # torch leaves its settings unannotated
     settings = (torch.backends.cuda.matmul, cpu.matmul)
     before = [setting.fp32_precision for setting in settings]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from sagesim._attention import attention
+from sagesim.inputs import check_spec
 from sagesim.sdpa_calls import SdpaCall, sdpa_calls
 from sagesim.spec import AttentionSpec
 
@@ -47,6 +48,8 @@ def emulate(
     ...     layer(torch.randn(1, 10, 32)).sum().backward()
     """
     layers = dict(layers or {})
+    for each in (spec, *layers.values()):
+        check_spec(each)
     named: set[int | str] = set()
     made: dict[str, None] = {}
 

@@ -46,17 +46,22 @@ def exact(
     Args: as `sagesim.attention`; do is the gradient of o.
 
     Raises:
+        ValueError: a mask that is not boolean or comes with is_causal; unequal heads.
         RuntimeError: where PyTorch cannot multiply or broadcast the shapes.
 
     >>> x = exact(*torch.randn(4, 1, 1, 8, 4))
     >>> bool(x.ds.sum(-1).abs().max() < 1e-12)
     True
     """
+    if attn_mask is not None and (is_causal or attn_mask.dtype is not torch.bool):
+        raise ValueError(f"attn_mask is {attn_mask.dtype} with is_causal={is_causal}")
     q, k, v, do = (x.detach().double() for x in (q, k, v, do))
     key_heads = k.shape[-3] if k.ndim > 2 else 1
     groups = q.shape[-3] // key_heads if enable_gqa else 1
     if groups > 1:
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
+    if q.shape[:-2] != k.shape[:-2]:
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} differ in heads")
     n_q, n_k, d = q.shape[-2], k.shape[-2], q.shape[-1]
     scale = 1 / math.sqrt(d) if scale is None else scale
 

@@ -171,7 +171,7 @@ def attribute(
 
     Returns: errors, pooled over all heads by their squares.
 
-    Raises: as `sagesim.trace`.
+    Raises: as `sagesim.trace`; ValueError naming the tensor that is not finite.
 
     >>> a = attribute(*torch.randn(4, 1, 1, 128, 32))
     >>> a.largest("dv").site
@@ -188,6 +188,9 @@ def attribute(
         enable_gqa=enable_gqa,
     )
     check_gradient(x, do)
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("do", do)):
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} holds NaN or Inf; errors of that have no shares")
     specs = _specs(base)
     squares: dict[str, dict[str, float]] = {name: dict.fromkeys(OUTPUTS, 0.0) for name in specs}
     norms: dict[str, float] = dict.fromkeys(OUTPUTS, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -70,10 +70,11 @@ def check(
     """Lay out a call's arguments, or say what is wrong with them.
 
     Raises:
-        TypeError: unequal or non-float dtypes.
+        TypeError: unequal or non-float dtypes, or a spec that is none.
         ValueError: shapes that do not fit each other, unequal devices, a mask that is not
             boolean, or a mask together with is_causal.
     """
+    check_spec(spec)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
@@ -96,6 +97,7 @@ def check(
     compute = torch.float64 if q.dtype is torch.float64 else torch.float32
     if groups > 1:
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
+    spec = _resolve(spec, q.dtype, n_q, n_k)
     grid = Grid(n_q, n_k, spec.block_q, spec.block_k, is_causal, attn_mask)
     live_q, live_k = grid.live(q.device)
     return Inputs(
@@ -103,13 +105,19 @@ def check(
         k=_lay_out(k, compute, live_k),
         v=_lay_out(v, compute, live_k),
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
-        spec=_resolve(spec, q.dtype),
+        spec=spec,
         grid=grid,
         dtype=q.dtype,
         heads=tuple(q.shape[:-2]),
         groups=groups,
         live=(live_q, live_k),
     )
+
+
+def check_spec(spec: object) -> None:
+    """Raise TypeError unless it is an AttentionSpec, saying how a label becomes one."""
+    if not isinstance(spec, AttentionSpec):
+        raise TypeError(f"spec is {spec!r}; AttentionSpec.parse makes one of a label")
 
 
 def _groups(q: Tensor, k: Tensor, enable_gqa: bool, shapes: str) -> int:
@@ -153,8 +161,12 @@ def _lay_out(x: Tensor, dtype: torch.dtype, live: Tensor) -> Tensor:
     return flat.masked_fill(~live[..., None], 0.0)
 
 
-def _resolve(spec: AttentionSpec, dtype: torch.dtype) -> AttentionSpec:
-    """`spec` with INPUT16 replaced by the inputs' own 16-bit format."""
+def _resolve(spec: AttentionSpec, dtype: torch.dtype, n_q: int, n_k: int) -> AttentionSpec:
+    """`spec` with INPUT16 replaced by the inputs' own 16-bit format, and with blocks no larger
+    than the sequence, which are the same blocks with less padding."""
+    spec = replace(
+        spec, block_q=min(spec.block_q, max(n_q, 1)), block_k=min(spec.block_k, max(n_k, 1))
+    )
     own = Precision.BF16 if dtype is torch.bfloat16 else Precision.FP16
     sites = [s for s in SITES if spec.site(s).precision is Precision.INPUT16]
     return with_precision(spec, own, *sites) if sites else spec

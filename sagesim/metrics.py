@@ -37,7 +37,7 @@ class Error:
     """The distance of a tensor a from its reference r.
 
     Where both are zero everywhere the error is none: cosine 1, rel_l2 0, sqnr_db inf. Where only
-    r is zero, rel_l2 and max_error are inf.
+    r is zero, or one of the two is infinite and the other is not, rel_l2 and max_error are inf.
     """
 
     cosine: float  #: <a, r> / (|a| |r|)
@@ -136,8 +136,8 @@ def mean(values: Sequence[float]) -> float:
 def _moments(a: Tensor, r: Tensor) -> Tensor:
     """[heads, n] twice -> [heads, 6]; see `Comparison.moments`."""
     counts = ~((a == -torch.inf) & (r == -torch.inf))
-    a, r = a.where(counts, 0.0), r.where(counts, 0.0)
-    diff = a - r
+    diff = (a - r).where(counts, 0.0)
+    a, r = a.where(counts, 0.0), r.where(r != -torch.inf, 0.0)
     peak = diff.abs().amax(1) if diff.shape[1] else diff.new_zeros(diff.shape[0])
     sums = [(x * y).sum(1) for x, y in ((a, r), (a, a), (r, r), (diff, diff))]
     return torch.stack([*sums, peak, counts.sum(1).double()], 1)
@@ -151,7 +151,7 @@ def _error(moments: Tensor) -> Error:
     if rr == 0:
         return Error(cosine=0.0, rel_l2=math.inf, sqnr_db=-math.inf, max_error=math.inf)
     return Error(
-        cosine=dot / math.sqrt(aa * rr) if aa else 0.0,
+        cosine=dot / math.sqrt(aa * rr) if aa and math.isfinite(aa) else 0.0,
         rel_l2=math.sqrt(dd / rr),
         sqnr_db=10 * math.log10(rr / dd) if math.isfinite(dd) else -math.inf,
         max_error=peak / math.sqrt(rr / count),

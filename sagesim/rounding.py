@@ -83,7 +83,7 @@ def uniform(
     """
     row = torch.arange(row0, row0 + rows, device=device)
     column = torch.arange(columns, device=device)
-    key = pcg_hash(row + pcg_hash(seed + STREAMS[tensor] * 0x9E3779B9))
+    key = pcg_hash(row + pcg_hash(STREAMS[tensor] + pcg_hash(seed)))
     word = pcg_hash(key[:, None] + column)
     return (word >> 8).float() * 2.0**-24
 

@@ -64,8 +64,8 @@ class SdpaCall:
             )
         if self.attn_mask is not None and self.attn_mask.dtype is not torch.bool:
             raise ValueError(
-                f"{self}: attn_mask is {self.attn_mask.dtype}; only boolean masks "
-                "(True attends) are supported"
+                f"{self}: attn_mask is {self.attn_mask.dtype}; only boolean masks (True attends) "
+                "are supported (nn.MultiheadAttention makes its masks float)"
             )
         for name, x in (("query", self.q), ("key", self.k), ("value", self.v)):
             if x.is_nested:

@@ -81,6 +81,12 @@ class Delta(StrEnum):
     FROM_P = "p"  #: rowsum(P o dP) with the backward's own P and dP, so that rows of dS sum to 0
 
 
+def _check_type(owner: str, name: str, value: object, kind: type) -> None:
+    """Enum members compare equal to their words, and code that asks `is` would not notice."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{owner}: {name} is {value!r}, not a {kind.__name__}")
+
+
 class RoundingMode(StrEnum):
     """How a value between two codes of a scaled format is rounded."""
 
@@ -100,6 +106,7 @@ class Rounding:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        _check_type("Rounding", "mode", self.mode, RoundingMode)
         if (self.mode is RoundingMode.STOCHASTIC) != (self.seed is not None):
             raise ValueError(
                 f"rounding {self.mode.value} with seed={self.seed}: "
@@ -142,6 +149,11 @@ class MatmulSpec:
     lhs: Granularity
     rhs: Granularity
 
+    def __post_init__(self) -> None:
+        _check_type("MatmulSpec", "precision", self.precision, Precision)
+        _check_type("MatmulSpec", "lhs", self.lhs, Granularity)
+        _check_type("MatmulSpec", "rhs", self.rhs, Granularity)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
@@ -159,6 +171,7 @@ class AttentionSpec:
     Raises:
         ValueError: naming the site, where a granularity does not fit its tensor, or the block
             size that is not a positive integer.
+        TypeError: naming the field that is of another type, such as a word for an enum member.
     """
 
     qk: MatmulSpec
@@ -175,8 +188,12 @@ class AttentionSpec:
     block_k: int = 64
 
     def __post_init__(self) -> None:
+        _check_type("AttentionSpec", "smoothing", self.smoothing, Smoothing)
+        _check_type("AttentionSpec", "rounding", self.rounding, Rounding)
+        _check_type("AttentionSpec", "delta", self.delta, Delta)
         for site in SITES:
             matmul = self.site(site)
+            _check_type("AttentionSpec", site, matmul, MatmulSpec)
             for tensor, how in zip(OPERANDS[site], (matmul.lhs, matmul.rhs), strict=True):
                 if how.is_map != (tensor in MAPS):
                     fitting = [g.value for g in Granularity if g.is_map == (tensor in MAPS)]

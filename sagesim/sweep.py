@@ -86,9 +86,9 @@ def sweep(
 ) -> list[Row]:
     """Run every spec on every call of every capture, and keep the errors in a Parquet file.
 
-    Rows that the file already has (same label, same content of the capture, same layer) are not
-    run again. The file is replaced every `_SAVE_EVERY` seconds and at the end, however it comes,
-    so that it is complete whenever it is read.
+    Rows that the file already has (same label, content of the capture, layer and version of
+    sagesim) are not run again. The file is replaced every `_SAVE_EVERY` seconds and at the end,
+    however it comes, so that it is complete whenever it is read.
 
     Args:
         path: the file, made where it is not there; its other rows are kept.
@@ -174,11 +174,11 @@ def ranking(rows: Sequence[Row]) -> list[Row]:
     return sorted(ranked, key=lambda row: (row["gradients"], row["label"]))
 
 
-_Key = tuple[str, str, int]
+_Key = tuple[str, str, int, str]
 
 
 def _key(row: Row) -> _Key:
-    return row["label"], row["capture_hash"], row["layer"]
+    return row["label"], row["capture_hash"], row["layer"], row["sagesim_version"]
 
 
 def _runs(
@@ -190,7 +190,7 @@ def _runs(
     for name, capture in captures.items():
         for call in capture.calls:
             for label, spec in labels.items():
-                key = (label, hashes[name], call.index)
+                key = (label, hashes[name], call.index, sagesim.__version__)
                 if key not in seen:
                     seen.add(key)
                     yield key, spec, name, call

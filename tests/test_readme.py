@@ -29,7 +29,7 @@ def test_what_it_says_is_printed(capsys):
 
 
 def test_its_labels_parse():
-    labels = re.findall(r"^    ((?:%s)\b.*?)(?:   .*)?$" % "|".join(PRESETS), README, re.MULTILINE)
+    labels = re.findall(rf"^    ((?:{'|'.join(PRESETS)})\b.*?)(?:   .*)?$", README, re.MULTILINE)
     assert len(labels) == 4
     for label in labels:
         AttentionSpec.parse(label)

@@ -337,3 +337,9 @@ def test_two_keys_for_one_call_raise():
 def test_an_error_inside_is_not_hidden():
     with pytest.raises(KeyError), emulate(SAGEBWD, layers={5: FPA}):
         raise KeyError
+
+
+def test_a_label_is_no_spec(as_installed):
+    for call in ({"spec": "sagebwd"}, {"spec": SAGEBWD, "layers": {0: "fpa"}}):
+        with pytest.raises(TypeError, match=r"AttentionSpec\.parse makes one"), emulate(**call):
+            pass

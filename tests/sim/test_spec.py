@@ -153,3 +153,21 @@ def test_factored_scales_lie_along_the_outputs_axes(name):
             token_axis = "key" if tensor in ("k", "v") else "query"
             along = {token_axis if a == "token" else a for a in varies[how]}
             assert axis not in along, (site, tensor)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: MatmulSpec("int8", SAGEBWD.dq.lhs, SAGEBWD.dq.rhs), "precision is 'int8'"),
+        (lambda: MatmulSpec(Precision.INT8, "tile", SAGEBWD.dq.rhs), "lhs is 'tile'"),
+        (lambda: replace(SAGEBWD, delta="p"), "delta is 'p', not a Delta"),
+        (lambda: replace(SAGEBWD, rounding="half_away"), "rounding is 'half_away'"),
+        (lambda: replace(SAGEBWD, smoothing=True), "smoothing is True"),
+        (lambda: replace(SAGEBWD, dq="int8"), "dq is 'int8', not a MatmulSpec"),
+        (lambda: Rounding("stochastic", 3), "mode is 'stochastic'"),
+    ],
+)
+def test_a_word_is_no_member(as_installed, make, message):
+    """It would compare equal to the member, and be taken for another one."""
+    with pytest.raises(TypeError, match=message):
+        make()

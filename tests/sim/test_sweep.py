@@ -237,3 +237,12 @@ def test_taking_heads_in_groups_changes_no_error():
             for t in TENSORS:
                 assert math.isclose(joined[t].rel_l2, whole[t].rel_l2, rel_tol=1e-6), t
                 assert math.isclose(joined[t].cosine, whole[t].cosine, rel_tol=1e-9), t
+
+
+def test_rows_of_another_version_are_run_again(tmp_path, monkeypatch):
+    path, capture = tmp_path / "out.parquet", {"c": problem()}
+    old = sweep(path, [SAGEBWD], capture)
+    monkeypatch.setattr(sagesim, "__version__", "another")
+    new = sweep(path, [SAGEBWD], capture)
+    assert {row["sagesim_version"] for row in new} == {"another"}
+    assert len(read(path)) == len(old) + len(new)

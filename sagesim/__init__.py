@@ -4,6 +4,7 @@ from sagesim._attention import attention
 from sagesim._capture import Recording, capture
 from sagesim._emulate import emulate
 from sagesim._exact import Exact, exact
+from sagesim._quantize import QTensor, quantize
 from sagesim._trace import Trace, trace
 from sagesim.attribution import Attribution, attribute
 from sagesim.captured import Call, Capture
@@ -22,7 +23,6 @@ from sagesim.presets import (
     with_precision,
 )
 from sagesim.qk_norm import QKNorm
-from sagesim.quantize import QTensor, quantize
 from sagesim.spec import (
     HALF_AWAY,
     HALF_EVEN,

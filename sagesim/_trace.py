@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from sagesim._attention import plain_float32
+from sagesim._quantize import Operand, QTensor, as_qtensor, from_tiles
 from sagesim._typing import Bool, Float
 from sagesim.backward import backward
 from sagesim.forward import Smoothed, forward
 from sagesim.grid import Panel
 from sagesim.inputs import Inputs, check
-from sagesim.quantize import Operand, QTensor, as_qtensor, from_tiles
 from sagesim.spec import MAPS, AttentionSpec
 
 _ABSENT: Final = {
@@ -52,7 +52,8 @@ class Trace:
     s_recompute: Tensor  #: the backward's logits; equal to s where qk_recompute equals qk
     p_recompute: Tensor  #: exp(s_recompute - lse), from which dV and dS are made
     operands: Mapping[str, QTensor]
-    """Codes and scales of every quantized operand, by "site.tensor", such as "dq.ds"."""
+    """Codes and scales of every quantized operand, by "site.tensor", such as "dq.ds"; those of k
+    and v as the first query head of each group sees them."""
 
 
 def trace(

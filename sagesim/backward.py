@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sagesim._quantize import Operand, encode
 from sagesim.forward import Logits, Smoothed, Tape, Tokens
 from sagesim.grid import Panel
 from sagesim.inputs import Inputs
@@ -16,7 +17,6 @@ from sagesim.matmul import (
     product,
     tokens_by_tokens,
 )
-from sagesim.quantize import Operand, encode
 from sagesim.spec import Delta, Granularity, Precision
 
 

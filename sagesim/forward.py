@@ -8,10 +8,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from sagesim._quantize import COLUMN, COLUMN_BLOCK, Operand, encode, encode_unit_, to_tiles
 from sagesim.grid import Panel
 from sagesim.inputs import Inputs
 from sagesim.matmul import map_by_tokens, product, tokens_by_tokens
-from sagesim.quantize import COLUMN, COLUMN_BLOCK, Operand, encode, encode_unit_, to_tiles
 from sagesim.smoothing import logit_shift, subtract_block_means, subtract_head_mean
 from sagesim.spec import OPERANDS, AttentionSpec, Granularity
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sagesim.quantize import COLUMN, ROW, Operand
+from sagesim._quantize import COLUMN, ROW, Operand
 from sagesim.spec import Precision
 
 _CARRIER = {

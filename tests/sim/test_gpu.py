@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sagesim import FACTORED, PRESETS, SAGEBWD, AttentionSpec, attention, trace
+from sagesim._quantize import Operand
 from sagesim.matmul import map_by_tokens
-from sagesim.quantize import Operand
 from sagesim.rounding import uniform
 from sagesim.spec import Precision
 from tests.support.assertions import assert_bitwise

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sagesim import HALF_EVEN, Granularity, Precision
+from sagesim._quantize import Operand, encode, from_tiles, to_tiles
 from sagesim.matmul import map_by_tokens, map_transposed_by_tokens, tokens_by_tokens
-from sagesim.quantize import Operand, encode, from_tiles, to_tiles
 from tests.support import examples
 from tests.support.assertions import assert_bitwise, assert_within_bound
 from tests.support.strategies import MAP_GRANULARITIES, TOKEN_GRANULARITIES, seeds

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sagesim import HALF_AWAY, HALF_EVEN, Granularity, Precision, Rounding, quantize
-from sagesim.quantize import encode, encode_unit_, from_tiles, scales, to_tiles
+from sagesim._quantize import encode, encode_unit_, from_tiles, scales, to_tiles
 from sagesim.rounding import CODE_MAX
 from tests.support import examples
 from tests.support.assertions import assert_bitwise, assert_within_bound

@@ -125,7 +125,7 @@ HALF_EVEN: Final = Rounding(RoundingMode.HALF_EVEN)
 HALF_AWAY: Final = Rounding(RoundingMode.HALF_AWAY)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Smoothing:
     """Which means are subtracted before Q and K are rounded.
 

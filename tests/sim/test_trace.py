@@ -75,12 +75,19 @@ def test_fp8_operands_are_float8(precision):
         assert x.codes.float().isfinite().all(), name
 
 
+def one_logits(spec):
+    """With S recomputed as it was computed: P = exp(S - L) of two different roundings may
+    overflow, as docs/numerics.md says, and infinities have no error to bound."""
+    return replace(spec, qk_recompute=spec.qk)
+
+
 @given(cases(MILD), specs(precisions=[Precision.INT8, Precision.FP16, Precision.FP32]))
 @examples(40)
 def test_operands_dequantize_to_what_was_quantized(case, spec):
     """Q, K (unsmoothed), V and dO are the inputs; dS is the trace's own, and P of dv the
     backward's; each within one scale (half, unless stochastic) and float32's rounding."""
-    t = run_trace(replace(case, enable_gqa=False), replace(spec, smoothing=Smoothing()))
+    spec = one_logits(replace(spec, smoothing=Smoothing()))
+    t = run_trace(replace(case, enable_gqa=False), spec)
     # Tokens that attend to nothing, or that nothing attends to, count as zero.
     live_q, live_k = (case.attends.expand(t.s.shape).any(axis)[..., None] for axis in (-1, -2))
     q, do = (x.where(live_q, 0.0) for x in (case.q, case.do))
@@ -113,7 +120,7 @@ def test_operands_are_what_quantize_makes_of_their_tensors(case, spec):
     n_q, n_k = case.q.shape[-2], case.k.shape[-2]
     if case.is_causal and n_k > n_q:  # keys that no query attends to count as zero
         case = replace(case, k=case.k[..., :n_q, :], v=case.v[..., :n_q, :])
-    spec = replace(spec, smoothing=Smoothing())
+    spec = one_logits(replace(spec, smoothing=Smoothing()))
     t = run_trace(case, spec)
     sources = dict(zip(("q", "k", "v", "do"), case.tensors, strict=True))
     sources |= {"p": t.p_recompute, "ds": t.ds}
@@ -146,7 +153,7 @@ def test_operands_are_what_quantize_makes_of_their_tensors(case, spec):
 def test_the_intermediates_fit_together(case, spec):
     """P sums to 1, ds = p_recompute (dp - delta) to float32's rounding, and what is masked is
     absent."""
-    t = run_trace(case, spec)
+    t = run_trace(case, one_logits(spec))
     attends = case.attends.expand(t.s.shape)
     assert bool((t.s[~attends] == -math.inf).all())
     assert bool((t.s_recompute[~attends] == -math.inf).all())

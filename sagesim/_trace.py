@@ -18,7 +18,7 @@ from sagesim.backward import backward
 from sagesim.forward import Smoothed, forward
 from sagesim.grid import Panel
 from sagesim.inputs import Inputs, check
-from sagesim.spec import MAPS, AttentionSpec
+from sagesim.spec import AttentionSpec
 
 _ABSENT: Final = {
     "s": -math.inf,
@@ -171,7 +171,7 @@ class Recorder:
         for key, whole in (self._operands or {}).items():
             codes, scale = self._x.query_heads(whole.codes), self._x.query_heads(whole.scale)
             tensor = key.rpartition(".")[2]
-            if tensor not in MAPS and tensor in ("k", "v") and self._x.groups > 1:
+            if tensor in ("k", "v") and self._x.groups > 1:
                 step = slice(None, None, self._x.groups)
                 codes, scale = codes[..., step, :, :], scale[..., step, :, :]
             shaped[key] = QTensor(codes, scale)

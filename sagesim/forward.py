@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sagesim._quantize import COLUMN, COLUMN_BLOCK, Operand, encode, encode_unit_, to_tiles
-from sagesim.grid import Panel
+from sagesim.grid import Panel, of_heads
 from sagesim.inputs import Inputs
 from sagesim.matmul import map_by_tokens, product, tokens_by_tokens
 from sagesim.smoothing import logit_shift, subtract_block_means, subtract_head_mean
@@ -76,11 +76,12 @@ class Smoothed:
     def of(cls, x: Inputs, heads: slice) -> Smoothed:
         """Smooth the heads as the spec says."""
         q, k, q_mean, shift = x.q[heads], x.k[heads], None, None
+        live_q, live_k = (of_heads(live, heads) for live in x.live)
         if x.spec.smoothing.k:
-            k, k_mean = subtract_head_mean(k, x.live_keys(heads))
+            k, k_mean = subtract_head_mean(k, live_k)
             shift = logit_shift(q, k_mean, x.scale)
         if x.spec.smoothing.q:
-            q, q_mean = subtract_block_means(q, x.live_queries(heads), x.spec.block_q)
+            q, q_mean = subtract_block_means(q, live_q, x.spec.block_q)
         return cls(q, k, q_mean, shift)
 
 

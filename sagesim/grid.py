@@ -15,6 +15,11 @@ _GROUP = {"cpu": 2**20, "cuda": 2**27}
 """Map entries computed at once, over heads; heads do not affect each other's numbers."""
 
 
+def of_heads(x: Tensor, heads: slice) -> Tensor:
+    """The heads' part of x [Z or 1, ...]; all of it where they share it."""
+    return x[heads] if x.shape[0] > 1 else x
+
+
 @dataclass(frozen=True, slots=True)
 class Panel:
     """A run of query blocks and the key blocks they can attend to."""
@@ -94,8 +99,7 @@ class Grid:
         if ignored is not None:
             ignored = ignored[None]
         if self.attn_mask is not None:
-            mask = self.attn_mask[heads if self.attn_mask.shape[0] > 1 else slice(0, 1)]
-            mask = mask[:, rows.start : rows.stop, :columns]
+            mask = of_heads(self.attn_mask, heads)[:, rows.start : rows.stop, :columns]
             bottom, right = rows.stop - rows.start - mask.shape[1], columns - mask.shape[2]
             hidden = torch.nn.functional.pad(~mask, (0, right, 0, bottom), value=True)
             ignored = hidden if ignored is None else ignored | hidden

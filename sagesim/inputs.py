@@ -32,14 +32,6 @@ class Inputs:
     groups: int  #: query heads for each head of k and v
     live: tuple[Tensor, Tensor]  #: `sagesim.grid.Grid.live`, of queries and of keys
 
-    def live_queries(self, heads: slice) -> Tensor:
-        """Which queries of the heads attend to a key: bool [Z or 1, n_q]."""
-        return self.live[0][heads if self.live[0].shape[0] > 1 else slice(0, 1)]
-
-    def live_keys(self, heads: slice) -> Tensor:
-        """Which keys of the heads are attended to: bool [Z or 1, n_k]."""
-        return self.live[1][heads if self.live[1].shape[0] > 1 else slice(0, 1)]
-
     def widen(self, x: Tensor) -> Tensor:
         """A tensor with q's heads and tokens as [Z, n_q, m], laid out as q is."""
         return _lay_out(x, self.q.dtype, self.live[0])

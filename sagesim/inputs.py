@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sagesim.arguments import check_tensors
 from sagesim.grid import Grid
 from sagesim.presets import with_precision
 from sagesim.spec import SITES, AttentionSpec, Precision
@@ -67,22 +68,9 @@ def check(
             boolean, or a mask together with is_causal.
     """
     check_spec(spec)
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+    groups = check_tensors(q, k, v, enable_gqa=enable_gqa)
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"q, k and v are {q.dtype}; float16, bfloat16, float32 or float64 needed")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q, k and v are on {q.device}, {k.device}, {v.device}")
-    if min(q.ndim, k.ndim, v.ndim) < 2:
-        raise ValueError(f"q, k and v need [..., tokens, head size]; got {shapes}")
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"head sizes of q and k differ: {shapes}")
-    if q.shape[-1] == 0 or v.shape[-1] == 0:
-        raise ValueError(f"head size 0: {shapes}")
-    if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"k and v differ in heads or tokens: {shapes}")
-    groups = _groups(q, k, enable_gqa, shapes)
     n_q, n_k = q.shape[-2], k.shape[-2]
     if attn_mask is not None:
         attn_mask = _flat_mask(attn_mask, (*q.shape[:-1], n_k), is_causal)
@@ -110,18 +98,6 @@ def check_spec(spec: object) -> None:
     """Raise TypeError unless it is an AttentionSpec, saying how a label becomes one."""
     if not isinstance(spec, AttentionSpec):
         raise TypeError(f"spec is {spec!r}; AttentionSpec.parse makes one of a label")
-
-
-def _groups(q: Tensor, k: Tensor, enable_gqa: bool, shapes: str) -> int:
-    if q.shape[:-2] == k.shape[:-2]:
-        return 1
-    if q.ndim != k.ndim or q.ndim < 3 or q.shape[:-3] != k.shape[:-3]:
-        raise ValueError(f"batch axes of q and k differ: {shapes}")
-    if not enable_gqa:
-        raise ValueError(f"q and k differ in heads: {shapes}; enable_gqa=True repeats those of k")
-    if k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]:
-        raise ValueError(f"the heads of q are no multiple of those of k: {shapes}")
-    return q.shape[-3] // k.shape[-3]
 
 
 def _flat_mask(mask: Tensor, shape: tuple[int, ...], is_causal: bool) -> Tensor:

@@ -1,0 +1,41 @@
+"""What q, k and v of an attention call must be to each other; nothing is computed here."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> int:
+    """The query heads for each head of k and v [..., heads, tokens, head size].
+
+    Raises:
+        TypeError: unequal dtypes.
+        ValueError: unequal devices, or shapes that do not fit each other, naming them.
+    """
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v are on {q.device}, {k.device}, {v.device}")
+    if min(q.ndim, k.ndim, v.ndim) < 2:
+        raise ValueError(f"q, k and v need [..., tokens, head size]; got {_shapes(q, k, v)}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"head sizes of q and k differ: {_shapes(q, k, v)}")
+    if q.shape[-1] == 0 or v.shape[-1] == 0:
+        raise ValueError(f"head size 0: {_shapes(q, k, v)}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k and v differ in heads or tokens: {_shapes(q, k, v)}")
+    if q.shape[:-2] == k.shape[:-2]:
+        return 1
+    if q.ndim != k.ndim or q.ndim < 3 or q.shape[:-3] != k.shape[:-3]:
+        raise ValueError(f"batch axes of q and k differ: {_shapes(q, k, v)}")
+    if not enable_gqa:
+        raise ValueError(
+            f"q and k differ in heads: {_shapes(q, k, v)}; enable_gqa=True repeats those of k"
+        )
+    if k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]:
+        raise ValueError(f"the heads of q are no multiple of those of k: {_shapes(q, k, v)}")
+    return q.shape[-3] // k.shape[-3]
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

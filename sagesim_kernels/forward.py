@@ -1,0 +1,225 @@
+"""The forward: S = Q K^T and O = P V, a program for each tile of queries, with online softmax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagesim_kernels.layout import (
+    Rows,
+    Strided,
+    causal_offset,
+    length_of,
+    live_keys,
+    live_queries,
+    row_base,
+    start_of,
+)
+from sagesim_kernels.logits import key_bias, logits
+from sagesim_kernels.maps import MapTrace, store_codes
+from sagesim_kernels.operands import (
+    base_of,
+    load_channel_scales,
+    load_token_scales,
+    load_tokens,
+)
+from sagesim_kernels.primitives import LAUNCH, LN_2, LOG2_127, LOG2_E, Rounding, to_codes
+from sagesim_kernels.problem import Problem, padded
+from sagesim_kernels.quantize import Operands
+from sagesim_kernels.smoothing import mean_of
+from sagesim_kernels.tiles import launch, tiles
+
+_LN_2 = tl.constexpr(LN_2)
+_LOG2_127 = tl.constexpr(LOG2_127)
+
+
+@triton.jit
+def _finite(x):
+    """x with 0 for -inf, the maximum of rows without any entry, so that exponentials become 0."""
+    return tl.where(x == -float("inf"), 0.0, x)
+
+
+@triton.jit
+def _forward(
+    q,
+    k,
+    v,
+    smoothed,
+    raw_q,
+    o,
+    lse,
+    lse2,
+    trace,
+    lengths,
+    rounding,
+    scale,
+    scale_log2,
+    GROUPS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n_q = length_of(lengths.cu_q, lengths.n_q, b)
+    first = tile * TILE
+    if first >= n_q:
+        return
+    k_head = h // GROUPS
+    z = b * tl.num_programs(1) + h
+    first_live, _ = live_queries(lengths, b)
+    n_k = live_keys(lengths, b)
+    offset = causal_offset(lengths, b)
+    local = tl.arange(0, TILE)
+    queries = first + local
+
+    q_base, q_scales = base_of(q, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
+    k_base, k_scales = base_of(k, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
+    v_base, v_scales = base_of(v, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
+    q_tile = load_tokens(q, q_base, first, TILE, n_q, D, D_PAD, first_live)
+    q_factor = load_token_scales(q, q_scales, first, TILE, n_q)[:, None] * scale_log2
+
+    row_max = tl.full((TILE,), -float("inf"), tl.float32)
+    row_sum = tl.zeros((TILE,), tl.float32)
+    total = tl.zeros((TILE, DV_PAD), tl.float32)
+    end = n_k
+    if lengths.IS_CAUSAL:
+        end = tl.minimum(n_k, first + TILE + offset)
+    for key in range(0, end, BLOCK_K):
+        keys = key + tl.arange(0, BLOCK_K)
+        k_tile = load_tokens(k, k_base, key, BLOCK_K, n_k, D, D_PAD)
+        k_scale = load_token_scales(k, k_scales, key, BLOCK_K, n_k)[None, :]
+        bias = key_bias(
+            smoothed,
+            lengths,
+            b,
+            h,
+            k_head,
+            first // BLOCK_Q,
+            key,
+            BLOCK_K,
+            n_k,
+            scale_log2,
+            D,
+            D_PAD,
+        )
+        s = logits(q_tile, k_tile, q_factor, k_scale, None if bias is None else bias[None, :])
+        valid = (keys < n_k)[None, :]
+        if lengths.IS_CAUSAL:
+            valid = valid & (keys[None, :] <= queries[:, None] + offset)
+        s = tl.where(valid, s, -float("inf"))
+
+        tile_max = tl.max(s, 1)
+        new_max = tl.maximum(row_max, tile_max)
+        shrink = tl.exp2(row_max - _finite(new_max))
+        v_tile = load_tokens(v, v_base, key, BLOCK_K, n_k, DV, DV_PAD)
+        if v.scale is not None:
+            # 127 P against the tile's own maximum: codes depend on the tile alone.
+            p = tl.exp2(s - (_finite(tile_max) - _LOG2_127)[:, None])
+            codes = to_codes(p, queries[:, None], keys[None, :], rounding)
+            store_codes(
+                trace, codes, 1.0, z, queries[:, None], keys[None, :], lengths.n_q, lengths.n_k
+            )
+            weight = tl.exp2(tile_max - _finite(new_max))
+            v_scale = load_channel_scales(v, v_scales, key, DV, DV_PAD)[None, :]
+            sums = tl.dot(codes, v_tile, out_dtype=tl.int32).to(tl.float32)
+            total = total * shrink[:, None] + sums * weight[:, None] * v_scale
+            row_sum = row_sum * shrink + tl.sum(p, 1) * weight
+        else:
+            p = tl.exp2(s - _finite(new_max)[:, None])
+            total = tl.dot(p.to(v.FORMAT), v_tile, total * shrink[:, None])
+            row_sum = row_sum * shrink + tl.sum(p, 1)
+        row_max = new_max
+
+    row_sum = tl.where(row_max == -float("inf"), 1.0, row_sum)
+    row_lse2 = row_max + tl.log2(row_sum)
+    if v.scale is not None:
+        row_lse2 -= _LOG2_127
+    row_lse = row_lse2 * _LN_2
+    column = tl.arange(0, D_PAD)
+    if smoothed.k_mean is not None:
+        base = raw_q.ptr + b.to(tl.int64) * raw_q.stride_b + h.to(tl.int64) * raw_q.stride_h
+        base += (start_of(lengths.cu_q, b) + first) * raw_q.stride_n
+        ptrs = base + local[:, None] * raw_q.stride_n + column[None, :] * raw_q.stride_d
+        mask = (queries < n_q)[:, None] & (column < D)[None, :]
+        q_tile = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        shift = tl.sum(q_tile * mean_of(smoothed.k_mean, b, k_head, 0, D, D_PAD), 1)
+        row_lse = tl.where(row_max == -float("inf"), row_lse, row_lse + shift * scale)
+    tl.store(row_base(lse, lengths.cu_q, b, h) + queries, row_lse, mask=queries < n_q)
+    tl.store(row_base(lse2, lengths.cu_q, b, h) + queries, row_lse2, mask=queries < n_q)
+
+    column = tl.arange(0, DV_PAD)
+    base = o.ptr + b.to(tl.int64) * o.stride_b + h.to(tl.int64) * o.stride_h
+    base += (start_of(lengths.cu_q, b) + first) * o.stride_n
+    ptrs = base + local[:, None] * o.stride_n + column[None, :] * o.stride_d
+    mask = (queries < n_q)[:, None] & (column < DV)[None, :]
+    tl.store(ptrs, (total / row_sum[:, None]).to(o.ptr.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """What `forward` fills: o as given, and float32 [sequences, heads, n_q] beside it."""
+
+    lse: Tensor  #: of the true logits, natural; -inf where a row attends to nothing
+    lse2: Tensor  #: base 2, of the smoothed logits, from which the backward rebuilds P
+
+
+def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> ForwardResult:
+    """Attention of every head into o [sequences, heads, n_q, d_v].
+
+    trace: for the codes of P, where pv is INT8; its scales are left as they are.
+    """
+    rows = problem.q.shape[:3]
+    lse = torch.full(rows, -torch.inf, device=o.device)
+    lse2 = lse.clone()
+    if problem.is_empty:
+        o.zero_()
+        return ForwardResult(lse, lse2)
+    spec, operands = problem.spec, Operands(problem)
+    d, d_v = problem.q.shape[3], problem.v.shape[3]
+    q, k, v = operands.at("qk", "q"), operands.at("qk", "k"), operands.at("pv", "v")
+    smoothed = operands.smoothed
+
+    def run(tile):
+        grid = (-(-problem.longest_q // tile.rows), rows[1], problem.sequences)
+        _forward[grid](
+            q,
+            k,
+            v,
+            smoothed,
+            Strided.of(problem.q),
+            Strided.of(o),
+            Rows.of(lse),
+            Rows.of(lse2),
+            trace,
+            problem.lengths,
+            Rounding.of(spec, "p"),
+            problem.scale,
+            problem.scale * LOG2_E,
+            problem.groups,
+            d,
+            d_v,
+            padded(d),
+            padded(d_v),
+            spec.block_q,
+            spec.block_k,
+            tile.rows,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            **LAUNCH,
+        )
+
+    wide = padded(max(d, d_v))
+    launch(
+        tiles(wide, spec.block_k, spec.block_q if spec.smoothing.q else None),
+        run,
+        f"the forward at head size {d} and block_k={spec.block_k}",
+    )
+    return ForwardResult(lse, lse2)

@@ -1,0 +1,121 @@
+"""Where the tokens of a problem lie in memory, on the host and on the device.
+
+Tensors are logically [sequences, heads, tokens, channels] with any strides. Of packed sequences of
+unequal length there is one batch, and `cu_seqlens` says where each begins. Codes lie in storage of
+our own, where every sequence begins with a whole block of the spec.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Strided(NamedTuple):
+    """A tensor [sequences, heads, tokens, channels] for a kernel."""
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_n: Any
+    stride_d: Any
+
+    @classmethod
+    def of(cls, x: Tensor) -> Strided:
+        return cls(x, *x.stride())
+
+
+class Rows(NamedTuple):
+    """One float32 number for each token and head: [sequences, heads, tokens], tokens contiguous."""
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+
+    @classmethod
+    def of(cls, x: Tensor) -> Rows:
+        assert x.stride(2) == 1 or x.shape[2] <= 1
+        return cls(x, x.stride(0), x.stride(1))
+
+
+class Lengths(NamedTuple):
+    """How many tokens the sequences have, and how the causal mask lies over them."""
+
+    cu_q: Any  #: int32 [sequences + 1], where each begins; None where all have n_q tokens
+    cu_k: Any
+    n_q: Any
+    n_k: Any
+    IS_CAUSAL: Any  #: constexpr bool
+    LOWER_RIGHT: Any  #: constexpr bool: the last query attends to the last key
+
+
+@triton.jit
+def length_of(cu, n, b):
+    """Tokens of sequence b."""
+    if cu is None:
+        return n
+    return tl.load(cu + b + 1) - tl.load(cu + b)
+
+
+@triton.jit
+def start_of(cu, b):
+    """The first token of sequence b in a tensor of packed sequences; 0 where none are packed."""
+    if cu is None:
+        return tl.full((), 0, tl.int64)
+    return tl.load(cu + b).to(tl.int64)
+
+
+@triton.jit
+def coded_start_of(cu, n, b, BLOCK: tl.constexpr):
+    """The first token of sequence b in storage for codes, a multiple of BLOCK.
+
+    Packed sequences get one block more than they begin at, so that none overlap.
+    """
+    if cu is None:
+        return b.to(tl.int64) * (tl.cdiv(n, BLOCK) * BLOCK)
+    return (tl.load(cu + b).to(tl.int64) // BLOCK + b) * BLOCK
+
+
+def coded_tokens(cu: Tensor | None, x: Tensor, block: int) -> int:
+    """Tokens that storage for the codes of x [sequences, heads, tokens, channels] has room for."""
+    if cu is None:
+        return x.shape[0] * -(-x.shape[2] // block) * block
+    return (x.shape[2] // block + cu.shape[0] - 1) * block
+
+
+@triton.jit
+def causal_offset(lengths, b):
+    """Query i attends to keys 0..i + offset, if the problem is causal."""
+    if lengths.LOWER_RIGHT:
+        return length_of(lengths.cu_k, lengths.n_k, b) - length_of(lengths.cu_q, lengths.n_q, b)
+    return tl.full((), 0, tl.int32)
+
+
+@triton.jit
+def live_queries(lengths, b):
+    """The queries first..n of sequence b attend to a key; those before attend to none."""
+    n = length_of(lengths.cu_q, lengths.n_q, b)
+    if lengths.IS_CAUSAL:
+        return tl.maximum(-causal_offset(lengths, b), 0), n
+    return tl.full((), 0, tl.int32), n
+
+
+@triton.jit
+def live_keys(lengths, b):
+    """The keys 0..live of sequence b have a query that attends to them; those behind have none."""
+    n = length_of(lengths.cu_k, lengths.n_k, b)
+    if lengths.IS_CAUSAL:
+        n_q = length_of(lengths.cu_q, lengths.n_q, b)
+        return tl.maximum(tl.minimum(n, n_q + causal_offset(lengths, b)), 0)
+    return n
+
+
+@triton.jit
+def row_base(rows, cu, b, h):
+    """A pointer to the number of the first token of sequence b and head h."""
+    return (
+        rows.ptr + b.to(tl.int64) * rows.stride_b + h.to(tl.int64) * rows.stride_h + start_of(cu, b)
+    )

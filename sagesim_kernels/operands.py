@@ -1,0 +1,99 @@
+"""One operand of a product as a kernel reads it: codes with scales, or numbers in 16 bit."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from sagesim_kernels.layout import coded_start_of, start_of
+
+
+class Operand(NamedTuple):
+    """A tensor [sequences, heads, tokens, channels], rounded to its site's format.
+
+    INT8: codes lie where `layout.coded_start_of` says. scale is float32 [heads, scales, channels or
+    1], one for each run of TOKENS tokens; its sequences begin where those of the codes do.
+    16 bit: scale is None, and tokens lie as in the caller's tensors; read as FORMAT.
+    """
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_n: Any
+    stride_d: Any
+    scale: Any
+    scale_stride_h: Any
+    scale_stride_n: Any
+    TOKENS: Any  #: constexpr, tokens that share a scale
+    BY_CHANNEL: Any  #: constexpr bool, whether each channel has a scale of its own
+    FORMAT: Any  #: constexpr, the tl.dtype of the product's operands
+
+
+@triton.jit
+def base_of(x, cu, n, b, h, BLOCK: tl.constexpr):
+    """Pointers to the numbers and to the scale of the first token of sequence b and head h."""
+    head = h.to(tl.int64)
+    if x.scale is None:
+        start = start_of(cu, b)
+        return x.ptr + b.to(tl.int64) * x.stride_b + head * x.stride_h + start * x.stride_n, x.ptr
+    else:
+        start = coded_start_of(cu, n, b, BLOCK)
+        scale = x.scale + head * x.scale_stride_h + start // x.TOKENS * x.scale_stride_n
+        return x.ptr + head * x.stride_h + start * x.stride_n, scale
+
+
+@triton.jit
+def load_tokens(x, base, first, count, last, D: tl.constexpr, D_PAD: tl.constexpr, lowest=0):
+    """The tokens first..first + count of an operand, [count, D_PAD], in its format.
+
+    Zero from token `last` on, before token `lowest`, and from channel D on.
+    """
+    local = tl.arange(0, count)
+    column = tl.arange(0, D_PAD)
+    ptrs = base + tl.cast(first, tl.int64) * x.stride_n
+    ptrs += local[:, None] * x.stride_n + column[None, :] * x.stride_d
+    row = first + local
+    valid = (row < last) & (row >= lowest)
+    mask = valid[:, None] & (column < D)[None, :]
+    return tl.load(ptrs, mask=mask, other=0).to(x.FORMAT)
+
+
+@triton.jit
+def load_token_scales(x, base, first, count, last):
+    """The scales of tokens first..first + count, [count]; 1 where the format has none."""
+    row = first + tl.arange(0, count)
+    if x.scale is None:
+        return tl.full((count,), 1.0, tl.float32)
+    else:
+        ptrs = base + (row // x.TOKENS).to(tl.int64) * x.scale_stride_n
+        return tl.load(ptrs, mask=row < last, other=1.0)
+
+
+@triton.jit
+def load_channel_scales(x, base, first, D: tl.constexpr, D_PAD: tl.constexpr):
+    """The scales of the block that begins at token `first`, [D_PAD], or [1] where its channels
+    share one; None where the format has none."""
+    if x.scale is None:
+        return None
+    else:
+        ptr = base + tl.cast(first // x.TOKENS, tl.int64) * x.scale_stride_n
+        if x.BY_CHANNEL:
+            column = tl.arange(0, D_PAD)
+            return tl.load(ptr + column, mask=column < D, other=1.0)
+        else:
+            return tl.load(ptr + tl.arange(0, 1))
+
+
+@triton.jit
+def tokens_by_tokens(left, right, left_scale, right_scale):
+    """left [m, d] times the transpose of right [n, d], float32 [m, n].
+
+    left_scale [m, 1] and right_scale [1, n] are applied to products of codes, in this order.
+    """
+    if left.dtype == tl.int8:
+        sums = tl.dot(left, tl.trans(right), out_dtype=tl.int32).to(tl.float32)
+        return sums * left_scale * right_scale
+    else:
+        return tl.dot(left, tl.trans(right), out_dtype=tl.float32)

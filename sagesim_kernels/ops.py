@@ -1,0 +1,163 @@
+"""The kernels as operators of PyTorch: `sagebwd::forward` and `sagebwd::backward`.
+
+They take q, k and v as [sequences, heads, tokens, channels] with any strides, or packed sequences
+as one batch with their beginnings, and a spec by its label. Each has a fake implementation, so
+that torch.compile traces them without running them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sagesim.spec import AttentionSpec, Delta
+from sagesim_kernels.backward import Gradients, backward
+from sagesim_kernels.forward import forward
+from sagesim_kernels.problem import Problem, resolve
+
+_format = lru_cache(maxsize=256)(AttentionSpec.label)
+parse = lru_cache(maxsize=256)(AttentionSpec.parse)
+
+
+@torch.compiler.assume_constant_result
+def label_of(spec: AttentionSpec) -> str:
+    """spec.label(), kept; for torch.compile a constant, guarded by the identity of the spec."""
+    return _format(spec)
+
+
+def _empty(like: Tensor, channels: int, *, tokens_first: bool) -> Tensor:
+    """[sequences, heads, tokens, channels] in like's dtype; in memory tokens before heads, or heads
+    before tokens."""
+    b, h, n, _ = like.shape
+    if tokens_first:
+        return like.new_empty((b, n, h, channels)).transpose(1, 2)
+    return like.new_empty((b, h, n, channels))
+
+
+def _problem(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> Problem:
+    cu_q, cu_k, longest_q, longest_k, spec, scale, is_causal, lower_right = call
+    return Problem(
+        q=q,
+        k=k,
+        v=v,
+        spec=resolve(parse(spec), q.dtype),
+        scale=scale,
+        is_causal=is_causal,
+        lower_right=lower_right,
+        cu_q=cu_q,
+        cu_k=cu_k,
+        longest_q=q.shape[2] if longest_q is None else longest_q,
+        longest_k=k.shape[2] if longest_k is None else longest_k,
+    )
+
+
+def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device; make it that of x."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+@torch.library.custom_op("sagebwd::forward", mutates_args=())
+def forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    longest_q: int | None,
+    longest_k: int | None,
+    spec: str,
+    scale: float,
+    is_causal: bool,
+    lower_right: bool,
+    tokens_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o [sequences, heads, n_q, d_v], its lse, and the lse that the backward needs."""
+    problem = _problem(
+        q, k, v, cu_q, cu_k, longest_q, longest_k, spec, scale, is_causal, lower_right
+    )
+    o = _empty(q, v.shape[3], tokens_first=tokens_first)
+    with _on(q):
+        result = forward(problem, o)
+    return o, result.lse, result.lse2
+
+
+@forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return _empty(q, v.shape[3], tokens_first=call[-1]), lse, torch.empty_like(lse)
+
+
+@torch.library.custom_op("sagebwd::backward", mutates_args=())
+def backward_op(
+    do: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor | None,
+    lse2: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    longest_q: int | None,
+    longest_k: int | None,
+    spec: str,
+    scale: float,
+    is_causal: bool,
+    lower_right: bool,
+    tokens_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv."""
+    problem = _problem(
+        q, k, v, cu_q, cu_k, longest_q, longest_k, spec, scale, is_causal, lower_right
+    )
+    grads = Gradients(*(_empty(x, x.shape[3], tokens_first=tokens_first) for x in (q, k, v)))
+    with _on(q):
+        backward(problem, do, d_lse, o, lse2, grads)
+    return tuple(grads)
+
+
+@backward_op.register_fake
+def _(
+    do: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *call: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (_empty(x, x.shape[3], tokens_first=call[-1]) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, cu_q, cu_k, *ctx.call = inputs
+    o, _, lse2 = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse2)
+    needs_o = parse(ctx.call[2]).delta is Delta.FROM_O
+    ctx.save_for_backward(q, k, v, o if needs_o else None, lse2, cu_q, cu_k)
+
+
+def _differentiate(
+    ctx: Any, do: Tensor | None, d_lse: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    q, k, v, o, lse2, cu_q, cu_k = ctx.saved_tensors
+    nothing: Sequence[None] = (None,) * 9
+    if do is None and d_lse is None:
+        return (None, None, None, *nothing)
+    if do is None:
+        do = v.new_zeros((*q.shape[:3], v.shape[3]))
+    grads = backward_op(do, d_lse, q, k, v, o, lse2, cu_q, cu_k, *ctx.call)
+    return (*grads, *nothing)
+
+
+forward_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def _refuse_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    raise RuntimeError(
+        "attention was differentiated twice; its gradients are quantized and not differentiable"
+    )
+
+
+backward_op.register_autograd(_refuse_twice)

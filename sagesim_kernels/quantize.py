@@ -1,0 +1,258 @@
+"""amax -> scale -> codes of Q, K, V and dO, one program for each block of tokens."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagesim.spec import MAPS, OPERANDS, Granularity, Precision
+from sagesim_kernels.layout import (
+    Strided,
+    coded_start_of,
+    coded_tokens,
+    length_of,
+    live_keys,
+    live_queries,
+    start_of,
+)
+from sagesim_kernels.operands import Operand
+from sagesim_kernels.primitives import LAUNCH, Rounding, magnitude, scale_and_inverse, to_codes
+from sagesim_kernels.problem import Problem
+from sagesim_kernels.smoothing import Means, Smoothed, block_means, head_means, mean_of
+
+PER_TOKEN: Final = frozenset({Granularity.PerToken, Granularity.PerBlock})
+"""What an operand whose channels are summed over may have."""
+
+PER_CHANNEL: Final = frozenset({Granularity.PerBlockChannel, Granularity.PerBlock})
+"""What an operand whose tokens are summed over may have."""
+
+DTYPES: Final = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
+"""The unscaled formats a site may have."""
+
+FORMATS: Final = {Precision.FP16: tl.float16, Precision.BF16: tl.bfloat16}
+"""The same for a kernel."""
+
+_ALIGNMENT: Final = 16
+"""Bytes; rows of codes begin on multiples of it."""
+
+
+@triton.jit
+def _load_block(
+    x,
+    mean,
+    lengths,
+    i,
+    h,
+    b,
+    IS_KEY: tl.constexpr,
+    PER_BLOCK_MEAN: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Tokens i * BLOCK and on, [BLOCK, D_PAD] in float32, less their mean; zero where not live."""
+    if IS_KEY:
+        start, first, last = start_of(lengths.cu_k, b), 0, live_keys(lengths, b)
+    else:
+        start = start_of(lengths.cu_q, b)
+        first, last = live_queries(lengths, b)
+    local = tl.arange(0, BLOCK)
+    row = i * BLOCK + local
+    column = tl.arange(0, D_PAD)
+    base = x.ptr + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h
+    base += (start + i.to(tl.int64) * BLOCK) * x.stride_n
+    mask = ((row >= first) & (row < last))[:, None] & (column < D)[None, :]
+    ptrs = base + local[:, None] * x.stride_n + column[None, :] * x.stride_d
+    tokens = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    if mean is not None:
+        index = i if PER_BLOCK_MEAN else 0
+        tokens = tl.where(mask, tokens - mean_of(mean, b, h, index, D, D_PAD), 0.0)
+    return tokens
+
+
+@triton.jit
+def _encode(
+    x,
+    mean,
+    out,
+    lengths,
+    rounding,
+    IS_KEY: tl.constexpr,
+    PER_BLOCK_MEAN: tl.constexpr,
+    D: tl.constexpr,
+    D_STORED: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Codes and scales of one block of tokens."""
+    i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if IS_KEY:
+        cu, n = lengths.cu_k, lengths.n_k
+    else:
+        cu, n = lengths.cu_q, lengths.n_q
+    if i * BLOCK >= length_of(cu, n, b):
+        return
+    tokens = _load_block(x, mean, lengths, i, h, b, IS_KEY, PER_BLOCK_MEAN, D, D_PAD, BLOCK)
+    start = coded_start_of(cu, n, b, BLOCK) + i.to(tl.int64) * BLOCK
+    local, column = tl.arange(0, BLOCK), tl.arange(0, D_PAD)
+    scale_ptr = out.scale + h.to(tl.int64) * out.scale_stride_h
+    scale_ptr += start // out.TOKENS * out.scale_stride_n
+    size = magnitude(tokens)
+    if out.BY_CHANNEL:
+        scale, inverse = scale_and_inverse(tl.max(size, 0)[None, :])
+        tl.store(scale_ptr + column[None, :], scale, mask=column[None, :] < D)
+    elif out.TOKENS == 1:
+        scale, inverse = scale_and_inverse(tl.max(size, 1)[:, None])
+        tl.store(scale_ptr + local[:, None], scale)
+    else:
+        amax = tl.max(tl.max(size, 1)[:, None], 0)[None, :]
+        scale, inverse = scale_and_inverse(amax)
+        tl.store(scale_ptr + tl.arange(0, 1)[None, :], scale)
+    codes = to_codes(tokens * inverse, (i * BLOCK + local)[:, None], column[None, :], rounding)
+    ptrs = out.ptr + h.to(tl.int64) * out.stride_h + start * out.stride_n
+    ptrs += local[:, None] * out.stride_n + column.to(tl.int64)[None, :] * out.stride_d
+    tl.store(ptrs, codes, mask=column[None, :] < D_STORED)
+
+
+@triton.jit
+def _subtract_mean(
+    x,
+    mean,
+    out,
+    lengths,
+    IS_KEY: tl.constexpr,
+    PER_BLOCK_MEAN: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of tokens less their mean, rounded to the 16-bit type of `out`."""
+    i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if IS_KEY:
+        cu, n = lengths.cu_k, lengths.n_k
+    else:
+        cu, n = lengths.cu_q, lengths.n_q
+    tokens = _load_block(x, mean, lengths, i, h, b, IS_KEY, PER_BLOCK_MEAN, D, D_PAD, BLOCK)
+    local, column = tl.arange(0, BLOCK), tl.arange(0, D_PAD)
+    base = out.ptr + b.to(tl.int64) * out.stride_b + h.to(tl.int64) * out.stride_h
+    base += (start_of(cu, b) + i.to(tl.int64) * BLOCK) * out.stride_n
+    ptrs = base + local[:, None] * out.stride_n + column[None, :] * out.stride_d
+    mask = (i * BLOCK + local < length_of(cu, n, b))[:, None] & (column < D)[None, :]
+    tl.store(ptrs, tokens.to(out.ptr.dtype.element_ty), mask=mask)
+
+
+class Operands:
+    """The token operands of one pass, each rounded once for every format it is used in.
+
+    Q and K are smoothed as the spec says; q_mean and k_mean are what was subtracted.
+    """
+
+    def __init__(self, problem: Problem, do: Tensor | None = None) -> None:
+        self._problem = problem
+        self.tensors = {"q": problem.q, "k": problem.k, "v": problem.v, "do": do}
+        self._made: dict[tuple[str, Precision, Granularity, bool], Operand] = {}
+        self.q_mean = self.k_mean = None
+        smoothing, lengths, sequences = problem.spec.smoothing, problem.lengths, problem.sequences
+        if smoothing.k:
+            self.k_mean = head_means(problem.k, lengths, sequences, problem.longest_k)
+        if smoothing.q:
+            self.q_mean = block_means(
+                problem.q, lengths, sequences, problem.longest_q, problem.spec.block_q
+            )
+
+    @property
+    def smoothed(self) -> Smoothed:
+        """What a kernel needs to put back."""
+        return Smoothed(self.q_mean, self.k_mean, Strided.of(self._problem.k))
+
+    def at(self, site: str, tensor: str) -> Operand:
+        """`tensor` in the format of `site`."""
+        matmul = self._problem.spec.site(site)
+        how = matmul.lhs if OPERANDS[site][0] == tensor else matmul.rhs
+        sums_tokens = OPERANDS[site][0] in MAPS
+        key = (tensor, matmul.precision, how, sums_tokens)
+        if key not in self._made:
+            make = self._codes if matmul.precision is Precision.INT8 else self._numbers
+            self._made[key] = make(tensor, matmul.precision, how, sums_tokens)
+        return self._made[key]
+
+    def _side(self, tensor: str) -> tuple[Tensor, Means | None, bool, int, int, Tensor | None]:
+        x, problem = self.tensors[tensor], self._problem
+        assert x is not None, f"{tensor} is no operand of the forward"
+        mean = {"q": self.q_mean, "k": self.k_mean}.get(tensor)
+        if tensor in ("k", "v"):
+            return x, mean, True, problem.spec.block_k, problem.longest_k, problem.cu_k
+        return x, mean, False, problem.spec.block_q, problem.longest_q, problem.cu_q
+
+    def _codes(
+        self, tensor: str, precision: Precision, how: Granularity, sums_tokens: bool
+    ) -> Operand:
+        x, mean, is_key, block, longest, cu = self._side(tensor)
+        heads, d = x.shape[1], x.shape[3]
+        tokens = coded_tokens(cu, x, block)
+        stored = -(-d // _ALIGNMENT) * _ALIGNMENT
+        per_scale = 1 if how is Granularity.PerToken else block
+        by_channel = how is Granularity.PerBlockChannel
+        codes = torch.empty(heads * tokens * stored, dtype=torch.int8, device=x.device)
+        scale = torch.empty(
+            (heads, tokens // per_scale, d if by_channel else 1),
+            dtype=torch.float32,
+            device=x.device,
+        )
+        stride_n, stride_d = (1, tokens) if sums_tokens else (stored, 1)
+        operand = Operand(
+            codes,
+            0,
+            tokens * stored,
+            stride_n,
+            stride_d,
+            scale,
+            scale.stride(0),
+            scale.stride(1),
+            tl.constexpr(per_scale),
+            tl.constexpr(by_channel),
+            tl.constexpr(tl.int8),
+        )
+        d_pad = triton.next_power_of_2(stored)
+        _encode[(-(-longest // block), heads, self._problem.sequences)](
+            Strided.of(x),
+            mean,
+            operand,
+            self._problem.lengths,
+            Rounding.of(self._problem.spec, tensor),
+            is_key,
+            not is_key,
+            d,
+            stored,
+            d_pad,
+            block,
+            num_warps=4 if block * d_pad <= 8192 else 8,
+            **LAUNCH,
+        )
+        return operand
+
+    def _numbers(
+        self, tensor: str, precision: Precision, how: Granularity, sums_tokens: bool
+    ) -> Operand:
+        x, mean, is_key, block, longest, _ = self._side(tensor)
+        if mean is not None:
+            smoothed = torch.empty(x.shape, dtype=DTYPES[precision], device=x.device)
+            _subtract_mean[(-(-longest // block), x.shape[1], self._problem.sequences)](
+                Strided.of(x),
+                mean,
+                Strided.of(smoothed),
+                self._problem.lengths,
+                is_key,
+                not is_key,
+                x.shape[3],
+                triton.next_power_of_2(x.shape[3]),
+                block,
+                **LAUNCH,
+            )
+            x = smoothed
+        no = tl.constexpr(None)
+        return Operand(x, *x.stride(), None, 0, 0, no, no, tl.constexpr(FORMATS[precision]))

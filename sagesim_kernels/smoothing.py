@@ -1,0 +1,137 @@
+"""Means of K over a head and of Q over blocks, summed in float64 and rounded once."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagesim_kernels.layout import Lengths, Strided, live_keys, live_queries, start_of
+from sagesim_kernels.primitives import LAUNCH
+
+_STEP: Final = 64
+"""Tokens that are added at once."""
+
+_CHUNK: Final = 1024
+"""Tokens of K that one program adds."""
+
+
+class Means(NamedTuple):
+    """float32 [sequences, heads, means, channels], contiguous; `mean_of` finds one."""
+
+    ptr: Any
+    heads: Any
+    means: Any
+
+
+class Smoothed(NamedTuple):
+    """What smoothing took out of Q and K, for a kernel that puts it back."""
+
+    q_mean: Any  #: `Means` of blocks, or None
+    k_mean: Any  #: `Means` of heads, or None
+    k: Any  #: K before smoothing, `Strided`
+
+
+@triton.jit
+def mean_of(means, b, h, index, D: tl.constexpr, D_PAD: tl.constexpr):
+    """A mean's channels, [1, D_PAD], zero from channel D on."""
+    column = tl.arange(0, D_PAD)[None, :]
+    row = (b.to(tl.int64) * means.heads + h) * means.means + index
+    return tl.load(means.ptr + row * D + column, mask=column < D, other=0.0)
+
+
+@triton.jit
+def _sum_chunks(
+    x,
+    sums,
+    lengths,
+    IS_KEY: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """The sum over each chunk's live tokens, float64 [sequences, heads, chunks, D]."""
+    chunk, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if IS_KEY:
+        start, first, last = start_of(lengths.cu_k, b), 0, live_keys(lengths, b)
+    else:
+        start = start_of(lengths.cu_q, b)
+        first, last = live_queries(lengths, b)
+    column = tl.arange(0, D_PAD)
+    base = x.ptr + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h
+    base += (start + chunk.to(tl.int64) * CHUNK) * x.stride_n
+    total = tl.zeros((D_PAD,), tl.float64)
+    for step in range(0, CHUNK, STEP):
+        local = step + tl.arange(0, STEP)
+        row = chunk * CHUNK + local
+        mask = ((row >= first) & (row < last))[:, None] & (column < D)[None, :]
+        ptrs = base + local.to(tl.int64)[:, None] * x.stride_n + column[None, :] * x.stride_d
+        total += tl.sum(tl.load(ptrs, mask=mask, other=0.0).to(tl.float64), 0)
+    out = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + chunk
+    tl.store(sums + out * D + column, total, mask=column < D)
+
+
+@triton.jit
+def _divide_sums(
+    sums,
+    means,
+    lengths,
+    chunks,
+    IS_KEY: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The mean over `chunks` chunks at a time, float32 [sequences, heads, means, D]."""
+    mean, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if IS_KEY:
+        first, last = 0, live_keys(lengths, b)
+    else:
+        first, last = live_queries(lengths, b)
+    column = tl.arange(0, D_PAD)
+    out = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + mean
+    total = tl.zeros((D_PAD,), tl.float64)
+    for chunk in range(0, chunks):
+        total += tl.load(sums + (out * chunks + chunk) * D + column, mask=column < D, other=0.0)
+    start = mean * chunks * CHUNK
+    tokens = tl.minimum(start + chunks * CHUNK, last) - tl.maximum(start, first)
+    result = (total / tl.maximum(tokens, 1).to(tl.float64)).to(tl.float32)
+    tl.store(means + out * D + column, result, mask=column < D)
+
+
+def head_means(k: Tensor, lengths: Lengths, sequences: int, longest: int) -> Means:
+    """The mean over the live keys of each head and sequence."""
+    return _means(k, lengths, sequences, -(-longest // _CHUNK), 1, _CHUNK, is_key=True)
+
+
+def block_means(q: Tensor, lengths: Lengths, sequences: int, longest: int, block: int) -> Means:
+    """The mean over the live queries of each block."""
+    blocks = -(-longest // block)
+    return _means(q, lengths, sequences, blocks, blocks, block, is_key=False)
+
+
+def _means(
+    x: Tensor,
+    lengths: Lengths,
+    sequences: int,
+    chunks: int,
+    means: int,
+    chunk: int,
+    *,
+    is_key: bool,
+) -> Means:
+    heads, d = x.shape[1], x.shape[3]
+    d_pad = triton.next_power_of_2(d)
+    sums = torch.empty((sequences, heads, chunks, d), dtype=torch.float64, device=x.device)
+    out = torch.empty((sequences, heads, means, d), dtype=torch.float32, device=x.device)
+    _sum_chunks[(chunks, heads, sequences)](
+        Strided.of(x), sums, lengths, is_key, d, d_pad, chunk, min(chunk, _STEP), **LAUNCH
+    )
+    _divide_sums[(means, heads, sequences)](
+        sums, out, lengths, chunks // means, is_key, d, d_pad, chunk, **LAUNCH
+    )
+    return Means(out, heads, means)

@@ -1,0 +1,116 @@
+"""Which specs, head sizes and dtypes the kernels compute, and why not the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from sagesim.spec import MAPS, OPERANDS, SITES, AttentionSpec, Granularity, MatmulSpec, Precision
+from sagesim_kernels.primitives import pcg_hash
+from sagesim_kernels.problem import resolve
+
+IS_INTERPRETED: Final = isinstance(pcg_hash, InterpretedFunction)
+"""Whether the kernels run on the CPU, under TRITON_INTERPRET=1 when they were imported."""
+
+DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
+LARGEST_HEAD: Final = 256
+BLOCKS: Final = (32, 64, 128)
+
+_G = Granularity
+_MAP_SCALES: Final = {
+    "pv": (_G.PerTileRow,),
+    "dv": (_G.PerTileColumn, _G.PerTile),
+    "dq": (_G.PerTileRow, _G.PerTile),
+    "dk": (_G.PerTileColumn, _G.PerTile),
+}
+"""Scales of P and dS that are known within a tile and factor out of its sum over tokens."""
+
+_CHANNELS_SUMMED: Final = (_G.PerToken, _G.PerBlock)
+_TOKENS_SUMMED: Final = (_G.PerBlockChannel, _G.PerBlock)
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Yes (true), or no (false) and the reason.
+
+    >>> from sagesim import FACTORED, FPA
+    >>> print(supports(FACTORED))
+    yes
+    >>> bool(supports(FPA))
+    False
+    """
+
+    reason: str | None
+
+    def __bool__(self) -> bool:
+        return self.reason is None
+
+    def __str__(self) -> str:
+        return self.reason or "yes"
+
+
+def supports(
+    spec: AttentionSpec,
+    *,
+    head_size: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Support:
+    """Whether `attention` computes this spec, at this head size and dtype where they are given.
+
+    Every site may be INT8, or FP16, BF16 or INPUT16. INT8 scales must factor out of a tile's
+    integer sum and be known within the tile.
+
+    Args:
+        head_size: the larger one, where q and v differ.
+
+    Raises:
+        TypeError: if spec is none.
+
+    >>> from sagesim import AttentionSpec
+    >>> print(supports(AttentionSpec.parse("sagebwd dq=int8@row,block")))
+    site dq: ds per row; the kernels have tile_row, tile
+    """
+    if not isinstance(spec, AttentionSpec):
+        raise TypeError(f"spec is {spec!r}; AttentionSpec.parse makes one of a label")
+    return Support(_reason(spec, head_size, dtype))
+
+
+def _reason(spec: AttentionSpec, head_size: int | None, dtype: torch.dtype | None) -> str | None:
+    if head_size is not None and not 1 <= head_size <= LARGEST_HEAD:
+        return f"head size {head_size}; the kernels have 1 to {LARGEST_HEAD}"
+    if dtype is not None:
+        if dtype not in DTYPES:
+            return f"{dtype}; the kernels take float16, bfloat16 and float32"
+        spec = resolve(spec, dtype)
+        if IS_INTERPRETED and dtype is torch.bfloat16:
+            return "bfloat16 on a CPU: Triton's interpreter computes it wrongly"
+    for name, size in (("block_q", spec.block_q), ("block_k", spec.block_k)):
+        if size not in BLOCKS:
+            return f"{name}={size}; the kernels have {', '.join(map(str, BLOCKS))}"
+    for site in SITES:
+        reason = _site_reason(site, spec.site(site))
+        if reason is not None:
+            return f"site {site}: {reason}"
+    return None
+
+
+def _site_reason(site: str, matmul: MatmulSpec) -> str | None:
+    precision = matmul.precision
+    if precision is Precision.FP32 or (precision.is_scaled and precision is not Precision.INT8):
+        return f"{precision.value}; the kernels have int8, fp16, bf16 and input16"
+    if precision is Precision.BF16 and IS_INTERPRETED:
+        return "bf16 on a CPU: Triton's interpreter computes it wrongly"
+    if precision is not Precision.INT8:
+        return None
+    left, right = OPERANDS[site]
+    tokens = _TOKENS_SUMMED if left in MAPS else _CHANNELS_SUMMED
+    for tensor, how, known in (
+        (left, matmul.lhs, _MAP_SCALES.get(site, tokens)),
+        (right, matmul.rhs, tokens),
+    ):
+        if how not in known:
+            return f"{tensor} per {how.value}; the kernels have {', '.join(g.value for g in known)}"
+    return None

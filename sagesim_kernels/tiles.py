@@ -1,0 +1,56 @@
+"""How kernels cut their work. Nothing here changes a number: scales and loops follow the spec's
+blocks, and a tile is only how many rows one program owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from triton.runtime.errors import OutOfResources
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows that one program owns, and how it is compiled."""
+
+    rows: int
+    num_warps: int
+    num_stages: int
+
+
+def tiles(channels: int, block: int, at_most: int | None) -> Iterator[Tile]:
+    """Tiles to try, best first; the later, the less shared memory they take.
+
+    channels: of the wider operand, padded.
+    block: tokens of one step of the loop.
+    at_most: rows of the spec's block, where a program must not own more than one.
+    """
+    rows = 128 if channels * block <= 64 * 128 else 64
+    if at_most is not None:
+        rows = min(rows, at_most)
+    for stages in (2, 1):
+        yield Tile(rows, 8 if rows * max(channels, block) > 128 * 64 else 4, stages)
+    while rows > 32 and at_most is None:
+        rows //= 2
+        yield Tile(rows, 4, 1)
+
+
+def launch(candidates: Iterator[Tile], run: Callable[[Tile], Any], what: str) -> None:
+    """Run with the first tile that the device has the shared memory for.
+
+    Raises:
+        ValueError: naming `what`, where none fits.
+    """
+    error: OutOfResources | None = None
+    for tile in candidates:
+        try:
+            run(tile)
+        except OutOfResources as e:
+            error = e
+        else:
+            return
+    raise ValueError(
+        f"{what} needs more of a multiprocessor than this device has ({error}); "
+        "smaller blocks of the spec need less"
+    )

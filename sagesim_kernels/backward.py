@@ -87,7 +87,9 @@ def _query_tiles(
     do,
     v,
     k_right,
-    smoothed,
+    q_mean,
+    k_mean,
+    raw_k,
     lse2,
     delta,
     d_lse,
@@ -143,21 +145,13 @@ def _query_tiles(
         keys = key + tl.arange(0, BLOCK_K)
         k_tile = load_tokens(k, k_base, key, BLOCK_K, n_k, D, D_PAD)
         k_scale = load_token_scales(k, k_scales, key, BLOCK_K, n_k)[None, :]
-        bias = key_bias(
-            smoothed,
-            lengths,
-            b,
-            h,
-            k_head,
-            first // BLOCK_Q,
-            key,
-            BLOCK_K,
-            n_k,
-            scale_log2,
-            D,
-            D_PAD,
-        )
-        s = logits(q_tile, k_tile, q_factor, k_scale, None if bias is None else bias[None, :])
+        s = logits(q_tile, k_tile, q_factor, k_scale)
+        if q_mean is not None:
+            block = first // BLOCK_Q
+            bias = key_bias(
+                q_mean, k_mean, raw_k, lengths, b, h, k_head, block, key, BLOCK_K, n_k, D, D_PAD
+            )
+            s += bias[None, :] * scale_log2
         valid = (keys < n_k)[None, :]
         if lengths.IS_CAUSAL:
             valid = valid & (keys[None, :] <= queries[:, None] + offset)
@@ -184,10 +178,10 @@ def _query_tiles(
         else:
             total += tl.sum(p * dp, 1)
     if dq is not None:
-        if d_lse is not None and smoothed.k_mean is not None:
+        if d_lse is not None and k_mean is not None:
             # Rows of dS then sum to the logsumexp's gradient, and the mean of K counts.
             gain = load_rows(d_lse, lengths.cu_q, b, h, queries, n_q, 0.0)[:, None]
-            k_mean = mean_of(smoothed.k_mean, b, k_head, 0, D, D_PAD)
+            k_mean = mean_of(k_mean, b, k_head, 0, D, D_PAD)
             total += tl.where(row_lse2 < float("inf"), gain * k_mean, 0.0)
         column = tl.arange(0, D_PAD)
         base = dq.ptr + b.to(tl.int64) * dq.stride_b + h.to(tl.int64) * dq.stride_h
@@ -209,7 +203,9 @@ def _key_tiles(
     v,
     q_right,
     do_right,
-    smoothed,
+    q_mean,
+    k_mean,
+    raw_k,
     lse2,
     delta,
     dk,
@@ -268,11 +264,13 @@ def _key_tiles(
             queries = row[None, :]
             q_tile = load_tokens(q, q_base, query, BLOCK_Q, n_q, D, D_PAD, first_live)
             q_factor = load_token_scales(q, q_scales, query, BLOCK_Q, n_q)[None, :] * scale_log2
-            block = query // BLOCK_Q
-            bias = key_bias(
-                smoothed, lengths, b, h, k_head, block, first, TILE, n_k, scale_log2, D, D_PAD
-            )
-            s = logits(k_tile, q_tile, q_factor, k_scale, None if bias is None else bias[:, None])
+            s = logits(k_tile, q_tile, q_factor, k_scale)
+            if q_mean is not None:
+                block = query // BLOCK_Q
+                bias = key_bias(
+                    q_mean, k_mean, raw_k, lengths, b, h, k_head, block, first, TILE, n_k, D, D_PAD
+                )
+                s += bias[:, None] * scale_log2
             valid = keys < n_k
             if lengths.IS_CAUSAL:
                 valid = valid & (keys <= queries + offset)
@@ -310,9 +308,9 @@ def _key_tiles(
                 lengths.n_q,
                 lengths.n_k,
             )
-            if smoothed.q_mean is not None:
+            if q_mean is not None:
                 # What subtracting the mean left out of Q: dS^T 1 times the mean.
-                mean = mean_of(smoothed.q_mean, b, h, query // BLOCK_Q, D, D_PAD)
+                mean = mean_of(q_mean, b, h, query // BLOCK_Q, D, D_PAD)
                 dk_total += tl.sum(ds, 1)[:, None] * mean
 
     column = tl.arange(0, D_PAD)
@@ -377,7 +375,7 @@ def backward(
     shape = (problem.groups, d, d_v, d_pad, d_v_pad, spec.block_q, spec.block_k)
     s_operands = (operands.at("qk_recompute", "q"), operands.at("qk_recompute", "k"))
     dp_operands = (operands.at("dp", "do"), operands.at("dp", "v"))
-    statistics = (operands.smoothed, Rows.of(lse2), Rows.of(delta))
+    statistics = (*operands.smoothing, Rows.of(lse2), Rows.of(delta))
     d_lse_rows = None if d_lse is None else Rows.of(d_lse.contiguous())
     one_block = {
         site: spec.site(site).lhs is Granularity.PerTile and spec.site(site).precision.is_scaled
@@ -431,10 +429,10 @@ def backward(
         )
 
     at = f"at head size {max(d, d_v)}, block_q={spec.block_q} and block_k={spec.block_k}"
-    q_most = spec.block_q if spec.smoothing.q or one_block["dq"] else None
-    k_most = spec.block_k if one_block["dv"] or one_block["dk"] else None
+    within = spec.block_q if spec.smoothing.q else None
     if spec.delta is Delta.FROM_P:
-        launch(tiles(wide, spec.block_k, q_most), lambda t: query_tiles(t, True), f"delta {at}")
+        of_delta = tiles(wide, spec.block_k, within=within)
+        launch(of_delta, lambda t: query_tiles(t, True), f"delta {at}")
     else:
         assert o is not None
         _delta_from_o[(-(-problem.longest_q // 64), heads, problem.sequences)](
@@ -448,6 +446,11 @@ def backward(
             64,
             **LAUNCH,
         )
-    launch(tiles(wide, spec.block_k, q_most), lambda t: query_tiles(t, False), f"dQ {at}")
-    launch(tiles(wide, spec.block_q, k_most), key_tiles, f"dK and dV {at}")
+    of_dq = tiles(
+        wide, spec.block_k, within=within, exactly=spec.block_q if one_block["dq"] else None
+    )
+    launch(of_dq, lambda t: query_tiles(t, False), f"dQ {at}")
+    shared = one_block["dv"] or one_block["dk"]
+    of_dk_dv = tiles(wide, spec.block_q, exactly=spec.block_k if shared else None)
+    launch(of_dk_dv, key_tiles, f"dK and dV {at}")
     return delta

@@ -48,7 +48,9 @@ def _forward(
     q,
     k,
     v,
-    smoothed,
+    q_mean,
+    k_mean,
+    raw_k,
     raw_q,
     o,
     lse,
@@ -96,21 +98,13 @@ def _forward(
         keys = key + tl.arange(0, BLOCK_K)
         k_tile = load_tokens(k, k_base, key, BLOCK_K, n_k, D, D_PAD)
         k_scale = load_token_scales(k, k_scales, key, BLOCK_K, n_k)[None, :]
-        bias = key_bias(
-            smoothed,
-            lengths,
-            b,
-            h,
-            k_head,
-            first // BLOCK_Q,
-            key,
-            BLOCK_K,
-            n_k,
-            scale_log2,
-            D,
-            D_PAD,
-        )
-        s = logits(q_tile, k_tile, q_factor, k_scale, None if bias is None else bias[None, :])
+        s = logits(q_tile, k_tile, q_factor, k_scale)
+        if q_mean is not None:
+            block = first // BLOCK_Q
+            bias = key_bias(
+                q_mean, k_mean, raw_k, lengths, b, h, k_head, block, key, BLOCK_K, n_k, D, D_PAD
+            )
+            s += bias[None, :] * scale_log2
         valid = (keys < n_k)[None, :]
         if lengths.IS_CAUSAL:
             valid = valid & (keys[None, :] <= queries[:, None] + offset)
@@ -144,13 +138,13 @@ def _forward(
         row_lse2 -= _LOG2_127
     row_lse = row_lse2 * _LN_2
     column = tl.arange(0, D_PAD)
-    if smoothed.k_mean is not None:
+    if k_mean is not None:
         base = raw_q.ptr + b.to(tl.int64) * raw_q.stride_b + h.to(tl.int64) * raw_q.stride_h
         base += (start_of(lengths.cu_q, b) + first) * raw_q.stride_n
         ptrs = base + local[:, None] * raw_q.stride_n + column[None, :] * raw_q.stride_d
         mask = (queries < n_q)[:, None] & (column < D)[None, :]
         q_tile = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-        shift = tl.sum(q_tile * mean_of(smoothed.k_mean, b, k_head, 0, D, D_PAD), 1)
+        shift = tl.sum(q_tile * mean_of(k_mean, b, k_head, 0, D, D_PAD), 1)
         row_lse = tl.where(row_max == -float("inf"), row_lse, row_lse + shift * scale)
     tl.store(row_base(lse, lengths.cu_q, b, h) + queries, row_lse, mask=queries < n_q)
     tl.store(row_base(lse2, lengths.cu_q, b, h) + queries, row_lse2, mask=queries < n_q)
@@ -185,7 +179,7 @@ def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> Forwa
     spec, operands = problem.spec, Operands(problem)
     d, d_v = problem.q.shape[3], problem.v.shape[3]
     q, k, v = operands.at("qk", "q"), operands.at("qk", "k"), operands.at("pv", "v")
-    smoothed = operands.smoothed
+    smoothing = operands.smoothing
 
     def run(tile):
         grid = (-(-problem.longest_q // tile.rows), rows[1], problem.sequences)
@@ -193,7 +187,7 @@ def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> Forwa
             q,
             k,
             v,
-            smoothed,
+            *smoothing,
             Strided.of(problem.q),
             Strided.of(o),
             Rows.of(lse),
@@ -218,7 +212,7 @@ def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> Forwa
 
     wide = padded(max(d, d_v))
     launch(
-        tiles(wide, spec.block_k, spec.block_q if spec.smoothing.q else None),
+        tiles(wide, spec.block_k, within=spec.block_q if spec.smoothing.q else None),
         run,
         f"the forward at head size {d} and block_k={spec.block_k}",
     )

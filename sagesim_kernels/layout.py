@@ -57,7 +57,8 @@ def length_of(cu, n, b):
     """Tokens of sequence b."""
     if cu is None:
         return n
-    return tl.load(cu + b + 1) - tl.load(cu + b)
+    else:
+        return tl.load(cu + b + 1) - tl.load(cu + b)
 
 
 @triton.jit
@@ -65,7 +66,8 @@ def start_of(cu, b):
     """The first token of sequence b in a tensor of packed sequences; 0 where none are packed."""
     if cu is None:
         return tl.full((), 0, tl.int64)
-    return tl.load(cu + b).to(tl.int64)
+    else:
+        return tl.load(cu + b).to(tl.int64)
 
 
 @triton.jit
@@ -76,7 +78,8 @@ def coded_start_of(cu, n, b, BLOCK: tl.constexpr):
     """
     if cu is None:
         return b.to(tl.int64) * (tl.cdiv(n, BLOCK) * BLOCK)
-    return (tl.load(cu + b).to(tl.int64) // BLOCK + b) * BLOCK
+    else:
+        return (tl.load(cu + b).to(tl.int64) // BLOCK + b) * BLOCK
 
 
 def coded_tokens(cu: Tensor | None, x: Tensor, block: int) -> int:
@@ -91,7 +94,8 @@ def causal_offset(lengths, b):
     """Query i attends to keys 0..i + offset, if the problem is causal."""
     if lengths.LOWER_RIGHT:
         return length_of(lengths.cu_k, lengths.n_k, b) - length_of(lengths.cu_q, lengths.n_q, b)
-    return tl.full((), 0, tl.int32)
+    else:
+        return tl.full((), 0, tl.int32)
 
 
 @triton.jit
@@ -100,7 +104,8 @@ def live_queries(lengths, b):
     n = length_of(lengths.cu_q, lengths.n_q, b)
     if lengths.IS_CAUSAL:
         return tl.maximum(-causal_offset(lengths, b), 0), n
-    return tl.full((), 0, tl.int32), n
+    else:
+        return tl.full((), 0, tl.int32), n
 
 
 @triton.jit
@@ -110,7 +115,8 @@ def live_keys(lengths, b):
     if lengths.IS_CAUSAL:
         n_q = length_of(lengths.cu_q, lengths.n_q, b)
         return tl.maximum(tl.minimum(n, n_q + causal_offset(lengths, b)), 0)
-    return n
+    else:
+        return n
 
 
 @triton.jit

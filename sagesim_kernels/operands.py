@@ -74,9 +74,9 @@ def load_token_scales(x, base, first, count, last):
 @triton.jit
 def load_channel_scales(x, base, first, D: tl.constexpr, D_PAD: tl.constexpr):
     """The scales of the block that begins at token `first`, [D_PAD], or [1] where its channels
-    share one; None where the format has none."""
+    share one; 1 where the format has none."""
     if x.scale is None:
-        return None
+        return tl.full((1,), 1.0, tl.float32)
     else:
         ptr = base + tl.cast(first // x.TOKENS, tl.int64) * x.scale_stride_n
         if x.BY_CHANNEL:

@@ -22,7 +22,7 @@ from sagesim_kernels.layout import (
 from sagesim_kernels.operands import Operand
 from sagesim_kernels.primitives import LAUNCH, Rounding, magnitude, scale_and_inverse, to_codes
 from sagesim_kernels.problem import Problem
-from sagesim_kernels.smoothing import Means, Smoothed, block_means, head_means, mean_of
+from sagesim_kernels.smoothing import Means, block_means, head_means, mean_of
 
 PER_TOKEN: Final = frozenset({Granularity.PerToken, Granularity.PerBlock})
 """What an operand whose channels are summed over may have."""
@@ -165,9 +165,9 @@ class Operands:
             )
 
     @property
-    def smoothed(self) -> Smoothed:
-        """What a kernel needs to put back."""
-        return Smoothed(self.q_mean, self.k_mean, Strided.of(self._problem.k))
+    def smoothing(self) -> tuple[Means | None, Means | None, Strided]:
+        """q_mean, k_mean and K as it was, for a kernel that puts back what was taken out."""
+        return self.q_mean, self.k_mean, Strided.of(self._problem.k)
 
     def at(self, site: str, tensor: str) -> Operand:
         """`tensor` in the format of `site`."""

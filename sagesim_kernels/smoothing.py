@@ -27,14 +27,6 @@ class Means(NamedTuple):
     means: Any
 
 
-class Smoothed(NamedTuple):
-    """What smoothing took out of Q and K, for a kernel that puts it back."""
-
-    q_mean: Any  #: `Means` of blocks, or None
-    k_mean: Any  #: `Means` of heads, or None
-    k: Any  #: K before smoothing, `Strided`
-
-
 @triton.jit
 def mean_of(means, b, h, index, D: tl.constexpr, D_PAD: tl.constexpr):
     """A mean's channels, [1, D_PAD], zero from channel D on."""

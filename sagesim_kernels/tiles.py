@@ -19,19 +19,23 @@ class Tile:
     num_stages: int
 
 
-def tiles(channels: int, block: int, at_most: int | None) -> Iterator[Tile]:
+def tiles(
+    channels: int, block: int, *, exactly: int | None = None, within: int | None = None
+) -> Iterator[Tile]:
     """Tiles to try, best first; the later, the less shared memory they take.
 
-    channels: of the wider operand, padded.
-    block: tokens of one step of the loop.
-    at_most: rows of the spec's block, where a program must not own more than one.
+    Args:
+        channels: of the wider operand, padded.
+        block: tokens of one step of the loop.
+        exactly: rows of the spec's block, where a scale is shared by all of them.
+        within: rows of the spec's block, where a program must not own rows of two.
     """
-    rows = 128 if channels * block <= 64 * 128 else 64
-    if at_most is not None:
-        rows = min(rows, at_most)
+    rows = exactly or (128 if channels * block <= 64 * 128 else 64)
+    if within is not None:
+        rows = min(rows, within)
     for stages in (2, 1):
         yield Tile(rows, 8 if rows * max(channels, block) > 128 * 64 else 4, stages)
-    while rows > 32 and at_most is None:
+    while rows > 32 and exactly is None:
         rows //= 2
         yield Tile(rows, 4, 1)
 

@@ -123,8 +123,61 @@ def cost(name: str) -> str:
     )
 
 
+def table1_kernels() -> str:
+    """Table 1 through the kernels and the emulator."""
+    data = load("table1_kernels")
+    parts = []
+    for dtype in dict.fromkeys(row["dtype"] for row in data["rows"]):
+        measured = [row for row in data["rows"] if row["dtype"] == dtype]
+        rows = [
+            [
+                f"`{row['label']}`",
+                f"{row['sigma']:g}",
+                *(f"{row[t][who]:.4f}" for t in COLUMNS for who in ("kernels", "emulator")),
+                f"{max(row[t]['between'] for t in COLUMNS):.0e}",
+            ]
+            for row in measured
+        ]
+        head = ["spec", "sigma"]
+        head += [cell for t in COLUMNS for cell in (TITLES[t], "emulator")] + ["between"]
+        parts.append(f"{dtype} inputs:\n\n{markdown(head, rows)}")
+    setting = data["setting"]
+    return (
+        "\n\n".join(parts)
+        + f"\n\nRelative L2 against float64, {setting['tokens']} tokens, head size "
+        f"{setting['head_dim']}, full mask, {setting['draws']} draws; `between`: the largest distance "
+        "of kernels and emulator from each other." + source(data)
+    )
+
+
+def gpu_checks() -> str:
+    """What was run on a GPU and what it printed."""
+    checks = load("gpu_checks")["checks"]
+    rows = [
+        [name, f"`{c['command']}`", "; ".join(c["printed"]).replace("=", "").strip(), c["machine"]]
+        for name, c in checks.items()
+    ]
+    return markdown(["check", "command", "printed last", "machine"], rows)
+
+
+def mutations() -> str:
+    """Planted bugs, and which were caught by what."""
+    data = load("mutations")
+    bugs = data["bugs"]
+    rows = [
+        [b["name"], f"`{b['file']}`", f"`{b['by'].split('[')[0]}`" if b["caught"] else "**missed**"]
+        for b in bugs
+    ]
+    return (
+        f"**{data['caught']} of {len(bugs)} caught.**\n\n"
+        + markdown(["planted", "in", "first test to fail"], rows)
+        + source(data)
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     **{f.__name__: f for f in (finding, attribution, table1, causality)},
+    **{f.__name__: f for f in (table1_kernels, gpu_checks, mutations)},
     "cost_cpu": lambda: cost("cost_cpu"),
     "cost_h200": lambda: cost("cost_h200"),
 }

@@ -22,7 +22,7 @@ from sagesim_kernels.layout import (
     live_keys,
     live_queries,
     row_base,
-    start_of,
+    token_ptrs,
 )
 from sagesim_kernels.logits import key_bias, logits
 from sagesim_kernels.maps import MapTrace, add_product
@@ -54,30 +54,43 @@ def load_lse2(rows, cu, b, h, queries, n):
 
 
 @triton.jit
+def store_delta(delta, d_lse, lengths, b, h, queries, n_q, result, row_lse2):
+    """Write delta less the gradient of the logsumexp; 0 for queries that attend to nothing, whose
+    logsumexp has a gradient that is no number."""
+    if d_lse is not None:
+        result -= load_rows(d_lse, lengths.cu_q, b, h, queries, n_q, 0.0)
+    result = tl.where(row_lse2 < float("inf"), result, 0.0)
+    tl.store(row_base(delta, lengths.cu_q, b, h) + queries, result, mask=queries < n_q)
+
+
+@triton.jit
 def _delta_from_o(
-    o, do, d_lse, delta, lengths, DV: tl.constexpr, DV_PAD: tl.constexpr, TILE: tl.constexpr
+    o,
+    do,
+    lse2,
+    d_lse,
+    delta,
+    lengths,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """rowsum(dO o O), less the gradient of the logsumexp."""
+    """rowsum(dO o O)."""
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_live, n_q = live_queries(lengths, b)
     first = tile * TILE
     if first >= n_q:
         return
-    local, column = tl.arange(0, TILE), tl.arange(0, DV_PAD)
-    queries = first + local
+    column = tl.arange(0, DV_PAD)
+    queries = first + tl.arange(0, TILE)
     mask = ((queries < n_q) & (queries >= first_live))[:, None] & (column < DV)[None, :]
-    start = start_of(lengths.cu_q, b) + first
-    o_ptr = o.ptr + b.to(tl.int64) * o.stride_b + h.to(tl.int64) * o.stride_h + start * o.stride_n
-    do_ptr = do.ptr + b.to(tl.int64) * do.stride_b + h.to(tl.int64) * do.stride_h
-    do_ptr += start * do.stride_n
-    o_ptrs = o_ptr + local[:, None] * o.stride_n + column[None, :] * o.stride_d
-    do_ptrs = do_ptr + local[:, None] * do.stride_n + column[None, :] * do.stride_d
+    o_ptrs = token_ptrs(o, lengths.cu_q, b, h, first, TILE, column)
+    do_ptrs = token_ptrs(do, lengths.cu_q, b, h, first, TILE, column)
     o_tile = tl.load(o_ptrs, mask=mask, other=0.0).to(tl.float32)
     do_tile = tl.load(do_ptrs, mask=mask, other=0.0).to(tl.float32)
     result = tl.sum(o_tile * do_tile, 1)
-    if d_lse is not None:
-        result -= load_rows(d_lse, lengths.cu_q, b, h, queries, n_q, 0.0)
-    tl.store(row_base(delta, lengths.cu_q, b, h) + queries, result, mask=queries < n_q)
+    row_lse2 = load_lse2(lse2, lengths.cu_q, b, h, queries, n_q)
+    store_delta(delta, d_lse, lengths, b, h, queries, n_q, result, row_lse2)
 
 
 @triton.jit
@@ -120,8 +133,7 @@ def _query_tiles(
     first_live, _ = live_queries(lengths, b)
     n_k = live_keys(lengths, b)
     offset = causal_offset(lengths, b)
-    local = tl.arange(0, TILE)
-    queries = first + local
+    queries = first + tl.arange(0, TILE)
 
     q_base, q_scales = base_of(q, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
     do_base, do_scales = base_of(do, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
@@ -181,18 +193,15 @@ def _query_tiles(
         if d_lse is not None and k_mean is not None:
             # Rows of dS then sum to the logsumexp's gradient, and the mean of K counts.
             gain = load_rows(d_lse, lengths.cu_q, b, h, queries, n_q, 0.0)[:, None]
-            k_mean = mean_of(k_mean, b, k_head, 0, D, D_PAD)
-            total += tl.where(row_lse2 < float("inf"), gain * k_mean, 0.0)
+            mean = mean_of(k_mean, b, k_head, 0, D, D_PAD)
+            total += tl.where(row_lse2 < float("inf"), gain * mean, 0.0)
         column = tl.arange(0, D_PAD)
-        base = dq.ptr + b.to(tl.int64) * dq.stride_b + h.to(tl.int64) * dq.stride_h
-        base += (start_of(lengths.cu_q, b) + first) * dq.stride_n
-        ptrs = base + local[:, None] * dq.stride_n + column[None, :] * dq.stride_d
+        ptrs = token_ptrs(dq, lengths.cu_q, b, h, first, TILE, column)
         mask = (queries < n_q)[:, None] & (column < D)[None, :]
         tl.store(ptrs, (total * scale).to(dq.ptr.dtype.element_ty), mask=mask)
     else:
-        if d_lse is not None:
-            total -= load_rows(d_lse, lengths.cu_q, b, h, queries, n_q, 0.0)
-        tl.store(row_base(delta, lengths.cu_q, b, h) + queries, total, mask=queries < n_q)
+        row_lse2 = load_lse2(lse2, lengths.cu_q, b, h, queries, n_q)
+        store_delta(delta, d_lse, lengths, b, h, queries, n_q, total, row_lse2)
 
 
 @triton.jit
@@ -237,8 +246,7 @@ def _key_tiles(
     first_live, n_q = live_queries(lengths, b)
     n_k = live_keys(lengths, b)
     offset = causal_offset(lengths, b)
-    local = tl.arange(0, TILE)
-    keys = (first + local)[:, None]
+    keys = (first + tl.arange(0, TILE))[:, None]
 
     k_base, k_scales = base_of(k, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
     v_base, v_scales = base_of(v, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
@@ -314,14 +322,11 @@ def _key_tiles(
                 dk_total += tl.sum(ds, 1)[:, None] * mean
 
     column = tl.arange(0, D_PAD)
-    start = start_of(lengths.cu_k, b) + first
-    base = dk.ptr + b.to(tl.int64) * dk.stride_b + k_head.to(tl.int64) * dk.stride_h
-    ptrs = base + start * dk.stride_n + local[:, None] * dk.stride_n + column[None, :] * dk.stride_d
+    ptrs = token_ptrs(dk, lengths.cu_k, b, k_head, first, TILE, column)
     mask = (keys < n_stored) & (column < D)[None, :]
     tl.store(ptrs, (dk_total * scale).to(dk.ptr.dtype.element_ty), mask=mask)
     column = tl.arange(0, DV_PAD)
-    base = dv.ptr + b.to(tl.int64) * dv.stride_b + k_head.to(tl.int64) * dv.stride_h
-    ptrs = base + start * dv.stride_n + local[:, None] * dv.stride_n + column[None, :] * dv.stride_d
+    ptrs = token_ptrs(dv, lengths.cu_k, b, k_head, first, TILE, column)
     mask = (keys < n_stored) & (column < DV)[None, :]
     tl.store(ptrs, dv_total.to(dv.ptr.dtype.element_ty), mask=mask)
 
@@ -438,6 +443,7 @@ def backward(
         _delta_from_o[(-(-problem.longest_q // 64), heads, problem.sequences)](
             Strided.of(o),
             Strided.of(do),
+            Rows.of(lse2),
             d_lse_rows,
             Rows.of(delta),
             lengths,

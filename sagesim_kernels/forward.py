@@ -17,7 +17,7 @@ from sagesim_kernels.layout import (
     live_keys,
     live_queries,
     row_base,
-    start_of,
+    token_ptrs,
 )
 from sagesim_kernels.logits import key_bias, logits
 from sagesim_kernels.maps import MapTrace, store_codes
@@ -79,8 +79,7 @@ def _forward(
     first_live, _ = live_queries(lengths, b)
     n_k = live_keys(lengths, b)
     offset = causal_offset(lengths, b)
-    local = tl.arange(0, TILE)
-    queries = first + local
+    queries = first + tl.arange(0, TILE)
 
     q_base, q_scales = base_of(q, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
     k_base, k_scales = base_of(k, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
@@ -139,9 +138,7 @@ def _forward(
     row_lse = row_lse2 * _LN_2
     column = tl.arange(0, D_PAD)
     if k_mean is not None:
-        base = raw_q.ptr + b.to(tl.int64) * raw_q.stride_b + h.to(tl.int64) * raw_q.stride_h
-        base += (start_of(lengths.cu_q, b) + first) * raw_q.stride_n
-        ptrs = base + local[:, None] * raw_q.stride_n + column[None, :] * raw_q.stride_d
+        ptrs = token_ptrs(raw_q, lengths.cu_q, b, h, first, TILE, column)
         mask = (queries < n_q)[:, None] & (column < D)[None, :]
         q_tile = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
         shift = tl.sum(q_tile * mean_of(k_mean, b, k_head, 0, D, D_PAD), 1)
@@ -150,9 +147,7 @@ def _forward(
     tl.store(row_base(lse2, lengths.cu_q, b, h) + queries, row_lse2, mask=queries < n_q)
 
     column = tl.arange(0, DV_PAD)
-    base = o.ptr + b.to(tl.int64) * o.stride_b + h.to(tl.int64) * o.stride_h
-    base += (start_of(lengths.cu_q, b) + first) * o.stride_n
-    ptrs = base + local[:, None] * o.stride_n + column[None, :] * o.stride_d
+    ptrs = token_ptrs(o, lengths.cu_q, b, h, first, TILE, column)
     mask = (queries < n_q)[:, None] & (column < DV)[None, :]
     tl.store(ptrs, (total / row_sum[:, None]).to(o.ptr.dtype.element_ty), mask=mask)
 

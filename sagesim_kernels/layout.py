@@ -120,6 +120,29 @@ def live_keys(lengths, b):
 
 
 @triton.jit
+def tile_ptrs(base, first, count: tl.constexpr, columns, stride_n, stride_d):
+    """Pointers to tokens first..first + count, counted from base, [count, columns].
+
+    Every offset is 64 bit: strides may be anything, and a head of codes is as long as the batch.
+    """
+    local = tl.arange(0, count).to(tl.int64)
+    return (
+        base
+        + tl.cast(first, tl.int64) * stride_n
+        + local[:, None] * stride_n
+        + columns.to(tl.int64)[None, :] * stride_d
+    )
+
+
+@triton.jit
+def token_ptrs(x, cu, b, h, first, count: tl.constexpr, columns):
+    """Pointers to tokens first..first + count of sequence b and head h of a `Strided`."""
+    base = x.ptr + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h
+    base += start_of(cu, b) * x.stride_n
+    return tile_ptrs(base, first, count, columns, x.stride_n, x.stride_d)
+
+
+@triton.jit
 def row_base(rows, cu, b, h):
     """A pointer to the number of the first token of sequence b and head h."""
     return (

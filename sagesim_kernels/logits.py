@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sagesim_kernels.layout import start_of
+from sagesim_kernels.layout import token_ptrs
 from sagesim_kernels.smoothing import mean_of
 
 
@@ -45,10 +45,8 @@ def key_bias(
     last: keys from there on have none.
     """
     local, column = tl.arange(0, count), tl.arange(0, D_PAD)
-    base = raw_k.ptr + b.to(tl.int64) * raw_k.stride_b + k_head.to(tl.int64) * raw_k.stride_h
-    base += (start_of(lengths.cu_k, b) + first) * raw_k.stride_n
+    ptrs = token_ptrs(raw_k, lengths.cu_k, b, k_head, first, count, column)
     mask = (first + local < last)[:, None] & (column < D)[None, :]
-    ptrs = base + local[:, None] * raw_k.stride_n + column[None, :] * raw_k.stride_d
     keys = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     if k_mean is not None:
         keys -= mean_of(k_mean, b, k_head, 0, D, D_PAD)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from sagesim_kernels.layout import coded_start_of, start_of
+from sagesim_kernels.layout import coded_start_of, start_of, tile_ptrs
 
 
 class Operand(NamedTuple):
@@ -45,15 +45,16 @@ def base_of(x, cu, n, b, h, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(x, base, first, count, last, D: tl.constexpr, D_PAD: tl.constexpr, lowest=0):
+def load_tokens(
+    x, base, first, count: tl.constexpr, last, D: tl.constexpr, D_PAD: tl.constexpr, lowest=0
+):
     """The tokens first..first + count of an operand, [count, D_PAD], in its format.
 
     Zero from token `last` on, before token `lowest`, and from channel D on.
     """
     local = tl.arange(0, count)
     column = tl.arange(0, D_PAD)
-    ptrs = base + tl.cast(first, tl.int64) * x.stride_n
-    ptrs += local[:, None] * x.stride_n + column[None, :] * x.stride_d
+    ptrs = tile_ptrs(base, first, count, column, x.stride_n, x.stride_d)
     row = first + local
     valid = (row < last) & (row >= lowest)
     mask = valid[:, None] & (column < D)[None, :]

@@ -17,7 +17,8 @@ from sagesim_kernels.layout import (
     length_of,
     live_keys,
     live_queries,
-    start_of,
+    tile_ptrs,
+    token_ptrs,
 )
 from sagesim_kernels.operands import Operand
 from sagesim_kernels.primitives import LAUNCH, Rounding, magnitude, scale_and_inverse, to_codes
@@ -56,17 +57,14 @@ def _load_block(
 ):
     """Tokens i * BLOCK and on, [BLOCK, D_PAD] in float32, less their mean; zero where not live."""
     if IS_KEY:
-        start, first, last = start_of(lengths.cu_k, b), 0, live_keys(lengths, b)
+        cu, first, last = lengths.cu_k, 0, live_keys(lengths, b)
     else:
-        start = start_of(lengths.cu_q, b)
+        cu = lengths.cu_q
         first, last = live_queries(lengths, b)
-    local = tl.arange(0, BLOCK)
-    row = i * BLOCK + local
+    row = i * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, D_PAD)
-    base = x.ptr + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h
-    base += (start + i.to(tl.int64) * BLOCK) * x.stride_n
     mask = ((row >= first) & (row < last))[:, None] & (column < D)[None, :]
-    ptrs = base + local[:, None] * x.stride_n + column[None, :] * x.stride_d
+    ptrs = token_ptrs(x, cu, b, h, i * BLOCK, BLOCK, column)
     tokens = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     if mean is not None:
         index = i if PER_BLOCK_MEAN else 0
@@ -113,8 +111,8 @@ def _encode(
         scale, inverse = scale_and_inverse(amax)
         tl.store(scale_ptr + tl.arange(0, 1)[None, :], scale)
     codes = to_codes(tokens * inverse, (i * BLOCK + local)[:, None], column[None, :], rounding)
-    ptrs = out.ptr + h.to(tl.int64) * out.stride_h + start * out.stride_n
-    ptrs += local[:, None] * out.stride_n + column.to(tl.int64)[None, :] * out.stride_d
+    base = out.ptr + h.to(tl.int64) * out.stride_h
+    ptrs = tile_ptrs(base, start, BLOCK, column, out.stride_n, out.stride_d)
     tl.store(ptrs, codes, mask=column[None, :] < D_STORED)
 
 
@@ -138,9 +136,7 @@ def _subtract_mean(
         cu, n = lengths.cu_q, lengths.n_q
     tokens = _load_block(x, mean, lengths, i, h, b, IS_KEY, PER_BLOCK_MEAN, D, D_PAD, BLOCK)
     local, column = tl.arange(0, BLOCK), tl.arange(0, D_PAD)
-    base = out.ptr + b.to(tl.int64) * out.stride_b + h.to(tl.int64) * out.stride_h
-    base += (start_of(cu, b) + i.to(tl.int64) * BLOCK) * out.stride_n
-    ptrs = base + local[:, None] * out.stride_n + column[None, :] * out.stride_d
+    ptrs = token_ptrs(out, cu, b, h, i * BLOCK, BLOCK, column)
     mask = (i * BLOCK + local < length_of(cu, n, b))[:, None] & (column < D)[None, :]
     tl.store(ptrs, tokens.to(out.ptr.dtype.element_ty), mask=mask)
 

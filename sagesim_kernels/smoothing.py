@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim_kernels.layout import Lengths, Strided, live_keys, live_queries, start_of
+from sagesim_kernels.layout import Lengths, Strided, live_keys, live_queries, token_ptrs
 from sagesim_kernels.primitives import LAUNCH
 
 _STEP: Final = 64
@@ -49,19 +49,17 @@ def _sum_chunks(
     """The sum over each chunk's live tokens, float64 [sequences, heads, chunks, D]."""
     chunk, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if IS_KEY:
-        start, first, last = start_of(lengths.cu_k, b), 0, live_keys(lengths, b)
+        cu, first, last = lengths.cu_k, 0, live_keys(lengths, b)
     else:
-        start = start_of(lengths.cu_q, b)
+        cu = lengths.cu_q
         first, last = live_queries(lengths, b)
     column = tl.arange(0, D_PAD)
-    base = x.ptr + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h
-    base += (start + chunk.to(tl.int64) * CHUNK) * x.stride_n
     total = tl.zeros((D_PAD,), tl.float64)
     for step in range(0, CHUNK, STEP):
-        local = step + tl.arange(0, STEP)
-        row = chunk * CHUNK + local
+        begin = chunk * CHUNK + step
+        row = begin + tl.arange(0, STEP)
         mask = ((row >= first) & (row < last))[:, None] & (column < D)[None, :]
-        ptrs = base + local.to(tl.int64)[:, None] * x.stride_n + column[None, :] * x.stride_d
+        ptrs = token_ptrs(x, cu, b, h, begin, STEP, column)
         total += tl.sum(tl.load(ptrs, mask=mask, other=0.0).to(tl.float64), 0)
     out = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + chunk
     tl.store(sums + out * D + column, total, mask=column < D)

@@ -1,0 +1,87 @@
+"""Run everything that needs a GPU, and record what was run and what it printed.
+
+    python scripts/gpu_checks.py [--out docs/data/gpu_checks.json] [--only NAME ...]
+
+Each check is a command; its exit code, its time and the last lines it printed are kept. Checks that
+are not run keep their record from before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import triton
+
+import sagesim
+
+ROOT = Path(__file__).parents[1]
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+
+
+def sanitizer(tool: str) -> list[str]:
+    """compute-sanitizer, from the PATH or from the CUDA toolkit."""
+    found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    return [found, "--tool", tool, "--error-exitcode", "9", sys.executable, "scripts/sanitize.py"]
+
+
+CHECKS = {
+    "gpu tests": [sys.executable, *PYTEST, "-m", "gpu", "-n", "8"],
+    "20,000 fuzz cases": [
+        *(sys.executable, *PYTEST, "-n", "14", "--device", "cuda"),
+        "tests/kernels/test_fuzz.py",
+    ],
+    **{tool: sanitizer(tool) for tool in ("memcheck", "racecheck", "initcheck", "synccheck")},
+}
+
+
+def run(name: str) -> dict[str, object]:
+    """One check's record."""
+    command = CHECKS[name]
+    env = dict(os.environ)
+    if "sanitizer" in command[0]:
+        env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    start = time.perf_counter()
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    seconds = time.perf_counter() - start
+    lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
+    words = [Path(w).name if w.startswith("/") else w for w in command]
+    return {
+        "command": " ".join(words),
+        "exit_code": result.returncode,
+        "printed": lines[-2:],
+        "seconds": round(seconds, 1),
+    } | ({"log": lines[-60:]} if result.returncode else {})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "data" / "gpu_checks.json")
+    parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
+    args = parser.parse_args()
+    checks = json.loads(args.out.read_text())["checks"] if args.out.exists() else {}
+    for name in args.only:
+        record = run(name)
+        print(name, record["exit_code"], record["seconds"], *record["printed"], sep="\n    ")
+        if record["exit_code"]:
+            print(*record.pop("log"), sep="\n")
+        checks[name] = record | {
+            "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
+            f"triton {triton.__version__}, sagebwd {sagesim.__version__}"
+        }
+    document = {"command": "python scripts/gpu_checks.py", "checks": checks}
+    args.out.write_text(json.dumps(document, indent=1) + "\n")
+    return max(checks[name]["exit_code"] for name in args.only)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

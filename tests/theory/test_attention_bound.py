@@ -1,0 +1,106 @@
+"""Measured errors of emulator and kernels stay within the derived bound (promise 3)."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sagesim
+import sagesim_kernels
+from sagesim import AttentionSpec
+from tests.support import examples
+from tests.support.assertions import assert_within_bound
+from theory import attention_bound
+
+LABELS = (
+    "sagebwd",
+    "factored",
+    "factored_pv16",
+    "sagebwd_all_int8",
+    "sage_forward",
+    "causal_safe",
+    "fpa_fp16",
+    "sagebwd smooth=qk",
+    "factored smooth=none round=stochastic@3",
+    "factored block=32x128 round=half_away",
+)
+OUTPUTS = ("o", "dq", "dk", "dv")
+
+
+def problem(seed: int, n: int, d: int, sigma: float, dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, do = torch.randn(4, 1, 2, n, d, generator=generator)
+    k = k + torch.randn(1, 2, 1, d, generator=generator) * sigma
+    return [x.to(dtype) for x in (q * sigma, k * sigma, v, do)]
+
+
+def assert_bound(computed, inputs, spec, is_causal) -> None:
+    """Every output of an implementation is within the bound."""
+    bound = attention_bound(*inputs, spec=spec, is_causal=is_causal)
+    exact = sagesim.exact(*inputs, is_causal=is_causal)
+    for name in OUTPUTS:
+        actual, true, limit = getattr(computed, name), getattr(exact, name), getattr(bound, name)
+        assert_within_bound(actual=actual, exact=true, bound=limit, what=f"{name}, {spec.label()}")
+
+
+CASES = {
+    "label": st.sampled_from(LABELS),
+    "seed": st.integers(0, 2**32 - 1),
+    "n": st.sampled_from((1, 2, 17, 40, 65)),
+    "d": st.sampled_from((8, 32, 40, 64)),
+    "sigma": st.sampled_from((0.1, 1.0, 3.0)),
+    "dtype": st.sampled_from((torch.float16, torch.float32)),
+    "is_causal": st.booleans(),
+}
+
+
+@examples(1000)
+@given(**CASES)
+def test_the_emulator_stays_within_the_bound(label, seed, n, d, sigma, dtype, is_causal):
+    inputs, spec = problem(seed, n, d, sigma, dtype), AttentionSpec.parse(label)
+    assert_bound(sagesim.trace(*inputs, spec=spec, is_causal=is_causal), inputs, spec, is_causal)
+
+
+@examples(30)
+@given(**CASES)
+def test_the_kernels_stay_within_the_bound(label, seed, n, d, sigma, dtype, is_causal):
+    inputs, spec = problem(seed, n, d, sigma, dtype), AttentionSpec.parse(label)
+    computed = sagesim_kernels.trace(*inputs, spec=spec, is_causal=is_causal)
+    assert_bound(computed, inputs, spec, is_causal)
+
+
+@pytest.mark.parametrize("label", LABELS[:3])
+def test_the_bound_is_of_use(label):
+    """In a small problem with ordinary logits it is below the size of what it bounds."""
+    inputs, spec = problem(0, 32, 16, 0.5, torch.float32), AttentionSpec.parse(label)
+    bound, exact = attention_bound(*inputs, spec=spec), sagesim.exact(*inputs)
+    assert float(bound.o.square().mean()) < float(exact.o.square().mean())
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_kernel_with_a_wrong_scale_leaves_the_bound(name):
+    inputs, spec = problem(0, 64, 32, 0.2, torch.float32), AttentionSpec.parse("factored")
+    bound, exact = attention_bound(*inputs, spec=spec), sagesim.exact(*inputs)
+    wrong = getattr(sagesim.trace(*inputs, spec=spec), name) * 1.5
+    with pytest.raises(AssertionError, match="exceed the bound"):
+        assert_within_bound(
+            actual=wrong, exact=getattr(exact, name), bound=getattr(bound, name), what=name
+        )
+
+
+def test_what_has_no_bound_says_so():
+    inputs = problem(0, 8, 8, 1.0, torch.float32)
+    with pytest.raises(ValueError, match="site pv: no bound for fp8_e4m3"):
+        attention_bound(*inputs, spec=AttentionSpec.parse("sagebwd pv=fp8_e4m3"))
+    with pytest.raises(ValueError, match="8 queries and 4 keys"):
+        attention_bound(
+            inputs[0],
+            inputs[1][..., :4, :],
+            inputs[2][..., :4, :],
+            inputs[3],
+            spec=sagesim.SAGEBWD,
+            is_causal=True,
+        )
+    assert math.isfinite(float(attention_bound(*inputs, spec=sagesim.SAGEBWD).o.max()))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from sagesim._attention import attention
-from sagesim.inputs import check_spec
+from sagesim.arguments import check_spec
 from sagesim.sdpa_calls import SdpaCall, sdpa_calls
 from sagesim.spec import AttentionSpec
 

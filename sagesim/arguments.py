@@ -1,8 +1,16 @@
-"""What q, k and v of an attention call must be to each other; nothing is computed here."""
+"""What the arguments of an attention call must be; nothing is computed here."""
 
 from __future__ import annotations
 
 from torch import Tensor
+
+from sagesim.spec import AttentionSpec
+
+
+def check_spec(spec: object) -> None:
+    """Raise TypeError unless it is an AttentionSpec, saying how a label becomes one."""
+    if not isinstance(spec, AttentionSpec):
+        raise TypeError(f"spec is {spec!r}; AttentionSpec.parse makes one of a label")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> int:

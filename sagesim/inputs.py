@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sagesim.arguments import check_tensors
+from sagesim.arguments import check_spec, check_tensors
 from sagesim.grid import Grid
 from sagesim.presets import with_precision
 from sagesim.spec import SITES, AttentionSpec, Precision
@@ -92,12 +92,6 @@ def check(
         groups=groups,
         live=(live_q, live_k),
     )
-
-
-def check_spec(spec: object) -> None:
-    """Raise TypeError unless it is an AttentionSpec, saying how a label becomes one."""
-    if not isinstance(spec, AttentionSpec):
-        raise TypeError(f"spec is {spec!r}; AttentionSpec.parse makes one of a label")
 
 
 def _flat_mask(mask: Tensor, shape: tuple[int, ...], is_causal: bool) -> Tensor:

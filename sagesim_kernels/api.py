@@ -220,7 +220,7 @@ def _check_packed(name: str, x: Tensor, cu: Tensor, longest: int) -> None:
         f"max_seqlen_{name}={longest}"
     )
     if cu.is_cuda:
-        torch._assert_async(fits, message)  # pyright: ignore[reportPrivateUsage]
+        torch._assert_async(fits, message)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
     elif not fits:
         raise ValueError(f"{message}; got {cu.tolist()} for {x.shape[0]} tokens")
 

@@ -118,7 +118,7 @@ def backward_op(
     grads = Gradients(*(_empty(x, x.shape[3], tokens_first=tokens_first) for x in (q, k, v)))
     with _on(q):
         backward(problem, do, d_lse, o, lse2, grads)
-    return tuple(grads)
+    return grads.dq, grads.dk, grads.dv
 
 
 @backward_op.register_fake

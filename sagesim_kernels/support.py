@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
+from sagesim.arguments import check_spec
 from sagesim.spec import MAPS, OPERANDS, SITES, AttentionSpec, Granularity, MatmulSpec, Precision
 from sagesim_kernels.primitives import pcg_hash
 from sagesim_kernels.problem import resolve
@@ -73,8 +74,7 @@ def supports(
     >>> print(supports(AttentionSpec.parse("sagebwd dq=int8@row,block")))
     site dq: ds per row; the kernels have tile_row, tile
     """
-    if not isinstance(spec, AttentionSpec):
-        raise TypeError(f"spec is {spec!r}; AttentionSpec.parse makes one of a label")
+    check_spec(spec)
     return Support(_reason(spec, head_size, dtype))
 
 

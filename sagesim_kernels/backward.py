@@ -59,7 +59,7 @@ def store_delta(delta, d_lse, lengths, b, h, queries, n_q, result, row_lse2):
     logsumexp has a gradient that is no number."""
     if d_lse is not None:
         result -= load_rows(d_lse, lengths.cu_q, b, h, queries, n_q, 0.0)
-    result = tl.where(row_lse2 < float("inf"), result, 0.0)
+    result = tl.where(row_lse2 == float("inf"), 0.0, result)
     tl.store(row_base(delta, lengths.cu_q, b, h) + queries, result, mask=queries < n_q)
 
 

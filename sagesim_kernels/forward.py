@@ -131,7 +131,7 @@ def _forward(
             row_sum = row_sum * shrink + tl.sum(p, 1)
         row_max = new_max
 
-    row_sum = tl.where(row_max == -float("inf"), 1.0, row_sum)
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # of NaN, not 0, where a logit is none
     row_lse2 = row_max + tl.log2(row_sum)
     if v.scale is not None:
         row_lse2 -= _LOG2_127

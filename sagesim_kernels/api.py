@@ -179,7 +179,7 @@ def _refuse(attn_mask: object, dropout_p: float) -> None:
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in autocast's dtype, as SDPA casts its own."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype is torch.float64 else x.to(dtype) for x in tensors)

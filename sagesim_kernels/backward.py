@@ -436,7 +436,7 @@ def backward(
     at = f"at head size {max(d, d_v)}, block_q={spec.block_q} and block_k={spec.block_k}"
     within = spec.block_q if spec.smoothing.q else None
     if spec.delta is Delta.FROM_P:
-        of_delta = tiles(wide, spec.block_k, within=within)
+        of_delta = tiles(wide, within=within)
         launch(of_delta, lambda t: query_tiles(t, True), f"delta {at}")
     else:
         assert o is not None
@@ -452,11 +452,9 @@ def backward(
             64,
             **LAUNCH,
         )
-    of_dq = tiles(
-        wide, spec.block_k, within=within, exactly=spec.block_q if one_block["dq"] else None
-    )
+    of_dq = tiles(wide, within=within, exactly=spec.block_q if one_block["dq"] else None)
     launch(of_dq, lambda t: query_tiles(t, False), f"dQ {at}")
     shared = one_block["dv"] or one_block["dk"]
-    of_dk_dv = tiles(wide, spec.block_q, exactly=spec.block_k if shared else None)
+    of_dk_dv = tiles(wide, exactly=spec.block_k if shared else None)
     launch(of_dk_dv, key_tiles, f"dK and dV {at}")
     return delta

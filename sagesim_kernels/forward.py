@@ -115,7 +115,7 @@ def _forward(
         v_tile = load_tokens(v, v_base, key, BLOCK_K, n_k, DV, DV_PAD)
         if v.scale is not None:
             # 127 P against the tile's own maximum: codes depend on the tile alone.
-            p = tl.exp2(s - (_finite(tile_max) - _LOG2_127)[:, None])
+            p = 127.0 * tl.exp2(s - _finite(tile_max)[:, None])
             codes = to_codes(p, queries[:, None], keys[None, :], rounding)
             store_codes(
                 trace, codes, 1.0, z, queries[:, None], keys[None, :], lengths.n_q, lengths.n_k
@@ -207,7 +207,7 @@ def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> Forwa
 
     wide = padded(max(d, d_v))
     launch(
-        tiles(wide, spec.block_k, within=spec.block_q if spec.smoothing.q else None),
+        tiles(wide, within=spec.block_q if spec.smoothing.q else None),
         run,
         f"the forward at head size {d} and block_k={spec.block_k}",
     )

@@ -25,7 +25,8 @@ class Strided(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> Strided:
-        return cls(x, *x.stride())
+        """A batch of one has stride 0: packed sequences are all in it."""
+        return cls(x, 0 if x.shape[0] == 1 else x.stride(0), *x.stride()[1:])
 
 
 class Rows(NamedTuple):
@@ -38,7 +39,7 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, x: Tensor) -> Rows:
         assert x.stride(2) == 1 or x.shape[2] <= 1
-        return cls(x, x.stride(0), x.stride(1))
+        return cls(x, 0 if x.shape[0] == 1 else x.stride(0), x.stride(1))
 
 
 class Lengths(NamedTuple):

@@ -251,4 +251,4 @@ class Operands:
             )
             x = smoothed
         no = tl.constexpr(None)
-        return Operand(x, *x.stride(), None, 0, 0, no, no, tl.constexpr(FORMATS[precision]))
+        return Operand(*Strided.of(x), None, 0, 0, no, no, tl.constexpr(FORMATS[precision]))

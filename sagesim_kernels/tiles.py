@@ -20,24 +20,21 @@ class Tile:
 
 
 def tiles(
-    channels: int, block: int, *, exactly: int | None = None, within: int | None = None
+    channels: int, *, exactly: int | None = None, within: int | None = None
 ) -> Iterator[Tile]:
     """Tiles to try, best first; the later, the less shared memory they take.
 
     Args:
         channels: of the wider operand, padded.
-        block: tokens of one step of the loop.
         exactly: rows of the spec's block, where a scale is shared by all of them.
         within: rows of the spec's block, where a program must not own rows of two.
     """
-    rows = exactly or (128 if channels * block <= 64 * 128 else 64)
-    if within is not None:
-        rows = min(rows, within)
+    rows = exactly or min(64, within or 64)
+    warps = 8 if rows * channels > 64 * 128 else 4
     for stages in (2, 1):
-        yield Tile(rows, 8 if rows * max(channels, block) > 128 * 64 else 4, stages)
-    while rows > 32 and exactly is None:
-        rows //= 2
-        yield Tile(rows, 4, 1)
+        yield Tile(rows, warps, stages)
+    if exactly is None and rows > 32:
+        yield Tile(32, 4, 1)
 
 
 def launch(candidates: Iterator[Tile], run: Callable[[Tile], Any], what: str) -> None:

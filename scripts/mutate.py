@@ -246,8 +246,8 @@ BUGS = (
     Bug(
         "P codes against the running maximum",
         "forward.py",
-        "p = tl.exp2(s - (_finite(tile_max) - _LOG2_127)[:, None])",
-        "p = tl.exp2(s - (_finite(new_max) - _LOG2_127)[:, None])",
+        "p = 127.0 * tl.exp2(s - _finite(tile_max)[:, None])",
+        "p = 127.0 * tl.exp2(s - _finite(new_max)[:, None])",
     ),
     Bug(
         "rows without keys are NaN",
@@ -359,7 +359,12 @@ BUGS = (
         "rows.ptr + h",
     ),
     Bug("the dropped argument: dropout_p ignored", "api.py", "if dropout_p != 0.0:", "if False:"),
-    Bug("autocast ignored", "api.py", "if not torch.is_autocast_enabled(device):", "if True:"),
+    Bug(
+        "autocast ignored",
+        "api.py",
+        "if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):",
+        "if True:",
+    ),
 )
 
 

@@ -2,7 +2,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
+PIP := $(INSTALL) --constraint constraints.txt
+OLDEST_TRITON := 3.6.0
 
 .DELETE_ON_ERROR:
 .PHONY: demo test fuzz gpu-test check docs-numbers clean
@@ -10,10 +12,10 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 demo: .venv/.user  ## which of the seven products hurts, on the shipped capture of a trained model
 	$(BIN)/sagesim attribute minilm --report out/report.html
 
-test: .venv/.dev  ## every test that needs no GPU
+test: .venv/.dev .venv/.triton-oldest  ## every test that needs no GPU
 	$(BIN)/pytest -q -n 2 -m "not gpu"
 
-fuzz: .venv/.dev  ## the property tests with many more examples
+fuzz: .venv/.dev .venv/.triton-oldest  ## the property tests with many more examples
 	$(BIN)/pytest -q -n 2 -m "not gpu" --hypothesis-profile=long
 
 gpu-test:  ## the tests marked gpu, with whatever python and torch this machine has
@@ -39,6 +41,11 @@ docs-numbers: .venv/.dev  ## recompute what this machine can of docs/data, and t
 .venv/.dev: .venv/bin/pip pyproject.toml constraints.txt
 	$(PIP) torch --editable ".[dev]"
 	touch $@ .venv/.user
+
+# For tests that compile the kernels with it; nothing else imports it.
+.venv/.triton-oldest: .venv/bin/pip Makefile
+	$(INSTALL) --no-deps --upgrade --target $@ triton==$(OLDEST_TRITON)
+	touch $@
 
 clean:
 	rm -rf .venv out

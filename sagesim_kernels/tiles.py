@@ -29,12 +29,13 @@ def tiles(
         exactly: rows of the spec's block, where a scale is shared by all of them.
         within: rows of the spec's block, where a program must not own rows of two.
     """
-    rows = exactly or min(64, within or 64)
+    rows = exactly or min(128 if channels == 128 else 64, within or 128)
     warps = 8 if rows * channels > 64 * 128 else 4
-    for stages in (2, 1):
+    for stages in (3, 2, 1) if rows == 128 else (2, 1):
         yield Tile(rows, warps, stages)
-    if exactly is None and rows > 32:
-        yield Tile(32, 4, 1)
+    for fewer in (64, 32):
+        if exactly is None and fewer < rows:
+            yield Tile(fewer, 4, 1)
 
 
 def launch(candidates: Iterator[Tile], run: Callable[[Tile], Any], what: str) -> None:

@@ -1,0 +1,203 @@
+"""What kernels become on each GPU: which instructions multiply, and at what cost in registers."""
+
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from sagesim import FACTORED, SAGEBWD, SAGEBWD_ALL_INT8, SITES, AttentionSpec, Delta, Precision
+from sagesim.presets import with_precision
+from tests.support.compiler import OLDEST, ROOT, Compiler, Kernel
+
+CAPABILITIES = (80, 86, 89, 90, 100, 103, 120)
+
+SITES_OF = {
+    "_forward": ("qk", "pv"),
+    "_query_tiles, delta": ("qk_recompute", "dp"),
+    "_query_tiles, dq": ("qk_recompute", "dp", "dq"),
+    "_key_tiles": ("qk_recompute", "dv", "dp", "dk"),
+}
+"""The products of each kernel in the order of its program."""
+
+SIXTEEN_BIT = {"bfloat16": "bf16", "float16": "f16"}
+
+
+@pytest.fixture(scope="session")
+def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Compiler]]:
+    cache = tmp_path_factory.getbasetemp()
+    if cache.name.startswith("popen-gw"):
+        cache = cache.parent  # one for all workers
+    started: dict[str, Compiler] = {}
+    try:
+        started["oldest"] = Compiler(cache / "triton-oldest", OLDEST)
+        started["newest"] = Compiler(cache / "triton-newest")
+        yield started
+    finally:
+        for compiler in started.values():
+            compiler.close()
+
+
+@pytest.fixture(params=["oldest", "newest"])
+def compiler(request: pytest.FixtureRequest, compilers: dict[str, Compiler]) -> Compiler:
+    return compilers[request.param]
+
+
+@pytest.fixture
+def newest(compilers: dict[str, Compiler]) -> Compiler:
+    return compilers["newest"]
+
+
+def products(kernels: list[Kernel]) -> dict[str, Kernel]:
+    """The kernels that multiply matrices, by name."""
+    return {kernel.name: kernel for kernel in kernels if kernel.dots or kernel.opcodes}
+
+
+def declared(spec: AttentionSpec, kernel: str, dtype: str = "bfloat16") -> list[str]:
+    """The operand format that `spec` gives each product of `kernel`."""
+    formats = {Precision.INT8: "i8", Precision.INPUT16: SIXTEEN_BIT[dtype]}
+    return [formats[spec.site(site).precision] for site in SITES_OF[kernel]]
+
+
+def assert_as_declared(
+    kernels: list[Kernel],
+    spec: AttentionSpec,
+    *,
+    head_size: int = 64,
+    block: int = 64,
+    dtype: str = "bfloat16",
+) -> None:
+    """Each product is in its format in the program, and so are the instructions' multiply-adds:
+    as many in a format as its products have in one step of the kernel's loop."""
+    found = products(kernels)
+    names = set(SITES_OF)
+    if spec.delta is Delta.FROM_O:
+        names.remove("_query_tiles, delta")
+    assert set(found) == names
+    for name, kernel in found.items():
+        formats = declared(spec, name, dtype)
+        assert kernel.dots == formats, name
+        # Where an instruction without a shape multiplies, it does so in all products of its format.
+        unsized = {SIXTEEN_BIT[dtype] if f == "16 bit" else f for f in kernel.unsized}
+        sized = Counter(f for f in formats if f not in unsized)
+        assert unsized <= set(formats), (name, kernel.opcodes)
+        one = kernel.tile * block * head_size
+        assert kernel.multiply_adds == {f: n * one for f, n in sized.items()}, (name, kernel)
+
+
+def test_oldest_and_newest_are_those_of_the_package(compilers: dict[str, Compiler]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (admitted,) = project["optional-dependencies"]["kernels"]
+    lowest = admitted.removeprefix("triton>=")
+    assert re.fullmatch(rf"{re.escape(lowest)}(\.0)*", compilers["oldest"].version)
+    tested = (ROOT / "constraints.txt").read_text().splitlines()
+    assert f"triton=={compilers['newest'].version}" in tested
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids="sm{}".format)
+def test_int8_products_are_int8_instructions(compiler: Compiler, capability: int) -> None:
+    kernels = compiler.compile("factored", capability)
+    assert_as_declared(kernels, FACTORED)
+    for kernel in products(kernels).values():
+        assert not kernel.has_fp64, kernel.name
+        assert kernel.fused == 0 and not kernel.fp_fusion, kernel.name
+
+
+INSTRUCTIONS = {
+    (80, "oldest"): ("mma.sync", "mma.sync"),
+    (80, "newest"): ("mma.sync", "mma.sync"),
+    (90, "oldest"): ("wgmma", "wgmma"),
+    (90, "newest"): ("wgmma", "wgmma"),
+    (100, "oldest"): ("mma.sync", "tcgen05"),
+    (100, "newest"): ("tcgen05", "tcgen05"),
+    (103, "newest"): ("mma.sync", "tcgen05"),
+    (120, "newest"): ("mma.sync", "mma.sync"),
+}
+"""What multiplies codes, and what numbers in 16 bit."""
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton"), INSTRUCTIONS, ids=[f"sm{c}-{t}" for c, t in INSTRUCTIONS]
+)
+def test_instructions_of_the_tensor_cores(
+    compilers: dict[str, Compiler], capability: int, triton: str
+) -> None:
+    codes, numbers = INSTRUCTIONS[capability, triton]
+    opcodes = products(compilers[triton].compile("factored", capability))["_key_tiles"].opcodes
+    assert len(opcodes) == 2
+    assert [o for o in opcodes if o.startswith(codes) and ("s8.s8" in o or "::i8" in o)]
+    assert [o for o in opcodes if o.startswith(numbers) and ("bf16.bf16" in o or "::f16" in o)]
+
+
+ALONE = replace(with_precision(FACTORED, Precision.INPUT16), delta=Delta.FROM_O)
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_site_alone_in_int8(newest: Compiler, site: str) -> None:
+    spec = with_precision(ALONE, Precision.INT8, site)
+    kernels = newest.compile(spec.label(), 90)
+    assert_as_declared(kernels, spec)
+    for name, kernel in products(kernels).items():
+        assert ("i8" in kernel.formats) == (site in SITES_OF[name]), name
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
+def test_dp_alone_is_in_the_dtype_of_the_inputs(newest: Compiler, dtype: str) -> None:
+    kernels = newest.compile("sagebwd", 90, dtype=dtype)
+    assert_as_declared(kernels, SAGEBWD, dtype=dtype)
+    found = products(kernels)
+    assert found["_forward"].formats == {"i8"}
+    for name in ("_query_tiles, dq", "_key_tiles"):
+        assert found[name].formats == {"i8", SIXTEEN_BIT[dtype]}
+        one = found[name].tile * 64 * 64
+        assert found[name].multiply_adds[SIXTEEN_BIT[dtype]] == one
+
+
+def test_dp_declared_int8_is_seen(newest: Compiler) -> None:
+    kernels = newest.compile("sagebwd_all_int8", 90)
+    assert_as_declared(kernels, SAGEBWD_ALL_INT8)
+    assert all(kernel.formats == {"i8"} for kernel in products(kernels).values())
+    with pytest.raises(AssertionError):
+        assert_as_declared(kernels, SAGEBWD)
+
+
+def test_fusion_would_be_seen(newest: Compiler) -> None:
+    kernels = products(newest.compile("factored", 80, enable_fp_fusion=True))
+    assert all(kernel.fp_fusion and kernel.fused for kernel in kernels.values())
+
+
+def test_fp64_is_only_in_means(newest: Compiler) -> None:
+    kernels = newest.compile("factored", 80)
+    assert {k.name for k in kernels if k.has_fp64} == {"_sum_chunks", "_divide_sums"}
+
+
+@pytest.mark.parametrize("spec", ["sagebwd", "factored"])
+def test_codes_are_contiguous_along_the_contraction(compiler: Compiler, spec: str) -> None:
+    """Otherwise bytes of the right operand are rearranged in registers, besides those of P and dS,
+    which are packed there: with a permutation for each code that a thread holds."""
+    for name, kernel in products(compiler.compile(spec, 90)).items():
+        maps = {"pv", "dv", "dq", "dk"} & set(SITES_OF[name])
+        holders = 32 * min(kernel.warps, kernel.tile // 16)  # more warps hold the same rows
+        assert kernel.permutations <= len(maps) * (kernel.tile * 64 // holders) + 8, name
+
+
+SPILLING: dict[tuple[str, int], set[str]] = {
+    ("sagebwd", 128): {"_key_tiles"},
+    ("factored", 64): {"_key_tiles"},
+    ("factored", 128): {"_forward", "_key_tiles"},
+}
+"""Kernels that spill registers on sm90, compiled by the oldest or the newest Triton."""
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("spec", ["sagebwd", "factored"])
+def test_no_other_kernel_spills(compilers: dict[str, Compiler], spec: str, head_size: int) -> None:
+    spilling = {
+        kernel.name
+        for compiler in compilers.values()
+        for kernel in compiler.compile(spec, 90, head_size=head_size)
+        if kernel.stack
+    }
+    assert spilling == SPILLING.get((spec, head_size), set())

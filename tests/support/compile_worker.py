@@ -1,0 +1,176 @@
+"""Compiles the kernels just as the host code launches them, for a GPU that need not be there.
+
+A program of its own, started by `tests.support.compiler`: with a Triton of its choice, and without
+the interpreter that other tests run kernels under. It first writes a line with Triton's version;
+then each line of its input is a request and gets a line in reply, all of them JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+from triton.runtime.errors import OutOfResources
+
+from sagesim.spec import AttentionSpec
+from sagesim_kernels.backward import Gradients, backward
+from sagesim_kernels.forward import forward
+from sagesim_kernels.primitives import LAUNCH
+from sagesim_kernels.problem import Problem, resolve
+
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+"""KiB that a block may have, by compute capability (CUDA C++ Programming Guide, table "Technical
+Specifications per Compute Capability")."""
+
+TENSOR_MEMORY = 512
+"""Columns, where there is tensor memory."""
+
+TOKENS = 256
+"""More than the largest tile, and a multiple of 16 like the lengths that kernels are tuned for."""
+
+# An instruction that multiplies matrices, with all that qualifies it.
+_PRODUCT = re.compile(r"^\s*(?:@!?%\w+ )?((?:wgmma\.mma|mma|wmma\.mma|tcgen05\.mma)[\w.:]*)", re.M)
+# The same before it is lowered, with the formats of its operands.
+_DOT = re.compile(r"tt\.dot .* : tensor<[\dx]+x(\w+)> \* tensor<[\dx]+x(\w+)> -> ")
+
+
+class _AbsentGPU:
+    """What Triton asks of a driver before it compiles. A device is its compute capability."""
+
+    capability = 80
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+
+class _Launches:
+    """In place of `JITFunction.run`: compiles, and keeps what would have been launched."""
+
+    def __init__(self) -> None:
+        self.kernels: list[dict[str, Any]] = []
+        self._compile = JITFunction.run
+        JITFunction.run = lambda fn, *args, **options: self._launch(fn, *args, **options)
+
+    def _launch(self, fn: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = self._compile(fn, *args, grid=grid, warmup=True, **options)
+        # As at a launch, so that the host goes on to its next tile.
+        limit = SHARED_MEMORY[driver.active.capability] * 1024
+        if kernel.metadata.shared > limit:
+            raise OutOfResources(kernel.metadata.shared, limit, "shared memory")
+        if (kernel.metadata.tmem_size or 0) > TENSOR_MEMORY:
+            raise OutOfResources(kernel.metadata.tmem_size, TENSOR_MEMORY, "tensor memory")
+        named = dict(zip(fn.arg_names, args, strict=False))
+        self.kernels.append(
+            {
+                "name": _name(fn, named),
+                "tile": named.get("TILE"),
+                "warps": kernel.metadata.num_warps,
+                "stages": kernel.metadata.num_stages,
+                "fp_fusion": kernel.metadata.enable_fp_fusion,
+                **_contents(kernel),
+            }
+        )
+
+
+def _name(fn: JITFunction, args: dict[str, Any]) -> str:
+    """The kernel's name, or what it computes where one kernel computes either of two things."""
+    if fn.__name__ == "_query_tiles":
+        return "_query_tiles, delta" if args["dq"] is None else "_query_tiles, dq"
+    return fn.__name__
+
+
+def _contents(kernel: Any) -> dict[str, Any]:
+    ptx = kernel.asm["ptx"]
+    dots = []
+    for left, right in _DOT.findall(kernel.asm["ttir"]):
+        dots.append(left if left == right else f"{left} * {right}")
+    return {
+        "dots": dots,
+        "opcodes": Counter(_PRODUCT.findall(ptx)),
+        "permutations": len(re.findall(r"\bprmt\.", ptx)),
+        # Those with .ftz are of libdevice's log2, which is written with them.
+        "fused": len(re.findall(r"\bfma\.rn\.f32\b", ptx)),
+        "has_fp64": ".f64" in ptx,
+        "shared": kernel.metadata.shared,
+        **_resources(kernel.asm["cubin"]),
+    }
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    """Registers, and bytes of stack, of a thread: registers are spilled to its stack."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {
+        "registers": int(re.search(r"\bREG:(\d+)", usage)[1]),
+        "stack": int(re.search(r"\bSTACK:(\d+)", usage)[1]),
+    }
+
+
+def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any]]:
+    """Forward and backward of a request, whose fields are `Compiler.compile`'s arguments."""
+    driver.active.capability = request["capability"]
+    dtype = getattr(torch, request["dtype"])
+    shape = (1, 2, TOKENS, request["head_size"])
+    q, k, v, do, o = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(5))
+    problem = Problem(
+        q=q,
+        k=k,
+        v=v,
+        spec=resolve(AttentionSpec.parse(request["spec"]), dtype),
+        scale=0.125,
+        is_causal=request["is_causal"],
+        lower_right=False,
+        cu_q=None,
+        cu_k=None,
+        longest_q=TOKENS,
+        longest_k=TOKENS,
+    )
+    launches.kernels = []
+    before = dict(LAUNCH)
+    LAUNCH.update(request["launch"])
+    try:
+        lse2 = forward(problem, o).lse2
+        backward(problem, do, None, o, lse2, Gradients(*map(torch.empty_like, (q, k, v))))
+    finally:
+        LAUNCH.clear()
+        LAUNCH.update(before)
+    return launches.kernels
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the compiler prints is no reply
+    driver.set_active(_AbsentGPU())
+    launches = _Launches()
+    print(json.dumps({"triton": triton.__version__}), file=replies, flush=True)
+    for line in sys.stdin:
+        try:
+            reply = {"kernels": _compile(json.loads(line), launches)}
+        except Exception:
+            reply = {"error": traceback.format_exc()}
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Kernels compiled for GPUs that this machine need not have, by the oldest or newest Triton."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("compile_worker.py")
+OLDEST = ROOT / ".venv" / ".triton-oldest"
+"""Where `make test` puts the oldest Triton that pyproject.toml admits."""
+
+_SHAPE = re.compile(r"\.m(\d+)n(\d+)k(\d+)\.")
+_FORMATS = {
+    ".s8.s8": "i8",
+    ".f16.f16": "f16",
+    ".bf16.bf16": "bf16",
+    "kind::i8": "i8",
+    "kind::f16": "16 bit",  # which of the two, only a descriptor in a register says
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled launch."""
+
+    name: str  #: of the function; with what it computes, where it computes either of two things
+    tile: int | None  #: rows that a program owns
+    warps: int
+    stages: int
+    fp_fusion: bool  #: whether ptxas may fuse multiplications into additions
+    dots: list[str]  #: operand format of each matrix product, in the order of the program
+    opcodes: dict[str, int]  #: how many of each instruction that multiplies matrices
+    permutations: int  #: instructions that rearrange the bytes of registers
+    fused: int  #: multiplications that the compiler fused into additions
+    has_fp64: bool
+    shared: int  #: bytes
+    registers: int  #: of a thread
+    stack: int  #: bytes of a thread, 0 where no register is spilled
+
+    @cached_property
+    def formats(self) -> set[str]:
+        """Of the operands of instructions."""
+        return {_format(opcode) for opcode in self.opcodes}
+
+    @cached_property
+    def unsized(self) -> set[str]:
+        """Those of `formats` that `multiply_adds` does not count."""
+        return {_format(opcode) for opcode in self.opcodes if not _SHAPE.search(opcode)}
+
+    @cached_property
+    def multiply_adds(self) -> dict[str, int]:
+        """By operand format, those of instructions that say their shape: tcgen05 does not."""
+        result: Counter[str] = Counter()
+        for opcode, count in self.opcodes.items():
+            if shape := _SHAPE.search(opcode):
+                m, n, k = map(int, shape.groups())
+                groups = self.warps // 4 if opcode.startswith("wgmma") else self.warps
+                result[_format(opcode)] += m * n * k * count * groups
+        return dict(result)
+
+
+def _format(opcode: str) -> str:
+    return next((name for part, name in _FORMATS.items() if part in opcode), opcode)
+
+
+class Compiler:
+    """A process that compiles, and keeps what it compiled.
+
+    packages: where its Triton is; the installed one by default.
+    """
+
+    def __init__(self, cache: Path, packages: Path | None = None) -> None:
+        if packages is not None and not packages.is_dir():
+            raise FileNotFoundError(
+                f"{packages} has no Triton; `make {packages.relative_to(ROOT)}`"
+            )
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
+        path = [ROOT] if packages is None else [packages, ROOT]
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment | {"TRITON_CACHE_DIR": str(cache)},
+        )
+        self._kept: dict[str, list[Kernel]] = {}
+        self.version: str = self._reply()["triton"]
+
+    def compile(
+        self,
+        spec: str,
+        capability: int,
+        *,
+        head_size: int = 64,
+        dtype: str = "bfloat16",
+        is_causal: bool = True,
+        **launch: Any,
+    ) -> list[Kernel]:
+        """Every kernel of a forward and its backward, in the order of their launches.
+
+        launch: options that replace those of `sagesim_kernels.primitives.LAUNCH`.
+        """
+        request = json.dumps(
+            {
+                "spec": spec,
+                "capability": capability,
+                "head_size": head_size,
+                "dtype": dtype,
+                "is_causal": is_causal,
+                "launch": launch,
+            }
+        )
+        if request not in self._kept:
+            assert self._process.stdin is not None
+            self._process.stdin.write(request + "\n")
+            self._process.stdin.flush()
+            reply = self._reply()
+            if "error" in reply:
+                raise RuntimeError(f"Triton {self.version}, {request}:\n{reply['error']}")
+            self._kept[request] = [Kernel(**kernel) for kernel in reply["kernels"]]
+        return self._kept[request]
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _reply(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the compiler ended with status {self._process.wait()}")
+        return json.loads(line)

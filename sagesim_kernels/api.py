@@ -12,7 +12,7 @@ from sagesim.arguments import check_tensors
 from sagesim.presets import SAGEBWD
 from sagesim.spec import AttentionSpec
 from sagesim_kernels.ops import forward_op, label_of
-from sagesim_kernels.support import IS_INTERPRETED, supports
+from sagesim_kernels.support import IS_INTERPRETED, head_reason, supports
 
 Layout = Literal["HND", "NHD"]
 CausalAlignment = Literal["upper_left", "lower_right"]
@@ -185,14 +185,20 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype is torch.float64 else x.to(dtype) for x in tensors)
 
 
+@torch.compiler.assume_constant_result
+def _reason_against(spec: AttentionSpec, dtype: torch.dtype) -> str | None:
+    """Why there is no kernel; for torch.compile a constant, guarded by the identity of the spec."""
+    return supports(spec, dtype=dtype).reason
+
+
 def check_call(q: Tensor, v: Tensor, spec: AttentionSpec, causal_alignment: str) -> None:
     """Raise for what `check_tensors` does not look at."""
     if causal_alignment not in ("upper_left", "lower_right"):
         raise ValueError(f"causal_alignment {causal_alignment!r}; 'upper_left' or 'lower_right'")
-    answer = supports(spec, head_size=max(q.shape[-1], v.shape[-1]), dtype=q.dtype)
-    if not answer:
+    reason = head_reason(max(q.shape[-1], v.shape[-1])) or _reason_against(spec, q.dtype)
+    if reason is not None:
         error = TypeError if q.dtype is torch.float64 else ValueError
-        raise error(f"no kernel for this call: {answer}")
+        raise error(f"no kernel for this call: {reason}")
     if q.device.type != ("cpu" if IS_INTERPRETED else "cuda"):
         raise ValueError(
             f"q, k and v are on {q.device}; "
@@ -219,7 +225,7 @@ def _check_packed(name: str, x: Tensor, cu: Tensor, longest: int) -> None:
         f"{what} must ascend from 0 to the tokens of {name} in steps of at most "
         f"max_seqlen_{name}={longest}"
     )
-    if cu.is_cuda:
+    if cu.is_cuda or torch.compiler.is_compiling():
         torch._assert_async(fits, message)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
     elif not fits:
         raise ValueError(f"{message}; got {cu.tolist()} for {x.shape[0]} tokens")

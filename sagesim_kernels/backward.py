@@ -15,12 +15,14 @@ from torch import Tensor
 
 from sagesim.spec import Delta, Granularity
 from sagesim_kernels.layout import (
+    Grid,
     Rows,
     Strided,
     causal_offset,
     length_of,
     live_keys,
     live_queries,
+    place_in,
     row_base,
     token_ptrs,
 )
@@ -65,6 +67,7 @@ def store_delta(delta, d_lse, lengths, b, h, queries, n_q, result, row_lse2):
 
 @triton.jit
 def _delta_from_o(
+    grid,
     o,
     do,
     lse2,
@@ -76,7 +79,7 @@ def _delta_from_o(
     TILE: tl.constexpr,
 ):
     """rowsum(dO o O)."""
-    tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, h, b = place_in(grid)
     first_live, n_q = live_queries(lengths, b)
     first = tile * TILE
     if first >= n_q:
@@ -95,6 +98,7 @@ def _delta_from_o(
 
 @triton.jit
 def _query_tiles(
+    grid,
     q,
     k,
     do,
@@ -123,13 +127,13 @@ def _query_tiles(
     TILE: tl.constexpr,
 ):
     """dQ of a tile of queries; or, where dq is None, delta = rowsum(P o dP) of them."""
-    tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, h, b = place_in(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = tile * TILE
     if first >= n_q:
         return
     k_head = h // GROUPS
-    z = b * tl.num_programs(1) + h
+    z = b * grid.heads + h
     first_live, _ = live_queries(lengths, b)
     n_k = live_keys(lengths, b)
     offset = causal_offset(lengths, b)
@@ -206,6 +210,7 @@ def _query_tiles(
 
 @triton.jit
 def _key_tiles(
+    grid,
     q,
     k,
     do,
@@ -238,7 +243,7 @@ def _key_tiles(
     TILE: tl.constexpr,
 ):
     """dK and dV of a tile of keys, added over the query heads of its group. Maps are transposed."""
-    tile, k_head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, k_head, b = place_in(grid)
     first = tile * TILE
     n_stored = length_of(lengths.cu_k, lengths.n_k, b)
     if first >= n_stored:
@@ -262,7 +267,7 @@ def _key_tiles(
         begin = tl.maximum(begin, (first - offset) // BLOCK_Q * BLOCK_Q)
     for head in range(k_head * GROUPS, (k_head + 1) * GROUPS):
         h = tl.cast(head, tl.int32)
-        z = b * (tl.num_programs(1) * GROUPS) + h
+        z = b * (grid.heads * GROUPS) + h
         q_base, q_scales = base_of(q, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
         do_base, do_scales = base_of(do, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
         qr_base, qr_scales = base_of(q_right, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
@@ -388,8 +393,9 @@ def backward(
     }
 
     def query_tiles(tile, of_delta):
-        grid = (-(-problem.longest_q // tile.rows), heads, problem.sequences)
-        _query_tiles[grid](
+        grid = Grid(-(-problem.longest_q // tile.rows), heads, problem.sequences)
+        _query_tiles[grid.programs](
+            grid,
             *s_operands,
             *dp_operands,
             None if of_delta else operands.at("dq", "k"),
@@ -409,8 +415,9 @@ def backward(
         )
 
     def key_tiles(tile):
-        grid = (-(-problem.longest_k // tile.rows), problem.k.shape[1], problem.sequences)
-        _key_tiles[grid](
+        grid = Grid(-(-problem.longest_k // tile.rows), problem.k.shape[1], problem.sequences)
+        _key_tiles[grid.programs](
+            grid,
             *s_operands,
             *dp_operands,
             operands.at("dk", "q"),
@@ -440,7 +447,9 @@ def backward(
         launch(of_delta, lambda t: query_tiles(t, True), f"delta {at}")
     else:
         assert o is not None
-        _delta_from_o[(-(-problem.longest_q // 64), heads, problem.sequences)](
+        grid = Grid(-(-problem.longest_q // 64), heads, problem.sequences)
+        _delta_from_o[grid.programs](
+            grid,
             Strided.of(o),
             Strided.of(do),
             Rows.of(lse2),

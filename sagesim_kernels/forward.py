@@ -10,12 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim_kernels.layout import (
+    Grid,
     Rows,
     Strided,
     causal_offset,
     length_of,
     live_keys,
     live_queries,
+    place_in,
     row_base,
     token_ptrs,
 )
@@ -45,6 +47,7 @@ def _finite(x):
 
 @triton.jit
 def _forward(
+    grid,
     q,
     k,
     v,
@@ -69,13 +72,13 @@ def _forward(
     BLOCK_K: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, h, b = place_in(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = tile * TILE
     if first >= n_q:
         return
     k_head = h // GROUPS
-    z = b * tl.num_programs(1) + h
+    z = b * grid.heads + h
     first_live, _ = live_queries(lengths, b)
     n_k = live_keys(lengths, b)
     offset = causal_offset(lengths, b)
@@ -177,8 +180,9 @@ def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> Forwa
     smoothing = operands.smoothing
 
     def run(tile):
-        grid = (-(-problem.longest_q // tile.rows), rows[1], problem.sequences)
-        _forward[grid](
+        grid = Grid(-(-problem.longest_q // tile.rows), rows[1], problem.sequences)
+        _forward[grid.programs](
+            grid,
             q,
             k,
             v,

@@ -53,6 +53,27 @@ class Lengths(NamedTuple):
     LOWER_RIGHT: Any  #: constexpr bool: the last query attends to the last key
 
 
+class Grid(NamedTuple):
+    """A program for each tile, head and sequence, along one axis: a GPU takes no more than 65,535
+    along the others."""
+
+    tiles: int
+    heads: int
+    sequences: int
+
+    @property
+    def programs(self) -> tuple[int]:
+        return (self.tiles * self.heads * self.sequences,)
+
+
+@triton.jit
+def place_in(grid):
+    """The program's tile, head and sequence; tiles of one head run one after the other."""
+    program = tl.program_id(0)
+    rest = program // grid.tiles
+    return program % grid.tiles, rest % grid.heads, rest // grid.heads
+
+
 @triton.jit
 def length_of(cu, n, b):
     """Tokens of sequence b."""

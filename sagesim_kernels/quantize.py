@@ -11,12 +11,14 @@ from torch import Tensor
 
 from sagesim.spec import MAPS, OPERANDS, Granularity, Precision
 from sagesim_kernels.layout import (
+    Grid,
     Strided,
     coded_start_of,
     coded_tokens,
     length_of,
     live_keys,
     live_queries,
+    place_in,
     tile_ptrs,
     token_ptrs,
 )
@@ -74,6 +76,7 @@ def _load_block(
 
 @triton.jit
 def _encode(
+    grid,
     x,
     mean,
     out,
@@ -87,7 +90,7 @@ def _encode(
     BLOCK: tl.constexpr,
 ):
     """Codes and scales of one block of tokens."""
-    i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i, h, b = place_in(grid)
     if IS_KEY:
         cu, n = lengths.cu_k, lengths.n_k
     else:
@@ -118,6 +121,7 @@ def _encode(
 
 @triton.jit
 def _subtract_mean(
+    grid,
     x,
     mean,
     out,
@@ -129,7 +133,7 @@ def _subtract_mean(
     BLOCK: tl.constexpr,
 ):
     """One block of tokens less their mean, rounded to the 16-bit type of `out`."""
-    i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i, h, b = place_in(grid)
     if IS_KEY:
         cu, n = lengths.cu_k, lengths.n_k
     else:
@@ -214,7 +218,9 @@ class Operands:
             tl.constexpr(tl.int8),
         )
         d_pad = triton.next_power_of_2(stored)
-        _encode[(-(-longest // block), heads, self._problem.sequences)](
+        grid = Grid(-(-longest // block), heads, self._problem.sequences)
+        _encode[grid.programs](
+            grid,
             Strided.of(x),
             mean,
             operand,
@@ -237,7 +243,9 @@ class Operands:
         x, mean, is_key, block, longest, _ = self._side(tensor)
         if mean is not None:
             smoothed = torch.empty(x.shape, dtype=DTYPES[precision], device=x.device)
-            _subtract_mean[(-(-longest // block), x.shape[1], self._problem.sequences)](
+            grid = Grid(-(-longest // block), x.shape[1], self._problem.sequences)
+            _subtract_mean[grid.programs](
+                grid,
                 Strided.of(x),
                 mean,
                 Strided.of(smoothed),

@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim_kernels.layout import Lengths, Strided, live_keys, live_queries, token_ptrs
+from sagesim_kernels.layout import (
+    Grid,
+    Lengths,
+    Strided,
+    live_keys,
+    live_queries,
+    place_in,
+    token_ptrs,
+)
 from sagesim_kernels.primitives import LAUNCH
 
 _STEP: Final = 64
@@ -37,6 +45,7 @@ def mean_of(means, b, h, index, D: tl.constexpr, D_PAD: tl.constexpr):
 
 @triton.jit
 def _sum_chunks(
+    grid,
     x,
     sums,
     lengths,
@@ -47,7 +56,7 @@ def _sum_chunks(
     STEP: tl.constexpr,
 ):
     """The sum over each chunk's live tokens, float64 [sequences, heads, chunks, D]."""
-    chunk, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    chunk, h, b = place_in(grid)
     if IS_KEY:
         cu, first, last = lengths.cu_k, 0, live_keys(lengths, b)
     else:
@@ -61,12 +70,13 @@ def _sum_chunks(
         mask = ((row >= first) & (row < last))[:, None] & (column < D)[None, :]
         ptrs = token_ptrs(x, cu, b, h, begin, STEP, column)
         total += tl.sum(tl.load(ptrs, mask=mask, other=0.0).to(tl.float64), 0)
-    out = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + chunk
+    out = (b.to(tl.int64) * grid.heads + h) * grid.tiles + chunk
     tl.store(sums + out * D + column, total, mask=column < D)
 
 
 @triton.jit
 def _divide_sums(
+    grid,
     sums,
     means,
     lengths,
@@ -77,13 +87,13 @@ def _divide_sums(
     CHUNK: tl.constexpr,
 ):
     """The mean over `chunks` chunks at a time, float32 [sequences, heads, means, D]."""
-    mean, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    mean, h, b = place_in(grid)
     if IS_KEY:
         first, last = 0, live_keys(lengths, b)
     else:
         first, last = live_queries(lengths, b)
     column = tl.arange(0, D_PAD)
-    out = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + mean
+    out = (b.to(tl.int64) * grid.heads + h) * grid.tiles + mean
     total = tl.zeros((D_PAD,), tl.float64)
     for chunk in range(0, chunks):
         total += tl.load(sums + (out * chunks + chunk) * D + column, mask=column < D, other=0.0)
@@ -118,10 +128,12 @@ def _means(
     d_pad = triton.next_power_of_2(d)
     sums = torch.empty((sequences, heads, chunks, d), dtype=torch.float64, device=x.device)
     out = torch.empty((sequences, heads, means, d), dtype=torch.float32, device=x.device)
-    _sum_chunks[(chunks, heads, sequences)](
-        Strided.of(x), sums, lengths, is_key, d, d_pad, chunk, min(chunk, _STEP), **LAUNCH
+    grid = Grid(chunks, heads, sequences)
+    _sum_chunks[grid.programs](
+        grid, Strided.of(x), sums, lengths, is_key, d, d_pad, chunk, min(chunk, _STEP), **LAUNCH
     )
-    _divide_sums[(means, heads, sequences)](
-        sums, out, lengths, chunks // means, is_key, d, d_pad, chunk, **LAUNCH
+    grid = Grid(means, heads, sequences)
+    _divide_sums[grid.programs](
+        grid, sums, out, lengths, chunks // means, is_key, d, d_pad, chunk, **LAUNCH
     )
     return Means(out, heads, means)

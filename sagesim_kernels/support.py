@@ -78,9 +78,16 @@ def supports(
     return Support(_reason(spec, head_size, dtype))
 
 
+def head_reason(head_size: int) -> str | None:
+    """Why there is no kernel for this head size."""
+    if 1 <= head_size <= LARGEST_HEAD:
+        return None
+    return f"head size {head_size}; the kernels have 1 to {LARGEST_HEAD}"
+
+
 def _reason(spec: AttentionSpec, head_size: int | None, dtype: torch.dtype | None) -> str | None:
-    if head_size is not None and not 1 <= head_size <= LARGEST_HEAD:
-        return f"head size {head_size}; the kernels have 1 to {LARGEST_HEAD}"
+    if head_size is not None and (reason := head_reason(head_size)):
+        return reason
     if dtype is not None:
         if dtype not in DTYPES:
             return f"{dtype}; the kernels take float16, bfloat16 and float32"

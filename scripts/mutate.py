@@ -320,7 +320,7 @@ BUGS = (
         "query heads grouped by remainder",
         "forward.py",
         "k_head = h // GROUPS",
-        "k_head = h % (tl.num_programs(1) // GROUPS)",
+        "k_head = h % (grid.heads // GROUPS)",
     ),
     Bug(
         "last head of a group dropped",

@@ -222,13 +222,12 @@ def _check_packed(name: str, x: Tensor, cu: Tensor, longest: int) -> None:
     steps = cu.diff()
     fits = (cu[0] == 0) & (cu[-1] == x.shape[0]) & (steps >= 0).all() & (steps <= longest).all()
     message = (
-        f"{what} must ascend from 0 to the tokens of {name} in steps of at most "
-        f"max_seqlen_{name}={longest}"
+        f"{what} must ascend from 0 to the tokens of {name} in steps of at most max_seqlen_{name}"
     )
     if cu.is_cuda or torch.compiler.is_compiling():
         torch._assert_async(fits, message)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
     elif not fits:
-        raise ValueError(f"{message}; got {cu.tolist()} for {x.shape[0]} tokens")
+        raise ValueError(f"{message}={longest}; got {cu.tolist()} for {x.shape[0]} tokens")
 
 
 def _four_axes(x: Tensor) -> Tensor:

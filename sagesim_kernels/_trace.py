@@ -14,7 +14,7 @@ from torch import Tensor
 from sagesim.arguments import check_tensors
 from sagesim.presets import SAGEBWD
 from sagesim.spec import MAPS, OPERANDS, SITES, AttentionSpec, Precision
-from sagesim_kernels.api import CausalAlignment, check_call
+from sagesim_kernels.api import CausalAlignment, check_call, check_device
 from sagesim_kernels.backward import Gradients, MapTraces, backward
 from sagesim_kernels.forward import forward
 from sagesim_kernels.maps import MapTrace
@@ -68,6 +68,7 @@ def trace(
 
     Args, Raises: as `attention`; do is the gradient of o.
     """
+    check_device(q)
     check_tensors(q, k, v, enable_gqa=enable_gqa)
     check_call(q, v, spec, causal_alignment)
     if q.ndim != 4 or do.shape != (*q.shape[:3], v.shape[3]):

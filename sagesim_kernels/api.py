@@ -65,6 +65,7 @@ def attention(
     their own, so that the backward is bit-reproducible; the online softmax only regroups sums.
     """
     _refuse(attn_mask, dropout_p)
+    check_device(q)
     q, k, v = _autocast(q, k, v)
     if layout not in ("HND", "NHD"):
         raise ValueError(f"layout {layout!r}; 'HND' or 'NHD'")
@@ -134,6 +135,7 @@ def attention_varlen(
         a CPU, and on a GPU, where looking would wait for it, as a device-side assertion.
     """
     _refuse(None, dropout_p)
+    check_device(q)
     q, k, v = _autocast(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 3:
@@ -166,6 +168,19 @@ def attention_varlen(
     return (o, lse[0]) if return_lse else o
 
 
+def check_device(q: Tensor) -> None:
+    """Raise ValueError unless the kernels run where q is."""
+    if q.device.type != ("cpu" if IS_INTERPRETED else "cuda"):
+        raise ValueError(
+            f"q, k and v are on {q.device}; "
+            + (
+                "the kernels were imported under TRITON_INTERPRET=1 and run on a CPU"
+                if IS_INTERPRETED
+                else "the kernels run on CUDA devices (on a CPU under TRITON_INTERPRET=1)"
+            )
+        )
+
+
 def _refuse(attn_mask: object, dropout_p: float) -> None:
     if attn_mask is not None:
         raise ValueError(
@@ -179,7 +194,7 @@ def _refuse(attn_mask: object, dropout_p: float) -> None:
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in autocast's dtype, as SDPA casts its own."""
     device = tensors[0].device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype is torch.float64 else x.to(dtype) for x in tensors)
@@ -199,15 +214,6 @@ def check_call(q: Tensor, v: Tensor, spec: AttentionSpec, causal_alignment: str)
     if reason is not None:
         error = TypeError if q.dtype is torch.float64 else ValueError
         raise error(f"no kernel for this call: {reason}")
-    if q.device.type != ("cpu" if IS_INTERPRETED else "cuda"):
-        raise ValueError(
-            f"q, k and v are on {q.device}; "
-            + (
-                "the kernels were imported under TRITON_INTERPRET=1 and run on a CPU"
-                if IS_INTERPRETED
-                else "the kernels run on CUDA devices (on a CPU under TRITON_INTERPRET=1)"
-            )
-        )
 
 
 def _check_packed(name: str, x: Tensor, cu: Tensor, longest: int) -> None:

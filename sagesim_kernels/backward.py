@@ -35,7 +35,7 @@ from sagesim_kernels.operands import (
     load_tokens,
     tokens_by_tokens,
 )
-from sagesim_kernels.primitives import LAUNCH, LOG2_E, Rounding
+from sagesim_kernels.primitives import LAUNCH, LOG2_E, Rounding, row_sums
 from sagesim_kernels.problem import Problem, padded
 from sagesim_kernels.quantize import Operands
 from sagesim_kernels.smoothing import mean_of
@@ -91,7 +91,7 @@ def _delta_from_o(
     do_ptrs = token_ptrs(do, lengths.cu_q, b, h, first, TILE, column)
     o_tile = tl.load(o_ptrs, mask=mask, other=0.0).to(tl.float32)
     do_tile = tl.load(do_ptrs, mask=mask, other=0.0).to(tl.float32)
-    result = tl.sum(o_tile * do_tile, 1)
+    result = row_sums(o_tile * do_tile)
     row_lse2 = load_lse2(lse2, lengths.cu_q, b, h, queries, n_q)
     store_delta(delta, d_lse, lengths, b, h, queries, n_q, result, row_lse2)
 

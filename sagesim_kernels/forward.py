@@ -29,7 +29,7 @@ from sagesim_kernels.operands import (
     load_token_scales,
     load_tokens,
 )
-from sagesim_kernels.primitives import LAUNCH, LN_2, LOG2_127, LOG2_E, Rounding, to_codes
+from sagesim_kernels.primitives import LAUNCH, LN_2, LOG2_127, LOG2_E, Rounding, row_sums, to_codes
 from sagesim_kernels.problem import Problem, padded
 from sagesim_kernels.quantize import Operands
 from sagesim_kernels.smoothing import mean_of
@@ -144,7 +144,7 @@ def _forward(
         ptrs = token_ptrs(raw_q, lengths.cu_q, b, h, first, TILE, column)
         mask = (queries < n_q)[:, None] & (column < D)[None, :]
         q_tile = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-        shift = tl.sum(q_tile * mean_of(k_mean, b, k_head, 0, D, D_PAD), 1)
+        shift = row_sums(q_tile * mean_of(k_mean, b, k_head, 0, D, D_PAD))
         row_lse = tl.where(row_max == -float("inf"), row_lse, row_lse + shift * scale)
     tl.store(row_base(lse, lengths.cu_q, b, h) + queries, row_lse, mask=queries < n_q)
     tl.store(row_base(lse2, lengths.cu_q, b, h) + queries, row_lse2, mask=queries < n_q)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from sagesim_kernels.layout import token_ptrs
+from sagesim_kernels.primitives import row_sums
 from sagesim_kernels.smoothing import mean_of
 
 
@@ -50,4 +51,4 @@ def key_bias(
     keys = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     if k_mean is not None:
         keys -= mean_of(k_mean, b, k_head, 0, D, D_PAD)
-    return tl.sum(keys * mean_of(q_mean, b, h, block, D, D_PAD), 1)
+    return row_sums(keys * mean_of(q_mean, b, h, block, D, D_PAD))

@@ -76,6 +76,16 @@ def scale_and_inverse(amax):
 
 
 @triton.jit
+def row_sums(x):
+    """The sum of each row of x [m, n], float32, rounded once.
+
+    Added up in float64, since the order of a sum follows the layout that the compiler chose for
+    x, and that the strides it was loaded with.
+    """
+    return tl.sum(x.to(tl.float64), 1).to(tl.float32)
+
+
+@triton.jit
 def to_codes(y, rows, columns, rounding):
     """Round y, in units of codes and at most 127 up to rounding, to int8.
 

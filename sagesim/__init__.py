@@ -4,6 +4,9 @@ from sagesim._attention import attention
 from sagesim._capture import Recording, capture
 from sagesim._emulate import emulate
 from sagesim._exact import Exact, exact
+from sagesim._fuzz import fuzz
+from sagesim._fuzz_cases import FuzzCase
+from sagesim._fuzz_report import FuzzReport
 from sagesim._quantize import QTensor, quantize
 from sagesim._trace import Trace, trace
 from sagesim.attribution import Attribution, attribute
@@ -61,6 +64,8 @@ __all__ = [
     "Delta",
     "Error",
     "Exact",
+    "FuzzCase",
+    "FuzzReport",
     "Granularity",
     "MatmulSpec",
     "Precision",
@@ -78,6 +83,7 @@ __all__ = [
     "compare",
     "emulate",
     "exact",
+    "fuzz",
     "quantize",
     "trace",
     "with_precision",

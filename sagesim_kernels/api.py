@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sagesim.arguments import check_tensors
+from sagesim.arguments import check_spec, check_tensors
 from sagesim.presets import SAGEBWD
 from sagesim.spec import AttentionSpec
-from sagesim_kernels.ops import forward_op, label_of
+from sagesim_kernels.ops import forward_op, label_of, parse
 from sagesim_kernels.support import IS_INTERPRETED, head_reason, supports
 
 Layout = Literal["HND", "NHD"]
@@ -201,16 +202,22 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 @torch.compiler.assume_constant_result
-def _reason_against(spec: AttentionSpec, dtype: torch.dtype) -> str | None:
-    """Why there is no kernel; for torch.compile a constant, guarded by the identity of the spec."""
-    return supports(spec, dtype=dtype).reason
+def _reason_against(label: str, dtype: torch.dtype) -> str | None:
+    """Why there is no kernel for this spec; for torch.compile a constant."""
+    return _cached_reason(label, dtype)
+
+
+@lru_cache(maxsize=256)
+def _cached_reason(label: str, dtype: torch.dtype) -> str | None:
+    return supports(parse(label), dtype=dtype).reason
 
 
 def check_call(q: Tensor, v: Tensor, spec: AttentionSpec, causal_alignment: str) -> None:
     """Raise for what `check_tensors` does not look at."""
+    check_spec(spec)
     if causal_alignment not in ("upper_left", "lower_right"):
         raise ValueError(f"causal_alignment {causal_alignment!r}; 'upper_left' or 'lower_right'")
-    reason = head_reason(max(q.shape[-1], v.shape[-1])) or _reason_against(spec, q.dtype)
+    reason = head_reason(max(q.shape[-1], v.shape[-1])) or _reason_against(label_of(spec), q.dtype)
     if reason is not None:
         error = TypeError if q.dtype is torch.float64 else ValueError
         raise error(f"no kernel for this call: {reason}")

@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sagesim.spec import AttentionSpec, Delta
+from sagesim.spec import (
+    SITES,
+    AttentionSpec,
+    Delta,
+    Granularity,
+    MatmulSpec,
+    Precision,
+    Rounding,
+    RoundingMode,
+    Smoothing,
+)
 from sagesim_kernels.backward import Gradients, backward
 from sagesim_kernels.forward import forward
 from sagesim_kernels.problem import Problem, resolve
@@ -24,9 +34,44 @@ _format = lru_cache(maxsize=256)(AttentionSpec.label)
 parse = lru_cache(maxsize=256)(AttentionSpec.parse)
 
 
-@torch.compiler.assume_constant_result
 def label_of(spec: AttentionSpec) -> str:
-    """spec.label(), kept; for torch.compile a constant, guarded by the identity of the spec."""
+    """spec.label(), kept; for torch.compile a constant, guarded by every field of the spec."""
+    if not torch.compiler.is_compiling():
+        return _format(spec)
+    # Dynamo takes no object of ours for a constant, and traces strings.
+    words: list[str] = []
+    for site in SITES:
+        matmul: MatmulSpec = getattr(spec, site)
+        words += [matmul.precision.value, matmul.lhs.value, matmul.rhs.value]
+    words += ["1" if spec.smoothing.q else "0", "1" if spec.smoothing.k else "0"]
+    seed = spec.rounding.seed
+    words += [spec.rounding.mode.value, "-" if seed is None else _bits(seed)]
+    words += [spec.delta.value, _bits(spec.block_q), _bits(spec.block_k)]
+    return _label_of_fields(" ".join(words))
+
+
+def _bits(number: int) -> str:
+    """Binary digits. torch.compile may hold an integer to be dynamic; a digit it has to look up."""
+    return "".join("1" if number // 2**i % 2 == 1 else "0" for i in reversed(range(32)))
+
+
+@torch.compiler.assume_constant_result
+def _label_of_fields(fields: str) -> str:
+    """The label of the spec with these fields, in the order of its definition."""
+    *words, q, k, mode, seed, delta, block_q, block_k = fields.split()
+    triples = [words[i : i + 3] for i in range(0, len(words), 3)]
+    matmuls = {
+        site: MatmulSpec(Precision(precision), Granularity(lhs), Granularity(rhs))
+        for site, (precision, lhs, rhs) in zip(SITES, triples, strict=True)
+    }
+    spec = AttentionSpec(
+        **matmuls,
+        smoothing=Smoothing(q=q == "1", k=k == "1"),
+        rounding=Rounding(RoundingMode(mode), None if seed == "-" else int(seed, 2)),
+        delta=Delta(delta),
+        block_q=int(block_q, 2),
+        block_k=int(block_k, 2),
+    )
     return _format(spec)
 
 

@@ -64,7 +64,8 @@ def _sum_chunks(
         first, last = live_queries(lengths, b)
     column = tl.arange(0, D_PAD)
     total = tl.zeros((D_PAD,), tl.float64)
-    for step in range(0, CHUNK, STEP):
+    end = tl.minimum(CHUNK, last - chunk * CHUNK)
+    for step in range(0, end, STEP):
         begin = chunk * CHUNK + step
         row = begin + tl.arange(0, STEP)
         mask = ((row >= first) & (row < last))[:, None] & (column < D)[None, :]

@@ -25,13 +25,8 @@ ROOT = Path(__file__).parents[1]
 KERNELS = "sagesim_kernels"
 COPIED = ("sagesim", KERNELS, "tests", "pyproject.toml", "README.md")
 TESTS = [
-    "tests/kernels/test_contract.py",
-    "tests/kernels/test_attention.py",
-    "tests/kernels/test_invariance.py",
-    "tests/kernels/test_varlen.py",
-    "tests/kernels/test_compile.py",
-    "tests/kernels/test_support.py",
-    "tests/kernels/test_fuzz.py",
+    f"tests/kernels/test_{name}.py"
+    for name in ("fuzz", "varlen", "attention", "invariance", "compile", "support")
 ]
 
 
@@ -388,7 +383,7 @@ def run(bug: Bug | None, tests: list[str]) -> dict[str, object]:
                 )
             path.write_text(text.replace(bug.old, bug.new), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu"]
-        command += ["-p", "no:cacheprovider", "--no-header", *tests]
+        command += ["-p", "no:cacheprovider", "--hypothesis-profile=unshrunk", *tests]
         env = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
         start = time.perf_counter()
         result = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)

@@ -9,7 +9,11 @@ jaxtyping.install_import_hook("sagesim", "beartype.beartype")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis import HealthCheck, Phase, settings  # noqa: E402
+
+# Without a GPU, Triton's interpreter runs the kernels; it is chosen when they are imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Tests ask for a number of examples with tests.support.examples, which scales with the profile:
 # `pytest --hypothesis-profile=long` runs 25 times as many, drawn afresh each time.
@@ -29,7 +33,16 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=_SLOW,
 )
+settings.register_profile(
+    "unshrunk", settings.get_profile("fast"), phases=(Phase.explicit, Phase.generate)
+)
 settings.load_profile("fast")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the kernels are fuzzed"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

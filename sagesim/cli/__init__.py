@@ -14,7 +14,7 @@ from typing import Final, NoReturn
 import sagesim
 from sagesim.cli.terminal import Failure
 
-COMMANDS: Final = ("attribute", "trace", "sigma", "sweep", "capture")
+COMMANDS: Final = ("attribute", "trace", "sigma", "sweep", "capture", "fuzz")
 
 _EXTRAS: Final = {
     "rich": "cli",
@@ -22,6 +22,7 @@ _EXTRAS: Final = {
     "pyarrow": "cli",
     "safetensors": "cli",
     "transformers": "transformers",
+    "hypothesis": "fuzz",
 }
 """The extra of the distribution that brings each package."""
 
@@ -32,6 +33,8 @@ Low-bit attention, emulated: each of its seven matrix products in the precision 
       which of the seven products hurts, on recorded tensors of a real model
   sagesim capture MODEL_DIR TEXT_FILE mine.safetensors
       record the tensors of your own model
+  sagesim fuzz my_kernels:attention --spec factored --device cuda
+      does your own kernel compute what a spec says
 """
 
 
@@ -41,12 +44,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 2 for wrong input, 130 when interrupted."""
+    """Run a command; returns the exit code: 0, 1 for a difference that `fuzz` found, 2 for wrong
+    input, 130 when interrupted."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         args = _parser().parse_args(arguments)
         args.command_line = shlex.join(["sagesim", *arguments])
-        importlib.import_module(f"sagesim.cli.{args.command}").run(args)
+        code: int | None = importlib.import_module(f"sagesim.cli.{args.command}").run(args)
         sys.stdout.flush()
     except Failure as failure:
         return _end(2, str(failure))
@@ -61,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has gone; what Python flushes at exit must not go to it either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    return 0
+    return code or 0
 
 
 def _end(code: int, message: str) -> int:

@@ -19,7 +19,7 @@ ARROWS: dict[str, set[str]] = {
     "_quantize": {"spec", "rounding", "_typing"},
     "matmul": {"spec", "_quantize"},
     "grid": set(),
-    "arguments": set(),
+    "arguments": {"spec"},
     "inputs": {"spec", "presets", "arguments", "grid"},
     "forward": {"spec", "smoothing", "_quantize", "matmul", "grid", "inputs"},
     "backward": {"spec", "_quantize", "matmul", "grid", "inputs", "forward"},
@@ -49,15 +49,51 @@ ARROWS: dict[str, set[str]] = {
     "_atomic": set(),
     "captured": {"_atomic"},
     "_capture": {"captured", "sdpa_calls"},
-    "_emulate": {"spec", "inputs", "_attention", "sdpa_calls"},
+    "_emulate": {"spec", "arguments", "_attention", "sdpa_calls"},
     "qk_norm": {"_typing"},
     "measure": {"spec", "_exact", "_trace", "captured", "metrics"},
+    "_fuzz_inputs": set(),
+    "_fuzz_cases": {"_fuzz_inputs"},
+    "_fuzz_strategies": {"spec", "presets", "_fuzz_inputs", "_fuzz_cases"},
+    "_fuzz_hypothesis": set(),
+    "_fuzz_noise": {
+        "spec",
+        "rounding",
+        "_quantize",
+        "grid",
+        "inputs",
+        "forward",
+        "backward",
+        "_attention",
+        "_trace",
+        "_fuzz_cases",
+    },
+    "_fuzz_contract": {
+        "spec",
+        "inputs",
+        "_attention",
+        "_exact",
+        "_trace",
+        "_fuzz_cases",
+        "_fuzz_noise",
+    },
+    "_fuzz_diagnosis": {"spec", "presets", "_fuzz_cases", "_fuzz_contract"},
+    "_fuzz_report": {"spec", "_fuzz_cases", "_fuzz_contract", "_fuzz_diagnosis"},
+    "_fuzz": {
+        "spec",
+        "arguments",
+        "_fuzz_cases",
+        "_fuzz_contract",
+        "_fuzz_diagnosis",
+        "_fuzz_report",
+    },
 }
 """Module -> the modules of the package it may import. Rooms above these are free to import
 downwards: they are checked for cycles, and for never being imported by the rooms below."""
 
-DEFERRED = {"spec": {"label"}}
-"""Imports inside functions: the grammar knows the presets, which know the spec."""
+DEFERRED = {"spec": {"label"}, "_fuzz": {"_fuzz_hypothesis", "_fuzz_strategies"}}
+"""Imports inside functions: the grammar knows the presets, which know the spec; hypothesis is
+optional."""
 
 NO_TORCH = {"spec", "presets", "label"}
 

@@ -1,5 +1,4 @@
-"""Inputs that are named for what they are. Each builder takes a numpy generator and a shape
-[..., n, d] and gives float32."""
+"""Calls of attention over tensors of the package's kinds, which fuzzing draws from as well."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,72 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Builder = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
-
-
-def gaussian(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return rng.standard_normal(shape, dtype=np.float32)
-
-
-def outlier_channel(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """One channel 50 times the others."""
-    x = gaussian(rng, shape)
-    if shape[-1]:
-        x[..., rng.integers(shape[-1])] *= 50
-    return x
-
-
-def outlier_token(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """One element of 6e4, about the largest number of a half-precision tensor."""
-    x = gaussian(rng, shape)
-    if shape[-1] and shape[-2]:
-        x[..., rng.integers(shape[-2]), rng.integers(shape[-1])] = 6e4
-    return x
-
-
-def zero_block(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """The first half of the tokens are zero."""
-    x = gaussian(rng, shape)
-    x[..., : (shape[-2] + 1) // 2, :] = 0
-    return x
-
-
-def zeros(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return np.zeros(shape, np.float32)
-
-
-def half_integer_ties(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Every token and every channel has amax 127 and so scale 1; all other elements lie half way
-    between two codes."""
-    x = rng.integers(-127, 127, shape).astype(np.float32) + np.float32(0.5)
-    x[..., :1, :] = 127
-    x[..., :, :1] = -127
-    return x
-
-
-def constant(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Every token is the same vector."""
-    one = rng.standard_normal((*shape[:-2], 1, shape[-1]), dtype=np.float32)
-    return np.broadcast_to(one, shape).copy()
-
-
-def offset(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """A mean 30 deviations from zero, as the keys of real models have."""
-    return gaussian(rng, shape) + constant(rng, shape) * np.float32(30)
-
-
-def tiny_gain(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return gaussian(rng, shape) * np.float32(2.0**-90)
-
-
-def huge_gain(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return gaussian(rng, shape) * np.float32(2.0**40)
-
-
-def subnormal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Multiples of the smallest float32, so small that 127 / amax overflows."""
-    return (rng.integers(-1000, 1000, shape) * 2.0**-149).astype(np.float32)
-
+from sagesim._fuzz_inputs import (
+    Builder,
+    constant,
+    gaussian,
+    half_integer_ties,
+    huge_gain,
+    offset,
+    outlier_channel,
+    outlier_token,
+    subnormal,
+    tiny_gain,
+    zero_block,
+    zeros,
+)
 
 MODERATE: dict[str, Builder] = {f.__name__: f for f in (gaussian, zero_block, constant)}
 """Logits small enough for float32's errors to be analysed to first order."""

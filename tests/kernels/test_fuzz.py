@@ -1,0 +1,164 @@
+"""Kernels are the emulator on anything they take: 500 cases, 10,000 under the long profile, and
+20,000 with `--device cuda`."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sagesim_kernels import attention, attention_varlen
+from tests.kernels.contract import OUTPUTS, Tally, check, run_kernels
+from tests.kernels.problems import PRESETS, Problem, problems
+from tests.support import examples
+from tests.support.assertions import assert_bitwise
+from tests.support.inputs import Case
+from tests.support.kernels import DEVICE, HERE
+
+pytestmark = [
+    *HERE,
+    # A gradient beyond float16's range is infinite, in the emulator as well.
+    pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),
+]
+
+CASES = {"fast": 500, "long": 10_000, "cuda": 20_000}
+MOST_DIFFERING = 1e-3
+"""Of the codes of P and dS, over ordinary inputs: docs/numerics.md, Between implementations."""
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_kernels_meet_the_contract(preset: str, request: pytest.FixtureRequest) -> None:
+    device = request.config.getoption("--device")
+    if device != DEVICE:
+        pytest.skip(f"the kernels were imported for {DEVICE}; fuzz them with --device {DEVICE}")
+    is_fast = settings.default.derandomize
+    total = CASES["cuda" if device == "cuda" else "fast" if is_fast else "long"]
+    tally = Tally()
+
+    @settings(max_examples=-(-total // len(PRESETS)))
+    @given(problems(PRESETS[preset]))
+    def run(problem: Problem) -> None:
+        found = check(problem.case, problem.parsed, problem.causal_alignment)
+        if problem.is_ordinary:
+            tally.add(found)
+
+    if is_fast:  # every preset draws cases of its own
+        run = seed(list(PRESETS).index(preset))(run)
+    run()
+    print(tally)
+    assert tally.fraction <= MOST_DIFFERING, str(tally)
+
+
+@pytest.mark.parametrize("lengths", [(20, 33), (33, 20), (40, 40), (1, 70), (70, 1), (130, 66)])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_lower_right_is_the_emulator_under_that_mask(preset: str, lengths: tuple[int, int]) -> None:
+    """Where there are more queries than keys, the first of them attend to nothing."""
+    n_q, n_k = lengths
+    problem = Problem(
+        spec=f"{preset} block=32x32",
+        n_q=n_q,
+        n_k=n_k,
+        d=16,
+        d_v=16,
+        heads=(1, 1, 1),
+        kinds=("gaussian",) * 4,
+        is_causal=True,
+        causal_alignment="lower_right",
+    )
+    check(problem.case, problem.parsed, "lower_right")
+    found = run_kernels(problem.case, problem.parsed, "lower_right")
+    dead = max(n_q - n_k, 0)
+    for name in ("o", "dq", "delta"):
+        x = getattr(found, name)[:, :, :dead]
+        assert_bitwise(actual=x.abs(), expected=torch.zeros_like(x), what=name)
+    lse = found.lse[:, :, :dead]
+    assert_bitwise(actual=lse, expected=torch.full_like(lse, -torch.inf), what="lse")
+
+
+def differentiate(outputs: Tensor, leaves: list[Tensor], do: Tensor) -> dict[str, Tensor]:
+    grads = torch.autograd.grad(outputs, leaves, do)
+    return dict(zip(("o", "dq", "dk", "dv"), (outputs.detach(), *grads), strict=True))
+
+
+def run_attention(case: Case, problem: Problem, layout: str) -> dict[str, Tensor]:
+    """What a caller sees, brought to the CPU and to [batch, heads, tokens, channels]."""
+    tensors = [x.detach() for x in case.tensors]
+    if layout == "NHD":
+        tensors = [x.transpose(1, 2) for x in tensors]
+    *leaves, do = tensors
+    leaves = [x.requires_grad_() for x in leaves]
+    o, lse = attention(
+        *leaves,
+        spec=problem.parsed,
+        is_causal=problem.is_causal,
+        causal_alignment=problem.causal_alignment,
+        scale=problem.scale,
+        enable_gqa=case.enable_gqa,
+        layout=layout,
+        return_lse=True,
+    )
+    found = differentiate(o, leaves, do)
+    if layout == "NHD":
+        found = {name: x.transpose(1, 2) for name, x in found.items()}
+    return {name: x.cpu() for name, x in (found | {"lse": lse.detach()}).items()}
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@given(data=st.data())
+@examples(15)
+def test_attention_returns_the_bytes_of_the_trace(layout: str, data: st.DataObject) -> None:
+    preset = data.draw(st.sampled_from(sorted(PRESETS)))
+    problem = data.draw(problems(PRESETS[preset]))
+    found = run_attention(problem.case, problem, layout)
+    expected = run_kernels(problem.case, problem.parsed, problem.causal_alignment)
+    for name in OUTPUTS:
+        if name != "delta":
+            assert_bitwise(actual=found[name], expected=getattr(expected, name), what=name)
+
+
+@given(data=st.data())
+@examples(15)
+def test_packed_sequences_are_computed_one_by_one(data: st.DataObject) -> None:
+    """Bit for bit, outputs and gradients; sequences may be empty on either side."""
+    preset = data.draw(st.sampled_from(sorted(PRESETS)))
+    problem = data.draw(problems(PRESETS[preset]))
+    count = data.draw(st.integers(1, 3))
+    length = st.sampled_from((0, 1, 5, 16, 31, 33, 50, 65))
+    cuts = {
+        side: [0, *data.draw(st.lists(length, min_size=count, max_size=count).filter(any))]
+        for side in ("q", "k")
+    }
+    starts = {side: torch.tensor(x).cumsum(0).tolist() for side, x in cuts.items()}
+    packed = replace(
+        problem, n_q=starts["q"][-1], n_k=starts["k"][-1], heads=(1, *problem.heads[1:])
+    )
+    options = {
+        "spec": problem.parsed,
+        "is_causal": problem.is_causal,
+        "causal_alignment": problem.causal_alignment,
+        "scale": problem.scale,
+        "enable_gqa": problem.heads[2] > 1,
+    }
+    *leaves, do = (x[0].transpose(0, 1).detach() for x in packed.case.tensors)
+    leaves = [x.requires_grad_() for x in leaves]
+    cu = {side: torch.tensor(x, dtype=torch.int32, device=DEVICE) for side, x in starts.items()}
+    o = attention_varlen(*leaves, cu["q"], cu["k"], max(cuts["q"]), max(cuts["k"]), **options)
+    found = differentiate(o, leaves, do)
+    for i in range(count):
+        q_part = slice(starts["q"][i], starts["q"][i + 1])
+        k_part = slice(starts["k"][i], starts["k"][i + 1])
+        parts = [
+            x.detach()[part].transpose(0, 1)[None].requires_grad_()
+            for x, part in zip(leaves, (q_part, k_part, k_part), strict=True)
+        ]
+        one_do = do[q_part].transpose(0, 1)[None]
+        expected = differentiate(attention(*parts, **options), parts, one_do)
+        for name, whole in found.items():
+            part = k_part if name in ("dk", "dv") else q_part
+            assert_bitwise(
+                actual=whole[part],
+                expected=expected[name][0].transpose(0, 1),
+                what=f"{name} of sequence {i}",
+            )

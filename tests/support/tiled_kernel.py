@@ -1,0 +1,352 @@
+"""Attention as a kernel computes it, tile by tile, for any spec that a kernel is written for.
+
+A second right implementation of docs/numerics.md, independent of the package's arithmetic: online
+softmax with a running maximum, exponentials of base 2, one row factor (scale of Q * logit scale *
+log2(e)) multiplied in before the scale of K, keys in the outer loop of the backward. It serves
+two purposes: that what has only a kernel's freedoms is not called wrong, and, with one of `BUGS`
+planted, that what is wrong is.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sagesim import AttentionSpec, Delta, Granularity, Precision, RoundingMode
+from sagesim.spec import OPERANDS
+
+LOG2E = math.log2(math.e)
+
+BUGS: dict[str, tuple[str, str]] = {
+    "causal mask off by one": ("o", "qk"),
+    "logit scale lost": ("o", "qk"),
+    "logit scale of the padded head size": ("o", "qk"),
+    "mean of K over the batch": ("o", "qk"),
+    "mean of K over all heads": ("o", "qk"),
+    "K not smoothed": ("o", "qk"),
+    "scales of Q and K swapped": ("o", "qk"),
+    "ties away from zero": ("o", "qk"),
+    "codes up to 127.5": ("o", "qk"),
+    "epsilon in the scale": ("o", "qk"),
+    "tail reads the next head": ("o", "qk"),
+    "head of K by remainder": ("o", "qk"),
+    "P rounded by its tile": ("o", "pv"),
+    "running sum not corrected": ("o", "qk"),
+    "V of the forward not dequantized by channel": ("o", "pv"),
+    "P of the backward from logits not smoothed": ("dv", "qk_recompute"),
+    "dO per tensor, not per block": ("dv", "dv"),
+    "delta from O before it is rounded": ("dq", "dp"),
+    "delta forgotten": ("dq", "dp"),
+    "delta of the next row": ("dq", "dp"),
+    "dP in 8 bit": ("dq", "dp"),
+    "dQ not scaled": ("dq", "dq"),
+    "dQ with K as it was": ("dq", "dq"),
+    "dK not scaled": ("dk", "dk"),
+    "dK without the mean of Q": ("dk", "dk"),
+    "dK of one query head of the group": ("dv", "dv"),
+    "dV rounded to 16 bit for each tile": ("dv", "dv"),
+}
+"""Bugs, each with the tensor where it shows first and the site that outputs point to. A running sum
+that is not corrected makes L wrong as well, and with it P, as a bug in S does."""
+
+G = Granularity
+_AXES = {
+    G.PerBlock: (-2, -1),
+    G.PerTile: (-2, -1),
+    G.PerToken: (-1,),
+    G.PerTileRow: (-1,),
+    G.PerBlockChannel: (-2,),
+    G.PerTileColumn: (-2,),
+}
+
+
+def supported(spec: AttentionSpec) -> bool:
+    """Whether every scale is that of a tile, a tile's row or a tile's column."""
+    sites = [spec.site(site) for site in OPERANDS]
+    scaled = [s for s in sites if s.precision.is_scaled]
+    return (
+        spec.rounding.mode is not RoundingMode.STOCHASTIC
+        and all(s.precision is Precision.INT8 and s.lhs in _AXES and s.rhs in _AXES for s in scaled)
+        and (spec.pv.precision is not Precision.INT8 or spec.pv.lhs is G.PerTileRow)
+    )
+
+
+def kernel(spec: AttentionSpec, bug: str = "") -> Callable[..., Tensor]:
+    """A function with SDPA's arguments that computes `spec`, with one of `BUGS` or none."""
+    assert bug == "" or bug in BUGS, bug
+
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        assert enable_gqa or q.shape[1] == k.shape[1]
+        return _Attention.apply(q, k, v, _Tiled(spec, bug, is_causal, scale, q, k))
+
+    return attention
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, tiled):
+        o = tiled.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, o)
+        ctx.tiled = tiled
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        return (*ctx.tiled.backward(*ctx.saved_tensors, do), None)
+
+
+class _Tiled:
+    def __init__(self, spec, bug, is_causal, scale, q, k):
+        self.spec, self.bug, self.is_causal = spec, bug, is_causal
+        self.b, self.h, self.n_q, self.d = q.shape
+        self.h_k, self.n_k = k.shape[1:3]
+        self.groups = self.h // self.h_k
+        d = (
+            2 ** math.ceil(math.log2(self.d))
+            if bug == "logit scale of the padded head size"
+            else self.d
+        )
+        self.scale = 1 / math.sqrt(d) if scale is None else scale
+        if bug == "logit scale lost" and scale is None:
+            self.scale = 1.0
+        self.dtype = q.dtype
+        own = torch.bfloat16 if q.dtype is torch.bfloat16 else torch.float16
+        self.half = {
+            Precision.INPUT16: own,
+            Precision.FP16: torch.float16,
+            Precision.BF16: torch.bfloat16,
+        }
+        # Keys beyond the last query are no part of a causal problem.
+        self.n_live = min(self.n_k, self.n_q) if is_causal else self.n_k
+        bq, bk = spec.block_q, spec.block_k
+        self.rows = [slice(i, min(i + bq, self.n_q)) for i in range(0, self.n_q, bq)]
+        self.columns = [slice(j, min(j + bk, self.n_live)) for j in range(0, self.n_live, bk)]
+
+    # --- operands ---------------------------------------------------------------------------
+
+    def psi(self, x, how):
+        """Codes and scales of one tile [Z, n, m]."""
+        amax = x.abs().amax(_AXES[how], keepdim=True)
+        top = 127.5 if self.bug == "codes up to 127.5" else 127.0
+        if self.bug == "epsilon in the scale":
+            amax = amax + 1e-6
+        inverse = torch.full_like(amax, top) / amax
+        empty = inverse.isinf()
+        y = x * inverse.masked_fill(empty, 0.0)
+        away = self.spec.rounding.mode is RoundingMode.HALF_AWAY
+        if away != (self.bug == "ties away from zero"):
+            codes = torch.copysign((y.abs().double() + 0.5).floor().float(), y)
+        else:
+            codes = y.round()
+        codes = codes.clamp(-127, 127)
+        return codes, (amax / torch.full_like(amax, top)).masked_fill(empty, 1.0)
+
+    def token(self, site, tensor, x):
+        """One block of tokens as an operand of a site: values, and a scale or None."""
+        m = self.spec.site(site)
+        how = m.lhs if OPERANDS[site][0] == tensor else m.rhs
+        return self.operand(m.precision, how, x)
+
+    def operand(self, precision, how, x):
+        if precision is Precision.FP32:
+            return x, None
+        if precision in self.half:
+            return x.to(self.half[precision]).float(), None
+        return self.psi(x, how)
+
+    @staticmethod
+    def dot(left, right, row=None, column=None):
+        """One tile's product, its integer sum turned into float32, times its scales."""
+        if row is None:
+            return left @ right
+        return (left.double() @ right.double()).float() * row * column
+
+    # --- the two passes ---------------------------------------------------------------------
+
+    def prepare(self, q, k, v):
+        z = self.b * self.h
+        q = q.float().reshape(z, self.n_q, self.d)
+        heads = torch.arange(self.h) // self.groups
+        if self.bug == "head of K by remainder":
+            heads = torch.arange(self.h) % self.h_k
+        k, v = (x.float()[:, heads, : self.n_live].reshape(z, self.n_live, self.d) for x in (k, v))
+        self.k_raw, self.q_raw = k, q
+        if self.spec.smoothing.k and self.bug != "K not smoothed":
+            mean = k.double().mean(1, keepdim=True)
+            if self.bug == "mean of K over the batch":
+                by_batch = mean.unflatten(0, (self.b, self.h)).mean(0, keepdim=True)
+                mean = by_batch.expand(self.b, -1, -1, -1).flatten(0, 1)
+            if self.bug == "mean of K over all heads":
+                by_head = mean.unflatten(0, (self.b, self.h)).mean(1, keepdim=True)
+                mean = by_head.expand(-1, self.h, -1, -1).flatten(0, 1)
+            k = k - mean.float()
+        self.q_means = None
+        if self.spec.smoothing.q:
+            self.q_means = [q[:, r].double().mean(1, keepdim=True).float() for r in self.rows]
+            q = torch.cat([q[:, r] - m for r, m in zip(self.rows, self.q_means, strict=True)], 1)
+        self.q, self.k, self.v = q, k, v
+
+    def tail(self, x, block):
+        """The block, or with garbage behind it where the bug reads on."""
+        part = x[:, block]
+        if self.bug == "tail reads the next head":
+            size = self.spec.block_k - (block.stop - block.start)
+            if size:
+                behind = x.roll(-1, 0)[:, :size] * 3
+                return torch.cat([part, behind], 1), part.shape[1]
+        return part, part.shape[1]
+
+    def key_operand(self, site, tensor, block):
+        x, n = self.tail(self.k if tensor == "k" else self.v, block)
+        values, s = self.token(site, tensor, x)
+        return values[:, :n], s if s is None or s.shape[1] == 1 else s[:, :n]
+
+    def logits(self, site, i, j):
+        """Base 2, and masked."""
+        rows, columns = self.rows[i], self.columns[j]
+        qc, qs = self.token(site, "q", self.q[:, rows])
+        kc, ks = self.key_operand(site, "k", columns)
+        factor = torch.tensor(self.scale * LOG2E, dtype=torch.float32)
+        if qs is None:
+            s = (qc @ kc.mT) * factor
+        else:
+            if self.bug == "scales of Q and K swapped":
+                qs, ks = ks[:, :1], qs[:, :1]
+            s = self.dot(qc, kc.mT, qs * factor, ks.mT)
+        if self.q_means is not None:
+            s = s + self.q_means[i] @ self.k[:, columns].mT * factor
+        return s.masked_fill(self.hidden(rows, columns), -math.inf)
+
+    def hidden(self, rows, columns):
+        if not self.is_causal:
+            return torch.zeros((), dtype=torch.bool)
+        row = torch.arange(rows.start, rows.stop)[:, None]
+        late = 1 if self.bug == "causal mask off by one" else 0
+        return torch.arange(columns.start, columns.stop) > row + late
+
+    def tiles(self, i):
+        """The key blocks that a block of queries attends to."""
+        last = self.rows[i].stop if self.is_causal else self.n_live
+        return [j for j, columns in enumerate(self.columns) if columns.start < last]
+
+    def forward(self, q, k, v):
+        self.prepare(q, k, v)
+        o = torch.zeros_like(self.q_raw)
+        self.lse = torch.zeros(*o.shape[:2], 1)
+        int8 = self.spec.pv.precision is Precision.INT8
+        for i, rows in enumerate(self.rows):
+            m = torch.full_like(self.lse[:, rows], -math.inf)
+            l, acc = torch.zeros_like(m), torch.zeros_like(o[:, rows])
+            for j in self.tiles(i):
+                s = self.logits("qk", i, j)
+                top = s.amax(-1, keepdim=True)
+                m_new = torch.maximum(m, top)
+                correction = torch.exp2(m - m_new)
+                vc, vs = self.key_operand("pv", "v", self.columns[j])
+                if self.bug == "V of the forward not dequantized by channel" and vs is not None:
+                    vs = vs.amax(-1, keepdim=True)
+                p = torch.exp2(s - m_new)
+                l = l * (1.0 if self.bug == "running sum not corrected" else correction)
+                l = l + p.sum(-1, keepdim=True)
+                if int8:
+                    # A row of a tile may be masked altogether.
+                    finite = top.masked_fill(top == -math.inf, 0.0)
+                    e = torch.exp2(s - finite)
+                    codes, scale_p = (e * 127).round(), torch.exp2(top - m_new) / 127
+                    if self.bug == "P rounded by its tile":
+                        codes, scale_p = self.psi(p, G.PerTile)
+                    acc = acc * correction + self.dot(codes, vc, scale_p, vs)
+                else:
+                    p, _ = self.operand(self.spec.pv.precision, None, p)
+                    acc = acc * correction + p @ vc
+                m = m_new
+            o[:, rows] = acc * (1 / l)
+            self.lse[:, rows] = m + torch.log2(l)
+        self.o_float = o
+        return o.to(self.dtype).reshape(self.b, self.h, self.n_q, self.d)
+
+    def backward(self, q, k, v, o, do):
+        spec = self.spec
+        do = do.float().reshape(self.q_raw.shape)
+        o = o.float().reshape(self.q_raw.shape)
+        if self.bug == "delta from O before it is rounded":
+            o = self.o_float
+        delta = (do * o).sum(-1, keepdim=True)
+        if spec.delta is Delta.FROM_P:
+            delta = torch.zeros_like(delta)
+            for i, rows in enumerate(self.rows):
+                for j in self.tiles(i):
+                    delta[:, rows] += (self.p(i, j) * self.dp(do, i, j)).sum(-1, keepdim=True)
+        if self.bug == "delta forgotten":
+            delta = torch.zeros_like(delta)
+        if self.bug == "delta of the next row":
+            delta = delta.roll(-1, 1)
+        dq = torch.zeros_like(self.q)
+        dk, dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
+        for j, columns in enumerate(self.columns):
+            kc, ks = self.key_operand("dq", "k", columns)
+            if self.bug == "dQ with K as it was":
+                kc, ks = self.token("dq", "k", self.k_raw[:, columns])
+            for i, rows in enumerate(self.rows):
+                if j not in self.tiles(i):
+                    continue
+                p = self.p(i, j)
+                ds = p * (self.dp(do, i, j) - delta[:, rows])
+                pc, ps = self.operand(spec.dv.precision, spec.dv.lhs, p)
+                doc, dos = self.token("dv", "do", do[:, rows])
+                if self.bug == "dO per tensor, not per block" and dos is not None:
+                    whole, dos = self.psi(do, G.PerBlock)
+                    doc = whole[:, rows]
+                part = self.dot(pc.mT, doc, None if ps is None else ps.mT, dos)
+                if self.bug == "dV rounded to 16 bit for each tile":
+                    part = (dv[:, columns] + part).half().float() - dv[:, columns]
+                dv[:, columns] += part
+                dsc, dss = self.operand(spec.dq.precision, spec.dq.lhs, ds)
+                dq[:, rows] += self.dot(dsc, kc, dss, ks)
+                dsc, dss = self.operand(spec.dk.precision, spec.dk.lhs, ds)
+                qc, qs = self.token("dk", "q", self.q[:, rows])
+                dk[:, columns] += self.dot(dsc.mT, qc, None if dss is None else dss.mT, qs)
+                if self.q_means is not None and self.bug != "dK without the mean of Q":
+                    dk[:, columns] += ds.sum(1)[..., None] * self.q_means[i]
+        if self.bug != "dQ not scaled":
+            dq = dq * self.scale
+        if self.bug != "dK not scaled":
+            dk = dk * self.scale
+        pad = (0, 0, 0, self.n_k - self.n_live)
+        dk, dv = (torch.nn.functional.pad(x, pad) for x in (dk, dv))
+        grouped = (x.unflatten(0, (self.b, self.h_k, self.groups)) for x in (dk, dv))
+        if self.bug == "dK of one query head of the group":
+            dk, dv = (x[:, :, 0] for x in grouped)
+        else:
+            dk, dv = (x.sum(2) for x in grouped)
+        return dq.reshape(q.shape).to(self.dtype), dk.to(self.dtype), dv.to(self.dtype)
+
+    def p(self, i, j):
+        lse = self.lse[:, self.rows[i]]
+        if self.bug == "P of the backward from logits not smoothed":
+            smooth, self.k = self.k, self.k_raw
+            s = self.logits("qk_recompute", i, j)
+            self.k = smooth
+        else:
+            s = self.logits("qk_recompute", i, j)
+        return torch.exp2(s - lse)
+
+    def dp(self, do, i, j):
+        rows, columns = self.rows[i], self.columns[j]
+        doc, dos = self.token("dp", "do", do[:, rows])
+        vc, vs = self.key_operand("dp", "v", columns)
+        if self.bug == "dP in 8 bit":
+            (doc, dos), (vc, vs) = (
+                self.psi(do[:, rows], G.PerToken),
+                self.psi(self.v[:, columns], G.PerToken),
+            )
+        return self.dot(doc, vc.mT, dos, None if vs is None else vs.mT)

@@ -130,7 +130,7 @@ def _forward(
             row_sum = row_sum * shrink + tl.sum(p, 1) * weight
         else:
             p = tl.exp2(s - _finite(new_max)[:, None])
-            total = tl.dot(p.to(v.FORMAT), v_tile, total * shrink[:, None])
+            total = tl.dot(p.to(v_tile.dtype), v_tile, total * shrink[:, None])
             row_sum = row_sum * shrink + tl.sum(p, 1)
         row_max = new_max
 

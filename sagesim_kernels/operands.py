@@ -15,7 +15,7 @@ class Operand(NamedTuple):
 
     INT8: codes lie where `layout.coded_start_of` says. scale is float32 [heads, scales, channels or
     1], one for each run of TOKENS tokens; its sequences begin where those of the codes do.
-    16 bit: scale is None, and tokens lie as in the caller's tensors; read as FORMAT.
+    16 bit: scale is None, and tokens lie as in the caller's tensors.
     """
 
     ptr: Any
@@ -28,7 +28,6 @@ class Operand(NamedTuple):
     scale_stride_n: Any
     TOKENS: Any  #: constexpr, tokens that share a scale
     BY_CHANNEL: Any  #: constexpr bool, whether each channel has a scale of its own
-    FORMAT: Any  #: constexpr, the tl.dtype of the product's operands
 
 
 @triton.jit
@@ -48,7 +47,7 @@ def base_of(x, cu, n, b, h, BLOCK: tl.constexpr):
 def load_tokens(
     x, base, first, count: tl.constexpr, last, D: tl.constexpr, D_PAD: tl.constexpr, lowest=0
 ):
-    """The tokens first..first + count of an operand, [count, D_PAD], in its format.
+    """The tokens first..first + count of an operand, [count, D_PAD].
 
     Zero from token `last` on, before token `lowest`, and from channel D on.
     """
@@ -58,7 +57,7 @@ def load_tokens(
     row = first + local
     valid = (row < last) & (row >= lowest)
     mask = valid[:, None] & (column < D)[None, :]
-    return tl.load(ptrs, mask=mask, other=0).to(x.FORMAT)
+    return tl.load(ptrs, mask=mask, other=0)
 
 
 @triton.jit

@@ -110,7 +110,7 @@ def to_codes(y, rows, columns, rounding):
 def uniform(rounding, rows, columns):
     """Random numbers in [0, 1) of the elements (row, column) of a head: PCG hashes of the seed, the
     tensor's stream, the row and the column, nested, as docs/numerics.md says."""
-    seed = tl.full((1, 1), 0, tl.uint32) + rounding.seed.to(tl.uint32)
+    seed = tl.full((1, 1), 0, tl.uint32) + tl.cast(rounding.seed, tl.uint32)
     key = pcg_hash(pcg_hash(seed) + rounding.STREAM)
     word = pcg_hash(pcg_hash(rows.to(tl.uint32) + key) + columns.to(tl.uint32))
     return (word >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2**-24

@@ -36,9 +36,6 @@ PER_CHANNEL: Final = frozenset({Granularity.PerBlockChannel, Granularity.PerBloc
 DTYPES: Final = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 """The unscaled formats a site may have."""
 
-FORMATS: Final = {Precision.FP16: tl.float16, Precision.BF16: tl.bfloat16}
-"""The same for a kernel."""
-
 _ALIGNMENT: Final = 16
 """Bytes; rows of codes begin on multiples of it."""
 
@@ -215,7 +212,6 @@ class Operands:
             scale.stride(1),
             tl.constexpr(per_scale),
             tl.constexpr(by_channel),
-            tl.constexpr(tl.int8),
         )
         d_pad = triton.next_power_of_2(stored)
         grid = Grid(-(-longest // block), heads, self._problem.sequences)
@@ -258,5 +254,6 @@ class Operands:
                 **LAUNCH,
             )
             x = smoothed
+        x = x.to(DTYPES[precision])
         no = tl.constexpr(None)
-        return Operand(*Strided.of(x), None, 0, 0, no, no, tl.constexpr(FORMATS[precision]))
+        return Operand(*Strided.of(x), None, 0, 0, no, no)

@@ -153,8 +153,8 @@ BUGS = (
     Bug(
         "K mean over keys that nobody sees",
         "smoothing.py",
-        "start, first, last = start_of(lengths.cu_k, b), 0, live_keys(lengths, b)",
-        "start, first, last = start_of(lengths.cu_k, b), 0, lengths.n_k",
+        "cu, first, last = lengths.cu_k, 0, live_keys(lengths, b)",
+        "cu, first, last = lengths.cu_k, 0, lengths.n_k",
     ),
     Bug(
         "padding is smoothed into -mean",

@@ -145,8 +145,8 @@ def table1_kernels() -> str:
     return (
         "\n\n".join(parts)
         + f"\n\nRelative L2 against float64, {setting['tokens']} tokens, head size "
-        f"{setting['head_dim']}, full mask, {setting['draws']} draws; `between`: the largest distance "
-        "of kernels and emulator from each other." + source(data)
+        f"{setting['head_dim']}, full mask, {setting['draws']} draws; `between`: the largest "
+        "distance of kernels and emulator from each other." + source(data)
     )
 
 

@@ -15,9 +15,9 @@ from sagesim.arguments import check_tensors
 from sagesim.presets import SAGEBWD
 from sagesim.spec import MAPS, OPERANDS, SITES, AttentionSpec, Precision
 from sagesim_kernels.api import CausalAlignment, check_call, check_device
-from sagesim_kernels.backward import Gradients, MapTraces, backward
+from sagesim_kernels.backward import Gradients, backward
 from sagesim_kernels.forward import forward
-from sagesim_kernels.maps import MapTrace
+from sagesim_kernels.maps import MapTrace, MapTraces
 from sagesim_kernels.problem import Problem, resolve
 from sagesim_kernels.quantize import Operands
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim.spec import Delta, Granularity
+from sagesim_kernels.delta import delta_from_o, load_lse2, load_rows, store_delta
 from sagesim_kernels.layout import (
     Grid,
     Rows,
@@ -23,11 +24,10 @@ from sagesim_kernels.layout import (
     live_keys,
     live_queries,
     place_in,
-    row_base,
     token_ptrs,
 )
 from sagesim_kernels.logits import key_bias, logits
-from sagesim_kernels.maps import MapTrace, add_product
+from sagesim_kernels.maps import UNTRACED, MapTraces, add_product
 from sagesim_kernels.operands import (
     base_of,
     load_channel_scales,
@@ -35,65 +35,11 @@ from sagesim_kernels.operands import (
     load_tokens,
     tokens_by_tokens,
 )
-from sagesim_kernels.primitives import LAUNCH, LOG2_E, Rounding, row_sums
+from sagesim_kernels.primitives import LAUNCH, LOG2_E, Rounding
 from sagesim_kernels.problem import Problem, padded
 from sagesim_kernels.quantize import Operands
 from sagesim_kernels.smoothing import mean_of
 from sagesim_kernels.tiles import launch, tiles
-
-
-@triton.jit
-def load_rows(rows, cu, b, h, queries, n, missing):
-    """A number for each of these queries of sequence b; `missing` from n on."""
-    return tl.load(row_base(rows, cu, b, h) + queries, mask=queries < n, other=missing)
-
-
-@triton.jit
-def load_lse2(rows, cu, b, h, queries, n):
-    """The logsumexp of these queries, +inf where they attend to nothing, so that P is 0."""
-    lse2 = load_rows(rows, cu, b, h, queries, n, float("inf"))
-    return tl.where(lse2 == -float("inf"), float("inf"), lse2)
-
-
-@triton.jit
-def store_delta(delta, d_lse, lengths, b, h, queries, n_q, result, row_lse2):
-    """Write delta less the gradient of the logsumexp; 0 for queries that attend to nothing, whose
-    logsumexp has a gradient that is no number."""
-    if d_lse is not None:
-        result -= load_rows(d_lse, lengths.cu_q, b, h, queries, n_q, 0.0)
-    result = tl.where(row_lse2 == float("inf"), 0.0, result)
-    tl.store(row_base(delta, lengths.cu_q, b, h) + queries, result, mask=queries < n_q)
-
-
-@triton.jit
-def _delta_from_o(
-    grid,
-    o,
-    do,
-    lse2,
-    d_lse,
-    delta,
-    lengths,
-    DV: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """rowsum(dO o O)."""
-    tile, h, b = place_in(grid)
-    first_live, n_q = live_queries(lengths, b)
-    first = tile * TILE
-    if first >= n_q:
-        return
-    column = tl.arange(0, DV_PAD)
-    queries = first + tl.arange(0, TILE)
-    mask = ((queries < n_q) & (queries >= first_live))[:, None] & (column < DV)[None, :]
-    o_ptrs = token_ptrs(o, lengths.cu_q, b, h, first, TILE, column)
-    do_ptrs = token_ptrs(do, lengths.cu_q, b, h, first, TILE, column)
-    o_tile = tl.load(o_ptrs, mask=mask, other=0.0).to(tl.float32)
-    do_tile = tl.load(do_ptrs, mask=mask, other=0.0).to(tl.float32)
-    result = row_sums(o_tile * do_tile)
-    row_lse2 = load_lse2(lse2, lengths.cu_q, b, h, queries, n_q)
-    store_delta(delta, d_lse, lengths, b, h, queries, n_q, result, row_lse2)
 
 
 @triton.jit
@@ -336,17 +282,6 @@ def _key_tiles(
     tl.store(ptrs, dv_total.to(dv.ptr.dtype.element_ty), mask=mask)
 
 
-class MapTraces(NamedTuple):
-    """Where the backward writes the codes of its maps; None where it does not."""
-
-    dv_p: MapTrace | None = None
-    dq_ds: MapTrace | None = None
-    dk_ds: MapTrace | None = None
-
-
-_UNTRACED = MapTraces()
-
-
 class Gradients(NamedTuple):
     """dq, dk, dv, shaped as q, k and v, to be filled."""
 
@@ -362,7 +297,7 @@ def backward(
     o: Tensor | None,
     lse2: Tensor,
     grads: Gradients,
-    traces: MapTraces = _UNTRACED,
+    traces: MapTraces = UNTRACED,
 ) -> Tensor:
     """Fill the gradients of every head, and return delta, float32 [sequences, heads, n_q].
 
@@ -447,20 +382,7 @@ def backward(
         launch(of_delta, lambda t: query_tiles(t, True), f"delta {at}")
     else:
         assert o is not None
-        grid = Grid(-(-problem.longest_q // 64), heads, problem.sequences)
-        _delta_from_o[grid.programs](
-            grid,
-            Strided.of(o),
-            Strided.of(do),
-            Rows.of(lse2),
-            d_lse_rows,
-            Rows.of(delta),
-            lengths,
-            d_v,
-            d_v_pad,
-            64,
-            **LAUNCH,
-        )
+        delta_from_o(problem, o, do, lse2, d_lse_rows, delta)
     of_dq = tiles(wide, within=within, exactly=spec.block_q if one_block["dq"] else None)
     launch(of_dq, lambda t: query_tiles(t, False), f"dQ {at}")
     shared = one_block["dv"] or one_block["dk"]

@@ -25,6 +25,17 @@ class MapTrace(NamedTuple):
         )
 
 
+class MapTraces(NamedTuple):
+    """Where the backward writes the codes of its maps; None where it does not."""
+
+    dv_p: MapTrace | None = None
+    dq_ds: MapTrace | None = None
+    dk_ds: MapTrace | None = None
+
+
+UNTRACED = MapTraces()
+
+
 @triton.jit
 def store_codes(trace, codes, scale, z, queries, keys, n_q, n_k):
     """Write a tile's codes and scales, if they are traced.

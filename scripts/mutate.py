@@ -253,7 +253,7 @@ BUGS = (
     Bug("lse in the wrong base", "forward.py", "row_lse = row_lse2 * _LN_2", "row_lse = row_lse2"),
     Bug(
         "empty rows get P = inf",
-        "backward.py",
+        "delta.py",
         'return tl.where(lse2 == -float("inf"), float("inf"), lse2)',
         "return lse2",
     ),
@@ -287,7 +287,7 @@ BUGS = (
     ),
     Bug(
         "gradient of lse dropped",
-        "backward.py",
+        "delta.py",
         "result -= load_rows(d_lse, lengths.cu_q, b, h, queries, n_q, 0.0)",
         "result -= 0.0",
     ),

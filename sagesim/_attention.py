@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sagesim._typing import Bool, Float
+from sagesim.arguments import autocast
 from sagesim.backward import backward
 from sagesim.forward import forward
 from sagesim.inputs import check
@@ -57,10 +58,7 @@ def attention(
     >>> q, k, v = torch.randn(3, 1, 2, 100, 64).requires_grad_()
     >>> attention(q, k, v, is_causal=True).sum().backward()
     """
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = (x if x.dtype is torch.float64 else x.to(dtype) for x in (q, k, v))
+    q, k, v = autocast(q, k, v)
     out: Tensor = _Attention.apply(q, k, v, spec, is_causal, attn_mask, scale, enable_gqa)
     return out
 

@@ -1,16 +1,34 @@
-"""What the arguments of an attention call must be; nothing is computed here."""
+"""What the arguments of an attention call must be and what they mean; nothing is computed here."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from sagesim.spec import AttentionSpec
+from sagesim.presets import with_precision
+from sagesim.spec import SITES, AttentionSpec, Precision
 
 
 def check_spec(spec: object) -> None:
     """Raise TypeError unless it is an AttentionSpec, saying how a label becomes one."""
     if not isinstance(spec, AttentionSpec):
         raise TypeError(f"spec is {spec!r}; AttentionSpec.parse makes one of a label")
+
+
+def resolve_input16(spec: AttentionSpec, dtype: torch.dtype) -> AttentionSpec:
+    """`spec` with INPUT16 replaced by the inputs' own 16-bit format."""
+    own = Precision.BF16 if dtype is torch.bfloat16 else Precision.FP16
+    sites = [s for s in SITES if spec.site(s).precision is Precision.INPUT16]
+    return with_precision(spec, own, *sites) if sites else spec
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in autocast's dtype, as SDPA's are cast; as they are where it is off."""
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (x if x.dtype is torch.float64 else x.to(dtype) for x in (q, k, v))
+    return q, k, v
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> int:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sagesim.arguments import check_spec, check_tensors
+from sagesim.arguments import check_spec, check_tensors, resolve_input16
 from sagesim.grid import Grid
-from sagesim.presets import with_precision
-from sagesim.spec import SITES, AttentionSpec, Precision
+from sagesim.spec import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +128,4 @@ def _resolve(spec: AttentionSpec, dtype: torch.dtype, n_q: int, n_k: int) -> Att
     spec = replace(
         spec, block_q=min(spec.block_q, max(n_q, 1)), block_k=min(spec.block_k, max(n_k, 1))
     )
-    own = Precision.BF16 if dtype is torch.bfloat16 else Precision.FP16
-    sites = [s for s in SITES if spec.site(s).precision is Precision.INPUT16]
-    return with_precision(spec, own, *sites) if sites else spec
+    return resolve_input16(spec, dtype)

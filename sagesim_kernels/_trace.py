@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sagesim.arguments import check_tensors
+from sagesim.arguments import check_tensors, resolve_input16
 from sagesim.presets import SAGEBWD
 from sagesim.spec import MAPS, OPERANDS, SITES, AttentionSpec, Precision
 from sagesim_kernels.api import CausalAlignment, check_call, check_device
 from sagesim_kernels.backward import Gradients, backward
 from sagesim_kernels.forward import forward
 from sagesim_kernels.maps import MapTrace, MapTraces
-from sagesim_kernels.problem import Problem, resolve
+from sagesim_kernels.problem import Problem, logit_scale
 from sagesim_kernels.quantize import Operands
 
 
@@ -80,8 +79,8 @@ def trace(
         q=q,
         k=k,
         v=v,
-        spec=resolve(spec, q.dtype),
-        scale=1 / math.sqrt(q.shape[3]) if scale is None else float(scale),
+        spec=resolve_input16(spec, q.dtype),
+        scale=logit_scale(q, scale),
         is_causal=is_causal,
         lower_right=causal_alignment == "lower_right",
         cu_q=None,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sagesim.arguments import check_spec, check_tensors
+from sagesim.arguments import autocast, check_spec, check_tensors
 from sagesim.presets import SAGEBWD
 from sagesim.spec import AttentionSpec
 from sagesim_kernels.ops import forward_op, label_of, parse
+from sagesim_kernels.problem import logit_scale
 from sagesim_kernels.support import IS_INTERPRETED, head_reason, supports
 
 Layout = Literal["HND", "NHD"]
@@ -67,7 +67,7 @@ def attention(
     """
     _refuse(attn_mask, dropout_p)
     check_device(q)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     if layout not in ("HND", "NHD"):
         raise ValueError(f"layout {layout!r}; 'HND' or 'NHD'")
     tokens_first = layout == "NHD"
@@ -88,7 +88,7 @@ def attention(
         None,
         None,
         label_of(spec),
-        1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        logit_scale(q, scale),
         is_causal,
         causal_alignment == "lower_right",
         tokens_first,
@@ -137,7 +137,7 @@ def attention_varlen(
     """
     _refuse(None, dropout_p)
     check_device(q)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 3:
             raise ValueError(f"{name} of shape {tuple(x.shape)}; [tokens, heads, head size] needed")
@@ -160,7 +160,7 @@ def attention_varlen(
         max_seqlen_q,
         max_seqlen_k,
         label_of(spec),
-        1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        logit_scale(q, scale),
         is_causal,
         causal_alignment == "lower_right",
         True,
@@ -190,15 +190,6 @@ def _refuse(attn_mask: object, dropout_p: float) -> None:
         )
     if dropout_p != 0.0:
         raise ValueError(f"dropout_p={dropout_p} is not supported; only 0.0 is")
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's dtype, as SDPA casts its own."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype is torch.float64 else x.to(dtype) for x in tensors)
 
 
 @torch.compiler.assume_constant_result

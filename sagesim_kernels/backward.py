@@ -26,7 +26,6 @@ from sagesim_kernels.layout import (
     place_in,
     token_ptrs,
 )
-from sagesim_kernels.logits import key_bias, logits
 from sagesim_kernels.maps import UNTRACED, MapTraces, add_product
 from sagesim_kernels.operands import (
     base_of,
@@ -38,7 +37,7 @@ from sagesim_kernels.operands import (
 from sagesim_kernels.primitives import LAUNCH, LOG2_E, Rounding
 from sagesim_kernels.problem import Problem, padded
 from sagesim_kernels.quantize import Operands
-from sagesim_kernels.smoothing import mean_of
+from sagesim_kernels.smoothing import key_bias, mean_of
 from sagesim_kernels.tiles import launch, tiles
 
 
@@ -93,7 +92,7 @@ def _query_tiles(
     q_factor = load_token_scales(q, q_scales, first, TILE, n_q)[:, None] * scale_log2
     do_tile = load_tokens(do, do_base, first, TILE, n_q, DV, DV_PAD, first_live)
     do_scale = load_token_scales(do, do_scales, first, TILE, n_q)[:, None]
-    row_lse2 = load_lse2(lse2, lengths.cu_q, b, h, queries, n_q)[:, None]
+    row_lse2 = load_lse2(lse2, lengths.cu_q, b, h, queries, n_q)
     if dq is not None:
         row_delta = load_rows(delta, lengths.cu_q, b, h, queries, n_q, 0.0)[:, None]
         right_base, right_scales = base_of(k_right, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
@@ -107,7 +106,7 @@ def _query_tiles(
         keys = key + tl.arange(0, BLOCK_K)
         k_tile = load_tokens(k, k_base, key, BLOCK_K, n_k, D, D_PAD)
         k_scale = load_token_scales(k, k_scales, key, BLOCK_K, n_k)[None, :]
-        s = logits(q_tile, k_tile, q_factor, k_scale)
+        s = tokens_by_tokens(q_tile, k_tile, q_factor, k_scale)
         if q_mean is not None:
             block = first // BLOCK_Q
             bias = key_bias(
@@ -117,7 +116,7 @@ def _query_tiles(
         valid = (keys < n_k)[None, :]
         if lengths.IS_CAUSAL:
             valid = valid & (keys[None, :] <= queries[:, None] + offset)
-        p = tl.exp2(tl.where(valid, s, -float("inf")) - row_lse2)
+        p = tl.exp2(tl.where(valid, s, -float("inf")) - row_lse2[:, None])
         v_tile = load_tokens(v, v_base, key, BLOCK_K, n_k, DV, DV_PAD)
         v_scale = load_token_scales(v, v_scales, key, BLOCK_K, n_k)[None, :]
         dp = tokens_by_tokens(do_tile, v_tile, do_scale, v_scale)
@@ -144,13 +143,12 @@ def _query_tiles(
             # Rows of dS then sum to the logsumexp's gradient, and the mean of K counts.
             gain = load_rows(d_lse, lengths.cu_q, b, h, queries, n_q, 0.0)[:, None]
             mean = mean_of(k_mean, b, k_head, 0, D, D_PAD)
-            total += tl.where(row_lse2 < float("inf"), gain * mean, 0.0)
+            total += tl.where((row_lse2 < float("inf"))[:, None], gain * mean, 0.0)
         column = tl.arange(0, D_PAD)
         ptrs = token_ptrs(dq, lengths.cu_q, b, h, first, TILE, column)
         mask = (queries < n_q)[:, None] & (column < D)[None, :]
         tl.store(ptrs, (total * scale).to(dq.ptr.dtype.element_ty), mask=mask)
     else:
-        row_lse2 = load_lse2(lse2, lengths.cu_q, b, h, queries, n_q)
         store_delta(delta, d_lse, lengths, b, h, queries, n_q, total, row_lse2)
 
 
@@ -223,7 +221,7 @@ def _key_tiles(
             queries = row[None, :]
             q_tile = load_tokens(q, q_base, query, BLOCK_Q, n_q, D, D_PAD, first_live)
             q_factor = load_token_scales(q, q_scales, query, BLOCK_Q, n_q)[None, :] * scale_log2
-            s = logits(k_tile, q_tile, q_factor, k_scale)
+            s = tokens_by_tokens(k_tile, q_tile, q_factor, k_scale)
             if q_mean is not None:
                 block = query // BLOCK_Q
                 bias = key_bias(

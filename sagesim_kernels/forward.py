@@ -21,18 +21,18 @@ from sagesim_kernels.layout import (
     row_base,
     token_ptrs,
 )
-from sagesim_kernels.logits import key_bias, logits
 from sagesim_kernels.maps import MapTrace, store_codes
 from sagesim_kernels.operands import (
     base_of,
     load_channel_scales,
     load_token_scales,
     load_tokens,
+    tokens_by_tokens,
 )
 from sagesim_kernels.primitives import LAUNCH, LN_2, LOG2_127, LOG2_E, Rounding, row_sums, to_codes
 from sagesim_kernels.problem import Problem, padded
 from sagesim_kernels.quantize import Operands
-from sagesim_kernels.smoothing import mean_of
+from sagesim_kernels.smoothing import key_bias, mean_of
 from sagesim_kernels.tiles import launch, tiles
 
 _LN_2 = tl.constexpr(LN_2)
@@ -100,7 +100,7 @@ def _forward(
         keys = key + tl.arange(0, BLOCK_K)
         k_tile = load_tokens(k, k_base, key, BLOCK_K, n_k, D, D_PAD)
         k_scale = load_token_scales(k, k_scales, key, BLOCK_K, n_k)[None, :]
-        s = logits(q_tile, k_tile, q_factor, k_scale)
+        s = tokens_by_tokens(q_tile, k_tile, q_factor, k_scale)
         if q_mean is not None:
             block = first // BLOCK_Q
             bias = key_bias(

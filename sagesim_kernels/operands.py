@@ -87,13 +87,15 @@ def load_channel_scales(x, base, first, D: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
-def tokens_by_tokens(left, right, left_scale, right_scale):
-    """left [m, d] times the transpose of right [n, d], float32 [m, n].
+def tokens_by_tokens(left, right, first_scale, second_scale):
+    """left [m, d] times the transpose of right [n, d], float32 [m, n]: the same arithmetic in every
+    kernel and either orientation.
 
-    left_scale [m, 1] and right_scale [1, n] are applied to products of codes, in this order.
+    Both scales are broadcastable to [m, n]. Sums of codes are multiplied by one after the other;
+    16-bit numbers have no second one.
     """
     if left.dtype == tl.int8:
         sums = tl.dot(left, tl.trans(right), out_dtype=tl.int32).to(tl.float32)
-        return sums * left_scale * right_scale
+        return sums * first_scale * second_scale
     else:
-        return tl.dot(left, tl.trans(right), out_dtype=tl.float32)
+        return tl.dot(left, tl.trans(right), out_dtype=tl.float32) * first_scale

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sagesim.arguments import resolve_input16
 from sagesim.spec import (
     SITES,
     AttentionSpec,
@@ -28,7 +29,7 @@ from sagesim.spec import (
 )
 from sagesim_kernels.backward import Gradients, backward
 from sagesim_kernels.forward import forward
-from sagesim_kernels.problem import Problem, resolve
+from sagesim_kernels.problem import Problem
 
 _format = lru_cache(maxsize=256)(AttentionSpec.label)
 parse = lru_cache(maxsize=256)(AttentionSpec.parse)
@@ -90,7 +91,7 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> Problem:
         q=q,
         k=k,
         v=v,
-        spec=resolve(parse(spec), q.dtype),
+        spec=resolve_input16(parse(spec), q.dtype),
         scale=scale,
         is_causal=is_causal,
         lower_right=lower_right,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim.presets import with_precision
-from sagesim.spec import SITES, AttentionSpec, Precision
+from sagesim.spec import AttentionSpec
 from sagesim_kernels.layout import Lengths
 
 
@@ -60,11 +59,9 @@ class Problem:
         return 0 in (self.sequences, self.q.shape[1], self.longest_q, self.longest_k)
 
 
-def resolve(spec: AttentionSpec, dtype: torch.dtype) -> AttentionSpec:
-    """`spec` with INPUT16 replaced by the inputs' own 16-bit format."""
-    own = Precision.BF16 if dtype is torch.bfloat16 else Precision.FP16
-    sites = [s for s in SITES if spec.site(s).precision is Precision.INPUT16]
-    return with_precision(replace(spec), own, *sites) if sites else spec
+def logit_scale(q: Tensor, scale: float | None) -> float:
+    """What the logits are multiplied by: 1/sqrt(d) of the true head size where none is given."""
+    return 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
 
 
 def padded(channels: int) -> int:

@@ -27,12 +27,6 @@ from sagesim_kernels.primitives import LAUNCH, Rounding, magnitude, scale_and_in
 from sagesim_kernels.problem import Problem
 from sagesim_kernels.smoothing import Means, block_means, head_means, mean_of
 
-PER_TOKEN: Final = frozenset({Granularity.PerToken, Granularity.PerBlock})
-"""What an operand whose channels are summed over may have."""
-
-PER_CHANNEL: Final = frozenset({Granularity.PerBlockChannel, Granularity.PerBlock})
-"""What an operand whose tokens are summed over may have."""
-
 DTYPES: Final = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 """The unscaled formats a site may have."""
 
@@ -151,7 +145,7 @@ class Operands:
     def __init__(self, problem: Problem, do: Tensor | None = None) -> None:
         self._problem = problem
         self.tensors = {"q": problem.q, "k": problem.k, "v": problem.v, "do": do}
-        self._made: dict[tuple[str, Precision, Granularity, bool], Operand] = {}
+        self._made: dict[tuple[object, ...], Operand] = {}
         self.q_mean = self.k_mean = None
         smoothing, lengths, sequences = problem.spec.smoothing, problem.lengths, problem.sequences
         if smoothing.k:
@@ -170,11 +164,14 @@ class Operands:
         """`tensor` in the format of `site`."""
         matmul = self._problem.spec.site(site)
         how = matmul.lhs if OPERANDS[site][0] == tensor else matmul.rhs
-        sums_tokens = OPERANDS[site][0] in MAPS
-        key = (tensor, matmul.precision, how, sums_tokens)
-        if key not in self._made:
-            make = self._codes if matmul.precision is Precision.INT8 else self._numbers
-            self._made[key] = make(tensor, matmul.precision, how, sums_tokens)
+        if matmul.precision is not Precision.INT8:
+            key = (tensor, matmul.precision)
+            if key not in self._made:
+                self._made[key] = self._numbers(*key)
+        else:
+            key = (tensor, how, OPERANDS[site][0] in MAPS)
+            if key not in self._made:
+                self._made[key] = self._codes(*key)
         return self._made[key]
 
     def _side(self, tensor: str) -> tuple[Tensor, Means | None, bool, int, int, Tensor | None]:
@@ -185,9 +182,7 @@ class Operands:
             return x, mean, True, problem.spec.block_k, problem.longest_k, problem.cu_k
         return x, mean, False, problem.spec.block_q, problem.longest_q, problem.cu_q
 
-    def _codes(
-        self, tensor: str, precision: Precision, how: Granularity, sums_tokens: bool
-    ) -> Operand:
+    def _codes(self, tensor: str, how: Granularity, sums_tokens: bool) -> Operand:
         x, mean, is_key, block, longest, cu = self._side(tensor)
         heads, d = x.shape[1], x.shape[3]
         tokens = coded_tokens(cu, x, block)
@@ -233,9 +228,7 @@ class Operands:
         )
         return operand
 
-    def _numbers(
-        self, tensor: str, precision: Precision, how: Granularity, sums_tokens: bool
-    ) -> Operand:
+    def _numbers(self, tensor: str, precision: Precision) -> Operand:
         x, mean, is_key, block, longest, _ = self._side(tensor)
         if mean is not None:
             smoothed = torch.empty(x.shape, dtype=DTYPES[precision], device=x.device)

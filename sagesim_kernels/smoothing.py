@@ -18,7 +18,7 @@ from sagesim_kernels.layout import (
     place_in,
     token_ptrs,
 )
-from sagesim_kernels.primitives import LAUNCH
+from sagesim_kernels.primitives import LAUNCH, row_sums
 
 _STEP: Final = 64
 """Tokens that are added at once."""
@@ -41,6 +41,36 @@ def mean_of(means, b, h, index, D: tl.constexpr, D_PAD: tl.constexpr):
     column = tl.arange(0, D_PAD)[None, :]
     row = (b.to(tl.int64) * means.heads + h) * means.means + index
     return tl.load(means.ptr + row * D + column, mask=column < D, other=0.0)
+
+
+@triton.jit
+def key_bias(
+    q_mean,
+    k_mean,
+    raw_k,
+    lengths,
+    b,
+    h,
+    k_head,
+    block,
+    first,
+    count: tl.constexpr,
+    last,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+):
+    """What smoothing Q took out of S: the mean of query block `block` times the smoothed keys
+    first..first + count, [count].
+
+    last: keys from there on have none.
+    """
+    local, column = tl.arange(0, count), tl.arange(0, D_PAD)
+    ptrs = token_ptrs(raw_k, lengths.cu_k, b, k_head, first, count, column)
+    mask = (first + local < last)[:, None] & (column < D)[None, :]
+    keys = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    if k_mean is not None:
+        keys -= mean_of(k_mean, b, k_head, 0, D, D_PAD)
+    return row_sums(keys * mean_of(q_mean, b, h, block, D, D_PAD))
 
 
 @triton.jit

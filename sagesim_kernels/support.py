@@ -8,10 +8,9 @@ from typing import Final
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from sagesim.arguments import check_spec
+from sagesim.arguments import check_spec, resolve_input16
 from sagesim.spec import MAPS, OPERANDS, SITES, AttentionSpec, Granularity, MatmulSpec, Precision
 from sagesim_kernels.primitives import pcg_hash
-from sagesim_kernels.problem import resolve
 
 IS_INTERPRETED: Final = isinstance(pcg_hash, InterpretedFunction)
 """Whether the kernels run on the CPU, under TRITON_INTERPRET=1 when they were imported."""
@@ -91,7 +90,7 @@ def _reason(spec: AttentionSpec, head_size: int | None, dtype: torch.dtype | Non
     if dtype is not None:
         if dtype not in DTYPES:
             return f"{dtype}; the kernels take float16, bfloat16 and float32"
-        spec = resolve(spec, dtype)
+        spec = resolve_input16(spec, dtype)
         if IS_INTERPRETED and dtype is torch.bfloat16:
             return "bfloat16 on a CPU: Triton's interpreter computes it wrongly"
     for name, size in (("block_q", spec.block_q), ("block_k", spec.block_k)):

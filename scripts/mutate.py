@@ -93,9 +93,9 @@ BUGS = (
     ),
     Bug(
         "K's scale forgotten",
-        "logits.py",
-        "return sums * q_factor * k_scale",
-        "return sums * q_factor",
+        "operands.py",
+        "return sums * first_scale * second_scale",
+        "return sums * first_scale",
     ),
     Bug("one scale for a tile of P and dS", "maps.py", "if PER_TILE:", "if True:"),
     Bug("a scale per row where the tile has one", "maps.py", "if PER_TILE:", "if False:"),
@@ -262,10 +262,9 @@ BUGS = (
     Bug("dK not scaled", "backward.py", "(dk_total * scale).to", "dk_total.to"),
     Bug(
         "1/sqrt(d) of the padded head",
-        "api.py",
-        "1 / math.sqrt(q.shape[-1]) if scale",
-        "1 / math.sqrt(-(-q.shape[-1] // 32) * 32) if scale",
-        2,
+        "problem.py",
+        "1 / math.sqrt(q.shape[-1])",
+        "1 / math.sqrt(padded(q.shape[-1]))",
     ),
     Bug(
         "delta forgotten in dK",
@@ -294,7 +293,7 @@ BUGS = (
     Bug(
         "mean of K dropped from the gradient of lse",
         "backward.py",
-        'tl.where(row_lse2 < float("inf"), gain * mean, 0.0)',
+        'tl.where((row_lse2 < float("inf"))[:, None], gain * mean, 0.0)',
         "0.0 * gain * mean",
     ),
     Bug(
@@ -357,8 +356,9 @@ BUGS = (
     Bug(
         "autocast ignored",
         "api.py",
-        "if not torch.is_autocast_enabled(device):",
-        "if True:",
+        "q, k, v = autocast(q, k, v)",
+        "q, k, v = q, k, v",
+        2,
     ),
 )
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sagesim._quantize import SHARED, from_tiles, to_tiles
+from sagesim.arguments import resolve_input16
 from sagesim.spec import MAPS, OPERANDS, AttentionSpec, Delta, Granularity, Precision, RoundingMode
 
 _U: Final = 2.0**-24
@@ -82,7 +83,7 @@ class _Analysis:
         is_causal: bool,
         scale: float | None,
     ) -> None:
-        self.spec, self.dtype = spec, q.dtype
+        self.spec, self.dtype = resolve_input16(spec, q.dtype), q.dtype
         self.q, self.k, self.v, self.do = (x.double() for x in (q, k, v, do))
         self.scale = abs(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
         self.q_mean = torch.zeros_like(self.q)
@@ -177,19 +178,14 @@ class _Analysis:
         match matmul.precision:
             case Precision.FP32:
                 return torch.zeros_like(x)
-            case Precision.FP16 | Precision.BF16 | Precision.INPUT16:
-                unit, smallest = _UNSCALED[self._own(matmul.precision)]
+            case Precision.FP16 | Precision.BF16:
+                unit, smallest = _UNSCALED[matmul.precision]
                 return unit * x + smallest
             case Precision.INT8:
                 codes = 1.0 if self.spec.rounding.mode is RoundingMode.STOCHASTIC else 0.5
                 return (codes + 127 * 4 * _U) / 127 * region_amax(x, how, rows, columns)
             case _:
                 raise ValueError(f"site {site}: no bound for {matmul.precision.value}")
-
-    def _own(self, precision: Precision) -> Precision:
-        if precision is not Precision.INPUT16:
-            return precision
-        return Precision.BF16 if self.dtype is torch.bfloat16 else Precision.FP16
 
     def _logits_off(self, site: str) -> Tensor:
         """|S computed - S|, at most; 0 where masked."""

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-U = 2.0**-24
-"""Half the spacing of float32 numbers at 1."""
+from tests.support.float32_bound import U, gamma
 
 U64 = 2.0**-53
 """The same of float64: what the balls themselves are computed in."""
@@ -28,12 +27,6 @@ ISA, 9.7.3), numpy's, glibc's and Sleef's within 1."""
 
 TINY = 2.0**-126
 """The smallest normal float32; below it, results may be flushed to zero."""
-
-
-def gamma(n: int, u: float = U) -> float:
-    """Relative error of n roundings in a row: N. Higham, "Accuracy and Stability of Numerical
-    Algorithms", 2nd ed., section 3.1."""
-    return n * u / (1 - n * u)
 
 
 class Ball(NamedTuple):

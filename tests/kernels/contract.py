@@ -33,8 +33,9 @@ from sagesim.smoothing import subtract_block_means, subtract_head_mean
 from sagesim.spec import MAPS, OPERANDS
 from sagesim_kernels import Coded, KernelTrace
 from sagesim_kernels import trace as kernel_trace
-from tests.kernels.balls import EXP, TENSOR_CORE_U, TINY, Ball, U, gamma
+from tests.kernels.balls import EXP, TENSOR_CORE_U, TINY, Ball
 from tests.support.assertions import assert_bitwise, assert_within_bound
+from tests.support.float32_bound import U, gamma
 from tests.support.inputs import Case
 
 VANISHING = 127.0 * 2.0**-128

@@ -1,11 +1,11 @@
 """Kernels share the spec with the emulator and no arithmetic; arrows among them form no cycle."""
 
-import ast
 from pathlib import Path
 
 import pytest
 
 import sagesim_kernels
+from tests.support.sources import assert_no_cycle, imports_of
 
 PACKAGE = Path(sagesim_kernels.__file__).parent
 SOURCES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
@@ -13,15 +13,8 @@ SHARED = {"sagesim.spec", "sagesim.presets", "sagesim.arguments"}
 
 
 def imports(module: str) -> set[str]:
-    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module is not None
-            found.add(node.module)
-    return found
+    path = PACKAGE / f"{module}.py"
+    return imports_of(path, deferred=False) | imports_of(path, deferred=True)
 
 
 @pytest.mark.parametrize("module", SOURCES)
@@ -35,11 +28,7 @@ def test_no_cycles():
         module: {n.split(".")[1] for n in imports(module) if n.startswith("sagesim_kernels.")}
         for module in SOURCES
     }
-    done: set[str] = set()
-    while len(done) < len(arrows):
-        ready = {m for m, needs in arrows.items() if m not in done and needs <= done}
-        assert ready, f"a cycle among {sorted(set(arrows) - done)}"
-        done |= ready
+    assert_no_cycle(arrows)
 
 
 @pytest.mark.parametrize("module", SOURCES)

@@ -26,7 +26,7 @@ from sagesim import (
 )
 from sagesim.spec import AttentionSpec
 from sagesim_kernels import KernelTrace
-from tests.kernels.balls import EXP, Ball, U
+from tests.kernels.balls import EXP, Ball
 from tests.kernels.contract import (
     Tally,
     as_kernel_trace,
@@ -36,6 +36,7 @@ from tests.kernels.contract import (
     run_kernels,
 )
 from tests.support.assertions import assert_bitwise, assert_within_bound
+from tests.support.float32_bound import U
 from tests.support.inputs import NASTY, Case, case, gaussian, half_integer_ties, offset
 from tests.support.kernels import DEVICE, HERE
 

@@ -1,11 +1,11 @@
 """The direction of the import arrows, read from the sources."""
 
-import ast
 from pathlib import Path
 
 import pytest
 
 import sagesim
+from tests.support.sources import assert_no_cycle, imports_of
 
 PACKAGE = Path(sagesim.__file__).parent
 
@@ -19,11 +19,19 @@ ARROWS: dict[str, set[str]] = {
     "_quantize": {"spec", "rounding", "_typing"},
     "matmul": {"spec", "_quantize"},
     "grid": set(),
-    "arguments": {"spec"},
-    "inputs": {"spec", "presets", "arguments", "grid"},
+    "arguments": {"spec", "presets"},
+    "inputs": {"spec", "arguments", "grid"},
     "forward": {"spec", "smoothing", "_quantize", "matmul", "grid", "inputs"},
     "backward": {"spec", "_quantize", "matmul", "grid", "inputs", "forward"},
-    "_attention": {"spec", "presets", "inputs", "forward", "backward", "_typing"},
+    "_attention": {
+        "spec",
+        "presets",
+        "arguments",
+        "inputs",
+        "forward",
+        "backward",
+        "_typing",
+    },
     "_exact": {"_typing"},
     "_trace": {
         "spec",
@@ -102,28 +110,7 @@ SOURCES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__i
 
 def imports(module: str, *, deferred: bool) -> set[str]:
     """Absolute names of what a module imports, at its top level or inside functions."""
-    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
-    inside = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-    }
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if (id(node) in inside) != deferred:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} has a relative import"
-            assert node.module is not None
-            if node.module == "sagesim":
-                # A submodule, or a name that the package re-exports from all its rooms.
-                found |= {f"sagesim.{alias.name}" for alias in node.names}
-            else:
-                found.add(node.module)
-    return found
+    return imports_of(PACKAGE / f"{module}.py", deferred=deferred)
 
 
 def rooms(module: str, *, deferred: bool) -> set[str]:
@@ -159,11 +146,7 @@ def test_modules_name_the_room_they_import_from(module):
 
 def test_no_cycles():
     arrows = {module: rooms(module, deferred=False) for module in SOURCES}
-    done: set[str] = set()
-    while len(done) < len(arrows):
-        ready = {m for m, needs in arrows.items() if m not in done and needs <= done}
-        assert ready, f"a cycle among {sorted(set(arrows) - done)}"
-        done |= ready
+    assert_no_cycle(arrows)
 
 
 def test_the_table_is_a_ladder():

@@ -24,11 +24,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 from triton.runtime.errors import OutOfResources
 
+from sagesim.arguments import resolve_input16
 from sagesim.spec import AttentionSpec
 from sagesim_kernels.backward import Gradients, backward
 from sagesim_kernels.forward import forward
 from sagesim_kernels.primitives import LAUNCH
-from sagesim_kernels.problem import Problem, resolve
+from sagesim_kernels.problem import Problem
 
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """KiB that a block may have, by compute capability (CUDA C++ Programming Guide, table "Technical
@@ -137,7 +138,7 @@ def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any
         q=q,
         k=k,
         v=v,
-        spec=resolve(AttentionSpec.parse(request["spec"]), dtype),
+        spec=resolve_input16(AttentionSpec.parse(request["spec"]), dtype),
         scale=0.125,
         is_causal=request["is_causal"],
         lower_right=False,

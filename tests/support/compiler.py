@@ -94,7 +94,11 @@ class Compiler:
             env=environment | {"TRITON_CACHE_DIR": str(cache)},
         )
         self._kept: dict[str, list[Kernel]] = {}
-        self.version: str = self._reply()["triton"]
+        try:
+            self.version: str = self._reply()["triton"]
+        except RuntimeError:
+            self.close()
+            raise
 
     def compile(
         self,

@@ -33,8 +33,9 @@ class Float32Bound:
     dv: Tensor
 
 
-def gamma(n: int) -> float:
-    return n * U / (1 - n * U)
+def gamma(n: int, u: float = U) -> float:
+    """Relative error of n roundings in a row, each of at most u: see the module's source."""
+    return n * u / (1 - n * u)
 
 
 def of(

@@ -1,0 +1,68 @@
+"""Hold every bound and estimate against the emulator.
+
+    python -m theory [--json] [TOPIC ...]
+
+Exits with 1 where a statement does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from theory.check import Check
+from theory.checks import CHECKS
+
+HEAD = ("topic", "statement", "inputs", "bound", "measured", "ratio", "holds")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m theory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("topics", nargs="*", metavar="TOPIC", help=f"of {', '.join(CHECKS)}")
+    parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+    args = parser.parse_args(arguments)
+    if unknown := [t for t in args.topics if t not in CHECKS]:
+        parser.error(f"no topic is called {unknown[0]!r}; there are {', '.join(CHECKS)}")
+    checks = [check for topic in args.topics or CHECKS for check in CHECKS[topic]()]
+    if args.json:
+        found = [asdict(c) | {"ratio": c.ratio, "holds": c.holds} for c in checks]
+        print(json.dumps(found, indent=1))
+    else:
+        print(table(checks))
+    failed = [c for c in checks if not c.holds]
+    if failed:
+        print(f"{len(failed)} of {len(checks)} statements do not hold", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def table(checks: Sequence[Check]) -> str:
+    """Aligned columns; an estimate's bound shows how close it claims to be."""
+    rows: list[tuple[str, ...]] = [HEAD]
+    for c in checks:
+        claim = f"{c.predicted:.3g}" + ("" if c.within is None else f" +-{c.within:.0%}")
+        word = "yes" if c.holds else "NO"
+        rows.append(
+            (c.topic, c.statement, c.inputs, claim, f"{c.measured:.3g}", f"{c.ratio:.3f}", word)
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    numbers = range(3, 6)
+    lines = [
+        "  ".join(
+            cell.rjust(w) if i in numbers else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

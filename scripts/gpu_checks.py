@@ -23,7 +23,8 @@ import triton
 import sagesim
 
 ROOT = Path(__file__).parents[1]
-PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+WORKERS = str(max(1, (os.cpu_count() or 1) - 4))
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", WORKERS)
 
 
 def sanitizer(tool: str) -> list[str]:
@@ -33,9 +34,9 @@ def sanitizer(tool: str) -> list[str]:
 
 
 CHECKS = {
-    "gpu tests": [sys.executable, *PYTEST, "-m", "gpu", "-n", "8"],
+    "gpu tests": [sys.executable, *PYTEST, "-m", "gpu", "--ignore=tests/kernels/test_fuzz.py"],
     "20,000 fuzz cases": [
-        *(sys.executable, *PYTEST, "-n", "14", "--device", "cuda"),
+        *(sys.executable, *PYTEST, "--device", "cuda"),
         "tests/kernels/test_fuzz.py",
     ],
     **{tool: sanitizer(tool) for tool in ("memcheck", "racecheck", "initcheck", "synccheck")},
@@ -75,8 +76,8 @@ def main() -> int:
         if record["exit_code"]:
             print(*record.pop("log"), sep="\n")
         checks[name] = record | {
-            "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
-            f"triton {triton.__version__}, sagebwd {sagesim.__version__}"
+            "machine": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, "
+            f"torch {torch.__version__}, triton {triton.__version__}, sagebwd {sagesim.__version__}"
         }
     document = {"command": "python scripts/gpu_checks.py", "checks": checks}
     args.out.write_text(json.dumps(document, indent=1) + "\n")

@@ -252,12 +252,7 @@ def problems(draw: st.DrawFn, preset: AttentionSpec) -> Problem:
         d_v = draw(st.sampled_from(HEAD_SIZES)) if draw(st.integers(0, 2)) == 0 else d
         heads = draw(st.sampled_from(HEADS))
         dtype = draw(st.sampled_from(sorted(DTYPES)))
-    # exp(S - L) of two different roundings is only bounded where logits are.
-    is_wild = spec.qk == spec.qk_recompute
-    anything = sorted(KINDS if is_wild else MODERATE)
-    kind = st.sampled_from(
-        draw(st.sampled_from((["gaussian"], sorted(ORDINARY & set(anything)), anything)))
-    )
+    numbers = draw(_numbers(spec))
     return Problem(
         spec=spec,
         n_q=draw(st.sampled_from(LENGTHS)),
@@ -265,12 +260,34 @@ def problems(draw: st.DrawFn, preset: AttentionSpec) -> Problem:
         d=d,
         d_v=d_v,
         heads=heads,
-        kinds=(draw(kind), draw(kind), draw(kind), draw(kind)),
         dtype=dtype,
         is_causal=draw(st.booleans()),
         causal_alignment=draw(st.sampled_from(("upper_left", "lower_right"))),
-        scale=draw(st.sampled_from(SCALES)) if is_wild else None,
         layout=draw(st.sampled_from(LAYOUTS)),
         do_layout=draw(st.sampled_from((*LAYOUTS, "expanded"))),
-        seed=draw(seeds),
+        **numbers,
     )
+
+
+@st.composite
+def alike(draw: st.DrawFn, preset: AttentionSpec, count: int) -> list[Problem]:
+    """Problems that differ in their numbers only, so that kernels are compiled once for all."""
+    first = draw(problems(preset))
+    others = [replace(first, **draw(_numbers(first.parsed))) for _ in range(count - 1)]
+    return [first, *others]
+
+
+@st.composite
+def _numbers(draw: st.DrawFn, spec: AttentionSpec) -> dict[str, Any]:
+    """What a problem is filled with."""
+    # exp(S - L) of two different roundings is only bounded where logits are.
+    is_wild = spec.qk == spec.qk_recompute
+    anything = sorted(KINDS if is_wild else MODERATE)
+    kind = st.sampled_from(
+        draw(st.sampled_from((["gaussian"], sorted(ORDINARY & set(anything)), anything)))
+    )
+    return {
+        "kinds": (draw(kind), draw(kind), draw(kind), draw(kind)),
+        "scale": draw(st.sampled_from(SCALES)) if is_wild else None,
+        "seed": draw(seeds),
+    }

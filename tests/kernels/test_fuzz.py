@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sagesim_kernels import attention, attention_varlen
 from tests.kernels.contract import OUTPUTS, Tally, check, run_kernels
-from tests.kernels.problems import PRESETS, Problem, problems
+from tests.kernels.problems import PRESETS, Problem, alike, problems
 from tests.support import examples
 from tests.support.assertions import assert_bitwise
 from tests.support.inputs import Case
@@ -24,8 +24,8 @@ pytestmark = [
 ]
 
 CASES = {"fast": 500, "long": 10_000, "cuda": 20_000}
-PARTS = 2
-"""Of each preset's cases, for workers to share."""
+PARTS, ALIKE = (8, 4) if DEVICE == "cuda" else (2, 1)
+"""Parts of each preset's cases, for workers to share, and cases for which kernels are compiled."""
 
 MOST_DIFFERING = 1e-3
 """Of the codes of P and dS, over ordinary inputs: docs/numerics.md, Between implementations."""
@@ -41,12 +41,13 @@ def test_kernels_meet_the_contract(preset: str, part: int, request: pytest.Fixtu
     total = CASES["cuda" if device == "cuda" else "fast" if is_fast else "long"]
     tally = Tally()
 
-    @settings(max_examples=-(-total // (len(PRESETS) * PARTS)))
-    @given(problems(PRESETS[preset]))
-    def run(problem: Problem) -> None:
-        found = check(problem.case, problem.parsed, problem.causal_alignment)
-        if problem.is_ordinary:
-            tally.add(found)
+    @settings(max_examples=-(-total // (len(PRESETS) * PARTS * ALIKE)))
+    @given(alike(PRESETS[preset], ALIKE))
+    def run(several: list[Problem]) -> None:
+        for problem in several:
+            found = check(problem.case, problem.parsed, problem.causal_alignment)
+            if problem.is_ordinary:
+                tally.add(found)
 
     if is_fast:  # every part draws cases of its own
         run = seed(list(PRESETS).index(preset) * PARTS + part)(run)

@@ -23,8 +23,13 @@ import triton
 import sagesim
 
 ROOT = Path(__file__).parents[1]
-WORKERS = str(max(1, (os.cpu_count() or 1) - 4))
-PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", WORKERS)
+CORES = os.cpu_count() or 1
+
+
+def pytest(workers: int, *arguments: str) -> list[str]:
+    """Each worker takes a core, and one to two gigabytes of a GPU."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    return [*command, "-n", str(min(workers, CORES)), *arguments]
 
 
 def sanitizer(tool: str) -> list[str]:
@@ -34,11 +39,8 @@ def sanitizer(tool: str) -> list[str]:
 
 
 CHECKS = {
-    "gpu tests": [sys.executable, *PYTEST, "-m", "gpu", "--ignore=tests/kernels/test_fuzz.py"],
-    "20,000 fuzz cases": [
-        *(sys.executable, *PYTEST, "--device", "cuda"),
-        "tests/kernels/test_fuzz.py",
-    ],
+    "gpu tests": pytest(24, "-m", "gpu", "--ignore=tests/kernels/test_fuzz.py"),
+    "20,000 fuzz cases": pytest(56, "--device", "cuda", "tests/kernels/test_fuzz.py"),
     **{tool: sanitizer(tool) for tool in ("memcheck", "racecheck", "initcheck", "synccheck")},
 }
 
@@ -59,7 +61,7 @@ def run(name: str) -> dict[str, object]:
         "exit_code": result.returncode,
         "printed": lines[-2:],
         "seconds": round(seconds, 1),
-    } | ({"log": lines[-60:]} if result.returncode else {})
+    } | ({"log": lines} if result.returncode else {})
 
 
 def main() -> int:

@@ -88,9 +88,9 @@ def _query_tiles(
     do_base, do_scales = base_of(do, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
     k_base, k_scales = base_of(k, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
     v_base, v_scales = base_of(v, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
-    q_tile = load_tokens(q, q_base, first, TILE, n_q, D, D_PAD, first_live)
+    q_tile = load_tokens(q, q_base, first, TILE, n_q, D_PAD, first_live)
     q_factor = load_token_scales(q, q_scales, first, TILE, n_q)[:, None] * scale_log2
-    do_tile = load_tokens(do, do_base, first, TILE, n_q, DV, DV_PAD, first_live)
+    do_tile = load_tokens(do, do_base, first, TILE, n_q, DV_PAD, first_live)
     do_scale = load_token_scales(do, do_scales, first, TILE, n_q)[:, None]
     row_lse2 = load_lse2(lse2, lengths.cu_q, b, h, queries, n_q)
     if dq is not None:
@@ -104,7 +104,7 @@ def _query_tiles(
         end = tl.minimum(n_k, first + TILE + offset)
     for key in range(0, end, BLOCK_K):
         keys = key + tl.arange(0, BLOCK_K)
-        k_tile = load_tokens(k, k_base, key, BLOCK_K, n_k, D, D_PAD)
+        k_tile = load_tokens(k, k_base, key, BLOCK_K, n_k, D_PAD)
         k_scale = load_token_scales(k, k_scales, key, BLOCK_K, n_k)[None, :]
         s = tokens_by_tokens(q_tile, k_tile, q_factor, k_scale)
         if q_mean is not None:
@@ -117,11 +117,11 @@ def _query_tiles(
         if lengths.IS_CAUSAL:
             valid = valid & (keys[None, :] <= queries[:, None] + offset)
         p = tl.exp2(tl.where(valid, s, -float("inf")) - row_lse2[:, None])
-        v_tile = load_tokens(v, v_base, key, BLOCK_K, n_k, DV, DV_PAD)
+        v_tile = load_tokens(v, v_base, key, BLOCK_K, n_k, DV_PAD)
         v_scale = load_token_scales(v, v_scales, key, BLOCK_K, n_k)[None, :]
         dp = tokens_by_tokens(do_tile, v_tile, do_scale, v_scale)
         if dq is not None:
-            right = load_tokens(k_right, right_base, key, BLOCK_K, n_k, D, D_PAD)
+            right = load_tokens(k_right, right_base, key, BLOCK_K, n_k, D_PAD)
             total = add_product(
                 total,
                 p * (dp - row_delta),
@@ -199,9 +199,9 @@ def _key_tiles(
 
     k_base, k_scales = base_of(k, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
     v_base, v_scales = base_of(v, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
-    k_tile = load_tokens(k, k_base, first, TILE, n_k, D, D_PAD)
+    k_tile = load_tokens(k, k_base, first, TILE, n_k, D_PAD)
     k_scale = load_token_scales(k, k_scales, first, TILE, n_k)[:, None]
-    v_tile = load_tokens(v, v_base, first, TILE, n_k, DV, DV_PAD)
+    v_tile = load_tokens(v, v_base, first, TILE, n_k, DV_PAD)
     v_scale = load_token_scales(v, v_scales, first, TILE, n_k)[:, None]
 
     dk_total = tl.zeros((TILE, D_PAD), tl.float32)
@@ -219,7 +219,7 @@ def _key_tiles(
         for query in range(begin, n_q, BLOCK_Q):
             row = query + tl.arange(0, BLOCK_Q)
             queries = row[None, :]
-            q_tile = load_tokens(q, q_base, query, BLOCK_Q, n_q, D, D_PAD, first_live)
+            q_tile = load_tokens(q, q_base, query, BLOCK_Q, n_q, D_PAD, first_live)
             q_factor = load_token_scales(q, q_scales, query, BLOCK_Q, n_q)[None, :] * scale_log2
             s = tokens_by_tokens(k_tile, q_tile, q_factor, k_scale)
             if q_mean is not None:
@@ -236,7 +236,7 @@ def _key_tiles(
             dv_total = add_product(
                 dv_total,
                 p,
-                load_tokens(do_right, dor_base, query, BLOCK_Q, n_q, DV, DV_PAD, first_live),
+                load_tokens(do_right, dor_base, query, BLOCK_Q, n_q, DV_PAD, first_live),
                 load_channel_scales(do_right, dor_scales, query, DV, DV_PAD),
                 p_rounding,
                 P_PER_TILE,
@@ -247,14 +247,14 @@ def _key_tiles(
                 lengths.n_q,
                 lengths.n_k,
             )
-            do_tile = load_tokens(do, do_base, query, BLOCK_Q, n_q, DV, DV_PAD, first_live)
+            do_tile = load_tokens(do, do_base, query, BLOCK_Q, n_q, DV_PAD, first_live)
             do_scale = load_token_scales(do, do_scales, query, BLOCK_Q, n_q)[None, :]
             dp = tokens_by_tokens(v_tile, do_tile, do_scale, v_scale)
             ds = p * (dp - load_rows(delta, lengths.cu_q, b, h, row, n_q, 0.0)[None, :])
             dk_total = add_product(
                 dk_total,
                 ds,
-                load_tokens(q_right, qr_base, query, BLOCK_Q, n_q, D, D_PAD, first_live),
+                load_tokens(q_right, qr_base, query, BLOCK_Q, n_q, D_PAD, first_live),
                 load_channel_scales(q_right, qr_scales, query, D, D_PAD),
                 ds_rounding,
                 DS_PER_TILE,

@@ -87,7 +87,7 @@ def _forward(
     q_base, q_scales = base_of(q, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
     k_base, k_scales = base_of(k, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
     v_base, v_scales = base_of(v, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
-    q_tile = load_tokens(q, q_base, first, TILE, n_q, D, D_PAD, first_live)
+    q_tile = load_tokens(q, q_base, first, TILE, n_q, D_PAD, first_live)
     q_factor = load_token_scales(q, q_scales, first, TILE, n_q)[:, None] * scale_log2
 
     row_max = tl.full((TILE,), -float("inf"), tl.float32)
@@ -98,7 +98,7 @@ def _forward(
         end = tl.minimum(n_k, first + TILE + offset)
     for key in range(0, end, BLOCK_K):
         keys = key + tl.arange(0, BLOCK_K)
-        k_tile = load_tokens(k, k_base, key, BLOCK_K, n_k, D, D_PAD)
+        k_tile = load_tokens(k, k_base, key, BLOCK_K, n_k, D_PAD)
         k_scale = load_token_scales(k, k_scales, key, BLOCK_K, n_k)[None, :]
         s = tokens_by_tokens(q_tile, k_tile, q_factor, k_scale)
         if q_mean is not None:
@@ -115,7 +115,7 @@ def _forward(
         tile_max = tl.max(s, 1)
         new_max = tl.maximum(row_max, tile_max)
         shrink = tl.exp2(row_max - _finite(new_max))
-        v_tile = load_tokens(v, v_base, key, BLOCK_K, n_k, DV, DV_PAD)
+        v_tile = load_tokens(v, v_base, key, BLOCK_K, n_k, DV_PAD)
         if v.scale is not None:
             # 127 P against the tile's own maximum: codes depend on the tile alone.
             p = 127.0 * tl.exp2(s - _finite(tile_max)[:, None])

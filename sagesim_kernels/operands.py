@@ -26,6 +26,7 @@ class Operand(NamedTuple):
     scale: Any
     scale_stride_h: Any
     scale_stride_n: Any
+    CHANNELS: Any  #: constexpr, in memory; behind the tensor's own, rows of codes end in zeros
     TOKENS: Any  #: constexpr, tokens that share a scale
     BY_CHANNEL: Any  #: constexpr bool, whether each channel has a scale of its own
 
@@ -44,19 +45,17 @@ def base_of(x, cu, n, b, h, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(
-    x, base, first, count: tl.constexpr, last, D: tl.constexpr, D_PAD: tl.constexpr, lowest=0
-):
+def load_tokens(x, base, first, count: tl.constexpr, last, D_PAD: tl.constexpr, lowest=0):
     """The tokens first..first + count of an operand, [count, D_PAD].
 
-    Zero from token `last` on, before token `lowest`, and from channel D on.
+    Zero from token `last` on, before token `lowest`, and behind the last channel.
     """
     local = tl.arange(0, count)
     column = tl.arange(0, D_PAD)
     ptrs = tile_ptrs(base, first, count, column, x.stride_n, x.stride_d)
     row = first + local
     valid = (row < last) & (row >= lowest)
-    mask = valid[:, None] & (column < D)[None, :]
+    mask = valid[:, None] & (column < x.CHANNELS)[None, :]
     return tl.load(ptrs, mask=mask, other=0)
 
 

@@ -30,8 +30,10 @@ from sagesim_kernels.smoothing import Means, block_means, head_means, mean_of
 DTYPES: Final = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 """The unscaled formats a site may have."""
 
-_ALIGNMENT: Final = 16
-"""Bytes; rows of codes begin on multiples of it."""
+_VECTOR: Final = 16
+"""Bytes; rows of operands begin on multiples of it, and are read in vectors of it. Loops that read
+channel by channel are slow, and on Hopper some, compiled by Triton 3.6, read shared memory out of
+bounds."""
 
 
 @triton.jit
@@ -76,7 +78,6 @@ def _encode(
     IS_KEY: tl.constexpr,
     PER_BLOCK_MEAN: tl.constexpr,
     D: tl.constexpr,
-    D_STORED: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -107,7 +108,7 @@ def _encode(
     codes = to_codes(tokens * inverse, (i * BLOCK + local)[:, None], column[None, :], rounding)
     base = out.ptr + h.to(tl.int64) * out.stride_h
     ptrs = tile_ptrs(base, start, BLOCK, column, out.stride_n, out.stride_d)
-    tl.store(ptrs, codes, mask=column[None, :] < D_STORED)
+    tl.store(ptrs, codes, mask=column[None, :] < out.CHANNELS)
 
 
 @triton.jit
@@ -134,6 +135,18 @@ def _subtract_mean(
     ptrs = token_ptrs(out, cu, b, h, i * BLOCK, BLOCK, column)
     mask = (i * BLOCK + local < length_of(cu, n, b))[:, None] & (column < D)[None, :]
     tl.store(ptrs, tokens.to(out.ptr.dtype.element_ty), mask=mask)
+
+
+def _in_vectors(x: Tensor) -> Tensor:
+    """x [sequences, heads, tokens, channels] in 16 bit, where its rows are whole vectors; else a
+    copy whose rows end in zeros."""
+    elements = _VECTOR // x.element_size()
+    if x.shape[3] % elements:
+        return torch.nn.functional.pad(x, (0, -x.shape[3] % elements))
+    aligned = x.data_ptr() % _VECTOR == 0 and all(n % elements == 0 for n in x.stride()[:3])
+    if aligned and x.stride(3) == 1:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class Operands:
@@ -186,7 +199,7 @@ class Operands:
         x, mean, is_key, block, longest, cu = self._side(tensor)
         heads, d = x.shape[1], x.shape[3]
         tokens = coded_tokens(cu, x, block)
-        stored = -(-d // _ALIGNMENT) * _ALIGNMENT
+        stored = -(-d // _VECTOR) * _VECTOR
         per_scale = 1 if how is Granularity.PerToken else block
         by_channel = how is Granularity.PerBlockChannel
         codes = torch.empty(heads * tokens * stored, dtype=torch.int8, device=x.device)
@@ -205,6 +218,7 @@ class Operands:
             scale,
             scale.stride(0),
             scale.stride(1),
+            tl.constexpr(stored),
             tl.constexpr(per_scale),
             tl.constexpr(by_channel),
         )
@@ -220,7 +234,6 @@ class Operands:
             is_key,
             not is_key,
             d,
-            stored,
             d_pad,
             block,
             num_warps=4 if block * d_pad <= 8192 else 8,
@@ -247,6 +260,6 @@ class Operands:
                 **LAUNCH,
             )
             x = smoothed
-        x = x.to(DTYPES[precision])
+        x = _in_vectors(x.to(DTYPES[precision]))
         no = tl.constexpr(None)
-        return Operand(*Strided.of(x), None, 0, 0, no, no)
+        return Operand(*Strided.of(x), None, 0, 0, tl.constexpr(x.shape[3]), no, no)

@@ -50,7 +50,7 @@ _DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 @dataclass(slots=True)
 class Tally:
     """How many codes of P and dS are not the emulator's, of those that float32 determines to within
-    a quarter of a step; adds up over cases."""
+    a quarter of a step, given the same O; adds up over cases."""
 
     differing: dict[str, int] = field(default_factory=dict)
     entries: dict[str, int] = field(default_factory=dict)
@@ -371,9 +371,20 @@ class _Checker:
         )
         # Where dP - delta cancels to nothing, as in a row of one key, the codes are noise.
         counted = self.attends & (y.radius < 0.25)
+        if OPERANDS[site][0] == "ds" and self.spec.delta is Delta.FROM_O:
+            counted &= ~self._other_o[..., None]
         differing = (tri.codes != sim.codes) & counted
         self.tally.count(name, int(differing.sum()), int(counted.sum()))
         return codes, scale
+
+    @property
+    def _other_o(self) -> Tensor:
+        """[..., n_q], whether any query of the block has another O than the emulator's, by which
+        its delta, and its block's scales, are others."""
+        other = (self.found.o != self.sim.o).any(-1)
+        n, block = other.shape[-1], self.spec.block_q
+        blocks = torch.nn.functional.pad(other, (0, -n % block)).unflatten(-1, (-1, block))
+        return blocks.any(-1).repeat_interleave(block, -1)[..., :n]
 
     def _scales(self, name: str, x: Ball, how: Granularity, scale: Tensor) -> Ball:
         """Check a map's scales; the map in units of codes.

@@ -24,6 +24,7 @@ from sagesim.data import MINILM
 from sagesim.experiments.causality import influence
 from sagesim.experiments.gaussian import COLUMNS, PAPER_TABLE_1, Setting, measure
 from sagesim.measure import errors, pool_errors
+from theory.budget import error_budget
 
 DATA = Path(__file__).parent / "data"
 
@@ -104,8 +105,25 @@ def causality() -> dict[str, Any]:
     return {"rows": {name: asdict(influence(spec)) for name, spec in sagesim.PRESETS.items()}}
 
 
+def budget() -> dict[str, Any]:
+    """Predicted and measured errors on Table 1's inputs, at the length of the table."""
+    setting = Setting(draws=4)
+    rows = []
+    for sigma in PAPER_TABLE_1:
+        draws = [setting.inputs(sigma, draw) for draw in range(setting.draws)]
+        q, k, v, do = (torch.stack(x) for x in zip(*draws, strict=True))
+        for label in ("sagebwd", "factored"):
+            spec = sagesim.AttentionSpec.parse(label)
+            predicted = error_budget(q, k, v, do, spec=spec)
+            measured = measure(sigma, spec, setting).overall
+            row = {"label": label, "sigma": sigma, "predicted": dict(predicted.error)}
+            row["measured"] = {t: measured[t].rel_l2 for t in OUTPUTS}
+            rows.append(row | {"share": predicted.share})
+    return {"setting": asdict(setting), "rows": rows}
+
+
 RESULTS: dict[str, Callable[[], dict[str, Any]]] = {
-    f.__name__: f for f in (finding, attribution, table1, causality)
+    f.__name__: f for f in (finding, attribution, table1, causality, budget)
 }
 
 

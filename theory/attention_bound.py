@@ -16,24 +16,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sagesim._quantize import SHARED, from_tiles, to_tiles
 from sagesim.arguments import resolve_input16
-from sagesim.spec import MAPS, OPERANDS, AttentionSpec, Delta, Granularity, Precision, RoundingMode
-
-_U: Final = 2.0**-24
-"""Unit roundoff of float32."""
-
-_OPERATIONS: Final = 16
-"""Roundings an element goes through beside those of its sums: scales, exponential, differences."""
-
-_UNSCALED: Final = {Precision.FP16: (2.0**-11, 2.0**-25), Precision.BF16: (2.0**-8, 2.0**-134)}
-"""Unit roundoff and half the smallest number of each 16-bit format."""
+from sagesim.spec import MAPS, OPERANDS, AttentionSpec, Delta, Precision
+from theory.matmul import float32_error, product_bound
+from theory.rounding import GRIDS, UNIT, region_amax, rounding_bound
 
 _OUTPUT: Final = {
-    torch.float16: _UNSCALED[Precision.FP16],
-    torch.bfloat16: _UNSCALED[Precision.BF16],
-    torch.float32: (_U, 2.0**-150),
+    torch.float16: (GRIDS[Precision.FP16].unit, GRIDS[Precision.FP16].smallest),
+    torch.bfloat16: (GRIDS[Precision.BF16].unit, GRIDS[Precision.BF16].smallest),
+    torch.float32: (UNIT, 2.0**-149),
 }
+"""Unit roundoff and the smallest number of each dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,46 +104,40 @@ class _Analysis:
         o = (p @ self.v).abs()
 
         p_off = self._p_off(s_off + row_off)
-        rounded = p_off + self._map_off("pv", p + p_off)
-        v_off = self._off("pv", "v")
-        o_off = rounded @ (v + v_off) + p @ v_off + _float32(n_k) * ((p + rounded) @ (v + v_off))
+        rounded = p_off + self._weights_off(p_off, s_off + row_off)
+        o_off = product_bound(p, v, rounded, self._off("pv", "v"), terms=n_k)
         o_off = self._output(o, o_off)
 
-        p_off = self._p_off(s_off_again + row_off)
-        do_off = self._off("dv", "do")
+        same = spec.qk_recompute == spec.qk
+        p_off = self._p_off(s_off_again + row_off, normalised=same)
         rounded = p_off + self._map_off("dv", p + p_off)
         dv = (p.mT @ self.do).abs()
-        dv_off = rounded.mT @ (do + do_off) + p.mT @ do_off
-        dv_off += _float32(n_q) * ((p + rounded).mT @ (do + do_off))
+        dv_off = product_bound(p.mT, do, rounded.mT, self._off("dv", "do"), terms=n_q)
 
         left, right = self._off("dp", "do"), self._off("dp", "v")
         dp = self.do @ self.v.mT
-        dp_off = left @ v.mT + (do + left) @ right.mT
-        dp_off += _float32(v.shape[-1]) * ((do + left) @ (v + right).mT)
+        dp_off = product_bound(do, v.mT, left, right.mT, terms=v.shape[-1])
         delta = (p * dp).sum(-1, keepdim=True)
         if spec.delta is Delta.FROM_O:
             delta_off = (do * o_off).sum(-1, keepdim=True)
-            delta_off += _float32(v.shape[-1]) * (do * (o + o_off)).sum(-1, keepdim=True)
+            delta_off += float32_error(v.shape[-1]) * (do * (o + o_off)).sum(-1, keepdim=True)
         else:
             grown = (p + p_off) * (dp.abs() + dp_off)
             delta_off = (p_off * dp.abs() + (p + p_off) * dp_off).sum(-1, keepdim=True)
-            delta_off += _float32(n_k) * grown.sum(-1, keepdim=True)
+            delta_off += float32_error(n_k) * grown.sum(-1, keepdim=True)
         ds = (p * (dp - delta)).abs()
-        inner_off = dp_off + delta_off + _float32(1) * (dp.abs() + delta.abs())
+        inner_off = dp_off + delta_off + float32_error(1) * (dp.abs() + delta.abs())
         ds_off = p_off * ((dp - delta).abs() + inner_off) + p * inner_off
-        ds_off += _float32(1) * (ds + ds_off)
+        ds_off += float32_error(1) * (ds + ds_off)
         ds_off = ds_off.masked_fill(~self.live, 0.0)
 
-        k, k_off = self.k.abs(), self._off("dq", "k")
         rounded = ds_off + self._map_off("dq", ds + ds_off)
-        dq_off = rounded @ (k + k_off) + ds @ k_off
-        dq_off += _float32(n_k) * ((ds + rounded) @ (k + k_off))
+        dq_off = product_bound(ds, self.k, rounded, self._off("dq", "k"), terms=n_k)
         dq = self.scale * ((p * (dp - delta)) @ self.k).abs()
 
-        q, q_off = self.q_smoothed.abs(), self._off("dk", "q")
-        rounded = ds_off + self._map_off("dk", ds + ds_off)
-        dk_off = rounded.mT @ (q + q_off) + ds.mT @ q_off + ds_off.mT @ self.q_mean.abs()
-        dk_off += _float32(n_q) * ((ds + rounded).mT @ (q + q_off + self.q_mean.abs()))
+        rounded, mean = ds_off + self._map_off("dk", ds + ds_off), self.q_mean.abs()
+        dk_off = product_bound(ds.mT, self.q_smoothed, rounded.mT, self._off("dk", "q"), terms=n_q)
+        dk_off += ds_off.mT @ mean + float32_error(n_q) * ((ds + rounded).mT @ mean)
         dk = self.scale * ((p * (dp - delta)).mT @ self.q).abs()
         return AttentionBound(
             o=o_off,
@@ -162,7 +149,7 @@ class _Analysis:
     def _off(self, site: str, tensor: str) -> Tensor:
         """|rounded - given| of an operand with tokens, at most."""
         x = self.tensors[tensor].abs()
-        smoothing = _float32(1) * (x + (self.q_mean.abs() if tensor == "q" else 0))
+        smoothing = float32_error(1) * (x + (self.q_mean.abs() if tensor == "q" else 0))
         block = self.spec.block_k if tensor in ("k", "v") else self.spec.block_q
         return smoothing + self._rounded_off(site, tensor, x + smoothing, block, x.shape[-1])
 
@@ -171,50 +158,51 @@ class _Analysis:
         off = self._rounded_off(site, "map", largest, self.spec.block_q, self.spec.block_k)
         return off.masked_fill(~self.live, 0.0)
 
+    def _weights_off(self, p_off: Tensor, exponent_off: Tensor) -> Tensor:
+        """The same of P at PV, which is rounded as exp(S - row's largest), and divided afterwards.
+
+        So rows that share a scale share it before the division: a row whose largest P is 1 may
+        owe its scale to one whose largest is 0.01. With T a row's largest P, the weight is P / T.
+        """
+        top = self.p.amax(-1, keepdim=True)
+        off = exponent_off.amax(-1, keepdim=True) + self._float32_off()
+        least = (top * torch.exp(-off)).clamp(min=torch.finfo(top.dtype).tiny)
+        weights = ((self.p + p_off) / least).clamp(max=1.0)
+        return (self.p + p_off).amax(-1, keepdim=True) * self._map_off("pv", weights)
+
     def _rounded_off(self, site: str, tensor: str, x: Tensor, rows: int, columns: int) -> Tensor:
         matmul = self.spec.site(site)
+        if matmul.precision in (Precision.FP8_E4M3, Precision.FP8_E5M2):
+            raise ValueError(f"site {site}: no bound for {matmul.precision.value}")
         left = OPERANDS[site][0]
         how = matmul.lhs if tensor == left or (tensor == "map" and left in MAPS) else matmul.rhs
-        match matmul.precision:
-            case Precision.FP32:
-                return torch.zeros_like(x)
-            case Precision.FP16 | Precision.BF16:
-                unit, smallest = _UNSCALED[matmul.precision]
-                return unit * x + smallest
-            case Precision.INT8:
-                codes = 1.0 if self.spec.rounding.mode is RoundingMode.STOCHASTIC else 0.5
-                return (codes + 127 * 4 * _U) / 127 * region_amax(x, how, rows, columns)
-            case _:
-                raise ValueError(f"site {site}: no bound for {matmul.precision.value}")
+        amax = region_amax(x, how, rows, columns)
+        return rounding_bound(x, amax, matmul.precision, self.spec.rounding.mode)
 
     def _logits_off(self, site: str) -> Tensor:
         """|S computed - S|, at most; 0 where masked."""
-        q, k = self.q_smoothed.abs(), self.k.abs()
-        q_off, k_off = self._off(site, "q"), self._off(site, "k")
-        off = q_off @ (k + k_off).mT + q @ k_off.mT
-        size = (q + q_off + self.q_mean.abs()) @ (k + k_off).mT
-        off = self.scale * (off + _float32(q.shape[-1]) * size)
+        q, k, terms = self.q_smoothed, self.k.mT, self.q.shape[-1]
+        q_off, k_off = self._off(site, "q"), self._off(site, "k").mT
+        off = product_bound(q, k, q_off, k_off, terms=terms)
+        off = off + float32_error(terms) * (self.q_mean.abs() @ (k.abs() + k_off))
+        off = self.scale * off
         return off.masked_fill(~self.live, 0.0)
 
-    def _p_off(self, exponent_off: Tensor) -> Tensor:
-        """|P computed - P|, where its exponent is off by at most this, and P by less than 1."""
+    def _float32_off(self) -> Tensor:
+        """What float32 adds to the error of S - L."""
         size = self.s.abs().masked_fill(~self.live, 0.0).amax(-1, keepdim=True)
-        off = exponent_off + _float32(1) * (1 + size) + _float32(self.p.shape[-1])
-        return (self.p * torch.expm1(off)).clamp(max=1.0)
+        return float32_error(1) * (1 + size) + float32_error(self.p.shape[-1])
+
+    def _p_off(self, off: Tensor, *, normalised: bool = True) -> Tensor:
+        """|P computed - P|, where S - L is off by at most this.
+
+        normalised: L is that of the same S, so that P is at most 1 but for float32.
+        """
+        float32_off = self._float32_off()
+        p_off = self.p * torch.expm1(off + float32_off)
+        return torch.minimum(p_off, torch.exp(float32_off)) if normalised else p_off
 
     def _output(self, value: Tensor, off: Tensor) -> Tensor:
         """The bound after rounding to the outputs' dtype."""
         unit, smallest = _OUTPUT[self.dtype]
-        return off + unit * (value + off) + smallest
-
-
-def _float32(terms: int) -> float:
-    """The relative error of a float32 sum of this many products, at most."""
-    return (terms + _OPERATIONS) * _U
-
-
-def region_amax(x: Tensor, how: Granularity, rows: int, columns: int) -> Tensor:
-    """The largest magnitude among those that each element of x [..., n, m] shares a scale with."""
-    tiles = to_tiles(x.abs(), min(rows, x.shape[-2]), min(columns, x.shape[-1]))
-    amax = tiles.amax(SHARED[how], keepdim=True).expand_as(tiles)
-    return from_tiles(amax, x.shape[-2], x.shape[-1])
+        return off + unit * (value + off) + smallest / 2

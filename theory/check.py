@@ -32,7 +32,7 @@ class Check:
         """Whether the measurement is what the theory says; never where either is NaN."""
         if self.within is None:
             return self.measured <= self.predicted
-        return abs(self.ratio - 1) <= self.within
+        return self.measured == self.predicted or abs(self.ratio - 1) <= self.within
 
 
 def bounded(topic: str, statement: str, inputs: str, *, bound: Tensor, measured: Tensor) -> Check:

@@ -1,0 +1,300 @@
+"""The parts of dS's error: the identity, the bound through delta, and estimates held against drawn
+errors, whose moments are known, and against the emulator, whose are not."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sagesim
+from sagesim import FACTORED, SAGEBWD, AttentionSpec, Granularity, quantize
+from tests.support import examples
+from tests.support.assertions import assert_bitwise, assert_within_bound
+from theory.checks.ds_error import (
+    SMOOTHED_FPA,
+    Anatomy,
+    amax,
+    in_float32,
+    operand,
+    products,
+    relative,
+)
+from theory.ds_bound import centred
+from theory.ds_error import (
+    dispersion,
+    ds_error,
+    ds_moments_from_pv,
+    ds_moments_from_qk,
+    scale_gain,
+    through_delta_bound,
+)
+from theory.matmul import product_moments
+from theory.rounding import Moments, rounding_moments
+from theory.samples import captured, gaussian, outlier_channels
+
+U = 2.0**-53
+LABELS = ("sagebwd", "factored", "sagebwd_all_int8", "sage_forward", "sagebwd pv=fp8_e5m2")
+CASES = {
+    "label": st.sampled_from(LABELS),
+    "seed": st.integers(0, 2**32 - 1),
+    "n": st.sampled_from((1, 2, 3, 17, 70)),
+    "sigma": st.sampled_from((0.0, 1.0, 30.0)),
+    "outlier": st.sampled_from((1.0, 100.0)),
+    "is_causal": st.booleans(),
+}
+
+
+def problem(seed, n, sigma, outlier):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, do = torch.randn(4, 2, n, 16, generator=generator)
+    do[:, n // 2] *= outlier
+    v[..., 3] *= outlier
+    return q * sigma, k, v, do
+
+
+def drawn(*errors, draws=4000):
+    """Independent normal errors of these moments, [draws, ...] each."""
+    generator = torch.Generator().manual_seed(0)
+    for error in errors:
+        noise = torch.randn(draws, *error.mean.shape, generator=generator, dtype=torch.float64)
+        yield error.mean + error.variance.sqrt() * noise
+
+
+def assert_moments(moments, sample, what):
+    """The sample's [draws, ...] mean and mean square are those of `moments`: within six standard
+    errors of a mean of products of normal numbers (of which some 60 are compared)."""
+    spread = 6 / math.sqrt(len(sample))
+    assert_within_bound(
+        actual=sample.mean(0),
+        exact=moments.mean,
+        bound=spread * moments.mean_square.sqrt() + 1e-300,
+        what=f"mean, {what}",
+    )
+    assert_within_bound(
+        actual=sample.square().mean(0),
+        exact=moments.mean_square,
+        bound=4 * spread * moments.mean_square + 1e-300,
+        what=f"mean square, {what}",
+    )
+
+
+@examples(200)
+@given(**CASES)
+def test_the_parts_add_up(label, seed, n, sigma, outlier, is_causal):
+    x = problem(seed, n, sigma, outlier)
+    e = sagesim.exact(*x, is_causal=is_causal)
+    t = sagesim.trace(*x, spec=AttentionSpec.parse(label), is_causal=is_causal)
+    parts = ds_error(
+        e.p,
+        e.dp,
+        e.delta,
+        computed_p=t.p_recompute,
+        computed_dp=t.dp,
+        computed_delta=t.delta,
+    )
+    computed = t.p_recompute.double() * (t.dp.double() - t.delta.double()[..., None])
+    size = 1 + t.p_recompute.double()
+    size = size * (t.dp.double().abs() + e.dp.abs() + (e.delta.abs() + t.delta.abs())[..., None])
+    assert_within_bound(
+        actual=parts.total, exact=computed - e.ds, bound=(n + 16) * 2 * U * size, what="identity"
+    )
+
+
+@examples(200)
+@given(**CASES)
+def test_the_bound_through_delta_holds(label, seed, n, sigma, outlier, is_causal):
+    x = problem(seed, n, sigma, outlier)
+    e = sagesim.exact(*x, is_causal=is_causal)
+    spec = replace(AttentionSpec.parse(label), delta=sagesim.Delta.FROM_O)
+    t = sagesim.trace(*x, spec=spec, is_causal=is_causal)
+    measured = (e.p * (t.delta - e.delta)[..., None]).square().mean(-1).sqrt()
+    bound = through_delta_bound(e.p, x[3], t.o - e.o)
+    # delta is a float32 sum of 16 products; the exact one a float64 sum.
+    slack = 17 * 2.0**-24 * (x[3] * t.o).abs().sum(-1).double() * e.p.square().mean(-1).sqrt()
+    slack = slack + (n + 32) * U * e.dp.abs().amax(-1)
+    assert_within_bound(
+        actual=measured, exact=torch.zeros_like(measured), bound=bound + slack, what="delta"
+    )
+
+
+def test_the_bound_through_delta_is_attained_and_no_smaller_one_holds():
+    do = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    p = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
+    o_error = do * 0.01
+    measured = (p * (do * o_error).sum(-1, keepdim=True)).square().mean(-1).sqrt()
+    bound = through_delta_bound(p, do, o_error)
+    assert_within_bound(actual=measured, exact=bound, bound=1e-15 * bound, what="parallel")
+    with pytest.raises(AssertionError, match="exceed the bound"):
+        assert_within_bound(
+            actual=measured, exact=torch.zeros_like(bound), bound=0.99 * bound, what="twin"
+        )
+
+
+@examples(200)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    spread=st.sampled_from((0.0, 1.0, 8.0)),
+    exponent=st.integers(-60, 60),
+)
+def test_what_is_known_of_a_rounding_error(seed, spread, exponent):
+    """The elements with a mean have that error, in the emulator as well."""
+    z = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(seed))
+    x = z[0] * torch.exp(spread * z[1]) * 2.0**exponent
+    rounded = quantize(x, Granularity.PerToken)
+    moments = rounding_moments(x, rounded.scale)
+    error = rounded.dequantize().double() - x.double()
+    known = moments.variance == 0
+    # A code times its scale is rounded to float32, and x / scale may tie in one precision only.
+    scale = rounded.scale.double().expand_as(error)
+    ties = ((x.double() / scale).abs().frac() - 0.5).abs() < 1e-5
+    assert_within_bound(
+        actual=error.where(known & ~ties, 0.0),
+        exact=moments.mean.where(known & ~ties, 0.0),
+        bound=128 * 2.0**-23 * scale,
+        what="known",
+    )
+    assert bool((moments.variance <= scale.square() / 12).all())
+
+
+def test_a_rounding_error_is_noise_in_the_middle_and_a_bias_at_the_ends():
+    scale = torch.tensor([0.5], dtype=torch.float64)
+    x = torch.tensor([0.1, -0.2, 0.3, -0.7, 20.1, 63.5], dtype=torch.float64)
+    moments = rounding_moments(x, scale)
+    mean = torch.tensor([-0.1, 0.2, 0.2, 0.2, 0.0, 0.0], dtype=torch.float64)
+    variance = torch.tensor([0, 0, 0, 0, 0.25 / 12, 0], dtype=torch.float64)
+    assert_within_bound(actual=moments.mean, exact=mean, bound=torch.tensor(4 * U), what="mean")
+    assert_bitwise(actual=moments.variance, expected=variance, what="variance")
+    empty = rounding_moments(torch.zeros(3), torch.zeros(3))
+    assert_bitwise(actual=empty.mean_square, expected=torch.zeros(3).double(), what="all zero")
+
+
+def test_an_error_relative_to_nothing():
+    zero, error = torch.zeros(2).double(), Moments(torch.zeros(2), torch.ones(2))
+    assert Moments.none(zero).relative_to(zero) == 0
+    assert error.relative_to(zero) == math.inf
+    assert error.relative_to(torch.full((2,), 2.0)) == 0.5
+
+
+def test_the_moments_of_a_product():
+    a, b = torch.randn(5, 7, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+    a_error, b_error = (Moments(0.1 * torch.randn_like(x), x.square()) for x in (a, b))
+    moments = product_moments(a, b, a_error, b_error)
+    sample = [(a + x) @ (b + y) - a @ b for x, y in zip(*drawn(a_error, b_error), strict=True)]
+    assert_moments(moments, torch.stack(sample), "product")
+
+
+@pytest.mark.parametrize("which", ["q", "k", "mean"])
+def test_the_moments_from_qk_are_those_of_small_errors(which):
+    """Q and K given tiny errors, dS computed anew; delta follows them."""
+    q, k, v, do = torch.randn(4, 6, 4, dtype=torch.float64)
+    x, tiny = sagesim.exact(q, k, v, do), 1e-7
+    zero, one = torch.zeros_like(q), torch.ones_like(q)
+    noise = Moments(zero, tiny**2 * (1 + q.abs()))
+    known = Moments(tiny * torch.randn_like(q), zero)
+    none = Moments(zero, zero)
+    q_error = {"q": noise, "k": none, "mean": known}[which]
+    k_error = {"q": none, "k": noise, "mean": Moments(tiny * one.cumsum(-2), zero)}[which]
+    moments = ds_moments_from_qk(x.p, centred(x.p, x.dp), q, k, q_error, k_error, 0.5)
+    draws = 1 if which == "mean" else 4000
+    off_q, off_k = drawn(q_error, k_error, draws=draws)
+    sample = sagesim.exact(q + off_q, k + off_k, v.expand_as(off_q), do.expand_as(off_q)).ds - x.ds
+    if which == "mean":
+        # The second order is 1e-7 of the first, float64's rounding 1e-9 of it.
+        limit = 1e-5 * tiny * torch.ones_like(x.ds)
+        assert_within_bound(actual=sample[0], exact=moments.mean, bound=limit, what="known error")
+    else:
+        assert_moments(moments, sample, which)
+        half = Moments(moments.mean, moments.variance / 2)
+        with pytest.raises(AssertionError, match="exceed the bound"):
+            assert_moments(half, sample, "twin of half the variance")
+
+
+def test_the_moments_from_pv():
+    p, v, do = torch.rand(5, 7).softmax(-1).double(), torch.randn(7, 4), torch.randn(5, 4)
+    v, do = v.double(), do.double()
+    p_error, v_error = Moments(0.1 * p, p.square()), Moments(0.1 * v, v.square())
+    moments = ds_moments_from_pv(p, v, do, p_error, v_error)
+    off_p, off_v = drawn(p_error, v_error)
+    # First order: without the product of both errors, which is left out of the variance.
+    o_off = off_p @ v + p @ off_v
+    known = p_error.mean @ v_error.mean
+    sample = -p * ((o_off + known) * do).sum(-1, keepdim=True)
+    assert_moments(moments, sample, "through delta")
+
+
+@pytest.mark.parametrize("layer", range(6))
+@pytest.mark.parametrize("spec", [SAGEBWD, FACTORED], ids=["sagebwd", "factored"])
+def test_estimates_on_every_layer_of_the_capture(layer, spec):
+    """dS through QK and through PV, dQ, dK, dV of their own rounding, and with them the gains."""
+    sample = in_float32(captured()[layer])
+    exact, parts = sample.exact(), Anatomy.of(sample, spec)
+    for name, moments, sites in (
+        ("qk", parts.qk, {"qk": spec.qk, "qk_recompute": spec.qk_recompute}),
+        ("pv", parts.pv, {"pv": spec.pv}),
+    ):
+        found = relative(sample.trace(replace(SMOOTHED_FPA, **sites)).ds, exact.ds)
+        # The estimate has no error in P beyond first order, and averages over roundings that the
+        # sample has once: a few rows of dO carry most of dS.
+        assert found == pytest.approx(moments.relative_to(exact.ds), rel=0.2), name
+    for product in products(sample):
+        assert product.measured(spec) == pytest.approx(product.predicted(spec), rel=0.15)
+
+
+def test_small_elements_make_a_bias_that_noise_does_not_explain():
+    """What the model of uniform noise misses: dV of the capture's last layer, four times over."""
+    product = products(in_float32(captured()[5]))[2]
+    assert product.site == "dv"
+    scale = amax(product.left.mT, SAGEBWD.dv.lhs, SAGEBWD).mT / 127
+    right = operand(product.right, SAGEBWD.dv.rhs, SAGEBWD)
+    nothing = torch.zeros_like(product.left)
+    exact = product.left @ product.right
+    lost = product.left.square().minimum(scale.square() / 12)
+    noise = product_moments(product.left, product.right, Moments(nothing, lost), right)
+    measured = product.measured(SAGEBWD)
+    assert measured > 4 * noise.relative_to(exact)
+    assert measured == pytest.approx(product.predicted(SAGEBWD), rel=0.1)
+
+
+@pytest.mark.parametrize("parts", [1, 8, 64])
+def test_the_dispersion_of_known_regions(parts):
+    """One part of a region not 0: the least there is. All alike: 1."""
+    x = torch.zeros(64, 64, dtype=torch.float64)
+    x[:: 64 // parts] = 1.0
+    fine = amax(x, Granularity.PerTileRow, SAGEBWD)
+    coarse = amax(x, Granularity.PerTile, SAGEBWD)
+    assert dispersion(fine, coarse, torch.ones(())) == parts / 64
+    assert scale_gain(1.0, parts / 64, 1.0) == math.sqrt(64 / parts)
+    assert dispersion(0 * fine, 0 * coarse, torch.ones(())) == 1.0
+
+
+@examples(100)
+@given(seed=st.integers(0, 2**32 - 1), spread=st.floats(0, 10), n=st.sampled_from((1, 5, 64, 70)))
+def test_the_dispersion_is_a_share(seed, spread, n):
+    z = torch.randn(2, n, 24, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = z[0] * torch.exp(spread * z[1, :, :1])
+    fine, coarse = (amax(x, g, SAGEBWD) for g in (Granularity.PerTileRow, Granularity.PerTile))
+    assert 1 / 64 * (1 - 1e-12) <= dispersion(fine, coarse, torch.ones(())) <= 1
+
+
+def test_the_gain_of_dispersions_is_that_of_ordinary_inputs_only():
+    """It follows the emulator at sigma 1; at sigma 5, where P and dS are mostly smaller than half
+    a code, it charges shared scales noise that they do not make."""
+    for product in products(gaussian(1.0)):
+        gain = product.measured(SAGEBWD) / product.measured(FACTORED)
+        assert product.gain_of_dispersions() == pytest.approx(gain, rel=0.1)
+    for product in products(gaussian(5.0)):
+        gain = product.measured(SAGEBWD) / product.measured(FACTORED)
+        assert product.gain_of_dispersions() > 1.5 * gain
+
+
+def test_the_outlier_of_one_row_is_within_a_third():
+    """One row of dO carries most of dS, so that one row's roundings are the whole sample."""
+    sample = outlier_channels()
+    exact = sample.exact().ds
+    found = relative(sample.trace(SAGEBWD).ds, exact)
+    parts = Anatomy.of(sample, SAGEBWD)
+    predicted = math.hypot(parts.qk.relative_to(exact), parts.pv.relative_to(exact))
+    assert found == pytest.approx(predicted, rel=1 / 3)

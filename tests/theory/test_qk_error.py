@@ -1,0 +1,118 @@
+"""What rounding Q and K does, against drawn errors."""
+
+import math
+
+import pytest
+import torch
+from scipy import integrate, stats
+
+import sagesim
+from tests.support.assertions import assert_within_bound
+from theory.ds_bound import centred
+from theory.qk_error import qk_moments, saturation_of_ds, saturation_of_p
+from theory.rounding import Moments
+
+DRAWS = 4000
+SIZE = 3e-3
+"""Of the drawn errors: small, so that what is not of first order vanishes."""
+
+
+def problem(sigma=1.0, n=9, d=3):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = torch.randn(4, n, d, generator=generator, dtype=torch.float64)
+    return sigma * q, sigma * k, v + 0.5 * k, do
+
+
+def predicted(q, k, v, do, q_variance, k_variance, **changes):
+    x = sagesim.exact(q, k, v, do)
+    errors = [Moments(torch.zeros_like(t), t) for t in (q_variance, k_variance)]
+    arguments = {"q_rounded": q, "scale": 1 / math.sqrt(q.shape[-1])} | changes
+    return qk_moments(x.p, centred(x.p, x.dp), q, k, v, do, *errors, **arguments)
+
+
+def variances(q, k, v, do, q_variance, k_variance):
+    """Of the outputs, over drawn errors of Q and K."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (DRAWS, *q.shape)
+    noise = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+    off_q, off_k = q + q_variance.sqrt() * noise[0], k + k_variance.sqrt() * noise[1]
+    wide = (x.expand(shape) for x in (v, do))
+    found, exact = sagesim.exact(off_q, off_k, *wide), sagesim.exact(q, k, v, do)
+    # dQ and dK are of S alone here: K and Q as operands of the backward are rounded elsewhere.
+    scale = 1 / math.sqrt(q.shape[-1])
+    through = {"o": found.o, "ds": found.ds, "dv": found.dv}
+    through |= {"dq": scale * found.ds @ k, "dk": scale * found.ds.mT @ q}
+    return {t: (x - getattr(exact, t)).square().mean(0) for t, x in through.items()}
+
+
+@pytest.mark.parametrize("rounded", ["q", "k"])
+def test_variances_are_those_of_drawn_errors(rounded):
+    """O, dS and dQ are exact to first order, row by row; so are dK and dV where only Q is off. What
+    keys other than a column's own do to it is taken as independent from query to query."""
+    x = problem()
+    size = SIZE**2 * (1 + x[0].square())
+    of = [size if rounded == t else torch.zeros_like(size) for t in ("q", "k")]
+    moments, measured = predicted(*x, *of), variances(*x, *of)
+    for t in ("o", "ds", "dq", *(("dk", "dv") if rounded == "q" else ())):
+        # A variance from DRAWS normal draws is off by sqrt(2 / DRAWS); 5 of those.
+        bound = 5 * math.sqrt(2 / DRAWS) * moments[t].variance + 0.02 * SIZE**2
+        assert_within_bound(
+            actual=moments[t].variance, exact=measured[t], bound=bound, what=f"{t}, {rounded}"
+        )
+    for t in ("dk", "dv"):
+        ratio = float(moments[t].variance.sum() / measured[t].sum())
+        assert 0.7 < ratio < 1.4, (t, rounded, ratio)
+
+
+def test_twins_with_wrong_operands_are_told_apart():
+    q, k, v, do = problem()
+    size = SIZE**2 * torch.ones_like(q)
+    measured = variances(q, k, v, do, size, size)
+    for twin in (
+        predicted(q, k, v, do, 2 * size, size),
+        predicted(q, k, v, do, size, size, scale=1.0),
+        predicted(q, k, v, do, size, size, q_rounded=2 * q),
+    ):
+        for t in ("o", "ds", "dq"):
+            ratio = float(twin[t].variance.sum() / measured[t].sum())
+            assert not 0.8 < ratio < 1.25, t
+
+
+@pytest.mark.parametrize("variance", [0.01, 1.0, 30.0])
+def test_saturation_is_the_integral(variance):
+    """Over differences z of two logits and their error, by quadrature."""
+
+    def change_of(f, x):
+        return integrate.quad(lambda z: (f(z + x) - f(z)) ** 2, -80, 80, points=[-x, 0], limit=400)[
+            0
+        ]
+
+    def sigmoid(z):
+        return 1 / (1 + math.exp(-z))
+
+    def of_ds(z):
+        return sigmoid(z) * sigmoid(-z)
+
+    for f, saturation, first_order in (
+        (sigmoid, saturation_of_p, 1 / 6),
+        (of_ds, saturation_of_ds, 1 / 30),
+    ):
+        deviation = math.sqrt(variance)
+        expected = integrate.quad(
+            lambda x, f=f, s=deviation: 2 * stats.norm.pdf(x, scale=s) * change_of(f, x),
+            0,
+            8 * deviation,
+            limit=60,
+        )[0]
+        found = saturation(torch.tensor([variance], dtype=torch.float64))
+        exact = torch.tensor([expected / (first_order * variance)], dtype=torch.float64)
+        # A table of 20 entries a decade, between which it is linear.
+        assert_within_bound(actual=found, exact=exact, bound=0.005 * exact, what=f"{f.__name__}")
+
+
+def test_saturation_starts_at_one_and_falls():
+    variance = torch.tensor([0.0, 1e-4, 0.1, 1.0, 10.0, 100.0])
+    for saturation in (saturation_of_p, saturation_of_ds):
+        found = saturation(variance)
+        assert found[0] == 1.0 and found[1] > 0.999
+        assert bool((found.diff() <= 0).all())

@@ -1,0 +1,219 @@
+"""gamma bounds tokens, steps and logits, and the growth of errors is what the moments say."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sagesim import AttentionSpec, Granularity, QKNorm, quantize
+from tests.support import examples
+from tests.support.assertions import assert_within_bound
+from tests.support.inputs import NASTY
+from tests.support.strategies import tensors
+from theory import qk_norm
+from theory.checks import qk_norm as checks
+from theory.qk_norm import PowerSums
+from theory.samples import Sample, gaussian
+
+FLOAT64 = 1 + 2.0**-45
+"""What float64 may add to sums of 72 squares."""
+
+
+def assert_at_most(actual: Tensor, bound: Tensor | float, what: str) -> None:
+    bound = torch.as_tensor(bound, dtype=torch.float64)
+    assert_within_bound(actual=actual, exact=torch.zeros_like(actual), bound=bound, what=what)
+
+
+def norm_of(d: int, seed: int) -> QKNorm:
+    """gammas of either sign, over two decades, some of them 0."""
+    norm = QKNorm(d).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for gamma in (norm.gamma_q, norm.gamma_k):
+            x = torch.randn(d, generator=generator, dtype=torch.float64)
+            gamma.copy_(x.sign() * x.exp2() ** 3 * (x.abs() > 0.1))
+    return norm
+
+
+@examples(300)
+@given(q=tensors(NASTY), seed=st.integers(0, 2**32 - 1))
+def test_gamma_bounds_tokens_steps_and_logits(q, seed):
+    d = q.shape[-1]
+    norm = norm_of(d, seed)
+    gamma_q, gamma_k = norm.gamma_q.detach(), norm.gamma_k.detach()
+    q = q.double()
+    with torch.no_grad():
+        x, k = norm(q, q.flip(-2))
+        plain, _ = QKNorm(d).double()(q, q)
+    mean_square = q.square().mean(-1)
+    norms = qk_norm.normalised_norm(mean_square, d, norm.eps)
+    # Squares of the smallest numbers underflow, in the norm as in the bound.
+    assert_within_bound(
+        actual=plain.norm(dim=-1), exact=norms, bound=norms * (FLOAT64 - 1) + 1e-150, what="norm"
+    )
+    assert_at_most(norms, math.sqrt(d) * FLOAT64, "norm")
+    assert_at_most(x, qk_norm.channel_bound(gamma_q) * FLOAT64, "channel")
+    for how in (Granularity.PerHead, Granularity.PerBlock, Granularity.PerToken):
+        # The largest code is 127, but in a region of zeros.
+        largest = quantize(x, how, block=16).dequantize().double() / 127
+        assert_at_most(largest, qk_norm.step_bound(gamma_q) * (1 + 2.0**-22), "step")
+    s = x @ k.mT / math.sqrt(d)
+    limit = qk_norm.logit_bound(gamma_q, gamma_k)
+    assert_at_most(s, limit * FLOAT64, "S")
+    least, largest = qk_norm.weight_bounds(limit * FLOAT64, k.shape[-2])
+    p = s.softmax(-1)
+    assert_at_most(p, largest * FLOAT64 * (1 + limit * 1e-15), "P")
+    assert_at_most(-p + least, 1.0, "P")
+    assert float(p.min()) >= least * (1 - 1e-12 * (1 + limit))
+
+
+ROUNDED = (
+    "fpa qk=int8@block,block",
+    "fpa qk=int8@token,token",
+    "fpa qk=int8@head,block block=16x16",
+)
+
+
+@examples(150)
+@given(
+    q=tensors(NASTY),
+    seed=st.integers(0, 2**32 - 1),
+    label=st.sampled_from(ROUNDED),
+    is_causal=st.booleans(),
+)
+def test_gamma_bounds_the_error_of_the_logits(q, seed, label, is_causal):
+    norm = norm_of(q.shape[-1], seed)
+    with torch.no_grad():
+        x, k = norm(q.double(), q.double().flip(-2))
+    z = Sample(label, x, k, x, x, is_causal)
+    emulated, exact = z.trace(AttentionSpec.parse(label)), z.exact()
+    error = (emulated.s - exact.s).nan_to_num(0.0)  # -inf less -inf where masked
+    limit = qk_norm.logit_error_bound(norm.gamma_q.detach(), norm.gamma_k.detach())
+    # Float64's part is of the largest logit; and regions below 4e-37 have a step of 1 by contract.
+    slack = 1e-13 * qk_norm.logit_bound(norm.gamma_q.detach(), norm.gamma_k.detach()) + 1e-30
+    assert_at_most(error, limit + slack, "S")
+
+
+def test_bounds_are_attained_so_that_nothing_smaller_would_do():
+    gamma_q = torch.tensor([1.0, -3.0, 0.5, 2.0], dtype=torch.float64)
+    gamma_k = torch.tensor([2.0, 2.0, 9.0, 0.0], dtype=torch.float64)
+    norm = QKNorm(4).double()
+    with torch.no_grad():
+        norm.gamma_q.copy_(gamma_q)
+        norm.gamma_k.copy_(gamma_k)
+        token = torch.tensor([[0.0, 1e6, 0.0, 0.0]], dtype=torch.float64)
+        q, k = norm(token, token)
+    assert float(q.abs().max()) == pytest.approx(float(qk_norm.channel_bound(gamma_q)[1]))
+    limit = qk_norm.logit_bound(gamma_q, gamma_k)
+    assert abs(float(q @ k.mT)) / 2 == pytest.approx(limit)
+    assert limit == pytest.approx(0.5 * 4 * 6)  # max|gamma_q| max|gamma_k| would say 27, not 6
+    assert qk_norm.logit_bound(gamma_q, gamma_k, scale=-1.0) == pytest.approx(24)
+    s = torch.tensor([limit, -limit, -limit], dtype=torch.float64)
+    assert float(s.softmax(0).max()) == pytest.approx(qk_norm.weight_bounds(limit, 3)[1])
+    assert float((-s).softmax(0).min()) == pytest.approx(qk_norm.weight_bounds(limit, 3)[0])
+    assert qk_norm.weight_bounds(1e6, 1) == (1.0, 1.0)
+    with pytest.raises(ValueError, match="tokens=0"):
+        qk_norm.weight_bounds(1.0, 0)
+
+
+def test_the_expected_largest_of_one_two_and_many():
+    assert qk_norm.expected_amax(1) == pytest.approx(math.sqrt(2 / math.pi), rel=1e-8)
+    assert qk_norm.expected_amax(2) == pytest.approx(2 / math.sqrt(math.pi), rel=1e-8)
+    x = torch.randn(4000, 4096, generator=torch.Generator().manual_seed(0))
+    # 4000 maxima of deviation 0.25
+    assert float(x.abs().amax(1).mean()) == pytest.approx(qk_norm.expected_amax(4096), abs=0.016)
+    with pytest.raises(ValueError, match="count=0"):
+        qk_norm.expected_amax(0)
+
+
+@pytest.mark.parametrize(("tau", "tokens"), [(1e-3, 5), (0.3, 1000), (3.0, 7), (30.0, 4096)])
+def test_power_sums_add_up_to_one(tau, tokens):
+    sums = PowerSums(tau, tokens)
+    assert sums.expectation(1) == pytest.approx(1, rel=1e-9)
+    assert sums.expectation(1, 1, 1) == pytest.approx(1, rel=1e-9)
+    assert sums.expectation(1, 2) == pytest.approx(sums.expectation(2), rel=1e-9)
+    assert 1 / tokens <= sums.expectation(2) <= 1
+
+
+def test_power_sums_are_those_of_drawn_rows():
+    p = (4 * torch.randn(400000, 3, generator=torch.Generator().manual_seed(0)).double()).softmax(
+        -1
+    )
+    a2, a3 = p.square().sum(-1), (p**3).sum(-1)
+    sums = PowerSums(4.0, 3)
+    for drawn, exponents in ((a2, (2,)), (a2**2, (2, 2)), (a2 * a3, (2, 3)), (a2**3, (2, 2, 2))):
+        deviation = float(drawn.std()) / math.sqrt(len(drawn))
+        assert sums.expectation(*exponents) == pytest.approx(float(drawn.mean()), abs=5 * deviation)
+
+
+def test_power_sums_of_equal_and_of_lonely_keys():
+    assert PowerSums(1e-4, 10).expectation(2) == pytest.approx(0.1, rel=1e-6)
+    one = PowerSums(9.0, 1)
+    assert one.expectation(2, 3) == pytest.approx(1)
+    assert qk_norm.softmax_error(1.0, one) == pytest.approx(0, abs=1e-7)
+    assert qk_norm.score_gradient_error(1.0, one) == 0
+    with pytest.raises(ValueError, match="tau=0"):
+        PowerSums(0, 4)
+
+
+@pytest.mark.parametrize("tau", (0.5, 3.0, 12.0))
+def test_first_order_errors_are_those_of_drawn_logits(tau):
+    """Rows of drawn logits with drawn errors, so small that first order is all there is."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw():
+        return torch.randn(8000, 50, generator=generator, dtype=torch.float64)
+
+    s, e, g = tau * draw(), 1e-4 * draw(), draw()
+
+    def ds(logits):
+        p = logits.softmax(-1)
+        return p * (g - (p * g).sum(-1, keepdim=True))
+
+    def relative(a, b):
+        return float((a - b).norm() / b.norm())
+
+    sums = PowerSums(tau, 50)
+    p_error = relative((s + e).softmax(-1), s.softmax(-1))
+    assert p_error == pytest.approx(qk_norm.softmax_error(1e-8, sums), rel=0.05)
+    ds_error = relative(ds(s + e), ds(s))
+    assert ds_error == pytest.approx(qk_norm.score_gradient_error(1e-8, sums), rel=0.05)
+
+
+def test_the_frozen_limits_are_approached():
+    """The further from the transition, the closer; log N is what it takes."""
+    away = []
+    for tau, tokens in ((20.0, 10**3), (200.0, 10**6), (2000.0, 10**12)):
+        sums = PowerSums(tau, tokens)
+        exact = qk_norm.softmax_error(1.0, sums)
+        away.append(abs(qk_norm.frozen_softmax_error(1.0, tau, tokens) / exact - 1))
+        gradient = qk_norm.score_gradient_error(1.0, sums)
+        assert gradient == pytest.approx(qk_norm.frozen_score_gradient_error(1.0), rel=0.002)
+    assert away == sorted(away, reverse=True)
+    assert away[-1] < 0.03
+    with pytest.raises(ValueError, match="not above"):
+        qk_norm.frozen_softmax_error(1.0, 1.0, 1000)
+
+
+def test_a_wrong_power_of_sigma_is_seen():
+    """The check of the error of S fails where its square is said to grow as sigma^2."""
+    measured = checks.errors(2.0).moments["s"].sum(0)
+    rms = math.sqrt(float(measured[3] / measured[5]))
+    assert rms == pytest.approx(math.sqrt(checks.logit_square(2.0)), rel=0.05)
+    assert rms != pytest.approx(2 * math.sqrt(checks.logit_square(1.0)), rel=0.3)
+
+
+def test_normalised_gaussian_tokens_have_gammas_deviation():
+    """The growth with sigma is therefore the growth with the RMS of gamma."""
+    norm = QKNorm(64)
+    with torch.no_grad():
+        norm.gamma_q.fill_(3.0)
+        q, _ = norm(gaussian(0.7).q, gaussian(0.7).k)
+    assert float(q.square().mean().sqrt()) == pytest.approx(3.0, rel=1e-5)
+
+
+def test_every_statement_holds():
+    assert not [c for c in checks.checks() if not c.holds]

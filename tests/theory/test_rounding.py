@@ -1,0 +1,234 @@
+"""Rounding errors stay within their bounds, and mean squares are those of the closed forms."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import integrate, stats
+
+from sagesim import Granularity, Precision, Rounding, quantize
+from sagesim.rounding import FLOAT8_DTYPE
+from sagesim.spec import HALF_AWAY, HALF_EVEN, RoundingMode
+from tests.support import examples
+from tests.support.assertions import assert_bitwise, assert_within_bound
+from tests.support.inputs import EXTREME, NASTY
+from tests.support.region_quantizer import regions
+from tests.support.strategies import MAP_GRANULARITIES, SCALED, TOKEN_GRANULARITIES, tensors
+from theory import rounding
+from theory.checks import rounding as checks
+from theory.rounding import GRIDS, rounding_bound
+
+MODES = (HALF_EVEN, HALF_AWAY, Rounding.stochastic(5))
+DTYPE16 = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
+
+
+def one(x: float) -> torch.Tensor:
+    return torch.tensor([[x]], dtype=torch.float64)
+
+
+def assert_bound(rounded, x, bound) -> None:
+    assert_within_bound(actual=rounded, exact=x.double(), bound=bound, what="rounded")
+
+
+def dequantized(x, how, block, precision, mode):
+    q = quantize(x, how, block=block, precision=precision, rounding=mode)
+    return q.codes.double() * q.scale.double()
+
+
+@examples(500)
+@given(
+    x=tensors(EXTREME),
+    how=st.sampled_from(sorted(TOKEN_GRANULARITIES + MAP_GRANULARITIES)),
+    block=st.sampled_from((1, 16, 64)),
+    precision=st.sampled_from(SCALED),
+    mode=st.sampled_from(MODES),
+)
+def test_scaled_formats_stay_within_the_bound(x, how, block, precision, mode):
+    size = (block, 2 * block) if how.is_map else block
+    rows, columns = size if how.is_map else (block, x.shape[-1])
+    amax = rounding.region_amax(x.double(), how, rows, columns)
+    bound = rounding_bound(x, amax, precision, mode.mode)
+    assert_bound(dequantized(x, how, size, precision, mode), x, bound)
+    # Larger magnitudes than the true ones are allowed, so the bound must not fall with them.
+    grown = rounding_bound(1.1 * x.double(), 1.3 * amax, precision, mode.mode)
+    assert bool((grown >= bound).all())
+
+
+@examples(100)
+@given(x=tensors(NASTY), precision=st.sampled_from(sorted(DTYPE16)), wide=st.booleans())
+def test_sixteen_bit_formats_stay_within_the_bound(x, precision, wide):
+    x = x.double() * (1 + 2.0**-30) if wide else x  # float64 goes through float32
+    bound = rounding_bound(x, x, precision)
+    rounded = x.to(DTYPE16[precision]).double()
+    assert_bound(rounded, x, bound)
+    assert not bool(rounding_bound(x, x, Precision.FP32).any())
+
+
+@pytest.mark.parametrize("how", sorted(TOKEN_GRANULARITIES + MAP_GRANULARITIES))
+def test_regions_are_those_of_the_contract(how):
+    x = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
+    expected = torch.zeros_like(x)
+    block = (16, 8) if how.is_map else 16
+    for rows, columns in regions(40, 24, how.value, block):
+        expected[rows, columns] = x[rows, columns].abs().max()
+    found = rounding.region_amax(x, how, 16, 8 if how.is_map else 24)
+    assert_bitwise(actual=found, expected=expected, what="amax")
+
+
+WORST = {
+    Precision.INT8: (0.5, 127.0),
+    Precision.FP8_E4M3: (17 / 16, 448.0),
+    Precision.FP8_E5M2: (9 / 8, 57344.0),
+}
+
+
+@pytest.mark.parametrize("precision", WORST)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_the_bound_is_attained_so_that_nothing_smaller_would_do(precision, mode):
+    """A number half way between two of the format, or for stochastic rounding just above one."""
+    value, largest = WORST[precision]
+    if mode.mode is RoundingMode.STOCHASTIC:
+        # Of many elements a little above a number some go up, nearly all the way.
+        value = value - 0.49 if precision is Precision.INT8 else 1 + (value - 1) / 50
+    x = torch.full((64, 64), value)
+    x[:, 0] = largest
+    rounded = dequantized(x, Granularity.PerToken, 64, precision, mode)
+    bound = rounding_bound(x, one(largest), precision, mode.mode)
+    assert_bound(rounded, x, bound)
+    with pytest.raises(AssertionError, match="exceed the bound"):
+        assert_bound(rounded, x, 0.95 * bound)
+
+
+def test_a_bound_to_nearest_is_not_one_for_stochastic_rounding():
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    rounded = dequantized(x, Granularity.PerToken, 64, Precision.INT8, MODES[2])
+    amax = x.abs().amax(-1, keepdim=True)
+    with pytest.raises(AssertionError, match="exceed the bound"):
+        assert_bound(rounded, x, rounding_bound(x, amax, Precision.INT8))
+
+
+def test_an_overflow_has_no_finite_bound_and_input16_none_at_all():
+    x = torch.tensor([65503.0, 65519.0, 65520.0, 1e30], dtype=torch.float64)
+    assert x.half().isinf().tolist() == [False, False, True, True]
+    assert rounding_bound(x, x, Precision.FP16).isinf().tolist() == [False, False, True, True]
+    assert rounding_bound(x, x, Precision.BF16).isfinite().all()
+    with pytest.raises(ValueError, match="input16"):
+        rounding_bound(x, x, Precision.INPUT16)
+
+
+@pytest.mark.parametrize("precision", (Precision.FP8_E4M3, Precision.FP8_E5M2))
+def test_spacing_is_that_of_the_numbers_there_are(precision):
+    bits = torch.arange(128, dtype=torch.uint8).view(FLOAT8_DTYPE[precision]).double()
+    numbers = bits[bits.isfinite()]  # those that are not negative, in order
+    assert float(numbers[-1]) == GRIDS[precision].largest
+    found = rounding.spacing(3 * numbers[:-1], torch.tensor(3.0), precision)
+    assert found.tolist() == (3 * numbers.diff()).tolist()
+
+
+@pytest.mark.parametrize("precision", sorted(DTYPE16))
+def test_spacing_of_sixteen_bits(precision):
+    x = checks.wide((1000,)).to(DTYPE16[precision])
+    above = torch.nextafter(x.abs(), torch.full_like(x, torch.inf))
+    found = rounding.spacing(x, torch.ones(()), precision)
+    assert found.tolist() == (above.double() - x.abs().double()).tolist()
+
+
+@examples(200)
+@given(x=tensors(EXTREME), precision=st.sampled_from(SCALED))
+def test_no_element_is_expected_to_be_off_by_more_than_it_can(x, precision):
+    q = quantize(x, Granularity.PerToken, block=64, precision=precision)
+    expected = rounding.expected_square(x, q.scale, precision)
+    bound = rounding_bound(x, x.double().abs().amax(-1, keepdim=True), precision)
+    zeros = torch.zeros_like(expected)
+    assert_within_bound(actual=expected.sqrt(), exact=zeros, bound=bound, what="RMS")
+    assert not bool(expected[x == 0].any())
+
+
+def test_the_three_kinds_of_element():
+    x = torch.tensor([0.3, 0.5, 0.6, 100.2, 127.0])
+    expected = [0.09, 0.25, 1 / 12, 1 / 12, 0.0]
+    found = rounding.expected_square(torch.cat([x, -2 * x]), torch.tensor([1.0] * 5 + [2.0] * 5))
+    assert found.tolist() == pytest.approx(expected + [4 * e for e in expected], rel=1e-6)
+
+
+@pytest.mark.parametrize("sigma", (0.003, 0.02, 0.1, 0.3, 0.5, 1.0, 7.0))
+def test_the_mean_square_of_a_gaussian_is_the_integral(sigma):
+    cells = range(math.ceil(10 * sigma) + 1)
+    parts = [
+        integrate.quad(
+            lambda x, k=k: (x - k) ** 2 * stats.norm.pdf(x, scale=sigma),
+            k - 0.5,
+            k + 0.5,
+            points=[k - 3 * sigma, k, k + 3 * sigma] if sigma < 0.1 else None,
+            epsabs=1e-15,
+        )[0]
+        for k in cells
+    ]
+    exact = parts[0] + 2 * sum(parts[1:])
+    found = rounding.gaussian_mean_square(one(2 * sigma), one(2.0))
+    assert float(found) == pytest.approx(4 * exact, rel=1e-6)
+    uniform = 4 / 12
+    assert (uniform == pytest.approx(4 * exact, rel=0.01)) == (sigma >= 0.5)
+
+
+def test_gaussians_of_several_deviations_at_once():
+    sigma = torch.tensor([[0.001, 0.2], [1.0, 50.0]], dtype=torch.float64)
+    found = rounding.gaussian_mean_square(sigma, torch.ones_like(sigma))
+    single = [
+        float(rounding.gaussian_mean_square(one(float(s)), one(1.0))) for s in sigma.flatten()
+    ]
+    assert found.flatten().tolist() == pytest.approx(single, rel=1e-12)
+
+
+@pytest.mark.parametrize("median", (0.01, 0.4, 3.0, 40.0))
+@pytest.mark.parametrize("deviation", (0.2, 1.0, 2.5))
+def test_the_moments_of_a_lognormal_are_the_integrals(median, deviation):
+    law = stats.lognorm(s=deviation, scale=median)
+
+    def moment(power):
+        """Of the error, over log x, where the density is a Gaussian's."""
+        total = 0.0
+        for k in range(128):
+            low, high = max(k - 0.5, 1e-12), min(k + 0.5, 127.0)
+            total += integrate.quad(
+                lambda y, k=k: (k - math.exp(y)) ** power * law.pdf(math.exp(y)) * math.exp(y),
+                math.log(low),
+                math.log(high),
+                epsabs=1e-14,
+                limit=200,
+            )[0]
+        return total / law.cdf(127.0)
+
+    found = rounding.lognormal_moments(one(math.log(3 * median)), one(deviation), one(3.0))
+    assert float(found.mean) == pytest.approx(3 * moment(1), rel=1e-5, abs=1e-9)
+    assert float(found.mean_square) == pytest.approx(9 * moment(2), rel=1e-5)
+
+
+def test_what_is_lost_is_a_bias():
+    """Elements of a hundredth of a code: each is lost, and so is their sum."""
+    found = rounding.lognormal_moments(one(math.log(0.01)), one(0.1), one(1.0))
+    assert float(found.mean) == pytest.approx(-0.01 * math.exp(0.1**2 / 2), rel=1e-9)
+    assert float(found.mean.square()) > 0.98 * float(found.mean_square)
+
+
+@pytest.mark.parametrize("parts", (1, 2, 3, 4, 5, 16, 127))
+@pytest.mark.parametrize("mode", MODES[:2], ids=str)
+def test_numbers_on_a_grid_have_the_mean_square_of_its_places(parts, mode):
+    places = torch.arange(-60 * parts, 60 * parts) / parts  # every place as often as the others
+    x = checks.with_scale(places[None])
+    error = dequantized(x, Granularity.PerToken, 1, Precision.INT8, mode) - x.double()
+    exact = float(error.square().mean()) * x.numel() / places.numel()
+    found = rounding.grid_mean_square(parts, torch.tensor(2.0))
+    # Places that are no binary fractions are off by a float32 rounding of up to 60.
+    assert float(found) == pytest.approx(4 * exact, rel=1e-4, abs=1e-9)
+
+
+def test_a_grid_has_parts():
+    with pytest.raises(ValueError, match="parts=0"):
+        rounding.grid_mean_square(0, torch.tensor(1.0))
+
+
+def test_every_statement_holds():
+    assert not [c for c in checks.checks() if not c.holds]

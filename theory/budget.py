@@ -1,0 +1,218 @@
+"""An error budget: what low-bit attention will cost, from the exact tensors alone.
+
+No product is emulated. Every operand's rounding is replaced by what its format and its scale say to
+expect of it, and carried to the outputs by the statements of `theory.ds_error`, `theory.qk_error`
+and `theory.int8_dp`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from sagesim import AttentionSpec, Delta, Precision, RoundingMode, exact
+from sagesim.arguments import resolve_input16
+from sagesim.attribution import LOGITS, OUTPUTS
+from sagesim.metrics import TITLES
+from sagesim.rounding import CODE_MAX
+from sagesim.spec import MAPS, OPERANDS
+from theory.ds_bound import centred
+from theory.ds_error import ds_moments_from_pv
+from theory.int8_dp import ds_moments_from_dp
+from theory.matmul import product_moments
+from theory.qk_error import qk_moments
+from theory.rounding import Moments, region_amax, rounding_moments, spacing
+from theory.smoothing import block_means
+
+PARTS: Final = (LOGITS, "pv", "dv", "dp", "dq", "dk")
+"""Sites, as `sagesim.attribution` takes an error apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Predicted errors; prints as a table."""
+
+    spec: AttentionSpec
+    error: Mapping[str, float]  #: relative L2 of o, ds, dq, dk, dv
+    share: Mapping[str, Mapping[str, float]]
+    """Of the squared error of each of them, by `PARTS`; all 0 where there is none."""
+
+    def largest(self, tensor: str) -> str:
+        """The part with the largest share of a tensor's error."""
+        return max(PARTS, key=lambda part: self.share[part][tensor])
+
+    def __str__(self) -> str:
+        lines = [f"{self.spec.label():18}" + "".join(f"{TITLES[t]:>10}" for t in OUTPUTS)]
+        lines.append(f"{'relative L2':18}" + "".join(f"{self.error[t]:10.2e}" for t in OUTPUTS))
+        for part in PARTS:
+            shares = "".join(f"{self.share[part][t]:10.1%}" for t in OUTPUTS)
+            lines.append(f"{part:18}{shares}")
+        return "\n".join(lines)
+
+
+def error_budget(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    *,
+    spec: AttentionSpec,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Budget:
+    """Predict the errors of `spec` on q, k, v, do [..., tokens, d], as many heads of K as of Q.
+
+    Right to within a quarter for each output on Gaussian inputs of any deviation, on inputs with
+    outlier channels and on a trained model's, over enough rows that no single one dominates; see
+    `theory.checks.budget`. It is an expectation: one realization of few heavy rows can be further.
+
+    Where it breaks: rounding is taken as independent from site to site, so that what PV and dP
+    share of V's rounding is counted twice under INT8 dP; logits that are off by much more than 1
+    are outside the two-key model of `theory.qk_error`; float32 sums and the outputs' own rounding
+    to 16 bit are left out, and so is whatever overflows.
+
+    Raises:
+        ValueError: if qk and qk_recompute round differently, of which most would cancel (see
+            `sagesim.attribute`); for unequal heads, or n_q != n_k under a causal mask.
+
+    Source: ours.
+
+    >>> from sagesim import SAGEBWD
+    >>> error_budget(*torch.randn(4, 1, 64, 16), spec=SAGEBWD).largest("dv")
+    'dv'
+    """
+    if spec.qk != spec.qk_recompute:
+        raise ValueError(f"qk and qk_recompute round differently under {spec.label()!r}")
+    if q.shape[:-2] != k.shape[:-2]:
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} differ in heads")
+    if is_causal and q.shape[-2] != k.shape[-2]:
+        raise ValueError(f"a causal mask over {q.shape[-2]} queries and {k.shape[-2]} keys")
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    resolved = resolve_input16(spec, q.dtype)
+    squares = {part: dict.fromkeys(OUTPUTS, 0.0) for part in (*PARTS, "all", "exact")}
+    heads = (x.double().reshape(-1, *x.shape[-2:]) for x in (q, k, v, do))
+    for one in zip(*heads, strict=True):
+        found = _Head(one, resolved, is_causal, scale)
+        parts = found.parts()
+        for t in OUTPUTS:
+            of = [moments[t] for moments in parts.values() if t in moments]
+            for part, moments in parts.items():
+                if t in moments:
+                    squares[part][t] += float(moments[t].mean_square.sum())
+            squares["all"][t] += float(sum(of[1:], of[0]).mean_square.sum())
+            squares["exact"][t] += float(getattr(found.exact, t).square().sum())
+    apart = {t: sum(squares[part][t] for part in PARTS) for t in OUTPUTS}
+    return Budget(
+        spec=spec,
+        error={t: _relative(squares["all"][t], squares["exact"][t]) for t in OUTPUTS},
+        share={
+            part: {t: squares[part][t] / apart[t] if apart[t] else 0.0 for t in OUTPUTS}
+            for part in PARTS
+        },
+    )
+
+
+class _Head:
+    """One head: q, k, v, do, float64 [tokens, d]."""
+
+    def __init__(
+        self, tensors: tuple[Tensor, ...], spec: AttentionSpec, is_causal: bool, scale: float
+    ) -> None:
+        q, k, v, do = tensors
+        self.spec, self.scale = spec, scale
+        self.exact = exact(q, k, v, do, is_causal=is_causal, scale=scale)
+        self.q, self.v, self.do = q, v, do
+        self.k = k - k.mean(-2, keepdim=True) if spec.smoothing.k else k
+        self.q_rounded = q - block_means(q, spec.block_q) if spec.smoothing.q else q
+        self.values = {"q": self.q_rounded, "k": self.k, "v": v, "do": do}
+        self.values |= {"p": self.exact.p, "ds": self.exact.ds}
+
+    def parts(self) -> dict[str, dict[str, Moments]]:
+        """The error of each output from each part; absent where a part cannot reach an output."""
+        p, ds, q, k, v, do = self.exact.p, self.exact.ds, self.q, self.k, self.v, self.do
+        p_error, v_error = self.error("pv", "p"), self.error("pv", "v")
+        pv = {"o": product_moments(p, v, p_error, v_error)}
+        if self.spec.delta is Delta.FROM_O:
+            pv |= self._through_delta(ds_moments_from_pv(p, v, do, p_error, v_error))
+        of_dp = ds_moments_from_dp(
+            p, v, do, self.error("dp", "do"), self.error("dp", "v"), self.spec.delta
+        )
+        dq = product_moments(ds, k, self.error("dq", "ds"), self.error("dq", "k"))
+        dk_left, dv_left = self.error("dk", "ds").mT, self.error("dv", "p").mT
+        dk = product_moments(ds.mT, self.q_rounded, dk_left, self.error("dk", "q"))
+        dv = product_moments(p.mT, do, dv_left, self.error("dv", "do"))
+        return {
+            LOGITS: qk_moments(
+                p,
+                centred(p, self.exact.dp),
+                q,
+                k,
+                v,
+                do,
+                self.error("qk", "q"),
+                self.error("qk", "k"),
+                q_rounded=self.q_rounded,
+                scale=self.scale,
+            ),
+            "pv": pv,
+            "dv": {"dv": dv},
+            "dp": {
+                "ds": of_dp,
+                "dq": self._scaled(of_dp.mean @ k, of_dp.variance @ k.square()),
+                "dk": self._scaled(of_dp.mean.mT @ q, of_dp.variance.mT @ q.square()),
+            },
+            "dq": {"dq": self._scaled(dq.mean, dq.variance)},
+            "dk": {"dk": self._scaled(dk.mean, dk.variance)},
+        }
+
+    def _through_delta(self, ds: Moments) -> dict[str, Moments]:
+        """A row of dS is off by P_i times one number: so dQ is off by that times P_i K."""
+        p, k, q = self.exact.p, self.k, self.q
+        weight = p.square().sum(-1, keepdim=True)
+        number = ds.variance.sum(-1, keepdim=True) / weight.where(weight > 0, 1.0)
+        return {
+            "ds": ds,
+            "dq": self._scaled(ds.mean @ k, number * (p @ k).square()),
+            "dk": self._scaled(ds.mean.mT @ q, ds.variance.mT @ q.square()),
+        }
+
+    def _scaled(self, mean: Tensor, variance: Tensor) -> Moments:
+        return Moments(self.scale * mean, self.scale**2 * variance)
+
+    def error(self, site: str, tensor: str) -> Moments:
+        """What rounding an operand of a site is expected to do."""
+        matmul = self.spec.site(site)
+        how = matmul.lhs if OPERANDS[site][0] == tensor else matmul.rhs
+        x, precision = self.values[tensor], matmul.precision
+        if precision is Precision.FP32:
+            return Moments.none(x)
+        if not precision.is_scaled:
+            return _float_noise(x, torch.ones(()), precision)
+        block = self.spec.block_k if tensor in ("k", "v") else self.spec.block_q
+        columns = self.spec.block_k if tensor in MAPS else x.shape[-1]
+        step = region_amax(x, how, block, columns) / CODE_MAX[precision]
+        step = step.where(step > 0, 1.0)
+        if precision is not Precision.INT8:
+            return _float_noise(x, step, precision)
+        if self.spec.rounding.mode is RoundingMode.STOCHASTIC:
+            fraction = x / step % 1
+            return Moments(torch.zeros_like(x), step.square() * fraction * (1 - fraction))
+        return rounding_moments(x, step)
+
+
+def _float_noise(x: Tensor, scale: Tensor, precision: Precision) -> Moments:
+    """Uniform over the distance of neighbouring numbers of a float format; none where x is one."""
+    distance = spacing(x, scale, precision)
+    noise = (distance.square() / 12).masked_fill(x % distance == 0, 0.0)
+    return Moments(torch.zeros_like(x), noise)
+
+
+def _relative(square: float, norm: float) -> float:
+    if norm == 0:
+        return math.inf if square else 0.0
+    return math.sqrt(square / norm)

@@ -1,0 +1,229 @@
+"""The statements of `theory.ds_error` against the emulator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sagesim import FACTORED, FPA, SAGEBWD, AttentionSpec, Granularity, Smoothing
+from theory.check import Check, bounded, estimated
+from theory.ds_bound import centred
+from theory.ds_error import (
+    dispersion,
+    ds_error,
+    ds_moments_from_pv,
+    ds_moments_from_qk,
+    scale_gain,
+    through_delta_bound,
+)
+from theory.matmul import product_moments
+from theory.rounding import Moments, region_amax, rounding_moments
+from theory.samples import Sample, captured, gaussian, outlier_channels
+
+TOPIC = "ds_error"
+SMOOTHED_FPA = replace(FPA, smoothing=Smoothing(k=True))
+"""Nothing rounded; a site of a preset put into it is that site alone."""
+
+
+def checks() -> Iterator[Check]:
+    """The identity and the bound through delta, then the estimates of dS, and of dQ, dK, dV."""
+    capture = [in_float32(s) for s in captured()]
+    for sample in (gaussian(3.0), capture[3]):
+        yield from _exact_statements(sample)
+    for sample in (gaussian(1.0), gaussian(3.0), capture[2], capture[5]):
+        yield from _ds(sample)
+    for sample in (gaussian(1.0), gaussian(5.0), outlier_channels(), capture[5]):
+        yield from _products(sample)
+
+
+def _exact_statements(sample: Sample) -> Iterator[Check]:
+    x, t = sample.exact(), sample.trace(SAGEBWD)
+    parts = ds_error(
+        x.p,
+        x.dp,
+        x.delta,
+        computed_p=t.p_recompute,
+        computed_dp=t.dp,
+        computed_delta=t.delta,
+    )
+    unit = 2.0**-24
+    # The emulator rounds dP - delta and its product with P to float32, once each.
+    yield bounded(
+        TOPIC,
+        "dS's error is the sum of its four parts",
+        sample.name,
+        bound=2 * unit * t.ds.double().abs() * (1 + unit) + 1e-12 * float(x.dp.abs().max()),
+        measured=(t.ds.double() - x.ds - parts.total).abs(),
+    )
+    # delta is a float32 sum of d_v products.
+    size = (sample.do.double() * t.o.double()).abs().sum(-1)
+    slack = (sample.do.shape[-1] + 1) * unit * size * x.p.square().mean(-1).sqrt()
+    yield bounded(
+        TOPIC,
+        "through delta: RMS <= RMS(P_i) |dO_i| |error of O_i|",
+        sample.name,
+        bound=through_delta_bound(x.p, sample.do, t.o - x.o) + slack,
+        measured=parts.through_delta.square().mean(-1).sqrt(),
+    )
+
+
+def _ds(sample: Sample) -> Iterator[Check]:
+    x, a = sample.exact(), Anatomy.of(sample, SAGEBWD)
+    for statement, moments, spec in (
+        ("dS off through QK", (a.qk,), {"qk": SAGEBWD.qk, "qk_recompute": SAGEBWD.qk_recompute}),
+        ("dS off through PV and delta", (a.pv,), {"pv": SAGEBWD.pv}),
+        ("dS off, SageBwd: QK and PV by squares", (a.qk, a.pv), None),
+    ):
+        trace = sample.trace(replace(SMOOTHED_FPA, **spec) if spec else SAGEBWD)
+        yield estimated(
+            TOPIC,
+            statement,
+            sample.name,
+            predicted=math.hypot(*(m.relative_to(x.ds) for m in moments)),
+            measured=relative(trace.ds, x.ds),
+            # First order in the error of S, which is some 0.1 at sigma 3.
+            within=0.10,
+        )
+
+
+def _products(sample: Sample) -> Iterator[Check]:
+    for product in products(sample):
+        errors = {spec: product.predicted(spec) for spec in (SAGEBWD, FACTORED)}
+        measured = {spec: product.measured(spec) for spec in (SAGEBWD, FACTORED)}
+        yield estimated(
+            TOPIC,
+            f"{product.site}: error of its own rounding, shared scales",
+            sample.name,
+            predicted=errors[SAGEBWD],
+            measured=measured[SAGEBWD],
+            within=0.10,
+        )
+        yield estimated(
+            TOPIC,
+            f"{product.site}: gain of factored scales",
+            sample.name,
+            predicted=errors[SAGEBWD] / errors[FACTORED],
+            measured=measured[SAGEBWD] / measured[FACTORED],
+            within=0.10,
+        )
+        if sample.name.startswith("Gaussian, sigma 1,"):
+            yield estimated(
+                TOPIC,
+                f"{product.site}: the same gain from the dispersions alone",
+                sample.name,
+                predicted=product.gain_of_dispersions(),
+                measured=measured[SAGEBWD] / measured[FACTORED],
+                within=0.10,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """What QK's and PV's rounding is expected to do to dS under a spec with delta from O."""
+
+    qk: Moments
+    pv: Moments
+
+    @classmethod
+    def of(cls, sample: Sample, spec: AttentionSpec) -> Anatomy:
+        x = sample.exact()
+        q, k, v, do = (t.double() for t in sample.tensors)
+        k = k - k.mean(-2, keepdim=True)
+        return cls(
+            ds_moments_from_qk(
+                x.p,
+                centred(x.p, x.dp),
+                q,
+                k,
+                operand(q, spec.qk.lhs, spec),
+                operand(k, spec.qk.rhs, spec),
+                q.shape[-1] ** -0.5,
+            ),
+            ds_moments_from_pv(
+                x.p, v, do, operand(x.p, spec.pv.lhs, spec), operand(v, spec.pv.rhs, spec)
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """dQ, dK or dV alone, from exact operands: all other sites in FP32."""
+
+    site: str
+    sample: Sample
+    left: Tensor  #: the map as the site multiplies it, transposed for dk and dv
+    right: Tensor
+
+    def _amax(self, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        how = spec.site(self.site)
+        if self.site == "dq":
+            return amax(self.left, how.lhs, spec), amax(self.right, how.rhs, spec)
+        return amax(self.left.mT, how.lhs, spec).mT, amax(self.right, how.rhs, spec)
+
+    def errors(self, spec: AttentionSpec) -> tuple[Moments, Moments]:
+        """What rounding the operands with the spec's scales of this site is expected to do."""
+        left, right = self._amax(spec)
+        return rounding_moments(self.left, left / 127), rounding_moments(self.right, right / 127)
+
+    def predicted(self, spec: AttentionSpec) -> float:
+        """The expected relative L2 error of the product."""
+        moments = product_moments(self.left, self.right, *self.errors(spec))
+        return moments.relative_to(self.left @ self.right)
+
+    def measured(self, spec: AttentionSpec) -> float:
+        """The same, of the emulator."""
+        trace = self.sample.trace(replace(SMOOTHED_FPA, **{self.site: spec.site(self.site)}))
+        exact = getattr(self.sample.exact(), self.site)
+        return relative(getattr(trace, self.site), exact)
+
+    def dispersions(self) -> tuple[float, float, float]:
+        """left_share, left and right of `scale_gain`, from SAGEBWD's scales to FACTORED's."""
+        (left, right), (left_fine, right_fine) = self._amax(SAGEBWD), self._amax(FACTORED)
+        left_weight = self.right.square().sum(-1)[..., None, :].expand_as(self.left)
+        right_weight = self.left.square().sum(-2)[..., None].expand_as(self.right)
+        from_left = float((left_weight * left.square()).sum())
+        from_right = float((right_weight * right.square()).sum())
+        return (
+            from_left / (from_left + from_right),
+            dispersion(left_fine, left, left_weight),
+            dispersion(right_fine, right, right_weight),
+        )
+
+    def gain_of_dispersions(self) -> float:
+        return scale_gain(*self.dispersions())
+
+
+def products(sample: Sample) -> tuple[Product, ...]:
+    """dQ, dK and dV of a sample."""
+    x = sample.exact()
+    q, k, _, do = (t.double() for t in sample.tensors)
+    return (
+        Product("dq", sample, x.ds, k - k.mean(-2, keepdim=True)),
+        Product("dk", sample, x.ds.mT, q),
+        Product("dv", sample, x.p.mT, do),
+    )
+
+
+def in_float32(sample: Sample) -> Sample:
+    """The same numbers, so that outputs are not rounded to 16 bit."""
+    q, k, v, do = (t.float() for t in sample.tensors)
+    return replace(sample, q=q, k=k, v=v, do=do)
+
+
+def amax(x: Tensor, how: Granularity, spec: AttentionSpec) -> Tensor:
+    """The largest magnitude in each element's region; blocks of queries and keys are alike."""
+    return region_amax(x, how, spec.block_q, spec.block_k if how.is_map else x.shape[-1])
+
+
+def operand(x: Tensor, how: Granularity, spec: AttentionSpec) -> Moments:
+    """What rounding x to INT8 is expected to do."""
+    return rounding_moments(x, amax(x, how, spec) / 127)
+
+
+def relative(computed: Tensor, exact: Tensor) -> float:
+    """The relative L2 error."""
+    return float(torch.linalg.vector_norm(computed.double() - exact) / exact.norm())

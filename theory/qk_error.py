@@ -1,0 +1,158 @@
+"""What rounding Q and K does to everything behind S.
+
+An error x of the logits of a row moves P by P o (x - P.x) and dS with it. Rounding row i of Q gives
+x = K a scale, one a for the whole row; rounding K gives x_ij = Q_i . b_j scale, one b_j for the
+whole column. Both are followed to O, dQ, dK and dV to first order in x, and what saturates of them
+where x is not small is taken back by two factors.
+
+Maps are [..., n_q, n_k]; computed in float64. Source: ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from theory.ds_error import ds_moments_from_qk
+from theory.matmul import product_moments
+from theory.rounding import Moments
+
+_Array = NDArray[np.float64]
+
+
+def qk_moments(
+    p: Tensor,
+    c: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    q_error: Moments,
+    k_error: Moments,
+    *,
+    q_rounded: Tensor,
+    scale: float,
+) -> dict[str, Moments]:
+    """The errors of o, ds, dq, dk and dv from rounding Q and K alike in forward and backward.
+
+    O and dQ belong to one query, whose a and whose b_j are all independent: their variances are
+    exact to first order, in the covariances of K with V, and of K with itself, under P_i and dS_i.
+    dK and dV add queries up. Of b_j, key j's own, they add up what is common to all queries; the
+    rest (a_i, and b_l of the other keys) is taken as independent from query to query.
+
+    Args: as `theory.ds_error.ds_moments_from_qk`; v [..., n_k, d_v], do [..., n_q, d_v];
+        q_rounded: what was rounded of q, which is q itself unless Q is smoothed.
+    """
+    p, c, q, k, v, do = (x.double() for x in (p, c, q, k, v, do))
+    q_rounded = q_rounded.double()
+    ds, o, k_mean = p * c, p @ v, p @ k
+    pull = ds @ k
+    a, b = scale**2 * q_error.variance, scale**2 * k_error.variance
+    u = q_rounded.square() @ b.mT  # of x_ij from b_j
+    pu = p.square() * u
+
+    x = scale * product_moments(q_rounded, k.mT, q_error, k_error.mT).mean
+    p_mean = p * (x - _sum(p * x))
+    spread = a @ k.square().mT - 2 * (a * k_mean) @ k.mT + _sum(a * k_mean.square())
+    others = _sum(pu) - pu
+    p_own = pu * (1 - p).square()
+    p_rest = p.square() * (spread.clamp(min=0.0) + others)
+
+    ds_moments = ds_moments_from_qk(p, c, q_rounded, k, q_error, k_error, scale)
+    ds_own = u * ds.square() * (1 - 2 * p).square()
+    ds_rest = (ds_moments.variance - ds_own).clamp(min=0.0)
+
+    # O: a . Cov_P(K, V), and b_j through P_j (V_j - O).
+    covariance = _outer(p, k, v) - k_mean[..., :, None] * o[..., None, :]
+    o_variance = (a[..., :, None] * covariance.square()).sum(-2)
+    o_variance = o_variance + pu @ v.square() - 2 * o * (pu @ v) + o.square() * _sum(pu)
+    # dQ: a . M with M the second moments of K under dS, centred; and b_l through
+    # dS_l (K_l - P.K) - P_l dS K.
+    moment = _outer(ds, k, k) - k_mean[..., :, None] * pull[..., None, :]
+    moment = moment - pull[..., :, None] * k_mean[..., None, :]
+    dq_variance = (a[..., :, None] * moment.square()).sum(-2)
+    squares, crossed = u * ds.square(), u * ds * p
+    far = squares @ k.square() - 2 * k_mean * (squares @ k) + k_mean.square() * _sum(squares)
+    across = crossed @ k - k_mean * _sum(crossed)
+    dq_variance = dq_variance + far - 2 * pull * across + pull.square() * _sum(pu)
+    # dV and dK: what b_j does through all queries together, and the rest.
+    dv_variance = (b[..., :, None] * _outer((p * (1 - p)).mT, q_rounded, do).square()).sum(-2)
+    dk_variance = (b[..., :, None] * _outer((ds * (1 - 2 * p)).mT, q_rounded, q).square()).sum(-2)
+
+    apart = 2 * (_sum(a * k.var(-2, keepdim=True, correction=0)) + u.mean(-1, keepdim=True))
+    of_p, of_ds = saturation_of_p(apart), saturation_of_ds(apart)
+    overall_p, overall_ds = _mean_gain(p_own, of_p), _mean_gain(ds_own, of_ds)
+    return {
+        "o": Moments(p_mean @ v, of_p * o_variance.clamp(min=0.0)),
+        "ds": Moments(ds_moments.mean, of_ds * ds_moments.variance),
+        "dq": Moments(scale * ds_moments.mean @ k, scale**2 * of_ds * dq_variance.clamp(min=0.0)),
+        "dk": Moments(
+            scale * ds_moments.mean.mT @ q,
+            scale**2 * (overall_ds * dk_variance + (of_ds * ds_rest).mT @ q.square()),
+        ),
+        "dv": Moments(p_mean.mT @ do, overall_p * dv_variance + (of_p * p_rest).mT @ do.square()),
+    }
+
+
+def saturation_of_p(apart: Tensor) -> Tensor:
+    """Mean square change of P over its first-order value, where the difference of two logits is off
+    by a normal number of variance `apart`.
+
+    For a row of two keys, P = sigmoid(z). Over differences z of all sizes alike, an error x
+    changes it by the integral of (sigmoid(z + x) - sigmoid(z))^2 = x coth(x / 2) - 2, whose first
+    order is x^2 / 6. Rows whose logits are so large that x matters are rows of two keys.
+
+    >>> saturation_of_p(torch.tensor([0.0, 4.0])).tolist()[0]
+    1.0
+    """
+    return _saturation(apart, lambda x: x / np.tanh(x / 2) - 2, 1 / 6)
+
+
+def saturation_of_ds(apart: Tensor) -> Tensor:
+    """The same of dS, which two keys make P (1 - P) (dP_1 - dP_2).
+
+    With f = P (1 - P), the integral of (f(z + x) - f(z))^2 is 1/3 less twice the overlap
+    (x coth(x / 2) - 2) / (4 sinh(x / 2)^2), to first order x^2 / 30.
+    """
+
+    def change(x: _Array) -> _Array:
+        return 1 / 3 - 2 * (x / np.tanh(x / 2) - 2) / (4 * np.sinh(x / 2) ** 2)
+
+    return _saturation(apart, change, 1 / 30)
+
+
+_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(40)
+_VARIANCES: Final = np.logspace(-3, 3, 121)
+
+
+def _saturation(apart: Tensor, change: Callable[[_Array], _Array], first_order: float) -> Tensor:
+    """E[change(x)] / (first_order E[x^2]) over x normal of variance `apart`; 1 where it is 0."""
+    x = np.sqrt(_VARIANCES[:, None]) * np.abs(_NODES)
+    safe = np.clip(x, 1e-2, 600.0)  # below, the change is of first order; above, it is linear
+    means = (change(safe) * (x / safe) ** np.where(x < safe, 2, 1)) @ _WEIGHTS
+    means = means / math.sqrt(2 * math.pi)
+    grid = np.concatenate([[0.0], _VARIANCES])
+    values = np.concatenate([[1.0], means / (first_order * _VARIANCES)])
+    return torch.from_numpy(np.interp(apart.double().numpy(), grid, values))
+
+
+def _mean_gain(variance: Tensor, gain: Tensor) -> Tensor:
+    """The gain of rows, [..., n_q, 1], as columns of `variance` see it: [..., n_k, 1]."""
+    weight = variance.sum(-2)
+    return ((gain * variance).sum(-2) / weight.where(weight > 0, 1.0))[..., None]
+
+
+def _outer(weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """sum_j weights_ij x_j y_j^T: [..., n, d_x, d_y]."""
+    pairs = (x[..., :, None] * y[..., None, :]).flatten(-2)
+    return (weights @ pairs).unflatten(-1, (x.shape[-1], y.shape[-1]))
+
+
+def _sum(x: Tensor) -> Tensor:
+    return x.sum(-1, keepdim=True)

@@ -32,12 +32,19 @@ class Operand(NamedTuple):
 
 
 @triton.jit
+def _in_vectors(stride):
+    """A stride of 16-bit numbers as it is, a multiple of 8, in a way that the compiler sees it."""
+    return stride // 8 * 8
+
+
+@triton.jit
 def base_of(x, cu, n, b, h, BLOCK: tl.constexpr):
     """Pointers to the numbers and to the scale of the first token of sequence b and head h."""
     head = h.to(tl.int64)
     if x.scale is None:
         start = start_of(cu, b)
-        return x.ptr + b.to(tl.int64) * x.stride_b + head * x.stride_h + start * x.stride_n, x.ptr
+        base = x.ptr + b.to(tl.int64) * _in_vectors(x.stride_b) + head * _in_vectors(x.stride_h)
+        return base + start * _in_vectors(x.stride_n), x.ptr
     else:
         start = coded_start_of(cu, n, b, BLOCK)
         scale = x.scale + head * x.scale_stride_h + start // x.TOKENS * x.scale_stride_n
@@ -52,7 +59,10 @@ def load_tokens(x, base, first, count: tl.constexpr, last, D_PAD: tl.constexpr, 
     """
     local = tl.arange(0, count)
     column = tl.arange(0, D_PAD)
-    ptrs = tile_ptrs(base, first, count, column, x.stride_n, x.stride_d)
+    if x.scale is None:
+        ptrs = tile_ptrs(base, first, count, column, _in_vectors(x.stride_n), x.stride_d)
+    else:
+        ptrs = tile_ptrs(base, first, count, column, x.stride_n, x.stride_d)
     row = first + local
     valid = (row < last) & (row >= lowest)
     mask = valid[:, None] & (column < x.CHANNELS)[None, :]

@@ -32,8 +32,8 @@ DTYPES: Final = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 
 _VECTOR: Final = 16
 """Bytes; rows of operands begin on multiples of it, and are read in vectors of it. Loops that read
-channel by channel are slow, and on Hopper some, compiled by Triton 3.6, read shared memory out of
-bounds."""
+channel by channel are slow, and some were miscompiled by ptxas 12.8, Triton 3.6's: see
+tests/support/sass.py."""
 
 
 @triton.jit

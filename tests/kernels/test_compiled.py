@@ -8,8 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from sagesim import FACTORED, SAGEBWD, SAGEBWD_ALL_INT8, SITES, AttentionSpec, Delta, Precision
+from sagesim import (
+    FACTORED,
+    PRESETS,
+    SAGEBWD,
+    SAGEBWD_ALL_INT8,
+    SITES,
+    AttentionSpec,
+    Delta,
+    Precision,
+)
 from sagesim.presets import with_precision
+from sagesim_kernels import supports
 from tests.support.compiler import OLDEST, ROOT, Compiler, Kernel
 
 CAPABILITIES = (80, 86, 89, 90, 100, 103, 120)
@@ -203,3 +213,26 @@ def test_no_other_kernel_spills(compilers: dict[str, Compiler], spec: str, head_
         if kernel.stack
     }
     assert spilling == SPILLING.get((spec, head_size), set())
+
+
+@pytest.mark.parametrize(("head_size", "value_head_size"), [(8, 8), (33, 5), (64, 24), (129, 8)])
+@pytest.mark.parametrize("spec", ["sagebwd", "fpa_fp16"])
+def test_no_descriptor_is_lost(
+    compilers: dict[str, Compiler], spec: str, head_size: int, value_head_size: int
+) -> None:
+    """Of operands of wgmma in shared memory, by the ptxas of the oldest Triton: see
+    `tests.support.sass`. Of rows read channel by channel, some were."""
+    kernels = compilers["oldest"].compile(
+        spec, 90, head_size=head_size, value_head_size=value_head_size, dtype="float16"
+    )
+    assert any("wgmma" in opcode for kernel in kernels for opcode in kernel.opcodes)
+    assert [(k.name, k.lost_descriptors) for k in kernels if k.lost_descriptors] == []
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("name", [name for name, spec in PRESETS.items() if supports(spec)])
+def test_no_descriptor_of_the_presets_is_lost(
+    compilers: dict[str, Compiler], name: str, head_size: int
+) -> None:
+    kernels = compilers["oldest"].compile(name, 90, head_size=head_size)
+    assert [(k.name, k.lost_descriptors) for k in kernels if k.lost_descriptors] == []

@@ -30,6 +30,7 @@ from sagesim_kernels.backward import Gradients, backward
 from sagesim_kernels.forward import forward
 from sagesim_kernels.primitives import LAUNCH
 from sagesim_kernels.problem import Problem
+from tests.support.sass import lost_descriptors
 
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """KiB that a block may have, by compute capability (CUDA C++ Programming Guide, table "Technical
@@ -111,20 +112,28 @@ def _contents(kernel: Any) -> dict[str, Any]:
         "fused": len(re.findall(r"\bfma\.rn\.f32\b", ptx)),
         "has_fp64": ".f64" in ptx,
         "shared": kernel.metadata.shared,
-        **_resources(kernel.asm["cubin"]),
+        **_machine_code(kernel.asm["cubin"], hopper=driver.active.capability == 90),
     }
 
 
-def _resources(cubin: bytes) -> dict[str, int]:
-    """Registers, and bytes of stack, of a thread: registers are spilled to its stack."""
+def _machine_code(cubin: bytes, *, hopper: bool) -> dict[str, Any]:
+    """Registers, and bytes of stack, of a thread: registers are spilled to its stack; and on Hopper
+    what `lost_descriptors` finds."""
+
+    def output(*command: str) -> str:
+        return subprocess.run(
+            [*command, file.name], check=True, capture_output=True, text=True
+        ).stdout
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        usage = output(knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
+        listing = output(knobs.nvidia.nvdisasm.path, "-c") if hopper else ""
     return {
         "registers": int(re.search(r"\bREG:(\d+)", usage)[1]),
         "stack": int(re.search(r"\bSTACK:(\d+)", usage)[1]),
+        "lost_descriptors": lost_descriptors(listing),
     }
 
 
@@ -132,8 +141,8 @@ def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any
     """Forward and backward of a request, whose fields are `Compiler.compile`'s arguments."""
     driver.active.capability = request["capability"]
     dtype = getattr(torch, request["dtype"])
-    shape = (1, 2, TOKENS, request["head_size"])
-    q, k, v, do, o = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(5))
+    sizes = [request["head_size"]] * 2 + [request["value_head_size"]] * 3
+    q, k, v, do, o = (torch.empty(1, 2, TOKENS, d, dtype=dtype, device="meta") for d in sizes)
     problem = Problem(
         q=q,
         k=k,

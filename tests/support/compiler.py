@@ -45,6 +45,7 @@ class Kernel:
     shared: int  #: bytes
     registers: int  #: of a thread
     stack: int  #: bytes of a thread, 0 where no register is spilled
+    lost_descriptors: list[str]  #: see `tests.support.sass`; on Hopper
 
     @cached_property
     def formats(self) -> set[str]:
@@ -106,6 +107,7 @@ class Compiler:
         capability: int,
         *,
         head_size: int = 64,
+        value_head_size: int | None = None,
         dtype: str = "bfloat16",
         is_causal: bool = True,
         **launch: Any,
@@ -119,6 +121,7 @@ class Compiler:
                 "spec": spec,
                 "capability": capability,
                 "head_size": head_size,
+                "value_head_size": value_head_size or head_size,
                 "dtype": dtype,
                 "is_causal": is_causal,
                 "launch": launch,

@@ -1,4 +1,4 @@
-"""Bounds and estimates of the error of quantized attention, each a function that is held to account.
+"""Bounds and estimates of the error of quantized attention: functions, each held to account.
 
 A topic is a module: `theory.rounding`, `matmul`, `softmax`, `ds_bound`, `ds_error`, `int8_dp`,
 `smoothing`, `qk_norm`, `qk_error`, `noise`. Two put them together: `attention_bound`, what no error

@@ -51,8 +51,8 @@ def attention_bound(
 ) -> AttentionBound:
     """Bounds for one spec on one input [..., n, d], as many heads of K and V as of Q.
 
-    Holds for emulator and kernels alike: they differ in the order of float32 sums only. Inputs
-    that overflow a 16-bit site are outside of it.
+    Holds for emulator and kernels alike: they differ in the order of float32 sums only. It is not
+    finite where it cannot exclude that a 16-bit site overflows.
 
     Raises:
         ValueError: for a site in FP8, or under a causal mask n_q != n_k.

@@ -89,9 +89,10 @@ def integer_sum_bound(tile_sums: Tensor) -> Tensor:
     """|computed - sum over tiles|, at most, where the codes of each tile are summed as integers.
 
     tile_sums [..., tiles, m, d] are the tiles' products of the rounded operands. Conversion, two
-    scales and their product with the softmax's are four roundings of each tile's sum; adding t
-    tiles is t - 1 more. They are relative to the tiles' sums, however much cancels within a tile:
-    a float32 sum has an error relative to the sum of magnitudes instead.
+    scales, the softmax's and the product with it are five roundings of each tile's sum; adding t
+    tiles is t - 1 more, and one is for what is of second order. All are relative to the tiles'
+    sums, however much cancels within a tile: a float32 sum has an error relative to the sum of
+    magnitudes instead.
 
     Source: ours.
     """

@@ -97,8 +97,9 @@ def rounding_bound(
 
     To nearest, an element is off by half the distance of the numbers around it: half a code in
     INT8; in a float format half the smallest number near 0 and unit / (1 + unit) of |x| elsewhere,
-    attained half way between 1 and the number above it. Stochastic rounding goes to either
-    neighbour: a whole code, or 2 unit. It is for scaled formats; the others round to nearest.
+    attained half way between 1 and the number above it; never by more than |x|, as 0 is a number.
+    Stochastic rounding goes to either neighbour: a whole code, or 2 unit. It is for scaled formats;
+    the others round to nearest.
 
     Float32 adds: conversion, inverse and product on the way to a code, scale and product on the
     way back, five roundings of what is there, bounded by six. Where largest / amax overflows the
@@ -121,15 +122,18 @@ def rounding_bound(
     if precision not in GRIDS:
         raise ValueError(f"{precision.value!r} stands for fp16 or bf16; say which")
     grid = GRIDS[precision]
+    stochastic = precision.is_scaled and mode is RoundingMode.STOCHASTIC
     unit, near_zero = grid.unit / (1 + grid.unit), grid.smallest / 2
     if precision.is_scaled:
-        if mode is RoundingMode.STOCHASTIC:
+        if stochastic:
             unit, near_zero = 2 * grid.unit, grid.smallest
         near_zero = near_zero / grid.largest * amax.double()
         vanishing = grid.largest * 2.0**-128
     else:
         near_zero, vanishing = torch.tensor(near_zero, dtype=torch.float64), 2.0**-150
     off = torch.maximum(unit * x, near_zero)
+    if not stochastic:
+        off = torch.minimum(off, x)
     off = off + 6 * UNIT * (x + off) + x.clamp(max=vanishing)
     if not precision.is_scaled:
         off = off.masked_fill(x * (1 + UNIT) >= grid.largest * (1 + grid.unit / 2), math.inf)

@@ -45,11 +45,10 @@ def p_bound(p: Tensor, off: Tensor) -> Tensor:
 
 def _moved(p: Tensor, off: Tensor, sign: float) -> Tensor:
     """|P^_j - P_j| where x_j is sign * off_j and every other x_l is -sign * off_l."""
-    rest = _others(p)
-    # Sums of exp(.) - 1 keep their digits where off is small.
-    grown, others = torch.expm1(sign * off), _others(p * torch.expm1(-sign * off))
-    size = p * (1 + grown) + rest + others
-    return p * (grown * rest - others).abs() / size.clamp(min=torch.finfo(p.dtype).tiny)
+    own, rest = torch.exp(sign * off), _others(p * torch.exp(-sign * off))
+    # What it grows by, in terms of one sign that keep their digits where off is small.
+    grown = torch.expm1(sign * off) * _others(p) - _others(p * torch.expm1(-sign * off))
+    return p * grown.abs() / (p * own + rest).clamp(min=torch.finfo(p.dtype).tiny)
 
 
 def _others(x: Tensor) -> Tensor:

@@ -79,6 +79,27 @@ def test_the_bound_is_of_use(label):
     assert float(bound.o.square().mean()) < float(exact.o.square().mean())
 
 
+@pytest.mark.parametrize("scales", ("tile", "tile_column"))
+def test_rows_that_share_a_scale_in_pv_are_divided_afterwards(scales):
+    """One row attends to a key of another tile; its weights here are as small as half a code of
+    the other rows', which are divided by a sum of 16 and it is not."""
+    q, k, v = torch.zeros(3, 1, 1, 32, 8)
+    q[..., 0, 0], k[..., 20, 0], k[..., 21:, 0], v[..., :16, :] = 5.8, math.sqrt(8), -30, 1
+    spec = AttentionSpec.parse(f"fpa pv=int8@{scales},head block=16x16")
+    inputs = (q, k, v, torch.ones_like(v))
+    assert_bound(sagesim.trace(*inputs, spec=spec), inputs, spec, is_causal=False)
+
+
+@pytest.mark.parametrize("label", ("fpa qk=int8@block,block", "fpa qk_recompute=int8@token,token"))
+def test_p_of_a_recomputed_s_may_exceed_one(label):
+    """Large logits, rounded in one direction and not, or otherwise, in the other."""
+    generator, spec = torch.Generator().manual_seed(0), AttentionSpec.parse(label)
+    for _ in range(10):
+        q, k, v, do = torch.randn(4, 1, 1, 3, 40, generator=generator)
+        inputs = (12 * q, 12 * k, v, do)
+        assert_bound(sagesim.trace(*inputs, spec=spec), inputs, spec, is_causal=False)
+
+
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_a_kernel_with_a_wrong_scale_leaves_the_bound(name):
     inputs, spec = problem(0, 64, 32, 0.2, torch.float32), AttentionSpec.parse("factored")

@@ -119,11 +119,12 @@ class Site:
 
         The error of a row is a B, its square a (B B^T) a^T for independent uniform a: of variance
         2 sum_jl v_j v_l G_jl^2 - 6 / 5 sum_j v_j^2 G_jj^2. Where one channel of B outweighs the
-        others, a row is one random number. Likewise for the columns of A b.
+        others, a row is one random number. Likewise for the columns of A b, and twice the product
+        of a B and A b has a variance of 4 sum (v_a B^2) (A^2 v_b).
         """
         a, b = self.arranged(self.left, self.right)
         left, right = (error.variance for error in self.rounding())
-        total = 0.0
+        total = float(4 * ((left @ b.square()) * (a.square() @ right)).sum())
         for v, other in ((left, b.mT), (right.mT, a)):  # [rows, n] and [d, n]
             square = (other.mT @ other).square()
             total += float(2 * ((v @ square) * v).sum())

@@ -7,7 +7,7 @@ PIP := $(INSTALL) --constraint constraints.txt
 OLDEST_TRITON := 3.6.0
 
 .DELETE_ON_ERROR:
-.PHONY: demo test fuzz gpu-test check docs-numbers clean
+.PHONY: demo test fuzz gpu-test check docs docs-numbers clean
 
 demo: .venv/.user  ## which of the seven products hurts, on the shipped capture of a trained model
 	$(BIN)/sagesim attribute minilm --report out/report.html
@@ -27,6 +27,9 @@ check: .venv/.dev  ## formatting, lint, types, tables in the docs
 	$(BIN)/pyright
 	$(BIN)/python docs/render.py --check
 
+docs: .venv/.docs  ## the site, every cell of it executed, into out/docs
+	$(BIN)/sphinx-build -W --keep-going -q -j 2 -d out/docs-doctrees docs out/docs
+
 docs-numbers: .venv/.dev  ## recompute what this machine can of docs/data, and the tables from it
 	$(BIN)/python docs/results.py
 	$(BIN)/python docs/render.py
@@ -40,6 +43,10 @@ docs-numbers: .venv/.dev  ## recompute what this machine can of docs/data, and t
 
 .venv/.dev: .venv/bin/pip pyproject.toml constraints.txt
 	$(PIP) torch --editable ".[dev]"
+	touch $@ .venv/.user
+
+.venv/.docs: .venv/bin/pip pyproject.toml constraints.txt
+	$(PIP) torch --editable ".[docs]"
 	touch $@ .venv/.user
 
 # For tests that compile the kernels with it; nothing else imports it.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
+import shutil
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,20 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 sys.path.insert(0, str(HERE))
+
+
+def _ipython() -> str:
+    """A folder of settings for cells, so that the reader's own have no say in them. Without its
+    one setting each page prints a warning that its kernel talks to this process unencrypted."""
+    folder = Path(tempfile.mkdtemp(prefix="ipython-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "profile_default").mkdir()
+    config = folder / "profile_default" / "ipython_kernel_config.py"
+    config.write_text("get_config().IPKernelApp.log_level = 40\n")
+    return str(folder)
+
+
+os.environ["IPYTHONDIR"] = _ipython()
 
 
 def _theory_modules() -> list[str]:
@@ -67,7 +84,7 @@ myst_heading_anchors = 3
 myst_substitutions = {
     "theory_modules": "\n\n".join(
         f"## {topic}\n\n```{{eval-rst}}\n.. automodule:: theory.{topic}\n   :members:\n```"
-        for topic in dict.fromkeys(["attention_bound", *CHECKS, *_theory_modules()])
+        for topic in dict.fromkeys([*CHECKS, *_theory_modules()])
     )
 }
 

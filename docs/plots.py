@@ -5,13 +5,7 @@ A page imports what it draws with; importing sets the style.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import matplotlib as mpl
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 BLUE = "#0072B2"
 ORANGE = "#D55E00"
@@ -28,53 +22,32 @@ COLORS = (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY)
 WIDE = (9.0, 4.0)
 """Inches of a figure as wide as the text, for one row of panels."""
 
-
-def style() -> None:
-    """Set matplotlib's defaults to the pages' look."""
-    mpl.rcParams.update(
-        {
-            "axes.axisbelow": True,
-            "axes.edgecolor": "#9AA5B1",
-            "axes.grid": True,
-            "axes.labelcolor": INK,
-            "axes.labelsize": 10.5,
-            "axes.prop_cycle": mpl.cycler(color=COLORS),
-            "axes.spines.right": False,
-            "axes.spines.top": False,
-            "axes.titlelocation": "left",
-            "axes.titlesize": 11.5,
-            "axes.titleweight": "bold",
-            "figure.facecolor": "white",
-            "figure.figsize": WIDE,
-            "font.size": 10.5,
-            "grid.color": "#E4E7EB",
-            "grid.linewidth": 0.8,
-            "legend.fontsize": 9.5,
-            "legend.frameon": False,
-            "lines.linewidth": 1.8,
-            "lines.markersize": 5.5,
-            "savefig.bbox": "tight",
-            "svg.hashsalt": "sagebwd",  # the same figure has the same bytes
-            "text.color": INK,
-            "xtick.color": "#52606D",
-            "ytick.color": "#52606D",
-        }
-    )
-
-
-def bound_scatter(
-    ax: Axes,
-    bound: Sequence[float],
-    measured: Sequence[float],
-    *,
-    color: str = BLUE,
-    label: str | None = None,
-) -> None:
-    """Measurements over their bounds, both logarithmic, and the line where the two are equal."""
-    ax.loglog(bound, measured, "o", ms=3, alpha=0.45, mew=0, color=color, label=label)
-    ends = min(bound), max(bound)
-    ax.loglog(ends, ends, color=INK, lw=1, zorder=1)
-    ax.set(xlabel="bound", ylabel="measured")
-
-
-style()
+mpl.rcParams.update(
+    {
+        "axes.axisbelow": True,
+        "axes.edgecolor": "#9AA5B1",
+        "axes.grid": True,
+        "axes.labelcolor": INK,
+        "axes.labelsize": 10.5,
+        "axes.prop_cycle": mpl.cycler(color=COLORS),
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 11.5,
+        "axes.titleweight": "bold",
+        "figure.facecolor": "white",
+        "figure.figsize": WIDE,
+        "font.size": 10.5,
+        "grid.color": "#E4E7EB",
+        "grid.linewidth": 0.8,
+        "legend.fontsize": 9.5,
+        "legend.frameon": False,
+        "lines.linewidth": 1.8,
+        "lines.markersize": 5.5,
+        "savefig.bbox": "tight",
+        "svg.hashsalt": "sagebwd",  # the same figure has the same bytes
+        "text.color": INK,
+        "xtick.color": "#52606D",
+        "ytick.color": "#52606D",
+    }
+)

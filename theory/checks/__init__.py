@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from theory.check import Check
 from theory.checks import (
+    attention_bound,
     budget,
     ds_bound,
     ds_error,
@@ -27,7 +28,8 @@ CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "int8_dp": int8_dp.checks,
     "smoothing": smoothing.checks,
     "qk_norm": qk_norm.checks,
-    "budget": budget.checks,
     "noise": noise.checks,
+    "attention_bound": attention_bound.checks,
+    "budget": budget.checks,
 }
 """By topic, in the order of the docs: what measures its statements."""

@@ -1,6 +1,6 @@
 """Recompute the files in docs/data that need no GPU; every figure in the docs is read from there.
 
-    python docs/results.py [finding attribution table1 causality]
+    python docs/results.py [NAME ...]
 
 The emulator's benchmark (benchmarks/emulator.py --out) writes its own files.
 """
@@ -24,7 +24,8 @@ from sagesim.data import MINILM
 from sagesim.experiments.causality import influence
 from sagesim.experiments.gaussian import COLUMNS, PAPER_TABLE_1, Setting, measure
 from sagesim.measure import errors, pool_errors
-from theory.budget import error_budget
+from theory import error_budget
+from theory.checks import budget as budget_checks
 
 DATA = Path(__file__).parent / "data"
 
@@ -122,8 +123,19 @@ def budget() -> dict[str, Any]:
     return {"setting": asdict(setting), "rows": rows}
 
 
+def shares() -> dict[str, Any]:
+    """Predicted and measured shares of every part in every error."""
+    rows = []
+    for spec in budget_checks.SPECS:
+        for sample in budget_checks.samples():
+            for t, part, predicted, measured in budget_checks.shares(sample, spec):
+                row = {"label": spec.label(), "inputs": sample.name, "tensor": t, "part": part}
+                rows.append(row | {"predicted": predicted, "measured": measured})
+    return {"rows": rows}
+
+
 RESULTS: dict[str, Callable[[], dict[str, Any]]] = {
-    f.__name__: f for f in (finding, attribution, table1, causality, budget)
+    f.__name__: f for f in (finding, attribution, table1, causality, budget, shares)
 }
 
 

@@ -325,8 +325,14 @@ BUGS = (
     Bug(
         "load without other, beyond the last channel",
         "operands.py",
-        "mask = valid[:, None] & (column < D)[None, :]",
+        "mask = valid[:, None] & (column < x.CHANNELS)[None, :]",
         "mask = valid[:, None] & (column >= 0)[None, :]",
+    ),
+    Bug(
+        "codes behind the last channel are not written",
+        "quantize.py",
+        "tl.store(ptrs, codes, mask=column[None, :] < out.CHANNELS)",
+        "tl.store(ptrs, codes, mask=column[None, :] < D)",
     ),
     Bug(
         "garbage of packed neighbours in amax",

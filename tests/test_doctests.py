@@ -8,12 +8,18 @@ import pytest
 import torch
 
 import sagesim
+import sagesim_kernels
 
-MODULES = sorted(m.name for m in pkgutil.walk_packages(sagesim.__path__, "sagesim."))
+MODULES = sorted(
+    module.name
+    for package in (sagesim, sagesim_kernels)
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    if not module.name.endswith(".__main__")
+)
 
 
 def test_there_are_modules():
-    assert "sagesim._quantize" in MODULES
+    assert {"sagesim._quantize", "sagesim_kernels.bench.cases"} <= set(MODULES)
 
 
 @pytest.mark.parametrize("name", MODULES)

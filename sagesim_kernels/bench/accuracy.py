@@ -1,0 +1,111 @@
+"""Relative L2 errors of o, dq, dk and dv against float64, on the very inputs that were rounded.
+
+Here alone kernels meet `sagesim`: its float64 reference, which shares no code with the emulator,
+the draws of Table 1, and the capture. So the errors are those of the same run, machine and code as
+the times, and on the same inputs as the emulator's in docs/paper.md; nothing of the emulator is
+computed with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from sagesim._exact import exact
+from sagesim.captured import Capture
+from sagesim.data import MINILM
+from sagesim.experiments.gaussian import Setting
+from sagesim_kernels.bench.cases import CaptureCase, GaussianCase
+from sagesim_kernels.bench.contenders import Contender
+from sagesim_kernels.bench.step import Step, laid_out
+
+OUTPUTS: Final = ("o", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """q, k, v, do [batch, heads, tokens, d], in the dtype that contenders get."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    is_causal: bool
+
+    def step(self, contender: Contender) -> Step:
+        """The contender on this problem, its tensors in its own layout."""
+        first = contender.tokens_first
+        q, k, v, do = (laid_out(x, tokens_first=first) for x in (self.q, self.k, self.v, self.do))
+        attend = contender.make(q.shape[2], self.is_causal, q.device)
+        return Step(attend, *(x.requires_grad_() for x in (q, k, v)), do)
+
+
+def problems(
+    case: GaussianCase | CaptureCase, device: torch.device, dtype: torch.dtype
+) -> Iterator[Problem]:
+    """The problems whose errors a case asks for: all draws in one, or one for each layer.
+
+    Raises:
+        ValueError: for a captured call that is more than q, k, v and do.
+    """
+    if isinstance(case, GaussianCase):
+        setting = Setting(
+            tokens=case.tokens,
+            head_dim=case.head_dim,
+            draws=case.draws,
+            is_causal=case.is_causal,
+        )
+        draws = [setting.inputs(case.sigma, draw) for draw in range(case.draws)]
+        q, k, v, do = (torch.stack(x).to(device, dtype) for x in zip(*draws, strict=True))
+        yield Problem(q, k, v, do, case.is_causal)
+        return
+    for call in Capture.load(MINILM).calls:
+        usual = call.scale is None or math.isclose(call.scale, call.q.shape[-1] ** -0.5)
+        if call.attn_mask is not None or call.enable_gqa or not usual:
+            raise ValueError(f"{call}: a mask, grouped heads or a scale of its own is not timed")
+        q, k, v, do = (x.to(device, dtype) for x in (call.q, call.k, call.v, call.do))
+        yield Problem(q, k, v, do, call.is_causal)
+
+
+def errors(problem: Problem, results: Sequence[dict[str, Tensor]]) -> list[dict[str, float]]:
+    """|x - exact| / |exact| of each of `OUTPUTS`, of each of several results, over all heads.
+
+    The reference holds whole maps in float64, of one head at a time.
+    """
+    squares = torch.zeros(len(results), len(OUTPUTS), dtype=torch.float64)
+    whole = torch.zeros(len(OUTPUTS), dtype=torch.float64)
+    batch, heads = problem.q.shape[:2]
+    for at in ((b, h) for b in range(batch) for h in range(heads)):
+        q, k, v, do = (x[at][None] for x in (problem.q, problem.k, problem.v, problem.do))
+        true = exact(q, k, v, do, is_causal=problem.is_causal)
+        for j, name in enumerate(OUTPUTS):
+            reference = getattr(true, name)[0]
+            whole[j] += reference.square().sum().cpu()
+            for i, result in enumerate(results):
+                squares[i, j] += (result[name][at].double() - reference).square().sum().cpu()
+    relative = (squares / whole).sqrt()
+    return [dict(zip(OUTPUTS, map(float, row), strict=True)) for row in relative]
+
+
+def distance(result: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """The largest |x - reference| / |reference| of `OUTPUTS`; NaN where there is one in result."""
+
+    def of(name: str) -> float:
+        x, y = result[name].float(), reference[name].float()
+        return float((x - y).norm() / y.norm())
+
+    found = [of(name) for name in OUTPUTS]
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
+def mean_errors(several: Iterable[dict[str, float]]) -> dict[str, Any]:
+    """Geometric means over problems."""
+    rows = list(several)
+    return {
+        name: math.exp(sum(math.log(row[name]) for row in rows) / len(rows)) for name in OUTPUTS
+    }

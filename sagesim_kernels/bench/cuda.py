@@ -1,0 +1,75 @@
+"""The meter of a CUDA device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+from sagesim_kernels.bench.machine import nvidia_smi
+from sagesim_kernels.bench.meter import Elapsed, Kernel
+
+_FLUSHED_BYTES: Final = 2**28
+"""More than any L2 cache holds (H200: 50 MB, B200: 126 MB)."""
+
+_FLUSHES: Final = 32
+"""Writes of that many bytes before what is timed: some 2 ms on an H200, in which the host launches
+it all, as it runs ahead of the device in training. A run whose host time is longer is not hidden
+by them: it is timed with the gaps that it has."""
+
+
+class CudaMeter:
+    """Times by CUDA events, on the current stream and device."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(_FLUSHED_BYTES, dtype=torch.int8, device="cuda")
+
+    def elapsed(self, prepare: Callable[[], Callable[[], object]]) -> Elapsed:
+        run = prepare()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        for _ in range(_FLUSHES):
+            self._buffer.zero_()
+        begun = time.perf_counter()
+        start.record()
+        result = run()
+        end.record()
+        host = time.perf_counter() - begun
+        torch.cuda.synchronize()
+        del result
+        return Elapsed(start.elapsed_time(end) / 1e3, host)
+
+    def added_bytes(self, run: Callable[[], object]) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = run()
+        torch.cuda.synchronize()
+        del result
+        return torch.cuda.max_memory_allocated() - before
+
+    def kernels(self, run: Callable[[], object]) -> list[Kernel]:
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            run()
+            torch.cuda.synchronize()
+        return device_kernels(list(profiler.events() or []))
+
+    def clock_mhz(self) -> int | None:
+        (clock,) = nvidia_smi("clocks.sm")
+        return None if clock is None else int(clock)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+
+def device_kernels(events: list[FunctionEvent]) -> list[Kernel]:
+    """Those of a profile's events that ran on the device, in order of their start."""
+    on_device = [e for e in events if e.device_type.name == "CUDA"]
+    ran = [e for e in on_device if not e.is_user_annotation]
+    ran.sort(key=lambda e: e.time_range.start)
+    return [Kernel(e.name, e.time_range.elapsed_us() / 1e6) for e in ran]

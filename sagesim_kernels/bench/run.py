@@ -1,0 +1,193 @@
+"""Run the cases that a record does not have yet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from sagesim_kernels.bench.accuracy import Problem, distance, errors, mean_errors, problems
+from sagesim_kernels.bench.cases import PASSES, Case, Shape, TimedCase
+from sagesim_kernels.bench.contenders import Contender, contender, reason
+from sagesim_kernels.bench.jobs import by_job
+from sagesim_kernels.bench.meter import Meter
+from sagesim_kernels.bench.record import Record
+from sagesim_kernels.bench.step import Step
+from sagesim_kernels.bench.timing import interleaved, summary
+
+_WARM_UP: Final = 2
+"""Runs of each pass before any is timed. The first compiles, chooses and allocates."""
+
+_WRONG: Final = 0.5
+"""A result as far as that from a 16-bit one, relative L2, is not attention: no scheme worth timing
+is off by a fifth of it on these inputs, and a kernel that reads or writes beside its tensors is."""
+
+
+class DeviceLost(Exception):
+    """A contender after which the device cannot be used. The record knows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run takes place."""
+
+    device: torch.device
+    dtype: torch.dtype  #: of q, k, v and do
+    meter: Meter
+    rounds: int
+
+    def inputs(self, shape: Shape) -> Problem:
+        """Gaussian q, k, v and do of deviation 1, the same each time."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        size = (shape.batch, shape.heads, shape.tokens, shape.head_dim)
+        tensors = (torch.randn(size, generator=generator, device=self.device) for _ in range(4))
+        return Problem(*(x.to(self.dtype) for x in tensors), shape.is_causal)
+
+
+def run(
+    cases: Sequence[Case],
+    record: Record,
+    place: Place,
+    finished: Callable[[Case, int], None],
+    find: Callable[[str], Contender] = contender,
+) -> None:
+    """Measure every case that the record does not have, and keep each as soon as it is done.
+
+    Args:
+        finished: called with each case, done now or before, and how many are.
+        find: a contender by its name.
+
+    Raises:
+        DeviceLost: naming the case and the contender.
+    """
+    for count, case in enumerate(cases, 1):
+        if case.key not in record:
+            lost = dict(record.lost(case.key))
+            watch = _Watch(record, case.key, place.meter)
+            names = [name for name in case.contenders if name not in lost]
+            if isinstance(case, TimedCase):
+                result = _timed(case, [find(n) for n in names], place, watch, lost)
+            else:
+                several = list(problems(case, place.device, place.dtype))
+                result = _errors(several, [find(n) for n in names], watch, lost)
+            record.add(case.key, result)
+        finished(case, count)
+
+
+class _Watch:
+    """Called with a contender's exception: is it the contender's alone, or is the device gone?"""
+
+    def __init__(self, record: Record, key: str, meter: Meter) -> None:
+        self._record, self._key, self._meter = record, key, meter
+
+    def __call__(self, name: str, error: Exception) -> None:
+        try:
+            self._meter.synchronize()
+        except RuntimeError as gone:
+            self._record.lose(self._key, name, f"the device was lost: {reason(error)}")
+            raise DeviceLost(
+                f"the device was lost in case {self._key!r} by {name}: {reason(gone)}; "
+                "the same command goes on without it"
+            ) from gone
+
+    def wait(self) -> None:
+        self._meter.synchronize()
+
+
+def _timed(
+    case: TimedCase,
+    contenders: Sequence[Contender],
+    place: Place,
+    watch: _Watch,
+    not_run: dict[str, str],
+) -> dict[str, Any]:
+    problem = place.inputs(case.shape)
+    steps: dict[str, Step] = {}
+    apart: dict[str, float | None] = {}
+    reference: dict[str, Tensor] | None = None
+    # Peers first: results of ours are held against the first peer's.
+    for each in sorted(contenders, key=lambda c: c.spec is not None):
+        try:
+            step = problem.step(each)
+            results = step.results()
+            watch.wait()
+            if reference is None and each.spec is None:
+                reference = results
+            off = None if reference is None else distance(results, reference)
+            if off is not None and not off < _WRONG:
+                raise ArithmeticError(f"its results are {off:.3g} off, relative L2")
+            for which in PASSES * _WARM_UP:
+                step.prepared(which)()
+            watch.wait()
+        except Exception as error:
+            watch(each.name, error)
+            not_run[each.name] = reason(error)
+        else:
+            steps[each.name], apart[each.name] = step, off
+    del reference
+
+    timed = interleaved(steps, place.meter, place.rounds, watched=watch)
+    not_run |= timed.not_run
+    clock = place.meter.clock_mhz()
+    specs = {c.name: c.spec for c in contenders}
+    runs: dict[str, dict[str, Any]] = {}
+    for name, times in timed.times.items():
+        step, spec = steps[name], specs[name]
+        run = {which: summary(times[which]) for which in PASSES}
+        run["saved_bytes"] = step.saved_bytes()
+        run["added_bytes"] = place.meter.added_bytes(step.both)
+        run["apart"] = apart[name]
+        if spec is not None:
+            jobs = by_job(place.meter.kernels(step.both), spec)
+            run["jobs_ms"] = {job: round(1e3 * s, 5) for job, s in jobs.items()}
+        runs[name] = run
+    shape = case.shape
+    return {
+        "part": case.part,
+        "batch": shape.batch,
+        "heads": shape.heads,
+        "tokens": shape.tokens,
+        "head_dim": shape.head_dim,
+        "is_causal": shape.is_causal,
+        "flop": {which: shape.flop(which) for which in PASSES},
+        "sm_clock_mhz": clock,
+        "runs": {name: runs[name] for name in case.contenders if name in runs},
+        "not_run": not_run,
+    }
+
+
+def _errors(
+    several: Sequence[Problem],
+    contenders: Sequence[Contender],
+    watch: _Watch,
+    not_run: dict[str, str],
+) -> dict[str, Any]:
+    found: dict[str, list[dict[str, float]]] = {c.name: [] for c in contenders}
+    for problem in several:
+        results: dict[str, dict[str, Tensor]] = {}
+        for each in contenders:
+            if each.name in not_run:
+                continue
+            try:
+                results[each.name] = problem.step(each).results()
+                watch.wait()
+            except Exception as error:
+                watch(each.name, error)
+                not_run[each.name] = reason(error)
+        for name, error in zip(results, errors(problem, list(results.values())), strict=True):
+            if not all(map(math.isfinite, error.values())):
+                not_run[name] = "its results are not finite"
+            found[name].append(error)
+    first = several[0].q
+    return {
+        "part": "accuracy",
+        "shape": list(first.shape),
+        "problems": len(several),
+        "is_causal": several[0].is_causal,
+        "errors": {name: mean_errors(e) for name, e in found.items() if name not in not_run},
+        "not_run": not_run,
+    }

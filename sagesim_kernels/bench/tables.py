@@ -1,0 +1,235 @@
+"""A record as tables of text, for the terminal and for the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from sagesim.spec import Precision
+from sagesim_kernels.bench.accuracy import OUTPUTS
+from sagesim_kernels.bench.cases import (
+    PASSES,
+    PAYOFF_BASE,
+    PAYOFF_SITES,
+    payoff_spec,
+)
+from sagesim_kernels.bench.jobs import preparation_share
+
+TITLES: Final = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
+_NOT_RUN: Final = "-"
+
+
+class Table(NamedTuple):
+    """Text in cells; the first column names the row."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+class Panel(NamedTuple):
+    """Problems that differ in length alone."""
+
+    head_dim: int
+    is_causal: bool
+
+    def __str__(self) -> str:
+        return f"head size {self.head_dim}, {'causal' if self.is_causal else 'full'} mask"
+
+
+def cases(document: dict[str, Any], part: str, panel: Panel | None = None) -> list[dict[str, Any]]:
+    """The results of one part, shortest first: "speed", "payoff" or "accuracy"."""
+    found = [case for case in document["cases"].values() if case["part"] == part]
+    if panel is not None:
+        found = [c for c in found if (c["head_dim"], c["is_causal"]) == panel]
+        found.sort(key=lambda c: c["tokens"])
+    return found
+
+
+def panels(document: dict[str, Any], part: str) -> list[Panel]:
+    """Head sizes and masks that were timed."""
+    return sorted({Panel(c["head_dim"], c["is_causal"]) for c in cases(document, part)})
+
+
+def contenders(document: dict[str, Any]) -> list[str]:
+    """Whoever was asked to take part in "speed", ours first."""
+    settings = document["settings"]
+    return [*settings["specs"], *settings["peers"]]
+
+
+def teraflops(case: dict[str, Any], name: str, which: str) -> float:
+    """10^12 operations a second, by the count of `cases.Shape.flop`."""
+    return case["flop"][which] / case["runs"][name][which]["ms"] / 1e9
+
+
+def ratio(case: dict[str, Any], name: str, peer: str, which: str = "both") -> float:
+    """How many times as fast as a peer: of medians."""
+    return case["runs"][peer][which]["ms"] / case["runs"][name][which]["ms"]
+
+
+def speed(document: dict[str, Any], panel: Panel) -> Table:
+    """TFLOP/s of forward, backward and both."""
+
+    def cell(case: dict[str, Any], name: str) -> str:
+        return " / ".join(f"{teraflops(case, name, which):.0f}" for which in PASSES)
+
+    return _grid(document, panel, "TFLOP/s, forward / backward / both", cell)
+
+
+def times(document: dict[str, Any], panel: Panel) -> Table:
+    """Milliseconds of forward and backward together, and of the host."""
+
+    def cell(case: dict[str, Any], name: str) -> str:
+        both = case["runs"][name]["both"]
+        return f"{both['ms']:.3g} ({both['host_ms']:.2g})"
+
+    return _grid(document, panel, "ms, forward and backward (host's time to launch them)", cell)
+
+
+def memory(document: dict[str, Any], panel: Panel) -> Table:
+    """What the forward saves, and what a forward and backward add at their peak."""
+
+    def cell(case: dict[str, Any], name: str) -> str:
+        run = case["runs"][name]
+        return f"{run['saved_bytes'] / 1e6:.0f} / {run['added_bytes'] / 1e6:.0f}"
+
+    return _grid(document, panel, "MB saved for the backward / added at the peak", cell)
+
+
+def preparation(document: dict[str, Any], panel: Panel) -> Table:
+    """Smoothing, quantizing, delta and whatever else is no product, of the kernels' time."""
+
+    def cell(case: dict[str, Any], name: str) -> str:
+        jobs = case["runs"][name].get("jobs_ms")
+        return f"{preparation_share(jobs):.1%}" if jobs else _NOT_RUN
+
+    ours = document["settings"]["specs"]
+    return _grid(document, panel, "preparation, of the time of all kernels", cell, ours)
+
+
+def ratios(document: dict[str, Any], panel: Panel) -> Table:
+    """How many times as fast as each peer, forward and backward together."""
+    peers, specs = document["settings"]["peers"], document["settings"]["specs"]
+    rows: list[list[str]] = []
+    for name in specs:
+        for case in cases(document, "speed", panel):
+            both = [name in case["runs"] and peer in case["runs"] for peer in peers]
+            cells = [
+                f"{ratio(case, name, peer):.2f}" if ran else _NOT_RUN
+                for peer, ran in zip(peers, both, strict=True)
+            ]
+            rows.append([name, str(case["tokens"]), *cells])
+    return Table(f"times as fast as, {panel}", ["spec", "tokens", *peers], rows)
+
+
+def accuracy(document: dict[str, Any], key: str) -> Table:
+    """Relative L2 errors of whoever is timed."""
+    case = document["cases"][key]
+    rows = [
+        [name, *(f"{case['errors'][name][t]:.4f}" for t in OUTPUTS)]
+        for name in contenders(document)
+        if name in case["errors"]
+    ]
+    return Table(f"relative L2 error, {key.removeprefix('accuracy ')}", _head("", OUTPUTS), rows)
+
+
+def payoff(document: dict[str, Any], panel: Panel, sigma: float) -> Table:
+    """Each site in INT8 and in 16 bit, all else as the base: times, and errors at a sigma.
+
+    The errors are "INT8 / 16 bit"; a row is there once both were measured.
+    """
+    rows: list[list[str]] = []
+    for case in cases(document, "payoff", panel):
+        for site in PAYOFF_SITES:
+            pair = int8_and_16_bit(site)
+            if any(name not in case["runs"] for name in pair):
+                continue
+            int8, bits16 = (case["runs"][name]["both"]["ms"] for name in pair)
+            errors = _errors_of(document, panel, sigma)
+            cells = [
+                " / ".join(f"{errors[name][t]:.4f}" for name in pair)
+                if all(name in errors for name in pair)
+                else _NOT_RUN
+                for t in OUTPUTS
+            ]
+            rows.append([site, f"{int8:.2f}", f"{bits16:.2f}", f"{1 - int8 / bits16:.1%}", *cells])
+    tokens = ", ".join(str(case["tokens"]) for case in cases(document, "payoff", panel))
+    title = f"what INT8 buys and costs: {PAYOFF_BASE.label()}, {panel}, {tokens} tokens"
+    head = ["site", "INT8 ms", "16 bit ms", "time saved", *(TITLES[t] for t in OUTPUTS)]
+    return Table(f"{title}; errors at sigma {sigma:g}", head, rows)
+
+
+def int8_and_16_bit(site: str) -> tuple[str, str]:
+    """Labels of the base with one of `PAYOFF_SITES` in INT8 and in 16 bit."""
+    base, other = PAYOFF_BASE.label(), payoff_spec(site).label()
+    is_int8 = PAYOFF_BASE.site(site.split("+")[0]).precision is Precision.INT8
+    return (base, other) if is_int8 else (other, base)
+
+
+def sigmas(document: dict[str, Any], panel: Panel) -> list[float]:
+    """At which errors were measured."""
+    head = _accuracy_key(panel, "")
+    keys = [key for key in document["cases"] if key.startswith(head)]
+    return sorted(float(key.removeprefix(head)) for key in keys)
+
+
+def not_run(document: dict[str, Any]) -> Table:
+    """Whoever could not run, where, and why."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for key, case in document["cases"].items():
+        for name, why in case["not_run"].items():
+            grouped.setdefault((name, why), []).append(key)
+    everywhere = len(document["cases"])
+    rows = [
+        [name, "every case" if len(keys) == everywhere else ", ".join(keys), why]
+        for (name, why), keys in grouped.items()
+    ]
+    return Table("not run", ["contender", "cases", "reason"], rows)
+
+
+def every_table(document: dict[str, Any]) -> list[Table]:
+    """All of the above that have rows, details first and the ratios to peers last."""
+    found: list[Table] = []
+    timed = panels(document, "speed")
+    for make in (memory, times, preparation):
+        found += [make(document, panel) for panel in timed]
+    found += [
+        accuracy(document, k) for k, c in document["cases"].items() if c["part"] == "accuracy"
+    ]
+    for panel in panels(document, "payoff"):
+        measured = sigmas(document, panel)
+        found += [payoff(document, panel, sigma) for sigma in measured]
+    found.append(not_run(document))
+    for make in (speed, ratios):
+        found += [make(document, panel) for panel in timed]
+    return [table for table in found if table.rows]
+
+
+def _grid(
+    document: dict[str, Any],
+    panel: Panel,
+    title: str,
+    cell: Callable[[dict[str, Any], str], str],
+    names: Sequence[str] = (),
+) -> Table:
+    """A row for each length and a column for each contender."""
+    columns = list(names or contenders(document))
+    rows = [
+        [str(case["tokens"]), *(cell(case, n) if n in case["runs"] else _NOT_RUN for n in columns)]
+        for case in cases(document, "speed", panel)
+    ]
+    return Table(f"{title}, {panel}", ["tokens", *columns], rows)
+
+
+def _head(first: str, names: Sequence[str]) -> list[str]:
+    return [first, *(TITLES[t] for t in names)]
+
+
+def _accuracy_key(panel: Panel, sigma: str) -> str:
+    mask = "causal" if panel.is_causal else "full"
+    return f"accuracy d{panel.head_dim} {mask} sigma{sigma}"
+
+
+def _errors_of(document: dict[str, Any], panel: Panel, sigma: float) -> dict[str, Any]:
+    case = document["cases"].get(_accuracy_key(panel, f"{sigma:g}"))
+    return {} if case is None else case["errors"]

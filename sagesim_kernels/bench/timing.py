@@ -1,0 +1,76 @@
+"""Contenders timed in turns, in one run, so that a device that changes its clocks changes them for
+all."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sagesim_kernels.bench.cases import PASSES
+from sagesim_kernels.bench.contenders import reason
+from sagesim_kernels.bench.meter import Elapsed, Meter
+from sagesim_kernels.bench.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What came of timing several contenders."""
+
+    times: Mapping[str, Mapping[str, Sequence[Elapsed]]]  #: by contender and pass, one a round
+    not_run: Mapping[str, str]  #: why, of those that raised
+
+
+def interleaved(
+    steps: Mapping[str, Step],
+    meter: Meter,
+    rounds: int,
+    *,
+    watched: Callable[[str, Exception], None],
+) -> Timed:
+    """Every contender once a round: its forward, its backward, and both together.
+
+    Each round begins with another contender. Steps have been run before: nothing is compiled here.
+
+    Args:
+        watched: told of a contender's exception; it raises where the device is lost.
+    """
+    times: dict[str, dict[str, list[Elapsed]]] = {n: {p: [] for p in PASSES} for n in steps}
+    not_run: dict[str, str] = {}
+    names = list(steps)
+    for turn in range(rounds):
+        first = turn % len(names) if names else 0
+        for name in names[first:] + names[:first]:
+            if name in not_run:
+                continue
+            try:
+                for which in PASSES:
+                    prepare = _preparing(steps[name], which)
+                    times[name][which].append(meter.elapsed(prepare))
+            except Exception as error:
+                watched(name, error)
+                not_run[name] = reason(error)
+    return Timed({n: t for n, t in times.items() if n not in not_run}, not_run)
+
+
+def _preparing(step: Step, which: str) -> Callable[[], Callable[[], object]]:
+    return lambda: step.prepared(which)
+
+
+def summary(several: Sequence[Elapsed]) -> dict[str, Any]:
+    """Medians in milliseconds, and the quartiles of the device's time.
+
+    >>> summary([Elapsed(0.002, 0.001), Elapsed(0.001, 0.001), Elapsed(0.009, 0.004)])
+    {'ms': 2.0, 'quartiles_ms': [1.5, 5.5], 'host_ms': 1.0}
+    """
+    device = sorted(1e3 * e.device for e in several)
+    low, median, high = (
+        statistics.quantiles(device, n=4, method="inclusive") if len(device) > 1 else device * 3
+    )
+    host = statistics.median(1e3 * e.host for e in several)
+    return {
+        "ms": round(median, 5),
+        "quartiles_ms": [round(low, 5), round(high, 5)],
+        "host_ms": round(host, 5),
+    }

@@ -27,13 +27,15 @@ PAYOFF_SITES: Final = (*SITES, "qk+qk_recompute")
 
 PASSES: Final = ("forward", "backward", "both")
 
+SIGMAS: Final = (1.0, 5.0)
+"""Deviations of Q and K at which errors are measured: ordinary logits, and large ones."""
+
 _TOKENS: Final = 16384
 _CHANNELS: Final = 2048
 """Tokens of a batch and channels of all heads, as in the FlashAttention papers' figures."""
 
 _LENGTHS: Final = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 _HEAD_DIMS: Final = (64, 128)
-_SIGMAS: Final = (1.0, 5.0)
 _PAYOFF_LENGTH: Final = 8192
 _QUICK_LENGTH: Final = 4096
 
@@ -141,7 +143,7 @@ def all_cases(specs: Sequence[str]) -> list[Case]:
     return [
         *(TimedCase("speed", _shape(n, *s), timed) for n in _LENGTHS for s in shapes),
         *(TimedCase("payoff", _shape(_PAYOFF_LENGTH, *s), payoff) for s in shapes),
-        *(GaussianCase(sigma, *s, everyone) for s in shapes for sigma in _SIGMAS),
+        *(GaussianCase(sigma, *s, everyone) for s in shapes for sigma in SIGMAS),
         CaptureCase(everyone),
     ]
 
@@ -151,7 +153,7 @@ def quick_cases(specs: Sequence[str]) -> list[Case]:
     contenders = tuple(dict.fromkeys([*specs, *QUICK_PEERS]))
     return [
         *(TimedCase("speed", _shape(_QUICK_LENGTH, d, True), contenders) for d in _HEAD_DIMS),
-        *(GaussianCase(sigma, _HEAD_DIMS[0], True, contenders) for sigma in _SIGMAS),
+        *(GaussianCase(sigma, _HEAD_DIMS[0], True, contenders) for sigma in SIGMAS),
     ]
 
 

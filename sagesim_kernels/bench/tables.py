@@ -11,6 +11,7 @@ from sagesim_kernels.bench.cases import (
     PASSES,
     PAYOFF_BASE,
     PAYOFF_SITES,
+    SIGMAS,
     payoff_spec,
 )
 from sagesim_kernels.bench.jobs import preparation_share
@@ -197,7 +198,7 @@ def every_table(document: dict[str, Any]) -> list[Table]:
         accuracy(document, k) for k, c in document["cases"].items() if c["part"] == "accuracy"
     ]
     for panel in panels(document, "payoff"):
-        measured = sigmas(document, panel)
+        measured = sigmas(document, panel) or SIGMAS[:1]
         found += [payoff(document, panel, sigma) for sigma in measured]
     found.append(not_run(document))
     for make in (speed, ratios):

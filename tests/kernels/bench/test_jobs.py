@@ -1,0 +1,38 @@
+"""Where the time of our kernels goes."""
+
+import pytest
+import triton
+
+from sagesim import FACTORED, FACTORED_PV16
+from sagesim_kernels import backward, delta, forward, quantize, smoothing
+from sagesim_kernels.bench.jobs import PREPARATION, PRODUCTS, by_job, preparation_share
+from sagesim_kernels.bench.meter import Kernel
+
+
+def test_the_names_are_those_of_the_kernels():
+    """A kernel under another name would count as "other"."""
+    for name in PRODUCTS:
+        assert hasattr(getattr(forward, name, getattr(backward, name, None)), "fn"), name
+    for name in PREPARATION:
+        homes = [getattr(module, name, None) for module in (quantize, smoothing, delta)]
+        assert any(isinstance(home, triton.runtime.KernelInterface) for home in homes), name
+
+
+def launches(*names):
+    return [Kernel(name, 0.001 * (i + 1)) for i, name in enumerate(names)]
+
+
+def test_delta_from_p_is_the_first_pass_over_the_queries():
+    ran = launches("_encode", "_forward", "_query_tiles", "_query_tiles", "_key_tiles")
+    assert by_job(ran, FACTORED) == pytest.approx(
+        {"quantizing": 0.001, "forward": 0.002, "delta": 0.003, "dq": 0.004, "dk and dv": 0.005}
+    )
+
+
+def test_delta_from_o_has_a_kernel_of_its_own():
+    ran = launches("_delta_from_o", "_query_tiles", "_sum_chunks", "_divide_sums", "Memset")
+    seconds = by_job(ran, FACTORED_PV16)
+    assert seconds == pytest.approx(
+        {"delta": 0.001, "dq": 0.002, "smoothing": 0.007, "other": 0.005}
+    )
+    assert preparation_share(seconds) == pytest.approx(13 / 15)

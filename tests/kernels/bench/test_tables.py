@@ -1,0 +1,131 @@
+"""What tables say of a record whose numbers are known."""
+
+import pytest
+
+from sagesim_kernels.bench.cases import PAYOFF_SITES, PEERS, SPECS
+from sagesim_kernels.bench.tables import (
+    Panel,
+    accuracy,
+    every_table,
+    memory,
+    not_run,
+    panels,
+    payoff,
+    preparation,
+    ratios,
+    sigmas,
+    speed,
+    times,
+)
+from tests.kernels.bench.documents import document
+
+FULL, CAUSAL = Panel(64, False), Panel(64, True)
+LENGTHS = ["512", "1024", "2048", "4096", "8192", "16384", "32768"]
+
+
+def column(table, name):
+    return [row[list(table.head).index(name)] for row in table.rows]
+
+
+def test_panels():
+    assert panels(document(), "speed") == [Panel(d, c) for d in (64, 128) for c in (False, True)]
+    assert str(CAUSAL) == "head size 64, causal mask"
+
+
+def test_speed():
+    """One millisecond for 10^12 operations is 1000 TFLOP/s."""
+    table = speed(document(), CAUSAL)
+    assert table.head == ["tokens", *SPECS, *PEERS] and column(table, "tokens") == LENGTHS
+    assert set(column(table, "factored")) == {"1000 / 1000 / 1000"}
+    assert set(column(table, "sdpa cudnn")) == {"800 / 800 / 800"}
+
+
+def test_who_did_not_run_is_there_and_has_no_number():
+    for make in (speed, times, memory):
+        assert set(column(make(document(), FULL), "flash-attn-4")) == {"-"}
+        assert set(column(make(document(), FULL), "FlexAttention")) == {"-"}
+        assert "-" not in column(make(document(), CAUSAL), "FlexAttention")
+
+
+def test_ratios():
+    table = ratios(document(), FULL)
+    assert [row[:2] for row in table.rows] == [[s, n] for s in SPECS for n in LENGTHS]
+    assert set(column(table, "sdpa flash")) == {"2.00"}
+    assert set(column(table, "sdpa efficient")) == {"4.00"}
+    assert set(column(table, "flash-attn-4")) == {"-"}
+
+
+def test_memory_and_times():
+    assert set(column(memory(document(), FULL), "sagebwd")) == {"200 / 900"}
+    # 3.5 * 4 * 16384 tokens * 4096 * 2048 channels / 10^12
+    assert column(times(document(), FULL), "sagebwd")[3] == "1.92 (0.5)"
+
+
+def test_preparation_is_of_ours():
+    table = preparation(document(), FULL)
+    assert table.head == ["tokens", *SPECS]
+    assert set(column(table, "factored")) == {"10.0%"}
+
+
+def test_where_no_profiler_saw_the_device_there_is_no_share():
+    changed = document()
+    for case in changed["cases"].values():
+        for run in case.get("runs", {}).values():
+            if "jobs_ms" in run:
+                run["jobs_ms"] = {}
+    assert set(column(preparation(changed, FULL), "factored")) == {"-"}
+
+
+def test_accuracy():
+    table = accuracy(document(), "accuracy d64 causal sigma5")
+    assert [row[0] for row in table.rows] == [*SPECS, *PEERS[:3], "FlexAttention"]
+    assert table.head == ["", "O", "dQ", "dK", "dV"]
+    assert table.rows[0][1:] == ["0.0100"] * 4
+
+
+def test_payoff():
+    """A site in INT8 and in 16 bit, whichever of the two the base has."""
+    assert sigmas(document(), FULL) == [1.0, 5.0]
+    table = payoff(document(), FULL, 1.0)
+    assert column(table, "site") == list(PAYOFF_SITES)
+    saved = dict(zip(PAYOFF_SITES, column(table, "time saved"), strict=True))
+    assert saved.pop("dp") == "20.0%" and set(saved.values()) == {"10.0%"}
+    errors = dict(zip(PAYOFF_SITES, column(table, "dQ"), strict=True))
+    assert errors.pop("dp") == "0.0200 / 0.0100" and set(errors.values()) == {"0.0100 / 0.0100"}
+
+
+def test_payoff_without_errors_or_without_a_time():
+    changed = document()
+    del changed["cases"]["accuracy d64 full sigma1"]
+    del changed["cases"]["payoff d64 full n8192"]["runs"]["factored dq=input16"]
+    table = payoff(changed, FULL, 1.0)
+    assert "dq" not in column(table, "site") and set(column(table, "O")) == {"-"}
+
+
+def test_not_run_is_grouped_by_reason():
+    rows = {row[0]: row[1:] for row in not_run(document()).rows}
+    where, why = rows["FlexAttention"]
+    assert where.startswith("speed d64 full n512, speed d128 full n512") and why.endswith("room")
+    assert "flash_attn" in rows["flash-attn-4"][1]
+
+
+def test_in_every_case():
+    changed = document()
+    for case in changed["cases"].values():
+        case["not_run"] = {"absent": "why"}
+    assert not_run(changed).rows == [["absent", "every case", "why"]]
+
+
+def test_every_table():
+    tables = every_table(document())
+    # memory, times, preparation, speed, ratios; errors; pay-off at two sigmas; who did not run
+    assert len(tables) == 5 * 4 + 9 + 4 * 2 + 1
+    for table in tables:
+        assert table.rows and all(len(row) == len(table.head) for row in table.rows)
+
+
+@pytest.mark.parametrize("kept", ["speed", "payoff", "accuracy", "nothing"])
+def test_a_record_that_is_not_finished(kept):
+    part = document()
+    part["cases"] = {key: c for key, c in part["cases"].items() if c["part"] == kept}
+    assert (not every_table(part)) == (kept == "nothing")

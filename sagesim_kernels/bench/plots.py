@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -15,12 +15,15 @@ from sagesim_kernels.bench.cases import PAYOFF_BASE, PAYOFF_SITES
 from sagesim_kernels.bench.tables import (
     Panel,
     cases,
-    contenders,
+    errors_of,
     int8_and_16_bit,
     panels,
     ratio,
     sigmas,
 )
+
+_MARKERS: Final = "oDv^sPX*h"
+"""One for each contender: a style may have fewer colours than there are contenders."""
 
 
 def figures(document: dict[str, Any]) -> dict[str, Figure]:
@@ -28,26 +31,35 @@ def figures(document: dict[str, Any]) -> dict[str, Figure]:
     found: dict[str, Figure] = {}
     if panels(document, "speed"):
         found["time"] = times(document)
-        for peer in document["settings"]["peers"]:
-            if any(peer in case["runs"] for case in cases(document, "speed")):
-                found[f"ratio_{peer.replace(' ', '_')}"] = ratios(document, peer)
+        for peer in peers_that_ran(document):
+            found[f"ratio_{peer.replace(' ', '_')}"] = ratios(document, peer)
     if any(sigmas(document, panel) for panel in panels(document, "payoff")):
         found["payoff"] = payoff(document)
     return found
 
 
+def peers_that_ran(document: dict[str, Any]) -> list[str]:
+    """Peers with a time at some shape."""
+    timed = cases(document, "speed")
+    return [p for p in document["settings"]["peers"] if any(p in c["runs"] for c in timed)]
+
+
 def times(document: dict[str, Any]) -> Figure:
-    """Forward and backward together over the length, ours with full lines and peers dashed."""
+    """Forward and backward together over the length, ours with full lines and peers dashed.
+
+    Who ran at no shape is not in it.
+    """
+    specs = document["settings"]["specs"]
+    shown = [*specs, *peers_that_ran(document)]
 
     def draw(axes: Axes, panel: Panel) -> None:
-        for i, name in enumerate(contenders(document)):
+        for i, name in enumerate(shown):
             ran = [c for c in cases(document, "speed", panel) if name in c["runs"]]
             lengths = [c["tokens"] for c in ran]
             both = [c["runs"][name]["both"]["ms"] for c in ran]
-            style = "o-" if name in document["settings"]["specs"] else "s--"
-            axes.loglog(lengths, both, style, base=2, color=f"C{i}", label=name)
-        axes.set_yscale("log", base=10)
-        axes.set(ylabel="ms, forward and backward")
+            style = _MARKERS[i % len(_MARKERS)] + ("-" if name in specs else "--")
+            axes.plot(lengths, both, style, color=f"C{i}", label=name)
+        axes.set(ylabel="ms, forward and backward", yscale="log")
 
     return _panelled(document, draw)
 
@@ -63,8 +75,8 @@ def ratios(document: dict[str, Any], peer: str) -> Figure:
                 if name in c["runs"] and peer in c["runs"]
             ]
             many = [ratio(c, name, peer) for c in ran]
-            axes.plot([c["tokens"] for c in ran], many, "o-", color=f"C{i}", label=name)
-        axes.set_xscale("log", base=2)
+            style = _MARKERS[i % len(_MARKERS)] + "-"
+            axes.plot([c["tokens"] for c in ran], many, style, color=f"C{i}", label=name)
         axes.axhline(1.0, color="black", lw=1)
         axes.set(ylabel=f"times as fast as {peer}", ylim=(0, None))
 
@@ -72,9 +84,13 @@ def ratios(document: dict[str, Any], peer: str) -> Figure:
 
 
 def payoff(document: dict[str, Any]) -> Figure:
-    """For each site: the time that INT8 saves, and what it does to the errors, by head size."""
+    """For each site: the time that INT8 saves, and what it does to the errors, by head size.
+
+    Errors are those at the smallest sigma; a site that was not run both ways has no bar.
+    """
     timed = panels(document, "payoff")
     sizes = sorted({panel.head_dim for panel in timed})
+    sigma = min((s for panel in timed for s in sigmas(document, panel)), default=math.nan)
     figure, axes = plt.subplots(
         len(sizes), 2, figsize=(9.0, 3.4 * len(sizes)), layout="constrained", squeeze=False
     )
@@ -82,23 +98,22 @@ def payoff(document: dict[str, Any]) -> Figure:
         masks = [panel for panel in timed if panel.head_dim == size]
         height = 0.8 / len(masks)
         for i, panel in enumerate(masks):
-            # A site that was not run has no bar.
             at = [j + (i + 0.5) * height - 0.4 for j in range(len(PAYOFF_SITES))]
-            label = "causal" if panel.is_causal else "full"
+            style: dict[str, Any] = {"color": f"C{i}", "label": panel.mask}
             saved = [_time_saved(document, panel, site) for site in PAYOFF_SITES]
-            left.barh(at, saved, height, color=f"C{i}", label=label)
-            sigma = min(sigmas(document, panel), default=math.nan)
+            left.barh(at, saved, height, **style)
             grown = [_error_growth(document, panel, site, sigma) for site in PAYOFF_SITES]
-            right.barh(at, grown, height, color=f"C{i}", label=f"{label}, sigma {sigma:g}")
+            right.barh(at, grown, height, **style)
         for axis in (left, right):
             axis.set_yticks(range(len(PAYOFF_SITES)), PAYOFF_SITES)
             axis.invert_yaxis()
-            axis.set_title(f"head size {size}")
-            axis.legend()
-        left.set_xlabel(f"% of the time saved by INT8 there, {PAYOFF_BASE.label()} elsewhere")
+        left.set(title=f"head size {size}: % of the time saved")
         left.axvline(0.0, color="black", lw=1)
-        right.set_xlabel("error with INT8 there, in errors with 16 bit: RMS of O, dQ, dK, dV")
+        right.set(title=f"RMS error at sigma {sigma:g}, over that in 16 bit")
         right.axvline(1.0, color="black", lw=1)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    title = f"INT8 there, {PAYOFF_BASE.label()} elsewhere"
+    figure.legend(handles, labels, title=title, loc="outside upper center", ncols=len(labels))
     return figure
 
 
@@ -114,28 +129,29 @@ def _time_saved(document: dict[str, Any], panel: Panel, site: str) -> float:
 
 def _error_growth(document: dict[str, Any], panel: Panel, site: str, sigma: float) -> float:
     """NaN where one of the two was not run."""
-    mask = "causal" if panel.is_causal else "full"
-    case = document["cases"].get(f"accuracy d{panel.head_dim} {mask} sigma{sigma:g}")
-    pair = int8_and_16_bit(site)
-    if case is None or any(name not in case["errors"] for name in pair):
+    errors, pair = errors_of(document, panel, sigma), int8_and_16_bit(site)
+    if any(name not in errors for name in pair):
         return math.nan
-    squares = [sum(case["errors"][name][t] ** 2 for t in OUTPUTS) for name in pair]
+    squares = [sum(errors[name][t] ** 2 for t in OUTPUTS) for name in pair]
     return math.sqrt(squares[0] / squares[1])
 
 
 def _panelled(document: dict[str, Any], draw: Callable[[Axes, Panel], None]) -> Figure:
-    """A panel for each head size and mask, lengths along x, one legend beside them."""
+    """A panel for each head size and mask, lengths along x, one legend for all."""
     shown: Sequence[Panel] = panels(document, "speed")
     columns = min(2, len(shown))
     rows = -(-len(shown) // columns)
     figure, axes = plt.subplots(
-        rows, columns, figsize=(9.0, 3.2 * rows), layout="constrained", squeeze=False, sharex=True
+        rows, columns, figsize=(9.0, 3.2 * rows), layout="constrained", squeeze=False
     )
     for axis in axes.flat[len(shown) :]:
         axis.set_visible(False)
     for axis, panel in zip(axes.flat, shown, strict=False):
         draw(axis, panel)
-        axis.set(title=str(panel), xlabel="tokens")
+        lengths = [case["tokens"] for case in cases(document, "speed", panel)]
+        axis.set(title=str(panel), xlabel="tokens", xscale="log")
+        axis.set_xticks(lengths, [str(n) for n in lengths])
+        axis.minorticks_off()
     handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper")
+    figure.legend(handles, labels, loc="outside upper center", ncols=5)
     return figure

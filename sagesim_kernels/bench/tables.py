@@ -34,8 +34,12 @@ class Panel(NamedTuple):
     head_dim: int
     is_causal: bool
 
+    @property
+    def mask(self) -> str:
+        return "causal" if self.is_causal else "full"
+
     def __str__(self) -> str:
-        return f"head size {self.head_dim}, {'causal' if self.is_causal else 'full'} mask"
+        return f"head size {self.head_dim}, {self.mask} mask"
 
 
 def cases(document: dict[str, Any], part: str, panel: Panel | None = None) -> list[dict[str, Any]]:
@@ -123,6 +127,21 @@ def ratios(document: dict[str, Any], panel: Panel) -> Table:
     return Table(f"times as fast as, {panel}", ["spec", "tokens", *peers], rows)
 
 
+def ranges(document: dict[str, Any]) -> Table:
+    """From the worst to the best of `ratios`, over every length, head size and mask."""
+    peers, specs = document["settings"]["peers"], document["settings"]["specs"]
+    rows: list[list[str]] = []
+    for name in specs:
+        cells: list[str] = []
+        for peer in peers:
+            timed = cases(document, "speed")
+            both = [c for c in timed if name in c["runs"] and peer in c["runs"]]
+            found = [ratio(c, name, peer) for c in both]
+            cells.append(f"{min(found):.2f} to {max(found):.2f}" if found else _NOT_RUN)
+        rows.append([name, *cells])
+    return Table("times as fast as, over all of these", ["spec", *peers], rows)
+
+
 def accuracy(document: dict[str, Any], key: str) -> Table:
     """Relative L2 errors of whoever is timed."""
     case = document["cases"][key]
@@ -140,13 +159,13 @@ def payoff(document: dict[str, Any], panel: Panel, sigma: float) -> Table:
     The errors are "INT8 / 16 bit"; a row is there once both were measured.
     """
     rows: list[list[str]] = []
+    errors = errors_of(document, panel, sigma)
     for case in cases(document, "payoff", panel):
         for site in PAYOFF_SITES:
             pair = int8_and_16_bit(site)
             if any(name not in case["runs"] for name in pair):
                 continue
             int8, bits16 = (case["runs"][name]["both"]["ms"] for name in pair)
-            errors = _errors_of(document, panel, sigma)
             cells = [
                 " / ".join(f"{errors[name][t]:.4f}" for name in pair)
                 if all(name in errors for name in pair)
@@ -172,6 +191,12 @@ def sigmas(document: dict[str, Any], panel: Panel) -> list[float]:
     head = _accuracy_key(panel, "")
     keys = [key for key in document["cases"] if key.startswith(head)]
     return sorted(float(key.removeprefix(head)) for key in keys)
+
+
+def errors_of(document: dict[str, Any], panel: Panel, sigma: float) -> dict[str, Any]:
+    """Errors by contender and tensor at a sigma; empty where they were not measured."""
+    case = document["cases"].get(_accuracy_key(panel, f"{sigma:g}"))
+    return {} if case is None else case["errors"]
 
 
 def not_run(document: dict[str, Any]) -> Table:
@@ -203,6 +228,8 @@ def every_table(document: dict[str, Any]) -> list[Table]:
     found.append(not_run(document))
     for make in (speed, ratios):
         found += [make(document, panel) for panel in timed]
+    if timed:
+        found.append(ranges(document))
     return [table for table in found if table.rows]
 
 
@@ -227,10 +254,4 @@ def _head(first: str, names: Sequence[str]) -> list[str]:
 
 
 def _accuracy_key(panel: Panel, sigma: str) -> str:
-    mask = "causal" if panel.is_causal else "full"
-    return f"accuracy d{panel.head_dim} {mask} sigma{sigma}"
-
-
-def _errors_of(document: dict[str, Any], panel: Panel, sigma: float) -> dict[str, Any]:
-    case = document["cases"].get(_accuracy_key(panel, f"{sigma:g}"))
-    return {} if case is None else case["errors"]
+    return f"accuracy d{panel.head_dim} {panel.mask} sigma{sigma}"

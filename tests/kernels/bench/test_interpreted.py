@@ -62,4 +62,5 @@ def test_everything_but_the_device(tmp_path):
         "not run",
         "TFLOP/s",
         "times as fast as",
+        "times as fast as",
     ]

@@ -12,6 +12,7 @@ from sagesim_kernels.bench.tables import (
     panels,
     payoff,
     preparation,
+    ranges,
     ratios,
     sigmas,
     speed,
@@ -52,6 +53,16 @@ def test_ratios():
     assert [row[:2] for row in table.rows] == [[s, n] for s in SPECS for n in LENGTHS]
     assert set(column(table, "sdpa flash")) == {"2.00"}
     assert set(column(table, "sdpa efficient")) == {"4.00"}
+    assert set(column(table, "flash-attn-4")) == {"-"}
+
+
+def test_ranges_are_over_every_shape():
+    changed = document()
+    changed["cases"]["speed d128 causal n512"]["runs"]["sdpa flash"]["both"]["ms"] /= 4
+    table = ranges(changed)
+    assert column(table, "spec") == list(SPECS)
+    assert set(column(table, "sdpa flash")) == {"0.50 to 2.00"}
+    assert set(column(table, "sdpa cudnn")) == {"1.25 to 1.25"}
     assert set(column(table, "flash-attn-4")) == {"-"}
 
 
@@ -118,8 +129,9 @@ def test_in_every_case():
 
 def test_every_table():
     tables = every_table(document())
-    # memory, times, preparation, speed, ratios; errors; pay-off at two sigmas; who did not run
-    assert len(tables) == 5 * 4 + 9 + 4 * 2 + 1
+    # memory, times, preparation, speed, ratios; errors; pay-off at two sigmas; who did not run;
+    # ranges of ratios
+    assert len(tables) == 5 * 4 + 9 + 4 * 2 + 2
     for table in tables:
         assert table.rows and all(len(row) == len(table.head) for row in table.rows)
 

@@ -92,7 +92,12 @@ def payoff(document: dict[str, Any]) -> Figure:
     sizes = sorted({panel.head_dim for panel in timed})
     sigma = min((s for panel in timed for s in sigmas(document, panel)), default=math.nan)
     figure, axes = plt.subplots(
-        len(sizes), 2, figsize=(9.0, 3.4 * len(sizes)), layout="constrained", squeeze=False
+        len(sizes),
+        2,
+        figsize=(9.0, 3.4 * len(sizes)),
+        layout="constrained",
+        squeeze=False,
+        sharey=True,
     )
     for (left, right), size in zip(axes, sizes, strict=True):
         masks = [panel for panel in timed if panel.head_dim == size]
@@ -104,13 +109,12 @@ def payoff(document: dict[str, Any]) -> Figure:
             left.barh(at, saved, height, **style)
             grown = [_error_growth(document, panel, site, sigma) for site in PAYOFF_SITES]
             right.barh(at, grown, height, **style)
-        for axis in (left, right):
-            axis.set_yticks(range(len(PAYOFF_SITES)), PAYOFF_SITES)
-            axis.invert_yaxis()
+        left.set_yticks(range(len(PAYOFF_SITES)), PAYOFF_SITES)
         left.set(title=f"head size {size}: % of the time saved")
         left.axvline(0.0, color="black", lw=1)
-        right.set(title=f"RMS error at sigma {sigma:g}, over that in 16 bit")
+        right.set(title=f"RMS error over that in 16 bit, sigma {sigma:g}")
         right.axvline(1.0, color="black", lw=1)
+    axes[0, 0].invert_yaxis()  # of all, which share it
     handles, labels = axes[0, 0].get_legend_handles_labels()
     title = f"INT8 there, {PAYOFF_BASE.label()} elsewhere"
     figure.legend(handles, labels, title=title, loc="outside upper center", ncols=len(labels))

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from sagesim.spec import AttentionSpec
 from sagesim_kernels.bench.accuracy import Problem, distance, errors, mean_errors, problems
 from sagesim_kernels.bench.cases import PASSES, Case, Shape, TimedCase
 from sagesim_kernels.bench.contenders import Contender, contender, reason
@@ -136,15 +137,9 @@ def _timed(
     specs = {c.name: c.spec for c in contenders}
     runs: dict[str, dict[str, Any]] = {}
     for name, times in timed.times.items():
-        step, spec = steps[name], specs[name]
         run = {which: summary(times[which]) for which in PASSES}
-        run["saved_bytes"] = step.saved_bytes()
-        run["added_bytes"] = place.meter.added_bytes(step.both)
         run["apart"] = apart[name]
-        if spec is not None:
-            jobs = by_job(place.meter.kernels(step.both), spec)
-            run["jobs_ms"] = {job: round(1e3 * s, 5) for job, s in jobs.items()}
-        runs[name] = run
+        runs[name] = run | _details(name, specs[name], steps[name], place.meter, watch)
     shape = case.shape
     return {
         "part": case.part,
@@ -158,6 +153,34 @@ def _timed(
         "runs": {name: runs[name] for name in case.contenders if name in runs},
         "not_run": not_run,
     }
+
+
+def _details(
+    name: str, spec: AttentionSpec | None, step: Step, meter: Meter, watch: _Watch
+) -> dict[str, Any]:
+    """What is measured once, None where it could not be, and why under "not_measured"."""
+
+    def jobs_ms(spec: AttentionSpec) -> dict[str, float]:
+        kernels = meter.kernels(step.both)
+        if not kernels:
+            raise RuntimeError("the profiler saw no kernel")
+        return {job: round(1e3 * s, 5) for job, s in by_job(kernels, spec).items()}
+
+    measures: dict[str, Callable[[], Any]] = {
+        "saved_bytes": step.saved_bytes,
+        "added_bytes": lambda: meter.added_bytes(step.both),
+    }
+    if spec is not None:
+        measures["jobs_ms"] = lambda: jobs_ms(spec)
+    found: dict[str, Any] = {}
+    for what, measure in measures.items():
+        try:
+            found[what] = measure()
+        except Exception as error:
+            watch(name, error)
+            found[what] = None
+            found.setdefault("not_measured", {})[what] = reason(error)
+    return found
 
 
 def _errors(

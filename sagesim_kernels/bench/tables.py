@@ -95,8 +95,8 @@ def memory(document: dict[str, Any], panel: Panel) -> Table:
     """What the forward saves, and what a forward and backward add at their peak."""
 
     def cell(case: dict[str, Any], name: str) -> str:
-        run = case["runs"][name]
-        return f"{run['saved_bytes'] / 1e6:.0f} / {run['added_bytes'] / 1e6:.0f}"
+        several = [case["runs"][name][what] for what in ("saved_bytes", "added_bytes")]
+        return " / ".join(_NOT_RUN if n is None else f"{n / 1e6:.0f}" for n in several)
 
     return _grid(document, panel, "MB saved for the backward / added at the peak", cell)
 
@@ -105,7 +105,7 @@ def preparation(document: dict[str, Any], panel: Panel) -> Table:
     """Smoothing, quantizing, delta and whatever else is no product, of the kernels' time."""
 
     def cell(case: dict[str, Any], name: str) -> str:
-        jobs = case["runs"][name].get("jobs_ms")
+        jobs = case["runs"][name]["jobs_ms"]
         return f"{preparation_share(jobs):.1%}" if jobs else _NOT_RUN
 
     ours = document["settings"]["specs"]
@@ -113,18 +113,21 @@ def preparation(document: dict[str, Any], panel: Panel) -> Table:
 
 
 def ratios(document: dict[str, Any], panel: Panel) -> Table:
-    """How many times as fast as each peer, forward and backward together."""
+    """How many times as fast as each peer: forward, backward and both."""
     peers, specs = document["settings"]["peers"], document["settings"]["specs"]
-    rows: list[list[str]] = []
-    for name in specs:
-        for case in cases(document, "speed", panel):
-            both = [name in case["runs"] and peer in case["runs"] for peer in peers]
-            cells = [
-                f"{ratio(case, name, peer):.2f}" if ran else _NOT_RUN
-                for peer, ran in zip(peers, both, strict=True)
-            ]
-            rows.append([name, str(case["tokens"]), *cells])
-    return Table(f"times as fast as, {panel}", ["spec", "tokens", *peers], rows)
+
+    def cell(case: dict[str, Any], name: str, peer: str) -> str:
+        if name not in case["runs"] or peer not in case["runs"]:
+            return _NOT_RUN
+        return " / ".join(f"{ratio(case, name, peer, which):.2f}" for which in PASSES)
+
+    rows = [
+        [name, str(case["tokens"]), *(cell(case, name, peer) for peer in peers)]
+        for name in specs
+        for case in cases(document, "speed", panel)
+    ]
+    title = f"times as fast as each peer, forward / backward / both, {panel}"
+    return Table(title, ["spec", "tokens", *peers], rows)
 
 
 def ranges(document: dict[str, Any]) -> Table:
@@ -139,7 +142,9 @@ def ranges(document: dict[str, Any]) -> Table:
             found = [ratio(c, name, peer) for c in both]
             cells.append(f"{min(found):.2f} to {max(found):.2f}" if found else _NOT_RUN)
         rows.append([name, *cells])
-    return Table("times as fast as, over all of these", ["spec", *peers], rows)
+    return Table(
+        "times as fast as each peer, forward and backward, over all shapes", ["spec", *peers], rows
+    )
 
 
 def accuracy(document: dict[str, Any], key: str) -> Table:
@@ -200,11 +205,14 @@ def errors_of(document: dict[str, Any], panel: Panel, sigma: float) -> dict[str,
 
 
 def not_run(document: dict[str, Any]) -> Table:
-    """Whoever could not run, where, and why."""
+    """Whoever could not run, or not be measured in all respects, where, and why."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for key, case in document["cases"].items():
         for name, why in case["not_run"].items():
             grouped.setdefault((name, why), []).append(key)
+        for name, run in case.get("runs", {}).items():
+            for what, why in run.get("not_measured", {}).items():
+                grouped.setdefault((name, f"{what}: {why}"), []).append(key)
     everywhere = len(document["cases"])
     rows = [
         [name, "every case" if len(keys) == everywhere else ", ".join(keys), why]

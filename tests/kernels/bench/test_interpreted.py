@@ -61,6 +61,6 @@ def test_everything_but_the_device(tmp_path):
         "relative L2 error",
         "not run",
         "TFLOP/s",
-        "times as fast as",
-        "times as fast as",
+        "times as fast as each peer",
+        "times as fast as each peer",
     ]

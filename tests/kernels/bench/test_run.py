@@ -51,6 +51,7 @@ def test_a_timed_case(tmp_path):
     for name, one in case["runs"].items():
         assert one["added_bytes"] == 5_000_000 and one["saved_bytes"] > 3 * 4 * 2 * 3 * 16 * 8
         assert one["apart"] == 0.0 and ("jobs_ms" in one) == (name == "factored")
+    assert case["runs"]["factored"]["jobs_ms"] == {"forward": 1.0}
     assert case["sm_clock_mhz"] == 1980
 
 
@@ -124,6 +125,23 @@ def test_errors_that_are_no_numbers_are_not_recorded_as_numbers(tmp_path):
     measure([gaussian("sagebwd")], to, find=lambda name: nan)
     (case,) = read(to.path)["cases"].values()
     assert case["errors"] == {} and "not finite" in case["not_run"]["sagebwd"]
+
+
+def test_what_cannot_be_measured_is_said_and_times_are_kept(tmp_path):
+    class Meter(FakeMeter):
+        def added_bytes(self, run):
+            raise ValueError("no such counter")
+
+    to = record(tmp_path / "r.json")
+    measure([timed("factored")], to, Meter(launched=[]))
+    (case,) = read(to.path)["cases"].values()
+    run = case["runs"]["factored"]
+    assert run["both"]["ms"] == 1 and run["saved_bytes"] > 0
+    assert run["added_bytes"] is run["jobs_ms"] is None
+    assert run["not_measured"] == {
+        "added_bytes": "ValueError: no such counter",
+        "jobs_ms": "RuntimeError: the profiler saw no kernel",
+    }
 
 
 def test_a_lost_device_ends_the_run_and_the_next_goes_on_without_who_lost_it(tmp_path):

@@ -51,8 +51,8 @@ def test_who_did_not_run_is_there_and_has_no_number():
 def test_ratios():
     table = ratios(document(), FULL)
     assert [row[:2] for row in table.rows] == [[s, n] for s in SPECS for n in LENGTHS]
-    assert set(column(table, "sdpa flash")) == {"2.00"}
-    assert set(column(table, "sdpa efficient")) == {"4.00"}
+    assert set(column(table, "sdpa flash")) == {"2.00 / 2.00 / 2.00"}
+    assert set(column(table, "sdpa efficient")) == {"4.00 / 4.00 / 4.00"}
     assert set(column(table, "flash-attn-4")) == {"-"}
 
 
@@ -78,13 +78,14 @@ def test_preparation_is_of_ours():
     assert set(column(table, "factored")) == {"10.0%"}
 
 
-def test_where_no_profiler_saw_the_device_there_is_no_share():
+def test_what_could_not_be_measured_has_no_number_and_a_reason():
     changed = document()
-    for case in changed["cases"].values():
-        for run in case.get("runs", {}).values():
-            if "jobs_ms" in run:
-                run["jobs_ms"] = {}
-    assert set(column(preparation(changed, FULL), "factored")) == {"-"}
+    run = changed["cases"]["speed d64 full n512"]["runs"]["factored"]
+    run |= {"jobs_ms": None, "saved_bytes": None, "not_measured": {"jobs_ms": "no profiler"}}
+    assert column(preparation(changed, FULL), "factored") == ["-", *["10.0%"] * 6]
+    assert column(memory(changed, FULL), "factored") == ["- / 900", *["200 / 900"] * 6]
+    rows = not_run(changed).rows
+    assert ["factored", "speed d64 full n512", "jobs_ms: no profiler"] in rows
 
 
 def test_accuracy():

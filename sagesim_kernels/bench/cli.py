@@ -136,8 +136,12 @@ def _run(args: argparse.Namespace, command: str) -> None:
         "dtype": "bfloat16",
         "rounds": rounds,
     }
+    machine = describe()
     try:
-        record = Record.open(args.out, machine=describe(), settings=settings, command=command)
+        try:
+            record = Record.open(args.out, machine=machine, settings=settings, command=command)
+        except ValueError as error:
+            raise Failure(str(error)) from None
         place = Place(torch.device("cuda"), torch.bfloat16, CudaMeter(), rounds)
         with progress("measuring cases") as bar:
             task = bar.add_task("", total=len(cases))
@@ -147,7 +151,7 @@ def _run(args: argparse.Namespace, command: str) -> None:
                 bar.console.print(f"{count} of {len(cases)}: {case.key}")
 
             run(cases, record, place, finished)
-    except (ValueError, DeviceLost) as error:
+    except DeviceLost as error:
         raise Failure(str(error)) from None
     except OSError as error:
         raise Failure(f"{args.out}: cannot be written: {error.strerror or error}") from None

@@ -14,13 +14,23 @@ from typing import Final, NoReturn
 import sagesim
 from sagesim.cli.terminal import Failure
 
-COMMANDS: Final = ("attribute", "trace", "sigma", "sweep", "capture", "fuzz")
+COMMANDS: Final = (
+    "attribute",
+    "trace",
+    "sigma",
+    "sweep",
+    "capture",
+    "fuzz",
+    "pretrain",
+    "report",
+)
 
 _EXTRAS: Final = {
     "rich": "cli",
     "jinja2": "cli",
     "pyarrow": "cli",
     "safetensors": "cli",
+    "tokenizers": "pretrain",
     "transformers": "transformers",
     "hypothesis": "fuzz",
 }
@@ -35,6 +45,8 @@ Low-bit attention, emulated: each of its seven matrix products in the precision 
       record the tensors of your own model
   sagesim fuzz my_kernels:attention --spec factored --device cuda
       does your own kernel compute what a spec says
+  sagesim pretrain run CORPUS RUN --attention kernels:factored
+      train a language model with it
 """
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import sys
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -12,6 +16,9 @@ if TYPE_CHECKING:
 
 _WIDE = 1000
 """Columns where nobody looks: tables in files and pipes are not folded."""
+
+_LINE_EVERY: Final = 10.0
+"""Seconds between lines about training where nobody looks."""
 
 
 class Failure(Exception):
@@ -45,6 +52,7 @@ def progress(what: str) -> Progress:
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
     return Progress(
         what,
+        "{task.description}",
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
@@ -52,3 +60,23 @@ def progress(what: str) -> Progress:
         transient=True,
         disable=not console.is_terminal,
     )
+
+
+@contextlib.contextmanager
+def training(steps: int, *, shown: bool) -> Generator[Callable[[int, float, float], None]]:
+    """What to call with steps done, loss and tokens per second. On stderr: a bar for a person, a
+    line now and then where nobody looks, nothing unless `shown`."""
+    last = -math.inf
+    with progress("training") as bar:
+        task = bar.add_task("", total=steps, visible=shown)
+
+        def show(step: int, loss: float, speed: float) -> None:
+            nonlocal last
+            numbers = f"loss {loss:.4f}  {speed:,.0f} tokens/s"
+            bar.update(task, completed=step, description=numbers)
+            now = time.monotonic()
+            if shown and bar.disable and (step == steps or now - last > _LINE_EVERY):
+                print(f"step {step}/{steps}  {numbers}", file=sys.stderr, flush=True)
+                last = now
+
+        yield show

@@ -1,0 +1,8 @@
+"""`python -m sagesim.cli`, and with it `torchrun -m sagesim.cli`."""
+
+import sys
+
+from sagesim.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""A byte-level BPE of a corpus' own text: every string has tokens, and comes back from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END_OF_TEXT: Final = "<|endoftext|>"
+"""Ends every document. Token 0."""
+
+SMALLEST: Final = 257
+"""Tokens of a vocabulary that has every byte, and `END_OF_TEXT`."""
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
+    """A tokenizer of at most so many tokens; the same texts in the same order give the same one.
+
+    It has fewer where the texts hold fewer pairs worth merging.
+
+    Raises:
+        ValueError: for a vocabulary below `SMALLEST`.
+
+    Source: Sennrich et al., arXiv 1508.07909, on bytes as in GPT-2.
+    """
+    if vocabulary < SMALLEST:
+        raise ValueError(f"a vocabulary of {vocabulary} tokens; the bytes alone are {SMALLEST}")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a file.
+
+    Raises:
+        ValueError: naming the file, where it is none, or ends no document.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no other class
+        raise ValueError(f"{path}: not a readable tokenizer: {error}") from error
+    if tokenizer.token_to_id(END_OF_TEXT) is None:
+        raise ValueError(f"{path}: has no token {END_OF_TEXT}")
+    return tokenizer

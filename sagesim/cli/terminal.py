@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -62,21 +62,31 @@ def progress(what: str) -> Progress:
     )
 
 
+class Training:
+    """A bar for a person, or a line now and then where nobody looks, about the run in hand."""
+
+    def __init__(self, bar: Progress, *, shown: bool) -> None:
+        self._bar, self._shown, self._last, self._what, self._steps = bar, shown, 0.0, "", 0
+        self._task = bar.add_task("", visible=shown)
+
+    def begin(self, what: str, steps: int) -> None:
+        """A run of so many steps begins."""
+        self._what, self._steps, self._last = what, steps, -math.inf
+        self._bar.reset(self._task, total=steps, description=what)
+
+    def show(self, step: int, loss: float, speed: float) -> None:
+        """Steps done, the last one's loss, and tokens per second."""
+        numbers = f"{self._what}  loss {loss:.4f}  {speed:,.0f} tokens/s"
+        self._bar.update(self._task, completed=step, description=numbers)
+        now = time.monotonic()
+        is_due = step == self._steps or now - self._last > _LINE_EVERY
+        if self._shown and self._bar.disable and is_due:
+            print(f"step {step}/{self._steps}  {numbers}", file=sys.stderr, flush=True)
+            self._last = now
+
+
 @contextlib.contextmanager
-def training(steps: int, *, shown: bool) -> Generator[Callable[[int, float, float], None]]:
-    """What to call with steps done, loss and tokens per second. On stderr: a bar for a person, a
-    line now and then where nobody looks, nothing unless `shown`."""
-    last = -math.inf
+def training(*, shown: bool) -> Generator[Training]:
+    """What shows how runs get on, on stderr; nothing is shown unless `shown`."""
     with progress("training") as bar:
-        task = bar.add_task("", total=steps, visible=shown)
-
-        def show(step: int, loss: float, speed: float) -> None:
-            nonlocal last
-            numbers = f"loss {loss:.4f}  {speed:,.0f} tokens/s"
-            bar.update(task, completed=step, description=numbers)
-            now = time.monotonic()
-            if shown and bar.disable and (step == steps or now - last > _LINE_EVERY):
-                print(f"step {step}/{steps}  {numbers}", file=sys.stderr, flush=True)
-                last = now
-
-        yield show
+        yield Training(bar, shown=shown)

@@ -86,8 +86,9 @@ def run(args: argparse.Namespace) -> int:
             corpus = Corpus(args.corpus)
             wanted = _run(args, corpus.id, padded_vocabulary(corpus))
             check(wanted, corpus, machine, here)
-            with training(wanted.steps, shown=here.is_first) as show:
-                outcome = train(wanted, args.folder, corpus, machine, here, progress=show)
+            with training(shown=here.is_first) as bar:
+                bar.begin(args.folder.name, wanted.steps)
+                outcome = train(wanted, args.folder, corpus, machine, here, progress=bar.show)
         except (ValueError, BlockingIOError) as error:
             raise Failure(str(error)) from None
         if here.is_first:

@@ -58,7 +58,7 @@ def set_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) 
     )
 
 
-def save(folder: Path, step: int, state: Mapping[str, Any], *, keep: int = KEEP) -> Path:
+def save(folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Path:
     """Write the checkpoint after `step` steps, then remove all but the newest `keep`.
 
     The file has its name only when its bytes are on the disk: a process that is killed at any

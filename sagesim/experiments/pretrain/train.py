@@ -226,7 +226,9 @@ class Trainer:
     def _checkpoint(self) -> None:
         state = checkpoint.state_of(self.model, self.optimizer)
         if self.here.is_first:
-            checkpoint.save(self.checkpoints, self.step, state)
+            # After the last step nothing can go bad any more.
+            keep = 1 if self.step == self.run.steps else checkpoint.KEEP
+            checkpoint.save(self.checkpoints, self.step, state, keep=keep)
         self.here.wait()
 
     def _resume(self) -> int:

@@ -6,6 +6,7 @@ layer's inputs and its dO are those of exact training, and its errors are its ow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,9 @@ def measure(
 ) -> list[Measured]:
     """Every number, in every process. Gradients that the model holds are lost.
 
+    Where exact attention gives the held-out sequences numbers that are not finite, there is
+    nothing to measure against: the only number is then `not_finite`.
+
     Args:
         loss: the mean loss of one of the held-out sequences, by its number.
         attentions: to measure; each has a spec.
@@ -57,6 +61,8 @@ def measure(
         sharded: whether each process has a part of the weights only.
     """
     with torch.compiler.set_stance("force_eager"):
+        if not all(_is_finite(model, loss, index) for index in range(sequences)):
+            return [Measured("gradient", {"not_finite": 1.0})]
         calls = record(model, loss).calls
         specs = {each.name: each.spec for each in attentions if each.spec is not None}
         norms = model.qk_norms()
@@ -79,6 +85,11 @@ def record(
         loss(0).backward()
     model.zero_grad(set_to_none=True)
     return recording.result()
+
+
+def _is_finite(model: Llama, loss: Callable[[int], Tensor], index: int) -> bool:
+    with torch.no_grad(), attending(model.cores(), SDPA):
+        return bool(loss(index).isfinite())
 
 
 def layer(call: Call, specs: Mapping[str, AttentionSpec]) -> Iterator[Measured]:
@@ -133,13 +144,15 @@ def _gradient(
     with attending(model.cores(), SDPA):
         plain = gradients_of(model, loss, examples)
     own = moments(products(plain, plain, here, sharded=sharded))
+    # An unbiased estimate of a square can come out below 0: the mean gradient is then not seen.
+    seen = own.mean_square > 0
     yield Measured(
         "gradient",
         {
             "square": own.mean_square,
             "square_error": own.mean_square_error,
             "trace": own.trace,
-            "noise_scale": noise_scale(own.trace, own.mean_square),
+            "noise_scale": noise_scale(own.trace, own.mean_square) if seen else math.inf,
         },
     )
     for attention in attentions:
@@ -154,7 +167,7 @@ def _gradient(
                 "bias_square": bias.mean_square,
                 "bias_square_error": bias.mean_square_error,
                 "bias_trace": bias.trace,
-                "bias_along": apart / own.mean_square,
+                "bias_along": apart / own.mean_square if seen else math.nan,
                 "visible": visible_batch(bias.mean_square, own.trace, bias.trace),
             },
             attention=attention.name,

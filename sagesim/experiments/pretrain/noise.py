@@ -5,6 +5,7 @@ Source: theory.noise, which has the statistics. One sequence is one example.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -66,7 +67,9 @@ def moments(gram: Tensor) -> SampleMoments:
     """`theory.noise.sample_moments` of the vectors with these inner products.
 
     They depend on the vectors by their inner products only: any others that have the same will
-    do, and n of n numbers always exist.
+    do, and n of n numbers always exist. NaN where the products are not finite.
     """
+    if not gram.isfinite().all():
+        return SampleMoments(math.nan, math.nan, math.nan)
     values, vectors = torch.linalg.eigh(gram.cpu())
     return sample_moments(vectors * values.clamp(min=0).sqrt())

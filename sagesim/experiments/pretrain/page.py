@@ -158,7 +158,7 @@ def _charts(
             charts[kind].append((title, _loss_chart(lines, kind, title, f"{kind}-{index}")))
         if setting.reference is not None and len(setting.groups) > 1:
             charts["difference"].append((title, _difference(setting, colours, margin, index)))
-        group = setting.reference or setting.groups[0]
+        group = setting.reference or next(iter(setting.groups))
         names = measured_attentions(group)
         if names:
             several = [

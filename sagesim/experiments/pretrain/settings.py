@@ -52,10 +52,10 @@ class Run:
     monitor_sequences: int = 8  #: for the noise of the gradient; errors are those of the first
 
     def __post_init__(self) -> None:
-        for name in ("attention", "monitor"):
-            value = getattr(self, name)
-            for each in (value,) if isinstance(value, str) else value:
-                Attention.parse(each)
+        for each in (self.attention, *self.monitor):
+            Attention.parse(each)
+        if "sdpa" in self.monitor:
+            raise ValueError("monitor: sdpa is what errors are measured against")
         if self.size not in SIZES:
             raise ValueError(f"size={self.size!r}; there are {', '.join(SIZES)}")
         if self.precision not in DTYPES:

@@ -1,0 +1,35 @@
+import math
+
+import pytest
+import torch
+
+from sagesim.experiments.pretrain.noise import Gradients, gradients_of, moments, products
+from tests.experiments.pretrain.conftest import ALONE
+from theory.noise import sample_moments
+
+
+def test_moments_are_those_of_the_vectors():
+    x = torch.randn(6, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.3
+    found, expected = moments(x @ x.mT), sample_moments(x)
+    for name in ("mean_square", "mean_square_error", "trace"):
+        # Eigenvectors of six numbers, in float64.
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-10)
+
+
+def test_moments_of_what_is_not_finite_are_no_numbers():
+    assert math.isnan(moments(torch.tensor([[math.inf, 0.0], [0.0, 1.0]]).double()).trace)
+
+
+def test_products_are_those_of_whole_gradients():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    found = gradients_of(model, lambda i: model(x[i]).square().sum(), range(5))
+    assert all(p.grad is None for p in model.parameters())
+    flat = torch.stack([torch.cat([g.flatten() for g in each]) for each in found.examples])
+    expected = flat.double() @ flat.double().mT
+    assert products(found, found, ALONE, sharded=False).tolist() == [
+        pytest.approx(row, rel=1e-12) for row in expected.tolist()
+    ]
+    nothing = found.less(found)
+    assert not products(nothing, found, ALONE, sharded=False).any()
+    assert isinstance(nothing, Gradients)

@@ -1,0 +1,61 @@
+import dataclasses
+
+import pytest
+
+from sagesim.experiments.pretrain.settings import Machine, Run, from_mapping
+
+
+def test_a_run_comes_back_from_json(make_run):
+    run = make_run(monitor=("emulator:sagebwd",), lr=3e-5, qk_norm=True)
+    assert Run.from_json(run.to_json()) == run
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"attention": "emulator:sagebvd"}, "sagebvd"),
+        ({"monitor": ("sdpa",)}, "monitor: sdpa is what errors are measured against"),
+        ({"size": "300m"}, "size='300m'; there are tiny, 8m"),
+        ({"precision": "fp16"}, "precision='fp16'; there are bf16, fp32"),
+        ({"tokens_per_step": 250}, "tokens_per_step=250 is no multiple of context=32"),
+        ({"warmup": 5}, "warmup=5 is longer than steps=4"),
+        ({"steps": 0}, "steps=0 is below 1"),
+        ({"lr": 0.0}, "lr=0.0"),
+        ({"lr": float("nan")}, "lr=nan"),
+        ({"final_lr": 1.5}, "final_lr=1.5 is not between 0 and 1"),
+        ({"evaluate_sequences": 0}, "evaluate_sequences=0 is below 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes, message, make_run):
+    with pytest.raises(ValueError, match=message):
+        make_run(**changes)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"micro_batches": 3}, "no setting is called 'micro_batches'; there are checkpoint_every"),
+        ({"micro_batch": "3"}, "micro_batch='3' is no int"),
+        ({"compile": 1}, "compile=1 is no bool"),
+    ],
+)
+def test_settings_from_files_are_checked(values, message):
+    with pytest.raises(ValueError, match=message):
+        from_mapping(Machine, values)
+
+
+def test_a_missing_setting_is_named(make_run):
+    values = dataclasses.asdict(make_run())
+    del values["steps"]
+    with pytest.raises(ValueError, match="steps"):
+        from_mapping(Run, values)
+
+
+def test_the_learning_rate_rises_and_falls(make_run):
+    run = make_run(steps=101, warmup=10, lr=1e-2, final_lr=0.1)
+    rates = [run.learning_rate(step) for step in range(101)]
+    assert rates[0] == pytest.approx(1e-3)
+    assert rates[9] == rates[10] == pytest.approx(1e-2)
+    assert rates[55] == pytest.approx((1e-2 + 1e-3) / 2)
+    assert rates[100] == pytest.approx(1e-3)
+    assert all(b <= a for a, b in zip(rates[10:], rates[11:], strict=False))

@@ -1,0 +1,56 @@
+"""What each of several processes does in test_distributed, as torchrun starts it.
+
+Arguments: the corpus, a folder for the runs, and a run as JSON.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from sagesim.experiments.pretrain.corpus import Corpus
+from sagesim.experiments.pretrain.distributed import world
+from sagesim.experiments.pretrain.settings import Machine, Run
+from sagesim.experiments.pretrain.train import Trainer, train
+
+
+class Killed(Exception):
+    pass
+
+
+def killed(step: int, _loss: float, _speed: float) -> None:
+    if step == 3:
+        raise Killed
+
+
+def main() -> None:
+    corpus, root, run = Corpus(Path(sys.argv[1])), Path(sys.argv[2]), Run.from_json(sys.argv[3])
+    torch.set_num_threads(1)
+    plain = Machine(micro_batch=2, checkpoint_every=2)
+    sharded = Machine(micro_batch=2, checkpoint_every=2, fsdp=True)
+    with world() as here:
+        train(run, root / "ddp", corpus, plain, here)
+        train(run, root / "fsdp", corpus, sharded, here)
+        try:
+            train(run, root / "cut", corpus, sharded, here, progress=killed)
+        except Killed:
+            train(run, root / "cut", corpus, sharded, here)
+
+        gradient = Trainer.gradient
+
+        def poisoned(trainer: Trainer) -> tuple[float, float]:
+            if trainer.step == 2:
+                with torch.no_grad():
+                    for name, weight in trainer.model.named_parameters():
+                        if name == "layers.0.feed_forward.gate_up.weight":
+                            weight *= 1e30
+            return gradient(trainer)
+
+        Trainer.gradient = poisoned
+        for name, machine in (("bad-ddp", plain), ("bad-fsdp", sharded)):
+            outcome = train(run, root / name, corpus, machine, here)
+            assert outcome.step == 2
+
+
+if __name__ == "__main__":
+    main()

@@ -104,7 +104,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     unit = 10 ** math.floor(math.log10(rough))
     step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= rough * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [round(float(i * step), 12) for i in range(first, last + 1)]
 
 
 def ticks_log(low: float, high: float) -> list[float]:

@@ -84,9 +84,7 @@ def test_accumulation_adds_up_to_one_large_batch(corpus, make_run, tmp_path):
 def test_a_run_learns_and_keeps_what_it_saw(corpus, make_run, tmp_path):
     run = make_run(lr=5e-3, steps=12, monitor=("emulator:sagebwd",), monitor_sequences=2)
     seen = []
-    outcome = train(
-        run, tmp_path / "a", corpus, MACHINE, ALONE, progress=lambda *x: seen.append(x)
-    )
+    outcome = train(run, tmp_path / "a", corpus, MACHINE, ALONE, progress=lambda *x: seen.append(x))
     assert (outcome.step, outcome.stop) == (12, "")
     log = Log.read(tmp_path / "a")
     assert log.is_finished and log.run == run and log.about["device"] == "CPU"

@@ -1,0 +1,195 @@
+from pathlib import Path
+
+import pytest
+
+from sagesim.experiments.pretrain.attention import Attention
+from sagesim.experiments.pretrain.execute import CAPTURE, execute, side_by_side
+from sagesim.experiments.pretrain.plan import Plan, on_device
+from sagesim.experiments.pretrain.runlog import Log
+from sagesim.experiments.pretrain.settings import Machine
+from tests.experiments.pretrain.conftest import ALONE
+
+OURS = Path(__file__).parents[3] / "experiments" / "pretrain.toml"
+
+TEXT = """
+margin = 0.02
+seeds = [0, 1]
+
+[base]
+size = "tiny"
+context = 32
+warmup = 0.5
+evaluate_every = 0.5
+evaluate_sequences = 5
+monitor_every = 1.0
+monitor_sequences = 2
+monitor = ["kernels:sagebwd"]
+precision = "fp32"
+
+[scale.mini]
+tokens = 512
+small = 128
+large = 256
+
+[speed]
+model = 1e9
+sdpa = 1e9
+kernels = 5e8
+emulator = 1e8
+overhead = 10
+
+[part.one]
+question = "Does it run?"
+capture_heads = [1]
+
+[[part.one.grid]]
+attention = ["sdpa", "kernels:sagebwd  dp=int8"]
+regime = ["large", "small"]
+
+[part.two]
+question = "Is it shared?"
+
+[[part.two.grid]]
+attention = "sdpa"
+regime = "large"
+qk_norm = [false, true]
+"""
+
+
+@pytest.fixture
+def plan(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(TEXT)
+    return Plan.read(path)
+
+
+def runs(plan, part, corpus):
+    return plan.runs(part, "mini", corpus=corpus.id, vocabulary=512)
+
+
+def test_a_part_is_every_combination_and_seed(plan, corpus):
+    one = runs(plan, "one", corpus)
+    seen = [(x.run.attention, x.run.tokens_per_step, x.run.steps, x.run.seed) for x in one]
+    assert seen == [
+        (attention, per_step, 512 // per_step, seed)
+        for attention in ("sdpa", "kernels:sagebwd_all_int8")
+        for per_step in (256, 128)
+        for seed in (0, 1)
+    ]
+    assert [x.capture_heads for x in one] == [(1,), ()] * 4
+    assert {(x.run.warmup, x.run.evaluate_every, x.run.monitor_every) for x in one} == {
+        (1, 1, 2),
+        (2, 2, 4),
+    }
+
+
+def test_parts_share_the_folders_of_the_same_runs(plan, corpus):
+    one, two = ({x.folder for x in runs(plan, part, corpus)} for part in ("one", "two"))
+    assert len(one) == 8 and len(two) == 4 and len(one & two) == 2
+
+
+def test_time_is_tokens_by_speed(plan, corpus):
+    sdpa, kernels = (
+        next(x.run for x in runs(plan, "one", corpus) if x.run.attention == attention)
+        for attention in ("sdpa", "kernels:sagebwd_all_int8")
+    )
+    weights = 2 * (4 * 64**2 + 9 * 64**2) + 512 * 64
+    products = 6 * 2 * 64 * 32
+    assert plan.seconds(sdpa) == pytest.approx(512 * (6 * weights + products) / 1e9 + 10)
+    assert plan.seconds(kernels) == pytest.approx(512 * (6 * weights + 2 * products) / 1e9 + 10)
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("margin = 0.02", "", "lacks 'margin'"),
+        ("margin = 0.02", "margins = 1\nmargin = 0.02", "a plan has no 'margins'"),
+        ("large = 256", "huge = 256", "no setting is called 'huge'"),
+        ('question = "Is it shared?"', "questions = 1", "a part has no 'questions'"),
+        ("seeds = [0, 1]", "seeds = [0, 1", "not a readable plan"),
+    ],
+)
+def test_what_is_no_plan_is_refused(old, new, message, tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(TEXT.replace(old, new))
+    with pytest.raises(ValueError, match=message):
+        Plan.read(path)
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("tokens = 512", "tokens = 500", "tokens=500 is no multiple of 256"),
+        ('size = "tiny"', 'sizes = "tiny"', "no setting is called 'sizes'"),
+        ('"sdpa"', '"flash"', "no 'flash'"),
+        ('regime = "large"', 'regime = "huge"', "regime='huge'"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(old, new, message, tmp_path, corpus):
+    path = tmp_path / "plan.toml"
+    path.write_text(TEXT.replace(old, new))
+    with pytest.raises(ValueError, match=message):
+        for part in ("one", "two"):
+            runs(Plan.read(path), part, corpus)
+
+
+def test_unknown_names_are_refused(plan, corpus):
+    with pytest.raises(ValueError, match="no part is called 'three'; there are one, two"):
+        runs(plan, "three", corpus)
+    with pytest.raises(ValueError, match="no scale is called 'maxi'; there are mini"):
+        plan.runs("one", "maxi", corpus=corpus.id, vocabulary=512)
+
+
+def test_runs_are_made_once(plan, corpus, tmp_path):
+    planned = on_device(runs(plan, "one", corpus), {"kernels": "emulator"})[:2]
+    begun, ended = [], []
+
+    def make(root):
+        begun.clear()
+        execute(
+            planned,
+            root,
+            corpus,
+            Machine(micro_batch=4),
+            ALONE,
+            started=begun.append,
+            progress=lambda *_: None,
+            ended=lambda each, outcome: ended.append((each, outcome.stop)),
+        )
+
+    make(tmp_path / "runs")
+    assert begun == planned and ended == [(each, "") for each in planned]
+    assert Log.read(tmp_path / "runs" / planned[0].folder).is_finished
+    captures = [(tmp_path / "runs" / each.folder / CAPTURE).exists() for each in planned]
+    assert captures == [True, False]
+    (tmp_path / "runs" / planned[0].folder / CAPTURE).unlink()
+    make(tmp_path / "runs")
+    assert begun == [] and (tmp_path / "runs" / planned[0].folder / CAPTURE).exists()
+
+
+def test_more_gpus_than_there_are_are_refused():
+    with pytest.raises(ValueError, match="4096 GPUs asked for"):
+        side_by_side([], 4096)
+
+
+def test_our_plan_is_one(corpus):
+    """Every run of it can be, and has kernels; at its smallest scale it takes what it says."""
+    ours = Plan.read(OURS)
+    seconds = {}
+    for part in ours.parts:
+        for scale in ours.scales:
+            for each in ours.runs(part, scale, corpus=corpus.id, vocabulary=16384):
+                run = each.run
+                assert run.tokens == ours.scales[scale].tokens
+                assert len(ours.seeds) >= 2
+                spec = Attention.parse(run.attention).spec
+                if spec is not None:
+                    from sagesim_kernels import supports
+
+                    # On a GPU INPUT16 is bfloat16; here, where that has no kernel, float16.
+                    assert supports(spec, head_size=64), run.attention
+                seconds[scale, each.folder] = ours.seconds(run)
+    smallest = sum(s for (scale, _), s in seconds.items() if scale == "10M")
+    assert 15 * 60 < smallest < 25 * 60
+    large, small = ours.scales["100M"].large, ours.scales["100M"].small
+    assert large == 8 * small

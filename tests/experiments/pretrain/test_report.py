@@ -1,0 +1,177 @@
+import re
+
+import pytest
+
+from sagesim.experiments.pretrain.chart import HEIGHT, WIDTH, Line, line_chart, ticks, ticks_log
+from sagesim.experiments.pretrain.compare import (
+    Difference,
+    Trained,
+    difference,
+    layer_errors,
+    over_seeds,
+    pooled_error,
+    settings,
+    smoothed,
+)
+from sagesim.experiments.pretrain.page import headline, render
+from sagesim.experiments.pretrain.runlog import Log, Writer
+from tests.sim.test_report import EVIL, Page
+
+LOSSES = {"sdpa": 3.0, "emulator:sagebwd": 3.05, "emulator:factored": 3.001}
+
+
+def made(folder, run, *, loss, stop="", name=None):
+    """The log of a run whose losses fall to `loss`."""
+    log = Writer(folder, run, {"device": EVIL, "torch": "2"})
+    for step in range(1, run.steps + 1):
+        value = loss + (run.steps - step) * 0.1 + 0.01 * run.seed
+        log.add(step, "train", {"loss": value, "tokens_per_second": 1e6})
+        log.add(step, "evaluation", {"loss": value})
+    for layer in range(3):
+        rms = {"sigma_q": 1.0 + layer, "rms_p": 1e-2, "gamma_q_rms": 1.5}
+        log.add(run.steps, "layer", rms, layer=layer)
+        for attention in run.monitor:
+            errors = {
+                f"{t}_{m}": (0.99 if m == "cosine" else 0.01 * 4**layer)
+                for t in ("delta", "p", "dp", "ds", "o", "dq", "dk", "dv")
+                for m in ("cosine", "rel_l2")
+            }
+            log.add(run.steps, "layer", errors, attention=attention, layer=layer)
+    square = {"square": 2.0, "square_error": 0.1, "trace": 8.0, "noise_scale": 4.0}
+    log.add(run.steps, "gradient", square)
+    for attention in run.monitor:
+        bias = {"bias_square": 0.02, "bias_square_error": 0.001, "bias_trace": 1.0}
+        bias |= {"bias_along": -0.05, "visible": 450.0}
+        log.add(run.steps, "gradient", bias, attention=attention)
+    if stop:
+        log.stopped(stop)
+    log.save()
+    return Trained(name or folder.name, Log.read(folder))
+
+
+@pytest.fixture
+def runs(make_run, tmp_path):
+    found = []
+    for per_step in (256, 64):
+        for attention, loss in LOSSES.items():
+            for seed in (0, 1):
+                run = make_run(
+                    attention=attention,
+                    tokens_per_step=per_step,
+                    steps=5120 // per_step,
+                    seed=seed,
+                    monitor=("emulator:sagebwd", "emulator:factored"),
+                )
+                name = f"{attention}-{per_step}-{seed}"
+                found.append(made(tmp_path / name, run, loss=loss))
+    return found
+
+
+def test_runs_are_sorted_by_what_differs(runs):
+    found = settings(runs)
+    assert [s.title for s in found] == ["256 tokens per step", "64 tokens per step"]
+    for setting in found:
+        assert [g.attention for g in setting.groups] == ["sdpa", "sagebwd", "factored"]
+        assert all(len(g.runs) == 2 for g in setting.groups)
+    with pytest.raises(ValueError, match="are the same run"):
+        settings([*runs, runs[0]])
+
+
+def test_differences_are_paired_by_seed(runs):
+    setting = settings(runs)[0]
+    reference, sagebwd, factored = setting.groups
+    found = difference(sagebwd, reference)
+    assert found.mean == pytest.approx(0.05) and found.seeds == 2
+    assert found.low == pytest.approx(found.high)
+    assert found.verdict(0.02) == "worse" and found.verdict(0.06) == "within the margin"
+    assert difference(factored, reference).verdict(0.02) == "within the margin"
+    assert Difference(0.03, -0.01, 0.07, 2).verdict(0.02) == "seeds disagree"
+    assert Difference(-0.03, -0.04, -0.02, 2).verdict(0.02) == "better"
+
+
+def test_curves_over_seeds_have_what_all_have():
+    assert over_seeds([{1: 2.0, 2: 4.0}, {1: 4.0, 3: 0.0}]) == [(1.0, 2.0, 3.0, 4.0)]
+    assert over_seeds([]) == []
+    assert smoothed({x: float(x) for x in range(120)}, bins=60)[1] == 0.5
+
+
+def test_layers_are_pooled(runs):
+    group = settings(runs)[0].groups[0]
+    errors = [p[2] for p in layer_errors(group, "emulator:sagebwd", "dq_rel_l2")]
+    assert errors == pytest.approx([0.01, 0.04, 0.16])
+    assert pooled_error(group, "emulator:sagebwd", "dq") == pytest.approx((0.99, 0.04))
+    assert pooled_error(group, "emulator:causal_safe", "dq") is None
+
+
+def test_the_page_holds_the_numbers(runs):
+    page = Page(render(runs, margin=0.02, command=EVIL))
+    assert page.text.count(EVIL) == 1 + len(runs)
+    finals = page.tables["table-final"]
+    assert ["256 tokens per step", "sagebwd", "2 of 2", "3.0550"] in [row[:4] for row in finals]
+    assert finals[2][5] == "+0.0500" and finals[2][7] == "worse"
+    assert finals[3][7] == "within the margin"
+    intermediates = page.tables["table-intermediates"]
+    assert intermediates[1][2:] == ["cosine", *["0.9900"] * 8]
+    assert intermediates[2][2:] == ["relative L2", *["0.0400"] * 8]
+    assert intermediates[-1][-1] == "0.0540"
+    gradient = page.tables["table-gradient"][1]
+    assert gradient[3:] == ["128", "0.0100", "0.0005", "−0.0500", "14K", "256"]
+    tensors = page.tables["table-tensors"][1]
+    assert tensors[2] == "1.00 to 3.00"
+    assert len(page.tables["table-runs"]) == 1 + len(runs)
+    assert "sagebwd ends +0.0500 nats from 16-bit attention" in page.text
+    assert not {"script", "link", "img", "iframe"} & set(page.tags)
+    assert not [v for _, v in page.attributes if v and re.match("https?:", v)]
+    assert len(page.ids) == len(set(page.ids))
+
+
+def test_every_attention_has_a_curve_in_every_setting(runs):
+    text = render(runs, margin=None, command="")
+    for kind in ("evaluation", "train"):
+        for index in range(2):
+            chart = re.search(rf'<clipPath id="{kind}-{index}">.*?</svg>', text, re.DOTALL)[0]
+            assert chart.count('class="line') == 3 and chart.count('class="spread') == 3
+    assert text.count('class="margin"') == 0
+    assert render(runs, margin=0.02, command="").count('class="margin"') == 2
+    assert "Verdict" not in text
+
+
+def test_runs_that_stopped_or_go_on_are_told(make_run, tmp_path):
+    good = made(tmp_path / "a", make_run(), loss=3.0)
+    stop = f"step 3: loss nan; first bad: {EVIL}"
+    bad = made(tmp_path / "b", make_run(attention="emulator:sagebwd"), loss=3.0, stop=stop)
+    page = Page(render([good, bad], margin=0.02, command=""))
+    assert stop in page.text
+    row = page.tables["table-final"][2]
+    assert row[2] == "0 of 1" and row[3] == "1 stopped"
+    Writer(tmp_path / "c", make_run(seed=1), {}).save()
+    page = Page(render([Trained("c", Log.read(tmp_path / "c"))], margin=None, command=""))
+    assert page.tables["table-final"][1][3] == "not done"
+    assert "nothing was measured" in page.text
+    with pytest.raises(ValueError, match="no runs"):
+        render([], margin=None, command="")
+
+
+def test_a_headline_of_no_difference(runs):
+    assert "No attention differs" in headline(settings(runs), 0.06)
+    assert headline(settings(runs[:2]), 0.02) == "2 pretraining runs"
+
+
+def test_points_are_where_they_belong():
+    line = Line(
+        "x", 9, [(0.0, 1.0, 1.0, 1.0), (10.0, 3.0, 3.0, 3.0), (20.0, float("nan"), 1.0, 1.0)]
+    )
+    chart = line_chart(
+        [line], title="<t>", x_title="x", y_title="y", identifier="i", y_range=(1.0, 3.0)
+    )
+    path = re.search(r'class="line c1 dashed" d="M([^"]*)"', chart)[1]
+    (x0, y0), (x1, y1) = (tuple(map(float, point.split())) for point in path.split("L"))
+    assert (x0, x1) == (62, WIDTH - 12) and (y0, y1) == (HEIGHT - 44, 12)
+    assert "&lt;t&gt;" in chart and "<t>" not in chart
+
+
+def test_ticks_are_round():
+    assert ticks(-0.013, 0.052) == [0.0, 0.02, 0.04]
+    assert ticks(3.1, 3.9) == [3.2, 3.4, 3.6, 3.8]
+    assert ticks_log(0.003, 0.3) == [0.005, 0.01, 0.02, 0.05, 0.1, 0.2]
+    assert ticks_log(1e-6, 1.0) == [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0]

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pretraining
+
 from sagesim.experiments.gaussian import COLUMNS, PAPER_TABLE_1
 from sagesim.metrics import TITLES
 
@@ -176,6 +178,7 @@ def mutations() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "pretraining": pretraining.finals,
     **{f.__name__: f for f in (finding, attribution, table1, causality)},
     **{f.__name__: f for f in (table1_kernels, gpu_checks, mutations)},
     "cost_cpu": lambda: cost("cost_cpu"),

@@ -90,8 +90,6 @@ class Core(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         spec = self.attention.spec
-        # A trained gamma is float32, and so is what it multiplies; V is in autocast's dtype.
-        q, k = q.to(v.dtype), k.to(v.dtype)
         if spec is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         if self.attention.is_stochastic or self.attention.family == "emulator":

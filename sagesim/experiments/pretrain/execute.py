@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -42,6 +43,8 @@ def execute(
     """
     for each in planned:
         check(each.run, corpus, machine, here)
+    if any(each.capture_heads for each in planned) and find_spec("safetensors") is None:
+        raise ValueError("the plan records captures: the package safetensors is not installed")
     for each in planned:
         folder = root / each.folder
         if not each.is_done(root):

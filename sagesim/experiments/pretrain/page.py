@@ -308,7 +308,7 @@ def _gradients(found: Sequence[Setting]) -> Iterator[dict[str, Any]]:
                         number(bias["bias_square_error"] / plain["square"]),
                         signed(bias["bias_along"]),
                         _tokens(visible) if visible > 0 else "",
-                        _tokens(group.runs[0].run.tokens_per_step),
+                        _tokens(float(group.runs[0].run.tokens_per_step)),
                     ],
                 }
 
@@ -347,7 +347,7 @@ def _run(each: Trained) -> dict[str, Any]:
 def _tokens(x: float) -> str:
     """A number of tokens, short.
 
-    >>> _tokens(65536), _tokens(2.5e6), _tokens(float("inf"))
+    >>> _tokens(65536.0), _tokens(2.5e6), _tokens(float("inf"))
     ('66K', '2.5M', '∞')
     """
     if not abs(x) < 1e15:

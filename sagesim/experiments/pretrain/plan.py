@@ -85,6 +85,7 @@ _RUN_FRACTIONS: Final = ("warmup", "evaluate_every", "monitor_every")
 class Plan:
     """What a plan's file says."""
 
+    corpus: str  #: the id of the one that it is about; empty for any
     margin: float  #: nats; a smaller difference of held-out losses is called none
     seeds: tuple[int, ...]
     base: Mapping[str, Any]  #: fields of `Run`, those of `_RUN_FRACTIONS` as fractions of the steps
@@ -108,10 +109,11 @@ class Plan:
 
     @classmethod
     def _of(cls, data: dict[str, Any]) -> Plan:
-        known = {"margin", "seeds", "base", "scale", "speed", "part"}
+        known = {"corpus", "margin", "seeds", "base", "scale", "speed", "part"}
         if unknown := sorted(data.keys() - known):
             raise ValueError(f"a plan has no {unknown[0]!r}; it has {', '.join(sorted(known))}")
         return cls(
+            corpus=data.get("corpus", ""),
             margin=float(data["margin"]),
             seeds=tuple(data["seeds"]),
             base=data["base"],
@@ -124,8 +126,11 @@ class Plan:
         """The runs of a part, all seeds of one setting together.
 
         Raises:
-            ValueError: naming the part or scale that is unknown, or the field that cannot be.
+            ValueError: for another corpus than the plan's; naming the part or scale that is
+                unknown, or the field that cannot be.
         """
+        if self.corpus not in ("", corpus):
+            raise ValueError(f"the plan is about corpus {self.corpus}, and this one is {corpus}")
         if part not in self.parts:
             raise ValueError(f"no part is called {part!r}; there are {', '.join(self.parts)}")
         if scale not in self.scales:

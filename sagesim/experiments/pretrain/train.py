@@ -24,7 +24,7 @@ from sagesim.experiments.pretrain.distributed import World, adding_up, distribut
 from sagesim.experiments.pretrain.evaluate import Evaluation
 from sagesim.experiments.pretrain.guards import alone, deterministic
 from sagesim.experiments.pretrain.model import SIZES, Llama, token_loss
-from sagesim.experiments.pretrain.monitor import measure
+from sagesim.experiments.pretrain.monitor import Measured, measure
 from sagesim.experiments.pretrain.optimizer import adamw, clip, set_learning_rate
 from sagesim.experiments.pretrain.runlog import Writer
 from sagesim.experiments.pretrain.settings import DTYPES, Machine, Run
@@ -174,23 +174,24 @@ class Trainer:
         with torch.no_grad():
             return self.evaluation.loss(lambda tokens: self.loss(self.model, tokens))
 
-    def monitor(self) -> list[Any]:
+    def monitor(self) -> list[Measured]:
         """What `sagesim.experiments.pretrain.monitor.measure` finds."""
-        sequences = self.run.monitor_sequences
 
         def loss(index: int) -> Tensor:
             for core in self.model.cores():
                 core.draw = self.step * self.run.sequences + index
             return self.loss(self.model, self.evaluation.sequence(index))
 
-        return measure(
-            self.model,
-            loss,
-            [Attention.parse(name) for name in self.run.monitor],
-            self.here,
-            sequences=sequences,
-            sharded=self.machine.fsdp,
-        )
+        # Nothing that is measured goes into the weights.
+        with deterministic(False):
+            return measure(
+                self.model,
+                loss,
+                [Attention.parse(name) for name in self.run.monitor],
+                self.here,
+                sequences=self.run.monitor_sequences,
+                sharded=self.machine.fsdp,
+            )
 
     def about(self) -> dict[str, str]:
         """What the log says of the machine."""

@@ -164,13 +164,12 @@ def _site(
 ) -> str:
     """In words, for the first head of the first sequence whose result is not finite."""
     batch, head = (int(i[0]) for i in torch.where(~result.isfinite().flatten(2).all(-1)))
-    # The core computes in the dtype of V.
-    q, k, v = (x[batch, head].to(inputs[2].dtype) for x in inputs)
+    q, k, v = (x[batch, head] for x in inputs)
     place = f"of the {'forward' if do is None else 'backward'}, sequence {batch}, head {head}"
     if not all(x.isfinite().all() for x in (q, k, v)):
         return f"its inputs {place}"
     spec = core.attention.spec or FPA
-    site = bad_site(q, k, v, None if do is None else do[batch, head].to(v.dtype), spec)
+    site = bad_site(q, k, v, None if do is None else do[batch, head], spec)
     if site is None:
         return f"{core.attention.name} {place}; emulated, the same inputs give finite numbers"
     return f"site {site} {place}"

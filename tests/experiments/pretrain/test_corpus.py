@@ -1,5 +1,4 @@
 import json
-import os
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ def folder(tmp_path):
     (text / "image").write_bytes(b"\x89PNG\0\0")
     (text / "latin").write_bytes("größer".encode("latin-1"))
     (text / "nothing").write_bytes(b"")
-    os.symlink(text / "deep" / "1.txt", text / "link")
+    (text / "link").symlink_to(text / "deep" / "1.txt")
     return text
 
 

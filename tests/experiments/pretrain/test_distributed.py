@@ -35,10 +35,10 @@ def runs(corpus, tmp_path_factory):
         monitor_sequences=2,
         qk_norm=True,
     )
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    arguments = [str(corpus.folder), str(root), run.to_json()]
     ended = subprocess.run(
-        [sys.executable, *words, "-m", "tests.experiments.pretrain.worker"]
-        + [str(corpus.folder), str(root), run.to_json()],
+        [sys.executable, *words, "tests.experiments.pretrain.worker", *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

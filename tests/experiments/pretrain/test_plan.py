@@ -133,6 +133,15 @@ def test_a_run_that_cannot_be_is_refused(old, new, message, tmp_path, corpus):
             runs(Plan.read(path), part, corpus)
 
 
+def test_a_plan_may_be_about_one_corpus(tmp_path, corpus):
+    path = tmp_path / "plan.toml"
+    path.write_text(f"corpus = '{corpus.id}'\n{TEXT}")
+    assert runs(Plan.read(path), "two", corpus)
+    path.write_text(f"corpus = '0123'\n{TEXT}")
+    with pytest.raises(ValueError, match=f"about corpus 0123, and this one is {corpus.id}"):
+        runs(Plan.read(path), "two", corpus)
+
+
 def test_unknown_names_are_refused(plan, corpus):
     with pytest.raises(ValueError, match="no part is called 'three'; there are one, two"):
         runs(plan, "three", corpus)
@@ -172,13 +181,13 @@ def test_more_gpus_than_there_are_are_refused():
         side_by_side([], 4096)
 
 
-def test_our_plan_is_one(corpus):
+def test_our_plan_is_one():
     """Every run of it can be, and has kernels; at its smallest scale it takes what it says."""
     ours = Plan.read(OURS)
     seconds = {}
     for part in ours.parts:
         for scale in ours.scales:
-            for each in ours.runs(part, scale, corpus=corpus.id, vocabulary=16384):
+            for each in ours.runs(part, scale, corpus=ours.corpus, vocabulary=16384):
                 run = each.run
                 assert run.tokens == ours.scales[scale].tokens
                 assert len(ours.seeds) >= 2

@@ -115,7 +115,7 @@ def test_the_page_holds_the_numbers(runs):
     assert intermediates[2][2:] == ["relative L2", *["0.0400"] * 8]
     assert intermediates[-1][-1] == "0.0540"
     gradient = page.tables["table-gradient"][1]
-    assert gradient[3:] == ["128", "0.0100", "0.0005", "−0.0500", "14K", "256"]
+    assert gradient[3:] == ["128", "0.0100", "5.0e-4", "\N{MINUS SIGN}0.0500", "14K", "256"]
     tensors = page.tables["table-tensors"][1]
     assert tensors[2] == "1.00 to 3.00"
     assert len(page.tables["table-runs"]) == 1 + len(runs)

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import pytest
 
@@ -58,4 +59,4 @@ def test_the_learning_rate_rises_and_falls(make_run):
     assert rates[9] == rates[10] == pytest.approx(1e-2)
     assert rates[55] == pytest.approx((1e-2 + 1e-3) / 2)
     assert rates[100] == pytest.approx(1e-3)
-    assert all(b <= a for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(b <= a for a, b in itertools.pairwise(rates[10:]))

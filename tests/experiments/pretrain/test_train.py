@@ -296,9 +296,9 @@ def test_a_gradient_that_is_not_finite_stops_the_run(corpus, make_run, tmp_path,
     outcome = train(run, tmp_path, corpus, MACHINE, ALONE)
     assert outcome.step == 0
     assert re.match(
-        r"step 1: norm of the gradient nan; first bad: layers\.1\.attention\.core: emulator:sagebwd "
-        r"block=32x64 of the backward, sequence 0, head 0; emulated, the same inputs give finite "
-        r"numbers; last good checkpoint: none",
+        r"step 1: norm of the gradient nan; first bad: layers\.1\.attention\.core: "
+        r"emulator:sagebwd block=32x64 of the backward, sequence 0, head 0; emulated, the same "
+        r"inputs give finite numbers; last good checkpoint: none",
         outcome.stop,
     ), outcome.stop
 

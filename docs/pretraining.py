@@ -18,9 +18,9 @@ LOGS = ROOT / "docs" / "data" / "pretraining"
 PLAN = ROOT / "experiments" / "pretrain.toml"
 
 NONE_YET = (
-    "**No run of this plan has been committed yet.** What is tested so far are the parts: that runs "
-    "resume bit for bit, that several processes train as one, that measurements are what they say, "
-    "on models of a quarter of a million parameters that train for seconds on a CPU."
+    "**No run of this plan has been committed yet.** What is tested so far are the parts: that "
+    "runs resume bit for bit, that several processes train as one, that measurements are what they "
+    "say, on models of a quarter of a million parameters that train for seconds on a CPU."
 )
 
 

@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -15,6 +16,7 @@ from sagesim.experiments.pretrain.compare import (
 )
 from sagesim.experiments.pretrain.page import headline, render
 from sagesim.experiments.pretrain.runlog import Log, Writer
+from tests.docs.browser import browse, find
 from tests.sim.test_report import EVIL, Page
 
 LOSSES = {"sdpa": 3.0, "emulator:sagebwd": 3.05, "emulator:factored": 3.001}
@@ -134,6 +136,27 @@ def test_every_attention_has_a_curve_in_every_setting(runs):
     assert text.count('class="margin"') == 0
     assert render(runs, margin=0.02, command="").count('class="margin"') == 2
     assert "Verdict" not in text
+
+
+@pytest.mark.skipif(find() is None, reason="no chromium on this machine")
+def test_it_opens_in_a_browser(runs, tmp_path):
+    """Every line is inside its chart and has a colour, and nothing is wider than the window."""
+    path = tmp_path / "report.html"
+    path.write_text(render(runs, margin=0.02, command=""), encoding="utf-8")
+    with browse() as page:
+        page.open(path.as_uri())
+        shown = page.run(
+            "JSON.stringify([...document.querySelectorAll('svg.chart .line')].map(e => {"
+            "const a = e.getBoundingClientRect(), b = e.closest('svg').getBoundingClientRect();"
+            "return [getComputedStyle(e).stroke, a.width > b.width / 2 && b.height > 100]; }))"
+        )
+        wide = page.run("document.documentElement.scrollWidth <= innerWidth")
+        assert page.errors == [] and wide
+    lines = json.loads(shown)
+    # Two settings: held out and trained on, three lines each; differences, two; and two
+    # attentions measured in four tensors.
+    assert len(lines) == 2 * (3 + 3 + 2 + 2 * 4)
+    assert all(stroke.startswith("rgb") and drawn for stroke, drawn in lines), lines
 
 
 def test_runs_that_stopped_or_go_on_are_told(make_run, tmp_path):

@@ -44,7 +44,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """List, or make the runs."""
-    from sagesim.experiments.pretrain.corpus import Corpus
+    from sagesim.experiments.pretrain.corpus import Corpus, check_shards
     from sagesim.experiments.pretrain.plan import Plan
 
     try:
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         if args.part is None:
             _list(plan, planned, args.root)
             return 0
+        check_shards(args.corpus)
         if args.gpus > 1:
             return _side_by_side(args)
         every = [each for name in parts for each in planned[name]]
@@ -117,7 +118,9 @@ def _make(planned: list[Planned], args: argparse.Namespace, corpus: Corpus) -> i
 
     console = stdout()
     stopped = 0
-    with world() as here, training(shown=here.is_first) as bar:
+    with world() as here, training(shown=True) as bar:
+        if here.processes > 1:
+            raise ValueError("a plan's runs take a process each; --gpus starts several")
 
         def started(each: Planned) -> None:
             bar.begin(each.folder, each.run.steps)

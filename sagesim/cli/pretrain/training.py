@@ -78,14 +78,13 @@ def run(args: argparse.Namespace) -> int:
     """Train, and say how it ended."""
     from sagesim.experiments.pretrain.corpus import Corpus
     from sagesim.experiments.pretrain.distributed import world
-    from sagesim.experiments.pretrain.train import check, train
+    from sagesim.experiments.pretrain.train import train
 
     machine = machine_of(args)
     with world() as here:
         try:
             corpus = Corpus(args.corpus)
             wanted = _run(args, corpus.id, padded_vocabulary(corpus))
-            check(wanted, corpus, machine, here)
             with training(shown=here.is_first) as bar:
                 bar.begin(args.folder.name, wanted.steps)
                 outcome = train(wanted, args.folder, corpus, machine, here, progress=bar.show)

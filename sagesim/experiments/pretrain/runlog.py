@@ -107,9 +107,6 @@ class Writer:
 
     Args:
         step: rows of later steps, which a run that goes on from here makes again, are dropped.
-
-    Raises:
-        ValueError: where the file is that of another run.
     """
 
     def __init__(self, folder: Path, run: Run, about: Mapping[str, str], *, step: int = 0) -> None:
@@ -119,10 +116,6 @@ class Writer:
         self._table = pa.table({name: pa.array([], kind) for name, kind in _COLUMNS})
         if self._path.exists():
             old = Log.read(self._path)
-            if old.run != run:
-                raise ValueError(
-                    f"{self._path}: the log of other settings: {difference(old.run, run)}"
-                )
             keep = pa.array(
                 [each <= step for each in old.table.column("step").to_pylist()], pa.bool_()
             )
@@ -168,6 +161,19 @@ class Writer:
         with replacing(self._path) as file:
             pq.write_table(self._table.replace_schema_metadata(about), file, compression="zstd")
         self._saved = time.monotonic()
+
+
+def check_log(folder: Path, run: Run, *, is_begun: bool) -> None:
+    """Raise ValueError where a folder's log is that of another run, naming what differs, or where
+    it is not there although the run is begun."""
+    path = folder / FILE
+    if not path.exists():
+        if is_begun:
+            raise ValueError(f"{folder}: has checkpoints, and no {FILE}")
+        return
+    old = Log.read(path).run
+    if old != run:
+        raise ValueError(f"{path}: the log of other settings: {difference(old, run)}")
 
 
 def difference(one: Run, other: Run) -> str:

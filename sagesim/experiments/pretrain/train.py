@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,13 @@ from sagesim.experiments.pretrain.guards import alone, deterministic
 from sagesim.experiments.pretrain.model import SIZES, Llama, token_loss
 from sagesim.experiments.pretrain.monitor import Measured, measure
 from sagesim.experiments.pretrain.optimizer import adamw, clip, set_learning_rate
-from sagesim.experiments.pretrain.runlog import Writer
+from sagesim.experiments.pretrain.runlog import Writer, check_log
 from sagesim.experiments.pretrain.settings import DTYPES, Machine, Run
 from sagesim.experiments.pretrain.trackers import tracker
 from sagesim.experiments.pretrain.watch import locate
+
+CHECKPOINTS: Final = "checkpoints"
+"""Where in a run's folder they are."""
 
 Progress = Callable[[int, float, float], None]
 """Called with the steps that are done, the loss of the last one and tokens per second."""
@@ -66,6 +69,7 @@ def train(
         BlockingIOError: where another process trains in the folder.
     """
     check(run, corpus, machine, here)
+    check_log(folder, run, is_begun=bool(checkpoint.steps_in(folder / CHECKPOINTS)))
     with alone(folder, here), deterministic(machine.deterministic):
         return Trainer(run, folder, corpus, machine, here).train(progress)
 
@@ -88,7 +92,7 @@ class Trainer:
         self.distributed = distribute(self.model, list(self.model.layers), here, fsdp=machine.fsdp)
         self.optimizer = adamw(self.model, run)
         self.evaluation = Evaluation(run, corpus, here, machine.micro_batch)
-        self.checkpoints = folder / "checkpoints"
+        self.checkpoints = folder / CHECKPOINTS
         self.step = self._resume()
 
     def train(self, progress: Progress | None) -> Outcome:

@@ -18,7 +18,7 @@ from sagesim.experiments.pretrain.evaluate import Evaluation
 from sagesim.experiments.pretrain.model import Llama, token_loss
 from sagesim.experiments.pretrain.runlog import Log
 from sagesim.experiments.pretrain.settings import Run
-from sagesim.experiments.pretrain.train import autocast, build
+from sagesim.experiments.pretrain.train import CHECKPOINTS, autocast, build
 
 
 def load(folder: Path) -> tuple[Run, int, Llama]:
@@ -28,11 +28,12 @@ def load(folder: Path) -> tuple[Run, int, Llama]:
         ValueError: naming the folder, where it has no log or no checkpoint.
     """
     run = Log.read(folder).run
-    steps = checkpoint.steps_in(folder / "checkpoints")
+    checkpoints = folder / CHECKPOINTS
+    steps = checkpoint.steps_in(checkpoints)
     if not steps:
         raise ValueError(f"{folder}: has no checkpoint")
     model = build(run)
-    state = checkpoint.load(checkpoint.path_of(folder / "checkpoints", steps[-1]))
+    state = checkpoint.load(checkpoint.path_of(checkpoints, steps[-1]))
     model.load_state_dict(state["model"])
     return run, steps[-1], model
 

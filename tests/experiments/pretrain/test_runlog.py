@@ -2,7 +2,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sagesim.experiments.pretrain.runlog import FILE, Log, Row, Writer
+from sagesim.experiments.pretrain.runlog import FILE, Log, Row, Writer, check_log
 
 
 def writer(folder, run, step=-1):
@@ -52,9 +52,11 @@ def test_a_stop_is_told(make_run, tmp_path):
 
 
 def test_another_runs_log_is_refused(make_run, tmp_path):
+    check_log(tmp_path, make_run(), is_begun=False)
     writer(tmp_path, make_run()).save()
+    check_log(tmp_path, make_run(), is_begun=True)
     with pytest.raises(ValueError, match=r"lr 0\.001 and 0\.1, seed 0 and 1"):
-        writer(tmp_path, make_run(seed=1, lr=0.1))
+        check_log(tmp_path, make_run(seed=1, lr=0.1), is_begun=True)
 
 
 def test_what_is_no_log_is_refused(tmp_path):

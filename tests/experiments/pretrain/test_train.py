@@ -131,8 +131,11 @@ def test_a_finished_run_is_left_alone(corpus, make_run, tmp_path):
 
 def test_a_folder_is_of_one_run(corpus, make_run, tmp_path):
     train(make_run(), tmp_path, corpus, MACHINE, ALONE)
-    with pytest.raises(ValueError, match=r"other settings: lr 0\.001 and 0\.01"):
-        train(make_run(lr=0.01), tmp_path, corpus, MACHINE, ALONE)
+    with pytest.raises(ValueError, match=r"other settings: size 'tiny' and '8m', lr 0\.001 and"):
+        train(make_run(lr=0.01, size="8m"), tmp_path, corpus, MACHINE, ALONE)
+    (tmp_path / "log.parquet").unlink()
+    with pytest.raises(ValueError, match="has checkpoints, and no log"):
+        train(make_run(), tmp_path, corpus, MACHINE, ALONE)
 
 
 def test_two_processes_cannot_train_in_one_folder(corpus, make_run, tmp_path):
@@ -209,10 +212,9 @@ def test_killed_in_the_middle_of_a_checkpoint(corpus, make_run, tmp_path):
 
 
 def test_what_is_no_checkpoint_is_refused(corpus, make_run, tmp_path):
-    path = checkpoint.path_of(tmp_path / "checkpoints", 3)
-    path.parent.mkdir()
-    path.write_bytes(b"half")
-    with pytest.raises(ValueError, match=r"step-00000003\.pt: not a readable checkpoint"):
+    train(make_run(), tmp_path, corpus, MACHINE, ALONE)
+    checkpoint.path_of(tmp_path / "checkpoints", 4).write_bytes(b"half")
+    with pytest.raises(ValueError, match=r"step-00000004\.pt: not a readable checkpoint"):
         train(make_run(), tmp_path, corpus, MACHINE, ALONE)
 
 

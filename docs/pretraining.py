@@ -9,9 +9,10 @@ import os
 from pathlib import Path
 
 from sagesim.experiments.pretrain.compare import Trained, difference, settings
-from sagesim.experiments.pretrain.page import render, signed
+from sagesim.experiments.pretrain.page import render
 from sagesim.experiments.pretrain.plan import Plan
 from sagesim.experiments.pretrain.runlog import Log
+from sagesim.experiments.pretrain.tables import signed
 
 ROOT = Path(__file__).parents[1]
 LOGS = ROOT / "docs" / "data" / "pretraining"

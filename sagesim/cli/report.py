@@ -44,8 +44,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Write the report, and print the losses in the end."""
     from sagesim.experiments.pretrain.compare import Trained, difference, settings
-    from sagesim.experiments.pretrain.page import render, signed
+    from sagesim.experiments.pretrain.page import render
     from sagesim.experiments.pretrain.runlog import Log
+    from sagesim.experiments.pretrain.tables import signed
 
     check_writable(args.out)
     try:

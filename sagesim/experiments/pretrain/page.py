@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import sagesim
+from sagesim.experiments.pretrain import tables
 from sagesim.experiments.pretrain.chart import Line, line_chart
 from sagesim.experiments.pretrain.compare import (
     Group,
@@ -17,31 +17,17 @@ from sagesim.experiments.pretrain.compare import (
     difference,
     difference_curve,
     family_free,
-    gradient,
     layer_errors,
     measured_attentions,
     over_seeds,
-    pooled_error,
     settings,
     smoothed,
     varying,
 )
 from sagesim.experiments.pretrain.model import SIZES
 from sagesim.metrics import TITLES
-from sagesim.report import number
-
-TABLE_2: Final = ("delta", "p", "dp", "ds", "o", "dq", "dk", "dv")
-PAPER_TABLE_2: Final = (
-    (0.9973, 0.9917, 1.0000, 0.9789, 0.9969, 0.9664, 0.9537, 0.9985),
-    (0.0736, 0.1293, 0.0000, 0.2045, 0.0793, 0.2579, 0.3074, 0.0540),
-)
-"""Cosine and relative L2 of `TABLE_2`. Source: arXiv 2603.02170, Table 2."""
 
 _CURVES: Final = ("o", "ds", "dq", "dk")
-_TENSORS: Final = {
-    "sigma_q": "sigma Q", "sigma_k": "sigma K", "gamma_q_rms": "gamma Q", "gamma_k_rms": "gamma K",
-    "rms_p": "RMS P", "rms_dp": "RMS dP", "rms_ds": "RMS dS",
-}  # fmt: skip
 _TOLD: Final = ("corpus", "context", "lr", "precision", "qk_norm", "tokens_per_step")
 """What the head of the page says of runs that do not differ in it."""
 
@@ -95,14 +81,14 @@ def render(runs: Sequence[Trained], *, margin: float | None, command: str) -> st
         attentions=list(colours.items()),
         measured=list(measured.items()),
         margin=margin,
-        finals=list(_finals(found, margin)),
-        table2=TABLE_2,
+        finals=list(tables.finals(found, margin)),
+        table2=tables.TABLE_2,
         titles=TITLES | {"delta": "δ"},
-        errors=list(_errors(found)),
-        tensors=list(_tensors(found)),
-        tensor_names=list(_TENSORS.values()),
-        gradients=list(_gradients(found)),
-        runs=[_run(each) for each in runs],
+        errors=list(tables.errors(found)),
+        tensors=list(tables.tensors(found)),
+        tensor_names=list(tables.TENSORS_SHOWN.values()),
+        gradients=list(tables.gradients(found)),
+        runs=[tables.run(each) for each in runs],
         command=command,
     )
 
@@ -122,16 +108,7 @@ def headline(found: Sequence[Setting], margin: float | None) -> str:
     where = f" at {title}" if title else ""
     if margin is not None and all(abs(d.mean) <= margin for d, _, _ in each):
         return f"No attention differs from 16 bit by more than {margin} nats in the end"
-    return f"{attention} ends {signed(worst.mean)} nats from 16-bit attention{where}"
-
-
-def signed(x: float) -> str:
-    """Four decimals with a sign.
-
-    >>> signed(0.01234), signed(-0.5)
-    ('+0.0123', '−0.5000')
-    """
-    return f"{x:+.4f}".replace("-", "\N{MINUS SIGN}")
+    return f"{attention} ends {tables.signed(worst.mean)} nats from 16-bit attention{where}"
 
 
 def _colours(names: Sequence[str], first: int = 0) -> dict[str, int]:
@@ -185,7 +162,7 @@ def _loss_chart(lines: Sequence[Line], kind: str, title: str, identifier: str) -
         y_title="nats",
         identifier=identifier,
         y_range=(min(late) - air, max(late) + air) if air else None,
-        x_text=_tokens,
+        x_text=tables.tokens,
     )
 
 
@@ -203,7 +180,7 @@ def _difference(setting: Setting, colours: dict[str, int], margin: float | None,
         y_title="nats",
         identifier=f"difference-{index}",
         band=None if margin is None else (-margin, margin),
-        x_text=_tokens,
+        x_text=tables.tokens,
     )
 
 
@@ -226,93 +203,6 @@ def _layer_chart(
     )
 
 
-def _finals(found: Sequence[Setting], margin: float | None) -> Iterator[dict[str, Any]]:
-    for setting in found:
-        for group in setting.groups:
-            losses = list(group.finals.values())
-            reference = setting.reference
-            apart = (
-                difference(group, reference)
-                if reference not in (None, group) and reference
-                else None
-            )
-            stopped = f"{len(group.stops)} stopped" if group.stops else ""
-            yield {
-                "setting": setting.title,
-                "attention": group.attention,
-                "seeds": f"{len(losses)} of {len(group.runs)}",
-                "loss": f"{statistics.fmean(losses):.4f}" if losses else stopped or "not done",
-                "each": ", ".join(f"{x:.4f}" for x in losses),
-                "difference": signed(apart.mean) if apart else "",
-                "spread": f"{signed(apart.low)} to {signed(apart.high)}" if apart else "",
-                "verdict": ", ".join(
-                    filter(None, (apart.verdict(margin) if apart else "", stopped))
-                ),
-            }
-
-
-def _errors(found: Sequence[Setting]) -> Iterator[dict[str, Any]]:
-    for setting in found:
-        for group in setting.groups:
-            for name in measured_attentions(group):
-                pooled = [pooled_error(group, name, t) for t in TABLE_2]
-                for which, measure in enumerate(("cosine", "relative L2")):
-                    yield {
-                        "trained": f"{group.attention}, {setting.title}".rstrip(", "),
-                        "measured": family_free(name),
-                        "measure": measure,
-                        "cells": ["" if x is None else _error(x[which], which) for x in pooled],
-                    }
-    for which, measure in enumerate(("cosine", "relative L2")):
-        yield {
-            "trained": "the paper's",
-            "measured": "sagebwd",
-            "measure": measure,
-            "cells": [f"{x:.4f}" for x in PAPER_TABLE_2[which]],
-        }
-
-
-def _error(x: float, which: int) -> str:
-    return number(x) if which else f"{x:.4f}"
-
-
-def _tensors(found: Sequence[Setting]) -> Iterator[dict[str, Any]]:
-    for setting in found:
-        for group in setting.groups:
-            layers = [[p[2] for p in layer_errors(group, "", name)] for name in _TENSORS]
-            if any(layers):
-                yield {
-                    "setting": setting.title,
-                    "attention": group.attention,
-                    "cells": [f"{number(min(x))} to {number(max(x))}" if x else "" for x in layers],
-                }
-
-
-def _gradients(found: Sequence[Setting]) -> Iterator[dict[str, Any]]:
-    for setting in found:
-        for group in setting.groups:
-            plain = gradient(group, "")
-            for name in measured_attentions(group):
-                bias, context = gradient(group, name), group.runs[0].run.context
-                if not plain or not bias:
-                    continue
-                share = bias["bias_square"] / plain["square"]
-                visible = bias["visible"] * context
-                yield {
-                    "setting": setting.title,
-                    "attention": group.attention,
-                    "measured": family_free(name),
-                    "cells": [
-                        _tokens(plain["noise_scale"] * context),
-                        number(share) if share > 0 else "not seen",
-                        number(bias["bias_square_error"] / plain["square"]),
-                        signed(bias["bias_along"]),
-                        _tokens(visible) if visible > 0 else "",
-                        _tokens(float(group.runs[0].run.tokens_per_step)),
-                    ],
-                }
-
-
 def _common(runs: Sequence[Trained]) -> Iterator[tuple[str, str]]:
     """What is the same for all."""
     first, differing = runs[0].run, varying([each.run for each in runs])
@@ -329,30 +219,3 @@ def _common(runs: Sequence[Trained]) -> Iterator[tuple[str, str]]:
     alike = [name for name in _TOLD if name not in differing]
     yield "the same for all", ", ".join(describe(name, getattr(first, name)) for name in alike)
     yield "seeds", ", ".join(map(str, sorted({each.run.seed for each in runs})))
-
-
-def _run(each: Trained) -> dict[str, Any]:
-    speeds = list(each.curve("train", "tokens_per_second").values())
-    return {
-        "name": each.name,
-        "attention": each.run.attention,
-        "seed": each.run.seed,
-        "steps": f"{each.log.last_step} of {each.run.steps}",
-        "speed": f"{statistics.median(speeds):,.0f}" if speeds else "",
-        "device": each.log.about.get("device", ""),
-        "torch": each.log.about.get("torch", ""),
-    }
-
-
-def _tokens(x: float) -> str:
-    """A number of tokens, short.
-
-    >>> _tokens(65536.0), _tokens(2.5e6), _tokens(float("inf"))
-    ('66K', '2.5M', '∞')
-    """
-    if not abs(x) < 1e15:
-        return number(x)
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
-        if abs(x) >= size:
-            return f"{x / size:.{1 if abs(x) < 10 * size else 0}f}{letter}".replace(".0", "")
-    return f"{x:.0f}"

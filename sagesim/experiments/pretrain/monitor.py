@@ -77,11 +77,9 @@ def measure(
     return by_layer + gammas + noise
 
 
-def record(
-    model: Llama, loss: Callable[[int], Tensor], source: Mapping[str, str] | None = None
-) -> Capture:
+def record(model: Llama, loss: Callable[[int], Tensor]) -> Capture:
     """The attention problems of the first sequence, under exact attention."""
-    with attending(model.cores(), SDPA), capture(model, source=source) as recording:
+    with attending(model.cores(), SDPA), capture(model) as recording:
         loss(0).backward()
     model.zero_grad(set_to_none=True)
     return recording.result()

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim.spec import Delta, Granularity
-from sagesim_kernels.delta import delta_from_o, load_lse2, load_rows, store_delta
+from sagesim_kernels.delta import delta_from_o, load_rows, store_delta
 from sagesim_kernels.layout import (
     Grid,
     Rows,
@@ -24,11 +24,14 @@ from sagesim_kernels.layout import (
     live_keys,
     live_queries,
     place_in,
+    sees,
     token_ptrs,
 )
 from sagesim_kernels.maps import UNTRACED, MapTraces, add_product
 from sagesim_kernels.operands import (
     base_of,
+    load_block,
+    load_block_scales,
     load_channel_scales,
     load_token_scales,
     load_tokens,
@@ -92,7 +95,7 @@ def _query_tiles(
     q_factor = load_token_scales(q, q_scales, first, TILE, n_q)[:, None] * scale_log2
     do_tile = load_tokens(do, do_base, first, TILE, n_q, DV_PAD, first_live)
     do_scale = load_token_scales(do, do_scales, first, TILE, n_q)[:, None]
-    row_lse2 = load_lse2(lse2, lengths.cu_q, b, h, queries, n_q)
+    row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
     if dq is not None:
         row_delta = load_rows(delta, lengths.cu_q, b, h, queries, n_q, 0.0)[:, None]
         right_base, right_scales = base_of(k_right, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
@@ -104,24 +107,26 @@ def _query_tiles(
         end = tl.minimum(n_k, first + TILE + offset)
     for key in range(0, end, BLOCK_K):
         keys = key + tl.arange(0, BLOCK_K)
-        k_tile = load_tokens(k, k_base, key, BLOCK_K, n_k, D_PAD)
-        k_scale = load_token_scales(k, k_scales, key, BLOCK_K, n_k)[None, :]
-        s = tokens_by_tokens(q_tile, k_tile, q_factor, k_scale)
+        k_tile = load_block(k, k_base, key, BLOCK_K, n_k, D_PAD)
+        k_scale = load_block_scales(k, k_scales, key, BLOCK_K)[None, :]
+        s = tokens_by_tokens(q_tile, k_tile, k_scale)
         if q_mean is not None:
             block = first // BLOCK_Q
             bias = key_bias(
                 q_mean, k_mean, raw_k, lengths, b, h, k_head, block, key, BLOCK_K, n_k, D, D_PAD
             )
-            s += bias[None, :] * scale_log2
-        valid = (keys < n_k)[None, :]
-        if lengths.IS_CAUSAL:
-            valid = valid & (keys[None, :] <= queries[:, None] + offset)
-        p = tl.exp2(tl.where(valid, s, -float("inf")) - row_lse2[:, None])
-        v_tile = load_tokens(v, v_base, key, BLOCK_K, n_k, DV_PAD)
-        v_scale = load_token_scales(v, v_scales, key, BLOCK_K, n_k)[None, :]
-        dp = tokens_by_tokens(do_tile, v_tile, do_scale, v_scale)
+            s = s * q_factor + bias[None, :] * scale_log2 - row_lse2[:, None]
+        else:
+            s = tl.fma(s, q_factor, -row_lse2[:, None])
+        if not sees(first, key + BLOCK_K - 1, n_k, offset, lengths.IS_CAUSAL):
+            seen = sees(queries[:, None], keys[None, :], n_k, offset, lengths.IS_CAUSAL)
+            s = tl.where(seen, s, -float("inf"))
+        p = tl.exp2(s)
+        v_tile = load_block(v, v_base, key, BLOCK_K, n_k, DV_PAD)
+        v_scale = load_block_scales(v, v_scales, key, BLOCK_K)[None, :]
+        dp = tokens_by_tokens(do_tile, v_tile, do_scale) * v_scale
         if dq is not None:
-            right = load_tokens(k_right, right_base, key, BLOCK_K, n_k, D_PAD)
+            right = load_block(k_right, right_base, key, BLOCK_K, n_k, D_PAD)
             total = add_product(
                 total,
                 p * (dp - row_delta),
@@ -219,24 +224,27 @@ def _key_tiles(
         for query in range(begin, n_q, BLOCK_Q):
             row = query + tl.arange(0, BLOCK_Q)
             queries = row[None, :]
-            q_tile = load_tokens(q, q_base, query, BLOCK_Q, n_q, D_PAD, first_live)
-            q_factor = load_token_scales(q, q_scales, query, BLOCK_Q, n_q)[None, :] * scale_log2
-            s = tokens_by_tokens(k_tile, q_tile, q_factor, k_scale)
+            q_tile = load_block(q, q_base, query, BLOCK_Q, n_q, D_PAD, first_live)
+            q_scale = load_block_scales(q, q_scales, query, BLOCK_Q)
+            q_factor = (q_scale * scale_log2)[None, :]
+            s = tokens_by_tokens(k_tile, q_tile, k_scale)
+            row_lse2 = load_rows(lse2, lengths.cu_q, b, h, row, n_q, float("inf"))[None, :]
             if q_mean is not None:
                 block = query // BLOCK_Q
                 bias = key_bias(
                     q_mean, k_mean, raw_k, lengths, b, h, k_head, block, first, TILE, n_k, D, D_PAD
                 )
-                s += bias[:, None] * scale_log2
-            valid = keys < n_k
-            if lengths.IS_CAUSAL:
-                valid = valid & (keys <= queries + offset)
-            row_lse2 = load_lse2(lse2, lengths.cu_q, b, h, row, n_q)[None, :]
-            p = tl.exp2(tl.where(valid, s, -float("inf")) - row_lse2)
+                s = s * q_factor + bias[:, None] * scale_log2 - row_lse2
+            else:
+                s = tl.fma(s, q_factor, -row_lse2)
+            if not sees(query, first + TILE - 1, n_k, offset, lengths.IS_CAUSAL):
+                seen = sees(queries, keys, n_k, offset, lengths.IS_CAUSAL)
+                s = tl.where(seen, s, -float("inf"))
+            p = tl.exp2(s)
             dv_total = add_product(
                 dv_total,
                 p,
-                load_tokens(do_right, dor_base, query, BLOCK_Q, n_q, DV_PAD, first_live),
+                load_block(do_right, dor_base, query, BLOCK_Q, n_q, DV_PAD, first_live),
                 load_channel_scales(do_right, dor_scales, query, DV, DV_PAD),
                 p_rounding,
                 P_PER_TILE,
@@ -247,14 +255,14 @@ def _key_tiles(
                 lengths.n_q,
                 lengths.n_k,
             )
-            do_tile = load_tokens(do, do_base, query, BLOCK_Q, n_q, DV_PAD, first_live)
-            do_scale = load_token_scales(do, do_scales, query, BLOCK_Q, n_q)[None, :]
-            dp = tokens_by_tokens(v_tile, do_tile, do_scale, v_scale)
+            do_tile = load_block(do, do_base, query, BLOCK_Q, n_q, DV_PAD, first_live)
+            do_scale = load_block_scales(do, do_scales, query, BLOCK_Q)[None, :]
+            dp = tokens_by_tokens(v_tile, do_tile, do_scale) * v_scale
             ds = p * (dp - load_rows(delta, lengths.cu_q, b, h, row, n_q, 0.0)[None, :])
             dk_total = add_product(
                 dk_total,
                 ds,
-                load_tokens(q_right, qr_base, query, BLOCK_Q, n_q, D_PAD, first_live),
+                load_block(q_right, qr_base, query, BLOCK_Q, n_q, D_PAD, first_live),
                 load_channel_scales(q_right, qr_scales, query, D, D_PAD),
                 ds_rounding,
                 DS_PER_TILE,
@@ -313,7 +321,7 @@ def backward(
     spec, operands, lengths = problem.spec, Operands(problem, do), problem.lengths
     d, d_v = problem.q.shape[3], problem.v.shape[3]
     d_pad, d_v_pad = padded(d), padded(d_v)
-    heads, wide = problem.q.shape[1], max(d_pad, d_v_pad)
+    heads = problem.q.shape[1]
     scales = (problem.scale, problem.scale * LOG2_E)
     shape = (problem.groups, d, d_v, d_pad, d_v_pad, spec.block_q, spec.block_k)
     s_operands = (operands.at("qk_recompute", "q"), operands.at("qk_recompute", "k"))
@@ -376,14 +384,15 @@ def backward(
     at = f"at head size {max(d, d_v)}, block_q={spec.block_q} and block_k={spec.block_k}"
     within = spec.block_q if spec.smoothing.q else None
     if spec.delta is Delta.FROM_P:
-        of_delta = tiles(wide, within=within)
+        of_delta = tiles(64, d_pad, within=within)
         launch(of_delta, lambda t: query_tiles(t, True), f"delta {at}")
     else:
         assert o is not None
         delta_from_o(problem, o, do, lse2, d_lse_rows, delta)
-    of_dq = tiles(wide, within=within, exactly=spec.block_q if one_block["dq"] else None)
+    of_dq = tiles(64, d_pad, within=within, exactly=spec.block_q if one_block["dq"] else None)
     launch(of_dq, lambda t: query_tiles(t, False), f"dQ {at}")
     shared = one_block["dv"] or one_block["dk"]
-    of_dk_dv = tiles(wide, exactly=spec.block_k if shared else None)
+    rows = 128 if max(d_pad, d_v_pad) <= 128 else 64
+    of_dk_dv = tiles(rows, d_pad + d_v_pad, exactly=spec.block_k if shared else None)
     launch(of_dk_dv, key_tiles, f"dK and dV {at}")
     return delta

@@ -23,13 +23,6 @@ def load_rows(rows, cu, b, h, queries, n, missing):
 
 
 @triton.jit
-def load_lse2(rows, cu, b, h, queries, n):
-    """The logsumexp of these queries, +inf where they attend to nothing, so that P is 0."""
-    lse2 = load_rows(rows, cu, b, h, queries, n, float("inf"))
-    return tl.where(lse2 == -float("inf"), float("inf"), lse2)
-
-
-@triton.jit
 def store_delta(delta, d_lse, lengths, b, h, queries, n_q, result, row_lse2):
     """Write delta less the gradient of the logsumexp; 0 for queries that attend to nothing, whose
     logsumexp has a gradient that is no number."""
@@ -66,7 +59,7 @@ def _delta_from_o(
     o_tile = tl.load(o_ptrs, mask=mask, other=0.0).to(tl.float32)
     do_tile = tl.load(do_ptrs, mask=mask, other=0.0).to(tl.float32)
     result = row_sums(o_tile * do_tile)
-    row_lse2 = load_lse2(lse2, lengths.cu_q, b, h, queries, n_q)
+    row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
     store_delta(delta, d_lse, lengths, b, h, queries, n_q, result, row_lse2)
 
 

@@ -19,11 +19,14 @@ from sagesim_kernels.layout import (
     live_queries,
     place_in,
     row_base,
+    sees,
     token_ptrs,
 )
 from sagesim_kernels.maps import MapTrace, store_codes
 from sagesim_kernels.operands import (
     base_of,
+    load_block,
+    load_block_scales,
     load_channel_scales,
     load_token_scales,
     load_tokens,
@@ -37,6 +40,7 @@ from sagesim_kernels.tiles import launch, tiles
 
 _LN_2 = tl.constexpr(LN_2)
 _LOG2_127 = tl.constexpr(LOG2_127)
+_SMALLEST = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -63,6 +67,7 @@ def _forward(
     rounding,
     scale,
     scale_log2,
+    IS_NEGATIVE: tl.constexpr,
     GROUPS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -88,7 +93,12 @@ def _forward(
     k_base, k_scales = base_of(k, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
     v_base, v_scales = base_of(v, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
     q_tile = load_tokens(q, q_base, first, TILE, n_q, D_PAD, first_live)
-    q_factor = load_token_scales(q, q_scales, first, TILE, n_q)[:, None] * scale_log2
+    q_factor = load_token_scales(q, q_scales, first, TILE, n_q) * scale_log2
+    # What a row of s has still to be multiplied by: not negative, so that its maximum may go first,
+    # and no 0, of which -inf would make NaN.
+    factor = tl.full((TILE,), 1.0, tl.float32)
+    if q_mean is None:
+        factor = tl.where(q_factor == 0.0, _SMALLEST, tl.abs(q_factor))
 
     row_max = tl.full((TILE,), -float("inf"), tl.float32)
     row_sum = tl.zeros((TILE,), tl.float32)
@@ -98,27 +108,29 @@ def _forward(
         end = tl.minimum(n_k, first + TILE + offset)
     for key in range(0, end, BLOCK_K):
         keys = key + tl.arange(0, BLOCK_K)
-        k_tile = load_tokens(k, k_base, key, BLOCK_K, n_k, D_PAD)
-        k_scale = load_token_scales(k, k_scales, key, BLOCK_K, n_k)[None, :]
-        s = tokens_by_tokens(q_tile, k_tile, q_factor, k_scale)
+        k_tile = load_block(k, k_base, key, BLOCK_K, n_k, D_PAD)
+        k_scale = load_block_scales(k, k_scales, key, BLOCK_K)[None, :]
+        s = tokens_by_tokens(q_tile, k_tile, k_scale)
         if q_mean is not None:
             block = first // BLOCK_Q
             bias = key_bias(
                 q_mean, k_mean, raw_k, lengths, b, h, k_head, block, key, BLOCK_K, n_k, D, D_PAD
             )
-            s += bias[None, :] * scale_log2
-        valid = (keys < n_k)[None, :]
-        if lengths.IS_CAUSAL:
-            valid = valid & (keys[None, :] <= queries[:, None] + offset)
-        s = tl.where(valid, s, -float("inf"))
+            s = s * q_factor[:, None] + bias[None, :] * scale_log2
+        elif IS_NEGATIVE:
+            s = -s
+        if not sees(first, key + BLOCK_K - 1, n_k, offset, lengths.IS_CAUSAL):
+            seen = sees(queries[:, None], keys[None, :], n_k, offset, lengths.IS_CAUSAL)
+            s = tl.where(seen, s, -float("inf"))
 
         tile_max = tl.max(s, 1)
+        tile_max = tl.where(tile_max == -float("inf"), tile_max, tile_max * factor)
         new_max = tl.maximum(row_max, tile_max)
         shrink = tl.exp2(row_max - _finite(new_max))
-        v_tile = load_tokens(v, v_base, key, BLOCK_K, n_k, DV_PAD)
+        v_tile = load_block(v, v_base, key, BLOCK_K, n_k, DV_PAD)
         if v.scale is not None:
             # 127 P against the tile's own maximum: codes depend on the tile alone.
-            p = 127.0 * tl.exp2(s - _finite(tile_max)[:, None])
+            p = 127.0 * tl.exp2(s * factor[:, None] - _finite(tile_max)[:, None])
             codes = to_codes(p, queries[:, None], keys[None, :], rounding)
             store_codes(
                 trace, codes, 1.0, z, queries[:, None], keys[None, :], lengths.n_q, lengths.n_k
@@ -126,10 +138,10 @@ def _forward(
             weight = tl.exp2(tile_max - _finite(new_max))
             v_scale = load_channel_scales(v, v_scales, key, DV, DV_PAD)[None, :]
             sums = tl.dot(codes, v_tile, out_dtype=tl.int32).to(tl.float32)
-            total = total * shrink[:, None] + sums * weight[:, None] * v_scale
+            total = tl.fma(sums, weight[:, None] * v_scale, total * shrink[:, None])
             row_sum = row_sum * shrink + tl.sum(p, 1) * weight
         else:
-            p = tl.exp2(s - _finite(new_max)[:, None])
+            p = tl.exp2(tl.fma(s, factor[:, None], -_finite(new_max)[:, None]))
             total = tl.dot(p.to(v_tile.dtype), v_tile, total * shrink[:, None])
             row_sum = row_sum * shrink + tl.sum(p, 1)
         row_max = new_max
@@ -147,6 +159,7 @@ def _forward(
         shift = row_sums(q_tile * mean_of(k_mean, b, k_head, 0, D, D_PAD))
         row_lse = tl.where(row_max == -float("inf"), row_lse, row_lse + shift * scale)
     tl.store(row_base(lse, lengths.cu_q, b, h) + queries, row_lse, mask=queries < n_q)
+    row_lse2 = tl.where(row_max == -float("inf"), float("inf"), row_lse2)
     tl.store(row_base(lse2, lengths.cu_q, b, h) + queries, row_lse2, mask=queries < n_q)
 
     column = tl.arange(0, DV_PAD)
@@ -160,7 +173,9 @@ class ForwardResult:
     """What `forward` fills: o as given, and float32 [sequences, heads, n_q] beside it."""
 
     lse: Tensor  #: of the true logits, natural; -inf where a row attends to nothing
-    lse2: Tensor  #: base 2, of the smoothed logits, from which the backward rebuilds P
+    lse2: Tensor
+    """Base 2, of the smoothed logits, from which the backward rebuilds P; +inf where a row attends
+    to nothing, so that P is 0."""
 
 
 def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> ForwardResult:
@@ -169,8 +184,7 @@ def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> Forwa
     trace: for the codes of P, where pv is INT8; its scales are left as they are.
     """
     rows = problem.q.shape[:3]
-    lse = torch.full(rows, -torch.inf, device=o.device)
-    lse2 = lse.clone()
+    lse, lse2 = (torch.full(rows, x, device=o.device) for x in (-torch.inf, torch.inf))
     if problem.is_empty:
         o.zero_()
         return ForwardResult(lse, lse2)
@@ -196,6 +210,7 @@ def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> Forwa
             Rounding.of(spec, "p"),
             problem.scale,
             problem.scale * LOG2_E,
+            problem.scale < 0,
             problem.groups,
             d,
             d_v,
@@ -209,9 +224,12 @@ def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> Forwa
             **LAUNCH,
         )
 
-    wide = padded(max(d, d_v))
     launch(
-        tiles(wide, within=spec.block_q if spec.smoothing.q else None),
+        tiles(
+            128 if padded(max(d, d_v)) <= 128 else 64,
+            padded(d_v),
+            within=spec.block_q if spec.smoothing.q else None,
+        ),
         run,
         f"the forward at head size {d} and block_k={spec.block_k}",
     )

@@ -142,6 +142,16 @@ def live_keys(lengths, b):
 
 
 @triton.jit
+def sees(queries, keys, n_k, offset, IS_CAUSAL: tl.constexpr):
+    """Whether these queries attend to these keys, broadcastable to each other. If the first query
+    of a tile attends to its last key, so does every query to every key."""
+    result = keys < n_k
+    if IS_CAUSAL:
+        result = result & (keys <= queries + offset)
+    return result
+
+
+@triton.jit
 def tile_ptrs(base, first, count: tl.constexpr, columns, stride_n, stride_d):
     """Pointers to tokens first..first + count, counted from base, [count, columns].
 

@@ -78,6 +78,6 @@ def add_product(
         codes = to_codes(map * inverse, queries, keys, rounding)
         store_codes(trace, codes, scale, z, queries, keys, n_q, n_k)
         sums = tl.dot(codes, tokens, out_dtype=tl.int32).to(tl.float32)
-        return total + sums * scale * channel_scale[None, :]
+        return tl.fma(sums, scale * channel_scale[None, :], total)
     else:
         return tl.dot(map.to(tokens.dtype), tokens, total)

@@ -57,27 +57,61 @@ def load_tokens(x, base, first, count: tl.constexpr, last, D_PAD: tl.constexpr, 
 
     Zero from token `last` on, before token `lowest`, and behind the last channel.
     """
-    local = tl.arange(0, count)
+    row = first + tl.arange(0, count)
+    valid = (row < last) & (row >= lowest)
+    ptrs = _token_ptrs(x, base, first, count, D_PAD)
+    if x.CHANNELS < D_PAD:
+        valid = valid[:, None] & (tl.arange(0, D_PAD) < x.CHANNELS)[None, :]
+        return tl.load(ptrs, mask=valid, other=0)
+    else:
+        return tl.load(ptrs, mask=valid[:, None], other=0)
+
+
+@triton.jit
+def load_block(x, base, first, count: tl.constexpr, last, D_PAD: tl.constexpr, lowest=0):
+    """As `load_tokens`, of a block of the spec that begins before token `last`: its codes are all
+    in memory, zeros included."""
+    if x.scale is None:
+        return load_tokens(x, base, first, count, last, D_PAD, lowest)
+    else:
+        ptrs = _token_ptrs(x, base, first, count, D_PAD)
+        if x.CHANNELS < D_PAD:
+            return tl.load(ptrs, mask=(tl.arange(0, D_PAD) < x.CHANNELS)[None, :], other=0)
+        else:
+            return tl.load(ptrs)
+
+
+@triton.jit
+def _token_ptrs(x, base, first, count: tl.constexpr, D_PAD: tl.constexpr):
     column = tl.arange(0, D_PAD)
     if x.scale is None:
-        ptrs = tile_ptrs(base, first, count, column, _in_vectors(x.stride_n), x.stride_d)
+        return tile_ptrs(base, first, count, column, _in_vectors(x.stride_n), x.stride_d)
     else:
-        ptrs = tile_ptrs(base, first, count, column, x.stride_n, x.stride_d)
-    row = first + local
-    valid = (row < last) & (row >= lowest)
-    mask = valid[:, None] & (column < x.CHANNELS)[None, :]
-    return tl.load(ptrs, mask=mask, other=0)
+        return tile_ptrs(base, first, count, column, x.stride_n, x.stride_d)
 
 
 @triton.jit
 def load_token_scales(x, base, first, count, last):
     """The scales of tokens first..first + count, [count]; 1 where the format has none."""
-    row = first + tl.arange(0, count)
     if x.scale is None:
         return tl.full((count,), 1.0, tl.float32)
     else:
-        ptrs = base + (row // x.TOKENS).to(tl.int64) * x.scale_stride_n
-        return tl.load(ptrs, mask=row < last, other=1.0)
+        row = first + tl.arange(0, count)
+        return tl.load(_scale_ptrs(x, base, row), mask=row < last, other=1.0)
+
+
+@triton.jit
+def load_block_scales(x, base, first, count):
+    """As `load_token_scales`, of a block of the spec of which some token is in memory."""
+    if x.scale is None:
+        return tl.full((count,), 1.0, tl.float32)
+    else:
+        return tl.load(_scale_ptrs(x, base, first + tl.arange(0, count)))
+
+
+@triton.jit
+def _scale_ptrs(x, base, row):
+    return base + (row // x.TOKENS).to(tl.int64) * x.scale_stride_n
 
 
 @triton.jit
@@ -96,15 +130,11 @@ def load_channel_scales(x, base, first, D: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
-def tokens_by_tokens(left, right, first_scale, second_scale):
-    """left [m, d] times the transpose of right [n, d], float32 [m, n]: the same arithmetic in every
-    kernel and either orientation.
-
-    Both scales are broadcastable to [m, n]. Sums of codes are multiplied by one after the other;
-    16-bit numbers have no second one.
-    """
+def tokens_by_tokens(left, right, scale):
+    """left [m, d] times the transpose of right [n, d], float32 [m, n]; and where they are codes,
+    times the scale of one of them, broadcastable to it. The other's is left to the caller, so that
+    every kernel multiplies by the two in the same order, in either orientation."""
     if left.dtype == tl.int8:
-        sums = tl.dot(left, tl.trans(right), out_dtype=tl.int32).to(tl.float32)
-        return sums * first_scale * second_scale
+        return tl.dot(left, tl.trans(right), out_dtype=tl.int32).to(tl.float32) * scale
     else:
-        return tl.dot(left, tl.trans(right), out_dtype=tl.float32) * first_scale
+        return tl.dot(left, tl.trans(right), out_dtype=tl.float32)

@@ -20,18 +20,20 @@ class Tile:
 
 
 def tiles(
-    channels: int, *, exactly: int | None = None, within: int | None = None
+    rows: int, channels: int, *, exactly: int | None = None, within: int | None = None
 ) -> Iterator[Tile]:
     """Tiles to try, best first; the later, the less shared memory they take.
 
     Args:
-        channels: of the wider operand, padded.
+        rows: that suit the kernel, if the spec has no say.
+        channels: of the sums that it keeps for each row, padded.
         exactly: rows of the spec's block, where a scale is shared by all of them.
         within: rows of the spec's block, where a program must not own rows of two.
     """
-    rows = exactly or min(128 if channels == 128 else 64, within or 128)
-    warps = 8 if rows * channels > 64 * 128 else 4
-    for stages in (3, 2, 1) if rows == 128 else (2, 1):
+    rows = exactly or min(rows, within or rows)
+    # As many as it takes for what a thread holds to fit its registers.
+    warps = 8 if rows == 128 or rows * channels > 64 * 128 else 4
+    for stages in (2, 1):
         yield Tile(rows, warps, stages)
     for fewer in (64, 32):
         if exactly is None and fewer < rows:

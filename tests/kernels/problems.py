@@ -111,6 +111,8 @@ class Problem:
 
     @property
     def is_ordinary(self) -> bool:
+        if self.do_layout == "expanded" and "zero_block" in self.kinds:
+            return False  # whole rows repeat, and one code at a tie would count as many
         return ORDINARY.issuperset(self.kinds) and self.scale in (None, 0.03)
 
     @cached_property

@@ -214,7 +214,7 @@ class TestTiles:
     def run(monkeypatch, case: Case, spec: AttentionSpec, rows: int, stages: int) -> list[Tensor]:
         used = set()
 
-        def tiles(_, *, exactly=None, within=None):
+        def tiles(*_, exactly=None, within=None):
             used.add(exactly or min(rows, within or rows))
             yield Tile(exactly or min(rows, within or rows), 4, stages)
 

@@ -8,6 +8,7 @@ then each line of its input is a request and gets a line in reply, all of them J
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -30,7 +31,7 @@ from sagesim_kernels.backward import Gradients, backward
 from sagesim_kernels.forward import forward
 from sagesim_kernels.primitives import LAUNCH
 from sagesim_kernels.problem import Problem
-from tests.support.sass import lost_descriptors
+from tests.support.sass import issued_in_loop, lost_descriptors
 
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """KiB that a block may have, by compute capability (CUDA C++ Programming Guide, table "Technical
@@ -44,6 +45,9 @@ TOKENS = 256
 
 # An instruction that multiplies matrices, with all that qualifies it.
 _PRODUCT = re.compile(r"^\s*(?:@!?%\w+ )?((?:wgmma\.mma|mma|wmma\.mma|tcgen05\.mma)[\w.:]*)", re.M)
+# Those with .ftz are of libdevice's log2, which is written with them.
+_FUSED = re.compile(r"\bfma\.rn\.f32(x2)?\b")
+_FMA = re.compile(r" math\.fma .* : tensor<([\dx]+)xf32>")
 # The same before it is lowered, with the formats of its operands.
 _DOT = re.compile(r"tt\.dot .* : tensor<[\dx]+x(\w+)> \* tensor<[\dx]+x(\w+)> -> ")
 
@@ -108,12 +112,21 @@ def _contents(kernel: Any) -> dict[str, Any]:
         "dots": dots,
         "opcodes": Counter(_PRODUCT.findall(ptx)),
         "permutations": len(re.findall(r"\bprmt\.", ptx)),
-        # Those with .ftz are of libdevice's log2, which is written with them.
-        "fused": len(re.findall(r"\bfma\.rn\.f32\b", ptx)),
+        "fused": _fused(kernel),
         "has_fp64": ".f64" in ptx,
         "shared": kernel.metadata.shared,
         **_machine_code(kernel.asm["cubin"], hopper=driver.active.capability == 90),
     }
+
+
+def _fused(kernel: Any) -> int:
+    """Multiplications of a thread that are added at once, but for those of the program itself, of
+    which there may be copies: of a loop's first steps, say."""
+    fused = sum(2 if pair else 1 for pair in _FUSED.findall(kernel.asm["ptx"]))
+    shapes = _FMA.findall(kernel.asm["ttir"])
+    elements = sum(math.prod(map(int, shape.split("x"))) for shape in shapes)
+    written = elements // (32 * kernel.metadata.num_warps)
+    return fused % written if written else fused
 
 
 def _machine_code(cubin: bytes, *, hopper: bool) -> dict[str, Any]:
@@ -134,6 +147,7 @@ def _machine_code(cubin: bytes, *, hopper: bool) -> dict[str, Any]:
         "registers": int(re.search(r"\bREG:(\d+)", usage)[1]),
         "stack": int(re.search(r"\bSTACK:(\d+)", usage)[1]),
         "lost_descriptors": lost_descriptors(listing),
+        "issued_in_loop": issued_in_loop(listing),
     }
 
 

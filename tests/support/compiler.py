@@ -46,6 +46,7 @@ class Kernel:
     registers: int  #: of a thread
     stack: int  #: bytes of a thread, 0 where no register is spilled
     lost_descriptors: list[str]  #: see `tests.support.sass`; on Hopper
+    issued_in_loop: dict[str, int]  #: likewise
 
     @cached_property
     def formats(self) -> set[str]:

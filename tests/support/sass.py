@@ -1,8 +1,12 @@
-"""Hopper's machine code, read for a fault of a compiler."""
+"""Hopper's machine code, read for a fault of a compiler, and for what a loop costs."""
 
 import re
+from collections import Counter
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ +)?([A-Z0-9_.]+) ?([^;]*);")
+_CONDITIONAL = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+@!?U?P\w+ +BRA\b")
+_LABEL = re.compile(r"^\s*(\.L_x_\d+):", re.M)
+_TARGET = re.compile(r"\.L_x_\d+")
 _REGISTER = re.compile(r"U?R\d+")
 _NUMBER = re.compile(r"-?0x[0-9a-f]+")
 _LAYOUTS = {0x40000040, 0x80000020, 0xC0000010}
@@ -31,6 +35,36 @@ def lost_descriptors(listing: str) -> list[str]:
             for i in range(_width(opcode)):
                 is_zero[f"{bank}{number + i}"] = _gives_zero(opcode, sources)
     return found
+
+
+def issued_in_loop(listing: str) -> Counter[str]:
+    """Opcodes of the innermost loop of nvdisasm's listing that multiplies matrices, by how often a
+    warp issues them in a step that jumps forward wherever it can: past masks of tiles that need
+    none, and past the slow path of divisions."""
+    code: list[tuple[str, str, bool]] = []
+    labels: dict[str, int] = {}
+    for line in listing.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif found := _INSTRUCTION.search(line):
+            code.append((found[1], found[2], _CONDITIONAL.search(line) is not None))
+    jumps = [
+        (at, labels[target[0]], is_conditional)
+        for at, (opcode, text, is_conditional) in enumerate(code)
+        if opcode == "BRA" and (target := _TARGET.search(text)) and target[0] in labels
+    ]
+    loops = [(to, at) for at, to, _ in jumps if to <= at]
+    multiplying = [(a, b) for a, b in loops if any("GMMA" in code[i][0] for i in range(a, b))]
+    if not multiplying:
+        return Counter()
+    first, last = min(multiplying, key=lambda loop: loop[1] - loop[0])
+    skipped = {
+        i
+        for at, to, is_conditional in jumps
+        if is_conditional and first <= at < to <= last
+        for i in range(at + 1, to)
+    }
+    return Counter(code[i][0] for i in range(first, last + 1) if i not in skipped)
 
 
 def _is_layout(source: str) -> bool:

@@ -1,0 +1,75 @@
+"""Count the instructions that a warp issues in one step of each kernel's loop, on Hopper.
+
+    python scripts/instructions.py NAME [--out FILE.json]
+
+Compiles as `make test` does, for sm90 by the oldest Triton, and reads the machine code: no GPU is
+needed, and nothing is timed. See `tests.support.sass.issued_in_loop`. The counts are stored under
+NAME, beside what the file has under other names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.support.compiler import OLDEST, Compiler, Kernel  # noqa: E402
+
+SPECS = ("factored_pv16", "factored", "sagebwd")
+HEAD_SIZES = (64, 128)
+BLOCK = 64
+"""Queries or keys of a step, in every preset."""
+
+
+def row(spec: str, head_size: int, kernel: Kernel) -> dict[str, object]:
+    """What the table says of one kernel."""
+    assert kernel.tile is not None
+    issued = sum(kernel.issued_in_loop.values())
+    tiles = kernel.tile * BLOCK / 64**2
+    return {
+        "spec": spec,
+        "head_size": head_size,
+        "kernel": kernel.name,
+        "tile": f"{kernel.tile}x{BLOCK}",
+        "warps": kernel.warps,
+        "registers": kernel.registers,
+        "stack": kernel.stack,
+        "instructions": issued,
+        "per_64x64": round(issued * kernel.warps / 4 / tiles),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("name", help="of this version of the kernels")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as cache:
+        compiler = Compiler(Path(cache), OLDEST)
+        rows = [
+            row(spec, head_size, kernel)
+            for spec in SPECS
+            for head_size in HEAD_SIZES
+            for kernel in compiler.compile(spec, 90, head_size=head_size)
+            if kernel.dots
+        ]
+        compiler.close()
+    for r in rows:
+        print("  ".join(f"{key} {value}" for key, value in r.items()))
+    if args.out:
+        kept = json.loads(args.out.read_text()) if args.out.exists() else {"versions": {}}
+        kept["command"] = "python scripts/instructions.py NAME --out docs/data/instructions.json"
+        kept["machine"] = f"compiled for sm90 by Triton {compiler.version}, causal, bfloat16"
+        kept["versions"][args.name] = rows
+        args.out.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.sass import lost_descriptors
+from tests.support.sass import issued_in_loop, lost_descriptors
 
 KEPT = """
         /*3620*/                   IMAD.MOV.U32 R18, RZ, RZ, RZ ;
@@ -43,3 +43,34 @@ def test_kept(listing: str) -> None:
 def test_lost(listing: str) -> None:
     (instruction,) = lost_descriptors(listing)
     assert instruction.split()[0].endswith("IADD3.X")
+
+
+LOOP = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/                   HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;
+        /*0020*/                   FMUL R4, R24, R5 ;
+        /*0030*/              @P0 BRA `(.L_x_1) ;
+        /*0040*/                   FSEL R4, R4, -INF , P1 ;
+        /*0050*/                   FSEL R6, R6, -INF , P1 ;
+.L_x_1:
+        /*0060*/                   MUFU.EX2 R4, R4 ;
+        /*0070*/              @!P2 BRA `(.L_x_0) ;
+.L_x_2:
+        /*0080*/                   FADD R4, R4, R4 ;
+        /*0090*/              @!P2 BRA `(.L_x_2) ;
+        /*00a0*/                   EXIT ;
+"""
+
+
+def test_what_a_jump_forward_skips_is_not_issued():
+    assert issued_in_loop(LOOP) == {"HGMMA.64": 1, "FMUL": 1, "BRA": 2, "MUFU.EX2": 1}
+
+
+def test_without_the_jump_it_is():
+    straight = LOOP.replace("@P0 BRA `(.L_x_1)", "NOP")
+    assert issued_in_loop(straight)["FSEL"] == 2
+
+
+def test_without_a_product_there_is_no_such_loop():
+    assert issued_in_loop(LOOP.replace("HGMMA", "FFMA")) == {}

@@ -79,9 +79,10 @@ class _Analysis:
         self.spec, self.dtype = resolve_input16(spec, q.dtype), q.dtype
         self.q, self.k, self.v, self.do = (x.double() for x in (q, k, v, do))
         self.scale = abs(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-        self.q_mean = torch.zeros_like(self.q)
+        self.q_mean, self.k_mean = torch.zeros_like(self.q), torch.zeros_like(self.k)
         if spec.smoothing.k:
-            self.k = self.k - self.k.mean(-2, keepdim=True)
+            self.k_mean = self.k.mean(-2, keepdim=True)
+            self.k = self.k - self.k_mean
         if spec.smoothing.q:
             blocks = self.q.split(spec.block_q, -2)
             self.q_mean = torch.cat([b.mean(-2, keepdim=True).expand_as(b) for b in blocks], -2)
@@ -149,7 +150,9 @@ class _Analysis:
     def _off(self, site: str, tensor: str) -> Tensor:
         """|rounded - given| of an operand with tokens, at most."""
         x = self.tensors[tensor].abs()
-        smoothing = float32_error(1) * (x + (self.q_mean.abs() if tensor == "q" else 0))
+        # The mean is rounded as well: where tokens are nearly equal, by as much as they differ.
+        mean = {"q": self.q_mean, "k": self.k_mean}.get(tensor, torch.zeros(())).abs()
+        smoothing = float32_error(1) * (x + mean)
         block = self.spec.block_k if tensor in ("k", "v") else self.spec.block_q
         return smoothing + self._rounded_off(site, tensor, x + smoothing, block, x.shape[-1])
 

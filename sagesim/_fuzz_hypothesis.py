@@ -29,8 +29,9 @@ def find(
 ) -> Example | None:
     """An example, of at most `cases`, that the predicate holds for; None where none was met.
 
-    The same arguments try the same examples: no database, no settings profile and no clock has a
-    say. Only shrinking ends after five minutes, Hypothesis's own limit.
+    The same arguments try the same examples in the same program: no database, no settings profile
+    and no clock has a say. But Hypothesis draws some numbers from the constants of whatever code is
+    loaded, and shrinking ends after five minutes, its own limit.
 
     Args:
         shrink: go on to the smallest example that the predicate holds for. A predicate that

@@ -7,7 +7,7 @@ import math
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -33,6 +33,9 @@ from sagesim.spec import (
     Precision,
     RoundingMode,
 )
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 _WORTH_IT: Final = 0.01
 """A change that lowers the error by less is not advised."""
@@ -159,6 +162,23 @@ def advice(a: Attribution) -> list[Advice]:
     return found
 
 
+def templates() -> Environment:
+    """The pages of this package, to be filled in: all is escaped, and nothing may be missing.
+
+    Raises:
+        ModuleNotFoundError: without the package jinja2.
+    """
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("sagesim"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
 def render(layers: Sequence[Layer], *, capture: Capture, name: str, command: str) -> str:
     """The report as HTML.
 
@@ -171,15 +191,7 @@ def render(layers: Sequence[Layer], *, capture: Capture, name: str, command: str
     Raises:
         ModuleNotFoundError: without the package jinja2.
     """
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("sagesim"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates()
     environment.filters |= {"number": number, "percent": percent}
     pooled = pool([layer.attribution for layer in layers])
     spec = pooled.base

@@ -41,7 +41,7 @@ from sagesim_kernels.primitives import LAUNCH, LOG2_E, Rounding
 from sagesim_kernels.problem import Problem, padded
 from sagesim_kernels.quantize import Operands
 from sagesim_kernels.smoothing import key_bias, mean_of
-from sagesim_kernels.tiles import launch, tiles
+from sagesim_kernels.tiles import launch, most_rows, tiles
 
 
 @triton.jit
@@ -392,7 +392,7 @@ def backward(
     of_dq = tiles(64, d_pad, within=within, exactly=spec.block_q if one_block["dq"] else None)
     launch(of_dq, lambda t: query_tiles(t, False), f"dQ {at}")
     shared = one_block["dv"] or one_block["dk"]
-    rows = 128 if max(d_pad, d_v_pad) <= 128 else 64
+    rows = most_rows(d_pad, d_v_pad)
     of_dk_dv = tiles(rows, d_pad + d_v_pad, exactly=spec.block_k if shared else None)
     launch(of_dk_dv, key_tiles, f"dK and dV {at}")
     return delta

@@ -36,7 +36,7 @@ from sagesim_kernels.primitives import LAUNCH, LN_2, LOG2_127, LOG2_E, Rounding,
 from sagesim_kernels.problem import Problem, padded
 from sagesim_kernels.quantize import Operands
 from sagesim_kernels.smoothing import key_bias, mean_of
-from sagesim_kernels.tiles import launch, tiles
+from sagesim_kernels.tiles import launch, most_rows, tiles
 
 _LN_2 = tl.constexpr(LN_2)
 _LOG2_127 = tl.constexpr(LOG2_127)
@@ -190,6 +190,7 @@ def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> Forwa
         return ForwardResult(lse, lse2)
     spec, operands = problem.spec, Operands(problem)
     d, d_v = problem.q.shape[3], problem.v.shape[3]
+    d_pad, d_v_pad = padded(d), padded(d_v)
     q, k, v = operands.at("qk", "q"), operands.at("qk", "k"), operands.at("pv", "v")
     smoothing = operands.smoothing
 
@@ -214,8 +215,8 @@ def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> Forwa
             problem.groups,
             d,
             d_v,
-            padded(d),
-            padded(d_v),
+            d_pad,
+            d_v_pad,
             spec.block_q,
             spec.block_k,
             tile.rows,
@@ -224,12 +225,9 @@ def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> Forwa
             **LAUNCH,
         )
 
+    within = spec.block_q if spec.smoothing.q else None
     launch(
-        tiles(
-            128 if padded(max(d, d_v)) <= 128 else 64,
-            padded(d_v),
-            within=spec.block_q if spec.smoothing.q else None,
-        ),
+        tiles(most_rows(d_pad, d_v_pad), d_v_pad, within=within),
         run,
         f"the forward at head size {d} and block_k={spec.block_k}",
     )

@@ -19,6 +19,11 @@ class Tile:
     num_stages: int
 
 
+def most_rows(d: int, d_v: int) -> int:
+    """Rows that a program's registers have room for, at these padded head sizes."""
+    return 128 if max(d, d_v) <= 128 else 64
+
+
 def tiles(
     rows: int, channels: int, *, exactly: int | None = None, within: int | None = None
 ) -> Iterator[Tile]:

@@ -5,7 +5,7 @@ from collections import Counter
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ +)?([A-Z0-9_.]+) ?([^;]*);")
 _CONDITIONAL = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+@!?U?P\w+ +BRA\b")
-_LABEL = re.compile(r"^\s*(\.L_x_\d+):", re.M)
+_LABEL = re.compile(r"\s*(\.L_x_\d+):")
 _TARGET = re.compile(r"\.L_x_\d+")
 _REGISTER = re.compile(r"U?R\d+")
 _NUMBER = re.compile(r"-?0x[0-9a-f]+")

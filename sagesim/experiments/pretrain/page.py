@@ -26,6 +26,7 @@ from sagesim.experiments.pretrain.compare import (
 )
 from sagesim.experiments.pretrain.model import SIZES
 from sagesim.metrics import TITLES
+from sagesim.report import templates
 
 _CURVES: Final = ("o", "ds", "dq", "dk")
 _TOLD: Final = ("corpus", "context", "lr", "precision", "qk_norm", "tokens_per_step")
@@ -46,18 +47,11 @@ def render(runs: Sequence[Trained], *, margin: float | None, command: str) -> st
         ValueError: for no runs, or one that is there twice.
         ModuleNotFoundError: without the package jinja2.
     """
-    import jinja2
     import markupsafe
 
     if not runs:
         raise ValueError("no runs to compare")
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("sagesim"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates()
     found = settings(runs)
     colours = _colours([g.attention for s in found for g in s.groups])
     measured = _colours(

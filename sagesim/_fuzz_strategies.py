@@ -20,6 +20,7 @@ from sagesim.presets import (
     CAUSAL_SAFE,
     FACTORED,
     FACTORED_PV16,
+    FACTORED_QK,
     SAGE_FORWARD,
     SAGEBWD,
     SAGEBWD_ALL_INT8,
@@ -55,6 +56,7 @@ KERNEL_PRESETS: Final = (
     SAGE_FORWARD,
     FACTORED,
     FACTORED_PV16,
+    FACTORED_QK,
     CAUSAL_SAFE,
 )
 """What a kernel would be written for."""

@@ -75,6 +75,14 @@ FACTORED_PV16: Final = replace(
 )
 """`FACTORED` with PV in 16 bit, which frees O, and with it the usual delta, of PV's noise."""
 
+FACTORED_QK: Final = replace(
+    with_precision(FACTORED_PV16, Precision.INPUT16, "dv", "dq", "dk"),
+    qk=MatmulSpec(Precision.INT8, _G.PerToken, _G.PerBlock),
+    qk_recompute=MatmulSpec(Precision.INT8, _G.PerToken, _G.PerBlock),
+)
+"""INT8 in QK and its recomputation alone, where neither P nor dS has to be rounded in the loop: Q
+per token, K per block, all else in 16 bit."""
+
 CAUSAL_SAFE: Final = replace(
     with_precision(FACTORED_PV16, Precision.INPUT16, "dq"), smoothing=Smoothing()
 )
@@ -90,6 +98,7 @@ PRESETS: Final = {
     "sage_forward": SAGE_FORWARD,
     "factored": FACTORED,
     "factored_pv16": FACTORED_PV16,
+    "factored_qk": FACTORED_QK,
     "causal_safe": CAUSAL_SAFE,
 }
 """Every preset by the word that names it in a label."""

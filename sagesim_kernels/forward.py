@@ -14,6 +14,7 @@ from sagesim_kernels.layout import (
     Rows,
     Strided,
     causal_offset,
+    keys_seen,
     length_of,
     live_keys,
     live_queries,
@@ -36,7 +37,7 @@ from sagesim_kernels.primitives import LAUNCH, LN_2, LOG2_127, LOG2_E, Rounding,
 from sagesim_kernels.problem import Problem, padded
 from sagesim_kernels.quantize import Operands
 from sagesim_kernels.smoothing import key_bias, mean_of
-from sagesim_kernels.tiles import launch, most_rows, tiles
+from sagesim_kernels.tiles import launch, tiles
 
 _LN_2 = tl.constexpr(LN_2)
 _LOG2_127 = tl.constexpr(LOG2_127)
@@ -77,7 +78,7 @@ def _forward(
     BLOCK_K: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    tile, h, b = place_in(grid)
+    tile, h, b = place_in(grid, lengths.IS_CAUSAL)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = tile * TILE
     if first >= n_q:
@@ -94,57 +95,60 @@ def _forward(
     v_base, v_scales = base_of(v, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
     q_tile = load_tokens(q, q_base, first, TILE, n_q, D_PAD, first_live)
     q_factor = load_token_scales(q, q_scales, first, TILE, n_q) * scale_log2
-    # What a row of s has still to be multiplied by: not negative, so that its maximum may go first,
-    # and no 0, of which -inf would make NaN.
-    factor = tl.full((TILE,), 1.0, tl.float32)
-    if q_mean is None:
-        factor = tl.where(q_factor == 0.0, _SMALLEST, tl.abs(q_factor))
-
     row_max = tl.full((TILE,), -float("inf"), tl.float32)
     row_sum = tl.zeros((TILE,), tl.float32)
     total = tl.zeros((TILE, DV_PAD), tl.float32)
-    end = n_k
-    if lengths.IS_CAUSAL:
-        end = tl.minimum(n_k, first + TILE + offset)
-    for key in range(0, end, BLOCK_K):
-        keys = key + tl.arange(0, BLOCK_K)
-        k_tile = load_block(k, k_base, key, BLOCK_K, n_k, D_PAD)
-        k_scale = load_block_scales(k, k_scales, key, BLOCK_K)[None, :]
-        s = tokens_by_tokens(q_tile, k_tile, k_scale)
-        if q_mean is not None:
-            block = first // BLOCK_Q
-            bias = key_bias(
-                q_mean, k_mean, raw_k, lengths, b, h, k_head, block, key, BLOCK_K, n_k, D, D_PAD
-            )
-            s = s * q_factor[:, None] + bias[None, :] * scale_log2
-        elif IS_NEGATIVE:
-            s = -s
-        if not sees(first, key + BLOCK_K - 1, n_k, offset, lengths.IS_CAUSAL):
-            seen = sees(queries[:, None], keys[None, :], n_k, offset, lengths.IS_CAUSAL)
-            s = tl.where(seen, s, -float("inf"))
+    seen, end = keys_seen(first, TILE, BLOCK_K, n_k, offset)
+    for MASKED in tl.static_range(2):
+        for key in range(seen if MASKED else 0, end if MASKED else seen, BLOCK_K):
+            keys = key + tl.arange(0, BLOCK_K)
+            k_tile = load_block(k, k_base, key, BLOCK_K, n_k, D_PAD, not MASKED)
+            s = tokens_by_tokens(q_tile, k_tile)
+            k_scale = load_block_scales(k, k_scales, key, BLOCK_K)
+            factor = q_factor
+            if k.TOKENS == BLOCK_K:
+                factor *= k_scale
+            else:
+                s *= k_scale[None, :]
+            if q_mean is not None:
+                block = first // BLOCK_Q
+                bias = key_bias(
+                    q_mean, k_mean, raw_k, lengths, b, h, k_head, block, key, BLOCK_K, n_k, D, D_PAD
+                )
+                s = s * factor[:, None] + bias[None, :] * scale_log2
+                factor = tl.full((TILE,), 1.0, tl.float32)
+            else:
+                # What a row of s has still to be multiplied by: not negative, so that its maximum
+                # may go first, and no 0, of which -inf would make NaN.
+                if IS_NEGATIVE:
+                    s = -s
+                factor = tl.where(factor == 0.0, _SMALLEST, tl.abs(factor))
+            if MASKED:
+                visible = sees(queries[:, None], keys[None, :], n_k, offset)
+                s = tl.where(visible, s, -float("inf"))
 
-        tile_max = tl.max(s, 1)
-        tile_max = tl.where(tile_max == -float("inf"), tile_max, tile_max * factor)
-        new_max = tl.maximum(row_max, tile_max)
-        shrink = tl.exp2(row_max - _finite(new_max))
-        v_tile = load_block(v, v_base, key, BLOCK_K, n_k, DV_PAD)
-        if v.scale is not None:
-            # 127 P against the tile's own maximum: codes depend on the tile alone.
-            p = 127.0 * tl.exp2(s * factor[:, None] - _finite(tile_max)[:, None])
-            codes = to_codes(p, queries[:, None], keys[None, :], rounding)
-            store_codes(
-                trace, codes, 1.0, z, queries[:, None], keys[None, :], lengths.n_q, lengths.n_k
-            )
-            weight = tl.exp2(tile_max - _finite(new_max))
-            v_scale = load_channel_scales(v, v_scales, key, DV, DV_PAD)[None, :]
-            sums = tl.dot(codes, v_tile, out_dtype=tl.int32).to(tl.float32)
-            total = tl.fma(sums, weight[:, None] * v_scale, total * shrink[:, None])
-            row_sum = row_sum * shrink + tl.sum(p, 1) * weight
-        else:
-            p = tl.exp2(tl.fma(s, factor[:, None], -_finite(new_max)[:, None]))
-            total = tl.dot(p.to(v_tile.dtype), v_tile, total * shrink[:, None])
-            row_sum = row_sum * shrink + tl.sum(p, 1)
-        row_max = new_max
+            tile_max = tl.max(s, 1)
+            tile_max = tl.where(tile_max == -float("inf"), tile_max, tile_max * factor)
+            new_max = tl.maximum(row_max, tile_max)
+            shrink = tl.exp2(row_max - _finite(new_max))
+            v_tile = load_block(v, v_base, key, BLOCK_K, n_k, DV_PAD, not MASKED)
+            if v.scale is not None:
+                # 127 P against the tile's own maximum: codes depend on the tile alone.
+                p = 127.0 * tl.exp2(s * factor[:, None] - _finite(tile_max)[:, None])
+                codes = to_codes(p, queries[:, None], keys[None, :], rounding)
+                store_codes(
+                    trace, codes, 1.0, z, queries[:, None], keys[None, :], lengths.n_q, lengths.n_k
+                )
+                weight = tl.exp2(tile_max - _finite(new_max))
+                v_scale = load_channel_scales(v, v_scales, key, DV, DV_PAD)[None, :]
+                sums = tl.dot(codes, v_tile, out_dtype=tl.int32).to(tl.float32)
+                total = tl.fma(sums, weight[:, None] * v_scale, total * shrink[:, None])
+                row_sum = row_sum * shrink + tl.sum(p, 1) * weight
+            else:
+                p = tl.exp2(tl.fma(s, factor[:, None], -_finite(new_max)[:, None]))
+                total = tl.dot(p.to(v_tile.dtype), v_tile, total * shrink[:, None])
+                row_sum = row_sum * shrink + tl.sum(p, 1)
+            row_max = new_max
 
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # of NaN, not 0, where a logit is none
     row_lse2 = row_max + tl.log2(row_sum)
@@ -227,7 +231,7 @@ def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> Forwa
 
     within = spec.block_q if spec.smoothing.q else None
     launch(
-        tiles(most_rows(d_pad, d_v_pad), d_v_pad, within=within),
+        tiles(64, d_v_pad, within=within),
         run,
         f"the forward at head size {d} and block_k={spec.block_k}",
     )

@@ -67,11 +67,14 @@ class Grid(NamedTuple):
 
 
 @triton.jit
-def place_in(grid):
+def place_in(grid, LAST_FIRST: tl.constexpr = False):
     """The program's tile, head and sequence; tiles of one head run one after the other."""
     program = tl.program_id(0)
     rest = program // grid.tiles
-    return program % grid.tiles, rest % grid.heads, rest // grid.heads
+    tile = program % grid.tiles
+    if LAST_FIRST:
+        tile = grid.tiles - 1 - tile
+    return tile, rest % grid.heads, rest // grid.heads
 
 
 @triton.jit
@@ -113,11 +116,13 @@ def coded_tokens(cu: Tensor | None, x: Tensor, block: int) -> int:
 
 @triton.jit
 def causal_offset(lengths, b):
-    """Query i attends to keys 0..i + offset, if the problem is causal."""
+    """Query i attends to keys 0..i + offset; to all of them where nothing is masked."""
     if lengths.LOWER_RIGHT:
         return length_of(lengths.cu_k, lengths.n_k, b) - length_of(lengths.cu_q, lengths.n_q, b)
-    else:
+    elif lengths.IS_CAUSAL:
         return tl.full((), 0, tl.int32)
+    else:
+        return length_of(lengths.cu_k, lengths.n_k, b)
 
 
 @triton.jit
@@ -142,13 +147,28 @@ def live_keys(lengths, b):
 
 
 @triton.jit
-def sees(queries, keys, n_k, offset, IS_CAUSAL: tl.constexpr):
-    """Whether these queries attend to these keys, broadcastable to each other. If the first query
-    of a tile attends to its last key, so does every query to every key."""
-    result = keys < n_k
-    if IS_CAUSAL:
-        result = result & (keys <= queries + offset)
-    return result
+def sees(queries, keys, n_k, offset):
+    """Whether these queries attend to these keys, broadcastable to each other."""
+    return (keys < n_k) & (keys <= queries + offset)
+
+
+@triton.jit
+def keys_seen(first, TILE: tl.constexpr, BLOCK: tl.constexpr, n_k, offset):
+    """Of queries first..first + TILE: the end of the whole blocks of keys that all of them attend
+    to, and of the keys that any of them does."""
+    by_all = tl.maximum(tl.minimum(n_k, first + offset + 1), 0)
+    return by_all // BLOCK * BLOCK, tl.minimum(n_k, first + TILE + offset)
+
+
+@triton.jit
+def queries_seeing(first, TILE: tl.constexpr, BLOCK: tl.constexpr, n_k, offset, first_live, n_q):
+    """Of keys first..first + TILE: the first block of queries of which any attends to any of them,
+    and the first from which on all attend to all of them, or n_q."""
+    by_any = tl.maximum(first_live, first - offset)
+    by_all = tl.maximum(first_live, first + TILE - 1 - offset)
+    if first + TILE > n_k:
+        by_all = n_q
+    return by_any // BLOCK * BLOCK, tl.minimum(tl.cdiv(by_all, BLOCK) * BLOCK, n_q)
 
 
 @triton.jit

@@ -68,10 +68,12 @@ def load_tokens(x, base, first, count: tl.constexpr, last, D_PAD: tl.constexpr, 
 
 
 @triton.jit
-def load_block(x, base, first, count: tl.constexpr, last, D_PAD: tl.constexpr, lowest=0):
+def load_block(
+    x, base, first, count: tl.constexpr, last, D_PAD: tl.constexpr, WHOLE: tl.constexpr, lowest=0
+):
     """As `load_tokens`, of a block of the spec that begins before token `last`: its codes are all
-    in memory, zeros included."""
-    if x.scale is None:
+    in memory, zeros included. WHOLE: no token of it is to be zero."""
+    if x.scale is None and not WHOLE:
         return load_tokens(x, base, first, count, last, D_PAD, lowest)
     else:
         ptrs = _token_ptrs(x, base, first, count, D_PAD)
@@ -101,10 +103,13 @@ def load_token_scales(x, base, first, count, last):
 
 
 @triton.jit
-def load_block_scales(x, base, first, count):
-    """As `load_token_scales`, of a block of the spec of which some token is in memory."""
+def load_block_scales(x, base, first, count: tl.constexpr):
+    """As `load_token_scales`, of a block of the spec of which some token is in memory; [1] where
+    its tokens share one."""
     if x.scale is None:
         return tl.full((count,), 1.0, tl.float32)
+    elif count == x.TOKENS:
+        return tl.load(_scale_ptrs(x, base, first + tl.arange(0, 1)))
     else:
         return tl.load(_scale_ptrs(x, base, first + tl.arange(0, count)))
 
@@ -130,11 +135,9 @@ def load_channel_scales(x, base, first, D: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
-def tokens_by_tokens(left, right, scale):
-    """left [m, d] times the transpose of right [n, d], float32 [m, n]; and where they are codes,
-    times the scale of one of them, broadcastable to it. The other's is left to the caller, so that
-    every kernel multiplies by the two in the same order, in either orientation."""
+def tokens_by_tokens(left, right):
+    """left [m, d] times the transpose of right [n, d], float32 [m, n], without the scales."""
     if left.dtype == tl.int8:
-        return tl.dot(left, tl.trans(right), out_dtype=tl.int32).to(tl.float32) * scale
+        return tl.dot(left, tl.trans(right), out_dtype=tl.int32).to(tl.float32)
     else:
         return tl.dot(left, tl.trans(right), out_dtype=tl.float32)

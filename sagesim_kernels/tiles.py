@@ -19,9 +19,12 @@ class Tile:
     num_stages: int
 
 
-def most_rows(d: int, d_v: int) -> int:
-    """Rows that a program's registers have room for, at these padded head sizes."""
-    return 128 if max(d, d_v) <= 128 else 64
+def most_rows(channels: int, *, if_small: int = 64) -> int:
+    """Rows that are fastest on Hopper for a backward's program that keeps sums of this many padded
+    channels a row; if_small: those of fewer than 128 channels."""
+    if channels < 128:
+        return if_small
+    return 128 if channels == 128 else 64
 
 
 def tiles(
@@ -37,8 +40,8 @@ def tiles(
     """
     rows = exactly or min(rows, within or rows)
     # As many as it takes for what a thread holds to fit its registers.
-    warps = 8 if rows == 128 or rows * channels > 64 * 128 else 4
-    for stages in (2, 1):
+    warps = 8 if rows * channels > 64 * 128 else 4
+    for stages in (3, 2, 1):
         yield Tile(rows, warps, stages)
     for fewer in (64, 32):
         if exactly is None and fewer < rows:

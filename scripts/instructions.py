@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.support.compiler import OLDEST, Compiler, Kernel  # noqa: E402
 
-SPECS = ("factored_pv16", "factored", "sagebwd")
+SPECS = ("factored_qk", "factored_pv16", "factored", "sagebwd")
 HEAD_SIZES = (64, 128)
 BLOCK = 64
 """Queries or keys of a step, in every preset."""

@@ -17,7 +17,7 @@ from sagesim import AttentionSpec
 LABELS = (
     "sagebwd",
     "factored",
-    "factored_pv16",
+    "factored_qk",
     "fpa_fp16",
     "sagebwd_all_int8 smooth=qk",
     "factored smooth=q round=stochastic@7 block=32x128",

@@ -9,13 +9,13 @@ from typing import Final
 from sagesim.presets import FACTORED, with_precision
 from sagesim.spec import SITES, AttentionSpec, Precision
 
-SPECS: Final = ("factored", "factored_pv16", "sagebwd", "causal_safe")
+SPECS: Final = ("factored", "factored_pv16", "factored_qk", "sagebwd", "sage_forward")
 """Labels of what is timed where none are asked for."""
 
 PEERS: Final = ("sdpa flash", "sdpa cudnn", "sdpa efficient", "flash-attn-4", "FlexAttention")
 """What people would pick instead; the first that runs is also what results are held against."""
 
-QUICK_SPECS: Final = ("factored_pv16", "sagebwd")
+QUICK_SPECS: Final = ("factored_qk", "sagebwd")
 QUICK_PEERS: Final = PEERS[:-1]
 """FlexAttention is compiled anew at every length, which takes longer than a quick run may."""
 

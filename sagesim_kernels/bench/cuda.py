@@ -54,7 +54,9 @@ class CudaMeter:
 
     def kernels(self, run: Callable[[], object]) -> list[Kernel]:
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with profile(
+            activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True
+        ) as profiler:
             run()
             torch.cuda.synchronize()
         return device_kernels(list(profiler.events() or []))

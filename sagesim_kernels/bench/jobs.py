@@ -8,7 +8,7 @@ from typing import Final
 from sagesim.spec import AttentionSpec, Delta
 from sagesim_kernels.bench.meter import Kernel
 
-PRODUCTS: Final = {"_forward": "forward", "_query_tiles": "dq", "_key_tiles": "dk and dv"}
+PRODUCTS: Final = {"_forward": "forward", "query_tiles": "dq", "key_tiles": "dk and dv"}
 """Kernels that compute the seven products, and their jobs."""
 
 PREPARATION: Final = {
@@ -31,7 +31,7 @@ def by_job(kernels: Iterable[Kernel], spec: AttentionSpec) -> dict[str, float]:
     query_passes = 0
     for kernel in kernels:
         job = PRODUCTS.get(kernel.name) or PREPARATION.get(kernel.name, "other")
-        if kernel.name == "_query_tiles":
+        if kernel.name == "query_tiles":
             query_passes += 1
             if spec.delta is Delta.FROM_P and query_passes % 2 == 1:
                 job = "delta"

@@ -16,6 +16,7 @@ from sagesim import (
     CAUSAL_SAFE,
     FACTORED,
     FACTORED_PV16,
+    FACTORED_QK,
     FPA_FP16,
     HALF_AWAY,
     HALF_EVEN,
@@ -42,6 +43,7 @@ PRESETS: dict[str, AttentionSpec] = {
     "sage_forward": SAGE_FORWARD,
     "factored": FACTORED,
     "factored_pv16": FACTORED_PV16,
+    "factored_qk": FACTORED_QK,
     "causal_safe": CAUSAL_SAFE,
     "fpa_fp16": FPA_FP16,
 }

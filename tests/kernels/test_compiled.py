@@ -26,11 +26,14 @@ CAPABILITIES = (80, 86, 89, 90, 100, 103, 120)
 
 SITES_OF = {
     "_forward": ("qk", "pv"),
-    "_query_tiles, delta": ("qk_recompute", "dp"),
-    "_query_tiles, dq": ("qk_recompute", "dp", "dq"),
-    "_key_tiles": ("qk_recompute", "dv", "dp", "dk"),
+    "query_tiles, delta": ("qk_recompute", "dp"),
+    "query_tiles, dq": ("qk_recompute", "dp", "dq"),
+    "key_tiles": ("qk_recompute", "dv", "dp", "dk"),
 }
 """The products of each kernel in the order of its program."""
+
+LOOPS = 2
+"""Of every kernel: over the tiles that a mask cuts, and over the others."""
 
 SIXTEEN_BIT = {"bfloat16": "bf16", "float16": "f16"}
 
@@ -80,20 +83,20 @@ def assert_as_declared(
     dtype: str = "bfloat16",
 ) -> None:
     """Each product is in its format in the program, and so are the instructions' multiply-adds:
-    as many in a format as its products have in one step of the kernel's loop."""
+    as many in a format as its products have in one step of each of the kernel's loops."""
     found = products(kernels)
     names = set(SITES_OF)
     if spec.delta is Delta.FROM_O:
-        names.remove("_query_tiles, delta")
+        names.remove("query_tiles, delta")
     assert set(found) == names
     for name, kernel in found.items():
         formats = declared(spec, name, dtype)
-        assert kernel.dots == formats, name
+        assert kernel.dots == LOOPS * formats, name
         # Where an instruction without a shape multiplies, it does so in all products of its format.
         unsized = {SIXTEEN_BIT[dtype] if f == "16 bit" else f for f in kernel.unsized}
         sized = Counter(f for f in formats if f not in unsized)
         assert unsized <= set(formats), (name, kernel.opcodes)
-        one = kernel.tile * block * head_size
+        one = LOOPS * kernel.tile * block * head_size
         assert kernel.multiply_adds == {f: n * one for f, n in sized.items()}, (name, kernel)
 
 
@@ -135,7 +138,7 @@ def test_instructions_of_the_tensor_cores(
     compilers: dict[str, Compiler], capability: int, triton: str
 ) -> None:
     codes, numbers = INSTRUCTIONS[capability, triton]
-    opcodes = products(compilers[triton].compile("factored", capability))["_key_tiles"].opcodes
+    opcodes = products(compilers[triton].compile("factored", capability))["key_tiles"].opcodes
     assert len(opcodes) == 2
     assert [o for o in opcodes if o.startswith(codes) and ("s8.s8" in o or "::i8" in o)]
     assert [o for o in opcodes if o.startswith(numbers) and ("bf16.bf16" in o or "::f16" in o)]
@@ -159,9 +162,9 @@ def test_dp_alone_is_in_the_dtype_of_the_inputs(newest: Compiler, dtype: str) ->
     assert_as_declared(kernels, SAGEBWD, dtype=dtype)
     found = products(kernels)
     assert found["_forward"].formats == {"i8"}
-    for name in ("_query_tiles, dq", "_key_tiles"):
+    for name in ("query_tiles, dq", "key_tiles"):
         assert found[name].formats == {"i8", SIXTEEN_BIT[dtype]}
-        one = found[name].tile * 64 * 64
+        one = LOOPS * found[name].tile * 64 * 64
         assert found[name].multiply_adds[SIXTEEN_BIT[dtype]] == one
 
 
@@ -192,26 +195,19 @@ def test_codes_are_contiguous_along_the_contraction(compiler: Compiler, spec: st
     for name, kernel in products(compiler.compile(spec, 90)).items():
         maps = {"pv", "dv", "dq", "dk"} & set(SITES_OF[name])
         holders = 32 * min(kernel.warps, kernel.tile // 16)  # more warps hold the same rows
-        assert kernel.permutations <= len(maps) * (kernel.tile * 64 // holders) + 8, name
-
-
-SPILLING: dict[tuple[str, int], set[str]] = {
-    ("sagebwd", 128): {"_key_tiles"},
-    ("factored", 128): {"_key_tiles"},
-}
-"""Kernels that spill registers on sm90, compiled by the oldest or the newest Triton."""
+        packed = LOOPS * len(maps) * (kernel.tile * 64 // holders)
+        assert kernel.permutations <= packed + 8, name
 
 
 @pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize("spec", ["sagebwd", "factored"])
-def test_no_other_kernel_spills(compilers: dict[str, Compiler], spec: str, head_size: int) -> None:
-    spilling = {
-        kernel.name
-        for compiler in compilers.values()
-        for kernel in compiler.compile(spec, 90, head_size=head_size)
-        if kernel.stack
-    }
-    assert spilling == SPILLING.get((spec, head_size), set())
+@pytest.mark.parametrize("spec", ["sagebwd", "factored", "factored_qk"])
+def test_the_loop_spills_nothing(compiler: Compiler, spec: str, head_size: int) -> None:
+    """What is kept beside the loop over whole tiles may leave the registers, once a program; of the
+    instructions that a step issues there, no more than some of a hundred move such registers."""
+    for kernel in compiler.compile(spec, 90, head_size=head_size):
+        issued = kernel.issued_in_loop
+        spilling = sum(n for name, n in issued.items() if name.startswith(("LDL", "STL")))
+        assert spilling <= 0.04 * sum(issued.values()), (kernel.name, spilling)
 
 
 @pytest.mark.parametrize(("head_size", "value_head_size"), [(8, 8), (33, 5), (64, 24), (129, 8)])

@@ -37,6 +37,7 @@ RIGHT = [
     "sage_forward",
     "factored",
     "factored_pv16",
+    "factored_qk",
     "causal_safe",
     "fpa_fp16",
     "fpa",

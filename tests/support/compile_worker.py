@@ -98,8 +98,10 @@ class _Launches:
 
 def _name(fn: JITFunction, args: dict[str, Any]) -> str:
     """The kernel's name, or what it computes where one kernel computes either of two things."""
-    if fn.__name__ == "_query_tiles":
-        return "_query_tiles, delta" if args["dq"] is None else "_query_tiles, dq"
+    if fn.__name__ == "query_tiles":
+        return "query_tiles, delta" if args["dq"] is None else "query_tiles, dq"
+    if fn.__name__ == "key_tiles" and None in (args["dk"], args["dv"]):
+        return "key_tiles, dv" if args["dk"] is None else "key_tiles, dk"
     return fn.__name__
 
 

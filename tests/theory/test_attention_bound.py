@@ -20,6 +20,7 @@ LABELS = (
     "factored_pv16",
     "sagebwd_all_int8",
     "sage_forward",
+    "factored_qk",
     "causal_safe",
     "fpa_fp16",
     "sagebwd smooth=qk",

@@ -8,9 +8,14 @@ from sagesim.experiments.pretrain.settings import Machine
 from sagesim.experiments.pretrain.train import train
 from tests.experiments.pretrain.test_train import Killed, assert_same_state, killed_after
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # torch's own, in 2.11
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # inductor's advice on settings
+]
 
 
+@pytest.mark.usefixtures("as_installed")  # the compiler cannot trace checks of shapes
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize(
     "attention", ["sdpa", "kernels:sagebwd", "kernels:factored round=stochastic@3"]

@@ -23,14 +23,14 @@ def launches(*names):
 
 
 def test_delta_from_p_is_the_first_pass_over_the_queries():
-    ran = launches("_encode", "_forward", "_query_tiles", "_query_tiles", "_key_tiles")
+    ran = launches("_encode", "_forward", "query_tiles", "query_tiles", "key_tiles")
     assert by_job(ran, FACTORED) == pytest.approx(
         {"quantizing": 0.001, "forward": 0.002, "delta": 0.003, "dq": 0.004, "dk and dv": 0.005}
     )
 
 
 def test_delta_from_o_has_a_kernel_of_its_own():
-    ran = launches("_delta_from_o", "_query_tiles", "_sum_chunks", "_divide_sums", "Memset")
+    ran = launches("_delta_from_o", "query_tiles", "_sum_chunks", "_divide_sums", "Memset")
     seconds = by_job(ran, FACTORED_PV16)
     assert seconds == pytest.approx(
         {"delta": 0.001, "dq": 0.002, "smoothing": 0.007, "other": 0.005}

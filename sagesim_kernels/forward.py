@@ -99,7 +99,7 @@ def _forward(
     row_sum = tl.zeros((TILE,), tl.float32)
     total = tl.zeros((TILE, DV_PAD), tl.float32)
     seen, end = keys_seen(first, TILE, BLOCK_K, n_k, offset)
-    for MASKED in tl.static_range(2):
+    for MASKED in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
         for key in range(seen if MASKED else 0, end if MASKED else seen, BLOCK_K):
             keys = key + tl.arange(0, BLOCK_K)
             k_tile = load_block(k, k_base, key, BLOCK_K, n_k, D_PAD, not MASKED)
@@ -145,7 +145,7 @@ def _forward(
                 total = tl.fma(sums, weight[:, None] * v_scale, total * shrink[:, None])
                 row_sum = row_sum * shrink + tl.sum(p, 1) * weight
             else:
-                p = tl.exp2(tl.fma(s, factor[:, None], -_finite(new_max)[:, None]))
+                p = tl.exp2(s * factor[:, None] - _finite(new_max)[:, None])
                 total = tl.dot(p.to(v_tile.dtype), v_tile, total * shrink[:, None])
                 row_sum = row_sum * shrink + tl.sum(p, 1)
             row_max = new_max

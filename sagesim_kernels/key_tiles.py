@@ -97,7 +97,7 @@ def key_tiles(
         do_base, do_scales = base_of(do, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
         qr_base, qr_scales = base_of(q_right, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
         dor_base, dor_scales = base_of(do_right, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
-        for MASKED in tl.static_range(1, -1, -1):
+        for MASKED in tl.static_range(1, -1, -1):  # pyright: ignore[reportGeneralTypeIssues]
             for query in range(begin if MASKED else seeing, seeing if MASKED else n_q, BLOCK_Q):
                 row = query + tl.arange(0, BLOCK_Q)
                 queries = row[None, :]
@@ -129,7 +129,7 @@ def key_tiles(
                     )
                     s = s * factor + bias[:, None] * scale_log2 - row_lse2
                 else:
-                    s = tl.fma(s, factor, -row_lse2)
+                    s = s * factor - row_lse2
                 if MASKED:
                     visible = sees(queries, keys, n_k, offset)
                     s = tl.where(visible, s, -float("inf"))

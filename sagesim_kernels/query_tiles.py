@@ -88,7 +88,7 @@ def query_tiles(
     else:
         total = tl.zeros((TILE,), tl.float32)
     seen, end = keys_seen(first, TILE, BLOCK_K, n_k, offset)
-    for MASKED in tl.static_range(2):
+    for MASKED in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
         for key in range(seen if MASKED else 0, end if MASKED else seen, BLOCK_K):
             keys = key + tl.arange(0, BLOCK_K)
             k_tile = load_block(k, k_base, key, BLOCK_K, n_k, D_PAD, not MASKED)
@@ -106,7 +106,7 @@ def query_tiles(
                 )
                 s = s * factor + bias[None, :] * scale_log2 - row_lse2[:, None]
             else:
-                s = tl.fma(s, factor, -row_lse2[:, None])
+                s = s * factor - row_lse2[:, None]
             if MASKED:
                 visible = sees(queries[:, None], keys[None, :], n_k, offset)
                 s = tl.where(visible, s, -float("inf"))

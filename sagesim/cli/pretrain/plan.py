@@ -45,7 +45,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """List, or make the runs."""
     from sagesim.experiments.pretrain.corpus import Corpus, check_shards
-    from sagesim.experiments.pretrain.plan import Plan
+    from sagesim.experiments.pretrain.plan import Plan, union
 
     try:
         plan, corpus = Plan.read(args.plan), Corpus(args.corpus)
@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         check_shards(args.corpus)
         if args.gpus > 1:
             return _side_by_side(args)
-        every = [each for name in parts for each in planned[name]]
-        return _make(list(dict.fromkeys(every)), args, corpus)
+        every = union(each for name in parts for each in planned[name])
+        return _make(every, args, corpus)
     except ValueError as error:
         raise Failure(str(error)) from None
 

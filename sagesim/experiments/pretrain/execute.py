@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from sagesim.experiments.pretrain.checks import check
 from sagesim.experiments.pretrain.corpus import Corpus
 from sagesim.experiments.pretrain.distributed import World
+from sagesim.experiments.pretrain.guards import alone
 from sagesim.experiments.pretrain.plan import Planned
 from sagesim.experiments.pretrain.runlog import Log
 from sagesim.experiments.pretrain.settings import Machine
@@ -56,13 +58,14 @@ def execute(
             except BlockingIOError:
                 continue
             ended(each, outcome)
-        if each.capture_heads and not (folder / CAPTURE).exists():
-            _record(folder, each.capture_heads, corpus, here)
+        if each.capture_heads:
+            with contextlib.suppress(BlockingIOError), alone(folder, here):
+                _record(folder, each.capture_heads, corpus, here)
 
 
 def _record(folder: Path, heads: Sequence[int], corpus: Corpus, here: World) -> None:
     """The trained model's attention problems, unless it was stopped."""
-    if not Log.read(folder).stop:
+    if not (folder / CAPTURE).exists() and not Log.read(folder).stop:
         captured(folder, corpus, here, heads=heads).save(folder / CAPTURE)
 
 

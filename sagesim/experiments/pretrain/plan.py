@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -164,6 +164,14 @@ class Plan:
         whole, none = (size.flops(run.vocabulary, n) for n in (run.context, 0))
         attention: float = getattr(speed, Attention.parse(run.attention).family)
         return run.tokens * (none / speed.model + (whole - none) / attention) + speed.overhead
+
+
+def union(planned: Iterable[Planned]) -> list[Planned]:
+    """Every run once, to be captured where any of its entries asks for it."""
+    found: dict[Run, tuple[int, ...]] = {}
+    for each in planned:
+        found[each.run] = each.capture_heads or found.get(each.run, ())
+    return [Planned(run, heads) for run, heads in found.items()]
 
 
 def on_device(planned: Sequence[Planned], families: Mapping[str, str]) -> list[Planned]:

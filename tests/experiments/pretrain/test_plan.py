@@ -4,7 +4,8 @@ import pytest
 
 from sagesim.experiments.pretrain.attention import Attention
 from sagesim.experiments.pretrain.execute import CAPTURE, execute, side_by_side
-from sagesim.experiments.pretrain.plan import Plan, on_device
+from sagesim.experiments.pretrain.guards import alone
+from sagesim.experiments.pretrain.plan import Plan, on_device, union
 from sagesim.experiments.pretrain.runlog import Log
 from sagesim.experiments.pretrain.settings import Machine
 from tests.experiments.pretrain.conftest import ALONE
@@ -86,6 +87,13 @@ def test_a_part_is_every_combination_and_seed(plan, corpus):
 def test_parts_share_the_folders_of_the_same_runs(plan, corpus):
     one, two = ({x.folder for x in runs(plan, part, corpus)} for part in ("one", "two"))
     assert len(one) == 8 and len(two) == 4 and len(one & two) == 2
+
+
+def test_a_run_of_several_parts_is_made_once_and_captured_if_any_part_asks(plan, corpus):
+    one, two = (runs(plan, part, corpus) for part in ("one", "two"))
+    for every in (union([*one, *two]), union([*two, *one])):
+        assert len({x.folder for x in every}) == len(every) == 10
+        assert [x for x in every if x.capture_heads] == [x for x in one if x.capture_heads]
 
 
 def test_time_is_tokens_by_speed(plan, corpus):
@@ -172,6 +180,10 @@ def test_runs_are_made_once(plan, corpus, tmp_path):
     captures = [(tmp_path / "runs" / each.folder / CAPTURE).exists() for each in planned]
     assert captures == [True, False]
     (tmp_path / "runs" / planned[0].folder / CAPTURE).unlink()
+    # A log is complete a moment before the last checkpoint is: whoever trains holds the folder.
+    with alone(tmp_path / "runs" / planned[0].folder, ALONE):
+        make(tmp_path / "runs")
+    assert not (tmp_path / "runs" / planned[0].folder / CAPTURE).exists()
     make(tmp_path / "runs")
     assert begun == [] and (tmp_path / "runs" / planned[0].folder / CAPTURE).exists()
 

@@ -12,7 +12,7 @@ from sagesim.experiments.pretrain.compare import Trained, difference, settings
 from sagesim.experiments.pretrain.page import render
 from sagesim.experiments.pretrain.plan import Plan
 from sagesim.experiments.pretrain.runlog import Log
-from sagesim.experiments.pretrain.tables import signed
+from sagesim.experiments.pretrain.tables import with_error
 
 ROOT = Path(__file__).parents[1]
 LOGS = ROOT / "docs" / "data" / "pretraining"
@@ -42,17 +42,19 @@ def finals() -> str:
     ]
     for setting in settings(runs):
         for group in setting.groups:
-            losses, reference = list(group.finals.values()), setting.reference
-            apart = difference(group, reference) if reference and group is not reference else None
+            losses, apart = list(group.finals.values()), difference(setting, group)
             lines.append(
                 f"| {setting.title} | `{group.attention}` | {len(losses)} of {len(group.runs)} | "
                 + (f"{sum(losses) / len(losses):.4f}" if losses else "")
                 + " | "
-                + (f"{signed(apart.mean)} | {apart.verdict(margin)} |" if apart else "| |")
+                + (f"{with_error(apart)} | {apart.verdict(margin)} |" if apart else "| |")
             )
     machines = sorted({each.log.about["device"] for each in runs})
     stops = [f"- `{each.name}`: {each.log.stop}" for each in runs if each.log.stop]
-    told = f"\n\nMeans over seeds; margin {margin} nats; on {', '.join(machines)}."
+    told = (
+        f"\n\nMeans over seeds, ± the error of the mean; margin {margin} nats; "
+        f"on {', '.join(machines)}."
+    )
     return "\n".join(lines) + told + ("\n\nStopped:\n\n" + "\n".join(stops) if stops else "")
 
 

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     from sagesim.experiments.pretrain.compare import Trained, difference, settings
     from sagesim.experiments.pretrain.page import render
     from sagesim.experiments.pretrain.runlog import Log
-    from sagesim.experiments.pretrain.tables import signed
+    from sagesim.experiments.pretrain.tables import with_error
 
     check_writable(args.out)
     try:
@@ -60,14 +60,13 @@ def run(args: argparse.Namespace) -> None:
     for setting in settings(runs):
         for group in setting.groups:
             finals = list(group.finals.values())
-            reference = setting.reference
-            apart = difference(group, reference) if reference and group is not reference else None
+            apart = difference(setting, group)
             losses.add_row(
                 group.attention,
                 setting.title,
                 f"{len(finals)} of {len(group.runs)}",
                 f"{sum(finals) / len(finals):.4f}" if finals else "",
-                signed(apart.mean) if apart else "",
+                with_error(apart) if apart else "",
             )
     console = stdout()
     console.print(losses)

@@ -110,6 +110,15 @@ class Difference:
     low: float
     high: float
     seeds: int
+    error: float | None = None  #: of the mean, by `scatter`
+
+    @property
+    def is_chance(self) -> bool:
+        """Whether seeds scatter so much that the mean may be chance: it is no more than twice its
+        error, or the seeds disagree on its sign."""
+        if self.error is not None and abs(self.mean) <= 2 * self.error:
+            return True
+        return self.low <= 0 <= self.high
 
     def verdict(self, margin: float | None) -> str:
         """In words, by the rule of a plan: mean beyond the margin, and one sign for all seeds."""
@@ -203,13 +212,34 @@ def smoothed(curve: Mapping[int, float], bins: int = 60) -> dict[int, float]:
     return {part[-1]: mean([curve[x] for x in part]) for part in parts}
 
 
-def difference(group: Group, reference: Group) -> Difference | None:
-    """Of the losses in the end; None where no seed of both is done."""
+def differences(group: Group, reference: Group) -> list[float]:
+    """Of the losses in the end, one for each seed of both that is done."""
     ours, theirs = group.finals, reference.finals
-    each = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
-    if not each:
+    return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+
+
+def difference(setting: Setting, group: Group) -> Difference | None:
+    """Of a group from the setting's reference; None for the reference itself, without one, and
+    where no seed of both is done."""
+    reference = setting.reference
+    if reference is None or group is reference or not (each := differences(group, reference)):
         return None
-    return Difference(mean(each), min(each), max(each), len(each))
+    deviation = scatter(setting)
+    error = None if deviation is None else deviation / math.sqrt(len(each))
+    return Difference(mean(each), min(each), max(each), len(each), error)
+
+
+def scatter(setting: Setting) -> float | None:
+    """The standard deviation of a seed's difference from the reference, pooled over attentions, as
+    of few seeds each alone says little; None where no attention has two seeds."""
+    reference = setting.reference
+    squares, degrees = 0.0, 0
+    for group in setting.groups:
+        each = differences(group, reference) if reference and group is not reference else []
+        if len(each) > 1:
+            squares += sum((x - mean(each)) ** 2 for x in each)
+            degrees += len(each) - 1
+    return math.sqrt(squares / degrees) if degrees else None
 
 
 def difference_curve(group: Group, reference: Group) -> list[Point]:

@@ -88,20 +88,23 @@ def render(runs: Sequence[Trained], *, margin: float | None, command: str) -> st
 
 
 def headline(found: Sequence[Setting], margin: float | None) -> str:
-    """The largest difference from 16-bit attention, in a sentence."""
+    """The largest difference from 16-bit attention that is not chance, in a sentence."""
     each = [
         (d, group.attention, setting.title)
         for setting in found
-        if setting.reference is not None
         for group in setting.groups
-        if group is not setting.reference and (d := difference(group, setting.reference))
+        if (d := difference(setting, group))
     ]
     if not each:
         return f"{sum(len(g.runs) for s in found for g in s.groups)} pretraining runs"
-    worst, attention, title = max(each, key=lambda item: abs(item[0].mean))
-    where = f" at {title}" if title else ""
     if margin is not None and all(abs(d.mean) <= margin for d, _, _ in each):
         return f"No attention differs from 16 bit by more than {margin} nats in the end"
+    if all(d.is_chance for d, _, _ in each):
+        return "In the end no attention differs from 16 bit by more than chance"
+    worst, attention, title = max(
+        (item for item in each if not item[0].is_chance), key=lambda item: abs(item[0].mean)
+    )
+    where = f" at {title}" if title else ""
     return f"{attention} ends {tables.signed(worst.mean)} nats from 16-bit attention{where}"
 
 

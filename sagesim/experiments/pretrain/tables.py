@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from sagesim.experiments.pretrain.compare import (
+    Difference,
     Setting,
     Trained,
     difference,
@@ -40,25 +41,29 @@ def signed(x: float) -> str:
     return f"{x:+.4f}".replace("-", "\N{MINUS SIGN}")
 
 
+def with_error(apart: Difference) -> str:
+    """The mean of differences, and its error where there is one.
+
+    >>> with_error(Difference(0.05, 0.04, 0.06, 2, 0.01))
+    '+0.0500 ± 0.0100'
+    """
+    return signed(apart.mean) + ("" if apart.error is None else f" ± {apart.error:.4f}")
+
+
 def finals(found: Sequence[Setting], margin: float | None) -> Iterator[dict[str, Any]]:
     """Losses in the end, and their differences from the reference."""
     for setting in found:
         for group in setting.groups:
             losses = list(group.finals.values())
-            reference = setting.reference
-            apart = (
-                difference(group, reference)
-                if reference not in (None, group) and reference
-                else None
-            )
+            apart = difference(setting, group)
             stopped = f"{len(group.stops)} stopped" if group.stops else ""
             yield {
-                "setting": setting.title,
+                "group": setting.title,
                 "attention": group.attention,
                 "seeds": f"{len(losses)} of {len(group.runs)}",
                 "loss": f"{statistics.fmean(losses):.4f}" if losses else stopped or "not done",
-                "each": ", ".join(f"{x:.4f}" for x in losses),
                 "difference": signed(apart.mean) if apart else "",
+                "error": f"{apart.error:.4f}" if apart and apart.error is not None else "",
                 "spread": f"{signed(apart.low)} to {signed(apart.high)}" if apart else "",
                 "verdict": ", ".join(
                     filter(None, (apart.verdict(margin) if apart else "", stopped))
@@ -74,14 +79,14 @@ def errors(found: Sequence[Setting]) -> Iterator[dict[str, Any]]:
                 pooled = [pooled_error(group, name, t) for t in TABLE_2]
                 for which, measure in enumerate(("cosine", "relative L2")):
                     yield {
-                        "trained": f"{group.attention}, {setting.title}".rstrip(", "),
+                        "group": f"Trained with {group.attention}, {setting.title}".rstrip(", "),
                         "measured": family_free(name),
                         "measure": measure,
                         "cells": ["" if x is None else _error(x[which], which) for x in pooled],
                     }
     for which, measure in enumerate(("cosine", "relative L2")):
         yield {
-            "trained": "the paper's",
+            "group": "The paper’s Table 2",
             "measured": "sagebwd",
             "measure": measure,
             "cells": [f"{x:.4f}" for x in PAPER_TABLE_2[which]],
@@ -99,7 +104,7 @@ def tensors(found: Sequence[Setting]) -> Iterator[dict[str, Any]]:
             layers = [[p[2] for p in layer_errors(group, "", name)] for name in TENSORS_SHOWN]
             if any(layers):
                 yield {
-                    "setting": setting.title,
+                    "group": setting.title,
                     "attention": group.attention,
                     "cells": [f"{number(min(x))} to {number(max(x))}" if x else "" for x in layers],
                 }
@@ -117,7 +122,7 @@ def gradients(found: Sequence[Setting]) -> Iterator[dict[str, Any]]:
                 share = bias["bias_square"] / plain["square"]
                 visible = bias["visible"] * context
                 yield {
-                    "setting": setting.title,
+                    "group": setting.title,
                     "attention": group.attention,
                     "measured": family_free(name),
                     "cells": [

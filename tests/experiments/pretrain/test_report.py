@@ -6,11 +6,13 @@ import pytest
 from sagesim.experiments.pretrain.chart import HEIGHT, WIDTH, Line, line_chart, ticks, ticks_log
 from sagesim.experiments.pretrain.compare import (
     Difference,
+    Group,
     Trained,
     difference,
     layer_errors,
     over_seeds,
     pooled_error,
+    scatter,
     settings,
     smoothed,
 )
@@ -82,13 +84,27 @@ def test_runs_are_sorted_by_what_differs(runs):
 def test_differences_are_paired_by_seed(runs):
     setting = settings(runs)[0]
     reference, sagebwd, factored = setting.groups
-    found = difference(sagebwd, reference)
+    found = difference(setting, sagebwd)
     assert found.mean == pytest.approx(0.05) and found.seeds == 2
     assert found.low == pytest.approx(found.high)
     assert found.verdict(0.02) == "worse" and found.verdict(0.06) == "within the margin"
-    assert difference(factored, reference).verdict(0.02) == "within the margin"
+    assert difference(setting, factored).verdict(0.02) == "within the margin"
+    assert difference(setting, reference) is None
     assert Difference(0.03, -0.01, 0.07, 2).verdict(0.02) == "seeds disagree"
     assert Difference(-0.03, -0.04, -0.02, 2).verdict(0.02) == "better"
+
+
+def test_the_error_of_a_mean_is_from_all_attentions(runs, monkeypatch):
+    """Of two, whose seeds differ from the reference's by 1, 3 and by 0, 6: variances 2 and 18."""
+    finals = {"sdpa": {0: 5.0, 1: 5.0}, "sagebwd": {0: 6.0, 1: 8.0}, "factored": {0: 5.0, 1: 11.0}}
+    monkeypatch.setattr(Group, "finals", property(lambda group: finals[group.attention]))
+    setting = settings(runs)[0]
+    first, second = (difference(setting, group) for group in setting.groups[1:])
+    assert scatter(setting) == pytest.approx(10**0.5)
+    assert (first.mean, second.mean) == (2.0, 3.0)
+    assert first.error == second.error == pytest.approx(5**0.5)
+    assert first.is_chance and not Difference(5.0, 4.0, 6.0, 2, 5**0.5).is_chance
+    assert Difference(5.0, -1.0, 11.0, 2).is_chance
 
 
 def test_curves_over_seeds_have_what_all_have():
@@ -109,17 +125,18 @@ def test_the_page_holds_the_numbers(runs):
     page = Page(render(runs, margin=0.02, command=EVIL))
     assert page.text.count(EVIL) == 1 + len(runs)
     finals = page.tables["table-final"]
-    assert ["256 tokens per step", "sagebwd", "2 of 2", "3.0550"] in [row[:4] for row in finals]
-    assert finals[2][5] == "+0.0500" and finals[2][7] == "worse"
-    assert finals[3][7] == "within the margin"
+    assert finals[1] == ["256 tokens per step"]
+    assert finals[3][:4] == ["sagebwd", "2 of 2", "3.0550", "+0.0500"]
+    assert finals[3][6] == "worse" and finals[4][6] == "within the margin"
     intermediates = page.tables["table-intermediates"]
-    assert intermediates[1][2:] == ["cosine", *["0.9900"] * 8]
-    assert intermediates[2][2:] == ["relative L2", *["0.0400"] * 8]
+    assert intermediates[1] == ["Trained with sdpa, 256 tokens per step"]
+    assert intermediates[2][1:] == ["cosine", *["0.9900"] * 8]
+    assert intermediates[3][1:] == ["relative L2", *["0.0400"] * 8]
     assert intermediates[-1][-1] == "0.0540"
-    gradient = page.tables["table-gradient"][1]
-    assert gradient[3:] == ["128", "0.0100", "5.0e-4", "\N{MINUS SIGN}0.0500", "14K", "256"]
-    tensors = page.tables["table-tensors"][1]
-    assert tensors[2] == "1.00 to 3.00"
+    gradient = page.tables["table-gradient"][2]
+    assert gradient[2:] == ["128", "0.0100", "5.0e-4", "\N{MINUS SIGN}0.0500", "14K", "256"]
+    tensors = page.tables["table-tensors"][2]
+    assert tensors[1] == "1.00 to 3.00"
     assert len(page.tables["table-runs"]) == 1 + len(runs)
     assert "sagebwd ends +0.0500 nats from 16-bit attention" in page.text
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
@@ -166,10 +183,10 @@ def test_runs_that_stopped_or_go_on_are_told(make_run, tmp_path):
     page = Page(render([good, bad], margin=0.02, command=""))
     assert stop in page.text
     row = page.tables["table-final"][2]
-    assert row[2] == "0 of 1" and row[3] == "1 stopped"
+    assert row[1] == "0 of 1" and row[2] == "1 stopped"
     Writer(tmp_path / "c", make_run(seed=1), {}).save()
     page = Page(render([Trained("c", Log.read(tmp_path / "c"))], margin=None, command=""))
-    assert page.tables["table-final"][1][3] == "not done"
+    assert page.tables["table-final"][1][2] == "not done"
     assert "nothing was measured" in page.text
     with pytest.raises(ValueError, match="no runs"):
         render([], margin=None, command="")

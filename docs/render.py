@@ -179,6 +179,7 @@ def mutations() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "pretraining": pretraining.finals,
+    "pretraining_outcome": pretraining.outcome,
     **{f.__name__: f for f in (finding, attribution, table1, causality)},
     **{f.__name__: f for f in (table1_kernels, gpu_checks, mutations)},
     "cost_cpu": lambda: cost("cost_cpu"),

@@ -595,6 +595,15 @@ class TestCausality:
                 assert not torch.equal(getattr(earlier[1], name), getattr(earlier[0], name)), name
 
 
+def test_tokens_behind_the_last_set_no_scale():
+    """Of a tile of P or dS, where padding would have the largest: logits are all far below 0."""
+    c = kernel_case(seed=0, n_q=129, n_k=65, d=16)
+    c.q.uniform_(0.9, 1.1)
+    c.k.uniform_(-2.2, -1.8)
+    spec = replace(SAGEBWD, smoothing=Smoothing())
+    assert_no_worse(run_kernels(c, spec), run_exact(c), run_attention(c, spec), band=1e-3)
+
+
 def test_the_two_causal_alignments_differ_only_where_lengths_do():
     c = kernel_case(seed=9, n_q=20, n_k=20, d=8, is_causal=True)
     spec = SPECS["sagebwd"]

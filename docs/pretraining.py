@@ -99,8 +99,8 @@ def outcome() -> str:
         mean of two seeds has an error of {min(errors):.3f} to {max(errors):.3f} nats, and with that
         the rule cannot tell. Nor is there a difference beyond chance from smoothing, from the site
         that is in 16 bit, or from stochastic rounding.""",
-        f"""**Nothing diverges**: {stops} of {len(runs)} runs were stopped. {plain} of the models have no
-        QK-norm.""",
+        f"""**Nothing diverges**: {stops} of {len(runs)} runs were stopped. {plain} of the models
+        have no QK-norm.""",
         f"""**At these tokens per step there was little to see.** What SageBwd adds to the mean
         gradient of models with QK-norm in the large regime exceeds the noise of a step from
         {steep} tokens per step on, and what `FACTORED` adds from {exact} on, at a noise scale of

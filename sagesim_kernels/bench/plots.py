@@ -9,6 +9,7 @@ from typing import Any, Final
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from sagesim_kernels.bench.accuracy import OUTPUTS
 from sagesim_kernels.bench.cases import PAYOFF_BASE, PAYOFF_SITES
@@ -60,6 +61,9 @@ def times(document: dict[str, Any]) -> Figure:
             style = _MARKERS[i % len(_MARKERS)] + ("-" if name in specs else "--")
             axes.plot(lengths, both, style, color=f"C{i}", label=name)
         axes.set(ylabel="ms, forward and backward", yscale="log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
 
     return _panelled(document, draw)
 

@@ -86,7 +86,7 @@ def errors(found: Sequence[Setting]) -> Iterator[dict[str, Any]]:
                     }
     for which, measure in enumerate(("cosine", "relative L2")):
         yield {
-            "group": "The paper’s Table 2",
+            "group": "The paper's Table 2",
             "measured": "sagebwd",
             "measure": measure,
             "cells": [f"{x:.4f}" for x in PAPER_TABLE_2[which]],

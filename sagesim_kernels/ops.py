@@ -35,6 +35,11 @@ _format = lru_cache(maxsize=256)(AttentionSpec.label)
 parse = lru_cache(maxsize=256)(AttentionSpec.parse)
 
 
+@lru_cache(maxsize=256)
+def _resolved(label: str, dtype: torch.dtype) -> AttentionSpec:
+    return resolve_input16(parse(label), dtype)
+
+
 def label_of(spec: AttentionSpec) -> str:
     """spec.label(), kept; for torch.compile a constant, guarded by every field of the spec."""
     if not torch.compiler.is_compiling():
@@ -91,7 +96,7 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> Problem:
         q=q,
         k=k,
         v=v,
-        spec=resolve_input16(parse(spec), q.dtype),
+        spec=_resolved(spec, q.dtype),
         scale=scale,
         is_causal=is_causal,
         lower_right=lower_right,

@@ -1,7 +1,8 @@
 """The backward: dK and dV in a program for each tile of keys, dQ in one for each tile of queries.
 
-S and dP are computed in both, and once more where delta comes from P: then nothing is added by
-atomics, sums are in a fixed order, and a scale along the rows of P or dS stays within a warp.
+S and dP are computed in both, and S once more where dK and dV are apart, and both where delta comes
+from P: then nothing is added by atomics, sums are in a fixed order, and a scale along the rows of P
+or dS stays within a warp.
 """
 
 from __future__ import annotations

@@ -41,7 +41,6 @@ from sagesim_kernels.tiles import launch, tiles
 
 _LN_2 = tl.constexpr(LN_2)
 _LOG2_127 = tl.constexpr(LOG2_127)
-_SMALLEST = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -119,16 +118,17 @@ def _forward(
                 factor = tl.full((TILE,), 1.0, tl.float32)
             else:
                 # What a row of s has still to be multiplied by: not negative, so that its maximum
-                # may go first, and no 0, of which -inf would make NaN.
+                # may go first.
                 if IS_NEGATIVE:
                     s = -s
-                factor = tl.where(factor == 0.0, _SMALLEST, tl.abs(factor))
+                factor = tl.abs(factor)
             if MASKED:
+                # Multiplied before: of -inf, a factor of 0 or NaN makes NaN.
                 visible = sees(queries[:, None], keys[None, :], n_k, offset)
-                s = tl.where(visible, s, -float("inf"))
+                s = tl.where(visible, s * factor[:, None], -float("inf"))
+                factor = tl.full((TILE,), 1.0, tl.float32)
 
-            tile_max = tl.max(s, 1)
-            tile_max = tl.where(tile_max == -float("inf"), tile_max, tile_max * factor)
+            tile_max = tl.max(s, 1) * factor
             new_max = tl.maximum(row_max, tile_max)
             shrink = tl.exp2(row_max - _finite(new_max))
             v_tile = load_block(v, v_base, key, BLOCK_K, n_k, DV_PAD, not MASKED)

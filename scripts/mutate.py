@@ -276,8 +276,8 @@ BUGS = (
     Bug(
         "-inf times a scale of 0",
         "forward.py",
-        "tl.where(factor == 0.0, _SMALLEST, tl.abs(factor))",
-        "tl.abs(factor)",
+        's = tl.where(visible, s * factor[:, None], -float("inf"))',
+        's = tl.where(visible, s, -float("inf")) * factor[:, None]',
     ),
     Bug(
         "keys behind the last not masked",

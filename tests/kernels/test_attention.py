@@ -527,7 +527,7 @@ class TestPadding:
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_memory_around_the_tokens_is_not_read(self, spec, is_causal):
         """NaN in front of and behind the channels, the tokens and the heads."""
-        c = kernel_case(seed=6, n_q=20, n_k=33, d=24, heads=(2,), is_causal=is_causal)
+        c = kernel_case(seed=6, n_q=90, n_k=103, d=24, heads=(2,), is_causal=is_causal)
         guarded = c.map(lambda x: F.pad(x, (8, 9, 5, 60, 1, 1), value=math.nan)[1:-1, 5:-60, 8:-9])
         assert_same(run_kernels(guarded, spec), run_kernels(c, spec))
 
@@ -542,6 +542,29 @@ class TestPadding:
         for name in ("dk", "dv"):
             assert not getattr(found, name)[..., 40:, :].any(), name
         assert_same(found._replace(dk=found.dk[..., :40, :], dv=found.dv[..., :40, :]), short)
+
+    @not_a_number
+    @pytest.mark.parametrize("spec", ["causal_safe", "factored_qk", "sagebwd", "fpa_fp16"])
+    @pytest.mark.parametrize(
+        ("n_q", "n_k", "alignment", "block", "bad", "token", "first"),
+        [
+            (64, 96, "lower_right", 64, "k", 64, 32),
+            (64, 64, "upper_left", 32, "k", 40, 32),
+            (64, 32, "lower_right", 64, "q", 63, 32),
+        ],
+        ids=["a later block", "half a tile", "no keys"],
+    )
+    def test_nan_stays_where_it_is_seen(self, spec, n_q, n_k, alignment, block, bad, token, first):
+        """In the queries that share its scale, and have keys, or that see it; in none before."""
+        spec = replace(PRESETS[spec], smoothing=Smoothing(), block_k=block)
+        c = kernel_case(seed=6, n_q=n_q, n_k=n_k, d=32, is_causal=True)
+        expected = run_kernels(c, spec, causal_alignment=alignment)
+        getattr(c, bad)[..., token, 0] = math.nan
+        found = run_kernels(c, spec, causal_alignment=alignment)
+        for name in ("o", "lse"):
+            before, after = (getattr(x, name)[:, :, :first] for x in (expected, found))
+            assert_bitwise(actual=after, expected=before, what=name)
+        assert bool(found.o[:, :, -1].isnan().all())
 
     @not_a_number
     @pytest.mark.parametrize("spec", [*SPECS.values(), CAUSAL_SAFE], ids=[*SPECS, "causal_safe"])

@@ -123,12 +123,12 @@ def _contents(kernel: Any) -> dict[str, Any]:
 
 def _fused(kernel: Any) -> int:
     """Multiplications of a thread that are added at once, but for those of the program itself, of
-    which there may be copies: of a loop's first steps, say."""
+    which there may be a copy: of a loop's first step."""
     fused = sum(2 if pair else 1 for pair in _FUSED.findall(kernel.asm["ptx"]))
     shapes = _FMA.findall(kernel.asm["ttir"])
     elements = sum(math.prod(map(int, shape.split("x"))) for shape in shapes)
     written = elements // (32 * kernel.metadata.num_warps)
-    return fused % written if written else fused
+    return fused - written * (2 if fused >= 2 * written else 1)
 
 
 def _machine_code(cubin: bytes, *, hopper: bool) -> dict[str, Any]:

@@ -68,7 +68,8 @@ class Grid(NamedTuple):
 
 @triton.jit
 def place_in(grid, LAST_FIRST: tl.constexpr = False):
-    """The program's tile, head and sequence; tiles of one head run one after the other."""
+    """The program's tile, head and sequence; tiles of one head run one after the other, the last
+    of them first where that is asked for: under a causal mask it has the most keys."""
     program = tl.program_id(0)
     rest = program // grid.tiles
     tile = program % grid.tiles

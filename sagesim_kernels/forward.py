@@ -21,6 +21,7 @@ from sagesim_kernels.layout import (
     place_in,
     row_base,
     sees,
+    store_tokens,
     token_ptrs,
 )
 from sagesim_kernels.maps import MapTrace, store_codes
@@ -32,6 +33,7 @@ from sagesim_kernels.operands import (
     load_token_scales,
     load_tokens,
     tokens_by_tokens,
+    with_k_scale,
 )
 from sagesim_kernels.primitives import LAUNCH, LN_2, LOG2_127, LOG2_E, Rounding, row_sums, to_codes
 from sagesim_kernels.problem import Problem, padded
@@ -102,13 +104,10 @@ def _forward(
         for key in range(seen if MASKED else 0, end if MASKED else seen, BLOCK_K):
             keys = key + tl.arange(0, BLOCK_K)
             k_tile = load_block(k, k_base, key, BLOCK_K, n_k, D_PAD, not MASKED)
-            s = tokens_by_tokens(q_tile, k_tile)
             k_scale = load_block_scales(k, k_scales, key, BLOCK_K)
-            factor = q_factor
-            if k.TOKENS == BLOCK_K:
-                factor *= k_scale
-            else:
-                s *= k_scale[None, :]
+            s, factor = with_k_scale(
+                tokens_by_tokens(q_tile, k_tile), q_factor, k, k_scale, BLOCK_K
+            )
             if q_mean is not None:
                 block = first // BLOCK_Q
                 bias = key_bias(
@@ -166,10 +165,7 @@ def _forward(
     row_lse2 = tl.where(row_max == -float("inf"), float("inf"), row_lse2)
     tl.store(row_base(lse2, lengths.cu_q, b, h) + queries, row_lse2, mask=queries < n_q)
 
-    column = tl.arange(0, DV_PAD)
-    ptrs = token_ptrs(o, lengths.cu_q, b, h, first, TILE, column)
-    mask = (queries < n_q)[:, None] & (column < DV)[None, :]
-    tl.store(ptrs, (total / row_sum[:, None]).to(o.ptr.dtype.element_ty), mask=mask)
+    store_tokens(o, lengths.cu_q, b, h, first, n_q, total / row_sum[:, None], DV)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from sagesim_kernels.layout import (
     place_in,
     queries_seeing,
     sees,
-    token_ptrs,
+    store_tokens,
 )
 from sagesim_kernels.maps import add_product
 from sagesim_kernels.operands import (
@@ -25,6 +25,7 @@ from sagesim_kernels.operands import (
     load_token_scales,
     load_tokens,
     tokens_by_tokens,
+    with_k_scale,
 )
 from sagesim_kernels.smoothing import key_bias, mean_of
 
@@ -104,11 +105,9 @@ def key_tiles(
                 q_tile = load_block(q, q_base, query, BLOCK_Q, n_q, D_PAD, False, first_live)
                 q_scale = load_block_scales(q, q_scales, query, BLOCK_Q)
                 factor = (q_scale * scale_log2)[None, :]
-                s = tokens_by_tokens(k_tile, q_tile)
-                if k.TOKENS == BLOCK_K:
-                    factor *= k_scale
-                else:
-                    s *= k_scale
+                s, factor = with_k_scale(
+                    tokens_by_tokens(k_tile, q_tile), factor, k, k_scale, BLOCK_K
+                )
                 row_lse2 = load_rows(lse2, lengths.cu_q, b, h, row, n_q, float("inf"))[None, :]
                 if q_mean is not None:
                     block = query // BLOCK_Q
@@ -182,12 +181,6 @@ def key_tiles(
                         dk_total += tl.sum(ds, 1)[:, None] * mean
 
     if dk is not None:
-        column = tl.arange(0, D_PAD)
-        ptrs = token_ptrs(dk, lengths.cu_k, b, k_head, first, TILE, column)
-        mask = (keys < n_stored) & (column < D)[None, :]
-        tl.store(ptrs, (dk_total * scale).to(dk.ptr.dtype.element_ty), mask=mask)
+        store_tokens(dk, lengths.cu_k, b, k_head, first, n_stored, dk_total * scale, D)
     if dv is not None:
-        column = tl.arange(0, DV_PAD)
-        ptrs = token_ptrs(dv, lengths.cu_k, b, k_head, first, TILE, column)
-        mask = (keys < n_stored) & (column < DV)[None, :]
-        tl.store(ptrs, dv_total.to(dv.ptr.dtype.element_ty), mask=mask)
+        store_tokens(dv, lengths.cu_k, b, k_head, first, n_stored, dv_total, DV)

@@ -196,6 +196,17 @@ def token_ptrs(x, cu, b, h, first, count: tl.constexpr, columns):
 
 
 @triton.jit
+def store_tokens(x, cu, b, h, first, last, value, D: tl.constexpr):
+    """Store value [count, channels] as tokens first..first + count of sequence b and head h of a
+    `Strided`, in its own format: those before token `last`, and the first D channels."""
+    count: tl.constexpr = value.shape[0]
+    column = tl.arange(0, value.shape[1])
+    ptrs = token_ptrs(x, cu, b, h, first, count, column)
+    mask = (first + tl.arange(0, count) < last)[:, None] & (column < D)[None, :]
+    tl.store(ptrs, value.to(x.ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def row_base(rows, cu, b, h):
     """A pointer to the number of the first token of sequence b and head h."""
     return (

@@ -135,6 +135,20 @@ def load_channel_scales(x, base, first, D: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
+def with_k_scale(s, factor, k, k_scale, BLOCK_K: tl.constexpr):
+    """Logits without scales, and what they are still to be multiplied by, with K's scale in the one
+    or the other, in every kernel the same, so that P is.
+
+    In the factor where the tokens of a block of the spec share a scale, as one number of a row is
+    multiplied then, and not each of its logits.
+    """
+    if k.TOKENS == BLOCK_K:
+        return s, factor * k_scale
+    else:
+        return s * k_scale, factor
+
+
+@triton.jit
 def tokens_by_tokens(left, right):
     """left [m, d] times the transpose of right [n, d], float32 [m, n], without the scales."""
     if left.dtype == tl.int8:

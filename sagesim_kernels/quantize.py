@@ -19,6 +19,7 @@ from sagesim_kernels.layout import (
     live_keys,
     live_queries,
     place_in,
+    store_tokens,
     tile_ptrs,
     token_ptrs,
 )
@@ -131,10 +132,7 @@ def _subtract_mean(
     else:
         cu, n = lengths.cu_q, lengths.n_q
     tokens = _load_block(x, mean, lengths, i, h, b, IS_KEY, PER_BLOCK_MEAN, D, D_PAD, BLOCK)
-    local, column = tl.arange(0, BLOCK), tl.arange(0, D_PAD)
-    ptrs = token_ptrs(out, cu, b, h, i * BLOCK, BLOCK, column)
-    mask = (i * BLOCK + local < length_of(cu, n, b))[:, None] & (column < D)[None, :]
-    tl.store(ptrs, tokens.to(out.ptr.dtype.element_ty), mask=mask)
+    store_tokens(out, cu, b, h, i * BLOCK, length_of(cu, n, b), tokens, D)
 
 
 def _in_vectors(x: Tensor) -> Tensor:

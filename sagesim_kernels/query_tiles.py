@@ -14,7 +14,7 @@ from sagesim_kernels.layout import (
     live_queries,
     place_in,
     sees,
-    token_ptrs,
+    store_tokens,
 )
 from sagesim_kernels.maps import add_product
 from sagesim_kernels.operands import (
@@ -25,6 +25,7 @@ from sagesim_kernels.operands import (
     load_token_scales,
     load_tokens,
     tokens_by_tokens,
+    with_k_scale,
 )
 from sagesim_kernels.smoothing import key_bias, mean_of
 
@@ -92,13 +93,10 @@ def query_tiles(
         for key in range(seen if MASKED else 0, end if MASKED else seen, BLOCK_K):
             keys = key + tl.arange(0, BLOCK_K)
             k_tile = load_block(k, k_base, key, BLOCK_K, n_k, D_PAD, not MASKED)
-            s = tokens_by_tokens(q_tile, k_tile)
-            k_scale = load_block_scales(k, k_scales, key, BLOCK_K)
-            factor = q_factor
-            if k.TOKENS == BLOCK_K:
-                factor *= k_scale[None, :]
-            else:
-                s *= k_scale[None, :]
+            k_scale = load_block_scales(k, k_scales, key, BLOCK_K)[None, :]
+            s, factor = with_k_scale(
+                tokens_by_tokens(q_tile, k_tile), q_factor, k, k_scale, BLOCK_K
+            )
             if q_mean is not None:
                 block = first // BLOCK_Q
                 bias = key_bias(
@@ -138,9 +136,6 @@ def query_tiles(
             gain = load_rows(d_lse, lengths.cu_q, b, h, queries, n_q, 0.0)[:, None]
             mean = mean_of(k_mean, b, k_head, 0, D, D_PAD)
             total += tl.where((row_lse2 < float("inf"))[:, None], gain * mean, 0.0)
-        column = tl.arange(0, D_PAD)
-        ptrs = token_ptrs(dq, lengths.cu_q, b, h, first, TILE, column)
-        mask = (queries < n_q)[:, None] & (column < D)[None, :]
-        tl.store(ptrs, (total * scale).to(dq.ptr.dtype.element_ty), mask=mask)
+        store_tokens(dq, lengths.cu_q, b, h, first, n_q, total * scale, D)
     else:
         store_delta(delta, d_lse, lengths, b, h, queries, n_q, total, row_lse2)

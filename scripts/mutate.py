@@ -92,28 +92,34 @@ BUGS = (
         "return base + (0 * row + tl.min(row, 0) // x.TOKENS)",
     ),
     Bug(
-        "K's scales forgotten, forward",
-        "forward.py",
-        "s *= k_scale[None, :]",
-        "s *= 1.0",
+        "K's scales of tokens forgotten",
+        "operands.py",
+        "return s * k_scale, factor",
+        "return s, factor",
     ),
     Bug(
-        "K's scale of a block forgotten, forward",
-        "forward.py",
-        "factor *= k_scale",
-        "factor *= 1.0",
+        "K's scales of blocks forgotten",
+        "operands.py",
+        "return s, factor * k_scale",
+        "return s, factor",
     ),
     Bug(
-        "K's scale of a block forgotten, dQ",
+        "K's scale of the first block, forward",
+        "forward.py",
+        "load_block_scales(k, k_scales, key, BLOCK_K)",
+        "load_block_scales(k, k_scales, 0, BLOCK_K)",
+    ),
+    Bug(
+        "K's scale of the first block, dQ",
         "query_tiles.py",
-        "factor *= k_scale[None, :]",
-        "factor *= 1.0",
+        "load_block_scales(k, k_scales, key, BLOCK_K)",
+        "load_block_scales(k, k_scales, 0, BLOCK_K)",
     ),
     Bug(
-        "K's scale of a block forgotten, dK and dV",
+        "K's scale of the first block, dK and dV",
         "key_tiles.py",
-        "factor *= k_scale",
-        "factor *= 1.0",
+        "load_token_scales(k, k_scales, first, TILE, n_k)",
+        "load_token_scales(k, k_scales, 0, TILE, n_k)",
     ),
     Bug(
         "one scale for all tokens of a block",
@@ -318,8 +324,10 @@ BUGS = (
         "row_lse2 += 0.0",
     ),
     # gradients
-    Bug("dQ not scaled", "query_tiles.py", "(total * scale).to", "total.to"),
-    Bug("dK not scaled", "key_tiles.py", "(dk_total * scale).to", "dk_total.to"),
+    Bug("dQ not scaled", "query_tiles.py", "n_q, total * scale, D)", "n_q, total, D)"),
+    Bug(
+        "dK not scaled", "key_tiles.py", "n_stored, dk_total * scale, D)", "n_stored, dk_total, D)"
+    ),
     Bug(
         "1/sqrt(d) of the padded head",
         "problem.py",

@@ -39,7 +39,7 @@ def sanitizer(tool: str) -> list[str]:
 
 
 CHECKS = {
-    "gpu tests": pytest(24, "-m", "gpu", "--ignore=tests/kernels/test_fuzz.py"),
+    "gpu tests": pytest(48, "-m", "gpu", "--ignore=tests/kernels/test_fuzz.py"),
     "20,000 fuzz cases": pytest(56, "--device", "cuda", "tests/kernels/test_fuzz.py"),
     **{tool: sanitizer(tool) for tool in ("memcheck", "racecheck", "initcheck", "synccheck")},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,6 +20,10 @@ from sagesim.experiments.pretrain.model import Llama, token_loss
 from sagesim.experiments.pretrain.runlog import Log
 from sagesim.experiments.pretrain.settings import Run
 from sagesim.experiments.pretrain.train import CHECKPOINTS, autocast, build
+
+LOSS_SCALE: Final = 2.0**16
+"""What the loss is multiplied by, so that float16 holds its gradients: where float16 training
+begins."""
 
 
 def load(folder: Path) -> tuple[Run, int, Llama]:
@@ -46,7 +51,8 @@ def captured(
     heads: Sequence[int] | None = None,
     layers: Sequence[int] | None = None,
 ) -> Capture:
-    """q, k, v and dO of the first held-out sequence, by 16-bit attention, in the run's precision.
+    """q, k, v and dO of the first held-out sequence, by 16-bit attention, in the run's precision,
+    at a loss scale of `LOSS_SCALE`.
 
     Raises:
         ValueError: as `load`, and for another corpus than the run's, or heads or layers that are
@@ -65,8 +71,9 @@ def captured(
         "run": run.to_json(),
     }
     exactly = attending(model.cores(), Attention("sdpa"))
-    with exactly, capture(model, heads=heads, layers=layers, source=source) as recording:
+    recorded = capture(model, heads=heads, layers=layers, loss_scale=LOSS_SCALE, source=source)
+    with exactly, recorded as recording:
         with torch.enable_grad(), autocast(run, here):
             loss = token_loss(model(tokens[:, :-1]), tokens[:, 1:])
-        loss.backward()
+        (loss * LOSS_SCALE).backward()
     return recording.result()

@@ -4,13 +4,15 @@ import json
 import sys
 
 import pytest
+import torch
 
 from sagesim.captured import Capture
 from sagesim.cli import main
 from sagesim.cli.pretrain import COMMANDS
+from sagesim.experiments.pretrain import trained
 from sagesim.experiments.pretrain.corpus import Corpus
 from sagesim.experiments.pretrain.runlog import Log
-from tests.experiments.pretrain.conftest import TEXT
+from tests.experiments.pretrain.conftest import ALONE, TEXT
 from tests.experiments.pretrain.test_plan import TEXT as PLAN
 from tests.experiments.pretrain.test_train import command
 
@@ -57,6 +59,19 @@ def test_from_a_folder_of_text_to_a_report(run, corpus, make_run, tmp_path):
     assert [call.name for call in recorded.calls] == ["layers.1.attention.core"]
     assert recorded.calls[0].q.shape == (1, 1, 32, 32)
     assert recorded.source["data"] == "our pages"
+
+
+def test_captured_gradients_are_multiplied_by_their_loss_scale(
+    run, corpus, make_run, tmp_path, monkeypatch
+):
+    """A power of two: no bit is lost."""
+    run(*command(corpus, tmp_path / "a", make_run()))
+    scaled = trained.captured(tmp_path / "a", corpus, ALONE)
+    monkeypatch.setattr(trained, "LOSS_SCALE", 1.0)
+    plain = trained.captured(tmp_path / "a", corpus, ALONE)
+    assert (scaled.loss_scale, plain.loss_scale) == (65536.0, 1.0)
+    for one, other in zip(scaled.calls, plain.calls, strict=True):
+        assert torch.equal(one.do, 65536 * other.do) and torch.equal(one.q, other.q)
 
 
 def test_a_plan_is_listed_and_made(run, corpus, tmp_path):

@@ -158,6 +158,9 @@ def keys_seen(first, TILE: tl.constexpr, BLOCK: tl.constexpr, n_k, offset):
     """Of queries first..first + TILE: the end of the whole blocks of keys that all of them attend
     to, and of the keys that any of them does."""
     by_all = tl.maximum(tl.minimum(n_k, first + offset + 1), 0)
+    # A zero that the compiler cannot know: of a loop over no block that it could drop, with one
+    # token or one tile built in, it makes code that ptxas 12.8 and 12.9 crash on.
+    by_all += tl.program_id(1)
     return by_all // BLOCK * BLOCK, tl.minimum(n_k, first + TILE + offset)
 
 

@@ -26,10 +26,11 @@ ROOT = Path(__file__).parents[1]
 CORES = os.cpu_count() or 1
 
 
-def pytest(workers: int, *arguments: str) -> list[str]:
-    """Each worker takes a core, and one to two gigabytes of a GPU."""
+def pytest(*arguments: str) -> list[str]:
+    """A worker takes a core, and one to two gigabytes of a GPU. A test is given to the next that
+    has none: some take minutes."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    return [*command, "-n", str(min(workers, CORES)), *arguments]
+    return [*command, "-n", str(min(60, CORES)), "--dist", "worksteal", *arguments]
 
 
 def sanitizer(tool: str) -> list[str]:
@@ -39,8 +40,8 @@ def sanitizer(tool: str) -> list[str]:
 
 
 CHECKS = {
-    "gpu tests": pytest(48, "-m", "gpu", "--ignore=tests/kernels/test_fuzz.py"),
-    "20,000 fuzz cases": pytest(56, "--device", "cuda", "tests/kernels/test_fuzz.py"),
+    "gpu tests": pytest("-m", "gpu", "--ignore=tests/kernels/test_fuzz.py"),
+    "20,000 fuzz cases": pytest("--device", "cuda", "tests/kernels/test_fuzz.py"),
     **{tool: sanitizer(tool) for tool in ("memcheck", "racecheck", "initcheck", "synccheck")},
 }
 
@@ -52,16 +53,22 @@ def run(name: str) -> dict[str, object]:
     if "sanitizer" in command[0]:
         env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     start = time.perf_counter()
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    lines: list[str] = []
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in filter(str.strip, process.stdout):
+            print(line, end="", flush=True)
+            lines.append(line.rstrip())
     seconds = time.perf_counter() - start
-    lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
     words = [Path(w).name if w.startswith("/") else w for w in command]
     return {
         "command": " ".join(words),
-        "exit_code": result.returncode,
+        "exit_code": process.returncode,
         "printed": lines[-2:],
         "seconds": round(seconds, 1),
-    } | ({"log": lines} if result.returncode else {})
+    }
 
 
 def main() -> int:
@@ -74,9 +81,7 @@ def main() -> int:
     checks = json.loads(args.out.read_text())["checks"] if args.out.exists() else {}
     for name in args.only:
         record = run(name)
-        print(name, record["exit_code"], record["seconds"], *record["printed"], sep="\n    ")
-        if record["exit_code"]:
-            print(*record.pop("log"), sep="\n")
+        print(f"{name}: exit code {record['exit_code']}, {record['seconds']} s")
         checks[name] = record | {
             "machine": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, "
             f"torch {torch.__version__}, triton {triton.__version__}, sagebwd {sagesim.__version__}"

@@ -240,3 +240,11 @@ def test_no_descriptor_of_the_presets_is_lost(
 ) -> None:
     kernels = compilers["oldest"].compile(name, 90, head_size=head_size)
     assert [(k.name, k.lost_descriptors) for k in kernels if k.lost_descriptors] == []
+
+
+@pytest.mark.parametrize("tokens", [1, 50, 64, 128])
+def test_sequences_of_one_tile_compile(compilers: dict[str, Compiler], tokens: int) -> None:
+    """ptxas 12.8 crashed on dQ where Triton had built in that there is one tile."""
+    compilers["oldest"].compile(
+        "causal_safe smooth=none block=64x32", 90, head_size=32, dtype="float16", tokens=tokens
+    )

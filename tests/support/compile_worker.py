@@ -40,9 +40,6 @@ Specifications per Compute Capability")."""
 TENSOR_MEMORY = 512
 """Columns, where there is tensor memory."""
 
-TOKENS = 256
-"""More than the largest tile, and a multiple of 16 like the lengths that kernels are tuned for."""
-
 # An instruction that multiplies matrices, with all that qualifies it.
 _PRODUCT = re.compile(r"^\s*(?:@!?%\w+ )?((?:wgmma\.mma|mma|wmma\.mma|tcgen05\.mma)[\w.:]*)", re.M)
 # Those with .ftz are of libdevice's log2, which is written with them.
@@ -157,8 +154,9 @@ def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any
     """Forward and backward of a request, whose fields are `Compiler.compile`'s arguments."""
     driver.active.capability = request["capability"]
     dtype = getattr(torch, request["dtype"])
+    tokens = request["tokens"]
     sizes = [request["head_size"]] * 2 + [request["value_head_size"]] * 3
-    q, k, v, do, o = (torch.empty(1, 2, TOKENS, d, dtype=dtype, device="meta") for d in sizes)
+    q, k, v, do, o = (torch.empty(1, 2, tokens, d, dtype=dtype, device="meta") for d in sizes)
     problem = Problem(
         q=q,
         k=k,
@@ -169,8 +167,8 @@ def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any
         lower_right=False,
         cu_q=None,
         cu_k=None,
-        longest_q=TOKENS,
-        longest_k=TOKENS,
+        longest_q=tokens,
+        longest_k=tokens,
     )
     launches.kernels = []
     before = dict(LAUNCH)

@@ -18,6 +18,9 @@ WORKER = Path(__file__).with_name("compile_worker.py")
 OLDEST = ROOT / ".venv" / ".triton-oldest"
 """Where `make test` puts the oldest Triton that pyproject.toml admits."""
 
+TOKENS = 256
+"""More than the largest tile, and a multiple of 16 like the lengths that kernels are tuned for."""
+
 _SHAPE = re.compile(r"\.m(\d+)n(\d+)k(\d+)\.")
 _FORMATS = {
     ".s8.s8": "i8",
@@ -111,6 +114,7 @@ class Compiler:
         value_head_size: int | None = None,
         dtype: str = "bfloat16",
         is_causal: bool = True,
+        tokens: int = TOKENS,
         **launch: Any,
     ) -> list[Kernel]:
         """Every kernel of a forward and its backward, in the order of their launches.
@@ -125,6 +129,7 @@ class Compiler:
                 "value_head_size": value_head_size or head_size,
                 "dtype": dtype,
                 "is_causal": is_causal,
+                "tokens": tokens,
                 "launch": launch,
             }
         )

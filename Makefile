@@ -10,7 +10,7 @@ OLDEST_TRITON := 3.6.0
 .PHONY: demo test fuzz gpu-test check docs docs-numbers clean
 
 demo: .venv/.user  ## which of the seven products hurts, on the shipped capture of a trained model
-	$(BIN)/sagesim attribute minilm --report out/report.html
+	$(BIN)/sagesim attribute llama --report out/report.html
 
 test: .venv/.dev .venv/.triton-oldest  ## every test that needs no GPU
 	$(BIN)/pytest -q -n 2 -m "not gpu"

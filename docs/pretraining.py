@@ -5,6 +5,7 @@ A run's log is docs/data/pretraining/NAME.parquet, as `sagesim pretrain` wrote i
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -90,6 +91,7 @@ def outcome() -> str:
         )
         for tensor in ("dq", "dk", "dv")
     }
+    share = json.loads((LOGS.parent / "attribution.json").read_text())["share"]
     steep, exact = (_range(seen[name]) for name in MEASURED)
     paragraphs = (
         f"""**No attention differs from 16 bit by more than chance.** Of {len(apart)} mean
@@ -111,6 +113,12 @@ def outcome() -> str:
         f"""**In the trained models** SageBwd's dQ, dK and dV are {ratios["dq"]:.1f},
         {ratios["dk"]:.1f} and {ratios["dv"]:.1f} times as far off as `FACTORED`'s, measured in
         every layer of those that were trained in 16 bit.""",
+        f"""**What carries the error of dS.** In the shipped capture, of a model that was trained
+        with SageBwd without QK-norm, {share["pv"]["ds"]:.0%} of it comes from the forward's PV
+        through delta and {share["qk+qk_recompute"]["ds"]:.0%} from QK
+        ([layer by layer](paper.md)). Of the error of dQ and dK, {share["dq"]["dq"]:.0%} and
+        {share["dk"]["dk"]:.0%} is made by the rounding of dS in these products themselves. Runs
+        with either site in 16 bit are in the table below.""",
     )
     return "\n\n".join(" ".join(each.split()) for each in paragraphs)
 

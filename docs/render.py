@@ -64,7 +64,14 @@ def attribution() -> str:
     ]
     rows.append(["relative L2 error", *(f"{data['error'][t]:.4f}" for t in OUTPUTS)])
     table = markdown(["share of the squared error", *(TITLES[t] for t in OUTPUTS)], rows)
-    return f"**{data['summary']}**\n\n{table}{source(data)}"
+    by_part: dict[str, list[str]] = {}
+    for index, layer in enumerate(data["layers"]):
+        by_part.setdefault(layer["largest"], []).append(str(index))
+    told = ", ".join(f"`{part}` in layers {', '.join(n)}" for part, n in by_part.items())
+    return (
+        f"**{data['summary']}** That is the mean over the layers; the largest share of dS is that "
+        f"of {told}.\n\n{table}{source(data)}"
+    )
 
 
 def table1() -> str:

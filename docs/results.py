@@ -20,7 +20,7 @@ import torch
 import sagesim
 from sagesim.attribution import OUTPUTS, attribute, pool
 from sagesim.captured import Capture
-from sagesim.data import MINILM
+from sagesim.data import LLAMA
 from sagesim.experiments.causality import influence
 from sagesim.experiments.gaussian import COLUMNS, PAPER_TABLE_1, Setting, measure
 from sagesim.measure import errors, pool_errors
@@ -60,7 +60,7 @@ TABLE_1 = (
 
 
 def finding() -> dict[str, Any]:
-    calls = Capture.load(MINILM).calls
+    calls = Capture.load(LLAMA).calls
     rows = []
     for scheme, label in LADDER:
         spec = sagesim.AttentionSpec.parse(label)
@@ -72,7 +72,7 @@ def finding() -> dict[str, Any]:
 
 
 def attribution() -> dict[str, Any]:
-    calls = Capture.load(MINILM).calls
+    calls = Capture.load(LLAMA).calls
     layers = [attribute(c.q, c.k, c.v, c.do, **c.options) for c in calls]
     pooled = pool(layers)
     return {
@@ -81,7 +81,8 @@ def attribution() -> dict[str, Any]:
         "error": pooled.error,
         "share": {part.site: part.share for part in pooled.parts},
         "layers": [
-            {"name": c.name, "summary": a.summary()} for c, a in zip(calls, layers, strict=True)
+            {"name": c.name, "summary": a.summary(), "largest": a.largest("ds").site}
+            for c, a in zip(calls, layers, strict=True)
         ],
     }
 

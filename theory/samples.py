@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import sagesim
 from sagesim import AttentionSpec, Capture
-from sagesim.data import MINILM
+from sagesim.data import LLAMA
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,11 @@ class Sample:
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.q, self.k, self.v, self.do
+
+    @property
+    def unmasked(self) -> Sample:
+        """Where every query sees every key: for statements about S, which a mask makes -inf."""
+        return replace(self, name=f"{self.name}, unmasked", is_causal=False)
 
     def exact(self) -> sagesim.Exact:
         """In float64."""
@@ -60,9 +65,11 @@ def outlier_channels(tokens: int = 512, d: int = 64, *, seed: int = 0) -> Sample
 
 
 @cache
-def captured() -> tuple[Sample, ...]:
-    """The layers of the shipped capture of a trained sentence model."""
-    calls = Capture.load(MINILM).calls
-    return tuple(
-        Sample(f"capture, layer {i}", c.q, c.k, c.v, c.do, c.is_causal) for i, c in enumerate(calls)
-    )
+def captured(tokens: int = 512) -> tuple[Sample, ...]:
+    """The first tokens of every layer of the shipped capture of a language model, one head of each:
+    under its causal mask an attention problem of their own. The capture has 2048 of them."""
+    found: list[Sample] = []
+    for c in Capture.load(LLAMA).calls:
+        q, k, v, do = (x[..., :tokens, :] for x in (c.q, c.k, c.v, c.do))
+        found.append(Sample(f"capture, layer {c.index}", q, k, v, do, c.is_causal))
+    return tuple(found)

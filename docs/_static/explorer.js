@@ -244,7 +244,7 @@
       ? `The dS error is ${shown(now.ds)}. The product to blame most: ${which} in 16 bit would change it by ${percent(x)}.`
       : `The dS error is ${shown(now.ds)}. No single product in 16 bit would make it smaller.`;
     spec.textContent = label(state);
-    command.textContent = `sagesim attribute minilm --spec "${label(state)}"`;
+    command.textContent = `sagesim attribute llama --spec "${label(state)}"`;
   }
 
   function set(next) {

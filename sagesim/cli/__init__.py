@@ -39,7 +39,7 @@ _EXTRAS: Final = {
 _DESCRIPTION: Final = """\
 Low-bit attention, emulated: each of its seven matrix products in the precision you choose.
 
-  sagesim attribute minilm --report report.html
+  sagesim attribute llama --report report.html
       which of the seven products hurts, on recorded tensors of a real model
   sagesim capture MODEL_DIR TEXT_FILE mine.safetensors
       record the tensors of your own model

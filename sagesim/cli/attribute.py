@@ -5,9 +5,9 @@ alone left exact, and splits the squared error of O, dS, dQ, dK and dV into the 
 Errors are relative L2, |error| / |exact|, against float64; pooled over layers by geometric mean,
 shares by mean.
 
-  sagesim attribute minilm
+  sagesim attribute llama
   sagesim attribute mine.safetensors --spec "sagebwd dp=int8" --layers 0 11
-  sagesim attribute minilm --report report.html
+  sagesim attribute llama --report report.html
 
 The report is one HTML file that explains itself and needs no network.
 """

@@ -15,7 +15,7 @@ from sagesim.spec import AttentionSpec
 if TYPE_CHECKING:
     from sagesim.captured import Call, Capture
 
-SHIPPED: Final = ("minilm",)
+SHIPPED: Final = ("llama",)
 """Captures that come with the package, by the word that stands for their path."""
 
 GRAMMAR: Final = f"""\
@@ -39,7 +39,7 @@ def add_capture(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "capture",
         metavar="CAPTURE",
-        help="a file made by `sagesim capture`, or the word minilm for the one that comes along",
+        help="a file made by `sagesim capture`, or the word llama for the one that comes along",
     )
     parser.add_argument(
         "--layers", type=int, nargs="+", metavar="N", help="only these layers (default: all)"

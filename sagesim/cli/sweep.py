@@ -4,7 +4,7 @@ A row is one spec on one layer of one capture: relative L2, cosine and SQNR of e
 intermediate. Rows that are there already (same label, tensors and layer) are not computed again,
 so an interrupted sweep is continued by the same command.
 
-  sagesim sweep out.parquet minilm --all
+  sagesim sweep out.parquet llama --all
   sagesim sweep out.parquet a.safetensors b.safetensors --specs sagebwd "sagebwd delta=p"
 
 Prints a ranking by the error of the gradients: geometric means over layers and captures for each
@@ -35,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "captures",
         nargs="+",
         metavar="CAPTURE",
-        help="files made by `sagesim capture`, or the word minilm",
+        help="files made by `sagesim capture`, or the word llama",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(

@@ -3,7 +3,7 @@
 The paper's Table 2 for your own tensors: the emulator runs forward and backward under the spec
 and every intermediate is compared with the same computation in float64.
 
-  sagesim trace minilm
+  sagesim trace llama
   sagesim trace mine.safetensors --spec "sagebwd dp=int8" --layers 0 11
 
 cosine 1 and rel L2 0 are exact. rel L2 is |error| / |exact|. Pooled over layers, cosine is the

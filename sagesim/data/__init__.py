@@ -3,5 +3,5 @@
 from pathlib import Path
 from typing import Final
 
-MINILM: Final = Path(__file__).parent / "minilm.safetensors"
-"""Six layers of all-MiniLM-L6-v2 on 256 tokens of real text, with the dO of a real loss."""
+LLAMA: Final = Path(__file__).parent / "llama.safetensors"
+"""Six layers of a small Llama, a head of each, causal, on 2048 tokens of real text, with its dO."""

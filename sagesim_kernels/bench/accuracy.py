@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sagesim._exact import exact
 from sagesim.captured import Capture
-from sagesim.data import MINILM
+from sagesim.data import LLAMA
 from sagesim.experiments.gaussian import Setting
 from sagesim_kernels.bench.cases import CaptureCase, GaussianCase
 from sagesim_kernels.bench.contenders import Contender
@@ -64,7 +64,7 @@ def problems(
         q, k, v, do = (torch.stack(x).to(device, dtype) for x in zip(*draws, strict=True))
         yield Problem(q, k, v, do, case.is_causal)
         return
-    for call in Capture.load(MINILM).calls:
+    for call in Capture.load(LLAMA).calls:
         usual = call.scale is None or math.isclose(call.scale, call.q.shape[-1] ** -0.5)
         if call.attn_mask is not None or call.enable_gqa or not usual:
             raise ValueError(f"{call}: a mask, grouped heads or a scale of its own is not timed")

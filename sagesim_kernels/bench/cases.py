@@ -112,7 +112,7 @@ class CaptureCase:
     """Contenders whose errors are measured on every layer of the shipped capture."""
 
     contenders: tuple[str, ...]
-    key: str = "accuracy minilm"
+    key: str = "accuracy llama"
 
 
 Case = TimedCase | GaussianCase | CaptureCase

@@ -12,8 +12,15 @@ from sagesim import FACTORED, SAGEBWD, Delta, Precision, with_precision
 from tests.support import examples
 from tests.support.assertions import assert_within_bound
 from tests.theory.test_ds_error import assert_moments, drawn
-from theory.checks.ds_error import in_float32, relative
-from theory.checks.int8_dp import expected, large_mean, measured, outlier_rows, predicted
+from theory.checks.ds_error import in_float32, relative, tolerance
+from theory.checks.int8_dp import (
+    expected,
+    large_mean,
+    measured,
+    moments,
+    outlier_rows,
+    predicted,
+)
 from theory.ds_error import ds_moments_from_pv
 from theory.int8_dp import (
     cancellation,
@@ -98,9 +105,8 @@ def test_the_closed_form_of_gaussian_inputs():
 @pytest.mark.parametrize("delta", list(Delta))
 def test_estimates_on_every_layer_of_the_capture(layer, spec, delta):
     sample = in_float32(captured()[layer])
-    # A few rows of dO carry most of dS, and each is rounded once.
-    found = measured(sample, spec, delta)
-    assert found == pytest.approx(predicted(sample, spec, delta), rel=0.15)
+    found, rel = measured(sample, spec, delta), tolerance(moments(sample, spec, delta))
+    assert found == pytest.approx(predicted(sample, spec, delta), rel=rel)
 
 
 @pytest.mark.parametrize("sample", [outlier_rows(), large_mean()], ids=["outlier", "mean"])
@@ -147,12 +153,15 @@ def test_the_error_with_all_sites_in_int8(layer, spec):
 
 
 def test_the_verdict_on_the_capture():
-    """With scales per token and delta from P, INT8 dP costs less than the other sites in every
-    layer. Under the paper's scheme it costs more in some, for all that its other sites cost."""
+    """Under the paper's scheme INT8 dP costs more than the other sites in half of the layers, with
+    scales per token and delta from P in the first alone."""
     capture = [in_float32(sample) for sample in captured()]
-    paper, factored = (
-        [expected(s, spec, int8_dp=True) / expected(s, spec) for s in capture]
-        for spec in (SAGEBWD, FACTORED)
-    )
-    assert max(paper) > 1.5
-    assert max(factored) < math.sqrt(2)
+    too_much = {
+        name: [
+            layer
+            for layer, s in enumerate(capture)
+            if expected(s, spec, int8_dp=True) > math.sqrt(2) * expected(s, spec)
+        ]
+        for name, spec in (("paper", SAGEBWD), ("factored", FACTORED))
+    }
+    assert too_much == {"paper": [0, 1, 4], "factored": [0]}

@@ -8,13 +8,14 @@ from dataclasses import replace
 
 from sagesim import FACTORED, SAGEBWD, AttentionSpec, Delta, Precision, with_precision
 from theory.check import Check, bounded, estimated
-from theory.checks.ds_error import SMOOTHED_FPA, Anatomy, in_float32, operand, relative
+from theory.checks.ds_error import SMOOTHED_FPA, Anatomy, in_float32, operand, relative, tolerance
 from theory.int8_dp import (
     cancellation,
     ds_moments_from_dp,
     ds_moments_from_pv_and_dp,
     gaussian_dp_error,
 )
+from theory.rounding import Moments
 from theory.samples import Sample, captured, gaussian
 
 TOPIC = "int8_dp"
@@ -33,7 +34,7 @@ def checks() -> Iterator[Check]:
                     sample.name,
                     predicted=predicted(sample, spec, delta),
                     measured=measured(sample, spec, delta),
-                    within=0.10,
+                    within=tolerance(moments(sample, spec, delta)),
                 )
 
     for sigma in (1.0, 3.0, 5.0, 8.0):
@@ -94,10 +95,14 @@ def checks() -> Iterator[Check]:
 
 def predicted(sample: Sample, spec: AttentionSpec, delta: Delta) -> float:
     """The expected relative error of dS with dP alone in INT8, with the spec's scales."""
-    x = sample.exact()
+    return moments(sample, spec, delta).relative_to(sample.exact().ds)
+
+
+def moments(sample: Sample, spec: AttentionSpec, delta: Delta) -> Moments:
+    """What is expected of that error."""
     v, do = sample.v.double(), sample.do.double()
     do_error, v_error = operand(do, spec.dp.lhs, spec), operand(v, spec.dp.rhs, spec)
-    return ds_moments_from_dp(x.p, v, do, do_error, v_error, delta).relative_to(x.ds)
+    return ds_moments_from_dp(sample.exact().p, v, do, do_error, v_error, delta)
 
 
 def measured(sample: Sample, spec: AttentionSpec, delta: Delta) -> float:

@@ -47,7 +47,7 @@ def errors(sigma: float, label: str = QK_ONLY.label()) -> Comparison:
 
 
 def _limits() -> Iterator[Check]:
-    for x in (gaussian(3.0, tokens=256), captured()[3]):
+    for x in (gaussian(3.0, tokens=256), captured()[3].unmasked):
         d = x.q.shape[-1]
         norm = _norm(d)
         gamma_q, gamma_k = norm.gamma_q.detach().double(), norm.gamma_k.detach().double()

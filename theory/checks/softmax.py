@@ -138,36 +138,32 @@ def _from_operands(sample: Sample) -> Iterator[Check]:
 
 
 def _first_order(sample: Sample) -> Iterator[Check]:
-    y = Logits.of(sample, Granularity.PerToken)
-    p, u = y.exact.p, y.variance
-    for statement, predicted, error in (
-        ("RMS error of P, first order", softmax.p_variance(p, u), y.trace.p - p),
-        (
-            "RMS error of O, first order",
-            softmax.o_variance(p, y.sample.v, u),
-            y.trace.o - y.exact.o,
-        ),
-    ):
-        yield _estimated_rms(statement, sample.name, predicted, error)
     y, u = keys_alone(sample)
-    predicted = softmax.lse_moments(y.exact.p, u).mean_square
-    yield _estimated_rms(
-        "RMS error of L, K alone rounded", sample.name, predicted, y.trace.lse - y.exact.lse
-    )
+    p = y.exact.p
+    for tensor, predicted, error in (
+        ("P", softmax.p_variance(p, u), y.trace.p - p),
+        ("O", softmax.o_variance(p, y.sample.v, u), y.trace.o - y.exact.o),
+        ("L", softmax.lse_moments(p, u).mean_square, y.trace.lse - y.exact.lse),
+    ):
+        statement = f"RMS error of {tensor}, first order, K alone rounded"
+        yield _estimated_rms(statement, sample.name, predicted, error)
 
 
 def keys_alone(sample: Sample) -> tuple[Logits, Tensor]:
-    """The sample with a Q that rounds to itself, and the variance of the error of S.
+    """The sample with a Q that rounds to itself, and the variance of the error of S, 0 where
+    masked.
 
     Errors of S are then independent from key to key. Rounding a query errs for all its keys
-    alike, which L, unlike P, does not take the difference of.
+    together: what they have in common goes into L undiminished, and into P not at all. Keys of a
+    trained model have much in common, and P is then closer than errors taken as independent say.
     """
     q = sagesim.quantize(sample.q.float(), Granularity.PerToken).dequantize()
     sample = replace(converted(sample, torch.float64), q=q.double())
     how = Granularity.PerToken
     _, k_error = Site.of("qk", sample, how, how).rounding()
     variance = product_moments(q, sample.k.mT, Moments.none(q), k_error).mean_square
-    return Logits.of(sample, how), variance / q.shape[-1]
+    logits = Logits.of(sample, how)
+    return logits, (variance / q.shape[-1]).masked_fill(logits.exact.s.isneginf(), 0.0)
 
 
 def small_elements(sigma: float, draws: int = 6) -> tuple[float, float, float]:

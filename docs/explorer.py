@@ -69,9 +69,7 @@ def samples() -> dict[str, Sample]:
         for sigma in (1, 3, 5, 10)
     }
     found["outliers"] = replace(outlier_channels(tokens=256), name="outliers")
-    layer = captured()[3]
-    some = (x[:, :4] for x in layer.tensors)
-    found["capture"] = Sample("trained model", *some, layer.is_causal)
+    found["capture"] = replace(captured()[3], name="trained model")
     return found
 
 

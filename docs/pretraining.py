@@ -117,8 +117,8 @@ def outcome() -> str:
         with SageBwd without QK-norm, {share["pv"]["ds"]:.0%} of it comes from the forward's PV
         through delta and {share["qk+qk_recompute"]["ds"]:.0%} from QK
         ([layer by layer](paper.md)). Of the error of dQ and dK, {share["dq"]["dq"]:.0%} and
-        {share["dk"]["dk"]:.0%} is made by the rounding of dS in these products themselves. Runs
-        with either site in 16 bit are in the table below.""",
+        {share["dk"]["dk"]:.0%} is made by the rounding in these two products themselves. Runs
+        with PV, or with QK, in 16 bit are in the table below.""",
     )
     return "\n\n".join(" ".join(each.split()) for each in paragraphs)
 

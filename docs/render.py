@@ -67,10 +67,10 @@ def attribution() -> str:
     by_part: dict[str, list[str]] = {}
     for index, layer in enumerate(data["layers"]):
         by_part.setdefault(layer["largest"], []).append(str(index))
-    told = ", ".join(f"`{part}` in layers {', '.join(n)}" for part, n in by_part.items())
+    told = " and ".join(f"of `{part}` in layers {', '.join(n)}" for part, n in by_part.items())
     return (
-        f"**{data['summary']}** That is the mean over the layers; the largest share of dS is that "
-        f"of {told}.\n\n{table}{source(data)}"
+        f"**{data['summary']}** That is the mean over the layers. In single ones the largest share "
+        f"is that {told}.\n\n{table}{source(data)}"
     )
 
 

@@ -27,8 +27,8 @@ CORES = os.cpu_count() or 1
 
 
 def pytest(*arguments: str) -> list[str]:
-    """A worker takes a core, and one to two gigabytes of a GPU. A test is given to the next that
-    has none: some take minutes."""
+    """A worker takes a core, and one to two gigabytes of a GPU. Idle ones take tests
+    from busy ones, as some tests take minutes."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     return [*command, "-n", str(min(60, CORES)), "--dist", "worksteal", *arguments]
 

@@ -15,7 +15,7 @@ from sagesim.data import LLAMA
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """q, k, v, do [1, heads, tokens, d], float32, and a name for tables."""
+    """q, k, v, do [1, heads, tokens, d], float32 or as captured, and a name for tables."""
 
     name: str
     q: Tensor
@@ -66,8 +66,8 @@ def outlier_channels(tokens: int = 512, d: int = 64, *, seed: int = 0) -> Sample
 
 @cache
 def captured(tokens: int = 512) -> tuple[Sample, ...]:
-    """The first tokens of every layer of the shipped capture of a language model, one head of each:
-    under its causal mask an attention problem of their own. The capture has 2048 of them."""
+    """The first tokens of each layer's head of the shipped capture, which has 2048 of them. Under a
+    causal mask they are an attention problem of their own."""
     found: list[Sample] = []
     for c in Capture.load(LLAMA).calls:
         q, k, v, do = (x[..., :tokens, :] for x in (c.q, c.k, c.v, c.do))

@@ -217,18 +217,20 @@ def common_gradient(tokens: int = 512, d: int = 64) -> Sample:
 
 def tolerance(*parts: Moments) -> float:
     """How far a measured relative error may be from the expected one: a tenth, or two deviations
-    of what chance makes of it.
+    of what chance makes of it if that is more, and three tenths at most.
 
     A row of Q, dO or P is rounded once, and so is one of K or V, which all queries share. If a few
     of them carry most of the squared error, as the first queries of a causal mask and a token that
     all attend to do, the sample has it from a few draws. The square of one Gaussian draw has a
     variance of twice its squared mean; draws of shares w have 2 sum w^2 of it, and the root of the
-    sum half that deviation. Rows and columns are both counted, as if nothing within one averaged.
+    sum half that deviation. That is more than chance does: rows and columns are both counted, as if
+    each had all of the error, and nothing within one averaged.
     """
-    square = sum(m.mean.square() + m.variance for m in parts)
+    square = sum(m.variance for m in parts)
     assert isinstance(square, Tensor)
     shares = (square.sum(axis).flatten() / square.sum() for axis in (-1, -2))
-    return max(0.1, 2 * math.sqrt(sum(float(w.square().sum()) for w in shares) / 2))
+    chance = 2 * math.sqrt(sum(float(w.square().sum()) for w in shares) / 2)
+    return min(0.3, max(0.1, chance))
 
 
 def in_float32(sample: Sample) -> Sample:

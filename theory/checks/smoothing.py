@@ -19,7 +19,7 @@ UNIT = 2.0**-53
 
 def checks() -> Iterator[Check]:
     """In the order of the page."""
-    for sample in (outlier_channels(tokens=256), captured()[3].unmasked):
+    for sample in (outlier_channels(tokens=256), captured()[3]):
         yield from _exactness(_double(sample))
     yield from _steps()
     for sample in (gaussian(1.0, tokens=256), outlier_channels(tokens=256), captured()[3]):
@@ -84,7 +84,7 @@ def _exactness(x: Sample) -> Iterator[Check]:
         measured=(smoothed.p - exact.p).abs(),
     )
     k_mean = x.k.mean(-2, keepdim=True)
-    direct = sagesim.exact(x.q, x.k - k_mean, x.v, x.do).lse
+    direct = sagesim.exact(x.q, x.k - k_mean, x.v, x.do, is_causal=x.is_causal).lse
     corrected = direct + smoothing.lse_shift(x.q, k_mean, scale=scale)
     yield bounded(
         "smoothing",

@@ -28,8 +28,11 @@ def checks() -> Iterator[Check]:
         yield from _bounds(Logits.of(sample))
     for sample in (gaussian(1.0, 256), outlier_channels(256)):
         yield from _from_operands(sample)
-    for sample in (gaussian(1.0), gaussian(3.0), captured()[3]):
-        yield from _first_order(sample)
+    for sample in (gaussian(1.0), gaussian(3.0)):
+        y = Logits.of(sample, Granularity.PerToken)
+        yield from _first_order("Q and K rounded", "PO", y, y.variance)
+    for sample in (gaussian(1.0), gaussian(3.0), *captured()):
+        yield from _first_order("K alone rounded", "POL", *keys_alone(sample))
     for sigma in (3.0, 5.0, 8.0):
         yield from _small_elements(sigma)
 
@@ -137,16 +140,16 @@ def _from_operands(sample: Sample) -> Iterator[Check]:
         )
 
 
-def _first_order(sample: Sample) -> Iterator[Check]:
-    y, u = keys_alone(sample)
+def _first_order(how: str, tensors: str, y: Logits, u: Tensor) -> Iterator[Check]:
     p = y.exact.p
-    for tensor, predicted, error in (
-        ("P", softmax.p_variance(p, u), y.trace.p - p),
-        ("O", softmax.o_variance(p, y.sample.v, u), y.trace.o - y.exact.o),
-        ("L", softmax.lse_moments(p, u).mean_square, y.trace.lse - y.exact.lse),
-    ):
-        statement = f"RMS error of {tensor}, first order, K alone rounded"
-        yield _estimated_rms(statement, sample.name, predicted, error)
+    found = {
+        "P": (softmax.p_variance(p, u), y.trace.p - p),
+        "O": (softmax.o_variance(p, y.sample.v, u), y.trace.o - y.exact.o),
+        "L": (softmax.lse_moments(p, u).mean_square, y.trace.lse - y.exact.lse),
+    }
+    for tensor in tensors:
+        statement = f"RMS error of {tensor}, first order, {how}"
+        yield _estimated_rms(statement, y.sample.name, *found[tensor])
 
 
 def keys_alone(sample: Sample) -> tuple[Logits, Tensor]:

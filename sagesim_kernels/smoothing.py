@@ -20,10 +20,10 @@ from sagesim_kernels.layout import (
 )
 from sagesim_kernels.primitives import LAUNCH, row_sums
 
-_STEP: Final = 64
-"""Tokens that are added at once."""
+_AT_ONCE: Final = 16384
+"""Numbers that a program adds at once."""
 
-_CHUNK: Final = 1024
+_CHUNK: Final = 256
 """Tokens of K that one program adds."""
 
 
@@ -160,8 +160,9 @@ def _means(
     sums = torch.empty((sequences, heads, chunks, d), dtype=torch.float64, device=x.device)
     out = torch.empty((sequences, heads, means, d), dtype=torch.float32, device=x.device)
     grid = Grid(chunks, heads, sequences)
+    step = min(chunk, _AT_ONCE // d_pad)
     _sum_chunks[grid.programs](
-        grid, Strided.of(x), sums, lengths, is_key, d, d_pad, chunk, min(chunk, _STEP), **LAUNCH
+        grid, Strided.of(x), sums, lengths, is_key, d, d_pad, chunk, step, **LAUNCH
     )
     grid = Grid(means, heads, sequences)
     _divide_sums[grid.programs](

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -75,6 +76,9 @@ def world() -> Generator[World]:
     if processes == 1:
         yield World(0, 1, device)
         return
+    # Its functions take the default group as it is when they are imported, which DDP and FSDP do. A
+    # group that they kept would end with the interpreter, and its threads now and then abort that.
+    importlib.import_module("torch.distributed.nn")
     if has_gpu:
         dist.init_process_group("nccl", device_id=device)
     else:

@@ -14,6 +14,18 @@ from tests.experiments.pretrain.conftest import ALONE
 from tests.experiments.pretrain.test_train import assert_same_state, numbers
 
 
+def torchrun(module: str, *arguments: str) -> None:
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    ended = subprocess.run(
+        [sys.executable, *words, f"tests.experiments.pretrain.{module}", *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.fixture(scope="module")
 def runs(corpus, tmp_path_factory):
     from sagesim.experiments.pretrain.settings import Run
@@ -35,16 +47,7 @@ def runs(corpus, tmp_path_factory):
         monitor_sequences=2,
         qk_norm=True,
     )
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    arguments = [str(corpus.folder), str(root), run.to_json()]
-    ended = subprocess.run(
-        [sys.executable, *words, "tests.experiments.pretrain.worker", *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr
+    torchrun("worker", str(corpus.folder), str(root), run.to_json())
     train(run, root / "alone", corpus, Machine(micro_batch=4, checkpoint_every=2), ALONE)
     return root
 
@@ -92,3 +95,9 @@ def test_a_checkpoint_of_shards_is_that_of_one_process(corpus, runs):
     assert step == 4
     assert {name for name, _ in model.named_parameters()} >= {"embedding.weight", "norm.weight"}
     assert len(captured(runs / "fsdp", corpus, ALONE).calls) == 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at threads by /proc")
+def test_a_group_ends_before_its_process():
+    """Threads that it leaves behind now and then abort the interpreter at its end."""
+    torchrun("leaver")

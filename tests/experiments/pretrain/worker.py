@@ -3,6 +3,7 @@
 Arguments: the corpus, a folder for the runs, and a run as JSON.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -54,3 +55,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # FSDP keeps the process group until the interpreter ends, and the group's threads now and then
+    # abort that, when all is done and saved. DDP does not: see leaver.py.
+    sys.stdout.flush()
+    os._exit(0)

@@ -22,17 +22,23 @@ gives up after a while, and says so.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from hopper_prototypes import LOG2_E, _load_queries, exact, numbers_of, problem, rows_of
+from hopper_prototypes import (
+    LOG2_E,
+    SHAPES,
+    _load_queries,
+    exact,
+    numbers_of,
+    problem,
+    report,
+    rows_of,
+)
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -199,9 +205,24 @@ def _begin_dq(ds, k16, D: gl.constexpr, ACC: gl.constexpr):
 
 
 @gluon.jit
-def _mask(x, keys, i):
-    queries = i * BQ + gl.arange(0, BQ, QUERIES)
-    return gl.where(keys[:, None] <= queries[None, :], x, -float("inf"))
+def _begin_keys(ks_ptr, row8, first, D: gl.constexpr, ACC: gl.constexpr):
+    """The keys of a program, their scales, and zeros for dK and dV."""
+    keys = first + gl.arange(0, BK, KEYS)
+    k_scale = _key_scales(ks_ptr + (row8 + first) // 64)
+    dk = warpgroup_mma_init(gl.zeros((BK, D), gl.float32, ACC))
+    dv = warpgroup_mma_init(gl.zeros((BK, D), gl.float32, ACC))
+    return keys, k_scale, dk, dv
+
+
+@gluon.jit
+def _probabilities(s, k_scale, q_scale, lse, keys, i, MASKED: gl.constexpr):
+    """P, transposed, of the integer sums of S."""
+    x = gl.convert_layout(s.to(gl.float32), MMA)
+    x = x * (k_scale[:, None] * q_scale[None, :]) - lse[None, :]
+    if MASKED:
+        queries = i * BQ + gl.arange(0, BQ, QUERIES)
+        x = gl.where(keys[:, None] <= queries[None, :], x, -float("inf"))
+    return gl.exp2(x)
 
 
 @gluon.jit
@@ -244,10 +265,7 @@ def _split_keys(
     begin, seeing, end = blocks
     row8, row16 = rows
     q8_s, q16_s, do_s, st_s = q_s
-    keys = first + gl.arange(0, BK, KEYS)
-    k_scale = _key_scales(ks_ptr + (row8 + first) // 64)
-    dk = warpgroup_mma_init(gl.zeros((BK, D), gl.float32, ACC))
-    dv = warpgroup_mma_init(gl.zeros((BK, D), gl.float32, ACC))
+    keys, k_scale, dk, dv = _begin_keys(ks_ptr, row8, first, D, ACC)
     mbarrier.wait(kv, 0)
     for MASKED in gl.static_range(1, -1, -1):
         for i in range(begin if MASKED else seeing, seeing if MASKED else end):
@@ -259,19 +277,14 @@ def _split_keys(
             s = warpgroup_mma_wait(1, deps=[s])
             q_scale = st_s.index(3 * stage).load(QUERIES)
             lse = st_s.index(3 * stage + 1).load(QUERIES)
-            x = gl.convert_layout(s.to(gl.float32), MMA)
-            x = x * (k_scale[:, None] * q_scale[None, :]) - lse[None, :]
-            if MASKED:
-                x = _mask(x, keys, i)
-            p = gl.exp2(x)
+            p = _probabilities(s, k_scale, q_scale, lse, keys, i, MASKED)
             p16 = gl.convert_layout(p.to(gl.bfloat16), A)
             dp = warpgroup_mma_wait(0, deps=[dp])
             delta = st_s.index(3 * stage + 2).load(QUERIES)
             dv = warpgroup_mma(p16, do_s.index(stage), dv, is_async=True)
             ds16 = (p * (dp - delta[None, :])).to(gl.bfloat16)
-            mbarrier.wait(
-                filled.index(slot), ((n // SLOTS) & 1) ^ 1
-            )  # dQ of the dS before is there
+            # dQ of the dS that was in this slot before is there
+            mbarrier.wait(filled.index(slot), ((n // SLOTS) & 1) ^ 1)
             ds_s.index(slot).store(ds16)
             fence_async_shared()
             gl.thread_barrier()  # also: these warps are done with the products of the step before
@@ -369,10 +382,7 @@ def _joint_compute(
     begin, seeing, end = blocks
     row8, row16 = rows
     q8_s, q16_s, do_s, st_s = q_s
-    keys = first + gl.arange(0, BK, KEYS)
-    k_scale = _key_scales(ks_ptr + (row8 + first) // 64)
-    dk = warpgroup_mma_init(gl.zeros((BK, D), gl.float32, ACC))
-    dv = warpgroup_mma_init(gl.zeros((BK, D), gl.float32, ACC))
+    keys, k_scale, dk, dv = _begin_keys(ks_ptr, row8, first, D, ACC)
     mbarrier.wait(kv, 0)
     for MASKED in gl.static_range(1, -1, -1):
         for i in range(begin if MASKED else seeing, seeing if MASKED else end):
@@ -386,11 +396,7 @@ def _joint_compute(
             q_scale = st_s.index(3 * stage).load(QUERIES)
             lse = st_s.index(3 * stage + 1).load(QUERIES)
             s = warpgroup_mma_wait(1, deps=[s])
-            x = gl.convert_layout(s.to(gl.float32), MMA)
-            x = x * (k_scale[:, None] * q_scale[None, :]) - lse[None, :]
-            if MASKED:
-                x = _mask(x, keys, i)
-            p = gl.exp2(x)
+            p = _probabilities(s, k_scale, q_scale, lse, keys, i, MASKED)
             delta = st_s.index(3 * stage + 2).load(QUERIES)
             p16 = gl.convert_layout(p.to(gl.bfloat16), A)
             dp = warpgroup_mma_wait(0, deps=[dp])
@@ -620,24 +626,12 @@ def times(d: int, is_causal: bool) -> dict[str, object]:
     return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    shapes = [(d, is_causal) for d in (64, 128) for is_causal in (True, False)]
-    for shape in shapes:
+def rows() -> list[dict[str, object]]:
+    """All are checked before any is timed."""
+    for shape in SHAPES:
         check(*shape)
-    record = {
-        "command": "python benchmarks/hopper_backward.py",
-        "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
-        f"triton {triton.__version__}",
-        "rows": [times(*shape) for shape in shapes],
-    }
-    if args.out:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    return [times(*shape) for shape in SHAPES]
 
 
 if __name__ == "__main__":
-    main()
+    report("hopper_backward.py", str(__doc__), rows)

@@ -13,16 +13,13 @@ without quantization.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from hopper_prototypes import LOG2_E, exact, problem, rows_of
+from hopper_prototypes import LOG2_E, SHAPES, exact, problem, report, rows_of
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -370,30 +367,16 @@ def measure(d: int, is_causal: bool) -> dict[str, object]:
     check(x, is_causal, processors)
     run, _ = prepare(x, is_causal, processors)
     ms = do_bench(run, warmup=5, rep=40, return_mode="median")
-    row = {"head_size": d, "is_causal": is_causal, "kernel": "forward", "tile": TILES[d]._asdict()}
-    return row | {"ms": round(ms, 3)}
+    row: dict[str, object] = {"head_size": d, "is_causal": is_causal, "kernel": "forward"}
+    row |= {"tile": TILES[d]._asdict(), "ms": round(ms, 3)}
+    print(row, flush=True)
+    return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    rows = []
-    for d in TILES:
-        for is_causal in (True, False):
-            rows.append(measure(d, is_causal))
-            print(rows[-1], flush=True)
-    record = {
-        "command": "python benchmarks/hopper_forward.py",
-        "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
-        f"triton {triton.__version__}",
-        "rows": rows,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+def rows() -> list[dict[str, object]]:
+    """Each is checked before it is timed."""
+    return [measure(*shape) for shape in SHAPES]
 
 
 if __name__ == "__main__":
-    main()
+    report("hopper_forward.py", str(__doc__), rows)

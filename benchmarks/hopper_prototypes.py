@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ from triton.testing import do_bench
 
 LOG2_E = 1.4426950408889634
 BLOCK = 64
+SHAPES = [(d, is_causal) for d in (64, 128) for is_causal in (True, False)]
+"""Head sizes and masks."""
+
 TILES = ((64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 8, 2), (128, 8, 3))
 """Rows of a program, its warps, and stages of loads."""
 
@@ -693,24 +697,29 @@ def times(d: int, is_causal: bool) -> list[dict[str, object]]:
     return found
 
 
-def main() -> None:
+def report(script: str, about: str, rows: Callable[[], list[dict[str, object]]]) -> None:
+    """Print what a script of this folder measures, and write it where --out says."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        description=about, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    shapes = [(d, is_causal) for d in (64, 128) for is_causal in (True, False)]
-    for shape in shapes:
-        check(*shape)
     record = {
-        "command": "python benchmarks/hopper_prototypes.py",
+        "command": f"python benchmarks/{script}",
         "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
         f"triton {triton.__version__}",
-        "rows": [row for shape in shapes for row in times(*shape)],
+        "rows": rows(),
     }
     if args.out:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
+def rows() -> list[dict[str, object]]:
+    """All are checked before any is timed."""
+    for shape in SHAPES:
+        check(*shape)
+    return [row for shape in SHAPES for row in times(*shape)]
+
+
 if __name__ == "__main__":
-    main()
+    report("hopper_prototypes.py", str(__doc__), rows)

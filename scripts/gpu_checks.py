@@ -27,8 +27,8 @@ CORES = os.cpu_count() or 1
 
 
 def pytest(*arguments: str) -> list[str]:
-    """A worker takes a core, and one to two gigabytes of a GPU. Idle ones take tests
-    from busy ones, as some tests take minutes."""
+    """A worker takes a core, and one to two gigabytes of a GPU. Some tests take minutes: idle
+    workers take those that wait for busy ones."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     return [*command, "-n", str(min(60, CORES)), "--dist", "worksteal", *arguments]
 

@@ -1,9 +1,13 @@
 """Run everything that needs a GPU, and record what was run and what it printed.
 
-    python scripts/gpu_checks.py [--out docs/data/gpu_checks.json] [--only NAME ...]
+    python scripts/gpu_checks.py [--out docs/data/gpu_checks.json] [--only NAME ...] [--after LOG]
 
 Each check is a command; its exit code, its time and the last lines it printed are kept. Checks that
 are not run keep their record from before.
+
+A GPU may be lent for less time than all the fuzz cases take. What a run of pytest has printed with
+-v then tells the next run, as LOG, which tests have passed already: they are not run again, and the
+record says how many they are. It is for you to see that both runs are of the same commit.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,9 +51,12 @@ CHECKS = {
 }
 
 
-def run(name: str) -> dict[str, object]:
-    """One check's record."""
-    command = CHECKS[name]
+PASSED = re.compile(r"PASSED (tests/\S+)|(tests/\S+) PASSED")
+
+
+def run(name: str, passed: set[str]) -> dict[str, object]:
+    """One check's record; `passed` are tests not to be run again."""
+    command = [*CHECKS[name], *(f"--deselect={test}" for test in sorted(passed))]
     env = dict(os.environ)
     if "sanitizer" in command[0]:
         env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -62,9 +70,11 @@ def run(name: str) -> dict[str, object]:
             print(line, end="", flush=True)
             lines.append(line.rstrip())
     seconds = time.perf_counter() - start
-    words = [Path(w).name if w.startswith("/") else w for w in command]
+    words = [Path(w).name if w.startswith("/") else w for w in CHECKS[name]]
+    before = {"passed_in_a_run_before": len(passed)} if passed else {}
     return {
         "command": " ".join(words),
+        **before,
         "exit_code": process.returncode,
         "printed": lines[-2:],
         "seconds": round(seconds, 1),
@@ -77,10 +87,18 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "data" / "gpu_checks.json")
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
+    parser.add_argument("--after", type=Path, metavar="LOG", help="with one check, of pytest")
     args = parser.parse_args()
+    passed: set[str] = set()
+    if args.after is not None:
+        if len(args.only) != 1 or "pytest" not in CHECKS[args.only[0]]:
+            parser.error("--after goes with --only and one check that pytest makes")
+        passed = {a or b for a, b in PASSED.findall(args.after.read_text(errors="replace"))}
+        if not passed:
+            parser.error(f"{args.after} names no test that passed; make it with pytest's -v")
     checks = json.loads(args.out.read_text())["checks"] if args.out.exists() else {}
     for name in args.only:
-        record = run(name)
+        record = run(name, passed)
         print(f"{name}: exit code {record['exit_code']}, {record['seconds']} s")
         checks[name] = record | {
             "machine": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, "

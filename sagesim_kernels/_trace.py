@@ -16,6 +16,7 @@ from sagesim.spec import MAPS, OPERANDS, SITES, AttentionSpec, Precision
 from sagesim_kernels.api import CausalAlignment, check_call, check_device
 from sagesim_kernels.backward import Gradients, backward
 from sagesim_kernels.forward import forward
+from sagesim_kernels.lse import natural_lse
 from sagesim_kernels.maps import MapTrace, MapTraces
 from sagesim_kernels.problem import Problem, logit_scale
 from sagesim_kernels.quantize import Operands
@@ -98,9 +99,10 @@ def trace(
     with torch.no_grad():
         o = torch.empty_like(do)
         result = forward(problem, o, maps.get("pv.p"))
+        lse = natural_lse(problem, result)
         grads = Gradients(*(torch.empty_like(x) for x in (q, k, v)))
         traces = MapTraces(maps.get("dv.p"), maps.get("dq.ds"), maps.get("dk.ds"))
-        delta = backward(problem, do, None, o, result.lse2, grads, traces)
+        delta = backward(problem, do, None, o, result, grads, traces)
         found = {name: Coded(*map_trace) for name, map_trace in maps.items()}
         if not problem.is_empty:
             operands = Operands(problem, do)
@@ -111,7 +113,7 @@ def trace(
     return KernelTrace(
         spec=spec,
         o=o,
-        lse=result.lse,
+        lse=lse,
         delta=delta,
         dq=grads.dq,
         dk=grads.dk,

@@ -81,7 +81,7 @@ def attention(
         q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
     check_tensors(q, k, v, enable_gqa=enable_gqa)
     check_call(q, v, spec, causal_alignment)
-    o, lse, _ = forward_op(
+    o, lse, _, _ = forward_op(
         *(_four_axes(x) for x in (q, k, v)),
         None,
         None,
@@ -92,6 +92,7 @@ def attention(
         is_causal,
         causal_alignment == "lower_right",
         tokens_first,
+        return_lse,
     )
     if tokens_first:
         o = o.transpose(1, 2).reshape(*q.shape[:-3], q.shape[-2], q.shape[-3], v.shape[-1])
@@ -151,7 +152,7 @@ def attention_varlen(
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     check_tensors(q, k, v, enable_gqa=enable_gqa)
     check_call(q, v, spec, causal_alignment)
-    o, lse, _ = forward_op(
+    o, lse, _, _ = forward_op(
         q,
         k,
         v,
@@ -164,6 +165,7 @@ def attention_varlen(
         is_causal,
         causal_alignment == "lower_right",
         True,
+        return_lse,
     )
     o = o[0].transpose(0, 1)
     return (o, lse[0]) if return_lse else o

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from sagesim.spec import Delta, Granularity
+from sagesim_kernels import hopper
 from sagesim_kernels.delta import delta_from_o
+from sagesim_kernels.forward import ForwardResult
 from sagesim_kernels.key_tiles import key_tiles
 from sagesim_kernels.layout import Grid, Rows, Strided
 from sagesim_kernels.maps import UNTRACED, MapTraces
@@ -37,7 +39,7 @@ def backward(
     do: Tensor,
     d_lse: Tensor | None,
     o: Tensor | None,
-    lse2: Tensor,
+    result: ForwardResult,
     grads: Gradients,
     traces: MapTraces = UNTRACED,
 ) -> Tensor:
@@ -45,16 +47,27 @@ def backward(
 
     Args:
         do: as o, any strides.
-        d_lse: the gradient of the logsumexp, shaped as lse2.
+        d_lse: the gradient of the logsumexp, shaped as result.lse2.
         o: the forward's; None where delta does not need it.
-        lse2: the forward's.
+        result: the forward's.
     """
-    delta = torch.zeros_like(lse2)
+    lse2 = result.lse2
+    delta = torch.empty_like(lse2)
     if problem.is_empty:
         for grad in grads:
             grad.zero_()
+        return delta.zero_()
+    spec, lengths = problem.spec, problem.lengths
+    on_hopper = hopper.serves(problem)
+    stored = on_hopper and hopper.is_stored(problem)
+    operands = Operands(problem, do, k_mean=result.k_mean, stored=stored)
+    d_lse_rows = None if d_lse is None else Rows.of(d_lse.contiguous())
+    if spec.delta is Delta.FROM_O:
+        assert o is not None
+        delta_from_o(problem, o, do, lse2, d_lse_rows, delta)
+    if on_hopper:
+        hopper.backward(problem, operands, lse2, delta, d_lse_rows, *grads)
         return delta
-    spec, operands, lengths = problem.spec, Operands(problem, do), problem.lengths
     d, d_v = problem.q.shape[3], problem.v.shape[3]
     d_pad, d_v_pad = padded(d), padded(d_v)
     heads = problem.q.shape[1]
@@ -64,7 +77,6 @@ def backward(
     dp_operands = (operands.at("dp", "do"), operands.at("dp", "v"))
     q_right, do_right = operands.at("dk", "q"), operands.at("dv", "do")
     statistics = (*operands.smoothing, Rows.of(lse2), Rows.of(delta))
-    d_lse_rows = None if d_lse is None else Rows.of(d_lse.contiguous())
     is_int8 = {site: spec.site(site).precision.is_scaled for site in ("dv", "dq", "dk")}
     one_block = {
         site: is_int8[site] and spec.site(site).lhs is Granularity.PerTile for site in is_int8
@@ -125,9 +137,6 @@ def backward(
     if spec.delta is Delta.FROM_P:
         of_delta = tiles(most_rows(d_pad), d_pad, within=within)
         launch(of_delta, lambda tile: run_query_tiles(tile, None), f"delta {at}")
-    else:
-        assert o is not None
-        delta_from_o(problem, o, do, lse2, d_lse_rows, delta)
     rows = most_rows(d_pad, if_small=64 if is_int8["dq"] else 128)
     of_dq = tiles(rows, d_pad, within=within, exactly=spec.block_q if one_block["dq"] else None)
     launch(of_dq, lambda tile: run_query_tiles(tile, grads.dq), f"dQ {at}")

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels import hopper
 from sagesim_kernels.layout import (
     Grid,
     Rows,
@@ -22,7 +23,6 @@ from sagesim_kernels.layout import (
     row_base,
     sees,
     store_tokens,
-    token_ptrs,
 )
 from sagesim_kernels.maps import MapTrace, store_codes
 from sagesim_kernels.operands import (
@@ -35,13 +35,12 @@ from sagesim_kernels.operands import (
     tokens_by_tokens,
     with_k_scale,
 )
-from sagesim_kernels.primitives import LAUNCH, LN_2, LOG2_127, LOG2_E, Rounding, row_sums, to_codes
+from sagesim_kernels.primitives import LAUNCH, LOG2_127, LOG2_E, Rounding, to_codes
 from sagesim_kernels.problem import Problem, padded
 from sagesim_kernels.quantize import Operands
-from sagesim_kernels.smoothing import key_bias, mean_of
+from sagesim_kernels.smoothing import key_bias
 from sagesim_kernels.tiles import launch, tiles
 
-_LN_2 = tl.constexpr(LN_2)
 _LOG2_127 = tl.constexpr(LOG2_127)
 
 
@@ -60,14 +59,11 @@ def _forward(
     q_mean,
     k_mean,
     raw_k,
-    raw_q,
     o,
-    lse,
     lse2,
     trace,
     lengths,
     rounding,
-    scale,
     scale_log2,
     IS_NEGATIVE: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -91,9 +87,9 @@ def _forward(
     offset = causal_offset(lengths, b)
     queries = first + tl.arange(0, TILE)
 
-    q_base, q_scales = base_of(q, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
-    k_base, k_scales = base_of(k, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
-    v_base, v_scales = base_of(v, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
+    q_base, q_scales = base_of(q, lengths.cu_q, lengths.n_q, b, h)
+    k_base, k_scales = base_of(k, lengths.cu_k, lengths.n_k, b, k_head)
+    v_base, v_scales = base_of(v, lengths.cu_k, lengths.n_k, b, k_head)
     q_tile = load_tokens(q, q_base, first, TILE, n_q, D_PAD, first_live)
     q_factor = load_token_scales(q, q_scales, first, TILE, n_q) * scale_log2
     row_max = tl.full((TILE,), -float("inf"), tl.float32)
@@ -153,15 +149,6 @@ def _forward(
     row_lse2 = row_max + tl.log2(row_sum)
     if v.scale is not None:
         row_lse2 -= _LOG2_127
-    row_lse = row_lse2 * _LN_2
-    column = tl.arange(0, D_PAD)
-    if k_mean is not None:
-        ptrs = token_ptrs(raw_q, lengths.cu_q, b, h, first, TILE, column)
-        mask = (queries < n_q)[:, None] & (column < D)[None, :]
-        q_tile = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-        shift = row_sums(q_tile * mean_of(k_mean, b, k_head, 0, D, D_PAD))
-        row_lse = tl.where(row_max == -float("inf"), row_lse, row_lse + shift * scale)
-    tl.store(row_base(lse, lengths.cu_q, b, h) + queries, row_lse, mask=queries < n_q)
     row_lse2 = tl.where(row_max == -float("inf"), float("inf"), row_lse2)
     tl.store(row_base(lse2, lengths.cu_q, b, h) + queries, row_lse2, mask=queries < n_q)
 
@@ -170,12 +157,13 @@ def _forward(
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """What `forward` fills: o as given, and float32 [sequences, heads, n_q] beside it."""
+    """What `forward` gives beside o, for the backward."""
 
-    lse: Tensor  #: of the true logits, natural; -inf where a row attends to nothing
     lse2: Tensor
-    """Base 2, of the smoothed logits, from which the backward rebuilds P; +inf where a row attends
-    to nothing, so that P is 0."""
+    """The logsumexp in base 2 of the smoothed logits, float32 [sequences, heads, n_q], from which P
+    is rebuilt; +inf where a row attends to nothing, so that P is 0."""
+    k_mean: Tensor | None
+    """What was taken out of K, float32 [sequences, kv heads, 1, d]; None where nothing was."""
 
 
 def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> ForwardResult:
@@ -184,11 +172,21 @@ def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> Forwa
     trace: for the codes of P, where pv is INT8; its scales are left as they are.
     """
     rows = problem.q.shape[:3]
-    lse, lse2 = (torch.full(rows, x, device=o.device) for x in (-torch.inf, torch.inf))
     if problem.is_empty:
         o.zero_()
-        return ForwardResult(lse, lse2)
-    spec, operands = problem.spec, Operands(problem)
+        b, heads, d = problem.sequences, problem.k.shape[1], problem.k.shape[3]
+        return ForwardResult(
+            torch.full(rows, torch.inf, device=o.device),
+            torch.zeros((b, heads, 1, d), device=o.device) if problem.spec.smoothing.k else None,
+        )
+    lse2 = torch.empty(rows, dtype=torch.float32, device=o.device)
+    on_hopper = hopper.serves(problem)
+    operands = Operands(problem, stored=on_hopper and hopper.is_stored(problem))
+    k_mean = None if operands.k_mean is None else operands.k_mean.ptr
+    if on_hopper:
+        hopper.forward(problem, operands, o, lse2)
+        return ForwardResult(lse2, k_mean)
+    spec = problem.spec
     d, d_v = problem.q.shape[3], problem.v.shape[3]
     d_pad, d_v_pad = padded(d), padded(d_v)
     q, k, v = operands.at("qk", "q"), operands.at("qk", "k"), operands.at("pv", "v")
@@ -202,14 +200,11 @@ def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> Forwa
             k,
             v,
             *smoothing,
-            Strided.of(problem.q),
             Strided.of(o),
-            Rows.of(lse),
             Rows.of(lse2),
             trace,
             problem.lengths,
             Rounding.of(spec, "p"),
-            problem.scale,
             problem.scale * LOG2_E,
             problem.scale < 0,
             problem.groups,
@@ -231,4 +226,4 @@ def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> Forwa
         run,
         f"the forward at head size {d} and block_k={spec.block_k}",
     )
-    return ForwardResult(lse, lse2)
+    return ForwardResult(lse2, k_mean)

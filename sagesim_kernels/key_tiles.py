@@ -81,8 +81,8 @@ def key_tiles(
     offset = causal_offset(lengths, b)
     keys = (first + tl.arange(0, TILE))[:, None]
 
-    k_base, k_scales = base_of(k, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
-    v_base, v_scales = base_of(v, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
+    k_base, k_scales = base_of(k, lengths.cu_k, lengths.n_k, b, k_head)
+    v_base, v_scales = base_of(v, lengths.cu_k, lengths.n_k, b, k_head)
     k_tile = load_tokens(k, k_base, first, TILE, n_k, D_PAD)
     k_scale = load_token_scales(k, k_scales, first, TILE, n_k)[:, None]
     v_tile = load_tokens(v, v_base, first, TILE, n_k, DV_PAD)
@@ -94,10 +94,10 @@ def key_tiles(
     for head in range(k_head * GROUPS, (k_head + 1) * GROUPS):
         h = tl.cast(head, tl.int32)
         z = b * (grid.heads * GROUPS) + h
-        q_base, q_scales = base_of(q, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
-        do_base, do_scales = base_of(do, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
-        qr_base, qr_scales = base_of(q_right, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
-        dor_base, dor_scales = base_of(do_right, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
+        q_base, q_scales = base_of(q, lengths.cu_q, lengths.n_q, b, h)
+        do_base, do_scales = base_of(do, lengths.cu_q, lengths.n_q, b, h)
+        qr_base, qr_scales = base_of(q_right, lengths.cu_q, lengths.n_q, b, h)
+        dor_base, dor_scales = base_of(do_right, lengths.cu_q, lengths.n_q, b, h)
         for MASKED in tl.static_range(1, -1, -1):  # pyright: ignore[reportGeneralTypeIssues]
             for query in range(begin if MASKED else seeing, seeing if MASKED else n_q, BLOCK_Q):
                 row = query + tl.arange(0, BLOCK_Q)

@@ -2,7 +2,7 @@
 
 Tensors are logically [sequences, heads, tokens, channels] with any strides. Of packed sequences of
 unequal length there is one batch, and `cu_seqlens` says where each begins. Codes lie in storage of
-our own, where every sequence begins with a whole block of the spec.
+our own, where every sequence begins at a multiple of `ALIGNMENT` tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+
+ALIGNMENT = tl.constexpr(128)
+"""Tokens; whole blocks of every spec, and whole tiles of the kernels that load by TMA."""
 
 
 class Strided(NamedTuple):
@@ -91,28 +94,29 @@ def length_of(cu, n, b):
 def start_of(cu, b):
     """The first token of sequence b in a tensor of packed sequences; 0 where none are packed."""
     if cu is None:
-        return tl.full((), 0, tl.int64)
+        return tl.cast(0, tl.int64)
     else:
         return tl.load(cu + b).to(tl.int64)
 
 
 @triton.jit
-def coded_start_of(cu, n, b, BLOCK: tl.constexpr):
-    """The first token of sequence b in storage for codes, a multiple of BLOCK.
+def stored_start_of(cu, n, b):
+    """The first token of sequence b in storage of our own.
 
-    Packed sequences get one block more than they begin at, so that none overlap.
+    Packed sequences get one `ALIGNMENT` more than they begin at, so that none overlap.
     """
     if cu is None:
-        return b.to(tl.int64) * (tl.cdiv(n, BLOCK) * BLOCK)
+        return b.to(tl.int64) * (tl.cdiv(n, ALIGNMENT) * ALIGNMENT)
     else:
-        return (tl.load(cu + b).to(tl.int64) // BLOCK + b) * BLOCK
+        return (tl.load(cu + b).to(tl.int64) // ALIGNMENT + b) * ALIGNMENT
 
 
-def coded_tokens(cu: Tensor | None, x: Tensor, block: int) -> int:
-    """Tokens that storage for the codes of x [sequences, heads, tokens, channels] has room for."""
+def stored_tokens(cu: Tensor | None, x: Tensor) -> int:
+    """Tokens that storage of our own has for x [sequences, heads, tokens, channels]."""
+    tokens = ALIGNMENT.value
     if cu is None:
-        return x.shape[0] * -(-x.shape[2] // block) * block
-    return (x.shape[2] // block + cu.shape[0] - 1) * block
+        return x.shape[0] * -(-x.shape[2] // tokens) * tokens
+    return (x.shape[2] // tokens + cu.shape[0] - 1) * tokens
 
 
 @triton.jit
@@ -121,7 +125,7 @@ def causal_offset(lengths, b):
     if lengths.LOWER_RIGHT:
         return length_of(lengths.cu_k, lengths.n_k, b) - length_of(lengths.cu_q, lengths.n_q, b)
     elif lengths.IS_CAUSAL:
-        return tl.full((), 0, tl.int32)
+        return tl.cast(0, tl.int32)
     else:
         return length_of(lengths.cu_k, lengths.n_k, b)
 
@@ -133,7 +137,7 @@ def live_queries(lengths, b):
     if lengths.IS_CAUSAL:
         return tl.maximum(-causal_offset(lengths, b), 0), n
     else:
-        return tl.full((), 0, tl.int32), n
+        return tl.cast(0, tl.int32), n
 
 
 @triton.jit

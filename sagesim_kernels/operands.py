@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from sagesim_kernels.layout import coded_start_of, start_of, tile_ptrs
+from sagesim_kernels.layout import start_of, stored_start_of, tile_ptrs
 
 
 class Operand(NamedTuple):
     """A tensor [sequences, heads, tokens, channels], rounded to its site's format.
 
-    INT8: codes lie where `layout.coded_start_of` says. scale is float32 [heads, scales, channels or
-    1], one for each run of TOKENS tokens; its sequences begin where those of the codes do.
+    INT8: codes lie where `layout.stored_start_of` says. scale is float32 [heads, scales, channels
+    or 1], one for each run of TOKENS tokens; its sequences begin where those of the codes do.
     16 bit: scale is None, and tokens lie as in the caller's tensors.
     """
 
@@ -38,7 +38,7 @@ def _in_vectors(stride):
 
 
 @triton.jit
-def base_of(x, cu, n, b, h, BLOCK: tl.constexpr):
+def base_of(x, cu, n, b, h):
     """Pointers to the numbers and to the scale of the first token of sequence b and head h."""
     head = h.to(tl.int64)
     if x.scale is None:
@@ -46,7 +46,7 @@ def base_of(x, cu, n, b, h, BLOCK: tl.constexpr):
         base = x.ptr + b.to(tl.int64) * _in_vectors(x.stride_b) + head * _in_vectors(x.stride_h)
         return base + start * _in_vectors(x.stride_n), x.ptr
     else:
-        start = coded_start_of(cu, n, b, BLOCK)
+        start = stored_start_of(cu, n, b)
         scale = x.scale + head * x.scale_stride_h + start // x.TOKENS * x.scale_stride_n
         return x.ptr + head * x.stride_h + start * x.stride_n, scale
 

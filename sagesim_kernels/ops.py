@@ -28,7 +28,8 @@ from sagesim.spec import (
     Smoothing,
 )
 from sagesim_kernels.backward import Gradients, backward
-from sagesim_kernels.forward import forward
+from sagesim_kernels.forward import ForwardResult, forward
+from sagesim_kernels.lse import natural_lse
 from sagesim_kernels.problem import Problem
 
 _format = lru_cache(maxsize=256)(AttentionSpec.label)
@@ -126,21 +127,35 @@ def forward_op(
     is_causal: bool,
     lower_right: bool,
     tokens_first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """o [sequences, heads, n_q, d_v], its lse, and the lse that the backward needs."""
+    with_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o [sequences, heads, n_q, d_v], its lse if asked for, and what the backward needs: the lse of
+    the smoothed logits and the mean of K. What is not there has no elements."""
     problem = _problem(
         q, k, v, cu_q, cu_k, longest_q, longest_k, spec, scale, is_causal, lower_right
     )
     o = _empty(q, v.shape[3], tokens_first=tokens_first)
     with _on(q):
         result = forward(problem, o)
-    return o, result.lse, result.lse2
+        lse = natural_lse(problem, result) if with_lse else _nothing(q)
+    k_mean = _nothing(q) if result.k_mean is None else result.k_mean
+    return o, lse, result.lse2, k_mean
+
+
+def _nothing(like: Tensor) -> Tensor:
+    return like.new_empty((0,), dtype=torch.float32)
 
 
 @forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return _empty(q, v.shape[3], tokens_first=call[-1]), lse, torch.empty_like(lse)
+def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    cu_q, _, _, _, spec, *_, tokens_first, with_lse = call
+    lse2 = q.new_empty(q.shape[:3], dtype=torch.float32)
+    lse = torch.empty_like(lse2) if with_lse else _nothing(q)
+    k_mean = _nothing(q)
+    if parse(spec).smoothing.k:
+        sequences = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+        k_mean = q.new_empty((sequences, k.shape[1], 1, k.shape[3]), dtype=torch.float32)
+    return _empty(q, v.shape[3], tokens_first=tokens_first), lse, lse2, k_mean
 
 
 @torch.library.custom_op("sagebwd::backward", mutates_args=())
@@ -152,6 +167,7 @@ def backward_op(
     v: Tensor,
     o: Tensor | None,
     lse2: Tensor,
+    k_mean: Tensor,
     cu_q: Tensor | None,
     cu_k: Tensor | None,
     longest_q: int | None,
@@ -167,8 +183,9 @@ def backward_op(
         q, k, v, cu_q, cu_k, longest_q, longest_k, spec, scale, is_causal, lower_right
     )
     grads = Gradients(*(_empty(x, x.shape[3], tokens_first=tokens_first) for x in (q, k, v)))
+    result = ForwardResult(lse2, k_mean if problem.spec.smoothing.k else None)
     with _on(q):
-        backward(problem, do, d_lse, o, lse2, grads)
+        backward(problem, do, d_lse, o, result, grads)
     return grads.dq, grads.dk, grads.dv
 
 
@@ -180,25 +197,25 @@ def _(
     return dq, dk, dv
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, cu_q, cu_k, *ctx.call = inputs
-    o, _, lse2 = output
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, cu_q, cu_k, *ctx.call, _ = inputs
+    o, _, lse2, k_mean = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(lse2)
+    ctx.mark_non_differentiable(lse2, k_mean)
     needs_o = parse(ctx.call[2]).delta is Delta.FROM_O
-    ctx.save_for_backward(q, k, v, o if needs_o else None, lse2, cu_q, cu_k)
+    ctx.save_for_backward(q, k, v, o if needs_o else None, lse2, k_mean, cu_q, cu_k)
 
 
 def _differentiate(
-    ctx: Any, do: Tensor | None, d_lse: Tensor | None, _: Tensor | None
+    ctx: Any, do: Tensor | None, d_lse: Tensor | None, *_: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, o, lse2, cu_q, cu_k = ctx.saved_tensors
-    nothing: Sequence[None] = (None,) * 9
+    q, k, v, o, lse2, k_mean, cu_q, cu_k = ctx.saved_tensors
+    nothing: Sequence[None] = (None,) * 10
     if do is None and d_lse is None:
         return (None, None, None, *nothing)
     if do is None:
         do = v.new_zeros((*q.shape[:3], v.shape[3]))
-    grads = backward_op(do, d_lse, q, k, v, o, lse2, cu_q, cu_k, *ctx.call)
+    grads = backward_op(do, d_lse, q, k, v, o, lse2, k_mean, cu_q, cu_k, *ctx.call)
     return (*grads, *nothing)
 
 

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from sagesim.spec import MAPS, OPERANDS, Granularity, Precision
 from sagesim_kernels.layout import (
+    ALIGNMENT,
     Grid,
     Strided,
-    coded_start_of,
-    coded_tokens,
     length_of,
     live_keys,
     live_queries,
     place_in,
     store_tokens,
+    stored_start_of,
+    stored_tokens,
     tile_ptrs,
     token_ptrs,
 )
@@ -91,7 +92,7 @@ def _encode(
     if i * BLOCK >= length_of(cu, n, b):
         return
     tokens = _load_block(x, mean, lengths, i, h, b, IS_KEY, PER_BLOCK_MEAN, D, D_PAD, BLOCK)
-    start = coded_start_of(cu, n, b, BLOCK) + i.to(tl.int64) * BLOCK
+    start = stored_start_of(cu, n, b) + i.to(tl.int64) * BLOCK
     local, column = tl.arange(0, BLOCK), tl.arange(0, D_PAD)
     scale_ptr = out.scale + h.to(tl.int64) * out.scale_stride_h
     scale_ptr += start // out.TOKENS * out.scale_stride_n
@@ -113,7 +114,7 @@ def _encode(
 
 
 @triton.jit
-def _subtract_mean(
+def _copy(
     grid,
     x,
     mean,
@@ -121,18 +122,28 @@ def _subtract_mean(
     lengths,
     IS_KEY: tl.constexpr,
     PER_BLOCK_MEAN: tl.constexpr,
+    STORED: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of tokens less their mean, rounded to the 16-bit type of `out`."""
+    """One block of tokens less their mean, rounded to the 16-bit type of `out`.
+
+    STORED: `out` is storage of our own, and gets zeros up to the end of the sequence's.
+    """
     i, h, b = place_in(grid)
     if IS_KEY:
         cu, n = lengths.cu_k, lengths.n_k
     else:
         cu, n = lengths.cu_q, lengths.n_q
     tokens = _load_block(x, mean, lengths, i, h, b, IS_KEY, PER_BLOCK_MEAN, D, D_PAD, BLOCK)
-    store_tokens(out, cu, b, h, i * BLOCK, length_of(cu, n, b), tokens, D)
+    last = length_of(cu, n, b)
+    if STORED:
+        start = stored_start_of(cu, n, b)
+        last = tl.cdiv(last, ALIGNMENT) * ALIGNMENT
+        store_tokens(out, None, 0 * b, h, start + i * BLOCK, start + last, tokens, D)
+    else:
+        store_tokens(out, cu, b, h, i * BLOCK, last, tokens, D)
 
 
 def _in_vectors(x: Tensor) -> Tensor:
@@ -141,7 +152,13 @@ def _in_vectors(x: Tensor) -> Tensor:
     elements = _VECTOR // x.element_size()
     if x.shape[3] % elements:
         return torch.nn.functional.pad(x, (0, -x.shape[3] % elements))
-    aligned = x.data_ptr() % _VECTOR == 0 and all(n % elements == 0 for n in x.stride()[:3])
+    # TMA has no stride of 0.
+    whole = all(
+        stride % elements == 0 and stride > 0
+        for size, stride in zip(x.shape[:3], x.stride(), strict=False)
+        if size > 1
+    )
+    aligned = x.data_ptr() % _VECTOR == 0 and whole
     if aligned and x.stride(3) == 1:
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -151,15 +168,30 @@ class Operands:
     """The token operands of one pass, each rounded once for every format it is used in.
 
     Q and K are smoothed as the spec says; q_mean and k_mean are what was subtracted.
+
+    Args:
+        do: in the backward, the gradient of o.
+        k_mean: the forward's, not to be computed again.
+        stored: numbers in 16 bit too are copied to storage of our own, [1, heads, tokens, d]; those
+            of queries that attend to nothing become zeros.
     """
 
-    def __init__(self, problem: Problem, do: Tensor | None = None) -> None:
-        self._problem = problem
+    def __init__(
+        self,
+        problem: Problem,
+        do: Tensor | None = None,
+        *,
+        k_mean: Tensor | None = None,
+        stored: bool = False,
+    ) -> None:
+        self._problem, self.stored = problem, stored
         self.tensors = {"q": problem.q, "k": problem.k, "v": problem.v, "do": do}
         self._made: dict[tuple[object, ...], Operand] = {}
         self.q_mean = self.k_mean = None
         smoothing, lengths, sequences = problem.spec.smoothing, problem.lengths, problem.sequences
-        if smoothing.k:
+        if k_mean is not None:
+            self.k_mean = Means.of_heads(k_mean)
+        elif smoothing.k:
             self.k_mean = head_means(problem.k, lengths, sequences, problem.longest_k)
         if smoothing.q:
             self.q_mean = block_means(
@@ -196,7 +228,7 @@ class Operands:
     def _codes(self, tensor: str, how: Granularity, sums_tokens: bool) -> Operand:
         x, mean, is_key, block, longest, cu = self._side(tensor)
         heads, d = x.shape[1], x.shape[3]
-        tokens = coded_tokens(cu, x, block)
+        tokens = stored_tokens(cu, x)
         stored = -(-d // _VECTOR) * _VECTOR
         per_scale = 1 if how is Granularity.PerToken else block
         by_channel = how is Granularity.PerBlockChannel
@@ -240,24 +272,29 @@ class Operands:
         return operand
 
     def _numbers(self, tensor: str, precision: Precision) -> Operand:
-        x, mean, is_key, block, longest, _ = self._side(tensor)
-        if mean is not None:
-            smoothed = torch.empty(x.shape, dtype=DTYPES[precision], device=x.device)
-            grid = Grid(-(-longest // block), x.shape[1], self._problem.sequences)
-            _subtract_mean[grid.programs](
+        x, mean, is_key, block, longest, cu = self._side(tensor)
+        if mean is not None or self.stored:
+            shape, tokens = x.shape, longest
+            if self.stored:
+                shape = (1, x.shape[1], stored_tokens(cu, x), x.shape[3])
+                tokens = -(-longest // ALIGNMENT.value) * ALIGNMENT.value
+            copy = torch.empty(shape, dtype=DTYPES[precision], device=x.device)
+            grid = Grid(-(-tokens // block), x.shape[1], self._problem.sequences)
+            _copy[grid.programs](
                 grid,
                 Strided.of(x),
                 mean,
-                Strided.of(smoothed),
+                Strided.of(copy),
                 self._problem.lengths,
                 is_key,
                 not is_key,
+                self.stored,
                 x.shape[3],
                 triton.next_power_of_2(x.shape[3]),
                 block,
                 **LAUNCH,
             )
-            x = smoothed
+            x = copy
         x = _in_vectors(x.to(DTYPES[precision]))
         no = tl.constexpr(None)
         return Operand(*Strided.of(x), None, 0, 0, tl.constexpr(x.shape[3]), no, no)

@@ -73,10 +73,10 @@ def query_tiles(
     offset = causal_offset(lengths, b)
     queries = first + tl.arange(0, TILE)
 
-    q_base, q_scales = base_of(q, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
-    do_base, do_scales = base_of(do, lengths.cu_q, lengths.n_q, b, h, BLOCK_Q)
-    k_base, k_scales = base_of(k, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
-    v_base, v_scales = base_of(v, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
+    q_base, q_scales = base_of(q, lengths.cu_q, lengths.n_q, b, h)
+    do_base, do_scales = base_of(do, lengths.cu_q, lengths.n_q, b, h)
+    k_base, k_scales = base_of(k, lengths.cu_k, lengths.n_k, b, k_head)
+    v_base, v_scales = base_of(v, lengths.cu_k, lengths.n_k, b, k_head)
     q_tile = load_tokens(q, q_base, first, TILE, n_q, D_PAD, first_live)
     q_factor = load_token_scales(q, q_scales, first, TILE, n_q)[:, None] * scale_log2
     do_tile = load_tokens(do, do_base, first, TILE, n_q, DV_PAD, first_live)
@@ -84,7 +84,7 @@ def query_tiles(
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
     if dq is not None:
         row_delta = load_rows(delta, lengths.cu_q, b, h, queries, n_q, 0.0)[:, None]
-        right_base, right_scales = base_of(k_right, lengths.cu_k, lengths.n_k, b, k_head, BLOCK_K)
+        right_base, right_scales = base_of(k_right, lengths.cu_k, lengths.n_k, b, k_head)
         total = tl.zeros((TILE, D_PAD), tl.float32)
     else:
         total = tl.zeros((TILE,), tl.float32)

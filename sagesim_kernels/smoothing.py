@@ -34,6 +34,11 @@ class Means(NamedTuple):
     heads: Any
     means: Any
 
+    @classmethod
+    def of_heads(cls, mean: Tensor) -> Means:
+        """Of one mean for each sequence and head, [sequences, heads, 1, channels]."""
+        return cls(mean, mean.shape[1], 1)
+
 
 @triton.jit
 def mean_of(means, b, h, index, D: tl.constexpr, D_PAD: tl.constexpr):

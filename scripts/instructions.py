@@ -4,7 +4,8 @@
 
 Compiles as `make test` does, for sm90 by the oldest Triton, and reads the machine code: no GPU is
 needed, and nothing is timed. See `tests.support.sass.issued_in_loop`. The counts are stored under
-NAME, beside what the file has under other names.
+NAME, beside what the file has under other names. Hopper's own kernels are left out: their warps run
+different loops.
 """
 
 from __future__ import annotations

@@ -210,8 +210,8 @@ BUGS = (
         "block = query // BLOCK_Q",
         "block = 0",
     ),
-    Bug("lse without the shift of K", "forward.py", "row_lse + shift * scale", "row_lse"),
-    Bug("lse shift unscaled", "forward.py", "row_lse + shift * scale", "row_lse + shift"),
+    Bug("lse without the shift of K", "lse.py", "result += shift * scale", "result += 0.0"),
+    Bug("lse shift unscaled", "lse.py", "result += shift * scale", "result += shift"),
     # softmax and masks
     Bug(
         "causal mask off by one, forward",
@@ -316,7 +316,7 @@ BUGS = (
         'return tl.where(x == -float("inf"), 0.0, x)',
         "return x",
     ),
-    Bug("lse in the wrong base", "forward.py", "row_lse = row_lse2 * _LN_2", "row_lse = row_lse2"),
+    Bug("lse in the wrong base", "lse.py", "result = row_lse2 * _LN_2", "result = row_lse2"),
     Bug(
         "empty rows get P = inf",
         "forward.py",
@@ -381,8 +381,8 @@ BUGS = (
     Bug(
         "stale stride: dO taken for contiguous",
         "backward.py",
-        "problem.spec, Operands(problem, do)",
-        "problem.spec, Operands(problem, do.as_strided(do.shape, torch.empty(do.shape).stride()))",
+        "Operands(problem, do, ",
+        "Operands(problem, do.as_strided(do.shape, torch.empty(do.shape).stride()), ",
     ),
     Bug(
         "query heads grouped by remainder",
@@ -423,8 +423,14 @@ BUGS = (
     Bug(
         "codes of packed sequences overlap",
         "layout.py",
-        "return (tl.load(cu + b).to(tl.int64) // BLOCK + b) * BLOCK",
-        "return (tl.load(cu + b).to(tl.int64) // BLOCK) * BLOCK",
+        "return (tl.load(cu + b).to(tl.int64) // ALIGNMENT + b) * ALIGNMENT",
+        "return (tl.load(cu + b).to(tl.int64) // ALIGNMENT) * ALIGNMENT",
+    ),
+    Bug(
+        "storage ends in what was there",
+        "quantize.py",
+        "last = tl.cdiv(last, ALIGNMENT) * ALIGNMENT",
+        "last += 0",
     ),
     Bug(
         "one lse for all sequences",

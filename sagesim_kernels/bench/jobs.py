@@ -8,15 +8,22 @@ from typing import Final
 from sagesim.spec import AttentionSpec, Delta
 from sagesim_kernels.bench.meter import Kernel
 
-PRODUCTS: Final = {"_forward": "forward", "query_tiles": "dq", "key_tiles": "dk and dv"}
+PRODUCTS: Final = {
+    "_forward": "forward",
+    "query_tiles": "dq",
+    "key_tiles": "dk and dv",
+    "one_pass": "dq, dk and dv",
+    "_finish": "dq, dk and dv",
+}
 """Kernels that compute the seven products, and their jobs."""
 
 PREPARATION: Final = {
     "_encode": "quantizing",
-    "_subtract_mean": "quantizing",
+    "_copy": "quantizing",
     "_sum_chunks": "smoothing",
     "_divide_sums": "smoothing",
     "_delta_from_o": "delta",
+    "_gather_rows": "delta",
 }
 """Kernels that prepare them. What is in neither list is preparation too, called "other": memory
 that is set or copied."""
@@ -42,8 +49,8 @@ def by_job(kernels: Iterable[Kernel], spec: AttentionSpec) -> dict[str, float]:
 def preparation_share(seconds: dict[str, float]) -> float:
     """How much of all jobs' time is not in `PRODUCTS`.
 
-    >>> preparation_share({"forward": 3.0, "quantizing": 1.0})
+    >>> preparation_share({"dq, dk and dv": 3.0, "quantizing": 1.0})
     0.25
     """
-    products = sum(seconds.get(job, 0.0) for job in PRODUCTS.values())
+    products = sum(seconds.get(job, 0.0) for job in set(PRODUCTS.values()))
     return 1 - products / sum(seconds.values())

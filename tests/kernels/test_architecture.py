@@ -8,7 +8,12 @@ import sagesim_kernels
 from tests.support.sources import assert_no_cycle, imports_of
 
 PACKAGE = Path(sagesim_kernels.__file__).parent
-SOURCES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+SOURCES = sorted(
+    path.relative_to(PACKAGE).with_suffix("").as_posix()
+    for folder in (PACKAGE, PACKAGE / "hopper")
+    for path in folder.glob("*.py")
+    if path != PACKAGE / "__init__.py"
+)
 SHARED = {"sagesim.spec", "sagesim.presets", "sagesim.arguments"}
 
 BENCH = sorted(f"bench/{path.stem}" for path in (PACKAGE / "bench").glob("*.py"))
@@ -50,11 +55,11 @@ def test_no_kernel_knows_the_benchmark(module):
 
 
 def test_no_cycles():
-    arrows = {
-        module: {n.split(".")[1] for n in imports(module) if n.startswith("sagesim_kernels.")}
+    own = {
+        f"sagesim_kernels.{module.removesuffix('/__init__').replace('/', '.')}": module
         for module in SOURCES
     }
-    assert_no_cycle(arrows)
+    assert_no_cycle({m: {own[n] for n in imports(m) if n in own} for m in SOURCES})
     prefix = "sagesim_kernels.bench."
     within = {
         module: {f"bench/{n.removeprefix(prefix)}" for n in imports(module) if n.startswith(prefix)}

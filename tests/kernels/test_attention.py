@@ -504,7 +504,8 @@ class TestGradients:
 
     @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
     def test_what_is_kept_for_the_backward_is_linear_in_the_tokens(self, spec):
-        """The caller's q, k, v and o, and one float32 a row: no map, no codes, no copy."""
+        """The caller's q, k, v and o, one float32 a row, and the mean of K: no map, no codes, no
+        copy."""
         c = kernel_case(torch.float16, seed=0, n_q=300, n_k=200, d=16)
         leaves = [x.detach().requires_grad_() for x in c.tensors[:3]]
         kept: dict[int, int] = {}
@@ -517,7 +518,8 @@ class TestGradients:
             o = attention(*leaves, spec=spec)
         own = {x.untyped_storage().data_ptr() for x in (*leaves, o)}
         assert {x.untyped_storage().data_ptr() for x in leaves} <= set(kept)
-        assert sum(size for at, size in kept.items() if at not in own) == 4 * 300
+        mean = 4 * 16 if spec.smoothing.k else 0
+        assert sum(size for at, size in kept.items() if at not in own) == 4 * 300 + mean
 
 
 class TestPadding:

@@ -82,15 +82,15 @@ class TestOperators:
     @pytest.mark.parametrize(("spec", "call"), CHECKED)
     def test_forward(self, spec, call):
         leaves = [x.requires_grad_() for x in self.tensors()[:3]]
-        self.check(forward_op, (*leaves, *[None] * 4, spec.label(), 0.25, *call))
+        self.check(forward_op, (*leaves, *[None] * 4, spec.label(), 0.25, *call, True))
 
     @pytest.mark.parametrize(("spec", "call"), CHECKED)
     def test_backward(self, spec, call):
         q, k, v, do = self.tensors()
         rest = (*[None] * 4, spec.label(), 0.25, *call)
-        o, lse, lse2 = forward_op(q, k, v, *rest)
+        o, lse, lse2, k_mean = forward_op(q, k, v, *rest, True)
         d_lse = None if call == CALLS["plain"] else torch.ones_like(lse)
-        self.check(backward_op, (do, d_lse, q, k, v, o, lse2, *rest))
+        self.check(backward_op, (do, d_lse, q, k, v, o, lse2, k_mean, *rest))
 
     @pytest.mark.parametrize("spec", [FEW["sagebwd"]], ids=["sagebwd"])
     def test_of_packed_sequences(self, spec):
@@ -98,15 +98,15 @@ class TestOperators:
         cu_q = torch.tensor([0, 5, 20], dtype=torch.int32, device=DEVICE)
         cu_k = torch.tensor([0, 30, 33], dtype=torch.int32, device=DEVICE)
         rest = (cu_q, cu_k, 15, 30, spec.label(), 0.25, True, True, True)
-        o, lse, lse2 = forward_op(q, k, v, *rest)
-        self.check(backward_op, (do, torch.ones_like(lse), q, k, v, o, lse2, *rest))
-        self.check(forward_op, (*(x.requires_grad_() for x in (q, k, v)), *rest))
+        o, lse, lse2, k_mean = forward_op(q, k, v, *rest, True)
+        self.check(backward_op, (do, torch.ones_like(lse), q, k, v, o, lse2, k_mean, *rest))
+        self.check(forward_op, (*(x.requires_grad_() for x in (q, k, v)), *rest, True))
 
     def test_without_tokens(self):
         c = kernel_case(seed=0, n_q=0, n_k=5, d=8)
         leaves = [x.requires_grad_() for x in c.tensors[:3]]
         label = FEW["sagebwd"].label()
-        self.check(forward_op, (*leaves, *[None] * 4, label, 0.25, False, False, False))
+        self.check(forward_op, (*leaves, *[None] * 4, label, 0.25, False, False, False, False))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -19,7 +19,8 @@ from sagesim import (
     Precision,
 )
 from sagesim.presets import with_precision
-from sagesim_kernels import supports
+from sagesim_kernels import hopper, supports
+from sagesim_kernels.hopper.forward import TILES
 from tests.support.compiler import OLDEST, ROOT, Compiler, Kernel
 
 CAPABILITIES = (80, 86, 89, 90, 100, 103, 120)
@@ -117,7 +118,7 @@ def test_int8_products_are_int8_instructions(compiler: Compiler, capability: int
     kernels = compiler.compile("factored", capability)
     assert_as_declared(kernels, FACTORED)
     for kernel in products(kernels).values():
-        assert not kernel.has_fp64 or kernel.name == "_forward", kernel.name
+        assert not kernel.has_fp64, kernel.name
         assert kernel.fused == 0 and not kernel.fp_fusion, kernel.name
 
 
@@ -185,15 +186,47 @@ def test_dk_and_dv_apart_are_as_declared(newest: Compiler) -> None:
     assert {"key_tiles, dv", "key_tiles, dk"} < set(products(kernels))
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
+@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
+def test_kernels_of_hopper_multiply_as_declared(
+    compiler: Compiler, head_size: int, dtype: str, packed: bool
+) -> None:
+    """QK alone in INT8: in each of the places that a kernel multiplies in, which are three of every
+    consumer of the forward, and the two loops of the backward. An instruction of a warpgroup
+    multiplies 32 channels of codes, or 16 channels or tokens in 16 bit, over 64 or 128 columns."""
+    kernels = products(
+        compiler.compile("factored_qk", 90, head_size=head_size, dtype=dtype, packed=packed)
+    )
+    places = 3 * TILES[head_size].consumers
+    s_by, dp, dv_dk, dq = head_size // 32, head_size // 16, 2 * 64 // 16, 128 // 16
+    expected = {
+        "_forward": {"i8": places * s_by, SIXTEEN_BIT[dtype]: places * 64 // 16},
+        "one_pass": {"i8": 2 * s_by, SIXTEEN_BIT[dtype]: 2 * (dp + dv_dk + dq)},
+    }
+    assert set(kernels) == set(expected)
+    for name, kernel in kernels.items():
+        found: Counter[str] = Counter()
+        for opcode, count in kernel.opcodes.items():
+            assert opcode.startswith("wgmma")
+            found["i8" if ".s8.s8" in opcode else SIXTEEN_BIT[dtype]] += count
+            assert ".s8.s8" in opcode or f".{SIXTEEN_BIT[dtype]}." in opcode, opcode
+        if name == "one_pass" and head_size == 64:  # other warps, once for both loops
+            expected[name][SIXTEEN_BIT[dtype]] -= dq
+        assert found == expected[name], name
+        assert kernel.fused == 0 and not kernel.fp_fusion, name
+        assert kernel.lost_descriptors == [], name
+
+
 def test_fusion_would_be_seen(newest: Compiler) -> None:
     kernels = products(newest.compile("factored", 80, enable_fp_fusion=True))
     assert all(kernel.fp_fusion and kernel.fused for kernel in kernels.values())
 
 
 def test_fp64_is_only_in_sums_over_what_the_caller_laid_out(newest: Compiler) -> None:
-    """Means, delta, and once a tile the shift of the logsumexp: their order follows the strides."""
+    """Means and delta: their order follows the strides."""
     kernels = newest.compile("factored_pv16", 80)
-    summing = {"_sum_chunks", "_divide_sums", "_delta_from_o", "_forward"}
+    summing = {"_sum_chunks", "_divide_sums", "_delta_from_o"}
     assert {k.name for k in kernels if k.has_fp64} == summing
 
 

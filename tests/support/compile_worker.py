@@ -63,6 +63,13 @@ class _AbsentGPU:
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.capability, 32)
 
+    @property
+    def utils(self) -> _AbsentGPU:
+        return self
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"multiprocessor_count": 132}
+
 
 class _Launches:
     """In place of `JITFunction.run`: compiles, and keeps what would have been launched."""
@@ -105,7 +112,7 @@ def _name(fn: JITFunction, args: dict[str, Any]) -> str:
 def _contents(kernel: Any) -> dict[str, Any]:
     ptx = kernel.asm["ptx"]
     dots = []
-    for left, right in _DOT.findall(kernel.asm["ttir"]):
+    for left, right in _DOT.findall(kernel.asm.get("ttir", "")):  # there is none of Gluon
         dots.append(left if left == right else f"{left} * {right}")
     return {
         "dots": dots,
@@ -122,7 +129,7 @@ def _fused(kernel: Any) -> int:
     """Multiplications of a thread that are added at once, but for those of the program itself, of
     which there may be a copy: of a loop's first step."""
     fused = sum(2 if pair else 1 for pair in _FUSED.findall(kernel.asm["ptx"]))
-    shapes = _FMA.findall(kernel.asm["ttir"])
+    shapes = _FMA.findall(kernel.asm.get("ttir", ""))
     elements = sum(math.prod(map(int, shape.split("x"))) for shape in shapes)
     written = elements // (32 * kernel.metadata.num_warps)
     return fused - written * (2 if fused >= 2 * written else 1)
@@ -157,6 +164,7 @@ def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any
     tokens = request["tokens"]
     sizes = [request["head_size"]] * 2 + [request["value_head_size"]] * 3
     q, k, v, do, o = (torch.empty(1, 2, tokens, d, dtype=dtype, device="meta") for d in sizes)
+    cu = torch.empty(3, dtype=torch.int32, device="meta") if request["packed"] else None
     problem = Problem(
         q=q,
         k=k,
@@ -165,8 +173,8 @@ def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any
         scale=0.125,
         is_causal=request["is_causal"],
         lower_right=False,
-        cu_q=None,
-        cu_k=None,
+        cu_q=cu,
+        cu_k=cu,
         longest_q=tokens,
         longest_k=tokens,
     )
@@ -174,8 +182,8 @@ def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any
     before = dict(LAUNCH)
     LAUNCH.update(request["launch"])
     try:
-        lse2 = forward(problem, o).lse2
-        backward(problem, do, None, o, lse2, Gradients(*map(torch.empty_like, (q, k, v))))
+        result = forward(problem, o)
+        backward(problem, do, None, o, result, Gradients(*map(torch.empty_like, (q, k, v))))
     finally:
         LAUNCH.clear()
         LAUNCH.update(before)

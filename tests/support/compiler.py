@@ -115,10 +115,12 @@ class Compiler:
         dtype: str = "bfloat16",
         is_causal: bool = True,
         tokens: int = TOKENS,
+        packed: bool = False,
         **launch: Any,
     ) -> list[Kernel]:
         """Every kernel of a forward and its backward, in the order of their launches.
 
+        packed: of packed sequences, as a varlen call is.
         launch: options that replace those of `sagesim_kernels.primitives.LAUNCH`.
         """
         request = json.dumps(
@@ -130,6 +132,7 @@ class Compiler:
                 "dtype": dtype,
                 "is_causal": is_causal,
                 "tokens": tokens,
+                "packed": packed,
                 "launch": launch,
             }
         )

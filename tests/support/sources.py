@@ -22,9 +22,9 @@ def imports_of(path: Path, *, deferred: bool) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.stem} has a relative import"
             assert node.module is not None
-            if node.module == "sagesim":
+            if node.module in ("sagesim", "sagesim_kernels"):
                 # A submodule, or a name that the package re-exports from all its rooms.
-                found |= {f"sagesim.{alias.name}" for alias in node.names}
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
             else:
                 found.add(node.module)
     return found

@@ -1,0 +1,40 @@
+"""What the host asks the device, and how it tells TMA where tensors are."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
+
+_DTYPES: Final[dict[torch.dtype, Any]] = {
+    torch.int8: gl.int8,
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+}
+
+
+def loads(x: Tensor, rows: int) -> TensorDescriptor:
+    """So many rows of x [..., rows, channels] at a time, with all channels; zeros behind the last
+    row. Strides are multiples of 16 bytes, and channels contiguous."""
+    block = [1] * (x.ndim - 2) + [rows, x.shape[-1]]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
+    # Of a dimension of one, torch's stride may be anything.
+    strides = [x.stride(i) if x.shape[i] > 1 else x.shape[-1] for i in range(x.ndim - 1)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+
+
+def is_hopper() -> bool:
+    """Whether the current device is one."""
+    active: Any = driver.active
+    return active.get_current_target().arch == 90
+
+
+def processors() -> int:
+    """Multiprocessors of the current device."""
+    active: Any = driver.active
+    properties = active.utils.get_device_properties(active.get_current_device())
+    return properties["multiprocessor_count"]

@@ -1,0 +1,332 @@
+"""What the warps of a program of `one_pass` do.
+
+Eight warps compute dK and dV, one loads, and one sends dQ. For head size 64 four other warps
+compute dQ, and there is a sending warp for each of two slots; for 128, what that needs does not fit
+into shared memory, and the eight warps compute dQ too. `split_*` are what the warps of the one
+kernel do, `joint_*` those of the other.
+
+Barriers: `full` of a stage of loads and `empty` again, `ready` of dS, `filled` of a part of dQ in
+shared memory and `free` again, `kv` of the tile of keys. Loads, and all that follows from them, are
+counted on from one query head of the group to the next.
+"""
+
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from sagesim_kernels.hopper.compat import barrier, load, viewed
+from sagesim_kernels.hopper.turns import BK, BQ, in_order_of_registers
+from sagesim_kernels.layout import start_of
+
+WARPS = gl.constexpr(8)
+"""That compute dK and dV."""
+
+NUMBERS = gl.constexpr(4 * 64)
+"""Of a block of queries: 64 each of Q's scale times that of the logits, of lse2 and of delta, and
+64 that mean nothing, as there is no load of three times as many."""
+
+MMA8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 32]))
+MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))
+KEYS = gl.constexpr(gl.SliceLayout(1, MMA.value))
+QUERIES = gl.constexpr(gl.SliceLayout(0, MMA.value))
+ROW = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
+"""Layouts of S in int32, of S and dP in float32, of their rows and columns, and of numbers in
+shared memory."""
+
+
+@gluon.jit
+def load_tokens(x, at, first, bar, buffer):
+    """Tokens of a tensor of four dimensions. at: its sequence, its head and the row of token 0."""
+    sequence, head, row = at
+    rows: gl.constexpr = buffer.shape[0]
+    d: gl.constexpr = buffer.shape[1]
+    shared = viewed(buffer, x.dtype, [1, 1, rows, d], x.layout)
+    load(x, [sequence, head, row + first, 0], bar, shared)
+
+
+@gluon.jit
+def _load_queries(q, q_s, full, stage, at, row8, i, D: gl.constexpr):
+    """Block i of queries. row8: of the head's first token in storage."""
+    q8, q16, do, numbers = q
+    q8_s, q16_s, do_s, numbers_s = q_s
+    bar = full.index(stage)
+    mbarrier.expect(bar, BQ * D * 5 + NUMBERS * 4)
+    load(q8, [row8 + i * BQ, 0], bar, q8_s.index(stage))
+    load_tokens(do, at, i * BQ, bar, do_s.index(stage))
+    load_tokens(q16, at, i * BQ, bar, q16_s.index(stage))
+    load(numbers, [(row8 // BQ + i) * NUMBERS], bar, numbers_s.index(stage))
+
+
+@gluon.jit
+def _begin_scores(k8_s, v_s, q8_s, do_s, zero, stage):
+    """S and dP, transposed, which are not to be read before a wait."""
+    s = warpgroup_mma(
+        k8_s.index(zero), q8_s.index(stage).permute((1, 0)), gl.zeros((BK, BQ), gl.int32, MMA8),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    dp = warpgroup_mma(
+        v_s.index(zero), do_s.index(stage).permute((1, 0)), gl.zeros((BK, BQ), gl.float32, MMA),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    return s, dp
+
+
+@gluon.jit
+def _begin_dq(ds, k16, D: gl.constexpr, ACC: gl.constexpr):
+    dq = gl.zeros((BQ, D), gl.float32, ACC)
+    return warpgroup_mma(ds.permute((1, 0)), k16, dq, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _begin_keys(k_scale, tile, D: gl.constexpr, ACC: gl.constexpr):
+    """The keys of a program, 2^30 for those that no query attends to, their scales, and zeros for
+    dK and dV."""
+    first, stored, n_k, _ = tile
+    own = gl.arange(0, BK, KEYS)
+    # Keys have a scale for 64 of them. Behind the sequence's last there is none.
+    other = gl.load(k_scale + gl.minimum(stored - 1 - first, 64) // 64)
+    scales = gl.where(own < 64, gl.load(k_scale), other)
+    dk = warpgroup_mma_init(gl.zeros((BK, D), gl.float32, ACC))
+    dv = warpgroup_mma_init(gl.zeros((BK, D), gl.float32, ACC))
+    keys = gl.where(first + own < n_k, first + own, 2**30)
+    return keys, scales, dk, dv
+
+
+@gluon.jit
+def _clear_dead_keys(k16_s, tile, D: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """Zeros in place of keys that no query attends to. dS has zeros for them, but they may be
+    memory that nobody wrote, and a zero times what is no number is none.
+
+    Goes before the products, once K is there."""
+    first, _, n_k, _ = tile
+    if first + BK > n_k:
+        ROWS: gl.constexpr = gl.BlockedLayout(
+            [1, 8], [32 // (D // 8), D // 8], [NUM_WARPS, 1], [1, 0]
+        )
+        k16 = k16_s.load(ROWS)
+        own = gl.arange(0, BK, gl.SliceLayout(1, ROWS))
+        zeros = gl.zeros((BK, D), k16.dtype, ROWS)
+        k16_s.store(gl.where((first + own < n_k)[:, None], k16, zeros))
+        fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def _probabilities(s, k_scale, factor, lse2):
+    """P, transposed, of the integer sums of S, as the logarithms that it is the exponentials of."""
+    x = gl.convert_layout(s.to(gl.float32), MMA)
+    return x * (factor[None, :] * k_scale[:, None]) - lse2[None, :]
+
+
+@gluon.jit
+def _visible(keys, i, tile):
+    """As `sees`, of keys as `_begin_keys` gives them, and so in one comparison."""
+    _, _, _, offset = tile
+    queries = i * BQ + gl.arange(0, BQ, QUERIES)
+    return keys[:, None] <= (queries + offset)[None, :]
+
+
+@gluon.jit
+def _store(x, cu, b, head, tile, value, buffer, D: gl.constexpr):
+    """Store the keys of a program as their sequence's, zeros for those that no query attends to.
+
+    Through shared memory, if that has room for the format: threads next to each other then store
+    what is next to each other. buffer: in place of what no warp reads any more.
+    """
+    first, stored, n_k, _ = tile
+    FORMAT: gl.constexpr = x.ptr.dtype.element_ty
+    THROUGH: gl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth == 16
+    ACROSS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [WARPS, 1], [1, 0])
+    OUT: gl.constexpr = ACROSS if THROUGH else value.type.layout
+    value = value.to(FORMAT)
+    if THROUGH:
+        shared = viewed(buffer, FORMAT, [BK, D], buffer.layout)
+        barrier()
+        shared.store(value)
+        barrier()
+        value = shared.load(OUT)
+    row = first + gl.arange(0, BK, gl.SliceLayout(1, OUT))
+    value = gl.where((row < n_k)[:, None], value, gl.zeros((BK, D), FORMAT, OUT))
+    column = gl.arange(0, D, gl.SliceLayout(0, OUT)).to(gl.int64)
+    base = x.ptr + b.to(gl.int64) * x.stride_b + head.to(gl.int64) * x.stride_h
+    ptrs = base + (start_of(cu, b) + row.to(gl.int64)) * x.stride_n
+    gl.store(ptrs[:, None] + column[None, :] * x.stride_d, value, mask=(row < stored)[:, None])
+
+
+@gluon.jit
+def _store_gradients(dk, dv, outputs, tile, buffer, scale, D: gl.constexpr):
+    dk_out, dv_out, cu, b, head = outputs
+    dk_r, dv_r = warpgroup_mma_wait(0, deps=[dk, dv])
+    _store(dv_out, cu, b, head, tile, dv_r, buffer, D)
+    _store(dk_out, cu, b, head, tile, dk_r * scale, buffer, D)
+
+
+@gluon.jit
+def split_load(
+    q, q_s, full, ready, blocks, at, row8, tokens, GROUPS: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """A stage is free when dS of the step after is there: then the products of its own step are."""
+    begin, _, end = blocks
+    sequence, first_head, row = at
+    for head in range(GROUPS):
+        for i in range(begin, end):
+            n = head * (end - begin) + i - begin
+            if n >= STAGES:
+                m = n - STAGES + 1
+                mbarrier.wait(ready.index(m % SLOTS), (m // SLOTS) & 1)
+            own = (sequence, first_head + head, row)
+            _load_queries(q, q_s, full, n % STAGES, own, row8 + head * tokens, i, D)
+
+
+@gluon.jit
+def split_keys(
+    k8_s, v_s, q_s, ds_s, full, ready, filled, kv, k_scale, outputs, blocks, tile, scale,
+    GROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """dK and dV, and dS for the warps that compute dQ."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    begin, seeing, end = blocks
+    q8_s, q16_s, do_s, numbers_s = q_s
+    keys, k_scale, dk, dv = _begin_keys(k_scale, tile, D, ACC)
+    mbarrier.wait(kv, 0)
+    for head in range(GROUPS):
+        for MASKED in gl.static_range(1, -1, -1):
+            for i in range(begin if MASKED else seeing, seeing if MASKED else end):
+                n = head * (end - begin) + i - begin
+                stage = n % STAGES
+                slot = n % SLOTS
+                mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+                s, dp = _begin_scores(k8_s, v_s, q8_s, do_s, 0, stage)
+                s = warpgroup_mma_wait(1, deps=[s])
+                rows = viewed(numbers_s.index(stage), gl.float32, [4, BQ], ROW)
+                factor = rows.index(0).load(QUERIES)
+                lse2 = rows.index(1).load(QUERIES)
+                p = _probabilities(s, k_scale, factor, lse2)
+                if MASKED:
+                    p = gl.where(_visible(keys, i, tile), p, -float("inf"))
+                p = gl.exp2(p)
+                p16 = gl.convert_layout(p.to(do_s.dtype), A)
+                dp = warpgroup_mma_wait(0, deps=[dp])
+                delta = rows.index(2).load(QUERIES)
+                dv = warpgroup_mma(p16, do_s.index(stage), dv, is_async=True)
+                ds = dp - delta[None, :]
+                if MASKED:  # of which P is 0: and 0 it shall be, whatever dP is
+                    ds = gl.where(_visible(keys, i, tile), ds, 0.0)
+                ds = p * ds
+                ds16 = ds.to(q16_s.dtype)
+                # dQ of the dS that was in this slot before is there
+                mbarrier.wait(filled.index(slot), ((n // SLOTS) & 1) ^ 1)
+                ds_s.index(slot).store(ds16)
+                fence_async_shared()
+                barrier()  # also: these warps are done with the products of the step before
+                mbarrier.arrive(ready.index(slot), count=1)
+                # of dS in shared memory, as in registers there would be too many of them
+                dk = warpgroup_mma(ds_s.index(slot), q16_s.index(stage), dk, is_async=True)
+    _store_gradients(dk, dv, outputs, tile, v_s.index(0), scale, D)
+
+
+@gluon.jit
+def split_queries(
+    k16_s, ds_s, dq_s, ready, filled, free, kv, blocks, tile, GROUPS: gl.constexpr,
+    D: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Parts of dQ out of dS. Four warps."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    begin, _, end = blocks
+    mbarrier.wait(kv, 0)
+    _clear_dead_keys(k16_s.index(0), tile, D, 4)
+    for n in range(GROUPS * (end - begin)):
+        slot = n % SLOTS
+        mbarrier.wait(ready.index(slot), (n // SLOTS) & 1)
+        dq_t = _begin_dq(ds_s.index(slot), k16_s.index(0), D, ACC)
+        dq = warpgroup_mma_wait(0, deps=[dq_t])
+        mbarrier.wait(free.index(slot), ((n // SLOTS) & 1) ^ 1)
+        dq_s.index(slot).store(in_order_of_registers(dq, D, 1))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(filled.index(slot), count=1)
+
+
+@gluon.jit
+def joint_load(
+    q, q_s, full, empty, blocks, at, row8, tokens, GROUPS: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    begin, _, end = blocks
+    sequence, first_head, row = at
+    for head in range(GROUPS):
+        for i in range(begin, end):
+            n = head * (end - begin) + i - begin
+            stage = n % STAGES
+            mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
+            own = (sequence, first_head + head, row)
+            _load_queries(q, q_s, full, stage, own, row8 + head * tokens, i, D)
+
+
+@gluon.jit
+def joint_compute(
+    k8_s, v_s, k16_s, q_s, ds_s, dq_s, full, empty, filled, free, kv, k_scale, outputs, blocks,
+    tile, scale, GROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dK, dV and the parts of dQ."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    ACCQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    begin, seeing, end = blocks
+    q8_s, q16_s, do_s, numbers_s = q_s
+    keys, k_scale, dk, dv = _begin_keys(k_scale, tile, D, ACC)
+    mbarrier.wait(kv, 0)
+    _clear_dead_keys(k16_s.index(0), tile, D, WARPS)
+    n = 0  # counted: what it could be computed from takes a register too many
+    for _ in range(GROUPS):
+        for MASKED in gl.static_range(1, -1, -1):
+            for i in range(begin if MASKED else seeing, seeing if MASKED else end):
+                stage = n % STAGES
+                # Unknown to the compiler, which would otherwise compute all descriptors before the
+                # loop and run out of registers.
+                zero = n >> 30
+                mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+                s, dp = _begin_scores(k8_s, v_s, q8_s, do_s, zero, stage)
+                rows = viewed(numbers_s.index(stage), gl.float32, [4, BQ], ROW)
+                factor = rows.index(0).load(QUERIES)
+                lse2 = rows.index(1).load(QUERIES)
+                s = warpgroup_mma_wait(1, deps=[s])
+                p = _probabilities(s, k_scale, factor, lse2)
+                if MASKED:
+                    p = gl.where(_visible(keys, i, tile), p, -float("inf"))
+                p = gl.exp2(p)
+                delta = rows.index(2).load(QUERIES)
+                p16 = gl.convert_layout(p.to(do_s.dtype), A)
+                dp = warpgroup_mma_wait(0, deps=[dp])
+                dv = warpgroup_mma(p16, do_s.index(stage), dv, is_async=True)
+                ds = dp - delta[None, :]
+                if MASKED:  # of which P is 0: and 0 it shall be, whatever dP is
+                    ds = gl.where(_visible(keys, i, tile), ds, 0.0)
+                ds = p * ds
+                ds_s.index(zero).store(ds.to(q16_s.dtype))
+                fence_async_shared()
+                barrier()  # also: all warps are done with the products of the step before
+                mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1, pred=n > 0)
+                dq_t = _begin_dq(ds_s.index(zero), k16_s.index(zero), D, ACCQ)
+                # of dS in shared memory, as in registers there would be too many of them
+                dk = warpgroup_mma(ds_s.index(zero), q16_s.index(stage), dk, is_async=True)
+                mbarrier.wait(free.index(0), (n & 1) ^ 1)
+                dq = warpgroup_mma_wait(1, deps=[dq_t])
+                dq_s.index(0).store(in_order_of_registers(dq, D, 2))
+                fence_async_shared()
+                barrier()
+                mbarrier.arrive(filled.index(0), count=1)
+                n += 1
+    _store_gradients(dk, dv, outputs, tile, v_s.index(0), scale, D)

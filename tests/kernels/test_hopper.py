@@ -1,0 +1,230 @@
+"""What Hopper's own kernels could get wrong: lengths that are no tile, turns, packing, NaN.
+
+They serve FACTORED_QK at head sizes 64 and 128. Elsewhere the portable kernels would pass all this.
+"""
+
+import math
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, seed
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sagesim import FACTORED_QK, Smoothing
+from sagesim_kernels import attention, attention_varlen, hopper
+from tests.kernels.contract import check
+from tests.kernels.problems import LAYOUTS, ORDINARY, Problem
+from tests.support import examples
+from tests.support.assertions import assert_bitwise
+from tests.support.kernels import Results, assert_same, kernel_case, run_kernels
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),
+]
+
+HEAD_SIZES = (64, 128)
+UNSMOOTHED = replace(FACTORED_QK, smoothing=Smoothing())
+SPECS = {"factored_qk": FACTORED_QK, "unsmoothed": UNSMOOTHED}
+MASKS = {
+    "full": {},
+    "upper_left": {"is_causal": True},
+    "lower_right": {"is_causal": True, "causal_alignment": "lower_right"},
+}
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 200, 256, 257, 300, 385)
+
+
+@pytest.fixture
+def is_served(monkeypatch: pytest.MonkeyPatch):
+    """Fails a test in which the kernels it is about did not run."""
+    served: list[bool] = []
+    serves = hopper.serves
+
+    def watched(problem):
+        served.append(serves(problem))
+        return served[-1]
+
+    monkeypatch.setattr(hopper, "serves", watched)
+    yield
+    assert served and all(served)
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("d", HEAD_SIZES)
+@pytest.mark.parametrize("lengths", [(256, 256), (300, 300), (65, 400), (400, 65), (1, 129)])
+def test_kernels_meet_the_contract(lengths, d, dtype, mask):
+    n_q, n_k = lengths
+    problem = Problem(
+        spec=FACTORED_QK,
+        n_q=n_q,
+        n_k=n_k,
+        d=d,
+        d_v=d,
+        heads=(2, 2, 2),
+        kinds=("gaussian",) * 4,
+        dtype=dtype,
+        **MASKS[mask],
+    )
+    check(problem.case, problem.parsed, problem.causal_alignment)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    kind = st.sampled_from(sorted(ORDINARY))
+    return Problem(
+        spec=draw(st.sampled_from(list(SPECS.values()))),
+        n_q=draw(st.sampled_from(LENGTHS)),
+        n_k=draw(st.sampled_from(LENGTHS)),
+        d=(d := draw(st.sampled_from(HEAD_SIZES))),
+        d_v=d,
+        heads=draw(st.sampled_from(((1, 1, 1), (2, 1, 1), (1, 2, 2), (3, 1, 3)))),
+        kinds=(draw(kind), draw(kind), draw(kind), draw(kind)),
+        dtype=draw(st.sampled_from(("bfloat16", "float16", "float32"))),
+        is_causal=draw(st.booleans()),
+        causal_alignment=draw(st.sampled_from(("upper_left", "lower_right"))),
+        scale=draw(st.sampled_from((None, 0.03, 0.0))),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        do_layout=draw(st.sampled_from((*LAYOUTS, "expanded"))),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_any_problem_meets_the_contract(part: int) -> None:
+    @seed(part)
+    @examples(40)
+    @given(problems())
+    def run(problem: Problem) -> None:
+        check(problem.case, problem.parsed, problem.causal_alignment)
+
+    run()
+
+
+def portable(case, spec, monkeypatch: pytest.MonkeyPatch, **options) -> Results:
+    with monkeypatch.context() as patch:
+        patch.setattr(hopper, "serves", lambda _: False)
+        return run_kernels(case, spec, **options)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("d", HEAD_SIZES)
+@pytest.mark.parametrize("lengths", [(1, 1), (129, 513), (700, 333), (1024, 1024)])
+def test_is_the_portable_kernels_twin(lengths, d, spec, mask, monkeypatch):
+    """To the rounding of sums, which both add up in float32, in different orders."""
+    n_q, n_k = lengths
+    c = kernel_case(torch.bfloat16, seed=1, n_q=n_q, n_k=n_k, d=d, heads=(2, 4))
+    d_lse = torch.randn(c.q.shape[:-1], device="cuda")
+    found = run_kernels(c, spec, d_lse=d_lse, **MASKS[mask])
+    twin = portable(c, spec, monkeypatch, d_lse=d_lse, **MASKS[mask])
+    assert torch.equal(found.lse.isinf(), twin.lse.isinf())
+    live = found.lse.isfinite()
+    off = (found.lse - twin.lse)[live].abs()
+    assert bool((off <= 1e-5 * (1 + twin.lse[live].abs())).all()), float(off.max())
+    for name in ("o", "dq", "dk", "dv"):
+        x, y = (getattr(each, name).double() for each in (found, twin))
+        assert bool(x.isfinite().all())
+        # A result in bfloat16 is off by 2**-9 of itself at most, and P and dS by as much.
+        assert float((x - y).norm()) <= 0.004 * float(y.norm()), name
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("d", HEAD_SIZES)
+@pytest.mark.parametrize("shape", [(1, 32, 32, 2048), (2, 2, 16, 2000), (1, 1, 1, 8192)])
+def test_runs_agree(shape, d, mask):
+    """Parts of dQ are added in one order, however many programs there are to add them."""
+    batch, kv_heads, heads, n = shape
+    q, do = (torch.randn(batch, heads, n, d, device="cuda").bfloat16() for _ in range(2))
+    k, v = (torch.randn(batch, kv_heads, n, d, device="cuda").bfloat16() for _ in range(2))
+
+    def run() -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        o = attention(*leaves, spec=FACTORED_QK, enable_gqa=True, **MASKS[mask])
+        return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+    once = run()
+    assert all(bool(x.isfinite().all()) for x in once)
+    for _ in range(20):
+        for x, y, name in zip(run(), once, ("o", "dq", "dk", "dv"), strict=True):
+            assert_bitwise(actual=x, expected=y, what=name)
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_a_sequence_is_computed_as_if_it_were_alone(d, mask):
+    """In a batch, and packed with others that are empty, longer, shorter and no numbers at all."""
+    lengths_q = (300, 0, 65, 1, 513, 64, 70)
+    lengths_k = (300, 40, 200, 1, 400, 0, 129)
+    options = {"spec": FACTORED_QK, "enable_gqa": True, **MASKS[mask]}
+    q, do = (torch.randn(sum(lengths_q), 4, d, device="cuda").bfloat16() for _ in range(2))
+    k, v = (torch.randn(sum(lengths_k), 2, d, device="cuda").bfloat16() for _ in range(2))
+    spoilt = 4
+    for x, lengths in ((q, lengths_q), (do, lengths_q), (k, lengths_k), (v, lengths_k)):
+        x.split(lengths)[spoilt][7] = -math.nan
+    cu_q, cu_k = (
+        torch.tensor([0, *accumulate(x)], dtype=torch.int32, device="cuda")
+        for x in (lengths_q, lengths_k)
+    )
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = attention_varlen(*leaves, cu_q, cu_k, max(lengths_q), max(lengths_k), **options)
+    together = [o.detach(), *torch.autograd.grad(o, leaves, do)]
+    parts = [
+        x.split(n)
+        for x, n in zip(together, (lengths_q, lengths_q, lengths_k, lengths_k), strict=True)
+    ]
+    for i, (n_q, n_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        if i == spoilt or 0 in (n_q, n_k):
+            continue
+        one = [x.split(n)[i] for x, n in ((q, lengths_q), (k, lengths_k), (v, lengths_k))]
+        one_do = do.split(lengths_q)[i]
+        for copies in (1, 3):
+            leaves = [
+                x.transpose(0, 1).expand(copies, -1, -1, -1).clone().requires_grad_() for x in one
+            ]
+            o = attention(*leaves, **options)
+            grads = torch.autograd.grad(o, leaves, one_do.transpose(0, 1).expand_as(o))
+            for found, part, name in zip((o, *grads), parts, ("o", "dq", "dk", "dv"), strict=True):
+                for copy in found.detach():
+                    assert_bitwise(
+                        actual=part[i].transpose(0, 1), expected=copy, what=f"{name} of {i}"
+                    )
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("tensor", range(4))
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_wild_numbers_stay_in_their_head(tensor, value, d):
+    c = kernel_case(torch.bfloat16, seed=2, n_q=200, n_k=333, d=d, heads=(2, 3), is_causal=True)
+    clean = run_kernels(c, FACTORED_QK)
+    c.tensors[tensor][1, 1, 20, 5] = value
+    found = run_kernels(c, FACTORED_QK)
+    for name in Results._fields:
+        x, y = getattr(found, name), getattr(clean, name)
+        touched = torch.zeros(2, 3, dtype=torch.bool)
+        touched[1, 1] = True
+        assert_bitwise(actual=x[~touched], expected=y[~touched], what=name)
+    assert not bool(found.dq[1, 1].isfinite().all())
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_strides_change_no_bit(d):
+    c = kernel_case(torch.bfloat16, seed=3, n_q=300, n_k=257, d=d, heads=(2, 4), is_causal=True)
+    expected = run_kernels(c, FACTORED_QK)
+    for lay_out in (
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: torch.nn.functional.pad(x, (1, 2, 3, 1))[..., 3:-1, 1:-2],
+        lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    ):
+        assert_same(run_kernels(c.map(lay_out), FACTORED_QK), expected)

@@ -1,0 +1,114 @@
+"""Operands as kernels that load by TMA need them: in storage of our own, and in whole vectors."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from sagesim import FACTORED_QK
+from sagesim.arguments import resolve_input16
+from sagesim_kernels.layout import ALIGNMENT
+from sagesim_kernels.problem import Problem
+from sagesim_kernels.quantize import Operands
+from tests.support.assertions import assert_bitwise
+from tests.support.kernels import DEVICE, HERE
+
+pytestmark = HERE
+
+SPEC = resolve_input16(FACTORED_QK, torch.float16)
+
+
+def tokens(count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, 2, count, 24, generator=generator).half().to(DEVICE)
+
+
+def packed(q: tuple[int, ...], k: tuple[int, ...], **mask: bool) -> Problem:
+    cu_q, cu_k = (
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=DEVICE)
+        for lengths in (q, k)
+    )
+    return Problem(
+        q=tokens(sum(q), 0),
+        k=tokens(sum(k), 1),
+        v=tokens(sum(k), 2),
+        spec=SPEC,
+        scale=1.0,
+        is_causal=mask.get("is_causal", False),
+        lower_right=mask.get("lower_right", False),
+        cu_q=cu_q,
+        cu_k=cu_k,
+        longest_q=max(q),
+        longest_k=max(k),
+    )
+
+
+def stored(operand: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
+    """Each sequence's part of storage, with what follows it up to a multiple of the alignment."""
+    align = ALIGNMENT.value
+    starts = [(start // align + b) * align for b, start in enumerate(accumulate((0, *lengths)))]
+    ends = [start + -(-n // align) * align for start, n in zip(starts, lengths, strict=False)]
+    assert operand.shape[0] == 1 and operand.shape[2] >= ends[-1]
+    return [operand[0, :, start:end] for start, end in zip(starts, ends, strict=False)]
+
+
+def check(found: list[Tensor], expected: list[Tensor]) -> None:
+    """The expected tokens, and zeros behind them."""
+    for part, own in zip(found, expected, strict=True):
+        n = own.shape[1]
+        assert_bitwise(actual=part[:, :n], expected=own, what="tokens")
+        assert not bool(part[:, n:].any())
+
+
+def test_each_sequence_ends_in_zeros():
+    lengths_q, lengths_k = (130, 0, 5, 128, 64), (7, 200, 128, 0, 1)
+    problem = packed(lengths_q, lengths_k)
+    do = tokens(sum(lengths_q), 3)
+    operands = Operands(problem, do, stored=True)
+    for x, at, lengths in (
+        (problem.q, ("dk", "q"), lengths_q),
+        (do, ("dp", "do"), lengths_q),
+        (problem.v, ("dp", "v"), lengths_k),
+        # smoothed, where the caller's tokens are
+        (Operands(problem, do).at("dq", "k").ptr, ("dq", "k"), lengths_k),
+    ):
+        check(stored(operands.at(*at).ptr, lengths), list(x[0].split(lengths, 1)))
+
+
+def test_the_dead_are_zeros():
+    """Queries that attend to nothing, and keys that nothing attends to."""
+    lengths = (10, 3)
+    problem = packed(lengths, (4, 3), is_causal=True, lower_right=True)
+    problem.q[0, :, :6] = float("nan")
+    operands = Operands(problem, problem.q.clone(), stored=True)
+    for at in (("dk", "q"), ("dp", "do")):
+        first, second = stored(operands.at(*at).ptr, lengths)
+        assert not bool(first[:, :6].any())
+        check([first[:, 6:], second], [problem.q[0, :, 6:10], problem.q[0, :, 10:]])
+    problem = packed((2,), (5,), is_causal=True)
+    problem.v[0, :, 2:] = float("nan")
+    check(stored(Operands(problem, stored=True).at("pv", "v").ptr, (5,)), [problem.v[0, :, :2]])
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_what_is_expanded_is_copied(copies):
+    """TMA has no stride of 0."""
+    x = tokens(5, 0)[:, :1].expand(copies, 4, -1, -1)
+    problem = Problem(
+        q=x,
+        k=x,
+        v=x,
+        spec=SPEC,
+        scale=1.0,
+        is_causal=False,
+        lower_right=False,
+        cu_q=None,
+        cu_k=None,
+        longest_q=5,
+        longest_k=5,
+    )
+    found = Operands(problem).at("pv", "v").ptr
+    assert_bitwise(actual=found, expected=x, what="v")
+    sizes = zip(found.shape, found.stride(), strict=True)
+    assert all(stride > 0 for size, stride in sizes if size > 1)

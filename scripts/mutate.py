@@ -26,7 +26,7 @@ KERNELS = "sagesim_kernels"
 COPIED = ("sagesim", KERNELS, "tests", "pyproject.toml", "README.md")
 TESTS = [
     f"tests/kernels/test_{name}.py"
-    for name in ("fuzz", "varlen", "attention", "invariance", "compile", "support")
+    for name in ("fuzz", "operands", "varlen", "attention", "invariance", "compile", "support")
 ]
 
 

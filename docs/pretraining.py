@@ -11,8 +11,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import matplotlib.pyplot as plt
+import plots
+from matplotlib.axes import Axes
+
 from sagesim.experiments.pretrain.compare import (
     Group,
+    Point,
     Setting,
     Trained,
     difference,
@@ -26,7 +31,7 @@ from sagesim.experiments.pretrain.page import render
 from sagesim.experiments.pretrain.plan import Plan
 from sagesim.experiments.pretrain.runlog import Log
 from sagesim.experiments.pretrain.tables import tokens, with_error
-from sagesim.metrics import geometric_mean
+from sagesim.metrics import geometric_mean, mean
 
 ROOT = Path(__file__).parents[1]
 LOGS = ROOT / "docs" / "data" / "pretraining"
@@ -51,8 +56,9 @@ def finals() -> str:
     for setting in settings(runs):
         for group in setting.groups:
             losses, apart = list(group.finals.values()), difference(setting, group)
+            title = setting.title if group is setting.groups[0] else ""
             lines.append(
-                f"| {setting.title} | `{group.attention}` | {len(losses)} of {len(group.runs)} | "
+                f"| {title} | `{group.attention}` | {len(losses)} of {len(group.runs)} | "
                 + (f"{sum(losses) / len(losses):.4f}" if losses else "")
                 + " | "
                 + (f"{with_error(apart)} | {apart.verdict(margin)} |" if apart else "| |")
@@ -71,16 +77,15 @@ def outcome() -> str:
     runs, margin = logs(), Plan.read(PLAN).margin
     found = settings(runs)
     apart = [(s, g, d) for s in found for g in s.groups if (d := difference(s, g))]
-    sure = [each for each in apart if not each[2].is_chance]
-    assert len(sure) == 1, [f"{s.title}, {g.attention}" for s, g, _ in sure]
-    ((where, who, gap),) = sure
-    others = [each for each in apart if each not in sure]
+    where, who = falls_behind(found)
+    gap = difference(where, who)
+    others = [each for each in apart if each[1] is not who]
     ruled = Counter(d.verdict(margin) for *_, d in others)
     errors = [d.error for *_, d in others if d.error is not None]
     closed = difference(where, _group(where, "factored"))
     normed = next(s for s in found if s.fields == where.fields | {"qk_norm": True})
     with_norm = difference(normed, _group(normed, who.attention))
-    assert closed is not None and with_norm is not None
+    assert gap is not None and closed is not None and with_norm is not None
     stops = sum(bool(each.log.stop) for each in runs)
     plain = sum(not each.run.qk_norm for each in runs)
     usual = [g for s in found for g in s.groups if g is not who]
@@ -161,6 +166,45 @@ def outcome() -> str:
         with PV, or with QK, in 16 bit are in the table below.""",
     )
     return "\n\n".join(" ".join(each.split()) for each in paragraphs)
+
+
+def falls_behind(found: Sequence[Setting]) -> tuple[Setting, Group]:
+    """The one setting and attention whose loss differs from that of 16 bit by more than chance."""
+    sure = [(s, g) for s in found for g in s.groups if (d := difference(s, g)) and not d.is_chance]
+    assert len(sure) == 1, [f"{s.title}, {g.attention}" for s, g in sure]
+    return sure[0]
+
+
+def draw_feedback() -> None:
+    """In that setting: losses less that of 16 bit, and the deviation of Q in the layer where it is
+    largest; a line is the mean over seeds, a band goes from the smallest to the largest."""
+    where, _ = falls_behind(settings(logs()))
+    reference = _group(where, "sdpa")
+    _, (left, right) = plt.subplots(1, 2)
+    for group, color in zip(where.groups, plots.COLORS, strict=False):
+        if group is reference:
+            left.axhline(0, color=color, label=group.attention)
+        else:
+            _band(left, difference_curve(group, reference), color, group.attention)
+        run = group.runs[0]
+        measured = [step for step, _ in run.series["layer", "", 0, "sigma_q"]]
+        points: list[Point] = []
+        for at, step in enumerate(measured):
+            each = _deviations(group, at)
+            points.append((step * run.run.tokens_per_step, min(each), mean(each), max(each)))
+        _band(right, points, color, group.attention)
+    left.set_title("Held-out loss less that of 16 bit, nats")
+    right.set_title("Deviation of Q, largest of a layer")
+    for axes in (left, right):
+        axes.set_xlabel("million tokens")
+    left.legend()
+
+
+def _band(axes: Axes, points: Sequence[Point], color: str, label: str) -> None:
+    x, low, middle, high = zip(*points, strict=True)
+    x = [each / 1e6 for each in x]
+    axes.plot(x, middle, color=color, label=label)
+    axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
 
 
 def _group(setting: Setting, attention: str) -> Group:

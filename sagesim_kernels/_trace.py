@@ -18,6 +18,7 @@ from sagesim_kernels.backward import Gradients, backward
 from sagesim_kernels.forward import forward
 from sagesim_kernels.lse import natural_lse
 from sagesim_kernels.maps import MapTrace, MapTraces
+from sagesim_kernels.ops import on_device_of
 from sagesim_kernels.problem import Problem, logit_scale
 from sagesim_kernels.quantize import Operands
 
@@ -96,7 +97,7 @@ def trace(
         for site in sites
         if OPERANDS[site][0] in MAPS
     }
-    with torch.no_grad():
+    with torch.no_grad(), on_device_of(q):
         o = torch.empty_like(do)
         result = forward(problem, o, maps.get("pv.p"))
         lse = natural_lse(problem, result)
@@ -105,7 +106,7 @@ def trace(
         delta = backward(problem, do, None, o, result, grads, traces)
         found = {name: Coded(*map_trace) for name, map_trace in maps.items()}
         if not problem.is_empty:
-            operands = Operands(problem, do)
+            operands = Operands(problem, do, k_mean=result.k_mean)
             for site in sites:
                 for tensor in OPERANDS[site]:
                     if tensor not in MAPS:

@@ -59,14 +59,17 @@ def backward(
         return delta.zero_()
     spec, lengths = problem.spec, problem.lengths
     on_hopper = hopper.serves(problem)
-    stored = on_hopper and hopper.is_stored(problem)
+    dead = hopper.has_dead_queries(problem) or hopper.has_dead_keys(problem)
+    stored = on_hopper and (problem.cu_q is not None or dead)
     operands = Operands(problem, do, k_mean=result.k_mean, stored=stored)
     d_lse_rows = None if d_lse is None else Rows.of(d_lse.contiguous())
     if spec.delta is Delta.FROM_O:
         assert o is not None
         delta_from_o(problem, o, do, lse2, d_lse_rows, delta)
     if on_hopper:
-        hopper.backward(problem, operands, lse2, delta, d_lse_rows, *grads)
+        from sagesim_kernels.hopper import backward as gluon  # experimental: not if not needed
+
+        gluon.backward(problem, operands, lse2, delta, d_lse_rows, *grads)
         return delta
     d, d_v = problem.q.shape[3], problem.v.shape[3]
     d_pad, d_v_pad = padded(d), padded(d_v)

@@ -1,4 +1,6 @@
-"""The forward: S = Q K^T and O = P V, a program for each tile of queries, with online softmax."""
+"""The forward: S = Q K^T and O = P V, a program for each tile of queries, with online softmax.
+
+Where `hopper` has a kernel of its own for a problem, that one runs."""
 
 from __future__ import annotations
 
@@ -176,15 +178,20 @@ def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> Forwa
         o.zero_()
         b, heads, d = problem.sequences, problem.k.shape[1], problem.k.shape[3]
         return ForwardResult(
-            torch.full(rows, torch.inf, device=o.device),
-            torch.zeros((b, heads, 1, d), device=o.device) if problem.spec.smoothing.k else None,
+            o.new_full(rows, torch.inf, dtype=torch.float32),
+            o.new_zeros((b, heads, 1, d), dtype=torch.float32)
+            if problem.spec.smoothing.k
+            else None,
         )
     lse2 = torch.empty(rows, dtype=torch.float32, device=o.device)
     on_hopper = hopper.serves(problem)
-    operands = Operands(problem, stored=on_hopper and hopper.is_stored(problem))
+    stored = on_hopper and (problem.cu_k is not None or hopper.has_dead_keys(problem))
+    operands = Operands(problem, stored=stored)
     k_mean = None if operands.k_mean is None else operands.k_mean.ptr
     if on_hopper:
-        hopper.forward(problem, operands, o, lse2)
+        from sagesim_kernels.hopper import forward as gluon  # experimental: not if not needed
+
+        gluon.forward(problem, operands, o, lse2)
         return ForwardResult(lse2, k_mean)
     spec = problem.spec
     d, d_v = problem.q.shape[3], problem.v.shape[3]

@@ -1,8 +1,8 @@
 """Where the tokens of a problem lie in memory, on the host and on the device.
 
 Tensors are logically [sequences, heads, tokens, channels] with any strides. Of packed sequences of
-unequal length there is one batch, and `cu_seqlens` says where each begins. Codes lie in storage of
-our own, where every sequence begins at a multiple of `ALIGNMENT` tokens.
+unequal length there is one batch, and `cu_seqlens` says where each begins. Codes, and some copies
+in 16 bit, lie in storage of our own: every sequence begins at a multiple of `ALIGNMENT` tokens.
 """
 
 from __future__ import annotations

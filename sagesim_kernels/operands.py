@@ -15,7 +15,7 @@ class Operand(NamedTuple):
 
     INT8: codes lie where `layout.stored_start_of` says. scale is float32 [heads, scales, channels
     or 1], one for each run of TOKENS tokens; its sequences begin where those of the codes do.
-    16 bit: scale is None, and tokens lie as in the caller's tensors.
+    16 bit: scale is None, and tokens lie as in the caller's tensors, or in storage like the codes.
     """
 
     ptr: Any

@@ -108,7 +108,7 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> Problem:
     )
 
 
-def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device; make it that of x."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
@@ -135,7 +135,7 @@ def forward_op(
         q, k, v, cu_q, cu_k, longest_q, longest_k, spec, scale, is_causal, lower_right
     )
     o = _empty(q, v.shape[3], tokens_first=tokens_first)
-    with _on(q):
+    with on_device_of(q):
         result = forward(problem, o)
         lse = natural_lse(problem, result) if with_lse else _nothing(q)
     k_mean = _nothing(q) if result.k_mean is None else result.k_mean
@@ -184,7 +184,7 @@ def backward_op(
     )
     grads = Gradients(*(_empty(x, x.shape[3], tokens_first=tokens_first) for x in (q, k, v)))
     result = ForwardResult(lse2, k_mean if problem.spec.smoothing.k else None)
-    with _on(q):
+    with on_device_of(q):
         backward(problem, do, d_lse, o, result, grads)
     return grads.dq, grads.dk, grads.dv
 
@@ -198,10 +198,10 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, cu_q, cu_k, *ctx.call, _ = inputs
-    o, _, lse2, k_mean = output
+    q, k, v, cu_q, cu_k, *ctx.call, with_lse = inputs
+    o, lse, lse2, k_mean = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(lse2, k_mean)
+    ctx.mark_non_differentiable(lse2, k_mean, *([] if with_lse else [lse]))
     needs_o = parse(ctx.call[2]).delta is Delta.FROM_O
     ctx.save_for_backward(q, k, v, o if needs_o else None, lse2, k_mean, cu_q, cu_k)
 

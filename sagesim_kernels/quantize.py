@@ -152,13 +152,7 @@ def _in_vectors(x: Tensor) -> Tensor:
     elements = _VECTOR // x.element_size()
     if x.shape[3] % elements:
         return torch.nn.functional.pad(x, (0, -x.shape[3] % elements))
-    # TMA has no stride of 0.
-    whole = all(
-        stride % elements == 0 and stride > 0
-        for size, stride in zip(x.shape[:3], x.stride(), strict=False)
-        if size > 1
-    )
-    aligned = x.data_ptr() % _VECTOR == 0 and whole
+    aligned = x.data_ptr() % _VECTOR == 0 and all(n % elements == 0 for n in x.stride()[:3])
     if aligned and x.stride(3) == 1:
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -172,8 +166,9 @@ class Operands:
     Args:
         do: in the backward, the gradient of o.
         k_mean: the forward's, not to be computed again.
-        stored: numbers in 16 bit too are copied to storage of our own, [1, heads, tokens, d]; those
-            of queries that attend to nothing become zeros.
+        stored: numbers in 16 bit too are copied to storage of our own, [1, heads, tokens, d], where
+            zeros follow each sequence, and stand for queries that attend to nothing and for keys
+            that nothing attends to.
     """
 
     def __init__(

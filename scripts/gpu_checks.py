@@ -29,6 +29,7 @@ import sagesim
 
 ROOT = Path(__file__).parents[1]
 CORES = os.cpu_count() or 1
+FUZZ, HOPPER = "tests/kernels/test_fuzz.py", "tests/kernels/test_hopper.py"
 
 
 def pytest(*arguments: str) -> list[str]:
@@ -45,8 +46,9 @@ def sanitizer(tool: str) -> list[str]:
 
 
 CHECKS = {
-    "gpu tests": pytest("-m", "gpu", "--ignore=tests/kernels/test_fuzz.py"),
-    "20,000 fuzz cases": pytest("--device", "cuda", "tests/kernels/test_fuzz.py"),
+    "gpu tests": pytest("-m", "gpu", f"--ignore={FUZZ}", f"--ignore={HOPPER}"),
+    "tests of Hopper's kernels": pytest(HOPPER),
+    "20,000 fuzz cases": pytest("--device", "cuda", FUZZ),
     **{tool: sanitizer(tool) for tool in ("memcheck", "racecheck", "initcheck", "synccheck")},
 }
 

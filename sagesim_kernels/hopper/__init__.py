@@ -1,27 +1,23 @@
-"""Hopper's own kernels, in Gluon, of specs where QK alone is INT8.
+"""Hopper's own kernels, in Gluon, of specs where QK alone is INT8: which problems are theirs.
 
 They are the twins of the portable ones, to which `forward` and `backward` of the package turn for
-everything else: the same operands, the same codes, the same places where numbers are rounded. What
-differs is the order in which float32 sums are added up.
+everything else: the same operands, codes and scales. Keys come in another order, so that P is
+rounded against another maximum, and float32 sums are added up in another order.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor
+from triton.runtime import driver
 
 from sagesim.spec import AttentionSpec, Delta, Granularity, MatmulSpec, Precision
-from sagesim_kernels.hopper.backward import backward
-from sagesim_kernels.hopper.device import is_hopper
-from sagesim_kernels.hopper.forward import forward
 from sagesim_kernels.layout import stored_tokens
 from sagesim_kernels.problem import Problem
 from sagesim_kernels.quantize import DTYPES
 from sagesim_kernels.support import IS_INTERPRETED
-
-__all__ = ["backward", "forward", "is_stored", "serves"]
 
 HEAD_SIZES: Final = (64, 128)
 BLOCK: Final = 64
@@ -33,17 +29,23 @@ _MOST_ROWS: Final = 2**29
 def serves(problem: Problem) -> bool:
     """Whether these kernels compute the problem, on the current device.
 
-    Of the numbers in its tensors nothing matters, nor how sequences are packed: a sequence is
-    computed by the same kernels alone and among others.
+    Of the numbers in its tensors nothing matters, nor how sequences are packed: up to `_MOST_ROWS`,
+    a sequence is computed by the same kernels alone and among others.
     """
     return (
         not IS_INTERPRETED
+        and is_hopper()
         and _serves_spec(problem.spec)
         and problem.q.shape[3] == problem.v.shape[3] in HEAD_SIZES
         and problem.scale >= 0
         and max(_rows(problem.cu_q, problem.q), _rows(problem.cu_k, problem.k)) < _MOST_ROWS
-        and is_hopper()
     )
+
+
+def is_hopper() -> bool:
+    """Whether the current device is one."""
+    active: Any = driver.active
+    return active.get_current_target().arch == 90
 
 
 def _rows(cu: Tensor | None, x: Tensor) -> int:
@@ -63,12 +65,16 @@ def _serves_spec(spec: AttentionSpec) -> bool:
     )
 
 
-def is_stored(problem: Problem) -> bool:
-    """Whether operands in 16 bit have to be copied to storage of our own, with zeros behind each
-    sequence, and in place of queries that attend to nothing and keys that nothing attends to.
+def has_dead_keys(problem: Problem) -> bool:
+    """Whether keys are left that no query attends to, of sequences that are not packed.
 
-    In the caller's tensors TMA reads zeros behind the last token only.
+    TMA reads zeros behind a tensor's last token only. Where sequences are packed or tokens dead,
+    operands in 16 bit are therefore copied to storage of our own: see `Operands`.
     """
-    n_q, n_k = problem.q.shape[2], problem.k.shape[2]
-    some_are_dead = n_q > n_k if problem.lower_right else n_q < n_k
-    return problem.cu_q is not None or (problem.is_causal and some_are_dead)
+    shorter = problem.q.shape[2] < problem.k.shape[2]
+    return problem.is_causal and not problem.lower_right and shorter
+
+
+def has_dead_queries(problem: Problem) -> bool:
+    """Likewise, whether queries are left that attend to nothing."""
+    return problem.lower_right and problem.q.shape[2] > problem.k.shape[2]

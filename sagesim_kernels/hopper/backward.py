@@ -122,7 +122,7 @@ def backward(
     stored_q, stored_k = q8.scale.shape[1], k8.scale.shape[1] * _QUERIES
     lengths, scale = problem.lengths, problem.scale
     is_split = d == 64
-    turns = math.gcd(1 if problem.is_causal else 4, problem.sequences * kv_heads)
+    together = math.gcd(1 if problem.is_causal else 4, problem.sequences * kv_heads)
 
     sums = dq.new_empty((heads * stored_q * d // 32, 32), dtype=torch.float32)
     numbers = dq.new_empty(heads * stored_q * 4, dtype=torch.float32)
@@ -157,7 +157,7 @@ def backward(
         Strided.of(dv),
         TensorDescriptor.from_tensor(sums, [_QUERIES * d // 32, 32], part),
         counters,
-        lengths._replace(n_q=0, n_k=0),
+        lengths._replace(n_q=0, n_k=0),  # in a tuple they would be built in
         lengths.n_q,
         lengths.n_k,
         tiles.tiles,
@@ -167,7 +167,7 @@ def backward(
         scale,
         operands.stored,
         problem.groups,
-        turns,
+        together,
         d,
         is_split,
         num_warps=WARPS.value,

@@ -19,18 +19,15 @@ _DTYPES: Final[dict[torch.dtype, Any]] = {
 
 def loads(x: Tensor, rows: int) -> TensorDescriptor:
     """So many rows of x [..., rows, channels] at a time, with all channels; zeros behind the last
-    row. Strides are multiples of 16 bytes, and channels contiguous."""
+    row. Strides are multiples of 16 bytes, and channels contiguous. What is expanded is copied, as
+    TMA has no stride of 0; the descriptor keeps the copy."""
+    if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        x = x.contiguous()
     block = [1] * (x.ndim - 2) + [rows, x.shape[-1]]
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
     # Of a dimension of one, torch's stride may be anything.
     strides = [x.stride(i) if x.shape[i] > 1 else x.shape[-1] for i in range(x.ndim - 1)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
-
-
-def is_hopper() -> bool:
-    """Whether the current device is one."""
-    active: Any = driver.active
-    return active.get_current_target().arch == 90
 
 
 def processors() -> int:

@@ -91,16 +91,16 @@ def _pin(x, at):
 
 
 @gluon.jit
-def _tile_of(turn, lengths, work, ROWS: gl.constexpr):
-    """The tile of a program's turn: its sequence, head and first query, and whether it has any.
+def _tile_of(lap, lengths, work, ROWS: gl.constexpr):
+    """The tile of a program's lap: its sequence, head and first query, and whether there is one.
 
-    In snake order: there, and back in the next turn. Under a mask later tiles of a group of heads
+    In snake order: there, and back in the next lap. Under a mask later tiles of a group of heads
     are shorter, so that a program with a long tile has a short one next.
     """
     pid = gl.program_id(0)
-    index = turn * work.programs + pid
-    if turn % 2 == 1:
-        index = turn * work.programs + work.programs - 1 - pid
+    index = lap * work.programs + pid
+    if lap % 2 == 1:
+        index = lap * work.programs + work.programs - 1 - pid
     is_one = index < work.total
     index = gl.minimum(index, work.total - 1)
     tiles = (work.longest_q + ROWS - 1) // ROWS
@@ -154,8 +154,8 @@ def produce(
     q_s, k_s, v_s, full, empty, q_full, q_empty = shared
     n = 0  # loads
     tile = 0  # tiles that had any queries
-    for turn in range((work.total + work.programs - 1) // work.programs):
-        b, h, first, is_one = _tile_of(turn, lengths, work, ROWS)
+    for lap in range((work.total + work.programs - 1) // work.programs):
+        b, h, first, is_one = _tile_of(lap, lengths, work, ROWS)
         if is_one:
             k_head = h // work.groups
             q_row = _first_row(q_codes, lengths.cu_q, lengths.n_q, b, h).to(gl.int32) + first
@@ -267,8 +267,8 @@ def consume(
     dt: gl.constexpr = v_s.dtype
     n = 0  # loads
     tile = 0  # tiles that had any queries
-    for turn in range((work.total + work.programs - 1) // work.programs):
-        b, h, tile_first, is_one = _tile_of(turn, lengths, work, ROWS)
+    for lap in range((work.total + work.programs - 1) // work.programs):
+        b, h, tile_first, is_one = _tile_of(lap, lengths, work, ROWS)
         if is_one:
             _, tile_blocks = _key_blocks(tile_first, ROWS, lengths, b)
             first = tile_first + consumer * BLOCK
@@ -354,5 +354,5 @@ def consume(
             gl.store(row_base(lse2, lengths.cu_q, b, h) + rows, row_lse2, mask=rows < n_q)
             row_sum = gl.convert_layout(row_sum, OUT)[:, None]
             # Of rows without a key V may have contributed 0 * NaN.
-            o = gl.where(row_sum == 0.0, 0.0, o * (1.0 / row_sum))
+            o = gl.where(row_sum == 0.0, 0.0, o / row_sum)
             _store(o_out, lengths.cu_q, b, h, first, n_q, o)

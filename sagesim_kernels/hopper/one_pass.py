@@ -56,16 +56,19 @@ def _sequence(lengths, b, first):
 def one_pass(
     q8, k8, q16, k16, v, do, numbers, k_scale, dk, dv, sums, counters, packing, n_q, n_k, tiles,
     heads, tokens_q, tokens_k, scale, STAGED: gl.constexpr, GROUPS: gl.constexpr,
-    TURNS: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr,
+    TOGETHER: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Heads of k and v alternate, so many as TURNS: programs that run together are of more heads,
-    and wait less. tiles: of a head; heads: of k and v; tokens_q, tokens_k: in storage, of a head.
+    """A program for each tile of keys.
+
+    TOGETHER: heads of k and v that alternate; programs that run at a time are of more heads then,
+    and wait less. packing: `Lengths` without the numbers. tiles: of a head. heads: of k and v.
+    tokens_q, tokens_k: in storage, of a head.
     """
     SLOTS: gl.constexpr = 2 if SPLIT else 1
     STAGES: gl.constexpr = SLOTS + 1  # with more, `split_load` might see the phase after the next
     program = gl.program_id(0)
-    index = (program % (tiles * TURNS)) // TURNS
-    z = program // (tiles * TURNS) * TURNS + program % TURNS
+    index = (program % (tiles * TOGETHER)) // TOGETHER
+    z = program // (tiles * TOGETHER) * TOGETHER + program % TOGETHER
     if packing.IS_CAUSAL:
         index = tiles - 1 - index
     b = z // heads

@@ -103,25 +103,6 @@ def _begin_keys(k_scale, tile, D: gl.constexpr, ACC: gl.constexpr):
 
 
 @gluon.jit
-def _clear_dead_keys(k16_s, tile, D: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Zeros in place of keys that no query attends to. dS has zeros for them, but they may be
-    memory that nobody wrote, and a zero times what is no number is none.
-
-    Goes before the products, once K is there."""
-    first, _, n_k, _ = tile
-    if first + BK > n_k:
-        ROWS: gl.constexpr = gl.BlockedLayout(
-            [1, 8], [32 // (D // 8), D // 8], [NUM_WARPS, 1], [1, 0]
-        )
-        k16 = k16_s.load(ROWS)
-        own = gl.arange(0, BK, gl.SliceLayout(1, ROWS))
-        zeros = gl.zeros((BK, D), k16.dtype, ROWS)
-        k16_s.store(gl.where((first + own < n_k)[:, None], k16, zeros))
-        fence_async_shared()
-    barrier()
-
-
-@gluon.jit
 def _probabilities(s, k_scale, factor, lse2):
     """P, transposed, of the integer sums of S, as the logarithms that it is the exponentials of."""
     x = gl.convert_layout(s.to(gl.float32), MMA)
@@ -246,7 +227,6 @@ def split_queries(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     begin, _, end = blocks
     mbarrier.wait(kv, 0)
-    _clear_dead_keys(k16_s.index(0), tile, D, 4)
     for n in range(GROUPS * (end - begin)):
         slot = n % SLOTS
         mbarrier.wait(ready.index(slot), (n // SLOTS) & 1)
@@ -288,7 +268,6 @@ def joint_compute(
     q8_s, q16_s, do_s, numbers_s = q_s
     keys, k_scale, dk, dv = _begin_keys(k_scale, tile, D, ACC)
     mbarrier.wait(kv, 0)
-    _clear_dead_keys(k16_s.index(0), tile, D, WARPS)
     n = 0  # counted: what it could be computed from takes a register too many
     for _ in range(GROUPS):
         for MASKED in gl.static_range(1, -1, -1):

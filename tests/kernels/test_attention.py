@@ -313,6 +313,17 @@ class TestShapes:
             assert not any(bool(x.any()) for x in (found.o, *found[2:]))
             assert bool((found.lse == -math.inf).all())
 
+    @pytest.mark.parametrize("n_k", [0, 5])
+    def test_statistics_are_float32_whatever_the_default(self, n_k):
+        c = kernel_case(torch.float16, seed=0, n_q=5, n_k=n_k, d=8)
+        torch.set_default_dtype(torch.float64)
+        try:
+            found = run_kernels(c, SPECS["factored"])
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert found.lse.dtype is torch.float32
+        assert all(x.dtype is torch.float16 for x in (found.o, *found[2:]))
+
     @pytest.mark.parametrize("heads", [(0,), (2, 0), (0, 3)])
     def test_no_heads(self, heads):
         c = kernel_case(seed=0, n_q=5, n_k=6, d=8, heads=heads)

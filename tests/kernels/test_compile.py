@@ -82,7 +82,8 @@ class TestOperators:
     @pytest.mark.parametrize(("spec", "call"), CHECKED)
     def test_forward(self, spec, call):
         leaves = [x.requires_grad_() for x in self.tensors()[:3]]
-        self.check(forward_op, (*leaves, *[None] * 4, spec.label(), 0.25, *call, True))
+        for with_lse in (True, False):
+            self.check(forward_op, (*leaves, *[None] * 4, spec.label(), 0.25, *call, with_lse))
 
     @pytest.mark.parametrize(("spec", "call"), CHECKED)
     def test_backward(self, spec, call):

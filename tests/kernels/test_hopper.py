@@ -97,6 +97,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
+@pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("part", range(8))
 def test_any_problem_meets_the_contract(part: int) -> None:
     @seed(part)
@@ -114,6 +115,7 @@ def portable(case, spec, monkeypatch: pytest.MonkeyPatch, **options) -> Results:
         return run_kernels(case, spec, **options)
 
 
+@pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("d", HEAD_SIZES)
@@ -215,6 +217,27 @@ def test_wild_numbers_stay_in_their_head(tensor, value, d):
         touched[1, 1] = True
         assert_bitwise(actual=x[~touched], expected=y[~touched], what=name)
     assert not bool(found.dq[1, 1].isfinite().all())
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize(
+    ("mask", "lengths"), [("upper_left", (100, 333)), ("lower_right", (333, 100))]
+)
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_the_dead_reach_nothing(mask, lengths, d):
+    """Keys that nothing attends to, and queries that attend to nothing, may be no numbers."""
+    n_q, n_k = lengths
+    c = kernel_case(torch.bfloat16, seed=4, n_q=n_q, n_k=n_k, d=d, heads=(2, 2))
+    dead = [c.k[..., n_q:, :], c.v[..., n_q:, :]]
+    if mask == "lower_right":
+        dead = [c.q[..., : n_q - n_k, :], c.do[..., : n_q - n_k, :]]
+    found: list[Results] = []
+    for value in (0.0, math.nan):
+        for x in dead:
+            x.fill_(value)
+        found.append(run_kernels(c, FACTORED_QK, **MASKS[mask]))
+    assert all(bool(x.isfinite().all()) for x in (found[0].o, *found[0][2:]))
+    assert_same(found[1], found[0])
 
 
 @pytest.mark.usefixtures("is_served")

@@ -7,6 +7,7 @@ then each line of its input is a request and gets a line in reply, all of them J
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -42,6 +43,10 @@ TENSOR_MEMORY = 512
 
 # An instruction that multiplies matrices, with all that qualifies it.
 _PRODUCT = re.compile(r"^\s*(?:@!?%\w+ )?((?:wgmma\.mma|mma|wmma\.mma|tcgen05\.mma)[\w.:]*)", re.M)
+# Where threads meet, wait for products, and tell others that they are done.
+_MEETING = re.compile(
+    r"\b(bar\.sync|bar\.warp\.sync|barrier\.sync|wgmma\.wait_group|mbarrier\.arrive)"
+)
 # Those with .ftz are of libdevice's log2, which is written with them.
 _FUSED = re.compile(r"\bfma\.rn\.f32(x2)?\b")
 _FMA = re.compile(r" math\.fma .* : tensor<([\dx]+)xf32>")
@@ -120,9 +125,19 @@ def _contents(kernel: Any) -> dict[str, Any]:
         "permutations": len(re.findall(r"\bprmt\.", ptx)),
         "fused": _fused(kernel),
         "has_fp64": ".f64" in ptx,
+        "early_arrivals": _early_arrivals(ptx),
         "shared": kernel.metadata.shared,
         **_machine_code(kernel.asm["cubin"], hopper=driver.active.capability == 90),
     }
+
+
+def _early_arrivals(ptx: str) -> int:
+    """Arrivals at a barrier in memory, by one thread, before which not all have met."""
+    events = _MEETING.findall(ptx)
+    return sum(
+        now == "mbarrier.arrive" and not before.startswith("bar")
+        for before, now in itertools.pairwise(events)
+    )
 
 
 def _fused(kernel: Any) -> int:

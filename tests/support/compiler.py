@@ -45,6 +45,7 @@ class Kernel:
     permutations: int  #: instructions that rearrange the bytes of registers
     fused: int  #: multiplications that the compiler fused into additions
     has_fp64: bool
+    early_arrivals: int  #: at barriers in memory, of threads that others may still be behind
     shared: int  #: bytes
     registers: int  #: of a thread
     stack: int  #: bytes of a thread, 0 where no register is spilled

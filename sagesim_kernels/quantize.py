@@ -75,6 +75,7 @@ def _encode(
     x,
     mean,
     out,
+    copy,
     lengths,
     rounding,
     IS_KEY: tl.constexpr,
@@ -83,7 +84,8 @@ def _encode(
     D_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Codes and scales of one block of tokens."""
+    """Codes and scales of one block of tokens; where there is a `copy`, the tokens less their mean
+    too, rounded to its 16-bit type."""
     i, h, b = place_in(grid)
     if IS_KEY:
         cu, n = lengths.cu_k, lengths.n_k
@@ -111,6 +113,8 @@ def _encode(
     base = out.ptr + h.to(tl.int64) * out.stride_h
     ptrs = tile_ptrs(base, start, BLOCK, column, out.stride_n, out.stride_d)
     tl.store(ptrs, codes, mask=column[None, :] < out.CHANNELS)
+    if copy is not None:
+        store_tokens(copy, cu, b, h, i * BLOCK, length_of(cu, n, b), tokens, D)
 
 
 @triton.jit
@@ -156,6 +160,13 @@ def _in_vectors(x: Tensor) -> Tensor:
     if aligned and x.stride(3) == 1:
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _in_16_bit(x: Tensor) -> Operand:
+    """Numbers in 16 bit as an operand."""
+    x = _in_vectors(x)
+    no = tl.constexpr(None)
+    return Operand(*Strided.of(x), None, 0, 0, tl.constexpr(x.shape[3]), no, no)
 
 
 class Operands:
@@ -249,11 +260,14 @@ class Operands:
         )
         d_pad = triton.next_power_of_2(stored)
         grid = Grid(-(-longest // block), heads, self._problem.sequences)
+        precision = self._smoothed_format(tensor)
+        copy = None if precision is None else x.new_empty(x.shape, dtype=DTYPES[precision])
         _encode[grid.programs](
             grid,
             Strided.of(x),
             mean,
             operand,
+            None if copy is None else Strided.of(copy),
             self._problem.lengths,
             Rounding.of(self._problem.spec, tensor),
             is_key,
@@ -264,7 +278,24 @@ class Operands:
             num_warps=4 if block * d_pad <= 8192 else 8,
             **LAUNCH,
         )
+        if copy is not None:
+            self._made[tensor, precision] = _in_16_bit(copy)
         return operand
+
+    def _smoothed_format(self, tensor: str) -> Precision | None:
+        """The format in which the backward needs smoothed Q or K beside its codes, if it does and
+        has none yet: the kernel that makes the codes then has it at hand."""
+        site = {"q": "dk", "k": "dq"}.get(tensor)
+        if (
+            site is None
+            or self.tensors["do"] is None
+            or self.stored
+            or self._side(tensor)[1] is None
+        ):
+            return None
+        precision = self._problem.spec.site(site).precision
+        wanted = precision is not Precision.INT8 and (tensor, precision) not in self._made
+        return precision if wanted else None
 
     def _numbers(self, tensor: str, precision: Precision) -> Operand:
         x, mean, is_key, block, longest, cu = self._side(tensor)
@@ -290,6 +321,4 @@ class Operands:
                 **LAUNCH,
             )
             x = copy
-        x = _in_vectors(x.to(DTYPES[precision]))
-        no = tl.constexpr(None)
-        return Operand(*Strided.of(x), None, 0, 0, tl.constexpr(x.shape[3]), no, no)
+        return _in_16_bit(x.to(DTYPES[precision]))

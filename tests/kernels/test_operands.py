@@ -1,5 +1,6 @@
 """Operands as kernels that load by TMA need them: in storage of our own, and in whole vectors."""
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from sagesim import FACTORED_QK
 from sagesim.arguments import resolve_input16
+from sagesim_kernels.hopper.device import loads
 from sagesim_kernels.layout import ALIGNMENT
 from sagesim_kernels.problem import Problem
 from sagesim_kernels.quantize import Operands
@@ -91,24 +93,20 @@ def test_the_dead_are_zeros():
     check(stored(Operands(problem, stored=True).at("pv", "v").ptr, (5,)), [problem.v[0, :, :2]])
 
 
-@pytest.mark.parametrize("copies", [1, 3])
-def test_what_is_expanded_is_copied(copies):
-    """TMA has no stride of 0."""
-    x = tokens(5, 0)[:, :1].expand(copies, 4, -1, -1)
-    problem = Problem(
-        q=x,
-        k=x,
-        v=x,
-        spec=SPEC,
-        scale=1.0,
-        is_causal=False,
-        lower_right=False,
-        cu_q=None,
-        cu_k=None,
-        longest_q=5,
-        longest_k=5,
+@pytest.mark.parametrize("n_k", [5, 64, 130])
+def test_smoothed_keys_are_the_same_beside_their_codes_and_alone(n_k):
+    problem = replace(packed((3,), (n_k,)), cu_q=None, cu_k=None)
+    together, alone = (Operands(problem, problem.q) for _ in range(2))
+    codes = together.at("qk_recompute", "k")
+    assert_bitwise(
+        actual=together.at("dq", "k").ptr, expected=alone.at("dq", "k").ptr, what="smoothed K"
     )
-    found = Operands(problem).at("pv", "v").ptr
-    assert_bitwise(actual=found, expected=x, what="v")
-    sizes = zip(found.shape, found.stride(), strict=True)
-    assert all(stride > 0 for size, stride in sizes if size > 1)
+    own, other = (x.ptr.view(2, -1, 32)[:, :n_k] for x in (codes, alone.at("qk_recompute", "k")))
+    assert_bitwise(actual=own, expected=other, what="codes")
+
+
+def test_what_is_expanded_is_copied_for_tma():
+    """TMA has no stride of 0."""
+    x = torch.zeros(1, 2, 8, 64, dtype=torch.float16)
+    assert loads(x, 8).base is x
+    assert loads(x[:, :1].expand(-1, 3, -1, -1), 8).base.stride() == (1536, 512, 64, 1)

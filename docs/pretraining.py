@@ -188,7 +188,8 @@ def draw_feedback() -> None:
     largest; a line is the mean over seeds, a band goes from the smallest to the largest."""
     where, _ = falls_behind(settings(logs()))
     reference = _group(where, "sdpa")
-    _, (left, right) = plt.subplots(1, 2)
+    figure, (left, right) = plt.subplots(1, 2, layout="constrained")
+    figure.suptitle(where.title, fontsize=10.5)
     for group, color in zip(where.groups, plots.COLORS, strict=False):
         if group is reference:
             left.axhline(0, color=color, label=group.attention)

@@ -5,7 +5,7 @@
 Each check is a command; its exit code, its time and the last lines it printed are kept. Checks that
 are not run keep their record from before.
 
-A GPU may be lent for less time than all the fuzz cases take. What a run of pytest has printed with
+All the fuzz cases may take longer than there is a GPU for. What a run of pytest has printed with
 -v then tells the next run, as LOG, which tests have passed already: they are not run again, and the
 record says how many they are. It is for you to see that both runs are of the same commit.
 """

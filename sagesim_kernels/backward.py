@@ -59,8 +59,7 @@ def backward(
         return delta.zero_()
     spec, lengths = problem.spec, problem.lengths
     on_hopper = hopper.serves(problem)
-    dead = hopper.has_dead_queries(problem) or hopper.has_dead_keys(problem)
-    stored = on_hopper and (problem.cu_q is not None or dead)
+    stored = on_hopper and hopper.has_to_copy(problem, queries=True)
     operands = Operands(problem, do, k_mean=result.k_mean, stored=stored)
     d_lse_rows = None if d_lse is None else Rows.of(d_lse.contiguous())
     if spec.delta is Delta.FROM_O:

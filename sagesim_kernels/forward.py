@@ -185,7 +185,7 @@ def forward(problem: Problem, o: Tensor, trace: MapTrace | None = None) -> Forwa
         )
     lse2 = torch.empty(rows, dtype=torch.float32, device=o.device)
     on_hopper = hopper.serves(problem)
-    stored = on_hopper and (problem.cu_k is not None or hopper.has_dead_keys(problem))
+    stored = on_hopper and hopper.has_to_copy(problem, queries=False)
     operands = Operands(problem, stored=stored)
     k_mean = None if operands.k_mean is None else operands.k_mean.ptr
     if on_hopper:

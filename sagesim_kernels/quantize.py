@@ -145,7 +145,7 @@ def _copy(
     if STORED:
         start = stored_start_of(cu, n, b)
         last = tl.cdiv(last, ALIGNMENT) * ALIGNMENT
-        store_tokens(out, None, 0 * b, h, start + i * BLOCK, start + last, tokens, D)
+        store_tokens(out, None, b, h, start + i * BLOCK, start + last, tokens, D)
     else:
         store_tokens(out, cu, b, h, i * BLOCK, last, tokens, D)
 

@@ -34,10 +34,10 @@ def serves(problem: Problem) -> bool:
     """
     return (
         not IS_INTERPRETED
-        and is_hopper()
-        and _serves_spec(problem.spec)
         and problem.q.shape[3] == problem.v.shape[3] in HEAD_SIZES
         and problem.scale >= 0
+        and _serves_spec(problem.spec)
+        and is_hopper()
         and max(_rows(problem.cu_q, problem.q), _rows(problem.cu_k, problem.k)) < _MOST_ROWS
     )
 
@@ -65,12 +65,19 @@ def _serves_spec(spec: AttentionSpec) -> bool:
     )
 
 
-def has_dead_keys(problem: Problem) -> bool:
-    """Whether keys are left that no query attends to, of sequences that are not packed.
+def has_to_copy(problem: Problem, *, queries: bool) -> bool:
+    """Whether keys in 16 bit have to be copied to storage of our own, or where `queries` are read
+    in 16 bit too, any of both: see `Operands`.
 
-    TMA reads zeros behind a tensor's last token only. Where sequences are packed or tokens dead,
-    operands in 16 bit are therefore copied to storage of our own: see `Operands`.
+    TMA reads zeros behind a tensor's last token only, and not between packed sequences, nor in
+    place of dead tokens.
     """
+    dead = has_dead_keys(problem) or (queries and has_dead_queries(problem))
+    return problem.cu_q is not None or dead
+
+
+def has_dead_keys(problem: Problem) -> bool:
+    """Whether keys are left that no query attends to, of sequences that are not packed."""
     shorter = problem.q.shape[2] < problem.k.shape[2]
     return problem.is_causal and not problem.lower_right and shorter
 

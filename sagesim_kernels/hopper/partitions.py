@@ -103,18 +103,30 @@ def _begin_keys(k_scale, tile, D: gl.constexpr, ACC: gl.constexpr):
 
 
 @gluon.jit
-def _probabilities(s, k_scale, factor, lse2):
-    """P, transposed, of the integer sums of S, as the logarithms that it is the exponentials of."""
-    x = gl.convert_layout(s.to(gl.float32), MMA)
-    return x * (factor[None, :] * k_scale[:, None]) - lse2[None, :]
-
-
-@gluon.jit
 def _visible(keys, i, tile):
     """As `sees`, of keys as `_begin_keys` gives them, and so in one comparison."""
     _, _, _, offset = tile
     queries = i * BQ + gl.arange(0, BQ, QUERIES)
     return keys[:, None] <= (queries + offset)[None, :]
+
+
+@gluon.jit
+def _probabilities(MASKED: gl.constexpr, s, k_scale, factor, lse2, keys, i, tile):
+    """P, transposed, of the integer sums of S."""
+    x = gl.convert_layout(s.to(gl.float32), MMA)
+    x = x * (factor[None, :] * k_scale[:, None]) - lse2[None, :]
+    if MASKED:
+        x = gl.where(_visible(keys, i, tile), x, -float("inf"))
+    return gl.exp2(x)
+
+
+@gluon.jit
+def _score_gradients(MASKED: gl.constexpr, p, dp, delta, keys, i, tile):
+    """dS, transposed."""
+    ds = dp - delta[None, :]
+    if MASKED:  # of which P is 0: and 0 it shall be, whatever dP is
+        ds = gl.where(_visible(keys, i, tile), ds, 0.0)
+    return p * ds
 
 
 @gluon.jit
@@ -194,18 +206,12 @@ def split_keys(
                 rows = viewed(numbers_s.index(stage), gl.float32, [4, BQ], ROW)
                 factor = rows.index(0).load(QUERIES)
                 lse2 = rows.index(1).load(QUERIES)
-                p = _probabilities(s, k_scale, factor, lse2)
-                if MASKED:
-                    p = gl.where(_visible(keys, i, tile), p, -float("inf"))
-                p = gl.exp2(p)
+                p = _probabilities(MASKED, s, k_scale, factor, lse2, keys, i, tile)
                 p16 = gl.convert_layout(p.to(do_s.dtype), A)
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 delta = rows.index(2).load(QUERIES)
                 dv = warpgroup_mma(p16, do_s.index(stage), dv, is_async=True)
-                ds = dp - delta[None, :]
-                if MASKED:  # of which P is 0: and 0 it shall be, whatever dP is
-                    ds = gl.where(_visible(keys, i, tile), ds, 0.0)
-                ds = p * ds
+                ds = _score_gradients(MASKED, p, dp, delta, keys, i, tile)
                 ds16 = ds.to(q16_s.dtype)
                 # dQ of the dS that was in this slot before is there
                 mbarrier.wait(filled.index(slot), ((n // SLOTS) & 1) ^ 1)
@@ -282,18 +288,12 @@ def joint_compute(
                 factor = rows.index(0).load(QUERIES)
                 lse2 = rows.index(1).load(QUERIES)
                 s = warpgroup_mma_wait(1, deps=[s])
-                p = _probabilities(s, k_scale, factor, lse2)
-                if MASKED:
-                    p = gl.where(_visible(keys, i, tile), p, -float("inf"))
-                p = gl.exp2(p)
+                p = _probabilities(MASKED, s, k_scale, factor, lse2, keys, i, tile)
                 delta = rows.index(2).load(QUERIES)
                 p16 = gl.convert_layout(p.to(do_s.dtype), A)
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 dv = warpgroup_mma(p16, do_s.index(stage), dv, is_async=True)
-                ds = dp - delta[None, :]
-                if MASKED:  # of which P is 0: and 0 it shall be, whatever dP is
-                    ds = gl.where(_visible(keys, i, tile), ds, 0.0)
-                ds = p * ds
+                ds = _score_gradients(MASKED, p, dp, delta, keys, i, tile)
                 ds_s.index(zero).store(ds.to(q16_s.dtype))
                 fence_async_shared()
                 barrier()  # also: all warps are done with the products of the step before

@@ -113,3 +113,8 @@ def test_the_dead_are_those_outside_the_mask(n_q, n_k, mask):
     if n_q and n_k:
         assert hopper.has_dead_keys(x) == bool((~attends.any(0)).any())
         assert hopper.has_dead_queries(x) == bool((~attends.any(1)).any())
+        assert hopper.has_to_copy(x, queries=False) == hopper.has_dead_keys(x)
+        either = hopper.has_dead_keys(x) or hopper.has_dead_queries(x)
+        assert hopper.has_to_copy(x, queries=True) == either
+    cu = torch.empty(2, dtype=torch.int32, device="meta")
+    assert hopper.has_to_copy(replace(x, cu_q=cu, cu_k=cu), queries=False)

@@ -62,14 +62,15 @@ def backward(
     stored = on_hopper and hopper.has_to_copy(problem, queries=True)
     operands = Operands(problem, do, k_mean=result.k_mean, stored=stored)
     d_lse_rows = None if d_lse is None else Rows.of(d_lse.contiguous())
-    if spec.delta is Delta.FROM_O:
-        assert o is not None
-        delta_from_o(problem, o, do, lse2, d_lse_rows, delta)
     if on_hopper:
         from sagesim_kernels.hopper import backward as gluon  # experimental: not if not needed
 
-        gluon.backward(problem, operands, lse2, delta, d_lse_rows, *grads)
+        assert o is not None
+        gluon.backward(problem, operands, o, do, lse2, d_lse_rows, delta, *grads)
         return delta
+    if spec.delta is Delta.FROM_O:
+        assert o is not None
+        delta_from_o(problem, o, do, lse2, d_lse_rows, delta)
     d, d_v = problem.q.shape[3], problem.v.shape[3]
     d_pad, d_v_pad = padded(d), padded(d_v)
     heads = problem.q.shape[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sagesim_kernels.delta import load_rows, store_delta
+from sagesim_kernels.delta import less_gradient, load_rows, store_rows
 from sagesim_kernels.layout import (
     causal_offset,
     keys_seen,
@@ -138,4 +138,5 @@ def query_tiles(
             total += tl.where((row_lse2 < float("inf"))[:, None], gain * mean, 0.0)
         store_tokens(dq, lengths.cu_q, b, h, first, n_q, total * scale, D)
     else:
-        store_delta(delta, d_lse, lengths, b, h, queries, n_q, total, row_lse2)
+        total = less_gradient(total, d_lse, lengths, b, h, queries, n_q, row_lse2)
+        store_rows(delta, lengths.cu_q, b, h, queries, n_q, total)

@@ -23,7 +23,7 @@ PREPARATION: Final = {
     "_sum_chunks": "smoothing",
     "_divide_sums": "smoothing",
     "_delta_from_o": "delta",
-    "_gather_rows": "delta",
+    "_prepare_rows": "delta",
     "_natural_lse": "logsumexp",
 }
 """Kernels that prepare them. What is in neither list is preparation too, called "other": memory

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sagesim_kernels.delta import load_rows
+from sagesim_kernels.delta import less_gradient, load_rows, products_with_o, store_rows
 from sagesim_kernels.hopper.device import loads
 from sagesim_kernels.hopper.one_pass import one_pass
 from sagesim_kernels.hopper.partitions import NUMBERS, ROW, WARPS
@@ -40,10 +40,24 @@ _KEYS: Final = BK.value
 
 
 @triton.jit
-def _gather_rows(
-    grid, q_scale, lse2, delta, numbers, counters, lengths, tokens_q, scale_log2, BQ: tl.constexpr
+def _prepare_rows(
+    grid,
+    q_scale,
+    o,
+    do,
+    lse2,
+    d_lse,
+    delta,
+    numbers,
+    counters,
+    lengths,
+    tokens_q,
+    scale_log2,
+    D: tl.constexpr,
+    BQ: tl.constexpr,
 ):
-    """A program for each block of queries: what `one_pass` reads of its rows, and no parts of dQ.
+    """A program for each block of queries: delta, what `one_pass` reads of the block's rows, and no
+    parts of dQ.
 
     q_scale: float32 [heads, tokens_q], in storage; behind the last query of a sequence P becomes 0.
     """
@@ -54,12 +68,16 @@ def _gather_rows(
         return
     local = tl.arange(0, BQ)
     row = first + local
+    row_lse2 = load_rows(lse2, lengths.cu_q, b, h, row, n_q, float("inf"))
+    row_delta = products_with_o(o, do, lengths, b, h, first, D, D, BQ)
+    row_delta = less_gradient(row_delta, d_lse, lengths, b, h, row, n_q, row_lse2)
+    store_rows(delta, lengths.cu_q, b, h, row, n_q, row_delta)
     at = h.to(tl.int64) * tokens_q + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
     factor = tl.load(q_scale + at + local, mask=row < n_q, other=1.0) * scale_log2
     out = numbers + at * 4 + local
     tl.store(out, factor)
-    tl.store(out + BQ, load_rows(lse2, lengths.cu_q, b, h, row, n_q, float("inf")))
-    tl.store(out + 2 * BQ, load_rows(delta, lengths.cu_q, b, h, row, n_q, 0.0))
+    tl.store(out + BQ, row_lse2)
+    tl.store(out + 2 * BQ, row_delta)
     tl.store(out + 3 * BQ, tl.zeros((BQ,), tl.float32))
     tl.store(counters + at // BQ, 0)
 
@@ -104,16 +122,18 @@ def _finish(
 def backward(
     problem: Problem,
     operands: Operands,
+    o: Tensor,
+    do: Tensor,
     lse2: Tensor,
-    delta: Tensor,
     d_lse: Rows | None,
+    delta: Tensor,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
 ) -> None:
-    """Fill dq, dk and dv [sequences, heads, tokens, channels], any strides.
+    """Fill dq, dk and dv [sequences, heads, tokens, channels], any strides, and delta.
 
-    lse2, delta, d_lse: float32 [sequences, heads, n_q].
+    o, do: as dq. lse2, d_lse, delta: float32 [sequences, heads, n_q].
     """
     q8, k8 = operands.at("qk_recompute", "q"), operands.at("qk_recompute", "k")
     tokens = (operands.at("dk", "q"), operands.at("dq", "k"), operands.at("dp", "v"))
@@ -128,18 +148,21 @@ def backward(
     numbers = dq.new_empty(heads * stored_q * 4, dtype=torch.float32)
     counters = dq.new_empty(heads * stored_q // _QUERIES, dtype=torch.int32)
     blocks = Grid(-(-problem.longest_q // _QUERIES), heads, problem.sequences)
-    _gather_rows[blocks.programs](
+    _prepare_rows[blocks.programs](
         blocks,
         q8.scale,
+        Strided.of(o),
+        Strided.of(do),
         Rows.of(lse2),
+        d_lse,
         Rows.of(delta),
         numbers,
         counters,
         lengths,
         stored_q,
         scale * LOG2_E,
+        d,
         _QUERIES,
-        num_warps=1,
         **LAUNCH,
     )
     tiles = Grid(-(-problem.longest_k // _KEYS), kv_heads, problem.sequences)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -23,15 +24,25 @@ def loads(x: Tensor, rows: int) -> TensorDescriptor:
     TMA has no stride of 0; the descriptor keeps the copy."""
     if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
         x = x.contiguous()
-    block = [1] * (x.ndim - 2) + [rows, x.shape[-1]]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
+    block = (*[1] * (x.ndim - 2), rows, x.shape[-1])
     # Of a dimension of one, torch's stride may be anything.
     strides = [x.stride(i) if x.shape[i] > 1 else x.shape[-1] for i in range(x.ndim - 1)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(block, x.dtype))
+
+
+@lru_cache(maxsize=64)
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
 
 
 def processors() -> int:
     """Multiprocessors of the current device."""
     active: Any = driver.active
-    properties = active.utils.get_device_properties(active.get_current_device())
-    return properties["multiprocessor_count"]
+    return _processors(active.get_current_device())
+
+
+@lru_cache(maxsize=64)
+def _processors(device: int) -> int:
+    # Kept: the driver takes a millisecond to answer, longer than a launch.
+    active: Any = driver.active
+    return active.utils.get_device_properties(device)["multiprocessor_count"]

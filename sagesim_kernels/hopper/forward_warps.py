@@ -49,7 +49,7 @@ class Work(NamedTuple):
     heads: Any
     groups: Any  #: heads for each head of k and v
     longest_q: Any
-    group: Any  #: of `Tile`, a divisor of sequences * heads
+    group_bits: Any  #: 2**group_bits heads come together: a divisor of sequences * heads
     total: Any  #: tiles
     programs: Any
 
@@ -91,6 +91,14 @@ def _pin(x, at):
 
 
 @gluon.jit
+def _divide(x, by):
+    """Quotient and remainder, of what is not negative: without a sign it takes half as long."""
+    x = x.to(gl.uint32)
+    by = by.to(gl.uint32)
+    return (x // by).to(gl.int32), (x % by).to(gl.int32)
+
+
+@gluon.jit
 def _tile_of(lap, lengths, work, ROWS: gl.constexpr):
     """The tile of a program's lap: its sequence, head and first query, and whether there is one.
 
@@ -104,15 +112,15 @@ def _tile_of(lap, lengths, work, ROWS: gl.constexpr):
     is_one = index < work.total
     index = gl.minimum(index, work.total - 1)
     tiles = (work.longest_q + ROWS - 1) // ROWS
-    together = tiles * work.group
-    tile = index % together // work.group
-    head = index // together * work.group + index % work.group
+    groups, of_group = _divide(index, tiles << work.group_bits)
+    tile = of_group >> work.group_bits
+    head = (groups << work.group_bits) + (of_group & ((1 << work.group_bits) - 1))
     if lengths.IS_CAUSAL:  # longest first
         tile = tiles - 1 - tile
-    b = head // work.heads
+    b, h = _divide(head, work.heads)
     first = tile * ROWS
     is_one = is_one & (first < length_of(lengths.cu_q, lengths.n_q, b))
-    return b, head % work.heads, first, is_one
+    return b, h, first, is_one
 
 
 @gluon.jit
@@ -157,7 +165,7 @@ def produce(
     for lap in range((work.total + work.programs - 1) // work.programs):
         b, h, first, is_one = _tile_of(lap, lengths, work, ROWS)
         if is_one:
-            k_head = h // work.groups
+            k_head, _ = _divide(h, work.groups)
             q_row = _first_row(q_codes, lengths.cu_q, lengths.n_q, b, h).to(gl.int32) + first
             k_start = stored_start_of(lengths.cu_k, lengths.n_k, b).to(gl.int32)
             k_row = k_head * k_codes.tokens + k_start
@@ -237,14 +245,17 @@ def _sum(p):
 
 @gluon.jit
 def _store(o, cu, b, h, first, last, value):
-    """As `layout.store_tokens`."""
+    """As `layout.store_tokens`. A warp's rows change threads first: a thread stores eight columns
+    next to each other at once, and no sector of memory is written in parts."""
+    WIDE: gl.constexpr = gl.BlockedLayout([2, 8], [8, 4], [4, 1], [1, 0])
+    value = gl.convert_layout(value.to(o.ptr.dtype.element_ty), WIDE)
     ROW: gl.constexpr = gl.SliceLayout(1, value.type.layout)
     COLUMN: gl.constexpr = gl.SliceLayout(0, value.type.layout)
     row = first + gl.arange(0, value.shape[0], ROW)
     column = gl.arange(0, value.shape[1], COLUMN).to(gl.int64)
     base = o.ptr + b.to(gl.int64) * o.stride_b + h.to(gl.int64) * o.stride_h
     ptrs = (base + (start_of(cu, b) + row) * o.stride_n)[:, None] + (column * o.stride_d)[None, :]
-    gl.store(ptrs, value.to(o.ptr.dtype.element_ty), mask=(row < last)[:, None])
+    gl.store(ptrs, value, mask=(row < last)[:, None])
 
 
 @gluon.jit
@@ -282,13 +293,14 @@ def consume(
             q_row = _first_row(q_codes, lengths.cu_q, lengths.n_q, b, h)
             q_factor = gl.load(q_codes.scale + q_row + queries, mask=queries < n_q, other=0.0)
             q_factor = q_factor * scale_log2
+            k_head, _ = _divide(h, work.groups)
+            k_row = _first_row(k_codes, lengths.cu_k, lengths.n_k, b, k_head)
+            k_ptr = k_codes.scale + k_row // BLOCK
+            k_next = gl.load(k_ptr + seen)
             for _ in range(tile_blocks - blocks):  # keys that only later rows of the tile see
                 _wait(full, n, STAGES)
                 mbarrier.arrive(empty.index(n % STAGES), count=1)
                 n += 1
-            k_row = _first_row(k_codes, lengths.cu_k, lengths.n_k, b, h // work.groups)
-            k_ptr = k_codes.scale + k_row // BLOCK
-            k_next = gl.load(k_ptr + seen)
             slot = consumer * 2 + tile % 2
             mbarrier.wait(q_full.index(slot), (tile // 2) & 1)
             tile += 1
@@ -353,6 +365,8 @@ def consume(
             rows = first + gl.arange(0, BLOCK, QUERIES)
             gl.store(row_base(lse2, lengths.cu_q, b, h) + rows, row_lse2, mask=rows < n_q)
             row_sum = gl.convert_layout(row_sum, OUT)[:, None]
-            # Of rows without a key V may have contributed 0 * NaN.
-            o = gl.where(row_sum == 0.0, 0.0, o / row_sum)
+            # The bits of o / row_sum, which too is a product with an inverse, but scales both for
+            # sums that there are none of: the greatest exponential is 1. Of rows without a key V
+            # may have contributed 0 * NaN.
+            o = gl.where(row_sum == 0.0, 0.0, o * (1.0 / row_sum))
             _store(o_out, lengths.cu_q, b, h, first, n_q, o)

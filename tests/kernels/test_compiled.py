@@ -217,6 +217,7 @@ def test_kernels_of_hopper_multiply_as_declared(
         assert kernel.fused == 0 and not kernel.fp_fusion, name
         assert kernel.lost_descriptors == [], name
         assert kernel.early_arrivals == 0, name
+        assert kernel.narrow_stores == 0, name
 
 
 def test_fusion_would_be_seen(newest: Compiler) -> None:

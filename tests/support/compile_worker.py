@@ -126,6 +126,7 @@ def _contents(kernel: Any) -> dict[str, Any]:
         "fused": _fused(kernel),
         "has_fp64": ".f64" in ptx,
         "early_arrivals": _early_arrivals(ptx),
+        "narrow_stores": len(re.findall(r"\bst\.global\.[bu](?:8|16)\b", ptx)),
         "shared": kernel.metadata.shared,
         **_machine_code(kernel.asm["cubin"], hopper=driver.active.capability == 90),
     }

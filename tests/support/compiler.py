@@ -46,6 +46,7 @@ class Kernel:
     fused: int  #: multiplications that the compiler fused into additions
     has_fp64: bool
     early_arrivals: int  #: at barriers in memory, of threads that others may still be behind
+    narrow_stores: int  #: to global memory, of less than 32 bits
     shared: int  #: bytes
     registers: int  #: of a thread
     stack: int  #: bytes of a thread, 0 where no register is spilled

@@ -75,7 +75,6 @@ def _encode(
     x,
     mean,
     out,
-    copy,
     lengths,
     rounding,
     IS_KEY: tl.constexpr,
@@ -84,8 +83,7 @@ def _encode(
     D_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Codes and scales of one block of tokens; where there is a `copy`, the tokens less their mean
-    too, rounded to its 16-bit type."""
+    """Codes and scales of one block of tokens."""
     i, h, b = place_in(grid)
     if IS_KEY:
         cu, n = lengths.cu_k, lengths.n_k
@@ -113,8 +111,6 @@ def _encode(
     base = out.ptr + h.to(tl.int64) * out.stride_h
     ptrs = tile_ptrs(base, start, BLOCK, column, out.stride_n, out.stride_d)
     tl.store(ptrs, codes, mask=column[None, :] < out.CHANNELS)
-    if copy is not None:
-        store_tokens(copy, cu, b, h, i * BLOCK, length_of(cu, n, b), tokens, D)
 
 
 @triton.jit
@@ -223,6 +219,16 @@ class Operands:
                 self._made[key] = self._codes(*key)
         return self._made[key]
 
+    def are_kept(self, site: str, tensor: str) -> bool:
+        """Whether a kernel that takes the mean out itself may read `kept`: whether that is in the
+        format of `site`, and nothing is to be copied."""
+        precision = self._problem.spec.site(site).precision
+        return not self.stored and DTYPES.get(precision) == self.tensors[tensor].dtype
+
+    def kept(self, tensor: str) -> Operand:
+        """`tensor` as the caller has it, with its mean, in 16 bit."""
+        return _in_16_bit(self.tensors[tensor])
+
     def _side(self, tensor: str) -> tuple[Tensor, Means | None, bool, int, int, Tensor | None]:
         x, problem = self.tensors[tensor], self._problem
         assert x is not None, f"{tensor} is no operand of the forward"
@@ -260,14 +266,11 @@ class Operands:
         )
         d_pad = triton.next_power_of_2(stored)
         grid = Grid(-(-longest // block), heads, self._problem.sequences)
-        precision = self._smoothed_format(tensor)
-        copy = None if precision is None else x.new_empty(x.shape, dtype=DTYPES[precision])
         _encode[grid.programs](
             grid,
             Strided.of(x),
             mean,
             operand,
-            None if copy is None else Strided.of(copy),
             self._problem.lengths,
             Rounding.of(self._problem.spec, tensor),
             is_key,
@@ -275,27 +278,10 @@ class Operands:
             d,
             d_pad,
             block,
-            num_warps=4 if block * d_pad <= 8192 else 8,
+            num_warps=4 if block * d_pad <= 4096 else 8,
             **LAUNCH,
         )
-        if copy is not None:
-            self._made[tensor, precision] = _in_16_bit(copy)
         return operand
-
-    def _smoothed_format(self, tensor: str) -> Precision | None:
-        """The format in which the backward needs smoothed Q or K beside its codes, if it does and
-        has none yet: the kernel that makes the codes then has it at hand."""
-        site = {"q": "dk", "k": "dq"}.get(tensor)
-        if (
-            site is None
-            or self.tensors["do"] is None
-            or self.stored
-            or self._side(tensor)[1] is None
-        ):
-            return None
-        precision = self._problem.spec.site(site).precision
-        wanted = precision is not Precision.INT8 and (tensor, precision) not in self._made
-        return precision if wanted else None
 
     def _numbers(self, tensor: str, precision: Precision) -> Operand:
         x, mean, is_key, block, longest, cu = self._side(tensor)

@@ -23,7 +23,7 @@ from sagesim_kernels.primitives import LAUNCH, row_sums
 _AT_ONCE: Final = 16384
 """Numbers that a program adds at once."""
 
-_CHUNK: Final = 256
+_CHUNK: Final = 128
 """Tokens of K that one program adds."""
 
 
@@ -167,7 +167,17 @@ def _means(
     grid = Grid(chunks, heads, sequences)
     step = min(chunk, _AT_ONCE // d_pad)
     _sum_chunks[grid.programs](
-        grid, Strided.of(x), sums, lengths, is_key, d, d_pad, chunk, step, **LAUNCH
+        grid,
+        Strided.of(x),
+        sums,
+        lengths,
+        is_key,
+        d,
+        d_pad,
+        chunk,
+        step,
+        num_warps=2,  # the fewer, the sooner their sums are one
+        **LAUNCH,
     )
     grid = Grid(means, heads, sequences)
     _divide_sums[grid.programs](

@@ -68,12 +68,12 @@ def _prepare_rows(
         return
     local = tl.arange(0, BQ)
     row = first + local
+    at = h.to(tl.int64) * tokens_q + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
+    factor = tl.load(q_scale + at + local, mask=row < n_q, other=1.0) * scale_log2
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, row, n_q, float("inf"))
     row_delta = products_with_o(o, do, lengths, b, h, first, D, D, BQ)
     row_delta = less_gradient(row_delta, d_lse, lengths, b, h, row, n_q, row_lse2)
     store_rows(delta, lengths.cu_q, b, h, row, n_q, row_delta)
-    at = h.to(tl.int64) * tokens_q + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
-    factor = tl.load(q_scale + at + local, mask=row < n_q, other=1.0) * scale_log2
     out = numbers + at * 4 + local
     tl.store(out, factor)
     tl.store(out + BQ, row_lse2)
@@ -136,13 +136,16 @@ def backward(
     o, do: as dq. lse2, d_lse, delta: float32 [sequences, heads, n_q].
     """
     q8, k8 = operands.at("qk_recompute", "q"), operands.at("qk_recompute", "k")
-    tokens = (operands.at("dk", "q"), operands.at("dq", "k"), operands.at("dp", "v"))
-    q16, k16, v, do = (x.ptr for x in (*tokens, operands.at("dp", "do")))
+    smooths = operands.k_mean is not None and operands.are_kept("dq", "k")
+    k = operands.kept("k") if smooths else operands.at("dq", "k")
+    tokens = (operands.at("dk", "q"), k, operands.at("dp", "v"), operands.at("dp", "do"))
+    q16, k16, v16, do16 = (x.ptr for x in tokens)
     kv_heads, heads, d = dk.shape[1], dq.shape[1], dq.shape[3]
     stored_q, stored_k = q8.scale.shape[1], k8.scale.shape[1] * _QUERIES
     lengths, scale = problem.lengths, problem.scale
     is_split = d == 64
-    together = math.gcd(1 if problem.is_causal else 4, problem.sequences * kv_heads)
+    alternating = 4 if is_split or not problem.is_causal else 1
+    together = math.gcd(alternating, problem.sequences * kv_heads)
 
     sums = dq.new_empty((heads * stored_q * d // 32, 32), dtype=torch.float32)
     numbers = dq.new_empty(heads * stored_q * 4, dtype=torch.float32)
@@ -172,10 +175,11 @@ def backward(
         loads(k8.ptr.view(-1, d), _KEYS),
         loads(q16, _QUERIES),
         loads(k16, _KEYS),
-        loads(v, _KEYS),
-        loads(do, _QUERIES),
+        loads(v16, _KEYS),
+        loads(do16, _QUERIES),
         TensorDescriptor.from_tensor(numbers, [NUMBERS.value], ROW.value),
         k8.scale,
+        operands.k_mean.ptr if smooths else None,
         Strided.of(dk),
         Strided.of(dv),
         TensorDescriptor.from_tensor(sums, [_QUERIES * d // 32, 32], part),

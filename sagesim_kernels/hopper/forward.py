@@ -36,7 +36,7 @@ class Tile(NamedTuple):
     stages: int
     """Loads of K and V in flight."""
     group: int
-    """Heads whose tiles of the same rows come one after the other: a power of two."""
+    """Heads whose tiles of the same rows come one after the other."""
     registers: int
     """Of a consumer's thread."""
 
@@ -56,7 +56,7 @@ _UNSPECIALIZED = (
     "heads",
     "groups",
     "longest_q",
-    "group_bits",
+    "group",
     "total",
     "programs",
 )
@@ -65,7 +65,7 @@ _UNSPECIALIZED = (
 @gluon.jit(do_not_specialize=_UNSPECIALIZED)
 def _forward(
     q8, k8, v, q_scale, k_scale, q_tokens, k_tokens, o, lse2, lse2_stride_b, lse2_stride_h,
-    scale_log2, cu_q, cu_k, n_q, n_k, heads, groups, longest_q, group_bits, total, programs,
+    scale_log2, cu_q, cu_k, n_q, n_k, heads, groups, longest_q, group, total, programs,
     IS_CAUSAL: gl.constexpr, LOWER_RIGHT: gl.constexpr, STAGED: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def _forward(
     codes = (Codes(q_scale, q_tokens), Codes(k_scale, k_tokens))
     shared = (q_s, k_s, v_s, full, empty, q_full, q_empty)
     lengths = Lengths(cu_q, cu_k, n_q, n_k, IS_CAUSAL, LOWER_RIGHT)
-    work = Work(heads, groups, longest_q, group_bits, total, programs)
+    work = Work(heads, groups, longest_q, group, total, programs)
     lse = Rows(lse2, lse2_stride_b, lse2_stride_h)
     gl.warp_specialize(
         [  # Gluon's comprehensions go over tuples, not over ranges
@@ -131,7 +131,7 @@ def forward(problem: Problem, operands: Operands, o: Tensor, lse2: Tensor) -> No
         heads,
         problem.groups,
         problem.longest_q,
-        math.gcd(tile.group, problem.sequences * heads).bit_length() - 1,
+        math.gcd(tile.group, problem.sequences * heads),
         total,
         programs,
         lengths.IS_CAUSAL,

@@ -49,7 +49,7 @@ class Work(NamedTuple):
     heads: Any
     groups: Any  #: heads for each head of k and v
     longest_q: Any
-    group_bits: Any  #: 2**group_bits heads come together: a divisor of sequences * heads
+    group: Any  #: of `Tile`, a divisor of sequences * heads
     total: Any  #: tiles
     programs: Any
 
@@ -91,14 +91,6 @@ def _pin(x, at):
 
 
 @gluon.jit
-def _divide(x, by):
-    """Quotient and remainder, of what is not negative: without a sign it takes half as long."""
-    x = x.to(gl.uint32)
-    by = by.to(gl.uint32)
-    return (x // by).to(gl.int32), (x % by).to(gl.int32)
-
-
-@gluon.jit
 def _tile_of(lap, lengths, work, ROWS: gl.constexpr):
     """The tile of a program's lap: its sequence, head and first query, and whether there is one.
 
@@ -112,15 +104,15 @@ def _tile_of(lap, lengths, work, ROWS: gl.constexpr):
     is_one = index < work.total
     index = gl.minimum(index, work.total - 1)
     tiles = (work.longest_q + ROWS - 1) // ROWS
-    groups, of_group = _divide(index, tiles << work.group_bits)
-    tile = of_group >> work.group_bits
-    head = (groups << work.group_bits) + (of_group & ((1 << work.group_bits) - 1))
+    together = tiles * work.group
+    tile = index % together // work.group
+    head = index // together * work.group + index % work.group
     if lengths.IS_CAUSAL:  # longest first
         tile = tiles - 1 - tile
-    b, h = _divide(head, work.heads)
+    b = head // work.heads
     first = tile * ROWS
     is_one = is_one & (first < length_of(lengths.cu_q, lengths.n_q, b))
-    return b, h, first, is_one
+    return b, head % work.heads, first, is_one
 
 
 @gluon.jit
@@ -165,7 +157,7 @@ def produce(
     for lap in range((work.total + work.programs - 1) // work.programs):
         b, h, first, is_one = _tile_of(lap, lengths, work, ROWS)
         if is_one:
-            k_head, _ = _divide(h, work.groups)
+            k_head = h // work.groups
             q_row = _first_row(q_codes, lengths.cu_q, lengths.n_q, b, h).to(gl.int32) + first
             k_start = stored_start_of(lengths.cu_k, lengths.n_k, b).to(gl.int32)
             k_row = k_head * k_codes.tokens + k_start
@@ -293,14 +285,13 @@ def consume(
             q_row = _first_row(q_codes, lengths.cu_q, lengths.n_q, b, h)
             q_factor = gl.load(q_codes.scale + q_row + queries, mask=queries < n_q, other=0.0)
             q_factor = q_factor * scale_log2
-            k_head, _ = _divide(h, work.groups)
-            k_row = _first_row(k_codes, lengths.cu_k, lengths.n_k, b, k_head)
-            k_ptr = k_codes.scale + k_row // BLOCK
-            k_next = gl.load(k_ptr + seen)
             for _ in range(tile_blocks - blocks):  # keys that only later rows of the tile see
                 _wait(full, n, STAGES)
                 mbarrier.arrive(empty.index(n % STAGES), count=1)
                 n += 1
+            k_row = _first_row(k_codes, lengths.cu_k, lengths.n_k, b, h // work.groups)
+            k_ptr = k_codes.scale + k_row // BLOCK
+            k_next = gl.load(k_ptr + seen)
             slot = consumer * 2 + tile % 2
             mbarrier.wait(q_full.index(slot), (tile // 2) & 1)
             tile += 1

@@ -54,15 +54,15 @@ def _sequence(lengths, b, first):
 
 @gluon.jit(do_not_specialize=["n_q", "n_k", "tiles", "heads", "tokens_q", "tokens_k"])
 def one_pass(
-    q8, k8, q16, k16, v, do, numbers, k_scale, dk, dv, sums, counters, packing, n_q, n_k, tiles,
-    heads, tokens_q, tokens_k, scale, STAGED: gl.constexpr, GROUPS: gl.constexpr,
+    q8, k8, q16, k16, v, do, numbers, k_scale, k_mean, dk, dv, sums, counters, packing, n_q, n_k,
+    tiles, heads, tokens_q, tokens_k, scale, STAGED: gl.constexpr, GROUPS: gl.constexpr,
     TOGETHER: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """A program for each tile of keys.
 
     TOGETHER: heads of k and v that alternate; programs that run at a time are of more heads then,
     and wait less. packing: `Lengths` without the numbers. tiles: of a head. heads: of k and v.
-    tokens_q, tokens_k: in storage, of a head.
+    tokens_q, tokens_k: in storage, of a head. k_mean: what k16 is still to be smoothed by, or None.
     """
     SLOTS: gl.constexpr = 2 if SPLIT else 1
     STAGES: gl.constexpr = SLOTS + 1  # with more, `split_load` might see the phase after the next
@@ -102,7 +102,7 @@ def one_pass(
     v_s = gl.allocate_shared_memory(dt, [1, BK, D], V)
     q8_s = gl.allocate_shared_memory(gl.int8, [STAGES, BQ, D], q8.layout)
     q16_s = gl.allocate_shared_memory(dt, [STAGES, BQ, D], V)
-    do_s = gl.allocate_shared_memory(dt, [STAGES, BQ, D], V)
+    do_s = gl.allocate_shared_memory(dt, [STAGES if SPLIT else STAGES + 1, BQ, D], V)
     ds_s = gl.allocate_shared_memory(dt, [SLOTS, BK, BQ], DS)
     dq_s = gl.allocate_shared_memory(gl.float32, [SLOTS, BQ * D // 32, 32], sums.layout)
     numbers_s = gl.allocate_shared_memory(gl.float32, [STAGES, NUMBERS], ROW)
@@ -110,13 +110,16 @@ def one_pass(
     if SPLIT:
         ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     else:
+        full_q = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        kept = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     filled = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     kv = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), 1)
         if not SPLIT:
+            mbarrier.init(full_q.index(i), 1)
             mbarrier.init(empty.index(i), 1)
     for i in gl.static_range(SLOTS):
         if SPLIT:
@@ -124,15 +127,25 @@ def one_pass(
         mbarrier.init(filled.index(i), 1)
         mbarrier.init(free.index(i), 1)
     mbarrier.init(kv, 1)
-    fence_async_shared()
-    mbarrier.expect(kv, BK * D * 5)
+    if SPLIT:
+        fence_async_shared()
+        mbarrier.expect(kv, BK * D * 5)
+    else:
+        mbarrier.init(kept, 1)
+        fence_async_shared()
+        mbarrier.expect(kept, BK * D * 2)
+        load_tokens(k16, of_keys, first, kept, k16_s.index(0))
+        mbarrier.expect(kv, BK * D * 3)
     load(k8, [row_k, 0], kv, k8_s.index(0))
     load_tokens(v, of_keys, first, kv, v_s.index(0))
-    load_tokens(k16, of_keys, first, kv, k16_s.index(0))
+    if SPLIT:
+        load_tokens(k16, of_keys, first, kv, k16_s.index(0))
 
     q = (q8, q16, do, numbers)
     q_s = (q8_s, q16_s, do_s, numbers_s)
     k_scales = k_scale + row_k // BQ
+    if k_mean is not None:
+        k_mean += z.to(gl.int64) * D
     outputs = (dk, dv, packing.cu_k, b, head)
     sent = (begin, end, row_q // BQ, tokens_q // BQ)
     CAUSAL: gl.constexpr = packing.IS_CAUSAL
@@ -144,7 +157,8 @@ def one_pass(
                     scale, GROUPS, D, STAGES, SLOTS,
                 )),
                 (split_queries, (
-                    k16_s, ds_s, dq_s, ready, filled, free, kv, blocks, tile, GROUPS, D, SLOTS,
+                    k16_s, k_mean, ds_s, dq_s, ready, filled, free, kv, blocks, tile, GROUPS, D,
+                    SLOTS,
                 )),
                 (split_load, (
                     q, q_s, full, ready, blocks, of_queries, row_q, tokens_q, GROUPS, D, STAGES,
@@ -166,11 +180,12 @@ def one_pass(
         gl.warp_specialize(
             [
                 (joint_compute, (
-                    k8_s, v_s, k16_s, q_s, ds_s, dq_s, full, empty, filled, free, kv, k_scales,
-                    outputs, blocks, tile, scale, GROUPS, D, STAGES,
+                    k8_s, v_s, k16_s, k_mean, q_s, ds_s, dq_s, full, full_q, empty, filled, free,
+                    kv, kept, k_scales, outputs, blocks, tile, scale, GROUPS, D, STAGES,
                 )),
                 (joint_load, (
-                    q, q_s, full, empty, blocks, of_queries, row_q, tokens_q, GROUPS, D, STAGES,
+                    q, q_s, full, full_q, empty, blocks, of_queries, row_q, tokens_q, GROUPS, D,
+                    STAGES,
                 )),
                 (send, (
                     0, sums, dq_s, filled, free, counters, sent, index, n_k, offset, GROUPS, D,

@@ -6,8 +6,9 @@ into shared memory, and the eight warps compute dQ too. `split_*` are what the w
 kernel do, `joint_*` those of the other.
 
 Barriers: `full` of a stage of loads and `empty` again, `ready` of dS, `filled` of a part of dQ in
-shared memory and `free` again, `kv` of the tile of keys. Loads, and all that follows from them, are
-counted on from one query head of the group to the next.
+shared memory and `free` again, `kv` of the tile of keys. For head size 128 Q has a barrier of its
+own, `full_q`, and so has the tile of keys in 16 bit, `kept`. Loads, and all that follows from them,
+are counted on from one query head of the group to the next.
 """
 
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -68,17 +69,31 @@ def _load_queries(q, q_s, full, stage, at, row8, i, D: gl.constexpr):
 
 
 @gluon.jit
-def _begin_scores(k8_s, v_s, q8_s, do_s, zero, stage):
+def _begin_scores(k8, v, q8, do):
     """S and dP, transposed, which are not to be read before a wait."""
     s = warpgroup_mma(
-        k8_s.index(zero), q8_s.index(stage).permute((1, 0)), gl.zeros((BK, BQ), gl.int32, MMA8),
-        use_acc=False, is_async=True,
-    )  # fmt: skip
+        k8, q8.permute((1, 0)), gl.zeros((BK, BQ), gl.int32, MMA8), use_acc=False, is_async=True
+    )
     dp = warpgroup_mma(
-        v_s.index(zero), do_s.index(stage).permute((1, 0)), gl.zeros((BK, BQ), gl.float32, MMA),
-        use_acc=False, is_async=True,
-    )  # fmt: skip
+        v, do.permute((1, 0)), gl.zeros((BK, BQ), gl.float32, MMA), use_acc=False, is_async=True
+    )
     return s, dp
+
+
+@gluon.jit
+def _wait_for_keys(k16, bar, mean, D: gl.constexpr, BY: gl.constexpr):
+    """Wait for the tile of keys in 16 bit, and take out the mean, if there is one, where it lies.
+    BY: so many warps."""
+    if mean is None:
+        mbarrier.wait(bar, 0)
+    else:
+        ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [BY, 1], [1, 0])
+        mean = gl.load(mean + gl.arange(0, D, gl.SliceLayout(0, ROWS)))
+        mbarrier.wait(bar, 0)
+        k = k16.load(ROWS).to(gl.float32) - mean[None, :]
+        k16.store(k.to(k16.dtype))
+        fence_async_shared()
+        barrier()
 
 
 @gluon.jit
@@ -201,7 +216,8 @@ def split_keys(
                 stage = n % STAGES
                 slot = n % SLOTS
                 mbarrier.wait(full.index(stage), (n // STAGES) & 1)
-                s, dp = _begin_scores(k8_s, v_s, q8_s, do_s, 0, stage)
+                do = do_s.index(stage)
+                s, dp = _begin_scores(k8_s.index(0), v_s.index(0), q8_s.index(stage), do)
                 s = warpgroup_mma_wait(1, deps=[s])
                 rows = viewed(numbers_s.index(stage), gl.float32, [4, BQ], ROW)
                 factor = rows.index(0).load(QUERIES)
@@ -210,7 +226,7 @@ def split_keys(
                 p16 = gl.convert_layout(p.to(do_s.dtype), A)
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 delta = rows.index(2).load(QUERIES)
-                dv = warpgroup_mma(p16, do_s.index(stage), dv, is_async=True)
+                dv = warpgroup_mma(p16, do, dv, is_async=True)
                 ds = _score_gradients(MASKED, p, dp, delta, keys, i, tile)
                 ds16 = ds.to(q16_s.dtype)
                 # dQ of the dS that was in this slot before is there
@@ -226,13 +242,13 @@ def split_keys(
 
 @gluon.jit
 def split_queries(
-    k16_s, ds_s, dq_s, ready, filled, free, kv, blocks, tile, GROUPS: gl.constexpr,
+    k16_s, k_mean, ds_s, dq_s, ready, filled, free, kv, blocks, tile, GROUPS: gl.constexpr,
     D: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Parts of dQ out of dS. Four warps."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     begin, _, end = blocks
-    mbarrier.wait(kv, 0)
+    _wait_for_keys(k16_s.index(0), kv, k_mean, D, 4)
     for n in range(GROUPS * (end - begin)):
         slot = n % SLOTS
         mbarrier.wait(ready.index(slot), (n // SLOTS) & 1)
@@ -247,24 +263,38 @@ def split_queries(
 
 @gluon.jit
 def joint_load(
-    q, q_s, full, empty, blocks, at, row8, tokens, GROUPS: gl.constexpr, D: gl.constexpr,
+    q, q_s, full, full_q, empty, blocks, at, row8, tokens, GROUPS: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
+    """`empty`: a step is done with its codes, and with all that the step before it has read. As dO
+    has a stage more, that frees all of the step after the next but Q, which is read last."""
+    q8, q16, do, numbers = q
+    q8_s, q16_s, do_s, numbers_s = q_s
     begin, _, end = blocks
     sequence, first_head, row = at
     for head in range(GROUPS):
         for i in range(begin, end):
             n = head * (end - begin) + i - begin
             stage = n % STAGES
-            mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
             own = (sequence, first_head + head, row)
-            _load_queries(q, q_s, full, stage, own, row8 + head * tokens, i, D)
+            own8 = row8 + head * tokens + i * BQ
+            mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, BQ * D * 3 + NUMBERS * 4)
+            load(q8, [own8, 0], bar, q8_s.index(stage))
+            load_tokens(do, own, i * BQ, bar, do_s.index(n % (STAGES + 1)))
+            load(numbers, [own8 // BQ * NUMBERS], bar, numbers_s.index(stage))
+            m = n + STAGES - 1  # the step before is the last in this one's stage
+            mbarrier.wait(empty.index(m % STAGES), ((m // STAGES) & 1) ^ 1)
+            bar = full_q.index(stage)
+            mbarrier.expect(bar, BQ * D * 2)
+            load_tokens(q16, own, i * BQ, bar, q16_s.index(stage))
 
 
 @gluon.jit
 def joint_compute(
-    k8_s, v_s, k16_s, q_s, ds_s, dq_s, full, empty, filled, free, kv, k_scale, outputs, blocks,
-    tile, scale, GROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    k8_s, v_s, k16_s, k_mean, q_s, ds_s, dq_s, full, full_q, empty, filled, free, kv, kept, k_scale,
+    outputs, blocks, tile, scale, GROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the parts of dQ."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
@@ -273,6 +303,7 @@ def joint_compute(
     begin, seeing, end = blocks
     q8_s, q16_s, do_s, numbers_s = q_s
     keys, k_scale, dk, dv = _begin_keys(k_scale, tile, D, ACC)
+    _wait_for_keys(k16_s.index(0), kept, k_mean, D, WARPS)
     mbarrier.wait(kv, 0)
     n = 0  # counted: what it could be computed from takes a register too many
     for _ in range(GROUPS):
@@ -282,8 +313,10 @@ def joint_compute(
                 # Unknown to the compiler, which would otherwise compute all descriptors before the
                 # loop and run out of registers.
                 zero = n >> 30
-                mbarrier.wait(full.index(stage), (n // STAGES) & 1)
-                s, dp = _begin_scores(k8_s, v_s, q8_s, do_s, zero, stage)
+                do = do_s.index(n % (STAGES + 1))
+                phase = (n // STAGES) & 1
+                mbarrier.wait(full.index(stage), phase)
+                s, dp = _begin_scores(k8_s.index(zero), v_s.index(zero), q8_s.index(stage), do)
                 rows = viewed(numbers_s.index(stage), gl.float32, [4, BQ], ROW)
                 factor = rows.index(0).load(QUERIES)
                 lse2 = rows.index(1).load(QUERIES)
@@ -292,13 +325,14 @@ def joint_compute(
                 delta = rows.index(2).load(QUERIES)
                 p16 = gl.convert_layout(p.to(do_s.dtype), A)
                 dp = warpgroup_mma_wait(0, deps=[dp])
-                dv = warpgroup_mma(p16, do_s.index(stage), dv, is_async=True)
+                dv = warpgroup_mma(p16, do, dv, is_async=True)
                 ds = _score_gradients(MASKED, p, dp, delta, keys, i, tile)
                 ds_s.index(zero).store(ds.to(q16_s.dtype))
                 fence_async_shared()
-                barrier()  # also: all warps are done with the products of the step before
-                mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1, pred=n > 0)
+                barrier()  # also: all warps are done with the codes, and with the step before
+                mbarrier.arrive(empty.index(stage), count=1)
                 dq_t = _begin_dq(ds_s.index(zero), k16_s.index(zero), D, ACCQ)
+                mbarrier.wait(full_q.index(stage), phase)
                 # of dS in shared memory, as in registers there would be too many of them
                 dk = warpgroup_mma(ds_s.index(zero), q16_s.index(stage), dk, is_async=True)
                 mbarrier.wait(free.index(0), (n & 1) ^ 1)

@@ -14,7 +14,7 @@ from sagesim.arguments import autocast
 from sagesim.backward import backward
 from sagesim.forward import forward
 from sagesim.inputs import check
-from sagesim.presets import SAGEBWD
+from sagesim.presets import FACTORED_QK
 from sagesim.spec import AttentionSpec
 
 
@@ -23,7 +23,7 @@ def attention(
     k: Float[Tensor, "*kv_heads n_k d"],
     v: Float[Tensor, "*kv_heads n_k d_v"],
     *,
-    spec: AttentionSpec = SAGEBWD,
+    spec: AttentionSpec = FACTORED_QK,
     is_causal: bool = False,
     attn_mask: Bool[Tensor, "*mask #n_q #n_k"] | None = None,
     scale: float | None = None,
@@ -37,7 +37,8 @@ def attention(
 
     Args:
         q, k, v: one floating dtype and device; any lengths, 0 and 1 included, any head size.
-        spec: the numerics; see `sagesim.AttentionSpec` and the presets.
+        spec: the numerics; see `sagesim.AttentionSpec` and the presets. The default is that of
+            `sagesim_kernels`, INT8 in QK alone; the paper's scheme is SAGEBWD.
         is_causal: query i attends to keys 0..i (aligned top-left, also where n_q != n_k).
         attn_mask: boolean, broadcastable to [*heads, n_q, n_k]; True attends.
         scale: of the logits; 1/sqrt(d) by default.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sagesim.arguments import check_tensors, resolve_input16
-from sagesim.presets import SAGEBWD
+from sagesim.presets import FACTORED_QK
 from sagesim.spec import MAPS, OPERANDS, SITES, AttentionSpec, Precision
 from sagesim_kernels.api import CausalAlignment, check_call, check_device
 from sagesim_kernels.backward import Gradients, backward
@@ -57,7 +57,7 @@ def trace(
     v: Tensor,
     do: Tensor,
     *,
-    spec: AttentionSpec = SAGEBWD,
+    spec: AttentionSpec = FACTORED_QK,
     is_causal: bool = False,
     causal_alignment: CausalAlignment = "upper_left",
     scale: float | None = None,

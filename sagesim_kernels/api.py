@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sagesim.arguments import autocast, check_spec, check_tensors
-from sagesim.presets import SAGEBWD
+from sagesim.presets import FACTORED_QK
 from sagesim.spec import AttentionSpec
 from sagesim_kernels.ops import forward_op, label_of, parse
 from sagesim_kernels.problem import logit_scale
@@ -24,7 +24,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    spec: AttentionSpec = SAGEBWD,
+    spec: AttentionSpec = FACTORED_QK,
     is_causal: bool = False,
     causal_alignment: CausalAlignment = "upper_left",
     scale: float | None = None,
@@ -43,7 +43,8 @@ def attention(
         q: [..., heads, n_q, d] in layout "HND", [..., n_q, heads, d] in "NHD"; float16, bfloat16 or
             float32, any strides. d up to 256.
         k, v: likewise, [..., kv heads, n_k, d] and [..., kv heads, n_k, d_v].
-        spec: the numerics; `supports` says which ones there are kernels for.
+        spec: the numerics; `supports` says which ones there are kernels for. By default INT8 in QK
+            alone, of the presets the fastest on an H200, at smaller errors than the paper's scheme.
         is_causal: query i attends to keys 0..i, or with causal_alignment="lower_right" to
             0..i + n_k - n_q.
         scale: of the logits; 1/sqrt(d) by default.
@@ -62,8 +63,9 @@ def attention(
             what is at fault; nothing is launched.
         RuntimeError: when differentiated twice.
 
-    Source: arXiv 2603.02170, Algorithms 1 and 2. Differs in: dK and dV, and dQ, in kernels of
-    their own, so that the backward is bit-reproducible; the online softmax only regroups sums.
+    Source: arXiv 2603.02170, Algorithms 1 and 2; the paper's own scheme is spec=SAGEBWD. Differs
+    in: the backward is bit-reproducible, by dQ in a kernel of its own, or parts of it added up in
+    one order; the online softmax only regroups sums.
     """
     _refuse(attn_mask, dropout_p)
     check_device(q)
@@ -110,7 +112,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    spec: AttentionSpec = SAGEBWD,
+    spec: AttentionSpec = FACTORED_QK,
     is_causal: bool = False,
     causal_alignment: CausalAlignment = "upper_left",
     scale: float | None = None,

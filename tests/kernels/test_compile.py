@@ -6,7 +6,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from sagesim import AttentionSpec
+from sagesim import FACTORED_QK, AttentionSpec
 from sagesim_kernels import attention, attention_varlen
 from sagesim_kernels.ops import backward_op, forward_op
 from tests.support.assertions import assert_bitwise
@@ -128,7 +128,7 @@ class TestCompiled:
         compiled = torch.compile(
             lambda *x: attention(*x, layout="NHD", return_lse=True), fullgraph=True, backend=backend
         )
-        assert_same(run(compiled, c), eager(c, FEW["sagebwd"], layout="NHD"))
+        assert_same(run(compiled, c), eager(c, FACTORED_QK, layout="NHD"))
 
     def test_at_most_two_compilations_for_ten_lengths(self, backend):
         counter = CompileCounterWithBackend(backend)
@@ -174,7 +174,7 @@ class TestCompiled:
         )
         with torch.autocast(DEVICE, dtype=dtype):
             found = run(compiled, replace_do(c, dtype))
-            expected = eager(replace_do(c, dtype), FEW["sagebwd"])
+            expected = eager(replace_do(c, dtype), FACTORED_QK)
         assert found.o.dtype is dtype
         assert_same(found, expected)
 
@@ -220,7 +220,7 @@ class TestAutocast:
         with torch.autocast(DEVICE, dtype=dtype):
             grads = torch.autograd.grad(o, leaves, c.do)
         found = Results(o.detach(), lse.detach(), *grads)
-        assert_same(found, run_kernels(c, FEW["sagebwd"]))
+        assert_same(found, run_kernels(c, FACTORED_QK))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from sagesim import CAUSAL_SAFE, FPA_BF16, FPA_FP16, SAGEBWD, AttentionSpec
+from sagesim import CAUSAL_SAFE, FACTORED_QK, FPA_BF16, FPA_FP16, SAGEBWD, AttentionSpec
 from sagesim_kernels import attention, attention_varlen
 from tests.support.assertions import assert_bitwise, assert_within_budget
 from tests.support.calls import Outputs, run_exact
@@ -135,7 +135,8 @@ class TestBeyondInt32:
             assert_same(Results(*(x[i, j] for x in found)), Results(*(x[0, 0] for x in alone)))
         assert not found.o[0, 0].any() and not found.dk[-1, -2].any()
 
-    def test_many_tokens_in_one_packed_batch(self):
+    @pytest.mark.parametrize("spec", [SAGEBWD, FACTORED_QK], ids=["sagebwd", "factored_qk"])
+    def test_many_tokens_in_one_packed_batch(self, spec):
         """Codes of all sequences lie in one row of 2**31 / 64 tokens and more: the last sequence as
         it is alone."""
         n, sequences, d = 1024, 33_000, 64
@@ -148,9 +149,9 @@ class TestBeyondInt32:
             packed.append(y.requires_grad_())
         assert packed[0].numel() > 2**31
         cu = torch.arange(0, sequences + 1, dtype=torch.int32, device="cuda") * n
-        o = attention_varlen(*packed, cu, cu, n, n)
+        o = attention_varlen(*packed, cu, cu, n, n, spec=spec)
         (o[-n:] * do).sum().backward()
-        alone = run_kernels(one, SAGEBWD)
+        alone = run_kernels(one, spec)
         found = (o.detach(), *(x.grad for x in packed))
         for name, x in zip(NAMES, found, strict=True):
             expected = getattr(alone, name).transpose(0, 1)
@@ -250,16 +251,18 @@ class TestGraphs:
 class TestCompiled:
     """Promise 15 with inductor's own CUDA graphs, inside a layer."""
 
+    @pytest.mark.parametrize("heads", [4, 1])
     @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-    def test_a_layer(self, mode):
+    def test_a_layer(self, mode, heads):
+        """Of the default spec; with one head of 64 on Hopper by its own kernels."""
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(2, 70, 64, generator=generator).cuda().half()
         w = (torch.randn(3, 64, 64, generator=generator) / 8).cuda().half()
 
         def layer(x: Tensor, w: Tensor) -> Tensor:
             q, k, v = (x @ y for y in w)
-            heads = [y.unflatten(-1, (4, 16)) for y in (q, k, v)]
-            return attention(*heads, layout="NHD", is_causal=True).flatten(-2)
+            split = [y.unflatten(-1, (heads, -1)) for y in (q, k, v)]
+            return attention(*split, layout="NHD", is_causal=True).flatten(-2)
 
         compiled = torch.compile(layer, fullgraph=True, mode=mode)
         for _ in range(3):
@@ -306,7 +309,11 @@ torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("spec", [SAGEBWD, CAUSAL_SAFE, FPA_BF16], ids=["sagebwd", "safe", "bf16"])
+@pytest.mark.parametrize(
+    "spec",
+    [SAGEBWD, CAUSAL_SAFE, FACTORED_QK, FPA_BF16],
+    ids=["sagebwd", "safe", "factored_qk", "bf16"],
+)
 def test_checkpointing_under_autocast_is_bit_equal(
     spec: AttentionSpec, use_reentrant: bool
 ) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from sagesim import FACTORED_QK, Smoothing
 from sagesim_kernels import attention, attention_varlen, hopper
 from tests.kernels.contract import check
-from tests.kernels.problems import LAYOUTS, ORDINARY, Problem
+from tests.kernels.problems import KINDS, LAYOUTS, ORDINARY, Problem
 from tests.support import examples
 from tests.support.assertions import assert_bitwise
 from tests.support.kernels import Results, assert_same, kernel_case, run_kernels
@@ -78,7 +78,7 @@ def test_kernels_meet_the_contract(lengths, d, dtype, mask):
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    kind = st.sampled_from(sorted(ORDINARY))
+    kind = st.sampled_from(draw(st.sampled_from((sorted(ORDINARY), sorted(KINDS)))))
     return Problem(
         spec=draw(st.sampled_from(list(SPECS.values()))),
         n_q=draw(st.sampled_from(LENGTHS)),
@@ -90,7 +90,7 @@ def problems(draw: st.DrawFn) -> Problem:
         dtype=draw(st.sampled_from(("bfloat16", "float16", "float32"))),
         is_causal=draw(st.booleans()),
         causal_alignment=draw(st.sampled_from(("upper_left", "lower_right"))),
-        scale=draw(st.sampled_from((None, 0.03, 0.0))),
+        scale=draw(st.sampled_from((None, 0.03, 1.0, 0.0))),
         layout=draw(st.sampled_from(LAYOUTS)),
         do_layout=draw(st.sampled_from((*LAYOUTS, "expanded"))),
         seed=draw(st.integers(0, 2**32 - 1)),

@@ -16,6 +16,7 @@ from torch.autograd.gradcheck import GradcheckError
 from sagesim import (
     CAUSAL_SAFE,
     FACTORED_PV16,
+    FACTORED_QK,
     FPA,
     FPA_BF16,
     PRESETS,
@@ -129,7 +130,7 @@ class TestGradients:
     @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
     def test_gradients_of_some_inputs_alone(self, wanted):
         c = case(seed=1, n_q=20, n_k=30, d=8)
-        expected = run_attention(c, SAGEBWD)[1:]
+        expected = run_attention(c, FACTORED_QK)[1:]
         leaves = [x.requires_grad_(i in wanted) for i, x in enumerate(c.tensors[:3])]
         o = attention(*leaves)
         found = torch.autograd.grad(o, [leaves[i] for i in wanted], c.do)
@@ -141,7 +142,7 @@ class TestGradients:
         with torch.no_grad():
             o = attention(c.q, c.k, c.v)
         assert not o.requires_grad
-        assert_bitwise(actual=o, expected=run_attention(c, SAGEBWD).o, what="o")
+        assert_bitwise(actual=o, expected=run_attention(c, FACTORED_QK).o, what="o")
 
 
 STRIDES = {

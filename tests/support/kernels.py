@@ -10,6 +10,7 @@ from torch import Tensor
 from sagesim import (
     FACTORED,
     FACTORED_PV16,
+    FACTORED_QK,
     FPA_BF16,
     FPA_FP16,
     SAGEBWD,
@@ -41,12 +42,14 @@ SPECS: dict[str, AttentionSpec] = {
         block_q=32,
     ),
     "fpa_fp16": FPA_FP16,
-} | ({} if IS_INTERPRETED else {"fpa_bf16": FPA_BF16})
+} | ({} if IS_INTERPRETED else {"fpa_bf16": FPA_BF16, "factored_qk": FACTORED_QK})
 """Every way the kernels have: scales by block and by token, delta from O and from P, Q smoothed,
-means subtracted from 16-bit operands, products in INT8 and in 16 bit."""
+means subtracted from 16-bit operands, products in INT8 and in 16 bit, and Hopper's own kernels."""
 
 FEW: dict[str, AttentionSpec] = {
-    name: SPECS[name] for name in ("sagebwd", "q_smoothed", "fpa_fp16")
+    name: SPECS[name]
+    for name in ("sagebwd", "q_smoothed", "fpa_fp16", "factored_qk")
+    if name in SPECS
 }
 """The same, each way once."""
 

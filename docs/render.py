@@ -171,6 +171,29 @@ def gpu_checks() -> str:
     return markdown(["check", "command", "printed last", "machine"], rows)
 
 
+def speed() -> str:
+    """Times as fast as two peers, from the worst shape to the best, at 4096 tokens and more."""
+    data = load("bench")
+    peers = {"sdpa flash": "FlashAttention-2 (SDPA)", "sdpa cudnn": "cuDNN (SDPA)"}
+    timed = [c for c in data["cases"].values() if c["part"] == "speed" and c["tokens"] >= 4096]
+    rows: list[list[str]] = []
+    for spec in ("factored_qk", "sagebwd", "factored"):
+        for head_size in (64, 128):
+            runs = [c["runs"] for c in timed if c["head_dim"] == head_size]
+            cells = [f"`{spec}`", str(head_size)]
+            for peer in peers:
+                found = [r[peer]["both"]["ms"] / r[spec]["both"]["ms"] for r in runs]
+                cells.append(f"{min(found):.2f} to {max(found):.2f}")
+            rows.append(cells)
+    longest = max(c["tokens"] for c in timed)
+    machine = data["machine"]
+    return (
+        markdown(["spec", "head size", *peers.values()], rows)
+        + f"\n\n4096 to {longest} tokens, causal and full, bfloat16: `{data['command']}` on "
+        f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}."
+    )
+
+
 def mutations() -> str:
     """Planted bugs, and which were caught by what."""
     data = load("mutations")
@@ -190,7 +213,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pretraining": pretraining.finals,
     "pretraining_outcome": pretraining.outcome,
     **{f.__name__: f for f in (finding, attribution, table1, causality)},
-    **{f.__name__: f for f in (table1_kernels, gpu_checks, mutations)},
+    **{f.__name__: f for f in (table1_kernels, gpu_checks, mutations, speed)},
     "cost_cpu": lambda: cost("cost_cpu"),
     "cost_h200": lambda: cost("cost_h200"),
 }

@@ -219,15 +219,15 @@ class Operands:
                 self._made[key] = self._codes(*key)
         return self._made[key]
 
-    def are_kept(self, site: str, tensor: str) -> bool:
-        """Whether a kernel that takes the mean out itself may read `kept`: whether that is in the
-        format of `site`, and nothing is to be copied."""
+    def may_be_raw(self, site: str, tensor: str) -> bool:
+        """Whether `raw`, less its mean, is `tensor` in the format of `site`: whether that is 16 bit
+        and the caller's, and nothing is to be copied."""
         precision = self._problem.spec.site(site).precision
-        return not self.stored and DTYPES.get(precision) == self.tensors[tensor].dtype
+        return not self.stored and DTYPES.get(precision) == self._side(tensor)[0].dtype
 
-    def kept(self, tensor: str) -> Operand:
-        """`tensor` as the caller has it, with its mean, in 16 bit."""
-        return _in_16_bit(self.tensors[tensor])
+    def raw(self, tensor: str) -> Operand:
+        """`tensor` as the caller has it, with its mean, which the kernel takes out itself."""
+        return _in_16_bit(self._side(tensor)[0])
 
     def _side(self, tensor: str) -> tuple[Tensor, Means | None, bool, int, int, Tensor | None]:
         x, problem = self.tensors[tensor], self._problem

@@ -56,8 +56,8 @@ def _prepare_rows(
     D: tl.constexpr,
     BQ: tl.constexpr,
 ):
-    """A program for each block of queries: delta, what `one_pass` reads of the block's rows, and no
-    parts of dQ.
+    """A program for each block of queries: delta, what `one_pass` reads of the block's rows, and a
+    count of 0 parts of dQ.
 
     q_scale: float32 [heads, tokens_q], in storage; behind the last query of a sequence P becomes 0.
     """
@@ -136,15 +136,15 @@ def backward(
     o, do: as dq. lse2, d_lse, delta: float32 [sequences, heads, n_q].
     """
     q8, k8 = operands.at("qk_recompute", "q"), operands.at("qk_recompute", "k")
-    smooths = operands.k_mean is not None and operands.are_kept("dq", "k")
-    k = operands.kept("k") if smooths else operands.at("dq", "k")
+    mean = operands.k_mean if operands.may_be_raw("dq", "k") else None
+    k = operands.at("dq", "k") if mean is None else operands.raw("k")
     tokens = (operands.at("dk", "q"), k, operands.at("dp", "v"), operands.at("dp", "do"))
     q16, k16, v16, do16 = (x.ptr for x in tokens)
     kv_heads, heads, d = dk.shape[1], dq.shape[1], dq.shape[3]
     stored_q, stored_k = q8.scale.shape[1], k8.scale.shape[1] * _QUERIES
     lengths, scale = problem.lengths, problem.scale
     is_split = d == 64
-    alternating = 4 if is_split or not problem.is_causal else 1
+    alternating = 4 if is_split or not problem.is_causal else 1  # measured: docs/speed.md
     together = math.gcd(alternating, problem.sequences * kv_heads)
 
     sums = dq.new_empty((heads * stored_q * d // 32, 32), dtype=torch.float32)
@@ -179,7 +179,7 @@ def backward(
         loads(do16, _QUERIES),
         TensorDescriptor.from_tensor(numbers, [NUMBERS.value], ROW.value),
         k8.scale,
-        operands.k_mean.ptr if smooths else None,
+        None if mean is None else mean.ptr,
         Strided.of(dk),
         Strided.of(dv),
         TensorDescriptor.from_tensor(sums, [_QUERIES * d // 32, 32], part),

@@ -93,7 +93,7 @@ def _forward(
     lse = Rows(lse2, lse2_stride_b, lse2_stride_h)
     gl.warp_specialize(
         [  # Gluon's comprehensions go over tuples, not over ranges
-            # `o` in a tuple with a name would have strides that Triton 3.6 knows nothing of
+            # `o` is not assigned before: Triton 3.6 would forget that its stride is 1
             (consume, (i, CONSUMERS, STAGES, D, codes, shared, (o, lse, scale_log2), lengths, work))
             if i < CONSUMERS
             else (produce, (CONSUMERS, STAGES, STAGED, inputs, codes, shared, lengths, work))

@@ -112,7 +112,7 @@ def one_pass(
     else:
         full_q = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-        kept = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        full_k = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     filled = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     kv = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -131,10 +131,10 @@ def one_pass(
         fence_async_shared()
         mbarrier.expect(kv, BK * D * 5)
     else:
-        mbarrier.init(kept, 1)
+        mbarrier.init(full_k, 1)
         fence_async_shared()
-        mbarrier.expect(kept, BK * D * 2)
-        load_tokens(k16, of_keys, first, kept, k16_s.index(0))
+        mbarrier.expect(full_k, BK * D * 2)
+        load_tokens(k16, of_keys, first, full_k, k16_s.index(0))
         mbarrier.expect(kv, BK * D * 3)
     load(k8, [row_k, 0], kv, k8_s.index(0))
     load_tokens(v, of_keys, first, kv, v_s.index(0))
@@ -181,7 +181,7 @@ def one_pass(
             [
                 (joint_compute, (
                     k8_s, v_s, k16_s, k_mean, q_s, ds_s, dq_s, full, full_q, empty, filled, free,
-                    kv, kept, k_scales, outputs, blocks, tile, scale, GROUPS, D, STAGES,
+                    kv, full_k, k_scales, outputs, blocks, tile, scale, GROUPS, D, STAGES,
                 )),
                 (joint_load, (
                     q, q_s, full, full_q, empty, blocks, of_queries, row_q, tokens_q, GROUPS, D,

@@ -7,8 +7,8 @@ kernel do, `joint_*` those of the other.
 
 Barriers: `full` of a stage of loads and `empty` again, `ready` of dS, `filled` of a part of dQ in
 shared memory and `free` again, `kv` of the tile of keys. For head size 128 Q has a barrier of its
-own, `full_q`, and so has the tile of keys in 16 bit, `kept`. Loads, and all that follows from them,
-are counted on from one query head of the group to the next.
+own, `full_q`, and so has the tile of keys in 16 bit, `full_k`. Loads, and all that follows from
+them, are counted on from one query head of the group to the next.
 """
 
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -83,7 +83,10 @@ def _begin_scores(k8, v, q8, do):
 @gluon.jit
 def _wait_for_keys(k16, bar, mean, D: gl.constexpr, BY: gl.constexpr):
     """Wait for the tile of keys in 16 bit, and take out the mean, if there is one, where it lies.
-    BY: so many warps."""
+
+    Rows behind the last token are zeros, and become the mean's negative: their dS is 0. BY: warps
+    that do this.
+    """
     if mean is None:
         mbarrier.wait(bar, 0)
     else:
@@ -266,8 +269,9 @@ def joint_load(
     q, q_s, full, full_q, empty, blocks, at, row8, tokens, GROUPS: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`empty`: a step is done with its codes, and with all that the step before it has read. As dO
-    has a stage more, that frees all of the step after the next but Q, which is read last."""
+    """`empty`: a step is done with its codes and numbers, and with all that the step before it has
+    read. That frees Q of the step after it, and, as dO has a stage more, all but Q of the step
+    after that."""
     q8, q16, do, numbers = q
     q8_s, q16_s, do_s, numbers_s = q_s
     begin, _, end = blocks
@@ -284,7 +288,7 @@ def joint_load(
             load(q8, [own8, 0], bar, q8_s.index(stage))
             load_tokens(do, own, i * BQ, bar, do_s.index(n % (STAGES + 1)))
             load(numbers, [own8 // BQ * NUMBERS], bar, numbers_s.index(stage))
-            m = n + STAGES - 1  # the step before is the last in this one's stage
+            m = n + STAGES - 1  # of two stages: waits until the step before is done with its codes
             mbarrier.wait(empty.index(m % STAGES), ((m // STAGES) & 1) ^ 1)
             bar = full_q.index(stage)
             mbarrier.expect(bar, BQ * D * 2)
@@ -293,8 +297,9 @@ def joint_load(
 
 @gluon.jit
 def joint_compute(
-    k8_s, v_s, k16_s, k_mean, q_s, ds_s, dq_s, full, full_q, empty, filled, free, kv, kept, k_scale,
-    outputs, blocks, tile, scale, GROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    k8_s, v_s, k16_s, k_mean, q_s, ds_s, dq_s, full, full_q, empty, filled, free, kv, full_k,
+    k_scale, outputs, blocks, tile, scale, GROUPS: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the parts of dQ."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
@@ -303,7 +308,7 @@ def joint_compute(
     begin, seeing, end = blocks
     q8_s, q16_s, do_s, numbers_s = q_s
     keys, k_scale, dk, dv = _begin_keys(k_scale, tile, D, ACC)
-    _wait_for_keys(k16_s.index(0), kept, k_mean, D, WARPS)
+    _wait_for_keys(k16_s.index(0), full_k, k_mean, D, WARPS)
     mbarrier.wait(kv, 0)
     n = 0  # counted: what it could be computed from takes a register too many
     for _ in range(GROUPS):

@@ -205,9 +205,12 @@ def test_a_sequence_is_computed_as_if_it_were_alone(d, mask):
 @pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("tensor", range(4))
+@pytest.mark.parametrize(("n_q", "is_causal"), [(200, True), (400, True), (400, False)])
 @pytest.mark.parametrize("d", HEAD_SIZES)
-def test_wild_numbers_stay_in_their_head(tensor, value, d):
-    c = kernel_case(torch.bfloat16, seed=2, n_q=200, n_k=333, d=d, heads=(2, 3), is_causal=True)
+def test_wild_numbers_stay_in_their_head(tensor, value, d, n_q, is_causal):
+    """Of 200 queries not all keys are seen, and K is smoothed before; else it is by the kernel."""
+    c = kernel_case(torch.bfloat16, seed=2, n_q=n_q, n_k=333, d=d, heads=(2, 3))
+    c = replace(c, is_causal=is_causal)
     clean = run_kernels(c, FACTORED_QK)
     c.tensors[tensor][1, 1, 20, 5] = value
     found = run_kernels(c, FACTORED_QK)
@@ -251,3 +254,6 @@ def test_strides_change_no_bit(d):
         lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
     ):
         assert_same(run_kernels(c.map(lay_out), FACTORED_QK), expected)
+    expanded = replace(c, k=c.k[:, :1].expand_as(c.k), v=c.v[:, :1].expand_as(c.v))
+    expected = run_kernels(expanded.map(torch.Tensor.contiguous), FACTORED_QK)
+    assert_same(run_kernels(expanded, FACTORED_QK), expected)

@@ -18,6 +18,8 @@ from sagesim_kernels.bench.jobs import preparation_share
 
 TITLES: Final = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
 _NOT_RUN: Final = "-"
+_WORDS: Final = {"forward": "forward", "backward": "backward", "both": "forward and backward"}
+"""What a table calls one of `PASSES`."""
 
 
 class Table(NamedTuple):
@@ -72,13 +74,13 @@ def ratio(case: dict[str, Any], name: str, peer: str, which: str = "both") -> fl
     return case["runs"][peer][which]["ms"] / case["runs"][name][which]["ms"]
 
 
-def speed(document: dict[str, Any], panel: Panel) -> Table:
-    """TFLOP/s of forward, backward and both."""
+def speed(document: dict[str, Any], panel: Panel, which: str = "both") -> Table:
+    """TFLOP/s of one of `PASSES`."""
 
     def cell(case: dict[str, Any], name: str) -> str:
-        return " / ".join(f"{teraflops(case, name, which):.0f}" for which in PASSES)
+        return f"{teraflops(case, name, which):.0f}"
 
-    return _grid(document, panel, "TFLOP/s, forward / backward / both", cell)
+    return _grid(document, panel, f"TFLOP/s, {_WORDS[which]}", cell)
 
 
 def times(document: dict[str, Any], panel: Panel) -> Table:
@@ -112,25 +114,28 @@ def preparation(document: dict[str, Any], panel: Panel) -> Table:
     return _grid(document, panel, "preparation, of the time of all kernels", cell, ours)
 
 
-def ratios(document: dict[str, Any], panel: Panel) -> Table:
-    """How many times as fast as each peer: forward, backward and both."""
-    peers, specs = document["settings"]["peers"], document["settings"]["specs"]
-
-    def cell(case: dict[str, Any], name: str, peer: str) -> str:
-        if name not in case["runs"] or peer not in case["runs"]:
-            return _NOT_RUN
-        return " / ".join(f"{ratio(case, name, peer, which):.2f}" for which in PASSES)
-
+def ratios(document: dict[str, Any], panel: Panel, which: str = "both") -> Table:
+    """How many times as fast as each peer that ran, in one of `PASSES`."""
+    timed = cases(document, "speed", panel)
     rows = [
-        [name, str(case["tokens"]), *(cell(case, name, peer) for peer in peers)]
-        for name in specs
-        for case in cases(document, "speed", panel)
+        [
+            f"{spec} to {peer}",
+            *(
+                f"{ratio(case, spec, peer, which):.2f}"
+                if spec in case["runs"] and peer in case["runs"]
+                else _NOT_RUN
+                for case in timed
+            ),
+        ]
+        for spec in document["settings"]["specs"]
+        for peer in document["settings"]["peers"]
+        if any(peer in case["runs"] for case in timed)
     ]
-    title = f"times as fast as each peer, forward / backward / both, {panel}"
-    return Table(title, ["spec", "tokens", *peers], rows)
+    title = f"times as fast as each peer, {_WORDS[which]}, {panel}"
+    return Table(title, ["tokens", *(str(case["tokens"]) for case in timed)], rows)
 
 
-def ranges(document: dict[str, Any]) -> Table:
+def ranges(document: dict[str, Any], which: str = "both") -> Table:
     """From the worst to the best of `ratios`, over every length, head size and mask."""
     peers, specs = document["settings"]["peers"], document["settings"]["specs"]
     rows: list[list[str]] = []
@@ -139,12 +144,11 @@ def ranges(document: dict[str, Any]) -> Table:
         for peer in peers:
             timed = cases(document, "speed")
             both = [c for c in timed if name in c["runs"] and peer in c["runs"]]
-            found = [ratio(c, name, peer) for c in both]
+            found = [ratio(c, name, peer, which) for c in both]
             cells.append(f"{min(found):.2f} to {max(found):.2f}" if found else _NOT_RUN)
         rows.append([name, *cells])
-    return Table(
-        "times as fast as each peer, forward and backward, over all shapes", ["spec", *peers], rows
-    )
+    title = f"times as fast as each peer, {_WORDS[which]}, over all shapes"
+    return Table(title, ["spec", *peers], rows)
 
 
 def accuracy(document: dict[str, Any], key: str) -> Table:
@@ -235,9 +239,9 @@ def every_table(document: dict[str, Any]) -> list[Table]:
         found += [payoff(document, panel, sigma) for sigma in measured]
     found.append(not_run(document))
     for make in (speed, ratios):
-        found += [make(document, panel) for panel in timed]
+        found += [make(document, panel, which) for which in PASSES for panel in timed]
     if timed:
-        found.append(ranges(document))
+        found += [ranges(document, which) for which in PASSES]
     return [table for table in found if table.rows]
 
 
@@ -248,13 +252,13 @@ def _grid(
     cell: Callable[[dict[str, Any], str], str],
     names: Sequence[str] = (),
 ) -> Table:
-    """A row for each length and a column for each contender."""
-    columns = list(names or contenders(document))
+    """A row for each contender and a column for each length."""
+    timed = cases(document, "speed", panel)
     rows = [
-        [str(case["tokens"]), *(cell(case, n) if n in case["runs"] else _NOT_RUN for n in columns)]
-        for case in cases(document, "speed", panel)
+        [name, *(cell(case, name) if name in case["runs"] else _NOT_RUN for case in timed)]
+        for name in names or contenders(document)
     ]
-    return Table(f"{title}, {panel}", ["tokens", *columns], rows)
+    return Table(f"{title}, {panel}", ["tokens", *(str(case["tokens"]) for case in timed)], rows)
 
 
 def _head(first: str, names: Sequence[str]) -> list[str]:

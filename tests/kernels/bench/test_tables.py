@@ -2,7 +2,7 @@
 
 import pytest
 
-from sagesim_kernels.bench.cases import PAYOFF_SITES, PEERS, SPECS
+from sagesim_kernels.bench.cases import PASSES, PAYOFF_SITES, PEERS, SPECS
 from sagesim_kernels.bench.tables import (
     Panel,
     accuracy,
@@ -28,6 +28,11 @@ def column(table, name):
     return [row[list(table.head).index(name)] for row in table.rows]
 
 
+def row(table, name):
+    (found,) = (cells for first, *cells in table.rows if first == name)
+    return found
+
+
 def test_panels():
     assert panels(document(), "speed") == [Panel(d, c) for d in (64, 128) for c in (False, True)]
     assert str(CAUSAL) == "head size 64, causal mask"
@@ -35,25 +40,31 @@ def test_panels():
 
 def test_speed():
     """One millisecond for 10^12 operations is 1000 TFLOP/s."""
-    table = speed(document(), CAUSAL)
-    assert table.head == ["tokens", *SPECS, *PEERS] and column(table, "tokens") == LENGTHS
-    assert set(column(table, "factored")) == {"1000 / 1000 / 1000"}
-    assert set(column(table, "sdpa cudnn")) == {"800 / 800 / 800"}
+    for which in PASSES:
+        table = speed(document(), CAUSAL, which)
+        assert table.head == ["tokens", *LENGTHS] and column(table, "tokens") == [*SPECS, *PEERS]
+        assert set(row(table, "factored")) == {"1000"}
+        assert set(row(table, "sdpa cudnn")) == {"800"}
 
 
 def test_who_did_not_run_is_there_and_has_no_number():
     for make in (speed, times, memory):
-        assert set(column(make(document(), FULL), "flash-attn-4")) == {"-"}
-        assert set(column(make(document(), FULL), "FlexAttention")) == {"-"}
-        assert "-" not in column(make(document(), CAUSAL), "FlexAttention")
+        assert set(row(make(document(), FULL), "flash-attn-4")) == {"-"}
+        assert set(row(make(document(), FULL), "FlexAttention")) == {"-"}
+        assert "-" not in row(make(document(), CAUSAL), "FlexAttention")
 
 
 def test_ratios():
-    table = ratios(document(), FULL)
-    assert [row[:2] for row in table.rows] == [[s, n] for s in SPECS for n in LENGTHS]
-    assert set(column(table, "sdpa flash")) == {"2.00 / 2.00 / 2.00"}
-    assert set(column(table, "sdpa efficient")) == {"4.00 / 4.00 / 4.00"}
-    assert set(column(table, "flash-attn-4")) == {"-"}
+    changed = document()
+    changed["cases"]["speed d64 full n2048"]["runs"]["sdpa flash"]["forward"]["ms"] *= 2
+    ran = PEERS[:3]  # of the full mask
+    for which in PASSES:
+        table = ratios(changed, FULL, which)
+        assert table.head == ["tokens", *LENGTHS]
+        assert column(table, "tokens") == [f"{s} to {p}" for s in SPECS for p in ran]
+        doubled = "4.00" if which == "forward" else "2.00"
+        assert row(table, "factored to sdpa flash") == ["2.00", "2.00", doubled, *["2.00"] * 4]
+        assert set(row(table, "factored to sdpa efficient")) == {"4.00"}
 
 
 def test_ranges_are_over_every_shape():
@@ -67,23 +78,23 @@ def test_ranges_are_over_every_shape():
 
 
 def test_memory_and_times():
-    assert set(column(memory(document(), FULL), "sagebwd")) == {"200 / 900"}
+    assert set(row(memory(document(), FULL), "sagebwd")) == {"200 / 900"}
     # 3.5 * 4 * 16384 tokens * 4096 * 2048 channels / 10^12
-    assert column(times(document(), FULL), "sagebwd")[3] == "1.92 (0.5)"
+    assert row(times(document(), FULL), "sagebwd")[3] == "1.92 (0.5)"
 
 
 def test_preparation_is_of_ours():
     table = preparation(document(), FULL)
-    assert table.head == ["tokens", *SPECS]
-    assert set(column(table, "factored")) == {"10.0%"}
+    assert column(table, "tokens") == list(SPECS)
+    assert set(row(table, "factored")) == {"10.0%"}
 
 
 def test_what_could_not_be_measured_has_no_number_and_a_reason():
     changed = document()
     run = changed["cases"]["speed d64 full n512"]["runs"]["factored"]
     run |= {"jobs_ms": None, "saved_bytes": None, "not_measured": {"jobs_ms": "no profiler"}}
-    assert column(preparation(changed, FULL), "factored") == ["-", *["10.0%"] * 6]
-    assert column(memory(changed, FULL), "factored") == ["- / 900", *["200 / 900"] * 6]
+    assert row(preparation(changed, FULL), "factored") == ["-", *["10.0%"] * 6]
+    assert row(memory(changed, FULL), "factored") == ["- / 900", *["200 / 900"] * 6]
     rows = not_run(changed).rows
     assert ["factored", "speed d64 full n512", "jobs_ms: no profiler"] in rows
 
@@ -130,9 +141,9 @@ def test_in_every_case():
 
 def test_every_table():
     tables = every_table(document())
-    # memory, times, preparation, speed, ratios; errors; pay-off at two sigmas; who did not run;
-    # ranges of ratios
-    assert len(tables) == 5 * 4 + 9 + 4 * 2 + 2
+    # memory, times, preparation; speed and ratios of three passes; errors; pay-off at two sigmas;
+    # who did not run; ranges of ratios
+    assert len(tables) == (3 + 2 * 3) * 4 + 9 + 4 * 2 + 1 + 3
     for table in tables:
         assert table.rows and all(len(row) == len(table.head) for row in table.rows)
 

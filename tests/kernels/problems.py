@@ -273,11 +273,23 @@ def problems(draw: st.DrawFn, preset: AttentionSpec) -> Problem:
     )
 
 
+def _compiled_for(length: int) -> tuple[int, bool, bool]:
+    return length % 16, length == 1, length <= 64
+
+
 @st.composite
 def alike(draw: st.DrawFn, preset: AttentionSpec, count: int) -> list[Problem]:
-    """Problems that differ in their numbers only, so that kernels are compiled once for all."""
+    """Problems for which kernels are compiled once: they differ in their numbers, and in lengths as
+    far from a multiple of 16, and all or none of them one token, or one block."""
     first = draw(problems(preset))
-    others = [replace(first, **draw(_numbers(first.parsed))) for _ in range(count - 1)]
+    n_q, n_k = (
+        st.sampled_from([m for m in LENGTHS if _compiled_for(m) == _compiled_for(n)])
+        for n in (first.n_q, first.n_k)
+    )
+    others = [
+        replace(first, n_q=draw(n_q), n_k=draw(n_k), **draw(_numbers(first.parsed)))
+        for _ in range(count - 1)
+    ]
     return [first, *others]
 
 

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 CASES = {"fast": 500, "long": 10_000, "cuda": 20_000}
-PARTS, ALIKE = (25, 4) if DEVICE == "cuda" else (2, 1)
+PARTS, ALIKE = (25, 10) if DEVICE == "cuda" else (2, 1)
 """Parts of each preset's cases, for workers to share, and cases for which kernels are compiled."""
 
 MOST_DIFFERING = 1e-3

@@ -16,8 +16,8 @@ from sagesim_kernels.bench.meter import Elapsed, Kernel
 _FLUSHED_BYTES: Final = 2**28
 """More than any L2 cache holds (H200: 50 MB, B200: 126 MB)."""
 
-_FLUSHES: Final = 32
-"""Writes of that many bytes before what is timed: some 2 ms on an H200, in which the host launches
+_FLUSHES: Final = 64
+"""Writes of that many bytes before what is timed: some 4 ms on an H200, in which the host launches
 it all, as it runs ahead of the device in training. A run whose host time is longer is not hidden
 by them: it is timed with the gaps that it has."""
 

@@ -18,6 +18,8 @@ import pretraining
 
 from sagesim.experiments.gaussian import COLUMNS, PAPER_TABLE_1
 from sagesim.metrics import TITLES
+from sagesim_kernels.bench.machine import one_line
+from sagesim_kernels.bench.tables import cases, ratio
 
 ROOT = Path(__file__).parents[1]
 MARK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -175,22 +177,21 @@ def speed() -> str:
     """Times as fast as two peers, from the worst shape to the best, at 4096 tokens and more."""
     data = load("bench")
     peers = {"sdpa flash": "FlashAttention-2 (SDPA)", "sdpa cudnn": "cuDNN (SDPA)"}
-    timed = [c for c in data["cases"].values() if c["part"] == "speed" and c["tokens"] >= 4096]
+    timed = [case for case in cases(data, "speed") if case["tokens"] >= 4096]
     rows: list[list[str]] = []
     for spec in ("factored_qk", "sagebwd", "factored"):
         for head_size in (64, 128):
-            runs = [c["runs"] for c in timed if c["head_dim"] == head_size]
+            ours = [case for case in timed if case["head_dim"] == head_size]
             cells = [f"`{spec}`", str(head_size)]
             for peer in peers:
-                found = [r[peer]["both"]["ms"] / r[spec]["both"]["ms"] for r in runs]
+                found = [ratio(case, spec, peer) for case in ours]
                 cells.append(f"{min(found):.2f} to {max(found):.2f}")
             rows.append(cells)
-    longest = max(c["tokens"] for c in timed)
-    machine = data["machine"]
+    longest = max(case["tokens"] for case in timed)
     return (
         markdown(["spec", "head size", *peers.values()], rows)
-        + f"\n\n4096 to {longest} tokens, causal and full, bfloat16: `{data['command']}` on "
-        f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}."
+        + f"\n\n4096 to {longest} tokens, causal and full, bfloat16."
+        + source(data | {"machine": one_line(data["machine"])})
     )
 
 

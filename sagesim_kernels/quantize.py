@@ -219,15 +219,16 @@ class Operands:
                 self._made[key] = self._codes(*key)
         return self._made[key]
 
-    def may_be_raw(self, site: str, tensor: str) -> bool:
-        """Whether `raw`, less its mean, is `tensor` in the format of `site`: whether that is 16 bit
-        and the caller's, and nothing is to be copied."""
-        precision = self._problem.spec.site(site).precision
-        return not self.stored and DTYPES.get(precision) == self._side(tensor)[0].dtype
+    def unsmoothed(self, site: str, tensor: str) -> tuple[Operand, Means | None]:
+        """`tensor` for a kernel that takes its mean out itself: as the caller has it, and the mean.
 
-    def raw(self, tensor: str) -> Operand:
-        """`tensor` as the caller has it, with its mean, which the kernel takes out itself."""
-        return _in_16_bit(self._side(tensor)[0])
+        Where that is not in the format of `site`, or is to be copied: as `at` gives it, and None.
+        """
+        x, mean, *_ = self._side(tensor)
+        precision = self._problem.spec.site(site).precision
+        if mean is None or self.stored or DTYPES.get(precision) != x.dtype:
+            return self.at(site, tensor), None
+        return _in_16_bit(x), mean
 
     def _side(self, tensor: str) -> tuple[Tensor, Means | None, bool, int, int, Tensor | None]:
         x, problem = self.tensors[tensor], self._problem

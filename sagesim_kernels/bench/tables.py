@@ -110,29 +110,20 @@ def preparation(document: dict[str, Any], panel: Panel) -> Table:
         jobs = case["runs"][name]["jobs_ms"]
         return f"{preparation_share(jobs):.1%}" if jobs else _NOT_RUN
 
-    ours = document["settings"]["specs"]
+    ours = [(name,) for name in document["settings"]["specs"]]
     return _grid(document, panel, "preparation, of the time of all kernels", cell, ours)
 
 
 def ratios(document: dict[str, Any], panel: Panel, which: str = "both") -> Table:
     """How many times as fast as each peer that ran, in one of `PASSES`."""
+
+    def cell(case: dict[str, Any], spec: str, peer: str) -> str:
+        return f"{ratio(case, spec, peer, which):.2f}"
+
     timed = cases(document, "speed", panel)
-    rows = [
-        [
-            f"{spec} to {peer}",
-            *(
-                f"{ratio(case, spec, peer, which):.2f}"
-                if spec in case["runs"] and peer in case["runs"]
-                else _NOT_RUN
-                for case in timed
-            ),
-        ]
-        for spec in document["settings"]["specs"]
-        for peer in document["settings"]["peers"]
-        if any(peer in case["runs"] for case in timed)
-    ]
-    title = f"times as fast as each peer, {_WORDS[which]}, {panel}"
-    return Table(title, ["tokens", *(str(case["tokens"]) for case in timed)], rows)
+    peers = [p for p in document["settings"]["peers"] if any(p in case["runs"] for case in timed)]
+    pairs = [(spec, peer) for spec in document["settings"]["specs"] for peer in peers]
+    return _grid(document, panel, f"times as fast as each peer, {_WORDS[which]}", cell, pairs)
 
 
 def ranges(document: dict[str, Any], which: str = "both") -> Table:
@@ -249,16 +240,19 @@ def _grid(
     document: dict[str, Any],
     panel: Panel,
     title: str,
-    cell: Callable[[dict[str, Any], str], str],
-    names: Sequence[str] = (),
+    cell: Callable[..., str],
+    rows: Sequence[tuple[str, ...]] = (),
 ) -> Table:
-    """A row for each contender and a column for each length."""
+    """A row for each contender, or for those named together, and a column for each length.
+
+    cell: of a case, and of whoever has the row; not asked where one of them did not run.
+    """
     timed = cases(document, "speed", panel)
-    rows = [
-        [name, *(cell(case, name) if name in case["runs"] else _NOT_RUN for case in timed)]
-        for name in names or contenders(document)
-    ]
-    return Table(f"{title}, {panel}", ["tokens", *(str(case["tokens"]) for case in timed)], rows)
+    found: list[list[str]] = []
+    for who in rows or [(name,) for name in contenders(document)]:
+        cells = [cell(c, *who) if c["runs"].keys() >= {*who} else _NOT_RUN for c in timed]
+        found.append([" to ".join(who), *cells])
+    return Table(f"{title}, {panel}", ["tokens", *(str(case["tokens"]) for case in timed)], found)
 
 
 def _head(first: str, names: Sequence[str]) -> list[str]:

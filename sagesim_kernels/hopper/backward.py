@@ -136,8 +136,7 @@ def backward(
     o, do: as dq. lse2, d_lse, delta: float32 [sequences, heads, n_q].
     """
     q8, k8 = operands.at("qk_recompute", "q"), operands.at("qk_recompute", "k")
-    mean = operands.k_mean if operands.may_be_raw("dq", "k") else None
-    k = operands.at("dq", "k") if mean is None else operands.raw("k")
+    k, mean = operands.unsmoothed("dq", "k")
     tokens = (operands.at("dk", "q"), k, operands.at("dp", "v"), operands.at("dp", "do"))
     q16, k16, v16, do16 = (x.ptr for x in tokens)
     kv_heads, heads, d = dk.shape[1], dq.shape[1], dq.shape[3]

@@ -127,15 +127,13 @@ def one_pass(
         mbarrier.init(filled.index(i), 1)
         mbarrier.init(free.index(i), 1)
     mbarrier.init(kv, 1)
-    if SPLIT:
-        fence_async_shared()
-        mbarrier.expect(kv, BK * D * 5)
-    else:
+    if not SPLIT:
         mbarrier.init(full_k, 1)
-        fence_async_shared()
+    fence_async_shared()
+    if not SPLIT:
         mbarrier.expect(full_k, BK * D * 2)
         load_tokens(k16, of_keys, first, full_k, k16_s.index(0))
-        mbarrier.expect(kv, BK * D * 3)
+    mbarrier.expect(kv, BK * D * (5 if SPLIT else 3))
     load(k8, [row_k, 0], kv, k8_s.index(0))
     load_tokens(v, of_keys, first, kv, v_s.index(0))
     if SPLIT:

@@ -15,6 +15,7 @@ them, are counted on from one query head of the group to the next.
 
 from __future__ import annotations
 
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -45,6 +46,12 @@ ROW = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 shared memory."""
 
 
+@constexpr_function
+def _whole_rows(channels, warps):
+    """Threads next to each other have what is next to each other in a row, eight numbers each."""
+    return gl.BlockedLayout([1, 8], [32 // (channels // 8), channels // 8], [warps, 1], [1, 0])
+
+
 @gluon.jit
 def load_tokens(x, at, first, bar, buffer):
     """Tokens of a tensor of four dimensions. at: its sequence, its head and the row of token 0."""
@@ -56,15 +63,19 @@ def load_tokens(x, at, first, bar, buffer):
 
 
 @gluon.jit
-def _load_queries(q, q_s, full, stage, at, row8, i, D: gl.constexpr):
-    """Block i of queries. row8: of the head's first token in storage."""
+def _load_queries(q, q_s, bar, stages, at, row8, i, WITH_Q: gl.constexpr, D: gl.constexpr):
+    """Block i of queries: codes, dO and numbers, and Q in 16 bit if it has no barrier of its own.
+
+    stages: of dO, and of all else. row8: of the head's first token in storage.
+    """
     q8, q16, do, numbers = q
     q8_s, q16_s, do_s, numbers_s = q_s
-    bar = full.index(stage)
-    mbarrier.expect(bar, BQ * D * 5 + NUMBERS * 4)
+    do_stage, stage = stages
+    mbarrier.expect(bar, BQ * D * (5 if WITH_Q else 3) + NUMBERS * 4)
     load(q8, [row8 + i * BQ, 0], bar, q8_s.index(stage))
-    load_tokens(do, at, i * BQ, bar, do_s.index(stage))
-    load_tokens(q16, at, i * BQ, bar, q16_s.index(stage))
+    load_tokens(do, at, i * BQ, bar, do_s.index(do_stage))
+    if WITH_Q:
+        load_tokens(q16, at, i * BQ, bar, q16_s.index(stage))
     load(numbers, [(row8 // BQ + i) * NUMBERS], bar, numbers_s.index(stage))
 
 
@@ -90,7 +101,7 @@ def _wait_for_keys(k16, bar, mean, D: gl.constexpr, BY: gl.constexpr):
     if mean is None:
         mbarrier.wait(bar, 0)
     else:
-        ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [BY, 1], [1, 0])
+        ROWS: gl.constexpr = _whole_rows(D, BY)
         mean = gl.load(mean + gl.arange(0, D, gl.SliceLayout(0, ROWS)))
         mbarrier.wait(bar, 0)
         k = k16.load(ROWS).to(gl.float32) - mean[None, :]
@@ -157,8 +168,7 @@ def _store(x, cu, b, head, tile, value, buffer, D: gl.constexpr):
     first, stored, n_k, _ = tile
     FORMAT: gl.constexpr = x.ptr.dtype.element_ty
     THROUGH: gl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth == 16
-    ACROSS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [WARPS, 1], [1, 0])
-    OUT: gl.constexpr = ACROSS if THROUGH else value.type.layout
+    OUT: gl.constexpr = _whole_rows(D, WARPS) if THROUGH else value.type.layout
     value = value.to(FORMAT)
     if THROUGH:
         shared = viewed(buffer, FORMAT, [BK, D], buffer.layout)
@@ -197,7 +207,9 @@ def split_load(
                 m = n - STAGES + 1
                 mbarrier.wait(ready.index(m % SLOTS), (m // SLOTS) & 1)
             own = (sequence, first_head + head, row)
-            _load_queries(q, q_s, full, n % STAGES, own, row8 + head * tokens, i, D)
+            stages = (n % STAGES, n % STAGES)
+            bar = full.index(n % STAGES)
+            _load_queries(q, q_s, bar, stages, own, row8 + head * tokens, i, True, D)
 
 
 @gluon.jit
@@ -272,8 +284,6 @@ def joint_load(
     """`empty`: a step is done with its codes and numbers, and with all that the step before it has
     read. That frees Q of the step after it, and, as dO has a stage more, all but Q of the step
     after that."""
-    q8, q16, do, numbers = q
-    q8_s, q16_s, do_s, numbers_s = q_s
     begin, _, end = blocks
     sequence, first_head, row = at
     for head in range(GROUPS):
@@ -281,18 +291,15 @@ def joint_load(
             n = head * (end - begin) + i - begin
             stage = n % STAGES
             own = (sequence, first_head + head, row)
-            own8 = row8 + head * tokens + i * BQ
+            stages = (n % (STAGES + 1), stage)
             mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
             bar = full.index(stage)
-            mbarrier.expect(bar, BQ * D * 3 + NUMBERS * 4)
-            load(q8, [own8, 0], bar, q8_s.index(stage))
-            load_tokens(do, own, i * BQ, bar, do_s.index(n % (STAGES + 1)))
-            load(numbers, [own8 // BQ * NUMBERS], bar, numbers_s.index(stage))
+            _load_queries(q, q_s, bar, stages, own, row8 + head * tokens, i, False, D)
             m = n + STAGES - 1  # of two stages: waits until the step before is done with its codes
             mbarrier.wait(empty.index(m % STAGES), ((m // STAGES) & 1) ^ 1)
             bar = full_q.index(stage)
             mbarrier.expect(bar, BQ * D * 2)
-            load_tokens(q16, own, i * BQ, bar, q16_s.index(stage))
+            load_tokens(q[1], own, i * BQ, bar, q_s[1].index(stage))
 
 
 @gluon.jit

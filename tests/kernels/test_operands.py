@@ -96,15 +96,19 @@ def test_keys_are_smoothed_by_a_kernel_where_they_are_what_it_rounds_to():
     """A kernel that takes out the mean itself gives what `_copy` does: in one rounding."""
     problem = packed((3,), (130,))
     do = problem.q
-    assert Operands(problem, do).may_be_raw("dq", "k")
-    assert not Operands(problem, do, stored=True).may_be_raw("dq", "k")
-    assert not Operands(replace(problem, k=problem.k.float()), do).may_be_raw("dq", "k")
-    assert not Operands(replace(problem, spec=SAGEBWD), do).may_be_raw("dq", "k")
+    others = (
+        Operands(problem, do, stored=True),
+        Operands(replace(problem, k=problem.k.float()), do),
+        Operands(replace(problem, spec=SAGEBWD), do),
+    )
+    for operands in others:
+        found, mean = operands.unsmoothed("dq", "k")
+        assert mean is None and found is operands.at("dq", "k")
     operands = Operands(problem, do)
-    mean = operands.k_mean.ptr
+    raw, mean = operands.unsmoothed("dq", "k")
     assert_bitwise(
         actual=operands.at("dq", "k").ptr,
-        expected=(operands.raw("k").ptr.float() - mean).half(),
+        expected=(raw.ptr.float() - mean.ptr).half(),
         what="smoothed K",
     )
 

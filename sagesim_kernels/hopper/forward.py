@@ -6,7 +6,6 @@ loads by TMA, and each of its consumers, warpgroups, computes 64 query rows of t
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -16,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sagesim_kernels.hopper.device import loads, processors
 from sagesim_kernels.hopper.forward_warps import BLOCK, Codes, Work, consume, produce
+from sagesim_kernels.hopper.schedule import group_of
 from sagesim_kernels.layout import Lengths, Rows, Strided
 from sagesim_kernels.primitives import LAUNCH, LOG2_E
 from sagesim_kernels.problem import Problem
@@ -35,13 +35,11 @@ class Tile(NamedTuple):
     """Warpgroups, of 64 query rows each."""
     stages: int
     """Loads of K and V in flight."""
-    group: int
-    """Heads whose tiles of the same rows come one after the other."""
     registers: int
     """Of a consumer's thread."""
 
 
-TILES = {64: Tile(4, 6, 1, 112), 128: Tile(3, 6, 16, 160)}
+TILES = {64: Tile(4, 6, 112), 128: Tile(3, 6, 160)}
 """By head size."""
 
 PRODUCER_REGISTERS = gl.constexpr(24)
@@ -109,10 +107,16 @@ def forward(problem: Problem, operands: Operands, o: Tensor, lse2: Tensor) -> No
     q, k, v = operands.at("qk", "q"), operands.at("qk", "k"), operands.at("pv", "v")
     heads, d = o.shape[1], o.shape[3]
     tile = TILES[d]
-    tiles = -(-problem.longest_q // (tile.consumers * BLOCK.value))
-    total = problem.sequences * heads * tiles
+    rows = tile.consumers * BLOCK.value
+    n_q, n_k = problem.longest_q, problem.longest_k
+    total = problem.sequences * heads * -(-n_q // rows)
     programs = min(total, processors())
     lengths = problem.lengths
+    offset = None
+    if problem.is_causal:
+        offset = n_k - n_q if problem.lower_right else 0
+    head_bytes = n_k * d * (k.ptr.element_size() + v.ptr.element_size()) // problem.groups
+    group = group_of(n_q, n_k, offset, rows, problem.sequences * heads, programs, head_bytes)
     _forward[(programs,)](
         loads(q.ptr.view(-1, d), BLOCK.value),
         loads(k.ptr.view(-1, d), BLOCK.value),
@@ -131,7 +135,7 @@ def forward(problem: Problem, operands: Operands, o: Tensor, lse2: Tensor) -> No
         heads,
         problem.groups,
         problem.longest_q,
-        math.gcd(tile.group, problem.sequences * heads),
+        group,
         total,
         programs,
         lengths.IS_CAUSAL,

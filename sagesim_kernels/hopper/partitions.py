@@ -292,10 +292,9 @@ def joint_load(
             stage = n % STAGES
             own = (sequence, first_head + head, row)
             stages = (n % (STAGES + 1), stage)
-            mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
             bar = full.index(stage)
             _load_queries(q, q_s, bar, stages, own, row8 + head * tokens, i, False, D)
-            m = n + STAGES - 1  # of two stages: waits until the step before is done with its codes
+            m = n + 1  # for Q: the step before is done with the step before that
             mbarrier.wait(empty.index(m % STAGES), ((m // STAGES) & 1) ^ 1)
             bar = full_q.index(stage)
             mbarrier.expect(bar, BQ * D * 2)

@@ -64,15 +64,22 @@ class Tally:
             self.count(name, other.differing[name], entries)
 
     @property
-    def fraction(self) -> float:
-        return sum(self.differing.values()) / max(1, sum(self.entries.values()))
+    def total(self) -> int:
+        """All that differ."""
+        return sum(self.differing.values())
+
+    @property
+    def counted(self) -> int:
+        """All entries."""
+        return sum(self.entries.values())
 
     def __str__(self) -> str:
         parts = (
             f"{name} {self.differing[name]} of {entries}"
             for name, entries in sorted(self.entries.items())
         )
-        return f"codes unlike the emulator's: {self.fraction:.2e}; " + ", ".join(parts)
+        share = self.total / max(1, self.counted)
+        return f"codes unlike the emulator's: {share:.2e}; " + ", ".join(parts)
 
 
 def run_kernels(
@@ -262,10 +269,14 @@ class _Checker:
             o = Ball.exactly(self.found.o)
             do = Ball.exactly(self.tokens["do"])
             delta = o.times(do).sum(-1, o.mid.shape[-1] + 1)
-        self._inside("delta", delta.where(~self.dead, 0.0))
-        own = Ball.exactly(self.found.delta)[0][..., None]
-        self.ds = self.dp.minus(Ball.exactly(own)).rounded(1).times(self.p).rounded(1)
-        self.ds = self.ds.where(self.attends, 0.0)
+        delta = delta.where(~self.dead, 0.0)
+        self._inside("delta", delta)
+        self.ds = self._score_gradients(Ball.exactly(self.found.delta))
+        self.ds_of_any = self._score_gradients(delta)
+
+    def _score_gradients(self, delta: Ball) -> Ball:
+        ds = self.dp.minus(Ball(delta.mid[..., None], delta.radius[..., None])).rounded(1)
+        return ds.times(self.p).rounded(1).where(self.attends, 0.0)
 
     def _backward(self) -> None:
         dv = self._map_transposed_by_tokens("dv", self.p, "do")
@@ -369,13 +380,28 @@ class _Checker:
         assert_within_bound(
             actual=tri.codes, exact=exact, bound=steps, what=f"{name} codes against the emulator's"
         )
-        # Where dP - delta cancels to nothing, as in a row of one key, the codes are noise.
         counted = self.attends & (y.radius < 0.25)
+        if only_scale is None:
+            counted &= self._is_determined(site, x, scale)
         if OPERANDS[site][0] == "ds" and self.spec.delta is Delta.FROM_O:
             counted &= ~self._other_o[..., None]
         differing = (tri.codes != sim.codes) & counted
         self.tally.count(name, int(differing.sum()), int(counted.sum()))
         return codes, scale
+
+    def _is_determined(self, site: str, x: Ball, scale: Tensor) -> Tensor:
+        """Whether codes are known to within a quarter of a step, whoever computes them from O.
+
+        Where dP - delta cancels to nothing, as in a row of one key, they are noise; and so are all
+        that have their scale from there.
+        """
+        if OPERANDS[site][0] == "ds":
+            x = self.ds_of_any
+        how = self.spec.site(site).lhs
+        least = self._amax(x.mid.abs() - x.radius, how).clamp(min=0.0)
+        most = self._amax(x.size, how)
+        either = torch.where(most <= VANISHING, 0.0, most / least - 1)
+        return (x.radius + x.size * either) / scale < 0.25
 
     @property
     def _other_o(self) -> Tensor:

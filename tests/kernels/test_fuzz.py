@@ -30,6 +30,9 @@ PARTS, ALIKE = (25, 10) if DEVICE == "cuda" else (2, 1)
 MOST_DIFFERING = 1e-3
 """Of the codes of P and dS, over ordinary inputs: docs/numerics.md, Between implementations."""
 
+ENOUGH = 20_000
+"""Codes to tell that share from: those of a row may all lie near ties."""
+
 
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("preset", PRESETS)
@@ -45,7 +48,11 @@ def test_kernels_meet_the_contract(preset: str, part: int, request: pytest.Fixtu
     @given(alike(PRESETS[preset], ALIKE))
     def run(several: list[Problem]) -> None:
         for problem in several:
-            found = check(problem.case, problem.parsed, problem.causal_alignment)
+            try:
+                found = check(problem.case, problem.parsed, problem.causal_alignment)
+            except Exception as error:
+                error.add_note(f"in {problem!r}")
+                raise
             if problem.is_ordinary:
                 tally.add(found)
 
@@ -53,7 +60,26 @@ def test_kernels_meet_the_contract(preset: str, part: int, request: pytest.Fixtu
         run = seed(list(PRESETS).index(preset) * PARTS + part)(run)
     run()
     print(tally)
-    assert tally.fraction <= MOST_DIFFERING, str(tally)
+    assert tally.total <= MOST_DIFFERING * max(ENOUGH, tally.counted), str(tally)
+
+
+def test_codes_whose_scale_is_noise_are_not_held_to_the_emulators() -> None:
+    """In rows 20 and 31 one key has all of P; its dS, and so the row's scale, is what is left of
+    dP - delta: 20 times the emulator's in one of them, and codes from 1 to 31."""
+    problem = Problem(
+        spec="factored round=half_away",
+        n_q=63,
+        n_k=31,
+        d=64,
+        d_v=64,
+        heads=(1, 1, 1),
+        kinds=("outlier_channel", "gaussian", "outlier_channel", "outlier_channel"),
+        dtype="float16",
+        seed=1557556872,
+    )
+    tally = check(problem.case, problem.parsed)
+    assert tally.entries["dq.ds"] > 1000
+    assert tally.differing["dq.ds"] == 0
 
 
 @pytest.mark.parametrize("lengths", [(20, 33), (33, 20), (40, 40), (1, 70), (70, 1), (130, 66)])

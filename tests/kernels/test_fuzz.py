@@ -1,7 +1,9 @@
 """Kernels are the emulator on anything they take: 500 cases, 10,000 under the long profile, and
 20,000 with `--device cuda`."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 import torch
@@ -23,6 +25,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),
 ]
 
+Run = TypeVar("Run", bound=Callable[..., None])
+
 CASES = {"fast": 500, "long": 10_000, "cuda": 20_000}
 PARTS, ALIKE = (25, 10) if DEVICE == "cuda" else (2, 1)
 """Parts of each preset's cases, for workers to share, and cases for which kernels are compiled."""
@@ -32,6 +36,11 @@ MOST_DIFFERING = 1e-3
 
 ENOUGH = 20_000
 """Codes to tell that share from: those of a row may all lie near ties."""
+
+
+def drawn_by_itself(number: int) -> Callable[[Run], Run]:
+    """Of tests with other numbers, which would else be drawn alike where draws are fixed."""
+    return seed(number) if settings.default.derandomize else lambda run: run
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -44,6 +53,7 @@ def test_kernels_meet_the_contract(preset: str, part: int, request: pytest.Fixtu
     total = CASES["cuda" if device == "cuda" else "fast" if is_fast else "long"]
     tally = Tally()
 
+    @drawn_by_itself(list(PRESETS).index(preset) * PARTS + part)
     @settings(max_examples=-(-total // (len(PRESETS) * PARTS * ALIKE)))
     @given(alike(PRESETS[preset], ALIKE))
     def run(several: list[Problem]) -> None:
@@ -56,8 +66,6 @@ def test_kernels_meet_the_contract(preset: str, part: int, request: pytest.Fixtu
             if problem.is_ordinary:
                 tally.add(found)
 
-    if is_fast:  # every part draws cases of its own
-        run = seed(list(PRESETS).index(preset) * PARTS + part)(run)
     run()
     print(tally)
     assert tally.total <= MOST_DIFFERING * max(ENOUGH, tally.counted), str(tally)
@@ -137,34 +145,48 @@ def run_attention(case: Case, problem: Problem, layout: str) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
-@given(data=st.data())
-@examples(15)
-def test_attention_returns_the_bytes_of_the_trace(layout: str, data: st.DataObject) -> None:
-    preset = data.draw(st.sampled_from(sorted(PRESETS)))
-    problem = data.draw(problems(PRESETS[preset]))
-    found = run_attention(problem.case, problem, layout)
-    expected = run_kernels(problem.case, problem.parsed, problem.causal_alignment)
-    for name in OUTPUTS:
-        if name != "delta":
-            assert_bitwise(actual=found[name], expected=getattr(expected, name), what=name)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_attention_returns_the_bytes_of_the_trace(preset: str, layout: str) -> None:
+    @drawn_by_itself(list(PRESETS).index(preset))
+    @examples(2)
+    @given(problems(PRESETS[preset]))
+    def run(problem: Problem) -> None:
+        found = run_attention(problem.case, problem, layout)
+        expected = run_kernels(problem.case, problem.parsed, problem.causal_alignment)
+        for name in OUTPUTS:
+            if name != "delta":
+                assert_bitwise(actual=found[name], expected=getattr(expected, name), what=name)
+
+    run()
 
 
-@given(data=st.data())
-@examples(15)
-def test_packed_sequences_are_computed_one_by_one(data: st.DataObject) -> None:
-    """Bit for bit, outputs and gradients; sequences may be empty on either side."""
-    preset = data.draw(st.sampled_from(sorted(PRESETS)))
-    problem = data.draw(problems(PRESETS[preset]))
-    count = data.draw(st.integers(1, 3))
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Lengths of packed sequences, of queries and of keys, behind a 0 each."""
+    count = draw(st.integers(1, 3))
     length = st.sampled_from((0, 1, 5, 16, 31, 33, 50, 65))
-    cuts = {
-        side: [0, *data.draw(st.lists(length, min_size=count, max_size=count).filter(any))]
-        for side in ("q", "k")
-    }
-    starts = {side: torch.tensor(x).cumsum(0).tolist() for side, x in cuts.items()}
-    packed = replace(
-        problem, n_q=starts["q"][-1], n_k=starts["k"][-1], heads=(1, *problem.heads[1:])
-    )
+    several = st.lists(length, min_size=count, max_size=count).filter(any)
+    return [0, *draw(several)], [0, *draw(several)]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_packed_sequences_are_computed_one_by_one(preset: str) -> None:
+    """Bit for bit, outputs and gradients; sequences may be empty on either side."""
+
+    @drawn_by_itself(list(PRESETS).index(preset))
+    @examples(3)
+    @given(problems(PRESETS[preset]), cuts())
+    def run(problem: Problem, lengths: tuple[list[int], list[int]]) -> None:
+        check_packed(problem, *lengths)
+
+    run()
+
+
+def check_packed(problem: Problem, *lengths: list[int]) -> None:
+    """The problem's attention of packed sequences of these lengths, and of each of them."""
+    starts = [torch.tensor(x).cumsum(0).tolist() for x in lengths]
+    n_q, n_k = (x[-1] for x in starts)
+    packed = replace(problem, n_q=n_q, n_k=n_k, heads=(1, *problem.heads[1:]))
     options = {
         "spec": problem.parsed,
         "is_causal": problem.is_causal,
@@ -174,12 +196,11 @@ def test_packed_sequences_are_computed_one_by_one(data: st.DataObject) -> None:
     }
     *leaves, do = (x[0].transpose(0, 1).detach() for x in packed.case.tensors)
     leaves = [x.requires_grad_() for x in leaves]
-    cu = {side: torch.tensor(x, dtype=torch.int32, device=DEVICE) for side, x in starts.items()}
-    o = attention_varlen(*leaves, cu["q"], cu["k"], max(cuts["q"]), max(cuts["k"]), **options)
+    cu = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in starts]
+    o = attention_varlen(*leaves, *cu, *map(max, lengths), **options)
     found = differentiate(o, leaves, do)
-    for i in range(count):
-        q_part = slice(starts["q"][i], starts["q"][i + 1])
-        k_part = slice(starts["k"][i], starts["k"][i + 1])
+    for i in range(len(lengths[0]) - 1):
+        q_part, k_part = (slice(x[i], x[i + 1]) for x in starts)
         parts = [
             x.detach()[part].transpose(0, 1)[None].requires_grad_()
             for x, part in zip(leaves, (q_part, k_part, k_part), strict=True)

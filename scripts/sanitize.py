@@ -3,10 +3,15 @@
 for tool in memcheck racecheck initcheck synccheck; do
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool python scripts/sanitize.py
 done
+
+Compiling takes most of the time. Before the tools, several processes can share it:
+
+for part in 0 1 2 3 4 5 6 7; do python scripts/sanitize.py --part $part/8 & done; wait
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 
 import torch
@@ -33,30 +38,39 @@ SHAPES = (
 DTYPES = (torch.float16, torch.bfloat16)
 
 
+def run(number: int, label: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    heads, kv_heads, n_q, n_k, d, is_causal = shape
+    torch.manual_seed(number)
+    q = torch.randn(1, heads, n_q, d, device="cuda", dtype=dtype, requires_grad=True)
+    k, v = (
+        torch.randn(1, kv_heads, n_k, d, device="cuda", dtype=dtype, requires_grad=True)
+        for _ in range(2)
+    )
+    o = sagesim_kernels.attention(
+        q,
+        k,
+        v,
+        spec=AttentionSpec.parse(label),
+        is_causal=bool(is_causal),
+        causal_alignment="lower_right" if number % 3 == 0 else "upper_left",
+        enable_gqa=True,
+    )
+    o.float().square().sum().backward()
+    grads = (q.grad, k.grad, v.grad)
+    assert all(g is not None and bool(g.isfinite().all()) for g in grads), (label, shape, dtype)
+
+
 def main() -> None:
-    count = 0
-    for label, shape, dtype in itertools.product(LABELS, SHAPES, DTYPES):
-        heads, kv_heads, n_q, n_k, d, is_causal = shape
-        torch.manual_seed(count)
-        q = torch.randn(1, heads, n_q, d, device="cuda", dtype=dtype, requires_grad=True)
-        k, v = (
-            torch.randn(1, kv_heads, n_k, d, device="cuda", dtype=dtype, requires_grad=True)
-            for _ in range(2)
-        )
-        o = sagesim_kernels.attention(
-            q,
-            k,
-            v,
-            spec=AttentionSpec.parse(label),
-            is_causal=is_causal,
-            causal_alignment="lower_right" if count % 3 == 0 else "upper_left",
-            enable_gqa=True,
-        )
-        o.float().square().sum().backward()
-        grads = (q.grad, k.grad, v.grad)
-        assert all(g is not None and bool(g.isfinite().all()) for g in grads), (label, shape, dtype)
-        count += 1
-    print(f"{count} configurations")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="every Nth from the Ith on")
+    first, parts = map(int, parser.parse_args().part.split("/"))
+    all_of_them = list(enumerate(itertools.product(LABELS, SHAPES, DTYPES)))
+    some = all_of_them[first::parts]
+    for number, configuration in some:
+        run(number, *configuration)
+    print(f"{len(some)} configurations")
 
 
 if __name__ == "__main__":

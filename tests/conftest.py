@@ -1,4 +1,5 @@
-"""What every test runs under: checked shapes, reproducible examples, one thread a worker."""
+"""What every test runs under: checked shapes, reproducible examples, one thread a worker, and
+a GPU of those that there are."""
 
 import os
 
@@ -46,8 +47,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None:
         torch.set_num_threads(1)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(worker.removeprefix("gw")) % torch.cuda.device_count())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -226,7 +226,7 @@ class TestGraphs:
             found = run_kernels(c.map(lambda x: x.to("cuda:1")), spec)
             assert torch.cuda.current_device() == 0
         assert {x.device.index for x in found} == {1}
-        assert_same(Results(*(x.to("cuda:0") for x in found)), run_kernels(c, spec))
+        assert_same(Results(*(x.to(c.q.device) for x in found)), run_kernels(c, spec))
 
     @pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # PyTorch calls it a prototype
     @pytest.mark.parametrize("spec", FEW.values(), ids=FEW)

@@ -13,10 +13,10 @@ demo: .venv/.user  ## which of the seven products hurts, on the shipped capture 
 	$(BIN)/sagesim attribute llama --report out/report.html
 
 test: .venv/.dev .venv/.triton-oldest  ## every test that needs no GPU
-	$(BIN)/pytest -q -n 2 -m "not gpu"
+	$(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu"
 
 fuzz: .venv/.dev .venv/.triton-oldest  ## the property tests with many more examples
-	$(BIN)/pytest -q -n 2 -m "not gpu" --hypothesis-profile=long
+	$(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu" --hypothesis-profile=long
 
 gpu-test:  ## the tests marked gpu, with whatever python and torch this machine has
 	$(PYTHON) -m pytest -q -m gpu

@@ -90,7 +90,7 @@ myst_substitutions = {
 
 nb_execution_mode = "force"
 nb_execution_show_tb = True  # a failed cell is a warning: -W fails the build, at its end
-nb_execution_timeout = 240
+nb_execution_timeout = 900
 nb_output_stderr = "remove-warn"
 nb_merge_streams = True
 nb_render_markdown_format = "myst"

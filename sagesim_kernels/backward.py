@@ -54,8 +54,10 @@ def backward(
     lse2 = result.lse2
     delta = torch.empty_like(lse2)
     if problem.is_empty:
-        for grad in grads:
-            grad.zero_()
+        nothing = 0.0 * problem.scale  # with its sign, as where one of several sequences is empty
+        grads.dq.fill_(nothing)
+        grads.dk.fill_(nothing)
+        grads.dv.zero_()
         return delta.zero_()
     spec, lengths = problem.spec, problem.lengths
     on_hopper = hopper.serves(problem)

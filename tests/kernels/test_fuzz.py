@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import pytest
 import torch
-from hypothesis import given, seed, settings
+from hypothesis import example, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -171,11 +171,24 @@ def cuts(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_packed_sequences_are_computed_one_by_one(preset: str) -> None:
-    """Bit for bit, outputs and gradients; sequences may be empty on either side."""
+    """Bit for bit, outputs and gradients; sequences may be empty on either side, and then zeros
+    have the sign of the scale."""
+    negative = Problem(
+        spec=PRESETS[preset],
+        n_q=1,
+        n_k=1,
+        d=64,
+        d_v=64,
+        heads=(1, 1, 1),
+        kinds=("gaussian",) * 4,
+        dtype="float16",
+        scale=-0.3,
+    )
 
     @drawn_by_itself(list(PRESETS).index(preset))
     @examples(3)
     @given(problems(PRESETS[preset]), cuts())
+    @example(negative, ([0, 5, 0, 16], [0, 0, 31, 33]))
     def run(problem: Problem, lengths: tuple[list[int], list[int]]) -> None:
         check_packed(problem, *lengths)
 

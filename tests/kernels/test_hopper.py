@@ -19,7 +19,7 @@ from tests.kernels.contract import check
 from tests.kernels.problems import KINDS, LAYOUTS, ORDINARY, Problem
 from tests.support import examples
 from tests.support.assertions import assert_bitwise
-from tests.support.kernels import Results, assert_same, kernel_case, run_kernels
+from tests.support.kernels import Results, assert_same, kernel_case, poisoned, run_kernels
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -158,6 +158,20 @@ def test_runs_agree(shape, d, mask):
     for _ in range(20):
         for x, y, name in zip(run(), once, ("o", "dq", "dk", "dv"), strict=True):
             assert_bitwise(actual=x, expected=y, what=name)
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("d", HEAD_SIZES)
+@pytest.mark.parametrize("lengths", [(1, 1), (129, 513), (700, 333), (1024, 1024)])
+def test_memory_is_written_before_it_is_read(lengths, d, mask):
+    """Storage of our own above all, and the sum of dQ: initcheck does not see what TMA writes."""
+    n_q, n_k = lengths
+    c = kernel_case(torch.bfloat16, seed=3, n_q=n_q, n_k=n_k, d=d, heads=(2, 4))
+    d_lse = torch.randn(c.q.shape[:-1], device="cuda")
+    once = run_kernels(c, FACTORED_QK, d_lse=d_lse, **MASKS[mask])
+    with poisoned():
+        assert_same(run_kernels(c, FACTORED_QK, d_lse=d_lse, **MASKS[mask]), once)
 
 
 @pytest.mark.usefixtures("is_served")

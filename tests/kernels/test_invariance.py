@@ -26,6 +26,7 @@ from tests.support.kernels import (
     Results,
     assert_same,
     kernel_case,
+    poisoned,
     run_kernels,
 )
 
@@ -55,6 +56,16 @@ class TestRuns:
             again = run_kernels(c, spec, d_lse=d_lse)
             for x, y, name in zip(again, once, Results._fields, strict=True):
                 assert_bitwise(actual=x, expected=y, what=name)
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+    def test_memory_is_written_before_it_is_read(self, spec, is_causal):
+        dtype = torch.float32 if ON_CPU else torch.float16
+        c = kernel_case(dtype, seed=3, n_q=70, n_k=100, d=24, heads=(2,), is_causal=is_causal)
+        d_lse = torch.ones(c.q.shape[:-1], device=DEVICE)
+        once = run_kernels(c, spec, d_lse=d_lse)
+        with poisoned():
+            assert_same(run_kernels(c, spec, d_lse=d_lse), once)
 
     @pytest.mark.parametrize("spec", [SPECS["factored"]], ids=["factored"])
     def test_fresh_processes_agree(self, spec):

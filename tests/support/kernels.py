@@ -1,5 +1,7 @@
 """Run the kernels on a case, on the device they were imported for."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -86,3 +88,16 @@ def assert_same(actual: Results, expected: Results, *names: str) -> None:
     """The same bytes in these results, or in all."""
     for name in names or Results._fields:
         assert_bitwise(actual=getattr(actual, name), expected=getattr(expected, name), what=name)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """New memory is full of NaN, or of the largest integer, until it is written."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # among other things, this
+    try:
+        assert bool(torch.empty(8, device=DEVICE).isnan().all())
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

@@ -166,11 +166,13 @@ def gpu_checks() -> str:
     checks = load("gpu_checks")["checks"]
     rows: list[list[str]] = []
     for name, c in checks.items():
-        printed = "; ".join(c["printed"]).replace("=", "").strip()
+        lines = [line.strip("= ") for line in c["printed"] if not line.startswith("[gw")]
         if before := c.get("passed_in_a_run_before"):
-            printed += f"; {before} passed in a run before"
-        rows.append([name, f"`{c['command']}`", printed, c["machine"]])
-    return markdown(["check", "command", "printed last", "machine"], rows)
+            lines.append(f"{before} passed in runs before")
+        lines += [f"{count} of {place}" for place, count in c.get("reports", {}).items()]
+        passed = "yes" if c["passed"] else "**no**"
+        rows.append([name, passed, f"`{c['command']}`", "; ".join(lines), c["machine"]])
+    return markdown(["check", "passed", "command", "printed last", "machine"], rows)
 
 
 def speed() -> str:

@@ -397,9 +397,7 @@ class _Checker:
         """
         if OPERANDS[site][0] == "ds":
             x = self.ds_of_any
-        how = self.spec.site(site).lhs
-        least = self._amax(x.mid.abs() - x.radius, how).clamp(min=0.0)
-        most = self._amax(x.size, how)
+        least, most = self._amax(x, self.spec.site(site).lhs)
         either = torch.where(most <= VANISHING, 0.0, most / least - 1)
         return (x.radius + x.size * either) / scale < 0.25
 
@@ -415,11 +413,9 @@ class _Checker:
     def _scales(self, name: str, x: Ball, how: Granularity, scale: Tensor) -> Ball:
         """Check a map's scales; the map in units of codes.
 
-        amax lies between the largest lowest and the largest highest magnitude. Where 127 / amax
-        overflows, the scale is 1 and all codes are 0.
+        Where 127 / amax overflows, the scale is 1 and all codes are 0.
         """
-        least = self._amax(x.mid.abs() - x.radius, how).clamp(min=0.0)
-        most = self._amax(x.size, how)
+        least, most = self._amax(x, how)
         vanishes = (most <= VANISHING) | ((least <= VANISHING) & (scale == 1))
         low = (least.clamp(min=VANISHING) / 127).float().double().masked_fill(vanishes, 1.0)
         high = (most / 127).float().double().masked_fill(vanishes, 1.0)
@@ -429,10 +425,16 @@ class _Checker:
         y = y.rounded(3).widened(y.size * 2.0**-149 / scale)
         return y.where(~vanishes, 0.0)
 
-    def _amax(self, x: Tensor, how: Granularity) -> Tensor:
-        tiles = to_tiles(x, *self.blocks)
-        tops = tiles.amax(SHARED[how], keepdim=True).expand(tiles.shape)
-        return from_tiles(tops, *x.shape[-2:])
+    def _amax(self, x: Ball, how: Granularity) -> tuple[Tensor, Tensor]:
+        """Of those that share a scale, the least and the largest that amax may be: the largest of
+        the lowest magnitudes, and of the highest."""
+
+        def top(magnitude: Tensor) -> Tensor:
+            tiles = to_tiles(magnitude, *self.blocks)
+            tops = tiles.amax(SHARED[how], keepdim=True).expand(tiles.shape)
+            return from_tiles(tops, *magnitude.shape[-2:])
+
+        return top(x.mid.abs() - x.radius).clamp(min=0.0), top(x.size)
 
     def _round(self, site: str, y: Tensor) -> Tensor:
         """The spec's rounding to integers, which is monotone; infinities stay."""

@@ -10,11 +10,12 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pretraining
+from grid import markdown
 
 from sagesim.experiments.gaussian import COLUMNS, PAPER_TABLE_1
 from sagesim.metrics import TITLES
@@ -29,11 +30,6 @@ OUTPUTS = ("o", "ds", "dq", "dk", "dv")
 def load(name: str) -> dict[str, Any]:
     result: dict[str, Any] = json.loads((ROOT / "docs" / "data" / f"{name}.json").read_text())
     return result
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    ruler = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ruler, *rows))
 
 
 def source(data: dict[str, Any]) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
+from grid import markdown
 from IPython.display import HTML, Markdown
 
 from sagesim import SITES, AttentionSpec, Delta, Precision
@@ -17,14 +17,10 @@ _SHORT = {
     Precision.FP32: "FP32",
 }
 
-_NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]\d+)?\s*[%x]?|-|")
-
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Markdown:
-    """Columns of nothing but numbers to the right, all others to the left."""
-    columns = zip(*rows, strict=True)
-    ruler = ["---:" if all(map(_NUMBER.fullmatch, column)) else "---" for column in columns]
-    return Markdown("\n".join("| " + " | ".join(row) + " |" for row in (head, ruler, *rows)))
+    """As `grid.markdown`."""
+    return Markdown(markdown(head, rows))
 
 
 def precisions(specs: Mapping[str, AttentionSpec]) -> HTML:

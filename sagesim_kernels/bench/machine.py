@@ -57,11 +57,12 @@ def versions() -> dict[str, Any]:
 
 
 def sources_hash() -> str:
-    """12 hexadecimal digits of the sources of `sagesim_kernels` and of the presets' definitions."""
+    """12 hexadecimal digits of the sources of `sagesim_kernels`, Hopper's among them but not the
+    benchmark's, and of the presets' definitions."""
     root = Path(__file__).parents[1]
     presets = Path(sagesim.__file__).parent / "presets.py"
     digest = hashlib.sha256()
-    for path in [*sorted(root.glob("*.py")), presets]:
+    for path in [*sorted(root.glob("*.py")), *sorted(root.glob("hopper/*.py")), presets]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -156,7 +156,7 @@ def accuracy(document: dict[str, Any], key: str) -> Table:
 def payoff(document: dict[str, Any], panel: Panel, sigma: float) -> Table:
     """Each site in INT8 and in 16 bit, all else as the base: times, and errors at a sigma.
 
-    The errors are "INT8 / 16 bit"; a row is there once both were measured.
+    A row is there once both were measured.
     """
     rows: list[list[str]] = []
     errors = errors_of(document, panel, sigma)
@@ -176,7 +176,7 @@ def payoff(document: dict[str, Any], panel: Panel, sigma: float) -> Table:
     tokens = ", ".join(str(case["tokens"]) for case in cases(document, "payoff", panel))
     title = f"what INT8 buys and costs: {PAYOFF_BASE.label()}, {panel}, {tokens} tokens"
     head = ["site", "INT8 ms", "16 bit ms", "time saved", *(TITLES[t] for t in OUTPUTS)]
-    return Table(f"{title}; errors at sigma {sigma:g}", head, rows)
+    return Table(f"{title}; errors at sigma {sigma:g}, INT8 / 16 bit", head, rows)
 
 
 def int8_and_16_bit(site: str) -> tuple[str, str]:

@@ -60,15 +60,17 @@ def test_one_line(device, monkeypatch):
     assert re.match(r"Fake 1, torch 2.*, triton 3.*, driver 580\.65\.06, ", one_line(describe()))
 
 
-def test_other_kernels_are_another_version(monkeypatch, tmp_path):
+@pytest.mark.parametrize("file", ["forward.py", "hopper/forward.py"])
+def test_other_kernels_are_another_version(monkeypatch, tmp_path, file):
     before = sources_hash()
     assert versions()["kernels"] == before == sources_hash()
     assert re.fullmatch("[0-9a-f]{12}", before)
     (tmp_path / "bench").mkdir()
-    (tmp_path / "forward.py").write_text("a kernel")
+    (tmp_path / "hopper").mkdir()
+    (tmp_path / file).write_text("a kernel")
     monkeypatch.setattr(machine, "__file__", str(tmp_path / "bench" / "machine.py"))
     one = sources_hash()
-    (tmp_path / "forward.py").write_text("another kernel")
+    (tmp_path / file).write_text("another kernel")
     assert len({before, one, sources_hash()}) == 3
 
 

@@ -1,0 +1,16 @@
+"""A table in Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]\d+)?( (to|±) [\d.,]+)?( ?(%|x|ms|MB))?|-|")
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of nothing but numbers to the right, all others to the left."""
+    columns = zip(*rows, strict=True)
+    ruler = ["---:" if all(map(_NUMBER.fullmatch, column)) else "---" for column in columns]
+    lines = (" | ".join(cell.replace("|", r"\|") for cell in row) for row in (head, ruler, *rows))
+    return "\n".join(f"| {line} |" for line in lines)

@@ -41,6 +41,7 @@ def _ipython() -> str:
 
 
 os.environ["IPYTHONDIR"] = _ipython()
+os.environ["OMP_NUM_THREADS"] = "1"  # of each page's cells: pages are built side by side
 
 
 def _theory_modules() -> list[str]:

@@ -15,6 +15,13 @@ def check_spec(spec: object) -> None:
         raise TypeError(f"spec is {spec!r}; AttentionSpec.parse makes one of a label")
 
 
+def check_scale(scale: object) -> None:
+    """Raise TypeError for a tensor, which would get no gradient, and for a text."""
+    if isinstance(scale, (Tensor, str)):
+        what = f"a tensor of {scale.dtype}" if isinstance(scale, Tensor) else repr(scale)
+        raise TypeError(f"scale is {what}; a number or None needed (a learned one goes into q)")
+
+
 def resolve_input16(spec: AttentionSpec, dtype: torch.dtype) -> AttentionSpec:
     """`spec` with INPUT16 replaced by the inputs' own 16-bit format."""
     own = Precision.BF16 if dtype is torch.bfloat16 else Precision.FP16
@@ -27,8 +34,12 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     device = q.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        q, k, v = (x if x.dtype is torch.float64 else x.to(dtype) for x in (q, k, v))
+        q, k, v = (x.to(dtype) if _is_cast(x) else x for x in (q, k, v))
     return q, k, v
+
+
+def _is_cast(x: Tensor) -> bool:
+    return x.is_floating_point() and x.dtype is not torch.float64
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sagesim.arguments import check_spec, check_tensors, resolve_input16
+from sagesim.arguments import check_scale, check_spec, check_tensors, resolve_input16
 from sagesim.grid import Grid
 from sagesim.spec import AttentionSpec
 
@@ -62,11 +62,12 @@ def check(
     """Lay out a call's arguments, or say what is wrong with them.
 
     Raises:
-        TypeError: unequal or non-float dtypes, or a spec that is none.
+        TypeError: unequal or non-float dtypes, a spec that is none, or a scale that is no number.
         ValueError: shapes that do not fit each other, unequal devices, a mask that is not
             boolean, or a mask together with is_causal.
     """
     check_spec(spec)
+    check_scale(scale)
     groups = check_tensors(q, k, v, enable_gqa=enable_gqa)
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"q, k and v are {q.dtype}; float16, bfloat16, float32 or float64 needed")

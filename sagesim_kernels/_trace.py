@@ -65,13 +65,15 @@ def trace(
 ) -> KernelTrace:
     """Run the kernels on [batch, heads, tokens, head size] and keep what they compute.
 
-    Holds whole maps: memory grows with n_q * n_k, at some 20 bytes an entry.
+    Holds P and dS as each INT8 site rounds them: 5 bytes for each of n_q * n_k entries.
 
     Args, Raises: as `attention`; do is the gradient of o.
     """
     check_device(q)
     check_tensors(q, k, v, enable_gqa=enable_gqa)
     check_call(q, v, spec, causal_alignment)
+    if do.dtype != q.dtype or do.device != q.device:
+        raise ValueError(f"q is {q.dtype} on {q.device}, do is {do.dtype} on {do.device}")
     if q.ndim != 4 or do.shape != (*q.shape[:3], v.shape[3]):
         raise ValueError(
             f"q {tuple(q.shape)} and do {tuple(do.shape)}; a trace takes [batch, heads, tokens, "

@@ -36,15 +36,15 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v with each product, forward and backward, as `spec` says.
 
-    The numbers are those of `sagesim.attention`, on a GPU and in time and memory linear in the
-    number of tokens. Differentiable once in q, k and v, and through the lse.
+    The numbers are those of `sagesim.attention`, on a GPU and in memory linear in the number of
+    tokens. Differentiable once in q, k and v, and through the lse.
 
     Args:
         q: [..., heads, n_q, d] in layout "HND", [..., n_q, heads, d] in "NHD"; float16, bfloat16 or
             float32, any strides. d up to 256.
         k, v: likewise, [..., kv heads, n_k, d] and [..., kv heads, n_k, d_v].
         spec: the numerics; `supports` says which ones there are kernels for. By default INT8 in QK
-            alone, of the presets the fastest on an H200, at smaller errors than the paper's scheme.
+            alone, the fastest of those timed on an H200, at smaller errors than the paper's.
         is_causal: query i attends to keys 0..i, or with causal_alignment="lower_right" to
             0..i + n_k - n_q.
         scale: of the logits; 1/sqrt(d) by default.
@@ -58,9 +58,9 @@ def attention(
         o, in the dtype and layout of q.
 
     Raises:
-        TypeError: dtypes that differ or that the kernels do not take; a spec that is none.
-        ValueError: shapes that do not fit, a spec without kernels, a mask or dropout, naming
-            what is at fault; nothing is launched.
+        TypeError: dtypes that differ, float64, a spec that is none, a scale that is no number.
+        ValueError: shapes that do not fit, another dtype or a spec without kernels, a mask or
+            dropout, naming what is at fault; nothing is launched.
         RuntimeError: when differentiated twice.
 
     Source: arXiv 2603.02170, Algorithms 1 and 2; the paper's own scheme is spec=SAGEBWD. Differs
@@ -128,7 +128,8 @@ def attention_varlen(
         q: [tokens of all, heads, d]; k, v: [tokens of all, kv heads, d or d_v].
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], ascending from 0 to the number of
             tokens: sequence i has the tokens cu_seqlens[i] up to cu_seqlens[i + 1].
-        max_seqlen_q, max_seqlen_k: no sequence is longer.
+        max_seqlen_q, max_seqlen_k: no sequence is longer. Where K is smoothed, each sequence takes
+            memory for sums as if it were as long, 1/32 of what its K in 16 bit would.
         Others: as in `attention`. Note that FlashAttention aligns the causal mask lower_right.
 
     Returns:
@@ -218,7 +219,15 @@ def check_call(q: Tensor, v: Tensor, spec: AttentionSpec, causal_alignment: str)
         raise error(f"no kernel for this call: {reason}")
 
 
+def _check_kinds(name: str, cu: object, longest: object) -> None:
+    if not isinstance(cu, Tensor):
+        raise TypeError(f"cu_seqlens_{name} is {cu!r}; a tensor needed")
+    if not isinstance(longest, (int, torch.SymInt)):
+        raise TypeError(f"max_seqlen_{name} is {longest!r}; an integer needed")
+
+
 def _check_packed(name: str, x: Tensor, cu: Tensor, longest: int) -> None:
+    _check_kinds(name, cu, longest)
     what = f"cu_seqlens_{name}"
     if cu.dtype is not torch.int32 or cu.ndim != 1 or cu.shape[0] == 0 or cu.stride(0) != 1:
         raise ValueError(

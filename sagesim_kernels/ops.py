@@ -103,8 +103,8 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> Problem:
         lower_right=lower_right,
         cu_q=cu_q,
         cu_k=cu_k,
-        longest_q=q.shape[2] if longest_q is None else longest_q,
-        longest_k=k.shape[2] if longest_k is None else longest_k,
+        longest_q=q.shape[2] if longest_q is None else min(longest_q, q.shape[2]),
+        longest_k=k.shape[2] if longest_k is None else min(longest_k, k.shape[2]),
     )
 
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim.arguments import check_scale
 from sagesim.spec import AttentionSpec
 from sagesim_kernels.layout import Lengths
 
@@ -61,6 +62,7 @@ class Problem:
 
 def logit_scale(q: Tensor, scale: float | None) -> float:
     """What the logits are multiplied by: 1/sqrt(d) of the true head size where none is given."""
+    check_scale(scale)
     return 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
 
 

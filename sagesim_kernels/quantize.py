@@ -150,8 +150,8 @@ def _in_vectors(x: Tensor) -> Tensor:
     """x [sequences, heads, tokens, channels] in 16 bit, where its rows are whole vectors; else a
     copy whose rows end in zeros."""
     elements = _VECTOR // x.element_size()
-    if x.shape[3] % elements:
-        return torch.nn.functional.pad(x, (0, -x.shape[3] % elements))
+    if x.shape[3] % elements:  # where heads lie innermost they still do
+        x = torch.nn.functional.pad(x, (0, -x.shape[3] % elements))
     aligned = x.data_ptr() % _VECTOR == 0 and all(n % elements == 0 for n in x.stride()[:3])
     if aligned and x.stride(3) == 1:
         return x

@@ -3,6 +3,9 @@ a GPU of those that there are."""
 
 import os
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # before anything that computes is imported
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
 import jaxtyping
 
 # Shapes in the package's signatures are checked from here on; hence before anything imports it.
@@ -48,10 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker is not None:
-        torch.set_num_threads(1)
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(worker.removeprefix("gw")) % torch.cuda.device_count())
+    if worker is not None and torch.cuda.is_available():
+        torch.cuda.set_device(int(worker.removeprefix("gw")) % torch.cuda.device_count())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

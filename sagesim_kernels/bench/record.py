@@ -12,6 +12,8 @@ from sagesim._atomic import replacing
 FORMAT: Final = 1
 """Raised where results of before can no longer be put beside later ones."""
 
+_FIELDS: Final = {"format", "command", "machine", "settings", "cases", "lost"}
+
 
 class Record:
     """The document of a file.
@@ -85,10 +87,12 @@ def read(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not a JSON file: {error}") from error
-    if not isinstance(document, dict) or "cases" not in document or "format" not in document:
+    if not isinstance(document, dict) or "format" not in document:
         raise ValueError(f"{path}: not a record of sagesim_kernels.bench")
     if document["format"] != FORMAT:
         raise ValueError(f"{path}: a record of format {document['format']}, not {FORMAT}")
+    if missing := _FIELDS - document.keys():
+        raise ValueError(f"{path}: not a record of sagesim_kernels.bench: no {min(missing)}")
     return document
 
 

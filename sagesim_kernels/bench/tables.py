@@ -241,7 +241,7 @@ def _grid(
     panel: Panel,
     title: str,
     cell: Callable[..., str],
-    rows: Sequence[tuple[str, ...]] = (),
+    rows: Sequence[tuple[str, ...]] | None = None,
 ) -> Table:
     """A row for each contender, or for those named together, and a column for each length.
 
@@ -249,7 +249,7 @@ def _grid(
     """
     timed = cases(document, "speed", panel)
     found: list[list[str]] = []
-    for who in rows or [(name,) for name in contenders(document)]:
+    for who in [(name,) for name in contenders(document)] if rows is None else rows:
         cells = [cell(c, *who) if c["runs"].keys() >= {*who} else _NOT_RUN for c in timed]
         found.append([" to ".join(who), *cells])
     return Table(f"{title}, {panel}", ["tokens", *(str(case["tokens"]) for case in timed)], found)

@@ -84,4 +84,5 @@ def has_dead_keys(problem: Problem) -> bool:
 
 def has_dead_queries(problem: Problem) -> bool:
     """Likewise, whether queries are left that attend to nothing."""
-    return problem.lower_right and problem.q.shape[2] > problem.k.shape[2]
+    shorter = problem.k.shape[2] < problem.q.shape[2]
+    return problem.is_causal and problem.lower_right and shorter

@@ -26,6 +26,10 @@ _BEYOND_CACHE: Final = 1.02
 """How much longer it takes where they are more."""
 
 
+_MANY: Final = 64
+"""Laps of which the sums come out even however many heads go together."""
+
+
 @lru_cache(maxsize=4096)
 def group_of(
     n_q: int, n_k: int, offset: int | None, rows: int, heads: int, programs: int, head_bytes: int
@@ -42,8 +46,10 @@ def group_of(
         heads: of all sequences.
         head_bytes: of K and V of a head.
     """
-    steps = _steps(n_q, n_k, offset, rows)
     divisors = [n for n in range(2, min(heads, programs) + 1) if heads % n == 0] or [1]
+    steps = _steps(n_q, n_k, offset, rows)
+    if heads * steps.size > _MANY * programs:  # and to count them all would take too long
+        return max((n for n in divisors if n * head_bytes <= _CACHE), default=divisors[0])
 
     def time(group: int) -> float:
         beyond = group * head_bytes > _CACHE

@@ -66,7 +66,7 @@ put on ties on purpose, and no V that makes dP the same for all keys, and dS not
 DTYPES = {"float32": torch.float32, "float16": torch.float16} | (
     {"bfloat16": torch.bfloat16} if BF16 else {}
 )
-LAYOUTS = ("contiguous", "tokens_first", "sliced")
+LAYOUTS = ("contiguous", "tokens_first", "sliced", "heads_last")
 SHORT = (1, 2, 7, 15, 16, 17, 23, 31, 32, 33, 40, 47, 50, 60, 63, 64)
 LENGTHS = SHORT * 3 + (65, 80, 96, 127, 128, 129, 150)
 HEAD_SIZES = (1, 8, 16, 16, 40, 64, 64, 72, 80, 96, 128)
@@ -164,6 +164,8 @@ def _lay_out(x: Tensor, layout: str) -> Tensor:
     match layout:
         case "tokens_first":
             return x.transpose(1, 2).contiguous().transpose(1, 2)
+        case "heads_last":
+            return x.movedim(1, -1).contiguous().movedim(-1, 1)
         case "sliced":
             b, h, n, d = x.shape
             out = x.new_full((b, h + 1, n + 2, 2 * d + 3), float("nan"))[:, 1:, 1:-1, 3::2]

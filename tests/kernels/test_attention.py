@@ -363,8 +363,8 @@ STRIDES = {
 """The same numbers, laid out otherwise in memory."""
 
 
-def strided_case(heads: int = 1) -> Case:
-    return kernel_case(seed=3, n_q=20, n_k=33, d=24, heads=(heads,))
+def strided_case(heads: int = 1, d: int = 24) -> Case:
+    return kernel_case(seed=3, n_q=20, n_k=33, d=d, heads=(heads,))
 
 
 @pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
@@ -375,6 +375,14 @@ class TestStrides:
     def test_of_all_tensors(self, spec, strides):
         c = strided_case(2 if "heads" in strides else 1)
         assert_same(run_kernels(c.map(STRIDES[strides]), spec), run_kernels(c, spec))
+
+    @pytest.mark.parametrize("d", [20, 24])
+    def test_of_heads_within_channels(self, spec, d):
+        """PyTorch keeps such an order of axes when it pads channels to whole vectors."""
+        c = strided_case(3, d).map(lambda x: x[None])
+        inner = c.map(lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1))
+        assert inner.q.stride(1) == 1
+        assert_same(run_kernels(inner, spec), run_kernels(c, spec))
 
     @pytest.mark.parametrize("axis", [-3, -2, -1])
     def test_of_0(self, spec, axis):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from sagesim_kernels.hopper import schedule
 from sagesim_kernels.hopper.schedule import group_of
 
 PROGRAMS = 132
@@ -53,6 +54,20 @@ def test_keys_that_the_cache_cannot_hold_cost_more_than_the_last_percent() -> No
     problem = (4096, 4096, 0, 192, 64, PROGRAMS)
     assert group_of(*problem, head_bytes=1) == 64
     assert group_of(*problem, head_bytes=4096 * 128 * 3) == 16
+
+
+@pytest.mark.parametrize(("n", "heads"), [(4096, 2048), (16384, 3000), (32768, 16384)])
+@pytest.mark.parametrize("head_bytes", [1, 32768 * 128 * 3])
+def test_many_tiles_are_not_counted(
+    n: int, heads: int, head_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of packed sequences, whose number is another at each step: that took half a second."""
+    monkeypatch.delattr(schedule, "_longest")
+    group = group_of(n, n, 0, 192, heads, PROGRAMS, head_bytes)
+    assert heads % group == 0
+    if heads < 10_000:
+        longest, average = last_done(n, n, 0, 192, heads, group)
+        assert longest <= 1.02 * average
 
 
 @pytest.mark.parametrize("heads", [1, 2, 7, 139])

@@ -116,5 +116,7 @@ def test_the_dead_are_those_outside_the_mask(n_q, n_k, mask):
         assert hopper.has_to_copy(x, queries=False) == hopper.has_dead_keys(x)
         either = hopper.has_dead_keys(x) or hopper.has_dead_queries(x)
         assert hopper.has_to_copy(x, queries=True) == either
+    if mask == "full":  # of which the alignment means nothing
+        assert not hopper.has_to_copy(replace(x, lower_right=True), queries=True)
     cu = torch.empty(2, dtype=torch.int32, device="meta")
     assert hopper.has_to_copy(replace(x, cu_q=cu, cu_k=cu), queries=False)

@@ -41,6 +41,15 @@ def digest(results: Results) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+@pytest.mark.parametrize("changed", ["dtype", "device"])
+def test_a_trace_is_of_one_dtype_and_device(changed):
+    c = kernel_case(seed=0, n_q=20, n_k=33, d=16)
+    do = c.do.half() if changed == "dtype" else c.do.to("meta")
+    with pytest.raises(ValueError, match="do is") as raised:
+        trace(c.q, c.k, c.v, do)
+    assert str(do.dtype) in str(raised.value) and str(do.device) in str(raised.value)
+
+
 class TestRuns:
     """Promise 10: the same bytes in every run and in every process."""
 

@@ -144,6 +144,15 @@ class TestRefusals:
         x = self.Q.to(dtype)
         self.refuse(ValueError, [str(dtype), "float16"], q=x, k=x, v=x)
 
+    @pytest.mark.parametrize("scale", [torch.tensor(0.3), torch.nn.Parameter(torch.ones(()))])
+    def test_a_scale_that_would_get_no_gradient(self, as_installed, scale):
+        self.refuse(TypeError, ["scale", "torch.float32", "number"], scale=scale)
+
+    def test_integers_under_autocast(self, as_installed):
+        x = self.Q.long()
+        with torch.autocast(DEVICE, torch.float16):
+            self.refuse(ValueError, ["torch.int64", "float16"], q=x, k=x, v=x)
+
     def test_float64(self):
         x = self.Q.double()
         self.refuse(TypeError, ["torch.float64", "float32"], q=x, k=x, v=x)

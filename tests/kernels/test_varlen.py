@@ -163,6 +163,13 @@ class TestRefusals:
             self.refuse([])
 
     @pytest.mark.parametrize("side", ["q", "k"])
+    def test_other_kinds(self, side):
+        self.refuse(["cu_seqlens_", "[0, 3, 7]"], error=TypeError, **{f"cu_{side}": [0, 3, 7]})
+        for longest in (None, 7.5):
+            both = (longest, 7) if side == "q" else (7, longest)
+            self.refuse([f"max_seqlen_{side}", repr(longest)], error=TypeError, longest=both)
+
+    @pytest.mark.parametrize("side", ["q", "k"])
     @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
     def test_other_dtypes(self, side, dtype):
         cu = torch.tensor(self.GOOD, device=DEVICE).to(dtype)

@@ -598,6 +598,18 @@ class TestRefusals:
     def test_dtypes_that_differ(self, as_installed):
         self.refuse(TypeError, ["torch.float32", "torch.float16"], k=self.Q.half())
 
+    @pytest.mark.parametrize("scale", [torch.tensor(0.3), torch.nn.Parameter(torch.ones(()))])
+    def test_a_scale_that_would_get_no_gradient(self, as_installed, scale):
+        self.refuse(TypeError, ["scale", "torch.float32", "number"], scale=scale)
+
+    def test_a_scale_that_is_a_text(self, as_installed):
+        self.refuse(TypeError, ["scale", "'0.5'"], scale="0.5")
+
+    def test_integers_under_autocast(self, as_installed):
+        x = self.Q.long()
+        with torch.autocast("cpu", torch.bfloat16):
+            self.refuse(TypeError, ["torch.int64"], q=x, k=x, v=x)
+
     @pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fn])
     def test_dtypes_that_are_not_floats(self, as_installed, dtype):
         x = self.Q.to(dtype)

@@ -56,6 +56,7 @@ def test_the_command_and_tuples_make_no_other_record(tmp_path):
         ("[]", "not a record"),
         ('{"rows": []}', "not a record"),
         (json.dumps({"format": 0, "cases": {}}), "format 0"),
+        (json.dumps({"format": 1, "cases": {}}), "not a record of .*: no command"),
     ],
 )
 def test_other_files_are_refused(tmp_path, text, word):

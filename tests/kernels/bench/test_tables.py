@@ -67,6 +67,15 @@ def test_ratios():
         assert set(row(table, "factored to sdpa efficient")) == {"4.00"}
 
 
+def test_ratios_to_nobody():
+    alone = document()
+    for case in alone["cases"].values():
+        if case["part"] == "speed":
+            case["runs"] = {name: run for name, run in case["runs"].items() if name in SPECS}
+    assert ratios(alone, FULL).rows == []
+    assert all(table.rows for table in every_table(alone))
+
+
 def test_ranges_are_over_every_shape():
     changed = document()
     changed["cases"]["speed d128 causal n512"]["runs"]["sdpa flash"]["both"]["ms"] /= 4

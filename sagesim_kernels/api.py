@@ -128,8 +128,8 @@ def attention_varlen(
         q: [tokens of all, heads, d]; k, v: [tokens of all, kv heads, d or d_v].
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], ascending from 0 to the number of
             tokens: sequence i has the tokens cu_seqlens[i] up to cu_seqlens[i + 1].
-        max_seqlen_q, max_seqlen_k: no sequence is longer. Where K is smoothed, each sequence takes
-            memory for sums as if it were as long, 1/32 of what its K in 16 bit would.
+        max_seqlen_q, max_seqlen_k: no sequence is longer. Where Q is smoothed, its means take
+            memory as if all were as long.
         Others: as in `attention`. Note that FlashAttention aligns the causal mask lower_right.
 
     Returns:

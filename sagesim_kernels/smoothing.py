@@ -16,6 +16,8 @@ from sagesim_kernels.layout import (
     live_keys,
     live_queries,
     place_in,
+    stored_start_of,
+    stored_tokens,
     token_ptrs,
 )
 from sagesim_kernels.primitives import LAUNCH, row_sums
@@ -79,10 +81,20 @@ def key_bias(
 
 
 @triton.jit
+def _live(lengths, b, IS_KEY: tl.constexpr):
+    """The tokens first..last of sequence b that the mask leaves."""
+    if IS_KEY:
+        return tl.cast(0, tl.int32), live_keys(lengths, b)
+    else:
+        return live_queries(lengths, b)
+
+
+@triton.jit
 def _sum_chunks(
     grid,
     x,
     sums,
+    stored_chunks,
     lengths,
     IS_KEY: tl.constexpr,
     D: tl.constexpr,
@@ -90,13 +102,19 @@ def _sum_chunks(
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The sum over each chunk's live tokens, float64 [sequences, heads, chunks, D]."""
+    """The sum over each chunk's live tokens, float64 [heads, stored_chunks, D].
+
+    A sequence's chunks lie where its tokens do in storage of our own, so there are no more of them
+    than of tokens.
+    """
     chunk, h, b = place_in(grid)
     if IS_KEY:
-        cu, first, last = lengths.cu_k, 0, live_keys(lengths, b)
+        cu, n = lengths.cu_k, lengths.n_k
     else:
-        cu = lengths.cu_q
-        first, last = live_queries(lengths, b)
+        cu, n = lengths.cu_q, lengths.n_q
+    first, last = _live(lengths, b, IS_KEY)
+    if chunk * CHUNK >= last:
+        return
     column = tl.arange(0, D_PAD)
     total = tl.zeros((D_PAD,), tl.float64)
     end = tl.minimum(CHUNK, last - chunk * CHUNK)
@@ -106,7 +124,7 @@ def _sum_chunks(
         mask = ((row >= first) & (row < last))[:, None] & (column < D)[None, :]
         ptrs = token_ptrs(x, cu, b, h, begin, STEP, column)
         total += tl.sum(tl.load(ptrs, mask=mask, other=0.0).to(tl.float64), 0)
-    out = (b.to(tl.int64) * grid.heads + h) * grid.tiles + chunk
+    out = h.to(tl.int64) * stored_chunks + stored_start_of(cu, n, b) // CHUNK + chunk
     tl.store(sums + out * D + column, total, mask=column < D)
 
 
@@ -114,6 +132,7 @@ def _sum_chunks(
 def _divide_sums(
     grid,
     sums,
+    stored_chunks,
     means,
     lengths,
     chunks,
@@ -125,17 +144,19 @@ def _divide_sums(
     """The mean over `chunks` chunks at a time, float32 [sequences, heads, means, D]."""
     mean, h, b = place_in(grid)
     if IS_KEY:
-        first, last = 0, live_keys(lengths, b)
+        cu, n = lengths.cu_k, lengths.n_k
     else:
-        first, last = live_queries(lengths, b)
+        cu, n = lengths.cu_q, lengths.n_q
+    first, last = _live(lengths, b, IS_KEY)
     column = tl.arange(0, D_PAD)
-    out = (b.to(tl.int64) * grid.heads + h) * grid.tiles + mean
+    stored = h.to(tl.int64) * stored_chunks + stored_start_of(cu, n, b) // CHUNK
     total = tl.zeros((D_PAD,), tl.float64)
-    for chunk in range(0, chunks):
-        total += tl.load(sums + (out * chunks + chunk) * D + column, mask=column < D, other=0.0)
+    for chunk in range(mean * chunks, tl.minimum((mean + 1) * chunks, tl.cdiv(last, CHUNK))):
+        total += tl.load(sums + (stored + chunk) * D + column, mask=column < D, other=0.0)
     start = mean * chunks * CHUNK
     tokens = tl.minimum(start + chunks * CHUNK, last) - tl.maximum(start, first)
     result = (total / tl.maximum(tokens, 1).to(tl.float64)).to(tl.float32)
+    out = (b.to(tl.int64) * grid.heads + h) * grid.tiles + mean
     tl.store(means + out * D + column, result, mask=column < D)
 
 
@@ -162,7 +183,9 @@ def _means(
 ) -> Means:
     heads, d = x.shape[1], x.shape[3]
     d_pad = triton.next_power_of_2(d)
-    sums = torch.empty((sequences, heads, chunks, d), dtype=torch.float64, device=x.device)
+    cu = lengths.cu_k if is_key else lengths.cu_q
+    stored_chunks = stored_tokens(cu, x) // chunk
+    sums = torch.empty((heads, stored_chunks, d), dtype=torch.float64, device=x.device)
     out = torch.empty((sequences, heads, means, d), dtype=torch.float32, device=x.device)
     grid = Grid(chunks, heads, sequences)
     step = min(chunk, _AT_ONCE // d_pad)
@@ -170,6 +193,7 @@ def _means(
         grid,
         Strided.of(x),
         sums,
+        stored_chunks,
         lengths,
         is_key,
         d,
@@ -181,6 +205,6 @@ def _means(
     )
     grid = Grid(means, heads, sequences)
     _divide_sums[grid.programs](
-        grid, sums, out, lengths, chunks // means, is_key, d, d_pad, chunk, **LAUNCH
+        grid, sums, stored_chunks, out, lengths, chunks // means, is_key, d, d_pad, chunk, **LAUNCH
     )
     return Means(out, heads, means)

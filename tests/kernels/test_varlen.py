@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sagesim import AttentionSpec
+from sagesim import SAGEBWD, AttentionSpec
 from sagesim_kernels import attention, attention_varlen
 from tests.support.assertions import assert_bitwise
 from tests.support.kernels import DEVICE, FEW, HERE, Results, assert_same
@@ -100,6 +100,24 @@ def test_max_seqlen_is_only_a_bound(spec):
         problem.q, problem.k, problem.v, *problem.cu, 200, 999, spec=spec, enable_gqa=True
     )
     assert_bitwise(actual=o, expected=problem.together(spec).o, what="o")
+
+
+def test_one_long_sequence_does_not_make_the_others_long(monkeypatch):
+    """Sums for K's means are of 128 tokens each, and not of five times the longest sequence."""
+    allocated = []
+
+    def empty(*args, **options):
+        out = torch.Tensor.new_empty(torch.zeros(()), *args, **options)
+        allocated.append(out)
+        return out
+
+    problem = Problem((1,) * 5, (390, 1, 1, 1, 1))
+    monkeypatch.setattr("sagesim_kernels.smoothing.torch.empty", empty)
+    attention_varlen(
+        problem.q, problem.k, problem.v, *problem.cu, 1, 390, spec=SAGEBWD, enable_gqa=True
+    )
+    (sums,) = (x for x in allocated if x.dtype is torch.float64)
+    assert sums.numel() == (394 // 128 + 5) * 16
 
 
 @pytest.mark.parametrize("spec", [BLOCKS["sagebwd"]], ids=["sagebwd"])

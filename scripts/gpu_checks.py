@@ -65,18 +65,14 @@ READ = re.compile(r"=+ +(?:Read Thread \(.*\) )?at (\w+)\+0x\w+ in (\w+\.py):(\d
 PASSED = re.compile(r"PASSED (tests/\S+)|(tests/\S+) PASSED")
 
 
-def reads(lines: Iterable[str]) -> Counter[str]:
+def reads(lines: Iterable[str]) -> Counter[tuple[str, ...]]:
     """How often each place is reported: a kernel, a file of Hopper's kernels and the line there."""
-    found = (READ.fullmatch(line) for line in lines)
-    return Counter("{} in {}:{}".format(*match.groups()) for match in found if match)
+    return Counter(match.groups() for line in lines if (match := READ.fullmatch(line)))
 
 
-def is_without_fault(tool: str, place: str) -> bool:
+def is_without_fault(tool: str, kernel: str, file: str, line: str) -> bool:
     """Whether a read is one of those that docs/kernels.md explains: of what Triton itself hands to
     the warps of a kernel, of which no line of ours is, or of what TMA has written."""
-    match = re.fullmatch(r"(\w+) in (\w+\.py):(\d+)", place)
-    assert match is not None
-    kernel, file, line = match.groups()
     if tool == "initcheck":
         return kernel == "_finish"
     path = ROOT / "sagesim_kernels" / "hopper" / file
@@ -94,8 +90,9 @@ def verdict(name: str, exit_code: int, lines: list[str]) -> dict[str, object]:
     places = reads(lines)
     # Each report of racecheck has a read, if it is not of two writes; so has each of initcheck.
     reports = sum("hazard detected" in line or "Uninitialized" in line for line in lines)
-    explained = all(is_without_fault(name, place) for place in places)
-    return {"passed": 0 < reports == places.total() and explained, "reports": dict(places)}
+    explained = all(is_without_fault(name, *place) for place in places)
+    named = {"{} in {}:{}".format(*place): count for place, count in places.items()}
+    return {"passed": 0 < reports == places.total() and explained, "reports": named}
 
 
 def run(name: str, passed: set[str]) -> dict[str, object]:

@@ -108,9 +108,8 @@ def _finish(
     row = first + tl.arange(0, BQ)
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, row, n_q, float("inf"))[:, None]
     at = h.to(tl.int64) * tokens_q + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
-    local, column = tl.arange(0, BQ)[:, None], tl.arange(0, D)[None, :]
-    ptrs = sums + at * D + out_of_order(local, column, BQ, D, SHARED_BY)
-    total = tl.load(ptrs, mask=row_lse2 != float("inf"), other=0.0)
+    total = out_of_order(tl.load(sums + at * D + tl.arange(0, BQ * D)), BQ, D, SHARED_BY)
+    total = tl.where(row_lse2 != float("inf"), total, 0.0)
     if d_lse is not None and k_mean is not None:
         # Rows of dS then sum to the logsumexp's gradient, and the mean of K counts.
         gain = load_rows(d_lse, lengths.cu_q, b, h, row, n_q, 0.0)[:, None]

@@ -13,10 +13,9 @@ from sagesim_kernels.hopper.partitions import (
     NUMBERS,
     ROW,
     joint_compute,
-    joint_load,
+    load_queries,
     load_tokens,
     split_keys,
-    split_load,
     split_queries,
 )
 from sagesim_kernels.hopper.turns import BK, BQ, send
@@ -65,7 +64,8 @@ def one_pass(
     tokens_q, tokens_k: in storage, of a head. k_mean: what k16 is still to be smoothed by, or None.
     """
     SLOTS: gl.constexpr = 2 if SPLIT else 1
-    STAGES: gl.constexpr = SLOTS + 1  # with more, `split_load` might see the phase after the next
+    STAGES: gl.constexpr = SLOTS + 1
+    STAGES16: gl.constexpr = 3
     program = gl.program_id(0)
     index = (program % (tiles * TOGETHER)) // TOGETHER
     z = program // (tiles * TOGETHER) * TOGETHER + program % TOGETHER
@@ -101,30 +101,26 @@ def one_pass(
     k16_s = gl.allocate_shared_memory(dt, [1, BK, D], V)
     v_s = gl.allocate_shared_memory(dt, [1, BK, D], V)
     q8_s = gl.allocate_shared_memory(gl.int8, [STAGES, BQ, D], q8.layout)
-    q16_s = gl.allocate_shared_memory(dt, [STAGES, BQ, D], V)
-    do_s = gl.allocate_shared_memory(dt, [STAGES if SPLIT else STAGES + 1, BQ, D], V)
+    q16_s = gl.allocate_shared_memory(dt, [STAGES16, BQ, D], V)
+    do_s = gl.allocate_shared_memory(dt, [STAGES, BQ, D], V)
     ds_s = gl.allocate_shared_memory(dt, [SLOTS, BK, BQ], DS)
     dq_s = gl.allocate_shared_memory(gl.float32, [SLOTS, BQ * D // 32, 32], sums.layout)
     numbers_s = gl.allocate_shared_memory(gl.float32, [STAGES, NUMBERS], ROW)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     if SPLIT:
-        ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+        ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     else:
-        full_q = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
         full_k = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    filled = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    filled = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     kv = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), 1)
-        if not SPLIT:
-            mbarrier.init(full_q.index(i), 1)
-            mbarrier.init(empty.index(i), 1)
-    for i in gl.static_range(SLOTS):
+    for i in gl.static_range(2):
         if SPLIT:
             mbarrier.init(ready.index(i), 1)
         mbarrier.init(filled.index(i), 1)
+    for i in gl.static_range(SLOTS):
         mbarrier.init(free.index(i), 1)
     mbarrier.init(kv, 1)
     if not SPLIT:
@@ -158,9 +154,9 @@ def one_pass(
                     k16_s, k_mean, ds_s, dq_s, ready, filled, free, kv, blocks, tile, GROUPS, D,
                     SLOTS,
                 )),
-                (split_load, (
+                (load_queries, (
                     q, q_s, full, ready, blocks, of_queries, row_q, tokens_q, GROUPS, D, STAGES,
-                    SLOTS,
+                    STAGES16,
                 )),
                 (send, (
                     0, sums, dq_s, filled, free, counters, sent, index, n_k, offset, GROUPS, D,
@@ -172,24 +168,28 @@ def one_pass(
                 )),
             ],
             [4, 1, 1, 1],
-            [120, 24, 24, 24],
+            [80, 24, 24, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (joint_compute, (
-                    k8_s, v_s, k16_s, k_mean, q_s, ds_s, dq_s, full, full_q, empty, filled, free,
-                    kv, full_k, k_scales, outputs, blocks, tile, scale, GROUPS, D, STAGES,
+                    k8_s, v_s, k16_s, k_mean, q_s, ds_s, dq_s, full, filled, free, kv, full_k,
+                    k_scales, outputs, blocks, tile, scale, GROUPS, D, STAGES, STAGES16,
                 )),
-                (joint_load, (
-                    q, q_s, full, full_q, empty, blocks, of_queries, row_q, tokens_q, GROUPS, D,
-                    STAGES,
+                (load_queries, (
+                    q, q_s, full, filled, blocks, of_queries, row_q, tokens_q, GROUPS, D, STAGES,
+                    STAGES16,
                 )),
                 (send, (
                     0, sums, dq_s, filled, free, counters, sent, index, n_k, offset, GROUPS, D,
                     CAUSAL, SLOTS,
                 )),
+                (send, (
+                    1, sums, dq_s, filled, free, counters, sent, index, n_k, offset, GROUPS, D,
+                    CAUSAL, SLOTS,
+                )),
             ],
-            [1, 1],
-            [24, 24],
+            [1, 1, 1],
+            [24, 24, 24],
         )  # fmt: skip

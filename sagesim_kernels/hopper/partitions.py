@@ -63,20 +63,18 @@ def load_tokens(x, at, first, bar, buffer):
 
 
 @gluon.jit
-def _load_queries(q, q_s, bar, stages, at, row8, i, WITH_Q: gl.constexpr, D: gl.constexpr):
-    """Block i of queries: codes, dO and numbers, and Q in 16 bit if it has no barrier of its own.
+def _load_queries(q, q_s, bar, stage, stage16, at, row8, i, D: gl.constexpr):
+    """Block i of queries: codes, Q in 16 bit, dO and numbers.
 
-    stages: of dO, and of all else. row8: of the head's first token in storage.
+    stage16: of Q in 16 bit. row8: of the head's first token in storage.
     """
     q8, q16, do, numbers = q
     q8_s, q16_s, do_s, numbers_s = q_s
-    do_stage, stage = stages
-    mbarrier.expect(bar, BQ * D * (5 if WITH_Q else 3) + NUMBERS * 4)
+    mbarrier.expect(bar, BQ * D * 5 + NUMBERS * 4)
     load(q8, [row8 + i * BQ, 0], bar, q8_s.index(stage))
-    load_tokens(do, at, i * BQ, bar, do_s.index(do_stage))
-    if WITH_Q:
-        load_tokens(q16, at, i * BQ, bar, q16_s.index(stage))
+    load_tokens(do, at, i * BQ, bar, do_s.index(stage))
     load(numbers, [(row8 // BQ + i) * NUMBERS], bar, numbers_s.index(stage))
+    load_tokens(q16, at, i * BQ, bar, q16_s.index(stage16))
 
 
 @gluon.jit
@@ -193,23 +191,23 @@ def _store_gradients(dk, dv, outputs, tile, buffer, scale, D: gl.constexpr):
 
 
 @gluon.jit
-def split_load(
-    q, q_s, full, ready, blocks, at, row8, tokens, GROUPS: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, SLOTS: gl.constexpr,
+def load_queries(
+    q, q_s, full, done, blocks, at, row8, tokens, GROUPS: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, STAGES16: gl.constexpr,
 ):  # fmt: skip
-    """A stage is free when dS of the step after is there: then the products of its own step are."""
+    """`done`, of every other step: `ready` where four warps compute dQ, and `filled` where they are
+    the eight. Two steps on, what is loaded takes the place of what no warp reads any more."""
     begin, _, end = blocks
     sequence, first_head, row = at
     for head in range(GROUPS):
         for i in range(begin, end):
             n = head * (end - begin) + i - begin
-            if n >= STAGES:
-                m = n - STAGES + 1
-                mbarrier.wait(ready.index(m % SLOTS), (m // SLOTS) & 1)
+            if n >= 2:
+                mbarrier.wait(done.index(n % 2), (n // 2 & 1) ^ 1)
             own = (sequence, first_head + head, row)
-            stages = (n % STAGES, n % STAGES)
-            bar = full.index(n % STAGES)
-            _load_queries(q, q_s, bar, stages, own, row8 + head * tokens, i, True, D)
+            stage = n % STAGES
+            bar = full.index(stage)
+            _load_queries(q, q_s, bar, stage, n % STAGES16, own, row8 + head * tokens, i, D)
 
 
 @gluon.jit
@@ -224,6 +222,8 @@ def split_keys(
     q8_s, q16_s, do_s, numbers_s = q_s
     keys, k_scale, dk, dv = _begin_keys(k_scale, tile, D, ACC)
     mbarrier.wait(kv, 0)
+    k8 = k8_s.index(0).load(gl.DotOperandLayout(0, MMA8, 4))
+    v = v_s.index(0).load(gl.DotOperandLayout(0, MMA, 2))
     for head in range(GROUPS):
         for MASKED in gl.static_range(1, -1, -1):
             for i in range(begin if MASKED else seeing, seeing if MASKED else end):
@@ -232,7 +232,7 @@ def split_keys(
                 slot = n % SLOTS
                 mbarrier.wait(full.index(stage), (n // STAGES) & 1)
                 do = do_s.index(stage)
-                s, dp = _begin_scores(k8_s.index(0), v_s.index(0), q8_s.index(stage), do)
+                s, dp = _begin_scores(k8, v, q8_s.index(stage), do)
                 s = warpgroup_mma_wait(1, deps=[s])
                 rows = viewed(numbers_s.index(stage), gl.float32, [4, BQ], ROW)
                 factor = rows.index(0).load(QUERIES)
@@ -277,35 +277,10 @@ def split_queries(
 
 
 @gluon.jit
-def joint_load(
-    q, q_s, full, full_q, empty, blocks, at, row8, tokens, GROUPS: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """`empty`: a step is done with its codes and numbers, and with all that the step before it has
-    read. That frees Q of the step after it, and, as dO has a stage more, all but Q of the step
-    after that."""
-    begin, _, end = blocks
-    sequence, first_head, row = at
-    for head in range(GROUPS):
-        for i in range(begin, end):
-            n = head * (end - begin) + i - begin
-            stage = n % STAGES
-            own = (sequence, first_head + head, row)
-            stages = (n % (STAGES + 1), stage)
-            bar = full.index(stage)
-            _load_queries(q, q_s, bar, stages, own, row8 + head * tokens, i, False, D)
-            m = n + 1  # for Q: the step before is done with the step before that
-            mbarrier.wait(empty.index(m % STAGES), ((m // STAGES) & 1) ^ 1)
-            bar = full_q.index(stage)
-            mbarrier.expect(bar, BQ * D * 2)
-            load_tokens(q[1], own, i * BQ, bar, q_s[1].index(stage))
-
-
-@gluon.jit
 def joint_compute(
-    k8_s, v_s, k16_s, k_mean, q_s, ds_s, dq_s, full, full_q, empty, filled, free, kv, full_k,
-    k_scale, outputs, blocks, tile, scale, GROUPS: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr,
+    k8_s, v_s, k16_s, k_mean, q_s, ds_s, dq_s, full, filled, free, kv, full_k, k_scale, outputs,
+    blocks, tile, scale, GROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    STAGES16: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the parts of dQ."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
@@ -324,9 +299,8 @@ def joint_compute(
                 # Unknown to the compiler, which would otherwise compute all descriptors before the
                 # loop and run out of registers.
                 zero = n >> 30
-                do = do_s.index(n % (STAGES + 1))
-                phase = (n // STAGES) & 1
-                mbarrier.wait(full.index(stage), phase)
+                do = do_s.index(stage)
+                mbarrier.wait(full.index(stage), (n // STAGES) & 1)
                 s, dp = _begin_scores(k8_s.index(zero), v_s.index(zero), q8_s.index(stage), do)
                 rows = viewed(numbers_s.index(stage), gl.float32, [4, BQ], ROW)
                 factor = rows.index(0).load(QUERIES)
@@ -340,17 +314,15 @@ def joint_compute(
                 ds = _score_gradients(MASKED, p, dp, delta, keys, i, tile)
                 ds_s.index(zero).store(ds.to(q16_s.dtype))
                 fence_async_shared()
-                barrier()  # also: all warps are done with the codes, and with the step before
-                mbarrier.arrive(empty.index(stage), count=1)
+                barrier()
                 dq_t = _begin_dq(ds_s.index(zero), k16_s.index(zero), D, ACCQ)
-                mbarrier.wait(full_q.index(stage), phase)
                 # of dS in shared memory, as in registers there would be too many of them
-                dk = warpgroup_mma(ds_s.index(zero), q16_s.index(stage), dk, is_async=True)
+                dk = warpgroup_mma(ds_s.index(zero), q16_s.index(n % STAGES16), dk, is_async=True)
                 mbarrier.wait(free.index(0), (n & 1) ^ 1)
                 dq = warpgroup_mma_wait(1, deps=[dq_t])
                 dq_s.index(0).store(in_order_of_registers(dq, D, 2))
                 fence_async_shared()
-                barrier()
-                mbarrier.arrive(filled.index(0), count=1)
+                barrier()  # also: all warps are done with dO, and with Q of the step before
+                mbarrier.arrive(filled.index(n % 2), count=1)
                 n += 1
     _store_gradients(dk, dv, outputs, tile, v_s.index(0), scale, D)

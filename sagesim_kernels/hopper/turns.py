@@ -108,38 +108,33 @@ def _turn(i, tile, n_k, offset, IS_CAUSAL: gl.constexpr):
 
 @gluon.jit
 def send(
-    SLOT: gl.constexpr, sums, dq_s, filled, free, counters, blocks, tile, n_k, offset,
+    WHICH: gl.constexpr, sums, dq_s, filled, free, counters, blocks, tile, n_k, offset,
     GROUPS: gl.constexpr, D: gl.constexpr, IS_CAUSAL: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Add to the sum those parts of dQ that come in one slot. Each slot has a warp, so two turns
-    can go on at once.
+    """Add to the sum the parts of dQ of every other step. There are two warps that do this, as a
+    turn may take longer than a step.
 
     blocks: of queries of a head, the first and the end, then the number of a head's first block in
     `counters` and in storage, and the blocks from one head to the next.
     """
+    SLOT: gl.constexpr = WHICH % SLOTS
     begin, end, block, stride = blocks
     for head in range(GROUPS):
         before = head * (end - begin)
-        for i in range(begin + (before + SLOT) % SLOTS, end, SLOTS):
+        for i in range(begin + (before + WHICH) % 2, end, 2):
             at = block + head * stride + i
             counter = counters + at
             turn = _turn(i, tile, n_k, offset, IS_CAUSAL)
-            if SLOTS > 1 and turn > 0:  # while the product is not there yet
+            if turn > 0:  # while the product is not there yet
                 _wait_for_turn(counter, turn)
-            mbarrier.wait(filled.index(SLOT), ((before + i - begin) // SLOTS) & 1)
+            mbarrier.wait(filled.index(WHICH), ((before + i - begin) // 2) & 1)
             if turn == 0:  # so the sum needs no zeros before
                 store(sums, [at * (BQ * D // 32), 0], dq_s.index(SLOT))
             else:
-                if SLOTS == 1:
-                    _wait_for_turn(counter, turn)
                 add(sums, [at * (BQ * D // 32), 0], dq_s.index(SLOT))
-            if SLOTS > 1:
-                _wait_until_read()
-                mbarrier.arrive(free.index(SLOT), count=1)
-                _wait_until_written()
-            else:
-                _wait_until_written()
-                mbarrier.arrive(free.index(SLOT), count=1)
+            _wait_until_read()
+            mbarrier.arrive(free.index(SLOT), count=1)
+            _wait_until_written()
             _pass_turn(counter)
 
 
@@ -157,8 +152,7 @@ def in_order_of_registers(dq, D: gl.constexpr, SHARED_BY: gl.constexpr):
 
 
 @triton.jit
-def out_of_order(row, col, ROWS: tl.constexpr, D: tl.constexpr, SHARED_BY: tl.constexpr):
-    """Where `in_order_of_registers` put a number of a block of so many rows."""
-    at = col % 2 + row // 8 % 2 * 2 + col // 2 % 4 * 4 + row % 8 * 16 + row // 16 * 128
-    at += ROWS * 8 * (col // (D // SHARED_BY))
-    return at + ROWS * 8 * SHARED_BY * (col % (D // SHARED_BY) // 8)
+def out_of_order(dq, ROWS: tl.constexpr, D: tl.constexpr, SHARED_BY: tl.constexpr):
+    """A block of so many rows, [ROWS, D], out of what `in_order_of_registers` made of it."""
+    dq = dq.reshape([D // (8 * SHARED_BY), SHARED_BY, ROWS // 16, 8, 4, 2, 2])
+    return dq.trans(2, 5, 3, 1, 0, 4, 6).reshape([ROWS, D])

@@ -168,7 +168,7 @@ def one_pass(
                 )),
             ],
             [4, 1, 1, 1],
-            [80, 24, 24, 24],
+            [72, 24, 24, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(

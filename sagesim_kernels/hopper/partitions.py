@@ -1,14 +1,14 @@
 """What the warps of a program of `one_pass` do.
 
-Eight warps compute dK and dV, one loads, and one sends dQ. For head size 64 four other warps
-compute dQ, and there is a sending warp for each of two slots; for 128, what that needs does not fit
-into shared memory, and the eight warps compute dQ too. `split_*` are what the warps of the one
-kernel do, `joint_*` those of the other.
+Eight warps compute dK and dV, one loads, and two send dQ. For head size 64 four other warps compute
+dQ, so that dS and dQ have two slots each in shared memory; for 128 there is no room for that, and
+the eight warps compute dQ too. `split_*` are what the warps of the one kernel do, `joint_*` those
+of the other.
 
-Barriers: `full` of a stage of loads and `empty` again, `ready` of dS, `filled` of a part of dQ in
-shared memory and `free` again, `kv` of the tile of keys. For head size 128 Q has a barrier of its
-own, `full_q`, and so has the tile of keys in 16 bit, `full_k`. Loads, and all that follows from
-them, are counted on from one query head of the group to the next.
+Barriers: `full` of a stage of loads; `ready` of dS and `filled` of a part of dQ in shared memory,
+one of each for every other step; `free` of a slot of dQ; `kv` of the tile of keys, and for head
+size 128 `full_k` of that tile in 16 bit. Loads, and all that follows from them, are counted on from
+one query head of the group to the next.
 """
 
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -195,8 +195,11 @@ def load_queries(
     q, q_s, full, done, blocks, at, row8, tokens, GROUPS: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, STAGES16: gl.constexpr,
 ):  # fmt: skip
-    """`done`, of every other step: `ready` where four warps compute dQ, and `filled` where they are
-    the eight. Two steps on, what is loaded takes the place of what no warp reads any more."""
+    """Load Q, dO and the numbers of each step, in the place of what no warp reads any more when the
+    step two before is `done`: `ready` says so where four warps compute dQ, else `filled`.
+
+    STAGES16: of Q in 16 bit, which is read last.
+    """
     begin, _, end = blocks
     sequence, first_head, row = at
     for head in range(GROUPS):

@@ -111,8 +111,8 @@ def send(
     WHICH: gl.constexpr, sums, dq_s, filled, free, counters, blocks, tile, n_k, offset,
     GROUPS: gl.constexpr, D: gl.constexpr, IS_CAUSAL: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Add to the sum the parts of dQ of every other step. There are two warps that do this, as a
-    turn may take longer than a step.
+    """Add to the sum the parts of dQ of every other step: WHICH is 0 or 1, for one of two warps. A
+    part takes one of them longer than a step: to wait for its turn, to be written, to pass it on.
 
     blocks: of queries of a head, the first and the end, then the number of a head's first block in
     `counters` and in storage, and the blocks from one head to the next.

@@ -215,6 +215,7 @@ def test_kernels_of_hopper_multiply_as_declared(
             expected[name][SIXTEEN_BIT[dtype]] -= dq
         assert found == expected[name], name
         assert kernel.fused == 0 and not kernel.fp_fusion, name
+        assert kernel.added_waits == 0, name
         assert kernel.lost_descriptors == [], name
         assert kernel.early_arrivals == 0, name
         assert kernel.narrow_stores == 0, name

@@ -128,7 +128,7 @@ def _contents(kernel: Any) -> dict[str, Any]:
         "early_arrivals": _early_arrivals(ptx),
         "narrow_stores": len(re.findall(r"\bst\.global\.[bu](?:8|16)\b", ptx)),
         "shared": kernel.metadata.shared,
-        **_machine_code(kernel.asm["cubin"], hopper=driver.active.capability == 90),
+        **_machine_code(kernel.asm["cubin"], ptx, hopper=driver.active.capability == 90),
     }
 
 
@@ -151,9 +151,9 @@ def _fused(kernel: Any) -> int:
     return fused - written * (2 if fused >= 2 * written else 1)
 
 
-def _machine_code(cubin: bytes, *, hopper: bool) -> dict[str, Any]:
+def _machine_code(cubin: bytes, ptx: str, *, hopper: bool) -> dict[str, Any]:
     """Registers, and bytes of stack, of a thread: registers are spilled to its stack; and on Hopper
-    what `lost_descriptors` finds."""
+    the waits that are not in the ptx, and what `lost_descriptors` finds."""
 
     def output(*command: str) -> str:
         return subprocess.run(
@@ -168,6 +168,9 @@ def _machine_code(cubin: bytes, *, hopper: bool) -> dict[str, Any]:
     return {
         "registers": int(re.search(r"\bREG:(\d+)", usage)[1]),
         "stack": int(re.search(r"\bSTACK:(\d+)", usage)[1]),
+        "added_waits": listing.count("WARPGROUP.DEPBAR") - ptx.count("wgmma.wait_group")
+        if hopper
+        else 0,
         "lost_descriptors": lost_descriptors(listing),
         "issued_in_loop": issued_in_loop(listing),
     }

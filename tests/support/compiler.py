@@ -50,6 +50,7 @@ class Kernel:
     shared: int  #: bytes
     registers: int  #: of a thread
     stack: int  #: bytes of a thread, 0 where no register is spilled
+    added_waits: int  #: for products of warpgroups, that ptxas put between them; on Hopper
     lost_descriptors: list[str]  #: see `tests.support.sass`; on Hopper
     issued_in_loop: dict[str, int]  #: likewise
 

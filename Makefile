@@ -6,6 +6,10 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 PIP := $(INSTALL) --constraint constraints.txt
 OLDEST_TRITON := 3.6.0
 
+# Memory that is freed is kept: to map it anew takes as long as to compute what is stored in it.
+export MALLOC_MMAP_THRESHOLD_ := 1073741824
+export MALLOC_TRIM_THRESHOLD_ := 1073741824
+
 .DELETE_ON_ERROR:
 .PHONY: demo test fuzz gpu-test check docs docs-numbers clean
 

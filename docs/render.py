@@ -162,8 +162,8 @@ def gpu_checks() -> str:
     checks = load("gpu_checks")["checks"]
     rows: list[list[str]] = []
     for name, c in checks.items():
-        lines = [line.strip("= ") for line in c["printed"] if not line.startswith("[gw")]
-        lines = list(filter(None, lines))
+        printed = (line.strip("= ") for line in c["printed"] if not line.startswith("[gw"))
+        lines = [line for line in printed if line]
         if before := c.get("passed_in_a_run_before"):
             lines.append(f"{before} passed in runs before")
         lines += [f"{count} of {place}" for place, count in c.get("reports", {}).items()]

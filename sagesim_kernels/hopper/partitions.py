@@ -5,10 +5,10 @@ dQ, so that dS and dQ have two slots each in shared memory; for 128 there is no 
 the eight warps compute dQ too. `split_*` are what the warps of the one kernel do, `joint_*` those
 of the other.
 
-Barriers: `full` of a stage of loads; `ready` of dS and `filled` of a part of dQ in shared memory,
-one of each for every other step; `free` of a slot of dQ; `kv` of the tile of keys, and for head
-size 128 `full_k` of that tile in 16 bit. Loads, and all that follows from them, are counted on from
-one query head of the group to the next.
+Barriers: `full` of a stage of loads; `filled` of a part of dQ in shared memory, and for head size
+64 `ready` of dS, of which there is one for even steps and one for odd; `free` of a slot of dQ; `kv`
+of the tile of keys, and for head size 128 `full_k` of that tile in 16 bit. Loads, and all that
+follows from them, are counted on from one query head of the group to the next.
 """
 
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -60,21 +60,6 @@ def load_tokens(x, at, first, bar, buffer):
     d: gl.constexpr = buffer.shape[1]
     shared = viewed(buffer, x.dtype, [1, 1, rows, d], x.layout)
     load(x, [sequence, head, row + first, 0], bar, shared)
-
-
-@gluon.jit
-def _load_queries(q, q_s, bar, stage, stage16, at, row8, i, D: gl.constexpr):
-    """Block i of queries: codes, Q in 16 bit, dO and numbers.
-
-    stage16: of Q in 16 bit. row8: of the head's first token in storage.
-    """
-    q8, q16, do, numbers = q
-    q8_s, q16_s, do_s, numbers_s = q_s
-    mbarrier.expect(bar, BQ * D * 5 + NUMBERS * 4)
-    load(q8, [row8 + i * BQ, 0], bar, q8_s.index(stage))
-    load_tokens(do, at, i * BQ, bar, do_s.index(stage))
-    load(numbers, [(row8 // BQ + i) * NUMBERS], bar, numbers_s.index(stage))
-    load_tokens(q16, at, i * BQ, bar, q16_s.index(stage16))
 
 
 @gluon.jit
@@ -195,11 +180,15 @@ def load_queries(
     q, q_s, full, done, blocks, at, row8, tokens, GROUPS: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, STAGES16: gl.constexpr,
 ):  # fmt: skip
-    """Load Q, dO and the numbers of each step, in the place of what no warp reads any more when the
-    step two before is `done`: `ready` says so where four warps compute dQ, else `filled`.
+    """Load Q, its codes, dO and the numbers of each step, in the place of what no warp reads any
+    more when the step two before is `done`: `ready` says so where four warps compute dQ, else
+    `filled`.
 
-    STAGES16: of Q in 16 bit, which is read last.
+    at: the sequence, its first head and the row of its first token; row8: of that head's first
+    token in storage of codes. STAGES16: of Q in 16 bit, which is read last.
     """
+    q8, q16, do, numbers = q
+    q8_s, q16_s, do_s, numbers_s = q_s
     begin, _, end = blocks
     sequence, first_head, row = at
     for head in range(GROUPS):
@@ -208,9 +197,15 @@ def load_queries(
             if n >= 2:
                 mbarrier.wait(done.index(n % 2), (n // 2 & 1) ^ 1)
             own = (sequence, first_head + head, row)
+            own8 = row8 + head * tokens
             stage = n % STAGES
             bar = full.index(stage)
-            _load_queries(q, q_s, bar, stage, n % STAGES16, own, row8 + head * tokens, i, D)
+            stage16 = n % STAGES16
+            mbarrier.expect(bar, BQ * D * 5 + NUMBERS * 4)
+            load(q8, [own8 + i * BQ, 0], bar, q8_s.index(stage))
+            load_tokens(do, own, i * BQ, bar, do_s.index(stage))
+            load(numbers, [(own8 // BQ + i) * NUMBERS], bar, numbers_s.index(stage))
+            load_tokens(q16, own, i * BQ, bar, q16_s.index(stage16))
 
 
 @gluon.jit
@@ -315,6 +310,7 @@ def joint_compute(
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 dv = warpgroup_mma(p16, do, dv, is_async=True)
                 ds = _score_gradients(MASKED, p, dp, delta, keys, i, tile)
+                # Over those of the step before, which the product with Q reads for this warp alone.
                 ds_s.index(zero).store(ds.to(q16_s.dtype))
                 fence_async_shared()
                 barrier()

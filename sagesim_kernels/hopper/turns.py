@@ -113,6 +113,7 @@ def send(
 ):  # fmt: skip
     """Add to the sum the parts of dQ of every other step: WHICH is 0 or 1, for one of two warps. A
     part takes one of them longer than a step: to wait for its turn, to be written, to pass it on.
+    Where both have one slot, a part comes only when the one before has left it.
 
     blocks: of queries of a head, the first and the end, then the number of a head's first block in
     `counters` and in storage, and the blocks from one head to the next.

@@ -168,9 +168,7 @@ def _machine_code(cubin: bytes, ptx: str, *, hopper: bool) -> dict[str, Any]:
     return {
         "registers": int(re.search(r"\bREG:(\d+)", usage)[1]),
         "stack": int(re.search(r"\bSTACK:(\d+)", usage)[1]),
-        "added_waits": listing.count("WARPGROUP.DEPBAR") - ptx.count("wgmma.wait_group")
-        if hopper
-        else 0,
+        "added_waits": listing.count("WARPGROUP.DEPBAR") - ptx.count("wgmma.wait_group"),
         "lost_descriptors": lost_descriptors(listing),
         "issued_in_loop": issued_in_loop(listing),
     }

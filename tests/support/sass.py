@@ -2,29 +2,57 @@
 
 import re
 from collections import Counter
+from typing import NamedTuple
 
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ +)?([A-Z0-9_.]+) ?([^;]*);")
-_CONDITIONAL = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+@!?U?P\w+ +BRA\b")
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(@!?U?P\w+ +)?([A-Z0-9_.]+) ?([^;]*);")
 _LABEL = re.compile(r"\s*(\.L_x_\d+):")
 _TARGET = re.compile(r"\.L_x_\d+")
 _REGISTER = re.compile(r"U?R\d+")
+_UNIFORM_RESULT = re.compile(r"(?:UP\d, )?UR(\d+)")
+_DESCRIPTOR = re.compile(r"gdesc\[UR(\d+)\]")
+_LEFT_IN_REGISTERS = re.compile(r"R\d+, R\d+, gdesc")
 _NUMBER = re.compile(r"-?0x[0-9a-f]+")
 _LAYOUTS = {0x40000040, 0x80000020, 0xC0000010}
 """The high words of a descriptor of a wgmma operand, for rows of 128, 64 and 32 bytes."""
 
 
+class _Instruction(NamedTuple):
+    opcode: str
+    text: str
+    is_conditional: bool
+
+
 def lost_descriptors(listing: str) -> list[str]:
-    """Instructions of nvdisasm's listing that build the address of a wgmma operand on a register
-    which does not hold it.
+    """Instructions of nvdisasm's listing that build a wgmma operand's descriptor, or multiply by
+    one, on registers which do not hold what they should.
 
     The descriptor of the operand's second 32 bytes is its first's address, a number below 2**32,
-    plus a constant of 64 bits. ptxas 12.8, which comes with Triton 3.6, sometimes loses the address
-    and adds to whatever its register holds. (12.9 does not.) It shows in the high word: a zero plus
-    the constant's, where the register was last given something that is not zero.
+    plus a constant of 64 bits. ptxas 12.8, which comes with Triton 3.6, loses descriptors in two
+    ways. (12.9 has not been seen to.) Sometimes it adds to whatever a register holds: it shows in
+    the high word, a zero plus the constant's, where the register was last given something that is
+    not zero. And sometimes it builds one before a loop, where that is jumped over if the loop takes
+    no turn, but multiplies by it behind the loop too.
     """
+    code, labels = _parsed(listing)
+    return [*_added_to_something_else(code), *_not_given_on_each_path(code, labels)]
+
+
+def _parsed(listing: str) -> tuple[list[_Instruction], dict[str, int]]:
+    """Instructions, and the number of that which follows a label."""
+    code: list[_Instruction] = []
+    labels: dict[str, int] = {}
+    for line in listing.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif found := _INSTRUCTION.search(line):
+            code.append(_Instruction(found[2], found[3], found[1] is not None))
+    return code, labels
+
+
+def _added_to_something_else(code: list[_Instruction]) -> list[str]:
     is_zero: dict[str, bool] = {}
     found = []
-    for opcode, text in _INSTRUCTION.findall(listing):
+    for opcode, text, _ in code:
         first, *sources = (x.strip().split(".")[0] for x in text.split(","))
         if opcode in ("IADD3.X", "UIADD3.X") and any(map(_is_layout, sources)):
             registers = filter(_REGISTER.fullmatch, sources)
@@ -37,24 +65,60 @@ def lost_descriptors(listing: str) -> list[str]:
     return found
 
 
+def _not_given_on_each_path(code: list[_Instruction], labels: dict[str, int]) -> list[str]:
+    """Products whose descriptor is in uniform registers that some path to them gives nothing."""
+    everything = 2**64 - 1
+    given = [everything] * len(code)  # before an instruction, on each path to it; a bit a register
+    successors = [_successors(code, labels, at) for at in range(len(code))]
+    jumped_to = {to for several in successors for to in several}
+    waiting = [at for at in range(len(code)) if at not in jumped_to]
+    for at in waiting:
+        given[at] = 0
+    while waiting:
+        at = waiting.pop()
+        after = given[at]
+        opcode, text, is_conditional = code[at]
+        if (result := _UNIFORM_RESULT.match(text)) and not is_conditional:
+            after |= (2 ** _width(opcode) - 1) << int(result[1])
+        for to in successors[at]:
+            if given[to] & after != given[to]:
+                given[to] &= after
+                waiting.append(to)
+    found = []
+    for before, (opcode, text, _) in zip(given, code, strict=True):
+        if "GMMA" in opcode and (descriptor := _DESCRIPTOR.search(text)):
+            first = int(descriptor[1])  # of four: two of the left operand, two of the right
+            needed = 0b1100 if _LEFT_IN_REGISTERS.search(text) else 0b1111
+            if needed << first & ~before:
+                found.append(f"{opcode} {text.strip()}")
+    return found
+
+
+def _successors(code: list[_Instruction], labels: dict[str, int], at: int) -> list[int]:
+    """The instructions that may come after one."""
+    opcode, text, is_conditional = code[at]
+    name = opcode.split(".")[0]
+    jumps = name in ("BRA", "BRX")
+    targets = [labels[label] for label in _TARGET.findall(text) if label in labels]
+    # of BRA, the text begins with the target, or with what decides
+    goes_on = is_conditional or (name == "BRA" and not text.startswith("`"))
+    ends = jumps or name in ("EXIT", "RET")
+    rest = [at + 1] if at + 1 < len(code) and (goes_on or not ends) else []
+    return [*(targets if jumps else []), *rest]
+
+
 def issued_in_loop(listing: str) -> Counter[str]:
     """Opcodes of the innermost loop of nvdisasm's listing that multiplies matrices, by how often a
     warp issues them in a step that jumps forward wherever it can: past masks of tiles that need
     none, and past the slow path of divisions."""
-    code: list[tuple[str, str, bool]] = []
-    labels: dict[str, int] = {}
-    for line in listing.splitlines():
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(code)
-        elif found := _INSTRUCTION.search(line):
-            code.append((found[1], found[2], _CONDITIONAL.search(line) is not None))
+    code, labels = _parsed(listing)
     jumps = [
         (at, labels[target[0]], is_conditional)
         for at, (opcode, text, is_conditional) in enumerate(code)
         if opcode == "BRA" and (target := _TARGET.search(text)) and target[0] in labels
     ]
     loops = [(to, at) for at, to, _ in jumps if to <= at]
-    multiplying = [(a, b) for a, b in loops if any("GMMA" in code[i][0] for i in range(a, b))]
+    multiplying = [(a, b) for a, b in loops if any("GMMA" in code[i].opcode for i in range(a, b))]
     if not multiplying:
         return Counter()
     first, last = min(multiplying, key=lambda loop: loop[1] - loop[0])
@@ -64,7 +128,7 @@ def issued_in_loop(listing: str) -> Counter[str]:
         if is_conditional and first <= at < to <= last
         for i in range(at + 1, to)
     }
-    return Counter(code[i][0] for i in range(first, last + 1) if i not in skipped)
+    return Counter(code[i].opcode for i in range(first, last + 1) if i not in skipped)
 
 
 def _is_layout(source: str) -> bool:

@@ -45,6 +45,52 @@ def test_lost(listing: str) -> None:
     assert instruction.split()[0].endswith("IADD3.X")
 
 
+SKIPPED = """
+        /*0000*/                   UIADD3.64 UR10, UR4, 0x2, URZ ;
+        /*0010*/                   UIADD3.64 UR8, UR4, 0x2, URZ ;
+        /*0020*/              @!P0 BRA `(.L_x_1) ;
+        /*0030*/                   UIADD3 UR8, UP1, UR4, 0x2, URZ ;
+        /*0040*/                   UIADD3.64 UR8, UR8, 0x80, URZ ;
+.L_x_0:
+        /*0050*/                   IGMMA.64x64x32.S8.S8 R24, gdesc[UR8], RZ, !UPT ;
+        /*0060*/               @P0 BRA `(.L_x_0) ;
+.L_x_1:
+        /*0070*/                   IGMMA.64x64x32.S8.S8 R24, gdesc[UR8], R24, gsb0 ;
+        /*0080*/                   HGMMA.64x64x16.F32.BF16 R88, R24, gdesc[UR8], R88 ;
+        /*0090*/                   EXIT ;
+"""
+GIVEN_FIRST = "        /*0010*/                   UIADD3.64 UR8, UR4, 0x2, URZ ;\n"
+
+
+def test_given_on_each_path():
+    assert lost_descriptors(SKIPPED) == []
+
+
+def test_given_only_where_a_loop_takes_a_turn():
+    (product,) = lost_descriptors(SKIPPED.replace(GIVEN_FIRST, ""))
+    assert "RZ" not in product  # behind the loop, not in it
+    assert product.startswith("IGMMA")  # of the other, the left operand is in registers
+
+
+def test_given_only_under_a_condition():
+    conditional = SKIPPED.replace("     UIADD3.64 UR10", "@P3  UIADD3.64 UR10")
+    assert len(lost_descriptors(conditional)) == 3
+
+
+@pytest.mark.parametrize("jump", ["BRA `(.L_x_3)", 'BRX R2 -0x10 (*"BRANCH_TARGETS .L_x_3"*)'])
+def test_given_before_a_jump(jump: str):
+    listing = f"""
+        /*0000*/                   UIADD3.64 UR10, UR4, 0x2, URZ ;
+        /*0010*/                   UIADD3.64 UR8, UR4, 0x2, URZ ;
+        /*0020*/                   {jump} ;
+        /*0030*/                   EXIT ;
+.L_x_3:
+        /*0040*/                   IGMMA.64x64x32.S8.S8 R24, gdesc[UR8], R24, gsb0 ;
+"""
+    assert lost_descriptors(listing) == []
+    assert len(lost_descriptors(listing.replace("UR10", "UR12"))) == 1
+
+
 LOOP = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;
 .L_x_0:

@@ -173,9 +173,13 @@ def gpu_checks() -> str:
 
 
 def speed() -> str:
-    """Times as fast as two peers, from the worst shape to the best, at 4096 tokens and more."""
+    """Times as fast as three peers, from the worst shape to the best, at 4096 tokens and more."""
     data = load("bench")
-    peers = {"sdpa flash": "FlashAttention-2 (SDPA)", "sdpa cudnn": "cuDNN (SDPA)"}
+    peers = {
+        "sdpa flash": "FlashAttention-2 (SDPA)",
+        "sdpa cudnn": "cuDNN (SDPA)",
+        "flash-attn-4": "FlashAttention-4",
+    }
     timed = [case for case in cases(data, "speed") if case["tokens"] >= 4096]
     rows: list[list[str]] = []
     for spec in ("factored_qk", "sagebwd", "factored"):

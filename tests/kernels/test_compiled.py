@@ -186,16 +186,25 @@ def test_dk_and_dv_apart_are_as_declared(newest: Compiler) -> None:
     assert {"key_tiles, dv", "key_tiles, dk"} < set(products(kernels))
 
 
-@pytest.mark.parametrize(("dtype", "packed"), [("bfloat16", False), ("float16", True)])
+@pytest.mark.parametrize(
+    ("dtype", "packed", "is_causal"), [("bfloat16", False, True), ("float16", True, False)]
+)
 @pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
 def test_kernels_of_hopper_multiply_as_declared(
-    compiler: Compiler, head_size: int, dtype: str, packed: bool
+    compiler: Compiler, head_size: int, dtype: str, packed: bool, is_causal: bool
 ) -> None:
     """QK alone in INT8: in each of the places that a kernel multiplies in, which are three of every
     consumer of the forward, and the two loops of the backward. An instruction of a warpgroup
     multiplies 32 channels of codes, or 16 channels or tokens in 16 bit, over 64 or 128 columns."""
     kernels = products(
-        compiler.compile("factored_qk", 90, head_size=head_size, dtype=dtype, packed=packed)
+        compiler.compile(
+            "factored_qk",
+            90,
+            head_size=head_size,
+            dtype=dtype,
+            packed=packed,
+            is_causal=is_causal,
+        )
     )
     places = 3 * TILES[head_size].consumers
     s_by, dp, dv_dk, dq = head_size // 32, head_size // 16, 2 * 64 // 16, 128 // 16

@@ -116,6 +116,17 @@ def test_a_whole_run(on_a_fake_device, tmp_path, capsys):
     assert "made with another settings: specs" in one_line(capsys.readouterr())
 
 
+def test_some_cases_and_then_the_others(on_a_fake_device, tmp_path, capsys):
+    pytest.importorskip("matplotlib").use("agg")
+    out = ["--out", str(tmp_path / "bench.json"), "--specs", "factored"]
+    assert main([*out, "--only", "speed*n17"]) == 2
+    assert "'speed*n17' matches none of the cases 'speed d8" in one_line(capsys.readouterr())
+    assert main([*out, "--only", "accuracy*", "*sigma1"]) == 0
+    assert list(read(tmp_path / "bench.json")["cases"]) == ["accuracy d8 full sigma1"]
+    assert main(out) == 0
+    assert "speed d8 full n16" in read(tmp_path / "bench.json")["cases"]
+
+
 def test_what_ends_a_run(on_a_fake_device, tmp_path, capsys):
     out = tmp_path / "bench.json"
     on_a_fake_device.is_lost = True

@@ -128,7 +128,7 @@ def _contents(kernel: Any) -> dict[str, Any]:
         "early_arrivals": _early_arrivals(ptx),
         "narrow_stores": len(re.findall(r"\bst\.global\.[bu](?:8|16)\b", ptx)),
         "shared": kernel.metadata.shared,
-        **_machine_code(kernel.asm["cubin"], ptx, hopper=driver.active.capability == 90),
+        **_machine_code(kernel.asm["cubin"], ptx),
     }
 
 
@@ -151,9 +151,9 @@ def _fused(kernel: Any) -> int:
     return fused - written * (2 if fused >= 2 * written else 1)
 
 
-def _machine_code(cubin: bytes, ptx: str, *, hopper: bool) -> dict[str, Any]:
-    """Registers, and bytes of stack, of a thread: registers are spilled to its stack; and on Hopper
-    the waits that are not in the ptx, and what `lost_descriptors` finds."""
+def _machine_code(cubin: bytes, ptx: str) -> dict[str, Any]:
+    """Registers, and bytes of stack, of a thread: registers are spilled to its stack; and where
+    warpgroups multiply, the waits that are not in the ptx, and what `tests.support.sass` reads."""
 
     def output(*command: str) -> str:
         return subprocess.run(
@@ -164,7 +164,8 @@ def _machine_code(cubin: bytes, ptx: str, *, hopper: bool) -> dict[str, Any]:
         file.write(cubin)
         file.flush()
         usage = output(knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
-        listing = output(knobs.nvidia.nvdisasm.path, "-c") if hopper else ""
+        # half a second, so not of kernels of which nothing would be read
+        listing = output(knobs.nvidia.nvdisasm.path, "-c") if "wgmma" in ptx else ""
     return {
         "registers": int(re.search(r"\bREG:(\d+)", usage)[1]),
         "stack": int(re.search(r"\bSTACK:(\d+)", usage)[1]),

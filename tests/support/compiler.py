@@ -50,8 +50,8 @@ class Kernel:
     shared: int  #: bytes
     registers: int  #: of a thread
     stack: int  #: bytes of a thread, 0 where no register is spilled
-    added_waits: int  #: for products of warpgroups, that ptxas put between them; on Hopper
-    lost_descriptors: list[str]  #: see `tests.support.sass`; on Hopper
+    added_waits: int  #: for products of warpgroups, that ptxas put between them
+    lost_descriptors: list[str]  #: see `tests.support.sass`
     issued_in_loop: dict[str, int]  #: likewise
 
     @cached_property

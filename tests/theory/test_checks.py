@@ -9,8 +9,10 @@ from theory.__main__ import main
 from theory.check import bounded, estimated
 from theory.checks import CHECKS
 
+TOPICS = [pytest.param(t, marks=pytest.mark.long if t == "budget" else ()) for t in CHECKS]
 
-@pytest.mark.parametrize("topic", CHECKS)
+
+@pytest.mark.parametrize("topic", TOPICS)
 def test_every_statement_of_a_topic_holds(topic):
     found = list(CHECKS[topic]())
     assert found and {c.topic for c in found} == {topic}

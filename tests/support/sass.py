@@ -98,13 +98,16 @@ def _successors(code: list[_Instruction], labels: dict[str, int], at: int) -> li
     """The instructions that may come after one."""
     opcode, text, is_conditional = code[at]
     name = opcode.split(".")[0]
-    jumps = name in ("BRA", "BRX")
-    targets = [labels[label] for label in _TARGET.findall(text) if label in labels]
-    # of BRA, the text begins with the target, or with what decides
-    goes_on = is_conditional or (name == "BRA" and not text.startswith("`"))
-    ends = jumps or name in ("EXIT", "RET")
-    rest = [at + 1] if at + 1 < len(code) and (goes_on or not ends) else []
-    return [*(targets if jumps else []), *rest]
+    targets = _targets(text, labels) if name in ("BRA", "BRX") else []
+    # the text of BRA begins with the target, or with what decides
+    leaves = name in ("BRX", "EXIT", "RET") or (name == "BRA" and text.startswith("`"))
+    is_last = at + 1 == len(code)
+    return targets if is_last or (leaves and not is_conditional) else [*targets, at + 1]
+
+
+def _targets(text: str, labels: dict[str, int]) -> list[int]:
+    """The instructions that a jump may go to."""
+    return [labels[label] for label in _TARGET.findall(text) if label in labels]
 
 
 def issued_in_loop(listing: str) -> Counter[str]:
@@ -113,9 +116,10 @@ def issued_in_loop(listing: str) -> Counter[str]:
     none, and past the slow path of divisions."""
     code, labels = _parsed(listing)
     jumps = [
-        (at, labels[target[0]], is_conditional)
+        (at, to, is_conditional)
         for at, (opcode, text, is_conditional) in enumerate(code)
-        if opcode == "BRA" and (target := _TARGET.search(text)) and target[0] in labels
+        if opcode == "BRA"
+        for to in _targets(text, labels)
     ]
     loops = [(to, at) for at, to, _ in jumps if to <= at]
     multiplying = [(a, b) for a, b in loops if any("GMMA" in code[i].opcode for i in range(a, b))]

@@ -29,14 +29,14 @@ check: .venv/.dev  ## formatting, lint, types, tables in the docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/python docs/render.py --check
+	$(BIN)/python docs/build/render.py --check
 
 docs: .venv/.docs  ## the site, every cell of it executed, into out/docs
 	$(BIN)/sphinx-build -W --keep-going -q -j 2 -d out/docs-doctrees docs out/docs
 
 docs-numbers: .venv/.dev  ## recompute what this machine can of docs/data, and the tables from it
-	$(BIN)/python docs/results.py
-	$(BIN)/python docs/render.py
+	$(BIN)/python docs/build/results.py
+	$(BIN)/python docs/build/render.py
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv

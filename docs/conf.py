@@ -23,10 +23,12 @@ from theory.checks import CHECKS
 HERE = Path(__file__).parent
 
 # Cells run in processes of their own, several at a time.
-os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE / "build"), str(HERE.parent)])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE / "build"))
+
+from reference import constants  # noqa: E402 - of docs/build
 
 
 def _ipython() -> str:
@@ -63,7 +65,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["data"]
+exclude_patterns = ["build", "data"]
 # Links into this project have to lead somewhere; torch's and Python's pages are not at hand.
 nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!(sagesim|sagesim_kernels|theory)\.).*")]
@@ -83,10 +85,14 @@ copybutton_exclude = ".linenos, .gp, .go"
 myst_enable_extensions = ["amsmath", "deflist", "dollarmath", "substitution"]
 myst_heading_anchors = 3
 myst_substitutions = {
+    "presets": constants(
+        {"sagesim/spec/presets.py": [*map(str.upper, sagesim.PRESETS), "PRESETS"]}
+    ),
+    "sites": constants({"sagesim/spec/attention_spec.py": ["SITES"]}),
     "theory_modules": "\n\n".join(
         f"## {topic}\n\n```{{eval-rst}}\n.. automodule:: theory.{topic}\n   :members:\n```"
         for topic in dict.fromkeys([*CHECKS, *_theory_modules()])
-    )
+    ),
 }
 
 nb_execution_mode = "force"

@@ -1,18 +1,11 @@
 """sagesim: low-bit attention in PyTorch, each of its seven matrix products set on its own."""
 
-from sagesim._attention import attention
-from sagesim._capture import Recording, capture
-from sagesim._emulate import emulate
-from sagesim._exact import Exact, exact
-from sagesim._fuzz import fuzz
-from sagesim._fuzz_cases import FuzzCase
-from sagesim._fuzz_report import FuzzReport
-from sagesim._quantize import QTensor, quantize
-from sagesim._trace import Trace, trace
-from sagesim.attribution import Attribution, attribute
-from sagesim.captured import Call, Capture
-from sagesim.metrics import Comparison, Error, compare
-from sagesim.presets import (
+from sagesim.analysis import Attribution, Comparison, Error, attribute, compare
+from sagesim.emulator import Exact, QKNorm, QTensor, Trace, attention, exact, quantize, trace
+from sagesim.fuzzing import FuzzCase, FuzzReport, fuzz
+from sagesim.models import Call, Capture, Recording, capture, emulate
+from sagesim.problem import AttentionProblem
+from sagesim.spec import (
     CAUSAL_SAFE,
     FACTORED,
     FACTORED_PV16,
@@ -20,16 +13,12 @@ from sagesim.presets import (
     FPA,
     FPA_BF16,
     FPA_FP16,
+    HALF_AWAY,
+    HALF_EVEN,
     PRESETS,
     SAGE_FORWARD,
     SAGEBWD,
     SAGEBWD_ALL_INT8,
-    with_precision,
-)
-from sagesim.qk_norm import QKNorm
-from sagesim.spec import (
-    HALF_AWAY,
-    HALF_EVEN,
     SITES,
     AttentionSpec,
     Delta,
@@ -39,6 +28,7 @@ from sagesim.spec import (
     Rounding,
     RoundingMode,
     Smoothing,
+    with_precision,
 )
 
 __version__ = "0.1.0"
@@ -58,6 +48,7 @@ __all__ = [
     "SAGEBWD_ALL_INT8",
     "SAGE_FORWARD",
     "SITES",
+    "AttentionProblem",
     "AttentionSpec",
     "Attribution",
     "Call",

@@ -8,11 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sagesim.arguments import autocast, check_spec, check_tensors
-from sagesim.presets import FACTORED_QK
-from sagesim.spec import AttentionSpec
-from sagesim_kernels.ops import forward_op, label_of, parse
-from sagesim_kernels.problem import logit_scale
+from sagesim.problem import autocast, check_spec, check_tensors
+from sagesim.spec import FACTORED_QK, AttentionSpec
+from sagesim_kernels.operands import logit_scale
+from sagesim_kernels.ops import Call, forward_op, label_of, parse
 from sagesim_kernels.support import IS_INTERPRETED, head_reason, supports
 
 Layout = Literal["HND", "NHD"]
@@ -34,68 +33,76 @@ def attention(
     attn_mask: None = None,
     dropout_p: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(q k^T * scale) v with each product, forward and backward, as `spec` says.
+    """Compute softmax(q k^T * scale) v on a GPU; `spec` sets the precision of each matrix product.
 
-    The numbers are those of `sagesim.attention`, on a GPU and in memory linear in the number of
-    tokens. Differentiable once in q, k and v, and through the lse.
+    Computes what `sagesim.attention` emulates, in memory linear in the number of tokens.
+    Differentiable once in q, k and v, through o and lse.
 
     Args:
-        q: [..., heads, n_q, d] in layout "HND", [..., n_q, heads, d] in "NHD"; float16, bfloat16 or
-            float32, any strides. d up to 256.
-        k, v: likewise, [..., kv heads, n_k, d] and [..., kv heads, n_k, d_v].
-        spec: the numerics; `supports` says which ones there are kernels for. By default INT8 in QK
-            alone, the fastest of those timed on an H200, at smaller errors than the paper's.
-        is_causal: query i attends to keys 0..i, or with causal_alignment="lower_right" to
-            0..i + n_k - n_q.
-        scale: of the logits; 1/sqrt(d) by default.
-        enable_gqa: each head of k and v serves a group of consecutive heads of q; neither is
+        q: [..., heads, n_q, d] in layout "HND", [..., n_q, heads, d] in layout "NHD"; float16,
+            bfloat16 or float32, any strides, d up to 256.
+        k: [..., kv heads, n_k, d] or [..., n_k, kv heads, d], with the dtype of q.
+        v: [..., kv heads, n_k, d_v] or [..., n_k, kv heads, d_v], with the dtype of q.
+        spec: the numerics; `supports` says whether there are kernels for a spec. The default, INT8
+            in QK alone, was the fastest on an H200 and has smaller errors than the paper's scheme.
+        is_causal: query i attends to keys 0..i.
+        causal_alignment: "lower_right" lets query i attend to keys 0..i + n_k - n_q instead.
+        scale: the factor of the logits; 1/sqrt(d) by default.
+        enable_gqa: each head of k and v serves a group of consecutive heads of q, without being
             expanded in memory.
-        return_lse: return (o, lse), with lse float32 [..., heads, n_q] in either layout, the
-            natural logarithm of the sum of each row's exponentials.
-        attn_mask, dropout_p: not supported; anything but the defaults raises.
+        layout: the order of the heads and tokens of q, k, v and o.
+        return_lse: return (o, lse) instead of o.
+        attn_mask, dropout_p: not supported; they exist to raise an error.
 
     Returns:
-        o, in the dtype and layout of q.
+        o, in the dtype and layout of q. lse is float32 [..., heads, n_q] in both layouts, the
+        natural logarithm of the sum of exp(logit) over a row; -inf if a query attends to no key.
 
     Raises:
-        TypeError: dtypes that differ, float64, a spec that is none, a scale that is no number.
-        ValueError: shapes that do not fit, another dtype or a spec without kernels, a mask or
-            dropout, naming what is at fault; nothing is launched.
-        RuntimeError: when differentiated twice.
+        TypeError: if dtypes differ or are float64, if spec is not an AttentionSpec, or if scale is
+            not a number.
+        ValueError: if shapes do not fit, if there is no kernel for the spec, dtype or head size, or
+            if a mask or dropout is given. The message names the value; no kernel is launched.
+        RuntimeError: if a gradient is differentiated again.
 
-    Source: arXiv 2603.02170, Algorithms 1 and 2; the paper's own scheme is spec=SAGEBWD. Differs
-    in: the backward is bit-reproducible, by dQ in a kernel of its own, or parts of it added up in
-    one order; the online softmax only regroups sums.
+    Source: arXiv 2603.02170, Algorithms 1 and 2; the paper's scheme is spec=SAGEBWD. Unlike the
+    paper's, the backward adds in a fixed order and is bit-reproducible. The online softmax only
+    regroups sums.
+
+    >>> import torch
+    >>> from sagesim_kernels import attention
+    >>> q = k = v = torch.randn(1, 8, 1024, 64, device="cuda").half()  # doctest: +SKIP
+    >>> attention(q, k, v, is_causal=True).shape  # doctest: +SKIP
+    torch.Size([1, 8, 1024, 64])
     """
-    _refuse(attn_mask, dropout_p)
+    _check_unsupported(attn_mask, dropout_p)
     check_device(q)
     q, k, v = autocast(q, k, v)
     if layout not in ("HND", "NHD"):
-        raise ValueError(f"layout {layout!r}; 'HND' or 'NHD'")
+        raise ValueError(f"layout is {layout!r}; it must be 'HND' or 'NHD'")
     tokens_first = layout == "NHD"
     if tokens_first:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.ndim < 3:
                 raise ValueError(
-                    f"{name} of shape {tuple(x.shape)} in layout 'NHD' needs [..., tokens, heads, "
+                    f"{name} has shape {tuple(x.shape)}; layout 'NHD' needs [..., tokens, heads, "
                     "head size]"
                 )
         q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
     check_tensors(q, k, v, enable_gqa=enable_gqa)
     check_call(q, v, spec, causal_alignment)
-    o, lse, _, _ = forward_op(
-        *(_four_axes(x) for x in (q, k, v)),
-        None,
-        None,
-        None,
-        None,
-        label_of(spec),
-        logit_scale(q, scale),
-        is_causal,
-        causal_alignment == "lower_right",
-        tokens_first,
-        return_lse,
+    call = Call(
+        cu_q=None,
+        cu_k=None,
+        longest_q=None,
+        longest_k=None,
+        spec=label_of(spec),
+        scale=logit_scale(q, scale),
+        is_causal=is_causal,
+        lower_right=causal_alignment == "lower_right",
+        tokens_first=tokens_first,
     )
+    o, lse, _, _ = forward_op(*(_with_four_axes(x) for x in (q, k, v)), *call, return_lse)
     if tokens_first:
         o = o.transpose(1, 2).reshape(*q.shape[:-3], q.shape[-2], q.shape[-3], v.shape[-1])
     else:
@@ -120,62 +127,62 @@ def attention_varlen(
     return_lse: bool = False,
     dropout_p: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` of sequences of unequal length, packed one behind the other.
+    """Compute `attention` of packed sequences of unequal length.
 
-    Each sequence is computed as if it were alone: its own mean of K, its own blocks.
+    Each sequence is computed as if it were alone, with its own mean of K and its own blocks.
 
     Args:
-        q: [tokens of all, heads, d]; k, v: [tokens of all, kv heads, d or d_v].
-        cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], ascending from 0 to the number of
-            tokens: sequence i has the tokens cu_seqlens[i] up to cu_seqlens[i + 1].
-        max_seqlen_q, max_seqlen_k: no sequence is longer. Where Q is smoothed, its means take
-            memory as if all were as long.
-        Others: as in `attention`. Note that FlashAttention aligns the causal mask lower_right.
+        q: [total tokens, heads, d].
+        k, v: [total tokens, kv heads, d] and [total tokens, kv heads, d_v].
+        cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], ascending from 0 to the total. Sequence i
+            has tokens cu_seqlens[i] to cu_seqlens[i + 1].
+        max_seqlen_q, max_seqlen_k: upper bounds on the lengths of the sequences. If the spec
+            smooths Q, the memory for its means grows with sequences * max_seqlen_q.
+        Others: see `attention`. FlashAttention aligns the causal mask "lower_right".
 
     Returns:
-        o [tokens, heads, d_v]; with return_lse also lse, float32 [heads, tokens].
+        o [total tokens, heads, d_v]; with return_lse, (o, lse), with lse float32 [heads, tokens].
 
     Raises:
-        As `attention`; ValueError also for cu_seqlens that do not describe the tensors: at once on
-        a CPU, and on a GPU, where looking would wait for it, as a device-side assertion.
+        As `attention`. Also ValueError if cu_seqlens do not describe the tensors. On a GPU this is
+        a device-side assertion, because reading them would wait for the device.
     """
-    _refuse(None, dropout_p)
+    _check_unsupported(None, dropout_p)
     check_device(q)
     q, k, v = autocast(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 3:
-            raise ValueError(f"{name} of shape {tuple(x.shape)}; [tokens, heads, head size] needed")
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; needed: [tokens, heads, head size]"
+            )
     _check_packed("q", q, cu_seqlens_q, max_seqlen_q)
     _check_packed("k", k, cu_seqlens_k, max_seqlen_k)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
-            f"cu_seqlens_q of shape {tuple(cu_seqlens_q.shape)} and cu_seqlens_k of shape "
-            f"{tuple(cu_seqlens_k.shape)} differ in the number of sequences"
+            f"cu_seqlens_q has shape {tuple(cu_seqlens_q.shape)} and cu_seqlens_k "
+            f"{tuple(cu_seqlens_k.shape)}; they must have the same number of sequences"
         )
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     check_tensors(q, k, v, enable_gqa=enable_gqa)
     check_call(q, v, spec, causal_alignment)
-    o, lse, _, _ = forward_op(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        label_of(spec),
-        logit_scale(q, scale),
-        is_causal,
-        causal_alignment == "lower_right",
-        True,
-        return_lse,
+    call = Call(
+        cu_q=cu_seqlens_q,
+        cu_k=cu_seqlens_k,
+        longest_q=max_seqlen_q,
+        longest_k=max_seqlen_k,
+        spec=label_of(spec),
+        scale=logit_scale(q, scale),
+        is_causal=is_causal,
+        lower_right=causal_alignment == "lower_right",
+        tokens_first=True,
     )
+    o, lse, _, _ = forward_op(q, k, v, *call, return_lse)
     o = o[0].transpose(0, 1)
     return (o, lse[0]) if return_lse else o
 
 
 def check_device(q: Tensor) -> None:
-    """Raise ValueError unless the kernels run where q is."""
+    """Raise ValueError if the kernels do not run on the device of q."""
     if q.device.type != ("cpu" if IS_INTERPRETED else "cuda"):
         raise ValueError(
             f"q, k and v are on {q.device}; "
@@ -187,11 +194,11 @@ def check_device(q: Tensor) -> None:
         )
 
 
-def _refuse(attn_mask: object, dropout_p: float) -> None:
+def _check_unsupported(attn_mask: object, dropout_p: float) -> None:
     if attn_mask is not None:
         raise ValueError(
-            "attn_mask is not supported by the kernels; is_causal=True and attention_varlen are "
-            "(sagesim.attention emulates masks)"
+            "attn_mask is not supported by the kernels; use is_causal=True, attention_varlen, or "
+            "the emulation of masks in sagesim.attention"
         )
     if dropout_p != 0.0:
         raise ValueError(f"dropout_p={dropout_p} is not supported; only 0.0 is")
@@ -199,7 +206,7 @@ def _refuse(attn_mask: object, dropout_p: float) -> None:
 
 @torch.compiler.assume_constant_result
 def _reason_against(label: str, dtype: torch.dtype) -> str | None:
-    """Why there is no kernel for this spec; for torch.compile a constant."""
+    """Return why there is no kernel for this spec, or None; torch.compile sees a constant."""
     return _cached_reason(label, dtype)
 
 
@@ -209,30 +216,32 @@ def _cached_reason(label: str, dtype: torch.dtype) -> str | None:
 
 
 def check_call(q: Tensor, v: Tensor, spec: AttentionSpec, causal_alignment: str) -> None:
-    """Raise for what `check_tensors` does not look at."""
+    """Raise TypeError or ValueError for arguments that `check_tensors` does not check."""
     check_spec(spec)
     if causal_alignment not in ("upper_left", "lower_right"):
-        raise ValueError(f"causal_alignment {causal_alignment!r}; 'upper_left' or 'lower_right'")
+        raise ValueError(
+            f"causal_alignment is {causal_alignment!r}; it must be 'upper_left' or 'lower_right'"
+        )
     reason = head_reason(max(q.shape[-1], v.shape[-1])) or _reason_against(label_of(spec), q.dtype)
     if reason is not None:
         error = TypeError if q.dtype is torch.float64 else ValueError
         raise error(f"no kernel for this call: {reason}")
 
 
-def _check_kinds(name: str, cu: object, longest: object) -> None:
+def _check_types(name: str, cu: object, longest: object) -> None:
     if not isinstance(cu, Tensor):
-        raise TypeError(f"cu_seqlens_{name} is {cu!r}; a tensor needed")
+        raise TypeError(f"cu_seqlens_{name} is {cu!r}; it must be a tensor")
     if not isinstance(longest, (int, torch.SymInt)):
-        raise TypeError(f"max_seqlen_{name} is {longest!r}; an integer needed")
+        raise TypeError(f"max_seqlen_{name} is {longest!r}; it must be an integer")
 
 
 def _check_packed(name: str, x: Tensor, cu: Tensor, longest: int) -> None:
-    _check_kinds(name, cu, longest)
+    _check_types(name, cu, longest)
     what = f"cu_seqlens_{name}"
     if cu.dtype is not torch.int32 or cu.ndim != 1 or cu.shape[0] == 0 or cu.stride(0) != 1:
         raise ValueError(
-            f"{what} is {cu.dtype} of shape {tuple(cu.shape)}; "
-            "contiguous int32 [sequences + 1] needed"
+            f"{what} is {cu.dtype} of shape {tuple(cu.shape)}; it must be contiguous int32 "
+            "[sequences + 1]"
         )
     if cu.device != x.device:
         raise ValueError(f"{what} is on {cu.device}, {name} on {x.device}")
@@ -247,8 +256,8 @@ def _check_packed(name: str, x: Tensor, cu: Tensor, longest: int) -> None:
         raise ValueError(f"{message}={longest}; got {cu.tolist()} for {x.shape[0]} tokens")
 
 
-def _four_axes(x: Tensor) -> Tensor:
-    """[..., heads, tokens, channels] as [sequences, heads, tokens, channels]."""
+def _with_four_axes(x: Tensor) -> Tensor:
+    """Reshape [..., heads, tokens, channels] to [sequences, heads, tokens, channels]."""
     if x.ndim <= 4:
         return x[(None,) * (4 - x.ndim)]
     return x.flatten(0, -4)

@@ -1,8 +1,8 @@
 """The kernels as operators of PyTorch: `sagebwd::forward` and `sagebwd::backward`.
 
-They take q, k and v as [sequences, heads, tokens, channels] with any strides, or packed sequences
-as one batch with their beginnings, and a spec by its label. Each has a fake implementation, so
-that torch.compile traces them without running them.
+They take q, k and v as [sequences, heads, tokens, channels] with any strides, and the spec as a
+label. Packed sequences are a batch of one. Each operator has a fake implementation, so that
+torch.compile traces it without running it.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sagesim.arguments import resolve_input16
+from sagesim.problem import resolve_input16
 from sagesim.spec import (
     SITES,
     AttentionSpec,
@@ -27,25 +27,55 @@ from sagesim.spec import (
     RoundingMode,
     Smoothing,
 )
-from sagesim_kernels.backward import Gradients, backward
-from sagesim_kernels.forward import ForwardResult, forward
-from sagesim_kernels.lse import natural_lse
-from sagesim_kernels.problem import Problem
+from sagesim_kernels.dispatch import backward, forward
+from sagesim_kernels.operands import (
+    ForwardResult,
+    Gradients,
+    KernelProblem,
+    Packing,
+    natural_lse,
+)
 
 _format = lru_cache(maxsize=256)(AttentionSpec.label)
 parse = lru_cache(maxsize=256)(AttentionSpec.parse)
 
 
 @lru_cache(maxsize=256)
-def _resolved(label: str, dtype: torch.dtype) -> AttentionSpec:
+def _resolve(label: str, dtype: torch.dtype) -> AttentionSpec:
     return resolve_input16(parse(label), dtype)
 
 
+class Call(NamedTuple):
+    """The arguments of both operators besides tensors of tokens, in the operators' order."""
+
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+    longest_q: int | None
+    longest_k: int | None
+    spec: str  #: a label
+    scale: float
+    is_causal: bool
+    lower_right: bool
+    tokens_first: bool  #: whether outputs have tokens before heads in memory
+
+    def problem(self, q: Tensor, k: Tensor, v: Tensor) -> KernelProblem:
+        return KernelProblem.of(
+            q,
+            k,
+            v,
+            spec=_resolve(self.spec, q.dtype),
+            scale=self.scale,
+            is_causal=self.is_causal,
+            lower_right=self.lower_right,
+            packing=Packing(self.cu_q, self.cu_k, self.longest_q, self.longest_k),
+        )
+
+
 def label_of(spec: AttentionSpec) -> str:
-    """spec.label(), kept; for torch.compile a constant, guarded by every field of the spec."""
+    """Return spec.label(), cached. torch.compile treats it as a constant and guards every field."""
     if not torch.compiler.is_compiling():
         return _format(spec)
-    # Dynamo takes no object of ours for a constant, and traces strings.
+    # Dynamo does not treat an AttentionSpec as a constant, but it traces strings.
     words: list[str] = []
     for site in SITES:
         matmul: MatmulSpec = getattr(spec, site)
@@ -58,13 +88,13 @@ def label_of(spec: AttentionSpec) -> str:
 
 
 def _bits(number: int) -> str:
-    """Binary digits. torch.compile may hold an integer to be dynamic; a digit it has to look up."""
+    """Return 32 binary digits: torch.compile guards each, but may make an integer dynamic."""
     return "".join("1" if number // 2**i % 2 == 1 else "0" for i in reversed(range(32)))
 
 
 @torch.compiler.assume_constant_result
 def _label_of_fields(fields: str) -> str:
-    """The label of the spec with these fields, in the order of its definition."""
+    """Return the label of the spec whose fields `label_of` has joined."""
     *words, q, k, mode, seed, delta, block_q, block_k = fields.split()
     triples = [words[i : i + 3] for i in range(0, len(words), 3)]
     matmuls = {
@@ -83,33 +113,18 @@ def _label_of_fields(fields: str) -> str:
 
 
 def _empty(like: Tensor, channels: int, *, tokens_first: bool) -> Tensor:
-    """[sequences, heads, tokens, channels] in like's dtype; in memory tokens before heads, or heads
-    before tokens."""
+    """Return new memory [sequences, heads, tokens, channels] in the dtype of `like`.
+
+    tokens_first: tokens come before heads in memory, instead of heads before tokens.
+    """
     b, h, n, _ = like.shape
     if tokens_first:
         return like.new_empty((b, n, h, channels)).transpose(1, 2)
     return like.new_empty((b, h, n, channels))
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> Problem:
-    cu_q, cu_k, longest_q, longest_k, spec, scale, is_causal, lower_right = call
-    return Problem(
-        q=q,
-        k=k,
-        v=v,
-        spec=_resolved(spec, q.dtype),
-        scale=scale,
-        is_causal=is_causal,
-        lower_right=lower_right,
-        cu_q=cu_q,
-        cu_k=cu_k,
-        longest_q=q.shape[2] if longest_q is None else min(longest_q, q.shape[2]),
-        longest_k=k.shape[2] if longest_k is None else min(longest_k, k.shape[2]),
-    )
-
-
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device; make it that of x."""
+    """Return a context in which the current device, on which Triton launches, is that of x."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
@@ -129,11 +144,12 @@ def forward_op(
     tokens_first: bool,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o [sequences, heads, n_q, d_v], its lse if asked for, and what the backward needs: the lse of
-    the smoothed logits and the mean of K. What is not there has no elements."""
-    problem = _problem(
-        q, k, v, cu_q, cu_k, longest_q, longest_k, spec, scale, is_causal, lower_right
-    )
+    """Return o [sequences, heads, n_q, d_v], lse, and lse2 and k_mean of a `ForwardResult`.
+
+    lse has no elements unless with_lse, and k_mean has none if the spec does not smooth K.
+    """
+    packing = (cu_q, cu_k, longest_q, longest_k)
+    problem = Call(*packing, spec, scale, is_causal, lower_right, tokens_first).problem(q, k, v)
     o = _empty(q, v.shape[3], tokens_first=tokens_first)
     with on_device_of(q):
         result = forward(problem, o)
@@ -143,19 +159,20 @@ def forward_op(
 
 
 def _nothing(like: Tensor) -> Tensor:
+    """Return a tensor without elements, as an operator cannot return None."""
     return like.new_empty((0,), dtype=torch.float32)
 
 
 @forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    cu_q, _, _, _, spec, *_, tokens_first, with_lse = call
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call, with_lse = Call(*rest[:-1]), rest[-1]
     lse2 = q.new_empty(q.shape[:3], dtype=torch.float32)
     lse = torch.empty_like(lse2) if with_lse else _nothing(q)
     k_mean = _nothing(q)
-    if parse(spec).smoothing.k:
-        sequences = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+    if parse(call.spec).smoothing.k:
+        sequences = q.shape[0] if call.cu_q is None else call.cu_q.shape[0] - 1
         k_mean = q.new_empty((sequences, k.shape[1], 1, k.shape[3]), dtype=torch.float32)
-    return _empty(q, v.shape[3], tokens_first=tokens_first), lse, lse2, k_mean
+    return _empty(q, v.shape[3], tokens_first=call.tokens_first), lse, lse2, k_mean
 
 
 @torch.library.custom_op("sagebwd::backward", mutates_args=())
@@ -178,10 +195,12 @@ def backward_op(
     lower_right: bool,
     tokens_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv."""
-    problem = _problem(
-        q, k, v, cu_q, cu_k, longest_q, longest_k, spec, scale, is_causal, lower_right
-    )
+    """Return dq, dk and dv.
+
+    o: None if the spec's delta comes from P. k_mean: without elements if K is not smoothed.
+    """
+    packing = (cu_q, cu_k, longest_q, longest_k)
+    problem = Call(*packing, spec, scale, is_causal, lower_right, tokens_first).problem(q, k, v)
     grads = Gradients(*(_empty(x, x.shape[3], tokens_first=tokens_first) for x in (q, k, v)))
     result = ForwardResult(lse2, k_mean if problem.spec.smoothing.k else None)
     with on_device_of(q):
@@ -191,41 +210,45 @@ def backward_op(
 
 @backward_op.register_fake
 def _(
-    do: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *call: Any
+    do: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (_empty(x, x.shape[3], tokens_first=call[-1]) for x in (q, k, v))
+    tokens_first = Call(*rest[3:]).tokens_first  # after o, lse2 and k_mean
+    dq, dk, dv = (_empty(x, x.shape[3], tokens_first=tokens_first) for x in (q, k, v))
     return dq, dk, dv
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, cu_q, cu_k, *ctx.call, with_lse = inputs
+    q, k, v, *call, with_lse = inputs
+    call = Call(*call)
     o, lse, lse2, k_mean = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse2, k_mean, *([] if with_lse else [lse]))
-    needs_o = parse(ctx.call[2]).delta is Delta.FROM_O
-    ctx.save_for_backward(q, k, v, o if needs_o else None, lse2, k_mean, cu_q, cu_k)
+    o_for_delta = o if parse(call.spec).delta is Delta.FROM_O else None
+    ctx.save_for_backward(q, k, v, o_for_delta, lse2, k_mean, call.cu_q, call.cu_k)
+    ctx.call = call._replace(cu_q=None, cu_k=None)
 
 
 def _differentiate(
     ctx: Any, do: Tensor | None, d_lse: Tensor | None, *_: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     q, k, v, o, lse2, k_mean, cu_q, cu_k = ctx.saved_tensors
-    nothing: Sequence[None] = (None,) * 10
+    nothing: Sequence[None] = (None,) * (len(Call._fields) + 1)  # and with_lse
     if do is None and d_lse is None:
         return (None, None, None, *nothing)
     if do is None:
         do = v.new_zeros((*q.shape[:3], v.shape[3]))
-    grads = backward_op(do, d_lse, q, k, v, o, lse2, k_mean, cu_q, cu_k, *ctx.call)
+    call = ctx.call._replace(cu_q=cu_q, cu_k=cu_k)
+    grads = backward_op(do, d_lse, q, k, v, o, lse2, k_mean, *call)
     return (*grads, *nothing)
 
 
 forward_op.register_autograd(_differentiate, setup_context=_save)
 
 
-def _refuse_twice(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def _raise_at_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     raise RuntimeError(
-        "attention was differentiated twice; its gradients are quantized and not differentiable"
+        "attention was differentiated twice; its quantized gradients have no derivative"
     )
 
 
-backward_op.register_autograd(_refuse_twice)
+backward_op.register_autograd(_raise_at_second_derivative)

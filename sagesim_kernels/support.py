@@ -1,4 +1,4 @@
-"""Which specs, head sizes and dtypes the kernels compute, and why not the others."""
+"""Which specs, head sizes and dtypes the kernels support, and the reason if not."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Final
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from sagesim.arguments import check_spec, resolve_input16
+from sagesim.problem import check_spec, resolve_input16
 from sagesim.spec import MAPS, OPERANDS, SITES, AttentionSpec, Granularity, MatmulSpec, Precision
-from sagesim_kernels.primitives import pcg_hash
+from sagesim_kernels.operands import pcg_hash
 
 IS_INTERPRETED: Final = isinstance(pcg_hash, InterpretedFunction)
-"""Whether the kernels run on the CPU, under TRITON_INTERPRET=1 when they were imported."""
+"""Whether the kernels were imported under TRITON_INTERPRET=1, and so run on the CPU."""
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD: Final = 256
@@ -26,7 +26,7 @@ _MAP_SCALES: Final = {
     "dq": (_G.PerTileRow, _G.PerTile),
     "dk": (_G.PerTileColumn, _G.PerTile),
 }
-"""Scales of P and dS that are known within a tile and factor out of its sum over tokens."""
+"""Granularities of P and dS: scales that a tile determines and that factor out of its sums."""
 
 _CHANNELS_SUMMED: Final = (_G.PerToken, _G.PerBlock)
 _TOKENS_SUMMED: Final = (_G.PerBlockChannel, _G.PerBlock)
@@ -34,7 +34,7 @@ _TOKENS_SUMMED: Final = (_G.PerBlockChannel, _G.PerBlock)
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Yes (true), or no (false) and the reason.
+    """Whether there is a kernel: true, or false with a reason.
 
     >>> from sagesim import FACTORED, FPA
     >>> print(supports(FACTORED))
@@ -58,16 +58,16 @@ def supports(
     head_size: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Support:
-    """Whether `attention` computes this spec, at this head size and dtype where they are given.
+    """Return whether `attention` supports a spec, and if given, a head size and dtype.
 
-    Every site may be INT8, or FP16, BF16 or INPUT16. INT8 scales must factor out of a tile's
-    integer sum and be known within the tile.
+    Every matrix product may be in INT8, FP16, BF16 or INPUT16. INT8 scales must factor out of the
+    integer sums of a tile, and the tile must determine them.
 
     Args:
-        head_size: the larger one, where q and v differ.
+        head_size: the larger one, if those of q and v differ.
 
     Raises:
-        TypeError: if spec is none.
+        TypeError: if spec is not an AttentionSpec.
 
     >>> from sagesim import AttentionSpec
     >>> print(supports(AttentionSpec.parse("sagebwd dq=int8@row,block")))
@@ -78,7 +78,7 @@ def supports(
 
 
 def head_reason(head_size: int) -> str | None:
-    """Why there is no kernel for this head size."""
+    """Return why there is no kernel for this head size, or None."""
     if 1 <= head_size <= LARGEST_HEAD:
         return None
     return f"head size {head_size}; the kernels have 1 to {LARGEST_HEAD}"

@@ -1,13 +1,14 @@
-"""Run everything that needs a GPU, and record what was run and what it printed.
+"""Run all checks that need a GPU, and record their commands and results.
 
     python scripts/gpu_checks.py [--out docs/data/gpu_checks.json] [--only NAME ...] [--after LOG]
 
-Each check is a command; its exit code, its time and the last lines it printed are kept, and how
-often compute-sanitizer reports which place. Checks that are not run keep their record from before.
+Each check is a command. The record holds its exit code, its time, the last lines that it printed,
+and how often compute-sanitizer reports each place in the source. Checks that are not run keep the
+record of an earlier run.
 
-All the fuzz cases may take longer than there is a GPU for. What a run of pytest has printed with
--v then tells the next run, as LOG, which tests have passed already: they are not run again, and the
-record says how many they are. It is for you to see that both runs are of the same commit.
+To split the fuzz cases over several runs, save the output of pytest -v and pass it as LOG to the
+next run. Tests that passed according to LOG are not run again, and the record holds their number.
+Make sure that all runs are of the same commit: the script does not check this.
 """
 
 from __future__ import annotations
@@ -32,18 +33,21 @@ import sagesim
 ROOT = Path(__file__).parents[1]
 CORES = os.cpu_count() or 1
 REPORTED = 9
-FUZZ, HOPPER = "tests/kernels/test_fuzz.py", "tests/kernels/test_hopper.py"
+FUZZ, HOPPER = "tests/sagesim_kernels/test_fuzz.py", "tests/sagesim_kernels/test_hopper.py"
 
 
 def pytest(*arguments: str) -> list[str]:
-    """A worker takes a core, and one to two gigabytes of a GPU. Some tests take minutes: idle
-    workers take those that wait for busy ones."""
+    """Return the command of a test run in parallel.
+
+    Each worker takes a core, and one to two gigabytes of GPU memory. Some tests take minutes, so
+    idle workers steal tests from busy ones.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     return [*command, "-n", str(min(60, CORES)), "--dist", "worksteal", *arguments]
 
 
 def sanitizer(tool: str, *options: str, script: str = "sanitize") -> list[str]:
-    """compute-sanitizer, from the PATH or from the CUDA toolkit."""
+    """Return the command of compute-sanitizer, from the PATH or from the CUDA toolkit."""
     found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     every = ["--show-backtrace", "no", "--print-limit", "200000", "--error-exitcode", str(REPORTED)]
     return [found, "--tool", tool, *options, *every, sys.executable, f"scripts/{script}.py"]
@@ -60,21 +64,25 @@ CHECKS = {
 }
 
 READ = re.compile(r"=+ +(?:Read Thread \(.*\) )?at (\w+)\+0x\w+ in (\w+\.py):(\d+)")
-"""The place of a read that initcheck or racecheck reports."""
+"""Matches the place of a read in a report of initcheck or racecheck."""
 
 PASSED = re.compile(r"PASSED (tests/\S+)|(tests/\S+) PASSED")
 
 
 def reads(lines: Iterable[str]) -> Counter[tuple[str, ...]]:
-    """How often each place is reported: a kernel, a file of Hopper's kernels and the line there."""
+    """Return how often each place is reported: the kernel, the file and the line."""
     return Counter(match.groups() for line in lines if (match := READ.fullmatch(line)))
 
 
-def is_without_fault(tool: str, kernel: str, file: str, line: str) -> bool:
-    """Whether a read is one of those that docs/kernels.md explains: of what Triton itself hands to
-    the warps of a kernel, of which no line of ours is, or of what TMA has written."""
+def is_false_positive(tool: str, kernel: str, file: str, line: str) -> bool:
+    """Return whether docs/kernels.md explains why the reported read is correct.
+
+    There are two such reads. initcheck reports reads of memory that TMA wrote, which is the sum of
+    dQ. racecheck reports reads of the arguments that Triton itself passes to the warps of a
+    warp-specialised kernel, at the line of the kernel's `def`.
+    """
     if tool == "initcheck":
-        return kernel == "_finish"
+        return kernel == "hopper_postprocess"
     path = ROOT / "sagesim_kernels" / "hopper" / file
     if tool != "racecheck" or not path.exists():
         return False
@@ -82,21 +90,26 @@ def is_without_fault(tool: str, kernel: str, file: str, line: str) -> bool:
 
 
 def verdict(name: str, exit_code: int, lines: list[str]) -> dict[str, object]:
-    """Whether the check passed, and what was reported to the contrary."""
-    if name.endswith("control"):  # the day it reports nothing, nothing has to be explained
+    """Return whether the check passed, and the places that compute-sanitizer reported.
+
+    A check of compute-sanitizer passes if every report is a false positive. The check of a control
+    passes if it reports something: if not, false positives need no explanation any more.
+    """
+    if name.endswith("control"):
         return {"passed": exit_code == REPORTED}
     if "sanitizer" not in CHECKS[name][0] or exit_code != REPORTED:
         return {"passed": exit_code == 0}
     places = reads(lines)
-    # Each report of racecheck has a read, if it is not of two writes; so has each of initcheck.
+    # Every report of initcheck names one read. So does every report of racecheck, unless it is
+    # about two writes; then the numbers differ and the check fails.
     reports = sum("hazard detected" in line or "Uninitialized" in line for line in lines)
-    explained = all(is_without_fault(name, *place) for place in places)
+    explained = all(is_false_positive(name, *place) for place in places)
     named = {"{} in {}:{}".format(*place): count for place, count in places.items()}
     return {"passed": 0 < reports == places.total() and explained, "reports": named}
 
 
 def run(name: str, passed: set[str]) -> dict[str, object]:
-    """One check's record; `passed` are tests not to be run again."""
+    """Run one check and return its record. Tests in `passed` are not run again."""
     command = [*CHECKS[name], *(f"--deselect={test}" for test in sorted(passed))]
     env = dict(os.environ)
     if "sanitizer" in command[0]:
@@ -129,15 +142,15 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "data" / "gpu_checks.json")
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
-    parser.add_argument("--after", type=Path, metavar="LOG", help="with one check, of pytest")
+    parser.add_argument("--after", type=Path, metavar="LOG", help="output of pytest -v")
     args = parser.parse_args()
     passed: set[str] = set()
     if args.after is not None:
         if len(args.only) != 1 or "pytest" not in CHECKS[args.only[0]]:
-            parser.error("--after goes with --only and one check that pytest makes")
+            parser.error("--after needs --only with one check that runs pytest")
         passed = {a or b for a, b in PASSED.findall(args.after.read_text(errors="replace"))}
         if not passed:
-            parser.error(f"{args.after} names no test that passed; make it with pytest's -v")
+            parser.error(f"{args.after} names no test that passed; write it with pytest -v")
     checks = json.loads(args.out.read_text())["checks"] if args.out.exists() else {}
     for name in args.only:
         record = run(name, passed)

@@ -1,11 +1,10 @@
 """Count the instructions that a warp issues in one step of each kernel's loop, on Hopper.
 
-    python scripts/instructions.py NAME [--out FILE.json]
+    python scripts/instructions.py [--out FILE.json]
 
-Compiles as `make test` does, for sm90 by the oldest Triton, and reads the machine code: no GPU is
-needed, and nothing is timed. See `tests.support.sass.issued_in_loop`. The counts are stored under
-NAME, beside what the file has under other names. Hopper's own kernels are left out: their warps run
-different loops.
+Compiles as `make test` does, for sm90 by the oldest Triton, and reads the machine code. It needs no
+GPU and times nothing. See `tests.support.sass.issued_in_loop`. Specs with Hopper's own kernels are
+left out: the warps of these kernels run different loops.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ BLOCK = 64
 
 
 def row(spec: str, head_size: int, kernel: Kernel) -> dict[str, object]:
-    """What the table says of one kernel."""
+    """The counts of one kernel. per_64x64: instructions for 64 x 64 elements of the map."""
     assert kernel.tile is not None
     issued = sum(kernel.issued_in_loop.values())
     tiles = kernel.tile * BLOCK / 64**2
@@ -49,7 +48,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("name", help="of this version of the kernels")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
@@ -65,11 +63,12 @@ def main() -> None:
     for r in rows:
         print("  ".join(f"{key} {value}" for key, value in r.items()))
     if args.out:
-        kept = json.loads(args.out.read_text()) if args.out.exists() else {"versions": {}}
-        kept["command"] = "python scripts/instructions.py NAME --out docs/data/instructions.json"
-        kept["machine"] = f"compiled for sm90 by Triton {compiler.version}, causal, bfloat16"
-        kept["versions"][args.name] = rows
-        args.out.write_text(json.dumps(kept, indent=1) + "\n")
+        record = {
+            "command": "python scripts/instructions.py --out docs/data/instructions.json",
+            "machine": f"compiled for sm90 by Triton {compiler.version}, causal, bfloat16",
+            "rows": rows,
+        }
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Sixty small problems through every kernel, for compute-sanitizer to watch.
+"""Run every kernel on sixty small problems, under compute-sanitizer.
 
 for tool in memcheck racecheck initcheck synccheck; do
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool python scripts/sanitize.py
 done
 
-Compiling takes most of the time. Before the tools, several processes can share it:
+Most of the time goes into compiling. To compile in several processes first:
 
 for part in 0 1 2 3 4 5 6 7; do python scripts/sanitize.py --part $part/8 & done; wait
 """
@@ -64,7 +64,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", default="0/1", metavar="I/N", help="every Nth from the Ith on")
+    parser.add_argument(
+        "--part", default="0/1", metavar="I/N", help="run every Nth problem, from the Ith on"
+    )
     first, parts = map(int, parser.parse_args().part.split("/"))
     all_of_them = list(enumerate(itertools.product(LABELS, SHAPES, DTYPES)))
     some = all_of_them[first::parts]

@@ -1,10 +1,10 @@
-"""Two kernels without a fault, to show what compute-sanitizer reports all the same.
+"""Two correct kernels that trigger false positives in compute-sanitizer.
 
 for tool in racecheck initcheck; do
     compute-sanitizer --tool $tool python scripts/sanitizer_controls.py
 done
 
-Hopper's kernels do both: warps with jobs of their own, and stores by TMA.
+The Hopper kernels use both features: warp specialisation, and stores by TMA.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sagesim_kernels.hopper.compat import store
+from sagesim_kernels.hopper.compat import tma_store
 
 PROGRAMS = 4096
 BLOCK = 64
@@ -37,7 +37,7 @@ def _arrive(bar):
 
 @gluon.jit
 def specialized_warps():
-    """One warp tells the others that it is there, and that is all."""
+    """One warp arrives at a barrier, and the other warps wait for it."""
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, 1)
     fence_async_shared()
@@ -46,12 +46,12 @@ def specialized_warps():
 
 @gluon.jit
 def store_by_tma(out):
-    """Ones."""
+    """Fill a tensor with ones."""
     ONES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     block = gl.allocate_shared_memory(gl.float32, out.block_shape, out.layout)
     block.store(gl.full(out.block_shape, 1.0, gl.float32, ONES))
     fence_async_shared()
-    store(out, [gl.program_id(0) * out.block_shape[0], 0], block)
+    tma_store(out, [gl.program_id(0) * out.block_shape[0], 0], block)
     tma.store_wait(0)
 
 

@@ -19,7 +19,7 @@ MODULES = sorted(
 
 
 def test_there_are_modules():
-    assert {"sagesim._quantize", "sagesim_kernels.bench.cases"} <= set(MODULES)
+    assert {"sagesim.emulator.quantization", "sagesim_kernels.bench.cases"} <= set(MODULES)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -1,4 +1,4 @@
-"""What `scripts/gpu_checks.py` makes of the reports of compute-sanitizer."""
+"""How `scripts/gpu_checks.py` judges the reports of compute-sanitizer."""
 
 import importlib.util
 from pathlib import Path
@@ -26,11 +26,16 @@ def line_of(file: str, start: str) -> int:
 def hazard(read_at: str) -> list[str]:
     return [
         "========= Error: Potential RAW hazard detected at __shared__ 0x1e4ee in block (0,0,0) :",
-        "=========     Write Thread (31,0,0) at _forward+0x196c0 in forward.py:64",
+        "=========     Write Thread (31,0,0) at hopper_forward+0x196c0 in forward.py:64",
         f"=========     Read Thread (576,0,0) at {read_at}",
         "=========     Current Value : 3",
         "========= ",
     ]
+
+
+def inside(file: str, kernel: str) -> list[str]:
+    """A hazard at the line behind the kernel's `def`."""
+    return hazard(f"{kernel}+0x2b0 in {file}:{line_of(file, f'def {kernel}(') + 1}")
 
 
 def uninitialized(read_at: str) -> list[str]:
@@ -43,17 +48,17 @@ def uninitialized(read_at: str) -> list[str]:
     ]
 
 
-def test_what_triton_itself_does_is_counted_and_passes(gpu_checks):
-    line = line_of("forward.py", "def _forward(")
-    lines = 3 * hazard(f"_forward+0x2b0 in forward.py:{line}")
-    expected = {"passed": True, "reports": {f"_forward in forward.py:{line}": 3}}
+def test_hazards_of_triton_itself_are_counted_and_pass(gpu_checks):
+    line = line_of("forward.py", "def hopper_forward(")
+    lines = 3 * hazard(f"hopper_forward+0x2b0 in forward.py:{line}")
+    expected = {"passed": True, "reports": {f"hopper_forward in forward.py:{line}": 3}}
     assert gpu_checks.verdict("racecheck", 9, lines) == expected
     assert gpu_checks.verdict("synccheck", 9, lines)["passed"] is False
 
 
-def test_what_tma_has_written_is_counted_and_passes(gpu_checks):
-    lines = 2 * uninitialized("_finish+0x870 in backward.py:113")
-    expected = {"passed": True, "reports": {"_finish in backward.py:113": 2}}
+def test_reads_of_memory_that_tma_wrote_are_counted_and_pass(gpu_checks):
+    lines = 2 * uninitialized("hopper_postprocess+0x870 in backward.py:113")
+    expected = {"passed": True, "reports": {"hopper_postprocess in backward.py:113": 2}}
     assert gpu_checks.verdict("initcheck", 9, lines) == expected
     assert gpu_checks.verdict("memcheck", 9, lines)["passed"] is False
 
@@ -61,25 +66,25 @@ def test_what_tma_has_written_is_counted_and_passes(gpu_checks):
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("racecheck", hazard("_forward+0x2b0 in forward.py:80")),
-        ("racecheck", hazard("send+0x2b0 in turns.py:120")),
-        ("racecheck", hazard("key_tiles+0x2b0 in key_tiles.py:40")),
+        ("racecheck", inside("forward.py", "hopper_forward")),
+        ("racecheck", inside("dq_order.py", "store_dq")),
+        ("racecheck", hazard("key_tiles+0x2b0 in dkdv.py:40")),
         ("racecheck", [x for x in hazard("a+0x1 in b.py:1") if "Read" not in x]),
-        ("initcheck", uninitialized("one_pass+0x870 in partitions.py:113")),
+        ("initcheck", uninitialized("hopper_backward+0x870 in backward_warps.py:113")),
         ("initcheck", uninitialized("void at::native::vectorized_elementwise_kernel<8>+0xd0")),
     ],
 )
 def test_one_other_report_fails(gpu_checks, name, more):
-    line = line_of("forward.py", "def _forward(")
+    line = line_of("forward.py", "def hopper_forward(")
     known = {
-        "racecheck": hazard(f"_forward+0x2b0 in forward.py:{line}"),
-        "initcheck": uninitialized("_finish+0x870 in backward.py:113"),
+        "racecheck": hazard(f"hopper_forward+0x2b0 in forward.py:{line}"),
+        "initcheck": uninitialized("hopper_postprocess+0x870 in backward.py:113"),
     }
     assert gpu_checks.verdict(name, 9, known[name])["passed"] is True
     assert gpu_checks.verdict(name, 9, known[name] + more)["passed"] is False
 
 
-def test_a_run_that_broke_off_fails(gpu_checks):
+def test_an_interrupted_run_fails(gpu_checks):
     assert gpu_checks.verdict("racecheck", 0, []) == {"passed": True}
     assert gpu_checks.verdict("racecheck", 1, []) == {"passed": False}
     assert gpu_checks.verdict("racecheck", 9, []) == {"passed": False, "reports": {}}

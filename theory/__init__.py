@@ -1,8 +1,11 @@
-"""Bounds and estimates of the error of quantized attention: functions, each held to account.
+"""Bounds and estimates of the error that low precision adds to attention.
 
-A topic is a module: `theory.rounding`, `matmul`, `softmax`, `ds_bound`, `ds_error`, `int8_dp`,
-`smoothing`, `qk_norm`, `qk_error`, `noise`. Two put them together: `attention_bound`, what no error
-exceeds, and `error_budget`, what to expect.
+Each module states one topic: `rounding`, `matmul`, `softmax`, `ds_bound`, `ds_error`, `int8_dp`,
+`smoothing`, `qk_norm`, `qk_error` and `noise`. Two functions combine the topics:
+`attention_bound` bounds the errors of O, dQ, dK and dV, and `error_budget` estimates them.
+
+The modules of `theory` only state. `theory.checks` measures: it has one module per topic, which
+compares that topic's functions with the emulator. `python -m theory` runs all of these checks.
 """
 
 from theory.attention_bound import AttentionBound, attention_bound

@@ -1,8 +1,8 @@
-"""Hold every bound and estimate against the emulator.
+"""Check every bound and estimate of `theory` against the emulator.
 
     python -m theory [--json] [TOPIC ...]
 
-Exits with 1 where a statement does not hold.
+The exit code is 1 if any statement does not hold.
 """
 
 from __future__ import annotations
@@ -13,20 +13,25 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from theory.check import Check
 from theory.checks import CHECKS
+from theory.checks.check import Check
 
 HEAD = ("topic", "statement", "inputs", "bound", "measured", "ratio", "holds")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command with these arguments, by default the process's; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m theory",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("topics", nargs="*", metavar="TOPIC", help=f"of {', '.join(CHECKS)}")
+    parser.add_argument(
+        "topics",
+        nargs="*",
+        metavar="TOPIC",
+        help=f"topics to check, all by default: {', '.join(CHECKS)}",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     args = parser.parse_args(arguments)
     if unknown := [t for t in args.topics if t not in CHECKS]:
@@ -44,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table(checks: Sequence[Check]) -> str:
-    """Aligned columns; an estimate's bound shows how close it claims to be."""
+    """The checks as aligned columns. An estimate shows its tolerance in percent after its value."""
     rows: list[tuple[str, ...]] = [HEAD]
     for c in checks:
         claim = f"{c.predicted:.3g}" + ("" if c.within is None else f" +-{c.within:.0%}")

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sagesim.arguments import resolve_input16
+from sagesim.problem import AttentionProblem, resolve_input16
 from sagesim.spec import MAPS, OPERANDS, AttentionSpec, Delta, Precision
 from theory.matmul import float32_error, product_bound
 from theory.rounding import GRIDS, UNIT, region_amax, rounding_bound
@@ -40,45 +40,53 @@ class AttentionBound:
 
 
 def attention_bound(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
+    q: Tensor | AttentionProblem,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    do: Tensor | None = None,
     *,
     spec: AttentionSpec,
     is_causal: bool = False,
     scale: float | None = None,
 ) -> AttentionBound:
-    """Bounds for one spec on one input [..., n, d], as many heads of K and V as of Q.
+    """Bound the error of each output elementwise, for one spec on one input.
 
-    Holds for emulator and kernels alike: they differ in the order of float32 sums only. It is not
-    finite where it cannot exclude that a 16-bit site overflows.
+    Holds for the emulator and for the kernels: they differ only in the order of float32 sums. A
+    bound is infinite where it cannot exclude that a 16-bit site overflows.
+
+    Args:
+        q, k, v, do: [..., n, d], as many heads of K and V as of Q; or an `AttentionProblem` alone.
 
     Raises:
-        ValueError: for a site in FP8, or under a causal mask n_q != n_k.
+        ValueError: for a site in FP8; if heads differ, there is a mask other than is_causal, or n_q
+            differs from n_k under a causal mask.
 
     Source: ours. The first-order terms are those of Higham, "Accuracy and Stability of Numerical
     Algorithms", 2nd ed., section 3.1.
     """
-    if is_causal and q.shape[-2] != k.shape[-2]:
-        raise ValueError(f"a causal mask over {q.shape[-2]} queries and {k.shape[-2]} keys")
-    return _Analysis(q, k, v, do, spec, is_causal, scale).bound()
+    problem = AttentionProblem.of(q, k, v, do, is_causal=is_causal, scale=scale)
+    check_plain(problem)
+    return _Analysis(problem, spec).bound()
+
+
+def check_plain(problem: AttentionProblem) -> None:
+    """Raise ValueError unless heads are equal in number and the mask is none or square causal."""
+    n_q, n_k = problem.q.shape[-2], problem.k.shape[-2]
+    if problem.q.shape[:-2] != problem.k.shape[:-2]:
+        q, k = tuple(problem.q.shape), tuple(problem.k.shape)
+        raise ValueError(f"q {q} and k {k} differ in heads")
+    if problem.attn_mask is not None:
+        raise ValueError("attn_mask is given; only is_causal is supported")
+    if problem.is_causal and n_q != n_k:
+        raise ValueError(f"a causal mask over {n_q} queries and {n_k} keys")
 
 
 class _Analysis:
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        do: Tensor,
-        spec: AttentionSpec,
-        is_causal: bool,
-        scale: float | None,
-    ) -> None:
-        self.spec, self.dtype = resolve_input16(spec, q.dtype), q.dtype
-        self.q, self.k, self.v, self.do = (x.double() for x in (q, k, v, do))
-        self.scale = abs(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    def __init__(self, problem: AttentionProblem, spec: AttentionSpec) -> None:
+        self.dtype = problem.q.dtype
+        self.spec = resolve_input16(spec, self.dtype)
+        self.q, self.k, self.v, self.do = (x.double() for x in problem.qkvdo)
+        self.scale = abs(problem.logit_scale)
         self.q_mean, self.k_mean = torch.zeros_like(self.q), torch.zeros_like(self.k)
         if spec.smoothing.k:
             self.k_mean = self.k.mean(-2, keepdim=True)
@@ -87,10 +95,9 @@ class _Analysis:
             blocks = self.q.split(spec.block_q, -2)
             self.q_mean = torch.cat([b.mean(-2, keepdim=True).expand_as(b) for b in blocks], -2)
         self.q_smoothed = self.q - self.q_mean
-        signed = self.scale if scale is None or scale >= 0 else -self.scale
-        s = signed * self.q @ self.k.mT
+        s = problem.logit_scale * self.q @ self.k.mT
         self.live = torch.ones(s.shape[-2:], dtype=torch.bool)
-        if is_causal:
+        if problem.is_causal:
             self.live = self.live.tril()
         self.s = s.masked_fill(~self.live, -math.inf)
         self.p = self.s.softmax(-1)

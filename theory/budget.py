@@ -15,12 +15,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sagesim import AttentionSpec, Delta, Precision, RoundingMode, exact
-from sagesim.arguments import resolve_input16
-from sagesim.attribution import LOGITS, OUTPUTS
-from sagesim.metrics import TITLES
-from sagesim.rounding import CODE_MAX
+from sagesim import AttentionProblem, AttentionSpec, Delta, Precision, RoundingMode, exact
+from sagesim.analysis import LOGITS, OUTPUTS, TITLES
+from sagesim.emulator import CODE_MAX
+from sagesim.problem import resolve_input16
 from sagesim.spec import MAPS, OPERANDS
+from theory.attention_bound import check_plain
 from theory.ds_bound import centred
 from theory.ds_error import ds_moments_from_pv
 from theory.int8_dp import ds_moments_from_dp
@@ -30,7 +30,7 @@ from theory.rounding import Moments, region_amax, rounding_moments, spacing
 from theory.smoothing import block_means
 
 PARTS: Final = (LOGITS, "pv", "dv", "dp", "dq", "dk")
-"""Sites, as `sagesim.attribution` takes an error apart."""
+"""Sites, as `sagesim.analysis.attribution` takes an error apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +56,35 @@ class Budget:
 
 
 def error_budget(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
+    q: Tensor | AttentionProblem,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    do: Tensor | None = None,
     *,
     spec: AttentionSpec,
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Budget:
-    """Predict the errors of `spec` on q, k, v, do [..., tokens, d], as many heads of K as of Q.
+    """Predict the errors of `spec` from the exact tensors, without emulating a product.
 
-    Right to within a quarter for each output on Gaussian inputs of any deviation, on inputs with
-    outlier channels and on a trained model's, over enough rows that no single one dominates; see
-    `theory.checks.budget`. It is an expectation: one realization of few heavy rows can be further.
+    Each output's error is predicted to within a quarter on Gaussian inputs of any deviation, on
+    inputs with outlier channels and on a trained model's, if no single row dominates the error; see
+    `theory.checks.budget`. The prediction is an expectation: one realization of a few large rows
+    can be further away.
 
-    Where it breaks: rounding is taken as independent from site to site, so that what PV and dP
-    share of V's rounding is counted twice under INT8 dP; logits that are off by much more than 1
-    are outside the two-key model of `theory.qk_error`; float32 sums and the outputs' own rounding
-    to 16 bit are left out, and so is whatever overflows.
+    Where it breaks: rounding errors are taken as independent from site to site, so that the part
+    that PV and dP share, through V's rounding, is counted twice under INT8 dP; logits with errors
+    much above 1 are outside the two-key model of `theory.qk_error`; float32 sums, the outputs' own
+    rounding to 16 bit, and overflow are left out.
+
+    Args:
+        q, k, v, do: [..., tokens, d], as many heads of K and V as of Q; or an `AttentionProblem`
+            alone.
 
     Raises:
-        ValueError: if qk and qk_recompute round differently, of which most would cancel (see
-            `sagesim.attribute`); for unequal heads, or n_q != n_k under a causal mask.
+        ValueError: if qk and qk_recompute round differently, because most of their errors would
+            cancel (see `sagesim.attribute`); if heads differ, there is a mask other than is_causal,
+            or n_q differs from n_k under a causal mask.
 
     Source: ours.
 
@@ -86,18 +92,16 @@ def error_budget(
     >>> error_budget(*torch.randn(4, 1, 64, 16), spec=SAGEBWD).largest("dv")
     'dv'
     """
+    problem = AttentionProblem.of(q, k, v, do, is_causal=is_causal, scale=scale)
     if spec.qk != spec.qk_recompute:
         raise ValueError(f"qk and qk_recompute round differently under {spec.label()!r}")
-    if q.shape[:-2] != k.shape[:-2]:
-        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} differ in heads")
-    if is_causal and q.shape[-2] != k.shape[-2]:
-        raise ValueError(f"a causal mask over {q.shape[-2]} queries and {k.shape[-2]} keys")
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    check_plain(problem)
+    q, k, v, do = problem.qkvdo
     resolved = resolve_input16(spec, q.dtype)
     squares = {part: dict.fromkeys(OUTPUTS, 0.0) for part in (*PARTS, "all", "exact")}
     heads = (x.double().reshape(-1, *x.shape[-2:]) for x in (q, k, v, do))
     for one in zip(*heads, strict=True):
-        found = _Head(one, resolved, is_causal, scale)
+        found = _Head(one, resolved, problem.is_causal, problem.logit_scale)
         parts = found.parts()
         for t in OUTPUTS:
             of = [moments[t] for moments in parts.values() if t in moments]

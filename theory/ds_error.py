@@ -1,10 +1,10 @@
-"""Where the error of dS comes from, and what the scales of dQ, dK and dV cost.
+"""The error of dS by its sources, and the errors of dQ, dK and dV from their own scales.
 
-Three steps. `ds_error` takes a computed dS apart, exactly. `rounding_moments` says what to expect
-of an operand's rounding, and `..._moments` carry that to dS and to a product, to first order.
-`dispersion` and `scale_gain` reduce the choice of scales to how unequal rows and channels are.
+`ds_error` splits a computed dS into parts, exactly. `ds_moments_from_qk` and `ds_moments_from_pv`
+propagate the moments of the operands' rounding errors to dS, to first order. `dispersion` and
+`scale_gain` predict the gain of finer scales from how unequal rows and channels are.
 
-Maps are [..., n_q, n_k]; computed in float64. Source: ours, unless said otherwise.
+Maps are [..., n_q, n_k]. Computed in float64. Source: ours, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from theory.rounding import Moments
 
 @dataclass(frozen=True, slots=True)
 class DsError:
-    """Computed dS minus exact dS; the four parts add up to it exactly."""
+    """Computed dS minus exact dS, as four parts that add up to it exactly; each [..., n_q, n_k]."""
 
     through_p: Tensor  #: (P^ - P) o (dP - delta)
     through_dp: Tensor  #: P o (dP^ - dP)
     through_delta: Tensor  #: -P o (delta^ - delta)
-    together: Tensor  #: (P^ - P) o (dP^ - dP - delta^ + delta), of second order
+    together: Tensor  #: (P^ - P) o (dP^ - dP - delta^ + delta), the second-order part
 
     @property
     def total(self) -> Tensor:
@@ -42,10 +42,18 @@ def ds_error(
     computed_dp: Tensor,
     computed_delta: Tensor,
 ) -> DsError:
-    """The error of dS = P o (dP - delta 1^T) by the three tensors it is made of.
+    """The error of dS = P o (dP - delta 1^T), split by the errors of P, dP and delta.
 
-    An identity: expand (P + a)(dP - delta + b) - P (dP - delta) with the errors a of P and b of
-    dP - delta. delta is [..., n_q].
+    It is an identity: (P + a)(dP - delta + b) - P (dP - delta) is expanded in the errors a of P and
+    b of dP - delta.
+
+    Args:
+        p: exact P, [..., n_q, n_k].
+        dp: exact dP.
+        delta: exact delta, [..., n_q].
+        computed_p: P as computed.
+        computed_dp: dP as computed.
+        computed_delta: delta as computed.
     """
     p, dp, delta = p.double(), dp.double(), delta.double()[..., None]
     p_off, dp_off = computed_p.double() - p, computed_dp.double() - dp
@@ -59,11 +67,15 @@ def ds_error(
 
 
 def through_delta_bound(p: Tensor, do: Tensor, o_error: Tensor) -> Tensor:
-    """RMS of a row of P o (delta^ - delta), at most, where delta^ = rowsum(dO o O^): [..., n_q].
+    """An upper bound on the RMS of each row of P o (delta^ - delta), [..., n_q], with delta from O.
 
-    A constant of the row times P_i, so its RMS is |delta^ - delta| RMS(P_i), and
-    |dO_i . (O^_i - O_i)| <= |dO_i| |O^_i - O_i| (Cauchy and Schwarz). Every error of the forward's
-    PV enters dS by this door; delta = rowsum(P o dP) closes it.
+    The row is P_i times a constant, so its RMS is |delta^ - delta| RMS(P_i). With delta^ =
+    rowsum(dO o O^), |dO_i . (O^_i - O_i)| <= |dO_i| |O^_i - O_i| (Cauchy-Schwarz). Every error of
+    the forward's PV enters dS through this term; with delta = rowsum(P o dP) none does.
+
+    Args:
+        do: [..., n_q, d_v].
+        o_error: O^ - O, [..., n_q, d_v].
     """
     rms_p = p.double().square().mean(-1).sqrt()
     return rms_p * do.double().norm(dim=-1) * o_error.double().norm(dim=-1)
@@ -72,19 +84,29 @@ def through_delta_bound(p: Tensor, do: Tensor, o_error: Tensor) -> Tensor:
 def ds_moments_from_qk(
     p: Tensor, c: Tensor, q: Tensor, k: Tensor, q_error: Moments, k_error: Moments, scale: float
 ) -> Moments:
-    """The first-order error of dS from rounding Q and K in QK, forward and backward alike.
+    """The first-order error of dS from rounding Q and K in QK, alike in forward and backward.
 
-    An error x of a row of S changes P by P o (x - P.x), and delta with it (that of O and that of
-    P o dP change alike, as O is made of the same P). With c = dP - delta, P.c = 0:
+    An error x of a row of S changes P by P o (x - P.x), and delta with it. Both forms of delta
+    change alike, because O is computed from the same P. With c = dP - delta and P.c = 0, dS_j
+    changes by
 
-        dS_j changes by F_j(x) = P_j [(x_j - P.x) c_j - (P o c).x].
+        F_j(x) = P_j [(x_j - P.x) c_j - (P o c).x].
 
-    Rounding K gives x_j = Q_i . b_j scale, independent for each key of variance u_j, and F_j has
-    P_j^2 [u_j c_j^2 (1 - 4 P_j) + sum_l P_l^2 u_l (c_j + c_l)^2]. Rounding Q gives x = K a scale
-    with one a for the whole row, so that F_j is P_j a . [(K_j - P.K) c_j - dS_i K] scale.
+    Rounding K gives x_j = Q_i . b_j scale, independent for each key, of variance u_j. The variance
+    of F_j is then P_j^2 [u_j c_j^2 (1 - 4 P_j) + sum_l P_l^2 u_l (c_j + c_l)^2]. Rounding Q gives x
+    = K a scale with one a for the whole row, and F_j is P_j a . [(K_j - P.K) c_j - dS_i K] scale.
 
-    Args: q, k as they are rounded (K smoothed if the spec says so); c [..., n_q, n_k], centred;
-        scale the softmax's.
+    It breaks where errors of S are not small against 1: for Gaussian inputs from a deviation of Q
+    and K of about 4 on.
+
+    Args:
+        p: [..., n_q, n_k].
+        c: dP - delta, [..., n_q, n_k], as `theory.ds_bound.centred` returns it.
+        q: Q as it is rounded, [..., n_q, d].
+        k: K as it is rounded (smoothed if the spec smooths K), [..., n_k, d].
+        q_error: the moments of the rounding error of q.
+        k_error: the same of k.
+        scale: the softmax scale.
     """
     p, c, q, k = p.double(), c.double(), q.double(), k.double()
     x = scale * product_moments(q, k.mT, q_error, k_error.mT).mean
@@ -97,7 +119,8 @@ def ds_moments_from_qk(
     for factor, power in ((c.square(), 0), (2 * c, 1), (1.0, 2)):
         from_k = from_k + factor * (weighted * c**power).sum(-1, keepdim=True)
 
-    # Expanded into products of matrices; shifting K changes no row of P.
+    # The square is expanded into matrix products. Subtracting the mean of K, which leaves P
+    # unchanged, avoids cancellation.
     k = k - k.mean(-2, keepdim=True)
     var, k_mean, pull = q_error.variance, p @ k, ds @ k
     far = var @ k.square().mT - 2 * (var * k_mean) @ k.mT + _sum(var * k_mean.square())
@@ -109,10 +132,17 @@ def ds_moments_from_qk(
 def ds_moments_from_pv(
     p: Tensor, v: Tensor, do: Tensor, p_error: Moments, v_error: Moments
 ) -> Moments:
-    """The error of dS from rounding P and V in PV, where delta = rowsum(dO o O).
+    """The first-order error of dS from rounding P and V in PV, for delta = rowsum(dO o O).
 
     delta is off by dO_i . (O^_i - O_i) = sum_j a_j dP_ij + P_ij (dO_i . b_j) for the errors a of P
-    and b of V, and dS by -P times that. None where delta = rowsum(P o dP).
+    and b of V, and dS by -P times that. With delta = rowsum(P o dP) this error is 0.
+
+    Args:
+        p: [..., n_q, n_k].
+        v: [..., n_k, d_v].
+        do: [..., n_q, d_v].
+        p_error: the moments of the rounding error of p in PV.
+        v_error: the same of v.
     """
     p, v, do = p.double(), v.double(), do.double()
     delta = product_moments(p, v, p_error, v_error).mean
@@ -122,17 +152,17 @@ def ds_moments_from_pv(
 
 
 def dispersion(fine_amax: Tensor, coarse_amax: Tensor, weight: Tensor) -> float:
-    """How unequal the parts of a region are: the weighted mean of fine_amax^2 over that of
-    coarse_amax^2.
+    """How equal the parts of a region are: weighted mean of fine_amax^2 over that of coarse_amax^2.
 
-    fine_amax is the largest magnitude of the part of the region that has a scale of its own (a
-    row of a tile, a channel of a block), coarse_amax of all of it; per element or broadcastable.
-    Squared scales are in the same ratio, so this is also the ratio of the expected squared
-    rounding errors. At most 1, which takes equal parts. Under equal weights at least one over the
-    number of parts that share a scale, which takes that only one of them is not 0.
+    Squared scales are in the same ratio, so it is also the ratio of the expected squared rounding
+    errors. It is at most 1, for equal parts. Under equal weights it is at least 1 / (number of
+    parts that share a scale), if all parts but one are 0. It is 1 if all magnitudes are 0.
 
-    Args: weight: what a unit error of the element costs: the square sum of the row of the other
-        operand that it meets.
+    Args:
+        fine_amax: the largest magnitude of the part that gets its own scale (a row of a tile, a
+        channel of a block), per element or broadcastable. coarse_amax: the largest magnitude of the
+        whole region, per element or broadcastable. weight: the cost of a unit error of the element:
+        the sum of squares of the row of the other operand that it is multiplied with.
     """
     fine, coarse, weight = torch.broadcast_tensors(fine_amax, coarse_amax, weight)
     total = float((weight * coarse.square()).sum())
@@ -140,13 +170,16 @@ def dispersion(fine_amax: Tensor, coarse_amax: Tensor, weight: Tensor) -> float:
 
 
 def scale_gain(left_share: float, left: float, right: float) -> float:
-    """How much smaller a product's RMS error becomes when each part has its own scale.
+    """The factor by which a product's RMS error falls if each part gets its own scale.
 
-    left_share: of the expected squared error under shared scales, what comes from the left
-        operand. left, right: the operands' `dispersion`.
+    It is (left_share * left + (1 - left_share) * right)^(-1/2). It holds for operands whose
+    elements span many codes. If shared scales round many elements to 0, it charges them a noise
+    that they do not have; compare `theory.matmul.product_moments` instead.
 
-    Holds for operands whose elements span many codes. Where shared scales lose small elements
-    altogether, the noise they are charged here is not theirs: compare `product_moments` instead.
+    Args:
+        left_share: the share of the expected squared error under shared scales that comes from the
+        left operand. left: the `dispersion` of the left operand. right: the `dispersion` of the
+        right operand.
     """
     return (left_share * left + (1 - left_share) * right) ** -0.5
 

@@ -1,7 +1,8 @@
-"""The error of one product of two rounded operands, at its own site: at most, and on average.
+"""The error of one product of two rounded operands: upper bound and mean square.
 
-Products are left [..., m, n] @ right [..., n, d] as they are multiplied: K transposed in QK, P and
-dS transposed in dV and dK. Everything is float64.
+Only the product itself rounds; everything before it is exact. A product is left [..., m, n] @
+right [..., n, d], in the form in which the site multiplies it: K is transposed in QK, P and dS
+are transposed in dV and dK. Computed in float64.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from typing import Final
 
 from torch import Tensor
 
-from sagesim._quantize import COLUMN, ROW, SHARED
+from sagesim.emulator import COLUMN, ROW, SHARED
 from sagesim.spec import AttentionSpec, Precision
 from theory.rounding import UNIT, Moments
 
 _OPERATIONS: Final = 16
-"""Roundings an element goes through beside those of its sums: scales, exponential, differences."""
+"""Float32 roundings of an element outside its sums: scales, exponential, differences."""
 
 CONTRACTED: Final = {
     "qk": (COLUMN, COLUMN),
@@ -26,14 +27,14 @@ CONTRACTED: Final = {
     "dq": (COLUMN, ROW),
     "dk": (ROW, ROW),
 }
-"""The axis within a tile of the left and of the right operand that each site sums over."""
+"""The axis that each site sums over, within a tile of its left and of its right operand."""
 
 
 def float32_error(terms: int) -> float:
-    """The relative error of a float32 sum of this many products, at most.
+    """An upper bound on the error of a float32 sum of `terms` products.
 
-    Relative to the sum of their magnitudes. A sum of n numbers, in any order, is off by at most
-    (n - 1) roundings; the rest is for scales and what else an element goes through.
+    It is relative to the sum of their magnitudes. A sum of n numbers, in any order, is off by at
+    most n - 1 roundings of 2^-24; 16 more are for the scales and other steps of an element.
 
     Source: Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section 3.1.
     """
@@ -43,12 +44,17 @@ def float32_error(terms: int) -> float:
 def product_bound(
     left: Tensor, right: Tensor, left_off: Tensor, right_off: Tensor, *, terms: int = 0
 ) -> Tensor:
-    """|computed - left @ right|, at most, for operands that are off by at most these.
+    """An upper bound on |computed - left @ right|, elementwise, [..., m, d].
 
-    (A + a)(B + b) - AB = aB + Ab + ab, and each element of it is at most the same of magnitudes,
-    |a| |B| + |A| |b| + |a| |b|: attained where errors are at their largest and of fitting signs.
+    With errors a and b, (A + a)(B + b) - AB = aB + Ab + ab. Each element is at most the same
+    expression of magnitudes, |a| |B| + |A| |b| + |a| |b|. It is attained if all errors are at their
+    largest with matching signs.
 
-    Args: terms: of each sum, if it is done in float32: see `float32_error`; 0 if it is exact.
+    Args:
+        left_off: an upper bound on |error of left|, in its shape.
+        right_off: the same of right.
+        terms: the number of terms of each sum, if it is computed in float32 (`float32_error`); 0 if
+            sums are exact.
 
     Source: Higham, as above, section 3.5.
     """
@@ -60,10 +66,19 @@ def product_bound(
 def product_moments(
     left: Tensor, right: Tensor, left_error: Moments, right_error: Moments
 ) -> Moments:
-    """The error of left [..., m, n] @ right [..., n, d], both operands rounded on their own.
+    """The moments of the error of left @ right for independent errors of the operands.
 
-    Means go through the product as they are. Variances of independent errors a and b add up:
-    var(aB + Ab + ab) = var(a) (B^2 + var b) + A^2 var(b), with A, B the operands plus their means.
+    The means propagate exactly: mean(AB) = (A + mean a)(B + mean b) - AB. With A and B shifted by
+    the means, the variances of independent errors a and b add up to var(a) (B^2 + var b) + A^2
+    var(b), where squares are elementwise.
+
+    Args:
+        left: [..., m, n].
+        right: [..., n, d].
+        left_error: the moments of the error of left, in its shape.
+        right_error: the same of right.
+
+    Returns: [..., m, d].
     """
     a, b = left.double() + left_error.mean, right.double() + right_error.mean
     return Moments(
@@ -74,11 +89,11 @@ def product_moments(
 
 
 def sums_integers(spec: AttentionSpec, site: str) -> bool:
-    """Whether a site adds up codes, exactly, within a tile: INT8 with scales that factor out.
+    """Whether a site sums INT8 codes as integers, and therefore exactly, within a tile.
 
-    A scale factors out of a sum if it does not vary along it: of the left operand one a row or
-    coarser, of the right one a column or coarser. If either varies, both are multiplied by their
-    scales first and the sum is one of float32.
+    It does if its scales factor out of the sum: no scale varies along the contracted axis. That
+    takes one scale per row or coarser on the left and one per column or coarser on the right.
+    Otherwise both operands are multiplied by their scales first and the sum is a float32 sum.
     """
     matmul = spec.site(site)
     along = zip((matmul.lhs, matmul.rhs), CONTRACTED[site], strict=True)
@@ -86,13 +101,15 @@ def sums_integers(spec: AttentionSpec, site: str) -> bool:
 
 
 def integer_sum_bound(tile_sums: Tensor) -> Tensor:
-    """|computed - sum over tiles|, at most, where the codes of each tile are summed as integers.
+    """An upper bound on |computed - sum over tiles|, [..., m, d], for tiles summed as integers.
 
-    tile_sums [..., tiles, m, d] are the tiles' products of the rounded operands. Conversion, two
-    scales, the softmax's and the product with it are five roundings of each tile's sum; adding t
-    tiles is t - 1 more, and one is for what is of second order. All are relative to the tiles'
-    sums, however much cancels within a tile: a float32 sum has an error relative to the sum of
-    magnitudes instead.
+    Within a tile the sum of codes is exact. Conversion, two scales, the softmax scale and its
+    product are five roundings of each tile's sum. Adding t tiles takes t - 1 more, and one covers
+    the second order. All are relative to the tiles' sums, even if much cancels within a tile. The
+    error of a float32 sum is relative to the sum of magnitudes instead.
+
+    Args:
+        tile_sums: [..., tiles, m, d], each tile's product of the rounded operands.
 
     Source: ours.
     """

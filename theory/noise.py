@@ -1,8 +1,8 @@
-"""When quantization shows in training: its systematic error against the noise of the gradient.
+"""At which batch size the bias of quantized gradients exceeds the gradient noise.
 
-One example (a sequence, a token) gives a gradient g with mean G and covariance Sigma over the
-data; quantized it gives g + e, where e has mean b and covariance Sigma_q. A batch of B examples
-divides the covariances by B and leaves b. Batches are of independent examples.
+An example (a sequence, or a token) has a gradient g with mean G and covariance Sigma over the
+data. Quantization turns it into g + e, where e has mean b and covariance Sigma_q. Averaging over
+a batch of B independent examples divides both covariances by B and leaves the bias b unchanged.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SampleMoments:
-    """Unbiased estimates of a random vector's squared mean and of its variance."""
+    """Unbiased estimates of |E x|^2 and of tr Cov(x) of a random vector x."""
 
-    mean_square: float  #: of |E x|^2; may come out below 0
+    mean_square: float  #: estimate of |E x|^2; it can be negative
     mean_square_error: float  #: standard error of mean_square
-    trace: float  #: of tr Cov(x)
+    trace: float  #: estimate of tr Cov(x)
 
 
 def sample_moments(samples: Tensor) -> SampleMoments:
-    """Estimates from independent samples [n, p], n >= 2.
+    """Estimate |E x|^2 and tr Cov(x) from independent samples x_i [n, p], n >= 2.
 
-    |mean of n samples|^2 is on average |E x|^2 + tr(Cov) / n: the noise of the mean has a norm
-    too. Less trace / n it is unbiased, and equals the mean of x_i . x_j over all pairs i != j.
+    The squared norm of the mean of n samples is |E x|^2 + tr Cov(x) / n in expectation: the noise
+    of the mean adds to its norm. Subtracting trace / n removes this, and gives the mean of x_i .
+    x_j over all pairs i != j.
 
     Raises:
-        ValueError: for fewer than two samples.
+        ValueError: if there are fewer than two samples.
 
     Source: Hoeffding, Ann. Math. Statist. 19(3), 1948 (U-statistics).
     """
@@ -43,7 +44,7 @@ def sample_moments(samples: Tensor) -> SampleMoments:
     trace = float(centred.square().sum()) / (n - 1)
     wide = x.shape[1] > n
     squares = (centred @ centred.mT if wide else centred.mT @ centred).square().sum()
-    # The sample's figures are too large by what n samples of no covariance would show.
+    # tr(C^2) of the sample covariance, less its bias from the finite number of samples.
     trace_of_square = max(0.0, float(squares) / (n - 1) ** 2 - trace**2 / (n - 1))
     along = float((centred @ mean).square().sum()) / (n - 1) - trace_of_square / n
     variance = max(0.0, mean_square_variance(along, trace_of_square, n))
@@ -51,10 +52,15 @@ def sample_moments(samples: Tensor) -> SampleMoments:
 
 
 def mean_square_variance(along: float, trace_of_square: float, n: int) -> float:
-    """The variance of `sample_moments(...).mean_square` over n samples of covariance C and mean b.
+    """The variance of `sample_moments(...).mean_square`, for n samples of mean b and covariance C.
 
-    4 b'C b / n + 2 tr(C^2) / (n (n - 1)); along is b'C b. The first term is the noise of the mean
-    along itself, the second what is left where the mean is 0.
+    4 b'C b / n + 2 tr(C^2) / (n (n - 1)). The first term is the noise along the mean; the second
+    remains if the mean is 0.
+
+    Args:
+        along: b'C b.
+        trace_of_square: tr(C^2).
+        n: the number of samples, at least 2.
 
     Source: Hoeffding, as above.
     """
@@ -62,7 +68,7 @@ def mean_square_variance(along: float, trace_of_square: float, n: int) -> float:
 
 
 def noise_scale(trace: float, mean_square: float) -> float:
-    """The batch at which noise equals the gradient: tr(Sigma) / |G|^2.
+    """The batch size at which the gradient noise equals the gradient: tr(Sigma) / |G|^2.
 
     Source: McCandlish et al., arXiv 1812.06162, the "simple" noise scale.
     """
@@ -70,14 +76,20 @@ def noise_scale(trace: float, mean_square: float) -> float:
 
 
 def visible_batch(bias_square: float, trace: float, trace_quantization: float = 0.0) -> float:
-    """The batch above which |b|^2 exceeds the noise: (tr Sigma + tr Sigma_q) / |b|^2.
+    """The batch size above which |b|^2 exceeds the noise: (tr Sigma + tr Sigma_q) / |b|^2.
 
-    Relative to the gradient, with r = |b| / |G|: `noise_scale` / r^2, and
-    1 + trace_quantization / trace times that. A bias of one percent shows at ten thousand
-    noise scales. inf where there is no bias: bias_square <= 0, as an unbiased estimate can be.
+    With the relative bias r = |b| / |G| it is `noise_scale` / r^2 * (1 + tr Sigma_q / tr Sigma). A
+    relative bias of one percent shows at ten thousand noise scales. T steps in which the parameters
+    hardly change count as one batch of T * B examples.
 
-    The sum of the traces is that of the quantized gradient where e and g are uncorrelated.
-    Steps at which the parameters hardly move add up: T of them are one batch of T * B.
+    Assumes that e and g are uncorrelated: only then is the covariance of g + e the sum of both.
+
+    Args:
+        bias_square: |b|^2, or an estimate of it.
+        trace: tr Sigma.
+        trace_quantization: tr Sigma_q.
+
+    Returns: examples; inf if bias_square <= 0, as an unbiased estimate of |b|^2 can be.
 
     Source: ours.
     """
@@ -85,7 +97,7 @@ def visible_batch(bias_square: float, trace: float, trace_quantization: float = 
 
 
 def batch_mean_square(bias_square: float, trace: float, batch: Tensor) -> Tensor:
-    """Expected |mean over a batch|^2 of vectors of this mean and covariance; shaped as batch."""
+    """The expected |mean over a batch|^2 of vectors of this bias and trace; shaped as `batch`."""
     return bias_square + trace / batch
 
 
@@ -95,11 +107,11 @@ def nearest_error(x: Tensor, step: Tensor) -> Tensor:
 
 
 def stochastic_variance(x: Tensor, step: Tensor) -> Tensor:
-    """The variance of the error of x rounded up with the probability of its distance from below.
+    """The variance of the error of rounding x stochastically to a multiple of step.
 
-    With f the fraction of a step above the multiple below, the error is (1 - f) step with
-    probability f and -f step otherwise: mean 0, variance f (1 - f) step^2. At most step^2 / 4,
-    and step^2 / 6 on average over f, twice that of rounding to nearest.
+    Let x lie the fraction f of a step above the multiple below it. The error is (1 - f) step with
+    probability f and -f step otherwise: mean 0, variance f (1 - f) step^2. That is at most step^2 /
+    4, and step^2 / 6 on average over f, twice the mean square of rounding to nearest.
 
     Source: Croci et al., "Stochastic rounding: implementation, error analysis and applications",
     R. Soc. Open Sci. 9, 2022.
@@ -110,11 +122,12 @@ def stochastic_variance(x: Tensor, step: Tensor) -> Tensor:
 
 
 def shared_draw_error(uniform: Tensor, step: Tensor) -> Tensor:
-    """The mean error over inputs of stochastic rounding that always draws this number in [0, 1).
+    """The mean error over inputs of stochastic rounding with one fixed draw `uniform` in [0, 1).
 
-    For f uniform the mean over f of (1 - f) [f > u] - f [f <= u] is 1/2 - u. Half of the
-    variance of stochastic rounding, step^2 / 12, is thus the draw's. A seed that never changes
-    makes it a bias, as large as the error of rounding to nearest.
+    With f the fraction of a step that is rounded and u the draw, the error in steps is 1 - f if f >
+    u and -f otherwise. Its mean over uniform f is 1/2 - u. So half of the variance of stochastic
+    rounding, step^2 / 12, comes from the draw. A seed that never changes turns this half into a
+    bias of the same root mean square as the error of rounding to nearest.
 
     Source: ours.
     """
@@ -122,9 +135,9 @@ def shared_draw_error(uniform: Tensor, step: Tensor) -> Tensor:
 
 
 def flushed(x: Tensor, step: Tensor) -> Tensor:
-    """The error of the elements that are rounded to 0 because they are below half a step; else 0.
+    """The error of the elements that round to 0 because |x| <= step / 2; 0 for all other elements.
 
-    It is -x, and so points against the gradient that x carries, in every example alike. Errors
-    of the other elements change sign from element to element.
+    The error is -x in every example, so it points against the gradient that x carries. The errors
+    of the other elements have varying signs.
     """
     return torch.where(x.abs() <= step / 2, -x, torch.zeros_like(x))

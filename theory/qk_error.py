@@ -1,11 +1,11 @@
-"""What rounding Q and K does to everything behind S.
+"""The errors of O, dS, dQ, dK and dV that rounding Q and K causes through the logits S.
 
-An error x of the logits of a row moves P by P o (x - P.x) and dS with it. Rounding row i of Q gives
-x = K a scale, one a for the whole row; rounding K gives x_ij = Q_i . b_j scale, one b_j for the
-whole column. Both are followed to O, dQ, dK and dV to first order in x, and what saturates of them
-where x is not small is taken back by two factors.
+An error x of a row of logits changes P by P o (x - P.x), and dS with it. An error a of row i of Q
+gives x_ij = a . K_j scale, where the whole row shares a. An error b_j of row j of K gives x_ij =
+Q_i . b_j scale, where the whole column shares b_j. Both are propagated to first order in x. Where x
+is not small, two factors reduce the variances, because P and dS saturate.
 
-Maps are [..., n_q, n_k]; computed in float64. Source: ours.
+Maps are [..., n_q, n_k]. Computed in float64. Source: ours.
 """
 
 from __future__ import annotations
@@ -39,22 +39,34 @@ def qk_moments(
     q_rounded: Tensor,
     scale: float,
 ) -> dict[str, Moments]:
-    """The errors of o, ds, dq, dk and dv from rounding Q and K alike in forward and backward.
+    """The moments of the errors of o, ds, dq, dk and dv from rounding Q and K in QK.
 
-    O and dQ belong to one query, whose a and whose b_j are all independent: their variances are
-    exact to first order, in the covariances of K with V, and of K with itself, under P_i and dS_i.
-    dK and dV add queries up. Of b_j, key j's own, they add up what is common to all queries; the
-    rest (a_i, and b_l of the other keys) is taken as independent from query to query.
+    The forward's and the backward's QK must round Q and K alike.
+    A row of O or dQ belongs to one query, whose error a and whose keys' errors b_j are all
+    independent. Their variances are exact to first order; they use the covariances of K with V and
+    of K with itself under P_i and dS_i.
 
-    Args: as `theory.ds_error.ds_moments_from_qk`; v [..., n_k, d_v], do [..., n_q, d_v];
-        q_rounded: what was rounded of q, which is q itself unless Q is smoothed.
+    dK and dV are sums over queries. For the error b_j of a row's own key, which all queries share,
+    the sum over queries is exact. The errors a_i of the queries and b_l of the other keys are taken
+    as independent from query to query.
+
+    Args:
+        p, c, q, k: as in `theory.ds_error.ds_moments_from_qk`.
+        v: [..., n_k, d_v].
+        do: [..., n_q, d_v].
+        q_error: the moments of the rounding error of q.
+        k_error: the same of k.
+        q_rounded: the tensor that is rounded, q less its block means if Q is smoothed, else q.
+        scale: the softmax scale.
+
+    Returns: moments by output: "o", "ds", "dq", "dk" and "dv".
     """
     p, c, q, k, v, do = (x.double() for x in (p, c, q, k, v, do))
     q_rounded = q_rounded.double()
     ds, o, k_mean = p * c, p @ v, p @ k
     pull = ds @ k
     a, b = scale**2 * q_error.variance, scale**2 * k_error.variance
-    u = q_rounded.square() @ b.mT  # of x_ij from b_j
+    u = q_rounded.square() @ b.mT  # the variance of x_ij from b_j
     pu = p.square() * u
 
     x = scale * product_moments(q_rounded, k.mT, q_error, k_error.mT).mean
@@ -68,12 +80,12 @@ def qk_moments(
     ds_own = u * ds.square() * (1 - 2 * p).square()
     ds_rest = (ds_moments.variance - ds_own).clamp(min=0.0)
 
-    # O: a . Cov_P(K, V), and b_j through P_j (V_j - O).
+    # The error of O is a . Cov_P(K, V) from the query, and b_j times P_j (V_j - O) from key j.
     covariance = _outer(p, k, v) - k_mean[..., :, None] * o[..., None, :]
     o_variance = (a[..., :, None] * covariance.square()).sum(-2)
     o_variance = o_variance + pu @ v.square() - 2 * o * (pu @ v) + o.square() * _sum(pu)
-    # dQ: a . M with M the second moments of K under dS, centred; and b_l through
-    # dS_l (K_l - P.K) - P_l dS K.
+    # The error of dQ is a . M from the query, with M the centred second moments of K under dS,
+    # and b_l times dS_l (K_l - P.K) - P_l dS K from key l.
     moment = _outer(ds, k, k) - k_mean[..., :, None] * pull[..., None, :]
     moment = moment - pull[..., :, None] * k_mean[..., None, :]
     dq_variance = (a[..., :, None] * moment.square()).sum(-2)
@@ -81,7 +93,7 @@ def qk_moments(
     far = squares @ k.square() - 2 * k_mean * (squares @ k) + k_mean.square() * _sum(squares)
     across = crossed @ k - k_mean * _sum(crossed)
     dq_variance = dq_variance + far - 2 * pull * across + pull.square() * _sum(pu)
-    # dV and dK: what b_j does through all queries together, and the rest.
+    # The errors of dV and dK from b_j, summed over all queries; the rest is added below.
     dv_variance = (b[..., :, None] * _outer((p * (1 - p)).mT, q_rounded, do).square()).sum(-2)
     dk_variance = (b[..., :, None] * _outer((ds * (1 - 2 * p)).mT, q_rounded, q).square()).sum(-2)
 
@@ -101,12 +113,13 @@ def qk_moments(
 
 
 def saturation_of_p(apart: Tensor) -> Tensor:
-    """Mean square change of P over its first-order value, where the difference of two logits is off
-    by a normal number of variance `apart`.
+    """The mean square change of P over its first-order value.
 
-    For a row of two keys, P = sigmoid(z). Over differences z of all sizes alike, an error x
-    changes it by the integral of (sigmoid(z + x) - sigmoid(z))^2 = x coth(x / 2) - 2, whose first
-    order is x^2 / 6. Rows whose logits are so large that x matters are rows of two keys.
+    The difference of two logits is off by a normal number x of variance `apart`. For a row of two
+    keys, P = sigmoid(z) with z the difference of their logits. If all z are equally likely, x
+    changes P by the integral of (sigmoid(z + x) - sigmoid(z))^2 = x coth(x / 2) - 2, to first order
+    x^2 / 6. Two keys are enough: logits large enough for x to matter leave rows that few keys
+    share.
 
     >>> saturation_of_p(torch.tensor([0.0, 4.0])).tolist()[0]
     1.0
@@ -115,10 +128,11 @@ def saturation_of_p(apart: Tensor) -> Tensor:
 
 
 def saturation_of_ds(apart: Tensor) -> Tensor:
-    """The same of dS, which two keys make P (1 - P) (dP_1 - dP_2).
+    """The mean square change of dS over its first-order value; see `saturation_of_p`.
 
-    With f = P (1 - P), the integral of (f(z + x) - f(z))^2 is 1/3 less twice the overlap
-    (x coth(x / 2) - 2) / (4 sinh(x / 2)^2), to first order x^2 / 30.
+    For two keys dS = P (1 - P) (dP_1 - dP_2). With f = P (1 - P), the integral of (f(z + x) -
+    f(z))^2 is 1/3 less twice the overlap (x coth(x / 2) - 2) / (4 sinh(x / 2)^2), to first order
+    x^2 / 30.
     """
 
     def change(x: _Array) -> _Array:
@@ -132,9 +146,9 @@ _VARIANCES: Final = np.logspace(-3, 3, 121)
 
 
 def _saturation(apart: Tensor, change: Callable[[_Array], _Array], first_order: float) -> Tensor:
-    """E[change(x)] / (first_order E[x^2]) over x normal of variance `apart`; 1 where it is 0."""
+    """E[change(x)] / (first_order E[x^2]) over a normal x of variance `apart`; 1 if it is 0."""
     x = np.sqrt(_VARIANCES[:, None]) * np.abs(_NODES)
-    safe = np.clip(x, 1e-2, 600.0)  # below, the change is of first order; above, it is linear
+    safe = np.clip(x, 1e-2, 600.0)  # the change is quadratic in x below and linear above
     means = (change(safe) * (x / safe) ** np.where(x < safe, 2, 1)) @ _WEIGHTS
     means = means / math.sqrt(2 * math.pi)
     grid = np.concatenate([[0.0], _VARIANCES])
@@ -143,13 +157,13 @@ def _saturation(apart: Tensor, change: Callable[[_Array], _Array], first_order: 
 
 
 def _mean_gain(variance: Tensor, gain: Tensor) -> Tensor:
-    """The gain of rows, [..., n_q, 1], as columns of `variance` see it: [..., n_k, 1]."""
+    """The gains of rows, [..., n_q, 1], averaged over each column of `variance`: [..., n_k, 1]."""
     weight = variance.sum(-2)
     return ((gain * variance).sum(-2) / weight.where(weight > 0, 1.0))[..., None]
 
 
 def _outer(weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """sum_j weights_ij x_j y_j^T: [..., n, d_x, d_y]."""
+    """sum_j weights_ij x_j y_j^T for each i: [..., n, d_x, d_y]."""
     pairs = (x[..., :, None] * y[..., None, :]).flatten(-2)
     return (weights @ pairs).unflatten(-1, (x.shape[-1], y.shape[-1]))
 

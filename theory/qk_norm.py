@@ -1,10 +1,12 @@
-"""What QK-norm allows queries, keys and logits to be, and how errors grow with their size.
+"""Bounds from QK-norm on queries, keys and logits, and how errors grow with the logits.
 
-QK-norm divides each token by its RMS and multiplies it by a vector gamma, so gamma alone bounds
-what INT8 has to hold. The second half is for Gaussian tokens: with q and k of deviation sigma_q,
-sigma_k the logits of a row are Gaussian of deviation tau = scale * sqrt(d) * sigma_q * sigma_k
-(sigma_q * sigma_k for the usual scale), and the rows of P are those of the random energy model,
-whose moments are known.
+QK-norm divides each token by its RMS and multiplies it by a vector gamma. gamma alone therefore
+bounds every number that INT8 has to represent.
+
+The second half of the module is for Gaussian tokens. With q and k of deviations sigma_q and
+sigma_k, the logits of a row are Gaussian of deviation tau = scale * sqrt(d) * sigma_q * sigma_k,
+which is sigma_q * sigma_k for the usual scale. The rows of P are then those of the random energy
+model, whose moments are known.
 """
 
 from __future__ import annotations
@@ -25,32 +27,42 @@ _Array = NDArray[np.float64]
 
 
 def normalised_norm(mean_square: Tensor, d: int, eps: float) -> Tensor:
-    """|x / sqrt(mean(x^2) + eps)|_2 of a token of this mean square m: sqrt(d m / (m + eps)).
+    """The L2 norm of x / sqrt(mean(x^2) + eps), for tokens of d channels: sqrt(d m / (m + eps)).
 
-    Below sqrt(d) always, and equal to it up to m >> eps. Shapes as mean_square.
+    It is always below sqrt(d), and approaches it for m >> eps.
+
+    Args:
+        mean_square: m, the mean of x^2 over the channels of each token; any shape.
+
+    Returns: the shape of mean_square.
     """
     return (d * mean_square / (mean_square + eps)).sqrt()
 
 
 def channel_bound(gamma: Tensor) -> Tensor:
-    """|x_c| of any normalised token times gamma, at most: sqrt(d) |gamma_c|; [d].
+    """An upper bound on |x_c| of any normalised token times gamma: sqrt(d) |gamma_c|; [d].
 
-    One channel's square is at most the sum over all, d. Attained by a token with one channel.
+    The square of one channel is at most the sum over all channels, d. A token with a single nonzero
+    channel attains it.
     """
     return math.sqrt(gamma.shape[-1]) * gamma.abs()
 
 
 def step_bound(gamma: Tensor) -> float:
-    """The step of an INT8 region of any shape, at most: sqrt(d) max|gamma| / 127."""
+    """An upper bound on the step of an INT8 region of any shape: sqrt(d) max|gamma| / 127."""
     return float(channel_bound(gamma).max()) / 127
 
 
 def logit_bound(gamma_q: Tensor, gamma_k: Tensor, *, scale: float | None = None) -> float:
-    """|S_ij|, at most: scale * d * max_c |gamma_q_c gamma_k_c|; scale is 1/sqrt(d) by default.
+    """An upper bound on |S_ij|: scale * d * max_c |gamma_q_c gamma_k_c|.
 
-    S_ij / scale = sum_c gamma_q_c gamma_k_c x_c y_c for normalised tokens x and y; taking the
-    largest product out leaves |x| |y| <= d by Cauchy-Schwarz. Attained by x = y with the one
-    channel where the product is largest, hence never above scale * d * max|gamma_q| max|gamma_k|.
+    S_ij / scale = sum_c gamma_q_c gamma_k_c x_c y_c for normalised tokens x and y. With the largest
+    product of gammas taken out, |x| |y| <= d remains by Cauchy-Schwarz. It is attained if x and y
+    both consist of the channel with the largest product. It never exceeds scale * d * max|gamma_q|
+    max|gamma_k|.
+
+    Args:
+        scale: the softmax scale; 1/sqrt(d) by default.
 
     Source: ours.
     """
@@ -60,10 +72,10 @@ def logit_bound(gamma_q: Tensor, gamma_k: Tensor, *, scale: float | None = None)
 
 
 def weight_bounds(logit_bound: float, tokens: int) -> tuple[float, float]:
-    """The least and the largest P_ij of a row of this many keys with |S_ij| <= logit_bound.
+    """Lower and upper bounds on P_ij in a row of `tokens` keys with |S_ij| <= logit_bound.
 
-    P is largest with its own logit at the bound and the others at minus the bound: then
-    1 / (1 + (n - 1) exp(-2 bound)). The least is the mirror image.
+    P is largest if its own logit is at the bound and all others are at minus the bound: 1 / (1 + (n
+    - 1) exp(-2 bound)). The signs are reversed for the smallest.
 
     Raises:
         ValueError: if tokens is not positive.
@@ -77,11 +89,14 @@ def weight_bounds(logit_bound: float, tokens: int) -> tuple[float, float]:
 
 
 def logit_error_bound(gamma_q: Tensor, gamma_k: Tensor, *, scale: float | None = None) -> float:
-    """|error of S_ij| from rounding q and k to INT8, at most, whatever the granularity.
+    """An upper bound on |error of S_ij| from rounding q and k to INT8, for any granularity.
 
-    With half a step h = step_bound / 2 for each, the error is at most
-    scale * (|q|_1 h_k + |k|_1 h_q + d h_q h_k), and |q|_1 = sum_c |gamma_c x_c| <=
-    |gamma|_2 sqrt(d). For keys that are not smoothed; smoothing at worst doubles |k| and its step.
+    With half a step h = step_bound / 2 for each operand, the error is at most scale * (|q|_1 h_k +
+    |k|_1 h_q + d h_q h_k), where |q|_1 = sum_c |gamma_c x_c| <= |gamma|_2 sqrt(d). It is for keys
+    that are not smoothed; smoothing at most doubles |k| and its step.
+
+    Args:
+        scale: the softmax scale; 1/sqrt(d) by default.
 
     Source: ours.
     """
@@ -95,7 +110,7 @@ def logit_error_bound(gamma_q: Tensor, gamma_k: Tensor, *, scale: float | None =
 def expected_amax(count: int) -> float:
     """The mean of the largest magnitude of `count` independent standard normal numbers.
 
-    The integral over t of P(largest > t) = 1 - (2 Phi(t) - 1)^count.
+    It is the integral over t of P(largest > t) = 1 - (2 Phi(t) - 1)^count.
 
     Raises:
         ValueError: if count is not positive.
@@ -123,12 +138,17 @@ def logit_mean_square(
     region_k: int,
     scale: float | None = None,
 ) -> float:
-    """Expected square of the error of S for Gaussian q and k, rounded to INT8.
+    """The expected squared error of S for Gaussian q and k rounded to INT8.
 
-    A region of `region` elements has a step of about sigma * expected_amax(region) / 127, and
-    errors uniform over it. So the mean square is scale^2 d sigma_q^2 sigma_k^2 (a + b + a b) with
-    a, b = (expected_amax / 127)^2 / 12: the fraction of tau^2 that it makes up depends on the
-    regions only, and the error of S grows as sigma_q * sigma_k.
+    A region of n elements has a step of about sigma * expected_amax(n) / 127, and errors uniform
+    over the step. The mean square is scale^2 d sigma_q^2 sigma_k^2 (a + b + a b), where a and b are
+    (expected_amax / 127)^2 / 12 of the regions of q and k. So it is a fixed fraction of tau^2,
+    which depends on the sizes of the regions only, and the error of S grows as sigma_q * sigma_k.
+
+    Args:
+        region_q: the number of elements of Q that share a scale.
+        region_k: the same of K.
+        scale: the softmax scale; 1/sqrt(d) by default.
 
     Source: ours.
     """
@@ -140,14 +160,14 @@ def logit_mean_square(
 class PowerSums:
     """Expected products of the power sums A_a = sum_j P_j^a of a softmax of Gaussian logits.
 
-    P_j = exp(S_j) / Z with `tokens` independent logits of deviation tau. 1 / Z^n is the integral
-    over t of t^(n-1) exp(-t Z) / Gamma(n), under which the logits separate:
+    P_j = exp(S_j) / Z for `tokens` independent Gaussian logits of deviation tau. 1 / Z^n is the
+    integral over t of t^(n-1) exp(-t Z) / Gamma(n), under which the logits separate:
 
         E sum over distinct j_1..j_k of prod P_(j_i)^(a_i)
             = N! / (N - k)! / Gamma(n) * integral of prod phi_(a_i) phi_0^(N - k) dlog t
 
-    with n = sum of a and phi_a(t) = E[(t exp S)^a exp(-t exp S)]. Exact at any N, up to
-    quadrature.
+    with n = sum of a and phi_a(t) = E[(t exp S)^a exp(-t exp S)]. It is exact for any N, up to the
+    error of the quadrature.
 
     Raises:
         ValueError: if tau or tokens is not positive.
@@ -164,7 +184,8 @@ class PowerSums:
     def expectation(self, *exponents: int) -> float:
         """E of the product of A_a over `exponents`; E[A_1] = 1.
 
-        A product of sums is a sum over all ways in which their indices coincide.
+        A product of sums is expanded by which of their indices are equal: a sum over all
+        partitions of the exponents.
         """
         return sum(self._distinct([sum(b) for b in groups]) for groups in _partitions(exponents))
 
@@ -180,19 +201,20 @@ class PowerSums:
 
     @cached_property
     def _log_t(self) -> _Array:
-        reach = 9 * self.tau  # of the logits; beyond lies 1e-19 of them
+        reach = 9 * self.tau  # a logit is beyond it with a probability of 1e-19
         return np.arange(-reach - 40, reach + 10, self._step)
 
     @property
     def _step(self) -> float:
-        """Of log t; every phi is smooth over 1 and over tau."""
+        """The step of the integral over log t; every phi is smooth on the scales 1 and tau."""
         return 0.125 * max(1.0, self.tau / 16)
 
     @cached_property
     def _nodes(self) -> tuple[_Array, _Array, _Array]:
-        """x = log(t exp S) and weights of its integral, for each log t; and x less log t over tau.
+        """Gauss-Legendre nodes and weights of the integral over x = log(t exp S), per log t.
 
-        Between -40 and 4 every phi has its mass, and the logits theirs within 9 tau.
+        The third tensor is (x - log t) / tau, the standardised logit. Every phi vanishes outside
+        of x in [-40, 4], and the density of the logits beyond 9 tau.
         """
         lower = np.clip(self._log_t - 9 * self.tau, -40, 4)
         upper = np.clip(self._log_t + 9 * self.tau, -40, 4)
@@ -209,7 +231,7 @@ class PowerSums:
 
     @cached_property
     def _log_phi_0(self) -> _Array:
-        """log E exp(-t exp S), by parts, so that what it lacks to 1 keeps its digits."""
+        """log E exp(-t exp S), integrated by parts: 1 - E exp(-t exp S) keeps its digits."""
         x, weight, z = self._nodes
         window = (np.exp(x - np.exp(x)) * stats.norm.cdf(-z) * weight).sum(1)
         below = -np.expm1(-np.exp(np.clip(self._log_t - 9 * self.tau, -40, 4)))
@@ -220,11 +242,11 @@ _GAUSS: Final = np.polynomial.legendre.leggauss(192)
 
 
 def softmax_error(mean_square: float, sums: PowerSums) -> float:
-    """Relative L2 error of P, O and dV from errors of S of this mean square, to first order.
+    """The relative L2 error of P, O and dV from independent errors of S of this mean square.
 
-    dP_j = P_j (e_j - sum_l P_l e_l) for independent e has the expected square
-    mean_square * (A_2 - 2 A_3 + A_2^2), of A_2. O = P V and dV = P^T dO have the same relative
-    error where V and dO are independent of P and white.
+    To first order dP_j = P_j (e_j - sum_l P_l e_l) for independent e. Its expected square, summed
+    over the row, is mean_square * (A_2 - 2 A_3 + A_2^2); that of P is A_2. O = P V and dV = P^T dO
+    have the same relative error if V and dO are independent of P and white.
 
     Source: ours.
     """
@@ -232,13 +254,13 @@ def softmax_error(mean_square: float, sums: PowerSums) -> float:
 
 
 def score_gradient_error(mean_square: float, sums: PowerSums) -> float:
-    """Relative L2 error of dS, dQ and dK from errors of S of this mean square, to first order.
+    """The relative L2 error of dS, dQ and dK from independent errors of S of this mean square.
 
-    dS = P o (g - P.g) with g = dP white. Its error is P_j (x_j y_j - sum_l P_l x_l y_l), where x
-    and y are the errors of S and g, each less its mean under P, with covariance
-    delta_jl - P_j - P_l + A_2. The expected square of the row is mean_square times
-    A_2 + 3 A_2^2 + 4 A_2^3 - 12 A_2 A_3 - 6 A_3 + 10 A_4, of A_2 - 2 A_3 + A_2^2. A row of one
-    key has no dS, and no error.
+    dS = P o (g - P.g) with a white g = dP. To first order its error is P_j (x_j y_j - sum_l P_l x_l
+    y_l), where x and y are the errors of S and g, each less its mean under P. Their covariances are
+    delta_jl - P_j - P_l + A_2. The expected squared error of a row is mean_square * (A_2 + 3 A_2^2
+    + 4 A_2^3 - 12 A_2 A_3 - 6 A_3 + 10 A_4); the expected square of dS is A_2 - 2 A_3 + A_2^2. The
+    error is 0 for a row of one key, whose dS is 0.
 
     Source: ours.
     """
@@ -250,11 +272,11 @@ def score_gradient_error(mean_square: float, sums: PowerSums) -> float:
 
 
 def frozen_softmax_error(mean_square: float, tau: float, tokens: int) -> float:
-    """`softmax_error` for logits so large that few keys share a row: tau > sqrt(2 log N).
+    """The limit of `softmax_error` for large logits: tau > sqrt(2 log N).
 
-    There P follows the Poisson-Dirichlet law of index m = sqrt(2 log N) / tau, for which
-    (A_2 - 2 A_3 + A_2^2) / A_2 is m / 3. As sqrt(mean_square) grows with tau, the error grows
-    with sqrt(tau), that is with sigma.
+    There few keys share a row, and P follows the Poisson-Dirichlet law of index m = sqrt(2 log N) /
+    tau, for which (A_2 - 2 A_3 + A_2^2) / A_2 is m / 3. sqrt(mean_square) grows with tau, so the
+    error grows with sqrt(tau), which is proportional to sigma.
 
     Raises:
         ValueError: if tau is not above sqrt(2 log tokens).
@@ -268,10 +290,10 @@ def frozen_softmax_error(mean_square: float, tau: float, tokens: int) -> float:
 
 
 def frozen_score_gradient_error(mean_square: float) -> float:
-    """`score_gradient_error` in the same limit: sqrt(2/5) of the error of S, whatever m.
+    """The limit of `score_gradient_error` for tau > sqrt(2 log N): sqrt(2/5 * mean_square).
 
-    Both sums are proportional to m (1 - m), with factors 2/15 and 1/3. So the error of dS grows
-    with tau, that is with sigma^2.
+    Its numerator and denominator are both proportional to m (1 - m), with the factors 2/15 and 1/3,
+    so m cancels. The error of dS grows with tau, which is proportional to sigma^2.
 
     Source: ours.
     """
@@ -279,12 +301,13 @@ def frozen_score_gradient_error(mean_square: float) -> float:
 
 
 def _spread(sums: PowerSums) -> float:
+    """E[A_2 - 2 A_3 + A_2^2]; rounding in the quadrature cannot make it negative."""
     e = sums.expectation
     return max(0.0, e(2) - 2 * e(3) + e(2, 2))
 
 
 def _partitions(items: tuple[int, ...]) -> Iterator[list[list[int]]]:
-    """All ways to put items into groups."""
+    """All partitions of `items` into groups."""
     if not items:
         yield []
         return

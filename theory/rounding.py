@@ -1,8 +1,8 @@
-"""What rounding does to an operand: at most, on average, and when the average is another one.
+"""The error of rounding one operand: its largest size, its mean square, and where it is a bias.
 
-A region is a set of elements that share one scale. Scales are those of the emulator: the region's
-largest magnitude over the format's largest code, 1 for the unscaled formats. x is float64, in any
-shape that scales and magnitudes broadcast to.
+A region is the set of elements that share one scale. The scales are the emulator's: a region's
+largest magnitude (amax) over the format's largest code, and 1 in the unscaled formats. Functions
+compute in float64. Their tensor arguments have any shapes that broadcast.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sagesim._quantize import SHARED, from_tiles, to_tiles
+from sagesim.emulator import SHARED, from_tiles, to_tiles
 from sagesim.spec import Granularity, Precision, RoundingMode
 
 UNIT: Final = 2.0**-24
-"""Unit roundoff of float32, in which the quantizer computes."""
+"""Unit roundoff of float32. The quantizer computes in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A format's numbers: `smallest` apart near 0, elsewhere at most 2 * unit of themselves."""
+    """The numbers that a format represents.
+
+    Near 0 neighbours are `smallest` apart. Elsewhere they are at most 2 * unit * |number| apart.
+    """
 
     largest: float
-    unit: (
-        float  #: unit roundoff, 2**-(mantissa bits + 1); 0 where all numbers are equally far apart
-    )
+    unit: float  #: unit roundoff, 2**-(mantissa bits + 1); 0 if all numbers are equally spaced
     smallest: float  #: the smallest positive number
 
 
@@ -39,38 +40,44 @@ GRIDS: Final = {
     Precision.FP16: Grid(65504.0, 2.0**-11, 2.0**-24),
     Precision.BF16: Grid((2 - 2.0**-7) * 2.0**127, 2.0**-8, 2.0**-133),
 }
-"""Every format that rounds, in codes."""
+"""The grid of every format that rounds. For a scaled format, its numbers are codes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """What to expect of an error, elementwise: a part that is known and a part that is noise."""
+    """Mean and variance of an error, elementwise.
+
+    The mean is the part of the error that is known in advance. The rest is noise of this variance.
+    """
 
     mean: Tensor
     variance: Tensor
 
     def __add__(self, other: Moments) -> Moments:
-        """The sum of two errors whose noise is independent."""
+        """The moments of the sum of two independent errors."""
         return Moments(self.mean + other.mean, self.variance + other.variance)
 
     @classmethod
     def none(cls, like: Tensor) -> Moments:
-        """No error."""
+        """The moments of an error of 0, in the shape of `like`."""
         zero = torch.zeros_like(like, dtype=torch.float64)
         return cls(zero, zero)
 
     @property
     def mT(self) -> Moments:
-        """The moments of the transpose."""
+        """The moments of the transposed error."""
         return Moments(self.mean.mT, self.variance.mT)
 
     @property
     def mean_square(self) -> Tensor:
-        """The expected squared error."""
+        """The expected squared error, mean^2 + variance, elementwise."""
         return self.mean.square() + self.variance
 
     def relative_to(self, exact: Tensor) -> float:
-        """The expected relative L2 error of `exact`; 0 where both are 0, inf where only it is."""
+        """The expected L2 norm of the error over that of `exact`.
+
+        0 if both norms are 0; inf if only that of `exact` is 0.
+        """
         error, norm = float(self.mean_square.sum()), float(exact.double().square().sum())
         if norm == 0:
             return math.inf if error else 0.0
@@ -78,9 +85,13 @@ class Moments:
 
 
 def region_amax(x: Tensor, how: Granularity, rows: int, columns: int) -> Tensor:
-    """The largest magnitude among those that each element of x [..., n, m] shares a scale with.
+    """The largest magnitude of each element's region, for x [..., n, m] and a granularity `how`.
 
-    rows, columns: the size of a block or tile; cut to that of x.
+    Args:
+        rows: rows of a block or tile; at most n are used.
+        columns: columns of a block or tile; at most m are used.
+
+    Returns: the shape of x, one value per element.
     """
     tiles = to_tiles(x.abs(), min(rows, x.shape[-2]), min(columns, x.shape[-1]))
     amax = tiles.amax(SHARED[how], keepdim=True).expand_as(tiles)
@@ -93,25 +104,29 @@ def rounding_bound(
     precision: Precision,
     mode: RoundingMode = RoundingMode.HALF_EVEN,
 ) -> Tensor:
-    """|rounded - x|, at most. Grows with |x| and amax, so that bounds on them will do.
+    """An upper bound on |rounded - x|, elementwise.
 
-    To nearest, an element is off by half the distance of the numbers around it: half a code in
-    INT8; in a float format half the smallest number near 0 and unit / (1 + unit) of |x| elsewhere,
-    attained half way between 1 and the number above it; never by more than |x|, as 0 is a number.
-    Stochastic rounding goes to either neighbour: a whole code, or 2 unit. It is for scaled formats;
-    the others round to nearest.
+    To nearest, an element is off by at most half the gap between the two numbers around it. In INT8
+    that is half a code. In a float format it is half the smallest number near 0, and unit / (1 +
+    unit) of |x| elsewhere, which the midpoint between 1 and the next number attains. Because 0 is
+    representable, the error never exceeds |x|. Stochastic rounding goes to either neighbour, so its
+    bound is a whole code, or 2 unit |x|. Only scaled formats round stochastically; the others round
+    to nearest.
 
-    Float32 adds: conversion, inverse and product on the way to a code, scale and product on the
-    way back, five roundings of what is there, bounded by six. Where largest / amax overflows the
-    region becomes 0 and the error is |x|, below largest * 2**-128; below that every scale is far
-    enough above the subnormal numbers.
+    The float32 arithmetic of the quantizer adds to this. Conversion, inverse and product lead to a
+    code, scale and product lead back: five roundings, bounded here by six. If largest / amax
+    overflows, the region becomes 0 and the error is |x|, which is below largest * 2**-128. Larger
+    regions have scales well above the subnormal numbers.
 
-    Args: amax the largest magnitude of x's region; of no effect in the unscaled formats.
+    The bound grows with |x| and with amax, so upper bounds on both may be passed instead.
 
-    Returns: float64; inf where x overflows an unscaled format.
+    Args:
+        amax: the largest magnitude of each element's region; the unscaled formats ignore it.
+
+    Returns: float64, in the units of x; inf if x overflows an unscaled format.
 
     Raises:
-        ValueError: for INPUT16, which is not a format but a choice of one.
+        ValueError: if precision is INPUT16, which stands for FP16 or BF16.
 
     Source: Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section 2.1;
     unit / (1 + unit): Jeannerod and Rump, Math. Comp. 87, 2018. The float32 terms are ours.
@@ -120,7 +135,7 @@ def rounding_bound(
     if precision is Precision.FP32:
         return torch.zeros_like(x)
     if precision not in GRIDS:
-        raise ValueError(f"{precision.value!r} stands for fp16 or bf16; say which")
+        raise ValueError(f"{precision.value!r} stands for fp16 or bf16; pass one of the two")
     grid = GRIDS[precision]
     stochastic = precision.is_scaled and mode is RoundingMode.STOCHASTIC
     unit, near_zero = grid.unit / (1 + grid.unit), grid.smallest / 2
@@ -141,7 +156,10 @@ def rounding_bound(
 
 
 def spacing(x: Tensor, scale: Tensor, precision: Precision) -> Tensor:
-    """The distance of the two numbers of the format around x, or of those above x if it is one."""
+    """The gap between the format's two numbers around x, in the units of x.
+
+    If x is one of the numbers, it is the gap to the next larger magnitude.
+    """
     grid, x, scale = GRIDS[precision], x.double().abs(), scale.double()
     codes = (x / scale).expand(torch.broadcast_shapes(x.shape, scale.shape))
     binade = torch.exp2(torch.frexp(codes).exponent.double() - 1).where(codes > 0, 0.0)
@@ -149,32 +167,41 @@ def spacing(x: Tensor, scale: Tensor, precision: Precision) -> Tensor:
 
 
 def expected_square(x: Tensor, scale: Tensor, precision: Precision = Precision.INT8) -> Tensor:
-    """The mean square to reckon with for each element, to nearest: for an error budget.
+    """An estimate of the squared rounding error of each element, to nearest.
 
-    x^2 of what is rounded to 0, that is up to half the smallest number; else spacing^2 / 12, an
-    error uniform over the distance of two numbers; but 0 for a region's largest, which its scale
-    makes a code. In a tile row of a softmax that one may be all there is.
+    An element of up to half the smallest number becomes 0: its squared error is x^2. The largest
+    element of a region is a code exactly: its error is 0. For any other element the error is taken
+    as uniform over the gap between its neighbours: spacing^2 / 12.
+
+    The second case matters in a tile row of a peaked softmax, where the largest element may be
+    nearly the whole row.
+
+    Args:
+        scale: the scale of each element's region, broadcastable to x.
     """
     x, scale = x.double().abs(), scale.double()
     grid = GRIDS[precision]
     square = torch.where(
         x <= grid.smallest * scale / 2, x.square(), spacing(x, scale, precision).square() / 12
     )
-    if precision.is_scaled:  # float32's scale is right to 2**-22
+    if precision.is_scaled:  # a float32 scale has a relative error of up to 2**-22
         square = square.masked_fill(x >= (1 - 2.0**-20) * grid.largest * scale, 0.0)
     return square
 
 
 def rounding_moments(x: Tensor, scale: Tensor) -> Moments:
-    """The error of INT8 rounding to nearest, x^ - x, where x was scaled by `scale` = amax / 127.
+    """Mean and variance of the error x^ - x of INT8 rounding to nearest, elementwise.
 
-    Between codes 2 and 126 it is noise, uniform over a code: mean 0, variance scale^2 / 12. That
-    fails at both ends. Elements that become 0 or one code lie denser below than above in any map
-    of many small and few large elements, and are lost together: a bias, which sums over keys and
-    queries do not average out. The largest element is 127 codes exactly. At both ends the error is
-    therefore taken as it is.
+    Between codes 2 and 126 the error is modelled as noise, uniform over a code: mean 0, variance
+    scale^2 / 12. At both ends the model fails, and the actual error is the mean, with variance 0:
 
-    Args: scale broadcastable to x; 0 where a region is all 0.
+    - Codes 0 and 1. In a map of many small and few large elements, more elements lie below such a
+      code than above it. They are rounded in the same direction, and their errors add up in a sum
+      over keys or queries instead of averaging out.
+    - Code 127. The largest element of a region is a code exactly.
+
+    Args:
+        scale: amax / 127 of each element's region, broadcastable to x; 0 for a region of zeros.
     """
     x, scale = x.double(), scale.double().expand_as(x)
     codes = (x / scale.where(scale > 0, 1.0)).round()
@@ -186,13 +213,14 @@ def rounding_moments(x: Tensor, scale: Tensor) -> Moments:
 
 
 def gaussian_mean_square(sigma: Tensor, scale: Tensor) -> Tensor:
-    """The exact mean square of INT8's error of a Gaussian of deviation sigma > 0; not cut off.
+    """The exact mean square of INT8's error of a Gaussian of deviation sigma > 0, without clipping.
 
-    The squared error is a function of x of period scale, with the Fourier series
-    scale^2 / 12 + (scale / pi)^2 sum_n (-1)^n / n^2 cos(2 pi n x / scale). A cosine's mean is the
-    density's characteristic function: for a Gaussian exp(-2 (pi n sigma / scale)^2). So the
-    uniform model is off by the fraction 12 / pi^2 exp(-2 (pi sigma / scale)^2), and is good from
-    sigma = scale / 2 on. The other way, scale >> sigma, all becomes 0 and the sum is sigma^2.
+    The squared error is a function of x of period scale, with the Fourier series scale^2 / 12 +
+    (scale / pi)^2 sum_n (-1)^n / n^2 cos(2 pi n x / scale). The mean of a cosine is the density's
+    characteristic function, for a Gaussian exp(-2 (pi n sigma / scale)^2). The uniform model
+    scale^2 / 12 is therefore off by the fraction 12 / pi^2 exp(-2 (pi sigma / scale)^2), below 1
+    percent from sigma = scale / 2 on. For sigma far below scale every number becomes 0 and the mean
+    square is sigma^2.
 
     Source: Sripad and Snyder, IEEE Trans. ASSP 25(5), 1977.
     """
@@ -201,21 +229,25 @@ def gaussian_mean_square(sigma: Tensor, scale: Tensor) -> Tensor:
     sign = 1 - 2 * (n % 2)
     waves = sign / n**2 * torch.exp(-2 * (math.pi * n * ratio[..., None]) ** 2)
     square = scale.double() ** 2 * (1 / 12 + waves.sum(-1) / math.pi**2)
-    # Below a hundredth of a code nothing but 0 is left, and the series would need many terms.
+    # Below a hundredth of a code every number becomes 0, and the series would need many terms.
     return torch.where(sigma < 0.01 * scale, sigma.double() ** 2, square)
 
 
 def lognormal_moments(log_mean: Tensor, log_deviation: Tensor, scale: Tensor) -> Moments:
-    """The exact moments of INT8's error of exp(Gaussian), cut off at 127 codes, the region's amax.
+    """The exact moments of INT8's error of exp(Gaussian), truncated at the region's amax.
 
-    A softmax of Gaussian logits has such regions. For x between a and b the moments of x^r are
-    exp(r m + r^2 t^2 / 2) [Phi((log(b) - m) / t - r t) - Phi((log(a) - m) / t - r t)], and around
-    each code the error is known; 128 codes are summed.
+    The amax is 127 codes. Rows of a softmax of Gaussian logits are close to this distribution. The
+    partial moment of x^r between a and b is exp(r m + r^2 t^2 / 2) [Phi((log(b) - m) / t - r t) -
+    Phi((log(a) - m) / t - r t)]. Around each code the error is the code less x, so the moments of
+    the error are sums of partial moments over 128 codes.
 
-    Args: log_mean m and log_deviation t > 0 of log x; shapes that broadcast.
+    Args:
+        log_mean: m, the mean of log x.
+        log_deviation: t > 0, the deviation of log x.
+        scale: the size of a code. All three broadcast.
 
-    Source: ours. The partial moments are in Johnson, Kotz and Balakrishnan, "Continuous
-    Univariate Distributions", vol. 1, 2nd ed., chapter 14.
+    Source: ours. The partial moments are in Johnson, Kotz and Balakrishnan, "Continuous Univariate
+    Distributions", vol. 1, 2nd ed., chapter 14.
     """
     m = (log_mean.double() - scale.double().log())[..., None]
     t = log_deviation.double()[..., None]
@@ -234,13 +266,13 @@ def lognormal_moments(log_mean: Tensor, log_deviation: Tensor, scale: Tensor) ->
 
 
 def grid_mean_square(parts: int, scale: Tensor) -> Tensor:
-    """The mean square of INT8's error of numbers that are themselves scale / parts apart.
+    """The mean square of INT8's error of numbers that are multiples of scale / parts.
 
-    Numbers that were on a grid already, a sixteen-bit or an eight-bit one, fall on `parts` places
-    between two codes, equally often if they spread over many. Those are j / parts of a code away
-    from the next: for odd parts j = 0, +-1 ... +-(parts - 1) / 2, of mean square
-    (1 - 1 / parts^2) / 12; for even parts a tie of 1 / 2 is among them, (1 + 2 / parts^2) / 12.
-    One part is no error, two are 3 / 2 of the uniform one; ties alone would be three times it.
+    Numbers that were rounded before, to 16 or 8 bits, lie on such a grid. If they spread over many
+    codes, each of the `parts` offsets between two codes is equally likely. The distances to the
+    nearest code are j / parts codes. For odd parts, j = 0, +-1 ... +-(parts - 1) / 2 and the mean
+    square is (1 - 1 / parts^2) / 12. For even parts there are also ties at 1 / 2, and it is (1 + 2
+    / parts^2) / 12. One part gives no error; two parts give 3 / 2 of the uniform mean square.
 
     Raises:
         ValueError: if parts is not positive.

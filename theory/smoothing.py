@@ -1,9 +1,9 @@
-"""What subtracting means of K and Q changes, what it must not change, and what it is worth.
+"""Smoothing of K and Q: what it leaves unchanged, what it costs and how much it gains.
 
-Tensors are [..., n, d], maps [..., n_q, n_k]. "Smoothed" K has the mean over a head's tokens
-subtracted, smoothed Q the mean over each block's tokens. A step is the scale of a quantized
-element, broadcastable to what it belongs to. Masked entries of maps are 0. Everything is float64
-and nothing is converted.
+Smoothing K subtracts the mean over a head's tokens; smoothing Q subtracts the mean over each
+block's tokens. Token tensors are [..., n, d] and maps [..., n_q, n_k], with 0 where masked. A step
+is the scale of a quantized element and broadcasts to its tensor. The functions compute in the dtype
+of their arguments, which should be float64.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from theory.matmul import product_moments
 from theory.rounding import rounding_moments
 
 HALF: Final = 0.5 + 127 * 4 * 2.0**-24
-"""The largest rounding error in steps: half of one, and four float32 roundings of up to 127."""
+"""The largest rounding error, in steps: half a step and four float32 roundings of up to 127."""
 
 
 def logit_rounding(q: Tensor, k: Tensor, *, scale: float, unit: float) -> Tensor:
-    """|S computed - S|, at most, for float arithmetic of this unit roundoff; [..., n_q, n_k].
+    """An upper bound on |S computed - S| in floating point of this unit roundoff; [..., n_q, n_k].
 
-    A sum of d products is off by at most d * unit times the sum of their magnitudes; two more
-    roundings are for the scale, two for what is subtracted from q or k beforehand.
+    A sum of d products is off by at most d * unit times the sum of their magnitudes. Four more
+    roundings are for the scale and for a mean subtracted from q or k beforehand.
 
     Source: Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section 3.1.
     """
@@ -32,10 +32,10 @@ def logit_rounding(q: Tensor, k: Tensor, *, scale: float, unit: float) -> Tensor
 
 
 def lse_shift(q: Tensor, shift: Tensor, *, scale: float) -> Tensor:
-    """What L loses when `shift` [..., 1, d] is subtracted from every key; [..., n_q].
+    """The decrease of L if `shift` [..., 1, d] is subtracted from every key; [..., n_q].
 
-    S_ij - S'_ij = scale * q_i . shift for every j. A constant of a row cancels in its softmax, so
-    that P, and with it O and all gradients, stay, and the log of the row's sum loses it.
+    S_ij - S'_ij = scale * q_i . shift is the same for every key j of a row. A constant cancels in
+    the row's softmax, so P, O and all gradients are unchanged, and L_i decreases by that constant.
 
     Source: arXiv 2603.02170.
     """
@@ -43,12 +43,12 @@ def lse_shift(q: Tensor, shift: Tensor, *, scale: float) -> Tensor:
 
 
 def amax_growth(tokens: int) -> float:
-    """max|K - mean K| / max|K| over a whole head, at most.
+    """An upper bound on max|K - mean K| / max|K| over a head of this many tokens: 2 - 2 / tokens.
 
-    A token less the mean is (1 - 1/n) of itself and -1/n of each of the n - 1 others, each of at
-    most max|K|: together 2 - 2/n. One token of 1 among tokens of -1 attains it. So smoothing
-    can double the step at worst; over one block the step can grow without limit, but by no more
-    than max|mean K| / 127.
+    A token less the mean is (1 - 1/n) of itself and -1/n of each of the n - 1 others. Each token is
+    at most max|K|, together at most 2 - 2/n times that. One token of 1 among tokens of -1 attains
+    it. So smoothing at most doubles the step of a head. The step of a single block can grow by any
+    factor, but by no more than max|mean K| / 127.
 
     Raises:
         ValueError: if tokens is not positive.
@@ -63,12 +63,15 @@ def amax_growth(tokens: int) -> float:
 def logit_mean_square(
     q: Tensor, k: Tensor, q_step: Tensor, k_step: Tensor, *, scale: float
 ) -> Tensor:
-    """Expected square of the error of S from rounding q and k; [..., n_q, n_k].
+    """The expected squared error of S from rounding q and k to INT8; [..., n_q, n_k].
 
-    The error of S_ij is the sum over channels of (error of q) k + q (error of k) + their product,
-    and with independent errors uniform over a step, of mean square step^2 / 12, its square has the
-    sum of their mean squares. With Q smoothed, S has its rank-one term in high precision: pass q
-    smoothed.
+    The error of S_ij is a sum over channels of (error of q) k + q (error of k) + the product of
+    both errors. The errors are those of `rounding_moments`: mostly independent and uniform over a
+    step, of mean square step^2 / 12.
+
+    Args:
+        q: Q as it is rounded: smoothed if the spec smooths Q, because the mean's part of S is added
+        in high precision. k: K as it is rounded.
 
     Source: ours.
     """
@@ -78,11 +81,13 @@ def logit_mean_square(
 
 
 def row_sum(do: Tensor, pv_error: Tensor) -> Tensor:
-    """Sum over keys of dS where delta = rowsum(dO o O) and O carries pv_error; [..., n_q].
+    """The sum over keys of dS, [..., n_q], if delta = rowsum(dO o O) and O has the error pv_error.
 
-    pv_error [..., n_q, d] is O - P V with the backward's P: the error of the PV product alone.
-    Rows of P sum to 1, so the row of dS = P o (dP - delta) sums to do . (P V) - delta, which is
-    -do . pv_error. The errors of S and P cancel. With delta = rowsum(P o dP) it is 0.
+    Rows of P sum to 1, so a row of dS = P o (dP - delta) sums to do . (P V) - delta = -do .
+    pv_error. Errors of S and P cancel. With delta = rowsum(P o dP) the sum is 0.
+
+    Args:
+        pv_error: O - P V [..., n_q, d] with the backward's P: the error of the PV product alone.
 
     Source: ours.
     """
@@ -90,10 +95,14 @@ def row_sum(do: Tensor, pv_error: Tensor) -> Tensor:
 
 
 def row_sum_bound(p: Tensor, v: Tensor, do: Tensor, p_step: Tensor, v_step: Tensor) -> Tensor:
-    """|row sum of dS|, at most, for PV in INT8; [..., n_q].
+    """An upper bound on |row sum of dS| if PV is INT8 and delta comes from O; [..., n_q].
 
-    P and V are off by at most `HALF` steps: |O - P V| <= P_off |V| + P V_off + P_off V_off, and
-    the row sum is its product with |do|. p_step is that of the normalised P.
+    P and V are off by at most `HALF` steps, so |O - P V| <= P_off |V| + P V_off + P_off V_off. The
+    row sum is at most |do| times that, summed over channels.
+
+    Args:
+        p_step: the step of the normalised P.
+        v_step: the step of V.
 
     Source: ours.
     """
@@ -103,11 +112,11 @@ def row_sum_bound(p: Tensor, v: Tensor, do: Tensor, p_step: Tensor, v_step: Tens
 
 
 def row_sum_mean_square(p: Tensor, v: Tensor, do: Tensor, p_step: Tensor, v_step: Tensor) -> Tensor:
-    """Expected square of the row sum of dS, for PV in INT8; [..., n_q].
+    """The expected square of the row sum of dS if PV is INT8 and delta comes from O; [..., n_q].
 
-    The row sum is -(sum_j (error of P_ij) dP_ij + sum_jc P_ij (error of V_jc) do_ic), of terms
-    taken as independent, but for those that `rounding_moments` knows: elements of P below half a
-    step all become 0, their errors have one sign and add up.
+    The row sum is -(sum_j (error of P_ij) dP_ij + sum_jc P_ij (error of V_jc) do_ic). Its terms are
+    taken as independent, except for the errors that `rounding_moments` gives a mean: elements of P
+    below half a step all become 0, and their errors add up.
 
     Source: ours.
     """
@@ -118,20 +127,20 @@ def row_sum_mean_square(p: Tensor, v: Tensor, do: Tensor, p_step: Tensor, v_step
 
 
 def dropped_term(row_sums: Tensor, k_mean: Tensor, *, scale: float) -> Tensor:
-    """scale * rowsum(dS) mean(K)^T, the part of dS K that dS K_smoothed leaves out; [..., n_q, d].
+    """scale * rowsum(dS) mean(K)^T, the difference of dS K and dS K_smoothed; [..., n_q, d].
 
-    0 in exact arithmetic, where rows of dS sum to 0. arXiv 2505.11594 adds it.
+    It is 0 in exact arithmetic, where rows of dS sum to 0. arXiv 2505.11594 adds it to dQ.
     """
     return scale * row_sums[..., None] * k_mean
 
 
 def delta_error_in_dq(p: Tensor, k: Tensor, delta_error: Tensor, *, scale: float) -> Tensor:
-    """What an error of delta [..., n_q] puts into dQ = scale * dS K; [..., n_q, d].
+    """The error of dQ = scale * dS K from an error of delta [..., n_q]; [..., n_q, d].
 
-    dS changes by -P_ij delta_error_i, hence dQ by -scale * delta_error_i (P K)_i: the error comes
-    multiplied by the attention-weighted mean of the keys that dS is multiplied with. With the
-    smoothed keys that is the whole story; adding `dropped_term` puts the raw keys there. The
-    term helps where (P K)_i is shorter than (P K)_i - mean(K), and hurts where it is longer.
+    dS changes by -P_ij delta_error_i and dQ by -scale * delta_error_i (P K)_i: the error is
+    multiplied by the attention-weighted mean of the keys k. Without `dropped_term`, k is the
+    smoothed K; with it, k is the raw K. The term reduces the error where (P K)_i is shorter than (P
+    K)_i - mean(K), and increases it where it is longer.
 
     Source: ours.
     """
@@ -141,10 +150,14 @@ def delta_error_in_dq(p: Tensor, k: Tensor, delta_error: Tensor, *, scale: float
 def with_dropped_term(
     error: Tensor, p: Tensor, k: Tensor, k_mean: Tensor, delta_error: Tensor, *, scale: float
 ) -> float:
-    """The estimate of |error of dQ|_2 after adding `dropped_term`, from that before, `error`.
+    """An estimate of |error of dQ|_2 after `dropped_term` is added to dQ.
 
-    The part of `delta_error_in_dq` is replaced by its form with raw keys; the other parts of the
-    error are taken as uncorrelated with it.
+    The part of the error that comes from delta (`delta_error_in_dq`) is replaced by its form with
+    raw keys. The rest of the error is taken as uncorrelated with it.
+
+    Args:
+        error: the error of dQ without the term, [..., n_q, d].
+        k: the raw keys.
 
     Source: ours.
     """
@@ -154,17 +167,20 @@ def with_dropped_term(
 
 
 def block_means(x: Tensor, block: int) -> Tensor:
-    """The mean over each block's tokens, once for every token; shaped as x."""
+    """The mean over the tokens of each block, repeated for every token; [..., n, d] as x."""
     blocks = x.split(block, -2)
     return torch.cat([b.mean(-2, keepdim=True).expand_as(b) for b in blocks], -2)
 
 
 def bias_branch(ds: Tensor, q_mean: Tensor, *, scale: float) -> Tensor:
-    """scale * (dS^T 1) mean(Q)^T over blocks, what dS^T Q_smoothed lacks of dK; [..., n_k, d].
+    """scale * dS^T mean(Q), the part of dK that dS^T Q_smoothed lacks; [..., n_k, d].
 
-    q_mean: `block_means` of q. Q = Q_smoothed + mean, and dS^T Q is linear in Q, so the branch is
-    exact. It adds no error of its own: an error of dS goes through it as it would have gone
-    through the mean inside Q. Columns of dS, unlike its rows, do not sum to 0.
+    dS^T Q is linear in Q = Q_smoothed + mean, so the identity is exact. The branch adds no error:
+    an error of dS passes through it exactly as through the mean inside Q. Columns of dS do not sum
+    to 0, as rows do, so the branch cannot be omitted.
+
+    Args:
+        q_mean: `block_means` of q.
 
     Source: arXiv 2603.02170; the remark on errors is ours.
     """
@@ -172,15 +188,15 @@ def bias_branch(ds: Tensor, q_mean: Tensor, *, scale: float) -> Tensor:
 
 
 def bias_branch_bound(ds_off: Tensor, q_mean: Tensor, *, scale: float) -> Tensor:
-    """|error of the bias branch|, at most, where |error of dS| <= ds_off; [..., n_k, d]."""
+    """An upper bound on |error of the bias branch| where |error of dS| <= ds_off; [..., n_k, d]."""
     return abs(scale) * (ds_off.mT @ q_mean.abs())
 
 
 def bias_branch_mean_square(ds_mean_square: Tensor, q_mean: Tensor, *, scale: float) -> Tensor:
-    """Expected square of the error of the bias branch; [..., n_k, d].
+    """The expected squared error of the bias branch; [..., n_k, d].
 
-    For errors of dS that are independent from row to row. They are not quite: the error of one
-    key reaches all rows.
+    Assumes errors of dS that are independent from row to row. That is not quite true: all rows
+    share the rounding error of a key.
     """
     return scale**2 * (ds_mean_square.mT @ q_mean**2)
 
@@ -188,11 +204,13 @@ def bias_branch_mean_square(ds_mean_square: Tensor, q_mean: Tensor, *, scale: fl
 def dk_mean_square(
     ds: Tensor, q: Tensor, ds_step: Tensor, q_step: Tensor, *, scale: float
 ) -> Tensor:
-    """Expected square of what rounding dS and q at the site dk puts into dK; [..., n_k, d].
+    """The expected squared error of dK from rounding dS and Q to INT8 in dS^T Q; [..., n_k, d].
 
-    Elements of dS below half a step are counted as in `row_sum_mean_square`. With Q smoothed, pass
-    q smoothed: the bias branch is not rounded, and what rounding does to dS is then multiplied with
-    a smaller Q.
+    Elements of dS below half a step have errors that add up, as in `row_sum_mean_square`.
+
+    Args:
+        q: Q as it is rounded: smoothed if the spec smooths Q. The bias branch is not rounded, so
+        the error of dS is then multiplied by a smaller Q.
 
     Source: ours.
     """

@@ -1,5 +1,5 @@
-// The explorer: seven switches and four more, and what they do to five errors. The numbers are in
-// the page (see docs/explorer.py), the state is in its address.
+// The explorer: choose the precision of each product, and see the errors of five tensors. The page
+// contains the numbers (docs/build/explorer.py computes them), its address contains the state.
 "use strict";
 
 (() => {
@@ -44,7 +44,8 @@
     return found;
   }
 
-  // The two products of Q and K make the same error, which cancels in P; alone, neither does.
+  // The two products of Q and K make the same error, and most of it cancels in P. The error of one
+  // alone does not cancel, so both change together.
   const together = (site) => (site.startsWith("qk") ? sites.filter((s) => s.startsWith("qk")) : [site]);
 
   function in16(state, site) {
@@ -101,7 +102,7 @@
     return element;
   }
 
-  // Radio buttons are what a keyboard already knows: one stop, arrows to choose.
+  // Radio buttons work with the keyboard: Tab reaches the group, arrow keys choose.
   function choice(name, title, options, hidden = false) {
     const legend = make("legend", hidden ? { class: "ex-hidden" } : {}, title);
     const row = make("div", { class: "ex-segments" });
@@ -140,7 +141,7 @@
   results.append(make("span"), axis, make("span"));
   const key = make("p", { class: "ex-key" },
     make("i", { class: "ex-mark ex-mark-tile" }), " SageBwd  ",
-    make("i", { class: "ex-mark ex-mark-factored" }), " factored, on the same input");
+    make("i", { class: "ex-mark ex-mark-factored" }), " factored (both on the same input)");
 
   const cells = {};
   const head = make("tr", {}, make("th", { scope: "col" }, "product"), make("th", { scope: "col" }, "computed in"));
@@ -165,8 +166,8 @@
     body.append(row);
   }
   const caption = make("caption", {}, make("b", {}, "The seven products."),
-    " The columns on the right say how each error would change if that product alone were computed in 16 bit" +
-    " (for S: both of its products).");
+    " The columns on the right show how each error would change if only this product were computed in 16 bit" +
+    " (for S: both products).");
   const products = make("table", { class: "ex-products" }, caption, make("thead", {}, head), body);
 
   const best = make("p", { class: "ex-best", role: "status" });
@@ -175,16 +176,16 @@
 
   root.replaceChildren(
     make("div", { class: "ex-presets", role: "group", "aria-label": "presets" }, make("span", {}, "Start from"), ...presetButtons),
-    choice("input", "Inputs (σ: Gaussian Q and K of that deviation)", Object.entries(data.inputs)),
+    choice("input", "Inputs (σ: standard deviation of Gaussian Q and K)", Object.entries(data.inputs)),
     make("section", { class: "ex-panel", "aria-label": "errors" },
       make("h3", {}, "Relative error of each output"), results, key, best),
     products,
     make("div", { class: "ex-more" },
       choice("scales", "Scales", SCALES),
-      choice("smoothing", "Means subtracted from", SMOOTHING),
+      choice("smoothing", "Smoothing: mean subtracted from", SMOOTHING),
       choice("delta", "delta computed from", DELTA)),
     make("p", { class: "ex-spec" }, "This spec: ", spec),
-    make("p", { class: "ex-spec" }, "On all layers of the capture: ", command),
+    make("p", { class: "ex-spec" }, "On all layers of the shipped capture: ", command),
   );
 
   // --- showing a state ----------------------------------------------------------------------
@@ -241,8 +242,8 @@
     const { x, site } = gains.ds;
     const which = site.startsWith("qk") ? "S, in both passes," : data.products[site][0];
     best.textContent = x < -0.005
-      ? `The dS error is ${shown(now.ds)}. The product to blame most: ${which} in 16 bit would change it by ${percent(x)}.`
-      : `The dS error is ${shown(now.ds)}. No single product in 16 bit would make it smaller.`;
+      ? `The dS error is ${shown(now.ds)}. The largest gain from one product: ${which} in 16 bit would change it by ${percent(x)}.`
+      : `The dS error is ${shown(now.ds)}. No single product in 16 bit would reduce it.`;
     spec.textContent = label(state);
     command.textContent = `sagesim attribute llama --spec "${label(state)}"`;
   }

@@ -1,4 +1,8 @@
-"""The command line: `sagesim COMMAND`. Each command is a room with `HELP`, `add` and `run`."""
+"""The command line `sagesim COMMAND`.
+
+Each command is a module with the text `HELP` and the functions `add` and `run`. The module's
+docstring is the description in the command's help.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 import sagesim
-from sagesim.cli.terminal import Failure
+from sagesim.terminal import Failure
 
 COMMANDS: Final = (
     "attribute",
@@ -34,19 +38,20 @@ _EXTRAS: Final = {
     "transformers": "transformers",
     "hypothesis": "fuzz",
 }
-"""The extra of the distribution that brings each package."""
+"""The extra of the distribution that installs each package."""
 
 _DESCRIPTION: Final = """\
-Low-bit attention, emulated: each of its seven matrix products in the precision you choose.
+Emulate low-bit attention, with a precision of your choice for each of its seven matrix products.
 
+examples:
   sagesim attribute llama --report report.html
-      which of the seven products hurts, on recorded tensors of a real model
+      find which of the seven products causes the error, on recorded tensors of a real model
   sagesim capture MODEL_DIR TEXT_FILE mine.safetensors
-      record the tensors of your own model
+      record the attention tensors of your own model
   sagesim fuzz my_kernels:attention --spec factored --device cuda
-      does your own kernel compute what a spec says
+      test whether your own kernel computes what a spec says
   sagesim pretrain run CORPUS RUN --attention kernels:factored
-      train a language model with it
+      train a language model with low-bit attention
 """
 
 
@@ -56,8 +61,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 1 for a difference that `fuzz` found, 2 for wrong
-    input, 130 when interrupted."""
+    """Run a command.
+
+    Args:
+        argv: the words after `sagesim`; None takes those of the process.
+
+    Returns:
+        The exit code: 0; 1 if `fuzz` found a difference, training stopped, or the reader of a pipe
+        closed it; 2 for invalid input; 130 after Ctrl-C.
+    """
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         args = _parser().parse_args(arguments)
@@ -74,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _end(130, "interrupted")
     except BrokenPipeError:
-        # The reader has gone; what Python flushes at exit must not go to it either.
+        # The reader of the pipe is gone. Python flushes stdout at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code or 0
@@ -91,9 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sagesim {sagesim.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
-        room = importlib.import_module(f"sagesim.cli.{name}")
+        module = importlib.import_module(f"sagesim.cli.{name}")
         command = commands.add_parser(
-            name, help=room.HELP, description=room.__doc__, formatter_class=form
+            name, help=module.HELP, description=module.__doc__, formatter_class=form
         )
-        room.add(command)
+        module.add(command)
     return parser

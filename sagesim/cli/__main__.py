@@ -1,4 +1,4 @@
-"""`python -m sagesim.cli`, and with it `torchrun -m sagesim.cli`."""
+"""Entry point of `python -m sagesim.cli` and `torchrun -m sagesim.cli`."""
 
 import sys
 

@@ -1,15 +1,16 @@
-"""Which of the seven matrix products hurts, on my tensors?
+"""Find which of the seven matrix products causes the error of attention on your tensors.
 
-Emulates attention under the spec, then with each product alone rounded and with each product
-alone left exact, and splits the squared error of O, dS, dQ, dK and dV into the products' shares.
-Errors are relative L2, |error| / |exact|, against float64; pooled over layers by geometric mean,
-shares by mean.
+The command emulates attention under the spec. It then emulates it with only one product rounded,
+and with all but one product rounded, for each product. From these it computes each product's share
+of the squared error of O, dS, dQ, dK and dV. Errors are relative L2 errors against float64,
+|error| / |exact|. Pooled over layers, an error is a geometric mean and a share is a mean.
 
+examples:
   sagesim attribute llama
   sagesim attribute mine.safetensors --spec "sagebwd dp=int8" --layers 0 11
   sagesim attribute llama --report report.html
 
-The report is one HTML file that explains itself and needs no network.
+The report is one HTML file with explanations. It needs no network.
 """
 
 from __future__ import annotations
@@ -19,51 +20,40 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from sagesim.cli.inputs import add_capture, add_spec, check_writable, load, parse_spec, select
-from sagesim.cli.terminal import progress, stdout, table
+from sagesim.cli.inputs import add_capture, add_spec, load, parse_spec, require_writable, select
+from sagesim.terminal import progress, stdout, table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sagesim.attribution import Attribution, SiteEffect
-    from sagesim.report import Layer
+    from sagesim.analysis import Attribution, Layer, SiteEffect
 
-HELP: Final = "which of the seven products hurts (start here)"
+HELP: Final = "find which of the seven products causes the error (start here)"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_capture(parser)
     add_spec(parser)
-    parser.add_argument("--report", type=Path, metavar="OUT.html", help="write the report as well")
+    parser.add_argument("--report", type=Path, metavar="OUT.html", help="also write a report")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Attribute each layer, print the tables, and write the report."""
+    """Attribute the error of each layer, print the tables, and write the report."""
     spec = parse_spec(args.spec)
     capture = load(args.capture)
     calls = select(capture, args.layers)
     if args.report is not None:
-        check_writable(args.report)
+        require_writable(args.report)
 
-    from sagesim._atomic import replacing
-    from sagesim.attribution import RUNS, attribute, pool
-    from sagesim.measure import errors
-    from sagesim.report import Layer, advice, headline, render
+    from sagesim.analysis import RUNS, Layer, advice, attribute, errors, headline, pool, render
+    from sagesim.files import replacing
 
     layers: list[Layer] = []
-    with progress("taking layers apart") as bar:
+    with progress("attributing the error of layers") as bar:
         task = bar.add_task("", total=len(calls) * RUNS)
         for number, call in enumerate(calls, 1):
-            attributed = attribute(
-                call.q,
-                call.k,
-                call.v,
-                call.do,
-                base=spec,
-                progress=lambda: bar.advance(task),
-                **call.options,
-            )
+            attributed = attribute(call, base=spec, progress=lambda: bar.advance(task))
             bar.update(task, completed=number * RUNS)
             layers.append(Layer(call, attributed, errors(call, spec)))
     pooled = pool([layer.attribution for layer in layers])
@@ -82,8 +72,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _pooled_table(pooled: Attribution) -> Table:
-    from sagesim.attribution import OUTPUTS
-    from sagesim.metrics import TITLES
+    from sagesim.analysis import OUTPUTS, TITLES
 
     rows = table("pooled over layers", "", *(TITLES[t] for t in OUTPUTS))
 
@@ -102,27 +91,26 @@ def _pooled_table(pooled: Attribution) -> Table:
     row("relative L2 error", pooled.error, ".2e")
     section("share of the squared error", lambda e: e.share, parts)
     row("  interaction", {t: pooled.interaction(t) for t in OUTPUTS}, ".1%")
-    section("error with only this rounded", lambda e: e.only, every)
-    section("error with all but this rounded", lambda e: e.without, every)
+    section("error with only this product rounded", lambda e: e.only, every)
+    section("error with all other products rounded", lambda e: e.without, every)
     rows.add_section()
-    rows.add_row("error with this switch turned", style="bold")
+    rows.add_row("error with this option changed", style="bold")
     for effect in pooled.switches:
         row(f"  {effect.title}", effect.error, ".2e")
     return rows
 
 
 def _layers_table(layers: list[Layer]) -> Table:
-    from sagesim.attribution import OUTPUTS
-    from sagesim.metrics import TITLES
+    from sagesim.analysis import OUTPUTS, TITLES
 
     rows = table("relative L2 error by layer", "layer", *(TITLES[t] for t in OUTPUTS))
-    rows.add_column("dS comes from")
+    rows.add_column("largest share of the gradients' error")
     for layer in layers:
         a = layer.attribution
-        top = a.largest("ds")
+        top = a.largest()
         rows.add_row(
             f"{layer.call.index} {layer.call.name}",
             *(f"{a.error[t]:.2e}" for t in OUTPUTS),
-            f"{top.site} {top.share['ds']:.0%}",
+            f"{top.site} {a.gradient_share(top):.0%}",
         )
     return rows

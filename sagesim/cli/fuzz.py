@@ -1,17 +1,18 @@
-"""Does my kernel compute what a spec says?
+"""Test whether your own kernel computes what a spec says.
 
-Draws calls of many shapes, masks, layouts and kinds of numbers, runs your function and the
-emulator on each, forward and backward, and prints the smallest call on which o, dq, dk or dv leave
-what docs/numerics.md allows: the tensor, how far out it is, the product that is to blame as far as
-outputs tell, and a program that shows it.
+The command draws calls with many shapes, masks, memory layouts and distributions of values. It runs
+your function and the emulator on each call, forward and backward. If o, dq, dk or dv differ by more
+than docs/numerics.md allows, it looks for the smallest such call. It prints the tensor, the size of
+the difference, the most likely product, and a program that reproduces the difference.
 
+examples:
   sagesim fuzz my_kernels.attention:sage_attention --spec factored --device cuda
   sagesim fuzz my_kernels:forward_backward --head-sizes 64 128 --without gqa tails strides
 
 The function takes SDPA's arguments, fn(q, k, v, is_causal=..., scale=..., enable_gqa=...), with q
-[B, H, N, D], and autograd differentiates it. Modules are looked for here and among those installed.
+of shape [B, H, N, D], and supports autograd. Its module must be installed or in this folder.
 
-Exit code: 0 where no difference was found, 1 where one was, 2 for wrong input.
+The exit code is 0 if there is no difference, 1 if there is one, and 2 for invalid input.
 """
 
 from __future__ import annotations
@@ -22,32 +23,30 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from sagesim._fuzz_cases import DTYPES, FEATURES, HEAD_SIZES
 from sagesim.cli.inputs import add_spec, parse_spec
-from sagesim.cli.terminal import Failure, progress
+from sagesim.fuzzing import DTYPES, FEATURES, HEAD_SIZES
+from sagesim.terminal import Failure, progress
 
-HELP: Final = "does your own kernel compute what a spec says"
+HELP: Final = "test whether your own kernel computes what a spec says"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("function", metavar="PACKAGE.MODULE:FUNCTION")
+    parser.add_argument("function", metavar="PACKAGE.MODULE:FUNCTION", help="the function to test")
     add_spec(parser)
     parser.add_argument(
-        "--cases", type=int, default=500, metavar="N", help="calls to draw (default: 500)"
+        "--cases", type=int, default=500, metavar="N", help="number of calls (default: 500)"
     )
     parser.add_argument(
         "--device", default="cpu", metavar="DEVICE", help="cpu or cuda (default: cpu)"
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)"
-    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     parser.add_argument(
         "--dtypes",
         nargs="+",
         choices=DTYPES,
         metavar="DTYPE",
-        help="float32 float16 bfloat16 (default: all; without bfloat16 on the cpu)",
+        help="float32, float16, bfloat16 (default: all; on a CPU all but bfloat16)",
     )
     parser.add_argument(
         "--head-sizes",
@@ -55,13 +54,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(HEAD_SIZES),
         metavar="D",
-        help=f"(default: {' '.join(map(str, HEAD_SIZES))})",
+        help=f"channels of a head (default: {' '.join(map(str, HEAD_SIZES))})",
     )
     parser.add_argument(
         "--max-length",
         type=int,
         metavar="N",
-        help="of a sequence (default: two and a third of the spec's larger block)",
+        help="longest sequence (default: 2 1/3 times the spec's larger block)",
     )
     parser.add_argument(
         "--without",
@@ -69,7 +68,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         default=[],
         choices=FEATURES,
         metavar="WHAT",
-        help="calls that the function does not take: "
+        help="kinds of calls that the function does not support: "
         + "; ".join(f"{word} ({meaning})" for word, meaning in FEATURES.items()),
     )
 
@@ -78,11 +77,11 @@ def run(args: argparse.Namespace) -> int:
     """Fuzz, print the report, and return the exit code."""
     spec = parse_spec(args.spec)
     if not 0 <= args.seed < 2**63:
-        raise Failure("--seed has to be in 0..2**63-1")
+        raise Failure(f"--seed {args.seed} is not in 0..2**63-1")
     _check_device(args.device)
     function = _load(args.function)
 
-    from sagesim._fuzz import fuzz
+    from sagesim.fuzzing import fuzz
 
     with progress("comparing calls") as bar:
         task = bar.add_task("", total=args.cases)
@@ -116,7 +115,7 @@ def _check_device(name: str) -> None:
 
 
 def _load(path: str) -> Any:
-    """The function that "package.module:function" names."""
+    """Import the function that "package.module:function" names."""
     module, colon, name = path.partition(":")
     if not (module and colon and name):
         raise Failure(f"{path!r} is not of the form package.module:function")

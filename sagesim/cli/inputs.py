@@ -1,26 +1,27 @@
-"""The arguments that commands share: captures, layers, spec labels, files to write."""
+"""Arguments that several commands share: captures, layers, spec labels and output files."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from sagesim._atomic import replacing
-from sagesim.cli.terminal import Failure
-from sagesim.presets import PRESETS
-from sagesim.spec import AttentionSpec
+from sagesim.data import LLAMA
+from sagesim.files import check_writable
+from sagesim.spec import PRESETS, AttentionSpec
+from sagesim.terminal import Failure
 
 if TYPE_CHECKING:
-    from sagesim.captured import Call, Capture
+    from sagesim.models import Call, Capture
 
-SHIPPED: Final = ("llama",)
-"""Captures that come with the package, by the word that stands for their path."""
+SHIPPED: Final = {"llama": LLAMA}
+"""The captures that come with the package, by the word that replaces their path."""
+
+CAPTURE_HELP: Final = "a file made by `sagesim capture`, or llama for the capture in the package"
 
 GRAMMAR: Final = f"""\
 spec labels:
-  A preset, then a word for each difference from it, all in one pair of quotes:
+  A preset, followed by one word for each difference from it, in one pair of quotes:
     "sagebwd dp=int8 dq=fp16 qk=int8@token,token smooth=qk delta=p block=128x64"
   presets
     {" ".join(PRESETS)}
@@ -39,26 +40,30 @@ def add_capture(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "capture",
         metavar="CAPTURE",
-        help="a file made by `sagesim capture`, or the word llama for the one that comes along",
+        help=CAPTURE_HELP,
     )
     parser.add_argument(
-        "--layers", type=int, nargs="+", metavar="N", help="only these layers (default: all)"
+        "--layers", type=int, nargs="+", metavar="N", help="use only these layers (default: all)"
     )
 
 
 def add_spec(parser: argparse.ArgumentParser) -> None:
-    """--spec, and the grammar of labels at the end of the help."""
+    """The option --spec, and the grammar of labels at the end of the help."""
     parser.add_argument(
         "--spec",
         default="sagebwd",
         metavar="LABEL",
-        help="what to emulate; see the labels below (default: sagebwd, the paper's scheme)",
+        help="the spec to emulate; see below (default: sagebwd, the paper's scheme)",
     )
     parser.epilog = GRAMMAR
 
 
 def parse_spec(label: str) -> AttentionSpec:
-    """The spec that a label names."""
+    """The spec of a label.
+
+    Raises:
+        Failure: if the label is not valid.
+    """
     try:
         return AttentionSpec.parse(label)
     except ValueError as error:
@@ -66,16 +71,15 @@ def parse_spec(label: str) -> AttentionSpec:
 
 
 def load(name: str) -> Capture:
-    """The capture of a path, or of one of `SHIPPED`."""
-    from sagesim.captured import Capture
+    """Load the capture of a path, or of a word of `SHIPPED`.
 
-    shipped = importlib.resources.files("sagesim") / "data" / f"{name}.safetensors"
+    Raises:
+        Failure: if the file is not a readable capture, or has a tensor without elements.
+    """
+    from sagesim.models import Capture
+
     try:
-        if name not in SHIPPED:
-            capture = Capture.load(name)
-        else:
-            with importlib.resources.as_file(shipped) as path:
-                capture = Capture.load(path)
+        capture = Capture.load(SHIPPED.get(name, name))
     except (ValueError, OSError) as error:
         raise Failure(str(error)) from None
     for call in capture.calls:
@@ -85,7 +89,11 @@ def load(name: str) -> Capture:
 
 
 def select(capture: Capture, layers: list[int] | None) -> tuple[Call, ...]:
-    """The calls of the given layers, in the order of the capture."""
+    """The calls of the given layers, in the order of the capture; None gives all calls.
+
+    Raises:
+        Failure: if the capture does not have one of the layers.
+    """
     known = [call.index for call in capture.calls]
     if missing := [n for n in layers or () if n not in known]:
         raise Failure(
@@ -95,17 +103,13 @@ def select(capture: Capture, layers: list[int] | None) -> tuple[Call, ...]:
     return tuple(call for call in capture.calls if layers is None or call.index in layers)
 
 
-def check_writable(path: Path) -> None:
-    """Fail now where `path` could not be written later."""
+def require_writable(path: Path) -> None:
+    """Check before a long computation that its output can be written.
+
+    Raises:
+        Failure: if it cannot.
+    """
     try:
-        with replacing(path) as file:
-            file.touch()
-            raise _Writable
-    except _Writable:
-        return
+        check_writable(path)
     except OSError as error:
         raise Failure(f"{path}: cannot be written: {error.strerror or error}") from None
-
-
-class _Writable(Exception):
-    """Leaves `replacing` without replacing anything."""

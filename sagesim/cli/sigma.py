@@ -1,10 +1,11 @@
-"""How do the errors grow with the deviation of Q and K?
+"""Measure how the errors grow with the standard deviation of Q and K, as in the paper's Table 1.
 
-The paper's Table 1: Gaussian tensors, Q and K of deviation sigma, V and dO of deviation 1, pooled
-over independent heads. The paper's figure stands beside ours, and ours less the paper's. The
-paper says neither length, head size, mask, blocks nor number of draws; docs/paper.md compares
-some. At large sigma draws differ a lot: more of them give steadier figures.
+All tensors are Gaussian. Q and K have standard deviation sigma, V and dO have 1. Errors are pooled
+over independent heads. The table shows our number, the paper's number, and the difference. The
+paper does not say the length, head size, mask, blocks or number of draws; docs/paper.md compares
+some choices. At large sigma the draws vary strongly, so use more of them there.
 
+examples:
   sagesim sigma
   sagesim sigma --sigmas 1 3 --spec factored --tokens 1024 --causal
 """
@@ -16,9 +17,9 @@ import math
 from typing import Final
 
 from sagesim.cli.inputs import add_spec, parse_spec
-from sagesim.cli.terminal import Failure, progress, stdout, table
+from sagesim.terminal import Failure, progress, stdout, table
 
-HELP: Final = "how errors grow with the deviation of Q and K (the paper's Table 1)"
+HELP: Final = "measure errors by the standard deviation of Q and K (the paper's Table 1)"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -29,25 +30,23 @@ def add(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[1.0, 3.0, 5.0, 8.0, 10.0],
         metavar="S",
-        help="deviations of Q and K (default: the paper's, 1 3 5 8 10)",
+        help="standard deviations of Q and K (default: the paper's, 1 3 5 8 10)",
     )
     add_spec(parser)
     for name, default, what in (
-        ("--tokens", 2048, "queries, and keys, of a head"),
+        ("--tokens", 2048, "number of queries and of keys"),
         ("--head-dim", 64, "channels of a head"),
-        ("--draws", 16, "independent heads"),
+        ("--draws", 16, "number of independent heads"),
     ):
         parser.add_argument(
             name, type=int, default=default, metavar="N", help=f"{what} (default: {default})"
         )
-    parser.add_argument("--causal", action="store_true", help="hide later keys from each query")
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)"
-    )
+    parser.add_argument("--causal", action="store_true", help="use a causal mask (default: none)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, and print the table."""
+    """Measure the errors and print the table."""
     spec = parse_spec(args.spec)
     for sigma in args.sigmas:
         if not (math.isfinite(sigma) and sigma > 0):
@@ -56,12 +55,11 @@ def run(args: argparse.Namespace) -> None:
             raise Failure(f"--sigmas: {sigma:g} is above 1e6; float32 logits could overflow")
     for name in ("tokens", "head_dim", "draws"):
         if getattr(args, name) < 1:
-            raise Failure(f"--{name.replace('_', '-')} has to be at least 1")
+            raise Failure(f"--{name.replace('_', '-')} must be at least 1")
     if not 0 <= args.seed < 2**63:
-        raise Failure("--seed has to be in 0..2**63-1")
+        raise Failure(f"--seed {args.seed} is not in 0..2**63-1")
 
-    from sagesim.experiments.gaussian import COLUMNS, PAPER_TABLE_1, Setting, measure
-    from sagesim.metrics import TITLES
+    from sagesim.analysis import COLUMNS, PAPER_TABLE_1, TITLES, Setting, gaussian_errors
 
     setting = Setting(
         tokens=args.tokens,
@@ -71,7 +69,9 @@ def run(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     with progress("measuring deviations") as bar:
-        measured = [measure(sigma, spec, setting).overall for sigma in bar.track(args.sigmas)]
+        measured = [
+            gaussian_errors(sigma, spec, setting).overall for sigma in bar.track(args.sigmas)
+        ]
 
     ours_and_theirs = ("ours", "paper", "diff") * 2
     rows = table("cosine, then relative L2 error", "sigma", *ours_and_theirs)

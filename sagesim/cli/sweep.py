@@ -1,15 +1,16 @@
-"""Which specs are worth their bits? Many specs on many captures, into one Parquet file.
+"""Measure the errors of many specs on many captures, and store them in one Parquet file.
 
-A row is one spec on one layer of one capture: relative L2, cosine and SQNR of every
-intermediate. Rows that are there already (same label, tensors and layer) are not computed again,
-so an interrupted sweep is continued by the same command.
+A row of the file is one spec on one layer of one capture, with the relative L2 error, cosine and
+SQNR of every intermediate. Rows that the file already has are not computed again, so the same
+command continues an interrupted sweep.
 
+examples:
   sagesim sweep out.parquet llama --all
   sagesim sweep out.parquet a.safetensors b.safetensors --specs sagebwd "sagebwd delta=p"
 
-Prints a ranking by the error of the gradients: geometric means over layers and captures for each
-of dQ, dK and dV, and the root mean square of the three. Of a long list, only the best for each
-number of products in 8 bits is shown.
+The command prints a ranking by the error of the gradients. It takes the geometric mean over layers
+and captures for each of dQ, dK and dV, and then the root mean square of the three. If there are
+many specs, it prints only the best one for each number of products in 8 bits.
 """
 
 from __future__ import annotations
@@ -18,24 +19,26 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from sagesim.cli.inputs import GRAMMAR, load, parse_spec
-from sagesim.cli.terminal import Failure, progress, stdout, table
-from sagesim.presets import PRESETS
+from sagesim.cli.inputs import CAPTURE_HELP, GRAMMAR, load, parse_spec
+from sagesim.spec import PRESETS
+from sagesim.terminal import Failure, progress, stdout, table
 
-HELP: Final = "many specs on many captures, into a Parquet file; resumable"
+HELP: Final = "measure many specs on many captures, into a Parquet file; can be resumed"
 
 _LONG: Final = 20
-"""Ranked specs above which only the best of their kind are shown."""
+"""The largest number of specs that the ranking lists one by one."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("out", type=Path, metavar="OUT.parquet", help="new, or to be continued")
+    parser.add_argument(
+        "out", type=Path, metavar="OUT.parquet", help="a new file, or one to continue"
+    )
     parser.add_argument(
         "captures",
         nargs="+",
         metavar="CAPTURE",
-        help="files made by `sagesim capture`, or the word llama",
+        help=CAPTURE_HELP,
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
@@ -43,31 +46,35 @@ def add(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(PRESETS),
         metavar="LABEL",
-        help="what to emulate; see the labels below (default: every preset)",
+        help="the specs to emulate; see below (default: every preset)",
     )
     which.add_argument(
         "--all",
         action="store_true",
-        help="sagebwd with each of the seven products in INT8 or 16 bit: 128 specs",
+        help="128 specs: sagebwd with each of the seven products in INT8 or 16 bit",
     )
     parser.epilog = GRAMMAR
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run what is missing, and print the ranking."""
+    """Compute the missing rows and print the ranking."""
     labels: list[str] = args.specs
     specs = [parse_spec(label) for label in labels]
     names: list[str] = args.captures
     captures = {name: load(name) for name in names}
 
-    from sagesim.measure import GRADIENTS
-    from sagesim.metrics import TITLES
-    from sagesim.sweep import int8_or_16_bit, ranking, sweep
+    from sagesim.analysis import GRADIENTS, TITLES
+    from sagesim.experiments.spec_sweep import (
+        best_per_int8_count,
+        int8_or_16_bit,
+        ranking,
+        sweep,
+    )
 
     if args.all:
         specs = int8_or_16_bit()
     try:
-        with progress("measuring runs") as bar:
+        with progress("measuring specs") as bar:
             task = bar.add_task("")
             rows = sweep(
                 args.out,
@@ -83,9 +90,8 @@ def run(args: argparse.Namespace) -> None:
     ranked = ranking(rows)
     title = "error of the gradients, best first"
     if len(ranked) > _LONG:
-        title = "error of the gradients, best for each number of products in 8 bits"
-        counts = {row["int8"] for row in ranked}
-        ranked = [next(row for row in ranked if row["int8"] == count) for count in sorted(counts)]
+        title = "error of the gradients, best spec for each number of products in 8 bits"
+        ranked = best_per_int8_count(ranked)
     shown = ("o", "ds", *GRADIENTS)
     best = table(title, "spec", "in 8 bits", *(TITLES[t] for t in shown), "gradients")
     for row in ranked:

@@ -1,13 +1,14 @@
-"""How far is each intermediate of attention from the exact one, layer by layer?
+"""Measure the error of each intermediate of attention by layer, as in the paper's Table 2.
 
-The paper's Table 2 for your own tensors: the emulator runs forward and backward under the spec
-and every intermediate is compared with the same computation in float64.
+The emulator runs forward and backward under the spec. Every intermediate is compared with the same
+computation in float64.
 
+examples:
   sagesim trace llama
   sagesim trace mine.safetensors --spec "sagebwd dp=int8" --layers 0 11
 
-cosine 1 and rel L2 0 are exact. rel L2 is |error| / |exact|. Pooled over layers, cosine is the
-mean and rel L2 the geometric mean, so that every layer counts alike.
+An exact tensor has cosine 1 and rel L2 0; rel L2 is |error| / |exact|. Pooled over layers, cosine
+is a mean and rel L2 is a geometric mean, so that all layers have the same weight.
 """
 
 from __future__ import annotations
@@ -16,24 +17,9 @@ import argparse
 from typing import Final
 
 from sagesim.cli.inputs import add_capture, add_spec, load, parse_spec, select
-from sagesim.cli.terminal import progress, stdout, table
+from sagesim.terminal import progress, stdout, table
 
-HELP: Final = "how far each intermediate is from the exact one (the paper's Table 2)"
-
-COLUMNS: Final = ("delta", "p", "dp", "ds", "o", "dq", "dk", "dv")
-"""The tensors of Table 2, in its order."""
-
-PAPER_TABLE_2: Final = {
-    "delta": (0.9973, 0.0736),
-    "p": (0.9917, 0.1293),
-    "dp": (1.0000, 0.0000),
-    "ds": (0.9789, 0.2045),
-    "o": (0.9969, 0.0793),
-    "dq": (0.9664, 0.2579),
-    "dk": (0.9537, 0.3074),
-    "dv": (0.9985, 0.0540),
-}
-"""(cosine, relative L2) in layer 11 of their 325M model. Source: arXiv 2603.02170, Table 2."""
+HELP: Final = "measure the error of each intermediate (the paper's Table 2)"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -43,12 +29,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, and print the two tables."""
+    """Measure the errors and print two tables."""
     spec = parse_spec(args.spec)
     calls = select(load(args.capture), args.layers)
 
-    from sagesim.measure import errors, pool_errors
-    from sagesim.metrics import TITLES
+    from sagesim.analysis import TITLES, errors, pool_errors
+    from sagesim.experiments.paper_table_2 import PAPER_TABLE_2
 
     with progress("measuring layers") as bar:
         measured = [errors(call, spec) for call in bar.track(calls)]
@@ -57,17 +43,17 @@ def run(args: argparse.Namespace) -> None:
     console = stdout()
     console.print(f"{args.capture} under {spec.label()}")
     for number, measure in enumerate(("cosine", "rel_l2")):
-        rows = table(measure.replace("_l2", " L2"), "layer", *(TITLES[t] for t in COLUMNS))
+        rows = table(measure.replace("_l2", " L2"), "layer", *(TITLES[t] for t in PAPER_TABLE_2))
         for call, by in zip(calls, measured, strict=True):
             rows.add_row(
                 f"{call.index} {call.name}",
-                *(f"{getattr(by[t], measure):.4f}" for t in COLUMNS),
+                *(f"{getattr(by[t], measure):.4f}" for t in PAPER_TABLE_2),
             )
         rows.add_section()
-        rows.add_row("pooled", *(f"{getattr(pooled[t], measure):.4f}" for t in COLUMNS))
+        rows.add_row("pooled", *(f"{getattr(pooled[t], measure):.4f}" for t in PAPER_TABLE_2))
         rows.add_row(
-            "another model: layer 11 of the paper's",
-            *(f"{PAPER_TABLE_2[t][number]:.4f}" for t in COLUMNS),
+            "the paper's model, layer 11",
+            *(f"{values[number]:.4f}" for values in PAPER_TABLE_2.values()),
             style="dim",
         )
         console.print(rows)

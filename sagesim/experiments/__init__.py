@@ -1,1 +1,1 @@
-"""Experiments: the paper's tables on generated inputs, and training."""
+"""Experiments: the sweep over specs, and pretraining. They may use `theory` and the kernels."""

@@ -1,9 +1,19 @@
-"""How fast and how accurate the kernels are on this GPU, beside what people would pick instead.
+"""The benchmark: speed, memory and errors of the kernels on this GPU, beside other attention.
 
-`python -m sagesim_kernels.bench` measures, and keeps a record that it can be continued from:
+Three commands:
 
-cases -> contenders -> steps -> meter -> record -> tables and plots
+- `python -m sagesim_kernels.bench` times the kernels beside PyTorch's attention, FlashAttention-4
+  and FlexAttention, and measures the errors of all.
+- `python -m sagesim_kernels.bench.table1` measures the kernels' errors on the inputs of the paper's
+  Table 1, beside the emulator's.
+- `python -m sagesim_kernels.bench.emulator` measures time and memory of the emulator.
 
-`cases` says what is measured, `contenders` who takes part, `step` what is timed of each, `timing`
-in which order, `accuracy` what it costs in error. All that needs a GPU is behind `meter.Meter`.
+The first is built of these modules:
+
+cases -> contenders -> step -> timing, accuracy -> run -> record -> tables, plots
+
+`cases` lists what is measured. `contenders` makes the functions that are compared: a contender is
+a spec of ours or a peer. `step` is one contender on one problem. `timing` times steps in rounds,
+`accuracy` compares results with float64, and `run` does both for every case of a `record`.
+`meter.Meter` is the interface to the device, so tests run all of it without a GPU.
 """

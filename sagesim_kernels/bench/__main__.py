@@ -1,4 +1,4 @@
-"""`python -m sagesim_kernels.bench`; see `sagesim_kernels.bench.cli`."""
+"""Runs `sagesim_kernels.bench.cli` as `python -m sagesim_kernels.bench`."""
 
 import sys
 

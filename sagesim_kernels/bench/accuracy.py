@@ -1,9 +1,8 @@
-"""Relative L2 errors of o, dq, dk and dv against float64, on the very inputs that were rounded.
+"""Relative L2 errors of o, dq, dk and dv against float64, on the rounded inputs.
 
-Here alone kernels meet `sagesim`: its float64 reference, which shares no code with the emulator,
-the draws of Table 1, and the capture. So the errors are those of the same run, machine and code as
-the times, and on the same inputs as the emulator's in docs/paper.md; nothing of the emulator is
-computed with.
+The reference is `sagesim.exact`, which shares no code with the emulator. The inputs are the draws
+of Table 1 and the shipped capture, as for the emulator's errors in docs/paper.md. The errors come
+from the same run, machine and code as the times.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from sagesim._exact import exact
-from sagesim.captured import Capture
+from sagesim.analysis import Setting
 from sagesim.data import LLAMA
-from sagesim.experiments.gaussian import Setting
+from sagesim.emulator import exact
+from sagesim.models import Capture
 from sagesim_kernels.bench.cases import CaptureCase, GaussianCase
 from sagesim_kernels.bench.contenders import Contender
 from sagesim_kernels.bench.step import Step, laid_out
@@ -48,10 +47,10 @@ class Problem:
 def problems(
     case: GaussianCase | CaptureCase, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Problem]:
-    """The problems whose errors a case asks for: all draws in one, or one for each layer.
+    """The problems of a case: one with all draws, or one for each layer of the capture.
 
     Raises:
-        ValueError: for a captured call that is more than q, k, v and do.
+        ValueError: if a captured call has a mask, grouped heads or a scale of its own.
     """
     if isinstance(case, GaussianCase):
         setting = Setting(
@@ -73,9 +72,9 @@ def problems(
 
 
 def errors(problem: Problem, results: Sequence[dict[str, Tensor]]) -> list[dict[str, float]]:
-    """|x - exact| / |exact| of each of `OUTPUTS`, of each of several results, over all heads.
+    """|x - exact| / |exact| over all heads, for each result and each of `OUTPUTS`.
 
-    The reference holds whole maps in float64, of one head at a time.
+    The reference is computed one head at a time, because it holds whole maps in float64.
     """
     squares = torch.zeros(len(results), len(OUTPUTS), dtype=torch.float64)
     whole = torch.zeros(len(OUTPUTS), dtype=torch.float64)
@@ -93,7 +92,7 @@ def errors(problem: Problem, results: Sequence[dict[str, Tensor]]) -> list[dict[
 
 
 def distance(result: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """The largest |x - reference| / |reference| of `OUTPUTS`; NaN where there is one in result."""
+    """The largest |x - reference| / |reference| of `OUTPUTS`; NaN if one of them is NaN."""
 
     def of(name: str) -> float:
         x, y = result[name].float(), reference[name].float()

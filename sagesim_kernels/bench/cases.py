@@ -1,4 +1,4 @@
-"""What is measured: shapes, who takes part at each, and the operations that they count for."""
+"""The cases of the benchmark: shapes, the contenders of each, and their operation counts."""
 
 from __future__ import annotations
 
@@ -6,33 +6,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from sagesim.presets import FACTORED, with_precision
-from sagesim.spec import SITES, AttentionSpec, Precision
+from sagesim.spec import FACTORED, SITES, AttentionSpec, Precision, with_precision
 
 SPECS: Final = ("factored", "factored_pv16", "factored_qk", "sagebwd", "sage_forward")
-"""Labels of what is timed where none are asked for."""
+"""Labels of the specs that are timed by default."""
 
 PEERS: Final = ("sdpa flash", "sdpa cudnn", "sdpa efficient", "flash-attn-4", "FlexAttention")
-"""What people would pick instead; the first that runs is also what results are held against."""
+"""Attention of other projects. The first one that runs is the reference of all results."""
 
 QUICK_SPECS: Final = ("factored_qk", "sagebwd")
 QUICK_PEERS: Final = PEERS[:-1]
-"""FlexAttention is compiled anew at every length, which takes longer than a quick run may."""
+"""Without FlexAttention: it is compiled at every length, which takes too long for a quick run."""
 
 PAYOFF_BASE: Final = FACTORED
-"""All six INT8 products, so that each site is seen both ways beside the same others."""
+"""The spec whose products are switched between INT8 and 16 bit one at a time. Six are INT8."""
 
 PAYOFF_SITES: Final = (*SITES, "qk+qk_recompute")
-"""Each site on its own, and both products of Q and K together, as they are used."""
+"""Each site on its own, and both products of Q and K together, as `factored_qk` has them."""
 
 PASSES: Final = ("forward", "backward", "both")
 
 SIGMAS: Final = (1.0, 5.0)
-"""Deviations of Q and K at which errors are measured: ordinary logits, and large ones."""
+"""Standard deviations of Q and K at which errors are measured: ordinary and large logits."""
 
 _TOKENS: Final = 16384
 _CHANNELS: Final = 2048
-"""Tokens of a batch and channels of all heads, as in the FlashAttention papers' figures."""
+"""Tokens of a batch and channels of all heads, as in the figures of the FlashAttention papers."""
 
 _LENGTHS: Final = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 _HEAD_DIMS: Final = (64, 128)
@@ -55,10 +54,10 @@ class Shape:
         return "causal" if self.is_causal else "full"
 
     def flop(self, which: str) -> float:
-        """Operations of one of `PASSES` by the usual count, whatever is recomputed or masked.
+        """Operations of one of `PASSES`, by the count of the FlashAttention papers.
 
-        4 B H N^2 d for the forward, half of it under a causal mask; 2.5 times that for the
-        backward, which has five products to the forward's two.
+        The forward has 4 B H N^2 d, half of that under a causal mask. The backward has 2.5 times as
+        many: five products for the forward's two. Recomputed products do not count.
 
         >>> Shape(2, 3, 8, 4, True).flop("both") == 3.5 * 2 * 2 * 3 * 8**2 * 4
         True
@@ -70,7 +69,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class TimedCase:
-    """Contenders that are timed in turns on one problem."""
+    """Contenders that are timed together on one problem."""
 
     part: str  #: "speed" or "payoff"
     shape: Shape
@@ -78,7 +77,7 @@ class TimedCase:
 
     @property
     def key(self) -> str:
-        """What names the case in a record.
+        """The name of the case in a record.
 
         >>> TimedCase("speed", Shape(4, 32, 4096, 64, True), ("factored",)).key
         'speed d64 causal n4096'
@@ -91,7 +90,8 @@ class TimedCase:
 class GaussianCase:
     """Contenders whose errors are measured on the inputs of the paper's Table 1.
 
-    Draws are those of `sagesim.experiments.gaussian.Setting`, each a batch of one head.
+    sigma is the standard deviation of Q and K. The inputs are the draws of
+    `sagesim.analysis.Setting`, each one head.
     """
 
     sigma: float
@@ -119,7 +119,7 @@ Case = TimedCase | GaussianCase | CaptureCase
 
 
 def payoff_spec(sites: str) -> AttentionSpec:
-    """`PAYOFF_BASE` with one of `PAYOFF_SITES` the other way: 16 bit for INT8, INT8 for 16 bit.
+    """`PAYOFF_BASE` with one of `PAYOFF_SITES` switched between INT8 and 16 bit.
 
     >>> payoff_spec("dp").label(), payoff_spec("dq").label()
     ('factored dp=int8', 'factored dq=input16')
@@ -130,12 +130,12 @@ def payoff_spec(sites: str) -> AttentionSpec:
 
 
 def payoff_labels() -> tuple[str, ...]:
-    """The base, and it with each of `PAYOFF_SITES` the other way."""
+    """Labels of `PAYOFF_BASE` and of `payoff_spec` of each of `PAYOFF_SITES`."""
     return (PAYOFF_BASE.label(), *(payoff_spec(sites).label() for sites in PAYOFF_SITES))
 
 
 def all_cases(specs: Sequence[str]) -> list[Case]:
-    """Everything: speed at every shape, then the pay-off of each site, then errors."""
+    """All cases: speed at every shape, then each site in INT8 and in 16 bit, then errors."""
     timed = tuple(dict.fromkeys([*specs, *PEERS]))
     payoff = (*payoff_labels(), PEERS[0])
     everyone = tuple(dict.fromkeys([*specs, *payoff_labels(), *PEERS]))
@@ -149,7 +149,7 @@ def all_cases(specs: Sequence[str]) -> list[Case]:
 
 
 def quick_cases(specs: Sequence[str]) -> list[Case]:
-    """One length and the causal mask, and the errors at the smaller head size."""
+    """Speed at one length under the causal mask, and errors at the smaller head size."""
     contenders = tuple(dict.fromkeys([*specs, *QUICK_PEERS]))
     return [
         *(TimedCase("speed", _shape(_QUICK_LENGTH, d, True), contenders) for d in _HEAD_DIMS),
@@ -158,6 +158,6 @@ def quick_cases(specs: Sequence[str]) -> list[Case]:
 
 
 def _shape(tokens: int, head_dim: int, is_causal: bool) -> Shape:
-    """As many tokens and channels in all as at every other shape; one sequence if it is longer."""
+    """A shape of `_TOKENS` tokens and `_CHANNELS` channels in all; one sequence if it is longer."""
     batch = max(1, _TOKENS // tokens)
     return Shape(batch, _CHANNELS // head_dim, tokens, head_dim, is_causal)

@@ -1,15 +1,17 @@
-"""`python -m sagesim_kernels.bench`: how fast and how accurate the kernels are on this GPU.
+"""Measure how fast and how accurate the kernels are on this GPU, beside other attention.
 
-Our specs and the peers that are installed are timed in turns in one run, on bfloat16 inputs of
-16384 tokens and 2048 channels in all: 512 to 32768 tokens, head sizes 64 and 128, causal and full;
-forward, backward and both. Then what INT8 buys and costs at each of the seven sites, and every
-error against float64. A time is the median of rounds, each from cold caches, with quantization and
-all other preparation, without compilation and warm-up. Operations are counted for every contender
-alike: 4 B H N^2 d for a forward, half of it under a causal mask, and 2.5 times that for a backward.
+The command times the forward, the backward and both together, of our specs and of the peers that
+are installed. Inputs are bfloat16, with 16384 tokens and 2048 channels in all: sequences of 512 to
+32768 tokens, head sizes 64 and 128, causal and full masks. Then it measures what INT8 saves and
+costs in each of the seven products, and the errors of all results against float64.
 
-Each finished case is written at once, and the same command goes on where it was stopped. A record
-is of one machine and one version of everything: another one is refused. Tables are printed, and
-plots written beside the record where matplotlib is installed.
+A time is the median of several rounds. It includes quantization and all other preparation, starts
+from cold caches, and excludes compilation and warm-up. The operations of a forward are 4 B H N^2 d,
+half of that under a causal mask, and those of a backward 2.5 times as many, for every contender.
+
+The record is written after each case, and the same command continues it. A record belongs to one
+machine and one version of all software; the command refuses to continue another one. At the end it
+prints tables and, if matplotlib is installed, writes plots beside the record.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from sagesim.cli.terminal import Failure, progress, stdout, table
 from sagesim.spec import AttentionSpec
+from sagesim.terminal import Failure, progress, stdout, table
 from sagesim_kernels.bench.cases import (
     PEERS,
     QUICK_PEERS,
@@ -43,7 +45,7 @@ from sagesim_kernels.support import IS_INTERPRETED, supports
 _ROUNDS: Final = 15
 _QUICK_ROUNDS: Final = 7
 _NEEDED: Final = ("rich", "safetensors")
-"""What prints and what reads captures: missed before anything is run, and not when it is done."""
+"""Packages that are imported before the first case, so that a missing one is reported at once."""
 
 _PROGRAM: Final = "python -m sagesim_kernels.bench"
 
@@ -54,8 +56,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0, 2 for wrong input or a device that is not there
-    or no longer, 130 when interrupted."""
+    """Run the command and return its exit code.
+
+    0: done. 2: wrong input, no CUDA device, or a device that failed. 130: interrupted.
+    """
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         _run(_parser().parse_args(arguments), shlex.join([*_PROGRAM.split(), *arguments]))
@@ -66,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _end(2, f"{error.name} is not installed: pip install 'sagebwd[bench]'")
     except KeyboardInterrupt:
-        return _end(130, "interrupted; the same command goes on with the case it was at")
+        return _end(130, "interrupted; run the same command again to continue")
     return 0
 
 
@@ -86,32 +90,32 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=Path("out/bench.json"),
         metavar="FILE.json",
-        help="the record, new or to be continued (default: %(default)s)",
+        help="the record to make or to continue (default: %(default)s)",
     )
     parser.add_argument(
         "--specs",
         nargs="+",
         metavar="LABEL",
-        help=f"what to time of ours (default: {' '.join(SPECS)})",
+        help=f"our specs to time (default: {' '.join(SPECS)})",
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="4096 tokens, causal, in about a minute; without FlexAttention and the sites one by "
-        f"one, of {' and '.join(QUICK_SPECS)} if no --specs are given",
+        help="only 4096 tokens and the causal mask, without FlexAttention and without switching "
+        f"single products; takes about a minute (default of --specs: {' '.join(QUICK_SPECS)})",
     )
     parser.add_argument(
         "--only",
         nargs="+",
         metavar="PATTERN",
-        help="of all cases those whose name matches, as 'speed*n8192' does the speeds at 8192 "
-        "tokens; without it, the same command goes on with the others",
+        help="only cases whose name matches a pattern: 'speed*n8192' times 8192 tokens; the same "
+        "command without --only runs the other cases",
     )
     parser.add_argument(
         "--show",
         type=Path,
         metavar="FILE.json",
-        help="print the tables of a record and draw its plots, on any machine",
+        help="print the tables of a record and draw its plots; needs no GPU",
     )
     return parser
 
@@ -124,9 +128,9 @@ def _run(args: argparse.Namespace, command: str) -> None:
             raise Failure(str(error)) from None
         return
     if not torch.cuda.is_available():
-        raise Failure("no CUDA device here; --show FILE prints a record that was made on one")
+        raise Failure("no CUDA device; --show FILE.json prints a record without one")
     if IS_INTERPRETED:
-        raise Failure("TRITON_INTERPRET is set, and the kernels would run on the CPU; unset it")
+        raise Failure("TRITON_INTERPRET is set, so the kernels would run on the CPU; unset it")
     specs = _labels(args.specs or (QUICK_SPECS if args.quick else SPECS))
     cases = _matching(args.only, quick_cases(specs) if args.quick else all_cases(specs))
     for package in _NEEDED:
@@ -134,7 +138,7 @@ def _run(args: argparse.Namespace, command: str) -> None:
 
     from sagesim_kernels.bench.cuda import CudaMeter
     from sagesim_kernels.bench.machine import describe
-    from sagesim_kernels.bench.run import DeviceLost, Place, run
+    from sagesim_kernels.bench.run import DeviceLost, Setup, run
 
     rounds = _QUICK_ROUNDS if args.quick else _ROUNDS
     settings = {
@@ -150,15 +154,15 @@ def _run(args: argparse.Namespace, command: str) -> None:
             record = Record.open(args.out, machine=machine, settings=settings, command=command)
         except ValueError as error:
             raise Failure(str(error)) from None
-        place = Place(torch.device("cuda"), torch.bfloat16, CudaMeter(), rounds)
+        setup = Setup(torch.device("cuda"), torch.bfloat16, CudaMeter(), rounds)
         with progress("measuring cases") as bar:
             task = bar.add_task("", total=len(cases))
 
-            def finished(case: Case, count: int) -> None:
+            def on_done(case: Case, count: int) -> None:
                 bar.update(task, completed=count)
                 bar.console.print(f"{count} of {len(cases)}: {case.key}")
 
-            run(cases, record, place, finished)
+            run(cases, record, setup, on_done)
     except DeviceLost as error:
         raise Failure(str(error)) from None
     except OSError as error:
@@ -167,7 +171,7 @@ def _run(args: argparse.Namespace, command: str) -> None:
 
 
 def _matching(patterns: Sequence[str] | None, cases: Sequence[Case]) -> list[Case]:
-    """The cases that a pattern names; all of them where none is asked for."""
+    """The cases whose name matches a pattern; all cases if patterns is None."""
     if patterns is None:
         return list(cases)
     for pattern in patterns:
@@ -178,7 +182,11 @@ def _matching(patterns: Sequence[str] | None, cases: Sequence[Case]) -> list[Cas
 
 
 def _labels(given: Sequence[str]) -> tuple[str, ...]:
-    """The specs by their shortest labels, each once, none without a kernel."""
+    """The shortest label of each spec, once.
+
+    Raises:
+        Failure: if a label is not a spec's, or if no kernel supports the spec.
+    """
     labels: dict[str, None] = {}
     for label in given:
         try:
@@ -193,7 +201,7 @@ def _labels(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def _show(document: dict[str, Any], path: Path) -> None:
-    """Print the tables, and draw the plots beside the record."""
+    """Print the tables of a record and, if matplotlib is installed, write its plots beside it."""
     from sagesim_kernels.bench.machine import one_line
     from sagesim_kernels.bench.tables import every_table
 

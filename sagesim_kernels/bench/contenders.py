@@ -1,4 +1,4 @@
-"""Who takes part: our specs, and what people would pick instead."""
+"""The contenders: functions that compute attention, of our specs and of peers."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Contender:
     """One way to compute attention.
 
-    make: (tokens, is_causal, device) -> the function to time; what it prepares is not timed. It or
-        the function raises where the contender cannot run.
-    tokens_first: whether its own layout is [batch, tokens, heads, head size]: it gets and returns
-        views of tensors that lie so in memory, and nothing is copied in the time.
+    make: (tokens, is_causal, device) -> the function to time. What `make` prepares is not timed.
+        `make` or the function raises if the contender cannot run.
+    tokens_first: its own layout is [batch, tokens, heads, head size]. It then gets and returns
+        transposed views of tensors in that layout, so no time includes a copy.
     """
 
     name: str
     make: Callable[[int, bool, torch.device], Attend]
-    spec: AttentionSpec | None = None  #: of ours
+    spec: AttentionSpec | None = None  #: None for a peer
     tokens_first: bool = False
 
 
 def contender(name: str) -> Contender:
-    """One of `cases.PEERS`, or ours by the label of its spec.
+    """The contender of a name: one of `cases.PEERS` or the label of a spec.
 
     Raises:
-        ValueError: for what is neither.
+        ValueError: if the name is neither.
     """
     if name in _PEERS:
         return _PEERS[name]
@@ -53,7 +53,7 @@ def contender(name: str) -> Contender:
 
 
 def reason(error: Exception) -> str:
-    """An error in one line, to be kept in a record.
+    """An error as one line for a record.
 
     >>> reason(ValueError("no  kernel\\nat all"))
     'ValueError: no kernel at all'
@@ -63,10 +63,11 @@ def reason(error: Exception) -> str:
 
 
 _LONGEST: Final = 400
+"""Characters of a reason."""
 
 
 def _only(result: Any) -> Tensor:
-    """o, of functions that may return other things with it."""
+    """o, from a function that may return a tuple that starts with o."""
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -85,9 +86,10 @@ def _sdpa(name: str, backend: SDPBackend) -> Contender:
 
 
 def _try(attend: Attend, is_causal: bool, device: torch.device) -> None:
-    """Why a backend cannot be used PyTorch says in warnings, and in its error only that it cannot.
+    """Raise if the device does not support a backend, with the reason.
 
-    A small problem asks the question of the device; of the shape, the first call does.
+    PyTorch gives the reason in warnings, so they become part of the error. The problem is small:
+    whether the backend supports a shape, its first call at that shape shows.
     """
     x = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
     with warnings.catch_warnings(record=True) as caught:
@@ -112,16 +114,16 @@ def _flash_attention_4(tokens: int, is_causal: bool, device: torch.device) -> At
 def _flex_attention(tokens: int, is_causal: bool, device: torch.device) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def attends(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
 
-    # Graphs of other lengths count against the limit of recompilations, after which it would be
-    # run without being compiled.
+    # Graphs of other lengths count towards the limit of recompilations. Beyond the limit PyTorch
+    # runs the function without compiling it.
     torch.compiler.reset()
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     mask = None
     if is_causal:
-        mask = create_block_mask(sees, None, None, tokens, tokens, device=device)
+        mask = create_block_mask(attends, None, None, tokens, tokens, device=device)
     return lambda q, k, v: compiled(q, k, v, block_mask=mask)
 
 

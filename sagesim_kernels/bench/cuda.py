@@ -1,4 +1,4 @@
-"""The meter of a CUDA device."""
+"""The meter of a CUDA device: events for times, the profiler for kernels."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from sagesim_kernels.bench.machine import nvidia_smi
 from sagesim_kernels.bench.meter import Elapsed, Kernel
 
 _FLUSHED_BYTES: Final = 2**28
-"""More than any L2 cache holds (H200: 50 MB, B200: 126 MB)."""
+"""Larger than any L2 cache (H200: 50 MB, B200: 126 MB)."""
 
 _FLUSHES: Final = 64
-"""Writes of that many bytes before what is timed: some 4 ms on an H200, in which the host launches
-it all, as it runs ahead of the device in training. A run whose host time is longer is not hidden
-by them: it is timed with the gaps that it has."""
+"""Writes of that many bytes before each timed run. They keep an H200 busy for about 4 ms, and the
+host launches the run in that time, as it runs ahead of the device in training. If the host needs
+longer, the time includes the gaps between launches."""
 
 
 class CudaMeter:
-    """Times by CUDA events, on the current stream and device."""
+    """A `Meter` of the current CUDA device and stream."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(_FLUSHED_BYTES, dtype=torch.int8, device="cuda")
@@ -70,7 +70,7 @@ class CudaMeter:
 
 
 def device_kernels(events: list[FunctionEvent]) -> list[Kernel]:
-    """Those of a profile's events that ran on the device, in order of their start."""
+    """The kernels among a profile's events, in order of their start."""
     on_device = [e for e in events if e.device_type.name == "CUDA"]
     ran = [e for e in on_device if not e.is_user_annotation]
     ran.sort(key=lambda e: e.time_range.start)

@@ -1,4 +1,4 @@
-"""What the time of our kernels goes into: products, or preparing them."""
+"""What our kernels spend their time on: matrix products, or preparing them."""
 
 from __future__ import annotations
 
@@ -9,46 +9,47 @@ from sagesim.spec import AttentionSpec, Delta
 from sagesim_kernels.bench.meter import Kernel
 
 PRODUCTS: Final = {
-    "_forward": "forward",
-    "query_tiles": "dq",
-    "key_tiles": "dk and dv",
-    "one_pass": "dq, dk and dv",
-    "_finish": "dq, dk and dv",
+    "forward_kernel": "forward",
+    "dq_kernel": "dq",
+    "dkdv_kernel": "dk and dv",
+    "hopper_forward": "forward",
+    "hopper_backward": "dq, dk and dv",
+    "hopper_postprocess": "dq, dk and dv",
 }
-"""Kernels that compute the seven products, and their jobs."""
+"""The kernels that compute the seven matrix products, and the job of each."""
 
 PREPARATION: Final = {
-    "_encode": "quantizing",
-    "_copy": "quantizing",
-    "_sum_chunks": "smoothing",
-    "_divide_sums": "smoothing",
-    "_delta_from_o": "delta",
-    "_prepare_rows": "delta",
-    "_natural_lse": "logsumexp",
+    "quantize_kernel": "quantizing",
+    "cast_kernel": "quantizing",
+    "sum_chunks_kernel": "smoothing",
+    "divide_sums_kernel": "smoothing",
+    "delta_kernel": "delta",
+    "hopper_preprocess": "delta",
+    "natural_lse_kernel": "logsumexp",
 }
-"""Kernels that prepare them. What is in neither list is preparation too, called "other": memory
-that is set or copied."""
+"""The kernels that prepare products, and the job of each. A kernel in neither table, which sets or
+copies memory, is preparation with the job "other"."""
 
 
 def by_job(kernels: Iterable[Kernel], spec: AttentionSpec) -> dict[str, float]:
-    """Seconds of each job, of launches in their order.
+    """Return the seconds of each job, from launches in their order.
 
-    Delta from P comes from the kernel of dQ, run once before it for each backward.
+    If delta comes from P, each backward launches the kernel of dQ twice: for delta, then for dQ.
     """
     seconds: dict[str, float] = {}
-    query_passes = 0
+    dq_launches = 0
     for kernel in kernels:
         job = PRODUCTS.get(kernel.name) or PREPARATION.get(kernel.name, "other")
-        if kernel.name == "query_tiles":
-            query_passes += 1
-            if spec.delta is Delta.FROM_P and query_passes % 2 == 1:
+        if kernel.name == "dq_kernel":
+            dq_launches += 1
+            if spec.delta is Delta.FROM_P and dq_launches % 2 == 1:
                 job = "delta"
         seconds[job] = seconds.get(job, 0.0) + kernel.seconds
     return seconds
 
 
 def preparation_share(seconds: dict[str, float]) -> float:
-    """How much of all jobs' time is not in `PRODUCTS`.
+    """Return the share of the time that is not spent in jobs of `PRODUCTS`.
 
     >>> preparation_share({"dq, dk and dv": 3.0, "quantizing": 1.0})
     0.25

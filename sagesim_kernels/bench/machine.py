@@ -1,4 +1,4 @@
-"""What a record was made with. Results of two machines are never in one record."""
+"""The machine and the software that a record was made with."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ _SMI_FIELDS: Final = {
     "largest_memory_clock": "clocks.max.memory",
     "power_limit": "power.limit",
 }
-"""Field of ours -> of nvidia-smi; clocks in MHz, power in watts."""
+"""Field of a record -> field of nvidia-smi. Clocks are in MHz, power in watts."""
 
 
 def describe() -> dict[str, Any]:
-    """The device, its settings, and the versions of all that is timed on it.
+    """The device, its settings, and the versions of the software that is timed.
 
-    kernels: a hash of the kernels' sources and of the presets, which change between versions.
-    A field that cannot be read is None.
+    "kernels" is `sources_hash`. A field that cannot be read is None.
     """
     device = torch.cuda.get_device_properties()
     settings = nvidia_smi(*_SMI_FIELDS.values())
@@ -45,7 +44,7 @@ def describe() -> dict[str, Any]:
 
 
 def versions() -> dict[str, Any]:
-    """Versions of the software, and the hash of the kernels."""
+    """Versions of the software, and `sources_hash`."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -57,26 +56,31 @@ def versions() -> dict[str, Any]:
 
 
 def sources_hash() -> str:
-    """12 hexadecimal digits of the sources of `sagesim_kernels`, Hopper's among them but not the
-    benchmark's, and of the presets' definitions."""
+    """12 hexadecimal digits of a hash of the kernels' sources and of the presets.
+
+    The benchmark's own sources are not part of it.
+    """
     root = Path(__file__).parents[1]
-    presets = Path(sagesim.__file__).parent / "presets.py"
+    bench = Path(__file__).parent
+    kernels = [path for path in sorted(root.rglob("*.py")) if bench not in path.parents]
     digest = hashlib.sha256()
-    for path in [*sorted(root.glob("*.py")), *sorted(root.glob("hopper/*.py")), presets]:
+    for path in [*kernels, Path(sagesim.__file__).parent / "spec" / "presets.py"]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
 def one_line(machine: dict[str, Any]) -> str:
-    """A machine for people."""
+    """A machine in one line for readers."""
     names = ("torch", "triton", "driver", "cudnn", "flash-attn-4", "sagebwd", "kernels")
     known = [f"{name} {machine[name]}" for name in names if machine.get(name) is not None]
     return ", ".join([machine["gpu"], *known])
 
 
 def nvidia_smi(*fields: str) -> list[str | None]:
-    """What nvidia-smi says of the current device, as it is written there; None where it does not
-    know, or is not there."""
+    """Fields of the current device as nvidia-smi prints them.
+
+    A field is None if nvidia-smi does not have it. All are None if nvidia-smi does not run.
+    """
     unknown: list[str | None] = [None] * len(fields)
     command = shutil.which("nvidia-smi")
     if command is None:

@@ -1,4 +1,4 @@
-"""What is asked of a device, so that everything else can be run without one."""
+"""The interface to a device. Tests replace it, so everything else runs without a GPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Protocol
 class Elapsed:
     """Seconds of one run."""
 
-    device: float  #: from its first kernel's start to its last one's end
-    host: float  #: until all of it was launched
+    device: float  #: from the start of the first kernel to the end of the last one
+    host: float  #: until the host has launched all kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch that the device ran."""
+    """One kernel that ran on the device."""
 
     name: str
     seconds: float
@@ -27,21 +27,25 @@ class Meter(Protocol):
     """A clock and a profiler of one device."""
 
     def elapsed(self, prepare: Callable[[], Callable[[], object]]) -> Elapsed:
-        """Time what prepare() returns, with cold caches; prepare itself is not timed."""
+        """Time the function that prepare() returns, from cold caches. prepare is not timed."""
         ...
 
     def added_bytes(self, run: Callable[[], object]) -> int:
-        """The most memory that was in use at once during run, above what was before."""
+        """The peak of allocated memory during run, above the memory allocated before it."""
         ...
 
     def kernels(self, run: Callable[[], object]) -> list[Kernel]:
-        """What one run launches, in order; empty where no profiler sees the device."""
+        """The kernels that one run launches, in order; empty if no profiler supports the device."""
         ...
 
     def clock_mhz(self) -> int | None:
-        """Of the multiprocessors, now; None where it cannot be read."""
+        """The current clock of the multiprocessors; None if it cannot be read."""
         ...
 
     def synchronize(self) -> None:
-        """Wait for the device. Raises RuntimeError where it can no longer be used."""
+        """Wait for the device.
+
+        Raises:
+            RuntimeError: if the device can no longer be used.
+        """
         ...

@@ -1,4 +1,4 @@
-"""A record as figures. Needs matplotlib, which a page may have given a style before."""
+"""The figures of a record. Needs matplotlib, and uses the style that is set."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from sagesim_kernels.bench.tables import (
 )
 
 _MARKERS: Final = "oDv^sPX*h"
-"""One for each contender: a style may have fewer colours than there are contenders."""
+"""One for each contender, because a style may have fewer colours than there are contenders."""
 
 
 def figures(document: dict[str, Any]) -> dict[str, Figure]:
-    """Every figure that the record has data for, by the name that its file should have."""
+    """Every figure that the record has data for, by the name for its file."""
     found: dict[str, Figure] = {}
     if panels(document, "speed"):
         found["time"] = times(document)
@@ -40,15 +40,15 @@ def figures(document: dict[str, Any]) -> dict[str, Figure]:
 
 
 def peers_that_ran(document: dict[str, Any]) -> list[str]:
-    """Peers with a time at some shape."""
+    """Peers that were timed at some shape."""
     timed = cases(document, "speed")
     return [p for p in document["settings"]["peers"] if any(p in c["runs"] for c in timed)]
 
 
 def times(document: dict[str, Any]) -> Figure:
-    """Forward and backward together over the length, ours with full lines and peers dashed.
+    """The time of forward and backward over the number of tokens.
 
-    Who ran at no shape is not in it.
+    Our specs have solid lines, peers dashed ones. A peer that ran at no shape is left out.
     """
     specs = document["settings"]["specs"]
     shown = [*specs, *peers_that_ran(document)]
@@ -69,7 +69,7 @@ def times(document: dict[str, Any]) -> Figure:
 
 
 def ratios(document: dict[str, Any], peer: str) -> Figure:
-    """How many times as fast as a peer each spec is, forward and backward together."""
+    """Speed relative to one peer over the number of tokens, forward and backward together."""
 
     def draw(axes: Axes, panel: Panel) -> None:
         for i, name in enumerate(document["settings"]["specs"]):
@@ -88,9 +88,9 @@ def ratios(document: dict[str, Any], peer: str) -> Figure:
 
 
 def payoff(document: dict[str, Any]) -> Figure:
-    """For each site: the time that INT8 saves, and what it does to the errors, by head size.
+    """For each site: the time that INT8 saves and the errors that it adds, by head size.
 
-    Errors are those at the smallest sigma; a site that was not run both ways has no bar.
+    Errors are those at the smallest sigma. A site has no bar if INT8 or 16 bit did not run.
     """
     timed = panels(document, "payoff")
     sizes = sorted({panel.head_dim for panel in timed})
@@ -116,9 +116,9 @@ def payoff(document: dict[str, Any]) -> Figure:
         left.set_yticks(range(len(PAYOFF_SITES)), PAYOFF_SITES)
         left.set(title=f"head size {size}: % of the time saved")
         left.axvline(0.0, color="black", lw=1)
-        right.set(title=f"RMS error over that in 16 bit, sigma {sigma:g}")
+        right.set(title=f"RMS error relative to 16 bit, sigma {sigma:g}")
         right.axvline(1.0, color="black", lw=1)
-    axes[0, 0].invert_yaxis()  # of all, which share it
+    axes[0, 0].invert_yaxis()  # all panels share it
     handles, labels = axes[0, 0].get_legend_handles_labels()
     title = f"INT8 there, {PAYOFF_BASE.label()} elsewhere"
     figure.legend(handles, labels, title=title, loc="outside upper center", ncols=len(labels))
@@ -126,7 +126,7 @@ def payoff(document: dict[str, Any]) -> Figure:
 
 
 def _time_saved(document: dict[str, Any], panel: Panel, site: str) -> float:
-    """Percent; NaN where one of the two was not run."""
+    """Percent of the 16-bit time; NaN if INT8 or 16 bit did not run."""
     int8, bits16 = int8_and_16_bit(site)
     for case in cases(document, "payoff", panel):
         runs = case["runs"]
@@ -136,7 +136,7 @@ def _time_saved(document: dict[str, Any], panel: Panel, site: str) -> float:
 
 
 def _error_growth(document: dict[str, Any], panel: Panel, site: str, sigma: float) -> float:
-    """NaN where one of the two was not run."""
+    """The RMS error in INT8 relative to 16 bit; NaN if one of them did not run."""
     errors, pair = errors_of(document, panel, sigma), int8_and_16_bit(site)
     if any(name not in errors for name in pair):
         return math.nan
@@ -145,7 +145,7 @@ def _error_growth(document: dict[str, Any], panel: Panel, site: str, sigma: floa
 
 
 def _panelled(document: dict[str, Any], draw: Callable[[Axes, Panel], None]) -> Figure:
-    """A panel for each head size and mask, lengths along x, one legend for all."""
+    """A panel for each head size and mask, over the number of tokens, with one legend."""
     shown: Sequence[Panel] = panels(document, "speed")
     columns = min(2, len(shown))
     rows = -(-len(shown) // columns)

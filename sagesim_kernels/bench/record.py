@@ -1,4 +1,4 @@
-"""The record of a run: one JSON file, complete whenever it is read, and continued by the next."""
+"""The record of a run: a JSON file that is valid after every case and can be continued."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from sagesim._atomic import replacing
+from sagesim.files import replacing
 
 FORMAT: Final = 1
-"""Raised where results of before can no longer be put beside later ones."""
+"""The version of the format. It changes if older results cannot be compared with newer ones."""
 
 _FIELDS: Final = {"format", "command", "machine", "settings", "cases", "lost"}
 
@@ -18,8 +18,11 @@ _FIELDS: Final = {"format", "command", "machine", "settings", "cases", "lost"}
 class Record:
     """The document of a file.
 
-    document: format; command; machine, of `machine.describe`; settings; cases, results by the
-    `key` of their case; and lost, the contenders that a device did not survive, by case, with why.
+    document:
+        format, command, settings: of the run.
+        machine: from `machine.describe`.
+        cases: results, by the `key` of their case.
+        lost: for each case, the contenders after which the device failed, with the reason.
     """
 
     def __init__(self, path: Path, document: dict[str, Any]) -> None:
@@ -30,11 +33,11 @@ class Record:
     def open(
         cls, path: Path, *, machine: Mapping[str, Any], settings: Mapping[str, Any], command: str
     ) -> Record:
-        """The record to continue, or a new one, written at once.
+        """The record at a path, or a new one, which is written at once.
 
         Raises:
-            ValueError: naming what differs, for a record of another machine or other settings.
-            OSError: where it cannot be written.
+            ValueError: if the record has another machine or other settings; it names the field.
+            OSError: if the record cannot be written.
         """
         if path.exists():
             document = read(path)
@@ -57,17 +60,17 @@ class Record:
         return key in self.document["cases"]
 
     def add(self, key: str, result: Mapping[str, Any]) -> None:
-        """Keep a case's result, on disk."""
+        """Add the result of a case and write the record."""
         self.document["cases"][key] = result
         self.write()
 
     def lose(self, key: str, contender: str, why: str) -> None:
-        """Keep that a contender cost the device, so that a next run goes on without it."""
+        """Note that the device failed after a contender, so that the next run leaves it out."""
         self.document["lost"].setdefault(key, {})[contender] = why
         self.write()
 
     def lost(self, key: str) -> Mapping[str, str]:
-        """Contenders of a case that are not to be run again, and why."""
+        """Contenders of a case after which the device failed, with the reason."""
         return self.document["lost"].get(key, {})
 
     def write(self) -> None:
@@ -77,11 +80,11 @@ class Record:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The document of a record.
+    """Read the document of a record.
 
     Raises:
-        ValueError: naming the path, where it is no record, or one of another format.
-        OSError: where it cannot be read.
+        ValueError: if the file is not a record of this format.
+        OSError: if the file cannot be read.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -100,6 +103,6 @@ def _refuse_other(path: Path, what: str, there: Mapping[str, Any], now: Mapping[
     for name in dict.fromkeys([*there, *now]):
         if there.get(name) != now.get(name):
             raise ValueError(
-                f"{path}: made with another {what}: {name} {there.get(name)!r} there, "
+                f"{path}: {name} of the {what} is {there.get(name)!r} in the record and "
                 f"{now.get(name)!r} now; results are not mixed, give another --out"
             )

@@ -1,4 +1,4 @@
-"""Run the cases that a record does not have yet."""
+"""Measure the cases that a record does not have yet."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from sagesim_kernels.bench.step import Step
 from sagesim_kernels.bench.timing import interleaved, summary
 
 _WARM_UP: Final = 2
-"""Runs of each pass before any is timed. The first compiles, chooses and allocates."""
+"""Runs of each pass before any is timed. The first one compiles, tunes and allocates."""
 
 _WRONG: Final = 0.5
-"""A result as far as that from a 16-bit one, relative L2, is not attention: no scheme worth timing
-is off by a fifth of it on these inputs, and a kernel that reads or writes beside its tensors is."""
+"""Relative L2 distance from the reference at which a result is wrong and is not timed. On these
+inputs every scheme stays below a fifth of it. A kernel that reads or writes out of bounds does
+not."""
 
 
 class DeviceLost(Exception):
-    """A contender after which the device cannot be used. The record knows it."""
+    """The device cannot be used any more. The record names the contender that ran last."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a run takes place."""
+class Setup:
+    """The device of a run, and how it is measured."""
 
     device: torch.device
     dtype: torch.dtype  #: of q, k, v and do
@@ -42,7 +43,7 @@ class Place:
     rounds: int
 
     def inputs(self, shape: Shape) -> Problem:
-        """Gaussian q, k, v and do of deviation 1, the same each time."""
+        """Gaussian q, k, v and do of standard deviation 1, the same each time."""
         generator = torch.Generator(self.device).manual_seed(0)
         size = (shape.batch, shape.heads, shape.tokens, shape.head_dim)
         tensors = (torch.randn(size, generator=generator, device=self.device) for _ in range(4))
@@ -52,35 +53,35 @@ class Place:
 def run(
     cases: Sequence[Case],
     record: Record,
-    place: Place,
-    finished: Callable[[Case, int], None],
+    setup: Setup,
+    on_done: Callable[[Case, int], None],
     find: Callable[[str], Contender] = contender,
 ) -> None:
-    """Measure every case that the record does not have, and keep each as soon as it is done.
+    """Measure every case that the record does not have, and write each as soon as it is done.
 
     Args:
-        finished: called with each case, done now or before, and how many are.
-        find: a contender by its name.
+        on_done: called with each case that is in the record, and the number of such cases.
+        find: makes a contender from its name.
 
     Raises:
-        DeviceLost: naming the case and the contender.
+        DeviceLost: if the device fails; it names the case and the contender.
     """
     for count, case in enumerate(cases, 1):
         if case.key not in record:
             lost = dict(record.lost(case.key))
-            watch = _Watch(record, case.key, place.meter)
+            check = _DeviceCheck(record, case.key, setup.meter)
             names = [name for name in case.contenders if name not in lost]
             if isinstance(case, TimedCase):
-                result = _timed(case, [find(n) for n in names], place, watch, lost)
+                result = _timed(case, [find(n) for n in names], setup, check, lost)
             else:
-                several = list(problems(case, place.device, place.dtype))
-                result = _errors(several, [find(n) for n in names], watch, lost)
+                several = list(problems(case, setup.device, setup.dtype))
+                result = _errors(several, [find(n) for n in names], check, lost)
             record.add(case.key, result)
-        finished(case, count)
+        on_done(case, count)
 
 
-class _Watch:
-    """Called with a contender's exception: is it the contender's alone, or is the device gone?"""
+class _DeviceCheck:
+    """Called with a contender's exception; raises DeviceLost if the device failed with it."""
 
     def __init__(self, record: Record, key: str, meter: Meter) -> None:
         self._record, self._key, self._meter = record, key, meter
@@ -92,7 +93,7 @@ class _Watch:
             self._record.lose(self._key, name, f"the device was lost: {reason(error)}")
             raise DeviceLost(
                 f"the device was lost in case {self._key!r} by {name}: {reason(gone)}; "
-                "the same command goes on without it"
+                "run the same command again to continue without it"
             ) from gone
 
     def wait(self) -> None:
@@ -102,20 +103,20 @@ class _Watch:
 def _timed(
     case: TimedCase,
     contenders: Sequence[Contender],
-    place: Place,
-    watch: _Watch,
+    setup: Setup,
+    check: _DeviceCheck,
     not_run: dict[str, str],
 ) -> dict[str, Any]:
-    problem = place.inputs(case.shape)
+    problem = setup.inputs(case.shape)
     steps: dict[str, Step] = {}
     apart: dict[str, float | None] = {}
     reference: dict[str, Tensor] | None = None
-    # Peers first: results of ours are held against the first peer's.
+    # Peers first: the first peer's results are the reference for our specs.
     for each in sorted(contenders, key=lambda c: c.spec is not None):
         try:
             step = problem.step(each)
             results = step.results()
-            watch.wait()
+            check.wait()
             if reference is None and each.spec is None:
                 reference = results
             off = None if reference is None else distance(results, reference)
@@ -123,23 +124,23 @@ def _timed(
                 raise ArithmeticError(f"its results are {off:.3g} off, relative L2")
             for which in PASSES * _WARM_UP:
                 step.prepared(which)()
-            watch.wait()
+            check.wait()
         except Exception as error:
-            watch(each.name, error)
+            check(each.name, error)
             not_run[each.name] = reason(error)
         else:
             steps[each.name], apart[each.name] = step, off
     del reference
 
-    timed = interleaved(steps, place.meter, place.rounds, watched=watch)
+    timed = interleaved(steps, setup.meter, setup.rounds, on_error=check)
     not_run |= timed.not_run
-    clock = place.meter.clock_mhz()
+    clock = setup.meter.clock_mhz()
     specs = {c.name: c.spec for c in contenders}
     runs: dict[str, dict[str, Any]] = {}
     for name, times in timed.times.items():
         run = {which: summary(times[which]) for which in PASSES}
         run["apart"] = apart[name]
-        runs[name] = run | _details(name, specs[name], steps[name], place.meter, watch)
+        runs[name] = run | _details(name, specs[name], steps[name], setup.meter, check)
     shape = case.shape
     return {
         "part": case.part,
@@ -156,9 +157,9 @@ def _timed(
 
 
 def _details(
-    name: str, spec: AttentionSpec | None, step: Step, meter: Meter, watch: _Watch
+    name: str, spec: AttentionSpec | None, step: Step, meter: Meter, check: _DeviceCheck
 ) -> dict[str, Any]:
-    """What is measured once, None where it could not be, and why under "not_measured"."""
+    """Measurements that are taken once. One that fails is None, with a reason in "not_measured"."""
 
     def jobs_ms(spec: AttentionSpec) -> dict[str, float]:
         kernels = meter.kernels(step.both)
@@ -177,7 +178,7 @@ def _details(
         try:
             found[what] = measure()
         except Exception as error:
-            watch(name, error)
+            check(name, error)
             found[what] = None
             found.setdefault("not_measured", {})[what] = reason(error)
     return found
@@ -186,7 +187,7 @@ def _details(
 def _errors(
     several: Sequence[Problem],
     contenders: Sequence[Contender],
-    watch: _Watch,
+    check: _DeviceCheck,
     not_run: dict[str, str],
 ) -> dict[str, Any]:
     found: dict[str, list[dict[str, float]]] = {c.name: [] for c in contenders}
@@ -197,9 +198,9 @@ def _errors(
                 continue
             try:
                 results[each.name] = problem.step(each).results()
-                watch.wait()
+                check.wait()
             except Exception as error:
-                watch(each.name, error)
+                check(each.name, error)
                 not_run[each.name] = reason(error)
         for name, error in zip(results, errors(problem, list(results.values())), strict=True):
             if not all(map(math.isfinite, error.values())):

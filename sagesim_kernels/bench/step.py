@@ -1,4 +1,4 @@
-"""One contender on one problem: what is timed of it, what it returns, and what it saves."""
+"""One contender on one problem: its timed passes, its results, and the memory that it saves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from sagesim_kernels.bench.contenders import Attend
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """q, k, v, which require gradients, and do, the gradient of o: [batch, heads, tokens, d]."""
+    """A contender's function and its inputs.
+
+    q, k, v: [batch, heads, tokens, d]; they require gradients. do: the gradient of o.
+    """
 
     attend: Attend
     q: Tensor
@@ -30,21 +33,24 @@ class Step:
         return self._backward(self.forward())
 
     def results(self) -> dict[str, Tensor]:
-        """o, dq, dk and dv by their names."""
+        """o, dq, dk and dv by name."""
         o = self.forward()
         dq, dk, dv = self._backward(o)
         return {"o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
 
     def prepared(self, which: str) -> Callable[[], object]:
-        """One of `cases.PASSES` as a function; what it needs has been run before."""
+        """A function that runs one of `cases.PASSES`; a backward's forward has run already."""
         if which == "backward":
-            # A forward for each: compiled graphs do not keep what a second backward would need.
+            # Each backward gets its own forward: a compiled graph frees its tensors after one.
             o = self.forward()
             return lambda: self._backward(o)
         return {"forward": self.forward, "both": self.both}[which]
 
     def saved_bytes(self) -> int:
-        """What the forward keeps for the backward, q, k and v included, shared storage once."""
+        """Bytes that the forward saves for the backward, q, k and v included.
+
+        A storage counts once.
+        """
         storages: dict[int, int] = {}
 
         def pack(x: Tensor) -> Tensor:
@@ -62,7 +68,7 @@ class Step:
 
 
 def laid_out(x: Tensor, *, tokens_first: bool) -> Tensor:
-    """x [batch, heads, tokens, d], in memory as a contender has it, and no part of a graph."""
+    """x [batch, heads, tokens, d], detached, in the memory layout of a contender."""
     if tokens_first:
         return x.detach().transpose(1, 2).contiguous().transpose(1, 2)
     return x.detach().contiguous()

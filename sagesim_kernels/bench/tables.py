@@ -1,4 +1,4 @@
-"""A record as tables of text, for the terminal and for the docs."""
+"""The tables of a record, as text for the terminal and for the docs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from sagesim_kernels.bench.jobs import preparation_share
 TITLES: Final = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
 _NOT_RUN: Final = "-"
 _WORDS: Final = {"forward": "forward", "backward": "backward", "both": "forward and backward"}
-"""What a table calls one of `PASSES`."""
+"""The name of each of `PASSES` in a table."""
 
 
 class Table(NamedTuple):
-    """Text in cells; the first column names the row."""
+    """A title, column heads, and rows of text cells. The first column names the row."""
 
     title: str
     head: Sequence[str]
@@ -31,7 +31,7 @@ class Table(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Problems that differ in length alone."""
+    """Problems that differ only in the number of tokens."""
 
     head_dim: int
     is_causal: bool
@@ -45,7 +45,7 @@ class Panel(NamedTuple):
 
 
 def cases(document: dict[str, Any], part: str, panel: Panel | None = None) -> list[dict[str, Any]]:
-    """The results of one part, shortest first: "speed", "payoff" or "accuracy"."""
+    """The results of a part: "speed", "payoff" or "accuracy". A panel's are sorted by tokens."""
     found = [case for case in document["cases"].values() if case["part"] == part]
     if panel is not None:
         found = [c for c in found if (c["head_dim"], c["is_causal"]) == panel]
@@ -54,28 +54,28 @@ def cases(document: dict[str, Any], part: str, panel: Panel | None = None) -> li
 
 
 def panels(document: dict[str, Any], part: str) -> list[Panel]:
-    """Head sizes and masks that were timed."""
+    """The head sizes and masks of a part, "speed" or "payoff"."""
     return sorted({Panel(c["head_dim"], c["is_causal"]) for c in cases(document, part)})
 
 
 def contenders(document: dict[str, Any]) -> list[str]:
-    """Whoever was asked to take part in "speed", ours first."""
+    """The contenders of "speed", our specs first."""
     settings = document["settings"]
     return [*settings["specs"], *settings["peers"]]
 
 
 def teraflops(case: dict[str, Any], name: str, which: str) -> float:
-    """10^12 operations a second, by the count of `cases.Shape.flop`."""
+    """TFLOP/s, by the count of `cases.Shape.flop`."""
     return case["flop"][which] / case["runs"][name][which]["ms"] / 1e9
 
 
 def ratio(case: dict[str, Any], name: str, peer: str, which: str = "both") -> float:
-    """How many times as fast as a peer: of medians."""
+    """How many times as fast as a peer, by median times."""
     return case["runs"][peer][which]["ms"] / case["runs"][name][which]["ms"]
 
 
 def speed(document: dict[str, Any], panel: Panel, which: str = "both") -> Table:
-    """TFLOP/s of one of `PASSES`."""
+    """A table of TFLOP/s of one of `PASSES`."""
 
     def cell(case: dict[str, Any], name: str) -> str:
         return f"{teraflops(case, name, which):.0f}"
@@ -84,17 +84,17 @@ def speed(document: dict[str, Any], panel: Panel, which: str = "both") -> Table:
 
 
 def times(document: dict[str, Any], panel: Panel) -> Table:
-    """Milliseconds of forward and backward together, and of the host."""
+    """A table of milliseconds of forward and backward: of the device, and of the host."""
 
     def cell(case: dict[str, Any], name: str) -> str:
         both = case["runs"][name]["both"]
         return f"{both['ms']:.3g} ({both['host_ms']:.2g})"
 
-    return _grid(document, panel, "ms, forward and backward (host's time to launch them)", cell)
+    return _grid(document, panel, "ms, forward and backward (host's time to launch both)", cell)
 
 
 def memory(document: dict[str, Any], panel: Panel) -> Table:
-    """What the forward saves, and what a forward and backward add at their peak."""
+    """A table of MB that the forward saves, and that forward and backward add at the peak."""
 
     def cell(case: dict[str, Any], name: str) -> str:
         several = [case["runs"][name][what] for what in ("saved_bytes", "added_bytes")]
@@ -104,7 +104,7 @@ def memory(document: dict[str, Any], panel: Panel) -> Table:
 
 
 def preparation(document: dict[str, Any], panel: Panel) -> Table:
-    """Smoothing, quantizing, delta and whatever else is no product, of the kernels' time."""
+    """A table of the part of all kernels' time that is not spent in products, of our specs."""
 
     def cell(case: dict[str, Any], name: str) -> str:
         jobs = case["runs"][name]["jobs_ms"]
@@ -115,7 +115,7 @@ def preparation(document: dict[str, Any], panel: Panel) -> Table:
 
 
 def ratios(document: dict[str, Any], panel: Panel, which: str = "both") -> Table:
-    """How many times as fast as each peer that ran, in one of `PASSES`."""
+    """A table of speeds relative to each peer that ran, in one of `PASSES`."""
 
     def cell(case: dict[str, Any], spec: str, peer: str) -> str:
         return f"{ratio(case, spec, peer, which):.2f}"
@@ -127,7 +127,7 @@ def ratios(document: dict[str, Any], panel: Panel, which: str = "both") -> Table
 
 
 def ranges(document: dict[str, Any], which: str = "both") -> Table:
-    """From the worst to the best of `ratios`, over every length, head size and mask."""
+    """A table of the smallest and largest of `ratios`, over all shapes."""
     peers, specs = document["settings"]["peers"], document["settings"]["specs"]
     rows: list[list[str]] = []
     for name in specs:
@@ -143,7 +143,7 @@ def ranges(document: dict[str, Any], which: str = "both") -> Table:
 
 
 def accuracy(document: dict[str, Any], key: str) -> Table:
-    """Relative L2 errors of whoever is timed."""
+    """A table of the relative L2 errors of a case, of the contenders of "speed"."""
     case = document["cases"][key]
     rows = [
         [name, *(f"{case['errors'][name][t]:.4f}" for t in OUTPUTS)]
@@ -154,9 +154,9 @@ def accuracy(document: dict[str, Any], key: str) -> Table:
 
 
 def payoff(document: dict[str, Any], panel: Panel, sigma: float) -> Table:
-    """Each site in INT8 and in 16 bit, all else as the base: times, and errors at a sigma.
+    """A table of times and errors with each site in INT8 and in 16 bit.
 
-    A row is there once both were measured.
+    The other sites are those of `PAYOFF_BASE`. A site has a row if both precisions were timed.
     """
     rows: list[list[str]] = []
     errors = errors_of(document, panel, sigma)
@@ -180,27 +180,27 @@ def payoff(document: dict[str, Any], panel: Panel, sigma: float) -> Table:
 
 
 def int8_and_16_bit(site: str) -> tuple[str, str]:
-    """Labels of the base with one of `PAYOFF_SITES` in INT8 and in 16 bit."""
+    """Labels of `PAYOFF_BASE` with one of `PAYOFF_SITES` in INT8 and in 16 bit."""
     base, other = PAYOFF_BASE.label(), payoff_spec(site).label()
     is_int8 = PAYOFF_BASE.site(site.split("+")[0]).precision is Precision.INT8
     return (base, other) if is_int8 else (other, base)
 
 
 def sigmas(document: dict[str, Any], panel: Panel) -> list[float]:
-    """At which errors were measured."""
+    """The sigmas at which errors were measured."""
     head = _accuracy_key(panel, "")
     keys = [key for key in document["cases"] if key.startswith(head)]
     return sorted(float(key.removeprefix(head)) for key in keys)
 
 
 def errors_of(document: dict[str, Any], panel: Panel, sigma: float) -> dict[str, Any]:
-    """Errors by contender and tensor at a sigma; empty where they were not measured."""
+    """Errors at a sigma, by contender and tensor; empty if they were not measured."""
     case = document["cases"].get(_accuracy_key(panel, f"{sigma:g}"))
     return {} if case is None else case["errors"]
 
 
 def not_run(document: dict[str, Any]) -> Table:
-    """Whoever could not run, or not be measured in all respects, where, and why."""
+    """A table of contenders that did not run or lack a measurement, with cases and reasons."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for key, case in document["cases"].items():
         for name, why in case["not_run"].items():
@@ -217,7 +217,7 @@ def not_run(document: dict[str, Any]) -> Table:
 
 
 def every_table(document: dict[str, Any]) -> list[Table]:
-    """All of the above that have rows, details first and the ratios to peers last."""
+    """Every table of the record that has rows, details first and relative speeds last."""
     found: list[Table] = []
     timed = panels(document, "speed")
     for make in (memory, times, preparation):
@@ -243,9 +243,11 @@ def _grid(
     cell: Callable[..., str],
     rows: Sequence[tuple[str, ...]] | None = None,
 ) -> Table:
-    """A row for each contender, or for those named together, and a column for each length.
+    """A table with a column for each number of tokens.
 
-    cell: of a case, and of whoever has the row; not asked where one of them did not run.
+    cell: makes a cell from a case and the contenders of the row.
+    rows: the contenders of each row; by default each contender has a row of its own. A cell is "-"
+        if one of its contenders did not run.
     """
     timed = cases(document, "speed", panel)
     found: list[list[str]] = []

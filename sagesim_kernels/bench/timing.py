@@ -1,5 +1,4 @@
-"""Contenders timed in turns, in one run, so that a device that changes its clocks changes them for
-all."""
+"""Timing in rounds: every contender once a round, so that a change of clocks affects all alike."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from sagesim_kernels.bench.step import Step
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What came of timing several contenders."""
+    """The times of several contenders."""
 
-    times: Mapping[str, Mapping[str, Sequence[Elapsed]]]  #: by contender and pass, one a round
-    not_run: Mapping[str, str]  #: why, of those that raised
+    times: Mapping[str, Mapping[str, Sequence[Elapsed]]]  #: by contender and pass, one per round
+    not_run: Mapping[str, str]  #: contenders that raised, with the reason
 
 
 def interleaved(
@@ -27,14 +26,16 @@ def interleaved(
     meter: Meter,
     rounds: int,
     *,
-    watched: Callable[[str, Exception], None],
+    on_error: Callable[[str, Exception], None],
 ) -> Timed:
-    """Every contender once a round: its forward, its backward, and both together.
+    """Time every contender once a round: its forward, its backward, and both together.
 
-    Each round begins with another contender. Steps have been run before: nothing is compiled here.
+    Each round starts with another contender. A contender that raises is not timed again.
 
     Args:
-        watched: told of a contender's exception; it raises where the device is lost.
+        steps: by contender. They have run before, so nothing is compiled here.
+        on_error: called with the name and the exception of a contender that raises. It raises
+            itself if the device is lost.
     """
     times: dict[str, dict[str, list[Elapsed]]] = {n: {p: [] for p in PASSES} for n in steps}
     not_run: dict[str, str] = {}
@@ -49,7 +50,7 @@ def interleaved(
                     prepare = _preparing(steps[name], which)
                     times[name][which].append(meter.elapsed(prepare))
             except Exception as error:
-                watched(name, error)
+                on_error(name, error)
                 not_run[name] = reason(error)
     return Timed({n: t for n, t in times.items() if n not in not_run}, not_run)
 
@@ -59,7 +60,7 @@ def _preparing(step: Step, which: str) -> Callable[[], Callable[[], object]]:
 
 
 def summary(several: Sequence[Elapsed]) -> dict[str, Any]:
-    """Medians in milliseconds, and the quartiles of the device's time.
+    """Medians of device and host times, and quartiles of the device's, in milliseconds.
 
     >>> summary([Elapsed(0.002, 0.001), Elapsed(0.001, 0.001), Elapsed(0.009, 0.004)])
     {'ms': 2.0, 'quartiles_ms': [1.5, 5.5], 'host_ms': 1.0}

@@ -1,13 +1,14 @@
-"""The backward on Hopper in one pass: what comes before its kernel and after it, and the launches.
+"""The backward for Hopper: a preprocess kernel, one pass over Q and K, and a postprocess kernel.
 
-`one_pass` computes S and dP once, where the portable kernels compute them in one kernel for dQ and
-once more in another for dK and dV. The parts of dQ are added up in global memory, in one order.
+`hopper_backward` computes S and dP once, while the portable kernels compute them once for dQ and
+once more for dK and dV. It adds the parts of dQ of all tiles of keys in global memory, in a fixed
+order.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -16,201 +17,206 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sagesim_kernels.delta import less_gradient, load_rows, products_with_o, store_rows
-from sagesim_kernels.hopper.device import loads
-from sagesim_kernels.hopper.one_pass import one_pass
-from sagesim_kernels.hopper.partitions import NUMBERS, ROW, WARPS
-from sagesim_kernels.hopper.turns import BK, BQ, out_of_order
-from sagesim_kernels.layout import (
+from sagesim_kernels.hopper.backward_kernel import Config, hopper_backward
+from sagesim_kernels.hopper.backward_warps import ROW_STATS, STATS_LAYOUT, WARPS
+from sagesim_kernels.hopper.descriptors import tma_descriptor
+from sagesim_kernels.hopper.dq_order import BLOCK_Q, TILE_K, from_register_order
+from sagesim_kernels.operands import (
+    LAUNCH,
+    LOG2_E,
+    Gradients,
     Grid,
+    KernelProblem,
+    OperandCache,
     Rows,
+    RowStatistics,
     Strided,
     length_of,
-    place_in,
+    load_mean,
+    load_rows,
+    program_coordinates,
+    rowsum_do_o,
+    store_rows,
     store_tokens,
     stored_start_of,
+    subtract_lse_gradient,
 )
-from sagesim_kernels.primitives import LAUNCH, LOG2_E
-from sagesim_kernels.problem import Problem
-from sagesim_kernels.quantize import Operands
-from sagesim_kernels.smoothing import mean_of
 
-_QUERIES: Final = BQ.value
-_KEYS: Final = BK.value
+_BLOCK_Q: Final = BLOCK_Q.value
+_TILE_K: Final = TILE_K.value
+
+
+class PreprocessInputs(NamedTuple):
+    q_scale: Any  #: float32 [heads, tokens_q], in padded storage
+    o: Any  #: `Strided`
+    do: Any  #: `Strided`
+    lse2: Any  #: `Rows`
+    d_lse: Any  #: `Rows`, or None
+
+
+class PreprocessOutputs(NamedTuple):
+    delta: Any  #: `Rows`
+    row_stats: Any  #: float32 [ROW_STATS for each block of queries in padded storage]
+    dq_semaphore: Any  #: int32 [blocks of queries in padded storage]
+
+
+class DqSum(NamedTuple):
+    """What determines dQ."""
+
+    accum: Any  #: float32, the sum of the parts of dQ, in padded storage
+    lse2: Any  #: `Rows`
+    d_lse: Any  #: `Rows`, or None
+    k_mean: Any  #: `Means`, or None
 
 
 @triton.jit
-def _prepare_rows(
-    grid,
-    q_scale,
-    o,
-    do,
-    lse2,
-    d_lse,
-    delta,
-    numbers,
-    counters,
-    lengths,
-    tokens_q,
-    scale_log2,
-    D: tl.constexpr,
-    BQ: tl.constexpr,
+def hopper_preprocess(
+    grid, inputs, outputs, lengths, tokens_q, scale_log2, D: tl.constexpr, BLOCK_Q: tl.constexpr
 ):
-    """A program for each block of queries: delta, what `one_pass` reads of the block's rows, and a
-    count of 0 parts of dQ.
+    """Compute delta and the row statistics of a block of queries, and set its semaphore to 0.
 
-    q_scale: float32 [heads, tokens_q], in storage; behind the last query of a sequence P becomes 0.
+    Queries behind the last one of a sequence get statistics that make P 0.
     """
-    i, h, b = place_in(grid)
+    i, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
-    first = i * BQ
+    first = i * BLOCK_Q
     if first >= n_q:
         return
-    local = tl.arange(0, BQ)
+    local = tl.arange(0, BLOCK_Q)
     row = first + local
     at = h.to(tl.int64) * tokens_q + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
-    factor = tl.load(q_scale + at + local, mask=row < n_q, other=1.0) * scale_log2
-    row_lse2 = load_rows(lse2, lengths.cu_q, b, h, row, n_q, float("inf"))
-    row_delta = products_with_o(o, do, lengths, b, h, first, D, D, BQ)
-    row_delta = less_gradient(row_delta, d_lse, lengths, b, h, row, n_q, row_lse2)
-    store_rows(delta, lengths.cu_q, b, h, row, n_q, row_delta)
-    out = numbers + at * 4 + local
-    tl.store(out, factor)
-    tl.store(out + BQ, row_lse2)
-    tl.store(out + 2 * BQ, row_delta)
-    tl.store(out + 3 * BQ, tl.zeros((BQ,), tl.float32))
-    tl.store(counters + at // BQ, 0)
+    factor = tl.load(inputs.q_scale + at + local, mask=row < n_q, other=1.0) * scale_log2
+    lse2 = load_rows(inputs.lse2, lengths.cu_q, b, h, row, n_q, float("inf"))
+    delta = rowsum_do_o(inputs.o, inputs.do, lengths, b, h, first, D, D, BLOCK_Q)
+    delta = subtract_lse_gradient(delta, inputs.d_lse, lengths, b, h, row, n_q, lse2)
+    store_rows(outputs.delta, lengths.cu_q, b, h, row, n_q, delta)
+    row_stats = outputs.row_stats + at * 4 + local
+    tl.store(row_stats, factor)
+    tl.store(row_stats + BLOCK_Q, lse2)
+    tl.store(row_stats + 2 * BLOCK_Q, delta)
+    tl.store(row_stats + 3 * BLOCK_Q, tl.zeros((BLOCK_Q,), tl.float32))
+    tl.store(outputs.dq_semaphore + at // BLOCK_Q, 0)
 
 
 @triton.jit
-def _finish(
-    grid,
-    sums,
-    lse2,
-    d_lse,
-    k_mean,
-    dq,
-    lengths,
-    tokens_q,
-    scale,
-    GROUPS: tl.constexpr,
-    D: tl.constexpr,
-    SHARED_BY: tl.constexpr,
-    BQ: tl.constexpr,
-):
-    """dQ of a block of queries out of its sum: scaled and rounded. Zero for queries that attend to
-    nothing: where all of a block do, nobody has written its sum."""
-    i, h, b = place_in(grid)
+def hopper_postprocess(
+    grid, dq_sum, dq, lengths, tokens_q, scale, GROUPS: tl.constexpr, D: tl.constexpr,
+    COLUMN_GROUPS: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Scale and round the sum of dQ of a block of queries.
+
+    dQ is 0 for queries that attend to no key. If this holds for all queries of a block, its sum is
+    uninitialised memory.
+    """
+    i, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
-    first = i * BQ
+    first = i * BLOCK_Q
     if first >= n_q:
         return
-    row = first + tl.arange(0, BQ)
-    row_lse2 = load_rows(lse2, lengths.cu_q, b, h, row, n_q, float("inf"))[:, None]
+    row = first + tl.arange(0, BLOCK_Q)
+    lse2 = load_rows(dq_sum.lse2, lengths.cu_q, b, h, row, n_q, float("inf"))[:, None]
     at = h.to(tl.int64) * tokens_q + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
-    total = out_of_order(tl.load(sums + at * D + tl.arange(0, BQ * D)), BQ, D, SHARED_BY)
-    total = tl.where(row_lse2 != float("inf"), total, 0.0)
-    if d_lse is not None and k_mean is not None:
-        # Rows of dS then sum to the logsumexp's gradient, and the mean of K counts.
-        gain = load_rows(d_lse, lengths.cu_q, b, h, row, n_q, 0.0)[:, None]
-        mean = mean_of(k_mean, b, h // GROUPS, 0, D, D)
-        total += tl.where(row_lse2 < float("inf"), gain * mean, 0.0)
+    total = tl.load(dq_sum.accum + at * D + tl.arange(0, BLOCK_Q * D))
+    total = from_register_order(total, BLOCK_Q, D, COLUMN_GROUPS)
+    total = tl.where(lse2 != float("inf"), total, 0.0)
+    if dq_sum.d_lse is not None and dq_sum.k_mean is not None:
+        # A row of dS then sums to the gradient of the logsumexp and not to 0, so the mean that was
+        # subtracted from K contributes to dQ.
+        d_lse = load_rows(dq_sum.d_lse, lengths.cu_q, b, h, row, n_q, 0.0)[:, None]
+        mean = load_mean(dq_sum.k_mean, b, h // GROUPS, 0, D, D)
+        total += tl.where(lse2 < float("inf"), d_lse * mean, 0.0)
     store_tokens(dq, lengths.cu_q, b, h, first, n_q, total * scale, D)
 
 
 def backward(
-    problem: Problem,
-    operands: Operands,
+    problem: KernelProblem,
+    operands: OperandCache,
     o: Tensor,
     do: Tensor,
-    lse2: Tensor,
+    statistics: RowStatistics,
     d_lse: Rows | None,
-    delta: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    grads: Gradients,
 ) -> None:
-    """Fill dq, dk and dv [sequences, heads, tokens, channels], any strides, and delta.
+    """Fill grads and statistics.delta.
 
-    o, do: as dq. lse2, d_lse, delta: float32 [sequences, heads, n_q].
+    Args:
+        problem: the call.
+        operands: its operands.
+        o, do: [sequences, heads, n_q, d], any strides.
+        statistics: lse2 of the forward; delta is written.
+        d_lse: the gradient of the logsumexp, or None.
+        grads: [sequences, heads, tokens, d] each, any strides.
     """
-    q8, k8 = operands.at("qk_recompute", "q"), operands.at("qk_recompute", "k")
-    k, mean = operands.unsmoothed("dq", "k")
-    tokens = (operands.at("dk", "q"), k, operands.at("dp", "v"), operands.at("dp", "do"))
+    dq, dk, dv = grads
+    q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
+    k, mean = operands.get_unsmoothed("dq", "k")
+    tokens = (operands.get("dk", "q"), k, operands.get("dp", "v"), operands.get("dp", "do"))
     q16, k16, v16, do16 = (x.ptr for x in tokens)
     kv_heads, heads, d = dk.shape[1], dq.shape[1], dq.shape[3]
-    stored_q, stored_k = q8.scale.shape[1], k8.scale.shape[1] * _QUERIES
+    tokens_q, tokens_k = q8.scale.shape[1], k8.scale.shape[1] * _BLOCK_Q
     lengths, scale = problem.lengths, problem.scale
-    is_split = d == 64
-    alternating = 4 if is_split or not problem.is_causal else 1  # measured: docs/speed.md
-    together = math.gcd(alternating, problem.sequences * kv_heads)
+    has_dq_warps = d == 64
+    interleaved = 4 if has_dq_warps or not problem.is_causal else 1  # measured: docs/speed.md
+    config = Config(
+        groups=problem.groups,
+        interleaved_heads=math.gcd(interleaved, problem.sequences * kv_heads),
+        has_dq_warps=has_dq_warps,
+        is_copied=operands.stored,
+    )
 
-    sums = dq.new_empty((heads * stored_q * d // 32, 32), dtype=torch.float32)
-    numbers = dq.new_empty(heads * stored_q * 4, dtype=torch.float32)
-    counters = dq.new_empty(heads * stored_q // _QUERIES, dtype=torch.int32)
-    blocks = Grid(-(-problem.longest_q // _QUERIES), heads, problem.sequences)
-    _prepare_rows[blocks.programs](
+    dq_accum = dq.new_empty((heads * tokens_q * d // 32, 32), dtype=torch.float32)
+    row_stats = dq.new_empty(heads * tokens_q * 4, dtype=torch.float32)
+    dq_semaphore = dq.new_empty(heads * tokens_q // _BLOCK_Q, dtype=torch.int32)
+    blocks = Grid(-(-problem.longest_q // _BLOCK_Q), heads, problem.sequences)
+    hopper_preprocess[blocks.programs](
         blocks,
-        q8.scale,
-        Strided.of(o),
-        Strided.of(do),
-        Rows.of(lse2),
-        d_lse,
-        Rows.of(delta),
-        numbers,
-        counters,
+        PreprocessInputs(q8.scale, Strided.of(o), Strided.of(do), statistics.lse2, d_lse),
+        PreprocessOutputs(statistics.delta, row_stats, dq_semaphore),
         lengths,
-        stored_q,
+        tokens_q,
         scale * LOG2_E,
         d,
-        _QUERIES,
+        _BLOCK_Q,
         **LAUNCH,
     )
-    tiles = Grid(-(-problem.longest_k // _KEYS), kv_heads, problem.sequences)
-    part = gl.NVMMASharedLayout(128, 32, 2)
-    one_pass[tiles.programs](
-        loads(q8.ptr.view(-1, d), _QUERIES),
-        loads(k8.ptr.view(-1, d), _KEYS),
-        loads(q16, _QUERIES),
-        loads(k16, _KEYS),
-        loads(v16, _KEYS),
-        loads(do16, _QUERIES),
-        TensorDescriptor.from_tensor(numbers, [NUMBERS.value], ROW.value),
+    tiles = Grid(-(-problem.longest_k // _TILE_K), kv_heads, problem.sequences)
+    accum_layout = gl.NVMMASharedLayout(128, 32, 2)
+    hopper_backward[tiles.programs](
+        tma_descriptor(q8.ptr.view(-1, d), _BLOCK_Q),
+        tma_descriptor(k8.ptr.view(-1, d), _TILE_K),
+        tma_descriptor(q16, _BLOCK_Q),
+        tma_descriptor(k16, _TILE_K),
+        tma_descriptor(v16, _TILE_K),
+        tma_descriptor(do16, _BLOCK_Q),
+        TensorDescriptor.from_tensor(row_stats, [ROW_STATS.value], STATS_LAYOUT.value),
         k8.scale,
         None if mean is None else mean.ptr,
         Strided.of(dk),
         Strided.of(dv),
-        TensorDescriptor.from_tensor(sums, [_QUERIES * d // 32, 32], part),
-        counters,
-        lengths._replace(n_q=0, n_k=0),  # in a tuple they would be built in
+        TensorDescriptor.from_tensor(dq_accum, [_BLOCK_Q * d // 32, 32], accum_layout),
+        dq_semaphore,
+        lengths._replace(n_q=0, n_k=0),  # passed on their own: a tuple would specialise them
         lengths.n_q,
         lengths.n_k,
         tiles.tiles,
         kv_heads,
-        stored_q,
-        stored_k,
+        tokens_q,
+        tokens_k,
         scale,
-        operands.stored,
-        problem.groups,
-        together,
-        d,
-        is_split,
+        config,
         num_warps=WARPS.value,
         **LAUNCH,
     )
-    _finish[blocks.programs](
+    hopper_postprocess[blocks.programs](
         blocks,
-        sums,
-        Rows.of(lse2),
-        d_lse,
-        operands.k_mean,
+        DqSum(dq_accum, statistics.lse2, d_lse, operands.k_mean),
         Strided.of(dq),
         lengths,
-        stored_q,
+        tokens_q,
         scale,
         problem.groups,
         d,
-        1 if is_split else 2,
-        _QUERIES,
+        1 if has_dq_warps else 2,
+        _BLOCK_Q,
         **LAUNCH,
     )

@@ -1,4 +1,4 @@
-"""What Triton's versions name differently in Gluon."""
+"""Operations of Gluon that have other names in Triton 3.6 than in the newest Triton."""
 
 # pyright: reportOptionalMemberAccess=false
 
@@ -17,25 +17,25 @@ def _reduce_add(tensor_desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
 
 
-def _named(module, newest: str, oldest: str):
+def _either(module, newest: str, oldest: str):
     return getattr(module, newest, None) or getattr(module, oldest)
 
 
-load = _named(tma, "async_load", "async_copy_global_to_shared")
-"""Shared memory = global memory, by TMA; a barrier says when."""
+tma_load = _either(tma, "async_load", "async_copy_global_to_shared")
+"""Copy global to shared memory by TMA. A barrier signals the end of the copy."""
 
-store = _named(tma, "async_store", "async_copy_shared_to_global")
-"""Global memory = shared memory, by TMA."""
+tma_store = _either(tma, "async_store", "async_copy_shared_to_global")
+"""Copy shared to global memory by TMA."""
 
-add = getattr(tma, "async_atomic_add", _reduce_add)
-"""Global memory += shared memory, by TMA. Triton 3.6 has the operation, but no function for it."""
+tma_add = getattr(tma, "async_atomic_add", _reduce_add)
+"""Add shared to global memory by TMA. Triton 3.6 has the operation, but no function for it."""
 
-barrier = _named(gl, "barrier", "thread_barrier")
-"""Of the warps of a partition."""
+barrier = _either(gl, "barrier", "thread_barrier")
+"""Synchronise the warps that run one function of a warp-specialised kernel."""
 
 
 @builtin
-def viewed(shared, dtype, shape, layout, _semantic=None):
-    """The bytes of a buffer as another one."""
+def reinterpret(shared, dtype, shape, layout, _semantic=None):
+    """View a buffer in shared memory with another dtype, shape and layout."""
     view = getattr(shared, "reinterpret", None) or shared._reinterpret
     return view(dtype, shape, layout, _semantic=_semantic)

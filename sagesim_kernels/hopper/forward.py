@@ -1,7 +1,8 @@
-"""The forward on Hopper, where Q K^T is INT8 and P V in 16 bit: one launch for all tiles.
+"""The forward for Hopper, with Q K^T in INT8 and P V in 16 bit: its kernel and its launch.
 
-One program stays on each multiprocessor and goes from tile to tile: its producer, a single warp,
-loads by TMA, and each of its consumers, warpgroups, computes 64 query rows of the tile.
+The kernel is persistent: one program runs on each multiprocessor and computes one tile after the
+other. It is warp-specialised: a producer, which is a single warp, loads by TMA, and each consumer,
+which is a warpgroup, computes 64 query rows of the tile.
 """
 
 from __future__ import annotations
@@ -13,33 +14,48 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sagesim_kernels.hopper.device import loads, processors
-from sagesim_kernels.hopper.forward_warps import BLOCK, Codes, Work, consume, produce
-from sagesim_kernels.hopper.schedule import group_of
-from sagesim_kernels.layout import Lengths, Rows, Strided
-from sagesim_kernels.primitives import LAUNCH, LOG2_E
-from sagesim_kernels.problem import Problem
-from sagesim_kernels.quantize import Operands
+from sagesim_kernels.hopper.descriptors import multiprocessor_count, tma_descriptor
+from sagesim_kernels.hopper.forward_warps import (
+    BLOCK,
+    Barriers,
+    Buffers,
+    Inputs,
+    Scales,
+    StoredScales,
+    TileScheduler,
+    consume,
+    produce,
+)
+from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
+from sagesim_kernels.operands import (
+    LAUNCH,
+    LOG2_E,
+    KernelProblem,
+    Lengths,
+    OperandCache,
+    Rows,
+    Strided,
+)
 
-# Of Gluon, whose functions pyright takes at their word:
+# Pyright takes the annotations of Gluon's functions literally:
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
 
-class Tile(NamedTuple):
-    """How a program works."""
+class Config(NamedTuple):
+    """The shape of a program, for one head size."""
 
     consumers: int
-    """Warpgroups, of 64 query rows each."""
+    """Consumer warpgroups, with 64 query rows each."""
     stages: int
-    """Loads of K and V in flight."""
+    """Loads of K and V that may be in flight."""
     registers: int
-    """Of a consumer's thread."""
+    """Registers of a consumer's thread."""
 
 
-TILES = {64: Tile(4, 6, 112), 128: Tile(3, 6, 160)}
+CONFIGS = {64: Config(4, 6, 112), 128: Config(3, 6, 160)}
 """By head size."""
 
 PRODUCER_REGISTERS = gl.constexpr(24)
@@ -54,21 +70,27 @@ _UNSPECIALIZED = (
     "heads",
     "groups",
     "longest_q",
-    "group",
-    "total",
+    "heads_per_group",
+    "tiles",
     "programs",
 )
 
 
+# TMA descriptors and the integers of _UNSPECIALIZED are parameters of their own. The launcher of
+# Triton 3.6 finds descriptors only outside tuples, and do_not_specialize does not apply to integers
+# in a tuple.
 @gluon.jit(do_not_specialize=_UNSPECIALIZED)
-def _forward(
+def hopper_forward(
     q8, k8, v, q_scale, k_scale, q_tokens, k_tokens, o, lse2, lse2_stride_b, lse2_stride_h,
-    scale_log2, cu_q, cu_k, n_q, n_k, heads, groups, longest_q, group, total, programs,
-    IS_CAUSAL: gl.constexpr, LOWER_RIGHT: gl.constexpr, STAGED: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    scale_log2, mask, n_q, n_k, heads, groups, longest_q, heads_per_group, tiles, programs,
+    CONFIG: gl.constexpr, IS_COPIED: gl.constexpr,
 ):  # fmt: skip
+    """mask: `Lengths` without n_q and n_k. IS_COPIED: whether V lies in padded storage."""
     D: gl.constexpr = q8.block_shape[1]
-    # Q is read until a tile's last step: there are two, so that the next tile's is loaded meanwhile
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    STAGES: gl.constexpr = CONFIG.stages
+    # Q is read until the last step of a tile. With two buffers for each consumer, Q of the next
+    # tile is loaded in the meantime.
     q_s = gl.allocate_shared_memory(gl.int8, [CONSUMERS * 2, BLOCK, D], q8.layout)
     k_s = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK, D], k8.layout)
     v_s = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK, D], v.layout)
@@ -83,44 +105,67 @@ def _forward(
         mbarrier.init(q_full.index(i), 1)
         mbarrier.init(q_empty.index(i), 1)
     fence_async_shared()
-    inputs = (q8, k8, v)
-    codes = (Codes(q_scale, q_tokens), Codes(k_scale, k_tokens))
-    shared = (q_s, k_s, v_s, full, empty, q_full, q_empty)
-    lengths = Lengths(cu_q, cu_k, n_q, n_k, IS_CAUSAL, LOWER_RIGHT)
-    work = Work(heads, groups, longest_q, group, total, programs)
-    lse = Rows(lse2, lse2_stride_b, lse2_stride_h)
+    inputs = Inputs(q8, k8, v)
+    scales = Scales(StoredScales(q_scale, q_tokens), StoredScales(k_scale, k_tokens))
+    buffers = Buffers(q_s, k_s, v_s)
+    barriers = Barriers(full, empty, q_full, q_empty)
+    rows = Rows(lse2, lse2_stride_b, lse2_stride_h)
+    lengths = Lengths(mask.cu_q, mask.cu_k, n_q, n_k, mask.IS_CAUSAL, mask.LOWER_RIGHT)
+    scheduler = TileScheduler(heads, groups, longest_q, heads_per_group, tiles, programs)
     gl.warp_specialize(
-        [  # Gluon's comprehensions go over tuples, not over ranges
-            # `o` is not assigned before: Triton 3.6 would forget that its stride is 1
-            (consume, (i, CONSUMERS, STAGES, D, codes, shared, (o, lse, scale_log2), lengths, work))
+        [  # Gluon's comprehensions iterate over tuples, not over ranges
+            # `o` is not part of a structure that is made here: there Triton 3.6 forgets that the
+            # stride of its channels is the constant 1.
+            (
+                consume,
+                (
+                    i, CONSUMERS, D, scales, buffers, barriers, o, rows, scale_log2, lengths,
+                    scheduler,
+                ),
+            )
             if i < CONSUMERS
-            else (produce, (CONSUMERS, STAGES, STAGED, inputs, codes, shared, lengths, work))
+            else (
+                produce,
+                (inputs, scales, buffers, barriers, lengths, scheduler, CONSUMERS, IS_COPIED),
+            )
             for i in (0, 1, 2, 3, 4)[: CONSUMERS + 1]
         ],
         [4] * (CONSUMERS - 1) + [1],
-        [REGISTERS] * (CONSUMERS - 1) + [PRODUCER_REGISTERS],
-    )
+        [CONFIG.registers] * (CONSUMERS - 1) + [PRODUCER_REGISTERS],
+    )  # fmt: skip
 
 
-def forward(problem: Problem, operands: Operands, o: Tensor, lse2: Tensor) -> None:
-    """Fill o [sequences, heads, n_q, d], any strides, and lse2, float32 [sequences, heads, n_q]."""
-    q, k, v = operands.at("qk", "q"), operands.at("qk", "k"), operands.at("pv", "v")
+def forward(problem: KernelProblem, operands: OperandCache, o: Tensor, lse2: Tensor) -> None:
+    """Fill o and lse2 with the output and the logsumexp in base 2.
+
+    Args:
+        o: [sequences, heads, n_q, d], any strides.
+        lse2: float32 [sequences, heads, n_q].
+    """
+    q, k, v = operands.get("qk", "q"), operands.get("qk", "k"), operands.get("pv", "v")
     heads, d = o.shape[1], o.shape[3]
-    tile = TILES[d]
-    rows = tile.consumers * BLOCK.value
+    config = CONFIGS[d]
+    rows = config.consumers * BLOCK.value
     n_q, n_k = problem.longest_q, problem.longest_k
-    total = problem.sequences * heads * -(-n_q // rows)
-    programs = min(total, processors())
+    tiles = problem.sequences * heads * -(-n_q // rows)
+    programs = min(tiles, multiprocessor_count())
     lengths = problem.lengths
     offset = None
     if problem.is_causal:
         offset = n_k - n_q if problem.lower_right else 0
-    head_bytes = n_k * d * (k.ptr.element_size() + v.ptr.element_size()) // problem.groups
-    group = group_of(n_q, n_k, offset, rows, problem.sequences * heads, programs, head_bytes)
-    _forward[(programs,)](
-        loads(q.ptr.view(-1, d), BLOCK.value),
-        loads(k.ptr.view(-1, d), BLOCK.value),
-        loads(v.ptr, BLOCK.value),
+    heads_per_group = choose_heads_per_group(
+        n_q,
+        n_k,
+        offset,
+        rows,
+        problem.sequences * heads,
+        programs,
+        head_bytes=n_k * d * (k.ptr.element_size() + v.ptr.element_size()) // problem.groups,
+    )
+    hopper_forward[(programs,)](
+        tma_descriptor(q.ptr.view(-1, d), BLOCK.value),
+        tma_descriptor(k.ptr.view(-1, d), BLOCK.value),
+        tma_descriptor(v.ptr, BLOCK.value),
         q.scale,
         k.scale,
         q.scale.shape[1],
@@ -128,22 +173,17 @@ def forward(problem: Problem, operands: Operands, o: Tensor, lse2: Tensor) -> No
         Strided.of(o),
         *Rows.of(lse2),
         problem.scale * LOG2_E,
-        lengths.cu_q,
-        lengths.cu_k,
+        lengths._replace(n_q=None, n_k=None),
         lengths.n_q,
         lengths.n_k,
         heads,
         problem.groups,
         problem.longest_q,
-        group,
-        total,
+        heads_per_group,
+        tiles,
         programs,
-        lengths.IS_CAUSAL,
-        lengths.LOWER_RIGHT,
+        config,
         operands.stored,
-        tile.consumers,
-        tile.stages,
-        tile.registers,
         num_warps=4,
         **LAUNCH,
     )

@@ -1,8 +1,12 @@
-"""What the warps of the forward's kernel do: one loads, the others compute.
+"""The warps of a forward program: one producer warp, and one consumer warpgroup for 64 query rows.
 
-Barriers: `full` of a stage of loads and `empty` again, and `q_full` and `q_empty` of a consumer's
-queries. Loads are counted, and so are tiles, since the program began: at any time the warps may be
-at different ones.
+Barriers, all in shared memory:
+
+- `full` of a stage: K and V of the stage have arrived. `empty`: every consumer has read them.
+- `q_full` of a Q buffer: its queries have arrived. `q_empty`: its consumer has read them.
+
+Each warp counts the loads and the tiles from the start of the program, so its stages and phases
+follow from its own counters. Different warps may be at different tiles at the same time.
 """
 
 from __future__ import annotations
@@ -17,51 +21,101 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sagesim_kernels.hopper.compat import load
-from sagesim_kernels.layout import (
+from sagesim_kernels.hopper.compat import tma_load
+from sagesim_kernels.operands import (
+    attends,
     causal_offset,
-    keys_seen,
+    key_loop_bounds,
     length_of,
     live_keys,
     row_base,
-    sees,
     start_of,
     stored_start_of,
 )
 
-# Of Gluon, whose functions pyright takes at their word:
+# Pyright takes the annotations of Gluon's functions literally:
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 BLOCK = gl.constexpr(64)
 """Queries of a consumer, and keys of a step."""
 
-MMA8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
-MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-QUERIES = gl.constexpr(gl.SliceLayout(1, MMA.value))
-KEYS = gl.constexpr(gl.SliceLayout(0, MMA.value))
-"""Layouts of S in int32, of S and P in float32, and of their rows and columns."""
+S_INT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
+"""Layout of S [queries, keys] as the INT8 product leaves it."""
+S_FLOAT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+"""Layout of S and P [queries, keys] in float32."""
+S_ROWS = gl.constexpr(gl.SliceLayout(1, S_FLOAT32.value))
+"""Layout of one number for each row of S, a query."""
+S_COLUMNS = gl.constexpr(gl.SliceLayout(0, S_FLOAT32.value))
+"""Layout of one number for each column of S, a key."""
 
 
-class Work(NamedTuple):
-    """What there is to do, and who does it."""
+class Inputs(NamedTuple):
+    """TMA descriptors of the tensors that the producer loads."""
 
-    heads: Any
-    groups: Any  #: heads for each head of k and v
-    longest_q: Any
-    group: Any  #: of `Tile`, a divisor of sequences * heads
-    total: Any  #: tiles
+    q8: Any  #: int8 [tokens of all heads, D]
+    k8: Any  #: int8 [tokens of all heads, D]
+    v: Any  #: 16 bit [sequences, heads, tokens, D]
+
+
+class StoredScales(NamedTuple):
+    """Scales of the codes of Q or K, in padded storage."""
+
+    ptr: Any  #: float32, for Q one for each token, for K one for each block
+    tokens: Any  #: tokens of a head
+
+
+class Scales(NamedTuple):
+    q: Any  #: `StoredScales`
+    k: Any  #: `StoredScales`
+
+
+class Buffers(NamedTuple):
+    """Tiles in shared memory."""
+
+    q: Any  #: int8 [2 * consumers, BLOCK, D], two for each consumer
+    k: Any  #: int8 [stages, BLOCK, D]
+    v: Any  #: 16 bit [stages, 1, 1, BLOCK, D]
+
+
+class Barriers(NamedTuple):
+    """Barriers in shared memory; the module's docstring says what each is for."""
+
+    full: Any  #: [stages]
+    empty: Any  #: [stages]
+    q_full: Any  #: [2 * consumers]
+    q_empty: Any  #: [2 * consumers]
+
+
+class TileScheduler(NamedTuple):
+    """The tiles of a launch, and their order; see `tile_scheduler`."""
+
+    heads: Any  #: query heads
+    groups: Any  #: query heads for each head of K and V
+    longest_q: Any  #: queries of the longest sequence
+    heads_per_group: Any  #: a divisor of sequences * heads
+    tiles: Any  #: of all heads and sequences
     programs: Any
 
 
-class Codes(NamedTuple):
-    """Where the scales of codes are, and the tokens of storage for a head of them."""
+class Tile(NamedTuple):
+    """The queries that all consumers of a program compute together."""
 
-    scale: Any
-    tokens: Any
+    b: Any  #: sequence
+    h: Any  #: query head
+    first: Any  #: first query
+    is_valid: Any  #: False if there is nothing to compute
 
 
-_PIN = gl.constexpr("""{
+class Mask(NamedTuple):
+    """Arguments of `attends` for the queries of a consumer."""
+
+    queries: Any
+    n_k: Any
+    offset: Any
+
+
+_COMPUTE_BEFORE = gl.constexpr("""{
 .reg .pred p;
 .reg .b32 t;
 or.b32 t, $4, $5;
@@ -77,287 +131,324 @@ mov.b32 $3, $7;
 
 
 @gluon.jit
-def _pin(x, at):
-    """x, computed before anything that follows. at: any address in global memory.
+def _compute_before_wait(x, address):
+    """Return x, and keep ptxas from computing it after a wait that follows.
 
-    ptxas would move the wait for a product above the exponentials that are to run meanwhile, but
-    moves no wait over an access to memory that may happen. This one happens where a number has its
-    sign bit set, as a NaN may, but no other sum of exponentials; and it changes nothing.
+    Without this, ptxas moves the wait for a product above the exponentials that are meant to
+    overlap with the product. It never moves a wait over a possible access to memory, and this is
+    one: a prefetch if a number of x has its sign bit set. x is a sum of exponentials, so only a NaN
+    can have it set, and a prefetch has no effect on the result.
+
+    address: any valid address in global memory.
     """
-    at = gl.full(x.shape, at.to(gl.int64), gl.int64, x.type.layout)
+    address = gl.full(x.shape, address.to(gl.int64), gl.int64, x.type.layout)
     return gl.inline_asm_elementwise(
-        _PIN, "=&f,=&f,=&f,=&f,f,f,f,f,l,l,l,l", [x, at], gl.float32, is_pure=False, pack=4
+        _COMPUTE_BEFORE,
+        "=&f,=&f,=&f,=&f,f,f,f,f,l,l,l,l",
+        [x, address],
+        gl.float32,
+        is_pure=False,
+        pack=4,
     )
 
 
 @gluon.jit
-def _tile_of(lap, lengths, work, ROWS: gl.constexpr):
-    """The tile of a program's lap: its sequence, head and first query, and whether there is one.
+def _waves(scheduler):
+    """Return how many tiles a program is given at most."""
+    return (scheduler.tiles + scheduler.programs - 1) // scheduler.programs
 
-    In snake order: there, and back in the next lap. Under a mask later tiles of a group of heads
-    are shorter, so that a program with a long tile has a short one next.
+
+@gluon.jit
+def _tile_of(wave, lengths, scheduler, ROWS: gl.constexpr):
+    """Return the `Tile` that this program computes in a wave.
+
+    Waves take tiles in snake order: programs 0, 1, ... in even waves, and backwards in odd ones.
+    Under a causal mask the later tiles of a group of heads are shorter, so a program with a long
+    tile in one wave gets a short tile in the next.
     """
     pid = gl.program_id(0)
-    index = lap * work.programs + pid
-    if lap % 2 == 1:
-        index = lap * work.programs + work.programs - 1 - pid
-    is_one = index < work.total
-    index = gl.minimum(index, work.total - 1)
-    tiles = (work.longest_q + ROWS - 1) // ROWS
-    together = tiles * work.group
-    tile = index % together // work.group
-    head = index // together * work.group + index % work.group
+    index = wave * scheduler.programs + pid
+    if wave % 2 == 1:
+        index = wave * scheduler.programs + scheduler.programs - 1 - pid
+    is_valid = index < scheduler.tiles
+    index = gl.minimum(index, scheduler.tiles - 1)
+    head_tiles = (scheduler.longest_q + ROWS - 1) // ROWS
+    group_tiles = head_tiles * scheduler.heads_per_group
+    tile = index % group_tiles // scheduler.heads_per_group
+    head = index // group_tiles * scheduler.heads_per_group + index % scheduler.heads_per_group
     if lengths.IS_CAUSAL:  # longest first
-        tile = tiles - 1 - tile
-    b = head // work.heads
+        tile = head_tiles - 1 - tile
+    b = head // scheduler.heads
     first = tile * ROWS
-    is_one = is_one & (first < length_of(lengths.cu_q, lengths.n_q, b))
-    return b, head % work.heads, first, is_one
+    is_valid = is_valid & (first < length_of(lengths.cu_q, lengths.n_q, b))
+    return Tile(b, head % scheduler.heads, first, is_valid)
 
 
 @gluon.jit
 def _key_blocks(first, ROWS: gl.constexpr, lengths, b):
-    """Of queries first..first + ROWS: blocks of keys that all of them attend to, and the number of
-    blocks to multiply with. The latter is not zero, lest there be a case of its own."""
+    """Return two numbers of key blocks, for queries first..first + ROWS of sequence b.
+
+    Every query attends to all keys of the first number of blocks. The second number is that of the
+    blocks to multiply with, at least 1, so that queries without any key need no case of their own.
+    """
     n_k = live_keys(lengths, b)
-    seen, end = keys_seen(first, ROWS, BLOCK, n_k, causal_offset(lengths, b))
-    return seen // BLOCK, gl.maximum((end + BLOCK - 1) // BLOCK, 1)
+    unmasked, end = key_loop_bounds(first, ROWS, BLOCK, n_k, causal_offset(lengths, b))
+    return unmasked // BLOCK, gl.maximum((end + BLOCK - 1) // BLOCK, 1)
 
 
 @gluon.jit
-def _first_row(codes, cu, n, b, h):
-    """Of a sequence and head, in storage of codes."""
-    return h.to(gl.int64) * codes.tokens + stored_start_of(cu, n, b)
+def _first_row(scales, cu, n, b, h):
+    """Return the row of the first token of sequence b and head h, in padded storage."""
+    return h.to(gl.int64) * scales.tokens + stored_start_of(cu, n, b)
 
 
 @gluon.jit
-def _wait(full, n, STAGES: gl.constexpr):
-    """For load n of the program."""
+def _wait_for_load(full, n):
+    """Wait until load n of the program has arrived."""
+    STAGES: gl.constexpr = full.shape[0]
     mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
 
 
 @gluon.jit
 def produce(
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr, inputs, codes, shared,
-    lengths, work,
+    inputs, scales, buffers, barriers, lengths, scheduler, CONSUMERS: gl.constexpr,
+    IS_COPIED: gl.constexpr,
 ):  # fmt: skip
-    """Load j of a tile is of K of step j and V of step j - 1.
+    """Load the tiles of Q, K and V by TMA. One warp.
 
-    The consumers multiply with both at once, so one barrier says that both are there, and one that
-    both are done with. Keys go from the last down, so that the blocks that a mask cuts come before
-    the loop over the others.
+    Load j of a tile holds K of step j and V of step j - 1. The consumers multiply with both at
+    once, so a stage needs one barrier for "both have arrived" and one for "both are read". Keys are
+    loaded from the last block to the first, so that the blocks that need a mask come before the
+    loop over the other blocks.
     """
+    STAGES: gl.constexpr = barriers.full.shape[0]
     ROWS: gl.constexpr = CONSUMERS * BLOCK
-    D: gl.constexpr = inputs[0].block_shape[1]
-    q8, k8, v = inputs
-    q_codes, k_codes = codes
-    q_s, k_s, v_s, full, empty, q_full, q_empty = shared
-    n = 0  # loads
-    tile = 0  # tiles that had any queries
-    for lap in range((work.total + work.programs - 1) // work.programs):
-        b, h, first, is_one = _tile_of(lap, lengths, work, ROWS)
-        if is_one:
-            k_head = h // work.groups
-            q_row = _first_row(q_codes, lengths.cu_q, lengths.n_q, b, h).to(gl.int32) + first
-            k_start = stored_start_of(lengths.cu_k, lengths.n_k, b).to(gl.int32)
-            k_row = k_head * k_codes.tokens + k_start
-            v_b = b
+    D: gl.constexpr = inputs.q8.block_shape[1]
+    load_count = 0
+    tile_count = 0  # valid tiles only
+    for wave in range(_waves(scheduler)):
+        tile = _tile_of(wave, lengths, scheduler, ROWS)
+        if tile.is_valid:
+            k_head = tile.h // scheduler.groups
+            q_row = _first_row(scales.q, lengths.cu_q, lengths.n_q, tile.b, tile.h).to(gl.int32)
+            q_row += tile.first
+            k_start = stored_start_of(lengths.cu_k, lengths.n_k, tile.b).to(gl.int32)
+            k_row = k_head * scales.k.tokens + k_start
+            v_b = tile.b
             v_row = 0
-            if STAGED:
+            if IS_COPIED:
                 v_b = 0
                 v_row = k_start
-            _, blocks = _key_blocks(first, ROWS, lengths, b)
+            _, blocks = _key_blocks(tile.first, ROWS, lengths, tile.b)
             for i in gl.static_range(CONSUMERS):
-                slot = i * 2 + tile % 2
-                mbarrier.wait(q_empty.index(slot), ((tile // 2) & 1) ^ 1)
-                bar = q_full.index(slot)
+                slot = i * 2 + tile_count % 2
+                mbarrier.wait(barriers.q_empty.index(slot), ((tile_count // 2) & 1) ^ 1)
+                bar = barriers.q_full.index(slot)
                 mbarrier.expect(bar, BLOCK * D)
-                load(q8, [q_row + i * BLOCK, 0], bar, q_s.index(slot))
-            tile += 1
+                tma_load(inputs.q8, [q_row + i * BLOCK, 0], bar, buffers.q.index(slot))
+            tile_count += 1
             for j in range(blocks + 1):
-                stage = n % STAGES
-                bar = full.index(stage)
-                mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
+                stage = load_count % STAGES
+                bar = barriers.full.index(stage)
+                mbarrier.wait(barriers.empty.index(stage), ((load_count // STAGES) & 1) ^ 1)
                 key = (blocks - 1 - j) * BLOCK
                 mbarrier.expect(bar, 3 * BLOCK * D, pred=(j > 0) & (j < blocks))
                 mbarrier.expect(bar, BLOCK * D, pred=j == 0)
                 mbarrier.expect(bar, 2 * BLOCK * D, pred=j == blocks)
                 key_v = v_row + key + BLOCK
-                load(k8, [k_row + key, 0], bar, k_s.index(stage), pred=j < blocks)
-                load(v, [v_b, k_head, key_v, 0], bar, v_s.index(stage), pred=j > 0)
-                n += 1
+                tma_load(inputs.k8, [k_row + key, 0], bar, buffers.k.index(stage), pred=j < blocks)
+                v_s = buffers.v.index(stage)
+                tma_load(inputs.v, [v_b, k_head, key_v, 0], bar, v_s, pred=j > 0)
+                load_count += 1
 
 
 @gluon.jit
 def _start_qk(q, k):
-    zeros = gl.zeros((BLOCK, BLOCK), gl.int32, MMA8)
+    zeros = gl.zeros((BLOCK, BLOCK), gl.int32, S_INT32)
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _qk(q, k_s, full, empty, n, STAGES: gl.constexpr):
-    """S of load n, of which nothing is needed any more."""
-    stage = n % STAGES
-    _wait(full, n, STAGES)
-    s = warpgroup_mma_wait(0, deps=[_start_qk(q, k_s.index(stage))])
-    mbarrier.arrive(empty.index(stage), count=1)
+def _compute_s(q, buffers, barriers, load_count):
+    """Return S of a load, and release its stage: V of the step before has been read already."""
+    stage = load_count % barriers.full.shape[0]
+    _wait_for_load(barriers.full, load_count)
+    s = warpgroup_mma_wait(0, deps=[_start_qk(q, buffers.k.index(stage))])
+    mbarrier.arrive(barriers.empty.index(stage), count=1)
     return s
 
 
 @gluon.jit
-def _highest(s):
-    """Of each row: of the int32 sums, as an instruction compares three of them but two floats. The
-    factor that makes them logits is not negative."""
-    return gl.max(gl.convert_layout(s, MMA), 1).to(gl.float32)
+def _row_max_of_codes(s):
+    """Return the maximum of each row of the int32 sums, in float32.
+
+    One instruction compares three integers but only two floats. The factor that turns sums into
+    logits is not negative, so the maximum is at the same key.
+    """
+    return gl.max(gl.convert_layout(s, S_FLOAT32), 1).to(gl.float32)
 
 
 @gluon.jit
 def _exponents(s, factor, row_max):
-    return gl.convert_layout(s.to(gl.float32), MMA) * factor[:, None] - row_max[:, None]
+    return gl.convert_layout(s.to(gl.float32), S_FLOAT32) * factor[:, None] - row_max[:, None]
 
 
 @gluon.jit
-def _masked(s, factor, row_max, block, seen_by):
-    """P, the rows' new maxima, -inf where they have not seen a key, and by how much what was summed
-    up before shrinks."""
-    queries, n_k, offset = seen_by
-    keys = block * BLOCK + gl.arange(0, BLOCK, KEYS)
-    x = gl.convert_layout(s.to(gl.float32), MMA) * factor[:, None]
-    x = gl.where(sees(queries[:, None], keys[None, :], n_k, offset), x, -float("inf"))
+def _masked_softmax_step(s, factor, row_max, block, mask):
+    """Return P of a key block under the mask, the new row maxima, and the rescaling factors.
+
+    A row's maximum is -inf until it has attended to a key. The rescaling factor multiplies what the
+    row has summed up with its previous maximum.
+    """
+    keys = block * BLOCK + gl.arange(0, BLOCK, S_COLUMNS)
+    x = gl.convert_layout(s.to(gl.float32), S_FLOAT32) * factor[:, None]
+    is_attended = attends(mask.queries[:, None], keys[None, :], mask.n_k, mask.offset)
+    x = gl.where(is_attended, x, -float("inf"))
     new_max = gl.maximum(row_max, gl.max(x, 1))
-    at = gl.where(new_max == -float("inf"), 0.0, new_max)
-    return gl.exp2(x - at[:, None]), new_max, gl.exp2(row_max - at)
+    finite_max = gl.where(new_max == -float("inf"), 0.0, new_max)
+    return gl.exp2(x - finite_max[:, None]), new_max, gl.exp2(row_max - finite_max)
 
 
 @gluon.jit
-def _sum(p):
-    """Over columns 8 apart, which one thread has; the sums are added up at the end of the tile."""
+def _partial_sums(p):
+    """Sum columns that are 8 apart, which one thread holds. The tile's end sums up the results."""
     return gl.sum(p.reshape([BLOCK, 8, 8]), 1)
 
 
 @gluon.jit
-def _store(o, cu, b, h, first, last, value):
-    """As `layout.store_tokens`. A warp's rows change threads first: a thread stores eight columns
-    next to each other at once, and no sector of memory is written in parts."""
+def _store_o(o, cu, tile, first, last, value):
+    """Store value as the rows from `first` of the tile's head: those before `last`.
+
+    This is `operands.store_tokens` with a layout of its own. Threads of a warp first exchange their
+    rows, so that each stores eight adjacent columns at once and fills whole sectors of memory.
+    """
     WIDE: gl.constexpr = gl.BlockedLayout([2, 8], [8, 4], [4, 1], [1, 0])
     value = gl.convert_layout(value.to(o.ptr.dtype.element_ty), WIDE)
     ROW: gl.constexpr = gl.SliceLayout(1, value.type.layout)
     COLUMN: gl.constexpr = gl.SliceLayout(0, value.type.layout)
     row = first + gl.arange(0, value.shape[0], ROW)
     column = gl.arange(0, value.shape[1], COLUMN).to(gl.int64)
-    base = o.ptr + b.to(gl.int64) * o.stride_b + h.to(gl.int64) * o.stride_h
-    ptrs = (base + (start_of(cu, b) + row) * o.stride_n)[:, None] + (column * o.stride_d)[None, :]
+    base = o.ptr + tile.b.to(gl.int64) * o.stride_b + tile.h.to(gl.int64) * o.stride_h
+    row_ptrs = base + (start_of(cu, tile.b) + row) * o.stride_n
+    ptrs = row_ptrs[:, None] + (column * o.stride_d)[None, :]
     gl.store(ptrs, value, mask=(row < last)[:, None])
 
 
 @gluon.jit
 def consume(
-    consumer: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
-    codes, shared, out, lengths, work,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, scales, buffers, barriers,
+    o_out, lse2, scale_log2, lengths, scheduler,
 ):  # fmt: skip
-    """64 query rows of each tile; those past the end of the sequence take one step, and go nowhere.
+    """Compute O and the logsumexp of 64 query rows of each tile. One warpgroup, number CONSUMER.
 
-    The blocks of keys that a mask may cut, two at most, come first. From the last of these on, the
-    product with V of a step runs together with Q K^T of the next.
+    A consumer whose rows are all past the end of the sequence takes one step and stores nothing.
+
+    The key blocks that need a mask come first; there are at most two. From the last of them on, the
+    product P V of a step overlaps with Q K^T of the next step.
+
+    o_out, lse2: `Strided` and `Rows` to fill. scale_log2: the scale of the logits, times log2(e).
     """
-    q_codes, k_codes = codes
-    q_s, k_s, v_s, full, empty, q_full, q_empty = shared
-    o_out, lse2, scale_log2 = out
+    full, empty = barriers.full, barriers.empty
+    STAGES: gl.constexpr = barriers.full.shape[0]
     ROWS: gl.constexpr = CONSUMERS * BLOCK
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    OUT: gl.constexpr = gl.SliceLayout(1, ACC)
-    dt: gl.constexpr = v_s.dtype
-    n = 0  # loads
-    tile = 0  # tiles that had any queries
-    for lap in range((work.total + work.programs - 1) // work.programs):
-        b, h, tile_first, is_one = _tile_of(lap, lengths, work, ROWS)
-        if is_one:
-            _, tile_blocks = _key_blocks(tile_first, ROWS, lengths, b)
-            first = tile_first + consumer * BLOCK
+    P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
+    dt: gl.constexpr = buffers.v.dtype
+    load_count = 0
+    tile_count = 0  # valid tiles only
+    for wave in range(_waves(scheduler)):
+        tile = _tile_of(wave, lengths, scheduler, ROWS)
+        if tile.is_valid:
+            b, h = tile.b, tile.h
+            _, tile_blocks = _key_blocks(tile.first, ROWS, lengths, b)
+            first = tile.first + CONSUMER * BLOCK
             n_q = length_of(lengths.cu_q, lengths.n_q, b)
-            seen, blocks = _key_blocks(first, BLOCK, lengths, b)
-            if first >= n_q:  # nothing of it is stored
+            unmasked, blocks = _key_blocks(first, BLOCK, lengths, b)
+            if first >= n_q:  # no row is stored
                 blocks = 1
-            seen = gl.minimum(seen, blocks - 1)
-            queries = first + gl.arange(0, BLOCK, QUERIES)
-            seen_by = (queries, live_keys(lengths, b), causal_offset(lengths, b))
-            q_row = _first_row(q_codes, lengths.cu_q, lengths.n_q, b, h)
-            q_factor = gl.load(q_codes.scale + q_row + queries, mask=queries < n_q, other=0.0)
+            unmasked = gl.minimum(unmasked, blocks - 1)
+            queries = first + gl.arange(0, BLOCK, S_ROWS)
+            mask = Mask(queries, live_keys(lengths, b), causal_offset(lengths, b))
+            q_row = _first_row(scales.q, lengths.cu_q, lengths.n_q, b, h)
+            q_factor = gl.load(scales.q.ptr + q_row + queries, mask=queries < n_q, other=0.0)
             q_factor = q_factor * scale_log2
-            for _ in range(tile_blocks - blocks):  # keys that only later rows of the tile see
-                _wait(full, n, STAGES)
-                mbarrier.arrive(empty.index(n % STAGES), count=1)
-                n += 1
-            k_row = _first_row(k_codes, lengths.cu_k, lengths.n_k, b, h // work.groups)
-            k_ptr = k_codes.scale + k_row // BLOCK
-            k_next = gl.load(k_ptr + seen)
-            slot = consumer * 2 + tile % 2
-            mbarrier.wait(q_full.index(slot), (tile // 2) & 1)
-            tile += 1
-            q = q_s.index(slot)
-            row_max = gl.full((BLOCK,), -float("inf"), gl.float32, QUERIES)
-            part = _sum(gl.zeros((BLOCK, BLOCK), gl.float32, MMA))
-            PART: gl.constexpr = gl.SliceLayout(1, part.type.layout)
+            for _ in range(tile_blocks - blocks):  # keys for later rows of the tile only
+                _wait_for_load(full, load_count)
+                mbarrier.arrive(empty.index(load_count % STAGES), count=1)
+                load_count += 1
+            k_row = _first_row(scales.k, lengths.cu_k, lengths.n_k, b, h // scheduler.groups)
+            k_ptr = scales.k.ptr + k_row // BLOCK
+            k_next = gl.load(k_ptr + unmasked)
+            slot = CONSUMER * 2 + tile_count % 2
+            mbarrier.wait(barriers.q_full.index(slot), (tile_count // 2) & 1)
+            tile_count += 1
+            q = buffers.q.index(slot)
+            row_max = gl.full((BLOCK,), -float("inf"), gl.float32, S_ROWS)
+            part = _partial_sums(gl.zeros((BLOCK, BLOCK), gl.float32, S_FLOAT32))
+            PART_ROWS: gl.constexpr = gl.SliceLayout(1, part.type.layout)
             o = gl.zeros((BLOCK, D), gl.float32, ACC)
-            for i in range(blocks - 1 - seen):
-                at = blocks - 1 - i
-                factor = q_factor * gl.load(k_ptr + at)
-                s = _qk(q, k_s, full, empty, n, STAGES)
-                n += 1
-                p, row_max, shrink = _masked(s, factor, row_max, at, seen_by)
-                part = part * gl.convert_layout(shrink, PART)[:, None] + _sum(p)
-                o = o * gl.convert_layout(shrink, OUT)[:, None]
-                _wait(full, n, STAGES)
-                v = v_s.index(n % STAGES).reshape([BLOCK, D])
-                o_t = warpgroup_mma(gl.convert_layout(p.to(dt), A), v, o, is_async=True)
+            for i in range(blocks - 1 - unmasked):
+                block = blocks - 1 - i
+                factor = q_factor * gl.load(k_ptr + block)
+                s = _compute_s(q, buffers, barriers, load_count)
+                load_count += 1
+                p, row_max, rescale = _masked_softmax_step(s, factor, row_max, block, mask)
+                part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + _partial_sums(p)
+                o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
+                _wait_for_load(full, load_count)
+                v = buffers.v.index(load_count % STAGES).reshape([BLOCK, D])
+                o_t = warpgroup_mma(gl.convert_layout(p.to(dt), P_OPERAND), v, o, is_async=True)
                 o = warpgroup_mma_wait(0, deps=[o_t])
             factor = q_factor * k_next
-            s = _qk(q, k_s, full, empty, n, STAGES)
-            n += 1
-            p, row_max, shrink = _masked(s, factor, row_max, seen, seen_by)
-            part = part * gl.convert_layout(shrink, PART)[:, None] + _sum(p)
-            o = o * gl.convert_layout(shrink, OUT)[:, None]
-            p16 = gl.convert_layout(p.to(dt), A)
-            _wait(full, n, STAGES)
-            k_next = gl.load(k_ptr + gl.maximum(seen - 1, 0))
-            for i in range(seen):
-                stage = n % STAGES
+            s = _compute_s(q, buffers, barriers, load_count)
+            load_count += 1
+            p, row_max, rescale = _masked_softmax_step(s, factor, row_max, unmasked, mask)
+            part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + _partial_sums(p)
+            o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
+            p16 = gl.convert_layout(p.to(dt), P_OPERAND)
+            _wait_for_load(full, load_count)
+            k_next = gl.load(k_ptr + gl.maximum(unmasked - 1, 0))
+            for i in range(unmasked):
+                stage = load_count % STAGES
                 k_scale = k_next
-                k_next = gl.load(k_ptr + gl.maximum(seen - 2 - i, 0))
-                s = _start_qk(q, k_s.index(stage))
-                v = v_s.index(stage).reshape([BLOCK, D])
+                k_next = gl.load(k_ptr + gl.maximum(unmasked - 2 - i, 0))
+                s = _start_qk(q, buffers.k.index(stage))
+                v = buffers.v.index(stage).reshape([BLOCK, D])
                 o_t = warpgroup_mma(p16, v, o, is_async=True)
                 s = warpgroup_mma_wait(1, deps=[s])
                 factor = q_factor * k_scale
-                new_max = gl.maximum(row_max, _highest(s) * factor)
-                shrink = gl.exp2(row_max - new_max)
+                new_max = gl.maximum(row_max, _row_max_of_codes(s) * factor)
+                rescale = gl.exp2(row_max - new_max)
                 row_max = new_max
                 p = gl.exp2(_exponents(s, factor, row_max))
-                part = part * gl.convert_layout(shrink, PART)[:, None] + _sum(p)
-                part = _pin(part, q_codes.scale)
-                # For the next step, but here: ptxas moves the wait for the product, below, up to
-                # the last branch, and this is one.
-                n += 1
-                _wait(full, n, STAGES)
+                part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + _partial_sums(p)
+                part = _compute_before_wait(part, scales.q.ptr)
+                # The wait for the next step's load stands here, and not at the top of the loop:
+                # ptxas moves the wait for the product below up to the last branch before it, and
+                # this wait is a branch.
+                load_count += 1
+                _wait_for_load(full, load_count)
                 o = warpgroup_mma_wait(0, deps=[o_t])
-                # All warps meet in it first: they are done with this K, and V of the step before.
+                # The consumer's warps synchronise before they arrive, so all of them have read
+                # this K, and V of the step before.
                 mbarrier.arrive(empty.index(stage), count=1)
-                o = o * gl.convert_layout(shrink, OUT)[:, None]
-                p16 = gl.convert_layout(p.to(dt), A)
-            mbarrier.arrive(q_empty.index(slot), count=1)
-            stage = n % STAGES
-            o_t = warpgroup_mma(p16, v_s.index(stage).reshape([BLOCK, D]), o, is_async=True)
-            row_sum = gl.convert_layout(gl.sum(part, 1), QUERIES)
+                o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
+                p16 = gl.convert_layout(p.to(dt), P_OPERAND)
+            mbarrier.arrive(barriers.q_empty.index(slot), count=1)
+            stage = load_count % STAGES
+            v = buffers.v.index(stage).reshape([BLOCK, D])
+            o_t = warpgroup_mma(p16, v, o, is_async=True)
+            row_sum = gl.convert_layout(gl.sum(part, 1), S_ROWS)
             o = warpgroup_mma_wait(0, deps=[o_t])
             mbarrier.arrive(empty.index(stage), count=1)
-            n += 1
+            load_count += 1
             row_lse2 = gl.where(row_sum == 0.0, float("inf"), row_max + gl.log2(row_sum))
-            rows = first + gl.arange(0, BLOCK, QUERIES)
+            rows = first + gl.arange(0, BLOCK, S_ROWS)
             gl.store(row_base(lse2, lengths.cu_q, b, h) + rows, row_lse2, mask=rows < n_q)
-            row_sum = gl.convert_layout(row_sum, OUT)[:, None]
-            # The bits of o / row_sum, which too is a product with an inverse, but scales both for
-            # sums that there are none of: the greatest exponential is 1. Of rows without a key V
-            # may have contributed 0 * NaN.
+            row_sum = gl.convert_layout(row_sum, O_ROWS)[:, None]
+            # o * (1 / row_sum) has the bits of o / row_sum. The division compiles to the same
+            # product, with extra scaling for sums that cannot occur: the greatest exponential of a
+            # row is 1. In rows without a key, V may have added 0 * NaN to o.
             o = gl.where(row_sum == 0.0, 0.0, o * (1.0 / row_sum))
-            _store(o_out, lengths.cu_q, b, h, first, n_q, o)
+            _store_o(o_out, lengths.cu_q, tile, first, n_q, o)

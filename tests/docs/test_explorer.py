@@ -11,11 +11,11 @@ from urllib.parse import urlencode
 import pytest
 
 import sagesim
-from docs import explorer
+from docs.build import explorer
 from sagesim import FACTORED, SAGEBWD, SITES, AttentionSpec, Delta, Precision
-from sagesim.attribution import OUTPUTS
+from sagesim.analysis import OUTPUTS
 from tests.docs.browser import Page, browse, find
-from theory.samples import Sample, gaussian, outlier_channels
+from theory.checks.samples import Sample, gaussian, outlier_channels
 
 INPUTS = {
     "sigma3": replace(gaussian(3.0, tokens=96, d=16), name="sigma 3"),

@@ -1,12 +1,13 @@
 """Run the emulator on a case."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sagesim import AttentionSpec, Trace, attention, exact, trace
-from sagesim._exact import Exact
+from sagesim.emulator import Exact
 from tests.support.inputs import Case
 
 
@@ -22,13 +23,13 @@ class Outputs(NamedTuple):
 def run_attention(case: Case, spec: AttentionSpec) -> Outputs:
     """o and the gradients, through autograd."""
     leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
-    o = attention(*leaves, spec=spec, **case.options)
+    o = attention(replace(case, q=leaves[0], k=leaves[1], v=leaves[2]), spec=spec)
     return Outputs(o.detach(), *torch.autograd.grad(o, leaves, case.do))
 
 
 def run_trace(case: Case, spec: AttentionSpec) -> Trace:
-    return trace(*case.tensors, spec=spec, **case.options)
+    return trace(case, spec=spec)
 
 
 def run_exact(case: Case) -> Exact:
-    return exact(*case.tensors, **case.options)
+    return exact(case)

@@ -26,12 +26,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 from triton.runtime.errors import OutOfResources
 
-from sagesim.arguments import resolve_input16
 from sagesim.spec import AttentionSpec
-from sagesim_kernels.backward import Gradients, backward
-from sagesim_kernels.forward import forward
-from sagesim_kernels.primitives import LAUNCH
-from sagesim_kernels.problem import Problem
+from sagesim_kernels.dispatch import backward, forward
+from sagesim_kernels.operands import LAUNCH, Gradients, KernelProblem, Packing
 from tests.support.sass import issued_in_loop, lost_descriptors
 
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
@@ -96,7 +93,7 @@ class _Launches:
         self.kernels.append(
             {
                 "name": _name(fn, named),
-                "tile": named.get("TILE"),
+                "tile": _tile(named),
                 "warps": kernel.metadata.num_warps,
                 "stages": kernel.metadata.num_stages,
                 "fp_fusion": kernel.metadata.enable_fp_fusion,
@@ -106,12 +103,17 @@ class _Launches:
 
 
 def _name(fn: JITFunction, args: dict[str, Any]) -> str:
-    """The kernel's name, or what it computes where one kernel computes either of two things."""
-    if fn.__name__ == "query_tiles":
-        return "query_tiles, delta" if args["dq"] is None else "query_tiles, dq"
-    if fn.__name__ == "key_tiles" and None in (args["dk"], args["dv"]):
-        return "key_tiles, dv" if args["dk"] is None else "key_tiles, dk"
+    """The kernel's name, and what it computes if the kernel can compute one of two things."""
+    if fn.__name__ == "dq_kernel":
+        return "dq_kernel, delta" if args["dq"] is None else "dq_kernel, dq"
+    if fn.__name__ == "dkdv_kernel" and None in (args["dk"], args["dv"]):
+        return "dkdv_kernel, dv" if args["dk"] is None else "dkdv_kernel, dk"
     return fn.__name__
+
+
+def _tile(args: dict[str, Any]) -> int | None:
+    """The rows that a program owns."""
+    return args["sizes"].TILE.value if "sizes" in args else args.get("TILE")
 
 
 def _contents(kernel: Any) -> dict[str, Any]:
@@ -183,18 +185,15 @@ def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any
     sizes = [request["head_size"]] * 2 + [request["value_head_size"]] * 3
     q, k, v, do, o = (torch.empty(1, 2, tokens, d, dtype=dtype, device="meta") for d in sizes)
     cu = torch.empty(3, dtype=torch.int32, device="meta") if request["packed"] else None
-    problem = Problem(
-        q=q,
-        k=k,
-        v=v,
-        spec=resolve_input16(AttentionSpec.parse(request["spec"]), dtype),
+    problem = KernelProblem.of(
+        q,
+        k,
+        v,
+        spec=AttentionSpec.parse(request["spec"]),
         scale=0.125,
         is_causal=request["is_causal"],
         lower_right=False,
-        cu_q=cu,
-        cu_k=cu,
-        longest_q=tokens,
-        longest_k=tokens,
+        packing=Packing(cu, cu, tokens, tokens),
     )
     launches.kernels = []
     before = dict(LAUNCH)

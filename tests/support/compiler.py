@@ -124,7 +124,7 @@ class Compiler:
         """Every kernel of a forward and its backward, in the order of their launches.
 
         packed: of packed sequences, as a varlen call is.
-        launch: options that replace those of `sagesim_kernels.primitives.LAUNCH`.
+        launch: options that replace those of `sagesim_kernels.operands.primitives.LAUNCH`.
         """
         request = json.dumps(
             {

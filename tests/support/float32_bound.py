@@ -47,7 +47,7 @@ def of(
     and |Q| + |mean|, rounded once; the rank-one terms add |mean| once more. What K-smoothing
     takes out of the logits enlarges what is rounded relative to their size.
     """
-    q, k, v, do = (x.double() for x in case.tensors)
+    q, k, v, do = (x.double() for x in case.qkvdo)
     n_q, n_k, d, d_v = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     scale = d**-0.5 if case.scale is None else abs(case.scale)
     q_abs, k_abs, shift = q.abs(), k.abs(), torch.zeros_like(exact.lse)

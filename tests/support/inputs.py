@@ -1,14 +1,14 @@
 """Calls of attention over tensors of the package's kinds, which fuzzing draws from as well."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sagesim._fuzz_inputs import (
+from sagesim import AttentionProblem
+from sagesim.fuzzing.inputs import (
     Builder,
     constant,
     gaussian,
@@ -40,58 +40,35 @@ EXTREME: dict[str, Builder] = NASTY | {huge_gain.__name__: huge_gain}
 """For quantizing a tensor on its own."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """The arguments of one attention, and the gradient of its output."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True, repr=False)
+class Case(AttentionProblem):
+    """An attention problem that prints as its shapes and the kinds of its tensors."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
     do: Tensor
-    is_causal: bool = False
-    attn_mask: Tensor | None = None
-    scale: float | None = None
-    enable_gqa: bool = False
     kinds: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """Shapes and kinds: what a failing example needs, and not its thousands of numbers."""
-        shapes = ", ".join(
-            f"{name} {list(x.shape)}"
-            for name, x in zip(("q", "k", "v", "do"), self.tensors, strict=True)
-        )
-        mask = "none" if self.attn_mask is None else list(self.attn_mask.shape)
-        return f"Case({shapes}, {'/'.join(self.kinds)}, is_causal={self.is_causal}, mask {mask})"
+        """What a failing example needs, without its thousands of numbers."""
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in self.tensors.items())
+        return f"Case({shapes}, {'/'.join(self.kinds)}, is_causal={self.is_causal})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """What hypothesis prints, instead of every field."""
         printer.text(repr(self))
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.q, self.k, self.v, self.do
-
-    @property
     def options(self) -> dict[str, Any]:
-        return {
-            "is_causal": self.is_causal,
-            "attn_mask": self.attn_mask,
-            "scale": self.scale,
-            "enable_gqa": self.enable_gqa,
-        }
+        """SDPA's keyword arguments, for functions of q, k and v."""
+        names = ("is_causal", "attn_mask", "scale", "enable_gqa")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def attends(self) -> Tensor:
-        """bool, broadcastable to [*heads, n_q, n_k]: which key a query attends to."""
+        """bool, broadcastable to [*heads, n_q, n_k]: which keys a query attends to."""
         full = torch.ones(self.q.shape[-2], self.k.shape[-2], dtype=torch.bool)
         if self.is_causal:
             full = full.tril()
         return full if self.attn_mask is None else full & self.attn_mask
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Case":
-        """The case with q, k, v and do changed."""
-        q, k, v, do = (change(x) for x in self.tensors)
-        return replace(self, q=q, k=k, v=v, do=do)
 
     def to(self, dtype: torch.dtype) -> "Case":
         return self.map(lambda x: x.to(dtype))

@@ -1,4 +1,4 @@
-"""Hopper's machine code, read for a fault of a compiler, and for what a loop costs."""
+"""Reads Hopper's machine code: finds a fault of ptxas, and counts the instructions of a loop."""
 
 import re
 from collections import Counter
@@ -13,7 +13,7 @@ _DESCRIPTOR = re.compile(r"gdesc\[UR(\d+)\]")
 _LEFT_IN_REGISTERS = re.compile(r"R\d+, R\d+, gdesc")
 _NUMBER = re.compile(r"-?0x[0-9a-f]+")
 _LAYOUTS = {0x40000040, 0x80000020, 0xC0000010}
-"""The high words of a descriptor of a wgmma operand, for rows of 128, 64 and 32 bytes."""
+"""The high words of a wgmma operand's descriptor, for rows of 128, 64 and 32 bytes."""
 
 
 class _Instruction(NamedTuple):
@@ -23,22 +23,24 @@ class _Instruction(NamedTuple):
 
 
 def lost_descriptors(listing: str) -> list[str]:
-    """Instructions of nvdisasm's listing that build a wgmma operand's descriptor, or multiply by
-    one, on registers which do not hold what they should.
+    """Return the instructions of nvdisasm's listing that use a wrong wgmma descriptor.
 
-    The descriptor of the operand's second 32 bytes is its first's address, a number below 2**32,
-    plus a constant of 64 bits. ptxas 12.8, which comes with Triton 3.6, loses descriptors in two
-    ways. (12.9 has not been seen to.) Sometimes it adds to whatever a register holds: it shows in
-    the high word, a zero plus the constant's, where the register was last given something that is
-    not zero. And sometimes it builds one before a loop, where that is jumped over if the loop takes
-    no turn, but multiplies by it behind the loop too.
+    They build the descriptor of a wgmma operand, or multiply by it, from registers that hold other
+    values. The descriptor of an operand's second 32 bytes is the address of the first 32 bytes, a
+    number below 2**32, plus a constant of 64 bits. ptxas 12.8, which comes with Triton 3.6, loses
+    descriptors in two ways; no case with ptxas 12.9 is known.
+
+    - It adds the constant to a register that holds another value. The high word shows this: it has
+      to be 0 plus the high word of the constant, but the register was last set to another value.
+    - It builds a descriptor before a loop, in code that is skipped if the loop has no iterations,
+      and uses the descriptor behind the loop too.
     """
     code, labels = _parsed(listing)
     return [*_added_to_something_else(code), *_not_given_on_each_path(code, labels)]
 
 
 def _parsed(listing: str) -> tuple[list[_Instruction], dict[str, int]]:
-    """Instructions, and the number of that which follows a label."""
+    """Return the instructions, and for each label the index of the instruction behind it."""
     code: list[_Instruction] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
@@ -66,9 +68,13 @@ def _added_to_something_else(code: list[_Instruction]) -> list[str]:
 
 
 def _not_given_on_each_path(code: list[_Instruction], labels: dict[str, int]) -> list[str]:
-    """Products whose descriptor is in uniform registers that some path to them gives nothing."""
+    """Return products with a descriptor in registers that are not written on every path to them.
+
+    These are uniform registers.
+    """
     everything = 2**64 - 1
-    given = [everything] * len(code)  # before an instruction, on each path to it; a bit a register
+    # Registers that are written on every path to an instruction, before it; one bit a register.
+    given = [everything] * len(code)
     successors = [_successors(code, labels, at) for at in range(len(code))]
     jumped_to = {to for several in successors for to in several}
     waiting = [at for at in range(len(code)) if at not in jumped_to]
@@ -87,7 +93,7 @@ def _not_given_on_each_path(code: list[_Instruction], labels: dict[str, int]) ->
     found = []
     for before, (opcode, text, _) in zip(given, code, strict=True):
         if "GMMA" in opcode and (descriptor := _DESCRIPTOR.search(text)):
-            first = int(descriptor[1])  # of four: two of the left operand, two of the right
+            first = int(descriptor[1])  # of four registers: two for each operand, left first
             needed = 0b1100 if _LEFT_IN_REGISTERS.search(text) else 0b1111
             if needed << first & ~before:
                 found.append(f"{opcode} {text.strip()}")
@@ -95,25 +101,28 @@ def _not_given_on_each_path(code: list[_Instruction], labels: dict[str, int]) ->
 
 
 def _successors(code: list[_Instruction], labels: dict[str, int], at: int) -> list[int]:
-    """The instructions that may come after one."""
+    """Return the indices of the instructions that may run after the one at `at`."""
     opcode, text, is_conditional = code[at]
     name = opcode.split(".")[0]
     targets = _targets(text, labels) if name in ("BRA", "BRX") else []
-    # the text of BRA begins with the target, or with what decides
+    # The text of BRA begins with the target, unless the jump has a condition.
     leaves = name in ("BRX", "EXIT", "RET") or (name == "BRA" and text.startswith("`"))
     is_last = at + 1 == len(code)
     return targets if is_last or (leaves and not is_conditional) else [*targets, at + 1]
 
 
 def _targets(text: str, labels: dict[str, int]) -> list[int]:
-    """The instructions that a jump may go to."""
+    """Return the indices of the instructions that a jump may go to."""
     return [labels[label] for label in _TARGET.findall(text) if label in labels]
 
 
 def issued_in_loop(listing: str) -> Counter[str]:
-    """Opcodes of the innermost loop of nvdisasm's listing that multiplies matrices, by how often a
-    warp issues them in a step that jumps forward wherever it can: past masks of tiles that need
-    none, and past the slow path of divisions."""
+    """Return how often a warp issues each opcode in one step of the main loop.
+
+    The main loop is the innermost loop of nvdisasm's listing that multiplies matrices. The step is
+    assumed to take every forward jump, which skips masks that the tile does not need, and the slow
+    path of divisions. The result is empty if no loop multiplies matrices.
+    """
     code, labels = _parsed(listing)
     jumps = [
         (at, to, is_conditional)
@@ -147,7 +156,7 @@ def _gives_zero(opcode: str, sources: list[str]) -> bool:
 
 
 def _width(opcode: str) -> int:
-    """Registers that an instruction writes."""
+    """Return how many registers an instruction writes."""
     if ".128" in opcode:
         return 4
     return 2 if ".64" in opcode or "WIDE" in opcode or opcode == "CS2R" else 1

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sagesim import Precision
-from sagesim._fuzz_strategies import MAP_GRANULARITIES as MAP_GRANULARITIES
-from sagesim._fuzz_strategies import TOKEN_GRANULARITIES as TOKEN_GRANULARITIES
-from sagesim._fuzz_strategies import all_blocks, seeds
-from sagesim._fuzz_strategies import matmuls as matmuls
-from sagesim._fuzz_strategies import roundings as roundings
-from sagesim._fuzz_strategies import smoothings as smoothings
-from sagesim._fuzz_strategies import specs as specs
+from sagesim.fuzzing.strategies import MAP_GRANULARITIES as MAP_GRANULARITIES
+from sagesim.fuzzing.strategies import TOKEN_GRANULARITIES as TOKEN_GRANULARITIES
+from sagesim.fuzzing.strategies import all_blocks, seeds
+from sagesim.fuzzing.strategies import matmuls as matmuls
+from sagesim.fuzzing.strategies import roundings as roundings
+from sagesim.fuzzing.strategies import smoothings as smoothings
+from sagesim.fuzzing.strategies import specs as specs
 from tests.support.inputs import MILD, Builder, Case, case, random_mask
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 48, 63, 64, 65, 96, 127, 128, 129, 130)

@@ -240,7 +240,7 @@ def test_fpa_is_inside_a_budget_that_sagebwd_breaks():
     """The budget separates what it is meant to separate."""
     exact = run_exact(GAUSSIAN).o
     float16 = torch.nn.functional.scaled_dot_product_attention(
-        *(x.half() for x in GAUSSIAN.tensors[:3]), is_causal=True
+        *(x.half() for x in GAUSSIAN.qkvdo[:3]), is_causal=True
     )
     budget = {"exact": exact, "yardstick": float16, "factor": 2.0, "band": 2.0**-23, "what": "o"}
     assert_within_budget(actual=emulate(spec=FPA), **budget)

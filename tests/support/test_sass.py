@@ -1,4 +1,4 @@
-"""The fault is seen, and nothing else taken for it."""
+"""Faults of the compiler are found in listings, correct listings pass, and loops are counted."""
 
 import pytest
 
@@ -35,12 +35,12 @@ OTHER_NUMBER = """
 
 
 @pytest.mark.parametrize("listing", [KEPT, KEPT_UNIFORM, OTHER_NUMBER])
-def test_kept(listing: str) -> None:
+def test_a_correct_high_word_passes(listing: str) -> None:
     assert lost_descriptors(listing) == []
 
 
 @pytest.mark.parametrize("listing", [LOST, NEVER_GIVEN, OVERWRITTEN])
-def test_lost(listing: str) -> None:
+def test_a_wrong_high_word_is_reported(listing: str) -> None:
     (instruction,) = lost_descriptors(listing)
     assert instruction.split()[0].endswith("IADD3.X")
 
@@ -62,23 +62,23 @@ SKIPPED = """
 GIVEN_FIRST = "        /*0010*/                   UIADD3.64 UR8, UR4, 0x2, URZ ;\n"
 
 
-def test_given_on_each_path():
+def test_a_descriptor_that_is_written_on_each_path_passes():
     assert lost_descriptors(SKIPPED) == []
 
 
-def test_given_only_where_a_loop_takes_a_turn():
+def test_a_descriptor_that_is_written_only_before_a_skipped_loop_is_reported():
     (product,) = lost_descriptors(SKIPPED.replace(GIVEN_FIRST, ""))
-    assert "RZ" not in product  # behind the loop, not in it
-    assert product.startswith("IGMMA")  # of the other, the left operand is in registers
+    assert "RZ" not in product  # the product behind the loop, not the one in it
+    assert product.startswith("IGMMA")  # the HGMMA has its left operand in registers
 
 
-def test_given_only_under_a_condition():
+def test_a_descriptor_that_is_written_under_a_condition_is_reported():
     conditional = SKIPPED.replace("     UIADD3.64 UR10", "@P3  UIADD3.64 UR10")
     assert len(lost_descriptors(conditional)) == 3
 
 
 @pytest.mark.parametrize("jump", ["BRA `(.L_x_3)", 'BRX R2 -0x10 (*"BRANCH_TARGETS .L_x_3"*)'])
-def test_given_before_a_jump(jump: str):
+def test_jumps_are_followed(jump: str):
     listing = f"""
         /*0000*/                   UIADD3.64 UR10, UR4, 0x2, URZ ;
         /*0010*/                   UIADD3.64 UR8, UR4, 0x2, URZ ;
@@ -109,14 +109,14 @@ LOOP = """
 """
 
 
-def test_what_a_jump_forward_skips_is_not_issued():
+def test_instructions_that_a_forward_jump_skips_are_not_counted():
     assert issued_in_loop(LOOP) == {"HGMMA.64": 1, "FMUL": 1, "BRA": 2, "MUFU.EX2": 1}
 
 
-def test_without_the_jump_it_is():
+def test_without_the_jump_they_are_counted():
     straight = LOOP.replace("@P0 BRA `(.L_x_1)", "NOP")
     assert issued_in_loop(straight)["FSEL"] == 2
 
 
-def test_without_a_product_there_is_no_such_loop():
+def test_a_loop_without_a_matrix_product_is_not_counted():
     assert issued_in_loop(LOOP.replace("HGMMA", "FFMA")) == {}

@@ -7,10 +7,10 @@ import torch
 
 import sagesim
 from sagesim import AttentionSpec
-from sagesim.attribution import OUTPUTS
+from sagesim.analysis import OUTPUTS
 from theory.budget import PARTS, error_budget
 from theory.checks.budget import WITHIN, of_errors, pooled
-from theory.samples import captured, gaussian
+from theory.checks.samples import captured, gaussian
 
 
 def small(sigma=2.0, seed=0, n=96, d=16):
@@ -44,7 +44,7 @@ def test_a_twin_with_another_spec_is_told_apart():
     """The budget of the paper's scheme is not that of the factored one, and the check sees it."""
     sample = captured()[1]
     measured = sagesim.compare(sample.trace(sagesim.SAGEBWD), sample.exact()).overall
-    budget = error_budget(*sample.tensors, spec=sagesim.FACTORED, is_causal=sample.is_causal)
+    budget = error_budget(sample, spec=sagesim.FACTORED)
     wrong = [t for t in OUTPUTS if abs(measured[t].rel_l2 / budget.error[t] - 1) > WITHIN]
     assert {"ds", "dq", "dk", "dv"} <= set(wrong)
 

@@ -1,4 +1,4 @@
-"""Every statement holds, and the command that says so."""
+"""Every statement of `theory` holds, and `python -m theory` reports one that does not."""
 
 import json
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from theory.__main__ import main
-from theory.check import bounded, estimated
 from theory.checks import CHECKS
+from theory.checks.check import bounded, estimated
 
 TOPICS = [pytest.param(t, marks=pytest.mark.long if t == "budget" else ()) for t in CHECKS]
 
@@ -23,7 +23,7 @@ def violated():
     yield bounded("x", "1 <= 0.5", "nothing", bound=torch.tensor(0.5), measured=torch.tensor(1.0))
 
 
-def test_a_violated_statement_is_told_and_counts(monkeypatch, capsys):
+def test_a_violated_statement_is_reported_and_the_exit_code_is_1(monkeypatch, capsys):
     monkeypatch.setattr("theory.__main__.CHECKS", {"x": violated})
     assert main([]) == 1
     out, err = capsys.readouterr()
@@ -41,14 +41,14 @@ def test_a_violated_statement_is_told_and_counts(monkeypatch, capsys):
     assert err == "1 of 1 statements do not hold\n"
 
 
-def test_json(monkeypatch, capsys):
+def test_json_output_has_the_ratio_and_the_verdict(monkeypatch, capsys):
     monkeypatch.setattr("theory.__main__.CHECKS", {"x": violated})
     assert main(["x", "--json"]) == 1
     (record,) = json.loads(capsys.readouterr().out)
     assert record["statement"] == "1 <= 0.5" and record["ratio"] == 2.0 and not record["holds"]
 
 
-def test_an_unknown_topic_is_named(capsys):
+def test_the_error_names_an_unknown_topic(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["nonsense"])
     assert stopped.value.code == 2
@@ -67,7 +67,7 @@ def test_an_unknown_topic_is_named(capsys):
         ([float("inf"), 1.0], [5.0, 0.5], True),
     ],
 )
-def test_a_bound_holds_where_every_element_does(bound, measured, holds):
+def test_a_bound_holds_if_it_holds_for_every_element(bound, measured, holds):
     check = bounded("x", "", "", bound=torch.tensor(bound), measured=torch.tensor(measured))
     assert check.holds is holds
 
@@ -76,6 +76,6 @@ def test_a_bound_holds_where_every_element_does(bound, measured, holds):
     ("predicted", "measured", "holds"),
     [(2.0, 2.19, True), (2.0, 2.3, False), (2.0, 1.7, False), (0.0, 0.0, True), (0.0, 1.0, False)],
 )
-def test_an_estimate_holds_within_what_it_claims(predicted, measured, holds):
+def test_an_estimate_holds_within_its_tolerance(predicted, measured, holds):
     check = estimated("x", "", "", predicted=predicted, measured=measured, within=0.1)
     assert check.holds is holds

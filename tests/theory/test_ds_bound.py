@@ -1,4 +1,4 @@
-"""Bounds on rows of dS: they hold, some are attained, and the closed forms are right."""
+"""The bounds on rows of dS hold, some are attained, and the closed forms are right."""
 
 import math
 
@@ -56,7 +56,7 @@ ROWS = {
 
 
 def rows(logits, gradient, n, exponent, seed):
-    """p and dp [5, n]."""
+    """p and dp, [5, n] each, for a kind of logits and a kind of gradient."""
     z = torch.randn(2, 5, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     p = LOGITS[logits](z[0]).softmax(-1)
     return p, GRADIENTS[gradient](z[1]) * 2.0**exponent
@@ -88,8 +88,8 @@ def test_every_bound_holds(logits, gradient, n, exponent, seed):
 
 @examples(300)
 @given(**ROWS, delta=st.integers(-10, 10))
-def test_most_hold_for_any_delta(logits, gradient, n, exponent, seed, delta):
-    """As the emulator's, which is rounded and comes from O."""
+def test_three_bounds_hold_for_any_delta(logits, gradient, n, exponent, seed, delta):
+    """The emulator's delta is rounded and may come from O, so its c is not centred."""
     p, dp = rows(logits, gradient, n, exponent, seed)
     c = dp - delta * 2.0**exponent
     measured = ds_rms(p, c)
@@ -103,8 +103,10 @@ def test_most_hold_for_any_delta(logits, gradient, n, exponent, seed, delta):
 @examples(300)
 @given(**ROWS)
 def test_the_order_of_the_bounds(logits, gradient, n, exponent, seed):
-    """Ours is never above the paper's; the capped one is below both ends of Hoelder's family;
-    between its ends the family is below their geometric mean."""
+    """ds_bound never exceeds the paper's bound, and capped_bound neither end of Hoelder's family.
+
+    Between its ends the family is at most their weighted geometric mean.
+    """
     p, dp = rows(logits, gradient, n, exponent, seed)
     c, off = centred(p, dp), rounding(p, dp)
     paper, variance = paper_bound(p, c), holder_bound(p, c, 0.0)
@@ -123,7 +125,7 @@ def test_the_order_of_the_bounds(logits, gradient, n, exponent, seed):
 
 @examples(300)
 @given(**ROWS)
-def test_the_norm_of_the_jacobian(logits, gradient, n, exponent, seed):
+def test_the_norm_of_the_jacobian_is_within_its_bound(logits, gradient, n, exponent, seed):
     p, _ = rows(logits, gradient, n, exponent, seed)
     jacobian = torch.diag_embed(p) - p[..., None] * p[..., None, :]
     eigenvalue = torch.linalg.eigvalsh(jacobian)[..., -1]
@@ -146,8 +148,8 @@ def test_the_jacobian_bound_is_attained():
     )
 
 
-def test_known_rows():
-    """Uniform and one-hot rows, and all of two keys: the Jacobian's norm is its closed form."""
+def test_the_closed_form_is_exact_for_uniform_and_one_hot_rows_and_two_keys():
+    """It also keeps its digits in a row that is nearly one-hot."""
     for p in ([0.25] * 4, [1.0, 0.0, 0.0], [0.9, 0.1], [0.5, 0.5]):
         p = torch.tensor([p], dtype=torch.float64)
         closed = jacobian_norm_bound(p)
@@ -158,8 +160,8 @@ def test_known_rows():
     assert float(jacobian_norm_bound(nearly)) == 2e-20
 
 
-def test_the_jacobian_bound_may_exceed_the_papers():
-    """Why ours takes the smallest of three: two peaks, and |c| the same everywhere."""
+def test_the_jacobian_bound_can_exceed_the_papers():
+    """It does for two peaks and constant |c|: the reason that ds_bound is the smallest of three."""
     n = 100_002
     p = torch.full((1, n), 0.5 / (n - 2), dtype=torch.float64)
     p[0, :2] = 0.25
@@ -171,8 +173,8 @@ def test_the_jacobian_bound_may_exceed_the_papers():
     assert float(ds_bound(p, dp) / ds_rms(p, centred(p, dp))) < 1 + 1e-4
 
 
-def test_the_papers_own_looseness():
-    """max|c| / RMS(c) for uniform P, and another sqrt(N) for the flat form."""
+def test_the_looseness_of_the_papers_bounds_for_uniform_p():
+    """It is max|c| / RMS(c), and sqrt(N) times that for the flat form."""
     p = torch.full((1, 4), 0.25, dtype=torch.float64)
     c = torch.tensor([[3.0, -1.0, -1.0, -1.0]], dtype=torch.float64)
     crest = 3 / math.sqrt(3)
@@ -192,14 +194,14 @@ def test_the_papers_own_looseness():
     ],
     ids=["half", "mean of P", "RMS of c", "second largest P", "half of Hoelder's"],
 )
-def test_a_wrong_bound_is_found(wrong):
+def test_wrong_bounds_are_violated(wrong):
     p = torch.tensor([[3.0, 1, 1, 1, 0, 0, 0, 0]], dtype=torch.float64) / 6
     dp = torch.tensor([[1.0, -1, -1, -1, 0, 0, 0, 0]], dtype=torch.float64)
     with pytest.raises(AssertionError, match="exceed the bound"):
         assert_bounds(p, dp, wrong(p, centred(p, dp)), "twin")
 
 
-def test_the_jacobian_bound_wants_a_centred_c():
+def test_the_jacobian_bound_is_violated_if_c_is_not_centred():
     p = torch.full((1, 8), 0.125, dtype=torch.float64)
     p[0] = torch.tensor([0.86] + [0.02] * 7)
     c = torch.ones(1, 8, dtype=torch.float64)
@@ -215,12 +217,12 @@ def test_the_jacobian_bound_wants_a_centred_c():
     outlier=st.sampled_from((1.0, 1e3)),
     is_causal=st.booleans(),
 )
-def test_the_values_bound_holds(seed, n, sigma, mean, outlier, is_causal):
+def test_the_value_bound_holds(seed, n, sigma, mean, outlier, is_causal):
     generator = torch.Generator().manual_seed(seed)
     q, k, v, do = torch.randn(4, 2, n, 8, generator=generator, dtype=torch.float64)
     v = v * torch.tensor([outlier] + [1.0] * 7) + mean
     x = sagesim.exact(q * sigma, k, v, do, is_causal=is_causal)
-    # dP is a sum of d products; the mean of V makes them large and cancels in dS.
+    # dP is a sum of d products. The mean of V makes them large, and cancels in dS.
     size = (do.abs() @ v.abs().mT).amax(-1)
     bound = value_bound(x.p, v, do) + 4 * (n + 24) * U * size
     measured = ds_rms(torch.ones(()), x.ds)
@@ -229,14 +231,14 @@ def test_the_values_bound_holds(seed, n, sigma, mean, outlier, is_causal):
     )
 
 
-def test_the_values_bound_does_not_see_a_common_value():
+def test_a_constant_added_to_all_values_leaves_the_value_bound_unchanged():
     q, k, v, do = torch.randn(4, 2, 12, 8, dtype=torch.float64)
     p = sagesim.exact(q, k, v, do).p
     plain, shifted = value_bound(p, v, do), value_bound(p, v + 100, do)
     assert_within_bound(actual=shifted, exact=plain, bound=1e-9 * plain, what="V + 100")
 
 
-def test_the_expected_size_is_the_jacobians_norm():
+def test_the_expected_rms_is_the_frobenius_norm_of_the_jacobian():
     p = (3 * torch.randn(6, 10, dtype=torch.float64)).softmax(-1)
     jacobian = torch.diag_embed(p) - p[..., None] * p[..., None, :]
     norm = torch.linalg.matrix_norm(jacobian) / math.sqrt(10)
@@ -251,7 +253,7 @@ def test_the_gaussian_crest_is_a_median():
     assert gaussian_crest(4096) == pytest.approx(math.sqrt(2 * math.log(4096)), rel=0.1)
 
 
-def test_theta_is_a_fraction():
+def test_a_theta_outside_0_to_1_raises():
     p = torch.ones(1, 1)
     with pytest.raises(ValueError, match=r"theta=1\.5"):
         holder_bound(p, p, 1.5)

@@ -1,5 +1,7 @@
-"""The parts of dS's error: the identity, the bound through delta, and estimates held against drawn
-errors, whose moments are known, and against the emulator, whose are not."""
+"""The parts of dS's error: the identity, the bound through delta, and the estimates.
+
+Estimates are compared with drawn errors of known moments, and with the emulator.
+"""
 
 import math
 from dataclasses import replace
@@ -24,6 +26,7 @@ from theory.checks.ds_error import (
     relative,
     tolerance,
 )
+from theory.checks.samples import captured, gaussian, outlier_channels
 from theory.ds_bound import centred
 from theory.ds_error import (
     dispersion,
@@ -35,7 +38,6 @@ from theory.ds_error import (
 )
 from theory.matmul import product_moments
 from theory.rounding import Moments, rounding_moments
-from theory.samples import captured, gaussian, outlier_channels
 
 U = 2.0**-53
 LABELS = ("sagebwd", "factored", "sagebwd_all_int8", "sage_forward", "sagebwd pv=fp8_e5m2")
@@ -66,8 +68,10 @@ def drawn(*errors, draws=4000):
 
 
 def assert_moments(moments, sample, what):
-    """The sample's [draws, ...] mean and mean square are those of `moments`: within six standard
-    errors of a mean of products of normal numbers (of which some 60 are compared)."""
+    """The mean and mean square of sample [draws, ...] match `moments` to six standard errors.
+
+    The standard error is that of a mean of products of normal numbers; about 60 are compared.
+    """
     spread = 6 / math.sqrt(len(sample))
     assert_within_bound(
         actual=sample.mean(0),
@@ -85,7 +89,7 @@ def assert_moments(moments, sample, what):
 
 @examples(200)
 @given(**CASES)
-def test_the_parts_add_up(label, seed, n, sigma, outlier, is_causal):
+def test_the_four_parts_add_up_to_the_error(label, seed, n, sigma, outlier, is_causal):
     x = problem(seed, n, sigma, outlier)
     e = sagesim.exact(*x, is_causal=is_causal)
     t = sagesim.trace(*x, spec=AttentionSpec.parse(label), is_causal=is_causal)
@@ -114,7 +118,7 @@ def test_the_bound_through_delta_holds(label, seed, n, sigma, outlier, is_causal
     t = sagesim.trace(*x, spec=spec, is_causal=is_causal)
     measured = (e.p * (t.delta - e.delta)[..., None]).square().mean(-1).sqrt()
     bound = through_delta_bound(e.p, x[3], t.o - e.o)
-    # delta is a float32 sum of 16 products; the exact one a float64 sum.
+    # delta is a float32 sum of 16 products; exact delta is a float64 sum.
     slack = 17 * 2.0**-24 * (x[3] * t.o).abs().sum(-1).double() * e.p.square().mean(-1).sqrt()
     slack = slack + (n + 32) * U * e.dp.abs().amax(-1)
     assert_within_bound(
@@ -122,7 +126,7 @@ def test_the_bound_through_delta_holds(label, seed, n, sigma, outlier, is_causal
     )
 
 
-def test_the_bound_through_delta_is_attained_and_no_smaller_one_holds():
+def test_the_bound_through_delta_is_attained_so_no_smaller_bound_holds():
     do = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
     p = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
     o_error = do * 0.01
@@ -141,15 +145,15 @@ def test_the_bound_through_delta_is_attained_and_no_smaller_one_holds():
     spread=st.sampled_from((0.0, 1.0, 8.0)),
     exponent=st.integers(-60, 60),
 )
-def test_what_is_known_of_a_rounding_error(seed, spread, exponent):
-    """The elements with a mean have that error, in the emulator as well."""
+def test_elements_without_variance_have_exactly_the_mean_as_their_error(seed, spread, exponent):
+    """The error is that of the emulator's quantizer."""
     z = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(seed))
     x = z[0] * torch.exp(spread * z[1]) * 2.0**exponent
     rounded = quantize(x, Granularity.PerToken)
     moments = rounding_moments(x, rounded.scale)
     error = rounded.dequantize().double() - x.double()
     known = moments.variance == 0
-    # A code times its scale is rounded to float32, and x / scale may tie in one precision only.
+    # The quantizer multiplies in float32, and a tie in float32 need not be one in float64.
     scale = rounded.scale.double().expand_as(error)
     ties = ((x.double() / scale).abs().frac() - 0.5).abs() < 1e-5
     assert_within_bound(
@@ -173,7 +177,7 @@ def test_a_rounding_error_is_noise_in_the_middle_and_a_bias_at_the_ends():
     assert_bitwise(actual=empty.mean_square, expected=torch.zeros(3).double(), what="all zero")
 
 
-def test_an_error_relative_to_nothing():
+def test_the_relative_error_of_a_zero_tensor():
     zero, error = torch.zeros(2).double(), Moments(torch.zeros(2), torch.ones(2))
     assert Moments.none(zero).relative_to(zero) == 0
     assert error.relative_to(zero) == math.inf
@@ -190,7 +194,7 @@ def test_the_moments_of_a_product():
 
 @pytest.mark.parametrize("which", ["q", "k", "mean"])
 def test_the_moments_from_qk_are_those_of_small_errors(which):
-    """Q and K given tiny errors, dS computed anew; delta follows them."""
+    """dS and its delta are recomputed from Q and K with tiny errors."""
     q, k, v, do = torch.randn(4, 6, 4, dtype=torch.float64)
     x, tiny = sagesim.exact(q, k, v, do), 1e-7
     zero, one = torch.zeros_like(q), torch.ones_like(q)
@@ -204,7 +208,7 @@ def test_the_moments_from_qk_are_those_of_small_errors(which):
     off_q, off_k = drawn(q_error, k_error, draws=draws)
     sample = sagesim.exact(q + off_q, k + off_k, v.expand_as(off_q), do.expand_as(off_q)).ds - x.ds
     if which == "mean":
-        # The second order is 1e-7 of the first, float64's rounding 1e-9 of it.
+        # The second order is 1e-7 of the first; float64's rounding is 1e-9 of it.
         limit = 1e-5 * tiny * torch.ones_like(x.ds)
         assert_within_bound(actual=sample[0], exact=moments.mean, bound=limit, what="known error")
     else:
@@ -220,7 +224,7 @@ def test_the_moments_from_pv():
     p_error, v_error = Moments(0.1 * p, p.square()), Moments(0.1 * v, v.square())
     moments = ds_moments_from_pv(p, v, do, p_error, v_error)
     off_p, off_v = drawn(p_error, v_error)
-    # First order: without the product of both errors, which is left out of the variance.
+    # First order: the variance does not include the product of both errors.
     o_off = off_p @ v + p @ off_v
     known = p_error.mean @ v_error.mean
     sample = -p * ((o_off + known) * do).sum(-1, keepdim=True)
@@ -230,7 +234,7 @@ def test_the_moments_from_pv():
 @pytest.mark.parametrize("layer", range(6))
 @pytest.mark.parametrize("spec", [SAGEBWD, FACTORED], ids=["sagebwd", "factored"])
 def test_estimates_on_every_layer_of_the_capture(layer, spec):
-    """dS through QK and through PV, dQ, dK, dV of their own rounding, and with them the gains."""
+    """The error of dS through QK and through PV, and of dQ, dK and dV from their own rounding."""
     sample = in_float32(captured()[layer])
     exact, parts = sample.exact(), Anatomy.of(sample, spec)
     for name, moments, sites in (
@@ -244,7 +248,7 @@ def test_estimates_on_every_layer_of_the_capture(layer, spec):
 
 
 def test_small_elements_make_a_bias_that_noise_does_not_explain():
-    """What the model of uniform noise misses: dV under a common gradient, four times over."""
+    """For dV with similar rows of dO, a model of noise alone is too small by a factor of 4."""
     product = products(common_gradient())[2]
     assert product.site == "dv"
     scale = amax(product.left.mT, SAGEBWD.dv.lhs, SAGEBWD).mT / 127
@@ -260,7 +264,7 @@ def test_small_elements_make_a_bias_that_noise_does_not_explain():
 
 @pytest.mark.parametrize("parts", [1, 8, 64])
 def test_the_dispersion_of_known_regions(parts):
-    """One part of a region not 0: the least there is. All alike: 1."""
+    """It is 1 for equal parts, and 1 / (number of parts) if a single part is not 0."""
     x = torch.zeros(64, 64, dtype=torch.float64)
     x[:: 64 // parts] = 1.0
     fine = amax(x, Granularity.PerTileRow, SAGEBWD)
@@ -272,16 +276,16 @@ def test_the_dispersion_of_known_regions(parts):
 
 @examples(100)
 @given(seed=st.integers(0, 2**32 - 1), spread=st.floats(0, 10), n=st.sampled_from((1, 5, 64, 70)))
-def test_the_dispersion_is_a_share(seed, spread, n):
+def test_the_dispersion_is_between_its_limits(seed, spread, n):
     z = torch.randn(2, n, 24, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     x = z[0] * torch.exp(spread * z[1, :, :1])
     fine, coarse = (amax(x, g, SAGEBWD) for g in (Granularity.PerTileRow, Granularity.PerTile))
     assert 1 / 64 * (1 - 1e-12) <= dispersion(fine, coarse, torch.ones(())) <= 1
 
 
-def test_the_gain_of_dispersions_is_that_of_ordinary_inputs_only():
-    """It follows the emulator at sigma 1; at sigma 5, where P and dS are mostly smaller than half
-    a code, it charges shared scales noise that they do not make."""
+def test_the_gain_from_dispersions_holds_only_if_elements_span_many_codes():
+    """It agrees with the emulator at sigma 1. At sigma 5 most of P and dS is below half a code,
+    and the gain charges shared scales a noise that they do not have."""
     for product in products(gaussian(1.0)):
         gain = product.measured(SAGEBWD) / product.measured(FACTORED)
         assert product.gain_of_dispersions() == pytest.approx(gain, rel=0.1)
@@ -290,8 +294,8 @@ def test_the_gain_of_dispersions_is_that_of_ordinary_inputs_only():
         assert product.gain_of_dispersions() > 1.5 * gain
 
 
-def test_the_outlier_of_one_row_is_within_a_third():
-    """One row of dO carries most of dS, so that one row's roundings are the whole sample."""
+def test_the_estimate_for_one_dominant_row_is_within_a_third():
+    """One row of dO carries most of dS, so a measurement averages over the rounding of one row."""
     sample = outlier_channels()
     exact = sample.exact().ds
     found = relative(sample.trace(SAGEBWD).ds, exact)

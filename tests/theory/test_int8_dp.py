@@ -1,4 +1,4 @@
-"""INT8 dP: moments against drawn errors, closed forms, and the emulator."""
+"""INT8 dP: the moments match drawn errors, and the estimates match the emulator."""
 
 import math
 from dataclasses import replace
@@ -21,6 +21,7 @@ from theory.checks.int8_dp import (
     outlier_rows,
     predicted,
 )
+from theory.checks.samples import captured, gaussian
 from theory.ds_error import ds_moments_from_pv
 from theory.int8_dp import (
     cancellation,
@@ -29,7 +30,6 @@ from theory.int8_dp import (
     gaussian_dp_error,
 )
 from theory.rounding import Moments
-from theory.samples import captured, gaussian
 
 
 def rows(seed, sigma=2.0, n=7):
@@ -64,8 +64,8 @@ def test_the_moments_from_dp(delta, which):
     sigma=st.sampled_from((0.0, 1.0, 100.0)),
     shift=st.floats(-100, 100),
 )
-def test_delta_from_p_forgets_what_the_values_share(seed, sigma, shift):
-    """For given errors of dO and V; from O it does not. Variances stay >= 0 for one-hot rows."""
+def test_a_constant_added_to_v_does_not_change_the_error_with_delta_from_p(seed, sigma, shift):
+    """This is for given errors of dO and V. The variances of one-hot rows are not negative."""
     p, v, do = rows(seed, sigma)
     error = Moments(torch.zeros_like(v), torch.ones_like(v))
     plain, shifted = (
@@ -77,7 +77,7 @@ def test_delta_from_p_forgets_what_the_values_share(seed, sigma, shift):
     assert bool((plain >= 0).all())
 
 
-def test_known_cancellations():
+def test_the_cancellation_of_uniform_rows_and_of_two_keys():
     weight = torch.ones(1)
     for n in (2, 10, 1000):
         uniform = torch.full((1, n), 1 / n, dtype=torch.float64)
@@ -89,8 +89,10 @@ def test_known_cancellations():
 
 
 def test_the_closed_form_of_gaussian_inputs():
-    """64 x 64 normal numbers reach 3.8 deviations: an error of 1.2 % whatever sigma is, which delta
-    from O multiplies by the cancellation."""
+    """The largest of 64 x 64 normal numbers is 3.8 deviations, which gives an error of 1.2 %.
+
+    It does not depend on sigma. With delta from O it is multiplied by the cancellation.
+    """
     assert gaussian_dp_error(64 * 64) == pytest.approx(math.sqrt(1 / 6) * 3.76 / 127, rel=0.01)
     sample = gaussian(5.0)
     factor = cancellation(sample.exact().p, sample.do.norm(dim=-1))
@@ -111,14 +113,17 @@ def test_estimates_on_every_layer_of_the_capture(layer, spec, delta):
 
 @pytest.mark.parametrize("sample", [outlier_rows(), large_mean()], ids=["outlier", "mean"])
 @pytest.mark.parametrize("delta", list(Delta))
-def test_estimates_on_bad_inputs(sample, delta):
+def test_estimates_on_outlier_rows_and_on_a_large_mean(sample, delta):
     for spec in (SAGEBWD, FACTORED):
         found = measured(sample, spec, delta)
         assert found == pytest.approx(predicted(sample, spec, delta), rel=0.1)
 
 
 def test_smoothing_v_and_scales_per_token_help():
-    """The first against a common mean, the second against outlier rows, neither the other way."""
+    """Smoothing V removes the error of a common mean; scales per token that of outlier rows.
+
+    With a common mean, smoothing also helps under scales per token.
+    """
     mean, outlier = large_mean(), outlier_rows()
     smoothed = replace(mean, v=mean.v - mean.v.mean(-2, keepdim=True))
     for delta in Delta:
@@ -128,7 +133,7 @@ def test_smoothing_v_and_scales_per_token_help():
 
 
 def test_pv_and_dp_that_round_v_alike():
-    """Against draws, with one error of V for both; adding the sites up by squares is a twin."""
+    """In the draws, PV and dP share one error of V. Adding the squares of both sites is wrong."""
     p, v, do = rows(1)
     p_error = Moments(torch.zeros_like(p), 0.1 * p.square())
     v_error, do_error = (Moments(torch.zeros_like(x), x.square()) for x in (v, do))
@@ -153,8 +158,10 @@ def test_the_error_with_all_sites_in_int8(layer, spec):
 
 
 def test_the_verdict_on_the_capture():
-    """Under the paper's scheme INT8 dP costs more than the other sites in half of the layers, with
-    scales per token and delta from P in the first alone."""
+    """Under the paper's scheme INT8 dP adds more error than all other sites in three of six layers.
+
+    With scales per token and delta from P it does so in the first layer only.
+    """
     capture = [in_float32(sample) for sample in captured()]
     too_much = {
         name: [

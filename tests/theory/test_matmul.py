@@ -1,4 +1,4 @@
-"""Each product alone stays within its bound, and sums integers where its scales allow it."""
+"""Each product alone stays within its bound and sums integers if its scales factor out."""
 
 import math
 from dataclasses import replace
@@ -17,8 +17,8 @@ from tests.support.strategies import cases
 from theory import matmul
 from theory.checks import matmul as checks
 from theory.checks.matmul import Site, converted, float64_slack, granularities
+from theory.checks.samples import Sample, gaussian
 from theory.rounding import UNIT, Moments
-from theory.samples import Sample, gaussian
 
 SHORT = {
     "lengths": st.sampled_from((1, 2, 3, 17, 65, 130)),
@@ -30,7 +30,8 @@ ROUNDED = (Precision.INT8, Precision.FP8_E4M3, Precision.FP8_E5M2, Precision.FP1
 
 def sample(case) -> Sample:
     """A case in float64, so that only the site rounds."""
-    return Sample(repr(case), *(x.double() for x in case.tensors), is_causal=case.is_causal)
+    q, k, v, do = (x.double() for x in case.qkvdo)
+    return Sample(name=repr(case), q=q, k=k, v=v, do=do, is_causal=case.is_causal)
 
 
 def assert_error(error, bound, what) -> None:
@@ -52,12 +53,12 @@ def test_every_site_alone_stays_within_the_bound(case, site, pair, precision):
 
 
 @pytest.mark.parametrize("site", SITES)
-def test_the_bound_of_a_coarse_scale_is_not_that_of_a_fine_one(site):
-    """Outlier channels and tokens under scales of whole heads and tiles, held to finer ones."""
+def test_errors_of_coarse_scales_exceed_the_bound_for_fine_scales(site):
+    """Inputs with an outlier token, rounded with one scale per head or tile."""
     x = gaussian(1.0, 128, 16)
     gain = torch.ones(128, 1)
     gain[5] = 100
-    x = Sample(x.name, *(t.double() * gain for t in x.tensors))
+    x = x.map(lambda t: t.double() * gain)
     coarse = {True: Granularity.PerTile, False: Granularity.PerHead}
     fine = {True: Granularity.PerTileRow, False: Granularity.PerToken}
     wrong, right = (
@@ -69,7 +70,7 @@ def test_the_bound_of_a_coarse_scale_is_not_that_of_a_fine_one(site):
         assert_error(error, wrong.bound() + float64_slack(right), site)
 
 
-def test_the_bound_is_attained_and_needs_its_last_term():
+def test_the_bound_is_attained_and_needs_its_second_order_term():
     a, off = torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     error = (a + off) @ (a + off) - a @ a
     assert float(matmul.product_bound(a, a, off, off)) == float(error) == 3
@@ -78,7 +79,7 @@ def test_the_bound_is_attained_and_needs_its_last_term():
 
 @examples(100)
 @given(seed=st.integers(0, 2**32 - 1), n=st.sampled_from((1, 2, 17, 300)), size=st.floats(0, 4))
-def test_signs_chosen_against_it_do_not_leave_the_bound(seed, n, size):
+def test_errors_of_the_worst_signs_stay_within_the_bound(seed, n, size):
     generator = torch.Generator().manual_seed(seed)
     a, a_off = torch.randn(2, 3, n, generator=generator, dtype=torch.float64)
     b, b_off = torch.randn(2, n, 2, generator=generator, dtype=torch.float64)
@@ -93,9 +94,9 @@ def test_signs_chosen_against_it_do_not_leave_the_bound(seed, n, size):
     assert_error(in_float32, with_sums + slack, "product in float32")
 
 
-def test_float32_adds_what_it_says():
+def test_a_float32_sum_nearly_attains_its_bound():
     assert matmul.float32_error(100) - matmul.float32_error(0) == pytest.approx(100 * UNIT)
-    # 1 and then numbers of half its last place: summed one after the other, each of them is lost.
+    # 1, then numbers of half its last place: a sequential sum rounds each of them away.
     terms = [1.0] + [2.0**-24] * 4000
     total = torch.tensor(0.0)
     for term in terms:
@@ -105,8 +106,8 @@ def test_float32_adds_what_it_says():
 
 
 @pytest.mark.parametrize("site", SITES)
-def test_scales_factor_out_where_they_do_not_vary_along_the_sum(site):
-    """By the scales of random operands: constant along the contracted axis of a tile, or not."""
+def test_a_site_sums_integers_if_no_scale_varies_along_the_sum(site):
+    """Whether a scale varies is read from the quantized operands themselves."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(16, 16, generator=generator)
     axes = {"qk": (1, 1), "qk_recompute": (1, 1), "dp": (1, 1), "pv": (1, 0), "dq": (1, 0)}
@@ -122,8 +123,8 @@ def test_scales_factor_out_where_they_do_not_vary_along_the_sum(site):
 
 
 @pytest.mark.parametrize("site", ("qk", "dv", "dq", "dk"))
-def test_a_float32_sum_leaves_the_bound_of_an_integer_sum(site):
-    """Large numbers that cancel: an integer sum is exact, a float32 sum is not."""
+def test_a_float32_sum_exceeds_the_bound_of_an_integer_sum(site):
+    """Large terms that cancel: an integer sum is exact, a float32 sum is not."""
     left, right = (torch.randint(-127, 128, (2, 600, 8), generator=g) for g in _generators())
     right[:, 300:], left[:, 300:] = right[:, :300], -left[:, :300]
     left[:, 0] += (left[:, 0] < 127).long()  # a remainder
@@ -137,7 +138,7 @@ def test_a_float32_sum_leaves_the_bound_of_an_integer_sum(site):
         assert_error(in_float32.double() - parts.sum(-3), bound, site)
 
 
-def test_integer_sums_pay_for_tiles_and_not_for_terms():
+def test_the_integer_bound_depends_on_the_tiles_and_not_on_the_terms():
     tiles = torch.tensor([3.0, -2.0, 1.0]).double().view(3, 1, 1)
     assert float(matmul.integer_sum_bound(tiles)) == 6 * (3 + 5) * UNIT
 
@@ -148,7 +149,7 @@ def _generators():
 
 @pytest.mark.parametrize("sigma", (0.5, 3.0))
 def test_chance_is_the_deviation_of_the_measured_rms(sigma):
-    """Errors drawn as the model has them: the RMS of one draw scatters by `chance`."""
+    """Over errors drawn from the model, the RMS of one draw has the deviation `chance`."""
     x = converted(gaussian(sigma, 24, 8), torch.float64)
     site = Site.of("qk", x, Granularity.PerHead, Granularity.PerHead)
     a, b = site.arranged(site.left, site.right)
@@ -167,7 +168,7 @@ def test_chance_is_the_deviation_of_the_measured_rms(sigma):
     assert float(found.std() / found.mean()) == pytest.approx(site.chance(), rel=0.15)
 
 
-def test_the_right_operand_of_the_factored_preset_factors_out():
+def test_every_int8_site_of_the_factored_preset_sums_integers():
     assert all(
         matmul.sums_integers(FACTORED, site) == (FACTORED.site(site).precision is Precision.INT8)
         for site in SITES

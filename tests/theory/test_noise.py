@@ -1,4 +1,4 @@
-"""Estimators are unbiased, errors of rounding are as stated, and batches cross where predicted."""
+"""Estimators are unbiased, rounding errors match their moments, and batches cross as predicted."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import sagesim
 from sagesim import AttentionSpec, Granularity, Rounding
-from sagesim.rounding import uniform
+from sagesim.emulator import uniform
 from tests.support import examples
 from tests.support.assertions import assert_within_bound
 from tests.support.inputs import NASTY
@@ -33,7 +33,7 @@ def population(seed: int, size: int, p: int, offset: float):
     offset=st.sampled_from((0.0, 1.0, 100.0)),
 )
 def test_estimates_are_unbiased_over_every_sample_of_a_population(seed, n, p, offset):
-    """All n-tuples of four vectors, with repetition: expectations without chance."""
+    """The expectation is exact: a mean over all n-tuples of four vectors, with repetition."""
     x = population(seed, 4, p, offset)
     drawn = [
         noise.sample_moments(x[list(chosen)]) for chosen in itertools.product(range(4), repeat=n)
@@ -44,7 +44,7 @@ def test_estimates_are_unbiased_over_every_sample_of_a_population(seed, n, p, of
     found = sum(m.mean_square for m in drawn) / len(drawn)
     assert found == pytest.approx(square, abs=1e-12 * scale)
     assert sum(m.trace for m in drawn) / len(drawn) == pytest.approx(trace, abs=1e-12 * scale)
-    naive = square + trace / n  # |mean of n|^2, what a plain norm of the mean would estimate
+    naive = square + trace / n  # the expectation of |mean of n|^2, a biased estimate
     if offset == 0:
         assert found != pytest.approx(naive, rel=1e-6)
     covariance = (x - mean).mT @ (x - mean) / 4
@@ -63,10 +63,10 @@ def test_the_standard_error_is_the_deviation_of_the_estimates(offset, p):
     drawn = [noise.sample_moments(part) for part in x]
     deviation = float(torch.tensor([m.mean_square for m in drawn]).std())
     claimed = math.sqrt(sum(m.mean_square_error**2 for m in drawn) / len(drawn))
-    assert deviation == pytest.approx(claimed, rel=0.1)  # of 800 draws: 2.5 percent, and its tail
+    assert deviation == pytest.approx(claimed, rel=0.1)  # 800 draws scatter by 2.5 percent
 
 
-def test_one_sample_has_no_variance():
+def test_a_single_sample_raises():
     with pytest.raises(ValueError, match="1 samples"):
         noise.sample_moments(torch.ones(1, 3))
 
@@ -84,14 +84,14 @@ def test_batches_and_scales_by_hand():
 
 @examples(100)
 @given(x=tensors(NASTY), mode=st.sampled_from(("nearest", "stochastic")))
-def test_errors_of_rounding_are_within_what_is_said(x, mode):
+def test_rounding_errors_match_nearest_error_flushed_and_stochastic_variance(x, mode):
     rounding = sagesim.Rounding.stochastic(3) if mode == "stochastic" else sagesim.spec.HALF_EVEN
     codes = sagesim.quantize(x, Granularity.PerToken, block=16, rounding=rounding)
     step, x = codes.scale.double(), x.double()
     error = codes.codes * step - x
     slack = 127 * 4 * 2.0**-24 * step + 0 * x
     if mode == "nearest":
-        # At a tie, which float32 may see where there is none, either neighbour will do.
+        # Near a tie, float32 may round to either neighbour.
         tie = ((x / step - (x / step).floor() - 0.5).abs() < 1e-4) * step
         predicted = noise.nearest_error(x, step)
         assert_within_bound(actual=error, exact=predicted, bound=slack + tie, what="nearest")
@@ -103,8 +103,8 @@ def test_errors_of_rounding_are_within_what_is_said(x, mode):
         assert_within_bound(
             actual=variance, exact=step**2 / 8 + 0 * x, bound=step**2 / 8 * (1 + 1e-12), what="var"
         )
-        # One of the errors -f and 1 - f: (error + f)(error - 1 + f) = 0, or error^2 - error
-        # (1 - 2 f) = variance.
+        # The error is -f or 1 - f steps, so (error + f)(error - 1 + f) = 0, which is
+        # error^2 - error (1 - 2 f) = variance.
         f = x / step - (x / step).floor()
         whole = error**2 - error * (1 - 2 * f) * step
         assert_within_bound(
@@ -113,7 +113,7 @@ def test_errors_of_rounding_are_within_what_is_said(x, mode):
 
 
 def test_the_mean_over_all_draws_is_the_number_itself():
-    """Every one of many equally spaced draws: the mean error is below one of them."""
+    """Over 1000 equally spaced draws, the mean error is below their distance."""
     f = torch.linspace(0, 0.999, 50, dtype=torch.float64)
     u = (torch.arange(1000, dtype=torch.float64)[:, None] + 0.5) / 1000
     error = (f > u).double() - f
@@ -129,7 +129,7 @@ def test_the_mean_over_all_draws_is_the_number_itself():
         assert mean == pytest.approx(float(said), abs=1e-4)
 
 
-def test_one_seed_is_a_bias_and_many_are_none():
+def test_the_mean_error_of_one_seed_follows_its_own_draws():
     x = torch.rand(2000, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
     x[..., 0] = 1.0
 
@@ -146,7 +146,7 @@ def test_one_seed_is_a_bias_and_many_are_none():
         assert_within_bound(actual=other, exact=said, bound=0 * said + 0.05, what="another seed")
 
 
-def test_nearest_rounding_loses_what_is_small():
+def test_flushed_and_nearest_error_by_hand():
     x = torch.tensor([0.4, -0.4, 0.6, 2.5], dtype=torch.float64)
     one = torch.tensor(1.0, dtype=torch.float64)
     assert noise.flushed(x, one).tolist() == [-0.4, 0.4, 0, 0]
@@ -181,7 +181,7 @@ def test_gradients_of_the_training_problem_are_those_of_autograd():
         )
 
 
-def test_seeds_that_change_take_the_bias_away():
+def test_one_seed_per_example_removes_the_bias():
     some = Examples.draw(512, spread=0.1)
     exact = some.exact()
     one = noise.sample_moments(some.emulated("sagebwd round=stochastic@7") - exact)

@@ -1,4 +1,4 @@
-"""What rounding Q and K does, against drawn errors."""
+"""The moments from rounding Q and K, compared with drawn errors."""
 
 import math
 
@@ -14,7 +14,7 @@ from theory.rounding import Moments
 
 DRAWS = 4000
 SIZE = 3e-3
-"""Of the drawn errors: small, so that what is not of first order vanishes."""
+"""The deviation of the drawn errors: small, so that higher orders are negligible."""
 
 
 def problem(sigma=1.0, n=9, d=3):
@@ -31,14 +31,15 @@ def predicted(q, k, v, do, q_variance, k_variance, **changes):
 
 
 def variances(q, k, v, do, q_variance, k_variance):
-    """Of the outputs, over drawn errors of Q and K."""
+    """The mean squared errors of the outputs over drawn errors of Q and K."""
     generator = torch.Generator().manual_seed(1)
     shape = (DRAWS, *q.shape)
     noise = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
     off_q, off_k = q + q_variance.sqrt() * noise[0], k + k_variance.sqrt() * noise[1]
     wide = (x.expand(shape) for x in (v, do))
     found, exact = sagesim.exact(off_q, off_k, *wide), sagesim.exact(q, k, v, do)
-    # dQ and dK are of S alone here: K and Q as operands of the backward are rounded elsewhere.
+    # Only S is computed from the erroneous Q and K: dQ and dK multiply dS by the exact K and Q,
+    # because `qk_moments` leaves out the rounding of the operands of dQ and dK.
     scale = 1 / math.sqrt(q.shape[-1])
     through = {"o": found.o, "ds": found.ds, "dv": found.dv}
     through |= {"dq": scale * found.ds @ k, "dk": scale * found.ds.mT @ q}
@@ -47,14 +48,17 @@ def variances(q, k, v, do, q_variance, k_variance):
 
 @pytest.mark.parametrize("rounded", ["q", "k"])
 def test_variances_are_those_of_drawn_errors(rounded):
-    """O, dS and dQ are exact to first order, row by row; so are dK and dV where only Q is off. What
-    keys other than a column's own do to it is taken as independent from query to query."""
+    """O, dS and dQ are exact to first order, row by row, and so are dK and dV if only Q is rounded.
+
+    If K is rounded, dK and dV take the errors of the other keys as independent between queries,
+    so only their totals are compared.
+    """
     x = problem()
     size = SIZE**2 * (1 + x[0].square())
     of = [size if rounded == t else torch.zeros_like(size) for t in ("q", "k")]
     moments, measured = predicted(*x, *of), variances(*x, *of)
     for t in ("o", "ds", "dq", *(("dk", "dv") if rounded == "q" else ())):
-        # A variance from DRAWS normal draws is off by sqrt(2 / DRAWS); 5 of those.
+        # Five standard errors of a variance from DRAWS normal draws.
         bound = 5 * math.sqrt(2 / DRAWS) * moments[t].variance + 0.02 * SIZE**2
         assert_within_bound(
             actual=moments[t].variance, exact=measured[t], bound=bound, what=f"{t}, {rounded}"
@@ -64,7 +68,7 @@ def test_variances_are_those_of_drawn_errors(rounded):
         assert 0.7 < ratio < 1.4, (t, rounded, ratio)
 
 
-def test_twins_with_wrong_operands_are_told_apart():
+def test_wrong_operands_give_wrong_variances():
     q, k, v, do = problem()
     size = SIZE**2 * torch.ones_like(q)
     measured = variances(q, k, v, do, size, size)
@@ -80,7 +84,7 @@ def test_twins_with_wrong_operands_are_told_apart():
 
 @pytest.mark.parametrize("variance", [0.01, 1.0, 30.0])
 def test_saturation_is_the_integral(variance):
-    """Over differences z of two logits and their error, by quadrature."""
+    """The quadrature is over the difference z of two logits and its error x."""
 
     def change_of(f, x):
         return integrate.quad(lambda z: (f(z + x) - f(z)) ** 2, -80, 80, points=[-x, 0], limit=400)[
@@ -106,11 +110,11 @@ def test_saturation_is_the_integral(variance):
         )[0]
         found = saturation(torch.tensor([variance], dtype=torch.float64))
         exact = torch.tensor([expected / (first_order * variance)], dtype=torch.float64)
-        # A table of 20 entries a decade, between which it is linear.
+        # `saturation` interpolates a table with 20 entries per decade linearly.
         assert_within_bound(actual=found, exact=exact, bound=0.005 * exact, what=f"{f.__name__}")
 
 
-def test_saturation_starts_at_one_and_falls():
+def test_saturation_is_1_without_error_and_decreases():
     variance = torch.tensor([0.0, 1e-4, 0.1, 1.0, 10.0, 100.0])
     for saturation in (saturation_of_p, saturation_of_ds):
         found = saturation(variance)

@@ -1,4 +1,4 @@
-"""gamma bounds tokens, steps and logits, and the growth of errors is what the moments say."""
+"""gamma bounds tokens, steps and logits, and errors grow with sigma as predicted."""
 
 import math
 
@@ -15,11 +15,11 @@ from tests.support.inputs import NASTY
 from tests.support.strategies import tensors
 from theory import qk_norm
 from theory.checks import qk_norm as checks
+from theory.checks.samples import Sample, gaussian
 from theory.qk_norm import PowerSums
-from theory.samples import Sample, gaussian
 
 FLOAT64 = 1 + 2.0**-45
-"""What float64 may add to sums of 72 squares."""
+"""A bound on the relative float64 error of sums of 72 squares."""
 
 
 def assert_at_most(actual: Tensor, bound: Tensor | float, what: str) -> None:
@@ -28,7 +28,7 @@ def assert_at_most(actual: Tensor, bound: Tensor | float, what: str) -> None:
 
 
 def norm_of(d: int, seed: int) -> QKNorm:
-    """gammas of either sign, over two decades, some of them 0."""
+    """A QKNorm with gammas of both signs, over two decades, some of them 0."""
     norm = QKNorm(d).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -50,14 +50,14 @@ def test_gamma_bounds_tokens_steps_and_logits(q, seed):
         plain, _ = QKNorm(d).double()(q, q)
     mean_square = q.square().mean(-1)
     norms = qk_norm.normalised_norm(mean_square, d, norm.eps)
-    # Squares of the smallest numbers underflow, in the norm as in the bound.
+    # Squares of the smallest numbers underflow, in the norm and in the bound.
     assert_within_bound(
         actual=plain.norm(dim=-1), exact=norms, bound=norms * (FLOAT64 - 1) + 1e-150, what="norm"
     )
     assert_at_most(norms, math.sqrt(d) * FLOAT64, "norm")
     assert_at_most(x, qk_norm.channel_bound(gamma_q) * FLOAT64, "channel")
     for how in (Granularity.PerHead, Granularity.PerBlock, Granularity.PerToken):
-        # The largest code is 127, but in a region of zeros.
+        # The largest code of a region is 127; a region of zeros has only code 0.
         largest = quantize(x, how, block=16).dequantize().double() / 127
         assert_at_most(largest, qk_norm.step_bound(gamma_q) * (1 + 2.0**-22), "step")
     s = x @ k.mT / math.sqrt(d)
@@ -88,16 +88,17 @@ def test_gamma_bounds_the_error_of_the_logits(q, seed, label, is_causal):
     norm = norm_of(q.shape[-1], seed)
     with torch.no_grad():
         x, k = norm(q.double(), q.double().flip(-2))
-    z = Sample(label, x, k, x, x, is_causal)
+    z = Sample(name=label, q=x, k=k, v=x, do=x, is_causal=is_causal)
     emulated, exact = z.trace(AttentionSpec.parse(label)), z.exact()
-    error = (emulated.s - exact.s).nan_to_num(0.0)  # -inf less -inf where masked
+    error = (emulated.s - exact.s).nan_to_num(0.0)  # masked elements: -inf - -inf
     limit = qk_norm.logit_error_bound(norm.gamma_q.detach(), norm.gamma_k.detach())
-    # Float64's part is of the largest logit; and regions below 4e-37 have a step of 1 by contract.
+    # Float64's error is relative to the largest logit. By contract, a region below 4e-37 has a
+    # step of 1.
     slack = 1e-13 * qk_norm.logit_bound(norm.gamma_q.detach(), norm.gamma_k.detach()) + 1e-30
     assert_at_most(error, limit + slack, "S")
 
 
-def test_bounds_are_attained_so_that_nothing_smaller_would_do():
+def test_bounds_are_attained_so_no_smaller_bounds_hold():
     gamma_q = torch.tensor([1.0, -3.0, 0.5, 2.0], dtype=torch.float64)
     gamma_k = torch.tensor([2.0, 2.0, 9.0, 0.0], dtype=torch.float64)
     norm = QKNorm(4).double()
@@ -119,18 +120,18 @@ def test_bounds_are_attained_so_that_nothing_smaller_would_do():
         qk_norm.weight_bounds(1.0, 0)
 
 
-def test_the_expected_largest_of_one_two_and_many():
+def test_the_expected_amax_of_one_two_and_4096_numbers():
     assert qk_norm.expected_amax(1) == pytest.approx(math.sqrt(2 / math.pi), rel=1e-8)
     assert qk_norm.expected_amax(2) == pytest.approx(2 / math.sqrt(math.pi), rel=1e-8)
     x = torch.randn(4000, 4096, generator=torch.Generator().manual_seed(0))
-    # 4000 maxima of deviation 0.25
+    # The mean of 4000 maxima of deviation 0.25 scatters by 0.004.
     assert float(x.abs().amax(1).mean()) == pytest.approx(qk_norm.expected_amax(4096), abs=0.016)
     with pytest.raises(ValueError, match="count=0"):
         qk_norm.expected_amax(0)
 
 
 @pytest.mark.parametrize(("tau", "tokens"), [(1e-3, 5), (0.3, 1000), (3.0, 7), (30.0, 4096)])
-def test_power_sums_add_up_to_one(tau, tokens):
+def test_the_power_sum_of_exponent_1_is_1(tau, tokens):
     sums = PowerSums(tau, tokens)
     assert sums.expectation(1) == pytest.approx(1, rel=1e-9)
     assert sums.expectation(1, 1, 1) == pytest.approx(1, rel=1e-9)
@@ -149,7 +150,7 @@ def test_power_sums_are_those_of_drawn_rows():
         assert sums.expectation(*exponents) == pytest.approx(float(drawn.mean()), abs=5 * deviation)
 
 
-def test_power_sums_of_equal_and_of_lonely_keys():
+def test_power_sums_of_equal_keys_and_of_a_single_key():
     assert PowerSums(1e-4, 10).expectation(2) == pytest.approx(0.1, rel=1e-6)
     one = PowerSums(9.0, 1)
     assert one.expectation(2, 3) == pytest.approx(1)
@@ -161,7 +162,7 @@ def test_power_sums_of_equal_and_of_lonely_keys():
 
 @pytest.mark.parametrize("tau", (0.5, 3.0, 12.0))
 def test_first_order_errors_are_those_of_drawn_logits(tau):
-    """Rows of drawn logits with drawn errors, so small that first order is all there is."""
+    """The drawn errors are so small that higher orders are negligible."""
     generator = torch.Generator().manual_seed(1)
 
     def draw():
@@ -184,7 +185,7 @@ def test_first_order_errors_are_those_of_drawn_logits(tau):
 
 
 def test_the_frozen_limits_are_approached():
-    """The further from the transition, the closer; log N is what it takes."""
+    """The limits are approached as tau / sqrt(2 log N) and N grow, slowly: as 1 / log N."""
     away = []
     for tau, tokens in ((20.0, 10**3), (200.0, 10**6), (2000.0, 10**12)):
         sums = PowerSums(tau, tokens)
@@ -198,16 +199,16 @@ def test_the_frozen_limits_are_approached():
         qk_norm.frozen_softmax_error(1.0, 1.0, 1000)
 
 
-def test_a_wrong_power_of_sigma_is_seen():
-    """The check of the error of S fails where its square is said to grow as sigma^2."""
+def test_the_error_of_s_grows_as_sigma_squared_and_not_as_sigma():
+    """The prediction from sigma 1 with a wrong power of sigma misses the measurement."""
     measured = checks.errors(2.0).moments["s"].sum(0)
     rms = math.sqrt(float(measured[3] / measured[5]))
     assert rms == pytest.approx(math.sqrt(checks.logit_square(2.0)), rel=0.05)
     assert rms != pytest.approx(2 * math.sqrt(checks.logit_square(1.0)), rel=0.3)
 
 
-def test_normalised_gaussian_tokens_have_gammas_deviation():
-    """The growth with sigma is therefore the growth with the RMS of gamma."""
+def test_normalised_gaussian_tokens_have_the_deviation_gamma():
+    """Growth with sigma is therefore growth with the RMS of gamma."""
     norm = QKNorm(64)
     with torch.no_grad():
         norm.gamma_q.fill_(3.0)

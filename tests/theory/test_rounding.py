@@ -1,4 +1,4 @@
-"""Rounding errors stay within their bounds, and mean squares are those of the closed forms."""
+"""Rounding errors stay within their bounds, and their mean squares match the closed forms."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 
 from sagesim import Granularity, Precision, Rounding, quantize
-from sagesim.rounding import FLOAT8_DTYPE
+from sagesim.emulator.rounding import FLOAT8_DTYPE
 from sagesim.spec import HALF_AWAY, HALF_EVEN, RoundingMode
 from tests.support import examples
 from tests.support.assertions import assert_bitwise, assert_within_bound
@@ -51,7 +51,7 @@ def test_scaled_formats_stay_within_the_bound(x, how, block, precision, mode):
     amax = rounding.region_amax(x.double(), how, rows, columns)
     bound = rounding_bound(x, amax, precision, mode.mode)
     assert_bound(dequantized(x, how, size, precision, mode), x, bound)
-    # Larger magnitudes than the true ones are allowed, so the bound must not fall with them.
+    # Callers may pass bounds on |x| and amax, so the bound must not decrease with either.
     grown = rounding_bound(1.1 * x.double(), 1.3 * amax, precision, mode.mode)
     assert bool((grown >= bound).all())
 
@@ -59,7 +59,7 @@ def test_scaled_formats_stay_within_the_bound(x, how, block, precision, mode):
 @examples(100)
 @given(x=tensors(NASTY), precision=st.sampled_from(sorted(DTYPE16)), wide=st.booleans())
 def test_sixteen_bit_formats_stay_within_the_bound(x, precision, wide):
-    x = x.double() * (1 + 2.0**-30) if wide else x  # float64 goes through float32
+    x = x.double() * (1 + 2.0**-30) if wide else x  # torch rounds float64 to float32 first
     bound = rounding_bound(x, x, precision)
     rounded = x.to(DTYPE16[precision]).double()
     assert_bound(rounded, x, bound)
@@ -86,11 +86,12 @@ WORST = {
 
 @pytest.mark.parametrize("precision", WORST)
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_the_bound_is_attained_so_that_nothing_smaller_would_do(precision, mode):
-    """A number half way between two of the format, or for stochastic rounding just above one."""
+def test_the_bound_is_attained_so_no_smaller_bound_holds(precision, mode):
+    """A midpoint attains it to nearest; a number just above a code attains it stochastically."""
     value, largest = WORST[precision]
     if mode.mode is RoundingMode.STOCHASTIC:
-        # Of many elements a little above a number some go up, nearly all the way.
+        # x is just above a number. Some of the many equal elements are rounded up, which is an
+        # error of nearly the whole gap.
         value = value - 0.49 if precision is Precision.INT8 else 1 + (value - 1) / 50
     x = torch.full((64, 64), value)
     x[:, 0] = largest
@@ -101,7 +102,7 @@ def test_the_bound_is_attained_so_that_nothing_smaller_would_do(precision, mode)
         assert_bound(rounded, x, 0.95 * bound)
 
 
-def test_a_bound_to_nearest_is_not_one_for_stochastic_rounding():
+def test_stochastic_rounding_exceeds_the_bound_to_nearest():
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     rounded = dequantized(x, Granularity.PerToken, 64, Precision.INT8, MODES[2])
     amax = x.abs().amax(-1, keepdim=True)
@@ -109,7 +110,7 @@ def test_a_bound_to_nearest_is_not_one_for_stochastic_rounding():
         assert_bound(rounded, x, rounding_bound(x, amax, Precision.INT8))
 
 
-def test_an_overflow_has_no_finite_bound_and_input16_none_at_all():
+def test_the_bound_is_infinite_for_an_overflow_and_raises_for_input16():
     x = torch.tensor([65503.0, 65519.0, 65520.0, 1e30], dtype=torch.float64)
     assert x.half().isinf().tolist() == [False, False, True, True]
     assert rounding_bound(x, x, Precision.FP16).isinf().tolist() == [False, False, True, True]
@@ -119,16 +120,16 @@ def test_an_overflow_has_no_finite_bound_and_input16_none_at_all():
 
 
 @pytest.mark.parametrize("precision", (Precision.FP8_E4M3, Precision.FP8_E5M2))
-def test_spacing_is_that_of_the_numbers_there_are(precision):
+def test_spacing_matches_the_numbers_of_the_fp8_formats(precision):
     bits = torch.arange(128, dtype=torch.uint8).view(FLOAT8_DTYPE[precision]).double()
-    numbers = bits[bits.isfinite()]  # those that are not negative, in order
+    numbers = bits[bits.isfinite()]  # 0 and the positive numbers, in order
     assert float(numbers[-1]) == GRIDS[precision].largest
     found = rounding.spacing(3 * numbers[:-1], torch.tensor(3.0), precision)
     assert found.tolist() == (3 * numbers.diff()).tolist()
 
 
 @pytest.mark.parametrize("precision", sorted(DTYPE16))
-def test_spacing_of_sixteen_bits(precision):
+def test_spacing_matches_nextafter_in_the_16_bit_formats(precision):
     x = checks.wide((1000,)).to(DTYPE16[precision])
     above = torch.nextafter(x.abs(), torch.full_like(x, torch.inf))
     found = rounding.spacing(x, torch.ones(()), precision)
@@ -137,7 +138,7 @@ def test_spacing_of_sixteen_bits(precision):
 
 @examples(200)
 @given(x=tensors(EXTREME), precision=st.sampled_from(SCALED))
-def test_no_element_is_expected_to_be_off_by_more_than_it_can(x, precision):
+def test_expected_squares_do_not_exceed_the_bound(x, precision):
     q = quantize(x, Granularity.PerToken, block=64, precision=precision)
     expected = rounding.expected_square(x, q.scale, precision)
     bound = rounding_bound(x, x.double().abs().amax(-1, keepdim=True), precision)
@@ -146,7 +147,7 @@ def test_no_element_is_expected_to_be_off_by_more_than_it_can(x, precision):
     assert not bool(expected[x == 0].any())
 
 
-def test_the_three_kinds_of_element():
+def test_expected_squares_of_small_typical_and_largest_elements():
     x = torch.tensor([0.3, 0.5, 0.6, 100.2, 127.0])
     expected = [0.09, 0.25, 1 / 12, 1 / 12, 0.0]
     found = rounding.expected_square(torch.cat([x, -2 * x]), torch.tensor([1.0] * 5 + [2.0] * 5))
@@ -173,7 +174,7 @@ def test_the_mean_square_of_a_gaussian_is_the_integral(sigma):
     assert (uniform == pytest.approx(4 * exact, rel=0.01)) == (sigma >= 0.5)
 
 
-def test_gaussians_of_several_deviations_at_once():
+def test_the_gaussian_mean_square_broadcasts():
     sigma = torch.tensor([[0.001, 0.2], [1.0, 50.0]], dtype=torch.float64)
     found = rounding.gaussian_mean_square(sigma, torch.ones_like(sigma))
     single = [
@@ -188,7 +189,7 @@ def test_the_moments_of_a_lognormal_are_the_integrals(median, deviation):
     law = stats.lognorm(s=deviation, scale=median)
 
     def moment(power):
-        """Of the error, over log x, where the density is a Gaussian's."""
+        """The moment of the error, integrated over log x, which is Gaussian."""
         total = 0.0
         for k in range(128):
             low, high = max(k - 0.5, 1e-12), min(k + 0.5, 127.0)
@@ -206,8 +207,8 @@ def test_the_moments_of_a_lognormal_are_the_integrals(median, deviation):
     assert float(found.mean_square) == pytest.approx(9 * moment(2), rel=1e-5)
 
 
-def test_what_is_lost_is_a_bias():
-    """Elements of a hundredth of a code: each is lost, and so is their sum."""
+def test_elements_that_round_to_0_have_a_bias():
+    """Elements of a hundredth of a code: the mean error is nearly the whole error."""
     found = rounding.lognormal_moments(one(math.log(0.01)), one(0.1), one(1.0))
     assert float(found.mean) == pytest.approx(-0.01 * math.exp(0.1**2 / 2), rel=1e-9)
     assert float(found.mean.square()) > 0.98 * float(found.mean_square)
@@ -215,17 +216,17 @@ def test_what_is_lost_is_a_bias():
 
 @pytest.mark.parametrize("parts", (1, 2, 3, 4, 5, 16, 127))
 @pytest.mark.parametrize("mode", MODES[:2], ids=str)
-def test_numbers_on_a_grid_have_the_mean_square_of_its_places(parts, mode):
-    places = torch.arange(-60 * parts, 60 * parts) / parts  # every place as often as the others
+def test_the_mean_square_of_numbers_on_a_grid(parts, mode):
+    places = torch.arange(-60 * parts, 60 * parts) / parts  # every offset equally often
     x = checks.with_scale(places[None])
     error = dequantized(x, Granularity.PerToken, 1, Precision.INT8, mode) - x.double()
     exact = float(error.square().mean()) * x.numel() / places.numel()
     found = rounding.grid_mean_square(parts, torch.tensor(2.0))
-    # Places that are no binary fractions are off by a float32 rounding of up to 60.
+    # Grid points that float32 does not represent are off by the rounding of numbers up to 60.
     assert float(found) == pytest.approx(4 * exact, rel=1e-4, abs=1e-9)
 
 
-def test_a_grid_has_parts():
+def test_a_grid_of_no_parts_raises():
     with pytest.raises(ValueError, match="parts=0"):
         rounding.grid_mean_square(0, torch.tensor(1.0))
 

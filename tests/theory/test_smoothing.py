@@ -1,4 +1,6 @@
-"""What smoothing must not change stays, and what it is predicted to cost and save is measured."""
+"""Smoothing leaves P and the gradients unchanged; its costs and gains are as predicted."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from tests.support.inputs import MILD, NASTY
 from tests.support.strategies import cases, tensors
 from theory import smoothing
 from theory.checks import smoothing as checks
+from theory.checks.samples import Sample, gaussian, outlier_channels
 from theory.checks.smoothing import UNIT, row_sum_slack
-from theory.samples import Sample, gaussian, outlier_channels
 
 SHORT = {
     "lengths": st.sampled_from((1, 2, 3, 17, 64, 65)),
@@ -23,8 +25,9 @@ SHORT = {
 
 
 def sample(case) -> Sample:
-    """A case in float64, so that the emulator's rounding is only what the spec asks for."""
-    return Sample(repr(case), *(x.double() for x in case.tensors), is_causal=case.is_causal)
+    """A case in float64, so that the emulator rounds only where the spec rounds."""
+    q, k, v, do = (x.double() for x in case.qkvdo)
+    return Sample(name=repr(case), q=q, k=k, v=v, do=do, is_causal=case.is_causal)
 
 
 def assert_equal(actual, expected, slack, what):
@@ -33,11 +36,11 @@ def assert_equal(actual, expected, slack, what):
 
 @examples(200)
 @given(case=cases(NASTY, **SHORT), far=st.sampled_from((0.0, 1.0, 1e4)))
-def test_a_shift_of_all_keys_changes_no_p_and_moves_l_by_what_is_said(case, far):
+def test_subtracting_a_vector_from_all_keys_leaves_p_and_shifts_l_by_lse_shift(case, far):
     x = sample(case)
     scale = x.q.shape[-1] ** -0.5
     shift = far * torch.randn(x.k.shape[-1], generator=torch.Generator().manual_seed(0)).double()
-    shifted = Sample(x.name, x.q, x.k - shift, x.v, x.do, x.is_causal)
+    shifted = replace(x, k=x.k - shift)
     off = sum(
         smoothing.logit_rounding(x.q, k, scale=scale, unit=UNIT).amax(-1, keepdim=True)
         for k in (x.k, x.k - shift, shift.expand_as(x.k))
@@ -56,17 +59,17 @@ def test_a_shift_of_all_keys_changes_no_p_and_moves_l_by_what_is_said(case, far)
 
 @examples(200)
 @given(k=tensors(NASTY))
-def test_smoothing_grows_the_largest_key_by_less_than_two(k):
+def test_smoothing_less_than_doubles_the_largest_key(k):
     k = k.double()
     grown = (k - k.mean(-2, keepdim=True)).abs().amax((-2, -1))
     bound = smoothing.amax_growth(k.shape[-2]) * k.abs().amax((-2, -1))
-    # The mean of n numbers is off by n roundings of the largest, whatever cancels.
+    # The mean of n numbers is off by at most n roundings of the largest, even if it cancels.
     bound = bound + (k.shape[-2] + 1) * UNIT * k.abs().amax((-2, -1))
     assert_within_bound(actual=grown, exact=torch.zeros_like(grown), bound=bound, what="amax")
 
 
 @pytest.mark.parametrize("n", (2, 3, 1000))
-def test_growth_is_attained_so_that_nothing_smaller_would_do(n):
+def test_the_bound_on_the_growth_is_attained_so_no_smaller_bound_holds(n):
     k = -torch.ones(n, 1, dtype=torch.float64)
     k[0] = 1
     assert float((k - k.mean(0)).abs().max()) == pytest.approx(smoothing.amax_growth(n), rel=1e-12)
@@ -80,7 +83,7 @@ PV = ("sagebwd", "factored", "sagebwd pv=int8@row,head block=16x32")
 
 @examples(150)
 @given(case=cases(NASTY, **SHORT), label=st.sampled_from(PV))
-def test_row_sums_of_ds_are_the_error_of_pv_and_within_the_bound_from_its_steps(case, label):
+def test_row_sums_of_ds_are_the_error_of_pv_and_stay_within_their_bound(case, label):
     x = sample(case)
     t = checks.trace(x, f"{label} dp=fp32 delta=o")
     slack, sums = row_sum_slack(x, t), t.ds.sum(-1)
@@ -92,8 +95,8 @@ def test_row_sums_of_ds_are_the_error_of_pv_and_within_the_bound_from_its_steps(
     assert_equal(consistent, torch.zeros_like(sums), slack + 1e-300, "row sums, delta from P")
 
 
-def test_row_sums_with_half_the_steps_leave_the_bound():
-    """One key and one channel: the bound is attained up to float32."""
+def test_row_sums_exceed_half_of_their_bound():
+    """With one key and one channel the bound is attained up to float32."""
     one = torch.ones(1, 1, dtype=torch.float64)
     bound = smoothing.row_sum_bound(one, 100 * one, 2 * one, 0 * one, one)
     assert float(bound) == pytest.approx(2 * 0.5, rel=1e-4)
@@ -103,7 +106,7 @@ def test_row_sums_with_half_the_steps_leave_the_bound():
 
 
 def test_mean_squares_are_those_of_uniform_errors():
-    """Errors drawn as the model has them, thousands of times."""
+    """Compared with the mean over 20000 errors drawn from the model."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -115,7 +118,7 @@ def test_mean_squares_are_those_of_uniform_errors():
     k_off = (draw(trials, 5, 4) - 1) * k_step
     error = 0.3 * ((q + q_off) @ (k + k_off).mT - q @ k.mT)
     predicted = smoothing.logit_mean_square(q, k, q_step, k_step, scale=0.3)
-    # The mean of 20000 squares of sums of a dozen terms is off by one percent; four of those.
+    # Four standard errors: the mean of 20000 squared sums of a dozen terms scatters by 1 percent.
     assert (error.square().mean(0) / predicted).flatten().tolist() == pytest.approx(
         [1.0] * 15, rel=0.04
     )
@@ -129,8 +132,8 @@ def test_mean_squares_are_those_of_uniform_errors():
     )
 
 
-def test_what_is_below_half_a_step_is_lost_together():
-    """A hundred equal elements of P that all become 0: the errors add up, and do not average."""
+def test_errors_of_elements_below_half_a_step_add_up():
+    """A hundred equal elements of P all become 0; their errors have the same sign."""
     p = torch.full((1, 100), 0.01, dtype=torch.float64)
     v, do = torch.ones(100, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     step, tiny = (torch.tensor(x, dtype=torch.float64) for x in (0.021, 1e-9))
@@ -142,7 +145,7 @@ def test_what_is_below_half_a_step_is_lost_together():
 
 @examples(50)
 @given(seed=st.integers(0, 2**32 - 1), n=st.sampled_from((1, 2, 17)))
-def test_the_dropped_term_exchanges_smoothed_keys_for_raw_ones(seed, n):
+def test_the_dropped_term_replaces_smoothed_keys_by_raw_keys(seed, n):
     generator = torch.Generator().manual_seed(seed)
     s, k, delta_error = (
         torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -158,9 +161,9 @@ def test_the_dropped_term_exchanges_smoothed_keys_for_raw_ones(seed, n):
 
 
 @pytest.mark.parametrize("mean", (0.0, 4.0))
-def test_the_dropped_term_hurts_where_keys_have_a_large_mean(mean):
+def test_the_dropped_term_increases_the_error_if_keys_have_a_large_mean(mean):
     x = gaussian(1.0, tokens=128, d=32)
-    x = Sample("keys off zero", *(t.double() for t in (x.q, x.k + mean, x.v, x.do)))
+    x = replace(x, k=x.k + mean).map(lambda t: t.double())
     before, after, predicted = checks.dropped_term_errors(x)
     assert after == pytest.approx(predicted, rel=0.03)
     assert after > 1.2 * before if mean else after == pytest.approx(before, rel=0.03)
@@ -171,7 +174,7 @@ BRANCH = ("fpa smooth=qk", "sagebwd smooth=qk", "factored smooth=qk block=16x32"
 
 @examples(150)
 @given(case=cases(MILD, **SHORT), label=st.sampled_from(BRANCH))
-def test_the_bias_branch_makes_dk_whole_and_its_error_is_within_the_bound(case, label):
+def test_the_bias_branch_completes_dk_and_its_error_stays_within_the_bound(case, label):
     x, spec = sample(case), AttentionSpec.parse(label)
     scale, exact = x.q.shape[-1] ** -0.5, x.exact()
     q_mean = smoothing.block_means(x.q, spec.block_q)
@@ -193,7 +196,7 @@ def test_the_bias_branch_makes_dk_whole_and_its_error_is_within_the_bound(case, 
 
 def test_dk_without_the_bias_branch_is_wrong():
     x = outlier_channels(tokens=64)
-    x = Sample(x.name, *(t.double() for t in (x.q + 1, x.k, x.v, x.do)))
+    x = replace(x, q=x.q + 1).map(lambda t: t.double())
     exact, q_mean = x.exact(), smoothing.block_means(x.q, 64)
     smoothed_only = (exact.ds.mT @ (x.q - q_mean)) / 8
     with pytest.raises(AssertionError, match="exceed the bound"):
@@ -206,7 +209,7 @@ def test_dk_without_the_bias_branch_is_wrong():
     )
 
 
-def test_block_means_are_of_each_block_and_of_a_short_last_one():
+def test_block_means_of_a_full_and_of_a_short_block():
     x = torch.tensor([[1.0], [3.0], [10.0]])
     assert smoothing.block_means(x, 2).flatten().tolist() == [2.0, 2.0, 10.0]
 

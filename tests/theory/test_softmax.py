@@ -1,4 +1,4 @@
-"""What an error of S does to P, L and O stays within the bounds, which extreme errors attain."""
+"""Errors of P, L and O stay within their bounds, and extreme errors of S attain them."""
 
 import math
 
@@ -29,7 +29,7 @@ ROWS = {
 
 
 def rows(seed, n, sigma, size, kind, is_causal):
-    """Logits [n, n], -inf where masked; errors x of them, 0 where masked; and their limits."""
+    """Logits s [n, n], -inf where masked; their errors x and the limits of |x|, 0 where masked."""
     generator = torch.Generator().manual_seed(seed)
     s = sigma * torch.randn(n, n, generator=generator, dtype=torch.float64)
     off = size * torch.rand(n, n, generator=generator, dtype=torch.float64)
@@ -38,7 +38,7 @@ def rows(seed, n, sigma, size, kind, is_causal):
             x = off * (2 * torch.rand(n, n, generator=generator, dtype=torch.float64) - 1)
         case "signs":
             x = off * torch.randn(n, n, generator=generator).sign()
-        case "one":  # the worst of one element of each row
+        case "one":  # the worst case for one element of each row
             x = torch.where(torch.eye(n, dtype=torch.bool).roll(seed % n, 0), off, -off)
         case _:
             x, off = torch.full_like(off, size), torch.full_like(off, size)
@@ -55,7 +55,7 @@ def spread_of(s, x):
 
 
 def slack_of(s, x):
-    """What float64 adds to an exponent, relative to P."""
+    """A bound on float64's error of an exponent, which is a relative error of P."""
     size = s.masked_fill(s.isneginf(), 0.0).abs().amax() + x.abs().amax()
     return float(8 * (s.shape[-1] + 8 + size) * UNIT)
 
@@ -66,7 +66,7 @@ def assert_error(error, bound, what) -> None:
 
 @examples(600)
 @given(**ROWS)
-def test_no_error_of_s_leaves_the_bounds(seed, n, sigma, size, kind, is_causal):
+def test_errors_of_s_stay_within_the_bounds(seed, n, sigma, size, kind, is_causal):
     s, x, off = rows(seed, n, sigma, size, kind, is_causal)
     p, moved, slack = s.softmax(-1), (s + x).softmax(-1), slack_of(s, x)
     error, spread, tiny = (moved - p).abs(), spread_of(s, x), 1e-300
@@ -95,7 +95,7 @@ def test_the_emulator_stays_within_the_bounds(case, how):
     seen = y.exact.p.sum(-1, keepdim=True) > 0
     p, slack = y.exact.p, float(y.slack)
     error, off = y.trace.p - p, y.x.abs()
-    # An element of P that is below float64's numbers may grow into one.
+    # An element of P that underflows to 0 may become a float64 number under the error.
     vanished = (2.0**-1070 * torch.exp(2 * off.amax(-1, keepdim=True))).clamp(max=1.0)
     bound = softmax.p_bound(p, off) + 4 * slack * (p + y.trace.p) + vanished
     assert_error(error, bound, "P")
@@ -116,7 +116,7 @@ def test_the_bound_of_p_is_attained_at_every_element(seed, n, sigma, size):
     s = sigma * torch.randn(n, generator=generator, dtype=torch.float64)
     off = size * (0.1 + torch.rand(n, generator=generator, dtype=torch.float64))
     own = torch.eye(n, dtype=torch.float64)
-    x = off * (2 * own - 1)  # row j is the worst for element j
+    x = off * (2 * own - 1)  # row j is the worst case for element j
     up, down = (((s + e).softmax(-1) - s.softmax(-1)).diagonal().abs() for e in (x, -x))
     bound = softmax.p_bound(s.softmax(-1), off)
     assert torch.maximum(up, down).tolist() == pytest.approx(bound.tolist(), rel=1e-6, abs=1e-15)
@@ -124,7 +124,7 @@ def test_the_bound_of_p_is_attained_at_every_element(seed, n, sigma, size):
 
 @pytest.mark.parametrize("e", (1e-3, 0.5, 5.0))
 def test_two_keys_attain_the_bounds_of_the_variation_and_of_o(e):
-    """Of odds exp(-e), which become exp(e)."""
+    """Two keys of odds exp(-e), which an error of S changes to exp(e)."""
     s, x = torch.tensor([[-e / 2, e / 2]]).double(), torch.tensor([[e, -e]]).double()
     variation = ((s + x).softmax(-1) - s.softmax(-1)).abs().sum(-1) / 2
     bound = softmax.variation_bound(spread_of(s, x))
@@ -146,12 +146,12 @@ def test_a_vanishing_element_attains_the_bound_of_the_remainder(e):
     remainder = (s + x).softmax(-1) - p - softmax.p_first_order(p, x)
     bound = softmax.p_remainder_bound(p, spread_of(s, x))
     assert float(remainder[0, 0]) == pytest.approx(float(bound[0, 0]), rel=1e-6)
-    without_spread = softmax.p_remainder_bound(p, x.abs().amax(-1))  # |x| is half of the spread
+    without_spread = softmax.p_remainder_bound(p, x.abs().amax(-1))  # half of the true spread
     with pytest.raises(AssertionError, match="exceed the bound"):
         assert_error(remainder, without_spread, "remainder")
 
 
-def test_a_constant_error_attains_that_of_l_and_changes_nothing_else():
+def test_a_constant_error_attains_the_bound_of_l_and_leaves_p_unchanged():
     s = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).double()
     x = torch.full_like(s, -0.7)
     lse_error = (s + x).logsumexp(-1) - s.logsumexp(-1)
@@ -160,19 +160,19 @@ def test_a_constant_error_attains_that_of_l_and_changes_nothing_else():
     assert float(softmax.p_first_order(s.softmax(-1), x).abs().max()) < 1e-15
 
 
-def test_logits_that_are_off_by_hundreds_have_a_bound_of_one():
+def test_the_bound_of_p_is_1_for_errors_of_s_in_the_hundreds():
     p = torch.tensor([[0.5, 0.5, 0.0]]).double()
     assert softmax.p_bound(p, torch.tensor([[1e4, 0.0, 0.0]]).double()).tolist() == [[1.0] * 3]
 
 
-def test_a_causal_range_is_that_of_what_a_query_sees():
+def test_the_causal_value_range_covers_the_keys_that_a_query_attends_to():
     v = torch.tensor([[1.0, 0.0], [4.0, 0.0], [2.0, -3.0]])
     assert softmax.value_range(v, is_causal=True).tolist() == [[0, 0], [3, 0], [3, 3]]
     assert softmax.value_range(v).tolist() == [[3, 3]]
 
 
 def drawn(s, deviation, trials=40000):
-    """P, L and their errors under Gaussian errors of S, drawn independently."""
+    """The errors of P and of L under independent Gaussian errors of S, one per trial."""
     generator = torch.Generator().manual_seed(0)
     x = deviation * torch.randn(trials, *s.shape, generator=generator, dtype=torch.float64)
     return (s + x).softmax(-1) - s.softmax(-1), (s + x).logsumexp(-1) - s.logsumexp(-1)
@@ -191,19 +191,19 @@ def test_first_order_moments_are_those_of_small_errors():
     assert ratio.flatten().tolist() == pytest.approx([1.0] * 6, abs=0.035)
     moments = softmax.lse_moments(p, u)
     assert (lse_error.var(0) / moments.variance).tolist() == pytest.approx([1.0] * 2, abs=0.035)
-    # The mean is a hundredth of a deviation: taken from the second order alone.
+    # The mean is a hundredth of a deviation. Averaging over x and -x cancels the first order.
     x_mean = lse_error.mean(0) - drawn(s, -deviation)[1].mean(0)
     assert float(x_mean.abs().max()) < 0.1 * float(deviation.max())
     both = (lse_error.mean(0) + drawn(s, -deviation)[1].mean(0)) / 2
     assert (both / moments.mean).tolist() == pytest.approx([1.0] * 2, abs=0.05)
-    # Were the errors of S in P alone, and not in L, it would be u P^2.
+    # A twin without the change of L, u P^2, is wrong by more than a factor of 2.
     assert ratio.numel() and float((u * p**2 / softmax.p_variance(p, u)).max()) > 2
 
 
 @pytest.mark.parametrize("u", (0.01, 1.0, 4.0))
 @pytest.mark.parametrize("p", (1e-6, 0.2, 0.5, 0.99))
 def test_lognormal_moments_of_two_keys_are_exact(p, u):
-    """The sum of one log-normal number is log-normal."""
+    """With two keys, the sum of the others is one log-normal number: no approximation."""
     both = torch.tensor([[p, 1 - p]], dtype=torch.float64)
     found = softmax.p_lognormal_moments(both, torch.full_like(both, u))
 
@@ -224,17 +224,17 @@ def test_among_many_keys_relative_errors_grow_like_an_exponential(u):
     p = torch.full((1, n), 1 / n, dtype=torch.float64)
     u_row = torch.full_like(p, u)
     found = softmax.p_lognormal_moments(p, u_row).mean_square * n**2
-    # The sum of the others is off by sqrt(expm1(u) / n), at most 2 % here.
+    # The sum of the others varies by sqrt(expm1(u) / n), at most 2 % here.
     assert float(found[0, 0]) == pytest.approx(math.expm1(u), rel=0.03)
     error, _ = drawn(torch.zeros(1, n).double(), math.sqrt(u), trials=100)
     measured = float((n * error).square().mean())
-    # 400000 draws of exp(2 x), whose deviation is several times its mean at u = 1.
+    # 400000 draws of exp(2 x). At u = 1 its deviation is several times its mean.
     assert measured == pytest.approx(float(found[0, 0]), rel=0.03 if u < 1 else 0.06)
     first = float(softmax.p_variance(p, u_row)[0, 0]) * n**2
     assert (first == pytest.approx(measured, rel=0.06)) == (u < 0.1)
 
 
-def test_nothing_moves_where_there_is_one_key():
+def test_p_of_a_single_key_has_no_error():
     p = torch.tensor([[1.0, 0.0], [0.3, 0.7]]).double()
     u = torch.tensor([[4.0, 0.0], [1.0, 1.0]]).double()
     found = softmax.p_lognormal_moments(p, u)

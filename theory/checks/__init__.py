@@ -1,10 +1,15 @@
-"""Measurements of every statement of `theory`, one module a topic."""
+"""Measurements of the statements of `theory`: one module per topic.
+
+A module of `theory` states bounds and estimates; the module of the same name in `theory.checks`
+compares them with the emulator and yields one `Check` per comparison. The imports go one way:
+`theory.checks` imports the modules of `theory`, which never import `theory.checks`.
+`theory.qk_error` has no module of its own here: `theory.checks.budget` measures it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from theory.check import Check
 from theory.checks import (
     attention_bound,
     budget,
@@ -18,6 +23,7 @@ from theory.checks import (
     smoothing,
     softmax,
 )
+from theory.checks.check import Check
 
 CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "rounding": rounding.checks,
@@ -32,4 +38,4 @@ CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "attention_bound": attention_bound.checks,
     "budget": budget.checks,
 }
-"""By topic, in the order of the docs: what measures its statements."""
+"""The function that measures each topic, in the order of the pages of the docs."""

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sagesim import AttentionSpec
 from theory.attention_bound import attention_bound
-from theory.check import Check, bounded
-from theory.samples import Sample, captured, gaussian, outlier_channels
+from theory.checks.check import Check, bounded
+from theory.checks.samples import Sample, captured, gaussian, outlier_channels
 
 TOPIC = "attention_bound"
 LABELS: Final = ("sagebwd", "factored", "factored_pv16")
@@ -30,7 +30,7 @@ def checks() -> Iterator[Check]:
 def bounds_and_errors(sample: Sample, label: str) -> dict[str, tuple[Tensor, Tensor]]:
     """By output: the bound, and |emulated - exact|, elementwise."""
     spec = AttentionSpec.parse(label)
-    bound = attention_bound(*sample.tensors, spec=spec, is_causal=sample.is_causal)
+    bound = attention_bound(sample, spec=spec)
     exact, trace = sample.exact(), sample.trace(spec)
     return {
         name: (getattr(bound, name), (getattr(trace, name) - getattr(exact, name)).abs())

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from sagesim import FACTORED, SAGEBWD, AttentionSpec, compare
-from sagesim.attribution import OUTPUTS, attribute
-from theory.budget import Budget, error_budget
-from theory.check import Check, estimated
-from theory.samples import Sample, captured, gaussian, outlier_channels
+from sagesim.analysis import OUTPUTS, attribute
+from theory.budget import error_budget
+from theory.checks.check import Check, estimated
+from theory.checks.samples import Sample, captured, gaussian, outlier_channels
 
 TOPIC = "budget"
 WITHIN = 0.25
@@ -54,7 +54,7 @@ def pooled(samples: list[Sample]) -> Sample:
 
 def of_errors(sample: Sample, spec: AttentionSpec) -> Iterator[Check]:
     """The relative L2 error of each output."""
-    budget = predict(sample, spec)
+    budget = error_budget(sample, spec=spec)
     measured = compare(sample.trace(spec), sample.exact()).overall
     for t in OUTPUTS:
         yield estimated(
@@ -83,13 +83,8 @@ def of_shares(sample: Sample, spec: AttentionSpec) -> Iterator[Check]:
 
 def shares(sample: Sample, spec: AttentionSpec) -> Iterator[tuple[str, str, float, float]]:
     """Tensor, part, and the share of the one's error that the other has: predicted, measured."""
-    budget = predict(sample, spec)
-    found = attribute(*sample.tensors, base=spec, is_causal=sample.is_causal)
+    budget = error_budget(sample, spec=spec)
+    found = attribute(sample, base=spec)
     for t in OUTPUTS:
         for part in found.parts:
             yield t, part.site, budget.share[part.site][t], part.share[t]
-
-
-def predict(sample: Sample, spec: AttentionSpec) -> Budget:
-    """The budget of a sample."""
-    return error_budget(*sample.tensors, spec=spec, is_causal=sample.is_causal)

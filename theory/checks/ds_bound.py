@@ -1,4 +1,4 @@
-"""The bounds of `theory.ds_bound` against rows of dS."""
+"""Measurements of `theory.ds_bound`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from sagesim import SAGEBWD
-from theory.check import Check, bounded, estimated
+from theory.checks.check import Check, bounded, estimated
+from theory.checks.samples import Sample, captured, gaussian, outlier_channels
 from theory.ds_bound import (
     centred,
     ds_bound,
@@ -20,13 +21,12 @@ from theory.ds_bound import (
     paper_flat_bound,
     value_bound,
 )
-from theory.samples import Sample, captured, gaussian, outlier_channels
 
 TOPIC = "ds_bound"
 
 
 def checks() -> Iterator[Check]:
-    """Bounds on every row, tightness where it is known, and the bound of the emulator's own dS."""
+    """Bounds on every row, closed forms, and the bound on the emulator's own dS."""
     capture = "capture, all layers"
     for name, samples in (
         *((s.name, (s,)) for s in (gaussian(1.0), gaussian(5.0, is_causal=True))),
@@ -38,13 +38,13 @@ def checks() -> Iterator[Check]:
         for statement, bounds in (
             ("RMS(dS_i) <= N^-1/2 max|dP - delta| (the paper's)", [r.flat for r in rows]),
             ("RMS(dS_i) <= RMS(P_i) max|dP - delta| (the paper's)", [r.paper for r in rows]),
-            ("RMS(dS_i) <= ours", [r.ours for r in rows]),
-            ("RMS(dS_i) <= |dO_i| spread of V under P_i", [r.value for r in rows]),
+            ("RMS(dS_i) <= ds_bound", [r.ours for r in rows]),
+            ("RMS(dS_i) <= value_bound (from dO, V and P)", [r.value for r in rows]),
         ):
             yield bounded(TOPIC, statement, name, bound=torch.cat(bounds), measured=measured)
         yield bounded(
             TOPIC,
-            "our bound is never above the paper's",
+            "ds_bound <= RMS(P_i) max|dP - delta|",
             name,
             bound=torch.cat([r.paper for r in rows]),
             measured=torch.cat([r.ours - r.off for r in rows]),
@@ -59,7 +59,7 @@ def checks() -> Iterator[Check]:
             s.name,
             predicted=_pooled(expected_ds_rms(x.p, dp_std)),
             measured=_pooled(ds_rms(x.p, centred(x.p, x.dp))),
-            # 512 rows of few effective keys each: their sum of squares varies by some percent.
+            # With few effective keys, the sum of squares over 512 rows varies by some percent.
             within=0.10,
         )
 
@@ -69,7 +69,7 @@ def checks() -> Iterator[Check]:
     ratio = paper_bound(x.p, c) / ds_rms(x.p, c)
     yield estimated(
         TOPIC,
-        "uniform P: the paper's is too large by max|c| / RMS(c)",
+        "uniform P: the paper's bound over RMS(dS_i), crest factor",
         s.name,
         predicted=gaussian_crest(x.p.shape[-1]),
         measured=float(ratio.median()),
@@ -77,7 +77,7 @@ def checks() -> Iterator[Check]:
     )
     yield bounded(
         TOPIC,
-        "uniform P: the Jacobian's bound is RMS(dS_i)",
+        "uniform P: jacobian_bound = RMS(dS_i)",
         s.name,
         bound=ds_rms(x.p, c) + rounding(x.p, x.dp),
         measured=jacobian_bound(x.p, c),
@@ -86,10 +86,10 @@ def checks() -> Iterator[Check]:
     for s in (gaussian(3.0), captured()[2]):
         t = s.trace(SAGEBWD)
         c = t.dp.double() - t.delta.double()[..., None]
-        # dP - delta and its product with P are rounded to float32 once each.
+        # The emulator rounds dP - delta and its product with P to float32, once each.
         yield bounded(
             TOPIC,
-            "the emulator's dS keeps to the paper's bound",
+            "emulated dS: RMS(dS_i) <= RMS(P_i) max|dP - delta|",
             s.name,
             bound=paper_bound(t.p_recompute, c) * (1 + 2.0**-24) ** 2 * (1 + 1e-12),
             measured=ds_rms(torch.ones(()), t.ds),
@@ -97,18 +97,17 @@ def checks() -> Iterator[Check]:
 
 
 def rounding(p: Tensor, dp: Tensor) -> Tensor:
-    """What float64 may add to a row of dS and to its bounds: n_k + 16 roundings of its top dP."""
+    """Float64's error of a row of dS and of its bounds: n_k + 16 roundings of its largest |dP|."""
     return (p.shape[-1] + 16) * 2.0**-53 * dp.double().abs().amax(-1)
 
 
 class _Rows:
-    """Rows of a sample, flat; the bounds with their float64 rounding."""
+    """The rows of a sample, flattened: RMS(dS_i) and its bounds, which include float64's error."""
 
     def __init__(self, sample: Sample) -> None:
         x = sample.exact()
         c, off = centred(x.p, x.dp), rounding(x.p, x.dp)
         self.measured = ds_rms(torch.ones(()), x.ds).flatten()
-        self.off = off.flatten()
         self.off = off.flatten()
         self.flat = (paper_flat_bound(x.p, c) + off).flatten()
         self.paper = (paper_bound(x.p, c) + off).flatten()

@@ -1,4 +1,4 @@
-"""The statements of `theory.ds_error` against the emulator."""
+"""Measurements of `theory.ds_error`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from sagesim import FACTORED, FPA, SAGEBWD, AttentionSpec, Granularity, Smoothing
-from theory.check import Check, bounded, estimated
+from theory.checks.check import Check, bounded, estimated
+from theory.checks.samples import Sample, captured, gaussian, outlier_channels
 from theory.ds_bound import centred
 from theory.ds_error import (
     dispersion,
@@ -22,15 +23,14 @@ from theory.ds_error import (
 )
 from theory.matmul import product_moments
 from theory.rounding import Moments, region_amax, rounding_moments
-from theory.samples import Sample, captured, gaussian, outlier_channels
 
 TOPIC = "ds_error"
 SMOOTHED_FPA = replace(FPA, smoothing=Smoothing(k=True))
-"""Nothing rounded; a site of a preset put into it is that site alone."""
+"""Smoothing without rounding. Replacing one site by a preset's site rounds at that site only."""
 
 
 def checks() -> Iterator[Check]:
-    """The identity and the bound through delta, then the estimates of dS, and of dQ, dK, dV."""
+    """The identity and the bound through delta, then the estimates of dS, dQ, dK and dV."""
     capture = [in_float32(s) for s in captured()]
     for sample in (gaussian(3.0), capture[3]):
         yield from _exact_statements(sample)
@@ -54,7 +54,7 @@ def _exact_statements(sample: Sample) -> Iterator[Check]:
     # The emulator rounds dP - delta and its product with P to float32, once each.
     yield bounded(
         TOPIC,
-        "dS's error is the sum of its four parts",
+        "error of dS = sum of its four parts (up to float32)",
         sample.name,
         bound=2 * unit * t.ds.double().abs() * (1 + unit) + 1e-12 * float(x.dp.abs().max()),
         measured=(t.ds.double() - x.ds - parts.total).abs(),
@@ -64,7 +64,7 @@ def _exact_statements(sample: Sample) -> Iterator[Check]:
     slack = (sample.do.shape[-1] + 1) * unit * size * x.p.square().mean(-1).sqrt()
     yield bounded(
         TOPIC,
-        "through delta: RMS <= RMS(P_i) |dO_i| |error of O_i|",
+        "error of dS through delta: RMS <= RMS(P_i) |dO_i| |error of O_i|",
         sample.name,
         bound=through_delta_bound(x.p, sample.do, t.o - x.o) + slack,
         measured=parts.through_delta.square().mean(-1).sqrt(),
@@ -74,9 +74,13 @@ def _exact_statements(sample: Sample) -> Iterator[Check]:
 def _ds(sample: Sample) -> Iterator[Check]:
     x, a = sample.exact(), Anatomy.of(sample, SAGEBWD)
     for statement, moments, spec in (
-        ("dS off through QK", (a.qk,), {"qk": SAGEBWD.qk, "qk_recompute": SAGEBWD.qk_recompute}),
-        ("dS off through PV and delta", (a.pv,), {"pv": SAGEBWD.pv}),
-        ("dS off, SageBwd: QK and PV by squares", (a.qk, a.pv), None),
+        (
+            "error of dS through QK",
+            (a.qk,),
+            {"qk": SAGEBWD.qk, "qk_recompute": SAGEBWD.qk_recompute},
+        ),
+        ("error of dS through PV and delta", (a.pv,), {"pv": SAGEBWD.pv}),
+        ("error of dS, SageBwd: root of the sum of both squares", (a.qk, a.pv), None),
     ):
         trace = sample.trace(replace(SMOOTHED_FPA, **spec) if spec else SAGEBWD)
         yield estimated(
@@ -95,7 +99,7 @@ def _products(sample: Sample) -> Iterator[Check]:
         measured = {spec: product.measured(spec) for spec in (SAGEBWD, FACTORED)}
         yield estimated(
             TOPIC,
-            f"{product.site}: error of its own rounding, shared scales",
+            f"{product.site}: error from its own rounding, shared scales",
             sample.name,
             predicted=errors[SAGEBWD],
             measured=measured[SAGEBWD],
@@ -112,7 +116,7 @@ def _products(sample: Sample) -> Iterator[Check]:
         if sample.name.startswith("Gaussian, sigma 1,"):
             yield estimated(
                 TOPIC,
-                f"{product.site}: the same gain from the dispersions alone",
+                f"{product.site}: gain of factored scales, from dispersions alone",
                 sample.name,
                 predicted=product.gain_of_dispersions(),
                 measured=measured[SAGEBWD] / measured[FACTORED],
@@ -122,7 +126,7 @@ def _products(sample: Sample) -> Iterator[Check]:
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """What QK's and PV's rounding is expected to do to dS under a spec with delta from O."""
+    """The predicted errors of dS from rounding in QK and in PV, under a spec with delta from O."""
 
     qk: Moments
     pv: Moments
@@ -130,7 +134,7 @@ class Anatomy:
     @classmethod
     def of(cls, sample: Sample, spec: AttentionSpec) -> Anatomy:
         x = sample.exact()
-        q, k, v, do = (t.double() for t in sample.tensors)
+        q, k, v, do = (t.double() for t in sample.qkvdo)
         k = k - k.mean(-2, keepdim=True)
         return cls(
             ds_moments_from_qk(
@@ -150,7 +154,7 @@ class Anatomy:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """dQ, dK or dV alone, from exact operands: all other sites in FP32."""
+    """dQ, dK or dV computed from exact operands; all other sites are FP32."""
 
     site: str
     sample: Sample
@@ -164,7 +168,7 @@ class Product:
         return amax(self.left.mT, how.lhs, spec).mT, amax(self.right, how.rhs, spec)
 
     def errors(self, spec: AttentionSpec) -> tuple[Moments, Moments]:
-        """What rounding the operands with the spec's scales of this site is expected to do."""
+        """The moments of the operands' rounding errors, with the spec's scales of this site."""
         left, right = self._amax(spec)
         return rounding_moments(self.left, left / 127), rounding_moments(self.right, right / 127)
 
@@ -174,13 +178,13 @@ class Product:
         return moments.relative_to(self.left @ self.right)
 
     def measured(self, spec: AttentionSpec) -> float:
-        """The same, of the emulator."""
+        """The relative L2 error of the product in the emulator."""
         trace = self.sample.trace(replace(SMOOTHED_FPA, **{self.site: spec.site(self.site)}))
         exact = getattr(self.sample.exact(), self.site)
         return relative(getattr(trace, self.site), exact)
 
     def dispersions(self) -> tuple[float, float, float]:
-        """left_share, left and right of `scale_gain`, from SAGEBWD's scales to FACTORED's."""
+        """The arguments of `scale_gain` for a change from SAGEBWD's scales to FACTORED's."""
         (left, right), (left_fine, right_fine) = self._amax(SAGEBWD), self._amax(FACTORED)
         left_weight = self.right.square().sum(-1)[..., None, :].expand_as(self.left)
         right_weight = self.left.square().sum(-2)[..., None].expand_as(self.right)
@@ -193,13 +197,14 @@ class Product:
         )
 
     def gain_of_dispersions(self) -> float:
+        """The gain of FACTORED's scales over SAGEBWD's that the dispersions predict."""
         return scale_gain(*self.dispersions())
 
 
 def products(sample: Sample) -> tuple[Product, ...]:
-    """dQ, dK and dV of a sample."""
+    """dQ, dK and dV of a sample, in this order."""
     x = sample.exact()
-    q, k, _, do = (t.double() for t in sample.tensors)
+    q, k, _, do = (t.double() for t in sample.qkvdo)
     return (
         Product("dq", sample, x.ds, k - k.mean(-2, keepdim=True)),
         Product("dk", sample, x.ds.mT, q),
@@ -208,23 +213,27 @@ def products(sample: Sample) -> tuple[Product, ...]:
 
 
 def common_gradient(tokens: int = 512, d: int = 64) -> Sample:
-    """Gaussian, with rows of dO that point much the same way, as from a loss of the mean over
-    tokens."""
+    """Gaussian inputs whose rows of dO point in similar directions.
+
+    A loss of the mean over tokens gives such a dO.
+    """
     x = gaussian(1.5, tokens, d)
     direction = torch.randn(d, generator=torch.Generator().manual_seed(1))
     return replace(x, name=f"common dO, sigma 1.5, N {tokens}, d {d}", do=direction + x.do / 5)
 
 
 def tolerance(*parts: Moments) -> float:
-    """How far a measured relative error may be from the expected one: a tenth, or two deviations
-    of what chance makes of it if that is more, and three tenths at most.
+    """How far a measured relative error of dS may be from the expected one.
 
-    A row of Q, dO or P is rounded once, and so is one of K or V, which all queries share. If a few
-    of them carry most of the squared error, as the first queries of a causal mask and a token that
-    all attend to do, the sample has it from a few draws. The square of one Gaussian draw has a
-    variance of twice its squared mean; draws of shares w have 2 sum w^2 of it, and the root of the
-    sum half that deviation. That is more than chance does: rows and columns are both counted, as if
-    each had all of the error, and nothing within one averaged.
+    At least a tenth, at most three tenths; in between, two standard deviations of a measurement.
+
+    A row of Q, dO or P is rounded once. A row of K or V is rounded once for all queries. If a few
+    such rows carry most of the squared error, a measurement rests on few random draws. The first
+    queries of a causal mask and a token that all queries attend to are such rows. The square of a
+    Gaussian draw has a variance of twice its squared mean. A sum of draws with shares w has a
+    relative variance of 2 sum w^2, and its root half that relative deviation. This overestimates
+    the deviation: rows and columns are both counted as if each carried the whole error, and
+    averaging within a row is ignored.
     """
     square = sum(m.variance for m in parts)
     assert isinstance(square, Tensor)
@@ -234,21 +243,21 @@ def tolerance(*parts: Moments) -> float:
 
 
 def in_float32(sample: Sample) -> Sample:
-    """The same numbers, so that outputs are not rounded to 16 bit."""
-    q, k, v, do = (t.float() for t in sample.tensors)
+    """The sample in float32, whose outputs are not rounded to 16 bits."""
+    q, k, v, do = (t.float() for t in sample.qkvdo)
     return replace(sample, q=q, k=k, v=v, do=do)
 
 
 def amax(x: Tensor, how: Granularity, spec: AttentionSpec) -> Tensor:
-    """The largest magnitude in each element's region; blocks of queries and keys are alike."""
+    """The largest magnitude in each element's region; a block has as many queries as keys."""
     return region_amax(x, how, spec.block_q, spec.block_k if how.is_map else x.shape[-1])
 
 
 def operand(x: Tensor, how: Granularity, spec: AttentionSpec) -> Moments:
-    """What rounding x to INT8 is expected to do."""
+    """The moments of the error of rounding x to INT8."""
     return rounding_moments(x, amax(x, how, spec) / 127)
 
 
 def relative(computed: Tensor, exact: Tensor) -> float:
-    """The relative L2 error."""
+    """The relative L2 error |computed - exact| / |exact|."""
     return float(torch.linalg.vector_norm(computed.double() - exact) / exact.norm())

@@ -1,4 +1,4 @@
-"""Statements of `theory.matmul`: each product alone, on exact operands in float64."""
+"""Measurements of `theory.matmul`: each product alone, on exact operands in float64."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import sagesim
 from sagesim import FACTORED, FPA, AttentionSpec, Delta, Granularity, Precision
 from sagesim.spec import MAPS, OPERANDS, SITES
 from theory import matmul
-from theory.check import Check, bounded, estimated
+from theory.checks.check import Check, bounded, estimated
+from theory.checks.samples import Sample, captured, gaussian, outlier_channels
 from theory.rounding import Moments, region_amax, rounding_bound, rounding_moments
-from theory.samples import Sample, captured, gaussian, outlier_channels
 
 TOPIC = "matmul"
 OUTPUT = {"qk": "s", "pv": "o", "qk_recompute": "s_recompute"} | {
     s: s for s in ("dv", "dp", "dq", "dk")
 }
-"""Which tensor of a trace each site makes."""
+"""The tensor of a trace that each site computes."""
 
 
 def checks() -> Iterator[Check]:
-    """Every pair of granularities at every site, then how sums are accumulated."""
+    """Every pair of granularities at every site, then the float32 error of the sums."""
     for sample in (gaussian(1.0, 192, 32), gaussian(3.0, 192, 32), outlier_channels(192, 32)):
         for site in SITES:
             yield from _site(site, converted(sample, torch.float64))
@@ -36,13 +36,16 @@ def checks() -> Iterator[Check]:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A product alone: every other site in FP32, which for float64 inputs is float64."""
+    """One product that rounds, with every other site in FP32.
+
+    On float64 inputs an FP32 site computes in float64.
+    """
 
     site: str
     sample: Sample
     spec: AttentionSpec
-    left: Tensor  #: exact, as it is stored: a map's rows are queries
-    right: Tensor
+    left: Tensor  #: the exact left operand as it is stored: the rows of a map are queries
+    right: Tensor  #: the exact right operand as it is stored
 
     @classmethod
     def of(
@@ -54,35 +57,38 @@ class Site:
         precision: Precision = Precision.INT8,
     ) -> Site:
         x = sample.exact()
-        q, k, v, do = sample.tensors
+        q, k, v, do = sample.qkvdo
         tensors = {"q": q, "k": k, "v": v, "do": do, "p": x.p, "ds": x.ds}
         left, right = (tensors[name] for name in OPERANDS[site])
         alone = sagesim.MatmulSpec(precision, lhs, rhs)
-        # O's error would reach dS through a delta from O.
+        # With delta from O, the error of O would reach dS.
         spec = replace(FPA, delta=Delta.FROM_P, **{site: alone})
         return cls(site, sample, spec, left, right)
 
     @property
     def scale(self) -> float:
-        """What multiplies the product."""
+        """The softmax scale if the site multiplies its product by it, else 1."""
         scaled = self.site in ("qk", "qk_recompute", "dq", "dk")
         return self.sample.q.shape[-1] ** -0.5 if scaled else 1.0
 
     def arranged(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Both as the site multiplies them."""
+        """Both operands as the site multiplies them, [..., m, n] and [..., n, d]."""
         if OPERANDS[self.site][0] not in MAPS:
             return left, right.mT
         return (left.mT if self.site in ("dv", "dk") else left), right
 
     def error(self) -> Tensor:
-        """Of what the site makes, by the emulator."""
+        """The error of the site's output in the emulator."""
         name = OUTPUT[self.site]
         computed = getattr(self.sample.trace(self.spec), name)
         error = computed - getattr(self.sample.exact(), name.removesuffix("_recompute"))
-        return error.nan_to_num(0.0)  # S where masked: -inf less -inf
+        return error.nan_to_num(0.0)  # masked elements of S: -inf - -inf
 
     def amax(self) -> tuple[Tensor, Tensor]:
-        """Of the region of each element. At PV regions are of P over its row's largest element."""
+        """The amax of each element's region, of both operands.
+
+        PV rounds P before it is normalised, so its regions are those of P over its row's maximum.
+        """
         spec, matmul = self.spec, self.spec.site(self.site)
         left_name, right_name = OPERANDS[self.site]
         columns = spec.block_k if left_name in MAPS else self.left.shape[-1]
@@ -92,7 +98,7 @@ class Site:
         return left, region_amax(self.right, matmul.rhs, rows, self.right.shape[-1])
 
     def bound(self) -> Tensor:
-        """On the site's error."""
+        """The upper bound on |error|."""
         precision = self.spec.site(self.site).precision
         off = (
             rounding_bound(x, amax, precision)
@@ -102,7 +108,7 @@ class Site:
         return self.scale * matmul.product_bound(*operands, *off)
 
     def rounding(self) -> tuple[Moments, Moments]:
-        """Of both operands under INT8, as the site multiplies them."""
+        """The moments of the INT8 rounding errors of both operands, `arranged`."""
         pairs = zip((self.left, self.right), self.amax(), strict=True)
         left, right = (rounding_moments(x, amax / 127) for x, amax in pairs)
         means = self.arranged(left.mean, right.mean)
@@ -110,17 +116,17 @@ class Site:
         return Moments(means[0], variances[0]), Moments(means[1], variances[1])
 
     def moments(self) -> Moments:
-        """Of the site's error under INT8."""
+        """The moments of the site's error in INT8."""
         found = matmul.product_moments(*self.arranged(self.left, self.right), *self.rounding())
         return Moments(self.scale * found.mean, self.scale**2 * found.variance)
 
     def chance(self) -> float:
-        """The relative deviation of the RMS error for errors as `moments` has them.
+        """The relative standard deviation of one measurement of the RMS error, under `moments`.
 
-        The error of a row is a B, its square a (B B^T) a^T for independent uniform a: of variance
-        2 sum_jl v_j v_l G_jl^2 - 6 / 5 sum_j v_j^2 G_jj^2. Where one channel of B outweighs the
-        others, a row is one random number. Likewise for the columns of A b, and twice the product
-        of a B and A b has a variance of 4 sum (v_a B^2) (A^2 v_b).
+        The error of a row is a B with independent uniform a, and its square a (B B^T) a^T has the
+        variance 2 sum_jl v_j v_l G_jl^2 - 6 / 5 sum_j v_j^2 G_jj^2 with G = B B^T. If one channel
+        of B outweighs the others, a row is a single random number. The same holds for the columns
+        of A b. Twice the product of a B and A b has a variance of 4 sum (v_a B^2) (A^2 v_b).
         """
         a, b = self.arranged(self.left, self.right)
         left, right = (error.variance for error in self.rounding())
@@ -136,20 +142,20 @@ class Site:
 
 
 def converted(x: Sample, dtype: torch.dtype) -> Sample:
-    """The same numbers; in float64 FP32 sites compute in float64, too."""
-    return Sample(x.name, *(t.to(dtype) for t in x.tensors), is_causal=x.is_causal)
+    """The sample in another dtype. In float64, FP32 sites compute in float64."""
+    return x.map(lambda t: t.to(dtype))
 
 
 def granularities(site: str) -> list[tuple[Granularity, Granularity]]:
-    """Every pair that a site admits."""
+    """Every pair of granularities that a site admits."""
     left, right = ([g for g in Granularity if g.is_map == (t in MAPS)] for t in OPERANDS[site])
     return list(product(left, right))
 
 
 def float64_slack(site: Site) -> Tensor:
-    """What float64 adds to the error of a site: sums, and of P and dS what they come from."""
+    """An upper bound on float64's part in a site's error: its sum, and the steps to P and dS."""
     x, left = site.sample.exact(), site.left.abs()
-    if OPERANDS[site.site][0] == "ds":  # a difference
+    if OPERANDS[site.site][0] == "ds":  # dS is P times a difference, so its terms count
         left = x.p * (x.dp.abs() + x.delta.abs()[..., None])
     a, b = site.arranged(left, site.right.abs())
     logits = x.s.masked_fill(x.s.isneginf(), 0.0).abs().max()
@@ -165,7 +171,7 @@ def _site(name: str, sample: Sample) -> Iterator[Check]:
         bounds.append(site.bound() + float64_slack(site))
         errors.append(error.abs())
         ratio = float((error.square().mean() / site.moments().mean_square.mean()).sqrt())
-        ratios.append((ratio, 0.05 + 4 * site.chance()))  # the model's part and chance's
+        ratios.append((ratio, 0.05 + 4 * site.chance()))  # error of the model, and chance
     yield bounded(
         TOPIC,
         f"{name}: |error|, {len(errors)} pairs of granularities",
@@ -176,7 +182,7 @@ def _site(name: str, sample: Sample) -> Iterator[Check]:
     _, ratio, within = max((abs(ratio - 1) / within, ratio, within) for ratio, within in ratios)
     yield estimated(
         TOPIC,
-        f"{name}: RMS error over predicted, the worst pair",
+        f"{name}: RMS error over its estimate, worst pair of granularities",
         sample.name,
         predicted=1.0,
         measured=ratio,
@@ -185,7 +191,7 @@ def _site(name: str, sample: Sample) -> Iterator[Check]:
 
 
 def _accumulation(sample: Sample) -> Iterator[Check]:
-    """A trace's own operands, multiplied in float64, against what it made of them in float32."""
+    """A trace's float32 products compared with float64 products of its own operands."""
     sample = converted(sample, torch.float32)
     unfactored = replace(
         FACTORED,
@@ -209,14 +215,14 @@ def _accumulation(sample: Sample) -> Iterator[Check]:
             parts, sizes = _tiles(left, right, block), left.mT.abs() @ right.abs()
             if matmul.sums_integers(spec, site):
                 kind, bound = "integer", matmul.integer_sum_bound(parts)
-                bound = bound + left.shape[-2] * 2.0**-53 * sizes  # of this float64 sum
+                bound = bound + left.shape[-2] * 2.0**-53 * sizes  # the float64 reference
             else:
                 kind, bound = "float32", matmul.float32_error(left.shape[-2]) * sizes
             scale = 1.0 if site == "dv" else sample.q.shape[-1] ** -0.5
             made = getattr(t, OUTPUT[site]).double()
             yield bounded(
                 TOPIC,
-                f"{site}: what float32 adds to {kind} sums",
+                f"{site}: float32 error of {kind} sums",
                 sample.name,
                 bound=scale * bound,
                 measured=(made - scale * parts.sum(-3)).abs(),
@@ -224,6 +230,6 @@ def _accumulation(sample: Sample) -> Iterator[Check]:
 
 
 def _tiles(left: Tensor, right: Tensor, block: int) -> Tensor:
-    """left^T right as a sum over blocks of rows: [..., blocks, m, d]."""
+    """The terms of left^T right for each block of rows: [..., blocks, m, d]."""
     pairs = zip(left.split(block, -2), right.split(block, -2), strict=True)
     return torch.stack([a.mT @ b for a, b in pairs], -3)

@@ -1,4 +1,4 @@
-"""Statements of `theory.noise`, and the small training problem that they are measured on."""
+"""Measurements of `theory.noise`, and the small training problem that they use."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from torch import Tensor
 
 import sagesim
 from sagesim import AttentionSpec, Granularity, Rounding
-from sagesim.rounding import uniform
+from sagesim.emulator import uniform
 from theory import noise
-from theory.check import Check, bounded, estimated
+from theory.checks.check import Check, bounded, estimated
 from theory.noise import sample_moments
 
 TOKENS, WIDTH, HEAD_DIM = 64, 8, 16
 
 
 def checks() -> Iterator[Check]:
-    """In the order of the page."""
+    """The statements on rounding, then those on batches of gradients."""
     yield from _rounding()
     yield from _batches()
 
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Sequences x [examples, tokens, width] that share the W_q of one head, which is trained.
+    """Sequences x [examples, tokens, width] and one attention head whose W_q is trained.
 
-    The head is to give what another W_q would give: the loss of an example is half the squared
-    difference of the two outputs, its gradient in W_q is x^T dQ.
+    The target is the head's output with another W_q. The loss of an example is half the squared
+    difference of output and target, and its gradient in W_q is x^T dQ.
     """
 
     x: Tensor
     w: tuple[Tensor, Tensor, Tensor]  #: W_q, W_k, W_v [width, head_dim]
-    target: Tensor
+    target: Tensor  #: [examples, tokens, head_dim]
 
     @classmethod
     def draw(cls, count: int, *, spread: float, sigma: float = 1.5, seed: int = 0) -> Examples:
-        """One problem for any seed, which draws the examples.
+        """Draw `count` examples by this seed; the weights are the same for any seed.
 
-        spread is the deviation of tokens between examples; their common part has the rest of a
-        variance of 1. sigma is the deviation of q and k.
+        spread is the deviation of a token between examples. The part of x that all examples share
+        has the rest of a variance of 1. sigma is the deviation of q and k.
         """
         problem, data = (torch.Generator().manual_seed(s) for s in (0, seed + 1))
 
@@ -57,15 +57,18 @@ class Examples:
         return cls(x, (w_q, w_k, w_v), target)
 
     def exact(self) -> Tensor:
-        """Gradients in W_q, float64 [examples, width * head_dim]."""
+        """The exact gradients in W_q, float64 [examples, width * head_dim]."""
         return torch.cat([self._exact(*part) for part in self._parts(256)])
 
     def emulated(self, label: str) -> Tensor:
-        """The same under a spec."""
+        """The gradients in W_q under the spec of this label."""
         return self._emulated(self.x, self.target, AttentionSpec.parse(label))
 
     def reseeded(self, label: str, examples: int) -> Tensor:
-        """The same under stochastic rounding with another seed after so many examples."""
+        """The gradients in W_q under stochastic rounding, with a new seed every few examples.
+
+        examples: the number of examples that share a seed.
+        """
         spec = AttentionSpec.parse(label)
         parts = enumerate(self._parts(examples))
         return torch.cat(
@@ -89,13 +92,16 @@ class Examples:
 
 
 def batch_means(samples: Tensor, batch: int) -> Tensor:
-    """The means of disjoint batches; what does not fill one is left out."""
+    """The means of disjoint batches; an incomplete last batch is dropped."""
     whole = len(samples) // batch * batch
     return samples[:whole].unflatten(0, (-1, batch)).mean(1)
 
 
 def crossing(batches: list[int], noise_square: list[float], error_square: list[float]) -> float:
-    """The batch at which two curves meet, by straight lines in logarithms; nan if they do not."""
+    """The batch size at which the error curve crosses the noise curve from below.
+
+    Interpolates linearly in logarithms; NaN if the curves do not cross.
+    """
     above = [math.log(e / n) for n, e in zip(noise_square, error_square, strict=True)]
     for i in range(1, len(batches)):
         if above[i - 1] < 0 <= above[i]:
@@ -107,9 +113,9 @@ def crossing(batches: list[int], noise_square: list[float], error_square: list[f
 def curves(
     gradients: Tensor, errors: Tensor, batches: list[int]
 ) -> tuple[list[float], list[float]]:
-    """Squared noise of a batch's gradient, and squared mean error, measured over batches.
+    """The squared noise of a batch's mean gradient and its squared mean error, for each batch size.
 
-    The noise is the variance between batches, so that the true mean need not be known.
+    The noise is the variance between batches, so the true mean is not needed.
     """
     noise_square = [sample_moments(batch_means(gradients, b)).trace for b in batches]
     error_square = [float(batch_means(errors, b).square().sum(-1).mean()) for b in batches]
@@ -132,7 +138,7 @@ def _rounding() -> Iterator[Check]:
         "noise",
         "stochastic rounding: |mean error| (6 deviations)",
         inputs,
-        # A draw more or less: rare ones are not normal.
+        # Two steps over all seeds on top: errors that occur in few draws are not normal.
         bound=6 * (variance / seeds).sqrt() + 2 * step / seeds,
         measured=errors.mean(0).abs(),
     )
@@ -147,7 +153,7 @@ def _rounding() -> Iterator[Check]:
         )
     heads = 4096
     many = torch.rand(heads, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    many[..., 0] = 1.0  # one step for all heads
+    many[..., 0] = 1.0  # gives all heads the same step
     one = sagesim.quantize(many, how, block=16, rounding=Rounding.stochastic(7))
     step = one.scale.double()
     bias = (one.codes * step - many)[..., 1:].mean(0)
@@ -171,8 +177,8 @@ def _rounding() -> Iterator[Check]:
 
 
 def _batches() -> Iterator[Check]:
-    # Examples that are much alike: their gradients differ little, and batches of some hundred
-    # are enough for the bias to show. The moments come from one draw, the curves from another.
+    # The examples resemble each other, so their gradients differ little and the bias exceeds the
+    # noise at batches of some hundred. Predictions and measurements use different draws.
     examples, others = (Examples.draw(4096, spread=0.1, seed=seed) for seed in (0, 1))
     gradients, other_gradients = examples.exact(), others.exact()
     spread = sample_moments(gradients)
@@ -203,11 +209,11 @@ def _batches() -> Iterator[Check]:
         )
         yield estimated(
             "noise",
-            "batch at which the error passes the noise",
+            "batch size at which |mean error|^2 exceeds the noise",
             label,
             predicted=noise.visible_batch(bias.mean_square, spread.trace, bias.trace),
             measured=crossing(batches, noise_square, error_square),
-            within=0.25,  # some thirty batches, of gradients of which few components matter
+            within=0.25,  # about thirty batches, of gradients with few large components
         )
     yield from _shrinkage(examples, gradients)
 

@@ -1,4 +1,4 @@
-"""Statements of `theory.qk_norm`."""
+"""Measurements of `theory.qk_norm`."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from functools import cache
 import torch
 
 from sagesim import SAGEBWD, AttentionSpec, Granularity, QKNorm, quantize
-from sagesim.experiments.gaussian import Setting, measure
-from sagesim.metrics import TITLES, Comparison
+from sagesim.analysis import TITLES, Comparison, Setting, gaussian_errors
 from theory import qk_norm
-from theory.check import Check, bounded, estimated
+from theory.checks.check import Check, bounded, estimated
+from theory.checks.samples import captured, gaussian
 from theory.qk_norm import PowerSums
-from theory.samples import captured, gaussian
 
 QK_ONLY = AttentionSpec.parse("fpa smooth=k qk=int8@block,block qk_recompute=int8@block,block")
-"""The two products of Q and K as in the paper, everything else unrounded."""
+"""QK and its recomputation in INT8 as in the paper; everything else in FP32."""
 
 SETTING = Setting(tokens=1024, head_dim=64, draws=2)
 REGION = SAGEBWD.block_q * SETTING.head_dim
-"""Elements of a block of queries or keys, which share a scale."""
+"""The number of elements of a block of queries or keys, which share one scale."""
 
 FLOAT32 = 1 + 2.0**-20
-"""What float32 may add to a norm of up to some hundred channels, as the module computes it."""
+"""A bound on the relative float32 error of QKNorm, for up to some hundred channels."""
 
 
 def checks() -> Iterator[Check]:
-    """In the order of the page."""
+    """The bounds from gamma, then the growth of errors with sigma."""
     yield from _limits()
     yield from _growth()
 
@@ -42,8 +41,8 @@ def logit_square(sigma: float) -> float:
 
 @cache
 def errors(sigma: float, label: str = QK_ONLY.label()) -> Comparison:
-    """Measured at `SETTING`."""
-    return measure(sigma, AttentionSpec.parse(label), SETTING)
+    """The errors measured at `SETTING` under a spec's label, for q and k of deviation sigma."""
+    return gaussian_errors(sigma, AttentionSpec.parse(label), SETTING)
 
 
 def _limits() -> Iterator[Check]:
@@ -52,7 +51,7 @@ def _limits() -> Iterator[Check]:
         norm = _norm(d)
         gamma_q, gamma_k = norm.gamma_q.detach().double(), norm.gamma_k.detach().double()
         with torch.no_grad():
-            q, k = norm(x.q.float(), x.k.float())  # a capture is in 16 bit, QKNorm answers in kind
+            q, k = norm(x.q.float(), x.k.float())  # QKNorm returns the dtype of its inputs
         plain = (q / norm.gamma_q.detach()).double()
         mean_square = x.q.double().square().mean(-1)
         yield bounded(
@@ -120,12 +119,12 @@ def _growth() -> Iterator[Check]:
             measured=math.sqrt(float(moments[3] / moments[5])),
             within=0.05,
         )
-        # First order: the next is smaller by the error of S, a third of it at sigma 5.
+        # The estimates are of first order; the relative size of the next order is the error of S.
         within = 0.05 + 0.2 * math.sqrt(square)
         if sigma > 5:
             continue
         if sigma >= 3:
-            # Corrections to the limit fall off only as 1 / log N.
+            # Corrections to the limit decrease only as 1 / log N.
             frozen = qk_norm.frozen_softmax_error(square, sigma**2, n)
             yield estimated(
                 "qk_norm",
@@ -144,8 +143,8 @@ def _growth() -> Iterator[Check]:
                 within=0.15,
             )
         for name, error in _GROWTH.items():
-            # Every row of a nearly uniform P averages V to the same few numbers, which a draw of
-            # V may make large or small.
+            # If P is nearly uniform, every row of O is about the mean of V: few numbers, whose
+            # size varies from draw to draw.
             if sigma >= 1 or name in ("p", "ds"):
                 yield estimated(
                     "qk_norm",
@@ -166,7 +165,7 @@ _GROWTH = {
 
 
 def _norm(d: int) -> QKNorm:
-    """With gammas that differ from channel to channel and from q to k."""
+    """A QKNorm with gammas that differ between channels and between q and k."""
     norm = QKNorm(d)
     generator = torch.Generator().manual_seed(d)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Statements of `theory.rounding`."""
+"""Measurements of `theory.rounding`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from sagesim import Granularity, Precision, Rounding
-from sagesim._quantize import encode, from_tiles, to_tiles
+from sagesim.emulator import encode, from_tiles, to_tiles
 from sagesim.spec import HALF_AWAY, HALF_EVEN
 from theory import rounding
-from theory.check import Check, bounded, estimated
-from theory.samples import Sample, captured, gaussian, outlier_channels
+from theory.checks.check import Check, bounded, estimated
+from theory.checks.samples import Sample, captured, gaussian, outlier_channels
 
 TOPIC = "rounding"
 BLOCK = 64
 
 
 def checks() -> Iterator[Check]:
-    """In the order of the page."""
+    """Bounds on every format, mean squares by distribution, then elementwise estimates."""
     yield from _bounds()
     yield from _distributions()
     yield from _elements()
@@ -29,7 +29,10 @@ def checks() -> Iterator[Check]:
 def rounded(
     x: Tensor, precision: Precision, how: Granularity, mode: Rounding = HALF_EVEN
 ) -> tuple[Tensor, Tensor]:
-    """x [..., n, m] float32 rounded by the emulator, and its scales, both float64 in x's shape."""
+    """Float32 x [..., n, m] rounded by the emulator, and its scales.
+
+    Both are float64 in the shape of x.
+    """
     rows, columns = (min(BLOCK, x.shape[-2]), x.shape[-1])
     if how.is_map:
         columns = min(BLOCK, columns)
@@ -40,29 +43,29 @@ def rounded(
 
 
 def wide(shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Float32 numbers of either sign and of magnitudes spread over many binades."""
+    """Float32 numbers of both signs with magnitudes spread over many binades."""
     generator = torch.Generator().manual_seed(seed)
     sign = torch.randn(shape, generator=generator).sign()
     return sign * torch.exp2(3 * torch.randn(shape, generator=generator))
 
 
 def with_scale(x: Tensor, scale: float = 1.0) -> Tensor:
-    """x [rows, n] after an element of 127 codes, with which it has this scale per token."""
+    """x [rows, n] with one more column of 127 * scale, which makes `scale` its scale per token."""
     return torch.cat([torch.full_like(x[:, :1], 127 * scale), x], -1)
 
 
 def mean_square(x: Tensor, scale: float = 1.0) -> tuple[float, float]:
-    """Mean square and mean of INT8's error of x [rows, n] at this scale, per token."""
+    """The mean square and the mean of INT8's error of x [rows, n], per token at this scale."""
     x = with_scale(x, scale)
     error = (rounded(x, Precision.INT8, Granularity.PerToken)[0] - x.double())[:, 1:]
     return float(error.square().mean()), float(error.mean())
 
 
 def operands(sample: Sample) -> dict[str, tuple[Tensor, Granularity]]:
-    """What is rounded, by name: Q, K, V, dO per token, P and dS per tile row; float32."""
+    """The float32 operands of a sample by name: Q, K, V, dO per token, P and dS per tile row."""
     exact = sample.exact()
     token, row = Granularity.PerToken, Granularity.PerTileRow
-    names = dict(zip(("Q", "K", "V", "dO"), sample.tensors, strict=True))
+    names = dict(zip(("Q", "K", "V", "dO"), sample.qkvdo, strict=True))
     tokens = {name: (x.float(), token) for name, x in names.items()}
     return tokens | {"P": (exact.p.float(), row), "dS": (exact.ds.float(), row)}
 
@@ -110,7 +113,7 @@ def _distributions() -> Iterator[Check]:
         )
     for median, deviation in ((0.02, 2.0), (0.3, 1.0), (5.0, 1.0)):
         x = (math.log(median) + deviation * normal).exp()
-        x = x.where(x <= 127, median)  # cut off: a rare element, drawn anew at the median
+        x = x.where(x <= 127, median)  # truncated: the rare larger elements become the median
         m, t = (torch.tensor(y, dtype=torch.float64) for y in (math.log(median), deviation))
         moments = rounding.lognormal_moments(m, t, torch.ones_like(m))
         square, mean = mean_square(x)
@@ -151,8 +154,8 @@ def _elements() -> Iterator[Check]:
             for precision in (Precision.INT8, Precision.FP8_E4M3):
                 found, scale = rounded(x, precision, how)
                 expected = rounding.expected_square(x, scale, precision)
-                # A uniform error's square has a variance of 4 / 5 of its mean squared; of chance
-                # there is as much as in `count` equal elements. In maps of peaks these are few.
+                # The square of a uniform error has a variance of 4 / 5 of its squared mean. The
+                # sum fluctuates like one of `count` equal elements; few for a map with peaks.
                 count = float(expected.sum() ** 2 / expected.square().sum())
                 yield estimated(
                     TOPIC,

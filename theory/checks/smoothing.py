@@ -1,4 +1,4 @@
-"""Statements of `theory.smoothing`."""
+"""Measurements of `theory.smoothing`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 import sagesim
 from sagesim import AttentionSpec
 from theory import smoothing
-from theory.check import Check, bounded, estimated
-from theory.samples import Sample, captured, gaussian, outlier_channels
+from theory.checks.check import Check, bounded, estimated
+from theory.checks.samples import Sample, captured, gaussian, outlier_channels
 
 UNIT = 2.0**-53
-"""Unit roundoff of float64, in which the emulator's unrounded sites compute here."""
+"""Unit roundoff of float64. On the float64 inputs here, FP32 sites compute in float64."""
 
 
 def checks() -> Iterator[Check]:
-    """In the order of the page."""
+    """Invariance of P and L, steps, row sums of dS, the dropped term, gains, the bias branch."""
     for sample in (outlier_channels(tokens=256), captured()[3]):
         yield from _exactness(_double(sample))
     yield from _steps()
@@ -33,15 +33,16 @@ def checks() -> Iterator[Check]:
 
 
 def trace(x: Sample, label: str) -> sagesim.Trace:
-    """The sample under a spec's label."""
+    """The trace of a sample under the spec of this label."""
     return x.trace(AttentionSpec.parse(label))
 
 
 def row_sum_slack(x: Sample, t: sagesim.Trace) -> Tensor:
-    """What float64 adds to a row sum of dS and to dO . O; [..., n_q].
+    """An upper bound on float64's error of a row sum of dS and of dO . O; [..., n_q].
 
-    Sums over keys and channels, and P = exp(S - L): of S and L, each at most twice the largest
-    logit of any key once a mean is subtracted, half a dozen roundings reach a row's sum of P.
+    It covers the sums over keys and channels, and P = exp(S - L). About six roundings of S and of L
+    reach the row sum of P; after a mean is subtracted, each is at most twice the largest logit of
+    any key.
     """
     size = (x.do.abs() * (t.p @ x.v.abs() + t.o.abs())).sum(-1)
     logits = _scale(x) * (x.q.abs() @ x.k.abs().mT).amax(-1)
@@ -49,12 +50,12 @@ def row_sum_slack(x: Sample, t: sagesim.Trace) -> Tensor:
 
 
 def p_step(t: sagesim.Trace) -> Tensor:
-    """The step of the normalised P: the emulator's is of P over its row's largest."""
+    """The step of the normalised P. The emulator's step is that of P over its row's maximum."""
     return t.operands["pv.p"].scale.double() * t.p.amax(-1, keepdim=True)
 
 
 def dropped_term_errors(x: Sample, label: str = "sagebwd") -> tuple[float, float, float]:
-    """Relative L2 error of dQ: as it is, with the dropped term added, and that as predicted."""
+    """Relative L2 errors of dQ: without the dropped term, with it, and with it as predicted."""
     t, exact, scale = trace(x, label), x.exact(), _scale(x)
     row_sums, k_mean = t.ds.sum(-1), x.k.mean(-2, keepdim=True)
     error, size = t.dq - exact.dq, float(exact.dq.norm())
@@ -66,7 +67,7 @@ def dropped_term_errors(x: Sample, label: str = "sagebwd") -> tuple[float, float
 
 
 def _double(x: Sample) -> Sample:
-    return Sample(x.name, *(t.double() for t in x.tensors), is_causal=x.is_causal)
+    return x.map(lambda t: t.double())
 
 
 def _scale(x: Sample) -> float:
@@ -78,7 +79,7 @@ def _exactness(x: Sample) -> Iterator[Check]:
     off = 2 * smoothing.logit_rounding(x.q, x.k, scale=scale, unit=UNIT).amax(-1, keepdim=True)
     yield bounded(
         "smoothing",
-        "K-smoothing leaves P (float64 rounding)",
+        "K-smoothing does not change P (up to float64)",
         x.name,
         bound=exact.p * torch.expm1(2 * off + x.k.shape[-2] * UNIT),
         measured=(smoothed.p - exact.p).abs(),
@@ -88,7 +89,7 @@ def _exactness(x: Sample) -> Iterator[Check]:
     corrected = direct + smoothing.lse_shift(x.q, k_mean, scale=scale)
     yield bounded(
         "smoothing",
-        "K-smoothing shifts L by q.mean(K)*scale (rounding)",
+        "K-smoothing shifts L by q.mean(K)*scale (up to float64)",
         x.name,
         bound=off.squeeze(-1) + (x.k.shape[-2] + 4) * UNIT * (1 + exact.lse.abs()),
         measured=(corrected - exact.lse).abs(),
@@ -116,7 +117,7 @@ def _row_sums(x: Sample) -> Iterator[Check]:
     slack = row_sum_slack(x, t)
     yield bounded(
         "smoothing",
-        "rowsum(dS) = -dO . (error of PV) (rounding)",
+        "rowsum(dS) = -dO . (error of PV) (up to float64)",
         x.name,
         bound=slack,
         measured=(row_sums - predicted).abs(),
@@ -140,7 +141,7 @@ def _row_sums(x: Sample) -> Iterator[Check]:
     consistent = trace(x, "sagebwd delta=p dp=fp32")
     yield bounded(
         "smoothing",
-        "rowsum(dS) = 0 with delta from P (rounding)",
+        "rowsum(dS) = 0 with delta from P (up to float64)",
         x.name,
         bound=slack,
         measured=consistent.ds.sum(-1).abs(),
@@ -151,7 +152,7 @@ def _dropped_term(x: Sample) -> Check:
     before, after, predicted = dropped_term_errors(x)
     return estimated(
         "smoothing",
-        "dQ error with rowsum(dS) mean(K), over without",
+        "dQ error with the term rowsum(dS) mean(K) over that without",
         x.name,
         predicted=predicted / before,
         measured=after / before,
@@ -179,7 +180,7 @@ def _gains(x: Sample) -> Iterator[Check]:
         if smooth == "none":
             yield estimated(
                 "smoothing",
-                "RMS error of S less its row's mean, unsmoothed",
+                "RMS error of S less the error's row mean, unsmoothed",
                 x.name,
                 predicted=_rms(smoothing.logit_mean_square(q, k_smoothed, *steps, scale=scale)),
                 measured=_rms((error - error.mean(-1, keepdim=True)) ** 2),
@@ -196,7 +197,7 @@ def _bias_branch(x: Sample) -> Iterator[Check]:
     slack = exact.ds.abs().mT @ (x.q.abs() + 2 * q_mean.abs())
     yield bounded(
         "smoothing",
-        "dS^T Q_sm + bias branch = dS^T Q (rounding)",
+        "dS^T Q_smoothed + bias branch = dS^T Q (up to float64)",
         x.name,
         bound=scale * (x.q.shape[-2] + 8) * 2 * UNIT * slack,
         measured=(rebuilt - exact.dk).abs(),
@@ -206,7 +207,7 @@ def _bias_branch(x: Sample) -> Iterator[Check]:
     measured = smoothing.bias_branch(ds_error, q_mean, scale=scale)
     yield bounded(
         "smoothing",
-        "error of the bias branch from |error of dS|",
+        "|error of the bias branch| from |error of dS|",
         x.name,
         bound=smoothing.bias_branch_bound(ds_error.abs(), q_mean, scale=scale),
         measured=measured.abs(),
@@ -214,7 +215,7 @@ def _bias_branch(x: Sample) -> Iterator[Check]:
     predicted = smoothing.bias_branch_mean_square(ds_error**2, q_mean, scale=scale)
     yield estimated(
         "smoothing",
-        "RMS error of the bias branch from that of dS",
+        "RMS error of the bias branch from the error of dS",
         x.name,
         predicted=_rms(predicted),
         measured=_rms(measured**2),
@@ -239,7 +240,7 @@ def _bias_branch(x: Sample) -> Iterator[Check]:
         own = smoothing.dk_mean_square(t.ds, q, *steps, scale=scale)
         yield estimated(
             "smoothing",
-            f"RMS error of dK, that of dS and the rounding, smooth={smooth}",
+            f"RMS error of dK from the error of dS and rounding, smooth={smooth}",
             x.name,
             predicted=_rms(through_ds**2 + own),
             measured=_rms((t.dk - exact.dk) ** 2),

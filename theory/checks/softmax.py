@@ -1,4 +1,4 @@
-"""Statements of `theory.softmax`: the emulator with QK in INT8 and all else in float64."""
+"""Measurements of `theory.softmax`: QK rounds to INT8, everything else computes in float64."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 import sagesim
 from sagesim import Granularity
 from theory import softmax
-from theory.check import Check, bounded, estimated
+from theory.checks.check import Check, bounded, estimated
 from theory.checks.matmul import Site, converted
+from theory.checks.samples import Sample, captured, gaussian, outlier_channels
 from theory.matmul import product_moments
 from theory.rounding import Moments
-from theory.samples import Sample, captured, gaussian, outlier_channels
 
 TOPIC = "softmax"
 UNIT = 2.0**-53
 
 
 def checks() -> Iterator[Check]:
-    """Bounds from the measured error of S, bounds from those of QK, then the estimates."""
+    """Bounds from the measured error of S, bounds from Q and K, then the estimates."""
     causal = gaussian(3.0, 256, 64, is_causal=True)
     for sample in (gaussian(1.0, 256), gaussian(8.0, 256), causal, captured()[3]):
         yield from _bounds(Logits.of(sample))
@@ -39,13 +39,13 @@ def checks() -> Iterator[Check]:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """A sample whose S alone is off: the error x of S, and what to expect of x."""
+    """A sample traced with rounding in QK only."""
 
     sample: Sample
     exact: sagesim.Exact
     trace: sagesim.Trace
-    x: Tensor
-    variance: Tensor
+    x: Tensor  #: the error of S, 0 where masked
+    variance: Tensor  #: the expected square of x, 0 where masked
 
     @classmethod
     def of(cls, sample: Sample, how: Granularity = Granularity.PerBlock) -> Logits:
@@ -57,7 +57,7 @@ class Logits:
 
     @property
     def slack(self) -> Tensor:
-        """What float64 adds to an exponent of P, relative to P: sums, S, L and their difference."""
+        """Float64's relative error of P. It comes from the exponent: S, L and their difference."""
         size = self.exact.s.nan_to_num(neginf=0.0).abs().amax((-2, -1)).max()
         return (self.x.shape[-1] + 8 + 8 * size) * UNIT
 
@@ -87,7 +87,7 @@ def _bounds(y: Logits) -> Iterator[Check]:
         bound=softmax.p_bound(p, off) + 2 * slack * torch.maximum(p, y.trace.p) + tiny,
         measured=p_error.abs(),
     )
-    # Second order can be less than what float64 does to the first.
+    # The second order can be below float64's error of the first order.
     first = softmax.p_first_order(p, y.x)
     yield bounded(
         TOPIC,
@@ -118,7 +118,7 @@ def _bounds(y: Logits) -> Iterator[Check]:
 
 
 def _from_operands(sample: Sample) -> Iterator[Check]:
-    """Nothing measured: the error of S is bounded from Q and K."""
+    """Bounds that use no measured error: the error of S is bounded from Q and K."""
     sample = converted(sample, torch.float64)
     for how in (Granularity.PerBlock, Granularity.PerToken):
         site, y = Site.of("qk", sample, how, how), Logits.of(sample, how)
@@ -153,12 +153,11 @@ def _first_order(how: str, tensors: str, y: Logits, u: Tensor) -> Iterator[Check
 
 
 def keys_alone(sample: Sample) -> tuple[Logits, Tensor]:
-    """The sample with a Q that rounds to itself, and the variance of the error of S, 0 where
-    masked.
+    """The sample with a Q that INT8 represents exactly, and the variance of the error of S.
 
-    Errors of S are then independent from key to key. Rounding a query errs for all its keys
-    together: what they have in common goes into L undiminished, and into P not at all. Keys of a
-    trained model have much in common, and P is then closer than errors taken as independent say.
+    Only K is rounded, so errors of S are independent from key to key. Rounding a query would give
+    all its keys a common error, which changes L without averaging and leaves P unchanged. Keys of
+    a trained model have much in common; P is then more accurate than independent errors predict.
     """
     q = sagesim.quantize(sample.q.float(), Granularity.PerToken).dequantize()
     sample = replace(converted(sample, torch.float64), q=q.double())
@@ -170,9 +169,9 @@ def keys_alone(sample: Sample) -> tuple[Logits, Tensor]:
 
 
 def small_elements(sigma: float, draws: int = 6) -> tuple[float, float, float]:
-    """RMS of the relative error of an element of P: first order, log-normal, measured.
+    """The RMS of the relative error of an element of P: first order, log-normal and measured.
 
-    Over the elements above 1e-60, whose squares are numbers.
+    The mean is over elements above 1e-60; the squares of smaller ones underflow.
     """
     sums = torch.zeros(3, dtype=torch.float64)
     for seed in range(draws):
@@ -207,7 +206,7 @@ def _estimated_rms(statement: str, inputs: str, square: Tensor, error: Tensor) -
         inputs,
         predicted=float(square.mean().sqrt()),
         measured=float(error.square().mean().sqrt()),
-        # Few keys of a row count, and all rows share a key's error: by chance one draw of
-        # Gaussian inputs is off by 5 % (one deviation, sigma 3).
+        # Few keys dominate a row, and all rows share the error of a key: one draw of Gaussian
+        # inputs scatters by 5 % (one standard deviation, sigma 3).
         within=0.15,
     )

@@ -1,17 +1,18 @@
-"""What does low-bit attention do to training? Pretrain a language model and see.
+"""Pretrain a language model to measure the effect of low-bit attention on its loss.
 
+examples:
   sagesim pretrain prepare FOLDER corpus
-      any folder of text or code becomes tokens
+      convert a folder of text or code to tokens
   sagesim pretrain run corpus runs/mine --attention kernels:factored --size 36m
-      train; the same command goes on where it was stopped
+      train; the same command resumes a run that was interrupted
   torchrun --nproc-per-node 4 -m sagesim.cli pretrain run corpus runs/mine ...
-      the same on four GPUs
-  sagesim pretrain plan experiments/pretrain.toml corpus runs
-      the runs of a plan, less those that are finished
+      train on four GPUs
+  sagesim pretrain plan sagesim/experiments/pretrain/plan/five_questions.toml corpus runs
+      list the runs of a plan; with --part, train those that are not done
   sagesim pretrain capture runs/mine corpus mine.safetensors
-      the trained model's attention problems, for the other commands
-
-`sagesim report RUN...` compares runs.
+      record the attention tensors of the trained model, for the other commands
+  sagesim report runs
+      compare the runs
 """
 
 from __future__ import annotations
@@ -20,27 +21,30 @@ import argparse
 import importlib
 from typing import Any, Final
 
-HELP: Final = "train a language model with the attention of a spec"
+HELP: Final = "train a language model with low-bit attention"
 
 COMMANDS: Final = {"prepare": "prepare", "run": "training", "plan": "plan", "capture": "capture"}
-"""Each command's room; one of the name `run` would hide the function."""
+"""The module of each command. A module named `run` would hide the function `run`."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the commands."""
     commands = parser.add_subparsers(dest="pretrain", metavar="COMMAND", required=True)
     for name in COMMANDS:
-        room = _room(name)
+        module = _module(name)
         command = commands.add_parser(
-            name, help=room.HELP, description=room.__doc__, formatter_class=parser.formatter_class
+            name,
+            help=module.HELP,
+            description=module.__doc__,
+            formatter_class=parser.formatter_class,
         )
-        room.add(command)
+        module.add(command)
 
 
 def run(args: argparse.Namespace) -> int | None:
     """Run the command."""
-    return _room(args.pretrain).run(args)
+    return _module(args.pretrain).run(args)
 
 
-def _room(command: str) -> Any:
+def _module(command: str) -> Any:
     return importlib.import_module(f"sagesim.cli.pretrain.{COMMANDS[command]}")

@@ -1,8 +1,10 @@
-"""Record the attention problems of a trained model: q, k, v and dO of every layer.
+"""Record the attention tensors of a trained model: q, k, v and dO of every layer.
 
-From the newest checkpoint of a run, on the first held-out sequence, under exact attention.
-`sagesim attribute`, `trace` and `sweep` take the file.
+The command loads the newest checkpoint of a run. It runs the model with 16-bit attention on the
+first held-out sequence, forward and backward. `sagesim attribute`, `trace` and `sweep` read the
+output file.
 
+examples:
   sagesim pretrain capture runs/mine corpus mine.safetensors
 """
 
@@ -12,36 +14,36 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from sagesim.cli.inputs import check_writable
-from sagesim.cli.terminal import Failure, stdout
+from sagesim.cli.inputs import require_writable
+from sagesim.terminal import Failure, stdout
 
-HELP: Final = "record the attention problems of a trained model"
+HELP: Final = "record the attention tensors of a trained model"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("folder", type=Path, metavar="RUN", help="with a checkpoint")
-    parser.add_argument("corpus", type=Path, metavar="CORPUS", help="that it was trained on")
-    parser.add_argument("out", type=Path, metavar="OUT.safetensors")
+    parser.add_argument("folder", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("corpus", type=Path, metavar="CORPUS", help="the corpus of the run")
+    parser.add_argument("out", type=Path, metavar="OUT.safetensors", help="the file to write")
     parser.add_argument(
-        "--heads", type=int, nargs="+", metavar="N", help="only these heads (default: all)"
+        "--heads", type=int, nargs="+", metavar="N", help="record only these heads (default: all)"
     )
     parser.add_argument(
-        "--layers", type=int, nargs="+", metavar="N", help="only these layers (default: all)"
+        "--layers", type=int, nargs="+", metavar="N", help="record only these layers (default: all)"
     )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Record, and say what."""
-    from sagesim.experiments.pretrain.corpus import Corpus
-    from sagesim.experiments.pretrain.distributed import world
-    from sagesim.experiments.pretrain.trained import captured
+    """Record the tensors and print their shape."""
+    from sagesim.experiments.pretrain.run.distributed import join_processes
+    from sagesim.experiments.pretrain.text.corpus import Corpus
+    from sagesim.experiments.pretrain.training.trained_model import capture_trained
 
-    check_writable(args.out)
-    with world() as here:
+    require_writable(args.out)
+    with join_processes() as world:
         try:
-            recorded = captured(
-                args.folder, Corpus(args.corpus), here, heads=args.heads, layers=args.layers
+            recorded = capture_trained(
+                args.folder, Corpus(args.corpus), world, heads=args.heads, layers=args.layers
             )
         except ValueError as error:
             raise Failure(str(error)) from None

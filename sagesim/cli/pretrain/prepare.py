@@ -1,9 +1,10 @@
-"""Make a corpus of a folder of text or code.
+"""Make a corpus from a folder of text or code.
 
-Every file that is UTF-8 text is a document; copies, binaries and links are left out and counted.
-A byte-level BPE is trained on the documents, the first of them by hash are held out, and all
-become shards of tokens. The same files give the same bytes.
+Every UTF-8 text file is a document. Copies, binary files and links are skipped and counted. A
+fraction of the documents is held out, a byte-level BPE tokenizer is trained on the others, and all
+documents are written as shards of tokens. The same files give the same bytes.
 
+examples:
   sagesim pretrain prepare linux-6.1 corpus --only '**/*.[ch]' 'Documentation/**/*.rst'
 """
 
@@ -13,50 +14,57 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from sagesim.cli.terminal import Failure, progress, stdout
+from sagesim.terminal import Failure, progress, stdout
 
-HELP: Final = "make a corpus of a folder of text or code"
+HELP: Final = "make a corpus from a folder of text or code"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of text or code")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the corpus, a new folder")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a folder of text or code")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new folder for the corpus")
     parser.add_argument(
         "--only",
         nargs="+",
         default=["**/*"],
         metavar="PATTERN",
-        help="which files, in the words of Python's glob (default: all)",
+        help="patterns of files to use, as in Python's Path.glob (default: all files)",
     )
     words = parser.add_mutually_exclusive_group()
     words.add_argument(
-        "--vocabulary", type=int, default=16384, metavar="N", help="tokens (default: 16384)"
+        "--vocabulary",
+        type=int,
+        default=16384,
+        metavar="N",
+        help="largest size of the new tokenizer (default: 16384)",
     )
     words.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json, instead of a new one"
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="a tokenizer.json to use instead of a new tokenizer",
     )
     parser.add_argument(
         "--validation",
         type=float,
         default=0.01,
         metavar="X",
-        help="the fraction of bytes that is held out (default: 0.01)",
+        help="fraction of the bytes to hold out (default: 0.01)",
     )
     parser.add_argument(
-        "--source", default="", metavar="TEXT", help="what the text is; kept with the corpus"
+        "--source", default="", metavar="TEXT", help="description of the text, for the manifest"
     )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prepare, and say what came of it."""
-    from sagesim.experiments.pretrain.corpus import SPLITS
-    from sagesim.experiments.pretrain.prepare import prepare
+    """Prepare the corpus and print its size."""
+    from sagesim.experiments.pretrain.text.corpus import SPLITS
+    from sagesim.experiments.pretrain.text.preparation import prepare
 
     if not args.folder.is_dir():
         raise Failure(f"{args.folder}: no such folder")
     try:
-        with progress("bytes") as bar:
+        with progress("tokenizing bytes") as bar:
             task = bar.add_task("")
             made = prepare(
                 args.folder,
@@ -68,18 +76,17 @@ def run(args: argparse.Namespace) -> None:
                 source=args.source,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
-    except (ValueError, NotImplementedError) as error:  # glob refuses absolute patterns so
-        raise Failure(str(error)) from None
-    except OSError as error:
+    # Path.glob raises NotImplementedError for absolute patterns.
+    except (ValueError, NotImplementedError, OSError) as error:
         raise Failure(str(error)) from None
     console = stdout()
     for split in SPLITS:
         console.print(f"{split}: {made.tokens(split)} tokens of {made.documents[split]} documents")
     console.print(
-        f"{made.bytes / sum(map(made.tokens, SPLITS)):.2f} bytes a token, "
+        f"{made.bytes / sum(map(made.tokens, SPLITS)):.2f} bytes per token, "
         f"vocabulary of {made.vocabulary}"
     )
     if made.skipped:
-        left = ", ".join(f"{count} {reason}" for reason, count in sorted(made.skipped.items()))
-        console.print(f"files left out: {left}")
+        skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(made.skipped.items()))
+        console.print(f"files skipped: {skipped}")
     console.print(f"corpus {made.id} in {args.out}")

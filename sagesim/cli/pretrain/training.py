@@ -1,13 +1,17 @@
 """Train a language model, from its newest checkpoint if there is one.
 
+ATTENTION is sdpa (16-bit attention of PyTorch), emulator:LABEL or kernels:LABEL, with the label of
+a spec. Two runs with different attention and the same options differ in nothing else. The run's
+folder gets a log (one Parquet file) and checkpoints. The command can be interrupted or killed at
+any time; the same command resumes the run.
+
+If a loss or gradient is not finite, the run stops and reports the step, the layer and the product
+with the first non-finite number. The exit code is then 1.
+
+examples:
   sagesim pretrain run corpus runs/a --attention sdpa --size 18m --tokens-per-step 131072
   sagesim pretrain run corpus runs/b --attention "kernels:sagebwd smooth=none" --qk-norm ...
   torchrun --nproc-per-node 4 -m sagesim.cli pretrain run corpus runs/a ...
-
-ATTENTION is sdpa, emulator:LABEL or kernels:LABEL. Nothing else differs between runs that differ
-in it. The run's folder gets a log, one Parquet table, and checkpoints. The command can be
-interrupted or killed at any time, and given again. A loss that is not finite ends the run and
-names the step, the layer and the product that first went bad; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -17,41 +21,46 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sagesim.cli.inputs import GRAMMAR
-from sagesim.cli.pretrain.machine import add_machine, machine_of, padded_vocabulary
-from sagesim.cli.terminal import Failure, stdout, training
+from sagesim.cli.pretrain.machine import add_machine, machine_of
+from sagesim.terminal import Failure, stdout, training
 
 if TYPE_CHECKING:
-    from sagesim.experiments.pretrain.settings import Run
+    from sagesim.experiments.pretrain.run.settings import Run
+    from sagesim.experiments.pretrain.text.corpus import Corpus
 
-HELP: Final = "train, or go on training"
+HELP: Final = "train a model, or resume training"
 
 _OPTIONS: Final[tuple[tuple[str, Any, str], ...]] = (
-    ("--size", "18m", "tiny, 8m, 18m, 36m, 105m, or the paper's 325m"),
+    ("--size", "18m", "model size: tiny, 8m, 18m, 36m, 105m, or the paper's 325m"),
     ("--context", 1024, "tokens of a sequence"),
-    ("--tokens-per-step", 131072, "over all processes"),
-    ("--steps", 1000, "to train"),
+    ("--tokens-per-step", 131072, "tokens of a step over all processes"),
+    ("--steps", 1000, "number of training steps"),
     ("--warmup", 25, "steps in which the learning rate rises"),
-    ("--lr", 1e-3, "the largest learning rate"),
-    ("--weight-decay", 0.1, "of matrices"),
-    ("--clip", 1.0, "the largest norm of a gradient"),
-    ("--seed", 0, "of weights, order of data, stochastic rounding"),
-    ("--precision", "bf16", "bf16 under autocast, or fp32"),
-    ("--evaluate-every", 100, "steps; 0 for the end only"),
-    ("--evaluate-sequences", 64, "held-out ones"),
-    ("--monitor-every", 0, "steps; 0 for the end only"),
-    ("--monitor-sequences", 8, "for the noise of the gradient"),
+    ("--lr", 1e-3, "largest learning rate"),
+    ("--weight-decay", 0.1, "weight decay of matrices"),
+    ("--clip", 1.0, "largest norm of a step's gradient"),
+    ("--seed", 0, "seed of weights, order of data and stochastic rounding"),
+    ("--precision", "bf16", "bf16 (autocast) or fp32"),
+    ("--evaluate-every", 100, "steps between evaluations; 0: only after the last step"),
+    ("--evaluate-sequences", 64, "held-out sequences of an evaluation"),
+    ("--monitor-every", 0, "steps between measurements; 0: only after the last step"),
+    ("--monitor-sequences", 8, "held-out sequences for the noise of the gradient"),
 )
+"""Options with the name of a field of `Run`: the option, its default and its help."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("corpus", type=Path, metavar="CORPUS", help="made by prepare")
     parser.add_argument(
-        "folder", type=Path, metavar="RUN", help="of this run alone; new, or its own"
+        "corpus", type=Path, metavar="CORPUS", help="a corpus of `sagesim pretrain prepare`"
     )
-    group = parser.add_argument_group("what is trained (a run keeps these)")
+    parser.add_argument("folder", type=Path, metavar="RUN", help="the folder of this run only")
+    group = parser.add_argument_group("settings of the run (the same when it is resumed)")
     group.add_argument(
-        "--attention", default="sdpa", metavar="ATTENTION", help="see above (default: sdpa)"
+        "--attention",
+        default="sdpa",
+        metavar="ATTENTION",
+        help="the attention to train with; see above (default: sdpa)",
     )
     for name, default, what in _OPTIONS:
         group.add_argument(
@@ -61,63 +70,60 @@ def add(parser: argparse.ArgumentParser) -> None:
             metavar="X",
             help=f"{what} (default: {default})",
         )
-    group.add_argument("--qk-norm", action="store_true", help="normalise Q and K")
-    group.add_argument("--untied", action="store_true", help="a head of its own")
+    group.add_argument("--qk-norm", action="store_true", help="normalise Q and K (QK-norm)")
+    group.add_argument(
+        "--untied", action="store_true", help="do not share weights of embedding and head"
+    )
     group.add_argument(
         "--monitor",
         nargs="+",
         default=None,
         metavar="ATTENTION",
-        help="attentions whose errors are measured on the way (default: the run's own)",
+        help="attentions to measure during training (default: the run's own, unless it is sdpa)",
     )
     add_machine(parser)
     parser.epilog = GRAMMAR
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and say how it ended."""
-    from sagesim.experiments.pretrain.corpus import Corpus
-    from sagesim.experiments.pretrain.distributed import world
-    from sagesim.experiments.pretrain.train import train
+    """Train the run and print how it ended."""
+    from sagesim.experiments.pretrain.run.distributed import join_processes
+    from sagesim.experiments.pretrain.text.corpus import Corpus
+    from sagesim.experiments.pretrain.training.trainer import train
 
     machine = machine_of(args)
-    with world() as here:
+    with join_processes() as world:
         try:
             corpus = Corpus(args.corpus)
-            wanted = _run(args, corpus.id, padded_vocabulary(corpus))
-            with training(shown=here.is_first) as bar:
-                bar.begin(args.folder.name, wanted.steps)
-                outcome = train(wanted, args.folder, corpus, machine, here, progress=bar.show)
+            settings = _settings(args, corpus)
+            with training(shown=world.is_first) as bar:
+                bar.begin(args.folder.name, settings.steps)
+                outcome = train(settings, args.folder, corpus, machine, world, progress=bar.show)
         except (ValueError, BlockingIOError) as error:
             raise Failure(str(error)) from None
-        if here.is_first:
+        if world.is_first:
             console = stdout()
             if outcome.stop:
                 console.print(f"stopped at {outcome.stop}")
             else:
-                console.print(f"{outcome.step} steps of {args.folder} are done")
+                console.print(f"{args.folder}: {outcome.step} steps done")
     return 1 if outcome.stop else 0
 
 
-def _run(args: argparse.Namespace, corpus: str, vocabulary: int) -> Run:
-    from sagesim.experiments.pretrain.attention import Attention
-    from sagesim.experiments.pretrain.settings import Run
+def _settings(args: argparse.Namespace, corpus: Corpus) -> Run:
+    from sagesim.experiments.pretrain.model.attention import Attention
+    from sagesim.experiments.pretrain.run.settings import Run, from_mapping
 
     attention = Attention.parse(args.attention)
     own = (attention.name,) if attention.spec is not None else ()
     monitor = own if args.monitor is None else [Attention.parse(x).name for x in args.monitor]
-    options = {
-        name.removeprefix("--").replace("-", "_"): getattr(
-            args, name.removeprefix("--").replace("-", "_")
-        )
-        for name, _, _ in _OPTIONS
+    fields = [option.removeprefix("--").replace("-", "_") for option, _, _ in _OPTIONS]
+    values = {name: getattr(args, name) for name in fields} | {
+        "attention": attention.name,
+        "corpus": corpus.id,
+        "vocabulary": corpus.padded_vocabulary,
+        "qk_norm": args.qk_norm,
+        "tied": not args.untied,
+        "monitor": tuple(monitor),
     }
-    return Run(
-        attention=attention.name,
-        corpus=corpus,
-        vocabulary=vocabulary,
-        qk_norm=args.qk_norm,
-        tied=not args.untied,
-        monitor=tuple(monitor),
-        **options,
-    )
+    return from_mapping(Run, values)

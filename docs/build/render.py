@@ -1,0 +1,280 @@
+"""Write tables and figures from docs/data between the `table` marks of README.md and docs/*.md.
+
+python docs/build/render.py           write the pages
+python docs/build/render.py --check   write nothing; exit 1 if a page is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pretraining
+import promises
+from grid import markdown
+
+from sagesim.analysis import COLUMNS, PAPER_TABLE_1, TITLES
+from sagesim_kernels.bench.machine import one_line
+from sagesim_kernels.bench.tables import cases, ratio
+
+ROOT = Path(__file__).parents[2]
+MARK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+OUTPUTS = ("o", "ds", "dq", "dk", "dv")
+
+
+def load(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((ROOT / "docs" / "data" / f"{name}.json").read_text())
+    return result
+
+
+def source(data: dict[str, Any]) -> str:
+    return f"\n\n`{data['command']}` on {data['machine']}."
+
+
+def finding() -> str:
+    """From the paper's scheme to ours on the shipped capture."""
+    data = load("finding")
+    by_label = {row["label"]: row["rel_l2"] for row in data["rows"]}
+    gain = {t: by_label["sagebwd"][t] / by_label["factored"][t] for t in OUTPUTS}
+    rows = [
+        [row["scheme"], str(row["int8"]), *(f"{row['rel_l2'][t]:.4f}" for t in OUTPUTS)]
+        for row in data["rows"]
+    ]
+    head = ["scheme", "INT8 products", *(TITLES[t] for t in OUTPUTS)]
+    gains = ", ".join(f"{TITLES[t]} {gain[t]:.1f}x" for t in ("ds", "dq", "dk", "dv"))
+    return (
+        f"{markdown(head, rows)}\n\nErrors of `FACTORED` are smaller than those of the paper's "
+        f"scheme by: {gains}." + source(data)
+    )
+
+
+def attribution() -> str:
+    """Each product's share of the error on the shipped capture."""
+    data = load("attribution")
+    rows = [
+        [f"`{site}`", *(f"{share[t]:.0%}" for t in OUTPUTS)]
+        for site, share in data["share"].items()
+    ]
+    rows.append(["relative L2 error", *(f"{data['error'][t]:.4f}" for t in OUTPUTS)])
+    table = markdown(["share of the squared error", *(TITLES[t] for t in OUTPUTS)], rows)
+    by_part: dict[str, list[str]] = {}
+    for index, layer in enumerate(data["layers"]):
+        by_part.setdefault(layer["largest"], []).append(str(index))
+    largest = "; ".join(f"`{part}` in layers {', '.join(n)}" for part, n in by_part.items())
+    return (
+        f"**{data['summary']}** This is the mean over the layers. The product with the largest "
+        f"share in each layer: {largest}.\n\n{table}{source(data)}"
+    )
+
+
+def table1() -> str:
+    """Table 1 of the paper: our errors beside the printed ones."""
+    data = load("table1")
+    parts = []
+    by_setting: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in data["rows"]:
+        by_setting.setdefault((row["label"], json.dumps(row["setting"])), []).append(row)
+    for (label, setting_json), measured in by_setting.items():
+        setting = json.loads(setting_json)
+        rows, worst = [], 0.0
+        for row in measured:
+            cells = [f"{row['sigma']:g}"]
+            for t, (_, theirs) in zip(COLUMNS, PAPER_TABLE_1[row["sigma"]], strict=True):
+                ours = row[t]["rel_l2"]
+                worst = max(worst, abs(ours - theirs))
+                cells += [f"{ours:.4f} ± {row['rel_l2_standard_error'][t]:.4f}", f"{theirs:.4f}"]
+            rows.append(cells)
+        head = ["sigma"] + [c for t in COLUMNS for c in (TITLES[t], "paper")]
+        mask = "causal" if setting["is_causal"] else "full"
+        parts.append(
+            f"`{label}`, {setting['tokens']} tokens, head size {setting['head_dim']}, {mask} mask, "
+            f"{setting['draws']} draws. Largest difference from the paper: {worst:.4f}.\n\n"
+            + markdown(head, rows)
+        )
+    return "\n\n".join(parts) + source(data)
+
+
+def causality() -> str:
+    """The influence of later tokens on earlier rows."""
+    data = load("causality")
+    rows = [
+        [f"`{name}`", *(f"{row[t]:.2g}" for t in ("o", "dq"))] for name, row in data["rows"].items()
+    ]
+    return markdown(["preset", "O", "dQ"], rows) + source(data)
+
+
+def cost(name: str) -> str:
+    """The emulator's time and memory."""
+    data = load(name)
+    batch, heads, tokens, head_dim = data["shape"]
+    rows = [
+        [
+            f"`{run}`",
+            f"{1000 * r['seconds']:.0f} ms",
+            f"{r['ratio']:.2f}",
+            f"{r['bytes'] / 1e6:.0f} MB",
+        ]
+        for run, r in data["runs"].items()
+    ]
+    many = "s" * (heads > 1)
+    return (
+        f"{batch} x {heads} head{many}, {tokens} tokens, head size {head_dim}, float32, "
+        f"forward and backward, medians of {data['rounds']}.\n\n"
+        + markdown(["", "time", "x eager", "memory added"], rows)
+        + source(data)
+    )
+
+
+def table1_kernels() -> str:
+    """Table 1 through the kernels and the emulator."""
+    data = load("table1_kernels")
+    parts = []
+    for dtype in dict.fromkeys(row["dtype"] for row in data["rows"]):
+        measured = [row for row in data["rows"] if row["dtype"] == dtype]
+        rows = [
+            [
+                f"`{row['label']}`",
+                f"{row['sigma']:g}",
+                *(f"{row[t][who]:.4f}" for t in COLUMNS for who in ("kernels", "emulator")),
+                f"{max(row[t]['between'] for t in COLUMNS):.0e}",
+            ]
+            for row in measured
+        ]
+        head = ["spec", "sigma"]
+        head += [cell for t in COLUMNS for cell in (TITLES[t], "emulator")] + ["between"]
+        parts.append(f"{dtype} inputs:\n\n{markdown(head, rows)}")
+    setting = data["setting"]
+    return (
+        "\n\n".join(parts)
+        + f"\n\nRelative L2 against float64, {setting['tokens']} tokens, head size "
+        f"{setting['head_dim']}, full mask, {setting['draws']} draws. `between` is the largest "
+        "relative L2 distance between kernels and emulator." + source(data)
+    )
+
+
+GPU_CHECKS = {
+    "gpu tests": "every test marked `gpu`, without the next two rows",
+    "tests of Hopper's kernels": "Hopper's own kernels",
+    "20,000 fuzz cases": "kernels against the emulator on drawn calls",
+    "memcheck": "invalid memory accesses",
+    "synccheck": "invalid use of barriers",
+    "racecheck": "races in shared memory",
+    "initcheck": "reads of uninitialized memory",
+    "initcheck of a control": "the same false positive in a correct kernel",
+    "racecheck of a control": "the same false positive in a correct kernel",
+}
+"""What each check of scripts/gpu_checks.py looks for."""
+
+
+def gpu_checks() -> str:
+    """What was run on a GPU, and its result."""
+    data = load("gpu_checks")
+    rows: list[list[str]] = []
+    versions: set[str] = set()
+    for name, c in data["checks"].items():
+        gpus, software = c["machine"].split(", ", 1)
+        versions.add(software)
+        rows.append([name, GPU_CHECKS[name], "yes" if c["passed"] else "**no**", _result(c), gpus])
+    return (
+        markdown(["check", "looks for", "passed", "result", "GPUs"], rows)
+        + f"\n\n`{data['command']}` with {'; '.join(sorted(versions))}. "
+        "`docs/data/gpu_checks.json` has the command of each check."
+    )
+
+
+def _result(check: dict[str, Any]) -> str:
+    """The counts that a check printed last, and what compute-sanitizer reported of each kernel."""
+    printed = " ".join(line for line in check["printed"] if not line.startswith("[gw"))
+
+    def counts(pattern: str, what: str) -> list[str]:
+        return [f"{int(n):,} {what}" for n in re.findall(rf"(\d+) {pattern}", printed)]
+
+    found = counts("passed", "tests passed")
+    if before := check.get("passed_in_a_run_before"):
+        found.append(f"{before} in an earlier run")
+    found += counts("skipped in", "skipped") + counts("configurations", "small problems")
+    if "ERROR SUMMARY: 0 errors" in printed:
+        found.append("no report")
+    places = {where.split(" in ")[0]: n for where, n in check.get("reports", {}).items()}
+    found += [f"reports of {n:,} reads in `{kernel}`" for kernel, n in places.items()]
+    if not places:
+        found += counts("hazards? displayed", "report")
+    return ", ".join(found + counts("errors were skipped", "more reports that are only counted"))
+
+
+def speed() -> str:
+    """Speed relative to three peers, from the worst shape to the best, from 4096 tokens on."""
+    data = load("bench")
+    peers = {
+        "sdpa flash": "FlashAttention-2 (SDPA)",
+        "sdpa cudnn": "cuDNN (SDPA)",
+        "flash-attn-4": "FlashAttention-4",
+    }
+    timed = [case for case in cases(data, "speed") if case["tokens"] >= 4096]
+    rows: list[list[str]] = []
+    for spec in ("factored_qk", "sagebwd", "factored"):
+        for head_size in (64, 128):
+            ours = [case for case in timed if case["head_dim"] == head_size]
+            cells = [f"`{spec}`", str(head_size)]
+            for peer in peers:
+                found = [ratio(case, spec, peer) for case in ours]
+                cells.append(f"{min(found):.2f} to {max(found):.2f}")
+            rows.append(cells)
+    longest = max(case["tokens"] for case in timed)
+    return (
+        markdown(["spec", "head size", *peers.values()], rows)
+        + f"\n\nEach range is over 4096 to {longest} tokens, causal and full masks; bfloat16."
+        + source(data | {"machine": one_line(data["machine"])})
+    )
+
+
+def mutations() -> str:
+    """How many planted bugs the tests caught."""
+    data = load("mutations")
+    return f"**{data['caught']} of {len(data['bugs'])} planted bugs are caught.**{source(data)}"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "pretraining": pretraining.finals,
+    "pretraining_outcome": pretraining.outcome,
+    **{f.__name__: f for f in (finding, attribution, table1, causality)},
+    **{f.__name__: f for f in (table1_kernels, gpu_checks, mutations, speed)},
+    **{mark: partial(promises.listed, group) for mark, group in promises.GROUPS.items()},
+    "cost_cpu": lambda: cost("cost_cpu"),
+    "cost_h200": lambda: cost("cost_h200"),
+}
+
+
+def render(page: str) -> str:
+    """The page with the current content between its marks."""
+    return MARK.sub(lambda m: f"{m[1]}\n{TABLES[m[2]]()}\n\n{m[3]}", page)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    stale = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        page = path.read_text()
+        new = render(page)
+        if new != page:
+            stale.append(path)
+            if not args.check:
+                path.write_text(new)
+    for path in stale:
+        what = "stale, run docs/build/render.py" if args.check else "written"
+        print(f"{path.relative_to(ROOT)}: {what}")
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

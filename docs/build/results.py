@@ -1,0 +1,170 @@
+"""Recompute the files in docs/data that need no GPU. The figures in the docs come from docs/data.
+
+    python docs/build/results.py [NAME ...]
+
+`python -m sagesim_kernels.bench.emulator --out FILE` makes cost_cpu.json and cost_h200.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sagesim
+from sagesim.analysis import (
+    COLUMNS,
+    OUTPUTS,
+    PAPER_TABLE_1,
+    Setting,
+    attribute,
+    errors,
+    influence,
+    measure,
+    pool,
+    pool_errors,
+)
+from sagesim.data import LLAMA
+from sagesim.models import Capture
+from theory import error_budget
+from theory.checks import budget as budget_checks
+
+DATA = Path(__file__).parents[1] / "data"
+
+PER_ROW = "dv=int8@tile_column,block dq=int8@tile_row,block dk=int8@tile_column,block"
+LADDER = (
+    ("the paper's: per tile and per block", "sagebwd"),
+    ("P and dS with a scale per tile row (dQ) or tile column (dK, dV)", f"sagebwd {PER_ROW}"),
+    ("and delta from the backward's own P and dP", f"sagebwd {PER_ROW} delta=p"),
+    (
+        "and Q, K per token in QK",
+        f"sagebwd qk=int8@token,token qk_recompute=int8@token,token {PER_ROW} delta=p",
+    ),
+    ("and right operands per channel and block: `FACTORED`", "factored"),
+    ("PV in 16 bit and delta from O: `FACTORED_PV16`", "factored_pv16"),
+    ("the same, tiles 128x128", "factored_pv16 block=128x128"),
+    ("16 bit everywhere", "fpa_fp16"),
+)
+"""Schemes from the paper's to ours; each changes one thing in the scheme before it."""
+
+MATCHED = (
+    "sagebwd dv=int8@tile_row,block dq=int8@tile_row,block dk=int8@tile_column,block block=128x64"
+)
+CAUSAL = Setting(tokens=1024, draws=64, is_causal=True)
+TABLE_1 = (
+    ("sagebwd", Setting()),
+    (f"sagebwd {PER_ROW}", Setting()),
+    ("sagebwd", CAUSAL),
+    (MATCHED, CAUSAL),
+    ("factored", Setting()),
+    ("factored", CAUSAL),
+)
+
+
+def finding() -> dict[str, Any]:
+    calls = Capture.load(LLAMA).calls
+    rows = []
+    for scheme, label in LADDER:
+        spec = sagesim.AttentionSpec.parse(label)
+        pooled = pool_errors([errors(call, spec) for call in calls])
+        int8 = sum(spec.site(s).precision is sagesim.Precision.INT8 for s in sagesim.SITES)
+        relative = {t: pooled[t].rel_l2 for t in OUTPUTS}
+        rows.append({"scheme": scheme, "label": spec.label(), "int8": int8, "rel_l2": relative})
+    return {"rows": rows}
+
+
+def attribution() -> dict[str, Any]:
+    calls = Capture.load(LLAMA).calls
+    layers = [attribute(call) for call in calls]
+    pooled = pool(layers)
+    return {
+        "label": pooled.base.label(),
+        "summary": pooled.summary(),
+        "error": pooled.error,
+        "share": {part.site: part.share for part in pooled.parts},
+        "layers": [
+            {"name": c.name, "summary": a.summary(), "largest": a.largest().site}
+            for c, a in zip(calls, layers, strict=True)
+        ],
+    }
+
+
+def table1() -> dict[str, Any]:
+    rows = []
+    for label, setting in TABLE_1:
+        for sigma in PAPER_TABLE_1:
+            comparison = measure(sigma, sagesim.AttentionSpec.parse(label), setting)
+            overall, heads = comparison.overall, comparison.per_head
+            row = {"label": label, "setting": asdict(setting), "sigma": sigma}
+            row |= {t: asdict(overall[t]) for t in COLUMNS}
+            row["rel_l2_standard_error"] = {
+                t: statistics.stdev(e.rel_l2 for e in heads[t]) / len(heads[t]) ** 0.5
+                for t in COLUMNS
+            }
+            rows.append(row)
+    return {"rows": rows}
+
+
+def causality() -> dict[str, Any]:
+    return {"rows": {name: asdict(influence(spec)) for name, spec in sagesim.PRESETS.items()}}
+
+
+def budget() -> dict[str, Any]:
+    """Predicted and measured errors on the inputs of Table 1."""
+    setting = Setting(draws=4)
+    rows = []
+    for sigma in PAPER_TABLE_1:
+        draws = [setting.inputs(sigma, draw) for draw in range(setting.draws)]
+        q, k, v, do = (torch.stack(x) for x in zip(*draws, strict=True))
+        for label in ("sagebwd", "factored"):
+            spec = sagesim.AttentionSpec.parse(label)
+            predicted = error_budget(q, k, v, do, spec=spec)
+            measured = measure(sigma, spec, setting).overall
+            row = {"label": label, "sigma": sigma, "predicted": dict(predicted.error)}
+            row["measured"] = {t: measured[t].rel_l2 for t in OUTPUTS}
+            rows.append(row | {"share": predicted.share})
+    return {"setting": asdict(setting), "rows": rows}
+
+
+def shares() -> dict[str, Any]:
+    """Predicted and measured share of every product in every error."""
+    rows = []
+    for spec in budget_checks.SPECS:
+        for sample in budget_checks.samples():
+            for t, part, predicted, measured in budget_checks.shares(sample, spec):
+                row = {"label": spec.label(), "inputs": sample.name, "tensor": t, "part": part}
+                rows.append(row | {"predicted": predicted, "measured": measured})
+    return {"rows": rows}
+
+
+RESULTS: dict[str, Callable[[], dict[str, Any]]] = {
+    f.__name__: f for f in (finding, attribution, table1, causality, budget, shares)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", default=[], metavar="NAME", help="all by default")
+    args = parser.parse_args()
+    unknown = set(args.names) - set(RESULTS)
+    if unknown:
+        parser.error(f"no result is called {', '.join(unknown)}; there are {', '.join(RESULTS)}")
+    for name in args.names or RESULTS:
+        print(f"{name} ...", flush=True)
+        head = {
+            "command": f"python docs/build/results.py {name}",
+            "machine": f"CPU, torch {torch.__version__}, sagebwd {sagesim.__version__}",
+        }
+        (DATA / f"{name}.json").write_text(json.dumps(head | RESULTS[name](), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Tables that code cells of the pages compute when the site is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grid import markdown
+from IPython.display import HTML, Markdown
+
+from sagesim import SITES, AttentionSpec, Delta, Precision
+
+_SHORT = {
+    Precision.INT8: "INT8",
+    Precision.INPUT16: "16 bit",
+    Precision.FP16: "FP16",
+    Precision.BF16: "BF16",
+    Precision.FP32: "FP32",
+}
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Markdown:
+    """A table for display; see `grid.markdown`."""
+    return Markdown(markdown(head, rows))
+
+
+def precisions(specs: Mapping[str, AttentionSpec]) -> HTML:
+    """A row for each spec: its products coloured by precision, its smoothing, its delta."""
+    head = ["", *(f"<code>{site}</code>" for site in SITES), "smoothed", "delta from"]
+    return HTML(
+        "<div class='table-wrapper'><table class='precisions'><thead><tr>"
+        + "".join(f"<th scope='col'>{cell}</th>" for cell in head)
+        + "</tr></thead><tbody>"
+        + "".join(f"<tr>{_precisions(name, spec)}</tr>" for name, spec in specs.items())
+        + "</tbody></table></div>"
+    )
+
+
+def _precisions(name: str, spec: AttentionSpec) -> str:
+    cells = [f"<th scope='row'><code>{name}</code></th>"]
+    for site in SITES:
+        precision = spec.site(site).precision
+        cells.append(f"<td class='{precision.value}'>{_SHORT[precision]}</td>")
+    smoothed = [x for x, on in (("Q", spec.smoothing.q), ("K", spec.smoothing.k)) if on]
+    source = "O" if spec.delta is Delta.FROM_O else "P, dP"
+    return "".join([*cells, f"<td>{' and '.join(smoothed) or '-'}</td>", f"<td>{source}</td>"])
+
+
+def decisions(document: Mapping[str, Any], *names: str) -> Markdown:
+    """Design decisions with the figures that decided them: a row for each kind of measurement.
+
+    document: of docs/data/design_decisions.json. A cell gives the alternative's figure and the
+    chosen one's at the fewest tokens, and the change over all numbers of tokens.
+    """
+    chosen = {name: document["decisions"][name] for name in names}
+    measured = [row for each in chosen.values() for row in each["rows"]]
+    panels = sorted({_panel(row) for row in measured}, key=lambda p: (p[0], p[1] is False))
+    cells: list[list[str]] = []
+    for name, each in chosen.items():
+        first = [f"**{name}**", f"{each['alternative']} → {each['chosen']}"]
+        for kind in dict.fromkeys(_kind(row) for row in each["rows"]):
+            own = [row for row in each["rows"] if _kind(row) == kind]
+            what = f"{each['measured']}, {each['unit']}" + (f": `{kind}`" if kind else "")
+            found = ([row for row in own if _panel(row) == panel] for panel in panels)
+            cells.append([*first, what, *(_compared(rows, each["unit"]) for rows in found)])
+            first = ["", ""]
+    masks = {None: "", True: ", causal", False: ", full"}
+    columns = [f"d {head_size}{masks[is_causal]}" for head_size, is_causal in panels]
+    text = markdown(["decision", "alternative → as built", "measured", *columns], cells)
+    machines = "; ".join(dict.fromkeys(each["machine"] for each in chosen.values()))
+    return Markdown(f"{text}\n\n{machines[0].upper()}{machines[1:]}.")
+
+
+def _panel(row: Mapping[str, Any]) -> tuple[int, bool | None]:
+    """Head size, and whether the mask is causal if the measurement has one."""
+    return row["head_size"], row.get("is_causal")
+
+
+def _kind(row: Mapping[str, Any]) -> str:
+    """The spec or the kernel that was measured; empty if the decision has only one."""
+    return row.get("spec", row.get("part", ""))
+
+
+def _compared(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
+    """One cell of `decisions`; empty if nothing was measured."""
+    if not rows:
+        return ""
+    first = min(rows, key=lambda row: row.get("tokens", 0))
+    number = {"share": ".0%", "instructions": ".0f"}.get(unit, ".3g")
+    text = " → ".join(f"{first[which]:{number}}" for which in ("alternative", "chosen"))
+    if unit == "share":
+        return text
+    changes = [row["chosen"] / row["alternative"] - 1 for row in rows]
+    ends = dict.fromkeys(f"{change:+.1%}" for change in (min(changes), max(changes)))
+    return f"{text} ({' to '.join(ends)})"

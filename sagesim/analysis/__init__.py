@@ -1,0 +1,63 @@
+"""How far a computation is from the exact one, and which product is to blame."""
+
+from sagesim.analysis.attribution import (
+    LOGITS,
+    OUTPUTS,
+    RUNS,
+    Attribution,
+    SiteEffect,
+    SwitchEffect,
+    attribute,
+    pool,
+)
+from sagesim.analysis.causality import Influence, influence
+from sagesim.analysis.layers import errors, pool_errors
+from sagesim.analysis.metrics import (
+    GRADIENTS,
+    TENSORS,
+    TITLES,
+    Comparison,
+    Error,
+    compare,
+    error,
+    geometric_mean,
+    gradient_error,
+    mean,
+)
+from sagesim.analysis.report import Layer, advice, headline, number, render, templates
+from sagesim.analysis.sigma import COLUMNS, PAPER_TABLE_1, Setting, gaussian_errors
+
+__all__ = [
+    "COLUMNS",
+    "GRADIENTS",
+    "LOGITS",
+    "OUTPUTS",
+    "PAPER_TABLE_1",
+    "RUNS",
+    "TENSORS",
+    "TITLES",
+    "Attribution",
+    "Comparison",
+    "Error",
+    "Influence",
+    "Layer",
+    "Setting",
+    "SiteEffect",
+    "SwitchEffect",
+    "advice",
+    "attribute",
+    "compare",
+    "error",
+    "errors",
+    "gaussian_errors",
+    "geometric_mean",
+    "gradient_error",
+    "headline",
+    "influence",
+    "mean",
+    "number",
+    "pool",
+    "pool_errors",
+    "render",
+    "templates",
+]

@@ -1,0 +1,44 @@
+"""The errors of attention problems under a spec, and their means over layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from sagesim.analysis.metrics import TENSORS, Comparison, Error, compare, geometric_mean, mean
+from sagesim.emulator import Exact, exact, trace
+from sagesim.problem import AttentionProblem
+from sagesim.spec import AttentionSpec
+
+
+def errors(
+    problem: AttentionProblem,
+    spec: AttentionSpec,
+    reference: Callable[[AttentionProblem], Exact] = exact,
+) -> Mapping[str, Error]:
+    """The error of each of `TENSORS` under a spec, over all heads of a problem.
+
+    Heads are computed in groups, so that memory does not grow with their number.
+
+    Args:
+        reference: gives the exact computation of the problem, or of one of its groups of heads.
+    """
+    return Comparison.joined(
+        [compare(trace(group, spec=spec), reference(group)) for group in problem.head_groups()]
+    ).overall
+
+
+def pool_errors(measured: Sequence[Mapping[str, Error]]) -> dict[str, Error]:
+    """The errors of several layers as one, in which every layer counts alike.
+
+    Geometric mean of rel_l2, mean of cosine and of sqnr_db, the largest max_error.
+    """
+
+    def pooled(several: Sequence[Error]) -> Error:
+        return Error(
+            cosine=mean([e.cosine for e in several]),
+            rel_l2=geometric_mean([e.rel_l2 for e in several]),
+            sqnr_db=mean([e.sqnr_db for e in several]),
+            max_error=max(e.max_error for e in several),
+        )
+
+    return {t: pooled([by[t] for by in measured]) for t in TENSORS}

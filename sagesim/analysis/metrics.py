@@ -1,0 +1,169 @@
+"""How far a trace is from the exact computation, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from sagesim.emulator import Exact, Trace
+
+TENSORS: Final = ("s", "p", "o", "lse", "delta", "dp", "ds", "dq", "dk", "dv")
+"""The intermediates that a trace and the exact computation share, in the order of computation."""
+
+
+GRADIENTS: Final = ("dq", "dk", "dv")
+"""The tensors that training uses."""
+
+TITLES: Final = {
+    "s": "S",
+    "p": "P",
+    "o": "O",
+    "lse": "L",
+    "delta": "delta",
+    "dp": "dP",
+    "ds": "dS",
+    "dq": "dQ",
+    "dk": "dK",
+    "dv": "dV",
+}
+"""Each of `TENSORS` as the papers write it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """The distance of a tensor a from its reference r.
+
+    Where both are zero everywhere the error is none: cosine 1, rel_l2 0, sqnr_db inf. Where only
+    r is zero, or one of the two is infinite and the other is not, rel_l2 and max_error are inf.
+    """
+
+    cosine: float  #: <a, r> / (|a| |r|)
+    rel_l2: float  #: |a - r| / |r|
+    sqnr_db: float  #: 20 log10(|r| / |a - r|), the signal to quantization noise ratio
+    max_error: float  #: max |a - r| in units of the root mean square of r
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Errors of every tensor of `TENSORS`; prints as a table."""
+
+    moments: Mapping[str, Tensor]
+    """[heads, 6] each, the sums that errors are made of: <a,r>, <a,a>, <r,r>, <a-r,a-r>,
+    max |a-r| and the number of elements. Heads are those of the flattened leading axes; dk and dv
+    have the heads of k and v."""
+
+    @property
+    def overall(self) -> dict[str, Error]:
+        """The error of each tensor over all heads together."""
+        return {name: _error(moments) for name, moments in self.moments.items()}
+
+    @property
+    def per_head(self) -> dict[str, tuple[Error, ...]]:
+        """The error of each head of each tensor."""
+        return {
+            name: tuple(_error(head[None]) for head in moments)
+            for name, moments in self.moments.items()
+        }
+
+    @classmethod
+    def joined(cls, parts: Sequence[Comparison]) -> Comparison:
+        """The comparison of the heads of all parts together."""
+        return cls({name: torch.cat([part.moments[name] for part in parts]) for name in TENSORS})
+
+    def __str__(self) -> str:
+        lines = [f"{'':8}{'cosine':>10}{'rel L2':>10}{'SQNR dB':>10}{'max/RMS':>10}"]
+        for name, e in self.overall.items():
+            lines.append(
+                f"{name:8}{e.cosine:10.5f}{e.rel_l2:10.2e}{e.sqnr_db:10.1f}{e.max_error:10.2e}"
+            )
+        return "\n".join(lines)
+
+
+def compare(trace: Trace, exact: Exact) -> Comparison:
+    """The error of every intermediate of `trace` against `exact`, per head and overall.
+
+    Entries that are -inf in both (masked logits, rows that attend to nothing) are left out.
+
+    Raises:
+        ValueError: where the two are of different shapes, naming the tensor.
+
+    >>> from sagesim import FPA, exact, trace
+    >>> x = torch.randn(4, 1, 2, 16, 8)
+    >>> compare(trace(*x, spec=FPA), exact(*x)).overall["dq"].rel_l2 < 1e-5
+    True
+    """
+    moments: dict[str, Tensor] = {}
+    for name in TENSORS:
+        a: Tensor = getattr(trace, name)
+        r: Tensor = getattr(exact, name)
+        if a.shape != r.shape:
+            raise ValueError(
+                f"{name} of the trace is {tuple(a.shape)}, of the exact computation "
+                f"{tuple(r.shape)}: not the same inputs"
+            )
+        axes = 1 if name in ("lse", "delta") else 2
+        heads, size = math.prod(a.shape[:-axes]), math.prod(a.shape[-axes:])
+        moments[name] = _moments(a.double().reshape(heads, size), r.reshape(heads, size))
+    return Comparison(moments)
+
+
+def error(actual: Tensor, reference: Tensor) -> Error:
+    """The `Error` of one tensor against another of its shape."""
+    if actual.shape != reference.shape:
+        raise ValueError(f"shapes {tuple(actual.shape)} and {tuple(reference.shape)} differ")
+    return _error(_moments(actual.double().reshape(1, -1), reference.double().reshape(1, -1)))
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """The geometric mean of numbers that are not negative; 0 where one of them is.
+
+    >>> geometric_mean([1.0, 4.0])
+    2.0
+    """
+    if not all(values):
+        return 0.0
+    return math.exp(mean([math.log(x) for x in values]))
+
+
+def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean."""
+    return sum(values) / len(values)
+
+
+def gradient_error(rel_l2: Mapping[str, float]) -> float:
+    """The error of the gradients in one number: the RMS of the relative L2 errors of `GRADIENTS`.
+
+    >>> round(gradient_error({"dq": 0.03, "dk": 0.04, "dv": 0.0}), 4)
+    0.0289
+    """
+    return math.sqrt(mean([rel_l2[t] ** 2 for t in GRADIENTS]))
+
+
+def _moments(a: Tensor, r: Tensor) -> Tensor:
+    """[heads, n] twice -> [heads, 6]; see `Comparison.moments`."""
+    counts = ~((a == -torch.inf) & (r == -torch.inf))
+    diff = (a - r).where(counts, 0.0)
+    a, r = a.where(counts, 0.0), r.where(r != -torch.inf, 0.0)
+    peak = diff.abs().amax(1) if diff.shape[1] else diff.new_zeros(diff.shape[0])
+    sums = [(x * y).sum(1) for x, y in ((a, r), (a, a), (r, r), (diff, diff))]
+    return torch.stack([*sums, peak, counts.sum(1).double()], 1)
+
+
+def _error(moments: Tensor) -> Error:
+    dot, aa, rr, dd, _, count = (float(x) for x in moments.sum(0))
+    peak = float(moments[:, 4].max()) if len(moments) else 0.0
+    if dd == 0:
+        return Error(cosine=1.0, rel_l2=0.0, sqnr_db=math.inf, max_error=0.0)
+    if rr == 0:
+        return Error(cosine=0.0, rel_l2=math.inf, sqnr_db=-math.inf, max_error=math.inf)
+    return Error(
+        cosine=dot / math.sqrt(aa * rr) if aa and math.isfinite(aa) else 0.0,
+        rel_l2=math.sqrt(dd / rr),
+        sqnr_db=10 * math.log10(rr / dd) if math.isfinite(dd) else -math.inf,
+        max_error=peak / math.sqrt(rr / count),
+    )

@@ -1,0 +1,116 @@
+"""The backward's five products, panel by panel, in memory linear in N."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sagesim.emulator.forward import Logits, Smoothed
+from sagesim.emulator.hooks import NO_HOOKS, Hooks, Place
+from sagesim.emulator.layout import FlatProblem
+from sagesim.emulator.matmul import (
+    map_by_tokens,
+    map_transposed_by_tokens,
+    product,
+    tokens_by_tokens,
+)
+from sagesim.emulator.operands import RoundedOperands, round_tokens
+from sagesim.spec import Delta
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """dq [Z, n_q, d], dk [Z, n_k, d], dv [Z, n_k, d_v] in the computing dtype."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def backward(
+    x: FlatProblem, do: Tensor, o: Tensor, lse_smoothed: Tensor, hooks: Hooks = NO_HOOKS
+) -> Gradients:
+    """Gradients of every head under the spec.
+
+    Args:
+        do, o: [Z, n_q, d_v]; o as the forward returned it, rounded to the caller's dtype.
+        lse_smoothed: [Z, n_q], the forward's.
+    """
+    grads = Gradients(torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v))
+    if x.grid.n_q == 0 or x.grid.n_k == 0:
+        return grads
+    for heads in x.grid.head_groups(x.q.shape[0], x.q.device):
+        _backward_heads(x, heads, do[heads], o[heads], lse_smoothed[heads], grads, hooks)
+    return grads
+
+
+def _backward_heads(
+    x: FlatProblem,
+    heads: slice,
+    do: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    grads: Gradients,
+    hooks: Hooks,
+) -> None:
+    spec, grid = x.spec, x.grid
+    smoothed = Smoothed.of(x, heads)
+    tokens = round_tokens(
+        spec, Place(heads), hooks, q=smoothed.q, k=smoothed.k, v=x.v[heads], do=do
+    )
+    logits = Logits(x, "qk_recompute", smoothed, tokens)
+    do_dv = tokens.at("dv", "do")
+    do_dp, v = tokens.at("dp", "do"), tokens.at("dp", "v")
+    k, q = tokens.at("dq", "k"), tokens.at("dk", "q")
+    padding = (0, grid.q_blocks * grid.block_q - grid.n_q)
+    # Padding has lse +inf, as rows that attend to nothing: P = exp(S - inf) = 0.
+    lse = torch.nn.functional.pad(
+        lse.masked_fill(lse == -torch.inf, torch.inf), padding, value=torch.inf
+    )
+    delta = torch.nn.functional.pad((do * o).sum(-1), padding)
+    dk = x.k.new_zeros(lse.shape[0], grid.k_blocks * grid.block_k, x.k.shape[-1])
+    dv = x.v.new_zeros(lse.shape[0], grid.k_blocks * grid.block_k, x.v.shape[-1])
+
+    for panel in grid.panels(heads, lse.device):
+        blocks = slice(panel.first_block, panel.last_block)
+        keys = slice(0, panel.key_blocks * grid.block_k)
+
+        place = Place(heads, panel)
+
+        s = hooks.map("s_recompute", place, logits.panel(panel))
+        p = s.sub_(_as_column(lse[:, panel.rows], s)).exp_()
+        p = hooks.map("p_recompute", place, p)
+        p_rounded = RoundedOperands(spec, place, hooks, {"p": p})
+        dv[:, keys] += map_transposed_by_tokens(
+            p_rounded.at("dv", "p"), do_dv.row_blocks(blocks.start, blocks.stop)
+        )
+
+        dp = tokens_by_tokens(
+            do_dp.row_blocks(blocks.start, blocks.stop), v.row_blocks(0, panel.key_blocks)
+        )
+        dp = hooks.map("dp", place, dp)
+        if spec.delta is Delta.FROM_P:
+            delta[:, panel.rows] = (p * dp).sum((-2, -1)).flatten(1)
+        ds = dp.sub_(_as_column(delta[:, panel.rows], dp)).mul_(p)
+        ds = hooks.ds(place, ds, p)
+
+        ds_rounded = RoundedOperands(spec, place, hooks, {"ds": ds})
+        dq = map_by_tokens(ds_rounded.at("dq", "ds"), k.row_blocks(0, panel.key_blocks))
+        rows = slice(panel.rows.start, min(panel.rows.stop, grid.n_q))
+        grads.dq[heads, rows] = dq[:, : rows.stop - rows.start] * x.scale
+        dk[:, keys] += map_transposed_by_tokens(
+            ds_rounded.at("dk", "ds"), q.row_blocks(blocks.start, blocks.stop)
+        )
+        if smoothed.q_mean is not None:  # the bias branch: what subtracting the mean left out
+            dk[:, keys] += product(ds.sum(2).flatten(2).mT, smoothed.q_mean[:, blocks])
+
+    hooks.delta(heads, delta[:, : grid.n_q])
+    grads.dk[heads] = dk[:, : grid.n_k] * x.scale
+    grads.dv[heads] = dv[:, : grid.n_k]
+
+
+def _as_column(rows: Tensor, tiles: Tensor) -> Tensor:
+    """[Z, i * block_q] as [Z, i, block_q, 1, 1], to broadcast over a map's tiles."""
+    return rows.unflatten(1, tiles.shape[1:3])[..., None, None]

@@ -1,0 +1,47 @@
+"""Hooks: functions that are called with every intermediate and return what is used in its place."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sagesim.emulator.quantization import Operand
+from sagesim.emulator.tiling import Panel
+
+
+class Place(NamedTuple):
+    """Which part of a problem an intermediate belongs to."""
+
+    heads: slice  #: of the flat axis Z
+    panel: Panel | None = None  #: the query blocks of a map; None for operands with tokens
+
+
+class Hooks:
+    """Returns every intermediate unchanged; subclasses record or replace some.
+
+    The computation continues with what a method returns, and may overwrite it later: a hook that
+    keeps a tensor keeps a copy.
+    """
+
+    def map(self, name: str, place: Place, tiles: Tensor) -> Tensor:
+        """A panel [Z, i, block_q, j, block_k] of "s", "s_recompute", "p_recompute" or "dp"."""
+        return tiles
+
+    def ds(self, place: Place, ds: Tensor, p: Tensor) -> Tensor:
+        """A panel of dS, and the panel of P that it is computed from."""
+        return ds
+
+    def delta(self, heads: slice, delta: Tensor) -> None:
+        """delta of all queries of the heads, [Z, n_q], after its last use."""
+
+    def operand(self, site: str, tensor: str, place: Place, operand: Operand) -> Operand:
+        """A rounded operand of a product: all tokens of the heads, or a panel of a map."""
+        return operand
+
+    def output(self, o: Tensor) -> Tensor:
+        """o [Z, n_q, d_v] before it is rounded to the caller's dtype."""
+        return o
+
+
+NO_HOOKS = Hooks()

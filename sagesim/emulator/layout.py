@@ -1,0 +1,141 @@
+"""An attention problem, checked once and laid out for the emulator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sagesim.emulator.tiling import Grid
+from sagesim.problem import (
+    AttentionProblem,
+    check_scale,
+    check_spec,
+    check_tensors,
+    resolve_input16,
+)
+from sagesim.spec import AttentionSpec
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatProblem:
+    """One attention problem with all heads on one axis Z, and K and V repeated for grouped queries.
+
+    q [Z, n_q, d], k [Z, n_k, d] and v [Z, n_k, d_v] are float32, or float64 if the caller's are.
+    Masked tokens are zero: queries that attend to no key, and keys that no query attends to.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    spec: AttentionSpec  #: no site is INPUT16; blocks are no longer than the sequences
+    grid: Grid
+    dtype: torch.dtype  #: the caller's; o and the gradients are rounded to it
+    heads: tuple[int, ...]  #: the caller's leading shape of q
+    groups: int  #: query heads for each head of k and v
+    live: tuple[Tensor, Tensor]  #: `Grid.live`: which queries and which keys are not masked
+
+    def flatten_queries(self, x: Tensor) -> Tensor:
+        """A tensor [*heads, n_q, m] as [Z, n_q, m] in the computing dtype, masked queries zero."""
+        return _flatten(x, self.q.dtype, self.live[0])
+
+    def query_heads(self, x: Tensor) -> Tensor:
+        """[Z, ...] with the caller's leading shape of q."""
+        return x.unflatten(0, self.heads) if self.heads else x.squeeze(0)
+
+    def key_heads(self, x: Tensor) -> Tensor:
+        """[Z, ...] summed over each group of query heads, with the caller's leading shape of k."""
+        if self.groups == 1:
+            return self.query_heads(x)
+        x = x.unflatten(0, (*self.heads[:-1], self.heads[-1] // self.groups, self.groups))
+        return x.sum(len(self.heads))
+
+    def check_gradient(self, do: Tensor) -> None:
+        """Raise ValueError unless do has the shape and dtype of the output."""
+        shape = (*self.heads, self.grid.n_q, self.v.shape[-1])
+        if do.shape != shape or do.dtype != self.dtype:
+            raise ValueError(
+                f"do is {do.dtype} {tuple(do.shape)}; the gradient of o is {self.dtype} {shape}"
+            )
+
+
+def flatten(problem: AttentionProblem, spec: AttentionSpec) -> FlatProblem:
+    """Check a problem and a spec, and lay the problem out.
+
+    Raises:
+        TypeError: if dtypes differ or are not floating, spec is not an AttentionSpec, or scale is
+            not a number.
+        ValueError: if shapes or devices do not fit each other, a mask is not boolean, or a mask
+            comes with is_causal.
+    """
+    q, k, v = problem.q, problem.k, problem.v
+    check_spec(spec)
+    check_scale(problem.scale)
+    groups = check_tensors(q, k, v, enable_gqa=problem.enable_gqa)
+    if q.dtype not in _DTYPES:
+        raise TypeError(f"q, k and v are {q.dtype}; float16, bfloat16, float32 or float64 needed")
+    n_q, n_k = q.shape[-2], k.shape[-2]
+    mask = problem.attn_mask
+    if mask is not None:
+        mask = _flat_mask(mask, (*q.shape[:-1], n_k), problem.is_causal)
+    compute = torch.float64 if q.dtype is torch.float64 else torch.float32
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
+    spec = _resolve(spec, q.dtype, n_q, n_k)
+    grid = Grid(n_q, n_k, spec.block_q, spec.block_k, problem.is_causal, mask)
+    live_q, live_k = grid.live(q.device)
+    return FlatProblem(
+        q=_flatten(q, compute, live_q),
+        k=_flatten(k, compute, live_k),
+        v=_flatten(v, compute, live_k),
+        scale=problem.logit_scale,
+        spec=spec,
+        grid=grid,
+        dtype=q.dtype,
+        heads=tuple(q.shape[:-2]),
+        groups=groups,
+        live=(live_q, live_k),
+    )
+
+
+def _flat_mask(mask: Tensor, shape: tuple[int, ...], is_causal: bool) -> Tensor:
+    """A boolean mask broadcastable to [*heads, n_q, n_k] as [Z or 1, n_q, n_k]."""
+    if is_causal:
+        raise ValueError("attn_mask and is_causal=True exclude each other")
+    if mask.dtype is not torch.bool:
+        raise ValueError(
+            f"attn_mask is {mask.dtype}; only boolean masks (True attends) are emulated"
+        )
+    try:
+        full = mask.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"attn_mask of shape {tuple(mask.shape)} does not broadcast to {shape}"
+        ) from None
+    if all(size == 1 for size in mask.shape[:-2]):
+        return mask.reshape(mask.shape[-2:]).expand(shape[-2:])[None]
+    return full.reshape(math.prod(shape[:-2]), *shape[-2:])
+
+
+def _flatten(x: Tensor, dtype: torch.dtype, live: Tensor) -> Tensor:
+    """[*heads, n, m] as a copy [Z, n, m] with zeros at tokens that are not live.
+
+    The copy is contiguous and begins on a 64 byte boundary, so that the caller's strides and
+    offsets cannot change the order of a sum (see `matmul.product`).
+    """
+    flat = x.to(dtype).contiguous().reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    return flat.masked_fill(~live[..., None], 0.0)
+
+
+def _resolve(spec: AttentionSpec, dtype: torch.dtype, n_q: int, n_k: int) -> AttentionSpec:
+    """`spec` with INPUT16 replaced by the format of the inputs, and with blocks cut to the length
+    of the sequence: the same blocks with less padding."""
+    spec = replace(
+        spec, block_q=min(spec.block_q, max(n_q, 1)), block_k=min(spec.block_k, max(n_k, 1))
+    )
+    return resolve_input16(spec, dtype)

@@ -1,0 +1,81 @@
+"""Forward, rounding of the output, and backward: how every caller runs the emulator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sagesim.emulator.backward import backward
+from sagesim.emulator.forward import ForwardResult, forward
+from sagesim.emulator.hooks import NO_HOOKS, Hooks
+from sagesim.emulator.layout import FlatProblem
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """The results of one forward and backward.
+
+    o, dq, dk, dv: in the caller's shapes and dtype.
+    lse, lse_smoothed: [Z, n_q] in the computing dtype, of the true and of the smoothed logits.
+    """
+
+    o: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    lse: Tensor
+    lse_smoothed: Tensor
+
+
+def run(x: FlatProblem, do: Tensor, hooks: Hooks = NO_HOOKS) -> Passes:
+    """Compute o and the gradients for the gradient do of o, as `attention` and its backward do.
+
+    Raises:
+        ValueError: if do does not have the shape and dtype of o.
+    """
+    x.check_gradient(do)
+    o, result = run_forward(x, hooks)
+    dq, dk, dv = run_backward(x, do, o, result.lse_smoothed, hooks)
+    return Passes(o, dq, dk, dv, result.lse, result.lse_smoothed)
+
+
+def run_forward(x: FlatProblem, hooks: Hooks = NO_HOOKS) -> tuple[Tensor, ForwardResult]:
+    """o in the caller's shape and dtype, and the forward's own results."""
+    with torch.no_grad(), plain_float32(x.q.device.type):
+        result = forward(x, hooks)
+        return x.query_heads(hooks.output(result.o)).to(x.dtype), result
+
+
+def run_backward(
+    x: FlatProblem, do: Tensor, o: Tensor, lse_smoothed: Tensor, hooks: Hooks = NO_HOOKS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv in the caller's shapes and dtype; do and o are in the shape of the output."""
+    with torch.no_grad(), plain_float32(x.q.device.type):
+        grads = backward(x, x.flatten_queries(do), x.flatten_queries(o), lse_smoothed, hooks)
+        dq = x.query_heads(grads.dq).to(x.dtype)
+        return dq, x.key_heads(grads.dk).to(x.dtype), x.key_heads(grads.dv).to(x.dtype)
+
+
+@contextlib.contextmanager
+def plain_float32(device: str) -> Generator[None]:
+    """Compute float32 products in float32: no autocast and no TF32, whatever the caller enabled.
+
+    PyTorch has one TF32 setting for all threads. A program that computes attention in several
+    threads at once should leave TF32 disabled.
+    """
+    cpu: Any = torch.backends.mkldnn  # torch leaves its settings unannotated
+    settings = (torch.backends.cuda.matmul, cpu.matmul)
+    before = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = "ieee"
+    try:
+        with torch.autocast(device, enabled=False):
+            yield
+    finally:
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision

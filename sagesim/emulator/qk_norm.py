@@ -1,0 +1,65 @@
+"""RMS normalisation of queries and keys."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sagesim.shapes import Float
+
+
+class QKNorm(nn.Module):
+    """Each token of q and of k divided by its RMS over d, times a learned vector gamma.
+
+    x / sqrt(mean(x^2) + eps) * gamma, with a gamma for q and one for k, shared by all heads and
+    1 at first. Bounds the logits, and with them what INT8 has to hold. Goes before rotary
+    embeddings. Computed in float32 (float64 for float64 inputs).
+
+    Args:
+        head_dim: d, at least 1.
+        eps: added to the mean square, in its units; positive, so that a token of zeros stays 0.
+
+    Raises:
+        ValueError: naming the head_dim or eps that is not positive.
+
+    Source: arXiv 2603.02170, whose models have 1e-6 as the eps of their norms.
+
+    >>> q, k = QKNorm(64)(100 * torch.randn(1, 2, 10, 64), torch.randn(1, 1, 10, 64))
+    >>> bool((q.square().mean(-1) - 1).abs().max() < 1e-5)
+    True
+    """
+
+    def __init__(self, head_dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        if head_dim < 1:
+            raise ValueError(f"head_dim={head_dim} is not a positive number of channels")
+        if not eps > 0:
+            raise ValueError(f"eps={eps} is not positive")
+        self.head_dim, self.eps = head_dim, eps
+        self.gamma_q = nn.Parameter(torch.ones(head_dim))
+        self.gamma_k = nn.Parameter(torch.ones(head_dim))
+
+    def forward(
+        self, q: Float[Tensor, "*heads n_q d"], k: Float[Tensor, "*kv_heads n_k d"]
+    ) -> tuple[Float[Tensor, "*heads n_q d"], Float[Tensor, "*kv_heads n_k d"]]:
+        """q and k normalised, each in its own dtype and shape.
+
+        Raises:
+            ValueError: naming the tensor and its shape, if its last axis is not head_dim.
+            TypeError: naming the tensor and its dtype, if that is not floating.
+        """
+        return self._normalise("q", q, self.gamma_q), self._normalise("k", k, self.gamma_k)
+
+    def _normalise(self, name: str, x: Tensor, gamma: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            raise TypeError(f"{name} is {x.dtype}, not floating")
+        if x.shape[-1:] != gamma.shape:
+            raise ValueError(
+                f"{name} of shape {tuple(x.shape)} has no last axis of head_dim={self.head_dim}"
+            )
+        compute = torch.float64 if x.dtype is torch.float64 else torch.float32
+        return F.rms_norm(x.to(compute), (self.head_dim,), gamma.to(compute), self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.head_dim}, eps={self.eps}"

@@ -1,0 +1,107 @@
+"""The reference: attention and its gradients in float64. Shares no arithmetic with the emulator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sagesim.problem import AttentionProblem
+from sagesim.shapes import Bool, Float
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """Every intermediate of attention in float64; maps are [*heads, n_q, n_k].
+
+    Masked entries are -inf in s and 0 in p, dp and ds.
+    """
+
+    s: Tensor
+    p: Tensor
+    o: Tensor
+    lse: Tensor
+    delta: Tensor
+    dp: Tensor
+    ds: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def exact(
+    q: Float[Tensor, "*heads n_q d"] | AttentionProblem,
+    k: Float[Tensor, "*kv_heads n_k d"] | None = None,
+    v: Float[Tensor, "*kv_heads n_k d_v"] | None = None,
+    do: Float[Tensor, "*heads n_q d_v"] | None = None,
+    *,
+    is_causal: bool = False,
+    attn_mask: Bool[Tensor, "*mask #n_q #n_k"] | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Exact:
+    """Compute attention and its gradients by their definitions in float64, with whole maps.
+
+    Args: as `sagesim.attention`; do is the gradient of o. Or an `AttentionProblem` alone.
+
+    Raises:
+        ValueError: if a mask is not boolean or comes with is_causal, heads differ, or do is None.
+        RuntimeError: if PyTorch cannot multiply or broadcast the shapes.
+
+    >>> x = exact(*torch.randn(4, 1, 1, 8, 4))
+    >>> bool(x.ds.sum(-1).abs().max() < 1e-12)
+    True
+    """
+    problem = AttentionProblem.of(
+        q,
+        k,
+        v,
+        do,
+        is_causal=is_causal,
+        attn_mask=attn_mask,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    mask = problem.attn_mask
+    if mask is not None and (problem.is_causal or mask.dtype is not torch.bool):
+        raise ValueError(f"attn_mask is {mask.dtype} with is_causal={problem.is_causal}")
+    q, k, v, do = (x.detach().double() for x in problem.qkvdo)
+    return _exact(q, k, v, do, problem)
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: AttentionProblem) -> Exact:
+    """q, k, v and do are those of the problem in float64."""
+    key_heads = k.shape[-3] if k.ndim > 2 else 1
+    groups = q.shape[-3] // key_heads if problem.enable_gqa else 1
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
+    if q.shape[:-2] != k.shape[:-2]:
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} differ in heads")
+    n_q, n_k = q.shape[-2], k.shape[-2]
+    scale = 1 / math.sqrt(q.shape[-1]) if problem.scale is None else problem.scale
+
+    attends = torch.ones(n_q, n_k, dtype=torch.bool, device=q.device)
+    if problem.is_causal:
+        attends = attends.tril()
+    if problem.attn_mask is not None:
+        attends = attends & problem.attn_mask
+
+    # Masked tokens may hold anything. Without this, 0 * NaN would carry a NaN into the results.
+    q, do = (x.masked_fill(~attends.any(-1)[..., None], 0.0) for x in (q, do))
+    k, v = (x.masked_fill(~attends.any(-2)[..., None], 0.0) for x in (k, v))
+
+    s = (q @ k.transpose(-1, -2) * scale).masked_fill(~attends, -math.inf)
+    lse = torch.logsumexp(s, -1) if n_k else s.new_full(s.shape[:-1], -math.inf)
+    p = torch.exp(s - lse[..., None]).masked_fill(~attends, 0.0)
+    o = p @ v
+    dv = p.transpose(-1, -2) @ do
+    dp = (do @ v.transpose(-1, -2)).masked_fill(~attends, 0.0)
+    delta = (p * dp).sum(-1)
+    ds = p * (dp - delta[..., None])
+    dq = ds @ k * scale
+    dk = ds.transpose(-1, -2) @ q * scale
+    if groups > 1:
+        dk, dv = (x.unflatten(-3, (key_heads, groups)).sum(-3) for x in (dk, dv))
+    return Exact(s, p, o, lse, delta, dp, ds, dq, dk, dv)

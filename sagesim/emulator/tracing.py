@@ -1,0 +1,205 @@
+"""Run the emulator and keep every intermediate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from sagesim.emulator.forward import Smoothed
+from sagesim.emulator.hooks import Hooks, Place
+from sagesim.emulator.layout import FlatProblem, flatten
+from sagesim.emulator.passes import run
+from sagesim.emulator.quantization import Operand, QTensor, as_qtensor, from_tiles
+from sagesim.emulator.tiling import Panel
+from sagesim.problem import AttentionProblem
+from sagesim.shapes import Bool, Float
+from sagesim.spec import AttentionSpec
+
+_ABSENT: Final = {
+    "s": -math.inf,
+    "s_recompute": -math.inf,
+    "p_recompute": 0.0,
+    "dp": 0.0,
+    "ds": 0.0,
+}
+"""The maps that can be recorded, and the value of their masked entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Every intermediate of one emulated attention; maps are [*heads, n_q, n_k].
+
+    Float32 (float64 for float64 inputs), except o, dq, dk, dv, which have the inputs' dtype.
+    Masked entries are -inf in s and 0 in p, dp and ds.
+    """
+
+    spec: AttentionSpec
+    s: Tensor  #: the forward's logits, with the constant that smoothing of K subtracts added back
+    p: Tensor  #: softmax of s, before it is rounded for PV
+    o: Tensor
+    lse: Tensor  #: of the true logits, natural log
+    delta: Tensor
+    dp: Tensor
+    ds: Tensor  #: before it is rounded for dQ and dK
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    s_recompute: Tensor  #: the backward's logits; equal to s where qk_recompute equals qk
+    p_recompute: Tensor  #: exp(s_recompute - lse), from which dV and dS are made
+    operands: Mapping[str, QTensor]
+    """Codes and scales of every quantized operand, by "site.tensor", such as "dq.ds"; those of k
+    and v have the heads of k."""
+
+
+def trace(
+    q: Float[Tensor, "*heads n_q d"] | AttentionProblem,
+    k: Float[Tensor, "*kv_heads n_k d"] | None = None,
+    v: Float[Tensor, "*kv_heads n_k d_v"] | None = None,
+    do: Float[Tensor, "*heads n_q d_v"] | None = None,
+    *,
+    spec: AttentionSpec,
+    is_causal: bool = False,
+    attn_mask: Bool[Tensor, "*mask #n_q #n_k"] | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Trace:
+    """Run attention and its backward under `spec` and keep every intermediate.
+
+    o, dq, dk and dv are bit-identical to those of `attention` and its backward for the gradient do
+    of o. Whole maps are held: memory grows with n_q * n_k, at about 40 bytes an entry.
+
+    Args: as `sagesim.attention`; do has the shape and dtype of o. Or an `AttentionProblem` alone.
+
+    Raises: as `sagesim.attention`; ValueError if do is missing or is not shaped and typed as o.
+
+    >>> from sagesim import SAGEBWD
+    >>> t = trace(*torch.randn(4, 1, 1, 8, 4), spec=SAGEBWD)
+    >>> t.operands["dq.ds"].codes.shape, t.operands["dq.ds"].codes.dtype
+    (torch.Size([1, 1, 8, 8]), torch.int8)
+    """
+    problem = AttentionProblem.of(
+        q,
+        k,
+        v,
+        do,
+        is_causal=is_causal,
+        attn_mask=attn_mask,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    x = flatten(problem, spec)
+    recorder = Recorder(x, maps=frozenset(_ABSENT), operands=True)
+    passes = run(x, problem.gradient, recorder)
+    s = recorder.maps["s"]
+    p = torch.exp(s - _finite(passes.lse_smoothed)[..., None])
+    s_recompute = recorder.maps["s_recompute"]
+    if spec.smoothing.k and x.grid.n_q and x.grid.n_k:
+        shift = Smoothed.of(x, slice(None)).shift
+        assert shift is not None
+        s, s_recompute = s + shift[..., None], s_recompute + shift[..., None]
+    return Trace(
+        spec=spec,
+        s=x.query_heads(s),
+        p=x.query_heads(p),
+        o=passes.o,
+        lse=x.query_heads(passes.lse),
+        delta=x.query_heads(recorder.row_delta),
+        dp=x.query_heads(recorder.maps["dp"]),
+        ds=x.query_heads(recorder.maps["ds"]),
+        dq=passes.dq,
+        dk=passes.dk,
+        dv=passes.dv,
+        s_recompute=x.query_heads(s_recompute),
+        p_recompute=x.query_heads(recorder.maps["p_recompute"]),
+        operands=MappingProxyType(recorder.quantized()),
+    )
+
+
+class Recorder(Hooks):
+    """Keeps the named maps whole, and every quantized operand if asked to.
+
+    maps: names of intermediates as in `Trace`, [Z, n_q, n_k].
+    """
+
+    def __init__(self, x: FlatProblem, *, maps: frozenset[str], operands: bool) -> None:
+        self._x = x
+        shape = (x.q.shape[0], x.grid.n_q, x.grid.n_k)
+        self.maps = {name: x.q.new_full(shape, _ABSENT[name]) for name in maps}
+        self.row_delta = x.q.new_zeros(shape[:2])
+        self._operands: dict[str, QTensor] | None = {} if operands else None
+
+    def map(self, name: str, place: Place, tiles: Tensor) -> Tensor:
+        if name in self.maps:
+            self._keep(name, place, tiles)
+        return tiles
+
+    def ds(self, place: Place, ds: Tensor, p: Tensor) -> Tensor:
+        return self.map("ds", place, ds)
+
+    def delta(self, heads: slice, delta: Tensor) -> None:
+        self.row_delta[heads] = delta
+
+    def operand(self, site: str, tensor: str, place: Place, operand: Operand) -> Operand:
+        if self._operands is not None and operand.scale is not None:
+            self._keep_operand(self._operands, f"{site}.{tensor}", place, operand)
+        return operand
+
+    def _keep(self, name: str, place: Place, tiles: Tensor) -> None:
+        panel = place.panel
+        assert panel is not None
+        if panel.ignored is not None:
+            tiles = tiles.masked_fill(panel.ignored, _ABSENT[name])
+        rows, columns = self._extent(panel)
+        self.maps[name][place.heads, rows, columns] = from_tiles(
+            tiles, rows.stop - rows.start, columns.stop
+        )
+
+    def _keep_operand(
+        self, kept: dict[str, QTensor], key: str, place: Place, operand: Operand
+    ) -> None:
+        grid, heads = self._x.grid, place.heads
+        if place.panel is None:
+            n = grid.n_k if key.endswith((".k", ".v")) else grid.n_q
+            part = as_qtensor(operand, n, operand.values.shape[-1])
+            shape, scale_shape = part.codes.shape[1:], part.scale.shape[1:]
+            rows, columns = slice(None), slice(None)
+        else:
+            rows, columns = self._extent(place.panel)
+            part = as_qtensor(operand, rows.stop - rows.start, columns.stop)
+            shape = scale_shape = (grid.n_q, grid.n_k)
+        if key not in kept:
+            z, device = self._x.q.shape[0], part.codes.device
+            kept[key] = QTensor(
+                torch.zeros(z, *shape, dtype=part.codes.dtype, device=device),
+                torch.ones(z, *scale_shape, device=device),
+            )
+        kept[key].codes[heads, rows, columns] = part.codes
+        kept[key].scale[heads, rows, columns] = part.scale
+
+    def quantized(self) -> dict[str, QTensor]:
+        """The operands, with the caller's leading shape of q, or of k for operands k and v."""
+        shaped: dict[str, QTensor] = {}
+        for key, whole in (self._operands or {}).items():
+            codes, scale = self._x.query_heads(whole.codes), self._x.query_heads(whole.scale)
+            if key.endswith((".k", ".v")) and self._x.groups > 1:
+                step = slice(None, None, self._x.groups)
+                codes, scale = codes[..., step, :, :], scale[..., step, :, :]
+            shaped[key] = QTensor(codes, scale)
+        return shaped
+
+    def _extent(self, panel: Panel) -> tuple[slice, slice]:
+        """The rows and columns of the map that a panel covers, without padding."""
+        grid = self._x.grid
+        rows = slice(panel.rows.start, min(panel.rows.stop, grid.n_q))
+        return rows, slice(0, min(panel.key_blocks * grid.block_k, grid.n_k))
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """lse with 0 for queries that attend to no key, so that exp(-inf - lse) is 0 there."""
+    return lse.masked_fill(lse == -math.inf, 0.0)

@@ -1,0 +1,1 @@
+"""Plans: TOML files that list runs, and the code that trains those runs."""

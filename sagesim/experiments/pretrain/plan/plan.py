@@ -1,0 +1,233 @@
+"""A plan: questions, and the runs that answer them, written down before the runs are made."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from sagesim.experiments.pretrain.model.attention import Attention
+from sagesim.experiments.pretrain.model.llama import SIZES
+from sagesim.experiments.pretrain.run.log import Log
+from sagesim.experiments.pretrain.run.settings import Run, from_mapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """The number of tokens of a run, and the tokens per step of the two regimes."""
+
+    tokens: int  #: tokens of a run; a multiple of `small` and of `large`
+    small: int  #: tokens per step of the small regime
+    large: int  #: tokens per step of the large regime
+
+    def steps(self, tokens_per_step: int) -> int:
+        """The number of steps of a run.
+
+        Raises:
+            ValueError: if the tokens of a run are not a multiple of `tokens_per_step`.
+        """
+        steps, rest = divmod(self.tokens, tokens_per_step)
+        if rest or not steps:
+            raise ValueError(
+                f"tokens={self.tokens} is not a multiple of {tokens_per_step} tokens per step"
+            )
+        return steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Assumed speeds of one GPU in floating-point operations per second, to estimate times."""
+
+    model: float  #: everything except attention
+    sdpa: float
+    kernels: float
+    emulator: float
+    overhead: float  #: seconds per run for start, compilation and measurements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A question and the runs that answer it: all combinations of the values of each grid."""
+
+    question: str
+    grids: tuple[Mapping[str, tuple[Any, ...]], ...]
+    capture_heads: tuple[int, ...]
+    """Heads to capture from the trained models of the first seed; empty captures nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """A run of a plan."""
+
+    run: Run
+    capture_heads: tuple[int, ...] = ()  #: heads to capture after training; empty for none
+
+    @property
+    def folder(self) -> str:
+        """The name of the run's folder. It contains a hash of all settings, so it is unique."""
+        run = self.run
+        slug = re.sub(r"[^a-z0-9]+", "-", run.attention).strip("-")[:48]
+        norm = "qknorm" if run.qk_norm else "plain"
+        digest = hashlib.sha256(run.to_json().encode()).hexdigest()[:8]
+        return f"{slug}_{norm}_{run.tokens_per_step}_seed{run.seed}_{digest}"
+
+    def is_done(self, root: Path) -> bool:
+        """Whether the run in `root` did all its steps, or stopped at a non-finite number."""
+        try:
+            log = Log.read(root / self.folder)
+        except ValueError:
+            return False
+        return log.is_finished or bool(log.stop)
+
+
+_RUN_FRACTIONS: Final = ("warmup", "evaluate_every", "monitor_every")
+"""Fields of `Run` that a plan gives as fractions of the steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The content of a plan's TOML file."""
+
+    corpus: str  #: `Manifest.id` of the plan's corpus; empty for any corpus
+    margin: float  #: nats; smaller differences of held-out losses do not count
+    seeds: tuple[int, ...]
+    base: Mapping[str, Any]  #: fields of `Run`; those of `_RUN_FRACTIONS` as fractions of the steps
+    scales: Mapping[str, Scale]
+    speed: Speed
+    parts: Mapping[str, Part]
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """Read a plan from a TOML file.
+
+        Raises:
+            ValueError: if the file is not a valid plan. The message names the file and the fault.
+        """
+        try:
+            data = tomllib.loads(path.read_text(encoding="utf-8"))
+            return cls._of(data)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            missing = "lacks " if isinstance(error, KeyError) else ""
+            raise ValueError(f"{path}: not a readable plan: {missing}{error}") from error
+
+    @classmethod
+    def _of(cls, data: dict[str, Any]) -> Plan:
+        known = {"corpus", "margin", "seeds", "base", "scale", "speed", "part"}
+        if unknown := sorted(data.keys() - known):
+            raise ValueError(
+                f"a plan has no {unknown[0]!r}; its keys are {', '.join(sorted(known))}"
+            )
+        return cls(
+            corpus=data.get("corpus", ""),
+            margin=float(data["margin"]),
+            seeds=tuple(data["seeds"]),
+            base=data["base"],
+            scales={name: from_mapping(Scale, x) for name, x in data["scale"].items()},
+            speed=from_mapping(Speed, data["speed"]),
+            parts={name: _part(x) for name, x in data["part"].items()},
+        )
+
+    def runs(self, part: str, scale: str, *, corpus: str, vocabulary: int) -> list[PlannedRun]:
+        """The runs of one part at one scale; the seeds of a setting follow each other.
+
+        Args:
+            corpus: the corpus' `Manifest.id`.
+            vocabulary: rows of the embedding.
+
+        Raises:
+            ValueError: if the plan is for another corpus, the part or scale is unknown, or a run
+                has an invalid setting.
+        """
+        if self.corpus not in ("", corpus):
+            raise ValueError(f"the plan is for corpus {self.corpus}; this corpus is {corpus}")
+        if part not in self.parts:
+            raise ValueError(f"no part is called {part!r}; the parts are {', '.join(self.parts)}")
+        if scale not in self.scales:
+            raise ValueError(
+                f"no scale is called {scale!r}; the scales are {', '.join(self.scales)}"
+            )
+        size, heads = self.scales[scale], self.parts[part].capture_heads
+        found: dict[Run, tuple[int, ...]] = {}
+        for values, seed in itertools.product(_settings(self.parts[part].grids), self.seeds):
+            run = self._run(values, seed, size, corpus, vocabulary)
+            found[run] = heads if seed == self.seeds[0] else ()
+        return [PlannedRun(run, captured) for run, captured in found.items()]
+
+    def _run(
+        self, values: Mapping[str, Any], seed: int, scale: Scale, corpus: str, vocabulary: int
+    ) -> Run:
+        fields = {**self.base, **values}
+        regime = fields.pop("regime")
+        if regime not in ("small", "large"):
+            raise ValueError(f"regime={regime!r} is not small or large")
+        per_step: int = getattr(scale, regime)
+        steps = scale.steps(per_step)
+        for name in _RUN_FRACTIONS:
+            fields[name] = max(1, round(fields[name] * steps))
+        fields["attention"] = Attention.parse(fields["attention"]).name
+        fields["monitor"] = tuple(Attention.parse(name).name for name in fields["monitor"])
+        fixed = {"corpus": corpus, "vocabulary": vocabulary, "seed": seed}
+        return from_mapping(Run, {**fields, **fixed, "tokens_per_step": per_step, "steps": steps})
+
+    def seconds(self, run: Run) -> float:
+        """The estimated time of a run on one GPU, in seconds."""
+        size, speed = SIZES[run.size], self.speed
+        total, rest = (size.flops(run.vocabulary, n) for n in (run.context, 0))
+        attention: float = getattr(speed, Attention.parse(run.attention).family)
+        return run.tokens * (rest / speed.model + (total - rest) / attention) + speed.overhead
+
+
+def merge_runs(planned: Iterable[PlannedRun]) -> list[PlannedRun]:
+    """Each run once. A run is captured if any of its entries asks for a capture."""
+    found: dict[Run, tuple[int, ...]] = {}
+    for each in planned:
+        found[each.run] = each.capture_heads or found.get(each.run, ())
+    return [PlannedRun(run, heads) for run, heads in found.items()]
+
+
+def with_families(planned: Sequence[PlannedRun], families: Mapping[str, str]) -> list[PlannedRun]:
+    """The same runs with the attention families renamed.
+
+    {"kernels": "emulator"} replaces the kernels, which need a GPU, by the emulator, which computes
+    the same.
+    """
+
+    def renamed(name: str) -> str:
+        attention = Attention.parse(name)
+        return replace(attention, family=families.get(attention.family, attention.family)).name
+
+    return [
+        replace(
+            each,
+            run=replace(
+                each.run,
+                attention=renamed(each.run.attention),
+                monitor=tuple(map(renamed, each.run.monitor)),
+            ),
+        )
+        for each in planned
+    ]
+
+
+def _part(data: Mapping[str, Any]) -> Part:
+    if unknown := sorted(data.keys() - {"question", "grid", "capture_heads"}):
+        raise ValueError(f"a part has no {unknown[0]!r}")
+    return Part(
+        question=data["question"],
+        grids=tuple(
+            {name: tuple(x) if isinstance(x, list) else (x,) for name, x in grid.items()}
+            for grid in data["grid"]
+        ),
+        capture_heads=tuple(data.get("capture_heads", ())),
+    )
+
+
+def _settings(grids: Sequence[Mapping[str, tuple[Any, ...]]]) -> Iterator[dict[str, Any]]:
+    for grid in grids:
+        for values in itertools.product(*grid.values()):
+            yield dict(zip(grid, values, strict=True))

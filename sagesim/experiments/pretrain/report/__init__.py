@@ -1,0 +1,1 @@
+"""The report that compares runs: statistics, charts, tables and the HTML page."""

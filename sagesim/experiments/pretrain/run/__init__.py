@@ -1,0 +1,1 @@
+"""One run: its settings, log, processes, and the checks before it starts."""

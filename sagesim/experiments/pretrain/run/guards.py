@@ -1,0 +1,56 @@
+"""Context managers around a run: the lock on its folder, and deterministic algorithms."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sagesim.experiments.pretrain.run.distributed import World
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path, world: World) -> Generator[None]:
+    """Lock a run's folder, which is created if needed, so that no other process writes to it.
+
+    Raises:
+        BlockingIOError: if another process has locked the folder.
+    """
+    if not world.is_first:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(f"{folder}: another process trains there") from None
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def deterministic(wanted: bool) -> Generator[None]:
+    """Switch PyTorch's deterministic algorithms on or off inside the block.
+
+    With `wanted`, an operation that has no deterministic algorithm raises RuntimeError.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    settings: Any = torch.utils.deterministic  # its attributes have no type declarations
+    filled = settings.fill_uninitialized_memory
+    # cuBLAS reads this at its first use. Without it, the order of its sums can vary.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(wanted)
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        settings.fill_uninitialized_memory = filled

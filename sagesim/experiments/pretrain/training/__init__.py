@@ -1,0 +1,1 @@
+"""The training loop, evaluation, checkpoints, and captures of trained models."""

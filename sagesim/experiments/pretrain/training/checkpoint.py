@@ -1,0 +1,108 @@
+"""Checkpoints: one complete file each, from which a run resumes with the same bits."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.optim import Optimizer
+
+from sagesim.files import replacing
+
+KEEP: Final = 2
+"""Number of checkpoints to keep.
+
+All losses between the two were finite, so the older one is good even if the run stops right after
+the newer one.
+"""
+
+_NAME: Final = re.compile(r"step-(\d{8})\.pt")
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """The file of the checkpoint after `step` steps."""
+    return folder / f"step-{step:08}.pt"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a folder, ascending."""
+    names = (_NAME.fullmatch(path.name) for path in folder.glob("step-*.pt"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The full weights and optimizer moments, on the CPU. All processes must call this.
+
+    If the weights are sharded, only the process with rank 0 gets them.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    return {"model": weights, "optimizer": moments}
+
+
+def set_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a state of `state_of`. The number of processes may differ from that at saving."""
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=StateDictOptions(full_state_dict=True),
+    )
+
+
+def save(folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Path:
+    """Write the checkpoint after `step` steps, then remove all but the newest `keep`.
+
+    The file is renamed to its name after its bytes are on the disk. A process that is killed at any
+    moment leaves the earlier checkpoints intact.
+    """
+    path = path_of(folder, step)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        torch.save({"step": step, **state}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(folder)
+    for old in steps_in(folder)[:-keep]:
+        path_of(folder, old).unlink()
+    return path
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Load a checkpoint onto the CPU.
+
+    Raises:
+        ValueError: if the file is not a readable checkpoint.
+    """
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if missing := {"step", "model", "optimizer"} - state.keys():
+            raise ValueError(f"has no {', '.join(sorted(missing))}")
+    except Exception as error:  # torch.load can raise any exception for damaged files
+        raise ValueError(f"{path}: not a readable checkpoint: {error}") from error
+    return state
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove files that a killed process left. No other process may be writing to the folder."""
+    for path in folder.glob(".step-*"):
+        path.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flush the folder, so that renamed files survive a crash."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,46 @@
+"""The loss on held-out sequences, which are the same for all runs on a corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sagesim.experiments.pretrain.run.distributed import World
+from sagesim.experiments.pretrain.run.settings import Run
+from sagesim.experiments.pretrain.text.batches import stack_windows
+from sagesim.experiments.pretrain.text.corpus import Corpus
+
+
+class Evaluation:
+    """The held-out sequences of a run: evenly spaced in the split, divided over the processes."""
+
+    def __init__(self, run: Run, corpus: Corpus, world: World, micro_batch: int) -> None:
+        self._corpus, self._context, self._world = corpus, run.context, world
+        self._micro_batch, self._count = micro_batch, run.evaluate_sequences
+        self._windows = corpus.windows("validation", run.context)
+
+    def sequence(self, index: int) -> Tensor:
+        """The held-out sequence with an index, int64 [1, context + 1]."""
+        return stack_windows(self._corpus, "validation", self._context, np.array([index]))
+
+    def loss(self, mean_loss: Callable[[Tensor], Tensor]) -> float:
+        """The mean loss over the sequences. Every process gets the same value.
+
+        Args:
+            mean_loss: computes the mean loss of sequences, int64 [batch, context + 1].
+        """
+        chosen = np.arange(self._count) * self._windows // self._count
+        world = self._world
+        mine = chosen[world.rank :: world.processes]
+        # All processes must run the same number of forwards: each gathers sharded weights.
+        rounds = -(-self._count // (world.processes * self._micro_batch))
+        total = torch.zeros((), dtype=torch.float64, device=world.device)
+        for index in range(rounds):
+            part = mine[index * self._micro_batch : (index + 1) * self._micro_batch]
+            taken = part if len(part) else chosen[:1]
+            loss = mean_loss(stack_windows(self._corpus, "validation", self._context, taken))
+            total += loss.double() * len(part)
+        return float(world.sum(total)) / self._count

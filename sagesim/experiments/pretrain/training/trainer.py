@@ -1,0 +1,295 @@
+"""The training loop, from the newest checkpoint or the first step to the last step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import platform
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+import sagesim
+from sagesim.experiments.pretrain.diagnostics.monitor import Measured, measure
+from sagesim.experiments.pretrain.diagnostics.nonfinite import locate_nonfinite
+from sagesim.experiments.pretrain.model.attention import Attention
+from sagesim.experiments.pretrain.model.llama import SIZES, Llama, token_loss
+from sagesim.experiments.pretrain.run.checks import check_run, share_of
+from sagesim.experiments.pretrain.run.distributed import World, distribute, gradient_sync
+from sagesim.experiments.pretrain.run.guards import deterministic, locked_folder
+from sagesim.experiments.pretrain.run.log import LogWriter, check_log
+from sagesim.experiments.pretrain.run.settings import DTYPES, Machine, Run
+from sagesim.experiments.pretrain.run.trackers import open_tracker
+from sagesim.experiments.pretrain.text.batches import micro_batches
+from sagesim.experiments.pretrain.text.corpus import Corpus
+from sagesim.experiments.pretrain.training import checkpoint
+from sagesim.experiments.pretrain.training.evaluation import Evaluation
+from sagesim.experiments.pretrain.training.optimizer import adamw, clip, set_learning_rate
+
+CHECKPOINTS: Final = "checkpoints"
+"""The folder of the checkpoints in a run's folder."""
+
+Progress = Callable[[int, float, float], None]
+"""Called after each step with the number of steps done, the step's loss, and tokens per second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    step: int  #: number of steps done
+    stop: str  #: why the run stopped before its last step; empty if it did not stop
+
+
+def train(
+    run: Run,
+    folder: Path,
+    corpus: Corpus,
+    machine: Machine,
+    world: World,
+    *,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Train a run, from the newest checkpoint in its folder if there is one.
+
+    A step with a loss or gradient that is not finite stops the run. That step does not change the
+    weights, and the existing checkpoints stay.
+
+    Args:
+        folder: the folder of this run only, for its log and checkpoints.
+
+    Raises:
+        ValueError: if the settings do not fit each other, the corpus, the machine or the files in
+            the folder. It is raised before training starts.
+        BlockingIOError: if another process trains in the folder.
+    """
+    check_run(run, corpus, machine, world)
+    check_log(folder, run, is_begun=bool(checkpoint.steps_in(folder / CHECKPOINTS)))
+    with locked_folder(folder, world), deterministic(machine.deterministic):
+        return Trainer(run, folder, corpus, machine, world).train(progress)
+
+
+class Trainer:
+    """The state of a run in one of its processes."""
+
+    def __init__(
+        self, run: Run, folder: Path, corpus: Corpus, machine: Machine, world: World
+    ) -> None:
+        self.run, self.folder, self.corpus = run, folder, corpus
+        self.machine, self.world = machine, world
+        self.share = share_of(run, machine, world)
+        self.model = build(run).to(world.device)
+        self._loss = token_loss
+        if machine.compile:
+            for layer in self.model.layers:
+                layer.compile()
+            self._loss = torch.compile(token_loss)
+        self.distributed = distribute(self.model, list(self.model.layers), world, fsdp=machine.fsdp)
+        self.optimizer = adamw(self.model, run)
+        self.evaluation = Evaluation(run, corpus, world, machine.micro_batch)
+        self.checkpoints = folder / CHECKPOINTS
+        self.step = self._resume()
+
+    def train(self, progress: Progress | None) -> Outcome:
+        """Train to the last step; see the function `train`."""
+        run, first = self.run, self.world.is_first
+        # Without a checkpoint the run starts again, and -1 drops all rows of the log.
+        kept = self.step if self.step else -1
+        log = LogWriter(self.folder, run, self.about(), step=kept) if first else None
+        track = open_tracker(self.machine.tracker if first else "none", self.folder, run)
+
+        def record(group: str, values: Mapping[str, float]) -> None:
+            if log is not None:
+                log.add(self.step, group, values)
+                track(self.step, {f"{group}/{name}": x for name, x in values.items()})
+
+        def record_measured(found: Measured) -> None:
+            if log is not None:
+                log.add(
+                    self.step,
+                    found.group,
+                    found.values,
+                    attention=found.attention,
+                    layer=found.layer,
+                )
+
+        def save() -> None:
+            if log is not None:
+                log.save()
+
+        save()
+        if not self.step:
+            record("evaluation", {"loss": self.evaluate()})
+        while self.step < run.steps:
+            start = time.perf_counter()
+            lr = run.learning_rate(self.step)
+            loss, norm = self.gradient()
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                stop = self._explain(loss, norm)
+                if log is not None:
+                    log.set_stop(stop)
+                save()
+                return Outcome(self.step, stop)
+            self.update(lr)
+            speed = run.tokens_per_step / (time.perf_counter() - start)
+            self.step += 1
+            numbers = {"loss": loss, "gradient_norm": norm, "lr": lr, "tokens_per_second": speed}
+            record("train", numbers)
+            if self._is_due(run.evaluate_every):
+                record("evaluation", {"loss": self.evaluate()})
+            if run.monitor and self._is_due(run.monitor_every):
+                for found in self.monitor():
+                    record_measured(found)
+            if self._is_due(self.machine.checkpoint_every):
+                save()
+                self._checkpoint()
+            elif log is not None:
+                log.save_if_due()
+            if progress is not None:
+                progress(self.step, loss, speed)
+        return Outcome(self.step, "")
+
+    def gradient(self) -> tuple[float, float]:
+        """Accumulate the gradient of the next step over its micro-batches, and clip it.
+
+        Returns:
+            The step's mean loss, and the norm of the gradient before clipping.
+        """
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self.world.device)
+        for index, tokens in enumerate(self._micro_batches()):
+            self._set_draw(index)
+            is_last = index == self.share.micro_batches - 1
+            with gradient_sync(self.distributed, is_last=is_last):
+                loss = self.loss(self.distributed, tokens) / self.share.micro_batches
+                loss.backward()
+            total += loss.detach()
+        loss = self.world.mean(total)
+        norm = clip(self.model.parameters(), self.run.clip)
+        return float(loss), float(norm)
+
+    def update(self, lr: float) -> None:
+        """Update the weights with the accumulated gradient."""
+        set_learning_rate(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """The mean loss of sequences, int64 [batch, context + 1], which may be on any device."""
+        tokens = tokens.to(self.world.device)
+        with autocast(self.run, self.world):
+            return self._loss(model(tokens[:, :-1]), tokens[:, 1:])
+
+    def evaluate(self) -> float:
+        """The mean loss of the held-out sequences."""
+        with torch.no_grad():
+            return self.evaluation.loss(lambda tokens: self.loss(self.model, tokens))
+
+    def monitor(self) -> list[Measured]:
+        """Measure the errors of the run's `monitor` attentions; see `diagnostics.monitor`."""
+
+        def loss(index: int) -> Tensor:
+            for core in self.model.cores():
+                core.draw = self.step * self.run.sequences + index
+            return self.loss(self.model, self.evaluation.sequence(index))
+
+        # Measurements do not change the weights, so they need no deterministic algorithms.
+        with deterministic(False):
+            return measure(
+                self.model,
+                loss,
+                [Attention.parse(name) for name in self.run.monitor],
+                self.world,
+                sequences=self.run.monitor_sequences,
+                sharded=self.machine.fsdp,
+            )
+
+    def about(self) -> dict[str, str]:
+        """The device, versions and `Machine` settings, for the log."""
+        device = self.world.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        return {
+            "device": name,
+            "processes": str(self.world.processes),
+            "sagesim": sagesim.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            **{key: str(value) for key, value in asdict(self.machine).items()},
+        }
+
+    def _micro_batches(self) -> Generator[Tensor]:
+        yield from micro_batches(
+            self.corpus,
+            self.share,
+            step=self.step,
+            sequences=self.run.sequences,
+            context=self.run.context,
+            seed=self.run.seed,
+        )
+
+    def _set_draw(self, index: int) -> None:
+        first = self.share.first + index * self.share.sequences
+        for core in self.model.cores():
+            core.draw = self.step * self.run.sequences + first
+
+    def _is_due(self, every: int) -> bool:
+        return self.step == self.run.steps or (every > 0 and self.step % every == 0)
+
+    def _checkpoint(self) -> None:
+        state = checkpoint.state_of(self.model, self.optimizer)
+        if self.world.is_first:
+            # After the last step no later step can turn out non-finite.
+            keep = 1 if self.step == self.run.steps else checkpoint.KEEP
+            checkpoint.save(self.checkpoints, self.step, state, keep=keep)
+        self.world.wait()
+
+    def _resume(self) -> int:
+        if self.world.is_first:
+            checkpoint.remove_unfinished(self.checkpoints)
+        steps = self.world.from_first(checkpoint.steps_in(self.checkpoints))
+        if not steps:
+            return 0
+        state = checkpoint.load(checkpoint.path_of(self.checkpoints, steps[-1]))
+        checkpoint.set_state(self.model, self.optimizer, state)
+        return steps[-1]
+
+    def _explain(self, loss: float, norm: float) -> str:
+        """Why the step after the current one stops the run."""
+        batches = list(self._micro_batches())
+
+        def repeat(index: int) -> Tensor:
+            self._set_draw(index)
+            return self.loss(self.model, batches[index])
+
+        self.optimizer.zero_grad(set_to_none=True)
+        what = f"loss {loss}" if not math.isfinite(loss) else f"norm of the gradient {norm}"
+        where = locate_nonfinite(self.model, repeat, range(len(batches)), self.world)
+        # The weights of a checkpoint at self.step give the bad step: only earlier ones are good.
+        good = [step for step in checkpoint.steps_in(self.checkpoints) if step < self.step]
+        kept = checkpoint.path_of(self.checkpoints, good[-1]) if good else "none"
+        return f"step {self.step + 1}: {what}; first bad: {where}; last good checkpoint: {kept}"
+
+
+def build(run: Run) -> Llama:
+    """The model of a run with its initial weights, on the CPU."""
+    return Llama(
+        SIZES[run.size],
+        vocabulary=run.vocabulary,
+        context=run.context,
+        attention=Attention.parse(run.attention),
+        tied=run.tied,
+        qk_norm=run.qk_norm,
+        seed=run.seed,
+    )
+
+
+def autocast(run: Run, world: World) -> contextlib.AbstractContextManager[Any]:
+    """The autocast context of the run's forwards, for its precision."""
+    dtype = DTYPES[run.precision]
+    return torch.autocast(world.device.type, dtype, enabled=dtype is not torch.float32)

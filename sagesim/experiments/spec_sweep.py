@@ -1,0 +1,230 @@
+"""Sweep: the errors of many specs on many captured attention problems, in one Parquet file."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+import sagesim
+from sagesim.analysis import GRADIENTS, TENSORS, errors, geometric_mean, gradient_error
+from sagesim.emulator import Exact, exact
+from sagesim.files import replacing
+from sagesim.models import Call, Capture
+from sagesim.problem import AttentionProblem
+from sagesim.spec import SAGEBWD, SITES, AttentionSpec, Precision, with_precision
+
+Row = dict[str, Any]
+"""The values of one row, by the columns of `SCHEMA`. A row is one spec on one captured call."""
+
+MEASURES: Final = ("rel_l2", "cosine", "sqnr_db")
+"""The fields of each tensor's `sagesim.analysis.Error` that a row stores."""
+
+SCHEMA: Final = pa.schema(
+    [
+        ("label", pa.string()),
+        ("capture", pa.string()),
+        ("capture_hash", pa.string()),
+        ("layer", pa.int64()),
+        ("name", pa.string()),
+        *((f"{t}_{m}", pa.float64()) for t in TENSORS for m in MEASURES),
+        ("seconds", pa.float64()),
+        ("sagesim_version", pa.string()),
+        ("torch_version", pa.string()),
+    ]
+)
+"""The columns of the file.
+
+layer and name are those of the captured call. seconds is the computing time; for the first spec of
+a call it includes the float64 reference.
+"""
+
+_SAVE_EVERY: Final = 2.0
+"""Seconds between two writes of the file; a killed sweep loses at most this much work."""
+
+
+def int8_or_16_bit() -> list[AttentionSpec]:
+    """The 128 specs that compute each of SageBwd's seven products in INT8 or in 16 bit.
+
+    >>> len(int8_or_16_bit()), SAGEBWD in int8_or_16_bit()
+    (128, True)
+    """
+    specs: list[AttentionSpec] = []
+    for choice in itertools.product((Precision.INT8, Precision.INPUT16), repeat=len(SITES)):
+        spec = SAGEBWD
+        for site, precision in zip(SITES, choice, strict=True):
+            spec = with_precision(spec, precision, site)
+        specs.append(spec)
+    return specs
+
+
+def content_hash(capture: Capture) -> str:
+    """A hash of a capture's tensors and options, 16 hexadecimal digits.
+
+    Names and `source` do not change it.
+    """
+    digest = hashlib.sha256()
+    for call in capture.calls:
+        options = [call.index, call.is_causal, call.scale, call.enable_gqa]
+        shapes = {name: (str(x.dtype), list(x.shape)) for name, x in call.tensors.items()}
+        digest.update(json.dumps([options, shapes]).encode())
+        for x in call.tensors.values():
+            digest.update(x.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def sweep(
+    path: Path,
+    specs: Sequence[AttentionSpec],
+    captures: Mapping[str, Capture],
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Row]:
+    """Run every spec on every call of every capture, and store the errors in a Parquet file.
+
+    A row that the file already has is not computed again. Such a row has the same label, content of
+    the capture, layer and version of sagesim. The file is replaced every `_SAVE_EVERY` seconds, and
+    at the end or at an error, so it is complete at any time.
+
+    Args:
+        path: the file. It is created if missing; its other rows stay.
+        captures: captures by the name to store in their rows.
+        progress: called with the number of rows done and the number of all rows.
+
+    Returns:
+        The rows of the given specs and captures, both new and old ones.
+
+    Raises:
+        ValueError: if the file is not the file of a sweep.
+        OSError: if the file cannot be written. It is raised before any computation.
+    """
+    rows = read_rows(path) if path.exists() else []
+    done = {_key(row): row for row in rows}
+    _write(path, rows)
+    hashes = {name: content_hash(capture) for name, capture in captures.items()}
+    runs = list(_runs(specs, captures, hashes))
+    count = sum(key in done for key, *_ in runs)
+    saved, unsaved = time.monotonic(), False
+    # The runs of a call follow each other, so a cache of one reference is enough.
+    exactly = functools.lru_cache(maxsize=1)(exact)
+    try:
+        for key, spec, name, call in runs:
+            if progress is not None:
+                progress(count, len(runs))
+            if key in done:
+                continue
+            row = _run(spec, call, exactly)
+            row |= {"label": key[0], "capture": name, "capture_hash": key[1]}
+            done[key] = row
+            rows.append(row)
+            count, unsaved = count + 1, True
+            if time.monotonic() - saved > _SAVE_EVERY:
+                _write(path, rows)
+                saved, unsaved = time.monotonic(), False
+    finally:
+        if unsaved:
+            _write(path, rows)
+    if progress is not None:
+        progress(count, len(runs))
+    return [done[key] for key, *_ in runs]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read the rows of a sweep's file.
+
+    Raises:
+        ValueError: if the file is not readable or not the file of a sweep.
+    """
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{path}: not a readable Parquet file: {error}") from error
+    if not table.schema.equals(SCHEMA):
+        raise ValueError(f"{path}: not the file of a sweep: it has other columns")
+    return table.to_pylist()
+
+
+def ranking(rows: Sequence[Row]) -> list[Row]:
+    """One row per label, sorted by the error of the gradients, smallest first.
+
+    A row has these keys:
+
+    - label;
+    - int8: how many of the seven products are in 8 bits;
+    - o, ds and each of `GRADIENTS`: the geometric mean of rel_l2 over the label's rows;
+    - gradients: the `gradient_error` of these means.
+    """
+    by_label: dict[str, list[Row]] = {}
+    for row in rows:
+        by_label.setdefault(row["label"], []).append(row)
+    ranked: list[Row] = []
+    for label, ours in by_label.items():
+        spec = AttentionSpec.parse(label)
+        means = {
+            t: geometric_mean([row[f"{t}_rel_l2"] for row in ours]) for t in ("o", "ds", *GRADIENTS)
+        }
+        ranked.append(
+            {
+                "label": label,
+                "int8": sum(spec.site(s).precision.is_scaled for s in SITES),
+                **means,
+                "gradients": gradient_error(means),
+            }
+        )
+    return sorted(ranked, key=lambda row: (row["gradients"], row["label"]))
+
+
+def best_per_int8_count(ranked: Sequence[Row]) -> list[Row]:
+    """The first row of `ranking` for each number of products in 8 bits, by that number."""
+    counts = sorted({row["int8"] for row in ranked})
+    return [next(row for row in ranked if row["int8"] == count) for count in counts]
+
+
+_Key = tuple[str, str, int, str]
+
+
+def _key(row: Row) -> _Key:
+    return row["label"], row["capture_hash"], row["layer"], row["sagesim_version"]
+
+
+def _runs(
+    specs: Sequence[AttentionSpec], captures: Mapping[str, Capture], hashes: Mapping[str, str]
+) -> Iterator[tuple[_Key, AttentionSpec, str, Call]]:
+    """All runs, each once; the runs of a call follow each other."""
+    labels = {spec.label(): spec for spec in specs}
+    seen: set[_Key] = set()
+    for name, capture in captures.items():
+        for call in capture.calls:
+            for label, spec in labels.items():
+                key = (label, hashes[name], call.index, sagesim.__version__)
+                if key not in seen:
+                    seen.add(key)
+                    yield key, spec, name, call
+
+
+def _run(spec: AttentionSpec, call: Call, exactly: Callable[[AttentionProblem], Exact]) -> Row:
+    start = time.perf_counter()
+    measured = errors(call, spec, exactly)
+    seconds = time.perf_counter() - start
+    return {
+        "layer": call.index,
+        "name": call.name,
+        **{f"{t}_{m}": getattr(measured[t], m) for t in TENSORS for m in MEASURES},
+        "seconds": seconds,
+        "sagesim_version": sagesim.__version__,
+        "torch_version": torch.__version__,
+    }
+
+
+def _write(path: Path, rows: Sequence[Row]) -> None:
+    with replacing(path) as file:
+        pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), file)

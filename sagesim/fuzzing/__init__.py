@@ -1,0 +1,20 @@
+"""Find the smallest attention call on which another implementation leaves the contract."""
+
+from sagesim.fuzzing.cases import DTYPES, FEATURES, HEAD_SIZES, FuzzCase, Outputs
+from sagesim.fuzzing.diagnosis import Site
+from sagesim.fuzzing.report import Failure, FuzzReport
+from sagesim.fuzzing.search import fuzz
+from sagesim.fuzzing.tolerance import Difference
+
+__all__ = [
+    "DTYPES",
+    "FEATURES",
+    "HEAD_SIZES",
+    "Difference",
+    "Failure",
+    "FuzzCase",
+    "FuzzReport",
+    "Outputs",
+    "Site",
+    "fuzz",
+]

@@ -1,0 +1,195 @@
+"""One attention call, by everything that defines it: the same tensors on every machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sagesim.fuzzing.inputs import KINDS
+from sagesim.problem import AttentionProblem
+
+DTYPES: Final = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+"""The dtypes of q, k, v and dO, by the word that stands for them."""
+
+LAYOUTS: Final = ("contiguous", "token_major", "sliced", "expanded")
+"""How a tensor [B, H, N, D] lies in memory: contiguous; as a transposed [B, N, H, D]; as a part of
+a larger tensor of NaN, so that no axis is dense but the last; or, for dO, a single number for all
+elements (all strides 0), as the backward of a sum gives it."""
+
+TENSORS: Final = ("q", "k", "v", "do")
+
+FEATURES: Final = {
+    "full": "calls without a causal mask",
+    "causal": "is_causal=True",
+    "cross": "other numbers of queries than of keys",
+    "tails": "lengths that are no multiple of the spec's blocks",
+    "gqa": "more heads of q than of k and v",
+    "scale": "a scale other than the default",
+    "strides": "tensors that are not contiguous, an expanded dO among them",
+}
+"""What calls may have, by the word that leaves it out."""
+
+HEAD_SIZES: Final = (16, 32, 64, 128, 40, 80, 96)
+"""Powers of two first, to which failures shrink; the others are padded in most kernels."""
+
+
+class Outputs(NamedTuple):
+    """What a caller of attention sees."""
+
+    o: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class FuzzCase:
+    """The arguments of one attention, and the gradient dO of its output.
+
+    Numbers are drawn by numpy on the CPU and then moved, so that a case is the same everywhere.
+    Prints as the call that makes it, without the fields that are at their defaults.
+
+    Raises: ValueError naming the field that is wrong.
+
+    >>> case = FuzzCase(n_q=3, n_k=5, d=8, dtype="float16", is_causal=True)
+    >>> [list(x.shape) for x in case.problem().qkvdo]
+    [[1, 1, 3, 8], [1, 1, 5, 8], [1, 1, 5, 8], [1, 1, 3, 8]]
+    >>> case
+    FuzzCase(n_q=3, n_k=5, d=8, dtype='float16', is_causal=True)
+    """
+
+    n_q: int
+    n_k: int
+    d: int
+    dtype: str = "float32"  #: one of `DTYPES`
+    batch: int = 1
+    kv_heads: int = 1
+    groups: int = 1  #: query heads for each head of k and v
+    is_causal: bool = False
+    scale: float | None = None
+    kinds: tuple[str, str, str, str] = ("gaussian", "gaussian", "gaussian", "gaussian")
+    """Of q, k, v and do: names of `sagesim.fuzzing.inputs.KINDS`."""
+    gains: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Of q, k, v and do: the exponent of the power of two they are multiplied by."""
+    layout: str = "contiguous"  #: of q, k and v: one of `LAYOUTS` but "expanded"
+    do_layout: str = "contiguous"  #: one of `LAYOUTS`
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("n_q", "n_k", "d", "batch", "kv_heads", "groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not a positive number")
+        words = [("dtype", self.dtype, tuple(DTYPES)), ("do_layout", self.do_layout, LAYOUTS)]
+        words.append(("layout", self.layout, LAYOUTS[:-1]))
+        words += [("kinds", kind, tuple(KINDS)) for kind in self.kinds]
+        for name, word, known in words:
+            if word not in known:
+                raise ValueError(f"{name}: {word!r} is not one of {', '.join(known)}")
+
+    def __repr__(self) -> str:
+        return f"FuzzCase({', '.join(f'{name}={value!r}' for name, value in self._given())})"
+
+    @property
+    def heads(self) -> int:
+        """Heads of q."""
+        return self.kv_heads * self.groups
+
+    def problem(self, device: str | torch.device = "cpu") -> AttentionProblem:
+        """The problem; q, k, v and do are [batch, heads, tokens, d], laid out as the case says."""
+        rng = np.random.default_rng(self.seed)
+        of_queries = (self.batch, self.heads, self.n_q, self.d)
+        of_keys = (self.batch, self.kv_heads, self.n_k, self.d)
+        shapes = (of_queries, of_keys, of_keys, of_queries)
+        layouts = (self.layout,) * 3 + (self.do_layout,)
+        q, k, v, do = (
+            _lay_out(
+                torch.from_numpy(KINDS[kind](rng, shape) * np.float32(2.0**gain))
+                .to(DTYPES[self.dtype])
+                .to(device),
+                layout,
+            )
+            for kind, shape, gain, layout in zip(
+                self.kinds, shapes, self.gains, layouts, strict=True
+            )
+        )
+        return AttentionProblem(
+            q=q,
+            k=k,
+            v=v,
+            do=do,
+            is_causal=self.is_causal,
+            scale=self.scale,
+            enable_gqa=self.groups > 1,
+        )
+
+    def run(
+        self, attention: Callable[..., Tensor], device: str | torch.device = "cpu", **more: Any
+    ) -> Outputs:
+        """o and the gradients of `attention`, through autograd; more: further arguments of it.
+
+        Raises: what `attention` and its backward raise; ValueError naming the shape of an o that
+            has not the shape of q.
+        """
+        problem = self.problem(device)
+        *tensors, do = problem.qkvdo
+        leaves = [x.requires_grad_() for x in tensors]
+        o = attention(
+            *leaves,
+            is_causal=problem.is_causal,
+            scale=problem.scale,
+            enable_gqa=problem.enable_gqa,
+            **more,
+        )
+        if o.shape != do.shape:
+            raise ValueError(f"o has shape {tuple(o.shape)}, not {tuple(do.shape)}")
+        return Outputs(o.detach(), *torch.autograd.grad(o, leaves, do))
+
+    def describe(self) -> Iterator[str]:
+        """The case in words: shapes first, then all that is unusual about it."""
+        yield f"q [{self.batch}, {self.heads}, {self.n_q}, {self.d}]"
+        yield f"k, v [{self.batch}, {self.kv_heads}, {self.n_k}, {self.d}]"
+        yield self.dtype
+        if self.is_causal:
+            yield "causal"
+        if self.scale is not None:
+            yield f"scale {self.scale:g}"
+        for name, kind, gain in zip(TENSORS, self.kinds, self.gains, strict=True):
+            if name == "do" and self.do_layout == "expanded":
+                yield "do one number, expanded"
+            elif kind != "gaussian" or gain:
+                yield f"{name} {kind}" + (f" * 2**{gain}" if gain else "")
+        if self.layout != "contiguous":
+            yield f"q, k, v {self.layout}"
+        if self.do_layout not in ("contiguous", "expanded"):
+            yield f"do {self.do_layout}"
+
+    def _given(self) -> Iterator[tuple[str, object]]:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.default is MISSING or value != field.default:
+                yield field.name, value
+
+
+def _lay_out(x: Tensor, layout: str) -> Tensor:
+    match layout:
+        case "token_major":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        case "sliced":
+            b, h, n, d = x.shape
+            # 16 more channels: rows stay aligned for the vector loads that kernels ask for.
+            whole = x.new_full((b, h + 1, n + 3, d + 16), torch.nan)
+            part = whole[:, :h, 1 : n + 1, :d]
+            return part.copy_(x)
+        case "expanded":
+            return x[:1, :1, :1, :1].clone().reshape(()).expand(x.shape)
+        case _:
+            return x

@@ -1,0 +1,143 @@
+"""What fuzzing found, and how it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from sagesim.fuzzing.cases import FuzzCase
+from sagesim.fuzzing.diagnosis import Site
+from sagesim.fuzzing.tolerance import ORDER, Difference
+from sagesim.spec import AttentionSpec
+
+_LABEL: Final = 11
+"""Columns of the words at the left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The smallest case that differs, and what can be said about it."""
+
+    case: FuzzCase
+    error: str | None = None  #: the kernel's exception, type and message, where it raised one
+    differences: Mapping[str, Difference] = field(default_factory=dict[str, Difference])
+    """Of o, dv, dq and dk; empty with an error."""
+    rounding: Mapping[str, float] = field(default_factory=dict[str, float])
+    """RMS error of the emulator itself against float64: what the spec costs."""
+    site: Site | None = None  #: inferred from all failing cases
+    explanations: tuple[str, ...] = ()
+    """Other computations that the kernel agrees with, in each of `witnesses` failing cases."""
+    witnesses: int = 0
+    steady: bool  #: False where the case passed when it was repeated
+    snippet: str  #: a program that shows it
+
+    @property
+    def tensor(self) -> str | None:
+        """The first output, in the order of computation, that is outside the contract."""
+        outside = [name for name, d in self.differences.items() if d.is_outside]
+        return outside[0] if outside else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FuzzReport:
+    """What `sagesim.fuzz` did and found; prints as a page."""
+
+    function: str  #: "package.module:function", or words where it cannot be imported
+    spec: AttentionSpec
+    device: str
+    seed: int
+    cases: int  #: looked at, not counting those of the shrinking
+    failing: int  #: of these
+    outside: Mapping[str, int]  #: failing cases by the output that was outside, in `ORDER`
+    failure: Failure | None
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        label, failure = self.spec.label(), self.failure
+        where = f"{self.cases} different cases on {self.device}, seed {self.seed}"
+        if failure is None:
+            yield f"{self.function} agrees with the emulator under {label!r}"
+            yield f"{where}: o, dv, dq and dk within the contract"
+            return
+        verb = "raises" if failure.error else "differs from the emulator"
+        yield f"{self.function} {verb} under {label!r}"
+        counts = ", ".join(f"{name} in {n}" for name, n in self.outside.items() if n)
+        yield f"{where}: {self.failing} failed{f', {counts}' if counts else ''}"
+        yield ""
+        yield _entry("smallest", ", ".join(failure.case.describe()))
+        if failure.error is not None:
+            yield _entry("raised", failure.error)
+        else:
+            yield from _found(failure)
+        if not failure.steady:
+            yield _entry("unsteady", "the case passed when it was repeated: the kernel's numbers")
+            yield _entry("", "change from run to run")
+        yield ""
+        yield "reproduce with"
+        yield ""
+        yield from ("    " + line if line else "" for line in failure.snippet.splitlines())
+
+
+def _found(failure: Failure) -> Iterator[str]:
+    """The first difference, the table of all, the site and the explanations."""
+    if failure.tensor is not None:
+        first = failure.differences[failure.tensor]
+        if first.problem:
+            yield _entry("first", f"{first.tensor}: {first.problem}")
+        else:
+            place = ", ".join(map(str, first.worst))
+            yield _entry(
+                "first",
+                f"{first.tensor}[{place}] is {first.kernel:.6g}, the emulator's "
+                f"{first.emulator:.6g}",
+            )
+    yield ""
+    yield f"{'':{_LABEL}}{'':8}{'difference':>12}{'allowed':>12}{'times':>10}{'own error':>13}"
+    for name in ORDER:
+        d = failure.differences[name]
+        mark = "<- out" if d.is_outside else ""
+        if d.problem:
+            yield f"{'':{_LABEL}}{name:3}{'':53}{mark}"
+            continue
+        numbers = (
+            f"{d.found:>12.2e}{d.allowed:>12.2e}{d.ratio:>10.3g}{failure.rounding[name]:>13.2e}"
+        )
+        yield f"{'':{_LABEL}}{name:3}{d.measure:5}{numbers}  {mark}".rstrip()
+    yield ""
+    if failure.site is not None:
+        yield _entry("inferred", f"{failure.site.name}: {failure.site.words}")
+        yield _entry("", f"because {failure.site.reason}")
+    for number, words in enumerate(failure.explanations):
+        yield _entry("" if number else "looks like", words)
+    if failure.explanations:
+        yield _entry("", f"(the kernel agrees with that in {failure.witnesses} failing cases)")
+
+
+def _entry(label: str, text: str) -> str:
+    return f"{label:{_LABEL}}{text}"
+
+
+def snippet(case: FuzzCase, function: str | None, spec: AttentionSpec, device: str) -> str:
+    """A program that runs both on the case and prints the largest differences.
+
+    function: "package.module:name"; None where it cannot be imported.
+    """
+    if function is None:
+        import_line, call = "function = ...  # the one that was fuzzed", "function"
+    else:
+        module, _, call = function.partition(":")
+        import_line = f"from {module} import {call.partition('.')[0]}"
+    return f"""\
+import sagesim
+{import_line}
+
+case = sagesim.{case!r}
+spec = sagesim.AttentionSpec.parse({spec.label()!r})
+emulator = case.run(sagesim.attention, {device!r}, spec=spec)
+kernel = case.run({call}, {device!r})
+for name, ours, theirs in zip(kernel._fields, kernel, emulator):
+    print(name, (ours.double() - theirs.double()).abs().max().item())
+"""

@@ -1,0 +1,234 @@
+"""Hypothesis strategies: the calls to fuzz with, and specs.
+
+Hypothesis draws names, lengths and a seed; numpy draws the numbers, which keeps large tensors
+cheap and a failing example readable. Needs the extra `fuzz`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any, Final
+
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from sagesim.fuzzing.cases import DTYPES, FEATURES, HEAD_SIZES, LAYOUTS, FuzzCase
+from sagesim.fuzzing.inputs import KINDS
+from sagesim.spec import (
+    CAUSAL_SAFE,
+    FACTORED,
+    FACTORED_PV16,
+    FACTORED_QK,
+    HALF_AWAY,
+    HALF_EVEN,
+    MAPS,
+    OPERANDS,
+    SAGE_FORWARD,
+    SAGEBWD,
+    SAGEBWD_ALL_INT8,
+    SITES,
+    AttentionSpec,
+    Delta,
+    Granularity,
+    MatmulSpec,
+    Precision,
+    Rounding,
+    Smoothing,
+    with_precision,
+)
+
+# Arguments are collections, not sequences: run-time type checkers look at a random item of a
+# sequence, and Hypothesis would rather that nothing random went on while it draws.
+
+Draw = Callable[..., Any]
+"""Hypothesis's DrawFn, which is a protocol that cannot be checked at run time."""
+
+TOKEN_GRANULARITIES: Final = tuple(g for g in Granularity if not g.is_map)
+MAP_GRANULARITIES: Final = tuple(g for g in Granularity if g.is_map)
+
+KERNEL_PRESETS: Final = (
+    SAGEBWD,
+    SAGEBWD_ALL_INT8,
+    SAGE_FORWARD,
+    FACTORED,
+    FACTORED_PV16,
+    FACTORED_QK,
+    CAUSAL_SAFE,
+)
+"""What a kernel would be written for."""
+
+_MAP_ENTRIES: Final = 2**17
+"""Of all heads of a case together: larger cases are slow and find nothing that these do not."""
+
+seeds: SearchStrategy[int] = st.integers(0, 2**32 - 1)
+roundings: SearchStrategy[Rounding] = st.one_of(
+    st.just(HALF_EVEN), st.just(HALF_AWAY), seeds.map(Rounding.stochastic)
+)
+smoothings: SearchStrategy[Smoothing] = st.builds(Smoothing, q=st.booleans(), k=st.booleans())
+all_blocks: SearchStrategy[int] = st.sampled_from((1, 7, 16, 32, 64, 128))
+
+
+def lengths(block: int, longest: int, *, tails: bool = True) -> SearchStrategy[int]:
+    """Numbers of tokens, half of them at or next to a boundary of 16 or of a block."""
+    if not tails:
+        return st.integers(1, max(1, longest // block)).map(lambda blocks: blocks * block)
+    near = {b + step for b in (16, *range(block, longest + 2, block)) for step in (-1, 0, 1)}
+    near = {n for n in near if 0 < n <= longest} or {longest}
+    return st.integers(1, longest) | st.sampled_from(sorted(near))
+
+
+@st.composite
+def cases(
+    draw: Draw,
+    *,
+    block_q: int = 64,
+    block_k: int = 64,
+    dtypes: Collection[str] = tuple(DTYPES),
+    head_sizes: Collection[int] = HEAD_SIZES,
+    longest: int | None = None,
+    without: Collection[str] = (),
+) -> FuzzCase:
+    """Any call: lengths with tails, masks, grouped heads, layouts, and kinds of numbers.
+
+    Args:
+        block_q, block_k: the spec's, next to whose multiples half of the lengths lie.
+        longest: sequence drawn; None is two blocks and a third of one.
+        without: names of `FEATURES` that are not drawn.
+    """
+    assert set(without) <= set(FEATURES)
+    longest = longest or 7 * max(block_q, block_k) // 3
+    tails = "tails" not in without
+    if "cross" in without or draw(st.booleans()):
+        # Without tails, the length has to be a multiple of both blocks.
+        block = max(block_q, block_k) if tails else math.lcm(block_q, block_k)
+        n_q = n_k = draw(lengths(block, longest, tails=tails))
+    else:
+        n_q = draw(lengths(block_q, longest, tails=tails))
+        n_k = draw(lengths(block_k, longest, tails=tails))
+    room = max(1, _MAP_ENTRIES // (n_q * n_k))
+    groups = 1 if "gqa" in without else min(draw(st.sampled_from((1, 1, 2, 3))), room)
+    kv_heads = min(draw(st.sampled_from((1, 2, 3))), room // groups)
+    masks = [mask for mask in ("full", "causal") if mask not in without]
+    q, k, v, do = (draw(_kinds()) for _ in range(4))
+    kinds: tuple[str, str, str, str] = (q, k, v, do)
+    layout = do_layout = "contiguous"
+    if "strides" not in without:
+        layout = draw(st.sampled_from(LAYOUTS[:-1]))
+        do_layout = draw(st.sampled_from(LAYOUTS))
+    dtype = draw(st.sampled_from(tuple(dtypes)))
+    return FuzzCase(
+        n_q=n_q,
+        n_k=n_k,
+        d=draw(st.sampled_from(tuple(head_sizes))),
+        dtype=dtype,
+        batch=min(draw(st.sampled_from((1, 2))), max(1, room // (groups * kv_heads))),
+        kv_heads=max(1, kv_heads),
+        groups=groups,
+        is_causal=draw(st.sampled_from(masks)) == "causal",
+        scale=None if "scale" in without else draw(st.sampled_from((None, None, 0.25, 0.05, 0.5))),
+        kinds=kinds,
+        gains=_gains(draw(st.sampled_from(("none", "none", *"qkvd"))), draw(st.booleans()), dtype)
+        if "half_integer_ties" not in kinds
+        else _gains_of_ties(kinds),
+        layout=layout,
+        do_layout=do_layout,
+        seed=draw(seeds),
+    )
+
+
+def _kinds() -> SearchStrategy[str]:
+    """Half of the tensors Gaussian, the others of any kind."""
+    return st.just("gaussian") | st.sampled_from(tuple(KINDS))
+
+
+def _gains(tensor: str, large: bool, dtype: str) -> tuple[int, int, int, int]:
+    """One tensor, q k v or d(o), far from 1; not so far that a product leaves the dtype."""
+    small = -8 if dtype == "float16" else -30
+    q, k, v, do = (small if name == tensor else 0 for name in "qkvd")
+    if large:  # logits of a few hundred where q or k is large, values of a few hundred elsewhere
+        q, k, v, do = (
+            top if name == tensor else 0 for name, top in zip("qkvd", (2, 2, 6, 6), strict=True)
+        )
+    return q, k, v, do
+
+
+def _gains_of_ties(kinds: tuple[str, str, str, str]) -> tuple[int, int, int, int]:
+    """Ties have amax 127: a power of two that makes it about 2 leaves them ties."""
+    q, k, v, do = (-6 if kind == "half_integer_ties" else 0 for kind in kinds)
+    return q, k, v, do
+
+
+@st.composite
+def matmuls(draw: Draw, site: str, precisions: Collection[Precision]) -> MatmulSpec:
+    """Any product that fits the site."""
+    lhs, rhs = (
+        draw(st.sampled_from(MAP_GRANULARITIES if t in MAPS else TOKEN_GRANULARITIES))
+        for t in OPERANDS[site]
+    )
+    return MatmulSpec(draw(st.sampled_from(tuple(precisions))), lhs, rhs)
+
+
+@st.composite
+def specs(
+    draw: Draw,
+    *,
+    precisions: Collection[Precision] = tuple(Precision),
+    roundings: SearchStrategy[Rounding] = roundings,
+    smoothings: SearchStrategy[Smoothing] = smoothings,
+    blocks: SearchStrategy[int] = all_blocks,
+    same_recompute: bool = False,
+) -> AttentionSpec:
+    """Any spec at all, or any of these precisions, roundings, smoothings, and block sizes.
+
+    same_recompute: the backward's logits are the forward's. Where they are not, exp(S - L) has no
+    bound, and finite inputs with large logits may overflow it.
+    """
+    sites = {site: draw(matmuls(site, precisions)) for site in SITES}
+    if same_recompute:
+        sites["qk_recompute"] = sites["qk"]
+    return replace(
+        SAGEBWD,
+        **sites,
+        smoothing=draw(smoothings),
+        rounding=draw(roundings),
+        delta=draw(st.sampled_from(Delta)),
+        block_q=draw(blocks),
+        block_k=draw(blocks),
+    )
+
+
+@st.composite
+def specs_for_kernels(
+    draw: Draw,
+    *,
+    supported: Callable[[AttentionSpec], bool] = lambda spec: True,
+    blocks: Collection[int] = (64, 32, 128),
+    same_recompute: bool = True,
+) -> AttentionSpec:
+    """A preset that kernels are written for, with sites, smoothing, rounding, delta and blocks
+    changed: some of them, so that what a kernel supports is hit often.
+
+    Args:
+        supported: what is drawn; others are drawn again, so it should hold for many.
+        same_recompute: qk_recompute is INT8 or 16 bit as qk is; see `specs`.
+    """
+    return draw(_specs_for_kernels(blocks, same_recompute).filter(supported))
+
+
+@st.composite
+def _specs_for_kernels(draw: Draw, blocks: Collection[int], same_recompute: bool) -> AttentionSpec:
+    spec = draw(st.sampled_from(KERNEL_PRESETS))
+    for site in SITES:
+        if draw(st.sampled_from((False, False, True))):
+            precision = draw(st.sampled_from((Precision.INPUT16, Precision.INT8)))
+            spec = with_precision(spec, precision, site)
+    if same_recompute:
+        spec = with_precision(spec, spec.qk.precision, "qk_recompute")
+    changes = st.fixed_dictionaries(
+        {},
+        optional={"smoothing": smoothings, "rounding": roundings, "delta": st.sampled_from(Delta)},
+    )
+    size = st.sampled_from(tuple(blocks))
+    return replace(spec, **draw(changes), block_q=draw(size), block_k=draw(size))

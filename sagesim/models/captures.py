@@ -1,0 +1,263 @@
+"""Recorded attention calls, and the safetensors file that stores them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from sagesim.files import replacing
+from sagesim.problem import AttentionProblem
+
+_KEY: Final = "sagesim.capture"
+"""Where in a file's metadata the description is. One key: safetensors does not keep an order."""
+
+_VERSION: Final = 1
+
+_FLOATS: Final = ("q", "k", "v", "do")
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Call(AttentionProblem):
+    """A recorded SDPA call: an attention problem with the gradient that reached its output.
+
+    q [b, h, n_q, d], k [b, h_kv, n_k, d], v [b, h_kv, n_k, d_v] and do [b, h, n_q, d_v] are
+    finite and of one floating dtype. attn_mask is boolean with four axes, broadcastable to
+    [b, h, n_q, n_k].
+
+    index: number of the call in the forward that was recorded; see `sagesim.capture`.
+    name: of the module that made the call.
+
+    Raises:
+        ValueError: if a tensor is not like that; it names the call and the tensor.
+
+    >>> import sagesim
+    >>> q, k, v, do = torch.randn(4, 1, 2, 10, 16)
+    >>> call = Call(q=q, k=k, v=v, do=do, is_causal=True, index=0, name="layer.0")
+    >>> sagesim.trace(call, spec=sagesim.SAGEBWD).s.shape
+    torch.Size([1, 2, 10, 10])
+    """
+
+    do: Tensor
+    index: int
+    name: str
+
+    def __post_init__(self) -> None:
+        (q, k, v, do), mask = self.qkvdo, self.attn_mask
+        for name, x in self.tensors.items():
+            if x.ndim != 4:
+                raise ValueError(f"{self}: {name} has shape {tuple(x.shape)}, not [b, h, n, d]")
+            if name != "attn_mask" and (x.dtype != q.dtype or not x.is_floating_point()):
+                raise ValueError(f"{self}: {name} is {x.dtype}, q is {q.dtype}")
+            if not x.isfinite().all():
+                raise ValueError(f"{self}: {name} holds NaN or Inf")
+        h, h_kv = q.shape[1], k.shape[1]
+        is_grouped = self.enable_gqa and h_kv > 0 and h % h_kv == 0
+        if (
+            k.shape[:3] != v.shape[:3]
+            or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3])
+            or do.shape != (*q.shape[:3], v.shape[3])
+            or not (h == h_kv or is_grouped)
+        ):
+            shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in self.tensors.items())
+            raise ValueError(f"{self}: shapes do not fit: {shapes}, enable_gqa={self.enable_gqa}")
+        if mask is None:
+            return
+        if mask.dtype is not torch.bool or self.is_causal:
+            raise ValueError(f"{self}: attn_mask is {mask.dtype} with is_causal={self.is_causal}")
+        full = (*q.shape[:3], k.shape[2])
+        if any(size not in (1, whole) for size, whole in zip(mask.shape, full, strict=True)):
+            raise ValueError(f"{self}: attn_mask {tuple(mask.shape)} does not broadcast to {full}")
+
+    def __str__(self) -> str:
+        return f"call {self.index}" + (f" in {self.name}" if self.name else "")
+
+    def to(self, dtype: torch.dtype) -> Call:
+        """With q, k, v and do in `dtype`, if it holds them; see `Capture.to`."""
+        return replace(
+            self,
+            **{name: _convert(self.tensors[name], dtype, f"{self}: {name}") for name in _FLOATS},
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Capture:
+    """Attention problems of a model in the order of their calls, and where they come from.
+
+    loss_scale: the power of two that the loss was multiplied by before backward; every do is that
+        many times the gradient of the loss.
+    source: where the numbers come from, in the recorder's words; JSON values.
+    torch_version: of the PyTorch that computed them.
+    """
+
+    calls: tuple[Call, ...]
+    loss_scale: float
+    source: Mapping[str, Any]
+    torch_version: str
+
+    def __post_init__(self) -> None:
+        if not self.calls:
+            raise ValueError("a capture of no calls")
+        check_loss_scale(self.loss_scale)
+        object.__setattr__(self, "source", MappingProxyType(json_copy(self.source)))
+
+    def to(self, dtype: torch.dtype) -> Capture:
+        """With q, k, v and do of every call in `dtype`, which has to hold them well.
+
+        Rounding a number to the nearest normal one changes it by eps/2 of itself at most. A head
+        that changes by more than eps/2 of its own L2 norm has lost numbers to underflow.
+
+        Raises:
+            ValueError: naming call and tensor where a value overflows, or a head underflows.
+        """
+        return replace(self, calls=tuple(call.to(dtype) for call in self.calls))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file, whole or not at all. The same capture gives the same bytes.
+
+        Raises:
+            ModuleNotFoundError: without the package safetensors.
+            OSError: where the file cannot be written.
+        """
+        import safetensors.torch
+
+        tensors: dict[str, Tensor] = {}
+        entries: list[dict[str, Any]] = []
+        for number, call in enumerate(self.calls):
+            for name, x in call.tensors.items():
+                # a copy: safetensors refuses tensors that share memory
+                layout = torch.contiguous_format
+                tensors[f"{number}.{name}"] = x.to("cpu", copy=True, memory_format=layout)
+            entries.append(
+                {
+                    "index": call.index,
+                    "name": call.name,
+                    "is_causal": call.is_causal,
+                    "scale": call.scale,
+                    "enable_gqa": call.enable_gqa,
+                    "tensors": {name: _describe(x) for name, x in call.tensors.items()},
+                }
+            )
+        description = {
+            "version": _VERSION,
+            "torch": self.torch_version,
+            "loss_scale": self.loss_scale,
+            "source": dict(self.source),
+            "calls": entries,
+        }
+        data = safetensors.torch.save(tensors, {_KEY: json.dumps(description, sort_keys=True)})
+        with replacing(Path(path)) as temporary:
+            temporary.write_bytes(data)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Capture:
+        """Read a file that `save` wrote. Nothing in it is executed.
+
+        Raises:
+            ModuleNotFoundError: without the package safetensors.
+            ValueError: naming the path and what is wrong: no file, not safetensors, no or
+                other metadata, tensors that are missing, surplus, misshapen or not finite.
+        """
+        import safetensors
+
+        path = Path(path)
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file")
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                metadata: dict[str, str] = file.metadata() or {}
+                tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{path}: not a readable safetensors file: {error}") from error
+        if _KEY not in metadata:
+            raise ValueError(f"{path}: not a capture: its metadata lack {_KEY!r}")
+        try:
+            return cls._parse(json.loads(metadata[_KEY]), tensors)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def _parse(cls, description: Any, tensors: dict[str, Tensor]) -> Capture:
+        if (version := _field(description, "version", int)) != _VERSION:
+            raise ValueError(f"version {version} of the format; this sagesim reads {_VERSION}")
+        calls: list[Call] = []
+        for number, entry in enumerate(_field(description, "calls", list)):
+            parts: dict[str, Tensor | None] = {"attn_mask": None}
+            for name, said in _field(entry, "tensors", dict).items():
+                x = tensors.pop(f"{number}.{name}", None)
+                if x is None or _describe(x) != said:
+                    found = "missing" if x is None else _describe(x)
+                    raise ValueError(f"tensor {number}.{name} is {found}; metadata say {said}")
+                parts[name] = x
+            if set(parts) != {*_FLOATS, "attn_mask"}:
+                raise ValueError(f"call {number} consists of {', '.join(sorted(parts))}")
+            calls.append(
+                Call(
+                    index=_field(entry, "index", int),
+                    name=_field(entry, "name", str),
+                    is_causal=_field(entry, "is_causal", bool),
+                    scale=_field(entry, "scale", float, int, type(None)),
+                    enable_gqa=_field(entry, "enable_gqa", bool),
+                    **parts,  # pyright: ignore[reportArgumentType]
+                )
+            )
+        if tensors:
+            raise ValueError(f"tensors that no call names: {', '.join(sorted(tensors))}")
+        return cls(
+            calls=tuple(calls),
+            loss_scale=_field(description, "loss_scale", float, int),
+            source=_field(description, "source", dict),
+            torch_version=_field(description, "torch", str),
+        )
+
+
+def check_loss_scale(loss_scale: float) -> None:
+    """Raise ValueError unless it is a power of two."""
+    if not loss_scale > 0 or math.frexp(loss_scale)[0] != 0.5:
+        raise ValueError(f"loss_scale={loss_scale} is not a power of two")
+
+
+def json_copy(source: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file gives back for `source`; ValueError unless it equals it."""
+    try:
+        copy = json.loads(json.dumps(dict(source), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"source is not JSON: {error}") from None
+    if copy != source:
+        raise ValueError(f"source is not JSON: it would be read back as {copy}")
+    return copy
+
+
+def _convert(x: Tensor, dtype: torch.dtype, what: str) -> Tensor:
+    y = x.to(dtype)
+    if not y.isfinite().all():
+        raise ValueError(f"{what} reaches {x.abs().max():.4g}, which overflows {dtype}")
+    exact = x.double()
+    changes, norms = (y - exact).norm(dim=(-2, -1)), exact.norm(dim=(-2, -1))
+    if (changes > norms * (torch.finfo(dtype).eps / 2)).any():
+        zeroed = int(((y == 0) & (x != 0)).sum())
+        worst = float((changes / norms).nan_to_num().max())
+        raise ValueError(
+            f"{what} underflows {dtype}: a head changes by {worst:.2g} of its norm, and {zeroed} "
+            "numbers become 0 (a dO that is too small wants a larger loss scale)"
+        )
+    return y
+
+
+def _describe(x: Tensor) -> dict[str, Any]:
+    return {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
+
+
+def _field(entry: Any, key: str, *kinds: type) -> Any:
+    value = entry.get(key) if isinstance(entry, dict) else None
+    if type(value) not in kinds:
+        raise ValueError(f"metadata field {key!r} is {value!r}")
+    return value

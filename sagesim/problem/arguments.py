@@ -1,0 +1,80 @@
+"""Checks of the arguments of an attention call, shared by the emulator and the kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sagesim.spec import SITES, AttentionSpec, Precision, with_precision
+
+
+def check_spec(spec: object) -> None:
+    """Raise TypeError if spec is not an AttentionSpec, and say how to parse a label."""
+    if not isinstance(spec, AttentionSpec):
+        raise TypeError(f"spec is {spec!r}; AttentionSpec.parse makes one of a label")
+
+
+def check_scale(scale: object) -> None:
+    """Raise TypeError if scale is a tensor, which would get no gradient, or a string."""
+    if isinstance(scale, (Tensor, str)):
+        what = f"a tensor of {scale.dtype}" if isinstance(scale, Tensor) else repr(scale)
+        raise TypeError(f"scale is {what}; a number or None needed (a learned one goes into q)")
+
+
+def resolve_input16(spec: AttentionSpec, dtype: torch.dtype) -> AttentionSpec:
+    """`spec` with INPUT16 replaced by the 16-bit format of inputs of this dtype."""
+    own = Precision.BF16 if dtype is torch.bfloat16 else Precision.FP16
+    sites = [s for s in SITES if spec.site(s).precision is Precision.INPUT16]
+    return with_precision(spec, own, *sites) if sites else spec
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as SDPA casts them: to autocast's dtype if it is enabled, else unchanged.
+
+    Tensors of integers and of float64 are never cast.
+    """
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (x.to(dtype) if _is_cast(x) else x for x in (q, k, v))
+    return q, k, v
+
+
+def _is_cast(x: Tensor) -> bool:
+    return x.is_floating_point() and x.dtype is not torch.float64
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> int:
+    """Check q, k and v [..., heads, tokens, head size]; return the query heads per head of k.
+
+    Raises:
+        TypeError: if the dtypes differ.
+        ValueError: if the devices differ or the shapes do not fit each other; it names them.
+    """
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v are on {q.device}, {k.device}, {v.device}")
+    if min(q.ndim, k.ndim, v.ndim) < 2:
+        raise ValueError(f"q, k and v need [..., tokens, head size]; got {_shapes(q, k, v)}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"head sizes of q and k differ: {_shapes(q, k, v)}")
+    if q.shape[-1] == 0 or v.shape[-1] == 0:
+        raise ValueError(f"head size 0: {_shapes(q, k, v)}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k and v differ in heads or tokens: {_shapes(q, k, v)}")
+    if q.shape[:-2] == k.shape[:-2]:
+        return 1
+    if q.ndim != k.ndim or q.ndim < 3 or q.shape[:-3] != k.shape[:-3]:
+        raise ValueError(f"batch axes of q and k differ: {_shapes(q, k, v)}")
+    if not enable_gqa:
+        raise ValueError(
+            f"q and k differ in heads: {_shapes(q, k, v)}; enable_gqa=True repeats those of k"
+        )
+    if k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]:
+        raise ValueError(f"the heads of q are no multiple of those of k: {_shapes(q, k, v)}")
+    return q.shape[-3] // k.shape[-3]
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

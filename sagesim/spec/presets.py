@@ -1,0 +1,112 @@
+"""Named specs. Everything else is one of these with a few fields replaced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from sagesim.spec.attention_spec import (
+    SITES,
+    AttentionSpec,
+    Delta,
+    Granularity,
+    MatmulSpec,
+    Precision,
+    Smoothing,
+)
+
+_G = Granularity
+
+
+def with_precision(spec: AttentionSpec, precision: Precision, *sites: str) -> AttentionSpec:
+    """`spec` with `sites` (all seven where none is named) computed in `precision`.
+
+    >>> with_precision(SAGEBWD, Precision.INT8, "dp") == SAGEBWD_ALL_INT8
+    True
+    """
+    for site in sites or SITES:
+        spec = replace(spec, **{site: replace(spec.site(site), precision=precision)})
+    return spec
+
+
+SAGEBWD: Final = AttentionSpec(
+    qk=MatmulSpec(Precision.INT8, _G.PerBlock, _G.PerBlock),
+    pv=MatmulSpec(Precision.INT8, _G.PerTileRow, _G.PerBlock),
+    qk_recompute=MatmulSpec(Precision.INT8, _G.PerBlock, _G.PerBlock),
+    dv=MatmulSpec(Precision.INT8, _G.PerTile, _G.PerBlock),
+    dp=MatmulSpec(Precision.INPUT16, _G.PerBlock, _G.PerBlock),
+    dq=MatmulSpec(Precision.INT8, _G.PerTile, _G.PerBlock),
+    dk=MatmulSpec(Precision.INT8, _G.PerTile, _G.PerBlock),
+    smoothing=Smoothing(k=True),
+    delta=Delta.FROM_O,
+    block_q=64,
+    block_k=64,
+)
+"""The paper's scheme: six products in INT8, dP in 16 bit, K smoothed, scales per tile and block.
+
+Source: arXiv 2603.02170, Algorithms 1 and 2. The paper gives no block sizes; 64 x 64 is ours.
+"""
+
+SAGEBWD_ALL_INT8: Final = with_precision(SAGEBWD, Precision.INT8, "dp")
+"""The paper's scheme with dP in INT8 as well (arXiv 2505.11594, Table 1c)."""
+
+SAGE_FORWARD: Final = with_precision(
+    SAGEBWD, Precision.INPUT16, "qk_recompute", "dv", "dp", "dq", "dk"
+)
+"""Only the forward's two products in INT8; the backward in 16 bit."""
+
+FPA: Final = replace(with_precision(SAGEBWD, Precision.FP32), smoothing=Smoothing())
+"""Full-precision attention: every site FP32, nothing quantized, nothing smoothed."""
+
+FPA_FP16: Final = with_precision(FPA, Precision.FP16)
+"""Every product's operands rounded to FP16."""
+
+FPA_BF16: Final = with_precision(FPA, Precision.BF16)
+"""Every product's operands rounded to BF16."""
+
+FACTORED: Final = replace(
+    SAGEBWD,
+    qk=MatmulSpec(Precision.INT8, _G.PerToken, _G.PerToken),
+    pv=MatmulSpec(Precision.INT8, _G.PerTileRow, _G.PerBlockChannel),
+    qk_recompute=MatmulSpec(Precision.INT8, _G.PerToken, _G.PerToken),
+    dv=MatmulSpec(Precision.INT8, _G.PerTileColumn, _G.PerBlockChannel),
+    dp=MatmulSpec(Precision.INPUT16, _G.PerToken, _G.PerToken),
+    dq=MatmulSpec(Precision.INT8, _G.PerTileRow, _G.PerBlockChannel),
+    dk=MatmulSpec(Precision.INT8, _G.PerTileColumn, _G.PerBlockChannel),
+    delta=Delta.FROM_P,
+)
+"""The paper's six INT8 products, every scale along an axis of the product's output, and a delta
+consistent with the backward's own P and dP."""
+
+FACTORED_PV16: Final = replace(
+    with_precision(FACTORED, Precision.INPUT16, "pv"), delta=Delta.FROM_O
+)
+"""`FACTORED` with PV in 16 bit, which frees O, and with it the usual delta, of PV's noise."""
+
+FACTORED_QK: Final = replace(
+    with_precision(FACTORED_PV16, Precision.INPUT16, "dv", "dq", "dk"),
+    qk=MatmulSpec(Precision.INT8, _G.PerToken, _G.PerBlock),
+    qk_recompute=MatmulSpec(Precision.INT8, _G.PerToken, _G.PerBlock),
+)
+"""INT8 in QK and its recomputation alone, where neither P nor dS has to be rounded in the loop: Q
+per token, K per block, all else in 16 bit."""
+
+CAUSAL_SAFE: Final = replace(
+    with_precision(FACTORED_PV16, Precision.INPUT16, "dq"), smoothing=Smoothing()
+)
+"""INT8 in QK, its recomputation, dV and dK, with no scale or mean through which a later token
+could change an earlier row of O or dQ: Q and K per token, unsmoothed, PV and dQ in 16 bit."""
+
+PRESETS: Final = {
+    "fpa": FPA,
+    "fpa_fp16": FPA_FP16,
+    "fpa_bf16": FPA_BF16,
+    "sagebwd": SAGEBWD,
+    "sagebwd_all_int8": SAGEBWD_ALL_INT8,
+    "sage_forward": SAGE_FORWARD,
+    "factored": FACTORED,
+    "factored_pv16": FACTORED_PV16,
+    "factored_qk": FACTORED_QK,
+    "causal_safe": CAUSAL_SAFE,
+}
+"""Every preset by the word that names it in a label."""

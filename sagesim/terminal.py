@@ -1,0 +1,97 @@
+"""Output of the commands: tables, progress bars, and failures."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+_WIDE = 1000
+"""Columns of output to files and pipes, where tables are not folded."""
+
+_LINE_EVERY: Final = 10.0
+"""Seconds between progress lines of training, if stderr is not a terminal."""
+
+
+class Failure(Exception):
+    """Invalid input. The command prints the message on one line of stderr and exits with 2."""
+
+
+def stdout() -> Console:
+    """A console for results. It prints text unchanged, without interpreting rich's markup."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else _WIDE
+    return Console(width=width, markup=False, highlight=False, emoji=False)
+
+
+def table(title: str, first: str, *numbers: str) -> Table:
+    """An empty table. In a narrow terminal only the first column is folded.
+
+    Args:
+        first: header of the first column.
+        numbers: headers of the other columns, which are right-aligned.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    empty = Table(first, title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for name in numbers:
+        empty.add_column(name, justify="right", no_wrap=True)
+    return empty
+
+
+def progress(what: str) -> Progress:
+    """A progress bar on stderr. It disappears at the end, and needs a terminal to show at all."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    return Progress(
+        what,
+        "{task.description}",
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+class Training:
+    """Progress of training runs: a bar in a terminal, and otherwise a line every few seconds."""
+
+    def __init__(self, bar: Progress, *, shown: bool) -> None:
+        self._bar, self._shown, self._last, self._what, self._steps = bar, shown, 0.0, "", 0
+        self._task = bar.add_task("", visible=shown)
+
+    def begin(self, what: str, steps: int) -> None:
+        """Start showing a run of `steps` steps."""
+        self._what, self._steps, self._last = what, steps, -math.inf
+        self._bar.reset(self._task, total=steps, description=what)
+
+    def show(self, step: int, loss: float, speed: float) -> None:
+        """Show the number of steps done, the loss of the last step, and tokens per second."""
+        numbers = f"{self._what}  loss {loss:.4f}  {speed:,.0f} tokens/s"
+        self._bar.update(self._task, completed=step, description=numbers)
+        now = time.monotonic()
+        is_due = step == self._steps or now - self._last > _LINE_EVERY
+        if self._shown and self._bar.disable and is_due:
+            print(f"step {step}/{self._steps}  {numbers}", file=sys.stderr, flush=True)
+            self._last = now
+
+
+@contextlib.contextmanager
+def training(*, shown: bool) -> Generator[Training]:
+    """Show the progress of training runs on stderr, if `shown`."""
+    with progress("training") as bar:
+        yield Training(bar, shown=shown)

@@ -1,0 +1,85 @@
+"""Choose the kernels of a problem: Hopper's if they serve it, otherwise the portable ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sagesim_kernels import hopper, portable
+from sagesim_kernels.operands import (
+    ForwardResult,
+    Gradients,
+    KernelProblem,
+    OperandCache,
+    Rows,
+    RowStatistics,
+)
+from sagesim_kernels.portable import UNTRACED, MapTrace, MapTraces
+
+
+def forward(problem: KernelProblem, o: Tensor, trace: MapTrace | None = None) -> ForwardResult:
+    """Compute attention of all heads into o [sequences, heads, n_q, d_v], any strides.
+
+    trace: where to write the codes of P, if pv is INT8. Only the portable kernels write them.
+    """
+    rows = problem.q.shape[:3]
+    if problem.is_empty:
+        o.zero_()
+        b, heads, d = problem.sequences, problem.k.shape[1], problem.k.shape[3]
+        return ForwardResult(
+            o.new_full(rows, torch.inf, dtype=torch.float32),
+            o.new_zeros((b, heads, 1, d), dtype=torch.float32)
+            if problem.spec.smoothing.k
+            else None,
+        )
+    lse2 = torch.empty(rows, dtype=torch.float32, device=o.device)
+    if hopper.serves(problem):
+        from sagesim_kernels.hopper import forward as gluon
+
+        operands = OperandCache(problem, stored=hopper.has_to_copy(problem, queries=False))
+        gluon.forward(problem, operands, o, lse2)
+    else:
+        operands = OperandCache(problem)
+        portable.forward(problem, operands, o, lse2, trace)
+    return ForwardResult(lse2, None if operands.k_mean is None else operands.k_mean.ptr)
+
+
+def backward(
+    problem: KernelProblem,
+    do: Tensor,
+    d_lse: Tensor | None,
+    o: Tensor | None,
+    result: ForwardResult,
+    grads: Gradients,
+    traces: MapTraces = UNTRACED,
+) -> Tensor:
+    """Fill the gradients of all heads, and return delta, float32 [sequences, heads, n_q].
+
+    Args:
+        do: the gradient of o, any strides.
+        d_lse: the gradient of the logsumexp, with the shape of result.lse2; None for 0.
+        o: the output of the forward; None if the spec's delta comes from P.
+        result: the other results of the forward.
+        traces: where to write the codes of P and dS. Only the portable kernels write them.
+    """
+    lse2 = result.lse2
+    delta = torch.empty_like(lse2)
+    if problem.is_empty:
+        zero = 0.0 * problem.scale  # -0.0 for a negative scale, as the kernels store it
+        grads.dq.fill_(zero)
+        grads.dk.fill_(zero)
+        grads.dv.zero_()
+        return delta.zero_()
+    statistics = RowStatistics(Rows.of(lse2), Rows.of(delta))
+    d_lse_rows = None if d_lse is None else Rows.of(d_lse.contiguous())
+    if hopper.serves(problem):
+        from sagesim_kernels.hopper import backward as gluon
+
+        assert o is not None
+        stored = hopper.has_to_copy(problem, queries=True)
+        operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
+        gluon.backward(problem, operands, o, do, statistics, d_lse_rows, grads)
+    else:
+        operands = OperandCache(problem, do, k_mean=result.k_mean)
+        portable.backward(problem, operands, o, do, statistics, d_lse_rows, grads, traces)
+    return delta

@@ -1,0 +1,436 @@
+"""The warps of a backward program.
+
+Eight consumer warps compute dK and dV, one producer warp loads, and two store warps add dQ to its
+sum. For head size 64, four more consumer warps compute dQ, so dS and dQ have two slots each in
+shared memory. For head size 128 shared memory has no space for that, and the eight warps compute dQ
+too.
+
+Barriers, all in shared memory, are the fields of `Barriers`. Each warp counts its steps from one
+query head of the group to the next, and its stages, slots and phases follow from that count.
+"""
+
+# Pyright takes the annotations of Gluon's functions literally:
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton import constexpr_function
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from sagesim_kernels.hopper.compat import barrier, reinterpret, tma_load
+from sagesim_kernels.hopper.dq_order import BLOCK_Q, TILE_K, to_register_order
+from sagesim_kernels.operands import start_of
+
+WARPS = gl.constexpr(8)
+"""Warps that compute dK and dV."""
+
+ROW_STATS = gl.constexpr(4 * 64)
+"""Row statistics of a block of queries, 64 numbers each: Q's scale times the scale of the logits;
+lse2; delta; and 64 values of padding, because TMA has no load of 192 numbers."""
+
+ST_INT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 32]))
+"""Layout of S transposed [keys, queries], as the INT8 product leaves it."""
+ST_FLOAT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))
+"""Layout of S, P, dP and dS transposed [keys, queries], in float32."""
+ST_ROWS = gl.constexpr(gl.SliceLayout(1, ST_FLOAT32.value))
+"""Layout of one number for each row of S transposed, a key."""
+ST_COLUMNS = gl.constexpr(gl.SliceLayout(0, ST_FLOAT32.value))
+"""Layout of one number for each column of S transposed, a query."""
+STATS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
+"""Layout of row statistics in shared memory."""
+
+
+class QueryInputs(NamedTuple):
+    """TMA descriptors of what the producer loads in each step."""
+
+    q8: Any  #: int8 [tokens of all heads, D]
+    q16: Any  #: 16 bit [sequences, heads, tokens, D]
+    do: Any  #: as q16
+    row_stats: Any  #: float32 [ROW_STATS for each block of queries]
+
+
+class QueryBuffers(NamedTuple):
+    """Blocks of queries in shared memory, one for each stage."""
+
+    q8: Any  #: int8 [stages, BLOCK_Q, D]
+    q16: Any  #: 16 bit [3, BLOCK_Q, D]
+    do: Any  #: 16 bit [stages, BLOCK_Q, D]
+    row_stats: Any  #: float32 [stages, ROW_STATS]
+
+
+class KeyBuffers(NamedTuple):
+    """The program's tile of keys in shared memory."""
+
+    k8: Any  #: int8 [1, TILE_K, D]
+    v: Any  #: 16 bit [1, TILE_K, D]
+    k16: Any  #: 16 bit [1, TILE_K, D]
+
+
+class Barriers(NamedTuple):
+    """Barriers in shared memory; [2] is one for even steps and one for odd steps."""
+
+    ds_full: Any  #: [2], dS is in shared memory; None if the warps that compute dS also compute dQ
+    dq_full: Any  #: [2], a part of dQ is in shared memory, and dS of its step has been read
+    dq_empty: Any  #: [slots], a part of dQ has been read from shared memory
+    kv_full: Any  #: the tile of keys has arrived
+    k16_full: Any  #: the tile of K in 16 bit has arrived, which may come first
+    q_full: Any  #: [stages], a block of queries has arrived
+
+
+class TokenOrigin(NamedTuple):
+    """Where a sequence starts in a tensor of four dimensions."""
+
+    b: Any
+    h: Any  #: its first head
+    row: Any  #: of its first token
+
+
+class KeyTile(NamedTuple):
+    """The keys of a program."""
+
+    first: Any  #: first key of the tile
+    length: Any  #: keys of the sequence
+    n_live: Any  #: keys of the sequence that any query attends to
+    offset: Any  #: query i attends to keys 0..i + offset
+
+
+class QueryLoop(NamedTuple):
+    """The blocks of queries that attend to a tile of keys."""
+
+    begin: Any  #: first block
+    unmasked: Any  #: first block that needs no mask
+    end: Any
+
+
+class KeyOutputs(NamedTuple):
+    """Where a program stores dK and dV."""
+
+    dk: Any  #: `Strided`
+    dv: Any  #: `Strided`
+    cu_k: Any
+    b: Any
+    h: Any
+    scale: Any  #: the scale of the logits, a factor of dK
+
+
+@constexpr_function
+def _whole_rows(channels, warps):
+    """Layout in which adjacent threads hold adjacent parts of a row, eight numbers each."""
+    return gl.BlockedLayout([1, 8], [32 // (channels // 8), channels // 8], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def load_tokens(x, origin, first, bar, buffer):
+    """Load tokens from `first` of a tensor of four dimensions by TMA.
+
+    x: TMA descriptor. origin: `TokenOrigin` of the sequence.
+    """
+    ROWS: gl.constexpr = buffer.shape[0]
+    D: gl.constexpr = buffer.shape[1]
+    shared = reinterpret(buffer, x.dtype, [1, 1, ROWS, D], x.layout)
+    tma_load(x, [origin.b, origin.h, origin.row + first, 0], bar, shared)
+
+
+@gluon.jit
+def _start_s_and_dp(k8, v, q8, do):
+    """Start the products S and dP, both transposed. They may be read only after a wait."""
+    s_zeros = gl.zeros((TILE_K, BLOCK_Q), gl.int32, ST_INT32)
+    s = warpgroup_mma(k8, q8.permute((1, 0)), s_zeros, use_acc=False, is_async=True)
+    dp_zeros = gl.zeros((TILE_K, BLOCK_Q), gl.float32, ST_FLOAT32)
+    dp = warpgroup_mma(v, do.permute((1, 0)), dp_zeros, use_acc=False, is_async=True)
+    return s, dp
+
+
+@gluon.jit
+def _wait_for_k16(k16, bar, mean, COUNT: gl.constexpr):
+    """Wait for the tile of K in 16 bit, and subtract the mean in shared memory if there is one.
+
+    Rows behind the last token are zeros, and become the mean's negative. They do not contribute,
+    because their dS is 0.
+
+    COUNT: warps that call this.
+    """
+    if mean is None:
+        mbarrier.wait(bar, 0)
+    else:
+        D: gl.constexpr = k16.shape[1]
+        ROWS: gl.constexpr = _whole_rows(D, COUNT)
+        mean = gl.load(mean + gl.arange(0, D, gl.SliceLayout(0, ROWS)))
+        mbarrier.wait(bar, 0)
+        k = k16.load(ROWS).to(gl.float32) - mean[None, :]
+        k16.store(k.to(k16.dtype))
+        fence_async_shared()
+        barrier()
+
+
+@gluon.jit
+def _start_dq(ds, k16, ACC: gl.constexpr):
+    D: gl.constexpr = k16.shape[1]
+    dq = gl.zeros((BLOCK_Q, D), gl.float32, ACC)
+    return warpgroup_mma(ds.permute((1, 0)), k16, dq, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _start_keys(k_scale, tile, D: gl.constexpr, ACC: gl.constexpr):
+    """Return the index and the scale of each key, and zeros for dK and dV.
+
+    The index is 2^30 for a key that no query attends to.
+    """
+    local = gl.arange(0, TILE_K, ST_ROWS)
+    # There is a scale for each block of 64 keys, and none behind the sequence's last key.
+    second = gl.load(k_scale + gl.minimum(tile.length - 1 - tile.first, 64) // 64)
+    scales = gl.where(local < 64, gl.load(k_scale), second)
+    dk = warpgroup_mma_init(gl.zeros((TILE_K, D), gl.float32, ACC))
+    dv = warpgroup_mma_init(gl.zeros((TILE_K, D), gl.float32, ACC))
+    keys = gl.where(tile.first + local < tile.n_live, tile.first + local, 2**30)
+    return keys, scales, dk, dv
+
+
+@gluon.jit
+def _attends(keys, i, tile):
+    """Return what `operands.attends` does, with one comparison, for keys of `_start_keys`."""
+    queries = i * BLOCK_Q + gl.arange(0, BLOCK_Q, ST_COLUMNS)
+    return keys[:, None] <= (queries + tile.offset)[None, :]
+
+
+@gluon.jit
+def _compute_p(MASKED: gl.constexpr, s, k_scale, factor, lse2, keys, i, tile):
+    """Return P transposed, from the integer sums of S."""
+    x = gl.convert_layout(s.to(gl.float32), ST_FLOAT32)
+    x = x * (factor[None, :] * k_scale[:, None]) - lse2[None, :]
+    if MASKED:
+        x = gl.where(_attends(keys, i, tile), x, -float("inf"))
+    return gl.exp2(x)
+
+
+@gluon.jit
+def _compute_ds(MASKED: gl.constexpr, p, dp, delta, keys, i, tile):
+    """Return dS transposed."""
+    ds = dp - delta[None, :]
+    if MASKED:  # P is 0 there, but 0 times an infinite or NaN dP would be NaN
+        ds = gl.where(_attends(keys, i, tile), ds, 0.0)
+    return p * ds
+
+
+@gluon.jit
+def _store_keys(x, outputs, tile, value, buffer):
+    """Store value [TILE_K, D] as the program's keys, and zeros for keys no query attends to.
+
+    A 16-bit result goes through shared memory, which is large enough for that: adjacent threads
+    then store adjacent numbers. buffer: shared memory that no warp reads any more.
+    """
+    D: gl.constexpr = buffer.shape[1]
+    DTYPE: gl.constexpr = x.ptr.dtype.element_ty
+    IS_16_BIT: gl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth == 16
+    LAYOUT: gl.constexpr = _whole_rows(D, WARPS) if IS_16_BIT else value.type.layout
+    value = value.to(DTYPE)
+    if IS_16_BIT:
+        shared = reinterpret(buffer, DTYPE, [TILE_K, D], buffer.layout)
+        barrier()
+        shared.store(value)
+        barrier()
+        value = shared.load(LAYOUT)
+    row = tile.first + gl.arange(0, TILE_K, gl.SliceLayout(1, LAYOUT))
+    value = gl.where((row < tile.n_live)[:, None], value, gl.zeros((TILE_K, D), DTYPE, LAYOUT))
+    column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT)).to(gl.int64)
+    base = x.ptr + outputs.b.to(gl.int64) * x.stride_b + outputs.h.to(gl.int64) * x.stride_h
+    ptrs = base + (start_of(outputs.cu_k, outputs.b) + row.to(gl.int64)) * x.stride_n
+    is_key = (row < tile.length)[:, None]
+    gl.store(ptrs[:, None] + column[None, :] * x.stride_d, value, mask=is_key)
+
+
+@gluon.jit
+def _store_dk_dv(dk, dv, outputs, tile, buffer):
+    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+    _store_keys(outputs.dv, outputs, tile, dv, buffer)
+    _store_keys(outputs.dk, outputs, tile, dk * outputs.scale, buffer)
+
+
+@gluon.jit
+def produce(
+    inputs, buffers, q_full, released, loop, origin, stored_row, stored_tokens,
+    GROUPS: gl.constexpr,
+):  # fmt: skip
+    """Load the block of queries of each step by TMA, into buffers that are released. One warp.
+
+    Args:
+        released: barriers [2], which tell when the step two before has progressed far enough. If
+            other warps compute dQ this is `ds_full`: then no warp reads data of the step three
+            before, and there are three stages. If not this is `dq_full`: then no warp reads data of
+            the step two before, except Q in 16 bit, which alone has three stages.
+        loop: `QueryLoop`.
+        origin: `TokenOrigin` of the first query head.
+        stored_row: row of that head's first token in padded storage.
+        stored_tokens: tokens of a head in padded storage.
+    """
+    STAGES: gl.constexpr = buffers.q8.shape[0]
+    STAGES16: gl.constexpr = buffers.q16.shape[0]
+    D: gl.constexpr = buffers.q8.shape[2]
+    for head in range(GROUPS):
+        for i in range(loop.begin, loop.end):
+            n = head * (loop.end - loop.begin) + i - loop.begin
+            if n >= 2:
+                mbarrier.wait(released.index(n % 2), (n // 2 & 1) ^ 1)
+            at = TokenOrigin(origin.b, origin.h + head, origin.row)
+            row8 = stored_row + head * stored_tokens
+            stage = n % STAGES
+            bar = q_full.index(stage)
+            stage16 = n % STAGES16
+            mbarrier.expect(bar, BLOCK_Q * D * 5 + ROW_STATS * 4)
+            tma_load(inputs.q8, [row8 + i * BLOCK_Q, 0], bar, buffers.q8.index(stage))
+            load_tokens(inputs.do, at, i * BLOCK_Q, bar, buffers.do.index(stage))
+            stats = (row8 // BLOCK_Q + i) * ROW_STATS
+            tma_load(inputs.row_stats, [stats], bar, buffers.row_stats.index(stage))
+            load_tokens(inputs.q16, at, i * BLOCK_Q, bar, buffers.q16.index(stage16))
+
+
+@gluon.jit
+def compute_dk_dv(
+    key_tile, queries, ds_s, barriers, k_scale, outputs, loop, tile, GROUPS: gl.constexpr
+):
+    """Compute dK and dV, and pass dS to the warps that compute dQ. Eight warps.
+
+    key_tile: `KeyBuffers`. queries: `QueryBuffers`. ds_s: 16 bit [slots, TILE_K, BLOCK_Q] in shared
+    memory. k_scale: pointer to the scale of the tile's first key. outputs: `KeyOutputs`. loop:
+    `QueryLoop`. tile: `KeyTile`.
+    """
+    STAGES: gl.constexpr = queries.q8.shape[0]
+    SLOTS: gl.constexpr = ds_s.shape[0]
+    D: gl.constexpr = queries.q8.shape[2]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    keys, k_scale, dk, dv = _start_keys(k_scale, tile, D, ACC)
+    mbarrier.wait(barriers.kv_full, 0)
+    k8 = key_tile.k8.index(0).load(gl.DotOperandLayout(0, ST_INT32, 4))
+    v = key_tile.v.index(0).load(gl.DotOperandLayout(0, ST_FLOAT32, 2))
+    for head in range(GROUPS):
+        for MASKED in gl.static_range(1, -1, -1):
+            for i in range(
+                loop.begin if MASKED else loop.unmasked, loop.unmasked if MASKED else loop.end
+            ):
+                n = head * (loop.end - loop.begin) + i - loop.begin
+                stage = n % STAGES
+                slot = n % SLOTS
+                mbarrier.wait(barriers.q_full.index(stage), (n // STAGES) & 1)
+                do = queries.do.index(stage)
+                s, dp = _start_s_and_dp(k8, v, queries.q8.index(stage), do)
+                s = warpgroup_mma_wait(1, deps=[s])
+                stats = queries.row_stats.index(stage)
+                stats = reinterpret(stats, gl.float32, [4, BLOCK_Q], STATS_LAYOUT)
+                factor = stats.index(0).load(ST_COLUMNS)
+                lse2 = stats.index(1).load(ST_COLUMNS)
+                p = _compute_p(MASKED, s, k_scale, factor, lse2, keys, i, tile)
+                p16 = gl.convert_layout(p.to(queries.do.dtype), P_OPERAND)
+                dp = warpgroup_mma_wait(0, deps=[dp])
+                delta = stats.index(2).load(ST_COLUMNS)
+                dv = warpgroup_mma(p16, do, dv, is_async=True)
+                ds = _compute_ds(MASKED, p, dp, delta, keys, i, tile)
+                ds16 = ds.to(queries.q16.dtype)
+                # dQ has been computed from the dS that was in this slot before.
+                mbarrier.wait(barriers.dq_full.index(slot), ((n // SLOTS) & 1) ^ 1)
+                ds_s.index(slot).store(ds16)
+                fence_async_shared()
+                # After this barrier, these warps have also finished the products of the step
+                # before.
+                barrier()
+                mbarrier.arrive(barriers.ds_full.index(slot), count=1)
+                # dS is read from shared memory: there are too few registers to hold it there.
+                dk = warpgroup_mma(ds_s.index(slot), queries.q16.index(stage), dk, is_async=True)
+    _store_dk_dv(dk, dv, outputs, tile, key_tile.v.index(0))
+
+
+@gluon.jit
+def compute_dq(k16_s, k_mean, ds_s, dq_s, barriers, loop, GROUPS: gl.constexpr):
+    """Compute parts of dQ from dS. Four warps.
+
+    k16_s, ds_s, dq_s: K in 16 bit, dS and dQ in shared memory. k_mean: pointer to the mean that is
+    subtracted from K, or None.
+    """
+    SLOTS: gl.constexpr = ds_s.shape[0]
+    D: gl.constexpr = k16_s.shape[2]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    _wait_for_k16(k16_s.index(0), barriers.kv_full, k_mean, 4)
+    for n in range(GROUPS * (loop.end - loop.begin)):
+        slot = n % SLOTS
+        mbarrier.wait(barriers.ds_full.index(slot), (n // SLOTS) & 1)
+        dq_t = _start_dq(ds_s.index(slot), k16_s.index(0), ACC)
+        dq = warpgroup_mma_wait(0, deps=[dq_t])
+        mbarrier.wait(barriers.dq_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
+        dq_s.index(slot).store(to_register_order(dq, D, 1))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(barriers.dq_full.index(slot), count=1)
+
+
+@gluon.jit
+def compute_dk_dv_dq(
+    key_tile, k_mean, queries, ds_s, dq_s, barriers, k_scale, outputs, loop, tile,
+    GROUPS: gl.constexpr,
+):  # fmt: skip
+    """Compute dK, dV and the parts of dQ. Eight warps.
+
+    The arguments are those of `compute_dk_dv` and `compute_dq`.
+    """
+    STAGES: gl.constexpr = queries.q8.shape[0]
+    STAGES16: gl.constexpr = queries.q16.shape[0]
+    D: gl.constexpr = queries.q8.shape[2]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    DQ_ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
+    P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    keys, k_scale, dk, dv = _start_keys(k_scale, tile, D, ACC)
+    _wait_for_k16(key_tile.k16.index(0), barriers.k16_full, k_mean, WARPS)
+    mbarrier.wait(barriers.kv_full, 0)
+    n = 0  # counted, because computing it from the loop variables needs one register more
+    for _ in range(GROUPS):
+        for MASKED in gl.static_range(1, -1, -1):
+            for i in range(
+                loop.begin if MASKED else loop.unmasked, loop.unmasked if MASKED else loop.end
+            ):
+                stage = n % STAGES
+                # This 0 is opaque to the compiler. With a constant, it computes the descriptors of
+                # all operands before the loop and runs out of registers.
+                zero = n >> 30
+                do = queries.do.index(stage)
+                mbarrier.wait(barriers.q_full.index(stage), (n // STAGES) & 1)
+                k8, v = key_tile.k8.index(zero), key_tile.v.index(zero)
+                s, dp = _start_s_and_dp(k8, v, queries.q8.index(stage), do)
+                stats = queries.row_stats.index(stage)
+                stats = reinterpret(stats, gl.float32, [4, BLOCK_Q], STATS_LAYOUT)
+                factor = stats.index(0).load(ST_COLUMNS)
+                lse2 = stats.index(1).load(ST_COLUMNS)
+                s = warpgroup_mma_wait(1, deps=[s])
+                p = _compute_p(MASKED, s, k_scale, factor, lse2, keys, i, tile)
+                delta = stats.index(2).load(ST_COLUMNS)
+                p16 = gl.convert_layout(p.to(queries.do.dtype), P_OPERAND)
+                dp = warpgroup_mma_wait(0, deps=[dp])
+                dv = warpgroup_mma(p16, do, dv, is_async=True)
+                ds = _compute_ds(MASKED, p, dp, delta, keys, i, tile)
+                # This overwrites dS of the step before. Its product with Q may still run, but that
+                # product reads the rows of this warp only for this warp.
+                ds_s.index(zero).store(ds.to(queries.q16.dtype))
+                fence_async_shared()
+                barrier()
+                dq_t = _start_dq(ds_s.index(zero), key_tile.k16.index(zero), DQ_ACC)
+                # dS is read from shared memory: there are too few registers to hold it there.
+                q16 = queries.q16.index(n % STAGES16)
+                dk = warpgroup_mma(ds_s.index(zero), q16, dk, is_async=True)
+                mbarrier.wait(barriers.dq_empty.index(0), (n & 1) ^ 1)
+                dq = warpgroup_mma_wait(1, deps=[dq_t])
+                dq_s.index(0).store(to_register_order(dq, D, 2))
+                fence_async_shared()
+                # After this barrier, all warps have also finished with dO, and with Q of the step
+                # before.
+                barrier()
+                mbarrier.arrive(barriers.dq_full.index(n % 2), count=1)
+                n += 1
+    _store_dk_dv(dk, dv, outputs, tile, key_tile.v.index(0))

@@ -1,0 +1,51 @@
+"""TMA descriptors of tensors, and the size of the device."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
+
+_DTYPES: Final[dict[torch.dtype, Any]] = {
+    torch.int8: gl.int8,
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+}
+
+
+def tma_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Return a descriptor that loads `rows` rows of x [..., rows, channels] with all channels.
+
+    Rows behind the last one are loaded as zeros. The channels of x have to be contiguous, and its
+    other strides multiples of 16 bytes. TMA has no stride of 0, so an expanded tensor is copied;
+    the descriptor holds the copy.
+    """
+    if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        x = x.contiguous()
+    block = (*[1] * (x.ndim - 2), rows, x.shape[-1])
+    # torch may give any stride to a dimension of size 1.
+    strides = [x.stride(i) if x.shape[i] > 1 else x.shape[-1] for i in range(x.ndim - 1)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(block, x.dtype))
+
+
+@lru_cache(maxsize=64)
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
+
+
+def multiprocessor_count() -> int:
+    """Return the number of multiprocessors of the current device."""
+    active: Any = driver.active
+    return _multiprocessor_count(active.get_current_device())
+
+
+@lru_cache(maxsize=64)
+def _multiprocessor_count(device: int) -> int:
+    # Cached: the driver takes a millisecond to answer, longer than a launch.
+    active: Any = driver.active
+    return active.utils.get_device_properties(device)["multiprocessor_count"]

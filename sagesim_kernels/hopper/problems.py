@@ -1,0 +1,92 @@
+"""Which problems the Hopper kernels compute, and which of their operands have to be copied.
+
+The Hopper kernels are written in Gluon, for specs in which QK alone is INT8. The portable kernels
+compute every other problem. Both use the same operands, codes and scales. The Hopper kernels visit
+keys in another order, so P is rounded relative to another row maximum, and float32 sums are added
+up in another order.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Final
+
+from torch import Tensor
+from triton.runtime import driver
+
+from sagesim.spec import AttentionSpec, Delta, Granularity, MatmulSpec, Precision
+from sagesim_kernels.operands import DTYPES, KernelProblem, stored_tokens
+from sagesim_kernels.support import IS_INTERPRETED
+
+HEAD_SIZES: Final = (64, 128)
+BLOCK: Final = 64
+_QK: Final = MatmulSpec(Precision.INT8, Granularity.PerToken, Granularity.PerBlock)
+_MOST_ROWS: Final = 2**29
+"""Tokens of all heads in padded storage. At head size 128 the sum of dQ has four rows of 32 numbers
+for each token, and TMA counts rows in 31 bits."""
+
+
+def serves(problem: KernelProblem) -> bool:
+    """Return whether the Hopper kernels compute the problem on the current device.
+
+    The answer does not depend on the numbers in the tensors, or on how sequences are packed. Up to
+    `_MOST_ROWS`, the same kernels therefore compute a sequence alone and in a batch.
+    """
+    return (
+        not IS_INTERPRETED
+        and problem.q.shape[3] == problem.v.shape[3] in HEAD_SIZES
+        and problem.scale >= 0
+        and _serves_spec(problem.spec)
+        and is_hopper()
+        and max(_rows(problem.cu_q, problem.q), _rows(problem.cu_k, problem.k)) < _MOST_ROWS
+    )
+
+
+def is_hopper() -> bool:
+    """Return whether the current device is a Hopper GPU."""
+    active: Any = driver.active
+    return active.get_current_target().arch == 90
+
+
+def _rows(cu: Tensor | None, x: Tensor) -> int:
+    return x.shape[1] * stored_tokens(cu, x)
+
+
+@lru_cache(maxsize=256)
+def _serves_spec(spec: AttentionSpec) -> bool:
+    (sixteen, *others) = {spec.site(site).precision for site in ("pv", "dv", "dp", "dq", "dk")}
+    return (
+        spec.qk == spec.qk_recompute == _QK
+        and sixteen in DTYPES
+        and not others
+        and not spec.smoothing.q
+        and spec.delta is Delta.FROM_O
+        and spec.block_q == spec.block_k == BLOCK
+    )
+
+
+def has_to_copy(problem: KernelProblem, *, queries: bool) -> bool:
+    """Return whether 16-bit operands have to be copied to padded storage; see `OperandCache`.
+
+    TMA reads zeros only behind the last token of a tensor. Between packed sequences it reads the
+    next sequence. It also loads the values of keys that no query attends to and of queries that
+    attend to no key, where the kernels need zeros.
+
+    Args:
+        problem: the call.
+        queries: whether the kernel loads queries in 16 bit too, and not only keys and values.
+    """
+    dead = has_dead_keys(problem) or (queries and has_dead_queries(problem))
+    return problem.cu_q is not None or dead
+
+
+def has_dead_keys(problem: KernelProblem) -> bool:
+    """Return whether there are keys that no query attends to, if sequences are not packed."""
+    shorter = problem.q.shape[2] < problem.k.shape[2]
+    return problem.is_causal and not problem.lower_right and shorter
+
+
+def has_dead_queries(problem: KernelProblem) -> bool:
+    """Return whether there are queries that attend to no key, if sequences are not packed."""
+    shorter = problem.k.shape[2] < problem.q.shape[2]
+    return problem.is_causal and problem.lower_right and shorter

@@ -1,0 +1,107 @@
+"""The operands of one pass over a problem, each rounded once."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sagesim.spec import MAPS, OPERANDS, Precision
+from sagesim_kernels.operands.codes import (
+    DTYPES,
+    TokenTensor,
+    cast,
+    operand_of_values,
+    quantize,
+)
+from sagesim_kernels.operands.means import (
+    Means,
+    SubtractedMeans,
+    compute_k_means,
+    compute_q_means,
+)
+from sagesim_kernels.operands.operand import Operand
+from sagesim_kernels.operands.problem import KernelProblem
+
+
+class OperandCache:
+    """The operands of one forward or backward; each is rounded when it is first asked for.
+
+    Products that need a tensor in the same format share one operand. Q and K are smoothed as the
+    spec says, and `q_mean` and `k_mean` are the means that were subtracted.
+
+    Args:
+        problem: the call.
+        do: the gradient of o, for a backward.
+        k_mean: the mean of K that the forward computed; None computes it.
+        stored: copy 16-bit operands, too, to padded storage [1, heads, tokens, d]. There zeros
+            follow each sequence, and replace queries that attend to no key and keys that no query
+            attends to.
+    """
+
+    def __init__(
+        self,
+        problem: KernelProblem,
+        do: Tensor | None = None,
+        *,
+        k_mean: Tensor | None = None,
+        stored: bool = False,
+    ) -> None:
+        self._problem, self.stored = problem, stored
+        self.tensors = {"q": problem.q, "k": problem.k, "v": problem.v, "do": do}
+        self._rounded: dict[tuple[object, ...], Operand] = {}
+        self.q_mean = self.k_mean = None
+        if k_mean is not None:
+            self.k_mean = Means.of_heads(k_mean)
+        elif problem.spec.smoothing.k:
+            self.k_mean = compute_k_means(problem)
+        if problem.spec.smoothing.q:
+            self.q_mean = compute_q_means(problem)
+
+    @property
+    def subtracted(self) -> SubtractedMeans:
+        """The means that were subtracted, and the K from which k_mean was."""
+        return SubtractedMeans.of(self.q_mean, self.k_mean, self._problem.k)
+
+    def get(self, site: str, tensor: str) -> Operand:
+        """Return q, k, v or do in the format that `site` has for it."""
+        left = OPERANDS[site][0]
+        matmul = self._problem.spec.site(site)
+        granularity = matmul.lhs if left == tensor else matmul.rhs
+        is_int8 = matmul.precision is Precision.INT8
+        contract_tokens = left in MAPS
+        key = (tensor, granularity, contract_tokens) if is_int8 else (tensor, matmul.precision)
+        if key not in self._rounded:
+            source = self._source(tensor)
+            self._rounded[key] = (
+                quantize(self._problem, source, granularity, contract_tokens=contract_tokens)
+                if is_int8
+                else cast(self._problem, source, DTYPES[matmul.precision], stored=self.stored)
+            )
+        return self._rounded[key]
+
+    def get_unsmoothed(self, site: str, tensor: str) -> tuple[Operand, Means | None]:
+        """Return a tensor before smoothing, and the mean that the kernel has to subtract itself.
+
+        If there is no mean, or the caller's tensor cannot be loaded directly because it has another
+        dtype or has to be copied, return what `get` returns, and None.
+        """
+        source = self._source(tensor)
+        dtype = DTYPES.get(self._problem.spec.site(site).precision)
+        if source.mean is None or self.stored or dtype != source.x.dtype:
+            return self.get(site, tensor), None
+        return operand_of_values(source.x), source.mean
+
+    def _source(self, tensor: str) -> TokenTensor:
+        x, problem = self.tensors[tensor], self._problem
+        assert x is not None, f"{tensor} is not an operand of the forward"
+        mean = {"q": self.q_mean, "k": self.k_mean}.get(tensor)
+        is_key = tensor in ("k", "v")
+        spec = problem.spec
+        return TokenTensor(
+            name=tensor,
+            x=x,
+            mean=mean,
+            is_key=is_key,
+            block=spec.block_k if is_key else spec.block_q,
+            longest=problem.longest_k if is_key else problem.longest_q,
+            cu=problem.cu_k if is_key else problem.cu_q,
+        )

@@ -1,0 +1,224 @@
+"""Round Q, K, V and dO to operands: INT8 codes with scales, or 16-bit values.
+
+A program rounds one block of tokens: amax, then scale, then codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagesim.spec import Granularity, Precision
+from sagesim_kernels.operands.layout import (
+    ALIGNMENT,
+    Grid,
+    Strided,
+    TokenBlocks,
+    length_of,
+    live_keys,
+    live_queries,
+    program_coordinates,
+    store_tokens,
+    stored_start_of,
+    stored_tokens,
+    tile_ptrs,
+    token_ptrs,
+)
+from sagesim_kernels.operands.means import Means, load_mean
+from sagesim_kernels.operands.operand import Operand
+from sagesim_kernels.operands.primitives import (
+    LAUNCH,
+    Rounding,
+    magnitude,
+    scale_and_inverse,
+    to_codes,
+)
+from sagesim_kernels.operands.problem import KernelProblem
+
+DTYPES: Final = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
+"""The 16-bit precisions of a spec and their dtypes."""
+
+_VECTOR: Final = 16
+"""Bytes of a vector load. Rows of operands start at multiples of it. Loops that load channel by
+channel are slow, and ptxas 12.8, which Triton 3.6 uses, miscompiles some of them: see
+tests/support/sass.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTensor:
+    """A tensor that is rounded to an operand, and how it is cut into blocks."""
+
+    name: str  #: q, k, v or do
+    x: Tensor  #: [sequences, heads, tokens, channels]
+    mean: Means | None  #: what smoothing subtracts
+    is_key: bool  #: whether its tokens are keys (k, v) or queries (q, do)
+    block: int  #: tokens of a block of the spec
+    longest: int  #: bound on the tokens of a sequence
+    cu: Tensor | None  #: first token of each packed sequence
+
+
+@triton.jit
+def _load_block(x, mean, lengths, i, h, b, blocks):
+    """Load block i of sequence b and head h, minus its mean, float32 [BLOCK, D_PAD].
+
+    Tokens that are not live are 0, and so are channels from D on.
+    """
+    if blocks.IS_KEY:
+        cu, first, last = lengths.cu_k, 0, live_keys(lengths, b)
+    else:
+        cu = lengths.cu_q
+        first, last = live_queries(lengths, b)
+    row = i * blocks.BLOCK + tl.arange(0, blocks.BLOCK)
+    column = tl.arange(0, blocks.D_PAD)
+    mask = ((row >= first) & (row < last))[:, None] & (column < blocks.D)[None, :]
+    ptrs = token_ptrs(x, cu, b, h, i * blocks.BLOCK, blocks.BLOCK, column)
+    tokens = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    if mean is not None:
+        index = 0 if blocks.IS_KEY else i  # K has one mean a head, Q one a block
+        tokens = tl.where(mask, tokens - load_mean(mean, b, h, index, blocks.D, blocks.D_PAD), 0.0)
+    return tokens
+
+
+@triton.jit
+def quantize_kernel(grid, x, mean, out, lengths, rounding, blocks):
+    """Compute the codes and scales of a block of tokens and store them to the `Operand` out."""
+    i, h, b = program_coordinates(grid)
+    if blocks.IS_KEY:
+        cu, n = lengths.cu_k, lengths.n_k
+    else:
+        cu, n = lengths.cu_q, lengths.n_q
+    if i * blocks.BLOCK >= length_of(cu, n, b):
+        return
+    tokens = _load_block(x, mean, lengths, i, h, b, blocks)
+    start = stored_start_of(cu, n, b) + i.to(tl.int64) * blocks.BLOCK
+    local, column = tl.arange(0, blocks.BLOCK), tl.arange(0, blocks.D_PAD)
+    scale_ptr = out.scale + h.to(tl.int64) * out.scale_stride_h
+    scale_ptr += start // out.TOKENS * out.scale_stride_n
+    size = magnitude(tokens)
+    if out.BY_CHANNEL:
+        scale, inverse = scale_and_inverse(tl.max(size, 0)[None, :])
+        tl.store(scale_ptr + column[None, :], scale, mask=column[None, :] < blocks.D)
+    elif out.TOKENS == 1:
+        scale, inverse = scale_and_inverse(tl.max(size, 1)[:, None])
+        tl.store(scale_ptr + local[:, None], scale)
+    else:
+        amax = tl.max(tl.max(size, 1)[:, None], 0)[None, :]
+        scale, inverse = scale_and_inverse(amax)
+        tl.store(scale_ptr + tl.arange(0, 1)[None, :], scale)
+    rows = (i * blocks.BLOCK + local)[:, None]
+    codes = to_codes(tokens * inverse, rows, column[None, :], rounding)
+    base = out.ptr + h.to(tl.int64) * out.stride_h
+    ptrs = tile_ptrs(base, start, blocks.BLOCK, column, out.stride_n, out.stride_d)
+    tl.store(ptrs, codes, mask=column[None, :] < out.CHANNELS)
+
+
+@triton.jit
+def cast_kernel(grid, x, mean, out, lengths, STORED: tl.constexpr, blocks):
+    """Round a block of tokens, minus its mean, to the 16-bit dtype of the `Strided` out.
+
+    STORED: out is padded storage, and gets zeros from the end of a sequence to the next multiple of
+    `ALIGNMENT`.
+    """
+    i, h, b = program_coordinates(grid)
+    if blocks.IS_KEY:
+        cu, n = lengths.cu_k, lengths.n_k
+    else:
+        cu, n = lengths.cu_q, lengths.n_q
+    tokens = _load_block(x, mean, lengths, i, h, b, blocks)
+    last = length_of(cu, n, b)
+    if STORED:
+        start = stored_start_of(cu, n, b)
+        last = tl.cdiv(last, ALIGNMENT) * ALIGNMENT
+        first = start + i * blocks.BLOCK
+        store_tokens(out, None, b, h, first, start + last, tokens, blocks.D)
+    else:
+        store_tokens(out, cu, b, h, i * blocks.BLOCK, last, tokens, blocks.D)
+
+
+def quantize(
+    problem: KernelProblem, source: TokenTensor, granularity: Granularity, *, contract_tokens: bool
+) -> Operand:
+    """Round a tensor to INT8 codes in new padded storage.
+
+    contract_tokens: the product sums over tokens. Codes are then contiguous along tokens, so that
+    they are always contiguous along the axis that is summed over.
+    """
+    x, block = source.x, source.block
+    heads, d = x.shape[1], x.shape[3]
+    tokens = stored_tokens(source.cu, x)
+    channels = -(-d // _VECTOR) * _VECTOR
+    per_scale = 1 if granularity is Granularity.PerToken else block
+    by_channel = granularity is Granularity.PerBlockChannel
+    codes = torch.empty(heads * tokens * channels, dtype=torch.int8, device=x.device)
+    scale = torch.empty(
+        (heads, tokens // per_scale, d if by_channel else 1), dtype=torch.float32, device=x.device
+    )
+    stride_n, stride_d = (1, tokens) if contract_tokens else (channels, 1)
+    stored_codes = Strided(codes, 0, tokens * channels, stride_n, stride_d)
+    operand = Operand.of_codes(stored_codes, channels, scale, per_scale, by_channel)
+    d_pad = triton.next_power_of_2(channels)
+    grid = Grid(-(-source.longest // block), heads, problem.sequences)
+    quantize_kernel[grid.programs](
+        grid,
+        Strided.of(x),
+        source.mean,
+        operand,
+        problem.lengths,
+        Rounding.of(problem.spec, source.name),
+        TokenBlocks.of(source.is_key, d, d_pad, block),
+        num_warps=4 if block * d_pad <= 4096 else 8,
+        **LAUNCH,
+    )
+    return operand
+
+
+def cast(
+    problem: KernelProblem, source: TokenTensor, dtype: torch.dtype, *, stored: bool
+) -> Operand:
+    """Round a tensor to 16 bit; without a copy if it already is in the dtype and not smoothed.
+
+    stored: copy it to padded storage, a batch of one.
+    """
+    x, block = source.x, source.block
+    if source.mean is not None or stored:
+        heads, d = x.shape[1], x.shape[3]
+        shape, tokens = x.shape, source.longest
+        if stored:
+            shape = (1, heads, stored_tokens(source.cu, x), d)
+            tokens = -(-source.longest // ALIGNMENT.value) * ALIGNMENT.value
+        copy = torch.empty(shape, dtype=dtype, device=x.device)
+        grid = Grid(-(-tokens // block), heads, problem.sequences)
+        cast_kernel[grid.programs](
+            grid,
+            Strided.of(x),
+            source.mean,
+            Strided.of(copy),
+            problem.lengths,
+            stored,
+            TokenBlocks.of(source.is_key, d, triton.next_power_of_2(d), block),
+            **LAUNCH,
+        )
+        x = copy
+    return operand_of_values(x.to(dtype))
+
+
+def operand_of_values(x: Tensor) -> Operand:
+    """Return x [sequences, heads, tokens, channels], in 16 bit, as an operand."""
+    return Operand.of_values(_align_rows(x))
+
+
+def _align_rows(x: Tensor) -> Tensor:
+    """Return x in 16 bit, or a copy with padded channels, so that its rows are whole vectors."""
+    elements = _VECTOR // x.element_size()
+    if x.shape[3] % elements:
+        x = torch.nn.functional.pad(x, (0, -x.shape[3] % elements))
+    aligned = x.data_ptr() % _VECTOR == 0 and all(n % elements == 0 for n in x.stride()[:3])
+    if aligned and x.stride(3) == 1:
+        return x
+    # The copy of `pad` keeps the order of axes, so that heads may still be innermost.
+    return x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,261 @@
+"""Where the tokens of a problem lie in memory, on the host and on the device.
+
+Every tensor is logically [sequences, heads, tokens, channels] and may have any strides. Packed
+sequences of unequal length form a batch of one; `cu_seqlens` holds the index of the first token of
+each. INT8 codes, and some copies in 16 bit, lie in padded storage: there every sequence starts at a
+multiple of `ALIGNMENT` tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ALIGNMENT = tl.constexpr(128)
+"""Tokens. A multiple of every block size of a spec and of every tile that is loaded by TMA."""
+
+
+class Strided(NamedTuple):
+    """A tensor [sequences, heads, tokens, channels] as a kernel argument."""
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_n: Any
+    stride_d: Any
+
+    @classmethod
+    def of(cls, x: Tensor) -> Strided:
+        """x with its strides. A batch of one gets stride 0, as all packed sequences are in it."""
+        return cls(x, 0 if x.shape[0] == 1 else x.stride(0), *x.stride()[1:])
+
+
+class Rows(NamedTuple):
+    """A float32 tensor [sequences, heads, tokens] with contiguous tokens, as a kernel argument."""
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+
+    @classmethod
+    def of(cls, x: Tensor) -> Rows:
+        """x with its strides. A batch of one gets stride 0, as all packed sequences are in it."""
+        assert x.stride(2) == 1 or x.shape[2] <= 1
+        return cls(x, 0 if x.shape[0] == 1 else x.stride(0), x.stride(1))
+
+
+class Lengths(NamedTuple):
+    """The lengths of all sequences, and the causal mask, as a kernel argument."""
+
+    cu_q: Any  #: int32 [sequences + 1], first query of each; None if all have n_q queries
+    cu_k: Any  #: int32 [sequences + 1], first key of each; None if all have n_k keys
+    n_q: Any
+    n_k: Any
+    IS_CAUSAL: Any  #: constexpr bool
+    LOWER_RIGHT: Any  #: constexpr bool: the last query attends to the last key
+
+
+class Grid(NamedTuple):
+    """A launch of one program for each tile, head and sequence.
+
+    All programs are on the first axis, because the other axes have at most 65,535.
+    """
+
+    tiles: int
+    heads: int
+    sequences: int
+
+    @property
+    def programs(self) -> tuple[int]:
+        return (self.tiles * self.heads * self.sequences,)
+
+
+class HeadIndex(NamedTuple):
+    """Indices of a sequence, a query head, and the head of K and V that the query head uses."""
+
+    b: Any
+    h: Any
+    k_head: Any
+
+
+class TokenBlocks(NamedTuple):
+    """How a kernel cuts one tensor of tokens into blocks; every field is a constexpr."""
+
+    IS_KEY: Any  #: whether the tokens are keys (K, V) or queries (Q, dO)
+    D: Any  #: channels
+    D_PAD: Any  #: a power of two, at least D
+    BLOCK: Any  #: tokens of a block
+
+    @classmethod
+    def of(cls, is_key: bool, d: int, d_pad: int, block: int) -> TokenBlocks:
+        return cls(*map(tl.constexpr, (is_key, d, d_pad, block)))
+
+
+@triton.jit
+def program_coordinates(grid, LAST_FIRST: tl.constexpr = False):
+    """Return the tile, head and sequence of this program.
+
+    The tiles of a head have consecutive programs. With LAST_FIRST they run from the last to the
+    first: under a causal mask the last tile of queries attends to the most keys.
+    """
+    program = tl.program_id(0)
+    rest = program // grid.tiles
+    tile = program % grid.tiles
+    if LAST_FIRST:
+        tile = grid.tiles - 1 - tile
+    return tile, rest % grid.heads, rest // grid.heads
+
+
+@triton.jit
+def length_of(cu, n, b):
+    """Return the number of tokens of sequence b."""
+    if cu is None:
+        return n
+    else:
+        return tl.load(cu + b + 1) - tl.load(cu + b)
+
+
+@triton.jit
+def start_of(cu, b):
+    """Return the first token of sequence b in a tensor; 0 if sequences are not packed."""
+    if cu is None:
+        return tl.cast(0, tl.int64)
+    else:
+        return tl.load(cu + b).to(tl.int64)
+
+
+@triton.jit
+def stored_start_of(cu, n, b):
+    """Return the first token of sequence b in padded storage.
+
+    Sequence b of packed sequences starts b * `ALIGNMENT` tokens later than its first token rounded
+    down, so that sequences never overlap.
+    """
+    if cu is None:
+        return b.to(tl.int64) * (tl.cdiv(n, ALIGNMENT) * ALIGNMENT)
+    else:
+        return (tl.load(cu + b).to(tl.int64) // ALIGNMENT + b) * ALIGNMENT
+
+
+def stored_tokens(cu: Tensor | None, x: Tensor) -> int:
+    """Return the tokens of padded storage for x [sequences, heads, tokens, channels]."""
+    tokens = ALIGNMENT.value
+    if cu is None:
+        return x.shape[0] * -(-x.shape[2] // tokens) * tokens
+    return (x.shape[2] // tokens + cu.shape[0] - 1) * tokens
+
+
+@triton.jit
+def causal_offset(lengths, b):
+    """Return the offset of the mask: query i of sequence b attends to keys 0..i + offset.
+
+    Without a mask the offset is the number of keys, so that every query attends to all of them.
+    """
+    if lengths.LOWER_RIGHT:
+        return length_of(lengths.cu_k, lengths.n_k, b) - length_of(lengths.cu_q, lengths.n_q, b)
+    elif lengths.IS_CAUSAL:
+        return tl.cast(0, tl.int32)
+    else:
+        return length_of(lengths.cu_k, lengths.n_k, b)
+
+
+@triton.jit
+def live_queries(lengths, b):
+    """Return first and n: queries first..n of sequence b attend to a key, earlier ones to none."""
+    n = length_of(lengths.cu_q, lengths.n_q, b)
+    if lengths.IS_CAUSAL:
+        return tl.maximum(-causal_offset(lengths, b), 0), n
+    else:
+        return tl.cast(0, tl.int32), n
+
+
+@triton.jit
+def live_keys(lengths, b):
+    """Return n: keys 0..n of sequence b are attended to, later ones are not."""
+    n = length_of(lengths.cu_k, lengths.n_k, b)
+    if lengths.IS_CAUSAL:
+        n_q = length_of(lengths.cu_q, lengths.n_q, b)
+        return tl.maximum(tl.minimum(n, n_q + causal_offset(lengths, b)), 0)
+    else:
+        return n
+
+
+@triton.jit
+def attends(queries, keys, n_k, offset):
+    """Return whether each query attends to each key; queries and keys broadcast."""
+    return (keys < n_k) & (keys <= queries + offset)
+
+
+@triton.jit
+def key_loop_bounds(first, TILE: tl.constexpr, BLOCK: tl.constexpr, n_k, offset):
+    """Return the bounds of the two loops over keys, for queries first..first + TILE.
+
+    The first bound is the end of the key blocks that need no mask: every query attends to all of
+    their keys. The second is the end of the keys that any of the queries attends to.
+    """
+    by_all = tl.maximum(tl.minimum(n_k, first + offset + 1), 0)
+    # This 0 is opaque to the compiler. If Triton can prove that a loop is empty, as it can for a
+    # single token or tile, then ptxas 12.8 and 12.9 crash on the code that it generates.
+    by_all += tl.program_id(1)
+    return by_all // BLOCK * BLOCK, tl.minimum(n_k, first + TILE + offset)
+
+
+@triton.jit
+def query_loop_bounds(first, TILE: tl.constexpr, BLOCK: tl.constexpr, n_k, offset, first_live, n_q):
+    """Return the bounds of the two loops over queries, for keys first..first + TILE.
+
+    The first bound is the start of the first query block that attends to any of the keys. From the
+    second bound on, every query attends to all of the keys; it is n_q if there is no such query.
+    """
+    by_any = tl.maximum(first_live, first - offset)
+    by_all = tl.maximum(first_live, first + TILE - 1 - offset)
+    if first + TILE > n_k:
+        by_all = n_q
+    return by_any // BLOCK * BLOCK, tl.minimum(tl.cdiv(by_all, BLOCK) * BLOCK, n_q)
+
+
+@triton.jit
+def tile_ptrs(base, first, count: tl.constexpr, columns, stride_n, stride_d):
+    """Return pointers to tokens first..first + count after base, [count, columns].
+
+    Offsets are 64 bit: strides are arbitrary, and a head of codes may have 2**31 elements.
+    """
+    local = tl.arange(0, count).to(tl.int64)
+    return (
+        base
+        + tl.cast(first, tl.int64) * stride_n
+        + local[:, None] * stride_n
+        + columns.to(tl.int64)[None, :] * stride_d
+    )
+
+
+@triton.jit
+def token_ptrs(x, cu, b, h, first, count: tl.constexpr, columns):
+    """Return pointers to tokens first..first + count of sequence b and head h of a `Strided`."""
+    base = x.ptr + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h
+    base += start_of(cu, b) * x.stride_n
+    return tile_ptrs(base, first, count, columns, x.stride_n, x.stride_d)
+
+
+@triton.jit
+def store_tokens(x, cu, b, h, first, last, value, D: tl.constexpr):
+    """Store value [count, channels] as tokens from `first` of sequence b and head h of a `Strided`.
+
+    Writes tokens before `last` and the first D channels, rounded to the dtype of x.
+    """
+    count: tl.constexpr = value.shape[0]
+    column = tl.arange(0, value.shape[1])
+    ptrs = token_ptrs(x, cu, b, h, first, count, column)
+    mask = (first + tl.arange(0, count) < last)[:, None] & (column < D)[None, :]
+    tl.store(ptrs, value.to(x.ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def row_base(rows, cu, b, h):
+    """Return a pointer to the first token's number of sequence b and head h of a `Rows`."""
+    return (
+        rows.ptr + b.to(tl.int64) * rows.stride_b + h.to(tl.int64) * rows.stride_h + start_of(cu, b)
+    )

@@ -1,0 +1,222 @@
+"""Smoothing: means of K over a head and of Q over blocks, summed in float64 and rounded once."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagesim_kernels.operands.layout import (
+    Grid,
+    Lengths,
+    Strided,
+    TokenBlocks,
+    live_keys,
+    live_queries,
+    program_coordinates,
+    stored_start_of,
+    stored_tokens,
+    token_ptrs,
+)
+from sagesim_kernels.operands.primitives import LAUNCH, row_sums
+from sagesim_kernels.operands.problem import KernelProblem
+
+_AT_ONCE: Final = 16384
+"""Elements that a program adds in one step."""
+
+_CHUNK: Final = 128
+"""Keys of K that one program sums."""
+
+
+class Means(NamedTuple):
+    """Means of tokens, float32 [sequences, heads, means, channels], contiguous."""
+
+    ptr: Any
+    heads: Any
+    means: Any  #: means of a head: one for each block, or a single one
+
+    @classmethod
+    def of_heads(cls, mean: Tensor) -> Means:
+        """One mean for each sequence and head, [sequences, heads, 1, channels]."""
+        return cls(mean, mean.shape[1], 1)
+
+
+class SubtractedMeans(NamedTuple):
+    """What smoothing subtracted from Q and K; kernels need it to restore the logits and dK.
+
+    Its fields are those of two `Means` and of a `Strided`, not nested: Triton 3.6 loses constexprs
+    of nested tuples in loops.
+    """
+
+    q_mean: Any  #: None if Q is not smoothed
+    q_heads: Any
+    q_means: Any
+    k_mean: Any  #: None if K is not smoothed
+    k_heads: Any
+    k_means: Any
+    raw_k: Any  #: K before smoothing
+    raw_k_stride_b: Any
+    raw_k_stride_h: Any
+    raw_k_stride_n: Any
+    raw_k_stride_d: Any
+
+    @classmethod
+    def of(cls, q_mean: Means | None, k_mean: Means | None, raw_k: Tensor) -> SubtractedMeans:
+        nothing = (None, None, None)
+        return cls(*(q_mean or nothing), *(k_mean or nothing), *Strided.of(raw_k))
+
+
+@triton.jit
+def load_mean(means, b, h, index, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Load one mean of a `Means`, [1, D_PAD]; channels from D on are 0."""
+    column = tl.arange(0, D_PAD)[None, :]
+    row = (b.to(tl.int64) * means.heads + h) * means.means + index
+    return tl.load(means.ptr + row * D + column, mask=column < D, other=0.0)
+
+
+@triton.jit
+def load_q_mean(subtracted, b, h, block, sizes):
+    """Load the mean of a block of Q, [1, D_PAD]."""
+    means = Means(subtracted.q_mean, subtracted.q_heads, subtracted.q_means)
+    return load_mean(means, b, h, block, sizes.D, sizes.D_PAD)
+
+
+@triton.jit
+def load_k_mean(subtracted, b, k_head, sizes):
+    """Load the mean of a head of K, [1, D_PAD]."""
+    means = Means(subtracted.k_mean, subtracted.k_heads, subtracted.k_means)
+    return load_mean(means, b, k_head, 0, sizes.D, sizes.D_PAD)
+
+
+@triton.jit
+def _raw_key_ptrs(subtracted, cu_k, head, first, count: tl.constexpr, columns):
+    """Return pointers to keys first..first + count before smoothing, [count, columns]."""
+    raw_k = Strided(
+        subtracted.raw_k,
+        subtracted.raw_k_stride_b,
+        subtracted.raw_k_stride_h,
+        subtracted.raw_k_stride_n,
+        subtracted.raw_k_stride_d,
+    )
+    return token_ptrs(raw_k, cu_k, head.b, head.k_head, first, count, columns)
+
+
+@triton.jit
+def key_bias(subtracted, lengths, head, block, first, count: tl.constexpr, last, sizes):
+    """Return the term that smoothing Q removed from the logits, before the logit scale, [count].
+
+    This is the mean of query block `block` times the smoothed keys first..first + count, the same
+    for every query of the block. Keys from `last` on have 0.
+    """
+    local, column = tl.arange(0, count), tl.arange(0, sizes.D_PAD)
+    ptrs = _raw_key_ptrs(subtracted, lengths.cu_k, head, first, count, column)
+    mask = (first + local < last)[:, None] & (column < sizes.D)[None, :]
+    keys = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    if subtracted.k_mean is not None:
+        keys -= load_k_mean(subtracted, head.b, head.k_head, sizes)
+    return row_sums(keys * load_q_mean(subtracted, head.b, head.h, block, sizes))
+
+
+@triton.jit
+def _live(lengths, b, IS_KEY: tl.constexpr):
+    """Return the range of tokens of sequence b that attend to a key or that a query attends to."""
+    if IS_KEY:
+        return tl.cast(0, tl.int32), live_keys(lengths, b)
+    else:
+        return live_queries(lengths, b)
+
+
+@triton.jit
+def sum_chunks_kernel(grid, x, sums, stored_chunks, lengths, blocks, STEP: tl.constexpr):
+    """Sum the live tokens of each chunk, float64 [heads, stored_chunks, D].
+
+    A chunk is a block of `blocks`. The chunks of a sequence start where its tokens start in padded
+    storage, so that their number is bounded by the tokens of all sequences together.
+    """
+    chunk, h, b = program_coordinates(grid)
+    if blocks.IS_KEY:
+        cu, n = lengths.cu_k, lengths.n_k
+    else:
+        cu, n = lengths.cu_q, lengths.n_q
+    first, last = _live(lengths, b, blocks.IS_KEY)
+    if chunk * blocks.BLOCK >= last:
+        return
+    column = tl.arange(0, blocks.D_PAD)
+    total = tl.zeros((blocks.D_PAD,), tl.float64)
+    end = tl.minimum(blocks.BLOCK, last - chunk * blocks.BLOCK)
+    for step in range(0, end, STEP):
+        begin = chunk * blocks.BLOCK + step
+        row = begin + tl.arange(0, STEP)
+        mask = ((row >= first) & (row < last))[:, None] & (column < blocks.D)[None, :]
+        ptrs = token_ptrs(x, cu, b, h, begin, STEP, column)
+        total += tl.sum(tl.load(ptrs, mask=mask, other=0.0).to(tl.float64), 0)
+    out = h.to(tl.int64) * stored_chunks + stored_start_of(cu, n, b) // blocks.BLOCK + chunk
+    tl.store(sums + out * blocks.D + column, total, mask=column < blocks.D)
+
+
+@triton.jit
+def divide_sums_kernel(grid, sums, stored_chunks, means, lengths, chunks, blocks):
+    """Divide the sums of `chunks` chunks by their tokens, float32 [sequences, heads, means, D]."""
+    mean, h, b = program_coordinates(grid)
+    if blocks.IS_KEY:
+        cu, n = lengths.cu_k, lengths.n_k
+    else:
+        cu, n = lengths.cu_q, lengths.n_q
+    first, last = _live(lengths, b, blocks.IS_KEY)
+    column = tl.arange(0, blocks.D_PAD)
+    stored = h.to(tl.int64) * stored_chunks + stored_start_of(cu, n, b) // blocks.BLOCK
+    total = tl.zeros((blocks.D_PAD,), tl.float64)
+    for chunk in range(mean * chunks, tl.minimum((mean + 1) * chunks, tl.cdiv(last, blocks.BLOCK))):
+        ptrs = sums + (stored + chunk) * blocks.D + column
+        total += tl.load(ptrs, mask=column < blocks.D, other=0.0)
+    start = mean * chunks * blocks.BLOCK
+    tokens = tl.minimum(start + chunks * blocks.BLOCK, last) - tl.maximum(start, first)
+    result = (total / tl.maximum(tokens, 1).to(tl.float64)).to(tl.float32)
+    out = (b.to(tl.int64) * grid.heads + h) * grid.tiles + mean
+    tl.store(means + out * blocks.D + column, result, mask=column < blocks.D)
+
+
+def compute_k_means(problem: KernelProblem) -> Means:
+    """Compute the mean of the live keys of each head and sequence."""
+    chunks = -(-problem.longest_k // _CHUNK)
+    return _compute_means(problem, problem.k, chunks, 1, _CHUNK, is_key=True)
+
+
+def compute_q_means(problem: KernelProblem) -> Means:
+    """Compute the mean of the live queries of each block of the spec."""
+    block = problem.spec.block_q
+    blocks = -(-problem.longest_q // block)
+    return _compute_means(problem, problem.q, blocks, blocks, block, is_key=False)
+
+
+def _compute_means(
+    problem: KernelProblem, x: Tensor, chunks: int, means: int, chunk: int, *, is_key: bool
+) -> Means:
+    """Compute the means of x from the sums of `chunks` chunks, each of `chunk` tokens."""
+    heads, d = x.shape[1], x.shape[3]
+    d_pad = triton.next_power_of_2(d)
+    lengths: Lengths = problem.lengths
+    stored_chunks = stored_tokens(lengths.cu_k if is_key else lengths.cu_q, x) // chunk
+    sums = torch.empty((heads, stored_chunks, d), dtype=torch.float64, device=x.device)
+    out = torch.empty((problem.sequences, heads, means, d), dtype=torch.float32, device=x.device)
+    blocks = TokenBlocks.of(is_key, d, d_pad, chunk)
+    grid = Grid(chunks, heads, problem.sequences)
+    sum_chunks_kernel[grid.programs](
+        grid,
+        Strided.of(x),
+        sums,
+        stored_chunks,
+        lengths,
+        blocks,
+        min(chunk, _AT_ONCE // d_pad),
+        num_warps=2,  # with few warps, the reduction across warps is short
+        **LAUNCH,
+    )
+    grid = Grid(means, heads, problem.sequences)
+    divide_sums_kernel[grid.programs](
+        grid, sums, stored_chunks, out, lengths, chunks // means, blocks, **LAUNCH
+    )
+    return Means(out, heads, means)

@@ -1,0 +1,205 @@
+"""An operand of a matrix product as a kernel loads it: INT8 codes with scales, or 16-bit values."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagesim_kernels.operands.layout import Strided, start_of, stored_start_of, tile_ptrs
+
+
+class Operand(NamedTuple):
+    """A tensor [sequences, heads, tokens, channels], rounded to the format of a product.
+
+    INT8 codes lie in padded storage, see `layout.stored_start_of`; their scales are float32
+    [heads, scales, channels or 1]. The scales of a sequence start where its codes start, divided by
+    TOKENS. 16-bit values lie in a tensor of the caller, or in padded storage as a batch of one.
+
+    The fields are not nested, because Triton 3.6 loses constexprs of nested tuples in loops.
+    """
+
+    ptr: Any  #: int8 codes or 16-bit values
+    stride_b: Any
+    stride_h: Any
+    stride_n: Any
+    stride_d: Any
+    scale: Any  #: None in 16 bit
+    scale_stride_h: Any
+    scale_stride_n: Any
+    CHANNELS: Any  #: constexpr, channels in memory; codes after the tensor's own channels are 0
+    TOKENS: Any  #: constexpr, consecutive tokens that share a scale; None in 16 bit
+    BY_CHANNEL: Any  #: constexpr bool, whether each channel has its own scale; None in 16 bit
+
+    @classmethod
+    def of_codes(
+        cls, codes: Strided, channels: int, scale: Tensor, per_scale: int, by_channel: bool
+    ) -> Operand:
+        """Codes whose scales, [heads, scales, channels or 1], `per_scale` tokens share."""
+        return cls(
+            *codes,
+            scale=scale,
+            scale_stride_h=scale.stride(0),
+            scale_stride_n=scale.stride(1),
+            CHANNELS=tl.constexpr(channels),
+            TOKENS=tl.constexpr(per_scale),
+            BY_CHANNEL=tl.constexpr(by_channel),
+        )
+
+    @classmethod
+    def of_values(cls, x: Tensor) -> Operand:
+        """16-bit values [sequences, heads, tokens, channels] whose rows are whole vectors."""
+        return cls(
+            *Strided.of(x),
+            scale=None,
+            scale_stride_h=0,
+            scale_stride_n=0,
+            CHANNELS=tl.constexpr(x.shape[3]),
+            TOKENS=tl.constexpr(None),
+            BY_CHANNEL=tl.constexpr(None),
+        )
+
+
+@triton.jit
+def _multiple_of_8(stride):
+    """Return the stride, which is a multiple of 8, in a form that shows this to the compiler."""
+    return stride // 8 * 8
+
+
+@triton.jit
+def head_pointers(x, cu, n, b, h):
+    """Return pointers to the first token, and its scale, of sequence b and head h of an `Operand`.
+
+    The second pointer has no meaning if the operand is in 16 bit.
+    """
+    head = h.to(tl.int64)
+    if x.scale is None:
+        start = start_of(cu, b)
+        base = x.ptr + b.to(tl.int64) * _multiple_of_8(x.stride_b)
+        base += head * _multiple_of_8(x.stride_h)
+        return base + start * _multiple_of_8(x.stride_n), x.ptr
+    else:
+        start = stored_start_of(cu, n, b)
+        scale = x.scale + head * x.scale_stride_h
+        scale += start // x.TOKENS * x.scale_stride_n
+        return x.ptr + head * x.stride_h + start * x.stride_n, scale
+
+
+@triton.jit
+def load_tokens(x, base, first, count: tl.constexpr, last, D_PAD: tl.constexpr, lowest=0):
+    """Load tokens first..first + count of an `Operand`, [count, D_PAD].
+
+    base: the first pointer of `head_pointers`. Tokens before `lowest` and from `last` on are 0, and
+    so are channels that are not in memory.
+    """
+    row = first + tl.arange(0, count)
+    valid = (row < last) & (row >= lowest)
+    ptrs = _token_ptrs(x, base, first, count, D_PAD)
+    if x.CHANNELS < D_PAD:
+        valid = valid[:, None] & (tl.arange(0, D_PAD) < x.CHANNELS)[None, :]
+        return tl.load(ptrs, mask=valid, other=0)
+    else:
+        return tl.load(ptrs, mask=valid[:, None], other=0)
+
+
+@triton.jit
+def load_block(
+    x, base, first, count: tl.constexpr, last, D_PAD: tl.constexpr, WHOLE: tl.constexpr, lowest=0
+):
+    """Load a block of the spec as `load_tokens` does, without a mask over tokens where possible.
+
+    first: before `last`. Codes need no mask, because padded storage holds whole blocks and zeros.
+    WHOLE: all tokens are in lowest..last.
+    """
+    if x.scale is None and not WHOLE:
+        return load_tokens(x, base, first, count, last, D_PAD, lowest)
+    else:
+        ptrs = _token_ptrs(x, base, first, count, D_PAD)
+        if x.CHANNELS < D_PAD:
+            return tl.load(ptrs, mask=(tl.arange(0, D_PAD) < x.CHANNELS)[None, :], other=0)
+        else:
+            return tl.load(ptrs)
+
+
+@triton.jit
+def _token_ptrs(x, base, first, count: tl.constexpr, D_PAD: tl.constexpr):
+    column = tl.arange(0, D_PAD)
+    if x.scale is None:
+        stride_n = _multiple_of_8(x.stride_n)
+        return tile_ptrs(base, first, count, column, stride_n, x.stride_d)
+    else:
+        return tile_ptrs(base, first, count, column, x.stride_n, x.stride_d)
+
+
+@triton.jit
+def load_token_scales(x, base, first, count, last):
+    """Load the scales of tokens first..first + count, [count]; 1 in 16 bit and from `last` on.
+
+    base: the second pointer of `head_pointers`.
+    """
+    if x.scale is None:
+        return tl.full((count,), 1.0, tl.float32)
+    else:
+        row = first + tl.arange(0, count)
+        return tl.load(_scale_ptrs(x, base, row), mask=row < last, other=1.0)
+
+
+@triton.jit
+def load_block_scales(x, base, first, count: tl.constexpr):
+    """Load the scales of a block of the spec, [count], or [1] if its tokens share one; 1 in 16 bit.
+
+    The block must have a token in memory.
+    """
+    if x.scale is None:
+        return tl.full((count,), 1.0, tl.float32)
+    elif count == x.TOKENS:
+        return tl.load(_scale_ptrs(x, base, first + tl.arange(0, 1)))
+    else:
+        return tl.load(_scale_ptrs(x, base, first + tl.arange(0, count)))
+
+
+@triton.jit
+def _scale_ptrs(x, base, row):
+    return base + (row // x.TOKENS).to(tl.int64) * x.scale_stride_n
+
+
+@triton.jit
+def load_channel_scales(x, base, first, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Load the scales of the block that starts at token `first`, one for each channel, [D_PAD].
+
+    [1] if its channels share one, and [1] with the value 1 in 16 bit.
+    """
+    if x.scale is None:
+        return tl.full((1,), 1.0, tl.float32)
+    else:
+        ptr = base + tl.cast(first // x.TOKENS, tl.int64) * x.scale_stride_n
+        if x.BY_CHANNEL:
+            column = tl.arange(0, D_PAD)
+            return tl.load(ptr + column, mask=column < D, other=1.0)
+        else:
+            return tl.load(ptr + tl.arange(0, 1))
+
+
+@triton.jit
+def apply_k_scale(s, factor, k, k_scale, BLOCK_K: tl.constexpr):
+    """Multiply K's scale into the logits s or into their factor; return both.
+
+    The logits are s * factor. If the keys of a block share a scale, it goes into the factor: then
+    one number a row is multiplied instead of every logit. All kernels use this function, so that
+    they compute the same P.
+    """
+    if k.TOKENS == BLOCK_K:
+        return s, factor * k_scale
+    else:
+        return s * k_scale, factor
+
+
+@triton.jit
+def tokens_by_tokens(left, right):
+    """Return left [m, d] times the transpose of right [n, d], float32 [m, n], without scales."""
+    if left.dtype == tl.int8:
+        return tl.dot(left, tl.trans(right), out_dtype=tl.int32).to(tl.float32)
+    else:
+        return tl.dot(left, tl.trans(right), out_dtype=tl.float32)

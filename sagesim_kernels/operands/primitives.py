@@ -1,0 +1,127 @@
+"""Device functions that all kernels share: scales, rounding to codes, sums and random numbers.
+
+Kernels are compiled without fusing multiplications into additions (see `LAUNCH`). Every float32
+operation is therefore rounded where it is written, on every GPU and by every compiler.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import triton
+import triton.language as tl
+
+from sagesim.spec import AttentionSpec, RoundingMode
+
+LAUNCH: Final[dict[str, Any]] = {"enable_fp_fusion": False}
+"""Compiler options of every launch."""
+
+LOG2_E: Final = 1.4426950408889634
+LN_2: Final = 0.6931471805599453
+LOG2_127: Final = 6.988684686772166
+
+
+class Rounding(NamedTuple):
+    """How a kernel rounds one tensor to codes."""
+
+    MODE: Any  #: constexpr, a value of `ROUNDINGS`
+    seed: Any  #: None unless rounding is stochastic
+    STREAM: Any  #: constexpr, the tensor's value in `STREAMS`; None unless rounding is stochastic
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, tensor: str) -> Rounding:
+        """The spec's rounding of a tensor that is named as in `sagesim.spec.OPERANDS`."""
+        mode = tl.constexpr(ROUNDINGS[spec.rounding.mode])
+        if spec.rounding.seed is None:
+            return cls(mode, None, None)
+        return cls(mode, spec.rounding.seed, tl.constexpr(STREAMS[tensor]))
+
+
+STREAMS: Final = {"q": 0, "k": 1, "v": 2, "do": 3, "p": 4, "ds": 5}
+"""The random number stream of each tensor's stochastic rounding."""
+
+ROUNDINGS: Final = {mode: index for index, mode in enumerate(RoundingMode)}
+"""The number of each rounding mode in a kernel."""
+
+_HALF_EVEN = tl.constexpr(ROUNDINGS[RoundingMode.HALF_EVEN])
+_HALF_AWAY = tl.constexpr(ROUNDINGS[RoundingMode.HALF_AWAY])
+
+# After adding 1.5 * 2**23, the low bits of a float32 hold the nearest integer, ties to even.
+_INTEGER_GRID = tl.constexpr(12582912.0)
+
+# The largest amax for which 127 / amax overflows to infinity.
+_VANISHING = tl.constexpr(127.0 * 2.0**-128)
+
+
+@triton.jit
+def magnitude(x):
+    """Return |x| as an int32 in the order of magnitudes; NaN is the largest, so a max keeps it."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_and_inverse(amax):
+    """Return amax / 127 and 127 / amax, each from one correctly rounded division.
+
+    amax: a maximum of `magnitude`. If 127 / amax overflows, the results are 1 and 0.
+    """
+    amax = amax.to(tl.float32, bitcast=True)
+    vanishing = amax <= _VANISHING
+    amax = tl.where(vanishing, 127.0, amax)
+    code_max = tl.full(amax.shape, 127.0, tl.float32)
+    scale = tl.math.div_rn(amax, code_max)
+    inverse = tl.math.div_rn(code_max, amax)
+    return scale, tl.where(vanishing, 0.0, inverse)
+
+
+@triton.jit
+def row_sums(x):
+    """Return the sum of each row of x [m, n], float32, rounded once.
+
+    The sum is in float64, because its order depends on the layout that the compiler chooses for x,
+    and this layout depends on the strides that x was loaded with.
+    """
+    return tl.sum(x.to(tl.float64), 1).to(tl.float32)
+
+
+@triton.jit
+def to_codes(y, rows, columns, rounding):
+    """Round y to int8 codes.
+
+    y: in units of codes; its magnitude is at most 127, up to float32 rounding.
+    rows, columns: indices of the elements in their head, broadcastable to y.
+    rounding: a `Rounding`.
+    """
+    if rounding.MODE == _HALF_EVEN:
+        return (y + _INTEGER_GRID).to(tl.int32, bitcast=True).to(tl.int8)
+    elif rounding.MODE == _HALF_AWAY:
+        size = tl.abs(y)
+        whole = tl.floor(size)
+        whole += tl.where(size - whole >= 0.5, 1.0, 0.0)  # size - whole is exact
+        return tl.where(y < 0, -whole, whole).to(tl.int8)
+    else:
+        below = tl.floor(y)
+        up = y - below > uniform(rounding, rows, columns)
+        codes = below + tl.where(up, 1.0, 0.0)
+        return tl.minimum(tl.maximum(codes, -127.0), 127.0).to(tl.int8)
+
+
+@triton.jit
+def uniform(rounding, rows, columns):
+    """Return random numbers in [0, 1) for elements (row, column) of a head.
+
+    They are nested PCG hashes of the seed, the tensor's stream, the row and the column, as
+    docs/numerics.md defines.
+    """
+    seed = tl.full((1, 1), 0, tl.uint32) + tl.cast(rounding.seed, tl.uint32)
+    key = pcg_hash(pcg_hash(seed) + rounding.STREAM)
+    word = pcg_hash(pcg_hash(rows.to(tl.uint32) + key) + columns.to(tl.uint32))
+    return (word >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2**-24
+
+
+@triton.jit
+def pcg_hash(x):
+    """Return the PCG hash of uint32 words; see `sagesim.emulator.rounding.pcg_hash`."""
+    state = x * 747796405 + 2891336453
+    word = ((state >> ((state >> 28) + 4)) ^ state) * 277803737
+    return (word >> 22) ^ word

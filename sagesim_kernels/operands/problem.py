@@ -1,0 +1,135 @@
+"""An attention call, laid out for the kernels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagesim.problem import check_scale, resolve_input16
+from sagesim.spec import AttentionSpec
+from sagesim_kernels.operands.layout import Lengths
+
+
+class Packing(NamedTuple):
+    """Where packed sequences start, and bounds on their lengths; all None if none are packed."""
+
+    cu_q: Tensor | None = None  #: int32 [sequences + 1], first query of each, and the total
+    cu_k: Tensor | None = None
+    longest_q: int | None = None
+    longest_k: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelProblem:
+    """An attention call, laid out for the kernels: four axes, a resolved spec and known lengths.
+
+    q is [sequences, heads, n_q, d], k and v are [sequences, kv heads, n_k, d or d_v], with any
+    strides. Packed sequences form a batch of one; cu_q and cu_k hold their first tokens. What a
+    user describes is a `sagesim.problem.AttentionProblem`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spec: AttentionSpec  #: without INPUT16
+    scale: float
+    is_causal: bool
+    lower_right: bool
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+    longest_q: int
+    longest_k: int
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        spec: AttentionSpec,
+        scale: float,
+        is_causal: bool,
+        lower_right: bool,
+        packing: Packing | None = None,
+    ) -> KernelProblem:
+        """Lay out a call. INPUT16 becomes the 16-bit format of q's dtype.
+
+        q, k, v: [sequences, heads, tokens, channels].
+        """
+        cu_q, cu_k, longest_q, longest_k = packing or Packing()
+        return cls(
+            q=q,
+            k=k,
+            v=v,
+            spec=resolve_input16(spec, q.dtype),
+            scale=scale,
+            is_causal=is_causal,
+            lower_right=lower_right,
+            cu_q=cu_q,
+            cu_k=cu_k,
+            longest_q=q.shape[2] if longest_q is None else min(longest_q, q.shape[2]),
+            longest_k=k.shape[2] if longest_k is None else min(longest_k, k.shape[2]),
+        )
+
+    @property
+    def lengths(self) -> Lengths:
+        """The sequence lengths and the mask as a kernel argument."""
+        return Lengths(
+            self.cu_q,
+            self.cu_k,
+            self.q.shape[2],
+            self.k.shape[2],
+            tl.constexpr(self.is_causal),
+            tl.constexpr(self.is_causal and self.lower_right),
+        )
+
+    @property
+    def sequences(self) -> int:
+        return self.q.shape[0] if self.cu_q is None else self.cu_q.shape[0] - 1
+
+    @property
+    def groups(self) -> int:
+        """Query heads for each head of k and v."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no queries or no keys at all, whatever the mask."""
+        return 0 in (self.sequences, self.q.shape[1], self.longest_q, self.longest_k)
+
+
+class KernelSizes(NamedTuple):
+    """Head sizes and block sizes of a kernel; every field is a constexpr."""
+
+    GROUPS: Any  #: query heads for each head of K and V
+    D: Any  #: channels of Q and K
+    DV: Any  #: channels of V
+    D_PAD: Any  #: channels of a tile of Q or K, see `padded`
+    DV_PAD: Any  #: channels of a tile of V
+    BLOCK_Q: Any  #: queries of a block of the spec
+    BLOCK_K: Any  #: keys of a block of the spec
+    TILE: Any  #: queries or keys that a program owns
+
+    @classmethod
+    def of(cls, problem: KernelProblem, tile: int) -> KernelSizes:
+        """The sizes for a problem, if a program owns `tile` queries or keys."""
+        d, d_v, spec = problem.q.shape[3], problem.v.shape[3], problem.spec
+        heads = (problem.groups, d, d_v, padded(d), padded(d_v))
+        return cls(*map(tl.constexpr, (*heads, spec.block_q, spec.block_k, tile)))
+
+
+def logit_scale(q: Tensor, scale: float | None) -> float:
+    """Return the factor of the logits: `scale`, or 1/sqrt(d) of the unpadded head size."""
+    check_scale(scale)
+    return 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+
+
+def padded(channels: int) -> int:
+    """Return the channels of a tile: a power of two, and at least the 32 of an INT8 product."""
+    return max(32, triton.next_power_of_2(channels))

@@ -1,0 +1,197 @@
+"""The forward: S = Q K^T and O = P V by online softmax, one program for each tile of queries."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagesim_kernels.operands import (
+    LOG2_127,
+    LOG2_E,
+    Grid,
+    HeadIndex,
+    KernelProblem,
+    KernelSizes,
+    OperandCache,
+    Rounding,
+    Rows,
+    Strided,
+    apply_k_scale,
+    attends,
+    causal_offset,
+    head_pointers,
+    key_bias,
+    key_loop_bounds,
+    length_of,
+    live_keys,
+    live_queries,
+    load_block,
+    load_block_scales,
+    load_channel_scales,
+    load_token_scales,
+    load_tokens,
+    padded,
+    program_coordinates,
+    row_base,
+    store_tokens,
+    to_codes,
+    tokens_by_tokens,
+)
+from sagesim_kernels.portable.maps import MapTile, MapTrace, store_codes
+from sagesim_kernels.portable.tiles import launch, tiles
+
+_LOG2_127 = tl.constexpr(LOG2_127)
+
+
+@triton.jit
+def _finite(x):
+    """Return x with 0 for -inf, the maximum of a row without keys: its exponentials become 0."""
+    return tl.where(x == -float("inf"), 0.0, x)
+
+
+@triton.jit
+def forward_kernel(
+    grid,
+    q,
+    k,
+    v,
+    subtracted,
+    o,
+    lse2,
+    trace,
+    lengths,
+    rounding,
+    scale_log2,
+    IS_NEGATIVE: tl.constexpr,
+    sizes,
+):
+    """Compute O and the logsumexp, in base 2, of a tile of queries.
+
+    q, k, v: `Operand`. subtracted: `SubtractedMeans`. trace: the `MapTrace` of P, or None.
+    scale_log2: the logit scale times log2(e). IS_NEGATIVE: whether it is negative.
+    """
+    tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
+    n_q = length_of(lengths.cu_q, lengths.n_q, b)
+    first = tile * sizes.TILE
+    if first >= n_q:
+        return
+    k_head = h // sizes.GROUPS
+    z = b * grid.heads + h
+    first_live, _ = live_queries(lengths, b)
+    n_k = live_keys(lengths, b)
+    offset = causal_offset(lengths, b)
+    queries = first + tl.arange(0, sizes.TILE)
+
+    q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
+    k_base, k_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, k_head)
+    v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
+    q_tile = load_tokens(q, q_base, first, sizes.TILE, n_q, sizes.D_PAD, first_live)
+    q_factor = load_token_scales(q, q_scales, first, sizes.TILE, n_q) * scale_log2
+    row_max = tl.full((sizes.TILE,), -float("inf"), tl.float32)
+    row_sum = tl.zeros((sizes.TILE,), tl.float32)
+    total = tl.zeros((sizes.TILE, sizes.DV_PAD), tl.float32)
+    unmasked_end, end = key_loop_bounds(first, sizes.TILE, sizes.BLOCK_K, n_k, offset)
+    for MASKED in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
+        for key in range(
+            unmasked_end if MASKED else 0, end if MASKED else unmasked_end, sizes.BLOCK_K
+        ):
+            keys = key + tl.arange(0, sizes.BLOCK_K)
+            k_tile = load_block(k, k_base, key, sizes.BLOCK_K, n_k, sizes.D_PAD, not MASKED)
+            k_scale = load_block_scales(k, k_scales, key, sizes.BLOCK_K)
+            s, factor = apply_k_scale(
+                tokens_by_tokens(q_tile, k_tile), q_factor, k, k_scale, sizes.BLOCK_K
+            )
+            if subtracted.q_mean is not None:
+                block = first // sizes.BLOCK_Q
+                head = HeadIndex(b, h, k_head)
+                bias = key_bias(subtracted, lengths, head, block, key, sizes.BLOCK_K, n_k, sizes)
+                s = s * factor[:, None] + bias[None, :] * scale_log2
+                factor = tl.full((sizes.TILE,), 1.0, tl.float32)
+            else:
+                # The logits are s * factor. The factor must not be negative, so that a row's
+                # maximum of s is the maximum of its logits.
+                if IS_NEGATIVE:
+                    s = -s
+                factor = tl.abs(factor)
+            if MASKED:
+                # Multiply before masking: -inf times a factor of 0 or NaN is NaN.
+                visible = attends(queries[:, None], keys[None, :], n_k, offset)
+                s = tl.where(visible, s * factor[:, None], -float("inf"))
+                factor = tl.full((sizes.TILE,), 1.0, tl.float32)
+
+            tile_max = tl.max(s, 1) * factor
+            new_max = tl.maximum(row_max, tile_max)
+            shrink = tl.exp2(row_max - _finite(new_max))
+            v_tile = load_block(v, v_base, key, sizes.BLOCK_K, n_k, sizes.DV_PAD, not MASKED)
+            if v.scale is not None:
+                # 127 P relative to the maximum of the tile: codes depend on the tile alone.
+                p = 127.0 * tl.exp2(s * factor[:, None] - _finite(tile_max)[:, None])
+                codes = to_codes(p, queries[:, None], keys[None, :], rounding)
+                at = MapTile(z, queries[:, None], keys[None, :], lengths.n_q, lengths.n_k)
+                store_codes(trace, codes, 1.0, at)
+                weight = tl.exp2(tile_max - _finite(new_max))
+                v_scale = load_channel_scales(v, v_scales, key, sizes.DV, sizes.DV_PAD)[None, :]
+                sums = tl.dot(codes, v_tile, out_dtype=tl.int32).to(tl.float32)
+                total = tl.fma(sums, weight[:, None] * v_scale, total * shrink[:, None])
+                row_sum = row_sum * shrink + tl.sum(p, 1) * weight
+            else:
+                p = tl.exp2(s * factor[:, None] - _finite(new_max)[:, None])
+                total = tl.dot(p.to(v_tile.dtype), v_tile, total * shrink[:, None])
+                row_sum = row_sum * shrink + tl.sum(p, 1)
+            row_max = new_max
+
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row without keys; NaN stays NaN
+    row_lse2 = row_max + tl.log2(row_sum)
+    if v.scale is not None:
+        row_lse2 -= _LOG2_127
+    row_lse2 = tl.where(row_max == -float("inf"), float("inf"), row_lse2)
+    tl.store(row_base(lse2, lengths.cu_q, b, h) + queries, row_lse2, mask=queries < n_q)
+
+    store_tokens(o, lengths.cu_q, b, h, first, n_q, total / row_sum[:, None], sizes.DV)
+
+
+def forward(
+    problem: KernelProblem,
+    operands: OperandCache,
+    o: Tensor,
+    lse2: Tensor,
+    trace: MapTrace | None = None,
+) -> None:
+    """Fill o [sequences, heads, n_q, d_v], any strides, and lse2, float32 [sequences, heads, n_q].
+
+    trace: where to write the codes of P, if pv is INT8. Its scales keep their values.
+
+    Raises:
+        ValueError: if the device has too little shared memory for the spec's blocks.
+    """
+    spec = problem.spec
+    d, d_v = problem.q.shape[3], problem.v.shape[3]
+    q, k, v = operands.get("qk", "q"), operands.get("qk", "k"), operands.get("pv", "v")
+    subtracted = operands.subtracted
+
+    def run(tile):
+        grid = Grid(-(-problem.longest_q // tile.rows), problem.q.shape[1], problem.sequences)
+        forward_kernel[grid.programs](
+            grid,
+            q,
+            k,
+            v,
+            subtracted,
+            Strided.of(o),
+            Rows.of(lse2),
+            trace,
+            problem.lengths,
+            Rounding.of(spec, "p"),
+            problem.scale * LOG2_E,
+            problem.scale < 0,
+            KernelSizes.of(problem, tile.rows),
+            **tile.options,
+        )
+
+    within = spec.block_q if spec.smoothing.q else None
+    launch(
+        tiles(64, padded(d_v), within=within),
+        run,
+        f"the forward at head size {d} and block_k={spec.block_k}",
+    )

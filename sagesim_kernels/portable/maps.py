@@ -1,0 +1,95 @@
+"""P and dS inside a kernel: each tile is rounded where it is the left operand of a product."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from sagesim_kernels.operands import Rounding, magnitude, scale_and_inverse, to_codes
+
+
+class MapTrace(NamedTuple):
+    """Where a kernel writes the codes and scales of a map, [sequences, heads, n_q, n_k]."""
+
+    codes: Any  #: int8, contiguous
+    scale: Any  #: float32, contiguous, one for every element
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], device: torch.device) -> MapTrace:
+        """Codes 0 and scales 1, which stay where no kernel writes."""
+        return cls(
+            torch.zeros(shape, dtype=torch.int8, device=device), torch.ones(shape, device=device)
+        )
+
+
+class MapTraces(NamedTuple):
+    """Where the backward writes the codes of its maps; None for maps that it does not write."""
+
+    dv_p: MapTrace | None = None
+    dq_ds: MapTrace | None = None
+    dk_ds: MapTrace | None = None
+
+
+UNTRACED = MapTraces()
+
+
+class MapProduct(NamedTuple):
+    """How a kernel computes a product whose left operand is a map.
+
+    The first three fields are those of a `Rounding`, in which place a `MapProduct` may be used.
+    """
+
+    MODE: Any
+    seed: Any
+    STREAM: Any
+    PER_TILE: Any  #: constexpr bool: a tile of codes has one scale instead of one for each row
+    SAME_RIGHT: Any  #: constexpr bool: the kernel has loaded the right operand for S or dP
+
+    @classmethod
+    def of(cls, rounding: Rounding, *, per_tile: bool, same_right: bool) -> MapProduct:
+        return cls(*rounding, tl.constexpr(per_tile), tl.constexpr(same_right))
+
+
+class MapTile(NamedTuple):
+    """Where the elements of a tile are in their map."""
+
+    z: Any  #: index of sequence and head together
+    queries: Any  #: broadcastable to the tile
+    keys: Any  #: broadcastable to the tile
+    n_q: Any
+    n_k: Any
+
+
+@triton.jit
+def store_codes(trace, codes, scale, at):
+    """Write a tile's codes and scales to a `MapTrace`, unless it is None. at: a `MapTile`."""
+    if trace is not None:
+        row = at.z.to(tl.int64) * at.n_q + at.queries
+        ptrs = row * at.n_k + at.keys
+        mask = (at.queries < at.n_q) & (at.keys < at.n_k)
+        tl.store(trace.codes + ptrs, codes, mask=mask)
+        tl.store(trace.scale + ptrs, scale + tl.zeros(codes.shape, tl.float32), mask=mask)
+
+
+@triton.jit
+def add_product(total, map, tokens, channel_scale, how, trace, at):
+    """Return total [m, d] + map [m, n] @ tokens [n, d]; map is rounded to the format of tokens.
+
+    channel_scale: of tokens, [d] or [1].
+    how: a `MapProduct`.
+    at: the `MapTile` of map.
+    """
+    if tokens.dtype == tl.int8:
+        amax = tl.max(magnitude(map), 1)[:, None]
+        if how.PER_TILE:
+            amax = tl.max(amax, 0)[None, :]
+        scale, inverse = scale_and_inverse(amax)
+        codes = to_codes(map * inverse, at.queries, at.keys, how)
+        store_codes(trace, codes, scale, at)
+        sums = tl.dot(codes, tokens, out_dtype=tl.int32).to(tl.float32)
+        return tl.fma(sums, scale * channel_scale[None, :], total)
+    else:
+        return tl.dot(map.to(tokens.dtype), tokens, total)

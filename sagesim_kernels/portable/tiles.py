@@ -1,0 +1,82 @@
+"""How kernels divide their work among programs.
+
+Nothing here changes a number. Scales and loops follow the blocks of the spec; a tile is only the
+queries or keys that one program owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from triton.runtime.errors import OutOfResources
+
+from sagesim_kernels.operands import LAUNCH
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The rows (queries or keys) that a program owns, and how the program is compiled."""
+
+    rows: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of a launch."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **LAUNCH}
+
+
+def most_rows(channels: int, *, if_small: int = 64) -> int:
+    """Return the fastest number of rows of a backward program on Hopper.
+
+    Args:
+        channels: padded channels of the sums that the program keeps for each row.
+        if_small: the result for fewer than 128 channels.
+    """
+    if channels < 128:
+        return if_small
+    return 128 if channels == 128 else 64
+
+
+def tiles(
+    rows: int, channels: int, *, exactly: int | None = None, within: int | None = None
+) -> Iterator[Tile]:
+    """Yield the tiles to try, the best first; each needs no more shared memory than the one before.
+
+    Args:
+        rows: the number of rows that suits the kernel.
+        channels: padded channels of the sums that the program keeps for each row.
+        exactly: rows of the spec's block, if all of them share a scale that the program computes.
+        within: rows of the spec's block, if a program must not own rows of two blocks.
+    """
+    rows = exactly or min(rows, within or rows)
+    # With 4 warps, a thread has no registers for more sums.
+    warps = 8 if rows * channels > 64 * 128 else 4
+    for stages in (3, 2, 1):
+        yield Tile(rows, warps, stages)
+    for fewer in (64, 32):
+        if exactly is None and fewer < rows:
+            yield Tile(fewer, 4, 1)
+
+
+def launch(candidates: Iterator[Tile], run: Callable[[Tile], Any], what: str) -> None:
+    """Call `run` with the first tile whose program fits into the device's shared memory.
+
+    Raises:
+        ValueError: if no tile fits; the message names `what`.
+    """
+    error: OutOfResources | None = None
+    for tile in candidates:
+        try:
+            run(tile)
+        except OutOfResources as e:
+            error = e
+        else:
+            return
+    raise ValueError(
+        f"{what} needs more of a multiprocessor than this device has ({error}); "
+        "a spec with smaller blocks needs less"
+    )

@@ -1,0 +1,145 @@
+"""Trace the kernels: outputs, gradients, and the codes and scales of every INT8 operand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sagesim.problem import check_tensors
+from sagesim.spec import FACTORED_QK, MAPS, OPERANDS, SITES, AttentionSpec, Precision
+from sagesim_kernels.api import CausalAlignment, check_call, check_device
+from sagesim_kernels.dispatch import backward, forward
+from sagesim_kernels.operands import (
+    Gradients,
+    KernelProblem,
+    OperandCache,
+    logit_scale,
+    natural_lse,
+)
+from sagesim_kernels.ops import on_device_of
+from sagesim_kernels.portable import MapTrace, MapTraces
+
+
+class Coded(NamedTuple):
+    """The codes of an operand, int8 [..., rows, columns], and scales that broadcast to them."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelTrace:
+    """Outputs and intermediate results of one attention and its backward.
+
+    o, dq, dk, dv: bitwise what `attention` and its backward return.
+    lse, delta: float32 [batch, heads, n_q].
+    operands: codes and scales by "site.tensor", with the names of `sagesim.Trace.operands`, for the
+        products in INT8. Maps are [batch, heads, n_q, n_k]. The scale of "pv.p" is always 1: P is
+        relative to the running maximum of the online softmax, which changes after a tile.
+    """
+
+    spec: AttentionSpec
+    o: Tensor
+    lse: Tensor
+    delta: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    operands: Mapping[str, Coded]
+
+
+def trace(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    *,
+    spec: AttentionSpec = FACTORED_QK,
+    is_causal: bool = False,
+    causal_alignment: CausalAlignment = "upper_left",
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> KernelTrace:
+    """Run the forward and backward kernels and return their intermediate results.
+
+    Needs 5 bytes for each element of P or dS in each product that rounds it to INT8.
+
+    Args:
+        q, k, v: [batch, heads, tokens, head size], as in `attention`.
+        do: the gradient of o, [batch, heads, n_q, d_v].
+        Others: see `attention`.
+
+    Raises:
+        As `attention`. Also ValueError if do differs from q in dtype or device, or if a shape does
+        not fit.
+    """
+    check_device(q)
+    check_tensors(q, k, v, enable_gqa=enable_gqa)
+    check_call(q, v, spec, causal_alignment)
+    if do.dtype != q.dtype or do.device != q.device:
+        raise ValueError(
+            f"do is {do.dtype} on {do.device}; it must be {q.dtype} on {q.device}, as q is"
+        )
+    if q.ndim != 4 or do.shape != (*q.shape[:3], v.shape[3]):
+        raise ValueError(
+            f"q has shape {tuple(q.shape)} and do {tuple(do.shape)}; needed: [batch, heads, "
+            "tokens, head size], and for do the shape of o"
+        )
+    problem = KernelProblem.of(
+        q,
+        k,
+        v,
+        spec=spec,
+        scale=logit_scale(q, scale),
+        is_causal=is_causal,
+        lower_right=causal_alignment == "lower_right",
+    )
+    sites = [s for s in SITES if problem.spec.site(s).precision is Precision.INT8]
+    shape = (*q.shape[:3], k.shape[2])
+    maps = {
+        f"{site}.{OPERANDS[site][0]}": MapTrace.empty(shape, q.device)
+        for site in sites
+        if OPERANDS[site][0] in MAPS
+    }
+    with torch.no_grad(), on_device_of(q):
+        o = torch.empty_like(do)
+        result = forward(problem, o, maps.get("pv.p"))
+        lse = natural_lse(problem, result)
+        grads = Gradients(*(torch.empty_like(x) for x in (q, k, v)))
+        traces = MapTraces(maps.get("dv.p"), maps.get("dq.ds"), maps.get("dk.ds"))
+        delta = backward(problem, do, None, o, result, grads, traces)
+        found = {name: Coded(*map_trace) for name, map_trace in maps.items()}
+        if not problem.is_empty:
+            operands = OperandCache(problem, do, k_mean=result.k_mean)
+            for site in sites:
+                for tensor in OPERANDS[site]:
+                    if tensor not in MAPS:
+                        found[f"{site}.{tensor}"] = _unpack(operands, site, tensor)
+    return KernelTrace(
+        spec=spec,
+        o=o,
+        lse=lse,
+        delta=delta,
+        dq=grads.dq,
+        dk=grads.dk,
+        dv=grads.dv,
+        operands=MappingProxyType(found),
+    )
+
+
+def _unpack(operands: OperandCache, site: str, tensor: str) -> Coded:
+    """Return an operand's codes and scales in the shape of its tensor."""
+    x, coded = operands.tensors[tensor], operands.get(site, tensor)
+    assert x is not None
+    batch, heads, n, d = x.shape
+    per_scale = coded.TOKENS.value
+    tokens = coded.scale.shape[1] * per_scale
+    strides = coded.stride_h, coded.stride_n, coded.stride_d
+    codes = coded.ptr.as_strided((heads, tokens, d), strides)
+    scale = coded.scale.repeat_interleave(per_scale, 1)
+    return Coded(*(y.unflatten(1, (batch, -1)).transpose(0, 1)[:, :, :n] for y in (codes, scale)))

@@ -1,0 +1,65 @@
+import math
+
+import pytest
+import torch
+
+from sagesim import FPA, SAGEBWD, compare, exact, trace
+from sagesim.analysis import TENSORS, Comparison, error, geometric_mean
+
+
+def test_an_error_by_hand():
+    found = error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]))
+    assert found.rel_l2 == pytest.approx(0.5 / 5, rel=1e-15)
+    assert found.sqnr_db == pytest.approx(20, rel=1e-12)
+    assert found.max_error == pytest.approx(0.5 / math.sqrt(25 / 2), rel=1e-15)
+    assert found.cosine == pytest.approx((9 + 18) / (5 * math.sqrt(9 + 4.5**2)), rel=1e-15)
+
+
+def test_nothing_and_infinity():
+    zero, one, nan = torch.zeros(3), torch.ones(3), torch.full((3,), math.nan)
+    same = error(zero, zero)
+    assert (same.cosine, same.rel_l2, same.sqnr_db, same.max_error) == (1, 0, math.inf, 0)
+    lost = error(one, zero)
+    assert (lost.cosine, lost.rel_l2, lost.max_error) == (0, math.inf, math.inf)
+    gone = error(zero, one)
+    assert (gone.cosine, gone.rel_l2) == (0, 1)
+    assert math.isnan(error(nan, one).rel_l2)
+    with pytest.raises(ValueError, match=r"\(3,\) and \(2,\)"):
+        error(zero, torch.zeros(2))
+
+
+def test_masked_entries_are_left_out_and_a_wrong_one_is_not():
+    x = torch.randn(4, 1, 2, 9, 8, generator=torch.Generator().manual_seed(0))
+    t, e = trace(*x, spec=FPA, is_causal=True), exact(*x, is_causal=True)
+    assert compare(t, e).overall["s"].rel_l2 < 1e-6
+    t.s[0, 0, 0, 5] = 0.0  # attends where nothing may
+    assert compare(t, e).overall["s"].rel_l2 == math.inf
+
+
+def test_heads_are_told_apart_and_joined():
+    g = torch.Generator().manual_seed(0)
+    q, do = torch.randn(2, 2, 4, 20, 8, generator=g)
+    k, v = torch.randn(2, 2, 2, 20, 8, generator=g)
+    found = compare(
+        trace(q, k, v, do, spec=SAGEBWD, enable_gqa=True), exact(q, k, v, do, enable_gqa=True)
+    )
+    assert set(found.overall) == set(TENSORS)
+    assert {name: len(heads) for name, heads in found.per_head.items()} == {
+        name: 4 if name in ("dk", "dv") else 8 for name in TENSORS
+    }
+    first = Comparison({name: m[:1] for name, m in found.moments.items()})
+    rest = Comparison({name: m[1:] for name, m in found.moments.items()})
+    assert Comparison.joined([first, rest]).overall == found.overall
+    assert first.overall["o"] == found.per_head["o"][0]
+    assert all(name in str(found) for name in TENSORS)
+
+
+def test_other_inputs_are_named():
+    x = torch.randn(4, 1, 2, 9, 8)
+    with pytest.raises(ValueError, match="s of the trace"):
+        compare(trace(*x, spec=FPA), exact(*x[..., :5, :]))
+
+
+def test_the_geometric_mean():
+    assert geometric_mean([1.0, 10.0, 100.0]) == pytest.approx(10, rel=1e-14)
+    assert geometric_mean([0.0, 10.0]) == 0

@@ -1,0 +1,395 @@
+import re
+import sys
+
+import pytest
+import torch
+
+import sagesim
+import sagesim.cli.trace
+from sagesim import AttentionSpec, attribute
+from sagesim.analysis import PAPER_TABLE_1, Setting, errors, measure, pool
+from sagesim.cli import COMMANDS, main
+from sagesim.cli.inputs import GRAMMAR, load
+from sagesim.models import Call, Capture
+from sagesim.spec import PRESETS, SAGEBWD, SITES, Granularity, Precision, RoundingMode
+
+
+def call(index, **changes):
+    generator = torch.Generator().manual_seed(index)
+    q, k, v, do = torch.randn(4, 1, 2, 20, 8, generator=generator)
+    fields = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "do": do,
+        "attn_mask": None,
+        "is_causal": False,
+        "scale": None,
+        "enable_gqa": False,
+        "index": index,
+        "name": f"layer.{index}",
+    }
+    return Call(**(fields | changes))
+
+
+@pytest.fixture
+def capture():
+    return Capture(
+        calls=(call(0), call(3)), loss_scale=1.0, source={"model": "noise"}, torch_version="2"
+    )
+
+
+@pytest.fixture
+def file(tmp_path, capture):
+    path = tmp_path / "in.safetensors"
+    capture.save(path)
+    return path
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command that must succeed; returns its output."""
+
+    def run(*argv):
+        assert main([str(a) for a in argv]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        assert "\x1b" not in out, "colours in output that is not a terminal"
+        return out
+
+    return run
+
+
+@pytest.fixture
+def fails(capsys):
+    """Runs a command that must fail; returns its only line on stderr."""
+
+    def fails(*argv, code=2):
+        assert main([str(a) for a in argv]) == code
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("sagesim: ") and err.endswith("\n") and err.count("\n") == 1
+        return err
+
+    return fails
+
+
+def row(out, name):
+    """The cells of the first row with a name."""
+    for line in out.splitlines():
+        cells = re.split(r"\s{2,}", line.strip())
+        if cells[0] == name:
+            return cells[1:]
+    raise AssertionError(f"no row {name!r} in\n{out}")
+
+
+def test_attribute_prints_the_attribution(run, file, capture):
+    out = run("attribute", file, "--spec", "sagebwd dp=int8")
+    base = AttentionSpec.parse("sagebwd dp=int8")
+    each = [attribute(c.q, c.k, c.v, c.do, base=base) for c in capture.calls]
+    pooled = pool(each)
+    assert row(out, "relative L2 error") == [f"{x:.2e}" for x in pooled.error.values()]
+    assert row(out, "qk+qk_recompute") == [f"{x:.1%}" for x in pooled.logits.share.values()]
+    assert row(out, "delta from P and dP") == [
+        f"{x:.2e}" for x in pooled.switches[2].error.values()
+    ]
+    assert row(out, "3 layer.3")[1] == f"{each[1].error['ds']:.2e}"
+    assert pooled.summary() in out
+    assert "sagebwd_all_int8" in out
+
+
+def test_attribute_of_one_layer(run, file, capture):
+    out = run("attribute", file, "--layers", "3")
+    c = capture.calls[1]
+    expected = attribute(c.q, c.k, c.v, c.do)
+    assert row(out, "relative L2 error") == [f"{x:.2e}" for x in expected.error.values()]
+
+
+def test_attribute_writes_the_report(run, file, tmp_path):
+    page = tmp_path / "new" / "folder" / "report.html"
+    out = run("attribute", file, "--report", page)
+    assert out.splitlines()[-1] == f"report: {page}"
+    text = page.read_text(encoding="utf-8")
+    assert f"sagesim attribute {file} --report {page}" in text
+    assert [p.name for p in page.parent.iterdir()] == ["report.html"]
+
+
+def test_attribute_of_attention_that_rounds_nothing(run, file):
+    assert "No product is rounded" in run("attribute", file, "--spec", "fpa")
+
+
+def test_trace_prints_table_2_beside_the_papers(run, file, capture):
+    out = run("trace", file)
+    cosine, rel_l2 = out.split("rel L2")
+    for c in capture.calls:
+        e = errors(c, SAGEBWD)
+        for table, name in ((cosine, "cosine"), (rel_l2, "rel_l2")):
+            assert row(table, f"{c.index} layer.{c.index}") == [
+                f"{getattr(e[t], name):.4f}"
+                for t in ("delta", "p", "dp", "ds", "o", "dq", "dk", "dv")
+            ]
+    theirs = "the paper's model, layer 11"
+    assert row(cosine, theirs)[3] == "0.9789"
+    assert row(rel_l2, theirs)[3:] == ["0.2045", "0.0793", "0.2579", "0.3074", "0.0540"]
+
+
+def test_sigma_prints_table_1_beside_the_papers(run):
+    settings = ("--tokens", 40, "--head-dim", 8, "--draws", 2, "--seed", 5, "--causal")
+    out = run("sigma", "--sigmas", 3, 4, *settings)
+    setting = Setting(tokens=40, head_dim=8, draws=2, is_causal=True, seed=5)
+    ours = measure(3.0, SAGEBWD, setting).overall["o"].rel_l2
+    theirs = PAPER_TABLE_1[3.0][0][1]
+    assert row(out, "3 O")[3:] == [f"{ours:.4f}", f"{theirs:.4f}", f"{ours - theirs:+.4f}"]
+    assert row(out, "3 dK")[1] == f"{PAPER_TABLE_1[3.0][2][0]:.4f}"
+    assert row(out, "4 dV")[1:3] == ["-", "-"]
+
+
+def test_sigma_without_arguments_is_the_papers_table():
+    from sagesim.cli import _parser
+
+    args = _parser().parse_args(["sigma"])
+    assert args.sigmas == list(PAPER_TABLE_1)
+    assert Setting() == Setting(
+        tokens=args.tokens,
+        head_dim=args.head_dim,
+        draws=args.draws,
+        is_causal=args.causal,
+        seed=args.seed,
+    )
+
+
+def test_sweep_prints_a_ranking_and_resumes(run, file, tmp_path):
+    path = tmp_path / "out.parquet"
+    first = run("sweep", path, file, "--specs", "factored", "sagebwd")
+    assert first.splitlines()[-1] == f"4 runs in {path}"
+    assert row(first, "sagebwd")[0] == "6"
+    assert run("sweep", path, file, "--specs", "factored", "sagebwd") == first
+    assert row(run("sweep", path, file), "fpa")[0] == "0"
+
+
+def test_sweep_of_all_shows_the_best_spec_for_each_number_of_int8_products(run, tmp_path):
+    source = tmp_path / "in.safetensors"
+    Capture(calls=(call(0),), loss_scale=1.0, source={}, torch_version="2").save(source)
+    out = run("sweep", tmp_path / "out.parquet", source, "--all")
+    assert "128 runs" in out
+    assert len(re.findall(r"^ +sagebwd", out, re.MULTILINE)) + out.count(" sage_forward ") == 8
+    assert row(out, "sagebwd_all_int8")[0] == "7"
+
+
+def test_the_word_llama_loads_the_shipped_capture():
+    assert [c.index for c in load("llama").calls] == list(range(6))
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"sagesim {sagesim.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    assert f"\n  sagesim {command}" in out
+    assert (GRAMMAR in out) == (command not in ("capture", "pretrain", "report"))
+
+
+def test_the_grammar_in_the_help_has_every_word():
+    words = GRAMMAR.replace("|", " ").replace("=", " ").replace("@", " ").split()
+    enums = [e.value for kind in (Precision, Granularity, RoundingMode) for e in kind]
+    assert {*PRESETS, *SITES, *enums} <= set(words)
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([], "required: COMMAND"),
+        (["atribute"], "invalid choice: 'atribute'"),
+        (["attribute"], "required: CAPTURE"),
+        (["attribute", "FILE", "--layers", "x"], "invalid int value: 'x'"),
+        (["attribute", "FILE", "--layers", "1", "3"], "no layer 1 in the capture; it has 0, 3"),
+        (["attribute", "FILE", "--spec", "sagebw"], "did you mean 'sagebwd'?"),
+        (["attribute", "FILE", "--spec", "sagebwd dp=int9"], "'int9' is not a precision"),
+        (["attribute", "FILE", "--report", "TMP"], "cannot be written"),
+        (["attribute", "FILE", "--report", "FILE/no/out.html"], "cannot be written"),
+        (["attribute", "FILE", "--report", "FILE/out.html"], "cannot be written"),
+        (["attribute", "TMP/missing"], "no such file"),
+        (["attribute", "TMP"], "no such file"),
+        (["attribute", "TMP/text"], "not a readable safetensors file"),
+        (["trace", "TMP/other"], "not a capture"),
+        (["trace", "TMP/nan"], "q holds NaN or Inf"),
+        (["trace", "TMP/shapes"], "shapes do not fit"),
+        (["attribute", "TMP/empty"], "k, v have no elements"),
+        (["trace", "FILE", "--spec", ""], "empty spec label"),
+        (["sigma", "--sigmas", "0"], "0 is not a positive number"),
+        (["sigma", "--sigmas", "nan"], "nan is not a positive number"),
+        (["sigma", "--tokens", "0"], "--tokens must be at least 1"),
+        (["sigma", "--head-dim", "-1"], "--head-dim must be at least 1"),
+        (["sigma", "--seed", "-1"], "--seed -1 is not in 0..2**63-1"),
+        (["sweep", "TMP/out.parquet", "TMP/missing"], "no such file"),
+        (["sweep", "TMP/out.parquet", "FILE", "--specs", "x"], "'x' is not a preset"),
+        (["sweep", "TMP/out.parquet", "FILE", "--specs", "fpa", "--all"], "not allowed with"),
+        (["sweep", "TMP/text", "FILE"], "not a readable Parquet file"),
+        (["sweep", "FILE/out.parquet", "FILE"], "cannot be written"),
+        (["sweep", "TMP", "FILE"], "not a readable Parquet file"),
+        (["capture", "TMP", "TMP/text", "TMP/out"], "has no config.json"),
+        (["capture", "TMP/model", "TMP/missing", "TMP/out"], "not a readable UTF-8 text"),
+        (["capture", "TMP/model", "FILE", "TMP/out"], "not a readable UTF-8 text"),
+        (["capture", "TMP/model", "TMP/text", "FILE/out"], "cannot be written"),
+        (["capture", "TMP/model", "TMP/text", "TMP/out"], "no causal language model loads"),
+        (["capture", "TMP/model", "TMP/text", "TMP/out", "--tokens", "1"], "at least 2"),
+    ],
+)
+def test_invalid_input_prints_one_line(argv, message, fails, file, tmp_path, capture):
+    from safetensors.torch import load_file, save_file
+
+    (tmp_path / "text").write_text("no tensors here")
+    save_file({"x": torch.ones(1)}, tmp_path / "other")
+    with_metadata(file, tmp_path / "nan", lambda x: x.fill_(torch.nan), key="1.q")
+    with_metadata(file, tmp_path / "shapes", lambda x: x[:, :1], key="1.k")
+    empty = {name: torch.ones(1, 2, 0, 8) for name in ("k", "v")}
+    one = Capture(calls=(call(0, **empty),), loss_scale=1.0, source={}, torch_version="2")
+    one.save(tmp_path / "empty")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    argv = [a.replace("TMP", str(tmp_path)).replace("FILE", str(file)) for a in argv]
+    assert message in fails(*argv)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert load_file(file).keys()
+
+
+def with_metadata(source, target, change, *, key):
+    """Copy a capture's file with one tensor changed, and its new shape in the description."""
+    import json
+
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(source)
+    tensors[key] = change(tensors[key]).contiguous()
+    with safe_open(source, "pt") as opened:
+        [(name, value)] = opened.metadata().items()
+    description = json.loads(value)
+    number, tensor = key.split(".")
+    description["calls"][int(number)]["tensors"][tensor]["shape"] = list(tensors[key].shape)
+    save_file(tensors, target, {name: json.dumps(description)})
+
+
+def test_ctrl_c_prints_one_line(fails, file, monkeypatch):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sagesim.cli.trace, "run", interrupted)
+    assert fails("trace", file, code=130) == "sagesim: interrupted\n"
+
+
+@pytest.mark.parametrize("package, extra", [("rich", "cli"), ("jinja2", "cli")])
+def test_a_missing_package_prints_one_line(package, extra, capsys, file, tmp_path, monkeypatch):
+    for name in list(sys.modules):
+        if name.partition(".")[0] == package:
+            monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, package, None)
+    page = tmp_path / "r.html"
+    assert main(["attribute", str(file), "--layers", "0", "--report", str(page)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"pip install 'sagebwd[{extra}]'" in err
+    assert not page.exists()
+
+
+def test_a_terminal_shows_a_progress_bar(capsys, file, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["trace", str(file)]) == 0
+    assert "measuring layers" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with a random Llama of two layers and a tokenizer of twenty words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    words = {"<unk>": 0} | {f"w{i}": i for i in range(1, 20)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(f"w{i % 19 + 1}" for i in range(0, 90, 3)), encoding="utf-8")
+    return path
+
+
+def test_capture_records_a_model(run, model, text, tmp_path):
+    out = tmp_path / "out.safetensors"
+    assert run("capture", model, text, out) == f"{out}: 2 layers, 30 tokens\n"
+    capture = Capture.load(out)
+    assert [c.index for c in capture.calls] == [0, 1]
+    assert all(c.q.shape == (1, 2, 30, 8) and c.is_causal for c in capture.calls)
+    assert capture.source["model"] == model.name
+    assert capture.source["text"] == "text.txt"
+    assert capture.loss_scale == 32
+    run("attribute", out)
+
+
+def test_the_captured_gradient_is_that_of_the_model_loss(run, model, text, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from sagesim.models import capture
+
+    out = tmp_path / "out.safetensors"
+    run("capture", model, text, out, "--tokens", 12, "--layers", 1)
+    (recorded,) = Capture.load(out).calls
+    ids = torch.tensor([[i % 19 + 1 for i in range(0, 36, 3)]])
+    llama = AutoModelForCausalLM.from_pretrained(model).train(False)
+    with capture(layers=[1]) as recording:
+        (llama(input_ids=ids, labels=ids).loss * 16).backward()
+    (expected,) = recording.result().calls
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(recorded.tensors[name], tensor), name
+
+
+def test_capture_of_an_unknown_layer_fails(fails, model, text, tmp_path):
+    out = tmp_path / "out.safetensors"
+    assert "no call is at 7" in fails("capture", model, text, out, "--layers", 7)
+    assert not out.exists()
+
+
+def test_capture_of_an_empty_text_fails(fails, model, tmp_path):
+    (tmp_path / "empty").write_text("")
+    assert "0 tokens" in fails("capture", model, tmp_path / "empty", tmp_path / "out")
+
+
+def test_capture_refuses_pickled_weights(fails, model, text, tmp_path):
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    for path in model.iterdir():
+        if path.suffix != ".safetensors":
+            (folder / path.name).write_bytes(path.read_bytes())
+    torch.save({}, folder / "pytorch_model.bin")
+    assert "no causal language model loads" in fails("capture", folder, text, tmp_path / "out")
+
+
+def test_capture_without_transformers_names_the_extra(fails, model, text, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    message = fails("capture", model, text, tmp_path / "out")
+    assert "transformers is not installed: pip install 'sagebwd[transformers]'" in message

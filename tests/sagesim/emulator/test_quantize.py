@@ -1,0 +1,426 @@
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from sagesim import HALF_AWAY, HALF_EVEN, Granularity, Precision, Rounding, quantize
+from sagesim.emulator import CODE_MAX
+from sagesim.emulator.quantization import encode, encode_unit_, from_tiles, scales, to_tiles
+from tests.support import examples
+from tests.support.assertions import assert_bitwise, assert_within_bound
+from tests.support.inputs import EXTREME, MILD, half_integer_ties
+from tests.support.region_quantizer import quantize_matrix, regions
+from tests.support.strategies import (
+    MAP_GRANULARITIES,
+    SCALED,
+    TOKEN_GRANULARITIES,
+    blocks,
+    roundings,
+    seeds,
+    tensors,
+)
+
+U = 2.0**-24
+granularities = st.sampled_from(Granularity)
+
+
+def block_of(how: Granularity, rows: int, columns: int) -> int | tuple[int, int]:
+    return (rows, columns) if how.is_map else rows
+
+
+def spread(scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A scale for every element."""
+    return scale.expand(like.shape).contiguous()
+
+
+def divide(x: torch.Tensor, by: float) -> torch.Tensor:
+    """numpy's float32 division, correctly rounded."""
+    return torch.from_numpy(x.numpy() / np.float32(by))
+
+
+class TestAgainstTheDefinition:
+    @pytest.mark.parametrize("how", Granularity)
+    @given(x=tensors(EXTREME, heads=(2,)), rows=blocks, columns=blocks)
+    @examples(12)
+    def test_codes_and_scales_are_those_of_a_loop_over_regions(self, how, x, rows, columns):
+        block = block_of(how, rows, columns)
+        found = quantize(x, how, block=block)
+        assert found.codes.dtype is torch.int8 and found.scale.dtype is torch.float32
+        for head in range(x.shape[0]):
+            codes, scales = quantize_matrix(x[head].numpy(), how.value, block)
+            assert_bitwise(actual=found.codes[head], expected=torch.from_numpy(codes), what="codes")
+            assert_bitwise(
+                actual=spread(found.scale, x)[head],
+                expected=torch.from_numpy(scales),
+                what="scales",
+            )
+
+    @pytest.mark.parametrize("how", Granularity)
+    def test_regions_partition_the_matrix(self, how):
+        """The reference itself: each element lies in one region, also at the tails."""
+        count = np.zeros((130, 72), int)
+        for rows, columns in regions(130, 72, how.value, block_of(how, 64, 7)):
+            count[rows, columns] += 1
+        assert (count == 1).all()
+
+    def test_the_number_of_scales_of_each_granularity(self):
+        """130 x 72 in blocks of 64 rows and 7 columns: 3 row blocks, 11 column blocks."""
+        counts = {
+            "head": 1,
+            "block": 3,
+            "token": 130,
+            "channel": 72,
+            "block_channel": 3 * 72,
+            "tile": 3 * 11,
+            "tile_row": 130 * 11,
+            "tile_column": 3 * 72,
+            "row": 130,
+        }
+        x = torch.randn(1, 130, 72, generator=torch.Generator().manual_seed(0))
+        for how in Granularity:
+            scale = spread(quantize(x, how, block=block_of(how, 64, 7)).scale, x)
+            assert scale.unique().numel() == counts[how.value], how
+
+    @pytest.mark.parametrize("precision", SCALED)
+    @given(seed=seeds, exponent=st.integers(-120, 120))
+    @examples(20)
+    def test_scale_and_inverse_are_one_rounded_division_each(self, precision, seed, exponent):
+        """Against numpy's float32 division, which IEEE 754 rounds correctly. A reciprocal times
+        the largest code is not that division for a quarter of all amax."""
+        rng = np.random.default_rng(seed)
+        amax = (rng.random(1000, np.float32) + np.float32(0.5)) * np.float32(2.0**exponent)
+        top = np.float32(CODE_MAX[precision])
+        with np.errstate(over="ignore"):
+            inverse = top / amax
+        kept = ~np.isinf(inverse)
+        scale, found = scales(torch.from_numpy(amax), CODE_MAX[precision])
+        expected = np.where(kept, amax / top, np.float32(1))
+        assert_bitwise(actual=scale, expected=torch.from_numpy(expected), what="scale")
+        expected = np.where(kept, inverse, np.float32(0))
+        assert_bitwise(actual=found, expected=torch.from_numpy(expected), what="inverse")
+
+
+class TestHalfScaleBound:
+    @given(
+        x=tensors(EXTREME),
+        how=granularities,
+        rows=blocks,
+        columns=blocks,
+        rounding=st.sampled_from([HALF_EVEN, HALF_AWAY]),
+    )
+    @examples(150)
+    def test_x_is_within_half_a_scale(self, x, how, rows, columns, rounding):
+        """|x - codes * scale| <= scale / 2, plus what float32 takes from the exact statement.
+
+        inverse, x * inverse and scale are rounded once each, u relatively, so that x * inverse
+        lies within 3 u |x / scale| <= 3 u 127 of x / scale (second order: the factor 1.001);
+        a subnormal scale is off by up to 2**-150, which its codes multiply by 127. A region that
+        127 / amax overflows for has codes 0 and scale 1 and holds nothing above 3.8e-37.
+        """
+        q = quantize(x, how, block=block_of(how, rows, columns), rounding=rounding)
+        scale = spread(q.scale, x).double()
+        rounding_error = 1.001 * 3 * U * 127 * scale + 127 * 2.0**-150
+        assert_within_bound(
+            actual=q.codes.double() * scale,
+            exact=x.double(),
+            bound=scale / 2 + rounding_error,
+            what="dequantized",
+        )
+
+    @given(x=tensors(MILD), how=granularities, rows=blocks, columns=blocks, seed=seeds)
+    @examples(50)
+    def test_stochastic_rounding_is_within_one_scale(self, x, how, rows, columns, seed):
+        rounding = Rounding.stochastic(seed)
+        q = quantize(x, how, block=block_of(how, rows, columns), rounding=rounding)
+        scale = spread(q.scale, x).double()
+        assert_within_bound(
+            actual=q.codes.double() * scale,
+            exact=x.double(),
+            bound=scale * (1 + 1.001 * 3 * U * 127),
+            what="dequantized",
+        )
+
+    def test_the_bound_is_tight(self):
+        x = torch.tensor([[127.0, 0.5]])
+        q = quantize(x, Granularity.PerToken)
+        assert (x - q.dequantize())[0, 1] == q.scale[0, 0] / 2
+
+    @given(x=tensors(EXTREME), how=granularities, precision=st.sampled_from(SCALED))
+    @examples(50)
+    def test_dequantize_is_codes_times_scale_in_float32(self, x, how, precision):
+        q = quantize(x, how, block=block_of(how, 16, 16), precision=precision)
+        expected = q.codes.float().numpy() * q.scale.numpy()
+        assert_bitwise(
+            actual=q.dequantize(), expected=torch.from_numpy(expected), what="dequantized"
+        )
+
+
+class TestSymmetries:
+    @given(
+        x=tensors(MILD),
+        how=granularities,
+        precision=st.sampled_from(SCALED),
+        rounding=roundings,
+        exponent=st.integers(-60, 60),
+    )
+    @examples(100)
+    def test_a_power_of_two_multiplies_scales_and_leaves_codes(
+        self, x, how, precision, rounding, exponent
+    ):
+        """Exactly, where nothing becomes subnormal; there is no absolute epsilon."""
+        gain = 2.0**exponent
+        call = {"block": block_of(how, 16, 16), "precision": precision, "rounding": rounding}
+        one, other = quantize(x, how, **call), quantize(x * gain, how, **call)
+        assert_bitwise(actual=other.codes, expected=one.codes, what="codes")
+        zero = spread(one.codes.float() == 0, x)  # regions of zeros have scale 1 at any gain
+        scaled = spread(one.scale, x) * gain
+        differs = spread(other.scale, x) != scaled
+        assert bool((zero | ~differs).all())
+
+    @given(
+        x=tensors(EXTREME),
+        how=granularities,
+        precision=st.sampled_from(SCALED),
+        rounding=st.sampled_from([HALF_EVEN, HALF_AWAY]),
+    )
+    @examples(80)
+    def test_a_sign_flips_codes_and_leaves_scales(self, x, how, precision, rounding):
+        call = {"block": block_of(how, 16, 16), "precision": precision, "rounding": rounding}
+        one, other = quantize(x, how, **call), quantize(-x, how, **call)
+        assert torch.equal(other.codes.float(), -one.codes.float())
+        assert_bitwise(actual=other.scale, expected=one.scale, what="scale")
+
+    @given(x=tensors(EXTREME), how=granularities, rows=blocks, columns=blocks, rounding=roundings)
+    @examples(100)
+    def test_minus_128_never_appears_and_some_element_has_the_largest_code(
+        self, x, how, rows, columns, rounding
+    ):
+        block = block_of(how, rows, columns)
+        codes = quantize(x, how, block=block, rounding=rounding).codes
+        assert codes.min() >= -127
+        for head in range(x.shape[0]):
+            for region in regions(*x.shape[1:], how.value, block):
+                top = codes[head][region].int().abs().max()
+                amax = x[head][region].abs().max().item()
+                assert top == (127 if amax > 1e-36 else 0)
+
+
+class TestEdges:
+    @pytest.mark.parametrize("precision", SCALED)
+    @pytest.mark.parametrize("how", Granularity)
+    @pytest.mark.parametrize("value", [0.0, -0.0, 2.0**-149, 1e-40, 1e-38])
+    def test_regions_too_small_to_divide_by_have_codes_0_and_scale_1(self, precision, how, value):
+        x = torch.full((5, 6), value)
+        q = quantize(x, how, block=block_of(how, 2, 4), precision=precision)
+        assert bool((q.codes.float() == 0).all()) and bool((q.scale == 1).all())
+
+    @pytest.mark.parametrize("precision", SCALED)
+    def test_the_threshold_is_where_the_inverse_overflows(self, precision):
+        top = CODE_MAX[precision]
+        overflow = float(np.finfo(np.float32).max)
+        amax = np.float32(top / overflow)
+        for _ in range(4):  # a few steps around the threshold, on either side
+            amax = np.nextafter(amax, np.float32(0))
+        seen = set()
+        for _ in range(8):
+            with np.errstate(over="ignore"):
+                vanishes = bool(np.isinf(np.float32(top) / amax))
+            q = quantize(torch.tensor([[float(amax)]]), Granularity.PerHead, precision=precision)
+            assert q.codes.float().item() == (0 if vanishes else top)
+            assert q.scale.item() == (1 if vanishes else float(amax / np.float32(top)))
+            seen.add(vanishes)
+            amax = np.nextafter(amax, np.float32(1))
+        assert seen == {True, False}
+
+    def test_one_element(self):
+        q = quantize(torch.tensor([[-3.0]]), Granularity.PerBlock)
+        assert q.codes.item() == -127 and q.scale.item() == np.float32(3) / np.float32(127)
+
+    def test_a_zero_region_beside_a_large_one(self):
+        x = torch.zeros(4, 2)
+        x[2:] = 6e4
+        q = quantize(x, Granularity.PerBlock, block=2)
+        assert q.codes.tolist() == [[0, 0], [0, 0], [127, 127], [127, 127]]
+        assert q.scale[:2].unique().item() == 1
+
+    @pytest.mark.parametrize("rounding", [HALF_EVEN, HALF_AWAY])
+    @pytest.mark.parametrize("how", [Granularity.PerToken, Granularity.PerBlock])
+    def test_ties_are_exact(self, rounding, how):
+        """Scale 1, so that every element between the codes is a tie."""
+        rng = np.random.default_rng(0)
+        x = torch.from_numpy(half_integer_ties(rng, (64, 40)))
+        q = quantize(x, how, rounding=rounding)
+        assert bool((q.scale == 1).all())
+        ties = x.abs() != 127
+        assert bool(ties.any())
+        codes = q.codes.float()
+        if rounding is HALF_EVEN:
+            assert bool((codes[ties] % 2 == 0).all())
+        else:
+            assert torch.equal(codes[ties].abs(), x[ties].abs() + 0.5)
+
+
+class TestPadding:
+    @given(
+        x=tensors(MILD), how=granularities, precision=st.sampled_from(SCALED), rounding=roundings
+    )
+    @examples(80)
+    def test_a_tail_is_a_block_padded_with_zeros_by_hand(self, x, how, precision, rounding):
+        call = {"block": block_of(how, 64, 64), "precision": precision, "rounding": rounding}
+        n, d = x.shape[1:]
+        pad_d = -d % 64 if how.is_map else 0
+        padded = torch.nn.functional.pad(x, (0, pad_d, 0, -n % 64))
+        tail, whole = quantize(x, how, **call), quantize(padded, how, **call)
+        assert torch.equal(whole.codes.float()[:, :n, :d], tail.codes.float())
+        assert_bitwise(
+            actual=spread(whole.scale, padded)[:, :n, :d].contiguous(),
+            expected=spread(tail.scale, x),
+            what="scale",
+        )
+
+    @given(x=tensors(MILD), rows=blocks, columns=blocks)
+    @examples(40)
+    def test_tiles_come_back(self, x, rows, columns):
+        tiles = to_tiles(x, rows, columns)
+        assert tiles.shape[-3] == rows and tiles.shape[-1] == columns
+        assert_bitwise(
+            actual=from_tiles(tiles, *x.shape[1:]).contiguous(), expected=x, what="tiles"
+        )
+        assert tiles.count_nonzero() == x.count_nonzero()
+
+
+CALL = {"how": granularities, "precision": st.sampled_from(SCALED), "rounding": roundings}
+
+
+class TestIndependence:
+    @given(x=tensors(MILD, heads=(3,)), **CALL)
+    @examples(50)
+    def test_a_head_alone_has_the_codes_it_has_in_a_batch(self, x, how, precision, rounding):
+        call = {"block": block_of(how, 16, 16), "precision": precision, "rounding": rounding}
+        together = quantize(x, how, **call)
+        for head in range(3):
+            alone = quantize(x[head], how, **call)
+            assert_bitwise(actual=alone.codes, expected=together.codes[head], what="codes")
+            assert_bitwise(actual=alone.scale, expected=together.scale[head], what="scale")
+
+    @pytest.mark.parametrize(
+        "how", [g for g in Granularity if g.value not in ("head", "channel", "row")]
+    )
+    @given(x=tensors(MILD), rounding=roundings, longer=st.integers(1, 40))
+    @examples(12)
+    def test_whole_blocks_do_not_see_a_longer_sequence(self, how, x, rounding, longer):
+        """Nor does stochastic rounding: the same element draws the same number."""
+        n = x.shape[1] // 16 * 16
+        assume(n)
+        call = {"block": block_of(how, 16, 16), "rounding": rounding}
+        extended = torch.cat([x[:, :n], 100 * x[:, :1].expand(-1, longer, -1)], 1)
+        short, long = quantize(x[:, :n], how, **call), quantize(extended, how, **call)
+        assert_bitwise(actual=long.codes[:, :n].contiguous(), expected=short.codes, what="codes")
+
+    @given(x=tensors(MILD, heads=(2,)), **CALL)
+    @examples(50)
+    def test_strides_do_not_matter_and_x_is_not_changed(self, x, how, precision, rounding):
+        call = {"block": block_of(how, 16, 16), "precision": precision, "rounding": rounding}
+        expected = quantize(x, how, **call)
+        before = x.clone()
+        for strided in (
+            x.mT.contiguous().mT,
+            x.transpose(0, 1).contiguous().transpose(0, 1),
+            torch.nn.functional.pad(x, (1, 2, 3, 0))[:, 3:, 1:-2],
+        ):
+            found = quantize(strided, how, **call)
+            assert_bitwise(actual=found.codes, expected=expected.codes, what="codes")
+            assert_bitwise(actual=found.scale, expected=expected.scale, what="scale")
+        assert_bitwise(actual=x, expected=before, what="x")
+
+    @pytest.mark.parametrize("how", TOKEN_GRANULARITIES)
+    def test_expanded(self, how):
+        x = torch.linspace(-3, 3, 40).expand(2, 33, 40)
+        found, expected = quantize(x, how, block=16), quantize(x.contiguous(), how, block=16)
+        assert_bitwise(actual=found.codes, expected=expected.codes, what="codes")
+        assert_bitwise(actual=found.scale, expected=expected.scale, what="scale")
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+    def test_other_dtypes_are_computed_in_float32(self, dtype):
+        x = torch.randn(70, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+        found, expected = (quantize(y, Granularity.PerBlock) for y in (x, x.float()))
+        assert_bitwise(actual=found.codes, expected=expected.codes, what="codes")
+        assert_bitwise(actual=found.scale, expected=expected.scale, what="scale")
+
+
+class TestUnitMaps:
+    """P over its tile row's maximum, as the forward rounds it."""
+
+    @given(seed=seeds, precision=st.sampled_from(SCALED), rounding=roundings)
+    @examples(40)
+    def test_codes_depend_on_the_tile_alone(self, seed, precision, rounding):
+        s = torch.randn(1, 1, 8, 3, 16, generator=torch.Generator().manual_seed(seed)) * 4
+        e = torch.exp(s - s.amax(-1, keepdim=True))
+        weight = torch.exp(s.amax(-1, keepdim=True) - s.amax((-1, -2), keepdim=True))
+        top = CODE_MAX[precision]
+        empty = torch.zeros_like(weight, dtype=torch.bool)
+        one = encode_unit_(e.clone(), weight, empty, precision, rounding, 0)
+        other = encode_unit_(e.clone(), weight / 2, empty, precision, rounding, 0)
+        assert_bitwise(actual=one.values, expected=other.values, what="codes")
+        assert bool((one.values.amax(-1) == top).all()), "the row's maximum maps to the top code"
+        assert one.scale is not None
+        assert_bitwise(actual=one.scale, expected=divide(weight, top), what="scale")
+
+    @pytest.mark.parametrize("precision", SCALED)
+    def test_a_tile_row_that_is_all_masked_has_codes_0_and_scale_1(self, precision):
+        e, weight = torch.zeros(1, 1, 2, 1, 4), torch.zeros(1, 1, 2, 1, 1)
+        e[:, :, 0], weight[:, :, 0] = 1, 0.5
+        p = encode_unit_(e, weight, weight == 0, precision, HALF_EVEN, 0)
+        top = CODE_MAX[precision]
+        assert p.scale is not None
+        assert p.values[0, 0, :, 0].tolist() == [[top] * 4, [0] * 4]
+        assert p.scale.flatten().tolist() == [np.float32(0.5) / np.float32(top), 1]
+
+    def test_it_is_the_general_rule_where_the_division_is_exact(self):
+        """encode of e * 1 has amax 1, hence the same inverse 127 / 1 and codes."""
+        e = torch.rand(1, 1, 8, 2, 16, generator=torch.Generator().manual_seed(4))
+        e[..., 3] = 1
+        weight = torch.ones(1, 1, 8, 2, 1)
+        general = encode(e, Precision.INT8, Granularity.PerTileRow, HALF_EVEN, "p")
+        unit = encode_unit_(e.clone(), weight, weight == 0, Precision.INT8, HALF_EVEN, 0)
+        assert_bitwise(actual=unit.values, expected=general.values, what="codes")
+        assert unit.scale is not None and general.scale is not None
+        assert_bitwise(actual=unit.scale, expected=general.scale, what="scale")
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("shape", [(), (3,), (0, 4), (4, 0)])
+    def test_shapes(self, as_installed, shape):
+        with pytest.raises(ValueError, match=r"\[\.\.\., n, d\].*" + re.escape(str(shape))):
+            quantize(torch.ones(shape), Granularity.PerHead)
+
+    @pytest.mark.parametrize("precision", [p for p in Precision if p not in SCALED])
+    def test_precisions_without_a_scale(self, precision):
+        with pytest.raises(ValueError, match=f"'{precision.value}' has no scale"):
+            quantize(torch.ones(2, 2), Granularity.PerHead, precision=precision)
+
+    @pytest.mark.parametrize("how", MAP_GRANULARITIES)
+    def test_a_map_needs_two_block_sizes(self, how):
+        with pytest.raises(ValueError, match=f"'{how.value}' takes block=\\(block_q, block_k\\)"):
+            quantize(torch.ones(2, 2), how, block=2)
+
+    @pytest.mark.parametrize("how", TOKEN_GRANULARITIES)
+    def test_tokens_need_one(self, how):
+        with pytest.raises(ValueError, match=f"'{how.value}' takes block=a number of tokens"):
+            quantize(torch.ones(2, 2), how, block=(2, 2))
+
+    @pytest.mark.parametrize("block", [0, -1])
+    def test_blocks_are_positive(self, block):
+        with pytest.raises(ValueError, match=f"{block}"):
+            quantize(torch.ones(2, 2), Granularity.PerBlock, block=block)
+        with pytest.raises(ValueError, match=f"{block}"):
+            quantize(torch.ones(2, 2), Granularity.PerTile, block=(2, block))
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    def test_numbers_that_are_not_finite(self, bad):
+        with pytest.raises(ValueError, match="finite"):
+            quantize(torch.tensor([[1.0, bad]]), Granularity.PerHead)

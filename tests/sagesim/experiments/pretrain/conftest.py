@@ -1,0 +1,55 @@
+"""A small corpus of pages of this project's documentation, and runs on it that take seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sagesim.experiments.pretrain.run.distributed import World
+from sagesim.experiments.pretrain.run.settings import Run
+from sagesim.experiments.pretrain.text.corpus import Corpus
+from sagesim.experiments.pretrain.text.preparation import prepare
+
+TEXT = Path(__file__).parent / "pages"
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus") / "corpus"
+    prepare(TEXT, folder, vocabulary=500, validation=0.1, shard_tokens=9000, source="our pages")
+    return Corpus(folder)
+
+
+@pytest.fixture
+def make_run(corpus):
+    """Makes a run of four steps, with the given fields changed."""
+
+    def make(**changes):
+        fields = {
+            "attention": "sdpa",
+            "size": "tiny",
+            "corpus": corpus.id,
+            "vocabulary": 512,
+            "context": 32,
+            "tokens_per_step": 256,
+            "steps": 4,
+            "warmup": 1,
+            "precision": "fp32",
+            "evaluate_every": 2,
+            "evaluate_sequences": 5,
+        }
+        return Run(**(fields | changes))
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """One thread, so that floating-point sums always have the same order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

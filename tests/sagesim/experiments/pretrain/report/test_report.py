@@ -1,0 +1,225 @@
+import json
+import re
+
+import pytest
+
+from sagesim.experiments.pretrain.report.chart import (
+    HEIGHT,
+    WIDTH,
+    Line,
+    line_chart,
+    ticks,
+    ticks_log,
+)
+from sagesim.experiments.pretrain.report.compare import (
+    Difference,
+    Group,
+    TrainedRun,
+    difference,
+    group_runs,
+    layer_errors,
+    over_seeds,
+    pooled_error,
+    seed_deviation,
+    smoothed,
+)
+from sagesim.experiments.pretrain.report.page import headline, render
+from sagesim.experiments.pretrain.run.log import Log, LogWriter
+from tests.docs.browser import browse, find
+from tests.sagesim.analysis.test_report import EVIL, Page
+
+LOSSES = {"sdpa": 3.0, "emulator:sagebwd": 3.05, "emulator:factored": 3.001}
+
+
+def made(folder, run, *, loss, stop="", name=None):
+    """Write the log of a run with losses that fall to `loss`, and read it."""
+    log = LogWriter(folder, run, {"device": EVIL, "torch": "2"})
+    for step in range(1, run.steps + 1):
+        value = loss + (run.steps - step) * 0.1 + 0.01 * run.seed
+        log.add(step, "train", {"loss": value, "tokens_per_second": 1e6})
+        log.add(step, "evaluation", {"loss": value})
+    for layer in range(3):
+        rms = {"sigma_q": 1.0 + layer, "rms_p": 1e-2, "gamma_q_rms": 1.5}
+        log.add(run.steps, "layer", rms, layer=layer)
+        for attention in run.monitor:
+            errors = {
+                f"{t}_{m}": (0.99 if m == "cosine" else 0.01 * 4**layer)
+                for t in ("delta", "p", "dp", "ds", "o", "dq", "dk", "dv")
+                for m in ("cosine", "rel_l2")
+            }
+            log.add(run.steps, "layer", errors, attention=attention, layer=layer)
+    square = {"square": 2.0, "square_error": 0.1, "trace": 8.0, "noise_scale": 4.0}
+    log.add(run.steps, "gradient", square)
+    for attention in run.monitor:
+        bias = {"bias_square": 0.02, "bias_square_error": 0.001, "bias_trace": 1.0}
+        bias |= {"bias_along": -0.05, "visible": 450.0}
+        log.add(run.steps, "gradient", bias, attention=attention)
+    if stop:
+        log.set_stop(stop)
+    log.save()
+    return TrainedRun(name or folder.name, Log.read(folder))
+
+
+@pytest.fixture
+def runs(make_run, tmp_path):
+    found = []
+    for per_step in (256, 64):
+        for attention, loss in LOSSES.items():
+            for seed in (0, 1):
+                run = make_run(
+                    attention=attention,
+                    tokens_per_step=per_step,
+                    steps=5120 // per_step,
+                    seed=seed,
+                    monitor=("emulator:sagebwd", "emulator:factored"),
+                )
+                name = f"{attention}-{per_step}-{seed}"
+                found.append(made(tmp_path / name, run, loss=loss))
+    return found
+
+
+def test_runs_are_grouped_by_the_settings_that_differ(runs):
+    found = group_runs(runs)
+    assert [s.title for s in found] == ["256 tokens per step", "64 tokens per step"]
+    for setting in found:
+        assert [g.attention for g in setting.groups] == ["sdpa", "sagebwd", "factored"]
+        assert all(len(g.runs) == 2 for g in setting.groups)
+    with pytest.raises(ValueError, match="are the same run"):
+        group_runs([*runs, runs[0]])
+
+
+def test_differences_are_paired_by_seed(runs):
+    setting = group_runs(runs)[0]
+    reference, sagebwd, factored = setting.groups
+    found = difference(setting, sagebwd)
+    assert found.mean == pytest.approx(0.05) and found.seeds == 2
+    assert found.low == pytest.approx(found.high)
+    assert found.verdict(0.02) == "worse" and found.verdict(0.06) == "within the margin"
+    assert difference(setting, factored).verdict(0.02) == "within the margin"
+    assert difference(setting, reference) is None
+    assert Difference(0.03, -0.01, 0.07, 2).verdict(0.02) == "seeds disagree"
+    assert Difference(-0.03, -0.04, -0.02, 2).verdict(0.02) == "better"
+
+
+def test_the_error_of_a_mean_is_pooled_over_attentions(runs, monkeypatch):
+    """Two attentions differ from sdpa by 1, 3 and by 0, 6: their variances are 2 and 18."""
+    finals = {"sdpa": {0: 5.0, 1: 5.0}, "sagebwd": {0: 6.0, 1: 8.0}, "factored": {0: 5.0, 1: 11.0}}
+    monkeypatch.setattr(Group, "finals", property(lambda group: finals[group.attention]))
+    setting = group_runs(runs)[0]
+    first, second = (difference(setting, group) for group in setting.groups[1:])
+    assert seed_deviation(setting) == pytest.approx(10**0.5)
+    assert (first.mean, second.mean) == (2.0, 3.0)
+    assert first.error == second.error == pytest.approx(5**0.5)
+    assert first.is_chance and not Difference(5.0, 4.0, 6.0, 2, 5**0.5).is_chance
+    assert Difference(5.0, -1.0, 11.0, 2).is_chance
+
+
+def test_curves_over_seeds_have_the_points_that_all_seeds_have():
+    assert over_seeds([{1: 2.0, 2: 4.0}, {1: 4.0, 3: 0.0}]) == [(1.0, 2.0, 3.0, 4.0)]
+    assert over_seeds([]) == []
+    assert smoothed({x: float(x) for x in range(120)}, bins=60)[1] == 0.5
+
+
+def test_errors_are_pooled_over_layers(runs):
+    group = group_runs(runs)[0].groups[0]
+    errors = [p[2] for p in layer_errors(group, "emulator:sagebwd", "dq_rel_l2")]
+    assert errors == pytest.approx([0.01, 0.04, 0.16])
+    assert pooled_error(group, "emulator:sagebwd", "dq") == pytest.approx((0.99, 0.04))
+    assert pooled_error(group, "emulator:causal_safe", "dq") is None
+
+
+def test_the_page_holds_the_numbers(runs):
+    page = Page(render(runs, margin=0.02, command=EVIL))
+    assert page.text.count(EVIL) == 1 + len(runs)
+    finals = page.tables["table-final"]
+    assert finals[1] == ["256 tokens per step"]
+    assert finals[3][:4] == ["sagebwd", "2 of 2", "3.0550", "+0.0500"]
+    assert finals[3][6] == "worse" and finals[4][6] == "within the margin"
+    intermediates = page.tables["table-intermediates"]
+    assert intermediates[1] == ["Trained with sdpa, 256 tokens per step"]
+    assert intermediates[2][1:] == ["cosine", *["0.9900"] * 8]
+    assert intermediates[3][1:] == ["relative L2", *["0.0400"] * 8]
+    assert intermediates[-1][-1] == "0.0540"
+    gradient = page.tables["table-gradient"][2]
+    assert gradient[2:] == ["128", "0.0100", "5.0e-4", "\N{MINUS SIGN}0.0500", "14K", "256"]
+    tensors = page.tables["table-tensors"][2]
+    assert tensors[1] == "1.00 to 3.00"
+    assert len(page.tables["table-runs"]) == 1 + len(runs)
+    said = "The final loss of sagebwd differs by +0.0500 nats from that of 16-bit attention"
+    assert said in page.text
+    assert not {"script", "link", "img", "iframe"} & set(page.tags)
+    assert not [v for _, v in page.attributes if v and re.match("https?:", v)]
+    assert len(page.ids) == len(set(page.ids))
+
+
+def test_every_attention_has_a_curve_in_every_setting(runs):
+    text = render(runs, margin=None, command="")
+    for kind in ("evaluation", "train"):
+        for index in range(2):
+            chart = re.search(rf'<clipPath id="{kind}-{index}">.*?</svg>', text, re.DOTALL)[0]
+            assert chart.count('class="line') == 3 and chart.count('class="spread') == 3
+    assert text.count('class="margin"') == 0
+    assert render(runs, margin=0.02, command="").count('class="margin"') == 2
+    assert "Verdict" not in text
+
+
+@pytest.mark.skipif(find() is None, reason="no chromium on this machine")
+def test_it_opens_in_a_browser(runs, tmp_path):
+    """Lines are inside their charts and have colours; the page is not wider than the window."""
+    path = tmp_path / "report.html"
+    path.write_text(render(runs, margin=0.02, command=""), encoding="utf-8")
+    with browse() as page:
+        page.open(path.as_uri())
+        shown = page.run(
+            "JSON.stringify([...document.querySelectorAll('svg.chart .line')].map(e => {"
+            "const a = e.getBoundingClientRect(), b = e.closest('svg').getBoundingClientRect();"
+            "return [getComputedStyle(e).stroke, a.width > b.width / 2 && b.height > 100]; }))"
+        )
+        wide = page.run("document.documentElement.scrollWidth <= innerWidth")
+        assert page.errors == [] and wide
+    lines = json.loads(shown)
+    # Two settings. Each has three lines of held-out loss, three of training loss, two of
+    # differences, and two measured attentions in four tensors.
+    assert len(lines) == 2 * (3 + 3 + 2 + 2 * 4)
+    assert all(stroke.startswith("rgb") and drawn for stroke, drawn in lines), lines
+
+
+def test_the_page_shows_runs_that_stopped_or_are_not_done(make_run, tmp_path):
+    good = made(tmp_path / "a", make_run(), loss=3.0)
+    stop = f"step 3: loss nan; first bad: {EVIL}"
+    bad = made(tmp_path / "b", make_run(attention="emulator:sagebwd"), loss=3.0, stop=stop)
+    page = Page(render([good, bad], margin=0.02, command=""))
+    assert stop in page.text
+    row = page.tables["table-final"][2]
+    assert row[1] == "0 of 1" and row[2] == "1 stopped"
+    LogWriter(tmp_path / "c", make_run(seed=1), {}).save()
+    page = Page(render([TrainedRun("c", Log.read(tmp_path / "c"))], margin=None, command=""))
+    assert page.tables["table-final"][1][2] == "not done"
+    assert "nothing was measured" in page.text
+    with pytest.raises(ValueError, match="no runs"):
+        render([], margin=None, command="")
+
+
+def test_a_headline_of_no_difference(runs):
+    assert "No attention differs" in headline(group_runs(runs), 0.06)
+    assert headline(group_runs(runs[:2]), 0.02) == "2 pretraining runs"
+
+
+def test_a_chart_puts_points_at_the_right_place():
+    line = Line(
+        "x", 9, [(0.0, 1.0, 1.0, 1.0), (10.0, 3.0, 3.0, 3.0), (20.0, float("nan"), 1.0, 1.0)]
+    )
+    chart = line_chart(
+        [line], title="<t>", x_title="x", y_title="y", identifier="i", y_range=(1.0, 3.0)
+    )
+    path = re.search(r'class="line c1 dashed" d="M([^"]*)"', chart)[1]
+    (x0, y0), (x1, y1) = (tuple(map(float, point.split())) for point in path.split("L"))
+    assert (x0, x1) == (62, WIDTH - 12) and (y0, y1) == (HEIGHT - 44, 12)
+    assert "&lt;t&gt;" in chart and "<t>" not in chart
+
+
+def test_ticks_are_round():
+    assert ticks(-0.013, 0.052) == [0.0, 0.02, 0.04]
+    assert ticks(3.1, 3.9) == [3.2, 3.4, 3.6, 3.8]
+    assert ticks_log(0.003, 0.3) == [0.005, 0.01, 0.02, 0.05, 0.1, 0.2]
+    assert ticks_log(1e-6, 1.0) == [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0]

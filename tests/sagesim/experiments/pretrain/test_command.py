@@ -1,0 +1,143 @@
+"""The commands of `sagesim pretrain` and `sagesim report`, from the command line."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from sagesim.cli import main
+from sagesim.cli.pretrain import COMMANDS
+from sagesim.experiments.pretrain.run.log import Log
+from sagesim.experiments.pretrain.text.corpus import Corpus
+from sagesim.experiments.pretrain.training import trained_model
+from sagesim.models import Capture
+from tests.sagesim.experiments.pretrain.conftest import ALONE, TEXT
+from tests.sagesim.experiments.pretrain.plan.test_plan import TEXT as PLAN
+from tests.sagesim.experiments.pretrain.training.test_trainer import command
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command; returns its exit code, stdout and stderr."""
+
+    def run(*argv):
+        code = main([str(a) for a in argv])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_from_a_folder_of_text_to_a_report(run, corpus, make_run, tmp_path):
+    code, out, err = run(
+        "pretrain", "prepare", TEXT, tmp_path / "corpus", "--vocabulary", 500, "--validation", 0.1
+    )
+    assert (code, err) == (0, "")
+    assert Corpus(tmp_path / "corpus").manifest.tokens("train") == corpus.manifest.tokens("train")
+    assert f"train: {corpus.manifest.tokens('train')} tokens of 5 documents" in out
+
+    wanted = make_run(attention="emulator:factored")
+    words = command(corpus, tmp_path / "runs" / "a", wanted)
+    code, out, err = run(*words)
+    assert code == 0 and out == f"{tmp_path / 'runs' / 'a'}: 4 steps done\n"
+    assert err.splitlines()[-1].startswith("step 4/4  a  loss ")
+    log = Log.read(tmp_path / "runs" / "a")
+    assert log.run.monitor == ("emulator:factored",) and log.run.vocabulary == 512
+
+    run(*command(corpus, tmp_path / "runs" / "b", make_run()))
+    page = tmp_path / "out" / "report.html"
+    code, out, err = run("report", tmp_path / "runs", "--out", page, "--margin", 0.01)
+    assert (code, err) == (0, "") and out.splitlines()[-1] == f"report: {page}"
+    assert "sagesim report" in page.read_text(encoding="utf-8")
+
+    code, out, err = run(
+        "pretrain", "capture", tmp_path / "runs" / "a", corpus.folder, tmp_path / "x.safetensors",
+        "--layers", 1, "--heads", 0,
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    recorded = Capture.load(tmp_path / "x.safetensors")
+    assert [call.name for call in recorded.calls] == ["layers.1.attention.core"]
+    assert recorded.calls[0].q.shape == (1, 1, 32, 32)
+    assert recorded.source["data"] == "our pages"
+
+
+def test_captured_gradients_are_multiplied_by_their_loss_scale(
+    run, corpus, make_run, tmp_path, monkeypatch
+):
+    """The loss scale is a power of two, so the gradients are equal bit for bit."""
+    run(*command(corpus, tmp_path / "a", make_run()))
+    scaled = trained_model.capture_trained(tmp_path / "a", corpus, ALONE)
+    monkeypatch.setattr(trained_model, "LOSS_SCALE", 1.0)
+    plain = trained_model.capture_trained(tmp_path / "a", corpus, ALONE)
+    assert (scaled.loss_scale, plain.loss_scale) == (65536.0, 1.0)
+    for one, other in zip(scaled.calls, plain.calls, strict=True):
+        assert torch.equal(one.do, 65536 * other.do) and torch.equal(one.q, other.q)
+
+
+def test_a_plan_is_listed_and_trained(run, corpus, tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(PLAN.replace("seeds = [0, 1]", "seeds = [0]"))
+    words = ["pretrain", "plan", plan, corpus.folder, tmp_path / "runs", "--emulate"]
+    code, out, err = run(*words)
+    assert (code, err) == (0, "")
+    assert "one: Does it run?" in out and "5 runs, an estimated" in out and "as above" in out
+    assert not (tmp_path / "runs").exists()
+    code, out, _ = run(*words, "--part", "two", "--micro-batch", 4)
+    assert code == 0 and out.count(": done\n") == 2
+    code, out, _ = run(*words, "--part", "two", "--micro-batch", 4)
+    assert code == 0
+    assert out == f"2 runs in {tmp_path / 'runs'}; 0 stopped at a non-finite number\n"
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["prepare", "nowhere", "out"], "nowhere: no such folder"),
+        (["run", "nowhere", "out"], "nowhere: no prepared corpus"),
+        (["run", "CORPUS", "out", "--attention", "flash"], "unknown family 'flash'"),
+        (["run", "CORPUS", "out", "--attention", "emulator:x"], "'x'"),
+        (["run", "CORPUS", "out", "--tokens-per-step", "1000"], "not a multiple of context=1024"),
+        (["run", "CORPUS", "out", "--evaluate-sequences", "64"], "64 needed"),
+        (["plan", "nowhere.toml", "CORPUS", "out"], "nowhere.toml: not a readable plan"),
+        (["capture", "nowhere", "CORPUS", "out.safetensors"], "not the log of a run"),
+        (["start"], "invalid choice: 'start'"),
+    ],
+)
+def test_invalid_input_prints_one_line(argv, message, run, corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [str(corpus.folder) if word == "CORPUS" else word for word in argv]
+    code, out, err = run("pretrain", *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("sagesim: ") and err.count("\n") == 1 and message in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_without_runs_fails(run, tmp_path):
+    code, _, err = run("report", tmp_path, "--out", tmp_path / "out.html")
+    assert code == 2 and "neither a run nor a folder of runs" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_stops_exits_with_1(run, corpus, make_run, tmp_path, monkeypatch):
+    from sagesim.experiments.pretrain.training.trainer import Trainer
+
+    monkeypatch.setattr(Trainer, "gradient", lambda _self: (float("nan"), 1.0))
+    code, out, _ = run(*command(corpus, tmp_path / "a", make_run()))
+    assert code == 1
+    assert out.startswith("stopped at step 1: loss nan; first bad: nothing")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_an_example(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["pretrain", name, "--help"])
+    assert end.value.code == 0
+    assert f"\n  sagesim pretrain {name}" in capsys.readouterr().out
+
+
+def test_it_can_be_run_as_a_module(corpus):
+    import subprocess
+
+    words = [sys.executable, "-m", "sagesim.cli", "pretrain", "--help"]
+    assert b"torchrun" in subprocess.run(words, capture_output=True, timeout=60, check=True).stdout
+    assert json.loads((corpus.folder / "corpus.json").read_text())["source"] == "our pages"

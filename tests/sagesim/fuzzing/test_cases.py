@@ -1,0 +1,157 @@
+"""The calls that fuzzing draws: the same everywhere, laid out as they say, and of every sort."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sagesim import CAUSAL_SAFE, AttentionSpec, FuzzCase, Precision, attention
+from sagesim.fuzzing.cases import DTYPES, FEATURES, LAYOUTS
+from sagesim.fuzzing.hypothesis_search import find
+from sagesim.fuzzing.inputs import KINDS
+from sagesim.fuzzing.strategies import cases, specs_for_kernels
+from tests.support import examples
+from tests.support.assertions import assert_bitwise
+
+
+def drawn(strategy, count):
+    """What the strategy draws from seed 0."""
+    seen = []
+    find(strategy, lambda example: seen.append(example) or False, cases=count, seed=0)
+    return seen
+
+
+class TestCase:
+    @given(cases())
+    @examples(50)
+    def test_prints_as_the_call_that_makes_it(self, case):
+        assert eval(repr(case), {"FuzzCase": FuzzCase}) == case
+
+    @given(cases(longest=40))
+    @examples(20)
+    def test_the_same_numbers_each_time_and_in_every_layout(self, case):
+        from dataclasses import replace
+
+        plain = replace(case, layout="contiguous", do_layout="contiguous")
+        for again, x in zip(plain.problem().qkvdo, case.problem().qkvdo, strict=True):
+            if x.stride() != (0, 0, 0, 0):
+                assert_bitwise(actual=x, expected=again, what="a tensor of the case")
+            assert x.dtype is DTYPES[case.dtype] and bool(x.isfinite().all())
+
+    def test_layouts(self):
+        shape = {"n_q": 5, "n_k": 7, "d": 16, "batch": 2, "kv_heads": 3, "groups": 2}
+        for layout in LAYOUTS[:-1]:
+            q, k, v, do = FuzzCase(layout=layout, do_layout="expanded", **shape).problem().qkvdo
+            assert q.shape == do.shape == (2, 6, 5, 16) and k.shape == v.shape == (2, 3, 7, 16)
+            assert q.is_contiguous() == (layout == "contiguous")
+            assert k.transpose(1, 2).is_contiguous() == (layout == "token_major")
+            assert do.stride() == (0, 0, 0, 0)
+
+    def test_runs_with_the_options_of_sdpa(self):
+        case = FuzzCase(n_q=3, n_k=5, d=8, groups=2, is_causal=True, scale=0.25)
+        seen = {}
+
+        def function(q, k, v, **options):
+            seen.update(options)
+            return attention(q, k, v, **options)
+
+        o, dq, dk, dv = case.run(function)
+        assert seen == {"is_causal": True, "scale": 0.25, "enable_gqa": True}
+        assert o.shape == dq.shape == (1, 2, 3, 8) and dk.shape == dv.shape == (1, 1, 5, 8)
+
+    @pytest.mark.parametrize(
+        "field, value",
+        [
+            ("n_q", 0),
+            ("groups", 0),
+            ("dtype", "float64"),
+            ("layout", "expanded"),
+            ("do_layout", "x"),
+            ("kinds", ("gaussian", "gaussian", "gaussian", "noise")),
+        ],
+    )
+    def test_a_wrong_field_is_named(self, field, value):
+        with pytest.raises(ValueError, match=f"^{field}"):
+            FuzzCase(**({"n_q": 3, "n_k": 3, "d": 8} | {field: value}))
+
+
+class TestStrategies:
+    def test_every_sort_of_call_is_drawn(self):
+        seen = drawn(cases(), 400)
+        assert {c.dtype for c in seen} == set(DTYPES)
+        assert {kind for c in seen for kind in c.kinds} == set(KINDS)
+        assert {c.layout for c in seen} == set(LAYOUTS[:-1])
+        assert {c.do_layout for c in seen} == set(LAYOUTS)
+        assert {gain for c in seen for gain in c.gains} == {-30, -8, -6, 0, 2, 6}
+        for number in (1, 63, 64, 65, 127, 128, 129):
+            assert any(c.n_q == number for c in seen) and any(c.n_k == number for c in seen)
+        for sort in (
+            lambda c: c.is_causal and c.n_q < c.n_k,
+            lambda c: c.is_causal and c.n_q > c.n_k,
+            lambda c: c.groups == 3,
+            lambda c: c.batch > 1 and c.kv_heads > 1,
+            lambda c: c.scale is not None,
+            lambda c: c.d & (c.d - 1),
+        ):
+            assert sum(bool(sort(c)) for c in seen) > 10
+
+    @pytest.mark.parametrize("word", FEATURES)
+    def test_what_is_left_out_is_not_drawn(self, word):
+        is_there = {
+            "full": lambda c: not c.is_causal,
+            "causal": lambda c: c.is_causal,
+            "cross": lambda c: c.n_q != c.n_k,
+            "tails": lambda c: c.n_q % 32 or c.n_k % 64,
+            "gqa": lambda c: c.groups > 1,
+            "scale": lambda c: c.scale is not None,
+            "strides": lambda c: (c.layout, c.do_layout) != ("contiguous", "contiguous"),
+        }
+        sizes = {"block_q": 32, "block_k": 64}
+        assert any(is_there[word](c) for c in drawn(cases(**sizes), 40))
+        assert not any(is_there[word](c) for c in drawn(cases(without=[word], **sizes), 40))
+        assert drawn(cases(without=FEATURES.keys() - {"full", word}, **sizes), 5)
+
+    def test_bounds_are_kept(self):
+        for case in drawn(cases(longest=9, head_sizes=(24,), dtypes=("bfloat16",)), 40):
+            assert max(case.n_q, case.n_k) <= 9 and case.d == 24 and case.dtype == "bfloat16"
+
+    def test_specs_for_kernels_are_of_every_sort(self):
+        seen = drawn(specs_for_kernels(), 300)
+        assert {s.block_q for s in seen} == {s.block_k for s in seen} == {32, 64, 128}
+        assert {(s.smoothing.q, s.smoothing.k) for s in seen} >= {(True, True), (False, False)}
+        assert len({s.rounding.mode for s in seen}) == 3 and len({s.delta for s in seen}) == 2
+        for site in ("qk", "pv", "dv", "dp", "dq", "dk"):
+            precisions = {s.site(site).precision for s in seen}
+            assert precisions == {Precision.INT8, Precision.INPUT16}
+        assert CAUSAL_SAFE.smoothing in {s.smoothing for s in seen}
+
+    @given(st.data())
+    @examples(20)
+    def test_specs_for_kernels_that_one_supports(self, data):
+        spec = data.draw(specs_for_kernels(supported=lambda s: s.block_q == 32))
+        assert isinstance(spec, AttentionSpec) and spec.block_q == 32
+
+
+class TestFind:
+    def test_the_smallest_example(self):
+        numbers = st.integers(0, 10**6)
+        assert find(numbers, lambda n: n > 1234, cases=200, seed=0, shrink=True) == 1235
+        assert find(numbers, lambda n: n < 0, cases=200, seed=0) is None
+
+    def test_the_seed_says_what_is_tried(self):
+        assert drawn(cases(), 20) == drawn(cases(), 20)
+
+    def test_a_predicate_that_changes_its_mind(self):
+        answers = iter([True] + [False] * 10**6)
+        found = find(st.integers(0, 99), lambda n: next(answers), cases=50, seed=0, shrink=True)
+        assert found is not None
+
+    def test_no_generator_of_the_program_moves(self):
+        import numpy as np
+
+        before = np.random.get_state()[1].tolist(), torch.get_rng_state()
+        for case in drawn(cases(longest=20), 5):
+            case.run(attention)
+        after = np.random.get_state()[1].tolist(), torch.get_rng_state()
+        assert before[0] == after[0]
+        assert_bitwise(actual=after[1], expected=before[1], what="torch's generator")

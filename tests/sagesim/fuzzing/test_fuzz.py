@@ -1,0 +1,441 @@
+"""Fuzzing says nothing about what is right, and says what and where about what is wrong."""
+
+import functools
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sagesim
+from sagesim import (
+    FACTORED,
+    FPA,
+    SAGE_FORWARD,
+    SAGEBWD,
+    AttentionSpec,
+    Delta,
+    FuzzCase,
+    Smoothing,
+    attention,
+    fuzz,
+)
+from sagesim.cli import main
+from sagesim.fuzzing.diagnosis import factor, infer
+from sagesim.fuzzing.hypothesis_search import find
+from sagesim.fuzzing.strategies import cases, specs_for_kernels
+from sagesim.fuzzing.tolerance import ORDER, Contract
+from tests.support import examples, tiled_kernel
+from tests.support.tiled_kernel import BUGS, kernel
+
+RIGHT = [
+    "sagebwd",
+    "sagebwd_all_int8",
+    "sage_forward",
+    "factored",
+    "factored_pv16",
+    "factored_qk",
+    "causal_safe",
+    "fpa_fp16",
+    "fpa",
+    "factored smooth=qk",
+    "sagebwd smooth=q block=128x32",
+    "sagebwd round=half_away block=32x32",
+]
+
+BOTH = replace(FACTORED, smoothing=Smoothing(q=True, k=True), delta=Delta.FROM_O)
+TOKENS_OF_K = AttentionSpec.parse("factored qk=int8@token,block qk_recompute=int8@token,block")
+WITH = {
+    "P rounded by its tile": replace(SAGEBWD, block_q=32, block_k=32),
+    "delta from O before it is rounded": SAGE_FORWARD,
+    "tail reads the next head": TOKENS_OF_K,
+}
+"""Specs in which a bug shows; the others show in `BOTH`."""
+
+
+@pytest.fixture(autouse=True)
+def early(monkeypatch):
+    """Fewer failing cases will do here."""
+    monkeypatch.setattr("sagesim.fuzzing.search.ENOUGH", 5)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Calls as small as these are slowed down by more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class TestRight:
+    @pytest.mark.parametrize("label", RIGHT)
+    def test_a_kernel_that_adds_up_otherwise(self, label):
+        spec = AttentionSpec.parse(label)
+        report = fuzz(kernel(spec), spec=spec, cases=25, seed=1, dtypes=("float32", "bfloat16"))
+        assert report.failure is None, report
+        assert report.cases == 25 or report.cases > 20
+
+    @given(st.data())
+    @examples(40)
+    def test_any_spec_for_kernels(self, data):
+        spec = data.draw(specs_for_kernels(supported=tiled_kernel.supported))
+        case = data.draw(cases(block_q=spec.block_q, block_k=spec.block_k, longest=130))
+        outputs = case.run(kernel(spec))._asdict()
+        for d in Contract(case, spec, "cpu").compare(outputs).values():
+            assert not d.is_outside, d
+
+    @given(cases(longest=70), st.sampled_from(RIGHT))
+    @examples(30)
+    def test_the_emulator_itself_has_no_difference(self, case, label):
+        spec = AttentionSpec.parse(label)
+        outputs = case.run(attention, spec=spec)._asdict()
+        for d in Contract(case, spec, "cpu").compare(outputs).values():
+            assert d.found == 0
+
+
+class TestWrong:
+    @pytest.mark.parametrize("bug", BUGS)
+    def test_a_planted_bug_is_found_and_placed(self, bug, monkeypatch):
+        # Shrinking and explaining have tests of their own, and take most of the time.
+        def first(*args, shrink=False, **kwargs):
+            return find(*args, **kwargs)
+
+        monkeypatch.setattr("sagesim.fuzzing.hypothesis_search.find", first)
+        monkeypatch.setattr("sagesim.fuzzing.search.explanations", lambda *args: ())
+        # Of fewer, all may leave alone what a bug shows in first.
+        monkeypatch.setattr("sagesim.fuzzing.search.ENOUGH", 12)
+        spec = WITH.get(bug, BOTH)
+        narrow = {"head_sizes": (16, 40)}
+        if bug == "delta from O before it is rounded":  # in float32 there is nothing to round
+            narrow["dtypes"] = ("bfloat16",)
+        failure = fuzz(kernel(spec, bug), spec=spec, cases=500, **narrow).failure
+        assert failure is not None
+        tensor, site = BUGS[bug]
+        assert failure.tensor == tensor and failure.site is not None
+        assert failure.site.name == site
+        assert failure.steady and failure.error is None
+
+    @pytest.mark.parametrize(
+        "bug, words",
+        [
+            ("K not smoothed", "other smoothing: 'factored smooth=q delta=o'"),
+            ("logit scale lost", "the logits are not scaled"),
+            ("logit scale of the padded head size", "1/sqrt of the head size padded"),
+            ("dQ not scaled", "dq is the emulator's times"),
+        ],
+    )
+    def test_what_it_looks_like(self, bug, words):
+        failure = fuzz(kernel(BOTH, bug), spec=BOTH, head_sizes=(16, 40)).failure
+        assert failure is not None
+        assert any(words in found for found in failure.explanations), failure.explanations
+
+    def test_attention_of_another_spec(self):
+        report = fuzz(functools.partial(attention, spec=FPA), spec=SAGEBWD, max_length=40)
+        assert report.failure is not None
+        assert report.failure.explanations[0] == "another spec: 'fpa'"
+
+
+def broken(change):
+    """The emulator of FACTORED, with something done to its output."""
+
+    def function(q, k, v, **options):
+        return change(attention(q, k, v, spec=FACTORED, **options), q, k, v)
+
+    return function
+
+
+class TestOtherwiseWrong:
+    @pytest.fixture(autouse=True)
+    def unexplained(self, monkeypatch):
+        monkeypatch.setattr("sagesim.fuzzing.search.explanations", lambda *args: ())
+
+    def fuzz(self, function, **options):
+        report = fuzz(function, spec=FACTORED, cases=40, max_length=20, **options)
+        assert report.failure is not None
+        return report, report.failure
+
+    def test_an_exception_is_shrunk_to_the_smallest_call_that_raises(self):
+        def raises(o, q, k, v):
+            if k.shape[2] > 6:
+                raise NotImplementedError("no more than 6 keys")
+            return o
+
+        report, failure = self.fuzz(broken(raises))
+        assert failure.error == "NotImplementedError: no more than 6 keys"
+        assert (failure.case.n_k, failure.case.n_q, failure.case.kv_heads) == (7, 7, 1)
+        assert failure.site is None and failure.tensor is None
+        assert "raised     NotImplementedError: no more than 6 keys" in str(report)
+
+    def test_an_exception_of_the_backward(self):
+        class Raises(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, x):
+                raise ZeroDivisionError
+
+        _, failure = self.fuzz(broken(lambda o, q, k, v: Raises.apply(o)))
+        assert failure.error == "ZeroDivisionError: "
+
+    @pytest.mark.parametrize(
+        "change, tensor, words",
+        [
+            (lambda o, q, k, v: o * float("nan"), "o", "is nan, the emulator's"),
+            (lambda o, q, k, v: o.double(), "o", "o: dtype torch.float64, not torch.float32"),
+            (lambda o, q, k, v: o[..., :1], None, "o has shape (1, 1, 1, 1), not (1, 1, 1, 16)"),
+        ],
+    )
+    def test_an_output_that_is_no_such_thing(self, change, tensor, words):
+        def tolerant(q, k, v, **options):
+            return Reshaped.apply(q, k, v, change, options)
+
+        report, failure = self.fuzz(tolerant, dtypes=["float32"])
+        assert failure.tensor == tensor
+        assert words in str(report)
+
+    def test_an_output_without_a_gradient(self):
+        def detached(q, k, v, **options):
+            return attention(q, k.detach(), v, spec=FACTORED, **options)
+
+        report, failure = self.fuzz(detached)
+        assert failure.error is not None or "dk: no gradient" in str(report)
+
+    def test_numbers_that_change_from_run_to_run(self):
+        report, failure = self.fuzz(broken(once()))
+        assert not failure.steady
+        assert "change from run to run" in str(report)
+
+
+class Reshaped(torch.autograd.Function):
+    """o changed into what autograd takes for no output of this call; gradients as they are."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, change, options):
+        ctx.save_for_backward(q, k, v)
+        ctx.options = options
+        return change(attention(q, k, v, spec=FACTORED, **options), q, k, v)
+
+    @staticmethod
+    def backward(ctx, do):
+        leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            o = attention(*leaves, spec=FACTORED, **ctx.options)
+        return (*torch.autograd.grad(o, leaves, torch.ones_like(o)), None, None)
+
+
+def once():
+    """Wrong in the first call alone."""
+    calls = []
+
+    def change(o, q, k, v):
+        calls.append(0)
+        return o * 2 if len(calls) == 1 else o
+
+    return change
+
+
+class TestContract:
+    CASE = FuzzCase(n_q=100, n_k=70, d=16, kv_heads=2, seed=3)
+
+    def test_the_allowance_is_a_small_part_of_the_specs_own_error(self):
+        """Or else it would allow any other rounding, too."""
+        contract = Contract(self.CASE, SAGEBWD, "cpu")
+        for name in ORDER:
+            assert 0 < 2 * contract.spread[name][1] < 0.5 * contract.rounding(name)
+
+    def test_without_rounding_float32_is_all_that_is_allowed(self):
+        contract = Contract(self.CASE, FPA, "cpu")
+        for name in ORDER:
+            size = getattr(contract.emulator, name).abs().max()
+            assert contract.spread[name][0] < 1e-4 * float(size)
+
+    def test_it_asks_for_finite_numbers_where_the_emulator_has_them(self):
+        contract = Contract(self.CASE, FPA, "cpu")
+        outputs = {k: v.clone() for k, v in contract.emulator._asdict().items()}
+        outputs["dk"][0, 1, 2, 3] = torch.inf
+        found = contract.compare(outputs)["dk"]
+        assert found.is_outside and found.worst == (0, 1, 2, 3) and found.ratio == torch.inf
+
+    def test_it_does_not_mind_what_overflows(self):
+        kinds = ("gaussian", "gaussian", "offset", "offset")
+        case = replace(self.CASE, dtype="float16", gains=(0, 0, 6, 6), kinds=kinds)
+        contract = Contract(case, FPA, "cpu")
+        assert not contract.emulator.dq.isfinite().all()
+        outputs = {
+            k: v.nan_to_num(1.0, 65504, -65504) for k, v in contract.emulator._asdict().items()
+        }
+        assert not any(d.is_outside for d in contract.compare(outputs).values())
+
+    def test_one_wrong_row_is_seen(self):
+        contract = Contract(self.CASE, SAGEBWD, "cpu")
+        outputs = {k: v.clone() for k, v in contract.emulator._asdict().items()}
+        outputs["o"][0, 0, 99] *= 1.2
+        found = contract.compare(outputs)
+        assert [name for name in ORDER if found[name].is_outside] == ["o"]
+        assert found["o"].worst[:3] == (0, 0, 99)
+
+
+@pytest.mark.parametrize(
+    "outside, site",
+    [
+        ("o dv dq dk", "qk"),
+        ("o dv", "qk"),
+        ("o dq dk", "pv"),
+        ("o", "pv"),
+        ("dv dq dk", "qk_recompute"),
+        ("dv dk", "dv"),
+        ("dv", "dv"),
+        ("dq dk", "dp"),
+        ("dq", "dq"),
+        ("dk", "dk"),
+    ],
+)
+def test_the_site_follows_from_the_outputs_that_differ(outside, site):
+    assert infer(dict.fromkeys(outside.split(), 1)).name == site
+
+
+def test_a_factor_is_seen():
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    assert factor(x * 8, x) == pytest.approx(8)
+    assert factor(x, x) is factor(x + 1, x) is factor(x[:2], x) is factor(x, x * 0) is None
+
+
+def test_the_same_arguments_give_the_same_report(monkeypatch):
+    monkeypatch.setattr("sagesim.fuzzing.search.explanations", lambda *args: ())
+    options = {"spec": BOTH, "cases": 8, "head_sizes": (16,), "max_length": 40}
+    state = torch.get_rng_state()
+    one, two = (fuzz(kernel(BOTH, "dK not scaled"), seed=7, **options) for _ in range(2))
+    assert one == two and str(one) == str(two)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"cases": 0}, "cases: 0"),
+        ({"head_sizes": ()}, "head_sizes"),
+        ({"max_length": -1}, "max_length: -1"),
+        ({"dtypes": ("float64",)}, "float64"),
+        ({"dtypes": ()}, "dtypes: none"),
+        ({"without": ("gaq",)}, "gaq"),
+        ({"without": ("full", "causal")}, "neither full nor causal"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        fuzz(attention, spec=SAGEBWD, **options)
+
+
+def test_a_label_is_no_spec(as_installed):
+    with pytest.raises(TypeError, match=r"AttentionSpec\.parse"):
+        fuzz(attention, spec="sagebwd")
+
+
+def test_hypothesis_is_asked_for_by_its_extra(monkeypatch):
+    for module in ("hypothesis", "sagesim.fuzzing.hypothesis_search", "sagesim.fuzzing.strategies"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, "sagesim.fuzzing.hypothesis_search")
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'sagebwd\[fuzz\]'") as error:
+        fuzz(attention, spec=SAGEBWD)
+    assert error.value.name == "hypothesis"
+
+
+MODULE = """
+import sagesim
+
+def right(q, k, v, **options):
+    return sagesim.attention(q, k, v, spec=sagesim.FACTORED, **options)
+
+class wrong:
+    @staticmethod
+    def dq(q, k, v, **options):
+        return sagesim.attention(q + q - q.detach(), k, v, spec=sagesim.FACTORED, **options)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A directory with a module of functions, where commands are run."""
+    (tmp_path / "fuzzed_kernels.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "fuzzed_kernels", raising=False)
+    return tmp_path
+
+
+NARROW = ["--spec", "factored", "--cases", "12", "--max-length", "70", "--head-sizes", "16"]
+
+
+class TestCommand:
+    def test_nothing_found_is_exit_code_0(self, here, capsys):
+        assert main(["fuzz", "fuzzed_kernels:right", *NARROW]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        first, second = out.splitlines()
+        assert first == "fuzzed_kernels:right agrees with the emulator under 'factored'"
+        assert second.endswith("cases on cpu, seed 0: o, dv, dq and dk within the contract")
+
+    def test_a_difference_is_exit_code_1_and_the_snippet_shows_it(self, here, capsys):
+        assert main(["fuzz", "fuzzed_kernels:wrong.dq", *NARROW]) == 1
+        out, err = capsys.readouterr()
+        assert err == ""
+        assert "inferred   dq: dQ = dS K" in out
+        assert "looks like dq is the emulator's times 2" in out
+        assert max(map(len, out.splitlines())) < 110
+        _, _, snippet = out.partition("reproduce with\n\n")
+        lines = [line[4:] for line in snippet.splitlines()]
+        assert len(lines) < 12
+        ran = subprocess.run(
+            [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, cwd=here
+        )
+        assert ran.returncode == 0, ran.stderr
+        largest = {line.split()[0]: float(line.split()[1]) for line in ran.stdout.splitlines()}
+        assert largest["o"] == largest["dk"] == largest["dv"] == 0 and largest["dq"] > 0
+
+    @pytest.mark.parametrize(
+        "argv, message",
+        [
+            ([], "required: PACKAGE.MODULE:FUNCTION"),
+            (["fuzzed_kernels"], "not of the form package.module:function"),
+            (["fuzzed_kernels:"], "not of the form package.module:function"),
+            (["no_such_module:f"], "no_such_module cannot be imported"),
+            (["fuzzed_kernels:left"], "fuzzed_kernels has no 'left'"),
+            (["fuzzed_kernels:number"], "is a int, not a function"),
+            (["fuzzed_kernels:right", "--spec", "factord"], "did you mean 'factored'?"),
+            (["fuzzed_kernels:right", "--cases", "0"], "cases: 0"),
+            (["fuzzed_kernels:right", "--max-length", "0"], "max_length: 0"),
+            (["fuzzed_kernels:right", "--head-sizes", "16", "0"], "head_sizes: 16, 0"),
+            (["fuzzed_kernels:right", "--seed", "-1"], "--seed has to be in"),
+            (["fuzzed_kernels:right", "--dtypes", "float8"], "invalid choice: 'float8'"),
+            (["fuzzed_kernels:right", "--without", "gaq"], "invalid choice: 'gaq'"),
+            (["fuzzed_kernels:right", "--without", "full", "causal"], "neither full nor causal"),
+            (["fuzzed_kernels:right", "--device", "gpu"], "--device gpu: "),
+        ],
+    )
+    def test_wrong_input_is_one_line_and_exit_code_2(self, argv, message, here, capsys):
+        assert main(["fuzz", *argv]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("sagesim: ") and err.count("\n") == 1
+        assert message in err
+
+    def test_without_hypothesis(self, here, capsys, monkeypatch):
+        monkeypatch.setitem(sys.modules, "hypothesis", None)
+        for module in ("sagesim.fuzzing.hypothesis_search", "sagesim.fuzzing.strategies"):
+            monkeypatch.delitem(sys.modules, module)
+        assert main(["fuzz", "fuzzed_kernels:right"]) == 2
+        assert "pip install 'sagebwd[fuzz]'" in capsys.readouterr().err
+
+
+def test_a_function_of_a_module_is_imported_in_the_snippet():
+    report = fuzz(sagesim.attention, spec=FPA, cases=3, max_length=20)
+    assert report.function == "sagesim.emulator.autograd:attention"
+    assert report.failure is not None
+    assert "from sagesim.emulator.autograd import attention\n" in report.failure.snippet

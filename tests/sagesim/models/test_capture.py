@@ -1,0 +1,553 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+from sagesim.emulator import exact
+from sagesim.models import Call, Capture, capture
+from tests.support.assertions import assert_bitwise, assert_within_bound
+
+SITES = ("q", "k", "v", "do")
+
+
+class Attend(nn.Module):
+    """SDPA with given arguments on learned q, k and v, which it keeps with their gradients."""
+
+    def __init__(self, heads: int = 4, kv_heads: int = 4, n_q: int = 9, n_k: int = 9, **call):
+        super().__init__()
+        random = torch.Generator().manual_seed(heads * 100 + n_q)
+        shapes = {"q": (3, heads, n_q, 8), "k": (3, kv_heads, n_k, 8), "v": (3, kv_heads, n_k, 6)}
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape, generator=random)))
+        self.call = {"enable_gqa": heads != kv_heads, **call}
+
+    def forward(self) -> Tensor:
+        self.o = F.scaled_dot_product_attention(self.q, self.k, self.v, **self.call)
+        self.o.retain_grad()
+        return self.o.square().mean()
+
+
+def record(net: nn.Module, **limits) -> Call:
+    with capture(**limits) as recording:
+        net().backward()
+    (call,) = recording.result().calls
+    return call
+
+
+def tiny(causal: bool) -> nn.Module:
+    """A transformer with random weights: Llama with grouped queries, or BERT."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 40,
+        "attn_implementation": "sdpa",
+    }
+    if causal:
+        return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **sizes))
+    return BertModel(BertConfig(attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0, **sizes))
+
+
+def step(model: nn.Module, padded: bool) -> list[Tensor]:
+    """One forward and backward: the output and every gradient."""
+    ids = torch.arange(34).view(2, 17)
+    mask = torch.ones(2, 17, dtype=torch.long)
+    mask[1, 11:] = 0
+    model.zero_grad()
+    output = model(input_ids=ids, **({"attention_mask": mask} if padded else {}))[0]
+    output.square().mean().backward()
+    return [output.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_model_computes_the_same_bytes(causal, padded):
+    model = tiny(causal)
+    expected = step(model, padded)
+    with capture() as recording:
+        found = step(model, padded)
+    assert len(expected) == len(found) > 10
+    for a, b in zip(found, expected, strict=True):
+        assert_bitwise(actual=a, expected=b, what="output or gradient")
+    calls = recording.result().calls
+    names = ["model.layers.{}.self_attn", "encoder.layer.{}.attention.self"]
+    assert [call.name for call in calls] == [names[not causal].format(i) for i in range(2)]
+    assert [call.index for call in calls] == [0, 1]
+    for call in calls:
+        assert call.q.shape == call.do.shape == (2, 4, 17, 8)
+        assert (call.attn_mask is not None) is padded
+        assert call.is_causal is (causal and not padded)
+        assert call.enable_gqa is (causal and not padded)
+        if padded:
+            assert call.attn_mask.dtype is torch.bool
+            assert not call.attn_mask[1, 0, 10, 11:].any()
+            assert call.attn_mask[0, 0, 16].all()
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "arguments"),
+    [
+        (4, {}),
+        (2, {"is_causal": True}),
+        (4, {"scale": 0.3, "attn_mask": torch.ones(9, 9, dtype=torch.bool).tril()}),
+        (4, {"attn_mask": (torch.arange(9) < 7).expand(3, 1, 9, 9)}),
+    ],
+)
+def test_what_is_recorded_is_what_sdpa_saw(kv_heads, arguments):
+    net = Attend(kv_heads=kv_heads, **arguments)
+    call = record(net)
+    for name, x in (("q", net.q), ("k", net.k), ("v", net.v), ("do", net.o.grad)):
+        assert_bitwise(actual=getattr(call, name), expected=x.detach(), what=name)
+    mask = arguments.get("attn_mask")
+    assert (call.attn_mask is None) is (mask is None)
+    if mask is not None:
+        assert torch.equal(call.attn_mask.expand(3, 4, 9, 9), mask.expand(3, 4, 9, 9))
+    assert call.is_causal is arguments.get("is_causal", False)
+    assert call.scale == arguments.get("scale")
+    assert call.enable_gqa is (kv_heads == 2)
+
+
+def test_records_are_copies():
+    net = Attend()
+    with capture() as recording:
+        loss = net()
+        before = net.q.detach().clone()
+        loss.backward()
+    with torch.no_grad():
+        net.q.zero_()
+        net.o.grad.zero_()
+    call = recording.result().calls[0]
+    assert_bitwise(actual=call.q, expected=before, what="q")
+    assert call.do.any()
+    assert not any(getattr(call, name).requires_grad for name in SITES)
+
+
+def test_the_gradients_of_all_uses_are_summed():
+    q = torch.randn(1, 1, 4, 2, requires_grad=True)
+    with capture() as recording:
+        o = F.scaled_dot_product_attention(q, q, q)
+        (o.sum() + 3 * o.sum()).backward()
+    do = recording.result().calls[0].do
+    assert_bitwise(actual=do, expected=torch.full_like(do, 4.0), what="do")
+    assert do.is_contiguous()
+
+
+@pytest.mark.parametrize("backward_inside", [True, False])
+def test_the_backward_may_run_later(backward_inside):
+    net = Attend()
+    with capture() as recording:
+        loss = net()
+        if backward_inside:
+            loss.backward()
+    if not backward_inside:
+        with pytest.raises(RuntimeError, match="no backward has run through SDPA call 0"):
+            recording.result()
+        loss.backward()
+    do = recording.result().calls[0].do
+    assert_bitwise(actual=do, expected=net.o.grad, what="do")
+
+
+LIMITED = [
+    ({}, {"tokens": 4}),
+    ({"is_causal": True}, {"tokens": 4}),
+    ({"is_causal": True, "n_k": 3}, {"tokens": 4}),
+    ({"is_causal": True, "n_k": 13}, {"tokens": 4}),
+    ({"n_q": 3}, {"tokens": 4}),
+    ({"kv_heads": 2, "is_causal": True}, {"heads": [1], "tokens": 4}),
+    ({"kv_heads": 2}, {"heads": [1, 0], "batch": [2, 0]}),
+    ({"kv_heads": 1}, {"heads": [0], "batch": [1]}),
+    ({"attn_mask": torch.rand(3, 4, 9, 9) < 0.6}, {"heads": [3, 1], "batch": [2], "tokens": 5}),
+    ({"attn_mask": torch.rand(9, 9) < 0.6}, {"heads": [3, 1], "batch": [2], "tokens": 5}),
+    ({"attn_mask": (torch.arange(9) < 6).view(1, 1, 1, 9)}, {"batch": [2], "tokens": 5}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "limits"), LIMITED)
+def test_a_limited_problem_has_the_same_o_and_dq(as_installed, arguments, limits):
+    """By the float64 reference on both: a limit takes whole rows of the problem, and whatever
+    these attend to. Sums of the same terms may round in another order, by 2**-53 each."""
+    net = Attend(**arguments).double()
+    whole, part = record(net), record(net, **limits)
+    reference, found = (exact(c) for c in (whole, part))
+    groups = whole.q.shape[1] // whole.k.shape[1]
+    items = limits.get("batch", range(3))
+    heads = [
+        h * groups + g for h in limits.get("heads", range(whole.k.shape[1])) for g in range(groups)
+    ]
+    for name in ("o", "dq"):
+        expected = getattr(reference, name)[list(items)][:, heads][:, :, : limits.get("tokens")]
+        assert_within_bound(
+            actual=getattr(found, name),
+            exact=expected,
+            bound=expected.norm() * 2.0**-48,
+            what=name,
+        )
+        assert expected.any()
+
+
+def test_layers_limits_the_calls():
+    net = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 8, 0.0) for _ in range(4)))
+    x = torch.randn(5, 1, 8)
+    with capture(layers=[0, "2"]) as recording:
+        net(x).sum().backward()
+    found = [(call.index, call.name) for call in recording.result().calls]
+    assert found == [(0, "0.self_attn"), (2, "2.self_attn")]
+
+
+def test_a_model_limits_the_calls_and_names_them():
+    mine, other = Attend(), Attend()
+    whole = nn.ModuleDict({"other": other, "mine": nn.Sequential(mine)})
+    with capture(whole["mine"]) as recording:
+        for part in (other, mine):
+            part().backward()
+    (call,) = recording.result().calls
+    assert (call.index, call.name) == (0, "0")
+    assert_bitwise(actual=call.q, expected=mine.q.detach(), what="q")
+    assert_bitwise(actual=call.do, expected=mine.o.grad, what="dO")
+    with pytest.raises(RuntimeError, match="not in the given model"), capture(whole["mine"]):
+        other().backward()
+
+
+def test_calls_that_are_not_recorded_may_be_anything():
+    q = torch.randn(1, 1, 4, 2, requires_grad=True)
+    with capture(layers=[1]) as recording:
+        F.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(4, 4))
+        F.scaled_dot_product_attention(q, q, q).sum().backward()
+    assert [call.index for call in recording.result().calls] == [1]
+
+
+def test_checkpointing_changes_nothing():
+    layers = [nn.TransformerEncoderLayer(8, 2, 8, 0.0) for _ in range(2)]
+    x = torch.randn(5, 1, 8, requires_grad=True)
+
+    def run(call) -> Capture:
+        with capture() as recording:
+            call(layers[1], call(layers[0], x)).square().sum().backward()
+        return recording.result()
+
+    plain = run(lambda layer, x: layer(x))
+    again = run(lambda layer, x: checkpoint(layer, x, use_reentrant=False))
+    assert len(plain.calls) == len(again.calls) == 2
+    for a, b in zip(plain.calls, again.calls, strict=True):
+        for name in SITES:
+            assert_bitwise(actual=getattr(b, name), expected=getattr(a, name), what=name)
+
+
+def test_autocast_records_what_sdpa_computes_with():
+    net = Attend()
+    with torch.autocast("cpu", torch.bfloat16):
+        call = record(net)
+    assert net.q.dtype is torch.float32
+    assert_bitwise(actual=call.q, expected=net.q.detach().bfloat16(), what="q")
+    assert_bitwise(actual=call.do, expected=net.o.grad, what="do")
+    assert call.do.dtype is torch.bfloat16
+
+
+q4 = torch.zeros(1, 2, 4, 8, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: F.scaled_dot_product_attention(q4, q4, q4, None, 0.1),
+            ValueError,
+            "dropout_p=0.1",
+        ),
+        (
+            lambda: F.scaled_dot_product_attention(q4, q4, q4, torch.zeros(4, 4)),
+            ValueError,
+            r"call 0: attn_mask is torch.float32; only boolean",
+        ),
+        (
+            lambda: F.scaled_dot_product_attention(q4[0], q4[0], q4[0]),
+            ValueError,
+            r"query has shape \(2, 4, 8\), not \[b, h, n, d\]",
+        ),
+        (
+            lambda: F.scaled_dot_product_attention(*[q4.detach()] * 3),
+            RuntimeError,
+            "call 0: its output needs no gradient",
+        ),
+        (lambda: None, RuntimeError, "nothing was recorded"),
+    ],
+)
+def test_what_cannot_be_recorded_raises(make, error, message):
+    with pytest.raises(error, match=message), capture():
+        make()
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"tokens": 0}, "tokens=0"),
+        ({"heads": []}, r"heads=\[\] takes nothing"),
+        ({"batch": []}, r"batch=\[\] takes nothing"),
+        ({"heads": [0, 4]}, r"call 0: heads=\[0, 4\], of 4"),
+        ({"batch": [-1]}, r"call 0: batch=\[-1\], of 3"),
+        ({"layers": [0, 7, "encoder"]}, "no call is at 7, 'encoder'; seen were SDPA call 0"),
+        ({"loss_scale": 3.0}, "loss_scale=3.0 is not a power of two"),
+        ({"loss_scale": 0.0}, "loss_scale=0.0"),
+        ({"source": {"loss": float("nan")}}, "source is not JSON"),
+        ({"source": {"path": Path()}}, "source is not JSON"),
+        ({"source": {1: "one"}}, "source is not JSON: it would be read back as {'1': 'one'}"),
+    ],
+)
+def test_wrong_limits_and_provenance_raise(as_installed, limits, message):
+    with pytest.raises(ValueError, match=message):
+        record(Attend(), **limits)
+
+
+def test_a_second_forward_raises():
+    net = Attend()
+    with pytest.raises(RuntimeError, match="call 0: made a second time"), capture():
+        net()
+        net()
+
+
+def test_a_second_backward_raises():
+    with capture():
+        loss = Attend()()
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="call 0: a second backward"):
+            loss.backward()
+
+
+def test_gradients_that_are_not_finite_raise():
+    with capture() as recording:
+        (Attend()() * float("inf")).backward()
+    with pytest.raises(ValueError, match="call 0: do holds NaN or Inf"):
+        recording.result()
+
+
+def test_an_error_inside_is_not_hidden():
+    with pytest.raises(KeyError), capture(layers=[5]):
+        raise KeyError
+
+
+class TestCall:
+    def call(self, **changes) -> Call:
+        q, k, do = torch.ones(2, 4, 5, 8), torch.ones(2, 2, 6, 8), torch.ones(2, 4, 5, 3)
+        fields = {
+            "q": q,
+            "k": k,
+            "v": torch.ones(2, 2, 6, 3),
+            "do": do,
+            "attn_mask": torch.ones(2, 1, 5, 6, dtype=torch.bool),
+            "is_causal": False,
+            "scale": None,
+            "enable_gqa": True,
+            "index": 3,
+            "name": "attend",
+        }
+        return Call(**(fields | changes))
+
+    def test_fits(self):
+        assert str(self.call()) == "call 3 in attend"
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"q": torch.ones(4, 5, 8)}, r"q has shape \(4, 5, 8\)"),
+            ({"v": torch.ones(2, 2, 6, 3).half()}, "v is torch.float16, q is torch.float32"),
+            ({"k": torch.full((2, 2, 6, 8), float("inf"))}, "k holds NaN or Inf"),
+            ({"do": torch.ones(2, 4, 5, 8)}, "shapes do not fit: .*do"),
+            ({"k": torch.ones(2, 2, 7, 8)}, "shapes do not fit"),
+            ({"k": torch.ones(2, 2, 6, 4)}, "shapes do not fit"),
+            ({"k": torch.ones(2, 3, 6, 8), "v": torch.ones(2, 3, 6, 3)}, "shapes do not fit"),
+            ({"k": torch.ones(2, 0, 6, 8), "v": torch.ones(2, 0, 6, 3)}, "shapes do not fit"),
+            ({"enable_gqa": False}, "shapes do not fit.*enable_gqa=False"),
+            ({"attn_mask": torch.ones(2, 1, 5, 6)}, "attn_mask is torch.float32"),
+            ({"is_causal": True}, "attn_mask is torch.bool with is_causal=True"),
+            (
+                {"attn_mask": torch.ones(2, 1, 5, 5, dtype=torch.bool)},
+                r"attn_mask \(2, 1, 5, 5\) does",
+            ),
+        ],
+    )
+    def test_what_does_not_fit_is_named(self, changes, message):
+        with pytest.raises(ValueError, match=f"call 3 in attend: {message}"):
+            self.call(**changes)
+
+
+def small() -> Capture:
+    """Two calls, one of them masked."""
+    mask = (torch.arange(9) < 7).view(1, 1, 1, 9)
+    calls = [record(Attend(is_causal=True, scale=2.0)), record(Attend(2, 1, attn_mask=mask))]
+    return Capture(
+        calls=(calls[0], dataclasses.replace(calls[1], index=1, name="b.c")),
+        loss_scale=8.0,
+        source={"model": "none", "sizes": [1, 2.5, None]},
+        torch_version="2.13.0",
+    )
+
+
+class TestConversion:
+    def converted(self, scale: float, dtype: torch.dtype = torch.float16) -> Call:
+        call = small().calls[0]
+        return dataclasses.replace(call, do=call.do * (scale / call.do.abs().max())).to(dtype)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+    def test_rounds_to_nearest(self, dtype):
+        before = small()
+        after = before.to(dtype)
+        for a, b in zip(before.calls, after.calls, strict=True):
+            for name in SITES:
+                assert_bitwise(
+                    actual=getattr(b, name), expected=getattr(a, name).to(dtype), what=name
+                )
+            assert a.attn_mask is b.attn_mask
+        assert (after.loss_scale, after.source) == (before.loss_scale, before.source)
+
+    def test_overflow_raises(self):
+        self.converted(65504.0)
+        with pytest.raises(ValueError, match=r"call 0: do reaches 6.8e\+04, which overflows"):
+            self.converted(68000.0)
+        self.converted(68000.0, torch.bfloat16)
+
+    def test_underflow_raises(self):
+        """Below 2**-14 the numbers of float16 are 2**-24 apart. A gradient whose RMS is about
+        2**-16 errs by 2**-24 / sqrt(12), 1e-3 of itself, where eps/2 is 5e-4."""
+        self.converted(2.0**-10)
+        for largest in (2.0**-14, 2.0**-20):
+            with pytest.raises(ValueError, match=r"call 0: do underflows .*a larger loss scale"):
+                self.converted(largest)
+            self.converted(largest, torch.bfloat16)
+
+    def test_one_head_that_underflows_is_not_hidden_by_the_others(self):
+        call = small().calls[0]
+        do = call.do.clone()
+        do[1, 2] = 2.0**-26
+        with pytest.raises(ValueError, match="changes by 1 of its norm, and 54 numbers become 0"):
+            dataclasses.replace(call, do=do).to(torch.float16)
+
+    def test_zeros_are_held(self):
+        call = small().calls[0]
+        zero = dataclasses.replace(call, do=torch.zeros_like(call.do)).to(torch.float16)
+        assert not zero.do.any()
+
+
+class TestFile:
+    def test_gives_back_the_same(self, tmp_path):
+        before = small()
+        before.save(tmp_path / "a.safetensors")
+        after = Capture.load(tmp_path / "a.safetensors")
+        assert (after.loss_scale, after.torch_version) == (8.0, "2.13.0")
+        assert after.source == before.source
+        assert len(after.calls) == 2
+        for a, b in zip(before.calls, after.calls, strict=True):
+            for field in dataclasses.fields(Call):
+                x, y = getattr(a, field.name), getattr(b, field.name)
+                assert torch.equal(x, y) if isinstance(x, Tensor) else x == y, field.name
+                assert type(x) is type(y)
+
+    def test_same_capture_same_bytes(self, tmp_path):
+        before = small()
+        before.save(tmp_path / "a")
+        backwards = dict(reversed(before.source.items()))
+        dataclasses.replace(before, source=backwards).save(tmp_path / "b")
+        assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+    def test_half_precision_is_kept(self, tmp_path):
+        before = small().to(torch.float16)
+        before.save(tmp_path / "a")
+        after = Capture.load(str(tmp_path / "a"))
+        assert_bitwise(actual=after.calls[0].do, expected=before.calls[0].do, what="do")
+
+    def test_tensors_may_share_memory_and_have_any_strides(self, tmp_path):
+        x = torch.randn(1, 5, 2, 4).transpose(1, 2)
+        call = dataclasses.replace(small().calls[0], q=x, k=x, v=x, do=x[:, :1].expand(1, 2, 5, 4))
+        dataclasses.replace(small(), calls=(call,)).save(tmp_path / "a")
+        assert_bitwise(actual=Capture.load(tmp_path / "a").calls[0].do, expected=call.do, what="do")
+
+    def test_a_failed_save_leaves_the_old_file(self, tmp_path, monkeypatch):
+        path = tmp_path / "a"
+        path.write_bytes(b"old")
+
+        def fails(*_):
+            raise OSError("disk full")
+
+        monkeypatch.setattr(Path, "replace", fails)
+        with pytest.raises(OSError, match="disk full"):
+            small().save(path)
+        assert [p.name for p in tmp_path.iterdir()] == ["a"]
+        assert path.read_bytes() == b"old"
+
+    def test_missing(self, tmp_path):
+        with pytest.raises(ValueError, match="nothing: no such file"):
+            Capture.load(tmp_path / "nothing")
+
+    @pytest.mark.parametrize("data", [b"", b"not a safetensors file", b"\x80\x04}."])
+    def test_not_safetensors(self, tmp_path, data):
+        (tmp_path / "a").write_bytes(data)
+        with pytest.raises(ValueError, match="a: not a readable safetensors file"):
+            Capture.load(tmp_path / "a")
+
+    def test_truncated(self, tmp_path):
+        small().save(tmp_path / "a")
+        (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:-10])
+        with pytest.raises(ValueError, match="a: not a readable safetensors file"):
+            Capture.load(tmp_path / "a")
+
+    def test_no_capture(self, tmp_path):
+        safetensors.torch.save_file({"x": torch.ones(1)}, tmp_path / "a")
+        with pytest.raises(ValueError, match="a: not a capture: its metadata lack"):
+            Capture.load(tmp_path / "a")
+
+    @pytest.mark.parametrize(
+        ("edit", "message"),
+        [
+            (lambda m, t: m.update(version=2), "version 2 of the format; this sagesim reads 1"),
+            (lambda m, t: m.pop("version"), "field 'version' is None"),
+            (lambda m, t: m.pop("source"), "field 'source' is None"),
+            (lambda m, t: m.update(torch=2.13), "field 'torch' is 2.13"),
+            (lambda m, t: m.update(loss_scale=True), "field 'loss_scale' is True"),
+            (lambda m, t: m.update(loss_scale=5.0), "loss_scale=5.0 is not a power of two"),
+            (lambda m, t: m.update(calls={}), "field 'calls' is {}"),
+            (lambda m, t: m["calls"].pop(), "tensors that no call names: 1.attn_mask, 1.do"),
+            (lambda m, t: m.update(calls=[]) or t.clear(), "a capture of no calls"),
+            (lambda m, t: m["calls"][1].pop("name"), "field 'name' is None"),
+            (lambda m, t: m["calls"][1].update(is_causal=0), "field 'is_causal' is 0"),
+            (lambda m, t: m["calls"].append("x"), "field 'tensors' is None"),
+            (lambda m, t: t.pop("1.attn_mask"), "tensor 1.attn_mask is missing"),
+            (lambda m, t: t.update({"0.x": torch.ones(1)}), "no call names: 0.x"),
+            (lambda m, t: t.update({"0.q": t["0.q"][:1]}), r"tensor 0.q is .*1, 4, 9, 8.*say"),
+            (lambda m, t: t.update({"0.k": t["0.k"].double()}), "tensor 0.k is .*float64.*say"),
+            (lambda m, t: t["1.do"].fill_(float("nan")), "call 1 in b.c: do holds NaN or Inf"),
+            (lambda m, t: t["0.v"].fill_(float("inf")), "call 0: v holds NaN or Inf"),
+            (
+                lambda m, t: m["calls"][0]["tensors"].pop("do") and t.pop("0.do"),
+                "call 0 consists of attn_mask, k, q, v",
+            ),
+        ],
+    )
+    def test_wrong_contents_are_named(self, tmp_path, edit, message):
+        path = tmp_path / "a.safetensors"
+        small().save(path)
+        tensors = safetensors.torch.load_file(path)
+        with safetensors.safe_open(path, "pt") as file:
+            ((key, text),) = file.metadata().items()
+        metadata = json.loads(text)
+        edit(metadata, tensors)
+        safetensors.torch.save_file(tensors, path, {key: json.dumps(metadata)})
+        with pytest.raises(ValueError, match=f"a.safetensors: .*{message}"):
+            Capture.load(path)
+
+    @pytest.mark.parametrize("text", ["{", "[]", "null"])
+    def test_metadata_that_are_no_description(self, tmp_path, text):
+        safetensors.torch.save_file({"x": torch.ones(1)}, tmp_path / "a", {"sagesim.capture": text})
+        with pytest.raises(ValueError, match="a: "):
+            Capture.load(tmp_path / "a")
+
+    def test_the_source_cannot_be_changed(self):
+        with pytest.raises(TypeError):
+            small().source["model"] = "another"

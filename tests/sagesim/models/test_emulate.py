@@ -1,0 +1,344 @@
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
+from transformers import AttentionInterface, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+import sagesim
+from sagesim import FPA, FPA_BF16, SAGEBWD, AttentionSpec
+from sagesim.models import capture, emulate
+from tests.support.assertions import assert_bitwise
+
+
+class Attend(nn.Module):
+    """Causal self-attention of [n, 32] in two heads, by whatever `how` is."""
+
+    def __init__(self, how=None) -> None:
+        super().__init__()
+        self.qkv, self.how = nn.Linear(32, 96), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(1, -1, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        # looked up at each call, as models do
+        how = self.how or F.scaled_dot_product_attention
+        return x + how(q, k, v, is_causal=True, scale=0.3).transpose(1, 2).reshape(x.shape)
+
+
+class Stack(nn.Module):
+    """Blocks one after the other; checkpointed, with use_reentrant as given, unless it is None."""
+
+    def __init__(self, *blocks: nn.Module, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.blocks, self.reentrant = nn.ModuleList(blocks), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.reentrant is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def blocks(count: int = 3, specs: list[AttentionSpec] | None = None) -> list[Attend]:
+    """The same numbers each time; with specs, each calls sagesim.attention by itself."""
+    torch.manual_seed(0)
+    made = [Attend() for _ in range(count)]
+    for block, spec in zip(made, specs or [], strict=False):
+        block.how = lambda *x, spec=spec, **call: sagesim.attention(*x, spec=spec, **call)
+    return made
+
+
+def tokens(n: int = 40) -> Tensor:
+    return torch.randn(n, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def step(net: nn.Module, backward_in=contextlib.nullcontext) -> list[Tensor]:
+    """The output and every gradient, that of the input first."""
+    x = tokens()
+    net.zero_grad()
+    o = net(x)
+    with backward_in():
+        o.square().mean().backward()
+    return [o.detach(), x.grad, *(p.grad.clone() for p in net.parameters())]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected) > 2
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert_bitwise(actual=a, expected=b, what=f"output or gradient {number}")
+
+
+def differ(a: list[Tensor], b: list[Tensor]) -> bool:
+    return not any(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_is_sagesim_attention_forward_and_backward():
+    expected = step(Stack(*blocks(specs=[SAGEBWD] * 3)))
+    net = Stack(*blocks())
+    with emulate(SAGEBWD):
+        found = step(net)
+    assert_same(found, expected)
+    assert differ(found, step(net)), "the emulation has to show, and to end with the context"
+
+
+def test_the_backward_may_run_outside():
+    net = Stack(*blocks())
+    with emulate(SAGEBWD):
+        expected = step(net)
+    with emulate(SAGEBWD):
+        x = tokens()
+        o = net(x)
+    net.zero_grad()
+    o.square().mean().backward()
+    assert_same([o.detach(), x.grad, *(p.grad for p in net.parameters())], expected)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {1: FPA, 2: FPA_BF16},
+        {"blocks.1": FPA, "blocks.2": FPA_BF16},
+        {1: FPA, "blocks.2": FPA_BF16},
+    ],
+)
+def test_layers_have_their_own_specs_in_every_forward(layers):
+    expected = step(Stack(*blocks(specs=[SAGEBWD, FPA, FPA_BF16])))
+    net = Stack(*blocks())
+    with emulate(SAGEBWD, layers=layers):
+        for _ in range(2):
+            assert_same(step(net), expected)
+
+
+def test_a_training_loop():
+    def train(net: nn.Module) -> list[Tensor]:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(tokens()).square().mean().backward()
+            optimizer.step()
+        return [p.detach() for p in net.parameters()]
+
+    expected = train(Stack(*blocks(specs=[SAGEBWD, SAGEBWD, FPA])))
+    with emulate(SAGEBWD, layers={2: FPA}):
+        found = train(Stack(*blocks()))
+    assert_same(found, expected)
+
+
+class TestTransformers:
+    """Against the same model whose attention implementation calls `sagesim.attention`."""
+
+    def model(self, causal: bool, implementation: str) -> nn.Module:
+        torch.manual_seed(0)
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "vocab_size": 40,
+            "attn_implementation": implementation,
+        }
+        if causal:
+            return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **sizes))
+        off = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+        return BertModel(BertConfig(**off, **sizes))
+
+    def step(self, model: nn.Module, mask: Tensor) -> list[Tensor]:
+        ids = torch.arange(72).view(2, 36) % 40
+        output = model(input_ids=ids, attention_mask=mask)[0]
+        output.square().mean().backward()
+        return [output.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    @pytest.mark.parametrize("padded", [False, True])
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_same_bytes(self, causal, padded):
+        def by_hand(module, query, key, value, attention_mask, scaling=None, **_):
+            assert (attention_mask is not None) is padded
+            o = sagesim.attention(
+                query,
+                key,
+                value,
+                spec=SAGEBWD,
+                is_causal=causal and not padded,
+                attn_mask=attention_mask,
+                scale=scaling,
+                enable_gqa=True,
+            )
+            return o.transpose(1, 2), None
+
+        AttentionInterface.register("by_hand", by_hand)
+        masks = transformers_masks()
+        masks.register("by_hand", masks()["sdpa"])
+        mask = torch.ones(2, 36, dtype=torch.long)
+        if padded:
+            mask[1, 20:] = 0
+        expected = self.step(self.model(causal, "by_hand"), mask)
+        with emulate(SAGEBWD):
+            found = self.step(self.model(causal, "sdpa"), mask)
+        assert_same(found, expected)
+        assert not torch.equal(found[0], self.step(self.model(causal, "sdpa"), mask)[0])
+
+
+def transformers_masks():
+    from transformers import AttentionMaskInterface
+
+    return AttentionMaskInterface
+
+
+class TestCheckpointing:
+    layers = {1: FPA, "blocks.2": FPA_BF16}  # noqa: RUF012
+
+    def test_changes_no_bit(self):
+        with emulate(SAGEBWD, layers=self.layers):
+            expected = step(Stack(*blocks()))
+        with emulate(SAGEBWD, layers=self.layers):
+            found = step(Stack(*blocks(), reentrant=False))
+        assert_same(found, expected)
+
+    def test_a_shared_module_without_layers_changes_no_bit(self):
+        (shared,) = blocks(1)
+        with emulate(SAGEBWD):
+            expected = step(Stack(shared, shared))
+        with emulate(SAGEBWD):
+            found = step(Stack(shared, shared, reentrant=False))
+        assert_same(found, expected)
+
+    def test_a_shared_module_with_layers_raises(self):
+        (shared,) = blocks(1)
+        net = Stack(shared, shared, reentrant=False)
+        message = "`layers` cannot tell which"
+        with pytest.raises(RuntimeError, match=message), emulate(SAGEBWD, layers={1: FPA}):
+            step(net)
+
+    def test_a_backward_outside_raises(self):
+        with emulate(SAGEBWD):
+            loss = Stack(*blocks(), reentrant=False)(tokens()).sum()
+        with pytest.raises(CheckpointError):
+            loss.backward()
+
+    def test_a_forward_outside_raises(self):
+        loss = Stack(*blocks(), reentrant=False)(tokens()).sum()
+        with pytest.raises(RuntimeError, match="forward ran outside"), emulate(SAGEBWD):
+            loss.backward()
+
+    def test_reentrant_raises(self):
+        net = Stack(*blocks(), reentrant=True)
+        message = r"call 0 in blocks\.0: .*use_reentrant=False"
+        with pytest.raises(RuntimeError, match=message), emulate(SAGEBWD):
+            net(tokens())
+
+    def test_no_grad_elsewhere_is_fine(self):
+        with torch.no_grad(), emulate(SAGEBWD):
+            Stack(*blocks())(tokens())
+
+
+def test_autocast():
+    expected_net, net = blocks(1, specs=[SAGEBWD])[0], blocks(1)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = step(expected_net)
+        with emulate(SAGEBWD):
+            found = step(net)
+    assert_same(found, expected)
+
+
+def test_inner_contexts_win():
+    net = Stack(*blocks())
+    with emulate(FPA_BF16):
+        expected = step(net)
+    with emulate(SAGEBWD):
+        net(tokens())
+        with emulate(FPA_BF16):
+            found = step(net)
+    assert_same(found, expected)
+
+
+def test_a_capture_inside_sees_the_calls_and_changes_nothing():
+    net = Stack(*blocks())
+    with emulate(SAGEBWD):
+        expected = step(net)
+    with emulate(SAGEBWD), capture() as recording:
+        found = step(net)
+    assert_same(found, expected)
+    assert [call.name for call in recording.result().calls] == [f"blocks.{i}" for i in range(3)]
+
+
+def test_a_capture_around_sees_nothing_and_says_so():
+    message = "was emulate entered after capture"
+    with pytest.raises(RuntimeError, match=message), capture(), emulate(SAGEBWD):
+        step(Stack(*blocks(1)))
+
+
+q4 = torch.zeros(1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: F.scaled_dot_product_attention(q4, q4, q4, None, 0.1),
+            ValueError,
+            "dropout_p=0.1",
+        ),
+        (
+            lambda: F.scaled_dot_product_attention(q4, q4, q4, attn_mask=torch.zeros(4, 4)),
+            ValueError,
+            "call 0: attn_mask is torch.float32; only boolean",
+        ),
+        (
+            lambda: F.scaled_dot_product_attention(*[torch.nested.nested_tensor([q4[0]])] * 3),
+            ValueError,
+            "query is a nested tensor",
+        ),
+        (
+            lambda: F.scaled_dot_product_attention(*[q4.to(torch.complex64)] * 3),
+            TypeError,
+            "complex64",
+        ),
+        (lambda: F.scaled_dot_product_attention(q4, q4[:, :1], q4[:, :1]), ValueError, "heads"),
+        (lambda: F.scaled_dot_product_attention(q4, q4, q4, softcap=1.0), TypeError, "softcap"),
+        (
+            lambda: nn.MultiheadAttention(8, 2)(*[torch.zeros(4, 1, 8)] * 3),
+            ValueError,
+            "need_weights=True",
+        ),
+        (lambda: None, RuntimeError, "nothing was emulated"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_is_not_emulated_raises(as_installed, call, error, message):
+    with pytest.raises(error, match=message), emulate(SAGEBWD):
+        call()
+
+
+def test_errors_of_attention_name_the_call(as_installed):
+    with pytest.raises(TypeError) as caught, emulate(SAGEBWD):
+        F.scaled_dot_product_attention(*[q4.to(torch.complex64)] * 3)
+    assert caught.value.__notes__ == ["at SDPA call 0"]
+
+
+def test_keys_of_layers_that_name_no_call_raise():
+    message = r"no call is at 3, 'block\.0'; seen were SDPA call 0 in blocks\.0, SDPA call 1 in"
+    layers = {3: FPA, 0: FPA, "block.0": FPA}
+    with pytest.raises(ValueError, match=message), emulate(SAGEBWD, layers=layers):
+        step(Stack(*blocks()))
+
+
+def test_two_keys_for_one_call_raise():
+    message = r"call 1 in blocks\.1: several keys of layers name it: 1, 'blocks\.1'"
+    layers = {1: FPA, "blocks.1": FPA}
+    with pytest.raises(ValueError, match=message), emulate(SAGEBWD, layers=layers):
+        step(Stack(*blocks()))
+
+
+def test_an_error_inside_is_not_hidden():
+    with pytest.raises(KeyError), emulate(SAGEBWD, layers={5: FPA}):
+        raise KeyError
+
+
+def test_a_label_is_no_spec(as_installed):
+    for call in ({"spec": "sagebwd"}, {"spec": SAGEBWD, "layers": {0: "fpa"}}):
+        with pytest.raises(TypeError, match=r"AttentionSpec\.parse makes one"), emulate(**call):
+            pass

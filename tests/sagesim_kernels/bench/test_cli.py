@@ -1,0 +1,175 @@
+"""The command: its errors, a whole run on a fake device, and the tables of a record."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sagesim_kernels.bench.cli as cli
+from sagesim_kernels.bench.cli import main
+from sagesim_kernels.bench.record import read
+from tests.sagesim_kernels.bench.documents import document
+from tests.sagesim_kernels.bench.fakes import MACHINE, FakeMeter, find, gaussian, timed
+
+ROOT = Path(__file__).parents[3]
+
+
+def one_line(captured) -> str:
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("sagesim_kernels.bench: ")
+    return captured.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_without_a_device_as_a_command():
+    command = [sys.executable, "-m", "sagesim_kernels.bench"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1 and "no CUDA device" in done.stderr
+
+
+@pytest.fixture
+def shown(tmp_path):
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(document()))
+    return path
+
+
+def test_show(shown, capsys):
+    pytest.importorskip("matplotlib").use("agg")
+    assert main(["--show", str(shown)]) == 0
+    printed = capsys.readouterr().out
+    for words in ("TFLOP/s", "times as fast as", "what INT8 buys", "not run", "Fake 1, torch 2.0"):
+        assert words in printed
+    assert f"41 cases in {shown}" in printed
+    assert {p.name for p in shown.parent.glob("*.png")} == {
+        "bench_time.png",
+        "bench_payoff.png",
+        "bench_ratio_sdpa_flash.png",
+        "bench_ratio_sdpa_cudnn.png",
+        "bench_ratio_sdpa_efficient.png",
+        "bench_ratio_FlexAttention.png",
+    }
+
+
+def test_show_without_matplotlib(shown, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["--show", str(shown)]) == 0
+    assert "no plots: matplotlib is not installed" in capsys.readouterr().out
+    assert not list(shown.parent.glob("*.png"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--fast"], ["--fast", "--help"]),
+        (["--show", "nowhere.json"], ["nowhere.json"]),
+        (["--show", str(ROOT / "pyproject.toml")], ["pyproject.toml", "not a JSON file"]),
+    ],
+)
+def test_wrong_input(arguments, words, capsys):
+    assert main(arguments) == 2
+    line = one_line(capsys.readouterr())
+    assert all(word in line for word in words)
+
+
+@pytest.fixture
+def on_a_fake_device(monkeypatch):
+    """The command runs small cases on a fake device."""
+    meter = FakeMeter()
+    cases = [timed("sdpa flash", "factored", "absent", part="speed"), gaussian("factored")]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cli, "IS_INTERPRETED", False)
+    monkeypatch.setattr(cli, "supports", lambda spec, dtype: True)
+    monkeypatch.setattr(cli, "all_cases", lambda specs: cases)
+    monkeypatch.setattr("sagesim_kernels.bench.cuda.CudaMeter", lambda: meter)
+    monkeypatch.setattr("sagesim_kernels.bench.machine.describe", lambda: MACHINE)
+    monkeypatch.setattr(torch, "device", lambda name, device=torch.device: device("cpu"))
+    import sagesim_kernels.bench.run as room
+
+    run = room.run
+    monkeypatch.setattr(room, "run", lambda c, r, s, on_done: run(c, r, s, on_done, find))
+    return meter
+
+
+def test_a_whole_run(on_a_fake_device, tmp_path, capsys):
+    pytest.importorskip("matplotlib").use("agg")
+    out = tmp_path / "new" / "bench.json"
+    assert main(["--out", str(out), "--specs", "factored", "sagebwd", "factored"]) == 0
+    captured = capsys.readouterr()
+    assert "1 of 2: speed d8 full n16" in captured.err and "TFLOP/s" in captured.out
+    assert "absent" in captured.out and "No module named 'absent'" in captured.out
+    made = read(out)
+    assert list(made["cases"]) == ["speed d8 full n16", "accuracy d8 full sigma1"]
+    assert made["settings"]["specs"] == ["factored", "sagebwd"]
+    assert made["command"].startswith("python -m sagesim_kernels.bench --out")
+    assert made["machine"] == MACHINE
+
+    runs = on_a_fake_device.runs
+    assert main(["--out", str(out), "--specs", "factored", "sagebwd"]) == 0
+    assert on_a_fake_device.runs == runs, "finished cases were measured again"
+    capsys.readouterr()
+    assert main(["--out", str(out), "--specs", "factored"]) == 2
+    assert "specs of the settings is" in one_line(capsys.readouterr())
+
+
+def test_some_cases_and_then_the_others(on_a_fake_device, tmp_path, capsys):
+    pytest.importorskip("matplotlib").use("agg")
+    out = ["--out", str(tmp_path / "bench.json"), "--specs", "factored"]
+    assert main([*out, "--only", "speed*n17"]) == 2
+    assert "'speed*n17' matches none of the cases 'speed d8" in one_line(capsys.readouterr())
+    assert main([*out, "--only", "accuracy*", "*sigma1"]) == 0
+    assert list(read(tmp_path / "bench.json")["cases"]) == ["accuracy d8 full sigma1"]
+    assert main(out) == 0
+    assert "speed d8 full n16" in read(tmp_path / "bench.json")["cases"]
+
+
+def test_failures_that_end_a_run(on_a_fake_device, tmp_path, capsys):
+    out = tmp_path / "bench.json"
+    on_a_fake_device.is_lost = True
+    assert main(["--out", str(out)]) == 2
+    assert "the device was lost" in capsys.readouterr().err
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    on_a_fake_device.is_lost = False
+    on_a_fake_device.seconds = interrupt
+    assert main(["--out", str(tmp_path / "other.json")]) == 130
+    assert "run the same command again" in capsys.readouterr().err
+    assert main(["--out", str(tmp_path)]) == 2
+    assert str(tmp_path) in one_line(capsys.readouterr())
+
+
+def test_labels_that_are_not_specs_or_have_no_kernel(
+    on_a_fake_device, tmp_path, capsys, monkeypatch
+):
+    out = ["--out", str(tmp_path / "bench.json")]
+    assert main([*out, "--specs", "sagebw"]) == 2
+    assert "sagebw" in one_line(capsys.readouterr())
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cli, "IS_INTERPRETED", False)
+    assert main([*out, "--specs", "fpa"]) == 2
+    assert "no kernel for 'fpa': " in one_line(capsys.readouterr())
+    assert not (tmp_path / "bench.json").exists()
+
+
+def test_the_interpreter_is_not_timed(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cli, "IS_INTERPRETED", True)
+    assert main([]) == 2
+    assert "TRITON_INTERPRET" in one_line(capsys.readouterr())
+
+
+def test_a_missing_package_is_reported_before_anything_runs(on_a_fake_device, monkeypatch, capsys):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    assert main([]) == 2
+    assert "rich is not installed: pip install 'sagebwd[bench]'" in one_line(capsys.readouterr())
+    assert on_a_fake_device.runs == 0

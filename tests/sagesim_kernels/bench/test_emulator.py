@@ -1,0 +1,53 @@
+"""What the emulator costs, measured on a small problem."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sagesim_kernels.bench.emulator import eager, emulated, gaussian_inputs, main
+from tests.support.assertions import assert_sqnr_at_least
+
+ROOT = Path(__file__).parents[3]
+SMALL = ["--tokens", "128", "--head-dim", "16", "--rounds", "1", "--specs", "sagebwd"]
+
+
+def test_the_record_names_its_command_and_every_scheme(tmp_path, capsys):
+    out = tmp_path / "cost.json"
+    main([*SMALL, "--out", str(out)])
+    record = json.loads(out.read_text())
+    assert record["command"] == (
+        "python -m sagesim_kernels.bench.emulator "
+        "--device cpu --heads 1 --tokens 128 --head-dim 16 --rounds 1"
+    )
+    assert record["shape"] == [1, 1, 128, 16] and list(record["runs"]) == ["eager", "sagebwd"]
+    for run in record["runs"].values():
+        assert run["seconds"] > 0 and run["bytes"] >= 0
+    assert record["runs"]["eager"]["ratio"] == 1
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 2 and "x eager" in printed
+
+
+def test_the_memory_of_a_scheme_is_measured_in_its_own_process():
+    """Eager attention keeps whole maps: 64 MB each at 4096 tokens."""
+    command = [sys.executable, "-m", "sagesim_kernels.bench.emulator"]
+    asked = ["--tokens", "4096", "--head-dim", "16", "--memory-of", "eager"]
+    done = subprocess.run(
+        [*command, *asked], capture_output=True, text=True, timeout=120, cwd=ROOT, check=True
+    )
+    assert 2 * 64e6 < int(done.stdout) < 20 * 64e6
+
+
+def test_both_schemes_compute_attention():
+    q, k, v, _ = gaussian_inputs(heads=2, tokens=64, head_dim=16, device="cpu")
+    true = torch.softmax(q.double() @ k.double().mT / 4, -1) @ v.double()
+    assert_sqnr_at_least(actual=eager(q, k, v), exact=true, floor_db=100, what="o")
+    assert_sqnr_at_least(actual=emulated("sagebwd")(q, k, v), exact=true, floor_db=25, what="o")
+
+
+def test_a_label_that_is_not_a_spec():
+    with pytest.raises(ValueError, match="sagebw"):
+        emulated("sagebw")

@@ -1,0 +1,90 @@
+"""Figures of a record with known numbers."""
+
+import math
+
+import pytest
+
+pytest.importorskip("matplotlib")
+import matplotlib as mpl
+
+mpl.use("agg")
+import matplotlib.pyplot as plt
+
+from sagesim_kernels.bench.cases import PAYOFF_SITES, PEERS, SPECS
+from sagesim_kernels.bench.plots import figures, payoff, ratios, times
+from tests.sagesim_kernels.bench.documents import document
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+def test_figures_of_every_peer_that_ran():
+    assert list(figures(document())) == [
+        "time",
+        "ratio_sdpa_flash",
+        "ratio_sdpa_cudnn",
+        "ratio_sdpa_efficient",
+        "ratio_FlexAttention",
+        "payoff",
+    ]
+
+
+def test_times_are_those_of_the_record():
+    panels = times(document()).axes
+    assert [axes.get_title() for axes in panels] == [
+        f"head size {d}, {mask} mask" for d in (64, 128) for mask in ("full", "causal")
+    ]
+    lines = {line.get_label(): line for line in panels[0].get_lines()}
+    assert list(lines) == [*SPECS, *PEERS[:3], "FlexAttention"], "flash-attn-4 ran at no shape"
+    x, y = lines["sdpa flash"].get_data()
+    assert list(x) == [2**i for i in range(9, 16)]
+    assert y[3] == pytest.approx(2 * 3.5 * 4 * 16384 * 4096 * 2048 / 1e12)
+    assert not len(lines["FlexAttention"].get_xdata())
+
+
+def test_ratios_to_a_peer():
+    for axes in ratios(document(), "sdpa cudnn").axes:
+        lines = [line for line in axes.get_lines() if line.get_label() in SPECS]
+        assert len(lines) == len(SPECS)
+        for line in lines:
+            assert list(line.get_ydata()) == pytest.approx([1.25] * 7)
+
+
+def test_payoff():
+    saved, grown = payoff(document()).axes[:2]
+    dp = PAYOFF_SITES.index("dp")
+    for container in saved.containers:
+        assert [bar.get_width() for bar in container] == pytest.approx(
+            [20.0 if i == dp else 10.0 for i in range(8)]
+        )
+    for container in grown.containers:
+        assert [bar.get_width() for bar in container] == pytest.approx(
+            [2.0 if i == dp else 1.0 for i in range(8)]
+        )
+
+
+def test_a_site_that_was_not_run_has_no_bar():
+    changed = document()
+    del changed["cases"]["payoff d64 full n8192"]["runs"]["factored dq=input16"]
+    del changed["cases"]["accuracy d64 full sigma1"]["errors"]["factored dq=input16"]
+    saved, grown = payoff(changed).axes[:2]
+    dq = PAYOFF_SITES.index("dq")
+    assert math.isnan(saved.containers[0][dq].get_width())
+    assert math.isnan(grown.containers[0][dq].get_width())
+
+
+@pytest.mark.parametrize("kept", ["speed", "payoff", "accuracy"])
+def test_a_record_that_is_not_finished(kept):
+    part = document()
+    part["cases"] = {key: c for key, c in part["cases"].items() if c["part"] == kept}
+    drawn = figures(part)
+    assert ("time" in drawn) == (kept == "speed") and "payoff" not in drawn
+
+
+def test_figures_can_be_saved(tmp_path):
+    for name, figure in figures(document()).items():
+        figure.savefig(tmp_path / f"{name}.png", dpi=40)
+    assert len(list(tmp_path.iterdir())) == 6

@@ -1,0 +1,526 @@
+"""What a kernel owes the emulator, stage by stage, as docs/numerics.md says.
+
+Each stage starts from what the kernel itself computed before it, so that a code that fell to the
+other side of a tie does not blur what comes after. No tolerance is chosen: a stage is recomputed in
+float64, from the emulator's codes of Q, K, V and dO, as a ball around every value that holds all
+that float32 can make of it (see `balls.py`); what follows, a rounding to codes or to the
+output's dtype, is monotone, so that the ball's two ends bound what may come out.
+
+| stage | from | must be |
+| --- | --- | --- |
+| codes and scales of q, k, v, do | inputs | the emulator's, bit for bit |
+| pv.p | S of the codes | roundings of some 127 exp(S - tile row max) in the ball |
+| lse | S of the codes | in the ball |
+| o | the kernel's codes of P; 16 bit: P in the ball | in the ball, rounded to its dtype |
+| delta | the kernel's o; or P and dP in the ball | in the ball |
+| dv.p, dq.ds, dk.ds | P, dP in the ball; the kernel's delta | roundings of some map in the ball |
+| dq, dk, dv | the kernel's codes and scales; 16 bit: maps in the ball | in the ball, rounded |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+import sagesim
+from sagesim import AttentionSpec, Delta, Granularity, Precision, RoundingMode, Trace
+from sagesim.emulator import SHARED, flatten, from_tiles, to_tiles, uniform
+from sagesim.emulator.smoothing import subtract_block_means, subtract_head_mean
+from sagesim.spec import MAPS, OPERANDS
+from sagesim_kernels import Coded, KernelTrace
+from sagesim_kernels import trace as kernel_trace
+from tests.sagesim_kernels.balls import EXP, TENSOR_CORE_U, TINY, Ball
+from tests.support.assertions import assert_bitwise, assert_within_bound
+from tests.support.float32_bound import U, gamma
+from tests.support.inputs import Case
+
+VANISHING = 127.0 * 2.0**-128
+"""The largest amax whose 127 / amax overflows."""
+
+LOG_127 = 4.85
+"""log(127), rounded up."""
+
+_DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
+
+
+@dataclass(slots=True)
+class Tally:
+    """How many codes of P and dS are not the emulator's, of those that float32 determines to within
+    a quarter of a step, given the same O; adds up over cases."""
+
+    differing: dict[str, int] = field(default_factory=dict)
+    entries: dict[str, int] = field(default_factory=dict)
+
+    def count(self, name: str, differing: int, entries: int) -> None:
+        self.differing[name] = self.differing.get(name, 0) + differing
+        self.entries[name] = self.entries.get(name, 0) + entries
+
+    def add(self, other: Tally) -> None:
+        for name, entries in other.entries.items():
+            self.count(name, other.differing[name], entries)
+
+    @property
+    def total(self) -> int:
+        """All that differ."""
+        return sum(self.differing.values())
+
+    @property
+    def counted(self) -> int:
+        """All entries."""
+        return sum(self.entries.values())
+
+    def __str__(self) -> str:
+        parts = (
+            f"{name} {self.differing[name]} of {entries}"
+            for name, entries in sorted(self.entries.items())
+        )
+        share = self.total / max(1, self.counted)
+        return f"codes unlike the emulator's: {share:.2e}; " + ", ".join(parts)
+
+
+def run_kernels(
+    case: Case, spec: AttentionSpec, causal_alignment: str = "upper_left"
+) -> KernelTrace:
+    """The kernels' trace of a case, on the device of its tensors, brought to the CPU."""
+    assert case.attn_mask is None
+    found = kernel_trace(
+        *case.qkvdo,
+        spec=spec,
+        is_causal=case.is_causal,
+        causal_alignment=causal_alignment,
+        scale=case.scale,
+        enable_gqa=case.enable_gqa,
+    )
+    numbers = {name: getattr(found, name).cpu() for name in OUTPUTS}
+    operands = {name: Coded(*(x.cpu() for x in coded)) for name, coded in found.operands.items()}
+    return replace(found, operands=operands, **numbers)
+
+
+OUTPUTS = ("o", "lse", "delta", "dq", "dk", "dv")
+
+
+def emulated_case(case: Case, causal_alignment: str) -> Case:
+    """The case as the emulator takes it, which has no alignment but masks; on the CPU."""
+    case = case.map(lambda x: x.cpu())
+    if not case.is_causal or causal_alignment == "upper_left":
+        return case
+    n_q, n_k = case.q.shape[-2], case.k.shape[-2]
+    mask = torch.ones(n_q, n_k, dtype=torch.bool).tril(n_k - n_q)
+    return replace(case, is_causal=False, attn_mask=mask)
+
+
+def emulate(case: Case, spec: AttentionSpec) -> Trace:
+    return sagesim.trace(case, spec=spec)
+
+
+def as_kernel_trace(trace: Trace) -> KernelTrace:
+    """The emulator's trace in the place of a kernel's; it meets the contract as well."""
+    operands = {
+        name: Coded(
+            x.codes, torch.ones_like(x.scale) if name == "pv.p" else x.scale.expand(x.codes.shape)
+        )
+        for name, x in trace.operands.items()
+    }
+    numbers = {name: getattr(trace, name) for name in OUTPUTS}
+    return KernelTrace(spec=trace.spec, operands=operands, **numbers)
+
+
+def check(case: Case, spec: AttentionSpec, causal_alignment: str = "upper_left") -> Tally:
+    """Run the kernels on a case and hold them to the contract."""
+    found = run_kernels(case, spec, causal_alignment)
+    return check_trace(found, emulated_case(case, causal_alignment), spec)
+
+
+def check_trace(found: KernelTrace, case: Case, spec: AttentionSpec) -> Tally:
+    """Hold a trace of `case`, which is the emulator's, to the contract.
+
+    Raises: AssertionError, which begins with the name of the stage.
+    """
+    return _Checker(found, case, emulate(case, spec)).run()
+
+
+class _Checker:
+    """All maps are [batch, heads, n_q, n_k], and k, v are repeated for the heads of a group."""
+
+    def __init__(self, found: KernelTrace, case: Case, sim: Trace) -> None:
+        self.found, self.sim, self.tally = found, sim, Tally()
+        self.x = flatten(case, sim.spec)
+        self.spec, self.scale, self.groups = self.x.spec, self.x.scale, self.x.groups
+        self.blocks = (self.spec.block_q, self.spec.block_k)
+        shape = (*case.q.shape[:3], case.k.shape[2])
+        self.attends = case.attends.expand(shape)
+        live_q, live_k = self.x.live
+        q, k = self.x.q, self.x.k
+        self.q_mean = self.k_mean = None
+        if self.spec.smoothing.k:
+            k, k_mean = subtract_head_mean(k, live_k)
+            self.k_mean = self._heads(k_mean)
+        if self.spec.smoothing.q:
+            q, q_mean = subtract_block_means(q, live_q, self.spec.block_q)
+            self.q_mean = self._heads(q_mean)
+        do = self.x.flatten_queries(case.do)
+        self.tokens = {"q": q, "k": k, "v": self.x.v, "do": do}
+        self.tokens = {name: self._heads(t) for name, t in self.tokens.items()}
+
+    def run(self) -> Tally:
+        self._names()
+        self._token_operands()
+        self._forward()
+        self._delta()
+        self._backward()
+        return self.tally
+
+    # Stages
+
+    def _names(self) -> None:
+        assert set(self.found.operands) == set(self.sim.operands), "operands: other names"
+
+    def _token_operands(self) -> None:
+        for name, sim in self.sim.operands.items():
+            if name.rpartition(".")[2] not in MAPS:
+                tri = self.found.operands[name]
+                scale = tri.scale.expand(tri.codes.shape)
+                expected = sim.scale.expand(sim.codes.shape)
+                assert_bitwise(actual=scale, expected=expected, what=f"{name} scale")
+                assert_bitwise(actual=tri.codes, expected=sim.codes, what=f"{name} codes")
+
+    def _forward(self) -> None:
+        """P relative to its tile row's maximum, O and L.
+
+        The kernel keeps row maxima and rescales at every tile: weights are products of
+        exponentials of differences, whose arguments' roundings add up to U |difference|.
+        """
+        s = self._logits("qk")
+        tiles = self.key_tiles(s, -torch.inf)
+        top = tiles.max(-1)  # [..., key block, 1]
+        empty = top.mid == -torch.inf
+        row_max = s.mid.amax(-1, keepdim=True)
+        row_max = row_max.masked_fill(row_max == -torch.inf, 0.0)
+        steps = tiles.mid.shape[-2]
+        chain = (steps + 1) * (EXP + 2 * U)
+
+        # 127 exp(S - top) = exp2(S - (top - log2(127))): two subtractions, and a constant.
+        known_top = top.where(~empty, 0.0)
+        below = tiles.minus(known_top)
+        below = below.widened(U * (2 * known_top.size + 4 * LOG_127 + below.size))
+        p = below.where(tiles.mid != -torch.inf, -torch.inf).exp()
+        if self.spec.pv.precision is Precision.INT8:
+            high = Ball(127 * p.mid, 127 * p.radius)
+            self._codes("pv", self.from_key_tiles(high), torch.ones(()))
+
+        weight = top.minus(Ball.exactly(row_max[..., None]))
+        weight = weight.widened(U * weight.size).where(~empty, -torch.inf).exp()
+        weight = weight.widened(chain * weight.size)
+        # The softmax's numerators relative to the row's maximum, however they are rescaled.
+        e = tiles.minus(Ball.exactly(row_max[..., None]))
+        e = e.widened(U * (2 * known_top.size + 4 * LOG_127 + e.size + row_max[..., None].abs()))
+        e = e.where(tiles.mid != -torch.inf, -torch.inf).exp()
+        e = e.widened(chain * e.size)
+        e_rows = self.from_key_tiles(e)
+        l = e_rows.sum(-1, self.spec.block_k + 2 * steps)
+        dead = ~self.attends.any(-1)
+        l = l.where(~dead, 1.0)
+
+        if self.spec.pv.precision is Precision.INT8:
+            codes = self.found.operands["pv.p"].codes.double()
+            sums = self._tile_sums_over_keys(codes, self._numbers("pv", "v"))
+            parts = sums.times(_swap(weight)).rounded(2)
+            o = parts.sum(2, 2 * steps + 1)
+            o = Ball(o.mid / 127, o.radius / 127)
+        else:
+            dtype = _DTYPES[self.spec.pv.precision]
+            v = Ball.exactly(self._numbers("pv", "v"))
+            o = e_rows.rounded16(dtype).matmul(v, e_rows.mid.shape[-1] + 2 * steps, TENSOR_CORE_U)
+        o = o.over(Ball(l.mid[..., None], l.radius[..., None])).rounded(1)
+        self._inside("o", o.where(~dead[..., None], 0.0))
+
+        # log2 and ln(2) * x of numbers in units of log2, where log(127) is still to be subtracted.
+        size = row_max.squeeze(-1).abs() + l.mid.log().abs() + 2 * LOG_127
+        log_l = l.log().widened(4 * U * (1 + size) + gamma(5) * size)
+        lse = Ball(row_max.squeeze(-1) + log_l.mid, log_l.radius)
+        self.lse = lse.widened(s.max(-1).radius.squeeze(-1) * gamma(5))
+        lse = self.lse
+        if self.k_mean is not None:
+            # The raw Q, as the logits of the raw K have it.
+            q = Ball.exactly(self._heads(self.x.q))
+            terms = q.mid.shape[-1] + 4
+            shift = q.times(Ball.exactly(self.k_mean)).sum(-1, terms)
+            lse = lse.plus(Ball(shift.mid * self.scale, shift.radius * abs(self.scale))).rounded(1)
+        self._inside("lse", lse.where(~dead, -torch.inf))
+        self.dead = dead
+
+    def _delta(self) -> None:
+        s = self._logits("qk_recompute")
+        x = s.minus(Ball(self.lse.mid[..., None], self.lse.radius[..., None]))
+        self.p = x.rounded(1).where(self.attends, -torch.inf).exp()
+        do, v = self._numbers("dp", "do"), self._numbers("dp", "v")
+        dp = self._tokens_by_tokens("dp", do, v)
+        if self.spec.dp.precision is Precision.INT8:
+            dp = dp.rounded(2)  # two scales
+        self.dp = dp.where(self.attends, 0.0)
+        if self.spec.delta is Delta.FROM_P:
+            terms = self.p.mid.shape[-1] + 2
+            delta = self.p.times(self.dp).rounded(1).sum(-1, terms)
+        else:
+            o = Ball.exactly(self.found.o)
+            do = Ball.exactly(self.tokens["do"])
+            delta = o.times(do).sum(-1, o.mid.shape[-1] + 1)
+        delta = delta.where(~self.dead, 0.0)
+        self._inside("delta", delta)
+        self.ds = self._score_gradients(Ball.exactly(self.found.delta))
+        self.ds_of_any = self._score_gradients(delta)
+
+    def _score_gradients(self, delta: Ball) -> Ball:
+        ds = self.dp.minus(Ball(delta.mid[..., None], delta.radius[..., None])).rounded(1)
+        return ds.times(self.p).rounded(1).where(self.attends, 0.0)
+
+    def _backward(self) -> None:
+        dv = self._map_transposed_by_tokens("dv", self.p, "do")
+        self._inside("dv", self._of_key_heads(dv))
+        dq = self._map_by_tokens("dq", self.ds, "k")
+        self._inside("dq", self._scaled(dq))
+        dk = self._map_transposed_by_tokens("dk", self.ds, "q")
+        if self.q_mean is not None:
+            blocks = self._query_tiles(self.ds)  # [..., query block, block_q, n_k]
+            columns = blocks.sum(-2, self.spec.block_q)
+            count = columns.mid.shape[-2]
+            bias = Ball(columns.mid.mT, columns.radius.mT).matmul(
+                Ball.exactly(self.q_mean), 2 * count * self.groups + 3
+            )
+            dk = dk.widened(gamma(2 * count * self.groups) * dk.size).plus(bias)
+        self._inside("dk", self._scaled(self._of_key_heads(dk)))
+
+    # What a stage is made of
+
+    def _logits(self, site: str) -> Ball:
+        """S of the smoothed Q and K, in natural units; -inf where nothing is attended to.
+
+        Codes: their sum is exact, and times scale_log2, itself rounded, and two scales: 4
+        roundings. 16 bit: 2. The means' product is added before, or after its own multiplication.
+        """
+        s = self._tokens_by_tokens(site, self._numbers(site, "q"), self._numbers(site, "k"))
+        s = s.rounded(4)
+        if self.q_mean is not None:
+            k = self.tokens["k"].double()
+            mean = self.q_mean.double().repeat_interleave(self.spec.block_q, 2)[
+                :, :, : s.mid.shape[2]
+            ]
+            bias = Ball.exactly(mean).matmul(Ball.exactly(k.mT), mean.shape[-1] + 3)
+            s = s.plus(bias).rounded(2)
+        s = Ball(s.mid * self.scale, s.radius * abs(self.scale)).widened(TINY)
+        return s.where(self.attends, -torch.inf)
+
+    def _tokens_by_tokens(self, site: str, left: Tensor, right: Tensor) -> Ball:
+        terms = 0 if self._is_int8(site) else left.shape[-1]
+        return Ball.exactly(left).matmul(Ball.exactly(right.mT), terms, TENSOR_CORE_U)
+
+    def _map_by_tokens(self, site: str, x: Ball, right: str) -> Ball:
+        """Map times tokens, contracted over keys: [..., n_q, channels]."""
+        b = self._numbers(site, right)
+        if not self._is_int8(site):
+            x = x.rounded16(_DTYPES[self.spec.site(site).precision])
+            return x.matmul(Ball.exactly(b), x.mid.shape[-1] + 2, TENSOR_CORE_U)
+        codes, scale = self._codes(site, x)
+        parts = self._tile_sums_over_keys(codes * scale, b).rounded(2)
+        return parts.sum(2, parts.mid.shape[2])
+
+    def _map_transposed_by_tokens(self, site: str, x: Ball, right: str) -> Ball:
+        """The transpose of a map times tokens, contracted over queries: [..., n_k, channels]."""
+        b = self._numbers(site, right)
+        if not self._is_int8(site):
+            x = x.rounded16(_DTYPES[self.spec.site(site).precision])
+            terms = self.groups * x.mid.shape[-2] + 2
+            return Ball(x.mid.mT, x.radius.mT).matmul(Ball.exactly(b), terms, TENSOR_CORE_U)
+        codes, scale = self._codes(site, x)
+        block_q, block_k = self.blocks
+        left = to_tiles(codes * scale, block_q, block_k).flatten(4)  # [b, h, i, block_q, n_k]
+        left = Ball.exactly(left[..., : codes.shape[-1]].mT)
+        right_tiles = Ball.exactly(to_tiles(b, block_q, b.shape[-1]).flatten(4))
+        parts = left.matmul(right_tiles, 0).rounded(2)
+        return parts.sum(2, self.groups * parts.mid.shape[2])
+
+    def _tile_sums_over_keys(self, left: Tensor, right: Tensor) -> Ball:
+        """Each key block's part of left [..., n_q, n_k] @ right: [b, h, j, n_q, channels]."""
+        block_k = self.spec.block_k
+        tiles = to_tiles(left, left.shape[-2], block_k).squeeze(2).transpose(2, 3)
+        right_tiles = to_tiles(right, block_k, right.shape[-1]).flatten(4)
+        return Ball.exactly(tiles).matmul(Ball.exactly(right_tiles), 0)
+
+    def _codes(self, site: str, x: Ball, only_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Check a map's scales and codes; the kernel's own, float64.
+
+        x: the map, unrounded; with `only_scale` already in units of codes.
+        """
+        name = f"{site}.{OPERANDS[site][0]}"
+        tri, sim = self.found.operands[name], self.sim.operands[name]
+        codes, scale = tri.codes.double(), tri.scale.double().expand(tri.codes.shape)
+        if only_scale is not None:
+            expected = only_scale.expand(tri.scale.shape)
+            assert_bitwise(actual=tri.scale, expected=expected, what=f"{name} scale")
+            y = x
+        else:
+            y = self._scales(name, x, self.spec.site(site).lhs, scale)
+        low, high = (self._round(site, end).clamp(-127, 127) for end in (y.lowest, y.highest))
+        _assert_between(actual=tri.codes, lowest=low, highest=high, what=f"{name} codes")
+        # The emulator's value differs by no more than both uncertainties and what moved.
+        moved = 2 * y.radius
+        if only_scale is None:
+            sim_scale = sim.scale.double().expand(codes.shape)
+            moved = moved + 127 * (scale / sim_scale - 1).abs()
+        if OPERANDS[site][0] == "ds":
+            moved = (
+                moved + self.p.size * (self.found.delta - self.sim.delta).abs()[..., None] / scale
+            )
+        steps = _or_all(moved).ceil().clamp(1, 254)
+        exact = sim.codes.double()
+        assert_within_bound(
+            actual=tri.codes, exact=exact, bound=steps, what=f"{name} codes against the emulator's"
+        )
+        counted = self.attends & (y.radius < 0.25)
+        if only_scale is None:
+            counted &= self._is_determined(site, x, scale)
+        if OPERANDS[site][0] == "ds" and self.spec.delta is Delta.FROM_O:
+            counted &= ~self._other_o[..., None]
+        differing = (tri.codes != sim.codes) & counted
+        self.tally.count(name, int(differing.sum()), int(counted.sum()))
+        return codes, scale
+
+    def _is_determined(self, site: str, x: Ball, scale: Tensor) -> Tensor:
+        """Whether codes are known to within a quarter of a step, whoever computes them from O.
+
+        Where dP - delta cancels to nothing, as in a row of one key, they are noise; and so are all
+        that have their scale from there.
+        """
+        if OPERANDS[site][0] == "ds":
+            x = self.ds_of_any
+        least, most = self._amax(x, self.spec.site(site).lhs)
+        either = torch.where(most <= VANISHING, 0.0, most / least - 1)
+        return (x.radius + x.size * either) / scale < 0.25
+
+    @property
+    def _other_o(self) -> Tensor:
+        """[..., n_q], whether any query of the block has another O than the emulator's, by which
+        its delta, and its block's scales, are others."""
+        other = (self.found.o != self.sim.o).any(-1)
+        n, block = other.shape[-1], self.spec.block_q
+        blocks = torch.nn.functional.pad(other, (0, -n % block)).unflatten(-1, (-1, block))
+        return blocks.any(-1).repeat_interleave(block, -1)[..., :n]
+
+    def _scales(self, name: str, x: Ball, how: Granularity, scale: Tensor) -> Ball:
+        """Check a map's scales; the map in units of codes.
+
+        Where 127 / amax overflows, the scale is 1 and all codes are 0.
+        """
+        least, most = self._amax(x, how)
+        vanishes = (most <= VANISHING) | ((least <= VANISHING) & (scale == 1))
+        low = (least.clamp(min=VANISHING) / 127).float().double().masked_fill(vanishes, 1.0)
+        high = (most / 127).float().double().masked_fill(vanishes, 1.0)
+        _assert_between(actual=scale, lowest=low, highest=high, what=f"{name} scale")
+        y = Ball(x.mid / scale, x.radius / scale)
+        # scale and 127 / amax are rounded, and the product; a subnormal scale has fewer digits.
+        y = y.rounded(3).widened(y.size * 2.0**-149 / scale)
+        return y.where(~vanishes, 0.0)
+
+    def _amax(self, x: Ball, how: Granularity) -> tuple[Tensor, Tensor]:
+        """Of those that share a scale, the least and the largest that amax may be: the largest of
+        the lowest magnitudes, and of the highest."""
+
+        def top(magnitude: Tensor) -> Tensor:
+            tiles = to_tiles(magnitude, *self.blocks)
+            tops = tiles.amax(SHARED[how], keepdim=True).expand(tiles.shape)
+            return from_tiles(tops, *magnitude.shape[-2:])
+
+        return top(x.mid.abs() - x.radius).clamp(min=0.0), top(x.size)
+
+    def _round(self, site: str, y: Tensor) -> Tensor:
+        """The spec's rounding to integers, which is monotone; infinities stay."""
+        match self.spec.rounding.mode:
+            case RoundingMode.HALF_EVEN:
+                return y.round()
+            case RoundingMode.HALF_AWAY:
+                return (y.abs() + 0.5).floor().copysign(y)
+            case RoundingMode.STOCHASTIC:
+                seed = self.spec.rounding.seed
+                assert seed is not None
+                u = uniform(seed, OPERANDS[site][0], *y.shape[-2:], 0, y.device).double()
+                return y.floor() + ((y - y.floor()) > u)
+
+    def _inside(self, name: str, ball: Ball) -> None:
+        """An output: some number of the ball, rounded to the dtype of the emulator's."""
+        actual, sim = getattr(self.found, name), getattr(self.sim, name)
+        assert actual.dtype == sim.dtype, f"{name}: {actual.dtype}, expected {sim.dtype}"
+        assert actual.shape == sim.shape, f"{name}: {actual.shape}, expected {sim.shape}"
+        low, high = (end.to(sim.dtype).double() for end in (ball.lowest, ball.highest))
+        unknown = ball.radius.isinf() | ball.mid.isnan()
+        low, high = low.masked_fill(unknown, -torch.inf), high.masked_fill(unknown, torch.inf)
+        # What overflowed on the way is no number; the emulator says where it did.
+        overflown = unknown & ~sim.isfinite()
+        actual = actual.double().masked_fill(overflown, 0.0)
+        finite = actual.masked_fill(unknown & actual.isinf(), torch.nan)
+        _assert_between(actual=finite, lowest=low, highest=high, what=name)
+
+    # Shapes
+
+    def _is_int8(self, site: str) -> bool:
+        return self.spec.site(site).precision is Precision.INT8
+
+    def _numbers(self, site: str, tensor: str) -> Tensor:
+        """What the site multiplies: the tensor rounded to its format, float64."""
+        if not self._is_int8(site):
+            dtype = _DTYPES[self.spec.site(site).precision]
+            return self.tokens[tensor].to(dtype).double()
+        x = self.sim.operands[f"{site}.{tensor}"]
+        numbers = x.codes.double() * x.scale.double()
+        return numbers.repeat_interleave(self.groups, 1) if tensor in ("k", "v") else numbers
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return self.x.query_heads(x.expand(self.x.q.shape[0], *x.shape[1:]))
+
+    def _of_key_heads(self, x: Ball) -> Ball:
+        """Added over the query heads of a group."""
+        if self.groups == 1:
+            return x
+        mid, radius = (y.unflatten(1, (-1, self.groups)) for y in x)
+        return Ball(mid, radius).sum(2, 2 * self.groups)
+
+    def _scaled(self, x: Ball) -> Ball:
+        """Times the logit scale, itself rounded."""
+        return Ball(x.mid * self.scale, x.radius * abs(self.scale)).rounded(2)
+
+    def key_tiles(self, x: Ball, fill: float) -> Ball:
+        """[..., n_q, n_k] as [..., n_q, key block, block_k]."""
+        mid, radius = x
+        padding = (0, -mid.shape[-1] % self.spec.block_k)
+        mid = torch.nn.functional.pad(mid, padding, value=fill)
+        radius = torch.nn.functional.pad(radius, padding)
+        return Ball(*(y.unflatten(-1, (-1, self.spec.block_k)) for y in (mid, radius)))
+
+    def from_key_tiles(self, x: Ball) -> Ball:
+        return Ball(*(y.flatten(-2)[..., : self.attends.shape[-1]] for y in x))
+
+    def _query_tiles(self, x: Ball) -> Ball:
+        """[..., n_q, n_k] as [..., query block, block_q, n_k]."""
+        padding = (0, 0, 0, -x.mid.shape[-2] % self.spec.block_q)
+        return Ball(
+            *(torch.nn.functional.pad(y, padding).unflatten(-2, (-1, self.spec.block_q)) for y in x)
+        )
+
+
+def _swap(x: Ball) -> Ball:
+    """[b, h, n_q, key block, 1] as [b, h, key block, n_q, 1]."""
+    return Ball(*(y.transpose(2, 3) for y in x))
+
+
+def _or_all(x: Tensor) -> Tensor:
+    return x.nan_to_num(torch.inf, torch.inf)
+
+
+def _assert_between(*, actual: Tensor, lowest: Tensor, highest: Tensor, what: str) -> None:
+    """lowest <= actual <= highest, elementwise; the nearest end is reported as expected."""
+    x = actual.double()
+    nearest = torch.minimum(
+        torch.maximum(x.nan_to_num(0.0, torch.inf, -torch.inf), lowest), highest
+    )
+    assert_within_bound(actual=x, exact=nearest, bound=torch.zeros(()).double(), what=what)

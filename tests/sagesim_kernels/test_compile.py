@@ -1,0 +1,240 @@
+"""The kernels give the same bits under torch.compile, checkpointing and autocast."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from sagesim import FACTORED_QK, AttentionSpec
+from sagesim_kernels import attention, attention_varlen
+from sagesim_kernels.ops import backward_op, forward_op
+from tests.support.assertions import assert_bitwise
+from tests.support.inputs import Case
+from tests.support.kernels import (
+    DEVICE,
+    FEW,
+    HERE,
+    SPECS,
+    Results,
+    assert_same,
+    kernel_case,
+    run_kernels,
+)
+
+pytestmark = [
+    *HERE,
+    pytest.mark.filterwarnings("ignore:TensorFloat32"),  # inductor's advice
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # torch's own, in 2.11
+]
+
+BACKENDS = ["aot_eager"] if DEVICE == "cpu" else ["aot_eager", "inductor"]
+AUTOCAST = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def run(attend, c: Case) -> Results:
+    """As run_kernels, for a function of q, k and v that returns o and lse."""
+    leaves = [x.detach().requires_grad_() for x in c.qkvdo[:3]]
+    o, lse = attend(*leaves)
+    grads = torch.autograd.grad((o, lse), leaves, (c.do, torch.ones_like(lse)))
+    return Results(o.detach(), lse.detach(), *grads)
+
+
+def eager(c: Case, spec: AttentionSpec, **options: object) -> Results:
+    return run(lambda *x: attention(*x, spec=spec, return_lse=True, **options), c)
+
+
+CALLS = {
+    "plain": (False, False, False),
+    "causal": (True, False, False),
+    "lower_right": (True, True, False),
+    "tokens_first": (False, False, True),
+}
+"""is_causal, lower_right, tokens_first."""
+
+CHECKED = [
+    *(pytest.param(FEW["sagebwd"], call, id=f"sagebwd-{name}") for name, call in CALLS.items()),
+    pytest.param(FEW["q_smoothed"], CALLS["causal"], id="q_smoothed-causal"),
+    pytest.param(FEW["fpa_fp16"], CALLS["causal"], id="fpa_fp16-causal"),
+]
+
+
+class TestOperators:
+    """All four tests of opcheck pass: schema, autograd, fake tensors, dynamic shapes."""
+
+    @staticmethod
+    def check(operator, arguments) -> None:
+        found = torch.library.opcheck(operator, arguments)
+        assert len(found) == 4 and set(found.values()) == {"SUCCESS"}, found
+
+    @staticmethod
+    def tensors() -> list[Tensor]:
+        c = kernel_case(seed=0, n_q=20, n_k=33, d=16, d_v=24, heads=(1, 1))
+        return [*c.qkvdo]
+
+    @pytest.mark.parametrize(("spec", "call"), CHECKED)
+    def test_forward(self, spec, call):
+        leaves = [x.requires_grad_() for x in self.tensors()[:3]]
+        for with_lse in (True, False):
+            self.check(forward_op, (*leaves, *[None] * 4, spec.label(), 0.25, *call, with_lse))
+
+    @pytest.mark.parametrize(("spec", "call"), CHECKED)
+    def test_backward(self, spec, call):
+        q, k, v, do = self.tensors()
+        rest = (*[None] * 4, spec.label(), 0.25, *call)
+        o, lse, lse2, k_mean = forward_op(q, k, v, *rest, True)
+        d_lse = None if call == CALLS["plain"] else torch.ones_like(lse)
+        self.check(backward_op, (do, d_lse, q, k, v, o, lse2, k_mean, *rest))
+
+    @pytest.mark.parametrize("spec", [FEW["sagebwd"]], ids=["sagebwd"])
+    def test_of_packed_sequences(self, spec):
+        q, k, v, do = self.tensors()
+        cu_q = torch.tensor([0, 5, 20], dtype=torch.int32, device=DEVICE)
+        cu_k = torch.tensor([0, 30, 33], dtype=torch.int32, device=DEVICE)
+        rest = (cu_q, cu_k, 15, 30, spec.label(), 0.25, True, True, True)
+        o, lse, lse2, k_mean = forward_op(q, k, v, *rest, True)
+        self.check(backward_op, (do, torch.ones_like(lse), q, k, v, o, lse2, k_mean, *rest))
+        self.check(forward_op, (*(x.requires_grad_() for x in (q, k, v)), *rest, True))
+
+    def test_without_tokens(self):
+        c = kernel_case(seed=0, n_q=0, n_k=5, d=8)
+        leaves = [x.requires_grad_() for x in c.qkvdo[:3]]
+        label = FEW["sagebwd"].label()
+        self.check(forward_op, (*leaves, *[None] * 4, label, 0.25, False, False, False, False))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+class TestCompiled:
+    @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+    def test_whole_graphs_give_the_bytes_of_eager(self, spec, backend):
+        c = kernel_case(torch.float16, seed=0, n_q=20, n_k=33, d=16, d_v=24)
+        compiled = torch.compile(
+            lambda *x: attention(*x, spec=spec, is_causal=True, return_lse=True),
+            fullgraph=True,
+            backend=backend,
+        )
+        assert_same(run(compiled, c), eager(c, spec, is_causal=True))
+
+    def test_tokens_before_heads(self, backend):
+        c = kernel_case(seed=0, n_q=20, n_k=33, d=16, heads=(1, 2))
+        c = c.map(lambda x: x.transpose(1, 2).contiguous())
+        compiled = torch.compile(
+            lambda *x: attention(*x, layout="NHD", return_lse=True), fullgraph=True, backend=backend
+        )
+        assert_same(run(compiled, c), eager(c, FACTORED_QK, layout="NHD"))
+
+    def test_at_most_two_compilations_for_ten_lengths(self, backend):
+        counter = CompileCounterWithBackend(backend)
+        spec = FEW["sagebwd"]
+        compiled = torch.compile(
+            lambda *x: attention(*x, spec=spec, return_lse=True), fullgraph=True, backend=counter
+        )
+        for n in range(11, 21):
+            c = kernel_case(seed=n, n_q=n, n_k=2 * n, d=16)
+            assert_same(run(compiled, c), eager(c, spec))
+        assert counter.frame_count <= 2
+
+    def test_at_most_two_compilations_for_ten_batches_of_packed_sequences(self, backend):
+        counter = CompileCounterWithBackend(backend)
+        c = kernel_case(seed=0, n_q=40, n_k=40, d=16, heads=(1,))
+        q, k, v = (x.transpose(0, 1).contiguous() for x in c.qkvdo[:3])
+        compiled = torch.compile(attention_varlen, fullgraph=True, backend=counter)
+        for n in range(11, 21):
+            cu = torch.tensor([0, n, n + 15], dtype=torch.int32, device=DEVICE)
+            arguments = (*(x[: n + 15] for x in (q, k, v)), cu, cu, 2 * n, 3 * n)
+            expected = attention_varlen(*arguments)
+            assert_bitwise(actual=compiled(*arguments), expected=expected, what="o")
+        assert counter.frame_count <= 2
+
+    def test_another_spec_is_compiled_anew_and_is_right(self, backend):
+        counter = CompileCounterWithBackend(backend)
+        compiled = torch.compile(
+            lambda *x, spec: attention(*x, spec=spec, return_lse=True),
+            fullgraph=True,
+            backend=counter,
+        )
+        c = kernel_case(seed=0, n_q=20, n_k=33, d=16)
+        for spec in (FEW["sagebwd"], FEW["fpa_fp16"], FEW["sagebwd"]):
+            found = run(lambda *x: compiled(*x, spec=spec), c)  # noqa: B023
+            assert_same(found, eager(c, spec))
+        assert counter.frame_count == 2
+
+    @pytest.mark.parametrize("dtype", AUTOCAST)
+    def test_under_autocast(self, backend, dtype):
+        c = kernel_case(seed=0, n_q=20, n_k=33, d=16)
+        compiled = torch.compile(
+            lambda *x: attention(*x, return_lse=True), fullgraph=True, backend=backend
+        )
+        with torch.autocast(DEVICE, dtype=dtype):
+            found = run(compiled, replace_do(c, dtype))
+            expected = eager(replace_do(c, dtype), FACTORED_QK)
+        assert found.o.dtype is dtype
+        assert_same(found, expected)
+
+    def test_refusals_are_the_same(self, backend):
+        x = torch.zeros(1, 3, 257, device=DEVICE)
+        compiled = torch.compile(lambda x: attention(x, x, x), backend=backend)
+        with pytest.raises(ValueError, match="head size 257"):
+            compiled(x)
+
+
+def replace_do(c: Case, dtype: torch.dtype) -> Case:
+    return Case(q=c.q, k=c.k, v=c.v, do=c.do.to(dtype))
+
+
+class TestAutocast:
+    @pytest.mark.parametrize("dtype", AUTOCAST)
+    @pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
+    def test_casts_as_sdpa_does(self, spec, dtype):
+        c = kernel_case(seed=0, n_q=20, n_k=33, d=16)
+        expected = run_kernels(c.to(dtype), spec)
+        q, k, v = (x.detach().requires_grad_() for x in c.qkvdo[:3])
+        with torch.autocast(DEVICE, dtype=dtype):
+            o, lse = attention(q, k, v, spec=spec, return_lse=True)
+            sdpa = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        assert o.dtype is sdpa.dtype is dtype
+        grads = torch.autograd.grad(o, (q, k, v), c.do.to(dtype))
+        assert {x.dtype for x in grads} == {torch.float32}, "gradients have their leaves' dtype"
+        narrow = (x.to(dtype) for x in grads)
+        assert_same(Results(o.detach(), lse.detach(), *narrow), expected)
+
+    def test_takes_inputs_of_several_dtypes(self):
+        """A projection in half precision beside a float32 cache, as SDPA takes them."""
+        c = kernel_case(seed=0, n_q=20, n_k=33, d=16)
+        with torch.autocast(DEVICE, dtype=torch.float16):
+            o = attention(c.q.half(), c.k, c.v)
+        assert_bitwise(actual=o, expected=attention(c.q.half(), c.k.half(), c.v.half()), what="o")
+
+    @pytest.mark.parametrize("dtype", AUTOCAST)
+    def test_a_backward_under_autocast_is_the_same(self, dtype):
+        c = kernel_case(seed=0, n_q=20, n_k=33, d=16)
+        leaves = [x.detach().requires_grad_() for x in c.qkvdo[:3]]
+        o, lse = attention(*leaves, return_lse=True)
+        with torch.autocast(DEVICE, dtype=dtype):
+            grads = torch.autograd.grad(o, leaves, c.do)
+        found = Results(o.detach(), lse.detach(), *grads)
+        assert_same(found, run_kernels(c, FACTORED_QK))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
+def test_checkpointing_is_bit_equal(spec, use_reentrant):
+    c = kernel_case(seed=0, n_q=33, n_k=20, d=16, is_causal=True)
+
+    def attend(*x: Tensor) -> tuple[Tensor, Tensor]:
+        return attention(*x, spec=spec, is_causal=True, return_lse=True)
+
+    def checkpointed(c: Case) -> Results:
+        leaves = [x.detach().requires_grad_() for x in c.qkvdo[:3]]
+        o, lse = checkpoint(attend, *leaves, use_reentrant=use_reentrant)
+        torch.autograd.backward((o, lse), (c.do, torch.ones_like(lse)))
+        return Results(o.detach(), lse.detach(), *(x.grad for x in leaves))
+
+    assert_same(checkpointed(c), eager(c, spec, is_causal=True))

@@ -1,0 +1,295 @@
+"""Compiled kernels: the instructions that multiply on each GPU, registers and spills."""
+
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from sagesim import (
+    FACTORED,
+    PRESETS,
+    SAGEBWD,
+    SAGEBWD_ALL_INT8,
+    SITES,
+    AttentionSpec,
+    Delta,
+    Precision,
+)
+from sagesim.spec import with_precision
+from sagesim_kernels import hopper, supports
+from sagesim_kernels.hopper.forward import CONFIGS
+from tests.support.compiler import OLDEST, ROOT, Compiler, Kernel
+
+CAPABILITIES = (80, 86, 89, 90, 100, 103, 120)
+
+SITES_OF = {
+    "forward_kernel": ("qk", "pv"),
+    "dq_kernel, delta": ("qk_recompute", "dp"),
+    "dq_kernel, dq": ("qk_recompute", "dp", "dq"),
+    "dkdv_kernel": ("qk_recompute", "dv", "dp", "dk"),
+    "dkdv_kernel, dv": ("qk_recompute", "dv"),
+    "dkdv_kernel, dk": ("qk_recompute", "dp", "dk"),
+}
+"""The matrix products of each kernel, in the order of its code."""
+
+LOOPS = 2
+"""The loops of every kernel: over tiles that need a mask, and over the others."""
+
+SIXTEEN_BIT = {"bfloat16": "bf16", "float16": "f16"}
+
+
+@pytest.fixture(scope="session")
+def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Compiler]]:
+    cache = tmp_path_factory.getbasetemp()
+    if cache.name.startswith("popen-gw"):
+        cache = cache.parent  # one for all workers
+    started: dict[str, Compiler] = {}
+    try:
+        started["oldest"] = Compiler(cache / "triton-oldest", OLDEST)
+        started["newest"] = Compiler(cache / "triton-newest")
+        yield started
+    finally:
+        for compiler in started.values():
+            compiler.close()
+
+
+@pytest.fixture(params=["oldest", "newest"])
+def compiler(request: pytest.FixtureRequest, compilers: dict[str, Compiler]) -> Compiler:
+    return compilers[request.param]
+
+
+@pytest.fixture
+def newest(compilers: dict[str, Compiler]) -> Compiler:
+    return compilers["newest"]
+
+
+def products(kernels: list[Kernel]) -> dict[str, Kernel]:
+    """Return the kernels that multiply matrices, by name."""
+    return {kernel.name: kernel for kernel in kernels if kernel.dots or kernel.opcodes}
+
+
+def declared(spec: AttentionSpec, kernel: str, dtype: str = "bfloat16") -> list[str]:
+    """Return the operand format that `spec` gives each product of `kernel`."""
+    formats = {Precision.INT8: "i8", Precision.INPUT16: SIXTEEN_BIT[dtype]}
+    return [formats[spec.site(site).precision] for site in SITES_OF[kernel]]
+
+
+def assert_as_declared(
+    kernels: list[Kernel],
+    spec: AttentionSpec,
+    *,
+    head_size: int = 64,
+    block: int = 64,
+    dtype: str = "bfloat16",
+) -> None:
+    """Assert that each product has the format of the spec, in the code and in the instructions: the
+    multiply-adds of a format are those of its products in one step of each of the loops."""
+    found = products(kernels)
+    names = set(SITES_OF)
+    if spec.delta is Delta.FROM_O:
+        names.remove("dq_kernel, delta")
+    apart = {"dkdv_kernel, dv", "dkdv_kernel, dk"}
+    assert set(found) in (names - apart, names - {"dkdv_kernel"})
+    for name, kernel in found.items():
+        formats = declared(spec, name, dtype)
+        assert kernel.dots == LOOPS * formats, name
+        # If an instruction does not state its shape, all products of its format use it.
+        unsized = {SIXTEEN_BIT[dtype] if f == "16 bit" else f for f in kernel.unsized}
+        sized = Counter(f for f in formats if f not in unsized)
+        assert unsized <= set(formats), (name, kernel.opcodes)
+        one = LOOPS * kernel.tile * block * head_size
+        assert kernel.multiply_adds == {f: n * one for f, n in sized.items()}, (name, kernel)
+
+
+def test_oldest_and_newest_are_those_of_the_package(compilers: dict[str, Compiler]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (admitted,) = project["optional-dependencies"]["kernels"]
+    lowest = admitted.removeprefix("triton>=")
+    assert re.fullmatch(rf"{re.escape(lowest)}(\.0)*", compilers["oldest"].version)
+    tested = (ROOT / "constraints.txt").read_text().splitlines()
+    assert f"triton=={compilers['newest'].version}" in tested
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids="sm{}".format)
+def test_int8_products_are_int8_instructions(compiler: Compiler, capability: int) -> None:
+    kernels = compiler.compile("factored", capability)
+    assert_as_declared(kernels, FACTORED)
+    for kernel in products(kernels).values():
+        assert not kernel.has_fp64, kernel.name
+        assert kernel.fused == 0 and not kernel.fp_fusion, kernel.name
+
+
+INSTRUCTIONS = {
+    (80, "oldest"): ("mma.sync", "mma.sync"),
+    (80, "newest"): ("mma.sync", "mma.sync"),
+    (90, "oldest"): ("wgmma", "wgmma"),
+    (90, "newest"): ("wgmma", "wgmma"),
+    (100, "oldest"): ("mma.sync", "tcgen05"),
+    (100, "newest"): ("tcgen05", "tcgen05"),
+    (103, "newest"): ("mma.sync", "tcgen05"),
+    (120, "newest"): ("mma.sync", "mma.sync"),
+}
+"""The instruction that multiplies codes, and the one that multiplies 16-bit values."""
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton"), INSTRUCTIONS, ids=[f"sm{c}-{t}" for c, t in INSTRUCTIONS]
+)
+def test_instructions_of_the_tensor_cores(
+    compilers: dict[str, Compiler], capability: int, triton: str
+) -> None:
+    codes, numbers = INSTRUCTIONS[capability, triton]
+    opcodes = products(compilers[triton].compile("factored", capability))["dkdv_kernel"].opcodes
+    assert len(opcodes) == 2
+    assert [o for o in opcodes if o.startswith(codes) and ("s8.s8" in o or "::i8" in o)]
+    assert [o for o in opcodes if o.startswith(numbers) and ("bf16.bf16" in o or "::f16" in o)]
+
+
+ALONE = replace(with_precision(FACTORED, Precision.INPUT16), delta=Delta.FROM_O)
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_site_alone_in_int8(newest: Compiler, site: str) -> None:
+    spec = with_precision(ALONE, Precision.INT8, site)
+    kernels = newest.compile(spec.label(), 90)
+    assert_as_declared(kernels, spec)
+    for name, kernel in products(kernels).items():
+        assert ("i8" in kernel.formats) == (site in SITES_OF[name]), name
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
+def test_dp_alone_is_in_the_dtype_of_the_inputs(newest: Compiler, dtype: str) -> None:
+    kernels = newest.compile("sagebwd", 90, dtype=dtype)
+    assert_as_declared(kernels, SAGEBWD, dtype=dtype)
+    found = products(kernels)
+    assert found["forward_kernel"].formats == {"i8"}
+    for name in ("dq_kernel, dq", "dkdv_kernel"):
+        assert found[name].formats == {"i8", SIXTEEN_BIT[dtype]}
+        one = LOOPS * found[name].tile * 64 * 64
+        assert found[name].multiply_adds[SIXTEEN_BIT[dtype]] == one
+
+
+def test_dp_in_int8_is_detected(newest: Compiler) -> None:
+    kernels = newest.compile("sagebwd_all_int8", 90)
+    assert_as_declared(kernels, SAGEBWD_ALL_INT8)
+    assert all(kernel.formats == {"i8"} for kernel in products(kernels).values())
+    with pytest.raises(AssertionError):
+        assert_as_declared(kernels, SAGEBWD)
+
+
+def test_dk_and_dv_apart_are_as_declared(newest: Compiler) -> None:
+    kernels = newest.compile("factored", 90, head_size=128)
+    assert_as_declared(kernels, FACTORED, head_size=128)
+    assert {"dkdv_kernel, dv", "dkdv_kernel, dk"} < set(products(kernels))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "packed", "is_causal"), [("bfloat16", False, True), ("float16", True, False)]
+)
+@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
+def test_kernels_of_hopper_multiply_as_declared(
+    compiler: Compiler, head_size: int, dtype: str, packed: bool, is_causal: bool
+) -> None:
+    """QK alone is in INT8. Each consumer of the forward multiplies in three places of the code, and
+    the backward in its two loops. One wgmma instruction covers 32 channels of codes, or 16 channels
+    or tokens in 16 bit, and 64 or 128 columns."""
+    kernels = products(
+        compiler.compile(
+            "factored_qk",
+            90,
+            head_size=head_size,
+            dtype=dtype,
+            packed=packed,
+            is_causal=is_causal,
+        )
+    )
+    places = 3 * CONFIGS[head_size].consumers
+    s_by, dp, dv_dk, dq = head_size // 32, head_size // 16, 2 * 64 // 16, 128 // 16
+    expected = {
+        "hopper_forward": {"i8": places * s_by, SIXTEEN_BIT[dtype]: places * 64 // 16},
+        "hopper_backward": {"i8": 2 * s_by, SIXTEEN_BIT[dtype]: 2 * (dp + dv_dk + dq)},
+    }
+    assert set(kernels) == set(expected)
+    for name, kernel in kernels.items():
+        found: Counter[str] = Counter()
+        for opcode, count in kernel.opcodes.items():
+            assert opcode.startswith("wgmma")
+            found["i8" if ".s8.s8" in opcode else SIXTEEN_BIT[dtype]] += count
+            assert ".s8.s8" in opcode or f".{SIXTEEN_BIT[dtype]}." in opcode, opcode
+        if name == "hopper_backward" and head_size == 64:  # in other warps, with one loop
+            expected[name][SIXTEEN_BIT[dtype]] -= dq
+        assert found == expected[name], name
+        assert kernel.fused == 0 and not kernel.fp_fusion, name
+        assert kernel.added_waits == 0, name
+        assert kernel.lost_descriptors == [], name
+        assert kernel.early_arrivals == 0, name
+        assert kernel.narrow_stores == 0, name
+
+
+def test_fusion_is_detected(newest: Compiler) -> None:
+    kernels = products(newest.compile("factored", 80, enable_fp_fusion=True))
+    assert all(kernel.fp_fusion and kernel.fused for kernel in kernels.values())
+
+
+def test_fp64_is_only_in_sums_over_what_the_caller_laid_out(newest: Compiler) -> None:
+    """Means and delta are summed in float64, because the order of these sums depends on strides."""
+    kernels = newest.compile("factored_pv16", 80)
+    summing = {"sum_chunks_kernel", "divide_sums_kernel", "delta_kernel"}
+    assert {k.name for k in kernels if k.has_fp64} == summing
+
+
+@pytest.mark.parametrize("spec", ["sagebwd", "factored"])
+def test_codes_are_contiguous_along_the_contraction(compiler: Compiler, spec: str) -> None:
+    """Codes of P and dS are packed in registers, with one permutation for each code of a thread.
+    Further permutations would mean that the bytes of a right operand are rearranged too."""
+    for name, kernel in products(compiler.compile(spec, 90)).items():
+        maps = {"pv", "dv", "dq", "dk"} & set(SITES_OF[name])
+        holders = 32 * min(kernel.warps, kernel.tile // 16)  # more warps hold the same rows
+        packed = LOOPS * len(maps) * (kernel.tile * 64 // holders)
+        assert kernel.permutations <= packed + 8, name
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("spec", ["sagebwd", "factored", "factored_qk"])
+def test_the_loop_spills_nothing(compiler: Compiler, spec: str, head_size: int) -> None:
+    """At most 4 % of the instructions of a step of the loop over whole tiles load or store spilled
+    registers. Values that the loop does not use may be spilled once a program."""
+    for kernel in compiler.compile(spec, 90, head_size=head_size):
+        issued = kernel.issued_in_loop
+        spilling = sum(n for name, n in issued.items() if name.startswith(("LDL", "STL")))
+        assert spilling <= 0.04 * sum(issued.values()), (kernel.name, spilling)
+
+
+@pytest.mark.parametrize(("head_size", "value_head_size"), [(8, 8), (33, 5), (64, 24), (129, 8)])
+@pytest.mark.parametrize("spec", ["sagebwd", "fpa_fp16"])
+def test_no_descriptor_is_lost(
+    compilers: dict[str, Compiler], spec: str, head_size: int, value_head_size: int
+) -> None:
+    """The ptxas of the oldest Triton loses descriptors of wgmma operands in shared memory if their
+    rows are loaded channel by channel: see `tests.support.sass`."""
+    kernels = compilers["oldest"].compile(
+        spec, 90, head_size=head_size, value_head_size=value_head_size, dtype="float16"
+    )
+    assert any("wgmma" in opcode for kernel in kernels for opcode in kernel.opcodes)
+    assert [(k.name, k.lost_descriptors) for k in kernels if k.lost_descriptors] == []
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("name", [name for name, spec in PRESETS.items() if supports(spec)])
+def test_no_descriptor_of_the_presets_is_lost(
+    compilers: dict[str, Compiler], name: str, head_size: int
+) -> None:
+    kernels = compilers["oldest"].compile(name, 90, head_size=head_size)
+    assert [(k.name, k.lost_descriptors) for k in kernels if k.lost_descriptors] == []
+
+
+@pytest.mark.parametrize("tokens", [1, 50, 128])
+@pytest.mark.parametrize("head_size", [32, 64])
+def test_sequences_of_one_tile_compile(compiler: Compiler, head_size: int, tokens: int) -> None:
+    """ptxas 12.8 and 12.9 crash on dQ if Triton specializes on a single token or tile and so proves
+    that a loop is empty."""
+    spec = "causal_safe smooth=none block=64x32"
+    compiler.compile(spec, 90, head_size=head_size, dtype="float16", tokens=tokens)

@@ -1,0 +1,368 @@
+"""The contract has teeth: each planted bug is found, at the stage that has it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sagesim import (
+    FACTORED,
+    FPA_FP16,
+    HALF_AWAY,
+    HALF_EVEN,
+    PRESETS,
+    SAGEBWD,
+    SAGEBWD_ALL_INT8,
+    SITES,
+    Delta,
+    Granularity,
+    Precision,
+    Rounding,
+    Smoothing,
+    quantize,
+    with_precision,
+)
+from sagesim.spec import AttentionSpec
+from sagesim_kernels import KernelTrace
+from tests.sagesim_kernels.balls import EXP, Ball
+from tests.sagesim_kernels.contract import (
+    Tally,
+    as_kernel_trace,
+    check_trace,
+    emulate,
+    emulated_case,
+    run_kernels,
+)
+from tests.support.assertions import assert_bitwise, assert_within_bound
+from tests.support.float32_bound import U
+from tests.support.inputs import NASTY, Case, case, gaussian, half_integer_ties, offset
+from tests.support.kernels import DEVICE, HERE
+
+pytestmark = HERE
+
+SHAPE = {"n_q": 70, "n_k": 90, "d": 24, "d_v": 16}
+PLAIN = case(seed=1, heads=(1, 2), **SHAPE)
+CAUSAL = replace(PLAIN, is_causal=True)
+OFFSET = case(seed=2, heads=(1, 1), kinds=(offset, offset, offset, offset), **SHAPE)
+TIES = case(seed=3, heads=(1, 1), kinds=(half_integer_ties,) * 4, scale=1e-5, **SHAPE)
+GROUPED = replace(
+    case(seed=4, heads=(1, 2), **SHAPE),
+    q=PLAIN.q.repeat(1, 2, 1, 1),
+    do=PLAIN.do.repeat(1, 2, 1, 1),
+)
+GROUPED = replace(GROUPED, enable_gqa=True)
+Q_SMOOTHED = replace(SAGEBWD, smoothing=Smoothing(q=True, k=True))
+RANDOM = replace(SAGEBWD, rounding=Rounding.stochastic(5))
+
+
+Planted = tuple[Case, AttentionSpec, Callable[[KernelTrace], KernelTrace]]
+
+
+def trace(case: Case, spec: AttentionSpec) -> KernelTrace:
+    return as_kernel_trace(emulate(case, spec))
+
+
+def with_operand(found: KernelTrace, name: str, **changes: torch.Tensor) -> KernelTrace:
+    coded = found.operands[name]._replace(**changes)
+    return replace(found, operands=dict(found.operands) | {name: coded})
+
+
+def of_other_spec(*names: str, case: Case = PLAIN, spec=SAGEBWD, other: AttentionSpec):
+    """What is named, from a trace under another spec; each otherwise as it should be."""
+
+    def tamper(found: KernelTrace) -> KernelTrace:
+        wrong = trace(case, other)
+        for name in names:
+            if name in found.operands:
+                found = with_operand(found, name, **wrong.operands[name]._asdict())
+            else:
+                found = replace(found, **{name: getattr(wrong, name)})
+        return found
+
+    return case, spec, tamper
+
+
+def of_other_case(name: str, case: Case, other: Case, spec=SAGEBWD):
+    return case, spec, lambda found: replace(found, **{name: getattr(trace(other, spec), name)})
+
+
+def scaled(name: str, factor: float, case: Case = PLAIN, spec=SAGEBWD):
+    return case, spec, lambda found: replace(found, **{name: getattr(found, name) * factor})
+
+
+def shifted(name: str, by: int, spec=SAGEBWD):
+    """One code of the middle of its range, moved."""
+
+    def tamper(found: KernelTrace) -> KernelTrace:
+        codes = found.operands[name].codes.clone()
+        codes.view(-1)[codes.flatten().abs().sub(60).abs().argmin()] += by
+        return with_operand(found, name, codes=codes)
+
+    return PLAIN, spec, tamper
+
+
+def swapped(name: str, other: str, spec=SAGEBWD):
+    return (
+        PLAIN,
+        spec,
+        lambda found: with_operand(found, name, scale=found.operands[other].scale),
+    )
+
+
+def one_element(name: str, by: float, spec=SAGEBWD):
+    def tamper(found: KernelTrace) -> KernelTrace:
+        x = getattr(found, name).clone()
+        x[0, 0, 5] += by * x.square().mean().sqrt()
+        return replace(found, **{name: x})
+
+    return PLAIN, spec, tamper
+
+
+def minus_128(found: KernelTrace) -> KernelTrace:
+    codes = found.operands["dq.ds"].codes.clone()
+    codes.view(-1)[codes.flatten().argmin()] = -128
+    return with_operand(found, "dq.ds", codes=codes)
+
+
+def lost_row(name: str):
+    def tamper(found: KernelTrace) -> KernelTrace:
+        x = getattr(found, name).clone()
+        x[:, :, -1] = 0
+        return replace(found, **{name: x})
+
+    return PLAIN, SAGEBWD, tamper
+
+
+def not_a_number(name: str):
+    def tamper(found: KernelTrace) -> KernelTrace:
+        x = getattr(found, name).clone()
+        x[0, 0, 3] = torch.nan
+        return replace(found, **{name: x})
+
+    return PLAIN, SAGEBWD, tamper
+
+
+def without_a_head(found: KernelTrace) -> KernelTrace:
+    """dV of a group's first head alone."""
+    first = [0, 2]
+    one = replace(GROUPED, q=GROUPED.q[:, first], do=GROUPED.do[:, first], enable_gqa=False)
+    return replace(found, dv=trace(one, SAGEBWD).dv)
+
+
+def without_q_mean(found: KernelTrace) -> KernelTrace:
+    """dK of the smoothed Q alone: no bias branch."""
+    sim = emulate(OFFSET, Q_SMOOTHED)
+    blocks = [
+        (x.double(), ds) for x, ds in zip(OFFSET.q.split(64, 2), sim.ds.split(64, 2), strict=True)
+    ]
+    bias = sum(ds.sum(2)[..., None] * x.mean(2, keepdim=True) for x, ds in blocks)
+    return replace(found, dk=(found.dk - bias * OFFSET.q.shape[-1] ** -0.5).float())
+
+
+def without_k_mean(found: KernelTrace) -> KernelTrace:
+    """The logsumexp of the smoothed logits."""
+    shift = (OFFSET.q * OFFSET.k.mean(2, keepdim=True)).sum(-1) * OFFSET.q.shape[-1] ** -0.5
+    return replace(found, lse=found.lse - shift)
+
+
+def rounded(rounding: Rounding) -> Callable[[KernelTrace], KernelTrace]:
+    """dS rounded for dK in another way."""
+
+    def tamper(found: KernelTrace) -> KernelTrace:
+        ds = emulate(PLAIN, RANDOM).ds
+        right = quantize(
+            ds, Granularity.PerTile, block=(64, 64), rounding=RANDOM.rounding, tensor="ds"
+        )
+        assert_bitwise(actual=right.codes, expected=found.operands["dk.ds"].codes, what="codes")
+        wrong = quantize(ds, Granularity.PerTile, block=(64, 64), rounding=rounding, tensor="ds")
+        return with_operand(found, "dk.ds", codes=wrong.codes)
+
+    return tamper
+
+
+def reversed_scales(name: str, axis: int, spec=SAGEBWD) -> Planted:
+    def tamper(found: KernelTrace) -> KernelTrace:
+        return with_operand(found, name, scale=found.operands[name].scale.flip(axis))
+
+    return PLAIN, spec, tamper
+
+
+DEAD = emulated_case(replace(case(seed=6, n_q=40, n_k=30, d=8), is_causal=True), "lower_right")
+"""Its first queries attend to nothing."""
+
+PER_COLUMN = replace(SAGEBWD, dv=replace(SAGEBWD.dv, lhs=Granularity.PerTileColumn))
+PER_ROW = replace(SAGEBWD, dq=replace(SAGEBWD.dq, lhs=Granularity.PerTileRow))
+UNSMOOTHED = replace(SAGEBWD, smoothing=Smoothing())
+PADDED = (24 / 32) ** 0.5
+
+PLANTED: dict[str, tuple[str, Planted]] = {
+    # the bug: the stage that has it, and how it is planted
+    "K's scales in another order": ("qk.k scale", reversed_scales("qk.k", 2, FACTORED)),
+    "V's scales of other channels": ("pv.v scale", reversed_scales("pv.v", 3, FACTORED)),
+    "a code of dO one off": ("dv.do codes", shifted("dv.do", 1)),
+    "ties of Q away from zero": (
+        "qk.q codes",
+        of_other_spec(
+            "qk.q", case=TIES, spec=UNSMOOTHED, other=replace(UNSMOOTHED, rounding=HALF_AWAY)
+        ),
+    ),
+    "K not smoothed": ("qk.k scale", of_other_spec("qk.k", case=OFFSET, other=UNSMOOTHED)),
+    "P over the row's maximum": (
+        "pv.p codes",
+        of_other_spec("pv.p", other=replace(SAGEBWD, block_k=128)),
+    ),
+    "a code of P two off": ("pv.p codes", shifted("pv.p", 2)),
+    "a code of P one off": ("pv.p codes", shifted("pv.p", 1)),
+    "the mask lost": ("o", of_other_case("o", CAUSAL, replace(CAUSAL, is_causal=False))),
+    "one row of O wrong": ("o", one_element("o", 1e-5)),
+    "O a little too large": ("o", scaled("o", 1 + 1e-5)),
+    "NaN in O": ("o", not_a_number("o")),
+    "the logsumexp in base 2": ("lse", scaled("lse", 1.4427)),
+    "the logsumexp of smoothed logits": ("lse", (OFFSET, SAGEBWD, without_k_mean)),
+    "the logsumexp of nothing is 0": (
+        "lse",
+        (DEAD, SAGEBWD, lambda found: replace(found, lse=found.lse.clamp(min=-1e30))),
+    ),
+    "delta from P and dP": (
+        "delta",
+        of_other_spec("delta", other=replace(SAGEBWD, delta=Delta.FROM_P)),
+    ),
+    "delta from O": (
+        "delta",
+        of_other_spec("delta", spec=FACTORED, other=replace(FACTORED, delta=Delta.FROM_O)),
+    ),
+    "delta negated": ("delta", scaled("delta", -1)),
+    "P with a scale per column": ("dv.p scale", of_other_spec("dv.p", "dv", other=PER_COLUMN)),
+    "P's scale of forward's logits": ("dv.p scale", swapped("dv.p", "dq.ds")),
+    "a code of the backward's P one off": ("dv.p codes", shifted("dv.p", 1)),
+    "one head of a group": ("dv", (GROUPED, SAGEBWD, without_a_head)),
+    "no dV for the last key": ("dv", lost_row("dv")),
+    "dS with a scale per row": ("dq.ds scale", of_other_spec("dq.ds", "dq", other=PER_ROW)),
+    "dP in float32": (
+        "dq.ds (scale|codes)",
+        of_other_spec("dq.ds", other=with_precision(SAGEBWD, Precision.FP32, "dp")),
+    ),
+    "dP in 16 bit": (
+        "dq.ds (scale|codes)",
+        of_other_spec("dq.ds", spec=SAGEBWD_ALL_INT8, other=SAGEBWD),
+    ),
+    "a code of dS two off": ("dq.ds codes", shifted("dq.ds", 2)),
+    "-128": ("dq.ds codes", (PLAIN, SAGEBWD, minus_128)),
+    "dQ without the logit scale": ("dq", scaled("dq", 24**0.5)),
+    "dQ with the scale of a padded head": ("dq", scaled("dq", PADDED)),
+    "NaN in dQ": ("dq", not_a_number("dq")),
+    "other random numbers": ("dk.ds codes", (PLAIN, RANDOM, rounded(Rounding.stochastic(6)))),
+    "dS rounded to nearest": ("dk.ds codes", (PLAIN, RANDOM, rounded(HALF_EVEN))),
+    "dK without the logit scale": ("dk", scaled("dk", 24**0.5)),
+    "dK without Q's mean": ("dk", (OFFSET, Q_SMOOTHED, without_q_mean)),
+    "no dK for the last key": ("dk", lost_row("dk")),
+    "one row of dK wrong in 16 bit": ("dk", one_element("dk", 1e-2, FPA_FP16)),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found_at_its_stage(bug: str) -> None:
+    stage, (case, spec, tamper) = PLANTED[bug]
+    right = trace(case, spec)
+    check_trace(right, case, spec)
+    with pytest.raises(AssertionError, match=f"^{stage}: "):
+        check_trace(tamper(right), case, spec)
+
+
+def test_a_kernels_trace_is_found_out_as_well() -> None:
+    """The planted bugs are planted in traces of the emulator, which cost less."""
+    on_device = PLAIN.map(lambda x: x.to(DEVICE))
+    right = run_kernels(on_device, SAGEBWD)
+    check_trace(right, PLAIN, SAGEBWD)
+    for bug in ("a code of P two off", "-128", "O a little too large", "NaN in dQ"):
+        stage, (_, _, tamper) = PLANTED[bug]
+        with pytest.raises(AssertionError, match=f"^{stage}: "):
+            check_trace(tamper(right), PLAIN, SAGEBWD)
+
+
+@pytest.mark.parametrize("name", ["operands", "o", "lse"])
+def test_names_dtypes_and_shapes_are_checked(name: str) -> None:
+    right = trace(PLAIN, SAGEBWD)
+    wrong = {
+        "operands": {"qk.q": right.operands["qk.q"]},
+        "o": right.o.half(),
+        "lse": right.lse[..., None],
+    }[name]
+    with pytest.raises(AssertionError, match=f"^{name}: "):
+        check_trace(replace(right, **{name: wrong}), PLAIN, SAGEBWD)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_emulator_meets_the_contract(preset: str, is_causal: bool) -> None:
+    """So that it and a kernel that meets it differ by twice the radius at most."""
+    spec = PRESETS[preset]
+    if Precision.FP32 in (spec.site(site).precision for site in SITES):
+        pytest.skip("there are no kernels for FP32")
+    for seed, kind in enumerate(NASTY.values()):
+        c = case(seed=seed, kinds=(kind, gaussian, kind, gaussian), is_causal=is_causal, **SHAPE)
+        tally = check_trace(trace(c, spec), c, spec)
+        assert tally.total == 0
+
+
+def test_balls_of_ordinary_numbers_are_small() -> None:
+    """A contract whose tolerances were wide would accept much: codes of P are known to within a
+    thousandth of a code, and half the width of O is a few roundings."""
+    p = Ball.exactly(torch.tensor([-3.0])).widened(20 * U).exp()
+    assert float(127 * p.radius) < 1e-3
+    assert float(p.radius) < (20 * U + EXP) * math.exp(-3) * 1.01
+
+
+def test_a_tally_adds_up() -> None:
+    one, other = Tally(), Tally()
+    one.count("dv.p", 1, 100)
+    other.count("dv.p", 2, 100)
+    other.count("dq.ds", 0, 100)
+    one.add(other)
+    assert one.total / one.counted == 0.01
+    assert "dv.p 3 of 200" in str(one)
+
+
+class TestBall:
+    """Float32 computations, in whatever order, end inside."""
+
+    def numbers(self, seed: int, *shape: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(shape, generator=generator)
+
+    def inside(self, actual: torch.Tensor, ball: Ball) -> None:
+        assert_within_bound(actual=actual, exact=ball.mid, bound=ball.radius, what="ball")
+
+    def test_sums_and_products(self) -> None:
+        x, y = self.numbers(1, 30, 200), self.numbers(2, 200, 20)
+        exact_x, exact_y = Ball.exactly(x), Ball.exactly(y)
+        self.inside(x @ y, exact_x.matmul(exact_y, 200))
+        self.inside(x.sum(1), exact_x.sum(1, 200))
+        self.inside(x.flip(1).cumsum(1)[:, -1], exact_x.sum(1, 200))
+        self.inside(x * y.mT[:1], exact_x.times(Ball.exactly(y.mT[:1])).rounded(1))
+        self.inside(x - 3, exact_x.minus(Ball.exactly(torch.tensor(3.0))).rounded(1))
+        positive = y.mT[:1].abs() + 1
+        self.inside(x / positive, exact_x.over(Ball.exactly(positive)).rounded(1))
+
+    def test_functions(self) -> None:
+        x = self.numbers(3, 1000) * 20
+        self.inside(x.exp(), Ball.exactly(x).exp())
+        self.inside(x.abs().log(), Ball.exactly(x.abs()).log().rounded(2))
+        nothing = Ball.exactly(torch.tensor([-torch.inf])).exp()
+        assert nothing.mid.item() == nothing.radius.item() == 0
+
+    def test_16_bit(self) -> None:
+        x = self.numbers(4, 1000) * torch.logspace(-9, 6, 1000)
+        for dtype in (torch.float16, torch.bfloat16):
+            ball = Ball.exactly(x).rounded16(dtype)
+            known = ball.radius.isfinite()
+            assert bool(known.all()) == (dtype is torch.bfloat16)
+            self.inside(x[known].to(dtype), Ball(*(y[known] for y in ball)))
+
+    def test_what_is_not_known_stays_so(self) -> None:
+        unknown = Ball(torch.tensor([1.0]).double(), torch.tensor([torch.inf]).double())
+        zero = Ball.exactly(torch.zeros(1))
+        for ball in (unknown.times(zero), unknown.plus(zero), unknown.exp(), zero.over(unknown)):
+            assert ball.radius.item() == torch.inf

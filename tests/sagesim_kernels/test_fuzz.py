@@ -1,0 +1,231 @@
+"""The kernels agree with the emulator on random calls: 500 cases by default, 10,000 under the long
+profile, 20,000 with `--device cuda`."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+import torch
+from hypothesis import example, given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sagesim_kernels import attention, attention_varlen
+from tests.sagesim_kernels.contract import OUTPUTS, Tally, check, run_kernels
+from tests.sagesim_kernels.problems import PRESETS, KernelCase, alike, problems
+from tests.support import examples
+from tests.support.assertions import assert_bitwise
+from tests.support.inputs import Case
+from tests.support.kernels import DEVICE, HERE
+
+pytestmark = [
+    *HERE,
+    # A gradient beyond float16's range is infinite, in the emulator as well.
+    pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),
+]
+
+Run = TypeVar("Run", bound=Callable[..., None])
+
+CASES = {"fast": 500, "long": 10_000, "cuda": 20_000}
+PARTS, ALIKE = (25, 10) if DEVICE == "cuda" else (2, 1)
+"""Parts into which each preset's cases are split for workers, and cases for each compilation."""
+
+MOST_DIFFERING = 1e-3
+"""Largest share of codes of P and dS that may differ, over ordinary inputs; see docs/numerics.md,
+Between implementations."""
+
+ENOUGH = 20_000
+"""Codes needed to measure that share: all codes of a row may lie near ties."""
+
+
+def drawn_by_itself(number: int) -> Callable[[Run], Run]:
+    """Give each test its own draws: under fixed draws, all would get the same."""
+    return seed(number) if settings.default.derandomize else lambda run: run
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("preset", PRESETS)
+def test_kernels_meet_the_contract(preset: str, part: int, request: pytest.FixtureRequest) -> None:
+    device = request.config.getoption("--device")
+    if device != DEVICE:
+        pytest.skip(f"the kernels were imported for {DEVICE}; fuzz them with --device {DEVICE}")
+    is_fast = settings.default.derandomize
+    total = CASES["cuda" if device == "cuda" else "fast" if is_fast else "long"]
+    tally = Tally()
+
+    @drawn_by_itself(list(PRESETS).index(preset) * PARTS + part)
+    @settings(max_examples=-(-total // (len(PRESETS) * PARTS * ALIKE)))
+    @given(alike(PRESETS[preset], ALIKE))
+    def run(several: list[KernelCase]) -> None:
+        for problem in several:
+            try:
+                found = check(problem.case, problem.parsed, problem.causal_alignment)
+            except Exception as error:
+                error.add_note(f"in {problem!r}")
+                raise
+            if problem.is_ordinary:
+                tally.add(found)
+
+    run()
+    print(tally)
+    assert tally.total <= MOST_DIFFERING * max(ENOUGH, tally.counted), str(tally)
+
+
+def test_codes_whose_scale_is_noise_are_not_held_to_the_emulators() -> None:
+    """In rows 20 and 31 one key has all of P, so that dS, and the row's scale, is the rounding
+    error of dP - delta. In one of them it is 20 times the emulator's, and codes are 31 instead of
+    1."""
+    problem = KernelCase(
+        spec="factored round=half_away",
+        n_q=63,
+        n_k=31,
+        d=64,
+        d_v=64,
+        heads=(1, 1, 1),
+        kinds=("outlier_channel", "gaussian", "outlier_channel", "outlier_channel"),
+        dtype="float16",
+        seed=1557556872,
+    )
+    tally = check(problem.case, problem.parsed)
+    assert tally.entries["dq.ds"] > 1000
+    assert tally.differing["dq.ds"] == 0
+
+
+@pytest.mark.parametrize("lengths", [(20, 33), (33, 20), (40, 40), (1, 70), (70, 1), (130, 66)])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_lower_right_is_the_emulator_under_that_mask(preset: str, lengths: tuple[int, int]) -> None:
+    """If there are more queries than keys, the first queries attend to no key and get zeros."""
+    n_q, n_k = lengths
+    problem = KernelCase(
+        spec=f"{preset} block=32x32",
+        n_q=n_q,
+        n_k=n_k,
+        d=16,
+        d_v=16,
+        heads=(1, 1, 1),
+        kinds=("gaussian",) * 4,
+        is_causal=True,
+        causal_alignment="lower_right",
+    )
+    check(problem.case, problem.parsed, "lower_right")
+    found = run_kernels(problem.case, problem.parsed, "lower_right")
+    dead = max(n_q - n_k, 0)
+    for name in ("o", "dq", "delta"):
+        x = getattr(found, name)[:, :, :dead]
+        assert_bitwise(actual=x.abs(), expected=torch.zeros_like(x), what=name)
+    lse = found.lse[:, :, :dead]
+    assert_bitwise(actual=lse, expected=torch.full_like(lse, -torch.inf), what="lse")
+
+
+def differentiate(outputs: Tensor, leaves: list[Tensor], do: Tensor) -> dict[str, Tensor]:
+    grads = torch.autograd.grad(outputs, leaves, do)
+    return dict(zip(("o", "dq", "dk", "dv"), (outputs.detach(), *grads), strict=True))
+
+
+def run_attention(case: Case, problem: KernelCase, layout: str) -> dict[str, Tensor]:
+    """The results of `attention`, on the CPU, as [batch, heads, tokens, channels]."""
+    tensors = [x.detach() for x in case.qkvdo]
+    if layout == "NHD":
+        tensors = [x.transpose(1, 2) for x in tensors]
+    *leaves, do = tensors
+    leaves = [x.requires_grad_() for x in leaves]
+    o, lse = attention(
+        *leaves,
+        spec=problem.parsed,
+        is_causal=problem.is_causal,
+        causal_alignment=problem.causal_alignment,
+        scale=problem.scale,
+        enable_gqa=case.enable_gqa,
+        layout=layout,
+        return_lse=True,
+    )
+    found = differentiate(o, leaves, do)
+    if layout == "NHD":
+        found = {name: x.transpose(1, 2) for name, x in found.items()}
+    return {name: x.cpu() for name, x in (found | {"lse": lse.detach()}).items()}
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_attention_returns_the_bytes_of_the_trace(preset: str, layout: str) -> None:
+    @drawn_by_itself(list(PRESETS).index(preset))
+    @examples(2)
+    @given(problems(PRESETS[preset]))
+    def run(problem: KernelCase) -> None:
+        found = run_attention(problem.case, problem, layout)
+        expected = run_kernels(problem.case, problem.parsed, problem.causal_alignment)
+        for name in OUTPUTS:
+            if name != "delta":
+                assert_bitwise(actual=found[name], expected=getattr(expected, name), what=name)
+
+    run()
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Lengths of packed sequences, for queries and for keys; each list starts with a 0."""
+    count = draw(st.integers(1, 3))
+    length = st.sampled_from((0, 1, 5, 16, 31, 33, 50, 65))
+    several = st.lists(length, min_size=count, max_size=count).filter(any)
+    return [0, *draw(several)], [0, *draw(several)]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_packed_sequences_are_computed_one_by_one(preset: str) -> None:
+    """Outputs and gradients are bitwise those of each sequence alone. A sequence may have no
+    queries or no keys; its zeros have the sign of the scale."""
+    negative = KernelCase(
+        spec=PRESETS[preset],
+        n_q=1,
+        n_k=1,
+        d=64,
+        d_v=64,
+        heads=(1, 1, 1),
+        kinds=("gaussian",) * 4,
+        dtype="float16",
+        scale=-0.3,
+    )
+
+    @drawn_by_itself(list(PRESETS).index(preset))
+    @examples(3)
+    @given(problems(PRESETS[preset]), cuts())
+    @example(negative, ([0, 5, 0, 16], [0, 0, 31, 33]))
+    def run(problem: KernelCase, lengths: tuple[list[int], list[int]]) -> None:
+        check_packed(problem, *lengths)
+
+    run()
+
+
+def check_packed(problem: KernelCase, *lengths: list[int]) -> None:
+    """Compare attention of packed sequences of these lengths with attention of each of them."""
+    starts = [torch.tensor(x).cumsum(0).tolist() for x in lengths]
+    n_q, n_k = (x[-1] for x in starts)
+    packed = replace(problem, n_q=n_q, n_k=n_k, heads=(1, *problem.heads[1:]))
+    options = {
+        "spec": problem.parsed,
+        "is_causal": problem.is_causal,
+        "causal_alignment": problem.causal_alignment,
+        "scale": problem.scale,
+        "enable_gqa": problem.heads[2] > 1,
+    }
+    *leaves, do = (x[0].transpose(0, 1).detach() for x in packed.case.qkvdo)
+    leaves = [x.requires_grad_() for x in leaves]
+    cu = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in starts]
+    o = attention_varlen(*leaves, *cu, *map(max, lengths), **options)
+    found = differentiate(o, leaves, do)
+    for i in range(len(lengths[0]) - 1):
+        q_part, k_part = (slice(x[i], x[i + 1]) for x in starts)
+        parts = [
+            x.detach()[part].transpose(0, 1)[None].requires_grad_()
+            for x, part in zip(leaves, (q_part, k_part, k_part), strict=True)
+        ]
+        one_do = do[q_part].transpose(0, 1)[None]
+        expected = differentiate(attention(*parts, **options), parts, one_do)
+        for name, whole in found.items():
+            part = k_part if name in ("dk", "dv") else q_part
+            assert_bitwise(
+                actual=whole[part],
+                expected=expected[name][0].transpose(0, 1),
+                what=f"{name} of sequence {i}",
+            )

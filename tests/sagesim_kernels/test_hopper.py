@@ -1,0 +1,278 @@
+"""The Hopper kernels: odd lengths, the order of dQ, packed sequences, strides, NaN and infinity.
+
+They compute FACTORED_QK at head sizes 64 and 128. On another GPU the portable kernels would run
+instead, so these tests are skipped there.
+"""
+
+import math
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, seed
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sagesim import FACTORED_QK, Smoothing
+from sagesim_kernels import attention, attention_varlen, hopper
+from tests.sagesim_kernels.contract import check
+from tests.sagesim_kernels.problems import KINDS, LAYOUTS, ORDINARY, KernelCase
+from tests.support import examples
+from tests.support.assertions import assert_bitwise
+from tests.support.kernels import Results, assert_same, kernel_case, poisoned, run_kernels
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),
+]
+
+HEAD_SIZES = (64, 128)
+UNSMOOTHED = replace(FACTORED_QK, smoothing=Smoothing())
+SPECS = {"factored_qk": FACTORED_QK, "unsmoothed": UNSMOOTHED}
+MASKS = {
+    "full": {},
+    "upper_left": {"is_causal": True},
+    "lower_right": {"is_causal": True, "causal_alignment": "lower_right"},
+}
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 200, 256, 257, 300, 385)
+
+
+@pytest.fixture
+def is_served(monkeypatch: pytest.MonkeyPatch):
+    """Fail the test if the Hopper kernels did not run every problem."""
+    served: list[bool] = []
+    serves = hopper.serves
+
+    def watched(problem):
+        served.append(serves(problem))
+        return served[-1]
+
+    monkeypatch.setattr(hopper, "serves", watched)
+    yield
+    assert served and all(served)
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("d", HEAD_SIZES)
+@pytest.mark.parametrize("lengths", [(256, 256), (300, 300), (65, 400), (400, 65), (1, 129)])
+def test_kernels_meet_the_contract(lengths, d, dtype, mask):
+    n_q, n_k = lengths
+    problem = KernelCase(
+        spec=FACTORED_QK,
+        n_q=n_q,
+        n_k=n_k,
+        d=d,
+        d_v=d,
+        heads=(2, 2, 2),
+        kinds=("gaussian",) * 4,
+        dtype=dtype,
+        **MASKS[mask],
+    )
+    check(problem.case, problem.parsed, problem.causal_alignment)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> KernelCase:
+    kind = st.sampled_from(draw(st.sampled_from((sorted(ORDINARY), sorted(KINDS)))))
+    return KernelCase(
+        spec=draw(st.sampled_from(list(SPECS.values()))),
+        n_q=draw(st.sampled_from(LENGTHS)),
+        n_k=draw(st.sampled_from(LENGTHS)),
+        d=(d := draw(st.sampled_from(HEAD_SIZES))),
+        d_v=d,
+        heads=draw(st.sampled_from(((1, 1, 1), (2, 1, 1), (1, 2, 2), (3, 1, 3)))),
+        kinds=(draw(kind), draw(kind), draw(kind), draw(kind)),
+        dtype=draw(st.sampled_from(("bfloat16", "float16", "float32"))),
+        is_causal=draw(st.booleans()),
+        causal_alignment=draw(st.sampled_from(("upper_left", "lower_right"))),
+        scale=draw(st.sampled_from((None, 0.03, 1.0, 0.0))),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        do_layout=draw(st.sampled_from((*LAYOUTS, "expanded"))),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("part", range(8))
+def test_any_problem_meets_the_contract(part: int) -> None:
+    @seed(part)
+    @examples(40)
+    @given(problems())
+    def run(problem: KernelCase) -> None:
+        check(problem.case, problem.parsed, problem.causal_alignment)
+
+    run()
+
+
+def portable(case, spec, monkeypatch: pytest.MonkeyPatch, **options) -> Results:
+    with monkeypatch.context() as patch:
+        patch.setattr(hopper, "serves", lambda _: False)
+        return run_kernels(case, spec, **options)
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("d", HEAD_SIZES)
+@pytest.mark.parametrize("lengths", [(1, 1), (129, 513), (700, 333), (1024, 1024)])
+def test_results_are_those_of_the_portable_kernels(lengths, d, spec, mask, monkeypatch):
+    """They differ by rounding only: both add up float32 sums, in different orders."""
+    n_q, n_k = lengths
+    c = kernel_case(torch.bfloat16, seed=1, n_q=n_q, n_k=n_k, d=d, heads=(2, 4))
+    d_lse = torch.randn(c.q.shape[:-1], device="cuda")
+    found = run_kernels(c, spec, d_lse=d_lse, **MASKS[mask])
+    twin = portable(c, spec, monkeypatch, d_lse=d_lse, **MASKS[mask])
+    assert torch.equal(found.lse.isinf(), twin.lse.isinf())
+    live = found.lse.isfinite()
+    off = (found.lse - twin.lse)[live].abs()
+    assert bool((off <= 1e-5 * (1 + twin.lse[live].abs())).all()), float(off.max())
+    for name in ("o", "dq", "dk", "dv"):
+        x, y = (getattr(each, name).double() for each in (found, twin))
+        assert bool(x.isfinite().all())
+        # Rounding to bfloat16 is off by 2**-9 of the result at most, and so are P and dS.
+        assert float((x - y).norm()) <= 0.004 * float(y.norm()), name
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("d", HEAD_SIZES)
+@pytest.mark.parametrize("shape", [(1, 32, 32, 2048), (2, 2, 16, 2000), (1, 1, 1, 8192)])
+def test_repeated_runs_give_the_same_bits(shape, d, mask):
+    """The parts of dQ are added in a fixed order, however many programs run at the same time."""
+    batch, kv_heads, heads, n = shape
+    q, do = (torch.randn(batch, heads, n, d, device="cuda").bfloat16() for _ in range(2))
+    k, v = (torch.randn(batch, kv_heads, n, d, device="cuda").bfloat16() for _ in range(2))
+
+    def run() -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        o = attention(*leaves, spec=FACTORED_QK, enable_gqa=True, **MASKS[mask])
+        return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+    once = run()
+    assert all(bool(x.isfinite().all()) for x in once)
+    for _ in range(20):
+        for x, y, name in zip(run(), once, ("o", "dq", "dk", "dv"), strict=True):
+            assert_bitwise(actual=x, expected=y, what=name)
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("d", HEAD_SIZES)
+@pytest.mark.parametrize("lengths", [(1, 1), (129, 513), (700, 333), (1024, 1024)])
+def test_memory_is_written_before_it_is_read(lengths, d, mask):
+    """The results do not depend on what padded storage and the sum of dQ held before.
+
+    compute-sanitizer's initcheck cannot test this, because it does not track writes by TMA.
+    """
+    n_q, n_k = lengths
+    c = kernel_case(torch.bfloat16, seed=3, n_q=n_q, n_k=n_k, d=d, heads=(2, 4))
+    d_lse = torch.randn(c.q.shape[:-1], device="cuda")
+    once = run_kernels(c, FACTORED_QK, d_lse=d_lse, **MASKS[mask])
+    with poisoned():
+        assert_same(run_kernels(c, FACTORED_QK, d_lse=d_lse, **MASKS[mask]), once)
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_packed(d, mask):
+    """The other packed sequences are empty, longer, shorter, or contain NaN."""
+    lengths_q = (300, 0, 65, 1, 513, 64, 70)
+    lengths_k = (300, 40, 200, 1, 400, 0, 129)
+    options = {"spec": FACTORED_QK, "enable_gqa": True, **MASKS[mask]}
+    q, do = (torch.randn(sum(lengths_q), 4, d, device="cuda").bfloat16() for _ in range(2))
+    k, v = (torch.randn(sum(lengths_k), 2, d, device="cuda").bfloat16() for _ in range(2))
+    spoilt = 4
+    for x, lengths in ((q, lengths_q), (do, lengths_q), (k, lengths_k), (v, lengths_k)):
+        x.split(lengths)[spoilt][7] = -math.nan
+    cu_q, cu_k = (
+        torch.tensor([0, *accumulate(x)], dtype=torch.int32, device="cuda")
+        for x in (lengths_q, lengths_k)
+    )
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = attention_varlen(*leaves, cu_q, cu_k, max(lengths_q), max(lengths_k), **options)
+    together = [o.detach(), *torch.autograd.grad(o, leaves, do)]
+    parts = [
+        x.split(n)
+        for x, n in zip(together, (lengths_q, lengths_q, lengths_k, lengths_k), strict=True)
+    ]
+    for i, (n_q, n_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        if i == spoilt or 0 in (n_q, n_k):
+            continue
+        one = [x.split(n)[i] for x, n in ((q, lengths_q), (k, lengths_k), (v, lengths_k))]
+        one_do = do.split(lengths_q)[i]
+        for copies in (1, 3):
+            leaves = [
+                x.transpose(0, 1).expand(copies, -1, -1, -1).clone().requires_grad_() for x in one
+            ]
+            o = attention(*leaves, **options)
+            grads = torch.autograd.grad(o, leaves, one_do.transpose(0, 1).expand_as(o))
+            for found, part, name in zip((o, *grads), parts, ("o", "dq", "dk", "dv"), strict=True):
+                for copy in found.detach():
+                    assert_bitwise(
+                        actual=part[i].transpose(0, 1), expected=copy, what=f"{name} of {i}"
+                    )
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("tensor", range(4))
+@pytest.mark.parametrize(("n_q", "is_causal"), [(200, True), (400, True), (400, False)])
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_nan_and_infinity_stay_in_their_head(tensor, value, d, n_q, is_causal):
+    """With 200 queries under the causal mask some keys are not attended to, so K is smoothed before
+    the kernel. In the other cases the kernel smooths K itself."""
+    c = kernel_case(torch.bfloat16, seed=2, n_q=n_q, n_k=333, d=d, heads=(2, 3))
+    c = replace(c, is_causal=is_causal)
+    clean = run_kernels(c, FACTORED_QK)
+    c.qkvdo[tensor][1, 1, 20, 5] = value
+    found = run_kernels(c, FACTORED_QK)
+    for name in Results._fields:
+        x, y = getattr(found, name), getattr(clean, name)
+        touched = torch.zeros(2, 3, dtype=torch.bool)
+        touched[1, 1] = True
+        assert_bitwise(actual=x[~touched], expected=y[~touched], what=name)
+    assert not bool(found.dq[1, 1].isfinite().all())
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize(
+    ("mask", "lengths"), [("upper_left", (100, 333)), ("lower_right", (333, 100))]
+)
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_tokens_outside_the_mask_have_no_influence(mask, lengths, d):
+    """Keys that no query attends to, and queries that attend to no key, may be NaN."""
+    n_q, n_k = lengths
+    c = kernel_case(torch.bfloat16, seed=4, n_q=n_q, n_k=n_k, d=d, heads=(2, 2))
+    dead = [c.k[..., n_q:, :], c.v[..., n_q:, :]]
+    if mask == "lower_right":
+        dead = [c.q[..., : n_q - n_k, :], c.do[..., : n_q - n_k, :]]
+    found: list[Results] = []
+    for value in (0.0, math.nan):
+        for x in dead:
+            x.fill_(value)
+        found.append(run_kernels(c, FACTORED_QK, **MASKS[mask]))
+    assert all(bool(x.isfinite().all()) for x in (found[0].o, *found[0][2:]))
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_strides_do_not_change_any_bit(d):
+    c = kernel_case(torch.bfloat16, seed=3, n_q=300, n_k=257, d=d, heads=(2, 4), is_causal=True)
+    expected = run_kernels(c, FACTORED_QK)
+    for lay_out in (
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: torch.nn.functional.pad(x, (1, 2, 3, 1))[..., 3:-1, 1:-2],
+        lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    ):
+        assert_same(run_kernels(c.map(lay_out), FACTORED_QK), expected)
+    expanded = replace(c, k=c.k[:, :1].expand_as(c.k), v=c.v[:, :1].expand_as(c.v))
+    expected = run_kernels(expanded.map(torch.Tensor.contiguous), FACTORED_QK)
+    assert_same(run_kernels(expanded, FACTORED_QK), expected)

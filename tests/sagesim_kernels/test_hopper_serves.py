@@ -1,0 +1,122 @@
+"""Which problems the Hopper kernels compute, and which operands have to be copied for them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sagesim import (
+    CAUSAL_SAFE,
+    FACTORED,
+    FACTORED_QK,
+    FPA_FP16,
+    HALF_AWAY,
+    AttentionSpec,
+    Delta,
+    Precision,
+    Smoothing,
+)
+from sagesim.problem import resolve_input16
+from sagesim.spec import with_precision
+from sagesim_kernels import hopper
+from sagesim_kernels.operands import KernelProblem
+
+
+def problem(
+    spec: AttentionSpec = FACTORED_QK,
+    *,
+    d: int = 64,
+    d_v: int | None = None,
+    n_q: int = 5,
+    n_k: int = 5,
+    heads: int = 2,
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.bfloat16,
+    **mask: bool,
+) -> KernelProblem:
+    sizes = ((n_q, d), (n_k, d), (n_k, d if d_v is None else d_v))
+    q, k, v = (torch.empty(1, heads, *size, dtype=dtype, device="meta") for size in sizes)
+    return KernelProblem(
+        q=q,
+        k=k,
+        v=v,
+        spec=resolve_input16(spec, dtype),
+        scale=scale,
+        is_causal=mask.get("is_causal", False),
+        lower_right=mask.get("lower_right", False),
+        cu_q=None,
+        cu_k=None,
+        longest_q=n_q,
+        longest_k=n_k,
+    )
+
+
+SERVED = {
+    "factored_qk": problem(),
+    "d 128": problem(d=128),
+    "float16": problem(dtype=torch.float16),
+    "float32": problem(dtype=torch.float32),
+    "causal": problem(is_causal=True),
+    "unsmoothed": problem(replace(FACTORED_QK, smoothing=Smoothing())),
+    "half away": problem(replace(FACTORED_QK, rounding=HALF_AWAY)),
+    "scale 0": problem(scale=0.0),
+}
+OTHERS = {
+    "factored": problem(FACTORED),
+    "fpa_fp16": problem(FPA_FP16),
+    "K per token": problem(CAUSAL_SAFE),
+    "Q smoothed": problem(replace(FACTORED_QK, smoothing=Smoothing(q=True, k=True))),
+    "delta from P": problem(replace(FACTORED_QK, delta=Delta.FROM_P)),
+    "recomputation in 16 bit": problem(with_precision(FACTORED_QK, Precision.FP16, "qk_recompute")),
+    "two 16-bit formats": problem(with_precision(FACTORED_QK, Precision.FP16, "dv")),
+    "blocks of 128": problem(replace(FACTORED_QK, block_q=128)),
+    "d 96": problem(d=96),
+    "d_v 128": problem(d_v=128),
+    "negative scale": problem(scale=-1.0),
+    "too many rows": problem(n_q=2**28, heads=2),
+}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hopper.problems, "IS_INTERPRETED", False)
+    monkeypatch.setattr(hopper.problems, "is_hopper", lambda: True)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("name", SERVED)
+def test_served(name):
+    assert hopper.serves(SERVED[name])
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_are_left_to_the_portable_kernels(name):
+    assert not hopper.serves(OTHERS[name])
+
+
+@pytest.mark.parametrize("served", SERVED.values(), ids=SERVED)
+def test_nothing_is_served_on_another_gpu(served, monkeypatch):
+    monkeypatch.setattr(hopper.problems, "IS_INTERPRETED", False)
+    monkeypatch.setattr(hopper.problems, "is_hopper", lambda: False)
+    assert not hopper.serves(served)
+
+
+@pytest.mark.parametrize("n_q", [0, 1, 4])
+@pytest.mark.parametrize("n_k", [0, 1, 4])
+@pytest.mark.parametrize("mask", ["full", "upper_left", "lower_right"])
+def test_dead_tokens_are_those_outside_the_mask(n_q, n_k, mask):
+    x = problem(n_q=n_q, n_k=n_k, is_causal=mask != "full", lower_right=mask == "lower_right")
+    attends = torch.ones(n_q, n_k, dtype=torch.bool)
+    if mask != "full":
+        attends = attends.tril(n_k - n_q if mask == "lower_right" else 0)
+    if n_q and n_k:
+        assert hopper.has_dead_keys(x) == bool((~attends.any(0)).any())
+        assert hopper.has_dead_queries(x) == bool((~attends.any(1)).any())
+        assert hopper.has_to_copy(x, queries=False) == hopper.has_dead_keys(x)
+        either = hopper.has_dead_keys(x) or hopper.has_dead_queries(x)
+        assert hopper.has_to_copy(x, queries=True) == either
+    if mask == "full":  # the alignment has no effect
+        assert not hopper.has_to_copy(replace(x, lower_right=True), queries=True)
+    cu = torch.empty(2, dtype=torch.int32, device="meta")
+    assert hopper.has_to_copy(replace(x, cu_q=cu, cu_k=cu), queries=False)

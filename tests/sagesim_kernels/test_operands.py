@@ -1,0 +1,122 @@
+"""OperandCache as kernels that load by TMA need them: in storage of our own, and in whole
+vectors."""
+
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from sagesim import FACTORED_QK, SAGEBWD
+from sagesim.problem import resolve_input16
+from sagesim_kernels.hopper.descriptors import tma_descriptor
+from sagesim_kernels.operands import KernelProblem, OperandCache
+from sagesim_kernels.operands.layout import ALIGNMENT
+from tests.support.assertions import assert_bitwise
+from tests.support.kernels import DEVICE, HERE
+
+pytestmark = HERE
+
+SPEC = resolve_input16(FACTORED_QK, torch.float16)
+
+
+def tokens(count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, 2, count, 24, generator=generator).half().to(DEVICE)
+
+
+def packed(q: tuple[int, ...], k: tuple[int, ...], **mask: bool) -> KernelProblem:
+    cu_q, cu_k = (
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=DEVICE)
+        for lengths in (q, k)
+    )
+    return KernelProblem(
+        q=tokens(sum(q), 0),
+        k=tokens(sum(k), 1),
+        v=tokens(sum(k), 2),
+        spec=SPEC,
+        scale=1.0,
+        is_causal=mask.get("is_causal", False),
+        lower_right=mask.get("lower_right", False),
+        cu_q=cu_q,
+        cu_k=cu_k,
+        longest_q=max(q),
+        longest_k=max(k),
+    )
+
+
+def stored(operand: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
+    """Return each sequence's part of padded storage, including the padding after it."""
+    align = ALIGNMENT.value
+    starts = [(start // align + b) * align for b, start in enumerate(accumulate((0, *lengths)))]
+    ends = [start + -(-n // align) * align for start, n in zip(starts, lengths, strict=False)]
+    assert operand.shape[0] == 1 and operand.shape[2] >= ends[-1]
+    return [operand[0, :, start:end] for start, end in zip(starts, ends, strict=False)]
+
+
+def check(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Each part holds the expected tokens and then zeros."""
+    for part, own in zip(found, expected, strict=True):
+        n = own.shape[1]
+        assert_bitwise(actual=part[:, :n], expected=own, what="tokens")
+        assert not bool(part[:, n:].any())
+
+
+def test_each_sequence_ends_in_zeros():
+    lengths_q, lengths_k = (130, 0, 5, 128, 64), (7, 200, 128, 0, 1)
+    problem = packed(lengths_q, lengths_k)
+    do = tokens(sum(lengths_q), 3)
+    operands = OperandCache(problem, do, stored=True)
+    for x, at, lengths in (
+        (problem.q, ("dk", "q"), lengths_q),
+        (do, ("dp", "do"), lengths_q),
+        (problem.v, ("dp", "v"), lengths_k),
+        # smoothed; expected: the smoothed K that is not in padded storage
+        (OperandCache(problem, do).get("dq", "k").ptr, ("dq", "k"), lengths_k),
+    ):
+        check(stored(operands.get(*at).ptr, lengths), list(x[0].split(lengths, 1)))
+
+
+def test_the_dead_are_zeros():
+    """Queries that attend to no key are 0 in padded storage, and keys that no query attends to."""
+    lengths = (10, 3)
+    problem = packed(lengths, (4, 3), is_causal=True, lower_right=True)
+    problem.q[0, :, :6] = float("nan")
+    operands = OperandCache(problem, problem.q.clone(), stored=True)
+    for at in (("dk", "q"), ("dp", "do")):
+        first, second = stored(operands.get(*at).ptr, lengths)
+        assert not bool(first[:, :6].any())
+        check([first[:, 6:], second], [problem.q[0, :, 6:10], problem.q[0, :, 10:]])
+    problem = packed((2,), (5,), is_causal=True)
+    problem.v[0, :, 2:] = float("nan")
+    check(
+        stored(OperandCache(problem, stored=True).get("pv", "v").ptr, (5,)), [problem.v[0, :, :2]]
+    )
+
+
+def test_keys_are_smoothed_by_a_kernel_where_they_are_what_it_rounds_to():
+    """A kernel that subtracts the mean itself gets what `cast_kernel` gives: one rounding."""
+    problem = packed((3,), (130,))
+    do = problem.q
+    others = (
+        OperandCache(problem, do, stored=True),
+        OperandCache(replace(problem, k=problem.k.float()), do),
+        OperandCache(replace(problem, spec=SAGEBWD), do),
+    )
+    for operands in others:
+        found, mean = operands.get_unsmoothed("dq", "k")
+        assert mean is None and found is operands.get("dq", "k")
+    operands = OperandCache(problem, do)
+    raw, mean = operands.get_unsmoothed("dq", "k")
+    assert_bitwise(
+        actual=operands.get("dq", "k").ptr,
+        expected=(raw.ptr.float() - mean.ptr).half(),
+        what="smoothed K",
+    )
+
+
+def test_what_is_expanded_is_copied_for_tma():
+    """TMA cannot load a tensor with a stride of 0."""
+    x = torch.zeros(1, 2, 8, 64, dtype=torch.float16)
+    assert tma_descriptor(x, 8).base is x
+    assert tma_descriptor(x[:, :1].expand(-1, 3, -1, -1), 8).base.stride() == (1536, 512, 64, 1)

@@ -1,0 +1,79 @@
+"""The order of the forward's tiles: all programs finish at nearly the same time."""
+
+import pytest
+
+from sagesim_kernels.hopper import tile_scheduler
+from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
+
+PROGRAMS = 132
+
+
+def steps_of_programs(
+    n_q: int, n_k: int, offset: int | None, rows: int, heads: int, group: int
+) -> tuple[int, float]:
+    """Return the steps of the program with the most steps, and the average of all programs.
+
+    Tiles are dealt as the kernel deals them. Each tile has four steps of overhead.
+    """
+    tiles = -(-n_q // rows)
+    programs = [0] * PROGRAMS
+    for index in range(heads * tiles):
+        wave, place = divmod(index, PROGRAMS)
+        tile = index % (tiles * group) // group
+        keys = n_k
+        if offset is not None:
+            keys = max(1, min(n_k, (tiles - tile) * rows + offset))
+        programs[PROGRAMS - 1 - place if wave % 2 else place] += -(-keys // 64) + 4
+    return max(programs), sum(programs) / PROGRAMS
+
+
+@pytest.mark.parametrize("rows", [192, 256])
+@pytest.mark.parametrize("heads", [32, 48, 96, 100, 256])
+@pytest.mark.parametrize("n", [2048, 3000, 4096, 5000, 16384])
+@pytest.mark.parametrize("offset", [0, 700, None])
+def test_no_program_takes_much_longer_than_the_average(
+    rows: int, heads: int, n: int, offset: int | None
+) -> None:
+    n_k = n + (offset or 0)
+    group = choose_heads_per_group(n, n_k, offset, rows, heads, PROGRAMS, head_bytes=1)
+    assert heads % group == 0
+    longest, average = steps_of_programs(n, n_k, offset, rows, heads, group)
+    # Tiles cannot be divided, so some program computes one tile of average length in each wave.
+    waves = -(-heads * -(-n // rows) // PROGRAMS)
+    whole = waves * PROGRAMS / (heads * -(-n // rows))
+    assert longest <= 1.1 * whole * average
+
+
+def test_the_choice_is_the_order_that_finishes_first() -> None:
+    problem = (16384, 16384, 0, 256, 32)
+    group = choose_heads_per_group(*problem, PROGRAMS, head_bytes=1)
+    ends = {each: steps_of_programs(*problem, each)[0] for each in (2, 4, 8, 16, 32)}
+    assert ends[group] == min(ends.values())
+    assert max(ends.values()) > 1.5 * min(ends.values())
+
+
+def test_groups_that_exceed_the_cache_are_avoided() -> None:
+    """A slightly better load balance does not make up for keys and values outside the cache."""
+    problem = (4096, 4096, 0, 192, 64, PROGRAMS)
+    assert choose_heads_per_group(*problem, head_bytes=1) == 64
+    assert choose_heads_per_group(*problem, head_bytes=4096 * 128 * 3) == 16
+
+
+@pytest.mark.parametrize(("n", "heads"), [(4096, 2048), (16384, 3000), (32768, 16384)])
+@pytest.mark.parametrize("head_bytes", [1, 32768 * 128 * 3])
+def test_many_tiles_are_not_simulated(
+    n: int, heads: int, head_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A simulation would take half a second, and again for every new number of packed sequences."""
+    monkeypatch.delattr(tile_scheduler, "_most_steps")
+    group = choose_heads_per_group(n, n, 0, 192, heads, PROGRAMS, head_bytes)
+    assert heads % group == 0
+    if heads < 10_000:
+        longest, average = steps_of_programs(n, n, 0, 192, heads, group)
+        assert longest <= 1.02 * average
+
+
+@pytest.mark.parametrize("heads", [1, 2, 7, 139])
+def test_any_number_of_heads_can_be_divided(heads: int) -> None:
+    group = choose_heads_per_group(300, 200, -100, 192, heads, PROGRAMS, head_bytes=1)
+    assert group in ({1} if heads in (1, 139) else {heads})

@@ -1,0 +1,333 @@
+"""The direction of the imports between rooms, read from the sources of all packages together.
+
+A room is a folder, or a file that stands alone in a package. FLOORS lists the rooms from the ground
+up; a room imports only rooms that are listed before it. CONTRIBUTING.md explains what is inside.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.sources import imports_of
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("sagesim", "sagesim_kernels", "theory")
+
+FLOORS: dict[str, set[str]] = {
+    "sagesim.shapes": set(),
+    "sagesim.files": set(),
+    "sagesim.terminal": set(),
+    "sagesim.data": set(),
+    "sagesim.spec": set(),
+    "sagesim.problem": {"sagesim.spec", "sagesim.shapes"},
+    "sagesim.emulator": {"sagesim.spec", "sagesim.problem", "sagesim.shapes"},
+    "sagesim.models": {
+        "sagesim.spec",
+        "sagesim.problem",
+        "sagesim.emulator",
+        "sagesim.files",
+        "sagesim.shapes",
+    },
+    "sagesim.analysis": {
+        "sagesim",
+        "sagesim.spec",
+        "sagesim.problem",
+        "sagesim.emulator",
+        "sagesim.models",
+        "sagesim.shapes",
+    },
+    "sagesim.fuzzing": {"sagesim.spec", "sagesim.problem", "sagesim.emulator"},
+    "sagesim_kernels.operands": {"sagesim.spec", "sagesim.problem"},
+    "sagesim_kernels.support": {"sagesim.spec", "sagesim.problem", "sagesim_kernels.operands"},
+    "sagesim_kernels.portable": {"sagesim.spec", "sagesim_kernels.operands"},
+    "sagesim_kernels.hopper": {
+        "sagesim.spec",
+        "sagesim_kernels.operands",
+        "sagesim_kernels.support",
+    },
+    "sagesim_kernels.dispatch": {
+        "sagesim_kernels.operands",
+        "sagesim_kernels.portable",
+        "sagesim_kernels.hopper",
+    },
+    "sagesim_kernels.ops": {
+        "sagesim.spec",
+        "sagesim.problem",
+        "sagesim_kernels.operands",
+        "sagesim_kernels.dispatch",
+    },
+    "sagesim_kernels.api": {
+        "sagesim.spec",
+        "sagesim.problem",
+        "sagesim_kernels.operands",
+        "sagesim_kernels.support",
+        "sagesim_kernels.ops",
+    },
+    "sagesim_kernels.tracing": {
+        "sagesim.spec",
+        "sagesim.problem",
+        "sagesim_kernels.operands",
+        "sagesim_kernels.portable",
+        "sagesim_kernels.dispatch",
+        "sagesim_kernels.ops",
+        "sagesim_kernels.api",
+    },
+    "theory": {
+        "sagesim",
+        "sagesim.spec",
+        "sagesim.problem",
+        "sagesim.emulator",
+        "sagesim.analysis",
+        "sagesim.data",
+    },
+    "sagesim_kernels.bench": {
+        "sagesim",
+        "sagesim.spec",
+        "sagesim.problem",
+        "sagesim.emulator",
+        "sagesim.models",
+        "sagesim.analysis",
+        "sagesim.data",
+        "sagesim.files",
+        "sagesim.terminal",
+        "sagesim_kernels",
+        "sagesim_kernels.api",
+        "sagesim_kernels.support",
+    },
+    "sagesim.experiments": {
+        "sagesim",
+        "sagesim.spec",
+        "sagesim.problem",
+        "sagesim.emulator",
+        "sagesim.models",
+        "sagesim.analysis",
+        "sagesim.files",
+        "sagesim_kernels",
+        "sagesim_kernels.support",
+        "theory",
+    },
+    "sagesim.cli": {
+        "sagesim",
+        "sagesim.spec",
+        "sagesim.problem",
+        "sagesim.data",
+        "sagesim.models",
+        "sagesim.analysis",
+        "sagesim.fuzzing",
+        "sagesim.experiments",
+        "sagesim.files",
+        "sagesim.terminal",
+    },
+}
+"""Each room, and the rooms it may import. "sagesim" is the package's face: its version."""
+
+ARITHMETIC = {"sagesim.emulator", "sagesim.models", "sagesim.analysis", "sagesim.fuzzing"}
+"""Rooms whose numbers the kernels are held against."""
+
+FACES = {
+    "sagesim.spec",
+    "sagesim.problem",
+    "sagesim.emulator",
+    "sagesim.models",
+    "sagesim.analysis",
+    "sagesim.fuzzing",
+    "sagesim_kernels.operands",
+    "sagesim_kernels.portable",
+    "sagesim_kernels.hopper",
+}
+"""Folders of which other rooms see only what `__init__.py` exports."""
+
+STANDARD_LIBRARY_OF_SPEC = {"__future__", "collections", "dataclasses", "difflib", "enum", "typing"}
+
+LAZY = {("sagesim.spec.attention_spec", "sagesim.spec.labels")}
+"""Imports inside a function that close a circle: the grammar knows the presets, which know the
+spec."""
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+SOURCES = {
+    module_name(path): path
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+MODULES = set(SOURCES)
+
+
+def resolve(name: str) -> str:
+    """The module that an import names, where it names something inside a module."""
+    while name not in MODULES and "." in name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def all_imports(path: Path) -> set[str]:
+    names = imports_of(path, deferred=False) | imports_of(path, deferred=True)
+    return {name for name in names if name.partition(".")[0] in PACKAGES}
+
+
+def room_of(module: str) -> str:
+    """ "theory" is one room: its checks are above its statements, which `theory_cycles` sees."""
+    parts = module.split(".")
+    if parts[0] == "theory" or len(parts) == 1:
+        return parts[0]
+    return ".".join(parts[:2])
+
+
+def room_arrows(sources: dict[str, Path]) -> set[tuple[str, str]]:
+    """Pairs of different rooms, of which the first imports the second."""
+    arrows: set[tuple[str, str]] = set()
+    for module, path in sources.items():
+        here = room_of(module)
+        for name in all_imports(path):
+            there = room_of(resolve(name))
+            if here != there:
+                arrows.add((here, there))
+    return arrows
+
+
+def forbidden(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Arrows that FLOORS does not allow. A package's own face may import all of the package."""
+    return {
+        (here, there)
+        for here, there in arrows
+        if here not in PACKAGES[:2] and there not in FLOORS.get(here, set())
+    }
+
+
+def test_every_room_is_listed():
+    rooms = {room_of(module) for module in SOURCES} - {"sagesim", "sagesim_kernels"}
+    assert rooms == set(FLOORS)
+
+
+def test_rooms_import_only_what_is_below_them():
+    assert forbidden(room_arrows(SOURCES)) == set()
+
+
+def test_the_list_is_a_ladder():
+    order = list(FLOORS)
+    for room, allowed in FLOORS.items():
+        below = {*order[: order.index(room)], "sagesim", "sagesim_kernels"}
+        assert allowed <= below, f"{room} may import upwards: {allowed - below}"
+
+
+PLANTED = {
+    "the emulator imports the kernels": ("sagesim/emulator/new.py", "import sagesim_kernels.api"),
+    "the spec imports the problem": ("sagesim/spec/new.py", "from sagesim.problem import autocast"),
+    "analysis imports theory": ("sagesim/analysis/new.py", "from theory.noise import noise_scale"),
+    "a kernel imports the emulator": (
+        "sagesim_kernels/portable/new.py",
+        "def late():\n    from sagesim.emulator import quantize",
+    ),
+    "the emulator imports the analysis": (
+        "sagesim/emulator/new.py",
+        "from sagesim.analysis import compare",
+    ),
+    "the portable kernels import Hopper's": (
+        "sagesim_kernels/portable/new.py",
+        "from sagesim_kernels import hopper",
+    ),
+    "theory imports the kernels": ("theory/new.py", "from sagesim_kernels import supports"),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
+def test_a_planted_arrow_in_the_wrong_direction_fails(tmp_path, planted):
+    file, text = planted
+    path = tmp_path / "new.py"
+    path.write_text(text)
+    assert len(forbidden(room_arrows({module_name(ROOT / file): path}))) == 1
+
+
+@pytest.mark.parametrize(
+    "room", sorted(r for r in FLOORS if r not in ("sagesim.experiments", "sagesim.cli"))
+)
+def test_below_the_top_floor_sagesim_needs_neither_theory_nor_kernels(room):
+    if room.startswith("sagesim."):
+        assert not {r for r in FLOORS[room] if r.split(".")[0] in ("theory", "sagesim_kernels")}
+
+
+@pytest.mark.parametrize("room", [r for r in FLOORS if r.startswith("sagesim_kernels.")])
+def test_kernels_share_the_spec_with_the_emulator_and_no_arithmetic(room):
+    if room != "sagesim_kernels.bench":  # measures errors against the float64 reference
+        assert not FLOORS[room] & ARITHMETIC
+
+
+def module_arrows() -> dict[str, set[str]]:
+    return {
+        module: {resolve(name) for name in all_imports(path)} - {module}
+        for module, path in SOURCES.items()
+    }
+
+
+def test_modules_form_no_circle():
+    """Faces aside: `__init__.py` imports its whole folder, and only other folders import it."""
+    arrows = {
+        module: {
+            there
+            for there in names
+            if SOURCES[there].name != "__init__.py" and (module, there) not in LAZY
+        }
+        for module, names in module_arrows().items()
+        if SOURCES[module].name != "__init__.py"
+    }
+    done: set[str] = set()
+    while len(done) < len(arrows):
+        ready = {m for m, needs in arrows.items() if m not in done and needs <= done}
+        assert ready, f"a circle among {sorted(set(arrows) - done)}"
+        done |= ready
+
+
+def test_other_rooms_see_only_the_face():
+    """Gluon is experimental: the dispatcher imports Hopper's kernels when one of them runs."""
+    past = {
+        (module, name)
+        for module, names in module_arrows().items()
+        for name in names
+        if room_of(name) in FACES and room_of(module) != room_of(name) != name
+    }
+    kernels = {f"sagesim_kernels.hopper.{which}" for which in ("forward", "backward")}
+    assert past == {("sagesim_kernels.dispatch", name) for name in kernels}
+
+
+def test_the_spec_imports_no_torch():
+    outside: set[str] = set()
+    for module, path in SOURCES.items():
+        if room_of(module) == "sagesim.spec":
+            outside |= imports_of(path, deferred=False) | imports_of(path, deferred=True)
+    assert {name.split(".")[0] for name in outside} - {"sagesim"} <= STANDARD_LIBRARY_OF_SPEC
+
+
+def test_the_float64_reference_shares_no_code_with_the_emulator():
+    names = {resolve(name) for name in all_imports(SOURCES["sagesim.emulator.reference"])}
+    assert {room_of(name) for name in names} <= {"sagesim.shapes", "sagesim.problem"}
+
+
+def test_only_the_benchmark_knows_the_benchmark():
+    for module, names in module_arrows().items():
+        if not module.startswith("sagesim_kernels.bench"):
+            assert not {n for n in names if n.startswith("sagesim_kernels.bench")}, module
+
+
+def test_pretraining_meets_other_packages_in_one_place():
+    """A machine that trains may lack the kernels, and everything that only draws pages."""
+    folder = "sagesim.experiments.pretrain."
+    for module in (m for m in MODULES if m.startswith(folder)):
+        top = {name.split(".")[0] for name in imports_of(SOURCES[module], deferred=False)}
+        inside = {name.split(".")[0] for name in imports_of(SOURCES[module], deferred=True)}
+        name = module.removeprefix(folder)
+        assert "sagesim_kernels" not in top
+        assert ("sagesim_kernels" in inside) == name.endswith("attention"), name
+        assert ("theory" in top | inside) == name.endswith(("noise", "monitor")), name
+        assert not {"jinja2", "markupsafe", "rich", "matplotlib"} & top, name
+
+
+def test_no_file_is_longer_than_400_lines():
+    lengths = {m: len(p.read_text(encoding="utf-8").splitlines()) for m, p in SOURCES.items()}
+    assert {m: n for m, n in lengths.items() if n > 400} == {}
+
+
+def test_no_module_name_has_an_underscore_in_front():
+    assert [m for m in MODULES if m.split(".")[-1].startswith("_") and "__" not in m] == []

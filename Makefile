@@ -1,4 +1,4 @@
-# Each target sets up .venv first. The constraints pin what is installed; see CONTRIBUTING.md.
+# Each target sets up .venv first. The constraints pin the versions; see CONTRIBUTING.md.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,18 +6,21 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 PIP := $(INSTALL) --constraint constraints.txt
 OLDEST_TRITON := 3.6.0
 
-# Memory that is freed is kept: to map it anew takes as long as to compute what is stored in it.
+# malloc keeps freed memory: mapping it again takes as long as computing what is stored in it.
 export MALLOC_MMAP_THRESHOLD_ := 1073741824
 export MALLOC_TRIM_THRESHOLD_ := 1073741824
 
 .DELETE_ON_ERROR:
-.PHONY: demo test fuzz gpu-test check docs docs-numbers clean
+.PHONY: demo test test-full fuzz gpu-test check docs docs-numbers clean
 
 demo: .venv/.user  ## which of the seven products hurts, on the shipped capture of a trained model
 	$(BIN)/sagesim attribute llama --report out/report.html
 
-test: .venv/.dev .venv/.triton-oldest  ## every test that needs no GPU
-	$(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu"
+test: .venv/.dev  ## the tests to run while you work: minutes on two cores
+	$(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu and not slow"
+
+test-full: .venv/.dev .venv/.triton-oldest  ## the other tests that need no GPU
+	$(BIN)/pytest -q -n 2 --dist loadgroup -m "slow and not gpu"
 
 fuzz: .venv/.dev .venv/.triton-oldest  ## the property tests with many more examples
 	$(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu" --hypothesis-profile=long

@@ -32,8 +32,9 @@ from reference import constants  # noqa: E402 - of docs/build
 
 
 def _ipython() -> str:
-    """A folder of settings for cells, so that the reader's own have no say in them. Without its
-    one setting each page prints a warning that its kernel talks to this process unencrypted."""
+    """A new folder of IPython settings, so that the user's own settings do not change the cells.
+
+    Its one setting silences the warning that the kernel's connection is not encrypted."""
     folder = Path(tempfile.mkdtemp(prefix="ipython-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "profile_default").mkdir()
@@ -47,9 +48,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of each page's cells: pages are built sid
 
 
 def _theory_modules() -> list[str]:
-    """The modules of theory that state something."""
+    """The modules of theory that have bounds and estimates."""
     names = (path.stem for path in Path(theory.__path__[0]).glob("*.py"))
-    return sorted(name for name in names if not name.startswith("_") and name != "samples")
+    return sorted(name for name in names if not name.startswith("_"))
 
 
 project = "sagebwd"
@@ -69,6 +70,7 @@ exclude_patterns = ["build", "data"]
 # Links into this project have to lead somewhere; torch's and Python's pages are not at hand.
 nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!(sagesim|sagesim_kernels|theory)\.).*")]
+nitpick_ignore = [("py:class", "sagesim.problem.attention_problem.Problem")]  # a type variable
 default_role = "code"
 
 add_module_names = False

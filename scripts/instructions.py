@@ -23,7 +23,7 @@ from tests.support.compiler import OLDEST, Compiler, Kernel  # noqa: E402
 SPECS = ("factored_qk", "factored_pv16", "factored", "sagebwd")
 HEAD_SIZES = (64, 128)
 BLOCK = 64
-"""Queries or keys of a step, in every preset."""
+"""Queries or keys of a step of the loop, in every preset."""
 
 
 def row(spec: str, head_size: int, kernel: Kernel) -> dict[str, object]:

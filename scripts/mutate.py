@@ -1,10 +1,10 @@
-"""Plant realistic bugs in the kernels, one at a time, and see whether the tests notice.
+"""Plant realistic bugs in the kernels, one at a time, and check that the tests fail.
 
     python scripts/mutate.py [--jobs N] [--only NAME ...] [--out FILE.json]
     python scripts/mutate.py --show     print the recorded bugs and the first test that failed
 
-Each bug is one replacement in a copy of the checkout. The kernels' tests run there until the first
-failure. Exits 1 if fewer than 95 % of the bugs are caught, or if the tests fail without any.
+Each bug is one replacement in a copy of the checkout, where the kernels' tests run until the first
+failure. Exits with 1 if fewer than 95 % of the bugs are caught, or if the tests fail without a bug.
 """
 
 from __future__ import annotations
@@ -130,7 +130,12 @@ BUGS = (
         "elif True:",
     ),
     Bug("one scale for a tile of P and dS", "portable/maps.py", "if how.PER_TILE:", "if True:"),
-    Bug("a scale per row where the tile has one", "portable/maps.py", "if how.PER_TILE:", "if False:"),
+    Bug(
+        "a scale per row where the tile has one",
+        "portable/maps.py",
+        "if how.PER_TILE:",
+        "if False:",
+    ),
     Bug(
         "channel scale forgotten in a product of maps",
         "portable/maps.py",
@@ -411,8 +416,8 @@ BUGS = (
         "stale stride: dO taken for contiguous",
         "dispatch.py",
         "OperandCache(problem, do, k_mean=result.k_mean)",
-        "OperandCache(\n            problem, do.as_strided(do.shape, torch.empty(do.shape).stride()),"
-        " k_mean=result.k_mean)",
+        "OperandCache(problem, do.as_strided(do.shape, torch.empty(do.shape).stride()), "
+        "k_mean=result.k_mean)",
     ),
     Bug(
         "query heads grouped by remainder",

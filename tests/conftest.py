@@ -1,5 +1,4 @@
-"""What every test runs under: checked shapes, reproducible examples, one thread a worker, and
-a GPU of those that there are."""
+"""For every test: checked shapes, reproducible examples, one thread and one GPU per worker."""
 
 import os
 
@@ -8,7 +7,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before anything that computes is impo
 
 import jaxtyping
 
-# Shapes in the package's signatures are checked from here on; hence before anything imports it.
+# Checks shapes in the signatures of the package, so it comes before the package is imported.
 jaxtyping.install_import_hook("sagesim", "beartype.beartype")
 
 import pytest  # noqa: E402
@@ -56,8 +55,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Or a worker would be at one of them when the others have nothing left to do.
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -67,8 +64,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def as_installed():
-    """Without the checks of the import hook, which would refuse bad arguments before the package
-    itself does: for tests of the package's own error messages."""
+    """Disable the import hook's checks, which would refuse bad arguments before the package does.
+
+    For tests of the package's own error messages."""
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     yield

@@ -419,7 +419,7 @@ GRADIENTS = (
         "Memory kept for the backward is linear in the number of tokens: no map, codes or copies.",
         (
             f"{KERNELS}/test_attention.py::TestGradients"
-            "::test_what_is_kept_for_the_backward_is_linear_in_the_tokens",
+            "::test_memory_saved_for_the_backward_is_linear_in_the_tokens",
         ),
     ),
 )
@@ -429,7 +429,7 @@ DETERMINISM = (
         "Every run gives the same bytes, backward included.",
         (
             f"{KERNELS}/test_invariance.py::TestRuns::test_repeat",
-            f"{KERNELS}/test_hopper.py::test_runs_agree",
+            f"{KERNELS}/test_hopper.py::test_repeated_runs_give_the_same_bits",
             f"{EMULATOR}/test_attention.py::TestWhatMustNotMatter::test_runs_repeat",
         ),
         _repeats,

@@ -58,18 +58,23 @@ def attribution() -> str:
     """Each product's share of the error on the shipped capture."""
     data = load("attribution")
     rows = [
-        [f"`{site}`", *(f"{share[t]:.0%}" for t in OUTPUTS)]
+        [f"`{site}`", f"{data['gradient_share'][site]:.0%}", *(f"{share[t]:.0%}" for t in OUTPUTS)]
         for site, share in data["share"].items()
     ]
-    rows.append(["relative L2 error", *(f"{data['error'][t]:.4f}" for t in OUTPUTS)])
-    table = markdown(["share of the squared error", *(TITLES[t] for t in OUTPUTS)], rows)
+    errors = [data["gradient_error"], *(data["error"][t] for t in OUTPUTS)]
+    rows.append(["relative L2 error", *(f"{error:.4f}" for error in errors)])
+    head = ["share of the squared error", "dQ, dK, dV together", *(TITLES[t] for t in OUTPUTS)]
+    table = markdown(head, rows)
     by_part: dict[str, list[str]] = {}
     for index, layer in enumerate(data["layers"]):
         by_part.setdefault(layer["largest"], []).append(str(index))
-    largest = "; ".join(f"`{part}` in layers {', '.join(n)}" for part, n in by_part.items())
+    largest = "; ".join(
+        f"`{part}` in layer{'s' * (len(n) > 1)} {', '.join(n)}" for part, n in by_part.items()
+    )
     return (
         f"**{data['summary']}** This is the mean over the layers. The product with the largest "
-        f"share in each layer: {largest}.\n\n{table}{source(data)}"
+        f"share in each layer: {largest}.\n\n{table}\n\nThe error of dQ, dK and dV together is "
+        f"the root mean square of their relative errors.{source(data)}"
     )
 
 

@@ -25,8 +25,8 @@ from sagesim.analysis import (
     Setting,
     attribute,
     errors,
+    gaussian_errors,
     influence,
-    measure,
     pool,
     pool_errors,
 )
@@ -87,7 +87,9 @@ def attribution() -> dict[str, Any]:
         "label": pooled.base.label(),
         "summary": pooled.summary(),
         "error": pooled.error,
+        "gradient_error": pooled.gradient_error,
         "share": {part.site: part.share for part in pooled.parts},
+        "gradient_share": {part.site: pooled.gradient_share(part) for part in pooled.parts},
         "layers": [
             {"name": c.name, "summary": a.summary(), "largest": a.largest().site}
             for c, a in zip(calls, layers, strict=True)
@@ -99,7 +101,7 @@ def table1() -> dict[str, Any]:
     rows = []
     for label, setting in TABLE_1:
         for sigma in PAPER_TABLE_1:
-            comparison = measure(sigma, sagesim.AttentionSpec.parse(label), setting)
+            comparison = gaussian_errors(sigma, sagesim.AttentionSpec.parse(label), setting)
             overall, heads = comparison.overall, comparison.per_head
             row = {"label": label, "setting": asdict(setting), "sigma": sigma}
             row |= {t: asdict(overall[t]) for t in COLUMNS}
@@ -125,7 +127,7 @@ def budget() -> dict[str, Any]:
         for label in ("sagebwd", "factored"):
             spec = sagesim.AttentionSpec.parse(label)
             predicted = error_budget(q, k, v, do, spec=spec)
-            measured = measure(sigma, spec, setting).overall
+            measured = gaussian_errors(sigma, spec, setting).overall
             row = {"label": label, "sigma": sigma, "predicted": dict(predicted.error)}
             row["measured"] = {t: measured[t].rel_l2 for t in OUTPUTS}
             rows.append(row | {"share": predicted.share})

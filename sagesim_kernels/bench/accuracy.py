@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -19,34 +18,15 @@ from sagesim.analysis import Setting
 from sagesim.data import LLAMA
 from sagesim.emulator import exact
 from sagesim.models import Capture
+from sagesim.problem import AttentionProblem
 from sagesim_kernels.bench.cases import CaptureCase, GaussianCase
-from sagesim_kernels.bench.contenders import Contender
-from sagesim_kernels.bench.step import Step, laid_out
 
 OUTPUTS: Final = ("o", "dq", "dk", "dv")
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """q, k, v, do [batch, heads, tokens, d], in the dtype that contenders get."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    do: Tensor
-    is_causal: bool
-
-    def step(self, contender: Contender) -> Step:
-        """The contender on this problem, its tensors in its own layout."""
-        first = contender.tokens_first
-        q, k, v, do = (laid_out(x, tokens_first=first) for x in (self.q, self.k, self.v, self.do))
-        attend = contender.make(q.shape[2], self.is_causal, q.device)
-        return Step(attend, *(x.requires_grad_() for x in (q, k, v)), do)
-
-
 def problems(
     case: GaussianCase | CaptureCase, device: torch.device, dtype: torch.dtype
-) -> Iterator[Problem]:
+) -> Iterator[AttentionProblem]:
     """The problems of a case: one with all draws, or one for each layer of the capture.
 
     Raises:
@@ -59,19 +39,21 @@ def problems(
             draws=case.draws,
             is_causal=case.is_causal,
         )
-        draws = [setting.inputs(case.sigma, draw) for draw in range(case.draws)]
+        draws = [setting.problem(case.sigma, draw).qkvdo for draw in range(case.draws)]
         q, k, v, do = (torch.stack(x).to(device, dtype) for x in zip(*draws, strict=True))
-        yield Problem(q, k, v, do, case.is_causal)
+        yield AttentionProblem(q=q, k=k, v=v, do=do, is_causal=case.is_causal)
         return
     for call in Capture.load(LLAMA).calls:
         usual = call.scale is None or math.isclose(call.scale, call.q.shape[-1] ** -0.5)
         if call.attn_mask is not None or call.enable_gqa or not usual:
             raise ValueError(f"{call}: a mask, grouped heads or a scale of its own is not timed")
-        q, k, v, do = (x.to(device, dtype) for x in (call.q, call.k, call.v, call.do))
-        yield Problem(q, k, v, do, call.is_causal)
+        q, k, v, do = (x.to(device, dtype) for x in call.qkvdo)
+        yield AttentionProblem(q=q, k=k, v=v, do=do, is_causal=call.is_causal)
 
 
-def errors(problem: Problem, results: Sequence[dict[str, Tensor]]) -> list[dict[str, float]]:
+def errors(
+    problem: AttentionProblem, results: Sequence[dict[str, Tensor]]
+) -> list[dict[str, float]]:
     """|x - exact| / |exact| over all heads, for each result and each of `OUTPUTS`.
 
     The reference is computed one head at a time, because it holds whole maps in float64.
@@ -80,7 +62,7 @@ def errors(problem: Problem, results: Sequence[dict[str, Tensor]]) -> list[dict[
     whole = torch.zeros(len(OUTPUTS), dtype=torch.float64)
     batch, heads = problem.q.shape[:2]
     for at in ((b, h) for b in range(batch) for h in range(heads)):
-        q, k, v, do = (x[at][None] for x in (problem.q, problem.k, problem.v, problem.do))
+        q, k, v, do = (x[at][None] for x in problem.qkvdo)
         true = exact(q, k, v, do, is_causal=problem.is_causal)
         for j, name in enumerate(OUTPUTS):
             reference = getattr(true, name)[0]

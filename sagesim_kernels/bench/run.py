@@ -10,8 +10,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from sagesim.problem import AttentionProblem
 from sagesim.spec import AttentionSpec
-from sagesim_kernels.bench.accuracy import Problem, distance, errors, mean_errors, problems
+from sagesim_kernels.bench.accuracy import distance, errors, mean_errors, problems
 from sagesim_kernels.bench.cases import PASSES, Case, Shape, TimedCase
 from sagesim_kernels.bench.contenders import Contender, contender, reason
 from sagesim_kernels.bench.jobs import by_job
@@ -42,12 +43,13 @@ class Setup:
     meter: Meter
     rounds: int
 
-    def inputs(self, shape: Shape) -> Problem:
+    def inputs(self, shape: Shape) -> AttentionProblem:
         """Gaussian q, k, v and do of standard deviation 1, the same each time."""
         generator = torch.Generator(self.device).manual_seed(0)
         size = (shape.batch, shape.heads, shape.tokens, shape.head_dim)
         tensors = (torch.randn(size, generator=generator, device=self.device) for _ in range(4))
-        return Problem(*(x.to(self.dtype) for x in tensors), shape.is_causal)
+        q, k, v, do = (x.to(self.dtype) for x in tensors)
+        return AttentionProblem(q=q, k=k, v=v, do=do, is_causal=shape.is_causal)
 
 
 def run(
@@ -114,7 +116,7 @@ def _timed(
     # Peers first: the first peer's results are the reference for our specs.
     for each in sorted(contenders, key=lambda c: c.spec is not None):
         try:
-            step = problem.step(each)
+            step = Step.of(each, problem)
             results = step.results()
             check.wait()
             if reference is None and each.spec is None:
@@ -185,7 +187,7 @@ def _details(
 
 
 def _errors(
-    several: Sequence[Problem],
+    several: Sequence[AttentionProblem],
     contenders: Sequence[Contender],
     check: _DeviceCheck,
     not_run: dict[str, str],
@@ -197,7 +199,7 @@ def _errors(
             if each.name in not_run:
                 continue
             try:
-                results[each.name] = problem.step(each).results()
+                results[each.name] = Step.of(each, problem).results()
                 check.wait()
             except Exception as error:
                 check(each.name, error)

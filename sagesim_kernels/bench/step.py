@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sagesim_kernels.bench.contenders import Attend
+from sagesim.problem import AttentionProblem
+from sagesim_kernels.bench.contenders import Attend, Contender
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,14 @@ class Step:
     k: Tensor
     v: Tensor
     do: Tensor
+
+    @classmethod
+    def of(cls, contender: Contender, problem: AttentionProblem) -> Step:
+        """A contender on a problem [batch, heads, tokens, d], in the contender's own layout."""
+        tensors = (laid_out(x, tokens_first=contender.tokens_first) for x in problem.qkvdo)
+        q, k, v, do = tensors
+        attend = contender.make(q.shape[2], problem.is_causal, q.device)
+        return cls(attend, *(x.requires_grad_() for x in (q, k, v)), do)
 
     def forward(self) -> Tensor:
         """o, with the graph that its backward needs."""

@@ -46,36 +46,25 @@ _BLOCK_Q: Final = BLOCK_Q.value
 _TILE_K: Final = TILE_K.value
 
 
-class PreprocessInputs(NamedTuple):
-    q_scale: Any  #: float32 [heads, tokens_q], in padded storage
-    o: Any  #: `Strided`
-    do: Any  #: `Strided`
-    lse2: Any  #: `Rows`
-    d_lse: Any  #: `Rows`, or None
+class Scratch(NamedTuple):
+    """What the preprocess kernel prepares for each block of queries, in padded storage."""
+
+    row_stats: Any  #: float32, see `ROW_STATS`
+    dq_semaphore: Any  #: int32, see `dq_order`
 
 
-class PreprocessOutputs(NamedTuple):
-    delta: Any  #: `Rows`
-    row_stats: Any  #: float32 [ROW_STATS for each block of queries in padded storage]
-    dq_semaphore: Any  #: int32 [blocks of queries in padded storage]
-
-
-class DqSum(NamedTuple):
-    """What determines dQ."""
-
-    accum: Any  #: float32, the sum of the parts of dQ, in padded storage
-    lse2: Any  #: `Rows`
-    d_lse: Any  #: `Rows`, or None
-    k_mean: Any  #: `Means`, or None
-
-
+# Arguments of these kernels are not tuples of tuples: in the first tuple of a tuple, Triton 3.6
+# loses integers that it specialised to the constant 1.
 @triton.jit
 def hopper_preprocess(
-    grid, inputs, outputs, lengths, tokens_q, scale_log2, D: tl.constexpr, BLOCK_Q: tl.constexpr
-):
+    grid, q_scale, o, do, lse2, d_lse, delta, scratch, lengths, tokens_q, scale_log2,
+    D: tl.constexpr,
+):  # fmt: skip
     """Compute delta and the row statistics of a block of queries, and set its semaphore to 0.
 
     Queries behind the last one of a sequence get statistics that make P 0.
+
+    q_scale: float32 [heads, tokens_q], in padded storage. delta: `Rows`. scratch: `Scratch`.
     """
     i, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
@@ -85,23 +74,23 @@ def hopper_preprocess(
     local = tl.arange(0, BLOCK_Q)
     row = first + local
     at = h.to(tl.int64) * tokens_q + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
-    factor = tl.load(inputs.q_scale + at + local, mask=row < n_q, other=1.0) * scale_log2
-    lse2 = load_rows(inputs.lse2, lengths.cu_q, b, h, row, n_q, float("inf"))
-    delta = rowsum_do_o(inputs.o, inputs.do, lengths, b, h, first, D, D, BLOCK_Q)
-    delta = subtract_lse_gradient(delta, inputs.d_lse, lengths, b, h, row, n_q, lse2)
-    store_rows(outputs.delta, lengths.cu_q, b, h, row, n_q, delta)
-    row_stats = outputs.row_stats + at * 4 + local
+    factor = tl.load(q_scale + at + local, mask=row < n_q, other=1.0) * scale_log2
+    row_lse2 = load_rows(lse2, lengths.cu_q, b, h, row, n_q, float("inf"))
+    row_delta = rowsum_do_o(o, do, lengths, b, h, first, D, D, BLOCK_Q)
+    row_delta = subtract_lse_gradient(row_delta, d_lse, lengths, b, h, row, n_q, row_lse2)
+    store_rows(delta, lengths.cu_q, b, h, row, n_q, row_delta)
+    row_stats = scratch.row_stats + at * 4 + local
     tl.store(row_stats, factor)
-    tl.store(row_stats + BLOCK_Q, lse2)
-    tl.store(row_stats + 2 * BLOCK_Q, delta)
+    tl.store(row_stats + BLOCK_Q, row_lse2)
+    tl.store(row_stats + 2 * BLOCK_Q, row_delta)
     tl.store(row_stats + 3 * BLOCK_Q, tl.zeros((BLOCK_Q,), tl.float32))
-    tl.store(outputs.dq_semaphore + at // BLOCK_Q, 0)
+    tl.store(scratch.dq_semaphore + at // BLOCK_Q, 0)
 
 
 @triton.jit
 def hopper_postprocess(
-    grid, dq_sum, dq, lengths, tokens_q, scale, GROUPS: tl.constexpr, D: tl.constexpr,
-    COLUMN_GROUPS: tl.constexpr, BLOCK_Q: tl.constexpr,
+    grid, dq_accum, lse2, d_lse, k_mean, dq, lengths, tokens_q, scale, GROUPS: tl.constexpr,
+    D: tl.constexpr, COLUMN_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Scale and round the sum of dQ of a block of queries.
 
@@ -114,17 +103,17 @@ def hopper_postprocess(
     if first >= n_q:
         return
     row = first + tl.arange(0, BLOCK_Q)
-    lse2 = load_rows(dq_sum.lse2, lengths.cu_q, b, h, row, n_q, float("inf"))[:, None]
+    row_lse2 = load_rows(lse2, lengths.cu_q, b, h, row, n_q, float("inf"))[:, None]
     at = h.to(tl.int64) * tokens_q + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
-    total = tl.load(dq_sum.accum + at * D + tl.arange(0, BLOCK_Q * D))
+    total = tl.load(dq_accum + at * D + tl.arange(0, BLOCK_Q * D))
     total = from_register_order(total, BLOCK_Q, D, COLUMN_GROUPS)
-    total = tl.where(lse2 != float("inf"), total, 0.0)
-    if dq_sum.d_lse is not None and dq_sum.k_mean is not None:
+    total = tl.where(row_lse2 != float("inf"), total, 0.0)
+    if d_lse is not None and k_mean is not None:
         # A row of dS then sums to the gradient of the logsumexp and not to 0, so the mean that was
         # subtracted from K contributes to dQ.
-        d_lse = load_rows(dq_sum.d_lse, lengths.cu_q, b, h, row, n_q, 0.0)[:, None]
-        mean = load_mean(dq_sum.k_mean, b, h // GROUPS, 0, D, D)
-        total += tl.where(lse2 < float("inf"), d_lse * mean, 0.0)
+        row_d_lse = load_rows(d_lse, lengths.cu_q, b, h, row, n_q, 0.0)[:, None]
+        mean = load_mean(k_mean, b, h // GROUPS, 0, D, D)
+        total += tl.where(row_lse2 < float("inf"), row_d_lse * mean, 0.0)
     store_tokens(dq, lengths.cu_q, b, h, first, n_q, total * scale, D)
 
 
@@ -170,13 +159,17 @@ def backward(
     blocks = Grid(-(-problem.longest_q // _BLOCK_Q), heads, problem.sequences)
     hopper_preprocess[blocks.programs](
         blocks,
-        PreprocessInputs(q8.scale, Strided.of(o), Strided.of(do), statistics.lse2, d_lse),
-        PreprocessOutputs(statistics.delta, row_stats, dq_semaphore),
+        q8.scale,
+        Strided.of(o),
+        Strided.of(do),
+        statistics.lse2,
+        d_lse,
+        statistics.delta,
+        Scratch(row_stats, dq_semaphore),
         lengths,
         tokens_q,
         scale * LOG2_E,
         d,
-        _BLOCK_Q,
         **LAUNCH,
     )
     tiles = Grid(-(-problem.longest_k // _TILE_K), kv_heads, problem.sequences)
@@ -209,7 +202,10 @@ def backward(
     )
     hopper_postprocess[blocks.programs](
         blocks,
-        DqSum(dq_accum, statistics.lse2, d_lse, operands.k_mean),
+        dq_accum,
+        statistics.lse2,
+        d_lse,
+        operands.k_mean,
         Strided.of(dq),
         lengths,
         tokens_q,
@@ -217,6 +213,5 @@ def backward(
         problem.groups,
         d,
         1 if has_dq_warps else 2,
-        _BLOCK_Q,
         **LAUNCH,
     )

@@ -57,6 +57,7 @@ class TestNumbers:
                 same = bool((getattr(before, t) == getattr(after, t)).all())
                 assert same == (site not in explorer.READS[delta][t]), (site, t)
 
+    @pytest.mark.slow
     def test_any_choice_is_the_emulators(self, found):
         rng = random.Random(0)
         for _ in range(40):
@@ -111,6 +112,7 @@ def assert_shows(page: Page, sample: Sample) -> None:
         assert value == pytest.approx(direct[t], rel=6e-3), (label(page), t)
 
 
+@pytest.mark.slow
 @needs_browser
 class TestPage:
     def test_it_starts_with_the_papers_scheme(self, page):

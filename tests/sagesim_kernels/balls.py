@@ -1,9 +1,9 @@
-"""Where a float32 computation may end: balls in float64, carried through every operation.
+"""Ball arithmetic in float64: bounds on every possible result of a float32 computation.
 
-A ball holds whatever any implementation can get that performs the same operations in float32, sums
-in any order, and rounds each result once, given that its operands lie in their balls. Nothing is
-neglected, so a radius may be large (an exponential of a badly known argument) but never too small.
-An infinite radius says that nothing is known.
+If the operands of an operation lie in their balls, the result lies in its ball for every
+implementation that computes in float32, adds in any order, and rounds each result once. No error is
+neglected: a radius may be larger than needed, but is never too small. An infinite radius means that
+nothing is known about the value.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 from tests.support.float32_bound import U, gamma
 
 U64 = 2.0**-53
-"""The same of float64: what the balls themselves are computed in."""
+"""Unit roundoff of float64, in which the balls are computed."""
 
 TENSOR_CORE_U = 2.0**-23
-"""A tensor core cuts off where it adds products of 16-bit numbers."""
+"""Unit roundoff of a tensor core, which truncates when it adds products of 16-bit values."""
 
 EXP = 2.0**-22
 """Relative error of an exponential: ex2.approx on a GPU is within 2 units in the last place (PTX
@@ -56,13 +56,13 @@ class Ball(NamedTuple):
         return Ball(self.mid, _known(self.radius + by))
 
     def rounded(self, times: int = 1) -> Ball:
-        """After `times` roundings to float32, one behind the other."""
+        """After `times` consecutive roundings to float32."""
         if not times:
             return self
         return self.widened(gamma(times) * self.size + times * TINY)
 
     def rounded16(self, dtype: torch.dtype) -> Ball:
-        """After one rounding to a 16-bit format, which may be subnormal there or overflow."""
+        """After one rounding to a 16-bit format, where the value may be subnormal or overflow."""
         info = torch.finfo(dtype)
         band = info.eps / 2 * self.size + info.smallest_normal * info.eps / 2
         return self.widened(band.masked_fill(self.size > info.max, torch.inf))
@@ -78,32 +78,32 @@ class Ball(NamedTuple):
         return Ball(self.mid - other.mid, self.radius + other.radius)
 
     def over(self, other: Ball) -> Ball:
-        """Divided by a positive ball."""
+        """The quotient by a positive ball."""
         least = other.lowest
         mid = self.mid / other.mid
         radius = (self.radius + mid.abs() * other.radius) / least
         return Ball(mid, _known(radius.masked_fill(least <= 0, torch.inf)))
 
     def sum(self, axis: int, terms: int, u: float = U) -> Ball:
-        """Added up in float32 in any order; `terms`, of which no sum has more."""
+        """The float32 sum in any order; no sum has more than `terms` terms."""
         lost = gamma(terms, u) + gamma(self.mid.shape[axis], U64)
         radius = self.radius.sum(axis) + lost * self.size.sum(axis) + TINY * terms
         return Ball(self.mid.sum(axis), _known(radius))
 
     def matmul(self, other: Ball, terms: int, u: float = U) -> Ball:
-        """The matrix product, exact products added up in float32 in any order.
+        """The matrix product: exact products, added in float32 in any order.
 
-        terms: the roundings that a product goes through; 0 for integers.
+        terms: the number of roundings that each product goes through; 0 for integers.
         """
         mid = self.mid @ other.mid
         sizes = self.size @ other.size
-        # Two more: a code times its scale is rounded to float64.
+        # Two more roundings: a code times its scale is rounded to float64.
         lost = gamma(terms, u) + gamma(self.mid.shape[-1] + 2, U64)
         radius = self.size @ other.radius + self.radius @ other.mid.abs() + lost * sizes
         return Ball(mid, _known(radius + TINY * bool(terms)))
 
     def exp(self) -> Ball:
-        """Exactly 0 for -inf."""
+        """The exponential; exactly 0 for -inf."""
         mid = self.mid.exp()
         radius = mid * torch.expm1(self.radius)
         radius = radius + EXP * (mid + radius) + TINY
@@ -124,12 +124,12 @@ class Ball(NamedTuple):
         return Ball(top, _known(radius).masked_fill(top == -torch.inf, 0.0))
 
     def log(self) -> Ball:
-        """Of a positive ball, as if computed exactly."""
+        """The exact logarithm of a positive ball."""
         mid = self.mid.log()
         radius = torch.maximum(self.highest.log() - mid, mid - self.lowest.log())
         return Ball(mid, _known(radius))
 
 
 def _known(radius: Tensor) -> Tensor:
-    """NaN, which infinities leave behind, means that nothing is known."""
+    """Replace NaN, which operations on infinities give, by an infinite radius."""
     return radius.nan_to_num(torch.inf, torch.inf)

@@ -1,10 +1,10 @@
-"""What a kernel owes the emulator, stage by stage, as docs/numerics.md says.
+"""Check a kernel against the emulator, stage by stage, as docs/numerics.md requires.
 
-Each stage starts from what the kernel itself computed before it, so that a code that fell to the
-other side of a tie does not blur what comes after. No tolerance is chosen: a stage is recomputed in
-float64, from the emulator's codes of Q, K, V and dO, as a ball around every value that holds all
-that float32 can make of it (see `balls.py`); what follows, a rounding to codes or to the
-output's dtype, is monotone, so that the ball's two ends bound what may come out.
+Each stage starts from what the kernel itself computed in the stages before, so that a code on the
+other side of a tie does not affect later stages. No tolerance is chosen. A stage is recomputed in
+float64, from the emulator's codes of Q, K, V and dO, as balls that contain every possible float32
+result (see `balls.py`). The rounding that follows, to codes or to the output's dtype, is monotone,
+so that the two ends of a ball bound its result.
 
 | stage | from | must be |
 | --- | --- | --- |
@@ -37,7 +37,7 @@ from tests.support.float32_bound import U, gamma
 from tests.support.inputs import Case
 
 VANISHING = 127.0 * 2.0**-128
-"""The largest amax whose 127 / amax overflows."""
+"""The largest amax for which 127 / amax overflows."""
 
 LOG_127 = 4.85
 """log(127), rounded up."""
@@ -47,8 +47,10 @@ _DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 
 @dataclass(slots=True)
 class Tally:
-    """How many codes of P and dS are not the emulator's, of those that float32 determines to within
-    a quarter of a step, given the same O; adds up over cases."""
+    """Counts codes of P and dS that differ from the emulator's, over many cases.
+
+    Only codes that float32 determines to within a quarter of a step, given the same O, are counted.
+    """
 
     differing: dict[str, int] = field(default_factory=dict)
     entries: dict[str, int] = field(default_factory=dict)
@@ -63,12 +65,12 @@ class Tally:
 
     @property
     def total(self) -> int:
-        """All that differ."""
+        """Codes that differ, of all maps."""
         return sum(self.differing.values())
 
     @property
     def counted(self) -> int:
-        """All entries."""
+        """Codes that are counted, of all maps."""
         return sum(self.entries.values())
 
     def __str__(self) -> str:
@@ -83,7 +85,7 @@ class Tally:
 def run_kernels(
     case: Case, spec: AttentionSpec, causal_alignment: str = "upper_left"
 ) -> KernelTrace:
-    """The kernels' trace of a case, on the device of its tensors, brought to the CPU."""
+    """Run the kernels on the device of a case, and return their trace on the CPU."""
     assert case.attn_mask is None
     found = kernel_trace(
         *case.qkvdo,
@@ -102,7 +104,7 @@ OUTPUTS = ("o", "lse", "delta", "dq", "dk", "dv")
 
 
 def emulated_case(case: Case, causal_alignment: str) -> Case:
-    """The case as the emulator takes it, which has no alignment but masks; on the CPU."""
+    """Return the case on the CPU for the emulator, with a mask in place of an alignment."""
     case = case.map(lambda x: x.cpu())
     if not case.is_causal or causal_alignment == "upper_left":
         return case
@@ -116,7 +118,7 @@ def emulate(case: Case, spec: AttentionSpec) -> Trace:
 
 
 def as_kernel_trace(trace: Trace) -> KernelTrace:
-    """The emulator's trace in the place of a kernel's; it meets the contract as well."""
+    """Return the emulator's trace in the form of a kernel's; it meets the contract too."""
     operands = {
         name: Coded(
             x.codes, torch.ones_like(x.scale) if name == "pv.p" else x.scale.expand(x.codes.shape)
@@ -128,21 +130,24 @@ def as_kernel_trace(trace: Trace) -> KernelTrace:
 
 
 def check(case: Case, spec: AttentionSpec, causal_alignment: str = "upper_left") -> Tally:
-    """Run the kernels on a case and hold them to the contract."""
+    """Run the kernels on a case and check their trace against the contract."""
     found = run_kernels(case, spec, causal_alignment)
     return check_trace(found, emulated_case(case, causal_alignment), spec)
 
 
 def check_trace(found: KernelTrace, case: Case, spec: AttentionSpec) -> Tally:
-    """Hold a trace of `case`, which is the emulator's, to the contract.
+    """Check a kernel's trace against the contract.
 
-    Raises: AssertionError, which begins with the name of the stage.
+    case: as `emulated_case` returns it.
+
+    Raises:
+        AssertionError: if a stage fails; the message begins with the name of the stage.
     """
     return _Checker(found, case, emulate(case, spec)).run()
 
 
 class _Checker:
-    """All maps are [batch, heads, n_q, n_k], and k, v are repeated for the heads of a group."""
+    """Checks one trace. Maps are [batch, heads, n_q, n_k]; k and v are repeated for each group."""
 
     def __init__(self, found: KernelTrace, case: Case, sim: Trace) -> None:
         self.found, self.sim, self.tally = found, sim, Tally()
@@ -187,10 +192,10 @@ class _Checker:
                 assert_bitwise(actual=tri.codes, expected=sim.codes, what=f"{name} codes")
 
     def _forward(self) -> None:
-        """P relative to its tile row's maximum, O and L.
+        """Check P relative to the maximum of its tile row, o and lse.
 
-        The kernel keeps row maxima and rescales at every tile: weights are products of
-        exponentials of differences, whose arguments' roundings add up to U |difference|.
+        The kernel keeps row maxima and rescales at every tile. Weights are products of exponentials
+        of differences, and the roundings of their arguments add up to U |difference|.
         """
         s = self._logits("qk")
         tiles = self.key_tiles(s, -torch.inf)
@@ -213,7 +218,7 @@ class _Checker:
         weight = top.minus(Ball.exactly(row_max[..., None]))
         weight = weight.widened(U * weight.size).where(~empty, -torch.inf).exp()
         weight = weight.widened(chain * weight.size)
-        # The softmax's numerators relative to the row's maximum, however they are rescaled.
+        # The numerators of the softmax relative to the maximum of the row, after any rescaling.
         e = tiles.minus(Ball.exactly(row_max[..., None]))
         e = e.widened(U * (2 * known_top.size + 4 * LOG_127 + e.size + row_max[..., None].abs()))
         e = e.where(tiles.mid != -torch.inf, -torch.inf).exp()
@@ -236,14 +241,14 @@ class _Checker:
         o = o.over(Ball(l.mid[..., None], l.radius[..., None])).rounded(1)
         self._inside("o", o.where(~dead[..., None], 0.0))
 
-        # log2 and ln(2) * x of numbers in units of log2, where log(127) is still to be subtracted.
+        # log2, ln(2) * x, and the subtraction of log2(127), in units of log2.
         size = row_max.squeeze(-1).abs() + l.mid.log().abs() + 2 * LOG_127
         log_l = l.log().widened(4 * U * (1 + size) + gamma(5) * size)
         lse = Ball(row_max.squeeze(-1) + log_l.mid, log_l.radius)
         self.lse = lse.widened(s.max(-1).radius.squeeze(-1) * gamma(5))
         lse = self.lse
         if self.k_mean is not None:
-            # The raw Q, as the logits of the raw K have it.
+            # Q before smoothing: the mean of K was taken from the logits of this Q.
             q = Ball.exactly(self._heads(self.x.q))
             terms = q.mid.shape[-1] + 4
             shift = q.times(Ball.exactly(self.k_mean)).sum(-1, terms)
@@ -295,10 +300,11 @@ class _Checker:
     # What a stage is made of
 
     def _logits(self, site: str) -> Ball:
-        """S of the smoothed Q and K, in natural units; -inf where nothing is attended to.
+        """Return S of the smoothed Q and K, in natural units; -inf where it is masked.
 
-        Codes: their sum is exact, and times scale_log2, itself rounded, and two scales: 4
-        roundings. 16 bit: 2. The means' product is added before, or after its own multiplication.
+        Sums of codes are exact. They are multiplied by two scales and by the logit scale, which is
+        itself rounded: 4 roundings, and 2 in 16 bit. The product of the means is added before or
+        after its own multiplication.
         """
         s = self._tokens_by_tokens(site, self._numbers(site, "q"), self._numbers(site, "k"))
         s = s.rounded(4)
@@ -317,7 +323,7 @@ class _Checker:
         return Ball.exactly(left).matmul(Ball.exactly(right.mT), terms, TENSOR_CORE_U)
 
     def _map_by_tokens(self, site: str, x: Ball, right: str) -> Ball:
-        """Map times tokens, contracted over keys: [..., n_q, channels]."""
+        """Return map times tokens, summed over keys, [..., n_q, channels]."""
         b = self._numbers(site, right)
         if not self._is_int8(site):
             x = x.rounded16(_DTYPES[self.spec.site(site).precision])
@@ -327,7 +333,7 @@ class _Checker:
         return parts.sum(2, parts.mid.shape[2])
 
     def _map_transposed_by_tokens(self, site: str, x: Ball, right: str) -> Ball:
-        """The transpose of a map times tokens, contracted over queries: [..., n_k, channels]."""
+        """Return the transposed map times tokens, summed over queries, [..., n_k, channels]."""
         b = self._numbers(site, right)
         if not self._is_int8(site):
             x = x.rounded16(_DTYPES[self.spec.site(site).precision])
@@ -342,16 +348,17 @@ class _Checker:
         return parts.sum(2, self.groups * parts.mid.shape[2])
 
     def _tile_sums_over_keys(self, left: Tensor, right: Tensor) -> Ball:
-        """Each key block's part of left [..., n_q, n_k] @ right: [b, h, j, n_q, channels]."""
+        """Return the part of each key block in left [..., n_q, n_k] @ right, [b, h, j, n_q,
+        channels]."""
         block_k = self.spec.block_k
         tiles = to_tiles(left, left.shape[-2], block_k).squeeze(2).transpose(2, 3)
         right_tiles = to_tiles(right, block_k, right.shape[-1]).flatten(4)
         return Ball.exactly(tiles).matmul(Ball.exactly(right_tiles), 0)
 
     def _codes(self, site: str, x: Ball, only_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Check a map's scales and codes; the kernel's own, float64.
+        """Check the codes and scales of a map, and return the kernel's in float64.
 
-        x: the map, unrounded; with `only_scale` already in units of codes.
+        x: the unrounded map; if `only_scale` is given, in units of codes.
         """
         name = f"{site}.{OPERANDS[site][0]}"
         tri, sim = self.found.operands[name], self.sim.operands[name]
@@ -364,7 +371,7 @@ class _Checker:
             y = self._scales(name, x, self.spec.site(site).lhs, scale)
         low, high = (self._round(site, end).clamp(-127, 127) for end in (y.lowest, y.highest))
         _assert_between(actual=tri.codes, lowest=low, highest=high, what=f"{name} codes")
-        # The emulator's value differs by no more than both uncertainties and what moved.
+        # The emulator's value differs by at most twice the radius and the difference of the scales.
         moved = 2 * y.radius
         if only_scale is None:
             sim_scale = sim.scale.double().expand(codes.shape)
@@ -401,17 +408,17 @@ class _Checker:
 
     @property
     def _other_o(self) -> Tensor:
-        """[..., n_q], whether any query of the block has another O than the emulator's, by which
-        its delta, and its block's scales, are others."""
+        """Whether a query's block has an o unlike the emulator's, so that delta and scales
+        differ."""
         other = (self.found.o != self.sim.o).any(-1)
         n, block = other.shape[-1], self.spec.block_q
         blocks = torch.nn.functional.pad(other, (0, -n % block)).unflatten(-1, (-1, block))
         return blocks.any(-1).repeat_interleave(block, -1)[..., :n]
 
     def _scales(self, name: str, x: Ball, how: Granularity, scale: Tensor) -> Ball:
-        """Check a map's scales; the map in units of codes.
+        """Check the scales of a map, and return the map in units of codes.
 
-        Where 127 / amax overflows, the scale is 1 and all codes are 0.
+        If 127 / amax overflows, the scale is 1 and all codes are 0.
         """
         least, most = self._amax(x, how)
         vanishes = (most <= VANISHING) | ((least <= VANISHING) & (scale == 1))
@@ -419,13 +426,12 @@ class _Checker:
         high = (most / 127).float().double().masked_fill(vanishes, 1.0)
         _assert_between(actual=scale, lowest=low, highest=high, what=f"{name} scale")
         y = Ball(x.mid / scale, x.radius / scale)
-        # scale and 127 / amax are rounded, and the product; a subnormal scale has fewer digits.
+        # Three roundings: scale, 127 / amax and the product. A subnormal scale has fewer digits.
         y = y.rounded(3).widened(y.size * 2.0**-149 / scale)
         return y.where(~vanishes, 0.0)
 
     def _amax(self, x: Ball, how: Granularity) -> tuple[Tensor, Tensor]:
-        """Of those that share a scale, the least and the largest that amax may be: the largest of
-        the lowest magnitudes, and of the highest."""
+        """Return bounds on amax for every element, over the elements that share its scale."""
 
         def top(magnitude: Tensor) -> Tensor:
             tiles = to_tiles(magnitude, *self.blocks)
@@ -435,7 +441,7 @@ class _Checker:
         return top(x.mid.abs() - x.radius).clamp(min=0.0), top(x.size)
 
     def _round(self, site: str, y: Tensor) -> Tensor:
-        """The spec's rounding to integers, which is monotone; infinities stay."""
+        """Round to integers as the spec says. This is monotone and keeps infinities."""
         match self.spec.rounding.mode:
             case RoundingMode.HALF_EVEN:
                 return y.round()
@@ -448,14 +454,14 @@ class _Checker:
                 return y.floor() + ((y - y.floor()) > u)
 
     def _inside(self, name: str, ball: Ball) -> None:
-        """An output: some number of the ball, rounded to the dtype of the emulator's."""
+        """Check that an output is a value of the ball, rounded to the dtype of the emulator's."""
         actual, sim = getattr(self.found, name), getattr(self.sim, name)
         assert actual.dtype == sim.dtype, f"{name}: {actual.dtype}, expected {sim.dtype}"
         assert actual.shape == sim.shape, f"{name}: {actual.shape}, expected {sim.shape}"
         low, high = (end.to(sim.dtype).double() for end in (ball.lowest, ball.highest))
         unknown = ball.radius.isinf() | ball.mid.isnan()
         low, high = low.masked_fill(unknown, -torch.inf), high.masked_fill(unknown, torch.inf)
-        # What overflowed on the way is no number; the emulator says where it did.
+        # An intermediate overflow gives NaN or infinity; the emulator shows where.
         overflown = unknown & ~sim.isfinite()
         actual = actual.double().masked_fill(overflown, 0.0)
         finite = actual.masked_fill(unknown & actual.isinf(), torch.nan)
@@ -467,7 +473,7 @@ class _Checker:
         return self.spec.site(site).precision is Precision.INT8
 
     def _numbers(self, site: str, tensor: str) -> Tensor:
-        """What the site multiplies: the tensor rounded to its format, float64."""
+        """Return a tensor as the site multiplies it: rounded to its format, in float64."""
         if not self._is_int8(site):
             dtype = _DTYPES[self.spec.site(site).precision]
             return self.tokens[tensor].to(dtype).double()
@@ -479,18 +485,18 @@ class _Checker:
         return self.x.query_heads(x.expand(self.x.q.shape[0], *x.shape[1:]))
 
     def _of_key_heads(self, x: Ball) -> Ball:
-        """Added over the query heads of a group."""
+        """Sum over the query heads of each group."""
         if self.groups == 1:
             return x
         mid, radius = (y.unflatten(1, (-1, self.groups)) for y in x)
         return Ball(mid, radius).sum(2, 2 * self.groups)
 
     def _scaled(self, x: Ball) -> Ball:
-        """Times the logit scale, itself rounded."""
+        """Multiply by the logit scale, which is itself rounded."""
         return Ball(x.mid * self.scale, x.radius * abs(self.scale)).rounded(2)
 
     def key_tiles(self, x: Ball, fill: float) -> Ball:
-        """[..., n_q, n_k] as [..., n_q, key block, block_k]."""
+        """Reshape [..., n_q, n_k] to [..., n_q, key block, block_k]."""
         mid, radius = x
         padding = (0, -mid.shape[-1] % self.spec.block_k)
         mid = torch.nn.functional.pad(mid, padding, value=fill)
@@ -501,7 +507,7 @@ class _Checker:
         return Ball(*(y.flatten(-2)[..., : self.attends.shape[-1]] for y in x))
 
     def _query_tiles(self, x: Ball) -> Ball:
-        """[..., n_q, n_k] as [..., query block, block_q, n_k]."""
+        """Reshape [..., n_q, n_k] to [..., query block, block_q, n_k]."""
         padding = (0, 0, 0, -x.mid.shape[-2] % self.spec.block_q)
         return Ball(
             *(torch.nn.functional.pad(y, padding).unflatten(-2, (-1, self.spec.block_q)) for y in x)
@@ -509,7 +515,7 @@ class _Checker:
 
 
 def _swap(x: Ball) -> Ball:
-    """[b, h, n_q, key block, 1] as [b, h, key block, n_q, 1]."""
+    """Transpose [b, h, n_q, key block, 1] to [b, h, key block, n_q, 1]."""
     return Ball(*(y.transpose(2, 3) for y in x))
 
 
@@ -518,7 +524,7 @@ def _or_all(x: Tensor) -> Tensor:
 
 
 def _assert_between(*, actual: Tensor, lowest: Tensor, highest: Tensor, what: str) -> None:
-    """lowest <= actual <= highest, elementwise; the nearest end is reported as expected."""
+    """Assert lowest <= actual <= highest; a failure reports the nearest end as expected."""
     x = actual.double()
     nearest = torch.minimum(
         torch.maximum(x.nan_to_num(0.0, torch.inf, -torch.inf), lowest), highest

@@ -23,6 +23,12 @@ from sagesim_kernels import hopper, supports
 from sagesim_kernels.hopper.forward import CONFIGS
 from tests.support.compiler import OLDEST, ROOT, Compiler, Kernel
 
+pytestmark = pytest.mark.slow
+
+BY_OLDEST = pytest.mark.xdist_group("compiled by the oldest Triton")
+BY_NEWEST = pytest.mark.xdist_group("compiled by the newest Triton")
+"""Tests that share a compiler process run on one worker: what it compiled is not compiled again."""
+
 CAPABILITIES = (80, 86, 89, 90, 100, 103, 120)
 
 SITES_OF = {
@@ -42,28 +48,25 @@ SIXTEEN_BIT = {"bfloat16": "bf16", "float16": "f16"}
 
 
 @pytest.fixture(scope="session")
-def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Compiler]]:
-    cache = tmp_path_factory.getbasetemp()
-    if cache.name.startswith("popen-gw"):
-        cache = cache.parent  # one for all workers
-    started: dict[str, Compiler] = {}
-    try:
-        started["oldest"] = Compiler(cache / "triton-oldest", OLDEST)
-        started["newest"] = Compiler(cache / "triton-newest")
-        yield started
-    finally:
-        for compiler in started.values():
-            compiler.close()
+def oldest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiler]:
+    compiler = Compiler(tmp_path_factory.getbasetemp() / "triton-oldest", OLDEST)
+    yield compiler
+    compiler.close()
 
 
-@pytest.fixture(params=["oldest", "newest"])
-def compiler(request: pytest.FixtureRequest, compilers: dict[str, Compiler]) -> Compiler:
-    return compilers[request.param]
+@pytest.fixture(scope="session")
+def newest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiler]:
+    compiler = Compiler(tmp_path_factory.getbasetemp() / "triton-newest")
+    yield compiler
+    compiler.close()
 
 
-@pytest.fixture
-def newest(compilers: dict[str, Compiler]) -> Compiler:
-    return compilers["newest"]
+@pytest.fixture(
+    params=[pytest.param("oldest", marks=BY_OLDEST), pytest.param("newest", marks=BY_NEWEST)]
+)
+def compiler(request: pytest.FixtureRequest) -> Compiler:
+    """Each of the two compilers. Only the one that a test asks for is started."""
+    return request.getfixturevalue(request.param)
 
 
 def products(kernels: list[Kernel]) -> dict[str, Kernel]:
@@ -104,13 +107,18 @@ def assert_as_declared(
         assert kernel.multiply_adds == {f: n * one for f, n in sized.items()}, (name, kernel)
 
 
-def test_oldest_and_newest_are_those_of_the_package(compilers: dict[str, Compiler]) -> None:
+@BY_OLDEST
+def test_the_oldest_compiler_is_the_oldest_admitted(oldest: Compiler) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (admitted,) = project["optional-dependencies"]["kernels"]
     lowest = admitted.removeprefix("triton>=")
-    assert re.fullmatch(rf"{re.escape(lowest)}(\.0)*", compilers["oldest"].version)
+    assert re.fullmatch(rf"{re.escape(lowest)}(\.0)*", oldest.version)
+
+
+@BY_NEWEST
+def test_the_newest_compiler_is_the_one_in_the_constraints(newest: Compiler) -> None:
     tested = (ROOT / "constraints.txt").read_text().splitlines()
-    assert f"triton=={compilers['newest'].version}" in tested
+    assert f"triton=={newest.version}" in tested
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids="sm{}".format)
@@ -136,13 +144,18 @@ INSTRUCTIONS = {
 
 
 @pytest.mark.parametrize(
-    ("capability", "triton"), INSTRUCTIONS, ids=[f"sm{c}-{t}" for c, t in INSTRUCTIONS]
+    ("capability", "triton"),
+    [
+        pytest.param(c, t, id=f"sm{c}-{t}", marks=BY_OLDEST if t == "oldest" else BY_NEWEST)
+        for c, t in INSTRUCTIONS
+    ],
 )
 def test_instructions_of_the_tensor_cores(
-    compilers: dict[str, Compiler], capability: int, triton: str
+    request: pytest.FixtureRequest, capability: int, triton: str
 ) -> None:
+    compiler: Compiler = request.getfixturevalue(triton)
     codes, numbers = INSTRUCTIONS[capability, triton]
-    opcodes = products(compilers[triton].compile("factored", capability))["dkdv_kernel"].opcodes
+    opcodes = products(compiler.compile("factored", capability))["dkdv_kernel"].opcodes
     assert len(opcodes) == 2
     assert [o for o in opcodes if o.startswith(codes) and ("s8.s8" in o or "::i8" in o)]
     assert [o for o in opcodes if o.startswith(numbers) and ("bf16.bf16" in o or "::f16" in o)]
@@ -151,6 +164,7 @@ def test_instructions_of_the_tensor_cores(
 ALONE = replace(with_precision(FACTORED, Precision.INPUT16), delta=Delta.FROM_O)
 
 
+@BY_NEWEST
 @pytest.mark.parametrize("site", SITES)
 def test_a_site_alone_in_int8(newest: Compiler, site: str) -> None:
     spec = with_precision(ALONE, Precision.INT8, site)
@@ -160,6 +174,7 @@ def test_a_site_alone_in_int8(newest: Compiler, site: str) -> None:
         assert ("i8" in kernel.formats) == (site in SITES_OF[name]), name
 
 
+@BY_NEWEST
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT)
 def test_dp_alone_is_in_the_dtype_of_the_inputs(newest: Compiler, dtype: str) -> None:
     kernels = newest.compile("sagebwd", 90, dtype=dtype)
@@ -172,6 +187,7 @@ def test_dp_alone_is_in_the_dtype_of_the_inputs(newest: Compiler, dtype: str) ->
         assert found[name].multiply_adds[SIXTEEN_BIT[dtype]] == one
 
 
+@BY_NEWEST
 def test_dp_in_int8_is_detected(newest: Compiler) -> None:
     kernels = newest.compile("sagebwd_all_int8", 90)
     assert_as_declared(kernels, SAGEBWD_ALL_INT8)
@@ -180,6 +196,7 @@ def test_dp_in_int8_is_detected(newest: Compiler) -> None:
         assert_as_declared(kernels, SAGEBWD)
 
 
+@BY_NEWEST
 def test_dk_and_dv_apart_are_as_declared(newest: Compiler) -> None:
     kernels = newest.compile("factored", 90, head_size=128)
     assert_as_declared(kernels, FACTORED, head_size=128)
@@ -229,11 +246,13 @@ def test_kernels_of_hopper_multiply_as_declared(
         assert kernel.narrow_stores == 0, name
 
 
+@BY_NEWEST
 def test_fusion_is_detected(newest: Compiler) -> None:
     kernels = products(newest.compile("factored", 80, enable_fp_fusion=True))
     assert all(kernel.fp_fusion and kernel.fused for kernel in kernels.values())
 
 
+@BY_NEWEST
 def test_fp64_is_only_in_sums_over_what_the_caller_laid_out(newest: Compiler) -> None:
     """Means and delta are summed in float64, because the order of these sums depends on strides."""
     kernels = newest.compile("factored_pv16", 80)
@@ -263,26 +282,26 @@ def test_the_loop_spills_nothing(compiler: Compiler, spec: str, head_size: int) 
         assert spilling <= 0.04 * sum(issued.values()), (kernel.name, spilling)
 
 
+@BY_OLDEST
 @pytest.mark.parametrize(("head_size", "value_head_size"), [(8, 8), (33, 5), (64, 24), (129, 8)])
 @pytest.mark.parametrize("spec", ["sagebwd", "fpa_fp16"])
 def test_no_descriptor_is_lost(
-    compilers: dict[str, Compiler], spec: str, head_size: int, value_head_size: int
+    oldest: Compiler, spec: str, head_size: int, value_head_size: int
 ) -> None:
     """The ptxas of the oldest Triton loses descriptors of wgmma operands in shared memory if their
     rows are loaded channel by channel: see `tests.support.sass`."""
-    kernels = compilers["oldest"].compile(
+    kernels = oldest.compile(
         spec, 90, head_size=head_size, value_head_size=value_head_size, dtype="float16"
     )
     assert any("wgmma" in opcode for kernel in kernels for opcode in kernel.opcodes)
     assert [(k.name, k.lost_descriptors) for k in kernels if k.lost_descriptors] == []
 
 
+@BY_OLDEST
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("name", [name for name, spec in PRESETS.items() if supports(spec)])
-def test_no_descriptor_of_the_presets_is_lost(
-    compilers: dict[str, Compiler], name: str, head_size: int
-) -> None:
-    kernels = compilers["oldest"].compile(name, 90, head_size=head_size)
+def test_no_descriptor_of_the_presets_is_lost(oldest: Compiler, name: str, head_size: int) -> None:
+    kernels = oldest.compile(name, 90, head_size=head_size)
     assert [(k.name, k.lost_descriptors) for k in kernels if k.lost_descriptors] == []
 
 

@@ -1,4 +1,4 @@
-"""The contract has teeth: each planted bug is found, at the stage that has it."""
+"""The contract detects each planted bug at the stage where it is planted."""
 
 import math
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def with_operand(found: KernelTrace, name: str, **changes: torch.Tensor) -> Kern
 
 
 def of_other_spec(*names: str, case: Case = PLAIN, spec=SAGEBWD, other: AttentionSpec):
-    """What is named, from a trace under another spec; each otherwise as it should be."""
+    """Replace the named results by those of a trace under another spec."""
 
     def tamper(found: KernelTrace) -> KernelTrace:
         wrong = trace(case, other)
@@ -93,7 +93,7 @@ def scaled(name: str, factor: float, case: Case = PLAIN, spec=SAGEBWD):
 
 
 def shifted(name: str, by: int, spec=SAGEBWD):
-    """One code of the middle of its range, moved."""
+    """Change one code in the middle of its range."""
 
     def tamper(found: KernelTrace) -> KernelTrace:
         codes = found.operands[name].codes.clone()
@@ -145,14 +145,14 @@ def not_a_number(name: str):
 
 
 def without_a_head(found: KernelTrace) -> KernelTrace:
-    """dV of a group's first head alone."""
+    """Replace dV by that of the first head of each group alone."""
     first = [0, 2]
     one = replace(GROUPED, q=GROUPED.q[:, first], do=GROUPED.do[:, first], enable_gqa=False)
     return replace(found, dv=trace(one, SAGEBWD).dv)
 
 
 def without_q_mean(found: KernelTrace) -> KernelTrace:
-    """dK of the smoothed Q alone: no bias branch."""
+    """Replace dK by that of the smoothed Q, without the term of Q's mean."""
     sim = emulate(OFFSET, Q_SMOOTHED)
     blocks = [
         (x.double(), ds) for x, ds in zip(OFFSET.q.split(64, 2), sim.ds.split(64, 2), strict=True)
@@ -162,13 +162,13 @@ def without_q_mean(found: KernelTrace) -> KernelTrace:
 
 
 def without_k_mean(found: KernelTrace) -> KernelTrace:
-    """The logsumexp of the smoothed logits."""
+    """Replace lse by that of the smoothed logits."""
     shift = (OFFSET.q * OFFSET.k.mean(2, keepdim=True)).sum(-1) * OFFSET.q.shape[-1] ** -0.5
     return replace(found, lse=found.lse - shift)
 
 
 def rounded(rounding: Rounding) -> Callable[[KernelTrace], KernelTrace]:
-    """dS rounded for dK in another way."""
+    """Round dS of dK in another way."""
 
     def tamper(found: KernelTrace) -> KernelTrace:
         ds = emulate(PLAIN, RANDOM).ds
@@ -190,7 +190,7 @@ def reversed_scales(name: str, axis: int, spec=SAGEBWD) -> Planted:
 
 
 DEAD = emulated_case(replace(case(seed=6, n_q=40, n_k=30, d=8), is_causal=True), "lower_right")
-"""Its first queries attend to nothing."""
+"""Its first queries attend to no key."""
 
 PER_COLUMN = replace(SAGEBWD, dv=replace(SAGEBWD.dv, lhs=Granularity.PerTileColumn))
 PER_ROW = replace(SAGEBWD, dq=replace(SAGEBWD.dq, lhs=Granularity.PerTileRow))
@@ -198,7 +198,7 @@ UNSMOOTHED = replace(SAGEBWD, smoothing=Smoothing())
 PADDED = (24 / 32) ** 0.5
 
 PLANTED: dict[str, tuple[str, Planted]] = {
-    # the bug: the stage that has it, and how it is planted
+    # bug: the stage where it must be detected, and how it is planted
     "K's scales in another order": ("qk.k scale", reversed_scales("qk.k", 2, FACTORED)),
     "V's scales of other channels": ("pv.v scale", reversed_scales("pv.v", 3, FACTORED)),
     "a code of dO one off": ("dv.do codes", shifted("dv.do", 1)),
@@ -271,8 +271,8 @@ def test_a_planted_bug_is_found_at_its_stage(bug: str) -> None:
         check_trace(tamper(right), case, spec)
 
 
-def test_a_kernels_trace_is_found_out_as_well() -> None:
-    """The planted bugs are planted in traces of the emulator, which cost less."""
+def test_bugs_in_a_kernels_trace_are_found() -> None:
+    """Other tests plant bugs in traces of the emulator, which take less time."""
     on_device = PLAIN.map(lambda x: x.to(DEVICE))
     right = run_kernels(on_device, SAGEBWD)
     check_trace(right, PLAIN, SAGEBWD)
@@ -297,7 +297,7 @@ def test_names_dtypes_and_shapes_are_checked(name: str) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_emulator_meets_the_contract(preset: str, is_causal: bool) -> None:
-    """So that it and a kernel that meets it differ by twice the radius at most."""
+    """A kernel that meets the contract differs from the emulator by at most twice the radius."""
     spec = PRESETS[preset]
     if Precision.FP32 in (spec.site(site).precision for site in SITES):
         pytest.skip("there are no kernels for FP32")
@@ -308,8 +308,7 @@ def test_the_emulator_meets_the_contract(preset: str, is_causal: bool) -> None:
 
 
 def test_balls_of_ordinary_numbers_are_small() -> None:
-    """A contract whose tolerances were wide would accept much: codes of P are known to within a
-    thousandth of a code, and half the width of O is a few roundings."""
+    """The contract is tight: codes of P are known to within a thousandth of a step."""
     p = Ball.exactly(torch.tensor([-3.0])).widened(20 * U).exp()
     assert float(127 * p.radius) < 1e-3
     assert float(p.radius) < (20 * U + EXP) * math.exp(-3) * 1.01
@@ -326,7 +325,7 @@ def test_a_tally_adds_up() -> None:
 
 
 class TestBall:
-    """Float32 computations, in whatever order, end inside."""
+    """Float32 computations in any order give results inside their balls."""
 
     def numbers(self, seed: int, *shape: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)

@@ -44,6 +44,18 @@ def drawn_by_itself(number: int) -> Callable[[Run], Run]:
     return seed(number) if settings.default.derandomize else lambda run: run
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_kernels_meet_the_contract_on_a_few_calls(preset: str) -> None:
+    @drawn_by_itself(1000 + list(PRESETS).index(preset))
+    @examples(2)
+    @given(problems(PRESETS[preset]))
+    def run(problem: KernelCase) -> None:
+        check(problem.case, problem.parsed, problem.causal_alignment)
+
+    run()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("preset", PRESETS)
 def test_kernels_meet_the_contract(preset: str, part: int, request: pytest.FixtureRequest) -> None:
@@ -146,6 +158,7 @@ def run_attention(case: Case, problem: KernelCase, layout: str) -> dict[str, Ten
     return {name: x.cpu() for name, x in (found | {"lse": lse.detach()}).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_attention_returns_the_bytes_of_the_trace(preset: str, layout: str) -> None:
@@ -171,6 +184,7 @@ def cuts(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return [0, *draw(several)], [0, *draw(several)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_packed_sequences_are_computed_one_by_one(preset: str) -> None:
     """Outputs and gradients are bitwise those of each sequence alone. A sequence may have no

@@ -123,7 +123,7 @@ class TestHeads:
     @pytest.mark.parametrize(("kv_heads", "is_causal"), [(1, False), (2, True)])
     @pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
     def test_grouped_are_repeated(self, spec, kv_heads, is_causal):
-        """o, lse and dq are the same bytes as for repeated heads; dk and dv are sums over each group.
+        """o, lse and dq are bitwise those of repeated heads; dk and dv are sums over each group.
 
         Each of the two sums has n_q * groups products in float32. The terms of dv are at most
         P |dO|, those of dk at most |dS| |Q|, times two for the rounding of P and dS to INT8.

@@ -1,5 +1,4 @@
-"""OperandCache as kernels that load by TMA need them: in storage of our own, and in whole
-vectors."""
+"""Operands have the layout that TMA loads need: padded storage, and rows of whole vectors."""
 
 from dataclasses import replace
 from itertools import accumulate

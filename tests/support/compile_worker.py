@@ -1,8 +1,8 @@
-"""Compiles the kernels just as the host code launches them, for a GPU that need not be there.
+"""Compile the kernels as the host code launches them, for a GPU that need not exist.
 
-A program of its own, started by `tests.support.compiler`: with a Triton of its choice, and without
-the interpreter that other tests run kernels under. It first writes a line with Triton's version;
-then each line of its input is a request and gets a line in reply, all of them JSON.
+`tests.support.compiler` starts this program with one of two versions of Triton, and without the
+interpreter that other tests use. The program first writes a line with Triton's version. After that
+it reads one request a line and writes one reply a line; all lines are JSON.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from sagesim_kernels.operands import LAUNCH, Gradients, KernelProblem, Packing
 from tests.support.sass import issued_in_loop, lost_descriptors
 
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
-"""KiB that a block may have, by compute capability (CUDA C++ Programming Guide, table "Technical
-Specifications per Compute Capability")."""
+"""KiB of shared memory that a block may use, by compute capability (CUDA C++ Programming Guide,
+table "Technical Specifications per Compute Capability")."""
 
 TENSOR_MEMORY = 512
-"""Columns, where there is tensor memory."""
+"""Columns of tensor memory, on GPUs that have it."""
 
-# An instruction that multiplies matrices, with all that qualifies it.
+# An instruction that multiplies matrices, with its qualifiers.
 _PRODUCT = re.compile(r"^\s*(?:@!?%\w+ )?((?:wgmma\.mma|mma|wmma\.mma|tcgen05\.mma)[\w.:]*)", re.M)
-# Where threads meet, wait for products, and tell others that they are done.
+# Barriers, waits for products, and arrivals at barriers in memory.
 _MEETING = re.compile(
     r"\b(bar\.sync|bar\.warp\.sync|barrier\.sync|wgmma\.wait_group|mbarrier\.arrive)"
 )
-# Those with .ftz are of libdevice's log2, which is written with them.
+# libdevice's log2 contains fma.rn.ftz.f32, which is not counted.
 _FUSED = re.compile(r"\bfma\.rn\.f32(x2)?\b")
 _FMA = re.compile(r" math\.fma .* : tensor<([\dx]+)xf32>")
-# The same before it is lowered, with the formats of its operands.
+# A matrix product in Triton IR, with the formats of its operands.
 _DOT = re.compile(r"tt\.dot .* : tensor<[\dx]+x(\w+)> \* tensor<[\dx]+x(\w+)> -> ")
 
 
 class _AbsentGPU:
-    """What Triton asks of a driver before it compiles. A device is its compute capability."""
+    """A driver for compilation alone. Its devices are compute capabilities."""
 
     capability = 80
 
@@ -74,7 +74,7 @@ class _AbsentGPU:
 
 
 class _Launches:
-    """In place of `JITFunction.run`: compiles, and keeps what would have been launched."""
+    """Replaces `JITFunction.run`: compiles kernels and records them instead of launching them."""
 
     def __init__(self) -> None:
         self.kernels: list[dict[str, Any]] = []
@@ -83,7 +83,7 @@ class _Launches:
 
     def _launch(self, fn: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = self._compile(fn, *args, grid=grid, warmup=True, **options)
-        # As at a launch, so that the host goes on to its next tile.
+        # A launch raises these errors too; the host then tries its next tile.
         limit = SHARED_MEMORY[driver.active.capability] * 1024
         if kernel.metadata.shared > limit:
             raise OutOfResources(kernel.metadata.shared, limit, "shared memory")
@@ -119,7 +119,7 @@ def _tile(args: dict[str, Any]) -> int | None:
 def _contents(kernel: Any) -> dict[str, Any]:
     ptx = kernel.asm["ptx"]
     dots = []
-    for left, right in _DOT.findall(kernel.asm.get("ttir", "")):  # there is none of Gluon
+    for left, right in _DOT.findall(kernel.asm.get("ttir", "")):  # Gluon kernels have no ttir
         dots.append(left if left == right else f"{left} * {right}")
     return {
         "dots": dots,
@@ -135,7 +135,8 @@ def _contents(kernel: Any) -> dict[str, Any]:
 
 
 def _early_arrivals(ptx: str) -> int:
-    """Arrivals at a barrier in memory, by one thread, before which not all have met."""
+    """Count arrivals of one thread at a barrier in memory that no barrier of all threads
+    precedes."""
     events = _MEETING.findall(ptx)
     return sum(
         now == "mbarrier.arrive" and not before.startswith("bar")
@@ -144,8 +145,10 @@ def _early_arrivals(ptx: str) -> int:
 
 
 def _fused(kernel: Any) -> int:
-    """Multiplications of a thread that are added at once, but for those of the program itself, of
-    which there may be a copy: of a loop's first step."""
+    """Count multiplications of a thread that the compiler fused into additions.
+
+    The fused operations of the source are subtracted, twice if the compiler peeled a loop.
+    """
     fused = sum(2 if pair else 1 for pair in _FUSED.findall(kernel.asm["ptx"]))
     shapes = _FMA.findall(kernel.asm.get("ttir", ""))
     elements = sum(math.prod(map(int, shape.split("x"))) for shape in shapes)
@@ -154,8 +157,8 @@ def _fused(kernel: Any) -> int:
 
 
 def _machine_code(cubin: bytes, ptx: str) -> dict[str, Any]:
-    """Registers, and bytes of stack, of a thread: registers are spilled to its stack; and where
-    warpgroups multiply, the waits that are not in the ptx, and what `tests.support.sass` reads."""
+    """Read a thread's registers and its stack, to which registers are spilled. In kernels with
+    wgmma also count the waits that ptxas added, and read what `tests.support.sass` finds."""
 
     def output(*command: str) -> str:
         return subprocess.run(
@@ -166,7 +169,7 @@ def _machine_code(cubin: bytes, ptx: str) -> dict[str, Any]:
         file.write(cubin)
         file.flush()
         usage = output(knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
-        # half a second, so not of kernels of which nothing would be read
+        # disassembling takes half a second; only kernels with wgmma need it
         listing = output(knobs.nvidia.nvdisasm.path, "-c") if "wgmma" in ptx else ""
     return {
         "registers": int(re.search(r"\bREG:(\d+)", usage)[1]),
@@ -178,7 +181,7 @@ def _machine_code(cubin: bytes, ptx: str) -> dict[str, Any]:
 
 
 def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any]]:
-    """Forward and backward of a request, whose fields are `Compiler.compile`'s arguments."""
+    """Compile forward and backward of a request. Its fields are arguments of `Compiler.compile`."""
     driver.active.capability = request["capability"]
     dtype = getattr(torch, request["dtype"])
     tokens = request["tokens"]
@@ -209,7 +212,7 @@ def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the compiler prints is no reply
+    os.dup2(2, 1)  # keep output of the compiler out of the replies
     driver.set_active(_AbsentGPU())
     launches = _Launches()
     print(json.dumps({"triton": triton.__version__}), file=replies, flush=True)

@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that this machine need not have, by the oldest or newest Triton."""
+"""Compile kernels with the oldest or newest Triton, for GPUs that need not be present."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("compile_worker.py")
 OLDEST = ROOT / ".venv" / ".triton-oldest"
-"""Where `make test` puts the oldest Triton that pyproject.toml admits."""
+"""The folder where `make test` installs the oldest Triton that pyproject.toml allows."""
 
 TOKENS = 256
-"""More than the largest tile, and a multiple of 16 like the lengths that kernels are tuned for."""
+"""More than the largest tile, and a multiple of 16, for which Triton specializes kernels."""
 
 _SHAPE = re.compile(r"\.m(\d+)n(\d+)k(\d+)\.")
 _FORMATS = {
@@ -27,7 +27,7 @@ _FORMATS = {
     ".f16.f16": "f16",
     ".bf16.bf16": "bf16",
     "kind::i8": "i8",
-    "kind::f16": "16 bit",  # which of the two, only a descriptor in a register says
+    "kind::f16": "16 bit",  # a descriptor in a register holds the format
 }
 
 
@@ -35,38 +35,38 @@ _FORMATS = {
 class Kernel:
     """One compiled launch."""
 
-    name: str  #: of the function; with what it computes, where it computes either of two things
+    name: str  #: the kernel's name, and what it computes if it can compute one of two things
     tile: int | None  #: rows that a program owns
     warps: int
     stages: int
     fp_fusion: bool  #: whether ptxas may fuse multiplications into additions
-    dots: list[str]  #: operand format of each matrix product, in the order of the program
-    opcodes: dict[str, int]  #: how many of each instruction that multiplies matrices
+    dots: list[str]  #: operand format of each matrix product, in the order of the code
+    opcodes: dict[str, int]  #: counts of the instructions that multiply matrices
     permutations: int  #: instructions that rearrange the bytes of registers
     fused: int  #: multiplications that the compiler fused into additions
     has_fp64: bool
-    early_arrivals: int  #: at barriers in memory, of threads that others may still be behind
-    narrow_stores: int  #: to global memory, of less than 32 bits
+    early_arrivals: int  #: arrivals at barriers in memory before all threads are done
+    narrow_stores: int  #: stores of less than 32 bits to global memory
     shared: int  #: bytes
-    registers: int  #: of a thread
-    stack: int  #: bytes of a thread, 0 where no register is spilled
-    added_waits: int  #: for products of warpgroups, that ptxas put between them
+    registers: int  #: of each thread
+    stack: int  #: bytes of each thread; 0 if no register is spilled
+    added_waits: int  #: waits for wgmma that ptxas added
     lost_descriptors: list[str]  #: see `tests.support.sass`
-    issued_in_loop: dict[str, int]  #: likewise
+    issued_in_loop: dict[str, int]  #: see `tests.support.sass`
 
     @cached_property
     def formats(self) -> set[str]:
-        """Of the operands of instructions."""
+        """Operand formats of the instructions."""
         return {_format(opcode) for opcode in self.opcodes}
 
     @cached_property
     def unsized(self) -> set[str]:
-        """Those of `formats` that `multiply_adds` does not count."""
+        """The formats of instructions that do not state their shape."""
         return {_format(opcode) for opcode in self.opcodes if not _SHAPE.search(opcode)}
 
     @cached_property
     def multiply_adds(self) -> dict[str, int]:
-        """By operand format, those of instructions that say their shape: tcgen05 does not."""
+        """Multiply-adds by operand format; without tcgen05, which does not state its shape."""
         result: Counter[str] = Counter()
         for opcode, count in self.opcodes.items():
             if shape := _SHAPE.search(opcode):
@@ -81,9 +81,9 @@ def _format(opcode: str) -> str:
 
 
 class Compiler:
-    """A process that compiles, and keeps what it compiled.
+    """A process that compiles kernels; it caches results.
 
-    packages: where its Triton is; the installed one by default.
+    packages: the folder of its Triton; the installed one by default.
     """
 
     def __init__(self, cache: Path, packages: Path | None = None) -> None:
@@ -121,9 +121,9 @@ class Compiler:
         packed: bool = False,
         **launch: Any,
     ) -> list[Kernel]:
-        """Every kernel of a forward and its backward, in the order of their launches.
+        """Compile every kernel of a forward and its backward, in the order of launches.
 
-        packed: of packed sequences, as a varlen call is.
+        packed: compile for packed sequences, as in a varlen call.
         launch: options that replace those of `sagesim_kernels.operands.primitives.LAUNCH`.
         """
         request = json.dumps(

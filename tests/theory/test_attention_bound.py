@@ -82,6 +82,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @examples(1000)
 @given(**CASES)
 def test_the_emulator_stays_within_the_bound(label, seed, n, d, sigma, dtype, kind, is_causal):
@@ -90,6 +91,7 @@ def test_the_emulator_stays_within_the_bound(label, seed, n, d, sigma, dtype, ki
     assert_bound(computed, inputs, spec, is_causal, may_overflow=kind != "ordinary")
 
 
+@pytest.mark.slow
 @examples(30)
 @given(**CASES)
 def test_the_kernels_stay_within_the_bound(label, seed, n, d, sigma, dtype, kind, is_causal):

@@ -9,7 +9,7 @@ from theory.__main__ import main
 from theory.checks import CHECKS
 from theory.checks.check import bounded, estimated
 
-TOPICS = [pytest.param(t, marks=pytest.mark.long if t == "budget" else ()) for t in CHECKS]
+TOPICS = [pytest.param(t, marks=pytest.mark.slow) for t in CHECKS]
 
 
 @pytest.mark.parametrize("topic", TOPICS)

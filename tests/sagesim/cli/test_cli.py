@@ -7,7 +7,7 @@ import torch
 import sagesim
 import sagesim.cli.trace
 from sagesim import AttentionSpec, attribute
-from sagesim.analysis import PAPER_TABLE_1, Setting, errors, measure, pool
+from sagesim.analysis import PAPER_TABLE_1, Setting, errors, gaussian_errors, pool
 from sagesim.cli import COMMANDS, main
 from sagesim.cli.inputs import GRAMMAR, load
 from sagesim.models import Call, Capture
@@ -86,7 +86,7 @@ def row(out, name):
 def test_attribute_prints_the_attribution(run, file, capture):
     out = run("attribute", file, "--spec", "sagebwd dp=int8")
     base = AttentionSpec.parse("sagebwd dp=int8")
-    each = [attribute(c.q, c.k, c.v, c.do, base=base) for c in capture.calls]
+    each = [attribute(c, base=base) for c in capture.calls]
     pooled = pool(each)
     assert row(out, "relative L2 error") == [f"{x:.2e}" for x in pooled.error.values()]
     assert row(out, "qk+qk_recompute") == [f"{x:.1%}" for x in pooled.logits.share.values()]
@@ -101,7 +101,7 @@ def test_attribute_prints_the_attribution(run, file, capture):
 def test_attribute_of_one_layer(run, file, capture):
     out = run("attribute", file, "--layers", "3")
     c = capture.calls[1]
-    expected = attribute(c.q, c.k, c.v, c.do)
+    expected = attribute(c)
     assert row(out, "relative L2 error") == [f"{x:.2e}" for x in expected.error.values()]
 
 
@@ -137,7 +137,7 @@ def test_sigma_prints_table_1_beside_the_papers(run):
     settings = ("--tokens", 40, "--head-dim", 8, "--draws", 2, "--seed", 5, "--causal")
     out = run("sigma", "--sigmas", 3, 4, *settings)
     setting = Setting(tokens=40, head_dim=8, draws=2, is_causal=True, seed=5)
-    ours = measure(3.0, SAGEBWD, setting).overall["o"].rel_l2
+    ours = gaussian_errors(3.0, SAGEBWD, setting).overall["o"].rel_l2
     theirs = PAPER_TABLE_1[3.0][0][1]
     assert row(out, "3 O")[3:] == [f"{ours:.4f}", f"{theirs:.4f}", f"{ours - theirs:+.4f}"]
     assert row(out, "3 dK")[1] == f"{PAPER_TABLE_1[3.0][2][0]:.4f}"

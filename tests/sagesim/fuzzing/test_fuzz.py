@@ -98,6 +98,7 @@ class TestRight:
 
 
 class TestWrong:
+    @pytest.mark.slow
     @pytest.mark.parametrize("bug", BUGS)
     def test_a_planted_bug_is_found_and_placed(self, bug, monkeypatch):
         # Shrinking and explaining have tests of their own, and take most of the time.

@@ -1,4 +1,7 @@
-"""sagesim: low-bit attention in PyTorch, each of its seven matrix products set on its own."""
+"""sagesim emulates low-bit attention in PyTorch and measures its errors.
+
+The precision of each of the seven matrix products of the forward and the backward can be chosen.
+"""
 
 from sagesim.analysis import Attribution, Comparison, Error, attribute, compare
 from sagesim.emulator import Exact, QKNorm, QTensor, Trace, attention, exact, quantize, trace

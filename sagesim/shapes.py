@@ -1,5 +1,8 @@
-"""Shapes in signatures. They are checked under pytest, where jaxtyping is installed, and are
-inert names elsewhere: the package itself needs only torch and numpy."""
+"""Tensor types with shapes, for signatures, such as `Float[Tensor, "*heads n d"]`.
+
+They are jaxtyping's if it is installed, and the tests check them. Without jaxtyping they mean a
+plain Tensor, so that the package itself needs only torch and numpy.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ else:
         from jaxtyping import Bool, Float, Int8
     except ModuleNotFoundError:
 
-        class _Shaped:
+        class _Unchecked:
             def __class_getitem__(cls, item: tuple[Any, str]) -> Any:
                 return item[0]
 
-        Bool = Float = Int8 = _Shaped
+        Bool = Float = Int8 = _Unchecked
 
 __all__ = ["Bool", "Float", "Int8"]

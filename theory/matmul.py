@@ -11,7 +11,7 @@ from typing import Final
 
 from torch import Tensor
 
-from sagesim.emulator import COLUMN, ROW, SHARED
+from sagesim.emulator import COLUMN, ROW, SHARED_AXES
 from sagesim.spec import AttentionSpec, Precision
 from theory.rounding import UNIT, Moments
 
@@ -97,7 +97,9 @@ def sums_integers(spec: AttentionSpec, site: str) -> bool:
     """
     matmul = spec.site(site)
     along = zip((matmul.lhs, matmul.rhs), CONTRACTED[site], strict=True)
-    return matmul.precision is Precision.INT8 and all(axis in SHARED[how] for how, axis in along)
+    return matmul.precision is Precision.INT8 and all(
+        axis in SHARED_AXES[how] for how, axis in along
+    )
 
 
 def integer_sum_bound(tile_sums: Tensor) -> Tensor:

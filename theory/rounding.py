@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sagesim.emulator import SHARED, from_tiles, to_tiles
+from sagesim.emulator import SHARED_AXES, from_tiles, to_tiles
 from sagesim.spec import Granularity, Precision, RoundingMode
 
 UNIT: Final = 2.0**-24
@@ -94,7 +94,7 @@ def region_amax(x: Tensor, how: Granularity, rows: int, columns: int) -> Tensor:
     Returns: the shape of x, one value per element.
     """
     tiles = to_tiles(x.abs(), min(rows, x.shape[-2]), min(columns, x.shape[-1]))
-    amax = tiles.amax(SHARED[how], keepdim=True).expand_as(tiles)
+    amax = tiles.amax(SHARED_AXES[how], keepdim=True).expand_as(tiles)
     return from_tiles(amax, x.shape[-2], x.shape[-1])
 
 

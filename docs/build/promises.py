@@ -516,8 +516,8 @@ FRAMEWORKS = (
     Promise(
         "A model under `sagesim.emulate` computes what it would with calls of `sagesim.attention`.",
         (
-            f"{MODELS}/test_emulate.py::test_is_sagesim_attention_forward_and_backward",
-            f"{MODELS}/test_emulate.py::TestTransformers::test_same_bytes",
+            f"{MODELS}/test_emulate.py::test_a_model_computes_what_it_would_with_sagesim_attention",
+            f"{MODELS}/test_emulate.py::TestTransformers::test_a_transformers_model_gives_the_same_bytes",
         ),
     ),
     Promise(

@@ -1,4 +1,4 @@
-"""How far a computation is from the exact one, and which product is to blame."""
+"""How large the errors of a computation are, and which matmul causes them."""
 
 from sagesim.analysis.attribution import (
     LOGITS,

@@ -1,4 +1,9 @@
-"""Which of the seven products hurts: their shares of the error of o, ds, dq, dk and dv."""
+"""How much of the error of o, ds, dq, dk and dv each of the seven matmuls causes.
+
+A *site* is one of the seven matmuls of attention, two in the forward and five in the backward.
+`sagesim.SITES` lists their names, and `SITE_NAMES` their formulas. A spec sets the precision of each
+site. The *share* of a site is the part of a tensor's squared error that its rounding causes.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +24,16 @@ OUTPUTS: Final = ("o", "ds", "dq", "dk", "dv")
 """The tensors whose errors are attributed."""
 
 SWITCHES: Final = ("smooth_q", "smooth_k", "delta")
-"""The choices that belong to no site: each is measured by turning it the other way."""
+"""The options of a spec that belong to no site. Each is measured by changing it alone."""
 
 _MAP_ENTRIES: Final = 2**24
-"""Map entries held at once; heads are taken in groups of about that many."""
+"""Elements of S in a group of heads; groups are computed one after the other to save memory."""
 
 LOGITS: Final = "qk+qk_recompute"
-"""The two products that compute S, taken together; see `Attribution.parts`."""
+"""The two sites that compute S, measured together; see `Attribution.parts`."""
 
 RUNS: Final = 2 + 2 * (len(SITES) + 1) + len(SWITCHES)
-"""Emulations in one attribution of one group of heads."""
+"""Number of emulations that an attribution runs per group of heads."""
 
 SITE_NAMES: Final = {
     LOGITS: "S = QKᵀ",
@@ -40,18 +45,20 @@ SITE_NAMES: Final = {
     "dq": "dQ = dS K",
     "dk": "dK = dSᵀ Q",
 }
-"""Each site in words."""
+"""The formula of each site, and the pass if there are two sites of the same product."""
 
 
 @dataclass(frozen=True, slots=True)
 class SiteEffect:
-    """What one site does to the error of each tensor of `OUTPUTS`.
+    """The effect of rounding at one site on the error of each tensor of `OUTPUTS`.
 
-    only, without: relative L2 error with every other site in FP32, and with this one in FP32.
-    share: of the squared error under the base spec, beyond the error that is there with every
-    site in FP32 (o and the gradients are rounded to the inputs' dtype); the mean of what the
-    site adds when it comes first and when it comes last. This is its Shapley value where the
-    errors of sites add up as vectors. Negative where they cancel.
+    only: relative L2 error if this site is rounded and all other sites are in FP32.
+    without: relative L2 error if this site is in FP32 and all others are as in the base spec.
+    share: the part of the squared error that the site causes. It is the mean of what the site adds
+        if no other site is rounded and of what it adds if all others are. This is its Shapley value
+        if the errors of sites add up as vectors. It is negative if the site's error cancels others.
+        The error that remains with all sites in FP32 belongs to no site: o and the gradients are
+        rounded to the inputs' dtype.
     """
 
     site: str  #: one of `SITES`, or `LOGITS`
@@ -62,7 +69,7 @@ class SiteEffect:
 
 @dataclass(frozen=True, slots=True)
 class SwitchEffect:
-    """Relative L2 errors with one of `SWITCHES` turned the other way than in the base spec."""
+    """Relative L2 errors if one of `SWITCHES` is changed in the base spec."""
 
     switch: str
     spec: AttentionSpec
@@ -70,7 +77,7 @@ class SwitchEffect:
 
     @property
     def title(self) -> str:
-        """The switch as it is turned, in words."""
+        """The changed option in words, for example "smoothing of Q on"."""
         smoothing = self.spec.smoothing
         match self.switch:
             case "smooth_q":
@@ -84,55 +91,58 @@ class SwitchEffect:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """The error of the base spec, taken apart; prints as a table."""
+    """The errors of a spec and the shares of its seven sites; prints as a table."""
 
     base: AttentionSpec
-    error: Mapping[str, float]  #: relative L2 under the base spec
+    error: Mapping[str, float]  #: relative L2 error of each of `OUTPUTS` under the base spec
     sites: tuple[SiteEffect, ...]  #: in the order of `SITES`
     logits: SiteEffect  #: qk and qk_recompute together
     switches: tuple[SwitchEffect, ...]  #: in the order of `SWITCHES`
 
     @property
     def parts(self) -> tuple[SiteEffect, ...]:
-        """Six effects that make up the whole: qk and qk_recompute as one, then the other sites.
+        """The six effects whose shares add up: qk and qk_recompute as one, then the other sites.
 
-        Rounded alike, the two products of Q and K make the same error in S, and most of it
-        cancels in P = exp(S - L); rounded one without the other, it does not. Their separate
-        shares are therefore large and of opposite sign, and only their sum means something.
+        qk and qk_recompute make the same error in S if they are rounded alike. Most of it then
+        cancels in P = exp(S - L), where L comes from qk and the backward's S from qk_recompute. If
+        only one of them is rounded, nothing cancels. Their separate shares are therefore large and
+        of opposite sign, and only the share of both together is meaningful.
         """
         pair = LOGITS.split("+")
         return (self.logits, *(effect for effect in self.sites if effect.site not in pair))
 
     def interaction(self, tensor: str) -> float:
-        """The part of a tensor's squared error that no share of `parts` accounts for; 0 where
-        there is nothing to account for."""
+        """1 minus the sum of the shares of `parts`; 0 if all shares are 0.
+
+        It is the part of a tensor's squared error that arises only if several sites are rounded.
+        """
         shares = [effect.share[tensor] for effect in self.parts]
         return 1 - sum(shares) if any(shares) else 0.0
 
     @property
     def gradient_error(self) -> float:
-        """The error of dQ, dK and dV in one number; see `sagesim.analysis.gradient_error`."""
+        """The error of dQ, dK and dV as one number; see `sagesim.analysis.gradient_error`."""
         return gradient_error(self.error)
 
     def gradient_share(self, effect: SiteEffect) -> float:
-        """An effect's share of the square of the `gradient_error`; 0 if that is 0 or infinite."""
+        """An effect's share of the squared `gradient_error`; 0 if that is 0 or infinite."""
         total = sum(self.error[t] ** 2 for t in GRADIENTS)
-        part = sum(effect.share[t] * self.error[t] ** 2 for t in GRADIENTS)
-        return part / total if total and math.isfinite(total) else 0.0
+        caused = sum(effect.share[t] * self.error[t] ** 2 for t in GRADIENTS)
+        return caused / total if total and math.isfinite(total) else 0.0
 
     def largest(self, tensor: str | None = None) -> SiteEffect:
-        """Of `parts`, the one with the largest share of a tensor's error, or of the gradients'.
+        """The effect among `parts` with the largest share of an error.
 
         Args:
-            tensor: one of `OUTPUTS`; None for dQ, dK and dV together.
+            tensor: one of `OUTPUTS`; None for the gradients, dQ, dK and dV together.
         """
         return max(self.parts, key=lambda effect: self._share(effect, tensor))
 
     def summary(self, tensor: str | None = None) -> str:
-        """One sentence: which product carries most of the error of the gradients, or of a tensor.
+        """One sentence that names the matmul with the largest share of an error.
 
         Args:
-            tensor: one of `OUTPUTS`; None for dQ, dK and dV together.
+            tensor: one of `OUTPUTS`; None for the gradients, dQ, dK and dV together.
         """
         top = self.largest(tensor)
         share = self._share(top, tensor)
@@ -158,11 +168,11 @@ class Attribution:
         lines += ["", "share of the squared error"]
         lines += [row(f"  {e.site}", e.share, ".1%") for e in self.parts]
         lines += [row("  interaction", {t: self.interaction(t) for t in OUTPUTS}, ".1%")]
-        lines += ["", "error with only this site rounded"]
+        lines += ["", "error with only this product rounded"]
         lines += [row(f"  {e.site}", e.only, ".2e") for e in effects]
-        lines += ["", "error with all but this site rounded"]
+        lines += ["", "error with all other products rounded"]
         lines += [row(f"  {e.site}", e.without, ".2e") for e in effects]
-        lines += ["", "error with this switch turned"]
+        lines += ["", "error with this option changed"]
         lines += [row(f"  {e.title}", e.error, ".2e") for e in self.switches]
         return "\n".join(lines)
 
@@ -180,17 +190,23 @@ def attribute(
     enable_gqa: bool = False,
     progress: Callable[[], None] | None = None,
 ) -> Attribution:
-    """Split the error that `base` makes on these tensors into the shares of its products.
+    """Measure how much of the error of a spec each of the seven matmuls causes.
 
-    Runs the emulator `RUNS` times (`base`, no site rounded, each site alone, each site left out,
-    each switch turned) against float64. Heads are computed in groups, so that memory does not grow
-    with their number.
+    Runs the emulator `RUNS` times and compares each run with float64: the spec itself, no site
+    rounded, each site alone rounded, each site alone not rounded, and each of three options
+    changed. Heads are computed in groups, so that memory does not grow with their number.
 
-    Args: as `sagesim.trace`; progress is called after each of the runs of each group of heads.
+    Args:
+        q, k, v, do, is_causal, attn_mask, scale, enable_gqa: as for `sagesim.trace`.
+        base: the spec.
+        progress: called after each run of each group of heads.
 
-    Returns: errors, pooled over all heads by their squares.
+    Returns:
+        errors and shares. Squared errors are summed over all heads.
 
-    Raises: as `sagesim.trace`; ValueError if a tensor is not finite, with its name.
+    Raises:
+        TypeError, ValueError: as `sagesim.trace`; ValueError also if a tensor is not finite. The
+            message names the tensor.
 
     >>> a = attribute(*torch.randn(4, 1, 1, 128, 32))
     >>> a.largest("dv").site
@@ -209,7 +225,7 @@ def attribute(
     flatten(problem, base).check_gradient(problem.gradient)
     for name, tensor in problem.tensors.items():
         if not bool(tensor.isfinite().all()):
-            raise ValueError(f"{name} holds NaN or Inf; errors of that have no shares")
+            raise ValueError(f"{name} holds NaN or Inf; attribution needs finite tensors")
     specs = _specs(base)
     squares: dict[str, dict[str, float]] = {name: dict.fromkeys(OUTPUTS, 0.0) for name in specs}
     norms: dict[str, float] = dict.fromkeys(OUTPUTS, 0.0)
@@ -226,10 +242,10 @@ def attribute(
 
     def effect(site: str) -> SiteEffect:
         only, without = squares[f"only {site}"], squares[f"without {site}"]
-        none, all_ = squares["none"], squares["base"]
+        unrounded, base_ = squares["unrounded"], squares["base"]
         share = {
-            t: (only[t] - none[t] + all_[t] - without[t]) / (2 * (all_[t] - none[t]))
-            if all_[t] != none[t]
+            t: (only[t] - unrounded[t] + base_[t] - without[t]) / (2 * (base_[t] - unrounded[t]))
+            if base_[t] != unrounded[t]
             else 0.0
             for t in OUTPUTS
         }
@@ -241,20 +257,23 @@ def attribute(
         sites=tuple(effect(site) for site in SITES),
         logits=effect(LOGITS),
         switches=tuple(
-            SwitchEffect(s, specs[f"turn {s}"], relative[f"turn {s}"]) for s in SWITCHES
+            SwitchEffect(s, specs[f"change {s}"], relative[f"change {s}"]) for s in SWITCHES
         ),
     )
 
 
 def pool(attributions: Sequence[Attribution]) -> Attribution:
-    """Several attributions of one base spec (layers, captures) as one.
+    """Average several attributions of the same base spec, for example of all layers of a model.
 
-    Errors are geometric means, shares arithmetic means: every layer counts alike, however large
-    its gradients.
+    Errors are averaged geometrically, shares arithmetically. Every attribution has the same weight,
+    however large its gradients.
+
+    Raises:
+        ValueError: if the base specs differ.
     """
     first, *others = attributions
     if any(a.base != first.base for a in others):
-        raise ValueError("only attributions of one base spec can be pooled")
+        raise ValueError("attributions to be pooled need one base spec; theirs differ")
 
     def pooled(effects: Sequence[SiteEffect]) -> SiteEffect:
         return SiteEffect(
@@ -283,22 +302,22 @@ def pool(attributions: Sequence[Attribution]) -> Attribution:
 
 
 def _specs(base: AttentionSpec) -> dict[str, AttentionSpec]:
-    specs = {"base": base, "none": with_precision(base, Precision.FP32)}
+    specs = {"base": base, "unrounded": with_precision(base, Precision.FP32)}
     for name in (*SITES, LOGITS):
-        ours = name.split("+")
-        others = [s for s in SITES if s not in ours]
+        measured = name.split("+")
+        others = [s for s in SITES if s not in measured]
         specs[f"only {name}"] = with_precision(base, Precision.FP32, *others)
-        specs[f"without {name}"] = with_precision(base, Precision.FP32, *ours)
+        specs[f"without {name}"] = with_precision(base, Precision.FP32, *measured)
     smoothing = base.smoothing
     other_delta = Delta.FROM_P if base.delta is Delta.FROM_O else Delta.FROM_O
-    specs["turn smooth_q"] = replace(base, smoothing=replace(smoothing, q=not smoothing.q))
-    specs["turn smooth_k"] = replace(base, smoothing=replace(smoothing, k=not smoothing.k))
-    specs["turn delta"] = replace(base, delta=other_delta)
+    specs["change smooth_q"] = replace(base, smoothing=replace(smoothing, q=not smoothing.q))
+    specs["change smooth_k"] = replace(base, smoothing=replace(smoothing, k=not smoothing.k))
+    specs["change delta"] = replace(base, delta=other_delta)
     return specs
 
 
 def _outputs(problem: AttentionProblem, spec: AttentionSpec) -> dict[str, Tensor]:
-    """The tensors of `OUTPUTS` under the spec in float64, and nothing else held."""
+    """The tensors of `OUTPUTS` under the spec, in float64. Other intermediates are not kept."""
     x = flatten(problem, spec)
     recorder = Recorder(x, maps=frozenset({"ds"}), operands=False)
     passes = run(x, problem.gradient, recorder)

@@ -1,4 +1,4 @@
-"""How far a later token reaches an earlier row of causal attention, through shared scales."""
+"""How much later tokens change earlier rows of causal attention, through shared scales."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from sagesim.spec import AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class Influence:
-    """The largest change of rows before a token when that token and all later ones are replaced,
-    in units of the root mean square of the tensor. Exactly 0 for attention itself."""
+    """The largest change of an earlier row if a token and all later ones are replaced.
+
+    In units of the tensor's RMS. Exactly 0 if no scale is shared between earlier and later tokens.
+    """
 
     o: float
     dq: float
@@ -23,10 +25,16 @@ class Influence:
 def influence(
     spec: AttentionSpec, *, tokens: int = 256, head_dim: int = 64, draws: int = 8, seed: int = 0
 ) -> Influence:
-    """Measure on Gaussian inputs, the cut at every eighth of the sequence and one token later.
+    """Measure how much later tokens change earlier rows of o and dq, on Gaussian inputs.
+
+    The first replaced token is at every eighth of the sequence, and one token after that.
 
     Args:
-        draws: heads, each with inputs of its own.
+        spec: the spec of the attention, which is causal.
+        tokens: length of the sequence.
+        head_dim: size of a head.
+        draws: number of heads, each with its own inputs.
+        seed: seed of the inputs.
 
     >>> from sagesim import CAUSAL_SAFE
     >>> influence(CAUSAL_SAFE, tokens=96, draws=1)

@@ -1,4 +1,4 @@
-"""The errors of attention problems under a spec, and their means over layers."""
+"""The errors of an attention problem under a spec, and their averages over layers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ def errors(
     spec: AttentionSpec,
     reference: Callable[[AttentionProblem], Exact] = exact,
 ) -> Mapping[str, Error]:
-    """The error of each of `TENSORS` under a spec, over all heads of a problem.
+    """Measure the error of each of `TENSORS` under a spec, over all heads of a problem.
 
     Heads are computed in groups, so that memory does not grow with their number.
 
     Args:
-        reference: gives the exact computation of the problem, or of one of its groups of heads.
+        problem: the attention problem, with do.
+        spec: the spec to emulate.
+        reference: computes a problem exactly; it is called for each group of heads.
     """
     return Comparison.joined(
         [compare(trace(group, spec=spec), reference(group)) for group in problem.head_groups()]
@@ -28,9 +30,9 @@ def errors(
 
 
 def pool_errors(measured: Sequence[Mapping[str, Error]]) -> dict[str, Error]:
-    """The errors of several layers as one, in which every layer counts alike.
+    """Average the errors of several layers. Every layer has the same weight.
 
-    Geometric mean of rel_l2, mean of cosine and of sqnr_db, the largest max_error.
+    Takes the geometric mean of rel_l2, the mean of cosine and sqnr_db, and the largest max_error.
     """
 
     def pooled(several: Sequence[Error]) -> Error:

@@ -17,7 +17,7 @@ TENSORS: Final = ("s", "p", "o", "lse", "delta", "dp", "ds", "dq", "dk", "dv")
 
 
 GRADIENTS: Final = ("dq", "dk", "dv")
-"""The tensors that training uses."""
+"""The gradients of the inputs, which training uses."""
 
 TITLES: Final = {
     "s": "S",
@@ -31,15 +31,16 @@ TITLES: Final = {
     "dk": "dK",
     "dv": "dV",
 }
-"""Each of `TENSORS` as the papers write it."""
+"""Each of `TENSORS` in the notation of the paper."""
 
 
 @dataclass(frozen=True, slots=True)
 class Error:
     """The distance of a tensor a from its reference r.
 
-    Where both are zero everywhere the error is none: cosine 1, rel_l2 0, sqnr_db inf. Where only
-    r is zero, or one of the two is infinite and the other is not, rel_l2 and max_error are inf.
+    If a equals r, the cosine is 1, rel_l2 and max_error are 0, and sqnr_db is inf, also for tensors
+    of zeros. If r is zero and a is not, or if an element is infinite in only one of them, rel_l2 and
+    max_error are inf.
     """
 
     cosine: float  #: <a, r> / (|a| |r|)
@@ -50,12 +51,12 @@ class Error:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Errors of every tensor of `TENSORS`; prints as a table."""
+    """The errors of every tensor of `TENSORS`; prints as a table."""
 
     moments: Mapping[str, Tensor]
-    """[heads, 6] each, the sums that errors are made of: <a,r>, <a,a>, <r,r>, <a-r,a-r>,
-    max |a-r| and the number of elements. Heads are those of the flattened leading axes; dk and dv
-    have the heads of k and v."""
+    """For each tensor, [heads, 6]: <a,r>, <a,a>, <r,r>, <a-r,a-r>, max |a-r| and the number of
+    elements of each head. The heads are the flattened leading axes: for dk and dv the heads of k
+    and v, otherwise those of q."""
 
     @property
     def overall(self) -> dict[str, Error]:
@@ -71,9 +72,9 @@ class Comparison:
         }
 
     @classmethod
-    def joined(cls, parts: Sequence[Comparison]) -> Comparison:
-        """The comparison of the heads of all parts together."""
-        return cls({name: torch.cat([part.moments[name] for part in parts]) for name in TENSORS})
+    def joined(cls, comparisons: Sequence[Comparison]) -> Comparison:
+        """Concatenate the heads of several comparisons."""
+        return cls({name: torch.cat([c.moments[name] for c in comparisons]) for name in TENSORS})
 
     def __str__(self) -> str:
         lines = [f"{'':8}{'cosine':>10}{'rel L2':>10}{'SQNR dB':>10}{'max/RMS':>10}"]
@@ -85,12 +86,12 @@ class Comparison:
 
 
 def compare(trace: Trace, exact: Exact) -> Comparison:
-    """The error of every intermediate of `trace` against `exact`, per head and overall.
+    """Measure the error of every intermediate of `trace` against `exact`, per head and overall.
 
-    Entries that are -inf in both (masked logits, rows that attend to nothing) are left out.
+    Elements that are -inf in both (masked logits, L of rows that attend to no key) are left out.
 
     Raises:
-        ValueError: where the two are of different shapes, naming the tensor.
+        ValueError: if a tensor has different shapes in the two; the message names it.
 
     >>> from sagesim import FPA, exact, trace
     >>> x = torch.randn(4, 1, 2, 16, 8)
@@ -103,8 +104,8 @@ def compare(trace: Trace, exact: Exact) -> Comparison:
         r: Tensor = getattr(exact, name)
         if a.shape != r.shape:
             raise ValueError(
-                f"{name} of the trace is {tuple(a.shape)}, of the exact computation "
-                f"{tuple(r.shape)}: not the same inputs"
+                f"{name} of the trace has shape {tuple(a.shape)}, that of the exact computation "
+                f"{tuple(r.shape)}: they are not of the same inputs"
             )
         axes = 1 if name in ("lse", "delta") else 2
         heads, size = math.prod(a.shape[:-axes]), math.prod(a.shape[-axes:])
@@ -113,14 +114,14 @@ def compare(trace: Trace, exact: Exact) -> Comparison:
 
 
 def error(actual: Tensor, reference: Tensor) -> Error:
-    """The `Error` of one tensor against another of its shape."""
+    """Measure the error of a tensor against a reference of the same shape."""
     if actual.shape != reference.shape:
         raise ValueError(f"shapes {tuple(actual.shape)} and {tuple(reference.shape)} differ")
     return _error(_moments(actual.double().reshape(1, -1), reference.double().reshape(1, -1)))
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean of numbers that are not negative; 0 where one of them is.
+    """The geometric mean of non-negative numbers; 0 if one of them is 0.
 
     >>> geometric_mean([1.0, 4.0])
     2.0
@@ -136,7 +137,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def gradient_error(rel_l2: Mapping[str, float]) -> float:
-    """The error of the gradients in one number: the RMS of the relative L2 errors of `GRADIENTS`.
+    """The error of the gradients as one number: the RMS of the relative L2 errors of `GRADIENTS`.
 
     >>> round(gradient_error({"dq": 0.03, "dk": 0.04, "dv": 0.0}), 4)
     0.0289
@@ -145,7 +146,7 @@ def gradient_error(rel_l2: Mapping[str, float]) -> float:
 
 
 def _moments(a: Tensor, r: Tensor) -> Tensor:
-    """[heads, n] twice -> [heads, 6]; see `Comparison.moments`."""
+    """The moments [heads, 6] of a and r [heads, n]; see `Comparison.moments`."""
     counts = ~((a == -torch.inf) & (r == -torch.inf))
     diff = (a - r).where(counts, 0.0)
     a, r = a.where(counts, 0.0), r.where(r != -torch.inf, 0.0)

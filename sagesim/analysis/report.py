@@ -1,4 +1,4 @@
-"""An attribution as one HTML file that explains itself: nothing outside the file is loaded."""
+"""An attribution as a self-contained HTML file. It loads nothing from outside."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 _WORTH_IT: Final = 0.01
-"""A change that lowers the error by less is not advised."""
+"""The advice names a change only if it lowers the error by more than this fraction."""
 
 PRODUCTS: Final = {
     "qk": "S = QKᵀ",
     "pv": "O = PV",
-    "qk_recompute": "S = QKᵀ again",
+    "qk_recompute": "S = QKᵀ",
     "dv": "dV = Pᵀ dO",
     "dp": "dP = dO Vᵀ",
     "dq": "dQ = dS K",
     "dk": "dK = dSᵀ Q",
 }
-"""Each site as a formula."""
+"""The formula of each site."""
 
 MEANINGS: Final = {
-    "s": "logits: how well each query matches each key",
+    "s": "logits: the products of each query with each key",
     "p": "attention weights: the softmax of each row of S",
-    "o": "the output: values averaged by weight",
-    "lse": "log of the sum of each row's exponentials, kept for the backward",
-    "delta": "one number for each query, subtracted from its row of dP",
+    "o": "output: the average of the values by weight",
+    "lse": "logsumexp of each row of S, saved for the backward",
+    "delta": "one number per query, subtracted from its row of dP",
     "dp": "gradient of the weights",
-    "ds": "gradient of the logits, from which dQ and dK are made",
+    "ds": "gradient of the logits, from which dQ and dK are computed",
     "dq": "gradient of the queries",
     "dk": "gradient of the keys",
     "dv": "gradient of the values",
@@ -71,55 +71,56 @@ _PRECISIONS: Final = {
 }
 
 _GRANULARITIES: Final = {
-    Granularity.PerHead: "one for a head",
-    Granularity.PerBlock: "one for each block of tokens",
-    Granularity.PerToken: "one for each token",
-    Granularity.PerChannel: "one for each channel",
-    Granularity.PerBlockChannel: "one for each channel and block of tokens",
-    Granularity.PerTile: "one for each tile",
-    Granularity.PerTileRow: "one for each query row of a tile",
-    Granularity.PerTileColumn: "one for each key column of a tile",
-    Granularity.PerRow: "one for each query row",
+    Granularity.PerHead: "one per head",
+    Granularity.PerBlock: "one per block of tokens",
+    Granularity.PerToken: "one per token",
+    Granularity.PerChannel: "one per channel",
+    Granularity.PerBlockChannel: "one per channel and block of tokens",
+    Granularity.PerTile: "one per tile",
+    Granularity.PerTileRow: "one per query row of a tile",
+    Granularity.PerTileColumn: "one per key column of a tile",
+    Granularity.PerRow: "one per query row",
 }
 
 _ROUNDINGS: Final = {
     RoundingMode.HALF_EVEN: "to the nearest code, ties to the even one",
     RoundingMode.HALF_AWAY: "to the nearest code, ties away from zero",
-    RoundingMode.STOCHASTIC: "up or down at random, right on average",
+    RoundingMode.STOCHASTIC: "up or down at random, unbiased",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What the report shows of one captured call."""
+    """A captured call, its attribution and its errors, for the report."""
 
     call: Call
     attribution: Attribution
-    errors: Mapping[str, Error]  #: of `measure.errors`, under the attribution's base
+    errors: Mapping[str, Error]  #: from `sagesim.analysis.errors`, under the attribution's base spec
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to change, in a sentence, and the label of the spec that does."""
+    """A change that lowers the gradients' error, and the label of the changed spec."""
 
     sentence: str
-    label: str | None
+    label: str | None  #: None if the advice is to change nothing
 
     def __str__(self) -> str:
         return self.sentence if self.label is None else f'{self.sentence} Try "{self.label}".'
 
 
 def headline(a: Attribution) -> str:
-    """The finding in one sentence: which product carries most of the gradients' error."""
+    """One sentence that names the matmul with the largest share of the gradients' error."""
     if not a.base.is_quantized:
-        return "No product is rounded: the errors here are those of float32 arithmetic."
+        return "No product is rounded: all errors come from float32 arithmetic."
     return a.summary()
 
 
 def advice(a: Attribution) -> list[Advice]:
-    """The one product and the one switch that would lower the gradients' error most.
+    """The product to compute in 16 bit and the option to change that lower the gradients' error most.
 
-    A product is judged by leaving it unrounded, which 16 bit comes close to.
+    The gain of 16 bit is taken from the run in which the product is not rounded at all, because
+    rounding to 16 bit adds little error.
     """
     found: list[Advice] = []
     if not a.base.is_quantized:
@@ -132,22 +133,26 @@ def advice(a: Attribution) -> list[Advice]:
             spec = with_precision(a.base, Precision.INPUT16, *_scaled_sites(a.base, best))
             found.append(
                 Advice(
-                    f"Compute {SITE_NAMES[best.site]} in 16 bit: without its rounding the "
+                    f"Compute {SITE_NAMES[best.site]} in 16 bit. Without rounding there, the "
                     f"gradients' error is {-change:.0%} lower ({_from_to(a, best.without)}).",
                     spec.label(),
                 )
             )
         else:
             found.append(
-                Advice("No single product in 16 bit would lower the gradients' error by 1%.", None)
+                Advice(
+                    "Computing a single product in 16 bit lowers the gradients' error by less "
+                    "than 1%.",
+                    None,
+                )
             )
     switch = min(a.switches, key=lambda effect: _change(a, effect.error))
     change = _change(a, switch.error)
     if change < -_WORTH_IT:
         found.append(
             Advice(
-                f"Without any more bits, {switch.title} lowers the gradients' error by "
-                f"{-change:.0%} ({_from_to(a, switch.error)}).",
+                f"At the same precision, {switch.title} makes the gradients' error "
+                f"{-change:.0%} lower ({_from_to(a, switch.error)}).",
                 switch.spec.label(),
             )
         )
@@ -155,12 +160,12 @@ def advice(a: Attribution) -> list[Advice]:
 
 
 def templates(package: str = "sagesim.analysis") -> Environment:
-    """The HTML templates of a package, and those of `sagesim.analysis` that it includes.
+    """The HTML templates of a package, which may include those of `sagesim.analysis`.
 
-    Values are escaped, and a name that a template uses and does not get is an error.
+    Values are escaped. A name that is used in a template but not passed to it raises an error.
 
     Raises:
-        ModuleNotFoundError: without the package jinja2.
+        ModuleNotFoundError: if the package jinja2 is not installed.
     """
     import jinja2
 
@@ -176,16 +181,16 @@ def templates(package: str = "sagesim.analysis") -> Environment:
 
 
 def render(layers: Sequence[Layer], *, capture: Capture, name: str, command: str) -> str:
-    """The report as HTML.
+    """Render the report as HTML.
 
     Args:
-        layers: of one base spec.
-        capture: where the calls come from; its provenance is shown.
-        name: what the user calls it.
+        layers: the layers to show; their attributions have one base spec.
+        capture: the capture that the calls come from, for its provenance.
+        name: name of the capture, as the user gave it.
         command: the command line that made the report.
 
     Raises:
-        ModuleNotFoundError: without the package jinja2.
+        ModuleNotFoundError: if the package jinja2 is not installed.
     """
     environment = templates()
     environment.filters |= {"number": number, "percent": percent}
@@ -204,7 +209,7 @@ def render(layers: Sequence[Layer], *, capture: Capture, name: str, command: str
         pooled=pooled,
         layers=layers,
         errors=pool_errors([layer.errors for layer in layers]),
-        blame={part.site: pooled.gradient_share(part) for part in pooled.parts},
+        shares={effect.site: pooled.gradient_share(effect) for effect in pooled.parts},
         largest_error=largest,
         provenance=list(_provenance(capture, layers)),
         versions={
@@ -229,7 +234,7 @@ def render(layers: Sequence[Layer], *, capture: Capture, name: str, command: str
 
 
 def number(x: float) -> str:
-    """Three significant digits, or two and an exponent.
+    """Format a number with three significant digits, or with two and an exponent.
 
     >>> number(0.02), number(9.23e-8), number(140.71), number(math.inf)
     ('0.0200', '9.2e-8', '141', '∞')
@@ -245,7 +250,7 @@ def number(x: float) -> str:
 
 
 def percent(x: float) -> str:
-    """Whole percents with a true minus sign, and no minus zero.
+    """Format a fraction in whole percent, with a typographic minus sign and no negative zero.
 
     >>> percent(0.624), percent(-0.001)
     ('62%', '0%')
@@ -255,12 +260,12 @@ def percent(x: float) -> str:
 
 
 def _scaled_sites(spec: AttentionSpec, effect: SiteEffect) -> list[str]:
-    """The sites of an effect that are in 8 bits."""
+    """The sites of an effect that the spec computes in 8 bits."""
     return [site for site in effect.site.split("+") if spec.site(site).precision.is_scaled]
 
 
 def _change(a: Attribution, errors: Mapping[str, float]) -> float:
-    """How much the `gradient_error` differs from the base's; -0.3 is 30% less."""
+    """Relative change of the `gradient_error` from the base spec's; -0.3 is 30% lower."""
     before = a.gradient_error
     return gradient_error(errors) / before - 1 if before and math.isfinite(before) else 0.0
 
@@ -270,7 +275,7 @@ def _from_to(a: Attribution, errors: Mapping[str, float]) -> str:
 
 
 def _site(name: str, matmul: MatmulSpec) -> dict[str, str]:
-    """A row of the spec's table."""
+    """A row of the table of the spec."""
     left, right = (TITLES.get(t, t.upper() if t != "do" else "dO") for t in OPERANDS[name])
     scaled = matmul.precision.is_scaled
     return {
@@ -287,7 +292,7 @@ def _provenance(capture: Capture, layers: Sequence[Layer]) -> Iterator[tuple[str
     for key, value in capture.source.items():
         yield key.replace("_", " "), value if isinstance(value, str) else json.dumps(value)
     yield "recorded with", f"PyTorch {capture.torch_version}"
-    yield "loss scale", f"{capture.loss_scale:g} (the loss was multiplied by it; errors are not)"
+    yield "loss scale", f"{capture.loss_scale:g} (the loss was multiplied by it; relative errors do not depend on it)"
     yield "layers shown", f"{len(layers)} of {len(capture.calls)}"
     for shape in dict.fromkeys(_shape(layer.call) for layer in layers):
         yield "tensors", shape
@@ -296,8 +301,8 @@ def _provenance(capture: Capture, layers: Sequence[Layer]) -> Iterator[tuple[str
 def _shape(call: Call) -> str:
     batch, heads, tokens, size = call.q.shape
     keys = call.k.shape[2]
-    mask = "causal" if call.is_causal else "full" if call.attn_mask is None else "given"
+    mask = "causal mask" if call.is_causal else "no mask" if call.attn_mask is None else "attn_mask"
     length = f"{tokens} tokens" if keys == tokens else f"{tokens} queries, {keys} keys"
-    shared = f" ({call.k.shape[1]} of keys)" if call.k.shape[1] != heads else ""
+    shared = f" ({call.k.shape[1]} of K and V)" if call.k.shape[1] != heads else ""
     dtype = str(call.q.dtype).removeprefix("torch.")
-    return f"batch {batch}, {heads} heads{shared}, {length}, head size {size}, {dtype}, {mask} mask"
+    return f"batch {batch}, {heads} heads{shared}, {length}, head size {size}, {dtype}, {mask}"

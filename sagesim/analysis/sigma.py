@@ -1,4 +1,4 @@
-"""Table 1 of the paper: errors on Gaussian inputs as the deviation of Q and K grows."""
+"""Table 1 of the paper: errors on Gaussian inputs for growing standard deviations of Q and K."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PAPER_TABLE_1: Final = {
     8.0: ((0.9953, 0.0972), (0.8900, 0.4666), (0.8886, 0.4699), (0.9953, 0.0973)),
     10.0: ((0.9933, 0.1161), (0.7823, 0.6648), (0.7820, 0.6684), (0.9933, 0.1157)),
 }
-"""(cosine, relative L2) of each of `COLUMNS` by sigma. Source: arXiv 2603.02170, Table 1."""
+"""(cosine, relative L2 error) of each of `COLUMNS`, by sigma. Source: arXiv 2603.02170, Table 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Where the paper is silent: length, head size, mask and number of independent draws.
+    """What the paper does not state: length, head size, mask and number of independent draws.
 
-    A draw is one head. V and dO have deviation 1.
+    A draw is one head. V and dO have standard deviation 1.
     """
 
     tokens: int = 2048
@@ -39,7 +39,7 @@ class Setting:
     seed: int = 0
 
     def problem(self, sigma: float, draw: int) -> AttentionProblem:
-        """One draw: q, k, v, do [1, tokens, head_dim], float32; q and k have deviation sigma."""
+        """A draw: q, k, v, do [1, tokens, head_dim], float32; sigma is the deviation of q and k."""
         generator = torch.Generator().manual_seed(self.seed + draw)
         q, k, v, do = torch.randn((4, 1, self.tokens, self.head_dim), generator=generator)
         q, k = q * sigma, k * sigma
@@ -47,7 +47,7 @@ class Setting:
 
 
 def gaussian_errors(sigma: float, spec: AttentionSpec, setting: Setting) -> Comparison:
-    """The errors of every intermediate under `spec`, over all draws of the setting.
+    """Measure the errors of every intermediate under `spec`, over all draws of the setting.
 
     >>> spec = AttentionSpec.parse("fpa")
     >>> gaussian_errors(1.0, spec, Setting(tokens=64)).overall["dq"].rel_l2 < 1e-5

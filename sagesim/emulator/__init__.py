@@ -1,7 +1,7 @@
-"""The emulator: from the arguments of an attention call to outputs, gradients and a trace."""
+"""The emulator: computes the outputs, gradients and intermediates of attention under a spec."""
 
 from sagesim.emulator.autograd import attention
-from sagesim.emulator.forward import Smoothed
+from sagesim.emulator.forward import SmoothedQK
 from sagesim.emulator.hooks import Hooks, Place
 from sagesim.emulator.layout import FlatProblem, flatten
 from sagesim.emulator.passes import plain_float32, run
@@ -9,7 +9,7 @@ from sagesim.emulator.qk_norm import QKNorm
 from sagesim.emulator.quantization import (
     COLUMN,
     ROW,
-    SHARED,
+    SHARED_AXES,
     Operand,
     QTensor,
     encode,
@@ -26,7 +26,7 @@ __all__ = [
     "CODE_MAX",
     "COLUMN",
     "ROW",
-    "SHARED",
+    "SHARED_AXES",
     "Exact",
     "FlatProblem",
     "Hooks",
@@ -36,7 +36,7 @@ __all__ = [
     "QKNorm",
     "QTensor",
     "Recorder",
-    "Smoothed",
+    "SmoothedQK",
     "Trace",
     "attention",
     "encode",

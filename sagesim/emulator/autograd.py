@@ -27,15 +27,17 @@ def attention(
 ) -> Float[Tensor, "*heads n_q d_v"]:
     """Compute softmax(q k^T * scale) v with each product, forward and backward, as `spec` says.
 
-    The arguments mean what they mean in `torch.nn.functional.scaled_dot_product_attention`. A query
-    that attends to no key has o = 0 and contributes no gradient. Memory is linear in the number of
+    The arguments are those of `torch.nn.functional.scaled_dot_product_attention`. A query that
+    attends to no key has o = 0 and contributes no gradient. Memory is linear in the number of
     tokens. Under autocast the inputs are cast as SDPA casts them.
 
     Args:
-        q, k, v: one floating dtype and device, any lengths (0 and 1 included), any head size; or
-            an `AttentionProblem` alone, whose do is ignored.
-        spec: the numerics; see `sagesim.AttentionSpec` and the presets. The default is that of
-            `sagesim_kernels`, INT8 in QK alone; the paper's scheme is SAGEBWD.
+        q, k, v: tensors of one floating dtype on one device, with any number of tokens (0 and 1
+            included) and any head size. Or q is an `AttentionProblem`, whose do is not used, and
+            the other arguments but spec are omitted.
+        spec: the numerics; see `sagesim.AttentionSpec` and the presets. The default, INT8 only in
+            QK and its recomputation, is also that of `sagesim_kernels`. The paper's scheme is
+            SAGEBWD.
         is_causal: query i attends to keys 0..i, aligned top-left also if n_q differs from n_k.
         attn_mask: boolean, broadcastable to [*heads, n_q, n_k]; True attends.
         scale: factor of the logits; 1/sqrt(d) by default.
@@ -45,13 +47,14 @@ def attention(
         o, in the dtype of q.
 
     Raises:
-        TypeError: if dtypes differ or are not floating.
-        ValueError: if shapes do not fit, with the shapes; if a mask is not boolean or comes
-            together with is_causal.
+        TypeError: if dtypes differ or are not floating, spec is not an AttentionSpec, or scale is
+            not a number.
+        ValueError: if shapes or devices do not fit each other, a mask is not boolean, or a mask
+            comes with is_causal.
         RuntimeError: if differentiated twice; the emulated gradients are not differentiable.
 
-    Source: arXiv 2603.02170, Algorithms 1 and 2. Differs in: it computes whole rows instead of an
-    online softmax, so that numbers depend on the spec's blocks only.
+    Source: arXiv 2603.02170, Algorithms 1 and 2. Differs in: the softmax is that of whole rows, not
+    online, so that results depend on no block sizes but the spec's.
 
     >>> q, k, v = torch.randn(3, 1, 2, 100, 64).requires_grad_()
     >>> attention(q, k, v, is_causal=True).sum().backward()

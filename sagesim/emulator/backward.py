@@ -1,4 +1,7 @@
-"""The backward's five products, panel by panel, in memory linear in N."""
+"""The backward: its five products, computed for one panel of query blocks at a time.
+
+Memory is linear in the number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sagesim.emulator.forward import Logits, Smoothed
+from sagesim.emulator.forward import Logits, SmoothedQK
 from sagesim.emulator.hooks import NO_HOOKS, Hooks, Place
 from sagesim.emulator.layout import FlatProblem
 from sagesim.emulator.matmul import (
@@ -32,11 +35,11 @@ class Gradients:
 def backward(
     x: FlatProblem, do: Tensor, o: Tensor, lse_smoothed: Tensor, hooks: Hooks = NO_HOOKS
 ) -> Gradients:
-    """Gradients of every head under the spec.
+    """Compute the gradients of every head under the spec.
 
     Args:
         do, o: [Z, n_q, d_v]; o as the forward returned it, rounded to the caller's dtype.
-        lse_smoothed: [Z, n_q], the forward's.
+        lse_smoothed: [Z, n_q], see `ForwardResult`.
     """
     grads = Gradients(torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v))
     if x.grid.n_q == 0 or x.grid.n_k == 0:
@@ -56,7 +59,7 @@ def _backward_heads(
     hooks: Hooks,
 ) -> None:
     spec, grid = x.spec, x.grid
-    smoothed = Smoothed.of(x, heads)
+    smoothed = SmoothedQK.of(x, heads)
     tokens = round_tokens(
         spec, Place(heads), hooks, q=smoothed.q, k=smoothed.k, v=x.v[heads], do=do
     )
@@ -65,7 +68,7 @@ def _backward_heads(
     do_dp, v = tokens.at("dp", "do"), tokens.at("dp", "v")
     k, q = tokens.at("dq", "k"), tokens.at("dk", "q")
     padding = (0, grid.q_blocks * grid.block_q - grid.n_q)
-    # Padding has lse +inf, as rows that attend to nothing: P = exp(S - inf) = 0.
+    # lse = +inf makes P = exp(S - inf) = 0 in padding rows and in rows that attend to no key.
     lse = torch.nn.functional.pad(
         lse.masked_fill(lse == -torch.inf, torch.inf), padding, value=torch.inf
     )
@@ -103,7 +106,7 @@ def _backward_heads(
         dk[:, keys] += map_transposed_by_tokens(
             ds_rounded.at("dk", "ds"), q.row_blocks(blocks.start, blocks.stop)
         )
-        if smoothed.q_mean is not None:  # the bias branch: what subtracting the mean left out
+        if smoothed.q_mean is not None:  # add the term of the mean that was subtracted from q
             dk[:, keys] += product(ds.sum(2).flatten(2).mT, smoothed.q_mean[:, blocks])
 
     hooks.delta(heads, delta[:, : grid.n_q])
@@ -112,5 +115,5 @@ def _backward_heads(
 
 
 def _as_column(rows: Tensor, tiles: Tensor) -> Tensor:
-    """[Z, i * block_q] as [Z, i, block_q, 1, 1], to broadcast over a map's tiles."""
+    """Reshape [Z, i * block_q] to [Z, i, block_q, 1, 1], which broadcasts over a map's tiles."""
     return rows.unflatten(1, tiles.shape[1:3])[..., None, None]

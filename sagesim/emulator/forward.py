@@ -1,4 +1,7 @@
-"""The forward's two products: S = Q K^T and O = P V, panel by panel, in memory linear in N."""
+"""The forward: S = Q K^T and O = P V, computed for one panel of query blocks at a time.
+
+Memory is linear in the number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,41 +19,41 @@ from sagesim.emulator.quantization import (
     COLUMN_BLOCK,
     Operand,
     encode,
-    encode_unit_,
+    encode_p_per_tile_row_,
     to_tiles,
 )
 from sagesim.emulator.smoothing import logit_shift, subtract_block_means, subtract_head_mean
-from sagesim.emulator.tiling import Panel, of_heads
+from sagesim.emulator.tiling import Panel, select_heads
 from sagesim.spec import AttentionSpec, Granularity
 
 
 @dataclass(frozen=True, slots=True)
-class Smoothed:
-    """Q and K of some heads as they enter the products, and what smoothing took out of them."""
+class SmoothedQK:
+    """Q and K of some heads after smoothing, and what smoothing subtracted."""
 
     q: Tensor  #: [Z, n_q, d]
     k: Tensor  #: [Z, n_k, d]
-    q_mean: Tensor | None  #: [Z, query blocks, d]
-    shift: Tensor | None  #: [Z, n_q], the constant missing from each row of logits
+    q_mean: Tensor | None  #: [Z, query blocks, d], None if Q is not smoothed
+    shift: Tensor | None  #: [Z, n_q], what smoothing K subtracts from each row of logits
 
     @classmethod
-    def of(cls, x: FlatProblem, heads: slice) -> Smoothed:
-        """Smooth the heads as the spec says."""
+    def of(cls, x: FlatProblem, heads: slice) -> SmoothedQK:
+        """Smooth Q and K of the heads as the spec says."""
         q, k, q_mean, shift = x.q[heads], x.k[heads], None, None
-        live_q, live_k = (of_heads(live, heads) for live in x.live)
+        valid_q, valid_k = (select_heads(valid, heads) for valid in x.valid)
         if x.spec.smoothing.k:
-            k, k_mean = subtract_head_mean(k, live_k)
+            k, k_mean = subtract_head_mean(k, valid_k)
             shift = logit_shift(q, k_mean, x.scale)
         if x.spec.smoothing.q:
-            q, q_mean = subtract_block_means(q, live_q, x.spec.block_q)
+            q, q_mean = subtract_block_means(q, valid_q, x.spec.block_q)
         return cls(q, k, q_mean, shift)
 
 
 class Logits:
-    """S of any panel, as one of the two sites computes it; ignored entries are -inf."""
+    """Computes S of any panel for the site "qk" or "qk_recompute". Masked entries are -inf."""
 
     def __init__(
-        self, x: FlatProblem, site: str, smoothed: Smoothed, tokens: RoundedOperands
+        self, x: FlatProblem, site: str, smoothed: SmoothedQK, tokens: RoundedOperands
     ) -> None:
         self._scale = x.scale
         self._q, self._k = tokens.at(site, "q"), tokens.at(site, "k")
@@ -61,7 +64,7 @@ class Logits:
             self._bias = bias.unflatten(2, k.shape[1:3])[:, :, None]  # [Z, i, 1, j, block_k]
 
     def panel(self, panel: Panel) -> Tensor:
-        """[Z, i, block_q, j, block_k]."""
+        """S of a panel, [Z, i, block_q, j, block_k]."""
         s = tokens_by_tokens(
             self._q.row_blocks(panel.first_block, panel.last_block),
             self._k.row_blocks(0, panel.key_blocks),
@@ -69,8 +72,8 @@ class Logits:
         if self._bias is not None:
             s += self._bias[:, panel.first_block : panel.last_block, :, : panel.key_blocks]
         s *= self._scale
-        if panel.ignored is not None:
-            s.masked_fill_(panel.ignored, -torch.inf)
+        if panel.masked is not None:
+            s.masked_fill_(panel.masked, -torch.inf)
         return s
 
 
@@ -79,19 +82,19 @@ class ForwardResult:
     """o [Z, n_q, d_v] and lse [Z, n_q] in the computing dtype."""
 
     o: Tensor
-    lse: Tensor  #: of the true logits; -inf where a row attends to nothing
-    lse_smoothed: Tensor  #: of the logits as computed, from which the backward rebuilds P
+    lse: Tensor  #: of the logits before smoothing; -inf if the query attends to no key
+    lse_smoothed: Tensor  #: of the logits after smoothing; the backward recomputes P with it
 
 
 def forward(x: FlatProblem, hooks: Hooks = NO_HOOKS) -> ForwardResult:
-    """Attention of every head under the spec."""
+    """Compute o and the logsumexp of every head under the spec."""
     o = x.q.new_zeros(*x.q.shape[:2], x.v.shape[-1])
     lse = x.q.new_full(x.q.shape[:2], -torch.inf)
     lse_smoothed = lse.clone()
     if x.grid.n_q == 0 or x.grid.n_k == 0:
         return ForwardResult(o, lse, lse_smoothed)
     for heads in x.grid.head_groups(x.q.shape[0], x.q.device):
-        smoothed = Smoothed.of(x, heads)
+        smoothed = SmoothedQK.of(x, heads)
         place = Place(heads)
         tokens = round_tokens(x.spec, place, hooks, q=smoothed.q, k=smoothed.k, v=x.v[heads])
         logits = Logits(x, "qk", smoothed, tokens)
@@ -112,21 +115,23 @@ def forward(x: FlatProblem, hooks: Hooks = NO_HOOKS) -> ForwardResult:
 def _attend(
     s: Tensor, v: Operand, spec: AttentionSpec, place: Place, panel: Panel, hooks: Hooks
 ) -> tuple[Tensor, Tensor]:
-    """Softmax and PV of a panel; overwrites s. Returns o [Z, rows, d_v] and lse [Z, rows]."""
+    """Softmax and PV of a panel. Return o [Z, rows, d_v] and lse [Z, rows]; overwrite s."""
     tile_max = s.amax(COLUMN, keepdim=True)
     row_max = tile_max.amax(COLUMN_BLOCK, keepdim=True)
-    # A tile or row without any entry has maximum -inf; 0 instead makes its exponentials 0.
-    empty = tile_max == -torch.inf
-    e = s.sub_(tile_max.masked_fill(empty, 0.0)).exp_()
+    # A fully masked row has maximum -inf. Subtracting 0 instead gives exp(-inf - 0) = 0, not NaN.
+    all_masked = tile_max == -torch.inf
+    tile_exp = s.sub_(tile_max.masked_fill(all_masked, 0.0)).exp_()
     weight = (tile_max - row_max.masked_fill(row_max == -torch.inf, 0.0)).exp_()
-    l = (e.sum(COLUMN, keepdim=True) * weight).sum(COLUMN_BLOCK)
-    how = spec.pv.lhs
-    if spec.pv.precision.is_scaled and how is Granularity.PerTileRow:
-        p = encode_unit_(e, weight, empty, spec.pv.precision, spec.rounding, panel.rows.start)
+    row_sum = (tile_exp.sum(COLUMN, keepdim=True) * weight).sum(COLUMN_BLOCK).flatten(1)
+    precision, granularity = spec.pv.precision, spec.pv.lhs
+    first_row = panel.rows.start
+    if precision.is_scaled and granularity is Granularity.PerTileRow:
+        p = encode_p_per_tile_row_(
+            tile_exp, weight, all_masked, precision, spec.rounding, first_row
+        )
     else:
-        p = encode(e.mul_(weight), spec.pv.precision, how, spec.rounding, "p", panel.rows.start)
+        p = encode(tile_exp.mul_(weight), precision, granularity, spec.rounding, "p", first_row)
     p = hooks.operand("pv", "p", place, p)
-    l = l.flatten(1)
     o = map_by_tokens(p, v.row_blocks(0, panel.key_blocks))
-    o /= l.masked_fill(l == 0, 1.0)[..., None]
-    return o, row_max.flatten(1) + l.log()
+    o /= row_sum.masked_fill(row_sum == 0, 1.0)[..., None]
+    return o, row_max.flatten(1) + row_sum.log()

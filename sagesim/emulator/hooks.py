@@ -1,4 +1,4 @@
-"""Hooks: functions that are called with every intermediate and return what is used in its place."""
+"""Hooks: methods that are called with every intermediate and may return another in its place."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from sagesim.emulator.tiling import Panel
 
 
 class Place(NamedTuple):
-    """Which part of a problem an intermediate belongs to."""
+    """The part of a problem that an intermediate belongs to."""
 
     heads: slice  #: of the flat axis Z
     panel: Panel | None = None  #: the query blocks of a map; None for operands with tokens
 
 
 class Hooks:
-    """Returns every intermediate unchanged; subclasses record or replace some.
+    """Returns every intermediate unchanged. Subclasses record or replace some of them.
 
-    The computation continues with what a method returns, and may overwrite it later: a hook that
-    keeps a tensor keeps a copy.
+    The computation uses what a method returns, and may overwrite it later. A hook that stores a
+    tensor must therefore store a copy.
     """
 
     def map(self, name: str, place: Place, tiles: Tensor) -> Tensor:
@@ -29,11 +29,11 @@ class Hooks:
         return tiles
 
     def ds(self, place: Place, ds: Tensor, p: Tensor) -> Tensor:
-        """A panel of dS, and the panel of P that it is computed from."""
+        """A panel of dS. p is the panel of P that dS is computed from."""
         return ds
 
     def delta(self, heads: slice, delta: Tensor) -> None:
-        """delta of all queries of the heads, [Z, n_q], after its last use."""
+        """delta of all queries of the heads, [Z, n_q], after its last use; it cannot be replaced."""
 
     def operand(self, site: str, tensor: str, place: Place, operand: Operand) -> Operand:
         """A rounded operand of a product: all tokens of the heads, or a panel of a map."""

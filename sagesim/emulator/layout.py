@@ -1,4 +1,4 @@
-"""An attention problem, checked once and laid out for the emulator."""
+"""Check an attention problem and lay it out for the emulator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FlatProblem:
     """One attention problem with all heads on one axis Z, and K and V repeated for grouped queries.
 
     q [Z, n_q, d], k [Z, n_k, d] and v [Z, n_k, d_v] are float32, or float64 if the caller's are.
-    Masked tokens are zero: queries that attend to no key, and keys that no query attends to.
+    Padding is zero: queries that attend to no key, and keys that no query attends to.
     """
 
     q: Tensor
@@ -38,18 +38,18 @@ class FlatProblem:
     dtype: torch.dtype  #: the caller's; o and the gradients are rounded to it
     heads: tuple[int, ...]  #: the caller's leading shape of q
     groups: int  #: query heads for each head of k and v
-    live: tuple[Tensor, Tensor]  #: `Grid.live`: which queries and which keys are not masked
+    valid: tuple[Tensor, Tensor]  #: which queries and keys are not padding; see `Grid.valid_tokens`
 
     def flatten_queries(self, x: Tensor) -> Tensor:
-        """A tensor [*heads, n_q, m] as [Z, n_q, m] in the computing dtype, masked queries zero."""
-        return _flatten(x, self.q.dtype, self.live[0])
+        """A tensor [*heads, n_q, m] as [Z, n_q, m] in the computing dtype, zero at padding."""
+        return _flatten(x, self.q.dtype, self.valid[0])
 
     def query_heads(self, x: Tensor) -> Tensor:
-        """[Z, ...] with the caller's leading shape of q."""
+        """A tensor [Z, ...] with the caller's leading shape of q instead of Z."""
         return x.unflatten(0, self.heads) if self.heads else x.squeeze(0)
 
     def key_heads(self, x: Tensor) -> Tensor:
-        """[Z, ...] summed over each group of query heads, with the caller's leading shape of k."""
+        """A tensor [Z, ...] summed over each group of query heads, with k's leading shape."""
         if self.groups == 1:
             return self.query_heads(x)
         x = x.unflatten(0, (*self.heads[:-1], self.heads[-1] // self.groups, self.groups))
@@ -65,7 +65,7 @@ class FlatProblem:
 
 
 def flatten(problem: AttentionProblem, spec: AttentionSpec) -> FlatProblem:
-    """Check a problem and a spec, and lay the problem out.
+    """Check a problem and a spec, and return the problem laid out for the emulator.
 
     Raises:
         TypeError: if dtypes differ or are not floating, spec is not an AttentionSpec, or scale is
@@ -88,18 +88,18 @@ def flatten(problem: AttentionProblem, spec: AttentionSpec) -> FlatProblem:
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
     spec = _resolve(spec, q.dtype, n_q, n_k)
     grid = Grid(n_q, n_k, spec.block_q, spec.block_k, problem.is_causal, mask)
-    live_q, live_k = grid.live(q.device)
+    valid_q, valid_k = grid.valid_tokens(q.device)
     return FlatProblem(
-        q=_flatten(q, compute, live_q),
-        k=_flatten(k, compute, live_k),
-        v=_flatten(v, compute, live_k),
+        q=_flatten(q, compute, valid_q),
+        k=_flatten(k, compute, valid_k),
+        v=_flatten(v, compute, valid_k),
         scale=problem.logit_scale,
         spec=spec,
         grid=grid,
         dtype=q.dtype,
         heads=tuple(q.shape[:-2]),
         groups=groups,
-        live=(live_q, live_k),
+        valid=(valid_q, valid_k),
     )
 
 
@@ -122,19 +122,21 @@ def _flat_mask(mask: Tensor, shape: tuple[int, ...], is_causal: bool) -> Tensor:
     return full.reshape(math.prod(shape[:-2]), *shape[-2:])
 
 
-def _flatten(x: Tensor, dtype: torch.dtype, live: Tensor) -> Tensor:
-    """[*heads, n, m] as a copy [Z, n, m] with zeros at tokens that are not live.
+def _flatten(x: Tensor, dtype: torch.dtype, valid: Tensor) -> Tensor:
+    """A copy [Z, n, m] of x [*heads, n, m] with zeros at padding.
 
     The copy is contiguous and begins on a 64 byte boundary, so that the caller's strides and
     offsets cannot change the order of a sum (see `matmul.product`).
     """
     flat = x.to(dtype).contiguous().reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-    return flat.masked_fill(~live[..., None], 0.0)
+    return flat.masked_fill(~valid[..., None], 0.0)
 
 
 def _resolve(spec: AttentionSpec, dtype: torch.dtype, n_q: int, n_k: int) -> AttentionSpec:
-    """`spec` with INPUT16 replaced by the format of the inputs, and with blocks cut to the length
-    of the sequence: the same blocks with less padding."""
+    """`spec` with INPUT16 replaced, and with blocks no longer than the sequences.
+
+    A block longer than the sequence holds the same tokens and more padding.
+    """
     spec = replace(
         spec, block_q=min(spec.block_q, max(n_q, 1)), block_k=min(spec.block_k, max(n_k, 1))
     )

@@ -1,4 +1,4 @@
-"""The operands of products, each rounded once for every format it is used in."""
+"""The operands of products. Sites that use a tensor in the same format share one rounding."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from sagesim.spec import OPERANDS, AttentionSpec, Granularity, Precision
 
 
 class RoundedOperands:
-    """A cache of rounded operands at one place of a problem.
+    """Rounds the operands of some heads or of one panel, and caches them by format.
 
-    tensors: by name ("q", "k", "v", "do", "p", "ds"), in tiles
+    tensors: what to round, by name ("q", "k", "v", "do", "p", "ds"), in tiles
         [Z, row blocks, rows, column blocks, columns].
     """
 
@@ -25,15 +25,15 @@ class RoundedOperands:
     def at(self, site: str, tensor: str) -> Operand:
         """`tensor` in the format that `site` multiplies it in."""
         matmul = self._spec.site(site)
-        how = matmul.lhs if OPERANDS[site][0] == tensor else matmul.rhs
-        key = (tensor, matmul.precision, how)
+        granularity = matmul.lhs if OPERANDS[site][0] == tensor else matmul.rhs
+        key = (tensor, matmul.precision, granularity)
         operand = self._rounded.get(key)
         if operand is None:
             panel = self._place.panel
             first_row = 0 if panel is None else panel.rows.start
             x, rounding = self._tensors[tensor], self._spec.rounding
-            operand = encode(x, matmul.precision, how, rounding, tensor, first_row)
-        # What a hook returns is kept: the sites that share a format share one rounding.
+            operand = encode(x, matmul.precision, granularity, rounding, tensor, first_row)
+        # The cache holds what the hook returned, so that later sites of this format use it too.
         operand = self._hooks.operand(site, tensor, self._place, operand)
         self._rounded[key] = operand
         return operand
@@ -42,7 +42,7 @@ class RoundedOperands:
 def round_tokens(
     spec: AttentionSpec, place: Place, hooks: Hooks, **tensors: Tensor
 ) -> RoundedOperands:
-    """The cache for operands with tokens: q, k, v and do, [Z, n, channels]."""
+    """The `RoundedOperands` of q, k, v or do, each given as [Z, n, channels]."""
     blocks = {"q": spec.block_q, "do": spec.block_q, "k": spec.block_k, "v": spec.block_k}
     tiles = {name: to_tiles(x, blocks[name], x.shape[-1]) for name, x in tensors.items()}
     return RoundedOperands(spec, place, hooks, tiles)

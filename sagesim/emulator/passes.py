@@ -1,4 +1,4 @@
-"""Forward, rounding of the output, and backward: how every caller runs the emulator."""
+"""Run the emulator: the forward, the rounding of o to the caller's dtype, and the backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Passes:
     """The results of one forward and backward.
 
     o, dq, dk, dv: in the caller's shapes and dtype.
-    lse, lse_smoothed: [Z, n_q] in the computing dtype, of the true and of the smoothed logits.
+    lse, lse_smoothed: [Z, n_q] in the computing dtype, of the logits before and after smoothing.
     """
 
     o: Tensor
@@ -45,7 +45,7 @@ def run(x: FlatProblem, do: Tensor, hooks: Hooks = NO_HOOKS) -> Passes:
 
 
 def run_forward(x: FlatProblem, hooks: Hooks = NO_HOOKS) -> tuple[Tensor, ForwardResult]:
-    """o in the caller's shape and dtype, and the forward's own results."""
+    """Return o in the caller's shape and dtype, and the result of `forward`."""
     with torch.no_grad(), plain_float32(x.q.device.type):
         result = forward(x, hooks)
         return x.query_heads(hooks.output(result.o)).to(x.dtype), result
@@ -54,7 +54,7 @@ def run_forward(x: FlatProblem, hooks: Hooks = NO_HOOKS) -> tuple[Tensor, Forwar
 def run_backward(
     x: FlatProblem, do: Tensor, o: Tensor, lse_smoothed: Tensor, hooks: Hooks = NO_HOOKS
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv in the caller's shapes and dtype; do and o are in the shape of the output."""
+    """Return dq, dk and dv in the caller's shapes and dtype; do and o have the caller's shape."""
     with torch.no_grad(), plain_float32(x.q.device.type):
         grads = backward(x, x.flatten_queries(do), x.flatten_queries(o), lse_smoothed, hooks)
         dq = x.query_heads(grads.dq).to(x.dtype)

@@ -10,20 +10,20 @@ from sagesim.shapes import Float
 
 
 class QKNorm(nn.Module):
-    """Each token of q and of k divided by its RMS over d, times a learned vector gamma.
+    """Normalise each token of q and k: x / sqrt(mean(x^2) + eps) * gamma, with the mean over d.
 
-    x / sqrt(mean(x^2) + eps) * gamma, with a gamma for q and one for k, shared by all heads and
-    1 at first. Bounds the logits, and with them what INT8 has to hold. Goes before rotary
-    embeddings. Computed in float32 (float64 for float64 inputs).
+    q and k each have a learned vector gamma [d], which all heads share and which starts at 1. The
+    norm bounds the logits, and therefore the errors of INT8. Apply it before rotary embeddings. It
+    is computed in float32 (float64 for float64 inputs).
 
     Args:
         head_dim: d, at least 1.
-        eps: added to the mean square, in its units; positive, so that a token of zeros stays 0.
+        eps: added to the mean square; positive, so that a token of zeros stays 0.
 
     Raises:
-        ValueError: naming the head_dim or eps that is not positive.
+        ValueError: if head_dim or eps is not positive.
 
-    Source: arXiv 2603.02170, whose models have 1e-6 as the eps of their norms.
+    Source: arXiv 2603.02170, whose models use eps = 1e-6 in their norms.
 
     >>> q, k = QKNorm(64)(100 * torch.randn(1, 2, 10, 64), torch.randn(1, 1, 10, 64))
     >>> bool((q.square().mean(-1) - 1).abs().max() < 1e-5)
@@ -43,11 +43,11 @@ class QKNorm(nn.Module):
     def forward(
         self, q: Float[Tensor, "*heads n_q d"], k: Float[Tensor, "*kv_heads n_k d"]
     ) -> tuple[Float[Tensor, "*heads n_q d"], Float[Tensor, "*kv_heads n_k d"]]:
-        """q and k normalised, each in its own dtype and shape.
+        """Return q and k normalised, each in its own dtype and shape.
 
         Raises:
-            ValueError: naming the tensor and its shape, if its last axis is not head_dim.
-            TypeError: naming the tensor and its dtype, if that is not floating.
+            ValueError: if the last axis of q or k is not head_dim.
+            TypeError: if the dtype of q or k is not floating.
         """
         return self._normalise("q", q, self.gamma_q), self._normalise("k", k, self.gamma_k)
 

@@ -1,7 +1,7 @@
-"""amax -> scale -> codes: the one place where numbers are rounded to an operand's format.
+"""Round operands to their formats: from the amax of each region to its scale and its codes.
 
-Every operand is held as tiles, [..., row blocks, rows, column blocks, columns], so that a
-granularity is nothing but the set of those four axes along which a scale is shared.
+An operand is a tensor of tiles, [..., row blocks, rows, column blocks, columns]. A granularity is
+the set of those four axes along which elements share a scale.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sagesim.spec import HALF_EVEN, Granularity, Precision, Rounding
 
 ROW_BLOCK, ROW, COLUMN_BLOCK, COLUMN = -4, -3, -2, -1
 
-SHARED: Final = {
+SHARED_AXES: Final = {
     Granularity.PerHead: (COLUMN, COLUMN_BLOCK, ROW, ROW_BLOCK),
     Granularity.PerBlock: (COLUMN, COLUMN_BLOCK, ROW),
     Granularity.PerToken: (COLUMN, COLUMN_BLOCK),
@@ -29,17 +29,19 @@ SHARED: Final = {
     Granularity.PerTileColumn: (ROW,),
     Granularity.PerRow: (COLUMN, COLUMN_BLOCK),
 }
-"""The axes of a tiled operand along which each granularity shares a scale."""
+"""For each granularity, the axes of a tiled operand along which elements share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class QTensor:
-    """A quantized tensor.
+    """A quantized tensor: x is approximately codes * scale.
 
-    Invariants: codes are integers in [-127, 127] (INT8), or values of the float8 format; scale
-    is positive float32, in units of x per code (a trace's pv.p may have it underflow to 0); a
-    region of zeros has codes 0 and scale 1; |x - codes * scale| <= scale / 2 elementwise for
-    INT8 under half-even and half-away rounding, up to the rounding of float32.
+    Invariants:
+    - INT8 codes are integers in [-127, 127]; FP8 codes are values of the float8 format.
+    - scale is positive. Only in a trace's "pv.p" may it underflow to 0.
+    - A region of zeros has codes 0 and scale 1.
+    - |x - codes * scale| <= scale / 2 elementwise for INT8 with half-even or half-away rounding,
+      up to the rounding of float32.
     """
 
     codes: Tensor
@@ -56,8 +58,8 @@ class QTensor:
 class Operand:
     """One operand of a product, rounded to its site's format, in tiles.
 
-    values: codes where scale is given, else the rounded numbers themselves; float32 or float64.
-    scale: broadcastable to values, or None for the unscaled formats.
+    values: codes if there is a scale, else the rounded numbers; float32 or float64.
+    scale: broadcastable to values; None for the unscaled formats.
     """
 
     values: Tensor
@@ -71,20 +73,20 @@ class Operand:
             scale = scale[..., start:stop, :, :, :]
         return Operand(self.values[..., start:stop, :, :, :], scale, self.precision)
 
-    def factored_from(self, *axes: int) -> Operand:
-        """Self where no scale varies along the contracted `axes`; else the dequantized numbers.
+    def dequantize_if_scale_varies_along(self, axis: int) -> Operand:
+        """The dequantized operand if its scale varies along the contracted axis, else itself.
 
-        A scale that varies along the contraction cannot be taken out of an integer sum.
+        A scale that varies along the contracted axis cannot be taken out of an integer sum.
         """
-        if self.scale is None or all(self.scale.shape[axis] == 1 for axis in axes):
+        if self.scale is None or self.scale.shape[axis] == 1:
             return self
         return Operand(self.values * self.scale, None, Precision.FP32)
 
 
 def to_tiles(x: Tensor, rows: int, columns: int) -> Tensor:
-    """[..., n, m] -> [..., ceil(n/rows), rows, ceil(m/columns), columns], padded with zeros.
+    """Reshape [..., n, m] to [..., ceil(n/rows), rows, ceil(m/columns), columns].
 
-    Zeros are neutral in everything that follows: they raise no amax and add to no sum.
+    Zeros pad the last tiles. They change no amax and no sum.
     """
     n, m = x.shape[-2:]
     pad_n, pad_m = -n % rows, -m % columns
@@ -101,18 +103,18 @@ def from_tiles(tiles: Tensor, n: int, m: int) -> Tensor:
 def encode(
     x: Tensor,
     precision: Precision,
-    how: Granularity,
+    granularity: Granularity,
     rounding: Rounding,
     tensor: str,
-    row0: int = 0,
+    first_row: int = 0,
 ) -> Operand:
-    """Round x to `precision` with one scale per region of `how`.
+    """Round x to `precision`, with one scale per region if the precision is scaled.
 
     Args:
         x: tiles [..., row blocks, rows, column blocks, columns] in float32 or float64; padding
             and masked elements are zero.
         tensor: the tensor's name, for stochastic rounding.
-        row0: the index in its head of the first row, for stochastic rounding.
+        first_row: the index of the first row in its head, for stochastic rounding.
     """
     match precision:
         case Precision.FP32:
@@ -121,49 +123,52 @@ def encode(
             dtype = torch.float16 if precision is Precision.FP16 else torch.bfloat16
             return Operand(x.to(dtype).to(x.dtype), None, precision)
         case Precision.INPUT16:
-            raise AssertionError("input16 is resolved where the inputs' dtype is known")
+            raise AssertionError("INPUT16 has no format; resolve_input16 replaces it")
         case Precision.INT8 | Precision.FP8_E4M3 | Precision.FP8_E5M2:
             x32 = x.float()
-            scale, inverse = scales(_amax(x32, SHARED[how]), CODE_MAX[precision])
-            y = _round_tiles_(x32 * inverse, precision, rounding, tensor, row0)
+            scale, inverse = scales(_amax(x32, SHARED_AXES[granularity]), CODE_MAX[precision])
+            y = _round_tiles_(x32 * inverse, precision, rounding, tensor, first_row)
             return Operand(y.to(x.dtype), scale.to(x.dtype), precision)
 
 
-def encode_unit_(
-    x: Tensor,
+def encode_p_per_tile_row_(
+    tile_exp: Tensor,
     weight: Tensor,
-    empty: Tensor,
+    all_masked: Tensor,
     precision: Precision,
     rounding: Rounding,
-    row0: int,
+    first_row: int,
 ) -> Operand:
-    """Round map p = x * weight to a scaled `precision`, where x is p over its own tile row max.
+    """Round the unnormalised P = tile_exp * weight with one scale per tile row.
 
-    The codes depend on x alone, hence on the tile alone. Overwrites x.
+    tile_exp has the maximum 1 in each tile row. The codes are tile_exp * code_max, rounded, and the
+    scale is weight / code_max, so that the codes depend on the tile alone. Overwrites tile_exp.
 
     Args:
-        x: tiles of exp(S - tile row max), whose largest element in a tile row is 1 (0 where all
-            is masked).
-        weight: [..., row blocks, rows, column blocks, 1], exp(tile row max - row max); may
-            underflow to 0 where a tile row counts for nothing, and then the scale does.
-        empty: bool, shaped as weight, True where all of a tile row is masked.
+        tile_exp: tiles of exp(S - tile row max); 0 in a tile row that is fully masked.
+        weight: exp(tile row max - row max), [..., row blocks, rows, column blocks, 1]. It may
+            underflow to 0, and the scale with it.
+        all_masked: bool, shaped as weight; True for a tile row that is fully masked.
+        precision: a scaled format.
+        first_row: the index of the first row in its head, for stochastic rounding.
     """
     code_max = CODE_MAX[precision]
-    codes = _round_tiles_(x.mul_(code_max), precision, rounding, "p", row0)
-    scale = (weight / torch.full_like(weight, code_max)).masked_fill_(empty, 1.0)
+    codes = _round_tiles_(tile_exp.mul_(code_max), precision, rounding, "p", first_row)
+    scale = (weight / torch.full_like(weight, code_max)).masked_fill_(all_masked, 1.0)
     return Operand(codes, scale, precision)
 
 
 def scales(amax: Tensor, code_max: float) -> tuple[Tensor, Tensor]:
-    """scale = amax / code_max and inverse = code_max / amax, float32, each one rounded division.
+    """Return scale = amax / code_max and inverse = code_max / amax, each one rounded division.
 
-    A region whose inverse would overflow (amax 0, or below about 3.7e-37) has scale 1, inverse 0.
-    A region with a NaN has a NaN for both, so that it reaches the output.
+    If the inverse would overflow (amax is 0 or below about 3.7e-37), the scale is 1 and the inverse
+    0. If amax is NaN, both are NaN, and the NaN reaches the output.
     """
-    c = torch.full_like(amax, code_max)  # tensor by tensor: only that is one division everywhere
-    inverse = c / amax
-    vanishing = inverse.isinf()
-    return (amax / c).masked_fill_(vanishing, 1.0), inverse.masked_fill_(vanishing, 0.0)
+    # Dividing by a Python number is a multiplication by its reciprocal on some devices.
+    divisor = torch.full_like(amax, code_max)
+    inverse = divisor / amax
+    overflows = inverse.isinf()
+    return (amax / divisor).masked_fill_(overflows, 1.0), inverse.masked_fill_(overflows, 0.0)
 
 
 def quantize(
@@ -175,38 +180,42 @@ def quantize(
     rounding: Rounding = HALF_EVEN,
     tensor: str = "q",
 ) -> QTensor:
-    """Round x to a scaled format with one scale per region of `how`.
+    """Round x to INT8 or FP8 codes with one scale per region.
 
     Args:
-        x: finite, any float dtype; computed in float32. For map granularities n are the queries
-            and d the keys.
-        block: tokens per block; (block_q, block_k) for map granularities.
+        x: finite, of any floating dtype; computed in float32. For a map granularity, n is the
+            number of queries and d the number of keys.
+        how: the granularity, which elements share a scale.
+        block: tokens per block; (block_q, block_k) for a map granularity.
         precision: INT8 or one of the FP8 formats.
-        tensor: which tensor of attention this is; stochastic rounding draws differ by tensor.
+        tensor: the name of the tensor, such as "q"; each has other random numbers in stochastic
+            rounding.
 
     Returns:
-        codes in x's shape and scale float32 broadcastable to it; see `QTensor`.
+        codes in the shape of x, and scale, float32 and broadcastable to codes; see `QTensor`.
 
     Raises:
-        ValueError: if x is not finite or has fewer than two axes, if the precision has no
-            scale, or if the block does not fit the granularity.
+        ValueError: if x is empty, not finite or has fewer than two axes, if the precision has no
+            scale, or if the block is not positive or does not fit the granularity.
 
-    Source: arXiv 2603.02170, Algorithm 1, line 3 (psi). Differs in: no epsilon; a region of
-    zeros has scale 1.
+    Source: arXiv 2603.02170, Algorithm 1, line 3 (psi). Differs in: there is no epsilon, and a
+    region of zeros has scale 1.
 
     >>> q = quantize(torch.tensor([[1.0, -127.0], [254.0, 63.0]]), Granularity.PerToken)
     >>> q.codes.tolist(), q.scale.tolist()
     ([[1, -127], [127, 32]], [[1.0], [2.0]])
     """
     if x.ndim < 2 or x.numel() == 0:
-        raise ValueError(f"quantize takes [..., n, d], not empty; got shape {tuple(x.shape)}")
+        raise ValueError(f"x must be [..., n, d] and not empty; it has shape {tuple(x.shape)}")
     if not precision.is_scaled:
-        raise ValueError(f"quantize rounds to a scaled format; {precision.value!r} has no scale")
+        raise ValueError(f"precision {precision.value!r} has no scale; use INT8 or FP8")
     if how.is_map == isinstance(block, int):
         wanted = "(block_q, block_k)" if how.is_map else "a number of tokens"
         raise ValueError(f"granularity {how.value!r} takes block={wanted}; got {block!r}")
     if not bool(x.isfinite().all()):
-        raise ValueError(f"quantize takes finite numbers; x of shape {tuple(x.shape)} is not")
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} holds a NaN or an infinity; it must be finite"
+        )
     rows, columns = (block, x.shape[-1]) if isinstance(block, int) else block
     if min(rows, columns) < 1:
         raise ValueError(f"block {block!r} is not a positive number of tokens")
@@ -216,7 +225,7 @@ def quantize(
 
 
 def as_qtensor(operand: Operand, n: int, m: int) -> QTensor:
-    """A scaled operand's codes in their own dtype and [..., n, m] shape, padding cut off."""
+    """Convert a scaled operand in tiles to codes and scale of shape [..., n, m], without padding."""
     assert operand.scale is not None
     dtype = FLOAT8_DTYPE.get(operand.precision, torch.int8)
     codes = from_tiles(operand.values, n, m).to(dtype)
@@ -229,12 +238,12 @@ def as_qtensor(operand: Operand, n: int, m: int) -> QTensor:
 
 
 def _amax(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """max |x| over `axes`, kept; two reductions, because a copy of |x| would cost more."""
+    """max |x| over `axes`, which are kept. Two reductions cost less than a copy of |x|."""
     return torch.maximum(x.amax(axes, keepdim=True), -x.amin(axes, keepdim=True))
 
 
 def _round_tiles_(
-    y: Tensor, precision: Precision, rounding: Rounding, tensor: str, row0: int
+    y: Tensor, precision: Precision, rounding: Rounding, tensor: str, first_row: int
 ) -> Tensor:
     flat = y.flatten(-4, -3).flatten(-2, -1)  # a view: y is contiguous
-    return round_codes_(flat, precision, rounding, tensor, row0).view_as(y)
+    return round_codes_(flat, precision, rounding, tensor, first_row).view_as(y)

@@ -1,4 +1,4 @@
-"""The reference: attention and its gradients in float64. Shares no arithmetic with the emulator."""
+"""The reference: attention and its gradients in float64, independent of the emulator."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def exact(
 ) -> Exact:
     """Compute attention and its gradients by their definitions in float64, with whole maps.
 
-    Args: as `sagesim.attention`; do is the gradient of o. Or an `AttentionProblem` alone.
+    Args: those of `sagesim.attention`, and do, the gradient of o. Or one `AttentionProblem`.
 
     Raises:
         ValueError: if a mask is not boolean or comes with is_causal, heads differ, or do is None.
@@ -66,13 +66,16 @@ def exact(
     )
     mask = problem.attn_mask
     if mask is not None and (problem.is_causal or mask.dtype is not torch.bool):
-        raise ValueError(f"attn_mask is {mask.dtype} with is_causal={problem.is_causal}")
+        raise ValueError(
+            f"attn_mask is {mask.dtype} with is_causal={problem.is_causal}; "
+            "it must be boolean, and is_causal False"
+        )
     q, k, v, do = (x.detach().double() for x in problem.qkvdo)
     return _exact(q, k, v, do, problem)
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: AttentionProblem) -> Exact:
-    """q, k, v and do are those of the problem in float64."""
+    """q, k, v and do are the problem's tensors in float64."""
     key_heads = k.shape[-3] if k.ndim > 2 else 1
     groups = q.shape[-3] // key_heads if problem.enable_gqa else 1
     if groups > 1:
@@ -88,7 +91,7 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: AttentionProble
     if problem.attn_mask is not None:
         attends = attends & problem.attn_mask
 
-    # Masked tokens may hold anything. Without this, 0 * NaN would carry a NaN into the results.
+    # Padding may hold anything. Without this, 0 * NaN would carry a NaN into the results.
     q, do = (x.masked_fill(~attends.any(-1)[..., None], 0.0) for x in (q, do))
     k, v = (x.masked_fill(~attends.any(-2)[..., None], 0.0) for x in (k, v))
 

@@ -1,4 +1,4 @@
-"""Where the tiles of one attention lie: panels of query blocks, and which entries count."""
+"""The tiling of an attention map: panels of query blocks, and which entries are masked."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_PANEL = 2**17
-"""Map entries of one head in a panel, where a single query block does not have more already."""
+_PANEL_ENTRIES = 2**17
+"""The most map entries of one head in a panel, unless a single query block has more."""
 
-_GROUP = {"cpu": 2**20, "cuda": 2**27}
-"""Map entries computed at once, over heads; heads do not affect each other's numbers."""
+_GROUP_ENTRIES = {"cpu": 2**20, "cuda": 2**27}
+"""The most map entries of all heads that are computed together, by device.
+
+Only memory and speed depend on it: heads do not affect each other's results.
+"""
 
 
-def of_heads(x: Tensor, heads: slice) -> Tensor:
-    """The heads' part of x [Z or 1, ...]; all of it where they share it."""
+def select_heads(x: Tensor, heads: slice) -> Tensor:
+    """Select heads of x [Z or 1, ...]. If the axis has size 1, all heads share x: return it."""
     return x[heads] if x.shape[0] > 1 else x
 
 
@@ -27,20 +30,20 @@ class Panel:
     first_block: int
     last_block: int  #: exclusive
     rows: slice  #: in the padded sequence
-    key_blocks: int  #: the key blocks 0..key_blocks hold all that the rows attend to
-    ignored: Tensor | None  #: bool, True where an entry takes no part; [Z or 1, i, bq, j, bk]
+    key_blocks: int  #: the rows attend to keys of the first `key_blocks` blocks only
+    masked: Tensor | None  #: bool, True at masked and padding entries; [Z or 1, i, bq, j, bk]
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The tiling of an n_q x n_k map. Depends on lengths, blocks and mask alone."""
+    """The tiling of an n_q x n_k map. It depends only on lengths, block sizes and mask."""
 
     n_q: int
     n_k: int
     block_q: int
     block_k: int
     is_causal: bool
-    attn_mask: Tensor | None  #: bool [heads or 1, n_q, n_k], True where a key is attended to
+    attn_mask: Tensor | None  #: bool [Z or 1, n_q, n_k]; True attends
 
     @property
     def q_blocks(self) -> int:
@@ -51,15 +54,17 @@ class Grid:
         return -(-self.n_k // self.block_k)
 
     def head_groups(self, heads: int, device: torch.device) -> Iterator[slice]:
-        """Slices of heads whose maps are held in memory together."""
+        """Slices of heads that are computed together."""
         entries = self._blocks_per_panel() * self.block_q * self.k_blocks * self.block_k
-        size = max(1, _GROUP.get(device.type, _GROUP["cuda"]) // entries)
+        size = max(1, _GROUP_ENTRIES.get(device.type, _GROUP_ENTRIES["cuda"]) // entries)
         for start in range(0, heads, size):
             yield slice(start, min(start + size, heads))
 
-    def live(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Bool [Z or 1, n_q] and [Z or 1, n_k]: queries that attend to a key, keys that a query
-        attends to. The others are no part of the problem, whatever they hold."""
+    def valid_tokens(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Which queries and keys are not padding, bool [Z or 1, n_q] and [Z or 1, n_k].
+
+        A query that attends to no key is padding, and so is a key that no query attends to.
+        """
         if self.attn_mask is not None:
             return self.attn_mask.any(2), self.attn_mask.any(1)
         queries = torch.ones(1, self.n_q, dtype=torch.bool, device=device)
@@ -69,7 +74,7 @@ class Grid:
         return queries, keys
 
     def panels(self, heads: slice, device: torch.device) -> Iterator[Panel]:
-        """The panels from the first query to the last."""
+        """The panels of the given heads, from the first query to the last."""
         step = self._blocks_per_panel()
         for first in range(0, self.q_blocks, step):
             last = min(first + step, self.q_blocks)
@@ -77,32 +82,32 @@ class Grid:
             key_blocks = self.k_blocks
             if self.is_causal:
                 key_blocks = min(key_blocks, -(-min(rows.stop, self.n_q) // self.block_k))
-            ignored = self._ignored(heads, rows, key_blocks, device)
-            yield Panel(first, last, rows, key_blocks, ignored)
+            masked = self._masked(heads, rows, key_blocks, device)
+            yield Panel(first, last, rows, key_blocks, masked)
 
     def _blocks_per_panel(self) -> int:
-        wanted = _PANEL // (self.block_q * self.k_blocks * self.block_k)
-        return min(max(1, wanted), self.q_blocks)
+        fitting = _PANEL_ENTRIES // (self.block_q * self.k_blocks * self.block_k)
+        return min(max(1, fitting), self.q_blocks)
 
-    def _ignored(
+    def _masked(
         self, heads: slice, rows: slice, key_blocks: int, device: torch.device
     ) -> Tensor | None:
         columns = key_blocks * self.block_k
         row = torch.arange(rows.start, rows.stop, device=device)[:, None]
         column = torch.arange(columns, device=device)
-        ignored: Tensor | None = None
+        masked: Tensor | None = None
         if rows.stop > self.n_q or columns > self.n_k:
-            ignored = (row >= self.n_q) | (column >= self.n_k)
+            masked = (row >= self.n_q) | (column >= self.n_k)
         if self.is_causal:
             future = column > row
-            ignored = future if ignored is None else ignored | future
-        if ignored is not None:
-            ignored = ignored[None]
+            masked = future if masked is None else masked | future
+        if masked is not None:
+            masked = masked[None]
         if self.attn_mask is not None:
-            mask = of_heads(self.attn_mask, heads)[:, rows.start : rows.stop, :columns]
+            mask = select_heads(self.attn_mask, heads)[:, rows.start : rows.stop, :columns]
             bottom, right = rows.stop - rows.start - mask.shape[1], columns - mask.shape[2]
-            hidden = torch.nn.functional.pad(~mask, (0, right, 0, bottom), value=True)
-            ignored = hidden if ignored is None else ignored | hidden
-        if ignored is None:
+            by_mask = torch.nn.functional.pad(~mask, (0, right, 0, bottom), value=True)
+            masked = by_mask if masked is None else masked | by_mask
+        if masked is None:
             return None
-        return ignored.unflatten(2, (-1, self.block_k)).unflatten(1, (-1, self.block_q))
+        return masked.unflatten(2, (-1, self.block_k)).unflatten(1, (-1, self.block_q))

@@ -1,4 +1,4 @@
-"""Run the emulator and keep every intermediate."""
+"""Run the emulator and record every intermediate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sagesim.emulator.forward import Smoothed
+from sagesim.emulator.forward import SmoothedQK
 from sagesim.emulator.hooks import Hooks, Place
 from sagesim.emulator.layout import FlatProblem, flatten
 from sagesim.emulator.passes import run
@@ -21,7 +21,7 @@ from sagesim.problem import AttentionProblem
 from sagesim.shapes import Bool, Float
 from sagesim.spec import AttentionSpec
 
-_ABSENT: Final = {
+_MASKED_VALUE: Final = {
     "s": -math.inf,
     "s_recompute": -math.inf,
     "p_recompute": 0.0,
@@ -40,21 +40,23 @@ class Trace:
     """
 
     spec: AttentionSpec
-    s: Tensor  #: the forward's logits, with the constant that smoothing of K subtracts added back
+    s: Tensor  #: the forward's logits; the constant that smoothing K subtracts is added back
     p: Tensor  #: softmax of s, before it is rounded for PV
     o: Tensor
-    lse: Tensor  #: of the true logits, natural log
+    lse: Tensor  #: logsumexp of s, natural logarithm
     delta: Tensor
     dp: Tensor
     ds: Tensor  #: before it is rounded for dQ and dK
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    s_recompute: Tensor  #: the backward's logits; equal to s where qk_recompute equals qk
-    p_recompute: Tensor  #: exp(s_recompute - lse), from which dV and dS are made
+    s_recompute: Tensor  #: the backward's logits; equal to s if qk_recompute equals qk
+    p_recompute: Tensor  #: the backward's P, exp(s_recompute - lse), before it is rounded for dV
     operands: Mapping[str, QTensor]
-    """Codes and scales of every quantized operand, by "site.tensor", such as "dq.ds"; those of k
-    and v have the heads of k."""
+    """Codes and scales of every quantized operand, by "site.tensor", such as "dq.ds".
+
+    Operands k and v have the leading shape of k; the others have that of q.
+    """
 
 
 def trace(
@@ -69,14 +71,15 @@ def trace(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Trace:
-    """Run attention and its backward under `spec` and keep every intermediate.
+    """Run attention and its backward under `spec` and return every intermediate.
 
     o, dq, dk and dv are bit-identical to those of `attention` and its backward for the gradient do
-    of o. Whole maps are held: memory grows with n_q * n_k, at about 40 bytes an entry.
+    of o. Whole maps are stored: memory grows with n_q * n_k, by about 40 bytes per entry.
 
-    Args: as `sagesim.attention`; do has the shape and dtype of o. Or an `AttentionProblem` alone.
+    Args: those of `sagesim.attention`, and do, the gradient of o. Or one `AttentionProblem`.
 
-    Raises: as `sagesim.attention`; ValueError if do is missing or is not shaped and typed as o.
+    Raises: as `sagesim.attention`. Also ValueError if do is missing or differs from o in shape or
+        dtype.
 
     >>> from sagesim import SAGEBWD
     >>> t = trace(*torch.randn(4, 1, 1, 8, 4), spec=SAGEBWD)
@@ -94,13 +97,13 @@ def trace(
         enable_gqa=enable_gqa,
     )
     x = flatten(problem, spec)
-    recorder = Recorder(x, maps=frozenset(_ABSENT), operands=True)
+    recorder = Recorder(x, maps=frozenset(_MASKED_VALUE), operands=True)
     passes = run(x, problem.gradient, recorder)
     s = recorder.maps["s"]
-    p = torch.exp(s - _finite(passes.lse_smoothed)[..., None])
+    p = torch.exp(s - _finite_lse(passes.lse_smoothed)[..., None])
     s_recompute = recorder.maps["s_recompute"]
     if spec.smoothing.k and x.grid.n_q and x.grid.n_k:
-        shift = Smoothed.of(x, slice(None)).shift
+        shift = SmoothedQK.of(x, slice(None)).shift
         assert shift is not None
         s, s_recompute = s + shift[..., None], s_recompute + shift[..., None]
     return Trace(
@@ -122,21 +125,22 @@ def trace(
 
 
 class Recorder(Hooks):
-    """Keeps the named maps whole, and every quantized operand if asked to.
+    """Records whole maps, and every quantized operand if `operands` is True.
 
-    maps: names of intermediates as in `Trace`, [Z, n_q, n_k].
+    maps: names of the maps to record, such as "ds"; the attribute `maps` holds them,
+        [Z, n_q, n_k].
     """
 
     def __init__(self, x: FlatProblem, *, maps: frozenset[str], operands: bool) -> None:
         self._x = x
         shape = (x.q.shape[0], x.grid.n_q, x.grid.n_k)
-        self.maps = {name: x.q.new_full(shape, _ABSENT[name]) for name in maps}
+        self.maps = {name: x.q.new_full(shape, _MASKED_VALUE[name]) for name in maps}
         self.row_delta = x.q.new_zeros(shape[:2])
         self._operands: dict[str, QTensor] | None = {} if operands else None
 
     def map(self, name: str, place: Place, tiles: Tensor) -> Tensor:
         if name in self.maps:
-            self._keep(name, place, tiles)
+            self._record_map(name, place, tiles)
         return tiles
 
     def ds(self, place: Place, ds: Tensor, p: Tensor) -> Tensor:
@@ -147,21 +151,21 @@ class Recorder(Hooks):
 
     def operand(self, site: str, tensor: str, place: Place, operand: Operand) -> Operand:
         if self._operands is not None and operand.scale is not None:
-            self._keep_operand(self._operands, f"{site}.{tensor}", place, operand)
+            self._record_operand(self._operands, f"{site}.{tensor}", place, operand)
         return operand
 
-    def _keep(self, name: str, place: Place, tiles: Tensor) -> None:
+    def _record_map(self, name: str, place: Place, tiles: Tensor) -> None:
         panel = place.panel
         assert panel is not None
-        if panel.ignored is not None:
-            tiles = tiles.masked_fill(panel.ignored, _ABSENT[name])
+        if panel.masked is not None:
+            tiles = tiles.masked_fill(panel.masked, _MASKED_VALUE[name])
         rows, columns = self._extent(panel)
         self.maps[name][place.heads, rows, columns] = from_tiles(
             tiles, rows.stop - rows.start, columns.stop
         )
 
-    def _keep_operand(
-        self, kept: dict[str, QTensor], key: str, place: Place, operand: Operand
+    def _record_operand(
+        self, recorded: dict[str, QTensor], key: str, place: Place, operand: Operand
     ) -> None:
         grid, heads = self._x.grid, place.heads
         if place.panel is None:
@@ -173,17 +177,17 @@ class Recorder(Hooks):
             rows, columns = self._extent(place.panel)
             part = as_qtensor(operand, rows.stop - rows.start, columns.stop)
             shape = scale_shape = (grid.n_q, grid.n_k)
-        if key not in kept:
+        if key not in recorded:
             z, device = self._x.q.shape[0], part.codes.device
-            kept[key] = QTensor(
+            recorded[key] = QTensor(
                 torch.zeros(z, *shape, dtype=part.codes.dtype, device=device),
                 torch.ones(z, *scale_shape, device=device),
             )
-        kept[key].codes[heads, rows, columns] = part.codes
-        kept[key].scale[heads, rows, columns] = part.scale
+        recorded[key].codes[heads, rows, columns] = part.codes
+        recorded[key].scale[heads, rows, columns] = part.scale
 
     def quantized(self) -> dict[str, QTensor]:
-        """The operands, with the caller's leading shape of q, or of k for operands k and v."""
+        """The recorded operands. k and v have the caller's leading shape of k, the others q's."""
         shaped: dict[str, QTensor] = {}
         for key, whole in (self._operands or {}).items():
             codes, scale = self._x.query_heads(whole.codes), self._x.query_heads(whole.scale)
@@ -200,6 +204,6 @@ class Recorder(Hooks):
         return rows, slice(0, min(panel.key_blocks * grid.block_k, grid.n_k))
 
 
-def _finite(lse: Tensor) -> Tensor:
-    """lse with 0 for queries that attend to no key, so that exp(-inf - lse) is 0 there."""
+def _finite_lse(lse: Tensor) -> Tensor:
+    """lse with 0 instead of -inf for queries that attend to no key; exp(-inf - 0) is 0, not NaN."""
     return lse.masked_fill(lse == -math.inf, 0.0)

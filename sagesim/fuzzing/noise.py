@@ -24,7 +24,7 @@ from sagesim.emulator import (
     Hooks,
     Operand,
     Place,
-    Smoothed,
+    SmoothedQK,
     Trace,
     to_tiles,
 )
@@ -76,7 +76,7 @@ class Errors:
         def flat(y: Tensor) -> Tensor:
             return y.reshape(x.q.shape[0], *y.shape[len(x.heads) :]).to(x.q.dtype)
 
-        everything = Smoothed.of(x, slice(None))
+        everything = SmoothedQK.of(x, slice(None))
         q, k, v = everything.q.abs(), everything.k.abs(), x.v.abs()
         if everything.q_mean is not None:
             q = q + (x.q - everything.q).abs()
@@ -124,8 +124,8 @@ class Freedoms(Hooks):
         match name:
             case "s" | "s_recompute":
                 size = tiles.abs()
-                if place.panel is not None and place.panel.ignored is not None:
-                    size.masked_fill_(place.panel.ignored, 0.0)
+                if place.panel is not None and place.panel.masked is not None:
+                    size.masked_fill_(place.panel.masked, 0.0)
                 # exp subtracts the row's maximum, or L, from S; 1 stands for exp's own error.
                 top = size.amax((-2, -1), keepdim=True)
                 if name == "s_recompute":

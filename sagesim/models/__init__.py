@@ -1,4 +1,4 @@
-"""See, record and replace the attention calls of any model."""
+"""Intercept, record and emulate the attention calls of any model."""
 
 from sagesim.models.captures import Call, Capture
 from sagesim.models.emulation import emulate

@@ -18,7 +18,10 @@ from sagesim.files import replacing
 from sagesim.problem import AttentionProblem
 
 _KEY: Final = "sagesim.capture"
-"""Where in a file's metadata the description is. One key: safetensors does not keep an order."""
+"""The metadata key that holds the description of all calls, as JSON.
+
+There is only one key, because safetensors does not keep the order of keys.
+"""
 
 _VERSION: Final = 1
 
@@ -33,11 +36,11 @@ class Call(AttentionProblem):
     finite and of one floating dtype. attn_mask is boolean with four axes, broadcastable to
     [b, h, n_q, n_k].
 
-    index: number of the call in the forward that was recorded; see `sagesim.capture`.
-    name: of the module that made the call.
+    index: number of the call in the recorded forward; see `sagesim.capture`.
+    name: name of the module that made the call.
 
     Raises:
-        ValueError: if a tensor is not like that; it names the call and the tensor.
+        ValueError: if a tensor breaks one of these rules. The message names call and tensor.
 
     >>> import sagesim
     >>> q, k, v, do = torch.randn(4, 1, 2, 10, 16)
@@ -81,7 +84,7 @@ class Call(AttentionProblem):
         return f"call {self.index}" + (f" in {self.name}" if self.name else "")
 
     def to(self, dtype: torch.dtype) -> Call:
-        """With q, k, v and do in `dtype`, if it holds them; see `Capture.to`."""
+        """Return the call with q, k, v and do converted to `dtype`; see `Capture.to`."""
         return replace(
             self,
             **{name: _convert(self.tensors[name], dtype, f"{self}: {name}") for name in _FLOATS},
@@ -90,12 +93,12 @@ class Call(AttentionProblem):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Capture:
-    """Attention problems of a model in the order of their calls, and where they come from.
+    """The recorded attention calls of a model, in order, and where they come from.
 
-    loss_scale: the power of two that the loss was multiplied by before backward; every do is that
-        many times the gradient of the loss.
-    source: where the numbers come from, in the recorder's words; JSON values.
-    torch_version: of the PyTorch that computed them.
+    loss_scale: the power of two that the loss was multiplied by before backward. Every do is the
+        gradient of the unscaled loss times loss_scale.
+    source: the provenance that the caller of `sagesim.capture` gave; JSON values.
+    torch_version: version of the PyTorch that computed the tensors.
     """
 
     calls: tuple[Call, ...]
@@ -105,27 +108,30 @@ class Capture:
 
     def __post_init__(self) -> None:
         if not self.calls:
-            raise ValueError("a capture of no calls")
+            raise ValueError("a capture needs at least one call")
         check_loss_scale(self.loss_scale)
         object.__setattr__(self, "source", MappingProxyType(json_copy(self.source)))
 
     def to(self, dtype: torch.dtype) -> Capture:
-        """With q, k, v and do of every call in `dtype`, which has to hold them well.
+        """Return the capture with q, k, v and do of every call converted to `dtype`.
 
-        Rounding a number to the nearest normal one changes it by eps/2 of itself at most. A head
-        that changes by more than eps/2 of its own L2 norm has lost numbers to underflow.
+        Rounding to the nearest normal number changes a value by at most eps/2 of itself. A head
+        that changes by more than eps/2 of its L2 norm has lost values to underflow.
 
         Raises:
-            ValueError: naming call and tensor where a value overflows, or a head underflows.
+            ValueError: if a value overflows or a head underflows. The message names call and
+                tensor.
         """
         return replace(self, calls=tuple(call.to(dtype) for call in self.calls))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file, whole or not at all. The same capture gives the same bytes.
+        """Write a safetensors file. Equal captures give equal bytes.
+
+        If writing fails, a file that is already at `path` stays as it is.
 
         Raises:
-            ModuleNotFoundError: without the package safetensors.
-            OSError: where the file cannot be written.
+            ModuleNotFoundError: if the package safetensors is not installed.
+            OSError: if the file cannot be written.
         """
         import safetensors.torch
 
@@ -133,7 +139,7 @@ class Capture:
         entries: list[dict[str, Any]] = []
         for number, call in enumerate(self.calls):
             for name, x in call.tensors.items():
-                # a copy: safetensors refuses tensors that share memory
+                # Copies, because safetensors refuses tensors that share memory.
                 layout = torch.contiguous_format
                 tensors[f"{number}.{name}"] = x.to("cpu", copy=True, memory_format=layout)
             entries.append(
@@ -159,12 +165,13 @@ class Capture:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Capture:
-        """Read a file that `save` wrote. Nothing in it is executed.
+        """Read a file that `save` wrote. The file cannot contain code.
 
         Raises:
-            ModuleNotFoundError: without the package safetensors.
-            ValueError: naming the path and what is wrong: no file, not safetensors, no or
-                other metadata, tensors that are missing, surplus, misshapen or not finite.
+            ModuleNotFoundError: if the package safetensors is not installed.
+            ValueError: if there is no such file, it is not a safetensors file, its metadata do not
+                describe a capture, or a tensor is missing, surplus, of another shape or dtype than
+                the metadata say, or not finite. The message names the path and the problem.
         """
         import safetensors
 
@@ -178,7 +185,7 @@ class Capture:
         except safetensors.SafetensorError as error:
             raise ValueError(f"{path}: not a readable safetensors file: {error}") from error
         if _KEY not in metadata:
-            raise ValueError(f"{path}: not a capture: its metadata lack {_KEY!r}")
+            raise ValueError(f"{path}: not a capture: its metadata have no key {_KEY!r}")
         try:
             return cls._parse(json.loads(metadata[_KEY]), tensors)
         except ValueError as error:
@@ -190,15 +197,20 @@ class Capture:
             raise ValueError(f"version {version} of the format; this sagesim reads {_VERSION}")
         calls: list[Call] = []
         for number, entry in enumerate(_field(description, "calls", list)):
-            parts: dict[str, Tensor | None] = {"attn_mask": None}
-            for name, said in _field(entry, "tensors", dict).items():
+            found: dict[str, Tensor] = {}
+            for name, expected in _field(entry, "tensors", dict).items():
                 x = tensors.pop(f"{number}.{name}", None)
-                if x is None or _describe(x) != said:
-                    found = "missing" if x is None else _describe(x)
-                    raise ValueError(f"tensor {number}.{name} is {found}; metadata say {said}")
-                parts[name] = x
-            if set(parts) != {*_FLOATS, "attn_mask"}:
-                raise ValueError(f"call {number} consists of {', '.join(sorted(parts))}")
+                if x is None or _describe(x) != expected:
+                    actual = "missing" if x is None else _describe(x)
+                    raise ValueError(
+                        f"tensor {number}.{name} is {actual}; the metadata say {expected}"
+                    )
+                found[name] = x
+            if set(found) - {"attn_mask"} != set(_FLOATS):
+                raise ValueError(
+                    f"call {number} has tensors {', '.join(sorted(found))}; it needs "
+                    f"{', '.join(_FLOATS)} and may have attn_mask"
+                )
             calls.append(
                 Call(
                     index=_field(entry, "index", int),
@@ -206,11 +218,12 @@ class Capture:
                     is_causal=_field(entry, "is_causal", bool),
                     scale=_field(entry, "scale", float, int, type(None)),
                     enable_gqa=_field(entry, "enable_gqa", bool),
-                    **parts,  # pyright: ignore[reportArgumentType]
+                    attn_mask=found.get("attn_mask"),
+                    **{name: found[name] for name in _FLOATS},
                 )
             )
         if tensors:
-            raise ValueError(f"tensors that no call names: {', '.join(sorted(tensors))}")
+            raise ValueError(f"tensors that belong to no call: {', '.join(sorted(tensors))}")
         return cls(
             calls=tuple(calls),
             loss_scale=_field(description, "loss_scale", float, int),
@@ -226,7 +239,7 @@ def check_loss_scale(loss_scale: float) -> None:
 
 
 def json_copy(source: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file gives back for `source`; ValueError unless it equals it."""
+    """Return a copy of `source` as JSON reads it back. Raise ValueError if the copy differs."""
     try:
         copy = json.loads(json.dumps(dict(source), allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -247,7 +260,7 @@ def _convert(x: Tensor, dtype: torch.dtype, what: str) -> Tensor:
         worst = float((changes / norms).nan_to_num().max())
         raise ValueError(
             f"{what} underflows {dtype}: a head changes by {worst:.2g} of its norm, and {zeroed} "
-            "numbers become 0 (a dO that is too small wants a larger loss scale)"
+            "numbers become 0 (if dO is too small, use a larger loss scale)"
         )
     return y
 

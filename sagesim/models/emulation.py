@@ -20,27 +20,28 @@ from sagesim.spec import AttentionSpec
 def emulate(
     spec: AttentionSpec, *, layers: Mapping[int | str, AttentionSpec] | None = None
 ) -> Generator[None]:
-    """Compute every `scaled_dot_product_attention` made inside by `sagesim.attention`.
+    """Context manager that runs every `scaled_dot_product_attention` call as `sagesim.attention`.
 
-    No code of the model changes. A call made inside keeps its spec: its backward is emulated
-    wherever it runs. Only under activation checkpointing, which makes the calls a second time in
-    the backward, the backward belongs inside as well.
+    The model needs no changes. The backward of a call made inside the context is emulated too, and
+    may run after the context has ended. Exception: activation checkpointing repeats the calls in
+    the backward, which must then run inside the context.
 
     Args:
-        spec: of every call that `layers` does not name.
-        layers: other specs, by index or by name. An index counts calls in the order in which
-            they are first made: 0 is the first of the model, and of each later forward (see
-            `SdpaCall`). A name is that of the module a call is made in, or of
-            one around it, among the `named_modules()` of the outermost module called:
-            "encoder.layer.3".
+        spec: the spec of every call that no key of `layers` matches.
+        layers: specs of single calls, by index or by module name. An index is the number of the
+            call in the forward, from 0; later forwards number their calls alike (see `SdpaCall`).
+            A name matches the calls of the module that has it and of all modules inside that
+            module. Names are those of `named_modules()` of the outermost module that is called,
+            for example "encoder.layer.3".
 
     Raises:
-        ValueError: at a call that is not emulated, naming the call and the reason (dropout, a
-            mask that is not boolean, nested tensors, need_weights=True) or two keys of `layers`
-            that name it; when left, naming each key of `layers` that named no call.
-        TypeError, ValueError: as `sagesim.attention`, with a note of the call.
-        RuntimeError: at a call inside a checkpoint with use_reentrant=True, or one recomputed of
-            which cannot be told which of `layers` it is; when left, if no call was made.
+        ValueError: at a call that cannot be emulated (dropout, a mask that is not boolean, nested
+            tensors, need_weights=True), or that several keys of `layers` match; the message names
+            the call. At the end of the context, if a key of `layers` matched no call.
+        TypeError, ValueError: as `sagesim.attention`, with a note that names the call.
+        RuntimeError: at a call inside a checkpoint with use_reentrant=True; at a call that a
+            checkpoint recomputes, if `layers` is given and the call's index is not known. At the
+            end of the context, if no call was made.
 
     >>> import sagesim
     >>> layer = torch.nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True)
@@ -50,37 +51,39 @@ def emulate(
     layers = dict(layers or {})
     for each in (spec, *layers.values()):
         check_spec(each)
-    named: set[int | str] = set()
-    made: dict[str, None] = {}
+    matched: set[int | str] = set()
+    calls: dict[str, None] = {}  # ordered, without duplicates
 
-    def answer(call: SdpaCall, _run: Callable[[], Tensor]) -> Tensor:
+    def emulated(call: SdpaCall, _run: Callable[[], Tensor]) -> Tensor:
         call.refuse_unsupported()
         _refuse_reentrant(call)
         if layers and call.index is None:
             raise RuntimeError(
-                f"{call}: its module makes several SDPA calls, and this is one of them, made "
-                "again by activation checkpointing; `layers` cannot tell which"
+                f"{call}: activation checkpointing recomputes one of several SDPA calls of its "
+                "module, and PyTorch does not say which, so `layers` cannot be applied"
             )
-        keys = [key for key in layers if call.is_at(key)]
+        keys = [key for key in layers if call.matches(key)]
         if len(keys) > 1:
-            raise ValueError(f"{call}: several keys of layers name it: {_join(keys)}")
-        named.update(keys)
-        made[str(call)] = None
+            raise ValueError(f"{call}: several keys of layers match it: {_join(keys)}")
+        matched.update(keys)
+        calls[str(call)] = None
         try:
             return attention(call, spec=layers[keys[0]] if keys else spec)
         except (TypeError, ValueError) as error:
             error.add_note(f"at {call}")
             raise
 
-    with sdpa_calls(answer):
+    with sdpa_calls(emulated):
         yield
-    if not made:
+    if not calls:
         raise RuntimeError(
-            "nothing was emulated: no scaled_dot_product_attention was called inside (is the "
-            "model's attention implementation another one, such as eager?)"
+            "nothing was emulated: scaled_dot_product_attention was not called inside the context "
+            "(does the model use another attention implementation, such as eager?)"
         )
-    if unknown := [key for key in layers if key not in named]:
-        raise ValueError(f"layers: no call is at {_join(unknown)}; seen were {', '.join(made)}")
+    if unknown := [key for key in layers if key not in matched]:
+        raise ValueError(
+            f"layers: no SDPA call matches {_join(unknown)}; the calls were {', '.join(calls)}"
+        )
 
 
 def _join(keys: list[int | str]) -> str:
@@ -88,8 +91,11 @@ def _join(keys: list[int | str]) -> str:
 
 
 def _refuse_reentrant(call: SdpaCall) -> None:
-    """Reentrant checkpointing discards the emulated call, and makes it again in the backward:
-    outside the context that would be plain attention, and nobody would tell."""
+    """Raise RuntimeError if the call is made inside a reentrant checkpoint.
+
+    A reentrant checkpoint discards the emulated call and repeats it in the backward. Outside the
+    context the repeated call would silently be plain SDPA.
+    """
     if torch.is_grad_enabled():
         return
     frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""Captures of causal language models that are stored in Hugging Face's layout."""
+"""Capture the attention of a causal language model from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def capture_language_model(
     """Record the attention of a local causal language model on the beginning of a text.
 
     The model runs once, forward and backward, on the CPU. The loss is the model's own, multiplied
-    by a power of two; see `Capture.loss_scale`. Nothing is downloaded, and no code of the folder is
+    by a power of two; see `Capture.loss_scale`. Nothing is downloaded, and no code in the folder is
     executed.
 
     Args:
@@ -52,7 +52,8 @@ def capture_language_model(
         ids = encoded["input_ids"]
         if ids.shape[1] < 2:
             raise ValueError(f"{title}: {ids.shape[1]} tokens of text; at least 2 are needed")
-        # The loss is a mean over tokens. Times about their number, dO has the size of one token's.
+        # The loss is a mean over tokens, which makes dO small. Multiplying by about their number
+        # gives dO the size that it would have for a single token.
         loss_scale = float(2 ** ids.shape[1].bit_length())
         source = {
             "model": folder.resolve().name,

@@ -1,4 +1,4 @@
-"""Record the attention problems, gradients included, that a model really poses."""
+"""Record the attention calls of a model and the gradients of their outputs."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from sagesim.problem import autocast
 
 
 class Recording:
-    """What a `capture` records; its `result` is there once every recorded call had its backward."""
+    """The calls that `capture` records. `result` needs the backward of every recorded call."""
 
     def __init__(self, loss_scale: float, source: Mapping[str, Any]) -> None:
         self._loss_scale, self._source = loss_scale, source
         self._pending: list[_Pending] = []
 
     def result(self) -> Capture:
-        """The capture.
+        """The recorded calls with their gradients.
 
         Raises:
-            RuntimeError: naming the calls whose backward has not run.
-            ValueError: naming the call and the tensor that holds NaN or Inf.
+            RuntimeError: if the backward of a call has not run; the message names the calls.
+            ValueError: if a tensor holds NaN or Inf; the message names call and tensor.
         """
         if missing := [str(p.call) for p in self._pending if p.do is None]:
-            raise RuntimeError(f"no backward has run through {', '.join(missing)}: no dO recorded")
+            raise RuntimeError(f"no backward has run through {', '.join(missing)}, so dO is missing")
         return Capture(
             calls=tuple(pending.finished() for pending in self._pending),
             loss_scale=self._loss_scale,
@@ -39,7 +39,7 @@ class Recording:
         )
 
     def add(self, pending: _Pending) -> None:
-        """Take in a call of this forward."""
+        """Add a call. Raise RuntimeError if a call with its index is already recorded."""
         for other in self._pending:
             if other.call.index == pending.call.index:
                 raise RuntimeError(
@@ -59,34 +59,36 @@ def capture(
     loss_scale: float = 1.0,
     source: Mapping[str, Any] | None = None,
 ) -> Generator[Recording]:
-    """Record q, k, v and the incoming dO of every SDPA call of one forward made inside.
+    """Context manager that records q, k, v and dO of every SDPA call of one forward.
 
-    The model computes what it computes without, to the bit. Its backward may run inside or
-    later. Copies are recorded, in the dtype that SDPA computes in (autocast's, under autocast),
-    on the device of the model. To record an emulated model, enter `capture` inside `emulate`.
+    The model computes the same bits as without it. Its backward may run inside the context or
+    later. What is recorded are copies on the model's device, in the dtype that SDPA computes in
+    (under autocast, autocast's dtype). To record an emulated model, enter `capture` inside
+    `emulate`.
 
-    Every limit leaves an attention problem whose O and dQ are those of the model's own call. dK
-    and dV are the part of the model's that comes from the recorded queries.
+    `batch`, `heads` and `tokens` record a part of each call. O and dQ of that part are those of the
+    model's call. dK and dV are the sums over the recorded queries only.
 
     Args:
-        model: record only the calls made in it, and name them relative to it. Without, every
-            call is recorded, and named relative to the outermost module it is made in.
-        layers: which calls, by index or name, as in `sagesim.emulate`; all by default.
-        batch: which items of the batch; all by default.
-        heads: which heads of k and v, each with the heads of q that share it; all by default.
-        tokens: at most the first so many queries, and all the keys that they can attend to: as
-            many if is_causal, all otherwise. All by default.
+        model: if given, only calls made in this module are recorded, and their names are relative
+            to it. By default every call is recorded, and its name is relative to the outermost
+            module that is called.
+        layers: the calls to record, by index or name as in `sagesim.emulate`; default: all.
+        batch: the items of the batch to record; default: all.
+        heads: the heads of k and v to record, each with the heads of q that share it; default: all.
+        tokens: number of queries to record, from the first. With is_causal, the same number of keys
+            is recorded, otherwise all keys. Default: all.
         loss_scale: the power of two by which the caller multiplies the loss. Recorded, not applied.
-        source: provenance, in JSON values; recorded.
+        source: provenance as JSON values. Recorded.
 
     Raises:
-        ValueError: at a call that is no plain attention problem, naming it and the reason
-            (dropout, a mask that is not boolean, nested tensors, need_weights=True, other than
-            four axes), or that lacks an item of `batch` or `heads`; at once, for a loss_scale
-            that is no power of two, a source that is not JSON, or tokens < 1; when left, naming
-            each of `layers` at which no call was made.
-        RuntimeError: at a call whose output needs no gradient; at a call that is made a second
-            time; at a second backward; when left, if no call was made.
+        ValueError: at once, if loss_scale is not a power of two, source is not JSON, or a limit
+            selects nothing. At a call that is not supported (dropout, a mask that is not boolean,
+            nested tensors, need_weights=True, other than four axes) or has no such item of `batch`
+            or `heads`; the message names the call. At the end of the context, if an item of
+            `layers` matched no call.
+        RuntimeError: at a call whose output needs no gradient, a call that is made a second time,
+            or a second backward. At the end of the context, if no call was made.
 
     >>> layer = torch.nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True)
     >>> with capture(tokens=5) as recording:
@@ -95,23 +97,23 @@ def capture(
     >>> call.name, call.q.shape, call.k.shape
     ('self_attn', torch.Size([1, 4, 5, 8]), torch.Size([1, 4, 10, 8]))
     """
-    limits = _Limits(batch, heads, tokens)
+    selection = _Selection(batch, heads, tokens)
     check_loss_scale(loss_scale)
     recording = Recording(loss_scale, json_copy(source or {}))
-    seen: dict[str, None] = {}
-    named: set[int | str] = set()
+    calls: dict[str, None] = {}  # ordered, without duplicates
+    matched: set[int | str] = set()
 
-    def answer(call: SdpaCall, run: Callable[[], Tensor]) -> Tensor:
+    def recorded(call: SdpaCall, run: Callable[[], Tensor]) -> Tensor:
         if call.recomputed:
             return run()
-        seen[str(call)] = None
+        calls[str(call)] = None
         if layers is not None:
-            keys = [key for key in layers if call.is_at(key)]
-            named.update(keys)
+            keys = [key for key in layers if call.matches(key)]
+            matched.update(keys)
             if not keys:
                 return run()
         call.refuse_unsupported()
-        pending = _Pending(call, limits)
+        pending = _Pending(call, selection)
         o = run()
         if not o.requires_grad:
             raise RuntimeError(f"{call}: its output needs no gradient, so there is no dO to record")
@@ -119,21 +121,23 @@ def capture(
         o.register_hook(pending.receive)
         return o
 
-    with sdpa_calls(answer, model):
+    with sdpa_calls(recorded, model):
         yield recording
-    if not seen:
+    if not calls:
         raise RuntimeError(
-            "nothing was recorded: no scaled_dot_product_attention was called inside (is the "
-            "model's attention implementation another one, such as eager, was emulate entered "
-            "after capture, or is the call not in the given model?)"
+            "nothing was recorded: scaled_dot_product_attention was not called inside the context "
+            "(does the model use another attention implementation, such as eager, was emulate "
+            "entered after capture, or was the call not in the given model?)"
         )
-    if unknown := [repr(key) for key in layers or () if key not in named]:
-        raise ValueError(f"layers: no call is at {', '.join(unknown)}; seen were {', '.join(seen)}")
+    if unknown := [repr(key) for key in layers or () if key not in matched]:
+        raise ValueError(
+            f"layers: no SDPA call matches {', '.join(unknown)}; the calls were {', '.join(calls)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
-    """What is taken of a call's tensors; None takes everything."""
+class _Selection:
+    """The part of a call's tensors to record; None selects everything."""
 
     batch: Sequence[int] | None
     heads: Sequence[int] | None
@@ -142,12 +146,12 @@ class _Limits:
     def __post_init__(self) -> None:
         for name, wanted in (("batch", self.batch), ("heads", self.heads)):
             if wanted is not None and len(wanted) == 0:
-                raise ValueError(f"{name}={wanted} takes nothing")
+                raise ValueError(f"{name}={wanted} selects nothing")
         if self.tokens is not None and self.tokens < 1:
             raise ValueError(f"tokens={self.tokens} is not a positive number of tokens")
 
     def check(self, call: SdpaCall) -> None:
-        """Raise ValueError where the call has no four axes, or not the wanted items."""
+        """Raise ValueError unless the tensors have four axes and all selected items."""
         for name, x in (("query", call.q), ("key", call.k), ("value", call.v)):
             if x.ndim != 4:
                 raise ValueError(f"{call}: {name} has shape {tuple(x.shape)}, not [b, h, n, d]")
@@ -156,47 +160,47 @@ class _Limits:
             ("heads", self.heads, call.k.shape[1]),
         ):
             if wanted is not None and not all(0 <= i < size for i in wanted):
-                raise ValueError(f"{call}: {name}={wanted}, of {size}")
+                raise ValueError(f"{call}: {name}={wanted} is out of range for size {size}")
 
     def queries(self, x: Tensor, groups: int) -> Tensor:
-        """Of q or do [b, h, n_q, d], or of a mask of that rank."""
+        """Select from q or do [b, h, n_q, d], or from a mask with four axes."""
         heads = self.heads and [h * groups + i for h in self.heads for i in range(groups)]
         return _take(_take(x, 0, self.batch), 1, heads)[:, :, : self.tokens]
 
     def keys(self, x: Tensor, is_causal: bool) -> Tensor:
-        """Of k or v [b, h_kv, n_k, d]."""
+        """Select from k or v [b, h_kv, n_k, d]."""
         tokens = self.tokens if is_causal else None
         return _take(_take(x, 0, self.batch), 1, self.heads)[:, :, :tokens]
 
 
 class _Pending:
-    """Copies of what is recorded of a call, which waits for its gradient."""
+    """A recorded call that waits for the gradient of its output."""
 
-    def __init__(self, call: SdpaCall, limits: _Limits) -> None:
-        limits.check(call)
+    def __init__(self, call: SdpaCall, selection: _Selection) -> None:
+        selection.check(call)
         self._groups = call.q.shape[1] // max(call.k.shape[1], 1)
-        self._limits = limits
+        self._selection = selection
         q, k, v = autocast(call.q, call.k, call.v)
         mask = call.attn_mask
         if mask is not None:
-            mask = _copy(limits.queries(mask[(None,) * (4 - mask.ndim)], self._groups))
+            mask = _copy(selection.queries(mask[(None,) * (4 - mask.ndim)], self._groups))
         self.call = replace(
             call,
-            q=_copy(limits.queries(q, self._groups)),
-            k=_copy(limits.keys(k, call.is_causal)),
-            v=_copy(limits.keys(v, call.is_causal)),
+            q=_copy(selection.queries(q, self._groups)),
+            k=_copy(selection.keys(k, call.is_causal)),
+            v=_copy(selection.keys(v, call.is_causal)),
             attn_mask=mask,
         )
         self.do: Tensor | None = None
 
     def receive(self, do: Tensor) -> None:
-        """The hook of the call's output; PyTorch passes the sum over all uses of it."""
+        """Hook of the call's output. PyTorch passes the gradient summed over all its uses."""
         if self.do is not None:
-            raise RuntimeError(f"{self.call}: a second backward; capture one at a time")
-        self.do = _copy(self._limits.queries(do, self._groups))
+            raise RuntimeError(f"{self.call}: ran backward a second time; capture records one backward")
+        self.do = _copy(self._selection.queries(do, self._groups))
 
     def finished(self) -> Call:
-        """The recorded problem; its gradient is there."""
+        """The recorded call. The gradient must have been received."""
         call = self.call
         assert self.do is not None and call.index is not None
         return Call(
@@ -214,7 +218,7 @@ class _Pending:
 
 
 def _take(x: Tensor, axis: int, indices: Sequence[int] | None) -> Tensor:
-    """The given items of an axis; an axis of 1 stays, it is broadcast."""
+    """Select items of an axis. An axis of size 1 is kept, because it is broadcast."""
     if indices is None or x.shape[axis] == 1:
         return x
     return x.index_select(axis, torch.tensor(indices, device=x.device))

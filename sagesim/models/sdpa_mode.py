@@ -1,8 +1,8 @@
-"""See every `scaled_dot_product_attention` call of any model, and answer in its place.
+"""Intercept the `scaled_dot_product_attention` calls of any model.
 
-Nothing is patched. PyTorch offers each call to the `TorchFunctionMode`s of its thread, and hooks
-that all modules run tell in which module it is made; both are gone when the context is left.
-Not seen: calls of other threads (`nn.DataParallel`), and attention computed by other means.
+Nothing is patched. A `TorchFunctionMode` receives each call, and global module hooks record which
+module makes it. Both are removed at the end of the context. Calls of other threads
+(`nn.DataParallel`) and attention that is computed without SDPA are not intercepted.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from sagesim.problem import AttentionProblem
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SdpaCall(AttentionProblem):
-    """The arguments of one SDPA call, and the module that makes it. do is not known yet.
+    """The arguments of one SDPA call and the module that makes it. `do` is None.
 
-    index: number of the call among those of the model, in the order in which they are first made.
-        A later forward makes the same calls again, and each has the index it had. A call is
-        identified by the innermost module that makes it and by the number of calls that this module
-        made before it, since the outermost module was entered. Calls outside of any module are all
-        different. None where a backward recomputes one of several calls of a module (activation
-        checkpointing): PyTorch does not say which.
-    name: of the innermost module, relative to the outermost module; "" outside of any module.
-    recomputed: whether a backward makes the call again.
+    index: number of the call, in the order in which the calls are first made. A later forward
+        repeats the calls with the same indices: a call is identified by the innermost module that
+        makes it and the number of calls that this module has made since the outermost module was
+        entered. Calls outside of modules all have different indices. None if activation
+        checkpointing recomputes one of several calls of a module, because PyTorch does not say
+        which.
+    name: name of the innermost module, relative to the outermost one; "" outside of modules.
+    recomputed: whether activation checkpointing repeats the call in a backward.
     """
 
     dropout_p: float
@@ -44,14 +44,14 @@ class SdpaCall(AttentionProblem):
     name: str
     recomputed: bool
 
-    def is_at(self, place: int | str) -> bool:
-        """Whether `place` is this call's index, its module's name, or that of a module around."""
-        if isinstance(place, int):
-            return place == self.index
-        return f"{self.name}.".startswith(f"{place}." if place else "")
+    def matches(self, key: int | str) -> bool:
+        """Whether `key` is the call's index, or the name of its module or of an enclosing one."""
+        if isinstance(key, int):
+            return key == self.index
+        return f"{self.name}.".startswith(f"{key}." if key else "")
 
     def refuse_unsupported(self) -> None:
-        """Raise ValueError, naming the reason, for what is no plain attention problem."""
+        """Raise ValueError for dropout, a mask that is not boolean, or nested tensors."""
         if self.dropout_p > 0:
             raise ValueError(
                 f"{self}: dropout_p={self.dropout_p}; random dropout of P is not supported, "
@@ -60,7 +60,7 @@ class SdpaCall(AttentionProblem):
         if self.attn_mask is not None and self.attn_mask.dtype is not torch.bool:
             raise ValueError(
                 f"{self}: attn_mask is {self.attn_mask.dtype}; only boolean masks (True attends) "
-                "are supported (nn.MultiheadAttention makes its masks float)"
+                "are supported (nn.MultiheadAttention converts its masks to float)"
             )
         for name, x in (("query", self.q), ("key", self.k), ("value", self.v)):
             if x.is_nested:
@@ -71,82 +71,86 @@ class SdpaCall(AttentionProblem):
         return f"SDPA call {index}" + (f" in {self.name}" if self.name else "")
 
 
-Answer = Callable[[SdpaCall, Callable[[], Tensor]], Tensor]
-"""Gives a call's result. The second argument makes the call as if nobody had seen it."""
+Handler = Callable[[SdpaCall, Callable[[], Tensor]], Tensor]
+"""Returns the result of a call. Its second argument is a function that runs the original call."""
 
 
 @contextlib.contextmanager
-def sdpa_calls(answer: Answer, model: nn.Module | None = None) -> Generator[None]:
-    """Have `answer` give the result of every SDPA call made inside, its backward included.
+def sdpa_calls(handler: Handler, model: nn.Module | None = None) -> Generator[None]:
+    """Context manager that replaces the result of every SDPA call by that of `handler`.
 
-    With a `model`, of every call that is made in one of its modules; names are relative to it,
-    and other calls go their way.
+    Contexts nest: the handler of the innermost context is called first, and the calls that it
+    makes are passed to the next context. Compiled code runs uncompiled inside the context, because
+    calls in compiled code cannot be intercepted.
 
-    Contexts nest: the innermost sees a call first, the next one the calls made to answer it.
-    What torch.compile has compiled runs uncompiled inside, as its calls could not be seen.
+    Args:
+        handler: called with each call; autograd differentiates what it returns.
+        model: if given, only the calls of its modules are intercepted, and names are relative to
+            it.
 
     Raises:
-        ValueError: at an `nn.MultiheadAttention` that computes attention without SDPA, because
-            of need_weights=True.
-        RuntimeError: when a backward inside recomputes a call whose forward ran outside.
+        ValueError: at an `nn.MultiheadAttention` with need_weights=True, which does not use SDPA.
+        RuntimeError: if a backward recomputes a call whose forward ran outside the context.
     """
-    places = _Places(model)
+    locator = _Locator(model)
     with contextlib.ExitStack() as stack:
-        stack.callback(register_module_forward_pre_hook(places.enter).remove)
-        stack.callback(register_module_forward_hook(places.leave, always_call=True).remove)
+        stack.callback(register_module_forward_pre_hook(locator.enter).remove)
+        stack.callback(register_module_forward_hook(locator.leave, always_call=True).remove)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(_Mode(places, answer))
+        stack.enter_context(_Mode(locator, handler))
         yield
 
 
-class _Here(threading.local):
-    """Where this thread is; hooks run in every thread, and a backward may run in one of its own."""
+class _ModuleStack(threading.local):
+    """The modules whose forward is running in this thread.
+
+    Module hooks run in every thread, and a backward may run in a thread of its own.
+    """
 
     def __init__(self) -> None:
-        self.modules: list[nn.Module] = []  # entered and not left, outermost first
-        self.calls: Counter[nn.Module | None] = Counter()  # made since the outermost was entered
+        self.modules: list[nn.Module] = []  # outermost first
+        self.calls: Counter[nn.Module | None] = Counter()  # since the outermost was entered
 
 
-class _Places:
-    """Indices and names of calls, from the modules that are entered and left."""
+class _Locator:
+    """Finds the index and name of each call by following which modules are entered and left."""
 
     def __init__(self, model: nn.Module | None) -> None:
-        self._here = _Here()
+        self._stack = _ModuleStack()
         self._model = model
-        self._names = {part: name for name, part in model.named_modules()} if model else {}
+        self._names = {module: name for name, module in model.named_modules()} if model else {}
         self._indices: dict[tuple[nn.Module | None, int], int] = {}
 
     def enter(self, module: nn.Module, _args: Any) -> None:
-        here = self._here
-        if not here.modules:
-            here.calls = Counter({None: here.calls[None]})
-            # A part of a model that was seen whole keeps its name when it is called by itself,
-            # as activation checkpointing does.
+        stack = self._stack
+        if not stack.modules:
+            stack.calls = Counter({None: stack.calls[None]})
+            # A submodule of a model that has run keeps its name if it is called on its own, as
+            # activation checkpointing does.
             if self._model is None and module not in self._names:
-                self._names.update({part: name for name, part in module.named_modules()})
-        here.modules.append(module)
+                self._names.update({inner: name for name, inner in module.named_modules()})
+        stack.modules.append(module)
 
     def leave(self, module: nn.Module, _args: Any, _result: Any) -> None:
-        modules = self._here.modules
-        # A context that was entered inside a module's forward sees it leave only.
+        modules = self._stack.modules
+        # If the context was entered inside a module's forward, the module is not on the stack.
         if module in modules:
             while modules.pop() is not module:
                 pass
 
     def locate(self) -> tuple[int | None, str, bool] | None:
-        """Index, name and whether it is recomputed, of the call that is being made; None where
-        that is not in the model."""
-        here = self._here
-        module = here.modules[-1] if here.modules else None
-        name = next((self._names[m] for m in reversed(here.modules) if m in self._names), None)
+        """Index, name and `recomputed` of the current call; None if it is not in the model."""
+        stack = self._stack
+        module = stack.modules[-1] if stack.modules else None
+        name = next((self._names[m] for m in reversed(stack.modules) if m in self._names), None)
         if name is None:
             if self._model is not None:
                 return None
             name = ""
         if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
             return self._recomputed(module, name), name, True
-        key = (module, here.calls[module])
-        here.calls[module] += 1
+        key = (module, stack.calls[module])
+        stack.calls[module] += 1
         return self._indices.setdefault(key, len(self._indices)), name, False
 
     def _recomputed(self, module: nn.Module | None, name: str) -> int | None:
@@ -160,19 +164,19 @@ class _Places:
 
 
 class _Mode(TorchFunctionMode):
-    def __init__(self, places: _Places, answer: Answer) -> None:
+    def __init__(self, locator: _Locator, handler: Handler) -> None:
         super().__init__()
-        self._places, self._answer = places, answer
+        self._locator, self._handler = locator, handler
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in _SDPA:
-            place = self._places.locate()
-            if place is None:
+            location = self._locator.locate()
+            if location is None:
                 return func(*args, **kwargs)
-            return self._answer(_bind(place, *args, **kwargs), lambda: func(*args, **kwargs))
+            return self._handler(_bind(location, *args, **kwargs), lambda: func(*args, **kwargs))
         if func is F.multi_head_attention_forward:
             _refuse_weights(*args, **kwargs)
         if func in _CALLERS:
@@ -182,7 +186,7 @@ class _Mode(TorchFunctionMode):
 
 
 def _bind(
-    place: tuple[int | None, str, bool],
+    location: tuple[int | None, str, bool],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -193,8 +197,8 @@ def _bind(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> SdpaCall:
-    """SDPA's own signature: Python binds the arguments, and refuses unknown ones."""
-    index, name, recomputed = place
+    """Bind the arguments of SDPA. The signature is SDPA's, so unknown ones raise TypeError."""
+    index, name, recomputed = location
     return SdpaCall(
         q=query,
         k=key,
@@ -221,10 +225,10 @@ def _refuse_weights(*args: Any, **kwargs: Any) -> None:
 
 
 def _without_dispatch(func: Any) -> Any:
-    """`func`, less the check at its top that would offer it to the modes.
+    """A copy of `func` that does not pass itself to the active modes.
 
-    PyTorch switches a mode off while the mode handles a function, and with it all that the
-    function calls. Switched on again, the mode would be offered the same function forever.
+    PyTorch disables a mode while the mode handles a function, so the mode misses the SDPA calls
+    that the function makes. With the mode enabled again, `func` itself would recurse forever.
     """
     checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     plain = {**func.__globals__, **dict.fromkeys(checks, _no)}
@@ -252,4 +256,7 @@ _CALLERS: Final = {
         torch.autograd.grad,
     )
 }
-"""PyTorch functions offered to modes that make SDPA calls themselves; backward, by recomputing."""
+"""PyTorch functions that make SDPA calls and are passed to modes as a whole, by their copies.
+
+The backward functions make SDPA calls under activation checkpointing.
+"""

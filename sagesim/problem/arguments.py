@@ -11,36 +11,40 @@ from sagesim.spec import SITES, AttentionSpec, Precision, with_precision
 def check_spec(spec: object) -> None:
     """Raise TypeError if spec is not an AttentionSpec, and say how to parse a label."""
     if not isinstance(spec, AttentionSpec):
-        raise TypeError(f"spec is {spec!r}; AttentionSpec.parse makes one of a label")
+        raise TypeError(
+            f"spec is {spec!r}, not an AttentionSpec; AttentionSpec.parse makes one from a label"
+        )
 
 
 def check_scale(scale: object) -> None:
-    """Raise TypeError if scale is a tensor, which would get no gradient, or a string."""
+    """Raise TypeError if scale is a string, or a tensor, which would get no gradient."""
     if isinstance(scale, (Tensor, str)):
-        what = f"a tensor of {scale.dtype}" if isinstance(scale, Tensor) else repr(scale)
-        raise TypeError(f"scale is {what}; a number or None needed (a learned one goes into q)")
+        found = f"a tensor of {scale.dtype}" if isinstance(scale, Tensor) else repr(scale)
+        raise TypeError(
+            f"scale is {found}; it must be a number or None (multiply q by a learned scale)"
+        )
 
 
 def resolve_input16(spec: AttentionSpec, dtype: torch.dtype) -> AttentionSpec:
-    """`spec` with INPUT16 replaced by the 16-bit format of inputs of this dtype."""
-    own = Precision.BF16 if dtype is torch.bfloat16 else Precision.FP16
+    """`spec` with INPUT16 replaced: by BF16 if the inputs' dtype is bfloat16, else by FP16."""
+    precision = Precision.BF16 if dtype is torch.bfloat16 else Precision.FP16
     sites = [s for s in SITES if spec.site(s).precision is Precision.INPUT16]
-    return with_precision(spec, own, *sites) if sites else spec
+    return with_precision(spec, precision, *sites) if sites else spec
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as SDPA casts them: to autocast's dtype if it is enabled, else unchanged.
 
-    Tensors of integers and of float64 are never cast.
+    Autocast changes neither integers nor float64.
     """
     device = q.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        q, k, v = (x.to(dtype) if _is_cast(x) else x for x in (q, k, v))
+        q, k, v = (x.to(dtype) if _is_castable(x) else x for x in (q, k, v))
     return q, k, v
 
 
-def _is_cast(x: Tensor) -> bool:
+def _is_castable(x: Tensor) -> bool:
     return x.is_floating_point() and x.dtype is not torch.float64
 
 
@@ -49,7 +53,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> int:
 
     Raises:
         TypeError: if the dtypes differ.
-        ValueError: if the devices differ or the shapes do not fit each other; it names them.
+        ValueError: if the devices differ or the shapes do not fit each other.
     """
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
@@ -69,10 +73,12 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> int:
         raise ValueError(f"batch axes of q and k differ: {_shapes(q, k, v)}")
     if not enable_gqa:
         raise ValueError(
-            f"q and k differ in heads: {_shapes(q, k, v)}; enable_gqa=True repeats those of k"
+            f"q and k differ in heads: {_shapes(q, k, v)}; enable_gqa=True repeats k's heads"
         )
     if k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]:
-        raise ValueError(f"the heads of q are no multiple of those of k: {_shapes(q, k, v)}")
+        raise ValueError(
+            f"the number of heads of q is not a multiple of that of k: {_shapes(q, k, v)}"
+        )
     return q.shape[-3] // k.shape[-3]
 
 

@@ -1,4 +1,4 @@
-"""The one type of an attention problem."""
+"""The type of an attention problem: the tensors and options of one attention call."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class AttentionProblem:
     scale: factor of the logits; None is 1/sqrt(d).
     enable_gqa: each head of k and v serves a group of consecutive heads of q.
 
-    The options mean what they mean in `torch.nn.functional.scaled_dot_product_attention`. Making a
-    problem checks nothing; the functions that take one check what they need. Every function of this
-    project that takes q, k, v, do and these options takes a problem in their place.
+    The options are those of `torch.nn.functional.scaled_dot_product_attention`. The constructor
+    checks nothing; functions that take a problem check it. Functions of this project that take q,
+    k, v, do and these options also accept one AttentionProblem instead.
 
     >>> import torch, sagesim
     >>> q, k, v, do = torch.randn(4, 1, 2, 10, 16)
@@ -58,18 +58,20 @@ class AttentionProblem:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> AttentionProblem:
-        """A problem from the arguments of a public function: a problem alone, or its parts.
+        """The problem that the arguments of a public function describe.
+
+        If q is an AttentionProblem, this is it; else the problem is made from the arguments.
 
         Raises:
-            TypeError: if something is given beside a problem, or if k or v is missing.
+            TypeError: if q is a problem and there are other arguments, or if k or v is missing.
         """
         if isinstance(q, AttentionProblem):
             options = (is_causal, enable_gqa)
             if any(options) or not all(x is None for x in (k, v, do, attn_mask, scale)):
-                raise TypeError("an AttentionProblem brings its tensors and options; give it alone")
+                raise TypeError("q is an AttentionProblem; no other tensor or option is accepted")
             return q
         if k is None or v is None:
-            raise TypeError("q needs k and v beside it; only an AttentionProblem stands alone")
+            raise TypeError("k or v is missing; q, k and v, or one AttentionProblem, are needed")
         return AttentionProblem(
             q=q,
             k=k,
@@ -84,8 +86,8 @@ class AttentionProblem:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """q, k, v, do and attn_mask by name; do and attn_mask only if they are given."""
-        every = {"q": self.q, "k": self.k, "v": self.v, "do": self.do, "attn_mask": self.attn_mask}
-        return {name: x for name, x in every.items() if x is not None}
+        fields = {"q": self.q, "k": self.k, "v": self.v, "do": self.do, "attn_mask": self.attn_mask}
+        return {name: x for name, x in fields.items() if x is not None}
 
     @property
     def qkvdo(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -109,7 +111,7 @@ class AttentionProblem:
 
     @property
     def logit_scale(self) -> float:
-        """The factor of the logits."""
+        """The factor of the logits: scale, or 1/sqrt(d) if scale is None."""
         return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else float(self.scale)
 
     def map(self: Problem, change: Callable[[Tensor], Tensor]) -> Problem:
@@ -118,11 +120,11 @@ class AttentionProblem:
         return replace(self, q=change(self.q), k=change(self.k), v=change(self.v), do=do)
 
     def head_groups(self, entries: int = 2**24) -> Iterator[AttentionProblem]:
-        """The problem itself, or parts of it of which no map is much larger than `entries`.
+        """Split the problem by heads, so that a part's map has at most about `entries` elements.
 
-        Each part has whole heads of k and v, and the heads of q that they serve: q and do
-        [z, groups, n, d], k and v [z, 1, n, d]. Memory for maps of a part then does not grow with
-        the number of heads.
+        A part has one or more heads of k and v, and all `groups` query heads that share each of
+        them: q and do are [z, groups, n, d], k and v [z, 1, n, d]. The memory for the maps of a
+        part then does not grow with the number of heads. A small problem is its only part.
         """
         heads, (n_q, n_k) = self.q.shape[:-2], (self.q.shape[-2], self.k.shape[-2])
         if math.prod(heads) * n_q * n_k <= entries:

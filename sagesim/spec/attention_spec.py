@@ -1,7 +1,7 @@
 """What to compute: the precision, scales, smoothing and rounding of the seven matrix products.
 
-A spec is plain data. It imports neither torch nor anything else of this package, so kernels,
-command line and emulator can all speak it.
+A spec is plain data. This module imports neither torch nor other modules of the package, so that
+the kernels, the emulator and the command line can all use it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from enum import StrEnum
 from typing import Final
 
 SITES: Final = ("qk", "pv", "qk_recompute", "dv", "dp", "dq", "dk")
-"""The seven matrix products of attention in the order they run; the first two are the forward."""
+"""The sites: the seven matrix products of attention, in the order in which they run.
+
+The forward computes qk and pv, the backward the other five.
+"""
 
 OPERANDS: Final = {
     "qk": ("q", "k"),
@@ -22,14 +25,14 @@ OPERANDS: Final = {
     "dq": ("ds", "k"),
     "dk": ("ds", "q"),
 }
-"""Left and right tensor of each site. dv and dk multiply the transpose of their left tensor."""
+"""The left and the right tensor of each site. dv and dk use the transpose of the left tensor."""
 
 MAPS: Final = frozenset({"p", "ds"})
-"""Operands with a row per query and a column per key; the others have a row per token."""
+"""Operands with one row per query and one column per key. The others have one row per token."""
 
 
 class Precision(StrEnum):
-    """The number format both operands of a product are rounded to before they are multiplied."""
+    """The number format to which both operands of a product are rounded."""
 
     INT8 = "int8"  #: integers -127..127 times a scale; products summed exactly in INT32
     FP8_E4M3 = "fp8_e4m3"  #: 3 mantissa bits, largest value 448, times a scale
@@ -41,16 +44,18 @@ class Precision(StrEnum):
 
     @property
     def is_scaled(self) -> bool:
-        """Whether operands are divided by a scale first, so that a granularity matters."""
+        """Whether operands are divided by a scale before they are rounded.
+
+        A granularity has an effect only if they are.
+        """
         return self in (Precision.INT8, Precision.FP8_E4M3, Precision.FP8_E5M2)
 
 
 class Granularity(StrEnum):
-    """Which elements of an operand share one scale. Block sizes are the spec's.
+    """Which elements of an operand share one scale. The spec gives the block sizes.
 
-    The first five are for operands with tokens (q, k, v, do), the last four for maps (p, ds),
-    whose rows are always queries and whose columns are always keys, also where a site
-    multiplies the transpose.
+    The first five apply to operands with tokens (q, k, v, do), the last four to maps (p, ds). The
+    rows of a map are queries and its columns are keys, also at sites that multiply its transpose.
     """
 
     PerHead = "head"  #: one scale for all tokens and channels of a head
@@ -65,7 +70,7 @@ class Granularity(StrEnum):
 
     @property
     def is_map(self) -> bool:
-        """Whether this divides a map (p, ds) rather than an operand with tokens."""
+        """Whether this is a granularity of maps (p, ds), not of operands with tokens."""
         return self in (
             Granularity.PerTile,
             Granularity.PerTileRow,
@@ -75,14 +80,18 @@ class Granularity(StrEnum):
 
 
 class Delta(StrEnum):
-    """Where delta, the row constant of dS = P o (dP - delta), comes from."""
+    """How delta in dS = P o (dP - delta) is computed; delta has one number per query."""
 
     FROM_O = "o"  #: rowsum(dO o O) with the O that the forward returned, as in the paper
     FROM_P = "p"  #: rowsum(P o dP) with the backward's own P and dP, so that rows of dS sum to 0
 
 
 def _check_type(owner: str, name: str, value: object, kind: type) -> None:
-    """Enum members compare equal to their words, and code that asks `is` would not notice."""
+    """Raise TypeError if a field's value is not of this type.
+
+    A StrEnum member equals its string, but code that compares members with `is` would take the
+    string for another member.
+    """
     if not isinstance(value, kind):
         raise TypeError(f"{owner}: {name} is {value!r}, not a {kind.__name__}")
 
@@ -97,9 +106,13 @@ class RoundingMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """A rounding mode for the codes of INT8 and FP8 operands; the seed belongs to STOCHASTIC.
+    """How operands are rounded to INT8 and FP8 codes. STOCHASTIC needs a seed.
 
-    16-bit formats always round half-even, as the hardware's conversions do.
+    16-bit formats always round half-even, as hardware conversions do.
+
+    Raises:
+        TypeError: if mode is not a RoundingMode.
+        ValueError: if STOCHASTIC has no seed, another mode has one, or it is not a 32-bit number.
     """
 
     mode: RoundingMode
@@ -110,14 +123,14 @@ class Rounding:
         if (self.mode is RoundingMode.STOCHASTIC) != (self.seed is not None):
             raise ValueError(
                 f"rounding {self.mode.value} with seed={self.seed}: "
-                "a seed belongs to stochastic rounding, and only to it"
+                "stochastic rounding needs a seed, the other modes take none"
             )
         if self.seed is not None and not 0 <= self.seed < 2**32:
             raise ValueError(f"rounding seed {self.seed} is outside 0..2**32-1")
 
     @classmethod
     def stochastic(cls, seed: int) -> Rounding:
-        """Stochastic rounding whose random numbers are a function of `seed` and element."""
+        """Stochastic rounding. The seed and an element's position give its random number."""
         return cls(RoundingMode.STOCHASTIC, seed)
 
 
@@ -130,7 +143,7 @@ class Smoothing:
     """Which means are subtracted before Q and K are rounded.
 
     q: the mean of each block of queries, added back as a rank-one term.
-    k: the mean of a head's keys, which changes no row of P.
+    k: the mean of all keys of a head. P does not change.
     """
 
     q: bool = False
@@ -139,10 +152,10 @@ class Smoothing:
 
 @dataclass(frozen=True, slots=True)
 class MatmulSpec:
-    """One product: its precision and the granularity of its left and right operand.
+    """One product: its precision, and the granularities of its left and its right operand.
 
-    Granularities take effect where the precision is scaled (INT8, FP8). They are always given,
-    so that switching a site to INT8 is a change of one field.
+    Granularities have an effect only if the precision is scaled (INT8, FP8). They are always set,
+    so that changing one field switches a site to INT8.
     """
 
     precision: Precision
@@ -159,19 +172,19 @@ class MatmulSpec:
 class AttentionSpec:
     """The numerics of one attention, forward and backward: one `MatmulSpec` for each of `SITES`.
 
-    Rounding qk_recompute otherwise than qk is allowed, and harsh: P = exp(S - L) then has S and L
-    of two different roundings, its rows no longer sum to 1, and with logits in the tens of
-    thousands it may overflow.
+    qk_recompute may be rounded differently from qk. P = exp(S - L) in the backward then combines S
+    of one rounding with L of another: its rows do not sum to 1, and it may overflow if logits are
+    in the tens of thousands.
 
-    Ablations are `dataclasses.replace(SAGEBWD, dp=...)`, or words of a label:
+    To change a field, use `dataclasses.replace(SAGEBWD, dp=...)` or a label:
 
     >>> AttentionSpec.parse("sagebwd dp=int8 dq=fp16").label()
     'sagebwd_all_int8 dq=fp16'
 
     Raises:
-        ValueError: naming the site, where a granularity does not fit its tensor, or the block
-            size that is not a positive integer.
-        TypeError: naming the field that is of another type, such as a word for an enum member.
+        ValueError: if a granularity does not fit its tensor, or a block size is not a positive
+            integer.
+        TypeError: if a field has another type, such as a string instead of an enum member.
     """
 
     qk: MatmulSpec
@@ -194,12 +207,12 @@ class AttentionSpec:
         for site in SITES:
             matmul = self.site(site)
             _check_type("AttentionSpec", site, matmul, MatmulSpec)
-            for tensor, how in zip(OPERANDS[site], (matmul.lhs, matmul.rhs), strict=True):
-                if how.is_map != (tensor in MAPS):
+            for tensor, granularity in zip(OPERANDS[site], (matmul.lhs, matmul.rhs), strict=True):
+                if granularity.is_map != (tensor in MAPS):
                     fitting = [g.value for g in Granularity if g.is_map == (tensor in MAPS)]
                     raise ValueError(
-                        f"site {site}: granularity {how.value!r} does not fit {tensor}; "
-                        f"one of {', '.join(fitting)}"
+                        f"site {site}: granularity {granularity.value!r} does not fit {tensor}; "
+                        f"use one of {', '.join(fitting)}"
                     )
         for name, size in (("block_q", self.block_q), ("block_k", self.block_k)):
             if type(size) is not int or size < 1:
@@ -222,16 +235,15 @@ class AttentionSpec:
         """The spec that a label names; the inverse of `label`. See `sagesim.spec.labels`.
 
         Raises:
-            ValueError: naming the word that is wrong and what would have been right.
+            ValueError: if a word is wrong. The message names it and lists what is valid.
         """
-        from sagesim.spec.labels import (
-            parse,  # the grammar knows the presets, which know this class
-        )
+        # Imported here because labels import the presets, which import this module.
+        from sagesim.spec.labels import parse
 
         return parse(label)
 
     def label(self) -> str:
-        """The shortest label: a preset's name and a word for each difference from it."""
+        """The shortest label: the name of a preset and one word for each field that differs."""
         from sagesim.spec.labels import format_label
 
         return format_label(self)

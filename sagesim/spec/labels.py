@@ -1,4 +1,4 @@
-"""The grammar of spec labels: one line of words that names any `AttentionSpec`.
+"""The grammar of spec labels. A label is one line of words that names an `AttentionSpec`.
 
     sagebwd dp=int8 dq=fp16 qk=int8@token,token smooth=qk round=stochastic@7 delta=p block=128x64
 
@@ -43,11 +43,11 @@ _FIELDS = (*SITES, "smooth", "round", "delta", "block")
 
 
 class _WordError(ValueError):
-    pass
+    """One word of a label is wrong."""
 
 
 def parse(label: str) -> AttentionSpec:
-    """The spec named by `label`; see the module's grammar."""
+    """The spec that `label` names; see the grammar at the top of this module."""
     words = label.split()
     if not words:
         raise ValueError(f"empty spec label; it begins with one of {', '.join(PRESETS)}")
@@ -70,7 +70,7 @@ def parse(label: str) -> AttentionSpec:
 
 
 def format_label(spec: AttentionSpec) -> str:
-    """The label of fewest words that parses to `spec`; earlier presets win ties."""
+    """The label with the fewest words that parses to `spec`; of several, the first preset's."""
     candidates = (" ".join([name, *_differences(spec, PRESETS[name])]) for name in PRESETS)
     return min(candidates, key=lambda label: label.count(" "))
 
@@ -87,7 +87,7 @@ def _replace(spec: AttentionSpec, field: str, value: str) -> AttentionSpec:
             if not at:
                 return replace(spec, rounding=Rounding(mode))
             if not (seed.isdecimal() and int(seed) < 2**32):
-                raise _WordError(f"{seed!r} is not a seed; an integer in 0..{2**32 - 1}")
+                raise _WordError(f"{seed!r} is not a seed; use an integer in 0..{2**32 - 1}")
             return replace(spec, rounding=Rounding.stochastic(int(seed)))
         case "delta":
             return replace(spec, delta=Delta(_one_of("delta", value, _values(Delta))))
@@ -114,24 +114,25 @@ def _replace(spec: AttentionSpec, field: str, value: str) -> AttentionSpec:
             return replace(spec, **{field: matmul})
 
 
-def _differences(spec: AttentionSpec, base: AttentionSpec) -> list[str]:
+def _differences(spec: AttentionSpec, preset: AttentionSpec) -> list[str]:
+    """The words that turn a preset into `spec`."""
     words: list[str] = []
     for site in SITES:
-        ours, theirs = spec.site(site), base.site(site)
-        if ours == theirs:
+        matmul, of_preset = spec.site(site), preset.site(site)
+        if matmul == of_preset:
             continue
-        word = f"{site}={ours.precision.value}"
-        if (ours.lhs, ours.rhs) != (theirs.lhs, theirs.rhs):
-            word += f"@{ours.lhs.value},{ours.rhs.value}"
+        word = f"{site}={matmul.precision.value}"
+        if (matmul.lhs, matmul.rhs) != (of_preset.lhs, of_preset.rhs):
+            word += f"@{matmul.lhs.value},{matmul.rhs.value}"
         words.append(word)
-    if spec.smoothing != base.smoothing:
+    if spec.smoothing != preset.smoothing:
         words += [f"smooth={name}" for name, s in _SMOOTHING.items() if s == spec.smoothing]
-    if spec.rounding != base.rounding:
+    if spec.rounding != preset.rounding:
         seed = "" if spec.rounding.seed is None else f"@{spec.rounding.seed}"
         words.append(f"round={spec.rounding.mode.value}{seed}")
-    if spec.delta != base.delta:
+    if spec.delta != preset.delta:
         words.append(f"delta={spec.delta.value}")
-    if (spec.block_q, spec.block_k) != (base.block_q, base.block_k):
+    if (spec.block_q, spec.block_k) != (preset.block_q, preset.block_k):
         words.append(f"block={spec.block_q}x{spec.block_k}")
     return words
 
@@ -144,8 +145,9 @@ def _granularities(tensor: str) -> list[str]:
     return [g.value for g in Granularity if g.is_map == (tensor in MAPS)]
 
 
-def _one_of(kind: str, word: str, known: Iterable[str]) -> str:
-    options = list(known)
+def _one_of(kind: str, word: str, valid: Iterable[str]) -> str:
+    """Return `word` if it is valid; else raise _WordError and suggest a similar word."""
+    options = list(valid)
     if word in options:
         return word
     close = difflib.get_close_matches(word, options, n=1)

@@ -1,4 +1,4 @@
-"""Named specs. Everything else is one of these with a few fields replaced."""
+"""Named specs. Other specs are made from these by replacing fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _G = Granularity
 
 
 def with_precision(spec: AttentionSpec, precision: Precision, *sites: str) -> AttentionSpec:
-    """`spec` with `sites` (all seven where none is named) computed in `precision`.
+    """`spec` with these sites in `precision`, or all seven sites if none is named.
 
     >>> with_precision(SAGEBWD, Precision.INT8, "dp") == SAGEBWD_ALL_INT8
     True
@@ -75,27 +75,35 @@ FACTORED: Final = replace(
     dk=MatmulSpec(Precision.INT8, _G.PerTileColumn, _G.PerBlockChannel),
     delta=Delta.FROM_P,
 )
-"""The paper's six INT8 products, every scale along an axis of the product's output, and a delta
-consistent with the backward's own P and dP."""
+"""The paper's six INT8 products, with scales that vary only along axes of the product's output.
+
+Such scales can be taken out of an integer sum. delta is computed from the backward's own P and dP,
+so that rows of dS sum to 0.
+"""
 
 FACTORED_PV16: Final = replace(
     with_precision(FACTORED, Precision.INPUT16, "pv"), delta=Delta.FROM_O
 )
-"""`FACTORED` with PV in 16 bit, which frees O, and with it the usual delta, of PV's noise."""
+"""`FACTORED` with PV in 16 bit. O then has no INT8 error of PV, and delta is computed from O."""
 
 FACTORED_QK: Final = replace(
     with_precision(FACTORED_PV16, Precision.INPUT16, "dv", "dq", "dk"),
     qk=MatmulSpec(Precision.INT8, _G.PerToken, _G.PerBlock),
     qk_recompute=MatmulSpec(Precision.INT8, _G.PerToken, _G.PerBlock),
 )
-"""INT8 in QK and its recomputation alone, where neither P nor dS has to be rounded in the loop: Q
-per token, K per block, all else in 16 bit."""
+"""INT8 only in QK and its recomputation; the other products are in 16 bit.
+
+Q has one scale per token, K one per block. The loops of a kernel quantize neither P nor dS.
+"""
 
 CAUSAL_SAFE: Final = replace(
     with_precision(FACTORED_PV16, Precision.INPUT16, "dq"), smoothing=Smoothing()
 )
-"""INT8 in QK, its recomputation, dV and dK, with no scale or mean through which a later token
-could change an earlier row of O or dQ: Q and K per token, unsmoothed, PV and dQ in 16 bit."""
+"""An INT8 spec that keeps causality: later tokens change no bit of earlier rows of O and dQ.
+
+QK, its recomputation, dV and dK are in INT8, PV, dP and dQ in 16 bit. Q and K have one scale per
+token and are not smoothed, so that no scale or mean on the way to O and dQ combines tokens.
+"""
 
 PRESETS: Final = {
     "fpa": FPA,
@@ -109,4 +117,4 @@ PRESETS: Final = {
     "factored_qk": FACTORED_QK,
     "causal_safe": CAUSAL_SAFE,
 }
-"""Every preset by the word that names it in a label."""
+"""Every preset by its name in labels."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import sagesim
 from sagesim import AttentionSpec, Delta, Granularity, Precision, RoundingMode, Trace
-from sagesim.emulator import SHARED, flatten, from_tiles, to_tiles, uniform
+from sagesim.emulator import SHARED_AXES, flatten, from_tiles, to_tiles, uniform
 from sagesim.emulator.smoothing import subtract_block_means, subtract_head_mean
 from sagesim.spec import MAPS, OPERANDS
 from sagesim_kernels import Coded, KernelTrace
@@ -156,14 +156,14 @@ class _Checker:
         self.blocks = (self.spec.block_q, self.spec.block_k)
         shape = (*case.q.shape[:3], case.k.shape[2])
         self.attends = case.attends.expand(shape)
-        live_q, live_k = self.x.live
+        valid_q, valid_k = self.x.valid
         q, k = self.x.q, self.x.k
         self.q_mean = self.k_mean = None
         if self.spec.smoothing.k:
-            k, k_mean = subtract_head_mean(k, live_k)
+            k, k_mean = subtract_head_mean(k, valid_k)
             self.k_mean = self._heads(k_mean)
         if self.spec.smoothing.q:
-            q, q_mean = subtract_block_means(q, live_q, self.spec.block_q)
+            q, q_mean = subtract_block_means(q, valid_q, self.spec.block_q)
             self.q_mean = self._heads(q_mean)
         do = self.x.flatten_queries(case.do)
         self.tokens = {"q": q, "k": k, "v": self.x.v, "do": do}
@@ -435,7 +435,7 @@ class _Checker:
 
         def top(magnitude: Tensor) -> Tensor:
             tiles = to_tiles(magnitude, *self.blocks)
-            tops = tiles.amax(SHARED[how], keepdim=True).expand(tiles.shape)
+            tops = tiles.amax(SHARED_AXES[how], keepdim=True).expand(tiles.shape)
             return from_tiles(tops, *magnitude.shape[-2:])
 
         return top(x.mid.abs() - x.radius).clamp(min=0.0), top(x.size)

@@ -370,7 +370,7 @@ def test_the_captured_gradient_is_that_of_the_model_loss(run, model, text, tmp_p
 
 def test_capture_of_an_unknown_layer_fails(fails, model, text, tmp_path):
     out = tmp_path / "out.safetensors"
-    assert "no call is at 7" in fails("capture", model, text, out, "--layers", 7)
+    assert "no SDPA call matches 7" in fails("capture", model, text, out, "--layers", 7)
     assert not out.exists()
 
 

@@ -18,7 +18,7 @@ SITES = ("q", "k", "v", "do")
 
 
 class Attend(nn.Module):
-    """SDPA with given arguments on learned q, k and v, which it keeps with their gradients."""
+    """SDPA with the given arguments on parameters q, k and v; keeps o and its gradient."""
 
     def __init__(self, heads: int = 4, kv_heads: int = 4, n_q: int = 9, n_k: int = 9, **call):
         super().__init__()
@@ -34,8 +34,8 @@ class Attend(nn.Module):
         return self.o.square().mean()
 
 
-def record(net: nn.Module, **limits) -> Call:
-    with capture(**limits) as recording:
+def record(net: nn.Module, **options) -> Call:
+    with capture(**options) as recording:
         net().backward()
     (call,) = recording.result().calls
     return call
@@ -102,7 +102,7 @@ def test_a_model_computes_the_same_bytes(causal, padded):
         (4, {"attn_mask": (torch.arange(9) < 7).expand(3, 1, 9, 9)}),
     ],
 )
-def test_what_is_recorded_is_what_sdpa_saw(kv_heads, arguments):
+def test_the_recorded_tensors_and_options_are_those_of_the_sdpa_call(kv_heads, arguments):
     net = Attend(kv_heads=kv_heads, **arguments)
     call = record(net)
     for name, x in (("q", net.q), ("k", net.k), ("v", net.v), ("do", net.o.grad)):
@@ -116,7 +116,7 @@ def test_what_is_recorded_is_what_sdpa_saw(kv_heads, arguments):
     assert call.enable_gqa is (kv_heads == 2)
 
 
-def test_records_are_copies():
+def test_recorded_tensors_are_copies():
     net = Attend()
     with capture() as recording:
         loss = net()
@@ -131,7 +131,7 @@ def test_records_are_copies():
     assert not any(getattr(call, name).requires_grad for name in SITES)
 
 
-def test_the_gradients_of_all_uses_are_summed():
+def test_do_is_the_sum_over_all_uses_of_the_output():
     q = torch.randn(1, 1, 4, 2, requires_grad=True)
     with capture() as recording:
         o = F.scaled_dot_product_attention(q, q, q)
@@ -142,7 +142,7 @@ def test_the_gradients_of_all_uses_are_summed():
 
 
 @pytest.mark.parametrize("backward_inside", [True, False])
-def test_the_backward_may_run_later(backward_inside):
+def test_the_backward_may_run_inside_or_after_the_context(backward_inside):
     net = Attend()
     with capture() as recording:
         loss = net()
@@ -156,7 +156,7 @@ def test_the_backward_may_run_later(backward_inside):
     assert_bitwise(actual=do, expected=net.o.grad, what="do")
 
 
-LIMITED = [
+SELECTIONS = [
     ({}, {"tokens": 4}),
     ({"is_causal": True}, {"tokens": 4}),
     ({"is_causal": True, "n_k": 3}, {"tokens": 4}),
@@ -171,10 +171,12 @@ LIMITED = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "limits"), LIMITED)
-def test_a_limited_problem_has_the_same_o_and_dq(as_installed, arguments, limits):
-    """By the float64 reference on both: a limit takes whole rows of the problem, and whatever
-    these attend to. Sums of the same terms may round in another order, by 2**-53 each."""
+@pytest.mark.parametrize(("arguments", "limits"), SELECTIONS)
+def test_a_recorded_part_of_a_call_has_the_o_and_dq_of_the_whole_call(
+    as_installed, arguments, limits
+):
+    """Computed by the float64 reference: a part has whole query rows and all keys that they attend
+    to. Its sums have the same terms, but may add them in another order: 2**-53 each."""
     net = Attend(**arguments).double()
     whole, part = record(net), record(net, **limits)
     reference, found = (exact(c) for c in (whole, part))
@@ -194,7 +196,7 @@ def test_a_limited_problem_has_the_same_o_and_dq(as_installed, arguments, limits
         assert expected.any()
 
 
-def test_layers_limits_the_calls():
+def test_layers_selects_the_calls():
     net = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 8, 0.0) for _ in range(4)))
     x = torch.randn(5, 1, 8)
     with capture(layers=[0, "2"]) as recording:
@@ -203,12 +205,12 @@ def test_layers_limits_the_calls():
     assert found == [(0, "0.self_attn"), (2, "2.self_attn")]
 
 
-def test_a_model_limits_the_calls_and_names_them():
+def test_model_selects_and_names_the_calls():
     mine, other = Attend(), Attend()
     whole = nn.ModuleDict({"other": other, "mine": nn.Sequential(mine)})
     with capture(whole["mine"]) as recording:
-        for part in (other, mine):
-            part().backward()
+        for module in (other, mine):
+            module().backward()
     (call,) = recording.result().calls
     assert (call.index, call.name) == (0, "0")
     assert_bitwise(actual=call.q, expected=mine.q.detach(), what="q")
@@ -217,7 +219,7 @@ def test_a_model_limits_the_calls_and_names_them():
         other().backward()
 
 
-def test_calls_that_are_not_recorded_may_be_anything():
+def test_unselected_calls_may_have_unsupported_arguments():
     q = torch.randn(1, 1, 4, 2, requires_grad=True)
     with capture(layers=[1]) as recording:
         F.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(4, 4))
@@ -225,7 +227,7 @@ def test_calls_that_are_not_recorded_may_be_anything():
     assert [call.index for call in recording.result().calls] == [1]
 
 
-def test_checkpointing_changes_nothing():
+def test_checkpointing_changes_no_recorded_bit():
     layers = [nn.TransformerEncoderLayer(8, 2, 8, 0.0) for _ in range(2)]
     x = torch.randn(5, 1, 8, requires_grad=True)
 
@@ -235,14 +237,14 @@ def test_checkpointing_changes_nothing():
         return recording.result()
 
     plain = run(lambda layer, x: layer(x))
-    again = run(lambda layer, x: checkpoint(layer, x, use_reentrant=False))
-    assert len(plain.calls) == len(again.calls) == 2
-    for a, b in zip(plain.calls, again.calls, strict=True):
+    checkpointed = run(lambda layer, x: checkpoint(layer, x, use_reentrant=False))
+    assert len(plain.calls) == len(checkpointed.calls) == 2
+    for a, b in zip(plain.calls, checkpointed.calls, strict=True):
         for name in SITES:
             assert_bitwise(actual=getattr(b, name), expected=getattr(a, name), what=name)
 
 
-def test_autocast_records_what_sdpa_computes_with():
+def test_autocast_records_the_dtype_that_sdpa_computes_in():
     net = Attend()
     with torch.autocast("cpu", torch.bfloat16):
         call = record(net)
@@ -281,7 +283,7 @@ q4 = torch.zeros(1, 2, 4, 8, requires_grad=True)
         (lambda: None, RuntimeError, "nothing was recorded"),
     ],
 )
-def test_what_cannot_be_recorded_raises(make, error, message):
+def test_unsupported_calls_raise(make, error, message):
     with pytest.raises(error, match=message), capture():
         make()
 
@@ -290,11 +292,14 @@ def test_what_cannot_be_recorded_raises(make, error, message):
     ("limits", "message"),
     [
         ({"tokens": 0}, "tokens=0"),
-        ({"heads": []}, r"heads=\[\] takes nothing"),
-        ({"batch": []}, r"batch=\[\] takes nothing"),
-        ({"heads": [0, 4]}, r"call 0: heads=\[0, 4\], of 4"),
-        ({"batch": [-1]}, r"call 0: batch=\[-1\], of 3"),
-        ({"layers": [0, 7, "encoder"]}, "no call is at 7, 'encoder'; seen were SDPA call 0"),
+        ({"heads": []}, r"heads=\[\] selects nothing"),
+        ({"batch": []}, r"batch=\[\] selects nothing"),
+        ({"heads": [0, 4]}, r"call 0: heads=\[0, 4\] is out of range for size 4"),
+        ({"batch": [-1]}, r"call 0: batch=\[-1\] is out of range for size 3"),
+        (
+            {"layers": [0, 7, "encoder"]},
+            "no SDPA call matches 7, 'encoder'; the calls were SDPA call 0",
+        ),
         ({"loss_scale": 3.0}, "loss_scale=3.0 is not a power of two"),
         ({"loss_scale": 0.0}, "loss_scale=0.0"),
         ({"source": {"loss": float("nan")}}, "source is not JSON"),
@@ -302,7 +307,7 @@ def test_what_cannot_be_recorded_raises(make, error, message):
         ({"source": {1: "one"}}, "source is not JSON: it would be read back as {'1': 'one'}"),
     ],
 )
-def test_wrong_limits_and_provenance_raise(as_installed, limits, message):
+def test_invalid_arguments_of_capture_raise(as_installed, limits, message):
     with pytest.raises(ValueError, match=message):
         record(Attend(), **limits)
 
@@ -318,7 +323,7 @@ def test_a_second_backward_raises():
     with capture():
         loss = Attend()()
         loss.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match="call 0: a second backward"):
+        with pytest.raises(RuntimeError, match="call 0: ran backward a second time"):
             loss.backward()
 
 
@@ -329,7 +334,7 @@ def test_gradients_that_are_not_finite_raise():
         recording.result()
 
 
-def test_an_error_inside_is_not_hidden():
+def test_an_exception_inside_the_context_is_propagated():
     with pytest.raises(KeyError), capture(layers=[5]):
         raise KeyError
 
@@ -351,7 +356,7 @@ class TestCall:
         }
         return Call(**(fields | changes))
 
-    def test_fits(self):
+    def test_a_valid_call_prints_its_index_and_module(self):
         assert str(self.call()) == "call 3 in attend"
 
     @pytest.mark.parametrize(
@@ -374,7 +379,7 @@ class TestCall:
             ),
         ],
     )
-    def test_what_does_not_fit_is_named(self, changes, message):
+    def test_an_invalid_tensor_raises_and_is_named(self, changes, message):
         with pytest.raises(ValueError, match=f"call 3 in attend: {message}"):
             self.call(**changes)
 
@@ -397,7 +402,7 @@ class TestConversion:
         return dataclasses.replace(call, do=call.do * (scale / call.do.abs().max())).to(dtype)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-    def test_rounds_to_nearest(self, dtype):
+    def test_converts_by_rounding_to_nearest(self, dtype):
         before = small()
         after = before.to(dtype)
         for a, b in zip(before.calls, after.calls, strict=True):
@@ -415,29 +420,29 @@ class TestConversion:
         self.converted(68000.0, torch.bfloat16)
 
     def test_underflow_raises(self):
-        """Below 2**-14 the numbers of float16 are 2**-24 apart. A gradient whose RMS is about
-        2**-16 errs by 2**-24 / sqrt(12), 1e-3 of itself, where eps/2 is 5e-4."""
+        """Below 2**-14 the numbers of float16 are 2**-24 apart. Rounding a gradient with an RMS of
+        2**-16 makes an RMS error of 2**-24 / sqrt(12), 1e-3 of it; the limit, eps/2, is 5e-4."""
         self.converted(2.0**-10)
         for largest in (2.0**-14, 2.0**-20):
             with pytest.raises(ValueError, match=r"call 0: do underflows .*a larger loss scale"):
                 self.converted(largest)
             self.converted(largest, torch.bfloat16)
 
-    def test_one_head_that_underflows_is_not_hidden_by_the_others(self):
+    def test_underflow_of_one_head_alone_raises(self):
         call = small().calls[0]
         do = call.do.clone()
         do[1, 2] = 2.0**-26
         with pytest.raises(ValueError, match="changes by 1 of its norm, and 54 numbers become 0"):
             dataclasses.replace(call, do=do).to(torch.float16)
 
-    def test_zeros_are_held(self):
+    def test_zeros_are_no_underflow(self):
         call = small().calls[0]
         zero = dataclasses.replace(call, do=torch.zeros_like(call.do)).to(torch.float16)
         assert not zero.do.any()
 
 
 class TestFile:
-    def test_gives_back_the_same(self, tmp_path):
+    def test_load_returns_what_save_wrote(self, tmp_path):
         before = small()
         before.save(tmp_path / "a.safetensors")
         after = Capture.load(tmp_path / "a.safetensors")
@@ -450,7 +455,7 @@ class TestFile:
                 assert torch.equal(x, y) if isinstance(x, Tensor) else x == y, field.name
                 assert type(x) is type(y)
 
-    def test_same_capture_same_bytes(self, tmp_path):
+    def test_equal_captures_give_equal_bytes(self, tmp_path):
         before = small()
         before.save(tmp_path / "a")
         backwards = dict(reversed(before.source.items()))
@@ -482,25 +487,25 @@ class TestFile:
         assert [p.name for p in tmp_path.iterdir()] == ["a"]
         assert path.read_bytes() == b"old"
 
-    def test_missing(self, tmp_path):
+    def test_a_missing_file_raises(self, tmp_path):
         with pytest.raises(ValueError, match="nothing: no such file"):
             Capture.load(tmp_path / "nothing")
 
     @pytest.mark.parametrize("data", [b"", b"not a safetensors file", b"\x80\x04}."])
-    def test_not_safetensors(self, tmp_path, data):
+    def test_a_file_that_is_not_safetensors_raises(self, tmp_path, data):
         (tmp_path / "a").write_bytes(data)
         with pytest.raises(ValueError, match="a: not a readable safetensors file"):
             Capture.load(tmp_path / "a")
 
-    def test_truncated(self, tmp_path):
+    def test_a_truncated_file_raises(self, tmp_path):
         small().save(tmp_path / "a")
         (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:-10])
         with pytest.raises(ValueError, match="a: not a readable safetensors file"):
             Capture.load(tmp_path / "a")
 
-    def test_no_capture(self, tmp_path):
+    def test_a_safetensors_file_that_is_not_a_capture_raises(self, tmp_path):
         safetensors.torch.save_file({"x": torch.ones(1)}, tmp_path / "a")
-        with pytest.raises(ValueError, match="a: not a capture: its metadata lack"):
+        with pytest.raises(ValueError, match="a: not a capture: its metadata have no key"):
             Capture.load(tmp_path / "a")
 
     @pytest.mark.parametrize(
@@ -513,24 +518,24 @@ class TestFile:
             (lambda m, t: m.update(loss_scale=True), "field 'loss_scale' is True"),
             (lambda m, t: m.update(loss_scale=5.0), "loss_scale=5.0 is not a power of two"),
             (lambda m, t: m.update(calls={}), "field 'calls' is {}"),
-            (lambda m, t: m["calls"].pop(), "tensors that no call names: 1.attn_mask, 1.do"),
-            (lambda m, t: m.update(calls=[]) or t.clear(), "a capture of no calls"),
+            (lambda m, t: m["calls"].pop(), "tensors that belong to no call: 1.attn_mask, 1.do"),
+            (lambda m, t: m.update(calls=[]) or t.clear(), "a capture needs at least one call"),
             (lambda m, t: m["calls"][1].pop("name"), "field 'name' is None"),
             (lambda m, t: m["calls"][1].update(is_causal=0), "field 'is_causal' is 0"),
             (lambda m, t: m["calls"].append("x"), "field 'tensors' is None"),
             (lambda m, t: t.pop("1.attn_mask"), "tensor 1.attn_mask is missing"),
-            (lambda m, t: t.update({"0.x": torch.ones(1)}), "no call names: 0.x"),
+            (lambda m, t: t.update({"0.x": torch.ones(1)}), "belong to no call: 0.x"),
             (lambda m, t: t.update({"0.q": t["0.q"][:1]}), r"tensor 0.q is .*1, 4, 9, 8.*say"),
             (lambda m, t: t.update({"0.k": t["0.k"].double()}), "tensor 0.k is .*float64.*say"),
             (lambda m, t: t["1.do"].fill_(float("nan")), "call 1 in b.c: do holds NaN or Inf"),
             (lambda m, t: t["0.v"].fill_(float("inf")), "call 0: v holds NaN or Inf"),
             (
                 lambda m, t: m["calls"][0]["tensors"].pop("do") and t.pop("0.do"),
-                "call 0 consists of attn_mask, k, q, v",
+                "call 0 has tensors k, q, v; it needs q, k, v, do and may have attn_mask",
             ),
         ],
     )
-    def test_wrong_contents_are_named(self, tmp_path, edit, message):
+    def test_invalid_contents_raise_and_are_named(self, tmp_path, edit, message):
         path = tmp_path / "a.safetensors"
         small().save(path)
         tensors = safetensors.torch.load_file(path)
@@ -543,11 +548,11 @@ class TestFile:
             Capture.load(path)
 
     @pytest.mark.parametrize("text", ["{", "[]", "null"])
-    def test_metadata_that_are_no_description(self, tmp_path, text):
+    def test_metadata_that_are_not_a_json_object_raise(self, tmp_path, text):
         safetensors.torch.save_file({"x": torch.ones(1)}, tmp_path / "a", {"sagesim.capture": text})
         with pytest.raises(ValueError, match="a: "):
             Capture.load(tmp_path / "a")
 
-    def test_the_source_cannot_be_changed(self):
+    def test_source_is_read_only(self):
         with pytest.raises(TypeError):
             small().source["model"] = "another"

@@ -14,21 +14,21 @@ from tests.support.assertions import assert_bitwise
 
 
 class Attend(nn.Module):
-    """Causal self-attention of [n, 32] in two heads, by whatever `how` is."""
+    """Causal self-attention of [n, 32] in two heads by `attend`; default: SDPA."""
 
-    def __init__(self, how=None) -> None:
+    def __init__(self, attend=None) -> None:
         super().__init__()
-        self.qkv, self.how = nn.Linear(32, 96), how
+        self.qkv, self.attend = nn.Linear(32, 96), attend
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).view(1, -1, 3, 2, 16).permute(2, 0, 3, 1, 4)
-        # looked up at each call, as models do
-        how = self.how or F.scaled_dot_product_attention
-        return x + how(q, k, v, is_causal=True, scale=0.3).transpose(1, 2).reshape(x.shape)
+        # SDPA is looked up at each call, as in models.
+        attend = self.attend or F.scaled_dot_product_attention
+        return x + attend(q, k, v, is_causal=True, scale=0.3).transpose(1, 2).reshape(x.shape)
 
 
 class Stack(nn.Module):
-    """Blocks one after the other; checkpointed, with use_reentrant as given, unless it is None."""
+    """Blocks in sequence; each is checkpointed, unless `reentrant` is None."""
 
     def __init__(self, *blocks: nn.Module, reentrant: bool | None = None) -> None:
         super().__init__()
@@ -44,11 +44,11 @@ class Stack(nn.Module):
 
 
 def blocks(count: int = 3, specs: list[AttentionSpec] | None = None) -> list[Attend]:
-    """The same numbers each time; with specs, each calls sagesim.attention by itself."""
+    """Blocks with fixed weights; if specs are given, the blocks call sagesim.attention directly."""
     torch.manual_seed(0)
     made = [Attend() for _ in range(count)]
     for block, spec in zip(made, specs or [], strict=False):
-        block.how = lambda *x, spec=spec, **call: sagesim.attention(*x, spec=spec, **call)
+        block.attend = lambda *x, spec=spec, **call: sagesim.attention(*x, spec=spec, **call)
     return made
 
 
@@ -57,7 +57,7 @@ def tokens(n: int = 40) -> Tensor:
 
 
 def step(net: nn.Module, backward_in=contextlib.nullcontext) -> list[Tensor]:
-    """The output and every gradient, that of the input first."""
+    """The output, the input's gradient and the parameters' gradients."""
     x = tokens()
     net.zero_grad()
     o = net(x)
@@ -76,16 +76,16 @@ def differ(a: list[Tensor], b: list[Tensor]) -> bool:
     return not any(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_is_sagesim_attention_forward_and_backward():
+def test_a_model_computes_what_it_would_with_sagesim_attention():
     expected = step(Stack(*blocks(specs=[SAGEBWD] * 3)))
     net = Stack(*blocks())
     with emulate(SAGEBWD):
         found = step(net)
     assert_same(found, expected)
-    assert differ(found, step(net)), "the emulation has to show, and to end with the context"
+    assert differ(found, step(net)), "the emulation must change the results, and only inside the context"
 
 
-def test_the_backward_may_run_outside():
+def test_the_backward_is_emulated_after_the_context_too():
     net = Stack(*blocks())
     with emulate(SAGEBWD):
         expected = step(net)
@@ -105,7 +105,7 @@ def test_the_backward_may_run_outside():
         {1: FPA, "blocks.2": FPA_BF16},
     ],
 )
-def test_layers_have_their_own_specs_in_every_forward(layers):
+def test_layers_sets_the_spec_of_single_calls_in_every_forward(layers):
     expected = step(Stack(*blocks(specs=[SAGEBWD, FPA, FPA_BF16])))
     net = Stack(*blocks())
     with emulate(SAGEBWD, layers=layers):
@@ -113,7 +113,7 @@ def test_layers_have_their_own_specs_in_every_forward(layers):
             assert_same(step(net), expected)
 
 
-def test_a_training_loop():
+def test_a_training_loop_is_emulated():
     def train(net: nn.Module) -> list[Tensor]:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for _ in range(3):
@@ -129,7 +129,7 @@ def test_a_training_loop():
 
 
 class TestTransformers:
-    """Against the same model whose attention implementation calls `sagesim.attention`."""
+    """Compares with the same model, whose attention implementation is `sagesim.attention`."""
 
     def model(self, causal: bool, implementation: str) -> nn.Module:
         torch.manual_seed(0)
@@ -154,8 +154,8 @@ class TestTransformers:
 
     @pytest.mark.parametrize("padded", [False, True])
     @pytest.mark.parametrize("causal", [False, True])
-    def test_same_bytes(self, causal, padded):
-        def by_hand(module, query, key, value, attention_mask, scaling=None, **_):
+    def test_a_transformers_model_gives_the_same_bytes(self, causal, padded):
+        def direct(module, query, key, value, attention_mask, scaling=None, **_):
             assert (attention_mask is not None) is padded
             o = sagesim.attention(
                 query,
@@ -169,13 +169,13 @@ class TestTransformers:
             )
             return o.transpose(1, 2), None
 
-        AttentionInterface.register("by_hand", by_hand)
+        AttentionInterface.register("direct", direct)
         masks = transformers_masks()
-        masks.register("by_hand", masks()["sdpa"])
+        masks.register("direct", masks()["sdpa"])
         mask = torch.ones(2, 36, dtype=torch.long)
         if padded:
             mask[1, 20:] = 0
-        expected = self.step(self.model(causal, "by_hand"), mask)
+        expected = self.step(self.model(causal, "direct"), mask)
         with emulate(SAGEBWD):
             found = self.step(self.model(causal, "sdpa"), mask)
         assert_same(found, expected)
@@ -191,7 +191,7 @@ def transformers_masks():
 class TestCheckpointing:
     layers = {1: FPA, "blocks.2": FPA_BF16}  # noqa: RUF012
 
-    def test_changes_no_bit(self):
+    def test_checkpointing_changes_no_bit(self):
         with emulate(SAGEBWD, layers=self.layers):
             expected = step(Stack(*blocks()))
         with emulate(SAGEBWD, layers=self.layers):
@@ -209,33 +209,33 @@ class TestCheckpointing:
     def test_a_shared_module_with_layers_raises(self):
         (shared,) = blocks(1)
         net = Stack(shared, shared, reentrant=False)
-        message = "`layers` cannot tell which"
+        message = "so `layers` cannot be applied"
         with pytest.raises(RuntimeError, match=message), emulate(SAGEBWD, layers={1: FPA}):
             step(net)
 
-    def test_a_backward_outside_raises(self):
+    def test_a_backward_after_the_context_raises(self):
         with emulate(SAGEBWD):
             loss = Stack(*blocks(), reentrant=False)(tokens()).sum()
         with pytest.raises(CheckpointError):
             loss.backward()
 
-    def test_a_forward_outside_raises(self):
+    def test_a_forward_before_the_context_raises(self):
         loss = Stack(*blocks(), reentrant=False)(tokens()).sum()
         with pytest.raises(RuntimeError, match="forward ran outside"), emulate(SAGEBWD):
             loss.backward()
 
-    def test_reentrant_raises(self):
+    def test_a_reentrant_checkpoint_raises(self):
         net = Stack(*blocks(), reentrant=True)
         message = r"call 0 in blocks\.0: .*use_reentrant=False"
         with pytest.raises(RuntimeError, match=message), emulate(SAGEBWD):
             net(tokens())
 
-    def test_no_grad_elsewhere_is_fine(self):
+    def test_no_grad_without_checkpoints_is_allowed(self):
         with torch.no_grad(), emulate(SAGEBWD):
             Stack(*blocks())(tokens())
 
 
-def test_autocast():
+def test_autocast_applies_to_emulated_calls():
     expected_net, net = blocks(1, specs=[SAGEBWD])[0], blocks(1)[0]
     with torch.autocast("cpu", torch.bfloat16):
         expected = step(expected_net)
@@ -244,7 +244,7 @@ def test_autocast():
     assert_same(found, expected)
 
 
-def test_inner_contexts_win():
+def test_the_innermost_context_decides_the_spec():
     net = Stack(*blocks())
     with emulate(FPA_BF16):
         expected = step(net)
@@ -255,7 +255,7 @@ def test_inner_contexts_win():
     assert_same(found, expected)
 
 
-def test_a_capture_inside_sees_the_calls_and_changes_nothing():
+def test_capture_inside_emulate_records_the_calls_and_changes_no_bit():
     net = Stack(*blocks())
     with emulate(SAGEBWD):
         expected = step(net)
@@ -265,7 +265,7 @@ def test_a_capture_inside_sees_the_calls_and_changes_nothing():
     assert [call.name for call in recording.result().calls] == [f"blocks.{i}" for i in range(3)]
 
 
-def test_a_capture_around_sees_nothing_and_says_so():
+def test_capture_around_emulate_raises():
     message = "was emulate entered after capture"
     with pytest.raises(RuntimeError, match=message), capture(), emulate(SAGEBWD):
         step(Stack(*blocks(1)))
@@ -308,37 +308,40 @@ q4 = torch.zeros(1, 2, 4, 8)
     ],
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_what_is_not_emulated_raises(as_installed, call, error, message):
+def test_unsupported_calls_raise(as_installed, call, error, message):
     with pytest.raises(error, match=message), emulate(SAGEBWD):
         call()
 
 
-def test_errors_of_attention_name_the_call(as_installed):
+def test_an_error_of_attention_has_a_note_that_names_the_call(as_installed):
     with pytest.raises(TypeError) as caught, emulate(SAGEBWD):
         F.scaled_dot_product_attention(*[q4.to(torch.complex64)] * 3)
     assert caught.value.__notes__ == ["at SDPA call 0"]
 
 
-def test_keys_of_layers_that_name_no_call_raise():
-    message = r"no call is at 3, 'block\.0'; seen were SDPA call 0 in blocks\.0, SDPA call 1 in"
+def test_a_key_of_layers_that_matches_no_call_raises():
+    message = (
+        r"no SDPA call matches 3, 'block\.0'; "
+        r"the calls were SDPA call 0 in blocks\.0, SDPA call 1 in"
+    )
     layers = {3: FPA, 0: FPA, "block.0": FPA}
     with pytest.raises(ValueError, match=message), emulate(SAGEBWD, layers=layers):
         step(Stack(*blocks()))
 
 
-def test_two_keys_for_one_call_raise():
-    message = r"call 1 in blocks\.1: several keys of layers name it: 1, 'blocks\.1'"
+def test_two_keys_of_layers_that_match_one_call_raise():
+    message = r"call 1 in blocks\.1: several keys of layers match it: 1, 'blocks\.1'"
     layers = {1: FPA, "blocks.1": FPA}
     with pytest.raises(ValueError, match=message), emulate(SAGEBWD, layers=layers):
         step(Stack(*blocks()))
 
 
-def test_an_error_inside_is_not_hidden():
+def test_an_exception_inside_the_context_is_propagated():
     with pytest.raises(KeyError), emulate(SAGEBWD, layers={5: FPA}):
         raise KeyError
 
 
-def test_a_label_is_no_spec(as_installed):
+def test_a_label_instead_of_a_spec_raises(as_installed):
     for call in ({"spec": "sagebwd"}, {"spec": SAGEBWD, "layers": {0: "fpa"}}):
         with pytest.raises(TypeError, match=r"AttentionSpec\.parse makes one"), emulate(**call):
             pass

@@ -12,7 +12,7 @@ from tests.support.assertions import assert_bitwise
 
 
 class Attend(nn.Module):
-    """Self-attention of [n, 8] in two heads, `times` times over."""
+    """Self-attention of [n, 8] in two heads, applied `times` times."""
 
     def __init__(self, times: int = 1) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Attend(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Its blocks one after the other, made again in the backward."""
+    """Checkpointed blocks in sequence: the backward recomputes them."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class Checkpointed(nn.Module):
         return x
 
 
-class Seen:
-    """An answer that lets every call through and keeps where it was made."""
+class Recorder:
+    """A handler that runs every call unchanged and records it."""
 
     def __init__(self) -> None:
         self.calls: list[SdpaCall] = []
@@ -49,7 +49,7 @@ class Seen:
         return run()
 
     @property
-    def places(self) -> list[tuple[int | None, str]]:
+    def locations(self) -> list[tuple[int | None, str]]:
         return [(call.index, call.name) for call in self.calls]
 
 
@@ -61,8 +61,8 @@ def x() -> Tensor:
 def test_arguments_are_bound_by_position_and_by_name():
     q, k, v = torch.randn(3, 1, 2, 5, 4)
     mask = torch.ones(5, 5, dtype=torch.bool)
-    seen = Seen()
-    with sdpa_calls(seen):
+    recorder = Recorder()
+    with sdpa_calls(recorder):
         F.scaled_dot_product_attention(q, k, v)
         F.scaled_dot_product_attention(q, k, v, mask, 0.0, False, scale=0.5)
         F.scaled_dot_product_attention(
@@ -71,9 +71,9 @@ def test_arguments_are_bound_by_position_and_by_name():
         torch.ops.aten.scaled_dot_product_attention(q, k, v, mask)
         torch.ops.aten.scaled_dot_product_attention.default(q, k, v, scale=2.0)
     found = [
-        (c.attn_mask is mask, c.dropout_p, c.is_causal, c.scale, c.enable_gqa) for c in seen.calls
+        (c.attn_mask is mask, c.dropout_p, c.is_causal, c.scale, c.enable_gqa) for c in recorder.calls
     ]
-    assert all(c.q is q and c.k is k and c.v is v for c in seen.calls)
+    assert all(c.q is q and c.k is k and c.v is v for c in recorder.calls)
     assert found == [
         (False, 0.0, False, None, False),
         (True, 0.0, False, 0.5, False),
@@ -83,73 +83,73 @@ def test_arguments_are_bound_by_position_and_by_name():
     ]
 
 
-def test_unknown_arguments_are_refused():
+def test_an_unknown_argument_raises():
     q = torch.randn(1, 2, 5, 4)
-    with sdpa_calls(Seen()), pytest.raises(TypeError, match="softcap"):
+    with sdpa_calls(Recorder()), pytest.raises(TypeError, match="softcap"):
         F.scaled_dot_product_attention(q, q, q, softcap=30.0)
 
 
-def test_the_answer_is_the_result_and_run_makes_the_call():
+def test_the_handler_gives_the_result_and_its_run_makes_the_call():
     q, k, v = torch.randn(3, 1, 2, 5, 4)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     with sdpa_calls(lambda call, run: run()):
-        through = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        unchanged = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     with sdpa_calls(lambda call, run: call.v):
         replaced = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert_bitwise(actual=through, expected=expected, what="o")
+    assert_bitwise(actual=unchanged, expected=expected, what="o")
     assert replaced is v
 
 
-def test_a_later_forward_makes_the_same_calls(x):
+def test_a_later_forward_has_the_same_indices_and_names(x):
     net = nn.Sequential(Attend(), nn.Sequential(nn.ReLU(), Attend()))
-    seen = Seen()
-    with sdpa_calls(seen):
+    recorder = Recorder()
+    with sdpa_calls(recorder):
         for _ in range(3):
             net(x)
-    assert seen.places == [(0, "0"), (1, "1.1")] * 3
+    assert recorder.locations == [(0, "0"), (1, "1.1")] * 3
 
 
-def test_a_part_called_by_itself_keeps_index_and_name(x):
+def test_a_submodule_called_on_its_own_keeps_index_and_name(x):
     net = nn.Sequential(Attend(), Attend())
-    seen = Seen()
-    with sdpa_calls(seen):
+    recorder = Recorder()
+    with sdpa_calls(recorder):
         net(x)
         net[1](x)
         net(x)
-    assert seen.places == [(0, "0"), (1, "1"), (1, "1"), (0, "0"), (1, "1")]
+    assert recorder.locations == [(0, "0"), (1, "1"), (1, "1"), (0, "0"), (1, "1")]
 
 
-def test_a_model_called_part_by_part_has_an_index_for_each_part(x):
-    parts = [Attend(), Attend()]
-    seen = Seen()
-    with sdpa_calls(seen):
+def test_modules_called_one_by_one_have_an_index_each(x):
+    modules = [Attend(), Attend()]
+    recorder = Recorder()
+    with sdpa_calls(recorder):
         for _ in range(2):
-            for part in parts:
-                part(x)
-    assert seen.places == [(0, ""), (1, "")] * 2
+            for module in modules:
+                module(x)
+    assert recorder.locations == [(0, ""), (1, "")] * 2
 
 
-def test_calls_of_one_module_are_told_apart_by_their_order(x):
+def test_calls_of_one_module_are_numbered_in_order(x):
     net = nn.Sequential(Attend(times=2), Attend())
-    seen = Seen()
-    with sdpa_calls(seen):
+    recorder = Recorder()
+    with sdpa_calls(recorder):
         net(x)
         net(x)
-    assert seen.places == [(0, "0"), (1, "0"), (2, "1")] * 2
+    assert recorder.locations == [(0, "0"), (1, "0"), (2, "1")] * 2
 
 
-def test_calls_outside_any_module_are_all_different(x):
+def test_calls_outside_of_modules_have_different_indices(x):
     q = torch.randn(1, 2, 5, 4)
-    seen = Seen()
-    with sdpa_calls(seen):
+    recorder = Recorder()
+    with sdpa_calls(recorder):
         F.scaled_dot_product_attention(q, q, q)
         Attend()(x)
         F.scaled_dot_product_attention(q, q, q)
-    assert seen.places == [(0, ""), (1, ""), (2, "")]
+    assert recorder.locations == [(0, ""), (1, ""), (2, "")]
 
 
-def test_a_module_that_its_model_does_not_know_has_the_name_of_the_one_around_it(x):
-    class Hides(nn.Module):
+def test_an_unregistered_module_has_the_name_of_the_enclosing_one(x):
+    class Unregistered(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.hidden = [Attend(), Attend()]
@@ -157,16 +157,16 @@ def test_a_module_that_its_model_does_not_know_has_the_name_of_the_one_around_it
         def forward(self, x: Tensor) -> Tensor:
             return self.hidden[1](self.hidden[0](x))
 
-    net = nn.Sequential(Hides())
-    seen = Seen()
-    with sdpa_calls(seen):
+    net = nn.Sequential(Unregistered())
+    recorder = Recorder()
+    with sdpa_calls(recorder):
         net(x)
         net(x)
-    assert seen.places == [(0, "0"), (1, "0")] * 2
+    assert recorder.locations == [(0, "0"), (1, "0")] * 2
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "is_there"),
+    ("name", "key", "expected"),
     [
         ("encoder.layer.1.self", 4, True),
         ("encoder.layer.1.self", 1, False),
@@ -178,7 +178,7 @@ def test_a_module_that_its_model_does_not_know_has_the_name_of_the_one_around_it
         ("encoder", "encoder.layer", False),
     ],
 )
-def test_places(name, place, is_there):
+def test_a_key_matches_index_module_and_enclosing_modules(name, key, expected):
     q = torch.zeros(1)
     call = SdpaCall(
         q=q,
@@ -193,33 +193,33 @@ def test_places(name, place, is_there):
         name=name,
         recomputed=False,
     )
-    assert call.is_at(place) is is_there
+    assert call.matches(key) is expected
 
 
-def test_multihead_attention_is_seen_through():
-    """PyTorch offers modes the whole of multi_head_attention_forward, not the call inside it."""
+def test_the_call_inside_multihead_attention_is_intercepted():
+    """PyTorch passes multi_head_attention_forward to modes as a whole, not the call inside it."""
     layer = nn.TransformerEncoderLayer(8, 2, dropout=0.0, batch_first=True)
     x = torch.randn(1, 5, 8)
     expected = layer(x)
-    seen = Seen()
-    with sdpa_calls(seen):
+    recorder = Recorder()
+    with sdpa_calls(recorder):
         found = layer(x)
-    assert seen.places == [(0, "self_attn")]
+    assert recorder.locations == [(0, "self_attn")]
     assert_bitwise(actual=found, expected=expected, what="output")
 
 
-def test_multihead_attention_without_sdpa_is_refused():
+def test_multihead_attention_without_sdpa_raises():
     layer = nn.MultiheadAttention(8, 2)
     x = torch.randn(5, 1, 8)
-    with sdpa_calls(Seen()), pytest.raises(ValueError, match="need_weights=True"):
+    with sdpa_calls(Recorder()), pytest.raises(ValueError, match="need_weights=True"):
         layer(x, x, x)
 
 
 @pytest.mark.parametrize("how", ["tensor", "backward", "grad"])
-def test_recomputed_calls_are_known_again(x, how):
+def test_recomputed_calls_have_the_indices_of_the_forward(x, how):
     net = Checkpointed(nn.Sequential(Attend(), nn.ReLU()), Attend())
-    seen = Seen()
-    with sdpa_calls(seen):
+    recorder = Recorder()
+    with sdpa_calls(recorder):
         loss = net(x).sum()
         match how:
             case "tensor":
@@ -228,59 +228,59 @@ def test_recomputed_calls_are_known_again(x, how):
                 torch.autograd.backward(loss)
             case _:
                 torch.autograd.grad(loss, x)
-    assert seen.places == [
+    assert recorder.locations == [
         (0, "blocks.0.0"),
         (1, "blocks.1"),
         (1, "blocks.1"),
         (0, "blocks.0.0"),
     ]
-    assert [call.recomputed for call in seen.calls] == [False, False, True, True]
+    assert [call.recomputed for call in recorder.calls] == [False, False, True, True]
 
 
-def test_a_recomputed_call_that_could_be_several_has_no_index(x):
+def test_a_recomputed_call_of_a_module_with_several_calls_has_no_index(x):
     shared = Attend()
-    seen = Seen()
-    with sdpa_calls(seen):
+    recorder = Recorder()
+    with sdpa_calls(recorder):
         Checkpointed(shared, shared)(x).sum().backward()
-    assert [call.index for call in seen.calls] == [0, 1, None, None]
+    assert [call.index for call in recorder.calls] == [0, 1, None, None]
 
 
-def test_a_recomputation_of_a_forward_outside_raises(x):
+def test_recomputing_a_forward_that_ran_outside_raises(x):
     loss = Checkpointed(Attend())(x).sum()
-    with sdpa_calls(Seen()), pytest.raises(RuntimeError, match="forward ran outside this context"):
+    with sdpa_calls(Recorder()), pytest.raises(RuntimeError, match="forward ran outside this context"):
         loss.backward()
 
 
-def test_nothing_is_left_behind(x):
+def test_hooks_and_mode_are_removed_at_the_end(x):
     def state() -> tuple[int, int, int]:
         modes = torch._C._len_torch_function_stack()
         return len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks), modes
 
     before = state()
-    with sdpa_calls(Seen()):
+    with sdpa_calls(Recorder()):
         Attend()(x)
     assert state() == before
-    with pytest.raises(KeyError), sdpa_calls(Seen()):
+    with pytest.raises(KeyError), sdpa_calls(Recorder()):
         raise KeyError
     assert state() == before
 
 
-def test_an_exception_in_a_forward_does_not_upset_names(x):
+def test_names_are_right_after_an_exception_in_a_forward(x):
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             raise ArithmeticError
 
     net = nn.Sequential(Attend(), Fails())
-    seen = Seen()
-    with sdpa_calls(seen):
+    recorder = Recorder()
+    with sdpa_calls(recorder):
         for _ in range(2):
             with pytest.raises(ArithmeticError):
                 net(x)
-    assert seen.places == [(0, "0")] * 2
+    assert recorder.locations == [(0, "0")] * 2
 
 
-def test_a_context_entered_inside_a_forward(x):
-    seen = Seen()
+def test_the_context_may_be_entered_inside_a_forward(x):
+    recorder = Recorder()
 
     class Enters(nn.Module):
         def __init__(self) -> None:
@@ -288,7 +288,7 @@ def test_a_context_entered_inside_a_forward(x):
             self.inner = Attend()
 
         def forward(self, x: Tensor) -> Tensor:
-            self.context = sdpa_calls(seen)
+            self.context = sdpa_calls(recorder)
             self.context.__enter__()
             return self.inner(x)
 
@@ -296,10 +296,10 @@ def test_a_context_entered_inside_a_forward(x):
     net(x)
     Attend()(x)
     net.context.__exit__(None, None, None)
-    assert seen.places == [(0, ""), (1, "")]
+    assert recorder.locations == [(0, ""), (1, "")]
 
 
-def test_other_threads_are_neither_seen_nor_confusing(x):
+def test_modules_of_other_threads_are_ignored(x):
     inside, done = threading.Event(), threading.Event()
 
     class Waits(nn.Module):
@@ -309,32 +309,32 @@ def test_other_threads_are_neither_seen_nor_confusing(x):
             return x
 
     other = threading.Thread(target=nn.Sequential(Waits(), Attend()), args=(x,))
-    seen = Seen()
-    with sdpa_calls(seen):
+    recorder = Recorder()
+    with sdpa_calls(recorder):
         other.start()
         assert inside.wait(10)
         nn.Sequential(nn.ReLU(), Attend())(x)
         done.set()
         other.join(10)
-    assert seen.places == [(0, "1")]
+    assert recorder.locations == [(0, "1")]
 
 
-def test_contexts_nest(x):
-    outer, inner = Seen(), Seen()
+def test_nested_contexts_both_receive_a_call_that_is_run(x):
+    outer, inner = Recorder(), Recorder()
     with sdpa_calls(outer), sdpa_calls(inner):
         nn.Sequential(nn.ReLU(), Attend())(x)
-    assert outer.places == inner.places == [(0, "1")]
-    outer = Seen()
+    assert outer.locations == inner.locations == [(0, "1")]
+    outer = Recorder()
     with sdpa_calls(outer), sdpa_calls(lambda call, run: call.v):
         Attend()(x)
-    assert outer.places == []
+    assert outer.locations == []
 
 
-def test_compiled_models_are_seen(x):
+def test_calls_of_compiled_models_are_intercepted(x):
     net = nn.Sequential(Attend(), Attend())
     net.compile(backend="eager")
     net(x)
-    seen = Seen()
-    with sdpa_calls(seen):
+    recorder = Recorder()
+    with sdpa_calls(recorder):
         net(x)
-    assert seen.places == [(0, "0"), (1, "1")]
+    assert recorder.locations == [(0, "0"), (1, "1")]

@@ -33,7 +33,7 @@ class Hooks:
         return ds
 
     def delta(self, heads: slice, delta: Tensor) -> None:
-        """delta of all queries of the heads, [Z, n_q], after its last use; it cannot be replaced."""
+        """delta of all queries of the heads, [Z, n_q]. It is not used afterwards."""
 
     def operand(self, site: str, tensor: str, place: Place, operand: Operand) -> Operand:
         """A rounded operand of a product: all tokens of the heads, or a panel of a map."""

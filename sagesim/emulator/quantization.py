@@ -213,9 +213,7 @@ def quantize(
         wanted = "(block_q, block_k)" if how.is_map else "a number of tokens"
         raise ValueError(f"granularity {how.value!r} takes block={wanted}; got {block!r}")
     if not bool(x.isfinite().all()):
-        raise ValueError(
-            f"x of shape {tuple(x.shape)} holds a NaN or an infinity; it must be finite"
-        )
+        raise ValueError(f"x of shape {tuple(x.shape)} holds NaN or infinity; it must be finite")
     rows, columns = (block, x.shape[-1]) if isinstance(block, int) else block
     if min(rows, columns) < 1:
         raise ValueError(f"block {block!r} is not a positive number of tokens")
@@ -225,7 +223,7 @@ def quantize(
 
 
 def as_qtensor(operand: Operand, n: int, m: int) -> QTensor:
-    """Convert a scaled operand in tiles to codes and scale of shape [..., n, m], without padding."""
+    """The codes and scale [..., n, m] of a scaled operand in tiles, without padding."""
     assert operand.scale is not None
     dtype = FLOAT8_DTYPE.get(operand.precision, torch.int8)
     codes = from_tiles(operand.values, n, m).to(dtype)

@@ -12,9 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sagesim_kernels.hopper.backward_warps import (
-    ROW_STATS,
-    STATS_LAYOUT,
+from sagesim_kernels.hopper.backward_structures import (
     Barriers,
     KeyBuffers,
     KeyOutputs,
@@ -23,6 +21,10 @@ from sagesim_kernels.hopper.backward_warps import (
     QueryInputs,
     QueryLoop,
     TokenOrigin,
+)
+from sagesim_kernels.hopper.backward_warps import (
+    ROW_STATS,
+    STATS_LAYOUT,
     compute_dk_dv,
     compute_dk_dv_dq,
     compute_dq,

@@ -14,8 +14,6 @@ query head of the group to the next, and its stages, slots and phases follow fro
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.hopper.compat import barrier, reinterpret, tma_load
 from sagesim_kernels.hopper.dq_order import BLOCK_Q, TILE_K, to_register_order
 from sagesim_kernels.operands import start_of
@@ -48,79 +47,6 @@ ST_COLUMNS = gl.constexpr(gl.SliceLayout(0, ST_FLOAT32.value))
 """Layout of one number for each column of S transposed, a query."""
 STATS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 """Layout of row statistics in shared memory."""
-
-
-class QueryInputs(NamedTuple):
-    """TMA descriptors of what the producer loads in each step."""
-
-    q8: Any  #: int8 [tokens of all heads, D]
-    q16: Any  #: 16 bit [sequences, heads, tokens, D]
-    do: Any  #: as q16
-    row_stats: Any  #: float32 [ROW_STATS for each block of queries]
-
-
-class QueryBuffers(NamedTuple):
-    """Blocks of queries in shared memory, one for each stage."""
-
-    q8: Any  #: int8 [stages, BLOCK_Q, D]
-    q16: Any  #: 16 bit [3, BLOCK_Q, D]
-    do: Any  #: 16 bit [stages, BLOCK_Q, D]
-    row_stats: Any  #: float32 [stages, ROW_STATS]
-
-
-class KeyBuffers(NamedTuple):
-    """The program's tile of keys in shared memory."""
-
-    k8: Any  #: int8 [1, TILE_K, D]
-    v: Any  #: 16 bit [1, TILE_K, D]
-    k16: Any  #: 16 bit [1, TILE_K, D]
-
-
-class Barriers(NamedTuple):
-    """Barriers in shared memory; [2] is one for even steps and one for odd steps."""
-
-    ds_full: Any  #: [2], dS is in shared memory; None if the warps that compute dS also compute dQ
-    dq_full: Any  #: [2], a part of dQ is in shared memory, and dS of its step has been read
-    dq_empty: Any  #: [slots], a part of dQ has been read from shared memory
-    kv_full: Any  #: the tile of keys has arrived
-    k16_full: Any  #: the tile of K in 16 bit has arrived, which may come first
-    q_full: Any  #: [stages], a block of queries has arrived
-
-
-class TokenOrigin(NamedTuple):
-    """Where a sequence starts in a tensor of four dimensions."""
-
-    b: Any
-    h: Any  #: its first head
-    row: Any  #: of its first token
-
-
-class KeyTile(NamedTuple):
-    """The keys of a program."""
-
-    first: Any  #: first key of the tile
-    length: Any  #: keys of the sequence
-    n_live: Any  #: keys of the sequence that any query attends to
-    offset: Any  #: query i attends to keys 0..i + offset
-
-
-class QueryLoop(NamedTuple):
-    """The blocks of queries that attend to a tile of keys."""
-
-    begin: Any  #: first block
-    unmasked: Any  #: first block that needs no mask
-    end: Any
-
-
-class KeyOutputs(NamedTuple):
-    """Where a program stores dK and dV."""
-
-    dk: Any  #: `Strided`
-    dv: Any  #: `Strided`
-    cu_k: Any
-    b: Any
-    h: Any
-    scale: Any  #: the scale of the logits, a factor of dK
 
 
 @constexpr_function

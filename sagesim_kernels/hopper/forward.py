@@ -15,17 +15,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sagesim_kernels.hopper.descriptors import multiprocessor_count, tma_descriptor
-from sagesim_kernels.hopper.forward_warps import (
-    BLOCK,
+from sagesim_kernels.hopper.forward_structures import (
     Barriers,
     Buffers,
     Inputs,
     Scales,
     StoredScales,
     TileScheduler,
-    consume,
-    produce,
 )
+from sagesim_kernels.hopper.forward_warps import BLOCK, consume, produce
 from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
 from sagesim_kernels.operands import (
     LAUNCH,

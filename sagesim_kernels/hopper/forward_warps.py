@@ -11,8 +11,6 @@ follow from its own counters. Different warps may be at different tiles at the s
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagesim_kernels.hopper.compat import tma_load
+from sagesim_kernels.hopper.forward_structures import Mask, Tile
 from sagesim_kernels.operands import (
     attends,
     causal_offset,
@@ -48,71 +47,6 @@ S_ROWS = gl.constexpr(gl.SliceLayout(1, S_FLOAT32.value))
 """Layout of one number for each row of S, a query."""
 S_COLUMNS = gl.constexpr(gl.SliceLayout(0, S_FLOAT32.value))
 """Layout of one number for each column of S, a key."""
-
-
-class Inputs(NamedTuple):
-    """TMA descriptors of the tensors that the producer loads."""
-
-    q8: Any  #: int8 [tokens of all heads, D]
-    k8: Any  #: int8 [tokens of all heads, D]
-    v: Any  #: 16 bit [sequences, heads, tokens, D]
-
-
-class StoredScales(NamedTuple):
-    """Scales of the codes of Q or K, in padded storage."""
-
-    ptr: Any  #: float32, for Q one for each token, for K one for each block
-    tokens: Any  #: tokens of a head
-
-
-class Scales(NamedTuple):
-    q: Any  #: `StoredScales`
-    k: Any  #: `StoredScales`
-
-
-class Buffers(NamedTuple):
-    """Tiles in shared memory."""
-
-    q: Any  #: int8 [2 * consumers, BLOCK, D], two for each consumer
-    k: Any  #: int8 [stages, BLOCK, D]
-    v: Any  #: 16 bit [stages, 1, 1, BLOCK, D]
-
-
-class Barriers(NamedTuple):
-    """Barriers in shared memory; the module's docstring says what each is for."""
-
-    full: Any  #: [stages]
-    empty: Any  #: [stages]
-    q_full: Any  #: [2 * consumers]
-    q_empty: Any  #: [2 * consumers]
-
-
-class TileScheduler(NamedTuple):
-    """The tiles of a launch, and their order; see `tile_scheduler`."""
-
-    heads: Any  #: query heads
-    groups: Any  #: query heads for each head of K and V
-    longest_q: Any  #: queries of the longest sequence
-    heads_per_group: Any  #: a divisor of sequences * heads
-    tiles: Any  #: of all heads and sequences
-    programs: Any
-
-
-class Tile(NamedTuple):
-    """The queries that all consumers of a program compute together."""
-
-    b: Any  #: sequence
-    h: Any  #: query head
-    first: Any  #: first query
-    is_valid: Any  #: False if there is nothing to compute
-
-
-class Mask(NamedTuple):
-    """Arguments of `attends` for the queries of a consumer."""
-
-    queries: Any
-    n_k: Any
-    offset: Any
 
 
 _COMPUTE_BEFORE = gl.constexpr("""{

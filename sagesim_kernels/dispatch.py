@@ -17,10 +17,16 @@ from sagesim_kernels.operands import (
 from sagesim_kernels.portable import UNTRACED, MapTrace, MapTraces
 
 
-def forward(problem: KernelProblem, o: Tensor, trace: MapTrace | None = None) -> ForwardResult:
+def forward(
+    problem: KernelProblem,
+    o: Tensor,
+    trace: MapTrace | None = None,
+    operands: OperandCache | None = None,
+) -> ForwardResult:
     """Compute attention of all heads into o [sequences, heads, n_q, d_v], any strides.
 
     trace: where to write the codes of P, if pv is INT8. Only the portable kernels write them.
+    operands: the operands to round and keep; None keeps none. Only the portable kernels use them.
     """
     rows = problem.q.shape[:3]
     if problem.is_empty:
@@ -39,7 +45,7 @@ def forward(problem: KernelProblem, o: Tensor, trace: MapTrace | None = None) ->
         operands = OperandCache(problem, stored=hopper.has_to_copy(problem, queries=False))
         gluon.forward(problem, operands, o, lse2)
     else:
-        operands = OperandCache(problem)
+        operands = OperandCache(problem) if operands is None else operands
         portable.forward(problem, operands, o, lse2, trace)
     return ForwardResult(lse2, None if operands.k_mean is None else operands.k_mean.ptr)
 
@@ -52,6 +58,7 @@ def backward(
     result: ForwardResult,
     grads: Gradients,
     traces: MapTraces = UNTRACED,
+    operands: OperandCache | None = None,
 ) -> Tensor:
     """Fill the gradients of all heads, and return delta, float32 [sequences, heads, n_q].
 
@@ -61,6 +68,8 @@ def backward(
         o: the output of the forward; None if the spec's delta comes from P.
         result: the other results of the forward.
         traces: where to write the codes of P and dS. Only the portable kernels write them.
+        operands: those that the forward kept; None rounds them again. Only the portable kernels
+            use them.
     """
     lse2 = result.lse2
     delta = torch.empty_like(lse2)
@@ -80,6 +89,7 @@ def backward(
         operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
         gluon.backward(problem, operands, o, do, statistics, d_lse_rows, grads)
     else:
-        operands = OperandCache(problem, do, k_mean=result.k_mean)
+        if operands is None:
+            operands = OperandCache(problem, do, k_mean=result.k_mean)
         portable.backward(problem, operands, o, do, statistics, d_lse_rows, grads, traces)
     return delta

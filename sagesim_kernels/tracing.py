@@ -108,14 +108,14 @@ def trace(
     }
     with torch.no_grad(), on_device_of(q):
         o = torch.empty_like(do)
-        result = forward(problem, o, maps.get("pv.p"))
+        operands = None if problem.is_empty else OperandCache(problem, do)
+        result = forward(problem, o, maps.get("pv.p"), operands)
         lse = natural_lse(problem, result)
         grads = Gradients(*(torch.empty_like(x) for x in (q, k, v)))
         traces = MapTraces(maps.get("dv.p"), maps.get("dq.ds"), maps.get("dk.ds"))
-        delta = backward(problem, do, None, o, result, grads, traces)
+        delta = backward(problem, do, None, o, result, grads, traces, operands)
         found = {name: Coded(*map_trace) for name, map_trace in maps.items()}
-        if not problem.is_empty:
-            operands = OperandCache(problem, do, k_mean=result.k_mean)
+        if operands is not None:
             for site in sites:
                 for tensor in OPERANDS[site]:
                     if tensor not in MAPS:

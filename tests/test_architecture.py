@@ -72,6 +72,13 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.ops",
         "sagesim_kernels.api",
     },
+    "sagesim_kernels.integrations": {
+        "sagesim.spec",
+        "sagesim.problem",
+        "sagesim.emulator",
+        "sagesim_kernels.api",
+        "sagesim_kernels.support",
+    },
     "theory": {
         "sagesim",
         "sagesim.spec",

@@ -1,4 +1,4 @@
-"""The examples in docstrings run, and print what they say."""
+"""The examples in docstrings run and print what the docstrings show."""
 
 import doctest
 import importlib
@@ -18,12 +18,12 @@ MODULES = sorted(
 )
 
 
-def test_there_are_modules():
+def test_all_packages_are_searched():
     assert {"sagesim.emulator.quantization", "sagesim_kernels.bench.cases"} <= set(MODULES)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples(name):
+def test_the_examples_of_a_module_are_right(name):
     torch.manual_seed(0)
     module = importlib.import_module(name)
     failed, _ = doctest.testmod(module, extraglobs={"torch": torch})

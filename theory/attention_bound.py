@@ -1,10 +1,12 @@
-"""How far quantized attention and its gradients may lie from attention, elementwise.
+"""Elementwise bounds on the errors of quantized attention and of its gradients.
 
-Every product is followed from its operands: an operand is off by at most half a code (a whole one
-under stochastic rounding, half a unit in the last place in 16 bit), a logit by the sum of what its
-operands are off, an element of P by the exponential of that, and so on to the gradients. No term is
-estimated, none is dropped; what float32 adds is bounded with n operations of relative error 2**-24
-each.
+The bound is propagated through the computation. Rounding changes an operand by at most half a code
+(a whole code under stochastic rounding, half a unit in the last place in 16 bits). The errors of
+the operands bound the error of a logit, its exponential bounds the error of P, and so on to the
+gradients. No term is estimated or dropped. Each of n float32 operations has a relative error of at
+most 2**-24.
+
+Names that end in `_error` are bounds on the absolute error of that tensor.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ _OUTPUT: Final = {
     torch.bfloat16: (GRIDS[Precision.BF16].unit, GRIDS[Precision.BF16].smallest),
     torch.float32: (UNIT, 2.0**-149),
 }
-"""Unit roundoff and the smallest number of each dtype."""
+"""Unit roundoff and smallest positive number of each dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBound:
-    """Bounds on |computed - exact| of each output, float64, shaped as the outputs."""
+    """Bounds on |computed - exact| of each output, in float64 and the output's shape."""
 
     o: Tensor
     dq: Tensor
@@ -49,28 +51,30 @@ def attention_bound(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> AttentionBound:
-    """Bound the error of each output elementwise, for one spec on one input.
+    """Bound the error of every element of the outputs, for one spec and one input.
 
-    Holds for the emulator and for the kernels: they differ only in the order of float32 sums. A
-    bound is infinite where it cannot exclude that a 16-bit site overflows.
+    Holds for the emulator and for the kernels, which differ only in the order of float32 sums. The
+    bound is infinite if a matmul in 16 bits may overflow.
 
     Args:
-        q, k, v, do: [..., n, d], as many heads of K and V as of Q; or an `AttentionProblem` alone.
+        q, k, v, do: [..., n, d], with the same number of heads; or an `AttentionProblem` alone.
+        spec: the spec.
+        is_causal, scale: as for `sagesim.attention`.
 
     Raises:
-        ValueError: for a site in FP8; if heads differ, there is a mask other than is_causal, or n_q
-            differs from n_k under a causal mask.
+        ValueError: if a site is in FP8, heads differ, attn_mask is given, or n_q differs from n_k
+            under a causal mask.
 
-    Source: ours. The first-order terms are those of Higham, "Accuracy and Stability of Numerical
-    Algorithms", 2nd ed., section 3.1.
+    Source: this project. The first-order terms are those of Higham, "Accuracy and Stability of
+    Numerical Algorithms", 2nd ed., section 3.1.
     """
     problem = AttentionProblem.of(q, k, v, do, is_causal=is_causal, scale=scale)
-    check_plain(problem)
+    check_supported(problem)
     return _Analysis(problem, spec).bound()
 
 
-def check_plain(problem: AttentionProblem) -> None:
-    """Raise ValueError unless heads are equal in number and the mask is none or square causal."""
+def check_supported(problem: AttentionProblem) -> None:
+    """Raise ValueError for grouped heads, an attn_mask, or a causal mask with n_q != n_k."""
     n_q, n_k = problem.q.shape[-2], problem.k.shape[-2]
     if problem.q.shape[:-2] != problem.k.shape[:-2]:
         q, k = tuple(problem.q.shape), tuple(problem.k.shape)
@@ -104,83 +108,86 @@ class _Analysis:
         self.tensors = {"q": self.q_smoothed, "k": self.k, "v": self.v, "do": self.do}
 
     def bound(self) -> AttentionBound:
-        """The four bounds, in the order in which errors arise."""
+        """The bounds of o, dv, dq and dk, in the order of the computation."""
         spec, p, v, do = self.spec, self.p, self.v.abs(), self.do.abs()
         n_q, n_k = p.shape[-2:]
-        s_off, s_off_again = self._logits_off("qk"), self._logits_off("qk_recompute")
-        row_off = s_off.amax(-1, keepdim=True)  # of the logsumexp
+        s_error, s_recompute_error = self._logits_error("qk"), self._logits_error("qk_recompute")
+        row_error = s_error.amax(-1, keepdim=True)  # of the logsumexp
         o = (p @ self.v).abs()
 
-        p_off = self._p_off(s_off + row_off)
-        rounded = p_off + self._weights_off(p_off, s_off + row_off)
-        o_off = product_bound(p, v, rounded, self._off("pv", "v"), terms=n_k)
-        o_off = self._output(o, o_off)
+        p_error = self._p_error(s_error + row_error)
+        rounded = p_error + self._weights_error(p_error, s_error + row_error)
+        o_error = product_bound(p, v, rounded, self._operand_error("pv", "v"), terms=n_k)
+        o_error = self._output(o, o_error)
 
         same = spec.qk_recompute == spec.qk
-        p_off = self._p_off(s_off_again + row_off, normalised=same)
-        rounded = p_off + self._map_off("dv", p + p_off)
+        p_error = self._p_error(s_recompute_error + row_error, normalised=same)
+        rounded = p_error + self._map_error("dv", p + p_error)
         dv = (p.mT @ self.do).abs()
-        dv_off = product_bound(p.mT, do, rounded.mT, self._off("dv", "do"), terms=n_q)
+        dv_error = product_bound(p.mT, do, rounded.mT, self._operand_error("dv", "do"), terms=n_q)
 
-        left, right = self._off("dp", "do"), self._off("dp", "v")
+        left, right = self._operand_error("dp", "do"), self._operand_error("dp", "v")
         dp = self.do @ self.v.mT
-        dp_off = product_bound(do, v.mT, left, right.mT, terms=v.shape[-1])
+        dp_error = product_bound(do, v.mT, left, right.mT, terms=v.shape[-1])
         delta = (p * dp).sum(-1, keepdim=True)
         if spec.delta is Delta.FROM_O:
-            delta_off = (do * o_off).sum(-1, keepdim=True)
-            delta_off += float32_error(v.shape[-1]) * (do * (o + o_off)).sum(-1, keepdim=True)
+            delta_error = (do * o_error).sum(-1, keepdim=True)
+            delta_error += float32_error(v.shape[-1]) * (do * (o + o_error)).sum(-1, keepdim=True)
         else:
-            grown = (p + p_off) * (dp.abs() + dp_off)
-            delta_off = (p_off * dp.abs() + (p + p_off) * dp_off).sum(-1, keepdim=True)
-            delta_off += float32_error(n_k) * grown.sum(-1, keepdim=True)
+            grown = (p + p_error) * (dp.abs() + dp_error)
+            delta_error = (p_error * dp.abs() + (p + p_error) * dp_error).sum(-1, keepdim=True)
+            delta_error += float32_error(n_k) * grown.sum(-1, keepdim=True)
         ds = (p * (dp - delta)).abs()
-        inner_off = dp_off + delta_off + float32_error(1) * (dp.abs() + delta.abs())
-        ds_off = p_off * ((dp - delta).abs() + inner_off) + p * inner_off
-        ds_off += float32_error(1) * (ds + ds_off)
-        ds_off = ds_off.masked_fill(~self.live, 0.0)
+        inner_error = dp_error + delta_error + float32_error(1) * (dp.abs() + delta.abs())
+        ds_error = p_error * ((dp - delta).abs() + inner_error) + p * inner_error
+        ds_error += float32_error(1) * (ds + ds_error)
+        ds_error = ds_error.masked_fill(~self.live, 0.0)
 
-        rounded = ds_off + self._map_off("dq", ds + ds_off)
-        dq_off = product_bound(ds, self.k, rounded, self._off("dq", "k"), terms=n_k)
+        rounded = ds_error + self._map_error("dq", ds + ds_error)
+        dq_error = product_bound(ds, self.k, rounded, self._operand_error("dq", "k"), terms=n_k)
         dq = self.scale * ((p * (dp - delta)) @ self.k).abs()
 
-        rounded, mean = ds_off + self._map_off("dk", ds + ds_off), self.q_mean.abs()
-        dk_off = product_bound(ds.mT, self.q_smoothed, rounded.mT, self._off("dk", "q"), terms=n_q)
-        dk_off += ds_off.mT @ mean + float32_error(n_q) * ((ds + rounded).mT @ mean)
+        rounded, mean = ds_error + self._map_error("dk", ds + ds_error), self.q_mean.abs()
+        dk_error = product_bound(
+            ds.mT, self.q_smoothed, rounded.mT, self._operand_error("dk", "q"), terms=n_q
+        )
+        dk_error += ds_error.mT @ mean + float32_error(n_q) * ((ds + rounded).mT @ mean)
         dk = self.scale * ((p * (dp - delta)).mT @ self.q).abs()
         return AttentionBound(
-            o=o_off,
-            dq=self._output(dq, self.scale * dq_off),
-            dk=self._output(dk, self.scale * dk_off),
-            dv=self._output(dv, dv_off),
+            o=o_error,
+            dq=self._output(dq, self.scale * dq_error),
+            dk=self._output(dk, self.scale * dk_error),
+            dv=self._output(dv, dv_error),
         )
 
-    def _off(self, site: str, tensor: str) -> Tensor:
-        """|rounded - given| of an operand with tokens, at most."""
+    def _operand_error(self, site: str, tensor: str) -> Tensor:
+        """Bound on |rounded - exact| of q, k, v or do as an operand of a site."""
         x = self.tensors[tensor].abs()
-        # The mean is rounded as well: where tokens are nearly equal, by as much as they differ.
+        # The subtracted mean has a float32 error, which matters if tokens are nearly equal.
         mean = {"q": self.q_mean, "k": self.k_mean}.get(tensor, torch.zeros(())).abs()
         smoothing = float32_error(1) * (x + mean)
         block = self.spec.block_k if tensor in ("k", "v") else self.spec.block_q
-        return smoothing + self._rounded_off(site, tensor, x + smoothing, block, x.shape[-1])
+        return smoothing + self._rounded_error(site, tensor, x + smoothing, block, x.shape[-1])
 
-    def _map_off(self, site: str, largest: Tensor) -> Tensor:
-        """The same of P or dS, which are at most `largest`; nothing where masked."""
-        off = self._rounded_off(site, "map", largest, self.spec.block_q, self.spec.block_k)
-        return off.masked_fill(~self.live, 0.0)
+    def _map_error(self, site: str, largest: Tensor) -> Tensor:
+        """Bound on the rounding error of P or dS, where |P| or |dS| <= `largest`; 0 if masked."""
+        error = self._rounded_error(site, "map", largest, self.spec.block_q, self.spec.block_k)
+        return error.masked_fill(~self.live, 0.0)
 
-    def _weights_off(self, p_off: Tensor, exponent_off: Tensor) -> Tensor:
-        """The same of P at PV, which is rounded as exp(S - row's largest), and divided afterwards.
+    def _weights_error(self, p_error: Tensor, exponent_error: Tensor) -> Tensor:
+        """Bound on the rounding error of P at PV.
 
-        So rows that share a scale share it before the division: a row whose largest P is 1 may
-        owe its scale to one whose largest is 0.01. With T a row's largest P, the weight is P / T.
+        At PV, w = exp(S - row maximum) is rounded, and o is divided by the row sum afterwards.
+        Rows that share a scale share it for w = P / T, with T the largest P of the row: a row with
+        T = 0.01 has the same scale as a row with T = 1.
         """
         top = self.p.amax(-1, keepdim=True)
-        off = exponent_off.amax(-1, keepdim=True) + self._float32_off()
-        least = (top * torch.exp(-off)).clamp(min=torch.finfo(top.dtype).tiny)
-        weights = ((self.p + p_off) / least).clamp(max=1.0)
-        return (self.p + p_off).amax(-1, keepdim=True) * self._map_off("pv", weights)
+        error = exponent_error.amax(-1, keepdim=True) + self._float32_error()
+        least = (top * torch.exp(-error)).clamp(min=torch.finfo(top.dtype).tiny)
+        weights = ((self.p + p_error) / least).clamp(max=1.0)
+        return (self.p + p_error).amax(-1, keepdim=True) * self._map_error("pv", weights)
 
-    def _rounded_off(self, site: str, tensor: str, x: Tensor, rows: int, columns: int) -> Tensor:
+    def _rounded_error(self, site: str, tensor: str, x: Tensor, rows: int, columns: int) -> Tensor:
         matmul = self.spec.site(site)
         if matmul.precision in (Precision.FP8_E4M3, Precision.FP8_E5M2):
             raise ValueError(f"site {site}: no bound for {matmul.precision.value}")
@@ -189,30 +196,30 @@ class _Analysis:
         amax = region_amax(x, how, rows, columns)
         return rounding_bound(x, amax, matmul.precision, self.spec.rounding.mode)
 
-    def _logits_off(self, site: str) -> Tensor:
-        """|S computed - S|, at most; 0 where masked."""
+    def _logits_error(self, site: str) -> Tensor:
+        """Bound on the error of S; 0 if masked."""
         q, k, terms = self.q_smoothed, self.k.mT, self.q.shape[-1]
-        q_off, k_off = self._off(site, "q"), self._off(site, "k").mT
-        off = product_bound(q, k, q_off, k_off, terms=terms)
-        off = off + float32_error(terms) * (self.q_mean.abs() @ (k.abs() + k_off))
-        off = self.scale * off
-        return off.masked_fill(~self.live, 0.0)
+        q_error, k_error = self._operand_error(site, "q"), self._operand_error(site, "k").mT
+        error = product_bound(q, k, q_error, k_error, terms=terms)
+        error = error + float32_error(terms) * (self.q_mean.abs() @ (k.abs() + k_error))
+        error = self.scale * error
+        return error.masked_fill(~self.live, 0.0)
 
-    def _float32_off(self) -> Tensor:
-        """What float32 adds to the error of S - L."""
+    def _float32_error(self) -> Tensor:
+        """Bound on the float32 error of S - L."""
         size = self.s.abs().masked_fill(~self.live, 0.0).amax(-1, keepdim=True)
         return float32_error(1) * (1 + size) + float32_error(self.p.shape[-1])
 
-    def _p_off(self, off: Tensor, *, normalised: bool = True) -> Tensor:
-        """|P computed - P|, where S - L is off by at most this.
+    def _p_error(self, error: Tensor, *, normalised: bool = True) -> Tensor:
+        """Bound on the error of P, given a bound on the error of S - L.
 
-        normalised: L is that of the same S, so that P is at most 1 but for float32.
+        normalised: whether L is computed from the same S. Then P <= 1, up to float32 errors.
         """
-        float32_off = self._float32_off()
-        p_off = self.p * torch.expm1(off + float32_off)
-        return torch.minimum(p_off, torch.exp(float32_off)) if normalised else p_off
+        float32_part = self._float32_error()
+        p_error = self.p * torch.expm1(error + float32_part)
+        return torch.minimum(p_error, torch.exp(float32_part)) if normalised else p_error
 
-    def _output(self, value: Tensor, off: Tensor) -> Tensor:
-        """The bound after rounding to the outputs' dtype."""
+    def _output(self, value: Tensor, error: Tensor) -> Tensor:
+        """The bound after the output is rounded to its dtype."""
         unit, smallest = _OUTPUT[self.dtype]
-        return off + unit * (value + off) + smallest / 2
+        return error + unit * (value + error) + smallest / 2

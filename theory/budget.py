@@ -1,8 +1,8 @@
-"""An error budget: what low-bit attention will cost, from the exact tensors alone.
+"""An error budget: predict the errors of low-bit attention from the exact tensors alone.
 
-No product is emulated. Every operand's rounding is replaced by what its format and its scale say to
-expect of it, and carried to the outputs by the statements of `theory.ds_error`, `theory.qk_error`
-and `theory.int8_dp`.
+No product is emulated. The rounding error of every operand is replaced by its expected mean and
+variance, which follow from format and scale. `theory.ds_error`, `theory.qk_error` and
+`theory.int8_dp` give the resulting errors of the outputs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sagesim.analysis import LOGITS, OUTPUTS, TITLES
 from sagesim.emulator import CODE_MAX
 from sagesim.problem import resolve_input16
 from sagesim.spec import MAPS, OPERANDS
-from theory.attention_bound import check_plain
+from theory.attention_bound import check_supported
 from theory.ds_bound import centred
 from theory.ds_error import ds_moments_from_pv
 from theory.int8_dp import ds_moments_from_dp
@@ -30,28 +30,28 @@ from theory.rounding import Moments, region_amax, rounding_moments, spacing
 from theory.smoothing import block_means
 
 PARTS: Final = (LOGITS, "pv", "dv", "dp", "dq", "dk")
-"""Sites, as `sagesim.analysis.attribution` takes an error apart."""
+"""The sites (matmuls) with a share of the error; qk and qk_recompute have one share together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Predicted errors; prints as a table."""
+    """The predicted errors of a spec and the shares of its sites; prints as a table."""
 
     spec: AttentionSpec
     error: Mapping[str, float]  #: relative L2 of o, ds, dq, dk, dv
     share: Mapping[str, Mapping[str, float]]
-    """Of the squared error of each of them, by `PARTS`; all 0 where there is none."""
+    """By site of `PARTS`, its share of each tensor's squared error; 0 if a tensor has no error."""
 
     def largest(self, tensor: str) -> str:
-        """The part with the largest share of a tensor's error."""
-        return max(PARTS, key=lambda part: self.share[part][tensor])
+        """The site of `PARTS` with the largest share of a tensor's error."""
+        return max(PARTS, key=lambda site: self.share[site][tensor])
 
     def __str__(self) -> str:
         lines = [f"{self.spec.label():18}" + "".join(f"{TITLES[t]:>10}" for t in OUTPUTS)]
         lines.append(f"{'relative L2':18}" + "".join(f"{self.error[t]:10.2e}" for t in OUTPUTS))
-        for part in PARTS:
-            shares = "".join(f"{self.share[part][t]:10.1%}" for t in OUTPUTS)
-            lines.append(f"{part:18}{shares}")
+        for site in PARTS:
+            shares = "".join(f"{self.share[site][t]:10.1%}" for t in OUTPUTS)
+            lines.append(f"{site:18}{shares}")
         return "\n".join(lines)
 
 
@@ -67,24 +67,25 @@ def error_budget(
 ) -> Budget:
     """Predict the errors of `spec` from the exact tensors, without emulating a product.
 
-    Each output's error is predicted to within a quarter on Gaussian inputs of any deviation, on
-    inputs with outlier channels and on a trained model's, if no single row dominates the error; see
-    `theory.checks.budget`. The prediction is an expectation: one realization of a few large rows
-    can be further away.
+    Each output's error is predicted to within 25% on Gaussian inputs of any standard deviation, on
+    inputs with outlier channels and on those of a trained model, if no single row dominates the
+    error; see `theory.checks.budget`. The prediction is an expectation. If a few large rows
+    dominate, the actual error can be further away.
 
-    Where it breaks: rounding errors are taken as independent from site to site, so that the part
-    that PV and dP share, through V's rounding, is counted twice under INT8 dP; logits with errors
-    much above 1 are outside the two-key model of `theory.qk_error`; float32 sums, the outputs' own
-    rounding to 16 bit, and overflow are left out.
+    Limits: the errors of different sites are assumed independent. PV and dP both round V, and under
+    INT8 dP this common error is counted twice. Errors of logits much above 1 are outside the
+    two-key model of `theory.qk_error`. Float32 sums, the rounding of the outputs to 16 bits, and
+    overflow are not modelled.
 
     Args:
-        q, k, v, do: [..., tokens, d], as many heads of K and V as of Q; or an `AttentionProblem`
-            alone.
+        q, k, v, do: [..., tokens, d], with equal numbers of heads; or an `AttentionProblem` alone.
+        spec: the spec.
+        is_causal, scale: as for `sagesim.attention`.
 
     Raises:
-        ValueError: if qk and qk_recompute round differently, because most of their errors would
-            cancel (see `sagesim.attribute`); if heads differ, there is a mask other than is_causal,
-            or n_q differs from n_k under a causal mask.
+        ValueError: if qk and qk_recompute round differently, because the prediction assumes that
+            most of their errors cancel (see `sagesim.analysis.Attribution.parts`); if heads differ,
+            attn_mask is given, or n_q differs from n_k under a causal mask.
 
     Source: ours.
 
@@ -95,34 +96,34 @@ def error_budget(
     problem = AttentionProblem.of(q, k, v, do, is_causal=is_causal, scale=scale)
     if spec.qk != spec.qk_recompute:
         raise ValueError(f"qk and qk_recompute round differently under {spec.label()!r}")
-    check_plain(problem)
+    check_supported(problem)
     q, k, v, do = problem.qkvdo
     resolved = resolve_input16(spec, q.dtype)
-    squares = {part: dict.fromkeys(OUTPUTS, 0.0) for part in (*PARTS, "all", "exact")}
+    squares = {name: dict.fromkeys(OUTPUTS, 0.0) for name in (*PARTS, "all", "exact")}
     heads = (x.double().reshape(-1, *x.shape[-2:]) for x in (q, k, v, do))
     for one in zip(*heads, strict=True):
-        found = _Head(one, resolved, problem.is_causal, problem.logit_scale)
-        parts = found.parts()
+        head = _Head(one, resolved, problem.is_causal, problem.logit_scale)
+        by_site = head.errors_by_site()
         for t in OUTPUTS:
-            of = [moments[t] for moments in parts.values() if t in moments]
-            for part, moments in parts.items():
+            errors = [moments[t] for moments in by_site.values() if t in moments]
+            for site, moments in by_site.items():
                 if t in moments:
-                    squares[part][t] += float(moments[t].mean_square.sum())
-            squares["all"][t] += float(sum(of[1:], of[0]).mean_square.sum())
-            squares["exact"][t] += float(getattr(found.exact, t).square().sum())
-    apart = {t: sum(squares[part][t] for part in PARTS) for t in OUTPUTS}
+                    squares[site][t] += float(moments[t].mean_square.sum())
+            squares["all"][t] += float(sum(errors[1:], errors[0]).mean_square.sum())
+            squares["exact"][t] += float(getattr(head.exact, t).square().sum())
+    sums = {t: sum(squares[site][t] for site in PARTS) for t in OUTPUTS}
     return Budget(
         spec=spec,
         error={t: _relative(squares["all"][t], squares["exact"][t]) for t in OUTPUTS},
         share={
-            part: {t: squares[part][t] / apart[t] if apart[t] else 0.0 for t in OUTPUTS}
-            for part in PARTS
+            site: {t: squares[site][t] / sums[t] if sums[t] else 0.0 for t in OUTPUTS}
+            for site in PARTS
         },
     )
 
 
 class _Head:
-    """One head: q, k, v, do, float64 [tokens, d]."""
+    """The expected errors of one head; its q, k, v and do are float64 [tokens, d]."""
 
     def __init__(
         self, tensors: tuple[Tensor, ...], spec: AttentionSpec, is_causal: bool, scale: float
@@ -136,8 +137,8 @@ class _Head:
         self.values = {"q": self.q_rounded, "k": self.k, "v": v, "do": do}
         self.values |= {"p": self.exact.p, "ds": self.exact.ds}
 
-    def parts(self) -> dict[str, dict[str, Moments]]:
-        """The error of each output from each part; absent where a part cannot reach an output."""
+    def errors_by_site(self) -> dict[str, dict[str, Moments]]:
+        """By site of `PARTS`, the error of each output that the site can reach."""
         p, ds, q, k, v, do = self.exact.p, self.exact.ds, self.q, self.k, self.v, self.do
         p_error, v_error = self.error("pv", "p"), self.error("pv", "v")
         pv = {"o": product_moments(p, v, p_error, v_error)}
@@ -175,13 +176,16 @@ class _Head:
         }
 
     def _through_delta(self, ds: Moments) -> dict[str, Moments]:
-        """A row of dS is off by P_i times one number: so dQ is off by that times P_i K."""
+        """The errors of dS, dQ and dK from the error of delta.
+
+        An error e of delta changes a row of dS by -e P_i, and so the row of dQ by -e P_i K.
+        """
         p, k, q = self.exact.p, self.k, self.q
         weight = p.square().sum(-1, keepdim=True)
-        number = ds.variance.sum(-1, keepdim=True) / weight.where(weight > 0, 1.0)
+        delta_variance = ds.variance.sum(-1, keepdim=True) / weight.where(weight > 0, 1.0)
         return {
             "ds": ds,
-            "dq": self._scaled(ds.mean @ k, number * (p @ k).square()),
+            "dq": self._scaled(ds.mean @ k, delta_variance * (p @ k).square()),
             "dk": self._scaled(ds.mean.mT @ q, ds.variance.mT @ q.square()),
         }
 
@@ -189,7 +193,7 @@ class _Head:
         return Moments(self.scale * mean, self.scale**2 * variance)
 
     def error(self, site: str, tensor: str) -> Moments:
-        """What rounding an operand of a site is expected to do."""
+        """The expected error of rounding an operand of a site."""
         matmul = self.spec.site(site)
         how = matmul.lhs if OPERANDS[site][0] == tensor else matmul.rhs
         x, precision = self.values[tensor], matmul.precision
@@ -210,7 +214,7 @@ class _Head:
 
 
 def _float_noise(x: Tensor, scale: Tensor, precision: Precision) -> Moments:
-    """Uniform over the distance of neighbouring numbers of a float format; none where x is one."""
+    """Uniform noise over the distance between numbers of a float format; 0 if x is one of them."""
     distance = spacing(x, scale, precision)
     noise = (distance.square() / 12).masked_fill(x % distance == 0, 0.0)
     return Moments(torch.zeros_like(x), noise)

@@ -237,15 +237,15 @@ NUMBERS = (
     ),
     Promise(
         "`theory.error_budget` predicts the errors that the emulator measures.",
-        (f"{THEORY}/test_budget.py::test_errors_are_within_what_it_claims",),
+        (f"{THEORY}/test_budget.py::test_predicted_errors_are_within_25_percent",),
         lambda: f"Within {constant('theory/checks/budget.py', 'WITHIN'):.0%}",
     ),
     Promise(
         "`sagesim.attribute` finds the product that makes the error.",
         (
-            "tests/sagesim/analysis/test_attribution.py::test_a_planted_culprit_is_found",
+            "tests/sagesim/analysis/test_attribution.py::test_the_only_int8_product_has_the_whole_share",
             "tests/sagesim/analysis/test_attribution.py"
-            "::test_a_product_has_a_share_of_what_it_can_reach_and_of_nothing_else",
+            "::test_a_product_has_a_share_of_exactly_the_tensors_that_it_reaches",
         ),
     ),
     Promise(
@@ -288,7 +288,7 @@ INPUTS = (
     Promise(
         "A NaN or an infinity in an input reaches the output; no code hides it.",
         (
-            f"{EMULATOR}/test_attention.py::TestNumbers::test_what_is_not_finite_reaches_the_output",
+            f"{EMULATOR}/test_attention.py::TestNumbers::test_nan_and_infinity_reach_the_output",
             f"{KERNELS}/test_attention.py::TestFinite::test_what_is_not_finite_reaches_the_output",
         ),
     ),
@@ -327,7 +327,7 @@ INPUTS = (
             f"{KERNELS}/test_attention.py::TestStrides::test_of_all_tensors",
             f"{KERNELS}/test_attention.py::TestStrides::test_of_packed_qkv",
             f"{KERNELS}/test_varlen.py::test_strides",
-            f"{EMULATOR}/test_attention.py::TestWhatMustNotMatter::test_strides",
+            f"{EMULATOR}/test_attention.py::TestInvariance::test_strides_change_no_byte",
         ),
     ),
     Promise(
@@ -348,7 +348,7 @@ INPUTS = (
         "Inputs are never modified.",
         (
             f"{KERNELS}/test_attention.py::test_inputs_are_never_changed",
-            f"{EMULATOR}/test_attention.py::TestWhatMustNotMatter::test_inputs_are_never_changed",
+            f"{EMULATOR}/test_attention.py::TestInvariance::test_inputs_are_never_changed",
         ),
     ),
     Promise(
@@ -358,21 +358,21 @@ INPUTS = (
             f"{KERNELS}/test_attention.py::TestPadding::test_memory_around_the_tokens_is_not_read",
             f"{KERNELS}/test_attention.py::TestPadding::test_keys_beyond_the_last_query",
             f"{KERNELS}/test_attention.py::TestPadding::test_queries_that_attend_to_nothing",
-            f"{EMULATOR}/test_padding.py::test_junk_in_padding_changes_no_byte",
+            f"{EMULATOR}/test_padding.py::test_values_in_padding_change_no_byte",
         ),
     ),
     Promise(
         "A head gives the same bytes alone and in a batch.",
         (
             f"{KERNELS}/test_invariance.py::TestHeads::test_run_alone",
-            f"{EMULATOR}/test_attention.py::TestWhatMustNotMatter::test_heads_and_batches_run_alone",
+            f"{EMULATOR}/test_attention.py::TestInvariance::test_a_head_alone_gives_the_same_bytes",
         ),
     ),
     Promise(
         "Grouped queries give the O and dQ of repeated keys and values, bit by bit.",
         (
             f"{KERNELS}/test_invariance.py::TestHeads::test_grouped_are_repeated",
-            f"{EMULATOR}/test_attention.py::TestWhatMustNotMatter"
+            f"{EMULATOR}/test_attention.py::TestInvariance"
             "::test_grouped_heads_are_repeated_heads",
         ),
     ),
@@ -412,7 +412,7 @@ GRADIENTS = (
         "A tensor as `scale` raises, because it would get no gradient.",
         (
             f"{KERNELS}/test_support.py::TestRefusals::test_a_scale_that_would_get_no_gradient",
-            f"{EMULATOR}/test_attention.py::TestRefusals::test_a_scale_that_would_get_no_gradient",
+            f"{EMULATOR}/test_attention.py::TestInvalidArguments::test_a_tensor_as_scale",
         ),
     ),
     Promise(
@@ -430,7 +430,7 @@ DETERMINISM = (
         (
             f"{KERNELS}/test_invariance.py::TestRuns::test_repeat",
             f"{KERNELS}/test_hopper.py::test_repeated_runs_give_the_same_bits",
-            f"{EMULATOR}/test_attention.py::TestWhatMustNotMatter::test_runs_repeat",
+            f"{EMULATOR}/test_attention.py::TestInvariance::test_two_runs_give_the_same_bytes",
         ),
         _repeats,
     ),
@@ -453,7 +453,7 @@ DETERMINISM = (
         "Stochastic rounding depends on the seed, the tensor and the element's position only.",
         (
             f"{EMULATOR}/test_rounding.py::TestRandomNumbers"
-            "::test_an_elements_number_depends_on_its_place_alone",
+            "::test_an_elements_number_depends_on_its_position_only",
             f"{KERNELS}/test_invariance.py::TestHeads::test_draw_the_same_random_numbers",
         ),
     ),

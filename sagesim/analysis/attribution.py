@@ -1,8 +1,8 @@
 """How much of the error of o, ds, dq, dk and dv each of the seven matmuls causes.
 
 A *site* is one of the seven matmuls of attention, two in the forward and five in the backward.
-`sagesim.SITES` lists their names, and `SITE_NAMES` their formulas. A spec sets the precision of each
-site. The *share* of a site is the part of a tensor's squared error that its rounding causes.
+`sagesim.SITES` lists their names, and `SITE_NAMES` their formulas. A spec sets the precision of
+each site. The *share* of a site is the part of a tensor's squared error that its rounding causes.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class Error:
     """The distance of a tensor a from its reference r.
 
     If a equals r, the cosine is 1, rel_l2 and max_error are 0, and sqnr_db is inf, also for tensors
-    of zeros. If r is zero and a is not, or if an element is infinite in only one of them, rel_l2 and
-    max_error are inf.
+    of zeros. If r is zero and a is not, or if an element is infinite in only one of them, rel_l2
+    and max_error are inf.
     """
 
     cosine: float  #: <a, r> / (|a| |r|)

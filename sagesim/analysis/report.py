@@ -95,7 +95,7 @@ class Layer:
 
     call: Call
     attribution: Attribution
-    errors: Mapping[str, Error]  #: from `sagesim.analysis.errors`, under the attribution's base spec
+    errors: Mapping[str, Error]  #: from `sagesim.analysis.errors`, under the same spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,9 @@ def headline(a: Attribution) -> str:
 
 
 def advice(a: Attribution) -> list[Advice]:
-    """The product to compute in 16 bit and the option to change that lower the gradients' error most.
+    """The changes that lower the gradients' error most: one of a product, and one of an option.
+
+    The first is to compute a product in 16 bit, the second to change smoothing or delta.
 
     The gain of 16 bit is taken from the run in which the product is not rounded at all, because
     rounding to 16 bit adds little error.
@@ -292,7 +294,10 @@ def _provenance(capture: Capture, layers: Sequence[Layer]) -> Iterator[tuple[str
     for key, value in capture.source.items():
         yield key.replace("_", " "), value if isinstance(value, str) else json.dumps(value)
     yield "recorded with", f"PyTorch {capture.torch_version}"
-    yield "loss scale", f"{capture.loss_scale:g} (the loss was multiplied by it; relative errors do not depend on it)"
+    yield (
+        "loss scale",
+        f"{capture.loss_scale:g} (does not affect relative errors)",
+    )
     yield "layers shown", f"{len(layers)} of {len(capture.calls)}"
     for shape in dict.fromkeys(_shape(layer.call) for layer in layers):
         yield "tensors", shape

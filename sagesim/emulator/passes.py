@@ -63,7 +63,7 @@ def run_backward(
 
 @contextlib.contextmanager
 def plain_float32(device: str) -> Generator[None]:
-    """Compute float32 products in float32: no autocast and no TF32, whatever the caller enabled.
+    """Compute float32 products in float32, without TF32 and autocast that the caller enabled.
 
     PyTorch has one TF32 setting for all threads. A program that computes attention in several
     threads at once should leave TF32 disabled.

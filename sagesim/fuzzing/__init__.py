@@ -1,4 +1,4 @@
-"""Find the smallest attention call on which another implementation leaves the contract."""
+"""Find the smallest attention call on which an implementation violates its spec's contract."""
 
 from sagesim.fuzzing.cases import DTYPES, FEATURES, HEAD_SIZES, FuzzCase, Outputs
 from sagesim.fuzzing.diagnosis import Site

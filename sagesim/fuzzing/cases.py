@@ -1,4 +1,4 @@
-"""One attention call, by everything that defines it: the same tensors on every machine."""
+"""Reproducible attention calls: a `FuzzCase` defines the same tensors on every machine."""
 
 from __future__ import annotations
 
@@ -18,32 +18,36 @@ DTYPES: Final = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-"""The dtypes of q, k, v and dO, by the word that stands for them."""
+"""The dtypes of q, k, v and dO, by name."""
 
 LAYOUTS: Final = ("contiguous", "token_major", "sliced", "expanded")
-"""How a tensor [B, H, N, D] lies in memory: contiguous; as a transposed [B, N, H, D]; as a part of
-a larger tensor of NaN, so that no axis is dense but the last; or, for dO, a single number for all
-elements (all strides 0), as the backward of a sum gives it."""
+"""Memory layouts of a tensor [B, H, N, D].
+
+contiguous: as `torch.empty` gives it.
+token_major: a transposed [B, N, H, D].
+sliced: a slice of a larger tensor of NaN; only the last axis is dense.
+expanded: dO only: one number with strides of 0, as the backward of a sum gives it.
+"""
 
 TENSORS: Final = ("q", "k", "v", "do")
 
 FEATURES: Final = {
     "full": "calls without a causal mask",
     "causal": "is_causal=True",
-    "cross": "other numbers of queries than of keys",
-    "tails": "lengths that are no multiple of the spec's blocks",
+    "cross": "different numbers of queries and keys",
+    "tails": "lengths that are not multiples of the spec's blocks",
     "gqa": "more heads of q than of k and v",
     "scale": "a scale other than the default",
-    "strides": "tensors that are not contiguous, an expanded dO among them",
+    "strides": "tensors that are not contiguous, including an expanded dO",
 }
-"""What calls may have, by the word that leaves it out."""
+"""Features of calls, by the name that `without` excludes them by."""
 
 HEAD_SIZES: Final = (16, 32, 64, 128, 40, 80, 96)
-"""Powers of two first, to which failures shrink; the others are padded in most kernels."""
+"""Powers of two first, because failures shrink to the first. Most kernels pad the other sizes."""
 
 
 class Outputs(NamedTuple):
-    """What a caller of attention sees."""
+    """The results of a call: o and the gradients of q, k and v."""
 
     o: Tensor
     dq: Tensor
@@ -73,14 +77,14 @@ class FuzzCase:
     dtype: str = "float32"  #: one of `DTYPES`
     batch: int = 1
     kv_heads: int = 1
-    groups: int = 1  #: query heads for each head of k and v
+    groups: int = 1  #: number of query heads per head of k and v
     is_causal: bool = False
     scale: float | None = None
     kinds: tuple[str, str, str, str] = ("gaussian", "gaussian", "gaussian", "gaussian")
-    """Of q, k, v and do: names of `sagesim.fuzzing.inputs.KINDS`."""
+    """The kinds of q, k, v and do: names in `sagesim.fuzzing.inputs.KINDS`."""
     gains: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """Of q, k, v and do: the exponent of the power of two they are multiplied by."""
-    layout: str = "contiguous"  #: of q, k and v: one of `LAYOUTS` but "expanded"
+    """q, k, v and do are multiplied by 2 to the power of these."""
+    layout: str = "contiguous"  #: of q, k and v: one of `LAYOUTS`, but not "expanded"
     do_layout: str = "contiguous"  #: one of `LAYOUTS`
     seed: int = 0
 
@@ -104,7 +108,7 @@ class FuzzCase:
         return self.kv_heads * self.groups
 
     def problem(self, device: str | torch.device = "cpu") -> AttentionProblem:
-        """The problem; q, k, v and do are [batch, heads, tokens, d], laid out as the case says."""
+        """The tensors and options of the call; q, k, v and do are [batch, heads, tokens, d]."""
         rng = np.random.default_rng(self.seed)
         of_queries = (self.batch, self.heads, self.n_q, self.d)
         of_keys = (self.batch, self.kv_heads, self.n_k, self.d)
@@ -132,12 +136,18 @@ class FuzzCase:
         )
 
     def run(
-        self, attention: Callable[..., Tensor], device: str | torch.device = "cpu", **more: Any
+        self, attention: Callable[..., Tensor], device: str | torch.device = "cpu", **options: Any
     ) -> Outputs:
-        """o and the gradients of `attention`, through autograd; more: further arguments of it.
+        """Call `attention` and its backward through autograd, and return o and the gradients.
 
-        Raises: what `attention` and its backward raise; ValueError naming the shape of an o that
-            has not the shape of q.
+        Args:
+            attention: called as `fn(q, k, v, is_causal=..., scale=..., enable_gqa=...)`.
+            device: the device of the tensors.
+            options: further arguments for `attention`.
+
+        Raises:
+            Exception: what `attention` or its backward raises.
+            ValueError: if o has another shape than do.
         """
         problem = self.problem(device)
         *tensors, do = problem.qkvdo
@@ -147,14 +157,14 @@ class FuzzCase:
             is_causal=problem.is_causal,
             scale=problem.scale,
             enable_gqa=problem.enable_gqa,
-            **more,
+            **options,
         )
         if o.shape != do.shape:
             raise ValueError(f"o has shape {tuple(o.shape)}, not {tuple(do.shape)}")
         return Outputs(o.detach(), *torch.autograd.grad(o, leaves, do))
 
     def describe(self) -> Iterator[str]:
-        """The case in words: shapes first, then all that is unusual about it."""
+        """The case in words: the shapes, then every field that is not the default."""
         yield f"q [{self.batch}, {self.heads}, {self.n_q}, {self.d}]"
         yield f"k, v [{self.batch}, {self.kv_heads}, {self.n_k}, {self.d}]"
         yield self.dtype
@@ -185,10 +195,9 @@ def _lay_out(x: Tensor, layout: str) -> Tensor:
             return x.transpose(1, 2).contiguous().transpose(1, 2)
         case "sliced":
             b, h, n, d = x.shape
-            # 16 more channels: rows stay aligned for the vector loads that kernels ask for.
+            # With 16 more channels, rows stay aligned for vector loads.
             whole = x.new_full((b, h + 1, n + 3, d + 16), torch.nan)
-            part = whole[:, :h, 1 : n + 1, :d]
-            return part.copy_(x)
+            return whole[:, :h, 1 : n + 1, :d].copy_(x)
         case "expanded":
             return x[:1, :1, :1, :1].clone().reshape(()).expand(x.shape)
         case _:

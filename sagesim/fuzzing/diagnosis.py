@@ -1,4 +1,7 @@
-"""From outputs that differ to the product that is wrong: what is inferred, and in which words."""
+"""Diagnosis of wrong outputs: which matmul is wrong, and which mistakes would explain them.
+
+A site is one of the seven matmuls of attention; `sagesim.SITES` lists their names.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,10 @@ from sagesim.spec import (
 
 _WORDS: Final = {
     "qk": "S = QKᵀ, its scale, mask, smoothing or softmax",
-    "pv": "O = PV, or the sum that O is divided by",
-    "qk_recompute": "S = QKᵀ in the backward, or the L it is compared with",
+    "pv": "O = PV, or the division of O by the row sum",
+    "qk_recompute": "S = QKᵀ in the backward, or the L that is subtracted from it",
     "dv": "dV = Pᵀ dO, or the sum over a group of heads",
-    "dp": "dP = dO Vᵀ, or delta, or P where dS is made of it",
+    "dp": "dP = dO Vᵀ, or delta, or the P in dS = P (dP - delta)",
     "dq": "dQ = dS K",
     "dk": "dK = dSᵀ Q",
 }
@@ -39,50 +42,52 @@ _WORDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where the first wrong number is made, as far as outputs can tell."""
+    """The site that computes the first wrong intermediate, inferred from the outputs."""
 
     name: str  #: one of `sagesim.SITES`
-    reason: str  #: the outputs that say so
+    reason: str  #: which outputs differ, and why they imply this site
 
     @property
     def words(self) -> str:
-        """What is computed there."""
+        """The computations that belong to the site."""
         return _WORDS[self.name]
 
 
 def infer(outside: Mapping[str, int]) -> Site:
-    """The site whose error shows in just these outputs.
+    """Infer the site whose error reaches exactly these outputs.
 
-    O is made of qk and pv; dV of P, which is made of qk_recompute (or qk, through L), and of
-    nothing that pv, dp, dq or dk compute; dQ and dK of all but each other.
+    O depends on qk and pv. dV depends on dv and on P, which depends on qk_recompute and, through L,
+    on qk. dQ and dK depend on all sites except each other's and dv.
 
     Args:
-        outside: how many cases each output was outside the contract in; together, because a
-            single small case may hide in one output what another shows.
+        outside: number of cases in which each output is outside the contract. All failing cases
+            are counted, because in a small case an error may be invisible in some outputs.
     """
     o, dv, dq, dk = (outside.get(name, 0) > 0 for name in ("o", "dv", "dq", "dk"))
     match o, dv, dq, dk:
         case True, True, _, _:
-            return Site("qk", "o and dv differ, and they share nothing but P")
+            return Site("qk", "o and dv differ, and P is all that they share")
         case True, False, _, _:
-            return Site("pv", "o differs; dv, made of the same P, does not")
+            return Site("pv", "o differs; dv, which uses the same P, does not")
         case False, True, True, _:
             return Site("qk_recompute", "o is right; dv and dq, which share P, differ")
         case False, True, False, True:
             return Site("dv", "o and dq are right; dv and dk, sums over queries, differ")
         case False, True, False, False:
-            return Site("dv", "nothing but dv differs")
+            return Site("dv", "only dv differs")
         case False, False, True, True:
-            return Site("dp", "o and dv, hence P, are right; dq and dk, which share dS, differ")
+            return Site("dp", "o and dv are right, and so is P; dq and dk, which share dS, differ")
         case False, False, True, False:
-            return Site("dq", "nothing but dq differs; dk, made of the same dS, does not")
+            return Site("dq", "only dq differs; dk, which uses the same dS, does not")
         case _:
-            return Site("dk", "nothing but dk differs; dq, made of the same dS, does not")
+            return Site("dk", "only dk differs; dq, which uses the same dS, does not")
 
 
 def factor(kernel: Tensor | None, emulator: Tensor) -> float | None:
-    """The number that the emulator's tensor is to be multiplied by to give the kernel's; None
-    where there is none, to 2 %, or where it is 1."""
+    """The constant factor between the kernel's tensor and the emulator's, both to within 2%.
+
+    None if the tensors are not proportional, or if the factor is 1.
+    """
     if kernel is None or kernel.shape != emulator.shape:
         return None
     a, b = kernel.double().flatten(), emulator.double().flatten()
@@ -96,23 +101,23 @@ def factor(kernel: Tensor | None, emulator: Tensor) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Suspect:
-    """Another computation, which a kernel may have mistaken for the one it was asked for."""
+class Mistake:
+    """A likely mistake of a kernel, as the spec and case that the kernel would compute instead."""
 
     words: str
     spec: AttentionSpec
     case: Callable[[FuzzCase], FuzzCase] = lambda case: case
 
 
-def suspects(spec: AttentionSpec) -> Iterator[Suspect]:
-    """Computations one mistake away from `spec`, the plainest first."""
+def mistakes(spec: AttentionSpec) -> Iterator[Mistake]:
+    """Mistakes that an implementation of `spec` may contain, the most likely first."""
     for name, preset in PRESETS.items():
         blocks = {"block_q": spec.block_q, "block_k": spec.block_k}
-        yield Suspect(f"another spec: {name!r}", replace(preset, **blocks))
-    yield Suspect("no causal mask", spec, lambda case: replace(case, is_causal=False))
-    yield Suspect("the logits are not scaled", spec, lambda case: replace(case, scale=1.0))
-    yield Suspect("the scale argument is ignored", spec, lambda case: replace(case, scale=None))
-    yield Suspect("1/sqrt of the head size padded to a power of two", spec, _padded_scale)
+        yield Mistake(f"another spec: {name!r}", replace(preset, **blocks))
+    yield Mistake("no causal mask", spec, lambda case: replace(case, is_causal=False))
+    yield Mistake("the logits are not scaled", spec, lambda case: replace(case, scale=1.0))
+    yield Mistake("the scale argument is ignored", spec, lambda case: replace(case, scale=None))
+    yield Mistake("1/sqrt of the head size padded to a power of two", spec, _padded_scale)
     smoothing = spec.smoothing
     for q, k in ((smoothing.q, not smoothing.k), (not smoothing.q, smoothing.k)):
         yield _other("smoothing", replace(spec, smoothing=Smoothing(q=q, k=k)))
@@ -148,11 +153,17 @@ def explanations(
     *,
     at_most: int = 3,
 ) -> tuple[str, ...]:
-    """Of the `suspects`, those that the kernel's outputs agree with in every failing case.
+    """Find the mistakes that reproduce the kernel's outputs in every failing case.
 
     Args:
-        failing: cases, and what the kernel computed for them.
-        at_most: as many are given; further ones would only say that the cases cannot tell.
+        spec: the spec that the kernel should compute.
+        failing: cases and the kernel's outputs for them.
+        device: the device to compute on.
+        at_most: largest number of explanations. More would only show that the cases do not
+            distinguish between mistakes.
+
+    Returns:
+        explanations in words: outputs that are a multiple of the emulator's, then `mistakes`.
     """
     found: list[str] = []
     contracts = [Contract(case, spec, device) for case, _ in failing]
@@ -164,14 +175,14 @@ def explanations(
         if None not in factors:
             words = " or ".join(sorted({f"{c:.3g}" for c in factors}))
             found.append(f"{name} is the emulator's times {words}")
-    for suspect in suspects(spec):
+    for mistake in mistakes(spec):
         if len(found) == at_most:
             break
-        changed = [(suspect.case(case), case, outputs) for case, outputs in failing]
-        if suspect.spec == spec and all(now == case for now, case, _ in changed):
+        changed = [(mistake.case(case), case, outputs) for case, outputs in failing]
+        if mistake.spec == spec and all(new == case for new, case, _ in changed):
             continue
-        if all(_agrees(Contract(now, suspect.spec, device), out) for now, _, out in changed):
-            found.append(suspect.words)
+        if all(_agrees(Contract(new, mistake.spec, device), out) for new, _, out in changed):
+            found.append(mistake.words)
     return tuple(found)
 
 
@@ -179,8 +190,8 @@ def _agrees(contract: Contract, outputs: Mapping[str, Tensor | None]) -> bool:
     return not any(d.is_outside for d in contract.compare(outputs).values())
 
 
-def _other(what: str, spec: AttentionSpec) -> Suspect:
-    return Suspect(f"other {what}: {spec.label()!r}", spec)
+def _other(what: str, spec: AttentionSpec) -> Mistake:
+    return Mistake(f"other {what}: {spec.label()!r}", spec)
 
 
 def _padded_scale(case: FuzzCase) -> FuzzCase:

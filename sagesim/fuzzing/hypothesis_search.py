@@ -1,4 +1,4 @@
-"""Hypothesis as a search: the first example that a predicate holds for, or the smallest."""
+"""Search with Hypothesis for the first, or the smallest, example that satisfies a predicate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis.strategies import SearchStrategy
 
 Example = TypeVar("Example")
 
-_CHECKS: Final[Any] = list(HealthCheck)  # their metaclass hides from type checkers what they are
+_CHECKS: Final[Any] = list(HealthCheck)  # type checkers cannot infer the element type
 
 
 class _Found(Exception):
@@ -27,15 +27,20 @@ def find(
     seed: int,
     shrink: bool = False,
 ) -> Example | None:
-    """An example, of at most `cases`, that the predicate holds for; None where none was met.
+    """Draw at most `cases` examples and return the first that satisfies the predicate, or None.
 
-    The same arguments try the same examples in the same program: no database, no settings profile
-    and no clock has a say. But Hypothesis draws some numbers from the constants of whatever code is
-    loaded, and shrinking ends after five minutes, its own limit.
+    In the same program, equal arguments give the same examples: neither Hypothesis's database nor
+    a settings profile nor a deadline is used. In another program the examples may differ, because
+    Hypothesis also draws from the constants in the loaded code. Shrinking stops after Hypothesis's
+    limit of five minutes.
 
     Args:
-        shrink: go on to the smallest example that the predicate holds for. A predicate that
-            changes its mind about an example ends it with the best one so far.
+        strategy: draws the examples.
+        predicate: the condition.
+        cases: largest number of examples before shrinking.
+        seed: seed of the search.
+        shrink: return the smallest example that the search finds. If the predicate's answer for an
+            example changes, the best example so far is returned.
     """
     found: list[Example] = []
 

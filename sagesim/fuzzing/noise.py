@@ -1,12 +1,13 @@
-"""The emulator, as another right implementation would compute: with noise where it may differ.
+"""Noise that `docs/numerics.md` allows between two correct implementations.
 
-`docs/numerics.md` leaves an implementation these freedoms, and `Freedoms` takes all of them:
+Correct implementations may differ from the emulator as follows, and `AllowedNoise` simulates it:
 
-- the order of float32 operations, and the last bits of exp: every map gets float32 noise;
-- codes of P and dS off by 1, at near ties: 0.1 % of them, and the most influential one of a head;
-- P in 16 bit at PV rounded relative to a running row maximum: an independent rounding.
+- The order of float32 operations and the last bits of exp: every map gets float32 noise.
+- Codes of P and dS at near ties: 0.1 % of them are changed by 1, and in each head also the code
+  with the largest influence.
+- P in 16 bit at PV, rounded relative to a running row maximum: it is rounded a second time.
 
-Scales and codes of Q, K, V and dO agree bit for bit, hence get no noise.
+Scales and codes of Q, K, V and dO must be equal bit for bit, so they get no noise.
 """
 
 from __future__ import annotations
@@ -34,67 +35,75 @@ from sagesim.spec import Delta, Precision
 U: Final = 2.0**-24
 """Unit roundoff of float32."""
 
-FEW: Final = 4
-"""Roundings of a float32 result that is no sum.
+ELEMENTWISE_ROUNDINGS: Final = 4
+"""Float32 roundings of an element besides those of its sum.
 
-S of INT8 operands has four: its integer sum times two scales and the logit scale times log2(e),
-itself rounded. ex2.approx is good to two units in the last place (CUDA's PTX manual), or four U.
+S of INT8 operands has four: an exact integer sum is multiplied by two scales and by the logit scale
+times log2(e), which is itself rounded. ex2.approx has an error of up to two units in the last place
+(CUDA's PTX manual), which is four U.
 """
 
 
 def over_tokens(count: int) -> float:
-    """Error of a sum over tokens, relative to the sum of absolute values, in any order: all of
-    its roundings, because equal terms round alike. Source: N. Higham, "Accuracy and Stability of
-    Numerical Algorithms", 2nd ed., section 3.1."""
-    return (FEW + count) * U
+    """Largest error of a sum over tokens in any order, relative to the sum of absolute values.
+
+    All roundings may have the same sign, because equal terms round alike. Source: N. Higham,
+    "Accuracy and Stability of Numerical Algorithms", 2nd ed., section 3.1.
+    """
+    return (ELEMENTWISE_ROUNDINGS + count) * U
 
 
 def over_channels(count: int) -> float:
-    """Likewise of a sum over channels, whose roundings are independent: they add up as a random
-    walk does (Higham, section 2.8), also where one term is larger than the others together."""
-    return (FEW + math.sqrt(count)) * U
+    """Error of a sum over channels in any order, relative to the sum of absolute values.
+
+    The roundings are independent and add up as a random walk (Higham, section 2.8), even if one
+    term is larger than all others together.
+    """
+    return (ELEMENTWISE_ROUNDINGS + math.sqrt(count)) * U
 
 
 FLIPPED: Final = 0.001
-"""The part of the codes of P and dS that may differ by 1. Source: docs/numerics.md."""
+"""The fraction of the codes of P and dS that may differ by 1. Source: docs/numerics.md."""
 
 _STEP: Final = {Precision.FP16: (2.0**-11, 2.0**-25), Precision.BF16: (2.0**-8, 2.0**-134)}
-"""Largest rounding errors: relative to normal numbers, and absolute among the subnormal ones."""
+"""Largest rounding errors: relative for normal numbers, absolute for subnormal ones."""
 
 _SPACING: Final = {Precision.FP8_E4M3: 2.0**-3, Precision.FP8_E5M2: 2.0**-2}
-"""From one code of FP8 to the next, relative to the larger one's power of two."""
+"""Largest distance of an FP8 code to its neighbour, relative to the code."""
 
 
-class Errors:
-    """Float32's errors: each tensor with its terms' absolute values added, times what
-    `over_tokens` and `over_channels` say. Maps are [Z, n_q, n_k].
+class Float32Errors:
+    """Errors that the order of float32 sums makes in each tensor of a problem.
 
-    outputs: of o, dq, dk and dv, in the caller's shapes.
+    Each is the sum of the absolute values of the terms, times `over_tokens` or `over_channels`.
+    Maps are [Z, n_q, n_k].
+
+    outputs: the errors of o, dq, dk and dv, in the caller's shapes.
     """
 
     def __init__(self, x: FlatProblem, do: Tensor, t: Trace) -> None:
         def flat(y: Tensor) -> Tensor:
             return y.reshape(x.q.shape[0], *y.shape[len(x.heads) :]).to(x.q.dtype)
 
-        everything = SmoothedQK.of(x, slice(None))
-        q, k, v = everything.q.abs(), everything.k.abs(), x.v.abs()
-        if everything.q_mean is not None:
-            q = q + (x.q - everything.q).abs()
+        smoothed = SmoothedQK.of(x, slice(None))
+        q, k, v = smoothed.q.abs(), smoothed.k.abs(), x.v.abs()
+        if smoothed.q_mean is not None:
+            q = q + (x.q - smoothed.q).abs()
         self.tokens = {"q": q, "k": k, "v": v, "do": x.flatten_queries(do).abs()}
         p, p_recompute, ds = flat(t.p), flat(t.p_recompute), flat(t.ds).abs()
         scale, channels = abs(x.scale), over_channels(x.q.shape[-1])
         self.s = (q @ k.mT) * (scale * channels)
         self.dp = (self.tokens["do"] @ v.mT) * channels
         self.lse = flat(t.lse).masked_fill(flat(t.lse).isinf(), 0.0).abs()
-        if everything.shift is not None:
-            self.lse = self.lse + everything.shift.abs()
+        if smoothed.shift is not None:
+            self.lse = self.lse + smoothed.shift.abs()
         if x.spec.delta is Delta.FROM_O:
             self.delta = (self.tokens["do"] * x.flatten_queries(t.o).abs()).sum(-1) * channels
         else:
             self.delta = (p_recompute * flat(t.dp).abs()).sum(-1) * over_tokens(x.grid.n_k)
         self.o = (p @ v) * over_tokens(x.grid.n_k)
-        # K as it was before smoothing: its mean's last bits belong to what may differ in dQ.
-        k_whole = k + (x.k - everything.k).abs()
+        # The last bits of K's mean may differ too, so K before smoothing bounds the error of dQ.
+        k_whole = k + (x.k - smoothed.k).abs()
         of_keys = over_tokens(x.grid.n_q * x.groups)
         self.outputs = Outputs(
             x.query_heads(self.o),
@@ -104,52 +113,57 @@ class Errors:
         )
 
 
-class Freedoms(Hooks):
-    """Replaces intermediates by what another correct implementation might compute.
+class AllowedNoise(Hooks):
+    """Adds to intermediates the noise that another correct implementation may have.
 
     Args:
-        seed: of the noise. An even seed draws a sign for every element; an odd one draws one sign
-            for a whole map, as the rounding of a shared constant would have.
+        x: the problem.
+        errors: its float32 errors.
+        seed: seed of the noise. An even seed draws the sign of every element. An odd seed draws one
+            sign for a whole map, as the rounding of a shared constant would give.
     """
 
-    def __init__(self, x: FlatProblem, errors: Errors, seed: int) -> None:
+    def __init__(self, x: FlatProblem, errors: Float32Errors, seed: int) -> None:
         self._x, self._errors = x, errors
         self._device = x.q.device
         self._random = torch.Generator().manual_seed(seed)
         self._coherent = seed % 2 == 1
 
     def map(self, name: str, place: Place, tiles: Tensor) -> Tensor:
-        """A panel of S or dP with float32 noise."""
+        """Add float32 noise to a panel of S or dP."""
         errors, spec = self._errors, self._x.spec
         match name:
             case "s" | "s_recompute":
                 size = tiles.abs()
                 if place.panel is not None and place.panel.masked is not None:
                     size.masked_fill_(place.panel.masked, 0.0)
-                # exp subtracts the row's maximum, or L, from S; 1 stands for exp's own error.
-                top = size.amax((-2, -1), keepdim=True)
+                # exp(S - m), with m the row's maximum or L, has a relative error proportional to
+                # |S| + |m|. The 1 added is for the error of exp itself.
+                subtracted = size.amax((-2, -1), keepdim=True)
                 if name == "s_recompute":
-                    top = torch.maximum(top, self._column(errors.lse, place))
+                    subtracted = torch.maximum(subtracted, self._column(errors.lse, place))
                 site = spec.qk if name == "s" else spec.qk_recompute
-                error = (size + top + 1.0) * (FEW * U)
+                error = (size + subtracted + 1.0) * (ELEMENTWISE_ROUNDINGS * U)
                 if site.precision is not Precision.INT8 or spec.smoothing.q:
                     error += self._panel(errors.s, place)
                 return tiles + self._noise(tiles.shape) * error
             case "dp":
-                of_int8 = spec.dp.precision is Precision.INT8
-                error = tiles.abs() * (FEW * U) if of_int8 else self._panel(errors.dp, place)
+                if spec.dp.precision is Precision.INT8:  # its integer sum is exact
+                    error = tiles.abs() * (ELEMENTWISE_ROUNDINGS * U)
+                else:
+                    error = self._panel(errors.dp, place)
                 return tiles + self._noise(tiles.shape) * error
             case _:
                 return tiles
 
     def ds(self, place: Place, ds: Tensor, p: Tensor) -> Tensor:
-        """A panel of dS with the noise of delta and of its own operations."""
+        """Add the noise of delta and of the elementwise operations to a panel of dS."""
         row = self._column(self._errors.delta, place)
         ds = ds + self._noise(row.shape) * row * p
-        return ds + self._noise(ds.shape) * ds * (FEW * U)
+        return ds + self._noise(ds.shape) * ds * (ELEMENTWISE_ROUNDINGS * U)
 
     def operand(self, site: str, tensor: str, place: Place, operand: Operand) -> Operand:
-        """P or dS with codes changed by 1; P in 16 bit at PV rounded a second time."""
+        """Change some codes of P or dS by 1; round P in 16 bit at PV a second time."""
         panel = place.panel
         if panel is None:
             return operand
@@ -169,7 +183,7 @@ class Freedoms(Hooks):
         else:
             rows = to_tiles(weight[..., None], spec.block_q, 1)
             weight = rows[:, panel.first_block : panel.last_block]
-        # Codes 0 are left out: regions of zeros have scale 1, and no tie is near.
+        # Codes of 0 do not change: in a region of zeros, which has scale 1, no value is near a tie.
         influence = (weight * operand.scale * (values != 0)).flatten(1)
         flipped = self._uniform(influence.shape) > 1 - 2 * FLIPPED
         flipped.scatter_(1, influence.argmax(1, keepdim=True), True)
@@ -182,11 +196,11 @@ class Freedoms(Hooks):
         return replace(operand, values=changed.clamp_(-code_max, code_max))
 
     def output(self, o: Tensor) -> Tensor:
-        """o with the float32 noise of its sum over keys."""
+        """Add the float32 noise of the sum over keys to o."""
         return o + self._noise(o.shape) * self._errors.o
 
     def _uniform(self, shape: torch.Size) -> Tensor:
-        """In [-1, 1), drawn on the CPU, so that it is the same on every device."""
+        """Numbers in [-1, 1), drawn on the CPU, so that they are equal on every device."""
         return torch.rand(shape, generator=self._random).mul_(2).sub_(1).to(self._device)
 
     def _noise(self, shape: torch.Size) -> Tensor:
@@ -196,14 +210,14 @@ class Freedoms(Hooks):
         return self._uniform(shape)
 
     def _panel(self, whole: Tensor, place: Place) -> Tensor:
-        """The tiles of a map [Z, n_q, n_k] at a place."""
+        """The tiles of a map [Z, n_q, n_k] in the panel of a place."""
         assert place.panel is not None
         tiles = to_tiles(whole[place.heads], self._x.spec.block_q, self._x.spec.block_k)
         blocks = slice(place.panel.first_block, place.panel.last_block)
         return tiles[:, blocks, :, : place.panel.key_blocks]
 
     def _column(self, rows: Tensor, place: Place) -> Tensor:
-        """The rows [Z, n_q] of a place, to broadcast over a map's tiles."""
+        """The part of `rows` [Z, n_q] in the panel of a place; broadcasts over a map's tiles."""
         assert place.panel is not None
         tiles = to_tiles(rows[place.heads][..., None], self._x.spec.block_q, 1)
         return tiles[:, place.panel.first_block : place.panel.last_block]

@@ -1,4 +1,4 @@
-"""What fuzzing found, and how it prints."""
+"""The result of fuzzing and its printed form."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ from sagesim.fuzzing.diagnosis import Site
 from sagesim.fuzzing.tolerance import ORDER, Difference
 from sagesim.spec import AttentionSpec
 
+_HEADER: Final = ("difference", "allowed", "ratio", "spec's error")
+"""Columns of the table of outputs."""
+
 _LABEL: Final = 11
-"""Columns of the words at the left."""
+"""Width of the labels in the left column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The smallest case that differs, and what can be said about it."""
+    """The smallest failing case and its diagnosis."""
 
     case: FuzzCase
-    error: str | None = None  #: the kernel's exception, type and message, where it raised one
+    error: str | None = None  #: type and message of the exception, if the kernel raised one
     differences: Mapping[str, Difference] = field(default_factory=dict[str, Difference])
-    """Of o, dv, dq and dk; empty with an error."""
+    """By output: o, dv, dq and dk. Empty if the kernel raised an exception."""
     rounding: Mapping[str, float] = field(default_factory=dict[str, float])
-    """RMS error of the emulator itself against float64: what the spec costs."""
+    """By output, the RMS error of the emulator against float64: the error of the spec itself."""
     site: Site | None = None  #: inferred from all failing cases
     explanations: tuple[str, ...] = ()
-    """Other computations that the kernel agrees with, in each of `witnesses` failing cases."""
-    witnesses: int = 0
-    steady: bool  #: False where the case passed when it was repeated
-    snippet: str  #: a program that shows it
+    """Mistakes that reproduce the kernel's outputs in all `cases_explained` failing cases."""
+    cases_explained: int = 0
+    is_reproducible: bool  #: False if the case passed when it was run again
+    snippet: str  #: a program that reproduces the failure
 
     @property
     def tensor(self) -> str | None:
@@ -41,15 +44,15 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FuzzReport:
-    """What `sagesim.fuzz` did and found; prints as a page."""
+    """The result of `sagesim.fuzz`; prints as a page of text."""
 
-    function: str  #: "package.module:function", or words where it cannot be imported
+    function: str  #: "package.module:function", or "the function" if it cannot be imported
     spec: AttentionSpec
     device: str
     seed: int
-    cases: int  #: looked at, not counting those of the shrinking
-    failing: int  #: of these
-    outside: Mapping[str, int]  #: failing cases by the output that was outside, in `ORDER`
+    cases: int  #: number of different cases, without those of the shrinking
+    failing: int  #: number of failing cases among them
+    outside: Mapping[str, int]  #: number of cases in which each output was outside
     failure: Failure | None
 
     def __str__(self) -> str:
@@ -72,8 +75,8 @@ class FuzzReport:
             yield _entry("raised", failure.error)
         else:
             yield from _found(failure)
-        if not failure.steady:
-            yield _entry("unsteady", "the case passed when it was repeated: the kernel's numbers")
+        if not failure.is_reproducible:
+            yield _entry("flaky", "the case passed when it was run again: the kernel's results")
             yield _entry("", "change from run to run")
         yield ""
         yield "reproduce with"
@@ -82,7 +85,7 @@ class FuzzReport:
 
 
 def _found(failure: Failure) -> Iterator[str]:
-    """The first difference, the table of all, the site and the explanations."""
+    """The first difference, the table of all outputs, the site and the explanations."""
     if failure.tensor is not None:
         first = failure.differences[failure.tensor]
         if first.problem:
@@ -95,7 +98,8 @@ def _found(failure: Failure) -> Iterator[str]:
                 f"{first.emulator:.6g}",
             )
     yield ""
-    yield f"{'':{_LABEL}}{'':8}{'difference':>12}{'allowed':>12}{'times':>10}{'own error':>13}"
+    found, allowed, ratio, rounding = _HEADER
+    yield f"{'':{_LABEL}}{'':8}{found:>12}{allowed:>12}{ratio:>10}{rounding:>13}"
     for name in ORDER:
         d = failure.differences[name]
         mark = "<- out" if d.is_outside else ""
@@ -113,7 +117,7 @@ def _found(failure: Failure) -> Iterator[str]:
     for number, words in enumerate(failure.explanations):
         yield _entry("" if number else "looks like", words)
     if failure.explanations:
-        yield _entry("", f"(the kernel agrees with that in {failure.witnesses} failing cases)")
+        yield _entry("", f"(this reproduces the kernel in {failure.cases_explained} failing cases)")
 
 
 def _entry(label: str, text: str) -> str:
@@ -121,12 +125,12 @@ def _entry(label: str, text: str) -> str:
 
 
 def snippet(case: FuzzCase, function: str | None, spec: AttentionSpec, device: str) -> str:
-    """A program that runs both on the case and prints the largest differences.
+    """A program that runs function and emulator on the case and prints the largest differences.
 
-    function: "package.module:name"; None where it cannot be imported.
+    function: "package.module:name"; None if it cannot be imported.
     """
     if function is None:
-        import_line, call = "function = ...  # the one that was fuzzed", "function"
+        import_line, call = "function = ...  # the function that was fuzzed", "function"
     else:
         module, _, call = function.partition(":")
         import_line = f"from {module} import {call.partition('.')[0]}"

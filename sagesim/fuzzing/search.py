@@ -1,4 +1,4 @@
-"""Find the smallest attention call on which another implementation leaves a spec's contract."""
+"""Find the smallest attention call on which an implementation violates its spec's contract."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sagesim.problem import check_spec
 from sagesim.spec import AttentionSpec
 
 ENOUGH: Final = 20
-"""Failing cases after which the search stops: enough to tell which outputs a bug reaches."""
+"""The search stops after this many failing cases. They show which outputs a bug reaches."""
 
-_PLAIN: Final = 2.0
-"""The smallest case is to be out by this factor, or by half of the largest that was met: one that
-is only just out would convince nobody."""
+_CLEAR_RATIO: Final = 2.0
+"""The smallest case must exceed what is allowed by this factor, or by half of the largest factor
+found if that is less. A case that barely exceeds it would not be convincing."""
 
-_WITNESSES: Final = 4
-"""Failing cases in which an explanation has to hold."""
+_CASES_EXPLAINED: Final = 4
+"""Number of failing cases that an explanation must reproduce."""
 
 
 def fuzz(
@@ -45,32 +45,35 @@ def fuzz(
 ) -> FuzzReport:
     """Search for a call on which `attention_fn` does not compute what `spec` says.
 
-    Draws calls of many shapes, masks, layouts and kinds of numbers with Hypothesis, compares o,
-    dq, dk and dv with the emulator's, and shrinks what differs to the smallest case that does.
-    What may differ is in `tolerance.py`. Repeatable: the cases depend on the arguments.
+    Hypothesis draws calls with many shapes, masks, layouts and kinds of numbers. o, dq, dk and dv
+    are compared with the emulator's, and a failing case is shrunk to the smallest that fails.
+    `sagesim.fuzzing.tolerance` defines which differences are allowed. Equal arguments give equal
+    cases.
 
     Args:
         attention_fn: called as `fn(q, k, v, is_causal=..., scale=..., enable_gqa=...)` with q
             [B, H, n_q, D] and k, v [B, H_kv, n_k, D]; differentiable by autograd. The arguments
             mean what they mean in `torch.nn.functional.scaled_dot_product_attention`.
-        spec: what it claims to compute.
-        cases: to draw; fewer where `ENOUGH` have failed before.
-        device: of the tensors, and of the emulator.
-        dtypes: names of torch's; by default float32 and float16, and bfloat16 where device is
-            not the CPU.
-        max_length: of sequences; by default two and a third of the spec's larger block.
-        without: names of calls that are not made: full (that is, not causal), causal, cross
-            (n_q other than n_k), tails, gqa, scale, strides.
-        name: "package.module:function", where a report shall say how to import it, and
-            the function does not know.
+        spec: the spec that it should compute.
+        cases: number of cases to draw. The search stops early after `ENOUGH` failures.
+        device: device of the tensors and of the emulator.
+        seed: seed of the search.
+        dtypes: names of torch dtypes. By default float32 and float16, and on other devices than
+            the CPU also bfloat16.
+        head_sizes: the head sizes to draw from.
+        max_length: largest number of tokens; by default 7/3 of the spec's larger block.
+        without: features of calls to exclude: full (calls without a causal mask), causal, cross
+            (n_q different from n_k), tails, gqa, scale, strides.
+        name: "package.module:function", for the report. By default it is taken from the function's
+            own module and name.
         progress: called after each case.
 
     Returns:
-        a report that prints; `report.failure` is None where nothing was found.
+        a report; `report.failure` is None if no case failed.
 
     Raises:
-        ModuleNotFoundError: without hypothesis, which comes with `sagebwd[fuzz]`.
-        ValueError, TypeError: naming the argument that is wrong.
+        ModuleNotFoundError: if hypothesis is not installed; it comes with `sagebwd[fuzz]`.
+        ValueError, TypeError: if an argument is invalid; the message names it.
 
     >>> import functools, sagesim
     >>> kernel = functools.partial(sagesim.attention, spec=sagesim.FACTORED)
@@ -85,13 +88,13 @@ def fuzz(
     _check_words("dtypes", dtypes, DTYPES)
     _check_words("without", without, FEATURES)
     if {"full", "causal"} <= set(without):
-        raise ValueError("without: no call is left that is neither full nor causal")
+        raise ValueError("without: full and causal together exclude all calls")
     numbers = {"cases": [cases], "head_sizes": head_sizes}
     if max_length is not None:
         numbers["max_length"] = [max_length]
     for argument, sizes in numbers.items():
         if not sizes or min(sizes) < 1:
-            raise ValueError(f"{argument}: {', '.join(map(str, sizes))}; positive numbers needed")
+            raise ValueError(f"{argument}: {', '.join(map(str, sizes))}; needs positive numbers")
     try:
         from sagesim.fuzzing.hypothesis_search import find
         from sagesim.fuzzing.strategies import cases as draws
@@ -113,23 +116,23 @@ def fuzz(
     judge = _Judge(attention_fn, spec, device_)
     seen: dict[FuzzCase, _Outcome] = {}
 
-    def look(case: FuzzCase) -> bool:
+    def is_last(case: FuzzCase) -> bool:
         seen[case] = judge(case)
         if progress is not None:
             progress()
         return sum(bool(outcome.symptoms) for outcome in seen.values()) >= ENOUGH
 
-    find(strategy, look, cases=cases, seed=seed)
+    find(strategy, is_last, cases=cases, seed=seed)
     failing = [outcome for outcome in seen.values() if outcome.symptoms]
     importable = name or _import_name(attention_fn)
     failure = None
     if failing:
         symptom = min((s for outcome in failing for s in outcome.symptoms), key=_precedence)
-        plain = min(_PLAIN, max(outcome.ratio(symptom) for outcome in failing) / 2)
+        clear = min(_CLEAR_RATIO, max(outcome.ratio(symptom) for outcome in failing) / 2)
 
         def shows(case: FuzzCase) -> bool:
             outcome = judge(case)
-            return symptom in outcome.symptoms and outcome.ratio(symptom) >= plain
+            return symptom in outcome.symptoms and outcome.ratio(symptom) >= clear
 
         smallest = find(strategy, shows, cases=cases, seed=seed, shrink=True)
         failure = _describe(judge, failing, symptom, smallest, importable)
@@ -147,46 +150,46 @@ def fuzz(
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """One case, run."""
+    """The result of running a case."""
 
     case: FuzzCase
-    symptoms: frozenset[str]  #: outputs outside the contract, or the type of the exception
+    symptoms: frozenset[str]  #: the outputs outside the contract, or the type of the exception
     error: str | None = None
     differences: Mapping[str, Difference] = field(default_factory=dict[str, Difference])
 
     def ratio(self, symptom: str) -> float:
-        """How far out a symptom is; infinitely, where it is an exception."""
+        """`Difference.ratio` of an output; infinite for an exception, 0 without the symptom."""
         if symptom in self.differences:
             return self.differences[symptom].ratio
         return math.inf if symptom in self.symptoms else 0.0
 
 
 class _Judge:
-    """Runs cases; each once, however often it is asked about."""
+    """Runs cases and caches their outcomes."""
 
     def __init__(
         self, attention_fn: Callable[..., Tensor], spec: AttentionSpec, device: torch.device
     ) -> None:
         self.attention_fn, self.spec, self.device = attention_fn, spec, device
-        self._known: dict[FuzzCase, _Outcome] = {}
+        self._cache: dict[FuzzCase, _Outcome] = {}
 
     def __call__(self, case: FuzzCase) -> _Outcome:
-        if case not in self._known:
-            self._known[case] = self.again(case)
-        return self._known[case]
+        if case not in self._cache:
+            self._cache[case] = self.run(case)
+        return self._cache[case]
 
     def outputs(self, case: FuzzCase) -> dict[str, Tensor | None]:
-        """What the kernel computes, by the output's name."""
+        """The kernel's outputs by name."""
         outputs = case.run(self.attention_fn, self.device)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # errors of its launches are raised here
+            torch.cuda.synchronize(self.device)  # raises the errors of asynchronous launches
         return dict(outputs._asdict())
 
-    def again(self, case: FuzzCase) -> _Outcome:
-        """The outcome of a new run."""
+    def run(self, case: FuzzCase) -> _Outcome:
+        """Run a case, without the cache."""
         try:
             outputs = self.outputs(case)
-        except Exception as error:  # whatever a kernel raises is a finding
+        except Exception as error:  # any exception of the kernel is a failure to report
             words = f"{type(error).__name__}: {error}"
             return _Outcome(case, frozenset({type(error).__name__}), error=words)
         differences = Contract(case, self.spec, self.device).compare(outputs)
@@ -195,7 +198,7 @@ class _Judge:
 
 
 def _precedence(symptom: str) -> tuple[int, str]:
-    """Exceptions first, then outputs in the order of computation."""
+    """Sort key: exceptions first, then outputs in the order of computation."""
     return (ORDER.index(symptom), "") if symptom in ORDER else (-1, symptom)
 
 
@@ -206,34 +209,39 @@ def _describe(
     smallest: FuzzCase | None,
     function: str | None,
 ) -> Failure:
-    """What can be said about the failing cases, of which `smallest` shows `symptom`."""
+    """Diagnose the failing cases.
+
+    smallest: a case that shows the symptom; None if shrinking found none.
+    """
     first = next(outcome for outcome in failing if symptom in outcome.symptoms)
     outcome = first if smallest is None else judge(smallest)
     case, spec, device = outcome.case, judge.spec, judge.device
-    steady = symptom in judge.again(case).symptoms
+    is_reproducible = symptom in judge.run(case).symptoms
     text = snippet(case, function, spec, str(device))
     if outcome.error is not None:
-        return Failure(case=case, error=outcome.error, steady=steady, snippet=text)
+        return Failure(
+            case=case, error=outcome.error, is_reproducible=is_reproducible, snippet=text
+        )
     contract = Contract(case, spec, device)
     counts = {t: sum(t in o.symptoms for o in (*failing, outcome)) for t in ORDER}
-    # The smallest case is the cheapest to try; the largest ones tell the most apart.
+    # The smallest case rejects most explanations fast; the largest cases distinguish the rest.
     compared = [o.case for o in failing if o.differences]
     compared.sort(key=lambda c: c.batch * c.heads * c.n_q * c.n_k, reverse=True)
-    witnesses = [(c, judge.outputs(c)) for c in [case, *compared[: _WITNESSES - 1]]]
+    explained = [(c, judge.outputs(c)) for c in [case, *compared[: _CASES_EXPLAINED - 1]]]
     return Failure(
         case=case,
         differences=outcome.differences,
         rounding={name: contract.rounding(name) for name in ORDER},
         site=infer(counts),
-        explanations=explanations(spec, witnesses, device) if steady else (),
-        witnesses=len(witnesses),
-        steady=steady,
+        explanations=explanations(spec, explained, device) if is_reproducible else (),
+        cases_explained=len(explained),
+        is_reproducible=is_reproducible,
         snippet=text,
     )
 
 
 def _import_name(function: object) -> str | None:
-    """ "package.module:name" where that is how to import the function."""
+    """ "package.module:name" if the function can be imported by it, otherwise None."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if not isinstance(module, str) or module in ("__main__", "builtins") or "<" in name:
         return None

@@ -1,7 +1,7 @@
-"""Hypothesis strategies: the calls to fuzz with, and specs.
+"""Hypothesis strategies for attention calls and specs. Needs the extra `fuzz`.
 
-Hypothesis draws names, lengths and a seed; numpy draws the numbers, which keeps large tensors
-cheap and a failing example readable. Needs the extra `fuzz`.
+Hypothesis draws names, lengths and a seed; numpy draws the numbers of the tensors. This keeps large
+tensors cheap and failing examples readable.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from sagesim.spec import (
     with_precision,
 )
 
-# Arguments are collections, not sequences: run-time type checkers look at a random item of a
-# sequence, and Hypothesis would rather that nothing random went on while it draws.
+# Arguments are annotated as Collection, not Sequence: run-time type checkers check a random item of
+# a sequence, and Hypothesis warns about other random numbers while it draws.
 
 Draw = Callable[..., Any]
-"""Hypothesis's DrawFn, which is a protocol that cannot be checked at run time."""
+"""Hypothesis's DrawFn. That protocol cannot be checked at run time."""
 
 TOKEN_GRANULARITIES: Final = tuple(g for g in Granularity if not g.is_map)
 MAP_GRANULARITIES: Final = tuple(g for g in Granularity if g.is_map)
@@ -57,10 +57,10 @@ KERNEL_PRESETS: Final = (
     FACTORED_QK,
     CAUSAL_SAFE,
 )
-"""What a kernel would be written for."""
+"""The presets that kernels are written for."""
 
 _MAP_ENTRIES: Final = 2**17
-"""Of all heads of a case together: larger cases are slow and find nothing that these do not."""
+"""Largest number of elements of S, over all heads of a case. Larger cases only take longer."""
 
 seeds: SearchStrategy[int] = st.integers(0, 2**32 - 1)
 roundings: SearchStrategy[Rounding] = st.one_of(
@@ -71,7 +71,7 @@ all_blocks: SearchStrategy[int] = st.sampled_from((1, 7, 16, 32, 64, 128))
 
 
 def lengths(block: int, longest: int, *, tails: bool = True) -> SearchStrategy[int]:
-    """Numbers of tokens, half of them at or next to a boundary of 16 or of a block."""
+    """Numbers of tokens up to `longest`; half are within 1 of 16 or of a multiple of the block."""
     if not tails:
         return st.integers(1, max(1, longest // block)).map(lambda blocks: blocks * block)
     near = {b + step for b in (16, *range(block, longest + 2, block)) for step in (-1, 0, 1)}
@@ -90,12 +90,14 @@ def cases(
     longest: int | None = None,
     without: Collection[str] = (),
 ) -> FuzzCase:
-    """Any call: lengths with tails, masks, grouped heads, layouts, and kinds of numbers.
+    """Any call: lengths with tails, masks, grouped heads, layouts and kinds of numbers.
 
     Args:
-        block_q, block_k: the spec's, next to whose multiples half of the lengths lie.
-        longest: sequence drawn; None is two blocks and a third of one.
-        without: names of `FEATURES` that are not drawn.
+        block_q, block_k: block sizes of the spec; half of the lengths are close to a multiple.
+        dtypes: names in `DTYPES`.
+        head_sizes: the head sizes to draw from.
+        longest: largest number of tokens; None is 7/3 of the larger block.
+        without: names in `FEATURES` to exclude.
     """
     assert set(without) <= set(FEATURES)
     longest = longest or 7 * max(block_q, block_k) // 3
@@ -107,9 +109,9 @@ def cases(
     else:
         n_q = draw(lengths(block_q, longest, tails=tails))
         n_k = draw(lengths(block_k, longest, tails=tails))
-    room = max(1, _MAP_ENTRIES // (n_q * n_k))
-    groups = 1 if "gqa" in without else min(draw(st.sampled_from((1, 1, 2, 3))), room)
-    kv_heads = min(draw(st.sampled_from((1, 2, 3))), room // groups)
+    most_heads = max(1, _MAP_ENTRIES // (n_q * n_k))
+    groups = 1 if "gqa" in without else min(draw(st.sampled_from((1, 1, 2, 3))), most_heads)
+    kv_heads = min(draw(st.sampled_from((1, 2, 3))), most_heads // groups)
     masks = [mask for mask in ("full", "causal") if mask not in without]
     q, k, v, do = (draw(_kinds()) for _ in range(4))
     kinds: tuple[str, str, str, str] = (q, k, v, do)
@@ -123,7 +125,7 @@ def cases(
         n_k=n_k,
         d=draw(st.sampled_from(tuple(head_sizes))),
         dtype=dtype,
-        batch=min(draw(st.sampled_from((1, 2))), max(1, room // (groups * kv_heads))),
+        batch=min(draw(st.sampled_from((1, 2))), max(1, most_heads // (groups * kv_heads))),
         kv_heads=max(1, kv_heads),
         groups=groups,
         is_causal=draw(st.sampled_from(masks)) == "causal",
@@ -139,15 +141,15 @@ def cases(
 
 
 def _kinds() -> SearchStrategy[str]:
-    """Half of the tensors Gaussian, the others of any kind."""
+    """At least half of the tensors are Gaussian, the others of any kind."""
     return st.just("gaussian") | st.sampled_from(tuple(KINDS))
 
 
 def _gains(tensor: str, large: bool, dtype: str) -> tuple[int, int, int, int]:
-    """One tensor, q k v or d(o), far from 1; not so far that a product leaves the dtype."""
+    """Exponents that make one tensor (q, k, v or d for do) small or large, without overflow."""
     small = -8 if dtype == "float16" else -30
     q, k, v, do = (small if name == tensor else 0 for name in "qkvd")
-    if large:  # logits of a few hundred where q or k is large, values of a few hundred elsewhere
+    if large:  # large q or k give logits of a few hundred, large v or do elements of a few hundred
         q, k, v, do = (
             top if name == tensor else 0 for name, top in zip("qkvd", (2, 2, 6, 6), strict=True)
         )
@@ -155,14 +157,14 @@ def _gains(tensor: str, large: bool, dtype: str) -> tuple[int, int, int, int]:
 
 
 def _gains_of_ties(kinds: tuple[str, str, str, str]) -> tuple[int, int, int, int]:
-    """Ties have amax 127: a power of two that makes it about 2 leaves them ties."""
+    """Exponents that scale ties from an amax of 127 to about 2. Scaled by 2**k they stay ties."""
     q, k, v, do = (-6 if kind == "half_integer_ties" else 0 for kind in kinds)
     return q, k, v, do
 
 
 @st.composite
 def matmuls(draw: Draw, site: str, precisions: Collection[Precision]) -> MatmulSpec:
-    """Any product that fits the site."""
+    """Any precision and granularities that the site allows."""
     lhs, rhs = (
         draw(st.sampled_from(MAP_GRANULARITIES if t in MAPS else TOKEN_GRANULARITIES))
         for t in OPERANDS[site]
@@ -180,10 +182,10 @@ def specs(
     blocks: SearchStrategy[int] = all_blocks,
     same_recompute: bool = False,
 ) -> AttentionSpec:
-    """Any spec at all, or any of these precisions, roundings, smoothings, and block sizes.
+    """Any spec with the given precisions, roundings, smoothings and block sizes; default: all.
 
-    same_recompute: the backward's logits are the forward's. Where they are not, exp(S - L) has no
-    bound, and finite inputs with large logits may overflow it.
+    same_recompute: qk_recompute equals qk. If they differ, P = exp(S - L) is not bounded by 1 and
+    may overflow for finite inputs with large logits.
     """
     sites = {site: draw(matmuls(site, precisions)) for site in SITES}
     if same_recompute:
@@ -207,12 +209,14 @@ def specs_for_kernels(
     blocks: Collection[int] = (64, 32, 128),
     same_recompute: bool = True,
 ) -> AttentionSpec:
-    """A preset that kernels are written for, with sites, smoothing, rounding, delta and blocks
-    changed: some of them, so that what a kernel supports is hit often.
+    """One of `KERNEL_PRESETS` with some sites, smoothing, rounding, delta or blocks changed.
+
+    Few fields are changed at a time, so that many of the specs are supported by a kernel.
 
     Args:
-        supported: what is drawn; others are drawn again, so it should hold for many.
-        same_recompute: qk_recompute is INT8 or 16 bit as qk is; see `specs`.
+        supported: only specs for which it returns True are drawn; it should accept many.
+        blocks: the block sizes to draw from.
+        same_recompute: qk_recompute has the precision of qk; see `specs`.
     """
     return draw(_specs_for_kernels(blocks, same_recompute).filter(supported))
 

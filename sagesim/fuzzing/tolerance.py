@@ -1,17 +1,16 @@
-"""When does another implementation agree with the emulator? The contract for a black box.
+"""The contract of fuzzing: how far o, dq, dk and dv may differ from the emulator's.
 
-Only o, dq, dk and dv are seen. An element may differ from the emulator's by
+The allowed difference of an element is the sum of two parts:
 
-    floor    one unit in the last place of the dtype, plus float32's error in the sum that it
-             is: elementwise, see `sagesim.fuzzing.noise.Errors`
-    spread   `SLACK` times what the emulator's own result moves by when everything is done to it
-             that `docs/numerics.md` leaves open; see `sagesim.fuzzing.noise.Freedoms`. The largest
-             of `RUNS` runs, as a maximum and as a root mean square over the tensor
+    last place   one unit in the last place of the dtype, plus the float32 error of the sum that
+                 computes the element; see `sagesim.fuzzing.noise.Float32Errors`
+    noise        `NOISE_FACTOR` times the largest change of the emulator's own output in `RUNS` runs
+                 with noise that `docs/numerics.md` allows; see `sagesim.fuzzing.noise.AllowedNoise`
 
-and both the maximum and the root mean square have to hold. Where rounding decides nothing (a row
-that attends to one key, a tensor of zeros) the spread is as small as float32's, and where it
-decides everything (logits in the thousands, dS that is nothing but rounding errors) the spread
-grows with it: no constant here was fitted to a kernel.
+Both the maximum and the root mean square of the difference over a tensor must be within what is
+allowed. The noise adapts to the case: it is as small as float32 errors if rounding has little
+effect (a row that attends to one key, a tensor of zeros), and large if rounding has a large effect
+(logits in the thousands, dS that consists of rounding errors). No constant is fitted to a kernel.
 """
 
 from __future__ import annotations
@@ -26,36 +25,36 @@ from torch import Tensor
 
 from sagesim.emulator import exact, flatten, plain_float32, run, trace
 from sagesim.fuzzing.cases import FuzzCase, Outputs
-from sagesim.fuzzing.noise import Errors, Freedoms
+from sagesim.fuzzing.noise import AllowedNoise, Float32Errors
 from sagesim.spec import AttentionSpec
 
 ORDER: Final = ("o", "dv", "dq", "dk")
 """The outputs in the order in which they are computed."""
 
 RUNS: Final = 4
-"""Runs with noise: two of independent signs, two of one sign throughout."""
+"""Number of runs with noise: two with independent signs, two with one sign per map."""
 
-SLACK: Final = 2.0
-"""An implementation's deviation is a draw of its own, of which few flipped codes may be most: it
-may be twice the largest of `RUNS` others."""
+NOISE_FACTOR: Final = 2.0
+"""Allowed change relative to the largest of `RUNS` runs with noise. The kernel's own deviation is
+another random draw and may be larger than those, because a few codes can dominate it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How far one tensor is from the emulator's."""
+    """The difference of one output from the emulator's."""
 
     tensor: str
-    problem: str = ""  #: what is wrong with it besides its numbers: its shape, dtype or absence
-    measure: str = "max"  #: or "rms": the one that is further out of what is allowed
-    found: float = math.inf  #: |kernel - emulator|: at `worst`, or root mean square
-    allowed: float = 0.0  #: likewise
-    worst: tuple[int, ...] = ()  #: coordinates of the element that is furthest out
-    kernel: float = math.nan  #: there
-    emulator: float = math.nan  #: there
+    problem: str = ""  #: a wrong shape, dtype or device, or a missing gradient
+    measure: str = "max"  #: "max" or "rms", whichever has the larger ratio
+    found: float = math.inf  #: |kernel - emulator|: at `worst`, or its root mean square
+    allowed: float = 0.0  #: the largest allowed value of `found`
+    worst: tuple[int, ...] = ()  #: index of the element with the largest ratio
+    kernel: float = math.nan  #: the kernel's value at `worst`
+    emulator: float = math.nan  #: the emulator's value at `worst`
 
     @property
     def ratio(self) -> float:
-        """found over allowed; above 1 is a difference."""
+        """found / allowed; above 1 the contract is broken."""
         if self.found == 0:
             return 0.0
         return self.found / self.allowed if self.allowed else math.inf
@@ -67,7 +66,7 @@ class Difference:
 
 
 class Contract:
-    """What the emulator computes for a case, and how far from it one may be."""
+    """The emulator's outputs for a case, and the allowed differences from them."""
 
     def __init__(self, case: FuzzCase, spec: AttentionSpec, device: str | torch.device) -> None:
         self._problem = case.problem(device)
@@ -75,17 +74,17 @@ class Contract:
         t = trace(self._problem, spec=spec)
         self.emulator = Outputs(t.o, t.dq, t.dk, t.dv)
         with plain_float32(self._problem.q.device.type):
-            self._errors = Errors(self._x, self._problem.gradient, t)
-        self._floor = Outputs(
+            self._errors = Float32Errors(self._x, self._problem.gradient, t)
+        self._last_place = Outputs(
             *(
                 _last_place(y) + e.double()
                 for y, e in zip(self.emulator, self._errors.outputs, strict=True)
             )
         )
-        self._spread: dict[str, tuple[float, float]] | None = None
+        self._noise: dict[str, tuple[float, float]] | None = None
 
     def compare(self, kernel: Mapping[str, Tensor | None]) -> dict[str, Difference]:
-        """Every output, in `ORDER`."""
+        """Compare every output with the emulator's; the result is in `ORDER`."""
         return {name: self._compare(name, kernel[name]) for name in ORDER}
 
     def _compare(self, name: str, found: Tensor | None) -> Difference:
@@ -93,14 +92,15 @@ class Contract:
         if problem := _problem(found, sim):
             return Difference(tensor=name, problem=problem)
         assert found is not None
-        error, floor = _error(found, sim), getattr(self._floor, name)
-        floor_rms, top, rms = _rms(floor), 0.0, 0.0
-        if bool((error > floor).any()) or _rms(error) > floor_rms:
-            top, rms = (SLACK * x for x in self.spread[name])
-        excess = (error / (floor + top)).nan_to_num(0.0, math.inf)
-        index = int(excess.flatten().argmax())
-        by_max = (error.flatten()[index].item(), floor.flatten()[index].item() + top)
-        by_rms = (_rms(error), floor_rms + rms)
+        error, last_place = _error(found, sim), getattr(self._last_place, name)
+        last_place_rms, noise_max, noise_rms = _rms(last_place), 0.0, 0.0
+        # The runs with noise are slow, and not needed if the first part alone allows the error.
+        if bool((error > last_place).any()) or _rms(error) > last_place_rms:
+            noise_max, noise_rms = (NOISE_FACTOR * x for x in self.noise[name])
+        ratio = (error / (last_place + noise_max)).nan_to_num(0.0, math.inf)
+        index = int(ratio.flatten().argmax())
+        by_max = (error.flatten()[index].item(), last_place.flatten()[index].item() + noise_max)
+        by_rms = (_rms(error), last_place_rms + noise_rms)
         use_rms = by_rms[0] * by_max[1] > by_max[0] * by_rms[1]
         return Difference(
             tensor=name,
@@ -113,48 +113,52 @@ class Contract:
         )
 
     @property
-    def spread(self) -> dict[str, tuple[float, float]]:
-        """By output, the largest maximum and root mean square of `RUNS` runs with noise; computed
-        when it is first asked for."""
-        if self._spread is None:
-            self._spread = dict.fromkeys(ORDER, (0.0, 0.0))
+    def noise(self) -> dict[str, tuple[float, float]]:
+        """Change of each output by the allowed noise: (maximum, RMS), the largest of `RUNS` runs.
+
+        Computed on first use.
+        """
+        if self._noise is None:
+            self._noise = dict.fromkeys(ORDER, (0.0, 0.0))
             for seed in range(RUNS):
-                noise = Freedoms(self._x, self._errors, seed)
-                noisy = run(self._x, self._problem.gradient, noise)
-                for name, (top, rms) in self._spread.items():
-                    error = _error(getattr(noisy, name), getattr(self.emulator, name))
-                    error = error.nan_to_num(0.0, 0.0)
-                    self._spread[name] = max(top, _max(error)), max(rms, _rms(error))
-        return self._spread
+                hooks = AllowedNoise(self._x, self._errors, seed)
+                noisy = run(self._x, self._problem.gradient, hooks)
+                for name, (largest, rms) in self._noise.items():
+                    change = _error(getattr(noisy, name), getattr(self.emulator, name))
+                    change = change.nan_to_num(0.0, 0.0)
+                    self._noise[name] = max(largest, _max(change)), max(rms, _rms(change))
+        return self._noise
 
     def rounding(self, name: str) -> float:
-        """Root mean square of the emulator's own error against float64: what the spec costs."""
+        """RMS error of the emulator's output against float64: the error of the spec itself."""
         reference = exact(self._problem)
         return _rms(_error(getattr(self.emulator, name), getattr(reference, name)))
 
 
 def _problem(found: Tensor | None, sim: Tensor) -> str:
-    """What is wrong with an output besides its numbers."""
+    """Describe a missing output or a wrong shape, dtype or device; "" if there is none."""
     if found is None:
         return "no gradient"
     for what in ("shape", "dtype", "device"):
-        ours, theirs = getattr(found, what), getattr(sim, what)
-        if ours != theirs:
+        actual, expected = getattr(found, what), getattr(sim, what)
+        if actual != expected:
             if what == "shape":
-                ours, theirs = tuple(ours), tuple(theirs)
-            return f"{what} {ours}, not {theirs}"
+                actual, expected = tuple(actual), tuple(expected)
+            return f"{what} {actual}, not {expected}"
     return ""
 
 
 def _error(found: Tensor, sim: Tensor) -> Tensor:
-    """|found - sim| in float64: infinite where only found is no number, and 0 where sim is none,
-    as where 16 bit overflow: a neighbour of the largest number would do as well there."""
+    """|found - sim| in float64; infinite if only found is not finite, 0 if sim is not finite.
+
+    sim is not finite if 16 bits overflow. The largest finite number is then as good a result.
+    """
     error = (found.double() - sim.double()).abs().nan_to_num(math.inf, math.inf)
     return error.masked_fill(~sim.isfinite(), 0.0)
 
 
 def _last_place(x: Tensor) -> Tensor:
-    """The distance from |x| to the next number of its dtype, float64; 0 where it is none."""
+    """One unit in the last place of each element of x, in float64."""
     info = torch.finfo(x.dtype)
     exponent = torch.frexp(x.double().nan_to_num(0.0, 0.0, 0.0)).exponent - 1
     step = torch.exp2(exponent.double()) * info.eps
@@ -166,8 +170,8 @@ def _max(x: Tensor) -> float:
 
 
 def _rms(x: Tensor) -> float:
-    """Root of the mean square, infinite as soon as one element is."""
-    top = _max(x.abs())
-    if top == 0 or not math.isfinite(top):
-        return top
-    return top * (x / top).square().mean().sqrt().item()
+    """Root mean square; infinite if an element is infinite."""
+    largest = _max(x.abs())
+    if largest == 0 or not math.isfinite(largest):
+        return largest
+    return largest * (x / largest).square().mean().sqrt().item()

@@ -30,7 +30,7 @@ class Recording:
             ValueError: if a tensor holds NaN or Inf; the message names call and tensor.
         """
         if missing := [str(p.call) for p in self._pending if p.do is None]:
-            raise RuntimeError(f"no backward has run through {', '.join(missing)}, so dO is missing")
+            raise RuntimeError(f"no backward has run through {', '.join(missing)}; dO is missing")
         return Capture(
             calls=tuple(pending.finished() for pending in self._pending),
             loss_scale=self._loss_scale,
@@ -196,7 +196,7 @@ class _Pending:
     def receive(self, do: Tensor) -> None:
         """Hook of the call's output. PyTorch passes the gradient summed over all its uses."""
         if self.do is not None:
-            raise RuntimeError(f"{self.call}: ran backward a second time; capture records one backward")
+            raise RuntimeError(f"{self.call}: ran backward a second time; capture records one")
         self.do = _copy(self._selection.queries(do, self._groups))
 
     def finished(self) -> Call:

@@ -39,7 +39,7 @@ class Precision(StrEnum):
     FP8_E5M2 = "fp8_e5m2"  #: 2 mantissa bits, largest value 57344, times a scale
     FP16 = "fp16"  #: IEEE half precision, no scale
     BF16 = "bf16"  #: bfloat16, no scale
-    INPUT16 = "input16"  #: BF16 where the inputs are bfloat16, FP16 otherwise; no scale
+    INPUT16 = "input16"  #: BF16 if the inputs are bfloat16, else FP16; no scale
     FP32 = "fp32"  #: no rounding at all (float64 inputs stay float64)
 
     @property

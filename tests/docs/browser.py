@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through a pair of pipes by the DevTools protocol."""
+"""A headless Chromium that tests control by the DevTools protocol, through a pair of pipes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ FLAGS = (
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-background-networking",
-    "--host-resolver-rules=MAP * ~NOTFOUND",  # nothing is fetched from anywhere
+    "--host-resolver-rules=MAP * ~NOTFOUND",  # no network access
     "--remote-debugging-pipe",
 )
 
 
 def find() -> str | None:
-    """The browser of this machine, if it has one."""
+    """The path of an installed Chromium, or None."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Page:
-    """One tab. Whatever its scripts throw or log as an error is in `errors`."""
+    """A browser tab. `errors` has the exceptions and logged errors of its scripts."""
 
-    def __init__(self, commands: Any, answers: Any) -> None:
-        self._commands, self._answers = commands, answers
+    def __init__(self, commands: Any, messages: Any) -> None:
+        self._commands, self._messages = commands, messages
         self._session: str | None = None
         self._count = 0
         self.errors: list[str] = []
@@ -44,21 +44,21 @@ class Page:
             self._call(f"{domain}.enable")
 
     def open(self, url: str) -> None:
-        """Go there, and wait until it is loaded."""
-        # From elsewhere, as a change of the part behind # loads nothing.
+        """Load a page and wait until it is loaded."""
+        # First an empty page, because changing only the fragment does not load the page again.
         for each in ("about:blank", url):
             self._call("Page.navigate", url=each)
             while self._read().get("method") != "Page.loadEventFired":
                 pass
 
     def run(self, script: str) -> Any:
-        """The value of an expression."""
+        """Evaluate a JavaScript expression and return its value."""
         found = self._call("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def click(self, selector: str) -> None:
-        """The left button, at the middle of an element, wherever it is."""
+        """Scroll to an element and click its center."""
         x, y = self.run(
             f"(e => {{ e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect();"
             "return [r.x + r.width / 2, r.y + r.height / 2]; })"
@@ -68,7 +68,7 @@ class Page:
             self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def press(self, key: str, code: int) -> None:
-        """A key of the keyboard, by its name and its Windows code."""
+        """Press a key, given by its name and Windows key code."""
         for kind in ("keyDown", "keyUp"):
             self._call(
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code
@@ -82,15 +82,15 @@ class Page:
         self._commands.write(json.dumps(message).encode() + b"\0")
         self._commands.flush()
         while True:
-            answer = self._read()
-            if answer.get("id") == self._count:
-                assert "error" not in answer, answer
-                return answer["result"]
+            message = self._read()
+            if message.get("id") == self._count:
+                assert "error" not in message, message
+                return message["result"]
 
     def _read(self) -> dict[str, Any]:
         text = bytearray()
-        while (byte := self._answers.read(1)) != b"\0":
-            assert byte, "the browser has gone"
+        while (byte := self._messages.read(1)) != b"\0":
+            assert byte, "the browser has exited"
             text += byte
         message: dict[str, Any] = json.loads(text)
         if message.get("method") == "Runtime.exceptionThrown":
@@ -102,8 +102,8 @@ class Page:
 
 
 @contextlib.contextmanager
-def browse(patience: float = 60.0) -> Iterator[Page]:
-    """A browser with one empty page, ended on leaving or after so many seconds."""
+def browse(timeout: float = 60.0) -> Iterator[Page]:
+    """Context manager: a browser with an empty page. It is killed after `timeout` seconds."""
     chromium = find()
     assert chromium is not None
     its_input, ours_out = os.pipe()
@@ -119,11 +119,11 @@ def browse(patience: float = 60.0) -> Iterator[Page]:
         )
         os.close(its_input)
         os.close(its_output)
-        timer = threading.Timer(patience, process.kill)
+        timer = threading.Timer(timeout, process.kill)
         timer.start()
-        with os.fdopen(ours_out, "wb") as commands, os.fdopen(ours_in, "rb") as answers:
+        with os.fdopen(ours_out, "wb") as commands, os.fdopen(ours_in, "rb") as messages:
             try:
-                yield Page(commands, answers)
+                yield Page(commands, messages)
             finally:
                 timer.cancel()
                 process.terminate()

@@ -1,4 +1,4 @@
-"""The explorer shows what the emulator computes, in a browser, from a file."""
+"""The explorer page shows the emulator's numbers; it is tested in a browser."""
 
 import math
 import random
@@ -21,7 +21,7 @@ INPUTS = {
     "sigma3": replace(gaussian(3.0, tokens=96, d=16), name="sigma 3"),
     "outliers": replace(outlier_channels(tokens=96, d=16), name="outliers"),
 }
-needs_browser = pytest.mark.skipif(find() is None, reason="no chromium on this machine")
+needs_browser = pytest.mark.skipif(find() is None, reason="chromium is not installed")
 
 
 def measured(sample: Sample, spec: AttentionSpec) -> dict[str, float]:
@@ -46,7 +46,7 @@ def found() -> dict[str, Any]:
 
 class TestNumbers:
     @pytest.mark.parametrize("delta", Delta)
-    def test_an_output_changes_with_the_products_it_reads_and_no_other(self, delta):
+    def test_an_output_changes_exactly_with_the_products_that_it_depends_on(self, delta):
         sample = INPUTS["sigma3"]
         base = dict.fromkeys(SITES, Precision.INT8)
         others = {"scales": "tile", "smoothing": "k", "delta": delta}
@@ -58,7 +58,7 @@ class TestNumbers:
                 assert same == (site not in explorer.READS[delta][t]), (site, t)
 
     @pytest.mark.slow
-    def test_any_choice_is_the_emulators(self, found):
+    def test_numbers_of_any_spec_are_the_emulators(self, found):
         rng = random.Random(0)
         for _ in range(40):
             name = rng.choice(list(INPUTS))
@@ -68,10 +68,10 @@ class TestNumbers:
             for t in OUTPUTS:
                 read = found["reads"][others["delta"]][t]
                 value = listed[t][explorer._index(levels, read)]
-                # Four digits are kept; a batch may be summed in another order than one head.
+                # The page stores four digits, and a batch may be summed in another order.
                 assert value == pytest.approx(direct[t], rel=1e-3), (levels, others, t)
 
-    def test_presets_are_the_packages(self, found):
+    def test_presets_are_those_of_sagesim(self, found):
         for scales, preset in (("tile", SAGEBWD), ("factored", FACTORED)):
             p = found["presets"][scales]
             levels = {site: Precision(level) for site, level in p["levels"].items()}
@@ -106,7 +106,7 @@ def label(page: Page) -> str:
 
 
 def assert_shows(page: Page, sample: Sample) -> None:
-    """The numbers shown are the emulator's under the spec shown, to three digits."""
+    """Assert that the numbers on the page are the emulator's for the label on the page."""
     direct = measured(sample, AttentionSpec.parse(label(page)))
     for t, value in shown(page).items():
         assert value == pytest.approx(direct[t], rel=6e-3), (label(page), t)
@@ -115,11 +115,11 @@ def assert_shows(page: Page, sample: Sample) -> None:
 @pytest.mark.slow
 @needs_browser
 class TestPage:
-    def test_it_starts_with_the_papers_scheme(self, page):
+    def test_the_page_starts_with_sagebwd(self, page):
         assert label(page) == "sagebwd"
         assert_shows(page, INPUTS["sigma3"])
 
-    def test_an_address_is_a_state(self, page, address):
+    def test_the_fragment_of_the_address_sets_the_spec(self, page, address):
         rng = random.Random(1)
         for _ in range(12):
             name = rng.choice(list(INPUTS))
@@ -128,11 +128,11 @@ class TestPage:
             assert AttentionSpec.parse(label(page)) == explorer.spec_of(levels, **others)
             assert_shows(page, INPUTS[name])
 
-    def test_words_that_mean_nothing_are_ignored(self, page, address):
+    def test_unknown_words_in_the_address_are_ignored(self, page, address):
         page.open(f"{address}#qk=int4&input=none&scales=&dp=int8&nothing")
         assert AttentionSpec.parse(label(page)) == sagesim.SAGEBWD_ALL_INT8
 
-    def test_clicks(self, page):
+    def test_clicks_change_the_spec(self, page):
         before = shown(page)
         page.click("input[name=ex-pv][value=input16]")
         assert label(page) == "sagebwd pv=input16"
@@ -155,7 +155,7 @@ class TestPage:
         assert label(page) == "factored"
         assert page.run("document.querySelectorAll('[aria-pressed=true]').length") == 1
 
-    def test_keys(self, page):
+    def test_the_keyboard_changes_the_spec(self, page):
         page.run("document.querySelector('input[name=ex-qk]:checked').focus()")
         page.press("ArrowRight", 39)
         assert label(page) == "sagebwd qk=fp8_e4m3"
@@ -165,7 +165,7 @@ class TestPage:
         page.press("ArrowLeft", 37)
         assert label(page) == "sagebwd qk=fp8_e4m3 pv=input16"
 
-    def test_effects_are_of_one_product_in_16_bit(self, page):
+    def test_effects_are_those_of_one_product_in_16_bit(self, page):
         row = "document.querySelector('[data-switch={}]').closest('tr')"
         for switch, words in (
             ("pv", "pv=input16"),
@@ -175,9 +175,9 @@ class TestPage:
             texts = page.run(
                 f"[...{row.format(switch)}.querySelectorAll('.ex-effect')].map(c => c.textContent)"
             )
-            now = measured(INPUTS["sigma3"], SAGEBWD)
-            then = measured(INPUTS["sigma3"], AttentionSpec.parse(f"sagebwd {words}"))
+            before = measured(INPUTS["sigma3"], SAGEBWD)
+            after = measured(INPUTS["sigma3"], AttentionSpec.parse(f"sagebwd {words}"))
             for t, text in zip(OUTPUTS, texts, strict=True):
                 sign, digits = text[0], text[1:].removesuffix("\u00a0%")
                 value = 0.0 if text == "\u00b7" else float(digits) * (1 if sign == "+" else -1)
-                assert value == pytest.approx(100 * (then[t] / now[t] - 1), abs=0.6), t
+                assert value == pytest.approx(100 * (after[t] / before[t] - 1), abs=0.6), t

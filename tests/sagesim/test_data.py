@@ -15,11 +15,11 @@ def llama() -> Capture:
     return Capture.load(LLAMA)
 
 
-def test_is_at_most_8_mb():
+def test_the_file_has_at_most_8_mb():
     assert LLAMA.stat().st_size <= 8_000_000
 
 
-def test_says_where_it_comes_from(llama):
+def test_the_file_records_its_source(llama):
     assert set(llama.source) == {
         "captured",
         "command",
@@ -34,7 +34,7 @@ def test_says_where_it_comes_from(llama):
     assert llama.torch_version
 
 
-def test_holds_a_head_of_every_layer(llama):
+def test_the_file_holds_one_head_of_every_layer(llama):
     assert [call.index for call in llama.calls] == list(range(6))
     for call in llama.calls:
         assert call.name == f"layers.{call.index}.attention.core"
@@ -45,17 +45,19 @@ def test_holds_a_head_of_every_layer(llama):
             assert x.dtype is torch.bfloat16
 
 
-def test_float16_holds_its_gradients_well(llama):
-    """The loss scale is large enough, and not too large: what float16 changes is less than what
-    bfloat16 has rounded away."""
+def test_float16_represents_the_gradients(llama):
+    """The loss scale is neither too small nor too large for float16.
+
+    The conversion to float16 changes do by much less than bfloat16's rounding, 2**-9.
+    """
     for call in llama.calls:
         changed = (call.do.half().double() - call.do.double()).norm() / call.do.double().norm()
         assert changed < 2.0**-20
         assert call.do.abs().max() < 2.0**10
 
 
-def test_is_a_problem_that_the_emulator_solves(llama):
-    """Unquantized, in float32: 60 dB is a thousandth, where float32 errs by a millionth."""
+def test_the_emulator_agrees_with_exact_on_every_call(llama):
+    """Unquantized in float32, with an SQNR of at least 60 dB, an error of a thousandth."""
     for call in llama.calls:
         short = call.map(lambda x: x[:, :, :512].float())
         reference = exact(short)

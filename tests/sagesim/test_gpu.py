@@ -1,4 +1,4 @@
-"""The emulator on a GPU computes what it computes on a CPU, on tensor cores, without waiting."""
+"""On a GPU the emulator gives the codes of a CPU, uses tensor cores, and never synchronizes."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ TOKEN_OPERANDS = ("q", "k", "v", "do")
 
 @pytest.fixture(autouse=True, scope="module")
 def autograd_thread_has_a_context() -> None:
-    """cuBLAS warns where it is the first to use the device in autograd's thread."""
+    """Create a CUDA context in autograd's thread; else cuBLAS does it and warns."""
     (torch.ones(1, device="cuda", requires_grad=True) * 2).backward()
 
 
@@ -30,7 +30,7 @@ def test_integer_sums_on_tensor_cores_are_exact(keys: int) -> None:
     generator = torch.Generator().manual_seed(keys)
     p = torch.randint(-127, 128, (2, 96, keys), generator=generator)
     v = torch.randint(-127, 128, (2, keys, 64), generator=generator)
-    p[0], v[0] = 127, -127  # the largest sum there is
+    p[0], v[0] = 127, -127  # the sum of the largest magnitude
     one = torch.ones(1, 1, 1, 1, 1, device="cuda")
     left = Operand(p.float().cuda()[:, None, :, None], one, Precision.INT8)
     right = Operand(v.float().cuda()[:, None, :, None], one, Precision.INT8)
@@ -43,28 +43,28 @@ def test_codes_and_scales_agree_with_the_cpu(name: str) -> None:
     x = problem()
     cpu = trace(*x, spec=PRESETS[name], is_causal=True)
     gpu = trace(*x.cuda(), spec=PRESETS[name], is_causal=True)
-    for key, ours in cpu.operands.items():
-        theirs = gpu.operands[key]
+    for key, expected in cpu.operands.items():
+        found = gpu.operands[key]
         if key.rpartition(".")[2] in TOKEN_OPERANDS:
-            assert_bitwise(actual=theirs.codes.cpu(), expected=ours.codes, what=key)
-            assert_bitwise(actual=theirs.scale.cpu(), expected=ours.scale, what=key)
+            assert_bitwise(actual=found.codes.cpu(), expected=expected.codes, what=key)
+            assert_bitwise(actual=found.scale.cpu(), expected=expected.scale, what=key)
         else:
-            apart = (theirs.codes.cpu().int() - ours.codes.int()).abs()
-            assert apart.max() <= 1, key
-            assert (apart > 0).double().mean() <= 1e-3, key
+            difference = (found.codes.cpu().int() - expected.codes.int()).abs()
+            assert difference.max() <= 1, key
+            assert (difference > 0).double().mean() <= 1e-3, key
 
 
-def test_stochastic_draws_agree_with_the_cpu() -> None:
+def test_random_numbers_agree_with_the_cpu() -> None:
     for tensor in ("q", "ds"):
         cpu = uniform(7, tensor, 50, 70, 3, torch.device("cpu"))
         gpu = uniform(7, tensor, 50, 70, 3, torch.device("cuda"))
         assert_bitwise(actual=gpu.cpu(), expected=cpu, what=tensor)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # PyTorch calls it a prototype
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # it is a prototype in PyTorch
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_does_not_wait_for_the_device_and_repeats(name: str, dtype: torch.dtype) -> None:
+def test_never_synchronizes_and_two_runs_give_the_same_bytes(name: str, dtype: torch.dtype) -> None:
     def run() -> list[torch.Tensor]:
         q, k, v = (y.detach().requires_grad_() for y in x[:3])
         o = attention(q, k, v, spec=PRESETS[name], is_causal=True)
@@ -77,9 +77,9 @@ def test_does_not_wait_for_the_device_and_repeats(name: str, dtype: torch.dtype)
         second = run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for once, again in zip(first, second, strict=True):
-        assert once.isfinite().all()
-        assert_bitwise(actual=again, expected=once, what="repeat")
+    for expected, found in zip(first, second, strict=True):
+        assert expected.isfinite().all()
+        assert_bitwise(actual=found, expected=expected, what="second run")
 
 
 @pytest.mark.parametrize("spec", [SAGEBWD, FACTORED])

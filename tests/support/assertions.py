@@ -1,13 +1,13 @@
-"""The four ways to compare tensors. Everything is given by keyword and nothing has a default.
+"""The four assertions that compare tensors. All arguments are keywords without defaults.
 
-| assertion | for | rule |
+| assertion | use | rule |
 | --- | --- | --- |
-| `assert_bitwise` | codes, scales, "this must not change that" | the same bytes |
+| `assert_bitwise` | codes, scales, invariance | the same bytes |
 | `assert_within_bound` | a derived bound | abs(actual - exact) <= bound, elementwise |
-| `assert_within_budget` | against a yardstick | error <= factor * yardstick's + band, max and RMS |
-| `assert_sqnr_at_least` | presets end to end | signal to noise no lower than a floor |
+| `assert_within_budget` | another computation | error <= factor * its error + band, max and RMS |
+| `assert_sqnr_at_least` | presets end to end | signal-to-noise ratio of at least a floor |
 
-A failure reports the error over the reference's RMS and the worst coordinates.
+A failure reports the error relative to the reference's RMS, and the worst elements.
 """
 
 import math
@@ -20,7 +20,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def assert_bitwise(*, actual: Tensor, expected: Tensor, what: str) -> None:
-    """actual and expected are the same bytes: shape, dtype, signs of zeros and NaNs included."""
+    """Assert that actual and expected have the same bytes, shape and dtype."""
     _same_shape(actual, expected, what)
     if actual.dtype != expected.dtype:
         raise AssertionError(f"{what}: dtype {actual.dtype}, expected {expected.dtype}")
@@ -33,7 +33,7 @@ def assert_bitwise(*, actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def assert_within_bound(*, actual: Tensor, exact: Tensor, bound: Tensor, what: str) -> None:
-    """|actual - exact| <= bound, elementwise; infinities must be equal, and NaN never passes.
+    """Assert |actual - exact| <= bound, elementwise. Infinities must be equal; NaN fails.
 
     Args:
         exact: float64.
@@ -43,9 +43,9 @@ def assert_within_bound(*, actual: Tensor, exact: Tensor, bound: Tensor, what: s
     _reference(exact, what)
     bound = bound.double().expand(exact.shape)
     if not bool((bound.isfinite() & (bound >= 0)).all()):
-        raise AssertionError(f"{what}: a bound that is not finite and >= 0 is no bound")
+        raise AssertionError(f"{what}: the bound must be finite and >= 0 everywhere")
     error = _error(actual, exact)
-    # The NaN of an error that is not a number compares false.
+    # `error > bound` would be False for a NaN.
     exceeds = ~(error <= bound)
     if bool(exceeds.any()):
         excess = torch.where(exceeds, (error - bound).nan_to_num(math.inf, math.inf), 0.0)
@@ -59,19 +59,21 @@ def assert_within_bound(*, actual: Tensor, exact: Tensor, bound: Tensor, what: s
 def assert_within_budget(
     *, actual: Tensor, exact: Tensor, yardstick: Tensor, factor: float, band: float, what: str
 ) -> None:
-    """actual's error is at most factor times the yardstick's plus band, in maximum and in RMS.
+    """Assert that actual's error is at most factor times the yardstick's plus band * RMS of exact.
+
+    Both the maximum and the RMS of the errors are compared.
 
     Args:
         exact: float64.
-        yardstick: another approximation of exact, whose error is the measure.
-        band: absolute, in units of the RMS of exact.
+        yardstick: another approximation of exact.
+        band: in units of the RMS of exact.
     """
     _same_shape(actual, exact, what)
     _same_shape(yardstick, exact, what)
     _reference(exact, what)
     error, allowed = _error(actual, exact), _error(yardstick, exact)
     if not bool(allowed.isfinite().all()):
-        raise AssertionError(f"{what}: the yardstick's error is not finite, so it measures nothing")
+        raise AssertionError(f"{what}: the yardstick's error must be finite")
     rms = _reference_rms(exact)
     for name, measure in (("maximum", _max), ("RMS", _rms)):
         found, limit = measure(error), factor * measure(allowed) + band * rms
@@ -84,7 +86,7 @@ def assert_within_budget(
 
 
 def assert_sqnr_at_least(*, actual: Tensor, exact: Tensor, floor_db: float, what: str) -> None:
-    """10 log10(sum exact^2 / sum (actual - exact)^2) >= floor_db."""
+    """Assert 10 log10(sum exact^2 / sum (actual - exact)^2) >= floor_db."""
     _same_shape(actual, exact, what)
     _reference(exact, what)
     error = _error(actual, exact)
@@ -92,7 +94,7 @@ def assert_sqnr_at_least(*, actual: Tensor, exact: Tensor, floor_db: float, what
     if noise == 0:
         sqnr = math.inf
     else:
-        ratio = signal / noise  # 0 where the noise is infinite
+        ratio = signal / noise  # 0 if the noise is infinite
         sqnr = 20 * math.log10(ratio) if ratio > 0 else -math.inf if ratio == 0 else math.nan
     if not sqnr >= floor_db:
         raise AssertionError(
@@ -120,7 +122,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _error(actual: Tensor, exact: Tensor) -> Tensor:
-    """|actual - exact| in float64, with 0 where both are the same infinity."""
+    """|actual - exact| in float64, and 0 if both are the same infinity."""
     actual = actual.detach().double()
     return torch.where(actual == exact, 0.0, (actual - exact).abs())
 
@@ -130,11 +132,11 @@ def _max(x: Tensor) -> float:
 
 
 def _rms(x: Tensor) -> float:
-    """Root of the mean square; infinite or NaN as soon as one element is."""
-    top = _max(x.abs())
-    if top == 0 or not math.isfinite(top):
-        return top
-    return top * (x / top).square().mean().sqrt().item()
+    """The root mean square, infinite or NaN if an element is."""
+    largest = _max(x.abs())
+    if largest == 0 or not math.isfinite(largest):
+        return largest
+    return largest * (x / largest).square().mean().sqrt().item()
 
 
 def _reference_rms(exact: Tensor) -> float:
@@ -142,10 +144,11 @@ def _reference_rms(exact: Tensor) -> float:
     return _rms(exact[exact.isfinite()])
 
 
-def _report(actual: Tensor, expected: Tensor, badness: Tensor) -> str:
+def _report(actual: Tensor, expected: Tensor, severity: Tensor) -> str:
+    """Describe the error; list the elements of the largest severity."""
     rms = _reference_rms(expected)
     error = _error(actual, expected).flatten()
-    order = badness.nan_to_num(math.inf).flatten().argsort(descending=True)[:_WORST].tolist()
+    order = severity.nan_to_num(math.inf).flatten().argsort(descending=True)[:_WORST].tolist()
     unit = rms if rms > 0 else 1.0
     head = "absolute error" if rms == 0 else f"error / RMS of the reference ({rms:.3g})"
     lines = [f"{head}: max {_max(error) / unit:.3g}, RMS {_rms(error) / unit:.3g}; worst:"]

@@ -1,4 +1,4 @@
-"""Run the emulator on a case."""
+"""Run the emulator and the reference on a case."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from tests.support.inputs import Case
 
 
 class Outputs(NamedTuple):
-    """What a caller of attention sees."""
+    """The results of attention and its backward."""
 
     o: Tensor
     dq: Tensor
@@ -21,7 +21,7 @@ class Outputs(NamedTuple):
 
 
 def run_attention(case: Case, spec: AttentionSpec) -> Outputs:
-    """o and the gradients, through autograd."""
+    """Return o and the gradients, computed through autograd."""
     leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
     o = attention(replace(case, q=leaves[0], k=leaves[1], v=leaves[2]), spec=spec)
     return Outputs(o.detach(), *torch.autograd.grad(o, leaves, case.do))

@@ -1,10 +1,10 @@
-"""How far attention computed in float32 may lie from attention: a first-order forward analysis.
+"""A bound of the errors of attention computed in float32, to first order.
 
-With u = 2**-24, a sum of n products in any order errs by at most gamma(n) times the sum of their
-absolute values (N. Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section
-3.1). An exponential errs by its argument's absolute error, plus EXP of its own. Everything else
-is one rounding u an operation. Terms of second order are covered by a factor SLACK on the whole,
-which is justified as long as every relative error stays below SLACK - 1; `of` checks that.
+With u = 2**-24, a sum of n products in any order has an error of at most gamma(n) times the sum of
+their absolute values (N. Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section
+3.1). The relative error of an exponential is the absolute error of its argument plus EXP. Any other
+operation has one rounding u. The factor SLACK covers terms of second order if every relative error
+is below SLACK - 1, which `of` checks.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from tests.support.inputs import Case
 
 U = 2.0**-24
 EXP = 4 * U
-"""Two units in the last place, twice what Sleef and glibc state for expf."""
+"""The relative error of expf: two units in the last place, twice what Sleef and glibc state."""
 SLACK = 1.01
 NO_SMOOTHING = Smoothing()
 
 
 @dataclass(frozen=True)
 class Float32Bound:
-    """|computed - exact|, elementwise; float64."""
+    """Elementwise bounds of |computed - exact|, float64."""
 
     o: Tensor
     lse: Tensor
@@ -34,18 +34,18 @@ class Float32Bound:
 
 
 def gamma(n: int, u: float = U) -> float:
-    """Relative error of n roundings in a row, each of at most u: see the module's source."""
+    """The relative error of n successive roundings, each of at most u."""
     return n * u / (1 - n * u)
 
 
 def of(
     case: Case, exact: Exact, *, smoothing: Smoothing = NO_SMOOTHING, block_q: int = 64
 ) -> Float32Bound:
-    """The bound for a spec of FP32 sites and for float32 inputs, without GQA.
+    """The bound for a spec with FP32 at every site and for float32 inputs, without GQA.
 
-    Smoothing: the products see K - mean and Q - mean, whose magnitudes are at most |K| + |mean|
-    and |Q| + |mean|, rounded once; the rank-one terms add |mean| once more. What K-smoothing
-    takes out of the logits enlarges what is rounded relative to their size.
+    With smoothing, the operands are K - mean and Q - mean, rounded once, with magnitudes of at most
+    |K| + |mean| and |Q| + |mean|. The term of the mean of Q adds |mean| again. The constant that
+    smoothing K subtracts from the logits adds to the magnitude that is rounded.
     """
     q, k, v, do = (x.double() for x in case.qkvdo)
     n_q, n_k, d, d_v = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
@@ -61,19 +61,19 @@ def of(
     attended = exact.p.new_ones(exact.p.shape).masked_fill(exact.s.isneginf(), 0.0)
     lse = exact.lse.masked_fill(exact.lse.isneginf(), 0.0).abs() + shift
 
-    # S: two dot products and their sum, the constant and its multiplication, smoothed operands.
+    # S: two dot products and their sum, the scale and its multiplication, smoothed operands.
     s = gamma(d + 5) * scale * (q_abs @ k_abs.mT) * attended
     s_row = s.amax(-1, keepdim=True) if n_k else s.sum(-1, keepdim=True)
-    # exp(S - max), in two factors: the arguments' roundings add up to u |S - max|, which is at
-    # most u (|S| + |max|); the error of S in the maximum itself cancels against that in l.
+    # exp(S - max), in two factors: the roundings of the arguments add up to u |S - max|, which is
+    # at most u (|S| + |max|). The error of the maximum cancels against that in the row sum.
     s_abs = (exact.s.masked_fill(exact.s.isneginf(), 0.0).abs() + shift[..., None]) * attended
     top = s_abs.amax(-1, keepdim=True) if n_k else s_abs.sum(-1, keepdim=True)
     e = s + U * (s_abs + top) + 2 * EXP + U
-    e_row = (s_row + 2 * U * top + 2 * EXP + U) + gamma(n_k + 2)  # of the sum l, relatively
-    # O = sum(e v) / l
+    e_row = (s_row + 2 * U * top + 2 * EXP + U) + gamma(n_k + 2)  # relative error of the row sum
+    # O = sum(e v) / row sum
     abs_pv = exact.p @ v.abs()
     o = (exact.p * e) @ v.abs() + (e_row + gamma(n_k + 2)) * abs_pv
-    # L = max + log(l); log(l) is at most log(n_k).
+    # L = max + log(row sum), which is at most max + log(n_k).
     log_n = torch.tensor(float(max(n_k, 1))).log().double()
     lse_row = e_row + s_row + U * (2 * top + 4 * log_n)
     # P = exp(S - L)
@@ -90,7 +90,7 @@ def of(
     lse_bound = lse_row.squeeze(-1) + gamma(d + 4) * shift + U * lse
 
     relative = torch.cat([x.flatten() for x in (e * attended, e_row, p * attended)])
-    assert not relative.numel() or relative.max() < SLACK - 1, "no first-order analysis applies"
-    # Results below the smallest normal number lose all of their relative accuracy.
-    tiny = 2.0**-126
-    return Float32Bound(*(SLACK * x + tiny for x in (o, lse_bound, dq, dk, dv)))
+    assert not relative.numel() or relative.max() < SLACK - 1, "errors too large for first order"
+    # Subnormal results have no relative accuracy.
+    smallest_normal = 2.0**-126
+    return Float32Bound(*(SLACK * x + smallest_normal for x in (o, lse_bound, dq, dk, dv)))

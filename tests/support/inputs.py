@@ -1,4 +1,4 @@
-"""Calls of attention over tensors of the package's kinds, which fuzzing draws from as well."""
+"""Attention problems for tests, made of the kinds of tensor that fuzzing uses as well."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,47 +24,47 @@ from sagesim.fuzzing.inputs import (
 )
 
 MODERATE: dict[str, Builder] = {f.__name__: f for f in (gaussian, zero_block, constant)}
-"""Logits small enough for float32's errors to be analysed to first order."""
+"""Kinds with logits so small that a first-order analysis of float32's errors applies."""
 
 MILD: dict[str, Builder] = {
     f.__name__: f for f in (gaussian, outlier_channel, zero_block, half_integer_ties, constant)
 }
-"""Nothing that overflows or underflows anywhere in attention, whatever the spec."""
+"""Kinds that neither overflow nor underflow in attention under any spec."""
 
 NASTY: dict[str, Builder] = MILD | {
     f.__name__: f for f in (outlier_token, zeros, offset, tiny_gain, subnormal)
 }
-"""Finite in float16's range, and hard."""
+"""Kinds that float16 represents, with extreme values."""
 
 EXTREME: dict[str, Builder] = NASTY | {huge_gain.__name__: huge_gain}
-"""For quantizing a tensor on its own."""
+"""Kinds for tests that quantize a single tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, repr=False)
 class Case(AttentionProblem):
-    """An attention problem that prints as its shapes and the kinds of its tensors."""
+    """An attention problem whose repr gives its shapes and the kinds of its tensors."""
 
     do: Tensor
     kinds: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """What a failing example needs, without its thousands of numbers."""
+        """A short description for failing examples, without the elements."""
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in self.tensors.items())
         return f"Case({shapes}, {'/'.join(self.kinds)}, is_causal={self.is_causal})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What hypothesis prints, instead of every field."""
+        """The text that hypothesis prints."""
         printer.text(repr(self))
 
     @property
     def options(self) -> dict[str, Any]:
-        """SDPA's keyword arguments, for functions of q, k and v."""
+        """The options, as SDPA's keyword arguments."""
         names = ("is_causal", "attn_mask", "scale", "enable_gqa")
         return {name: getattr(self, name) for name in names}
 
     @property
     def attends(self) -> Tensor:
-        """bool, broadcastable to [*heads, n_q, n_k]: which keys a query attends to."""
+        """Which keys a query attends to, bool, broadcastable to [*heads, n_q, n_k]."""
         full = torch.ones(self.q.shape[-2], self.k.shape[-2], dtype=torch.bool)
         if self.is_causal:
             full = full.tril()
@@ -85,7 +85,7 @@ def case(
     kinds: tuple[Builder, Builder, Builder, Builder] = (gaussian,) * 4,
     **options: Any,
 ) -> Case:
-    """A case whose q, k, v, do are of these kinds."""
+    """A case whose q, k, v and do have these kinds."""
     rng = np.random.default_rng(seed)
     d_v = d if d_v is None else d_v
     shapes = ((n_q, d), (n_k, d), (n_k, d_v), (n_q, d_v))
@@ -98,7 +98,7 @@ def case(
 
 
 def random_mask(seed: int, shape: tuple[int, ...], *, density: float) -> Tensor:
-    """True where attended to; some rows, drawn at random, attend to nothing at all."""
+    """A random boolean mask. About a tenth of its rows attend to nothing."""
     rng = np.random.default_rng(seed)
     mask = rng.random(shape) < density
     mask &= rng.random((*shape[:-1], 1)) < 0.9

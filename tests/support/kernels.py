@@ -1,4 +1,4 @@
-"""Run the kernels on a case, on the device they were imported for."""
+"""Run the kernels on a case: on a GPU, or in Triton's interpreter on a CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ from tests.support.inputs import Case, case
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 
 HERE = [] if IS_INTERPRETED else [pytest.mark.gpu]
-"""Marks of tests that run wherever the kernels do."""
+"""Marks of tests that run on a GPU, and in the interpreter if there is none."""
 
 BF16 = () if IS_INTERPRETED else (torch.bfloat16,)
 DTYPES = (torch.float16, torch.float32, *BF16)
@@ -45,19 +45,22 @@ SPECS: dict[str, AttentionSpec] = {
     ),
     "fpa_fp16": FPA_FP16,
 } | ({} if IS_INTERPRETED else {"fpa_bf16": FPA_BF16, "factored_qk": FACTORED_QK})
-"""Every way the kernels have: scales by block and by token, delta from O and from P, Q smoothed,
-means subtracted from 16-bit operands, products in INT8 and in 16 bit, and Hopper's own kernels."""
+"""Specs that cover every feature of the kernels.
+
+Scales per block and per token, delta from O and from P, smoothed Q, means subtracted from 16-bit
+operands, products in INT8 and in 16 bit, and the Hopper kernels.
+"""
 
 FEW: dict[str, AttentionSpec] = {
     name: SPECS[name]
     for name in ("sagebwd", "q_smoothed", "fpa_fp16", "factored_qk")
     if name in SPECS
 }
-"""The same, each way once."""
+"""A smaller selection that covers each feature once."""
 
 
 class Results(NamedTuple):
-    """What a caller of attention sees."""
+    """The results of attention and its backward."""
 
     o: Tensor
     lse: Tensor
@@ -67,16 +70,16 @@ class Results(NamedTuple):
 
 
 def kernel_case(dtype: torch.dtype = torch.float32, **arguments: Any) -> Case:
-    """A case where the kernels run."""
+    """A case on the device of the kernels."""
     return case(**arguments).map(lambda x: x.to(DEVICE, dtype))
 
 
 def run_kernels(
     case: Case, spec: AttentionSpec, *, d_lse: Tensor | None = None, **options: Any
 ) -> Results:
-    """o, lse and the gradients, through autograd.
+    """Return o, lse and the gradients, computed through autograd.
 
-    d_lse: the gradient of lse; lse takes no part in the loss where it is None.
+    d_lse: the gradient of lse; None if the loss does not depend on lse.
     """
     leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
     o, lse = attention(*leaves, spec=spec, return_lse=True, **(case.options | options))
@@ -85,17 +88,17 @@ def run_kernels(
 
 
 def assert_same(actual: Results, expected: Results, *names: str) -> None:
-    """The same bytes in these results, or in all."""
+    """Assert that the named results, or all, have the same bytes."""
     for name in names or Results._fields:
         assert_bitwise(actual=getattr(actual, name), expected=getattr(expected, name), what=name)
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """New memory is full of NaN, or of the largest integer, until it is written."""
+    """Fill new memory with NaN, or with the largest integer."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # among other things, this
+    torch.use_deterministic_algorithms(True, warn_only=True)  # this fills new memory
     try:
         assert bool(torch.empty(8, device=DEVICE).isnan().all())
         yield

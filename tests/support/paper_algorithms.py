@@ -1,9 +1,8 @@
-"""Algorithms 1 and 2 of arXiv 2603.02170, tile by tile, in numpy, for one head without a mask.
+"""Algorithms 1 and 2 of arXiv 2603.02170 in numpy, for one head without a mask.
 
-Written from the paper and docs/numerics.md, without reference to the package: online softmax,
-integer products in int32, every other number float32. A `Scheme` says along which axis of a
-tile each operand's scale is shared, so that the same loops serve the paper's scales and the
-factored ones.
+Written from the paper and docs/numerics.md, independently of the package. The softmax is online,
+integer products are in int32, and every other number is float32. A `Scheme` says which elements of
+a tile share a scale, so that the same loops compute the paper's scales and the factored ones.
 """
 
 import math
@@ -14,12 +13,12 @@ import numpy as np
 
 F = np.float32
 Axis = Literal["all", "rows", "columns"]
-"""Which elements of a tile have one scale: all, those of each row, or those of each column."""
+"""Which elements of a tile share a scale: all, those of a row, or those of a column."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """The scales of each operand, and where delta comes from."""
+    """Which elements share a scale in each operand, and how delta is computed."""
 
     qk: Axis  #: of Q and of K
     v: Axis
@@ -59,6 +58,8 @@ FACTORED = Scheme(
 
 @dataclass
 class Result:
+    """Outputs, gradients, P and dS of the backward, and the quantized operands."""
+
     o: np.ndarray
     lse: np.ndarray
     dq: np.ndarray
@@ -67,9 +68,9 @@ class Result:
     p: np.ndarray  #: the backward's P
     ds: np.ndarray
     codes: dict[str, np.ndarray] = field(default_factory=dict)
-    """By the emulator's names, "site.tensor", in the tensors' own shapes."""
+    """Codes by "site.tensor", as in the emulator's trace, in the shape of the tensor."""
     scales: dict[str, np.ndarray] = field(default_factory=dict)
-    """Likewise, spread over every element."""
+    """The scale of every element, by "site.tensor"."""
 
     def put(self, name: str, rows: slice, columns: slice, codes: np.ndarray, s: np.ndarray) -> None:
         self.codes[name][rows, columns] = codes
@@ -77,14 +78,14 @@ class Result:
 
 
 def psi(x: np.ndarray, axis: Axis) -> tuple[np.ndarray, np.ndarray]:
-    """Codes (int32) and scales of a tile, both in its shape or broadcastable to it."""
+    """Quantize a tile: return int32 codes, and scales that are broadcastable to them."""
     over = {"all": (0, 1), "rows": (1,), "columns": (0,)}[axis]
     amax = np.abs(x).max(over, keepdims=True)
     with np.errstate(divide="ignore", over="ignore"):
         inverse = F(127) / amax
-    empty = np.isinf(inverse)
-    codes = np.rint(x * np.where(empty, F(0), inverse)).astype(np.int32)
-    return codes, np.where(empty, F(1), amax / F(127))
+    overflows = np.isinf(inverse)
+    codes = np.rint(x * np.where(overflows, F(0), inverse)).astype(np.int32)
+    return codes, np.where(overflows, F(1), amax / F(127))
 
 
 def attention(
@@ -97,7 +98,7 @@ def attention(
     block_q: int,
     block_k: int,
 ) -> Result:
-    """Both algorithms; q [n_q, d], k and v [n_k, d], do [n_q, d], all float32; K is smoothed."""
+    """Run both algorithms with K smoothed; q, do [n_q, d] and k, v [n_k, d] are float32."""
     (n_q, d), n_k = q.shape, k.shape[0]
     scale = F(1 / math.sqrt(d))
     query_tiles = [slice(i, min(i + block_q, n_q)) for i in range(0, n_q, block_q)]
@@ -146,26 +147,26 @@ def attention(
     lse_smoothed = np.zeros(n_q, F)
     for i, rows in enumerate(query_tiles):
         count = rows.stop - rows.start
-        m, l = np.full((count, 1), -np.inf, F), np.zeros((count, 1), F)
+        row_max, row_sum = np.full((count, 1), -np.inf, F), np.zeros((count, 1), F)
         o = np.zeros((count, v.shape[1]), F)
-        corrections = []  # the running maximum's, to know each tile's scale at the end
+        tile_scales = []  # scales of P's tiles, corrected whenever the running maximum grows
         for j, columns in enumerate(key_tiles):
             s = logits(i, j)
             tile_max = s.max(1, keepdims=True)
-            m_new = np.maximum(m, tile_max)
-            p = np.exp(s - m_new)
-            s_p = np.exp(tile_max - m_new) / F(127)
+            new_max = np.maximum(row_max, tile_max)
+            p = np.exp(s - new_max)
+            s_p = np.exp(tile_max - new_max) / F(127)
             codes = np.rint(F(127) * np.exp(s - tile_max)).astype(np.int32)
             vc, vs = v_hat[j]
-            correction = np.exp(m - m_new)
-            l = l * correction + p.sum(1, keepdims=True)
+            correction = np.exp(row_max - new_max)
+            row_sum = row_sum * correction + p.sum(1, keepdims=True)
             o = o * correction + (codes @ vc).astype(F) * s_p * vs
-            corrections = [c * correction for c in corrections] + [s_p]
-            m = m_new
+            tile_scales = [scale_p * correction for scale_p in tile_scales] + [s_p]
+            row_max = new_max
             r.codes["pv.p"][rows, columns] = codes
-        for columns, s_p in zip(key_tiles, corrections, strict=True):
+        for columns, s_p in zip(key_tiles, tile_scales, strict=True):
             r.scales["pv.p"][rows, columns] = s_p
-        r.o[rows], lse_smoothed[rows] = o / l, (m + np.log(l))[:, 0]
+        r.o[rows], lse_smoothed[rows] = o / row_sum, (row_max + np.log(row_sum))[:, 0]
     r.lse = lse_smoothed + (q * k_mean).sum(1, dtype=F) * scale
 
     # Algorithm 2.

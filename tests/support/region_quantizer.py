@@ -1,6 +1,6 @@
-"""Quantization from its definition: one region at a time, in numpy, with Python's own rounding.
+"""Quantize one region at a time in numpy, with Python's rounding.
 
-Written from docs/numerics.md, "Quantizing a region", without reference to the package.
+An implementation of docs/numerics.md, "From numbers to codes", that is independent of the package.
 """
 
 import math
@@ -12,7 +12,7 @@ Region = tuple[slice, slice]
 
 
 def regions(n: int, m: int, granularity: str, block: int | tuple[int, int]) -> Iterator[Region]:
-    """The rows and columns of an [n, m] matrix that share a scale, region after region."""
+    """The regions of an [n, m] matrix whose elements share a scale, each as rows and columns."""
     rows, columns = (block, m) if isinstance(block, int) else block
     height = {
         "head": n,
@@ -42,13 +42,13 @@ def regions(n: int, m: int, granularity: str, block: int | tuple[int, int]) -> I
 
 
 def quantize_region(x: np.ndarray) -> tuple[np.ndarray, np.float32]:
-    """INT8 codes and scale of one region, float32; half-even."""
+    """INT8 codes and float32 scale of one region, rounded half-even."""
     amax = np.float32(max(abs(float(value)) for value in x.flat))
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.float32(127) / amax
     if np.isinf(inverse):
         return np.zeros(x.shape, np.int8), np.float32(1)
-    scaled = x * inverse  # float32 times float32, rounded once
+    scaled = x * inverse  # float32 times float32, with one rounding
     # Python's round() of a float is exact, ties to even.
     codes = [max(-127, min(127, round(float(value)))) for value in scaled.flat]
     return np.array(codes, np.int8).reshape(x.shape), amax / np.float32(127)
@@ -57,7 +57,7 @@ def quantize_region(x: np.ndarray) -> tuple[np.ndarray, np.float32]:
 def quantize_matrix(
     x: np.ndarray, granularity: str, block: int | tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and, spread over every element, scales of an [n, m] float32 matrix."""
+    """The codes of an [n, m] float32 matrix and the scale of every element."""
     codes, scales = np.zeros(x.shape, np.int8), np.full(x.shape, np.nan, np.float32)
     for rows, columns in regions(*x.shape, granularity, block):
         codes[rows, columns], scales[rows, columns] = quantize_region(x[rows, columns])

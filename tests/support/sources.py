@@ -1,11 +1,14 @@
-"""What a source file imports."""
+"""The imports of a source file."""
 
 import ast
 from pathlib import Path
 
 
 def imports_of(path: Path, *, deferred: bool) -> set[str]:
-    """What a module imports, at its top level or inside functions: "module", "module.name"."""
+    """The names that a module imports: "module", or "module.name" of a `from` import.
+
+    deferred: the imports inside functions if True, the others if False.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     inside = {
         id(node)

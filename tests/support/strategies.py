@@ -1,8 +1,7 @@
-"""Hypothesis strategies: tensors and cases by kind, and shapes with tails. Those of whole specs
-come from the package, which fuzzes with them.
+"""Hypothesis strategies of tensors and cases, and those of specs that `sagesim.fuzz` uses.
 
-Hypothesis draws names, lengths and a seed; numpy draws the numbers, which keeps large tensors
-cheap and a failing example readable.
+Hypothesis draws kinds, lengths and a seed, and numpy draws the elements. Large tensors are then
+fast to draw, and a failing example is short.
 """
 
 from collections.abc import Sequence
@@ -51,7 +50,7 @@ def cases(
     head_sizes: st.SearchStrategy[int] = head_sizes,
     masks: Sequence[str] = ("none", "causal", "random"),
 ) -> Case:
-    """Any attention over these kinds of tensors: n_q and n_k, d and d_v are drawn apart."""
+    """A case of these kinds. n_q and n_k are drawn independently, and so are d and d_v."""
     names = st.sampled_from(sorted(kinds))
     q, k, v, do = (kinds[draw(names)] for _ in range(4))
     seed, n_q, n_k, h = draw(seeds), draw(lengths), draw(lengths), draw(heads)

@@ -1,4 +1,4 @@
-"""The assertions have teeth: each one rejects every broken twin, and accepts what it should."""
+"""Each of the four assertions rejects results of planted bugs, and accepts right results."""
 
 import inspect
 import math
@@ -30,9 +30,9 @@ def emulate(spec=SAGEBWD, case=GAUSSIAN) -> Tensor:
 
 
 def with_scales_of(codes_from: Tensor, scales_from: Tensor) -> Tensor:
-    """A tensor dequantized, token by token, with the scales of the one or of another."""
-    one, other = (quantize(x, Granularity.PerToken) for x in (codes_from, scales_from))
-    return one.codes * other.scale
+    """The codes of one tensor, dequantized with the scales per token of another."""
+    first, second = (quantize(x, Granularity.PerToken) for x in (codes_from, scales_from))
+    return first.codes * second.scale
 
 
 TWINS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
@@ -57,7 +57,7 @@ TWINS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
     "infinite": lambda: (emulate(), emulate().index_fill(-1, torch.tensor([3]), math.inf)),
     "one element": lambda: (emulate(), emulate().index_fill(-2, torch.tensor([5]), 0.5)),
 }
-"""Right and wrong outputs. Each pair differs because of one planted bug."""
+"""Right and wrong outputs by the planted bug that makes them differ."""
 
 COMPARISONS: dict[str, Callable[[Tensor, Tensor], None]] = {
     "bitwise": lambda right, found: assert_bitwise(actual=found, expected=right, what="o"),
@@ -80,17 +80,17 @@ COMPARISONS: dict[str, Callable[[Tensor, Tensor], None]] = {
 
 @pytest.mark.parametrize("comparison", COMPARISONS)
 @pytest.mark.parametrize("twin", TWINS)
-def test_every_assertion_rejects_every_broken_twin(comparison, twin):
+def test_every_assertion_rejects_every_planted_bug(comparison, twin):
     right, wrong = TWINS[twin]()
     COMPARISONS[comparison](right, right.clone())
     with pytest.raises(AssertionError, match=r"^o: "):
         COMPARISONS[comparison](right, wrong)
 
 
-def test_nothing_is_positional_and_nothing_has_a_default():
-    named = [f for name, f in vars(assertions).items() if name.startswith("assert_")]
-    assert len(named) == 4
-    for function in named:
+def test_all_parameters_are_keyword_only_without_defaults():
+    functions = [f for name, f in vars(assertions).items() if name.startswith("assert_")]
+    assert len(functions) == 4
+    for function in functions:
         for parameter in inspect.signature(function).parameters.values():
             assert parameter.kind is parameter.KEYWORD_ONLY
             assert parameter.default is parameter.empty
@@ -108,21 +108,21 @@ def test_empty_tensors_agree(comparison):
 
 
 class TestBitwise:
-    def test_sees_the_sign_of_zero_and_of_nan(self):
+    def test_signs_of_zero_and_of_nan_are_compared(self):
         for one, other in ((0.0, -0.0), (math.nan, -math.nan)):
             a, b = torch.tensor([one]), torch.tensor([math.copysign(other, -1)])
             assert_bitwise(actual=a, expected=a.clone(), what="x")
             with pytest.raises(AssertionError, match="1 of 1 elements differ"):
                 assert_bitwise(actual=b, expected=a, what="x")
 
-    def test_sees_the_dtype(self):
+    def test_dtypes_are_compared(self):
         with pytest.raises(AssertionError, match=r"dtype torch\.int8"):
             assert_bitwise(actual=torch.ones(2).char(), expected=torch.ones(2), what="x")
 
     @pytest.mark.parametrize(
         "dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float64, torch.bool]
     )
-    def test_takes_any_dtype_and_stride(self, dtype):
+    def test_any_dtype_and_stride_is_accepted(self, dtype):
         x = torch.eye(3).to(dtype)
         assert_bitwise(actual=x.mT, expected=x, what="x")
         with pytest.raises(AssertionError, match="6 of 9"):
@@ -130,7 +130,7 @@ class TestBitwise:
 
 
 class TestBound:
-    def test_holds_up_to_the_bound_and_no_further(self):
+    def test_an_error_equal_to_the_bound_passes_and_a_larger_one_fails(self):
         exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
         bound = torch.tensor([0.25, 0.0], dtype=torch.float64)
         assert_within_bound(actual=torch.tensor([1.25, 2.0]), exact=exact, bound=bound, what="x")
@@ -147,13 +147,13 @@ class TestBound:
                 assert_within_bound(actual=torch.tensor([wrong]), **same)
 
     @pytest.mark.parametrize("bound", [math.inf, math.nan, -1.0])
-    def test_refuses_a_bound_that_cannot_fail(self, bound):
+    def test_a_bound_that_is_not_finite_and_positive_raises(self, bound):
         x = torch.ones(1, dtype=torch.float64)
-        with pytest.raises(AssertionError, match="is no bound"):
+        with pytest.raises(AssertionError, match="the bound must be finite"):
             assert_within_bound(actual=x, exact=x, bound=torch.tensor(bound), what="x")
 
     @pytest.mark.parametrize("comparison", ["bound", "budget", "sqnr"])
-    def test_the_reference_is_float64_and_a_number(self, comparison):
+    def test_a_reference_that_is_not_float64_or_holds_nan_raises(self, comparison):
         for exact in (torch.ones(1), torch.tensor([math.nan], dtype=torch.float64)):
             arguments = {"actual": torch.ones(1), "exact": exact, "what": "x"}
             with pytest.raises(AssertionError, match="the reference"):
@@ -187,7 +187,7 @@ class TestBudget:
         with pytest.raises(AssertionError, match=r"maximum error 0\.21"):
             self.check([3.0, 4.21, 0.0, 0.0], 2.0, 0.0)
 
-    def test_rms_is_limited_where_the_maximum_is_not(self):
+    def test_rms_is_limited_also_if_the_maximum_is_within_its_limit(self):
         with pytest.raises(AssertionError, match="RMS error"):
             self.check([3.19, 4.19, 0.19, 0.19], 2.0, 0.0)
 
@@ -196,8 +196,8 @@ class TestBudget:
         with pytest.raises(AssertionError, match="maximum"):
             self.check([3.0, 4.026, 0.0, 0.0], 0.0, 0.01)
 
-    def test_a_broken_yardstick_measures_nothing(self):
-        with pytest.raises(AssertionError, match="measures nothing"):
+    def test_a_yardstick_that_is_not_finite_raises(self):
+        with pytest.raises(AssertionError, match="the yardstick's error must be finite"):
             assert_within_budget(
                 actual=self.EXACT,
                 exact=self.EXACT,
@@ -209,7 +209,7 @@ class TestBudget:
 
 
 class TestSqnr:
-    def test_is_twenty_decibels_for_a_tenth(self):
+    def test_an_error_of_a_tenth_is_twenty_decibels(self):
         exact = torch.tensor([3.0, 4.0], dtype=torch.float64)
         arguments = {"actual": exact * 1.1, "exact": exact, "what": "x"}
         assert_sqnr_at_least(floor_db=19.999, **arguments)
@@ -222,7 +222,7 @@ class TestSqnr:
             assert_sqnr_at_least(actual=exact + 1, exact=exact, floor_db=-300.0, what="x")
 
 
-def test_a_failure_names_the_worst_coordinates_and_the_relative_error():
+def test_a_failure_reports_the_worst_elements_and_the_relative_error():
     exact = torch.full((2, 3), 2.0, dtype=torch.float64)
     actual = exact.clone()
     actual[1, 2], actual[0, 1] = 8.0, 3.0
@@ -236,8 +236,7 @@ def test_a_failure_names_the_worst_coordinates_and_the_relative_error():
     assert lines[2].split(":")[0].strip() == "[0, 1]"
 
 
-def test_fpa_is_inside_a_budget_that_sagebwd_breaks():
-    """The budget separates what it is meant to separate."""
+def test_fpa_is_within_a_budget_that_sagebwd_exceeds():
     exact = run_exact(GAUSSIAN).o
     float16 = torch.nn.functional.scaled_dot_product_attention(
         *(x.half() for x in GAUSSIAN.qkvdo[:3]), is_causal=True

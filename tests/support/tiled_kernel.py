@@ -1,10 +1,11 @@
-"""Attention as a kernel computes it, tile by tile, for any spec that a kernel is written for.
+"""Attention computed tile by tile as in a kernel, for specs that a kernel supports.
 
-A second right implementation of docs/numerics.md, independent of the package's arithmetic: online
-softmax with a running maximum, exponentials of base 2, one row factor (scale of Q * logit scale *
-log2(e)) multiplied in before the scale of K, keys in the outer loop of the backward. It serves
-two purposes: that what has only a kernel's freedoms is not called wrong, and, with one of `BUGS`
-planted, that what is wrong is.
+A second implementation of docs/numerics.md, independent of the package. It has an online softmax
+with a running maximum, exponentials of base 2, one factor per row (scale of Q * logit scale *
+log2(e)) that is applied before the scale of K, and keys in the outer loop of the backward.
+
+Tests use it in two ways: the fuzzer must accept it, although it rounds in another order than the
+emulator, and must reject it if one of `BUGS` is planted.
 """
 
 import math
@@ -41,14 +42,16 @@ BUGS: dict[str, tuple[str, str]] = {
     "delta of the next row": ("dq", "dp"),
     "dP in 8 bit": ("dq", "dp"),
     "dQ not scaled": ("dq", "dq"),
-    "dQ with K as it was": ("dq", "dq"),
+    "dQ with unsmoothed K": ("dq", "dq"),
     "dK not scaled": ("dk", "dk"),
     "dK without the mean of Q": ("dk", "dk"),
     "dK of one query head of the group": ("dv", "dv"),
     "dV rounded to 16 bit for each tile": ("dv", "dv"),
 }
-"""Bugs, each with the tensor where it shows first and the site that outputs point to. A running sum
-that is not corrected makes L wrong as well, and with it P, as a bug in S does."""
+"""Each bug with the first result that it changes, and the site that the fuzzer blames from outputs.
+
+A running sum that is not corrected makes L and therefore P wrong, as a bug in S does.
+"""
 
 G = Granularity
 _AXES = {
@@ -62,7 +65,7 @@ _AXES = {
 
 
 def supported(spec: AttentionSpec) -> bool:
-    """Whether every scale is that of a tile, a tile's row or a tile's column."""
+    """Whether every scale is that of a tile, of a row of a tile, or of a column of a tile."""
     sites = [spec.site(site) for site in OPERANDS]
     scaled = [s for s in sites if s.precision.is_scaled]
     return (
@@ -119,53 +122,53 @@ class _Tiled:
         if bug == "logit scale lost" and scale is None:
             self.scale = 1.0
         self.dtype = q.dtype
-        own = torch.bfloat16 if q.dtype is torch.bfloat16 else torch.float16
-        self.half = {
-            Precision.INPUT16: own,
+        input16 = torch.bfloat16 if q.dtype is torch.bfloat16 else torch.float16
+        self.dtypes_16_bit = {
+            Precision.INPUT16: input16,
             Precision.FP16: torch.float16,
             Precision.BF16: torch.bfloat16,
         }
-        # Keys beyond the last query are no part of a causal problem.
-        self.n_live = min(self.n_k, self.n_q) if is_causal else self.n_k
+        # Under a causal mask, keys beyond the last query are padding.
+        self.n_valid = min(self.n_k, self.n_q) if is_causal else self.n_k
         bq, bk = spec.block_q, spec.block_k
         self.rows = [slice(i, min(i + bq, self.n_q)) for i in range(0, self.n_q, bq)]
-        self.columns = [slice(j, min(j + bk, self.n_live)) for j in range(0, self.n_live, bk)]
+        self.columns = [slice(j, min(j + bk, self.n_valid)) for j in range(0, self.n_valid, bk)]
 
     # --- operands ---------------------------------------------------------------------------
 
-    def psi(self, x, how):
-        """Codes and scales of one tile [Z, n, m]."""
-        amax = x.abs().amax(_AXES[how], keepdim=True)
-        top = 127.5 if self.bug == "codes up to 127.5" else 127.0
+    def psi(self, x, granularity):
+        """Quantize one tile [Z, n, m]: return codes and scales."""
+        amax = x.abs().amax(_AXES[granularity], keepdim=True)
+        code_max = 127.5 if self.bug == "codes up to 127.5" else 127.0
         if self.bug == "epsilon in the scale":
             amax = amax + 1e-6
-        inverse = torch.full_like(amax, top) / amax
-        empty = inverse.isinf()
-        y = x * inverse.masked_fill(empty, 0.0)
+        inverse = torch.full_like(amax, code_max) / amax
+        overflows = inverse.isinf()
+        y = x * inverse.masked_fill(overflows, 0.0)
         away = self.spec.rounding.mode is RoundingMode.HALF_AWAY
         if away != (self.bug == "ties away from zero"):
             codes = torch.copysign((y.abs().double() + 0.5).floor().float(), y)
         else:
             codes = y.round()
         codes = codes.clamp(-127, 127)
-        return codes, (amax / torch.full_like(amax, top)).masked_fill(empty, 1.0)
+        return codes, (amax / torch.full_like(amax, code_max)).masked_fill(overflows, 1.0)
 
     def token(self, site, tensor, x):
-        """One block of tokens as an operand of a site: values, and a scale or None."""
+        """Round one block of tokens for a site: return values, and scales or None."""
         m = self.spec.site(site)
-        how = m.lhs if OPERANDS[site][0] == tensor else m.rhs
-        return self.operand(m.precision, how, x)
+        granularity = m.lhs if OPERANDS[site][0] == tensor else m.rhs
+        return self.operand(m.precision, granularity, x)
 
-    def operand(self, precision, how, x):
+    def operand(self, precision, granularity, x):
         if precision is Precision.FP32:
             return x, None
-        if precision in self.half:
-            return x.to(self.half[precision]).float(), None
-        return self.psi(x, how)
+        if precision in self.dtypes_16_bit:
+            return x.to(self.dtypes_16_bit[precision]).float(), None
+        return self.psi(x, granularity)
 
     @staticmethod
     def dot(left, right, row=None, column=None):
-        """One tile's product, its integer sum turned into float32, times its scales."""
+        """The product of one tile: its integer sum, rounded to float32, times its scales."""
         if row is None:
             return left @ right
         return (left.double() @ right.double()).float() * row * column
@@ -178,7 +181,9 @@ class _Tiled:
         heads = torch.arange(self.h) // self.groups
         if self.bug == "head of K by remainder":
             heads = torch.arange(self.h) % self.h_k
-        k, v = (x.float()[:, heads, : self.n_live].reshape(z, self.n_live, self.d) for x in (k, v))
+        k, v = (
+            x.float()[:, heads, : self.n_valid].reshape(z, self.n_valid, self.d) for x in (k, v)
+        )
         self.k_raw, self.q_raw = k, q
         if self.spec.smoothing.k and self.bug != "K not smoothed":
             mean = k.double().mean(1, keepdim=True)
@@ -196,7 +201,7 @@ class _Tiled:
         self.q, self.k, self.v = q, k, v
 
     def tail(self, x, block):
-        """The block, or with garbage behind it where the bug reads on."""
+        """A block of tokens and its length; with the bug, more tokens follow the last block's."""
         part = x[:, block]
         if self.bug == "tail reads the next head":
             size = self.spec.block_k - (block.stop - block.start)
@@ -211,7 +216,7 @@ class _Tiled:
         return values[:, :n], s if s is None or s.shape[1] == 1 else s[:, :n]
 
     def logits(self, site, i, j):
-        """Base 2, and masked."""
+        """Masked logits of a tile, times log2(e)."""
         rows, columns = self.rows[i], self.columns[j]
         qc, qs = self.token(site, "q", self.q[:, rows])
         kc, ks = self.key_operand(site, "k", columns)
@@ -224,18 +229,18 @@ class _Tiled:
             s = self.dot(qc, kc.mT, qs * factor, ks.mT)
         if self.q_means is not None:
             s = s + self.q_means[i] @ self.k[:, columns].mT * factor
-        return s.masked_fill(self.hidden(rows, columns), -math.inf)
+        return s.masked_fill(self.masked(rows, columns), -math.inf)
 
-    def hidden(self, rows, columns):
+    def masked(self, rows, columns):
         if not self.is_causal:
             return torch.zeros((), dtype=torch.bool)
         row = torch.arange(rows.start, rows.stop)[:, None]
-        late = 1 if self.bug == "causal mask off by one" else 0
-        return torch.arange(columns.start, columns.stop) > row + late
+        offset = 1 if self.bug == "causal mask off by one" else 0
+        return torch.arange(columns.start, columns.stop) > row + offset
 
     def tiles(self, i):
         """The key blocks that a block of queries attends to."""
-        last = self.rows[i].stop if self.is_causal else self.n_live
+        last = self.rows[i].stop if self.is_causal else self.n_valid
         return [j for j, columns in enumerate(self.columns) if columns.start < last]
 
     def forward(self, q, k, v):
@@ -244,33 +249,33 @@ class _Tiled:
         self.lse = torch.zeros(*o.shape[:2], 1)
         int8 = self.spec.pv.precision is Precision.INT8
         for i, rows in enumerate(self.rows):
-            m = torch.full_like(self.lse[:, rows], -math.inf)
-            l, acc = torch.zeros_like(m), torch.zeros_like(o[:, rows])
+            row_max = torch.full_like(self.lse[:, rows], -math.inf)
+            row_sum, accumulator = torch.zeros_like(row_max), torch.zeros_like(o[:, rows])
             for j in self.tiles(i):
                 s = self.logits("qk", i, j)
-                top = s.amax(-1, keepdim=True)
-                m_new = torch.maximum(m, top)
-                correction = torch.exp2(m - m_new)
+                tile_max = s.amax(-1, keepdim=True)
+                new_max = torch.maximum(row_max, tile_max)
+                correction = torch.exp2(row_max - new_max)
                 vc, vs = self.key_operand("pv", "v", self.columns[j])
                 if self.bug == "V of the forward not dequantized by channel" and vs is not None:
                     vs = vs.amax(-1, keepdim=True)
-                p = torch.exp2(s - m_new)
-                l = l * (1.0 if self.bug == "running sum not corrected" else correction)
-                l = l + p.sum(-1, keepdim=True)
+                p = torch.exp2(s - new_max)
+                row_sum = row_sum * (1.0 if self.bug == "running sum not corrected" else correction)
+                row_sum = row_sum + p.sum(-1, keepdim=True)
                 if int8:
-                    # A row of a tile may be masked altogether.
-                    finite = top.masked_fill(top == -math.inf, 0.0)
+                    # A row of a tile may be fully masked.
+                    finite = tile_max.masked_fill(tile_max == -math.inf, 0.0)
                     e = torch.exp2(s - finite)
-                    codes, scale_p = (e * 127).round(), torch.exp2(top - m_new) / 127
+                    codes, scale_p = (e * 127).round(), torch.exp2(tile_max - new_max) / 127
                     if self.bug == "P rounded by its tile":
                         codes, scale_p = self.psi(p, G.PerTile)
-                    acc = acc * correction + self.dot(codes, vc, scale_p, vs)
+                    accumulator = accumulator * correction + self.dot(codes, vc, scale_p, vs)
                 else:
                     p, _ = self.operand(self.spec.pv.precision, None, p)
-                    acc = acc * correction + p @ vc
-                m = m_new
-            o[:, rows] = acc * (1 / l)
-            self.lse[:, rows] = m + torch.log2(l)
+                    accumulator = accumulator * correction + p @ vc
+                row_max = new_max
+            o[:, rows] = accumulator * (1 / row_sum)
+            self.lse[:, rows] = row_max + torch.log2(row_sum)
         self.o_float = o
         return o.to(self.dtype).reshape(self.b, self.h, self.n_q, self.d)
 
@@ -294,7 +299,7 @@ class _Tiled:
         dk, dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
         for j, columns in enumerate(self.columns):
             kc, ks = self.key_operand("dq", "k", columns)
-            if self.bug == "dQ with K as it was":
+            if self.bug == "dQ with unsmoothed K":
                 kc, ks = self.token("dq", "k", self.k_raw[:, columns])
             for i, rows in enumerate(self.rows):
                 if j not in self.tiles(i):
@@ -321,7 +326,7 @@ class _Tiled:
             dq = dq * self.scale
         if self.bug != "dK not scaled":
             dk = dk * self.scale
-        pad = (0, 0, 0, self.n_k - self.n_live)
+        pad = (0, 0, 0, self.n_k - self.n_valid)
         dk, dv = (torch.nn.functional.pad(x, pad) for x in (dk, dv))
         grouped = (x.unflatten(0, (self.b, self.h_k, self.groups)) for x in (dk, dv))
         if self.bug == "dK of one query head of the group":

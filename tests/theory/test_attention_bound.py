@@ -1,4 +1,4 @@
-"""Measured errors of emulator and kernels stay within the derived bound (promise 3)."""
+"""Errors of emulator and kernels stay within `theory.attention_bound`."""
 
 import math
 
@@ -41,7 +41,12 @@ KINDS = {
     "one_hot_p": lambda q, k, v, do: (8 * q, 8 * k, v, do),
     "near_ties": lambda q, k, v, do: tuple((4 * x).round() / 4 for x in (q, k, v, do)),
     "tiny": lambda q, k, v, do: (1e-4 * q, 1e-4 * k, 1e-3 * v, 1e-3 * do),
-    "large": lambda q, k, v, do: (q, k, 8 * v, 8 * do),  # dP in FP16 has no bound at much more
+    "large": lambda q, k, v, do: (
+        q,
+        k,
+        8 * v,
+        8 * do,
+    ),  # FP16 may overflow for much larger dP
     "constant_k": lambda q, k, v, do: (q, k[..., :1, :].expand_as(k), v, do),
 }
 
@@ -56,10 +61,10 @@ def problem(
 
 
 def assert_bound(computed, inputs, spec, is_causal, may_overflow=False) -> None:
-    """Every output of an implementation is within the bound.
+    """Assert that every output of an implementation is within the bound.
 
-    may_overflow: whether a bound may be infinite, as where a 16-bit site could overflow; other
-        inputs are then drawn.
+    may_overflow: if True and the bound is infinite because a 16-bit site may overflow, Hypothesis
+        draws another example.
     """
     bound = attention_bound(*inputs, spec=spec, is_causal=is_causal)
     if may_overflow:
@@ -101,17 +106,17 @@ def test_the_kernels_stay_within_the_bound(label, seed, n, d, sigma, dtype, kind
 
 
 @pytest.mark.parametrize("label", LABELS[:3])
-def test_the_bound_is_of_use(label):
-    """In a small problem with ordinary logits it is below the size of what it bounds."""
+def test_the_bound_is_smaller_than_the_output(label):
+    """In a small problem with ordinary logits. A larger bound would be useless."""
     inputs, spec = problem(0, 32, 16, 0.5, torch.float32), AttentionSpec.parse(label)
     bound, exact = attention_bound(*inputs, spec=spec), sagesim.exact(*inputs)
     assert float(bound.o.square().mean()) < float(exact.o.square().mean())
 
 
 @pytest.mark.parametrize("scales", ("tile", "tile_column"))
-def test_rows_that_share_a_scale_in_pv_are_divided_afterwards(scales):
-    """One row attends to a key of another tile; its weights here are as small as half a code of
-    the other rows', which are divided by a sum of 16 and it is not."""
+def test_the_bound_holds_for_rows_of_different_size_that_share_a_scale_in_pv(scales):
+    """Row 0 attends mostly to a key of the second tile. Its weights in the first tile are half
+    a code of the shared scale. The other rows are divided by a row sum of 16, row 0 is not."""
     q, k, v = torch.zeros(3, 1, 1, 32, 8)
     q[..., 0, 0], k[..., 20, 0], k[..., 21:, 0], v[..., :16, :] = 5.8, math.sqrt(8), -30, 1
     spec = AttentionSpec.parse(f"fpa pv=int8@{scales},head block=16x16")
@@ -120,8 +125,8 @@ def test_rows_that_share_a_scale_in_pv_are_divided_afterwards(scales):
 
 
 @pytest.mark.parametrize("label", ("fpa qk=int8@block,block", "fpa qk_recompute=int8@token,token"))
-def test_p_of_a_recomputed_s_may_exceed_one(label):
-    """Large logits, rounded in one direction and not, or otherwise, in the other."""
+def test_the_bound_holds_if_p_exceeds_1_in_the_backward(label):
+    """With large logits, and qk and qk_recompute rounded differently."""
     generator, spec = torch.Generator().manual_seed(0), AttentionSpec.parse(label)
     for _ in range(10):
         q, k, v, do = torch.randn(4, 1, 1, 3, 40, generator=generator)
@@ -130,7 +135,7 @@ def test_p_of_a_recomputed_s_may_exceed_one(label):
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_a_kernel_with_a_wrong_scale_leaves_the_bound(name):
+def test_a_result_with_a_wrong_scale_exceeds_the_bound(name):
     inputs, spec = problem(0, 64, 32, 0.2, torch.float32), AttentionSpec.parse("factored")
     bound, exact = attention_bound(*inputs, spec=spec), sagesim.exact(*inputs)
     wrong = getattr(sagesim.trace(*inputs, spec=spec), name) * 1.5
@@ -140,7 +145,7 @@ def test_a_kernel_with_a_wrong_scale_leaves_the_bound(name):
         )
 
 
-def test_what_has_no_bound_says_so():
+def test_unsupported_problems_raise():
     inputs = problem(0, 8, 8, 1.0, torch.float32)
     with pytest.raises(ValueError, match="site pv: no bound for fp8_e4m3"):
         attention_bound(*inputs, spec=AttentionSpec.parse("sagebwd pv=fp8_e4m3"))

@@ -1,4 +1,4 @@
-"""The error budget: what it claims, what it refuses, and that its numbers follow the spec."""
+"""The error budget predicts the emulator's errors and rejects what it cannot predict."""
 
 import dataclasses
 
@@ -34,14 +34,14 @@ def small(sigma=2.0, seed=0, n=96, d=16):
     ],
 )
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_errors_are_within_what_it_claims(label, is_causal):
+def test_predicted_errors_are_within_25_percent(label, is_causal):
     sample = pooled([gaussian(2.0, 128, 32, is_causal=is_causal, seed=i) for i in range(4)])
     failed = [c for c in of_errors(sample, AttentionSpec.parse(label)) if not c.holds]
     assert not failed, failed
 
 
-def test_a_twin_with_another_spec_is_told_apart():
-    """The budget of the paper's scheme is not that of the factored one, and the check sees it."""
+def test_the_budget_of_another_spec_is_not_within_25_percent():
+    """The check would fail if the budget of FACTORED were given for SAGEBWD."""
     sample = captured()[1]
     measured = sagesim.compare(sample.trace(sagesim.SAGEBWD), sample.exact()).overall
     budget = error_budget(sample, spec=sagesim.FACTORED)
@@ -49,48 +49,48 @@ def test_a_twin_with_another_spec_is_told_apart():
     assert {"ds", "dq", "dk", "dv"} <= set(wrong)
 
 
-def test_nothing_rounded_costs_nothing():
+def test_a_spec_that_rounds_nothing_has_no_error():
     budget = error_budget(*small(), spec=sagesim.FPA)
     assert set(budget.error.values()) == {0.0}
     assert all(share == 0.0 for part in budget.share.values() for share in part.values())
 
 
-@pytest.mark.parametrize("part", ["pv", "dv", "dp", "dq", "dk"])
-def test_a_site_alone_has_the_whole_share(part):
-    spec = dataclasses.replace(sagesim.FPA, **{part: sagesim.SAGEBWD_ALL_INT8.site(part)})
+@pytest.mark.parametrize("site", ["pv", "dv", "dp", "dq", "dk"])
+def test_the_only_rounded_site_has_the_whole_share(site):
+    spec = dataclasses.replace(sagesim.FPA, **{site: sagesim.SAGEBWD_ALL_INT8.site(site)})
     budget = error_budget(*small(), spec=spec)
     reached = {t for t in OUTPUTS if budget.error[t] > 0}
-    expected = {"pv": {"o", "ds", "dq", "dk"}, "dp": {"ds", "dq", "dk"}}.get(part, {part})
+    expected = {"pv": {"o", "ds", "dq", "dk"}, "dp": {"ds", "dq", "dk"}}.get(site, {site})
     assert reached == expected
-    assert all(budget.share[part][t] == 1.0 for t in reached)
-    assert budget.largest(next(iter(reached))) == part
+    assert all(budget.share[site][t] == 1.0 for t in reached)
+    assert budget.largest(next(iter(reached))) == site
 
 
-def test_shares_add_up_and_heads_pool_by_their_squares():
+def test_shares_add_up_to_1_and_squared_errors_are_summed_over_heads():
     tensors = small()
     budget = error_budget(*tensors, spec=sagesim.SAGEBWD)
     for t in OUTPUTS:
-        assert abs(sum(budget.share[part][t] for part in PARTS) - 1) < 1e-12
+        assert abs(sum(budget.share[site][t] for site in PARTS) - 1) < 1e-12
     doubled = [torch.cat([x, x]) for x in tensors]
-    again = error_budget(*doubled, spec=sagesim.SAGEBWD)
+    repeated = error_budget(*doubled, spec=sagesim.SAGEBWD)
     for t in OUTPUTS:
-        assert abs(again.error[t] / budget.error[t] - 1) < 1e-12
+        assert abs(repeated.error[t] / budget.error[t] - 1) < 1e-12
 
 
-def test_scale_is_the_callers():
+def test_scale_multiplies_the_logits():
     q, k, v, do = small()
     doubled = error_budget(2 * q, k, v, do, spec=sagesim.SAGEBWD)
     given = error_budget(q, k, v, do, spec=sagesim.SAGEBWD, scale=2 / 4)
     assert abs(given.error["o"] / doubled.error["o"] - 1) < 1e-12
 
 
-def test_prints_a_table():
+def test_the_budget_prints_as_a_table():
     text = str(error_budget(*small(), spec=sagesim.SAGEBWD))
     assert text.splitlines()[0].split() == ["sagebwd", "O", "dS", "dQ", "dK", "dV"]
     assert len(text.splitlines()) == 2 + len(PARTS)
 
 
-def test_refuses_what_it_cannot_predict():
+def test_unsupported_problems_raise():
     q, k, v, do = small()
     with pytest.raises(ValueError, match="qk and qk_recompute round differently"):
         error_budget(q, k, v, do, spec=sagesim.SAGE_FORWARD)

@@ -15,6 +15,7 @@ import sagesim
 from sagesim import FACTORED, SAGEBWD, AttentionSpec, Granularity, quantize
 from tests.support import examples
 from tests.support.assertions import assert_bitwise, assert_within_bound
+from tests.support.theory import assert_moments, draw_errors
 from theory.checks.ds_error import (
     SMOOTHED_FPA,
     Anatomy,
@@ -57,34 +58,6 @@ def problem(seed, n, sigma, outlier):
     do[:, n // 2] *= outlier
     v[..., 3] *= outlier
     return q * sigma, k, v, do
-
-
-def drawn(*errors, draws=4000):
-    """Independent normal errors of these moments, [draws, ...] each."""
-    generator = torch.Generator().manual_seed(0)
-    for error in errors:
-        noise = torch.randn(draws, *error.mean.shape, generator=generator, dtype=torch.float64)
-        yield error.mean + error.variance.sqrt() * noise
-
-
-def assert_moments(moments, sample, what):
-    """The mean and mean square of sample [draws, ...] match `moments` to six standard errors.
-
-    The standard error is that of a mean of products of normal numbers; about 60 are compared.
-    """
-    spread = 6 / math.sqrt(len(sample))
-    assert_within_bound(
-        actual=sample.mean(0),
-        exact=moments.mean,
-        bound=spread * moments.mean_square.sqrt() + 1e-300,
-        what=f"mean, {what}",
-    )
-    assert_within_bound(
-        actual=sample.square().mean(0),
-        exact=moments.mean_square,
-        bound=4 * spread * moments.mean_square + 1e-300,
-        what=f"mean square, {what}",
-    )
 
 
 @examples(200)
@@ -188,7 +161,9 @@ def test_the_moments_of_a_product():
     a, b = torch.randn(5, 7, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
     a_error, b_error = (Moments(0.1 * torch.randn_like(x), x.square()) for x in (a, b))
     moments = product_moments(a, b, a_error, b_error)
-    sample = [(a + x) @ (b + y) - a @ b for x, y in zip(*drawn(a_error, b_error), strict=True)]
+    sample = [
+        (a + x) @ (b + y) - a @ b for x, y in zip(*draw_errors(a_error, b_error), strict=True)
+    ]
     assert_moments(moments, torch.stack(sample), "product")
 
 
@@ -205,7 +180,7 @@ def test_the_moments_from_qk_are_those_of_small_errors(which):
     k_error = {"q": none, "k": noise, "mean": Moments(tiny * one.cumsum(-2), zero)}[which]
     moments = ds_moments_from_qk(x.p, centred(x.p, x.dp), q, k, q_error, k_error, 0.5)
     draws = 1 if which == "mean" else 4000
-    off_q, off_k = drawn(q_error, k_error, draws=draws)
+    off_q, off_k = draw_errors(q_error, k_error, draws=draws)
     sample = sagesim.exact(q + off_q, k + off_k, v.expand_as(off_q), do.expand_as(off_q)).ds - x.ds
     if which == "mean":
         # The second order is 1e-7 of the first; float64's rounding is 1e-9 of it.
@@ -223,7 +198,7 @@ def test_the_moments_from_pv():
     v, do = v.double(), do.double()
     p_error, v_error = Moments(0.1 * p, p.square()), Moments(0.1 * v, v.square())
     moments = ds_moments_from_pv(p, v, do, p_error, v_error)
-    off_p, off_v = drawn(p_error, v_error)
+    off_p, off_v = draw_errors(p_error, v_error)
     # First order: the variance does not include the product of both errors.
     o_off = off_p @ v + p @ off_v
     known = p_error.mean @ v_error.mean

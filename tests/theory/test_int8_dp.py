@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sagesim import FACTORED, SAGEBWD, Delta, Precision, with_precision
 from tests.support import examples
 from tests.support.assertions import assert_within_bound
-from tests.theory.test_ds_error import assert_moments, drawn
+from tests.support.theory import assert_moments, draw_errors
 from theory.checks.ds_error import in_float32, relative, tolerance
 from theory.checks.int8_dp import (
     expected,
@@ -47,7 +47,7 @@ def test_the_moments_from_dp(delta, which):
     do_error = Moments(0.1 * do, do.square()) if which == "do" else none
     v_error = Moments(0.1 * v, v.square()) if which == "v" else none
     moments = ds_moments_from_dp(p, v, do, do_error, v_error, delta)
-    off_do, off_v = drawn(do_error, v_error)
+    off_do, off_v = draw_errors(do_error, v_error)
     dp_off = (do + off_do) @ (v + off_v).mT - do @ v.mT
     if delta is Delta.FROM_P:
         dp_off = dp_off - (p * dp_off).sum(-1, keepdim=True)
@@ -138,7 +138,7 @@ def test_pv_and_dp_that_round_v_alike():
     p_error = Moments(torch.zeros_like(p), 0.1 * p.square())
     v_error, do_error = (Moments(torch.zeros_like(x), x.square()) for x in (v, do))
     moments = ds_moments_from_pv_and_dp(p, v, do, p_error, v_error, do_error)
-    off_p, off_v, off_do = drawn(p_error, v_error, do_error)
+    off_p, off_v, off_do = draw_errors(p_error, v_error, do_error)
     dp_off = off_do @ v.mT + do @ off_v.mT  # first order
     delta_off = ((off_p @ v + p @ off_v) * do).sum(-1, keepdim=True)
     sample = p * (dp_off - delta_off)

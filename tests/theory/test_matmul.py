@@ -14,24 +14,14 @@ from tests.support import examples
 from tests.support.assertions import assert_within_bound
 from tests.support.inputs import MILD
 from tests.support.strategies import cases
+from tests.support.theory import SHORT, as_sample
 from theory import matmul
 from theory.checks import matmul as checks
 from theory.checks.matmul import Site, converted, float64_slack, granularities
-from theory.checks.samples import Sample, gaussian
+from theory.checks.samples import gaussian
 from theory.rounding import UNIT, Moments
 
-SHORT = {
-    "lengths": st.sampled_from((1, 2, 3, 17, 65, 130)),
-    "head_sizes": st.sampled_from((1, 8, 40)),
-    "masks": ("none", "causal"),
-}
 ROUNDED = (Precision.INT8, Precision.FP8_E4M3, Precision.FP8_E5M2, Precision.FP16, Precision.BF16)
-
-
-def sample(case) -> Sample:
-    """A case in float64, so that only the site rounds."""
-    q, k, v, do = (x.double() for x in case.qkvdo)
-    return Sample(name=repr(case), q=q, k=k, v=v, do=do, is_causal=case.is_causal)
 
 
 def assert_error(error, bound, what) -> None:
@@ -47,7 +37,7 @@ def assert_error(error, bound, what) -> None:
 )
 def test_every_site_alone_stays_within_the_bound(case, site, pair, precision):
     pairs = granularities(site)
-    alone = Site.of(site, sample(case), *pairs[pair % len(pairs)], precision)
+    alone = Site.of(site, as_sample(case), *pairs[pair % len(pairs)], precision)
     slack = float64_slack(alone) + 1e-300
     assert_error(alone.error(), alone.bound() + slack, f"{site}, {alone.spec.label()}")
 

@@ -12,9 +12,10 @@ from tests.support import examples
 from tests.support.assertions import assert_within_bound
 from tests.support.inputs import MILD, NASTY
 from tests.support.strategies import cases, tensors
+from tests.support.theory import as_sample
 from theory import smoothing
 from theory.checks import smoothing as checks
-from theory.checks.samples import Sample, gaussian, outlier_channels
+from theory.checks.samples import gaussian, outlier_channels
 from theory.checks.smoothing import UNIT, row_sum_slack
 
 SHORT = {
@@ -24,12 +25,6 @@ SHORT = {
 }
 
 
-def sample(case) -> Sample:
-    """A case in float64, so that the emulator rounds only where the spec rounds."""
-    q, k, v, do = (x.double() for x in case.qkvdo)
-    return Sample(name=repr(case), q=q, k=k, v=v, do=do, is_causal=case.is_causal)
-
-
 def assert_equal(actual, expected, slack, what):
     assert_within_bound(actual=actual, exact=expected, bound=slack, what=what)
 
@@ -37,7 +32,7 @@ def assert_equal(actual, expected, slack, what):
 @examples(200)
 @given(case=cases(NASTY, **SHORT), far=st.sampled_from((0.0, 1.0, 1e4)))
 def test_subtracting_a_vector_from_all_keys_leaves_p_and_shifts_l_by_lse_shift(case, far):
-    x = sample(case)
+    x = as_sample(case)
     scale = x.q.shape[-1] ** -0.5
     shift = far * torch.randn(x.k.shape[-1], generator=torch.Generator().manual_seed(0)).double()
     shifted = replace(x, k=x.k - shift)
@@ -84,7 +79,7 @@ PV = ("sagebwd", "factored", "sagebwd pv=int8@row,head block=16x32")
 @examples(150)
 @given(case=cases(NASTY, **SHORT), label=st.sampled_from(PV))
 def test_row_sums_of_ds_are_the_error_of_pv_and_stay_within_their_bound(case, label):
-    x = sample(case)
+    x = as_sample(case)
     t = checks.trace(x, f"{label} dp=fp32 delta=o")
     slack, sums = row_sum_slack(x, t), t.ds.sum(-1)
     assert_equal(smoothing.row_sum(x.do, t.o - t.p @ x.v), sums, slack + 1e-300, "row sums")
@@ -175,7 +170,7 @@ BRANCH = ("fpa smooth=qk", "sagebwd smooth=qk", "factored smooth=qk block=16x32"
 @examples(150)
 @given(case=cases(MILD, **SHORT), label=st.sampled_from(BRANCH))
 def test_the_bias_branch_completes_dk_and_its_error_stays_within_the_bound(case, label):
-    x, spec = sample(case), AttentionSpec.parse(label)
+    x, spec = as_sample(case), AttentionSpec.parse(label)
     scale, exact = x.q.shape[-1] ** -0.5, x.exact()
     q_mean = smoothing.block_means(x.q, spec.block_q)
     t = x.trace(spec)

@@ -13,7 +13,7 @@ from tests.support import examples
 from tests.support.assertions import assert_within_bound
 from tests.support.inputs import MILD
 from tests.support.strategies import cases
-from tests.theory.test_matmul import SHORT, sample
+from tests.support.theory import SHORT, as_sample
 from theory import softmax
 from theory.checks import softmax as checks
 from theory.checks.softmax import UNIT, Logits
@@ -91,7 +91,7 @@ def test_errors_of_s_stay_within_the_bounds(seed, n, sigma, size, kind, is_causa
 @examples(60)
 @given(case=cases(MILD, **SHORT), how=st.sampled_from((Granularity.PerToken, Granularity.PerHead)))
 def test_the_emulator_stays_within_the_bounds(case, how):
-    y = Logits.of(sample(case), how)
+    y = Logits.of(as_sample(case), how)
     seen = y.exact.p.sum(-1, keepdim=True) > 0
     p, slack = y.exact.p, float(y.slack)
     error, off = y.trace.p - p, y.x.abs()

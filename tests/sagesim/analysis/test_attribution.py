@@ -1,4 +1,4 @@
-"""Shares are checked against what each product can reach, and against the whole."""
+"""Attribution: errors and shares of the seven matmuls, compared with direct emulation."""
 
 from dataclasses import replace
 
@@ -12,13 +12,16 @@ from sagesim import (
     SAGEBWD,
     SITES,
     Delta,
+    Granularity,
+    MatmulSpec,
     Precision,
     attribute,
     compare,
     exact,
     trace,
 )
-from sagesim.analysis import LOGITS, OUTPUTS, RUNS, pool
+from sagesim.analysis import LOGITS, OUTPUTS, RUNS, advice, gradient_error, headline, pool
+from sagesim.analysis.attribution import SITE_NAMES
 from sagesim.spec import with_precision
 
 REACHES = {
@@ -31,7 +34,7 @@ REACHES = {
     "dk": {"dk"},
     LOGITS: {"o", "ds", "dq", "dk", "dv"},
 }
-"""What each product can change where delta comes from O."""
+"""The tensors that rounding at each site changes if delta comes from O."""
 
 
 def problem(sigma: float = 1.0, heads: int = 2) -> tuple[torch.Tensor, ...]:
@@ -49,21 +52,21 @@ def found():
     return attribute(*problem(), base=sagesim.SAGEBWD_ALL_INT8)
 
 
-def test_every_error_is_that_of_its_spec(found):
+def test_every_error_equals_that_of_emulating_its_spec(found):
     x, base = problem(), found.base
     assert found.error == pytest.approx(rel_l2(x, base), rel=1e-12)
     for effect in (*found.sites, found.logits):
-        ours = effect.site.split("+")
-        others = [s for s in SITES if s not in ours]
+        measured = effect.site.split("+")
+        others = [s for s in SITES if s not in measured]
         only = with_precision(base, Precision.FP32, *others)
-        without = with_precision(base, Precision.FP32, *ours)
+        without = with_precision(base, Precision.FP32, *measured)
         assert effect.only == pytest.approx(rel_l2(x, only), rel=1e-12), effect.site
         assert effect.without == pytest.approx(rel_l2(x, without), rel=1e-12), effect.site
     for effect in found.switches:
         assert effect.error == pytest.approx(rel_l2(x, effect.spec), rel=1e-12), effect.switch
 
 
-def test_the_switches_are_turned(found):
+def test_each_option_is_changed_alone(found):
     smooth_q, smooth_k, delta = (effect.spec for effect in found.switches)
     base = found.base
     assert smooth_q == replace(base, smoothing=replace(base.smoothing, q=True))
@@ -71,34 +74,34 @@ def test_the_switches_are_turned(found):
     assert delta == replace(base, delta=Delta.FROM_P)
 
 
-def test_a_product_has_a_share_of_what_it_can_reach_and_of_nothing_else(found):
+def test_a_product_has_a_share_of_exactly_the_tensors_that_it_reaches(found):
     for effect in (*found.sites, found.logits):
         for t in OUTPUTS:
             if t in REACHES[effect.site]:
                 assert effect.share[t] != 0, (effect.site, t)
             else:
-                # Runs differ in nothing that reaches t, so that the difference is exactly 0.
+                # t is equal in both runs, so the difference is exactly 0.
                 assert effect.share[t] == 0, (effect.site, t)
 
 
 @pytest.mark.parametrize("sigma", [1.0, 4.0])
 @pytest.mark.parametrize("base", [SAGEBWD, FACTORED])
-def test_the_shares_of_the_parts_make_up_the_whole(base, sigma):
-    """Errors this small add up nearly as vectors, and shares of vectors sum to 1."""
+def test_shares_add_up_to_1(base, sigma):
+    """Small errors add up nearly as vectors, and shares of vectors add up to 1."""
     found = attribute(*problem(sigma), base=base)
     for t in OUTPUTS:
         assert abs(found.interaction(t)) < 0.05, t
 
 
-def test_halves_of_the_logits_cancel():
-    """Which is why they are one part: alone each adds more than both together."""
+def test_errors_of_qk_and_qk_recompute_cancel():
+    """This is why they have one share together: each alone adds more error than both."""
     found = attribute(*problem(4.0))
     qk, recompute = found.sites[0], found.sites[2]
     assert min(qk.only["ds"], recompute.only["ds"]) > 1.2 * found.logits.only["ds"]
 
 
-def test_a_planted_culprit_is_found():
-    """Everything in FP16 but dK, which is in INT8 with one scale for whole tiles."""
+def test_the_only_int8_product_has_the_whole_share():
+    """All products are in FP16 except dK, which is in INT8 with one scale per tile."""
     base = with_precision(SAGEBWD, Precision.FP16, *[s for s in SITES if s != "dk"])
     found = attribute(*problem(), base=base)
     assert found.largest("dk").site == "dk"
@@ -106,17 +109,41 @@ def test_a_planted_culprit_is_found():
     assert found.summary("dk") == "100% of the dK error comes from dK = dSᵀ Q."
 
 
-def test_what_the_outputs_dtype_rounds_belongs_to_no_product():
+def test_the_headline_and_the_advice_are_about_the_gradients_error():
+    """Here dP causes most of the error of dS, and dV most of the gradients' error."""
+    q, k, v, do = problem(0.1)
+    coarse = MatmulSpec(Precision.INT8, Granularity.PerTile, Granularity.PerHead)
+    dp = MatmulSpec(Precision.INT8, Granularity.PerToken, Granularity.PerToken)
+    base = replace(FPA, dp=dp, dv=coarse)
+    do = do.clone()
+    do[..., 0, :] *= 100
+    found = attribute(q, k, v, do, base=base)
+    by_ds, by_gradients = found.largest("ds").site, found.largest().site
+    assert (by_ds, by_gradients) == ("dp", "dv")
+    assert headline(found) == found.summary()
+    assert "the gradients' error" in headline(found)
+    assert SITE_NAMES["dv"] in headline(found)
+    assert found.summary("ds").endswith(f"of the dS error comes from {SITE_NAMES['dp']}.")
+    product = advice(found)[0]
+    assert f"Compute {SITE_NAMES['dv']} in 16 bit" in product.sentence
+    assert "the gradients' error" in product.sentence
+    before, after = found.gradient_error, gradient_error(found.largest().without)
+    assert f"{1 - after / before:.0%} lower" in product.sentence
+    assert product.label == with_precision(base, Precision.INPUT16, "dv").label()
+
+
+def test_rounding_to_the_dtype_of_the_outputs_belongs_to_no_product():
     x = tuple(y.half() for y in problem())
     for effect in attribute(*x).sites:
         for t in {"o", "dv"} - REACHES[effect.site]:
             assert effect.share[t] == 0, (effect.site, t)
     nothing = attribute(*x, base=FPA)
-    assert nothing.summary() == "No product adds to the dS error under 'fpa'."
+    assert nothing.summary("ds") == "No product adds to the dS error under 'fpa'."
+    assert nothing.summary() == "No product adds to the gradients' error under 'fpa'."
     assert nothing.interaction("o") == 0
 
 
-def test_groups_of_heads_change_nothing(monkeypatch):
+def test_computing_heads_in_groups_changes_no_result(monkeypatch):
     g = torch.Generator().manual_seed(2)
     q, do = torch.randn(2, 2, 4, 40, 16, generator=g)
     k, v = torch.randn(2, 2, 2, 40, 16, generator=g)
@@ -124,16 +151,16 @@ def test_groups_of_heads_change_nothing(monkeypatch):
     whole = attribute(q, k, v, do, enable_gqa=True, attn_mask=mask)
     calls = []
     monkeypatch.setattr(sagesim.analysis.attribution, "_MAP_ENTRIES", 1)
-    parts = attribute(
+    grouped = attribute(
         q, k, v, do, enable_gqa=True, attn_mask=mask, progress=lambda: calls.append(1)
     )
     assert len(calls) == 4 * RUNS
-    assert parts.error == pytest.approx(whole.error, rel=1e-9)
-    for ours, theirs in zip(parts.parts, whole.parts, strict=True):
-        assert ours.share == pytest.approx(theirs.share, rel=1e-6, abs=1e-9)
+    assert grouped.error == pytest.approx(whole.error, rel=1e-9)
+    for found, expected in zip(grouped.parts, whole.parts, strict=True):
+        assert found.share == pytest.approx(expected.share, rel=1e-6, abs=1e-9)
 
 
-def test_layers_count_alike_when_pooled():
+def test_pooled_layers_have_equal_weights():
     layers = [attribute(*problem(sigma, heads=1)) for sigma in (1.0, 4.0)]
     pooled = pool(layers)
     for t in OUTPUTS:
@@ -145,7 +172,7 @@ def test_layers_count_alike_when_pooled():
         pool([layers[0], attribute(*problem(), base=FACTORED)])
 
 
-def test_bad_input_is_named(as_installed):
+def test_an_invalid_tensor_raises_and_is_named(as_installed):
     q, k, v, do = problem()
     with pytest.raises(ValueError, match="v holds NaN"):
         attribute(q, k, v * float("nan"), do)
@@ -155,7 +182,7 @@ def test_bad_input_is_named(as_installed):
     assert set(empty.error.values()) == {0.0}
 
 
-def test_it_prints_every_effect(found):
+def test_the_printed_table_has_every_effect(found):
     text = str(found)
     for word in (*SITES, LOGITS, "interaction", *(e.title for e in found.switches)):
         assert word in text

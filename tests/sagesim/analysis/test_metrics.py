@@ -7,7 +7,7 @@ from sagesim import FPA, SAGEBWD, compare, exact, trace
 from sagesim.analysis import TENSORS, Comparison, error, geometric_mean
 
 
-def test_an_error_by_hand():
+def test_an_error_equals_its_definition():
     found = error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]))
     assert found.rel_l2 == pytest.approx(0.5 / 5, rel=1e-15)
     assert found.sqnr_db == pytest.approx(20, rel=1e-12)
@@ -15,28 +15,29 @@ def test_an_error_by_hand():
     assert found.cosine == pytest.approx((9 + 18) / (5 * math.sqrt(9 + 4.5**2)), rel=1e-15)
 
 
-def test_nothing_and_infinity():
+def test_errors_of_zero_and_nan_tensors():
     zero, one, nan = torch.zeros(3), torch.ones(3), torch.full((3,), math.nan)
-    same = error(zero, zero)
-    assert (same.cosine, same.rel_l2, same.sqnr_db, same.max_error) == (1, 0, math.inf, 0)
-    lost = error(one, zero)
-    assert (lost.cosine, lost.rel_l2, lost.max_error) == (0, math.inf, math.inf)
-    gone = error(zero, one)
-    assert (gone.cosine, gone.rel_l2) == (0, 1)
+    equal = error(zero, zero)
+    assert (equal.cosine, equal.rel_l2, equal.sqnr_db, equal.max_error) == (1, 0, math.inf, 0)
+    zero_reference = error(one, zero)
+    found = (zero_reference.cosine, zero_reference.rel_l2, zero_reference.max_error)
+    assert found == (0, math.inf, math.inf)
+    zero_result = error(zero, one)
+    assert (zero_result.cosine, zero_result.rel_l2) == (0, 1)
     assert math.isnan(error(nan, one).rel_l2)
     with pytest.raises(ValueError, match=r"\(3,\) and \(2,\)"):
         error(zero, torch.zeros(2))
 
 
-def test_masked_entries_are_left_out_and_a_wrong_one_is_not():
+def test_masked_logits_are_left_out_unless_one_is_finite():
     x = torch.randn(4, 1, 2, 9, 8, generator=torch.Generator().manual_seed(0))
     t, e = trace(*x, spec=FPA, is_causal=True), exact(*x, is_causal=True)
     assert compare(t, e).overall["s"].rel_l2 < 1e-6
-    t.s[0, 0, 0, 5] = 0.0  # attends where nothing may
+    t.s[0, 0, 0, 5] = 0.0  # query 0 attends to a later key
     assert compare(t, e).overall["s"].rel_l2 == math.inf
 
 
-def test_heads_are_told_apart_and_joined():
+def test_errors_are_per_head_and_joined_over_heads():
     g = torch.Generator().manual_seed(0)
     q, do = torch.randn(2, 2, 4, 20, 8, generator=g)
     k, v = torch.randn(2, 2, 2, 20, 8, generator=g)
@@ -54,12 +55,12 @@ def test_heads_are_told_apart_and_joined():
     assert all(name in str(found) for name in TENSORS)
 
 
-def test_other_inputs_are_named():
+def test_different_shapes_raise():
     x = torch.randn(4, 1, 2, 9, 8)
     with pytest.raises(ValueError, match="s of the trace"):
         compare(trace(*x, spec=FPA), exact(*x[..., :5, :]))
 
 
-def test_the_geometric_mean():
+def test_the_geometric_mean_is_that_of_its_definition():
     assert geometric_mean([1.0, 10.0, 100.0]) == pytest.approx(10, rel=1e-14)
     assert geometric_mean([0.0, 10.0]) == 0

@@ -4,19 +4,19 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from sagesim import FPA, SAGEBWD, AttentionSpec, attribute
+from sagesim import FPA, SAGEBWD, AttentionSpec, Attribution, attribute
 from sagesim.analysis import TENSORS, TITLES, errors, gradient_error, pool_errors
 from sagesim.analysis.attribution import OUTPUTS, SITE_NAMES, pool
-from sagesim.analysis.report import Layer, advice, gradient_share, headline, number, percent, render
+from sagesim.analysis.report import Layer, advice, headline, number, percent, render
 from sagesim.models import Call, Capture
 from sagesim.spec import PRESETS
 
-EVIL = "<script>alert('&\"')</script>"
+MARKUP = "<script>alert('&\"')</script>"
 VOID = {"meta", "link", "br", "hr", "img", "input", "col", "wbr"}
 
 
 class Page(HTMLParser):
-    """Fails where tags do not balance; collects the tables, attributes and text of a page."""
+    """Collects the tables, attributes and text of a page. Fails if tags are not balanced."""
 
     def __init__(self, text):
         super().__init__()
@@ -75,7 +75,7 @@ def call(index, **changes):
         "scale": None,
         "enable_gqa": False,
         "index": index,
-        "name": f"{EVIL} {index}",
+        "name": f"{MARKUP} {index}",
     }
     return Call(**(fields | changes))
 
@@ -96,12 +96,12 @@ def page_of(spec=SAGEBWD, calls=None):
     capture = Capture(
         calls=tuple(calls),
         loss_scale=1024.0,
-        source={"model": EVIL, "list": [1, {"a": EVIL}]},
-        torch_version=EVIL,
+        source={"model": MARKUP, "list": [1, {"a": MARKUP}]},
+        torch_version=MARKUP,
     )
     layers = layers_of(calls, spec)
-    command = f"sagesim attribute {EVIL}"
-    return layers, render(layers, capture=capture, name=EVIL, command=command)
+    command = f"sagesim attribute {MARKUP}"
+    return layers, render(layers, capture=capture, name=MARKUP, command=command)
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +122,14 @@ def test_nothing_is_loaded_from_outside(made):
     assert not [name for name, _ in page.attributes if name.startswith("on")]
 
 
-def test_what_comes_from_files_is_text(made):
+def test_values_from_files_are_escaped(made):
     _, text, page = made
-    assert EVIL not in text
-    for shown in (f"sagesim attribute {EVIL}", f"PyTorch {EVIL}", f"{EVIL} 5"):
+    assert MARKUP not in text
+    for shown in (f"sagesim attribute {MARKUP}", f"PyTorch {MARKUP}", f"{MARKUP} 5"):
         assert shown in page.text
 
 
-def test_ids_are_unique_and_what_labels_refer_to(made):
+def test_ids_are_unique_and_labels_refer_to_existing_ids(made):
     _, _, page = made
     assert len(set(page.ids)) == len(page.ids)
     refers = [v.split() for name, v in page.attributes if name == "aria-labelledby"]
@@ -143,7 +143,7 @@ def test_every_table_has_a_caption_and_full_rows(made):
         assert len({len(r) for r in rows}) == 1, name
 
 
-def test_the_finding_is_the_headline(made):
+def test_the_page_shows_headline_and_advice(made):
     layers, _, page = made
     pooled = pool([layer.attribution for layer in layers])
     assert headline(pooled).replace(" = ", "\xa0=\xa0") in "".join(page.words)
@@ -152,14 +152,14 @@ def test_the_finding_is_the_headline(made):
         assert item.label is None or f'--spec "{item.label}"' in page.text
 
 
-def test_the_numbers_are_the_attributions(made):
+def test_tables_have_the_numbers_of_the_pooled_attribution(made):
     layers, _, page = made
     a = pool([layer.attribution for layer in layers])
     shares = page.tables["table-shares"]
     assert shares[0][1:] == [TITLES[t] for t in OUTPUTS]
-    for cells, part in zip(shares[1:-1], a.parts, strict=True):
-        assert SITE_NAMES[part.site] in cells[0]
-        assert cells[1:] == [percent(part.share[t]) for t in OUTPUTS]
+    for cells, effect in zip(shares[1:-1], a.parts, strict=True):
+        assert SITE_NAMES[effect.site] in cells[0]
+        assert cells[1:] == [percent(effect.share[t]) for t in OUTPUTS]
     assert shares[-1][1:] == [percent(a.interaction(t)) for t in OUTPUTS]
     base = [number(a.error[t]) for t in OUTPUTS]
     for kind in ("only", "without"):
@@ -173,13 +173,16 @@ def test_the_numbers_are_the_attributions(made):
     assert switches[-1][1:-1] == base
 
 
-def test_the_numbers_are_each_layers(made):
+def test_tables_by_layer_have_the_numbers_of_each_layer(made):
     layers, _, page = made
     for name, of in (
         ("table-layers", lambda x: [number(x.attribution.error[t]) for t in OUTPUTS]),
         (
-            "table-blame",
-            lambda x: [percent(gradient_share(x.attribution, p)) for p in x.attribution.parts],
+            "table-gradient-shares",
+            lambda x: [
+                percent(Attribution.gradient_share(x.attribution, effect))
+                for effect in x.attribution.parts
+            ],
         ),
         ("table-intermediates-by-layer", lambda x: [number(x.errors[t].rel_l2) for t in TENSORS]),
     ):
@@ -187,7 +190,7 @@ def test_the_numbers_are_each_layers(made):
             assert cells == [f"{layer.call.index} {layer.call.name}", *of(layer)]
 
 
-def test_the_numbers_are_the_traces(made):
+def test_the_table_of_intermediates_has_the_pooled_errors(made):
     layers, _, page = made
     pooled = pool_errors([layer.errors for layer in layers])
     for cells, t in zip(page.tables["table-intermediates"][1:], TENSORS, strict=True):
@@ -200,16 +203,16 @@ def test_the_numbers_are_the_traces(made):
         ]
 
 
-def test_the_spec_is_there_in_words(made):
+def test_the_spec_is_described_in_words(made):
     _, _, page = made
     rows = {cells[0]: cells[1:] for cells in page.tables["table-spec"][1:]}
     assert rows["pv"][2:] == [
         "INT8",
-        "P: one for each query row of a tile",
-        "V: one for each block of tokens",
+        "P: one per query row of a tile",
+        "V: one per block of tokens",
     ]
     assert rows["dp"][2:] == ["16 bit", "no scales", "no scales"]
-    assert rows["dv"][4] == "dO: one for each block of tokens"
+    assert rows["dv"][4] == "dO: one per block of tokens"
 
 
 @pytest.mark.parametrize(
@@ -220,7 +223,7 @@ def test_the_spec_is_there_in_words(made):
         "factored dk=int8@row,head",
     ],
 )
-def test_any_spec_has_a_report(label):
+def test_any_spec_can_be_reported(label):
     spec = AttentionSpec.parse(label)
     _, text = page_of(spec, [call(0)])
     assert spec.label() in Page(text).text
@@ -238,12 +241,12 @@ def test_any_spec_has_a_report(label):
     ],
     ids=lambda changes: "-".join(changes),
 )
-def test_any_problem_has_a_report(changes):
+def test_any_problem_can_be_reported(changes):
     _, text = page_of(SAGEBWD, [call(0, **changes)])
     Page(text)
 
 
-def test_the_advice_is_the_best_there_is():
+def test_the_advice_is_the_best_of_all_single_changes():
     c = call(0)
     a = attribute(c.q, c.k, c.v, c.do)
     product, *switches = advice(a)
@@ -252,11 +255,11 @@ def test_the_advice_is_the_best_there_is():
     assert abs(gradient_error(tried.error) / best - 1) < 0.02
     assert best < 0.9 * gradient_error(a.error)
     for switch in switches:
-        turned = attribute(c.q, c.k, c.v, c.do, base=AttentionSpec.parse(switch.label))
-        assert gradient_error(turned.error) == min(gradient_error(e.error) for e in a.switches)
+        changed = attribute(c.q, c.k, c.v, c.do, base=AttentionSpec.parse(switch.label))
+        assert gradient_error(changed.error) == min(gradient_error(e.error) for e in a.switches)
 
 
-def test_there_is_no_advice_where_nothing_is_rounded():
+def test_there_is_no_advice_if_nothing_is_rounded():
     c = call(0)
     a = attribute(c.q, c.k, c.v, c.do, base=FPA)
     assert advice(a) == []
@@ -277,12 +280,12 @@ def test_there_is_no_advice_where_nothing_is_rounded():
         (float("nan"), "not a number"),
     ],
 )
-def test_numbers(x, shown):
+def test_numbers_have_three_digits_or_an_exponent(x, shown):
     assert number(x) == shown
 
 
 @pytest.mark.parametrize(
     "x, shown", [(0.624, "62%"), (-0.031, "\N{MINUS SIGN}3%"), (-0.001, "0%"), (1.0, "100%")]
 )
-def test_percents(x, shown):
+def test_percents_are_whole_with_a_true_minus_sign(x, shown):
     assert percent(x) == shown

@@ -1,4 +1,4 @@
-"""The public function: what a caller may pass, and what must not matter."""
+"""`attention`: its gradients, the arguments it accepts, and what must not change a result."""
 
 import math
 import os
@@ -29,7 +29,7 @@ from sagesim import (
     attention,
     with_precision,
 )
-from sagesim.emulator import tiling as grid_module
+from sagesim.emulator import tiling
 from tests.support import examples
 from tests.support.assertions import assert_bitwise, assert_within_bound
 from tests.support.calls import Outputs, run_attention, run_exact, run_trace
@@ -47,7 +47,7 @@ def assert_same(actual: Outputs, expected: Outputs) -> None:
 
 
 class TestGradients:
-    """Promise: an unquantized spec is attention, and its backward is the derivative."""
+    """A spec that rounds nothing computes attention, and its backward is the derivative."""
 
     @given(
         seed=seeds,
@@ -61,8 +61,11 @@ class TestGradients:
     )
     @examples(200)
     def test_gradcheck_on_200_shapes(self, seed, n_q, n_k, d, d_v, mask, spec, scale):
-        """Float64, smoothed or not, delta from O or P: central differences along random
-        directions, which is what fast_mode compares; the next test compares whole Jacobians."""
+        """In float64, with and without smoothing, with delta from O and from P.
+
+        fast_mode compares central differences along random directions. The next test compares
+        whole Jacobians.
+        """
         c = case(seed=seed, n_q=n_q, n_k=n_k, d=d, d_v=d_v, heads=(1,), scale=scale)
         if mask == "random":
             c = replace(c, attn_mask=random_mask(seed, (n_q, n_k), density=0.6))
@@ -85,8 +88,8 @@ class TestGradients:
             lambda *x: attention(*x, spec=spec, is_causal=is_causal), leaves
         )
 
-    def test_gradcheck_sees_a_quantized_backward(self):
-        """The derivative of FP32's forward is not what an INT8 backward gives."""
+    def test_gradcheck_rejects_a_quantized_backward(self):
+        """The gradients of an INT8 backward are not the derivative of an FP32 forward."""
         spec = replace(FPA, dk=SAGEBWD.dk)
         c = case(seed=0, n_q=4, n_k=4, d=3, heads=(1,))
         leaves = [x.double().requires_grad_() for x in (c.q, c.k, c.v)]
@@ -96,7 +99,7 @@ class TestGradients:
     @given(cases(MILD), specs(precisions=[Precision.FP32]))
     @examples(30)
     def test_float64_inputs_are_computed_in_float64(self, case, spec):
-        """Far below float32's rounding: 1e4 last places of float64 against the largest number."""
+        """The bound is 1e4 times float64's rounding of the largest number, far below float32's."""
         case = case.to(torch.float64)
         found, exact = run_attention(case, spec), run_exact(case)
         logits = (case.q.abs() @ case.k.abs().mT).amax() + 1
@@ -118,8 +121,10 @@ class TestGradients:
     @pytest.mark.parametrize("loss", [torch.sum, lambda o: o.square().sum()], ids=["sum", "square"])
     @pytest.mark.parametrize("wanted", ["q", "k", "v"])
     def test_differentiating_twice_raises_and_never_drops_a_term(self, loss, wanted):
-        """Whether or not the gradient handed in depends on the inputs: a gradient penalty must
-        not turn into nothing."""
+        """A gradient penalty must not silently become 0.
+
+        In the loss `sum` the gradient of o does not depend on the inputs; in `square` it does.
+        """
         inputs = dict(zip("qkv", case(seed=0, n_q=3, n_k=4, d=4).qkvdo[:3], strict=True))
         leaves = [x.requires_grad_() for x in inputs.values()]
         o = attention(*leaves)
@@ -153,13 +158,13 @@ STRIDES = {
     "reversed heads": lambda x: x.flip(-3).contiguous()[..., torch.tensor([1, 0]), :, :],
     "offset": lambda x: torch.cat([x.new_zeros(7), x.flatten()])[7:].view(x.shape),
 }
-"""The same numbers, laid out otherwise in memory."""
+"""Each gives a tensor of equal values with another memory layout."""
 
 
-class TestWhatMustNotMatter:
+class TestInvariance:
     @pytest.mark.parametrize("preset", PRESETS)
     @pytest.mark.parametrize("n", [1, 15, 64, 130])
-    def test_heads_and_batches_run_alone(self, preset, n):
+    def test_a_head_alone_gives_the_same_bytes(self, preset, n):
         c = case(seed=n, n_q=n, n_k=n, d=40, heads=(2, 3), is_causal=True)
         together = run_attention(c, PRESETS[preset])
         for b in range(2):
@@ -169,13 +174,13 @@ class TestWhatMustNotMatter:
 
     @given(cases(MILD, heads=st.just((2, 2)), masks=("none", "causal")), specs())
     @examples(40)
-    def test_heads_run_alone_under_any_spec(self, case, spec):
+    def test_a_head_alone_gives_the_same_bytes_under_any_spec(self, case, spec):
         together = run_attention(case, spec)
         alone = run_attention(case.map(lambda x: x[1, 0].clone()), spec)
         assert_same(alone, Outputs(*(x[1, 0] for x in together)))
 
     @pytest.mark.parametrize("preset", ["sagebwd", "factored", "fpa", "fpa_bf16"])
-    def test_heads_that_are_computed_in_several_groups(self, preset):
+    def test_groups_of_heads_give_the_bytes_of_a_head_alone(self, preset):
         c = case(seed=1, n_q=64, n_k=64, d=8, heads=(300,))
         together = run_attention(c, PRESETS[preset])
         for h in (0, 7, 255, 256, 299):
@@ -189,10 +194,10 @@ class TestWhatMustNotMatter:
     )
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_the_size_of_a_panel_changes_no_code_and_no_scale(self, monkeypatch, spec, is_causal):
-        """Memory is a matter of how many query blocks are computed at once, numbers are not."""
+        """The number of query blocks in a panel affects memory, not results."""
         c = case(seed=2, n_q=300, n_k=300, d=16, is_causal=is_causal)
         one = run_trace(c, spec)
-        monkeypatch.setattr(grid_module, "_PANEL", 1)
+        monkeypatch.setattr(tiling, "_PANEL_ENTRIES", 1)
         other = run_trace(c, spec)
         for name in one.operands:
             a, b = one.operands[name], other.operands[name]
@@ -203,14 +208,14 @@ class TestWhatMustNotMatter:
 
     @pytest.mark.parametrize("preset", PRESETS)
     @pytest.mark.parametrize("strides", STRIDES)
-    def test_strides(self, preset, strides):
-        """Also of do, which autograd hands over as it is."""
+    def test_strides_change_no_byte(self, preset, strides):
+        """This includes the strides of do, which autograd passes on unchanged."""
         c = case(seed=3, n_q=70, n_k=130, d=40, heads=(2, 2))
         expected = run_attention(c, PRESETS[preset])
         assert_same(run_attention(c.map(STRIDES[strides]), PRESETS[preset]), expected)
 
     @pytest.mark.parametrize("preset", PRESETS)
-    def test_a_storage_offset_where_nothing_is_padded(self, preset):
+    def test_a_storage_offset_changes_no_byte_if_nothing_is_padded(self, preset):
         """Float32 products on a CPU add in an order that depends on the alignment of memory."""
         c = case(seed=3, n_q=64, n_k=64, d=16, heads=(2,))
         expected = run_attention(c, PRESETS[preset])
@@ -218,8 +223,8 @@ class TestWhatMustNotMatter:
 
     @pytest.mark.parametrize("preset", PRESETS)
     @pytest.mark.parametrize("axis", [-4, -3, -2, -1])
-    def test_stride_0(self, preset, axis):
-        """Expanded inputs, and do as `o.sum().backward()` makes it."""
+    def test_expanded_inputs_give_the_same_bytes(self, preset, axis):
+        """One axis of q, k and v has stride 0, and do is that of `o.sum().backward()`."""
         c = case(seed=4, n_q=70, n_k=70, d=40, heads=(2, 2))
         expanded = c.map(lambda x: x.narrow(axis, 0, 1).expand(x.shape))
         expanded = replace(expanded, do=torch.ones(()).expand(c.do.shape))
@@ -227,7 +232,7 @@ class TestWhatMustNotMatter:
         assert_same(run_attention(expanded, PRESETS[preset]), expected)
 
     @pytest.mark.parametrize("preset", PRESETS)
-    def test_packed_qkv(self, preset):
+    def test_packed_qkv_gives_the_same_bytes(self, preset):
         packed = torch.randn(2, 50, 3, 4, 16, generator=torch.Generator().manual_seed(0))
         q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
         c = Case(q=q, k=k, v=v, do=q.flip(-1))
@@ -251,7 +256,7 @@ class TestWhatMustNotMatter:
     @pytest.mark.parametrize("preset", PRESETS)
     @pytest.mark.parametrize("kv_heads", [1, 2, 3])
     def test_grouped_heads_are_repeated_heads(self, preset, kv_heads):
-        """o and dq the same bytes; dk and dv the float32 sums over each group."""
+        """o and dq are the same bytes; dk and dv are float32 sums over each group."""
         c = case(seed=5, n_q=40, n_k=70, d=16, heads=(2, 6), is_causal=True)
         groups = 6 // kv_heads
         k, v = c.k[:, :kv_heads], c.v[:, :kv_heads]
@@ -273,14 +278,16 @@ class TestWhatMustNotMatter:
 
     @given(cases(MODERATE), specs())
     @examples(30)
-    def test_runs_repeat(self, case, spec):
+    def test_two_runs_give_the_same_bytes(self, case, spec):
         assert_same(run_attention(case, spec), run_attention(case, spec))
 
     @given(cases(MODERATE, masks=("none", "causal")), specs(), st.integers(-20, 20))
     @examples(40)
-    def test_a_power_of_two_on_v_or_do_passes_through(self, case, spec, exponent):
-        """o and dv are linear in V and dO. 16-bit formats have a smallest number, so gains that
-        reach it are left out: FP16 sites become BF16."""
+    def test_a_power_of_two_times_v_or_do_multiplies_results_exactly(self, case, spec, exponent):
+        """o is linear in V, and dv in dO.
+
+        FP16 would underflow at some of these gains, so its sites use BF16.
+        """
         spec = replace(
             spec,
             **{
@@ -298,7 +305,7 @@ class TestWhatMustNotMatter:
 
     @given(cases(MODERATE), specs(roundings=st.just(SAGEBWD.rounding)))
     @examples(30)
-    def test_signs_pass_through(self, case, spec):
+    def test_negated_inputs_negate_results(self, case, spec):
         one = run_attention(case, spec)
         mirrored = run_attention(replace(case, q=-case.q, k=-case.k), spec)
         for name, sign in (("o", 1), ("dq", -1), ("dk", -1), ("dv", 1)):
@@ -308,8 +315,8 @@ class TestWhatMustNotMatter:
         for name, sign in (("o", -1), ("dq", -1), ("dk", -1), ("dv", 1)):
             assert torch.equal(getattr(negative, name), sign * getattr(one, name)), name
 
-    def test_keys_beyond_the_sequence_are_not_read(self):
-        """NaN in memory right after k and v, and in the rows in front."""
+    def test_memory_around_the_tokens_is_not_read(self):
+        """Memory right before and right after the tokens of each head holds NaN."""
         c = case(seed=6, n_q=70, n_k=70, d=16)
         guarded = c.map(
             lambda x: torch.nn.functional.pad(x, (0, 0, 5, 60), value=math.nan)[..., 5:-60, :]
@@ -318,7 +325,7 @@ class TestWhatMustNotMatter:
 
 
 class TestStochasticRounding:
-    def test_seeds_change_numbers_and_equal_seeds_do_not(self):
+    def test_equal_seeds_give_equal_bytes_and_other_seeds_do_not(self):
         c = case(seed=0, n_q=64, n_k=64, d=16)
         one, same, other = (
             run_attention(c, replace(SAGEBWD, rounding=Rounding.stochastic(s))) for s in (1, 1, 2)
@@ -326,9 +333,11 @@ class TestStochasticRounding:
         assert_same(one, same)
         assert not torch.equal(one.o, other.o) and not torch.equal(one.dk, other.dk)
 
-    def test_elements_draw_alike_in_every_head_and_in_longer_sequences(self):
-        """Blocks that both sequences hold have the same codes, of tokens and of maps. Masked, so
-        that the longer one's softmax is the same."""
+    def test_random_numbers_are_the_same_in_all_heads_and_longer_sequences(self):
+        """Blocks that both sequences contain have the same codes, of tokens and of maps.
+
+        The causal mask gives these blocks the same softmax in both sequences.
+        """
         spec = replace(
             SAGEBWD, rounding=Rounding.stochastic(5), smoothing=Smoothing(), delta=Delta.FROM_P
         )
@@ -337,9 +346,7 @@ class TestStochasticRounding:
         long = Case(
             **{
                 name: torch.cat([x, y], -2)
-                for name, x, y in zip(
-                    ("q", "k", "v", "do"), short.qkvdo, extra.qkvdo, strict=True
-                )
+                for name, x, y in zip(("q", "k", "v", "do"), short.qkvdo, extra.qkvdo, strict=True)
             },
             is_causal=True,
         )
@@ -356,12 +363,15 @@ class TestStochasticRounding:
                 )
 
     def test_the_mean_over_seeds_approaches_the_unrounded_product(self):
-        """O is linear in V's codes: over 400 seeds the mean lies within 6 deviations, where a
-        code's deviation is at most half a scale, and V alone is rounded."""
+        """The mean of o over 400 seeds lies within 6 standard deviations of the exact o.
+
+        Only V has a rounding error, and o is linear in V's codes. The standard deviation of a code
+        is at most half a scale.
+        """
         c = case(seed=3, n_q=4, n_k=32, d=4)
         spec = with_precision(FPA, Precision.INT8, "pv")
-        # P has one scale a row and exact codes: a single key block, p = 127 codes of 1/127.
-        c = replace(c, q=torch.zeros_like(c.q))  # uniform rows: every code of P is 127
+        # q = 0 makes the rows of P uniform. Every code of P is then 127, without an error.
+        c = replace(c, q=torch.zeros_like(c.q))
         exact = c.v.double().mean(-2, keepdim=True).expand(1, 1, 4, 4)
         runs = 400
         total = torch.zeros(1, 1, 4, 4, dtype=torch.float64)
@@ -391,24 +401,24 @@ class TestShapes:
 
     @pytest.mark.parametrize("smoothing", [Smoothing(q=True), Smoothing(q=True, k=True)])
     @pytest.mark.parametrize(("n_q", "n_k"), [(0, 5), (5, 0)])
-    def test_empty_sequences_smooth(self, n_q, n_k, smoothing):
+    def test_empty_sequences_can_be_smoothed(self, n_q, n_k, smoothing):
         c = case(seed=0, n_q=n_q, n_k=n_k, d=16)
         assert not run_attention(c, replace(SAGEBWD, smoothing=smoothing)).o.any()
 
     @pytest.mark.parametrize("heads", [(0,), (2, 0), (0, 3)])
-    def test_no_heads(self, heads):
+    def test_zero_heads_are_accepted(self, heads):
         c = case(seed=0, n_q=5, n_k=6, d=8, heads=heads)
         assert run_attention(c, SAGEBWD).dq.shape == (*heads, 5, 8)
 
     @pytest.mark.parametrize("heads", [(), (3,), (1, 2), (2, 1, 2)])
-    def test_any_number_of_leading_axes(self, heads):
+    def test_any_number_of_leading_axes_is_accepted(self, heads):
         c = case(seed=0, n_q=5, n_k=6, d=8, heads=heads)
         found = run_attention(c, SAGEBWD)
         flat = run_attention(c.map(lambda x: x.reshape(-1, *x.shape[-2:])), SAGEBWD)
         assert_same(Outputs(*(x.reshape(-1, *x.shape[-2:]) for x in found)), flat)
 
     @pytest.mark.parametrize("d", [1, 3, 40, 72, 80, 96, 256])
-    def test_the_scale_is_that_of_the_true_head_size(self, d):
+    def test_the_default_scale_is_that_of_the_given_head_size(self, d):
         c = case(seed=0, n_q=20, n_k=20, d=d)
         one, other = run_attention(c, FPA), run_attention(replace(c, scale=1 / math.sqrt(d)), FPA)
         assert_same(one, other)
@@ -427,22 +437,20 @@ class TestDtypes:
     def test_input16_is_the_inputs_own_16_bit_format(self, dtype):
         """BF16 for bfloat16 inputs, FP16 for all others."""
         c = case(seed=0, n_q=50, n_k=60, d=8).to(dtype)
-        wanted, other = Precision.FP16, Precision.BF16
+        expected, other = Precision.FP16, Precision.BF16
         if dtype is torch.bfloat16:
-            wanted, other = other, wanted
+            expected, other = other, expected
         spec = with_precision(FPA, Precision.INPUT16)
-        assert_same(run_attention(c, spec), run_attention(c, with_precision(FPA, wanted)))
+        assert_same(run_attention(c, spec), run_attention(c, with_precision(FPA, expected)))
         assert not torch.equal(run_trace(c, with_precision(FPA, other)).ds, run_trace(c, spec).ds)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     @pytest.mark.parametrize("preset", ["sagebwd", "factored", "fpa"])
-    def test_16_bit_inputs_are_their_float32_values_and_outputs_are_rounded_once(
-        self, dtype, preset
-    ):
+    def test_16_bit_inputs_are_computed_in_float32_and_outputs_rounded_once(self, dtype, preset):
         spec = PRESETS[preset]
         if preset != "fpa":
-            own = Precision.BF16 if dtype is torch.bfloat16 else Precision.FP16
-            spec = with_precision(spec, own, "dp")
+            input16 = Precision.BF16 if dtype is torch.bfloat16 else Precision.FP16
+            spec = with_precision(spec, input16, "dp")
         spec = replace(spec, delta=Delta.FROM_P)  # otherwise o is rounded before delta
         c = case(seed=1, n_q=50, n_k=60, d=8).to(dtype)
         found, wide = run_attention(c, spec), run_attention(c.to(torch.float32), spec)
@@ -483,14 +491,17 @@ class TestCallersSettings:
 
     @pytest.mark.parametrize("preset", ["fpa", "sagebwd", "factored"])
     @pytest.mark.parametrize("setting", ["high", "medium"])
-    def test_float32_precision_settings_do_not_matter_and_are_kept(self, preset, setting):
-        """256 tokens of 256 channels: smaller products ignore the setting, this one is multiplied
-        in bfloat16 under "medium" by a CPU that can, which `lowers` checks."""
+    def test_float32_matmul_precision_changes_no_byte_and_is_restored(self, preset, setting):
+        """Products smaller than 256 tokens of 256 channels ignore the setting.
+
+        With "medium", a CPU that supports it multiplies this one in bfloat16. `has_effect` checks
+        that it does.
+        """
         c = case(seed=1, n_q=256, n_k=256, d=256, heads=(1,))
         expected, product = run_attention(c, PRESETS[preset]), c.q @ c.k.mT
         torch.set_float32_matmul_precision(setting)
         try:
-            lowers = not torch.equal(c.q @ c.k.mT, product)
+            has_effect = not torch.equal(c.q @ c.k.mT, product)
             found, traced = run_attention(c, PRESETS[preset]), run_trace(c, PRESETS[preset])
             assert torch.get_float32_matmul_precision() == setting
         finally:
@@ -498,16 +509,16 @@ class TestCallersSettings:
         assert_same(found, expected)
         assert_same(Outputs(traced.o, traced.dq, traced.dk, traced.dv), expected)
         if setting == "medium" and torch.cpu._is_avx512_bf16_supported():
-            assert lowers, "the setting changed nothing, so this test proves nothing"
+            assert has_effect, "the setting changed nothing, so this test proves nothing"
 
     @pytest.mark.parametrize("value", ["tf32", "bf16", "none"])
-    def test_the_newer_switches_do_not_matter_and_are_kept(self, value):
-        """In a process of its own: PyTorch lets no program use both generations of switches."""
+    def test_fp32_precision_changes_no_byte_and_is_restored(self, value):
+        """In a process of its own, because PyTorch does not allow both kinds of setting in one."""
         script = f"""
 import torch
 from sagesim import attention, FPA
 g = torch.Generator().manual_seed(0)
-q, k, v = torch.randn(3, 1, 256, 256, generator=g)  # smaller products ignore the switches
+q, k, v = torch.randn(3, 1, 256, 256, generator=g)  # smaller products ignore the settings
 before = attention(q, k, v, spec=FPA)
 settings = [torch.backends.mkldnn.matmul]
 if {value!r} != "bf16":
@@ -519,7 +530,7 @@ assert all(setting.fp32_precision == {value!r} for setting in settings)
 """
         subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, env=os.environ)
 
-    def test_settings_are_kept_when_the_call_raises(self):
+    def test_settings_are_restored_if_the_call_raises(self):
         torch.set_float32_matmul_precision("high")
         try:
             with pytest.raises(ValueError, match="do is"):
@@ -547,22 +558,22 @@ class TestNumbers:
     @given(cases(NASTY), ALL_INT8)
     @examples(150)
     def test_finite_inputs_of_int8_specs_give_finite_outputs(self, case, spec):
-        """Zero regions, subnormals, 6e4 outliers, constant keys, rows that attend to nothing."""
+        """Regions of zeros, subnormal numbers, outliers of 6e4, constant keys, masked rows."""
         for name, x in zip(Outputs._fields, run_attention(case, spec), strict=True):
             assert bool(x.isfinite().all()), name
 
     @pytest.mark.parametrize("preset", ["sagebwd", "sagebwd_all_int8", "factored"])
     @given(case=cases(NASTY))
     @examples(30)
-    def test_and_so_do_the_presets(self, preset, case):
+    def test_finite_inputs_of_int8_presets_give_finite_outputs(self, preset, case):
         for name, x in zip(Outputs._fields, run_attention(case, PRESETS[preset]), strict=True):
             assert bool(x.isfinite().all()), name
 
     @pytest.mark.parametrize("preset", ["sagebwd_all_int8", "sagebwd", "factored", "fpa"])
     @pytest.mark.parametrize("tensor", ["q", "k", "v", "do"])
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_what_is_not_finite_reaches_the_output(self, preset, tensor, bad):
-        """No code hides it: its own row of an output is not finite."""
+    def test_nan_and_infinity_reach_the_output(self, preset, tensor, bad):
+        """No code hides it: the row of the bad element is not finite in a result."""
         c = case(seed=0, n_q=70, n_k=70, d=8)
         x = getattr(c, tensor).clone()
         x[..., 66, 3] = bad
@@ -572,8 +583,8 @@ class TestNumbers:
         row = getattr(found, {"q": "o", "k": "dk", "v": "o", "do": "dq"}[tensor])[..., 66, :]
         assert not bool(row.isfinite().all())
 
-    def test_an_outlier_of_6e4_costs_other_blocks_nothing(self):
-        """Its block's scale is its own."""
+    def test_an_outlier_changes_no_code_of_other_blocks(self):
+        """Each block has its own scale."""
         c = case(seed=1, n_q=64, n_k=192, d=16)
         k = c.k.clone()
         k[..., 100, 5] = 6e4
@@ -584,36 +595,36 @@ class TestNumbers:
         assert int(codes[1][..., 64:128, :].count_nonzero()) == 1
 
 
-class TestRefusals:
-    """Each message names the value."""
+class TestInvalidArguments:
+    """Each error names the value at fault."""
 
     Q = torch.zeros(2, 3, 8)
 
-    def refuse(self, error, words, q=Q, k=Q, v=Q, **options):
+    def assert_raises(self, error, words, q=Q, k=Q, v=Q, **options):
         with pytest.raises(error) as raised:
             attention(q, k, v, **options)
         for word in words:
             assert word in str(raised.value), raised.value
 
-    def test_dtypes_that_differ(self, as_installed):
-        self.refuse(TypeError, ["torch.float32", "torch.float16"], k=self.Q.half())
+    def test_different_dtypes(self, as_installed):
+        self.assert_raises(TypeError, ["torch.float32", "torch.float16"], k=self.Q.half())
 
     @pytest.mark.parametrize("scale", [torch.tensor(0.3), torch.nn.Parameter(torch.ones(()))])
-    def test_a_scale_that_would_get_no_gradient(self, as_installed, scale):
-        self.refuse(TypeError, ["scale", "torch.float32", "number"], scale=scale)
+    def test_a_tensor_as_scale(self, as_installed, scale):
+        self.assert_raises(TypeError, ["scale", "torch.float32", "number"], scale=scale)
 
-    def test_a_scale_that_is_a_text(self, as_installed):
-        self.refuse(TypeError, ["scale", "'0.5'"], scale="0.5")
+    def test_a_string_as_scale(self, as_installed):
+        self.assert_raises(TypeError, ["scale", "'0.5'"], scale="0.5")
 
     def test_integers_under_autocast(self, as_installed):
         x = self.Q.long()
         with torch.autocast("cpu", torch.bfloat16):
-            self.refuse(TypeError, ["torch.int64"], q=x, k=x, v=x)
+            self.assert_raises(TypeError, ["torch.int64"], q=x, k=x, v=x)
 
     @pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fn])
     def test_dtypes_that_are_not_floats(self, as_installed, dtype):
         x = self.Q.to(dtype)
-        self.refuse(TypeError, [str(dtype)], q=x, k=x, v=x)
+        self.assert_raises(TypeError, [str(dtype)], q=x, k=x, v=x)
 
     @pytest.mark.parametrize(
         ("q", "k", "v", "words"),
@@ -630,36 +641,36 @@ class TestRefusals:
     )
     def test_shapes(self, as_installed, q, k, v, words):
         q, k, v = (torch.zeros(shape) for shape in (q, k, v))
-        self.refuse(ValueError, words, q=q, k=k, v=v)
+        self.assert_raises(ValueError, words, q=q, k=k, v=v)
 
     @pytest.mark.parametrize("kv_heads", [0, 2, 4])
-    def test_heads_that_do_not_group(self, as_installed, kv_heads):
+    def test_numbers_of_heads_that_are_no_multiple(self, as_installed, kv_heads):
         k = torch.zeros(kv_heads, 3, 8)
         q = torch.zeros(3, 3, 8)
-        self.refuse(ValueError, ["multiple", "(3, 3, 8)"], q=q, k=k, v=k, enable_gqa=True)
+        self.assert_raises(ValueError, ["multiple", "(3, 3, 8)"], q=q, k=k, v=k, enable_gqa=True)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.int64])
     def test_masks_that_are_not_boolean(self, as_installed, dtype):
-        """An additive mask is not emulated, and is never taken for a boolean one."""
+        """Additive masks are not supported, and are not interpreted as boolean ones."""
         mask = torch.ones(3, 3, dtype=dtype)
-        self.refuse(ValueError, ["attn_mask", str(dtype), "boolean"], attn_mask=mask)
+        self.assert_raises(ValueError, ["attn_mask", str(dtype), "boolean"], attn_mask=mask)
 
     @pytest.mark.parametrize("shape", [(4, 3), (3, 4), (3, 3, 3), (1, 2, 3, 3), (2, 1)])
     def test_masks_that_do_not_broadcast(self, as_installed, shape):
         mask = torch.ones(shape, dtype=torch.bool)
-        self.refuse(ValueError, ["attn_mask", str(shape), "(2, 3, 3)"], attn_mask=mask)
+        self.assert_raises(ValueError, ["attn_mask", str(shape), "(2, 3, 3)"], attn_mask=mask)
 
     def test_a_mask_together_with_is_causal(self):
         mask = torch.ones(3, 3, dtype=torch.bool)
-        self.refuse(ValueError, ["attn_mask", "is_causal"], attn_mask=mask, is_causal=True)
+        self.assert_raises(ValueError, ["attn_mask", "is_causal"], attn_mask=mask, is_causal=True)
 
     @pytest.mark.parametrize("option", ["dropout_p", "mask", "causal"])
     def test_unknown_arguments(self, as_installed, option):
-        self.refuse(TypeError, [option], **{option: 0.1})
+        self.assert_raises(TypeError, [option], **{option: 0.1})
 
 
-def test_preset_errors_are_ordered_as_their_precision():
-    """A sanity check of the whole, on one problem: each step up in precision lowers the error."""
+def test_errors_of_presets_fall_with_precision():
+    """Each step up in precision lowers the error of every result, on one problem."""
     c = case(seed=9, n_q=256, n_k=256, d=64, kinds=(gaussian,) * 4)
     exact = run_exact(c)
 
@@ -668,8 +679,8 @@ def test_preset_errors_are_ordered_as_their_precision():
         return float((found - getattr(exact, name)).norm() / getattr(exact, name).norm())
 
     for name in Outputs._fields:
-        ladder = [error(s, name) for s in (SAGEBWD, FACTORED_PV16, FPA_BF16, FPA)]
+        errors = [error(s, name) for s in (SAGEBWD, FACTORED_PV16, FPA_BF16, FPA)]
         if name == "o":
-            ladder = ladder[:1] + ladder[2:]
-        assert np.all(np.diff(ladder) < 0), (name, ladder)
+            errors = errors[:1] + errors[2:]
+        assert np.all(np.diff(errors) < 0), (name, errors)
     assert error(CAUSAL_SAFE, "dq") < error(SAGEBWD, "dq")

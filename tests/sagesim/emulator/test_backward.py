@@ -1,4 +1,4 @@
-"""The backward's five products: which tensors a site reaches, delta, and causal influence."""
+"""The backward: which tensors each site affects, delta, causality, masks and padding."""
 
 import math
 from dataclasses import replace
@@ -48,11 +48,11 @@ TENSORS = (
 )
 
 
-def reach(site: str, delta: Delta) -> set[str]:
-    """The tensors of a trace that a site's product flows into.
+def affected(site: str, delta: Delta) -> set[str]:
+    """The tensors of a trace that depend on a site's product.
 
-    s -> p, lse; p -> o; lse, s_recompute -> p_recompute -> dv, ds; dp, delta -> ds -> dq, dk;
-    and delta comes from o, or from p_recompute and dp.
+    s -> p, lse; p -> o; lse, s_recompute -> p_recompute -> dv, ds; dp, delta -> ds -> dq, dk.
+    delta is computed from o, or from p_recompute and dp.
     """
     feeds = {
         "s": {"p", "lse"},
@@ -69,56 +69,55 @@ def reach(site: str, delta: Delta) -> set[str]:
     else:
         feeds["p_recompute"] |= {"delta"}
         feeds["dp"] |= {"delta"}
-    makes = {"qk": "s", "pv": "o", "qk_recompute": "s_recompute"}.get(site, site)
-    reached, new = set(), {makes}
+    product = {"qk": "s", "pv": "o", "qk_recompute": "s_recompute"}.get(site, site)
+    found, new = set(), {product}
     while new:
-        reached |= new
-        new = set().union(*(feeds.get(t, set()) for t in new)) - reached
-    return reached
+        found |= new
+        new = set().union(*(feeds.get(t, set()) for t in new)) - found
+    return found
 
 
-def test_the_table_of_reach():
-    """Spelled out for the cases that matter, against the derivation above."""
+def test_affected_gives_the_tensors_written_out_here():
     backward = {"delta", "ds", "dq", "dk"}
-    assert reach("dq", Delta.FROM_O) == {"dq"} and reach("dk", Delta.FROM_P) == {"dk"}
-    assert reach("dv", Delta.FROM_O) == {"dv"}
-    assert reach("dp", Delta.FROM_O) == {"dp", "ds", "dq", "dk"}
-    assert reach("dp", Delta.FROM_P) == {"dp", *backward}
-    assert reach("pv", Delta.FROM_O) == {"o", *backward}
-    assert reach("pv", Delta.FROM_P) == {"o"}
+    assert affected("dq", Delta.FROM_O) == {"dq"} and affected("dk", Delta.FROM_P) == {"dk"}
+    assert affected("dv", Delta.FROM_O) == {"dv"}
+    assert affected("dp", Delta.FROM_O) == {"dp", "ds", "dq", "dk"}
+    assert affected("dp", Delta.FROM_P) == {"dp", *backward}
+    assert affected("pv", Delta.FROM_O) == {"o", *backward}
+    assert affected("pv", Delta.FROM_P) == {"o"}
     recompute = {"s_recompute", "p_recompute", "dv", "ds", "dq", "dk"}
-    assert reach("qk_recompute", Delta.FROM_O) == recompute
-    assert reach("qk_recompute", Delta.FROM_P) == recompute | {"delta"}
-    assert set(TENSORS) - reach("qk", Delta.FROM_O) == {"s_recompute", "dp"}
+    assert affected("qk_recompute", Delta.FROM_O) == recompute
+    assert affected("qk_recompute", Delta.FROM_P) == recompute | {"delta"}
+    assert set(TENSORS) - affected("qk", Delta.FROM_O) == {"s_recompute", "dp"}
 
 
 @pytest.mark.parametrize("delta", Delta)
 @pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, Precision.FP8_E4M3])
 @pytest.mark.parametrize("base", ["sagebwd_all_int8", "factored"])
-def test_a_site_changes_what_it_reaches_and_nothing_else(base, precision, site, delta):
+def test_the_precision_of_a_site_changes_only_what_depends_on_it(base, precision, site, delta):
     spec = replace(with_precision(PRESETS[base], Precision.INT8), delta=delta)
     c = case(seed=7, n_q=100, n_k=130, d=24, heads=(2,), is_causal=True)
     one, other = run_trace(c, spec), run_trace(c, with_precision(spec, precision, site))
     for name in TENSORS:
         before, after = getattr(one, name), getattr(other, name)
-        if name in reach(site, delta):
-            assert not torch.equal(before, after), f"{site} should reach {name}"
+        if name in affected(site, delta):
+            assert not torch.equal(before, after), f"{site} should change {name}"
         else:
             assert_bitwise(actual=after, expected=before, what=f"{name} under {site}")
 
 
 @given(cases(MODERATE), specs(), st.sampled_from(SITES), st.sampled_from(list(Precision)))
 @examples(40)
-def test_no_spec_leaks_between_sites(case, spec, site, precision):
+def test_the_precision_of_a_site_changes_nothing_else_in_any_spec(case, spec, site, precision):
     one, other = run_trace(case, spec), run_trace(case, with_precision(spec, precision, site))
-    for name in set(TENSORS) - reach(site, spec.delta):
+    for name in set(TENSORS) - affected(site, spec.delta):
         assert_bitwise(actual=getattr(other, name), expected=getattr(one, name), what=name)
 
 
 @given(cases(MODERATE), specs(), seeds)
 @examples(30)
-def test_the_forward_does_not_depend_on_what_only_the_backward_uses(case, spec, seed):
+def test_the_forward_does_not_depend_on_the_backwards_spec_and_gradient(case, spec, seed):
     other = replace(
         spec,
         delta=Delta.FROM_P if spec.delta is Delta.FROM_O else Delta.FROM_O,
@@ -130,19 +129,22 @@ def test_the_forward_does_not_depend_on_what_only_the_backward_uses(case, spec, 
 
 
 class TestRowSumsOfDs:
-    """sum_j dS_ij = sum_j P dP - delta sum_j P, which is 0 where delta = sum_j P dP."""
+    """sum_j dS_ij = sum_j P dP - delta sum_j P, which is 0 if delta = sum_j P dP."""
 
     @staticmethod
     def bound(t) -> torch.Tensor:
-        """delta is a float32 sum of n_k products; dP - delta and its product with P are rounded;
-        and P sums to 1 up to the errors of the exponentials: S - L is rounded relative to S."""
+        """A bound of the float32 rounding errors of a row sum of dS.
+
+        delta is a sum of n_k products. dP - delta and its product with P are rounded. P sums to 1
+        up to the errors of the exponentials, whose argument S - L is rounded relative to S.
+        """
         n_k = t.s.shape[-1]
         p, dp = t.p_recompute.double(), t.dp.double().abs()
         delta = t.delta.double().abs()
         size = t.s.masked_fill(t.s.isneginf(), 0).double().abs().amax(-1) + 8
-        sums_to_one = (n_k + 32) * U + 8 * U * size
+        error_of_row_sum = (n_k + 32) * U + 8 * U * size
         terms = (p * dp).sum(-1)
-        return 1.01 * ((n_k + 3) * U * (terms + delta) + delta * sums_to_one) + 2.0**-126
+        return 1.01 * ((n_k + 3) * U * (terms + delta) + delta * error_of_row_sum) + 2.0**-126
 
     @given(cases(MODERATE), st.sampled_from(["sagebwd", "sagebwd_all_int8", "factored", "fpa"]))
     @examples(40)
@@ -154,7 +156,7 @@ class TestRowSumsOfDs:
             actual=total, exact=torch.zeros_like(total), bound=self.bound(t), what="row sums of ds"
         )
 
-    def test_are_not_with_delta_from_an_o_of_int8(self):
+    def test_are_not_zero_with_delta_from_o_of_an_int8_product(self):
         c = case(seed=1, n_q=128, n_k=128, d=64)
         t = run_trace(c, SAGEBWD)
         total = t.ds.double().sum(-1)
@@ -162,12 +164,12 @@ class TestRowSumsOfDs:
             assert_within_bound(
                 actual=total, exact=torch.zeros_like(total), bound=self.bound(t), what="ds"
             )
-        # The row sums are delta's error, which the forward's PV made.
+        # The row sums are the error of delta, which comes from the INT8 product PV.
         error = (t.p_recompute.double() * t.dp.double()).sum(-1) - t.delta.double()
         assert_within_bound(actual=total, exact=error, bound=self.bound(t), what="row sums of ds")
 
     def test_delta_from_o_is_the_row_sum_of_do_times_o_as_returned(self):
-        """Rounded to the caller's dtype first."""
+        """o is rounded to the caller's dtype first."""
         c = case(seed=2, n_q=70, n_k=50, d=16).to(torch.bfloat16)
         t = run_trace(c, SAGEBWD)
         terms = c.do.double() * t.o.double()
@@ -179,8 +181,8 @@ class TestRowSumsOfDs:
         )
 
 
-def influence_of_the_future(c: Case, spec: AttentionSpec, i: int) -> dict[str, float]:
-    """How much rows 0..i of o and dq move when tokens i+1.. change, relative to their RMS."""
+def influence_of_later_tokens(c: Case, spec: AttentionSpec, i: int) -> dict[str, float]:
+    """The change of rows 0..i of o and dq if all later tokens change, relative to the RMS."""
     later = torch.arange(c.q.shape[-2]) > i
 
     def perturb(x: torch.Tensor, gain: float) -> torch.Tensor:
@@ -200,7 +202,7 @@ def influence_of_the_future(c: Case, spec: AttentionSpec, i: int) -> dict[str, f
 
 
 SAFE = {"fpa": FPA, "fpa_fp16": FPA_FP16, "fpa_bf16": FPA_BF16, "causal_safe": CAUSAL_SAFE}
-"""Specs in which no scale and no mean joins a token with an earlier one."""
+"""Specs in which no scale and no mean combines a token with an earlier one."""
 
 
 class TestCausality:
@@ -209,11 +211,11 @@ class TestCausality:
     @pytest.mark.parametrize("i", [0, 30, 63, 64, 100, 148])
     @pytest.mark.parametrize("name", SAFE)
     def test_later_tokens_have_exactly_no_influence(self, name, i):
-        assert influence_of_the_future(self.CASE, SAFE[name], i) == {"o": 0.0, "dq": 0.0}
+        assert influence_of_later_tokens(self.CASE, SAFE[name], i) == {"o": 0.0, "dq": 0.0}
 
     @given(cases(MODERATE, masks=("causal",)), st.sampled_from(sorted(SAFE)), st.integers(0, 129))
     @examples(30)
-    def test_on_any_shape(self, case, name, i):
+    def test_later_tokens_have_exactly_no_influence_in_any_shape(self, case, name, i):
         n = min(case.q.shape[-2], case.k.shape[-2])
         c = replace(
             case,
@@ -234,16 +236,16 @@ class TestCausality:
             assert_bitwise(actual=after.contiguous(), expected=before.contiguous(), what=output)
 
     @pytest.mark.parametrize(("name", "spec"), [("sagebwd", SAGEBWD), ("factored", FACTORED)])
-    def test_int8_specs_have_some_through_shared_scales(self, name, spec):
-        """Visible, or the tests above would prove nothing."""
-        found = influence_of_the_future(self.CASE, spec, 100)
+    def test_later_tokens_have_influence_through_shared_scales(self, name, spec):
+        """Without an influence here, the tests above would prove nothing."""
+        found = influence_of_later_tokens(self.CASE, spec, 100)
         assert found["o"] > 1e-4 and found["dq"] > 1e-4, found
 
     @pytest.mark.parametrize("block", [1, 16, 128])
-    def test_a_causal_safe_spec_is_so_for_any_block_size(self, block):
+    def test_causal_safe_has_exactly_no_influence_with_any_block_size(self, block):
         spec = replace(CAUSAL_SAFE, block_q=block, block_k=block)
         for i in (0, 15, 16, 77):
-            assert influence_of_the_future(self.CASE, spec, i) == {"o": 0.0, "dq": 0.0}
+            assert influence_of_later_tokens(self.CASE, spec, i) == {"o": 0.0, "dq": 0.0}
 
 
 class TestMasks:
@@ -258,7 +260,7 @@ class TestMasks:
 
     @given(cases(MODERATE, masks=("none",)), specs())
     @examples(20)
-    def test_a_mask_of_ones_is_no_mask(self, case, spec):
+    def test_a_mask_of_ones_gives_the_bytes_of_no_mask(self, case, spec):
         mask = torch.ones(1, 1, dtype=torch.bool).expand(case.q.shape[-2], case.k.shape[-2])
         one, other = run_attention(case, spec), run_attention(replace(case, attn_mask=mask), spec)
         for name in one._fields:
@@ -276,8 +278,7 @@ class TestMasks:
             assert_bitwise(actual=getattr(other, name), expected=getattr(one, name), what=name)
 
     @pytest.mark.parametrize("preset", PRESETS)
-    def test_rows_that_attend_to_nothing(self, preset):
-        """o = 0, lse = -inf, and no gradient."""
+    def test_rows_that_attend_to_nothing_have_o_0_lse_minus_infinity_and_no_gradient(self, preset):
         mask = random_mask(6, (70, 90), density=0.6)
         mask[[0, 13, 64, 69]] = False
         c = case(seed=5, n_q=70, n_k=90, d=16, attn_mask=mask)
@@ -289,19 +290,19 @@ class TestMasks:
 
 
 class TestPadding:
-    """Tokens that attend to nothing, or that nothing attends to, are no part of the problem."""
+    """Queries that attend to no key, and keys that no query attends to, are padding."""
 
     @staticmethod
-    def garbage(c: Case, value: float) -> Case:
-        """The case with this value wherever a token is no part of it."""
+    def fill_padding(c: Case, value: float) -> Case:
+        """The case with this value in all padding."""
         attends = c.attends.expand(*c.q.shape[:-1], c.k.shape[-2])
-        dead_q, dead_k = ~attends.any(-1)[..., None], ~attends.any(-2)[..., None]
+        padding_q, padding_k = ~attends.any(-1)[..., None], ~attends.any(-2)[..., None]
         return replace(
             c,
-            q=c.q.masked_fill(dead_q, value),
-            k=c.k.masked_fill(dead_k, value),
-            v=c.v.masked_fill(dead_k, value),
-            do=c.do.masked_fill(dead_q, value),
+            q=c.q.masked_fill(padding_q, value),
+            k=c.k.masked_fill(padding_k, value),
+            v=c.v.masked_fill(padding_k, value),
+            do=c.do.masked_fill(padding_q, value),
         )
 
     @given(
@@ -311,24 +312,23 @@ class TestPadding:
         st.integers(1, 40),
     )
     @examples(60)
-    def test_garbage_changes_nothing(self, case, spec, value, dead):
-        """Also where one head's padding is another head's token, and where causal queries are
-        fewer than keys."""
+    def test_values_in_padding_change_no_byte(self, case, spec, value, masked):
+        """Some tokens are padding in one head only. Under a causal mask, some keys may be too."""
         if case.attn_mask is not None:
             mask = case.attn_mask.clone()
-            mask[..., -dead:] = False
-            mask[0, ..., :dead, :] = False
+            mask[..., -masked:] = False
+            mask[0, ..., :masked, :] = False
             case = replace(case, attn_mask=mask)
-        one, other = run_attention(case, spec), run_attention(self.garbage(case, value), spec)
+        one, other = run_attention(case, spec), run_attention(self.fill_padding(case, value), spec)
         for name in one._fields:
             assert_bitwise(actual=getattr(other, name), expected=getattr(one, name), what=name)
 
     @pytest.mark.parametrize("preset", PRESETS)
-    def test_garbage_does_not_reach_the_reference_or_the_trace(self, preset):
+    def test_nan_in_padding_changes_no_byte_of_the_reference_and_the_trace(self, preset):
         mask = random_mask(8, (2, 1, 70, 90), density=0.5)
         mask[..., 80:], mask[..., 60:, :] = False, False
         c = case(seed=6, n_q=70, n_k=90, d=16, heads=(2, 3), attn_mask=mask)
-        bad = self.garbage(c, math.nan)
+        bad = self.fill_padding(c, math.nan)
         one, other = run_exact(c), run_exact(bad)
         for name in type(one).__slots__:
             assert_bitwise(actual=getattr(other, name), expected=getattr(one, name), what=name)
@@ -343,10 +343,12 @@ class TestPadding:
 
     @pytest.mark.parametrize("preset", PRESETS)
     @pytest.mark.parametrize("smoothing", SMOOTHINGS)
-    def test_a_padded_batch_is_its_sequences(self, preset, smoothing):
-        """Two sequences padded to one length with a mask give the bytes that each gives alone:
-        codes, scales and means see valid tokens only. Within one number of blocks, since float
-        sums over tiles may be ordered otherwise for another number."""
+    def test_a_padded_batch_gives_the_bytes_of_its_sequences_alone(self, preset, smoothing):
+        """Two sequences are padded to one length and masked.
+
+        Codes, scales and means depend on valid tokens only. Both sequences have the same number of
+        blocks, because the order of float sums over tiles depends on it.
+        """
         spec = replace(PRESETS[preset], smoothing=smoothing)
         lengths = (100, 120)
         c = case(seed=7, n_q=128, n_k=128, d=16, heads=(2, 3))

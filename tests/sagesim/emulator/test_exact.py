@@ -1,4 +1,4 @@
-"""The float64 reference against PyTorch's own attention, autograd, and the definitions."""
+"""`exact` agrees with PyTorch's attention and autograd, and with the definitions."""
 
 import math
 
@@ -18,16 +18,20 @@ U64 = 2.0**-53
 
 
 def rounding(scale: torch.Tensor) -> torch.Tensor:
-    """Room for float64's own rounding: 1e5 last places of the largest number involved. Any real
-    mistake is at least the size of float32's rounding, 5e8 last places."""
+    """A bound for float64's rounding errors: 1e5 units roundoff of the largest number involved.
+
+    A real mistake is at least as large as float32's rounding, 5e8 units roundoff of float64.
+    """
     return 1e5 * U64 * scale.abs().max().clamp(min=1e-300).double().expand_as(scale)
 
 
 @given(cases(MILD, masks=("none", "causal", "random")))
 @examples(40)
 def test_is_what_autograd_makes_of_pytorchs_attention(case):
-    """SDPA's math in float64. Rows that attend to nothing are NaN there, so they are left out by
-    giving them every key and no gradient."""
+    """SDPA gives NaN for queries that attend to nothing.
+
+    Here it lets them attend to every key, with gradient 0, and their rows of o are set to 0.
+    """
     q, k, v = (x.double().requires_grad_() for x in (case.q, case.k, case.v))
     some = case.attends.any(-1)
     mask = (case.attends | ~some[..., None]).expand(*case.q.shape[:-1], case.k.shape[-2])
@@ -48,8 +52,8 @@ def test_is_what_autograd_makes_of_pytorchs_attention(case):
         assert_within_bound(actual=getattr(found, name), exact=expected, bound=bound, what=name)
 
 
-def test_a_hand_computed_case():
-    """Two queries, two keys, head size 1: p = softmax([ln 3, 0]) = [3/4, 1/4] for the first."""
+def test_every_intermediate_of_a_case_computed_by_hand():
+    """Two queries, two keys, head size 1. Row 0 of p is softmax([ln 3, 0]) = [3/4, 1/4]."""
     q = torch.tensor([[1.0], [0.0]])
     k = torch.tensor([[math.log(3)], [0.0]], dtype=torch.float64)
     v = torch.tensor([[4.0], [8.0]], dtype=torch.float64)
@@ -74,7 +78,7 @@ def test_a_hand_computed_case():
         )
 
 
-def test_masked_entries_and_rows():
+def test_masked_entries_and_masked_rows_have_their_defined_values():
     mask = random_mask(0, (1, 1, 9, 7), density=0.5)
     mask[..., 4, :] = False
     x = run_exact(case(seed=0, n_q=9, n_k=7, d=4, attn_mask=mask))
@@ -87,7 +91,7 @@ def test_masked_entries_and_rows():
         assert not bool(getattr(x, name).isnan().any()), name
 
 
-def test_no_keys():
+def test_without_keys_o_is_0_and_lse_is_minus_infinity():
     x = run_exact(case(seed=0, n_q=3, n_k=0, d=4))
     assert not x.o.any() and not x.dq.any() and bool((x.lse == -math.inf).all())
 
@@ -102,7 +106,7 @@ def test_grouped_heads_are_repeated_heads():
     assert torch.equal(grouped.dv, repeated.dv.unflatten(1, (2, 3)).sum(2))
 
 
-def test_scale_and_no_leading_axes():
+def test_scale_multiplies_the_logits_and_leading_axes_are_optional():
     c = case(seed=2, n_q=5, n_k=6, d=4, heads=())
     one, other = exact(*c.qkvdo), exact(c.q * 2, *c.qkvdo[1:], scale=0.25)
     assert torch.equal(one.o, other.o) and one.o.shape == (5, 4)

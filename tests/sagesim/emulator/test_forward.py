@@ -1,4 +1,4 @@
-"""The forward's two products: exactness without quantization, smoothing, and Algorithm 1."""
+"""The forward: exact if nothing is rounded, smoothing, and the paper's Algorithms 1 and 2."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ SMOOTHED = specs(precisions=[Precision.FP32])
 
 
 class TestUnquantized:
-    """FP32 at every site is attention, whatever the blocks, granularities and seeds."""
+    """A spec with FP32 at every site computes attention, for all blocks, granularities, seeds."""
 
     @given(cases(MODERATE), UNQUANTIZED)
     @examples(60)
@@ -37,14 +37,13 @@ class TestUnquantized:
             )
 
     @pytest.mark.parametrize("site", SITES)
-    def test_the_bound_is_small_enough_to_see_one_site_in_16_bit(self, site):
-        """A bound that a rounded site would pass proves nothing."""
+    def test_one_site_in_16_bit_exceeds_the_bound(self, site):
+        """A bound that a rounded site meets would prove nothing."""
         c = case(seed=1, n_q=64, n_k=64, d=16)
         exact = run_exact(c)
         bound = float32_bound.of(c, exact)
         found = run_trace(c, with_precision(FPA, Precision.FP16, site))
-        seen = {"qk": "o", "pv": "o", "qk_recompute": "dv", "dv": "dv", "dp": "dq"}
-        name = seen.get(site, site)
+        name = {"qk": "o", "pv": "o", "qk_recompute": "dv", "dp": "dq"}.get(site, site)
         with pytest.raises(AssertionError, match="exceed the bound"):
             assert_within_bound(
                 actual=getattr(found, name),
@@ -75,7 +74,7 @@ class TestSmoothing:
     @given(cases(MODERATE), SMOOTHED)
     @examples(60)
     def test_smoothing_does_not_change_fp32_attention(self, case, spec):
-        """Q- and K-smoothing with both bias terms; the logsumexp is of the true logits."""
+        """The terms that smoothing subtracts are added back, also to the logsumexp."""
         exact = run_exact(case)
         bound = float32_bound.of(case, exact, smoothing=spec.smoothing, block_q=spec.block_q)
         found = run_trace(case, spec)
@@ -88,8 +87,8 @@ class TestSmoothing:
             )
 
     @pytest.mark.parametrize("twin", ["no shift", "no bias of q in s", "no bias of q in dk"])
-    def test_a_forgotten_bias_term_is_seen(self, twin):
-        """Each of the three terms that smoothing has to put back is larger than the bound."""
+    def test_a_missing_smoothing_term_exceeds_the_bound(self, twin):
+        """There are three terms that have to be added back; each is larger than the bound."""
         smoothing = Smoothing(q=True, k=True)
         c = case(seed=3, n_q=70, n_k=70, d=16, kinds=(shifted, shifted, gaussian, gaussian))
         exact = run_exact(c)
@@ -115,8 +114,10 @@ class TestSmoothing:
     @given(seed=st.integers(0, 2**32 - 1), n=st.sampled_from([1, 15, 64, 130]))
     @examples(20)
     def test_a_constant_added_to_k_changes_no_byte_of_o_and_gradients(self, preset, seed, n):
-        """k and the constant are integers over 8 and the mean is exact in float32, so that K less
-        its mean is the same numbers."""
+        """k and the constant are multiples of 1/8 and the mean is exact in float32.
+
+        K minus its mean is therefore bit-identical.
+        """
         c = case(seed=seed, n_q=n, n_k=64, d=16)
         k = (c.k * 8).round() / 8
         one = run_trace(replace(c, k=k), preset)
@@ -126,15 +127,15 @@ class TestSmoothing:
         assert_bitwise(
             actual=other.operands["qk.k"].codes, expected=one.operands["qk.k"].codes, what="codes"
         )
-        # The logsumexp is that of the true logits: it moves, by q . constant / sqrt(d). Either
-        # lse is a sum of two numbers and a dot product of 16.
+        # The logsumexp is that of the logits before smoothing, which change by q . 16 / sqrt(d).
+        # Each lse is a sum of two numbers and of a dot product of 16 terms.
         q_abs = c.q.double().abs().sum(-1) / 4
         size = 18 * q_abs + one.lse.abs().double() + other.lse.abs().double()
         assert_within_bound(
             actual=other.lse.double() - one.lse.double(),
             exact=16 * c.q.double().sum(-1) / 4,
             bound=2 * (16 + 4) * U * size,
-            what="lse moved",
+            what="change of lse",
         )
 
     def test_without_smoothing_the_constant_does_reach_the_codes(self):
@@ -144,7 +145,7 @@ class TestSmoothing:
         assert not torch.equal(one.o, other.o)
 
     def test_constant_keys_average_the_values(self):
-        """K less its mean is zero: P is uniform and O the mean of V's codes, for every query."""
+        """K minus its mean is zero, so P is uniform and O is the mean of V for every query."""
         c = case(seed=0, n_q=5, n_k=64, d=16, kinds=(gaussian, constant, gaussian, gaussian))
         t = run_trace(c, SAGEBWD)
         assert not t.operands["qk.k"].codes.any()
@@ -158,12 +159,12 @@ class TestSmoothing:
 
 
 def shifted(rng, shape):
-    """A mean of one deviation."""
+    """Normal numbers plus a constant, so that the mean is about as large as the deviation."""
     return gaussian(rng, shape) + constant(rng, shape)
 
 
 def paper_case(n_q: int, n_k: int) -> Case:
-    """K has a mean far from zero, which the algorithms smooth away."""
+    """K has a mean far from zero, so that smoothing matters."""
     kinds = (gaussian, offset, gaussian, gaussian)
     return case(seed=n_q * 1000 + n_k, n_q=n_q, n_k=n_k, d=40, kinds=kinds)
 
@@ -173,7 +174,7 @@ def run_paper(c: Case, scheme: paper_algorithms.Scheme, block_q: int, block_k: i
     return paper_algorithms.attention(*arrays, scheme=scheme, block_q=block_q, block_k=block_k)
 
 
-def map_codes_that_differ(t: Trace, paper: paper_algorithms.Result, name: str) -> torch.Tensor:
+def code_differences(t: Trace, paper: paper_algorithms.Result, name: str) -> torch.Tensor:
     return (t.operands[name].codes[0, 0].int() - torch.from_numpy(paper.codes[name])).abs()
 
 
@@ -200,7 +201,7 @@ TOKEN_OPERANDS = (
     [(128, 128, 64, 64), (130, 200, 64, 64), (97, 65, 32, 16), (15, 130, 128, 64), (1, 1, 64, 64)],
 )
 class TestThePapersAlgorithms:
-    """The emulator against Algorithms 1 and 2, written tile by tile with an online softmax."""
+    """The emulator agrees with Algorithms 1 and 2, which compute tiles with an online softmax."""
 
     @pytest.fixture
     def both(self, spec, scheme, n_q, n_k, block_q, block_k):
@@ -221,46 +222,51 @@ class TestThePapersAlgorithms:
             )
 
     def test_codes_of_maps_differ_by_1_in_at_most_a_thousandth(self, both):
-        """exp differs between numpy and torch in the last bits."""
+        """The exp of numpy and of torch differ in the last bits."""
         t, paper = both
         assert set(t.operands) == {*MAP_OPERANDS, *TOKEN_OPERANDS}
         for name in MAP_OPERANDS:
-            difference = map_codes_that_differ(t, paper, name)
+            difference = code_differences(t, paper, name)
             assert difference.max() <= 1, name
             assert int(difference.count_nonzero()) <= difference.numel() / 1000, name
 
     def test_outputs_differ_by_what_the_operands_differ_by(self, both):
-        """Every product is an integer sum of codes: o, dq, dk, dv of the two differ by what the
-        dequantized operands do, plus float32's rounding: two scales, the sum over at most 13
-        tiles, l (a sum of n_k exponentials and its logarithm: 2 roundings of numbers near 1 for
-        each tile and n_k of the sum) and the division."""
+        """Products are integer sums of codes, so results differ by what dequantized operands do.
+
+        The bound adds float32's rounding: two scales, the sum over at most 13 tiles, the row sum of
+        n_k exponentials and its logarithm (n_k roundings, and 2 per tile), and the division.
+        """
         t, paper = both
         ours = {n: t.operands[n].dequantize()[0, 0].double() for n in t.operands}
         theirs = {n: torch.from_numpy(paper.codes[n] * paper.scales[n].astype(float)) for n in ours}
         n = sum(t.s.shape[-2:])
-        # The codes of pv.p are of exp(S - row max), which l normalises.
+        # The codes of pv.p are those of exp(S - row max); o is divided by the row sum.
         s = t.s[0, 0].double()
-        l = torch.exp(s - s.amax(-1, keepdim=True)).sum(-1, keepdim=True)
+        row_sum = torch.exp(s - s.amax(-1, keepdim=True)).sum(-1, keepdim=True)
         for name, left, right, transposed, factor in (
-            ("o", "pv.p", "pv.v", False, 1 / l),
+            ("o", "pv.p", "pv.v", False, 1 / row_sum),
             ("dv", "dv.p", "dv.do", True, 1.0),
             ("dq", "dq.ds", "dq.k", False, 40**-0.5),
             ("dk", "dk.ds", "dk.q", True, 40**-0.5),
         ):
-            moved, size = (ours[left] - theirs[left]).abs(), ours[left].abs()
+            difference, size = (ours[left] - theirs[left]).abs(), ours[left].abs()
             if transposed:
-                moved, size = moved.mT, size.mT
+                difference, size = difference.mT, size.mT
             right_abs = ours[right].abs()
             assert_within_bound(
                 actual=getattr(t, name)[0, 0],
                 exact=torch.from_numpy(getattr(paper, name)).double(),
-                bound=factor * (moved @ right_abs + (n + 64) * U * (size @ right_abs)) + 2.0**-126,
+                bound=factor * (difference @ right_abs + (n + 64) * U * (size @ right_abs))
+                + 2.0**-126,
                 what=name,
             )
 
     def test_the_logsumexp_is_the_same(self, both):
-        """Sums of n_k exponentials, a dot product of 40, and a few roundings of numbers no larger
-        than the logits with and without the constant that smoothing takes out."""
+        """Up to float32's rounding errors.
+
+        These are those of a sum of n_k exponentials, a dot product of 40 terms, and a few roundings
+        of numbers no larger than the logits before and after smoothing.
+        """
         t, paper = both
         size = 2 * t.s[0, 0].double().abs().amax(-1) + 16
         assert_within_bound(
@@ -272,8 +278,8 @@ class TestThePapersAlgorithms:
 
 
 @pytest.mark.parametrize("twin", ["swapped blocks", "no smoothing", "padded scale", "one tile"])
-def test_the_comparison_with_the_paper_has_teeth(twin):
-    """Each planted bug moves more than a thousandth of some codes."""
+def test_the_comparison_with_the_paper_rejects_planted_bugs(twin):
+    """Each planted bug changes more than a thousandth of the codes of some operand."""
     c = paper_case(100, 100)
     paper = run_paper(c, paper_algorithms.PAPER, 64, 32)
     right = replace(SAGEBWD, block_q=64, block_k=32)
@@ -287,7 +293,7 @@ def test_the_comparison_with_the_paper_has_teeth(twin):
         t = run_trace(arguments, spec)
         shares = [
             int(d.count_nonzero()) / d.numel()
-            for d in (map_codes_that_differ(t, paper, name) for name in MAP_OPERANDS)
+            for d in (code_differences(t, paper, name) for name in MAP_OPERANDS)
         ]
         assert (max(shares) <= 1e-3) == is_right, shares
 
@@ -305,7 +311,7 @@ class TestRows:
     @given(seed=st.integers(0, 99), block=blocks)
     @examples(20)
     def test_a_single_key_gets_all_of_the_attention(self, seed, block):
-        """p is 127 codes of scale 1/127: o is V's dequantized row up to three roundings."""
+        """p has code 127 and scale 1/127, so o is V's dequantized row up to three roundings."""
         c = case(seed=seed, n_q=20, n_k=1, d=8)
         t = run_trace(c, replace(SAGEBWD, block_q=block, block_k=block))
         assert bool((t.operands["pv.p"].codes == 127).all())

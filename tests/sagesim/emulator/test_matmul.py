@@ -1,4 +1,4 @@
-"""Products of operands in tiles, against int64 sums of codes and float64 sums of numbers."""
+"""Products of operands in tiles agree with int64 sums of codes and float64 products."""
 
 import numpy as np
 import pytest
@@ -27,12 +27,12 @@ def codes(rng: np.random.Generator, shape: tuple[int, ...], *, extreme: bool) ->
 
 
 def int8(values: Tensor, rows: int, columns: int) -> Operand:
-    """Codes without a scale of their own: the scale is 1."""
+    """An operand of these codes with scale 1."""
     return Operand(to_tiles(values, rows, columns), torch.ones(1, 1, 1, 1, 1), Precision.INT8)
 
 
 def as_int32_would(total: Tensor) -> Tensor:
-    """An exact int64 sum, turned into float32: one rounding, as of an INT32 accumulator."""
+    """An exact int64 sum, rounded to float32 once, as an INT32 accumulator is."""
     assert total.abs().max() < 2**31
     return total.float()
 
@@ -51,9 +51,9 @@ def product(form: str, left: Operand, right: Operand, n_q: int, n_k: int) -> Ten
 @pytest.mark.parametrize("contracted", [1, 2, 64, 1040, 1041, 1500, 3000])
 @pytest.mark.parametrize("form", FORMS)
 def test_sums_of_int8_codes_are_exact(form, contracted, extreme):
-    """One tile along the contraction: the INT32 result is one number, rounded once to float32.
+    """One tile along the contracted axis: its INT32 sum is rounded to float32 once.
 
-    127**2 * 1040 is the last sum of extreme codes that float32 holds exactly.
+    127**2 * 1040 is the largest sum of extreme codes that float32 represents exactly.
     """
     rng = np.random.default_rng(contracted)
     if form == "tokens":
@@ -80,8 +80,10 @@ def test_sums_of_int8_codes_are_exact(form, contracted, extreme):
 
 @pytest.mark.parametrize("form", ["map", "map_transposed"])
 def test_tiles_are_summed_each_on_its_own_then_added_in_float32(form):
-    """With powers of two for scales every float32 step is exact, so the order is free and the
-    result is the int64 sum of scaled integers."""
+    """The scales are powers of two, so every float32 operation is exact.
+
+    The result is the int64 sum of scaled integers in any order.
+    """
     rng = np.random.default_rng(0)
     left, right = codes(rng, (1, 64, 96), extreme=False), codes(rng, (1, 96, 8), extreme=False)
     if form == "map_transposed":
@@ -93,17 +95,17 @@ def test_tiles_are_summed_each_on_its_own_then_added_in_float32(form):
     lhs = int8(left, BLOCK_Q, BLOCK_K)
     rhs = Operand(to_tiles(right, size, 8), scale, Precision.INT8)
     weights = powers.repeat_interleave(size)[:, None]
-    straight = left if form == "map" else left.mT
-    expected = straight.long() @ (right.long() * weights)
+    lhs_matrix = left if form == "map" else left.mT
+    expected = lhs_matrix.long() @ (right.long() * weights)
     assert expected.abs().max() < 2**24
     found = product(form, lhs, rhs, 64 if form == "map" else 96, 64)
     assert_bitwise(actual=found, expected=expected.float(), what=form)
 
 
 class TestAnyPrecisionAndGranularity:
-    """The product is that of the dequantized operands, up to float32's own rounding."""
+    """The product is that of the dequantized operands, up to float32's rounding."""
 
-    N_Q, N_K, D = 37, 53, 20  # tails on both sides
+    N_Q, N_K, D = 37, 53, 20  # the last block of queries and of keys is shorter
 
     def check(self, form: str, left: Operand, right: Operand, dense: tuple[Tensor, Tensor]):
         left_hat, right_hat = (x.double() for x in dense)
@@ -132,33 +134,36 @@ class TestAnyPrecisionAndGranularity:
     def test_agrees_with_float64(self, form, data, seed):
         precisions = st.sampled_from([p for p in Precision if p is not Precision.INPUT16])
         precision = data.draw(precisions)
-        lhs_hows = TOKEN_GRANULARITIES if form == "tokens" else MAP_GRANULARITIES
-        lhs_how = data.draw(st.sampled_from(lhs_hows))
-        rhs_how = data.draw(st.sampled_from(TOKEN_GRANULARITIES))
+        of_lhs = TOKEN_GRANULARITIES if form == "tokens" else MAP_GRANULARITIES
+        lhs_granularity = data.draw(st.sampled_from(of_lhs))
+        rhs_granularity = data.draw(st.sampled_from(TOKEN_GRANULARITIES))
         rng = np.random.default_rng(seed)
         gain = np.exp2(rng.integers(-6, 6, (2, self.N_Q, 1))).astype(np.float32)
         q = torch.from_numpy(rng.standard_normal((2, self.N_Q, self.D), np.float32) * gain)
         k = torch.from_numpy(rng.standard_normal((2, self.N_K, self.D), np.float32))
         p = torch.from_numpy(rng.random((2, self.N_Q, self.N_K), np.float32) * gain)
 
-        def token(x: Tensor, block: int, how: Granularity) -> Operand:
-            return encode(to_tiles(x, block, self.D), precision, how, HALF_EVEN, "q")
+        def tokens(x: Tensor, block: int, granularity: Granularity) -> Operand:
+            return encode(to_tiles(x, block, self.D), precision, granularity, HALF_EVEN, "q")
 
-        tokens_q, tokens_k = token(q, BLOCK_Q, rhs_how), token(k, BLOCK_K, rhs_how)
+        tokens_q, tokens_k = (
+            tokens(q, BLOCK_Q, rhs_granularity),
+            tokens(k, BLOCK_K, rhs_granularity),
+        )
         if form == "tokens":
-            lhs = token(q, BLOCK_Q, lhs_how)
+            lhs = tokens(q, BLOCK_Q, lhs_granularity)
             dense = self.dense(lhs, self.N_Q, self.D), self.dense(tokens_k, self.N_K, self.D)
             self.check(form, lhs, tokens_k, dense)
             return
-        lhs = encode(to_tiles(p, BLOCK_Q, BLOCK_K), precision, lhs_how, HALF_EVEN, "p")
+        lhs = encode(to_tiles(p, BLOCK_Q, BLOCK_K), precision, lhs_granularity, HALF_EVEN, "p")
         rhs, n = (tokens_k, self.N_K) if form == "map" else (tokens_q, self.N_Q)
         dense = self.dense(lhs, self.N_Q, self.N_K), self.dense(rhs, n, self.D)
         self.check(form, lhs, rhs, dense)
 
 
 @pytest.mark.parametrize("form", ["map", "map_transposed"])
-def test_a_twin_with_swapped_scales_is_caught(form):
-    """The scales of two tiles exchanged: the comparison above has teeth."""
+def test_swapped_scales_of_two_tiles_are_found(form):
+    """The comparison above rejects this bug."""
     rng = np.random.default_rng(3)
     values = codes(rng, (1, 32, 48), extreme=False)
     right = codes(rng, (1, 48 if form == "map" else 32, 8), extreme=False)
@@ -171,8 +176,8 @@ def test_a_twin_with_swapped_scales_is_caught(form):
         for s in (scale, scale.flip(1))
     )
     weights = torch.tensor([1, 3]).repeat_interleave(block)[:, None]
-    straight = values if form == "map" else values.mT
-    expected = (straight.long() @ (right.long() * weights)).float()
+    lhs_matrix = values if form == "map" else values.mT
+    expected = (lhs_matrix.long() @ (right.long() * weights)).float()
     assert_bitwise(actual=good, expected=expected, what=form)
     with pytest.raises(AssertionError, match="differ in bits"):
         assert_bitwise(actual=bad, expected=expected, what=form)
@@ -180,7 +185,7 @@ def test_a_twin_with_swapped_scales_is_caught(form):
 
 @pytest.mark.parametrize("precision", [p for p in Precision if p is not Precision.INPUT16])
 def test_float64_stays_float64(precision):
-    """For gradcheck: unscaled FP32 sites lose nothing."""
+    """FP32 sites do not round float64 numbers, as gradcheck requires."""
     rng = np.random.default_rng(1)
     q, k = (torch.from_numpy(rng.standard_normal((1, n, 8))) for n in (9, 11))
     operands = [

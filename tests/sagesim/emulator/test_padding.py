@@ -1,4 +1,7 @@
-"""What padding holds reaches nothing: tokens that no query attends to, and that attend to none."""
+"""Values in padding change no result.
+
+Padding is keys that no query attends to, and queries that attend to no key.
+"""
 
 import pytest
 import torch
@@ -19,8 +22,8 @@ def problem() -> tuple[torch.Tensor, torch.Tensor]:
     """Two sequences padded to 130 tokens, and the mask that hides padding as query and key."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 2, 2, 130, 16, generator=generator)
-    live = torch.arange(130) < torch.tensor(LENGTHS)[:, None]
-    return x, (live[:, None, :, None] & live[:, None, None, :])
+    valid = torch.arange(130) < torch.tensor(LENGTHS)[:, None]
+    return x, (valid[:, None, :, None] & valid[:, None, None, :])
 
 
 def outputs(x: torch.Tensor, label: str, **call) -> dict[str, torch.Tensor]:
@@ -30,24 +33,24 @@ def outputs(x: torch.Tensor, label: str, **call) -> dict[str, torch.Tensor]:
     return {"o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
-@pytest.mark.parametrize("junk", [1e6, -3e38, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [1e6, -3e38, float("nan"), float("inf")])
 @pytest.mark.parametrize("label", SPECS)
-def test_junk_in_padding_changes_no_byte(label, junk):
+def test_values_in_padding_change_no_byte(label, value):
     x, mask = problem()
-    dirty = x.clone()
-    dirty[:, 0, :, LENGTHS[0] :] = junk
-    clean, found = (outputs(y, label, attn_mask=mask) for y in (x, dirty))
-    for name in clean:
-        assert_bitwise(actual=found[name], expected=clean[name], what=name)
+    filled = x.clone()
+    filled[:, 0, :, LENGTHS[0] :] = value
+    expected, found = (outputs(y, label, attn_mask=mask) for y in (x, filled))
+    for name in expected:
+        assert_bitwise(actual=found[name], expected=expected[name], what=name)
 
 
 @pytest.mark.parametrize("label", SPECS)
 def test_keys_beyond_a_causal_mask_are_padding(label):
     x, _ = problem()
-    dirty = x.clone()
-    dirty[1:3, :, :, 70:] = float("nan")
+    filled = x.clone()
+    filled[1:3, :, :, 70:] = float("nan")
     calls = []
-    for y in (x, dirty):
+    for y in (x, filled):
         q, k, v = (z.clone() for z in y[:3])
         q, do = q[:, :, :70], x[3][:, :, :70]
         leaves = [z.requires_grad_() for z in (q, k, v)]
@@ -76,11 +79,11 @@ def test_codes_and_scales_are_those_of_the_sequence_alone(label):
         )
 
 
-def test_the_reference_does_not_see_junk_either():
+def test_trace_and_reference_agree_with_nan_in_padding():
     x, mask = problem()
-    dirty = x.clone()
-    dirty[:, 0, :, LENGTHS[0] :] = float("nan")
+    filled = x.clone()
+    filled[:, 0, :, LENGTHS[0] :] = float("nan")
     spec = AttentionSpec.parse("fpa")
-    found = compare(trace(*dirty, spec=spec, attn_mask=mask), exact(*dirty, attn_mask=mask))
+    found = compare(trace(*filled, spec=spec, attn_mask=mask), exact(*filled, attn_mask=mask))
     for name, error in found.overall.items():
         assert error.rel_l2 < 1e-5, name

@@ -15,10 +15,10 @@ def exact(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
 @pytest.fixture
 def norm() -> QKNorm:
     random = torch.Generator().manual_seed(0)
-    made = QKNorm(40)
-    for gamma in made.parameters():
+    module = QKNorm(40)
+    for gamma in module.parameters():
         gamma.data.copy_(torch.rand(40, generator=random) + 0.5)
-    return made
+    return module
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -29,8 +29,11 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 
 def test_is_the_definition_with_a_gamma_for_each(norm):
-    """Float32: 41 additions of positive numbers, a root, a quotient and two products, in any
-    order, err by 2**-24 relative each; half of that for those under the root."""
+    """Each float32 operation has a relative error of 2**-24, in any order.
+
+    There are 42 roundings under the root, which halves their error, and 4 others: the root, a
+    quotient and two products.
+    """
     q, k = inputs()
     assert not torch.equal(norm.gamma_q, norm.gamma_k)
     for x, found, gamma in zip((q, k), norm(q, k), (norm.gamma_q, norm.gamma_k), strict=True):
@@ -62,7 +65,7 @@ def test_q_and_k_may_differ_in_dtype(norm):
     assert [x.dtype for x in found] == [torch.float16, torch.float32]
 
 
-def test_a_power_of_two_leaves_no_trace(norm):
+def test_a_power_of_two_times_the_inputs_changes_no_byte(norm):
     q, k = inputs()
     larger = QKNorm(40, eps=norm.eps * 2.0**20)
     larger.load_state_dict(norm.state_dict())
@@ -79,7 +82,7 @@ def test_tokens_of_zeros_stay_zero(norm):
 
 
 def test_gradients_reach_inputs_and_gammas(norm):
-    """Of a sum weighted by w: the derivative by gamma is the sum over tokens of w x / rms."""
+    """The loss is sum(w * norm(q)). Its derivative by gamma is the sum over tokens of w x / rms."""
     q, k = (x.double().requires_grad_() for x in inputs())
     norm = norm.double()
     assert torch.autograd.gradcheck(lambda q, k: norm(q, k), (q[:1, :1, :2], k[:1, :1, :2]))
@@ -92,7 +95,7 @@ def test_gradients_reach_inputs_and_gammas(norm):
     assert norm.gamma_k.grad is None
 
 
-def test_starts_at_one_and_says_so():
+def test_gammas_start_at_one_and_repr_names_the_settings():
     norm = QKNorm(8)
     assert [name for name, _ in norm.named_parameters()] == ["gamma_q", "gamma_k"]
     for gamma in norm.parameters():
@@ -108,12 +111,12 @@ def test_starts_at_one_and_says_so():
         ({"head_dim": 8, "eps": float("nan")}, "eps=nan"),
     ],
 )
-def test_wrong_settings_raise(arguments, message):
+def test_invalid_settings_raise(arguments, message):
     with pytest.raises(ValueError, match=f"{message} is not"):
         QKNorm(**arguments)
 
 
-def test_wrong_inputs_raise(as_installed, norm):
+def test_invalid_inputs_raise(as_installed, norm):
     q, k = inputs()
     with pytest.raises(ValueError, match=r"k of shape \(2, 2, 7, 20\) has no .*head_dim=40"):
         norm(q, k[..., :20])

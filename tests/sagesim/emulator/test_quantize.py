@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from sagesim import HALF_AWAY, HALF_EVEN, Granularity, Precision, Rounding, quantize
 from sagesim.emulator import CODE_MAX
-from sagesim.emulator.quantization import encode, encode_unit_, from_tiles, scales, to_tiles
+from sagesim.emulator.quantization import (
+    encode,
+    encode_p_per_tile_row_,
+    from_tiles,
+    scales,
+    to_tiles,
+)
 from tests.support import examples
 from tests.support.assertions import assert_bitwise, assert_within_bound
 from tests.support.inputs import EXTREME, MILD, half_integer_ties
@@ -28,30 +34,30 @@ U = 2.0**-24
 granularities = st.sampled_from(Granularity)
 
 
-def block_of(how: Granularity, rows: int, columns: int) -> int | tuple[int, int]:
-    return (rows, columns) if how.is_map else rows
+def block_of(granularity: Granularity, rows: int, columns: int) -> int | tuple[int, int]:
+    return (rows, columns) if granularity.is_map else rows
 
 
 def spread(scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A scale for every element."""
+    """The scale of every element."""
     return scale.expand(like.shape).contiguous()
 
 
 def divide(x: torch.Tensor, by: float) -> torch.Tensor:
-    """numpy's float32 division, correctly rounded."""
+    """x / by in float32, correctly rounded by numpy."""
     return torch.from_numpy(x.numpy() / np.float32(by))
 
 
 class TestAgainstTheDefinition:
-    @pytest.mark.parametrize("how", Granularity)
+    @pytest.mark.parametrize("granularity", Granularity)
     @given(x=tensors(EXTREME, heads=(2,)), rows=blocks, columns=blocks)
     @examples(12)
-    def test_codes_and_scales_are_those_of_a_loop_over_regions(self, how, x, rows, columns):
-        block = block_of(how, rows, columns)
-        found = quantize(x, how, block=block)
+    def test_codes_and_scales_are_those_of_a_loop_over_regions(self, granularity, x, rows, columns):
+        block = block_of(granularity, rows, columns)
+        found = quantize(x, granularity, block=block)
         assert found.codes.dtype is torch.int8 and found.scale.dtype is torch.float32
         for head in range(x.shape[0]):
-            codes, scales = quantize_matrix(x[head].numpy(), how.value, block)
+            codes, scales = quantize_matrix(x[head].numpy(), granularity.value, block)
             assert_bitwise(actual=found.codes[head], expected=torch.from_numpy(codes), what="codes")
             assert_bitwise(
                 actual=spread(found.scale, x)[head],
@@ -59,11 +65,11 @@ class TestAgainstTheDefinition:
                 what="scales",
             )
 
-    @pytest.mark.parametrize("how", Granularity)
-    def test_regions_partition_the_matrix(self, how):
-        """The reference itself: each element lies in one region, also at the tails."""
+    @pytest.mark.parametrize("granularity", Granularity)
+    def test_regions_partition_the_matrix(self, granularity):
+        """In the independent implementation, each element lies in exactly one region."""
         count = np.zeros((130, 72), int)
-        for rows, columns in regions(130, 72, how.value, block_of(how, 64, 7)):
+        for rows, columns in regions(130, 72, granularity.value, block_of(granularity, 64, 7)):
             count[rows, columns] += 1
         assert (count == 1).all()
 
@@ -81,47 +87,49 @@ class TestAgainstTheDefinition:
             "row": 130,
         }
         x = torch.randn(1, 130, 72, generator=torch.Generator().manual_seed(0))
-        for how in Granularity:
-            scale = spread(quantize(x, how, block=block_of(how, 64, 7)).scale, x)
-            assert scale.unique().numel() == counts[how.value], how
+        for granularity in Granularity:
+            scale = spread(quantize(x, granularity, block=block_of(granularity, 64, 7)).scale, x)
+            assert scale.unique().numel() == counts[granularity.value], granularity
 
     @pytest.mark.parametrize("precision", SCALED)
     @given(seed=seeds, exponent=st.integers(-120, 120))
     @examples(20)
     def test_scale_and_inverse_are_one_rounded_division_each(self, precision, seed, exponent):
-        """Against numpy's float32 division, which IEEE 754 rounds correctly. A reciprocal times
-        the largest code is not that division for a quarter of all amax."""
+        """They equal numpy's float32 division, which is correctly rounded.
+
+        Multiplying a reciprocal by the largest code differs from it for a quarter of all amax.
+        """
         rng = np.random.default_rng(seed)
         amax = (rng.random(1000, np.float32) + np.float32(0.5)) * np.float32(2.0**exponent)
         top = np.float32(CODE_MAX[precision])
         with np.errstate(over="ignore"):
             inverse = top / amax
-        kept = ~np.isinf(inverse)
+        finite = ~np.isinf(inverse)
         scale, found = scales(torch.from_numpy(amax), CODE_MAX[precision])
-        expected = np.where(kept, amax / top, np.float32(1))
+        expected = np.where(finite, amax / top, np.float32(1))
         assert_bitwise(actual=scale, expected=torch.from_numpy(expected), what="scale")
-        expected = np.where(kept, inverse, np.float32(0))
+        expected = np.where(finite, inverse, np.float32(0))
         assert_bitwise(actual=found, expected=torch.from_numpy(expected), what="inverse")
 
 
 class TestHalfScaleBound:
     @given(
         x=tensors(EXTREME),
-        how=granularities,
+        granularity=granularities,
         rows=blocks,
         columns=blocks,
         rounding=st.sampled_from([HALF_EVEN, HALF_AWAY]),
     )
     @examples(150)
-    def test_x_is_within_half_a_scale(self, x, how, rows, columns, rounding):
-        """|x - codes * scale| <= scale / 2, plus what float32 takes from the exact statement.
+    def test_x_is_within_half_a_scale(self, x, granularity, rows, columns, rounding):
+        """|x - codes * scale| <= scale / 2, plus float32's rounding errors.
 
-        inverse, x * inverse and scale are rounded once each, u relatively, so that x * inverse
-        lies within 3 u |x / scale| <= 3 u 127 of x / scale (second order: the factor 1.001);
-        a subnormal scale is off by up to 2**-150, which its codes multiply by 127. A region that
-        127 / amax overflows for has codes 0 and scale 1 and holds nothing above 3.8e-37.
+        inverse, x * inverse and scale are rounded once each, by at most u relatively. x * inverse
+        therefore lies within 3 u |x / scale| <= 3 u 127 of x / scale; the factor 1.001 covers terms
+        of second order. A subnormal scale has an error of up to 2**-150, which codes multiply by up
+        to 127. If 127 / amax overflows, codes are 0, the scale is 1, and |x| is below 3.8e-37.
         """
-        q = quantize(x, how, block=block_of(how, rows, columns), rounding=rounding)
+        q = quantize(x, granularity, block=block_of(granularity, rows, columns), rounding=rounding)
         scale = spread(q.scale, x).double()
         rounding_error = 1.001 * 3 * U * 127 * scale + 127 * 2.0**-150
         assert_within_bound(
@@ -131,11 +139,11 @@ class TestHalfScaleBound:
             what="dequantized",
         )
 
-    @given(x=tensors(MILD), how=granularities, rows=blocks, columns=blocks, seed=seeds)
+    @given(x=tensors(MILD), granularity=granularities, rows=blocks, columns=blocks, seed=seeds)
     @examples(50)
-    def test_stochastic_rounding_is_within_one_scale(self, x, how, rows, columns, seed):
+    def test_stochastic_rounding_is_within_one_scale(self, x, granularity, rows, columns, seed):
         rounding = Rounding.stochastic(seed)
-        q = quantize(x, how, block=block_of(how, rows, columns), rounding=rounding)
+        q = quantize(x, granularity, block=block_of(granularity, rows, columns), rounding=rounding)
         scale = spread(q.scale, x).double()
         assert_within_bound(
             actual=q.codes.double() * scale,
@@ -149,10 +157,10 @@ class TestHalfScaleBound:
         q = quantize(x, Granularity.PerToken)
         assert (x - q.dequantize())[0, 1] == q.scale[0, 0] / 2
 
-    @given(x=tensors(EXTREME), how=granularities, precision=st.sampled_from(SCALED))
+    @given(x=tensors(EXTREME), granularity=granularities, precision=st.sampled_from(SCALED))
     @examples(50)
-    def test_dequantize_is_codes_times_scale_in_float32(self, x, how, precision):
-        q = quantize(x, how, block=block_of(how, 16, 16), precision=precision)
+    def test_dequantize_is_codes_times_scale_in_float32(self, x, granularity, precision):
+        q = quantize(x, granularity, block=block_of(granularity, 16, 16), precision=precision)
         expected = q.codes.float().numpy() * q.scale.numpy()
         assert_bitwise(
             actual=q.dequantize(), expected=torch.from_numpy(expected), what="dequantized"
@@ -162,48 +170,62 @@ class TestHalfScaleBound:
 class TestSymmetries:
     @given(
         x=tensors(MILD),
-        how=granularities,
+        granularity=granularities,
         precision=st.sampled_from(SCALED),
         rounding=roundings,
         exponent=st.integers(-60, 60),
     )
     @examples(100)
     def test_a_power_of_two_multiplies_scales_and_leaves_codes(
-        self, x, how, precision, rounding, exponent
+        self, x, granularity, precision, rounding, exponent
     ):
-        """Exactly, where nothing becomes subnormal; there is no absolute epsilon."""
+        """This is exact unless a number becomes subnormal, because there is no epsilon."""
         gain = 2.0**exponent
-        call = {"block": block_of(how, 16, 16), "precision": precision, "rounding": rounding}
-        one, other = quantize(x, how, **call), quantize(x * gain, how, **call)
+        call = {
+            "block": block_of(granularity, 16, 16),
+            "precision": precision,
+            "rounding": rounding,
+        }
+        one, other = quantize(x, granularity, **call), quantize(x * gain, granularity, **call)
         assert_bitwise(actual=other.codes, expected=one.codes, what="codes")
-        zero = spread(one.codes.float() == 0, x)  # regions of zeros have scale 1 at any gain
+        zero = spread(one.codes.float() == 0, x)  # regions of zeros have scale 1 for any gain
         scaled = spread(one.scale, x) * gain
         differs = spread(other.scale, x) != scaled
         assert bool((zero | ~differs).all())
 
     @given(
         x=tensors(EXTREME),
-        how=granularities,
+        granularity=granularities,
         precision=st.sampled_from(SCALED),
         rounding=st.sampled_from([HALF_EVEN, HALF_AWAY]),
     )
     @examples(80)
-    def test_a_sign_flips_codes_and_leaves_scales(self, x, how, precision, rounding):
-        call = {"block": block_of(how, 16, 16), "precision": precision, "rounding": rounding}
-        one, other = quantize(x, how, **call), quantize(-x, how, **call)
+    def test_a_sign_flips_codes_and_leaves_scales(self, x, granularity, precision, rounding):
+        call = {
+            "block": block_of(granularity, 16, 16),
+            "precision": precision,
+            "rounding": rounding,
+        }
+        one, other = quantize(x, granularity, **call), quantize(-x, granularity, **call)
         assert torch.equal(other.codes.float(), -one.codes.float())
         assert_bitwise(actual=other.scale, expected=one.scale, what="scale")
 
-    @given(x=tensors(EXTREME), how=granularities, rows=blocks, columns=blocks, rounding=roundings)
+    @given(
+        x=tensors(EXTREME),
+        granularity=granularities,
+        rows=blocks,
+        columns=blocks,
+        rounding=roundings,
+    )
     @examples(100)
     def test_minus_128_never_appears_and_some_element_has_the_largest_code(
-        self, x, how, rows, columns, rounding
+        self, x, granularity, rows, columns, rounding
     ):
-        block = block_of(how, rows, columns)
-        codes = quantize(x, how, block=block, rounding=rounding).codes
+        block = block_of(granularity, rows, columns)
+        codes = quantize(x, granularity, block=block, rounding=rounding).codes
         assert codes.min() >= -127
         for head in range(x.shape[0]):
-            for region in regions(*x.shape[1:], how.value, block):
+            for region in regions(*x.shape[1:], granularity.value, block):
                 top = codes[head][region].int().abs().max()
                 amax = x[head][region].abs().max().item()
                 assert top == (127 if amax > 1e-36 else 0)
@@ -211,19 +233,21 @@ class TestSymmetries:
 
 class TestEdges:
     @pytest.mark.parametrize("precision", SCALED)
-    @pytest.mark.parametrize("how", Granularity)
+    @pytest.mark.parametrize("granularity", Granularity)
     @pytest.mark.parametrize("value", [0.0, -0.0, 2.0**-149, 1e-40, 1e-38])
-    def test_regions_too_small_to_divide_by_have_codes_0_and_scale_1(self, precision, how, value):
+    def test_regions_too_small_to_divide_by_have_codes_0_and_scale_1(
+        self, precision, granularity, value
+    ):
         x = torch.full((5, 6), value)
-        q = quantize(x, how, block=block_of(how, 2, 4), precision=precision)
+        q = quantize(x, granularity, block=block_of(granularity, 2, 4), precision=precision)
         assert bool((q.codes.float() == 0).all()) and bool((q.scale == 1).all())
 
     @pytest.mark.parametrize("precision", SCALED)
-    def test_the_threshold_is_where_the_inverse_overflows(self, precision):
+    def test_codes_vanish_exactly_if_the_inverse_overflows(self, precision):
         top = CODE_MAX[precision]
         overflow = float(np.finfo(np.float32).max)
         amax = np.float32(top / overflow)
-        for _ in range(4):  # a few steps around the threshold, on either side
+        for _ in range(4):  # start a few float32 numbers below the threshold
             amax = np.nextafter(amax, np.float32(0))
         seen = set()
         for _ in range(8):
@@ -248,12 +272,12 @@ class TestEdges:
         assert q.scale[:2].unique().item() == 1
 
     @pytest.mark.parametrize("rounding", [HALF_EVEN, HALF_AWAY])
-    @pytest.mark.parametrize("how", [Granularity.PerToken, Granularity.PerBlock])
-    def test_ties_are_exact(self, rounding, how):
-        """Scale 1, so that every element between the codes is a tie."""
+    @pytest.mark.parametrize("granularity", [Granularity.PerToken, Granularity.PerBlock])
+    def test_ties_are_exact(self, rounding, granularity):
+        """The scale is 1, so that every element but the largest is a tie."""
         rng = np.random.default_rng(0)
         x = torch.from_numpy(half_integer_ties(rng, (64, 40)))
-        q = quantize(x, how, rounding=rounding)
+        q = quantize(x, granularity, rounding=rounding)
         assert bool((q.scale == 1).all())
         ties = x.abs() != 127
         assert bool(ties.any())
@@ -266,15 +290,22 @@ class TestEdges:
 
 class TestPadding:
     @given(
-        x=tensors(MILD), how=granularities, precision=st.sampled_from(SCALED), rounding=roundings
+        x=tensors(MILD),
+        granularity=granularities,
+        precision=st.sampled_from(SCALED),
+        rounding=roundings,
     )
     @examples(80)
-    def test_a_tail_is_a_block_padded_with_zeros_by_hand(self, x, how, precision, rounding):
-        call = {"block": block_of(how, 64, 64), "precision": precision, "rounding": rounding}
+    def test_a_tail_is_a_block_padded_with_zeros_by_hand(self, x, granularity, precision, rounding):
+        call = {
+            "block": block_of(granularity, 64, 64),
+            "precision": precision,
+            "rounding": rounding,
+        }
         n, d = x.shape[1:]
-        pad_d = -d % 64 if how.is_map else 0
+        pad_d = -d % 64 if granularity.is_map else 0
         padded = torch.nn.functional.pad(x, (0, pad_d, 0, -n % 64))
-        tail, whole = quantize(x, how, **call), quantize(padded, how, **call)
+        tail, whole = quantize(x, granularity, **call), quantize(padded, granularity, **call)
         assert torch.equal(whole.codes.float()[:, :n, :d], tail.codes.float())
         assert_bitwise(
             actual=spread(whole.scale, padded)[:, :n, :d].contiguous(),
@@ -284,7 +315,7 @@ class TestPadding:
 
     @given(x=tensors(MILD), rows=blocks, columns=blocks)
     @examples(40)
-    def test_tiles_come_back(self, x, rows, columns):
+    def test_from_tiles_inverts_to_tiles(self, x, rows, columns):
         tiles = to_tiles(x, rows, columns)
         assert tiles.shape[-3] == rows and tiles.shape[-1] == columns
         assert_bitwise(
@@ -293,54 +324,72 @@ class TestPadding:
         assert tiles.count_nonzero() == x.count_nonzero()
 
 
-CALL = {"how": granularities, "precision": st.sampled_from(SCALED), "rounding": roundings}
+CALL = {"granularity": granularities, "precision": st.sampled_from(SCALED), "rounding": roundings}
 
 
 class TestIndependence:
     @given(x=tensors(MILD, heads=(3,)), **CALL)
     @examples(50)
-    def test_a_head_alone_has_the_codes_it_has_in_a_batch(self, x, how, precision, rounding):
-        call = {"block": block_of(how, 16, 16), "precision": precision, "rounding": rounding}
-        together = quantize(x, how, **call)
+    def test_a_head_has_the_same_codes_alone_and_in_a_batch(
+        self, x, granularity, precision, rounding
+    ):
+        call = {
+            "block": block_of(granularity, 16, 16),
+            "precision": precision,
+            "rounding": rounding,
+        }
+        together = quantize(x, granularity, **call)
         for head in range(3):
-            alone = quantize(x[head], how, **call)
+            alone = quantize(x[head], granularity, **call)
             assert_bitwise(actual=alone.codes, expected=together.codes[head], what="codes")
             assert_bitwise(actual=alone.scale, expected=together.scale[head], what="scale")
 
     @pytest.mark.parametrize(
-        "how", [g for g in Granularity if g.value not in ("head", "channel", "row")]
+        "granularity", [g for g in Granularity if g.value not in ("head", "channel", "row")]
     )
     @given(x=tensors(MILD), rounding=roundings, longer=st.integers(1, 40))
     @examples(12)
-    def test_whole_blocks_do_not_see_a_longer_sequence(self, how, x, rounding, longer):
-        """Nor does stochastic rounding: the same element draws the same number."""
+    def test_more_tokens_do_not_change_codes_of_earlier_blocks(
+        self, granularity, x, rounding, longer
+    ):
+        """This includes stochastic rounding, where an element's random number is the same."""
         n = x.shape[1] // 16 * 16
         assume(n)
-        call = {"block": block_of(how, 16, 16), "rounding": rounding}
+        call = {"block": block_of(granularity, 16, 16), "rounding": rounding}
         extended = torch.cat([x[:, :n], 100 * x[:, :1].expand(-1, longer, -1)], 1)
-        short, long = quantize(x[:, :n], how, **call), quantize(extended, how, **call)
+        short, long = (
+            quantize(x[:, :n], granularity, **call),
+            quantize(extended, granularity, **call),
+        )
         assert_bitwise(actual=long.codes[:, :n].contiguous(), expected=short.codes, what="codes")
 
     @given(x=tensors(MILD, heads=(2,)), **CALL)
     @examples(50)
-    def test_strides_do_not_matter_and_x_is_not_changed(self, x, how, precision, rounding):
-        call = {"block": block_of(how, 16, 16), "precision": precision, "rounding": rounding}
-        expected = quantize(x, how, **call)
+    def test_strides_do_not_matter_and_x_is_not_changed(self, x, granularity, precision, rounding):
+        call = {
+            "block": block_of(granularity, 16, 16),
+            "precision": precision,
+            "rounding": rounding,
+        }
+        expected = quantize(x, granularity, **call)
         before = x.clone()
         for strided in (
             x.mT.contiguous().mT,
             x.transpose(0, 1).contiguous().transpose(0, 1),
             torch.nn.functional.pad(x, (1, 2, 3, 0))[:, 3:, 1:-2],
         ):
-            found = quantize(strided, how, **call)
+            found = quantize(strided, granularity, **call)
             assert_bitwise(actual=found.codes, expected=expected.codes, what="codes")
             assert_bitwise(actual=found.scale, expected=expected.scale, what="scale")
         assert_bitwise(actual=x, expected=before, what="x")
 
-    @pytest.mark.parametrize("how", TOKEN_GRANULARITIES)
-    def test_expanded(self, how):
+    @pytest.mark.parametrize("granularity", TOKEN_GRANULARITIES)
+    def test_expanded_tensors_give_the_same_bytes(self, granularity):
         x = torch.linspace(-3, 3, 40).expand(2, 33, 40)
-        found, expected = quantize(x, how, block=16), quantize(x.contiguous(), how, block=16)
+        found, expected = (
+            quantize(x, granularity, block=16),
+            quantize(x.contiguous(), granularity, block=16),
+        )
         assert_bitwise(actual=found.codes, expected=expected.codes, what="codes")
         assert_bitwise(actual=found.scale, expected=expected.scale, what="scale")
 
@@ -352,8 +401,8 @@ class TestIndependence:
         assert_bitwise(actual=found.scale, expected=expected.scale, what="scale")
 
 
-class TestUnitMaps:
-    """P over its tile row's maximum, as the forward rounds it."""
+class TestPPerTileRow:
+    """The forward rounds P with one scale per tile row from exp(S - tile row max)."""
 
     @given(seed=seeds, precision=st.sampled_from(SCALED), rounding=roundings)
     @examples(40)
@@ -362,39 +411,40 @@ class TestUnitMaps:
         e = torch.exp(s - s.amax(-1, keepdim=True))
         weight = torch.exp(s.amax(-1, keepdim=True) - s.amax((-1, -2), keepdim=True))
         top = CODE_MAX[precision]
-        empty = torch.zeros_like(weight, dtype=torch.bool)
-        one = encode_unit_(e.clone(), weight, empty, precision, rounding, 0)
-        other = encode_unit_(e.clone(), weight / 2, empty, precision, rounding, 0)
+        masked = torch.zeros_like(weight, dtype=torch.bool)
+        one = encode_p_per_tile_row_(e.clone(), weight, masked, precision, rounding, 0)
+        other = encode_p_per_tile_row_(e.clone(), weight / 2, masked, precision, rounding, 0)
         assert_bitwise(actual=one.values, expected=other.values, what="codes")
         assert bool((one.values.amax(-1) == top).all()), "the row's maximum maps to the top code"
         assert one.scale is not None
         assert_bitwise(actual=one.scale, expected=divide(weight, top), what="scale")
 
     @pytest.mark.parametrize("precision", SCALED)
-    def test_a_tile_row_that_is_all_masked_has_codes_0_and_scale_1(self, precision):
+    def test_a_fully_masked_tile_row_has_codes_0_and_scale_1(self, precision):
         e, weight = torch.zeros(1, 1, 2, 1, 4), torch.zeros(1, 1, 2, 1, 1)
         e[:, :, 0], weight[:, :, 0] = 1, 0.5
-        p = encode_unit_(e, weight, weight == 0, precision, HALF_EVEN, 0)
+        p = encode_p_per_tile_row_(e, weight, weight == 0, precision, HALF_EVEN, 0)
         top = CODE_MAX[precision]
         assert p.scale is not None
         assert p.values[0, 0, :, 0].tolist() == [[top] * 4, [0] * 4]
         assert p.scale.flatten().tolist() == [np.float32(0.5) / np.float32(top), 1]
 
-    def test_it_is_the_general_rule_where_the_division_is_exact(self):
-        """encode of e * 1 has amax 1, hence the same inverse 127 / 1 and codes."""
+    def test_agrees_with_encode_if_the_weights_are_1(self):
+        """amax is then 1 in every tile row, so that `encode` also has the exact inverse 127."""
         e = torch.rand(1, 1, 8, 2, 16, generator=torch.Generator().manual_seed(4))
         e[..., 3] = 1
         weight = torch.ones(1, 1, 8, 2, 1)
         general = encode(e, Precision.INT8, Granularity.PerTileRow, HALF_EVEN, "p")
-        unit = encode_unit_(e.clone(), weight, weight == 0, Precision.INT8, HALF_EVEN, 0)
-        assert_bitwise(actual=unit.values, expected=general.values, what="codes")
-        assert unit.scale is not None and general.scale is not None
-        assert_bitwise(actual=unit.scale, expected=general.scale, what="scale")
+        int8 = Precision.INT8
+        found = encode_p_per_tile_row_(e.clone(), weight, weight == 0, int8, HALF_EVEN, 0)
+        assert_bitwise(actual=found.values, expected=general.values, what="codes")
+        assert found.scale is not None and general.scale is not None
+        assert_bitwise(actual=found.scale, expected=general.scale, what="scale")
 
 
-class TestRefusals:
+class TestInvalidArguments:
     @pytest.mark.parametrize("shape", [(), (3,), (0, 4), (4, 0)])
-    def test_shapes(self, as_installed, shape):
+    def test_shapes_without_two_axes_or_elements(self, as_installed, shape):
         with pytest.raises(ValueError, match=r"\[\.\.\., n, d\].*" + re.escape(str(shape))):
             quantize(torch.ones(shape), Granularity.PerHead)
 
@@ -403,24 +453,28 @@ class TestRefusals:
         with pytest.raises(ValueError, match=f"'{precision.value}' has no scale"):
             quantize(torch.ones(2, 2), Granularity.PerHead, precision=precision)
 
-    @pytest.mark.parametrize("how", MAP_GRANULARITIES)
-    def test_a_map_needs_two_block_sizes(self, how):
-        with pytest.raises(ValueError, match=f"'{how.value}' takes block=\\(block_q, block_k\\)"):
-            quantize(torch.ones(2, 2), how, block=2)
+    @pytest.mark.parametrize("granularity", MAP_GRANULARITIES)
+    def test_a_map_needs_two_block_sizes(self, granularity):
+        with pytest.raises(
+            ValueError, match=f"'{granularity.value}' takes block=\\(block_q, block_k\\)"
+        ):
+            quantize(torch.ones(2, 2), granularity, block=2)
 
-    @pytest.mark.parametrize("how", TOKEN_GRANULARITIES)
-    def test_tokens_need_one(self, how):
-        with pytest.raises(ValueError, match=f"'{how.value}' takes block=a number of tokens"):
-            quantize(torch.ones(2, 2), how, block=(2, 2))
+    @pytest.mark.parametrize("granularity", TOKEN_GRANULARITIES)
+    def test_tokens_need_one_block_size(self, granularity):
+        with pytest.raises(
+            ValueError, match=f"'{granularity.value}' takes block=a number of tokens"
+        ):
+            quantize(torch.ones(2, 2), granularity, block=(2, 2))
 
     @pytest.mark.parametrize("block", [0, -1])
-    def test_blocks_are_positive(self, block):
+    def test_block_sizes_that_are_not_positive(self, block):
         with pytest.raises(ValueError, match=f"{block}"):
             quantize(torch.ones(2, 2), Granularity.PerBlock, block=block)
         with pytest.raises(ValueError, match=f"{block}"):
             quantize(torch.ones(2, 2), Granularity.PerTile, block=(2, block))
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-    def test_numbers_that_are_not_finite(self, bad):
+    def test_nan_and_infinity(self, bad):
         with pytest.raises(ValueError, match="finite"):
             quantize(torch.tensor([[1.0, bad]]), Granularity.PerHead)

@@ -30,10 +30,10 @@ def rounded(values, precision, rounding) -> list[float]:
 
 
 def grid(precision: Precision) -> list[float]:
-    """Every finite value of the format up to CODE_MAX, from the definition of its bits, ascending.
+    """Every finite value of an FP8 format, ascending, from the definition of its bits.
 
-    E4M3: 1 sign, 4 exponent (bias 7), 3 mantissa bits, and all ones is NaN. E5M2: 1, 5 (bias 15),
-    2, and exponents of all ones are infinite or NaN.
+    E4M3 has 1 sign bit, 4 exponent bits (bias 7) and 3 mantissa bits; all ones is NaN. E5M2 has 1,
+    5 (bias 15) and 2; exponents of all ones are infinities and NaN.
     """
     exponent_bits, mantissa_bits, bias = {"fp8_e4m3": (4, 3, 7), "fp8_e5m2": (5, 2, 15)}[precision]
     values = set()
@@ -49,7 +49,7 @@ def grid(precision: Precision) -> list[float]:
 
 
 def neighbours(x: float) -> list[float]:
-    """The float32 numbers just below and above x, and x."""
+    """The next float32 number below x, x, and the next above."""
     return [
         float(np.nextafter(np.float32(x), np.float32(-math.inf))),
         x,
@@ -69,15 +69,15 @@ class TestInt8:
             assert code == tie + math.copysign(0.5, tie)
 
     @pytest.mark.parametrize("rounding", [HALF_EVEN, HALF_AWAY])
-    def test_a_last_bit_off_a_tie_decides(self, rounding):
-        """Where adding 0.5 and truncating would fail: 0.49999997 + 0.5 is 1 in float32."""
+    def test_the_float32_numbers_beside_a_tie_round_to_nearest(self, rounding):
+        """Adding 0.5 and truncating would fail: 0.49999997 + 0.5 is 1 in float32."""
         for tie in self.HALVES:
             below, _, above = neighbours(tie)
             assert rounded([below, above], INT8, rounding) == [tie - 0.5, tie + 0.5]
 
     @given(values=st.lists(st.floats(-127, 127, width=32), min_size=1), rounding=st.booleans())
     @examples(200)
-    def test_is_to_nearest_and_odd(self, values, rounding):
+    def test_is_to_nearest_and_symmetric(self, values, rounding):
         rounding = HALF_AWAY if rounding else HALF_EVEN
         codes = rounded(values, INT8, rounding)
         for value, code in zip(values, codes, strict=True):
@@ -86,24 +86,24 @@ class TestInt8:
 
     @pytest.mark.parametrize("rounding", [HALF_EVEN, HALF_AWAY, Rounding.stochastic(5)])
     def test_an_amax_that_rounds_above_127_stays_127(self, rounding):
-        """x * (127 / amax) of the largest element can exceed 127 by two roundings of 2**-24."""
+        """Two roundings can make x * (127 / amax) of the largest element exceed 127."""
         top = 127 * (1 + 2**-22)
         assert set(rounded([top] * 50 + [-top] * 50, INT8, rounding)) == {127, -127}
 
 
 @pytest.mark.parametrize("precision", FP8)
 class TestFp8:
-    def test_the_grid_is_torchs(self, precision):
+    def test_the_finite_values_are_those_of_torchs_dtype(self, precision):
         bits = torch.arange(256, dtype=torch.uint8).view(FLOAT8_DTYPE[precision]).double()
         finite = sorted(set(bits[bits.isfinite()].tolist()))
         assert grid(precision) == finite
         assert max(finite) == CODE_MAX[precision]
 
     @pytest.mark.parametrize("rounding", [HALF_EVEN, HALF_AWAY, Rounding.stochastic(1)])
-    def test_every_code_stays_itself(self, precision, rounding):
+    def test_every_code_is_rounded_to_itself(self, precision, rounding):
         assert rounded(grid(precision), precision, rounding) == grid(precision)
 
-    def test_half_even_is_torchs_cast_around_every_code_and_every_tie(self, precision):
+    def test_half_even_equals_torchs_cast_around_every_code_and_every_tie(self, precision):
         codes = grid(precision)
         ties = [(a + b) / 2 for a, b in pairwise(codes)]
         points = [p for x in codes[1:-1] + ties for p in neighbours(x)]
@@ -113,21 +113,21 @@ class TestFp8:
             actual=round_codes_(y.clone(), precision, HALF_EVEN, "q"), expected=cast, what="codes"
         )
 
-    def test_half_even_and_half_away_by_the_definition(self, precision):
-        """To the nearest code; a tie to the code with an even last bit, or to the larger one."""
+    def test_half_even_and_half_away_follow_their_definitions(self, precision):
+        """Both round to nearest; ties go to the code with an even last bit, or to the larger."""
         codes = grid(precision)
         positive = [c for c in codes if c >= 0]
         for index, (low, high) in enumerate(pairwise(positive)):
             tie = (low + high) / 2
             below, _, above = neighbours(tie)
-            even = low if index % 2 == 0 else high  # the index is the code's bits
+            even = low if index % 2 == 0 else high  # the index is the bit pattern of the code
             points = [below, tie, above, -below, -tie, -above]
             assert rounded(points, precision, HALF_EVEN) == [low, even, high, -low, -even, -high]
             assert rounded(points, precision, HALF_AWAY) == [low, high, high, -low, -high, -high]
 
     @given(seed=seeds, data=st.data())
     @examples(60)
-    def test_stochastic_takes_one_of_the_two_neighbours(self, precision, seed, data):
+    def test_stochastic_gives_one_of_the_two_adjacent_codes(self, precision, seed, data):
         top = CODE_MAX[precision]
         values = data.draw(st.lists(st.floats(-top, top, width=32), min_size=1))
         codes = np.array(grid(precision))
@@ -138,9 +138,11 @@ class TestFp8:
             high = codes[codes >= value].min()
             assert code in (low, high)
 
-    def test_stochastic_is_unbiased_on_a_grid_that_is_not_even(self, precision):
-        """A fraction 1/4 of the way between two codes of any binade rounds up a quarter of the
-        time: a binomial count, six standard deviations (a false alarm in 5e8)."""
+    def test_stochastic_is_unbiased_in_every_binade(self, precision):
+        """A number a quarter of the way between two codes rounds up a quarter of the time.
+
+        The count is binomial and must lie within six standard deviations (one false alarm in 5e8).
+        """
         positive = [c for c in grid(precision) if c >= 0]
         trials = 4096
         for low, high in zip(positive[::5], positive[1::5], strict=False):
@@ -155,8 +157,7 @@ class TestFp8:
 
 class TestRandomNumbers:
     def test_the_hash_is_the_published_one(self):
-        """Jarzynski and Olano, "Hash Functions for GPU Rendering" (2020), function pcg, evaluated
-        in Python's integers."""
+        """The function pcg of Jarzynski and Olano, "Hash Functions for GPU Rendering" (2020)."""
 
         def pcg(v: int) -> int:
             state = (v * 747796405 + 2891336453) % 2**32
@@ -166,12 +167,12 @@ class TestRandomNumbers:
         words = [0, 1, 2, 2**31 - 1, 2**31, 2**32 - 1, 12345, 3735928559]
         assert pcg_hash(torch.tensor(words)).tolist() == [pcg(w) for w in words]
 
-    @given(seed=seeds, tensor=st.sampled_from(sorted(STREAMS)), row0=st.integers(0, 10**6))
+    @given(seed=seeds, tensor=st.sampled_from(sorted(STREAMS)), first_row=st.integers(0, 10**6))
     @examples(30)
-    def test_an_elements_number_depends_on_its_place_alone(self, seed, tensor, row0):
+    def test_an_elements_number_depends_on_its_position_only(self, seed, tensor, first_row):
         device = torch.device("cpu")
-        whole = uniform(seed, tensor, 40, 30, row0, device)
-        part = uniform(seed, tensor, 7, 11, row0 + 13, device)
+        whole = uniform(seed, tensor, 40, 30, first_row, device)
+        part = uniform(seed, tensor, 7, 11, first_row + 13, device)
         assert_bitwise(actual=whole[13:20, :11], expected=part, what="u")
 
     def test_numbers_are_multiples_of_2_to_the_minus_24_in_0_to_1(self):
@@ -182,15 +183,14 @@ class TestRandomNumbers:
     @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1])
     @pytest.mark.parametrize("tensor", STREAMS)
     def test_they_are_uniform(self, seed, tensor):
-        """Chi-square over 256 bins with 255 degrees of freedom: six standard deviations of 22.6
-        above the mean."""
+        """The chi-square statistic of 256 bins is below its mean plus six standard deviations."""
         u = uniform(seed, tensor, 512, 128, 0, torch.device("cpu"))
         counts = torch.histc(u, bins=256, min=0, max=1)
         chi2 = ((counts - 256) ** 2 / 256).sum().item()
         assert chi2 < 255 + 6 * math.sqrt(2 * 255)
 
     def test_rows_columns_seeds_and_tensors_are_uncorrelated(self):
-        """A sample correlation of n independent pairs has deviation n**-1/2."""
+        """The sample correlation of n independent pairs has a standard deviation of n**-1/2."""
         n = 256
         device = torch.device("cpu")
         u = uniform(7, "q", n, n, 0, device)
@@ -211,7 +211,7 @@ class TestStochasticInt8:
     @given(seed=seeds, whole=st.integers(-127, 126), sixteenths=st.integers(0, 16))
     @examples(40)
     def test_is_unbiased(self, seed, whole, sixteenths):
-        """The share rounded up is the fraction: 16384 independent draws, six deviations."""
+        """The share rounded up is the fraction, within six standard deviations of 16384 draws."""
         fraction, trials = sixteenths / 16, 128 * 128
         y = torch.full((128, 128), whole + fraction)
         codes = round_codes_(y, INT8, Rounding.stochastic(seed), "ds")
@@ -222,14 +222,14 @@ class TestStochasticInt8:
         else:
             assert abs(up - fraction * trials) < 6 * math.sqrt(trials * fraction * (1 - fraction))
 
-    def test_a_code_is_kept_by_every_draw(self):
+    def test_every_code_is_rounded_to_itself(self):
         codes = torch.arange(-127.0, 128.0).expand(200, 255).clone()
-        kept = round_codes_(codes.clone(), INT8, Rounding.stochastic(3), "q")
-        assert_bitwise(actual=kept, expected=codes, what="codes")
+        found = round_codes_(codes.clone(), INT8, Rounding.stochastic(3), "q")
+        assert_bitwise(actual=found, expected=codes, what="codes")
 
     @given(seed=seeds)
     @examples(10)
-    def test_is_repeatable_and_seeds_differ(self, seed):
+    def test_equal_seeds_give_equal_codes_and_other_seeds_do_not(self, seed):
         y = torch.full((20, 20), 0.5)
         one, same, other = (
             round_codes_(y.clone(), INT8, Rounding.stochastic(s), "q")

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sagesim.emulator import tiling as grid_module
+from sagesim.emulator import tiling
 from sagesim.emulator.tiling import Grid
 from tests.support import examples
 from tests.support.inputs import random_mask
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def attended(grid: Grid, heads: slice, count: int) -> torch.Tensor:
-    """Which entries the panels say take part, put back together as [count, n_q, n_k]."""
+    """The entries that no panel masks, bool [count, n_q, n_k]."""
     out = torch.zeros(count, grid.n_q, grid.n_k, dtype=torch.bool)
     next_row = 0
     for panel in grid.panels(heads, CPU):
@@ -23,14 +23,14 @@ def attended(grid: Grid, heads: slice, count: int) -> torch.Tensor:
         width = panel.key_blocks * grid.block_k
         height = panel.rows.stop - panel.rows.start
         valid = torch.ones(1, height, width, dtype=torch.bool)
-        if panel.ignored is not None:
+        if panel.masked is not None:
             shape = (-1, panel.last_block - panel.first_block, grid.block_q, panel.key_blocks)
-            assert panel.ignored.shape[1:] == (*shape[1:], grid.block_k)
-            valid = ~panel.ignored.flatten(1, 2).flatten(2, 3)
-        assert not bool(valid[:, rows.stop - rows.start :].any()), "padding rows take no part"
-        assert not bool(valid[..., grid.n_k :].any()), "padding columns take no part"
-        cut = min(width, grid.n_k)
-        out[:, rows, :cut] = valid[:, : rows.stop - rows.start, :cut]
+            assert panel.masked.shape[1:] == (*shape[1:], grid.block_k)
+            valid = ~panel.masked.flatten(1, 2).flatten(2, 3)
+        assert not bool(valid[:, rows.stop - rows.start :].any()), "padding rows are masked"
+        assert not bool(valid[..., grid.n_k :].any()), "padding columns are masked"
+        columns = min(width, grid.n_k)
+        out[:, rows, :columns] = valid[:, : rows.stop - rows.start, :columns]
     assert next_row == grid.q_blocks * grid.block_q
     return out
 
@@ -39,9 +39,9 @@ def attended(grid: Grid, heads: slice, count: int) -> torch.Tensor:
     n_q=lengths, n_k=lengths, block_q=blocks, block_k=blocks, small=st.booleans(), data=st.data()
 )
 @examples(100)
-def test_the_panels_tile_the_map_and_keep_what_attends(n_q, n_k, block_q, block_k, small, data):
-    """Whatever the panels' size, including one query block each."""
-    kind = data.draw(st.sampled_from(["none", "causal", "one mask", "a mask a head"]))
+def test_panels_cover_the_map_and_mask_its_masked_entries(n_q, n_k, block_q, block_k, small, data):
+    """For panels of the usual size, and for panels of one query block."""
+    kind = data.draw(st.sampled_from(["none", "causal", "one mask", "one mask per head"]))
     count = 3
     mask = None
     expected = torch.ones(count, n_q, n_k, dtype=torch.bool)
@@ -54,10 +54,10 @@ def test_the_panels_tile_the_map_and_keep_what_attends(n_q, n_k, block_q, block_
     grid = Grid(n_q, n_k, block_q, block_k, kind == "causal", mask)
     with pytest.MonkeyPatch.context() as patch:
         if small:
-            patch.setattr(grid_module, "_PANEL", 1)
+            patch.setattr(tiling, "_PANEL_ENTRIES", 1)
             assert all(p.last_block - p.first_block == 1 for p in grid.panels(slice(0, 3), CPU))
         assert torch.equal(attended(grid, slice(0, count), count), expected)
-        if kind == "a mask a head":
+        if kind == "one mask per head":
             part = attended(grid, slice(1, 3), 2)
             assert torch.equal(part, expected[1:3])
 
@@ -68,20 +68,20 @@ def test_groups_of_heads_partition_the_heads(heads):
     groups = list(grid.head_groups(heads, CPU))
     assert [h for g in groups for h in range(g.start, g.stop)] == list(range(heads))
     if heads == 300:
-        assert len(groups) > 1, "the test crosses a border between groups"
+        assert len(groups) > 1, "with one group the test proves nothing"
 
 
 def test_causal_panels_stop_at_the_diagonal():
-    """Memory and time: no key block wholly in the future is computed."""
+    """No key block is computed in which all keys are masked."""
     grid = Grid(2048, 2048, 64, 64, True, None)
     for panel in grid.panels(slice(0, 1), CPU):
         assert panel.key_blocks == panel.rows.stop // 64
 
 
-def test_causal_is_top_left_aligned():
-    """Query i attends to keys 0..i, also where n_q != n_k, as SDPA's is_causal."""
+def test_is_causal_is_aligned_top_left():
+    """Query i attends to keys 0..i, as with SDPA's is_causal, also if n_q != n_k."""
     for n_q, n_k in ((3, 5), (5, 3)):
-        seen = attended(Grid(n_q, n_k, 2, 2, True, None), slice(0, 1), 1)[0]
+        found = attended(Grid(n_q, n_k, 2, 2, True, None), slice(0, 1), 1)[0]
         for i in range(n_q):
             for j in range(n_k):
-                assert bool(seen[i, j]) == (j <= i)
+                assert bool(found[i, j]) == (j <= i)

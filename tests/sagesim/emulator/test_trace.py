@@ -1,4 +1,4 @@
-"""The trace: the bytes of attention, and intermediates that fit together."""
+"""`trace` gives the bytes of `attention`, and its intermediates agree with each other."""
 
 import math
 from dataclasses import replace
@@ -27,14 +27,14 @@ from tests.support.inputs import MILD, MODERATE, NASTY, case, random_mask
 from tests.support.strategies import cases, specs
 
 U = 2.0**-24
-SLICES = ("o", "dq", "dk", "dv")
+OUTPUTS = ("o", "dq", "dk", "dv")
 
 
 @given(cases(MILD), specs())
 @examples(60)
 def test_outputs_are_the_bytes_of_attention(case, spec):
     found, expected = run_trace(case, spec), run_attention(case, spec)
-    for name in SLICES:
+    for name in OUTPUTS:
         assert_bitwise(actual=getattr(found, name), expected=getattr(expected, name), what=name)
 
 
@@ -43,7 +43,7 @@ def test_outputs_are_the_bytes_of_attention(case, spec):
 def test_outputs_are_the_bytes_of_attention_in_every_dtype(preset, dtype):
     c = case(seed=0, n_q=70, n_k=90, d=16, heads=(2, 1), is_causal=True).to(dtype)
     found, expected = run_trace(c, PRESETS[preset]), run_attention(c, PRESETS[preset])
-    for name in SLICES:
+    for name in OUTPUTS:
         assert_bitwise(actual=getattr(found, name), expected=getattr(expected, name), what=name)
     compute = torch.float64 if dtype is torch.float64 else torch.float32
     for name in ("s", "p", "lse", "delta", "dp", "ds", "s_recompute", "p_recompute"):
@@ -54,12 +54,11 @@ def test_outputs_are_the_bytes_of_attention_in_every_dtype(preset, dtype):
 @examples(40)
 def test_every_int8_operand_is_codes_in_range_times_a_scale(case, spec):
     t = run_trace(case, spec)
-    wanted = {f"{site}.{tensor}" for site in SITES for tensor in OPERANDS[site]}
-    assert set(t.operands) == wanted
+    assert set(t.operands) == {f"{site}.{tensor}" for site in SITES for tensor in OPERANDS[site]}
     for name, x in t.operands.items():
         assert x.codes.dtype is torch.int8 and x.scale.dtype is torch.float32
         assert x.codes.min() >= -127 and x.codes.max() <= 127, name
-        # pv.p's scale is exp(tile row max - row max) / 127, which may underflow.
+        # The scale of pv.p is exp(tile row max - row max) / 127, which may underflow.
         assert bool((x.scale >= 0).all()) if name == "pv.p" else bool((x.scale > 0).all()), name
         assert x.scale.isfinite().all(), name
         assert torch.broadcast_shapes(x.codes.shape, x.scale.shape) == x.codes.shape
@@ -75,37 +74,41 @@ def test_fp8_operands_are_float8(precision):
         assert x.codes.float().isfinite().all(), name
 
 
-def one_logits(spec):
-    """With S recomputed as it was computed: P = exp(S - L) of two different roundings may
-    overflow, as docs/numerics.md says, and infinities have no error to bound."""
+def recompute_as_forward(spec):
+    """The spec with qk_recompute rounded as qk.
+
+    Otherwise P = exp(S - L) may overflow (docs/numerics.md), and no bound would hold.
+    """
     return replace(spec, qk_recompute=spec.qk)
 
 
 @given(cases(MILD), specs(precisions=[Precision.INT8, Precision.FP16, Precision.FP32]))
 @examples(40)
 def test_operands_dequantize_to_what_was_quantized(case, spec):
-    """Q, K (unsmoothed), V and dO are the inputs; dS is the trace's own, and P of dv the
-    backward's; each within one scale (half, unless stochastic) and float32's rounding."""
-    spec = one_logits(replace(spec, smoothing=Smoothing()))
+    """Up to half a scale, or one scale in stochastic rounding, plus float32's rounding.
+
+    Unsmoothed q, k, v and do are the inputs, ds is in the trace, and dv.p is its p_recompute.
+    """
+    spec = recompute_as_forward(replace(spec, smoothing=Smoothing()))
     t = run_trace(replace(case, enable_gqa=False), spec)
-    # Tokens that attend to nothing, or that nothing attends to, count as zero.
-    live_q, live_k = (case.attends.expand(t.s.shape).any(axis)[..., None] for axis in (-1, -2))
-    q, do = (x.where(live_q, 0.0) for x in (case.q, case.do))
-    k, v = (x.where(live_k, 0.0) for x in (case.k, case.v))
+    # Padding is zero: queries that attend to nothing, and keys that no query attends to.
+    valid_q, valid_k = (case.attends.expand(t.s.shape).any(axis)[..., None] for axis in (-1, -2))
+    q, do = (x.where(valid_q, 0.0) for x in (case.q, case.do))
+    k, v = (x.where(valid_k, 0.0) for x in (case.k, case.v))
     sources = {"q": q, "k": k, "v": v, "do": do, "ds": t.ds}
-    share = 0.5 if spec.rounding.seed is None else 1.0
+    scales = 0.5 if spec.rounding.seed is None else 1.0
     for name, x in t.operands.items():
         site, tensor = name.split(".")
         if site == "pv" and tensor == "p":
-            continue  # unnormalised
+            continue  # it is not normalised, and the trace has no such tensor
         source = t.p_recompute if tensor == "p" else sources[tensor]
         scale = x.scale.double().expand(x.codes.shape)
-        # See test_quantize: inverse, product and scale are rounded once each.
-        vanishing = 127 * 2.0**-126
+        # inverse, product and scale are rounded once each; see test_quantize.
+        underflow = 127 * 2.0**-126
         assert_within_bound(
             actual=x.codes.double() * scale,
             exact=source.double(),
-            bound=scale * (share + 1.001 * 3 * U * 127) + vanishing,
+            bound=scale * (scales + 1.001 * 3 * U * 127) + underflow,
             what=name,
         )
 
@@ -116,44 +119,42 @@ SCALED_SPECS = specs(precisions=[Precision.INT8, Precision.FP8_E4M3, Precision.F
 @given(cases(MODERATE, masks=("none", "causal")), SCALED_SPECS)
 @examples(40)
 def test_operands_are_what_quantize_makes_of_their_tensors(case, spec):
-    """The same bytes, each with its own granularity, block and stream of random numbers."""
+    """With the granularity, block size and random stream of each operand."""
     n_q, n_k = case.q.shape[-2], case.k.shape[-2]
-    if case.is_causal and n_k > n_q:  # keys that no query attends to count as zero
+    if case.is_causal and n_k > n_q:  # keys beyond the last query are padding
         case = replace(case, k=case.k[..., :n_q, :], v=case.v[..., :n_q, :])
-    spec = one_logits(replace(spec, smoothing=Smoothing()))
+    spec = recompute_as_forward(replace(spec, smoothing=Smoothing()))
     t = run_trace(case, spec)
     sources = dict(zip(("q", "k", "v", "do"), case.qkvdo, strict=True))
     sources |= {"p": t.p_recompute, "ds": t.ds}
     for name, found in t.operands.items():
         site, tensor = name.split(".")
         if name == "pv.p":
-            continue  # not normalised, nor kept
+            continue  # it is not normalised, and the trace has no such tensor
         matmul = spec.site(site)
-        how = matmul.lhs if OPERANDS[site][0] == tensor else matmul.rhs
+        granularity = matmul.lhs if OPERANDS[site][0] == tensor else matmul.rhs
         size = spec.block_k if tensor in ("k", "v") else spec.block_q
         expected = quantize(
             sources[tensor],
-            how,
-            block=(spec.block_q, spec.block_k) if how.is_map else size,
+            granularity,
+            block=(spec.block_q, spec.block_k) if granularity.is_map else size,
             precision=matmul.precision,
             rounding=spec.rounding,
             tensor=tensor,
         )
-        # Adding 0 makes 0 of the -0 that float8 has: what is masked is 0 in the trace's maps.
+        # Adding 0 turns the -0 of float8 into 0, which masked entries have in the trace.
         codes = (x.codes.float() + 0 for x in (found, expected))
         assert_bitwise(actual=next(codes), expected=next(codes), what=f"codes of {name}")
-        # Past the diagonal the trace keeps no scale of a causal map: codes are 0, scale 1.
-        kept = found.codes.float() != 0
-        scales = (x.scale.expand(kept.shape)[kept] for x in (found, expected))
+        # Tiles beyond the diagonal of a causal map have codes 0 and scale 1 in the trace.
+        nonzero = found.codes.float() != 0
+        scales = (x.scale.expand(nonzero.shape)[nonzero] for x in (found, expected))
         assert_bitwise(actual=next(scales), expected=next(scales), what=f"scale of {name}")
 
 
 @given(cases(MILD), specs())
 @examples(40)
-def test_the_intermediates_fit_together(case, spec):
-    """P sums to 1, ds = p_recompute (dp - delta) to float32's rounding, and what is masked is
-    absent."""
-    t = run_trace(case, one_logits(spec))
+def test_ds_is_p_times_dp_minus_delta_and_masked_entries_have_their_values(case, spec):
+    t = run_trace(case, recompute_as_forward(spec))
     attends = case.attends.expand(t.s.shape)
     assert bool((t.s[~attends] == -math.inf).all())
     assert bool((t.s_recompute[~attends] == -math.inf).all())
@@ -174,22 +175,25 @@ def test_the_intermediates_fit_together(case, spec):
 @given(cases(MODERATE), specs())
 @examples(30)
 def test_rows_of_p_sum_to_1(case, spec):
-    """l is a sum of n_k exponentials, and L = max + log(l) and S - L round relative to S; what
-    smoothing takes out of S is at most as large as S itself can be."""
+    """Up to float32's rounding of a sum of n_k exponentials, of the logsumexp L, and of S - L.
+
+    L and S - L are rounded relative to S. The constant that smoothing subtracts from S is at most
+    as large as the largest possible S.
+    """
     t = run_trace(case, spec)
     d, n_k = case.q.shape[-1], case.k.shape[-2]
     largest = 2 * float((case.q.abs().double() @ case.k.abs().double().mT).amax()) / d**0.5
-    slack = 1.01 * U * (n_k + 32 + 8 * largest)
+    rounding = 1.01 * U * (n_k + 32 + 8 * largest)
     assert_within_bound(
         actual=t.p.sum(-1),
         exact=case.attends.expand(t.p.shape).any(-1).double(),
-        bound=torch.tensor(slack),
+        bound=torch.tensor(rounding),
         what="row sums of p",
     )
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_recomputed_logits_are_the_forwards_where_the_two_sites_agree(preset):
+def test_recomputed_logits_equal_the_forwards_if_qk_recompute_equals_qk(preset):
     spec = PRESETS[preset]
     t = run_trace(case(seed=3, n_q=100, n_k=90, d=40, is_causal=True), spec)
     if spec.qk == spec.qk_recompute:
@@ -206,7 +210,7 @@ def test_recomputed_logits_are_the_forwards_where_the_two_sites_agree(preset):
 
 @given(cases(MODERATE))
 @examples(30)
-def test_an_unquantized_trace_is_the_exact_one(case):
+def test_an_unquantized_trace_agrees_with_exact(case):
     exact = run_exact(case)
     bound = float32_bound.of(case, exact)
     t = run_trace(case, FPA)
@@ -219,8 +223,7 @@ def test_an_unquantized_trace_is_the_exact_one(case):
         )
 
 
-def test_grouped_heads():
-    """Operands of k and v have k's heads; maps have q's."""
+def test_operands_k_and_v_have_the_heads_of_k_and_maps_those_of_q():
     c = case(seed=4, n_q=20, n_k=30, d=8, heads=(2, 6))
     c = replace(c, k=c.k[:, :2], v=c.v[:, :2], enable_gqa=True)
     t = run_trace(c, SAGEBWD)
@@ -242,20 +245,20 @@ def test_grouped_heads():
     "smoothing", [Smoothing(), Smoothing(q=True), Smoothing(k=True), Smoothing(q=True, k=True)]
 )
 @pytest.mark.parametrize(("n_q", "n_k"), [(0, 5), (5, 0), (0, 0)])
-def test_nothing_to_trace(n_q, n_k, smoothing):
+def test_empty_sequences_have_empty_maps_and_no_operands(n_q, n_k, smoothing):
     t = run_trace(case(seed=0, n_q=n_q, n_k=n_k, d=8), replace(SAGEBWD, smoothing=smoothing))
     assert t.s.shape == t.ds.shape == (1, 1, n_q, n_k) and t.operands == {}
     assert t.o.shape == (1, 1, n_q, 8) and not t.o.any() and not t.dk.any()
 
 
 @pytest.mark.parametrize("heads", [(), (3,), (2, 1, 2)])
-def test_any_number_of_leading_axes(heads):
+def test_any_number_of_leading_axes_is_accepted(heads):
     t = run_trace(case(seed=0, n_q=6, n_k=5, d=8, heads=heads), SAGEBWD)
     assert t.s.shape == (*heads, 6, 5) and t.lse.shape == t.delta.shape == (*heads, 6)
     assert t.operands["dk.q"].codes.shape == (*heads, 6, 8)
 
 
-def test_nothing_is_kept_of_the_graph_and_the_operands_are_read_only():
+def test_tensors_are_detached_and_operands_are_read_only():
     c = case(seed=0, n_q=6, n_k=5, d=8)
     t = trace(c.q.requires_grad_(), *c.qkvdo[1:], spec=SAGEBWD)
     assert not t.o.requires_grad and not t.dq.requires_grad
@@ -266,7 +269,7 @@ def test_nothing_is_kept_of_the_graph_and_the_operands_are_read_only():
 @pytest.mark.parametrize(
     "do", [torch.zeros(1, 1, 6, 9), torch.zeros(1, 1, 6, 8, dtype=torch.float16)]
 )
-def test_a_gradient_that_does_not_fit_is_named(as_installed, do):
+def test_the_error_names_a_gradient_of_another_shape_or_dtype(as_installed, do):
     c = case(seed=0, n_q=6, n_k=5, d=8)
     with pytest.raises(ValueError, match=r"do is .*; the gradient of o is torch\.float32") as error:
         trace(c.q, c.k, c.v, do, spec=SAGEBWD)
@@ -274,7 +277,7 @@ def test_a_gradient_that_does_not_fit_is_named(as_installed, do):
 
 
 def test_delta_from_p_is_the_row_sum_of_p_times_dp():
-    """At most n_k products and a sum of them, in float32."""
+    """Up to float32's rounding of n_k products and their sum."""
     c = case(seed=5, n_q=70, n_k=130, d=16, attn_mask=random_mask(1, (70, 130), density=0.5))
     t = run_trace(c, replace(SAGEBWD, delta=Delta.FROM_P))
     terms = t.p_recompute.double() * t.dp.double()

@@ -1,4 +1,4 @@
-"""The calls that fuzzing draws: the same everywhere, laid out as they say, and of every sort."""
+"""Fuzz cases are reproducible, have the layouts that they name, and cover every kind of call."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.support.assertions import assert_bitwise
 
 
 def drawn(strategy, count):
-    """What the strategy draws from seed 0."""
+    """The examples that the strategy draws with seed 0."""
     seen = []
     find(strategy, lambda example: seen.append(example) or False, cases=count, seed=0)
     return seen
@@ -24,21 +24,21 @@ def drawn(strategy, count):
 class TestCase:
     @given(cases())
     @examples(50)
-    def test_prints_as_the_call_that_makes_it(self, case):
+    def test_repr_evaluates_to_the_case(self, case):
         assert eval(repr(case), {"FuzzCase": FuzzCase}) == case
 
     @given(cases(longest=40))
     @examples(20)
-    def test_the_same_numbers_each_time_and_in_every_layout(self, case):
+    def test_numbers_do_not_depend_on_the_layout(self, case):
         from dataclasses import replace
 
         plain = replace(case, layout="contiguous", do_layout="contiguous")
-        for again, x in zip(plain.problem().qkvdo, case.problem().qkvdo, strict=True):
+        for expected, x in zip(plain.problem().qkvdo, case.problem().qkvdo, strict=True):
             if x.stride() != (0, 0, 0, 0):
-                assert_bitwise(actual=x, expected=again, what="a tensor of the case")
+                assert_bitwise(actual=x, expected=expected, what="a tensor of the case")
             assert x.dtype is DTYPES[case.dtype] and bool(x.isfinite().all())
 
-    def test_layouts(self):
+    def test_tensors_have_the_layouts_of_the_case(self):
         shape = {"n_q": 5, "n_k": 7, "d": 16, "batch": 2, "kv_heads": 3, "groups": 2}
         for layout in LAYOUTS[:-1]:
             q, k, v, do = FuzzCase(layout=layout, do_layout="expanded", **shape).problem().qkvdo
@@ -47,7 +47,7 @@ class TestCase:
             assert k.transpose(1, 2).is_contiguous() == (layout == "token_major")
             assert do.stride() == (0, 0, 0, 0)
 
-    def test_runs_with_the_options_of_sdpa(self):
+    def test_run_passes_the_options_of_sdpa(self):
         case = FuzzCase(n_q=3, n_k=5, d=8, groups=2, is_causal=True, scale=0.25)
         seen = {}
 
@@ -70,13 +70,13 @@ class TestCase:
             ("kinds", ("gaussian", "gaussian", "gaussian", "noise")),
         ],
     )
-    def test_a_wrong_field_is_named(self, field, value):
+    def test_an_invalid_field_raises_and_is_named(self, field, value):
         with pytest.raises(ValueError, match=f"^{field}"):
             FuzzCase(**({"n_q": 3, "n_k": 3, "d": 8} | {field: value}))
 
 
 class TestStrategies:
-    def test_every_sort_of_call_is_drawn(self):
+    def test_every_kind_of_call_is_drawn(self):
         seen = drawn(cases(), 400)
         assert {c.dtype for c in seen} == set(DTYPES)
         assert {kind for c in seen for kind in c.kinds} == set(KINDS)
@@ -85,7 +85,7 @@ class TestStrategies:
         assert {gain for c in seen for gain in c.gains} == {-30, -8, -6, 0, 2, 6}
         for number in (1, 63, 64, 65, 127, 128, 129):
             assert any(c.n_q == number for c in seen) and any(c.n_k == number for c in seen)
-        for sort in (
+        for is_kind in (
             lambda c: c.is_causal and c.n_q < c.n_k,
             lambda c: c.is_causal and c.n_q > c.n_k,
             lambda c: c.groups == 3,
@@ -93,11 +93,11 @@ class TestStrategies:
             lambda c: c.scale is not None,
             lambda c: c.d & (c.d - 1),
         ):
-            assert sum(bool(sort(c)) for c in seen) > 10
+            assert sum(bool(is_kind(c)) for c in seen) > 10
 
     @pytest.mark.parametrize("word", FEATURES)
-    def test_what_is_left_out_is_not_drawn(self, word):
-        is_there = {
+    def test_an_excluded_feature_is_not_drawn(self, word):
+        has_feature = {
             "full": lambda c: not c.is_causal,
             "causal": lambda c: c.is_causal,
             "cross": lambda c: c.n_q != c.n_k,
@@ -107,15 +107,15 @@ class TestStrategies:
             "strides": lambda c: (c.layout, c.do_layout) != ("contiguous", "contiguous"),
         }
         sizes = {"block_q": 32, "block_k": 64}
-        assert any(is_there[word](c) for c in drawn(cases(**sizes), 40))
-        assert not any(is_there[word](c) for c in drawn(cases(without=[word], **sizes), 40))
+        assert any(has_feature[word](c) for c in drawn(cases(**sizes), 40))
+        assert not any(has_feature[word](c) for c in drawn(cases(without=[word], **sizes), 40))
         assert drawn(cases(without=FEATURES.keys() - {"full", word}, **sizes), 5)
 
-    def test_bounds_are_kept(self):
+    def test_lengths_head_sizes_and_dtypes_are_limited(self):
         for case in drawn(cases(longest=9, head_sizes=(24,), dtypes=("bfloat16",)), 40):
             assert max(case.n_q, case.n_k) <= 9 and case.d == 24 and case.dtype == "bfloat16"
 
-    def test_specs_for_kernels_are_of_every_sort(self):
+    def test_specs_for_kernels_cover_every_option(self):
         seen = drawn(specs_for_kernels(), 300)
         assert {s.block_q for s in seen} == {s.block_k for s in seen} == {32, 64, 128}
         assert {(s.smoothing.q, s.smoothing.k) for s in seen} >= {(True, True), (False, False)}
@@ -127,26 +127,26 @@ class TestStrategies:
 
     @given(st.data())
     @examples(20)
-    def test_specs_for_kernels_that_one_supports(self, data):
+    def test_only_supported_specs_are_drawn(self, data):
         spec = data.draw(specs_for_kernels(supported=lambda s: s.block_q == 32))
         assert isinstance(spec, AttentionSpec) and spec.block_q == 32
 
 
 class TestFind:
-    def test_the_smallest_example(self):
+    def test_shrinking_gives_the_smallest_example(self):
         numbers = st.integers(0, 10**6)
         assert find(numbers, lambda n: n > 1234, cases=200, seed=0, shrink=True) == 1235
         assert find(numbers, lambda n: n < 0, cases=200, seed=0) is None
 
-    def test_the_seed_says_what_is_tried(self):
+    def test_equal_seeds_draw_equal_examples(self):
         assert drawn(cases(), 20) == drawn(cases(), 20)
 
-    def test_a_predicate_that_changes_its_mind(self):
+    def test_an_inconsistent_predicate_still_gives_an_example(self):
         answers = iter([True] + [False] * 10**6)
         found = find(st.integers(0, 99), lambda n: next(answers), cases=50, seed=0, shrink=True)
         assert found is not None
 
-    def test_no_generator_of_the_program_moves(self):
+    def test_global_random_generators_are_not_used(self):
         import numpy as np
 
         before = np.random.get_state()[1].tolist(), torch.get_rng_state()

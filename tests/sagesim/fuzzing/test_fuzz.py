@@ -1,4 +1,4 @@
-"""Fuzzing says nothing about what is right, and says what and where about what is wrong."""
+"""Fuzzing passes correct kernels, and finds and diagnoses wrong ones."""
 
 import functools
 import subprocess
@@ -31,7 +31,7 @@ from sagesim.fuzzing.tolerance import ORDER, Contract
 from tests.support import examples, tiled_kernel
 from tests.support.tiled_kernel import BUGS, kernel
 
-RIGHT = [
+CORRECT = [
     "sagebwd",
     "sagebwd_all_int8",
     "sage_forward",
@@ -48,32 +48,32 @@ RIGHT = [
 
 BOTH = replace(FACTORED, smoothing=Smoothing(q=True, k=True), delta=Delta.FROM_O)
 TOKENS_OF_K = AttentionSpec.parse("factored qk=int8@token,block qk_recompute=int8@token,block")
-WITH = {
+SPEC_OF_BUG = {
     "P rounded by its tile": replace(SAGEBWD, block_q=32, block_k=32),
     "delta from O before it is rounded": SAGE_FORWARD,
     "tail reads the next head": TOKENS_OF_K,
 }
-"""Specs in which a bug shows; the others show in `BOTH`."""
+"""Specs under which these bugs change the results; the other bugs do under `BOTH`."""
 
 
 @pytest.fixture(autouse=True)
-def early(monkeypatch):
-    """Fewer failing cases will do here."""
+def stop_early(monkeypatch):
+    """Stop after 5 failing cases, to save time."""
     monkeypatch.setattr("sagesim.fuzzing.search.ENOUGH", 5)
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Calls as small as these are slowed down by more."""
+    """Use one thread: more threads slow down such small calls."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-class TestRight:
-    @pytest.mark.parametrize("label", RIGHT)
-    def test_a_kernel_that_adds_up_otherwise(self, label):
+class TestCorrectKernels:
+    @pytest.mark.parametrize("label", CORRECT)
+    def test_a_kernel_with_another_order_of_sums_passes(self, label):
         spec = AttentionSpec.parse(label)
         report = fuzz(kernel(spec), spec=spec, cases=25, seed=1, dtypes=("float32", "bfloat16"))
         assert report.failure is None, report
@@ -81,14 +81,14 @@ class TestRight:
 
     @given(st.data())
     @examples(40)
-    def test_any_spec_for_kernels(self, data):
+    def test_a_kernel_of_any_spec_passes(self, data):
         spec = data.draw(specs_for_kernels(supported=tiled_kernel.supported))
         case = data.draw(cases(block_q=spec.block_q, block_k=spec.block_k, longest=130))
         outputs = case.run(kernel(spec))._asdict()
         for d in Contract(case, spec, "cpu").compare(outputs).values():
             assert not d.is_outside, d
 
-    @given(cases(longest=70), st.sampled_from(RIGHT))
+    @given(cases(longest=70), st.sampled_from(CORRECT))
     @examples(30)
     def test_the_emulator_itself_has_no_difference(self, case, label):
         spec = AttentionSpec.parse(label)
@@ -97,28 +97,28 @@ class TestRight:
             assert d.found == 0
 
 
-class TestWrong:
+class TestWrongKernels:
     @pytest.mark.slow
     @pytest.mark.parametrize("bug", BUGS)
-    def test_a_planted_bug_is_found_and_placed(self, bug, monkeypatch):
-        # Shrinking and explaining have tests of their own, and take most of the time.
-        def first(*args, shrink=False, **kwargs):
+    def test_a_planted_bug_is_found_at_its_site(self, bug, monkeypatch):
+        # Shrinking and explaining take most of the time and have tests of their own.
+        def find_without_shrinking(*args, shrink=False, **kwargs):
             return find(*args, **kwargs)
 
-        monkeypatch.setattr("sagesim.fuzzing.hypothesis_search.find", first)
+        monkeypatch.setattr("sagesim.fuzzing.hypothesis_search.find", find_without_shrinking)
         monkeypatch.setattr("sagesim.fuzzing.search.explanations", lambda *args: ())
-        # Of fewer, all may leave alone what a bug shows in first.
+        # With fewer failing cases, none may change the first output that the bug reaches.
         monkeypatch.setattr("sagesim.fuzzing.search.ENOUGH", 12)
-        spec = WITH.get(bug, BOTH)
+        spec = SPEC_OF_BUG.get(bug, BOTH)
         narrow = {"head_sizes": (16, 40)}
-        if bug == "delta from O before it is rounded":  # in float32 there is nothing to round
+        if bug == "delta from O before it is rounded":  # O is not rounded in float32
             narrow["dtypes"] = ("bfloat16",)
         failure = fuzz(kernel(spec, bug), spec=spec, cases=500, **narrow).failure
         assert failure is not None
         tensor, site = BUGS[bug]
         assert failure.tensor == tensor and failure.site is not None
         assert failure.site.name == site
-        assert failure.steady and failure.error is None
+        assert failure.is_reproducible and failure.error is None
 
     @pytest.mark.parametrize(
         "bug, words",
@@ -129,19 +129,19 @@ class TestWrong:
             ("dQ not scaled", "dq is the emulator's times"),
         ],
     )
-    def test_what_it_looks_like(self, bug, words):
+    def test_a_known_mistake_is_named(self, bug, words):
         failure = fuzz(kernel(BOTH, bug), spec=BOTH, head_sizes=(16, 40)).failure
         assert failure is not None
         assert any(words in found for found in failure.explanations), failure.explanations
 
-    def test_attention_of_another_spec(self):
+    def test_a_kernel_of_another_preset_is_named(self):
         report = fuzz(functools.partial(attention, spec=FPA), spec=SAGEBWD, max_length=40)
         assert report.failure is not None
         assert report.failure.explanations[0] == "another spec: 'fpa'"
 
 
 def broken(change):
-    """The emulator of FACTORED, with something done to its output."""
+    """The emulator under FACTORED, with its output changed."""
 
     def function(q, k, v, **options):
         return change(attention(q, k, v, spec=FACTORED, **options), q, k, v)
@@ -149,9 +149,9 @@ def broken(change):
     return function
 
 
-class TestOtherwiseWrong:
+class TestInvalidOutputs:
     @pytest.fixture(autouse=True)
-    def unexplained(self, monkeypatch):
+    def no_explanations(self, monkeypatch):
         monkeypatch.setattr("sagesim.fuzzing.search.explanations", lambda *args: ())
 
     def fuzz(self, function, **options):
@@ -171,7 +171,7 @@ class TestOtherwiseWrong:
         assert failure.site is None and failure.tensor is None
         assert "raised     NotImplementedError: no more than 6 keys" in str(report)
 
-    def test_an_exception_of_the_backward(self):
+    def test_an_exception_of_the_backward_is_reported(self):
         class Raises(torch.autograd.Function):
             @staticmethod
             def forward(ctx, x):
@@ -192,29 +192,29 @@ class TestOtherwiseWrong:
             (lambda o, q, k, v: o[..., :1], None, "o has shape (1, 1, 1, 1), not (1, 1, 1, 16)"),
         ],
     )
-    def test_an_output_that_is_no_such_thing(self, change, tensor, words):
-        def tolerant(q, k, v, **options):
+    def test_an_invalid_output_is_reported(self, change, tensor, words):
+        def changed(q, k, v, **options):
             return Reshaped.apply(q, k, v, change, options)
 
-        report, failure = self.fuzz(tolerant, dtypes=["float32"])
+        report, failure = self.fuzz(changed, dtypes=["float32"])
         assert failure.tensor == tensor
         assert words in str(report)
 
-    def test_an_output_without_a_gradient(self):
+    def test_a_missing_gradient_is_reported(self):
         def detached(q, k, v, **options):
             return attention(q, k.detach(), v, spec=FACTORED, **options)
 
         report, failure = self.fuzz(detached)
         assert failure.error is not None or "dk: no gradient" in str(report)
 
-    def test_numbers_that_change_from_run_to_run(self):
-        report, failure = self.fuzz(broken(once()))
-        assert not failure.steady
+    def test_results_that_change_from_run_to_run_are_reported(self):
+        report, failure = self.fuzz(broken(wrong_in_the_first_call()))
+        assert not failure.is_reproducible
         assert "change from run to run" in str(report)
 
 
 class Reshaped(torch.autograd.Function):
-    """o changed into what autograd takes for no output of this call; gradients as they are."""
+    """Attention with a changed o, also of another shape or dtype; the gradients are unchanged."""
 
     @staticmethod
     def forward(ctx, q, k, v, change, options):
@@ -230,8 +230,8 @@ class Reshaped(torch.autograd.Function):
         return (*torch.autograd.grad(o, leaves, torch.ones_like(o)), None, None)
 
 
-def once():
-    """Wrong in the first call alone."""
+def wrong_in_the_first_call():
+    """A change of the output that is made in the first call only."""
     calls = []
 
     def change(o, q, k, v):
@@ -244,26 +244,26 @@ def once():
 class TestContract:
     CASE = FuzzCase(n_q=100, n_k=70, d=16, kv_heads=2, seed=3)
 
-    def test_the_allowance_is_a_small_part_of_the_specs_own_error(self):
-        """Or else it would allow any other rounding, too."""
+    def test_the_allowed_noise_is_less_than_half_of_the_specs_error(self):
+        """A larger one would allow any other rounding too."""
         contract = Contract(self.CASE, SAGEBWD, "cpu")
         for name in ORDER:
-            assert 0 < 2 * contract.spread[name][1] < 0.5 * contract.rounding(name)
+            assert 0 < 2 * contract.noise[name][1] < 0.5 * contract.rounding(name)
 
-    def test_without_rounding_float32_is_all_that_is_allowed(self):
+    def test_a_spec_that_rounds_nothing_allows_only_float32_errors(self):
         contract = Contract(self.CASE, FPA, "cpu")
         for name in ORDER:
             size = getattr(contract.emulator, name).abs().max()
-            assert contract.spread[name][0] < 1e-4 * float(size)
+            assert contract.noise[name][0] < 1e-4 * float(size)
 
-    def test_it_asks_for_finite_numbers_where_the_emulator_has_them(self):
+    def test_an_infinity_breaks_the_contract_if_the_emulator_is_finite(self):
         contract = Contract(self.CASE, FPA, "cpu")
         outputs = {k: v.clone() for k, v in contract.emulator._asdict().items()}
         outputs["dk"][0, 1, 2, 3] = torch.inf
         found = contract.compare(outputs)["dk"]
         assert found.is_outside and found.worst == (0, 1, 2, 3) and found.ratio == torch.inf
 
-    def test_it_does_not_mind_what_overflows(self):
+    def test_any_result_is_allowed_if_the_emulator_overflows(self):
         kinds = ("gaussian", "gaussian", "offset", "offset")
         case = replace(self.CASE, dtype="float16", gains=(0, 0, 6, 6), kinds=kinds)
         contract = Contract(case, FPA, "cpu")
@@ -273,7 +273,7 @@ class TestContract:
         }
         assert not any(d.is_outside for d in contract.compare(outputs).values())
 
-    def test_one_wrong_row_is_seen(self):
+    def test_one_wrong_row_breaks_the_contract(self):
         contract = Contract(self.CASE, SAGEBWD, "cpu")
         outputs = {k: v.clone() for k, v in contract.emulator._asdict().items()}
         outputs["o"][0, 0, 99] *= 1.2
@@ -301,7 +301,7 @@ def test_the_site_follows_from_the_outputs_that_differ(outside, site):
     assert infer(dict.fromkeys(outside.split(), 1)).name == site
 
 
-def test_a_factor_is_seen():
+def test_a_constant_factor_is_found():
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     assert factor(x * 8, x) == pytest.approx(8)
     assert factor(x, x) is factor(x + 1, x) is factor(x[:2], x) is factor(x, x * 0) is None
@@ -325,20 +325,20 @@ def test_the_same_arguments_give_the_same_report(monkeypatch):
         ({"dtypes": ("float64",)}, "float64"),
         ({"dtypes": ()}, "dtypes: none"),
         ({"without": ("gaq",)}, "gaq"),
-        ({"without": ("full", "causal")}, "neither full nor causal"),
+        ({"without": ("full", "causal")}, "full and causal together exclude all calls"),
     ],
 )
-def test_wrong_arguments_are_named(options, message):
+def test_an_invalid_argument_raises_and_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         fuzz(attention, spec=SAGEBWD, **options)
 
 
-def test_a_label_is_no_spec(as_installed):
+def test_a_label_instead_of_a_spec_raises(as_installed):
     with pytest.raises(TypeError, match=r"AttentionSpec\.parse"):
         fuzz(attention, spec="sagebwd")
 
 
-def test_hypothesis_is_asked_for_by_its_extra(monkeypatch):
+def test_without_hypothesis_the_error_names_the_extra_to_install(monkeypatch):
     for module in ("hypothesis", "sagesim.fuzzing.hypothesis_search", "sagesim.fuzzing.strategies"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, "sagesim.fuzzing.hypothesis_search")
@@ -364,7 +364,7 @@ number = 3
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A directory with a module of functions, where commands are run."""
+    """A working directory with a module of functions to fuzz."""
     (tmp_path / "fuzzed_kernels.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -376,7 +376,7 @@ NARROW = ["--spec", "factored", "--cases", "12", "--max-length", "70", "--head-s
 
 
 class TestCommand:
-    def test_nothing_found_is_exit_code_0(self, here, capsys):
+    def test_exit_code_0_if_no_case_fails(self, here, capsys):
         assert main(["fuzz", "fuzzed_kernels:right", *NARROW]) == 0
         out, err = capsys.readouterr()
         assert err == ""
@@ -384,7 +384,7 @@ class TestCommand:
         assert first == "fuzzed_kernels:right agrees with the emulator under 'factored'"
         assert second.endswith("cases on cpu, seed 0: o, dv, dq and dk within the contract")
 
-    def test_a_difference_is_exit_code_1_and_the_snippet_shows_it(self, here, capsys):
+    def test_exit_code_1_if_a_case_fails_and_the_snippet_reproduces_it(self, here, capsys):
         assert main(["fuzz", "fuzzed_kernels:wrong.dq", *NARROW]) == 1
         out, err = capsys.readouterr()
         assert err == ""
@@ -417,17 +417,20 @@ class TestCommand:
             (["fuzzed_kernels:right", "--seed", "-1"], "--seed has to be in"),
             (["fuzzed_kernels:right", "--dtypes", "float8"], "invalid choice: 'float8'"),
             (["fuzzed_kernels:right", "--without", "gaq"], "invalid choice: 'gaq'"),
-            (["fuzzed_kernels:right", "--without", "full", "causal"], "neither full nor causal"),
+            (
+                ["fuzzed_kernels:right", "--without", "full", "causal"],
+                "full and causal together exclude all calls",
+            ),
             (["fuzzed_kernels:right", "--device", "gpu"], "--device gpu: "),
         ],
     )
-    def test_wrong_input_is_one_line_and_exit_code_2(self, argv, message, here, capsys):
+    def test_invalid_input_prints_one_line_and_gives_exit_code_2(self, argv, message, here, capsys):
         assert main(["fuzz", *argv]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.startswith("sagesim: ") and err.count("\n") == 1
         assert message in err
 
-    def test_without_hypothesis(self, here, capsys, monkeypatch):
+    def test_without_hypothesis_the_command_names_the_extra(self, here, capsys, monkeypatch):
         monkeypatch.setitem(sys.modules, "hypothesis", None)
         for module in ("sagesim.fuzzing.hypothesis_search", "sagesim.fuzzing.strategies"):
             monkeypatch.delitem(sys.modules, module)
@@ -435,7 +438,7 @@ class TestCommand:
         assert "pip install 'sagebwd[fuzz]'" in capsys.readouterr().err
 
 
-def test_a_function_of_a_module_is_imported_in_the_snippet():
+def test_the_snippet_imports_the_function():
     report = fuzz(sagesim.attention, spec=FPA, cases=3, max_length=20)
     assert report.function == "sagesim.emulator.autograd:attention"
     assert report.failure is not None

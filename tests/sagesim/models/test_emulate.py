@@ -82,7 +82,7 @@ def test_a_model_computes_what_it_would_with_sagesim_attention():
     with emulate(SAGEBWD):
         found = step(net)
     assert_same(found, expected)
-    assert differ(found, step(net)), "the emulation must change the results, and only inside the context"
+    assert differ(found, step(net)), "only the emulation may change results"
 
 
 def test_the_backward_is_emulated_after_the_context_too():

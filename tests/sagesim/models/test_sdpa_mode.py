@@ -71,7 +71,8 @@ def test_arguments_are_bound_by_position_and_by_name():
         torch.ops.aten.scaled_dot_product_attention(q, k, v, mask)
         torch.ops.aten.scaled_dot_product_attention.default(q, k, v, scale=2.0)
     found = [
-        (c.attn_mask is mask, c.dropout_p, c.is_causal, c.scale, c.enable_gqa) for c in recorder.calls
+        (c.attn_mask is mask, c.dropout_p, c.is_causal, c.scale, c.enable_gqa)
+        for c in recorder.calls
     ]
     assert all(c.q is q and c.k is k and c.v is v for c in recorder.calls)
     assert found == [
@@ -184,6 +185,7 @@ def test_a_key_matches_index_module_and_enclosing_modules(name, key, expected):
         q=q,
         k=q,
         v=q,
+        do=None,
         attn_mask=None,
         dropout_p=0.0,
         is_causal=False,
@@ -247,7 +249,10 @@ def test_a_recomputed_call_of_a_module_with_several_calls_has_no_index(x):
 
 def test_recomputing_a_forward_that_ran_outside_raises(x):
     loss = Checkpointed(Attend())(x).sum()
-    with sdpa_calls(Recorder()), pytest.raises(RuntimeError, match="forward ran outside this context"):
+    with (
+        sdpa_calls(Recorder()),
+        pytest.raises(RuntimeError, match="forward ran outside this context"),
+    ):
         loss.backward()
 
 

@@ -26,7 +26,7 @@ parse = AttentionSpec.parse
 
 @given(specs())
 @examples(300)
-def test_any_spec_comes_back_from_its_label(spec):
+def test_parsing_a_label_gives_the_spec_it_was_made_from(spec):
     assert parse(spec.label()) == spec
     assert parse(spec.label()).label() == spec.label()
 
@@ -44,7 +44,7 @@ def test_presets_differ():
 @pytest.mark.parametrize("site", SITES)
 @given(data=st.data())
 @examples(20)
-def test_any_product_is_one_word(site, data):
+def test_one_word_sets_any_product(site, data):
     matmul = data.draw(matmuls(site, tuple(Precision)))
     word = f"{site}={matmul.precision.value}@{matmul.lhs.value},{matmul.rhs.value}"
     assert parse(f"fpa {word}") == replace(FPA, **{site: matmul})
@@ -73,17 +73,17 @@ def test_each_word_replaces_its_field(label, spec):
     assert replace(SAGEBWD, **spec).label() == label
 
 
-def test_words_are_in_any_order_and_any_white_space():
+def test_order_and_white_space_of_words_do_not_matter():
     assert parse("  sagebwd\tdelta=p\n dp=int8 ") == parse("sagebwd dp=int8 delta=p")
 
 
-def test_labels_name_the_nearest_preset():
+def test_labels_begin_with_the_nearest_preset():
     assert parse("sagebwd dp=int8").label() == "sagebwd_all_int8"
     assert replace(FPA, delta=Delta.FROM_P).label() == "fpa delta=p"
 
 
 @pytest.mark.parametrize(
-    ("label", "word", "right"),
+    ("label", "word", "hint"),
     [
         ("sagebwdd", "sagebwdd", "did you mean 'sagebwd'?"),
         ("dp=int8", "dp=int8", "is not a preset"),
@@ -114,16 +114,16 @@ def test_labels_name_the_nearest_preset():
         ("sagebwd dp=int8 dp=fp16", "dp=fp16", "given twice"),
     ],
 )
-def test_a_bad_word_is_named_with_what_would_be_right(label, word, right):
+def test_the_error_names_a_wrong_word_and_what_is_valid(label, word, hint):
     with pytest.raises(ValueError) as error:
         parse(label)
     message = str(error.value)
     assert repr(label) in message
     assert word in message.removeprefix(f"spec label {label!r}")
-    assert right in message
+    assert hint in message
 
 
 @pytest.mark.parametrize("label", ["", "  \n"])
-def test_an_empty_label_is_refused(label):
+def test_an_empty_label_raises(label):
     with pytest.raises(ValueError, match="empty spec label; it begins with one of fpa"):
         parse(label)

@@ -24,14 +24,14 @@ def test_sites_are_the_first_seven_fields_in_the_order_they_run():
     assert SITES == ("qk", "pv", "qk_recompute", "dv", "dp", "dq", "dk")
 
 
-def test_sites_are_required_and_nothing_is_positional(as_installed):
+def test_sites_are_required_and_all_fields_are_keyword_only(as_installed):
     with pytest.raises(TypeError, match="missing 7 required keyword-only"):
         AttentionSpec()
     with pytest.raises(TypeError, match="positional"):
         AttentionSpec(SAGEBWD.qk)
 
 
-def test_a_spec_is_a_value():
+def test_specs_compare_by_value_and_are_immutable():
     same = replace(SAGEBWD)
     assert same == SAGEBWD and hash(same) == hash(SAGEBWD) and same is not SAGEBWD
     with pytest.raises(FrozenInstanceError):
@@ -41,24 +41,24 @@ def test_a_spec_is_a_value():
 
 @pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("how", Granularity)
-def test_a_granularity_fits_its_tensor_or_the_error_names_site_and_choices(site, side, how):
-    """Maps take tile, tile_row, tile_column, row; tokens take the others."""
+@pytest.mark.parametrize("granularity", Granularity)
+def test_a_granularity_that_does_not_fit_raises_and_lists_those_that_do(site, side, granularity):
+    """Maps take tile, tile_row, tile_column and row; operands with tokens take the others."""
     tensor = OPERANDS[site][side]
-    is_map = how.value in ("tile", "tile_row", "tile_column", "row")
-    assert how.is_map == is_map
-    matmul = replace(SAGEBWD.site(site), **{("lhs", "rhs")[side]: how})
+    is_map = granularity.value in ("tile", "tile_row", "tile_column", "row")
+    assert granularity.is_map == is_map
+    matmul = replace(SAGEBWD.site(site), **{("lhs", "rhs")[side]: granularity})
     if is_map == (tensor in MAPS):
         assert replace(SAGEBWD, **{site: matmul}).site(site) == matmul
     else:
         with pytest.raises(ValueError) as error:
             replace(SAGEBWD, **{site: matmul})
         message = str(error.value)
-        assert f"site {site}: granularity {how.value!r} does not fit {tensor}" in message
+        assert f"site {site}: granularity {granularity.value!r} does not fit {tensor}" in message
         assert ("tile_column" if tensor in MAPS else "block_channel") in message
 
 
-def test_the_maps_are_exactly_what_has_a_row_per_query_and_a_column_per_key():
+def test_the_maps_are_p_and_ds():
     assert {"p", "ds"} == MAPS
     assert {t for pair in OPERANDS.values() for t in pair} == {"q", "k", "v", "do", "p", "ds"}
 
@@ -78,7 +78,7 @@ def test_seeds_are_32_bit(seed):
 
 @pytest.mark.parametrize("mode", RoundingMode)
 @pytest.mark.parametrize("seed", [None, 3])
-def test_a_seed_belongs_to_stochastic_rounding_and_only_to_it(mode, seed):
+def test_stochastic_rounding_needs_a_seed_and_other_modes_take_none(mode, seed):
     if (mode is RoundingMode.STOCHASTIC) == (seed is not None):
         assert Rounding(mode, seed).seed == seed
     else:
@@ -86,34 +86,34 @@ def test_a_seed_belongs_to_stochastic_rounding_and_only_to_it(mode, seed):
             Rounding(mode, seed)
 
 
-def test_site_names_what_is_not_one():
+def test_site_raises_and_names_an_unknown_site():
     with pytest.raises(ValueError, match="'qv' is not a site; one of qk, pv"):
         SAGEBWD.site("qv")
 
 
-def test_is_scaled_is_what_has_a_scale():
+def test_int8_and_fp8_are_scaled():
     assert [p.value for p in Precision if p.is_scaled] == ["int8", "fp8_e4m3", "fp8_e5m2"]
 
 
-def test_is_quantized_is_any_site_that_is_not_fp32():
+def test_a_spec_is_quantized_if_any_site_is_not_fp32():
     plain = with_precision(SAGEBWD, Precision.FP32)
     assert not plain.is_quantized
     for site in SITES:
         assert with_precision(plain, Precision.BF16, site).is_quantized
 
 
-def test_with_precision_changes_the_named_sites_and_nothing_else():
+def test_with_precision_changes_only_the_named_sites():
     changed = with_precision(SAGEBWD, Precision.FP8_E4M3, "dq", "dk")
     for site in SITES:
         before, after = SAGEBWD.site(site), changed.site(site)
         assert (after.lhs, after.rhs) == (before.lhs, before.rhs)
-        wanted = Precision.FP8_E4M3 if site in ("dq", "dk") else before.precision
-        assert after.precision is wanted
+        expected = Precision.FP8_E4M3 if site in ("dq", "dk") else before.precision
+        assert after.precision is expected
     assert replace(changed, dq=SAGEBWD.dq, dk=SAGEBWD.dk) == SAGEBWD
 
 
-def test_sagebwd_is_the_papers_table():
-    """arXiv 2603.02170: the precision and the scales of the seven products, and K smoothed."""
+def test_sagebwd_is_the_papers_scheme():
+    """arXiv 2603.02170: precisions and granularities of the seven products, smoothing of K."""
     int8, block, tile = Precision.INT8, Granularity.PerBlock, Granularity.PerTile
     assert SAGEBWD.qk == SAGEBWD.qk_recompute == MatmulSpec(int8, block, block)
     assert SAGEBWD.pv == MatmulSpec(int8, Granularity.PerTileRow, block)
@@ -124,8 +124,7 @@ def test_sagebwd_is_the_papers_table():
 
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if n.startswith("factored")])
-def test_factored_scales_lie_along_the_outputs_axes(name):
-    """No INT8 operand's scale varies along the axis its product sums over."""
+def test_scales_of_factored_presets_do_not_vary_along_the_contracted_axis(name):
     varies = {
         Granularity.PerBlock: set(),
         Granularity.PerHead: set(),
@@ -137,7 +136,7 @@ def test_factored_scales_lie_along_the_outputs_axes(name):
         Granularity.PerRow: {"query"},
         Granularity.PerTileColumn: {"key"},
     }
-    summed = {
+    contracted = {
         "qk": "channel",
         "qk_recompute": "channel",
         "dp": "channel",
@@ -148,11 +147,10 @@ def test_factored_scales_lie_along_the_outputs_axes(name):
     }
     for site in SITES:
         matmul = PRESETS[name].site(site)
-        axis = summed[site]
-        for how, tensor in zip((matmul.lhs, matmul.rhs), OPERANDS[site], strict=True):
+        for granularity, tensor in zip((matmul.lhs, matmul.rhs), OPERANDS[site], strict=True):
             token_axis = "key" if tensor in ("k", "v") else "query"
-            along = {token_axis if a == "token" else a for a in varies[how]}
-            assert axis not in along, (site, tensor)
+            axes = {token_axis if axis == "token" else axis for axis in varies[granularity]}
+            assert contracted[site] not in axes, (site, tensor)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +165,7 @@ def test_factored_scales_lie_along_the_outputs_axes(name):
         (lambda: Rounding("stochastic", 3), "mode is 'stochastic'"),
     ],
 )
-def test_a_word_is_no_member(as_installed, make, message):
-    """It would compare equal to the member, and be taken for another one."""
+def test_a_string_instead_of_an_enum_member_raises(as_installed, make, message):
+    """The string equals its member, but code that compares with `is` would take it for another."""
     with pytest.raises(TypeError, match=message):
         make()

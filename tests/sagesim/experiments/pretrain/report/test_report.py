@@ -26,14 +26,14 @@ from sagesim.experiments.pretrain.report.compare import (
 from sagesim.experiments.pretrain.report.page import headline, render
 from sagesim.experiments.pretrain.run.log import Log, LogWriter
 from tests.docs.browser import browse, find
-from tests.sagesim.analysis.test_report import EVIL, Page
+from tests.sagesim.analysis.test_report import MARKUP, Page
 
 LOSSES = {"sdpa": 3.0, "emulator:sagebwd": 3.05, "emulator:factored": 3.001}
 
 
 def made(folder, run, *, loss, stop="", name=None):
     """Write the log of a run with losses that fall to `loss`, and read it."""
-    log = LogWriter(folder, run, {"device": EVIL, "torch": "2"})
+    log = LogWriter(folder, run, {"device": MARKUP, "torch": "2"})
     for step in range(1, run.steps + 1):
         value = loss + (run.steps - step) * 0.1 + 0.01 * run.seed
         log.add(step, "train", {"loss": value, "tokens_per_second": 1e6})
@@ -129,8 +129,8 @@ def test_errors_are_pooled_over_layers(runs):
 
 
 def test_the_page_holds_the_numbers(runs):
-    page = Page(render(runs, margin=0.02, command=EVIL))
-    assert page.text.count(EVIL) == 1 + len(runs)
+    page = Page(render(runs, margin=0.02, command=MARKUP))
+    assert page.text.count(MARKUP) == 1 + len(runs)
     finals = page.tables["table-final"]
     assert finals[1] == ["256 tokens per step"]
     assert finals[3][:4] == ["sagebwd", "2 of 2", "3.0550", "+0.0500"]
@@ -186,7 +186,7 @@ def test_it_opens_in_a_browser(runs, tmp_path):
 
 def test_the_page_shows_runs_that_stopped_or_are_not_done(make_run, tmp_path):
     good = made(tmp_path / "a", make_run(), loss=3.0)
-    stop = f"step 3: loss nan; first bad: {EVIL}"
+    stop = f"step 3: loss nan; first bad: {MARKUP}"
     bad = made(tmp_path / "b", make_run(attention="emulator:sagebwd"), loss=3.0, stop=stop)
     page = Page(render([good, bad], margin=0.02, command=""))
     assert stop in page.text

@@ -28,7 +28,7 @@ RECORD = ROOT / "docs" / "data" / "mutations.json"
 COPIED = ("sagesim", KERNELS, "tests", "pyproject.toml", "README.md")
 TESTS = [
     f"tests/sagesim_kernels/test_{name}.py"
-    for name in ("fuzz", "operands", "varlen", "attention", "invariance", "compile", "support")
+    for name in ("fuzz", "operands", "varlen", "attention", "invariance", "torch_compile", "support")
 ]
 
 
@@ -47,37 +47,37 @@ BUGS = (
     # scales
     Bug(
         "a scale of 127.5",
-        "operands/primitives.py",
+        "operands/rounding.py",
         "code_max = tl.full(amax.shape, 127.0",
         "code_max = tl.full(amax.shape, 127.5",
     ),
     Bug(
         "an absolute epsilon in the scale",
-        "operands/primitives.py",
+        "operands/rounding.py",
         "scale = tl.math.div_rn(amax, code_max)",
         "scale = tl.math.div_rn(amax, code_max) + 1e-7",
     ),
     Bug(
         "scale is the reciprocal of the inverse",
-        "operands/primitives.py",
+        "operands/rounding.py",
         "scale = tl.math.div_rn(amax, code_max)",
         "scale = tl.math.div_rn(amax * 0 + 1.0, tl.math.div_rn(code_max, amax))",
     ),
     Bug(
         "zero regions divide by zero",
-        "operands/primitives.py",
+        "operands/rounding.py",
         "vanishing = amax <= _VANISHING",
         "vanishing = amax < 0.0",
     ),
     Bug(
         "amax of x, not of |x|",
-        "operands/primitives.py",
+        "operands/rounding.py",
         "return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF",
         "return tl.maximum(x, 0.0).to(tl.int32, bitcast=True)",
     ),
     Bug(
         "channel scales along tokens",
-        "operands/codes.py",
+        "operands/quantization.py",
         "scale_and_inverse(tl.max(size, 0)[None, :])",
         "scale_and_inverse(tl.max(tl.max(size, 0), 0) + tl.zeros((1, blocks.D_PAD), tl.int32))",
     ),
@@ -129,16 +129,16 @@ BUGS = (
         "elif count == x.TOKENS:",
         "elif True:",
     ),
-    Bug("one scale for a tile of P and dS", "portable/maps.py", "if how.PER_TILE:", "if True:"),
+    Bug("one scale for a tile of P and dS", "portable/p_and_ds.py", "if how.PER_TILE:", "if True:"),
     Bug(
         "a scale per row where the tile has one",
-        "portable/maps.py",
+        "portable/p_and_ds.py",
         "if how.PER_TILE:",
         "if False:",
     ),
     Bug(
         "channel scale forgotten in a product of maps",
-        "portable/maps.py",
+        "portable/p_and_ds.py",
         "return tl.fma(sums, scale * channel_scale[None, :], total)",
         "return total + sums * scale",
     ),
@@ -148,31 +148,31 @@ BUGS = (
     # rounding
     Bug(
         "codes are cut off, not rounded",
-        "operands/primitives.py",
+        "operands/rounding.py",
         "return (y + _INTEGER_GRID).to(tl.int32, bitcast=True).to(tl.int8)",
         "return y.to(tl.int8)",
     ),
     Bug(
         "ties away from zero in half-even",
-        "operands/primitives.py",
+        "operands/rounding.py",
         "if rounding.MODE == _HALF_EVEN:",
         "if False:",
     ),
     Bug(
         "ties to even in half-away",
-        "operands/primitives.py",
+        "operands/rounding.py",
         "elif rounding.MODE == _HALF_AWAY:",
         "elif False:",
     ),
     Bug(
         "random numbers of the tile, not of the head",
-        "operands/codes.py",
+        "operands/quantization.py",
         "rows = (i * blocks.BLOCK + local)[:, None]",
         "rows = local[:, None]",
     ),
     Bug(
         "one stream of random numbers for all tensors",
-        "operands/primitives.py",
+        "operands/rounding.py",
         "tl.constexpr(STREAMS[tensor])",
         "tl.constexpr(0)",
     ),
@@ -197,7 +197,7 @@ BUGS = (
     ),
     Bug(
         "padding is smoothed into -mean",
-        "operands/codes.py",
+        "operands/quantization.py",
         "tl.where(mask, tokens - load_mean(mean, b, h, index, blocks.D, blocks.D_PAD), 0.0)",
         "tokens - load_mean(mean, b, h, index, blocks.D, blocks.D_PAD)",
     ),
@@ -249,37 +249,37 @@ BUGS = (
     ),
     Bug(
         "causal loop ends a tile early",
-        "operands/layout.py",
+        "operands/masking.py",
         "tl.minimum(n_k, first + TILE + offset)",
         "tl.minimum(n_k, first + offset + 1)",
     ),
     Bug(
         "causal loop begins a block late",
-        "operands/layout.py",
+        "operands/masking.py",
         "by_any = tl.maximum(first_live, first - offset)",
         "by_any = tl.maximum(first_live, first - offset + BLOCK)",
     ),
     Bug(
         "tiles on the diagonal taken for whole",
-        "operands/layout.py",
+        "operands/masking.py",
         "by_all = tl.maximum(tl.minimum(n_k, first + offset + 1), 0)",
         "by_all = tl.maximum(tl.minimum(n_k, first + offset + BLOCK), 0)",
     ),
     Bug(
         "tiles on the diagonal taken for whole, dK and dV",
-        "operands/layout.py",
+        "operands/masking.py",
         "by_all = tl.maximum(first_live, first + TILE - 1 - offset)",
         "by_all = tl.maximum(first_live, first - offset)",
     ),
     Bug(
         "last tile of keys taken for whole",
-        "operands/layout.py",
+        "operands/masking.py",
         "return by_all // BLOCK * BLOCK,",
         "return tl.cdiv(by_all, BLOCK) * BLOCK,",
     ),
     Bug(
         "last tile of keys taken for whole, dK and dV",
-        "operands/layout.py",
+        "operands/masking.py",
         "if first + TILE > n_k:",
         "if first > n_k:",
     ),
@@ -303,13 +303,13 @@ BUGS = (
     ),
     Bug(
         "keys behind the last not masked",
-        "operands/layout.py",
+        "operands/masking.py",
         "return (keys < n_k) & (keys <= queries + offset)",
         "return keys <= queries + offset",
     ),
     Bug(
         "lower right aligned as upper left",
-        "operands/layout.py",
+        "operands/masking.py",
         "if lengths.LOWER_RIGHT:",
         "if False:",
     ),
@@ -359,7 +359,7 @@ BUGS = (
     ),
     Bug(
         "1/sqrt(d) of the padded head",
-        "operands/problem.py",
+        "operands/kernel_problem.py",
         "1 / math.sqrt(q.shape[-1])",
         "1 / math.sqrt(padded(q.shape[-1]))",
     ),
@@ -439,13 +439,13 @@ BUGS = (
     ),
     Bug(
         "codes behind the last channel are not written",
-        "operands/codes.py",
+        "operands/quantization.py",
         "tl.store(ptrs, codes, mask=column[None, :] < out.CHANNELS)",
         "tl.store(ptrs, codes, mask=column[None, :] < blocks.D)",
     ),
     Bug(
         "garbage of packed neighbours in amax",
-        "operands/codes.py",
+        "operands/quantization.py",
         "mask = ((row >= first) & (row < last))[:, None]",
         "mask = ((row >= first) & (row < last + blocks.BLOCK))[:, None]",
     ),
@@ -469,7 +469,7 @@ BUGS = (
     ),
     Bug(
         "storage ends in what was there",
-        "operands/codes.py",
+        "operands/quantization.py",
         "last = tl.cdiv(last, ALIGNMENT) * ALIGNMENT",
         "last += 0",
     ),

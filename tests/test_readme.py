@@ -16,11 +16,13 @@ def test_the_readme_has_two_python_blocks():
     assert len(BLOCKS) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.splitlines()[-1][:40])
 def test_the_python_blocks_run(block, capsys):
     exec(compile(block, "README.md", "exec"), {})
 
 
+@pytest.mark.slow
 def test_the_summary_in_the_readme_is_the_printed_one(capsys):
     summary = re.search(r'print\(found\.summary\(\)\)  # "(.*)"', README)
     exec(compile(BLOCKS[0], "README.md", "exec"), {})

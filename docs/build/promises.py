@@ -121,7 +121,7 @@ def _data(name: str) -> dict[str, Any]:
 # --- figures -----------------------------------------------------------------------------------
 
 FUZZ = f"{KERNELS}/test_fuzz.py"
-COMPILED = f"{KERNELS}/test_compiled.py"
+COMPILED = f"{KERNELS}/test_gpu_code.py"
 
 
 def _fuzz_cases() -> str:
@@ -372,8 +372,7 @@ INPUTS = (
         "Grouped queries give the O and dQ of repeated keys and values, bit by bit.",
         (
             f"{KERNELS}/test_invariance.py::TestHeads::test_grouped_are_repeated",
-            f"{EMULATOR}/test_attention.py::TestInvariance"
-            "::test_grouped_heads_are_repeated_heads",
+            f"{EMULATOR}/test_attention.py::TestInvariance::test_grouped_heads_are_repeated_heads",
         ),
     ),
     Promise(
@@ -469,34 +468,36 @@ DETERMINISM = (
 FRAMEWORKS = (
     Promise(
         "`torch.compile(fullgraph=True)` gives the bytes of eager mode.",
-        (f"{KERNELS}/test_compile.py::TestCompiled::test_whole_graphs_give_the_bytes_of_eager",),
+        (
+            f"{KERNELS}/test_torch_compile.py::TestCompiled::test_whole_graphs_give_the_bytes_of_eager",
+        ),
     ),
     Promise(
         "Ten lengths take at most two compilations; so do ten batches of packed sequences.",
         (
-            f"{KERNELS}/test_compile.py::TestCompiled::test_at_most_two_compilations_for_ten_lengths",
-            f"{KERNELS}/test_compile.py::TestCompiled"
+            f"{KERNELS}/test_torch_compile.py::TestCompiled::test_at_most_two_compilations_for_ten_lengths",
+            f"{KERNELS}/test_torch_compile.py::TestCompiled"
             "::test_at_most_two_compilations_for_ten_batches_of_packed_sequences",
         ),
     ),
     Promise(
         "The operators pass all four tests of `torch.library.opcheck`.",
         (
-            f"{KERNELS}/test_compile.py::TestOperators::test_forward",
-            f"{KERNELS}/test_compile.py::TestOperators::test_backward",
+            f"{KERNELS}/test_torch_compile.py::TestOperators::test_forward",
+            f"{KERNELS}/test_torch_compile.py::TestOperators::test_backward",
         ),
     ),
     Promise(
         "Under autocast the kernels cast as SDPA does.",
         (
-            f"{KERNELS}/test_compile.py::TestAutocast::test_casts_as_sdpa_does",
+            f"{KERNELS}/test_torch_compile.py::TestAutocast::test_casts_as_sdpa_does",
             f"{EMULATOR}/test_attention.py::TestCallersSettings::test_autocast_casts_as_sdpa_does",
         ),
     ),
     Promise(
         "Activation checkpointing changes no bit.",
         (
-            f"{KERNELS}/test_compile.py::test_checkpointing_is_bit_equal",
+            f"{KERNELS}/test_torch_compile.py::test_checkpointing_is_bit_equal",
             f"{KERNELS}/test_gpu.py::test_checkpointing_under_autocast_is_bit_equal",
         ),
     ),

@@ -4,7 +4,7 @@ Importing this package does not import the kernels. Gluon is experimental, so `d
 them when it launches one.
 """
 
-from sagesim_kernels.hopper.problems import (
+from sagesim_kernels.hopper.support import (
     HEAD_SIZES,
     has_dead_keys,
     has_dead_queries,

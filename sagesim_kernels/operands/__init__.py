@@ -1,7 +1,6 @@
 """What kernels read and write: memory layout, means, codes and scales, row statistics."""
 
 from sagesim_kernels.operands.cache import OperandCache
-from sagesim_kernels.operands.codes import DTYPES
 from sagesim_kernels.operands.delta import (
     compute_delta_from_o,
     load_rows,
@@ -9,20 +8,21 @@ from sagesim_kernels.operands.delta import (
     store_rows,
     subtract_lse_gradient,
 )
+from sagesim_kernels.operands.kernel_problem import (
+    KernelProblem,
+    KernelSizes,
+    Packing,
+    logit_scale,
+    padded,
+)
 from sagesim_kernels.operands.layout import (
     Grid,
     HeadIndex,
     Lengths,
     Rows,
     Strided,
-    attends,
-    causal_offset,
-    key_loop_bounds,
     length_of,
-    live_keys,
-    live_queries,
     program_coordinates,
-    query_loop_bounds,
     row_base,
     start_of,
     store_tokens,
@@ -30,6 +30,14 @@ from sagesim_kernels.operands.layout import (
     stored_tokens,
 )
 from sagesim_kernels.operands.logsumexp import natural_lse
+from sagesim_kernels.operands.masking import (
+    attends,
+    causal_offset,
+    key_loop_bounds,
+    live_keys,
+    live_queries,
+    query_loop_bounds,
+)
 from sagesim_kernels.operands.means import (
     SubtractedMeans,
     key_bias,
@@ -48,7 +56,9 @@ from sagesim_kernels.operands.operand import (
     load_tokens,
     tokens_by_tokens,
 )
-from sagesim_kernels.operands.primitives import (
+from sagesim_kernels.operands.quantization import DTYPES
+from sagesim_kernels.operands.results import ForwardResult, Gradients, RowStatistics
+from sagesim_kernels.operands.rounding import (
     LAUNCH,
     LOG2_127,
     LOG2_E,
@@ -58,14 +68,6 @@ from sagesim_kernels.operands.primitives import (
     scale_and_inverse,
     to_codes,
 )
-from sagesim_kernels.operands.problem import (
-    KernelProblem,
-    KernelSizes,
-    Packing,
-    logit_scale,
-    padded,
-)
-from sagesim_kernels.operands.results import ForwardResult, Gradients, RowStatistics
 
 __all__ = [
     "DTYPES",

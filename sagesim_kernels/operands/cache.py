@@ -5,13 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sagesim.spec import MAPS, OPERANDS, Precision
-from sagesim_kernels.operands.codes import (
-    DTYPES,
-    TokenTensor,
-    cast,
-    operand_of_values,
-    quantize,
-)
+from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.means import (
     Means,
     SubtractedMeans,
@@ -19,7 +13,13 @@ from sagesim_kernels.operands.means import (
     compute_q_means,
 )
 from sagesim_kernels.operands.operand import Operand
-from sagesim_kernels.operands.problem import KernelProblem
+from sagesim_kernels.operands.quantization import (
+    DTYPES,
+    TokenTensor,
+    cast,
+    operand_of_values,
+    quantize,
+)
 
 
 class OperandCache:

@@ -8,19 +8,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.operands.kernel_problem import KernelProblem, padded
 from sagesim_kernels.operands.layout import (
     Grid,
     Rows,
     Strided,
     length_of,
-    live_queries,
     program_coordinates,
     row_base,
     token_ptrs,
 )
-from sagesim_kernels.operands.primitives import LAUNCH, row_sums
-from sagesim_kernels.operands.problem import KernelProblem, padded
+from sagesim_kernels.operands.masking import live_queries
 from sagesim_kernels.operands.results import RowStatistics
+from sagesim_kernels.operands.rounding import LAUNCH, row_sums
 
 _TILE: Final = 64
 """Queries of a program."""

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim_kernels.operands.delta import load_rows
+from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import (
     Grid,
     Rows,
@@ -20,9 +21,8 @@ from sagesim_kernels.operands.layout import (
     token_ptrs,
 )
 from sagesim_kernels.operands.means import Means, load_mean
-from sagesim_kernels.operands.primitives import LAUNCH, LN_2, row_sums
-from sagesim_kernels.operands.problem import KernelProblem
 from sagesim_kernels.operands.results import ForwardResult
+from sagesim_kernels.operands.rounding import LAUNCH, LN_2, row_sums
 
 _LN_2 = tl.constexpr(LN_2)
 _TILE: Final = 64

@@ -9,20 +9,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import (
     Grid,
     Lengths,
     Strided,
     TokenBlocks,
-    live_keys,
-    live_queries,
     program_coordinates,
     stored_start_of,
     stored_tokens,
     token_ptrs,
 )
-from sagesim_kernels.operands.primitives import LAUNCH, row_sums
-from sagesim_kernels.operands.problem import KernelProblem
+from sagesim_kernels.operands.masking import live_keys, live_queries
+from sagesim_kernels.operands.rounding import LAUNCH, row_sums
 
 _AT_ONCE: Final = 16384
 """Elements that a program adds in one step."""

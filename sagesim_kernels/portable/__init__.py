@@ -2,7 +2,7 @@
 
 from sagesim_kernels.portable.backward import backward
 from sagesim_kernels.portable.forward import forward
-from sagesim_kernels.portable.maps import UNTRACED, MapTrace, MapTraces
+from sagesim_kernels.portable.p_and_ds import UNTRACED, MapTrace, MapTraces
 
 __all__ = [
     "UNTRACED",

@@ -29,7 +29,7 @@ from sagesim_kernels.operands import (
 )
 from sagesim_kernels.portable.dkdv import dkdv_kernel
 from sagesim_kernels.portable.dq import dq_kernel
-from sagesim_kernels.portable.maps import UNTRACED, MapProduct, MapTraces
+from sagesim_kernels.portable.p_and_ds import UNTRACED, MapProduct, MapTraces
 from sagesim_kernels.portable.tiles import Tile, launch, most_rows, tiles
 
 

@@ -29,7 +29,7 @@ from sagesim_kernels.operands import (
     subtract_lse_gradient,
     tokens_by_tokens,
 )
-from sagesim_kernels.portable.maps import MapTile, add_product
+from sagesim_kernels.portable.p_and_ds import MapTile, add_product
 
 
 @triton.jit

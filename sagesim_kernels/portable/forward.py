@@ -38,7 +38,7 @@ from sagesim_kernels.operands import (
     to_codes,
     tokens_by_tokens,
 )
-from sagesim_kernels.portable.maps import MapTile, MapTrace, store_codes
+from sagesim_kernels.portable.p_and_ds import MapTile, MapTrace, store_codes
 from sagesim_kernels.portable.tiles import launch, tiles
 
 _LOG2_127 = tl.constexpr(LOG2_127)

@@ -3,7 +3,7 @@
 Each stage starts from what the kernel itself computed in the stages before, so that a code on the
 other side of a tie does not affect later stages. No tolerance is chosen. A stage is recomputed in
 float64, from the emulator's codes of Q, K, V and dO, as balls that contain every possible float32
-result (see `balls.py`). The rounding that follows, to codes or to the output's dtype, is monotone,
+result (see `error_balls.py`). The rounding that follows, to codes or to a dtype, is monotone,
 so that the two ends of a ball bound its result.
 
 | stage | from | must be |
@@ -31,7 +31,7 @@ from sagesim.emulator.smoothing import subtract_block_means, subtract_head_mean
 from sagesim.spec import MAPS, OPERANDS
 from sagesim_kernels import Coded, KernelTrace
 from sagesim_kernels import trace as kernel_trace
-from tests.sagesim_kernels.balls import EXP, TENSOR_CORE_U, TINY, Ball
+from tests.sagesim_kernels.error_balls import EXP, TENSOR_CORE_U, TINY, Ball
 from tests.support.assertions import assert_bitwise, assert_within_bound
 from tests.support.float32_bound import U, gamma
 from tests.support.inputs import Case

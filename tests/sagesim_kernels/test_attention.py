@@ -90,6 +90,7 @@ def assert_no_worse(found: object, exact: object, yardstick: object, *, band: fl
 class TestUnquantized:
     """Without INT8 the kernels are as accurate as SDPA."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", [torch.float16, *BF16])
     @pytest.mark.parametrize("is_causal", [False, True])
     @pytest.mark.parametrize(
@@ -180,6 +181,7 @@ class TestFinite:
         if blind is not None:
             assert bool((alone == blind).all())
 
+    @pytest.mark.slow
     @given(
         case=cases(
             NASTY,
@@ -206,6 +208,7 @@ class TestFinite:
         for x in (found.o, found.dq):
             assert not x[..., blind, :].any()
 
+    @pytest.mark.slow
     @given(
         case=cases(
             SMALL,
@@ -221,6 +224,7 @@ class TestFinite:
     def test_small_inputs_in_any_dtype(self, case, name, dtype):
         self.check(run_kernels(case.map(lambda x: x.to(DEVICE, dtype)), SPECS[name]))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("spec", IN_INT8.values(), ids=IN_INT8)
     @pytest.mark.parametrize("gain", [2.0**-60, 2.0**60])
     def test_gains_of_q_and_k_beyond_half_precision(self, spec, gain):
@@ -230,6 +234,7 @@ class TestFinite:
         self.check(found)
         assert_same(found, run_kernels(c, spec), "o", "lse", "dv")
 
+    @pytest.mark.slow
     @not_a_number
     @pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
     @pytest.mark.parametrize("tensor", ["q", "k", "v", "do"])
@@ -258,6 +263,7 @@ class TestFinite:
 class TestShapes:
     """Any lengths, head sizes and leading axes are computed."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["sagebwd", "q_smoothed"])
     @pytest.mark.parametrize(
         ("n_q", "n_k", "is_causal"),
@@ -278,9 +284,11 @@ class TestShapes:
     def test_lengths(self, name, n_q, n_k, is_causal):
         self.check(name, seed=n_q, n_q=n_q, n_k=n_k, d=16, is_causal=is_causal)
 
+    @pytest.mark.slow
     def test_a_thousand_tokens(self):
         self.check("sagebwd", seed=0, n_q=130, n_k=1000, d=16)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["sagebwd", "factored", "fpa_fp16"])
     @pytest.mark.parametrize(
         ("d", "d_v"),
@@ -302,6 +310,7 @@ class TestShapes:
             run_kernels(c, SPECS[name]), run_exact(c), run_attention(c, SPECS[name]), band=2.0**-11
         )
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
     @pytest.mark.parametrize(("n_q", "n_k"), [(0, 5), (5, 0), (0, 0), (1, 1), (1, 70), (70, 1)])
     def test_short_and_empty_sequences(self, spec, n_q, n_k):
@@ -330,6 +339,7 @@ class TestShapes:
         c = kernel_case(seed=0, n_q=5, n_k=6, d=8, heads=heads)
         assert run_kernels(c, SPECS["sagebwd"]).dq.shape == (*heads, 5, 8)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["sagebwd", "fpa_fp16"])
     @pytest.mark.parametrize("heads", [(), (2,), (1, 2), (1, 2, 1)])
     def test_any_number_of_leading_axes(self, name, heads):
@@ -371,11 +381,13 @@ def strided_case(heads: int = 1, d: int = 24) -> Case:
 class TestStrides:
     """Strides of q, k, v and do change no bit."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("strides", STRIDES)
     def test_of_all_tensors(self, spec, strides):
         c = strided_case(2 if "heads" in strides else 1)
         assert_same(run_kernels(c.map(STRIDES[strides]), spec), run_kernels(c, spec))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("d", [20, 24])
     def test_of_heads_within_channels(self, spec, d):
         """PyTorch keeps this order of axes when it pads channels to whole vectors."""
@@ -384,6 +396,7 @@ class TestStrides:
         assert inner.q.stride(1) == 1
         assert_same(run_kernels(inner, spec), run_kernels(c, spec))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("axis", [-3, -2, -1])
     def test_of_0(self, spec, axis):
         """Expanded inputs, and the do of `o.sum().backward()`."""
@@ -422,6 +435,7 @@ class TestStrides:
         assert_same(run_kernels(c, spec, d_lse=d_lse), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("heads", [(2,), (1, 2), (2, 1, 1)], ids=["3-D", "4-D", "5-D"])
 def test_layouts_of_any_number_of_axes(layout, heads):
@@ -450,6 +464,7 @@ def test_inputs_are_never_changed(spec, dtype):
 class TestGradients:
     """Gradients are right for any subset of inputs and outputs; second derivatives raise."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
     @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)], ids=["q", "k", "v", "qv"])
     def test_of_some_inputs_alone(self, spec, wanted):
@@ -544,6 +559,7 @@ class TestGradients:
 class TestPadding:
     """Memory around the tokens, and tokens without attention, change no result."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_memory_around_the_tokens_is_not_read(self, spec, is_causal):
@@ -565,6 +581,7 @@ class TestPadding:
             assert not getattr(found, name)[..., 40:, :].any(), name
         assert_same(found._replace(dk=found.dk[..., :40, :], dv=found.dv[..., :40, :]), short)
 
+    @pytest.mark.slow
     @not_a_number
     @pytest.mark.parametrize("spec", ["causal_safe", "factored_qk", "sagebwd", "fpa_fp16"])
     @pytest.mark.parametrize(
@@ -590,6 +607,7 @@ class TestPadding:
             assert_bitwise(actual=after, expected=before, what=name)
         assert bool(found.o[:, :, -1].isnan().all())
 
+    @pytest.mark.slow
     @not_a_number
     @pytest.mark.parametrize("spec", [*SPECS.values(), CAUSAL_SAFE], ids=[*SPECS, "causal_safe"])
     def test_queries_that_attend_to_nothing(self, spec):
@@ -613,6 +631,7 @@ class TestCausality:
 
     CUT = 70
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("alignment", ["upper_left", "lower_right"])
     @pytest.mark.parametrize("preset", sorted({"sagebwd", "factored", "fpa_fp16", "causal_safe"}))
     def test_of_later_tokens_on_earlier_rows(self, preset, alignment):

@@ -26,7 +26,6 @@ from sagesim import (
 )
 from sagesim.spec import AttentionSpec
 from sagesim_kernels import KernelTrace
-from tests.sagesim_kernels.balls import EXP, Ball
 from tests.sagesim_kernels.contract import (
     Tally,
     as_kernel_trace,
@@ -35,6 +34,7 @@ from tests.sagesim_kernels.contract import (
     emulated_case,
     run_kernels,
 )
+from tests.sagesim_kernels.error_balls import EXP, Ball
 from tests.support.assertions import assert_bitwise, assert_within_bound
 from tests.support.float32_bound import U
 from tests.support.inputs import NASTY, Case, case, gaussian, half_integer_ties, offset
@@ -262,6 +262,7 @@ PLANTED: dict[str, tuple[str, Planted]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found_at_its_stage(bug: str) -> None:
     stage, (case, spec, tamper) = PLANTED[bug]
@@ -294,6 +295,7 @@ def test_names_dtypes_and_shapes_are_checked(name: str) -> None:
         check_trace(replace(right, **{name: wrong}), PLAIN, SAGEBWD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_emulator_meets_the_contract(preset: str, is_causal: bool) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sagesim_kernels import attention, attention_varlen
 from tests.sagesim_kernels.contract import OUTPUTS, Tally, check, run_kernels
-from tests.sagesim_kernels.problems import PRESETS, KernelCase, alike, problems
+from tests.sagesim_kernels.kernel_cases import PRESETS, KernelCase, alike, problems
 from tests.support import examples
 from tests.support.assertions import assert_bitwise
 from tests.support.inputs import Case
@@ -104,6 +104,7 @@ def test_codes_whose_scale_is_noise_are_not_held_to_the_emulators() -> None:
     assert tally.differing["dq.ds"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(20, 33), (33, 20), (40, 40), (1, 70), (70, 1), (130, 66)])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_lower_right_is_the_emulator_under_that_mask(preset: str, lengths: tuple[int, int]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from sagesim import FACTORED_QK, Smoothing
 from sagesim_kernels import attention, attention_varlen, hopper
 from tests.sagesim_kernels.contract import check
-from tests.sagesim_kernels.problems import KINDS, LAYOUTS, ORDINARY, KernelCase
+from tests.sagesim_kernels.kernel_cases import KINDS, LAYOUTS, ORDINARY, KernelCase
 from tests.support import examples
 from tests.support.assertions import assert_bitwise
 from tests.support.kernels import Results, assert_same, kernel_case, poisoned, run_kernels

@@ -53,6 +53,7 @@ def test_a_trace_is_of_one_dtype_and_device(changed):
 class TestRuns:
     """Results are the same bytes in every run and in every process."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
     def test_repeat(self, spec):
         """20 runs in the interpreter; 1,000 on a GPU, with 40 programs a launch."""
@@ -66,6 +67,7 @@ class TestRuns:
             for x, y, name in zip(again, once, Results._fields, strict=True):
                 assert_bitwise(actual=x, expected=y, what=name)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("is_causal", [False, True])
     @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
     def test_memory_is_written_before_it_is_read(self, spec, is_causal):
@@ -76,6 +78,7 @@ class TestRuns:
         with poisoned():
             assert_same(run_kernels(c, spec, d_lse=d_lse), once)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("spec", [SPECS["factored"]], ids=["factored"])
     def test_fresh_processes_agree(self, spec):
         """Two processes in the interpreter, five on a GPU, each with its own hash seed."""
@@ -104,6 +107,7 @@ print(digest(run_kernels(c, AttentionSpec.parse({spec.label()!r}))))
 class TestHeads:
     """The results of a head do not depend on the other heads of the batch."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
     @pytest.mark.parametrize("n", [1, 15, 70])
     def test_run_alone(self, spec, n):
@@ -120,6 +124,7 @@ class TestHeads:
         alone = run_kernels(c.map(lambda x: x[1, 1].clone()), spec)
         assert_same(alone, Results(*(x[1, 1] for x in together)))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("kv_heads", "is_causal"), [(1, False), (2, True)])
     @pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
     def test_grouped_are_repeated(self, spec, kv_heads, is_causal):
@@ -178,6 +183,7 @@ class TestSymmetries:
         )
         assert_same(Results(*(x + 0.0 for x in after)), expected)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("gain", [2.0, -0.5])
     def test_of_v(self, spec, gain):
         self.check(spec, {"v": gain}, {"o": gain, "dq": gain, "dk": gain})
@@ -248,6 +254,7 @@ class TestTiles:
         assert rows in used or spec.smoothing.q
         return [*results, *(x for name in sorted(traced.operands) for x in traced.operands[name])]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("is_causal", [False, True])
     @pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
     def test_change_nothing(self, monkeypatch, spec, is_causal):
@@ -295,6 +302,7 @@ assert before == after, {k: (before[k], after[k]) for k in before if before[k] !
     )
 
 
+@pytest.mark.slow
 def test_strides_beyond_int32():
     """Offsets beyond 2**31 are right: tokens are 2**26 or channels 2**28 elements apart, in sparse
     files. The test has its own process, because a wrong pointer would end it."""

@@ -70,6 +70,7 @@ class PackedCase:
         return Results(o, lse[..., 0].T, *grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("spec", BLOCKS.values(), ids=BLOCKS)
 def test_is_a_loop_over_sequences(spec, mask):
@@ -81,6 +82,7 @@ def test_is_a_loop_over_sequences(spec, mask):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("lengths", [(0, 32, 1, 32), (31, 1, 32)])
 def test_sequences_of_whole_blocks_do_not_overlap(spec, lengths):
@@ -147,6 +149,7 @@ def test_strides(spec):
     assert_same(packed_case.together(spec), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 @pytest.mark.parametrize("spec", BLOCKS.values(), ids=BLOCKS)
 def test_gradients_of_rows_without_keys_reach_nothing(spec):

@@ -124,7 +124,7 @@ class Compiler:
         """Compile every kernel of a forward and its backward, in the order of launches.
 
         packed: compile for packed sequences, as in a varlen call.
-        launch: options that replace those of `sagesim_kernels.operands.primitives.LAUNCH`.
+        launch: options that replace those of `sagesim_kernels.operands.rounding.LAUNCH`.
         """
         request = json.dumps(
             {

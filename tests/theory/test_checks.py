@@ -12,6 +12,7 @@ from theory.checks.check import bounded, estimated
 TOPICS = [pytest.param(t, marks=pytest.mark.slow) for t in CHECKS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topic", TOPICS)
 def test_every_statement_of_a_topic_holds(topic):
     found = list(CHECKS[topic]())

@@ -68,6 +68,7 @@ def assert_bounds(p, dp, bound, what):
     assert_within_bound(actual=measured, exact=zero, bound=bound + rounding(p, dp), what=what)
 
 
+@pytest.mark.slow
 @examples(500)
 @given(**ROWS)
 def test_every_bound_holds(logits, gradient, n, exponent, seed):

@@ -60,6 +60,7 @@ def problem(seed, n, sigma, outlier):
     return q * sigma, k, v, do
 
 
+@pytest.mark.slow
 @examples(200)
 @given(**CASES)
 def test_the_four_parts_add_up_to_the_error(label, seed, n, sigma, outlier, is_causal):
@@ -82,6 +83,7 @@ def test_the_four_parts_add_up_to_the_error(label, seed, n, sigma, outlier, is_c
     )
 
 
+@pytest.mark.slow
 @examples(200)
 @given(**CASES)
 def test_the_bound_through_delta_holds(label, seed, n, sigma, outlier, is_causal):
@@ -206,6 +208,7 @@ def test_the_moments_from_pv():
     assert_moments(moments, sample, "through delta")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", range(6))
 @pytest.mark.parametrize("spec", [SAGEBWD, FACTORED], ids=["sagebwd", "factored"])
 def test_estimates_on_every_layer_of_the_capture(layer, spec):

@@ -102,6 +102,7 @@ def test_the_closed_form_of_gaussian_inputs():
     assert from_o == pytest.approx(gaussian_dp_error(64 * 64) * factor, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", range(6))
 @pytest.mark.parametrize("spec", [SAGEBWD, FACTORED], ids=["per block", "per token"])
 @pytest.mark.parametrize("delta", list(Delta))

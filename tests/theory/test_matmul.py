@@ -28,6 +28,7 @@ def assert_error(error, bound, what) -> None:
     assert_within_bound(actual=error, exact=torch.zeros_like(error), bound=bound, what=what)
 
 
+@pytest.mark.slow
 @examples(400)
 @given(
     case=cases(MILD, **SHORT),
@@ -165,5 +166,6 @@ def test_every_int8_site_of_the_factored_preset_sums_integers():
     )
 
 
+@pytest.mark.slow
 def test_every_statement_holds():
     assert not [c for c in checks.checks() if not c.holds]

@@ -181,6 +181,7 @@ def test_gradients_of_the_training_problem_are_those_of_autograd():
         )
 
 
+@pytest.mark.slow
 def test_one_seed_per_example_removes_the_bias():
     some = Examples.draw(512, spread=0.1)
     exact = some.exact()
@@ -190,5 +191,6 @@ def test_one_seed_per_example_removes_the_bias():
     assert abs(many.mean_square) < 0.02 * one.mean_square
 
 
+@pytest.mark.slow
 def test_every_statement_holds():
     assert not [c for c in checks.checks() if not c.holds]

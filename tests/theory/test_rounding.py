@@ -183,6 +183,7 @@ def test_the_gaussian_mean_square_broadcasts():
     assert found.flatten().tolist() == pytest.approx(single, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("median", (0.01, 0.4, 3.0, 40.0))
 @pytest.mark.parametrize("deviation", (0.2, 1.0, 2.5))
 def test_the_moments_of_a_lognormal_are_the_integrals(median, deviation):

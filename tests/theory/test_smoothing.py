@@ -76,6 +76,7 @@ def test_the_bound_on_the_growth_is_attained_so_no_smaller_bound_holds(n):
 PV = ("sagebwd", "factored", "sagebwd pv=int8@row,head block=16x32")
 
 
+@pytest.mark.slow
 @examples(150)
 @given(case=cases(NASTY, **SHORT), label=st.sampled_from(PV))
 def test_row_sums_of_ds_are_the_error_of_pv_and_stay_within_their_bound(case, label):
@@ -167,6 +168,7 @@ def test_the_dropped_term_increases_the_error_if_keys_have_a_large_mean(mean):
 BRANCH = ("fpa smooth=qk", "sagebwd smooth=qk", "factored smooth=qk block=16x32")
 
 
+@pytest.mark.slow
 @examples(150)
 @given(case=cases(MILD, **SHORT), label=st.sampled_from(BRANCH))
 def test_the_bias_branch_completes_dk_and_its_error_stays_within_the_bound(case, label):

@@ -49,6 +49,7 @@ def assert_same(actual: Outputs, expected: Outputs) -> None:
 class TestGradients:
     """A spec that rounds nothing computes attention, and its backward is the derivative."""
 
+    @pytest.mark.slow
     @given(
         seed=seeds,
         n_q=st.integers(1, 5),
@@ -511,6 +512,7 @@ class TestCallersSettings:
         if setting == "medium" and torch.cpu._is_avx512_bf16_supported():
             assert has_effect, "the setting changed nothing, so this test proves nothing"
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("value", ["tf32", "bf16", "none"])
     def test_fp32_precision_changes_no_byte_and_is_restored(self, value):
         """In a process of its own, because PyTorch does not allow both kinds of setting in one."""

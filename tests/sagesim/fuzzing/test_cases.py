@@ -95,6 +95,7 @@ class TestStrategies:
         ):
             assert sum(bool(is_kind(c)) for c in seen) > 10
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("word", FEATURES)
     def test_an_excluded_feature_is_not_drawn(self, word):
         has_feature = {

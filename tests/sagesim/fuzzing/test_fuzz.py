@@ -72,6 +72,7 @@ def one_thread():
 
 
 class TestCorrectKernels:
+    @pytest.mark.slow
     @pytest.mark.parametrize("label", CORRECT)
     def test_a_kernel_with_another_order_of_sums_passes(self, label):
         spec = AttentionSpec.parse(label)
@@ -120,6 +121,7 @@ class TestWrongKernels:
         assert failure.site.name == site
         assert failure.is_reproducible and failure.error is None
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "bug, words",
         [
@@ -134,6 +136,7 @@ class TestWrongKernels:
         assert failure is not None
         assert any(words in found for found in failure.explanations), failure.explanations
 
+    @pytest.mark.slow
     def test_a_kernel_of_another_preset_is_named(self):
         report = fuzz(functools.partial(attention, spec=FPA), spec=SAGEBWD, max_length=40)
         assert report.failure is not None
@@ -307,6 +310,7 @@ def test_a_constant_factor_is_found():
     assert factor(x, x) is factor(x + 1, x) is factor(x[:2], x) is factor(x, x * 0) is None
 
 
+@pytest.mark.slow
 def test_the_same_arguments_give_the_same_report(monkeypatch):
     monkeypatch.setattr("sagesim.fuzzing.search.explanations", lambda *args: ())
     options = {"spec": BOTH, "cases": 8, "head_sizes": (16,), "max_length": 40}
@@ -384,6 +388,7 @@ class TestCommand:
         assert first == "fuzzed_kernels:right agrees with the emulator under 'factored'"
         assert second.endswith("cases on cpu, seed 0: o, dv, dq and dk within the contract")
 
+    @pytest.mark.slow
     def test_exit_code_1_if_a_case_fails_and_the_snippet_reproduces_it(self, here, capsys):
         assert main(["fuzz", "fuzzed_kernels:wrong.dq", *NARROW]) == 1
         out, err = capsys.readouterr()
@@ -438,6 +443,7 @@ class TestCommand:
         assert "pip install 'sagebwd[fuzz]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_snippet_imports_the_function():
     report = fuzz(sagesim.attention, spec=FPA, cases=3, max_length=20)
     assert report.function == "sagesim.emulator.autograd:attention"

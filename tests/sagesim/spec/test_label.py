@@ -24,6 +24,7 @@ from tests.support.strategies import matmuls, specs
 parse = AttentionSpec.parse
 
 
+@pytest.mark.slow
 @given(specs())
 @examples(300)
 def test_parsing_a_label_gives_the_spec_it_was_made_from(spec):

@@ -38,6 +38,7 @@ def shown(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_show(shown, capsys):
     pytest.importorskip("matplotlib").use("agg")
     assert main(["--show", str(shown)]) == 0

@@ -30,6 +30,7 @@ class Clock(FakeMeter):
         return Elapsed(seconds, seconds)
 
 
+@pytest.mark.slow
 def test_everything_but_the_device(tmp_path):
     contenders = (*SPECS, *PEERS)
     cases = [

@@ -84,6 +84,7 @@ def test_a_record_that_is_not_finished(kept):
     assert ("time" in drawn) == (kept == "speed") and "payoff" not in drawn
 
 
+@pytest.mark.slow
 def test_figures_can_be_saved(tmp_path):
     for name, figure in figures(document()).items():
         figure.savefig(tmp_path / f"{name}.png", dpi=40)

@@ -102,6 +102,7 @@ def test_a_run_learns_and_logs_its_numbers(corpus, make_run, tmp_path):
     assert checkpoint.steps_in(tmp_path / "a" / "checkpoints") == [12]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "emulator:factored round=stochastic@3"])
 @pytest.mark.parametrize("after", [1, 3])
 def test_resuming_gives_the_same_bits(attention, after, corpus, make_run, tmp_path):
@@ -198,6 +199,7 @@ def run_python(*words):
     )
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_writing_a_checkpoint_resumes(corpus, make_run, tmp_path):
     run, folder = make_run(), tmp_path / "run"
     words = command(corpus, folder, run)

@@ -79,8 +79,8 @@ OTHERS = {
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hopper.problems, "IS_INTERPRETED", False)
-    monkeypatch.setattr(hopper.problems, "is_hopper", lambda: True)
+    monkeypatch.setattr(hopper.support, "IS_INTERPRETED", False)
+    monkeypatch.setattr(hopper.support, "is_hopper", lambda: True)
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -97,8 +97,8 @@ def test_others_are_left_to_the_portable_kernels(name):
 
 @pytest.mark.parametrize("served", SERVED.values(), ids=SERVED)
 def test_nothing_is_served_on_another_gpu(served, monkeypatch):
-    monkeypatch.setattr(hopper.problems, "IS_INTERPRETED", False)
-    monkeypatch.setattr(hopper.problems, "is_hopper", lambda: False)
+    monkeypatch.setattr(hopper.support, "IS_INTERPRETED", False)
+    monkeypatch.setattr(hopper.support, "is_hopper", lambda: False)
     assert not hopper.serves(served)
 
 

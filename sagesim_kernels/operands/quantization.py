@@ -14,14 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim.spec import Granularity, Precision
+from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import (
     ALIGNMENT,
     Grid,
     Strided,
     TokenBlocks,
     length_of,
-    live_keys,
-    live_queries,
     program_coordinates,
     store_tokens,
     stored_start_of,
@@ -29,16 +28,16 @@ from sagesim_kernels.operands.layout import (
     tile_ptrs,
     token_ptrs,
 )
+from sagesim_kernels.operands.masking import live_keys, live_queries
 from sagesim_kernels.operands.means import Means, load_mean
 from sagesim_kernels.operands.operand import Operand
-from sagesim_kernels.operands.primitives import (
+from sagesim_kernels.operands.rounding import (
     LAUNCH,
     Rounding,
     magnitude,
     scale_and_inverse,
     to_codes,
 )
-from sagesim_kernels.operands.problem import KernelProblem
 
 DTYPES: Final = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 """The 16-bit precisions of a spec and their dtypes."""

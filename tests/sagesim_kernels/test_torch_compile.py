@@ -79,12 +79,14 @@ class TestOperators:
         c = kernel_case(seed=0, n_q=20, n_k=33, d=16, d_v=24, heads=(1, 1))
         return [*c.qkvdo]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("spec", "call"), CHECKED)
     def test_forward(self, spec, call):
         leaves = [x.requires_grad_() for x in self.tensors()[:3]]
         for with_lse in (True, False):
             self.check(forward_op, (*leaves, *[None] * 4, spec.label(), 0.25, *call, with_lse))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("spec", "call"), CHECKED)
     def test_backward(self, spec, call):
         q, k, v, do = self.tensors()
@@ -93,6 +95,7 @@ class TestOperators:
         d_lse = None if call == CALLS["plain"] else torch.ones_like(lse)
         self.check(backward_op, (do, d_lse, q, k, v, o, lse2, k_mean, *rest))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("spec", [FEW["sagebwd"]], ids=["sagebwd"])
     def test_of_packed_sequences(self, spec):
         q, k, v, do = self.tensors()
@@ -112,6 +115,7 @@ class TestOperators:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 class TestCompiled:
+    @pytest.mark.slow
     @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
     def test_whole_graphs_give_the_bytes_of_eager(self, spec, backend):
         c = kernel_case(torch.float16, seed=0, n_q=20, n_k=33, d=16, d_v=24)
@@ -130,6 +134,7 @@ class TestCompiled:
         )
         assert_same(run(compiled, c), eager(c, FACTORED_QK, layout="NHD"))
 
+    @pytest.mark.slow
     def test_at_most_two_compilations_for_ten_lengths(self, backend):
         counter = CompileCounterWithBackend(backend)
         spec = FEW["sagebwd"]
@@ -141,6 +146,7 @@ class TestCompiled:
             assert_same(run(compiled, c), eager(c, spec))
         assert counter.frame_count <= 2
 
+    @pytest.mark.slow
     def test_at_most_two_compilations_for_ten_batches_of_packed_sequences(self, backend):
         counter = CompileCounterWithBackend(backend)
         c = kernel_case(seed=0, n_q=40, n_k=40, d=16, heads=(1,))
@@ -153,6 +159,7 @@ class TestCompiled:
             assert_bitwise(actual=compiled(*arguments), expected=expected, what="o")
         assert counter.frame_count <= 2
 
+    @pytest.mark.slow
     def test_another_spec_is_compiled_anew_and_is_right(self, backend):
         counter = CompileCounterWithBackend(backend)
         compiled = torch.compile(
@@ -223,6 +230,7 @@ class TestAutocast:
         assert_same(found, run_kernels(c, FACTORED_QK))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
 def test_checkpointing_is_bit_equal(spec, use_reentrant):

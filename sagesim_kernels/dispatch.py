@@ -26,7 +26,8 @@ def forward(
     """Compute attention of all heads into o [sequences, heads, n_q, d_v], any strides.
 
     trace: where to write the codes of P, if pv is INT8. Only the portable kernels write them.
-    operands: the operands to round and keep; None keeps none. Only the portable kernels use them.
+    operands: the cache in which the portable kernels keep the rounded operands; None makes one for
+        this call alone. The Hopper kernels always make their own.
     """
     rows = problem.q.shape[:3]
     if problem.is_empty:

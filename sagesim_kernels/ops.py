@@ -88,7 +88,10 @@ def label_of(spec: AttentionSpec) -> str:
 
 
 def _bits(number: int) -> str:
-    """Return 32 binary digits: torch.compile guards each, but may make an integer dynamic."""
+    """Return the number as 32 binary digits.
+
+    torch.compile guards every digit of this string, while it may make an integer dynamic.
+    """
     return "".join("1" if number // 2**i % 2 == 1 else "0" for i in reversed(range(32)))
 
 

@@ -39,8 +39,9 @@ class KernelTrace:
     o, dq, dk, dv: bitwise what `attention` and its backward return.
     lse, delta: float32 [batch, heads, n_q].
     operands: codes and scales by "site.tensor", with the names of `sagesim.Trace.operands`, for the
-        products in INT8. Maps are [batch, heads, n_q, n_k]. The scale of "pv.p" is always 1: P is
-        relative to the running maximum of the online softmax, which changes after a tile.
+        products in INT8. Those of P and dS are [batch, heads, n_q, n_k]. The scale of "pv.p" is
+        always 1, because P has no scale that is final: its codes are 127 P relative to the row's
+        maximum in one tile, and the running maximum of the online softmax may change after it.
     """
 
     spec: AttentionSpec

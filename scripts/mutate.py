@@ -28,7 +28,15 @@ RECORD = ROOT / "docs" / "data" / "mutations.json"
 COPIED = ("sagesim", KERNELS, "tests", "pyproject.toml", "README.md")
 TESTS = [
     f"tests/sagesim_kernels/test_{name}.py"
-    for name in ("fuzz", "operands", "varlen", "attention", "invariance", "torch_compile", "support")
+    for name in (
+        "fuzz",
+        "operands",
+        "varlen",
+        "attention",
+        "invariance",
+        "torch_compile",
+        "support",
+    )
 ]
 
 

@@ -178,8 +178,8 @@ class _Analysis:
         """Bound on the rounding error of P at PV.
 
         At PV, w = exp(S - row maximum) is rounded, and o is divided by the row sum afterwards.
-        Rows that share a scale share it for w = P / T, with T the largest P of the row: a row with
-        T = 0.01 has the same scale as a row with T = 1.
+        A scale that several rows share is computed from w = P / T, with T the largest P of the row,
+        and not from P. A row with T = 0.01 then has the same scale as a row with T = 1.
         """
         top = self.p.amax(-1, keepdim=True)
         error = exponent_error.amax(-1, keepdim=True) + self._float32_error()

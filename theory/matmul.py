@@ -105,9 +105,10 @@ def sums_integers(spec: AttentionSpec, site: str) -> bool:
 def integer_sum_bound(tile_sums: Tensor) -> Tensor:
     """An upper bound on |computed - sum over tiles|, [..., m, d], for tiles summed as integers.
 
-    Within a tile the sum of codes is exact. Conversion, two scales, the softmax scale and its
-    product are five roundings of each tile's sum. Adding t tiles takes t - 1 more, and one covers
-    the second order. All are relative to the tiles' sums, even if much cancels within a tile. The
+    Within a tile the sum of codes is exact. Converting the sum to float32,
+    multiplying it by the scales of both operands and by the softmax scale are at most five
+    roundings of each tile's sum. Adding t tiles takes t - 1 more, and one more covers terms of
+    second order. All are relative to the tiles' sums, even if much cancels within a tile. The
     error of a float32 sum is relative to the sum of magnitudes instead.
 
     Args:

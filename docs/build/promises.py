@@ -249,8 +249,8 @@ NUMBERS = (
         ),
     ),
     Promise(
-        "Multiplying V or dO by a signed power of two multiplies the results by it and changes no "
-        "other bit; so does multiplying Q and dividing K.",
+        "A signed power of two that multiplies V or dO multiplies the results linear in it and "
+        "changes no other bit, and one that multiplies Q and divides K changes no bit of O.",
         (
             f"{KERNELS}/test_invariance.py::TestSymmetries::test_of_v",
             f"{KERNELS}/test_invariance.py::TestSymmetries::test_of_do",

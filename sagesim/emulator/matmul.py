@@ -124,7 +124,7 @@ def _multiply(left: Tensor, right: Tensor, precision: Precision) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, [..., m, k] @ [..., k, n]; each matrix gives the bytes that it gives alone.
+    """left @ right, [..., m, k] @ [..., k, n]; a matrix in a batch gives the same bits as alone.
 
     CPU libraries add in an order that depends on the alignment of a matrix in memory, and on
     whether it is a single vector. Zeros pad all sizes to multiples of 16: every matrix of a batch

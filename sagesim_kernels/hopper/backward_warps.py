@@ -190,10 +190,11 @@ def produce(
     """Load the block of queries of each step by TMA, into buffers that are released. One warp.
 
     Args:
-        released: barriers [2], which tell when the step two before has progressed far enough. If
-            other warps compute dQ this is `ds_full`: then no warp reads data of the step three
-            before, and there are three stages. If not this is `dq_full`: then no warp reads data of
-            the step two before, except Q in 16 bit, which alone has three stages.
+        released: barriers [2], for even and odd steps. Before this warp loads step n, it waits for
+            the barrier of step n - 2. If other warps compute dQ, the barriers are `ds_full`. After
+            the wait no warp reads data of step n - 3, so three stages are enough. Otherwise the
+            barriers are `dq_full`. After the wait no warp reads data of step n - 2, so two stages
+            are enough. Only Q in 16 bit of step n - 2 may still be read; it has three stages.
         loop: `QueryLoop`.
         origin: `TokenOrigin` of the first query head.
         stored_row: row of that head's first token in padded storage.
@@ -341,8 +342,8 @@ def compute_dk_dv_dq(
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 dv = warpgroup_mma(p16, do, dv, is_async=True)
                 ds = _compute_ds(MASKED, p, dp, delta, keys, i, tile)
-                # This overwrites dS of the step before. Its product with Q may still run, but that
-                # product reads the rows of this warp only for this warp.
+                # This overwrites dS of the step before. Other warps may still multiply that dS with
+                # Q, but each of them reads only its own rows of dS for this product.
                 ds_s.index(zero).store(ds.to(queries.q16.dtype))
                 fence_async_shared()
                 barrier()

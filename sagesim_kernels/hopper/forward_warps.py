@@ -69,9 +69,10 @@ def _compute_before_wait(x, address):
     """Return x, and keep ptxas from computing it after a wait that follows.
 
     Without this, ptxas moves the wait for a product above the exponentials that are meant to
-    overlap with the product. It never moves a wait over a possible access to memory, and this is
-    one: a prefetch if a number of x has its sign bit set. x is a sum of exponentials, so only a NaN
-    can have it set, and a prefetch has no effect on the result.
+    overlap with the product. ptxas never moves a wait over a possible access to memory. This
+    function therefore contains one: it prefetches `address` if a number of x has its sign bit set.
+    x is a sum of exponentials, so only a NaN has its sign bit set. A prefetch does not change the
+    result.
 
     address: any valid address in global memory.
     """
@@ -120,10 +121,11 @@ def _tile_of(wave, lengths, scheduler, ROWS: gl.constexpr):
 
 @gluon.jit
 def _key_blocks(first, ROWS: gl.constexpr, lengths, b):
-    """Return two numbers of key blocks, for queries first..first + ROWS of sequence b.
+    """Return two counts of key blocks, for queries first..first + ROWS of sequence b.
 
-    Every query attends to all keys of the first number of blocks. The second number is that of the
-    blocks to multiply with, at least 1, so that queries without any key need no case of their own.
+    The first counts the blocks that need no mask: every query attends to all of their keys. The
+    second counts the blocks to multiply with. It is at least 1, so that queries that attend to no
+    key need no code of their own.
     """
     n_k = live_keys(lengths, b)
     unmasked, end = key_loop_bounds(first, ROWS, BLOCK, n_k, causal_offset(lengths, b))
@@ -251,7 +253,7 @@ def _partial_sums(p):
 
 @gluon.jit
 def _store_o(o, cu, tile, first, last, value):
-    """Store value as the rows from `first` of the tile's head: those before `last`.
+    """Store value as the rows from `first` of the tile's head; rows from `last` on are not stored.
 
     This is `operands.store_tokens` with a layout of its own. Threads of a warp first exchange their
     rows, so that each stores eight adjacent columns at once and fills whole sectors of memory.
@@ -358,9 +360,9 @@ def consume(
                 p = gl.exp2(_exponents(s, factor, row_max))
                 part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + _partial_sums(p)
                 part = _compute_before_wait(part, scales.q.ptr)
-                # The wait for the next step's load stands here, and not at the top of the loop:
-                # ptxas moves the wait for the product below up to the last branch before it, and
-                # this wait is a branch.
+                # The wait for the next step's load is here, and not at the top of the loop, because
+                # it contains a branch. ptxas moves the wait for the product P V, which follows,
+                # upwards as far as the last branch before it.
                 load_count += 1
                 _wait_for_load(full, load_count)
                 o = warpgroup_mma_wait(0, deps=[o_t])

@@ -58,7 +58,7 @@ class OperandCache:
 
     @property
     def subtracted(self) -> SubtractedMeans:
-        """The means that were subtracted, and the K from which k_mean was."""
+        """The means that were subtracted from Q and K, and K before the subtraction."""
         return SubtractedMeans.of(self.q_mean, self.k_mean, self._problem.k)
 
     def get(self, site: str, tensor: str) -> Operand:

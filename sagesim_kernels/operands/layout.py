@@ -131,8 +131,8 @@ def start_of(cu, b):
 def stored_start_of(cu, n, b):
     """Return the first token of sequence b in padded storage.
 
-    Sequence b of packed sequences starts b * `ALIGNMENT` tokens later than its first token rounded
-    down, so that sequences never overlap.
+    For packed sequences this is the index of the first token in the tensor, rounded down to a
+    multiple of `ALIGNMENT`, plus b * `ALIGNMENT`. Sequences then never overlap.
     """
     if cu is None:
         return b.to(tl.int64) * (tl.cdiv(n, ALIGNMENT) * ALIGNMENT)

@@ -132,8 +132,9 @@ def _live(lengths, b, IS_KEY: tl.constexpr):
 def sum_chunks_kernel(grid, x, sums, stored_chunks, lengths, blocks, STEP: tl.constexpr):
     """Sum the live tokens of each chunk, float64 [heads, stored_chunks, D].
 
-    A chunk is a block of `blocks`. The chunks of a sequence start where its tokens start in padded
-    storage, so that their number is bounded by the tokens of all sequences together.
+    A chunk is blocks.BLOCK consecutive tokens of a sequence. Its sum has the index that its tokens
+    have in padded storage, divided by blocks.BLOCK. The memory for the sums is therefore bounded by
+    the size of padded storage, and does not grow with sequences * longest sequence.
     """
     chunk, h, b = program_coordinates(grid)
     if blocks.IS_KEY:

@@ -37,7 +37,7 @@ class Operand(NamedTuple):
     def of_codes(
         cls, codes: Strided, channels: int, scale: Tensor, per_scale: int, by_channel: bool
     ) -> Operand:
-        """Codes whose scales, [heads, scales, channels or 1], `per_scale` tokens share."""
+        """Codes and their scales [heads, scales, channels or 1]; `per_scale` tokens share one."""
         return cls(
             *codes,
             scale=scale,

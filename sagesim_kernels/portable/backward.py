@@ -1,9 +1,9 @@
 """The backward: one kernel for dQ, and one for dK and dV.
 
 The kernel of dQ has a program for each tile of queries, the other one a program for each tile of
-keys. Both recompute S and dP. S is recomputed once more if dK and dV are in separate launches, and
-S and dP if delta comes from P. In return no kernel uses atomics, every sum has a fixed order, and a
-scale along the rows of P or dS never leaves a program.
+keys. Both recompute S and dP. If dK and dV are in separate launches, S is recomputed once more. If
+delta comes from P, S and dP are recomputed once more. In return no kernel uses atomics, every sum
+has a fixed order, and each scale of P or dS is used only in the program that computes it.
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ def dq_kernel(
                 total += tl.sum(p * dp, 1)
     if dq is not None:
         if d_lse is not None and subtracted.k_mean is not None:
-            # A row of dS sums to the gradient of its logsumexp: K's mean contributes to dQ.
+            # A row of dS then sums to the gradient of its logsumexp and not to 0, so the mean that
+            # was subtracted from K contributes to dQ.
             gain = load_rows(d_lse, lengths.cu_q, b, h, queries, n_q, 0.0)[:, None]
             mean = load_k_mean(subtracted, b, k_head, sizes)
             total += tl.where((row_lse2 < float("inf"))[:, None], gain * mean, 0.0)

@@ -160,7 +160,7 @@ def forward(
 ) -> None:
     """Fill o [sequences, heads, n_q, d_v], any strides, and lse2, float32 [sequences, heads, n_q].
 
-    trace: where to write the codes of P, if pv is INT8. Its scales keep their values.
+    trace: where to write the codes of P, if pv is INT8. The scales that are written are all 1.
 
     Raises:
         ValueError: if the device has too little shared memory for the spec's blocks.

@@ -13,7 +13,7 @@ MODULES = (
     "portable.forward",
     "portable.dq",
     "portable.dkdv",
-    "operands.codes",
+    "operands.quantization",
     "operands.means",
     "operands.delta",
     "operands.logsumexp",

@@ -44,10 +44,10 @@ def forward(
         from sagesim_kernels.hopper import forward as gluon
 
         operands = OperandCache(problem, stored=hopper.has_to_copy(problem, queries=False))
-        gluon.forward(problem, operands, o, lse2)
+        gluon.launch_forward(problem, operands, o, lse2)
     else:
         operands = OperandCache(problem) if operands is None else operands
-        portable.forward(problem, operands, o, lse2, trace)
+        portable.launch_forward(problem, operands, o, lse2, trace)
     return ForwardResult(lse2, None if operands.k_mean is None else operands.k_mean.ptr)
 
 
@@ -88,9 +88,9 @@ def backward(
         assert o is not None
         stored = hopper.has_to_copy(problem, queries=True)
         operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
-        gluon.backward(problem, operands, o, do, statistics, d_lse_rows, grads)
+        gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)
     else:
         if operands is None:
             operands = OperandCache(problem, do, k_mean=result.k_mean)
-        portable.backward(problem, operands, o, do, statistics, d_lse_rows, grads, traces)
+        portable.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads, traces)
     return delta

@@ -338,5 +338,13 @@ def test_no_file_is_longer_than_400_lines():
     assert {m: n for m, n in lengths.items() if n > 400} == {}
 
 
+def test_no_face_exports_the_name_of_a_module():
+    """The exported name would hide the module from attribute access and from monkeypatch."""
+    for face in FACES:
+        names = imports_of(SOURCES[face], deferred=False)
+        exported = {name.rpartition(".")[2] for name in names}
+        assert not exported & {m.rpartition(".")[2] for m in MODULES if m.startswith(f"{face}.")}
+
+
 def test_no_module_name_has_an_underscore_in_front():
     assert [m for m in MODULES if m.split(".")[-1].startswith("_") and "__" not in m] == []

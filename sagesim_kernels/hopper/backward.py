@@ -117,7 +117,7 @@ def hopper_postprocess(
     store_tokens(dq, lengths.cu_q, b, h, first, n_q, total * scale, D)
 
 
-def backward(
+def launch_backward(
     problem: KernelProblem,
     operands: OperandCache,
     o: Tensor,

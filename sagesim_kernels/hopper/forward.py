@@ -133,7 +133,7 @@ def hopper_forward(
     )  # fmt: skip
 
 
-def forward(problem: KernelProblem, operands: OperandCache, o: Tensor, lse2: Tensor) -> None:
+def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, lse2: Tensor) -> None:
     """Fill o and lse2 with the output and the logsumexp in base 2.
 
     Args:

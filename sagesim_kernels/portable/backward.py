@@ -122,7 +122,7 @@ class _Launches:
         )
 
 
-def backward(
+def launch_backward(
     problem: KernelProblem,
     operands: OperandCache,
     o: Tensor | None,

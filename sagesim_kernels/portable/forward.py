@@ -151,7 +151,7 @@ def forward_kernel(
     store_tokens(o, lengths.cu_q, b, h, first, n_q, total / row_sum[:, None], sizes.DV)
 
 
-def forward(
+def launch_forward(
     problem: KernelProblem,
     operands: OperandCache,
     o: Tensor,

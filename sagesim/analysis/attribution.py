@@ -54,11 +54,13 @@ class SiteEffect:
 
     only: relative L2 error if this site is rounded and all other sites are in FP32.
     without: relative L2 error if this site is in FP32 and all others are as in the base spec.
-    share: the part of the squared error that the site causes. It is the mean of what the site adds
-        if no other site is rounded and of what it adds if all others are. This is its Shapley value
-        if the errors of sites add up as vectors. It is negative if the site's error cancels others.
-        The error that remains with all sites in FP32 belongs to no site: o and the gradients are
-        rounded to the inputs' dtype.
+    share: the part of the squared error that rounding at the site causes. Two increases of the
+        squared error are measured: by rounding this site when no other site is rounded, and when
+        all others are as in the base spec. The share is the mean of the two, divided by the
+        increase that all sites cause together. It equals the site's Shapley value if the errors of
+        sites add up as vectors. It is negative if the site's error cancels errors of other sites.
+        Some error remains with all sites in FP32, because o and the gradients are rounded to the
+        inputs' dtype. That error belongs to no site.
     """
 
     site: str  #: one of `SITES`, or `LOGITS`

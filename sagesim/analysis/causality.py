@@ -27,7 +27,9 @@ def influence(
 ) -> Influence:
     """Measure how much later tokens change earlier rows of o and dq, on Gaussian inputs.
 
-    The first replaced token is at every eighth of the sequence, and one token after that.
+    Each run replaces the tokens from one position to the end of the sequence. The positions are
+    the multiples of one eighth of the length, and the position after each of them. The result is
+    the largest change over all these runs.
 
     Args:
         spec: the spec of the attention, which is causal.

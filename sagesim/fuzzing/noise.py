@@ -3,8 +3,9 @@
 Correct implementations may differ from the emulator as follows, and `AllowedNoise` simulates it:
 
 - The order of float32 operations and the last bits of exp: every map gets float32 noise.
-- Codes of P and dS at near ties: 0.1 % of them are changed by 1, and in each head also the code
-  with the largest influence.
+- Codes of P and dS whose value is nearly a tie. The noise does not look for such values: it
+  changes 0.1 % of all codes by 1, drawn at random, and in each head also the code with the largest
+  influence on the output.
 - P in 16 bit at PV, rounded relative to a running row maximum: it is rounded a second time.
 
 Scales and codes of Q, K, V and dO must be equal bit for bit, so they get no noise.
@@ -119,8 +120,10 @@ class AllowedNoise(Hooks):
     Args:
         x: the problem.
         errors: its float32 errors.
-        seed: seed of the noise. An even seed draws the sign of every element. An odd seed draws one
-            sign for a whole map, as the rounding of a shared constant would give.
+        seed: seed of the noise. With an even seed the float32 noise of every element is drawn
+            independently, with its sign. With an odd seed all elements that are changed together
+            get one sign and the largest noise, because an error in a constant that they share
+            would change all of them in the same direction.
     """
 
     def __init__(self, x: FlatProblem, errors: Float32Errors, seed: int) -> None:
@@ -183,7 +186,8 @@ class AllowedNoise(Hooks):
         else:
             rows = to_tiles(weight[..., None], spec.block_q, 1)
             weight = rows[:, panel.first_block : panel.last_block]
-        # Codes of 0 do not change: in a region of zeros, which has scale 1, no value is near a tie.
+        # Codes of 0 are not changed. They occur in regions of zeros, which have scale 1, and no
+        # value there is near a tie.
         influence = (weight * operand.scale * (values != 0)).flatten(1)
         flipped = self._uniform(influence.shape) > 1 - 2 * FLIPPED
         flipped.scatter_(1, influence.argmax(1, keepdim=True), True)

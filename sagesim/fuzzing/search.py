@@ -22,8 +22,11 @@ ENOUGH: Final = 20
 """The search stops after this many failing cases. They show which outputs a bug reaches."""
 
 _CLEAR_RATIO: Final = 2.0
-"""The smallest case must exceed what is allowed by this factor, or by half of the largest factor
-found if that is less. A case that barely exceeds it would not be convincing."""
+"""Factor by which the difference in the smallest case must exceed the allowed difference.
+
+If half of the largest factor in the failing cases is less than this, that half is used instead. A
+case that exceeds the allowed difference only slightly would not be convincing.
+"""
 
 _CASES_EXPLAINED: Final = 4
 """Number of failing cases that an explanation must reproduce."""

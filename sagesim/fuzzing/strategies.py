@@ -157,7 +157,11 @@ def _gains(tensor: str, large: bool, dtype: str) -> tuple[int, int, int, int]:
 
 
 def _gains_of_ties(kinds: tuple[str, str, str, str]) -> tuple[int, int, int, int]:
-    """Exponents that scale ties from an amax of 127 to about 2. Scaled by 2**k they stay ties."""
+    """Exponents for q, k, v and do: -6 for tensors of ties, 0 for the others.
+
+    This reduces the largest element of tensors of ties from 127 to about 2. They remain ties,
+    because a power of two changes elements and scales alike.
+    """
     q, k, v, do = (-6 if kind == "half_integer_ties" else 0 for kind in kinds)
     return q, k, v, do
 

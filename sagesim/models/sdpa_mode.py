@@ -30,11 +30,11 @@ class SdpaCall(AttentionProblem):
     """The arguments of one SDPA call and the module that makes it. `do` is None.
 
     index: number of the call, in the order in which the calls are first made. A later forward
-        repeats the calls with the same indices: a call is identified by the innermost module that
-        makes it and the number of calls that this module has made since the outermost module was
-        entered. Calls outside of modules all have different indices. None if activation
-        checkpointing recomputes one of several calls of a module, because PyTorch does not say
-        which.
+        repeats the calls with the same indices. For this, a call is identified by two things: the
+        innermost module that makes it, and the number of calls that this module has made since the
+        outermost module was entered. Calls outside of modules all have different indices.
+        The index is None if activation checkpointing recomputes a call of a module that makes
+        several calls, because PyTorch does not say which of them it is.
     name: name of the innermost module, relative to the outermost one; "" outside of modules.
     recomputed: whether activation checkpointing repeats the call in a backward.
     """
@@ -125,8 +125,8 @@ class _Locator:
         stack = self._stack
         if not stack.modules:
             stack.calls = Counter({None: stack.calls[None]})
-            # A submodule of a model that has run keeps its name if it is called on its own, as
-            # activation checkpointing does.
+            # Activation checkpointing may call a submodule on its own, after its whole model has
+            # run. The submodule then keeps the name that it has in the model.
             if self._model is None and module not in self._names:
                 self._names.update({inner: name for name, inner in module.named_modules()})
         stack.modules.append(module)
@@ -256,7 +256,8 @@ _CALLERS: Final = {
         torch.autograd.grad,
     )
 }
-"""PyTorch functions that make SDPA calls and are passed to modes as a whole, by their copies.
+"""Copies of the PyTorch functions that make SDPA calls inside, by the original function.
 
-The backward functions make SDPA calls under activation checkpointing.
+PyTorch passes such a function to a mode as a whole, so the mode would miss the SDPA calls in it;
+see `_without_dispatch`. The backward functions make SDPA calls under activation checkpointing.
 """

@@ -120,11 +120,12 @@ class AttentionProblem:
         return replace(self, q=change(self.q), k=change(self.k), v=change(self.v), do=do)
 
     def head_groups(self, entries: int = 2**24) -> Iterator[AttentionProblem]:
-        """Split the problem by heads, so that a part's map has at most about `entries` elements.
+        """Split the problem by heads into parts whose maps have at most about `entries` elements.
 
-        A part has one or more heads of k and v, and all `groups` query heads that share each of
-        them: q and do are [z, groups, n, d], k and v [z, 1, n, d]. The memory for the maps of a
-        part then does not grow with the number of heads. A small problem is its only part.
+        The memory for the maps of a part then does not grow with the number of heads. A part has z
+        heads of k and v, at least one, and all query heads that share them: `groups` for each. q
+        and do are [z, groups, n, d], k and v are [z, 1, n, d]. A problem whose map has at most
+        `entries` elements is not split: it is yielded as it is.
         """
         heads, (n_q, n_k) = self.q.shape[:-2], (self.q.shape[-2], self.k.shape[-2])
         if math.prod(heads) * n_q * n_k <= entries:

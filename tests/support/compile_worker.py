@@ -135,8 +135,10 @@ def _contents(kernel: Any) -> dict[str, Any]:
 
 
 def _early_arrivals(ptx: str) -> int:
-    """Count arrivals of one thread at a barrier in memory that no barrier of all threads
-    precedes."""
+    """Count the mbarrier.arrive instructions that do not directly follow a barrier of threads.
+
+    Only the instructions that `_MEETING` finds are considered.
+    """
     events = _MEETING.findall(ptx)
     return sum(
         now == "mbarrier.arrive" and not before.startswith("bar")

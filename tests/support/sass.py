@@ -68,9 +68,10 @@ def _added_to_something_else(code: list[_Instruction]) -> list[str]:
 
 
 def _not_given_on_each_path(code: list[_Instruction], labels: dict[str, int]) -> list[str]:
-    """Return products with a descriptor in registers that are not written on every path to them.
+    """Return the wgmma instructions whose descriptor may be read before it is written.
 
-    These are uniform registers.
+    The descriptor is in uniform registers. Each of them must be written on every path that leads
+    to the instruction.
     """
     everything = 2**64 - 1
     # Registers that are written on every path to an instruction, before it; one bit a register.
@@ -119,9 +120,9 @@ def _targets(text: str, labels: dict[str, int]) -> list[int]:
 def issued_in_loop(listing: str) -> Counter[str]:
     """Return how often a warp issues each opcode in one step of the main loop.
 
-    The main loop is the innermost loop of nvdisasm's listing that multiplies matrices. The step is
-    assumed to take every forward jump, which skips masks that the tile does not need, and the slow
-    path of divisions. The result is empty if no loop multiplies matrices.
+    The main loop is the innermost loop of nvdisasm's listing that multiplies matrices. Every
+    forward jump in it is assumed to be taken. Such jumps skip masks that the tile does not need,
+    and the slow path of divisions. The result is empty if no loop multiplies matrices.
     """
     code, labels = _parsed(listing)
     jumps = [

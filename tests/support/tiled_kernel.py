@@ -48,9 +48,10 @@ BUGS: dict[str, tuple[str, str]] = {
     "dK of one query head of the group": ("dv", "dv"),
     "dV rounded to 16 bit for each tile": ("dv", "dv"),
 }
-"""Each bug with the first result that it changes, and the site that the fuzzer blames from outputs.
+"""For each bug, the first result that it changes and the site that the fuzzer infers.
 
-A running sum that is not corrected makes L and therefore P wrong, as a bug in S does.
+The fuzzer infers the site from the outputs alone. If the running sum is not corrected, L is wrong,
+and so is P in the backward. A bug in S has the same effect, so the fuzzer infers qk.
 """
 
 G = Granularity

@@ -77,9 +77,10 @@ def join_processes() -> Generator[World]:
     if processes == 1:
         yield World(0, 1, device)
         return
-    # This module's functions have the default group as a default argument, bound at import. DDP and
-    # FSDP import it. Imported after init_process_group, it would keep the group alive until the
-    # interpreter ends, and the group's threads sometimes abort the interpreter then.
+    # The functions of torch.distributed.nn have the default process group as a default argument,
+    # which is evaluated when the module is imported. DDP and FSDP import it. If that happened after
+    # init_process_group, the module would keep the group alive until the interpreter ends, and the
+    # group's threads sometimes abort the interpreter then. So it is imported here, before.
     importlib.import_module("torch.distributed.nn")
     if has_gpu:
         dist.init_process_group("nccl", device_id=device)

@@ -54,7 +54,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no other class
+    except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{path}: not a readable tokenizer: {error}") from error
     if tokenizer.token_to_id(END_OF_TEXT) is None:
         raise ValueError(f"{path}: has no token {END_OF_TEXT}")

@@ -244,7 +244,8 @@ class Trainer:
     def _checkpoint(self) -> None:
         state = checkpoint.state_of(self.model, self.optimizer)
         if self.world.is_first:
-            # After the last step no later step can turn out non-finite.
+            # The older checkpoint is kept in case the next step is not finite. The last step has no
+            # next step.
             keep = 1 if self.step == self.run.steps else checkpoint.KEEP
             checkpoint.save(self.checkpoints, self.step, state, keep=keep)
         self.world.wait()
@@ -270,7 +271,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         what = f"loss {loss}" if not math.isfinite(loss) else f"norm of the gradient {norm}"
         where = locate_nonfinite(self.model, repeat, range(len(batches)), self.world)
-        # The weights of a checkpoint at self.step give the bad step: only earlier ones are good.
+        # A checkpoint at self.step is not good: the next step, from its weights, is not finite.
         good = [step for step in checkpoint.steps_in(self.checkpoints) if step < self.step]
         kept = checkpoint.path_of(self.checkpoints, good[-1]) if good else "none"
         return f"step {self.step + 1}: {what}; first bad: {where}; last good checkpoint: {kept}"

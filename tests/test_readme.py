@@ -37,6 +37,10 @@ def test_the_labels_parse():
         AttentionSpec.parse(label)
 
 
+def test_every_preset_is_listed():
+    assert [label for label in PRESETS if f"`{label}`" not in README] == []
+
+
 def test_the_commands_exist():
     named = set(re.findall(r"sagesim (\w+)", README)) & {"attribute", "capture", "sweep"}
     assert named == {"attribute", "capture", "sweep"}

@@ -2,6 +2,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
+import sagesim
 from sagesim import (
     HALF_EVEN,
     PRESETS,
@@ -151,6 +152,12 @@ def test_scales_of_factored_presets_do_not_vary_along_the_contracted_axis(name):
             token_axis = "key" if tensor in ("k", "v") else "query"
             axes = {token_axis if axis == "token" else axis for axis in varies[granularity]}
             assert contracted[site] not in axes, (site, tensor)
+
+
+def test_every_preset_is_exported():
+    public = [getattr(sagesim, name) for name in sagesim.__all__]
+    exported = {x for x in public if isinstance(x, AttentionSpec)}
+    assert {label for label, spec in PRESETS.items() if spec not in exported} == set()
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,10 @@ SHARED_AXES: Final = {
 class QTensor:
     """A quantized tensor: x is approximately codes * scale.
 
-    Invariants:
-    - INT8 codes are integers in [-127, 127]; FP8 codes are values of the float8 format.
-    - scale is positive. Only in a trace's "pv.p" may it underflow to 0.
-    - A region of zeros has codes 0 and scale 1.
-    - |x - codes * scale| <= scale / 2 elementwise for INT8 with half-even or half-away rounding,
-      up to the rounding of float32.
+    Invariants: INT8 codes are integers in [-127, 127], and FP8 codes are values of the float8
+    format. scale is positive; only in a trace's "pv.p" may it underflow to 0. A region of zeros has
+    codes 0 and scale 1. For INT8 with half-even or half-away rounding, |x - codes * scale| is at
+    most scale / 2 elementwise, up to the rounding of float32.
     """
 
     codes: Tensor

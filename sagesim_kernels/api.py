@@ -89,8 +89,7 @@ def attention(
                     "head size]"
                 )
         q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
-    check_tensors(q, k, v, enable_gqa=enable_gqa)
-    check_call(q, v, spec, causal_alignment)
+    check_call(q, k, v, spec, causal_alignment, enable_gqa=enable_gqa)
     call = Call(
         cu_q=None,
         cu_k=None,
@@ -163,8 +162,7 @@ def attention_varlen(
             f"{tuple(cu_seqlens_k.shape)}; they must have the same number of sequences"
         )
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    check_tensors(q, k, v, enable_gqa=enable_gqa)
-    check_call(q, v, spec, causal_alignment)
+    check_call(q, k, v, spec, causal_alignment, enable_gqa=enable_gqa)
     call = Call(
         cu_q=cu_seqlens_q,
         cu_k=cu_seqlens_k,
@@ -215,8 +213,20 @@ def _cached_reason(label: str, dtype: torch.dtype) -> str | None:
     return supports(parse(label), dtype=dtype).reason
 
 
-def check_call(q: Tensor, v: Tensor, spec: AttentionSpec, causal_alignment: str) -> None:
-    """Raise TypeError or ValueError for arguments that `check_tensors` does not check."""
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    causal_alignment: str,
+    *,
+    enable_gqa: bool,
+) -> None:
+    """Raise TypeError or ValueError unless there are kernels for these arguments.
+
+    q, k, v: [..., heads, tokens, head size].
+    """
+    check_tensors(q, k, v, enable_gqa=enable_gqa)
     check_spec(spec)
     if causal_alignment not in ("upper_left", "lower_right"):
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sagesim.problem import check_tensors
+from sagesim.problem import resolve_input16
 from sagesim.spec import FACTORED_QK, MAPS, OPERANDS, SITES, AttentionSpec, Precision
 from sagesim_kernels.api import CausalAlignment, check_call, check_device
 from sagesim_kernels.dispatch import backward, forward
@@ -80,8 +80,7 @@ def trace(
         not fit.
     """
     check_device(q)
-    check_tensors(q, k, v, enable_gqa=enable_gqa)
-    check_call(q, v, spec, causal_alignment)
+    check_call(q, k, v, spec, causal_alignment, enable_gqa=enable_gqa)
     if do.dtype != q.dtype or do.device != q.device:
         raise ValueError(
             f"do is {do.dtype} on {do.device}; it must be {q.dtype} on {q.device}, as q is"
@@ -95,7 +94,7 @@ def trace(
         q,
         k,
         v,
-        spec=spec,
+        spec=resolve_input16(spec, q.dtype),
         scale=logit_scale(q, scale),
         is_causal=is_causal,
         lower_right=causal_alignment == "lower_right",

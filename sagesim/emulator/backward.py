@@ -79,7 +79,6 @@ def _backward_heads(
     for panel in grid.panels(heads, lse.device):
         blocks = slice(panel.first_block, panel.last_block)
         keys = slice(0, panel.key_blocks * grid.block_k)
-
         place = Place(heads, panel)
 
         s = hooks.map("s_recompute", place, logits.panel(panel))

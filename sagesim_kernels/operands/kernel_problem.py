@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim.problem import check_scale, resolve_input16
+from sagesim.problem import check_scale
 from sagesim.spec import AttentionSpec
 from sagesim_kernels.operands.layout import Lengths
 
@@ -58,16 +58,16 @@ class KernelProblem:
         lower_right: bool,
         packing: Packing | None = None,
     ) -> KernelProblem:
-        """Lay out a call. INPUT16 becomes the 16-bit format of q's dtype.
+        """Lay out a call.
 
-        q, k, v: [sequences, heads, tokens, channels].
+        q, k, v: [sequences, heads, tokens, channels]. spec: without INPUT16.
         """
         cu_q, cu_k, longest_q, longest_k = packing or Packing()
         return cls(
             q=q,
             k=k,
             v=v,
-            spec=resolve_input16(spec, q.dtype),
+            spec=spec,
             scale=scale,
             is_causal=is_causal,
             lower_right=lower_right,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim_kernels.operands.delta import load_rows
+from sagesim_kernels.operands.delta import load_rows, store_rows
 from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import (
     Grid,
@@ -17,7 +17,6 @@ from sagesim_kernels.operands.layout import (
     Strided,
     length_of,
     program_coordinates,
-    row_base,
     token_ptrs,
 )
 from sagesim_kernels.operands.means import Means, load_mean
@@ -60,7 +59,7 @@ def natural_lse_kernel(
         shift = row_sums(q_tile * load_mean(k_mean, b, h // GROUPS, 0, D, D_PAD))
         result += shift * scale
     result = tl.where(row_lse2 == float("inf"), -float("inf"), result)
-    tl.store(row_base(lse, lengths.cu_q, b, h) + queries, result, mask=queries < n_q)
+    store_rows(lse, lengths.cu_q, b, h, queries, n_q, result)
 
 
 def natural_lse(problem: KernelProblem, result: ForwardResult) -> Tensor:

@@ -33,7 +33,7 @@ from sagesim_kernels.operands import (
     load_tokens,
     padded,
     program_coordinates,
-    row_base,
+    store_rows,
     store_tokens,
     to_codes,
     tokens_by_tokens,
@@ -146,8 +146,7 @@ def forward_kernel(
     if v.scale is not None:
         row_lse2 -= _LOG2_127
     row_lse2 = tl.where(row_max == -float("inf"), float("inf"), row_lse2)
-    tl.store(row_base(lse2, lengths.cu_q, b, h) + queries, row_lse2, mask=queries < n_q)
-
+    store_rows(lse2, lengths.cu_q, b, h, queries, n_q, row_lse2)
     store_tokens(o, lengths.cu_q, b, h, first, n_q, total / row_sum[:, None], sizes.DV)
 
 

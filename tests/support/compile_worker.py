@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 from triton.runtime.errors import OutOfResources
 
+from sagesim.problem import resolve_input16
 from sagesim.spec import AttentionSpec
 from sagesim_kernels.dispatch import backward, forward
 from sagesim_kernels.operands import LAUNCH, Gradients, KernelProblem, Packing
@@ -194,7 +195,7 @@ def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any
         q,
         k,
         v,
-        spec=AttentionSpec.parse(request["spec"]),
+        spec=resolve_input16(AttentionSpec.parse(request["spec"]), dtype),
         scale=0.125,
         is_causal=request["is_causal"],
         lower_right=False,

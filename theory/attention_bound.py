@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sagesim.problem import AttentionProblem, resolve_input16
 from sagesim.spec import MAPS, OPERANDS, AttentionSpec, Delta, Precision
+from theory.heads import Heads
 from theory.matmul import float32_error, product_bound
 from theory.rounding import GRIDS, UNIT, region_amax, rounding_bound
 
@@ -49,7 +50,9 @@ def attention_bound(
     *,
     spec: AttentionSpec,
     is_causal: bool = False,
+    attn_mask: Tensor | None = None,
     scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> AttentionBound:
     """Bound the error of every element of the outputs, for one spec and one input.
 
@@ -57,54 +60,51 @@ def attention_bound(
     bound is infinite if a matmul in 16 bits may overflow.
 
     Args:
-        q, k, v, do: [..., n, d], with the same number of heads; or an `AttentionProblem` alone.
+        q, k, v, do, is_causal, attn_mask, scale, enable_gqa: as for `sagesim.trace`; or an
+            `AttentionProblem` alone, such as a recorded call.
         spec: the spec.
-        is_causal, scale: as for `sagesim.attention`.
 
     Raises:
-        ValueError: if a site is in FP8, heads differ, attn_mask is given, or n_q differs from n_k
-            under a causal mask.
+        TypeError: if dtypes differ.
+        ValueError: if a site is in FP8, shapes do not fit each other, a mask is not boolean, or a
+            mask comes with is_causal.
 
     Source: this project. The first-order terms are those of Higham, "Accuracy and Stability of
     Numerical Algorithms", 2nd ed., section 3.1.
     """
-    problem = AttentionProblem.of(q, k, v, do, is_causal=is_causal, scale=scale)
-    check_supported(problem)
+    problem = AttentionProblem.of(
+        q,
+        k,
+        v,
+        do,
+        is_causal=is_causal,
+        attn_mask=attn_mask,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
     return _Analysis(problem, spec).bound()
-
-
-def check_supported(problem: AttentionProblem) -> None:
-    """Raise ValueError for grouped heads, an attn_mask, or a causal mask with n_q != n_k."""
-    n_q, n_k = problem.q.shape[-2], problem.k.shape[-2]
-    if problem.q.shape[:-2] != problem.k.shape[:-2]:
-        q, k = tuple(problem.q.shape), tuple(problem.k.shape)
-        raise ValueError(f"q {q} and k {k} differ in heads")
-    if problem.attn_mask is not None:
-        raise ValueError("attn_mask is given; only is_causal is supported")
-    if problem.is_causal and n_q != n_k:
-        raise ValueError(f"a causal mask over {n_q} queries and {n_k} keys")
 
 
 class _Analysis:
     def __init__(self, problem: AttentionProblem, spec: AttentionSpec) -> None:
         self.dtype = problem.q.dtype
         self.spec = resolve_input16(spec, self.dtype)
-        self.q, self.k, self.v, self.do = (x.double() for x in problem.qkvdo)
+        heads = Heads.of(problem)
+        self.heads = heads
+        self.q, self.k, self.v, self.do = heads.q, heads.k, heads.v, heads.do
         self.scale = abs(problem.logit_scale)
         self.q_mean, self.k_mean = torch.zeros_like(self.q), torch.zeros_like(self.k)
         if spec.smoothing.k:
-            self.k_mean = self.k.mean(-2, keepdim=True)
+            self.k_mean = heads.key_means()
             self.k = self.k - self.k_mean
         if spec.smoothing.q:
-            blocks = self.q.split(spec.block_q, -2)
-            self.q_mean = torch.cat([b.mean(-2, keepdim=True).expand_as(b) for b in blocks], -2)
+            self.q_mean = heads.query_block_means(spec.block_q)
         self.q_smoothed = self.q - self.q_mean
+        self.live = heads.attends
         s = problem.logit_scale * self.q @ self.k.mT
-        self.live = torch.ones(s.shape[-2:], dtype=torch.bool)
-        if problem.is_causal:
-            self.live = self.live.tril()
         self.s = s.masked_fill(~self.live, -math.inf)
-        self.p = self.s.softmax(-1)
+        # The softmax of a row that attends to no key is NaN.
+        self.p = self.s.softmax(-1).masked_fill(~self.live, 0.0)
         self.tensors = {"q": self.q_smoothed, "k": self.k, "v": self.v, "do": self.do}
 
     def bound(self) -> AttentionBound:
@@ -123,7 +123,7 @@ class _Analysis:
         same = spec.qk_recompute == spec.qk
         p_error = self._p_error(s_recompute_error + row_error, normalised=same)
         rounded = p_error + self._map_error("dv", p + p_error)
-        dv = (p.mT @ self.do).abs()
+        dv = p.mT @ self.do
         dv_error = product_bound(p.mT, do, rounded.mT, self._operand_error("dv", "do"), terms=n_q)
 
         left, right = self._operand_error("dp", "do"), self._operand_error("dp", "v")
@@ -152,12 +152,12 @@ class _Analysis:
             ds.mT, self.q_smoothed, rounded.mT, self._operand_error("dk", "q"), terms=n_q
         )
         dk_error += ds_error.mT @ mean + float32_error(n_q) * ((ds + rounded).mT @ mean)
-        dk = self.scale * ((p * (dp - delta)).mT @ self.q).abs()
+        dk = self.scale * ((p * (dp - delta)).mT @ self.q)
         return AttentionBound(
             o=o_error,
             dq=self._output(dq, self.scale * dq_error),
-            dk=self._output(dk, self.scale * dk_error),
-            dv=self._output(dv, dv_error),
+            dk=self._key_output(dk, self.scale * dk_error),
+            dv=self._key_output(dv, dv_error),
         )
 
     def _operand_error(self, site: str, tensor: str) -> Tensor:
@@ -218,6 +218,12 @@ class _Analysis:
         float32_part = self._float32_error()
         p_error = self.p * torch.expm1(error + float32_part)
         return torch.minimum(p_error, torch.exp(float32_part)) if normalised else p_error
+
+    def _key_output(self, value: Tensor, error: Tensor) -> Tensor:
+        """The bound of dk or dv after the sum over the query heads of a group."""
+        terms = float32_error(self.heads.groups) * self.heads.sum_groups(value.abs() + error)
+        total = self.heads.sum_groups(value).abs()
+        return self._output(total, self.heads.sum_groups(error) + terms)
 
     def _output(self, value: Tensor, error: Tensor) -> Tensor:
         """The bound after the output is rounded to its dtype."""

@@ -20,14 +20,13 @@ from sagesim.analysis import LOGITS, OUTPUTS, TITLES
 from sagesim.emulator import CODE_MAX
 from sagesim.problem import resolve_input16
 from sagesim.spec import MAPS, OPERANDS
-from theory.attention_bound import check_supported
 from theory.ds_bound import centred
 from theory.ds_error import ds_moments_from_pv
+from theory.heads import Heads
 from theory.int8_dp import ds_moments_from_dp
 from theory.matmul import product_moments
 from theory.qk_error import qk_moments
 from theory.rounding import Moments, region_amax, rounding_moments, spacing
-from theory.smoothing import block_means
 
 PARTS: Final = (LOGITS, "pv", "dv", "dp", "dq", "dk")
 """The sites (matmuls) with a share of the error; qk and qk_recompute have one share together."""
@@ -63,7 +62,9 @@ def error_budget(
     *,
     spec: AttentionSpec,
     is_causal: bool = False,
+    attn_mask: Tensor | None = None,
     scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Budget:
     """Predict the errors of `spec` from the exact tensors, without emulating a product.
 
@@ -78,14 +79,15 @@ def error_budget(
     overflow are not modelled.
 
     Args:
-        q, k, v, do: [..., tokens, d], with equal numbers of heads; or an `AttentionProblem` alone.
+        q, k, v, do, is_causal, attn_mask, scale, enable_gqa: as for `sagesim.trace`; or an
+            `AttentionProblem` alone, such as a recorded call.
         spec: the spec.
-        is_causal, scale: as for `sagesim.attention`.
 
     Raises:
+        TypeError: if dtypes differ.
         ValueError: if qk and qk_recompute round differently, because the prediction assumes that
-            most of their errors cancel (see `sagesim.analysis.Attribution.parts`); if heads differ,
-            attn_mask is given, or n_q differs from n_k under a causal mask.
+            most of their errors cancel (see `sagesim.analysis.Attribution.parts`); if shapes do not
+            fit each other, a mask is not boolean, or a mask comes with is_causal.
 
     Source: ours.
 
@@ -93,24 +95,26 @@ def error_budget(
     >>> error_budget(*torch.randn(4, 1, 64, 16), spec=SAGEBWD).largest("dv")
     'dv'
     """
-    problem = AttentionProblem.of(q, k, v, do, is_causal=is_causal, scale=scale)
+    problem = AttentionProblem.of(
+        q,
+        k,
+        v,
+        do,
+        is_causal=is_causal,
+        attn_mask=attn_mask,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
     if spec.qk != spec.qk_recompute:
         raise ValueError(f"qk and qk_recompute round differently under {spec.label()!r}")
-    check_supported(problem)
-    q, k, v, do = problem.qkvdo
-    resolved = resolve_input16(spec, q.dtype)
-    squares = {name: dict.fromkeys(OUTPUTS, 0.0) for name in (*PARTS, "all", "exact")}
-    heads = (x.double().reshape(-1, *x.shape[-2:]) for x in (q, k, v, do))
-    for one in zip(*heads, strict=True):
-        head = _Head(one, resolved, problem.is_causal, problem.logit_scale)
-        by_site = head.errors_by_site()
-        for t in OUTPUTS:
-            errors = [moments[t] for moments in by_site.values() if t in moments]
-            for site, moments in by_site.items():
-                if t in moments:
-                    squares[site][t] += float(moments[t].mean_square.sum())
-            squares["all"][t] += float(sum(errors[1:], errors[0]).mean_square.sum())
-            squares["exact"][t] += float(getattr(head.exact, t).square().sum())
+    heads = Heads.of(problem)
+    resolved = resolve_input16(spec, problem.q.dtype)
+    squares: dict[str, dict[str, float]] = {
+        name: dict.fromkeys(OUTPUTS, 0.0) for name in (*PARTS, "all", "exact")
+    }
+    each = [_Head(one, resolved, problem.logit_scale) for one in heads.split()]
+    for first in range(0, len(each), heads.groups):
+        _add_group(squares, each[first : first + heads.groups])
     sums = {t: sum(squares[site][t] for site in PARTS) for t in OUTPUTS}
     return Budget(
         spec=spec,
@@ -122,18 +126,43 @@ def error_budget(
     )
 
 
-class _Head:
-    """The expected errors of one head; its q, k, v and do are float64 [tokens, d]."""
+def _add_group(squares: dict[str, dict[str, float]], group: list[_Head]) -> None:
+    """Add the squared errors of the query heads that share a head of K and V.
 
-    def __init__(
-        self, tensors: tuple[Tensor, ...], spec: AttentionSpec, is_causal: bool, scale: float
-    ) -> None:
-        q, k, v, do = tensors
+    O, dS and dQ belong to a query head. dK and dV are sums over the group.
+    """
+    by_head = [head.errors_by_site() for head in group]
+    for t in OUTPUTS:
+        summed = t in ("dk", "dv")
+        for one in [by_head] if summed else [[errors] for errors in by_head]:
+            by_site = {
+                site: _sum([errors[site][t] for errors in one])
+                for site in PARTS
+                if t in one[0][site]
+            }
+            for site, moments in by_site.items():
+                squares[site][t] += float(moments.mean_square.sum())
+            squares["all"][t] += float(_sum(list(by_site.values())).mean_square.sum())
+        exactly = [getattr(head.exact, t) for head in group]
+        for x in [torch.stack(exactly).sum(0)] if summed else exactly:
+            squares["exact"][t] += float(x.square().sum())
+
+
+def _sum(moments: list[Moments]) -> Moments:
+    """The moments of a sum of independent errors."""
+    return sum(moments[1:], moments[0])
+
+
+class _Head:
+    """The expected errors of one query head, whose tensors are [tokens, d]."""
+
+    def __init__(self, head: Heads, spec: AttentionSpec, scale: float) -> None:
+        q, k, v, do = head.q, head.k, head.v, head.do
         self.spec, self.scale = spec, scale
-        self.exact = exact(q, k, v, do, is_causal=is_causal, scale=scale)
+        self.exact = exact(q, k, v, do, attn_mask=head.attends, scale=scale)
         self.q, self.v, self.do = q, v, do
-        self.k = k - k.mean(-2, keepdim=True) if spec.smoothing.k else k
-        self.q_rounded = q - block_means(q, spec.block_q) if spec.smoothing.q else q
+        self.k = k - head.key_means() if spec.smoothing.k else k
+        self.q_rounded = q - head.query_block_means(spec.block_q) if spec.smoothing.q else q
         self.values = {"q": self.q_rounded, "k": self.k, "v": v, "do": do}
         self.values |= {"p": self.exact.p, "ds": self.exact.ds}
 

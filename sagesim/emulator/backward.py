@@ -67,6 +67,7 @@ def _backward_heads(
     do_dv = tokens.at("dv", "do")
     do_dp, v = tokens.at("dp", "do"), tokens.at("dp", "v")
     k, q = tokens.at("dq", "k"), tokens.at("dk", "q")
+    is_finite = all(operand.is_finite() for operand in (do_dv, k, q))
     padding = (0, grid.q_blocks * grid.block_q - grid.n_q)
     # lse = +inf makes P = exp(S - inf) = 0 in padding rows and in rows that attend to no key.
     lse = torch.nn.functional.pad(
@@ -80,13 +81,15 @@ def _backward_heads(
         blocks = slice(panel.first_block, panel.last_block)
         keys = slice(0, panel.key_blocks * grid.block_k)
         place = Place(heads, panel)
+        live = None if is_finite else panel.live_tiles()
 
         s = hooks.map("s_recompute", place, logits.panel(panel))
-        p = s.sub_(_as_column(lse[:, panel.rows], s)).exp_()
+        # Mask after exp: in a row whose lse is NaN, exp(-inf - lse) would be NaN.
+        p = panel.mask(s.sub_(_as_column(lse[:, panel.rows], s)).exp_(), 0.0)
         p = hooks.map("p_recompute", place, p)
         p_rounded = RoundedOperands(spec, place, hooks, {"p": p})
         dv[:, keys] += map_transposed_by_tokens(
-            p_rounded.at("dv", "p"), do_dv.row_blocks(blocks.start, blocks.stop)
+            p_rounded.at("dv", "p"), do_dv.row_blocks(blocks.start, blocks.stop), live
         )
 
         dp = tokens_by_tokens(
@@ -94,16 +97,17 @@ def _backward_heads(
         )
         dp = hooks.map("dp", place, dp)
         if spec.delta is Delta.FROM_P:
-            delta[:, panel.rows] = (p * dp).sum((-2, -1)).flatten(1)
-        ds = dp.sub_(_as_column(delta[:, panel.rows], dp)).mul_(p)
+            delta[:, panel.rows] = (p * panel.mask(dp, 0.0)).sum((-2, -1)).flatten(1)
+        # dP or delta may be NaN at entries where P is 0.
+        ds = panel.mask(dp.sub_(_as_column(delta[:, panel.rows], dp)).mul_(p), 0.0)
         ds = hooks.ds(place, ds, p)
 
         ds_rounded = RoundedOperands(spec, place, hooks, {"ds": ds})
-        dq = map_by_tokens(ds_rounded.at("dq", "ds"), k.row_blocks(0, panel.key_blocks))
+        dq = map_by_tokens(ds_rounded.at("dq", "ds"), k.row_blocks(0, panel.key_blocks), live)
         rows = slice(panel.rows.start, min(panel.rows.stop, grid.n_q))
         grads.dq[heads, rows] = dq[:, : rows.stop - rows.start] * x.scale
         dk[:, keys] += map_transposed_by_tokens(
-            ds_rounded.at("dk", "ds"), q.row_blocks(blocks.start, blocks.stop)
+            ds_rounded.at("dk", "ds"), q.row_blocks(blocks.start, blocks.stop), live
         )
         if smoothed.q_mean is not None:  # add the term of the mean that was subtracted from q
             dk[:, keys] += product(ds.sum(2).flatten(2).mT, smoothed.q_mean[:, blocks])

@@ -50,7 +50,7 @@ class SmoothedQK:
 
 
 class Logits:
-    """Computes S of any panel for the site "qk" or "qk_recompute". Masked entries are -inf."""
+    """Computes S of any panel for the site "qk" or "qk_recompute", without the mask."""
 
     def __init__(
         self, x: FlatProblem, site: str, smoothed: SmoothedQK, tokens: RoundedOperands
@@ -72,8 +72,6 @@ class Logits:
         if self._bias is not None:
             s += self._bias[:, panel.first_block : panel.last_block, :, : panel.key_blocks]
         s *= self._scale
-        if panel.masked is not None:
-            s.masked_fill_(panel.masked, -torch.inf)
         return s
 
 
@@ -99,12 +97,14 @@ def forward(x: FlatProblem, hooks: Hooks = NO_HOOKS) -> ForwardResult:
         tokens = round_tokens(x.spec, place, hooks, q=smoothed.q, k=smoothed.k, v=x.v[heads])
         logits = Logits(x, "qk", smoothed, tokens)
         v = tokens.at("pv", "v")
+        v_is_finite = v.is_finite()
         for panel in x.grid.panels(heads, x.q.device):
             place = Place(heads, panel)
-            s = hooks.map("s", place, logits.panel(panel))
+            s = hooks.map("s", place, panel.mask(logits.panel(panel), -torch.inf))
+            live = None if v_is_finite else panel.live_tiles()
             rows = slice(panel.rows.start, min(panel.rows.stop, x.grid.n_q))
             count = rows.stop - rows.start
-            o_panel, lse_panel = _attend(s, v, x.spec, place, panel, hooks)
+            o_panel, lse_panel = _attend(s, v, live, x.spec, place, hooks)
             o[heads, rows] = o_panel[:, :count]
             lse_smoothed[heads, rows] = lse_panel[:, :count]
         shift = 0.0 if smoothed.shift is None else smoothed.shift
@@ -113,14 +113,26 @@ def forward(x: FlatProblem, hooks: Hooks = NO_HOOKS) -> ForwardResult:
 
 
 def _attend(
-    s: Tensor, v: Operand, spec: AttentionSpec, place: Place, panel: Panel, hooks: Hooks
+    s: Tensor,
+    v: Operand,
+    live: Tensor | None,
+    spec: AttentionSpec,
+    place: Place,
+    hooks: Hooks,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax and PV of a panel. Return o [Z, rows, d_v] and lse [Z, rows]; overwrite s."""
+    """Softmax and PV of a panel. Return o [Z, rows, d_v] and lse [Z, rows]; overwrite s.
+
+    live: as for `map_by_tokens`.
+    """
+    panel = place.panel
+    assert panel is not None
     tile_max = s.amax(COLUMN, keepdim=True)
     row_max = tile_max.amax(COLUMN_BLOCK, keepdim=True)
     # A fully masked row has maximum -inf. Subtracting 0 instead gives exp(-inf - 0) = 0, not NaN.
     all_masked = tile_max == -torch.inf
     tile_exp = s.sub_(tile_max.masked_fill(all_masked, 0.0)).exp_()
+    if bool(row_max.isnan().any()):
+        panel.mask(tile_exp, 0.0)  # -inf - NaN is NaN, also where the mask has set S to -inf
     weight = (tile_max - row_max.masked_fill(row_max == -torch.inf, 0.0)).exp_()
     row_sum = (tile_exp.sum(COLUMN, keepdim=True) * weight).sum(COLUMN_BLOCK).flatten(1)
     precision, granularity = spec.pv.precision, spec.pv.lhs
@@ -132,6 +144,6 @@ def _attend(
     else:
         p = encode(tile_exp.mul_(weight), precision, granularity, spec.rounding, "p", first_row)
     p = hooks.operand("pv", "p", place, p)
-    o = map_by_tokens(p, v.row_blocks(0, panel.key_blocks))
+    o = map_by_tokens(p, v.row_blocks(0, panel.key_blocks), live)
     o /= row_sum.masked_fill(row_sum == 0, 1.0)[..., None]
     return o, row_max.flatten(1) + row_sum.log()

@@ -7,6 +7,10 @@ Three functions compute the products of the seven sites:
     map^T x tokens    -> tokens  dv, dk                 contracts queries
 
 Axes: Z heads, i query blocks, j key blocks.
+
+A product of a map multiplies every entry of a tile, also masked entries, which are 0. A NaN or an
+infinity of the right operand therefore reaches all results of a tile, unless every entry of the
+tile is masked: such a tile is left out.
 """
 
 from __future__ import annotations
@@ -41,18 +45,26 @@ def tokens_by_tokens(lhs: Operand, rhs: Operand) -> Tensor:
     right = rhs.values.flatten(3).flatten(1, 2)
     out = _multiply(left, right.mT, _common_precision(lhs, rhs))
     out = out.unflatten(2, rhs.values.shape[1:3]).unflatten(1, lhs.values.shape[1:3])
-    if lhs.scale is not None:
-        out *= lhs.scale
-    if rhs.scale is not None:
-        out *= rhs.scale.permute(0, 3, 4, 1, 2)
+    left_scale, right_scale = _balance(lhs.scale, rhs.scale)
+    if left_scale is not None:
+        out *= left_scale
+    if right_scale is not None:
+        out *= right_scale.permute(0, 3, 4, 1, 2)
     return out
 
 
-def map_by_tokens(lhs: Operand, rhs: Operand) -> Tensor:
+def map_by_tokens(lhs: Operand, rhs: Operand, live: Tensor | None = None) -> Tensor:
     """lhs map [Z, i, block_q, j, block_k] times rhs [Z, j, block_k, 1, d].
+
+    live: bool [Z or 1, i, j], which tiles are not entirely masked; None if rhs is finite or no
+        tile is masked entirely.
 
     Returns: [Z, i * block_q, d].
     """
+    if live is not None:
+        rhs, bad = _split_nonfinite(rhs)
+        reached = (live.float() @ bad.float() > 0).repeat_interleave(lhs.values.shape[ROW], 1)
+        return map_by_tokens(lhs, rhs).masked_fill(reached, torch.nan)
     lhs = lhs.dequantize_if_scale_varies_along(COLUMN)
     rhs = rhs.dequantize_if_scale_varies_along(ROW)
     precision = _common_precision(lhs, rhs)
@@ -68,11 +80,17 @@ def map_by_tokens(lhs: Operand, rhs: Operand) -> Tensor:
     return _add_tiles(out)
 
 
-def map_transposed_by_tokens(lhs: Operand, rhs: Operand) -> Tensor:
+def map_transposed_by_tokens(lhs: Operand, rhs: Operand, live: Tensor | None = None) -> Tensor:
     """The transpose of lhs map [Z, i, block_q, j, block_k] times rhs [Z, i, block_q, 1, d].
+
+    live: as for `map_by_tokens`.
 
     Returns: [Z, j * block_k, d].
     """
+    if live is not None:
+        rhs, bad = _split_nonfinite(rhs)
+        reached = (live.mT.float() @ bad.float() > 0).repeat_interleave(lhs.values.shape[COLUMN], 1)
+        return map_transposed_by_tokens(lhs, rhs).masked_fill(reached, torch.nan)
     lhs, rhs = (x.dequantize_if_scale_varies_along(ROW) for x in (lhs, rhs))
     precision = _common_precision(lhs, rhs)
     left = lhs.values.flatten(3)
@@ -86,6 +104,33 @@ def map_transposed_by_tokens(lhs: Operand, rhs: Operand) -> Tensor:
     if rhs.scale is not None:
         out *= rhs.scale
     return _add_tiles(out.flatten(2, 3))
+
+
+def _balance(left: Tensor | None, right: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Two scales with the same product and, in each head, about the same largest value.
+
+    A sum of codes times one large scale could overflow although the other scale is small. The
+    factor is a power of two, so it changes no bit of a result that is not subnormal.
+    """
+    if left is None or right is None:
+        return left, right
+    largest = [
+        torch.frexp(x.abs().amax((1, 2, 3, 4), keepdim=True)).exponent for x in (left, right)
+    ]
+    half = ((largest[1] - largest[0]) // 2).clamp_(-126, 126)
+    return torch.ldexp(left, half), torch.ldexp(right, -half)
+
+
+def _split_nonfinite(rhs: Operand) -> tuple[Operand, Tensor]:
+    """rhs [Z, blocks, rows, 1, d] with 0 for NaN and infinities, and where its blocks hold them.
+
+    The second result is bool [Z, blocks, d].
+    """
+    numbers = rhs.values if rhs.scale is None else rhs.values * rhs.scale
+    bad = ~numbers.isfinite()
+    values = rhs.values.masked_fill(bad, 0.0)
+    scale = None if rhs.scale is None else rhs.scale.nan_to_num(1.0, 1.0)
+    return Operand(values, scale, rhs.precision), bad.any(ROW).squeeze(2)
 
 
 def _add_tiles(products: Tensor) -> Tensor:

@@ -71,6 +71,11 @@ class Operand:
             scale = scale[..., start:stop, :, :, :]
         return Operand(self.values[..., start:stop, :, :, :], scale, self.precision)
 
+    def is_finite(self) -> bool:
+        """Whether no number of the operand is NaN or infinite."""
+        finite = bool(self.values.isfinite().all())
+        return finite and (self.scale is None or bool(self.scale.isfinite().all()))
+
     def dequantize_if_scale_varies_along(self, axis: int) -> Operand:
         """The dequantized operand if its scale varies along the contracted axis, else itself.
 

@@ -33,6 +33,14 @@ class Panel:
     key_blocks: int  #: the rows attend to keys of the first `key_blocks` blocks only
     masked: Tensor | None  #: bool, True at masked and padding entries; [Z or 1, i, bq, j, bk]
 
+    def mask(self, x: Tensor, value: float) -> Tensor:
+        """Write a value to the masked and padding entries of x, in place, and return x."""
+        return x if self.masked is None else x.masked_fill_(self.masked, value)
+
+    def live_tiles(self) -> Tensor | None:
+        """Which tiles are not entirely masked, bool [Z or 1, i, j]; None if nothing is masked."""
+        return None if self.masked is None else ~self.masked.all(4).all(2)
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -75,15 +83,27 @@ class Grid:
 
     def panels(self, heads: slice, device: torch.device) -> Iterator[Panel]:
         """The panels of the given heads, from the first query to the last."""
-        step = self._blocks_per_panel()
+        step, ends = self._blocks_per_panel(), self._key_ends()
         for first in range(0, self.q_blocks, step):
             last = min(first + step, self.q_blocks)
             rows = slice(first * self.block_q, last * self.block_q)
-            key_blocks = self.k_blocks
-            if self.is_causal:
-                key_blocks = min(key_blocks, -(-min(rows.stop, self.n_q) // self.block_k))
+            key_blocks = max(1, -(-max(ends[rows], default=0) // self.block_k))
             masked = self._masked(heads, rows, key_blocks, device)
             yield Panel(first, last, rows, key_blocks, masked)
+
+    def _key_ends(self) -> list[int]:
+        """For each query, a number n so that it attends to no key from n on.
+
+        A mask of single heads gives n_k: the keys of other heads must not change a head's result.
+        """
+        if self.is_causal:
+            return [min(query + 1, self.n_k) for query in range(self.n_q)]
+        if self.attn_mask is None or self.attn_mask.shape[0] > 1:
+            return [self.n_k] * self.n_q
+        # The distance of the last True from the end; argmax gives the first of equal elements.
+        mask = self.attn_mask[0].flip(1)
+        distance = mask.to(torch.uint8).argmax(1)
+        return (self.n_k - distance).masked_fill(~mask.any(1), 0).tolist()
 
     def _blocks_per_panel(self) -> int:
         fitting = _PANEL_ENTRIES // (self.block_q * self.k_blocks * self.block_k)

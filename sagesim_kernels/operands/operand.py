@@ -189,11 +189,16 @@ def apply_k_scale(s, factor, k, k_scale, BLOCK_K: tl.constexpr):
     The logits are s * factor. If the keys of a block share a scale, it goes into the factor: then
     one number a row is multiplied instead of every logit. All kernels use this function, so that
     they compute the same P.
+
+    The power of two changes no bit. It keeps a sum of codes from overflowing when it is multiplied
+    by a large scale of K before a small one of Q.
     """
-    if k.TOKENS == BLOCK_K:
+    if k.scale is None:
+        return s, factor
+    elif k.TOKENS == BLOCK_K:
         return s, factor * k_scale
     else:
-        return s * k_scale, factor
+        return s * (k_scale * 2.0**-10), factor * 2.0**10
 
 
 @triton.jit

@@ -146,6 +146,8 @@ def dkdv_kernel(
                     dp = tokens_by_tokens(v_tile, do_tile) * do_scale * v_scale
                     row_delta = load_rows(delta, lengths.cu_q, b, h, row, n_q, 0.0)
                     ds = p * (dp - row_delta[None, :])
+                    if MASKED:
+                        ds = tl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0
                     dk_total = add_product(
                         dk_total,
                         ds,

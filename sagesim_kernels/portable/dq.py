@@ -109,13 +109,16 @@ def dq_kernel(
             v_tile = load_block(v, v_base, key, sizes.BLOCK_K, n_k, sizes.DV_PAD, not MASKED)
             v_scale = load_block_scales(v, v_scales, key, sizes.BLOCK_K)[None, :]
             dp = tokens_by_tokens(do_tile, v_tile) * do_scale * v_scale
+            ds = p * (dp - row_delta) if dq is not None else p * dp
+            if MASKED:
+                ds = tl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0
             if dq is not None:
                 right = load_block(
                     k_right, right_base, key, sizes.BLOCK_K, n_k, sizes.D_PAD, not MASKED
                 )
                 total = add_product(
                     total,
-                    p * (dp - row_delta),
+                    ds,
                     right,
                     load_channel_scales(k_right, right_scales, key, sizes.D, sizes.D_PAD),
                     ds_product,
@@ -123,7 +126,7 @@ def dq_kernel(
                     MapTile(z, queries[:, None], keys[None, :], lengths.n_q, lengths.n_k),
                 )
             else:
-                total += tl.sum(p * dp, 1)
+                total += tl.sum(ds, 1)
     if dq is not None:
         if d_lse is not None and subtracted.k_mean is not None:
             # A row of dS then sums to the gradient of its logsumexp and not to 0, so the mean that

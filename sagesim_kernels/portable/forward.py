@@ -41,7 +41,11 @@ from sagesim_kernels.operands import (
 from sagesim_kernels.portable.p_and_ds import MapTile, MapTrace, store_codes
 from sagesim_kernels.portable.tiles import launch, tiles
 
-_LOG2_127 = tl.constexpr(LOG2_127)
+_CODES_PER_P = tl.constexpr(2.0**-7)
+"""Codes are 127 P. This factor, which changes no bit, keeps their sums from overflowing."""
+
+_LOG2_LEFT = tl.constexpr(LOG2_127 - 7)
+"""log2 of the factor that remains in the row sums: 127 / 128."""
 
 
 @triton.jit
@@ -130,7 +134,7 @@ def forward_kernel(
                 codes = to_codes(p, queries[:, None], keys[None, :], rounding)
                 at = MapTile(z, queries[:, None], keys[None, :], lengths.n_q, lengths.n_k)
                 store_codes(trace, codes, 1.0, at)
-                weight = tl.exp2(tile_max - _finite(new_max))
+                weight = tl.exp2(tile_max - _finite(new_max)) * _CODES_PER_P
                 v_scale = load_channel_scales(v, v_scales, key, sizes.DV, sizes.DV_PAD)[None, :]
                 sums = tl.dot(codes, v_tile, out_dtype=tl.int32).to(tl.float32)
                 total = tl.fma(sums, weight[:, None] * v_scale, total * shrink[:, None])
@@ -144,7 +148,7 @@ def forward_kernel(
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row without keys; NaN stays NaN
     row_lse2 = row_max + tl.log2(row_sum)
     if v.scale is not None:
-        row_lse2 -= _LOG2_127
+        row_lse2 -= _LOG2_LEFT
     row_lse2 = tl.where(row_max == -float("inf"), float("inf"), row_lse2)
     store_rows(lse2, lengths.cu_q, b, h, queries, n_q, row_lse2)
     store_tokens(o, lengths.cu_q, b, h, first, n_q, total / row_sum[:, None], sizes.DV)

@@ -26,7 +26,7 @@ from sagesim import (
 from sagesim_kernels import attention
 from tests.support import examples
 from tests.support.assertions import assert_bitwise, assert_within_bound, assert_within_budget
-from tests.support.calls import Outputs, run_attention, run_exact
+from tests.support.calls import Outputs, run_attention, run_exact, run_trace
 from tests.support.inputs import (
     NASTY,
     Case,
@@ -180,6 +180,30 @@ class TestFinite:
         assert bool((found.lse.isfinite() | alone).all())
         if blind is not None:
             assert bool((alone == blind).all())
+
+    @pytest.mark.slow
+    @not_a_number
+    @pytest.mark.parametrize("spec", ["sagebwd", "factored", "factored_pv16", "fpa_fp16"])
+    @pytest.mark.parametrize("tensor", ["q", "k", "v", "do"])
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, "large"])
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_results_are_finite_where_those_of_the_emulator_are(self, spec, tensor, bad, is_causal):
+        """Kernels may multiply the zeros of masked entries in tiles of up to 128 x 128."""
+        c = kernel_case(seed=1, n_q=150, n_k=130, d=32, is_causal=is_causal)
+        x = getattr(c, tensor)
+        if bad == "large":
+            x *= 1e37
+        else:
+            x[..., x.shape[-2] // 2, 3] = bad
+        found, spec = run_kernels(c, PRESETS[spec]), PRESETS[spec]
+        least, most = (
+            run_trace(c, replace(spec, block_q=block, block_k=block))
+            for block in (spec.block_q, 128)
+        )
+        for name in ("o", "dq", "dk", "dv"):
+            bad_, least_, most_ = (~getattr(y, name).isfinite() for y in (found, least, most))
+            assert not bool((least_ & ~bad_).any()), f"{name} hides a NaN or an infinity"
+            assert not bool((bad_ & ~most_).any()), f"{name} is NaN or infinite without reason"
 
     @pytest.mark.slow
     @given(

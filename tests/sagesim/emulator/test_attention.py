@@ -585,6 +585,34 @@ class TestNumbers:
         row = getattr(found, {"q": "o", "k": "dk", "v": "o", "do": "dq"}[tensor])[..., 66, :]
         assert not bool(row.isfinite().all())
 
+    @pytest.mark.parametrize("preset", ["sagebwd_all_int8", "sagebwd", "factored", "fpa"])
+    @pytest.mark.parametrize("tensor", ["q", "k", "v", "do"])
+    @pytest.mark.parametrize("bad", [math.nan, math.inf])
+    def test_a_masked_entry_carries_no_nan(self, preset, tensor, bad):
+        """A NaN of a token reaches no block of tokens that is masked from it."""
+        spec = replace(PRESETS[preset], smoothing=Smoothing())
+        c = replace(case(seed=0, n_q=256, n_k=256, d=8), is_causal=True)
+        x = getattr(c, tensor).clone()
+        x[..., 100, 3] = bad
+        found = run_attention(replace(c, **{tensor: x}), spec)
+        for name in ("o", "dq"):
+            assert bool(getattr(found, name)[..., :64, :].isfinite().all()), name
+        if tensor in ("q", "do"):
+            for name in ("dk", "dv"):
+                assert bool(getattr(found, name)[..., 128:, :].isfinite().all()), name
+
+    @pytest.mark.parametrize("preset", ["sagebwd_all_int8", "sagebwd", "factored", "fpa"])
+    @pytest.mark.parametrize("tensor", ["q", "k", "v"])
+    def test_large_finite_inputs_give_finite_outputs(self, preset, tensor):
+        """No scale is multiplied in an order that overflows if the result does not."""
+        spec = with_precision(PRESETS[preset], Precision.FP32, "dp")
+        c = case(seed=0, n_q=70, n_k=70, d=16)
+        c = replace(c, **{tensor: 1e37 * getattr(c, tensor)}, do=1e-3 * c.do)
+        if tensor == "v":
+            c = replace(c, do=1e-37 * c.do)
+        for name, x in zip(Outputs._fields, run_attention(c, spec), strict=True):
+            assert bool(x.isfinite().all()), name
+
     def test_an_outlier_changes_no_code_of_other_blocks(self):
         """Each block has its own scale."""
         c = case(seed=1, n_q=64, n_k=192, d=16)

@@ -49,7 +49,24 @@ def table(title: str, first: str, *numbers: str) -> Table:
     return empty
 
 
-def progress(what: str) -> Progress:
+def progress(what: str, hint: str = "") -> Progress:
+    """Progress on stderr: a bar in a terminal, which disappears at the end, and otherwise lines.
+
+    Args:
+        what: what is done, for example "measuring layers".
+        hint: what the user should know beforehand, such as how to do less.
+    """
+    bar = _bar(what)
+    if bar.disable:
+        from sagesim.progress_lines import ProgressLines
+
+        return ProgressLines(what, hint)
+    if hint:
+        bar.console.print(hint)
+    return bar
+
+
+def _bar(what: str) -> Progress:
     """A progress bar on stderr. It disappears at the end, and needs a terminal to show at all."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -93,5 +110,5 @@ class Training:
 @contextlib.contextmanager
 def training(*, shown: bool) -> Generator[Training]:
     """Show the progress of training runs on stderr, if `shown`."""
-    with progress("training") as bar:
+    with _bar("training") as bar:
         yield Training(bar, shown=shown)

@@ -8,10 +8,12 @@ from sagesim.analysis.attribution import (
     SiteEffect,
     SwitchEffect,
     attribute,
+    memory,
     pool,
+    run_count,
 )
 from sagesim.analysis.causality import Influence, influence
-from sagesim.analysis.layers import errors, pool_errors
+from sagesim.analysis.layers import errors
 from sagesim.analysis.metrics import (
     GRADIENTS,
     TENSORS,
@@ -23,8 +25,19 @@ from sagesim.analysis.metrics import (
     geometric_mean,
     gradient_error,
     mean,
+    pool_errors,
 )
-from sagesim.analysis.report import Layer, advice, headline, number, render, templates
+from sagesim.analysis.number_range import RangeLoss
+from sagesim.analysis.report import (
+    Layer,
+    advice,
+    headline,
+    limitations,
+    number,
+    render,
+    templates,
+)
+from sagesim.analysis.sampling import Sample
 from sagesim.analysis.sigma import COLUMNS, PAPER_TABLE_1, Setting, gaussian_errors
 
 __all__ = [
@@ -41,6 +54,8 @@ __all__ = [
     "Error",
     "Influence",
     "Layer",
+    "RangeLoss",
+    "Sample",
     "Setting",
     "SiteEffect",
     "SwitchEffect",
@@ -54,10 +69,13 @@ __all__ = [
     "gradient_error",
     "headline",
     "influence",
+    "limitations",
     "mean",
+    "memory",
     "number",
     "pool",
     "pool_errors",
     "render",
+    "run_count",
     "templates",
 ]

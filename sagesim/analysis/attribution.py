@@ -14,11 +14,36 @@ from typing import Final
 
 from torch import Tensor
 
-from sagesim.analysis.metrics import GRADIENTS, TITLES, geometric_mean, gradient_error, mean
-from sagesim.emulator import Recorder, exact, flatten, run
+from sagesim.analysis.metrics import (
+    GRADIENTS,
+    TITLES,
+    Comparison,
+    Error,
+    compare,
+    geometric_mean,
+    gradient_error,
+    mean,
+    pool_errors,
+)
+from sagesim.analysis.number_range import (
+    RangeLoss,
+    ds_range_losses,
+    token_range_losses,
+    worst,
+)
+from sagesim.analysis.sampling import Sample, jackknife, measured_fraction
+from sagesim.emulator import Recorder, exact, flatten, run_backward, run_forward, trace
 from sagesim.problem import AttentionProblem
 from sagesim.shapes import Bool, Float
-from sagesim.spec import SAGEBWD, SITES, AttentionSpec, Delta, Precision, with_precision
+from sagesim.spec import (
+    FORWARD_SITES,
+    SAGEBWD,
+    SITES,
+    AttentionSpec,
+    Delta,
+    Precision,
+    with_precision,
+)
 
 OUTPUTS: Final = ("o", "ds", "dq", "dk", "dv")
 """The tensors whose errors are attributed."""
@@ -26,8 +51,11 @@ OUTPUTS: Final = ("o", "ds", "dq", "dk", "dv")
 SWITCHES: Final = ("smooth_q", "smooth_k", "delta")
 """The options of a spec that belong to no site. Each is measured by changing it alone."""
 
-_MAP_ENTRIES: Final = 2**24
+_MAP_ENTRIES: Final = 2**22
 """Elements of S in a group of heads; groups are computed one after the other to save memory."""
+
+_BYTES_PER_ENTRY: Final = 120
+"""Memory for each element of S in a group: eight float64 maps, and about as much in float32."""
 
 LOGITS: Final = "qk+qk_recompute"
 """The two sites that compute S, measured together; see `Attribution.parts`."""
@@ -61,12 +89,15 @@ class SiteEffect:
         sites add up as vectors. It is negative if the site's error cancels errors of other sites.
         Some error remains with all sites in FP32, because o and the gradients are rounded to the
         inputs' dtype. That error belongs to no site.
+    sampling_error: the standard error of the effect's `Attribution.gradient_share` that comes from
+        measuring only some heads and queries; 0 if all were measured.
     """
 
     site: str  #: one of `SITES`, or `LOGITS`
     only: Mapping[str, float]
     without: Mapping[str, float]
     share: Mapping[str, float]
+    sampling_error: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +128,12 @@ class Attribution:
 
     base: AttentionSpec
     error: Mapping[str, float]  #: relative L2 error of each of `OUTPUTS` under the base spec
+    errors: Mapping[str, Error]  #: the error of each of `sagesim.analysis.TENSORS`
     sites: tuple[SiteEffect, ...]  #: in the order of `SITES`
     logits: SiteEffect  #: qk and qk_recompute together
     switches: tuple[SwitchEffect, ...]  #: in the order of `SWITCHES`
+    range_losses: tuple[RangeLoss, ...]  #: operands that a 16-bit format cannot hold
+    measured: float  #: the fraction of the entries of S that were measured; 1 without sampling
 
     @property
     def parts(self) -> tuple[SiteEffect, ...]:
@@ -128,9 +162,12 @@ class Attribution:
 
     def gradient_share(self, effect: SiteEffect) -> float:
         """An effect's share of the squared `gradient_error`; 0 if that is 0 or infinite."""
-        total = sum(self.error[t] ** 2 for t in GRADIENTS)
-        caused = sum(effect.share[t] * self.error[t] ** 2 for t in GRADIENTS)
-        return caused / total if total and math.isfinite(total) else 0.0
+        return _gradient_share(effect.share, self.error)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the errors of all `OUTPUTS` under the base spec are finite numbers."""
+        return all(math.isfinite(x) for x in self.error.values())
 
     def largest(self, tensor: str | None = None) -> SiteEffect:
         """The effect among `parts` with the largest share of an error.
@@ -143,15 +180,30 @@ class Attribution:
     def summary(self, tensor: str | None = None) -> str:
         """One sentence that names the matmul with the largest share of an error.
 
+        If an output is not finite, the sentence names the products that make it so.
+
         Args:
             tensor: one of `OUTPUTS`; None for the gradients, dQ, dK and dV together.
         """
+        if not self.is_finite:
+            return self._not_finite()
         top = self.largest(tensor)
         share = self._share(top, tensor)
         what = "the gradients' error" if tensor is None else f"the {TITLES[tensor]} error"
         if share <= 0:
             return f"No product adds to {what} under {self.base.label()!r}."
-        return f"{share:.0%} of {what} comes from {SITE_NAMES[top.site]}."
+        off = top.sampling_error if tensor is None else 0.0
+        number = f"{share:.0%} ± {off:.0%}" if off else f"{share:.0%}"
+        return f"{number} of {what} comes from {SITE_NAMES[top.site]}."
+
+    def _not_finite(self) -> str:
+        bad = ", ".join(TITLES[t] for t in OUTPUTS if not math.isfinite(self.error[t]))
+        sites = [e for e in self.sites if not all(map(math.isfinite, e.only.values()))]
+        found = "no product does this alone"
+        if sites:
+            found = " and ".join(dict.fromkeys(SITE_NAMES[effect.site] for effect in sites))
+            found = f"{found} {'overflows' if len(sites) == 1 else 'overflow'}"
+        return f"{bad} {'is' if ',' not in bad else 'are'} not finite: {found}."
 
     def _share(self, effect: SiteEffect, tensor: str | None) -> float:
         return self.gradient_share(effect) if tensor is None else effect.share[tensor]
@@ -190,6 +242,7 @@ def attribute(
     attn_mask: Bool[Tensor, "*mask #n_q #n_k"] | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
+    sample: Sample | None = None,
     progress: Callable[[], None] | None = None,
 ) -> Attribution:
     """Measure how much of the error of a spec each of the seven matmuls causes.
@@ -201,7 +254,8 @@ def attribute(
     Args:
         q, k, v, do, is_causal, attn_mask, scale, enable_gqa: as for `sagesim.trace`.
         base: the spec.
-        progress: called after each run of each group of heads.
+        sample: measure only some heads and queries; see `sagesim.analysis.Sample`. Default: all.
+        progress: called after each run of each part; see `run_count`.
 
     Returns:
         errors and shares. Squared errors are summed over all heads.
@@ -224,44 +278,155 @@ def attribute(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    flatten(problem, base).check_gradient(problem.gradient)
+    x = flatten(problem, base)
+    x.check_gradient(problem.gradient)
     for name, tensor in problem.tensors.items():
         if not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} holds NaN or Inf; attribution needs finite tensors")
+    parts = split(problem, base, sample)
+    sums = [_measure(part, base, progress) for part in parts]
+    losses = [*token_range_losses(x, x.flatten_queries(problem.gradient))]
+    for each in sums:
+        losses += each.range_losses
+    fraction = 1.0 if sample is None else measured_fraction(problem, parts)
+    return _result(base, sums, worst(losses), fraction)
+
+
+def split(
+    problem: AttentionProblem, base: AttentionSpec, sample: Sample | None
+) -> list[AttentionProblem]:
+    """The parts of a problem that `attribute` measures one after the other."""
+    if sample is None:
+        return list(problem.head_groups(_MAP_ENTRIES))
+    return sample.parts(problem, min(base.block_q, max(problem.q.shape[-2], 1)))
+
+
+def run_count(problem: AttentionProblem, base: AttentionSpec, sample: Sample | None) -> int:
+    """How often `attribute` calls `progress`."""
+    return RUNS * len(split(problem, base, sample))
+
+
+def memory(problem: AttentionProblem, base: AttentionSpec, sample: Sample | None) -> int:
+    """About how many bytes `attribute` needs."""
+    largest = max(math.prod(x.q.shape[:-1]) * x.k.shape[-2] for x in split(problem, base, sample))
+    return largest * _BYTES_PER_ENTRY
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """The squared errors and norms of one part of a problem."""
+
+    squares: Mapping[str, Mapping[str, float]]  #: by the names of `_specs`, then by `OUTPUTS`
+    norms: Mapping[str, float]  #: squared norms of the exact `OUTPUTS`
+    comparison: Comparison  #: of the base spec
+    range_losses: Sequence[RangeLoss]  #: of dS
+
+
+def _measure(
+    part: AttentionProblem, base: AttentionSpec, progress: Callable[[], None] | None
+) -> _Sums:
+    reference, traced = exact(part), trace(part, spec=base)
+    runs = _Runs(part)
+    squares: dict[str, dict[str, float]] = {}
+    for name, spec in _specs(base).items():
+        outputs = runs.outputs(spec) if name != "base" else {t: getattr(traced, t) for t in OUTPUTS}
+        squares[name] = {
+            t: float((got.double() - getattr(reference, t)).square().sum())
+            for t, got in outputs.items()
+        }
+        if progress is not None:
+            progress()
+    ds = traced.ds.reshape(math.prod(traced.ds.shape[:-2]), *traced.ds.shape[-2:])
+    return _Sums(
+        squares=squares,
+        norms={t: float(getattr(reference, t).square().sum()) for t in OUTPUTS},
+        comparison=compare(traced, reference),
+        range_losses=list(ds_range_losses(flatten(part, base), ds)),
+    )
+
+
+class _Runs:
+    """Emulates one problem under many specs; specs with the same forward share one."""
+
+    def __init__(self, problem: AttentionProblem) -> None:
+        self._problem = problem
+        self._forwards: dict[AttentionSpec, tuple[Tensor, Tensor]] = {}
+
+    def outputs(self, spec: AttentionSpec) -> dict[str, Tensor]:
+        """The tensors of `OUTPUTS` under a spec. Other intermediates are not kept."""
+        x, do = flatten(self._problem, spec), self._problem.gradient
+        recorder = Recorder(x, maps=frozenset({"ds"}), operands=False)
+        backward = [site for site in SITES if site not in FORWARD_SITES]
+        key = replace(with_precision(spec, Precision.FP32, *backward), delta=Delta.FROM_O)
+        if key not in self._forwards:
+            o, result = run_forward(x)
+            self._forwards[key] = o, result.lse_smoothed
+        o, lse = self._forwards[key]
+        dq, dk, dv = run_backward(x, do, o, lse, recorder)
+        ds = x.query_heads(recorder.maps["ds"])
+        return {"o": o, "ds": ds, "dq": dq, "dk": dk, "dv": dv}
+
+
+def _result(
+    base: AttentionSpec, sums: Sequence[_Sums], losses: tuple[RangeLoss, ...], fraction: float
+) -> Attribution:
+    whole = _Total(sums)
+    # With sampling, the statistics without each part in turn give the error of sampling.
+    without_one = [_Total([*sums[:i], *sums[i + 1 :]]) for i in range(len(sums))]
+    sampled = fraction < 1 and len(sums) > 1
     specs = _specs(base)
-    squares: dict[str, dict[str, float]] = {name: dict.fromkeys(OUTPUTS, 0.0) for name in specs}
-    norms: dict[str, float] = dict.fromkeys(OUTPUTS, 0.0)
-    for group in problem.head_groups(_MAP_ENTRIES):
-        reference = exact(group)
-        for t in OUTPUTS:
-            norms[t] += float(getattr(reference, t).square().sum())
-        for name, spec in specs.items():
-            for t, got in _outputs(group, spec).items():
-                squares[name][t] += float((got - getattr(reference, t)).square().sum())
-            if progress is not None:
-                progress()
-    relative = {n: {t: _ratio(by[t], norms[t]) for t in OUTPUTS} for n, by in squares.items()}
 
     def effect(site: str) -> SiteEffect:
-        only, without = squares[f"only {site}"], squares[f"without {site}"]
-        unrounded, base_ = squares["unrounded"], squares["base"]
-        share = {
-            t: (only[t] - unrounded[t] + base_[t] - without[t]) / (2 * (base_[t] - unrounded[t]))
-            if base_[t] != unrounded[t]
-            else 0.0
-            for t in OUTPUTS
-        }
-        return SiteEffect(site, relative[f"only {site}"], relative[f"without {site}"], share)
+        values = [total.gradient_share(site) for total in without_one] if sampled else [0.0]
+        return SiteEffect(
+            site=site,
+            only=whole.errors(f"only {site}"),
+            without=whole.errors(f"without {site}"),
+            share={t: whole.share(site, t) for t in OUTPUTS},
+            sampling_error=jackknife(values, fraction),
+        )
 
     return Attribution(
         base=base,
-        error=relative["base"],
+        error=whole.errors("base"),
+        errors=Comparison.joined([each.comparison for each in sums]).overall,
         sites=tuple(effect(site) for site in SITES),
         logits=effect(LOGITS),
         switches=tuple(
-            SwitchEffect(s, specs[f"change {s}"], relative[f"change {s}"]) for s in SWITCHES
+            SwitchEffect(s, specs[f"change {s}"], whole.errors(f"change {s}")) for s in SWITCHES
         ),
+        range_losses=losses,
+        measured=fraction,
     )
+
+
+class _Total:
+    """Errors and shares of several parts together."""
+
+    def __init__(self, sums: Sequence[_Sums]) -> None:
+        self._norms = {t: sum(each.norms[t] for each in sums) for t in OUTPUTS}
+        self._squares = {
+            name: {t: sum(each.squares[name][t] for each in sums) for t in OUTPUTS}
+            for name in (sums[0].squares if sums else ())
+        }
+
+    def errors(self, name: str) -> dict[str, float]:
+        """The relative L2 errors of a run."""
+        return {t: _ratio(self._squares[name][t], self._norms[t]) for t in OUTPUTS}
+
+    def share(self, site: str, tensor: str) -> float:
+        """See `SiteEffect.share`."""
+        only, without, unrounded, base = (
+            self._squares[name][tensor]
+            for name in (f"only {site}", f"without {site}", "unrounded", "base")
+        )
+        if base == unrounded:
+            return 0.0
+        return (only - unrounded + base - without) / (2 * (base - unrounded))
+
+    def gradient_share(self, site: str) -> float:
+        """See `Attribution.gradient_share`."""
+        return _gradient_share({t: self.share(site, t) for t in GRADIENTS}, self.errors("base"))
 
 
 def pool(attributions: Sequence[Attribution]) -> Attribution:
@@ -283,11 +448,13 @@ def pool(attributions: Sequence[Attribution]) -> Attribution:
             {t: geometric_mean([e.only[t] for e in effects]) for t in OUTPUTS},
             {t: geometric_mean([e.without[t] for e in effects]) for t in OUTPUTS},
             {t: mean([e.share[t] for e in effects]) for t in OUTPUTS},
+            math.sqrt(sum(e.sampling_error**2 for e in effects)) / len(effects),
         )
 
     return Attribution(
         base=first.base,
         error={t: geometric_mean([a.error[t] for a in attributions]) for t in OUTPUTS},
+        errors=pool_errors([a.errors for a in attributions]),
         sites=tuple(
             pooled(effects) for effects in zip(*(a.sites for a in attributions), strict=True)
         ),
@@ -300,6 +467,8 @@ def pool(attributions: Sequence[Attribution]) -> Attribution:
             )
             for effects in zip(*(a.switches for a in attributions), strict=True)
         ),
+        range_losses=worst(loss for a in attributions for loss in a.range_losses),
+        measured=mean([a.measured for a in attributions]),
     )
 
 
@@ -318,14 +487,10 @@ def _specs(base: AttentionSpec) -> dict[str, AttentionSpec]:
     return specs
 
 
-def _outputs(problem: AttentionProblem, spec: AttentionSpec) -> dict[str, Tensor]:
-    """The tensors of `OUTPUTS` under the spec, in float64. Other intermediates are not kept."""
-    x = flatten(problem, spec)
-    recorder = Recorder(x, maps=frozenset({"ds"}), operands=False)
-    passes = run(x, problem.gradient, recorder)
-    ds = x.query_heads(recorder.maps["ds"])
-    out = {"o": passes.o, "ds": ds, "dq": passes.dq, "dk": passes.dk, "dv": passes.dv}
-    return {t: tensor.double() for t, tensor in out.items()}
+def _gradient_share(share: Mapping[str, float], error: Mapping[str, float]) -> float:
+    total = sum(error[t] ** 2 for t in GRADIENTS)
+    caused = sum(share[t] * error[t] ** 2 for t in GRADIENTS)
+    return caused / total if total and math.isfinite(total) else 0.0
 
 
 def _ratio(square: float, norm: float) -> float:

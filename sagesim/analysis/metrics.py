@@ -40,7 +40,7 @@ class Error:
 
     If a equals r, the cosine is 1, rel_l2 and max_error are 0, and sqnr_db is inf, also for tensors
     of zeros. If r is zero and a is not, or if an element is infinite in only one of them, rel_l2
-    and max_error are inf.
+    and max_error are inf. What a NaN or an infinity leaves without a value is NaN.
     """
 
     cosine: float  #: <a, r> / (|a| |r|)
@@ -145,6 +145,23 @@ def gradient_error(rel_l2: Mapping[str, float]) -> float:
     return math.sqrt(mean([rel_l2[t] ** 2 for t in GRADIENTS]))
 
 
+def pool_errors(measured: Sequence[Mapping[str, Error]]) -> dict[str, Error]:
+    """Average the errors of several layers. Every layer has the same weight.
+
+    Takes the geometric mean of rel_l2, the mean of cosine and sqnr_db, and the largest max_error.
+    """
+
+    def pooled(several: Sequence[Error]) -> Error:
+        return Error(
+            cosine=mean([e.cosine for e in several]),
+            rel_l2=geometric_mean([e.rel_l2 for e in several]),
+            sqnr_db=mean([e.sqnr_db for e in several]),
+            max_error=max(e.max_error for e in several),
+        )
+
+    return {t: pooled([by[t] for by in measured]) for t in TENSORS}
+
+
 def _moments(a: Tensor, r: Tensor) -> Tensor:
     """The moments [heads, 6] of a and r [heads, n]; see `Comparison.moments`."""
     counts = ~((a == -torch.inf) & (r == -torch.inf))
@@ -163,8 +180,8 @@ def _error(moments: Tensor) -> Error:
     if rr == 0:
         return Error(cosine=0.0, rel_l2=math.inf, sqnr_db=-math.inf, max_error=math.inf)
     return Error(
-        cosine=dot / math.sqrt(aa * rr) if aa and math.isfinite(aa) else 0.0,
+        cosine=dot / math.sqrt(aa * rr) if aa else 0.0,
         rel_l2=math.sqrt(dd / rr),
-        sqnr_db=10 * math.log10(rr / dd) if math.isfinite(dd) else -math.inf,
+        sqnr_db=-math.inf if math.isinf(dd) else 10 * math.log10(rr / dd),
         max_error=peak / math.sqrt(rr / count),
     )

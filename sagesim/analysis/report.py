@@ -13,10 +13,11 @@ import torch
 
 import sagesim
 from sagesim.analysis.attribution import LOGITS, OUTPUTS, SITE_NAMES, Attribution, SiteEffect, pool
-from sagesim.analysis.layers import pool_errors
-from sagesim.analysis.metrics import GRADIENTS, TENSORS, TITLES, Error, gradient_error
+from sagesim.analysis.metrics import GRADIENTS, TENSORS, TITLES, gradient_error
+from sagesim.analysis.number_range import RangeLoss
 from sagesim.models import Call, Capture
 from sagesim.spec import (
+    FORWARD_SITES,
     OPERANDS,
     SITES,
     AttentionSpec,
@@ -91,11 +92,10 @@ _ROUNDINGS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A captured call, its attribution and its errors, for the report."""
+    """A captured call and its attribution."""
 
     call: Call
     attribution: Attribution
-    errors: Mapping[str, Error]  #: from `sagesim.analysis.errors`, under the same spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,35 @@ def headline(a: Attribution) -> str:
     return a.summary()
 
 
+def limitations(a: Attribution) -> list[str]:
+    """Sentences about what limits the meaning of the shares: lost values, and sampling.
+
+    An operand that FP16 cannot hold makes a large error, which its product's share then measures.
+    """
+    found = [_range_warning(loss) for loss in a.range_losses]
+    if any(not loss.overflows for loss in a.range_losses):
+        found.append(
+            "The shares measure this loss, not the rounding of ordinary values. Multiply the loss "
+            "by a larger power of two when recording, or record in bfloat16."
+        )
+    if a.measured < 1:
+        found.append(
+            f"Measured on a sample of {a.measured:.0%} of the elements of S; ± is the standard "
+            "error of sampling."
+        )
+    return found
+
+
+def _range_warning(loss: RangeLoss) -> str:
+    kind, product = loss.precision.value.upper(), SITE_NAMES[loss.site]
+    if loss.overflows:
+        return f"{loss.operand} overflows {kind} in {product}: elements become infinite."
+    return (
+        f"{loss.operand} underflows {kind} in {product}: rounding changes it by up to "
+        f"{loss.lost:.0%} of its norm."
+    )
+
+
 def advice(a: Attribution) -> list[Advice]:
     """The changes that lower the gradients' error most: one of a product, and one of an option.
 
@@ -125,7 +154,7 @@ def advice(a: Attribution) -> list[Advice]:
     rounding to 16 bit adds little error.
     """
     found: list[Advice] = []
-    if not a.base.is_quantized:
+    if not a.base.is_quantized or not a.is_finite:
         return found
     rounded = [effect for effect in a.parts if _scaled_sites(a.base, effect)]
     if rounded:
@@ -204,13 +233,14 @@ def render(layers: Sequence[Layer], *, capture: Capture, name: str, command: str
     return environment.get_template("report.html.j2").render(
         headline=headline(pooled).replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"),
         advice=advice(pooled),
+        limitations=limitations(pooled),
         label=spec.label(),
         name=name,
         command=command,
         spec=spec,
         pooled=pooled,
         layers=layers,
-        errors=pool_errors([layer.errors for layer in layers]),
+        errors=pooled.errors,
         shares={effect.site: pooled.gradient_share(effect) for effect in pooled.parts},
         largest_error=largest,
         provenance=list(_provenance(capture, layers)),
@@ -254,10 +284,14 @@ def number(x: float) -> str:
 def percent(x: float) -> str:
     """Format a fraction in whole percent, with a typographic minus sign and no negative zero.
 
+    What is not finite becomes a dash.
+
     >>> percent(0.624), percent(-0.001)
     ('62%', '0%')
     """
-    whole = round(100 * x) if math.isfinite(x) else 0
+    if not math.isfinite(x):
+        return "\N{EN DASH}"
+    whole = round(100 * x)
     return f"{_MINUS if whole < 0 else ''}{abs(whole)}%"
 
 
@@ -283,7 +317,7 @@ def _site(name: str, matmul: MatmulSpec) -> dict[str, str]:
     return {
         "name": name,
         "product": PRODUCTS[name],
-        "where": "forward" if name in ("qk", "pv") else "backward",
+        "where": "forward" if name in FORWARD_SITES else "backward",
         "precision": _PRECISIONS[matmul.precision],
         "left": f"{left}: {_GRANULARITIES[matmul.lhs]}" if scaled else "no scales",
         "right": f"{right}: {_GRANULARITIES[matmul.rhs]}" if scaled else "no scales",

@@ -5,10 +5,14 @@ and with all but one product rounded, for each product. From these it computes e
 of the squared error of O, dS, dQ, dK and dV. Errors are relative L2 errors against float64,
 |error| / |exact|. Pooled over layers, an error is a geometric mean and a share is a mean.
 
+A large model takes minutes. --layers, --heads and --rows measure a part of it; the standard error
+of the largest share that comes from the sample is printed with it.
+
 examples:
   sagesim attribute llama
   sagesim attribute mine.safetensors --spec "sagebwd dp=int8" --layers 0 11
   sagesim attribute llama --report report.html
+  sagesim attribute mine.safetensors --heads 1 --rows 512
 
 The report is one HTML file with explanations. It needs no network.
 """
@@ -21,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from sagesim.cli.inputs import add_capture, add_spec, load, parse_spec, require_writable, select
-from sagesim.terminal import progress, stdout, table
+from sagesim.terminal import Failure, progress, stdout, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,26 +40,50 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_capture(parser)
     add_spec(parser)
     parser.add_argument("--report", type=Path, metavar="OUT.html", help="also write a report")
+    for name, what in (
+        ("--heads", "heads of K and V of each layer, evenly spaced"),
+        ("--rows", "queries of each head, in evenly spaced blocks"),
+    ):
+        parser.add_argument(
+            name, type=int, metavar="N", help=f"measure only N {what} (default: all)"
+        )
 
 
 def run(args: argparse.Namespace) -> None:
     """Attribute the error of each layer, print the tables, and write the report."""
     spec = parse_spec(args.spec)
+    for name in ("heads", "rows"):
+        number = getattr(args, name)
+        if number is not None and number < 1:
+            raise Failure(f"--{name} {number} is not a positive number")
     capture = load(args.capture)
     calls = select(capture, args.layers)
     if args.report is not None:
         require_writable(args.report)
 
-    from sagesim.analysis import RUNS, Layer, advice, attribute, errors, headline, pool, render
+    from sagesim.analysis import (
+        Layer,
+        Sample,
+        advice,
+        attribute,
+        headline,
+        limitations,
+        memory,
+        pool,
+        render,
+        run_count,
+    )
     from sagesim.files import replacing
 
+    sample = Sample(args.heads, args.rows) if args.heads or args.rows else None
+    gigabytes = max(memory(call, spec, sample) for call in calls) / 1e9
+    hint = f"needs about {gigabytes:.1f} GB; --layers, --heads and --rows measure less"
     layers: list[Layer] = []
-    with progress("attributing the error of layers") as bar:
-        task = bar.add_task("", total=len(calls) * RUNS)
-        for number, call in enumerate(calls, 1):
-            attributed = attribute(call, base=spec, progress=lambda: bar.advance(task))
-            bar.update(task, completed=number * RUNS)
-            layers.append(Layer(call, attributed, errors(call, spec)))
+    with progress(f"attributing the error of {len(calls)} layers", hint) as bar:
+        task = bar.add_task("", total=sum(run_count(call, spec, sample) for call in calls))
+        for call in calls:
+            found = attribute(call, base=spec, sample=sample, progress=lambda: bar.advance(task))
+            layers.append(Layer(call, found))
     pooled = pool([layer.attribution for layer in layers])
 
     console = stdout()
@@ -63,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
     console.print(_pooled_table(pooled))
     if len(layers) > 1:
         console.print(_layers_table(layers))
-    console.print("\n".join([headline(pooled), *map(str, advice(pooled))]))
+    console.print("\n".join([headline(pooled), *limitations(pooled), *map(str, advice(pooled))]))
     if args.report is not None:
         page = render(layers, capture=capture, name=args.capture, command=args.command_line)
         with replacing(args.report) as file:
@@ -111,6 +139,6 @@ def _layers_table(layers: list[Layer]) -> Table:
         rows.add_row(
             f"{layer.call.index} {layer.call.name}",
             *(f"{a.error[t]:.2e}" for t in OUTPUTS),
-            f"{top.site} {a.gradient_share(top):.0%}",
+            f"{top.site} {a.gradient_share(top):.0%}" if a.is_finite else "not finite",
         )
     return rows

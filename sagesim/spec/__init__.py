@@ -1,6 +1,7 @@
 """What to compute: precision, scales, smoothing and rounding of each product. Imports no torch."""
 
 from sagesim.spec.attention_spec import (
+    FORWARD_SITES,
     HALF_AWAY,
     HALF_EVEN,
     MAPS,
@@ -35,6 +36,7 @@ __all__ = [
     "FACTORED",
     "FACTORED_PV16",
     "FACTORED_QK",
+    "FORWARD_SITES",
     "FPA",
     "FPA_BF16",
     "FPA_FP16",

@@ -16,6 +16,9 @@ SITES: Final = ("qk", "pv", "qk_recompute", "dv", "dp", "dq", "dk")
 The forward computes qk and pv, the backward the other five.
 """
 
+FORWARD_SITES: Final = SITES[:2]
+"""The sites of the forward: qk and pv."""
+
 OPERANDS: Final = {
     "qk": ("q", "k"),
     "pv": ("p", "v"),

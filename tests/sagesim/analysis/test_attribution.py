@@ -1,5 +1,6 @@
 """Attribution: errors and shares of the seven matmuls, compared with direct emulation."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,10 @@ import sagesim.analysis.attribution
 from sagesim import (
     FACTORED,
     FPA,
+    FPA_FP16,
     SAGEBWD,
     SITES,
+    AttentionProblem,
     Delta,
     Granularity,
     MatmulSpec,
@@ -20,9 +23,22 @@ from sagesim import (
     exact,
     trace,
 )
-from sagesim.analysis import LOGITS, OUTPUTS, RUNS, advice, gradient_error, headline, pool
+from sagesim.analysis import (
+    LOGITS,
+    OUTPUTS,
+    RUNS,
+    Sample,
+    advice,
+    gradient_error,
+    headline,
+    limitations,
+    memory,
+    pool,
+    run_count,
+)
 from sagesim.analysis.attribution import SITE_NAMES
 from sagesim.spec import with_precision
+from tests.support.assertions import assert_bitwise
 
 REACHES = {
     "qk": {"o", "ds", "dq", "dk", "dv"},
@@ -186,3 +202,91 @@ def test_the_printed_table_has_every_effect(found):
     text = str(found)
     for word in (*SITES, LOGITS, "interaction", *(e.title for e in found.switches)):
         assert word in text
+
+
+def capture_of(layers=3, kv_heads=4, n=256, d=16):
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(layers):
+        q, do = torch.randn(2, 1, 2 * kv_heads, n, d, generator=generator)
+        k, v = torch.randn(2, 1, kv_heads, n, d, generator=generator)
+        yield AttentionProblem(q=2 * q, k=2 * k, v=v, do=do, is_causal=True, enable_gqa=True)
+
+
+class TestSamples:
+    """A sample of heads and queries gives about the result of all, and says how uncertain it is."""
+
+    def test_the_part_of_a_causal_problem_has_the_rows_of_the_whole(self):
+        """All keys stay, and no key becomes padding, so O and dQ are the same bits."""
+        whole = next(capture_of(1))
+        t = trace(whole, spec=SAGEBWD)
+        parts = Sample(heads=2, rows=100).parts(whole, 64)
+        assert [part.q.shape[-2] for part in parts] == [128, 64, 128, 64]
+        for part, head in zip(parts, (1, 1, 3, 3), strict=True):
+            own, heads = trace(part, spec=SAGEBWD), slice(2 * head, 2 * head + 2)
+            for name in ("o", "dq"):
+                actual, expected = getattr(own, name)[0], getattr(t, name)[0, heads]
+                assert_bitwise(actual=actual[:, -64:], expected=expected[:, -64:], what=name)
+
+    def test_a_sample_of_everything_is_the_whole(self):
+        x = next(capture_of(1))
+        whole, sample = attribute(x), attribute(x, sample=Sample(heads=99))
+        assert sample.measured == 1.0
+        assert sample.error == pytest.approx(whole.error, rel=1e-12)
+        assert all(effect.sampling_error == 0 for effect in sample.parts)
+
+    @pytest.mark.parametrize("sample", [Sample(heads=1), Sample(rows=128), Sample(2, 128)])
+    def test_shares_are_within_four_standard_errors(self, sample):
+        problems = list(capture_of())
+        whole = pool([attribute(x) for x in problems])
+        part = pool([attribute(x, sample=sample) for x in problems])
+        assert 0 < part.measured < 0.8
+        for a, b in zip(whole.parts, part.parts, strict=True):
+            off = abs(whole.gradient_share(a) - part.gradient_share(b))
+            assert off <= 4 * b.sampling_error + 0.02, a.site
+        assert "±" in part.summary() and "±" not in whole.summary()
+
+    @pytest.mark.parametrize(("field", "number"), [("heads", 0), ("rows", -1)])
+    def test_a_number_that_is_not_positive(self, field, number):
+        with pytest.raises(ValueError, match=f"{field}={number} is not a positive number"):
+            Sample(**{field: number})
+
+
+class TestRange:
+    """Values that FP16 cannot hold are named; they are no finding about rounding."""
+
+    def test_small_gradients_underflow(self):
+        q, k, v, do = problem()
+        found = attribute(q, k, v, 1e-8 * do)
+        assert {(loss.site, loss.tensor) for loss in found.range_losses} == {("dp", "do")}
+        assert any("dO underflows FP16 in dP = dO Vᵀ" in words for words in limitations(found))
+        assert attribute(q, k, v, do).range_losses == ()
+        assert limitations(attribute(q, k, v, do)) == []
+
+    def test_the_gradient_of_the_logits_underflows(self):
+        """dS is smaller than dO, and dQ and dK multiply it in FP16."""
+        q, k, v, do = problem()
+        found = attribute(q, k, v, 1e-4 * do, base=FPA_FP16)
+        assert {"dq", "dk"} <= {loss.site for loss in found.range_losses}
+
+    def test_large_gradients_overflow(self):
+        """The headline names the product. No share is a finding, and no change is advised."""
+        q, k, v, do = problem()
+        found = attribute(q, k, v, 1e5 * do)
+        assert found.summary() == "dS, dQ, dK are not finite: dP = dO Vᵀ overflows."
+        assert "dO overflows FP16 in dP = dO Vᵀ: elements become infinite." in limitations(found)
+        assert advice(found) == []
+        pooled = pool([found, attribute(q, k, v, do)])
+        assert pooled.summary() == found.summary()
+
+
+def test_the_number_of_runs_is_known_beforehand():
+    for sample in (None, Sample(heads=1), Sample(rows=64)):
+        calls, x = list[int](), next(capture_of(1))
+        attribute(x, sample=sample, progress=functools.partial(calls.append, 1))
+        assert len(calls) == run_count(x, SAGEBWD, sample)
+        assert memory(x, SAGEBWD, sample) > 0
+
+
+def test_errors_are_those_of_every_intermediate():
+    x = next(capture_of(1))
+    assert attribute(x).errors == compare(trace(x, spec=SAGEBWD), exact(x)).overall

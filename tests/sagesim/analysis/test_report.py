@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sagesim import FPA, SAGEBWD, AttentionSpec, Attribution, attribute
-from sagesim.analysis import TENSORS, TITLES, errors, gradient_error, pool_errors
+from sagesim.analysis import TENSORS, TITLES, gradient_error, pool_errors
 from sagesim.analysis.attribution import OUTPUTS, SITE_NAMES, pool
 from sagesim.analysis.report import Layer, advice, headline, number, percent, render
 from sagesim.models import Call, Capture
@@ -81,14 +81,7 @@ def call(index, **changes):
 
 
 def layers_of(calls, spec):
-    return [
-        Layer(
-            c,
-            attribute(c, base=spec),
-            errors(c, spec),
-        )
-        for c in calls
-    ]
+    return [Layer(c, attribute(c, base=spec)) for c in calls]
 
 
 def page_of(spec=SAGEBWD, calls=None):
@@ -184,7 +177,10 @@ def test_tables_by_layer_have_the_numbers_of_each_layer(made):
                 for effect in x.attribution.parts
             ],
         ),
-        ("table-intermediates-by-layer", lambda x: [number(x.errors[t].rel_l2) for t in TENSORS]),
+        (
+            "table-intermediates-by-layer",
+            lambda x: [number(x.attribution.errors[t].rel_l2) for t in TENSORS],
+        ),
     ):
         for cells, layer in zip(page.tables[name][1:], layers, strict=True):
             assert cells == [f"{layer.call.index} {layer.call.name}", *of(layer)]
@@ -192,7 +188,7 @@ def test_tables_by_layer_have_the_numbers_of_each_layer(made):
 
 def test_the_table_of_intermediates_has_the_pooled_errors(made):
     layers, _, page = made
-    pooled = pool_errors([layer.errors for layer in layers])
+    pooled = pool_errors([layer.attribution.errors for layer in layers])
     for cells, t in zip(page.tables["table-intermediates"][1:], TENSORS, strict=True):
         e = pooled[t]
         assert cells[1:] == [

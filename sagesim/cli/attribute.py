@@ -20,7 +20,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from sagesim.cli.inputs import add_capture, add_spec, load, parse_spec, require_writable, select
+from sagesim.cli.inputs import (
+    add_capture,
+    add_spec,
+    load,
+    parse_spec,
+    path_of,
+    require_writable,
+    select,
+)
 from sagesim.terminal import progress, stdout, table
 
 if TYPE_CHECKING:
@@ -39,15 +47,15 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Attribute the error of each layer, print the tables, and write the report."""
+    """Attribute the error of each layer, write the report, and print the tables."""
     spec = parse_spec(args.spec)
     capture = load(args.capture)
     calls = select(capture, args.layers)
     if args.report is not None:
-        require_writable(args.report)
+        require_writable(args.report, inputs=[path_of(args.capture)])
 
     from sagesim.analysis import RUNS, Layer, advice, attribute, errors, headline, pool, render
-    from sagesim.files import replacing
+    from sagesim.files import write_text
 
     layers: list[Layer] = []
     with progress("attributing the error of layers") as bar:
@@ -57,6 +65,10 @@ def run(args: argparse.Namespace) -> None:
             bar.update(task, completed=number * RUNS)
             layers.append(Layer(call, attributed, errors(call, spec)))
     pooled = pool([layer.attribution for layer in layers])
+    # Before the tables, because the reader of a pipe may stop reading in their middle.
+    if args.report is not None:
+        page = render(layers, capture=capture, name=args.capture, command=args.command_line)
+        write_text(args.report, page)
 
     console = stdout()
     console.print(f"{args.capture} under {spec.label()}\n")
@@ -65,9 +77,6 @@ def run(args: argparse.Namespace) -> None:
         console.print(_layers_table(layers))
     console.print("\n".join([headline(pooled), *map(str, advice(pooled))]))
     if args.report is not None:
-        page = render(layers, capture=capture, name=args.capture, command=args.command_line)
-        with replacing(args.report) as file:
-            file.write_text(page, encoding="utf-8")
         console.print(f"report: {args.report}")
 
 

@@ -234,7 +234,7 @@ def test_the_grammar_in_the_help_has_every_word():
         (["sweep", "TMP/out.parquet", "FILE", "--specs", "fpa", "--all"], "not allowed with"),
         (["sweep", "TMP/text", "FILE"], "not a readable Parquet file"),
         (["sweep", "FILE/out.parquet", "FILE"], "cannot be written"),
-        (["sweep", "TMP", "FILE"], "not a readable Parquet file"),
+        (["sweep", "TMP", "FILE"], "cannot be written: Is a directory"),
         (["capture", "TMP", "TMP/text", "TMP/out"], "has no config.json"),
         (["capture", "TMP/model", "TMP/missing", "TMP/out"], "not a readable UTF-8 text"),
         (["capture", "TMP/model", "FILE", "TMP/out"], "not a readable UTF-8 text"),

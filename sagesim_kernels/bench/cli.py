@@ -148,7 +148,7 @@ def _run(args: argparse.Namespace, command: str) -> None:
     try:
         try:
             record = Record.open(args.out, machine=machine, settings=settings, command=command)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise Failure(str(error)) from None
         setup = Setup(torch.device("cuda"), torch.bfloat16, CudaMeter(), rounds)
         with progress("measuring cases") as bar:

@@ -11,7 +11,7 @@ import sagesim.cli.trace
 from sagesim import AttentionSpec, attribute
 from sagesim.analysis import PAPER_TABLE_1, Setting, errors, gaussian_errors, pool
 from sagesim.cli import COMMANDS, main
-from sagesim.cli.inputs import GRAMMAR, load
+from sagesim.cli.inputs import GRAMMAR, SHIPPED, load
 from sagesim.data import LLAMA
 from sagesim.models import Call, Capture
 from sagesim.spec import PRESETS, SAGEBWD, SITES, Granularity, Precision, RoundingMode
@@ -302,8 +302,10 @@ def test_an_output_that_is_an_input_is_refused(words, fails, named, monkeypatch)
     assert {path: path.read_bytes() for path in named.rglob("*") if path.is_file()} == before
 
 
-def test_an_output_that_is_the_shipped_capture_is_refused(fails):
-    assert "it is an input" in fails("attribute", "llama", "--report", LLAMA)
+def test_an_output_that_is_the_shipped_capture_is_refused(fails, file, monkeypatch):
+    assert SHIPPED == {"llama": LLAMA}
+    monkeypatch.setitem(SHIPPED, "llama", file)
+    assert "it is an input" in fails("attribute", "llama", "--report", file)
 
 
 def test_a_new_file_in_the_folder_of_a_model_is_written(run, model, text, tmp_path):

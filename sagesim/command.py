@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -30,7 +31,8 @@ def exit_code(program: str, command: Callable[[], int | None], extras: Mapping[s
     """
 
     def end(code: int, message: str) -> int:
-        print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
+        with contextlib.suppress(BrokenPipeError):
+            print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
         return code
 
     try:

@@ -6,6 +6,10 @@ import contextlib
 import os
 import threading
 from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sagesim.experiments.pretrain.training.trainer import Progress
 
 _NOTICE = b"\nsagesim: stopping after this step; a second Ctrl-C stops at once\n"
 
@@ -30,3 +34,15 @@ def asked_to_stop(*, shown: bool) -> Generator[threading.Event]:
 
     with first_signal(ask):
         yield asked
+
+
+def until_unread(show: Progress, asked: threading.Event) -> Progress:
+    """Show progress, and set the event if nobody reads it any more, as after `2>&1 | head`."""
+
+    def shown(step: int, loss: float, speed: float) -> None:
+        try:
+            show(step, loss, speed)
+        except BrokenPipeError:
+            asked.set()
+
+    return shown

@@ -21,7 +21,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from sagesim.cli.pretrain.interruption import asked_to_stop
+from sagesim.cli.pretrain.interruption import asked_to_stop, until_unread
 from sagesim.cli.pretrain.machine import add_machine, machine_of
 from sagesim.terminal import Failure, stdout, table, training
 
@@ -148,7 +148,10 @@ def _train(planned: list[PlannedRun], args: argparse.Namespace, corpus: Corpus) 
                 console.print(f"{each.folder}: {end}")
 
         reporter = Reporter(
-            started=started, progress=bar.show, ended=ended, interrupted=asked.is_set
+            started=started,
+            progress=until_unread(bar.show, asked),
+            ended=ended,
+            interrupted=asked.is_set,
         )
         is_complete = execute(planned, args.root, corpus, machine_of(args), world, reporter)
     if not is_complete:

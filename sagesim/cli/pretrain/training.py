@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sagesim.cli.inputs import GRAMMAR, is_same
-from sagesim.cli.pretrain.interruption import asked_to_stop
+from sagesim.cli.pretrain.interruption import asked_to_stop, until_unread
 from sagesim.cli.pretrain.machine import add_machine, machine_of
 from sagesim.terminal import Failure, stdout, training
 
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
                     corpus,
                     machine,
                     world,
-                    progress=bar.show,
+                    progress=until_unread(bar.show, asked),
                     interrupted=asked.is_set,
                 )
         except (ValueError, BlockingIOError) as error:

@@ -16,6 +16,7 @@ from sagesim.experiments.pretrain.text.corpus import Corpus
 from sagesim.experiments.pretrain.training import checkpoint, trained_model
 from sagesim.experiments.pretrain.training.trainer import Trainer
 from sagesim.models import Capture
+from sagesim.terminal import Training
 from tests.sagesim.experiments.pretrain.conftest import ALONE, TEXT
 from tests.sagesim.experiments.pretrain.plan.test_plan import TEXT as PLAN
 from tests.sagesim.experiments.pretrain.training.test_trainer import command
@@ -174,6 +175,21 @@ def test_a_second_ctrl_c_stops_at_once(run, corpus, make_run, tmp_path, monkeypa
     assert code == 130 and err.splitlines()[-1] == "sagesim: interrupted"
     assert checkpoint.steps_in(tmp_path / "a" / "checkpoints") == [2]
     assert Log.read(tmp_path / "a").last_step == 2
+
+
+def test_progress_that_nobody_reads_ends_a_run_like_ctrl_c(
+    run, corpus, make_run, tmp_path, monkeypatch
+):
+    """As in `sagesim pretrain run ... 2>&1 | head -1`."""
+
+    def show(_bar, step, _loss, _speed):
+        if step == 2:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(Training, "show", show)
+    code, _, err = run(*command(corpus, tmp_path / "a", make_run()))
+    assert code == 130 and "interrupted after step 3 of 4" in err
+    assert checkpoint.steps_in(tmp_path / "a" / "checkpoints") == [2, 3]
 
 
 def test_ctrl_c_ends_a_plan_after_a_step(run, corpus, tmp_path, monkeypatch):

@@ -29,6 +29,8 @@ import torch
 import triton
 
 import sagesim
+from sagesim.command import exit_code
+from sagesim.files import check_writable, write_text
 
 ROOT = Path(__file__).parents[1]
 CORES = os.cpu_count() or 1
@@ -151,6 +153,7 @@ def main() -> int:
         passed = {a or b for a, b in PASSED.findall(args.after.read_text(errors="replace"))}
         if not passed:
             parser.error(f"{args.after} names no test that passed; write it with pytest -v")
+    check_writable(args.out)
     checks = json.loads(args.out.read_text())["checks"] if args.out.exists() else {}
     for name in args.only:
         record = run(name, passed)
@@ -160,9 +163,9 @@ def main() -> int:
             f"torch {torch.__version__}, triton {triton.__version__}, sagebwd {sagesim.__version__}"
         }
     document = {"command": "python scripts/gpu_checks.py", "checks": checks}
-    args.out.write_text(json.dumps(document, indent=1) + "\n")
+    write_text(args.out, json.dumps(document, indent=1) + "\n")
     return int(not all(checks[name]["passed"] for name in args.only))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code("gpu_checks.py", main, {}))

@@ -18,6 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from sagesim.command import exit_code  # noqa: E402
+from sagesim.files import check_writable, write_text  # noqa: E402
 from tests.support.compiler import OLDEST, Compiler, Kernel  # noqa: E402
 
 SPECS = ("factored_qk", "factored_pv16", "factored", "sagebwd")
@@ -50,6 +52,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.out:
+        check_writable(args.out)
     with tempfile.TemporaryDirectory() as cache:
         compiler = Compiler(Path(cache), OLDEST)
         rows = [
@@ -68,8 +72,8 @@ def main() -> None:
             "machine": f"compiled for sm90 by Triton {compiler.version}, causal, bfloat16",
             "rows": rows,
         }
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_text(args.out, json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code("instructions.py", main, {}))

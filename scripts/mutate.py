@@ -22,6 +22,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from sagesim.command import exit_code
+from sagesim.files import check_writable, write_text
+
 ROOT = Path(__file__).parents[1]
 KERNELS = "sagesim_kernels"
 RECORD = ROOT / "docs" / "data" / "mutations.json"
@@ -560,6 +563,8 @@ def main() -> int:
     if args.show:
         show(RECORD)
         return 0
+    if args.out:
+        check_writable(args.out)
     chosen = [b for b in BUGS if not args.only or any(word in b.name for word in args.only)]
     found: list[dict[str, object]] = []
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
@@ -581,9 +586,9 @@ def main() -> int:
             "caught": caught,
             "bugs": bugs,
         }
-        args.out.write_text(json.dumps(head, indent=1) + "\n")
+        write_text(args.out, json.dumps(head, indent=1) + "\n")
     return 1 if clean["caught"] or caught < 0.95 * len(bugs) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code("mutate.py", main, {}))

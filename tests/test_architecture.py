@@ -17,6 +17,7 @@ FLOORS: dict[str, set[str]] = {
     "sagesim.shapes": set(),
     "sagesim.files": set(),
     "sagesim.terminal": set(),
+    "sagesim.command": {"sagesim.files", "sagesim.terminal"},
     "sagesim.data": set(),
     "sagesim.spec": set(),
     "sagesim.problem": {"sagesim.spec", "sagesim.shapes"},
@@ -97,6 +98,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim.data",
         "sagesim.files",
         "sagesim.terminal",
+        "sagesim.command",
         "sagesim_kernels",
         "sagesim_kernels.api",
         "sagesim_kernels.support",
@@ -124,6 +126,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim.experiments",
         "sagesim.files",
         "sagesim.terminal",
+        "sagesim.command",
     },
 }
 """Each room, and the rooms it may import. "sagesim" is the package's face: its version."""

@@ -34,6 +34,7 @@ from sagesim.experiments.pretrain.report.compare import (
 from sagesim.experiments.pretrain.report.page import render
 from sagesim.experiments.pretrain.report.tables import tokens, with_error
 from sagesim.experiments.pretrain.run.log import Log
+from sagesim.files import write_text
 
 ROOT = Path(__file__).parents[2]
 LOGS = ROOT / "docs" / "data" / "pretraining"
@@ -269,7 +270,7 @@ def report() -> str:
     page = render(
         runs, margin=Plan.read(PLAN).margin, command="sagesim report docs/data/pretraining"
     )
-    Path(os.environ["SITE"], "report-pretraining.html").write_text(page, encoding="utf-8")
+    write_text(Path(os.environ["SITE"], "report-pretraining.html"), page)
     return (
         '<p><a class="report-link" href="report-pretraining.html">Open the report as a page of its '
         'own</a></p><iframe class="report" src="report-pretraining.html" '

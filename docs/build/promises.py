@@ -16,10 +16,13 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
+CLI = "tests/sagesim/cli/test_cli.py"
 EMULATOR = "tests/sagesim/emulator"
+FILES_TESTS = "tests/sagesim/test_files.py"
 KERNELS = "tests/sagesim_kernels"
 MODELS = "tests/sagesim/models"
 PRETRAIN = "tests/sagesim/experiments/pretrain"
+SWEEP = "tests/sagesim/experiments/test_spec_sweep.py"
 THEORY = "tests/theory"
 
 
@@ -577,9 +580,52 @@ INSTALLATION = (
         "A report loads nothing from outside its file and runs no script.",
         ("tests/sagesim/analysis/test_report.py::test_nothing_is_loaded_from_outside",),
     ),
+)
+
+FILES = (
     Promise(
-        "A save that fails leaves the old capture file as it was.",
-        (f"{MODELS}/test_capture.py::TestFile::test_a_failed_save_leaves_the_old_file",),
+        "A write that fails, as on a full disk, leaves the earlier file and no other.",
+        (
+            f"{FILES_TESTS}::test_a_full_disk_leaves_the_earlier_file_and_no_other",
+            f"{CLI}::test_a_full_disk_ends_every_command_with_one_line",
+            f"{PRETRAIN}/test_command.py::test_a_full_disk_ends_every_command_with_one_line",
+            f"{MODELS}/test_capture.py::TestFile::test_a_failed_save_leaves_the_old_file",
+        ),
+    ),
+    Promise(
+        "A process that is killed leaves the earlier file, and the next write removes its remains.",
+        (
+            f"{FILES_TESTS}::test_a_killed_process_leaves_the_earlier_file_and_blocks_nothing",
+            f"{PRETRAIN}/training/test_trainer.py"
+            "::test_a_process_killed_while_writing_a_checkpoint_resumes",
+        ),
+    ),
+    Promise(
+        "A file can be read while another process replaces it.",
+        (f"{SWEEP}::test_a_file_can_be_read_while_it_is_replaced",),
+    ),
+    Promise(
+        "Sweeps that write to one file at the same time all keep their rows.",
+        (
+            f"{SWEEP}::test_sweeps_into_one_file_at_the_same_time_keep_all_rows",
+            f"{SWEEP}::test_two_processes_sweep_into_one_file",
+        ),
+    ),
+    Promise(
+        "An output that is an input of the command is refused, also by another name.",
+        (
+            f"{CLI}::test_an_output_that_is_an_input_is_refused",
+            f"{PRETRAIN}/test_command.py::test_an_output_that_is_an_input_is_refused",
+        ),
+    ),
+    Promise(
+        "After Ctrl-C a pretraining run finishes its step and saves it, in all its processes.",
+        (
+            f"{PRETRAIN}/test_command.py"
+            "::test_ctrl_c_finishes_the_step_and_the_same_command_resumes",
+            f"{PRETRAIN}/training/test_distributed.py"
+            "::test_all_processes_stop_at_the_same_step_if_one_is_interrupted",
+        ),
     ),
 )
 
@@ -588,6 +634,7 @@ GROUPS = {
     "promises_inputs": INPUTS,
     "promises_gradients": GRADIENTS,
     "promises_determinism": DETERMINISM,
+    "promises_files": FILES,
     "promises_frameworks": FRAMEWORKS,
     "promises_gpus": GPUS,
     "promises_installation": INSTALLATION,

@@ -20,6 +20,8 @@ import promises
 from grid import markdown
 
 from sagesim.analysis import COLUMNS, PAPER_TABLE_1, TITLES
+from sagesim.command import exit_code
+from sagesim.files import write_text
 from sagesim_kernels.bench.machine import one_line
 from sagesim_kernels.bench.tables import cases, ratio
 
@@ -269,12 +271,12 @@ def main() -> int:
     args = parser.parse_args()
     stale = []
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        page = path.read_text()
+        page = path.read_text(encoding="utf-8")
         new = render(page)
         if new != page:
             stale.append(path)
             if not args.check:
-                path.write_text(new)
+                write_text(path, new)
     for path in stale:
         what = "stale, run docs/build/render.py" if args.check else "written"
         print(f"{path.relative_to(ROOT)}: {what}")
@@ -282,4 +284,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code("render.py", main, {}))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +31,9 @@ from sagesim.analysis import (
     pool,
     pool_errors,
 )
+from sagesim.command import exit_code
 from sagesim.data import LLAMA
+from sagesim.files import check_writable, write_text
 from sagesim.models import Capture
 from theory import error_budget
 from theory.checks import budget as budget_checks
@@ -160,13 +163,14 @@ def main() -> None:
     if unknown:
         parser.error(f"no result is called {', '.join(unknown)}; there are {', '.join(RESULTS)}")
     for name in args.names or RESULTS:
+        check_writable(DATA / f"{name}.json")
         print(f"{name} ...", flush=True)
         head = {
             "command": f"python docs/build/results.py {name}",
             "machine": f"CPU, torch {torch.__version__}, sagebwd {sagesim.__version__}",
         }
-        (DATA / f"{name}.json").write_text(json.dumps(head | RESULTS[name](), indent=1) + "\n")
+        write_text(DATA / f"{name}.json", json.dumps(head | RESULTS[name](), indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code("results.py", main, {}))

@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import os
 import shlex
 import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
 import sagesim
+from sagesim.command import exit_code
 from sagesim.terminal import Failure
 
 COMMANDS: Final = (
@@ -68,33 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0; 1 if `fuzz` found a difference, training stopped, or the reader of a pipe
-        closed it; 2 for invalid input; 130 after Ctrl-C.
+        closed it; 2 for invalid input or output that cannot be written; 130 after Ctrl-C.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
-    try:
+
+    def command() -> int | None:
         args = _parser().parse_args(arguments)
         args.command_line = shlex.join(["sagesim", *arguments])
-        code: int | None = importlib.import_module(f"sagesim.cli.{args.command}").run(args)
-        sys.stdout.flush()
-    except Failure as failure:
-        return _end(2, str(failure))
-    except ModuleNotFoundError as error:
-        extra = _EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:
-            raise
-        return _end(2, f"{error.name} is not installed: pip install 'sagebwd[{extra}]'")
-    except KeyboardInterrupt:
-        return _end(130, "interrupted")
-    except BrokenPipeError:
-        # The reader of the pipe is gone. Python flushes stdout at exit, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    return code or 0
+        return importlib.import_module(f"sagesim.cli.{args.command}").run(args)
 
-
-def _end(code: int, message: str) -> int:
-    print(f"sagesim: {' '.join(message.split())}", file=sys.stderr)
-    return code
+    return exit_code("sagesim", command, _EXTRAS)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -24,7 +24,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from sagesim.cli.inputs import add_capture, add_spec, load, parse_spec, require_writable, select
+from sagesim.cli.inputs import (
+    add_capture,
+    add_spec,
+    load,
+    parse_spec,
+    path_of,
+    require_writable,
+    select,
+)
 from sagesim.terminal import Failure, progress, stdout, table
 
 if TYPE_CHECKING:
@@ -50,7 +58,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Attribute the error of each layer, print the tables, and write the report."""
+    """Attribute the error of each layer, write the report, and print the tables."""
     spec = parse_spec(args.spec)
     for name in ("heads", "rows"):
         number = getattr(args, name)
@@ -59,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     capture = load(args.capture)
     calls = select(capture, args.layers)
     if args.report is not None:
-        require_writable(args.report)
+        require_writable(args.report, inputs=[path_of(args.capture)])
 
     from sagesim.analysis import (
         Layer,
@@ -73,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
         render,
         run_count,
     )
-    from sagesim.files import replacing
+    from sagesim.files import write_text
 
     sample = Sample(args.heads, args.rows) if args.heads or args.rows else None
     gigabytes = max(memory(call, spec, sample) for call in calls) / 1e9
@@ -85,6 +93,10 @@ def run(args: argparse.Namespace) -> None:
             found = attribute(call, base=spec, sample=sample, progress=lambda: bar.advance(task))
             layers.append(Layer(call, found))
     pooled = pool([layer.attribution for layer in layers])
+    # Before the tables, because the reader of a pipe may stop reading in their middle.
+    if args.report is not None:
+        page = render(layers, capture=capture, name=args.capture, command=args.command_line)
+        write_text(args.report, page)
 
     console = stdout()
     console.print(f"{args.capture} under {spec.label()}\n")
@@ -93,9 +105,6 @@ def run(args: argparse.Namespace) -> None:
         console.print(_layers_table(layers))
     console.print("\n".join([headline(pooled), *limitations(pooled), *map(str, advice(pooled))]))
     if args.report is not None:
-        page = render(layers, capture=capture, name=args.capture, command=args.command_line)
-        with replacing(args.report) as file:
-            file.write_text(page, encoding="utf-8")
         console.print(f"report: {args.report}")
 
 

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
         text = args.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise Failure(f"{args.text}: not a readable UTF-8 text: {error}") from None
-    require_writable(args.out)
+    require_writable(args.out, inputs=[args.text, args.model])
 
     from sagesim.models import capture_language_model
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -70,6 +72,11 @@ def parse_spec(label: str) -> AttentionSpec:
         raise Failure(str(error)) from None
 
 
+def path_of(name: str) -> Path:
+    """The file of a capture, which is a path or a word of `SHIPPED`."""
+    return Path(SHIPPED.get(name, name))
+
+
 def load(name: str) -> Capture:
     """Load the capture of a path, or of a word of `SHIPPED`.
 
@@ -79,7 +86,7 @@ def load(name: str) -> Capture:
     from sagesim.models import Capture
 
     try:
-        capture = Capture.load(SHIPPED.get(name, name))
+        capture = Capture.load(path_of(name))
     except (ValueError, OSError) as error:
         raise Failure(str(error)) from None
     for call in capture.calls:
@@ -103,13 +110,30 @@ def select(capture: Capture, layers: list[int] | None) -> tuple[Call, ...]:
     return tuple(call for call in capture.calls if layers is None or call.index in layers)
 
 
-def require_writable(path: Path) -> None:
-    """Check before a long computation that its output can be written.
+def require_writable(path: Path, *, inputs: Iterable[Path] = ()) -> None:
+    """Check before a long computation that its output can be written and replaces no input.
+
+    Args:
+        inputs: files that the command reads, and folders of such files.
 
     Raises:
-        Failure: if it cannot.
+        Failure: if the output is one of these files, maybe by another name.
+        WriteError: if it cannot be written.
     """
+    for file in _files(inputs):
+        if is_same(path, file):
+            raise Failure(f"{path}: cannot be written: it is an input of the command ({file})")
+    check_writable(path)
+
+
+def is_same(one: Path, other: Path) -> bool:
+    """Whether two paths are the same file or folder, also through links or another spelling."""
     try:
-        check_writable(path)
-    except OSError as error:
-        raise Failure(f"{path}: cannot be written: {error.strerror or error}") from None
+        return one.samefile(other)
+    except OSError:  # one of them does not exist
+        return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _files(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        yield from (path.rglob("*") if path.is_dir() else [path])

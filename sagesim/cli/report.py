@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from sagesim.cli.inputs import require_writable
-from sagesim.files import replacing
+from sagesim.files import write_text
 from sagesim.terminal import Failure, stdout, table
 
 HELP: Final = "compare pretraining runs in one HTML file"
@@ -45,18 +45,23 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write the report and print the final losses."""
-    from sagesim.experiments.pretrain.report.compare import difference, group_runs, read_runs
+    from sagesim.experiments.pretrain.report.compare import (
+        difference,
+        find_logs,
+        group_runs,
+        read_run,
+    )
     from sagesim.experiments.pretrain.report.page import render
     from sagesim.experiments.pretrain.report.tables import with_error
 
-    require_writable(args.out)
     try:
-        runs = read_runs(args.runs)
+        logs = find_logs(args.runs)
+        require_writable(args.out, inputs=logs)
+        runs = [read_run(log) for log in logs]
         page = render(runs, margin=args.margin, command=args.command_line)
     except ValueError as error:
         raise Failure(str(error)) from None
-    with replacing(args.out) as file:
-        file.write_text(page, encoding="utf-8")
+    write_text(args.out, page)
     losses = table("final held-out loss", "attention", "setting", "seeds", "loss", "from sdpa")
     for setting in group_runs(runs):
         for group in setting.groups:

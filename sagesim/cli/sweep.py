@@ -2,7 +2,7 @@
 
 A row of the file is one spec on one layer of one capture, with the relative L2 error, cosine and
 SQNR of every intermediate. Rows that the file already has are not computed again, so the same
-command continues an interrupted sweep.
+command continues an interrupted sweep. Several commands may write to the same file at once.
 
 examples:
   sagesim sweep out.parquet llama --all
@@ -19,7 +19,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from sagesim.cli.inputs import CAPTURE_HELP, GRAMMAR, load, parse_spec
+from sagesim.cli.inputs import CAPTURE_HELP, GRAMMAR, load, parse_spec, path_of, require_writable
 from sagesim.spec import PRESETS
 from sagesim.terminal import Failure, progress, stdout, table
 
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> None:
     specs = [parse_spec(label) for label in labels]
     names: list[str] = args.captures
     captures = {name: load(name) for name in names}
+    require_writable(args.out, inputs=map(path_of, names))
 
     from sagesim.analysis import GRADIENTS, TITLES
     from sagesim.experiments.spec_sweep import (
@@ -84,8 +85,6 @@ def run(args: argparse.Namespace) -> None:
             )
     except ValueError as error:
         raise Failure(str(error)) from None
-    except OSError as error:
-        raise Failure(f"{args.out}: cannot be written: {error.strerror or error}") from None
 
     ranked = ranking(rows)
     title = "error of the gradients, best first"

@@ -7,17 +7,18 @@ import hashlib
 import itertools
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 import sagesim
 from sagesim.analysis import GRADIENTS, TENSORS, errors, geometric_mean, gradient_error
 from sagesim.emulator import Exact, exact
+from sagesim.experiments.parquet import encode_table, read_table
 from sagesim.files import replacing
 from sagesim.models import Call, Capture
 from sagesim.problem import AttentionProblem
@@ -92,8 +93,11 @@ def sweep(
     """Run every spec on every call of every capture, and store the errors in a Parquet file.
 
     A row that the file already has is not computed again. Such a row has the same label, content of
-    the capture, layer and version of sagesim. The file is replaced every `_SAVE_EVERY` seconds, and
-    at the end or at an error, so it is complete at any time.
+    the capture, layer and version of sagesim. The new rows are added to the file every
+    `_SAVE_EVERY` seconds, and at the end or at an error, so it is complete at any time.
+
+    Several processes may sweep into one file. Each adds its rows to those of the others. It does
+    not compute rows that it finds there when it saves.
 
     Args:
         path: the file. It is created if missing; its other rows stay.
@@ -104,16 +108,14 @@ def sweep(
         The rows of the given specs and captures, both new and old ones.
 
     Raises:
-        ValueError: if the file is not the file of a sweep.
-        OSError: if the file cannot be written. It is raised before any computation.
+        ValueError: if the file is not the file of a sweep, or two calls of a capture have the same
+            index. It is raised before any computation.
+        WriteError: if the file cannot be written. It is raised before any computation.
     """
-    rows = read_rows(path) if path.exists() else []
-    done = {_key(row): row for row in rows}
-    _write(path, rows)
-    hashes = {name: content_hash(capture) for name, capture in captures.items()}
-    runs = list(_runs(specs, captures, hashes))
+    runs = list(_runs(specs, captures))
+    done, new = _add(path, []), list[Row]()
     count = sum(key in done for key, *_ in runs)
-    saved, unsaved = time.monotonic(), False
+    saved = time.monotonic()
     # The runs of a call follow each other, so a cache of one reference is enough.
     exactly = functools.lru_cache(maxsize=1)(exact)
     try:
@@ -125,16 +127,17 @@ def sweep(
             row = _run(spec, call, exactly)
             row |= {"label": key[0], "capture": name, "capture_hash": key[1]}
             done[key] = row
-            rows.append(row)
-            count, unsaved = count + 1, True
+            new.append(row)
+            count += 1
             if time.monotonic() - saved > _SAVE_EVERY:
-                _write(path, rows)
-                saved, unsaved = time.monotonic(), False
+                done, new = _add(path, new), []
+                count = sum(key in done for key, *_ in runs)
+                saved = time.monotonic()
     finally:
-        if unsaved:
-            _write(path, rows)
+        if new:
+            done = _add(path, new)
     if progress is not None:
-        progress(count, len(runs))
+        progress(len(runs), len(runs))
     return [done[key] for key, *_ in runs]
 
 
@@ -145,9 +148,9 @@ def read_rows(path: Path) -> list[Row]:
         ValueError: if the file is not readable or not the file of a sweep.
     """
     try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{path}: not a readable Parquet file: {error}") from error
+        table = read_table(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     if not table.schema.equals(SCHEMA):
         raise ValueError(f"{path}: not the file of a sweep: it has other columns")
     return table.to_pylist()
@@ -197,18 +200,22 @@ def _key(row: Row) -> _Key:
 
 
 def _runs(
-    specs: Sequence[AttentionSpec], captures: Mapping[str, Capture], hashes: Mapping[str, str]
+    specs: Sequence[AttentionSpec], captures: Mapping[str, Capture]
 ) -> Iterator[tuple[_Key, AttentionSpec, str, Call]]:
-    """All runs, each once; the runs of a call follow each other."""
+    """All runs; the runs of a call follow each other. Captures with equal content run once."""
     labels = {spec.label(): spec for spec in specs}
-    seen: set[_Key] = set()
+    hashes: set[str] = set()
     for name, capture in captures.items():
+        digest = content_hash(capture)
+        if digest in hashes:
+            continue
+        hashes.add(digest)
+        for index, times in Counter(call.index for call in capture.calls).items():
+            if times > 1:
+                raise ValueError(f"{name}: {times} calls have index {index}; a row needs its own")
         for call in capture.calls:
             for label, spec in labels.items():
-                key = (label, hashes[name], call.index, sagesim.__version__)
-                if key not in seen:
-                    seen.add(key)
-                    yield key, spec, name, call
+                yield (label, digest, call.index, sagesim.__version__), spec, name, call
 
 
 def _run(spec: AttentionSpec, call: Call, exactly: Callable[[AttentionProblem], Exact]) -> Row:
@@ -225,6 +232,11 @@ def _run(spec: AttentionSpec, call: Call, exactly: Callable[[AttentionProblem], 
     }
 
 
-def _write(path: Path, rows: Sequence[Row]) -> None:
+def _add(path: Path, new: Sequence[Row]) -> dict[_Key, Row]:
+    """Add rows to the file, and return all its rows by their key. A row of the file stays."""
     with replacing(path) as file:
-        pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), file)
+        rows = {_key(row): row for row in (read_rows(path) if path.exists() else [])}
+        for row in new:
+            rows.setdefault(_key(row), row)
+        file.write_bytes(encode_table(pa.Table.from_pylist(list(rows.values()), schema=SCHEMA)))
+    return rows

@@ -28,6 +28,8 @@ from typing import Any, Final, NoReturn
 
 import torch
 
+from sagesim.command import exit_code
+from sagesim.files import replacing
 from sagesim.spec import AttentionSpec
 from sagesim.terminal import Failure, progress, stdout, table
 from sagesim_kernels.bench.cases import (
@@ -58,25 +60,18 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    0: done. 2: wrong input, no CUDA device, or a device that failed. 130: interrupted.
+    0: done. 1: the reader of a pipe closed it. 2: wrong input, a file that cannot be written, no
+    CUDA device, or a device that failed. 130: interrupted.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
-    try:
-        _run(_parser().parse_args(arguments), shlex.join([*_PROGRAM.split(), *arguments]))
-    except Failure as failure:
-        return _end(2, str(failure))
-    except ModuleNotFoundError as error:
-        if error.name not in _NEEDED:
-            raise
-        return _end(2, f"{error.name} is not installed: pip install 'sagebwd[bench]'")
-    except KeyboardInterrupt:
-        return _end(130, "interrupted; run the same command again to continue")
-    return 0
 
+    def command() -> None:
+        try:
+            _run(_parser().parse_args(arguments), shlex.join([*_PROGRAM.split(), *arguments]))
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("interrupted; run the same command again to continue") from None
 
-def _end(code: int, message: str) -> int:
-    print(f"sagesim_kernels.bench: {' '.join(message.split())}", file=sys.stderr)
-    return code
+    return exit_code("sagesim_kernels.bench", command, dict.fromkeys(_NEEDED, "bench"))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -123,9 +118,10 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace, command: str) -> None:
     if args.show is not None:
         try:
-            _show(read(args.show), args.show)
+            document = read(args.show)
         except (OSError, ValueError) as error:
             raise Failure(str(error)) from None
+        _show(document, args.show)
         return
     if not torch.cuda.is_available():
         raise Failure("no CUDA device; --show FILE.json prints a record without one")
@@ -152,7 +148,7 @@ def _run(args: argparse.Namespace, command: str) -> None:
     try:
         try:
             record = Record.open(args.out, machine=machine, settings=settings, command=command)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise Failure(str(error)) from None
         setup = Setup(torch.device("cuda"), torch.bfloat16, CudaMeter(), rounds)
         with progress("measuring cases") as bar:
@@ -165,8 +161,6 @@ def _run(args: argparse.Namespace, command: str) -> None:
             run(cases, record, setup, on_done)
     except DeviceLost as error:
         raise Failure(str(error)) from None
-    except OSError as error:
-        raise Failure(f"{args.out}: cannot be written: {error.strerror or error}") from None
     _show(record.document, record.path)
 
 
@@ -201,10 +195,12 @@ def _labels(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def _show(document: dict[str, Any], path: Path) -> None:
-    """Print the tables of a record and, if matplotlib is installed, write its plots beside it."""
+    """Write the plots of a record beside it, if matplotlib is installed, and print its tables."""
     from sagesim_kernels.bench.machine import one_line
     from sagesim_kernels.bench.tables import every_table
 
+    # Before the tables, because the reader of a pipe may stop reading in their middle.
+    plots = _write_plots(document, path)
     console = stdout()
     for each in every_table(document):
         shown = table(each.title, *each.head)
@@ -212,16 +208,26 @@ def _show(document: dict[str, Any], path: Path) -> None:
             shown.add_row(*row)
         console.print(shown)
     console.print(f"{len(document['cases'])} cases in {path}, on {one_line(document['machine'])}")
-    if importlib.util.find_spec("matplotlib") is None:
+    if plots is None:
         console.print("no plots: matplotlib is not installed; pip install 'sagebwd[bench]'")
-        return
+    for file in plots or ():
+        console.print(f"{file}")
+
+
+def _write_plots(document: dict[str, Any], record: Path) -> list[Path] | None:
+    """Draw the plots of a record and return their files; None if matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return None
 
     import matplotlib.pyplot as plt
 
     from sagesim_kernels.bench.plots import figures
 
+    files: list[Path] = []
     for name, figure in figures(document).items():
-        file = path.with_name(f"{path.stem}_{name}.png")
-        figure.savefig(file, dpi=150)
+        file = record.with_name(f"{record.stem}_{name}.png")
+        with replacing(file) as temporary:
+            figure.savefig(temporary, format="png", dpi=150)
         plt.close(figure)
-        console.print(f"{file}")
+        files.append(file)
+    return files

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 import sagesim
+from sagesim.command import exit_code
+from sagesim.files import check_writable, write_text
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q, k and v [batch, heads, tokens, head size] to o, differentiable."""
@@ -110,7 +112,11 @@ def machine(device: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command: print one line for each scheme, and write the record if --out is given."""
+    """Run the command: write the record if --out is given, and print one line for each scheme.
+
+    Raises:
+        WriteError: if the record cannot be written. An unusable path raises before the first run.
+    """
     arguments = sys.argv[1:] if argv is None else list(argv)
     args = _parser().parse_args(arguments)
     schemes: dict[str, Attend] = {"eager": eager, **{s: emulated(s) for s in args.specs}}
@@ -119,6 +125,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(added_memory(schemes[args.memory_of], qkvdo))
         return
 
+    if args.out is not None:
+        check_writable(args.out)
     for attend in schemes.values():
         seconds(attend, qkvdo)  # warm-up
     times: dict[str, list[float]] = {name: [] for name in schemes}
@@ -135,9 +143,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             added = added_memory(attend, qkvdo)
         ratio = medians[name] / medians["eager"]
         runs[name] = {"seconds": medians[name], "ratio": ratio, "bytes": added}
-        print(
-            f"{name:12} {medians[name]:8.3f} s  {ratio:5.2f} x eager  {added / 1e6:8.0f} MB added"
-        )
     if args.out is not None:
         settings = (f"--{key.replace('_', '-')} {getattr(args, key)}" for key in _SETTINGS)
         record: dict[str, Any] = {
@@ -147,7 +152,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             "rounds": args.rounds,
             "runs": runs,
         }
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_text(args.out, json.dumps(record, indent=1) + "\n")
+    for name, run in runs.items():
+        print(
+            f"{name:12} {run['seconds']:8.3f} s  {run['ratio']:5.2f} x eager  "
+            f"{run['bytes'] / 1e6:8.0f} MB added"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -185,4 +195,4 @@ def _added_memory_in_a_new_process(arguments: Sequence[str], name: str) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code("sagesim_kernels.bench.emulator", main, {}))

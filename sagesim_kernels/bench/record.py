@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from sagesim.files import replacing
+from sagesim.files import write_text
 
 FORMAT: Final = 1
 """The version of the format. It changes if older results cannot be compared with newer ones."""
@@ -37,7 +37,7 @@ class Record:
 
         Raises:
             ValueError: if the record has another machine or other settings; it names the field.
-            OSError: if the record cannot be written.
+            WriteError: if the record cannot be written.
         """
         if path.exists():
             document = read(path)
@@ -74,9 +74,7 @@ class Record:
         return self.document["lost"].get(key, {})
 
     def write(self) -> None:
-        with replacing(self.path) as file:
-            text = json.dumps(self.document, indent=1, allow_nan=False)
-            file.write_text(text + "\n", encoding="utf-8")
+        write_text(self.path, json.dumps(self.document, indent=1, allow_nan=False) + "\n")
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,8 @@ from torch import Tensor
 import sagesim
 import sagesim_kernels
 from sagesim.analysis import COLUMNS, PAPER_TABLE_1, Setting
+from sagesim.command import exit_code
+from sagesim.files import check_writable, write_text
 
 _PROGRAM: Final = "python -m sagesim_kernels.bench.table1"
 LABELS: Final = ("sagebwd", "factored", "factored_pv16")
@@ -63,7 +66,11 @@ def relative_l2(x: Tensor, reference: Tensor) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command: write the record, and print a line for each row."""
+    """Run the command: write the record, and print a line for each row.
+
+    Raises:
+        WriteError: if the record cannot be written. An unusable path raises before the first row.
+    """
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
         description=__doc__,
@@ -73,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--out", type=Path, required=True, metavar="FILE.json", help="the record to write"
     )
     args = parser.parse_args(argv)
+    check_writable(args.out)
     setting = Setting()
     rows = [
         measure(sigma, label, dtype, setting)
@@ -87,11 +95,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "setting": asdict(setting),
         "rows": rows,
     }
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    write_text(args.out, json.dumps(record, indent=1) + "\n")
     for row in rows:
         cells = "  ".join(f"{n} {row[n]['kernels']:.4f} {row[n]['emulator']:.4f}" for n in COLUMNS)
         print(row["label"], row["dtype"], row["sigma"], cells)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code("sagesim_kernels.bench.table1", main, {}))

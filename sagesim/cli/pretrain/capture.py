@@ -36,10 +36,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Record the tensors and print their shape."""
     from sagesim.experiments.pretrain.run.distributed import join_processes
+    from sagesim.experiments.pretrain.run.log import FILE
     from sagesim.experiments.pretrain.text.corpus import Corpus
     from sagesim.experiments.pretrain.training.trained_model import capture_trained
+    from sagesim.experiments.pretrain.training.trainer import CHECKPOINTS
 
-    require_writable(args.out)
+    read = [args.folder / FILE, args.folder / CHECKPOINTS, args.corpus]
+    require_writable(args.out, inputs=read)
     with join_processes() as world:
         try:
             recorded = capture_trained(

@@ -4,7 +4,8 @@ A plan is a TOML file that fixes the model, data, seeds and margin of several qu
 of the plan is a question and the runs that answer it. Without --part the command lists all runs,
 with estimated times. With --part it trains the runs that are not done. A run that two parts share
 is trained once. Several processes may work on the same folder: each skips runs that another
-process is training.
+process is training. After Ctrl-C the command finishes the step and saves a checkpoint; the same
+command continues.
 
 The package has one plan: sagesim/experiments/pretrain/plan/five_questions.toml.
 
@@ -20,6 +21,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from sagesim.cli.pretrain.interruption import asked_to_stop, until_unread
 from sagesim.cli.pretrain.machine import add_machine, machine_of
 from sagesim.terminal import Failure, stdout, table, training
 
@@ -127,7 +129,11 @@ def _train(planned: list[PlannedRun], args: argparse.Namespace, corpus: Corpus) 
 
     console = stdout()
     stopped = 0
-    with join_processes() as world, training(shown=True) as bar:
+    with (
+        join_processes() as world,
+        asked_to_stop(shown=True) as asked,
+        training(shown=True) as bar,
+    ):
         if world.processes > 1:
             raise ValueError("a run of a plan uses one process: use --gpus N instead of torchrun")
 
@@ -137,10 +143,18 @@ def _train(planned: list[PlannedRun], args: argparse.Namespace, corpus: Corpus) 
         def ended(each: PlannedRun, outcome: Outcome) -> None:
             nonlocal stopped
             stopped += bool(outcome.stop)
-            end = f"stopped at {outcome.stop}" if outcome.stop else "done"
-            console.print(f"{each.folder}: {end}")
+            if not outcome.is_interrupted:
+                end = f"stopped at {outcome.stop}" if outcome.stop else "done"
+                console.print(f"{each.folder}: {end}")
 
-        reporter = Reporter(started=started, progress=bar.show, ended=ended)
-        execute(planned, args.root, corpus, machine_of(args), world, reporter)
+        reporter = Reporter(
+            started=started,
+            progress=until_unread(bar.show, asked),
+            ended=ended,
+            interrupted=asked.is_set,
+        )
+        is_complete = execute(planned, args.root, corpus, machine_of(args), world, reporter)
+    if not is_complete:
+        raise KeyboardInterrupt(f"{args.root}: interrupted; the same command continues the plan")
     console.print(f"{len(planned)} runs in {args.root}; {stopped} stopped at a non-finite number")
     return 0

@@ -2,8 +2,9 @@
 
 ATTENTION is sdpa (16-bit attention of PyTorch), emulator:LABEL or kernels:LABEL, with the label of
 a spec. Two runs with different attention and the same options differ in nothing else. The run's
-folder gets a log (one Parquet file) and checkpoints. The command can be interrupted or killed at
-any time; the same command resumes the run.
+folder gets a log (one Parquet file) and checkpoints. After Ctrl-C, or a signal to end, the command
+finishes the step, saves a checkpoint and exits with 130; a second Ctrl-C stops at once. The command
+can also be killed at any time. The same command resumes the run.
 
 If a loss or gradient is not finite, the run stops and reports the step, the layer and the product
 with the first non-finite number. The exit code is then 1.
@@ -20,7 +21,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from sagesim.cli.inputs import GRAMMAR
+from sagesim.cli.inputs import GRAMMAR, is_same
+from sagesim.cli.pretrain.interruption import asked_to_stop, until_unread
 from sagesim.cli.pretrain.machine import add_machine, machine_of
 from sagesim.terminal import Failure, stdout, training
 
@@ -91,23 +93,37 @@ def run(args: argparse.Namespace) -> int:
     from sagesim.experiments.pretrain.text.corpus import Corpus
     from sagesim.experiments.pretrain.training.trainer import train
 
+    if is_same(args.corpus, args.folder):
+        raise Failure(f"{args.folder}: is the corpus; the run needs a folder of its own")
     machine = machine_of(args)
-    with join_processes() as world:
+    with join_processes() as world, asked_to_stop(shown=world.is_first) as asked:
         try:
             corpus = Corpus(args.corpus)
             settings = _settings(args, corpus)
             with training(shown=world.is_first) as bar:
                 bar.begin(args.folder.name, settings.steps)
-                outcome = train(settings, args.folder, corpus, machine, world, progress=bar.show)
+                outcome = train(
+                    settings,
+                    args.folder,
+                    corpus,
+                    machine,
+                    world,
+                    progress=until_unread(bar.show, asked),
+                    interrupted=asked.is_set,
+                )
         except (ValueError, BlockingIOError) as error:
             raise Failure(str(error)) from None
+    if not outcome.is_interrupted:
         if world.is_first:
-            console = stdout()
-            if outcome.stop:
-                console.print(f"stopped at {outcome.stop}")
-            else:
-                console.print(f"{args.folder}: {outcome.step} steps done")
-    return 1 if outcome.stop else 0
+            done = f"{args.folder}: {outcome.step} steps done"
+            stdout().print(f"stopped at {outcome.stop}" if outcome.stop else done)
+        return 1 if outcome.stop else 0
+    if world.is_first:
+        raise KeyboardInterrupt(
+            f"{args.folder}: interrupted after step {outcome.step} of {settings.steps}; "
+            "the same command resumes the run"
+        )
+    return 130
 
 
 def _settings(args: argparse.Namespace, corpus: Corpus) -> Run:

@@ -1,4 +1,6 @@
+import os
 import re
+import shutil
 import sys
 
 import pytest
@@ -9,9 +11,11 @@ import sagesim.cli.trace
 from sagesim import AttentionSpec, attribute
 from sagesim.analysis import PAPER_TABLE_1, Setting, errors, gaussian_errors, pool
 from sagesim.cli import COMMANDS, main
-from sagesim.cli.inputs import GRAMMAR, load
+from sagesim.cli.inputs import GRAMMAR, SHIPPED, load
+from sagesim.data import LLAMA
 from sagesim.models import Call, Capture
 from sagesim.spec import PRESETS, SAGEBWD, SITES, Granularity, Precision, RoundingMode
+from tests.support.full_disk import full_disk
 
 
 def call(index, **changes):
@@ -234,7 +238,7 @@ def test_the_grammar_in_the_help_has_every_word():
         (["sweep", "TMP/out.parquet", "FILE", "--specs", "fpa", "--all"], "not allowed with"),
         (["sweep", "TMP/text", "FILE"], "not a readable Parquet file"),
         (["sweep", "FILE/out.parquet", "FILE"], "cannot be written"),
-        (["sweep", "TMP", "FILE"], "not a readable Parquet file"),
+        (["sweep", "TMP", "FILE"], "cannot be written: Is a directory"),
         (["capture", "TMP", "TMP/text", "TMP/out"], "has no config.json"),
         (["capture", "TMP/model", "TMP/missing", "TMP/out"], "not a readable UTF-8 text"),
         (["capture", "TMP/model", "FILE", "TMP/out"], "not a readable UTF-8 text"),
@@ -260,6 +264,91 @@ def test_invalid_input_prints_one_line(argv, message, fails, file, tmp_path, cap
     assert message in fails(*argv)
     assert sorted(tmp_path.rglob("*")) == before
     assert load_file(file).keys()
+
+
+@pytest.fixture
+def named(file, tmp_path):
+    """A folder with a capture, other names of it, and a folder with a model and a text."""
+    (tmp_path / "link").symlink_to(file)
+    (tmp_path / "hard").hardlink_to(file)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "weights").write_text("weights")
+    (tmp_path / "text").write_text("words")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "attribute in.safetensors --report in.safetensors",
+        "attribute in.safetensors --report model/../in.safetensors",
+        "attribute in.safetensors --report link",
+        "attribute link --report in.safetensors",
+        "attribute in.safetensors --report hard",
+        "sweep in.safetensors in.safetensors",
+        "sweep hard link in.safetensors",
+        "capture model text text",
+        "capture model text model/../text",
+        "capture model text model/weights",
+        "capture model text model/config.json",
+    ],
+)
+def test_an_output_that_is_an_input_is_refused(words, fails, named, monkeypatch):
+    """Before anything is computed, and whatever the name by which it is given."""
+    monkeypatch.chdir(named)
+    before = {path: path.read_bytes() for path in named.rglob("*") if path.is_file()}
+    assert "cannot be written: it is an input of the command" in fails(*words.split())
+    assert {path: path.read_bytes() for path in named.rglob("*") if path.is_file()} == before
+
+
+def test_an_output_that_is_the_shipped_capture_is_refused(fails, file, monkeypatch):
+    assert SHIPPED == {"llama": LLAMA}
+    monkeypatch.setitem(SHIPPED, "llama", file)
+    assert "it is an input" in fails("attribute", "llama", "--report", file)
+
+
+def test_a_new_file_in_the_folder_of_a_model_is_written(run, model, text, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(model, folder)
+    run("capture", folder, text, folder / "mine.safetensors")
+    assert Capture.load(folder / "mine.safetensors").source["model"] == "copy"
+
+
+def test_a_full_disk_ends_every_command_with_one_line(run, fails, file, model, text, tmp_path):
+    """The earlier outputs stay, and no other file appears."""
+    (tmp_path / "report").write_text("earlier")
+    (tmp_path / "capture").write_text("earlier")
+    run("sweep", tmp_path / "sweep", file, "--specs", "fpa_fp16")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for out, words in (
+        ("report", ("attribute", file, "--layers", 0, "--report", tmp_path / "report")),
+        ("capture", ("capture", model, text, tmp_path / "capture")),
+        ("sweep", ("sweep", tmp_path / "sweep", file, "--specs", "fpa")),
+    ):
+        with full_disk():
+            line = fails(*words)
+        assert line == f"sagesim: {tmp_path / out}: cannot be written: File too large\n"
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_the_report_is_written_although_nobody_reads_the_output(file, tmp_path, monkeypatch):
+    """As in `sagesim attribute ... --report out.html | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        words = ["attribute", str(file), "--layers", "0", "--report", str(tmp_path / "out.html")]
+        assert ended(words) == 1
+    assert (tmp_path / "out.html").read_text(encoding="utf-8").endswith("</html>")
+
+
+def ended(words):
+    """The exit code of a command; rich ends the process itself if its pipe is closed."""
+    try:
+        return main(words)
+    except SystemExit as end:
+        return end.code
 
 
 def with_metadata(source, target, change, *, key):

@@ -1,8 +1,10 @@
+import itertools
 import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -14,7 +16,9 @@ import sagesim.experiments.spec_sweep
 from sagesim import PRESETS, SAGEBWD, SITES, Precision, compare, exact, trace
 from sagesim.analysis import TENSORS, Comparison, errors
 from sagesim.experiments.spec_sweep import content_hash, int8_or_16_bit, ranking, read_rows, sweep
+from sagesim.files import WriteError
 from sagesim.models import Call, Capture
+from tests.support.full_disk import full_disk
 
 SPECS = [PRESETS[name] for name in ("fpa", "sagebwd", "factored")]
 
@@ -190,6 +194,99 @@ def test_an_unwritable_file_raises_before_any_computation(tmp_path, monkeypatch)
     with pytest.raises(OSError):
         sweep(tmp_path / "file" / "out.parquet", SPECS, {"mine": problem()})
     assert ran == []
+
+
+def test_two_calls_of_one_index_are_refused(tmp_path):
+    """The second one would have no row of its own."""
+    with pytest.raises(ValueError, match=r"index|indices"):
+        sweep(tmp_path / "out.parquet", SPECS, {"mine": problem(index=3)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sweeps_into_one_file_at_the_same_time_keep_all_rows(tmp_path, monkeypatch):
+    """A second sweep runs while the first one has computed three of its twelve rows.
+
+    The first one then finds a row of its own in the file, and does not compute it again.
+    """
+    path, ours, theirs = tmp_path / "out.parquet", problem(layers=4), problem(seed=1, layers=4)
+    ran = counting(monkeypatch)
+    measure = sagesim.experiments.spec_sweep.errors
+
+    def errors(call, spec, exactly):
+        if len(ran) == 3:
+            monkeypatch.setattr(sagesim.experiments.spec_sweep, "errors", measure)
+            sweep(path, SPECS, {"theirs": theirs})
+            sweep(path, SPECS[-1:], {"ours": ours})
+        return measure(call, spec, exactly)
+
+    monkeypatch.setattr(sagesim.experiments.spec_sweep, "errors", errors)
+    monkeypatch.setattr(sagesim.experiments.spec_sweep, "_SAVE_EVERY", 0.0)
+    rows = sweep(path, SPECS, {"ours": ours})
+    assert [row["label"] for row in rows] == [spec.label() for spec in SPECS] * 4
+    assert len(ran) == 24
+    stored = read_rows(path)
+    assert len(stored) == 24 and all(row in stored for row in rows)
+
+
+SWEEPS = """
+import sys
+from pathlib import Path
+from sagesim import PRESETS
+from sagesim.experiments.spec_sweep import sweep
+from sagesim.models import Capture
+
+specs = [PRESETS[name] for name in ("fpa", "sagebwd", "factored")]
+sys.stdin.read(1)
+sweep(Path(sys.argv[1]), specs, {"mine": Capture.load(sys.argv[2])})
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_sweep_into_one_file(tmp_path):
+    path, processes = tmp_path / "out.parquet", []
+    for seed in (0, 1):
+        source = tmp_path / f"{seed}.safetensors"
+        problem(seed=seed, layers=4).save(source)
+        words = [sys.executable, "-c", SWEEPS, path, source]
+        processes.append(subprocess.Popen(words, stdin=subprocess.PIPE))
+    for process in processes:
+        process.stdin.close()
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    assert len(read_rows(path)) == 24
+
+
+def test_a_full_disk_loses_no_row_of_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "out.parquet"
+    before = sweep(path, SPECS[:1], {"mine": problem()})
+    with full_disk(), pytest.raises(WriteError, match=r"out\.parquet: cannot be written: File too"):
+        sweep(path, SPECS, {"mine": problem()})
+    assert read_rows(path) == before and [p.name for p in tmp_path.iterdir()] == ["out.parquet"]
+
+
+def test_a_file_can_be_read_while_it_is_replaced(tmp_path):
+    """A reader sees the rows before a replacement or after it, and never half of each."""
+    path = tmp_path / "out.parquet"
+    rows = sweep(path, SPECS, {"mine": problem()})
+    whole = path.read_bytes()
+    sweep(path, SPECS, {"other": problem(seed=1)})
+    contents, done = (whole, path.read_bytes()), threading.Event()
+
+    def replace():
+        for number in itertools.count():
+            new = tmp_path / "new"
+            new.write_bytes(contents[number % 2])
+            new.replace(path)
+            if done.is_set():
+                return
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    try:
+        for _ in range(500):
+            assert read_rows(path)[: len(rows)] == rows
+    finally:
+        done.set()
+        writer.join()
 
 
 KILLED = """

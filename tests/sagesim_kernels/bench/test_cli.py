@@ -13,6 +13,7 @@ from sagesim_kernels.bench.cli import main
 from sagesim_kernels.bench.record import read
 from tests.sagesim_kernels.bench.documents import document
 from tests.sagesim_kernels.bench.fakes import MACHINE, FakeMeter, find, gaussian, timed
+from tests.support.full_disk import full_disk
 
 ROOT = Path(__file__).parents[3]
 
@@ -143,6 +144,29 @@ def test_failures_that_end_a_run(on_a_fake_device, tmp_path, capsys):
     assert "run the same command again" in capsys.readouterr().err
     assert main(["--out", str(tmp_path)]) == 2
     assert str(tmp_path) in one_line(capsys.readouterr())
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_record(on_a_fake_device, tmp_path, capsys):
+    pytest.importorskip("matplotlib").use("agg")
+    out = tmp_path / "bench.json"
+    words = ["--out", str(out), "--specs", "factored"]
+    assert main([*words, "--only", "accuracy*"]) == 0
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    capsys.readouterr()
+    with full_disk():
+        assert main(words) == 2
+    line = one_line(capsys.readouterr())
+    assert line == f"sagesim_kernels.bench: {out}: cannot be written: File too large\n"
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_plots_that_cannot_be_written_end_the_command(shown, capsys):
+    """They are written before the tables are printed, of which a reader may read only the first."""
+    pytest.importorskip("matplotlib").use("agg")
+    with full_disk():
+        assert main(["--show", str(shown)]) == 2
+    assert ".png: cannot be written: File too large" in one_line(capsys.readouterr())
+    assert [path.name for path in shown.parent.iterdir()] == [shown.name]
 
 
 def test_labels_that_are_not_specs_or_have_no_kernel(

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sagesim.files import WriteError
+from sagesim_kernels.bench import emulator
 from sagesim_kernels.bench.emulator import eager, emulated, gaussian_inputs, main
 from tests.support.assertions import assert_sqnr_at_least
 
@@ -29,6 +31,15 @@ def test_the_record_names_its_command_and_every_scheme(tmp_path, capsys):
     assert record["runs"]["eager"]["ratio"] == 1
     printed = capsys.readouterr().out
     assert printed.count("\n") == 2 and "x eager" in printed
+
+
+def test_a_record_that_cannot_be_written_raises_before_anything_is_timed(tmp_path, monkeypatch):
+    def timed(*_):
+        raise AssertionError("something was timed")
+
+    monkeypatch.setattr(emulator, "seconds", timed)
+    with pytest.raises(WriteError, match="cannot be written: Is a directory"):
+        main([*SMALL, "--out", str(tmp_path)])
 
 
 def test_the_memory_of_a_scheme_is_measured_in_its_own_process():

@@ -146,25 +146,36 @@ class Difference:
         return "worse" if self.mean > 0 else "better"
 
 
-def read_runs(paths: Sequence[Path]) -> list[TrainedRun]:
-    """Read the logs of runs.
+def find_logs(paths: Sequence[Path]) -> list[Path]:
+    """The log files of runs.
 
     Args:
         paths: log files, folders of runs, and folders that contain runs or log files.
 
     Raises:
-        ValueError: if a path has no log, or a log is not readable.
+        ValueError: if a folder has no log.
     """
     found: list[Path] = []
     for path in paths:
-        if path.is_dir() and not (path / FILE).exists():
+        if not path.is_dir():
+            found.append(path)
+        elif (path / FILE).exists():
+            found.append(path / FILE)
+        else:
             inside = sorted([*path.glob(f"*/{FILE}"), *path.glob("*.parquet")])
             if not inside:
                 raise ValueError(f"{path}: neither a run nor a folder of runs")
             found += inside
-        else:
-            found.append(path)
-    return [TrainedRun(_name(path), Log.read(path)) for path in found]
+    return found
+
+
+def read_run(log: Path) -> TrainedRun:
+    """The run with a log file.
+
+    Raises:
+        ValueError: if the file is not the readable log of a run.
+    """
+    return TrainedRun(_name(log), Log.read(log))
 
 
 def _name(path: Path) -> str:

@@ -43,6 +43,12 @@ class World:
             dist.all_reduce(x)
         return x
 
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in a process; all processes get the same answer."""
+        if self.processes == 1:
+            return flag
+        return bool(self.sum(torch.tensor(int(flag), device=self.device)))
+
     def gather(self, item: _T) -> list[_T]:
         """The items of all processes, in the order of ranks; every process gets the list."""
         if self.processes == 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -12,28 +11,30 @@ from typing import Any
 import torch
 
 from sagesim.experiments.pretrain.run.distributed import World
+from sagesim.files import WriteError, locked
 
 
 @contextlib.contextmanager
 def locked_folder(folder: Path, world: World) -> Generator[None]:
-    """Lock a run's folder, which is created if needed, so that no other process writes to it.
+    """Lock a run's folder, which is created if needed, so that no other run writes to it.
 
     Raises:
-        BlockingIOError: if another process has locked the folder.
+        BlockingIOError: if another run has locked the folder.
+        WriteError: if the folder cannot be created. All processes of the run raise the same error.
     """
-    if not world.is_first:
+    failure: OSError | None = None
+    with contextlib.ExitStack() as stack:
+        if world.is_first:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(folder, wait=False))
+            except BlockingIOError:
+                failure = BlockingIOError(f"{folder}: another process trains there")
+            except OSError as error:
+                failure = WriteError.of(folder, error)
+        if (failure := world.from_first(failure)) is not None:
+            raise failure
         yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError(f"{folder}: another process trains there") from None
-        yield
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager

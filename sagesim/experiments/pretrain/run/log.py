@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from sagesim.experiments.parquet import encode_table, read_table
 from sagesim.experiments.pretrain.run.settings import Run
 from sagesim.files import replacing
 
@@ -73,11 +73,11 @@ class Log:
         """
         path = path / FILE if path.is_dir() else path
         try:
-            table = pq.read_table(path)
+            table = read_table(path)
             found = table.schema.metadata or {}
             run, about = Run.from_json(found[_RUN].decode()), json.loads(found[_ABOUT])
             stop = found[_STOP].decode()
-        except (OSError, pa.ArrowException, KeyError, ValueError) as error:
+        except (KeyError, ValueError) as error:
             raise ValueError(f"{path}: not the log of a run: {error}") from error
         if table.schema.names != [name for name, _ in _COLUMNS]:
             raise ValueError(f"{path}: not the log of a run: the columns are other ones")
@@ -162,7 +162,7 @@ class LogWriter:
             _STOP: self._stop,
         }
         with replacing(self._path) as file:
-            pq.write_table(self._table.replace_schema_metadata(about), file, compression="zstd")
+            file.write_bytes(encode_table(self._table.replace_schema_metadata(about)))
         self._saved = time.monotonic()
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
-import tempfile
+import io
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from sagesim.experiments.pretrain.text.corpus import (
     file_hash,
 )
 from sagesim.experiments.pretrain.text.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
+from sagesim.files import making_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -133,20 +133,19 @@ def prepare(
         ValueError: if the text, the split, the vocabulary or the tokenizer file is not valid; see
             `find_documents`, `split_documents`, `train_tokenizer` and `load_tokenizer`.
         FileExistsError: if `out` exists.
+        WriteError: if a file of the corpus cannot be written, or another process makes `out`.
     """
     if out.exists():
         raise FileExistsError(f"{out} exists already")
     documents, skipped = find_documents(folder, patterns)
     splits = split_documents(documents, validation)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        if tokenizer is None:
-            trained = train_tokenizer(_sample(folder, splits["train"]), vocabulary)
-            trained.save(str(temporary / TOKENIZER))
-        else:
-            shutil.copyfile(tokenizer, temporary / TOKENIZER)
-        loaded = load_tokenizer(temporary / TOKENIZER)
+    if tokenizer is None:
+        loaded = train_tokenizer(_sample(folder, splits["train"]), vocabulary)
+        written = loaded.to_str(pretty=True).encode()
+    else:
+        loaded, written = load_tokenizer(tokenizer), tokenizer.read_bytes()
+    with making_folder(out) as temporary:
+        (temporary / TOKENIZER).write_bytes(written)
         size = loaded.get_vocab_size()
         dtype = "uint16" if size <= 2**16 else "uint32"
         total, done = sum(d.size for d in documents), 0
@@ -170,10 +169,6 @@ def prepare(
             source=source,
         )
         manifest.save(temporary)
-        temporary.chmod(0o755)
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return manifest
 
 
@@ -202,7 +197,10 @@ class _Writer:
 
     def _write(self, tokens: NDArray[Any]) -> None:
         name = f"{self._split}-{len(self._shards):05}.npy"
-        np.save(self._folder / name, tokens)
+        # np.save to a file does not say why a write fails.
+        data = io.BytesIO()
+        np.save(data, tokens)
+        (self._folder / name).write_bytes(data.getbuffer())
         self._shards.append(Shard(name, len(tokens), file_hash(self._folder / name)))
 
 
@@ -233,7 +231,11 @@ def _batches(folder: Path, documents: Sequence[Document]) -> Iterator[list[str]]
 
 
 def _read(folder: Path, document: Document) -> str:
-    return (folder / document.path).read_bytes().decode()
+    path = folder / document.path
+    try:
+        return path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: changed while it was read: {error}") from error
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> NDArray[np.int64]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,18 +63,41 @@ def set_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) 
 def save(folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Path:
     """Write the checkpoint after `step` steps, then remove all but the newest `keep`.
 
-    The file is renamed to its name after its bytes are on the disk. A process that is killed at any
-    moment leaves the earlier checkpoints intact.
+    A process that is killed at any moment leaves the earlier checkpoints intact.
+
+    Raises:
+        WriteError: if the checkpoint cannot be written. The earlier checkpoints stay.
     """
     path = path_of(folder, step)
     with replacing(path) as temporary, temporary.open("wb") as file:
-        torch.save({"step": step, **state}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(folder)
+        try:
+            torch.save({"step": step, **state}, file)
+        except RuntimeError as error:
+            # torch.save closes its archive after a failed write, which raises this error instead.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
     for old in steps_in(folder)[:-keep]:
         path_of(folder, old).unlink()
     return path
+
+
+def load_newest(folder: Path) -> tuple[int, dict[str, Any]] | None:
+    """The step and the state of the newest checkpoint in a folder; None without a checkpoint.
+
+    A process that trains meanwhile may remove the checkpoint. The next newest is then loaded.
+
+    Raises:
+        ValueError: if the newest checkpoint is not readable.
+    """
+    while steps := steps_in(folder):
+        path = path_of(folder, steps[-1])
+        try:
+            return steps[-1], load(path)
+        except ValueError:
+            if path.exists():
+                raise
+    return None
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -97,12 +119,3 @@ def remove_unfinished(folder: Path) -> None:
     """Remove files that a killed process left. No other process may be writing to the folder."""
     for path in folder.glob(".step-*"):
         path.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the folder, so that renamed files survive a crash."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

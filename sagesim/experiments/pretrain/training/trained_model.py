@@ -37,14 +37,13 @@ def load_trained(folder: Path) -> tuple[Run, int, Llama]:
         ValueError: if the folder has no log or no checkpoint.
     """
     run = Log.read(folder).run
-    checkpoints = folder / CHECKPOINTS
-    steps = checkpoint.steps_in(checkpoints)
-    if not steps:
+    newest = checkpoint.load_newest(folder / CHECKPOINTS)
+    if newest is None:
         raise ValueError(f"{folder}: no checkpoint in it")
+    step, state = newest
     model = build(run)
-    state = checkpoint.load(checkpoint.path_of(checkpoints, steps[-1]))
     model.load_state_dict(state["model"])
-    return run, steps[-1], model
+    return run, step, model
 
 
 def capture_trained(

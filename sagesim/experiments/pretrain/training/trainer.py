@@ -44,6 +44,11 @@ class Outcome:
 
     step: int  #: number of steps done
     stop: str  #: why the run stopped before its last step; empty if it did not stop
+    is_interrupted: bool = False  #: whether `interrupted` ended the run before its last step
+
+
+def _never() -> bool:
+    return False
 
 
 def train(
@@ -54,6 +59,7 @@ def train(
     world: World,
     *,
     progress: Progress | None = None,
+    interrupted: Callable[[], bool] = _never,
 ) -> Outcome:
     """Train a run, from the newest checkpoint in its folder if there is one.
 
@@ -62,16 +68,19 @@ def train(
 
     Args:
         folder: the folder of this run only, for its log and checkpoints.
+        interrupted: called after each step. If it is true in one of the processes, all of them save
+            log and checkpoint and end.
 
     Raises:
         ValueError: if the settings do not fit each other, the corpus, the machine or the files in
             the folder. It is raised before training starts.
         BlockingIOError: if another process trains in the folder.
+        WriteError: if the folder, the log or a checkpoint cannot be written. Earlier files stay.
     """
     check_run(run, corpus, machine, world)
-    check_log(folder, run, is_begun=bool(checkpoint.steps_in(folder / CHECKPOINTS)))
     with locked_folder(folder, world), deterministic(machine.deterministic):
-        return Trainer(run, folder, corpus, machine, world).train(progress)
+        check_log(folder, run, is_begun=bool(checkpoint.steps_in(folder / CHECKPOINTS)))
+        return Trainer(run, folder, corpus, machine, world).train(progress, interrupted)
 
 
 class Trainer:
@@ -95,7 +104,7 @@ class Trainer:
         self.checkpoints = folder / CHECKPOINTS
         self.step = self._resume()
 
-    def train(self, progress: Progress | None) -> Outcome:
+    def train(self, progress: Progress | None, interrupted: Callable[[], bool]) -> Outcome:
         """Train to the last step; see the function `train`."""
         run, first = self.run, self.world.is_first
         # Without a checkpoint the run starts again, and -1 drops all rows of the log.
@@ -145,13 +154,16 @@ class Trainer:
             if run.monitor and self._is_due(run.monitor_every):
                 for found in self.monitor():
                     record_measured(found)
-            if self._is_due(self.machine.checkpoint_every):
+            is_interrupted = self.world.any(interrupted())
+            if is_interrupted or self._is_due(self.machine.checkpoint_every):
                 save()
                 self._checkpoint()
             elif log is not None:
                 log.save_if_due()
             if progress is not None:
                 progress(self.step, loss, speed)
+            if is_interrupted and self.step < run.steps:
+                return Outcome(self.step, "", is_interrupted=True)
         return Outcome(self.step, "")
 
     def gradient(self) -> tuple[float, float]:

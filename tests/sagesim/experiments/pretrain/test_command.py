@@ -1,6 +1,8 @@
 """The commands of `sagesim pretrain` and `sagesim report`, from the command line."""
 
 import json
+import shutil
+import signal
 import sys
 
 import pytest
@@ -8,13 +10,17 @@ import torch
 
 from sagesim.cli import main
 from sagesim.cli.pretrain import COMMANDS
+from sagesim.experiments.pretrain.run.guards import locked_folder
 from sagesim.experiments.pretrain.run.log import Log
 from sagesim.experiments.pretrain.text.corpus import Corpus
-from sagesim.experiments.pretrain.training import trained_model
+from sagesim.experiments.pretrain.training import checkpoint, trained_model
+from sagesim.experiments.pretrain.training.trainer import Trainer
 from sagesim.models import Capture
+from sagesim.terminal import Training
 from tests.sagesim.experiments.pretrain.conftest import ALONE, TEXT
 from tests.sagesim.experiments.pretrain.plan.test_plan import TEXT as PLAN
 from tests.sagesim.experiments.pretrain.training.test_trainer import command
+from tests.support.full_disk import full_disk
 
 
 @pytest.fixture
@@ -119,12 +125,156 @@ def test_a_report_without_runs_fails(run, tmp_path):
 
 
 def test_a_run_that_stops_exits_with_1(run, corpus, make_run, tmp_path, monkeypatch):
-    from sagesim.experiments.pretrain.training.trainer import Trainer
-
     monkeypatch.setattr(Trainer, "gradient", lambda _self: (float("nan"), 1.0))
     code, out, _ = run(*command(corpus, tmp_path / "a", make_run()))
     assert code == 1
     assert out.startswith("stopped at step 1: loss nan; first bad: nothing")
+
+
+def signals_in_step(monkeypatch, step, *numbers):
+    """Send signals to this process while a step updates the weights."""
+    update = Trainer.update
+
+    def signalled(trainer, lr):
+        if trainer.step + 1 == step:
+            for number in numbers:
+                signal.raise_signal(number)
+        update(trainer, lr)
+
+    monkeypatch.setattr(Trainer, "update", signalled)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_finishes_the_step_and_the_same_command_resumes(
+    number, run, corpus, make_run, tmp_path, monkeypatch
+):
+    folder = tmp_path / "a"
+    words = command(corpus, folder, make_run())
+    with monkeypatch.context() as patch:
+        signals_in_step(patch, 3, number)
+        # Without it, a command that does not handle SIGTERM would end the tests.
+        before = signal.signal(number, signal.default_int_handler)
+        try:
+            code, out, err = run(*words)
+        finally:
+            signal.signal(number, before)
+    assert (code, out) == (130, "")
+    assert err.splitlines()[-1] == (
+        f"sagesim: {folder}: interrupted after step 3 of 4; the same command resumes the run"
+    )
+    assert checkpoint.steps_in(folder / "checkpoints") == [2, 3]
+    assert Log.read(folder).last_step == 3
+    with monkeypatch.context() as patch:
+        signals_in_step(patch, 3, signal.SIGINT)  # the third step is not repeated
+        assert run(*words)[:2] == (0, f"{folder}: 4 steps done\n")
+
+
+def test_a_second_ctrl_c_stops_at_once(run, corpus, make_run, tmp_path, monkeypatch):
+    signals_in_step(monkeypatch, 3, signal.SIGINT, signal.SIGINT)
+    code, _, err = run(*command(corpus, tmp_path / "a", make_run()))
+    assert code == 130 and err.splitlines()[-1] == "sagesim: interrupted"
+    assert checkpoint.steps_in(tmp_path / "a" / "checkpoints") == [2]
+    assert Log.read(tmp_path / "a").last_step == 2
+
+
+def test_progress_that_nobody_reads_ends_a_run_like_ctrl_c(
+    run, corpus, make_run, tmp_path, monkeypatch
+):
+    """As in `sagesim pretrain run ... 2>&1 | head -1`."""
+
+    def show(_bar, step, _loss, _speed):
+        if step == 2:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(Training, "show", show)
+    code, _, err = run(*command(corpus, tmp_path / "a", make_run()))
+    assert code == 130 and "interrupted after step 3 of 4" in err
+    assert checkpoint.steps_in(tmp_path / "a" / "checkpoints") == [2, 3]
+
+
+def test_ctrl_c_ends_a_plan_after_a_step(run, corpus, tmp_path, monkeypatch):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(PLAN.replace("seeds = [0, 1]", "seeds = [0]"))
+    words = ["pretrain", "plan", plan, corpus.folder, tmp_path / "runs", "--emulate"]
+    words += ["--part", "two", "--micro-batch", 4]
+    with monkeypatch.context() as patch:
+        signals_in_step(patch, 1, signal.SIGINT)
+        code, out, err = run(*words)
+    assert (code, out) == (130, "")
+    assert err.splitlines()[-1].endswith("runs: interrupted; the same command continues the plan")
+    (folder,) = (path for path in (tmp_path / "runs").iterdir() if path.is_dir())
+    assert checkpoint.steps_in(folder / "checkpoints") == [1]
+    code, out, _ = run(*words)
+    assert code == 0 and out.count(": done\n") == 2
+
+
+def test_a_folder_where_another_process_trains_is_refused(run, corpus, make_run, tmp_path):
+    words = command(corpus, tmp_path / "a", make_run())
+    run(*words)
+    before = contents(tmp_path)
+    with locked_folder(tmp_path / "a", ALONE):
+        code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert err == f"sagesim: {tmp_path / 'a'}: another process trains there\n"
+    assert contents(tmp_path) == before
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory):
+    """A folder with a run `a` and a copy `corpus` of the corpus."""
+    from sagesim.experiments.pretrain.run.settings import Machine, Run
+    from sagesim.experiments.pretrain.training.trainer import train
+
+    root = tmp_path_factory.mktemp("trained")
+    shutil.copytree(corpus.folder, root / "corpus")
+    run = Run(
+        attention="sdpa", size="tiny", corpus=corpus.id, vocabulary=512, context=32,
+        tokens_per_step=256, steps=1, warmup=1, precision="fp32", evaluate_sequences=5,
+    )  # fmt: skip
+    train(run, root / "a", corpus, Machine(micro_batch=8), ALONE)
+    (root / "b").symlink_to("a")
+    return root
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("pretrain capture a corpus a/log.parquet", "it is an input"),
+        ("pretrain capture a corpus b/checkpoints/step-00000001.pt", "it is an input"),
+        ("pretrain capture a corpus a/../corpus/corpus.json", "it is an input"),
+        ("report a --out a/log.parquet", "it is an input"),
+        ("report . --out b/log.parquet", "it is an input"),
+        ("pretrain run corpus a/../corpus", "corpus: is the corpus"),
+        ("pretrain prepare corpus a", "a exists already"),
+    ],
+)
+def test_an_output_that_is_an_input_is_refused(words, message, run, trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    before = contents(trained)
+    code, out, err = run(*words.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("sagesim: ") and err.count("\n") == 1 and message in err
+    assert contents(trained) == before
+
+
+def test_a_full_disk_ends_every_command_with_one_line(run, trained, corpus, make_run, monkeypatch):
+    monkeypatch.chdir(trained)
+    before = contents(trained)
+    for words, path in (
+        (["pretrain", "prepare", str(TEXT), "new", "--vocabulary", 300], "new"),
+        (["pretrain", "capture", "a", "corpus", "out.safetensors"], "out.safetensors"),
+        (["report", "a", "--out", "out.html"], "out.html"),
+        (command(corpus, "c", make_run()), "c/log.parquet"),
+    ):
+        with full_disk():
+            code, out, err = run(*words)
+        assert (code, out) == (2, "")
+        assert err == f"sagesim: {path}: cannot be written: File too large\n"
+        assert contents(trained) == before
 
 
 @pytest.mark.parametrize("name", COMMANDS)

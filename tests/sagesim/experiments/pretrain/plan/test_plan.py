@@ -1,6 +1,10 @@
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import sagesim
 from sagesim.experiments.pretrain.model.attention import Attention
@@ -194,6 +198,48 @@ def test_runs_that_are_done_are_not_trained_again(plan, corpus, tmp_path):
 def test_more_gpus_than_the_machine_has_raise():
     with pytest.raises(ValueError, match="4096 GPUs asked for"):
         run_on_gpus([], 4096)
+
+
+GPU_WORKER = """
+import signal, sys
+
+def interrupted(*_):
+    sys.exit(130)
+
+signal.signal(signal.SIGINT, interrupted)
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+def test_ctrl_c_reaches_the_process_of_every_gpu_once(monkeypatch):
+    """The command waits until they have ended by themselves."""
+    started = []
+    popen = subprocess.Popen
+
+    def start(words, **options):
+        assert words[1:] == ["-m", "sagesim.cli", "plan"] and options["start_new_session"]
+        process = popen(
+            [sys.executable, "-c", GPU_WORKER],
+            stdout=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        with process.stdout:
+            assert process.stdout.readline() == b"ready\n"
+        started.append(options["env"]["CUDA_VISIBLE_DEVICES"])
+        if len(started) == 1:  # the first one that the command waits for
+            wait = process.wait
+
+            def wait_after_ctrl_c():
+                signal.raise_signal(signal.SIGINT)
+                return wait(timeout=60)
+
+            process.wait = wait_after_ctrl_c
+        return process
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert run_on_gpus(["plan"], 2) == 130
+    assert started == ["0", "1"]
 
 
 def test_the_shipped_plan_is_valid():

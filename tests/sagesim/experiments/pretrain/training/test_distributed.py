@@ -88,6 +88,12 @@ def test_a_sharded_run_resumes_with_the_same_bits(runs):
     assert numbers(runs / "cut") == numbers(runs / "fsdp")
 
 
+def test_all_processes_stop_at_the_same_step_if_one_is_interrupted(runs):
+    """The worker checks the step; here the resumed run has the bits of one without a stop."""
+    assert_same_state(runs / "stopped", runs / "ddp")
+    assert numbers(runs / "stopped") == numbers(runs / "ddp")
+
+
 @pytest.mark.parametrize("name", ["bad-ddp", "bad-fsdp"])
 def test_all_processes_stop_if_one_meets_a_nan(name, runs):
     said = r"step 3: loss nan; first bad: layers\.0\.feed_forward\.down: its output"

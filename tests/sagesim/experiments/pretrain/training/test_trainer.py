@@ -13,8 +13,10 @@ from sagesim.experiments.pretrain.run.log import Log
 from sagesim.experiments.pretrain.run.settings import Machine
 from sagesim.experiments.pretrain.training import checkpoint
 from sagesim.experiments.pretrain.training.trainer import Trainer, train
+from sagesim.files import WriteError
 from tests.sagesim.experiments.pretrain.conftest import ALONE
 from tests.support.assertions import assert_bitwise, assert_within_bound
+from tests.support.full_disk import full_disk
 
 MACHINE = Machine(micro_batch=4, checkpoint_every=2)
 
@@ -207,13 +209,76 @@ def test_a_process_killed_while_writing_a_checkpoint_resumes(corpus, make_run, t
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     checkpoints = folder / "checkpoints"
     assert checkpoint.steps_in(checkpoints) == [2]
-    assert len(list(checkpoints.iterdir())) == 2, "a partial file under a temporary name"
+    partial = checkpoints / ".step-00000004.pt.new"
+    assert partial.read_bytes() == b"half of a checkpoint"
+    # The resumed run may save other steps, and must not keep the partial file.
+    partial.rename(checkpoints / ".step-00000003.pt.new")
     train(run, tmp_path / "whole", corpus, MACHINE, ALONE)
     outcome = train(run, folder, corpus, MACHINE, ALONE)
     assert outcome.step == 4
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000004.pt"]
     assert_same_state(folder, tmp_path / "whole")
     assert numbers(folder) == numbers(tmp_path / "whole")
+
+
+def test_an_interrupted_run_saves_its_step_and_resumes(corpus, make_run, tmp_path):
+    """It loses no step, and gives the bits of a run that was not interrupted."""
+    machine, seen = Machine(micro_batch=4, checkpoint_every=100), []
+
+    def after_the_third_step():
+        return len(seen) == 2  # the progress of this step is shown afterwards
+
+    outcome = train(
+        make_run(), tmp_path / "cut", corpus, machine, ALONE,
+        progress=lambda *x: seen.append(x), interrupted=after_the_third_step,
+    )  # fmt: skip
+    assert (outcome.step, outcome.stop, outcome.is_interrupted) == (3, "", True)
+    assert checkpoint.steps_in(tmp_path / "cut" / "checkpoints") == [3]
+    log = Log.read(tmp_path / "cut")
+    assert log.last_step == 3 and log.stop == "" and not log.is_finished
+    outcome = train(make_run(), tmp_path / "cut", corpus, machine, ALONE, interrupted=lambda: True)
+    assert (outcome.step, outcome.is_interrupted) == (4, False), "no step was left to resume"
+    train(make_run(), tmp_path / "whole", corpus, machine, ALONE)
+    assert_same_state(tmp_path / "cut", tmp_path / "whole")
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+
+
+def test_a_full_disk_keeps_the_earlier_checkpoints(corpus, make_run, tmp_path, monkeypatch):
+    path = checkpoint.path_of(tmp_path / "checkpoints", 4)
+    save = torch.save
+
+    def full(state, file):
+        if state["step"] < 4:
+            return save(state, file)
+        with full_disk():
+            return save(state, file)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(WriteError) as failure:
+        train(make_run(), tmp_path, corpus, MACHINE, ALONE)
+    assert str(failure.value) == f"{path}: cannot be written: File too large"
+    assert [file.name for file in path.parent.iterdir()] == ["step-00000002.pt"]
+    monkeypatch.undo()
+    assert train(make_run(), tmp_path, corpus, MACHINE, ALONE).step == 4
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_not_missed(corpus, make_run, tmp_path):
+    """The run may write a newer checkpoint and remove this one before it is read."""
+    train(make_run(), tmp_path, corpus, MACHINE, ALONE)
+    folder = tmp_path / "checkpoints"
+    newest = checkpoint.path_of(folder, 4)
+    load = checkpoint.load
+
+    def loads(path):
+        if path == newest and newest.exists():
+            newest.rename(checkpoint.path_of(folder, 6))
+        return load(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "load", loads)
+        step, state = checkpoint.load_newest(folder)
+    assert step == 6 and "model" in state
+    assert checkpoint.load_newest(tmp_path / "nothing") is None
 
 
 def test_a_damaged_checkpoint_raises(corpus, make_run, tmp_path):

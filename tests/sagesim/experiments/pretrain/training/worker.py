@@ -3,6 +3,7 @@
 Arguments: the folder of the corpus, a folder for the runs, and a run as JSON.
 """
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from sagesim.experiments.pretrain.run.distributed import join_processes
 from sagesim.experiments.pretrain.run.settings import Machine, Run
 from sagesim.experiments.pretrain.text.corpus import Corpus
 from sagesim.experiments.pretrain.training.trainer import Trainer, train
+from sagesim.files import locked
 
 
 class Killed(Exception):
@@ -36,6 +38,26 @@ def main() -> None:
             train(run, root / "cut", corpus, sharded, world, progress=killed)
         except Killed:
             train(run, root / "cut", corpus, sharded, world)
+
+        # Only one process is asked to stop, and only one of them tries to lock the folder.
+        calls = iter(range(9))
+        outcome = train(
+            run,
+            root / "stopped",
+            corpus,
+            plain,
+            world,
+            interrupted=lambda: next(calls) == 2 and not world.is_first,
+        )
+        assert (outcome.step, outcome.is_interrupted) == (3, True)
+        train(run, root / "stopped", corpus, plain, world)
+        with locked(root / "held") if world.is_first else contextlib.nullcontext():
+            try:
+                train(run, root / "held", corpus, plain, world)
+            except BlockingIOError as error:
+                assert str(error) == f"{root / 'held'}: another process trains there"
+            else:
+                raise AssertionError("a folder that another process uses was not refused")
 
         gradient = Trainer.gradient
 

@@ -21,11 +21,14 @@ import argparse
 import importlib
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sagesim.cli.inputs import add_spec, parse_spec
 from sagesim.fuzzing import DTYPES, FEATURES, HEAD_SIZES
 from sagesim.terminal import Failure, progress
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
 HELP: Final = "test whether your own kernel computes what a spec says"
 
@@ -83,8 +86,16 @@ def run(args: argparse.Namespace) -> int:
 
     from sagesim.fuzzing import fuzz
 
-    with progress("comparing calls") as bar:
-        task = bar.add_task("", total=args.cases)
+    with progress("fuzzing") as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(phase: str) -> None:
+            if phase not in tasks:
+                tasks[phase] = bar.add_task(phase, total=None if tasks else args.cases)
+                if len(tasks) > 1:
+                    bar.console.print(f"{phase} ...")
+            bar.advance(tasks[phase])
+
         try:
             report = fuzz(
                 function,
@@ -97,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
                 max_length=args.max_length,
                 without=args.without,
                 name=args.function,
-                progress=lambda: bar.advance(task),
+                progress=show,
             )
         except ValueError as error:
             raise Failure(str(error)) from None

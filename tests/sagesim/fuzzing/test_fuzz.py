@@ -107,7 +107,7 @@ class TestWrongKernels:
             return find(*args, **kwargs)
 
         monkeypatch.setattr("sagesim.fuzzing.hypothesis_search.find", find_without_shrinking)
-        monkeypatch.setattr("sagesim.fuzzing.search.explanations", lambda *args: ())
+        monkeypatch.setattr("sagesim.fuzzing.shrinking.explanations", lambda *args, **options: ())
         # With fewer failing cases, none may change the first output that the bug reaches.
         monkeypatch.setattr("sagesim.fuzzing.search.ENOUGH", 12)
         spec = SPEC_OF_BUG.get(bug, BOTH)
@@ -118,7 +118,7 @@ class TestWrongKernels:
         assert failure is not None
         tensor, site = BUGS[bug]
         assert failure.tensor == tensor and failure.site is not None
-        assert failure.site.name == site
+        assert site in failure.site.names
         assert failure.is_reproducible and failure.error is None
 
     @pytest.mark.slow
@@ -155,7 +155,7 @@ def broken(change):
 class TestInvalidOutputs:
     @pytest.fixture(autouse=True)
     def no_explanations(self, monkeypatch):
-        monkeypatch.setattr("sagesim.fuzzing.search.explanations", lambda *args: ())
+        monkeypatch.setattr("sagesim.fuzzing.shrinking.explanations", lambda *args, **options: ())
 
     def fuzz(self, function, **options):
         report = fuzz(function, spec=FACTORED, cases=40, max_length=20, **options)
@@ -286,33 +286,34 @@ class TestContract:
 
 
 @pytest.mark.parametrize(
-    "outside, site",
+    "outside, sites",
     [
         ("o dv dq dk", "qk"),
         ("o dv", "qk"),
-        ("o dq dk", "pv"),
+        ("o dq dk", "pv dp"),
         ("o", "pv"),
         ("dv dq dk", "qk_recompute"),
-        ("dv dk", "dv"),
+        ("dv dk", "dv dk"),
         ("dv", "dv"),
-        ("dq dk", "dp"),
+        ("dq dk", "dp dq dk"),
         ("dq", "dq"),
         ("dk", "dk"),
     ],
 )
-def test_the_site_follows_from_the_outputs_that_differ(outside, site):
-    assert infer(dict.fromkeys(outside.split(), 1)).name == site
+def test_the_site_follows_from_the_outputs_that_differ(outside, sites):
+    ratios = dict.fromkeys(ORDER, 0.5) | dict.fromkeys(outside.split(), 20.0)
+    assert infer([ratios]).names == tuple(sites.split())
 
 
 def test_a_constant_factor_is_found():
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     assert factor(x * 8, x) == pytest.approx(8)
-    assert factor(x, x) is factor(x + 1, x) is factor(x[:2], x) is factor(x, x * 0) is None
+    assert factor(x, x) is factor(x + 1, x) is factor(x, x * 0) is None
 
 
 @pytest.mark.slow
 def test_the_same_arguments_give_the_same_report(monkeypatch):
-    monkeypatch.setattr("sagesim.fuzzing.search.explanations", lambda *args: ())
+    monkeypatch.setattr("sagesim.fuzzing.shrinking.explanations", lambda *args, **options: ())
     options = {"spec": BOTH, "cases": 8, "head_sizes": (16,), "max_length": 40}
     state = torch.get_rng_state()
     one, two = (fuzz(kernel(BOTH, "dK not scaled"), seed=7, **options) for _ in range(2))

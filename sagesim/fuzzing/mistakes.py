@@ -1,0 +1,368 @@
+"""Likely mistakes of a kernel, each as what the emulator would compute if it made the mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sagesim.emulator import CODE_MAX, FlatProblem, Hooks, Operand, Place, SmoothedQK, to_tiles
+from sagesim.fuzzing.calls import Outputs
+from sagesim.fuzzing.changes import NO_CHANGE, Change
+from sagesim.problem import AttentionProblem
+from sagesim.spec import (
+    HALF_AWAY,
+    HALF_EVEN,
+    MAPS,
+    OPERANDS,
+    PRESETS,
+    SITES,
+    AttentionSpec,
+    Delta,
+    Granularity,
+    Precision,
+    Smoothing,
+    with_precision,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """A mistake in words, and the spec and the change of the emulator that amount to it."""
+
+    words: str
+    spec: AttentionSpec
+    change: Change = NO_CHANGE
+
+
+def mistakes(spec: AttentionSpec) -> Iterator[Mistake]:
+    """Mistakes that an implementation of `spec` may contain, the most likely first.
+
+    Some are no mistake under some specs: they change nothing.
+    """
+    for name, preset in PRESETS.items():
+        blocks = {"block_q": spec.block_q, "block_k": spec.block_k}
+        yield Mistake(f"another spec: {name!r}", replace(preset, **blocks))
+    for words, change in _CHANGES.items():
+        yield Mistake(words, spec, change)
+    filled = _padded(spec.block_q, spec.block_k)
+    yield Mistake("means count the zeros that fill the last block", spec, filled)
+    for words, changed in _other_specs(spec):
+        yield Mistake(f"other {words}: {changed.label()!r}", changed)
+
+
+def _other_specs(spec: AttentionSpec) -> Iterator[tuple[str, AttentionSpec]]:
+    """Specs that differ from `spec` in one decision, and the name of the decision."""
+    smoothing = spec.smoothing
+    for q, k in ((smoothing.q, not smoothing.k), (not smoothing.q, smoothing.k)):
+        yield "smoothing", replace(spec, smoothing=Smoothing(q=q, k=k))
+    for rounding in (HALF_EVEN, HALF_AWAY):
+        yield "rounding", replace(spec, rounding=rounding)
+    other = Delta.FROM_P if spec.delta is Delta.FROM_O else Delta.FROM_O
+    yield "delta", replace(spec, delta=other)
+    for block_q, block_k in (
+        (spec.block_k, spec.block_q),
+        *((spec.block_q, size) for size in (16, 32, 64, 128)),
+        *((size, spec.block_k) for size in (16, 32, 64, 128)),
+        *((size, size) for size in (16, 32, 64, 128)),
+    ):
+        yield "blocks", replace(spec, block_q=block_q, block_k=block_k)
+    for sites in (*((site,) for site in SITES), *_TOGETHER):
+        for precision in _PRECISIONS:
+            yield "precision", with_precision(spec, precision, *sites)
+    halves = [site for site in SITES if not spec.site(site).precision.is_scaled]
+    for precision in (Precision.FP16, Precision.BF16, Precision.FP32):
+        if halves:
+            yield "precision", with_precision(spec, precision, *halves)
+    for tensor in ("q", "k", "v", "do", "p", "ds"):
+        using = tuple(site for site in SITES if tensor in OPERANDS[site])
+        for sites in (*((site,) for site in using), *(t for t in _TOGETHER if set(t) <= {*using})):
+            for how in Granularity:
+                if how.is_map == (tensor in MAPS):
+                    yield f"scales of {tensor}", _with_scales(spec, tensor, how, sites)
+
+
+_PRECISIONS: Final = (
+    Precision.INT8,
+    Precision.INPUT16,
+    Precision.FP16,
+    Precision.BF16,
+    Precision.FP32,
+)
+
+_TOGETHER: Final = (("qk", "qk_recompute"), ("dq", "dk"))
+"""Sites that a kernel often computes from the same operand."""
+
+
+def _with_scales(
+    spec: AttentionSpec, tensor: str, how: Granularity, sites: tuple[str, ...]
+) -> AttentionSpec:
+    for site in sites:
+        if spec.site(site).precision.is_scaled:
+            side = "lhs" if OPERANDS[site][0] == tensor else "rhs"
+            spec = replace(spec, **{site: replace(spec.site(site), **{side: how})})
+    return spec
+
+
+# --- changes of the arguments -------------------------------------------------------------------
+
+
+def _without_mask(problem: AttentionProblem) -> AttentionProblem:
+    return replace(problem, is_causal=False)
+
+
+def _lower_right(problem: AttentionProblem) -> AttentionProblem:
+    if not problem.is_causal:
+        return problem
+    n_q, n_k = problem.q.shape[-2], problem.k.shape[-2]
+    attends = torch.ones(n_q, n_k, dtype=torch.bool, device=problem.q.device).tril(n_k - n_q)
+    return replace(problem, is_causal=False, attn_mask=attends)
+
+
+def _without_scale(problem: AttentionProblem) -> AttentionProblem:
+    return replace(problem, scale=1.0)
+
+
+def _default_scale(problem: AttentionProblem) -> AttentionProblem:
+    return replace(problem, scale=None)
+
+
+def _padded_scale(problem: AttentionProblem) -> AttentionProblem:
+    if problem.scale is not None:
+        return problem
+    return replace(problem, scale=(1 << (problem.q.shape[-1] - 1).bit_length()) ** -0.5)
+
+
+# --- heads --------------------------------------------------------------------------------------
+
+
+def _interleaved(problem: AttentionProblem) -> Tensor:
+    """The heads of q in an order in which head i of k serves the heads i, i + h_kv, ... of q."""
+    h, h_kv = problem.q.shape[1], problem.k.shape[1]
+    return torch.arange(h, device=problem.q.device).view(-1, h_kv).mT.flatten()
+
+
+def _interleave(problem: AttentionProblem) -> AttentionProblem:
+    order = _interleaved(problem)
+    return replace(problem, q=problem.q[:, order], do=problem.gradient[:, order])
+
+
+def _undo_interleave(outputs: Outputs, problem: AttentionProblem) -> Outputs:
+    back = _interleaved(problem).argsort()
+    return outputs._replace(o=outputs.o[:, back], dq=outputs.dq[:, back])
+
+
+def _ungrouped(problem: AttentionProblem) -> AttentionProblem:
+    groups = problem.q.shape[1] // problem.k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (problem.k, problem.v))
+    return replace(problem, k=k, v=v, enable_gqa=False)
+
+
+def _one_head_of_a_group(*names: str, index: int) -> Change:
+    """dk, dv or both of one query head of each group, instead of the sum."""
+
+    def select(outputs: Outputs, problem: AttentionProblem) -> Outputs:
+        grouped = {
+            name: getattr(outputs, name).unflatten(1, (problem.k.shape[1], -1))
+            for name in ("dk", "dv")
+        }
+        return outputs._replace(
+            **{name: x[:, :, index] if name in names else x.sum(2) for name, x in grouped.items()}
+        )
+
+    return Change(problem=_ungrouped, outputs=select)
+
+
+# --- padding ------------------------------------------------------------------------------------
+
+
+def _count_all_keys(x: FlatProblem, problem: AttentionProblem) -> FlatProblem:
+    """No key is padding, also if no query attends to it."""
+    k, v = (y.repeat_interleave(x.groups, 1).flatten(0, 1) for y in (problem.k, problem.v))
+    valid_q, valid_k = x.valid
+    every_key = torch.ones_like(valid_k)
+    return replace(x, k=k.to(x.k.dtype), v=v.to(x.v.dtype), valid=(valid_q, every_key))
+
+
+def _padded(block_q: int, block_k: int) -> Change:
+    """Zeros fill the last blocks, and the means count them as tokens."""
+
+    def lengthen(problem: AttentionProblem) -> AttentionProblem:
+        n_q, n_k = problem.q.shape[-2], problem.k.shape[-2]
+        q, do = (pad(x, (0, 0, 0, -n_q % block_q)) for x in (problem.q, problem.gradient))
+        k, v = (pad(x, (0, 0, 0, -n_k % block_k)) for x in (problem.k, problem.v))
+        attends = torch.ones(n_q, n_k, dtype=torch.bool, device=q.device)
+        if problem.is_causal:
+            attends = attends.tril()
+        attends = pad(attends, (0, -n_k % block_k, 0, -n_q % block_q))
+        return replace(problem, q=q, k=k, v=v, do=do, is_causal=False, attn_mask=attends)
+
+    def count(x: FlatProblem, problem: AttentionProblem) -> FlatProblem:
+        return replace(x, valid=tuple(torch.ones_like(valid) for valid in x.valid))
+
+    def shorten(outputs: Outputs, problem: AttentionProblem) -> Outputs:
+        n_q, n_k = problem.q.shape[-2], problem.k.shape[-2]
+        o, dq, dk, dv = outputs
+        return Outputs(o[:, :, :n_q], dq[:, :, :n_q], dk[:, :, :n_k], dv[:, :, :n_k])
+
+    return Change(problem=lengthen, layout=count, outputs=shorten)
+
+
+# --- the backward -------------------------------------------------------------------------------
+
+
+def _keep_o_in_float32(x: FlatProblem, problem: AttentionProblem) -> FlatProblem:
+    return replace(x, dtype=torch.float32)
+
+
+class _NoDelta(Hooks):
+    """dS = P dP."""
+
+    def __init__(self, x: FlatProblem, problem: AttentionProblem) -> None:
+        self._dp = x.q
+
+    def map(self, name: str, place: Place, tiles: Tensor) -> Tensor:
+        if name == "dp":
+            self._dp = tiles.clone()
+        return tiles
+
+    def ds(self, place: Place, ds: Tensor, p: Tensor) -> Tensor:
+        return p * self._dp
+
+
+def _unscaled(*names: str) -> Change:
+    """dq, dk or both without the factor of the logits."""
+
+    def divide(outputs: Outputs, problem: AttentionProblem) -> Outputs:
+        changed = {name: getattr(outputs, name) / problem.logit_scale for name in names}
+        return outputs._replace(**changed)
+
+    return Change(outputs=divide)
+
+
+# --- rounding -----------------------------------------------------------------------------------
+
+
+class _Rounded(Hooks):
+    """Rounds dS to a dtype before anything else uses it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def ds(self, place: Place, ds: Tensor, p: Tensor) -> Tensor:
+        return ds.to(self._dtype).to(ds.dtype)
+
+
+def _ds_in(dtype: torch.dtype) -> Change:
+    return Change(hooks=lambda x, problem: _Rounded(dtype))
+
+
+class _Replaced(Hooks):
+    """Rounds some operands by another rule than the spec's.
+
+    Args:
+        x, problem: the problem.
+        tensors: names of the operands.
+        rule: takes the operand before it was rounded, in tiles, and as the spec rounds it.
+    """
+
+    def __init__(
+        self,
+        x: FlatProblem,
+        problem: AttentionProblem,
+        tensors: str,
+        rule: Callable[[Tensor, Operand], Operand],
+    ) -> None:
+        self._x, self._do = x, x.flatten_queries(problem.gradient)
+        self._tensors, self._rule = tensors.split(), rule
+        self._maps: dict[str, Tensor] = {}
+
+    def map(self, name: str, place: Place, tiles: Tensor) -> Tensor:
+        self._maps[name] = tiles.clone()
+        return tiles
+
+    def ds(self, place: Place, ds: Tensor, p: Tensor) -> Tensor:
+        self._maps["ds"] = ds.clone()
+        return ds
+
+    def operand(self, site: str, tensor: str, place: Place, operand: Operand) -> Operand:
+        if tensor not in self._tensors:
+            return operand
+        return self._rule(self._exact(site, tensor, place, operand), operand)
+
+    def _exact(self, site: str, tensor: str, place: Place, operand: Operand) -> Tensor:
+        if tensor == "ds":
+            return self._maps["ds"]
+        if tensor == "p" and site == "dv":
+            return self._maps["p_recompute"]
+        if tensor == "p":
+            s = self._maps["s"]
+            largest = s.amax(-1, keepdim=True)
+            # With a scale per tile row, codes are relative to the maximum of the tile's row.
+            if operand.scale is None or operand.scale.shape[1:4] != s.shape[1:4]:
+                largest = largest.amax(-2, keepdim=True)
+            return (s - largest.masked_fill(largest.isinf(), 0.0)).exp()
+        if tensor in ("q", "k"):
+            smoothed = SmoothedQK.of(self._x, place.heads)
+            whole = smoothed.q if tensor == "q" else smoothed.k
+        else:
+            whole = (self._x.v if tensor == "v" else self._do)[place.heads]
+        return to_tiles(whole, operand.values.shape[2], whole.shape[-1])
+
+
+def _truncate(exact: Tensor, operand: Operand) -> Operand:
+    if operand.scale is None or operand.precision is not Precision.INT8:
+        return operand
+    shared = [axis for axis in range(1, exact.ndim) if operand.scale.shape[axis] == 1]
+    amax = exact.abs().amax(shared, keepdim=True)
+    inverse = torch.full_like(amax, CODE_MAX[Precision.INT8]) / amax
+    codes = (exact * inverse.masked_fill(inverse.isinf(), 0.0)).trunc()
+    return replace(operand, values=codes)
+
+
+def _in_dtype(dtype: torch.dtype, precision: Precision) -> Callable[[Tensor, Operand], Operand]:
+    return lambda exact, operand: Operand(exact.to(dtype).to(exact.dtype), None, precision)
+
+
+def _by(rule: Callable[[Tensor, Operand], Operand], tensors: str) -> Change:
+    return Change(hooks=lambda x, problem: _Replaced(x, problem, tensors, rule))
+
+
+_CHANGES: Final = {
+    "no causal mask": Change(problem=_without_mask),
+    "the causal mask is aligned to the lower right corner": Change(problem=_lower_right),
+    "the logits are not scaled": Change(problem=_without_scale),
+    "the scale argument is ignored": Change(problem=_default_scale),
+    "1/sqrt of the head size padded to a power of two": Change(problem=_padded_scale),
+    "query head i uses head i % h_kv of k and v, not i // (h / h_kv)": Change(
+        problem=_interleave, outputs=_undo_interleave
+    ),
+    **{
+        f"{' and '.join(names)} of the {which} query head of a group, not the sum over the group": (
+            _one_head_of_a_group(*names, index=index)
+        )
+        for names in (("dk", "dv"), ("dk",), ("dv",))
+        for which, index in (("first", 0), ("last", -1))
+    },
+    "dS = P dP: delta is not subtracted": Change(hooks=_NoDelta),
+    "delta uses o before it is rounded to 16 bits": Change(layout=_keep_o_in_float32),
+    **{
+        f"{' and '.join(names)} not multiplied by the logit scale": _unscaled(*names)
+        for names in (("dq", "dk"), ("dq",), ("dk",))
+    },
+    "keys that no query attends to count in scales and means": Change(layout=_count_all_keys),
+    **{
+        f"the codes of {tensors.replace(' ', ', ')} are truncated, not rounded": _by(
+            _truncate, tensors
+        )
+        for tensors in ("q k v p do ds", "q k v do", "q k", "p ds", "q", "k", "v", "p", "do", "ds")
+    },
+    "dS is rounded to bfloat16 before anything else": _ds_in(torch.bfloat16),
+    "dS is rounded to float16 before anything else": _ds_in(torch.float16),
+    "dS is in bfloat16": _by(_in_dtype(torch.bfloat16, Precision.BF16), "ds"),
+    "dS is in float16": _by(_in_dtype(torch.float16, Precision.FP16), "ds"),
+}

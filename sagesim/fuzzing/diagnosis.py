@@ -61,7 +61,8 @@ def infer(failing: Sequence[Mapping[str, float]]) -> Site:
             return Site(
                 ("pv", "dp"),
                 "O = PV, the division of O by the row sum, or V, which dP = dO Vᵀ reads as well",
-                "o and dq or dk differ; dv, which uses the same P, is right in every case",
+                "dv, which uses the same P, is right in every case; o differs, and dq or dk, "
+                "which use o in delta, and V in dP",
             )
         case False, True, True, _:
             return Site(

@@ -38,7 +38,7 @@ class Outcome:
         return self.error is None and not any(d.problem for d in self.differences.values())
 
     def ratio(self, symptom: str) -> float:
-        """`Difference.ratio` of a tensor; infinite for an error, 0 without the symptom."""
+        """`Difference.ratio` of a tensor; for the kind of an error infinite, if it is this one."""
         if symptom in self.differences:
             return self.differences[symptom].ratio
         return math.inf if symptom in self.symptoms else 0.0

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sagesim.emulator import CODE_MAX, FlatProblem, Hooks, Operand, Place, SmoothedQK, to_tiles
+from sagesim.emulator import (
+    CODE_MAX,
+    FlatProblem,
+    Hooks,
+    Operand,
+    Place,
+    SmoothedQK,
+    encode,
+    to_tiles,
+)
 from sagesim.fuzzing.calls import Outputs
 from sagesim.fuzzing.changes import NO_CHANGE, Change
 from sagesim.problem import AttentionProblem
@@ -51,8 +60,11 @@ def mistakes(spec: AttentionSpec) -> Iterator[Mistake]:
         yield Mistake(words, spec, change)
     filled = _padded(spec.block_q, spec.block_k)
     yield Mistake("means count the zeros that fill the last block", spec, filled)
+    tried = {spec}
     for words, changed in _other_specs(spec):
-        yield Mistake(f"other {words}: {changed.label()!r}", changed)
+        if changed not in tried:
+            tried.add(changed)
+            yield Mistake(f"other {words}: {changed.label()!r}", changed)
 
 
 def _other_specs(spec: AttentionSpec) -> Iterator[tuple[str, AttentionSpec]]:
@@ -116,10 +128,15 @@ def _without_mask(problem: AttentionProblem) -> AttentionProblem:
 
 
 def _lower_right(problem: AttentionProblem) -> AttentionProblem:
+    return _masked(problem, problem.k.shape[-2] - problem.q.shape[-2])
+
+
+def _masked(problem: AttentionProblem, later: int) -> AttentionProblem:
+    """Query i of a causal problem attends to keys 0..i + later."""
     if not problem.is_causal:
         return problem
     n_q, n_k = problem.q.shape[-2], problem.k.shape[-2]
-    attends = torch.ones(n_q, n_k, dtype=torch.bool, device=problem.q.device).tril(n_k - n_q)
+    attends = torch.ones(n_q, n_k, dtype=torch.bool, device=problem.q.device).tril(later)
     return replace(problem, is_causal=False, attn_mask=attends)
 
 
@@ -154,6 +171,18 @@ def _interleave(problem: AttentionProblem) -> AttentionProblem:
 def _undo_interleave(outputs: Outputs, problem: AttentionProblem) -> Outputs:
     back = _interleaved(problem).argsort()
     return outputs._replace(o=outputs.o[:, back], dq=outputs.dq[:, back])
+
+
+def _repeat(problem: AttentionProblem) -> AttentionProblem:
+    """The interleaved heads of k and v as heads of their own."""
+    groups = problem.q.shape[1] // problem.k.shape[1]
+    k, v = (x.repeat(1, groups, 1, 1) for x in (problem.k, problem.v))
+    return replace(problem, k=k, v=v, enable_gqa=False)
+
+
+def _add_neighbours(outputs: Outputs, problem: AttentionProblem) -> Outputs:
+    dk, dv = (x.unflatten(1, (problem.k.shape[1], -1)).sum(2) for x in (outputs.dk, outputs.dv))
+    return outputs._replace(dk=dk, dv=dv)
 
 
 def _ungrouped(problem: AttentionProblem) -> AttentionProblem:
@@ -217,6 +246,19 @@ def _padded(block_q: int, block_k: int) -> Change:
 
 def _keep_o_in_float32(x: FlatProblem, problem: AttentionProblem) -> FlatProblem:
     return replace(x, dtype=torch.float32)
+
+
+class _UnsmoothedK(Hooks):
+    """dQ = dS K, with K before its mean is subtracted."""
+
+    def __init__(self, x: FlatProblem, problem: AttentionProblem) -> None:
+        self._x = x
+
+    def operand(self, site: str, tensor: str, place: Place, operand: Operand) -> Operand:
+        if (site, tensor) != ("dq", "k"):
+            return operand
+        k, spec = to_tiles(self._x.k[place.heads], *operand.values.shape[2::2]), self._x.spec
+        return encode(k, spec.dq.precision, spec.dq.rhs, spec.rounding, "k")
 
 
 class _NoDelta(Hooks):
@@ -332,14 +374,24 @@ def _by(rule: Callable[[Tensor, Operand], Operand], tensors: str) -> Change:
     return Change(hooks=lambda x, problem: _Replaced(x, problem, tensors, rule))
 
 
+def _names(tensors: str) -> str:
+    """The names of tensors as the documentation writes them."""
+    return ", ".join({"do": "dO", "ds": "dS"}.get(x, x.upper()) for x in tensors.split())
+
+
 _CHANGES: Final = {
     "no causal mask": Change(problem=_without_mask),
     "the causal mask is aligned to the lower right corner": Change(problem=_lower_right),
+    "query i attends to keys 0..i+1, not 0..i": Change(problem=lambda x: _masked(x, 1)),
+    "query i attends to keys 0..i-1, not 0..i": Change(problem=lambda x: _masked(x, -1)),
     "the logits are not scaled": Change(problem=_without_scale),
     "the scale argument is ignored": Change(problem=_default_scale),
     "1/sqrt of the head size padded to a power of two": Change(problem=_padded_scale),
     "query head i uses head i % h_kv of k and v, not i // (h / h_kv)": Change(
         problem=_interleave, outputs=_undo_interleave
+    ),
+    "query head i uses head i % h_kv of k and v, but adds to dk and dv of i // (h / h_kv)": Change(
+        problem=_repeat, outputs=_add_neighbours
     ),
     **{
         f"{' and '.join(names)} of the {which} query head of a group, not the sum over the group": (
@@ -348,6 +400,7 @@ _CHANGES: Final = {
         for names in (("dk", "dv"), ("dk",), ("dv",))
         for which, index in (("first", 0), ("last", -1))
     },
+    "dQ uses K before its mean is subtracted": Change(hooks=_UnsmoothedK),
     "dS = P dP: delta is not subtracted": Change(hooks=_NoDelta),
     "delta uses o before it is rounded to 16 bits": Change(layout=_keep_o_in_float32),
     **{
@@ -356,9 +409,7 @@ _CHANGES: Final = {
     },
     "keys that no query attends to count in scales and means": Change(layout=_count_all_keys),
     **{
-        f"the codes of {tensors.replace(' ', ', ')} are truncated, not rounded": _by(
-            _truncate, tensors
-        )
+        f"the codes of {_names(tensors)} are truncated, not rounded": _by(_truncate, tensors)
         for tensors in ("q k v p do ds", "q k v do", "q k", "p ds", "q", "k", "v", "p", "do", "ds")
     },
     "dS is rounded to bfloat16 before anything else": _ds_in(torch.bfloat16),

@@ -29,7 +29,8 @@ class Failure:
     """By tensor: overwritten inputs, then o, dv, dq and dk. Empty if the kernel raised."""
     rounding: Mapping[str, float] = field(default_factory=dict[str, float])
     """By output, the RMS error of the emulator against float64: the error of the spec itself."""
-    site: Site | None = None  #: inferred from all failing cases; None if numbers are not at fault
+    site: Site | None = None
+    """Inferred from all failing cases; None if numbers are not at fault, or are not reproducible."""
     explanations: tuple[str, ...] = ()
     """Mistakes that reproduce the kernel's outputs in all `cases_explained` failing cases."""
     multiples: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -57,7 +57,7 @@ class Shrinking:
         if trials.is_here:
             symptom = min(first.symptoms, key=precedence)
             clear = min(_CLEAR_RATIO, max(o.ratio(symptom) for o in self.failing) / 2)
-            found = self._shrink(lambda outcome: outcome.ratio(symptom) >= clear)
+            found = self._shrink(lambda o: symptom in o.symptoms and o.ratio(symptom) >= clear)
             if trials.is_here:
                 outcome = first if found is None else trials(found)
                 if outcome.error is None:
@@ -126,10 +126,9 @@ class Shrinking:
         numeric = [o for o in (*self.failing, outcome) if o.is_numeric]
         site = None
         explained: list[tuple[FuzzCase, Mapping[str, Tensor]]] = []
-        if outcome.is_numeric:
+        if outcome.is_numeric and is_reproducible:
             site = infer([{name: o.ratio(name) for name in ORDER} for o in numeric])
-            if is_reproducible:
-                explained = self._compared(case, [o.case for o in numeric if o.case != case])
+            explained = self._compared(case, [o.case for o in numeric if o.case != case])
         return Failure(
             case=case,
             differences=outcome.differences,

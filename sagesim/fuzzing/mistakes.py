@@ -60,6 +60,7 @@ def mistakes(spec: AttentionSpec) -> Iterator[Mistake]:
         yield Mistake(words, spec, change)
     filled = _padded(spec.block_q, spec.block_k)
     yield Mistake("means count the zeros that fill the last block", spec, filled)
+    yield from _truncations(spec)
     tried = {spec}
     for words, changed in _other_specs(spec):
         if changed not in tried:
@@ -366,17 +367,28 @@ def _truncate(exact: Tensor, operand: Operand) -> Operand:
     return replace(operand, values=codes)
 
 
+def _truncations(spec: AttentionSpec) -> Iterator[Mistake]:
+    """Codes of some of the tensors that the spec rounds to INT8 are truncated."""
+    rounded = {
+        tensor
+        for site in SITES
+        if spec.site(site).precision is Precision.INT8
+        for tensor in OPERANDS[site]
+    }
+    groups = ("q k v p do ds", "q k v do", "q k", "p ds", "q", "k", "v", "p", "do", "ds")
+    distinct = dict.fromkeys(" ".join(x for x in group.split() if x in rounded) for group in groups)
+    for tensors in filter(None, distinct):
+        names = ", ".join({"do": "dO", "ds": "dS"}.get(x, x.upper()) for x in tensors.split())
+        words = f"the codes of {names} are truncated, not rounded"
+        yield Mistake(words, spec, _by(_truncate, tensors))
+
+
 def _in_dtype(dtype: torch.dtype, precision: Precision) -> Callable[[Tensor, Operand], Operand]:
     return lambda exact, operand: Operand(exact.to(dtype).to(exact.dtype), None, precision)
 
 
 def _by(rule: Callable[[Tensor, Operand], Operand], tensors: str) -> Change:
     return Change(hooks=lambda x, problem: _Replaced(x, problem, tensors, rule))
-
-
-def _names(tensors: str) -> str:
-    """The names of tensors as the documentation writes them."""
-    return ", ".join({"do": "dO", "ds": "dS"}.get(x, x.upper()) for x in tensors.split())
 
 
 _CHANGES: Final = {
@@ -408,10 +420,6 @@ _CHANGES: Final = {
         for names in (("dq", "dk"), ("dq",), ("dk",))
     },
     "keys that no query attends to count in scales and means": Change(layout=_count_all_keys),
-    **{
-        f"the codes of {_names(tensors)} are truncated, not rounded": _by(_truncate, tensors)
-        for tensors in ("q k v p do ds", "q k v do", "q k", "p ds", "q", "k", "v", "p", "do", "ds")
-    },
     "dS is rounded to bfloat16 before anything else": _ds_in(torch.bfloat16),
     "dS is rounded to float16 before anything else": _ds_in(torch.float16),
     "dS is in bfloat16": _by(_in_dtype(torch.bfloat16, Precision.BF16), "ds"),

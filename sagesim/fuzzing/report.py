@@ -30,7 +30,7 @@ class Failure:
     rounding: Mapping[str, float] = field(default_factory=dict[str, float])
     """By output, the RMS error of the emulator against float64: the error of the spec itself."""
     site: Site | None = None
-    """Inferred from all failing cases; None if numbers are not at fault, or are not reproducible."""
+    """Inferred from all failing cases; None if the numbers are not at fault or not reproducible."""
     explanations: tuple[str, ...] = ()
     """Mistakes that reproduce the kernel's outputs in all `cases_explained` failing cases."""
     multiples: Mapping[str, str] = field(default_factory=dict[str, str])

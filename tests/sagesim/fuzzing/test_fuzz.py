@@ -443,12 +443,12 @@ class TestDamagedProcesses:
         start = FreshProcesses._start
         monkeypatch.setattr(FreshProcesses, "_start", lambda x: starts.append(0) or start(x))
 
-        def run(name, **options):
+        def run(kernel_name, **options):
             import sticky_kernels
 
-            function = getattr(sticky_kernels, name)
+            function = getattr(sticky_kernels, kernel_name)
             report = sagesim.fuzz(
-                function, spec=FACTORED, cases=60, max_length=12, head_sizes=(16,), **options
+                function, spec=FACTORED, cases=60, max_length=9, head_sizes=(16,), **options
             )
             assert report.failure is not None and report.failing == 1
             assert report.failure.error is not None
@@ -478,7 +478,7 @@ class TestDamagedProcesses:
         assert failure.case.n_k > 6 and "\nfirst      q [" in str(report)
         assert "note       not shrunk: in a fresh process the call passes" in str(report)
 
-    def test_a_function_without_a_name_is_not_shrunk(self, fuzz):
+    def test_a_function_without_a_name_is_not_shrunk(self):
         damaged = []
 
         def sticky(q, k, v, **options):
@@ -682,6 +682,14 @@ class TestCommand:
         assert ran.returncode == 0, ran.stderr
         largest = {line.split()[0]: float(line.split()[1]) for line in ran.stdout.splitlines()}
         assert largest["o"] == largest["dk"] == largest["dv"] == 0 and largest["dq"] > 0
+
+    @pytest.mark.slow
+    def test_no_file_is_left_in_the_current_folder(self, here):
+        """Hypothesis takes the folder in which Python starts for its own."""
+        words = ["fuzz", "fuzzed_kernels:right", *NARROW]
+        code = f"from sagesim.cli import main; main({words})"
+        subprocess.run([sys.executable, "-B", "-c", code], check=True, cwd=here)
+        assert [path.name for path in here.iterdir()] == ["fuzzed_kernels.py"]
 
     @pytest.mark.parametrize(
         "argv, message",

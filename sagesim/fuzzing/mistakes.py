@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -10,18 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sagesim.emulator import (
-    CODE_MAX,
-    FlatProblem,
-    Hooks,
-    Operand,
-    Place,
-    SmoothedQK,
-    encode,
-    to_tiles,
-)
+from sagesim.emulator import FlatProblem, Hooks, Operand, Place, encode, to_tiles
 from sagesim.fuzzing.calls import Outputs
 from sagesim.fuzzing.changes import NO_CHANGE, Change
+from sagesim.fuzzing.misrounding import ds_in, in_dtype, rounded_by, truncated
 from sagesim.problem import AttentionProblem
 from sagesim.spec import (
     HALF_AWAY,
@@ -287,86 +279,6 @@ def _unscaled(*names: str) -> Change:
     return Change(outputs=divide)
 
 
-# --- rounding -----------------------------------------------------------------------------------
-
-
-class _Rounded(Hooks):
-    """Rounds dS to a dtype before anything else uses it."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def ds(self, place: Place, ds: Tensor, p: Tensor) -> Tensor:
-        return ds.to(self._dtype).to(ds.dtype)
-
-
-def _ds_in(dtype: torch.dtype) -> Change:
-    return Change(hooks=lambda x, problem: _Rounded(dtype))
-
-
-class _Replaced(Hooks):
-    """Rounds some operands by another rule than the spec's.
-
-    Args:
-        x, problem: the problem.
-        tensors: names of the operands.
-        rule: takes the operand before it was rounded, in tiles, and as the spec rounds it.
-    """
-
-    def __init__(
-        self,
-        x: FlatProblem,
-        problem: AttentionProblem,
-        tensors: str,
-        rule: Callable[[Tensor, Operand], Operand],
-    ) -> None:
-        self._x, self._do = x, x.flatten_queries(problem.gradient)
-        self._tensors, self._rule = tensors.split(), rule
-        self._maps: dict[str, Tensor] = {}
-
-    def map(self, name: str, place: Place, tiles: Tensor) -> Tensor:
-        self._maps[name] = tiles.clone()
-        return tiles
-
-    def ds(self, place: Place, ds: Tensor, p: Tensor) -> Tensor:
-        self._maps["ds"] = ds.clone()
-        return ds
-
-    def operand(self, site: str, tensor: str, place: Place, operand: Operand) -> Operand:
-        if tensor not in self._tensors:
-            return operand
-        return self._rule(self._exact(site, tensor, place, operand), operand)
-
-    def _exact(self, site: str, tensor: str, place: Place, operand: Operand) -> Tensor:
-        if tensor == "ds":
-            return self._maps["ds"]
-        if tensor == "p" and site == "dv":
-            return self._maps["p_recompute"]
-        if tensor == "p":
-            s = self._maps["s"]
-            largest = s.amax(-1, keepdim=True)
-            # With a scale per tile row, codes are relative to the maximum of the tile's row.
-            if operand.scale is None or operand.scale.shape[1:4] != s.shape[1:4]:
-                largest = largest.amax(-2, keepdim=True)
-            return (s - largest.masked_fill(largest.isinf(), 0.0)).exp()
-        if tensor in ("q", "k"):
-            smoothed = SmoothedQK.of(self._x, place.heads)
-            whole = smoothed.q if tensor == "q" else smoothed.k
-        else:
-            whole = (self._x.v if tensor == "v" else self._do)[place.heads]
-        return to_tiles(whole, operand.values.shape[2], whole.shape[-1])
-
-
-def _truncate(exact: Tensor, operand: Operand) -> Operand:
-    if operand.scale is None or operand.precision is not Precision.INT8:
-        return operand
-    shared = [axis for axis in range(1, exact.ndim) if operand.scale.shape[axis] == 1]
-    amax = exact.abs().amax(shared, keepdim=True)
-    inverse = torch.full_like(amax, CODE_MAX[Precision.INT8]) / amax
-    codes = (exact * inverse.masked_fill(inverse.isinf(), 0.0)).trunc()
-    return replace(operand, values=codes)
-
-
 def _truncations(spec: AttentionSpec) -> Iterator[Mistake]:
     """Codes of some of the tensors that the spec rounds to INT8 are truncated."""
     rounded = {
@@ -380,15 +292,7 @@ def _truncations(spec: AttentionSpec) -> Iterator[Mistake]:
     for tensors in filter(None, distinct):
         names = ", ".join({"do": "dO", "ds": "dS"}.get(x, x.upper()) for x in tensors.split())
         words = f"the codes of {names} are truncated, not rounded"
-        yield Mistake(words, spec, _by(_truncate, tensors))
-
-
-def _in_dtype(dtype: torch.dtype, precision: Precision) -> Callable[[Tensor, Operand], Operand]:
-    return lambda exact, operand: Operand(exact.to(dtype).to(exact.dtype), None, precision)
-
-
-def _by(rule: Callable[[Tensor, Operand], Operand], tensors: str) -> Change:
-    return Change(hooks=lambda x, problem: _Replaced(x, problem, tensors, rule))
+        yield Mistake(words, spec, rounded_by(truncated, tensors))
 
 
 _CHANGES: Final = {
@@ -420,8 +324,8 @@ _CHANGES: Final = {
         for names in (("dq", "dk"), ("dq",), ("dk",))
     },
     "keys that no query attends to count in scales and means": Change(layout=_count_all_keys),
-    "dS is rounded to bfloat16 before anything else": _ds_in(torch.bfloat16),
-    "dS is rounded to float16 before anything else": _ds_in(torch.float16),
-    "dS is in bfloat16": _by(_in_dtype(torch.bfloat16, Precision.BF16), "ds"),
-    "dS is in float16": _by(_in_dtype(torch.float16, Precision.FP16), "ds"),
+    "dS is rounded to bfloat16 before anything else": ds_in(torch.bfloat16),
+    "dS is rounded to float16 before anything else": ds_in(torch.float16),
+    "dS is in bfloat16": rounded_by(in_dtype(torch.bfloat16, Precision.BF16), "ds"),
+    "dS is in float16": rounded_by(in_dtype(torch.float16, Precision.FP16), "ds"),
 }

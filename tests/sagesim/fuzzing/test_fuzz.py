@@ -448,7 +448,7 @@ class TestDamagedProcesses:
 
             function = getattr(sticky_kernels, kernel_name)
             report = sagesim.fuzz(
-                function, spec=FACTORED, cases=60, max_length=9, head_sizes=(16,), **options
+                function, spec=FACTORED, cases=60, max_length=12, head_sizes=(16,), **options
             )
             assert report.failure is not None and report.failing == 1
             assert report.failure.error is not None

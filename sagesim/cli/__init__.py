@@ -36,7 +36,7 @@ _EXTRAS: Final = {
     "safetensors": "cli",
     "tokenizers": "pretrain",
     "transformers": "transformers",
-    "hypothesis": "fuzz",
+    "hypothesis": "cli",
 }
 """The extra of the distribution that installs each package."""
 

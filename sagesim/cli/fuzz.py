@@ -3,7 +3,8 @@
 The command draws calls with many shapes, masks, memory layouts and distributions of values. It runs
 your function and the emulator on each call, forward and backward. If o, dq, dk or dv differ by more
 than docs/numerics.md allows, it looks for the smallest such call. It prints the tensor, the size of
-the difference, the most likely product, and a program that reproduces the difference.
+the difference, the likely mistake or product, and a program that reproduces the difference. It also
+reports a function that raises, or that writes to q, k, v or dO.
 
 examples:
   sagesim fuzz my_kernels.attention:sage_attention --spec factored --device cuda
@@ -21,11 +22,14 @@ import argparse
 import importlib
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sagesim.cli.inputs import add_spec, parse_spec
 from sagesim.fuzzing import DTYPES, FEATURES, HEAD_SIZES
 from sagesim.terminal import Failure, progress
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
 HELP: Final = "test whether your own kernel computes what a spec says"
 
@@ -83,8 +87,16 @@ def run(args: argparse.Namespace) -> int:
 
     from sagesim.fuzzing import fuzz
 
-    with progress("comparing calls") as bar:
-        task = bar.add_task("", total=args.cases)
+    with progress("fuzzing") as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(phase: str) -> None:
+            if phase not in tasks:
+                tasks[phase] = bar.add_task(phase, total=None if tasks else args.cases)
+                if len(tasks) > 1:
+                    bar.console.print(f"{phase} ...")
+            bar.advance(tasks[phase])
+
         try:
             report = fuzz(
                 function,
@@ -97,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
                 max_length=args.max_length,
                 without=args.without,
                 name=args.function,
-                progress=lambda: bar.advance(task),
+                progress=show,
             )
         except ValueError as error:
             raise Failure(str(error)) from None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sagesim.fuzzing.calls import INPUTS, Outputs, call
 from sagesim.fuzzing.inputs import KINDS
 from sagesim.problem import AttentionProblem
 
@@ -29,8 +30,6 @@ sliced: a slice of a larger tensor of NaN; only the last axis is dense.
 expanded: dO only: one number with strides of 0, as the backward of a sum gives it.
 """
 
-TENSORS: Final = ("q", "k", "v", "do")
-
 FEATURES: Final = {
     "full": "calls without a causal mask",
     "causal": "is_causal=True",
@@ -44,15 +43,6 @@ FEATURES: Final = {
 
 HEAD_SIZES: Final = (16, 32, 64, 128, 40, 80, 96)
 """Powers of two first, because failures shrink to the first. Most kernels pad the other sizes."""
-
-
-class Outputs(NamedTuple):
-    """The results of a call: o and the gradients of q, k and v."""
-
-    o: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -147,21 +137,13 @@ class FuzzCase:
 
         Raises:
             Exception: what `attention` or its backward raises.
-            ValueError: if o has another shape than do.
+            ValueError: if it overwrites an input, if o is not a tensor like do that requires grad,
+                or if a gradient is missing.
         """
-        problem = self.problem(device)
-        *tensors, do = problem.qkvdo
-        leaves = [x.requires_grad_() for x in tensors]
-        o = attention(
-            *leaves,
-            is_causal=problem.is_causal,
-            scale=problem.scale,
-            enable_gqa=problem.enable_gqa,
-            **options,
-        )
-        if o.shape != do.shape:
-            raise ValueError(f"o has shape {tuple(o.shape)}, not {tuple(do.shape)}")
-        return Outputs(o.detach(), *torch.autograd.grad(o, leaves, do))
+        called = call(attention, self.problem(device), **options)
+        for tensor, problem in called.problems.items():
+            raise ValueError(f"{tensor}: {problem}")
+        return Outputs(**called.outputs)
 
     def describe(self) -> Iterator[str]:
         """The case in words: the shapes, then every field that is not the default."""
@@ -172,7 +154,7 @@ class FuzzCase:
             yield "causal"
         if self.scale is not None:
             yield f"scale {self.scale:g}"
-        for name, kind, gain in zip(TENSORS, self.kinds, self.gains, strict=True):
+        for name, kind, gain in zip(INPUTS, self.kinds, self.gains, strict=True):
             if name == "do" and self.do_layout == "expanded":
                 yield "do one number, expanded"
             elif kind != "gaussian" or gain:

@@ -1,95 +1,113 @@
-"""Diagnosis of wrong outputs: which matmul is wrong, and which mistakes would explain them.
+"""Diagnosis of wrong outputs: where the error may be, and which mistakes would explain them.
 
-A site is one of the seven matmuls of attention; `sagesim.SITES` lists their names.
+A site is one of the seven products of attention; `sagesim.SITES` lists their names.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from sagesim.fuzzing.cases import FuzzCase
+from sagesim.fuzzing.mistakes import Mistake, mistakes
 from sagesim.fuzzing.tolerance import ORDER, Contract
-from sagesim.spec import (
-    HALF_AWAY,
-    HALF_EVEN,
-    OPERANDS,
-    PRESETS,
-    SITES,
-    AttentionSpec,
-    Delta,
-    Granularity,
-    Precision,
-    Smoothing,
-    with_precision,
-)
+from sagesim.spec import AttentionSpec
 
-_WORDS: Final = {
-    "qk": "S = QKᵀ, its scale, mask, smoothing or softmax",
-    "pv": "O = PV, or the division of O by the row sum",
-    "qk_recompute": "S = QKᵀ in the backward, or the L that is subtracted from it",
-    "dv": "dV = Pᵀ dO, or the sum over a group of heads",
-    "dp": "dP = dO Vᵀ, or delta, or the P in dS = P (dP - delta)",
-    "dq": "dQ = dS K",
-    "dk": "dK = dSᵀ Q",
-}
+_SMALL: Final = 10.0
+"""If an output differs by less than this factor of what is allowed, the same error may be hidden in
+the allowed difference of another output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The site that computes the first wrong intermediate, inferred from the outputs."""
+    """Where the first wrong intermediate may be computed, inferred from the outputs."""
 
-    name: str  #: one of `sagesim.SITES`
-    reason: str  #: which outputs differ, and why they imply this site
-
-    @property
-    def words(self) -> str:
-        """The computations that belong to the site."""
-        return _WORDS[self.name]
+    names: tuple[str, ...]  #: of `sagesim.SITES`; several if the outputs do not tell them apart
+    words: str  #: the computations that may be wrong
+    reason: str  #: which outputs differ, and why they imply this
 
 
-def infer(outside: Mapping[str, int]) -> Site:
-    """Infer the site whose error reaches exactly these outputs.
+def infer(failing: Sequence[Mapping[str, float]]) -> Site:
+    """Infer where the error is that reaches exactly these outputs, if there is only one.
 
     O depends on qk and pv. dV depends on dv and on P, which depends on qk_recompute and, through L,
     on qk. dQ and dK depend on all sites except each other's and dv.
 
     Args:
-        outside: number of cases in which each output is outside the contract. All failing cases
-            are counted, because in a small case an error may be invisible in some outputs.
+        failing: for each failing case, `Difference.ratio` of each output. All cases are needed,
+            because in a small case an error may be invisible in some outputs.
     """
-    o, dv, dq, dk = (outside.get(name, 0) > 0 for name in ("o", "dv", "dq", "dk"))
+    worst = {name: max(case[name] for case in failing) for name in ("o", "dv", "dq", "dk")}
+    o, dv, dq, dk = (ratio > 1 for ratio in worst.values())
     match o, dv, dq, dk:
         case True, True, _, _:
-            return Site("qk", "o and dv differ, and P is all that they share")
+            return Site(
+                ("qk",),
+                "S = QKᵀ, its scale, mask, smoothing or softmax, or which heads are read",
+                "o and dv, which share only P, differ in some of the failing cases",
+            )
+        case True, False, False, False:
+            return Site(
+                ("pv",),
+                "O = PV, or the division of O by the row sum",
+                "only o differs; dv, which uses the same P, is right in every case",
+            )
         case True, False, _, _:
-            return Site("pv", "o differs; dv, which uses the same P, does not")
+            return Site(
+                ("pv", "dp"),
+                "O = PV, the division of O by the row sum, or V, which dP = dO Vᵀ reads as well",
+                "dv, which uses the same P, is right in every case; o differs, and dq or dk, "
+                "which use o in delta, and V in dP",
+            )
         case False, True, True, _:
-            return Site("qk_recompute", "o is right; dv and dq, which share P, differ")
+            return Site(
+                ("qk_recompute",),
+                "S = QKᵀ in the backward, the L that is subtracted from it, or dO",
+                "dv and dq, which share P and dO, differ; o is right in every case",
+            )
         case False, True, False, True:
-            return Site("dv", "o and dq are right; dv and dk, sums over queries, differ")
+            return Site(
+                ("dv", "dk"),
+                "dV = Pᵀ dO and dK = dSᵀ Q: their sums over queries or over a group of heads",
+                "dv and dk, the sums over queries, differ; o and dq are right in every case",
+            )
         case False, True, False, False:
-            return Site("dv", "only dv differs")
+            return Site(("dv",), "dV = Pᵀ dO", "only dv differs, in every case")
         case False, False, True, True:
-            return Site("dp", "o and dv are right, and so is P; dq and dk, which share dS, differ")
-        case False, False, True, False:
-            return Site("dq", "only dq differs; dk, which uses the same dS, does not")
+            return Site(
+                ("dp", "dq", "dk"),
+                "dP = dO Vᵀ, delta, dS = P (dP - delta), or the rounding of dS",
+                "dq and dk, which share dS, differ; o and dv are right in every case",
+            )
         case _:
-            return Site("dk", "only dk differs; dq, which uses the same dS, does not")
+            return _one_gradient("dq" if dq else "dk", max(worst.values()))
 
 
-def factor(kernel: Tensor | None, emulator: Tensor) -> float | None:
+def _one_gradient(name: str, ratio: float) -> Site:
+    """The site if only dq or only dk differs."""
+    other = "dk" if name == "dq" else "dq"
+    words = "dQ = dS K" if name == "dq" else "dK = dSᵀ Q"
+    words += f", or the rounding of dS for {name}"
+    reason = f"only {name} differs, in every case"
+    if ratio >= _SMALL:
+        return Site((name,), words, reason)
+    return Site(
+        (name, "dp"),
+        f"{words}; or dS itself, delta or dP",
+        f"{reason}; the difference is so small that {other} may hide it",
+    )
+
+
+def factor(kernel: Tensor, emulator: Tensor) -> float | None:
     """The constant factor between the kernel's tensor and the emulator's, both to within 2%.
 
     None if the tensors are not proportional, or if the factor is 1.
     """
-    if kernel is None or kernel.shape != emulator.shape:
-        return None
     a, b = kernel.double().flatten(), emulator.double().flatten()
     norm = float(b @ b)
     if norm == 0 or not math.isfinite(norm) or not bool(a.isfinite().all()):
@@ -100,58 +118,13 @@ def factor(kernel: Tensor | None, emulator: Tensor) -> float | None:
     return c
 
 
-@dataclass(frozen=True, slots=True)
-class Mistake:
-    """A likely mistake of a kernel, as the spec and case that the kernel would compute instead."""
-
-    words: str
-    spec: AttentionSpec
-    case: Callable[[FuzzCase], FuzzCase] = lambda case: case
-
-
-def mistakes(spec: AttentionSpec) -> Iterator[Mistake]:
-    """Mistakes that an implementation of `spec` may contain, the most likely first."""
-    for name, preset in PRESETS.items():
-        blocks = {"block_q": spec.block_q, "block_k": spec.block_k}
-        yield Mistake(f"another spec: {name!r}", replace(preset, **blocks))
-    yield Mistake("no causal mask", spec, lambda case: replace(case, is_causal=False))
-    yield Mistake("the logits are not scaled", spec, lambda case: replace(case, scale=1.0))
-    yield Mistake("the scale argument is ignored", spec, lambda case: replace(case, scale=None))
-    yield Mistake("1/sqrt of the head size padded to a power of two", spec, _padded_scale)
-    smoothing = spec.smoothing
-    for q, k in ((smoothing.q, not smoothing.k), (not smoothing.q, smoothing.k)):
-        yield _other("smoothing", replace(spec, smoothing=Smoothing(q=q, k=k)))
-    for rounding in (HALF_EVEN, HALF_AWAY):
-        yield _other("rounding", replace(spec, rounding=rounding))
-    other = Delta.FROM_P if spec.delta is Delta.FROM_O else Delta.FROM_O
-    yield _other("delta", replace(spec, delta=other))
-    for block_q, block_k in (
-        (spec.block_k, spec.block_q),
-        *((spec.block_q, size) for size in (16, 32, 64, 128)),
-        *((size, spec.block_k) for size in (16, 32, 64, 128)),
-        *((size, size) for size in (16, 32, 64, 128)),
-    ):
-        yield _other("blocks", replace(spec, block_q=block_q, block_k=block_k))
-    for site in SITES:
-        for precision in (Precision.INT8, Precision.INPUT16, Precision.FP32):
-            yield _other("precision", with_precision(spec, precision, site))
-    for site in SITES:
-        matmul = spec.site(site)
-        if not matmul.precision.is_scaled:
-            continue
-        for side, tensor in zip(("lhs", "rhs"), OPERANDS[site], strict=True):
-            for how in Granularity:
-                if how.is_map == (tensor in ("p", "ds")):
-                    changed = replace(matmul, **{side: how})
-                    yield _other(f"scales of {tensor}", replace(spec, **{site: changed}))
-
-
 def explanations(
     spec: AttentionSpec,
-    failing: Sequence[tuple[FuzzCase, Mapping[str, Tensor | None]]],
+    failing: Sequence[tuple[FuzzCase, Mapping[str, Tensor]]],
     device: str | torch.device,
     *,
     at_most: int = 3,
+    progress: Callable[[], None] = lambda: None,
 ) -> tuple[str, ...]:
     """Find the mistakes that reproduce the kernel's outputs in every failing case.
 
@@ -161,40 +134,53 @@ def explanations(
         device: the device to compute on.
         at_most: largest number of explanations. More would only show that the cases do not
             distinguish between mistakes.
+        progress: called after each mistake.
 
     Returns:
-        explanations in words: outputs that are a multiple of the emulator's, then `mistakes`.
+        the mistakes in words.
     """
     found: list[str] = []
+    before = [_worst(Contract(case, spec, device), outputs) for case, outputs in failing]
+
+    def reproduces(mistake: Mistake) -> bool:
+        for (case, outputs), (name, error) in zip(failing, before, strict=True):
+            contract = Contract(case, mistake.spec, device, mistake.change)
+            # Comparing is slow, and cannot succeed if the mistake brings the emulator no closer.
+            if not contract.rms_error(name, outputs[name]) < error:
+                return False
+            if any(d.is_outside for d in contract.compare(outputs).values()):
+                return False
+        return True
+
+    for mistake in mistakes(spec) if failing else ():
+        progress()
+        if reproduces(mistake):
+            found.append(mistake.words)
+        if len(found) == at_most:
+            break
+    return tuple(found)
+
+
+def _worst(contract: Contract, outputs: Mapping[str, Tensor]) -> tuple[str, float]:
+    """The output that differs most, and its RMS difference from the emulator's."""
+    differences = contract.compare(outputs)
+    name = max(differences, key=lambda name: differences[name].ratio)
+    return name, contract.rms_error(name, outputs[name])
+
+
+def multiples(
+    spec: AttentionSpec,
+    failing: Sequence[tuple[FuzzCase, Mapping[str, Tensor]]],
+    device: str | torch.device,
+) -> dict[str, str]:
+    """The outputs that are a multiple of the emulator's in every failing case, and the factors."""
     contracts = [Contract(case, spec, device) for case, _ in failing]
-    for name in ORDER:
+    found: dict[str, str] = {}
+    for name in ORDER if failing else ():
         factors = {
             factor(out[name], getattr(contract.emulator, name))
             for contract, (_, out) in zip(contracts, failing, strict=True)
         }
         if None not in factors:
-            words = " or ".join(sorted({f"{c:.3g}" for c in factors}))
-            found.append(f"{name} is the emulator's times {words}")
-    for mistake in mistakes(spec):
-        if len(found) == at_most:
-            break
-        changed = [(mistake.case(case), case, outputs) for case, outputs in failing]
-        if mistake.spec == spec and all(new == case for new, case, _ in changed):
-            continue
-        if all(_agrees(Contract(new, mistake.spec, device), out) for new, _, out in changed):
-            found.append(mistake.words)
-    return tuple(found)
-
-
-def _agrees(contract: Contract, outputs: Mapping[str, Tensor | None]) -> bool:
-    return not any(d.is_outside for d in contract.compare(outputs).values())
-
-
-def _other(what: str, spec: AttentionSpec) -> Mistake:
-    return Mistake(f"other {what}: {spec.label()!r}", spec)
-
-
-def _padded_scale(case: FuzzCase) -> FuzzCase:
-    if case.scale is not None:
-        return case
-    return replace(case, scale=(1 << (case.d - 1).bit_length()) ** -0.5)
+            found[name] = " or ".join(sorted({f"{c:.3g}" for c in factors}))
+    return found

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import tempfile
+from collections.abc import Callable, Generator
 from typing import Any, Final, TypeVar
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity, settings
+from hypothesis.configuration import set_hypothesis_home_dir, storage_directory
 from hypothesis.errors import Flaky
 from hypothesis.strategies import SearchStrategy
 
@@ -63,7 +66,24 @@ def find(
             raise _Found
 
     try:
-        search()
+        with _temporary_home():
+            search()
     except (_Found, Flaky):
         return found[-1]
     return None
+
+
+@contextlib.contextmanager
+def _temporary_home() -> Generator[None]:
+    """Let Hypothesis cache the constants of the loaded code in a folder that is then deleted.
+
+    It writes this cache even without a database, by default to `.hypothesis` in the folder in which
+    the program started.
+    """
+    before = storage_directory(intent_to_write=False).home_directory
+    with tempfile.TemporaryDirectory() as home:
+        set_hypothesis_home_dir(home)
+        try:
+            yield
+        finally:
+            set_hypothesis_home_dir(before)

@@ -14,6 +14,7 @@ Scales and codes of Q, K, V and dO must be equal bit for bit, so they get no noi
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -27,10 +28,9 @@ from sagesim.emulator import (
     Operand,
     Place,
     SmoothedQK,
-    Trace,
     to_tiles,
 )
-from sagesim.fuzzing.cases import Outputs
+from sagesim.fuzzing.calls import Outputs
 from sagesim.spec import Delta, Precision
 
 U: Final = 2.0**-24
@@ -79,29 +79,34 @@ class Float32Errors:
     Each is the sum of the absolute values of the terms, times `over_tokens` or `over_channels`.
     Maps are [Z, n_q, n_k].
 
+    Args:
+        x: the problem.
+        do, o: in the caller's shapes.
+        lse: [Z, n_q], of the logits before smoothing.
+        maps: "p", "p_recompute", "dp" and "ds".
+
     outputs: the errors of o, dq, dk and dv, in the caller's shapes.
     """
 
-    def __init__(self, x: FlatProblem, do: Tensor, t: Trace) -> None:
-        def flat(y: Tensor) -> Tensor:
-            return y.reshape(x.q.shape[0], *y.shape[len(x.heads) :]).to(x.q.dtype)
-
+    def __init__(
+        self, x: FlatProblem, do: Tensor, o: Tensor, lse: Tensor, maps: Mapping[str, Tensor]
+    ) -> None:
         smoothed = SmoothedQK.of(x, slice(None))
         q, k, v = smoothed.q.abs(), smoothed.k.abs(), x.v.abs()
         if smoothed.q_mean is not None:
             q = q + (x.q - smoothed.q).abs()
         self.tokens = {"q": q, "k": k, "v": v, "do": x.flatten_queries(do).abs()}
-        p, p_recompute, ds = flat(t.p), flat(t.p_recompute), flat(t.ds).abs()
+        p, p_recompute, ds = maps["p"], maps["p_recompute"], maps["ds"].abs()
         scale, channels = abs(x.scale), over_channels(x.q.shape[-1])
         self.s = (q @ k.mT) * (scale * channels)
         self.dp = (self.tokens["do"] @ v.mT) * channels
-        self.lse = flat(t.lse).masked_fill(flat(t.lse).isinf(), 0.0).abs()
+        self.lse = lse.masked_fill(lse.isinf(), 0.0).abs()
         if smoothed.shift is not None:
             self.lse = self.lse + smoothed.shift.abs()
         if x.spec.delta is Delta.FROM_O:
-            self.delta = (self.tokens["do"] * x.flatten_queries(t.o).abs()).sum(-1) * channels
+            self.delta = (self.tokens["do"] * x.flatten_queries(o).abs()).sum(-1) * channels
         else:
-            self.delta = (p_recompute * flat(t.dp).abs()).sum(-1) * over_tokens(x.grid.n_k)
+            self.delta = (p_recompute * maps["dp"].abs()).sum(-1) * over_tokens(x.grid.n_k)
         self.o = (p @ v) * over_tokens(x.grid.n_k)
         # The last bits of K's mean may differ too, so K before smoothing bounds the error of dQ.
         k_whole = k + (x.k - smoothed.k).abs()

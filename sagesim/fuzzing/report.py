@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from sagesim.fuzzing.calls import INPUTS
 from sagesim.fuzzing.cases import FuzzCase
 from sagesim.fuzzing.diagnosis import Site
 from sagesim.fuzzing.tolerance import ORDER, Difference
@@ -25,19 +26,24 @@ class Failure:
     case: FuzzCase
     error: str | None = None  #: type and message of the exception, if the kernel raised one
     differences: Mapping[str, Difference] = field(default_factory=dict[str, Difference])
-    """By output: o, dv, dq and dk. Empty if the kernel raised an exception."""
+    """By tensor: overwritten inputs, then o, dv, dq and dk. Empty if the kernel raised."""
     rounding: Mapping[str, float] = field(default_factory=dict[str, float])
     """By output, the RMS error of the emulator against float64: the error of the spec itself."""
-    site: Site | None = None  #: inferred from all failing cases
+    site: Site | None = None
+    """Inferred from all failing cases; None if the numbers are not at fault or not reproducible."""
     explanations: tuple[str, ...] = ()
     """Mistakes that reproduce the kernel's outputs in all `cases_explained` failing cases."""
+    multiples: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The outputs that are a multiple of the emulator's in these cases, and the factors."""
     cases_explained: int = 0
+    is_shrunk: bool = True  #: False if `case` is the first failing case, not the smallest
+    note: str = ""  #: on exceptions: how the case was shrunk, or why it was not
     is_reproducible: bool  #: False if the case passed when it was run again
     snippet: str  #: a program that reproduces the failure
 
     @property
     def tensor(self) -> str | None:
-        """The first output, in the order of computation, that is outside the contract."""
+        """The first overwritten input, or the first output that is outside the contract."""
         outside = [name for name, d in self.differences.items() if d.is_outside]
         return outside[0] if outside else None
 
@@ -52,7 +58,8 @@ class FuzzReport:
     seed: int
     cases: int  #: number of different cases, without those of the shrinking
     failing: int  #: number of failing cases among them
-    outside: Mapping[str, int]  #: number of cases in which each output was outside
+    outside: Mapping[str, int]
+    """Number of cases in which each input was overwritten and each output was outside."""
     failure: Failure | None
 
     def __str__(self) -> str:
@@ -65,17 +72,19 @@ class FuzzReport:
             yield f"{self.function} agrees with the emulator under {label!r}"
             yield f"{where}: o, dv, dq and dk within the contract"
             return
-        verb = "raises" if failure.error else "differs from the emulator"
-        yield f"{self.function} {verb} under {label!r}"
+        yield f"{self.function} {_verb(failure)} under {label!r}"
         counts = ", ".join(f"{name} in {n}" for name, n in self.outside.items() if n)
         yield f"{where}: {self.failing} failed{f', {counts}' if counts else ''}"
         yield ""
-        yield _entry("smallest", ", ".join(failure.case.describe()))
+        which = "smallest" if failure.is_shrunk else "first"
+        yield _entry(which, ", ".join(failure.case.describe()))
         if failure.error is not None:
-            yield _entry("raised", failure.error)
+            yield _entry("raised", failure.error.splitlines()[0])
         else:
             yield from _found(failure)
-        if not failure.is_reproducible:
+        if failure.note:
+            yield _entry("note", failure.note)
+        elif not failure.is_reproducible:
             yield _entry("flaky", "the case passed when it was run again: the kernel's results")
             yield _entry("", "change from run to run")
         yield ""
@@ -84,40 +93,59 @@ class FuzzReport:
         yield from ("    " + line if line else "" for line in failure.snippet.splitlines())
 
 
+def _verb(failure: Failure) -> str:
+    if failure.error is not None:
+        return "raises"
+    if failure.tensor in INPUTS:
+        return "overwrites its inputs"
+    return "differs from the emulator"
+
+
 def _found(failure: Failure) -> Iterator[str]:
-    """The first difference, the table of all outputs, the site and the explanations."""
+    """What is wrong first, the table of all outputs, and what explains it."""
     if failure.tensor is not None:
         first = failure.differences[failure.tensor]
         if first.problem:
-            yield _entry("first", f"{first.tensor}: {first.problem}")
+            yield _entry("wrong", f"{first.tensor}: {first.problem}")
         else:
             place = ", ".join(map(str, first.worst))
             yield _entry(
-                "first",
+                "wrong",
                 f"{first.tensor}[{place}] is {first.kernel:.6g}, the emulator's "
                 f"{first.emulator:.6g}",
             )
     yield ""
+    yield from _table(failure)
+    yield ""
+    plural = "s" if failure.cases_explained > 1 else ""
+    compared = f"{failure.cases_explained} failing case{plural}"
+    if failure.explanations:
+        for number, words in enumerate(failure.explanations):
+            yield _entry("or" if number else "looks like", words)
+        each = "each of these" if len(failure.explanations) > 1 else "this"
+        yield _entry("", f"({each} reproduces the kernel in {compared})")
+    elif failure.site is not None:
+        yield _entry("inferred", f"{' or '.join(failure.site.names)}: {failure.site.words}")
+        yield _entry("", f"because {failure.site.reason}")
+        for name, factors in failure.multiples.items():
+            yield _entry("", f"{name} is the emulator's times {factors} in {compared}")
+
+
+def _table(failure: Failure) -> Iterator[str]:
+    """The differences of all outputs."""
     found, allowed, ratio, rounding = _HEADER
     yield f"{'':{_LABEL}}{'':8}{found:>12}{allowed:>12}{ratio:>10}{rounding:>13}"
     for name in ORDER:
-        d = failure.differences[name]
-        mark = "<- out" if d.is_outside else ""
-        if d.problem:
-            yield f"{'':{_LABEL}}{name:3}{'':53}{mark}"
+        d = failure.differences.get(name)
+        if d is None or d.problem:
+            mark = "" if d is None else "<- out"
+            yield f"{'':{_LABEL}}{name:3}{'not compared':53}{mark}".rstrip()
             continue
         numbers = (
             f"{d.found:>12.2e}{d.allowed:>12.2e}{d.ratio:>10.3g}{failure.rounding[name]:>13.2e}"
         )
+        mark = "<- out" if d.is_outside else ""
         yield f"{'':{_LABEL}}{name:3}{d.measure:5}{numbers}  {mark}".rstrip()
-    yield ""
-    if failure.site is not None:
-        yield _entry("inferred", f"{failure.site.name}: {failure.site.words}")
-        yield _entry("", f"because {failure.site.reason}")
-    for number, words in enumerate(failure.explanations):
-        yield _entry("" if number else "looks like", words)
-    if failure.explanations:
-        yield _entry("", f"(this reproduces the kernel in {failure.cases_explained} failing cases)")
 
 
 def _entry(label: str, text: str) -> str:

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from sagesim.fuzzing.calls import INPUTS
 from sagesim.fuzzing.cases import DTYPES, FEATURES, HEAD_SIZES, FuzzCase
-from sagesim.fuzzing.diagnosis import explanations, infer
-from sagesim.fuzzing.report import Failure, FuzzReport, snippet
-from sagesim.fuzzing.tolerance import ORDER, Contract, Difference
+from sagesim.fuzzing.judge import Outcome
+from sagesim.fuzzing.report import FuzzReport
+from sagesim.fuzzing.shrinking import Shrinking
+from sagesim.fuzzing.tolerance import ORDER
+from sagesim.fuzzing.trials import Trials
 from sagesim.problem import check_spec
 from sagesim.spec import AttentionSpec
 
 ENOUGH: Final = 20
 """The search stops after this many failing cases. They show which outputs a bug reaches."""
 
-_CLEAR_RATIO: Final = 2.0
-"""Factor by which the difference in the smallest case must exceed the allowed difference.
-
-If half of the largest factor in the failing cases is less than this, that half is used instead. A
-case that exceeds the allowed difference only slightly would not be convincing.
-"""
-
-_CASES_EXPLAINED: Final = 4
-"""Number of failing cases that an explanation must reproduce."""
+SEARCH: Final = "comparing calls"
+"""The first phase; see also `sagesim.fuzzing.shrinking`."""
 
 
 def fuzz(
@@ -44,12 +38,18 @@ def fuzz(
     max_length: int | None = None,
     without: Collection[str] = (),
     name: str | None = None,
-    progress: Callable[[], None] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> FuzzReport:
     """Search for a call on which `attention_fn` does not compute what `spec` says.
 
     Hypothesis draws calls with many shapes, masks, layouts and kinds of numbers. o, dq, dk and dv
-    are compared with the emulator's, and a failing case is shrunk to the smallest that fails.
+    are compared with the emulator's, and a failing case is shrunk to the smallest that fails. A
+    kernel must not write to q, k, v, dO or the memory around them.
+
+    If an exception leaves this process in a state in which every call raises, as an illegal memory
+    access on a GPU does, the search stops, and the failing case is shrunk in processes of their
+    own. They import the function by its name; without one, the case is not shrunk.
+
     `sagesim.fuzzing.tolerance` defines which differences are allowed. Equal arguments give equal
     cases.
 
@@ -69,7 +69,7 @@ def fuzz(
             (n_q different from n_k), tails, gqa, scale, strides.
         name: "package.module:function", for the report. By default it is taken from the function's
             own module and name.
-        progress: called after each case.
+        progress: called with the name of the phase after each case, and when shrinking starts.
 
     Returns:
         a report; `report.failure` is None if no case failed.
@@ -115,30 +115,26 @@ def fuzz(
         longest=max_length,
         without=without,
     )
-    device_ = torch.device(device)
-    judge = _Judge(attention_fn, spec, device_)
-    seen: dict[FuzzCase, _Outcome] = {}
-
-    def is_last(case: FuzzCase) -> bool:
-        seen[case] = judge(case)
-        if progress is not None:
-            progress()
-        return sum(bool(outcome.symptoms) for outcome in seen.values()) >= ENOUGH
-
-    find(strategy, is_last, cases=cases, seed=seed)
-    failing = [outcome for outcome in seen.values() if outcome.symptoms]
     importable = name or _import_name(attention_fn)
-    failure = None
-    if failing:
-        symptom = min((s for outcome in failing for s in outcome.symptoms), key=_precedence)
-        clear = min(_CLEAR_RATIO, max(outcome.ratio(symptom) for outcome in failing) / 2)
+    tell = progress or _ignore
+    seen: dict[FuzzCase, Outcome] = {}
+    with Trials(attention_fn, spec, torch.device(device), importable) as trials:
 
-        def shows(case: FuzzCase) -> bool:
-            outcome = judge(case)
-            return symptom in outcome.symptoms and outcome.ratio(symptom) >= clear
+        def is_last(case: FuzzCase) -> bool:
+            if case not in seen:  # Hypothesis runs the last case again
+                seen[case] = trials(case)
+                tell(SEARCH)
+            return not trials.is_here or sum(bool(o.symptoms) for o in seen.values()) >= ENOUGH
 
-        smallest = find(strategy, shows, cases=cases, seed=seed, shrink=True)
-        failure = _describe(judge, failing, symptom, smallest, importable)
+        find(strategy, is_last, cases=cases, seed=seed)
+        failing = [outcome for outcome in seen.values() if outcome.symptoms]
+        failure = None
+        if failing:
+
+            def smallest(shows: Callable[[FuzzCase], bool]) -> FuzzCase | None:
+                return find(strategy, shows, cases=cases, seed=seed, shrink=True)
+
+            failure = Shrinking(trials, failing, smallest, importable, tell).run()
     return FuzzReport(
         function=importable or "the function",
         spec=spec,
@@ -146,101 +142,13 @@ def fuzz(
         seed=seed,
         cases=len(seen),
         failing=len(failing),
-        outside={t: sum(t in outcome.symptoms for outcome in failing) for t in ORDER},
+        outside={t: sum(t in o.symptoms for o in failing) for t in (*INPUTS, *ORDER)},
         failure=failure,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """The result of running a case."""
-
-    case: FuzzCase
-    symptoms: frozenset[str]  #: the outputs outside the contract, or the type of the exception
-    error: str | None = None
-    differences: Mapping[str, Difference] = field(default_factory=dict[str, Difference])
-
-    def ratio(self, symptom: str) -> float:
-        """`Difference.ratio` of an output; infinite for an exception, 0 without the symptom."""
-        if symptom in self.differences:
-            return self.differences[symptom].ratio
-        return math.inf if symptom in self.symptoms else 0.0
-
-
-class _Judge:
-    """Runs cases and caches their outcomes."""
-
-    def __init__(
-        self, attention_fn: Callable[..., Tensor], spec: AttentionSpec, device: torch.device
-    ) -> None:
-        self.attention_fn, self.spec, self.device = attention_fn, spec, device
-        self._cache: dict[FuzzCase, _Outcome] = {}
-
-    def __call__(self, case: FuzzCase) -> _Outcome:
-        if case not in self._cache:
-            self._cache[case] = self.run(case)
-        return self._cache[case]
-
-    def outputs(self, case: FuzzCase) -> dict[str, Tensor | None]:
-        """The kernel's outputs by name."""
-        outputs = case.run(self.attention_fn, self.device)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # raises the errors of asynchronous launches
-        return dict(outputs._asdict())
-
-    def run(self, case: FuzzCase) -> _Outcome:
-        """Run a case, without the cache."""
-        try:
-            outputs = self.outputs(case)
-        except Exception as error:  # any exception of the kernel is a failure to report
-            words = f"{type(error).__name__}: {error}"
-            return _Outcome(case, frozenset({type(error).__name__}), error=words)
-        differences = Contract(case, self.spec, self.device).compare(outputs)
-        outside = frozenset(name for name, d in differences.items() if d.is_outside)
-        return _Outcome(case, outside, differences=differences)
-
-
-def _precedence(symptom: str) -> tuple[int, str]:
-    """Sort key: exceptions first, then outputs in the order of computation."""
-    return (ORDER.index(symptom), "") if symptom in ORDER else (-1, symptom)
-
-
-def _describe(
-    judge: _Judge,
-    failing: Sequence[_Outcome],
-    symptom: str,
-    smallest: FuzzCase | None,
-    function: str | None,
-) -> Failure:
-    """Diagnose the failing cases.
-
-    smallest: a case that shows the symptom; None if shrinking found none.
-    """
-    first = next(outcome for outcome in failing if symptom in outcome.symptoms)
-    outcome = first if smallest is None else judge(smallest)
-    case, spec, device = outcome.case, judge.spec, judge.device
-    is_reproducible = symptom in judge.run(case).symptoms
-    text = snippet(case, function, spec, str(device))
-    if outcome.error is not None:
-        return Failure(
-            case=case, error=outcome.error, is_reproducible=is_reproducible, snippet=text
-        )
-    contract = Contract(case, spec, device)
-    counts = {t: sum(t in o.symptoms for o in (*failing, outcome)) for t in ORDER}
-    # The smallest case rejects most explanations fast; the largest cases distinguish the rest.
-    compared = [o.case for o in failing if o.differences]
-    compared.sort(key=lambda c: c.batch * c.heads * c.n_q * c.n_k, reverse=True)
-    explained = [(c, judge.outputs(c)) for c in [case, *compared[: _CASES_EXPLAINED - 1]]]
-    return Failure(
-        case=case,
-        differences=outcome.differences,
-        rounding={name: contract.rounding(name) for name in ORDER},
-        site=infer(counts),
-        explanations=explanations(spec, explained, device) if is_reproducible else (),
-        cases_explained=len(explained),
-        is_reproducible=is_reproducible,
-        snippet=text,
-    )
+def _ignore(phase: str) -> None:
+    """The progress callback if none is given."""
 
 
 def _import_name(function: object) -> str | None:

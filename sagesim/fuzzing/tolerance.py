@@ -23,13 +23,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sagesim.emulator import exact, flatten, plain_float32, run, trace
-from sagesim.fuzzing.cases import FuzzCase, Outputs
+from sagesim.emulator import Hooks, Recorder, exact, flatten, plain_float32, run
+from sagesim.fuzzing.calls import Outputs
+from sagesim.fuzzing.cases import FuzzCase
+from sagesim.fuzzing.changes import NO_CHANGE, Both, Change
 from sagesim.fuzzing.noise import AllowedNoise, Float32Errors
 from sagesim.spec import AttentionSpec
 
 ORDER: Final = ("o", "dv", "dq", "dk")
 """The outputs in the order in which they are computed."""
+
+_MAPS: Final = ("s", "p_recompute", "dp", "ds")
 
 RUNS: Final = 4
 """Number of runs with noise: two with independent signs, two with one sign per map."""
@@ -41,10 +45,13 @@ another random draw and may be larger than those, because a few codes can domina
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The difference of one output from the emulator's."""
+    """The difference of one output from the emulator's, or what is wrong with a tensor.
 
-    tensor: str
-    problem: str = ""  #: a wrong shape, dtype or device, or a missing gradient
+    A tensor with a `problem` is not compared.
+    """
+
+    tensor: str  #: an output, or an input that the kernel overwrote
+    problem: str = ""  #: an input that was overwritten, an invalid o, or a missing gradient
     measure: str = "max"  #: "max" or "rms", whichever has the larger ratio
     found: float = math.inf  #: |kernel - emulator|: at `worst`, or its root mean square
     allowed: float = 0.0  #: the largest allowed value of `found`
@@ -66,32 +73,49 @@ class Difference:
 
 
 class Contract:
-    """The emulator's outputs for a case, and the allowed differences from them."""
+    """The emulator's outputs for a case, and the allowed differences from them.
 
-    def __init__(self, case: FuzzCase, spec: AttentionSpec, device: str | torch.device) -> None:
-        self._problem = case.problem(device)
-        self._x = flatten(self._problem, spec)
-        t = trace(self._problem, spec=spec)
-        self.emulator = Outputs(t.o, t.dq, t.dk, t.dv)
-        with plain_float32(self._problem.q.device.type):
-            self._errors = Float32Errors(self._x, self._problem.gradient, t)
+    change: a change of the emulator; the contract is then that of a kernel with this change.
+    """
+
+    def __init__(
+        self,
+        case: FuzzCase,
+        spec: AttentionSpec,
+        device: str | torch.device,
+        change: Change = NO_CHANGE,
+    ) -> None:
+        self._original, self._change = case.problem(device), change
+        self._problem = change.problem(self._original)
+        self._x = change.layout(flatten(self._problem, spec), self._problem)
+        self._do = self._problem.gradient.to(self._x.dtype)
+        recorder = Recorder(self._x, maps=frozenset(_MAPS), operands=False)
+        passes = run(self._x, self._do, Both(self._hooks(), recorder))
+        self.emulator = self._finish(Outputs(passes.o, passes.dq, passes.dk, passes.dv))
+        lse = passes.lse_smoothed.masked_fill(passes.lse_smoothed.isinf(), 0.0)
+        maps = recorder.maps | {"p": (recorder.maps["s"] - lse[..., None]).exp()}
+        with plain_float32(self._do.device.type):
+            self._errors = Float32Errors(self._x, self._do, passes.o, passes.lse, maps)
+        errors = change.outputs(self._errors.outputs, self._original)
         self._last_place = Outputs(
-            *(
-                _last_place(y) + e.double()
-                for y, e in zip(self.emulator, self._errors.outputs, strict=True)
-            )
+            *(_last_place(y) + e.double() for y, e in zip(self.emulator, errors, strict=True))
         )
         self._noise: dict[str, tuple[float, float]] | None = None
 
-    def compare(self, kernel: Mapping[str, Tensor | None]) -> dict[str, Difference]:
-        """Compare every output with the emulator's; the result is in `ORDER`."""
-        return {name: self._compare(name, kernel[name]) for name in ORDER}
+    def _hooks(self) -> Hooks:
+        return self._change.hooks(self._x, self._problem)
 
-    def _compare(self, name: str, found: Tensor | None) -> Difference:
+    def _finish(self, outputs: Outputs) -> Outputs:
+        """The outputs as the kernel returns them: changed, and in the dtype of q."""
+        changed = self._change.outputs(outputs, self._original)
+        return Outputs(*(x.to(self._original.q.dtype) for x in changed))
+
+    def compare(self, kernel: Mapping[str, Tensor]) -> dict[str, Difference]:
+        """Compare the kernel's outputs with the emulator's; the result is in `ORDER`."""
+        return {name: self._compare(name, kernel[name]) for name in ORDER if name in kernel}
+
+    def _compare(self, name: str, found: Tensor) -> Difference:
         sim: Tensor = getattr(self.emulator, name)
-        if problem := _problem(found, sim):
-            return Difference(tensor=name, problem=problem)
-        assert found is not None
         error, last_place = _error(found, sim), getattr(self._last_place, name)
         last_place_rms, noise_max, noise_rms = _rms(last_place), 0.0, 0.0
         # The runs with noise are slow, and not needed if the first part alone allows the error.
@@ -112,6 +136,10 @@ class Contract:
             emulator=sim.flatten()[index].item(),
         )
 
+    def rms_error(self, name: str, found: Tensor) -> float:
+        """Root mean square of the difference of an output; infinite if an element is not finite."""
+        return _rms(_error(found, getattr(self.emulator, name)))
+
     @property
     def noise(self) -> dict[str, tuple[float, float]]:
         """Change of each output by the allowed noise: (maximum, RMS), the largest of `RUNS` runs.
@@ -121,8 +149,9 @@ class Contract:
         if self._noise is None:
             self._noise = dict.fromkeys(ORDER, (0.0, 0.0))
             for seed in range(RUNS):
-                hooks = AllowedNoise(self._x, self._errors, seed)
-                noisy = run(self._x, self._problem.gradient, hooks)
+                hooks = Both(AllowedNoise(self._x, self._errors, seed), self._hooks())
+                passes = run(self._x, self._do, hooks)
+                noisy = self._finish(Outputs(passes.o, passes.dq, passes.dk, passes.dv))
                 for name, (largest, rms) in self._noise.items():
                     change = _error(getattr(noisy, name), getattr(self.emulator, name))
                     change = change.nan_to_num(0.0, 0.0)
@@ -131,21 +160,8 @@ class Contract:
 
     def rounding(self, name: str) -> float:
         """RMS error of the emulator's output against float64: the error of the spec itself."""
-        reference = exact(self._problem)
+        reference = exact(self._original)
         return _rms(_error(getattr(self.emulator, name), getattr(reference, name)))
-
-
-def _problem(found: Tensor | None, sim: Tensor) -> str:
-    """Describe a missing output or a wrong shape, dtype or device; "" if there is none."""
-    if found is None:
-        return "no gradient"
-    for what in ("shape", "dtype", "device"):
-        actual, expected = getattr(found, what), getattr(sim, what)
-        if actual != expected:
-            if what == "shape":
-                actual, expected = tuple(actual), tuple(expected)
-            return f"{what} {actual}, not {expected}"
-    return ""
 
 
 def _error(found: Tensor, sim: Tensor) -> Tensor:

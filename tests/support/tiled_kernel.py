@@ -47,6 +47,14 @@ BUGS: dict[str, tuple[str, str]] = {
     "dK without the mean of Q": ("dk", "dk"),
     "dK of one query head of the group": ("dv", "dv"),
     "dV rounded to 16 bit for each tile": ("dv", "dv"),
+    "mean of K over the padded block": ("o", "qk"),
+    "keys that no query attends to in the mean of K": ("o", "qk"),
+    "codes truncated": ("o", "qk"),
+    "dP in bfloat16": ("dq", "dp"),
+    "dS per tile": ("dq", "dq"),
+    "dS in bfloat16": ("dq", "dq"),
+    "codes of dS truncated": ("dq", "dq"),
+    "heads of K by remainder, also in dK": ("o", "qk"),
 }
 """For each bug, the first result that it changes and the site that the fuzzer infers.
 
@@ -149,6 +157,8 @@ class _Tiled:
         away = self.spec.rounding.mode is RoundingMode.HALF_AWAY
         if away != (self.bug == "ties away from zero"):
             codes = torch.copysign((y.abs().double() + 0.5).floor().float(), y)
+        elif self.bug == "codes truncated":
+            codes = y.trunc()
         else:
             codes = y.round()
         codes = codes.clamp(-127, 127)
@@ -180,14 +190,19 @@ class _Tiled:
         z = self.b * self.h
         q = q.float().reshape(z, self.n_q, self.d)
         heads = torch.arange(self.h) // self.groups
-        if self.bug == "head of K by remainder":
+        if self.bug.startswith(("head of K by remainder", "heads of K by remainder")):
             heads = torch.arange(self.h) % self.h_k
+        self.every_key = k.float()[:, heads].reshape(z, self.n_k, self.d)
         k, v = (
             x.float()[:, heads, : self.n_valid].reshape(z, self.n_valid, self.d) for x in (k, v)
         )
         self.k_raw, self.q_raw = k, q
         if self.spec.smoothing.k and self.bug != "K not smoothed":
             mean = k.double().mean(1, keepdim=True)
+            if self.bug == "mean of K over the padded block":
+                mean = mean * self.n_valid / (self.n_valid + -self.n_valid % self.spec.block_k)
+            if self.bug == "keys that no query attends to in the mean of K":
+                mean = self.every_key.double().mean(1, keepdim=True)
             if self.bug == "mean of K over the batch":
                 by_batch = mean.unflatten(0, (self.b, self.h)).mean(0, keepdim=True)
                 mean = by_batch.expand(self.b, -1, -1, -1).flatten(0, 1)
@@ -268,6 +283,8 @@ class _Tiled:
                     finite = tile_max.masked_fill(tile_max == -math.inf, 0.0)
                     e = torch.exp2(s - finite)
                     codes, scale_p = (e * 127).round(), torch.exp2(tile_max - new_max) / 127
+                    if self.bug == "codes truncated":
+                        codes = (e * 127).trunc()
                     if self.bug == "P rounded by its tile":
                         codes, scale_p = self.psi(p, G.PerTile)
                     accumulator = accumulator * correction + self.dot(codes, vc, scale_p, vs)
@@ -316,9 +333,9 @@ class _Tiled:
                 if self.bug == "dV rounded to 16 bit for each tile":
                     part = (dv[:, columns] + part).half().float() - dv[:, columns]
                 dv[:, columns] += part
-                dsc, dss = self.operand(spec.dq.precision, spec.dq.lhs, ds)
+                dsc, dss = self.rounded_ds(spec.dq, ds)
                 dq[:, rows] += self.dot(dsc, kc, dss, ks)
-                dsc, dss = self.operand(spec.dk.precision, spec.dk.lhs, ds)
+                dsc, dss = self.rounded_ds(spec.dk, ds)
                 qc, qs = self.token("dk", "q", self.q[:, rows])
                 dk[:, columns] += self.dot(dsc.mT, qc, None if dss is None else dss.mT, qs)
                 if self.q_means is not None and self.bug != "dK without the mean of Q":
@@ -330,11 +347,26 @@ class _Tiled:
         pad = (0, 0, 0, self.n_k - self.n_valid)
         dk, dv = (torch.nn.functional.pad(x, pad) for x in (dk, dv))
         grouped = (x.unflatten(0, (self.b, self.h_k, self.groups)) for x in (dk, dv))
+        if self.bug == "heads of K by remainder, also in dK":
+            grouped = [
+                x.unflatten(0, (self.b, self.groups, self.h_k)).transpose(1, 2) for x in (dk, dv)
+            ]
         if self.bug == "dK of one query head of the group":
             dk, dv = (x[:, :, 0] for x in grouped)
         else:
             dk, dv = (x.sum(2) for x in grouped)
         return dq.reshape(q.shape).to(self.dtype), dk.to(self.dtype), dv.to(self.dtype)
+
+    def rounded_ds(self, site, ds):
+        if self.bug == "dS in bfloat16":
+            return ds.bfloat16().float(), torch.ones(1, 1, 1)
+        if self.bug == "codes of dS truncated":
+            amax = ds.abs().amax(_AXES[site.lhs], keepdim=True)
+            inverse = (torch.full_like(amax, 127) / amax).nan_to_num(posinf=0.0)
+            return (ds * inverse).trunc(), amax / torch.full_like(amax, 127)
+        return self.operand(
+            site.precision, G.PerTile if self.bug == "dS per tile" else site.lhs, ds
+        )
 
     def p(self, i, j):
         lse = self.lse[:, self.rows[i]]
@@ -355,4 +387,6 @@ class _Tiled:
                 self.psi(do[:, rows], G.PerToken),
                 self.psi(self.v[:, columns], G.PerToken),
             )
+        if self.bug == "dP in bfloat16":
+            return do[:, rows].bfloat16().float() @ self.v[:, columns].bfloat16().float().mT
         return self.dot(doc, vc.mT, dos, None if vs is None else vs.mT)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.configuration import set_hypothesis_home_dir, storage_directory
 
 from sagesim import CAUSAL_SAFE, AttentionSpec, FuzzCase, Precision, attention
 from sagesim.fuzzing.cases import DTYPES, FEATURES, LAYOUTS
@@ -146,6 +147,24 @@ class TestFind:
         answers = iter([True] + [False] * 10**6)
         found = find(st.integers(0, 99), lambda n: next(answers), cases=50, seed=0, shrink=True)
         assert found is not None
+
+    def test_hypothesis_writes_to_a_temporary_folder_and_its_own_is_restored(self, tmp_path):
+        """It caches constants of the loaded code, by default in the current folder."""
+        before = storage_directory(intent_to_write=False).home_directory
+        homes = []
+
+        def look(number):
+            homes.append(storage_directory(intent_to_write=False).home_directory)
+            return False
+
+        set_hypothesis_home_dir(tmp_path / "mine")
+        try:
+            find(st.integers(), look, cases=3, seed=0)
+            assert storage_directory(intent_to_write=False).home_directory == tmp_path / "mine"
+        finally:
+            set_hypothesis_home_dir(before)
+        assert homes and not {before, tmp_path / "mine"} & {*homes}
+        assert not any(home.exists() for home in homes) and not (tmp_path / "mine").exists()
 
     def test_global_random_generators_are_not_used(self):
         import numpy as np

@@ -1,0 +1,68 @@
+"""Judge a kernel on a case: run it, and compare its outputs with the emulator's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sagesim.fuzzing.calls import INPUTS, call
+from sagesim.fuzzing.cases import FuzzCase
+from sagesim.fuzzing.tolerance import ORDER, Contract, Difference
+from sagesim.spec import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of running a case."""
+
+    case: FuzzCase
+    error: str | None = None  #: type and message of the exception, if the kernel raised one
+    kind: str | None = None  #: the type of the exception, or "crash" if the process ended
+    differences: Mapping[str, Difference] = field(default_factory=dict[str, Difference])
+    """By tensor: inputs that were overwritten, then outputs. Empty if the kernel raised."""
+
+    @property
+    def symptoms(self) -> frozenset[str]:
+        """The tensors outside the contract, or the kind of the error."""
+        if self.kind is not None:
+            return frozenset({self.kind})
+        return frozenset(name for name, d in self.differences.items() if d.is_outside)
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether all outputs could be compared, and no input was overwritten."""
+        return self.error is None and not any(d.problem for d in self.differences.values())
+
+    def ratio(self, symptom: str) -> float:
+        """`Difference.ratio` of a tensor; for the kind of an error infinite, if it is this one."""
+        if symptom in self.differences:
+            return self.differences[symptom].ratio
+        return math.inf if symptom in self.symptoms else 0.0
+
+
+def precedence(symptom: str) -> int:
+    """Sort key: errors first, then inputs, then outputs in the order of computation."""
+    tensors = (*INPUTS, *ORDER)
+    return tensors.index(symptom) if symptom in tensors else -1
+
+
+def judge(
+    case: FuzzCase,
+    attention: Callable[..., Tensor],
+    spec: AttentionSpec,
+    device: str | torch.device,
+) -> Outcome:
+    """Run a case in this process. An exception of the kernel is an outcome."""
+    try:
+        called = call(attention, case.problem(device))
+    except Exception as error:  # any exception of the kernel is a failure to report
+        kind = type(error).__name__
+        return Outcome(case, error=f"{kind}: {error}", kind=kind)
+    compared = Contract(case, spec, device).compare(called.outputs)
+    found = {name: Difference(tensor=name, problem=p) for name, p in called.problems.items()}
+    found = compared | found
+    return Outcome(case, differences={name: found[name] for name in sorted(found, key=precedence)})

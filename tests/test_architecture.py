@@ -16,16 +16,23 @@ PACKAGES = ("sagesim", "sagesim_kernels", "theory")
 FLOORS: dict[str, set[str]] = {
     "sagesim.shapes": set(),
     "sagesim.files": set(),
+    "sagesim.process_wide": set(),
     "sagesim.terminal": set(),
     "sagesim.data": set(),
     "sagesim.spec": set(),
     "sagesim.problem": {"sagesim.spec", "sagesim.shapes"},
-    "sagesim.emulator": {"sagesim.spec", "sagesim.problem", "sagesim.shapes"},
+    "sagesim.emulator": {
+        "sagesim.spec",
+        "sagesim.problem",
+        "sagesim.shapes",
+        "sagesim.process_wide",
+    },
     "sagesim.models": {
         "sagesim.spec",
         "sagesim.problem",
         "sagesim.emulator",
         "sagesim.files",
+        "sagesim.process_wide",
         "sagesim.shapes",
     },
     "sagesim.analysis": {

@@ -17,7 +17,8 @@ FLOORS: dict[str, set[str]] = {
     "sagesim.shapes": set(),
     "sagesim.files": set(),
     "sagesim.process_wide": set(),
-    "sagesim.terminal": set(),
+    "sagesim.printable": set(),
+    "sagesim.terminal": {"sagesim.printable"},
     "sagesim.data": set(),
     "sagesim.spec": set(),
     "sagesim.problem": {"sagesim.spec", "sagesim.shapes"},
@@ -34,6 +35,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim.files",
         "sagesim.process_wide",
         "sagesim.shapes",
+        "sagesim.printable",
     },
     "sagesim.analysis": {
         "sagesim",
@@ -42,6 +44,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim.emulator",
         "sagesim.models",
         "sagesim.shapes",
+        "sagesim.printable",
     },
     "sagesim.fuzzing": {"sagesim.spec", "sagesim.problem", "sagesim.emulator"},
     "sagesim_kernels.operands": {"sagesim.spec", "sagesim.problem"},
@@ -131,6 +134,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim.experiments",
         "sagesim.files",
         "sagesim.terminal",
+        "sagesim.printable",
     },
 }
 """Each room, and the rooms it may import. "sagesim" is the package's face: its version."""

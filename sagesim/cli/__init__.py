@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 import sagesim
+from sagesim.printable import printable
 from sagesim.terminal import Failure
 
 COMMANDS: Final = (
@@ -35,7 +36,9 @@ _EXTRAS: Final = {
     "pyarrow": "cli",
     "safetensors": "cli",
     "tokenizers": "pretrain",
-    "transformers": "transformers",
+    "transformers": "cli",
+    "gguf": "gguf",
+    "accelerate": "gguf",
     "hypothesis": "fuzz",
 }
 """The extra of the distribution that installs each package."""
@@ -93,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end(code: int, message: str) -> int:
-    print(f"sagesim: {' '.join(message.split())}", file=sys.stderr)
+    print(f"sagesim: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code
 
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 _WIDE = 1000
 """Columns of output to files and pipes, where tables are not folded."""
 
+_NARROW: Final = 120
+"""Columns of a terminal below which tables leave out spaces between their columns."""
+
 _LINE_EVERY: Final = 10.0
 """Seconds between progress lines of training, if stderr is not a terminal."""
 
@@ -53,7 +56,13 @@ def table(title: str, first: str, *numbers: str) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    empty = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    empty = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 0 if stdout().width < _NARROW else 1),
+    )
     empty.add_column(first, overflow="fold")
     for name in numbers:
         empty.add_column(name, justify="right", no_wrap=True)

@@ -158,9 +158,12 @@ class LanguageModel:
         self.check_layers(layers)
 
         def step(_call: SdpaCall, run: Callable[[], Tensor]) -> Tensor:
+            def arrived(_do: Tensor) -> None:
+                progress()
+
             o = run()
             progress()
-            o.register_hook(lambda _: progress())
+            o.register_hook(arrived)
             return o
 
         # The loss is a mean over tokens, which makes dO small. Multiplying by about their number

@@ -21,7 +21,7 @@ from transformers import (
 
 from sagesim.models import Capture, LanguageModel, capture
 from tests.support.assertions import assert_bitwise
-from tests.support.language_models import llama, save
+from tests.support.language_models import llama, save, save_gguf
 
 TEXT = " ".join(f"w{i % 19 + 1}" for i in range(0, 150, 3))
 
@@ -212,6 +212,20 @@ def test_a_model_in_16_bit_computes_in_float32_and_is_recorded_in_its_dtype(tmp_
     assert_same(found, recording.result().to(dtype))
     assert found.calls[0].q.dtype is dtype
     assert found.source["computed in"] == "float32"
+
+
+def test_a_gguf_file_loads(tmp_path):
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    model = LanguageModel.load(save_gguf(llama(), tmp_path / "tiny.gguf"))
+    assert model.layers == ("model.layers.0.self_attn", "model.layers.1.self_attn")
+    tokens = model.encode("abcab", 9)
+    assert (tokens.ids.tolist(), model.positions) == ([[19, 3, 19]], 64)
+    expected = llama().state_dict()
+    for name, x in model._model.state_dict().items():
+        if not name.endswith(("q_proj.weight", "k_proj.weight")):  # stored in another order
+            assert_bitwise(actual=x, expected=expected[name], what=name)
+    assert [call.q.shape for call in model.capture(tokens).calls] == [(1, 2, 3, 8)] * 2
 
 
 class TestTokens:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -89,13 +88,11 @@ def load(path: Path) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if missing := {"step", "model", "optimizer"} - state.keys():
             raise ValueError(f"has no {', '.join(sorted(missing))}")
-    except pickle.UnpicklingError:
-        # Its message recommends to load the file without weights_only, which can run any code.
-        raise ValueError(
-            f"{path}: not a readable checkpoint: it is damaged, or has objects other than tensors"
-        ) from None
     except Exception as error:  # torch.load can raise any exception for damaged files
-        raise ValueError(f"{path}: not a readable checkpoint: {error}") from error
+        reason = str(error)
+        if "weights_only" in reason:  # PyTorch recommends to load without it, which runs any code
+            reason = "it is damaged, or has objects other than tensors and plain values"
+        raise ValueError(f"{path}: not a readable checkpoint: {reason}") from None
     return state
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from sagesim.files import WriteError
+from sagesim.printable import printable
 from sagesim.terminal import Failure
 
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -32,7 +33,7 @@ def exit_code(program: str, command: Callable[[], int | None], extras: Mapping[s
 
     def end(code: int, message: str) -> int:
         with contextlib.suppress(BrokenPipeError):
-            print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
+            print(f"{program}: {printable(' '.join(message.split()))}", file=sys.stderr)
         return code
 
     try:

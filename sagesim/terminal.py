@@ -7,15 +7,21 @@ import math
 import sys
 import time
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from sagesim.printable import printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
+    from rich.text import Text
 
 _WIDE = 1000
 """Columns of output to files and pipes, where tables are not folded."""
+
+_NARROW: Final = 120
+"""Columns of a terminal below which tables leave out spaces between their columns."""
 
 _LINE_EVERY: Final = 10.0
 """Seconds between progress lines of training, if stderr is not a terminal."""
@@ -26,15 +32,22 @@ class Failure(Exception):
 
 
 def stdout() -> Console:
-    """A console for results. It prints text unchanged, without interpreting rich's markup."""
+    """A console for results. It prints text without interpreting rich's markup.
+
+    Control characters, which names in files may contain, are printed as escapes.
+    """
     from rich.console import Console
 
+    class Plain(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(printable_lines(text), **options)
+
     width = None if sys.stdout.isatty() else _WIDE
-    return Console(width=width, markup=False, highlight=False, emoji=False)
+    return Plain(width=width, markup=False, highlight=False, emoji=False)
 
 
 def table(title: str, first: str, *numbers: str) -> Table:
-    """An empty table. In a narrow terminal only the first column is folded.
+    """An empty table. In a narrow terminal the first column is folded, without loss of text.
 
     Args:
         first: header of the first column.
@@ -43,7 +56,14 @@ def table(title: str, first: str, *numbers: str) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    empty = Table(first, title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    empty = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 0 if stdout().width < _NARROW else 1),
+    )
+    empty.add_column(first, overflow="fold")
     for name in numbers:
         empty.add_column(name, justify="right", no_wrap=True)
     return empty

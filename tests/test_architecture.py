@@ -16,18 +16,28 @@ PACKAGES = ("sagesim", "sagesim_kernels", "theory")
 FLOORS: dict[str, set[str]] = {
     "sagesim.shapes": set(),
     "sagesim.files": set(),
-    "sagesim.terminal": set(),
-    "sagesim.command": {"sagesim.files", "sagesim.terminal"},
+    "sagesim.process_wide": set(),
+    "sagesim.printable": set(),
+    "sagesim.progress_lines": set(),
+    "sagesim.terminal": {"sagesim.printable", "sagesim.progress_lines"},
+    "sagesim.command": {"sagesim.files", "sagesim.printable", "sagesim.terminal"},
     "sagesim.data": set(),
     "sagesim.spec": set(),
     "sagesim.problem": {"sagesim.spec", "sagesim.shapes"},
-    "sagesim.emulator": {"sagesim.spec", "sagesim.problem", "sagesim.shapes"},
+    "sagesim.emulator": {
+        "sagesim.spec",
+        "sagesim.problem",
+        "sagesim.shapes",
+        "sagesim.process_wide",
+    },
     "sagesim.models": {
         "sagesim.spec",
         "sagesim.problem",
         "sagesim.emulator",
         "sagesim.files",
+        "sagesim.process_wide",
         "sagesim.shapes",
+        "sagesim.printable",
     },
     "sagesim.analysis": {
         "sagesim",
@@ -36,6 +46,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim.emulator",
         "sagesim.models",
         "sagesim.shapes",
+        "sagesim.printable",
     },
     "sagesim.fuzzing": {"sagesim.spec", "sagesim.problem", "sagesim.emulator"},
     "sagesim_kernels.operands": {"sagesim.spec", "sagesim.problem"},
@@ -127,6 +138,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim.files",
         "sagesim.terminal",
         "sagesim.command",
+        "sagesim.printable",
     },
 }
 """Each room, and the rooms it may import. "sagesim" is the package's face: its version."""

@@ -16,6 +16,7 @@ from sagesim.analysis.attribution import LOGITS, OUTPUTS, SITE_NAMES, Attributio
 from sagesim.analysis.metrics import GRADIENTS, TENSORS, TITLES, gradient_error
 from sagesim.analysis.number_range import RangeLoss
 from sagesim.models import Call, Capture
+from sagesim.printable import printable_lines
 from sagesim.spec import (
     FORWARD_SITES,
     OPERANDS,
@@ -193,7 +194,8 @@ def advice(a: Attribution) -> list[Advice]:
 def templates(package: str = "sagesim.analysis") -> Environment:
     """The HTML templates of a package, which may include those of `sagesim.analysis`.
 
-    Values are escaped. A name that is used in a template but not passed to it raises an error.
+    Values are escaped, control characters included. A name that is used in a template but not
+    passed to it raises an error.
 
     Raises:
         ModuleNotFoundError: if the package jinja2 is not installed.
@@ -205,6 +207,7 @@ def templates(package: str = "sagesim.analysis") -> Environment:
             [jinja2.PackageLoader(package), jinja2.PackageLoader("sagesim.analysis")]
         ),
         autoescape=True,
+        finalize=_visible,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -293,6 +296,11 @@ def percent(x: float) -> str:
         return "\N{EN DASH}"
     whole = round(100 * x)
     return f"{_MINUS if whole < 0 else ''}{abs(whole)}%"
+
+
+def _visible(value: object) -> object:
+    """What a template shows for a value. Text from files may hold control characters."""
+    return printable_lines(value) if type(value) is str else value
 
 
 def _scaled_sites(spec: AttentionSpec, effect: SiteEffect) -> list[str]:

@@ -35,7 +35,9 @@ _EXTRAS: Final = {
     "pyarrow": "cli",
     "safetensors": "cli",
     "tokenizers": "pretrain",
-    "transformers": "transformers",
+    "transformers": "cli",
+    "gguf": "gguf",
+    "accelerate": "gguf",
     "hypothesis": "cli",
 }
 """The extra of the distribution that installs each package."""
@@ -46,7 +48,7 @@ Emulate low-bit attention, with a precision of your choice for each of its seven
 examples:
   sagesim attribute llama --report report.html
       find which of the seven products causes the error, on recorded tensors of a real model
-  sagesim capture MODEL_DIR TEXT_FILE mine.safetensors
+  sagesim capture MODEL TEXT_FILE mine.safetensors
       record the attention tensors of your own model
   sagesim fuzz my_kernels:attention --spec factored --device cuda
       test whether your own kernel computes what a spec says

@@ -146,7 +146,7 @@ def _layers_table(layers: list[Layer]) -> Table:
         a = layer.attribution
         top = a.largest()
         rows.add_row(
-            f"{layer.call.index} {layer.call.name}",
+            layer.call.title,
             *(f"{a.error[t]:.2e}" for t in OUTPUTS),
             f"{top.site} {a.gradient_share(top):.0%}" if a.is_finite else "not finite",
         )

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
         rows = table(measure.replace("_l2", " L2"), "layer", *(TITLES[t] for t in PAPER_TABLE_2))
         for call, by in zip(calls, measured, strict=True):
             rows.add_row(
-                f"{call.index} {call.name}",
+                call.title,
                 *(f"{getattr(by[t], measure):.4f}" for t in PAPER_TABLE_2),
             )
         rows.add_section()

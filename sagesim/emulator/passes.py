@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from sagesim.emulator.backward import backward
 from sagesim.emulator.forward import ForwardResult, forward
 from sagesim.emulator.hooks import NO_HOOKS, Hooks
 from sagesim.emulator.layout import FlatProblem
+from sagesim.process_wide import ProcessWide
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +66,25 @@ def run_backward(
 def plain_float32(device: str) -> Generator[None]:
     """Compute float32 products in float32, without TF32 and autocast that the caller enabled.
 
-    PyTorch has one TF32 setting for all threads. A program that computes attention in several
-    threads at once should leave TF32 disabled.
+    PyTorch has one TF32 setting for all threads. It is off while any thread is inside, and
+    afterwards as it was before the first thread entered.
     """
+    with _WITHOUT_TF32, torch.autocast(device, enabled=False):
+        yield
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Generator[None]:
     cpu: Any = torch.backends.mkldnn  # torch leaves its settings unannotated
     settings = (torch.backends.cuda.matmul, cpu.matmul)
     before = [setting.fp32_precision for setting in settings]
     for setting in settings:
         setting.fp32_precision = "ieee"
     try:
-        with torch.autocast(device, enabled=False):
-            yield
+        yield
     finally:
         for setting, precision in zip(settings, before, strict=True):
             setting.fp32_precision = precision
+
+
+_WITHOUT_TF32: Final = ProcessWide(_without_tf32)

@@ -2,14 +2,15 @@
 
 from sagesim.models.captures import Call, Capture
 from sagesim.models.emulation import emulate
-from sagesim.models.hugging_face import capture_language_model
+from sagesim.models.language_model import LanguageModel, Tokens
 from sagesim.models.recording import Recording, capture
 
 __all__ = [
     "Call",
     "Capture",
+    "LanguageModel",
     "Recording",
+    "Tokens",
     "capture",
-    "capture_language_model",
     "emulate",
 ]

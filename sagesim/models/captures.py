@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sagesim.files import replacing
+from sagesim.printable import printable
 from sagesim.problem import AttentionProblem
 
 _KEY: Final = "sagesim.capture"
@@ -36,11 +39,14 @@ class Call(AttentionProblem):
     finite and of one floating dtype. attn_mask is boolean with four axes, broadcastable to
     [b, h, n_q, n_k].
 
-    index: number of the call in the recorded forward; see `sagesim.capture`.
+    scale is finite.
+
+    index: number of the call in the recorded forward, from 0; see `sagesim.capture`.
     name: name of the module that made the call.
 
     Raises:
-        ValueError: if a tensor breaks one of these rules. The message names call and tensor.
+        ValueError: if a field breaks one of these rules. The message is one line and names the call
+            and the field.
 
     >>> import sagesim
     >>> q, k, v, do = torch.randn(4, 1, 2, 10, 16)
@@ -54,6 +60,12 @@ class Call(AttentionProblem):
     name: str
 
     def __post_init__(self) -> None:
+        if not _is_text(self.name):
+            raise ValueError(f"name {self.name!r} of a call is not Unicode text")
+        if type(self.index) is not int or not 0 <= self.index < 2**31:
+            raise ValueError(f"index {self.index!r} of a call is not in 0..2**31-1")
+        if self.scale is not None and not math.isfinite(self.scale):
+            raise ValueError(f"{self}: scale={self.scale} is not finite")
         (q, k, v, do), mask = self.qkvdo, self.attn_mask
         for name, x in self.tensors.items():
             if x.ndim != 4:
@@ -81,7 +93,12 @@ class Call(AttentionProblem):
             raise ValueError(f"{self}: attn_mask {tuple(mask.shape)} does not broadcast to {full}")
 
     def __str__(self) -> str:
-        return f"call {self.index}" + (f" in {self.name}" if self.name else "")
+        return f"call {self.index}" + (f" in {printable(self.name)}" if self.name else "")
+
+    @property
+    def title(self) -> str:
+        """Index and name in one line, for tables."""
+        return f"{self.index} {printable(self.name)}".rstrip()
 
     def to(self, dtype: torch.dtype) -> Call:
         """Return the call with q, k, v and do converted to `dtype`; see `Capture.to`."""
@@ -95,10 +112,14 @@ class Call(AttentionProblem):
 class Capture:
     """The recorded attention calls of a model, in order, and where they come from.
 
+    calls: at least one; their indices differ.
     loss_scale: the power of two that the loss was multiplied by before backward. Every do is the
         gradient of the unscaled loss times loss_scale.
     source: the provenance that the caller of `sagesim.capture` gave; JSON values.
     torch_version: version of the PyTorch that computed the tensors.
+
+    Raises:
+        ValueError: if a field breaks one of these rules. The message is one line.
     """
 
     calls: tuple[Call, ...]
@@ -109,7 +130,13 @@ class Capture:
     def __post_init__(self) -> None:
         if not self.calls:
             raise ValueError("a capture needs at least one call")
+        first: dict[int, Call] = {}
+        for call in self.calls:
+            if (other := first.setdefault(call.index, call)) is not call:
+                raise ValueError(f"two calls have index {call.index}: {other} and {call}")
         check_loss_scale(self.loss_scale)
+        if not _is_text(self.torch_version):
+            raise ValueError(f"torch_version {self.torch_version!r} is not Unicode text")
         object.__setattr__(self, "source", MappingProxyType(json_copy(self.source)))
 
     def to(self, dtype: torch.dtype) -> Capture:
@@ -171,25 +198,35 @@ class Capture:
             ModuleNotFoundError: if the package safetensors is not installed.
             ValueError: if there is no such file, it is not a safetensors file, its metadata do not
                 describe a capture, or a tensor is missing, surplus, of another shape or dtype than
-                the metadata say, or not finite. The message names the path and the problem.
+                the metadata say, or not finite. The message is one line and names the path and the
+                problem.
         """
         import safetensors
 
         path = Path(path)
+        shown = printable(str(path))
+        if path.is_dir():
+            raise ValueError(
+                f"{shown}: a directory, not a capture; `sagesim capture` makes one from a model"
+            )
         if not path.is_file():
-            raise ValueError(f"{path}: no such file")
+            raise ValueError(f"{shown}: no such file")
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 metadata: dict[str, str] = file.metadata() or {}
                 tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         except safetensors.SafetensorError as error:
-            raise ValueError(f"{path}: not a readable safetensors file: {error}") from error
+            raise ValueError(
+                f"{shown}: not a readable safetensors file: {printable(str(error))}"
+            ) from error
         if _KEY not in metadata:
-            raise ValueError(f"{path}: not a capture: its metadata have no key {_KEY!r}")
+            raise ValueError(f"{shown}: not a capture: its metadata have no key {_KEY!r}")
         try:
-            return cls._parse(json.loads(metadata[_KEY]), tensors)
+            return cls._parse(_read_json(metadata[_KEY]), tensors)
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+            raise ValueError(f"{shown}: {printable(str(error))}") from error
+        except RecursionError:
+            raise ValueError(f"{shown}: its metadata are nested too deeply") from None
 
     @classmethod
     def _parse(cls, description: Any, tensors: dict[str, Tensor]) -> Capture:
@@ -203,7 +240,8 @@ class Capture:
                 if x is None or _describe(x) != expected:
                     actual = "missing" if x is None else _describe(x)
                     raise ValueError(
-                        f"tensor {number}.{name} is {actual}; the metadata say {expected}"
+                        f"tensor {number}.{name} is {actual}; "
+                        f"the metadata say {reprlib.repr(expected)}"
                     )
                 found[name] = x
             if set(found) - {"attn_mask"} != set(_FLOATS):
@@ -216,7 +254,7 @@ class Capture:
                     index=_field(entry, "index", int),
                     name=_field(entry, "name", str),
                     is_causal=_field(entry, "is_causal", bool),
-                    scale=_field(entry, "scale", float, int, type(None)),
+                    scale=None if entry.get("scale", 0) is None else _float(entry, "scale"),
                     enable_gqa=_field(entry, "enable_gqa", bool),
                     attn_mask=found.get("attn_mask"),
                     **{name: found[name] for name in _FLOATS},
@@ -226,7 +264,7 @@ class Capture:
             raise ValueError(f"tensors that belong to no call: {', '.join(sorted(tensors))}")
         return cls(
             calls=tuple(calls),
-            loss_scale=_field(description, "loss_scale", float, int),
+            loss_scale=_float(description, "loss_scale"),
             source=_field(description, "source", dict),
             torch_version=_field(description, "torch", str),
         )
@@ -241,12 +279,32 @@ def check_loss_scale(loss_scale: float) -> None:
 def json_copy(source: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `source` as JSON reads it back. Raise ValueError if the copy differs."""
     try:
-        copy = json.loads(json.dumps(dict(source), allow_nan=False))
-    except (TypeError, ValueError) as error:
+        text = json.dumps(dict(source), allow_nan=False, ensure_ascii=False)
+        text.encode()  # fails for half of a surrogate pair, which no file can hold
+        copy = json.loads(text)
+        is_same = copy == source
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"source is not JSON: {error}") from None
-    if copy != source:
-        raise ValueError(f"source is not JSON: it would be read back as {copy}")
+    if not is_same:
+        raise ValueError(f"source is not JSON: it would be read back as {reprlib.repr(copy)}")
     return copy
+
+
+def _read_json(text: str) -> Any:
+    """The value of a JSON text. Raise ValueError for what other readers may read differently."""
+    return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"metadata field {key!r} is there twice")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"its metadata contain {name}, which is not JSON")
 
 
 def _convert(x: Tensor, dtype: torch.dtype, what: str) -> Tensor:
@@ -272,5 +330,18 @@ def _describe(x: Tensor) -> dict[str, Any]:
 def _field(entry: Any, key: str, *kinds: type) -> Any:
     value = entry.get(key) if isinstance(entry, dict) else None
     if type(value) not in kinds:
-        raise ValueError(f"metadata field {key!r} is {value!r}")
+        raise ValueError(f"metadata field {key!r} is {reprlib.repr(value)}")
     return value
+
+
+def _float(entry: Any, key: str) -> float:
+    value = _field(entry, key, float, int)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"metadata field {key!r} is beyond the range of float64") from None
+
+
+def _is_text(x: str) -> bool:
+    """Whether no character is half of a surrogate pair."""
+    return not any("\ud800" <= c <= "\udfff" for c in x)

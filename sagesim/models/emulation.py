@@ -26,6 +26,10 @@ def emulate(
     may run after the context has ended. Exception: activation checkpointing repeats the calls in
     the backward, which must then run inside the context.
 
+    The context applies to the thread and the asyncio task that enter it, and to tasks that are
+    created inside it. Others may enter contexts of their own at the same time. While any is
+    entered, `torch.compile` is off in all threads, because compiled calls cannot be replaced.
+
     Args:
         spec: the spec of every call that no key of `layers` matches.
         layers: specs of single calls, by index or by module name. An index is the number of the
@@ -41,7 +45,7 @@ def emulate(
         TypeError, ValueError: as `sagesim.attention`, with a note that names the call.
         RuntimeError: at a call inside a checkpoint with use_reentrant=True; at a call that a
             checkpoint recomputes, if `layers` is given and the call's index is not known. At the
-            end of the context, if no call was made.
+            end of the context, if no call was made or another thread entered it.
 
     >>> import sagesim
     >>> layer = torch.nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True)

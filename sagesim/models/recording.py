@@ -64,7 +64,7 @@ def capture(
     The model computes the same bits as without it. Its backward may run inside the context or
     later. What is recorded are copies on the model's device, in the dtype that SDPA computes in
     (under autocast, autocast's dtype). To record an emulated model, enter `capture` inside
-    `emulate`.
+    `emulate`. Threads and asyncio tasks: as `emulate`.
 
     `batch`, `heads` and `tokens` record a part of each call. O and dQ of that part are those of the
     model's call. dK and dV are the sums over the recorded queries only.
@@ -88,7 +88,8 @@ def capture(
             or `heads`; the message names the call. At the end of the context, if an item of
             `layers` matched no call.
         RuntimeError: at a call whose output needs no gradient, a call that is made a second time,
-            or a second backward. At the end of the context, if no call was made.
+            or a second backward. At the end of the context, if no call was made or another thread
+            entered it.
 
     >>> layer = torch.nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True)
     >>> with capture(tokens=5) as recording:

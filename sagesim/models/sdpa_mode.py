@@ -1,8 +1,11 @@
 """Intercept the `scaled_dot_product_attention` calls of any model.
 
 Nothing is patched. A `TorchFunctionMode` receives each call, and global module hooks record which
-module makes it. Both are removed at the end of the context. Calls of other threads
-(`nn.DataParallel`) and attention that is computed without SDPA are not intercepted.
+module makes it. Both are removed at the end of the context.
+
+A context belongs to the thread and the asyncio task that enter it. Tasks that this task creates
+inside the context belong to it too. Calls of other threads (`nn.DataParallel`) and of other tasks
+are not intercepted, and neither is attention that is computed without SDPA.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import contextlib
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Final
@@ -20,9 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,  # pyright: ignore[reportPrivateUsage]
+    _pop_mode,  # pyright: ignore[reportPrivateUsage]
+    _push_mode,  # pyright: ignore[reportPrivateUsage]
+)
 
 from sagesim.problem import AttentionProblem
+from sagesim.process_wide import ProcessWide
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -80,8 +90,9 @@ def sdpa_calls(handler: Handler, model: nn.Module | None = None) -> Generator[No
     """Context manager that replaces the result of every SDPA call by that of `handler`.
 
     Contexts nest: the handler of the innermost context is called first, and the calls that it
-    makes are passed to the next context. Compiled code runs uncompiled inside the context, because
-    calls in compiled code cannot be intercepted.
+    makes are passed to the next context. Threads and asyncio tasks may enter contexts of their own
+    at the same time. While any context is entered, compiled code of all threads runs uncompiled,
+    because calls in compiled code cannot be intercepted.
 
     Args:
         handler: called with each call; autograd differentiates what it returns.
@@ -90,15 +101,19 @@ def sdpa_calls(handler: Handler, model: nn.Module | None = None) -> Generator[No
 
     Raises:
         ValueError: at an `nn.MultiheadAttention` with need_weights=True, which does not use SDPA.
-        RuntimeError: if a backward recomputes a call whose forward ran outside the context.
+        RuntimeError: if a backward recomputes a call whose forward ran outside the context. At the
+            end, if another thread entered the context.
     """
-    locator = _Locator(model)
+    mode = _Mode(_Locator(model), handler)
     with contextlib.ExitStack() as stack:
-        stack.callback(register_module_forward_pre_hook(locator.enter).remove)
-        stack.callback(register_module_forward_hook(locator.leave, always_call=True).remove)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(_Mode(locator, handler))
+        stack.enter_context(_UNCOMPILED)
+        stack.callback(register_module_forward_pre_hook(mode.enter_module).remove)
+        stack.callback(register_module_forward_hook(mode.leave_module, always_call=True).remove)
+        stack.enter_context(mode.entered())
         yield
+
+
+_UNCOMPILED: Final = ProcessWide(lambda: torch.compiler.set_stance("force_eager"))
 
 
 class _ModuleStack(threading.local):
@@ -164,14 +179,41 @@ class _Locator:
 
 
 class _Mode(TorchFunctionMode):
+    """Passes SDPA calls to a handler, in the task that has entered the mode.
+
+    PyTorch has one stack of modes a thread, which all asyncio tasks of the thread share. A mode
+    therefore also receives the calls of tasks that have not entered it. It runs them unchanged,
+    which passes them to the next mode of the stack.
+    """
+
     def __init__(self, locator: _Locator, handler: Handler) -> None:
         super().__init__()
         self._locator, self._handler = locator, handler
+        self._thread = threading.get_ident()
+
+    @contextlib.contextmanager
+    def entered(self) -> Generator[None]:
+        """Put the mode on the stack of the thread. Other tasks may change the stack meanwhile."""
+        _push_mode(self)
+        _ENTERED.set((*_ENTERED.get(), self))
+        try:
+            yield
+        finally:
+            _ENTERED.set(tuple(mode for mode in _ENTERED.get() if mode is not self))
+            modes = _get_current_function_mode_stack()
+            if self not in modes:
+                raise RuntimeError(
+                    "the context was entered in another thread; enter and leave it in one thread"
+                )
+            _set_modes([mode for mode in modes if mode is not self])
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # PyTorch has taken the mode off the stack of a thread of its autograd engine.
+        if not (self._is_in_engine() or self._is_in_task()):
+            return func(*args, **kwargs)
         if func in _SDPA:
             location = self._locator.locate()
             if location is None:
@@ -180,9 +222,64 @@ class _Mode(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             _refuse_weights(*args, **kwargs)
         if func in _CALLERS:
-            with self:
+            with _without_other_tasks(), self:
                 return _CALLERS[func](*args, **kwargs)
         return func(*args, **kwargs)
+
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """Global hook before the forward of each module of the process."""
+        if self.applies():
+            self._locator.enter(module, args)
+
+    def leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
+        """Global hook after the forward of each module of the process."""
+        if self.applies():
+            self._locator.leave(module, args, result)
+
+    def applies(self) -> bool:
+        """Whether the code that runs belongs to the context. Not for use in the mode itself."""
+        if self._is_in_engine():
+            return self in _get_current_function_mode_stack()
+        return self._is_in_task()
+
+    def _is_in_task(self) -> bool:
+        return self in _ENTERED.get()
+
+    def _is_in_engine(self) -> bool:
+        """Whether this is another thread, to which PyTorch may have copied the stack of modes.
+
+        It does so for the threads of its autograd engine. They know nothing of tasks.
+        """
+        return threading.get_ident() != self._thread
+
+
+_ENTERED: Final[ContextVar[tuple[_Mode, ...]]] = ContextVar("modes of this task", default=())
+
+
+@contextlib.contextmanager
+def _without_other_tasks() -> Generator[None]:
+    """Take the modes of other tasks off the stack during a backward.
+
+    The threads of the autograd engine get a copy of the stack.
+    """
+    before = _get_current_function_mode_stack()
+    mine = [mode for mode in before if not isinstance(mode, _Mode) or mode.applies()]
+    if len(mine) == len(before):
+        yield
+        return
+    _set_modes(mine)
+    try:
+        yield
+    finally:
+        _set_modes(before)
+
+
+def _set_modes(modes: Sequence[TorchFunctionMode]) -> None:
+    """Replace the stack of modes of the thread. The last mode is the innermost."""
+    for _ in _get_current_function_mode_stack():
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
 
 
 def _bind(

@@ -16,6 +16,7 @@ from sagesim.data import LLAMA
 from sagesim.models import Call, Capture
 from sagesim.spec import PRESETS, SAGEBWD, SITES, Granularity, Precision, RoundingMode
 from tests.support.full_disk import full_disk
+from tests.support.language_models import llama, save
 
 
 def call(index, **changes):
@@ -221,7 +222,7 @@ def test_the_grammar_in_the_help_has_every_word():
         (["attribute", "FILE", "--report", "FILE/no/out.html"], "cannot be written"),
         (["attribute", "FILE", "--report", "FILE/out.html"], "cannot be written"),
         (["attribute", "TMP/missing"], "no such file"),
-        (["attribute", "TMP"], "no such file"),
+        (["attribute", "TMP"], "a directory, not a capture; `sagesim capture` makes one from a"),
         (["attribute", "TMP/text"], "not a readable safetensors file"),
         (["trace", "TMP/other"], "not a capture"),
         (["trace", "TMP/nan"], "q holds NaN or Inf"),
@@ -239,7 +240,10 @@ def test_the_grammar_in_the_help_has_every_word():
         (["sweep", "TMP/text", "FILE"], "not a readable Parquet file"),
         (["sweep", "FILE/out.parquet", "FILE"], "cannot be written"),
         (["sweep", "TMP", "FILE"], "cannot be written: Is a directory"),
+        (["trace", "TMP/equal"], "two calls have index 0"),
         (["capture", "TMP", "TMP/text", "TMP/out"], "has no config.json"),
+        (["capture", "TMP/none", "TMP/text", "TMP/out"], "no such file or directory"),
+        (["capture", "FILE", "TMP/text", "TMP/out"], "neither a directory nor a .gguf file"),
         (["capture", "TMP/model", "TMP/missing", "TMP/out"], "not a readable UTF-8 text"),
         (["capture", "TMP/model", "FILE", "TMP/out"], "not a readable UTF-8 text"),
         (["capture", "TMP/model", "TMP/text", "FILE/out"], "cannot be written"),
@@ -257,6 +261,7 @@ def test_invalid_input_prints_one_line(argv, message, fails, file, tmp_path, cap
     empty = {name: torch.ones(1, 2, 0, 8) for name in ("k", "v")}
     one = Capture(calls=(call(0, **empty),), loss_scale=1.0, source={}, torch_version="2")
     one.save(tmp_path / "empty")
+    with_metadata(file, tmp_path / "equal", lambda x: x, key="1.q", index=0)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     before = sorted(tmp_path.rglob("*"))
@@ -351,8 +356,10 @@ def ended(words):
         return end.code
 
 
-def with_metadata(source, target, change, *, key):
-    """Copy a capture's file with one tensor changed, and its new shape in the description."""
+def with_metadata(source, target, change, *, key, **entries):
+    """Copy a capture's file with one tensor changed, and its new shape in the description.
+
+    entries: other changes of the call's description."""
     import json
 
     from safetensors import safe_open
@@ -365,7 +372,58 @@ def with_metadata(source, target, change, *, key):
     description = json.loads(value)
     number, tensor = key.split(".")
     description["calls"][int(number)]["tensors"][tensor]["shape"] = list(tensors[key].shape)
+    description["calls"][int(number)] |= entries
     save_file(tensors, target, {name: json.dumps(description)})
+
+
+HOSTILE = "layer\x1b[2J\x00\u202e.0"
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """A capture whose name and source hold control characters."""
+    path = tmp_path / "hostile.safetensors"
+    calls = (call(0, name=HOSTILE), call(1, name=HOSTILE))
+    Capture(calls=calls, loss_scale=1.0, source={HOSTILE: HOSTILE}, torch_version=HOSTILE).save(
+        path
+    )
+    return path
+
+
+@pytest.mark.parametrize("command", ["attribute", "trace"])
+def test_control_characters_of_files_are_printed_as_escapes(run, hostile, command):
+    out = run(command, hostile)
+    assert r"0 layer\x1b[2J\x00\u202e.0" in out
+    assert all(c.isprintable() or c == "\n" for c in out)
+
+
+def test_control_characters_of_files_are_escaped_in_the_report(run, hostile, tmp_path):
+    page = tmp_path / "report.html"
+    run("attribute", hostile, "--report", page)
+    text = page.read_text(encoding="utf-8")
+    assert r"layer\x1b[2J\x00\u202e.0" in text
+    assert not {"\x1b", "\x00", "\u202e"} & set(text)
+
+
+def test_control_characters_in_failures_are_printed_as_escapes(fails, file, tmp_path):
+    with_metadata(file, tmp_path / "nan", lambda x: x.fill_(torch.nan), key="1.q", name=HOSTILE)
+    message = fails("trace", tmp_path / "nan")
+    assert r"call 3 in layer\x1b[2J\x00\u202e.0: q holds NaN or Inf" in message
+    assert message[:-1].isprintable()
+
+
+@pytest.mark.parametrize("command", ["attribute", "trace"])
+def test_a_narrow_terminal_shows_whole_names(command, capsys, tmp_path, monkeypatch):
+    name = "model.layers.10.self_attn"
+    path = tmp_path / "in.safetensors"
+    calls = (call(0, name=name), call(1, name=name))
+    Capture(calls=calls, loss_scale=1.0, source={}, torch_version="2").save(path)
+    monkeypatch.setattr("sagesim.terminal._WIDE", 80)
+    assert main([command, str(path)]) == 0
+    out = capsys.readouterr().out
+    first = "".join(line.strip().split("  ")[0] for line in out.splitlines())
+    assert f"0{name}" in first and f"1{name}" in first
+    assert "…" not in out
 
 
 def test_ctrl_c_prints_one_line(fails, file, monkeypatch):
@@ -399,26 +457,7 @@ def test_a_terminal_shows_a_progress_bar(capsys, file, monkeypatch):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A folder with a random Llama of two layers and a tokenizer of twenty words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    words = {"<unk>": 0} | {f"w{i}": i for i in range(1, 20)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=20,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save(llama(), tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture
@@ -428,9 +467,24 @@ def text(tmp_path):
     return path
 
 
-def test_capture_records_a_model(run, model, text, tmp_path):
+@pytest.fixture
+def record(capsys):
+    """Runs `sagesim capture`, which must succeed; returns its output and what it tells before."""
+
+    def record(*argv):
+        assert main(["capture", *map(str, argv)]) == 0
+        return capsys.readouterr()
+
+    return record
+
+
+def test_capture_records_a_model(record, run, model, text, tmp_path):
     out = tmp_path / "out.safetensors"
-    assert run("capture", model, text, out) == f"{out}: 2 layers, 30 tokens\n"
+    said, told = record(model, text, out)
+    assert said == f"{out}: 2 layers, 30 tokens\n"
+    assert told == (
+        "recording 2 of 2 layers in float32 on 30 tokens of text.txt, which is all of it\n"
+    )
     capture = Capture.load(out)
     assert [c.index for c in capture.calls] == [0, 1]
     assert all(c.q.shape == (1, 2, 30, 8) and c.is_causal for c in capture.calls)
@@ -440,13 +494,57 @@ def test_capture_records_a_model(run, model, text, tmp_path):
     run("attribute", out)
 
 
-def test_the_captured_gradient_is_that_of_the_model_loss(run, model, text, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "options", "told"),
+    [
+        (30, ["--tokens", 64], "30 tokens of long.txt, which is all of it"),
+        (30, ["--tokens", 12], "12 tokens of long.txt, as --tokens 12 says"),
+        (90, [], "64 tokens of long.txt, the number of positions of the model"),
+        (90, ["--layers", 1], "recording 1 of 2 layers in float32 on 64 tokens"),
+    ],
+)
+def test_capture_tells_what_limits_the_tokens(record, model, tmp_path, words, options, told):
+    text = tmp_path / "long.txt"
+    text.write_text("w1 " * words)
+    assert told in record(model, text, tmp_path / "out", *options).err
+
+
+def test_capture_of_more_tokens_than_positions_fails(fails, model, text, tmp_path):
+    message = fails("capture", model, text, tmp_path / "out", "--tokens", 65)
+    assert f"65 tokens: {model} has 64 positions" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_capture_tells_which_weights_are_not_used(record, text, tmp_path):
+    net = llama(tie_word_embeddings=True)
+    net.v_head = torch.nn.Linear(16, 1)
+    told = record(save(net, tmp_path / "model"), text, tmp_path / "out").err
+    assert "not part of the language model, not used: v_head.bias, v_head.weight\n" in told
+
+
+def test_capture_shows_its_progress_in_a_terminal(record, model, text, tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    told = record(model, text, tmp_path / "out").err
+    assert "loading the model" in told
+    assert "recording layers" in told
+
+
+def test_capture_of_a_gguf_file_without_its_reader_names_the_extra(
+    fails, text, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    message = fails("capture", tmp_path / "model.gguf", text, tmp_path / "out")
+    assert "gguf is not installed: pip install 'sagebwd[gguf]'" in message
+
+
+def test_the_captured_gradient_is_that_of_the_model_loss(record, model, text, tmp_path):
     from transformers import AutoModelForCausalLM
 
     from sagesim.models import capture
 
     out = tmp_path / "out.safetensors"
-    run("capture", model, text, out, "--tokens", 12, "--layers", 1)
+    record(model, text, out, "--tokens", 12, "--layers", 1)
     (recorded,) = Capture.load(out).calls
     ids = torch.tensor([[i % 19 + 1 for i in range(0, 36, 3)]])
     llama = AutoModelForCausalLM.from_pretrained(model).train(False)
@@ -459,7 +557,7 @@ def test_the_captured_gradient_is_that_of_the_model_loss(run, model, text, tmp_p
 
 def test_capture_of_an_unknown_layer_fails(fails, model, text, tmp_path):
     out = tmp_path / "out.safetensors"
-    assert "no SDPA call matches 7" in fails("capture", model, text, out, "--layers", 7)
+    assert "no layer 7; the model has 0 to 1" in fails("capture", model, text, out, "--layers", 7)
     assert not out.exists()
 
 
@@ -481,4 +579,4 @@ def test_capture_refuses_pickled_weights(fails, model, text, tmp_path):
 def test_capture_without_transformers_names_the_extra(fails, model, text, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     message = fails("capture", model, text, tmp_path / "out")
-    assert "transformers is not installed: pip install 'sagebwd[transformers]'" in message
+    assert "transformers is not installed: pip install 'sagebwd[cli]'" in message

@@ -6,12 +6,15 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from sagesim.emulator import exact
 from sagesim.models import Call, Capture, capture
+from tests.support import examples
 from tests.support.assertions import assert_bitwise, assert_within_bound
 
 SITES = ("q", "k", "v", "do")
@@ -377,11 +380,26 @@ class TestCall:
                 {"attn_mask": torch.ones(2, 1, 5, 5, dtype=torch.bool)},
                 r"attn_mask \(2, 1, 5, 5\) does",
             ),
+            ({"scale": float("nan")}, "scale=nan is not finite"),
         ],
     )
     def test_an_invalid_tensor_raises_and_is_named(self, changes, message):
         with pytest.raises(ValueError, match=f"call 3 in attend: {message}"):
             self.call(**changes)
+
+    @pytest.mark.parametrize("index", [-1, 2**31, True, 0.0])
+    def test_an_index_out_of_range_raises(self, as_installed, index):
+        with pytest.raises(ValueError, match=f"index {index} of a call is not in 0"):
+            self.call(index=index)
+
+    def test_a_name_with_control_characters_prints_in_one_line(self):
+        call = self.call(name="a\x1b[2J\nb")
+        assert str(call) == r"call 3 in a\x1b[2J\nb"
+        assert call.title == r"3 a\x1b[2J\nb"
+
+    def test_a_name_that_no_file_can_hold_raises(self):
+        with pytest.raises(ValueError, match="is not Unicode text"):
+            self.call(name="\ud800")
 
 
 def small() -> Capture:
@@ -394,6 +412,12 @@ def small() -> Capture:
         source={"model": "none", "sizes": [1, 2.5, None]},
         torch_version="2.13.0",
     )
+
+
+def test_calls_of_equal_index_raise():
+    first, second = small().calls
+    with pytest.raises(ValueError, match=r"two calls have index 0: call 0 and call 0 in b\.c"):
+        dataclasses.replace(small(), calls=(first, dataclasses.replace(second, index=0)))
 
 
 class TestConversion:
@@ -439,6 +463,56 @@ class TestConversion:
         call = small().calls[0]
         zero = dataclasses.replace(call, do=torch.zeros_like(call.do)).to(torch.float16)
         assert not zero.do.any()
+
+
+KEY = "sagesim.capture"
+
+
+def contents(path: Path) -> tuple[dict, dict[str, Tensor]]:
+    """The metadata and the tensors of a file."""
+    with safetensors.safe_open(path, "pt") as file:
+        return json.loads(file.metadata()[KEY]), safetensors.torch.load_file(path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[Path, str, dict[str, Tensor]]:
+    path = tmp_path_factory.mktemp("saved") / "a"
+    small().save(path)
+    metadata, tensors = contents(path)
+    return path, json.dumps(metadata), tensors
+
+
+HOSTILE = st.one_of(
+    st.sampled_from([None, True, -1, 0, 1, 2**63, 2**2000, 10**400, -0.0, 1e-320, 2.0**-1074]),
+    st.floats(),
+    st.integers(),
+    st.text(max_size=6),
+    st.sampled_from(["\ud800", "\x1b[2J", "a\nb", "\x00", "\u202e", "float32"]),
+    st.recursive(st.none(), lambda x: st.lists(x, max_size=3), max_leaves=5),
+    st.sampled_from(["@deep", "@very deep"]),
+)
+
+
+def mutate(value: dict | list, data) -> None:
+    """Change a value at a random place of a JSON value."""
+    while True:
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+        if not keys:
+            return
+        key = data.draw(st.sampled_from(keys))
+        if isinstance(value[key], dict | list) and data.draw(st.booleans()):
+            value = value[key]
+            continue
+        match data.draw(st.sampled_from(["replace", "remove", "add"])):
+            case "replace":
+                value[key] = data.draw(HOSTILE)
+            case "remove":
+                del value[key]
+            case "add" if isinstance(value, dict):
+                value[data.draw(st.text(max_size=3))] = data.draw(HOSTILE)
+            case _:
+                value.append(value[key])
+        return
 
 
 class TestFile:
@@ -491,6 +565,10 @@ class TestFile:
         with pytest.raises(ValueError, match="nothing: no such file"):
             Capture.load(tmp_path / "nothing")
 
+    def test_a_directory_raises_and_names_the_command_that_makes_a_capture(self, tmp_path):
+        with pytest.raises(ValueError, match="a directory, not a capture; `sagesim capture` makes"):
+            Capture.load(tmp_path)
+
     @pytest.mark.parametrize("data", [b"", b"not a safetensors file", b"\x80\x04}."])
     def test_a_file_that_is_not_safetensors_raises(self, tmp_path, data):
         (tmp_path / "a").write_bytes(data)
@@ -521,6 +599,20 @@ class TestFile:
             (lambda m, t: m["calls"].pop(), "tensors that belong to no call: 1.attn_mask, 1.do"),
             (lambda m, t: m.update(calls=[]) or t.clear(), "a capture needs at least one call"),
             (lambda m, t: m["calls"][1].pop("name"), "field 'name' is None"),
+            (lambda m, t: m["calls"][1].update(index=0), "two calls have index 0"),
+            (lambda m, t: m["calls"][1].update(index=True), "field 'index' is True"),
+            (lambda m, t: m["calls"][1].update(index=-1), "index -1 of a call is not"),
+            (lambda m, t: m["calls"][1].update(name="\ud800"), "is not Unicode text"),
+            (lambda m, t: m["calls"][1].update(scale=10**400), "'scale' is beyond the range"),
+            (lambda m, t: m["calls"][1].pop("scale"), "field 'scale' is None"),
+            (lambda m, t: m["calls"][1].update(scale=float("inf")), "contain Infinity"),
+            (
+                lambda m, t: m.update(loss_scale=2**2000),
+                "'loss_scale' is beyond the range of float64",
+            ),
+            (lambda m, t: m.update(source={"x": float("nan")}), "contain NaN, which is not JSON"),
+            (lambda m, t: m.update(source={"x": "\ud800"}), "source is not JSON"),
+            (lambda m, t: m.update(torch="\ud800"), "torch_version .* is not Unicode text"),
             (lambda m, t: m["calls"][1].update(is_causal=0), "field 'is_causal' is 0"),
             (lambda m, t: m["calls"].append("x"), "field 'tensors' is None"),
             (lambda m, t: t.pop("1.attn_mask"), "tensor 1.attn_mask is missing"),
@@ -538,18 +630,50 @@ class TestFile:
     def test_invalid_contents_raise_and_are_named(self, tmp_path, edit, message):
         path = tmp_path / "a.safetensors"
         small().save(path)
-        tensors = safetensors.torch.load_file(path)
-        with safetensors.safe_open(path, "pt") as file:
-            ((key, text),) = file.metadata().items()
-        metadata = json.loads(text)
+        metadata, tensors = contents(path)
         edit(metadata, tensors)
-        safetensors.torch.save_file(tensors, path, {key: json.dumps(metadata)})
+        safetensors.torch.save_file(tensors, path, {KEY: json.dumps(metadata)})
         with pytest.raises(ValueError, match=f"a.safetensors: .*{message}"):
             Capture.load(path)
 
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ('{"version": 1, "version": 1}', "metadata field 'version' is there twice"),
+            ("[" * 100_000, "nested too deeply"),
+            ('{"a":' * 100_000, "nested too deeply"),
+        ],
+    )
+    def test_metadata_that_readers_may_read_differently_raise(self, tmp_path, text, message):
+        safetensors.torch.save_file({"x": torch.ones(1)}, tmp_path / "a", {KEY: text})
+        with pytest.raises(ValueError, match=f"a: .*{message}"):
+            Capture.load(tmp_path / "a")
+
+    @examples(60)
+    @given(st.data())
+    def test_any_change_of_the_metadata_loads_or_raises_in_one_line(self, saved, data):
+        """Replaces a value somewhere in the metadata, removes it, or adds one."""
+        path, text, tensors = saved
+        metadata = json.loads(text)
+        for _ in range(data.draw(st.integers(1, 3))):
+            mutate(metadata, data)
+        text = json.dumps(metadata)
+        for word, depth in (("@deep", 300), ("@very deep", 100_000)):
+            text = text.replace(f'"{word}"', "[" * depth + "]" * depth)
+        safetensors.torch.save_file(tensors, path, {KEY: text})
+        try:
+            found = Capture.load(path)
+        except ValueError as error:
+            assert str(error).startswith(f"{path}: ")
+            assert str(error).isprintable()
+        else:
+            found.save(path)
+            assert Capture.load(path).source == found.source
+            assert all(str(call).isprintable() for call in found.calls)
+
     @pytest.mark.parametrize("text", ["{", "[]", "null"])
     def test_metadata_that_are_not_a_json_object_raise(self, tmp_path, text):
-        safetensors.torch.save_file({"x": torch.ones(1)}, tmp_path / "a", {"sagesim.capture": text})
+        safetensors.torch.save_file({"x": torch.ones(1)}, tmp_path / "a", {KEY: text})
         with pytest.raises(ValueError, match="a: "):
             Capture.load(tmp_path / "a")
 

@@ -111,7 +111,10 @@ def load(path: Path) -> dict[str, Any]:
         if missing := {"step", "model", "optimizer"} - state.keys():
             raise ValueError(f"has no {', '.join(sorted(missing))}")
     except Exception as error:  # torch.load can raise any exception for damaged files
-        raise ValueError(f"{path}: not a readable checkpoint: {error}") from error
+        reason = str(error)
+        if "weights_only" in reason:  # PyTorch recommends to load without it, which runs any code
+            reason = "it is damaged, or has objects other than tensors and plain values"
+        raise ValueError(f"{path}: not a readable checkpoint: {reason}") from None
     return state
 
 

@@ -288,6 +288,15 @@ def test_a_damaged_checkpoint_raises(corpus, make_run, tmp_path):
         train(make_run(), tmp_path, corpus, MACHINE, ALONE)
 
 
+def test_a_checkpoint_with_code_is_refused_without_advice_to_run_it(tmp_path):
+    path = tmp_path / "step-00000001.pt"
+    torch.save({"step": Killed()}, path)
+    with pytest.raises(ValueError, match=r"objects other than tensors and plain values$") as caught:
+        checkpoint.load(path)
+    assert "weights_only" not in str(caught.value)
+    assert caught.value.__suppress_context__, "a traceback would show PyTorch's message"
+
+
 def poison(monkeypatch, step, how):
     """Change the model before a step."""
     gradient = Trainer.gradient

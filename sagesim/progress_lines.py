@@ -54,7 +54,7 @@ class ProgressLines(Progress):
 def duration(seconds: float) -> str:
     """A duration in words.
 
-    >>> duration(7.2), duration(130), duration(4000)
+    >>> duration(7.2), duration(130.0), duration(4000.0)
     ('8 s', '2 min 10 s', '1 h 7 min')
     """
     whole = math.ceil(seconds)

@@ -1,16 +1,11 @@
 """How large the errors of a computation are, and which matmul causes them."""
 
 from sagesim.analysis.attribution import (
-    LOGITS,
-    OUTPUTS,
-    RUNS,
     Attribution,
     SiteEffect,
     SwitchEffect,
     attribute,
-    memory,
     pool,
-    run_count,
 )
 from sagesim.analysis.causality import Influence, influence
 from sagesim.analysis.layers import errors
@@ -37,6 +32,7 @@ from sagesim.analysis.report import (
     render,
     templates,
 )
+from sagesim.analysis.runs import LOGITS, OUTPUTS, RUNS, memory, run_count
 from sagesim.analysis.sampling import Sample
 from sagesim.analysis.sigma import COLUMNS, PAPER_TABLE_1, Setting, gaussian_errors
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from torch import Tensor
 
 from sagesim.analysis.metrics import (
-    GRADIENTS,
     TITLES,
     Comparison,
     Error,
-    compare,
     geometric_mean,
     gradient_error,
     mean,
@@ -27,41 +25,30 @@ from sagesim.analysis.metrics import (
 )
 from sagesim.analysis.number_range import (
     RangeLoss,
-    ds_range_losses,
     token_range_losses,
     worst,
 )
+from sagesim.analysis.runs import (
+    LOGITS,
+    OUTPUTS,
+    SWITCHES,
+    Sums,
+    Total,
+    gradient_share_of,
+    measure,
+    specs_of_runs,
+    split,
+)
 from sagesim.analysis.sampling import Sample, jackknife, measured_fraction
-from sagesim.emulator import Recorder, exact, flatten, run_backward, run_forward, trace
+from sagesim.emulator import flatten
 from sagesim.problem import AttentionProblem
 from sagesim.shapes import Bool, Float
 from sagesim.spec import (
-    FORWARD_SITES,
     SAGEBWD,
     SITES,
     AttentionSpec,
     Delta,
-    Precision,
-    with_precision,
 )
-
-OUTPUTS: Final = ("o", "ds", "dq", "dk", "dv")
-"""The tensors whose errors are attributed."""
-
-SWITCHES: Final = ("smooth_q", "smooth_k", "delta")
-"""The options of a spec that belong to no site. Each is measured by changing it alone."""
-
-_MAP_ENTRIES: Final = 2**22
-"""Elements of S in a group of heads; groups are computed one after the other to save memory."""
-
-_BYTES_PER_ENTRY: Final = 120
-"""Memory for each element of S in a group: eight float64 maps, and about as much in float32."""
-
-LOGITS: Final = "qk+qk_recompute"
-"""The two sites that compute S, measured together; see `Attribution.parts`."""
-
-RUNS: Final = 2 + 2 * (len(SITES) + 1) + len(SWITCHES)
-"""Number of emulations that an attribution runs per group of heads."""
 
 SITE_NAMES: Final = {
     LOGITS: "S = QKᵀ",
@@ -162,7 +149,7 @@ class Attribution:
 
     def gradient_share(self, effect: SiteEffect) -> float:
         """An effect's share of the squared `gradient_error`; 0 if that is 0 or infinite."""
-        return _gradient_share(effect.share, self.error)
+        return gradient_share_of(effect.share, self.error)
 
     @property
     def is_finite(self) -> bool:
@@ -284,7 +271,7 @@ def attribute(
         if not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} holds NaN or Inf; attribution needs finite tensors")
     parts = split(problem, base, sample)
-    sums = [_measure(part, base, progress) for part in parts]
+    sums = [measure(part, base, progress) for part in parts]
     losses = [*token_range_losses(x, x.flatten_queries(problem.gradient))]
     for each in sums:
         losses += each.range_losses
@@ -292,89 +279,14 @@ def attribute(
     return _result(base, sums, worst(losses), fraction)
 
 
-def split(
-    problem: AttentionProblem, base: AttentionSpec, sample: Sample | None
-) -> list[AttentionProblem]:
-    """The parts of a problem that `attribute` measures one after the other."""
-    if sample is None:
-        return list(problem.head_groups(_MAP_ENTRIES))
-    return sample.parts(problem, min(base.block_q, max(problem.q.shape[-2], 1)))
-
-
-def run_count(problem: AttentionProblem, base: AttentionSpec, sample: Sample | None) -> int:
-    """How often `attribute` calls `progress`."""
-    return RUNS * len(split(problem, base, sample))
-
-
-def memory(problem: AttentionProblem, base: AttentionSpec, sample: Sample | None) -> int:
-    """About how many bytes `attribute` needs."""
-    largest = max(math.prod(x.q.shape[:-1]) * x.k.shape[-2] for x in split(problem, base, sample))
-    return largest * _BYTES_PER_ENTRY
-
-
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    """The squared errors and norms of one part of a problem."""
-
-    squares: Mapping[str, Mapping[str, float]]  #: by the names of `_specs`, then by `OUTPUTS`
-    norms: Mapping[str, float]  #: squared norms of the exact `OUTPUTS`
-    comparison: Comparison  #: of the base spec
-    range_losses: Sequence[RangeLoss]  #: of dS
-
-
-def _measure(
-    part: AttentionProblem, base: AttentionSpec, progress: Callable[[], None] | None
-) -> _Sums:
-    reference, traced = exact(part), trace(part, spec=base)
-    runs = _Runs(part)
-    squares: dict[str, dict[str, float]] = {}
-    for name, spec in _specs(base).items():
-        outputs = runs.outputs(spec) if name != "base" else {t: getattr(traced, t) for t in OUTPUTS}
-        squares[name] = {
-            t: float((got.double() - getattr(reference, t)).square().sum())
-            for t, got in outputs.items()
-        }
-        if progress is not None:
-            progress()
-    ds = traced.ds.reshape(math.prod(traced.ds.shape[:-2]), *traced.ds.shape[-2:])
-    return _Sums(
-        squares=squares,
-        norms={t: float(getattr(reference, t).square().sum()) for t in OUTPUTS},
-        comparison=compare(traced, reference),
-        range_losses=list(ds_range_losses(flatten(part, base), ds)),
-    )
-
-
-class _Runs:
-    """Emulates one problem under many specs; specs with the same forward share one."""
-
-    def __init__(self, problem: AttentionProblem) -> None:
-        self._problem = problem
-        self._forwards: dict[AttentionSpec, tuple[Tensor, Tensor]] = {}
-
-    def outputs(self, spec: AttentionSpec) -> dict[str, Tensor]:
-        """The tensors of `OUTPUTS` under a spec. Other intermediates are not kept."""
-        x, do = flatten(self._problem, spec), self._problem.gradient
-        recorder = Recorder(x, maps=frozenset({"ds"}), operands=False)
-        backward = [site for site in SITES if site not in FORWARD_SITES]
-        key = replace(with_precision(spec, Precision.FP32, *backward), delta=Delta.FROM_O)
-        if key not in self._forwards:
-            o, result = run_forward(x)
-            self._forwards[key] = o, result.lse_smoothed
-        o, lse = self._forwards[key]
-        dq, dk, dv = run_backward(x, do, o, lse, recorder)
-        ds = x.query_heads(recorder.maps["ds"])
-        return {"o": o, "ds": ds, "dq": dq, "dk": dk, "dv": dv}
-
-
 def _result(
-    base: AttentionSpec, sums: Sequence[_Sums], losses: tuple[RangeLoss, ...], fraction: float
+    base: AttentionSpec, sums: Sequence[Sums], losses: tuple[RangeLoss, ...], fraction: float
 ) -> Attribution:
-    whole = _Total(sums)
+    whole = Total(sums)
     # With sampling, the statistics without each part in turn give the error of sampling.
-    without_one = [_Total([*sums[:i], *sums[i + 1 :]]) for i in range(len(sums))]
+    without_one = [Total([*sums[:i], *sums[i + 1 :]]) for i in range(len(sums))]
     sampled = fraction < 1 and len(sums) > 1
-    specs = _specs(base)
+    specs = specs_of_runs(base)
 
     def effect(site: str) -> SiteEffect:
         values = [total.gradient_share(site) for total in without_one] if sampled else [0.0]
@@ -398,35 +310,6 @@ def _result(
         range_losses=losses,
         measured=fraction,
     )
-
-
-class _Total:
-    """Errors and shares of several parts together."""
-
-    def __init__(self, sums: Sequence[_Sums]) -> None:
-        self._norms = {t: sum(each.norms[t] for each in sums) for t in OUTPUTS}
-        self._squares = {
-            name: {t: sum(each.squares[name][t] for each in sums) for t in OUTPUTS}
-            for name in (sums[0].squares if sums else ())
-        }
-
-    def errors(self, name: str) -> dict[str, float]:
-        """The relative L2 errors of a run."""
-        return {t: _ratio(self._squares[name][t], self._norms[t]) for t in OUTPUTS}
-
-    def share(self, site: str, tensor: str) -> float:
-        """See `SiteEffect.share`."""
-        only, without, unrounded, base = (
-            self._squares[name][tensor]
-            for name in (f"only {site}", f"without {site}", "unrounded", "base")
-        )
-        if base == unrounded:
-            return 0.0
-        return (only - unrounded + base - without) / (2 * (base - unrounded))
-
-    def gradient_share(self, site: str) -> float:
-        """See `Attribution.gradient_share`."""
-        return _gradient_share({t: self.share(site, t) for t in GRADIENTS}, self.errors("base"))
 
 
 def pool(attributions: Sequence[Attribution]) -> Attribution:
@@ -470,30 +353,3 @@ def pool(attributions: Sequence[Attribution]) -> Attribution:
         range_losses=worst(loss for a in attributions for loss in a.range_losses),
         measured=mean([a.measured for a in attributions]),
     )
-
-
-def _specs(base: AttentionSpec) -> dict[str, AttentionSpec]:
-    specs = {"base": base, "unrounded": with_precision(base, Precision.FP32)}
-    for name in (*SITES, LOGITS):
-        measured = name.split("+")
-        others = [s for s in SITES if s not in measured]
-        specs[f"only {name}"] = with_precision(base, Precision.FP32, *others)
-        specs[f"without {name}"] = with_precision(base, Precision.FP32, *measured)
-    smoothing = base.smoothing
-    other_delta = Delta.FROM_P if base.delta is Delta.FROM_O else Delta.FROM_O
-    specs["change smooth_q"] = replace(base, smoothing=replace(smoothing, q=not smoothing.q))
-    specs["change smooth_k"] = replace(base, smoothing=replace(smoothing, k=not smoothing.k))
-    specs["change delta"] = replace(base, delta=other_delta)
-    return specs
-
-
-def _gradient_share(share: Mapping[str, float], error: Mapping[str, float]) -> float:
-    total = sum(error[t] ** 2 for t in GRADIENTS)
-    caused = sum(share[t] * error[t] ** 2 for t in GRADIENTS)
-    return caused / total if total and math.isfinite(total) else 0.0
-
-
-def _ratio(square: float, norm: float) -> float:
-    if square == 0:
-        return 0.0
-    return math.sqrt(square / norm) if norm else math.inf

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 import sagesim
-from sagesim.analysis.attribution import LOGITS, OUTPUTS, SITE_NAMES, Attribution, SiteEffect, pool
+from sagesim.analysis.attribution import SITE_NAMES, Attribution, SiteEffect, pool
 from sagesim.analysis.metrics import GRADIENTS, TENSORS, TITLES, gradient_error
 from sagesim.analysis.number_range import RangeLoss
+from sagesim.analysis.runs import LOGITS, OUTPUTS
 from sagesim.models import Call, Capture
 from sagesim.printable import printable_lines
 from sagesim.spec import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import sagesim.analysis.attribution
+import sagesim.analysis.runs
 from sagesim import (
     FACTORED,
     FPA,
@@ -166,7 +166,7 @@ def test_computing_heads_in_groups_changes_no_result(monkeypatch):
     mask = torch.rand(2, 1, 40, 40, generator=g) < 0.7
     whole = attribute(q, k, v, do, enable_gqa=True, attn_mask=mask)
     calls = []
-    monkeypatch.setattr(sagesim.analysis.attribution, "_MAP_ENTRIES", 1)
+    monkeypatch.setattr(sagesim.analysis.runs, "_MAP_ENTRIES", 1)
     grouped = attribute(
         q, k, v, do, enable_gqa=True, attn_mask=mask, progress=lambda: calls.append(1)
     )

@@ -15,6 +15,7 @@ PACKAGES = ("sagesim", "sagesim_kernels", "theory")
 
 FLOORS: dict[str, set[str]] = {
     "sagesim.shapes": set(),
+    "sagesim.allocator": set(),
     "sagesim.files": set(),
     "sagesim.process_wide": set(),
     "sagesim.printable": set(),
@@ -109,6 +110,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim.data",
         "sagesim.files",
         "sagesim.terminal",
+        "sagesim.allocator",
         "sagesim.command",
         "sagesim_kernels",
         "sagesim_kernels.api",

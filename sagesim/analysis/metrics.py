@@ -12,6 +12,12 @@ from torch import Tensor
 
 from sagesim.emulator import Exact, Trace
 
+_PEAK: Final = 4
+"""The index of max |a-r| among the moments."""
+
+_CACHED: Final = 2**16
+"""Elements of a tensor that are measured at once."""
+
 TENSORS: Final = ("s", "p", "o", "lse", "delta", "dp", "ds", "dq", "dk", "dv")
 """The intermediates that a trace and the exact computation share, in the order of computation."""
 
@@ -109,7 +115,7 @@ def compare(trace: Trace, exact: Exact) -> Comparison:
             )
         axes = 1 if name in ("lse", "delta") else 2
         heads, size = math.prod(a.shape[:-axes]), math.prod(a.shape[-axes:])
-        moments[name] = _moments(a.double().reshape(heads, size), r.reshape(heads, size))
+        moments[name] = _moments(a.reshape(heads, size), r.reshape(heads, size))
     return Comparison(moments)
 
 
@@ -117,7 +123,7 @@ def error(actual: Tensor, reference: Tensor) -> Error:
     """Measure the error of a tensor against a reference of the same shape."""
     if actual.shape != reference.shape:
         raise ValueError(f"shapes {tuple(actual.shape)} and {tuple(reference.shape)} differ")
-    return _error(_moments(actual.double().reshape(1, -1), reference.double().reshape(1, -1)))
+    return _error(_moments(actual.reshape(1, -1), reference.reshape(1, -1)))
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -163,18 +169,34 @@ def pool_errors(measured: Sequence[Mapping[str, Error]]) -> dict[str, Error]:
 
 
 def _moments(a: Tensor, r: Tensor) -> Tensor:
-    """The moments [heads, 6] of a and r [heads, n]; see `Comparison.moments`."""
+    """The moments [heads, 6] of a and r [heads, n] in float64; see `Comparison.moments`.
+
+    They are computed in parts that fit into a processor's cache.
+    """
+    heads, n = r.shape
+    step = max(1, _CACHED // max(1, heads))
+    total = r.new_zeros(heads, 6, dtype=torch.float64)
+    for first in range(0, n, step):
+        part = slice(first, first + step)
+        of_part = _moments_of_part(a[:, part].double(), r[:, part].double())
+        peak = torch.maximum(total[:, _PEAK], of_part[:, _PEAK])
+        total += of_part
+        total[:, _PEAK] = peak
+    return total
+
+
+def _moments_of_part(a: Tensor, r: Tensor) -> Tensor:
     counts = ~((a == -torch.inf) & (r == -torch.inf))
     diff = (a - r).where(counts, 0.0)
     a, r = a.where(counts, 0.0), r.where(r != -torch.inf, 0.0)
-    peak = diff.abs().amax(1) if diff.shape[1] else diff.new_zeros(diff.shape[0])
+    peak = diff.abs().amax(1)
     sums = [(x * y).sum(1) for x, y in ((a, r), (a, a), (r, r), (diff, diff))]
     return torch.stack([*sums, peak, counts.sum(1).double()], 1)
 
 
 def _error(moments: Tensor) -> Error:
     dot, aa, rr, dd, _, count = (float(x) for x in moments.sum(0))
-    peak = float(moments[:, 4].max()) if len(moments) else 0.0
+    peak = float(moments[:, _PEAK].max()) if len(moments) else 0.0
     if dd == 0:
         return Error(cosine=1.0, rel_l2=0.0, sqnr_db=math.inf, max_error=0.0)
     if rr == 0:

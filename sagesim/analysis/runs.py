@@ -25,6 +25,9 @@ SWITCHES: Final = ("smooth_q", "smooth_k", "delta")
 _MAP_ENTRIES: Final = 2**22
 """Elements of S in a group of heads; groups are computed one after the other to save memory."""
 
+_CACHED: Final = 2**16
+"""Elements of a part in `_square`."""
+
 _BYTES_PER_ENTRY: Final = 120
 """Memory for each element of S in a group: eight float64 maps, and about as much in float32."""
 
@@ -75,16 +78,13 @@ def measure(
     squares: dict[str, dict[str, float]] = {}
     for name, spec in specs_of_runs(base).items():
         outputs = runs.outputs(spec) if name != "base" else {t: getattr(traced, t) for t in OUTPUTS}
-        squares[name] = {
-            t: float((got.double() - getattr(reference, t)).square().sum())
-            for t, got in outputs.items()
-        }
+        squares[name] = {t: _square(getattr(reference, t), got) for t, got in outputs.items()}
         if progress is not None:
             progress()
     ds = traced.ds.reshape(math.prod(traced.ds.shape[:-2]), *traced.ds.shape[-2:])
     return Sums(
         squares=squares,
-        norms={t: float(getattr(reference, t).square().sum()) for t in OUTPUTS},
+        norms={t: _square(getattr(reference, t)) for t in OUTPUTS},
         comparison=compare(traced, reference),
         range_losses=list(ds_range_losses(flatten(part, base), ds)),
     )
@@ -154,6 +154,21 @@ def specs_of_runs(base: AttentionSpec) -> dict[str, AttentionSpec]:
     specs["change smooth_k"] = replace(base, smoothing=replace(smoothing, k=not smoothing.k))
     specs["change delta"] = replace(base, delta=other_delta)
     return specs
+
+
+def _square(reference: Tensor, got: Tensor | None = None) -> float:
+    """The squared L2 norm of a float64 tensor, or of its difference from another tensor.
+
+    The difference is computed in parts that fit into a processor's cache.
+    """
+    total, flat = 0.0, reference.reshape(-1)
+    other = None if got is None else got.reshape(-1)
+    for first in range(0, flat.numel(), _CACHED):
+        part = flat[first : first + _CACHED]
+        if other is not None:
+            part = part - other[first : first + _CACHED]
+        total += float(part.dot(part))
+    return total
 
 
 def gradient_share_of(share: Mapping[str, float], error: Mapping[str, float]) -> float:

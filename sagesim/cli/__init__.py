@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 import sagesim
+from sagesim.allocator import keep_freed_memory
 from sagesim.command import exit_code
 from sagesim.terminal import Failure
 
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
 
     def command() -> int | None:
+        keep_freed_memory()
         args = _parser().parse_args(arguments)
         args.command_line = shlex.join(["sagesim", *arguments])
         return importlib.import_module(f"sagesim.cli.{args.command}").run(args)

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
 
     sample = Sample(args.heads, args.rows) if args.heads or args.rows else None
     gigabytes = max(memory(call, spec, sample) for call in calls) / 1e9
-    hint = f"needs about {gigabytes:.1f} GB; --layers, --heads and --rows measure less"
+    hint = f"{gigabytes:.1f} GB besides the capture; --layers, --heads and --rows measure less"
     layers: list[Layer] = []
     with progress(f"attributing the error of {len(calls)} layers", hint) as bar:
         task = bar.add_task("", total=sum(run_count(call, spec, sample) for call in calls))

@@ -4,6 +4,7 @@ The precision of each of the seven matrix products of the forward and the backwa
 """
 
 from sagesim.analysis import Attribution, Comparison, Error, attribute, compare
+from sagesim.distribution import warn_of_other_distribution
 from sagesim.emulator import Exact, QKNorm, QTensor, Trace, attention, exact, quantize, trace
 from sagesim.fuzzing import FuzzCase, FuzzReport, fuzz
 from sagesim.models import Call, Capture, Recording, capture, emulate
@@ -35,6 +36,8 @@ from sagesim.spec import (
 )
 
 __version__ = "0.1.0"
+
+warn_of_other_distribution()
 
 __all__ = [
     "CAUSAL_SAFE",

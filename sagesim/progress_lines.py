@@ -44,7 +44,7 @@ class ProgressLines(Progress):
         words = [f"{' '.join((self._what, task.description)).strip()}: {task.completed:g}"]
         words.append(f"of {task.total:g}")
         if task.time_remaining is not None:
-            words[-1] += f", about {duration(task.time_remaining)} left"
+            words[-1] += f", about {duration(float(task.time_remaining))} left"
         if self._hint:
             words.append(f"({self._hint})")
         print(*words, file=sys.stderr, flush=True)

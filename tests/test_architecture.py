@@ -16,6 +16,7 @@ PACKAGES = ("sagesim", "sagesim_kernels", "theory")
 FLOORS: dict[str, set[str]] = {
     "sagesim.shapes": set(),
     "sagesim.allocator": set(),
+    "sagesim.distribution": set(),
     "sagesim.files": set(),
     "sagesim.process_wide": set(),
     "sagesim.printable": set(),
@@ -141,6 +142,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim.terminal",
         "sagesim.command",
         "sagesim.printable",
+        "sagesim.allocator",
     },
 }
 """Each room, and the rooms it may import. "sagesim" is the package's face: its version."""

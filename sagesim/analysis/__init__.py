@@ -22,13 +22,14 @@ from sagesim.analysis.metrics import (
     mean,
     pool_errors,
 )
-from sagesim.analysis.number_range import RangeLoss
+from sagesim.analysis.number_range import RangeLoss, range_losses, worst
 from sagesim.analysis.report import (
     Layer,
     advice,
     headline,
     limitations,
     number,
+    range_warnings,
     render,
     templates,
 )
@@ -71,7 +72,10 @@ __all__ = [
     "number",
     "pool",
     "pool_errors",
+    "range_losses",
+    "range_warnings",
     "render",
     "run_count",
     "templates",
+    "worst",
 ]

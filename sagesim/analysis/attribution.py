@@ -77,7 +77,7 @@ class SiteEffect:
         Some error remains with all sites in FP32, because o and the gradients are rounded to the
         inputs' dtype. That error belongs to no site.
     sampling_error: the standard error of the effect's `Attribution.gradient_share` that comes from
-        measuring only some heads and queries; 0 if all were measured.
+        measuring only some heads and queries; 0 if all were measured, NaN if it is unknown.
     """
 
     site: str  #: one of `SITES`, or `LOGITS`
@@ -180,7 +180,9 @@ class Attribution:
         if share <= 0:
             return f"No product adds to {what} under {self.base.label()!r}."
         off = top.sampling_error if tensor is None else 0.0
-        number = f"{share:.0%} ± {off:.0%}" if off else f"{share:.0%}"
+        number = f"{share:.0%}"
+        if off:
+            number += " (with an unknown error of sampling)" if math.isnan(off) else f" ± {off:.0%}"
         return f"{number} of {what} comes from {SITE_NAMES[top.site]}."
 
     def _not_finite(self) -> str:
@@ -284,18 +286,18 @@ def _result(
 ) -> Attribution:
     whole = Total(sums)
     # With sampling, the statistics without each part in turn give the error of sampling.
-    without_one = [Total([*sums[:i], *sums[i + 1 :]]) for i in range(len(sums))]
-    sampled = fraction < 1 and len(sums) > 1
+    others = range(len(sums)) if len(sums) > 1 else ()
+    without_one = [Total([*sums[:i], *sums[i + 1 :]]) for i in others]
     specs = specs_of_runs(base)
 
     def effect(site: str) -> SiteEffect:
-        values = [total.gradient_share(site) for total in without_one] if sampled else [0.0]
+        values = [total.gradient_share(site) for total in without_one]
         return SiteEffect(
             site=site,
             only=whole.errors(f"only {site}"),
             without=whole.errors(f"without {site}"),
             share={t: whole.share(site, t) for t in OUTPUTS},
-            sampling_error=jackknife(values, fraction),
+            sampling_error=jackknife(values, fraction) if fraction < 1 else 0.0,
         )
 
     return Attribution(

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from sagesim.analysis.metrics import TITLES
-from sagesim.emulator import FlatProblem, SmoothedQK
-from sagesim.spec import OPERANDS, SITES, Precision
+from sagesim.emulator import FlatProblem, SmoothedQK, flatten
+from sagesim.problem import AttentionProblem
+from sagesim.spec import OPERANDS, SITES, AttentionSpec, Precision
 
 _FLOATS = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 
@@ -43,6 +44,12 @@ class RangeLoss:
     def operand(self) -> str:
         """The operand in the notation of the paper, for example "dO"."""
         return TITLES.get(self.tensor, self.tensor.upper() if self.tensor != "do" else "dO")
+
+
+def range_losses(problem: AttentionProblem, spec: AttentionSpec) -> tuple[RangeLoss, ...]:
+    """The range losses of Q, K, V and dO of a problem under a spec."""
+    x = flatten(problem, spec)
+    return worst(token_range_losses(x, x.flatten_queries(problem.gradient)))
 
 
 def token_range_losses(x: FlatProblem, do: Tensor) -> Iterator[RangeLoss]:

@@ -123,16 +123,22 @@ def limitations(a: Attribution) -> list[str]:
 
     An operand that FP16 cannot hold makes a large error, which its product's share then measures.
     """
-    found = [_range_warning(loss) for loss in a.range_losses]
-    if any(not loss.overflows for loss in a.range_losses):
-        found.append(
-            "The shares measure this loss, not the rounding of ordinary values. Multiply the loss "
-            "by a larger power of two when recording, or record in bfloat16."
-        )
+    found = range_warnings(a.range_losses)
     if a.measured < 1:
         found.append(
             f"Measured on a sample of {a.measured:.0%} of the elements of S; ± is the standard "
             "error of sampling."
+        )
+    return found
+
+
+def range_warnings(losses: Sequence[RangeLoss]) -> list[str]:
+    """A sentence for each operand that a 16-bit format cannot hold, and what to do."""
+    found = [_range_warning(loss) for loss in losses]
+    if any(not loss.overflows for loss in losses):
+        found.append(
+            "The errors measure this loss, not the rounding of ordinary values. Multiply the loss "
+            "by a larger power of two when recording, or record in bfloat16."
         )
     return found
 

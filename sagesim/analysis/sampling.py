@@ -37,7 +37,7 @@ class Sample:
                 raise ValueError(f"{name}={number} is not a positive number")
 
     def parts(self, problem: AttentionProblem, block: int) -> list[AttentionProblem]:
-        """The parts of a problem with do, at least two unless the problem is a single block.
+        """The parts of a problem with do, at least two unless they would have a single block.
 
         block: queries of a block. A block is taken whole, so that its queries have the scales that
             they have in the whole problem. The last block is in every part: under a causal mask,
@@ -48,7 +48,7 @@ class Sample:
         blocks = -(-problem.q.shape[-2] // block)
         rows = _spaced(blocks, None if self.rows is None else -(-self.rows // block))
         # Two parts of a head, so that their difference shows the error of sampling.
-        halves = 2 if self.rows is not None or len(taken) == 1 else 1
+        halves = 2 if len(rows) > 1 and (self.rows is not None or len(taken) == 1) else 1
         parts: list[AttentionProblem] = []
         for head in taken:
             for half in range(halves):
@@ -66,12 +66,16 @@ def measured_fraction(problem: AttentionProblem, parts: Sequence[AttentionProble
 def jackknife(values: Sequence[float], fraction: float) -> float:
     """The standard error of a statistic from its values with one part of the sample left out.
 
+    NaN if there are no values.
+
     fraction: the measured fraction; the error is smaller by the factor sqrt(1 - fraction), because
         a sample of everything has no error.
 
     Source: B. Efron and C. Stein, "The Jackknife Estimate of Variance", Ann. Statist. 9(3), 1981.
     """
     n = len(values)
+    if not n:
+        return math.nan
     center = sum(values) / n
     variance = (n - 1) / n * sum((x - center) ** 2 for x in values)
     return math.sqrt(variance * (1 - fraction))

@@ -7,12 +7,13 @@ docstring is the description in the command's help.
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import importlib
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import sagesim
 from sagesim.allocator import keep_freed_memory
@@ -36,6 +37,7 @@ _EXTRAS: Final = {
     "pyarrow": "cli",
     "safetensors": "cli",
     "tokenizers": "pretrain",
+    "triton": "kernels",
     "transformers": "cli",
     "gguf": "gguf",
     "accelerate": "gguf",
@@ -63,6 +65,21 @@ class _Parser(argparse.ArgumentParser):
         raise Failure(f"{message} (see {self.prog} --help)")
 
 
+class _CommandParser(_Parser):
+    """The parser of a command. It reports unknown options itself, with the help of the command."""
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [option for action in self._actions for option in action.option_strings]
+            close = difflib.get_close_matches(unknown[0], options, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return known, unknown
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -88,7 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     form = functools.partial(argparse.RawDescriptionHelpFormatter, width=100, max_help_position=24)
     parser = _Parser(prog="sagesim", description=_DESCRIPTION, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"sagesim {sagesim.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser
+    )
     for name in COMMANDS:
         module = importlib.import_module(f"sagesim.cli.{name}")
         command = commands.add_parser(

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -183,7 +184,10 @@ def ranking(rows: Sequence[Row]) -> list[Row]:
                 "gradients": gradient_error(means),
             }
         )
-    return sorted(ranked, key=lambda row: (row["gradients"], row["label"]))
+    # Comparisons with NaN are false, so that NaN could be anywhere in the order.
+    return sorted(
+        ranked, key=lambda row: (math.isnan(row["gradients"]), row["gradients"], row["label"])
+    )
 
 
 def best_per_int8_count(ranked: Sequence[Row]) -> list[Row]:

@@ -150,6 +150,6 @@ def _one_of(kind: str, word: str, valid: Iterable[str]) -> str:
     options = list(valid)
     if word in options:
         return word
-    close = difflib.get_close_matches(word, options, n=1)
+    close = difflib.get_close_matches(word.lower(), options, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise _WordError(f"{word!r} is not a {kind}{hint}; one of {', '.join(options)}")

@@ -2,6 +2,7 @@ import os
 import re
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -582,3 +583,58 @@ def test_capture_without_transformers_names_the_extra(fails, model, text, tmp_pa
     monkeypatch.setitem(sys.modules, "transformers", None)
     message = fails("capture", model, text, tmp_path / "out")
     assert "transformers is not installed: pip install 'sagebwd[cli]'" in message
+
+
+def test_a_label_in_capitals_is_recognised(fails, file):
+    assert "did you mean 'sagebwd'?" in fails("trace", file, "--spec", "SAGEBWD")
+
+
+def test_an_unknown_option_names_the_help_of_its_command(fails, file):
+    message = fails("attribute", file, "--reprot", "x.html")
+    assert "unrecognized arguments: --reprot x.html; did you mean --report?" in message
+    assert "(see sagesim attribute --help)" in message
+    assert "(see sagesim pretrain run --help)" in fails("pretrain", "run", "c", "r", "--nothing")
+
+
+@pytest.mark.parametrize(("option", "number"), [("--heads", 0), ("--rows", -4)])
+def test_a_sample_needs_positive_numbers(fails, file, option, number):
+    assert f"{option} {number} is not a positive number" in fails("attribute", file, option, number)
+
+
+def test_attribute_measures_a_sample(run, file):
+    out = run("attribute", file, "--heads", 1)
+    assert "(with an unknown error of sampling) of the gradients' error comes from" in out
+    assert "Measured on a sample of 50% of the elements of S" in out
+
+
+def test_gradients_that_fp16_cannot_hold_are_named(run, tmp_path):
+    """Too small or too large for FP16: no command takes the damage for rounding."""
+    small, large = call(0), call(1)
+    small, large = replace(small, do=1e-9 * small.do), replace(large, do=1e6 * large.do)
+    for name, recorded in (("small", small), ("large", large)):
+        Capture(calls=(recorded,), loss_scale=1.0, source={}, torch_version="2").save(
+            tmp_path / name
+        )
+    for command in ("attribute", "trace"):
+        assert "dO underflows FP16 in dP = dO Vᵀ" in run(command, tmp_path / "small")
+        assert "dO overflows FP16 in dP = dO Vᵀ" in run(command, tmp_path / "large")
+    assert "dS, dQ, dK are not finite: dP = dO Vᵀ overflows." in run(
+        "attribute", tmp_path / "large"
+    )
+    traced = run("trace", tmp_path / "large")
+    assert "layer 1 layer.1: the error of dP, dS, dQ, dK is not finite" in traced
+    assert row(traced, "1 layer.1")[2] == "nan"
+
+
+def test_progress_is_printed_as_lines_without_a_terminal(capsys, file, monkeypatch):
+    """With the time that is left, and once with what the user can do about it."""
+    monkeypatch.setattr("sagesim.progress_lines.FIRST_AFTER", 0.0)
+    monkeypatch.setattr("sagesim.progress_lines.EVERY", 0.0)
+    assert main(["attribute", str(file)]) == 0
+    first, *others = capsys.readouterr().err.splitlines()
+    assert re.match(
+        r"attributing the error of 2 layers: 1 of 42.* \(0\.0 GB besides the capture; --layers, "
+        r"--heads and --rows measure less\)",
+        first,
+    )
+    assert any(re.fullmatch(r".*: 30 of 42, about \d+ s left", line) for line in others)

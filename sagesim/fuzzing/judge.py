@@ -21,7 +21,8 @@ class Outcome:
 
     case: FuzzCase
     error: str | None = None  #: type and message of the exception, if the kernel raised one
-    kind: str | None = None  #: the type of the exception, or "crash" if the process ended
+    kind: str | None = None
+    """The type of the exception, RuntimeError for all kinds of it; "crash" if the process ended."""
     differences: Mapping[str, Difference] = field(default_factory=dict[str, Difference])
     """By tensor: inputs that were overwritten, then outputs. Empty if the kernel raised."""
 
@@ -60,8 +61,11 @@ def judge(
     try:
         called = call(attention, case.problem(device))
     except Exception as error:  # any exception of the kernel is a failure to report
-        kind = type(error).__name__
-        return Outcome(case, error=f"{kind}: {error}", kind=kind)
+        # A fault of a device is raised by PyTorch or Triton, whichever notices it first. Both raise
+        # kinds of RuntimeError.
+        name = type(error).__name__
+        kind = "RuntimeError" if isinstance(error, RuntimeError) else name
+        return Outcome(case, error=f"{name}: {error}", kind=kind)
     compared = Contract(case, spec, device).compare(called.outputs)
     found = {name: Difference(tensor=name, problem=p) for name, p in called.problems.items()}
     found = compared | found

@@ -613,6 +613,16 @@ class TestNumbers:
         for name, x in zip(Outputs._fields, run_attention(c, spec), strict=True):
             assert bool(x.isfinite().all()), name
 
+    @pytest.mark.parametrize("preset", ["sagebwd", "factored", "fpa_fp16", "causal_safe"])
+    def test_a_causal_mask_as_a_tensor_gives_the_bits_of_is_causal(self, preset):
+        """A kernel engineer passes one or the other."""
+        c = replace(case(seed=0, n_q=300, n_k=300, d=40), is_causal=True)
+        given = replace(c, is_causal=False, attn_mask=c.attends)
+        expected, actual = (run_attention(x, PRESETS[preset]) for x in (c, given))
+        for name in Outputs._fields:
+            a, b = getattr(actual, name), getattr(expected, name)
+            assert_bitwise(actual=a, expected=b, what=name)
+
     def test_an_outlier_changes_no_code_of_other_blocks(self):
         """Each block has its own scale."""
         c = case(seed=1, n_q=64, n_k=192, d=16)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sagesim.problem import resolve_input16
+from sagesim.problem import AttentionProblem, resolve_input16
 from sagesim.spec import FACTORED_QK, MAPS, OPERANDS, SITES, AttentionSpec, Precision
 from sagesim_kernels.api import CausalAlignment, check_call, check_device
 from sagesim_kernels.dispatch import backward, forward
@@ -55,10 +55,10 @@ class KernelTrace:
 
 
 def trace(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
+    q: Tensor | AttentionProblem,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    do: Tensor | None = None,
     *,
     spec: AttentionSpec = FACTORED_QK,
     is_causal: bool = False,
@@ -73,12 +73,19 @@ def trace(
     Args:
         q, k, v: [batch, heads, tokens, head size], as in `attention`.
         do: the gradient of o, [batch, heads, n_q, d_v].
-        Others: see `attention`.
+        Others: see `attention`. Or q is an `AttentionProblem`, such as a recorded call, and the
+            other arguments but spec and causal_alignment are omitted.
 
     Raises:
-        As `attention`. Also ValueError if do differs from q in dtype or device, or if a shape does
-        not fit.
+        As `attention`. Also ValueError if do is missing or differs from q in dtype or device, if a
+        shape does not fit, or if a problem has an attn_mask.
     """
+    given = AttentionProblem.of(
+        q, k, v, do, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    if given.attn_mask is not None:
+        raise ValueError("attn_mask: there are no kernels for a mask; only is_causal is supported")
+    (q, k, v, do), is_causal, enable_gqa = given.qkvdo, given.is_causal, given.enable_gqa
     check_device(q)
     check_call(q, k, v, spec, causal_alignment, enable_gqa=enable_gqa)
     if do.dtype != q.dtype or do.device != q.device:
@@ -95,7 +102,7 @@ def trace(
         k,
         v,
         spec=resolve_input16(spec, q.dtype),
-        scale=logit_scale(q, scale),
+        scale=logit_scale(q, given.scale),
         is_causal=is_causal,
         lower_right=causal_alignment == "lower_right",
     )

@@ -11,9 +11,7 @@ from sagesim.distribution import warn_of_other_distribution
 
 def test_another_distribution_of_the_same_package_is_named(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: {"sagesim": "0.5"}[name])
-    with pytest.warns(
-        RuntimeWarning, match=r"sagesim 0\.5 .* run `pip uninstall sagesim`"
-    ):
+    with pytest.warns(RuntimeWarning, match=r"sagesim 0\.5 .* run `pip uninstall sagesim`"):
         warn_of_other_distribution()
 
 

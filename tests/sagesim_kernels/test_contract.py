@@ -26,6 +26,7 @@ from sagesim import (
 )
 from sagesim.spec import AttentionSpec
 from sagesim_kernels import KernelTrace
+from sagesim_kernels import trace as kernel_trace
 from tests.sagesim_kernels.contract import (
     Tally,
     as_kernel_trace,
@@ -38,7 +39,7 @@ from tests.sagesim_kernels.error_balls import EXP, Ball
 from tests.support.assertions import assert_bitwise, assert_within_bound
 from tests.support.float32_bound import U
 from tests.support.inputs import NASTY, Case, case, gaussian, half_integer_ties, offset
-from tests.support.kernels import DEVICE, HERE
+from tests.support.kernels import DEVICE, HERE, kernel_case
 
 pytestmark = HERE
 
@@ -367,3 +368,19 @@ class TestBall:
         zero = Ball.exactly(torch.zeros(1))
         for ball in (unknown.times(zero), unknown.plus(zero), unknown.exp(), zero.over(unknown)):
             assert ball.radius.item() == torch.inf
+
+
+@pytest.mark.parametrize("gone", [{}, {"attn_mask": torch.ones(40, 40, dtype=torch.bool)}])
+def test_a_recorded_call_goes_into_trace(gone):
+    """With its options. There are no kernels for its mask, which raises."""
+    c = kernel_case(seed=2, n_q=40, n_k=40, d=16, heads=(1, 4), is_causal=not gone)
+    call = replace(c, k=c.k[:, :2], v=c.v[:, :2], scale=0.3, enable_gqa=True, **gone)
+    if gone:
+        with pytest.raises(ValueError, match="attn_mask: there are no kernels"):
+            kernel_trace(call, spec=SAGEBWD)
+        return
+    options = {"is_causal": True, "scale": 0.3, "enable_gqa": True}
+    expected = kernel_trace(*call.qkvdo, spec=SAGEBWD, **options)
+    found = kernel_trace(call, spec=SAGEBWD)
+    for name in ("o", "dq", "dk", "dv"):
+        assert_bitwise(actual=getattr(found, name), expected=getattr(expected, name), what=name)

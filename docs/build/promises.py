@@ -299,6 +299,17 @@ INPUTS = (
         ),
     ),
     Promise(
+        "Emulator and kernels agree where results are finite: a masked entry carries no NaN beyond "
+        "its tile, and no scale overflows if the result does not.",
+        (
+            f"{EMULATOR}/test_attention.py::TestNumbers::test_a_masked_entry_carries_no_nan",
+            f"{EMULATOR}/test_attention.py::TestNumbers"
+            "::test_large_finite_inputs_give_finite_outputs",
+            f"{KERNELS}/test_attention.py::TestFinite"
+            "::test_results_are_finite_where_those_of_the_emulator_are",
+        ),
+    ),
+    Promise(
         "Any number of tokens, 0 and 1 included, and different numbers of queries and keys.",
         (
             f"{KERNELS}/test_attention.py::TestShapes::test_lengths",

@@ -143,7 +143,7 @@ def dkdv_kernel(
                         MapTile(z, queries, keys, lengths.n_q, lengths.n_k),
                     )
                 if dk is not None:
-                    dp = tokens_by_tokens(v_tile, do_tile) * do_scale * v_scale
+                    dp = tokens_by_tokens(v_tile, do_tile) * (do_scale * v_scale)
                     row_delta = load_rows(delta, lengths.cu_q, b, h, row, n_q, 0.0)
                     ds = p * (dp - row_delta[None, :])
                     if MASKED:

@@ -108,7 +108,7 @@ def dq_kernel(
             p = tl.exp2(s)
             v_tile = load_block(v, v_base, key, sizes.BLOCK_K, n_k, sizes.DV_PAD, not MASKED)
             v_scale = load_block_scales(v, v_scales, key, sizes.BLOCK_K)[None, :]
-            dp = tokens_by_tokens(do_tile, v_tile) * do_scale * v_scale
+            dp = tokens_by_tokens(do_tile, v_tile) * (do_scale * v_scale)
             ds = p * (dp - row_delta) if dq is not None else p * dp
             if MASKED:
                 ds = tl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0

@@ -21,6 +21,9 @@ INPUTS = {
     "sigma3": replace(gaussian(3.0, tokens=96, d=16), name="sigma 3"),
     "outliers": replace(outlier_channels(tokens=96, d=16), name="outliers"),
 }
+# One worker opens the page once for all tests.
+pytestmark = pytest.mark.xdist_group("explorer")
+
 needs_browser = pytest.mark.skipif(find() is None, reason="chromium is not installed")
 
 

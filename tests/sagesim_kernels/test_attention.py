@@ -183,13 +183,14 @@ class TestFinite:
 
     @pytest.mark.slow
     @not_a_number
-    @pytest.mark.parametrize("spec", ["sagebwd", "factored", "factored_pv16", "fpa_fp16"])
+    @pytest.mark.parametrize("spec", ["sagebwd", "factored", "fpa_fp16"])
     @pytest.mark.parametrize("tensor", ["q", "k", "v", "do"])
-    @pytest.mark.parametrize("bad", [math.nan, math.inf, "large"])
-    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize(
+        ("bad", "is_causal"), [(math.nan, True), (math.inf, True), ("large", False)]
+    )
     def test_results_are_finite_where_those_of_the_emulator_are(self, spec, tensor, bad, is_causal):
         """Kernels may multiply the zeros of masked entries in tiles of up to 128 x 128."""
-        c = kernel_case(seed=1, n_q=150, n_k=130, d=32, is_causal=is_causal)
+        c = kernel_case(seed=1, n_q=130, n_k=130, d=16, heads=(1,), is_causal=is_causal)
         x = getattr(c, tensor)
         if bad == "large":
             x *= 1e37

@@ -62,9 +62,7 @@ def memory(problem: AttentionProblem, base: AttentionSpec, sample: Sample | None
 class Sums:
     """The squared errors and norms of one part of a problem."""
 
-    squares: Mapping[
-        str, Mapping[str, float]
-    ]  #: by the names of `specs_of_runs`, then by `OUTPUTS`
+    squares: Mapping[str, Mapping[str, float]]  #: by run, see `specs_of_runs`, and by `OUTPUTS`
     norms: Mapping[str, float]  #: squared norms of the exact `OUTPUTS`
     comparison: Comparison  #: of the base spec
     range_losses: Sequence[RangeLoss]  #: of dS
@@ -73,6 +71,7 @@ class Sums:
 def measure(
     part: AttentionProblem, base: AttentionSpec, progress: Callable[[], None] | None
 ) -> Sums:
+    """Run the emulator `RUNS` times on a part of a problem, and measure each run."""
     reference, traced = exact(part), trace(part, spec=base)
     runs = _Runs(part)
     squares: dict[str, dict[str, float]] = {}
@@ -142,6 +141,8 @@ class Total:
 
 
 def specs_of_runs(base: AttentionSpec) -> dict[str, AttentionSpec]:
+    """The specs of the runs by name: "base", "unrounded", "only SITE", "without SITE", "change
+    SWITCH"."""
     specs = {"base": base, "unrounded": with_precision(base, Precision.FP32)}
     for name in (*SITES, LOGITS):
         measured = name.split("+")
@@ -172,6 +173,7 @@ def _square(reference: Tensor, got: Tensor | None = None) -> float:
 
 
 def gradient_share_of(share: Mapping[str, float], error: Mapping[str, float]) -> float:
+    """The share of dQ, dK and dV together, from their shares and relative errors."""
     total = sum(error[t] ** 2 for t in GRADIENTS)
     caused = sum(share[t] * error[t] ** 2 for t in GRADIENTS)
     return caused / total if total and math.isfinite(total) else 0.0

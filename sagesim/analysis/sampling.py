@@ -22,6 +22,7 @@ class Sample:
 
     heads: heads of K and V, evenly spaced; each with all query heads that share it. None: all.
     rows: queries of each head, in evenly spaced blocks; rounded up to whole blocks. None: all.
+        Scales of Q and dO that a whole head shares are those of the measured queries.
 
     Raises:
         ValueError: if a number is not positive.

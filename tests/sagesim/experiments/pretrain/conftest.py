@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 from sagesim.experiments.pretrain.run.distributed import World
+from sagesim.experiments.pretrain.run.interruption import SIGNALS
 from sagesim.experiments.pretrain.run.settings import Run
 from sagesim.experiments.pretrain.text.corpus import Corpus
 from sagesim.experiments.pretrain.text.preparation import prepare
 
 TEXT = Path(__file__).parent / "pages"
 ALONE = World(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def signals_act():
+    """Signals act as in a terminal, also if pytest runs in the background, where a shell makes it
+    ignore Ctrl-C."""
+    usual = dict.fromkeys(SIGNALS, signal.SIG_DFL) | {signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, action) for number, action in usual.items()}
+    yield
+    for number, action in before.items():
+        signal.signal(number, action)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := $(BIN)/pip install --disable-pip-version-check
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 PIP := $(INSTALL) --constraint constraints.txt
 OLDEST_TRITON := 3.6.0
 
@@ -42,6 +42,7 @@ docs-numbers: .venv/.dev  ## recompute what this machine can of docs/data, and t
 	$(BIN)/python docs/build/render.py
 
 .venv/bin/pip:
+	@echo "setting up .venv with PyTorch and the other packages: minutes, depending on the network"
 	$(PYTHON) -m venv .venv
 
 .venv/.user: .venv/bin/pip pyproject.toml constraints.txt

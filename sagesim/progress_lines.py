@@ -23,10 +23,10 @@ class ProgressLines(Progress):
     Args:
         what: what is done, for example "measuring layers".
         hint: printed with the first line.
+        console: for what is printed besides, on stderr.
     """
 
-    def __init__(self, what: str, hint: str = "") -> None:
-        console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    def __init__(self, what: str, hint: str, console: Console) -> None:
         super().__init__(console=console, disable=True)
         self._what, self._hint, self._due = what, hint, time.monotonic() + FIRST_AFTER
 

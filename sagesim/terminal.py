@@ -80,7 +80,7 @@ def progress(what: str, hint: str = "") -> Progress:
     if bar.disable:
         from sagesim.progress_lines import ProgressLines
 
-        return ProgressLines(what, hint)
+        return ProgressLines(what, hint, bar.console)
     if hint:
         bar.console.print(hint)
     return bar

@@ -41,17 +41,7 @@ class Heads:
         groups = check_tensors(problem.q, problem.k, problem.v, enable_gqa=problem.enable_gqa)
         if groups > 1:
             k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
-        attends = torch.ones(*q.shape[:-1], k.shape[-2], dtype=torch.bool, device=q.device)
-        mask = problem.attn_mask
-        if mask is not None and (problem.is_causal or mask.dtype is not torch.bool):
-            raise ValueError(
-                f"attn_mask is {mask.dtype} with is_causal={problem.is_causal}; "
-                "it must be boolean, and is_causal False"
-            )
-        if problem.is_causal:
-            attends = attends.tril()
-        if mask is not None:
-            attends = attends & mask
+        attends = problem.attends.expand(*q.shape[:-1], k.shape[-2])
         valid_q, valid_k = attends.any(-1)[..., None], attends.any(-2)[..., None]
         return cls(
             q=q.masked_fill(~valid_q, 0.0),

@@ -22,7 +22,7 @@ from sagesim.analysis.metrics import (
     mean,
     pool_errors,
 )
-from sagesim.analysis.number_range import RangeLoss, range_losses, worst
+from sagesim.analysis.number_range import RangeLoss, range_losses
 from sagesim.analysis.report import (
     Layer,
     advice,
@@ -77,5 +77,4 @@ __all__ = [
     "render",
     "run_count",
     "templates",
-    "worst",
 ]

@@ -25,7 +25,7 @@ from sagesim.analysis.metrics import (
 )
 from sagesim.analysis.number_range import (
     RangeLoss,
-    token_range_losses,
+    range_losses,
     worst,
 )
 from sagesim.analysis.runs import (
@@ -267,14 +267,13 @@ def attribute(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    x = flatten(problem, base)
-    x.check_gradient(problem.gradient)
+    flatten(problem, base).check_gradient(problem.gradient)
     for name, tensor in problem.tensors.items():
         if not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} holds NaN or Inf; attribution needs finite tensors")
     parts = split(problem, base, sample)
     sums = [measure(part, base, progress) for part in parts]
-    losses = [*token_range_losses(x, x.flatten_queries(problem.gradient))]
+    losses = [*range_losses([problem], base)]
     for each in sums:
         losses += each.range_losses
     fraction = 1.0 if sample is None else measured_fraction(problem, parts)

@@ -15,7 +15,7 @@ from sagesim.emulator import Exact, Trace
 _PEAK: Final = 4
 """The index of max |a-r| among the moments."""
 
-_CACHED: Final = 2**16
+CACHED: Final = 2**16
 """Elements of a tensor that are measured at once."""
 
 TENSORS: Final = ("s", "p", "o", "lse", "delta", "dp", "ds", "dq", "dk", "dv")
@@ -174,7 +174,7 @@ def _moments(a: Tensor, r: Tensor) -> Tensor:
     They are computed in parts that fit into a processor's cache.
     """
     heads, n = r.shape
-    step = max(1, _CACHED // max(1, heads))
+    step = max(1, CACHED // max(1, heads))
     total = r.new_zeros(heads, 6, dtype=torch.float64)
     for first in range(0, n, step):
         part = slice(first, first + step)

@@ -46,15 +46,16 @@ class RangeLoss:
         return TITLES.get(self.tensor, self.tensor.upper() if self.tensor != "do" else "dO")
 
 
-def range_losses(problem: AttentionProblem, spec: AttentionSpec) -> tuple[RangeLoss, ...]:
-    """The range losses of Q, K, V and dO of a problem under a spec."""
+def range_losses(
+    problems: Iterable[AttentionProblem], spec: AttentionSpec
+) -> tuple[RangeLoss, ...]:
+    """The largest range losses of Q, K, V and dO of some problems under a spec."""
+    return worst(loss for problem in problems for loss in _of_tokens(problem, spec))
+
+
+def _of_tokens(problem: AttentionProblem, spec: AttentionSpec) -> Iterator[RangeLoss]:
     x = flatten(problem, spec)
-    return worst(token_range_losses(x, x.flatten_queries(problem.gradient)))
-
-
-def token_range_losses(x: FlatProblem, do: Tensor) -> Iterator[RangeLoss]:
-    """The range losses of Q, K, V and dO. do: [Z, n_q, d_v], as `FlatProblem.flatten_queries`."""
-    smoothed = SmoothedQK.of(x, slice(None))
+    smoothed, do = SmoothedQK.of(x, slice(None)), x.flatten_queries(problem.gradient)
     tensors = {"q": smoothed.q, "k": smoothed.k, "v": x.v, "do": do}
     for site in SITES:
         for tensor in OPERANDS[site]:

@@ -9,7 +9,7 @@ from typing import Final
 
 from torch import Tensor
 
-from sagesim.analysis.metrics import GRADIENTS, Comparison, compare
+from sagesim.analysis.metrics import CACHED, GRADIENTS, Comparison, compare
 from sagesim.analysis.number_range import RangeLoss, ds_range_losses
 from sagesim.analysis.sampling import Sample
 from sagesim.emulator import Recorder, exact, flatten, run_backward, run_forward, trace
@@ -24,9 +24,6 @@ SWITCHES: Final = ("smooth_q", "smooth_k", "delta")
 
 _MAP_ENTRIES: Final = 2**22
 """Elements of S in a group of heads; groups are computed one after the other to save memory."""
-
-_CACHED: Final = 2**16
-"""Elements of a part in `_square`."""
 
 _BYTES_PER_ENTRY: Final = 120
 """Memory for each element of S in a group: eight float64 maps, and about as much in float32."""
@@ -164,10 +161,10 @@ def _square(reference: Tensor, got: Tensor | None = None) -> float:
     """
     total, flat = 0.0, reference.reshape(-1)
     other = None if got is None else got.reshape(-1)
-    for first in range(0, flat.numel(), _CACHED):
-        part = flat[first : first + _CACHED]
+    for first in range(0, flat.numel(), CACHED):
+        part = flat[first : first + CACHED]
         if other is not None:
-            part = part - other[first : first + _CACHED]
+            part = part - other[first : first + CACHED]
         total += float(part.dot(part))
     return total
 

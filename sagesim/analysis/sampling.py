@@ -91,22 +91,18 @@ def _spaced(count: int, wanted: int | None) -> list[int]:
 
 def _select(problem: AttentionProblem, blocks: Sequence[int], block: int) -> AttentionProblem:
     """The problem with the queries of some blocks only."""
-    n_q, n_k = problem.q.shape[-2], problem.k.shape[-2]
+    n_q = problem.q.shape[-2]
     rows = torch.cat([torch.arange(b * block, min((b + 1) * block, n_q)) for b in blocks])
     if len(rows) == n_q:
         return problem
     rows = rows.to(problem.q.device)
-    mask = problem.attn_mask
-    if mask is not None:
-        mask = mask.expand(*mask.shape[:-2], n_q, n_k)[..., rows, :]
-    elif problem.is_causal:
-        mask = torch.arange(n_k, device=rows.device) <= rows[:, None]
+    is_masked = problem.is_causal or problem.attn_mask is not None
     return AttentionProblem(
         q=problem.q[..., rows, :],
         k=problem.k,
         v=problem.v,
         do=problem.gradient[..., rows, :],
-        attn_mask=mask,
+        attn_mask=problem.attends[..., rows, :] if is_masked else None,
         scale=problem.scale,
         enable_gqa=problem.enable_gqa,
     )

@@ -34,13 +34,12 @@ def run(args: argparse.Namespace) -> None:
     spec = parse_spec(args.spec)
     calls = select(load(args.capture), args.layers)
 
-    from sagesim.analysis import TITLES, errors, pool_errors, range_losses, range_warnings, worst
+    from sagesim.analysis import TITLES, errors, pool_errors, range_losses, range_warnings
     from sagesim.experiments.paper_table_2 import PAPER_TABLE_2
 
     with progress("measuring layers") as bar:
         measured = [errors(call, spec) for call in bar.track(calls)]
     pooled = pool_errors(measured)
-    losses = worst(loss for call in calls for loss in range_losses(call, spec))
 
     console = stdout()
     console.print(f"{args.capture} under {spec.label()}")
@@ -62,5 +61,5 @@ def run(args: argparse.Namespace) -> None:
     for call, by in zip(calls, measured, strict=True):
         if bad := [TITLES[t] for t in PAPER_TABLE_2 if not math.isfinite(by[t].rel_l2)]:
             console.print(f"layer {call.title}: the error of {', '.join(bad)} is not finite")
-    for sentence in range_warnings(losses):
+    for sentence in range_warnings(range_losses(calls, spec)):
         console.print(sentence)

@@ -85,7 +85,7 @@ def _backward_heads(
 
         s = hooks.map("s_recompute", place, logits.panel(panel))
         # Mask after exp: in a row whose lse is NaN, exp(-inf - lse) would be NaN.
-        p = panel.mask(s.sub_(_as_column(lse[:, panel.rows], s)).exp_(), 0.0)
+        p = panel.mask_(s.sub_(_as_column(lse[:, panel.rows], s)).exp_(), 0.0)
         p = hooks.map("p_recompute", place, p)
         p_rounded = RoundedOperands(spec, place, hooks, {"p": p})
         dv[:, keys] += map_transposed_by_tokens(
@@ -97,9 +97,9 @@ def _backward_heads(
         )
         dp = hooks.map("dp", place, dp)
         if spec.delta is Delta.FROM_P:
-            delta[:, panel.rows] = (p * panel.mask(dp, 0.0)).sum((-2, -1)).flatten(1)
+            delta[:, panel.rows] = (p * panel.mask_(dp, 0.0)).sum((-2, -1)).flatten(1)
         # dP or delta may be NaN at entries where P is 0.
-        ds = panel.mask(dp.sub_(_as_column(delta[:, panel.rows], dp)).mul_(p), 0.0)
+        ds = panel.mask_(dp.sub_(_as_column(delta[:, panel.rows], dp)).mul_(p), 0.0)
         ds = hooks.ds(place, ds, p)
 
         ds_rounded = RoundedOperands(spec, place, hooks, {"ds": ds})

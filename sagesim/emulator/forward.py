@@ -100,7 +100,7 @@ def forward(x: FlatProblem, hooks: Hooks = NO_HOOKS) -> ForwardResult:
         v_is_finite = v.is_finite()
         for panel in x.grid.panels(heads, x.q.device):
             place = Place(heads, panel)
-            s = hooks.map("s", place, panel.mask(logits.panel(panel), -torch.inf))
+            s = hooks.map("s", place, panel.mask_(logits.panel(panel), -torch.inf))
             live = None if v_is_finite else panel.live_tiles()
             rows = slice(panel.rows.start, min(panel.rows.stop, x.grid.n_q))
             count = rows.stop - rows.start
@@ -132,7 +132,7 @@ def _attend(
     all_masked = tile_max == -torch.inf
     tile_exp = s.sub_(tile_max.masked_fill(all_masked, 0.0)).exp_()
     if bool(row_max.isnan().any()):
-        panel.mask(tile_exp, 0.0)  # -inf - NaN is NaN, also where the mask has set S to -inf
+        panel.mask_(tile_exp, 0.0)  # -inf - NaN is NaN, also where the mask has set S to -inf
     weight = (tile_max - row_max.masked_fill(row_max == -torch.inf, 0.0)).exp_()
     row_sum = (tile_exp.sum(COLUMN, keepdim=True) * weight).sum(COLUMN_BLOCK).flatten(1)
     precision, granularity = spec.pv.precision, spec.pv.lhs

@@ -64,17 +64,14 @@ def exact(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    mask = problem.attn_mask
-    if mask is not None and (problem.is_causal or mask.dtype is not torch.bool):
-        raise ValueError(
-            f"attn_mask is {mask.dtype} with is_causal={problem.is_causal}; "
-            "it must be boolean, and is_causal False"
-        )
+    attends = problem.attends
     q, k, v, do = (x.detach().double() for x in problem.qkvdo)
-    return _exact(q, k, v, do, problem)
+    return _exact(q, k, v, do, attends, problem)
 
 
-def _exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: AttentionProblem) -> Exact:
+def _exact(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, attends: Tensor, problem: AttentionProblem
+) -> Exact:
     """q, k, v and do are the problem's tensors in float64."""
     key_heads = k.shape[-3] if k.ndim > 2 else 1
     groups = q.shape[-3] // key_heads if problem.enable_gqa else 1
@@ -82,14 +79,8 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: AttentionProble
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
     if q.shape[:-2] != k.shape[:-2]:
         raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} differ in heads")
-    n_q, n_k = q.shape[-2], k.shape[-2]
+    n_k = k.shape[-2]
     scale = 1 / math.sqrt(q.shape[-1]) if problem.scale is None else problem.scale
-
-    attends = torch.ones(n_q, n_k, dtype=torch.bool, device=q.device)
-    if problem.is_causal:
-        attends = attends.tril()
-    if problem.attn_mask is not None:
-        attends = attends & problem.attn_mask
 
     # Padding may hold anything. Without this, 0 * NaN would carry a NaN into the results.
     q, do = (x.masked_fill(~attends.any(-1)[..., None], 0.0) for x in (q, do))

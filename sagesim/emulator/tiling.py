@@ -33,7 +33,7 @@ class Panel:
     key_blocks: int  #: the rows attend to keys of the first `key_blocks` blocks only
     masked: Tensor | None  #: bool, True at masked and padding entries; [Z or 1, i, bq, j, bk]
 
-    def mask(self, x: Tensor, value: float) -> Tensor:
+    def mask_(self, x: Tensor, value: float) -> Tensor:
         """Write a value to the masked and padding entries of x, in place, and return x."""
         return x if self.masked is None else x.masked_fill_(self.masked, value)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 Problem = TypeVar("Problem", bound="AttentionProblem")
@@ -113,6 +114,25 @@ class AttentionProblem:
     def logit_scale(self) -> float:
         """The factor of the logits: scale, or 1/sqrt(d) if scale is None."""
         return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else float(self.scale)
+
+    @property
+    def attends(self) -> Tensor:
+        """Which keys each query attends to, bool [n_q, n_k] or with the leading axes of attn_mask.
+
+        Raises:
+            ValueError: if attn_mask is not boolean or comes with is_causal.
+        """
+        mask = self.attn_mask
+        if mask is not None and (self.is_causal or mask.dtype is not torch.bool):
+            raise ValueError(
+                f"attn_mask is {mask.dtype} with is_causal={self.is_causal}; "
+                "it must be boolean, and is_causal False"
+            )
+        shape = self.q.shape[-2], self.k.shape[-2]
+        attends = torch.ones(shape, dtype=torch.bool, device=self.q.device)
+        if self.is_causal:
+            attends = attends.tril()
+        return attends if mask is None else attends & mask
 
     def map(self: Problem, change: Callable[[Tensor], Tensor]) -> Problem:
         """The problem with `change` applied to q, k, v and do."""

@@ -67,7 +67,7 @@ def _backward_heads(
     do_dv = tokens.at("dv", "do")
     do_dp, v = tokens.at("dp", "do"), tokens.at("dp", "v")
     k, q = tokens.at("dq", "k"), tokens.at("dk", "q")
-    is_finite = all(operand.is_finite() for operand in (do_dv, k, q))
+    may_be_nonfinite = any(operand.may_be_nonfinite() for operand in (do_dv, k, q))
     padding = (0, grid.q_blocks * grid.block_q - grid.n_q)
     # lse = +inf makes P = exp(S - inf) = 0 in padding rows and in rows that attend to no key.
     lse = torch.nn.functional.pad(
@@ -81,7 +81,7 @@ def _backward_heads(
         blocks = slice(panel.first_block, panel.last_block)
         keys = slice(0, panel.key_blocks * grid.block_k)
         place = Place(heads, panel)
-        live = None if is_finite else panel.live_tiles()
+        live = panel.live_tiles() if may_be_nonfinite else None
 
         s = hooks.map("s_recompute", place, logits.panel(panel))
         # Mask after exp: in a row whose lse is NaN, exp(-inf - lse) would be NaN.

@@ -20,6 +20,7 @@ from sagesim.emulator.quantization import (
     Operand,
     encode,
     encode_p_per_tile_row_,
+    may_hold,
     to_tiles,
 )
 from sagesim.emulator.smoothing import logit_shift, subtract_block_means, subtract_head_mean
@@ -97,11 +98,11 @@ def forward(x: FlatProblem, hooks: Hooks = NO_HOOKS) -> ForwardResult:
         tokens = round_tokens(x.spec, place, hooks, q=smoothed.q, k=smoothed.k, v=x.v[heads])
         logits = Logits(x, "qk", smoothed, tokens)
         v = tokens.at("pv", "v")
-        v_is_finite = v.is_finite()
+        v_may_be_nonfinite = v.may_be_nonfinite()
         for panel in x.grid.panels(heads, x.q.device):
             place = Place(heads, panel)
             s = hooks.map("s", place, panel.mask_(logits.panel(panel), -torch.inf))
-            live = None if v_is_finite else panel.live_tiles()
+            live = panel.live_tiles() if v_may_be_nonfinite else None
             rows = slice(panel.rows.start, min(panel.rows.stop, x.grid.n_q))
             count = rows.stop - rows.start
             o_panel, lse_panel = _attend(s, v, live, x.spec, place, hooks)
@@ -131,7 +132,7 @@ def _attend(
     # A fully masked row has maximum -inf. Subtracting 0 instead gives exp(-inf - 0) = 0, not NaN.
     all_masked = tile_max == -torch.inf
     tile_exp = s.sub_(tile_max.masked_fill(all_masked, 0.0)).exp_()
-    if bool(row_max.isnan().any()):
+    if may_hold(row_max.isnan()):
         panel.mask_(tile_exp, 0.0)  # -inf - NaN is NaN, also where the mask has set S to -inf
     weight = (tile_max - row_max.masked_fill(row_max == -torch.inf, 0.0)).exp_()
     row_sum = (tile_exp.sum(COLUMN, keepdim=True) * weight).sum(COLUMN_BLOCK).flatten(1)

@@ -126,8 +126,9 @@ def _split_nonfinite(rhs: Operand) -> tuple[Operand, Tensor]:
 
     The second result is bool [Z, blocks, d].
     """
-    numbers = rhs.values if rhs.scale is None else rhs.values * rhs.scale
-    bad = ~numbers.isfinite()
+    bad = ~rhs.values.isfinite()
+    if rhs.scale is not None:
+        bad |= ~rhs.scale.isfinite()
     values = rhs.values.masked_fill(bad, 0.0)
     scale = None if rhs.scale is None else rhs.scale.nan_to_num(1.0, 1.0)
     return Operand(values, scale, rhs.precision), bad.any(ROW).squeeze(2)

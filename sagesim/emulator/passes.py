@@ -69,7 +69,9 @@ def plain_float32(device: str) -> Generator[None]:
     PyTorch has one TF32 setting for all threads. It is off while any thread is inside, and
     afterwards as it was before the first thread entered.
     """
-    with _WITHOUT_TF32, torch.autocast(device, enabled=False):
+    with _WITHOUT_TF32, contextlib.ExitStack() as stack:
+        if torch.amp.is_autocast_available(device):  # the meta device has none
+            stack.enter_context(torch.autocast(device, enabled=False))
         yield
 
 

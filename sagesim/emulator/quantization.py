@@ -71,10 +71,9 @@ class Operand:
             scale = scale[..., start:stop, :, :, :]
         return Operand(self.values[..., start:stop, :, :, :], scale, self.precision)
 
-    def is_finite(self) -> bool:
-        """Whether no number of the operand is NaN or infinite."""
-        finite = bool(self.values.isfinite().all())
-        return finite and (self.scale is None or bool(self.scale.isfinite().all()))
+    def may_be_nonfinite(self) -> bool:
+        """Whether a number of the operand may be NaN or infinite; see `may_hold`."""
+        return any(x is not None and may_hold(~x.isfinite()) for x in (self.values, self.scale))
 
     def dequantize_if_scale_varies_along(self, axis: int) -> Operand:
         """The dequantized operand if its scale varies along the contracted axis, else itself.
@@ -84,6 +83,14 @@ class Operand:
         if self.scale is None or self.scale.shape[axis] == 1:
             return self
         return Operand(self.values * self.scale, None, Precision.FP32)
+
+
+def may_hold(condition: Tensor) -> bool:
+    """Whether a boolean tensor may have a True element. Only a CPU looks; a GPU would have to wait.
+
+    The caller must compute the same numbers in either case.
+    """
+    return condition.device.type != "cpu" or bool(condition.any())
 
 
 def to_tiles(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -165,13 +172,14 @@ def scales(amax: Tensor, code_max: float) -> tuple[Tensor, Tensor]:
     """Return scale = amax / code_max and inverse = code_max / amax, each one rounded division.
 
     If the inverse would overflow (amax is 0 or below about 3.7e-37), the scale is 1 and the inverse
-    0. If amax is NaN, both are NaN, and the NaN reaches the output.
+    0. If amax is NaN or infinite, the scale is NaN, which reaches the output.
     """
     # Dividing by a Python number is a multiplication by its reciprocal on some devices.
     divisor = torch.full_like(amax, code_max)
     inverse = divisor / amax
     overflows = inverse.isinf()
-    return (amax / divisor).masked_fill_(overflows, 1.0), inverse.masked_fill_(overflows, 0.0)
+    scale = (amax / divisor).masked_fill_(overflows, 1.0).masked_fill_(amax.isinf(), torch.nan)
+    return scale, inverse.masked_fill_(overflows, 0.0)
 
 
 def quantize(

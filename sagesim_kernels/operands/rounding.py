@@ -63,7 +63,8 @@ def magnitude(x):
 def scale_and_inverse(amax):
     """Return amax / 127 and 127 / amax, each from one correctly rounded division.
 
-    amax: a maximum of `magnitude`. If 127 / amax overflows, the results are 1 and 0.
+    amax: a maximum of `magnitude`. If 127 / amax overflows, the results are 1 and 0. If amax is NaN
+    or infinite, the scale is NaN.
     """
     amax = amax.to(tl.float32, bitcast=True)
     vanishing = amax <= _VANISHING
@@ -71,6 +72,7 @@ def scale_and_inverse(amax):
     code_max = tl.full(amax.shape, 127.0, tl.float32)
     scale = tl.math.div_rn(amax, code_max)
     inverse = tl.math.div_rn(code_max, amax)
+    scale = tl.where(amax < float("inf"), scale, float("nan"))
     return scale, tl.where(vanishing, 0.0, inverse)
 
 

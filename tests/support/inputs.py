@@ -62,14 +62,6 @@ class Case(AttentionProblem):
         names = ("is_causal", "attn_mask", "scale", "enable_gqa")
         return {name: getattr(self, name) for name in names}
 
-    @property
-    def attends(self) -> Tensor:
-        """Which keys a query attends to, bool, broadcastable to [*heads, n_q, n_k]."""
-        full = torch.ones(self.q.shape[-2], self.k.shape[-2], dtype=torch.bool)
-        if self.is_causal:
-            full = full.tril()
-        return full if self.attn_mask is None else full & self.attn_mask
-
     def to(self, dtype: torch.dtype) -> "Case":
         return self.map(lambda x: x.to(dtype))
 

@@ -29,7 +29,7 @@ from sagesim import (
     attention,
     with_precision,
 )
-from sagesim.emulator import tiling
+from sagesim.emulator import forward, quantization, tiling
 from tests.support import examples
 from tests.support.assertions import assert_bitwise, assert_within_bound
 from tests.support.calls import Outputs, run_attention, run_exact, run_trace
@@ -600,6 +600,33 @@ class TestNumbers:
         if tensor in ("q", "do"):
             for name in ("dk", "dv"):
                 assert bool(getattr(found, name)[..., 128:, :].isfinite().all()), name
+
+    @pytest.mark.parametrize("preset", ["sagebwd_all_int8", "sagebwd", "factored", "fpa"])
+    @pytest.mark.parametrize("tensor", ["q", "k", "v", "do"])
+    @pytest.mark.parametrize("bad", [1.0, 3e38, math.nan, math.inf])
+    def test_looking_for_a_nan_changes_no_byte(self, monkeypatch, preset, tensor, bad):
+        """A CPU looks for a NaN in an operand. A GPU assumes that there is one."""
+        c = case(seed=0, n_q=130, n_k=130, d=8, is_causal=True)
+        x = getattr(c, tensor).clone()
+        x[..., 66, 3] = bad
+        c = replace(c, **{tensor: x})
+        found = run_attention(c, PRESETS[preset])
+        for module in (quantization, forward):
+            monkeypatch.setattr(module, "may_hold", lambda condition: True)
+        for name, ours in zip(Outputs._fields, run_attention(c, PRESETS[preset]), strict=True):
+            expected = getattr(found, name)
+            assert bool((ours.isfinite() == expected.isfinite()).all()), name
+            assert bool((ours == expected)[expected.isfinite()].all()), name
+
+    @pytest.mark.parametrize("preset", sorted(PRESETS))
+    def test_nothing_depends_on_numbers_that_only_a_device_knows(self, preset):
+        """Tensors on the meta device have no numbers, and looking at one raises."""
+        q, k, v, do = torch.randn(4, 1, 2, 130, 16, device="meta")
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        o = attention(*leaves, spec=PRESETS[preset], is_causal=True)
+        assert o.shape == q.shape and o.device == q.device
+        for x, gradient in zip(leaves, torch.autograd.grad(o, leaves, do), strict=True):
+            assert gradient.shape == x.shape
 
     @pytest.mark.parametrize("preset", ["sagebwd_all_int8", "sagebwd", "factored", "fpa"])
     @pytest.mark.parametrize("tensor", ["q", "k", "v"])

@@ -3,8 +3,8 @@
 The precision of each of the seven matrix products of the forward and the backward can be chosen.
 """
 
+from sagebwd import warn_of_other_distribution
 from sagesim.analysis import Attribution, Comparison, Error, attribute, compare
-from sagesim.distribution import warn_of_other_distribution
 from sagesim.emulator import Exact, QKNorm, QTensor, Trace, attention, exact, quantize, trace
 from sagesim.fuzzing import FuzzCase, FuzzReport, fuzz
 from sagesim.models import Call, Capture, Recording, capture, emulate

@@ -16,7 +16,6 @@ PACKAGES = ("sagesim", "sagesim_kernels", "theory")
 FLOORS: dict[str, set[str]] = {
     "sagesim.shapes": set(),
     "sagesim.allocator": set(),
-    "sagesim.distribution": set(),
     "sagesim.files": set(),
     "sagesim.process_wide": set(),
     "sagesim.printable": set(),

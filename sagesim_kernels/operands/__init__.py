@@ -8,6 +8,14 @@ from sagesim_kernels.operands.delta import (
     store_rows,
     subtract_lse_gradient,
 )
+from sagesim_kernels.operands.dq_sums import (
+    DqSums,
+    add_part,
+    compute_units,
+    finish_dq,
+    inverse_units,
+    mark_nonfinite,
+)
 from sagesim_kernels.operands.kernel_problem import (
     KernelProblem,
     KernelSizes,
@@ -59,6 +67,7 @@ from sagesim_kernels.operands.operand import (
 from sagesim_kernels.operands.quantization import DTYPES
 from sagesim_kernels.operands.results import ForwardResult, Gradients, RowStatistics
 from sagesim_kernels.operands.rounding import (
+    IS_INTERPRETED,
     LAUNCH,
     LOG2_127,
     LOG2_E,
@@ -71,9 +80,11 @@ from sagesim_kernels.operands.rounding import (
 
 __all__ = [
     "DTYPES",
+    "IS_INTERPRETED",
     "LAUNCH",
     "LOG2_127",
     "LOG2_E",
+    "DqSums",
     "ForwardResult",
     "Gradients",
     "Grid",
@@ -89,11 +100,15 @@ __all__ = [
     "Rows",
     "Strided",
     "SubtractedMeans",
+    "add_part",
     "apply_k_scale",
     "attends",
     "causal_offset",
     "compute_delta_from_o",
+    "compute_units",
+    "finish_dq",
     "head_pointers",
+    "inverse_units",
     "key_bias",
     "key_loop_bounds",
     "length_of",
@@ -110,6 +125,7 @@ __all__ = [
     "load_tokens",
     "logit_scale",
     "magnitude",
+    "mark_nonfinite",
     "natural_lse",
     "padded",
     "pcg_hash",

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
 
 from sagesim.spec import AttentionSpec, RoundingMode
 
@@ -127,3 +128,23 @@ def pcg_hash(x):
     state = x * 747796405 + 2891336453
     word = ((state >> ((state >> 28) + 4)) ^ state) * 277803737
     return (word >> 22) ^ word
+
+
+IS_INTERPRETED: Final = isinstance(pcg_hash, InterpretedFunction)
+"""Whether the kernels were imported under TRITON_INTERPRET=1, and so run on the CPU."""
+
+_INTERPRETED = tl.constexpr(IS_INTERPRETED)
+
+
+@triton.jit
+def to_int32(x):
+    """Round float32 to int32, ties to even. NaN and numbers beyond int32 give any int32."""
+    if _INTERPRETED:
+        size = tl.abs(x)
+        size = tl.where(size < 8388608.0, (size + 8388608.0) - 8388608.0, size)  # 2**23
+        size = tl.where(size < 2147483648.0, size, 0.0)
+        return tl.where(x < 0, -size, size).to(tl.int32)
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rni.s32.f32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+        )

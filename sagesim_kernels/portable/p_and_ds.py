@@ -93,3 +93,26 @@ def add_product(total, map, tokens, channel_scale, how, trace, at):
         return tl.fma(sums, scale * channel_scale[None, :], total)
     else:
         return tl.dot(map.to(tokens.dtype), tokens, total)
+
+
+@triton.jit
+def part_of_dq(ds, k_tile, channel_scale, how, trace, at):
+    """Return the product of ds [keys, queries], transposed, and k_tile [keys, d], and its factor.
+
+    The part of dQ is product * factor, [queries, d]; ds is rounded to the format of k_tile.
+    channel_scale: of k_tile, [d] or [1].
+    how: a `MapProduct`.
+    at: the `MapTile` of ds.
+    """
+    if k_tile.dtype == tl.int8:
+        amax = tl.max(magnitude(ds), 0)[None, :]
+        if how.PER_TILE:
+            amax = tl.max(amax, 1)[:, None]
+        scale, inverse = scale_and_inverse(amax)
+        codes = to_codes(ds * inverse, at.queries, at.keys, how)
+        store_codes(trace, codes, scale, at)
+        product = tl.dot(tl.trans(codes), k_tile, out_dtype=tl.int32).to(tl.float32)
+        return product, tl.trans(scale) * channel_scale[None, :]
+    else:
+        product = tl.dot(tl.trans(ds.to(k_tile.dtype)), k_tile, out_dtype=tl.float32)
+        return product, tl.full((1, 1), 1.0, tl.float32)

@@ -29,36 +29,41 @@ class Tile:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **LAUNCH}
 
 
-def most_rows(channels: int, *, if_small: int = 64) -> int:
-    """Return the fastest number of rows of a backward program on Hopper.
+def most_rows(channels: int) -> int:
+    """Return the fastest number of queries of a program that recomputes P, on Hopper.
 
-    Args:
-        channels: padded channels of the sums that the program keeps for each row.
-        if_small: the result for fewer than 128 channels.
+    channels: padded channels of Q.
     """
-    if channels < 128:
-        return if_small
     return 128 if channels == 128 else 64
 
 
-def tiles(
-    rows: int, channels: int, *, exactly: int | None = None, within: int | None = None
-) -> Iterator[Tile]:
+def block_tiles(rows: int, channels: int) -> Iterator[Tile]:
+    """Yield the tiles to try for a program that owns one block of the spec, the best first.
+
+    Args:
+        rows: the rows of the block.
+        channels: padded channels of each of the sums that the program keeps.
+    """
+    warps = 8 if rows * channels > 64 * 128 else 4
+    for stages in (2, 1):
+        yield Tile(rows, warps, stages)
+
+
+def tiles(rows: int, channels: int, *, within: int | None = None) -> Iterator[Tile]:
     """Yield the tiles to try, the best first; each needs no more shared memory than the one before.
 
     Args:
         rows: the number of rows that suits the kernel.
         channels: padded channels of the sums that the program keeps for each row.
-        exactly: rows of the spec's block, if all of them share a scale that the program computes.
         within: rows of the spec's block, if a program must not own rows of two blocks.
     """
-    rows = exactly or min(rows, within or rows)
+    rows = min(rows, within or rows)
     # With 4 warps, a thread has no registers for more sums.
     warps = 8 if rows * channels > 64 * 128 else 4
     for stages in (3, 2, 1):
         yield Tile(rows, warps, stages)
     for fewer in (64, 32):
-        if exactly is None and fewer < rows:
+        if fewer < rows:
             yield Tile(fewer, 4, 1)
 
 

@@ -1,4 +1,4 @@
-"""dK and dV, in one program for each tile of keys."""
+"""The gradients, in one program for each block of keys: dK, dV and its part of every row of dQ."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import triton.language as tl
 
 from sagesim_kernels.operands import (
     HeadIndex,
+    add_part,
     apply_k_scale,
     attends,
     causal_offset,
     head_pointers,
+    inverse_units,
     key_bias,
     length_of,
     live_keys,
@@ -22,16 +24,18 @@ from sagesim_kernels.operands import (
     load_rows,
     load_token_scales,
     load_tokens,
+    mark_nonfinite,
     program_coordinates,
     query_loop_bounds,
     store_tokens,
+    stored_start_of,
     tokens_by_tokens,
 )
-from sagesim_kernels.portable.p_and_ds import MapTile, add_product
+from sagesim_kernels.portable.p_and_ds import MapTile, add_product, part_of_dq
 
 
 @triton.jit
-def dkdv_kernel(
+def gradients_kernel(
     grid,
     q,
     k,
@@ -39,26 +43,33 @@ def dkdv_kernel(
     v,
     q_right,
     do_right,
+    k_right,
     subtracted,
     lse2,
     delta,
+    dq_sums,
     dk,
     dv,
     p_trace,
-    ds_trace,
+    dq_trace,
+    dk_trace,
     lengths,
     p_product,
-    ds_product,
+    dq_product,
+    dk_product,
     scale,
     sizes,
+    DIRECT: tl.constexpr,
 ):
-    """Compute dK and dV of a tile of keys, summed over the query heads of its group.
+    """Compute dK and dV of a block of keys, summed over the query heads of its group.
 
-    If dk or dv is None, compute only the other one. Maps are transposed: their rows are keys.
+    Also add the block's part of dQ to the sums of every query that attends to it. If dk is None,
+    compute dV alone; if dv is None, all but dV. Maps are transposed: their rows are keys.
 
-    q, k, do, v: `Operand` of qk_recompute and dp. q_right, do_right: Q and dO as the right operands
-    of dK and dV. subtracted: `SubtractedMeans`. p_trace, ds_trace: `MapTrace`, or None. p_product,
-    ds_product: `MapProduct`. scale: `LogitScale`.
+    q, k, do, v: `Operand` of qk_recompute and dp. q_right, do_right, k_right: the right operands of
+    dK, dV and dQ. subtracted: `SubtractedMeans`. dq_sums: `DqSums`. p_trace, dq_trace, dk_trace:
+    `MapTrace`, or None. p_product, dq_product, dk_product: `MapProduct`. scale: `LogitScale`.
+    DIRECT: see `add_part`.
     """
     tile, k_head, b = program_coordinates(grid)
     first = tile * sizes.TILE
@@ -76,6 +87,14 @@ def dkdv_kernel(
     k_scale = load_token_scales(k, k_scales, first, sizes.TILE, n_k)[:, None]
     v_tile = load_tokens(v, v_base, first, sizes.TILE, n_k, sizes.DV_PAD)
     v_scale = load_token_scales(v, v_scales, first, sizes.TILE, n_k)[:, None]
+    if dk is not None:
+        if dq_product.SAME_RIGHT:
+            k_right_tile = k_tile
+        else:
+            base, scales = head_pointers(k_right, lengths.cu_k, lengths.n_k, b, k_head)
+            k_right_tile = load_tokens(k_right, base, first, sizes.TILE, n_k, sizes.D_PAD)
+        base, scales = head_pointers(k_right, lengths.cu_k, lengths.n_k, b, k_head)
+        k_right_scale = load_channel_scales(k_right, scales, first, sizes.D, sizes.D_PAD)
 
     dk_total = tl.zeros((sizes.TILE, sizes.D_PAD), tl.float32)
     dv_total = tl.zeros((sizes.TILE, sizes.DV_PAD), tl.float32)
@@ -85,6 +104,10 @@ def dkdv_kernel(
     for index in range(k_head * sizes.GROUPS, (k_head + 1) * sizes.GROUPS):
         h = tl.cast(index, tl.int32)
         z = b * (grid.heads * sizes.GROUPS) + h
+        stored = tl.cast(0, tl.int64)
+        if dk is not None:
+            stored = h.to(tl.int64) * dq_sums.tokens
+            stored += stored_start_of(lengths.cu_q, lengths.n_q, b)
         q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
         do_base, do_scales = head_pointers(do, lengths.cu_q, lengths.n_q, b, h)
         qr_base, qr_scales = head_pointers(q_right, lengths.cu_q, lengths.n_q, b, h)
@@ -152,7 +175,7 @@ def dkdv_kernel(
                         dk_total,
                         ds,
                         q_tile
-                        if ds_product.SAME_RIGHT
+                        if dk_product.SAME_RIGHT
                         else load_block(
                             q_right,
                             qr_base,
@@ -164,10 +187,22 @@ def dkdv_kernel(
                             first_live,
                         ),
                         load_channel_scales(q_right, qr_scales, query, sizes.D, sizes.D_PAD),
-                        ds_product,
-                        ds_trace,
+                        dk_product,
+                        dk_trace,
                         MapTile(z, queries, keys, lengths.n_q, lengths.n_k),
                     )
+                    inverse = inverse_units(dq_sums, stored + query, sizes.BLOCK_Q)[:, None]
+                    part, factor = part_of_dq(
+                        ds,
+                        k_right_tile,
+                        k_right_scale,
+                        dq_product,
+                        dq_trace,
+                        MapTile(z, queries, keys, lengths.n_q, lengths.n_k),
+                    )
+                    if k_right_tile.dtype == tl.float16:  # dS may overflow
+                        mark_nonfinite(dq_sums, stored + query, part)
+                    add_part(dq_sums, stored + query, part, factor * inverse, DIRECT)
                     if subtracted.q_mean is not None:
                         # dK is dS^T Q before smoothing: add dS^T 1 times the mean of Q.
                         block = query // sizes.BLOCK_Q

@@ -1,0 +1,377 @@
+"""Sums of dQ as integers, to which programs add in any order with the same result.
+
+A program that owns a block of keys computes one part of each row of dQ. A sum of floats would
+depend on the order of the parts. So each query has a unit, a power of two, and the parts are added
+as multiples of it, in int32. The unit follows from a bound on the sum of the magnitudes of all
+parts, which is known before the first part:
+
+    B_i = growth R_i (||dO_i|| max_j ||V_j|| + |delta_i|) max_jc |K_jc|
+    unit_i = 2^(e - 30), where 2^e is the least power of two that is not below B_i
+
+R_i bounds the sum of row i of P; growth bounds what rounding dS adds. theory.dq_sums proves that no
+sum overflows, and bounds the error. The unit is NaN if B_i is NaN or at least 2^120; so is dQ then.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagesim.spec import AttentionSpec, Granularity, Precision, RoundingMode
+from sagesim_kernels.operands.delta import load_rows
+from sagesim_kernels.operands.kernel_problem import KernelProblem, KernelSizes
+from sagesim_kernels.operands.layout import (
+    Grid,
+    Rows,
+    Strided,
+    length_of,
+    program_coordinates,
+    store_tokens,
+    stored_start_of,
+    stored_tokens,
+)
+from sagesim_kernels.operands.masking import (
+    causal_offset,
+    key_loop_bounds,
+    live_keys,
+    live_queries,
+)
+from sagesim_kernels.operands.means import SubtractedMeans, load_k_mean
+from sagesim_kernels.operands.operand import (
+    Operand,
+    head_pointers,
+    load_channel_scales,
+    load_token_scales,
+    load_tokens,
+)
+from sagesim_kernels.operands.results import RowStatistics
+from sagesim_kernels.operands.rounding import LAUNCH, LOG2_E, magnitude, to_int32
+
+_AT_ONCE = tl.constexpr(128)
+"""Key blocks whose bounds a program reads in one step."""
+
+_BITS = tl.constexpr(30)
+"""A sum is at most 2^30 units, plus half a unit for each part."""
+
+_LARGEST = tl.constexpr(2.0**120)
+"""A row whose bound is not below this has the unit NaN."""
+
+_SLACK = tl.constexpr(1.0 + 2.0**-6)
+"""More than the relative error of a bound that is computed in float32."""
+
+
+class DqSums(NamedTuple):
+    """The sums of dQ in padded storage, in units of their rows, and the units."""
+
+    sums: Any  #: int32 [heads, tokens, channels]; each block of queries in `_fragment_order`
+    unit: Any  #: float32 [heads, tokens]
+    tokens: Any  #: of a head, in padded storage
+
+    @classmethod
+    def empty(cls, problem: KernelProblem, channels: int) -> DqSums:
+        """Sums of 0, and memory for the units."""
+        tokens, heads = stored_tokens(problem.cu_q, problem.q), problem.q.shape[1]
+        device = problem.q.device
+        return cls(
+            torch.zeros((heads, tokens, channels), dtype=torch.int32, device=device),
+            torch.empty((heads, tokens), dtype=torch.float32, device=device),
+            tokens,
+        )
+
+
+class KeyBounds(NamedTuple):
+    """Bounds on each block of keys, float32 [kv heads, key blocks in padded storage]."""
+
+    v_norm: Any  #: the largest norm of V that is finite
+    k_amax: Any  #: the largest |K| of dQ's operand, NaN if there is one
+    k_norm: Any  #: the largest norm of K of the recomputed S; None if that is exact
+    blocks: Any  #: of a head, in padded storage
+
+
+@triton.jit
+def _norms(x, base, scales, first, count: tl.constexpr, last, D_PAD: tl.constexpr, lowest=0):
+    """Return the norms of tokens of an `Operand`, [count]. In float64 no square overflows."""
+    tokens = load_tokens(x, base, first, count, last, D_PAD, lowest).to(tl.float64)
+    norms = tl.sqrt(tl.sum(tokens * tokens, 1)).to(tl.float32)
+    return norms * load_token_scales(x, scales, first, count, last)
+
+
+@triton.jit
+def key_bounds_kernel(grid, k, v, k_right, bounds, lengths, sizes):
+    """Compute the `KeyBounds` of a block of keys.
+
+    k, v, k_right: `Operand` of qk_recompute, dp and dq.
+    """
+    block, h, b = program_coordinates(grid)
+    first = block * sizes.BLOCK_K
+    if first >= length_of(lengths.cu_k, lengths.n_k, b):
+        return
+    n_k = live_keys(lengths, b)
+    start = stored_start_of(lengths.cu_k, lengths.n_k, b) // sizes.BLOCK_K
+    at = h.to(tl.int64) * bounds.blocks + start + block
+    v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, h)
+    norms = _norms(v, v_base, v_scales, first, sizes.BLOCK_K, n_k, sizes.DV_PAD)
+    # A key whose V is not finite makes delta NaN or infinite in every row that attends to it.
+    tl.store(bounds.v_norm + at, tl.max(tl.where(norms < float("inf"), norms, 0.0), 0))
+    k_base, k_scales = head_pointers(k_right, lengths.cu_k, lengths.n_k, b, h)
+    if k_right.scale is None:
+        tokens = load_tokens(k_right, k_base, first, sizes.BLOCK_K, n_k, sizes.D_PAD)
+        largest = tl.max(tl.max(magnitude(tokens.to(tl.float32)), 1), 0)
+    else:
+        scale = load_channel_scales(k_right, k_scales, first, sizes.D, sizes.D_PAD)
+        if k_right.BY_CHANNEL:
+            scale = tl.where(tl.arange(0, sizes.D_PAD) < sizes.D, scale, 0.0)
+        largest = tl.max(magnitude(127.0 * scale), 0)
+    tl.store(bounds.k_amax + at, largest.to(tl.float32, bitcast=True))
+    if bounds.k_norm is not None:
+        k_base, k_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, h)
+        norms = _norms(k, k_base, k_scales, first, sizes.BLOCK_K, n_k, sizes.D_PAD)
+        tl.store(bounds.k_norm + at, tl.max(norms, 0))
+
+
+@triton.jit
+def units_kernel(
+    grid,
+    q,
+    do,
+    bounds,
+    lse2,
+    delta,
+    p_sums,
+    dq_sums,
+    lengths,
+    scale_log2,
+    growth,
+    shared_growth,
+    sizes,
+):
+    """Compute the units of a block of queries.
+
+    q, do: `Operand` of qk_recompute and dp. bounds: `KeyBounds`. p_sums: the row sums of P, or None
+    if P is recomputed from the operands of the forward. scale_log2: the magnitude of the logit
+    scale, times log2(e). growth, shared_growth: what rounding can add to a row sum of dS: a
+    multiple of the row sum, and of that of all rows of the block.
+    """
+    block, h, b = program_coordinates(grid)
+    n_q = length_of(lengths.cu_q, lengths.n_q, b)
+    first = block * sizes.BLOCK_Q
+    if first >= n_q:
+        return
+    first_live, _ = live_queries(lengths, b)
+    n_k, offset = live_keys(lengths, b), causal_offset(lengths, b)
+    queries = first + tl.arange(0, sizes.BLOCK_Q)
+    k_head = h // sizes.GROUPS
+
+    _, end = key_loop_bounds(first, sizes.BLOCK_Q, sizes.BLOCK_K, n_k, offset)
+    start = stored_start_of(lengths.cu_k, lengths.n_k, b) // sizes.BLOCK_K
+    at = k_head.to(tl.int64) * bounds.blocks + start
+    v_norm = tl.zeros((_AT_ONCE,), tl.float32)
+    k_norm = tl.zeros((_AT_ONCE,), tl.float32)
+    k_amax = tl.zeros((_AT_ONCE,), tl.int32)
+    blocks = tl.cdiv(end, sizes.BLOCK_K)
+    for index in range(0, blocks, _AT_ONCE):
+        local = index + tl.arange(0, _AT_ONCE)
+        some = local < blocks
+        v_norm = tl.maximum(v_norm, tl.load(bounds.v_norm + at + local, mask=some, other=0.0))
+        size = tl.load(bounds.k_amax + at + local, mask=some, other=0.0)
+        k_amax = tl.maximum(k_amax, magnitude(size))
+        if bounds.k_norm is not None:
+            k_norm = tl.maximum(k_norm, tl.load(bounds.k_norm + at + local, mask=some, other=0.0))
+
+    row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
+    has_keys = row_lse2 != float("inf")
+    # S and lse2 are rounded, and in 16 bit, S of the forward is another sum of the same products.
+    off = tl.where(has_keys, tl.abs(row_lse2), 0.0) * 2.0**-21
+    if bounds.k_norm is not None:
+        q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
+        q_norm = _norms(q, q_base, q_scales, first, sizes.BLOCK_Q, n_q, sizes.D_PAD, first_live)
+        off += q_norm * tl.max(k_norm, 0) * scale_log2 * (sizes.D_PAD * 2.0**-21)
+    row_sum = tl.exp2(off)
+    if p_sums is not None:
+        row_sum *= load_rows(p_sums, lengths.cu_q, b, h, queries, n_q, 0.0)
+
+    do_base, do_scales = head_pointers(do, lengths.cu_q, lengths.n_q, b, h)
+    do_norm = _norms(do, do_base, do_scales, first, sizes.BLOCK_Q, n_q, sizes.DV_PAD, first_live)
+    row_delta = load_rows(delta, lengths.cu_q, b, h, queries, n_q, 0.0)
+    ds_sum = row_sum * (do_norm * tl.max(v_norm, 0) + tl.abs(row_delta))
+    total = growth * ds_sum
+    if shared_growth is not None:
+        total += shared_growth * tl.sum(ds_sum, 0)
+    bound = total * tl.max(k_amax, 0).to(tl.float32, bitcast=True) * _SLACK
+    exponent = (bound.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23  # rounded up, biased by 127
+    unit = (tl.maximum(exponent - _BITS, 1) << 23).to(tl.float32, bitcast=True)
+    is_finite = (bound < _LARGEST) & (total < _LARGEST)
+    unit = tl.where(has_keys & ~is_finite, float("nan"), unit)
+    row = h.to(tl.int64) * dq_sums.tokens + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
+    tl.store(dq_sums.unit + row + tl.arange(0, sizes.BLOCK_Q), unit)
+
+
+@triton.jit
+def inverse_units(dq_sums, at, count: tl.constexpr):
+    """Return 1 / unit of `count` queries, exactly; any number where the unit is NaN.
+
+    at: the index of the first query in padded storage, over all heads.
+    """
+    unit = tl.load(dq_sums.unit + at + tl.arange(0, count))
+    return ((254 << 23) - unit.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mark_nonfinite(dq_sums, at, part):
+    """Set the units of the rows of a part [queries, channels] to NaN where it is not finite.
+
+    at: as for `inverse_units`. Every program that stores to a unit stores NaN.
+    """
+    is_bad = tl.max(magnitude(part), 1) >= 0x7F800000
+    unit = dq_sums.unit + at + tl.arange(0, part.shape[0])
+    tl.store(unit, tl.full((part.shape[0],), float("nan"), tl.float32), mask=is_bad)
+
+
+@triton.jit
+def _fragment_order(rows: tl.constexpr, columns: tl.constexpr):
+    """Return where a block [rows, columns] keeps each element.
+
+    The 64 elements of 8 rows and 8 columns are together, first those of even columns. A warp holds
+    the result of mma.sync and wgmma so that each of its instructions adds to 32 neighbours.
+    """
+    row, column = tl.arange(0, rows)[:, None], tl.arange(0, columns)[None, :]
+    group = (row // 8 * (columns // 8) + column // 8) * 2 + column % 2
+    return group * 32 + row % 8 * 4 + column % 8 // 2
+
+
+_ADD = tl.constexpr("red.relaxed.gpu.global.add.s32 [$1], $2; mov.b32 $0, 0;")
+
+
+@triton.jit
+def add_part(dq_sums, at, product, factor, DIRECT: tl.constexpr):
+    """Add a part of dQ, product * factor in units, to the sums of a block of queries.
+
+    at: as for `inverse_units`. product, factor: float32, broadcastable to [queries, channels].
+    DIRECT: each thread adds the elements that it holds. Needs a layout of the product in which no
+    two threads hold the same element.
+    """
+    units = to_int32(product * factor)
+    order = _fragment_order(product.shape[0], product.shape[1])
+    ptrs = dq_sums.sums + at * product.shape[1] + order
+    if DIRECT:
+        tl.inline_asm_elementwise(
+            _ADD, "=r,l,r", [ptrs, units], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.atomic_add(ptrs, units, sem="relaxed")
+
+
+@triton.jit
+def finish_dq_kernel(grid, dq_sums, lse2, d_lse, subtracted, dq, lengths, scale, sizes):
+    """Convert the sums of a block of queries to dQ."""
+    block, h, b = program_coordinates(grid)
+    n_q = length_of(lengths.cu_q, lengths.n_q, b)
+    first = block * sizes.BLOCK_Q
+    if first >= n_q:
+        return
+    queries = first + tl.arange(0, sizes.BLOCK_Q)
+    at = h.to(tl.int64) * dq_sums.tokens + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
+    order = _fragment_order(sizes.BLOCK_Q, sizes.D_PAD)
+    total = tl.load(dq_sums.sums + at * sizes.D_PAD + order).to(tl.float32)
+    total *= tl.load(dq_sums.unit + at + tl.arange(0, sizes.BLOCK_Q))[:, None]
+    if d_lse is not None and subtracted.k_mean is not None:
+        # A row of dS then sums to the gradient of its logsumexp and not to 0, so the mean that was
+        # subtracted from K contributes to dQ.
+        row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
+        gain = load_rows(d_lse, lengths.cu_q, b, h, queries, n_q, 0.0)[:, None]
+        mean = load_k_mean(subtracted, b, h // sizes.GROUPS, sizes)
+        total += tl.where((row_lse2 < float("inf"))[:, None], gain * mean, 0.0)
+    store_tokens(dq, lengths.cu_q, b, h, first, n_q, total * scale, sizes.D)
+
+
+def growths(spec: AttentionSpec) -> tuple[float, float | None]:
+    """Return the most that rounding dS to dQ's format adds to the sum of a row's magnitudes.
+
+    The first number is a multiple of the sum of the row, the second one of the sums of all rows of
+    its block of queries, or None. Rounding to the nearest code at most doubles a magnitude.
+    Stochastic rounding makes a code of at most 1 of a smaller one, whose unit is the amax / 127.
+    """
+    matmul = spec.dq
+    if matmul.precision is not Precision.INT8:
+        return 1.0 + 2.0**-7, None
+    if spec.rounding.mode is not RoundingMode.STOCHASTIC:
+        return 2.0, None
+    added = spec.block_k / 127
+    return (1.0, added) if matmul.lhs is Granularity.PerTile else (1.0 + added, None)
+
+
+def compute_units(
+    problem: KernelProblem,
+    operands: dict[str, Operand],
+    statistics: RowStatistics,
+    p_sums: Rows | None,
+    dq_sums: DqSums,
+) -> None:
+    """Fill dq_sums.unit.
+
+    operands: q and k of qk_recompute, do and v of dp, and k_right, K of dq.
+    p_sums: the row sums of P, or None if P is recomputed from the operands of the forward.
+    """
+    spec = problem.spec
+    heads, blocks = problem.k.shape[1], stored_tokens(problem.cu_k, problem.k) // spec.block_k
+    count = 2 if spec.qk_recompute.precision.is_scaled else 3
+    memory = torch.empty((count, heads, blocks), dtype=torch.float32, device=problem.k.device)
+    bounds = KeyBounds(memory[0], memory[1], memory[2] if count == 3 else None, blocks)
+    sizes = KernelSizes.of(problem, spec.block_q)
+    grid = Grid(-(-problem.longest_k // spec.block_k), heads, problem.sequences)
+    key_bounds_kernel[grid.programs](
+        grid,
+        operands["k"],
+        operands["v"],
+        operands["k_right"],
+        bounds,
+        problem.lengths,
+        sizes,
+        **LAUNCH,
+    )
+    grid = Grid(-(-problem.longest_q // spec.block_q), problem.q.shape[1], problem.sequences)
+    growth, shared_growth = growths(spec)
+    units_kernel[grid.programs](
+        grid,
+        operands["q"],
+        operands["do"],
+        bounds,
+        *statistics,
+        p_sums,
+        dq_sums,
+        problem.lengths,
+        abs(problem.scale) * LOG2_E,
+        growth,
+        shared_growth,
+        sizes,
+        **LAUNCH,
+    )
+
+
+def finish_dq(
+    problem: KernelProblem,
+    dq_sums: DqSums,
+    lse2: Rows,
+    d_lse: Rows | None,
+    subtracted: SubtractedMeans,
+    dq: Tensor,
+) -> None:
+    """Fill dq, any strides, from its sums."""
+    block = problem.spec.block_q
+    grid = Grid(-(-problem.longest_q // block), problem.q.shape[1], problem.sequences)
+    finish_dq_kernel[grid.programs](
+        grid,
+        dq_sums,
+        lse2,
+        d_lse,
+        subtracted,
+        Strided.of(dq),
+        problem.lengths,
+        problem.scale,
+        KernelSizes.of(problem, block),
+        **LAUNCH,
+    )

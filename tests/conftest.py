@@ -7,8 +7,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before anything that computes is impo
 
 import jaxtyping
 
-# Checks shapes in the signatures of the package, so it comes before the package is imported.
-jaxtyping.install_import_hook("sagesim", "beartype.beartype")
+from tests.support import type_checks
+
+type_checks.install("sagesim")  # before the package is imported
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

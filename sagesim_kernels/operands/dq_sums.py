@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from sagesim.spec import AttentionSpec, Granularity, Precision, RoundingMode
 from sagesim_kernels.operands.delta import load_rows
@@ -49,7 +50,7 @@ from sagesim_kernels.operands.operand import (
     load_tokens,
 )
 from sagesim_kernels.operands.results import RowStatistics
-from sagesim_kernels.operands.rounding import LAUNCH, LOG2_E, magnitude, to_int32
+from sagesim_kernels.operands.rounding import IS_INTERPRETED, LAUNCH, LOG2_E, magnitude, to_int32
 
 _AT_ONCE = tl.constexpr(128)
 """Key blocks whose bounds a program reads in one step."""
@@ -67,20 +68,39 @@ _SLACK = tl.constexpr(1.0 + 2.0**-6)
 class DqSums(NamedTuple):
     """The sums of dQ in padded storage, in units of their rows, and the units."""
 
-    sums: Any  #: int32 [heads, tokens, channels]; each block of queries in `_fragment_order`
+    sums: Any  #: int32 [heads, tokens, channels]; each block of queries in the order of `_order`
     unit: Any  #: float32 [heads, tokens]
     tokens: Any  #: of a head, in padded storage
+    DIRECT: Any  #: constexpr bool: each thread adds the elements of a part that it holds
 
     @classmethod
-    def empty(cls, problem: KernelProblem, channels: int) -> DqSums:
-        """Sums of 0, and memory for the units."""
+    def empty(cls, problem: KernelProblem, rows: int, channels: int, warps: int) -> DqSums:
+        """Sums of 0, and memory for the units.
+
+        rows, channels: the size of the smallest part that is added, with padded channels.
+        warps: of a program that adds parts.
+        """
         tokens, heads = stored_tokens(problem.cu_q, problem.q), problem.q.shape[1]
         device = problem.q.device
         return cls(
             torch.zeros((heads, tokens, channels), dtype=torch.int32, device=device),
             torch.empty((heads, tokens), dtype=torch.float32, device=device),
             tokens,
+            tl.constexpr(_has_one_owner(rows, channels, warps)),
         )
+
+
+def _has_one_owner(rows: int, columns: int, warps: int) -> bool:
+    """Whether no two threads hold the same element of a part of dQ [rows, columns].
+
+    In the layouts of mma.sync and wgmma, a warp holds at least 16 rows and 8 columns, and warps
+    follow each other along either axis. The layouts of data center Blackwell are others.
+    """
+    if IS_INTERPRETED:
+        return False
+    active: Any = driver.active
+    has_tensor_memory = active.get_current_target().arch // 10 in (10, 11)
+    return not has_tensor_memory and rows >= 16 * warps and columns >= 8 * warps
 
 
 class KeyBounds(NamedTuple):
@@ -232,37 +252,39 @@ def mark_nonfinite(dq_sums, at, part):
 
 
 @triton.jit
-def _fragment_order(rows: tl.constexpr, columns: tl.constexpr):
+def _order(DIRECT: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):
     """Return where a block [rows, columns] keeps each element.
 
-    The 64 elements of 8 rows and 8 columns are together, first those of even columns. A warp holds
-    the result of mma.sync and wgmma so that each of its instructions adds to 32 neighbours.
+    With DIRECT, the 64 elements of 8 rows and 8 columns are together, first those of even columns:
+    a warp holds the result of mma.sync and wgmma so that an instruction adds to 32 neighbours.
     """
     row, column = tl.arange(0, rows)[:, None], tl.arange(0, columns)[None, :]
-    group = (row // 8 * (columns // 8) + column // 8) * 2 + column % 2
-    return group * 32 + row % 8 * 4 + column % 8 // 2
+    if DIRECT:
+        group = (row // 8 * (columns // 8) + column // 8) * 2 + column % 2
+        return group * 32 + row % 8 * 4 + column % 8 // 2
+    else:
+        return row * columns + column
 
 
 _ADD = tl.constexpr("red.relaxed.gpu.global.add.s32 [$1], $2; mov.b32 $0, 0;")
 
 
 @triton.jit
-def add_part(dq_sums, at, product, factor, DIRECT: tl.constexpr):
-    """Add a part of dQ, product * factor in units, to the sums of a block of queries.
+def add_part(dq_sums, at, part):
+    """Add a part of dQ, float32 [queries, channels] in units, to the sums of a block of queries.
 
-    at: as for `inverse_units`. product, factor: float32, broadcastable to [queries, channels].
-    DIRECT: each thread adds the elements that it holds. Needs a layout of the product in which no
-    two threads hold the same element.
+    at: as for `inverse_units`.
     """
-    units = to_int32(product * factor)
-    order = _fragment_order(product.shape[0], product.shape[1])
-    ptrs = dq_sums.sums + at * product.shape[1] + order
-    if DIRECT:
+    units = to_int32(part)
+    order = _order(dq_sums.DIRECT, part.shape[0], part.shape[1])
+    ptrs = dq_sums.sums + at * part.shape[1] + order
+    if dq_sums.DIRECT:
         tl.inline_asm_elementwise(
             _ADD, "=r,l,r", [ptrs, units], dtype=tl.int32, is_pure=False, pack=1
         )
     else:
-        tl.atomic_add(ptrs, units, sem="relaxed")
+        # Without knowledge of alignment, the lanes of a warp add to neighbours.
+        tl.atomic_add(tl.multiple_of(ptrs, (1, 1)), units, sem="relaxed")
 
 
 @triton.jit
@@ -275,7 +297,7 @@ def finish_dq_kernel(grid, dq_sums, lse2, d_lse, subtracted, dq, lengths, scale,
         return
     queries = first + tl.arange(0, sizes.BLOCK_Q)
     at = h.to(tl.int64) * dq_sums.tokens + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
-    order = _fragment_order(sizes.BLOCK_Q, sizes.D_PAD)
+    order = _order(dq_sums.DIRECT, sizes.BLOCK_Q, sizes.D_PAD)
     total = tl.load(dq_sums.sums + at * sizes.D_PAD + order).to(tl.float32)
     total *= tl.load(dq_sums.unit + at + tl.arange(0, sizes.BLOCK_Q))[:, None]
     if d_lse is not None and subtracted.k_mean is not None:

@@ -10,15 +10,13 @@ kernel recomputes P before, for its row sums.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.runtime import driver
 
 from sagesim.spec import Delta, Granularity
 from sagesim_kernels.operands import (
-    IS_INTERPRETED,
     LOG2_E,
     DqSums,
     Gradients,
@@ -38,7 +36,15 @@ from sagesim_kernels.operands import (
 from sagesim_kernels.portable.gradients import gradients_kernel
 from sagesim_kernels.portable.p_and_ds import UNTRACED, MapProduct, MapTraces
 from sagesim_kernels.portable.p_rows import p_rows_kernel
-from sagesim_kernels.portable.tiles import Tile, block_tiles, launch, most_rows, tiles
+from sagesim_kernels.portable.tiles import (
+    SHORT_STEP,
+    Tile,
+    block_tiles,
+    block_warps,
+    launch,
+    most_rows,
+    tiles,
+)
 
 
 class LogitScale(NamedTuple):
@@ -67,7 +73,10 @@ class _Launches:
         self.k_right = operands.get("dq", "k")
         self.subtracted = operands.subtracted
         self.scale = LogitScale(problem.scale, problem.scale * LOG2_E)
-        self.dq_sums = DqSums.empty(problem, padded(problem.q.shape[3]))
+        block_q, block_k = problem.spec.block_q, problem.spec.block_k
+        d_pad = padded(problem.q.shape[3])
+        rows = block_q if d_pad <= 128 else min(block_q, SHORT_STEP)
+        self.dq_sums = DqSums.empty(problem, rows, d_pad, block_warps(block_k, d_pad))
 
     def product(self, site: str, tensor: str, *, same_right: bool) -> MapProduct:
         matmul = self.problem.spec.site(site)
@@ -103,8 +112,10 @@ class _Launches:
         operands = {name: getattr(self, name) for name in names}
         compute_units(self.problem, operands, self.statistics, p_sums, self.dq_sums)
 
-    def run_gradients(self, tile: Tile, dk: Tensor | None, dv: Tensor | None) -> None:
-        """Launch the kernel of the gradients: of all, of dV alone, or of all but dV."""
+    def run_gradients(
+        self, tile: Tile, dk: Tensor | None, dv: Tensor | None, *, with_dq: bool
+    ) -> None:
+        """Launch the kernel of the gradients that are not None, and of dQ if with_dq."""
         problem = self.problem
         grid = Grid(-(-problem.longest_k // tile.rows), problem.k.shape[1], problem.sequences)
         gradients_kernel[grid.programs](
@@ -118,7 +129,7 @@ class _Launches:
             self.k_right,
             self.subtracted,
             *self.statistics,
-            self.dq_sums,
+            self.dq_sums if with_dq else None,
             None if dk is None else Strided.of(dk),
             None if dv is None else Strided.of(dv),
             self.traces.dv_p,
@@ -130,7 +141,7 @@ class _Launches:
             self.product("dk", "ds", same_right=self.q_right is self.q),
             self.scale,
             KernelSizes.of(problem, tile.rows),
-            _adds_directly(problem.spec.block_q, padded(problem.q.shape[3]), tile.num_warps),
+            tile.step or problem.spec.block_q,
             **tile.options,
         )
 
@@ -164,7 +175,6 @@ def launch_backward(
     d, d_v = problem.q.shape[3], problem.v.shape[3]
     d_pad, d_v_pad = padded(d), padded(d_v)
     launches = _Launches(problem, operands, statistics, d_lse, traces)
-    run_gradients = launches.run_gradients
 
     at = f"at head size {max(d, d_v)}, block_q={spec.block_q} and block_k={spec.block_k}"
     p_sums = None
@@ -174,25 +184,25 @@ def launch_backward(
         of_rows = tiles(most_rows(d_pad), d_pad, within=spec.block_q if spec.smoothing.q else None)
         launch(of_rows, lambda tile: launches.run_p_rows(tile, p_sums), f"row sums of P {at}")
     launches.run_units(p_sums)
+    any_step = not (spec.dv.precision.is_scaled or spec.dk.precision.is_scaled)
+
+    def run(dk: Tensor | None, dv: Tensor | None, *, with_dq: bool, what: str) -> None:
+        channels = max(d_pad, d_v_pad) if dk is not None and dv is not None else d_pad
+        if dk is None and not with_dq:
+            channels = d_v_pad
+        launch(
+            block_tiles(spec.block_k, channels, any_step=any_step),
+            lambda tile: launches.run_gradients(tile, dk, dv, with_dq=with_dq),
+            f"{what} {at}",
+        )
+
     if d_pad + d_v_pad <= 256:
-        both = block_tiles(spec.block_k, max(d_pad, d_v_pad))
-        launch(both, lambda tile: run_gradients(tile, grads.dk, grads.dv), f"the backward {at}")
+        run(grads.dk, grads.dv, with_dq=True, what="the backward")
     else:  # The sums of both dK and dV do not fit into registers.
-        of_dv = block_tiles(spec.block_k, d_v_pad)
-        launch(of_dv, lambda tile: run_gradients(tile, None, grads.dv), f"dV {at}")
-        of_dk = block_tiles(spec.block_k, d_pad)
-        launch(of_dk, lambda tile: run_gradients(tile, grads.dk, None), f"dK and dQ {at}")
+        run(None, grads.dv, with_dq=False, what="dV")
+        try:
+            run(grads.dk, None, with_dq=True, what="dK and dQ")
+        except ValueError:  # Their operands do not fit into the shared memory of a small GPU.
+            run(grads.dk, None, with_dq=False, what="dK")
+            run(None, None, with_dq=True, what="dQ")
     finish_dq(problem, launches.dq_sums, statistics.lse2, d_lse, launches.subtracted, grads.dq)
-
-
-def _adds_directly(block_q: int, channels: int, warps: int) -> bool:
-    """Whether no two threads hold the same element of a part of dQ [block_q, channels].
-
-    In the layouts of mma.sync and wgmma, a warp holds at least 16 rows and 8 columns. The layouts
-    of the tensor memory of data center Blackwell are others.
-    """
-    if IS_INTERPRETED:
-        return False
-    active: Any = driver.active
-    has_tensor_memory = active.get_current_target().arch // 10 in (10, 11)
-    return not has_tensor_memory and block_q >= 16 * warps and channels >= 8 * warps

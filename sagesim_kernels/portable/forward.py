@@ -20,6 +20,7 @@ from sagesim_kernels.operands import (
     apply_k_scale,
     attends,
     causal_offset,
+    code_product,
     head_pointers,
     key_bias,
     key_loop_bounds,
@@ -136,7 +137,7 @@ def forward_kernel(
                 store_codes(trace, codes, 1.0, at)
                 weight = tl.exp2(tile_max - _finite(new_max)) * _CODES_PER_P
                 v_scale = load_channel_scales(v, v_scales, key, sizes.DV, sizes.DV_PAD)[None, :]
-                sums = tl.dot(codes, v_tile, out_dtype=tl.int32).to(tl.float32)
+                sums = code_product(codes, v_tile)
                 total = tl.fma(sums, weight[:, None] * v_scale, total * shrink[:, None])
                 row_sum = row_sum * shrink + tl.sum(p, 1) * weight
             else:

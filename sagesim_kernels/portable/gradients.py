@@ -59,17 +59,17 @@ def gradients_kernel(
     dk_product,
     scale,
     sizes,
-    DIRECT: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """Compute dK and dV of a block of keys, summed over the query heads of its group.
 
-    Also add the block's part of dQ to the sums of every query that attends to it. If dk is None,
-    compute dV alone; if dv is None, all but dV. Maps are transposed: their rows are keys.
+    Also add the block's part of dQ to the sums of every query that attends to it. A gradient whose
+    argument is None is not computed. Maps are transposed: their rows are keys.
 
     q, k, do, v: `Operand` of qk_recompute and dp. q_right, do_right, k_right: the right operands of
-    dK, dV and dQ. subtracted: `SubtractedMeans`. dq_sums: `DqSums`. p_trace, dq_trace, dk_trace:
-    `MapTrace`, or None. p_product, dq_product, dk_product: `MapProduct`. scale: `LogitScale`.
-    DIRECT: see `add_part`.
+    dK, dV and dQ. subtracted: `SubtractedMeans`. dq_sums: `DqSums`, or None. p_trace, dq_trace,
+    dk_trace: `MapTrace`, or None. p_product, dq_product, dk_product: `MapProduct`. scale:
+    `LogitScale`. STEP: queries of a step.
     """
     tile, k_head, b = program_coordinates(grid)
     first = tile * sizes.TILE
@@ -87,25 +87,22 @@ def gradients_kernel(
     k_scale = load_token_scales(k, k_scales, first, sizes.TILE, n_k)[:, None]
     v_tile = load_tokens(v, v_base, first, sizes.TILE, n_k, sizes.DV_PAD)
     v_scale = load_token_scales(v, v_scales, first, sizes.TILE, n_k)[:, None]
-    if dk is not None:
+    if dq_sums is not None:
+        right_base, scales = head_pointers(k_right, lengths.cu_k, lengths.n_k, b, k_head)
         if dq_product.SAME_RIGHT:
             k_right_tile = k_tile
         else:
-            base, scales = head_pointers(k_right, lengths.cu_k, lengths.n_k, b, k_head)
-            k_right_tile = load_tokens(k_right, base, first, sizes.TILE, n_k, sizes.D_PAD)
-        base, scales = head_pointers(k_right, lengths.cu_k, lengths.n_k, b, k_head)
+            k_right_tile = load_tokens(k_right, right_base, first, sizes.TILE, n_k, sizes.D_PAD)
         k_right_scale = load_channel_scales(k_right, scales, first, sizes.D, sizes.D_PAD)
 
     dk_total = tl.zeros((sizes.TILE, sizes.D_PAD), tl.float32)
     dv_total = tl.zeros((sizes.TILE, sizes.DV_PAD), tl.float32)
-    begin, unmasked_begin = query_loop_bounds(
-        first, sizes.TILE, sizes.BLOCK_Q, n_k, offset, first_live, n_q
-    )
+    begin, unmasked_begin = query_loop_bounds(first, sizes.TILE, STEP, n_k, offset, first_live, n_q)
     for index in range(k_head * sizes.GROUPS, (k_head + 1) * sizes.GROUPS):
         h = tl.cast(index, tl.int32)
         z = b * (grid.heads * sizes.GROUPS) + h
         stored = tl.cast(0, tl.int64)
-        if dk is not None:
+        if dq_sums is not None:
             stored = h.to(tl.int64) * dq_sums.tokens
             stored += stored_start_of(lengths.cu_q, lengths.n_q, b)
         q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
@@ -116,14 +113,12 @@ def gradients_kernel(
             for query in range(
                 begin if MASKED else unmasked_begin,
                 unmasked_begin if MASKED else n_q,
-                sizes.BLOCK_Q,
+                STEP,
             ):
-                row = query + tl.arange(0, sizes.BLOCK_Q)
+                row = query + tl.arange(0, STEP)
                 queries = row[None, :]
-                q_tile = load_block(
-                    q, q_base, query, sizes.BLOCK_Q, n_q, sizes.D_PAD, False, first_live
-                )
-                q_scale = load_block_scales(q, q_scales, query, sizes.BLOCK_Q)
+                q_tile = load_block(q, q_base, query, STEP, n_q, sizes.D_PAD, False, first_live)
+                q_scale = load_block_scales(q, q_scales, query, STEP)
                 factor = (q_scale * scale.base2)[None, :]
                 s, factor = apply_k_scale(
                     tokens_by_tokens(k_tile, q_tile), factor, k, k_scale, sizes.BLOCK_K
@@ -135,15 +130,15 @@ def gradients_kernel(
                     bias = key_bias(subtracted, lengths, head, block, first, sizes.TILE, n_k, sizes)
                     s = s * factor + bias[:, None] * scale.base2 - row_lse2
                 else:
-                    s = s * factor - row_lse2
+                    s = tl.fma(
+                        s, tl.broadcast_to(factor, s.shape), tl.broadcast_to(-row_lse2, s.shape)
+                    )
                 if MASKED:
                     visible = attends(queries, keys, n_k, offset)
                     s = tl.where(visible, s, -float("inf"))
                 p = tl.exp2(s)
-                do_tile = load_block(
-                    do, do_base, query, sizes.BLOCK_Q, n_q, sizes.DV_PAD, False, first_live
-                )
-                do_scale = load_block_scales(do, do_scales, query, sizes.BLOCK_Q)[None, :]
+                do_tile = load_block(do, do_base, query, STEP, n_q, sizes.DV_PAD, False, first_live)
+                do_scale = load_block_scales(do, do_scales, query, STEP)[None, :]
                 if dv is not None:
                     dv_total = add_product(
                         dv_total,
@@ -154,7 +149,7 @@ def gradients_kernel(
                             do_right,
                             dor_base,
                             query,
-                            sizes.BLOCK_Q,
+                            STEP,
                             n_q,
                             sizes.DV_PAD,
                             False,
@@ -165,12 +160,13 @@ def gradients_kernel(
                         p_trace,
                         MapTile(z, queries, keys, lengths.n_q, lengths.n_k),
                     )
-                if dk is not None:
+                if dk is not None or dq_sums is not None:
                     dp = tokens_by_tokens(v_tile, do_tile) * (do_scale * v_scale)
                     row_delta = load_rows(delta, lengths.cu_q, b, h, row, n_q, 0.0)
                     ds = p * (dp - row_delta[None, :])
                     if MASKED:
                         ds = tl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0
+                if dk is not None:
                     dk_total = add_product(
                         dk_total,
                         ds,
@@ -180,7 +176,7 @@ def gradients_kernel(
                             q_right,
                             qr_base,
                             query,
-                            sizes.BLOCK_Q,
+                            STEP,
                             n_q,
                             sizes.D_PAD,
                             False,
@@ -191,10 +187,21 @@ def gradients_kernel(
                         dk_trace,
                         MapTile(z, queries, keys, lengths.n_q, lengths.n_k),
                     )
-                    inverse = inverse_units(dq_sums, stored + query, sizes.BLOCK_Q)[:, None]
-                    part, factor = part_of_dq(
+                    if subtracted.q_mean is not None:
+                        # dK is dS^T Q before smoothing: add dS^T 1 times the mean of Q.
+                        block = query // sizes.BLOCK_Q
+                        mean = load_q_mean(subtracted, b, h, block, sizes)
+                        dk_total += tl.sum(ds, 1)[:, None] * mean
+                if dq_sums is not None:
+                    if STEP < sizes.BLOCK_Q and not dq_product.SAME_RIGHT:
+                        # A short step saves shared memory: K occupies none for the whole loop.
+                        k_right_tile = load_tokens(
+                            k_right, right_base, first, sizes.TILE, n_k, sizes.D_PAD
+                        )
+                    part = part_of_dq(
                         ds,
                         k_right_tile,
+                        inverse_units(dq_sums, stored + query, STEP)[:, None],
                         k_right_scale,
                         dq_product,
                         dq_trace,
@@ -202,12 +209,7 @@ def gradients_kernel(
                     )
                     if k_right_tile.dtype == tl.float16:  # dS may overflow
                         mark_nonfinite(dq_sums, stored + query, part)
-                    add_part(dq_sums, stored + query, part, factor * inverse, DIRECT)
-                    if subtracted.q_mean is not None:
-                        # dK is dS^T Q before smoothing: add dS^T 1 times the mean of Q.
-                        block = query // sizes.BLOCK_Q
-                        mean = load_q_mean(subtracted, b, h, block, sizes)
-                        dk_total += tl.sum(ds, 1)[:, None] * mean
+                    add_part(dq_sums, stored + query, part)
 
     if dk is not None:
         dk_value = dk_total * scale.natural

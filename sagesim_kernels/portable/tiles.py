@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from triton.runtime.errors import OutOfResources
 
 from sagesim_kernels.operands import LAUNCH
+
+SHORT_STEP: Final = 32
+"""The shortest step of a loop over queries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class Tile:
     rows: int
     num_warps: int
     num_stages: int
+    step: int = 0  #: queries or keys of a step of the loop; 0 for a block of the spec
 
     @property
     def options(self) -> dict[str, Any]:
@@ -37,16 +41,25 @@ def most_rows(channels: int) -> int:
     return 128 if channels == 128 else 64
 
 
-def block_tiles(rows: int, channels: int) -> Iterator[Tile]:
+def block_tiles(rows: int, channels: int, *, any_step: bool) -> Iterator[Tile]:
     """Yield the tiles to try for a program that owns one block of the spec, the best first.
 
     Args:
         rows: the rows of the block.
         channels: padded channels of each of the sums that the program keeps.
+        any_step: whether a step of the loop may be shorter than a block of the spec: no element
+            shares a scale with one of another row.
     """
-    warps = 8 if rows * channels > 64 * 128 else 4
+    warps = block_warps(rows, channels)
     for stages in (2, 1):
         yield Tile(rows, warps, stages)
+    if any_step and channels > 128:
+        yield Tile(rows, warps, 1, step=SHORT_STEP)
+
+
+def block_warps(rows: int, channels: int) -> int:
+    """Return the warps of a program of `block_tiles`."""
+    return 8 if rows * channels > 64 * 128 else 4
 
 
 def tiles(rows: int, channels: int, *, within: int | None = None) -> Iterator[Tile]:

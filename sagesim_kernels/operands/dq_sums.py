@@ -9,7 +9,7 @@ parts, which is known before the first part:
     unit_i = 2^(e - 30), where 2^e is the least power of two that is not below B_i
 
 R_i bounds the sum of row i of P; growth bounds what rounding dS adds. theory.dq_sums proves that no
-sum overflows, and bounds the error. The unit is NaN if B_i is NaN or at least 2^120; so is dQ then.
+sum overflows, and bounds the error. If a part may be NaN or infinite, so is the unit, and dQ.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ _BITS = tl.constexpr(30)
 """A sum is at most 2^30 units, plus half a unit for each part."""
 
 _LARGEST = tl.constexpr(2.0**120)
-"""A row whose bound is not below this has the unit NaN."""
+"""A row whose bound on the sum of |dS| is not below this has the unit NaN."""
+
+_FRACTION = tl.constexpr(2.0**-8)
+"""Of norms: a token has at most 256 channels, so that this part of its norm does not overflow."""
 
 _SLACK = tl.constexpr(1.0 + 2.0**-6)
 """More than the relative error of a bound that is computed in float32."""
@@ -106,17 +109,18 @@ def _has_one_owner(rows: int, columns: int, warps: int) -> bool:
 class KeyBounds(NamedTuple):
     """Bounds on each block of keys, float32 [kv heads, key blocks in padded storage]."""
 
-    v_norm: Any  #: the largest norm of V that is finite
+    v_norm: Any  #: 2^-8 times the largest norm of V that is finite
     k_amax: Any  #: the largest |K| of dQ's operand, NaN if there is one
-    k_norm: Any  #: the largest norm of K of the recomputed S; None if that is exact
+    k_norm: Any  #: 2^-8 times the largest norm of K of the recomputed S; None if that is exact
     blocks: Any  #: of a head, in padded storage
+    IN_16_BIT: Any  #: constexpr bool: dQ's operand is in 16 bit
 
 
 @triton.jit
 def _norms(x, base, scales, first, count: tl.constexpr, last, D_PAD: tl.constexpr, lowest=0):
-    """Return the norms of tokens of an `Operand`, [count]. In float64 no square overflows."""
+    """Return 2^-8 times the norms of tokens of an `Operand`, [count], which no finite token overflows."""
     tokens = load_tokens(x, base, first, count, last, D_PAD, lowest).to(tl.float64)
-    norms = tl.sqrt(tl.sum(tokens * tokens, 1)).to(tl.float32)
+    norms = (tl.sqrt(tl.sum(tokens * tokens, 1)) * _FRACTION).to(tl.float32)
     return norms * load_token_scales(x, scales, first, count, last)
 
 
@@ -154,6 +158,12 @@ def key_bounds_kernel(grid, k, v, k_right, bounds, lengths, sizes):
 
 
 @triton.jit
+def _exponent_above(x):
+    """Return the exponent, biased by 127, of the least power of two that is not below x >= 0."""
+    return (x.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
+
+
+@triton.jit
 def units_kernel(
     grid,
     q,
@@ -167,6 +177,7 @@ def units_kernel(
     scale_log2,
     growth,
     shared_growth,
+    SHARED: tl.constexpr,
     sizes,
 ):
     """Compute the units of a block of queries.
@@ -174,7 +185,8 @@ def units_kernel(
     q, do: `Operand` of qk_recompute and dp. bounds: `KeyBounds`. p_sums: the row sums of P, or None
     if P is recomputed from the operands of the forward. scale_log2: the magnitude of the logit
     scale, times log2(e). growth, shared_growth: what rounding can add to a row sum of dS: a
-    multiple of the row sum, and of that of all rows of the block.
+    multiple of the row sum, and of that of all rows of the block. SHARED: whether the rows of a
+    tile of dS share a scale.
     """
     block, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
@@ -204,28 +216,40 @@ def units_kernel(
 
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
     has_keys = row_lse2 != float("inf")
-    # S and lse2 are rounded, and in 16 bit, S of the forward is another sum of the same products.
+    # Row sums of P. S and lse2 are rounded; sums of codes are exact, so that S is at most lse2.
     off = tl.where(has_keys, tl.abs(row_lse2), 0.0) * 2.0**-21
     if bounds.k_norm is not None:
         q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
         q_norm = _norms(q, q_base, q_scales, first, sizes.BLOCK_Q, n_q, sizes.D_PAD, first_live)
-        off += q_norm * tl.max(k_norm, 0) * scale_log2 * (sizes.D_PAD * 2.0**-21)
-    row_sum = tl.exp2(off)
+        off += q_norm * tl.max(k_norm, 0) * scale_log2 * (sizes.D_PAD * 2.0**-5)
+        row_sum = tl.exp2(off)
+    else:
+        row_sum = tl.minimum(tl.exp2(off), tl.maximum(n_k, 1).to(tl.float32))
     if p_sums is not None:
-        row_sum *= load_rows(p_sums, lengths.cu_q, b, h, queries, n_q, 0.0)
+        sums = load_rows(p_sums, lengths.cu_q, b, h, queries, n_q, 0.0)
+        row_sum = sums if bounds.k_norm is None else row_sum * sums
 
     do_base, do_scales = head_pointers(do, lengths.cu_q, lengths.n_q, b, h)
     do_norm = _norms(do, do_base, do_scales, first, sizes.BLOCK_Q, n_q, sizes.DV_PAD, first_live)
     row_delta = load_rows(delta, lengths.cu_q, b, h, queries, n_q, 0.0)
-    ds_sum = row_sum * (do_norm * tl.max(v_norm, 0) + tl.abs(row_delta))
+    ds_sum = row_sum * (do_norm * 256.0 * (tl.max(v_norm, 0) * 256.0) + tl.abs(row_delta))
     total = growth * ds_sum
     if shared_growth is not None:
         total += shared_growth * tl.sum(ds_sum, 0)
-    bound = total * tl.max(k_amax, 0).to(tl.float32, bitcast=True) * _SLACK
-    exponent = (bound.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23  # rounded up, biased by 127
-    unit = (tl.maximum(exponent - _BITS, 1) << 23).to(tl.float32, bitcast=True)
-    is_finite = (bound < _LARGEST) & (total < _LARGEST)
-    unit = tl.where(has_keys & ~is_finite, float("nan"), unit)
+    # The bound is total * k, and k is mantissa * 2**exponent, so that nothing overflows.
+    total *= _SLACK
+    k_bits = tl.max(k_amax, 0)
+    mantissa = ((k_bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    exponent = _exponent_above(total * mantissa) + tl.maximum(k_bits >> 23, 1) - 127
+    unit_exponent = tl.maximum(exponent - _BITS, _exponent_above(total) - 126)
+    unit = (tl.maximum(unit_exponent, 1) << 23).to(tl.float32, bitcast=True)
+    # In 16 bit, a part beyond 2**127 may be infinite; codes are multiplied in units.
+    limit = 127 + (127 if bounds.IN_16_BIT else 157)
+    is_finite = (total < _LARGEST) & (k_bits < 0x7F800000) & (exponent < limit)
+    is_bad = has_keys & ~is_finite
+    if SHARED:  # A NaN of a row is in the scale of its tile.
+        is_bad = tl.max(is_bad.to(tl.int32), 0) > 0
+    unit = tl.where(is_bad, float("nan"), unit)
     row = h.to(tl.int64) * dq_sums.tokens + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
     tl.store(dq_sums.unit + row + tl.arange(0, sizes.BLOCK_Q), unit)
 
@@ -319,7 +343,7 @@ def growths(spec: AttentionSpec) -> tuple[float, float | None]:
     """
     matmul = spec.dq
     if matmul.precision is not Precision.INT8:
-        return 1.0 + 2.0**-7, None
+        return 2.0, None  # subnormal numbers of FP16 may double
     if spec.rounding.mode is not RoundingMode.STOCHASTIC:
         return 2.0, None
     added = spec.block_k / 127
@@ -342,7 +366,9 @@ def compute_units(
     heads, blocks = problem.k.shape[1], stored_tokens(problem.cu_k, problem.k) // spec.block_k
     count = 2 if spec.qk_recompute.precision.is_scaled else 3
     memory = torch.empty((count, heads, blocks), dtype=torch.float32, device=problem.k.device)
-    bounds = KeyBounds(memory[0], memory[1], memory[2] if count == 3 else None, blocks)
+    k_norm = memory[2] if count == 3 else None
+    in_16_bit = tl.constexpr(not spec.dq.precision.is_scaled)
+    bounds = KeyBounds(memory[0], memory[1], k_norm, blocks, in_16_bit)
     sizes = KernelSizes.of(problem, spec.block_q)
     grid = Grid(-(-problem.longest_k // spec.block_k), heads, problem.sequences)
     key_bounds_kernel[grid.programs](
@@ -369,6 +395,7 @@ def compute_units(
         abs(problem.scale) * LOG2_E,
         growth,
         shared_growth,
+        spec.dq.precision.is_scaled and spec.dq.lhs is Granularity.PerTile,
         sizes,
         **LAUNCH,
     )

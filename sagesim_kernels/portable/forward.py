@@ -146,11 +146,12 @@ def forward_kernel(
                 row_sum = row_sum * shrink + tl.sum(p, 1)
             row_max = new_max
 
-    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row without keys; NaN stays NaN
+    has_keys = row_sum != 0.0  # also if it is NaN
+    row_sum = tl.where(has_keys, row_sum, 1.0)
     row_lse2 = row_max + tl.log2(row_sum)
     if v.scale is not None:
         row_lse2 -= _LOG2_LEFT
-    row_lse2 = tl.where(row_max == -float("inf"), float("inf"), row_lse2)
+    row_lse2 = tl.where(has_keys, row_lse2, float("inf"))
     store_rows(lse2, lengths.cu_q, b, h, queries, n_q, row_lse2)
     store_tokens(o, lengths.cu_q, b, h, first, n_q, total / row_sum[:, None], sizes.DV)
 

@@ -130,9 +130,7 @@ def gradients_kernel(
                     bias = key_bias(subtracted, lengths, head, block, first, sizes.TILE, n_k, sizes)
                     s = s * factor + bias[:, None] * scale.base2 - row_lse2
                 else:
-                    s = tl.fma(
-                        s, tl.broadcast_to(factor, s.shape), tl.broadcast_to(-row_lse2, s.shape)
-                    )
+                    s = s * factor - row_lse2
                 if MASKED:
                     visible = attends(queries, keys, n_k, offset)
                     s = tl.where(visible, s, -float("inf"))

@@ -77,11 +77,7 @@ def p_rows_kernel(
                 bias = key_bias(subtracted, lengths, head, block, key, sizes.BLOCK_K, n_k, sizes)
                 s = s * factor + bias[None, :] * scale_log2 - row_lse2[:, None]
             else:
-                s = tl.fma(
-                    s,
-                    tl.broadcast_to(factor, s.shape),
-                    tl.broadcast_to(-row_lse2[:, None], s.shape),
-                )
+                s = s * factor - row_lse2[:, None]
             if MASKED:
                 visible = attends(queries[:, None], keys[None, :], n_k, offset)
                 s = tl.where(visible, s, -float("inf"))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.font_manager  # noqa: F401 - its cache is built now, or a page would say so
+import sphinx.builders
 from sphinx.application import Sphinx
 
 import sagesim
@@ -51,6 +52,11 @@ def _theory_modules() -> list[str]:
     """The modules of theory that have bounds and estimates."""
     names = (path.stem for path in Path(theory.__path__[0]).glob("*.py"))
     return sorted(name for name in names if not name.startswith("_"))
+
+
+# A process that is free takes the next page. Sphinx would give each process ten pages or more,
+# and one of them would still execute cells when the others have ended.
+sphinx.builders.make_chunks = lambda pages, processes: [[page] for page in pages]
 
 
 project = "sagebwd"

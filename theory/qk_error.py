@@ -142,6 +142,7 @@ def saturation_of_ds(apart: Tensor) -> Tensor:
 
 
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(40)
+_ROWS: Final = 256  # of a part in `_outer`
 _VARIANCES: Final = np.logspace(-3, 3, 121)
 
 
@@ -163,9 +164,20 @@ def _mean_gain(variance: Tensor, gain: Tensor) -> Tensor:
 
 
 def _outer(weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """sum_j weights_ij x_j y_j^T for each i: [..., n, d_x, d_y]."""
+    """sum_j weights_ij x_j y_j^T for each i: [..., n, d_x, d_y].
+
+    Rows are computed in parts, each over the columns from its first to its last weight that is not
+    0: under a causal mask that is half the work.
+    """
     pairs = (x[..., :, None] * y[..., None, :]).flatten(-2)
-    return (weights @ pairs).unflatten(-1, (x.shape[-1], y.shape[-1]))
+    found = weights.new_zeros(*weights.shape[:-1], pairs.shape[-1])
+    for first in range(0, weights.shape[-2], _ROWS):
+        part = weights[..., first : first + _ROWS, :]
+        used = part.flatten(0, -2).any(0).nonzero()
+        if len(used):
+            columns = slice(int(used[0]), int(used[-1]) + 1)
+            found[..., first : first + _ROWS, :] = part[..., columns] @ pairs[..., columns, :]
+    return found.unflatten(-1, (x.shape[-1], y.shape[-1]))
 
 
 def _sum(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import integrate, stats
+from scipy import integrate, special
 from torch import Tensor
 
 from theory.smoothing import HALF
@@ -233,7 +233,7 @@ class PowerSums:
     def _log_phi_0(self) -> _Array:
         """log E exp(-t exp S), integrated by parts: 1 - E exp(-t exp S) keeps its digits."""
         x, weight, z = self._nodes
-        window = (np.exp(x - np.exp(x)) * stats.norm.cdf(-z) * weight).sum(1)
+        window = (np.exp(x - np.exp(x)) * special.ndtr(-z) * weight).sum(1)
         below = -np.expm1(-np.exp(np.clip(self._log_t - 9 * self.tau, -40, 4)))
         return np.log1p(-np.minimum(window + below, 1 - 1e-16))
 

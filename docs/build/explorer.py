@@ -23,6 +23,7 @@ import torch
 import sagesim
 from sagesim import FACTORED, SAGEBWD, SITES, AttentionSpec, Delta, Precision, Smoothing
 from sagesim.analysis import OUTPUTS, TITLES
+from sagesim.analysis.runs import Runs
 from theory.checks.samples import Sample, captured, gaussian, outlier_channels
 
 STATIC = Path(__file__).parents[1] / "_static"
@@ -104,16 +105,18 @@ def measure(alike: Sequence[Sample], *, scales: str, smoothing: str, delta: Delt
     sample = replace(
         alike[0], **{x: torch.cat([getattr(s, x) for s in alike]) for x in ("q", "k", "v", "do")}
     )
-    exact = sample.exact()
+    exact, runs = sample.exact(), Runs(sample)
     size = {t: getattr(exact, t).square().sum((1, 2, 3)) for t in OUTPUTS}
     found: list[Errors] = [
         {t: [None] * len(LEVELS) ** len(read) for t, read in READS[delta].items()} for _ in alike
     ]
     for levels in _runs(delta):
-        trace = sample.trace(spec_of(levels, scales=scales, smoothing=smoothing, delta=delta))
+        outputs = runs.outputs(spec_of(levels, scales=scales, smoothing=smoothing, delta=delta))
         for t in OUTPUTS:
-            off = (getattr(trace, t) - getattr(exact, t)).square().sum((1, 2, 3))
             place = _index(levels, READS[delta][t])
+            if found[0][t][place] is not None:  # the same for other precisions of `LAST`
+                continue
+            off = (outputs[t] - getattr(exact, t)).square().sum((1, 2, 3))
             for errors, value in zip(found, (off / size[t]).sqrt().tolist(), strict=True):
                 errors[t][place] = float(f"{value:.4g}") if math.isfinite(value) else None
     return found

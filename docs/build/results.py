@@ -142,7 +142,9 @@ def shares() -> dict[str, Any]:
     rows = []
     for spec in budget_checks.SPECS:
         for sample in budget_checks.samples():
-            for t, part, predicted, measured in budget_checks.shares(sample, spec):
+            for t, part, predicted, measured in budget_checks.shares(
+                sample, error_budget(sample, spec=spec)
+            ):
                 row = {"label": spec.label(), "inputs": sample.name, "tensor": t, "part": part}
                 rows.append(row | {"predicted": predicted, "measured": measured})
     return {"rows": rows}

@@ -70,7 +70,7 @@ def measure(
 ) -> Sums:
     """Run the emulator `RUNS` times on a part of a problem, and measure each run."""
     reference, traced = exact(part), trace(part, spec=base)
-    runs = _Runs(part)
+    runs = Runs(part)
     squares: dict[str, dict[str, float]] = {}
     for name, spec in specs_of_runs(base).items():
         outputs = runs.outputs(spec) if name != "base" else {t: getattr(traced, t) for t in OUTPUTS}
@@ -86,7 +86,7 @@ def measure(
     )
 
 
-class _Runs:
+class Runs:
     """Emulates one problem under many specs; specs with the same forward share one."""
 
     def __init__(self, problem: AttentionProblem) -> None:

@@ -167,7 +167,7 @@ def _details(
         kernels = meter.kernels(step.both)
         if not kernels:
             raise RuntimeError("the profiler saw no kernel")
-        return {job: round(1e3 * s, 5) for job, s in by_job(kernels).items()}
+        return {job: round(1e3 * s, 5) for job, s in by_job(kernels, spec).items()}
 
     measures: dict[str, Callable[[], Any]] = {
         "saved_bytes": step.saved_bytes,

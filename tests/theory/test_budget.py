@@ -36,7 +36,8 @@ def small(sigma=2.0, seed=0, n=96, d=16):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_predicted_errors_are_within_25_percent(label, is_causal):
     sample = pooled([gaussian(2.0, 128, 32, is_causal=is_causal, seed=i) for i in range(4)])
-    failed = [c for c in of_errors(sample, AttentionSpec.parse(label)) if not c.holds]
+    budget = error_budget(sample, spec=AttentionSpec.parse(label))
+    failed = [c for c in of_errors(sample, budget) if not c.holds]
     assert not failed, failed
 
 

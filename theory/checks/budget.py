@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from sagesim import FACTORED, SAGEBWD, AttentionSpec, compare
+from sagesim import FACTORED, SAGEBWD, compare
 from sagesim.analysis import OUTPUTS, attribute
-from theory.budget import error_budget
+from theory.budget import Budget, error_budget
 from theory.checks.check import Check, estimated
 from theory.checks.samples import Sample, captured, gaussian, outlier_channels
 
@@ -23,11 +23,13 @@ SIGMAS = (1.0, 3.0, 5.0, 8.0, 10.0)
 
 def checks() -> Iterator[Check]:
     """Both six-product schemes on Table 1's inputs, the capture, outlier channels; and shares."""
-    for spec in SPECS:
-        for sample in samples():
-            yield from of_errors(sample, spec)
-    for sample in (table1(3.0), captured(2048)[2], outliers()):
-        yield from of_shares(sample, SAGEBWD)
+    every = samples()
+    budgets = {spec: [error_budget(sample, spec=spec) for sample in every] for spec in SPECS}
+    for of_spec in budgets.values():
+        for sample, budget in zip(every, of_spec, strict=True):
+            yield from of_errors(sample, budget)
+    for i in (SIGMAS.index(3.0), len(SIGMAS) + 2, -1):  # Table 1, a layer of the capture, outliers
+        yield from of_shares(every[i], budgets[SAGEBWD][i])
 
 
 def samples() -> tuple[Sample, ...]:
@@ -52,14 +54,13 @@ def pooled(samples: list[Sample]) -> Sample:
     return replace(first, name=f"{first.name}, {len(samples)} draws", **tensors)
 
 
-def of_errors(sample: Sample, spec: AttentionSpec) -> Iterator[Check]:
-    """The relative L2 error of each output."""
-    budget = error_budget(sample, spec=spec)
-    measured = compare(sample.trace(spec), sample.exact()).overall
+def of_errors(sample: Sample, budget: Budget) -> Iterator[Check]:
+    """The relative L2 error of each output. The budget is that of the sample."""
+    measured = compare(sample.trace(budget.spec), sample.exact()).overall
     for t in OUTPUTS:
         yield estimated(
             TOPIC,
-            f"{spec.label()}: relative L2 of {t}",
+            f"{budget.spec.label()}: relative L2 of {t}",
             sample.name,
             predicted=budget.error[t],
             measured=measured[t].rel_l2,
@@ -67,13 +68,13 @@ def of_errors(sample: Sample, spec: AttentionSpec) -> Iterator[Check]:
         )
 
 
-def of_shares(sample: Sample, spec: AttentionSpec) -> Iterator[Check]:
+def of_shares(sample: Sample, budget: Budget) -> Iterator[Check]:
     """Each share that is more than a tenth of the error."""
-    for t, part, predicted, measured in shares(sample, spec):
+    for t, part, predicted, measured in shares(sample, budget):
         if measured > 0.1:
             yield estimated(
                 TOPIC,
-                f"{spec.label()}: share of {part} in {t}",
+                f"{budget.spec.label()}: share of {part} in {t}",
                 sample.name,
                 predicted=predicted,
                 measured=measured,
@@ -81,10 +82,9 @@ def of_shares(sample: Sample, spec: AttentionSpec) -> Iterator[Check]:
             )
 
 
-def shares(sample: Sample, spec: AttentionSpec) -> Iterator[tuple[str, str, float, float]]:
+def shares(sample: Sample, budget: Budget) -> Iterator[tuple[str, str, float, float]]:
     """Tensor, part, and the share of the one's error that the other has: predicted, measured."""
-    budget = error_budget(sample, spec=spec)
-    found = attribute(sample, base=spec)
+    found = attribute(sample, base=budget.spec)
     for t in OUTPUTS:
         for part in found.parts:
             yield t, part.site, budget.share[part.site][t], part.share[t]

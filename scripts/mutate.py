@@ -112,7 +112,7 @@ BUGS = (
     Bug(
         "K's scales of tokens forgotten",
         "operands/operand.py",
-        "return s * k_scale, factor",
+        "return s * (k_scale * 2.0**-10), factor * 2.0**10",
         "return s, factor",
     ),
     Bug(

@@ -6,14 +6,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 
 from sagesim.problem import check_spec, resolve_input16
 from sagesim.spec import MAPS, OPERANDS, SITES, AttentionSpec, Granularity, MatmulSpec, Precision
-from sagesim_kernels.operands import pcg_hash
-
-IS_INTERPRETED: Final = isinstance(pcg_hash, InterpretedFunction)
-"""Whether the kernels were imported under TRITON_INTERPRET=1, and so run on the CPU."""
+from sagesim_kernels.operands import IS_INTERPRETED
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD: Final = 256

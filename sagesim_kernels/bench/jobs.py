@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from sagesim.spec import AttentionSpec, Delta
 from sagesim_kernels.bench.meter import Kernel
 
 PRODUCTS: Final = {
     "forward_kernel": "forward",
-    "dq_kernel": "dq",
-    "dkdv_kernel": "dk and dv",
+    "gradients_kernel": "dq, dk and dv",
+    "finish_dq_kernel": "dq, dk and dv",
     "hopper_forward": "forward",
     "hopper_backward": "dq, dk and dv",
     "hopper_postprocess": "dq, dk and dv",
@@ -24,6 +23,9 @@ PREPARATION: Final = {
     "sum_chunks_kernel": "smoothing",
     "divide_sums_kernel": "smoothing",
     "delta_kernel": "delta",
+    "p_rows_kernel": "delta",
+    "key_bounds_kernel": "units of dq",
+    "units_kernel": "units of dq",
     "hopper_preprocess": "delta",
     "natural_lse_kernel": "logsumexp",
 }
@@ -31,28 +33,20 @@ PREPARATION: Final = {
 copies memory, is preparation with the job "other"."""
 
 
-def by_job(kernels: Iterable[Kernel], spec: AttentionSpec) -> dict[str, float]:
-    """Return the seconds of each job, from launches in their order.
-
-    If delta comes from P, each backward launches the kernel of dQ twice: for delta, then for dQ.
-    """
+def by_job(kernels: Iterable[Kernel]) -> dict[str, float]:
+    """Return the seconds of each job."""
     seconds: dict[str, float] = {}
-    dq_launches = 0
     for kernel in kernels:
         job = PRODUCTS.get(kernel.name) or PREPARATION.get(kernel.name, "other")
-        if kernel.name == "dq_kernel":
-            dq_launches += 1
-            if spec.delta is Delta.FROM_P and dq_launches % 2 == 1:
-                job = "delta"
         seconds[job] = seconds.get(job, 0.0) + kernel.seconds
     return seconds
 
 
 def preparation_share(seconds: dict[str, float]) -> float:
-    """Return the share of the time that is not spent in jobs of `PRODUCTS`.
+    """Return the share of the time that is spent in jobs of `PREPARATION`, or "other".
 
     >>> preparation_share({"dq, dk and dv": 3.0, "quantizing": 1.0})
     0.25
     """
-    products = sum(seconds.get(job, 0.0) for job in set(PRODUCTS.values()))
-    return 1 - products / sum(seconds.values())
+    jobs = {*PREPARATION.values(), "other"}
+    return sum(seconds.get(job, 0.0) for job in jobs) / sum(seconds.values())

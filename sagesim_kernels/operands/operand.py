@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim_kernels.operands.layout import Strided, start_of, stored_start_of, tile_ptrs
+from sagesim_kernels.operands.rounding import code_product
 
 
 class Operand(NamedTuple):
@@ -205,6 +206,6 @@ def apply_k_scale(s, factor, k, k_scale, BLOCK_K: tl.constexpr):
 def tokens_by_tokens(left, right):
     """Return left [m, d] times the transpose of right [n, d], float32 [m, n], without scales."""
     if left.dtype == tl.int8:
-        return tl.dot(left, tl.trans(right), out_dtype=tl.int32).to(tl.float32)
+        return code_product(left, tl.trans(right))
     else:
         return tl.dot(left, tl.trans(right), out_dtype=tl.float32)

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
 
 from sagesim.spec import AttentionSpec, RoundingMode
 
@@ -109,6 +110,29 @@ def to_codes(y, rows, columns, rounding):
 
 
 @triton.jit
+def code_product(left, right):
+    """Return the product of codes left [m, k] and right [k, n], k at most 256, float32 and exact.
+
+    The sums start at the bits of 12582912.0, so that the bits of a sum are those of a float32,
+    which is 12582912 more. |sum| <= 127**2 * 256 < 2**22. A conversion instruction would be slow.
+    """
+    start = tl.full((left.shape[0], right.shape[1]), 0x4B400000, tl.int32)
+    sums = tl.dot(left, right, start, out_dtype=tl.int32)
+    return sums.to(tl.float32, bitcast=True) - _INTEGER_GRID
+
+
+@triton.jit
+def map_codes(x, inverse, rows, columns, rounding):
+    """Round x * inverse to int8 codes; see `to_codes`. Half-even rounding rounds only once."""
+    inverse = tl.broadcast_to(inverse, x.shape)
+    if rounding.MODE == _HALF_EVEN:
+        grid = tl.full(x.shape, _INTEGER_GRID, tl.float32)
+        return tl.fma(x, inverse, grid).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        return to_codes(x * inverse, rows, columns, rounding)
+
+
+@triton.jit
 def uniform(rounding, rows, columns):
     """Return random numbers in [0, 1) for elements (row, column) of a head.
 
@@ -127,3 +151,65 @@ def pcg_hash(x):
     state = x * 747796405 + 2891336453
     word = ((state >> ((state >> 28) + 4)) ^ state) * 277803737
     return (word >> 22) ^ word
+
+
+IS_INTERPRETED: Final = isinstance(pcg_hash, InterpretedFunction)
+"""Whether the kernels were imported under TRITON_INTERPRET=1, and so run on the CPU."""
+
+_INTERPRETED = tl.constexpr(IS_INTERPRETED)
+
+
+@triton.jit
+def _larger(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def amax(x, AXIS: tl.constexpr):
+    """Return the maximum of |x| along an axis, float32; NaN if there is one."""
+    if _INTERPRETED:  # there, a reduction by a function of one's own is slow
+        return tl.max(magnitude(x), AXIS).to(tl.float32, bitcast=True)
+    else:
+        return tl.reduce(tl.abs(x), AXIS, _larger)
+
+
+# div_rn calls a subroutine for operands that are hardly ever met, and divides in a dozen
+# instructions otherwise. The next two functions give the same bits, for every amax whose quotients
+# are normal numbers: tests/sagesim_kernels/test_operands.py tries every mantissa.
+@triton.jit
+def map_scale(amax):
+    """Return amax / 127; 1 if 127 / amax overflows, NaN if amax is NaN or infinite."""
+    quotient = amax * 0.007874015718698502  # 1 / 127, rounded
+    remainder = tl.fma(-quotient, 127.0, amax)
+    scale = tl.fma(remainder, 0.007874015718698502, quotient)
+    return tl.where(amax <= _VANISHING, 1.0, scale)
+
+
+@triton.jit
+def map_inverse(amax):
+    """Return 127 / amax; 0 if it overflows, NaN if amax is NaN or infinite."""
+    if _INTERPRETED:
+        guess = 1.0 / tl.where(amax <= _VANISHING, 1.0, amax)
+    else:
+        guess = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [amax], dtype=tl.float32, is_pure=True, pack=1
+        )
+    reciprocal = tl.fma(guess, tl.fma(-amax, guess, 1.0), guess)
+    quotient = 127.0 * reciprocal
+    remainder = tl.fma(-amax, quotient, 127.0)
+    inverse = tl.fma(remainder, reciprocal, quotient)
+    return tl.where(amax <= _VANISHING, 0.0, inverse)
+
+
+@triton.jit
+def to_int32(x):
+    """Round float32 to int32, ties to even. NaN and numbers beyond int32 give any int32."""
+    if _INTERPRETED:
+        size = tl.abs(x)
+        size = tl.where(size < 8388608.0, (size + 8388608.0) - 8388608.0, size)  # 2**23
+        size = tl.where(size < 2147483648.0, size, 0.0)
+        return tl.where(x < 0, -size, size).to(tl.int32)
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rni.s32.f32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+        )

@@ -1,20 +1,24 @@
-"""The backward: one kernel for dQ, and one for dK and dV.
+"""The backward: one pass over the blocks of keys, between kernels that are linear in the tokens.
 
-The kernel of dQ has a program for each tile of queries, the other one a program for each tile of
-keys. Both recompute S and dP. If dK and dV are in separate launches, S is recomputed once more. If
-delta comes from P, S and dP are recomputed once more. In return no kernel uses atomics, every sum
-has a fixed order, and each scale of P or dS is used only in the program that computes it.
+A program owns a block of keys. It computes S, dP, P and dS of all queries that attend to them once,
+keeps dK and dV, and adds its part of dQ to the sums of the queries, as integers: see
+`sagesim_kernels.operands.dq_sums`. No result depends on the order in which programs run.
+
+If delta comes from P, or S is recomputed from other operands than those of the forward, another
+kernel recomputes P before, for its row sums.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from sagesim.spec import Delta, Granularity
 from sagesim_kernels.operands import (
     LOG2_E,
+    DqSums,
     Gradients,
     Grid,
     KernelProblem,
@@ -25,12 +29,22 @@ from sagesim_kernels.operands import (
     RowStatistics,
     Strided,
     compute_delta_from_o,
+    compute_units,
+    finish_dq,
     padded,
 )
-from sagesim_kernels.portable.dkdv import dkdv_kernel
-from sagesim_kernels.portable.dq import dq_kernel
+from sagesim_kernels.portable.gradients import gradients_kernel
 from sagesim_kernels.portable.p_and_ds import UNTRACED, MapProduct, MapTraces
-from sagesim_kernels.portable.tiles import Tile, launch, most_rows, tiles
+from sagesim_kernels.portable.p_rows import p_rows_kernel
+from sagesim_kernels.portable.tiles import (
+    SHORT_STEP,
+    Tile,
+    block_tiles,
+    block_warps,
+    launch,
+    most_rows,
+    tiles,
+)
 
 
 class LogitScale(NamedTuple):
@@ -56,50 +70,55 @@ class _Launches:
         self.q, self.k = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
         self.do, self.v = operands.get("dp", "do"), operands.get("dp", "v")
         self.q_right, self.do_right = operands.get("dk", "q"), operands.get("dv", "do")
+        self.k_right = operands.get("dq", "k")
         self.subtracted = operands.subtracted
         self.scale = LogitScale(problem.scale, problem.scale * LOG2_E)
+        block_q, block_k = problem.spec.block_q, problem.spec.block_k
+        d_pad = padded(problem.q.shape[3])
+        rows = block_q if d_pad <= 128 else min(block_q, SHORT_STEP)
+        self.dq_sums = DqSums.empty(problem, rows, d_pad, block_warps(block_k, d_pad))
 
-    def has_codes(self, site: str) -> bool:
-        return self.problem.spec.site(site).precision.is_scaled
-
-    def has_one_scale(self, site: str) -> bool:
-        """Whether the codes of a tile of the site's map share one scale."""
+    def product(self, site: str, tensor: str, *, same_right: bool) -> MapProduct:
         matmul = self.problem.spec.site(site)
-        return matmul.precision.is_scaled and matmul.lhs is Granularity.PerTile
-
-    def product(self, site: str, tensor: str, *, same_right: bool = False) -> MapProduct:
+        per_tile = matmul.precision.is_scaled and matmul.lhs is Granularity.PerTile
         rounding = Rounding.of(self.problem.spec, tensor)
-        per_tile = self.has_one_scale(site)
         return MapProduct.of(rounding, per_tile=per_tile, same_right=same_right)
 
-    def run_dq(self, tile: Tile, dq: Tensor | None) -> None:
-        """Launch the kernel of dQ; if dq is None, it computes delta from P."""
+    def run_p_rows(self, tile: Tile, p_sums: Rows) -> None:
+        """Launch the kernel of the row sums of P, and of delta if it comes from P."""
         problem = self.problem
+        lse2, delta = self.statistics
         grid = Grid(-(-problem.longest_q // tile.rows), problem.q.shape[1], problem.sequences)
-        dq_kernel[grid.programs](
+        p_rows_kernel[grid.programs](
             grid,
             self.q,
             self.k,
             self.do,
             self.v,
-            None if dq is None else self.operands.get("dq", "k"),
             self.subtracted,
-            *self.statistics,
+            lse2,
+            delta if problem.spec.delta is Delta.FROM_P else None,
+            p_sums,
             self.d_lse,
-            None if dq is None else Strided.of(dq),
-            None if dq is None else self.traces.dq_ds,
             problem.lengths,
-            self.product("dq", "ds"),
-            self.scale,
+            self.scale.base2,
             KernelSizes.of(problem, tile.rows),
             **tile.options,
         )
 
-    def run_dkdv(self, tile: Tile, dk: Tensor | None, dv: Tensor | None) -> None:
-        """Launch the kernel of dK and dV, for both or for one of them."""
+    def run_units(self, p_sums: Rows | None) -> None:
+        """Launch the kernels of the units of dQ."""
+        names = ("q", "k", "do", "v", "k_right")
+        operands = {name: getattr(self, name) for name in names}
+        compute_units(self.problem, operands, self.statistics, p_sums, self.dq_sums)
+
+    def run_gradients(
+        self, tile: Tile, dk: Tensor | None, dv: Tensor | None, *, with_dq: bool
+    ) -> None:
+        """Launch the kernel of the gradients that are not None, and of dQ if with_dq."""
         problem = self.problem
         grid = Grid(-(-problem.longest_k // tile.rows), problem.k.shape[1], problem.sequences)
-        dkdv_kernel[grid.programs](
+        gradients_kernel[grid.programs](
             grid,
             self.q,
             self.k,
@@ -107,17 +126,22 @@ class _Launches:
             self.v,
             self.q_right,
             self.do_right,
+            self.k_right,
             self.subtracted,
             *self.statistics,
+            self.dq_sums if with_dq else None,
             None if dk is None else Strided.of(dk),
             None if dv is None else Strided.of(dv),
             self.traces.dv_p,
+            self.traces.dq_ds,
             self.traces.dk_ds,
             problem.lengths,
             self.product("dv", "p", same_right=self.do_right is self.do),
+            self.product("dq", "ds", same_right=self.k_right is self.k),
             self.product("dk", "ds", same_right=self.q_right is self.q),
             self.scale,
             KernelSizes.of(problem, tile.rows),
+            tile.step or problem.spec.block_q,
             **tile.options,
         )
 
@@ -151,27 +175,34 @@ def launch_backward(
     d, d_v = problem.q.shape[3], problem.v.shape[3]
     d_pad, d_v_pad = padded(d), padded(d_v)
     launches = _Launches(problem, operands, statistics, d_lse, traces)
-    run_dq, run_dkdv = launches.run_dq, launches.run_dkdv
 
     at = f"at head size {max(d, d_v)}, block_q={spec.block_q} and block_k={spec.block_k}"
-    within = spec.block_q if spec.smoothing.q else None
-    if spec.delta is Delta.FROM_P:
-        of_delta = tiles(most_rows(d_pad), d_pad, within=within)
-        launch(of_delta, lambda tile: run_dq(tile, None), f"delta {at}")
-    rows = most_rows(d_pad, if_small=64 if launches.has_codes("dq") else 128)
-    exactly = spec.block_q if launches.has_one_scale("dq") else None
-    of_dq = tiles(rows, d_pad, within=within, exactly=exactly)
-    launch(of_dq, lambda tile: run_dq(tile, grads.dq), f"dQ {at}")
+    p_sums = None
+    if spec.delta is Delta.FROM_P or spec.qk != spec.qk_recompute:
+        shape, device = problem.q.shape[:3], problem.q.device
+        p_sums = Rows.of(torch.empty(shape, dtype=torch.float32, device=device))
+        of_rows = tiles(most_rows(d_pad), d_pad, within=spec.block_q if spec.smoothing.q else None)
+        launch(of_rows, lambda tile: launches.run_p_rows(tile, p_sums), f"row sums of P {at}")
+    launches.run_units(p_sums)
+    any_step = not (spec.dv.precision.is_scaled or spec.dk.precision.is_scaled)
 
-    rows = most_rows(max(d_pad, d_v_pad))
-    one_scale = launches.has_one_scale("dv") or launches.has_one_scale("dk")
-    exactly = spec.block_k if one_scale else None
-    has_codes = launches.has_codes("dv") or launches.has_codes("dk")
-    if d_pad + d_v_pad <= (128 if has_codes else 256):
-        of_both = tiles(rows, d_pad + d_v_pad, exactly=exactly)
-        launch(of_both, lambda tile: run_dkdv(tile, grads.dk, grads.dv), f"dK and dV {at}")
-    else:  # The sums of both, and the products added to them, do not fit into registers.
-        of_dv = tiles(rows, d_v_pad, exactly=exactly)
-        launch(of_dv, lambda tile: run_dkdv(tile, None, grads.dv), f"dV {at}")
-        of_dk = tiles(rows, d_pad, exactly=exactly)
-        launch(of_dk, lambda tile: run_dkdv(tile, grads.dk, None), f"dK {at}")
+    def run(dk: Tensor | None, dv: Tensor | None, *, with_dq: bool, what: str) -> None:
+        channels = max(d_pad, d_v_pad) if dk is not None and dv is not None else d_pad
+        if dk is None and not with_dq:
+            channels = d_v_pad
+        launch(
+            block_tiles(spec.block_k, channels, any_step=any_step),
+            lambda tile: launches.run_gradients(tile, dk, dv, with_dq=with_dq),
+            f"{what} {at}",
+        )
+
+    if d_pad + d_v_pad <= 256:
+        run(grads.dk, grads.dv, with_dq=True, what="the backward")
+    else:  # The sums of both dK and dV do not fit into registers.
+        run(None, grads.dv, with_dq=False, what="dV")
+        try:
+            run(grads.dk, None, with_dq=True, what="dK and dQ")
+        except ValueError:  # Their operands do not fit into the shared memory of a small GPU.
+            run(grads.dk, None, with_dq=False, what="dK")
+            run(None, None, with_dq=True, what="dQ")
+    finish_dq(problem, launches.dq_sums, statistics.lse2, d_lse, launches.subtracted, grads.dq)

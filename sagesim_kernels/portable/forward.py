@@ -20,6 +20,7 @@ from sagesim_kernels.operands import (
     apply_k_scale,
     attends,
     causal_offset,
+    code_product,
     head_pointers,
     key_bias,
     key_loop_bounds,
@@ -136,7 +137,7 @@ def forward_kernel(
                 store_codes(trace, codes, 1.0, at)
                 weight = tl.exp2(tile_max - _finite(new_max)) * _CODES_PER_P
                 v_scale = load_channel_scales(v, v_scales, key, sizes.DV, sizes.DV_PAD)[None, :]
-                sums = tl.dot(codes, v_tile, out_dtype=tl.int32).to(tl.float32)
+                sums = code_product(codes, v_tile)
                 total = tl.fma(sums, weight[:, None] * v_scale, total * shrink[:, None])
                 row_sum = row_sum * shrink + tl.sum(p, 1) * weight
             else:
@@ -145,11 +146,12 @@ def forward_kernel(
                 row_sum = row_sum * shrink + tl.sum(p, 1)
             row_max = new_max
 
-    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row without keys; NaN stays NaN
+    has_keys = row_sum != 0.0  # also if it is NaN
+    row_sum = tl.where(has_keys, row_sum, 1.0)
     row_lse2 = row_max + tl.log2(row_sum)
     if v.scale is not None:
         row_lse2 -= _LOG2_LEFT
-    row_lse2 = tl.where(row_max == -float("inf"), float("inf"), row_lse2)
+    row_lse2 = tl.where(has_keys, row_lse2, float("inf"))
     store_rows(lse2, lengths.cu_q, b, h, queries, n_q, row_lse2)
     store_tokens(o, lengths.cu_q, b, h, first, n_q, total / row_sum[:, None], sizes.DV)
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sagesim_kernels.operands import Rounding, magnitude, scale_and_inverse, to_codes
+from sagesim_kernels.operands import Rounding, amax, code_product, map_codes, map_inverse, map_scale
 
 
 class MapTrace(NamedTuple):
@@ -83,13 +83,37 @@ def add_product(total, map, tokens, channel_scale, how, trace, at):
     at: the `MapTile` of map.
     """
     if tokens.dtype == tl.int8:
-        amax = tl.max(magnitude(map), 1)[:, None]
+        largest = amax(map, 1)[:, None]
         if how.PER_TILE:
-            amax = tl.max(amax, 0)[None, :]
-        scale, inverse = scale_and_inverse(amax)
-        codes = to_codes(map * inverse, at.queries, at.keys, how)
+            largest = amax(largest, 0)[None, :]
+        scale = map_scale(largest)
+        codes = map_codes(map, map_inverse(largest), at.queries, at.keys, how)
         store_codes(trace, codes, scale, at)
-        sums = tl.dot(codes, tokens, out_dtype=tl.int32).to(tl.float32)
+        sums = code_product(codes, tokens)
         return tl.fma(sums, scale * channel_scale[None, :], total)
     else:
         return tl.dot(map.to(tokens.dtype), tokens, total)
+
+
+@triton.jit
+def part_of_dq(ds, k_tile, inverse_unit, channel_scale, how, trace, at):
+    """Return the part of dQ of a block of keys in units of its rows, float32 [queries, d].
+
+    ds [keys, queries] is transposed, and rounded to the format of k_tile [keys, d].
+    inverse_unit: [queries, 1].
+    channel_scale: of k_tile, [d] or [1].
+    how: a `MapProduct`.
+    at: the `MapTile` of ds.
+    """
+    if k_tile.dtype == tl.int8:
+        largest = amax(ds, 0)[None, :]
+        if how.PER_TILE:
+            largest = amax(largest, 1)[:, None]
+        codes = map_codes(ds, map_inverse(largest), at.queries, at.keys, how)
+        if trace is not None:
+            store_codes(trace, codes, map_scale(largest), at)
+        product = code_product(tl.trans(codes), k_tile)
+        # Each thread holds fewer rows of the product than columns of dS.
+        return product * (map_scale(tl.trans(largest)) * inverse_unit * channel_scale[None, :])
+    else:
+        return tl.dot(tl.trans(ds.to(k_tile.dtype)), k_tile, out_dtype=tl.float32) * inverse_unit

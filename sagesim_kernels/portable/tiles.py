@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from triton.runtime.errors import OutOfResources
 
 from sagesim_kernels.operands import LAUNCH
+
+SHORT_STEP: Final = 32
+"""The shortest step of a loop over queries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class Tile:
     rows: int
     num_warps: int
     num_stages: int
+    step: int = 0  #: queries or keys of a step of the loop; 0 for a block of the spec
 
     @property
     def options(self) -> dict[str, Any]:
@@ -29,36 +33,50 @@ class Tile:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **LAUNCH}
 
 
-def most_rows(channels: int, *, if_small: int = 64) -> int:
-    """Return the fastest number of rows of a backward program on Hopper.
+def most_rows(channels: int) -> int:
+    """Return the fastest number of queries of a program that recomputes P, on Hopper.
 
-    Args:
-        channels: padded channels of the sums that the program keeps for each row.
-        if_small: the result for fewer than 128 channels.
+    channels: padded channels of Q.
     """
-    if channels < 128:
-        return if_small
     return 128 if channels == 128 else 64
 
 
-def tiles(
-    rows: int, channels: int, *, exactly: int | None = None, within: int | None = None
-) -> Iterator[Tile]:
+def block_tiles(rows: int, channels: int, *, any_step: bool) -> Iterator[Tile]:
+    """Yield the tiles to try for a program that owns one block of the spec, the best first.
+
+    Args:
+        rows: the rows of the block.
+        channels: padded channels of each of the sums that the program keeps.
+        any_step: whether a step of the loop may be shorter than a block of the spec: no element
+            shares a scale with one of another row.
+    """
+    warps = block_warps(rows, channels)
+    for stages in (2, 1):
+        yield Tile(rows, warps, stages)
+    if any_step and channels > 128:
+        yield Tile(rows, warps, 1, step=SHORT_STEP)
+
+
+def block_warps(rows: int, channels: int) -> int:
+    """Return the warps of a program of `block_tiles`."""
+    return 8 if rows * channels > 64 * 128 else 4
+
+
+def tiles(rows: int, channels: int, *, within: int | None = None) -> Iterator[Tile]:
     """Yield the tiles to try, the best first; each needs no more shared memory than the one before.
 
     Args:
         rows: the number of rows that suits the kernel.
         channels: padded channels of the sums that the program keeps for each row.
-        exactly: rows of the spec's block, if all of them share a scale that the program computes.
         within: rows of the spec's block, if a program must not own rows of two blocks.
     """
-    rows = exactly or min(rows, within or rows)
+    rows = min(rows, within or rows)
     # With 4 warps, a thread has no registers for more sums.
     warps = 8 if rows * channels > 64 * 128 else 4
     for stages in (3, 2, 1):
         yield Tile(rows, warps, stages)
     for fewer in (64, 32):
-        if exactly is None and fewer < rows:
+        if fewer < rows:
             yield Tile(fewer, 4, 1)
 
 

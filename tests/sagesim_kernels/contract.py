@@ -284,7 +284,7 @@ class _Checker:
     def _backward(self) -> None:
         dv = self._map_transposed_by_tokens("dv", self.p, "do")
         self._inside("dv", self._of_key_heads(dv))
-        dq = self._map_by_tokens("dq", self.ds, "k")
+        dq = self._map_by_tokens("dq", self.ds, "k").widened(self._dq_rounding())
         self._inside("dq", self._scaled(dq))
         dk = self._map_transposed_by_tokens("dk", self.ds, "q")
         if self.q_mean is not None:
@@ -298,6 +298,35 @@ class _Checker:
         self._inside("dk", self._scaled(self._of_key_heads(dk)))
 
     # What a stage is made of
+
+    def _dq_rounding(self) -> Tensor:
+        """Return the error that adding parts of dQ as integers may cause, [..., n_q, 1].
+
+        docs/numerics.md, "Sums of dQ": half a unit for each key block, and a unit is at most 2^-29
+        times the bound on the row's sum.
+        """
+        spec = self.spec
+        do, v, k = (self._numbers(*x) for x in (("dp", "do"), ("dp", "v"), ("dq", "k")))
+        unlike = 2.0**-20 * (1.5 * self.lse.size).where(~self.dead, 0.0)
+        if not self._is_int8("qk_recompute"):
+            norms = [self._numbers("qk_recompute", x).norm(dim=-1) for x in ("q", "k")]
+            size = norms[0] * norms[1].amax(-1, keepdim=True) * abs(self.scale)
+            unlike = unlike + 2.0**-20 * 1.5 * max(32, 2 * self.x.q.shape[-1]) * size
+        p_sum = unlike.exp2() * self.p.size.sum(-1).clamp(min=1.0)
+        ds_sum = p_sum * (
+            do.norm(dim=-1) * v.norm(dim=-1).amax(-1, keepdim=True) + self.found.delta.abs()
+        )
+        growth = 2.0
+        if self._is_int8("dq") and spec.rounding.mode is RoundingMode.STOCHASTIC:
+            growth = 1.0 + spec.block_k / 127
+            if spec.dq.lhs is Granularity.PerTile:
+                n, block = ds_sum.shape[-1], spec.block_q
+                blocks = torch.nn.functional.pad(ds_sum, (0, -n % block)).unflatten(-1, (-1, block))
+                ds_sum = block * blocks.amax(-1).repeat_interleave(block, -1)[..., :n]
+        k_amax = 1.01 * k.abs().amax((-2, -1))[..., None]  # the bound has 127 times the scale
+        bound = 1.1 * growth * ds_sum * k_amax
+        parts = -(-self.attends.shape[-1] // spec.block_k)
+        return (parts * 2.0**-30 * bound)[..., None]
 
     def _logits(self, site: str) -> Ball:
         """Return S of the smoothed Q and K, in natural units; -inf where it is masked.

@@ -33,13 +33,14 @@ CAPABILITIES = (80, 86, 89, 90, 100, 103, 120)
 
 SITES_OF = {
     "forward_kernel": ("qk", "pv"),
-    "dq_kernel, delta": ("qk_recompute", "dp"),
-    "dq_kernel, dq": ("qk_recompute", "dp", "dq"),
-    "dkdv_kernel": ("qk_recompute", "dv", "dp", "dk"),
-    "dkdv_kernel, dv": ("qk_recompute", "dv"),
-    "dkdv_kernel, dk": ("qk_recompute", "dp", "dk"),
+    "p_rows_kernel": ("qk_recompute", "dp"),
+    "gradients_kernel, dq, dk, dv": ("qk_recompute", "dv", "dp", "dk", "dq"),
+    "gradients_kernel, dv": ("qk_recompute", "dv"),
+    "gradients_kernel, dq, dk": ("qk_recompute", "dp", "dk", "dq"),
 }
 """The matrix products of each kernel, in the order of its code."""
+
+ALL_GRADIENTS = "gradients_kernel, dq, dk, dv"
 
 LOOPS = 2
 """The loops of every kernel: over tiles that need a mask, and over the others."""
@@ -93,9 +94,9 @@ def assert_as_declared(
     found = products(kernels)
     names = set(SITES_OF)
     if spec.delta is Delta.FROM_O:
-        names.remove("dq_kernel, delta")
-    apart = {"dkdv_kernel, dv", "dkdv_kernel, dk"}
-    assert set(found) in (names - apart, names - {"dkdv_kernel"})
+        names.remove("p_rows_kernel")
+    apart = {"gradients_kernel, dv", "gradients_kernel, dq, dk"}
+    assert set(found) in (names - apart, names - {"gradients_kernel, dq, dk, dv"})
     for name, kernel in found.items():
         formats = declared(spec, name, dtype)
         assert kernel.dots == LOOPS * formats, name
@@ -155,7 +156,7 @@ def test_instructions_of_the_tensor_cores(
 ) -> None:
     compiler: Compiler = request.getfixturevalue(triton)
     codes, numbers = INSTRUCTIONS[capability, triton]
-    opcodes = products(compiler.compile("factored", capability))["dkdv_kernel"].opcodes
+    opcodes = products(compiler.compile("factored", capability))[ALL_GRADIENTS].opcodes
     assert len(opcodes) == 2
     assert [o for o in opcodes if o.startswith(codes) and ("s8.s8" in o or "::i8" in o)]
     assert [o for o in opcodes if o.startswith(numbers) and ("bf16.bf16" in o or "::f16" in o)]
@@ -181,10 +182,9 @@ def test_dp_alone_is_in_the_dtype_of_the_inputs(newest: Compiler, dtype: str) ->
     assert_as_declared(kernels, SAGEBWD, dtype=dtype)
     found = products(kernels)
     assert found["forward_kernel"].formats == {"i8"}
-    for name in ("dq_kernel, dq", "dkdv_kernel"):
-        assert found[name].formats == {"i8", SIXTEEN_BIT[dtype]}
-        one = LOOPS * found[name].tile * 64 * 64
-        assert found[name].multiply_adds[SIXTEEN_BIT[dtype]] == one
+    gradients = found[ALL_GRADIENTS]
+    assert gradients.formats == {"i8", SIXTEEN_BIT[dtype]}
+    assert gradients.multiply_adds[SIXTEEN_BIT[dtype]] == LOOPS * gradients.tile * 64 * 64
 
 
 @BY_NEWEST
@@ -197,10 +197,10 @@ def test_dp_in_int8_is_detected(newest: Compiler) -> None:
 
 
 @BY_NEWEST
-def test_dk_and_dv_apart_are_as_declared(newest: Compiler) -> None:
-    kernels = newest.compile("factored", 90, head_size=128)
-    assert_as_declared(kernels, FACTORED, head_size=128)
-    assert {"dkdv_kernel, dv", "dkdv_kernel, dk"} < set(products(kernels))
+def test_dv_apart_is_as_declared(newest: Compiler) -> None:
+    kernels = newest.compile("factored", 90, head_size=256)
+    assert_as_declared(kernels, FACTORED, head_size=256)
+    assert {"gradients_kernel, dv", "gradients_kernel, dq, dk"} < set(products(kernels))
 
 
 @pytest.mark.parametrize(

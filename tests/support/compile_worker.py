@@ -105,10 +105,11 @@ class _Launches:
 
 def _name(fn: JITFunction, args: dict[str, Any]) -> str:
     """The kernel's name, and what it computes if the kernel can compute one of two things."""
-    if fn.__name__ == "dq_kernel":
-        return "dq_kernel, delta" if args["dq"] is None else "dq_kernel, dq"
-    if fn.__name__ == "dkdv_kernel" and None in (args["dk"], args["dv"]):
-        return "dkdv_kernel, dv" if args["dk"] is None else "dkdv_kernel, dk"
+    if fn.__name__ == "p_rows_kernel" and args["delta"] is None:
+        return "p_rows_kernel, sums"
+    if fn.__name__ == "gradients_kernel":
+        names = {"dq": "dq_sums", "dk": "dk", "dv": "dv"}
+        return ", ".join([fn.__name__, *(n for n, arg in names.items() if args[arg] is not None)])
     return fn.__name__
 
 

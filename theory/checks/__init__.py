@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from theory.checks import (
     attention_bound,
     budget,
+    dq_sums,
     ds_bound,
     ds_error,
     int8_dp,
@@ -31,6 +32,7 @@ CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "softmax": softmax.checks,
     "ds_bound": ds_bound.checks,
     "ds_error": ds_error.checks,
+    "dq_sums": dq_sums.checks,
     "int8_dp": int8_dp.checks,
     "smoothing": smoothing.checks,
     "qk_norm": qk_norm.checks,

@@ -5,17 +5,17 @@ from importlib import import_module
 import pytest
 import triton
 
-from sagesim import FACTORED, FACTORED_PV16
 from sagesim_kernels.bench.jobs import PREPARATION, PRODUCTS, by_job, preparation_share
 from sagesim_kernels.bench.meter import Kernel
 
 MODULES = (
     "portable.forward",
-    "portable.dq",
-    "portable.dkdv",
+    "portable.gradients",
+    "portable.p_rows",
     "operands.quantization",
     "operands.means",
     "operands.delta",
+    "operands.dq_sums",
     "operands.logsumexp",
     "hopper.forward",
     "hopper.backward_kernel",
@@ -43,17 +43,10 @@ def launches(*names):
     return [Kernel(name, 0.001 * (i + 1)) for i, name in enumerate(names)]
 
 
-def test_delta_from_p_is_the_first_pass_over_the_queries():
-    ran = launches("quantize_kernel", "forward_kernel", "dq_kernel", "dq_kernel", "dkdv_kernel")
-    assert by_job(ran, FACTORED) == pytest.approx(
-        {"quantizing": 0.001, "forward": 0.002, "delta": 0.003, "dq": 0.004, "dk and dv": 0.005}
-    )
-
-
-def test_delta_from_o_has_a_kernel_of_its_own():
-    ran = launches("delta_kernel", "dq_kernel", "sum_chunks_kernel", "divide_sums_kernel", "Memset")
-    seconds = by_job(ran, FACTORED_PV16)
+def test_launches_of_a_job_are_added():
+    ran = launches("delta_kernel", "p_rows_kernel", "gradients_kernel", "units_kernel", "Memset")
+    seconds = by_job(ran)
     assert seconds == pytest.approx(
-        {"delta": 0.001, "dq": 0.002, "smoothing": 0.007, "other": 0.005}
+        {"delta": 0.003, "dq, dk and dv": 0.003, "units of dq": 0.004, "other": 0.005}
     )
-    assert preparation_share(seconds) == pytest.approx(13 / 15)
+    assert preparation_share(seconds) == pytest.approx(12 / 15)

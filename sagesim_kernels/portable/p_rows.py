@@ -1,0 +1,96 @@
+"""Sums over rows of P, in one program for each tile of queries: delta from P, and the sums of P."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sagesim_kernels.operands import (
+    HeadIndex,
+    apply_k_scale,
+    attends,
+    causal_offset,
+    head_pointers,
+    key_bias,
+    key_loop_bounds,
+    length_of,
+    live_keys,
+    live_queries,
+    load_block,
+    load_block_scales,
+    load_rows,
+    load_token_scales,
+    load_tokens,
+    program_coordinates,
+    store_rows,
+    subtract_lse_gradient,
+    tokens_by_tokens,
+)
+
+
+@triton.jit
+def p_rows_kernel(
+    grid, q, k, do, v, subtracted, lse2, delta, p_sums, d_lse, lengths, scale_log2, sizes
+):
+    """Compute rowsum(P) of a tile of queries, and delta = rowsum(P o dP) unless delta is None.
+
+    q, k, do, v: `Operand` of qk_recompute and dp; do and v are not used if delta is None.
+    subtracted: `SubtractedMeans`. scale_log2: the logit scale times log2(e).
+    """
+    tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
+    n_q = length_of(lengths.cu_q, lengths.n_q, b)
+    first = tile * sizes.TILE
+    if first >= n_q:
+        return
+    k_head = h // sizes.GROUPS
+    first_live, _ = live_queries(lengths, b)
+    n_k = live_keys(lengths, b)
+    offset = causal_offset(lengths, b)
+    queries = first + tl.arange(0, sizes.TILE)
+
+    q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
+    k_base, k_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, k_head)
+    q_tile = load_tokens(q, q_base, first, sizes.TILE, n_q, sizes.D_PAD, first_live)
+    q_factor = load_token_scales(q, q_scales, first, sizes.TILE, n_q)[:, None] * scale_log2
+    row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
+    p_sum = tl.zeros((sizes.TILE,), tl.float32)
+    if delta is not None:
+        do_base, do_scales = head_pointers(do, lengths.cu_q, lengths.n_q, b, h)
+        v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
+        do_tile = load_tokens(do, do_base, first, sizes.TILE, n_q, sizes.DV_PAD, first_live)
+        do_scale = load_token_scales(do, do_scales, first, sizes.TILE, n_q)[:, None]
+        delta_sum = tl.zeros((sizes.TILE,), tl.float32)
+    unmasked_end, end = key_loop_bounds(first, sizes.TILE, sizes.BLOCK_K, n_k, offset)
+    for MASKED in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
+        for key in range(
+            unmasked_end if MASKED else 0, end if MASKED else unmasked_end, sizes.BLOCK_K
+        ):
+            keys = key + tl.arange(0, sizes.BLOCK_K)
+            k_tile = load_block(k, k_base, key, sizes.BLOCK_K, n_k, sizes.D_PAD, not MASKED)
+            k_scale = load_block_scales(k, k_scales, key, sizes.BLOCK_K)[None, :]
+            s, factor = apply_k_scale(
+                tokens_by_tokens(q_tile, k_tile), q_factor, k, k_scale, sizes.BLOCK_K
+            )
+            if subtracted.q_mean is not None:
+                block = first // sizes.BLOCK_Q
+                head = HeadIndex(b, h, k_head)
+                bias = key_bias(subtracted, lengths, head, block, key, sizes.BLOCK_K, n_k, sizes)
+                s = s * factor + bias[None, :] * scale_log2 - row_lse2[:, None]
+            else:
+                s = s * factor - row_lse2[:, None]
+            if MASKED:
+                visible = attends(queries[:, None], keys[None, :], n_k, offset)
+                s = tl.where(visible, s, -float("inf"))
+            p = tl.exp2(s)
+            p_sum += tl.sum(p, 1)
+            if delta is not None:
+                v_tile = load_block(v, v_base, key, sizes.BLOCK_K, n_k, sizes.DV_PAD, not MASKED)
+                v_scale = load_block_scales(v, v_scales, key, sizes.BLOCK_K)[None, :]
+                p_dp = p * (tokens_by_tokens(do_tile, v_tile) * (do_scale * v_scale))
+                if MASKED:
+                    p_dp = tl.where(visible, p_dp, 0.0)  # dP may be NaN where P is 0
+                delta_sum += tl.sum(p_dp, 1)
+    store_rows(p_sums, lengths.cu_q, b, h, queries, n_q, p_sum)
+    if delta is not None:
+        result = subtract_lse_gradient(delta_sum, d_lse, lengths, b, h, queries, n_q, row_lse2)
+        store_rows(delta, lengths.cu_q, b, h, queries, n_q, result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sagesim_kernels import hopper, portable
+from sagesim_kernels import ampere, hopper, portable
 from sagesim_kernels.operands import (
     ForwardResult,
     Gradients,
@@ -92,5 +92,12 @@ def backward(
     else:
         if operands is None:
             operands = OperandCache(problem, do, k_mean=result.k_mean)
-        portable.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads, traces)
+        if traces is UNTRACED and ampere.serves(problem):
+            from sagesim_kernels.ampere import backward as gluon
+
+            gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)
+        else:
+            portable.launch_backward(
+                problem, operands, o, do, statistics, d_lse_rows, grads, traces
+            )
     return delta

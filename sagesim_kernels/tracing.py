@@ -148,5 +148,7 @@ def _unpack(operands: OperandCache, site: str, tensor: str) -> Coded:
     tokens = coded.scale.shape[1] * per_scale
     strides = coded.stride_h, coded.stride_n, coded.stride_d
     codes = coded.ptr.as_strided((heads, tokens, d), strides)
+    if coded.IN_REGISTER_ORDER.value:
+        codes = codes.unflatten(1, (-1, 4, 2, 2)).transpose(2, 3).flatten(1, 4)
     scale = coded.scale.repeat_interleave(per_scale, 1)
     return Coded(*(y.unflatten(1, (batch, -1)).transpose(0, 1)[:, :, :n] for y in (codes, scale)))

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sagesim_kernels.hopper.compat import tma_store
+from sagesim_kernels.gluon_compat import tma_store
 
 PROGRAMS = 4096
 BLOCK = 64

@@ -31,7 +31,7 @@ from sagesim_kernels.hopper.backward_warps import (
     load_tokens,
     produce,
 )
-from sagesim_kernels.hopper.compat import tma_load
+from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.dq_order import (
     BLOCK_Q,
     TILE_K,

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagesim_kernels.hopper.backward_structures import TokenOrigin
-from sagesim_kernels.hopper.compat import barrier, reinterpret, tma_load
+from sagesim_kernels.gluon_compat import barrier, reinterpret, tma_load
 from sagesim_kernels.hopper.dq_order import BLOCK_Q, TILE_K, to_register_order
 from sagesim_kernels.operands import start_of
 

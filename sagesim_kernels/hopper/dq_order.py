@@ -25,7 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sagesim_kernels.hopper.compat import tma_add, tma_store
+from sagesim_kernels.gluon_compat import tma_add, tma_store
 
 BLOCK_Q = gl.constexpr(64)
 """Queries of a step."""

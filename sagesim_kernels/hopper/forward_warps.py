@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sagesim_kernels.hopper.compat import tma_load
+from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.forward_structures import Mask, Tile
 from sagesim_kernels.operands import (
     attends,

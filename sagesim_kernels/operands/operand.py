@@ -33,10 +33,17 @@ class Operand(NamedTuple):
     CHANNELS: Any  #: constexpr, channels in memory; codes after the tensor's own channels are 0
     TOKENS: Any  #: constexpr, consecutive tokens that share a scale; None in 16 bit
     BY_CHANNEL: Any  #: constexpr bool, whether each channel has its own scale; None in 16 bit
+    IN_REGISTER_ORDER: Any  #: constexpr bool, see `in_register_order`
 
     @classmethod
     def of_codes(
-        cls, codes: Strided, channels: int, scale: Tensor, per_scale: int, by_channel: bool
+        cls,
+        codes: Strided,
+        channels: int,
+        scale: Tensor,
+        per_scale: int,
+        by_channel: bool,
+        in_register_order: bool,
     ) -> Operand:
         """Codes and their scales [heads, scales, channels or 1]; `per_scale` tokens share one."""
         return cls(
@@ -47,6 +54,7 @@ class Operand(NamedTuple):
             CHANNELS=tl.constexpr(channels),
             TOKENS=tl.constexpr(per_scale),
             BY_CHANNEL=tl.constexpr(by_channel),
+            IN_REGISTER_ORDER=tl.constexpr(in_register_order),
         )
 
     @classmethod
@@ -60,7 +68,20 @@ class Operand(NamedTuple):
             CHANNELS=tl.constexpr(x.shape[3]),
             TOKENS=tl.constexpr(None),
             BY_CHANNEL=tl.constexpr(None),
+            IN_REGISTER_ORDER=tl.constexpr(False),
         )
+
+
+@triton.jit
+def in_register_order(x):
+    """Return x [m, n] with columns in the order in which they are summed over in register order.
+
+    A thread holds the columns 2t, 2t + 1, 2t + 8 and 2t + 9 of 16 columns of a product. As a left
+    operand in INT8 it has to hold the numbers 4t to 4t + 3. A sum does not depend on the order of
+    its terms if both operands have the same: no thread has to exchange codes with another.
+    """
+    pairs = tl.reshape(x, (x.shape[0], x.shape[1] // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(pairs, (0, 1, 3, 2, 4)), x.shape)
 
 
 @triton.jit

@@ -30,7 +30,7 @@ from sagesim_kernels.operands.layout import (
 )
 from sagesim_kernels.operands.masking import live_keys, live_queries
 from sagesim_kernels.operands.means import Means, load_mean
-from sagesim_kernels.operands.operand import Operand
+from sagesim_kernels.operands.operand import Operand, in_register_order
 from sagesim_kernels.operands.rounding import (
     LAUNCH,
     Rounding,
@@ -111,6 +111,8 @@ def quantize_kernel(grid, x, mean, out, lengths, rounding, blocks):
         tl.store(scale_ptr + tl.arange(0, 1)[None, :], scale)
     rows = (i * blocks.BLOCK + local)[:, None]
     codes = to_codes(tokens * inverse, rows, column[None, :], rounding)
+    if out.IN_REGISTER_ORDER:
+        codes = tl.trans(in_register_order(tl.trans(codes)))
     base = out.ptr + h.to(tl.int64) * out.stride_h
     ptrs = tile_ptrs(base, start, blocks.BLOCK, column, out.stride_n, out.stride_d)
     tl.store(ptrs, codes, mask=column[None, :] < out.CHANNELS)
@@ -145,7 +147,8 @@ def quantize(
     """Round a tensor to INT8 codes in new padded storage.
 
     contract_tokens: the product sums over tokens. Codes are then contiguous along tokens, so that
-    they are always contiguous along the axis that is summed over.
+    they are always contiguous along the axis that is summed over. Those of queries are in register
+    order, see `in_register_order`.
     """
     x, block = source.x, source.block
     heads, d = x.shape[1], x.shape[3]
@@ -159,7 +162,8 @@ def quantize(
     )
     stride_n, stride_d = (1, tokens) if contract_tokens else (channels, 1)
     stored_codes = Strided(codes, 0, tokens * channels, stride_n, stride_d)
-    operand = Operand.of_codes(stored_codes, channels, scale, per_scale, by_channel)
+    in_order = contract_tokens and not source.is_key
+    operand = Operand.of_codes(stored_codes, channels, scale, per_scale, by_channel, in_order)
     d_pad = triton.next_power_of_2(channels)
     grid = Grid(-(-source.longest // block), heads, problem.sequences)
     quantize_kernel[grid.programs](

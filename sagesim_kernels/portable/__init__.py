@@ -1,13 +1,19 @@
-"""Triton kernels for every GPU: the forward, dQ, and dK and dV."""
+"""Triton kernels for every GPU: the forward, and the backward in one pass over the keys."""
 
-from sagesim_kernels.portable.backward import launch_backward
+from sagesim_kernels.portable.backward import launch_backward, map_product
 from sagesim_kernels.portable.forward import launch_forward
 from sagesim_kernels.portable.p_and_ds import UNTRACED, MapTrace, MapTraces
+from sagesim_kernels.portable.preparation import prepare_backward
+from sagesim_kernels.portable.tiles import Tile, launch
 
 __all__ = [
     "UNTRACED",
     "MapTrace",
     "MapTraces",
+    "Tile",
+    "launch",
     "launch_backward",
     "launch_forward",
+    "map_product",
+    "prepare_backward",
 ]

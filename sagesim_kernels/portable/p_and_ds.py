@@ -8,7 +8,15 @@ import torch
 import triton
 import triton.language as tl
 
-from sagesim_kernels.operands import Rounding, amax, code_product, map_codes, map_inverse, map_scale
+from sagesim_kernels.operands import (
+    Rounding,
+    amax,
+    code_product,
+    in_register_order,
+    map_codes,
+    map_inverse,
+    map_scale,
+)
 
 
 class MapTrace(NamedTuple):
@@ -78,6 +86,8 @@ def store_codes(trace, codes, scale, at):
 def add_product(total, map, tokens, channel_scale, how, trace, at):
     """Return total [m, d] + map [m, n] @ tokens [n, d]; map is rounded to the format of tokens.
 
+    Codes of tokens are in register order.
+
     channel_scale: of tokens, [d] or [1].
     how: a `MapProduct`.
     at: the `MapTile` of map.
@@ -89,7 +99,7 @@ def add_product(total, map, tokens, channel_scale, how, trace, at):
         scale = map_scale(largest)
         codes = map_codes(map, map_inverse(largest), at.queries, at.keys, how)
         store_codes(trace, codes, scale, at)
-        sums = code_product(codes, tokens)
+        sums = code_product(in_register_order(codes), tokens)
         return tl.fma(sums, scale * channel_scale[None, :], total)
     else:
         return tl.dot(map.to(tokens.dtype), tokens, total)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 
@@ -30,8 +31,11 @@ tma_store = _either(tma, "async_store", "async_copy_shared_to_global")
 tma_add = getattr(tma, "async_atomic_add", _reduce_add)
 """Add shared to global memory by TMA. Triton 3.6 has the operation, but no function for it."""
 
+async_load = _either(async_copy, "async_load", "async_copy_global_to_shared")
+"""Copy global to shared memory by cp.async."""
+
 barrier = _either(gl, "barrier", "thread_barrier")
-"""Synchronise the warps that run one function of a warp-specialised kernel."""
+"""Synchronize the warps of a program, or of one function of a warp-specialized kernel."""
 
 
 @builtin

@@ -1,0 +1,135 @@
+"""Launch the backward for GPUs that multiply with mma.sync."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+from sagesim_kernels.ampere.backward_kernel import STATS, Config, ampere_backward
+from sagesim_kernels.ampere.row_stats import row_stats_kernel
+from sagesim_kernels.ampere.support import BLOCK
+from sagesim_kernels.operands import (
+    LAUNCH,
+    LOG2_E,
+    DqSums,
+    Gradients,
+    Grid,
+    KernelProblem,
+    KernelSizes,
+    Operand,
+    OperandCache,
+    Rows,
+    RowStatistics,
+    Strided,
+    finish_dq,
+    padded,
+    stored_tokens,
+)
+from sagesim_kernels.portable import Tile, launch, map_product, prepare_backward
+
+
+def _tiles(channels: int) -> Iterator[Tile]:
+    """Yield the tiles to try, the best first.
+
+    Two programs of 64 keys on a multiprocessor are faster than one of 128 keys, if the shared
+    memory is large enough for both.
+    """
+    active: Any = driver.active
+    properties = active.utils.get_device_properties(active.get_current_device())
+    if channels == 64 and properties["max_shared_mem"] > 2 * 64 * 1024:
+        yield Tile(64, 4, 2)
+    for keys, stages in ((128, 2), (128, 1), (64, 1)):
+        yield Tile(keys, keys // 16, stages)
+
+
+def _bits(x: Operand, other: Operand) -> int:
+    """Return the bits of the numbers of x, or 0 if x is the other operand."""
+    if x is other:
+        return 0
+    return 16 if x.scale is None else 8
+
+
+def launch_kernel(
+    tile: Tile,
+    problem: KernelProblem,
+    operands: OperandCache,
+    row_stats: Tensor,
+    dq_sums: DqSums,
+    grads: Gradients,
+) -> None:
+    """Launch the kernel with a tile of keys."""
+    q, k = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
+    do, v = operands.get("dp", "do"), operands.get("dp", "v")
+    q_right, do_right = operands.get("dk", "q"), operands.get("dv", "do")
+    k_right = operands.get("dq", "k")
+    grid = Grid(-(-problem.longest_k // tile.rows), problem.k.shape[1], problem.sequences)
+    config = Config(
+        keys=tile.rows,
+        stages=tile.num_stages,
+        channels=padded(problem.q.shape[3]),
+        q_right=_bits(q_right, q),
+        do_right=_bits(do_right, do),
+        k_right=_bits(k_right, k),
+    )
+    ampere_backward[grid.programs](
+        grid,
+        q,
+        k,
+        do,
+        v,
+        q_right,
+        do_right,
+        k_right,
+        row_stats,
+        dq_sums,
+        Strided.of(grads.dk),
+        Strided.of(grads.dv),
+        problem.lengths,
+        map_product(problem, "dv", "p", same_right=False),
+        map_product(problem, "dq", "ds", same_right=False),
+        map_product(problem, "dk", "ds", same_right=False),
+        problem.scale,
+        KernelSizes.of(problem, tile.rows),
+        config,
+        num_warps=tile.num_warps,
+        **LAUNCH,
+    )
+
+
+def launch_backward(
+    problem: KernelProblem,
+    operands: OperandCache,
+    o: Tensor | None,
+    do: Tensor,
+    statistics: RowStatistics,
+    d_lse: Rows | None,
+    grads: Gradients,
+) -> None:
+    """Fill grads, any strides, and statistics.delta; see `portable.launch_backward`."""
+    d, heads = problem.q.shape[3], problem.q.shape[1]
+    dq_sums = DqSums.empty(problem, BLOCK, padded(d), 4)
+    prepare_backward(problem, operands, o, do, statistics, d_lse, dq_sums)
+    tokens = stored_tokens(problem.cu_q, problem.q)
+    row_stats = torch.empty(heads * tokens * STATS.value, dtype=torch.float32, device=do.device)
+    grid = Grid(-(-problem.longest_q // BLOCK), heads, problem.sequences)
+    row_stats_kernel[grid.programs](
+        grid,
+        operands.get("qk_recompute", "q"),
+        *statistics,
+        dq_sums,
+        row_stats,
+        problem.lengths,
+        problem.scale * LOG2_E,
+        KernelSizes.of(problem, BLOCK),
+        **LAUNCH,
+    )
+    launch(
+        _tiles(padded(d)),
+        lambda tile: launch_kernel(tile, problem, operands, row_stats, dq_sums, grads),
+        f"the backward at head size {d}",
+    )
+    finish_dq(problem, dq_sums, statistics.lse2, d_lse, operands.subtracted, grads.dq)

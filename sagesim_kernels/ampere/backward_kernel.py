@@ -1,0 +1,431 @@
+"""The backward kernel for mma.sync: the gradients of a tile of keys, in one pass over the queries.
+
+A warp owns 16 keys. S, P, dP and dS are transposed [keys, queries], so that P and dS stay in the
+registers of their warp as left operands of dV and dK. dS alone passes through shared memory, where
+the warps exchange it for dQ.
+"""
+
+# Pyright takes the annotations of Gluon's functions literally:
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
+# pyright: reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from sagesim_kernels.ampere.device import (
+    BLOCK,
+    CHUNK,
+    VECTOR,
+    add_units,
+    channel_scales,
+    code_product,
+    copy_channels,
+    copy_scales,
+    copy_tokens,
+    copy_vector,
+    exchange_layout,
+    exchanged_codes,
+    left_codes,
+    mark_nonfinite,
+    product,
+    right_chunk,
+    rows_layout,
+    store_keys,
+    to_int32,
+)
+from sagesim_kernels.gluon_compat import barrier, reinterpret
+from sagesim_kernels.operands import (
+    attends,
+    causal_offset,
+    head_pointers,
+    length_of,
+    live_keys,
+    live_queries,
+    query_loop_bounds,
+    stored_start_of,
+)
+
+STATS = gl.constexpr(4)
+"""Numbers of a query, in this order: the factor of its logits, lse2, delta, 1 / unit of dQ."""
+
+
+class Config(NamedTuple):
+    """The constants of a kernel."""
+
+    keys: int  #: that a program owns: one or two blocks of the spec
+    stages: int  #: buffers for the queries of a step, 1 or 2
+    channels: int  #: of a tile in shared memory, 64 or 128
+    q_right: int  #: bits of the numbers of dK's right operand; 0 if it is q
+    do_right: int  #: the same for dV's right operand and do
+    k_right: int  #: the same for dQ's right operand and k
+
+
+class QueryBuffers(NamedTuple):
+    """Shared memory for the queries of a step; the first axis is the stage."""
+
+    q: Any
+    do: Any
+    q_right: Any
+    do_right: Any
+    q_scales: Any  #: of q_right's channels, if each has its own
+    do_scales: Any  #: of do_right's channels, likewise
+    row_stats: Any
+
+
+@gluon.jit
+def _right_buffer(x, other, STAGES: gl.constexpr, BITS: gl.constexpr, CHANNELS: gl.constexpr):
+    """Allocate shared memory for a right operand of queries, unless it is in `other`."""
+    if BITS == 8:
+        return gl.allocate_shared_memory(gl.int8, [STAGES, CHANNELS, BLOCK], rows_layout(BLOCK, 8))
+    elif BITS == 16:
+        DTYPE: gl.constexpr = x.ptr.dtype.element_ty
+        return gl.allocate_shared_memory(
+            DTYPE, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, 16)
+        )
+    else:
+        return other
+
+
+@gluon.jit
+def _scale_buffer(x, other, STAGES: gl.constexpr, CHANNELS: gl.constexpr):
+    """Allocate shared memory for the scales of channels if each has its own; else return other."""
+    if x.BY_CHANNEL:
+        return gl.allocate_shared_memory(gl.float32, [STAGES, CHANNELS], VECTOR)
+    else:
+        return other
+
+
+@gluon.jit
+def _copy_right(
+    x, base, scales, first, lowest, last, some, buffer, scale_buffer, stage, BITS: gl.constexpr,
+    D: gl.constexpr,
+):  # fmt: skip
+    """Start to copy a block of queries of a right operand, unless its buffer has another one."""
+    if BITS == 16:
+        copy_tokens(x, base, first, lowest, last, some, buffer.index(stage))
+    elif BITS == 8:
+        copy_channels(x, base, first, some, buffer.index(stage))
+        copy_scales(x, scales, first, some, scale_buffer, stage, D)
+
+
+@gluon.jit
+def _copy_queries(
+    q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b, h, block, stage, some, sizes,
+    CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Start to copy a block of queries to a stage of `QueryBuffers`. Unless some, nothing is read.
+
+    Operands are parameters of their own, because Triton 3.6 loses the constexprs of nested tuples.
+    """
+    cu, n = lengths.cu_q, lengths.n_q
+    lowest, last = live_queries(lengths, b)
+    first = block * BLOCK
+    q_base, q_scales = head_pointers(q, cu, n, b, h)
+    copy_tokens(q, q_base, first, lowest, last, some, buffers.q.index(stage))
+    do_base, do_scales = head_pointers(do, cu, n, b, h)
+    copy_tokens(do, do_base, first, lowest, last, some, buffers.do.index(stage))
+    qr_base, qr_scales = head_pointers(q_right, cu, n, b, h)
+    _copy_right(
+        q_right, qr_base, qr_scales, first, lowest, last, some, buffers.q_right, buffers.q_scales,
+        stage, CONFIG.q_right, sizes.D,
+    )  # fmt: skip
+    dor_base, dor_scales = head_pointers(do_right, cu, n, b, h)
+    _copy_right(
+        do_right, dor_base, dor_scales, first, lowest, last, some, buffers.do_right,
+        buffers.do_scales, stage, CONFIG.do_right, sizes.DV,
+    )  # fmt: skip
+    stored = h.to(gl.int64) * dq_sums.tokens + stored_start_of(cu, n, b) + first
+    copy_vector(row_stats + stored * STATS, some, buffers.row_stats.index(stage))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _row_stats(buffers, stage, INDEX: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return one of the numbers of each query of a step."""
+    return buffers.row_stats.index(stage).slice(INDEX * BLOCK, BLOCK).load(LAYOUT)
+
+
+@gluon.jit
+def _add_product(
+    total, left, row_scale, x, scales, first, buffer, scale_buffer, stage, C: gl.constexpr,
+):  # fmt: skip
+    """Return total plus chunk C of left @ x, for a map and an operand of queries.
+
+    left, row_scale: what `_left` returned.
+    """
+    LAYOUT: gl.constexpr = total.type.layout
+    tokens = right_chunk(buffer.index(stage), C, LAYOUT)
+    if left.dtype != gl.int8:
+        return mma_v2(left, tokens, total)
+    else:
+        column = channel_scales(x, scales, first, scale_buffer, stage, C, gl.SliceLayout(0, LAYOUT))
+        sums = code_product(left, tokens, LAYOUT)
+        return gl.fma(sums, row_scale[:, None] * column[None, :], total)
+
+
+@gluon.jit
+def _left(map, rounding, buffer):
+    """Return a map as the left operand of a product with the buffer's numbers, and row scales.
+
+    In 16 bit the scale is 1.
+    """
+    if buffer.dtype == gl.int8:
+        return left_codes(map, rounding)
+    else:
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, map.type.layout, 2)
+        return gl.convert_layout(map.to(buffer.dtype), OPERAND), 1.0
+
+
+@gluon.jit
+def _exchanged(ds, rounding, inverse, LAYOUT: gl.constexpr):
+    """Load dS [64 keys, queries] as a left operand [queries, keys], and a factor of each row.
+
+    inverse: 1 / unit of each query, [64, 1].
+    """
+    if ds.dtype == gl.float32:
+        codes, scale = exchanged_codes(ds, rounding, LAYOUT)
+        return codes, scale[:, None] * inverse
+    else:
+        return ds.permute((1, 0)).load(gl.DotOperandLayout(0, LAYOUT, 2)), inverse
+
+
+@gluon.jit
+def _units(
+    left, factor, k_right, scales, first, buffer, scale_buffer, i, dq_sums, at, C: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Return chunk C of the part of dQ of block i of the keys, in units of its rows, int32.
+
+    left, factor: what `_exchanged` returned.
+    """
+    tokens = right_chunk(buffer.index(i), C, LAYOUT)
+    if left.dtype == gl.int8:
+        column = channel_scales(
+            k_right, scales, first, scale_buffer, i, C, gl.SliceLayout(0, LAYOUT)
+        )
+        return to_int32(code_product(left, tokens, LAYOUT) * (factor * column[None, :]))
+    else:
+        part = product(left, tokens, LAYOUT) * factor
+        if left.dtype == gl.float16:  # dS may overflow
+            mark_nonfinite(dq_sums, at, part)
+        return to_int32(part)
+
+
+@gluon.jit
+def ampere_backward(
+    grid, q, k, do, v, q_right, do_right, k_right, row_stats, dq_sums, dk, dv, lengths, p_product,
+    dq_product, dk_product, scale, sizes, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Compute dK and dV of a tile of keys, and add its parts of dQ to the sums of the queries.
+
+    Args:
+        q, k, do, v: `Operand` of qk_recompute and dp.
+        q_right, do_right, k_right: the right operands of dK, dV and dQ.
+        row_stats: float32 [heads, blocks of queries, STATS, BLOCK], in padded storage.
+        dq_sums: `DqSums`.
+        p_product, dq_product, dk_product: `MapProduct`.
+        scale: of the logits.
+        sizes: `KernelSizes`.
+        CONFIG: `Config`.
+    """
+    KEYS: gl.constexpr = CONFIG.keys
+    STAGES: gl.constexpr = CONFIG.stages
+    CHANNELS: gl.constexpr = CONFIG.channels
+    CHUNKS: gl.constexpr = CONFIG.channels // CHUNK
+    BLOCKS: gl.constexpr = CONFIG.keys // BLOCK
+    GROUPS: gl.constexpr = sizes.GROUPS
+    QT: gl.constexpr = q.ptr.dtype.element_ty
+    DT: gl.constexpr = do.ptr.dtype.element_ty
+    BITS: gl.constexpr = q.ptr.dtype.element_ty.primitive_bitwidth
+    WARPS: gl.constexpr = gl.num_warps()
+    ST: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, WARPS // 4], [16, 8])
+    ROWS: gl.constexpr = gl.SliceLayout(1, ST)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, ST)
+
+    program = gl.program_id(0)
+    rest = program // grid.tiles
+    first = program % grid.tiles * KEYS
+    k_head = rest % grid.heads
+    b = rest // grid.heads
+    n_stored = length_of(lengths.cu_k, lengths.n_k, b)
+    if first >= n_stored:
+        return
+    first_live, n_q = live_queries(lengths, b)
+    n_k = live_keys(lengths, b)
+    offset = causal_offset(lengths, b)
+    local = gl.arange(0, KEYS, ROWS)
+    keys = (first + local)[:, None]
+    last_block = (n_stored - 1) // BLOCK * BLOCK
+    second = gl.minimum(first + BLOCK, last_block)  # the second block of keys
+
+    k_base, k_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, k_head)
+    v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
+    kr_base, kr_scales = head_pointers(k_right, lengths.cu_k, lengths.n_k, b, k_head)
+    k_s = gl.allocate_shared_memory(QT, [KEYS, CHANNELS], rows_layout(CHANNELS, BITS))
+    v_s = gl.allocate_shared_memory(DT, [KEYS, CHANNELS], rows_layout(CHANNELS, 16))
+    copy_tokens(k, k_base, first, 0, n_k, True, k_s)
+    copy_tokens(v, v_base, first, 0, n_k, True, v_s)
+    kr_scales_s = _scale_buffer(k_right, k_s, BLOCKS, CHANNELS)
+    if CONFIG.k_right == 8:
+        DS: gl.constexpr = exchange_layout(BLOCK)
+        DS_TILE: gl.constexpr = exchange_layout(KEYS)
+        ds_s = gl.allocate_shared_memory(gl.float32, [BLOCKS, BLOCK, BLOCK], DS)
+        kr_s = gl.allocate_shared_memory(gl.int8, [BLOCKS, CHANNELS, BLOCK], rows_layout(BLOCK, 8))
+        for i in gl.static_range(BLOCKS):
+            at_key = second if i else first
+            copy_channels(k_right, kr_base, at_key, True, kr_s.index(i))
+            copy_scales(k_right, kr_scales, at_key, True, kr_scales_s, i, sizes.D)
+    else:
+        KT: gl.constexpr = k_right.ptr.dtype.element_ty
+        K_TILE: gl.constexpr = rows_layout(CHANNELS, 16)
+        DS: gl.constexpr = rows_layout(BLOCK, 16)
+        DS_TILE: gl.constexpr = rows_layout(BLOCK, 16)
+        ds_s = gl.allocate_shared_memory(KT, [BLOCKS, BLOCK, BLOCK], DS)
+        if CONFIG.k_right == 16:
+            kr_s = gl.allocate_shared_memory(KT, [BLOCKS, BLOCK, CHANNELS], K_TILE)
+            tile = reinterpret(kr_s, KT, [KEYS, CHANNELS], K_TILE)
+            copy_tokens(k_right, kr_base, first, 0, n_k, True, tile)
+        else:
+            kr_s = reinterpret(k_s, KT, [BLOCKS, BLOCK, CHANNELS], K_TILE)
+    ds_tile = reinterpret(ds_s, ds_s.dtype, [KEYS, BLOCK], DS_TILE)
+    if k.scale is not None:
+        # Behind the sequence's last key there may be no scale.
+        row = first if k.TOKENS == KEYS else gl.minimum(first + local, n_stored - 1)
+        k_scale = gl.load(k_scales + (row // k.TOKENS).to(gl.int64) * k.scale_stride_n)
+
+    q_s = gl.allocate_shared_memory(QT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, BITS))
+    do_s = gl.allocate_shared_memory(DT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, 16))
+    buffers = QueryBuffers(
+        q_s,
+        do_s,
+        _right_buffer(q_right, q_s, STAGES, CONFIG.q_right, CHANNELS),
+        _right_buffer(do_right, do_s, STAGES, CONFIG.do_right, CHANNELS),
+        _scale_buffer(q_right, q_s, STAGES, CHANNELS),
+        _scale_buffer(do_right, do_s, STAGES, CHANNELS),
+        gl.allocate_shared_memory(gl.float32, [STAGES, STATS * BLOCK], VECTOR),
+    )
+
+    begin, unmasked = query_loop_bounds(first, KEYS, BLOCK, n_k, offset, first_live, n_q)
+    begin = begin // BLOCK
+    unmasked = (unmasked + BLOCK - 1) // BLOCK
+    end = (n_q + BLOCK - 1) // BLOCK
+    first_head = k_head * GROUPS
+    start_q = stored_start_of(lengths.cu_q, lengths.n_q, b)
+    _copy_queries(
+        q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b, first_head, begin, 0,
+        begin < end, sizes, CONFIG,
+    )  # fmt: skip
+    dk0 = gl.zeros([KEYS, CHUNK], gl.float32, ST)
+    dv0 = gl.zeros([KEYS, CHUNK], gl.float32, ST)
+    dk1 = dk0
+    dv1 = dv0
+    n = 0
+    for index in range(GROUPS):
+        h = first_head + index
+        for MASKED in gl.static_range(1, -1, -1):
+            for block in range(begin if MASKED else unmasked, unmasked if MASKED else end):
+                stage = n % STAGES
+                n += 1
+                wraps = block + 1 == end
+                next_head = gl.minimum(h + wraps.to(gl.int32), first_head + GROUPS - 1)
+                next_block = gl.where(wraps, begin, block + 1)
+                more = (block + 1 < end) | (index + 1 < GROUPS)
+                async_copy.wait_group(0)
+                barrier()  # All warps have finished the step before, and see what was copied.
+                if STAGES == 2:
+                    _copy_queries(
+                        q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b,
+                        next_head, next_block, n % STAGES, more, sizes, CONFIG,
+                    )  # fmt: skip
+                query = block * BLOCK
+                queries = (query + gl.arange(0, BLOCK, COLUMNS))[None, :]
+
+                s = product(
+                    k_s.load(gl.DotOperandLayout(0, ST, 32 // BITS)),
+                    buffers.q.index(stage).permute((1, 0)).load(
+                        gl.DotOperandLayout(1, ST, 32 // BITS)
+                    ),
+                    ST,
+                )  # fmt: skip
+                factor = _row_stats(buffers, stage, 0, COLUMNS)[None, :]
+                if k.scale is not None:  # as `operands.apply_k_scale` does
+                    if k.TOKENS == KEYS:
+                        factor = factor * k_scale
+                    elif k.TOKENS == BLOCK:
+                        factor = factor * k_scale[:, None]
+                    else:
+                        s = s * (k_scale * 0.0009765625)[:, None]
+                        factor = factor * 1024.0
+                s = s * factor - _row_stats(buffers, stage, 1, COLUMNS)[None, :]
+                if MASKED:
+                    visible = attends(queries, keys, n_k, offset)
+                    s = gl.where(visible, s, -float("inf"))
+                p = gl.exp2(s)
+                left, row_scale = _left(p, p_product, buffers.do_right)
+                dor_base, dor_scales = head_pointers(do_right, lengths.cu_q, lengths.n_q, b, h)
+                dv0 = _add_product(
+                    dv0, left, row_scale, do_right, dor_scales, query, buffers.do_right,
+                    buffers.do_scales, stage, 0,
+                )  # fmt: skip
+                if CHUNKS == 2:
+                    dv1 = _add_product(
+                        dv1, left, row_scale, do_right, dor_scales, query, buffers.do_right,
+                        buffers.do_scales, stage, 1,
+                    )  # fmt: skip
+
+                dp = product(
+                    v_s.load(gl.DotOperandLayout(0, ST, 2)),
+                    buffers.do.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, ST, 2)),
+                    ST,
+                )
+                ds = p * (dp - _row_stats(buffers, stage, 2, COLUMNS)[None, :])
+                if MASKED:
+                    ds = gl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0
+                ds_tile.store(ds.to(ds_s.dtype))
+                left, row_scale = _left(ds, dk_product, buffers.q_right)
+                qr_base, qr_scales = head_pointers(q_right, lengths.cu_q, lengths.n_q, b, h)
+                dk0 = _add_product(
+                    dk0, left, row_scale, q_right, qr_scales, query, buffers.q_right,
+                    buffers.q_scales, stage, 0,
+                )  # fmt: skip
+                if CHUNKS == 2:
+                    dk1 = _add_product(
+                        dk1, left, row_scale, q_right, qr_scales, query, buffers.q_right,
+                        buffers.q_scales, stage, 1,
+                    )  # fmt: skip
+
+                inverse = _row_stats(buffers, stage, 3, gl.SliceLayout(1, DQ))[:, None]
+                barrier()  # All warps have stored dS, and need no copied queries any more.
+                if STAGES == 1:
+                    _copy_queries(
+                        q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b,
+                        next_head, next_block, 0, more, sizes, CONFIG,
+                    )  # fmt: skip
+                at = h.to(gl.int64) * dq_sums.tokens + start_q + query
+                # The part of each block of keys is rounded to integers, which are added up here.
+                left0, factor0 = _exchanged(ds_s.index(0), dq_product, inverse, DQ)
+                if BLOCKS == 2:
+                    left1, factor1 = _exchanged(ds_s.index(1), dq_product, inverse, DQ)
+                for C in gl.static_range(CHUNKS):
+                    units = _units(
+                        left0, factor0, k_right, kr_scales, first, kr_s, kr_scales_s, 0, dq_sums,
+                        at, C, DQ,
+                    )  # fmt: skip
+                    if BLOCKS == 2:
+                        units += _units(
+                            left1, factor1, k_right, kr_scales, second, kr_s, kr_scales_s, 1,
+                            dq_sums, at, C, DQ,
+                        )  # fmt: skip
+                    add_units(dq_sums, at, units, C, CHANNELS)
+
+    for C in gl.static_range(CHUNKS):
+        dk_value = (dk1 if C else dk0) * scale
+        store_keys(dk, lengths, b, k_head, first, n_stored, dk_value, C, sizes.D)
+        store_keys(dv, lengths, b, k_head, first, n_stored, dv1 if C else dv0, C, sizes.DV)

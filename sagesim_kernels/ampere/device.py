@@ -1,0 +1,243 @@
+"""Device functions of the kernels for mma.sync: layouts, copies, products, and maps as operands."""
+
+# Pyright takes the annotations of Gluon's functions literally:
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton import constexpr_function
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from sagesim_kernels.gluon_compat import async_load
+from sagesim_kernels.operands import amax, map_inverse, map_scale, start_of
+
+BLOCK = gl.constexpr(64)
+"""Queries of a step, and queries and keys of a block of the spec."""
+
+CHUNK = gl.constexpr(64)
+"""Channels of one accumulator. The int32 sums of more channels would need too many registers."""
+
+VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+"""Layout of float32 numbers in shared memory."""
+
+
+@constexpr_function
+def rows_layout(columns, bits):
+    """Layout of rows in shared memory, of which ldmatrix loads without bank conflicts."""
+    per_phase = max(1, 1024 // (columns * bits))
+    return gl.SwizzledSharedLayout(128 // bits, per_phase, 8 // per_phase, [1, 0])
+
+
+@constexpr_function
+def exchange_layout(keys):
+    """Layout of dS, float32 [keys, 64], in shared memory.
+
+    A warp stores pairs of columns of rows 0 to 7, and loads one column of rows 0, 4, 8 and 12 and
+    its neighbors, both without bank conflicts.
+    """
+    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 8], [8, 16]]
+    row = 16
+    while row < keys:
+        bases.append([row, 0])
+        row *= 2
+    return gl.SharedLinearLayout(bases)
+
+
+@constexpr_function
+def _copy_layout(columns, bits, warps):
+    """Layout in which each thread copies 16 bytes of a row."""
+    vec = 128 // bits
+    threads = columns // vec
+    return gl.BlockedLayout([1, vec], [32 // threads, threads], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def copy_tokens(x, base, first, lowest, last, some, buffer):
+    """Start to copy tokens from `first` of an `Operand` to buffer [tokens, channels].
+
+    In 16 bit, tokens before `lowest` and from `last` on become 0. Channels that are not in memory
+    become 0. Unless some, nothing is read.
+    """
+    COUNT: gl.constexpr = buffer.shape[0]
+    CHANNELS: gl.constexpr = buffer.shape[1]
+    BITS: gl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth
+    LAYOUT: gl.constexpr = _copy_layout(CHANNELS, BITS, gl.num_warps())
+    row = gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, CHANNELS, gl.SliceLayout(0, LAYOUT))
+    # Rows are whole vectors, and a power of two shows this to the compiler.
+    PER_VECTOR: gl.constexpr = 128 // BITS
+    stride = (x.stride_n // PER_VECTOR * PER_VECTOR).to(gl.int64)
+    ptrs = base + first.to(gl.int64) * stride
+    ptrs += (row.to(gl.int64) * stride)[:, None] + column[None, :]
+    valid = (row >= 0)[:, None] & some
+    if x.scale is None:
+        valid = ((row + first < last) & (row + first >= lowest))[:, None] & some
+    if x.CHANNELS < CHANNELS:
+        valid = valid & (column < x.CHANNELS)[None, :]
+    async_load(buffer, ptrs, valid)
+
+
+@gluon.jit
+def copy_channels(x, base, first, some, buffer):
+    """Start to copy codes of tokens from `first` to buffer [channels, tokens]."""
+    CHANNELS: gl.constexpr = buffer.shape[0]
+    COUNT: gl.constexpr = buffer.shape[1]
+    LAYOUT: gl.constexpr = _copy_layout(COUNT, 8, gl.num_warps())
+    row = gl.arange(0, CHANNELS, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
+    stride = (x.stride_d // 16 * 16).to(gl.int64)
+    ptrs = base + first.to(gl.int64) + (row.to(gl.int64) * stride)[:, None] + column[None, :]
+    async_load(buffer, ptrs, (row < x.CHANNELS)[:, None] & some)
+
+
+@gluon.jit
+def copy_scales(x, scales, first, some, buffer, at, D: gl.constexpr):
+    """Start to copy the scales of a block's channels to buffer.index(at), if each has its own.
+
+    D: channels that have a scale.
+    """
+    if x.BY_CHANNEL:
+        index = gl.arange(0, buffer.shape[1], gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        ptr = scales + (first // x.TOKENS).to(gl.int64) * x.scale_stride_n
+        async_load(buffer.index(at), ptr + index, (index < D) & some)
+
+
+@gluon.jit
+def copy_vector(ptr, some, buffer):
+    """Start to copy float32 numbers."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    index = gl.arange(0, buffer.shape[0], LAYOUT)
+    async_load(buffer, ptr + index, (index >= 0) & some)
+
+
+@gluon.jit
+def channel_scales(x, scales, first, buffer, at, C: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the scales of chunk C of a block's channels, [CHUNK]; see `copy_scales`."""
+    if x.BY_CHANNEL:
+        return buffer.index(at).slice(C * CHUNK, CHUNK).load(LAYOUT)
+    else:
+        scale = gl.load(scales + (first // x.TOKENS).to(gl.int64) * x.scale_stride_n)
+        return gl.full([CHUNK], 0.0, gl.float32, LAYOUT) + scale
+
+
+@gluon.jit
+def code_product(left, right, LAYOUT: gl.constexpr):
+    """Return the product of codes, float32; see `operands.code_product`."""
+    start = gl.full([left.shape[0], right.shape[1]], 0x4B400000, gl.int32, LAYOUT)
+    return mma_v2(left, right, start).to(gl.float32, bitcast=True) - 12582912.0
+
+
+@gluon.jit
+def product(left, right, LAYOUT: gl.constexpr):
+    """Return the product of codes or of 16-bit numbers, float32, without scales."""
+    if left.dtype == gl.int8:
+        return code_product(left, right, LAYOUT)
+    else:
+        start = gl.zeros([left.shape[0], right.shape[1]], gl.float32, LAYOUT)
+        return mma_v2(left, right, start)
+
+
+@gluon.jit
+def right_chunk(buffer, C: gl.constexpr, LAYOUT: gl.constexpr):
+    """Load chunk C of the channels of a right operand [tokens, channels]."""
+    if buffer.dtype == gl.int8:  # [channels, tokens] in memory
+        chunk = buffer.slice(C * CHUNK, CHUNK, 0).permute((1, 0))
+        return chunk.load(gl.DotOperandLayout(1, LAYOUT, 4))
+    else:
+        return buffer.slice(C * CHUNK, CHUNK, 1).load(gl.DotOperandLayout(1, LAYOUT, 2))
+
+
+@gluon.jit
+def _largest(map, rounding, LAYOUT: gl.constexpr):
+    """Return the largest magnitude of each row of a map, or of its block of 64 rows."""
+    largest = gl.convert_layout(amax(map, 1), LAYOUT)
+    if rounding.PER_TILE:
+        BLOCKS: gl.constexpr = map.shape[0] // BLOCK
+        tiles = largest.reshape([BLOCKS, BLOCK])
+        tiles = amax(tiles, 1)[:, None].broadcast_to([BLOCKS, BLOCK])
+        largest = gl.convert_layout(tiles.reshape([map.shape[0]]), LAYOUT)
+    return largest
+
+
+@gluon.jit
+def _codes(map, inverse):
+    """Round map * inverse to codes, ties to even; see `operands.map_codes`."""
+    inverse = inverse[:, None].broadcast_to(map.shape)
+    grid = gl.full(map.shape, 12582912.0, gl.float32, map.type.layout)
+    return gl.fma(map, inverse, grid).to(gl.int32, bitcast=True).to(gl.int8)
+
+
+@gluon.jit
+def left_codes(map, rounding):
+    """Return a map [keys, 64 queries] as codes of a left operand, and the scale of each row.
+
+    The columns are in `operands.in_register_order`, so that no thread exchanges codes.
+    """
+    LAYOUT: gl.constexpr = map.type.layout
+    KEYS: gl.constexpr = map.shape[0]
+    largest = _largest(map, rounding, gl.SliceLayout(1, LAYOUT))
+    codes = _codes(map, map_inverse(largest))
+    codes = codes.reshape([KEYS, 4, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([KEYS, 64])
+    codes = gl.convert_layout(codes, gl.DotOperandLayout(0, LAYOUT, 4), assert_trivial=True)
+    return codes, map_scale(largest)
+
+
+@gluon.jit
+def exchanged_codes(ds, rounding, LAYOUT: gl.constexpr):
+    """Load dS [64 keys, queries] as codes of a left operand [queries, keys], and row scales."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4)
+    map = ds.permute((1, 0)).load(OPERAND)
+    largest = _largest(map, rounding, gl.SliceLayout(1, LAYOUT))
+    inverse = gl.convert_layout(map_inverse(largest), gl.SliceLayout(1, OPERAND))
+    return _codes(map, inverse), map_scale(largest)
+
+
+_TO_INT32 = gl.constexpr("cvt.rni.s32.f32 $0, $1;")
+_ADD = gl.constexpr("red.relaxed.gpu.global.add.s32 [$1], $2; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def to_int32(x):
+    """Round float32 to int32, ties to even."""
+    return gl.inline_asm_elementwise(_TO_INT32, "=r,r", [x], gl.int32, True, 1)
+
+
+@gluon.jit
+def add_units(dq_sums, at, units, C: gl.constexpr, CHANNELS: gl.constexpr):
+    """Add chunk C of the channels of a part of dQ, int32, to the sums of a block of queries.
+
+    at: the index of the first query in padded storage, over all heads. CHANNELS: of `dq_sums`. The
+    order of the numbers is that of `operands.add_part`.
+    """
+    LAYOUT: gl.constexpr = units.type.layout
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))[:, None]
+    column = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :] + C * CHUNK
+    group = (row // 8 * (CHANNELS // 8) + column // 8) * 2 + column % 2
+    order = group * 32 + row % 8 * 4 + column % 8 // 2
+    ptrs = dq_sums.sums + at * CHANNELS + order
+    gl.inline_asm_elementwise(_ADD, "=r,l,r", [ptrs, units], gl.int32, False, 1)
+
+
+@gluon.jit
+def mark_nonfinite(dq_sums, at, part):
+    """Set the units of the rows of a part of dQ to NaN where it is not finite."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, part.type.layout)
+    is_bad = ~(amax(part, 1) < float("inf"))
+    ptrs = dq_sums.unit + at + gl.arange(0, BLOCK, LAYOUT)
+    gl.store(ptrs, gl.full([BLOCK], float("nan"), gl.float32, LAYOUT), mask=is_bad)
+
+
+@gluon.jit
+def store_keys(x, lengths, b, h, first, last, value, C: gl.constexpr, D: gl.constexpr):
+    """Store chunk C of the channels of dK or dV, tokens before `last` and channels before D."""
+    LAYOUT: gl.constexpr = value.type.layout
+    row = first + gl.arange(0, value.shape[0], gl.SliceLayout(1, LAYOUT))
+    column = C * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))
+    base = x.ptr + b.to(gl.int64) * x.stride_b + h.to(gl.int64) * x.stride_h
+    ptrs = base + (start_of(lengths.cu_k, b) + row.to(gl.int64)) * x.stride_n
+    ptrs = ptrs[:, None] + (column.to(gl.int64) * x.stride_d)[None, :]
+    mask = (row < last)[:, None] & (column < D)[None, :]
+    gl.store(ptrs, value.to(x.ptr.dtype.element_ty), mask=mask)

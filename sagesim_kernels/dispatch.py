@@ -47,7 +47,12 @@ def forward(
         gluon.launch_forward(problem, operands, o, lse2)
     else:
         operands = OperandCache(problem) if operands is None else operands
-        portable.launch_forward(problem, operands, o, lse2, trace)
+        if trace is None and ampere.serves_forward(problem):
+            from sagesim_kernels.ampere import forward as gluon
+
+            gluon.launch_forward(problem, operands, o, lse2)
+        else:
+            portable.launch_forward(problem, operands, o, lse2, trace)
     return ForwardResult(lse2, None if operands.k_mean is None else operands.k_mean.ptr)
 
 
@@ -92,7 +97,7 @@ def backward(
     else:
         if operands is None:
             operands = OperandCache(problem, do, k_mean=result.k_mean)
-        if traces is UNTRACED and ampere.serves(problem):
+        if traces is UNTRACED and ampere.serves_backward(problem):
             from sagesim_kernels.ampere import backward as gluon
 
             gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)

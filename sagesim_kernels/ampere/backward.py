@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from sagesim_kernels import portable
 from sagesim_kernels.ampere.backward_kernel import STATS, Config, ampere_backward
+from sagesim_kernels.ampere.p_rows import launch_p_rows
 from sagesim_kernels.ampere.row_stats import row_stats_kernel
-from sagesim_kernels.ampere.support import BLOCK
+from sagesim_kernels.ampere.support import BLOCK, sums_rows
 from sagesim_kernels.operands import (
     LAUNCH,
     LOG2_E,
@@ -29,7 +32,7 @@ from sagesim_kernels.operands import (
     padded,
     stored_tokens,
 )
-from sagesim_kernels.portable import Tile, launch, map_product, prepare_backward
+from sagesim_kernels.portable import Tile, launch, map_product
 
 
 def _tiles(channels: int) -> Iterator[Tile]:
@@ -112,7 +115,9 @@ def launch_backward(
     """Fill grads, any strides, and statistics.delta; see `portable.launch_backward`."""
     d, heads = problem.q.shape[3], problem.q.shape[1]
     dq_sums = DqSums.empty(problem, BLOCK, padded(d), 4)
-    prepare_backward(problem, operands, o, do, statistics, d_lse, dq_sums)
+    of_rows = launch_p_rows if sums_rows(problem.spec) else portable.launch_p_rows
+    sum_rows = partial(of_rows, problem, operands, statistics, d_lse)
+    portable.prepare_backward(problem, operands, o, do, statistics, d_lse, dq_sums, sum_rows)
     tokens = stored_tokens(problem.cu_q, problem.q)
     row_stats = torch.empty(heads * tokens * STATS.value, dtype=torch.float32, device=do.device)
     grid = Grid(-(-problem.longest_q // BLOCK), heads, problem.sequences)

@@ -36,7 +36,7 @@ from sagesim_kernels.ampere.device import (
     product,
     right_chunk,
     rows_layout,
-    store_keys,
+    store_chunk,
     to_int32,
 )
 from sagesim_kernels.gluon_compat import barrier, reinterpret
@@ -368,18 +368,7 @@ def ampere_backward(
                     visible = attends(queries, keys, n_k, offset)
                     s = gl.where(visible, s, -float("inf"))
                 p = gl.exp2(s)
-                left, row_scale = _left(p, p_product, buffers.do_right)
-                dor_base, dor_scales = head_pointers(do_right, lengths.cu_q, lengths.n_q, b, h)
-                dv0 = _add_product(
-                    dv0, left, row_scale, do_right, dor_scales, query, buffers.do_right,
-                    buffers.do_scales, stage, 0,
-                )  # fmt: skip
-                if CHUNKS == 2:
-                    dv1 = _add_product(
-                        dv1, left, row_scale, do_right, dor_scales, query, buffers.do_right,
-                        buffers.do_scales, stage, 1,
-                    )  # fmt: skip
-
+                p_left, p_scale = _left(p, p_product, buffers.do_right)
                 dp = product(
                     v_s.load(gl.DotOperandLayout(0, ST, 2)),
                     buffers.do.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, ST, 2)),
@@ -389,15 +378,26 @@ def ampere_backward(
                 if MASKED:
                     ds = gl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0
                 ds_tile.store(ds.to(ds_s.dtype))
-                left, row_scale = _left(ds, dk_product, buffers.q_right)
+                ds_left, ds_scale = _left(ds, dk_product, buffers.q_right)
+                dor_base, dor_scales = head_pointers(do_right, lengths.cu_q, lengths.n_q, b, h)
+                dv0 = _add_product(
+                    dv0, p_left, p_scale, do_right, dor_scales, query, buffers.do_right,
+                    buffers.do_scales, stage, 0,
+                )  # fmt: skip
+                if CHUNKS == 2:
+                    dv1 = _add_product(
+                        dv1, p_left, p_scale, do_right, dor_scales, query, buffers.do_right,
+                        buffers.do_scales, stage, 1,
+                    )  # fmt: skip
+
                 qr_base, qr_scales = head_pointers(q_right, lengths.cu_q, lengths.n_q, b, h)
                 dk0 = _add_product(
-                    dk0, left, row_scale, q_right, qr_scales, query, buffers.q_right,
+                    dk0, ds_left, ds_scale, q_right, qr_scales, query, buffers.q_right,
                     buffers.q_scales, stage, 0,
                 )  # fmt: skip
                 if CHUNKS == 2:
                     dk1 = _add_product(
-                        dk1, left, row_scale, q_right, qr_scales, query, buffers.q_right,
+                        dk1, ds_left, ds_scale, q_right, qr_scales, query, buffers.q_right,
                         buffers.q_scales, stage, 1,
                     )  # fmt: skip
 
@@ -427,5 +427,5 @@ def ampere_backward(
 
     for C in gl.static_range(CHUNKS):
         dk_value = (dk1 if C else dk0) * scale
-        store_keys(dk, lengths, b, k_head, first, n_stored, dk_value, C, sizes.D)
-        store_keys(dv, lengths, b, k_head, first, n_stored, dv1 if C else dv0, C, sizes.DV)
+        store_chunk(dk, lengths.cu_k, b, k_head, first, n_stored, dk_value, C, sizes.D)
+        store_chunk(dv, lengths.cu_k, b, k_head, first, n_stored, dv1 if C else dv0, C, sizes.DV)

@@ -124,6 +124,16 @@ def channel_scales(x, scales, first, buffer, at, C: gl.constexpr, LAYOUT: gl.con
 
 
 @gluon.jit
+def scale_of_block(x, scales, first, some):
+    """Return the scale of the block that starts at token `first`, 1 in 16 bit or unless some."""
+    if x.scale is None:
+        return 1.0
+    else:
+        at = gl.to_tensor(first // x.TOKENS).to(gl.int64) * x.scale_stride_n
+        return gl.load(scales + at, mask=some, other=1.0)
+
+
+@gluon.jit
 def code_product(left, right, LAYOUT: gl.constexpr):
     """Return the product of codes, float32; see `operands.code_product`."""
     start = gl.full([left.shape[0], right.shape[1]], 0x4B400000, gl.int32, LAYOUT)
@@ -171,18 +181,23 @@ def _codes(map, inverse):
 
 
 @gluon.jit
-def left_codes(map, rounding):
-    """Return a map [keys, 64 queries] as codes of a left operand, and the scale of each row.
+def register_order_codes(codes):
+    """Return codes [rows, 64] as a left operand with columns in `operands.in_register_order`.
 
-    The columns are in `operands.in_register_order`, so that no thread exchanges codes.
+    No thread exchanges codes with another.
     """
-    LAYOUT: gl.constexpr = map.type.layout
-    KEYS: gl.constexpr = map.shape[0]
-    largest = _largest(map, rounding, gl.SliceLayout(1, LAYOUT))
+    ROWS: gl.constexpr = codes.shape[0]
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, codes.type.layout, 4)
+    codes = codes.reshape([ROWS, 4, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, 64])
+    return gl.convert_layout(codes, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def left_codes(map, rounding):
+    """Return a map [keys, 64 queries] as codes of a left operand, and the scale of each row."""
+    largest = _largest(map, rounding, gl.SliceLayout(1, map.type.layout))
     codes = _codes(map, map_inverse(largest))
-    codes = codes.reshape([KEYS, 4, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([KEYS, 64])
-    codes = gl.convert_layout(codes, gl.DotOperandLayout(0, LAYOUT, 4), assert_trivial=True)
-    return codes, map_scale(largest)
+    return register_order_codes(codes), map_scale(largest)
 
 
 @gluon.jit
@@ -231,13 +246,16 @@ def mark_nonfinite(dq_sums, at, part):
 
 
 @gluon.jit
-def store_keys(x, lengths, b, h, first, last, value, C: gl.constexpr, D: gl.constexpr):
-    """Store chunk C of the channels of dK or dV, tokens before `last` and channels before D."""
+def store_chunk(x, cu, b, h, first, last, value, C: gl.constexpr, D: gl.constexpr):
+    """Store chunk C of the channels of tokens from `first` of sequence b and head h of a `Strided`.
+
+    Writes tokens before `last` and channels before D.
+    """
     LAYOUT: gl.constexpr = value.type.layout
     row = first + gl.arange(0, value.shape[0], gl.SliceLayout(1, LAYOUT))
     column = C * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))
     base = x.ptr + b.to(gl.int64) * x.stride_b + h.to(gl.int64) * x.stride_h
-    ptrs = base + (start_of(lengths.cu_k, b) + row.to(gl.int64)) * x.stride_n
+    ptrs = base + (start_of(cu, b) + row.to(gl.int64)) * x.stride_n
     ptrs = ptrs[:, None] + (column.to(gl.int64) * x.stride_d)[None, :]
     mask = (row < last)[:, None] & (column < D)[None, :]
     gl.store(ptrs, value.to(x.ptr.dtype.element_ty), mask=mask)

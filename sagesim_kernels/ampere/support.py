@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from triton.runtime import driver
 
-from sagesim.spec import AttentionSpec, Precision, RoundingMode
+from sagesim.spec import AttentionSpec, Granularity, MatmulSpec, Precision, RoundingMode
 from sagesim_kernels.operands import DTYPES, KernelProblem, padded
 from sagesim_kernels.support import IS_INTERPRETED
 
@@ -17,36 +17,56 @@ CHANNELS: Final = (64, 128)
 BLOCK: Final = 64
 
 
-def serves(problem: KernelProblem) -> bool:
+def serves_forward(problem: KernelProblem) -> bool:
+    """Return whether the kernels compute the forward of the problem on the current device."""
+    spec = problem.spec
+    return _serves(problem) and _scales_blocks_of_k(spec.qk) and _has_format(spec.pv)
+
+
+def serves_backward(problem: KernelProblem) -> bool:
     """Return whether the kernels compute the backward of the problem on the current device."""
+    return _serves(problem) and _serves_backward(problem.spec)
+
+
+def sums_rows(spec: AttentionSpec) -> bool:
+    """Return whether the kernels compute the row sums of P of a backward that they serve."""
+    return _scales_blocks_of_k(spec.qk_recompute)
+
+
+def _serves(problem: KernelProblem) -> bool:
+    spec, channels = problem.spec, padded(problem.q.shape[3])
     return (
         not IS_INTERPRETED
-        and padded(problem.q.shape[3]) == padded(problem.v.shape[3]) in CHANNELS
-        and _serves_spec(problem.spec)
+        and channels == padded(problem.v.shape[3])
+        and channels in CHANNELS
+        and spec.block_q == spec.block_k == BLOCK
+        and not spec.smoothing.q
+        and spec.rounding.mode is RoundingMode.HALF_EVEN
         and has_mma_sync()
     )
 
 
 def has_mma_sync() -> bool:
-    """Return whether mma.sync is the fastest instruction, or near it, of the current device.
+    """Return whether the current device multiplies with mma.sync, or nearly as fast as without.
 
-    Data center Blackwell has a faster one. So has Hopper, but not for the left operands in INT8
-    that these kernels keep in registers.
+    Data center Blackwell is much faster with another instruction. So is Hopper, but not for left
+    operands in INT8, which these kernels keep in registers.
     """
     active: Any = driver.active
     arch = active.get_current_target().arch
     return arch >= 80 and arch // 10 not in (10, 11)
 
 
+def _has_format(matmul: MatmulSpec) -> bool:
+    return matmul.precision in (*DTYPES, Precision.INT8)
+
+
+def _scales_blocks_of_k(matmul: MatmulSpec) -> bool:
+    """Return whether the scale of K, if there is one, is that of a block of keys."""
+    return matmul.precision in DTYPES or matmul.rhs is Granularity.PerBlock
+
+
 @lru_cache(maxsize=256)
-def _serves_spec(spec: AttentionSpec) -> bool:
-    return (
-        spec.block_q == spec.block_k == BLOCK
-        and not spec.smoothing.q
-        and spec.dp.precision in DTYPES
-        and spec.rounding.mode is RoundingMode.HALF_EVEN
-        and all(
-            spec.site(site).precision in (*DTYPES, Precision.INT8)
-            for site in ("qk_recompute", "dv", "dq", "dk")
-        )
-    )
+def _serves_backward(spec: AttentionSpec) -> bool:
+    products = (spec.qk_recompute, spec.dv, spec.dq, spec.dk)
+    return spec.dp.precision in DTYPES and all(map(_has_format, products))

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.backward_structures import (
     Barriers,
     KeyBuffers,
@@ -31,7 +32,6 @@ from sagesim_kernels.hopper.backward_warps import (
     load_tokens,
     produce,
 )
-from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.dq_order import (
     BLOCK_Q,
     TILE_K,

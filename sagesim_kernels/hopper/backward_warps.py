@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.gluon_compat import barrier, reinterpret, tma_load
+from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.hopper.dq_order import BLOCK_Q, TILE_K, to_register_order
 from sagesim_kernels.operands import start_of
 

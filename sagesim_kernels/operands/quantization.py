@@ -147,8 +147,8 @@ def quantize(
     """Round a tensor to INT8 codes in new padded storage.
 
     contract_tokens: the product sums over tokens. Codes are then contiguous along tokens, so that
-    they are always contiguous along the axis that is summed over. Those of queries are in register
-    order, see `in_register_order`.
+    they are always contiguous along the axis that is summed over. Those of Q, V and dO are in
+    register order, see `in_register_order`; dS passes through shared memory before it meets K.
     """
     x, block = source.x, source.block
     heads, d = x.shape[1], x.shape[3]
@@ -162,7 +162,7 @@ def quantize(
     )
     stride_n, stride_d = (1, tokens) if contract_tokens else (channels, 1)
     stored_codes = Strided(codes, 0, tokens * channels, stride_n, stride_d)
-    in_order = contract_tokens and not source.is_key
+    in_order = contract_tokens and source.name != "k"
     operand = Operand.of_codes(stored_codes, channels, scale, per_scale, by_channel, in_order)
     d_pad = triton.next_power_of_2(channels)
     grid = Grid(-(-source.longest // block), heads, problem.sequences)

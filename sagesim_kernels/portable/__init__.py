@@ -3,7 +3,7 @@
 from sagesim_kernels.portable.backward import launch_backward, map_product
 from sagesim_kernels.portable.forward import launch_forward
 from sagesim_kernels.portable.p_and_ds import UNTRACED, MapTrace, MapTraces
-from sagesim_kernels.portable.preparation import prepare_backward
+from sagesim_kernels.portable.preparation import launch_p_rows, prepare_backward
 from sagesim_kernels.portable.tiles import Tile, launch
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "launch",
     "launch_backward",
     "launch_forward",
+    "launch_p_rows",
     "map_product",
     "prepare_backward",
 ]

@@ -10,6 +10,7 @@ kernel recomputes P before, for its row sums.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -32,7 +33,7 @@ from sagesim_kernels.operands import (
 )
 from sagesim_kernels.portable.gradients import gradients_kernel
 from sagesim_kernels.portable.p_and_ds import UNTRACED, MapProduct, MapTraces
-from sagesim_kernels.portable.preparation import prepare_backward
+from sagesim_kernels.portable.preparation import launch_p_rows, prepare_backward
 from sagesim_kernels.portable.tiles import SHORT_STEP, Tile, block_tiles, block_warps, launch
 
 
@@ -134,7 +135,8 @@ def launch_backward(
     d_pad, d_v_pad = padded(d), padded(d_v)
     rows = spec.block_q if d_pad <= 128 else min(spec.block_q, SHORT_STEP)
     dq_sums = DqSums.empty(problem, rows, d_pad, block_warps(spec.block_k, d_pad))
-    prepare_backward(problem, operands, o, do, statistics, d_lse, dq_sums)
+    sum_rows = partial(launch_p_rows, problem, operands, statistics, d_lse)
+    prepare_backward(problem, operands, o, do, statistics, d_lse, dq_sums, sum_rows)
     launches = _Launches(problem, operands, statistics, dq_sums, traces)
     at = f"at head size {max(d, d_v)}, block_q={spec.block_q} and block_k={spec.block_k}"
     any_step = not (spec.dv.precision.is_scaled or spec.dk.precision.is_scaled)

@@ -22,6 +22,7 @@ from sagesim_kernels.operands import (
     causal_offset,
     code_product,
     head_pointers,
+    in_register_order,
     key_bias,
     key_loop_bounds,
     length_of,
@@ -137,7 +138,7 @@ def forward_kernel(
                 store_codes(trace, codes, 1.0, at)
                 weight = tl.exp2(tile_max - _finite(new_max)) * _CODES_PER_P
                 v_scale = load_channel_scales(v, v_scales, key, sizes.DV, sizes.DV_PAD)[None, :]
-                sums = code_product(codes, v_tile)
+                sums = code_product(in_register_order(codes), v_tile)
                 total = tl.fma(sums, weight[:, None] * v_scale, total * shrink[:, None])
                 row_sum = row_sum * shrink + tl.sum(p, 1) * weight
             else:

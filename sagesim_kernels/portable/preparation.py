@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,7 @@ def prepare_backward(
     statistics: RowStatistics,
     d_lse: Rows | None,
     dq_sums: DqSums,
+    sum_rows: Callable[[Rows], None],
 ) -> None:
     """Fill statistics.delta and dq_sums.unit.
 
@@ -39,6 +42,8 @@ def prepare_backward(
         do: the gradient of o, any strides.
         statistics: lse2 of the forward, and memory for delta.
         d_lse: the gradient of the logsumexp, or None.
+        sum_rows: fills its argument with the row sums of P, and statistics.delta if delta comes
+            from P.
     """
     spec = problem.spec
     if spec.delta is Delta.FROM_O:
@@ -48,13 +53,7 @@ def prepare_backward(
     if spec.delta is Delta.FROM_P or spec.qk != spec.qk_recompute:
         shape, device = problem.q.shape[:3], problem.q.device
         p_sums = Rows.of(torch.empty(shape, dtype=torch.float32, device=device))
-        d_pad = padded(problem.q.shape[3])
-        within = spec.block_q if spec.smoothing.q else None
-        launch(
-            tiles(most_rows(d_pad), d_pad, within=within),
-            lambda tile: _run_p_rows(tile, problem, operands, statistics, p_sums, d_lse),
-            f"row sums of P at head size {problem.q.shape[3]}",
-        )
+        sum_rows(p_sums)
     compute_units(
         problem,
         {
@@ -70,29 +69,42 @@ def prepare_backward(
     )
 
 
-def _run_p_rows(
-    tile: Tile,
+def launch_p_rows(
     problem: KernelProblem,
     operands: OperandCache,
     statistics: RowStatistics,
-    p_sums: Rows,
     d_lse: Rows | None,
+    p_sums: Rows,
 ) -> None:
+    """Fill p_sums with the row sums of P, and statistics.delta if delta comes from P.
+
+    Raises:
+        ValueError: if the device has too little shared memory for the spec's blocks.
+    """
     lse2, delta = statistics
-    grid = Grid(-(-problem.longest_q // tile.rows), problem.q.shape[1], problem.sequences)
-    p_rows_kernel[grid.programs](
-        grid,
-        operands.get("qk_recompute", "q"),
-        operands.get("qk_recompute", "k"),
-        operands.get("dp", "do"),
-        operands.get("dp", "v"),
-        operands.subtracted,
-        lse2,
-        delta if problem.spec.delta is Delta.FROM_P else None,
-        p_sums,
-        d_lse,
-        problem.lengths,
-        problem.scale * LOG2_E,
-        KernelSizes.of(problem, tile.rows),
-        **tile.options,
+    spec, d = problem.spec, problem.q.shape[3]
+
+    def run(tile: Tile) -> None:
+        grid = Grid(-(-problem.longest_q // tile.rows), problem.q.shape[1], problem.sequences)
+        p_rows_kernel[grid.programs](
+            grid,
+            operands.get("qk_recompute", "q"),
+            operands.get("qk_recompute", "k"),
+            operands.get("dp", "do"),
+            operands.get("dp", "v"),
+            operands.subtracted,
+            lse2,
+            delta if spec.delta is Delta.FROM_P else None,
+            p_sums,
+            d_lse,
+            problem.lengths,
+            problem.scale * LOG2_E,
+            KernelSizes.of(problem, tile.rows),
+            **tile.options,
+        )
+
+    candidates = tiles(
+        most_rows(padded(d)), padded(d), within=spec.block_q if spec.smoothing.q else None
     )
+    what = f"row sums of P at head size {d}, block_q={spec.block_q} and block_k={spec.block_k}"
+    launch(candidates, run, what)

@@ -1,0 +1,214 @@
+"""The forward kernel for mma.sync: O and the logsumexp of a tile of queries."""
+
+# Pyright takes the annotations of Gluon's functions literally:
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
+# pyright: reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from sagesim_kernels.ampere.device import (
+    BLOCK,
+    CHUNK,
+    VECTOR,
+    channel_scales,
+    code_product,
+    copy_channels,
+    copy_scales,
+    copy_tokens,
+    product,
+    register_order_codes,
+    right_chunk,
+    rows_layout,
+    scale_of_block,
+    store_chunk,
+)
+from sagesim_kernels.gluon_compat import barrier
+from sagesim_kernels.operands import (
+    LOG2_127,
+    attends,
+    causal_offset,
+    head_pointers,
+    key_loop_bounds,
+    length_of,
+    live_keys,
+    live_queries,
+    program_coordinates,
+    row_base,
+)
+
+_CODES_PER_P = gl.constexpr(2.0**-7)
+"""Codes are 127 P. This factor, which changes no bit, keeps their sums from overflowing."""
+
+_LOG2_LEFT = gl.constexpr(LOG2_127 - 7)
+"""log2 of the factor that remains in the row sums: 127 / 128."""
+
+
+class RowConfig(NamedTuple):
+    """The constants of a kernel."""
+
+    queries: int  #: that a program owns
+    stages: int  #: buffers for a block of keys
+    channels: int  #: of a tile in shared memory, 64 or 128
+
+
+@gluon.jit
+def _finite(x):
+    """Return x with 0 for -inf, the maximum of a row without keys: its exponentials become 0."""
+    return gl.where(x == -float("inf"), 0.0, x)
+
+
+@gluon.jit
+def _copy_keys(k, v, k_base, v_base, v_scales, key, n_k, some, k_s, v_s, scales_s, stage, sizes):
+    """Start to copy a block of keys and values to a stage. Unless some, nothing is read."""
+    copy_tokens(k, k_base, key, 0, n_k, some, k_s.index(stage))
+    if v.scale is None:
+        copy_tokens(v, v_base, key, 0, n_k, some, v_s.index(stage))
+    else:
+        copy_channels(v, v_base, key, some, v_s.index(stage))
+        copy_scales(v, v_scales, key, some, scales_s, stage, sizes.DV)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def ampere_forward(
+    grid, q, k, v, o, lse2, lengths, scale_log2, IS_NEGATIVE: gl.constexpr, sizes,
+    CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Compute O and the logsumexp, in base 2, of a tile of queries.
+
+    The arguments are those of `portable.forward.forward_kernel`. K has 16 bits, or one scale a
+    block. CONFIG: `RowConfig`.
+    """
+    ROWS_OF_TILE: gl.constexpr = CONFIG.queries
+    STAGES: gl.constexpr = CONFIG.stages
+    CHANNELS: gl.constexpr = CONFIG.channels
+    BITS: gl.constexpr = q.ptr.dtype.element_ty.primitive_bitwidth
+    QT: gl.constexpr = q.ptr.dtype.element_ty
+    VT: gl.constexpr = v.ptr.dtype.element_ty
+    WARPS: gl.constexpr = gl.num_warps()
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
+
+    tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
+    n_q = length_of(lengths.cu_q, lengths.n_q, b)
+    first = tile * ROWS_OF_TILE
+    if first >= n_q:
+        return
+    k_head = h // sizes.GROUPS
+    first_live, unused = live_queries(lengths, b)
+    n_k = live_keys(lengths, b)
+    offset = causal_offset(lengths, b)
+    queries = first + gl.arange(0, ROWS_OF_TILE, ROWS)
+
+    q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
+    k_base, k_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, k_head)
+    v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
+    q_s = gl.allocate_shared_memory(QT, [ROWS_OF_TILE, CHANNELS], rows_layout(CHANNELS, BITS))
+    k_s = gl.allocate_shared_memory(QT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, BITS))
+    scales_s = q_s
+    if v.scale is None:
+        v_s = gl.allocate_shared_memory(VT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, 16))
+    else:
+        v_s = gl.allocate_shared_memory(VT, [STAGES, CHANNELS, BLOCK], rows_layout(BLOCK, 8))
+        if v.BY_CHANNEL:
+            scales_s = gl.allocate_shared_memory(gl.float32, [STAGES, CHANNELS], VECTOR)
+
+    unmasked_end, end = key_loop_bounds(first, ROWS_OF_TILE, BLOCK, n_k, offset)
+    copy_tokens(q, q_base, first, first_live, n_q, True, q_s)
+    _copy_keys(
+        k, v, k_base, v_base, v_scales, unmasked_end * 0, n_k, end > 0, k_s, v_s, scales_s, 0, sizes
+    )
+    factor = gl.full([ROWS_OF_TILE], 1.0, gl.float32, ROWS)
+    if q.scale is not None:
+        ptrs = q_scales + (queries // q.TOKENS).to(gl.int64) * q.scale_stride_n
+        factor = gl.load(ptrs, mask=queries < n_q, other=1.0)
+    factor = factor * scale_log2
+    if not IS_NEGATIVE:
+        factor = gl.abs(factor)
+
+    row_max = gl.full([ROWS_OF_TILE], -float("inf"), gl.float32, ROWS)
+    row_sum = gl.zeros([ROWS_OF_TILE], gl.float32, ROWS)
+    total0 = gl.zeros([ROWS_OF_TILE, CHUNK], gl.float32, ACC)
+    total1 = total0
+    k_scale = scale_of_block(k, k_scales, 0, end > 0)
+    n = 0
+    for MASKED in gl.static_range(2):
+        for key in range(
+            unmasked_end if MASKED else 0, end if MASKED else unmasked_end, BLOCK
+        ):
+            stage = n % STAGES
+            n += 1
+            next_key = key + BLOCK
+            more = next_key < end
+            async_copy.wait_group(0)
+            barrier()  # All warps have finished the step before, and see what was copied.
+            _copy_keys(
+                k, v, k_base, v_base, v_scales, next_key, n_k, more, k_s, v_s, scales_s,
+                n % STAGES, sizes,
+            )  # fmt: skip
+            tile_factor = factor * k_scale if k.scale is not None else factor
+            k_scale = scale_of_block(k, k_scales, next_key, more)
+            if IS_NEGATIVE:
+                tile_factor = gl.abs(tile_factor)
+            s = product(
+                q_s.load(gl.DotOperandLayout(0, ACC, 32 // BITS)),
+                k_s.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, ACC, 32 // BITS)),
+                ACC,
+            )
+            if IS_NEGATIVE:
+                s = -s
+            if MASKED:
+                # Multiply before masking: -inf times a factor of 0 or NaN is NaN.
+                keys = key + gl.arange(0, BLOCK, COLUMNS)
+                visible = attends(queries[:, None], keys[None, :], n_k, offset)
+                s = gl.where(visible, s * tile_factor[:, None], -float("inf"))
+                tile_max = gl.max(s, 1)
+            else:
+                tile_max = gl.max(s, 1) * tile_factor
+                s = s * tile_factor[:, None]
+            new_max = gl.maximum(row_max, tile_max)
+            shrink = gl.exp2(row_max - _finite(new_max))
+            row_max = new_max
+            if v.scale is not None:
+                # 127 P relative to the maximum of the tile: codes depend on the tile alone.
+                p = 127.0 * gl.exp2(s - _finite(tile_max)[:, None])
+                weight = gl.exp2(tile_max - _finite(new_max)) * _CODES_PER_P
+                row_sum = row_sum * shrink + gl.sum(p, 1) * weight
+                codes = (p + 12582912.0).to(gl.int32, bitcast=True).to(gl.int8)
+                codes = register_order_codes(codes)
+                for C in gl.static_range(CHANNELS // CHUNK):
+                    column = channel_scales(v, v_scales, key, scales_s, stage, C, COLUMNS)
+                    sums = code_product(codes, right_chunk(v_s.index(stage), C, ACC), ACC)
+                    total = (total1 if C else total0) * shrink[:, None]
+                    total = gl.fma(sums, weight[:, None] * column[None, :], total)
+                    if C:
+                        total1 = total
+                    else:
+                        total0 = total
+            else:
+                p = gl.exp2(s - _finite(new_max)[:, None])
+                row_sum = row_sum * shrink + gl.sum(p, 1)
+                p16 = gl.convert_layout(p.to(VT), gl.DotOperandLayout(0, ACC, 2))
+                total0 = mma_v2(p16, right_chunk(v_s.index(stage), 0, ACC), total0 * shrink[:, None])
+                if CHANNELS > CHUNK:
+                    tokens = right_chunk(v_s.index(stage), 1, ACC)
+                    total1 = mma_v2(p16, tokens, total1 * shrink[:, None])
+
+    has_keys = row_sum != 0.0  # also if it is NaN
+    row_sum = gl.where(has_keys, row_sum, 1.0)
+    row_lse2 = row_max + gl.log2(row_sum)
+    if v.scale is not None:
+        row_lse2 -= _LOG2_LEFT
+    row_lse2 = gl.where(has_keys, row_lse2, float("inf"))
+    gl.store(row_base(lse2, lengths.cu_q, b, h) + queries, row_lse2, mask=queries < n_q)
+    for C in gl.static_range(CHANNELS // CHUNK):
+        value = (total1 if C else total0) / row_sum[:, None]
+        store_chunk(o, lengths.cu_q, b, h, first, n_q, value, C, sizes.DV)

@@ -1,0 +1,134 @@
+"""Sums over rows of P for mma.sync: delta from P, and the sums of P."""
+
+# Pyright takes the annotations of Gluon's functions literally:
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
+# pyright: reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from sagesim_kernels.ampere.device import BLOCK, copy_tokens, product, rows_layout, scale_of_block
+from sagesim_kernels.gluon_compat import barrier
+from sagesim_kernels.operands import (
+    attends,
+    causal_offset,
+    head_pointers,
+    key_loop_bounds,
+    length_of,
+    live_keys,
+    live_queries,
+    program_coordinates,
+    row_base,
+)
+
+
+@gluon.jit
+def _copy_keys(k, v, k_base, v_base, key, n_k, some, k_s, v_s, stage):
+    """Start to copy a block of keys and values to a stage. Unless some, nothing is read."""
+    copy_tokens(k, k_base, key, 0, n_k, some, k_s.index(stage))
+    copy_tokens(v, v_base, key, 0, n_k, some, v_s.index(stage))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def ampere_p_rows(
+    grid, q, k, do, v, lse2, delta, p_sums, d_lse, lengths, scale_log2, sizes, CONFIG: gl.constexpr
+):
+    """Compute rowsum(P) of a tile of queries, and delta = rowsum(P o dP) unless delta is None.
+
+    The arguments are those of `portable.p_rows.p_rows_kernel`. do and v are in 16 bit. K has 16
+    bits, or one scale a block. CONFIG: `RowConfig`.
+    """
+    TILE: gl.constexpr = CONFIG.queries
+    STAGES: gl.constexpr = CONFIG.stages
+    CHANNELS: gl.constexpr = CONFIG.channels
+    BITS: gl.constexpr = q.ptr.dtype.element_ty.primitive_bitwidth
+    QT: gl.constexpr = q.ptr.dtype.element_ty
+    VT: gl.constexpr = v.ptr.dtype.element_ty
+    WARPS: gl.constexpr = gl.num_warps()
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
+
+    tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
+    n_q = length_of(lengths.cu_q, lengths.n_q, b)
+    first = tile * TILE
+    if first >= n_q:
+        return
+    k_head = h // sizes.GROUPS
+    first_live, unused = live_queries(lengths, b)
+    n_k = live_keys(lengths, b)
+    offset = causal_offset(lengths, b)
+    queries = first + gl.arange(0, TILE, ROWS)
+
+    q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
+    do_base, do_scales = head_pointers(do, lengths.cu_q, lengths.n_q, b, h)
+    k_base, k_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, k_head)
+    v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
+    q_s = gl.allocate_shared_memory(QT, [TILE, CHANNELS], rows_layout(CHANNELS, BITS))
+    do_s = gl.allocate_shared_memory(VT, [TILE, CHANNELS], rows_layout(CHANNELS, 16))
+    k_s = gl.allocate_shared_memory(QT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, BITS))
+    v_s = gl.allocate_shared_memory(VT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, 16))
+
+    unmasked_end, end = key_loop_bounds(first, TILE, BLOCK, n_k, offset)
+    copy_tokens(q, q_base, first, first_live, n_q, True, q_s)
+    copy_tokens(do, do_base, first, first_live, n_q, True, do_s)
+    _copy_keys(k, v, k_base, v_base, unmasked_end * 0, n_k, end > 0, k_s, v_s, 0)
+    factor = gl.full([TILE], 1.0, gl.float32, ROWS)
+    if q.scale is not None:
+        ptrs = q_scales + (queries // q.TOKENS).to(gl.int64) * q.scale_stride_n
+        factor = gl.load(ptrs, mask=queries < n_q, other=1.0)
+    factor = factor * scale_log2
+    is_query = queries < n_q
+    lse2_ptrs = row_base(lse2, lengths.cu_q, b, h) + queries
+    row_lse2 = gl.load(lse2_ptrs, mask=is_query, other=float("inf"))
+
+    p_sum = gl.zeros([TILE], gl.float32, ROWS)
+    delta_sum = gl.zeros([TILE], gl.float32, ROWS)
+    k_scale = scale_of_block(k, k_scales, 0, end > 0)
+    n = 0
+    for MASKED in gl.static_range(2):
+        for key in range(unmasked_end if MASKED else 0, end if MASKED else unmasked_end, BLOCK):
+            stage = n % STAGES
+            n += 1
+            next_key = key + BLOCK
+            async_copy.wait_group(0)
+            barrier()  # All warps have finished the step before, and see what was copied.
+            _copy_keys(
+                k, v, k_base, v_base, next_key, n_k, next_key < end, k_s, v_s, n % STAGES
+            )
+            tile_factor = factor * k_scale if k.scale is not None else factor
+            k_scale = scale_of_block(k, k_scales, next_key, next_key < end)
+            s = product(
+                q_s.load(gl.DotOperandLayout(0, ACC, 32 // BITS)),
+                k_s.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, ACC, 32 // BITS)),
+                ACC,
+            )
+            s = s * tile_factor[:, None] - row_lse2[:, None]
+            if MASKED:
+                keys = key + gl.arange(0, BLOCK, gl.SliceLayout(0, ACC))
+                visible = attends(queries[:, None], keys[None, :], n_k, offset)
+                s = gl.where(visible, s, -float("inf"))
+            p = gl.exp2(s)
+            p_sum += gl.sum(p, 1)
+            if delta is not None:
+                dp = product(
+                    do_s.load(gl.DotOperandLayout(0, ACC, 2)),
+                    v_s.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, ACC, 2)),
+                    ACC,
+                )
+                p_dp = p * dp
+                if MASKED:
+                    p_dp = gl.where(visible, p_dp, 0.0)  # dP may be NaN where P is 0
+                delta_sum += gl.sum(p_dp, 1)
+
+    gl.store(row_base(p_sums, lengths.cu_q, b, h) + queries, p_sum, mask=is_query)
+    if delta is not None:
+        if d_lse is not None:
+            gain = row_base(d_lse, lengths.cu_q, b, h) + queries
+            delta_sum -= gl.load(gain, mask=is_query, other=0.0)
+        delta_sum = gl.where(row_lse2 == float("inf"), 0.0, delta_sum)
+        gl.store(row_base(delta, lengths.cu_q, b, h) + queries, delta_sum, mask=is_query)

@@ -368,7 +368,18 @@ def ampere_backward(
                     visible = attends(queries, keys, n_k, offset)
                     s = gl.where(visible, s, -float("inf"))
                 p = gl.exp2(s)
-                p_left, p_scale = _left(p, p_product, buffers.do_right)
+                left, row_scale = _left(p, p_product, buffers.do_right)
+                dor_base, dor_scales = head_pointers(do_right, lengths.cu_q, lengths.n_q, b, h)
+                dv0 = _add_product(
+                    dv0, left, row_scale, do_right, dor_scales, query, buffers.do_right,
+                    buffers.do_scales, stage, 0,
+                )  # fmt: skip
+                if CHUNKS == 2:
+                    dv1 = _add_product(
+                        dv1, left, row_scale, do_right, dor_scales, query, buffers.do_right,
+                        buffers.do_scales, stage, 1,
+                    )  # fmt: skip
+
                 dp = product(
                     v_s.load(gl.DotOperandLayout(0, ST, 2)),
                     buffers.do.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, ST, 2)),
@@ -378,26 +389,15 @@ def ampere_backward(
                 if MASKED:
                     ds = gl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0
                 ds_tile.store(ds.to(ds_s.dtype))
-                ds_left, ds_scale = _left(ds, dk_product, buffers.q_right)
-                dor_base, dor_scales = head_pointers(do_right, lengths.cu_q, lengths.n_q, b, h)
-                dv0 = _add_product(
-                    dv0, p_left, p_scale, do_right, dor_scales, query, buffers.do_right,
-                    buffers.do_scales, stage, 0,
-                )  # fmt: skip
-                if CHUNKS == 2:
-                    dv1 = _add_product(
-                        dv1, p_left, p_scale, do_right, dor_scales, query, buffers.do_right,
-                        buffers.do_scales, stage, 1,
-                    )  # fmt: skip
-
+                left, row_scale = _left(ds, dk_product, buffers.q_right)
                 qr_base, qr_scales = head_pointers(q_right, lengths.cu_q, lengths.n_q, b, h)
                 dk0 = _add_product(
-                    dk0, ds_left, ds_scale, q_right, qr_scales, query, buffers.q_right,
+                    dk0, left, row_scale, q_right, qr_scales, query, buffers.q_right,
                     buffers.q_scales, stage, 0,
                 )  # fmt: skip
                 if CHUNKS == 2:
                     dk1 = _add_product(
-                        dk1, ds_left, ds_scale, q_right, qr_scales, query, buffers.q_right,
+                        dk1, left, row_scale, q_right, qr_scales, query, buffers.q_right,
                         buffers.q_scales, stage, 1,
                     )  # fmt: skip
 

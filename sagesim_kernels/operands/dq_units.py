@@ -210,9 +210,10 @@ def _exponent_above(x):
 
 @triton.jit
 def _exponent_of_product(x, bits):
-    """Return the same of x times the float32 with these bits. Nothing overflows."""
+    """Return the same of x times the float32 with these bits, or 2^-126. Nothing overflows."""
+    bits = tl.maximum(bits, 1 << 23)
     mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-    return _exponent_above(x * mantissa) + tl.maximum(bits >> 23, 1) - 127
+    return _exponent_above(x * mantissa) + (bits >> 23) - 127
 
 
 @triton.jit

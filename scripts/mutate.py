@@ -28,7 +28,7 @@ from sagesim.files import check_writable, write_text
 ROOT = Path(__file__).parents[1]
 KERNELS = "sagesim_kernels"
 RECORD = ROOT / "docs" / "data" / "mutations.json"
-COPIED = ("sagesim", KERNELS, "tests", "pyproject.toml", "README.md")
+COPIED = ("sagebwd.py", "sagesim", KERNELS, "tests", "pyproject.toml", "README.md")
 TESTS = [
     f"tests/sagesim_kernels/test_{name}.py"
     for name in (
@@ -365,7 +365,7 @@ BUGS = (
     Bug(
         "empty rows get P = inf",
         "portable/forward.py",
-        'row_lse2 = tl.where(row_max == -float("inf"), float("inf"), row_lse2)',
+        'row_lse2 = tl.where(has_keys, row_lse2, float("inf"))',
         "row_lse2 += 0.0",
     ),
     # gradients
@@ -403,33 +403,57 @@ BUGS = (
     # sums of dQ
     Bug(
         "units that let sums overflow",
-        "operands/dq_sums.py",
+        "operands/dq_units.py",
         "_BITS = tl.constexpr(30)",
         "_BITS = tl.constexpr(44)",
     ),
     Bug(
         "coarse units",
-        "operands/dq_sums.py",
+        "operands/dq_units.py",
         "_BITS = tl.constexpr(30)",
         "_BITS = tl.constexpr(12)",
     ),
     Bug(
         "a NaN lost in the sums of dQ",
-        "operands/dq_sums.py",
+        "operands/dq_units.py",
         'unit = tl.where(is_bad, float("nan"), unit)',
         "unit += 0.0",
     ),
     Bug(
         "a NaN of a row not in the scale of its tile",
-        "operands/dq_sums.py",
-        "if SHARED:",
-        "if False:",
+        "operands/dq_units.py",
+        "if SHARED:  # A NaN",
+        "if False:  # A NaN",
     ),
     Bug(
         "an infinity of dS in FP16 lost",
         "portable/gradients.py",
         "if k_right_tile.dtype == tl.float16:",
         "if False:",
+    ),
+    Bug(
+        "units of the scale of a region of zeros",
+        "operands/dq_units.py",
+        "k_amax = largest(magnitude(tokens), 1)",
+        "k_amax = largest(magnitude(tl.maximum(tl.abs(tokens), 127.0)), 1)",
+    ),
+    Bug(
+        "units of keys that a query does not attend to",
+        "operands/dq_units.py",
+        "largest(tl.where(visible, keys[None, :], 0), 1)",
+        "largest(tl.where(visible, keys[None, :], keys[None, :]), 1)",
+    ),
+    Bug(
+        "a V that is not finite left out of the units",
+        "operands/dq_units.py",
+        "at, magnitude(norms), sizes.BLOCK_K)\n\n    k_base",
+        'at, magnitude(tl.where(norms < float("inf"), norms, 0.0)), sizes.BLOCK_K)\n\n    k_base',
+    ),
+    Bug(
+        "a NaN of its tile in a query that attends to nothing",
+        "operands/dq_sums.py",
+        'tl.where((row_lse2 != float("inf"))[:, None], total, 0.0)',
+        "total + 0.0",
     ),
     Bug(
         "units of the next row",
@@ -439,9 +463,9 @@ BUGS = (
     ),
     Bug(
         "norms of V without its first block of keys",
-        "operands/dq_sums.py",
-        "for index in range(0, blocks, _AT_ONCE):",
-        "for index in range(_AT_ONCE, blocks, _AT_ONCE):",
+        "operands/dq_units.py",
+        "for index in range(0, blocks, _BLOCKS_AT_ONCE):",
+        "for index in range(_BLOCKS_AT_ONCE, blocks, _BLOCKS_AT_ONCE):",
     ),
     Bug(
         "gradient of lse dropped",
@@ -452,8 +476,8 @@ BUGS = (
     Bug(
         "mean of K dropped from the gradient of lse",
         "operands/dq_sums.py",
-        'tl.where((row_lse2 < float("inf"))[:, None], gain * mean, 0.0)',
-        "0.0 * gain * mean",
+        "total += gain * load_k_mean(",
+        "total += 0.0 * gain * load_k_mean(",
     ),
     Bug(
         "qk_recompute takes qk's codes",

@@ -18,23 +18,21 @@ from torch import Tensor
 from sagesim.spec import Granularity, MatmulSpec, Precision, RoundingMode
 
 SLACK: Final = 1 + 2.0**-6
-"""The factor of B_i that covers float32 errors of the bound, of dS and of the parts."""
+"""The factor of B_i that covers float32 errors of the bound and of P: see `float32_error`."""
 
-SUBNORMAL_EXCESS: Final = 2 / (1 + 2.0**-7)
-"""How far the parts of a 16-bit dS may exceed B_i if elements are subnormal in the format.
+_UNDERFLOW: Final = 2.0**-120
+"""Added to B_i / max |K|: more than the absolute errors of numbers that float32 rounds to 0.
 
-Rounding to nearest then may double an element, and `growth` is 1 + 2^-7. In FP16 these are elements
-below 2^-14. Gradients without loss scaling may be that small.
+A row has at most 2^20 of them, each of 2^-149.
 """
 
 _BITS: Final = 30
-_SMALLEST_UNIT: Final = 2.0**-126
-_INVERSE_BITS: Final = 126
+_SMALLEST_NORMAL: Final = 2.0**-126
 _LARGEST_DS: Final = 2.0**120
-_FLOAT32: Final = 2.0**-14
-"""More than the relative error of a part in float32, of up to 256 keys.
+_PART: Final = 2.0**-14
+"""More than the relative error of a part in float32, of up to 128 keys.
 
-A 16-bit part has 255 sums, of which each may be truncated: 255 * 2^-23. An INT8 part is an exact
+A 16-bit part has 127 sums, of which each may be truncated: 127 * 2^-23. An INT8 part is an exact
 integer times a factor of three numbers. One of them is the inverse unit, a power of two. So there
 are two roundings.
 """
@@ -56,8 +54,9 @@ class Growth(NamedTuple):
 def growth(matmul: MatmulSpec, mode: RoundingMode, block_k: int) -> Growth:
     """The growth g of a row of dS: sum_j |rounded dS_ij| <= g sum_j |dS_ij|.
 
-    - 16 bit: 1 + 2^-7. BF16 rounds a normal number by less than 2^-8 of it, FP16 by 2^-11. A
-      subnormal number may double, see `SUBNORMAL_EXCESS`.
+    - 16 bit: 2. A subnormal number may double: half of the smallest one, or a little more, becomes
+      the smallest one. In FP16 subnormal numbers are below 2^-14, and gradients without loss
+      scaling may be that small. A normal number changes by at most 2^-8 of itself.
     - Codes, to nearest: 2. A number below half a code becomes 0. One between half a code and a
       code becomes a code, which is at most twice the number. A larger one grows by less.
     - Codes, stochastic: a number grows by less than a code, which is amax / 127. A row of a tile
@@ -76,7 +75,7 @@ def growth(matmul: MatmulSpec, mode: RoundingMode, block_k: int) -> Growth:
             per tile nor per tile row.
     """
     if matmul.precision in _16_BIT:
-        return Growth(1 + 2.0**-7, 0.0)
+        return Growth(2.0, 0.0)
     if matmul.precision is not Precision.INT8:
         raise ValueError(f"sums of dQ are of INT8 or 16-bit products, not {matmul.precision.value}")
     if mode is not RoundingMode.STOCHASTIC:
@@ -96,6 +95,7 @@ def ds_bound(
     do: Tensor,
     delta: Tensor,
     p_bound: Tensor,
+    attends: Tensor,
     growth: Growth,
     block_q: int,
 ) -> Tensor:
@@ -103,47 +103,54 @@ def ds_bound(
 
     It is g R_i (|dO_i| max_j |V_j| + |delta_i|). |dP_ij| <= |dO_i| |V_j| (Cauchy-Schwarz), and
     dS_ij = P_ij (dP_ij - delta_i). So sum_j |dS_ij| is at most R_i times the parentheses. Rounding
-    dS makes it at most g times as large.
+    dS makes it at most g times as large. j runs over the keys that the query attends to: all
+    other P_ij are 0. It is not finite if such a V_j is not.
 
-    j runs over all keys here. The kernels leave out blocks of keys that no query of the block
-    attends to. Their bound is therefore at most this one.
+    The kernels multiply norms by 2^-8, so that no norm of finite numbers overflows in float32.
 
     Args:
-        v: V as dP multiplies it, [..., n_k, d_v]. A row that is not finite does not count.
+        v: V as dP multiplies it, [..., n_k, d_v].
         do: dO as dP multiplies it, [..., n_q, d_v].
         delta: [..., n_q].
         p_bound: R_i, see `p_bound`.
+        attends: which keys each query attends to, bool, broadcastable to [..., n_q, n_k].
         growth: see `growth`.
         block_q: queries of a tile.
     """
-    v_norm = v.double().norm(dim=-1)
-    largest_v = v_norm.where(v_norm.isfinite(), 0.0).amax(-1, keepdim=True)
-    dp = do.double().norm(dim=-1) * largest_v
+    dp = do.double().norm(dim=-1) * largest_attended(v.double().norm(dim=-1), attends)
     sums = p_bound.double() * (dp + delta.double().abs())
     total = growth.own * sums
     if growth.shared:
-        n = sums.shape[-1]
-        blocks = torch.nn.functional.pad(sums, (0, -n % block_q)).unflatten(-1, (-1, block_q))
-        shared = blocks.sum(-1).repeat_interleave(block_q, -1)[..., :n]
-        total = total + growth.shared * shared
+        of_blocks = _of_blocks(sums, block_q).sum(-1)
+        total = total + growth.shared * _to_rows(of_blocks, block_q, sums.shape[-1])
     return total
 
 
-def row_bound(ds_bound: Tensor, k: Tensor) -> Tensor:
-    """B_i, an upper bound on the sum over blocks J of |part_iJ| in every channel, [..., n_q].
-
-    A part is a sum of products of dS with elements of K. So B_i is `ds_bound` times max |K|.
+def largest_attended(x: Tensor, attends: Tensor) -> Tensor:
+    """The largest number of the keys that each query attends to, or 0; [..., n_q].
 
     Args:
-        ds_bound: see `ds_bound`.
-        k: K as dQ multiplies it, [..., n_k, d].
+        x: not negative, [..., n_k].
+        attends: see `ds_bound`.
     """
-    return ds_bound * k.double().abs().amax((-2, -1))[..., None]
+    return x[..., None, :].expand(*x.shape[:-1], *attends.shape[-2:]).where(attends, 0.0).amax(-1)
+
+
+def k_bound(k: Tensor, attends: Tensor) -> Tensor:
+    """max |K| of the keys that each query attends to, at least 2^-126; [..., n_q].
+
+    A part is a sum of products of dS with elements of K. So B_i is `ds_bound` times this number.
+
+    Args:
+        k: K as dQ multiplies it, [..., n_k, d].
+        attends: see `ds_bound`.
+    """
+    return largest_attended(k.double().abs().amax(-1), attends).clamp(min=_SMALLEST_NORMAL)
 
 
 def p_bound(
     lse: Tensor,
-    keys: int,
+    attends: Tensor,
     *,
     p_sums: Tensor | None = None,
     q: Tensor | None = None,
@@ -156,19 +163,21 @@ def p_bound(
     roundings of |L| in float32 change P by at most the factor 2^x with x = 2^-21 |L| log2 e. A key
     whose S is far below L has a larger error relative to L. Its P is small by as much, and `SLACK`
     covers it. In INT8, S is the same number in both passes. No S is above L then, so no P is above
-    1, and the sum is at most the number of keys.
+    1, and the sum is at most the number of keys that the query attends to.
 
     A 16-bit S is a float32 sum of d products. The backward may add them in another order than the
     forward, or than the kernel that computes the sums of P. Each of the two sums is off by at most
     d truncations of 2^-23 of |Q_i| |K_j|.
 
     Args:
-        lse: L of the logits as they are recomputed (with smoothed K).
-        keys: the number of keys.
+        lse: L of the logits as they are recomputed, from smoothed K: not the logsumexp that
+            attention returns, to which the constant of the mean of K is added.
+        attends: see `ds_bound`.
         p_sums: the row sums of P; None if qk_recompute and qk have the same operands, and delta
             does not come from P.
         q: Q as qk_recompute multiplies it if it is in 16 bit, [..., n_q, d]; None in INT8.
-        k: the same of K, [..., n_k, d].
+        k: the same of K, [..., n_k, d]. A key that is not finite does not count: its P is 0, or L
+            or the sum of P is not finite.
         scale: the logit scale.
     """
     is_exact = q is None or k is None
@@ -177,54 +186,106 @@ def p_bound(
     size = lse.double().abs().masked_fill(lse.isinf(), 0.0)
     if q is not None and k is not None:
         channels = max(32, 1 << (q.shape[-1] - 1).bit_length())
-        largest = k.double().norm(dim=-1).amax(-1, keepdim=True)
+        norms = k.double().norm(dim=-1)
+        largest = largest_attended(norms.where(norms.isfinite(), 0.0), attends)
         size = size + channels * q.double().norm(dim=-1) * largest * abs(scale)
     rounding = torch.exp2(2.0**-21 * math.log2(math.e) * size)
     if is_exact:
-        return rounding.clamp(max=float(keys))
+        return torch.minimum(rounding, attends.sum(-1).clamp(min=1).double())
     return rounding if p_sums is None else rounding * p_sums.double()
 
 
-def unit(bound: Tensor, ds_bound: Tensor, *, in_16_bit: bool) -> Tensor:
+def unit(ds_bound: Tensor, k_bound: Tensor, *, floor: Tensor | None) -> Tensor:
     """u_i, the unit of a row: a power of two, float64.
 
-    It is the least power of two that is not below (1 + 2^-6) B_i, times 2^-30. It is at least
-    2^-126. It is also at least the least power of two that is not below (1 + 2^-6) B_i / max |K|,
-    times 2^-126. So a scale of dS divided by the unit is at most 2^126.
+    It is the least power of two that is not below b max |K|, times 2^-30, but at least 2^-126.
+    Here b is (1 + 2^-6) B_i / max |K| + 2^-120. For codes it is also at least `code_floor`.
 
-    It is NaN if B_i / max |K| is not below 2^120, or if B_i is not below 2^127 in 16 bit and 2^157
-    for codes.
+    It is NaN if b is not below 2^120, or if b max |K| is above 2^126 in 16 bit and 2^156 for codes.
+    A part in 16 bit is then finite in float32, and the inverse of every unit is a normal number.
 
     Args:
-        bound: B_i, see `row_bound`.
         ds_bound: B_i / max |K|, see `ds_bound`.
-        in_16_bit: whether dQ is a product of 16-bit numbers.
+        k_bound: max |K|, see `k_bound`.
+        floor: `code_floor`; None if dQ is a product of 16-bit numbers.
     """
-    units = torch.maximum(
-        torch.ldexp(_power_above(bound * SLACK), torch.tensor(-_BITS)),
-        torch.ldexp(_power_above(ds_bound * SLACK), torch.tensor(-_INVERSE_BITS)),
-    )
-    is_finite = (ds_bound < _LARGEST_DS) & (bound < (2.0**127 if in_16_bit else 2.0**157))
-    return units.clamp(min=_SMALLEST_UNIT).where(is_finite, math.nan)
+    total = _with_slack(ds_bound)
+    power = _power_above(total * k_bound)
+    units = torch.ldexp(power, torch.tensor(-_BITS)).clamp(min=_SMALLEST_NORMAL)
+    if floor is not None:
+        units = torch.maximum(units, floor)
+    limit = 2.0**126 if floor is None else 2.0**156
+    return units.where((total < _LARGEST_DS) & (power <= limit), math.nan)
 
 
-def largest_sum(key_blocks: Tensor, excess: float = 1.0) -> Tensor:
+def code_floor(
+    ds_bound: Tensor,
+    k: Tensor,
+    attends: Tensor,
+    *,
+    per_tile: bool,
+    block_q: int,
+    block_k: int,
+) -> Tensor:
+    """The smallest unit of a row for codes: 2^-126 m max(1, |K|), as a power of two, [..., n_q].
+
+    m is the largest b (see `unit`) of the rows that share a scale of dS with the row. |K| is the
+    largest of all key blocks that the query's block attends to. A scale of dS is at most m, and one
+    of K at most |K| or 1. Their product divided by the unit is therefore at most 2^126, also for
+    codes that are 0, and float32 does not overflow.
+
+    Args:
+        ds_bound: B_i / max |K|, see `ds_bound`.
+        k: K as dQ multiplies it, [..., n_k, d].
+        attends: see `ds_bound`.
+        per_tile: whether the rows of a tile of dS share a scale.
+        block_q, block_k: queries and keys of a tile.
+    """
+    rows = ds_bound.shape[-1]
+    total = _with_slack(ds_bound)
+    if per_tile:
+        total = _to_rows(_of_blocks(total, block_q).amax(-1), block_q, rows)
+    n_q, n_k = attends.shape[-2:]
+    pad = (0, -n_k % block_k, 0, -n_q % block_q)
+    tiles = torch.nn.functional.pad(attends, pad)
+    tiles = tiles.unflatten(-1, (-1, block_k)).unflatten(-3, (-1, block_q)).any(-1).any(-2)
+    of_blocks = _of_blocks(k.double().abs().amax(-1), block_k).amax(-1)
+    largest = _to_rows(largest_attended(of_blocks, tiles), block_q, rows)
+    power = _power_above(total * largest.clamp(min=_SMALLEST_NORMAL))
+    return torch.ldexp(torch.maximum(power, _power_above(total)), torch.tensor(-126))
+
+
+def largest_sum(key_blocks: Tensor) -> Tensor:
     """An upper bound on the magnitude of a sum of multiples, and of every partial sum, in units.
 
-    The magnitudes of the parts add up to at most excess * B_i, which is at most excess * 2^30
-    units. Float32 changes a part by at most 2^-14 of its terms. Rounding to a multiple adds at
-    most half a unit for each block of keys. The factor 1 + 2^-6 of the unit is left to float32
-    errors of the bound and of dS, and does not count here.
+    The magnitudes of the parts add up to at most B_i, which is at most 2^30 units. Float32 changes
+    a part by at most 2^-14 of its terms. Rounding to a multiple adds at most half a unit for each
+    block of keys. The factor 1 + 2^-6 of the unit is left to `float32_error`.
 
-    For 2^20 keys in blocks of 32, and `SUBNORMAL_EXCESS`, it is below 2^31: int32 does not
-    overflow. Each query head has rows of its own, so the number of query heads does not matter.
+    For 2^20 keys in blocks of 32 it is below 2^31: int32 does not overflow. Each query head has
+    rows of its own, also if heads share K and V, so the number of query heads does not matter: a
+    program that adds the gradients of K over a group adds the parts of dQ of each head to the sums
+    of that head.
 
     Args:
-        key_blocks: the number of key blocks that the row's block attends to.
-        excess: the most that the sum of magnitudes exceeds B_i by; `SUBNORMAL_EXCESS` if dS is
-            rounded to 16 bit.
+        key_blocks: the number of key blocks that add a part.
     """
-    return excess * (1 + _FLOAT32) * 2.0**_BITS + key_blocks.double() / 2
+    return (1 + _PART) * 2.0**_BITS + key_blocks.double() / 2
+
+
+def float32_error(keys: int, block_k: int, channels: int = 256) -> float:
+    """An upper bound on the relative error of B_i, and of a row sum of |dS|, in float32.
+
+    The forward adds a tile to the row sum l of P with three roundings: a product by exp(m - m'), of
+    2^-24, an exponential, of 2^-22, and a sum, of 2^-24. If l is too small, the sum of the
+    backward's P exceeds 1. In a tile, a sum has block_k roundings, and P has the error of an
+    exponential in both passes. dP is a sum of `channels` products, which may be truncated. All
+    other operations, and keys whose S is far below L, are 2^-18 together.
+
+    Lengths of up to 2^20 keys in blocks of 32 stay below the 2^-6 of `SLACK`.
+    """
+    tiles = -(-keys // block_k)
+    return tiles * 6 * 2.0**-24 + block_k * 2.0**-24 + 2 * 2.0**-22 + channels * 2.0**-23 + 2.0**-18
 
 
 def error_bound(unit: Tensor, key_blocks: Tensor) -> Tensor:
@@ -233,9 +294,18 @@ def error_bound(unit: Tensor, key_blocks: Tensor) -> Tensor:
     The sum of integers is exact. The logit scale multiplies both.
 
     Args:
-        key_blocks: the number of key blocks that the row's block attends to.
+        key_blocks: the number of key blocks that add a part.
     """
     return unit * (key_blocks.double() / 2)
+
+
+def loss_bound(ds_bound: Tensor, k_bound: Tensor, key_blocks: Tensor) -> Tensor:
+    """The same without the unit: 2^-30 b max |K| for each key block.
+
+    A unit is less than 2^-29 b max |K|, see `unit`. This leaves out units that are as small as
+    2^-126 or `code_floor`.
+    """
+    return 2.0**-_BITS * _with_slack(ds_bound) * k_bound * key_blocks.double()
 
 
 def expected_error(unit: Tensor, key_blocks: Tensor) -> Tensor:
@@ -255,6 +325,20 @@ def last_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     exponent = torch.frexp(x.double().abs().clamp(min=info.tiny)).exponent - 1
     return torch.ldexp(torch.full_like(x, info.eps, dtype=torch.float64), exponent)
+
+
+def _with_slack(ds_bound: Tensor) -> Tensor:
+    return ds_bound * SLACK + _UNDERFLOW
+
+
+def _of_blocks(x: Tensor, block: int) -> Tensor:
+    """x [..., n] in blocks [..., blocks, block], padded with zeros."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
+
+
+def _to_rows(x: Tensor, block: int, rows: int) -> Tensor:
+    """A number of each block, [..., blocks], for each of its rows, [..., rows]."""
+    return x.repeat_interleave(block, -1)[..., :rows]
 
 
 def _power_above(x: Tensor) -> Tensor:

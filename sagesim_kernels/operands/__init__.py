@@ -11,11 +11,11 @@ from sagesim_kernels.operands.delta import (
 from sagesim_kernels.operands.dq_sums import (
     DqSums,
     add_part,
-    compute_units,
     finish_dq,
     inverse_units,
     mark_nonfinite,
 )
+from sagesim_kernels.operands.dq_units import compute_units
 from sagesim_kernels.operands.kernel_problem import (
     KernelProblem,
     KernelSizes,
@@ -78,6 +78,7 @@ from sagesim_kernels.operands.rounding import (
     map_codes,
     map_inverse,
     map_scale,
+    map_step,
     pcg_hash,
     to_codes,
 )
@@ -134,6 +135,7 @@ __all__ = [
     "map_codes",
     "map_inverse",
     "map_scale",
+    "map_step",
     "mark_nonfinite",
     "natural_lse",
     "padded",

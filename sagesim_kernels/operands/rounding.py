@@ -61,6 +61,12 @@ def magnitude(x):
 
 
 @triton.jit
+def largest(x, AXIS: tl.constexpr) -> Any:
+    """Return the maximum of int32 along an axis."""
+    return tl.max(x, AXIS)
+
+
+@triton.jit
 def scale_and_inverse(amax):
     """Return amax / 127 and 127 / amax, each from one correctly rounded division.
 
@@ -168,21 +174,26 @@ def _larger(x, y):
 def amax(x, AXIS: tl.constexpr):
     """Return the maximum of |x| along an axis, float32; NaN if there is one."""
     if _INTERPRETED:  # there, a reduction by a function of one's own is slow
-        return tl.max(magnitude(x), AXIS).to(tl.float32, bitcast=True)
+        return largest(magnitude(x), AXIS).to(tl.float32, bitcast=True)
     else:
         return tl.reduce(tl.abs(x), AXIS, _larger)
 
 
 # div_rn calls a subroutine for operands that are hardly ever met, and divides in a dozen
-# instructions otherwise. The next two functions give the same bits, for every amax whose quotients
-# are normal numbers: tests/sagesim_kernels/test_operands.py tries every mantissa.
+# instructions otherwise. `map_scale` and `map_inverse` give the same bits, for every amax whose
+# quotients are normal numbers: tests/sagesim_kernels/test_operands.py tries every mantissa.
+@triton.jit
+def map_step(amax):
+    """Return amax / 127, also if 127 / amax overflows; NaN if amax is NaN or infinite."""
+    quotient = amax * 0.007874015718698502  # 1 / 127, rounded
+    remainder = tl.fma(-quotient, 127.0, amax)
+    return tl.fma(remainder, 0.007874015718698502, quotient)
+
+
 @triton.jit
 def map_scale(amax):
     """Return amax / 127; 1 if 127 / amax overflows, NaN if amax is NaN or infinite."""
-    quotient = amax * 0.007874015718698502  # 1 / 127, rounded
-    remainder = tl.fma(-quotient, 127.0, amax)
-    scale = tl.fma(remainder, 0.007874015718698502, quotient)
-    return tl.where(amax <= _VANISHING, 1.0, scale)
+    return tl.where(amax <= _VANISHING, 1.0, map_step(amax))
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from sagesim_kernels.operands import (
     map_codes,
     map_inverse,
     map_scale,
+    map_step,
 )
 
 
@@ -123,7 +124,8 @@ def part_of_dq(ds, k_tile, inverse_unit, channel_scale, how, trace, at):
         if trace is not None:
             store_codes(trace, codes, map_scale(largest), at)
         product = code_product(tl.trans(codes), k_tile)
-        # Each thread holds fewer rows of the product than columns of dS.
-        return product * (map_scale(tl.trans(largest)) * inverse_unit * channel_scale[None, :])
+        # Each thread holds fewer rows of the product than columns of dS. The scale 1 of codes that
+        # are all 0 could overflow where it is divided by a small unit; `map_step` is then small.
+        return product * (map_step(tl.trans(largest)) * inverse_unit * channel_scale[None, :])
     else:
         return tl.dot(tl.trans(ds.to(k_tile.dtype)), k_tile, out_dtype=tl.float32) * inverse_unit

@@ -54,12 +54,12 @@ def p_rows_kernel(
     q_factor = load_token_scales(q, q_scales, first, sizes.TILE, n_q)[:, None] * scale_log2
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
     p_sum = tl.zeros((sizes.TILE,), tl.float32)
+    delta_sum = tl.zeros((sizes.TILE,), tl.float32)
     if delta is not None:
         do_base, do_scales = head_pointers(do, lengths.cu_q, lengths.n_q, b, h)
         v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
         do_tile = load_tokens(do, do_base, first, sizes.TILE, n_q, sizes.DV_PAD, first_live)
         do_scale = load_token_scales(do, do_scales, first, sizes.TILE, n_q)[:, None]
-        delta_sum = tl.zeros((sizes.TILE,), tl.float32)
     unmasked_end, end = key_loop_bounds(first, sizes.TILE, sizes.BLOCK_K, n_k, offset)
     for MASKED in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
         for key in range(

@@ -323,7 +323,7 @@ class _Checker:
                 n, block = ds_sum.shape[-1], spec.block_q
                 blocks = torch.nn.functional.pad(ds_sum, (0, -n % block)).unflatten(-1, (-1, block))
                 ds_sum = block * blocks.amax(-1).repeat_interleave(block, -1)[..., :n]
-        k_amax = 1.01 * k.abs().amax((-2, -1))[..., None]  # the bound has 127 times the scale
+        k_amax = k.abs().amax((-2, -1))[..., None]
         bound = 1.1 * growth * ds_sum * k_amax
         parts = -(-self.attends.shape[-1] // spec.block_k)
         return (parts * 2.0**-30 * bound)[..., None]

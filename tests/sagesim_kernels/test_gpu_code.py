@@ -254,9 +254,10 @@ def test_fusion_is_detected(newest: Compiler) -> None:
 
 @BY_NEWEST
 def test_fp64_is_only_in_sums_over_what_the_caller_laid_out(newest: Compiler) -> None:
-    """Means and delta are summed in float64, because the order of these sums depends on strides."""
+    """Means, delta, and norms for the units of dQ: the order of these sums depends on strides."""
     kernels = newest.compile("factored_pv16", 80)
     summing = {"sum_chunks_kernel", "divide_sums_kernel", "delta_kernel"}
+    summing |= {"key_bounds_kernel", "units_kernel"}
     assert {k.name for k in kernels if k.has_fp64} == summing
 
 

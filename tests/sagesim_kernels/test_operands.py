@@ -1,15 +1,19 @@
 """Operands have the layout that TMA loads need: padded storage, and rows of whole vectors."""
 
+import math
 from dataclasses import replace
 from itertools import accumulate
 
+import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from sagesim import FACTORED_QK, SAGEBWD
 from sagesim.problem import resolve_input16
 from sagesim_kernels.hopper.descriptors import tma_descriptor
-from sagesim_kernels.operands import KernelProblem, OperandCache
+from sagesim_kernels.operands import LAUNCH, KernelProblem, OperandCache, map_inverse, map_scale
 from sagesim_kernels.operands.layout import ALIGNMENT
 from tests.support.assertions import assert_bitwise
 from tests.support.kernels import DEVICE, HERE
@@ -119,3 +123,34 @@ def test_what_is_expanded_is_copied_for_tma():
     x = torch.zeros(1, 2, 8, 64, dtype=torch.float16)
     assert tma_descriptor(x, 8).base is x
     assert tma_descriptor(x[:, :1].expand(-1, 3, -1, -1), 8).base.stride() == (1536, 512, 64, 1)
+
+
+@triton.jit
+def _divide_kernel(first, scales, inverses, COUNT: tl.constexpr):
+    at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    amax = (first + at).to(tl.float32, bitcast=True)
+    tl.store(scales + at, map_scale(amax))
+    tl.store(inverses + at, map_inverse(amax))
+
+
+@pytest.mark.parametrize("exponent", [-100, 0, 100])
+def test_scales_of_maps_are_divisions_rounded_once(exponent: int) -> None:
+    """For every mantissa."""
+    count = 2**23
+    first = (127 + exponent) << 23
+    scales, inverses = torch.empty(2, count, device=DEVICE)
+    _divide_kernel[(count // 2**16,)](first, scales, inverses, 2**16, **LAUNCH)
+    bits = torch.arange(first, first + count, dtype=torch.int32, device=DEVICE)
+    amax = bits.view(torch.float32)
+    code_max = torch.full_like(amax, 127.0)
+    assert_bitwise(actual=scales, expected=amax / code_max, what="scale")
+    assert_bitwise(actual=inverses, expected=code_max / amax, what="inverse")
+
+
+def test_scales_of_maps_at_their_limits() -> None:
+    amax = torch.tensor([0.0, 2.0**-149, 127 * 2.0**-128, math.inf, math.nan], device=DEVICE)
+    scales, inverses = torch.empty(2, 8, device=DEVICE)
+    for i, x in enumerate(amax.view(torch.int32).tolist()):
+        _divide_kernel[(1,)](x, scales[i:], inverses[i:], 1, **LAUNCH)
+    assert scales[:3].tolist() == [1.0] * 3 and inverses[:3].tolist() == [0.0] * 3
+    assert bool(scales[3:5].isnan().all())

@@ -13,14 +13,19 @@ from sagesim.spec import HALF_AWAY, HALF_EVEN, RoundingMode
 from tests.support import examples
 from tests.support.assertions import assert_within_bound
 from theory import dq_sums
-from theory.checks.dq_sums import Sums, aligned, doubled, subnormal
+from theory.checks.dq_sums import Sums, aligned, doubled, smoothed_lse, subnormal
 from theory.checks.samples import gaussian
-from theory.dq_sums import Growth, growth, largest_sum, row_bound, unit
+from theory.dq_sums import Growth, code_floor, growth, k_bound, largest_attended, largest_sum, unit
 
 MODES = (HALF_EVEN, HALF_AWAY, Rounding.stochastic(5))
 BLOCK_Q, BLOCK_K = 4, 16
 FLOAT32 = 1 + 2.0**-21  # codes and scales are computed in float32
 INT32 = 2**31
+
+
+def float64(x):
+    return torch.tensor(x, dtype=torch.float64)
+
 
 KINDS = {
     "gaussian": lambda x: x,
@@ -84,83 +89,122 @@ def test_stochastic_rounding_needs_the_rows_of_the_block():
     dtype=st.sampled_from((torch.float16, torch.bfloat16)),
     exponent=st.integers(-40, 10),
 )
-def test_16_bit_grows_a_row_by_at_most_g_or_2_if_subnormal(seed, dtype, exponent):
+def test_16_bit_grows_a_row_by_at_most_g(seed, dtype, exponent):
     x = torch.randn(64, generator=torch.Generator().manual_seed(seed)).double() * 2.0**exponent
-    rounded = x.to(dtype).double()
     g = growth(FPA_FP16.dq, RoundingMode.HALF_EVEN, 64).own
-    is_normal = x.abs() >= torch.finfo(dtype).tiny
-    limit = x.abs() * torch.where(is_normal, g, g * dq_sums.SUBNORMAL_EXCESS)
-    assert_within_bound(actual=rounded, exact=torch.zeros_like(x), bound=limit, what="16 bit")
+    rounded = x.to(dtype).double()
+    assert_within_bound(actual=rounded, exact=torch.zeros_like(x), bound=g * x.abs(), what="16 bit")
 
 
-def test_a_subnormal_fp16_ds_exceeds_the_bound_of_a_row_but_not_int32():
-    """dS a little above half of FP16's smallest number doubles, and B_i does not count that."""
+def test_a_subnormal_fp16_ds_doubles():
+    """The bound counts it, and needs the whole factor: without subnormal numbers it would be 1."""
     sums = Sums.of(subnormal(), FPA_FP16)
-    excess = float((sums.magnitudes / sums.bound).max())
-    assert 1.9 < excess <= dq_sums.SUBNORMAL_EXCESS
-    limit = largest_sum(sums.attended, dq_sums.SUBNORMAL_EXCESS)
+    assert growth(FPA_FP16.dq, RoundingMode.HALF_EVEN, 64).own == 2
+    assert 0.99 < float((sums.magnitudes / sums.bound).max()) <= 1
+    limit = largest_sum(sums.attended)
     assert bool((sums.integers.abs().amax(-1) <= limit).all()) and float(limit.max()) < INT32
 
 
 @examples(300)
 @given(
     mantissa=st.floats(1.0, 2.0),
-    exponent=st.integers(-200, 126),
-    k=st.sampled_from((-100, -60, -30, 0, 10)),
+    exponent=st.integers(-200, 118),
+    k=st.sampled_from((-100, -60, -30, 0, 10, 40)),
     in_16_bit=st.booleans(),
 )
 def test_the_unit_is_the_least_power_of_two_that_fits(mantissa, exponent, k, in_16_bit):
-    bound = torch.tensor(mantissa * 2.0**exponent, dtype=torch.float64)
-    ds_sum = bound * 2.0**-k
-    u = float(unit(bound, ds_sum, in_16_bit=in_16_bit))
-    if float(ds_sum) >= 2.0**120:
+    ds_sum, k_max = (float64(x) for x in (mantissa * 2.0**exponent, 2.0**k))
+    floor = None if in_16_bit else torch.tensor(2.0**-70).double()
+    u = float(unit(ds_sum, k_max, floor=floor))
+    bound = (dq_sums.SLACK * float(ds_sum) + 2.0**-120) * 2.0**k
+    if bound > (2.0**126 if in_16_bit else 2.0**156):
         assert math.isnan(u)
         return
     assert math.frexp(u)[0] == 0.5
-    needed = dq_sums.SLACK * float(bound) * 2.0**-30
-    lowest = max(2.0**-126, dq_sums.SLACK * float(ds_sum) * 2.0**-126)
-    assert u >= max(needed, lowest)
-    assert u == 2.0**-126 or u < 2 * max(needed, lowest)
+    lowest = 2.0**-126 if floor is None else float(floor)
+    assert u >= max(bound * 2.0**-30, lowest)
+    assert u == lowest or u < bound * 2.0**-29
+
+
+SLACK = dq_sums.SLACK
 
 
 @pytest.mark.parametrize(
-    ("bound", "ds_sum", "in_16_bit", "expected"),
+    ("ds_sum", "k", "is_codes", "expected"),
     [
-        (0.0, 0.0, False, 2.0**-126),
-        (2.0**30 / (1 + 2.0**-6), 1.0, False, 1.0),
-        (2.0**127, 1.0, True, math.nan),
-        (2.0**127, 1.0, False, 2.0**98),
-        (2.0**157, 1.0, False, math.nan),
-        (1.0, 2.0**120, False, math.nan),
-        (math.nan, 1.0, False, math.nan),
+        (0.0, 1.0, True, 2.0**-126),
+        (0.0, 2.0**31, True, 2.0**-119),
+        (2.0**30 / SLACK, 1.0, True, 2.0),  # 2^-120 is added
+        ((2.0**30 - 1) / SLACK, 1.0, True, 1.0),
+        (2.0**119 / SLACK, 0.99 * 2.0**7, False, 2.0**96),
+        (2.0**119 / SLACK, 1.01 * 2.0**7, False, math.nan),
+        (2.0**119 / SLACK, 1.01 * 2.0**7, True, 2.0**97),
+        (2.0**119 / SLACK, 0.99 * 2.0**37, True, 2.0**126),
+        (2.0**119 / SLACK, 1.01 * 2.0**37, True, math.nan),
+        (0.999 * 2.0**120 / SLACK, 1.0, True, 2.0**90),
+        (2.0**120 / SLACK, 1.0, True, math.nan),
+        (math.nan, 1.0, True, math.nan),
+        (math.inf, 1.0, False, math.nan),
     ],
 )
-def test_the_unit_at_its_limits(bound, ds_sum, in_16_bit, expected):
-    x = (torch.tensor(t, dtype=torch.float64) for t in (bound, ds_sum))
-    found = float(unit(*x, in_16_bit=in_16_bit))
+def test_the_unit_at_its_limits(ds_sum, k, is_codes, expected):
+    floor = torch.tensor(2.0**-126).double() if is_codes else None
+    if (ds_sum, k) == (2.0**30 / SLACK, 1.0):
+        ds_sum = math.nextafter(ds_sum, math.inf)  # 2^-120 is less than float64 resolves here
+    found = float(unit(float64(ds_sum), float64(k), floor=floor))
     assert found == expected or (math.isnan(found) and math.isnan(expected))
 
 
-@pytest.mark.parametrize("excess", [1.0, dq_sums.SUBNORMAL_EXCESS])
+def test_the_smallest_unit_of_codes():
+    """It counts rows that share a scale, and K of all blocks with a key that a row attends to."""
+    ds_sum = torch.tensor([1.0, 2.0**10, 2.0**3]).double() / SLACK * 0.99
+    k = torch.tensor([1.0, 2.0**-3, 4.0, 2.0**-2, 2.0**20])[:, None]
+    attends = torch.ones(3, 5, dtype=torch.bool).tril()
+
+    def exponents(per_tile):
+        floor = code_floor(ds_sum, k, attends, per_tile=per_tile, block_q=2, block_k=2)
+        return [math.frexp(x)[1] - 1 + 126 for x in floor.tolist()]
+
+    # The second block of queries attends to key 2, so its block of keys counts.
+    assert exponents(per_tile=False) == [0, 10, 3 + 2]
+    assert exponents(per_tile=True) == [10, 10, 3 + 2]
+
+
+def test_only_keys_that_a_query_attends_to_count():
+    attends = torch.ones(3, 3, dtype=torch.bool).tril()
+    assert largest_attended(torch.tensor([1.0, 3.0, 2.0]), attends).tolist() == [1, 3, 3]
+    assert largest_attended(torch.tensor([1.0, 3.0, math.nan]), attends).tolist()[:2] == [1, 3]
+    assert math.isnan(largest_attended(torch.tensor([1.0, 3.0, math.nan]), attends)[2])
+    assert k_bound(torch.tensor([[0.0], [-5.0], [2.0]]), attends).tolist() == [2.0**-126, 5, 5]
+
+
 @pytest.mark.parametrize("signs", [1, -1])
-def test_a_row_of_2_to_the_20_keys_does_not_overflow(excess, signs):
+def test_a_row_of_2_to_the_20_keys_does_not_overflow(signs):
     """Parts of one sign, of odd halves of units that round up, and of the largest magnitude."""
     blocks = 2**20 // 32
-    bound = torch.tensor(2.0**30 / dq_sums.SLACK, dtype=torch.float64)
-    assert float(unit(bound, bound, in_16_bit=True)) == 1.0
-    # Odd numbers and a half round to even, upwards; the sum of magnitudes is at most excess * 2^30.
-    odd = int(excess * 2**30 / blocks) // 2 * 2 - 1
+    odd = 2**30 // blocks // 2 * 2 - 1  # and a half: rounds to even, upwards
     parts = signs * torch.full((blocks,), odd + 0.5, dtype=torch.float64)
-    assert float(parts.abs().sum()) <= excess * 2.0**30
+    total = parts.abs().sum()
+    assert 0.99 * 2.0**30 < float(total) <= 2.0**30
+    bound = (total - 2.0**-100) / SLACK
+    assert float(unit(bound, torch.tensor(1.0).double(), floor=None)) == 1.0
     running = parts.round().long().cumsum(0).abs()
-    limit = float(largest_sum(torch.tensor(blocks), excess))
-    assert float(parts.abs().sum()) + blocks / 2 == float(running[-1])
+    limit = float(largest_sum(torch.tensor(blocks)))
+    assert float(total) + blocks / 2 == float(running[-1])
     assert 0.99 * limit < float(running.max()) <= limit < INT32
 
 
-def test_a_unit_of_half_the_size_overflows():
-    """The twin of the test above: 2^31 units do not fit."""
-    assert float(largest_sum(torch.tensor(2**15), 2.0)) >= INT32
+def test_half_of_the_unit_would_overflow():
+    """The twin of the test above: a sum of 2^31 units is possible with units half as large."""
+    sums = Sums.of(doubled(), SAGEBWD)
+    assert float(largest_sum(torch.tensor(0))) <= INT32 <= 2 * float(largest_sum(torch.tensor(0)))
+    assert 4 * float(sums.integers.abs().max()) > INT32
+
+
+def test_float32_errors_stay_within_the_slack_up_to_2_to_the_20_keys():
+    assert dq_sums.float32_error(2**20, 32) < SLACK - 1
+    assert dq_sums.float32_error(2**21, 32) > SLACK - 1
+    assert SLACK - 1 == 2.0**-6
 
 
 @pytest.mark.parametrize("blocks", [1, 7, 4096])
@@ -175,41 +219,74 @@ def test_the_error_of_a_sum(blocks):
     ties = torch.full((blocks,), 0.125, dtype=torch.float64)  # they round to 0
     worst = float(((ties / u).round() * u - ties).sum().abs())
     assert worst == float(dq_sums.error_bound(u, count))
+    one = torch.tensor(1.0).double()
+    for bound in (0.51, 0.99, 1.0, 1e9):
+        ds_sum = float64(bound) / SLACK
+        loss = float(dq_sums.loss_bound(ds_sum, one, count))
+        found = float(dq_sums.error_bound(unit(ds_sum, one, floor=None), count))
+        assert found < loss <= 2 * found
 
 
 @pytest.mark.parametrize(
-    ("spec", "sample"), [(SAGEBWD, doubled(128)), (FPA_FP16, aligned(128))], ids=["sagebwd", "fp16"]
+    ("spec", "sample"),
+    [(SAGEBWD, doubled(128)), (FPA_FP16, subnormal(128))],
+    ids=["sagebwd", "fp16"],
 )
 def test_the_bound_of_a_row_is_reached(spec, sample):
-    sums = Sums.of(sample, spec)
-    ratio = (sums.magnitudes / sums.bound)[..., -1]
+    ratio = (lambda s: s.magnitudes / s.bound)(Sums.of(sample, spec))[..., -1]
     assert 0.99 < float(ratio) <= 1
-    without_g = sums.bound / growth(spec.dq, spec.rounding.mode, spec.block_k).own
-    assert float((sums.magnitudes / without_g).max()) > 1 - 1e-5
+
+
+def test_without_rounding_the_bound_of_a_row_is_reached_but_for_g():
+    sums = Sums.of(aligned(128), FPA_FP16)
+    assert float((2 * sums.magnitudes / sums.bound).max()) == pytest.approx(1, rel=1e-5)
 
 
 def test_rows_of_p_that_do_not_sum_to_1_count():
     """p_bound multiplies by the row sums; without them the bound is too small by as much."""
     lse = torch.zeros(2)
     sums = torch.tensor([0.5, 3.0])
-    assert dq_sums.p_bound(lse, 8, p_sums=sums).tolist() == [0.5, 3.0]
-    assert dq_sums.p_bound(lse, 8).tolist() == [1.0, 1.0]
-    assert dq_sums.p_bound(torch.tensor([2.0**26]), 8).tolist() == [8.0]
+    all_8, all_3 = torch.ones(2, 8) > 0, torch.ones(2, 3) > 0
+    assert dq_sums.p_bound(lse, all_8, p_sums=sums).tolist() == [0.5, 3.0]
+    assert dq_sums.p_bound(lse, all_8).tolist() == [1.0, 1.0]
+    large = torch.full((2,), 2.0**26)
+    assert dq_sums.p_bound(large, all_8.tril(4)).tolist() == [5.0, 6.0]
     q, k = torch.ones(2, 40), torch.ones(3, 40)
     size = 2.0**-21 * 64 * 40 * 0.5 / math.log(2)
-    found = dq_sums.p_bound(lse, 8, q=q, k=k, scale=-0.5)
-    assert found.tolist() == pytest.approx([2.0**size] * 2, rel=1e-12)
+    for worse in (1.0, math.inf, math.nan):  # of a key whose P is 0, or not finite itself
+        found = dq_sums.p_bound(lse, all_3, q=q, k=k, scale=-0.5)
+        assert found.tolist() == pytest.approx([2.0**size] * 2, rel=1e-12)
+        k[1] = worse
 
 
 def test_the_bound_of_a_row_by_hand():
-    one = torch.ones(2)
-    v = torch.tensor([[3.0, 4.0], [math.inf, 0.0]])
-    do = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
-    sums = dq_sums.ds_bound(
-        v=v, do=do, delta=torch.tensor([-1.0, 0.0]), p_bound=one, growth=Growth(1.0, 0.5), block_q=2
-    )
-    assert sums.tolist() == [6 + 8, 10 + 8]
-    assert row_bound(sums, torch.tensor([[1.0, -2.0]])).tolist() == [28.0, 36.0]
+    v = torch.tensor([[3.0, 4.0], [0.0, 1.0], [math.inf, 0.0]])
+    do = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 2.0]])
+
+    def bound(attends):
+        return dq_sums.ds_bound(
+            v=v,
+            do=do,
+            delta=torch.tensor([-1.0, 0.0, 0.0]),
+            p_bound=torch.ones(3),
+            attends=attends,
+            growth=Growth(1.0, 0.5),
+            block_q=2,
+        ).tolist()
+
+    first_two = torch.tensor([True, True, False]).expand(3, 3)
+    assert bound(first_two) == [6 + 8, 10 + 8, 10 + 5]
+    assert bound(torch.ones(3, 3, dtype=torch.bool).tril()) == [6 + 8, 10 + 8, math.inf]
+
+
+def test_the_logsumexp_is_that_of_the_smoothed_logits():
+    """A mean of K changes what attention returns, and not what the sums of dQ depend on."""
+    plain = gaussian(1.0, 64)
+    moved = replace(plain, k=plain.k + 1000.0)
+    one, other = (smoothed_lse(x, x.trace(SAGEBWD)) for x in (plain, moved))
+    bound = torch.full_like(one, 0.1, dtype=torch.float64)
+    assert_within_bound(actual=other, exact=one.double(), bound=bound, what="lse")
+    assert float((moved.trace(SAGEBWD).lse - one).abs().max()) > 100
 
 
 def test_a_unit_in_the_last_place():

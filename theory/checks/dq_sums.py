@@ -14,6 +14,7 @@ from sagesim import (
     SAGEBWD,
     AttentionSpec,
     Delta,
+    Granularity,
     Precision,
     Rounding,
     Trace,
@@ -21,15 +22,16 @@ from sagesim import (
 from theory.checks.check import Check, bounded, estimated
 from theory.checks.samples import Sample, captured, gaussian, outlier_channels
 from theory.dq_sums import (
-    SUBNORMAL_EXCESS,
+    code_floor,
     ds_bound,
     error_bound,
     expected_error,
     growth,
+    k_bound,
     largest_sum,
     last_place,
+    loss_bound,
     p_bound,
-    row_bound,
     unit,
 )
 
@@ -55,38 +57,30 @@ def checks() -> Iterator[Check]:
         for name, samples in inputs.items():
             yield from _sums(f"{label}, {name}", [Sums.of(s, spec) for s in samples])
 
-    for label, sample, spec in (
-        ("sagebwd", doubled(), SAGEBWD),
-        ("fpa_fp16", aligned(), FPA_FP16),
+    for label, sample, spec, reached in (
+        ("sagebwd", doubled(), SAGEBWD, 1.0),
+        ("fpa_fp16", aligned(), FPA_FP16, 0.5),
+        ("fpa_fp16", subnormal(), FPA_FP16, 1.0),
     ):
         sums = Sums.of(sample, spec)
         name = f"{label}, {sample.name}"
-        row = sums.bound[..., -1:]
-        reached = sums.magnitudes[..., -1:]
-        yield bounded(TOPIC, "parts add up to at most B_i", name, bound=row, measured=reached)
+        row, found = sums.bound[..., -1:], sums.magnitudes[..., -1:]
+        yield bounded(TOPIC, "parts add up to at most B_i", name, bound=row, measured=found)
         yield estimated(
             TOPIC,
-            "parts of the last row add up to B_i: the bound is reached",
+            f"parts of the last row add up to {reached:g} B_i",
             name,
-            predicted=float(row.max()),
-            measured=float(reached.max()),
+            predicted=reached * float(row.max()),
+            measured=float(found.max()),
             within=0.02,
         )
-    sums, name = Sums.of(subnormal(), FPA_FP16), f"fpa_fp16, {subnormal().name}"
-    yield bounded(
-        TOPIC,
-        "dS subnormal in FP16: sum of magnitudes <= B_i 2 / (1 + 2^-7)",
-        name,
-        bound=SUBNORMAL_EXCESS * sums.bound,
-        measured=sums.magnitudes,
-    )
-    yield bounded(
-        TOPIC,
-        "dS subnormal in FP16: magnitude of an integer sum, in units",
-        name,
-        bound=largest_sum(sums.attended, SUBNORMAL_EXCESS),
-        measured=sums.integers.abs().amax(-1),
-    )
+        yield bounded(
+            TOPIC,
+            "magnitude of an integer sum, in units",
+            name,
+            bound=largest_sum(sums.attended),
+            measured=sums.integers.abs().amax(-1),
+        )
 
 
 def _sums(name: str, all_sums: list[Sums]) -> Iterator[Check]:
@@ -112,6 +106,13 @@ def _sums(name: str, all_sums: list[Sums]) -> Iterator[Check]:
         "error of an integer sum <= u_i / 2 for each key block",
         name,
         bound=joined([s.error_bound.expand_as(s.error) for s in all_sums]),
+        measured=joined([s.error.abs() for s in all_sums]),
+    )
+    yield bounded(
+        TOPIC,
+        "the same <= 2^-30 b max |K| for each key block",
+        name,
+        bound=joined([s.loss_bound.expand_as(s.error) for s in all_sums]),
         measured=joined([s.error.abs() for s in all_sums]),
     )
     predicted = joined([s.expected for s in all_sums])
@@ -142,6 +143,7 @@ class Sums:
 
     bound: Tensor  #: B_i, [..., n_q]
     unit: Tensor  #: u_i, [..., n_q]
+    loss: Tensor  #: `loss_bound`, [..., n_q]
     attended: Tensor  #: the key blocks with a key that the row attends to, [..., n_q]
     magnitudes: Tensor  #: sum_J |part_J| of the channel with the largest, [..., n_q]
     exact: Tensor  #: the sums of the parts, before the logit scale, [..., n_q, d]
@@ -158,11 +160,11 @@ class Sums:
         """
         trace = sample.trace(spec)
         ds_sum = ds_bound_of(sample, trace)
-        bound = row_bound(ds_sum, operand(sample, trace, "dq", "k"))
-        units = unit(bound, ds_sum, in_16_bit=not spec.dq.precision.is_scaled)
+        k = operand(sample, trace, "dq", "k")
+        k_max = k_bound(k, sample.attends)
+        bound, units = ds_sum * k_max, unit(ds_sum, k_max, floor=floor_of(ds_sum, sample, trace))
         sums = [torch.zeros_like(sample.q, dtype=torch.float64) for _ in range(4)]
         maps = (operand(sample, trace, "dq", "ds"), sample.attends.expand(trace.ds.shape))
-        k = operand(sample, trace, "dq", "k")
         attended = torch.zeros_like(bound)
         in_float32 = torch.zeros_like(sample.q, dtype=torch.float32)
         for ds, attends, keys in zip(
@@ -178,6 +180,7 @@ class Sums:
         return cls(
             bound=bound,
             unit=units,
+            loss=loss_bound(ds_sum, k_max, attended),
             attended=attended,
             magnitudes=magnitudes.amax(-1),
             exact=exact,
@@ -203,6 +206,11 @@ class Sums:
         return (error_bound(self.unit, self.attended) + float64)[..., None]
 
     @property
+    def loss_bound(self) -> Tensor:
+        """`loss_bound` with float64's error, [..., n_q, 1]."""
+        return (self.loss + 2.0**-50 * self.magnitudes)[..., None]
+
+    @property
     def expected(self) -> Tensor:
         """`expected_error`, [..., n_q, d]."""
         return expected_error(self.unit[..., None], self.inexact)
@@ -222,16 +230,41 @@ def ds_bound_of(sample: Sample, trace: Trace) -> Tensor:
         do=operand(sample, trace, "dp", "do"),
         delta=trace.delta,
         p_bound=p_bound(
-            trace.lse,
-            trace.ds.shape[-1],
+            smoothed_lse(sample, trace),
+            sample.attends,
             p_sums=trace.p_recompute.double().sum(-1) if has_sums else None,
             q=operand(sample, trace, "qk_recompute", "q") if in_16_bit else None,
             k=operand(sample, trace, "qk_recompute", "k") if in_16_bit else None,
             scale=sample.q.shape[-1] ** -0.5,
         ),
+        attends=sample.attends,
         growth=growth(spec.dq, spec.rounding.mode, spec.block_k),
         block_q=spec.block_q,
     )
+
+
+def floor_of(ds_sum: Tensor, sample: Sample, trace: Trace) -> Tensor | None:
+    """`code_floor` of a sample; None if dQ is a product of 16-bit numbers."""
+    spec = trace.spec
+    if not spec.dq.precision.is_scaled:
+        return None
+    return code_floor(
+        ds_sum,
+        operand(sample, trace, "dq", "k"),
+        sample.attends,
+        per_tile=spec.dq.lhs is Granularity.PerTile,
+        block_q=spec.block_q,
+        block_k=spec.block_k,
+    )
+
+
+def smoothed_lse(sample: Sample, trace: Trace) -> Tensor:
+    """L of the logits of the smoothed K; `trace.lse` includes the constant that smoothing took."""
+    if not trace.spec.smoothing.k:
+        return trace.lse
+    keys = sample.k.double()[..., sample.attends.any(-2), :]
+    constant = (sample.q.double() * keys.mean(-2, keepdim=True)).sum(-1)
+    return trace.lse - constant * sample.q.shape[-1] ** -0.5
 
 
 def operand(sample: Sample, trace: Trace, site: str, tensor: str) -> Tensor:
@@ -252,7 +285,7 @@ def operand(sample: Sample, trace: Trace, site: str, tensor: str) -> Tensor:
 
 
 def aligned(tokens: int = _TOKENS, d: int = 64, *, v: float = 1.0, do: float = 1.0) -> Sample:
-    """Every part has one sign, and every dP its largest magnitude: B_i without g is reached.
+    """Every part has one sign, and every dP its largest magnitude: B_i / g is reached.
 
     Q is 0, so P is uniform. Half of the values are v, the others -v, in every channel. So delta is
     0 and |dP_ij| = |dO_i| |V_j|. K has the sign of V.

@@ -16,6 +16,7 @@ MODULES = (
     "operands.means",
     "operands.delta",
     "operands.dq_sums",
+    "operands.dq_units",
     "operands.logsumexp",
     "hopper.forward",
     "hopper.backward_kernel",

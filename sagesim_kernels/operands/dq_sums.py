@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
 from sagesim.spec import AttentionSpec, Granularity, Precision, RoundingMode
 from sagesim_kernels.operands.delta import load_rows
@@ -51,6 +50,7 @@ from sagesim_kernels.operands.operand import (
 )
 from sagesim_kernels.operands.results import RowStatistics
 from sagesim_kernels.operands.rounding import IS_INTERPRETED, LAUNCH, LOG2_E, magnitude, to_int32
+from sagesim_kernels.target import compute_capability
 
 _AT_ONCE = tl.constexpr(128)
 """Key blocks whose bounds a program reads in one step."""
@@ -101,8 +101,7 @@ def _has_one_owner(rows: int, columns: int, warps: int) -> bool:
     """
     if IS_INTERPRETED:
         return False
-    active: Any = driver.active
-    has_tensor_memory = active.get_current_target().arch // 10 in (10, 11)
+    has_tensor_memory = compute_capability() // 10 in (10, 11)
     return not has_tensor_memory and rows >= 16 * warps and columns >= 8 * warps
 
 

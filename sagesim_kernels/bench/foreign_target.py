@@ -44,10 +44,6 @@ def compile_for(code: str) -> None:
     """
     if code not in CODES:
         raise ValueError(f"unknown code {code!r}; known are {', '.join(CODES)}")
-    if knobs.runtime.interpret:
-        raise RuntimeError(f"TRITON_INTERPRET is set, so nothing is compiled for {code}; unset it")
-    if knobs.runtime.override_arch:
-        raise RuntimeError(f"TRITON_OVERRIDE_ARCH would replace {code}; unset it")
     if not torch.cuda.is_available():
         raise RuntimeError(f"no CUDA device; {code} code runs on a Hopper GPU")
     for device in range(torch.cuda.device_count()):
@@ -57,6 +53,10 @@ def compile_for(code: str) -> None:
             raise RuntimeError(
                 f"{name} has compute capability {major}.{minor}; {code} code runs on a Hopper GPU"
             )
+    if knobs.runtime.interpret:
+        raise RuntimeError(f"TRITON_INTERPRET is set, so nothing is compiled for {code}; unset it")
+    if knobs.runtime.override_arch:
+        raise RuntimeError(f"TRITON_OVERRIDE_ARCH would replace {code}; unset it")
     # Triton's keys of compiled kernels contain this version, which it reads once.
     if compiler.get_ptxas_version.cache_info().currsize:
         raise RuntimeError(f"a kernel was compiled in this process before {code} was chosen")

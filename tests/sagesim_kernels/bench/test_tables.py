@@ -17,6 +17,7 @@ from sagesim_kernels.bench.tables import (
     sigmas,
     speed,
     times,
+    waits,
 )
 from tests.sagesim_kernels.bench.documents import document
 
@@ -52,6 +53,16 @@ def test_a_contender_that_did_not_run_has_a_row_without_numbers():
         assert set(row(make(document(), FULL), "flash-attn-4")) == {"-"}
         assert set(row(make(document(), FULL), "FlexAttention")) == {"-"}
         assert "-" not in row(make(document(), CAUSAL), "FlexAttention")
+
+
+def test_times_that_may_include_waits_for_the_host():
+    changed = document()
+    assert waits(changed).rows == []
+    run = changed["cases"]["speed d64 full n2048"]["runs"]["factored"]
+    run["both"]["waited"], run["forward"]["waited"] = 3, 0
+    (found,) = waits(changed).rows
+    assert found == ["factored", "forward and backward", "speed d64 full n2048", "3 of 15"]
+    assert waits(changed) in every_table(changed)
 
 
 def test_ratios():

@@ -15,6 +15,7 @@ from sagesim_kernels.bench.cases import (
     payoff_spec,
 )
 from sagesim_kernels.bench.jobs import preparation_share
+from sagesim_kernels.bench.machine import foreign
 
 TITLES: Final = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
 _NOT_RUN: Final = "-"
@@ -231,7 +232,10 @@ def waits(document: dict[str, Any]) -> Table:
 
 
 def every_table(document: dict[str, Any]) -> list[Table]:
-    """Every table of the record that has rows, details first and relative speeds last."""
+    """Every table of the record that has rows, details first and relative speeds last.
+
+    Titles name the code that was timed, if it is not that of the GPU itself.
+    """
     found: list[Table] = []
     timed = panels(document, "speed")
     for make in (memory, times, preparation):
@@ -247,6 +251,9 @@ def every_table(document: dict[str, Any]) -> list[Table]:
         found += [make(document, panel, which) for which in PASSES for panel in timed]
     if timed:
         found += [ranges(document, which) for which in PASSES]
+    code = foreign(document)
+    if code is not None:
+        found = [table._replace(title=f"{table.title} ({code})") for table in found]
     return [table for table in found if table.rows]
 
 

@@ -145,3 +145,17 @@ assert compiler.get_ptxas_version.cache_info().currsize
     env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     for _ in range(2):
         subprocess.run([sys.executable, "-P", "-c", script], env=env, check=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("sm70", "--code: unknown code 'sm70'; known are sm80, sm86, sm89"),
+        ("sm80", "--code: no CUDA device; sm80 code runs on a Hopper GPU"),
+    ],
+)
+def test_pytest_does_not_run_code_that_the_device_does_not_run(code, words):
+    command = [sys.executable, "-m", "pytest", "--code", code, "--collect-only", __file__]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR and words in done.stderr

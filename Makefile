@@ -25,8 +25,8 @@ test-full: .venv/.dev .venv/.triton-oldest  ## the other tests that need no GPU
 fuzz: .venv/.dev .venv/.triton-oldest  ## the property tests with many more examples
 	$(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu" --hypothesis-profile=long
 
-gpu-test:  ## the tests marked gpu, with whatever python and torch this machine has
-	$(PYTHON) -m pytest -q -m gpu
+gpu-test:  ## the tests marked gpu, with this machine's python and torch; CODE=sm80: see CONTRIBUTING.md
+	$(PYTHON) -m pytest -q -m gpu $(if $(CODE),--device cuda --code $(CODE))
 
 check: .venv/.dev  ## formatting, lint, types, tables in the docs
 	$(BIN)/ruff format --check .

@@ -4,7 +4,7 @@
 
 Each check is a command. The record holds its exit code, its time, the last lines that it printed,
 and how often compute-sanitizer reports each place in the source. Checks that are not run keep the
-record of an earlier run.
+record of an earlier run. Checks of sm_80 and sm_89 code need a Hopper GPU; see CONTRIBUTING.md.
 
 To split the fuzz cases over several runs, save the output of pytest -v and pass it as LOG to the
 next run. Tests that passed according to LOG are not run again, and the record holds their number.
@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[1]
 CORES = os.cpu_count() or 1
 REPORTED = 9
 FUZZ, HOPPER = "tests/sagesim_kernels/test_fuzz.py", "tests/sagesim_kernels/test_hopper.py"
+CONTRACT = "tests/sagesim_kernels/test_contract.py"
 
 
 def pytest(*arguments: str) -> list[str]:
@@ -59,6 +60,10 @@ CHECKS = {
     "gpu tests": pytest("-m", "gpu", f"--ignore={FUZZ}", f"--ignore={HOPPER}"),
     "tests of Hopper's kernels": pytest(HOPPER),
     "20,000 fuzz cases": pytest("--device", "cuda", FUZZ),
+    "contract tests, sm_80 code": pytest("--code", "sm80", CONTRACT),
+    "10,000 fuzz cases, sm_80 code": pytest("--device", "cuda", "--code", "sm80", FUZZ),
+    "contract tests, sm_89 code": pytest("--code", "sm89", CONTRACT),
+    "10,000 fuzz cases, sm_89 code": pytest("--device", "cuda", "--code", "sm89", FUZZ),
     **{tool: sanitizer(tool) for tool in ("memcheck", "initcheck", "synccheck")},
     "racecheck": sanitizer("racecheck", "--racecheck-report", "hazard"),
     "initcheck of a control": sanitizer("initcheck", script="sanitizer_controls"),

@@ -47,12 +47,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where the kernels are fuzzed"
     )
+    parser.addoption(
+        "--code",
+        metavar="sm80",
+        help="run the code of another GPU on a Hopper GPU: sm80, sm86 or sm89; skips the tests of "
+        "Hopper's kernels",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is not None and torch.cuda.is_available():
         torch.cuda.set_device(int(worker.removeprefix("gw")) % torch.cuda.device_count())
+    code = config.getoption("--code")
+    if code is not None:
+        from sagesim_kernels.bench.foreign_target import compile_for
+
+        try:
+            compile_for(code)
+        except (RuntimeError, ValueError) as error:
+            raise pytest.UsageError(f"--code: {error}") from None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,6 +75,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def compile_alike(request: pytest.FixtureRequest) -> str:
+    """The first line of a script in which kernels are compiled as in this process."""
+    code = request.config.getoption("--code")
+    if code is None:
+        return ""
+    return f"from sagesim_kernels.bench.foreign_target import compile_for; compile_for({code!r})"
 
 
 @pytest.fixture

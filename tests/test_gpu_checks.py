@@ -88,3 +88,17 @@ def test_an_interrupted_run_fails(gpu_checks):
     assert gpu_checks.verdict("racecheck", 0, []) == {"passed": True}
     assert gpu_checks.verdict("racecheck", 1, []) == {"passed": False}
     assert gpu_checks.verdict("racecheck", 9, []) == {"passed": False, "reports": {}}
+
+
+def test_checks_of_other_gpus_code_state_the_code_and_the_number_of_cases(gpu_checks):
+    from tests.sagesim_kernels.test_fuzz import CASES
+
+    found = {name: c for name, c in gpu_checks.CHECKS.items() if "--code" in c}
+    assert len(found) == 4
+    for name, command in found.items():
+        code = command[command.index("--code") + 1]
+        assert name.endswith(f", {code.replace('sm', 'sm_')} code")
+        if gpu_checks.FUZZ in command:
+            assert name.startswith(f"{CASES['code']:,} fuzz cases, ") and "cuda" in command
+        else:
+            assert name.startswith("contract tests, ") and gpu_checks.CONTRACT in command

@@ -169,6 +169,14 @@ GPU_CHECKS = {
     "gpu tests": "every test marked `gpu`, without the next two rows",
     "tests of Hopper's kernels": "Hopper's own kernels",
     "20,000 fuzz cases": "kernels against the emulator on drawn calls",
+    **{
+        f"{check}, {code} code": f"{looks_for}, in the code that {gpus} get"
+        for code, gpus in (("sm_80", "A100 GPUs"), ("sm_89", "RTX 40 GPUs"))
+        for check, looks_for in (
+            ("contract tests", "kernels against the emulator on chosen calls"),
+            ("10,000 fuzz cases", "kernels against the emulator on drawn calls"),
+        )
+    },
     "memcheck": "invalid memory accesses",
     "synccheck": "invalid use of barriers",
     "racecheck": "races in shared memory",

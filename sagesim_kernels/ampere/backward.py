@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from sagesim_kernels import portable
-from sagesim_kernels.ampere.backward_kernel import STATS, Config, ampere_backward
+from sagesim_kernels.ampere.backward_kernel import Config, ampere_backward
 from sagesim_kernels.ampere.p_rows import launch_p_rows
+from sagesim_kernels.ampere.query_buffers import STATS
 from sagesim_kernels.ampere.row_stats import row_stats_kernel
-from sagesim_kernels.ampere.support import BLOCK, sums_rows
+from sagesim_kernels.ampere.support import BLOCK
 from sagesim_kernels.operands import (
     LAUNCH,
     LOG2_E,
@@ -32,21 +32,28 @@ from sagesim_kernels.operands import (
     padded,
     stored_tokens,
 )
-from sagesim_kernels.portable import Tile, launch, map_product
+from sagesim_kernels.portable import Tile, launch, map_product, prepare_backward
+
+_FOR_TWO: Final = 2 * 64 * 1024
+"""Bytes of shared memory that are enough for two programs."""
 
 
-def _tiles(channels: int) -> Iterator[Tile]:
+def _tiles(channels: int, has_codes: bool) -> Iterator[Tile]:
     """Yield the tiles to try, the best first.
 
     Two programs of 64 keys on a multiprocessor are faster than one of 128 keys, if the shared
-    memory is large enough for both.
+    memory is large enough for both. Copying the next queries early pays for products of codes.
+
+    has_codes: whether P and dS are rounded to codes.
     """
     active: Any = driver.active
     properties = active.utils.get_device_properties(active.get_current_device())
-    if channels == 64 and properties["max_shared_mem"] > 2 * 64 * 1024:
-        yield Tile(64, 4, 2)
-    for keys, stages in ((128, 2), (128, 1), (64, 1)):
-        yield Tile(keys, keys // 16, stages)
+    stages = (2, 1) if has_codes else (1,)
+    if channels == 64 and properties["max_shared_mem"] > _FOR_TWO:
+        yield Tile(64, 4, stages[0])
+    for several in stages:
+        yield Tile(128, 8, several)
+    yield Tile(64, 4, 1)
 
 
 def _bits(x: Operand, other: Operand) -> int:
@@ -115,9 +122,8 @@ def launch_backward(
     """Fill grads, any strides, and statistics.delta; see `portable.launch_backward`."""
     d, heads = problem.q.shape[3], problem.q.shape[1]
     dq_sums = DqSums.empty(problem, BLOCK, padded(d), 4)
-    of_rows = launch_p_rows if sums_rows(problem.spec) else portable.launch_p_rows
-    sum_rows = partial(of_rows, problem, operands, statistics, d_lse)
-    portable.prepare_backward(problem, operands, o, do, statistics, d_lse, dq_sums, sum_rows)
+    sum_rows = partial(launch_p_rows, problem, operands, statistics, d_lse)
+    prepare_backward(problem, operands, o, do, statistics, d_lse, dq_sums, sum_rows)
     tokens = stored_tokens(problem.cu_q, problem.q)
     row_stats = torch.empty(heads * tokens * STATS.value, dtype=torch.float32, device=do.device)
     grid = Grid(-(-problem.longest_q // BLOCK), heads, problem.sequences)
@@ -132,8 +138,10 @@ def launch_backward(
         KernelSizes.of(problem, BLOCK),
         **LAUNCH,
     )
+    products = (problem.spec.dv, problem.spec.dq, problem.spec.dk)
+    has_codes = any(matmul.precision.is_scaled for matmul in products)
     launch(
-        _tiles(padded(d)),
+        _tiles(padded(d), has_codes),
         lambda tile: launch_kernel(tile, problem, operands, row_stats, dq_sums, grads),
         f"the backward at head size {d}",
     )

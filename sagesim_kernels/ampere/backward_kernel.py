@@ -8,11 +8,11 @@ the warps exchange it for dQ.
 # Pyright takes the annotations of Gluon's functions literally:
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
-# pyright: reportOperatorIssue=false
+# pyright: reportOperatorIssue=false, reportConstantRedefinition=false, reportIndexIssue=false
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,7 +28,6 @@ from sagesim_kernels.ampere.device import (
     copy_channels,
     copy_scales,
     copy_tokens,
-    copy_vector,
     exchange_layout,
     exchanged_codes,
     left_codes,
@@ -38,6 +37,13 @@ from sagesim_kernels.ampere.device import (
     rows_layout,
     store_chunk,
     to_int32,
+)
+from sagesim_kernels.ampere.query_buffers import (
+    STATS,
+    QueryBuffers,
+    copy_queries,
+    right_buffer,
+    scale_buffer,
 )
 from sagesim_kernels.gluon_compat import barrier, reinterpret
 from sagesim_kernels.operands import (
@@ -51,9 +57,6 @@ from sagesim_kernels.operands import (
     stored_start_of,
 )
 
-STATS = gl.constexpr(4)
-"""Numbers of a query, in this order: the factor of its logits, lse2, delta, 1 / unit of dQ."""
-
 
 class Config(NamedTuple):
     """The constants of a kernel."""
@@ -64,85 +67,6 @@ class Config(NamedTuple):
     q_right: int  #: bits of the numbers of dK's right operand; 0 if it is q
     do_right: int  #: the same for dV's right operand and do
     k_right: int  #: the same for dQ's right operand and k
-
-
-class QueryBuffers(NamedTuple):
-    """Shared memory for the queries of a step; the first axis is the stage."""
-
-    q: Any
-    do: Any
-    q_right: Any
-    do_right: Any
-    q_scales: Any  #: of q_right's channels, if each has its own
-    do_scales: Any  #: of do_right's channels, likewise
-    row_stats: Any
-
-
-@gluon.jit
-def _right_buffer(x, other, STAGES: gl.constexpr, BITS: gl.constexpr, CHANNELS: gl.constexpr):
-    """Allocate shared memory for a right operand of queries, unless it is in `other`."""
-    if BITS == 8:
-        return gl.allocate_shared_memory(gl.int8, [STAGES, CHANNELS, BLOCK], rows_layout(BLOCK, 8))
-    elif BITS == 16:
-        DTYPE: gl.constexpr = x.ptr.dtype.element_ty
-        return gl.allocate_shared_memory(
-            DTYPE, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, 16)
-        )
-    else:
-        return other
-
-
-@gluon.jit
-def _scale_buffer(x, other, STAGES: gl.constexpr, CHANNELS: gl.constexpr):
-    """Allocate shared memory for the scales of channels if each has its own; else return other."""
-    if x.BY_CHANNEL:
-        return gl.allocate_shared_memory(gl.float32, [STAGES, CHANNELS], VECTOR)
-    else:
-        return other
-
-
-@gluon.jit
-def _copy_right(
-    x, base, scales, first, lowest, last, some, buffer, scale_buffer, stage, BITS: gl.constexpr,
-    D: gl.constexpr,
-):  # fmt: skip
-    """Start to copy a block of queries of a right operand, unless its buffer has another one."""
-    if BITS == 16:
-        copy_tokens(x, base, first, lowest, last, some, buffer.index(stage))
-    elif BITS == 8:
-        copy_channels(x, base, first, some, buffer.index(stage))
-        copy_scales(x, scales, first, some, scale_buffer, stage, D)
-
-
-@gluon.jit
-def _copy_queries(
-    q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b, h, block, stage, some, sizes,
-    CONFIG: gl.constexpr,
-):  # fmt: skip
-    """Start to copy a block of queries to a stage of `QueryBuffers`. Unless some, nothing is read.
-
-    Operands are parameters of their own, because Triton 3.6 loses the constexprs of nested tuples.
-    """
-    cu, n = lengths.cu_q, lengths.n_q
-    lowest, last = live_queries(lengths, b)
-    first = block * BLOCK
-    q_base, q_scales = head_pointers(q, cu, n, b, h)
-    copy_tokens(q, q_base, first, lowest, last, some, buffers.q.index(stage))
-    do_base, do_scales = head_pointers(do, cu, n, b, h)
-    copy_tokens(do, do_base, first, lowest, last, some, buffers.do.index(stage))
-    qr_base, qr_scales = head_pointers(q_right, cu, n, b, h)
-    _copy_right(
-        q_right, qr_base, qr_scales, first, lowest, last, some, buffers.q_right, buffers.q_scales,
-        stage, CONFIG.q_right, sizes.D,
-    )  # fmt: skip
-    dor_base, dor_scales = head_pointers(do_right, cu, n, b, h)
-    _copy_right(
-        do_right, dor_base, dor_scales, first, lowest, last, some, buffers.do_right,
-        buffers.do_scales, stage, CONFIG.do_right, sizes.DV,
-    )  # fmt: skip
-    stored = h.to(gl.int64) * dq_sums.tokens + stored_start_of(cu, n, b) + first
-    copy_vector(row_stats + stored * STATS, some, buffers.row_stats.index(stage))
-    async_copy.commit_group()
 
 
 @gluon.jit
@@ -266,13 +190,13 @@ def ampere_backward(
     second = gl.minimum(first + BLOCK, last_block)  # the second block of keys
 
     k_base, k_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, k_head)
-    v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
+    v_base, _v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
     kr_base, kr_scales = head_pointers(k_right, lengths.cu_k, lengths.n_k, b, k_head)
     k_s = gl.allocate_shared_memory(QT, [KEYS, CHANNELS], rows_layout(CHANNELS, BITS))
     v_s = gl.allocate_shared_memory(DT, [KEYS, CHANNELS], rows_layout(CHANNELS, 16))
     copy_tokens(k, k_base, first, 0, n_k, True, k_s)
     copy_tokens(v, v_base, first, 0, n_k, True, v_s)
-    kr_scales_s = _scale_buffer(k_right, k_s, BLOCKS, CHANNELS)
+    kr_scales_s = scale_buffer(k_right, k_s, BLOCKS, CHANNELS)
     if CONFIG.k_right == 8:
         DS: gl.constexpr = exchange_layout(BLOCK)
         DS_TILE: gl.constexpr = exchange_layout(KEYS)
@@ -305,10 +229,10 @@ def ampere_backward(
     buffers = QueryBuffers(
         q_s,
         do_s,
-        _right_buffer(q_right, q_s, STAGES, CONFIG.q_right, CHANNELS),
-        _right_buffer(do_right, do_s, STAGES, CONFIG.do_right, CHANNELS),
-        _scale_buffer(q_right, q_s, STAGES, CHANNELS),
-        _scale_buffer(do_right, do_s, STAGES, CHANNELS),
+        right_buffer(q_right, q_s, STAGES, CONFIG.q_right, CHANNELS),
+        right_buffer(do_right, do_s, STAGES, CONFIG.do_right, CHANNELS),
+        scale_buffer(q_right, q_s, STAGES, CHANNELS),
+        scale_buffer(do_right, do_s, STAGES, CHANNELS),
         gl.allocate_shared_memory(gl.float32, [STAGES, STATS * BLOCK], VECTOR),
     )
 
@@ -318,7 +242,7 @@ def ampere_backward(
     end = (n_q + BLOCK - 1) // BLOCK
     first_head = k_head * GROUPS
     start_q = stored_start_of(lengths.cu_q, lengths.n_q, b)
-    _copy_queries(
+    copy_queries(
         q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b, first_head, begin, 0,
         begin < end, sizes, CONFIG,
     )  # fmt: skip
@@ -340,7 +264,7 @@ def ampere_backward(
                 async_copy.wait_group(0)
                 barrier()  # All warps have finished the step before, and see what was copied.
                 if STAGES == 2:
-                    _copy_queries(
+                    copy_queries(
                         q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b,
                         next_head, next_block, n % STAGES, more, sizes, CONFIG,
                     )  # fmt: skip
@@ -369,7 +293,7 @@ def ampere_backward(
                     s = gl.where(visible, s, -float("inf"))
                 p = gl.exp2(s)
                 left, row_scale = _left(p, p_product, buffers.do_right)
-                dor_base, dor_scales = head_pointers(do_right, lengths.cu_q, lengths.n_q, b, h)
+                _dor_base, dor_scales = head_pointers(do_right, lengths.cu_q, lengths.n_q, b, h)
                 dv0 = _add_product(
                     dv0, left, row_scale, do_right, dor_scales, query, buffers.do_right,
                     buffers.do_scales, stage, 0,
@@ -390,7 +314,7 @@ def ampere_backward(
                     ds = gl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0
                 ds_tile.store(ds.to(ds_s.dtype))
                 left, row_scale = _left(ds, dk_product, buffers.q_right)
-                qr_base, qr_scales = head_pointers(q_right, lengths.cu_q, lengths.n_q, b, h)
+                _qr_base, qr_scales = head_pointers(q_right, lengths.cu_q, lengths.n_q, b, h)
                 dk0 = _add_product(
                     dk0, left, row_scale, q_right, qr_scales, query, buffers.q_right,
                     buffers.q_scales, stage, 0,
@@ -404,7 +328,7 @@ def ampere_backward(
                 inverse = _row_stats(buffers, stage, 3, gl.SliceLayout(1, DQ))[:, None]
                 barrier()  # All warps have stored dS, and need no copied queries any more.
                 if STAGES == 1:
-                    _copy_queries(
+                    copy_queries(
                         q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b,
                         next_head, next_block, 0, more, sizes, CONFIG,
                     )  # fmt: skip
@@ -413,19 +337,19 @@ def ampere_backward(
                 left0, factor0 = _exchanged(ds_s.index(0), dq_product, inverse, DQ)
                 if BLOCKS == 2:
                     left1, factor1 = _exchanged(ds_s.index(1), dq_product, inverse, DQ)
-                for C in gl.static_range(CHUNKS):
+                for c in gl.static_range(CHUNKS):
                     units = _units(
                         left0, factor0, k_right, kr_scales, first, kr_s, kr_scales_s, 0, dq_sums,
-                        at, C, DQ,
+                        at, c, DQ,
                     )  # fmt: skip
                     if BLOCKS == 2:
                         units += _units(
                             left1, factor1, k_right, kr_scales, second, kr_s, kr_scales_s, 1,
-                            dq_sums, at, C, DQ,
+                            dq_sums, at, c, DQ,
                         )  # fmt: skip
-                    add_units(dq_sums, at, units, C, CHANNELS)
+                    add_units(dq_sums, at, units, c, CHANNELS)
 
-    for C in gl.static_range(CHUNKS):
-        dk_value = (dk1 if C else dk0) * scale
-        store_chunk(dk, lengths.cu_k, b, k_head, first, n_stored, dk_value, C, sizes.D)
-        store_chunk(dv, lengths.cu_k, b, k_head, first, n_stored, dv1 if C else dv0, C, sizes.DV)
+    for c in gl.static_range(CHUNKS):
+        dk_value = (dk1 if c else dk0) * scale
+        store_chunk(dk, lengths.cu_k, b, k_head, first, n_stored, dk_value, c, sizes.D)
+        store_chunk(dv, lengths.cu_k, b, k_head, first, n_stored, dv1 if c else dv0, c, sizes.DV)

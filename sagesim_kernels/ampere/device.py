@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from sagesim_kernels.gluon_compat import async_load
-from sagesim_kernels.operands import amax, map_inverse, map_scale, start_of
+from sagesim_kernels.operands import amax, map_inverse, map_scale, map_step, start_of
 
 BLOCK = gl.constexpr(64)
 """Queries of a step, and queries and keys of a block of the spec."""
@@ -124,13 +124,51 @@ def channel_scales(x, scales, first, buffer, at, C: gl.constexpr, LAYOUT: gl.con
 
 
 @gluon.jit
-def scale_of_block(x, scales, first, some):
-    """Return the scale of the block that starts at token `first`, 1 in 16 bit or unless some."""
+def block_scale(x, scales, first, some):
+    """Return the scale of the block of the spec from token `first`; 1 if it has several, or none.
+
+    1 unless some.
+    """
     if x.scale is None:
         return 1.0
-    else:
+    elif x.TOKENS == BLOCK:
         at = gl.to_tensor(first // x.TOKENS).to(gl.int64) * x.scale_stride_n
         return gl.load(scales + at, mask=some, other=1.0)
+    else:
+        return 1.0
+
+
+@gluon.jit
+def token_scale_buffer(x, other, STAGES: gl.constexpr):
+    """Allocate shared memory for the scales of 64 tokens, if each has its own; or return other."""
+    if x.TOKENS == 1:
+        return gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR)
+    else:
+        return other
+
+
+@gluon.jit
+def copy_token_scales(x, scales, first, last, some, buffer, at):
+    """Start to copy the scales of 64 tokens, if each has its own; 0 from `last` on."""
+    if x.TOKENS == 1:
+        index = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        ptrs = scales + (first + index).to(gl.int64) * x.scale_stride_n
+        async_load(buffer.index(at), ptrs, (first + index < last) & some)
+
+
+@gluon.jit
+def apply_k_scale(s, factor, k, k_scale, scale_buffer, at):
+    """Multiply K's scale into the logits s [queries, keys] or into their factor [queries].
+
+    The operations are those of `operands.apply_k_scale`.
+    """
+    if k.scale is None:
+        return s, factor
+    elif k.TOKENS == BLOCK:
+        return s, factor * k_scale
+    else:
+        column = scale_buffer.index(at).load(gl.SliceLayout(0, s.type.layout))
+        return s * (column * 0.0009765625)[None, :], factor * 1024.0
 
 
 @gluon.jit
@@ -202,12 +240,15 @@ def left_codes(map, rounding):
 
 @gluon.jit
 def exchanged_codes(ds, rounding, LAYOUT: gl.constexpr):
-    """Load dS [64 keys, queries] as codes of a left operand [queries, keys], and row scales."""
+    """Load dS [64 keys, queries] as codes of a left operand [queries, keys], and row steps.
+
+    The step is the scale, or less where all codes are 0; see `operands.map_step`.
+    """
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4)
     map = ds.permute((1, 0)).load(OPERAND)
     largest = _largest(map, rounding, gl.SliceLayout(1, LAYOUT))
     inverse = gl.convert_layout(map_inverse(largest), gl.SliceLayout(1, OPERAND))
-    return _codes(map, inverse), map_scale(largest)
+    return _codes(map, inverse), map_step(largest)
 
 
 _TO_INT32 = gl.constexpr("cvt.rni.s32.f32 $0, $1;")

@@ -17,17 +17,20 @@ from sagesim_kernels.ampere.device import (
     BLOCK,
     CHUNK,
     VECTOR,
+    apply_k_scale,
+    block_scale,
     channel_scales,
     code_product,
     copy_channels,
     copy_scales,
+    copy_token_scales,
     copy_tokens,
     product,
     register_order_codes,
     right_chunk,
     rows_layout,
-    scale_of_block,
     store_chunk,
+    token_scale_buffer,
 )
 from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.operands import (
@@ -65,9 +68,13 @@ def _finite(x):
 
 
 @gluon.jit
-def _copy_keys(k, v, k_base, v_base, v_scales, key, n_k, some, k_s, v_s, scales_s, stage, sizes):
+def _copy_keys(
+    k, v, k_base, v_base, k_scales, v_scales, key, n_k, some, k_s, v_s, k_scales_s, scales_s, stage,
+    sizes,
+):  # fmt: skip
     """Start to copy a block of keys and values to a stage. Unless some, nothing is read."""
     copy_tokens(k, k_base, key, 0, n_k, some, k_s.index(stage))
+    copy_token_scales(k, k_scales, key, n_k, some, k_scales_s, stage)
     if v.scale is None:
         copy_tokens(v, v_base, key, 0, n_k, some, v_s.index(stage))
     else:
@@ -83,8 +90,7 @@ def ampere_forward(
 ):  # fmt: skip
     """Compute O and the logsumexp, in base 2, of a tile of queries.
 
-    The arguments are those of `portable.forward.forward_kernel`. K has 16 bits, or one scale a
-    block. CONFIG: `RowConfig`.
+    The arguments are those of `portable.forward.forward_kernel`.  CONFIG: `RowConfig`.
     """
     ROWS_OF_TILE: gl.constexpr = CONFIG.queries
     STAGES: gl.constexpr = CONFIG.stages
@@ -103,7 +109,7 @@ def ampere_forward(
     if first >= n_q:
         return
     k_head = h // sizes.GROUPS
-    first_live, unused = live_queries(lengths, b)
+    first_live, _unused = live_queries(lengths, b)
     n_k = live_keys(lengths, b)
     offset = causal_offset(lengths, b)
     queries = first + gl.arange(0, ROWS_OF_TILE, ROWS)
@@ -113,6 +119,7 @@ def ampere_forward(
     v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
     q_s = gl.allocate_shared_memory(QT, [ROWS_OF_TILE, CHANNELS], rows_layout(CHANNELS, BITS))
     k_s = gl.allocate_shared_memory(QT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, BITS))
+    k_scales_s = token_scale_buffer(k, k_s, STAGES)
     scales_s = q_s
     if v.scale is None:
         v_s = gl.allocate_shared_memory(VT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, 16))
@@ -124,26 +131,23 @@ def ampere_forward(
     unmasked_end, end = key_loop_bounds(first, ROWS_OF_TILE, BLOCK, n_k, offset)
     copy_tokens(q, q_base, first, first_live, n_q, True, q_s)
     _copy_keys(
-        k, v, k_base, v_base, v_scales, unmasked_end * 0, n_k, end > 0, k_s, v_s, scales_s, 0, sizes
-    )
+        k, v, k_base, v_base, k_scales, v_scales, unmasked_end * 0, n_k, end > 0, k_s, v_s,
+        k_scales_s, scales_s, 0, sizes,
+    )  # fmt: skip
     factor = gl.full([ROWS_OF_TILE], 1.0, gl.float32, ROWS)
     if q.scale is not None:
         ptrs = q_scales + (queries // q.TOKENS).to(gl.int64) * q.scale_stride_n
         factor = gl.load(ptrs, mask=queries < n_q, other=1.0)
     factor = factor * scale_log2
-    if not IS_NEGATIVE:
-        factor = gl.abs(factor)
 
     row_max = gl.full([ROWS_OF_TILE], -float("inf"), gl.float32, ROWS)
     row_sum = gl.zeros([ROWS_OF_TILE], gl.float32, ROWS)
     total0 = gl.zeros([ROWS_OF_TILE, CHUNK], gl.float32, ACC)
     total1 = total0
-    k_scale = scale_of_block(k, k_scales, 0, end > 0)
+    k_scale = block_scale(k, k_scales, 0, end > 0)
     n = 0
     for MASKED in gl.static_range(2):
-        for key in range(
-            unmasked_end if MASKED else 0, end if MASKED else unmasked_end, BLOCK
-        ):
+        for key in range(unmasked_end if MASKED else 0, end if MASKED else unmasked_end, BLOCK):
             stage = n % STAGES
             n += 1
             next_key = key + BLOCK
@@ -151,20 +155,21 @@ def ampere_forward(
             async_copy.wait_group(0)
             barrier()  # All warps have finished the step before, and see what was copied.
             _copy_keys(
-                k, v, k_base, v_base, v_scales, next_key, n_k, more, k_s, v_s, scales_s,
-                n % STAGES, sizes,
+                k, v, k_base, v_base, k_scales, v_scales, next_key, n_k, more, k_s, v_s,
+                k_scales_s, scales_s, n % STAGES, sizes,
             )  # fmt: skip
-            tile_factor = factor * k_scale if k.scale is not None else factor
-            k_scale = scale_of_block(k, k_scales, next_key, more)
-            if IS_NEGATIVE:
-                tile_factor = gl.abs(tile_factor)
+            this_scale = k_scale
+            k_scale = block_scale(k, k_scales, next_key, more)
             s = product(
                 q_s.load(gl.DotOperandLayout(0, ACC, 32 // BITS)),
                 k_s.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, ACC, 32 // BITS)),
                 ACC,
             )
+            s, tile_factor = apply_k_scale(s, factor, k, this_scale, k_scales_s, stage)
             if IS_NEGATIVE:
                 s = -s
+            # The factor must not be negative, so that a row's maximum of s is that of its logits.
+            tile_factor = gl.abs(tile_factor)
             if MASKED:
                 # Multiply before masking: -inf times a factor of 0 or NaN is NaN.
                 keys = key + gl.arange(0, BLOCK, COLUMNS)
@@ -184,12 +189,12 @@ def ampere_forward(
                 row_sum = row_sum * shrink + gl.sum(p, 1) * weight
                 codes = (p + 12582912.0).to(gl.int32, bitcast=True).to(gl.int8)
                 codes = register_order_codes(codes)
-                for C in gl.static_range(CHANNELS // CHUNK):
-                    column = channel_scales(v, v_scales, key, scales_s, stage, C, COLUMNS)
-                    sums = code_product(codes, right_chunk(v_s.index(stage), C, ACC), ACC)
-                    total = (total1 if C else total0) * shrink[:, None]
+                for c in gl.static_range(CHANNELS // CHUNK):
+                    column = channel_scales(v, v_scales, key, scales_s, stage, c, COLUMNS)
+                    sums = code_product(codes, right_chunk(v_s.index(stage), c, ACC), ACC)
+                    total = (total1 if c else total0) * shrink[:, None]
                     total = gl.fma(sums, weight[:, None] * column[None, :], total)
-                    if C:
+                    if c:
                         total1 = total
                     else:
                         total0 = total
@@ -197,7 +202,9 @@ def ampere_forward(
                 p = gl.exp2(s - _finite(new_max)[:, None])
                 row_sum = row_sum * shrink + gl.sum(p, 1)
                 p16 = gl.convert_layout(p.to(VT), gl.DotOperandLayout(0, ACC, 2))
-                total0 = mma_v2(p16, right_chunk(v_s.index(stage), 0, ACC), total0 * shrink[:, None])
+                total0 = mma_v2(
+                    p16, right_chunk(v_s.index(stage), 0, ACC), total0 * shrink[:, None]
+                )
                 if CHANNELS > CHUNK:
                     tokens = right_chunk(v_s.index(stage), 1, ACC)
                     total1 = mma_v2(p16, tokens, total1 * shrink[:, None])
@@ -209,6 +216,6 @@ def ampere_forward(
         row_lse2 -= _LOG2_LEFT
     row_lse2 = gl.where(has_keys, row_lse2, float("inf"))
     gl.store(row_base(lse2, lengths.cu_q, b, h) + queries, row_lse2, mask=queries < n_q)
-    for C in gl.static_range(CHANNELS // CHUNK):
-        value = (total1 if C else total0) / row_sum[:, None]
-        store_chunk(o, lengths.cu_q, b, h, first, n_q, value, C, sizes.DV)
+    for c in gl.static_range(CHANNELS // CHUNK):
+        value = (total1 if c else total0) / row_sum[:, None]
+        store_chunk(o, lengths.cu_q, b, h, first, n_q, value, c, sizes.DV)

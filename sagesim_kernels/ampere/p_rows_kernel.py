@@ -11,7 +11,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from sagesim_kernels.ampere.device import BLOCK, copy_tokens, product, rows_layout, scale_of_block
+from sagesim_kernels.ampere.device import (
+    BLOCK,
+    apply_k_scale,
+    block_scale,
+    copy_token_scales,
+    copy_tokens,
+    product,
+    rows_layout,
+    token_scale_buffer,
+)
 from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.operands import (
     attends,
@@ -27,9 +36,12 @@ from sagesim_kernels.operands import (
 
 
 @gluon.jit
-def _copy_keys(k, v, k_base, v_base, key, n_k, some, k_s, v_s, stage):
+def _copy_keys(
+    k, v, k_base, v_base, k_scales, key, n_k, some, k_s, v_s, k_scales_s, stage
+):  # fmt: skip
     """Start to copy a block of keys and values to a stage. Unless some, nothing is read."""
     copy_tokens(k, k_base, key, 0, n_k, some, k_s.index(stage))
+    copy_token_scales(k, k_scales, key, n_k, some, k_scales_s, stage)
     copy_tokens(v, v_base, key, 0, n_k, some, v_s.index(stage))
     async_copy.commit_group()
 
@@ -40,8 +52,8 @@ def ampere_p_rows(
 ):
     """Compute rowsum(P) of a tile of queries, and delta = rowsum(P o dP) unless delta is None.
 
-    The arguments are those of `portable.p_rows.p_rows_kernel`. do and v are in 16 bit. K has 16
-    bits, or one scale a block. CONFIG: `RowConfig`.
+    The arguments are those of `portable.p_rows.p_rows_kernel`. do and v are in
+    16 bit. CONFIG: `RowConfig`.
     """
     TILE: gl.constexpr = CONFIG.queries
     STAGES: gl.constexpr = CONFIG.stages
@@ -59,24 +71,27 @@ def ampere_p_rows(
     if first >= n_q:
         return
     k_head = h // sizes.GROUPS
-    first_live, unused = live_queries(lengths, b)
+    first_live, _unused = live_queries(lengths, b)
     n_k = live_keys(lengths, b)
     offset = causal_offset(lengths, b)
     queries = first + gl.arange(0, TILE, ROWS)
 
     q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
-    do_base, do_scales = head_pointers(do, lengths.cu_q, lengths.n_q, b, h)
+    do_base, _do_scales = head_pointers(do, lengths.cu_q, lengths.n_q, b, h)
     k_base, k_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, k_head)
-    v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
+    v_base, _v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
     q_s = gl.allocate_shared_memory(QT, [TILE, CHANNELS], rows_layout(CHANNELS, BITS))
     do_s = gl.allocate_shared_memory(VT, [TILE, CHANNELS], rows_layout(CHANNELS, 16))
     k_s = gl.allocate_shared_memory(QT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, BITS))
+    k_scales_s = token_scale_buffer(k, k_s, STAGES)
     v_s = gl.allocate_shared_memory(VT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, 16))
 
     unmasked_end, end = key_loop_bounds(first, TILE, BLOCK, n_k, offset)
     copy_tokens(q, q_base, first, first_live, n_q, True, q_s)
     copy_tokens(do, do_base, first, first_live, n_q, True, do_s)
-    _copy_keys(k, v, k_base, v_base, unmasked_end * 0, n_k, end > 0, k_s, v_s, 0)
+    _copy_keys(
+        k, v, k_base, v_base, k_scales, unmasked_end * 0, n_k, end > 0, k_s, v_s, k_scales_s, 0
+    )
     factor = gl.full([TILE], 1.0, gl.float32, ROWS)
     if q.scale is not None:
         ptrs = q_scales + (queries // q.TOKENS).to(gl.int64) * q.scale_stride_n
@@ -88,7 +103,7 @@ def ampere_p_rows(
 
     p_sum = gl.zeros([TILE], gl.float32, ROWS)
     delta_sum = gl.zeros([TILE], gl.float32, ROWS)
-    k_scale = scale_of_block(k, k_scales, 0, end > 0)
+    k_scale = block_scale(k, k_scales, 0, end > 0)
     n = 0
     for MASKED in gl.static_range(2):
         for key in range(unmasked_end if MASKED else 0, end if MASKED else unmasked_end, BLOCK):
@@ -98,15 +113,17 @@ def ampere_p_rows(
             async_copy.wait_group(0)
             barrier()  # All warps have finished the step before, and see what was copied.
             _copy_keys(
-                k, v, k_base, v_base, next_key, n_k, next_key < end, k_s, v_s, n % STAGES
-            )
-            tile_factor = factor * k_scale if k.scale is not None else factor
-            k_scale = scale_of_block(k, k_scales, next_key, next_key < end)
+                k, v, k_base, v_base, k_scales, next_key, n_k, next_key < end, k_s, v_s,
+                k_scales_s, n % STAGES,
+            )  # fmt: skip
+            this_scale = k_scale
+            k_scale = block_scale(k, k_scales, next_key, next_key < end)
             s = product(
                 q_s.load(gl.DotOperandLayout(0, ACC, 32 // BITS)),
                 k_s.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, ACC, 32 // BITS)),
                 ACC,
             )
+            s, tile_factor = apply_k_scale(s, factor, k, this_scale, k_scales_s, stage)
             s = s * tile_factor[:, None] - row_lse2[:, None]
             if MASKED:
                 keys = key + gl.arange(0, BLOCK, gl.SliceLayout(0, ACC))

@@ -33,7 +33,7 @@ def row_stats_kernel(grid, q, lse2, delta, dq_sums, out, lengths, scale_log2, si
     start = stored_start_of(lengths.cu_q, lengths.n_q, b) + first
     row = h.to(tl.int64) * dq_sums.tokens + start
     ptrs = out + row * 4 + local
-    q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
+    _q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
     factor = load_token_scales(q, q_scales, first, sizes.BLOCK_Q, n_q) * scale_log2
     tl.store(ptrs, factor)
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))

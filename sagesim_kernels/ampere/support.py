@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
-from triton.runtime import driver
-
-from sagesim.spec import AttentionSpec, Granularity, MatmulSpec, Precision, RoundingMode
+from sagesim.spec import AttentionSpec, MatmulSpec, Precision, RoundingMode
 from sagesim_kernels.operands import DTYPES, KernelProblem, padded
 from sagesim_kernels.support import IS_INTERPRETED
+from sagesim_kernels.target import compute_capability
 
 CHANNELS: Final = (64, 128)
 """Channels of a tile: those of the problem, padded to a power of two."""
@@ -20,17 +19,18 @@ BLOCK: Final = 64
 def serves_forward(problem: KernelProblem) -> bool:
     """Return whether the kernels compute the forward of the problem on the current device."""
     spec = problem.spec
-    return _serves(problem) and _scales_blocks_of_k(spec.qk) and _has_format(spec.pv)
+    return (
+        _serves(problem)
+        and _has_format(spec.qk)
+        and _has_format(spec.pv)
+        # The portable forward multiplies with wgmma there, and is faster.
+        and compute_capability() != 90
+    )
 
 
 def serves_backward(problem: KernelProblem) -> bool:
     """Return whether the kernels compute the backward of the problem on the current device."""
     return _serves(problem) and _serves_backward(problem.spec)
-
-
-def sums_rows(spec: AttentionSpec) -> bool:
-    """Return whether the kernels compute the row sums of P of a backward that they serve."""
-    return _scales_blocks_of_k(spec.qk_recompute)
 
 
 def _serves(problem: KernelProblem) -> bool:
@@ -52,18 +52,12 @@ def has_mma_sync() -> bool:
     Data center Blackwell is much faster with another instruction. So is Hopper, but not for left
     operands in INT8, which these kernels keep in registers.
     """
-    active: Any = driver.active
-    arch = active.get_current_target().arch
-    return arch >= 80 and arch // 10 not in (10, 11)
+    capability = compute_capability()
+    return capability >= 80 and capability // 10 not in (10, 11)
 
 
 def _has_format(matmul: MatmulSpec) -> bool:
     return matmul.precision in (*DTYPES, Precision.INT8)
-
-
-def _scales_blocks_of_k(matmul: MatmulSpec) -> bool:
-    """Return whether the scale of K, if there is one, is that of a block of keys."""
-    return matmul.precision in DTYPES or matmul.rhs is Granularity.PerBlock
 
 
 @lru_cache(maxsize=256)

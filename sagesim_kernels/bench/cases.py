@@ -18,6 +18,10 @@ QUICK_SPECS: Final = ("factored_qk", "sagebwd")
 QUICK_PEERS: Final = PEERS[:-1]
 """Without FlexAttention: it is compiled at every length, which takes too long for a quick run."""
 
+CODE_SPECS: Final = ("fpa_bf16", "factored_qk", "sagebwd", "factored_pv16", "factored")
+CODE_PEERS: Final = PEERS[:1]
+"""FlashAttention-2: it multiplies with mma.sync, as the code of other GPUs does."""
+
 PAYOFF_BASE: Final = FACTORED
 """The spec whose products are switched between INT8 and 16 bit one at a time. Six are INT8."""
 
@@ -35,8 +39,10 @@ _CHANNELS: Final = 2048
 
 _LENGTHS: Final = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 _HEAD_DIMS: Final = (64, 128)
+_SHAPES: Final = [(d, is_causal) for d in _HEAD_DIMS for is_causal in (False, True)]
 _PAYOFF_LENGTH: Final = 8192
 _QUICK_LENGTH: Final = 4096
+_CODE_LENGTHS: Final = (4096, 8192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,25 +142,34 @@ def payoff_labels() -> tuple[str, ...]:
 
 def all_cases(specs: Sequence[str]) -> list[Case]:
     """All cases: speed at every shape, then each site in INT8 and in 16 bit, then errors."""
-    timed = tuple(dict.fromkeys([*specs, *PEERS]))
+    timed = _unique(*specs, *PEERS)
     payoff = (*payoff_labels(), PEERS[0])
-    everyone = tuple(dict.fromkeys([*specs, *payoff_labels(), *PEERS]))
-    shapes = [(d, is_causal) for d in _HEAD_DIMS for is_causal in (False, True)]
+    everyone = _unique(*specs, *payoff_labels(), *PEERS)
     return [
-        *(TimedCase("speed", _shape(n, *s), timed) for n in _LENGTHS for s in shapes),
-        *(TimedCase("payoff", _shape(_PAYOFF_LENGTH, *s), payoff) for s in shapes),
-        *(GaussianCase(sigma, *s, everyone) for s in shapes for sigma in SIGMAS),
+        *(TimedCase("speed", _shape(n, *s), timed) for n in _LENGTHS for s in _SHAPES),
+        *(TimedCase("payoff", _shape(_PAYOFF_LENGTH, *s), payoff) for s in _SHAPES),
+        *(GaussianCase(sigma, *s, everyone) for s in _SHAPES for sigma in SIGMAS),
         CaptureCase(everyone),
     ]
 
 
 def quick_cases(specs: Sequence[str]) -> list[Case]:
     """Speed at one length under the causal mask, and errors at the smaller head size."""
-    contenders = tuple(dict.fromkeys([*specs, *QUICK_PEERS]))
+    contenders = _unique(*specs, *QUICK_PEERS)
     return [
         *(TimedCase("speed", _shape(_QUICK_LENGTH, d, True), contenders) for d in _HEAD_DIMS),
         *(GaussianCase(sigma, _HEAD_DIMS[0], True, contenders) for sigma in SIGMAS),
     ]
+
+
+def code_cases(specs: Sequence[str]) -> list[Case]:
+    """Speed at two lengths, of the code of another GPU."""
+    contenders = _unique(*specs, *CODE_PEERS)
+    return [TimedCase("speed", _shape(n, *s), contenders) for n in _CODE_LENGTHS for s in _SHAPES]
+
+
+def _unique(*names: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
 
 
 def _shape(tokens: int, head_dim: int, is_causal: bool) -> Shape:

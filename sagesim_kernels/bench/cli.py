@@ -9,6 +9,9 @@ A time is the median of several rounds. It includes quantization and all other p
 from cold caches, and excludes compilation and warm-up. The operations of a forward are 4 B H N^2 d,
 half of that under a causal mask, and those of a backward 2.5 times as many, for every contender.
 
+With --code the kernels are compiled for another GPU and assembled for this Hopper GPU. They are
+timed beside FlashAttention-2 alone, which is mma.sync code too. The times are not the other GPU's.
+
 The record is written after each case, and the same command continues it. A record belongs to one
 machine and one version of all software; the command refuses to continue another one. At the end it
 prints tables and, if matplotlib is installed, writes plots beside the record.
@@ -33,12 +36,15 @@ from sagesim.files import replacing
 from sagesim.spec import AttentionSpec
 from sagesim.terminal import Failure, progress, stdout, table
 from sagesim_kernels.bench.cases import (
+    CODE_PEERS,
+    CODE_SPECS,
     PEERS,
     QUICK_PEERS,
     QUICK_SPECS,
     SPECS,
     Case,
     all_cases,
+    code_cases,
     quick_cases,
 )
 from sagesim_kernels.bench.record import Record, read
@@ -83,9 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("out/bench.json"),
         metavar="FILE.json",
-        help="the record to make or to continue (default: %(default)s)",
+        help="the record to make or to continue (default: out/bench.json, or out/bench_sm80.json "
+        "with --code sm80)",
     )
     parser.add_argument(
         "--specs",
@@ -93,11 +99,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LABEL",
         help=f"our specs to time (default: {' '.join(SPECS)})",
     )
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
         "--quick",
         action="store_true",
         help="only 4096 tokens and the causal mask, without FlexAttention and without switching "
         f"single products; takes about a minute (default of --specs: {' '.join(QUICK_SPECS)})",
+    )
+    which.add_argument(
+        "--code",
+        metavar="sm80",
+        help="only speed at 4096 and 8192 tokens, of the code of another GPU: sm80, sm86 or sm89 "
+        f"(default of --specs: {' '.join(CODE_SPECS)})",
     )
     parser.add_argument(
         "--only",
@@ -127,27 +140,37 @@ def _run(args: argparse.Namespace, command: str) -> None:
         raise Failure("no CUDA device; --show FILE.json prints a record without one")
     if IS_INTERPRETED:
         raise Failure("TRITON_INTERPRET is set, so the kernels would run on the CPU; unset it")
-    specs = _labels(args.specs or (QUICK_SPECS if args.quick else SPECS))
-    cases = _matching(args.only, quick_cases(specs) if args.quick else all_cases(specs))
+    if args.quick:
+        usual, peers, make, rounds = QUICK_SPECS, QUICK_PEERS, quick_cases, _QUICK_ROUNDS
+    elif args.code is not None:
+        usual, peers, make, rounds = CODE_SPECS, CODE_PEERS, code_cases, _ROUNDS
+    else:
+        usual, peers, make, rounds = SPECS, PEERS, all_cases, _ROUNDS
+    specs = _labels(args.specs or usual)
+    cases = _matching(args.only, make(specs))
     for package in _NEEDED:
         importlib.import_module(package)
+    if args.code is not None:
+        _compile_for(args.code)
 
     from sagesim_kernels.bench.cuda import CudaMeter
     from sagesim_kernels.bench.machine import describe
     from sagesim_kernels.bench.run import DeviceLost, Setup, run
 
-    rounds = _QUICK_ROUNDS if args.quick else _ROUNDS
     settings = {
         "specs": list(specs),
-        "peers": list(QUICK_PEERS if args.quick else PEERS),
+        "peers": list(peers),
         "quick": args.quick,
+        "code": args.code,
         "dtype": "bfloat16",
         "rounds": rounds,
     }
+    name = "bench.json" if args.code is None else f"bench_{args.code}.json"
+    path = Path("out", name) if args.out is None else args.out
     machine = describe()
     try:
         try:
-            record = Record.open(args.out, machine=machine, settings=settings, command=command)
+            record = Record.open(path, machine=machine, settings=settings, command=command)
         except (OSError, ValueError) as error:
             raise Failure(str(error)) from None
         setup = Setup(torch.device("cuda"), torch.bfloat16, CudaMeter(), rounds)
@@ -162,6 +185,15 @@ def _run(args: argparse.Namespace, command: str) -> None:
     except DeviceLost as error:
         raise Failure(str(error)) from None
     _show(record.document, record.path)
+
+
+def _compile_for(code: str) -> None:
+    from sagesim_kernels.bench.foreign_target import compile_for
+
+    try:
+        compile_for(code)
+    except (RuntimeError, ValueError) as error:
+        raise Failure(f"--code: {error}") from None
 
 
 def _matching(patterns: Sequence[str] | None, cases: Sequence[Case]) -> list[Case]:

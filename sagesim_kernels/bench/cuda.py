@@ -17,31 +17,46 @@ _FLUSHED_BYTES: Final = 2**28
 """Larger than any L2 cache (H200: 50 MB, B200: 126 MB)."""
 
 _FLUSHES: Final = 64
-"""Writes of that many bytes before each timed run. They keep an H200 busy for about 4 ms, and the
-host launches the run in that time, as it runs ahead of the device in training. If the host needs
-longer, the time includes the gaps between launches."""
+"""Writes of that many bytes before a timed run. They keep an H200 busy for about 4 ms."""
+
+_MOST_FLUSHES: Final = 512
+"""More could fill the queue of launches, which has about a thousand places."""
 
 
 class CudaMeter:
-    """A `Meter` of the current CUDA device and stream."""
+    """A `Meter` of the current CUDA device and stream.
+
+    The device is busy with other writes while the host launches a timed run, as the host runs ahead
+    of the device in training. If the device finishes them first, the run is repeated after twice as
+    many, and so is every later one. `Elapsed.waited` is true if the most writes do not suffice, for
+    example because the run itself waits for the device.
+    """
 
     def __init__(self) -> None:
         self._buffer = torch.empty(_FLUSHED_BYTES, dtype=torch.int8, device="cuda")
+        self._flushes = _FLUSHES
 
     def elapsed(self, prepare: Callable[[], Callable[[], object]]) -> Elapsed:
-        run = prepare()
+        found = self._elapsed(prepare())
+        while found.waited and self._flushes < _MOST_FLUSHES:
+            self._flushes *= 2
+            found = self._elapsed(prepare())
+        return found
+
+    def _elapsed(self, run: Callable[[], object]) -> Elapsed:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        for _ in range(_FLUSHES):
+        for _ in range(self._flushes):
             self._buffer.zero_()
         begun = time.perf_counter()
         start.record()
         result = run()
         end.record()
         host = time.perf_counter() - begun
+        waited = start.query()  # the device was at the first launch before the host was at the last
         torch.cuda.synchronize()
         del result
-        return Elapsed(start.elapsed_time(end) / 1e3, host)
+        return Elapsed(start.elapsed_time(end) / 1e3, host, waited)
 
     def added_bytes(self, run: Callable[[], object]) -> int:
         torch.cuda.synchronize()

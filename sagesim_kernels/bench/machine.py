@@ -76,6 +76,19 @@ def one_line(machine: dict[str, Any]) -> str:
     return ", ".join([machine["gpu"], *known])
 
 
+def foreign(document: dict[str, Any]) -> str | None:
+    """What a record timed, in one line, if that is not the code of the GPU itself."""
+    code = document["settings"].get("code")
+    if code is None:
+        return None
+    machine = document["machine"]
+    other, own = code.removeprefix("sm"), machine["compute_capability"]
+    return (
+        f"sm_{other} code, assembled for sm_{own.replace('.', '')}, on {machine['gpu']}: "
+        f"not the times of a GPU of compute capability {other[0]}.{other[1]}"
+    )
+
+
 def nvidia_smi(*fields: str) -> list[str | None]:
     """Fields of the current device as nvidia-smi prints them.
 

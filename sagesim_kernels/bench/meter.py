@@ -13,6 +13,7 @@ class Elapsed:
 
     device: float  #: from the start of the first kernel to the end of the last one
     host: float  #: until the host has launched all kernels
+    waited: bool = False  #: whether the device may have waited for the host in between
 
 
 @dataclass(frozen=True, slots=True)

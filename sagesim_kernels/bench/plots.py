@@ -13,6 +13,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from sagesim_kernels.bench.accuracy import OUTPUTS
 from sagesim_kernels.bench.cases import PAYOFF_BASE, PAYOFF_SITES
+from sagesim_kernels.bench.machine import foreign
 from sagesim_kernels.bench.tables import (
     Panel,
     cases,
@@ -28,7 +29,10 @@ _MARKERS: Final = "oDv^sPX*h"
 
 
 def figures(document: dict[str, Any]) -> dict[str, Figure]:
-    """Every figure that the record has data for, by the name for its file."""
+    """Every figure that the record has data for, by the name for its file.
+
+    Figures name the code that was timed, if it is not that of the GPU itself.
+    """
     found: dict[str, Figure] = {}
     if panels(document, "speed"):
         found["time"] = times(document)
@@ -36,6 +40,10 @@ def figures(document: dict[str, Any]) -> dict[str, Figure]:
             found[f"ratio_{peer.replace(' ', '_')}"] = ratios(document, peer)
     if any(sigmas(document, panel) for panel in panels(document, "payoff")):
         found["payoff"] = payoff(document)
+    code = foreign(document)
+    if code is not None:
+        for figure in found.values():
+            figure.supxlabel(code, fontsize="medium")
     return found
 
 

@@ -163,18 +163,18 @@ def _details(
 ) -> dict[str, Any]:
     """Measurements that are taken once. One that fails is None, with a reason in "not_measured"."""
 
-    def jobs_ms(spec: AttentionSpec) -> dict[str, float]:
+    def jobs_ms() -> dict[str, float]:
         kernels = meter.kernels(step.both)
         if not kernels:
             raise RuntimeError("the profiler saw no kernel")
-        return {job: round(1e3 * s, 5) for job, s in by_job(kernels, spec).items()}
+        return {job: round(1e3 * s, 5) for job, s in by_job(kernels).items()}
 
     measures: dict[str, Callable[[], Any]] = {
         "saved_bytes": step.saved_bytes,
         "added_bytes": lambda: meter.added_bytes(step.both),
     }
     if spec is not None:
-        measures["jobs_ms"] = lambda: jobs_ms(spec)
+        measures["jobs_ms"] = jobs_ms
     found: dict[str, Any] = {}
     for what, measure in measures.items():
         try:

@@ -15,6 +15,7 @@ from sagesim_kernels.bench.cases import (
     payoff_spec,
 )
 from sagesim_kernels.bench.jobs import preparation_share
+from sagesim_kernels.bench.machine import foreign
 
 TITLES: Final = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
 _NOT_RUN: Final = "-"
@@ -216,8 +217,25 @@ def not_run(document: dict[str, Any]) -> Table:
     return Table("not run", ["contender", "cases", "reason"], rows)
 
 
+def waits(document: dict[str, Any]) -> Table:
+    """A table of times that may include waits of the device for the host."""
+    rounds = document["settings"].get("rounds")
+    rows = [
+        [name, _WORDS[which], key, f"{waited} of {rounds}"]
+        for key, case in document["cases"].items()
+        for name, run in case.get("runs", {}).items()
+        for which in PASSES
+        if (waited := run[which].get("waited"))
+    ]
+    head = ["contender", "pass", "case", "rounds"]
+    return Table("times that may include waits of the GPU for the host", head, rows)
+
+
 def every_table(document: dict[str, Any]) -> list[Table]:
-    """Every table of the record that has rows, details first and relative speeds last."""
+    """Every table of the record that has rows, details first and relative speeds last.
+
+    Titles name the code that was timed, if it is not that of the GPU itself.
+    """
     found: list[Table] = []
     timed = panels(document, "speed")
     for make in (memory, times, preparation):
@@ -228,11 +246,14 @@ def every_table(document: dict[str, Any]) -> list[Table]:
     for panel in panels(document, "payoff"):
         measured = sigmas(document, panel) or SIGMAS[:1]
         found += [payoff(document, panel, sigma) for sigma in measured]
-    found.append(not_run(document))
+    found += [waits(document), not_run(document)]
     for make in (speed, ratios):
         found += [make(document, panel, which) for which in PASSES for panel in timed]
     if timed:
         found += [ranges(document, which) for which in PASSES]
+    code = foreign(document)
+    if code is not None:
+        found = [table._replace(title=f"{table.title} ({code})") for table in found]
     return [table for table in found if table.rows]
 
 

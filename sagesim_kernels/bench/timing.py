@@ -62,8 +62,10 @@ def _preparing(step: Step, which: str) -> Callable[[], Callable[[], object]]:
 def summary(several: Sequence[Elapsed]) -> dict[str, Any]:
     """Medians of device and host times, and quartiles of the device's, in milliseconds.
 
+    "waited" is the number of rounds in which the device may have waited for the host.
+
     >>> summary([Elapsed(0.002, 0.001), Elapsed(0.001, 0.001), Elapsed(0.009, 0.004)])
-    {'ms': 2.0, 'quartiles_ms': [1.5, 5.5], 'host_ms': 1.0}
+    {'ms': 2.0, 'quartiles_ms': [1.5, 5.5], 'host_ms': 1.0, 'waited': 0}
     """
     device = sorted(1e3 * e.device for e in several)
     low, median, high = (
@@ -74,4 +76,5 @@ def summary(several: Sequence[Elapsed]) -> dict[str, Any]:
         "ms": round(median, 5),
         "quartiles_ms": [round(low, 5), round(high, 5)],
         "host_ms": round(host, 5),
+        "waited": sum(e.waited for e in several),
     }

@@ -9,14 +9,14 @@ up in another order.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor
-from triton.runtime import driver
 
 from sagesim.spec import AttentionSpec, Delta, Granularity, MatmulSpec, Precision
 from sagesim_kernels.operands import DTYPES, KernelProblem, stored_tokens
 from sagesim_kernels.support import IS_INTERPRETED
+from sagesim_kernels.target import compute_capability
 
 HEAD_SIZES: Final = (64, 128)
 BLOCK: Final = 64
@@ -43,9 +43,8 @@ def serves(problem: KernelProblem) -> bool:
 
 
 def is_hopper() -> bool:
-    """Return whether the current device is a Hopper GPU."""
-    active: Any = driver.active
-    return active.get_current_target().arch == 90
+    """Return whether Triton compiles for a Hopper GPU."""
+    return compute_capability() == 90
 
 
 def _rows(cu: Tensor | None, x: Tensor) -> int:

@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
 from sagesim_kernels.operands.delta import load_rows
 from sagesim_kernels.operands.kernel_problem import KernelProblem, KernelSizes
@@ -37,6 +36,7 @@ from sagesim_kernels.operands.rounding import (
     magnitude,
     to_int32,
 )
+from sagesim_kernels.target import compute_capability
 
 
 class DqSums(NamedTuple):
@@ -72,8 +72,7 @@ def _has_one_owner(rows: int, columns: int, warps: int) -> bool:
     """
     if IS_INTERPRETED:
         return False
-    active: Any = driver.active
-    has_tensor_memory = active.get_current_target().arch // 10 in (10, 11)
+    has_tensor_memory = compute_capability() // 10 in (10, 11)
     return not has_tensor_memory and rows >= 16 * warps and columns >= 8 * warps
 
 

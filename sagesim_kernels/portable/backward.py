@@ -44,9 +44,7 @@ class LogitScale(NamedTuple):
     base2: float  #: times log2(e), for logits whose exponential is exp2
 
 
-def map_product(
-    problem: KernelProblem, site: str, tensor: str, *, same_right: bool
-) -> MapProduct:
+def map_product(problem: KernelProblem, site: str, tensor: str, *, same_right: bool) -> MapProduct:
     """Return how a kernel computes the product of `site`, whose left operand is P or dS."""
     matmul = problem.spec.site(site)
     per_tile = matmul.precision.is_scaled and matmul.lhs is Granularity.PerTile

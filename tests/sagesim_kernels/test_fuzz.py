@@ -1,5 +1,5 @@
 """The kernels agree with the emulator on random calls: 500 cases by default, 10,000 under the long
-profile, 20,000 with `--device cuda`."""
+profile, 20,000 with `--device cuda`, 10,000 with `--device cuda --code sm80`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +27,7 @@ pytestmark = [
 
 Run = TypeVar("Run", bound=Callable[..., None])
 
-CASES = {"fast": 500, "long": 10_000, "cuda": 20_000}
+CASES = {"fast": 500, "long": 10_000, "cuda": 20_000, "code": 10_000}
 PARTS, ALIKE = (25, 10) if DEVICE == "cuda" else (2, 1)
 """Parts into which each preset's cases are split for workers, and cases for each compilation."""
 
@@ -62,8 +62,11 @@ def test_kernels_meet_the_contract(preset: str, part: int, request: pytest.Fixtu
     device = request.config.getoption("--device")
     if device != DEVICE:
         pytest.skip(f"the kernels were imported for {DEVICE}; fuzz them with --device {DEVICE}")
-    is_fast = settings.default.derandomize
-    total = CASES["cuda" if device == "cuda" else "fast" if is_fast else "long"]
+    if device == "cuda":
+        profile = "cuda" if request.config.getoption("--code") is None else "code"
+    else:
+        profile = "fast" if settings.default.derandomize else "long"
+    total = CASES[profile]
     tally = Tally()
 
     @drawn_by_itself(list(PRESETS).index(preset) * PARTS + part)

@@ -290,10 +290,11 @@ class TestRefusals:
             attention(x, x, x)
 
     @pytest.mark.parametrize("cu", [[0, 5, 3, 7], [1, 7], [0, 6], [0, 8], [0, 2**31 - 1]])
-    def test_beginnings_that_do_not_describe_the_tensor(self, cu):
+    def test_beginnings_that_do_not_describe_the_tensor(self, cu, compile_alike):
         """Raises a device-side assertion, after which a process cannot use the device: its own
         process."""
         script = f"""
+{compile_alike}
 import torch
 from sagesim_kernels import attention_varlen
 x = torch.zeros(7, 1, 8, device="cuda", dtype=torch.float16)

@@ -22,11 +22,11 @@ from tests.support import examples
 from tests.support.assertions import assert_bitwise
 from tests.support.kernels import Results, assert_same, kernel_case, poisoned, run_kernels
 
-IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+IS_HOPPER = torch.cuda.is_available() and hopper.is_hopper()
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU"),
+    pytest.mark.skipif(not IS_HOPPER, reason="not compiled for Hopper"),
     pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),
 ]
 

@@ -80,9 +80,10 @@ class TestRuns:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("spec", [SPECS["factored"]], ids=["factored"])
-    def test_fresh_processes_agree(self, spec):
+    def test_fresh_processes_agree(self, spec, compile_alike):
         """Two processes in the interpreter, five on a GPU, each with its own hash seed."""
         script = f"""
+{compile_alike}
 from sagesim import AttentionSpec
 from tests.sagesim_kernels.test_invariance import digest
 from tests.support.kernels import kernel_case, run_kernels

@@ -28,13 +28,13 @@ from triton.runtime.errors import OutOfResources
 
 from sagesim.problem import resolve_input16
 from sagesim.spec import AttentionSpec
+from sagesim_kernels.bench import foreign_target
 from sagesim_kernels.dispatch import backward, forward
 from sagesim_kernels.operands import LAUNCH, Gradients, KernelProblem, Packing
 from tests.support.sass import issued_in_loop, lost_descriptors
 
-SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
-"""KiB of shared memory that a block may use, by compute capability (CUDA C++ Programming Guide,
-table "Technical Specifications per Compute Capability")."""
+SHARED_MEMORY = {**foreign_target.SHARED_MEMORY, 90: 227, 100: 227, 103: 227, 120: 99}
+"""KiB of shared memory that a block may use, by compute capability."""
 
 TENSOR_MEMORY = 512
 """Columns of tensor memory, on GPUs that have it."""
@@ -71,7 +71,10 @@ class _AbsentGPU:
         return self
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"multiprocessor_count": 132}
+        return {
+            "multiprocessor_count": 132,
+            "max_shared_mem": SHARED_MEMORY[self.capability] * 1024,
+        }
 
 
 class _Launches:

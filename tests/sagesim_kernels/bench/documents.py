@@ -41,6 +41,14 @@ def document() -> dict[str, Any]:
     }
 
 
+def of_other_code() -> dict[str, Any]:
+    """The record as one of sm_80 code on a Hopper GPU."""
+    made = document()
+    made["settings"]["code"] = "sm80"
+    made["machine"]["compute_capability"] = "9.0"
+    return made
+
+
 def _not_run(case) -> dict[str, str]:
     reasons = {"flash-attn-4": "ModuleNotFoundError: No module named 'flash_attn'"}
     if isinstance(case, TimedCase) and not case.shape.is_causal:

@@ -4,6 +4,7 @@ from sagesim import SITES, AttentionSpec
 from sagesim.spec import Precision
 from sagesim_kernels import supports
 from sagesim_kernels.bench.cases import (
+    CODE_SPECS,
     PAYOFF_BASE,
     PAYOFF_SITES,
     PEERS,
@@ -12,6 +13,7 @@ from sagesim_kernels.bench.cases import (
     GaussianCase,
     TimedCase,
     all_cases,
+    code_cases,
     payoff_labels,
     payoff_spec,
     quick_cases,
@@ -29,8 +31,21 @@ def test_every_shape_once():
     assert all(s.batch * s.tokens == 16384 or (s.batch, s.tokens) == (1, 32768) for s in speed)
 
 
+def test_code_of_other_gpus_is_timed_at_two_lengths_beside_flash_attention_2():
+    cases = code_cases(CODE_SPECS)
+    found = [(c.shape.tokens, c.shape.head_dim, c.shape.is_causal) for c in cases]
+    assert sorted(found) == [
+        (n, d, causal) for n in (4096, 8192) for d in (64, 128) for causal in (False, True)
+    ]
+    for case in cases:
+        assert case.shape.batch * case.shape.tokens == 16384
+        assert case.shape.heads * case.shape.head_dim == 2048
+        assert case.contenders == (*CODE_SPECS, "sdpa flash")
+    assert tuple(AttentionSpec.parse(label).label() for label in CODE_SPECS) == CODE_SPECS
+
+
 def test_keys_name_each_case_once():
-    for cases in (all_cases(SPECS), quick_cases(SPECS)):
+    for cases in (all_cases(SPECS), quick_cases(SPECS), code_cases(CODE_SPECS)):
         assert len({case.key for case in cases}) == len(cases)
 
 

@@ -68,6 +68,7 @@ def test_show_without_matplotlib(shown, capsys, monkeypatch):
     ("arguments", "words"),
     [
         (["--fast"], ["--fast", "--help"]),
+        (["--quick", "--code", "sm80"], ["--code: not allowed with argument --quick"]),
         (["--show", "nowhere.json"], ["nowhere.json"]),
         (["--show", str(ROOT / "pyproject.toml")], ["pyproject.toml", "not a JSON file"]),
     ],
@@ -87,6 +88,7 @@ def on_a_fake_device(monkeypatch):
     monkeypatch.setattr(cli, "IS_INTERPRETED", False)
     monkeypatch.setattr(cli, "supports", lambda spec, dtype: True)
     monkeypatch.setattr(cli, "all_cases", lambda specs: cases)
+    monkeypatch.setattr(cli, "code_cases", lambda specs: cases[:1])
     monkeypatch.setattr("sagesim_kernels.bench.cuda.CudaMeter", lambda: meter)
     monkeypatch.setattr("sagesim_kernels.bench.machine.describe", lambda: MACHINE)
     monkeypatch.setattr(torch, "device", lambda name, device=torch.device: device("cpu"))
@@ -116,6 +118,33 @@ def test_a_whole_run(on_a_fake_device, tmp_path, capsys):
     capsys.readouterr()
     assert main(["--out", str(out), "--specs", "factored"]) == 2
     assert "specs of the settings is" in one_line(capsys.readouterr())
+
+
+def test_the_code_of_another_gpu_has_a_record_of_its_own(
+    on_a_fake_device, monkeypatch, tmp_path, capsys
+):
+    pytest.importorskip("matplotlib").use("agg")
+    chosen = []
+    monkeypatch.setattr("sagesim_kernels.bench.foreign_target.compile_for", chosen.append)
+    monkeypatch.chdir(tmp_path)
+    machine = MACHINE | {"compute_capability": "9.0"}
+    monkeypatch.setattr("sagesim_kernels.bench.machine.describe", lambda: machine)
+    assert main(["--code", "sm80", "--specs", "factored"]) == 0
+    assert "sm_80 code, assembled for sm_90, on Fake 1" in " ".join(capsys.readouterr().out.split())
+    settings = read(Path("out", "bench_sm80.json"))["settings"]
+    assert settings["code"] == "sm80" and settings["peers"] == ["sdpa flash"]
+    assert chosen == ["sm80"]
+
+    other = ["--code", "sm89", "--specs", "factored", "--out", "out/bench_sm80.json"]
+    assert main(other) == 2
+    line = one_line(capsys.readouterr())
+    assert "code of the settings is 'sm80' in the record and 'sm89' now" in line
+    native = ["--specs", "factored"]
+    assert main([*native, "--only", "accuracy*"]) == 0
+    assert read(Path("out", "bench.json"))["settings"]["code"] is None
+    capsys.readouterr()
+    assert main([*native, "--out", "out/bench_sm80.json"]) == 2
+    assert "'sdpa flash'" in one_line(capsys.readouterr())
 
 
 def test_some_cases_and_then_the_others(on_a_fake_device, tmp_path, capsys):
@@ -181,6 +210,22 @@ def test_labels_that_are_not_specs_or_have_no_kernel(
     assert main([*out, "--specs", "fpa"]) == 2
     assert "no kernel for 'fpa': " in one_line(capsys.readouterr())
     assert not (tmp_path / "bench.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("sm70", "unknown code 'sm70'; known are sm80, sm86, sm89"),
+        ("sm80", "Fake 1 has compute capability 10.0; sm80 code runs on a Hopper GPU"),
+    ],
+)
+def test_code_that_does_not_run_here(on_a_fake_device, monkeypatch, tmp_path, capsys, code, words):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Fake 1")
+    assert main(["--out", str(tmp_path / "bench.json"), "--code", code]) == 2
+    assert f"--code: {words}" in one_line(capsys.readouterr())
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_interpreter_is_not_timed(monkeypatch, capsys):

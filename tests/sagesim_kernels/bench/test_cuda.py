@@ -39,6 +39,23 @@ def test_it_times_the_device_and_not_the_host(meter):
     assert 0 < fast.host < 0.01
 
 
+def test_the_device_does_not_wait_for_a_slow_host(meter):
+    x = torch.randn(64, 64, device="cuda")
+
+    def slow_to_launch():
+        y = x @ x
+        time.sleep(0.015)
+        return y @ x
+
+    found = meter.elapsed(lambda: slow_to_launch)
+    assert found.host > 0.015 and (found.waited or found.device < 0.015)
+
+
+def test_a_run_that_waits_for_the_device_is_marked(meter):
+    x = torch.randn(64, 64, device="cuda")
+    assert meter.elapsed(lambda: lambda: (x @ x).sum().item()).waited
+
+
 def test_it_counts_bytes_and_launches(meter):
     x = torch.ones(2**20, device="cuda")
     assert meter.added_bytes(lambda: x + 1) == 2**22

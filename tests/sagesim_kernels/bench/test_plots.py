@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 
 from sagesim_kernels.bench.cases import PAYOFF_SITES, PEERS, SPECS
 from sagesim_kernels.bench.plots import figures, payoff, ratios, times
-from tests.sagesim_kernels.bench.documents import document
+from tests.sagesim_kernels.bench.documents import document, of_other_code
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +30,12 @@ def test_figures_of_every_peer_that_ran():
         "ratio_FlexAttention",
         "payoff",
     ]
+
+
+def test_figures_name_the_code_if_it_is_not_the_gpus_own():
+    assert {figure.get_supxlabel() for figure in figures(document()).values()} == {""}
+    for figure in figures(of_other_code()).values():
+        assert figure.get_supxlabel().startswith("sm_80 code, assembled for sm_90, on Fake 1: not")
 
 
 def test_times_are_those_of_the_record():

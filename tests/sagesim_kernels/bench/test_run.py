@@ -53,6 +53,7 @@ def test_a_timed_case(tmp_path):
         "ms": 6000,
         "quartiles_ms": [6000, 6000],
         "host_ms": 3000,
+        "waited": 0,
     }
     for name, one in case["runs"].items():
         assert one["added_bytes"] == 5_000_000 and one["saved_bytes"] > 3 * 4 * 2 * 3 * 16 * 8

@@ -17,8 +17,9 @@ from sagesim_kernels.bench.tables import (
     sigmas,
     speed,
     times,
+    waits,
 )
-from tests.sagesim_kernels.bench.documents import document
+from tests.sagesim_kernels.bench.documents import document, of_other_code
 
 FULL, CAUSAL = Panel(64, False), Panel(64, True)
 LENGTHS = ["512", "1024", "2048", "4096", "8192", "16384", "32768"]
@@ -52,6 +53,26 @@ def test_a_contender_that_did_not_run_has_a_row_without_numbers():
         assert set(row(make(document(), FULL), "flash-attn-4")) == {"-"}
         assert set(row(make(document(), FULL), "FlexAttention")) == {"-"}
         assert "-" not in row(make(document(), CAUSAL), "FlexAttention")
+
+
+def test_every_title_names_the_code_if_it_is_not_the_gpus_own():
+    code = (
+        "sm_80 code, assembled for sm_90, on Fake 1: not the times of a GPU of compute "
+        "capability 8.0"
+    )
+    native, foreign = every_table(document()), every_table(of_other_code())
+    assert [table.title for table in foreign] == [f"{table.title} ({code})" for table in native]
+    assert not any("sm_" in table.title for table in native)
+
+
+def test_times_that_may_include_waits_for_the_host():
+    changed = document()
+    assert waits(changed).rows == []
+    run = changed["cases"]["speed d64 full n2048"]["runs"]["factored"]
+    run["both"]["waited"], run["forward"]["waited"] = 3, 0
+    (found,) = waits(changed).rows
+    assert found == ["factored", "forward and backward", "speed d64 full n2048", "3 of 15"]
+    assert waits(changed) in every_table(changed)
 
 
 def test_ratios():

@@ -86,7 +86,12 @@ def test_no_contenders():
 @pytest.mark.parametrize("order", list(itertools.permutations([1.0, 2.0, 30.0])))
 def test_medians(order):
     found = summary([Elapsed(1e-3 * s, 1e-3 * (31 - s)) for s in order])
-    assert found == {"ms": 2.0, "quartiles_ms": [1.5, 16.0], "host_ms": 29.0}
+    assert found == {"ms": 2.0, "quartiles_ms": [1.5, 16.0], "host_ms": 29.0, "waited": 0}
+
+
+def test_rounds_in_which_the_device_may_have_waited_are_counted():
+    rounds = [Elapsed(0.004, 0.001, waited) for waited in (True, False, True)]
+    assert summary(rounds)["waited"] == 2
 
 
 def test_the_median_of_one():

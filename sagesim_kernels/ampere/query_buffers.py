@@ -1,0 +1,106 @@
+"""Shared memory for the queries of a step of the backward, and the copies to it."""
+
+# Pyright takes the annotations of Gluon's functions literally:
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from sagesim_kernels.ampere.device import (
+    BLOCK,
+    VECTOR,
+    copy_channels,
+    copy_scales,
+    copy_tokens,
+    copy_vector,
+    rows_layout,
+)
+from sagesim_kernels.operands import head_pointers, live_queries, stored_start_of
+
+STATS = gl.constexpr(4)
+"""Numbers of a query, in this order: the factor of its logits, lse2, delta, 1 / unit of dQ."""
+
+
+class QueryBuffers(NamedTuple):
+    """Shared memory for the queries of a step; the first axis is the stage."""
+
+    q: Any
+    do: Any
+    q_right: Any
+    do_right: Any
+    q_scales: Any  #: of q_right's channels, if each has its own
+    do_scales: Any  #: of do_right's channels, likewise
+    row_stats: Any
+
+
+@gluon.jit
+def right_buffer(x, other, STAGES: gl.constexpr, BITS: gl.constexpr, CHANNELS: gl.constexpr):
+    """Allocate shared memory for a right operand of queries, unless it is in `other`."""
+    if BITS == 8:
+        return gl.allocate_shared_memory(gl.int8, [STAGES, CHANNELS, BLOCK], rows_layout(BLOCK, 8))
+    elif BITS == 16:
+        DTYPE: gl.constexpr = x.ptr.dtype.element_ty
+        return gl.allocate_shared_memory(
+            DTYPE, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, 16)
+        )
+    else:
+        return other
+
+
+@gluon.jit
+def scale_buffer(x, other, STAGES: gl.constexpr, CHANNELS: gl.constexpr):
+    """Allocate shared memory for the scales of channels if each has its own; else return other."""
+    if x.BY_CHANNEL:
+        return gl.allocate_shared_memory(gl.float32, [STAGES, CHANNELS], VECTOR)
+    else:
+        return other
+
+
+@gluon.jit
+def _copy_right(
+    x, base, scales, first, lowest, last, some, buffer, scale_buffer, stage, BITS: gl.constexpr,
+    D: gl.constexpr,
+):  # fmt: skip
+    """Start to copy a block of queries of a right operand, unless its buffer has another one."""
+    if BITS == 16:
+        copy_tokens(x, base, first, lowest, last, some, buffer.index(stage))
+    elif BITS == 8:
+        copy_channels(x, base, first, some, buffer.index(stage))
+        copy_scales(x, scales, first, some, scale_buffer, stage, D)
+
+
+@gluon.jit
+def copy_queries(
+    q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b, h, block, stage, some, sizes,
+    CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Start to copy a block of queries to a stage of `QueryBuffers`. Unless some, nothing is read.
+
+    Operands are parameters of their own, because Triton 3.6 loses the constexprs of nested tuples.
+    """
+    cu, n = lengths.cu_q, lengths.n_q
+    lowest, last = live_queries(lengths, b)
+    first = block * BLOCK
+    q_base, _q_scales = head_pointers(q, cu, n, b, h)
+    copy_tokens(q, q_base, first, lowest, last, some, buffers.q.index(stage))
+    do_base, _do_scales = head_pointers(do, cu, n, b, h)
+    copy_tokens(do, do_base, first, lowest, last, some, buffers.do.index(stage))
+    qr_base, qr_scales = head_pointers(q_right, cu, n, b, h)
+    _copy_right(
+        q_right, qr_base, qr_scales, first, lowest, last, some, buffers.q_right, buffers.q_scales,
+        stage, CONFIG.q_right, sizes.D,
+    )  # fmt: skip
+    dor_base, dor_scales = head_pointers(do_right, cu, n, b, h)
+    _copy_right(
+        do_right, dor_base, dor_scales, first, lowest, last, some, buffers.do_right,
+        buffers.do_scales, stage, CONFIG.do_right, sizes.DV,
+    )  # fmt: skip
+    stored = h.to(gl.int64) * dq_sums.tokens + stored_start_of(cu, n, b) + first
+    copy_vector(row_stats + stored * STATS, some, buffers.row_stats.index(stage))
+    async_copy.commit_group()

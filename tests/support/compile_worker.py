@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import re
 import subprocess
@@ -45,9 +44,8 @@ _PRODUCT = re.compile(r"^\s*(?:@!?%\w+ )?((?:wgmma\.mma|mma|wmma\.mma|tcgen05\.m
 _MEETING = re.compile(
     r"\b(bar\.sync|bar\.warp\.sync|barrier\.sync|wgmma\.wait_group|mbarrier\.arrive)"
 )
-# libdevice's log2 contains fma.rn.ftz.f32, which is not counted.
-_FUSED = re.compile(r"\bfma\.rn\.f32(x2)?\b")
-_FMA = re.compile(r" math\.fma .* : tensor<([\dx]+)xf32>")
+# ptxas fuses a multiplication into an addition only if neither says how it is rounded.
+_FUSIBLE = re.compile(r"\b(?:mul|add|sub)\.f32(?:x2)?\b")
 # A matrix product in Triton IR, with the formats of its operands.
 _DOT = re.compile(r"tt\.dot .* : tensor<[\dx]+x(\w+)> \* tensor<[\dx]+x(\w+)> -> ")
 
@@ -108,8 +106,8 @@ class _Launches:
 
 def _name(fn: JITFunction, args: dict[str, Any]) -> str:
     """The kernel's name, and what it computes if the kernel can compute one of two things."""
-    if fn.__name__ == "p_rows_kernel" and args["delta"] is None:
-        return "p_rows_kernel, sums"
+    if fn.__name__ in ("p_rows_kernel", "ampere_p_rows") and args["delta"] is None:
+        return f"{fn.__name__}, sums"
     if fn.__name__ == "gradients_kernel":
         names = {"dq": "dq_sums", "dk": "dk", "dv": "dv"}
         return ", ".join([fn.__name__, *(n for n, arg in names.items() if args[arg] is not None)])
@@ -130,7 +128,7 @@ def _contents(kernel: Any) -> dict[str, Any]:
         "dots": dots,
         "opcodes": Counter(_PRODUCT.findall(ptx)),
         "permutations": len(re.findall(r"\bprmt\.", ptx)),
-        "fused": _fused(kernel),
+        "fusible": len(_FUSIBLE.findall(ptx)),
         "has_fp64": ".f64" in ptx,
         "early_arrivals": _early_arrivals(ptx),
         "narrow_stores": len(re.findall(r"\bst\.global\.[bu](?:8|16)\b", ptx)),
@@ -149,18 +147,6 @@ def _early_arrivals(ptx: str) -> int:
         now == "mbarrier.arrive" and not before.startswith("bar")
         for before, now in itertools.pairwise(events)
     )
-
-
-def _fused(kernel: Any) -> int:
-    """Count multiplications of a thread that the compiler fused into additions.
-
-    The fused operations of the source are subtracted, twice if the compiler peeled a loop.
-    """
-    fused = sum(2 if pair else 1 for pair in _FUSED.findall(kernel.asm["ptx"]))
-    shapes = _FMA.findall(kernel.asm.get("ttir", ""))
-    elements = sum(math.prod(map(int, shape.split("x"))) for shape in shapes)
-    written = elements // (32 * kernel.metadata.num_warps)
-    return fused - written * (2 if fused >= 2 * written else 1)
 
 
 def _machine_code(cubin: bytes, ptx: str) -> dict[str, Any]:

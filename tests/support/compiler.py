@@ -40,10 +40,10 @@ class Kernel:
     warps: int
     stages: int
     fp_fusion: bool  #: whether ptxas may fuse multiplications into additions
-    dots: list[str]  #: operand format of each matrix product, in the order of the code
+    dots: list[str]  #: operand format of each matrix product, in order; empty for Gluon kernels
     opcodes: dict[str, int]  #: counts of the instructions that multiply matrices
     permutations: int  #: instructions that rearrange the bytes of registers
-    fused: int  #: multiplications that the compiler fused into additions
+    fusible: int  #: multiplications and additions that ptxas may fuse
     has_fp64: bool
     early_arrivals: int  #: arrivals at barriers in memory before all threads are done
     narrow_stores: int  #: stores of less than 32 bits to global memory

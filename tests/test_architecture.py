@@ -52,6 +52,7 @@ FLOORS: dict[str, set[str]] = {
     "sagesim.fuzzing": {"sagesim.spec", "sagesim.problem", "sagesim.emulator"},
     "sagesim_kernels.operands": {"sagesim.spec", "sagesim.problem"},
     "sagesim_kernels.support": {"sagesim.spec", "sagesim.problem", "sagesim_kernels.operands"},
+    "sagesim_kernels.cards": {"sagesim.spec"},
     "sagesim_kernels.portable": {"sagesim.spec", "sagesim_kernels.operands"},
     "sagesim_kernels.hopper": {
         "sagesim.spec",
@@ -157,6 +158,7 @@ FACES = {
     "sagesim.analysis",
     "sagesim.fuzzing",
     "sagesim_kernels.operands",
+    "sagesim_kernels.cards",
     "sagesim_kernels.portable",
     "sagesim_kernels.hopper",
 }

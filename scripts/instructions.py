@@ -62,7 +62,11 @@ def products(name: str) -> int:
 def loop_rows(
     common: dict[str, Any], loops: list[dict[str, int]], matrix_products: int
 ) -> list[dict[str, Any]]:
-    """The rows of a kernel's loops that compute exponentials; the shorter of two is unmasked."""
+    """The rows of a kernel's loops that compute exponentials; the shorter of two is unmasked.
+
+    common: fields of all rows. Its "tile" are the queries or keys that a program owns. Those that a
+        step goes through follow from the multiply-adds.
+    """
     attention = [loop for loop in loops if any(x.startswith("MUFU.EX2") for x in loop)]
     names = ("only",) if len(attention) == 1 else ("unmasked", "masked")
     if len(attention) > 2:
@@ -76,6 +80,7 @@ def loop_rows(
         result.append(
             {
                 **common,
+                "tile": f"{common['tile']}x{round(tiles * 64 * 64 / common['tile'])}",
                 "loop": name,
                 "tiles": tiles,
                 "instructions": issued,
@@ -113,7 +118,7 @@ def kernel_rows(
         "head_size": head_size,
         "is_causal": is_causal,
         "kernel": kernel.name,
-        "tile": None if kernel.tile is None else f"{kernel.tile}x64",
+        "tile": kernel.tile or 64,
         "warps": kernel.warps,
         "registers": kernel.registers,
         "stack": kernel.stack,
@@ -130,7 +135,7 @@ def library_rows(library: Path) -> Iterator[dict[str, Any]]:
             "head_size": kernel.head_size,
             "is_causal": kernel.is_causal,
             "kernel": kernel.name,
-            "tile": f"{kernel.tile[0]}x{kernel.tile[1]}",
+            "tile": kernel.tile[0],
             "warps": kernel.warps,
             "registers": kernel.registers,
             "stack": kernel.stack,

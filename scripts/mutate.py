@@ -155,6 +155,18 @@ BUGS = (
         2,
     ),
     Bug(
+        "codes of a map not in register order",
+        "portable/p_and_ds.py",
+        "code_product(in_register_order(codes), tokens)",
+        "code_product(codes, tokens)",
+    ),
+    Bug(
+        "codes of P not in register order in the forward",
+        "portable/forward.py",
+        "code_product(in_register_order(codes), v_tile)",
+        "code_product(codes, v_tile)",
+    ),
+    Bug(
         "channel scale forgotten in a product of maps",
         "portable/p_and_ds.py",
         "return tl.fma(sums, scale * channel_scale[None, :], total)",
@@ -390,13 +402,13 @@ BUGS = (
     ),
     Bug(
         "delta from O where it is from P",
-        "portable/backward.py",
-        "delta if problem.spec.delta is Delta.FROM_P else None,",
+        "portable/preparation.py",
+        "delta if spec.delta is Delta.FROM_P else None,",
         "None,",
     ),
     Bug(
         "delta from O not computed",
-        "portable/backward.py",
+        "portable/preparation.py",
         "if spec.delta is Delta.FROM_O:",
         "if False:",
     ),

@@ -30,7 +30,7 @@ from sagesim.spec import AttentionSpec
 from sagesim_kernels.bench import foreign_target
 from sagesim_kernels.dispatch import backward, forward
 from sagesim_kernels.operands import LAUNCH, Gradients, KernelProblem, Packing
-from tests.support.sass import issued_in_loop, lost_descriptors
+from tests.support.sass import issued_in_loop, loops, lost_descriptors
 
 SHARED_MEMORY = {**foreign_target.SHARED_MEMORY, 90: 227, 100: 227, 103: 227, 120: 99}
 """KiB of shared memory that a block may use, by compute capability."""
@@ -80,6 +80,7 @@ class _Launches:
 
     def __init__(self) -> None:
         self.kernels: list[dict[str, Any]] = []
+        self.with_loops = False
         self._compile = JITFunction.run
         JITFunction.run = lambda fn, *args, **options: self._launch(fn, *args, **options)
 
@@ -99,7 +100,8 @@ class _Launches:
                 "warps": kernel.metadata.num_warps,
                 "stages": kernel.metadata.num_stages,
                 "fp_fusion": kernel.metadata.enable_fp_fusion,
-                **_contents(kernel),
+                "package": fn.__module__.rpartition(".")[0],
+                **_contents(kernel, self.with_loops),
             }
         )
 
@@ -119,7 +121,7 @@ def _tile(args: dict[str, Any]) -> int | None:
     return args["sizes"].TILE.value if "sizes" in args else args.get("TILE")
 
 
-def _contents(kernel: Any) -> dict[str, Any]:
+def _contents(kernel: Any, with_loops: bool) -> dict[str, Any]:
     ptx = kernel.asm["ptx"]
     dots = []
     for left, right in _DOT.findall(kernel.asm.get("ttir", "")):  # Gluon kernels have no ttir
@@ -133,7 +135,7 @@ def _contents(kernel: Any) -> dict[str, Any]:
         "early_arrivals": _early_arrivals(ptx),
         "narrow_stores": len(re.findall(r"\bst\.global\.[bu](?:8|16)\b", ptx)),
         "shared": kernel.metadata.shared,
-        **_machine_code(kernel.asm["cubin"], ptx),
+        **_machine_code(kernel.asm["cubin"], ptx, with_loops),
     }
 
 
@@ -149,7 +151,7 @@ def _early_arrivals(ptx: str) -> int:
     )
 
 
-def _machine_code(cubin: bytes, ptx: str) -> dict[str, Any]:
+def _machine_code(cubin: bytes, ptx: str, with_loops: bool) -> dict[str, Any]:
     """Read a thread's registers and its stack, to which registers are spilled. In kernels with
     wgmma also count the waits that ptxas added, and read what `tests.support.sass` finds."""
 
@@ -162,14 +164,16 @@ def _machine_code(cubin: bytes, ptx: str) -> dict[str, Any]:
         file.write(cubin)
         file.flush()
         usage = output(knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
-        # disassembling takes half a second; only kernels with wgmma need it
-        listing = output(knobs.nvidia.nvdisasm.path, "-c") if "wgmma" in ptx else ""
+        # disassembling takes half a second
+        is_listed = with_loops or "wgmma" in ptx
+        listing = output(knobs.nvidia.nvdisasm.path, "-c") if is_listed else ""
     return {
         "registers": int(re.search(r"\bREG:(\d+)", usage)[1]),
         "stack": int(re.search(r"\bSTACK:(\d+)", usage)[1]),
         "added_waits": listing.count("WARPGROUP.DEPBAR") - ptx.count("wgmma.wait_group"),
         "lost_descriptors": lost_descriptors(listing),
         "issued_in_loop": issued_in_loop(listing),
+        "loops": [loop.issued for loop in loops(listing)] if with_loops else [],
     }
 
 
@@ -192,6 +196,7 @@ def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any
         packing=Packing(cu, cu, tokens, tokens),
     )
     launches.kernels = []
+    launches.with_loops = request["loops"]
     before = dict(LAUNCH)
     LAUNCH.update(request["launch"])
     try:

@@ -53,6 +53,8 @@ class Kernel:
     added_waits: int  #: waits for wgmma that ptxas added
     lost_descriptors: list[str]  #: see `tests.support.sass`
     issued_in_loop: dict[str, int]  #: see `tests.support.sass`
+    package: str  #: the package that the kernel is written in
+    loops: list[dict[str, int]]  #: what a warp issues in a step of each loop, if asked for
 
     @cached_property
     def formats(self) -> set[str]:
@@ -119,11 +121,13 @@ class Compiler:
         is_causal: bool = True,
         tokens: int = TOKENS,
         packed: bool = False,
+        loops: bool = False,
         **launch: Any,
     ) -> list[Kernel]:
         """Compile every kernel of a forward and its backward, in the order of launches.
 
         packed: compile for packed sequences, as in a varlen call.
+        loops: whether to fill `Kernel.loops`, which takes half a second a kernel.
         launch: options that replace those of `sagesim_kernels.operands.rounding.LAUNCH`.
         """
         request = json.dumps(
@@ -136,6 +140,7 @@ class Compiler:
                 "is_causal": is_causal,
                 "tokens": tokens,
                 "packed": packed,
+                "loops": loops,
                 "launch": launch,
             }
         )

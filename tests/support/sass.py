@@ -1,16 +1,18 @@
-"""Reads Hopper's machine code: finds a fault of ptxas, and counts the instructions of a loop."""
+"""Reads machine code: finds a fault of ptxas on Hopper, and counts the instructions of loops."""
 
 import re
 from collections import Counter
 from typing import NamedTuple
 
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(@!?U?P\w+ +)?([A-Z0-9_.]+) ?([^;]*);")
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(@!?U?P\w+ +)?([A-Z0-9_.x]+) ?([^;]*);")
 _LABEL = re.compile(r"\s*(\.L_x_\d+):")
-_TARGET = re.compile(r"\.L_x_\d+")
+_TARGET = re.compile(r"\.L_x_\d+|\b0x[0-9a-f]+")
 _REGISTER = re.compile(r"U?R\d+")
 _UNIFORM_RESULT = re.compile(r"(?:UP\d, )?UR(\d+)")
 _DESCRIPTOR = re.compile(r"gdesc\[UR(\d+)\]")
 _LEFT_IN_REGISTERS = re.compile(r"R\d+, R\d+, gdesc")
+_PRODUCT = re.compile(r"[A-Z]*G?MMA\b")
+_NEEDED = re.compile(r"[A-Z]*G?MMA\b|LDGSTS\b|UTMALDG\b|UBLKCP\b")
 _NUMBER = re.compile(r"-?0x[0-9a-f]+")
 _LAYOUTS = {0x40000040, 0x80000020, 0xC0000010}
 """The high words of a wgmma operand's descriptor, for rows of 128, 64 and 32 bytes."""
@@ -40,14 +42,15 @@ def lost_descriptors(listing: str) -> list[str]:
 
 
 def _parsed(listing: str) -> tuple[list[_Instruction], dict[str, int]]:
-    """Return the instructions, and for each label the index of the instruction behind it."""
+    """Return the instructions, and for each label and address the index of its instruction."""
     code: list[_Instruction] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(code)
         elif found := _INSTRUCTION.search(line):
-            code.append(_Instruction(found[2], found[3], found[1] is not None))
+            labels[f"{int(found[1], 16):#x}"] = len(code)
+            code.append(_Instruction(found[3], found[4], found[2] is not None))
     return code, labels
 
 
@@ -118,31 +121,58 @@ def _targets(text: str, labels: dict[str, int]) -> list[int]:
 
 
 def issued_in_loop(listing: str) -> Counter[str]:
-    """Return how often a warp issues each opcode in one step of the main loop.
+    """Return how often a warp issues each opcode in one step of the shortest loop of `loops`.
 
-    The main loop is the innermost loop of nvdisasm's listing that multiplies matrices. Every
-    forward jump in it is assumed to be taken. Such jumps skip masks that the tile does not need,
-    and the slow path of divisions. The result is empty if no loop multiplies matrices.
+    The result is empty if no loop multiplies matrices.
+    """
+    return min((loop.issued for loop in loops(listing)), key=Counter.total, default=Counter())
+
+
+class Loop(NamedTuple):
+    """A loop that multiplies matrices, and contains no other one that does."""
+
+    issued: Counter[str]  #: how often a warp issues each opcode in a step, if every jump is taken
+    skipped: Counter[str]  #: the opcodes that these jumps skip
+
+
+def loops(listing: str) -> list[Loop]:
+    """Return the innermost loops that multiply matrices, in the order of the code.
+
+    listing: of nvdisasm, with labels, or of cuobjdump, with addresses.
+
+    Every conditional forward jump in a loop is assumed to be taken, unless it skips a matrix
+    product or a copy to shared memory. Jumps that are taken skip masks that the tile does not need,
+    and the slow path of divisions. The others skip work that only the last step does not need.
     """
     code, labels = _parsed(listing)
     jumps = [
         (at, to, is_conditional)
         for at, (opcode, text, is_conditional) in enumerate(code)
-        if opcode == "BRA"
+        if opcode.split(".")[0] == "BRA"
         for to in _targets(text, labels)
     ]
-    loops = [(to, at) for at, to, _ in jumps if to <= at]
-    multiplying = [(a, b) for a, b in loops if any("GMMA" in code[i].opcode for i in range(a, b))]
-    if not multiplying:
-        return Counter()
-    first, last = min(multiplying, key=lambda loop: loop[1] - loop[0])
-    skipped = {
-        i
-        for at, to, is_conditional in jumps
-        if is_conditional and first <= at < to <= last
-        for i in range(at + 1, to)
-    }
-    return Counter(code[i].opcode for i in range(first, last + 1) if i not in skipped)
+    multiplies = [bool(_PRODUCT.match(each.opcode)) for each in code]
+    needed = [bool(_NEEDED.match(each.opcode)) for each in code]
+    backwards = sorted({(to, at) for at, to, _ in jumps if to <= at and any(multiplies[to:at])})
+    found = []
+    for first, last in backwards:
+        inside = [x for x in backwards if x != (first, last) and first <= x[0] and x[1] <= last]
+        if inside:
+            continue
+        skipped = {
+            i
+            for at, to, is_conditional in jumps
+            if is_conditional and first <= at < to <= last and not any(needed[at:to])
+            for i in range(at + 1, to)
+        }
+        step = range(first, last + 1)
+        found.append(
+            Loop(
+                Counter(code[i].opcode for i in step if i not in skipped),
+                Counter(code[i].opcode for i in step if i in skipped),
+            )
+        )
+    return found
 
 
 def _is_layout(source: str) -> bool:

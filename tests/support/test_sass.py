@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.sass import issued_in_loop, lost_descriptors
+from tests.support.sass import issued_in_loop, loops, lost_descriptors
 
 KEPT = """
         /*3620*/                   IMAD.MOV.U32 R18, RZ, RZ, RZ ;
@@ -110,7 +110,7 @@ LOOP = """
 
 
 def test_instructions_that_a_forward_jump_skips_are_not_counted():
-    assert issued_in_loop(LOOP) == {"HGMMA.64": 1, "FMUL": 1, "BRA": 2, "MUFU.EX2": 1}
+    assert issued_in_loop(LOOP) == {"HGMMA.64x64x16.F32": 1, "FMUL": 1, "BRA": 2, "MUFU.EX2": 1}
 
 
 def test_without_the_jump_they_are_counted():
@@ -120,3 +120,56 @@ def test_without_the_jump_they_are_counted():
 
 def test_a_loop_without_a_matrix_product_is_not_counted():
     assert issued_in_loop(LOOP.replace("HGMMA", "FFMA")) == {}
+
+
+@pytest.mark.parametrize("product", ["HMMA.16816.F32.BF16", "IMMA.16832.S8.S8", "QMMA.16832.F32"])
+def test_loops_with_products_of_a_warp_are_found(product: str):
+    listing = LOOP.replace("HGMMA.64x64x16.F32 R24, gdesc[UR4]", f"{product} R24, R8")
+    (loop,) = loops(listing)
+    assert loop.issued == {product: 1, "FMUL": 1, "BRA": 2, "MUFU.EX2": 1}
+    assert loop.skipped == {"FSEL": 2}
+
+
+def as_cuobjdump(listing: str) -> str:
+    """The listing with addresses in the place of labels."""
+    lines = listing.splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith(".L_x_"):
+            address = lines[number + 1].split("/*")[1].split("*/")[0]
+            listing = listing.replace(f"`({line[:-1]})", f"{int(address, 16):#x}").replace(
+                line + "\n", ""
+            )
+    return listing
+
+
+def test_a_listing_with_addresses_has_the_same_loops():
+    listing = as_cuobjdump(LOOP)
+    assert ".L_x" not in listing
+    assert loops(listing) == loops(LOOP)
+
+
+def test_two_loops_are_both_found_and_a_loop_around_them_is_not():
+    body = """
+        /*00{0}0*/                   HMMA.16816.F32 R24, R8, R24 ;
+        /*00{1}0*/                   {2} R4, R4 ;
+        /*00{3}0*/              @!P2 BRA 0x{0}0 ;
+"""
+    listing = body.format(1, 2, "FMUL", 3) + body.format(4, 5, "FSEL", 6)
+    listing += "        /*0070*/              @P3 BRA 0x10 ;\n"
+    found = [loop.issued for loop in loops(listing)]
+    assert found == [
+        {"HMMA.16816.F32": 1, "FMUL": 1, "BRA": 1},
+        {"HMMA.16816.F32": 1, "FSEL": 1, "BRA": 1},
+    ]
+
+
+@pytest.mark.parametrize("needed", ["LDGSTS.E.BYPASS.128 [R4], [R6]", "HMMA.16816 R4, R5, R6"])
+def test_a_jump_over_a_load_or_a_product_is_not_taken(needed: str):
+    (loop,) = loops(LOOP.replace("FSEL R6, R6, -INF , P1", needed))
+    assert loop.issued["FSEL"] == 1
+    assert not loop.skipped
+
+
+def test_the_shortest_loop_is_the_main_loop():
+    longer = LOOP.replace("FADD R4, R4, R4 ;", "HMMA.16816 R4, R5, R6 ;")
+    assert issued_in_loop(longer) == {"HMMA.16816": 1, "BRA": 1}

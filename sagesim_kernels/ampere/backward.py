@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -38,6 +38,13 @@ _FOR_TWO: Final = 2 * 64 * 1024
 """Bytes of shared memory that are enough for two programs."""
 
 
+@cache
+def _shared_memory(device: int) -> int:
+    """Return the bytes of shared memory that a block may use. The driver blocks while it answers."""
+    active: Any = driver.active
+    return active.utils.get_device_properties(device)["max_shared_mem"]
+
+
 def _tiles(channels: int, has_codes: bool) -> Iterator[Tile]:
     """Yield the tiles to try, the best first.
 
@@ -47,9 +54,8 @@ def _tiles(channels: int, has_codes: bool) -> Iterator[Tile]:
     has_codes: whether P and dS are rounded to codes.
     """
     active: Any = driver.active
-    properties = active.utils.get_device_properties(active.get_current_device())
     stages = (2, 1) if has_codes else (1,)
-    if channels == 64 and properties["max_shared_mem"] > _FOR_TWO:
+    if channels == 64 and _shared_memory(active.get_current_device()) > _FOR_TWO:
         yield Tile(64, 4, stages[0])
     for several in stages:
         yield Tile(128, 8, several)

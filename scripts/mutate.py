@@ -4,7 +4,8 @@
     python scripts/mutate.py --show     print the recorded bugs and the first test that failed
 
 Each bug is one replacement in a copy of the checkout, where the kernels' tests run until the first
-failure. Exits with 1 if fewer than 95 % of the bugs are caught, or if the tests fail without a bug.
+failure. The test that caught the bug in the recorded run comes first. Exits with 1 if fewer than
+95 % of the bugs are caught, or if the tests fail without a bug.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ TESTS = [
         "support",
     )
 ]
+
+
+_NO_SUCH_TEST = 4
+"""Exit code of pytest if a test that it is given does not exist."""
 
 
 @dataclass(frozen=True)
@@ -588,8 +593,11 @@ BUGS = (
 )
 
 
-def run(bug: Bug | None, tests: list[str]) -> dict[str, object]:
-    """Run the tests with this bug, or without one; report whether they fail, and which first."""
+def run(bug: Bug | None, tests: list[str], first: list[str]) -> dict[str, object]:
+    """Run the tests with this bug, or without one; report whether they fail, and which first.
+
+    first: tests to run before the others, if they exist.
+    """
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         for name in COPIED:
@@ -608,10 +616,15 @@ def run(bug: Bug | None, tests: list[str]) -> dict[str, object]:
                 )
             path.write_text(text.replace(bug.old, bug.new), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu"]
-        command += ["-p", "no:cacheprovider", "--hypothesis-profile=unshrunk", *tests]
+        command += ["-p", "no:cacheprovider", "--hypothesis-profile=unshrunk"]
         env = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
         start = time.perf_counter()
-        result = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+        for chosen in ([*first, *tests], tests):
+            result = subprocess.run(
+                [*command, *chosen], cwd=root, env=env, capture_output=True, text=True
+            )
+            if result.returncode != _NO_SUCH_TEST:
+                break
         seconds = time.perf_counter() - start
     failed = [line for line in result.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if result.returncode not in (0, 1, 2):
@@ -653,9 +666,15 @@ def main() -> int:
     if args.out:
         check_writable(args.out)
     chosen = [b for b in BUGS if not args.only or any(word in b.name for word in args.only)]
+    caught_by = {b["name"]: b["by"] for b in json.loads(RECORD.read_text())["bugs"] if b["by"]}
+
+    def result_of(bug: Bug | None) -> dict[str, object]:
+        known = caught_by.get(bug.name) if bug else None
+        return run(bug, TESTS, [known] if known else [])
+
     found: list[dict[str, object]] = []
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        for result in pool.map(lambda bug: run(bug, TESTS), [None, *chosen]):
+        for result in pool.map(result_of, [None, *chosen]):
             word = "caught" if result["caught"] else "MISSED"
             if result["name"] == "none":
                 word = "FAIL" if result["caught"] else "pass"

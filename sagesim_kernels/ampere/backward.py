@@ -40,7 +40,7 @@ _FOR_TWO: Final = 2 * 64 * 1024
 
 @cache
 def _shared_memory(device: int) -> int:
-    """Return the bytes of shared memory that a block may use. The driver blocks while it answers."""
+    """Return the bytes of shared memory that a block may use. Asking the driver takes long."""
     active: Any = driver.active
     return active.utils.get_device_properties(device)["max_shared_mem"]
 

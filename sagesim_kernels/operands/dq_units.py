@@ -261,9 +261,9 @@ def units_kernel(
         q_norm = _norms(q, q_base, q_scales, first, sizes.BLOCK_Q, n_q, sizes.D_PAD, first_live)
         k_norm = k_norm_bits.to(tl.float32, bitcast=True)
         off += q_norm * (scale_log2 * (sizes.D_PAD * 2.0**-5)) * k_norm
-        row_sum = tl.exp2(off)
-    else:
-        row_sum = tl.exp2(off)
+    # 2**127 is near the largest float32; NaN stays.
+    row_sum = tl.exp2(tl.where(off > 127.0, float("inf"), off))
+    if bounds.k_norm is None:
         count = tl.minimum(live_keys(lengths, b), queries + causal_offset(lengths, b) + 1)
         most = tl.maximum(count, 1).to(tl.float32)
         row_sum = tl.where(row_sum > most, most, row_sum)  # NaN stays

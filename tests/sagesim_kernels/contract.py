@@ -318,7 +318,7 @@ class _Checker:
         )
         growth = 2.0
         if self._is_int8("dq") and spec.rounding.mode is RoundingMode.STOCHASTIC:
-            growth = 1.0 + spec.block_k / 127
+            growth = 1.0 + self.sim.spec.block_k / 127  # of the call, not of a short sequence
             if spec.dq.lhs is Granularity.PerTile:
                 n, block = ds_sum.shape[-1], spec.block_q
                 blocks = torch.nn.functional.pad(ds_sum, (0, -n % block)).unflatten(-1, (-1, block))

@@ -137,19 +137,20 @@ def launch_backward(
     prepare_backward(problem, operands, o, do, statistics, d_lse, dq_sums, sum_rows)
     launches = _Launches(problem, operands, statistics, dq_sums, traces)
     at = f"at head size {max(d, d_v)}, block_q={spec.block_q} and block_k={spec.block_k}"
-    any_step = not (spec.dv.precision.is_scaled or spec.dk.precision.is_scaled)
+    has_codes = spec.dv.precision.is_scaled or spec.dk.precision.is_scaled
 
     def run(dk: Tensor | None, dv: Tensor | None, *, with_dq: bool, what: str) -> None:
         channels = max(d_pad, d_v_pad) if dk is not None and dv is not None else d_pad
         if dk is None and not with_dq:
             channels = d_v_pad
         launch(
-            block_tiles(spec.block_k, channels, any_step=any_step),
+            block_tiles(spec.block_k, channels, any_step=not has_codes),
             lambda tile: launches.run_gradients(tile, dk, dv, with_dq=with_dq),
             f"{what} {at}",
         )
 
-    if d_pad + d_v_pad <= 256:
+    # Products of codes have sums of their own, before they are added.
+    if d_pad + d_v_pad <= (128 if has_codes else 256):
         run(grads.dk, grads.dv, with_dq=True, what="the backward")
     else:  # The sums of both dK and dV do not fit into registers.
         run(None, grads.dv, with_dq=False, what="dV")

@@ -124,6 +124,16 @@ def channel_scales(x, scales, first, buffer, at, C: gl.constexpr, LAYOUT: gl.con
 
 
 @gluon.jit
+def query_factors(q, scales, queries, last, scale_log2):
+    """Return the factor of the logits of each query: Q's scale, 1 in 16 bit, times scale_log2."""
+    factor = gl.full([queries.shape[0]], 1.0, gl.float32, queries.type.layout)
+    if q.scale is not None:
+        ptrs = scales + (queries // q.TOKENS).to(gl.int64) * q.scale_stride_n
+        factor = gl.load(ptrs, mask=queries < last, other=1.0)
+    return factor * scale_log2
+
+
+@gluon.jit
 def block_scale(x, scales, first, some):
     """Return the scale of the block of the spec from token `first`; 1 if it has several, or none.
 

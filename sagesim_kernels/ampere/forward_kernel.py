@@ -26,6 +26,7 @@ from sagesim_kernels.ampere.device import (
     copy_token_scales,
     copy_tokens,
     product,
+    query_factors,
     register_order_codes,
     right_chunk,
     rows_layout,
@@ -90,7 +91,7 @@ def ampere_forward(
 ):  # fmt: skip
     """Compute O and the logsumexp, in base 2, of a tile of queries.
 
-    The arguments are those of `portable.forward.forward_kernel`.  CONFIG: `RowConfig`.
+    The arguments are those of `portable.forward.forward_kernel`. CONFIG: `RowConfig`.
     """
     ROWS_OF_TILE: gl.constexpr = CONFIG.queries
     STAGES: gl.constexpr = CONFIG.stages
@@ -134,11 +135,7 @@ def ampere_forward(
         k, v, k_base, v_base, k_scales, v_scales, unmasked_end * 0, n_k, end > 0, k_s, v_s,
         k_scales_s, scales_s, 0, sizes,
     )  # fmt: skip
-    factor = gl.full([ROWS_OF_TILE], 1.0, gl.float32, ROWS)
-    if q.scale is not None:
-        ptrs = q_scales + (queries // q.TOKENS).to(gl.int64) * q.scale_stride_n
-        factor = gl.load(ptrs, mask=queries < n_q, other=1.0)
-    factor = factor * scale_log2
+    factor = query_factors(q, q_scales, queries, n_q, scale_log2)
 
     row_max = gl.full([ROWS_OF_TILE], -float("inf"), gl.float32, ROWS)
     row_sum = gl.zeros([ROWS_OF_TILE], gl.float32, ROWS)

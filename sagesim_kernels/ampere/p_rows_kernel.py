@@ -18,6 +18,7 @@ from sagesim_kernels.ampere.device import (
     copy_token_scales,
     copy_tokens,
     product,
+    query_factors,
     rows_layout,
     token_scale_buffer,
 )
@@ -52,8 +53,8 @@ def ampere_p_rows(
 ):
     """Compute rowsum(P) of a tile of queries, and delta = rowsum(P o dP) unless delta is None.
 
-    The arguments are those of `portable.p_rows.p_rows_kernel`. do and v are in
-    16 bit. CONFIG: `RowConfig`.
+    The arguments are those of `portable.p_rows.p_rows_kernel`. do and v are in 16 bit.
+    CONFIG: `RowConfig`.
     """
     TILE: gl.constexpr = CONFIG.queries
     STAGES: gl.constexpr = CONFIG.stages
@@ -92,11 +93,7 @@ def ampere_p_rows(
     _copy_keys(
         k, v, k_base, v_base, k_scales, unmasked_end * 0, n_k, end > 0, k_s, v_s, k_scales_s, 0
     )
-    factor = gl.full([TILE], 1.0, gl.float32, ROWS)
-    if q.scale is not None:
-        ptrs = q_scales + (queries // q.TOKENS).to(gl.int64) * q.scale_stride_n
-        factor = gl.load(ptrs, mask=queries < n_q, other=1.0)
-    factor = factor * scale_log2
+    factor = query_factors(q, q_scales, queries, n_q, scale_log2)
     is_query = queries < n_q
     lse2_ptrs = row_base(lse2, lengths.cu_q, b, h) + queries
     row_lse2 = gl.load(lse2_ptrs, mask=is_query, other=float("inf"))

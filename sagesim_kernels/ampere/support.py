@@ -42,15 +42,14 @@ def _serves(problem: KernelProblem) -> bool:
         and spec.block_q == spec.block_k == BLOCK
         and not spec.smoothing.q
         and spec.rounding.mode is RoundingMode.HALF_EVEN
-        and has_mma_sync()
+        and _has_mma_sync()
     )
 
 
-def has_mma_sync() -> bool:
-    """Return whether the current device multiplies with mma.sync, or nearly as fast as without.
+def _has_mma_sync() -> bool:
+    """Return whether the kernels are meant for the current device.
 
-    Data center Blackwell is much faster with another instruction. So is Hopper, but not for left
-    operands in INT8, which these kernels keep in registers.
+    Data center Blackwell is excluded, because it multiplies much faster with tcgen05.
     """
     capability = compute_capability()
     return capability >= 80 and capability // 10 not in (10, 11)

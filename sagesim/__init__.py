@@ -8,7 +8,7 @@ from sagesim.analysis import Attribution, Comparison, Error, attribute, compare
 from sagesim.emulator import Exact, QKNorm, QTensor, Trace, attention, exact, quantize, trace
 from sagesim.fuzzing import FuzzCase, FuzzReport, fuzz
 from sagesim.models import Call, Capture, Recording, capture, emulate
-from sagesim.problem import AttentionProblem
+from sagesim.problem import AttentionOptions, AttentionProblem
 from sagesim.spec import (
     CAUSAL_SAFE,
     FACTORED,
@@ -54,6 +54,7 @@ __all__ = [
     "SAGEBWD_ALL_INT8",
     "SAGE_FORWARD",
     "SITES",
+    "AttentionOptions",
     "AttentionProblem",
     "AttentionSpec",
     "Attribution",

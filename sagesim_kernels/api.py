@@ -8,14 +8,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sagesim.problem import autocast, check_spec, check_tensors
+from sagesim.problem import (
+    NO_WINDOW,
+    CausalAlignment,
+    autocast,
+    check_alignment,
+    check_key_padding,
+    check_sinks,
+    check_softcap,
+    check_spec,
+    check_tensors,
+    check_window,
+)
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.operands import logit_scale
 from sagesim_kernels.ops import Call, forward_op, label_of, parse
 from sagesim_kernels.support import IS_INTERPRETED, head_reason, supports
 
 Layout = Literal["HND", "NHD"]
-CausalAlignment = Literal["upper_left", "lower_right"]
 
 
 def attention(
@@ -25,7 +35,12 @@ def attention(
     *,
     spec: AttentionSpec = FACTORED_QK,
     is_causal: bool = False,
-    causal_alignment: CausalAlignment = "upper_left",
+    causal_alignment: CausalAlignment | None = None,
+    window: tuple[int, int] = NO_WINDOW,
+    key_mask: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     layout: Layout = "HND",
@@ -36,7 +51,7 @@ def attention(
     """Compute softmax(q k^T * scale) v on a GPU; `spec` sets the precision of each matrix product.
 
     Computes what `sagesim.attention` emulates, in memory linear in the number of tokens.
-    Differentiable once in q, k and v, through o and lse.
+    Differentiable once in q, k, v and sinks, through o and lse.
 
     Args:
         q: [..., heads, n_q, d] in layout "HND", [..., n_q, heads, d] in layout "NHD"; float16,
@@ -46,7 +61,16 @@ def attention(
         spec: the numerics; `supports` says whether there are kernels for a spec. The default, INT8
             in QK alone, was the fastest on an H200 and has smaller errors than the paper's scheme.
         is_causal: query i attends to keys 0..i.
-        causal_alignment: "lower_right" lets query i attend to keys 0..i + n_k - n_q instead.
+        causal_alignment: "lower_right" puts query i at key i + n_k - n_q, for is_causal and window,
+            instead of at key i ("upper_left", and None). A window needs it if n_q and n_k differ.
+        window: (left, right): a query attends to at most `left` keys before its own and `right`
+            keys after it; -1: no limit. Keys outside of every query's window are not read.
+        key_mask: bool [..., n_k], the leading shape of q without its heads; True attends. Nothing
+            of another key reaches a result, NaN included.
+        seqused_k: int32 or int64 [...]: the same as key_mask = arange(n_k) < seqused_k, and faster.
+            Later keys are not read. Lengths are not checked on a GPU; longer ones count as n_k.
+        sinks: floating [heads of q], a further logit in the sum of each row's exponentials.
+        softcap: c > 0 replaces each logit S by c tanh(S / c), after the scale.
         scale: the factor of the logits; 1/sqrt(d) by default.
         enable_gqa: each head of k and v serves a group of consecutive heads of q, without being
             expanded in memory.
@@ -59,10 +83,10 @@ def attention(
         natural logarithm of the sum of exp(logit) over a row; -inf if a query attends to no key.
 
     Raises:
-        TypeError: if dtypes differ or are float64, if spec is not an AttentionSpec, or if scale is
-            not a number.
+        TypeError: if dtypes differ or are float64, if spec is not an AttentionSpec, or if an option
+            has another type.
         ValueError: if shapes do not fit, if there is no kernel for the spec, dtype or head size, or
-            if a mask or dropout is given. The message names the value; no kernel is launched.
+            if attn_mask or dropout is given. The message names the value; no kernel is launched.
         RuntimeError: if a gradient is differentiated again.
 
     Source: arXiv 2603.02170, Algorithms 1 and 2; the paper's scheme is spec=SAGEBWD. Unlike the
@@ -89,8 +113,18 @@ def attention(
                     "head size]"
                 )
         q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
-    check_call(q, k, v, spec, causal_alignment, enable_gqa=enable_gqa)
+    check_call(q, k, v, spec, enable_gqa=enable_gqa)
+    check_window(window)
+    check_alignment(causal_alignment, window, equal_lengths=q.shape[-2] == k.shape[-2])
+    check_key_padding(key_mask, seqused_k, q, k)
+    check_sinks(sinks, q)
+    check_softcap(softcap)
+    if key_mask is not None:
+        key_mask = key_mask.reshape(-1, k.shape[-2])
     call = Call(
+        sinks=sinks,
+        key_mask=key_mask,
+        seqused_k=None if seqused_k is None else seqused_k.reshape(-1),
         cu_q=None,
         cu_k=None,
         longest_q=None,
@@ -99,6 +133,9 @@ def attention(
         scale=logit_scale(q, scale),
         is_causal=is_causal,
         lower_right=causal_alignment == "lower_right",
+        left=window[0],
+        right=window[1],
+        softcap=softcap,
         tokens_first=tokens_first,
     )
     o, lse, _, _ = forward_op(*(_with_four_axes(x) for x in (q, k, v)), *call, return_lse)
@@ -120,7 +157,10 @@ def attention_varlen(
     *,
     spec: AttentionSpec = FACTORED_QK,
     is_causal: bool = False,
-    causal_alignment: CausalAlignment = "upper_left",
+    causal_alignment: CausalAlignment | None = None,
+    window: tuple[int, int] = NO_WINDOW,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
@@ -137,7 +177,8 @@ def attention_varlen(
             has tokens cu_seqlens[i] to cu_seqlens[i + 1].
         max_seqlen_q, max_seqlen_k: upper bounds on the lengths of the sequences. If the spec
             smooths Q, the memory for its means grows with sequences * max_seqlen_q.
-        Others: see `attention`. FlashAttention aligns the causal mask "lower_right".
+        Others: see `attention`. FlashAttention aligns the causal mask "lower_right". A window needs
+            causal_alignment unless cu_seqlens_q and cu_seqlens_k are one tensor.
 
     Returns:
         o [total tokens, heads, d_v]; with return_lse, (o, lse), with lse float32 [heads, tokens].
@@ -162,8 +203,15 @@ def attention_varlen(
             f"{tuple(cu_seqlens_k.shape)}; they must have the same number of sequences"
         )
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    check_call(q, k, v, spec, causal_alignment, enable_gqa=enable_gqa)
+    check_call(q, k, v, spec, enable_gqa=enable_gqa)
+    check_window(window)
+    check_alignment(causal_alignment, window, equal_lengths=cu_seqlens_q is cu_seqlens_k)
+    check_sinks(sinks, q)
+    check_softcap(softcap)
     call = Call(
+        sinks=sinks,
+        key_mask=None,
+        seqused_k=None,
         cu_q=cu_seqlens_q,
         cu_k=cu_seqlens_k,
         longest_q=max_seqlen_q,
@@ -172,6 +220,9 @@ def attention_varlen(
         scale=logit_scale(q, scale),
         is_causal=is_causal,
         lower_right=causal_alignment == "lower_right",
+        left=window[0],
+        right=window[1],
+        softcap=softcap,
         tokens_first=True,
     )
     o, lse, _, _ = forward_op(q, k, v, *call, return_lse)
@@ -195,8 +246,8 @@ def check_device(q: Tensor) -> None:
 def _check_unsupported(attn_mask: object, dropout_p: float) -> None:
     if attn_mask is not None:
         raise ValueError(
-            "attn_mask is not supported by the kernels; use is_causal=True, attention_varlen, or "
-            "the emulation of masks in sagesim.attention"
+            "attn_mask is not supported by the kernels; use is_causal, window, key_mask, "
+            "attention_varlen, or the emulation of masks in sagesim.attention"
         )
     if dropout_p != 0.0:
         raise ValueError(f"dropout_p={dropout_p} is not supported; only 0.0 is")
@@ -218,7 +269,6 @@ def check_call(
     k: Tensor,
     v: Tensor,
     spec: AttentionSpec,
-    causal_alignment: str,
     *,
     enable_gqa: bool,
 ) -> None:
@@ -228,10 +278,6 @@ def check_call(
     """
     check_tensors(q, k, v, enable_gqa=enable_gqa)
     check_spec(spec)
-    if causal_alignment not in ("upper_left", "lower_right"):
-        raise ValueError(
-            f"causal_alignment is {causal_alignment!r}; it must be 'upper_left' or 'lower_right'"
-        )
     reason = head_reason(max(q.shape[-1], v.shape[-1])) or _reason_against(label_of(spec), q.dtype)
     if reason is not None:
         error = TypeError if q.dtype is torch.float64 else ValueError

@@ -13,6 +13,10 @@ from sagesim_kernels.operands import (
     OperandCache,
     Rows,
     RowStatistics,
+    compute_logit_shift,
+    sink_gradient,
+    sink_logits,
+    sink_probabilities,
 )
 from sagesim_kernels.portable import UNTRACED, MapTrace, MapTraces
 
@@ -52,8 +56,18 @@ def forward(
 
             gluon.launch_forward(problem, operands, o, lse2)
         else:
-            portable.launch_forward(problem, operands, o, lse2, trace)
+            shift = _shift(problem, operands)
+            sink2 = sink_logits(problem, shift)
+            portable.launch_forward(problem, operands, o, lse2, trace, shift=shift, sink2=sink2)
     return ForwardResult(lse2, None if operands.k_mean is None else operands.k_mean.ptr)
+
+
+def _shift(problem: KernelProblem, operands: OperandCache) -> Tensor | None:
+    """Return what smoothing K subtracted from the logits, if sinks or a softcap need it."""
+    is_needed = problem.extras.sinks is not None or problem.extras.softcap is not None
+    if not is_needed or operands.k_mean is None:
+        return None
+    return compute_logit_shift(problem, operands.k_mean.ptr)
 
 
 def backward(
@@ -65,8 +79,11 @@ def backward(
     grads: Gradients,
     traces: MapTraces = UNTRACED,
     operands: OperandCache | None = None,
-) -> Tensor:
-    """Fill the gradients of all heads, and return delta, float32 [sequences, heads, n_q].
+) -> tuple[Tensor | None, Tensor]:
+    """Fill the gradients of all heads, and return those of the sinks and delta.
+
+    The gradient of the sinks is [heads] in their dtype, or None. delta is float32 [sequences,
+    heads, n_q].
 
     Args:
         do: the gradient of o, any strides.
@@ -84,7 +101,8 @@ def backward(
         grads.dq.fill_(zero)
         grads.dk.fill_(zero)
         grads.dv.zero_()
-        return delta.zero_()
+        sinks = problem.extras.sinks
+        return None if sinks is None else torch.zeros_like(sinks), delta.zero_()
     statistics = RowStatistics(Rows.of(lse2), Rows.of(delta))
     d_lse_rows = None if d_lse is None else Rows.of(d_lse.contiguous())
     if hopper.serves(problem):
@@ -102,7 +120,21 @@ def backward(
 
             gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)
         else:
+            shift = _shift(problem, operands)
+            sink2 = sink_logits(problem, shift)
+            p_sink = None if sink2 is None else sink_probabilities(sink2, lse2)
             portable.launch_backward(
-                problem, operands, o, do, statistics, d_lse_rows, grads, traces
+                problem,
+                operands,
+                o,
+                do,
+                statistics,
+                d_lse_rows,
+                grads,
+                traces,
+                shift=shift,
+                p_sink=p_sink,
             )
-    return delta
+            if p_sink is not None:
+                return sink_gradient(problem, p_sink, delta), delta
+    return None, delta

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from sagesim.spec import (
 )
 from sagesim_kernels.dispatch import backward, forward
 from sagesim_kernels.operands import (
+    Extras,
     ForwardResult,
     Gradients,
     KernelProblem,
@@ -48,6 +49,9 @@ def _resolve(label: str, dtype: torch.dtype) -> AttentionSpec:
 class Call(NamedTuple):
     """The arguments of both operators besides tensors of tokens, in the operators' order."""
 
+    sinks: Tensor | None
+    key_mask: Tensor | None
+    seqused_k: Tensor | None
     cu_q: Tensor | None
     cu_k: Tensor | None
     longest_q: int | None
@@ -56,7 +60,19 @@ class Call(NamedTuple):
     scale: float
     is_causal: bool
     lower_right: bool
+    left: int  #: of the window; -1: no limit
+    right: int
+    softcap: float | None
     tokens_first: bool  #: whether outputs have tokens before heads in memory
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The fields that are tensors; they are the first."""
+        return self[:_TENSORS]
+
+    def with_tensors(self, *tensors: Tensor | None) -> Call:
+        """This call with other tensors."""
+        return Call(*tensors, *self[_TENSORS:])
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor) -> KernelProblem:
         return KernelProblem.of(
@@ -68,7 +84,13 @@ class Call(NamedTuple):
             is_causal=self.is_causal,
             lower_right=self.lower_right,
             packing=Packing(self.cu_q, self.cu_k, self.longest_q, self.longest_k),
+            extras=Extras(
+                (self.left, self.right), self.key_mask, self.seqused_k, self.sinks, self.softcap
+            ),
         )
+
+
+_TENSORS: Final = 5
 
 
 def label_of(spec: AttentionSpec) -> str:
@@ -136,6 +158,9 @@ def forward_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
+    key_mask: Tensor | None,
+    seqused_k: Tensor | None,
     cu_q: Tensor | None,
     cu_k: Tensor | None,
     longest_q: int | None,
@@ -144,6 +169,9 @@ def forward_op(
     scale: float,
     is_causal: bool,
     lower_right: bool,
+    left: int,
+    right: int,
+    softcap: float | None,
     tokens_first: bool,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -151,8 +179,24 @@ def forward_op(
 
     lse has no elements unless with_lse, and k_mean has none if the spec does not smooth K.
     """
-    packing = (cu_q, cu_k, longest_q, longest_k)
-    problem = Call(*packing, spec, scale, is_causal, lower_right, tokens_first).problem(q, k, v)
+    call = Call(
+        sinks,
+        key_mask,
+        seqused_k,
+        cu_q,
+        cu_k,
+        longest_q,
+        longest_k,
+        spec,
+        scale,
+        is_causal,
+        lower_right,
+        left,
+        right,
+        softcap,
+        tokens_first,
+    )
+    problem = call.problem(q, k, v)
     o = _empty(q, v.shape[3], tokens_first=tokens_first)
     with on_device_of(q):
         result = forward(problem, o)
@@ -188,6 +232,9 @@ def backward_op(
     o: Tensor | None,
     lse2: Tensor,
     k_mean: Tensor,
+    sinks: Tensor | None,
+    key_mask: Tensor | None,
+    seqused_k: Tensor | None,
     cu_q: Tensor | None,
     cu_k: Tensor | None,
     longest_q: int | None,
@@ -196,28 +243,47 @@ def backward_op(
     scale: float,
     is_causal: bool,
     lower_right: bool,
+    left: int,
+    right: int,
+    softcap: float | None,
     tokens_first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv and the gradient of the sinks, which has no elements without sinks.
 
     o: None if the spec's delta comes from P. k_mean: without elements if K is not smoothed.
     """
-    packing = (cu_q, cu_k, longest_q, longest_k)
-    problem = Call(*packing, spec, scale, is_causal, lower_right, tokens_first).problem(q, k, v)
+    call = Call(
+        sinks,
+        key_mask,
+        seqused_k,
+        cu_q,
+        cu_k,
+        longest_q,
+        longest_k,
+        spec,
+        scale,
+        is_causal,
+        lower_right,
+        left,
+        right,
+        softcap,
+        tokens_first,
+    )
+    problem = call.problem(q, k, v)
     grads = Gradients(*(_empty(x, x.shape[3], tokens_first=tokens_first) for x in (q, k, v)))
     result = ForwardResult(lse2, k_mean if problem.spec.smoothing.k else None)
     with on_device_of(q):
-        backward(problem, do, d_lse, o, result, grads)
-    return grads.dq, grads.dk, grads.dv
+        d_sinks, _ = backward(problem, do, d_lse, o, result, grads)
+    return grads.dq, grads.dk, grads.dv, _nothing(q) if d_sinks is None else d_sinks
 
 
 @backward_op.register_fake
 def _(
     do: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens_first = Call(*rest[3:]).tokens_first  # after o, lse2 and k_mean
-    dq, dk, dv = (_empty(x, x.shape[3], tokens_first=tokens_first) for x in (q, k, v))
-    return dq, dk, dv
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call = Call(*rest[3:])  # after o, lse2 and k_mean
+    dq, dk, dv = (_empty(x, x.shape[3], tokens_first=call.tokens_first) for x in (q, k, v))
+    return dq, dk, dv, _nothing(q) if call.sinks is None else torch.empty_like(call.sinks)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -227,22 +293,22 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse2, k_mean, *([] if with_lse else [lse]))
     o_for_delta = o if parse(call.spec).delta is Delta.FROM_O else None
-    ctx.save_for_backward(q, k, v, o_for_delta, lse2, k_mean, call.cu_q, call.cu_k)
-    ctx.call = call._replace(cu_q=None, cu_k=None)
+    ctx.save_for_backward(q, k, v, o_for_delta, lse2, k_mean, *call.tensors)
+    ctx.call = call.with_tensors(*(None,) * _TENSORS)
 
 
 def _differentiate(
     ctx: Any, do: Tensor | None, d_lse: Tensor | None, *_: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, o, lse2, k_mean, cu_q, cu_k = ctx.saved_tensors
-    nothing: Sequence[None] = (None,) * (len(Call._fields) + 1)  # and with_lse
+    q, k, v, o, lse2, k_mean, *tensors = ctx.saved_tensors
+    nothing: Sequence[None] = (None,) * len(Call._fields)  # without sinks, and with with_lse
     if do is None and d_lse is None:
-        return (None, None, None, *nothing)
+        return (None, None, None, None, *nothing)
     if do is None:
         do = v.new_zeros((*q.shape[:3], v.shape[3]))
-    call = ctx.call._replace(cu_q=cu_q, cu_k=cu_k)
-    grads = backward_op(do, d_lse, q, k, v, o, lse2, k_mean, *call)
-    return (*grads, *nothing)
+    call = ctx.call.with_tensors(*tensors)
+    *grads, d_sinks = backward_op(do, d_lse, q, k, v, o, lse2, k_mean, *call)
+    return (*grads, None if call.sinks is None else d_sinks, *nothing)
 
 
 forward_op.register_autograd(_differentiate, setup_context=_save)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from sagesim.problem import AttentionProblem, resolve_input16
+from sagesim.problem import AttentionOptions, AttentionProblem, resolve_input16
 from sagesim.spec import FACTORED_QK, MAPS, OPERANDS, SITES, AttentionSpec, Precision
-from sagesim_kernels.api import CausalAlignment, check_call, check_device
+from sagesim_kernels.api import check_call, check_device
 from sagesim_kernels.dispatch import backward, forward
 from sagesim_kernels.operands import (
+    Extras,
     Gradients,
     KernelProblem,
     OperandCache,
@@ -38,6 +39,7 @@ class KernelTrace:
 
     o, dq, dk, dv: bitwise what `attention` and its backward return.
     lse, delta: float32 [batch, heads, n_q].
+    dsinks: [heads] in the dtype of the sinks; None without sinks.
     operands: codes and scales by "site.tensor", with the names of `sagesim.Trace.operands`, for the
         products in INT8. Those of P and dS are [batch, heads, n_q, n_k]. The scale of "pv.p" is
         always 1, because P has no scale that is final: its codes are 127 P relative to the row's
@@ -51,6 +53,7 @@ class KernelTrace:
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsinks: Tensor | None
     operands: Mapping[str, Coded]
 
 
@@ -61,10 +64,7 @@ def trace(
     do: Tensor | None = None,
     *,
     spec: AttentionSpec = FACTORED_QK,
-    is_causal: bool = False,
-    causal_alignment: CausalAlignment = "upper_left",
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> KernelTrace:
     """Run the forward and backward kernels and return their intermediate results.
 
@@ -73,21 +73,22 @@ def trace(
     Args:
         q, k, v: [batch, heads, tokens, head size], as in `attention`.
         do: the gradient of o, [batch, heads, n_q, d_v].
-        Others: see `attention`. Or q is an `AttentionProblem`, such as a recorded call, and the
-            other arguments but spec and causal_alignment are omitted.
+        options: see `attention`. Or q is an `AttentionProblem`, such as a recorded call, and the
+            other arguments but spec are omitted.
 
     Raises:
         As `attention`. Also ValueError if do is missing or differs from q in dtype or device, if a
         shape does not fit, or if a problem has an attn_mask.
     """
-    given = AttentionProblem.of(
-        q, k, v, do, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    given = AttentionProblem.of(q, k, v, do, **options)
     if given.attn_mask is not None:
-        raise ValueError("attn_mask: there are no kernels for a mask; only is_causal is supported")
-    (q, k, v, do), is_causal, enable_gqa = given.qkvdo, given.is_causal, given.enable_gqa
+        raise ValueError(
+            "attn_mask: there are no kernels for it; use is_causal, window or key_mask"
+        )
+    q, k, v, do = given.qkvdo
     check_device(q)
-    check_call(q, k, v, spec, causal_alignment, enable_gqa=enable_gqa)
+    check_call(q, k, v, spec, enable_gqa=given.enable_gqa)
+    given.check_options()
     if do.dtype != q.dtype or do.device != q.device:
         raise ValueError(
             f"do is {do.dtype} on {do.device}; it must be {q.dtype} on {q.device}, as q is"
@@ -103,8 +104,9 @@ def trace(
         v,
         spec=resolve_input16(spec, q.dtype),
         scale=logit_scale(q, given.scale),
-        is_causal=is_causal,
-        lower_right=causal_alignment == "lower_right",
+        is_causal=given.is_causal,
+        lower_right=given.causal_alignment == "lower_right",
+        extras=Extras(given.window, given.key_mask, None, given.sinks, given.softcap),
     )
     sites = [s for s in SITES if problem.spec.site(s).precision is Precision.INT8]
     shape = (*q.shape[:3], k.shape[2])
@@ -120,7 +122,7 @@ def trace(
         lse = natural_lse(problem, result)
         grads = Gradients(*(torch.empty_like(x) for x in (q, k, v)))
         traces = MapTraces(maps.get("dv.p"), maps.get("dq.ds"), maps.get("dk.ds"))
-        delta = backward(problem, do, None, o, result, grads, traces, operands)
+        dsinks, delta = backward(problem, do, None, o, result, grads, traces, operands)
         found = {name: Coded(*map_trace) for name, map_trace in maps.items()}
         if operands is not None:
             for site in sites:
@@ -135,6 +137,7 @@ def trace(
         dq=grads.dq,
         dk=grads.dk,
         dv=grads.dv,
+        dsinks=dsinks,
         operands=MappingProxyType(found),
     )
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Unpack
 
 import torch
 from torch import Tensor
 
-from sagesim.problem import AttentionProblem, resolve_input16
+from sagesim.problem import AttentionOptions, AttentionProblem, resolve_input16
 from sagesim.spec import MAPS, OPERANDS, AttentionSpec, Delta, Precision
 from theory.heads import Heads
 from theory.matmul import float32_error, product_bound
@@ -49,10 +49,7 @@ def attention_bound(
     do: Tensor | None = None,
     *,
     spec: AttentionSpec,
-    is_causal: bool = False,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> AttentionBound:
     """Bound the error of every element of the outputs, for one spec and one input.
 
@@ -60,28 +57,19 @@ def attention_bound(
     bound is infinite if a matmul in 16 bits may overflow.
 
     Args:
-        q, k, v, do, is_causal, attn_mask, scale, enable_gqa: as for `sagesim.trace`; or an
-            `AttentionProblem` alone, such as a recorded call.
+        q, k, v, do, options: as for `sagesim.trace`; or an `AttentionProblem` alone, such as a
+            recorded call.
         spec: the spec.
 
     Raises:
         TypeError: if dtypes differ.
-        ValueError: if a site is in FP8, shapes do not fit each other, a mask is not boolean, or a
-            mask comes with is_causal.
+        ValueError: if a site is in FP8, shapes do not fit each other, or an option does not fit the
+            tensors or the other options.
 
     Source: this project. The first-order terms are those of Higham, "Accuracy and Stability of
     Numerical Algorithms", 2nd ed., section 3.1.
     """
-    problem = AttentionProblem.of(
-        q,
-        k,
-        v,
-        do,
-        is_causal=is_causal,
-        attn_mask=attn_mask,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
+    problem = AttentionProblem.of(q, k, v, do, **options)
     return _Analysis(problem, spec).bound()
 
 
@@ -101,11 +89,33 @@ class _Analysis:
             self.q_mean = heads.query_block_means(spec.block_q)
         self.q_smoothed = self.q - self.q_mean
         self.live = heads.attends
+        self.softcap = problem.softcap
+        # What smoothing subtracts from each row of logits, and the magnitude of its terms.
+        keys = heads.attends.any(-2).sum(-1).clamp(min=1)[..., None, None]
+        self.mean = self.k_mean.sum(-2, keepdim=True) / keys  # k_mean is 0 at padding
+        self.shift = problem.logit_scale * (self.q * self.mean).sum(-1, keepdim=True)
+        self.shift_size = self.scale * (self.q * self.mean).abs().sum(-1, keepdim=True)
         s = problem.logit_scale * self.q @ self.k.mT
+        if self.softcap is not None:
+            s = self.softcap * torch.tanh((s + self.shift) / self.softcap)
         self.s = s.masked_fill(~self.live, -math.inf)
-        # The softmax of a row that attends to no key is NaN.
-        self.p = self.s.softmax(-1).masked_fill(~self.live, 0.0)
+        self.sink = None
+        if problem.sinks is not None:
+            self.sink = problem.sinks.double()[:, None, None]
+            if self.softcap is None:
+                self.sink = self.sink - self.shift
+        self.p, self.p_sink = self._softmax()
         self.tensors = {"q": self.q_smoothed, "k": self.k, "v": self.v, "do": self.do}
+
+    def _softmax(self) -> tuple[Tensor, Tensor | None]:
+        """P, and the share of the sinks in each row; 0 where nothing is attended to."""
+        if self.sink is None:
+            # The softmax of a row that attends to no key is NaN.
+            return self.s.softmax(-1).masked_fill(~self.live, 0.0), None
+        sink = self.sink.expand(*self.s.shape[:-1], 1)
+        p = torch.cat([self.s, sink], -1).softmax(-1)
+        alone = ~self.live.any(-1, keepdim=True)
+        return p[..., :-1].masked_fill(~self.live, 0.0), p[..., -1:].masked_fill(alone, 0.0)
 
     def bound(self) -> AttentionBound:
         """The bounds of o, dv, dq and dk, in the order of the computation."""
@@ -113,6 +123,8 @@ class _Analysis:
         n_q, n_k = p.shape[-2:]
         s_error, s_recompute_error = self._logits_error("qk"), self._logits_error("qk_recompute")
         row_error = s_error.amax(-1, keepdim=True)  # of the logsumexp
+        if self.sink is not None and self.softcap is None:
+            row_error = torch.maximum(row_error, self._shift_error())
         o = (p @ self.v).abs()
 
         p_error = self._p_error(s_error + row_error)
@@ -141,24 +153,59 @@ class _Analysis:
         inner_error = dp_error + delta_error + float32_error(1) * (dp.abs() + delta.abs())
         ds_error = p_error * ((dp - delta).abs() + inner_error) + p * inner_error
         ds_error += float32_error(1) * (ds + ds_error)
+        slope = torch.ones((), dtype=ds.dtype)
+        if self.softcap is not None:
+            # The derivative of the cap, from the S of qk_recompute.
+            s = self.s.masked_fill(~self.live, 0.0)
+            slope = 1 - (s / self.softcap).square()
+            moved = s_recompute_error / self.softcap
+            slope_error = moved * (2 * s.abs() / self.softcap + moved) + float32_error(4)
+            ds_error = ds_error * (slope + slope_error) + ds * slope_error
+            ds = ds * slope
+            ds_error += float32_error(1) * (ds + ds_error)
         ds_error = ds_error.masked_fill(~self.live, 0.0)
 
         rounded = ds_error + self._map_error("dq", ds + ds_error)
         dq_error = product_bound(ds, self.k, rounded, self._operand_error("dq", "k"), terms=n_k)
-        dq = self.scale * ((p * (dp - delta)) @ self.k).abs()
+        exact_ds = p * (dp - delta) * slope
+        dq_error = dq_error + self._mean_error(exact_ds, ds_error, delta, delta_error, row_error)
+        dq = self.scale * (exact_ds @ (self.k + self.k_mean)).abs()
 
         rounded, mean = ds_error + self._map_error("dk", ds + ds_error), self.q_mean.abs()
         dk_error = product_bound(
             ds.mT, self.q_smoothed, rounded.mT, self._operand_error("dk", "q"), terms=n_q
         )
         dk_error += ds_error.mT @ mean + float32_error(n_q) * ((ds + rounded).mT @ mean)
-        dk = self.scale * ((p * (dp - delta)).mT @ self.q)
+        dk = self.scale * (exact_ds.mT @ self.q)
         return AttentionBound(
             o=o_error,
             dq=self._output(dq, self.scale * dq_error),
             dk=self._key_output(dk, self.scale * dk_error),
             dv=self._key_output(dv, dv_error),
         )
+
+    def _shift_error(self) -> Tensor:
+        """Bound on the float32 error of what smoothing subtracts from a row's logits."""
+        return float32_error(self.q.shape[-1] + 2) * self.shift_size
+
+    def _mean_error(
+        self, ds: Tensor, ds_error: Tensor, delta: Tensor, delta_error: Tensor, row_error: Tensor
+    ) -> Tensor:
+        """Bound on the error of dQ from rows of dS that do not sum to 0, times the mean of K."""
+        mean = self.mean.abs()
+        if self.softcap is not None:
+            error = ds_error.sum(-1, keepdim=True)
+            error += float32_error(ds.shape[-1] + 1) * (ds.abs() + ds_error).sum(-1, keepdim=True)
+        elif self.p_sink is not None:
+            assert self.sink is not None
+            size = float32_error(2) * self.sink.abs() + self._shift_error()
+            share = self.p_sink * torch.expm1(row_error + size + self._float32_error())
+            error = share * delta.abs() + (self.p_sink + share) * delta_error
+            error += float32_error(2) * (self.p_sink + share) * (delta.abs() + delta_error)
+        else:
+            return torch.zeros((), dtype=ds.dtype)
+        total = ds.sum(-1, keepdim=True).abs() + error
+        return error * mean + float32_error(2) * total * mean
 
     def _operand_error(self, site: str, tensor: str) -> Tensor:
         """Bound on |rounded - exact| of q, k, v or do as an operand of a site."""
@@ -203,11 +250,18 @@ class _Analysis:
         error = product_bound(q, k, q_error, k_error, terms=terms)
         error = error + float32_error(terms) * (self.q_mean.abs() @ (k.abs() + k_error))
         error = self.scale * error
+        if self.softcap is not None:
+            # tanh raises no error; its own, and that of adding the shift, are those of float32.
+            size = self.scale * (q.abs() @ k.abs()) + self.shift_size
+            error = error + self._shift_error() + float32_error(3) * size
+            error = error + float32_error(8) * self.s.masked_fill(~self.live, 0.0).abs()
         return error.masked_fill(~self.live, 0.0)
 
     def _float32_error(self) -> Tensor:
         """Bound on the float32 error of S - L."""
         size = self.s.abs().masked_fill(~self.live, 0.0).amax(-1, keepdim=True)
+        if self.sink is not None:
+            size = torch.maximum(size, self.sink.abs())
         return float32_error(1) * (1 + size) + float32_error(self.p.shape[-1])
 
     def _p_error(self, error: Tensor, *, normalised: bool = True) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Unpack
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from sagesim import AttentionProblem, AttentionSpec, Delta, Precision, RoundingMode, exact
 from sagesim.analysis import LOGITS, OUTPUTS, TITLES
 from sagesim.emulator import CODE_MAX
-from sagesim.problem import resolve_input16
+from sagesim.problem import AttentionOptions, resolve_input16
 from sagesim.spec import MAPS, OPERANDS
 from theory.ds_bound import centred
 from theory.ds_error import ds_moments_from_pv
@@ -61,10 +61,7 @@ def error_budget(
     do: Tensor | None = None,
     *,
     spec: AttentionSpec,
-    is_causal: bool = False,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Budget:
     """Predict the errors of `spec` from the exact tensors, without emulating a product.
 
@@ -79,8 +76,8 @@ def error_budget(
     overflow are not modelled.
 
     Args:
-        q, k, v, do, is_causal, attn_mask, scale, enable_gqa: as for `sagesim.trace`; or an
-            `AttentionProblem` alone, such as a recorded call.
+        q, k, v, do, options: as for `sagesim.trace`; or an `AttentionProblem` alone, such as a
+            recorded call.
         spec: the spec.
 
     Raises:
@@ -95,16 +92,7 @@ def error_budget(
     >>> error_budget(*torch.randn(4, 1, 64, 16), spec=SAGEBWD).largest("dv")
     'dv'
     """
-    problem = AttentionProblem.of(
-        q,
-        k,
-        v,
-        do,
-        is_causal=is_causal,
-        attn_mask=attn_mask,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
+    problem = AttentionProblem.of(q, k, v, do, **options)
     if spec.qk != spec.qk_recompute:
         raise ValueError(f"qk and qk_recompute round differently under {spec.label()!r}")
     heads = Heads.of(problem)

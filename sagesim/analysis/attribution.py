@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Unpack
 
 from torch import Tensor
 
@@ -41,8 +41,8 @@ from sagesim.analysis.runs import (
 )
 from sagesim.analysis.sampling import Sample, jackknife, measured_fraction
 from sagesim.emulator import flatten
-from sagesim.problem import AttentionProblem
-from sagesim.shapes import Bool, Float
+from sagesim.problem import AttentionOptions, AttentionProblem
+from sagesim.shapes import Float
 from sagesim.spec import (
     SAGEBWD,
     SITES,
@@ -227,12 +227,9 @@ def attribute(
     do: Float[Tensor, "*heads n_q d_v"] | None = None,
     *,
     base: AttentionSpec = SAGEBWD,
-    is_causal: bool = False,
-    attn_mask: Bool[Tensor, "*mask #n_q #n_k"] | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
     sample: Sample | None = None,
     progress: Callable[[], None] | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Attribution:
     """Measure how much of the error of a spec each of the seven matmuls causes.
 
@@ -241,7 +238,7 @@ def attribute(
     changed. Heads are computed in groups, so that memory does not grow with their number.
 
     Args:
-        q, k, v, do, is_causal, attn_mask, scale, enable_gqa: as for `sagesim.trace`.
+        q, k, v, do, options: as for `sagesim.trace`.
         base: the spec.
         sample: measure only some heads and queries; see `sagesim.analysis.Sample`. Default: all.
         progress: called after each run of each part; see `run_count`.
@@ -257,16 +254,7 @@ def attribute(
     >>> a.largest("dv").site
     'dv'
     """
-    problem = AttentionProblem.of(
-        q,
-        k,
-        v,
-        do,
-        is_causal=is_causal,
-        attn_mask=attn_mask,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
+    problem = AttentionProblem.of(q, k, v, do, **options)
     flatten(problem, base).check_gradient(problem.gradient)
     for name, tensor in problem.tensors.items():
         if not bool(tensor.isfinite().all()):

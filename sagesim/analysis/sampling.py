@@ -96,13 +96,14 @@ def _select(problem: AttentionProblem, blocks: Sequence[int], block: int) -> Att
     if len(rows) == n_q:
         return problem
     rows = rows.to(problem.q.device)
-    is_masked = problem.is_causal or problem.attn_mask is not None
     return AttentionProblem(
         q=problem.q[..., rows, :],
         k=problem.k,
         v=problem.v,
         do=problem.gradient[..., rows, :],
-        attn_mask=problem.attends[..., rows, :] if is_masked else None,
+        attn_mask=problem.attends[..., rows, :] if problem.is_masked else None,
+        sinks=problem.sinks,
+        softcap=problem.softcap,
         scale=problem.scale,
         enable_gqa=problem.enable_gqa,
     )

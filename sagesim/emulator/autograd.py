@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 from sagesim.emulator.layout import FlatProblem, flatten
 from sagesim.emulator.passes import run_backward, run_forward
-from sagesim.problem import AttentionProblem, autocast
+from sagesim.problem import NO_WINDOW, AttentionProblem, CausalAlignment, autocast
 from sagesim.shapes import Bool, Float
 from sagesim.spec import FACTORED_QK, AttentionSpec
 
@@ -21,15 +21,22 @@ def attention(
     *,
     spec: AttentionSpec = FACTORED_QK,
     is_causal: bool = False,
+    causal_alignment: CausalAlignment | None = None,
+    window: tuple[int, int] = NO_WINDOW,
     attn_mask: Bool[Tensor, "*mask #n_q #n_k"] | None = None,
+    key_mask: Bool[Tensor, "*batch n_k"] | None = None,
+    seqused_k: Tensor | None = None,
+    sinks: Float[Tensor, " h"] | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Float[Tensor, "*heads n_q d_v"]:
     """Compute softmax(q k^T * scale) v with each product, forward and backward, as `spec` says.
 
-    The arguments are those of `torch.nn.functional.scaled_dot_product_attention`. A query that
-    attends to no key has o = 0 and contributes no gradient. Memory is linear in the number of
-    tokens. Under autocast the inputs are cast as SDPA casts them.
+    The arguments are those of `torch.nn.functional.scaled_dot_product_attention`, and those of
+    FlashAttention for windows, padding, sinks and softcaps. A query that attends to no key has
+    o = 0 and contributes no gradient. Memory is linear in the number of tokens. Under autocast the
+    inputs are cast as SDPA casts them. Differentiable once in q, k, v and sinks.
 
     Args:
         q, k, v: tensors of one floating dtype on one device, with any number of tokens (0 and 1
@@ -38,10 +45,7 @@ def attention(
         spec: the numerics; see `sagesim.AttentionSpec` and the presets. The default, INT8 only in
             QK and its recomputation, is also that of `sagesim_kernels`. The paper's scheme is
             SAGEBWD.
-        is_causal: query i attends to keys 0..i, aligned top-left also if n_q differs from n_k.
-        attn_mask: boolean, broadcastable to [*heads, n_q, n_k]; True attends.
-        scale: factor of the logits; 1/sqrt(d) by default.
-        enable_gqa: repeat each head of k and v for a group of consecutive heads of q.
+        is_causal to enable_gqa: see `sagesim.AttentionOptions`.
 
     Returns:
         o, in the dtype of q.
@@ -49,8 +53,8 @@ def attention(
     Raises:
         TypeError: if dtypes differ or are not floating, spec is not an AttentionSpec, or scale is
             not a number.
-        ValueError: if shapes or devices do not fit each other, a mask is not boolean, or a mask
-            comes with is_causal.
+        ValueError: if shapes or devices do not fit each other, or an option does not fit the
+            tensors or the other options. The message names it.
         RuntimeError: if differentiated twice; the emulated gradients are not differentiable.
 
     Source: arXiv 2603.02170, Algorithms 1 and 2. Differs in: the softmax is that of whole rows, not
@@ -65,12 +69,18 @@ def attention(
         v,
         None,
         is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window=window,
         attn_mask=attn_mask,
+        key_mask=key_mask,
+        seqused_k=seqused_k,
+        sinks=sinks,
+        softcap=softcap,
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    options = (problem.is_causal, problem.attn_mask, problem.scale, problem.enable_gqa)
-    out: Tensor = _Attention.apply(*autocast(problem.q, problem.k, problem.v), spec, *options)
+    tensors = (*autocast(problem.q, problem.k, problem.v), problem.sinks)
+    out: Tensor = _Attention.apply(*tensors, problem, spec)
     return out
 
 
@@ -81,38 +91,42 @@ class _Attention(Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
+        problem: AttentionProblem,
         spec: AttentionSpec,
-        is_causal: bool,
-        attn_mask: Tensor | None,
-        scale: float | None,
-        enable_gqa: bool,
     ) -> Tensor:
-        ctx.spec, ctx.is_causal, ctx.scale, ctx.enable_gqa = spec, is_causal, scale, enable_gqa
-        o, result = run_forward(_flat(ctx, q, k, v, attn_mask))
-        ctx.save_for_backward(q, k, v, attn_mask, o, result.lse_smoothed)
+        """problem: the options; its q, k and v are replaced by those that autograd passes."""
+        masks = (problem.attn_mask, problem.key_mask)
+        ctx.spec, ctx.options = spec, problem.options
+        ctx.options.update(attn_mask=None, key_mask=None, sinks=None)
+        o, result = run_forward(_flat(ctx, q, k, v, sinks, *masks))
+        ctx.save_for_backward(q, k, v, sinks, *masks, o, result.lse_smoothed)
         return o
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, do: Tensor
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, attn_mask, o, lse_smoothed = ctx.saved_tensors
-        grads = run_backward(_flat(ctx, q, k, v, attn_mask), do, o, lse_smoothed)
-        return *_DifferentiableOnce.apply(*grads, q, k, v, do), None, None, None, None, None
+        *inputs, o, lse_smoothed = ctx.saved_tensors
+        *grads, dsinks = run_backward(_flat(ctx, *inputs), do, o, lse_smoothed)
+        q, k, v, sinks, *_ = inputs
+        if dsinks is None:
+            return *_DifferentiableOnce.apply(3, *grads, q, k, v, do), None, None, None
+        grads = (*grads, dsinks.to(sinks.dtype))
+        return *_DifferentiableOnce.apply(4, *grads, q, k, v, sinks, do), None, None
 
 
-def _flat(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> FlatProblem:
-    problem = AttentionProblem(
-        q=q,
-        k=k,
-        v=v,
-        do=None,
-        is_causal=ctx.is_causal,
-        attn_mask=attn_mask,
-        scale=ctx.scale,
-        enable_gqa=ctx.enable_gqa,
-    )
-    return flatten(problem, ctx.spec)
+def _flat(
+    ctx: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    attn_mask: Tensor | None,
+    key_mask: Tensor | None,
+) -> FlatProblem:
+    options = ctx.options | {"sinks": sinks, "attn_mask": attn_mask, "key_mask": key_mask}
+    return flatten(AttentionProblem(q=q, k=k, v=v, do=None, **options), ctx.spec)
 
 
 class _DifferentiableOnce(Function):
@@ -122,8 +136,9 @@ class _DifferentiableOnce(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(gradient.view_as(gradient) for gradient in tensors[:3])
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The first `count` tensors are the gradients, the others what they depend on."""
+        return tuple(gradient.view_as(gradient) for gradient in tensors[:count])
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]

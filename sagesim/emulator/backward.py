@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sagesim.emulator.forward import Logits, SmoothedQK
+from sagesim.emulator.forward import Logits, SmoothedQK, as_column, sink_logits
 from sagesim.emulator.hooks import NO_HOOKS, Hooks, Place
 from sagesim.emulator.layout import FlatProblem
 from sagesim.emulator.matmul import (
@@ -30,6 +30,7 @@ class Gradients:
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsinks: Tensor | None  #: [Z]; None without sinks
 
 
 def backward(
@@ -41,7 +42,8 @@ def backward(
         do, o: [Z, n_q, d_v]; o as the forward returned it, rounded to the caller's dtype.
         lse_smoothed: [Z, n_q], see `ForwardResult`.
     """
-    grads = Gradients(torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v))
+    dsinks = None if x.sinks is None else torch.zeros_like(x.sinks)
+    grads = Gradients(torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v), dsinks)
     if x.grid.n_q == 0 or x.grid.n_k == 0:
         return grads
     for heads in x.grid.head_groups(x.q.shape[0], x.q.device):
@@ -69,10 +71,12 @@ def _backward_heads(
     k, q = tokens.at("dq", "k"), tokens.at("dk", "q")
     may_be_nonfinite = any(operand.may_be_nonfinite() for operand in (do_dv, k, q))
     padding = (0, grid.q_blocks * grid.block_q - grid.n_q)
+    sink = sink_logits(x, heads, smoothed)
     # lse = +inf makes P = exp(S - inf) = 0 in padding rows and in rows that attend to no key.
     lse = torch.nn.functional.pad(
         lse.masked_fill(lse == -torch.inf, torch.inf), padding, value=torch.inf
     )
+    p_sink = None if sink is None else (sink - lse).exp()
     delta = torch.nn.functional.pad((do * o).sum(-1), padding)
     dk = x.k.new_zeros(lse.shape[0], grid.k_blocks * grid.block_k, x.k.shape[-1])
     dv = x.v.new_zeros(lse.shape[0], grid.k_blocks * grid.block_k, x.v.shape[-1])
@@ -84,8 +88,10 @@ def _backward_heads(
         live = panel.live_tiles() if may_be_nonfinite else None
 
         s = hooks.map("s_recompute", place, logits.panel(panel))
+        # The derivative of c tanh(S / c).
+        slope = None if x.softcap is None else 1 - (s / x.softcap).square()
         # Mask after exp: in a row whose lse is NaN, exp(-inf - lse) would be NaN.
-        p = panel.mask_(s.sub_(_as_column(lse[:, panel.rows], s)).exp_(), 0.0)
+        p = panel.mask_(s.sub_(as_column(lse[:, panel.rows], s)).exp_(), 0.0)
         p = hooks.map("p_recompute", place, p)
         p_rounded = RoundedOperands(spec, place, hooks, {"p": p})
         dv[:, keys] += map_transposed_by_tokens(
@@ -99,13 +105,23 @@ def _backward_heads(
         if spec.delta is Delta.FROM_P:
             delta[:, panel.rows] = (p * panel.mask_(dp, 0.0)).sum((-2, -1)).flatten(1)
         # dP or delta may be NaN at entries where P is 0.
-        ds = panel.mask_(dp.sub_(_as_column(delta[:, panel.rows], dp)).mul_(p), 0.0)
+        ds = dp.sub_(as_column(delta[:, panel.rows], dp)).mul_(p)
+        ds = panel.mask_(ds if slope is None else ds.mul_(slope), 0.0)
         ds = hooks.ds(place, ds, p)
 
         ds_rounded = RoundedOperands(spec, place, hooks, {"ds": ds})
         dq = map_by_tokens(ds_rounded.at("dq", "ds"), k.row_blocks(0, panel.key_blocks), live)
         rows = slice(panel.rows.start, min(panel.rows.stop, grid.n_q))
-        grads.dq[heads, rows] = dq[:, : rows.stop - rows.start] * x.scale
+        dq = dq[:, : rows.stop - rows.start]
+        if smoothed.k_mean is not None:  # add the term of the mean that was subtracted from k
+            ds_sum = None
+            if x.softcap is not None:
+                ds_sum = ds.sum((-2, -1)).flatten(1)[:, : dq.shape[1]]
+            elif p_sink is not None:
+                ds_sum = delta[:, rows] * p_sink[:, rows]
+            if ds_sum is not None:
+                dq += ds_sum[..., None] * smoothed.k_mean
+        grads.dq[heads, rows] = dq * x.scale
         dk[:, keys] += map_transposed_by_tokens(
             ds_rounded.at("dk", "ds"), q.row_blocks(blocks.start, blocks.stop), live
         )
@@ -113,10 +129,8 @@ def _backward_heads(
             dk[:, keys] += product(ds.sum(2).flatten(2).mT, smoothed.q_mean[:, blocks])
 
     hooks.delta(heads, delta[:, : grid.n_q])
+    if p_sink is not None and grads.dsinks is not None:
+        of_rows = p_sink * delta
+        grads.dsinks[heads] = -of_rows.double().sum(1).to(of_rows.dtype)
     grads.dk[heads] = dk[:, : grid.n_k] * x.scale
     grads.dv[heads] = dv[:, : grid.n_k]
-
-
-def _as_column(rows: Tensor, tiles: Tensor) -> Tensor:
-    """Reshape [Z, i * block_q] to [Z, i, block_q, 1, 1], which broadcasts over a map's tiles."""
-    return rows.unflatten(1, tiles.shape[1:3])[..., None, None]

@@ -39,6 +39,8 @@ class FlatProblem:
     heads: tuple[int, ...]  #: the caller's leading shape of q
     groups: int  #: query heads for each head of k and v
     valid: tuple[Tensor, Tensor]  #: which queries and keys are not padding; see `Grid.valid_tokens`
+    sinks: Tensor | None  #: [Z] in the computing dtype
+    softcap: float | None
 
     def flatten_queries(self, x: Tensor) -> Tensor:
         """A tensor [*heads, n_q, m] as [Z, n_q, m] in the computing dtype, zero at padding."""
@@ -70,8 +72,8 @@ def flatten(problem: AttentionProblem, spec: AttentionSpec) -> FlatProblem:
     Raises:
         TypeError: if dtypes differ or are not floating, spec is not an AttentionSpec, or scale is
             not a number.
-        ValueError: if shapes or devices do not fit each other, a mask is not boolean, or a mask
-            comes with is_causal.
+        ValueError: if shapes or devices do not fit each other, or an option does not fit the
+            tensors or the other options.
     """
     q, k, v = problem.q, problem.k, problem.v
     check_spec(spec)
@@ -80,14 +82,17 @@ def flatten(problem: AttentionProblem, spec: AttentionSpec) -> FlatProblem:
     if q.dtype not in _DTYPES:
         raise TypeError(f"q, k and v are {q.dtype}; float16, bfloat16, float32 or float64 needed")
     n_q, n_k = q.shape[-2], k.shape[-2]
-    mask = problem.attn_mask
+    problem.check_options()
+    mask, key_mask, sinks = problem.attn_mask, problem.key_mask, problem.sinks
     if mask is not None:
-        mask = _flat_mask(mask, (*q.shape[:-1], n_k), problem.is_causal)
+        mask = _flat_mask(mask, (*q.shape[:-1], n_k))
+    if key_mask is not None:
+        key_mask = _flat_key_mask(key_mask, q)
     compute = torch.float64 if q.dtype is torch.float64 else torch.float32
     if groups > 1:
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
     spec = _resolve(spec, q.dtype, n_q, n_k)
-    grid = Grid(n_q, n_k, spec.block_q, spec.block_k, problem.is_causal, mask)
+    grid = Grid(n_q, n_k, spec.block_q, spec.block_k, problem.band, key_mask, mask)
     valid_q, valid_k = grid.valid_tokens(q.device)
     return FlatProblem(
         q=_flatten(q, compute, valid_q),
@@ -100,17 +105,21 @@ def flatten(problem: AttentionProblem, spec: AttentionSpec) -> FlatProblem:
         heads=tuple(q.shape[:-2]),
         groups=groups,
         valid=(valid_q, valid_k),
+        sinks=None if sinks is None else sinks.to(compute).expand(q.shape[:-2]).reshape(-1),
+        softcap=problem.softcap,
     )
 
 
-def _flat_mask(mask: Tensor, shape: tuple[int, ...], is_causal: bool) -> Tensor:
+def _flat_key_mask(key_mask: Tensor, q: Tensor) -> Tensor:
+    """A key mask [*batch, n_k] as [Z, n_k], or as [1, n_k] if there is a single sequence."""
+    n_k = key_mask.shape[-1]
+    if math.prod(key_mask.shape[:-1]) == 1:
+        return key_mask.reshape(1, n_k)
+    return key_mask[..., None, :].expand(*q.shape[:-2], n_k).reshape(-1, n_k)
+
+
+def _flat_mask(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A boolean mask broadcastable to [*heads, n_q, n_k] as [Z or 1, n_q, n_k]."""
-    if is_causal:
-        raise ValueError("attn_mask and is_causal=True exclude each other")
-    if mask.dtype is not torch.bool:
-        raise ValueError(
-            f"attn_mask is {mask.dtype}; only boolean masks (True attends) are emulated"
-        )
     try:
         full = mask.expand(shape)
     except RuntimeError:

@@ -21,7 +21,7 @@ from sagesim.process_wide import ProcessWide
 class Passes:
     """The results of one forward and backward.
 
-    o, dq, dk, dv: in the caller's shapes and dtype.
+    o, dq, dk, dv: in the caller's shapes and dtype. dsinks: as `run_backward` returns it.
     lse, lse_smoothed: [Z, n_q] in the computing dtype, of the logits before and after smoothing.
     """
 
@@ -29,6 +29,7 @@ class Passes:
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsinks: Tensor | None
     lse: Tensor
     lse_smoothed: Tensor
 
@@ -41,8 +42,8 @@ def run(x: FlatProblem, do: Tensor, hooks: Hooks = NO_HOOKS) -> Passes:
     """
     x.check_gradient(do)
     o, result = run_forward(x, hooks)
-    dq, dk, dv = run_backward(x, do, o, result.lse_smoothed, hooks)
-    return Passes(o, dq, dk, dv, result.lse, result.lse_smoothed)
+    grads = run_backward(x, do, o, result.lse_smoothed, hooks)
+    return Passes(o, *grads, result.lse, result.lse_smoothed)
 
 
 def run_forward(x: FlatProblem, hooks: Hooks = NO_HOOKS) -> tuple[Tensor, ForwardResult]:
@@ -54,12 +55,20 @@ def run_forward(x: FlatProblem, hooks: Hooks = NO_HOOKS) -> tuple[Tensor, Forwar
 
 def run_backward(
     x: FlatProblem, do: Tensor, o: Tensor, lse_smoothed: Tensor, hooks: Hooks = NO_HOOKS
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv in the caller's shapes and dtype; do and o have the caller's shape."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return dq, dk and dv in the caller's shapes and dtype, and dsinks.
+
+    do and o have the caller's shape. dsinks is [heads] in the computing dtype, summed over the
+    batch; None without sinks.
+    """
     with torch.no_grad(), plain_float32(x.q.device.type):
         grads = backward(x, x.flatten_queries(do), x.flatten_queries(o), lse_smoothed, hooks)
         dq = x.query_heads(grads.dq).to(x.dtype)
-        return dq, x.key_heads(grads.dk).to(x.dtype), x.key_heads(grads.dv).to(x.dtype)
+        dk, dv = x.key_heads(grads.dk).to(x.dtype), x.key_heads(grads.dv).to(x.dtype)
+        dsinks = grads.dsinks
+        if dsinks is not None:
+            dsinks = dsinks.double().reshape(-1, x.heads[-1]).sum(0).to(dsinks.dtype)
+        return dq, dk, dv, dsinks
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sagesim.problem import Band
+
 _PANEL_ENTRIES = 2**17
 """The most map entries of one head in a panel, unless a single query block has more."""
 
@@ -44,13 +46,14 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The tiling of an n_q x n_k map. It depends only on lengths, block sizes and mask."""
+    """The tiling of an n_q x n_k map. It depends only on lengths, block sizes and masks."""
 
     n_q: int
     n_k: int
     block_q: int
     block_k: int
-    is_causal: bool
+    band: Band
+    key_mask: Tensor | None  #: bool [Z or 1, n_k]; True attends
     attn_mask: Tensor | None  #: bool [Z or 1, n_q, n_k]; True attends
 
     @property
@@ -75,11 +78,25 @@ class Grid:
         """
         if self.attn_mask is not None:
             return self.attn_mask.any(2), self.attn_mask.any(1)
-        queries = torch.ones(1, self.n_q, dtype=torch.bool, device=device)
-        keys = torch.ones(1, self.n_k, dtype=torch.bool, device=device)
-        if self.is_causal:
-            keys[:, self.n_q :] = False
-        return queries, keys
+        key_mask = self.key_mask
+        if key_mask is None:
+            key_mask = torch.ones(1, self.n_k, dtype=torch.bool, device=device)
+        query = torch.arange(self.n_q, device=device)
+        first, end = self._band_ends(query, self.n_k, self.band)
+        queries = _any_between(key_mask, first, end)
+        # Key j is attended to by the queries j - highest to j - lowest.
+        lowest, highest = self.band
+        mirrored = Band(None if highest is None else -highest, None if lowest is None else -lowest)
+        key = torch.arange(self.n_k, device=device)
+        first, end = self._band_ends(key, self.n_q, mirrored)
+        return queries, key_mask & (end > first)
+
+    def _band_ends(self, token: Tensor, n: int, band: Band) -> tuple[Tensor, Tensor]:
+        """The first of the tokens 0..n that a band leaves to each token, and their end."""
+        lowest, highest = band
+        first = (token + (-self.n_q - self.n_k if lowest is None else lowest)).clamp(0, n)
+        end = (token + (self.n_q + self.n_k if highest is None else highest) + 1).clamp(0, n)
+        return first, end
 
     def panels(self, heads: slice, device: torch.device) -> Iterator[Panel]:
         """The panels of the given heads, from the first query to the last."""
@@ -96,9 +113,9 @@ class Grid:
 
         A mask of single heads gives n_k: the keys of other heads must not change a head's result.
         """
-        if self.is_causal:
-            return [min(query + 1, self.n_k) for query in range(self.n_q)]
-        if self.attn_mask is None or self.attn_mask.shape[0] > 1:
+        if self.attn_mask is None:
+            return [self.band.keys_of(query, self.n_k).stop for query in range(self.n_q)]
+        if self.attn_mask.shape[0] > 1:
             return [self.n_k] * self.n_q
         # The distance of the last True from the end; argmax gives the first of equal elements.
         mask = self.attn_mask[0].flip(1)
@@ -118,16 +135,32 @@ class Grid:
         masked: Tensor | None = None
         if rows.stop > self.n_q or columns > self.n_k:
             masked = (row >= self.n_q) | (column >= self.n_k)
-        if self.is_causal:
-            future = column > row
-            masked = future if masked is None else masked | future
+        by_band = self.band.attends(row, column)
+        if by_band is not None:
+            masked = ~by_band if masked is None else masked | ~by_band
         if masked is not None:
             masked = masked[None]
-        if self.attn_mask is not None:
-            mask = select_heads(self.attn_mask, heads)[:, rows.start : rows.stop, :columns]
-            bottom, right = rows.stop - rows.start - mask.shape[1], columns - mask.shape[2]
-            by_mask = torch.nn.functional.pad(~mask, (0, right, 0, bottom), value=True)
+        by_mask = self._masked_by_tensors(heads, rows, columns)
+        if by_mask is not None:
             masked = by_mask if masked is None else masked | by_mask
         if masked is None:
             return None
         return masked.unflatten(2, (-1, self.block_k)).unflatten(1, (-1, self.block_q))
+
+    def _masked_by_tensors(self, heads: slice, rows: slice, columns: int) -> Tensor | None:
+        """What key_mask or attn_mask masks, and all padding; None if there is no such mask."""
+        if self.key_mask is not None:
+            keys = select_heads(self.key_mask, heads)[:, None, :columns]
+            masked = torch.nn.functional.pad(~keys, (0, columns - keys.shape[2]), value=True)
+            return masked.expand(-1, rows.stop - rows.start, -1)
+        if self.attn_mask is None:
+            return None
+        mask = select_heads(self.attn_mask, heads)[:, rows.start : rows.stop, :columns]
+        bottom, right = rows.stop - rows.start - mask.shape[1], columns - mask.shape[2]
+        return torch.nn.functional.pad(~mask, (0, right, 0, bottom), value=True)
+
+
+def _any_between(mask: Tensor, first: Tensor, end: Tensor) -> Tensor:
+    """Whether mask [Z, n] is True anywhere in first..end, each [m]; bool [Z, m]."""
+    count = torch.nn.functional.pad(mask.to(torch.int32).cumsum(1), (1, 0))
+    return count[:, torch.maximum(first, end)] > count[:, first]

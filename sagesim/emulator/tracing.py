@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Unpack
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from sagesim.emulator.layout import FlatProblem, flatten
 from sagesim.emulator.passes import run
 from sagesim.emulator.quantization import Operand, QTensor, as_qtensor, from_tiles
 from sagesim.emulator.tiling import Panel
-from sagesim.problem import AttentionProblem
-from sagesim.shapes import Bool, Float
+from sagesim.problem import AttentionOptions, AttentionProblem
+from sagesim.shapes import Float
 from sagesim.spec import AttentionSpec
 
 _MASKED_VALUE: Final = {
@@ -36,7 +36,8 @@ class Trace:
     """Every intermediate of one emulated attention; maps are [*heads, n_q, n_k].
 
     Float32 (float64 for float64 inputs), except o, dq, dk, dv, which have the inputs' dtype.
-    Masked entries are -inf in s and 0 in p, dp and ds.
+    Masked entries are -inf in s and 0 in p, dp and ds. With a softcap, s is the capped logits, and
+    ds the gradient of the logits before the cap.
     """
 
     spec: AttentionSpec
@@ -50,6 +51,7 @@ class Trace:
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsinks: Tensor | None  #: [heads], in the computing dtype; None without sinks
     s_recompute: Tensor  #: the backward's logits; equal to s if qk_recompute equals qk
     p_recompute: Tensor  #: the backward's P, exp(s_recompute - lse), before it is rounded for dV
     operands: Mapping[str, QTensor]
@@ -66,10 +68,7 @@ def trace(
     do: Float[Tensor, "*heads n_q d_v"] | None = None,
     *,
     spec: AttentionSpec,
-    is_causal: bool = False,
-    attn_mask: Bool[Tensor, "*mask #n_q #n_k"] | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Trace:
     """Run attention and its backward under `spec` and return every intermediate.
 
@@ -86,23 +85,14 @@ def trace(
     >>> t.operands["dq.ds"].codes.shape, t.operands["dq.ds"].codes.dtype
     (torch.Size([1, 1, 8, 8]), torch.int8)
     """
-    problem = AttentionProblem.of(
-        q,
-        k,
-        v,
-        do,
-        is_causal=is_causal,
-        attn_mask=attn_mask,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
+    problem = AttentionProblem.of(q, k, v, do, **options)
     x = flatten(problem, spec)
     recorder = Recorder(x, maps=frozenset(_MASKED_VALUE), operands=True)
     passes = run(x, problem.gradient, recorder)
     s = recorder.maps["s"]
     p = torch.exp(s - _finite_lse(passes.lse_smoothed)[..., None])
     s_recompute = recorder.maps["s_recompute"]
-    if spec.smoothing.k and x.grid.n_q and x.grid.n_k:
+    if spec.smoothing.k and x.softcap is None and x.grid.n_q and x.grid.n_k:
         shift = SmoothedQK.of(x, slice(None)).shift
         assert shift is not None
         s, s_recompute = s + shift[..., None], s_recompute + shift[..., None]
@@ -118,6 +108,7 @@ def trace(
         dq=passes.dq,
         dk=passes.dk,
         dv=passes.dv,
+        dsinks=passes.dsinks,
         s_recompute=x.query_heads(s_recompute),
         p_recompute=x.query_heads(recorder.maps["p_recompute"]),
         operands=MappingProxyType(recorder.quantized()),

@@ -8,12 +8,30 @@ from sagesim.problem.arguments import (
     resolve_input16,
 )
 from sagesim.problem.attention_problem import AttentionProblem
+from sagesim.problem.masks import (
+    Band,
+    check_alignment,
+    check_key_padding,
+    check_sinks,
+    check_softcap,
+    check_window,
+)
+from sagesim.problem.options import NO_WINDOW, AttentionOptions, CausalAlignment
 
 __all__ = [
+    "NO_WINDOW",
+    "AttentionOptions",
     "AttentionProblem",
+    "Band",
+    "CausalAlignment",
     "autocast",
+    "check_alignment",
+    "check_key_padding",
     "check_scale",
+    "check_sinks",
+    "check_softcap",
     "check_spec",
     "check_tensors",
+    "check_window",
     "resolve_input16",
 ]

@@ -5,10 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 import torch
 from torch import Tensor
+
+from sagesim.problem.masks import (
+    Band,
+    check_alignment,
+    check_key_padding,
+    check_sinks,
+    check_softcap,
+    check_window,
+    mask_of_lengths,
+)
+from sagesim.problem.options import NO_WINDOW, AttentionOptions, CausalAlignment
 
 Problem = TypeVar("Problem", bound="AttentionProblem")
 
@@ -21,14 +32,10 @@ class AttentionProblem:
     k: [*kv_heads, n_k, d]; the leading shape of q, or with enable_gqa fewer heads on its last axis.
     v: [*kv_heads, n_k, d_v].
     do: [*heads, n_q, d_v], the gradient of the output o; None if there is no backward.
-    is_causal: query i attends to keys 0..i, aligned top-left also if n_q differs from n_k.
-    attn_mask: boolean, broadcastable to [*heads, n_q, n_k]; True attends. Excludes is_causal.
-    scale: factor of the logits; None is 1/sqrt(d).
-    enable_gqa: each head of k and v serves a group of consecutive heads of q.
+    The other fields are options; `AttentionOptions` describes them.
 
-    The options are those of `torch.nn.functional.scaled_dot_product_attention`. The constructor
-    checks nothing; functions that take a problem check it. Functions of this project that take q,
-    k, v, do and these options also accept one AttentionProblem instead.
+    The constructor checks nothing; functions that take a problem check it. Functions of this
+    project that take q, k, v, do and these options also accept one AttentionProblem instead.
 
     >>> import torch, sagesim
     >>> q, k, v, do = torch.randn(4, 1, 2, 10, 16)
@@ -42,7 +49,12 @@ class AttentionProblem:
     v: Tensor
     do: Tensor | None
     is_causal: bool = False
+    causal_alignment: CausalAlignment | None = None
+    window: tuple[int, int] = NO_WINDOW
     attn_mask: Tensor | None = None
+    key_mask: Tensor | None = None
+    sinks: Tensor | None = None
+    softcap: float | None = None
     scale: float | None = None
     enable_gqa: bool = False
 
@@ -53,42 +65,43 @@ class AttentionProblem:
         k: Tensor | None,
         v: Tensor | None,
         do: Tensor | None = None,
-        *,
-        is_causal: bool = False,
-        attn_mask: Tensor | None = None,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        **options: Unpack[AttentionOptions],
     ) -> AttentionProblem:
         """The problem that the arguments of a public function describe.
 
-        If q is an AttentionProblem, this is it; else the problem is made from the arguments.
+        If q is an AttentionProblem, this is it; else the problem is made from the arguments, and
+        seqused_k becomes a key_mask.
 
         Raises:
             TypeError: if q is a problem and there are other arguments, or if k or v is missing.
+            ValueError: if seqused_k does not fit the other tensors.
         """
         if isinstance(q, AttentionProblem):
-            options = (is_causal, enable_gqa)
-            if any(options) or not all(x is None for x in (k, v, do, attn_mask, scale)):
-                raise TypeError("q is an AttentionProblem; no other tensor or option is accepted")
+            given = [name for name, value in options.items() if not _is_default(name, value)]
+            if given or not all(x is None for x in (k, v, do)):
+                words = f": {', '.join(given)}" if given else ""
+                raise TypeError(
+                    f"q is an AttentionProblem; no other tensor or option is accepted{words}"
+                )
             return q
         if k is None or v is None:
             raise TypeError("k or v is missing; q, k and v, or one AttentionProblem, are needed")
-        return AttentionProblem(
-            q=q,
-            k=k,
-            v=v,
-            do=do,
-            is_causal=is_causal,
-            attn_mask=attn_mask,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
+        seqused_k = options.pop("seqused_k", None)
+        if seqused_k is not None:
+            check_key_padding(options.get("key_mask"), seqused_k, q, k)
+            options["key_mask"] = mask_of_lengths(seqused_k, k.shape[-2])
+        return AttentionProblem(q=q, k=k, v=v, do=do, **options)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """q, k, v, do and attn_mask by name; do and attn_mask only if they are given."""
-        fields = {"q": self.q, "k": self.k, "v": self.v, "do": self.do, "attn_mask": self.attn_mask}
-        return {name: x for name, x in fields.items() if x is not None}
+        """The tensors that are given, by name: q, k, v, do, attn_mask, key_mask, sinks."""
+        names = ("q", "k", "v", "do", "attn_mask", "key_mask", "sinks")
+        return {name: x for name in names if (x := getattr(self, name)) is not None}
+
+    @property
+    def options(self) -> AttentionOptions:
+        """The options, as keyword arguments of functions that take q, k and v."""
+        return {name: getattr(self, name) for name in _OPTIONS}  # pyright: ignore[reportReturnType]
 
     @property
     def qkvdo(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -116,23 +129,62 @@ class AttentionProblem:
         return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else float(self.scale)
 
     @property
+    def band(self) -> Band:
+        """The diagonals that is_causal and window leave."""
+        return Band.of(
+            self.q.shape[-2],
+            self.k.shape[-2],
+            is_causal=self.is_causal,
+            lower_right=self.causal_alignment == "lower_right",
+            window=self.window,
+        )
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether an option may keep a query from attending to a key."""
+        masks = (self.attn_mask, self.key_mask)
+        return self.band != Band(None, None) or any(x is not None for x in masks)
+
+    def check_options(self) -> None:
+        """Raise TypeError or ValueError, naming the option, unless the options fit the tensors.
+
+        The shape of attn_mask is not checked.
+        """
+        check_window(self.window)
+        equal = self.q.shape[-2] == self.k.shape[-2]
+        check_alignment(self.causal_alignment, self.window, equal_lengths=equal)
+        check_key_padding(self.key_mask, None, self.q, self.k)
+        check_sinks(self.sinks, self.q)
+        check_softcap(self.softcap)
+        if self.attn_mask is None:
+            return
+        if self.attn_mask.dtype is not torch.bool:
+            raise ValueError(
+                f"attn_mask is {self.attn_mask.dtype}; it must be boolean (True attends)"
+            )
+        others = {"is_causal": self.is_causal, "window": self.window != NO_WINDOW}
+        others["key_mask"] = self.key_mask is not None
+        for name in (name for name, given in others.items() if given):
+            raise ValueError(f"attn_mask and {name} exclude each other; combine them in attn_mask")
+
+    @property
     def attends(self) -> Tensor:
-        """Which keys each query attends to, bool [n_q, n_k] or with the leading axes of attn_mask.
+        """Which keys each query attends to, bool [n_q, n_k] or with the leading axes of a mask.
 
         Raises:
-            ValueError: if attn_mask is not boolean or comes with is_causal.
+            TypeError, ValueError: as `check_options`.
         """
-        mask = self.attn_mask
-        if mask is not None and (self.is_causal or mask.dtype is not torch.bool):
-            raise ValueError(
-                f"attn_mask is {mask.dtype} with is_causal={self.is_causal}; "
-                "it must be boolean, and is_causal False"
-            )
-        shape = self.q.shape[-2], self.k.shape[-2]
-        attends = torch.ones(shape, dtype=torch.bool, device=self.q.device)
-        if self.is_causal:
-            attends = attends.tril()
-        return attends if mask is None else attends & mask
+        self.check_options()
+        n_q, n_k, device = self.q.shape[-2], self.k.shape[-2], self.q.device
+        attends = torch.ones(n_q, n_k, dtype=torch.bool, device=device)
+        queries = torch.arange(n_q, device=device)[:, None]
+        by_band = self.band.attends(queries, torch.arange(n_k, device=device))
+        if by_band is not None:
+            attends = by_band
+        if self.key_mask is not None:
+            by_key = self.key_mask[..., None, None, :] if self.q.ndim > 2 else self.key_mask
+            attends = attends & by_key
+        return attends if self.attn_mask is None else attends & self.attn_mask
 
     def map(self: Problem, change: Callable[[Tensor], Tensor]) -> Problem:
         """The problem with `change` applied to q, k, v and do."""
@@ -155,10 +207,14 @@ class AttentionProblem:
         groups = math.prod(heads) // z
         q, do = (x.reshape(z, groups, *x.shape[-2:]) for x in (self.q, self.gradient))
         k, v = (x.reshape(z, 1, *x.shape[-2:]) for x in (self.k, self.v))
-        mask = self.attn_mask
+        mask, key_mask, sinks = self.attn_mask, self.key_mask, self.sinks
         if mask is not None:
             mask = mask.expand(*heads, n_q, n_k).reshape(z, groups, n_q, n_k)
+        if key_mask is not None:
+            key_mask = key_mask[..., None, :].expand(*self.k.shape[:-1]).reshape(z, n_k)
         step = max(1, entries // max(1, groups * n_q * n_k))
+        if sinks is not None:
+            sinks, step = sinks.expand(heads).reshape(z, groups), 1  # one tensor for each part
         for start in range(0, z, step):
             part = slice(start, start + step)
             yield AttentionProblem(
@@ -167,7 +223,25 @@ class AttentionProblem:
                 v=v[part],
                 do=do[part],
                 is_causal=self.is_causal,
+                causal_alignment=self.causal_alignment,
+                window=self.window,
                 attn_mask=None if mask is None else mask[part],
+                key_mask=None if key_mask is None else key_mask[part],
+                sinks=None if sinks is None else sinks[start],
+                softcap=self.softcap,
                 scale=self.scale,
                 enable_gqa=groups > 1,
             )
+
+
+_OPTIONS = tuple(AttentionOptions.__annotations__.keys() - {"seqused_k"})
+"""The options that are fields of a problem."""
+
+
+def _is_default(name: str, value: object) -> bool:
+    """Whether an option has the value that it has if it is omitted."""
+    default = NO_WINDOW if name == "window" else False if name in _FLAGS else None
+    return value is None if default is None else value == default
+
+
+_FLAGS = ("is_causal", "enable_gqa")

@@ -37,6 +37,7 @@ def _serves(problem: KernelProblem) -> bool:
     spec, channels = problem.spec, padded(problem.q.shape[3])
     return (
         not IS_INTERPRETED
+        and problem.extras.is_none
         and channels == padded(problem.v.shape[3])
         and channels in CHANNELS
         and spec.block_q == spec.block_k == BLOCK

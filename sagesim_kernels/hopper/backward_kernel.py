@@ -126,7 +126,19 @@ def hopper_backward(
     head = z % heads
     tile, loop, start_q, start_k = _locate(
         # Not assigned to a variable, because IS_CAUSAL would stop being a constexpr.
-        Lengths(mask.cu_q, mask.cu_k, n_q, n_k, mask.IS_CAUSAL, mask.LOWER_RIGHT),
+        Lengths(
+            mask.cu_q,
+            mask.cu_k,
+            n_q,
+            n_k,
+            mask.IS_CAUSAL,
+            mask.LOWER_RIGHT,
+            None,
+            None,
+            None,
+            None,
+            None,
+        ),
         b,
         index * TILE_K,
     )

@@ -108,7 +108,19 @@ def hopper_forward(
     buffers = Buffers(q_s, k_s, v_s)
     barriers = Barriers(full, empty, q_full, q_empty)
     rows = Rows(lse2, lse2_stride_b, lse2_stride_h)
-    lengths = Lengths(mask.cu_q, mask.cu_k, n_q, n_k, mask.IS_CAUSAL, mask.LOWER_RIGHT)
+    lengths = Lengths(
+        mask.cu_q,
+        mask.cu_k,
+        n_q,
+        n_k,
+        mask.IS_CAUSAL,
+        mask.LOWER_RIGHT,
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
     scheduler = TileScheduler(heads, groups, longest_q, heads_per_group, tiles, programs)
     gl.warp_specialize(
         [  # Gluon's comprehensions iterate over tuples, not over ranges

@@ -34,6 +34,7 @@ def serves(problem: KernelProblem) -> bool:
     """
     return (
         not IS_INTERPRETED
+        and problem.extras.is_none
         and problem.q.shape[3] == problem.v.shape[3] in HEAD_SIZES
         and problem.scale >= 0
         and _serves_spec(problem.spec)

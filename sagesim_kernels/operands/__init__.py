@@ -17,6 +17,8 @@ from sagesim_kernels.operands.dq_sums import (
 )
 from sagesim_kernels.operands.dq_units import compute_units
 from sagesim_kernels.operands.kernel_problem import (
+    NO_EXTRAS,
+    Extras,
     KernelProblem,
     KernelSizes,
     Packing,
@@ -37,14 +39,20 @@ from sagesim_kernels.operands.layout import (
     stored_start_of,
     stored_tokens,
 )
+from sagesim_kernels.operands.logit_shift import compute_logit_shift
 from sagesim_kernels.operands.logsumexp import natural_lse
 from sagesim_kernels.operands.masking import (
     attends,
+    attends_in,
     causal_offset,
+    first_live_key,
+    is_unmasked,
     key_loop_bounds,
+    key_loops,
     live_keys,
     live_queries,
     query_loop_bounds,
+    query_loops,
 )
 from sagesim_kernels.operands.means import (
     SubtractedMeans,
@@ -82,6 +90,13 @@ from sagesim_kernels.operands.rounding import (
     pcg_hash,
     to_codes,
 )
+from sagesim_kernels.operands.sinks import (
+    ds_row_sums,
+    sink_gradient,
+    sink_logits,
+    sink_probabilities,
+)
+from sagesim_kernels.operands.softcap import Softcap, load_shift, tanh
 
 __all__ = [
     "DTYPES",
@@ -89,7 +104,9 @@ __all__ = [
     "LAUNCH",
     "LOG2_127",
     "LOG2_E",
+    "NO_EXTRAS",
     "DqSums",
+    "Extras",
     "ForwardResult",
     "Gradients",
     "Grid",
@@ -103,22 +120,29 @@ __all__ = [
     "Rounding",
     "RowStatistics",
     "Rows",
+    "Softcap",
     "Strided",
     "SubtractedMeans",
     "add_part",
     "amax",
     "apply_k_scale",
     "attends",
+    "attends_in",
     "causal_offset",
     "code_product",
     "compute_delta_from_o",
+    "compute_logit_shift",
     "compute_units",
+    "ds_row_sums",
     "finish_dq",
+    "first_live_key",
     "head_pointers",
     "in_register_order",
     "inverse_units",
+    "is_unmasked",
     "key_bias",
     "key_loop_bounds",
+    "key_loops",
     "length_of",
     "live_keys",
     "live_queries",
@@ -129,6 +153,7 @@ __all__ = [
     "load_mean",
     "load_q_mean",
     "load_rows",
+    "load_shift",
     "load_token_scales",
     "load_tokens",
     "logit_scale",
@@ -142,14 +167,19 @@ __all__ = [
     "pcg_hash",
     "program_coordinates",
     "query_loop_bounds",
+    "query_loops",
     "row_base",
     "rowsum_do_o",
+    "sink_gradient",
+    "sink_logits",
+    "sink_probabilities",
     "start_of",
     "store_rows",
     "store_tokens",
     "stored_start_of",
     "stored_tokens",
     "subtract_lse_gradient",
+    "tanh",
     "to_codes",
     "tokens_by_tokens",
 ]

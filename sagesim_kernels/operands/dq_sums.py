@@ -134,8 +134,11 @@ def add_part(dq_sums, at, part):
 
 
 @triton.jit
-def finish_dq_kernel(grid, dq_sums, lse2, d_lse, subtracted, dq, lengths, scale, sizes):
-    """Convert the sums of a block of queries to dQ."""
+def finish_dq_kernel(grid, dq_sums, lse2, ds_sums, subtracted, dq, lengths, scale, sizes):
+    """Convert the sums of a block of queries to dQ.
+
+    ds_sums: `Rows` of the sums of the rows of dS, or None if they are 0.
+    """
     block, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = block * sizes.BLOCK_Q
@@ -146,10 +149,9 @@ def finish_dq_kernel(grid, dq_sums, lse2, d_lse, subtracted, dq, lengths, scale,
     order = _order(dq_sums.DIRECT, sizes.BLOCK_Q, sizes.D_PAD)
     total = tl.load(dq_sums.sums + at * sizes.D_PAD + order).to(tl.float32)
     total *= tl.load(dq_sums.unit + at + tl.arange(0, sizes.BLOCK_Q))[:, None]
-    if d_lse is not None and subtracted.k_mean is not None:
-        # A row of dS then sums to the gradient of its logsumexp and not to 0, so the mean that was
-        # subtracted from K contributes to dQ.
-        gain = load_rows(d_lse, lengths.cu_q, b, h, queries, n_q, 0.0)[:, None]
+    if ds_sums is not None and subtracted.k_mean is not None:
+        # The mean that was subtracted from K contributes to dQ, unless a row of dS sums to 0.
+        gain = load_rows(ds_sums, lengths.cu_q, b, h, queries, n_q, 0.0)[:, None]
         total += gain * load_k_mean(subtracted, b, h // sizes.GROUPS, sizes)
     # A query that attends to no key may share a tile with a NaN. NaN != inf.
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
@@ -161,18 +163,18 @@ def finish_dq(
     problem: KernelProblem,
     dq_sums: DqSums,
     lse2: Rows,
-    d_lse: Rows | None,
+    ds_sums: Rows | None,
     subtracted: SubtractedMeans,
     dq: Tensor,
 ) -> None:
-    """Fill dq, any strides, from its sums."""
+    """Fill dq, any strides, from its sums. ds_sums: the sums of the rows of dS; None if 0."""
     block = problem.spec.block_q
     grid = Grid(-(-problem.longest_q // block), problem.q.shape[1], problem.sequences)
     finish_dq_kernel[grid.programs](
         grid,
         dq_sums,
         lse2,
-        d_lse,
+        ds_sums,
         subtracted,
         Strided.of(dq),
         problem.lengths,

@@ -28,12 +28,16 @@ from sagesim_kernels.operands.layout import (
     stored_tokens,
 )
 from sagesim_kernels.operands.masking import (
-    attends,
+    attends_in,
     causal_offset,
-    key_loop_bounds,
+    first_live_key,
+    is_unmasked,
+    key_loops,
+    keys_of,
     live_keys,
     live_queries,
 )
+from sagesim_kernels.operands.means import Means, load_mean
 from sagesim_kernels.operands.operand import (
     Operand,
     head_pointers,
@@ -102,9 +106,11 @@ class KeyBounds(NamedTuple):
 
 
 @triton.jit
-def _norms(x, base, scales, first, count: tl.constexpr, last, D_PAD: tl.constexpr, lowest=0):
+def _norms(
+    x, base, scales, first, count: tl.constexpr, last, D_PAD: tl.constexpr, lowest=0, live=None
+):
     """Return 2^-8 times the norms of tokens of an `Operand`, [count]; no finite one overflows."""
-    tokens = load_tokens(x, base, first, count, last, D_PAD, lowest).to(tl.float64)
+    tokens = load_tokens(x, base, first, count, last, D_PAD, lowest, live).to(tl.float64)
     norms = (tl.sqrt(tl.sum(tokens * tokens, 1)) * _FRACTION).to(tl.float32)
     return norms * load_token_scales(x, scales, first, count, last)
 
@@ -117,31 +123,40 @@ def _store_bounds(of_keys, of_blocks, at, keys, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def key_bounds_kernel(grid, k, v, k_right, bounds, lengths, sizes):
+def key_bounds_kernel(grid, k, v, k_right, k_mean, bounds, lengths, sizes):
     """Compute the `KeyBounds` of a block of keys.
 
-    k, v, k_right: `Operand` of qk_recompute, dp and dq.
+    k, v, k_right: `Operand` of qk_recompute, dp and dq. k_mean: the `Means` of K, if rows of dS
+    times the mean are added to the parts of dQ, or None.
     """
     block, h, b = program_coordinates(grid)
     first = block * sizes.BLOCK_K
     if first >= length_of(lengths.cu_k, lengths.n_k, b):
         return
-    n_k = live_keys(lengths, b)
+    n_k, low = live_keys(lengths, b), first_live_key(lengths, b)
+    live = None
+    if lengths.key_mask is not None:
+        live = is_unmasked(lengths, b, first + tl.arange(0, sizes.BLOCK_K), n_k)
     at = h.to(tl.int64) * bounds.tokens + stored_start_of(lengths.cu_k, lengths.n_k, b) + first
     v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, h)
-    norms = _norms(v, v_base, v_scales, first, sizes.BLOCK_K, n_k, sizes.DV_PAD)
+    norms = _norms(v, v_base, v_scales, first, sizes.BLOCK_K, n_k, sizes.DV_PAD, low, live)
     _store_bounds(bounds.v_norm, bounds.block_v_norm, at, magnitude(norms), sizes.BLOCK_K)
 
     k_base, k_scales = head_pointers(k_right, lengths.cu_k, lengths.n_k, b, h)
-    tokens = load_tokens(k_right, k_base, first, sizes.BLOCK_K, n_k, sizes.D_PAD).to(tl.float32)
+    tokens = load_tokens(k_right, k_base, first, sizes.BLOCK_K, n_k, sizes.D_PAD, low, live)
+    tokens = tokens.to(tl.float32)
     # A region of zeros has the scale 1: its scale alone would be no bound on the order of K.
     tokens *= load_channel_scales(k_right, k_scales, first, sizes.D, sizes.D_PAD)[None, :]
     k_amax = largest(magnitude(tokens), 1)
+    if k_mean is not None:
+        mean = load_mean(k_mean, b, h, 0, sizes.D, sizes.D_PAD)
+        mean_amax = largest(magnitude(mean), 1).to(tl.float32, bitcast=True)
+        k_amax = magnitude(k_amax.to(tl.float32, bitcast=True) + mean_amax)
     _store_bounds(bounds.k_amax, bounds.block_k_amax, at, k_amax, sizes.BLOCK_K)
 
     if bounds.k_norm is not None:
         k_base, k_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, h)
-        norms = _norms(k, k_base, k_scales, first, sizes.BLOCK_K, n_k, sizes.D_PAD)
+        norms = _norms(k, k_base, k_scales, first, sizes.BLOCK_K, n_k, sizes.D_PAD, low, live)
         # If K is not finite, P is 0 exactly, or L or the row sum of P is not finite.
         norms = tl.where(norms < float("inf"), norms, 0.0)
         _store_bounds(bounds.k_norm, bounds.block_k_norm, at, magnitude(norms), sizes.BLOCK_K)
@@ -166,16 +181,20 @@ def _attended_bounds(bounds, lengths, b, k_head, first, queries, sizes):
     queries attend to.
     """
     n_k, offset = live_keys(lengths, b), causal_offset(lengths, b)
-    whole_end, end = key_loop_bounds(first, sizes.BLOCK_Q, sizes.BLOCK_K, n_k, offset)
+    begin, whole_begin, whole_end, end = key_loops(
+        lengths, b, first, sizes.BLOCK_Q, sizes.BLOCK_K, n_k, offset
+    )
     at = k_head.to(tl.int64) * bounds.tokens + stored_start_of(lengths.cu_k, lengths.n_k, b)
     any_amax = tl.zeros((_BLOCKS_AT_ONCE,), tl.int32)
     block_v_norm = tl.zeros((_BLOCKS_AT_ONCE,), tl.int32)
     block_k_amax = tl.zeros((_BLOCKS_AT_ONCE,), tl.int32)
     block_k_norm = tl.zeros((_BLOCKS_AT_ONCE,), tl.int32)
     blocks = tl.cdiv(end, sizes.BLOCK_K)
-    for index in range(0, blocks, _BLOCKS_AT_ONCE):
+    for index in range(begin // sizes.BLOCK_K, blocks, _BLOCKS_AT_ONCE):
         local = index + tl.arange(0, _BLOCKS_AT_ONCE)
         place, whole = at // sizes.BLOCK_K + local, local < whole_end // sizes.BLOCK_K
+        if lengths.left is not None:
+            whole = whole & (local >= whole_begin // sizes.BLOCK_K)
         any_amax = _with_blocks(any_amax, bounds.block_k_amax, place, local < blocks)
         block_v_norm = _with_blocks(block_v_norm, bounds.block_v_norm, place, whole)
         block_k_amax = _with_blocks(block_k_amax, bounds.block_k_amax, place, whole)
@@ -184,13 +203,14 @@ def _attended_bounds(bounds, lengths, b, k_head, first, queries, sizes):
     v_norm = tl.zeros((sizes.BLOCK_Q,), tl.int32) + largest(block_v_norm, 0)
     k_amax = tl.zeros((sizes.BLOCK_Q,), tl.int32) + largest(block_k_amax, 0)
     k_norm = tl.zeros((sizes.BLOCK_Q,), tl.int32) + largest(block_k_norm, 0)
-    for key in range(whole_end, end, _KEYS_AT_ONCE):
-        keys = key + tl.arange(0, _KEYS_AT_ONCE)
-        visible = attends(queries[:, None], keys[None, :], n_k, offset)
-        v_norm = _with_keys(v_norm, bounds.v_norm, at + keys, visible)
-        k_amax = _with_keys(k_amax, bounds.k_amax, at + keys, visible)
-        if bounds.k_norm is not None:
-            k_norm = _with_keys(k_norm, bounds.k_norm, at + keys, visible)
+    for PART in tl.static_range(1 if lengths.left is None else 2):  # pyright: ignore[reportGeneralTypeIssues]
+        for key in range(begin if PART else whole_end, whole_begin if PART else end, _KEYS_AT_ONCE):
+            keys = key + tl.arange(0, _KEYS_AT_ONCE)
+            visible = attends_in(lengths, b, queries[:, None], keys[None, :], n_k, offset)
+            v_norm = _with_keys(v_norm, bounds.v_norm, at + keys, visible)
+            k_amax = _with_keys(k_amax, bounds.k_amax, at + keys, visible)
+            if bounds.k_norm is not None:
+                k_norm = _with_keys(k_norm, bounds.k_norm, at + keys, visible)
     return v_norm, k_amax, k_norm, largest(any_amax, 0)
 
 
@@ -258,21 +278,24 @@ def units_kernel(
     off = tl.where(has_keys, tl.abs(row_lse2), 0.0) * 2.0**-21
     if bounds.k_norm is not None:
         q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
-        q_norm = _norms(q, q_base, q_scales, first, sizes.BLOCK_Q, n_q, sizes.D_PAD, first_live)
+        q_norm = _norms(
+            q, q_base, q_scales, first, sizes.BLOCK_Q, n_q, sizes.D_PAD, first_live, has_keys
+        )
         k_norm = k_norm_bits.to(tl.float32, bitcast=True)
         off += q_norm * (scale_log2 * (sizes.D_PAD * 2.0**-5)) * k_norm
     # 2**127 is near the largest float32; NaN stays.
     row_sum = tl.exp2(tl.where(off > 127.0, float("inf"), off))
     if bounds.k_norm is None:
-        count = tl.minimum(live_keys(lengths, b), queries + causal_offset(lengths, b) + 1)
-        most = tl.maximum(count, 1).to(tl.float32)
+        most = tl.maximum(keys_of(lengths, b, queries), 1).to(tl.float32)
         row_sum = tl.where(row_sum > most, most, row_sum)  # NaN stays
     if p_sums is not None:
         sums = load_rows(p_sums, lengths.cu_q, b, h, queries, n_q, 0.0)
         row_sum = sums if bounds.k_norm is None else row_sum * sums
 
     do_base, do_scales = head_pointers(do, lengths.cu_q, lengths.n_q, b, h)
-    do_norm = _norms(do, do_base, do_scales, first, sizes.BLOCK_Q, n_q, sizes.DV_PAD, first_live)
+    do_norm = _norms(
+        do, do_base, do_scales, first, sizes.BLOCK_Q, n_q, sizes.DV_PAD, first_live, has_keys
+    )
     row_delta = load_rows(delta, lengths.cu_q, b, h, queries, n_q, 0.0)
     dp = _product_of_norms(do_norm, v_bits.to(tl.float32, bitcast=True))
     ds_sum = row_sum * (dp + tl.abs(row_delta))
@@ -324,6 +347,7 @@ def growths(spec: AttentionSpec) -> tuple[float, float | None]:
 def compute_units(
     problem: KernelProblem,
     operands: dict[str, Operand],
+    k_mean: Means | None,
     statistics: RowStatistics,
     p_sums: Rows | None,
     dq_sums: DqSums,
@@ -331,6 +355,7 @@ def compute_units(
     """Fill dq_sums.unit.
 
     operands: q and k of qk_recompute, do and v of dp, and k_right, K of dq.
+    k_mean: the mean of K, if parts of dQ contain it; else None.
     p_sums: the row sums of P, or None if P is recomputed from the operands of the forward.
     """
     spec, heads = problem.spec, problem.k.shape[1]
@@ -342,6 +367,7 @@ def compute_units(
         operands["k"],
         operands["v"],
         operands["k_right"],
+        k_mean,
         bounds,
         problem.lengths,
         sizes,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim.problem import check_scale
+from sagesim.problem import NO_WINDOW, check_scale
 from sagesim.spec import AttentionSpec
 from sagesim_kernels.operands.layout import Lengths
 
@@ -22,6 +23,24 @@ class Packing(NamedTuple):
     cu_k: Tensor | None = None
     longest_q: int | None = None
     longest_k: int | None = None
+
+
+class Extras(NamedTuple):
+    """What a call adds to plain causal or full attention; see `sagesim.AttentionOptions`."""
+
+    window: tuple[int, int] = NO_WINDOW
+    key_mask: Tensor | None = None  #: bool [sequences, n_k]
+    seqused_k: Tensor | None = None  #: integers [sequences]
+    sinks: Tensor | None = None  #: [heads]
+    softcap: float | None = None
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing is added."""
+        return self.window == NO_WINDOW and all(x is None for x in self[1:])
+
+
+NO_EXTRAS: Final = Extras()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +63,8 @@ class KernelProblem:
     cu_k: Tensor | None
     longest_q: int
     longest_k: int
+    extras: Extras
+    key_counts: Tensor | None  #: see `Lengths.key_counts`
 
     @classmethod
     def of(
@@ -57,12 +78,17 @@ class KernelProblem:
         is_causal: bool,
         lower_right: bool,
         packing: Packing | None = None,
+        extras: Extras = NO_EXTRAS,
     ) -> KernelProblem:
         """Lay out a call.
 
         q, k, v: [sequences, heads, tokens, channels]. spec: without INPUT16.
         """
         cu_q, cu_k, longest_q, longest_k = packing or Packing()
+        counts = None
+        if extras.key_mask is not None:
+            counts = torch.zeros((k.shape[0], k.shape[2] + 1), dtype=torch.int32, device=k.device)
+            torch.cumsum(extras.key_mask, 1, dtype=torch.int32, out=counts[:, 1:])
         return cls(
             q=q,
             k=k,
@@ -75,18 +101,27 @@ class KernelProblem:
             cu_k=cu_k,
             longest_q=q.shape[2] if longest_q is None else min(longest_q, q.shape[2]),
             longest_k=k.shape[2] if longest_k is None else min(longest_k, k.shape[2]),
+            extras=extras,
+            key_counts=counts,
         )
 
     @property
     def lengths(self) -> Lengths:
-        """The sequence lengths and the mask as a kernel argument."""
+        """The sequence lengths and the masks as a kernel argument."""
+        (left, right), key_mask = self.extras.window, self.extras.key_mask
+        has_right = self.is_causal or right >= 0
         return Lengths(
             self.cu_q,
             self.cu_k,
             self.q.shape[2],
             self.k.shape[2],
-            tl.constexpr(self.is_causal),
-            tl.constexpr(self.is_causal and self.lower_right),
+            tl.constexpr(has_right),
+            tl.constexpr(self.lower_right and (has_right or left >= 0)),
+            left if left >= 0 else None,
+            right if has_right and not self.is_causal else None,
+            self.extras.seqused_k,
+            None if key_mask is None else key_mask.contiguous().view(torch.int8),
+            self.key_counts,
         )
 
     @property

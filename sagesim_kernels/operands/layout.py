@@ -48,14 +48,19 @@ class Rows(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """The lengths of all sequences, and the causal mask, as a kernel argument."""
+    """The lengths of all sequences, and what masks them, as a kernel argument."""
 
     cu_q: Any  #: int32 [sequences + 1], first query of each; None if all have n_q queries
     cu_k: Any  #: int32 [sequences + 1], first key of each; None if all have n_k keys
     n_q: Any
     n_k: Any
-    IS_CAUSAL: Any  #: constexpr bool
-    LOWER_RIGHT: Any  #: constexpr bool: the last query attends to the last key
+    IS_CAUSAL: Any  #: constexpr bool: queries attend to no key far after the diagonal
+    LOWER_RIGHT: Any  #: constexpr bool: the last query is at the last key
+    left: Any  #: keys before the diagonal that a query attends to; None: no limit
+    right: Any  #: keys after the diagonal, if IS_CAUSAL; None: 0
+    seqused_k: Any  #: integers [sequences], the keys that are no padding; None: all
+    key_mask: Any  #: int8 [sequences, n_k], 0 for padding; None: none is
+    key_counts: Any  #: int32 [sequences, n_k + 1]: how many keys before each are no padding
 
 
 class Grid(NamedTuple):

@@ -11,17 +11,10 @@ from torch import Tensor
 
 from sagesim_kernels.operands.delta import load_rows, store_rows
 from sagesim_kernels.operands.kernel_problem import KernelProblem
-from sagesim_kernels.operands.layout import (
-    Grid,
-    Rows,
-    Strided,
-    length_of,
-    program_coordinates,
-    token_ptrs,
-)
-from sagesim_kernels.operands.means import Means, load_mean
+from sagesim_kernels.operands.layout import Grid, Rows, length_of, program_coordinates
+from sagesim_kernels.operands.logit_shift import compute_logit_shift
 from sagesim_kernels.operands.results import ForwardResult
-from sagesim_kernels.operands.rounding import LAUNCH, LN_2, row_sums
+from sagesim_kernels.operands.rounding import LAUNCH, LN_2
 
 _LN_2 = tl.constexpr(LN_2)
 _TILE: Final = 64
@@ -29,20 +22,8 @@ _TILE: Final = 64
 
 
 @triton.jit
-def natural_lse_kernel(
-    grid,
-    lse2,
-    q,
-    k_mean,
-    lse,
-    lengths,
-    scale,
-    GROUPS: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Compute the natural logsumexp of a tile of queries."""
+def natural_lse_kernel(grid, lse2, shift, lse, lengths, TILE: tl.constexpr):
+    """Compute the natural logsumexp of a tile of queries. shift: `Rows`, or None."""
     tile, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = tile * TILE
@@ -51,13 +32,8 @@ def natural_lse_kernel(
     queries = first + tl.arange(0, TILE)
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
     result = row_lse2 * _LN_2
-    if k_mean is not None:
-        column = tl.arange(0, D_PAD)
-        ptrs = token_ptrs(q, lengths.cu_q, b, h, first, TILE, column)
-        mask = (queries < n_q)[:, None] & (column < D)[None, :]
-        q_tile = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-        shift = row_sums(q_tile * load_mean(k_mean, b, h // GROUPS, 0, D, D_PAD))
-        result += shift * scale
+    if shift is not None:
+        result += load_rows(shift, lengths.cu_q, b, h, queries, n_q, 0.0)
     result = tl.where(row_lse2 == float("inf"), -float("inf"), result)
     store_rows(lse, lengths.cu_q, b, h, queries, n_q, result)
 
@@ -65,25 +41,23 @@ def natural_lse_kernel(
 def natural_lse(problem: KernelProblem, result: ForwardResult) -> Tensor:
     """Return the logsumexp of the true logits, float32 [sequences, heads, n_q].
 
-    Subtracting the mean of K lowered every logit of a row by q k_mean^T * scale, which is added
-    back. The result is -inf for a query that attends to no key.
+    Subtracting the mean of K lowered every logit of a row by the same number, which is added back;
+    with a softcap, the logsumexp is that of the true logits already. The result is -inf for a query
+    that attends to no key.
     """
     lse = torch.full_like(result.lse2, -torch.inf)
     if problem.is_empty:
         return lse
-    d = problem.q.shape[3]
+    shift = None
+    if problem.extras.softcap is None:
+        shift = compute_logit_shift(problem, result.k_mean)
     grid = Grid(-(-problem.longest_q // _TILE), problem.q.shape[1], problem.sequences)
     natural_lse_kernel[grid.programs](
         grid,
         Rows.of(result.lse2),
-        Strided.of(problem.q),
-        None if result.k_mean is None else Means.of_heads(result.k_mean),
+        None if shift is None else Rows.of(shift),
         Rows.of(lse),
         problem.lengths,
-        problem.scale,
-        problem.groups,
-        d,
-        triton.next_power_of_2(d),
         _TILE,
         **LAUNCH,
     )

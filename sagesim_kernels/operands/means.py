@@ -20,7 +20,13 @@ from sagesim_kernels.operands.layout import (
     stored_tokens,
     token_ptrs,
 )
-from sagesim_kernels.operands.masking import live_keys, live_queries
+from sagesim_kernels.operands.masking import (
+    first_live_key,
+    is_live_key,
+    is_live_query,
+    live_keys,
+    live_queries,
+)
 from sagesim_kernels.operands.rounding import LAUNCH, row_sums
 
 _AT_ONCE: Final = 16384
@@ -123,9 +129,18 @@ def key_bias(subtracted, lengths, head, block, first, count: tl.constexpr, last,
 def _live(lengths, b, IS_KEY: tl.constexpr):
     """Return the range of tokens of sequence b that attend to a key or that a query attends to."""
     if IS_KEY:
-        return tl.cast(0, tl.int32), live_keys(lengths, b)
+        return first_live_key(lengths, b), live_keys(lengths, b)
     else:
         return live_queries(lengths, b)
+
+
+@triton.jit
+def _is_live(lengths, b, tokens, first, last, IS_KEY: tl.constexpr):
+    """Return which tokens attend to a key or are attended to. first, last: those of `_live`."""
+    live = (tokens >= first) & (tokens < last)
+    if lengths.key_mask is not None:
+        live = is_live_key(lengths, b, tokens) if IS_KEY else is_live_query(lengths, b, tokens)
+    return live
 
 
 @triton.jit
@@ -150,7 +165,8 @@ def sum_chunks_kernel(grid, x, sums, stored_chunks, lengths, blocks, STEP: tl.co
     for step in range(0, end, STEP):
         begin = chunk * blocks.BLOCK + step
         row = begin + tl.arange(0, STEP)
-        mask = ((row >= first) & (row < last))[:, None] & (column < blocks.D)[None, :]
+        live = _is_live(lengths, b, row, first, last, blocks.IS_KEY)
+        mask = live[:, None] & (column < blocks.D)[None, :]
         ptrs = token_ptrs(x, cu, b, h, begin, STEP, column)
         total += tl.sum(tl.load(ptrs, mask=mask, other=0.0).to(tl.float64), 0)
     out = h.to(tl.int64) * stored_chunks + stored_start_of(cu, n, b) // blocks.BLOCK + chunk
@@ -169,11 +185,17 @@ def divide_sums_kernel(grid, sums, stored_chunks, means, lengths, chunks, blocks
     column = tl.arange(0, blocks.D_PAD)
     stored = h.to(tl.int64) * stored_chunks + stored_start_of(cu, n, b) // blocks.BLOCK
     total = tl.zeros((blocks.D_PAD,), tl.float64)
+    start = mean * chunks * blocks.BLOCK
+    tokens = tl.minimum(start + chunks * blocks.BLOCK, last) - tl.maximum(start, first)
+    if lengths.key_mask is not None:
+        tokens = tl.cast(0, tl.int32)
     for chunk in range(mean * chunks, tl.minimum((mean + 1) * chunks, tl.cdiv(last, blocks.BLOCK))):
         ptrs = sums + (stored + chunk) * blocks.D + column
         total += tl.load(ptrs, mask=column < blocks.D, other=0.0)
-    start = mean * chunks * blocks.BLOCK
-    tokens = tl.minimum(start + chunks * blocks.BLOCK, last) - tl.maximum(start, first)
+        if lengths.key_mask is not None:
+            row = chunk * blocks.BLOCK + tl.arange(0, blocks.BLOCK)
+            live = _is_live(lengths, b, row, first, last, blocks.IS_KEY)
+            tokens += tl.sum(live.to(tl.int32), 0)
     result = (total / tl.maximum(tokens, 1).to(tl.float64)).to(tl.float32)
     out = (b.to(tl.int64) * grid.heads + h) * grid.tiles + mean
     tl.store(means + out * blocks.D + column, result, mask=column < blocks.D)

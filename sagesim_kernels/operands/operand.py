@@ -110,14 +110,18 @@ def head_pointers(x, cu, n, b, h):
 
 
 @triton.jit
-def load_tokens(x, base, first, count: tl.constexpr, last, D_PAD: tl.constexpr, lowest=0):
+def load_tokens(
+    x, base, first, count: tl.constexpr, last, D_PAD: tl.constexpr, lowest=0, live=None
+):
     """Load tokens first..first + count of an `Operand`, [count, D_PAD].
 
     base: the first pointer of `head_pointers`. Tokens before `lowest` and from `last` on are 0, and
-    so are channels that are not in memory.
+    so are those that are not in live [count], and channels that are not in memory.
     """
     row = first + tl.arange(0, count)
     valid = (row < last) & (row >= lowest)
+    if live is not None:
+        valid = valid & live
     ptrs = _token_ptrs(x, base, first, count, D_PAD)
     if x.CHANNELS < D_PAD:
         valid = valid[:, None] & (tl.arange(0, D_PAD) < x.CHANNELS)[None, :]
@@ -128,15 +132,23 @@ def load_tokens(x, base, first, count: tl.constexpr, last, D_PAD: tl.constexpr, 
 
 @triton.jit
 def load_block(
-    x, base, first, count: tl.constexpr, last, D_PAD: tl.constexpr, WHOLE: tl.constexpr, lowest=0
+    x,
+    base,
+    first,
+    count: tl.constexpr,
+    last,
+    D_PAD: tl.constexpr,
+    WHOLE: tl.constexpr,
+    lowest=0,
+    live=None,
 ):
     """Load a block of the spec as `load_tokens` does, without a mask over tokens where possible.
 
     first: before `last`. Codes need no mask, because padded storage holds whole blocks and zeros.
-    WHOLE: all tokens are in lowest..last.
+    WHOLE: all tokens are in lowest..last and in `live`.
     """
     if x.scale is None and not WHOLE:
-        return load_tokens(x, base, first, count, last, D_PAD, lowest)
+        return load_tokens(x, base, first, count, last, D_PAD, lowest, live)
     else:
         ptrs = _token_ptrs(x, base, first, count, D_PAD)
         if x.CHANNELS < D_PAD:

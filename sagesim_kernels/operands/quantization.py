@@ -28,7 +28,7 @@ from sagesim_kernels.operands.layout import (
     tile_ptrs,
     token_ptrs,
 )
-from sagesim_kernels.operands.masking import live_keys, live_queries
+from sagesim_kernels.operands.masking import is_live_key, is_live_query
 from sagesim_kernels.operands.means import Means, load_mean
 from sagesim_kernels.operands.operand import Operand, in_register_order
 from sagesim_kernels.operands.rounding import (
@@ -67,14 +67,13 @@ def _load_block(x, mean, lengths, i, h, b, blocks):
 
     Tokens that are not live are 0, and so are channels from D on.
     """
-    if blocks.IS_KEY:
-        cu, first, last = lengths.cu_k, 0, live_keys(lengths, b)
-    else:
-        cu = lengths.cu_q
-        first, last = live_queries(lengths, b)
     row = i * blocks.BLOCK + tl.arange(0, blocks.BLOCK)
     column = tl.arange(0, blocks.D_PAD)
-    mask = ((row >= first) & (row < last))[:, None] & (column < blocks.D)[None, :]
+    if blocks.IS_KEY:
+        cu, live = lengths.cu_k, is_live_key(lengths, b, row)
+    else:
+        cu, live = lengths.cu_q, is_live_query(lengths, b, row)
+    mask = live[:, None] & (column < blocks.D)[None, :]
     ptrs = token_ptrs(x, cu, b, h, i * blocks.BLOCK, blocks.BLOCK, column)
     tokens = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     if mean is not None:

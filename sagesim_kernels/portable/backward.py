@@ -27,7 +27,9 @@ from sagesim_kernels.operands import (
     Rounding,
     Rows,
     RowStatistics,
+    Softcap,
     Strided,
+    ds_row_sums,
     finish_dq,
     padded,
 )
@@ -41,7 +43,7 @@ class LogitScale(NamedTuple):
     """The factor of the logits."""
 
     natural: float
-    base2: float  #: times log2(e), for logits whose exponential is exp2
+    base2: float  #: times log2(e), for logits whose exponential is exp2; or divided by a softcap
 
 
 def map_product(problem: KernelProblem, site: str, tensor: str, *, same_right: bool) -> MapProduct:
@@ -62,6 +64,7 @@ class _Launches:
         statistics: RowStatistics,
         dq_sums: DqSums,
         traces: MapTraces,
+        softcap: Softcap | None,
     ) -> None:
         self.problem, self.statistics, self.traces = problem, statistics, traces
         self.q, self.k = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
@@ -69,7 +72,9 @@ class _Launches:
         self.q_right, self.do_right = operands.get("dk", "q"), operands.get("dv", "do")
         self.k_right = operands.get("dq", "k")
         self.subtracted = operands.subtracted
-        self.scale = LogitScale(problem.scale, problem.scale * LOG2_E)
+        self.softcap = softcap
+        factor = LOG2_E if softcap is None else softcap.inverse
+        self.scale = LogitScale(problem.scale, problem.scale * factor)
         self.dq_sums = dq_sums
 
     def run_gradients(
@@ -88,6 +93,7 @@ class _Launches:
             self.do_right,
             self.k_right,
             self.subtracted,
+            self.softcap,
             *self.statistics,
             self.dq_sums if with_dq else None,
             None if dk is None else Strided.of(dk),
@@ -115,6 +121,9 @@ def launch_backward(
     d_lse: Rows | None,
     grads: Gradients,
     traces: MapTraces = UNTRACED,
+    *,
+    shift: Tensor | None = None,
+    p_sink: Tensor | None = None,
 ) -> None:
     """Fill grads, any strides, and statistics.delta.
 
@@ -124,6 +133,10 @@ def launch_backward(
         statistics: lse2 of the forward, and memory for delta.
         d_lse: the gradient of the logsumexp, or None.
         traces: where to write the codes of P and dS.
+        shift: what smoothing K subtracted from the logits, [sequences, heads, n_q]; only a softcap
+            needs it.
+        p_sink: the share of the sink in each row's sum, [sequences, heads, n_q]; None without
+            sinks.
 
     Raises:
         ValueError: if the device has too little shared memory for the spec's blocks.
@@ -133,9 +146,10 @@ def launch_backward(
     d_pad, d_v_pad = padded(d), padded(d_v)
     rows = spec.block_q if d_pad <= 128 else min(spec.block_q, SHORT_STEP)
     dq_sums = DqSums.empty(problem, rows, d_pad, block_warps(spec.block_k, d_pad))
-    sum_rows = partial(launch_p_rows, problem, operands, statistics, d_lse)
+    softcap = Softcap.of(problem, shift)
+    sum_rows = partial(launch_p_rows, problem, operands, statistics, d_lse, softcap)
     prepare_backward(problem, operands, o, do, statistics, d_lse, dq_sums, sum_rows)
-    launches = _Launches(problem, operands, statistics, dq_sums, traces)
+    launches = _Launches(problem, operands, statistics, dq_sums, traces, softcap)
     at = f"at head size {max(d, d_v)}, block_q={spec.block_q} and block_k={spec.block_k}"
     has_codes = spec.dv.precision.is_scaled or spec.dk.precision.is_scaled
 
@@ -159,4 +173,8 @@ def launch_backward(
         except ValueError:  # Their operands do not fit into the shared memory of a small GPU.
             run(grads.dk, None, with_dq=False, what="dK")
             run(None, None, with_dq=True, what="dQ")
-    finish_dq(problem, dq_sums, statistics.lse2, d_lse, operands.subtracted, grads.dq)
+    ds_sums = ds_row_sums(
+        problem, p_sink, statistics.delta.ptr, None if d_lse is None else d_lse.ptr
+    )
+    rows = None if ds_sums is None else Rows.of(ds_sums)
+    finish_dq(problem, dq_sums, statistics.lse2, rows, operands.subtracted, grads.dq)

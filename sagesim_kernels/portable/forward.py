@@ -16,27 +16,33 @@ from sagesim_kernels.operands import (
     OperandCache,
     Rounding,
     Rows,
+    Softcap,
     Strided,
     apply_k_scale,
-    attends,
+    attends_in,
     causal_offset,
     code_product,
+    first_live_key,
     head_pointers,
     in_register_order,
+    is_unmasked,
     key_bias,
-    key_loop_bounds,
+    key_loops,
     length_of,
     live_keys,
     live_queries,
     load_block,
     load_block_scales,
     load_channel_scales,
+    load_rows,
+    load_shift,
     load_token_scales,
     load_tokens,
     padded,
     program_coordinates,
     store_rows,
     store_tokens,
+    tanh,
     to_codes,
     tokens_by_tokens,
 )
@@ -65,17 +71,20 @@ def forward_kernel(
     subtracted,
     o,
     lse2,
+    sink2,
+    softcap,
     trace,
     lengths,
     rounding,
-    scale_log2,
+    scale,
     IS_NEGATIVE: tl.constexpr,
     sizes,
 ):
     """Compute O and the logsumexp, in base 2, of a tile of queries.
 
-    q, k, v: `Operand`. subtracted: `SubtractedMeans`. trace: the `MapTrace` of P, or None.
-    scale_log2: the logit scale times log2(e). IS_NEGATIVE: whether it is negative.
+    q, k, v: `Operand`. subtracted: `SubtractedMeans`. sink2: `Rows` of the sinks in base 2, or
+    None. softcap: `Softcap`, or None. trace: the `MapTrace` of P, or None. scale: the logit scale
+    times log2(e), or divided by the softcap. IS_NEGATIVE: whether it is negative.
     """
     tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
@@ -85,7 +94,7 @@ def forward_kernel(
     k_head = h // sizes.GROUPS
     z = b * grid.heads + h
     first_live, _ = live_queries(lengths, b)
-    n_k = live_keys(lengths, b)
+    n_k, first_key = live_keys(lengths, b), first_live_key(lengths, b)
     offset = causal_offset(lengths, b)
     queries = first + tl.arange(0, sizes.TILE)
 
@@ -93,17 +102,32 @@ def forward_kernel(
     k_base, k_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, k_head)
     v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
     q_tile = load_tokens(q, q_base, first, sizes.TILE, n_q, sizes.D_PAD, first_live)
-    q_factor = load_token_scales(q, q_scales, first, sizes.TILE, n_q) * scale_log2
+    q_factor = load_token_scales(q, q_scales, first, sizes.TILE, n_q) * scale
+    if softcap is not None:
+        row_shift = load_shift(softcap, lengths.cu_q, b, h, queries, n_q)
     row_max = tl.full((sizes.TILE,), -float("inf"), tl.float32)
     row_sum = tl.zeros((sizes.TILE,), tl.float32)
     total = tl.zeros((sizes.TILE, sizes.DV_PAD), tl.float32)
-    unmasked_end, end = key_loop_bounds(first, sizes.TILE, sizes.BLOCK_K, n_k, offset)
-    for MASKED in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
+    begin, whole, whole_end, end = key_loops(
+        lengths, b, first, sizes.TILE, sizes.BLOCK_K, n_k, offset
+    )
+    if lengths.key_mask is not None:
+        whole = begin
+        whole_end = begin
+    # Parts: 0, keys to which all queries attend, without a mask; 1, the right edge; 2, the left.
+    for PART in tl.static_range(  # pyright: ignore[reportGeneralTypeIssues]
+        0 if lengths.key_mask is None else 1, 2 if lengths.left is None else 3
+    ):
         for key in range(
-            unmasked_end if MASKED else 0, end if MASKED else unmasked_end, sizes.BLOCK_K
+            whole if PART == 0 else whole_end if PART == 1 else begin,
+            whole_end if PART == 0 else end if PART == 1 else whole,
+            sizes.BLOCK_K,
         ):
             keys = key + tl.arange(0, sizes.BLOCK_K)
-            k_tile = load_block(k, k_base, key, sizes.BLOCK_K, n_k, sizes.D_PAD, not MASKED)
+            live = None
+            if lengths.key_mask is not None:
+                live = is_unmasked(lengths, b, keys, n_k)
+            k_tile = load_block(k, k_base, key, sizes.BLOCK_K, n_k, sizes.D_PAD, PART == 0)
             k_scale = load_block_scales(k, k_scales, key, sizes.BLOCK_K)
             s, factor = apply_k_scale(
                 tokens_by_tokens(q_tile, k_tile), q_factor, k, k_scale, sizes.BLOCK_K
@@ -112,24 +136,29 @@ def forward_kernel(
                 block = first // sizes.BLOCK_Q
                 head = HeadIndex(b, h, k_head)
                 bias = key_bias(subtracted, lengths, head, block, key, sizes.BLOCK_K, n_k, sizes)
-                s = s * factor[:, None] + bias[None, :] * scale_log2
+                s = s * factor[:, None] + bias[None, :] * scale
                 factor = tl.full((sizes.TILE,), 1.0, tl.float32)
-            else:
+            elif softcap is None:
                 # The logits are s * factor. The factor must not be negative, so that a row's
                 # maximum of s is the maximum of its logits.
                 if IS_NEGATIVE:
                     s = -s
                 factor = tl.abs(factor)
-            if MASKED:
+            if softcap is not None:
+                s = tanh(s * factor[:, None] + row_shift[:, None]) * softcap.base2
+                factor = tl.full((sizes.TILE,), 1.0, tl.float32)
+            if PART > 0:
                 # Multiply before masking: -inf times a factor of 0 or NaN is NaN.
-                visible = attends(queries[:, None], keys[None, :], n_k, offset)
+                visible = attends_in(lengths, b, queries[:, None], keys[None, :], n_k, offset)
                 s = tl.where(visible, s * factor[:, None], -float("inf"))
                 factor = tl.full((sizes.TILE,), 1.0, tl.float32)
 
             tile_max = tl.max(s, 1) * factor
             new_max = tl.maximum(row_max, tile_max)
             shrink = tl.exp2(row_max - _finite(new_max))
-            v_tile = load_block(v, v_base, key, sizes.BLOCK_K, n_k, sizes.DV_PAD, not MASKED)
+            v_tile = load_block(
+                v, v_base, key, sizes.BLOCK_K, n_k, sizes.DV_PAD, PART == 0, first_key, live
+            )
             if v.scale is not None:
                 # 127 P relative to the maximum of the tile: codes depend on the tile alone.
                 p = 127.0 * tl.exp2(s * factor[:, None] - _finite(tile_max)[:, None])
@@ -148,6 +177,15 @@ def forward_kernel(
             row_max = new_max
 
     has_keys = row_sum != 0.0  # also if it is NaN
+    if sink2 is not None:
+        row_sink2 = load_rows(sink2, lengths.cu_q, b, h, queries, n_q, 0.0)
+        new_max = tl.maximum(row_max, row_sink2)
+        shrink = tl.exp2(row_max - new_max)
+        total *= shrink[:, None]
+        if v.scale is not None:
+            row_sink2 += _LOG2_LEFT
+        row_sum = row_sum * shrink + tl.exp2(row_sink2 - new_max)
+        row_max = new_max
     row_sum = tl.where(has_keys, row_sum, 1.0)
     row_lse2 = row_max + tl.log2(row_sum)
     if v.scale is not None:
@@ -163,10 +201,17 @@ def launch_forward(
     o: Tensor,
     lse2: Tensor,
     trace: MapTrace | None = None,
+    *,
+    shift: Tensor | None = None,
+    sink2: Tensor | None = None,
 ) -> None:
     """Fill o [sequences, heads, n_q, d_v], any strides, and lse2, float32 [sequences, heads, n_q].
 
-    trace: where to write the codes of P, if pv is INT8. The scales that are written are all 1.
+    Args:
+        trace: where to write the codes of P, if pv is INT8. The scales that are written are all 1.
+        shift: what smoothing K subtracted from the logits, [sequences, heads, n_q]; only a softcap
+            needs it.
+        sink2: the sinks in base 2, [sequences, heads, n_q], or None.
 
     Raises:
         ValueError: if the device has too little shared memory for the spec's blocks.
@@ -174,7 +219,7 @@ def launch_forward(
     spec = problem.spec
     d, d_v = problem.q.shape[3], problem.v.shape[3]
     q, k, v = operands.get("qk", "q"), operands.get("qk", "k"), operands.get("pv", "v")
-    subtracted = operands.subtracted
+    subtracted, softcap = operands.subtracted, Softcap.of(problem, shift)
 
     def run(tile):
         grid = Grid(-(-problem.longest_q // tile.rows), problem.q.shape[1], problem.sequences)
@@ -186,10 +231,12 @@ def launch_forward(
             subtracted,
             Strided.of(o),
             Rows.of(lse2),
+            None if sink2 is None else Rows.of(sink2),
+            softcap,
             trace,
             problem.lengths,
             Rounding.of(spec, "p"),
-            problem.scale * LOG2_E,
+            problem.scale * (LOG2_E if softcap is None else softcap.inverse),
             problem.scale < 0,
             KernelSizes.of(problem, tile.rows),
             **tile.options,

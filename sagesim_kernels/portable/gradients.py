@@ -9,10 +9,12 @@ from sagesim_kernels.operands import (
     HeadIndex,
     add_part,
     apply_k_scale,
-    attends,
+    attends_in,
     causal_offset,
+    first_live_key,
     head_pointers,
     inverse_units,
+    is_unmasked,
     key_bias,
     length_of,
     live_keys,
@@ -20,15 +22,18 @@ from sagesim_kernels.operands import (
     load_block,
     load_block_scales,
     load_channel_scales,
+    load_k_mean,
     load_q_mean,
     load_rows,
+    load_shift,
     load_token_scales,
     load_tokens,
     mark_nonfinite,
     program_coordinates,
-    query_loop_bounds,
+    query_loops,
     store_tokens,
     stored_start_of,
+    tanh,
     tokens_by_tokens,
 )
 from sagesim_kernels.portable.p_and_ds import MapTile, add_product, part_of_dq
@@ -45,6 +50,7 @@ def gradients_kernel(
     do_right,
     k_right,
     subtracted,
+    softcap,
     lse2,
     delta,
     dq_sums,
@@ -67,9 +73,9 @@ def gradients_kernel(
     argument is None is not computed. Maps are transposed: their rows are keys.
 
     q, k, do, v: `Operand` of qk_recompute and dp. q_right, do_right, k_right: the right operands of
-    dK, dV and dQ. subtracted: `SubtractedMeans`. dq_sums: `DqSums`, or None. p_trace, dq_trace,
-    dk_trace: `MapTrace`, or None. p_product, dq_product, dk_product: `MapProduct`. scale:
-    `LogitScale`. STEP: queries of a step.
+    dK, dV and dQ. subtracted: `SubtractedMeans`. softcap: `Softcap`, or None. dq_sums: `DqSums`, or
+    None. p_trace, dq_trace, dk_trace: `MapTrace`, or None. p_product, dq_product, dk_product:
+    `MapProduct`. scale: `LogitScale`. STEP: queries of a step.
     """
     tile, k_head, b = program_coordinates(grid)
     first = tile * sizes.TILE
@@ -77,27 +83,37 @@ def gradients_kernel(
     if first >= n_stored:
         return
     first_live, n_q = live_queries(lengths, b)
-    n_k = live_keys(lengths, b)
+    n_k, first_key = live_keys(lengths, b), first_live_key(lengths, b)
     offset = causal_offset(lengths, b)
     keys = (first + tl.arange(0, sizes.TILE))[:, None]
+    live = None
+    if lengths.key_mask is not None:
+        live = is_unmasked(lengths, b, first + tl.arange(0, sizes.TILE), n_k)
 
     k_base, k_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, k_head)
     v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
-    k_tile = load_tokens(k, k_base, first, sizes.TILE, n_k, sizes.D_PAD)
+    k_tile = load_tokens(k, k_base, first, sizes.TILE, n_k, sizes.D_PAD, first_key, live)
     k_scale = load_token_scales(k, k_scales, first, sizes.TILE, n_k)[:, None]
-    v_tile = load_tokens(v, v_base, first, sizes.TILE, n_k, sizes.DV_PAD)
+    v_tile = load_tokens(v, v_base, first, sizes.TILE, n_k, sizes.DV_PAD, first_key, live)
     v_scale = load_token_scales(v, v_scales, first, sizes.TILE, n_k)[:, None]
     if dq_sums is not None:
         right_base, scales = head_pointers(k_right, lengths.cu_k, lengths.n_k, b, k_head)
         if dq_product.SAME_RIGHT:
             k_right_tile = k_tile
         else:
-            k_right_tile = load_tokens(k_right, right_base, first, sizes.TILE, n_k, sizes.D_PAD)
+            k_right_tile = load_tokens(
+                k_right, right_base, first, sizes.TILE, n_k, sizes.D_PAD, first_key, live
+            )
         k_right_scale = load_channel_scales(k_right, scales, first, sizes.D, sizes.D_PAD)
 
     dk_total = tl.zeros((sizes.TILE, sizes.D_PAD), tl.float32)
     dv_total = tl.zeros((sizes.TILE, sizes.DV_PAD), tl.float32)
-    begin, unmasked_begin = query_loop_bounds(first, sizes.TILE, STEP, n_k, offset, first_live, n_q)
+    begin, whole, whole_end, end = query_loops(
+        lengths, b, first, sizes.TILE, STEP, n_k, offset, first_live, n_q
+    )
+    if lengths.key_mask is not None:
+        whole = end
+        whole_end = end
     for index in range(k_head * sizes.GROUPS, (k_head + 1) * sizes.GROUPS):
         h = tl.cast(index, tl.int32)
         z = b * (grid.heads * sizes.GROUPS) + h
@@ -109,33 +125,49 @@ def gradients_kernel(
         do_base, do_scales = head_pointers(do, lengths.cu_q, lengths.n_q, b, h)
         qr_base, qr_scales = head_pointers(q_right, lengths.cu_q, lengths.n_q, b, h)
         dor_base, dor_scales = head_pointers(do_right, lengths.cu_q, lengths.n_q, b, h)
-        for MASKED in tl.static_range(1, -1, -1):  # pyright: ignore[reportGeneralTypeIssues]
+        # Parts: 2, the last queries that attend to the block; 1, the first ones; 0, those that
+        # attend to all of it, without a mask.
+        for PART in tl.static_range(  # pyright: ignore[reportGeneralTypeIssues]
+            1 if lengths.left is None else 2, -1 if lengths.key_mask is None else 0, -1
+        ):
             for query in range(
-                begin if MASKED else unmasked_begin,
-                unmasked_begin if MASKED else n_q,
+                whole if PART == 0 else begin if PART == 1 else whole_end,
+                whole_end if PART == 0 else whole if PART == 1 else end,
                 STEP,
             ):
                 row = query + tl.arange(0, STEP)
                 queries = row[None, :]
-                q_tile = load_block(q, q_base, query, STEP, n_q, sizes.D_PAD, False, first_live)
+                row_lse2 = load_rows(lse2, lengths.cu_q, b, h, row, n_q, float("inf"))
+                has_keys = None
+                if lengths.key_mask is not None:
+                    has_keys = row_lse2 != float("inf")
+                q_tile = load_block(
+                    q, q_base, query, STEP, n_q, sizes.D_PAD, False, first_live, has_keys
+                )
                 q_scale = load_block_scales(q, q_scales, query, STEP)
                 factor = (q_scale * scale.base2)[None, :]
                 s, factor = apply_k_scale(
                     tokens_by_tokens(k_tile, q_tile), factor, k, k_scale, sizes.BLOCK_K
                 )
-                row_lse2 = load_rows(lse2, lengths.cu_q, b, h, row, n_q, float("inf"))[None, :]
                 if subtracted.q_mean is not None:
                     block = query // sizes.BLOCK_Q
                     head = HeadIndex(b, h, k_head)
                     bias = key_bias(subtracted, lengths, head, block, first, sizes.TILE, n_k, sizes)
-                    s = s * factor + bias[:, None] * scale.base2 - row_lse2
+                    s = s * factor + bias[:, None] * scale.base2
                 else:
-                    s = s * factor - row_lse2
-                if MASKED:
-                    visible = attends(queries, keys, n_k, offset)
+                    s = s * factor
+                if softcap is not None:
+                    shift = load_shift(softcap, lengths.cu_q, b, h, row, n_q)[None, :]
+                    of_cap = tanh(s + shift)
+                    s = of_cap * softcap.base2
+                s -= row_lse2[None, :]
+                if PART > 0:
+                    visible = attends_in(lengths, b, queries, keys, n_k, offset)
                     s = tl.where(visible, s, -float("inf"))
                 p = tl.exp2(s)
-                do_tile = load_block(do, do_base, query, STEP, n_q, sizes.DV_PAD, False, first_live)
+                do_tile = load_block(
+                    do, do_base, query, STEP, n_q, sizes.DV_PAD, False, first_live, has_keys
+                )
                 do_scale = load_block_scales(do, do_scales, query, STEP)[None, :]
                 if dv is not None:
                     dv_total = add_product(
@@ -152,6 +184,7 @@ def gradients_kernel(
                             sizes.DV_PAD,
                             False,
                             first_live,
+                            has_keys,
                         ),
                         load_channel_scales(do_right, dor_scales, query, sizes.DV, sizes.DV_PAD),
                         p_product,
@@ -162,7 +195,9 @@ def gradients_kernel(
                     dp = tokens_by_tokens(v_tile, do_tile) * (do_scale * v_scale)
                     row_delta = load_rows(delta, lengths.cu_q, b, h, row, n_q, 0.0)
                     ds = p * (dp - row_delta[None, :])
-                    if MASKED:
+                    if softcap is not None:
+                        ds *= 1.0 - of_cap * of_cap
+                    if PART > 0:
                         ds = tl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0
                 if dk is not None:
                     dk_total = add_product(
@@ -179,6 +214,7 @@ def gradients_kernel(
                             sizes.D_PAD,
                             False,
                             first_live,
+                            has_keys,
                         ),
                         load_channel_scales(q_right, qr_scales, query, sizes.D, sizes.D_PAD),
                         dk_product,
@@ -194,7 +230,14 @@ def gradients_kernel(
                     if STEP < sizes.BLOCK_Q and not dq_product.SAME_RIGHT:
                         # A short step saves shared memory: K occupies none for the whole loop.
                         k_right_tile = load_tokens(
-                            k_right, right_base, first, sizes.TILE, n_k, sizes.D_PAD
+                            k_right,
+                            right_base,
+                            first,
+                            sizes.TILE,
+                            n_k,
+                            sizes.D_PAD,
+                            first_key,
+                            live,
                         )
                     part = part_of_dq(
                         ds,
@@ -205,6 +248,11 @@ def gradients_kernel(
                         dq_trace,
                         MapTile(z, queries, keys, lengths.n_q, lengths.n_k),
                     )
+                    if softcap is not None and subtracted.k_mean is not None:
+                        # Rows of dS do not sum to 0: add dS 1 times the mean of K.
+                        inverse = inverse_units(dq_sums, stored + query, STEP)
+                        ds_sum = (tl.sum(ds, 0) * inverse)[:, None]
+                        part += ds_sum * load_k_mean(subtracted, b, k_head, sizes)
                     if k_right_tile.dtype == tl.float16:  # dS may overflow
                         mark_nonfinite(dq_sums, stored + query, part)
                     add_part(dq_sums, stored + query, part)

@@ -8,34 +8,37 @@ import triton.language as tl
 from sagesim_kernels.operands import (
     HeadIndex,
     apply_k_scale,
-    attends,
+    attends_in,
     causal_offset,
     head_pointers,
     key_bias,
-    key_loop_bounds,
+    key_loops,
     length_of,
     live_keys,
     live_queries,
     load_block,
     load_block_scales,
     load_rows,
+    load_shift,
     load_token_scales,
     load_tokens,
     program_coordinates,
     store_rows,
     subtract_lse_gradient,
+    tanh,
     tokens_by_tokens,
 )
 
 
 @triton.jit
 def p_rows_kernel(
-    grid, q, k, do, v, subtracted, lse2, delta, p_sums, d_lse, lengths, scale_log2, sizes
+    grid, q, k, do, v, subtracted, softcap, lse2, delta, p_sums, d_lse, lengths, scale, sizes
 ):
     """Compute rowsum(P) of a tile of queries, and delta = rowsum(P o dP) unless delta is None.
 
     q, k, do, v: `Operand` of qk_recompute and dp; do and v are not used if delta is None.
-    subtracted: `SubtractedMeans`. scale_log2: the logit scale times log2(e).
+    subtracted: `SubtractedMeans`. softcap: `Softcap`, or None. scale: the logit scale times
+    log2(e), or divided by the softcap.
     """
     tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
@@ -51,7 +54,9 @@ def p_rows_kernel(
     q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
     k_base, k_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, k_head)
     q_tile = load_tokens(q, q_base, first, sizes.TILE, n_q, sizes.D_PAD, first_live)
-    q_factor = load_token_scales(q, q_scales, first, sizes.TILE, n_q)[:, None] * scale_log2
+    q_factor = load_token_scales(q, q_scales, first, sizes.TILE, n_q)[:, None] * scale
+    if softcap is not None:
+        row_shift = load_shift(softcap, lengths.cu_q, b, h, queries, n_q)[:, None]
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
     p_sum = tl.zeros((sizes.TILE,), tl.float32)
     delta_sum = tl.zeros((sizes.TILE,), tl.float32)
@@ -60,13 +65,23 @@ def p_rows_kernel(
         v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
         do_tile = load_tokens(do, do_base, first, sizes.TILE, n_q, sizes.DV_PAD, first_live)
         do_scale = load_token_scales(do, do_scales, first, sizes.TILE, n_q)[:, None]
-    unmasked_end, end = key_loop_bounds(first, sizes.TILE, sizes.BLOCK_K, n_k, offset)
-    for MASKED in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
+    begin, whole, whole_end, end = key_loops(
+        lengths, b, first, sizes.TILE, sizes.BLOCK_K, n_k, offset
+    )
+    if lengths.key_mask is not None:
+        whole = begin
+        whole_end = begin
+    # Parts: 0, keys to which all queries attend, without a mask; 1, the right edge; 2, the left.
+    for PART in tl.static_range(  # pyright: ignore[reportGeneralTypeIssues]
+        0 if lengths.key_mask is None else 1, 2 if lengths.left is None else 3
+    ):
         for key in range(
-            unmasked_end if MASKED else 0, end if MASKED else unmasked_end, sizes.BLOCK_K
+            whole if PART == 0 else whole_end if PART == 1 else begin,
+            whole_end if PART == 0 else end if PART == 1 else whole,
+            sizes.BLOCK_K,
         ):
             keys = key + tl.arange(0, sizes.BLOCK_K)
-            k_tile = load_block(k, k_base, key, sizes.BLOCK_K, n_k, sizes.D_PAD, not MASKED)
+            k_tile = load_block(k, k_base, key, sizes.BLOCK_K, n_k, sizes.D_PAD, PART == 0)
             k_scale = load_block_scales(k, k_scales, key, sizes.BLOCK_K)[None, :]
             s, factor = apply_k_scale(
                 tokens_by_tokens(q_tile, k_tile), q_factor, k, k_scale, sizes.BLOCK_K
@@ -75,19 +90,22 @@ def p_rows_kernel(
                 block = first // sizes.BLOCK_Q
                 head = HeadIndex(b, h, k_head)
                 bias = key_bias(subtracted, lengths, head, block, key, sizes.BLOCK_K, n_k, sizes)
-                s = s * factor + bias[None, :] * scale_log2 - row_lse2[:, None]
+                s = s * factor + bias[None, :] * scale
             else:
-                s = s * factor - row_lse2[:, None]
-            if MASKED:
-                visible = attends(queries[:, None], keys[None, :], n_k, offset)
+                s = s * factor
+            if softcap is not None:
+                s = tanh(s + row_shift) * softcap.base2
+            s -= row_lse2[:, None]
+            if PART > 0:
+                visible = attends_in(lengths, b, queries[:, None], keys[None, :], n_k, offset)
                 s = tl.where(visible, s, -float("inf"))
             p = tl.exp2(s)
             p_sum += tl.sum(p, 1)
             if delta is not None:
-                v_tile = load_block(v, v_base, key, sizes.BLOCK_K, n_k, sizes.DV_PAD, not MASKED)
+                v_tile = load_block(v, v_base, key, sizes.BLOCK_K, n_k, sizes.DV_PAD, PART == 0)
                 v_scale = load_block_scales(v, v_scales, key, sizes.BLOCK_K)[None, :]
                 p_dp = p * (tokens_by_tokens(do_tile, v_tile) * (do_scale * v_scale))
-                if MASKED:
+                if PART > 0:
                     p_dp = tl.where(visible, p_dp, 0.0)  # dP may be NaN where P is 0
                 delta_sum += tl.sum(p_dp, 1)
     store_rows(p_sums, lengths.cu_q, b, h, queries, n_q, p_sum)

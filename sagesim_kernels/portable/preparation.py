@@ -17,6 +17,7 @@ from sagesim_kernels.operands import (
     OperandCache,
     Rows,
     RowStatistics,
+    Softcap,
     compute_delta_from_o,
     compute_units,
     padded,
@@ -63,6 +64,7 @@ def prepare_backward(
             "v": operands.get("dp", "v"),
             "k_right": operands.get("dq", "k"),
         },
+        operands.k_mean if problem.extras.softcap is not None else None,
         statistics,
         p_sums,
         dq_sums,
@@ -74,6 +76,7 @@ def launch_p_rows(
     operands: OperandCache,
     statistics: RowStatistics,
     d_lse: Rows | None,
+    softcap: Softcap | None,
     p_sums: Rows,
 ) -> None:
     """Fill p_sums with the row sums of P, and statistics.delta if delta comes from P.
@@ -93,12 +96,13 @@ def launch_p_rows(
             operands.get("dp", "do"),
             operands.get("dp", "v"),
             operands.subtracted,
+            softcap,
             lse2,
             delta if spec.delta is Delta.FROM_P else None,
             p_sums,
             d_lse,
             problem.lengths,
-            problem.scale * LOG2_E,
+            problem.scale * (LOG2_E if softcap is None else softcap.inverse),
             KernelSizes.of(problem, tile.rows),
             **tile.options,
         )

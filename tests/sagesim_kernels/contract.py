@@ -15,6 +15,7 @@ so that the two ends of a ball bound its result.
 | delta | the kernel's o; or P and dP in the ball | in the ball |
 | dv.p, dq.ds, dk.ds | P, dP in the ball; the kernel's delta | roundings of some map in the ball |
 | dq, dk, dv | the kernel's codes and scales; 16 bit: maps in the ball | in the ball, rounded |
+| dsinks | lse in the ball; the kernel's delta | in the ball, rounded |
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ VANISHING = 127.0 * 2.0**-128
 
 LOG_127 = 4.85
 """log(127), rounded up."""
+
+TANH = 2.0**-20
+"""Relative error of tanh, from exponentials with that of `EXP`; libraries have a smaller one."""
 
 _DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 
@@ -82,20 +86,12 @@ class Tally:
         return f"codes unlike the emulator's: {share:.2e}; " + ", ".join(parts)
 
 
-def run_kernels(
-    case: Case, spec: AttentionSpec, causal_alignment: str = "upper_left"
-) -> KernelTrace:
+def run_kernels(case: Case, spec: AttentionSpec) -> KernelTrace:
     """Run the kernels on the device of a case, and return their trace on the CPU."""
-    assert case.attn_mask is None
-    found = kernel_trace(
-        *case.qkvdo,
-        spec=spec,
-        is_causal=case.is_causal,
-        causal_alignment=causal_alignment,
-        scale=case.scale,
-        enable_gqa=case.enable_gqa,
-    )
+    found = kernel_trace(case, spec=spec)
     numbers = {name: getattr(found, name).cpu() for name in OUTPUTS}
+    if found.dsinks is not None:
+        numbers["dsinks"] = found.dsinks.cpu()
     operands = {name: Coded(*(x.cpu() for x in coded)) for name, coded in found.operands.items()}
     return replace(found, operands=operands, **numbers)
 
@@ -103,14 +99,10 @@ def run_kernels(
 OUTPUTS = ("o", "lse", "delta", "dq", "dk", "dv")
 
 
-def emulated_case(case: Case, causal_alignment: str) -> Case:
-    """Return the case on the CPU for the emulator, with a mask in place of an alignment."""
-    case = case.map(lambda x: x.cpu())
-    if not case.is_causal or causal_alignment == "upper_left":
-        return case
-    n_q, n_k = case.q.shape[-2], case.k.shape[-2]
-    mask = torch.ones(n_q, n_k, dtype=torch.bool).tril(n_k - n_q)
-    return replace(case, is_causal=False, attn_mask=mask)
+def emulated_case(case: Case) -> Case:
+    """Return the case on the CPU, for the emulator."""
+    on_cpu = {name: x.cpu() for name, x in case.tensors.items()}
+    return replace(case, **on_cpu)
 
 
 def emulate(case: Case, spec: AttentionSpec) -> Trace:
@@ -126,13 +118,12 @@ def as_kernel_trace(trace: Trace) -> KernelTrace:
         for name, x in trace.operands.items()
     }
     numbers = {name: getattr(trace, name) for name in OUTPUTS}
-    return KernelTrace(spec=trace.spec, operands=operands, **numbers)
+    return KernelTrace(spec=trace.spec, operands=operands, dsinks=trace.dsinks, **numbers)
 
 
-def check(case: Case, spec: AttentionSpec, causal_alignment: str = "upper_left") -> Tally:
+def check(case: Case, spec: AttentionSpec) -> Tally:
     """Run the kernels on a case and check their trace against the contract."""
-    found = run_kernels(case, spec, causal_alignment)
-    return check_trace(found, emulated_case(case, causal_alignment), spec)
+    return check_trace(run_kernels(case, spec), emulated_case(case), spec)
 
 
 def check_trace(found: KernelTrace, case: Case, spec: AttentionSpec) -> Tally:
@@ -165,6 +156,18 @@ class _Checker:
         if self.spec.smoothing.q:
             q, q_mean = subtract_block_means(q, valid_q, self.spec.block_q)
             self.q_mean = self._heads(q_mean)
+        self.softcap = case.softcap
+        self.shift = self.sink = None
+        if self.k_mean is not None:
+            # Q before smoothing: the mean of K was taken from the logits of this Q.
+            q_raw = Ball.exactly(self._heads(self.x.q))
+            terms = q_raw.mid.shape[-1] + 4
+            shift = q_raw.times(Ball.exactly(self.k_mean)).sum(-1, terms)
+            self.shift = Ball(shift.mid * self.scale, shift.radius * abs(self.scale)).rounded(1)
+        if case.sinks is not None:
+            sink = Ball.exactly(case.sinks[:, None].expand(shape[:3]))
+            has_shift = self.shift is not None and self.softcap is None
+            self.sink = sink.minus(self.shift).rounded(1) if has_shift else sink
         do = self.x.flatten_queries(case.do)
         self.tokens = {"q": q, "k": k, "v": self.x.v, "do": do}
         self.tokens = {name: self._heads(t) for name, t in self.tokens.items()}
@@ -227,6 +230,13 @@ class _Checker:
         l = e_rows.sum(-1, self.spec.block_k + 2 * steps)
         dead = ~self.attends.any(-1)
         l = l.where(~dead, 1.0)
+        if self.sink is not None:
+            # Its exponent is in base 2 and relative to another maximum: five roundings, and the
+            # exponentials of both differences.
+            sink = self.sink.minus(Ball.exactly(row_max.squeeze(-1)))
+            size = self.sink.size + row_max.squeeze(-1).abs() + 2 * LOG_127
+            of_sink = sink.widened(gamma(5) * size).where(~dead, -torch.inf).exp()
+            l = l.plus(of_sink.widened(2 * EXP * of_sink.size)).rounded(3)
 
         if self.spec.pv.precision is Precision.INT8:
             codes = self.found.operands["pv.p"].codes.double()
@@ -238,7 +248,9 @@ class _Checker:
             dtype = _DTYPES[self.spec.pv.precision]
             v = Ball.exactly(self._numbers("pv", "v"))
             o = e_rows.rounded16(dtype).matmul(v, e_rows.mid.shape[-1] + 2 * steps, TENSOR_CORE_U)
-        o = o.over(Ball(l.mid[..., None], l.radius[..., None])).rounded(1)
+        o = o.over(Ball(l.mid[..., None], l.radius[..., None])).rounded(
+            1 if self.sink is None else 3
+        )
         self._inside("o", o.where(~dead[..., None], 0.0))
 
         # log2, ln(2) * x, and the subtraction of log2(127), in units of log2.
@@ -247,17 +259,17 @@ class _Checker:
         lse = Ball(row_max.squeeze(-1) + log_l.mid, log_l.radius)
         self.lse = lse.widened(s.max(-1).radius.squeeze(-1) * gamma(5))
         lse = self.lse
-        if self.k_mean is not None:
-            # Q before smoothing: the mean of K was taken from the logits of this Q.
-            q = Ball.exactly(self._heads(self.x.q))
-            terms = q.mid.shape[-1] + 4
-            shift = q.times(Ball.exactly(self.k_mean)).sum(-1, terms)
-            lse = lse.plus(Ball(shift.mid * self.scale, shift.radius * abs(self.scale))).rounded(1)
+        if self.shift is not None and self.softcap is None:
+            lse = lse.plus(self.shift).rounded(1)
         self._inside("lse", lse.where(~dead, -torch.inf))
         self.dead = dead
 
     def _delta(self) -> None:
         s = self._logits("qk_recompute")
+        if self.softcap is not None:
+            t = Ball(s.mid / self.softcap, s.radius / self.softcap).where(self.attends, 0.0)
+            slope = Ball(1 - t.mid.square(), t.radius * (2 * t.mid.abs() + t.radius))
+            self.slope = slope.widened(4 * U)
         x = s.minus(Ball(self.lse.mid[..., None], self.lse.radius[..., None]))
         self.p = x.rounded(1).where(self.attends, -torch.inf).exp()
         do, v = self._numbers("dp", "do"), self._numbers("dp", "v")
@@ -279,12 +291,19 @@ class _Checker:
 
     def _score_gradients(self, delta: Ball) -> Ball:
         ds = self.dp.minus(Ball(delta.mid[..., None], delta.radius[..., None])).rounded(1)
-        return ds.times(self.p).rounded(1).where(self.attends, 0.0)
+        ds = ds.times(self.p).rounded(1)
+        if self.softcap is not None:
+            ds = ds.times(self.slope).rounded(1)
+        return ds.where(self.attends, 0.0)
 
     def _backward(self) -> None:
         dv = self._map_transposed_by_tokens("dv", self.p, "do")
         self._inside("dv", self._of_key_heads(dv))
         dq = self._map_by_tokens("dq", self.ds, "k").widened(self._dq_rounding())
+        if (gain := self._ds_sums()) is not None and self.k_mean is not None:
+            gain = Ball(gain.mid[..., None], gain.radius[..., None])
+            parts = -(-self.attends.shape[-1] // self.spec.block_k)
+            dq = dq.plus(gain.times(Ball.exactly(self.k_mean))).rounded(3 + parts)
         self._inside("dq", self._scaled(dq))
         dk = self._map_transposed_by_tokens("dk", self.ds, "q")
         if self.q_mean is not None:
@@ -297,7 +316,27 @@ class _Checker:
             dk = dk.widened(gamma(2 * count * self.groups) * dk.size).plus(bias)
         self._inside("dk", self._scaled(self._of_key_heads(dk)))
 
+        if self.sink is not None:
+            of_rows = self._p_sink().times(Ball.exactly(self.found.delta)).rounded(1)
+            found = of_rows.sum(-1, 1).sum(0, 1)  # in float64
+            self._inside("dsinks", Ball(-found.mid, found.radius).rounded(1))
+
     # What a stage is made of
+
+    def _p_sink(self) -> Ball:
+        """Return the sink's share of each row's sum."""
+        assert self.sink is not None
+        x = self.sink.minus(self.lse.where(~self.dead, 0.0))
+        size = self.sink.size + self.lse.where(~self.dead, 0.0).size
+        return x.widened(gamma(4) * size).where(~self.dead, -torch.inf).exp()
+
+    def _ds_sums(self) -> Ball | None:
+        """Return the sums of the rows of dS; None if docs/numerics.md takes them for 0."""
+        if self.softcap is not None:
+            return self.ds.sum(-1, self.ds.mid.shape[-1] + 2)
+        if self.sink is None:
+            return None
+        return self._p_sink().times(Ball.exactly(self.found.delta)).rounded(1)
 
     def _dq_rounding(self) -> Tensor:
         """Return the error that adding parts of dQ as integers may cause, [..., n_q, 1].
@@ -324,6 +363,8 @@ class _Checker:
                 blocks = torch.nn.functional.pad(ds_sum, (0, -n % block)).unflatten(-1, (-1, block))
                 ds_sum = block * blocks.amax(-1).repeat_interleave(block, -1)[..., :n]
         k_amax = k.abs().amax((-2, -1))[..., None]
+        if self.softcap is not None and self.k_mean is not None:
+            k_amax = k_amax + self.k_mean.abs().amax((-2, -1))[..., None]
         bound = 1.1 * growth * ds_sum * k_amax
         parts = -(-self.attends.shape[-1] // spec.block_k)
         return (parts * 2.0**-30 * bound)[..., None]
@@ -345,7 +386,25 @@ class _Checker:
             bias = Ball.exactly(mean).matmul(Ball.exactly(k.mT), mean.shape[-1] + 3)
             s = s.plus(bias).rounded(2)
         s = Ball(s.mid * self.scale, s.radius * abs(self.scale)).widened(TINY)
+        if self.softcap is not None:
+            s = self._capped(s)
         return s.where(self.attends, -torch.inf)
+
+    def _capped(self, s: Ball) -> Ball:
+        """Return c tanh(S / c) of the logits before smoothing.
+
+        Scale and shift are divided by c, which is a rounding each, and added.
+        """
+        cap = self.softcap
+        assert cap is not None
+        if self.shift is not None:
+            shift = Ball(self.shift.mid[..., None], self.shift.radius[..., None]).rounded(2)
+            s = s.rounded(2).plus(shift)
+        x = s.rounded(3)
+        mid = torch.tanh(x.mid / cap)
+        ends = torch.tanh(x.highest / cap) - mid, mid - torch.tanh(x.lowest / cap)
+        radius = torch.maximum(*ends) + TANH * mid.abs()
+        return Ball(cap * mid, cap * radius.nan_to_num(torch.inf)).rounded(2)
 
     def _tokens_by_tokens(self, site: str, left: Tensor, right: Tensor) -> Ball:
         terms = 0 if self._is_int8(site) else left.shape[-1]

@@ -73,6 +73,10 @@ LENGTHS = SHORT * 3 + (65, 80, 96, 127, 128, 129, 150)
 HEAD_SIZES = (1, 8, 16, 16, 40, 64, 64, 72, 80, 96, 128)
 HEADS = ((1, 1, 1),) * 24 + ((1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2))
 """Batch, heads of k and v, query heads for each."""
+PADDINGS = ("none", "none", "none", "random", "right", "left")
+SIDES = (-1, -1, 0, 1, 5, 16, 31, 32, 40, 64, 100)
+"""Keys of a window on one side; -1: no limit."""
+SOFTCAPS = (None, None, None, 0.5, 5.0, 50.0)
 SCALES = (None, None, None, None, 0.03, 1.0, -0.3, 0.0)
 
 
@@ -94,6 +98,10 @@ class KernelCase:
     dtype: str = "float32"
     is_causal: bool = False
     causal_alignment: str = "upper_left"
+    window: tuple[int, int] = (-1, -1)
+    padding: str = "none"  #: of keys: one of `PADDINGS`
+    has_sinks: bool = False
+    softcap: float | None = None
     scale: float | None = None
     layout: str = "contiguous"
     do_layout: str = "contiguous"
@@ -137,6 +145,10 @@ class KernelCase:
             do = do.flatten()[:1].expand(do.shape)
         if any(self.parsed.site(s).precision is not Precision.INT8 for s in ("dq", "dk")):
             do = do * _gain_within_half(do, v.repeat_interleave(groups, 1))
+        key_mask = _key_mask(rng, self.padding, batch, self.n_k)
+        if key_mask is not None:
+            is_padding = ~key_mask[:, None, :, None].cpu()
+            k, v = (x.masked_fill(is_padding, float("nan")) for x in (k, v))
         dtype = DTYPES[self.dtype]
         layouts = (self.layout,) * 3 + (self.do_layout,)
         q, k, v, do = (
@@ -149,10 +161,32 @@ class KernelCase:
             v=v,
             do=do,
             is_causal=self.is_causal,
+            causal_alignment=self.causal_alignment,
+            window=self.window,
+            key_mask=key_mask,
+            sinks=(
+                torch.from_numpy(gaussian(rng, (kv_heads * groups,)) * np.float32(3.0)).to(DEVICE)
+                if self.has_sinks
+                else None
+            ),
+            softcap=self.softcap,
             scale=self.scale,
             enable_gqa=groups > 1,
             kinds=self.kinds,
         )
+
+
+def _key_mask(rng: np.random.Generator, padding: str, batch: int, n_k: int) -> Tensor | None:
+    """Return a mask of keys, bool [batch, n_k]; a sequence may be all padding."""
+    if padding == "none":
+        return None
+    if padding == "random":
+        mask = rng.random((batch, n_k)) < rng.choice((0.3, 0.9))
+    else:
+        mask = np.arange(n_k) < rng.integers(0, n_k + 1, (batch, 1))
+    if padding == "left":
+        mask = mask[:, ::-1].copy()
+    return torch.from_numpy(mask).to(DEVICE)
 
 
 def _gain_within_half(do: Tensor, v: Tensor) -> float:
@@ -270,10 +304,25 @@ def problems(draw: st.DrawFn, preset: AttentionSpec) -> KernelCase:
         dtype=dtype,
         is_causal=draw(st.booleans()),
         causal_alignment=draw(st.sampled_from(("upper_left", "lower_right"))),
+        **draw(_extras()),
         layout=draw(st.sampled_from(LAYOUTS)),
         do_layout=draw(st.sampled_from((*LAYOUTS, "expanded"))),
         **numbers,
     )
+
+
+@st.composite
+def _extras(draw: st.DrawFn) -> dict[str, Any]:
+    """Window, padding, sinks and softcap of a case; half of the cases have none of them."""
+    if draw(st.booleans()):
+        return {}
+    side = st.sampled_from(SIDES)
+    return {
+        "window": (draw(side), draw(side)),
+        "padding": draw(st.sampled_from(PADDINGS)),
+        "has_sinks": draw(st.booleans()),
+        "softcap": draw(st.sampled_from(SOFTCAPS)),
+    }
 
 
 def _compiled_for(length: int) -> tuple[int, bool, bool]:

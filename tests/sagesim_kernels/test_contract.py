@@ -32,7 +32,6 @@ from tests.sagesim_kernels.contract import (
     as_kernel_trace,
     check_trace,
     emulate,
-    emulated_case,
     run_kernels,
 )
 from tests.sagesim_kernels.error_balls import EXP, Ball
@@ -190,7 +189,7 @@ def reversed_scales(name: str, axis: int, spec=SAGEBWD) -> Planted:
     return PLAIN, spec, tamper
 
 
-DEAD = emulated_case(replace(case(seed=6, n_q=40, n_k=30, d=8), is_causal=True), "lower_right")
+DEAD = replace(case(seed=6, n_q=40, n_k=30, d=8), is_causal=True, causal_alignment="lower_right")
 """Its first queries attend to no key."""
 
 PER_COLUMN = replace(SAGEBWD, dv=replace(SAGEBWD.dv, lhs=Granularity.PerTileColumn))

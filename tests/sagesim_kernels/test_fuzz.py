@@ -3,7 +3,7 @@ profile, 20,000 with `--device cuda`, 10,000 with `--device cuda --code sm80`.""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_kernels_meet_the_contract_on_a_few_calls(preset: str) -> None:
     @examples(2)
     @given(problems(PRESETS[preset]))
     def run(problem: KernelCase) -> None:
-        check(problem.case, problem.parsed, problem.causal_alignment)
+        check(problem.case, problem.parsed)
 
     run()
 
@@ -75,7 +75,7 @@ def test_kernels_meet_the_contract(preset: str, part: int, request: pytest.Fixtu
     def run(several: list[KernelCase]) -> None:
         for problem in several:
             try:
-                found = check(problem.case, problem.parsed, problem.causal_alignment)
+                found = check(problem.case, problem.parsed)
             except Exception as error:
                 error.add_note(f"in {problem!r}")
                 raise
@@ -124,8 +124,8 @@ def test_lower_right_is_the_emulator_under_that_mask(preset: str, lengths: tuple
         is_causal=True,
         causal_alignment="lower_right",
     )
-    check(problem.case, problem.parsed, "lower_right")
-    found = run_kernels(problem.case, problem.parsed, "lower_right")
+    check(problem.case, problem.parsed)
+    found = run_kernels(problem.case, problem.parsed)
     dead = max(n_q - n_k, 0)
     for name in ("o", "dq", "delta"):
         x = getattr(found, name)[:, :, :dead]
@@ -146,16 +146,7 @@ def run_attention(case: Case, problem: KernelCase, layout: str) -> dict[str, Ten
         tensors = [x.transpose(1, 2) for x in tensors]
     *leaves, do = tensors
     leaves = [x.requires_grad_() for x in leaves]
-    o, lse = attention(
-        *leaves,
-        spec=problem.parsed,
-        is_causal=problem.is_causal,
-        causal_alignment=problem.causal_alignment,
-        scale=problem.scale,
-        enable_gqa=case.enable_gqa,
-        layout=layout,
-        return_lse=True,
-    )
+    o, lse = attention(*leaves, spec=problem.parsed, layout=layout, return_lse=True, **case.options)
     found = differentiate(o, leaves, do)
     if layout == "NHD":
         found = {name: x.transpose(1, 2) for name, x in found.items()}
@@ -171,7 +162,7 @@ def test_attention_returns_the_bytes_of_the_trace(preset: str, layout: str) -> N
     @given(problems(PRESETS[preset]))
     def run(problem: KernelCase) -> None:
         found = run_attention(problem.case, problem, layout)
-        expected = run_kernels(problem.case, problem.parsed, problem.causal_alignment)
+        expected = run_kernels(problem.case, problem.parsed)
         for name in OUTPUTS:
             if name != "delta":
                 assert_bitwise(actual=found[name], expected=getattr(expected, name), what=name)
@@ -219,14 +210,11 @@ def check_packed(problem: KernelCase, *lengths: list[int]) -> None:
     """Compare attention of packed sequences of these lengths with attention of each of them."""
     starts = [torch.tensor(x).cumsum(0).tolist() for x in lengths]
     n_q, n_k = (x[-1] for x in starts)
-    packed = replace(problem, n_q=n_q, n_k=n_k, heads=(1, *problem.heads[1:]))
-    options = {
-        "spec": problem.parsed,
-        "is_causal": problem.is_causal,
-        "causal_alignment": problem.causal_alignment,
-        "scale": problem.scale,
-        "enable_gqa": problem.heads[2] > 1,
-    }
+    heads = (1, *problem.heads[1:])
+    packed = replace(problem, n_q=n_q, n_k=n_k, heads=heads, padding="none")
+    options: dict[str, Any] = {"spec": problem.parsed, **packed.case.options}
+    for name in ("attn_mask", "key_mask"):  # packed sequences have none
+        assert options.pop(name) is None
     *leaves, do = (x[0].transpose(0, 1).detach() for x in packed.case.qkvdo)
     leaves = [x.requires_grad_() for x in leaves]
     cu = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in starts]

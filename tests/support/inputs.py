@@ -50,15 +50,16 @@ class Case(AttentionProblem):
     def __repr__(self) -> str:
         """A short description for failing examples, without the elements."""
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in self.tensors.items())
-        return f"Case({shapes}, {'/'.join(self.kinds)}, is_causal={self.is_causal})"
+        plain = {name: value for name, value in self.options.items() if name not in self.tensors}
+        return f"Case({shapes}, {'/'.join(self.kinds)}, {plain})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """The text that hypothesis prints."""
         printer.text(repr(self))
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The options, as SDPA's keyword arguments."""
+    def sdpa_options(self) -> dict[str, Any]:
+        """The options that SDPA has, as its keyword arguments."""
         names = ("is_causal", "attn_mask", "scale", "enable_gqa")
         return {name: getattr(self, name) for name in names}
 

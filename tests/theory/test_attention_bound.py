@@ -1,6 +1,7 @@
 """Errors of emulator and kernels stay within `theory.attention_bound`."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -60,16 +61,16 @@ def problem(
     return [x.to(dtype) for x in KINDS[kind](q * sigma, k * sigma, v, do)]
 
 
-def assert_bound(computed, inputs, spec, is_causal, may_overflow=False) -> None:
+def assert_bound(computed, inputs, spec, options, may_overflow=False) -> None:
     """Assert that every output of an implementation is within the bound.
 
     may_overflow: if True and the bound is infinite because a 16-bit site may overflow, Hypothesis
         draws another example.
     """
-    bound = attention_bound(*inputs, spec=spec, is_causal=is_causal)
+    bound = attention_bound(*inputs, spec=spec, **options)
     if may_overflow:
         assume(all(bool(getattr(bound, name).isfinite().all()) for name in OUTPUTS))
-    exact = sagesim.exact(*inputs, is_causal=is_causal)
+    exact = sagesim.exact(*inputs, **options)
     for name in OUTPUTS:
         actual, true, limit = getattr(computed, name), getattr(exact, name), getattr(bound, name)
         assert_within_bound(actual=actual, exact=true, bound=limit, what=f"{name}, {spec.label()}")
@@ -83,26 +84,47 @@ CASES = {
     "sigma": st.sampled_from((0.1, 1.0, 3.0)),
     "dtype": st.sampled_from((torch.float16, torch.float32)),
     "kind": st.sampled_from(sorted(KINDS)),
-    "is_causal": st.booleans(),
+    "data": st.data(),
 }
+
+
+@st.composite
+def options(draw: st.DrawFn, n: int) -> dict[str, Any]:
+    """Options of a call with 2 heads of n queries and keys; half of them are a causal mask alone
+    or none."""
+    found: dict[str, Any] = {"is_causal": draw(st.booleans())}
+    if draw(st.booleans()):
+        return found
+    side = st.just(-1) | st.integers(0, 40)
+    found |= {
+        "window": (draw(side), draw(side)),
+        "softcap": draw(st.sampled_from((None, 2.0, 30.0))),
+    }
+    if draw(st.booleans()):
+        found["seqused_k"] = torch.tensor([draw(st.integers(0, n))])
+    if draw(st.booleans()):
+        found["sinks"] = torch.tensor([draw(st.floats(-5, 5)), draw(st.floats(-5, 5))])
+    return found
 
 
 @pytest.mark.slow
 @examples(1000)
 @given(**CASES)
-def test_the_emulator_stays_within_the_bound(label, seed, n, d, sigma, dtype, kind, is_causal):
+def test_the_emulator_stays_within_the_bound(label, seed, n, d, sigma, dtype, kind, data):
+    given = data.draw(options(n))
     inputs, spec = problem(seed, n, d, sigma, dtype, kind), AttentionSpec.parse(label)
-    computed = sagesim.trace(*inputs, spec=spec, is_causal=is_causal)
-    assert_bound(computed, inputs, spec, is_causal, may_overflow=kind != "ordinary")
+    computed = sagesim.trace(*inputs, spec=spec, **given)
+    assert_bound(computed, inputs, spec, given, may_overflow=kind != "ordinary")
 
 
 @pytest.mark.slow
 @examples(30)
 @given(**CASES)
-def test_the_kernels_stay_within_the_bound(label, seed, n, d, sigma, dtype, kind, is_causal):
+def test_the_kernels_stay_within_the_bound(label, seed, n, d, sigma, dtype, kind, data):
+    given = data.draw(options(n))
     inputs, spec = problem(seed, n, d, sigma, dtype, kind), AttentionSpec.parse(label)
-    computed = sagesim_kernels.trace(*inputs, spec=spec, is_causal=is_causal)
-    assert_bound(computed, inputs, spec, is_causal, may_overflow=kind != "ordinary")
+    computed = sagesim_kernels.trace(*inputs, spec=spec, **given)
+    assert_bound(computed, inputs, spec, given, may_overflow=kind != "ordinary")
 
 
 @pytest.mark.parametrize("label", LABELS[:3])
@@ -121,7 +143,7 @@ def test_the_bound_holds_for_rows_of_different_size_that_share_a_scale_in_pv(sca
     q[..., 0, 0], k[..., 20, 0], k[..., 21:, 0], v[..., :16, :] = 5.8, math.sqrt(8), -30, 1
     spec = AttentionSpec.parse(f"fpa pv=int8@{scales},head block=16x16")
     inputs = (q, k, v, torch.ones_like(v))
-    assert_bound(sagesim.trace(*inputs, spec=spec), inputs, spec, is_causal=False)
+    assert_bound(sagesim.trace(*inputs, spec=spec), inputs, spec, {})
 
 
 @pytest.mark.parametrize("label", ("fpa qk=int8@block,block", "fpa qk_recompute=int8@token,token"))
@@ -131,7 +153,7 @@ def test_the_bound_holds_if_p_exceeds_1_in_the_backward(label):
     for _ in range(10):
         q, k, v, do = torch.randn(4, 1, 1, 3, 40, generator=generator)
         inputs = (12 * q, 12 * k, v, do)
-        assert_bound(sagesim.trace(*inputs, spec=spec), inputs, spec, is_causal=False)
+        assert_bound(sagesim.trace(*inputs, spec=spec), inputs, spec, {})
 
 
 @pytest.mark.parametrize("name", OUTPUTS)

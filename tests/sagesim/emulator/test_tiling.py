@@ -5,11 +5,29 @@ from hypothesis import strategies as st
 
 from sagesim.emulator import tiling
 from sagesim.emulator.tiling import Grid
+from sagesim.problem import Band
 from tests.support import examples
 from tests.support.inputs import random_mask
 from tests.support.strategies import blocks, lengths, seeds
 
 CPU = torch.device("cpu")
+FULL = Band(None, None)
+CAUSAL = Band(None, 0)
+
+
+def in_band(band: Band, n_q: int, n_k: int) -> torch.Tensor:
+    """Whether each query attends to each key, bool [n_q, n_k], by the definition of a band."""
+    lowest = -n_q if band.lowest is None else band.lowest
+    highest = n_k if band.highest is None else band.highest
+    rows = [[lowest <= j - i <= highest for j in range(n_k)] for i in range(n_q)]
+    return torch.tensor(rows, dtype=torch.bool).reshape(n_q, n_k)
+
+
+bands = st.builds(
+    Band,
+    st.none() | st.integers(-140, 140),
+    st.none() | st.integers(-140, 140),
+)
 
 
 def attended(grid: Grid, heads: slice, count: int) -> torch.Tensor:
@@ -41,17 +59,26 @@ def attended(grid: Grid, heads: slice, count: int) -> torch.Tensor:
 @examples(100)
 def test_panels_cover_the_map_and_mask_its_masked_entries(n_q, n_k, block_q, block_k, small, data):
     """For panels of the usual size, and for panels of one query block."""
-    kind = data.draw(st.sampled_from(["none", "causal", "one mask", "one mask per head"]))
+    kind = data.draw(st.sampled_from(["band", "one mask", "one mask per head"]))
     count = 3
-    mask = None
+    mask = key_mask = None
+    band = FULL
     expected = torch.ones(count, n_q, n_k, dtype=torch.bool)
-    if kind == "causal":
-        expected = expected.tril()
-    elif kind != "none":
+    if kind == "band":
+        band = data.draw(bands)
+        expected = expected & in_band(band, n_q, n_k)
+        if data.draw(st.booleans()):
+            heads = data.draw(st.sampled_from((1, count)))
+            key_mask = random_mask(data.draw(seeds), (heads, n_k), density=0.6)
+            expected = expected & key_mask[:, None]
+    else:
         heads = 1 if kind == "one mask" else count
         mask = random_mask(data.draw(seeds), (heads, n_q, n_k), density=0.6)
         expected = expected & mask
-    grid = Grid(n_q, n_k, block_q, block_k, kind == "causal", mask)
+    grid = Grid(n_q, n_k, block_q, block_k, band, key_mask, mask)
+    valid_q, valid_k = grid.valid_tokens(CPU)
+    assert torch.equal(valid_q.expand(count, -1), expected.any(2))
+    assert torch.equal(valid_k.expand(count, -1), expected.any(1))
     with pytest.MonkeyPatch.context() as patch:
         if small:
             patch.setattr(tiling, "_PANEL_ENTRIES", 1)
@@ -64,7 +91,7 @@ def test_panels_cover_the_map_and_mask_its_masked_entries(n_q, n_k, block_q, blo
 
 @pytest.mark.parametrize("heads", [0, 1, 2, 300])
 def test_groups_of_heads_partition_the_heads(heads):
-    grid = Grid(64, 64, 64, 64, False, None)
+    grid = Grid(64, 64, 64, 64, FULL, None, None)
     groups = list(grid.head_groups(heads, CPU))
     assert [h for g in groups for h in range(g.start, g.stop)] == list(range(heads))
     if heads == 300:
@@ -73,15 +100,6 @@ def test_groups_of_heads_partition_the_heads(heads):
 
 def test_causal_panels_stop_at_the_diagonal():
     """No key block is computed in which all keys are masked."""
-    grid = Grid(2048, 2048, 64, 64, True, None)
+    grid = Grid(2048, 2048, 64, 64, CAUSAL, None, None)
     for panel in grid.panels(slice(0, 1), CPU):
         assert panel.key_blocks == panel.rows.stop // 64
-
-
-def test_is_causal_is_aligned_top_left():
-    """Query i attends to keys 0..i, as with SDPA's is_causal, also if n_q != n_k."""
-    for n_q, n_k in ((3, 5), (5, 3)):
-        found = attended(Grid(n_q, n_k, 2, 2, True, None), slice(0, 1), 1)[0]
-        for i in range(n_q):
-            for j in range(n_k):
-                assert bool(found[i, j]) == (j <= i)

@@ -1,0 +1,161 @@
+"""Which keys each query attends to, as a band of diagonals and masks; and the checks of them."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sagesim.problem.options import NO_WINDOW
+
+_ALIGNMENTS = (None, "upper_left", "lower_right")
+
+
+class Band(NamedTuple):
+    """The diagonals that a causal mask and a window leave; None: no limit.
+
+    Query i attends to key j if lowest <= j - i <= highest.
+    """
+
+    lowest: int | None
+    highest: int | None
+
+    @classmethod
+    def of(cls, n_q: int, n_k: int, *, is_causal: bool, lower_right: bool, window: tuple[int, int]):
+        """The band of a call's options."""
+        left, right = window
+        if is_causal:
+            right = 0
+        offset = n_k - n_q if lower_right else 0
+        return cls(offset - left if left >= 0 else None, offset + right if right >= 0 else None)
+
+    def attends(self, queries: Tensor, keys: Tensor) -> Tensor | None:
+        """Whether each query attends to each key, bool; queries and keys broadcast.
+
+        None if every query attends to every key.
+        """
+        found = None
+        if self.highest is not None:
+            found = keys - queries <= self.highest
+        if self.lowest is not None:
+            above = keys - queries >= self.lowest
+            found = above if found is None else found & above
+        return found
+
+    def keys_of(self, query: int, n_k: int) -> range:
+        """The keys of 0..n_k that a query attends to."""
+        first = 0 if self.lowest is None else min(max(0, query + self.lowest), n_k)
+        end = n_k if self.highest is None else min(n_k, query + self.highest + 1)
+        return range(first, max(first, end))
+
+
+def check_window(window: object) -> None:
+    """Raise unless the window is (left, right), each an integer of at least -1.
+
+    Raises:
+        TypeError: if it is not a pair of integers.
+        ValueError: if a number is below -1.
+    """
+    pair = tuple(window) if isinstance(window, (tuple, list)) else ()
+    if len(pair) != 2 or not all(isinstance(x, (int, torch.SymInt)) for x in pair):
+        raise TypeError(f"window is {window!r}; it must be (left, right), two integers")
+    if min(pair) < -1:
+        raise ValueError(f"window is {window!r}; -1 means no limit, and no number is below it")
+
+
+def check_alignment(alignment: object, window: tuple[int, int], *, equal_lengths: bool) -> None:
+    """Raise ValueError for an unknown alignment, or if a window needs one and has none."""
+    if alignment not in _ALIGNMENTS:
+        raise ValueError(
+            f"causal_alignment is {alignment!r}; it must be 'upper_left' or 'lower_right'"
+        )
+    if alignment is None and window != NO_WINDOW and not equal_lengths:
+        raise ValueError(
+            f"window={window} and different numbers of queries and keys need causal_alignment: "
+            "'upper_left' puts query 0 at key 0, 'lower_right' the last query at the last key"
+        )
+
+
+def check_softcap(softcap: object) -> None:
+    """Raise unless softcap is None or a finite number above 0.
+
+    Raises:
+        TypeError: if it is a tensor, which would get no gradient, or no number at all.
+        ValueError: if it is not finite or not above 0.
+    """
+    if softcap is None:
+        return
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float, torch.SymFloat)):
+        raise TypeError(f"softcap is {softcap!r}; it must be a number or None")
+    if not (softcap > 0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap is {softcap}; it must be finite and above 0, or None")
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Raise unless sinks is None or floating [heads], on the device of q [*batch, heads, n_q, d].
+
+    Raises:
+        TypeError: if it is not a tensor of a floating dtype.
+        ValueError: if its shape or device is another.
+    """
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+        what = sinks.dtype if isinstance(sinks, Tensor) else repr(sinks)
+        raise TypeError(f"sinks is {what}; it must be a tensor of a floating dtype, or None")
+    heads = tuple(q.shape[-3:-2])
+    if tuple(sinks.shape) != heads or not heads:
+        raise ValueError(
+            f"sinks has shape {tuple(sinks.shape)}; it must be [heads] of q {tuple(q.shape)}"
+        )
+    if sinks.device != q.device:
+        raise ValueError(f"sinks is on {sinks.device}, q on {q.device}")
+
+
+def check_key_padding(
+    key_mask: Tensor | None, seqused_k: Tensor | None, q: Tensor, k: Tensor
+) -> None:
+    """Raise unless key_mask is bool [*batch, n_k] or None, and seqused_k integers [*batch] or None.
+
+    Raises:
+        TypeError: if a dtype is another.
+        ValueError: if a shape or device is another, or both are given.
+    """
+    if key_mask is not None and seqused_k is not None:
+        raise ValueError("key_mask and seqused_k are both given; seqused_k is a form of key_mask")
+    batch, n_k = tuple(q.shape[:-3]), k.shape[-2]
+    for name, x, shape in (
+        ("key_mask", key_mask, (*batch, n_k)),
+        ("seqused_k", seqused_k, batch),
+    ):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is {x!r}; it must be a tensor or None")
+        is_mask = name == "key_mask"
+        if (x.dtype is not torch.bool) if is_mask else (x.dtype not in (torch.int32, torch.int64)):
+            needed = (
+                "torch.bool, True for keys that are attended to" if is_mask else "int32 or int64"
+            )
+            raise TypeError(f"{name} is {x.dtype}; it must be {needed}")
+        if tuple(x.shape) != shape:
+            words = "[*batch, n_k]" if is_mask else "[*batch]"
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; it must be {words} = {shape} for "
+                f"q {tuple(q.shape)} and k {tuple(k.shape)}"
+            )
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, q on {q.device}")
+
+
+def mask_of_lengths(seqused_k: Tensor, n_k: int) -> Tensor:
+    """The key mask [*batch, n_k] whose sequences have these numbers of keys.
+
+    Raises:
+        ValueError: if a length is not in 0..n_k.
+    """
+    if not bool(((seqused_k >= 0) & (seqused_k <= n_k)).all()):
+        raise ValueError(f"seqused_k is {seqused_k.tolist()}; lengths must be in 0..{n_k}")
+    return torch.arange(n_k, device=seqused_k.device) < seqused_k[..., None]

@@ -228,8 +228,8 @@ BUGS = (
     Bug(
         "K mean over keys that no query attends to",
         "operands/means.py",
-        "return tl.cast(0, tl.int32), live_keys(lengths, b)",
-        "return tl.cast(0, tl.int32), lengths.n_k",
+        "return first_live_key(lengths, b), live_keys(lengths, b)",
+        "return first_live_key(lengths, b), lengths.n_k",
     ),
     Bug(
         "padding is smoothed into -mean",
@@ -240,7 +240,7 @@ BUGS = (
     Bug(
         "bias of smoothed Q dropped from S",
         "portable/forward.py",
-        "s = s * factor[:, None] + bias[None, :] * scale_log2",
+        "s = s * factor[:, None] + bias[None, :] * scale",
         "s = s * factor[:, None] + bias[None, :] * 0.0",
     ),
     Bug(
@@ -258,30 +258,33 @@ BUGS = (
     Bug(
         "lse without the shift of K",
         "operands/logsumexp.py",
-        "result += shift * scale",
-        "result += 0.0",
+        "if shift is not None:",
+        "if False:",
     ),
     Bug(
-        "lse shift unscaled", "operands/logsumexp.py", "result += shift * scale", "result += shift"
+        "lse shift unscaled",
+        "operands/logit_shift.py",
+        "D, D_PAD)) * scale",
+        "D, D_PAD))",
     ),
     # softmax and masks
     Bug(
         "causal mask off by one, forward",
         "portable/forward.py",
-        "visible = attends(queries[:, None], keys[None, :], n_k",
-        "visible = attends(queries[:, None] - 1, keys[None, :], n_k",
+        "visible = attends_in(lengths, b, queries[:, None], keys",
+        "visible = attends_in(lengths, b, queries[:, None] - 1, keys",
     ),
     Bug(
         "causal mask off by one, dK and dV",
         "portable/gradients.py",
-        "visible = attends(queries, keys, n_k",
-        "visible = attends(queries + 1, keys, n_k",
+        "visible = attends_in(lengths, b, queries, keys",
+        "visible = attends_in(lengths, b, queries + 1, keys",
     ),
     Bug(
         "causal mask off by one, delta from P",
         "portable/p_rows.py",
-        "visible = attends(queries[:, None], keys[None, :], n_k",
-        "visible = attends(queries[:, None] + 1, keys[None, :], n_k",
+        "visible = attends_in(lengths, b, queries[:, None], keys",
+        "visible = attends_in(lengths, b, queries[:, None] + 1, keys",
     ),
     Bug(
         "causal loop ends a tile early",
@@ -322,8 +325,8 @@ BUGS = (
     Bug(
         "loop over whole tiles dropped",
         "portable/gradients.py",
-        "in tl.static_range(1, -1, -1):",
-        "in tl.static_range(1, 0, -1):",
+        "-1 if lengths.key_mask is None else 0, -1",
+        "0, -1",
     ),
     Bug(
         "least of negative logits taken for the largest",
@@ -481,8 +484,141 @@ BUGS = (
     Bug(
         "norms of V without its first block of keys",
         "operands/dq_units.py",
-        "for index in range(0, blocks, _BLOCKS_AT_ONCE):",
-        "for index in range(_BLOCKS_AT_ONCE, blocks, _BLOCKS_AT_ONCE):",
+        "for index in range(begin // sizes.BLOCK_K, blocks, _BLOCKS_AT_ONCE):",
+        "for index in range(begin // sizes.BLOCK_K + 1, blocks, _BLOCKS_AT_ONCE):",
+    ),
+    # windows, padding, sinks and softcaps
+    Bug(
+        "window a key too long on the left",
+        "operands/masking.py",
+        "visible & (keys >= queries + lowest_diagonal(lengths, b))",
+        "visible & (keys >= queries + lowest_diagonal(lengths, b) - 1)",
+    ),
+    Bug(
+        "window a key too short on the left",
+        "operands/masking.py",
+        "return _alignment(lengths, b) - lengths.left",
+        "return _alignment(lengths, b) - lengths.left + 1",
+    ),
+    Bug(
+        "window a key too long on the right",
+        "operands/masking.py",
+        "offset += lengths.right",
+        "offset += lengths.right + 1",
+    ),
+    Bug(
+        "window aligned at the upper left",
+        "operands/masking.py",
+        "if lengths.LOWER_RIGHT:",
+        "if lengths.LOWER_RIGHT and lengths.left is None:",
+    ),
+    Bug(
+        "first block of a window without its mask",
+        "operands/masking.py",
+        "whole = tl.cdiv(tl.maximum(first + TILE - 1 + lowest, 0), BLOCK) * BLOCK",
+        "whole = begin",
+    ),
+    Bug(
+        "last queries of a window without their mask",
+        "operands/masking.py",
+        "tl.maximum(tl.minimum(n_q, first - lowest + 1), 0) // BLOCK * BLOCK",
+        "end // BLOCK * BLOCK",
+    ),
+    Bug(
+        "loop over the queries of a window ends a block early",
+        "operands/masking.py",
+        "end = tl.minimum(n_q, tl.maximum(first + TILE - lowest, 0))",
+        "end = tl.minimum(n_q, tl.maximum(first - lowest, 0))",
+    ),
+    Bug(
+        "padded keys in the mean of K",
+        "operands/means.py",
+        "live = is_live_key(lengths, b, tokens) if IS_KEY",
+        "live = live if IS_KEY",
+    ),
+    Bug(
+        "padded keys counted in the mean of K",
+        "operands/means.py",
+        "tokens += tl.sum(live.to(tl.int32), 0)",
+        "tokens += blocks.BLOCK",
+    ),
+    Bug(
+        "padded keys in the scales",
+        "operands/masking.py",
+        "live = live & is_unmasked(lengths, b, keys, last)",
+        "live = live & (keys >= 0)",
+    ),
+    Bug(
+        "padded values multiplied by 0",
+        "portable/forward.py",
+        "PART == 0, first_key, live",
+        "PART == 0, first_key",
+    ),
+    Bug(
+        "queries without keys in the scales",
+        "operands/masking.py",
+        "live = live & (keys_of(lengths, b, queries) > 0)",
+        "live = live & (queries >= 0)",
+    ),
+    Bug(
+        "key mask of another sequence",
+        "operands/masking.py",
+        "lengths.key_mask + b.to(tl.int64) * lengths.n_k + keys",
+        "lengths.key_mask + 0 * b.to(tl.int64) + keys",
+    ),
+    Bug(
+        "sink left out of the forward",
+        "portable/forward.py",
+        "row_sum = row_sum * shrink + tl.exp2(row_sink2 - new_max)",
+        "row_sum = row_sum * shrink",
+    ),
+    Bug(
+        "sink relative to the logits before smoothing",
+        "operands/sinks.py",
+        "rows = rows - shift",
+        "rows = rows - 0 * shift",
+    ),
+    Bug(
+        "gradient of the sinks is 0",
+        "operands/sinks.py",
+        "return -(p_sink * delta)",
+        "return -(0 * p_sink * delta)",
+    ),
+    Bug(
+        "sink left out of the gradient of Q",
+        "operands/sinks.py",
+        "found = p_sink * delta",
+        "found = 0 * p_sink * delta",
+    ),
+    Bug(
+        "tanh's derivative forgotten",
+        "portable/gradients.py",
+        "ds *= slope",
+        "ds *= 1.0",
+    ),
+    Bug(
+        "softcap of the smoothed logits, forward",
+        "portable/forward.py",
+        "tanh(s * factor[:, None] + row_shift[:, None])",
+        "tanh(s * factor[:, None])",
+    ),
+    Bug(
+        "mean of K left out of dQ under a softcap",
+        "portable/gradients.py",
+        "part += ds_sum * load_k_mean",
+        "part += 0.0 * ds_sum * load_k_mean",
+    ),
+    Bug(
+        "mean of K left out of the units of dQ under a softcap",
+        "operands/dq_units.py",
+        "magnitude(k_amax.to(tl.float32, bitcast=True) + mean_amax)",
+        "magnitude(k_amax.to(tl.float32, bitcast=True) * 2.0**-20)",
+    ),
+    Bug(
+        "tanh without its series for small arguments",
+        "operands/softcap.py",
+        "tl.where(size < 0.375, of_small, of_large)",
+        "tl.where(size < 0.0, of_small, of_large)",
     ),
     Bug(
         "gradient of lse dropped",
@@ -548,9 +684,9 @@ BUGS = (
     ),
     Bug(
         "garbage of packed neighbours in amax",
-        "operands/quantization.py",
-        "mask = ((row >= first) & (row < last))[:, None]",
-        "mask = ((row >= first) & (row < last + blocks.BLOCK))[:, None]",
+        "operands/masking.py",
+        "live = (queries >= first) & (queries < last)",
+        "live = (queries >= first) & (queries < last + 64)",
     ),
     Bug(
         "sequence starts forgotten",
@@ -567,8 +703,8 @@ BUGS = (
     Bug(
         "another mean of K is saved",
         "dispatch.py",
-        "operands.k_mean.ptr",
-        "operands.k_mean.ptr * 1.5",
+        "else operands.k_mean.ptr)",
+        "else operands.k_mean.ptr * 1.5)",
     ),
     Bug(
         "storage ends in what was there",

@@ -83,8 +83,9 @@ def error_budget(
     Raises:
         TypeError: if dtypes differ.
         ValueError: if qk and qk_recompute round differently, because the prediction assumes that
-            most of their errors cancel (see `sagesim.analysis.Attribution.parts`); if shapes do not
-            fit each other, a mask is not boolean, or a mask comes with is_causal.
+            most of their errors cancel (see `sagesim.analysis.Attribution.parts`); if there are
+            sinks or a softcap, which the prediction does not model; if shapes do not fit each other
+            or an option does not fit the tensors.
 
     Source: ours.
 
@@ -95,6 +96,11 @@ def error_budget(
     problem = AttentionProblem.of(q, k, v, do, **options)
     if spec.qk != spec.qk_recompute:
         raise ValueError(f"qk and qk_recompute round differently under {spec.label()!r}")
+    for name in ("sinks", "softcap"):
+        if getattr(problem, name) is not None:
+            raise ValueError(
+                f"{name}: the prediction does not model them; measure the errors instead"
+            )
     heads = Heads.of(problem)
     resolved = resolve_input16(spec, problem.q.dtype)
     squares: dict[str, dict[str, float]] = {

@@ -18,6 +18,7 @@ from sagesim.analysis.number_range import RangeLoss
 from sagesim.analysis.runs import LOGITS, OUTPUTS
 from sagesim.models import Call, Capture
 from sagesim.printable import printable_lines
+from sagesim.problem import NO_WINDOW
 from sagesim.spec import (
     FORWARD_SITES,
     OPERANDS,
@@ -355,8 +356,31 @@ def _provenance(capture: Capture, layers: Sequence[Layer]) -> Iterator[tuple[str
 def _shape(call: Call) -> str:
     batch, heads, tokens, size = call.q.shape
     keys = call.k.shape[2]
-    mask = "causal mask" if call.is_causal else "no mask" if call.attn_mask is None else "attn_mask"
     length = f"{tokens} tokens" if keys == tokens else f"{tokens} queries, {keys} keys"
     shared = f" ({call.k.shape[1]} of K and V)" if call.k.shape[1] != heads else ""
     dtype = str(call.q.dtype).removeprefix("torch.")
-    return f"batch {batch}, {heads} heads{shared}, {length}, head size {size}, {dtype}, {mask}"
+    return (
+        f"batch {batch}, {heads} heads{shared}, {length}, head size {size}, {dtype}, {_masks(call)}"
+    )
+
+
+def _masks(call: Call) -> str:
+    """The masks, sinks and softcap of a call in words."""
+    found: list[str] = []
+    if call.is_causal:
+        found.append("causal mask")
+    if call.window != NO_WINDOW:
+        found.append(f"window {call.window}")
+    if call.causal_alignment == "lower_right" and found:
+        found.append("aligned at the lower right")
+    if call.attn_mask is not None:
+        found.append("attn_mask")
+    if call.key_mask is not None:
+        found.append("key padding")
+    if not found:
+        found.append("no mask")
+    if call.sinks is not None:
+        found.append("sinks")
+    if call.softcap is not None:
+        found.append(f"softcap {call.softcap:g}")
+    return ", ".join(found)

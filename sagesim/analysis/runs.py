@@ -103,7 +103,7 @@ class Runs:
             o, result = run_forward(x)
             self._forwards[key] = o, result.lse_smoothed
         o, lse = self._forwards[key]
-        dq, dk, dv = run_backward(x, do, o, lse, recorder)
+        dq, dk, dv, _ = run_backward(x, do, o, lse, recorder)
         ds = x.query_heads(recorder.maps["ds"])
         return {"o": o, "ds": ds, "dq": dq, "dk": dk, "dv": dv}
 

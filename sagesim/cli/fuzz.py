@@ -9,9 +9,12 @@ reports a function that raises, or that writes to q, k, v or dO.
 examples:
   sagesim fuzz my_kernels.attention:sage_attention --spec factored --device cuda
   sagesim fuzz my_kernels:forward_backward --head-sizes 64 128 --without gqa tails strides
+  sagesim fuzz my_kernels:attention --with window padding
 
 The function takes SDPA's arguments, fn(q, k, v, is_causal=..., scale=..., enable_gqa=...), with q
-of shape [B, H, N, D], and supports autograd. Its module must be installed or in this folder.
+of shape [B, H, N, D], and supports autograd. With --with, it also takes window, causal_alignment,
+key_mask, sinks and softcap, as sagesim.attention does. Its module must be installed or in this
+folder.
 
 The exit code is 0 if there is no difference, 1 if there is one, and 2 for invalid input.
 """
@@ -25,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sagesim.cli.inputs import add_spec, parse_spec
-from sagesim.fuzzing import DTYPES, FEATURES, HEAD_SIZES
+from sagesim.fuzzing import DTYPES, EXTRAS, FEATURES, HEAD_SIZES
 from sagesim.terminal import Failure, progress
 
 if TYPE_CHECKING:
@@ -76,6 +79,17 @@ def add(parser: argparse.ArgumentParser) -> None:
         + "; ".join(f"{word} ({meaning})" for word, meaning in FEATURES.items()),
     )
 
+    parser.add_argument(
+        "--with",
+        dest="extras",
+        nargs="+",
+        default=[],
+        choices=EXTRAS,
+        metavar="WHAT",
+        help="arguments to draw that SDPA does not have: "
+        + "; ".join(f"{word} ({meaning})" for word, meaning in EXTRAS.items()),
+    )
+
 
 def run(args: argparse.Namespace) -> int:
     """Fuzz, print the report, and return the exit code."""
@@ -108,6 +122,7 @@ def run(args: argparse.Namespace) -> int:
                 head_sizes=args.head_sizes,
                 max_length=args.max_length,
                 without=args.without,
+                extras=args.extras,
                 name=args.function,
                 progress=show,
             )

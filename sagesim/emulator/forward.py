@@ -124,8 +124,9 @@ def forward(x: FlatProblem, hooks: Hooks = NO_HOOKS) -> ForwardResult:
             o_panel, lse_panel = _attend(s, v, live, sink, x.spec, place, hooks)
             o[heads, rows] = o_panel[:, :count]
             lse_smoothed[heads, rows] = lse_panel[:, :count]
-        has_shift = smoothed.shift is not None and x.softcap is None
-        lse[heads] = lse_smoothed[heads] + (smoothed.shift if has_shift else 0.0)
+        lse[heads] = lse_smoothed[heads]
+        if smoothed.shift is not None and x.softcap is None:
+            lse[heads] += smoothed.shift
     return ForwardResult(o, lse, lse_smoothed)
 
 

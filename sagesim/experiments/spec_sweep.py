@@ -22,7 +22,7 @@ from sagesim.emulator import Exact, exact
 from sagesim.experiments.parquet import encode_table, read_table
 from sagesim.files import replacing
 from sagesim.models import Call, Capture
-from sagesim.problem import AttentionProblem
+from sagesim.problem import NO_WINDOW, AttentionProblem
 from sagesim.spec import SAGEBWD, SITES, AttentionSpec, Precision, with_precision
 
 Row = dict[str, Any]
@@ -76,7 +76,10 @@ def content_hash(capture: Capture) -> str:
     """
     digest = hashlib.sha256()
     for call in capture.calls:
-        options = [call.index, call.is_causal, call.scale, call.enable_gqa]
+        options: list[Any] = [call.index, call.is_causal, call.scale, call.enable_gqa]
+        others = [call.causal_alignment, list(call.window), call.softcap]
+        if others != [None, list(NO_WINDOW), None]:  # hashes of other calls stay what they were
+            options += others
         shapes = {name: (str(x.dtype), list(x.shape)) for name, x in call.tensors.items()}
         digest.update(json.dumps([options, shapes]).encode())
         for x in call.tensors.values():

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from sagesim.problem import AttentionProblem
+from sagesim.problem import NO_WINDOW, AttentionProblem
 
 INPUTS: Final = ("q", "k", "v", "do")
 
@@ -41,7 +41,8 @@ def call(attention: Callable[..., Tensor], problem: AttentionProblem, **options:
     If o is invalid, the backward is not run.
 
     Args:
-        attention: called as `fn(q, k, v, is_causal=..., scale=..., enable_gqa=...)`.
+        attention: called as `fn(q, k, v, is_causal=..., scale=..., enable_gqa=...)`, and with those
+            of causal_alignment, window, key_mask, sinks and softcap that the problem has.
         problem: its q, k and v must be leaves of autograd.
         options: further arguments for `attention`.
 
@@ -55,6 +56,7 @@ def call(attention: Callable[..., Tensor], problem: AttentionProblem, **options:
         is_causal=problem.is_causal,
         scale=problem.scale,
         enable_gqa=problem.enable_gqa,
+        **_extras(problem),
         **options,
     )
     problems = inputs.overwritten("forward")
@@ -70,6 +72,18 @@ def call(attention: Callable[..., Tensor], problem: AttentionProblem, **options:
         else:
             outputs[name] = gradient
     return Called(outputs, problems)
+
+
+def _extras(problem: AttentionProblem) -> dict[str, Any]:
+    """The arguments of a problem that SDPA does not have, without those that are not given."""
+    found: dict[str, Any] = {
+        "causal_alignment": problem.causal_alignment,
+        "key_mask": problem.key_mask,
+        "sinks": problem.sinks,
+        "softcap": problem.softcap,
+    }
+    found = {name: value for name, value in found.items() if value is not None}
+    return found if problem.window == NO_WINDOW else found | {"window": problem.window}
 
 
 def _invalid(o: object, do: Tensor) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sagesim.fuzzing.calls import INPUTS, Outputs, call
 from sagesim.fuzzing.inputs import KINDS
-from sagesim.problem import AttentionProblem
+from sagesim.problem import NO_WINDOW, AttentionProblem, CausalAlignment
 
 DTYPES: Final = {
     "float32": torch.float32,
@@ -40,6 +40,17 @@ FEATURES: Final = {
     "strides": "tensors that are not contiguous, including an expanded dO",
 }
 """Features of calls, by the name that `without` excludes them by."""
+
+EXTRAS: Final = {
+    "window": "window=(left, right) and causal_alignment",
+    "padding": "key_mask",
+    "sinks": "sinks; their gradient is not compared",
+    "softcap": "softcap",
+}
+"""Arguments that SDPA does not have, by the name that `extras` includes them by."""
+
+PADDINGS: Final = ("none", "right", "left", "random")
+"""Which keys of a sequence key_mask excludes: those from a length on, before one, or any."""
 
 HEAD_SIZES: Final = (16, 32, 64, 128, 40, 80, 96)
 """Powers of two first, because failures shrink to the first. Most kernels pad the other sizes."""
@@ -69,6 +80,11 @@ class FuzzCase:
     kv_heads: int = 1
     groups: int = 1  #: number of query heads per head of k and v
     is_causal: bool = False
+    causal_alignment: CausalAlignment | None = None
+    window: tuple[int, int] = NO_WINDOW
+    padding: str = "none"  #: of the keys: one of `PADDINGS`
+    sinks: bool = False
+    softcap: float | None = None
     scale: float | None = None
     kinds: tuple[str, str, str, str] = ("gaussian", "gaussian", "gaussian", "gaussian")
     """The kinds of q, k, v and do: names in `sagesim.fuzzing.inputs.KINDS`."""
@@ -84,6 +100,7 @@ class FuzzCase:
                 raise ValueError(f"{name}={getattr(self, name)} is not a positive number")
         words = [("dtype", self.dtype, tuple(DTYPES)), ("do_layout", self.do_layout, LAYOUTS)]
         words.append(("layout", self.layout, LAYOUTS[:-1]))
+        words.append(("padding", self.padding, PADDINGS))
         words += [("kinds", kind, tuple(KINDS)) for kind in self.kinds]
         for name, word, known in words:
             if word not in known:
@@ -115,15 +132,40 @@ class FuzzCase:
                 self.kinds, shapes, self.gains, layouts, strict=True
             )
         )
+        key_mask, sinks = self._key_mask(rng), None
+        if key_mask is not None:
+            is_padding = ~key_mask[:, None, :, None].to(device)
+            k.masked_fill_(is_padding, torch.nan)
+            v.masked_fill_(is_padding, torch.nan)
+            key_mask = key_mask.to(device)
+        if self.sinks:
+            sinks = torch.from_numpy(rng.standard_normal(self.heads, dtype=np.float32)).to(device)
         return AttentionProblem(
             q=q,
             k=k,
             v=v,
             do=do,
             is_causal=self.is_causal,
+            causal_alignment=self.causal_alignment,
+            window=self.window,
+            key_mask=key_mask,
+            sinks=sinks,
+            softcap=self.softcap,
             scale=self.scale,
             enable_gqa=self.groups > 1,
         )
+
+    def _key_mask(self, rng: np.random.Generator) -> Tensor | None:
+        """A mask [batch, n_k] that excludes some keys, or all keys of a sequence."""
+        shape = (self.batch, self.n_k)
+        match self.padding:
+            case "none":
+                return None
+            case "random":
+                return torch.from_numpy(rng.random(shape) < 0.7)
+            case _:
+                mask = np.arange(self.n_k) < rng.integers(0, self.n_k + 1, (self.batch, 1))
+                return torch.from_numpy(mask[:, ::-1].copy() if self.padding == "left" else mask)
 
     def run(
         self, attention: Callable[..., Tensor], device: str | torch.device = "cpu", **options: Any
@@ -152,6 +194,16 @@ class FuzzCase:
         yield self.dtype
         if self.is_causal:
             yield "causal"
+        if self.causal_alignment is not None:
+            yield f"aligned {self.causal_alignment}"
+        if self.window != NO_WINDOW:
+            yield f"window {self.window}"
+        if self.padding != "none":
+            yield f"{self.padding} padding of keys"
+        if self.sinks:
+            yield "sinks"
+        if self.softcap is not None:
+            yield f"softcap {self.softcap:g}"
         if self.scale is not None:
             yield f"scale {self.scale:g}"
         for name, kind, gain in zip(INPUTS, self.kinds, self.gains, strict=True):

@@ -14,7 +14,7 @@ from sagesim.emulator import FlatProblem, Hooks, Operand, Place, encode, to_tile
 from sagesim.fuzzing.calls import Outputs
 from sagesim.fuzzing.changes import NO_CHANGE, Change
 from sagesim.fuzzing.misrounding import ds_in, in_dtype, rounded_by, truncated
-from sagesim.problem import AttentionProblem
+from sagesim.problem import NO_WINDOW, AttentionProblem
 from sagesim.spec import (
     HALF_AWAY,
     HALF_EVEN,
@@ -121,16 +121,40 @@ def _without_mask(problem: AttentionProblem) -> AttentionProblem:
 
 
 def _lower_right(problem: AttentionProblem) -> AttentionProblem:
-    return _masked(problem, problem.k.shape[-2] - problem.q.shape[-2])
+    if not (problem.is_causal or problem.window != NO_WINDOW):
+        return problem
+    other = "upper_left" if problem.causal_alignment == "lower_right" else "lower_right"
+    return replace(problem, causal_alignment=other)
 
 
 def _masked(problem: AttentionProblem, later: int) -> AttentionProblem:
-    """Query i of a causal problem attends to keys 0..i + later."""
+    """Query i of a causal problem attends to `later` keys more than it should."""
     if not problem.is_causal:
         return problem
     n_q, n_k = problem.q.shape[-2], problem.k.shape[-2]
-    attends = torch.ones(n_q, n_k, dtype=torch.bool, device=problem.q.device).tril(later)
-    return replace(problem, is_causal=False, attn_mask=attends)
+    highest = later + (n_k - n_q if problem.causal_alignment == "lower_right" else 0)
+    attends = replace(problem, is_causal=False).attends
+    return _with_mask(problem, attends & torch.ones_like(attends).tril(highest))
+
+
+def _with_mask(problem: AttentionProblem, attends: Tensor) -> AttentionProblem:
+    """The problem with this mask in place of its own."""
+    return replace(problem, is_causal=False, window=NO_WINDOW, key_mask=None, attn_mask=attends)
+
+
+def _window(left: int, right: int) -> Change:
+    """A window whose sides are so many keys longer, where they have a limit."""
+
+    def widen(problem: AttentionProblem) -> AttentionProblem:
+        sides = zip(problem.window, (left, right), strict=True)
+        moved = tuple(n if n < 0 else max(0, n + by) for n, by in sides)
+        return replace(problem, window=moved)
+
+    return Change(problem=widen)
+
+
+def _unpadded(problem: AttentionProblem) -> AttentionProblem:
+    return replace(problem, key_mask=None)
 
 
 def _without_scale(problem: AttentionProblem) -> AttentionProblem:
@@ -217,11 +241,8 @@ def _padded(block_q: int, block_k: int) -> Change:
         n_q, n_k = problem.q.shape[-2], problem.k.shape[-2]
         q, do = (pad(x, (0, 0, 0, -n_q % block_q)) for x in (problem.q, problem.gradient))
         k, v = (pad(x, (0, 0, 0, -n_k % block_k)) for x in (problem.k, problem.v))
-        attends = torch.ones(n_q, n_k, dtype=torch.bool, device=q.device)
-        if problem.is_causal:
-            attends = attends.tril()
-        attends = pad(attends, (0, -n_k % block_k, 0, -n_q % block_q))
-        return replace(problem, q=q, k=k, v=v, do=do, is_causal=False, attn_mask=attends)
+        attends = pad(problem.attends, (0, -n_k % block_k, 0, -n_q % block_q))
+        return _with_mask(replace(problem, q=q, k=k, v=v, do=do), attends)
 
     def count(x: FlatProblem, problem: AttentionProblem) -> FlatProblem:
         return replace(x, valid=tuple(torch.ones_like(valid) for valid in x.valid))
@@ -300,6 +321,13 @@ _CHANGES: Final = {
     "the causal mask is aligned to the lower right corner": Change(problem=_lower_right),
     "query i attends to keys 0..i+1, not 0..i": Change(problem=lambda x: _masked(x, 1)),
     "query i attends to keys 0..i-1, not 0..i": Change(problem=lambda x: _masked(x, -1)),
+    "the window is one key longer on the left": _window(1, 0),
+    "the window is one key shorter on the left": _window(-1, 0),
+    "the window is one key longer on the right": _window(0, 1),
+    "the window is one key shorter on the right": _window(0, -1),
+    "key_mask is ignored": Change(problem=_unpadded),
+    "sinks are ignored": Change(problem=lambda x: replace(x, sinks=None)),
+    "the softcap is ignored": Change(problem=lambda x: replace(x, softcap=None)),
     "the logits are not scaled": Change(problem=_without_scale),
     "the scale argument is ignored": Change(problem=_default_scale),
     "1/sqrt of the head size padded to a power of two": Change(problem=_padded_scale),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sagesim.fuzzing.calls import INPUTS
-from sagesim.fuzzing.cases import DTYPES, FEATURES, HEAD_SIZES, FuzzCase
+from sagesim.fuzzing.cases import DTYPES, EXTRAS, FEATURES, HEAD_SIZES, FuzzCase
 from sagesim.fuzzing.judge import Outcome
 from sagesim.fuzzing.report import FuzzReport
 from sagesim.fuzzing.shrinking import Shrinking
@@ -37,6 +37,7 @@ def fuzz(
     head_sizes: Sequence[int] = HEAD_SIZES,
     max_length: int | None = None,
     without: Collection[str] = (),
+    extras: Collection[str] = (),
     name: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> FuzzReport:
@@ -67,6 +68,9 @@ def fuzz(
         max_length: largest number of tokens; by default 7/3 of the spec's larger block.
         without: features of calls to exclude: full (calls without a causal mask), causal, cross
             (n_q different from n_k), tails, gqa, scale, strides.
+        extras: arguments to draw that SDPA does not have: window (with causal_alignment), padding
+            (key_mask), sinks and softcap, with the meaning that they have in `sagesim.attention`.
+            They are passed only where they are given.
         name: "package.module:function", for the report. By default it is taken from the function's
             own module and name.
         progress: called with the name of the phase after each case, and when shrinking starts.
@@ -90,6 +94,7 @@ def fuzz(
         dtypes = ("float32", "float16") if on_cpu else tuple(DTYPES)
     _check_words("dtypes", dtypes, DTYPES)
     _check_words("without", without, FEATURES)
+    _check_words("extras", extras, EXTRAS)
     if {"full", "causal"} <= set(without):
         raise ValueError("without: full and causal together exclude all calls")
     numbers = {"cases": [cases], "head_sizes": head_sizes}
@@ -114,6 +119,7 @@ def fuzz(
         head_sizes=head_sizes,
         longest=max_length,
         without=without,
+        extras=extras,
     )
     importable = name or _import_name(attention_fn)
     tell = progress or _ignore

@@ -14,7 +14,15 @@ from typing import Any, Final
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from sagesim.fuzzing.cases import DTYPES, FEATURES, HEAD_SIZES, LAYOUTS, FuzzCase
+from sagesim.fuzzing.cases import (
+    DTYPES,
+    EXTRAS,
+    FEATURES,
+    HEAD_SIZES,
+    LAYOUTS,
+    PADDINGS,
+    FuzzCase,
+)
 from sagesim.fuzzing.inputs import KINDS
 from sagesim.spec import (
     CAUSAL_SAFE,
@@ -89,6 +97,7 @@ def cases(
     head_sizes: Collection[int] = HEAD_SIZES,
     longest: int | None = None,
     without: Collection[str] = (),
+    extras: Collection[str] = (),
 ) -> FuzzCase:
     """Any call: lengths with tails, masks, grouped heads, layouts and kinds of numbers.
 
@@ -98,8 +107,9 @@ def cases(
         head_sizes: the head sizes to draw from.
         longest: largest number of tokens; None is 7/3 of the larger block.
         without: names in `FEATURES` to exclude.
+        extras: names in `EXTRAS` to include.
     """
-    assert set(without) <= set(FEATURES)
+    assert set(without) <= set(FEATURES) and set(extras) <= set(EXTRAS)
     longest = longest or 7 * max(block_q, block_k) // 3
     tails = "tails" not in without
     if "cross" in without or draw(st.booleans()):
@@ -129,6 +139,7 @@ def cases(
         kv_heads=max(1, kv_heads),
         groups=groups,
         is_causal=draw(st.sampled_from(masks)) == "causal",
+        **_extras(draw, extras, n_q, n_k),
         scale=None if "scale" in without else draw(st.sampled_from((None, None, 0.25, 0.05, 0.5))),
         kinds=kinds,
         gains=_gains(draw(st.sampled_from(("none", "none", *"qkvd"))), draw(st.booleans()), dtype)
@@ -138,6 +149,22 @@ def cases(
         do_layout=do_layout,
         seed=draw(seeds),
     )
+
+
+def _extras(draw: Draw, names: Collection[str], n_q: int, n_k: int) -> dict[str, Any]:
+    """The fields of a case for these names of `EXTRAS`; each is left out of half of the cases."""
+    found: dict[str, Any] = {}
+    if "window" in names and draw(st.booleans()):
+        side = st.just(-1) | st.integers(0, max(n_q, n_k))
+        found["window"] = draw(side), draw(side)
+        found["causal_alignment"] = draw(st.sampled_from(("upper_left", "lower_right")))
+    if "padding" in names and draw(st.booleans()):
+        found["padding"] = draw(st.sampled_from(PADDINGS[1:]))
+    if "sinks" in names:
+        found["sinks"] = draw(st.booleans())
+    if "softcap" in names and draw(st.booleans()):
+        found["softcap"] = draw(st.sampled_from((1.0, 5.0, 50.0)))
+    return found
 
 
 def _kinds() -> SearchStrategy[str]:

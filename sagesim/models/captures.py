@@ -26,9 +26,11 @@ _KEY: Final = "sagesim.capture"
 There is only one key, because safetensors does not keep the order of keys.
 """
 
-_VERSION: Final = 1
+_VERSION: Final = 2
+"""Version 1 has no key_mask, window, causal_alignment, sinks and softcap; it is read, too."""
 
 _FLOATS: Final = ("q", "k", "v", "do")
+_OPTIONAL: Final = ("attn_mask", "key_mask", "sinks")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -37,9 +39,7 @@ class Call(AttentionProblem):
 
     q [b, h, n_q, d], k [b, h_kv, n_k, d], v [b, h_kv, n_k, d_v] and do [b, h, n_q, d_v] are
     finite and of one floating dtype. attn_mask is boolean with four axes, broadcastable to
-    [b, h, n_q, n_k].
-
-    scale is finite.
+    [b, h, n_q, n_k]. The other options fit the tensors. scale is finite.
 
     index: number of the call in the recorded forward, from 0; see `sagesim.capture`.
     name: name of the module that made the call.
@@ -68,9 +68,9 @@ class Call(AttentionProblem):
             raise ValueError(f"{self}: scale={self.scale} is not finite")
         (q, k, v, do), mask = self.qkvdo, self.attn_mask
         for name, x in self.tensors.items():
-            if x.ndim != 4:
+            if x.ndim != 4 and name not in ("key_mask", "sinks"):
                 raise ValueError(f"{self}: {name} has shape {tuple(x.shape)}, not [b, h, n, d]")
-            if name != "attn_mask" and (x.dtype != q.dtype or not x.is_floating_point()):
+            if name in _FLOATS and (x.dtype != q.dtype or not x.is_floating_point()):
                 raise ValueError(f"{self}: {name} is {x.dtype}, q is {q.dtype}")
             if not x.isfinite().all():
                 raise ValueError(f"{self}: {name} holds NaN or Inf")
@@ -84,10 +84,12 @@ class Call(AttentionProblem):
         ):
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in self.tensors.items())
             raise ValueError(f"{self}: shapes do not fit: {shapes}, enable_gqa={self.enable_gqa}")
+        try:
+            self.check_options()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self}: {error}") from None
         if mask is None:
             return
-        if mask.dtype is not torch.bool or self.is_causal:
-            raise ValueError(f"{self}: attn_mask is {mask.dtype} with is_causal={self.is_causal}")
         full = (*q.shape[:3], k.shape[2])
         if any(size not in (1, whole) for size, whole in zip(mask.shape, full, strict=True)):
             raise ValueError(f"{self}: attn_mask {tuple(mask.shape)} does not broadcast to {full}")
@@ -174,6 +176,9 @@ class Capture:
                     "index": call.index,
                     "name": call.name,
                     "is_causal": call.is_causal,
+                    "causal_alignment": call.causal_alignment,
+                    "window": list(call.window),
+                    "softcap": call.softcap,
                     "scale": call.scale,
                     "enable_gqa": call.enable_gqa,
                     "tensors": {name: _describe(x) for name, x in call.tensors.items()},
@@ -230,8 +235,8 @@ class Capture:
 
     @classmethod
     def _parse(cls, description: Any, tensors: dict[str, Tensor]) -> Capture:
-        if (version := _field(description, "version", int)) != _VERSION:
-            raise ValueError(f"version {version} of the format; this sagesim reads {_VERSION}")
+        if not 1 <= (version := _field(description, "version", int)) <= _VERSION:
+            raise ValueError(f"version {version} of the format; this sagesim reads 1 to {_VERSION}")
         calls: list[Call] = []
         for number, entry in enumerate(_field(description, "calls", list)):
             found: dict[str, Tensor] = {}
@@ -244,10 +249,10 @@ class Capture:
                         f"the metadata say {reprlib.repr(expected)}"
                     )
                 found[name] = x
-            if set(found) - {"attn_mask"} != set(_FLOATS):
+            if set(found) - set(_OPTIONAL) != set(_FLOATS):
                 raise ValueError(
                     f"call {number} has tensors {', '.join(sorted(found))}; it needs "
-                    f"{', '.join(_FLOATS)} and may have attn_mask"
+                    f"{', '.join(_FLOATS)} and may have {', '.join(_OPTIONAL)}"
                 )
             calls.append(
                 Call(
@@ -256,8 +261,8 @@ class Capture:
                     is_causal=_field(entry, "is_causal", bool),
                     scale=None if entry.get("scale", 0) is None else _float(entry, "scale"),
                     enable_gqa=_field(entry, "enable_gqa", bool),
-                    attn_mask=found.get("attn_mask"),
-                    **{name: found[name] for name in _FLOATS},
+                    **(_options_of_version_2(entry) if version > 1 else {}),
+                    **{name: found.get(name) for name in (*_FLOATS, *_OPTIONAL)},
                 )
             )
         if tensors:
@@ -332,6 +337,15 @@ def _field(entry: Any, key: str, *kinds: type) -> Any:
     if type(value) not in kinds:
         raise ValueError(f"metadata field {key!r} is {reprlib.repr(value)}")
     return value
+
+
+def _options_of_version_2(entry: Any) -> dict[str, Any]:
+    alignment = _field(entry, "causal_alignment", str, type(None))
+    window = _field(entry, "window", list)
+    if len(window) != 2:
+        raise ValueError(f"metadata field 'window' is {reprlib.repr(window)}")
+    softcap = None if entry.get("softcap", 0) is None else _float(entry, "softcap")
+    return {"causal_alignment": alignment, "window": tuple(window), "softcap": softcap}
 
 
 def _float(entry: Any, key: str) -> float:

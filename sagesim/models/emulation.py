@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from sagesim.emulator import attention
 from sagesim.models.sdpa_mode import SdpaCall, sdpa_calls
-from sagesim.problem import check_spec
+from sagesim.problem import check_spec, recognised
 from sagesim.spec import AttentionSpec
 
 
@@ -59,7 +59,7 @@ def emulate(
     calls: dict[str, None] = {}  # ordered, without duplicates
 
     def emulated(call: SdpaCall, _run: Callable[[], Tensor]) -> Tensor:
-        call.refuse_unsupported()
+        call = recognised(call.supported())
         _refuse_reentrant(call)
         if layers and call.index is None:
             raise RuntimeError(

@@ -281,8 +281,7 @@ def _attention_calls(path: Path, model: Any) -> list[SdpaCall]:
     calls: list[SdpaCall] = []
 
     def keep(call: SdpaCall, run: Callable[[], Tensor]) -> Tensor:
-        calls.append(call)
-        call.refuse_unsupported()
+        calls.append(call.supported())
         return run()
 
     try:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sagesim.models.captures import Call, Capture, check_loss_scale, json_copy
 from sagesim.models.sdpa_mode import SdpaCall, sdpa_calls
-from sagesim.problem import autocast
+from sagesim.problem import autocast, recognised
 
 
 class Recording:
@@ -113,7 +113,7 @@ def capture(
             matched.update(keys)
             if not keys:
                 return run()
-        call.refuse_unsupported()
+        call = call.supported()
         pending = _Pending(call, selection)
         o = run()
         if not o.requires_grad:
@@ -185,13 +185,14 @@ class _Pending:
         mask = call.attn_mask
         if mask is not None:
             mask = _copy(selection.queries(mask[(None,) * (4 - mask.ndim)], self._groups))
-        self.call = replace(
+        selected = replace(
             call,
             q=_copy(selection.queries(q, self._groups)),
             k=_copy(selection.keys(k, call.is_causal)),
             v=_copy(selection.keys(v, call.is_causal)),
             attn_mask=mask,
         )
+        self.call = recognised(selected)
         self.do: Tensor | None = None
 
     def receive(self, do: Tensor) -> None:
@@ -209,10 +210,7 @@ class _Pending:
             k=call.k,
             v=call.v,
             do=self.do,
-            attn_mask=call.attn_mask,
-            is_causal=call.is_causal,
-            scale=call.scale,
-            enable_gqa=call.enable_gqa,
+            **call.options,
             index=call.index,
             name=call.name,
         )

@@ -16,7 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, Final
 
@@ -31,7 +31,7 @@ from torch.overrides import (
     _push_mode,  # pyright: ignore[reportPrivateUsage]
 )
 
-from sagesim.problem import AttentionProblem
+from sagesim.problem import AttentionProblem, boolean_mask
 from sagesim.process_wide import ProcessWide
 
 
@@ -60,21 +60,27 @@ class SdpaCall(AttentionProblem):
             return key == self.index
         return f"{self.name}.".startswith(f"{key}." if key else "")
 
-    def refuse_unsupported(self) -> None:
-        """Raise ValueError for dropout, a mask that is not boolean, or nested tensors."""
+    def supported(self) -> SdpaCall:
+        """The call with a boolean mask in place of one of 0 and -inf.
+
+        Raises:
+            ValueError: for dropout, any other mask that is not boolean, or nested tensors.
+        """
         if self.dropout_p > 0:
             raise ValueError(
                 f"{self}: dropout_p={self.dropout_p}; random dropout of P is not supported, "
                 "set the model's attention dropout to 0"
             )
-        if self.attn_mask is not None and self.attn_mask.dtype is not torch.bool:
+        mask = None if self.attn_mask is None else boolean_mask(self.attn_mask)
+        if mask is not None and mask.dtype is not torch.bool:
             raise ValueError(
-                f"{self}: attn_mask is {self.attn_mask.dtype}; only boolean masks (True attends) "
-                "are supported (nn.MultiheadAttention converts its masks to float)"
+                f"{self}: attn_mask is {mask.dtype} with other numbers than 0 and -inf; "
+                "only masks that attend or do not are supported"
             )
         for name, x in (("query", self.q), ("key", self.k), ("value", self.v)):
             if x.is_nested:
                 raise ValueError(f"{self}: {name} is a nested tensor; pad it and pass a mask")
+        return replace(self, attn_mask=mask)
 
     def __str__(self) -> str:
         index = "?" if self.index is None else self.index

@@ -17,6 +17,7 @@ from sagesim.problem.masks import (
     check_window,
 )
 from sagesim.problem.options import NO_WINDOW, AttentionOptions, CausalAlignment
+from sagesim.problem.recognition import boolean_mask, recognised
 
 __all__ = [
     "NO_WINDOW",
@@ -25,6 +26,7 @@ __all__ = [
     "Band",
     "CausalAlignment",
     "autocast",
+    "boolean_mask",
     "check_alignment",
     "check_key_padding",
     "check_scale",
@@ -33,5 +35,6 @@ __all__ = [
     "check_spec",
     "check_tensors",
     "check_window",
+    "recognised",
     "resolve_input16",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -86,11 +86,12 @@ class AttentionProblem:
             return q
         if k is None or v is None:
             raise TypeError("k or v is missing; q, k and v, or one AttentionProblem, are needed")
-        seqused_k = options.pop("seqused_k", None)
+        fields: dict[str, Any] = {**options}
+        seqused_k = fields.pop("seqused_k", None)
         if seqused_k is not None:
-            check_key_padding(options.get("key_mask"), seqused_k, q, k)
-            options["key_mask"] = mask_of_lengths(seqused_k, k.shape[-2])
-        return AttentionProblem(q=q, k=k, v=v, do=do, **options)
+            check_key_padding(fields.get("key_mask"), seqused_k, q, k)
+            fields["key_mask"] = mask_of_lengths(seqused_k, k.shape[-2])
+        return AttentionProblem(q=q, k=k, v=v, do=do, **fields)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -142,8 +143,12 @@ class AttentionProblem:
     @property
     def is_masked(self) -> bool:
         """Whether an option may keep a query from attending to a key."""
-        masks = (self.attn_mask, self.key_mask)
-        return self.band != Band(None, None) or any(x is not None for x in masks)
+        return self.attn_mask is not None or self.is_masked_otherwise
+
+    @property
+    def is_masked_otherwise(self) -> bool:
+        """Whether an option besides attn_mask may keep a query from attending to a key."""
+        return self.band != Band(None, None) or self.key_mask is not None
 
     def check_options(self) -> None:
         """Raise TypeError or ValueError, naming the option, unless the options fit the tensors.

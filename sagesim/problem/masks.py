@@ -93,7 +93,7 @@ def check_softcap(softcap: object) -> None:
         raise ValueError(f"softcap is {softcap}; it must be finite and above 0, or None")
 
 
-def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+def check_sinks(sinks: object, q: Tensor) -> None:
     """Raise unless sinks is None or floating [heads], on the device of q [*batch, heads, n_q, d].
 
     Raises:
@@ -114,9 +114,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"sinks is on {sinks.device}, q on {q.device}")
 
 
-def check_key_padding(
-    key_mask: Tensor | None, seqused_k: Tensor | None, q: Tensor, k: Tensor
-) -> None:
+def check_key_padding(key_mask: object, seqused_k: object, q: Tensor, k: Tensor) -> None:
     """Raise unless key_mask is bool [*batch, n_k] or None, and seqused_k integers [*batch] or None.
 
     Raises:

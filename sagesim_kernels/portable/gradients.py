@@ -156,10 +156,12 @@ def gradients_kernel(
                     s = s * factor + bias[:, None] * scale.base2
                 else:
                     s = s * factor
+                slope = None
                 if softcap is not None:
                     shift = load_shift(softcap, lengths.cu_q, b, h, row, n_q)[None, :]
-                    of_cap = tanh(s + shift)
-                    s = of_cap * softcap.base2
+                    s = tanh(s + shift)
+                    slope = 1.0 - s * s
+                    s *= softcap.base2
                 s -= row_lse2[None, :]
                 if PART > 0:
                     visible = attends_in(lengths, b, queries, keys, n_k, offset)
@@ -195,8 +197,8 @@ def gradients_kernel(
                     dp = tokens_by_tokens(v_tile, do_tile) * (do_scale * v_scale)
                     row_delta = load_rows(delta, lengths.cu_q, b, h, row, n_q, 0.0)
                     ds = p * (dp - row_delta[None, :])
-                    if softcap is not None:
-                        ds *= 1.0 - of_cap * of_cap
+                    if slope is not None:
+                        ds *= slope
                     if PART > 0:
                         ds = tl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0
                 if dk is not None:

@@ -192,6 +192,19 @@ def reversed_scales(name: str, axis: int, spec=SAGEBWD) -> Planted:
 DEAD = replace(case(seed=6, n_q=40, n_k=30, d=8), is_causal=True, causal_alignment="lower_right")
 """Its first queries attend to no key."""
 
+BATCH = case(seed=7, n_q=70, n_k=90, d=24, heads=(2, 2))
+BATCH = replace(BATCH, k=BATCH.k + 1.0)  # a mean of K
+WINDOW = replace(BATCH, window=(20, 5), causal_alignment="upper_left")
+PADDED_KEYS = replace(BATCH, key_mask=torch.arange(90) < torch.tensor([[60], [80]]))
+SINKS = replace(BATCH, sinks=torch.tensor([0.5, 4.0]))
+SOFTCAP = replace(BATCH, softcap=2.0)
+
+
+def without_sink_gradient(found: KernelTrace) -> KernelTrace:
+    assert found.dsinks is not None
+    return replace(found, dsinks=torch.zeros_like(found.dsinks))
+
+
 PER_COLUMN = replace(SAGEBWD, dv=replace(SAGEBWD.dv, lhs=Granularity.PerTileColumn))
 PER_ROW = replace(SAGEBWD, dq=replace(SAGEBWD.dq, lhs=Granularity.PerTileRow))
 UNSMOOTHED = replace(SAGEBWD, smoothing=Smoothing())
@@ -258,6 +271,38 @@ PLANTED: dict[str, tuple[str, Planted]] = {
     "dK without the logit scale": ("dk", scaled("dk", 24**0.5)),
     "dK without Q's mean": ("dk", (OFFSET, Q_SMOOTHED, without_q_mean)),
     "no dK for the last key": ("dk", lost_row("dk")),
+    "a window one key longer on the left": (
+        "o",
+        of_other_case("o", WINDOW, replace(WINDOW, window=(21, 5))),
+    ),
+    "a window one key shorter on the left, backward": (
+        "dv",
+        of_other_case("dv", WINDOW, replace(WINDOW, window=(19, 5))),
+    ),
+    "a window one key longer on the right": (
+        "lse",
+        of_other_case("lse", WINDOW, replace(WINDOW, window=(20, 6))),
+    ),
+    "a window one key shorter on the right, backward": (
+        "dk",
+        of_other_case("dk", WINDOW, replace(WINDOW, window=(20, 4))),
+    ),
+    "a window at the other corner": (
+        "o",
+        of_other_case("o", WINDOW, replace(WINDOW, causal_alignment="lower_right")),
+    ),
+    "padded keys in the mean of K": (
+        "lse",
+        of_other_case("lse", PADDED_KEYS, replace(PADDED_KEYS, key_mask=None)),
+    ),
+    "gradients of padded keys": (
+        "dv",
+        of_other_case("dv", PADDED_KEYS, replace(PADDED_KEYS, key_mask=None)),
+    ),
+    "the sink forgotten": ("o", of_other_case("o", SINKS, replace(SINKS, sinks=None))),
+    "the sink forgotten in dQ": ("dq", of_other_case("dq", SINKS, replace(SINKS, sinks=None))),
+    "no gradient of the sinks": ("dsinks", (SINKS, SAGEBWD, without_sink_gradient)),
+    "the softcap forgotten": ("o", of_other_case("o", SOFTCAP, replace(SOFTCAP, softcap=None))),
     "one row of dK wrong in 16 bit": ("dk", one_element("dk", 1e-2, FPA_FP16)),
 }
 

@@ -52,12 +52,13 @@ def eager(c: Case, spec: AttentionSpec, **options: object) -> Results:
 
 
 CALLS = {
-    "plain": (False, False, False),
-    "causal": (True, False, False),
-    "lower_right": (True, True, False),
-    "tokens_first": (False, False, True),
+    "plain": (False, False, -1, -1, None, False),
+    "causal": (True, False, -1, -1, None, False),
+    "lower_right": (True, True, -1, -1, None, False),
+    "tokens_first": (False, False, -1, -1, None, True),
+    "window_softcap": (False, True, 7, 3, 20.0, False),
 }
-"""is_causal, lower_right, tokens_first."""
+"""is_causal, lower_right, left, right, softcap, tokens_first."""
 
 CHECKED = [
     *(pytest.param(FEW["sagebwd"], call, id=f"sagebwd-{name}") for name, call in CALLS.items()),
@@ -84,13 +85,13 @@ class TestOperators:
     def test_forward(self, spec, call):
         leaves = [x.requires_grad_() for x in self.tensors()[:3]]
         for with_lse in (True, False):
-            self.check(forward_op, (*leaves, *[None] * 4, spec.label(), 0.25, *call, with_lse))
+            self.check(forward_op, (*leaves, *[None] * 7, spec.label(), 0.25, *call, with_lse))
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("spec", "call"), CHECKED)
     def test_backward(self, spec, call):
         q, k, v, do = self.tensors()
-        rest = (*[None] * 4, spec.label(), 0.25, *call)
+        rest = (*[None] * 7, spec.label(), 0.25, *call)
         o, lse, lse2, k_mean = forward_op(q, k, v, *rest, True)
         d_lse = None if call == CALLS["plain"] else torch.ones_like(lse)
         self.check(backward_op, (do, d_lse, q, k, v, o, lse2, k_mean, *rest))
@@ -101,16 +102,29 @@ class TestOperators:
         q, k, v, do = self.tensors()
         cu_q = torch.tensor([0, 5, 20], dtype=torch.int32, device=DEVICE)
         cu_k = torch.tensor([0, 30, 33], dtype=torch.int32, device=DEVICE)
-        rest = (cu_q, cu_k, 15, 30, spec.label(), 0.25, True, True, True)
+        rest = (*[None] * 3, cu_q, cu_k, 15, 30, spec.label(), 0.25, *CALLS["lower_right"])
         o, lse, lse2, k_mean = forward_op(q, k, v, *rest, True)
         self.check(backward_op, (do, torch.ones_like(lse), q, k, v, o, lse2, k_mean, *rest))
         self.check(forward_op, (*(x.requires_grad_() for x in (q, k, v)), *rest, True))
+
+    @pytest.mark.slow
+    def test_with_sinks_and_padding(self):
+        q, k, v, do = self.tensors()
+        label, sinks = FEW["sagebwd"].label(), torch.randn(1, device=DEVICE).requires_grad_()
+        key_mask = torch.arange(33, device=DEVICE)[None] % 3 > 0
+        for padding in ((key_mask, None), (None, torch.tensor([20], device=DEVICE))):
+            rest = (*padding, *[None] * 4, label, 0.25, *CALLS["window_softcap"])
+            o, lse, lse2, k_mean = forward_op(q, k, v, sinks.detach(), *rest, True)
+            given = (do, torch.ones_like(lse), q, k, v, o, lse2, k_mean, sinks.detach(), *rest)
+            self.check(backward_op, given)
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            self.check(forward_op, (*leaves, sinks, *rest, True))
 
     def test_without_tokens(self):
         c = kernel_case(seed=0, n_q=0, n_k=5, d=8)
         leaves = [x.requires_grad_() for x in c.qkvdo[:3]]
         label = FEW["sagebwd"].label()
-        self.check(forward_op, (*leaves, *[None] * 4, label, 0.25, False, False, False, False))
+        self.check(forward_op, (*leaves, *[None] * 7, label, 0.25, *CALLS["plain"], False))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -125,6 +139,29 @@ class TestCompiled:
             backend=backend,
         )
         assert_same(run(compiled, c), eager(c, spec, is_causal=True))
+
+    @pytest.mark.slow
+    def test_every_option_gives_the_bytes_of_eager(self, backend):
+        """Without a graph break, and without a compilation for each value."""
+        counter = CompileCounterWithBackend(backend)
+        spec = FEW["sagebwd"]
+        compiled = torch.compile(
+            lambda *x, **options: attention(*x, spec=spec, return_lse=True, **options),
+            fullgraph=True,
+            backend=counter,
+        )
+        c = kernel_case(seed=0, n_q=20, n_k=33, d=16)
+        for i in range(5):
+            options = {
+                "window": (7 + i, 3 + i),
+                "causal_alignment": "lower_right",
+                "softcap": 20.0 + i,
+                "sinks": torch.full((1,), 0.5 + i, device=DEVICE),
+                "key_mask": torch.arange(33, device=DEVICE)[None] % (i + 2) > 0,
+            }
+            found = run(lambda *x: compiled(*x, **options), c)  # noqa: B023
+            assert_same(found, eager(c, spec, **options))
+        assert counter.frame_count <= 2
 
     def test_tokens_before_heads(self, backend):
         c = kernel_case(seed=0, n_q=20, n_k=33, d=16, heads=(1, 2))

@@ -14,6 +14,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from sagesim.emulator import exact
 from sagesim.models import Call, Capture, capture
+from sagesim.problem import AttentionProblem
 from tests.support import examples
 from tests.support.assertions import assert_bitwise, assert_within_bound
 
@@ -87,13 +88,13 @@ def test_a_model_computes_the_same_bytes(causal, padded):
     assert [call.index for call in calls] == [0, 1]
     for call in calls:
         assert call.q.shape == call.do.shape == (2, 4, 17, 8)
-        assert (call.attn_mask is not None) is padded
-        assert call.is_causal is (causal and not padded)
+        assert call.attn_mask is None, "recognised"
+        assert call.is_causal is causal
         assert call.enable_gqa is (causal and not padded)
+        assert (call.key_mask is not None) is padded
         if padded:
-            assert call.attn_mask.dtype is torch.bool
-            assert not call.attn_mask[1, 0, 10, 11:].any()
-            assert call.attn_mask[0, 0, 16].all()
+            assert not call.key_mask[1, 11:].any()
+            assert call.key_mask[0].all() and call.key_mask[1, :11].all()
 
 
 @pytest.mark.parametrize(
@@ -110,11 +111,9 @@ def test_the_recorded_tensors_and_options_are_those_of_the_sdpa_call(kv_heads, a
     call = record(net)
     for name, x in (("q", net.q), ("k", net.k), ("v", net.v), ("do", net.o.grad)):
         assert_bitwise(actual=getattr(call, name), expected=x.detach(), what=name)
-    mask = arguments.get("attn_mask")
-    assert (call.attn_mask is None) is (mask is None)
-    if mask is not None:
-        assert torch.equal(call.attn_mask.expand(3, 4, 9, 9), mask.expand(3, 4, 9, 9))
-    assert call.is_causal is arguments.get("is_causal", False)
+    masks = {name: arguments[name] for name in ("attn_mask", "is_causal") if name in arguments}
+    expected = AttentionProblem(q=call.q, k=call.k, v=call.v, do=None, **masks)
+    assert torch.equal(call.attends.expand(3, 4, 9, 9), expected.attends.expand(3, 4, 9, 9))
     assert call.scale == arguments.get("scale")
     assert call.enable_gqa is (kv_heads == 2)
 
@@ -269,9 +268,9 @@ q4 = torch.zeros(1, 2, 4, 8, requires_grad=True)
             "dropout_p=0.1",
         ),
         (
-            lambda: F.scaled_dot_product_attention(q4, q4, q4, torch.zeros(4, 4)),
+            lambda: F.scaled_dot_product_attention(q4, q4, q4, torch.ones(4, 4)),
             ValueError,
-            r"call 0: attn_mask is torch.float32; only boolean",
+            r"call 0: attn_mask is torch.float32 with other numbers than 0 and -inf",
         ),
         (
             lambda: F.scaled_dot_product_attention(q4[0], q4[0], q4[0]),
@@ -375,7 +374,7 @@ class TestCall:
             ({"k": torch.ones(2, 0, 6, 8), "v": torch.ones(2, 0, 6, 3)}, "shapes do not fit"),
             ({"enable_gqa": False}, "shapes do not fit.*enable_gqa=False"),
             ({"attn_mask": torch.ones(2, 1, 5, 6)}, "attn_mask is torch.float32"),
-            ({"is_causal": True}, "attn_mask is torch.bool with is_causal=True"),
+            ({"is_causal": True}, "attn_mask and is_causal exclude each other"),
             (
                 {"attn_mask": torch.ones(2, 1, 5, 5, dtype=torch.bool)},
                 r"attn_mask \(2, 1, 5, 5\) does",
@@ -586,17 +585,46 @@ class TestFile:
         with pytest.raises(ValueError, match="a: not a capture: its metadata have no key"):
             Capture.load(tmp_path / "a")
 
+    def test_every_option_survives(self, tmp_path):
+        q, k, v, do = torch.randn(4, 2, 3, 7, 8)
+        call = Call(
+            q=q,
+            k=k,
+            v=v,
+            do=do,
+            index=0,
+            name="a",
+            causal_alignment="lower_right",
+            window=(3, 1),
+            key_mask=torch.arange(7) < torch.tensor([[5], [7]]),
+            sinks=torch.randn(3),
+            softcap=20.0,
+        )
+        before = Capture(calls=(call,), loss_scale=1.0, source={}, torch_version="2.13.0")
+        before.save(tmp_path / "a.safetensors")
+        (after,) = Capture.load(tmp_path / "a.safetensors").calls
+        for name, value in call.options.items():
+            found = getattr(after, name)
+            same = torch.equal(found, value) if isinstance(value, Tensor) else found == value
+            assert same, name
+
     @pytest.mark.parametrize(
         ("edit", "message"),
         [
-            (lambda m, t: m.update(version=2), "version 2 of the format; this sagesim reads 1"),
+            (
+                lambda m, t: m.update(version=3),
+                "version 3 of the format; this sagesim reads 1 to 2",
+            ),
             (lambda m, t: m.pop("version"), "field 'version' is None"),
             (lambda m, t: m.pop("source"), "field 'source' is None"),
             (lambda m, t: m.update(torch=2.13), "field 'torch' is 2.13"),
             (lambda m, t: m.update(loss_scale=True), "field 'loss_scale' is True"),
             (lambda m, t: m.update(loss_scale=5.0), "loss_scale=5.0 is not a power of two"),
             (lambda m, t: m.update(calls={}), "field 'calls' is {}"),
-            (lambda m, t: m["calls"].pop(), "tensors that belong to no call: 1.attn_mask, 1.do"),
+            (
+                lambda m, t: m["calls"].pop(),
+                "tensors that belong to no call: 1.do, 1.k, 1.key_mask",
+            ),
             (lambda m, t: m.update(calls=[]) or t.clear(), "a capture needs at least one call"),
             (lambda m, t: m["calls"][1].pop("name"), "field 'name' is None"),
             (lambda m, t: m["calls"][1].update(index=0), "two calls have index 0"),
@@ -615,7 +643,7 @@ class TestFile:
             (lambda m, t: m.update(torch="\ud800"), "torch_version .* is not Unicode text"),
             (lambda m, t: m["calls"][1].update(is_causal=0), "field 'is_causal' is 0"),
             (lambda m, t: m["calls"].append("x"), "field 'tensors' is None"),
-            (lambda m, t: t.pop("1.attn_mask"), "tensor 1.attn_mask is missing"),
+            (lambda m, t: t.pop("1.key_mask"), "tensor 1.key_mask is missing"),
             (lambda m, t: t.update({"0.x": torch.ones(1)}), "belong to no call: 0.x"),
             (lambda m, t: t.update({"0.q": t["0.q"][:1]}), r"tensor 0.q is .*1, 4, 9, 8.*say"),
             (lambda m, t: t.update({"0.k": t["0.k"].double()}), "tensor 0.k is .*float64.*say"),

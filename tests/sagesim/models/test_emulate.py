@@ -283,9 +283,9 @@ q4 = torch.zeros(1, 2, 4, 8)
             "dropout_p=0.1",
         ),
         (
-            lambda: F.scaled_dot_product_attention(q4, q4, q4, attn_mask=torch.zeros(4, 4)),
+            lambda: F.scaled_dot_product_attention(q4, q4, q4, attn_mask=torch.ones(4, 4)),
             ValueError,
-            "call 0: attn_mask is torch.float32; only boolean",
+            "call 0: attn_mask is torch.float32 with other numbers than 0 and -inf",
         ),
         (
             lambda: F.scaled_dot_product_attention(*[torch.nested.nested_tensor([q4[0]])] * 3),

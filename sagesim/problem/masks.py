@@ -89,7 +89,7 @@ def check_softcap(softcap: object) -> None:
         return
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float, torch.SymFloat)):
         raise TypeError(f"softcap is {softcap!r}; it must be a number or None")
-    if not (softcap > 0 and math.isfinite(softcap)):
+    if not 0 < softcap < math.inf:
         raise ValueError(f"softcap is {softcap}; it must be finite and above 0, or None")
 
 

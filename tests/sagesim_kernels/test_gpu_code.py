@@ -319,6 +319,34 @@ def test_the_loop_spills_nothing(compiler: Compiler, spec: str, head_size: int) 
         assert spilling <= 0.04 * sum(issued.values()), (kernel.name, spilling)
 
 
+EXTRAS = {
+    "window": (90, ("window",)),
+    "seqused_k_sinks": (80, ("seqused_k", "sinks")),
+    "all": (90, ("window", "key_mask", "sinks", "softcap")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "extras"), EXTRAS.values(), ids=EXTRAS)
+def test_masks_sinks_and_softcaps_compile(
+    compiler: Compiler, capability: int, extras: tuple[str, ...]
+) -> None:
+    """On the portable kernels. The loop spills next to nothing, and products stay what they are."""
+    kernels = compiler.compile("sagebwd", capability, extras=extras)
+    by_name = {kernel.name: kernel for kernel in kernels}
+    assert {kernel.package for kernel in kernels} <= {
+        "sagesim_kernels.operands",
+        "sagesim_kernels.portable",
+    }
+    expected = {"i8", "i8 * i8"} if capability == 80 else {"i8"}
+    assert by_name["forward_kernel"].formats <= expected
+    if capability == 90:
+        for name, kernel in by_name.items():
+            issued = kernel.issued_in_loop
+            spilling = sum(n for code, n in issued.items() if code.startswith(("LDL", "STL")))
+            assert spilling <= 0.04 * sum(issued.values()), name
+
+
 @BY_OLDEST
 @pytest.mark.parametrize(
     ("spec", "head_size", "value_head_size"),

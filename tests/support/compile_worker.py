@@ -29,7 +29,7 @@ from sagesim.problem import resolve_input16
 from sagesim.spec import AttentionSpec
 from sagesim_kernels.bench import foreign_target
 from sagesim_kernels.dispatch import backward, forward
-from sagesim_kernels.operands import LAUNCH, Gradients, KernelProblem, Packing
+from sagesim_kernels.operands import LAUNCH, Extras, Gradients, KernelProblem, Packing
 from tests.support.sass import issued_in_loop, loops, lost_descriptors
 
 SHARED_MEMORY = {**foreign_target.SHARED_MEMORY, 90: 227, 100: 227, 103: 227, 120: 99}
@@ -177,6 +177,18 @@ def _machine_code(cubin: bytes, ptx: str, with_loops: bool) -> dict[str, Any]:
     }
 
 
+def _extras(names: list[str], tokens: int) -> Extras:
+    """The masks, sinks and softcap that are named."""
+    every = {
+        "window": (100, 20),
+        "key_mask": torch.empty(1, tokens, dtype=torch.bool, device="meta"),
+        "seqused_k": torch.empty(1, dtype=torch.int32, device="meta"),
+        "sinks": torch.empty(2, device="meta"),
+        "softcap": 20.0,
+    }
+    return Extras(**{name: every[name] for name in names})
+
+
 def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any]]:
     """Compile forward and backward of a request. Its fields are arguments of `Compiler.compile`."""
     driver.active.capability = request["capability"]
@@ -194,6 +206,7 @@ def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any
         is_causal=request["is_causal"],
         lower_right=False,
         packing=Packing(cu, cu, tokens, tokens),
+        extras=_extras(request["extras"], tokens),
     )
     launches.kernels = []
     launches.with_loops = request["loops"]

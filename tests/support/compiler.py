@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -121,12 +122,14 @@ class Compiler:
         is_causal: bool = True,
         tokens: int = TOKENS,
         packed: bool = False,
+        extras: Sequence[str] = (),
         loops: bool = False,
         **launch: Any,
     ) -> list[Kernel]:
         """Compile every kernel of a forward and its backward, in the order of launches.
 
         packed: compile for packed sequences, as in a varlen call.
+        extras: names of fields of `sagesim_kernels.operands.Extras` to set.
         loops: whether to fill `Kernel.loops`, which takes half a second a kernel.
         launch: options that replace those of `sagesim_kernels.operands.rounding.LAUNCH`.
         """
@@ -140,6 +143,7 @@ class Compiler:
                 "is_causal": is_causal,
                 "tokens": tokens,
                 "packed": packed,
+                "extras": list(extras),
                 "loops": loops,
                 "launch": launch,
             }

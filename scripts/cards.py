@@ -320,6 +320,7 @@ def main() -> None:
             "rms": round(rms(each.error(rows, fit) for each in passes), 4),
             "rms_left_out": round(left_out, 4),
         },
+        "mma_sync_of_wgmma": MMA_SYNC,
         "assumptions": [{"name": each.name, **asdict(each.fit)} for each in assumed],
         "accurate": accurate_specs(),
         "published": published(rows, assumed),

@@ -22,6 +22,7 @@ from sagesim_kernels.cards.model import (
 )
 from sagesim_kernels.cards.passes import (
     FLASH,
+    FLASH_COPIES,
     Times,
     flash_tile,
     limit,
@@ -41,6 +42,7 @@ __all__ = [
     "BASES",
     "CARDS",
     "FLASH",
+    "FLASH_COPIES",
     "RECOMMENDED",
     "SCHEDULERS",
     "SHARED_BYTES",

@@ -20,6 +20,10 @@ from sagesim_kernels.cards.model import (
 FLASH: Final = "flash"
 """The name of FlashAttention-2 in the place of a spec."""
 
+FLASH_COPIES: Final = 20
+"""Bytes that PyTorch copies in a backward for each element of q, by a profile on an H100 (0.1 ms
+for 16.8M elements) of which no record is kept."""
+
 Rows = Sequence[Mapping[str, Any]]
 """Rows of docs/data/instructions.json and instructions_flash.json."""
 
@@ -96,9 +100,8 @@ def other_bytes(spec: AttentionSpec | None, *, forward: bool) -> float:
     if not forward:
         result += 4 + 6  # the sums of dQ: cleared, then read and written as dQ
     if spec is None:
-        # delta reads o and dO. PyTorch copies 20 bytes an element, by a profile on an H100 (0.1 ms
-        # for 16.8M elements) of which no record is kept.
-        return result if forward else result + 4 + 20
+        # delta reads o and dO.
+        return result if forward else result + 4 + FLASH_COPIES
     sites = ("qk", "pv") if forward else ("qk_recompute", "dv", "dp", "dq", "dk")
     coded = {
         (tensor, how)

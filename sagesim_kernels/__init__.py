@@ -8,7 +8,17 @@ if find_spec("triton") is None:
     )
 
 from sagesim_kernels.api import attention, attention_varlen
+from sagesim_kernels.cards import default_spec
 from sagesim_kernels.support import Support, supports
 from sagesim_kernels.tracing import Coded, KernelTrace, trace
 
-__all__ = ["Coded", "KernelTrace", "Support", "attention", "attention_varlen", "supports", "trace"]
+__all__ = [
+    "Coded",
+    "KernelTrace",
+    "Support",
+    "attention",
+    "attention_varlen",
+    "default_spec",
+    "supports",
+    "trace",
+]

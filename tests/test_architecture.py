@@ -53,6 +53,7 @@ FLOORS: dict[str, set[str]] = {
     "sagesim_kernels.target": set(),
     "sagesim_kernels.operands": {"sagesim.spec", "sagesim.problem", "sagesim_kernels.target"},
     "sagesim_kernels.support": {"sagesim.spec", "sagesim.problem", "sagesim_kernels.operands"},
+    "sagesim_kernels.cards": {"sagesim.spec"},
     "sagesim_kernels.portable": {"sagesim.spec", "sagesim_kernels.operands"},
     "sagesim_kernels.gluon_compat": set(),
     "sagesim_kernels.ampere": {
@@ -170,6 +171,7 @@ FACES = {
     "sagesim.analysis",
     "sagesim.fuzzing",
     "sagesim_kernels.operands",
+    "sagesim_kernels.cards",
     "sagesim_kernels.portable",
     "sagesim_kernels.hopper",
 }

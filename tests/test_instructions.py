@@ -1,5 +1,6 @@
 """How `scripts/instructions.py` turns loops into rows, and finds FlashAttention-2's kernels."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -10,6 +11,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import flash_library  # noqa: E402
 import instructions  # noqa: E402
+
+from sagesim_kernels.cards import CARDS, FLASH, Shape, loops_of  # noqa: E402
 
 COMMON = {"kernel": "forward_kernel", "head_size": 64, "warps": 4, "tile": 64}
 STEP = {"HMMA.16816.F32.BF16": 64, "MUFU.EX2": 32, "FADD": 100, "LDS.64": 10, "BRA": 2}
@@ -76,3 +79,21 @@ def test_mangled_names_are_found():
     ((entry, hit),) = [(entry, hit) for entry, hit in hits if hit]
     assert entry[:3] == (name, (64, 64, 128, 8, 2, 4, 4, 1), True)
     assert hit[0].decode() == symbol
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=lambda card: card.name)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_every_card_has_the_counts_of_what_runs_on_it(card, head_size: int, is_causal: bool):
+    shape = Shape(1, 4096, head_size, is_causal)
+    data = ROOT / "docs" / "data"
+    ours = json.loads((data / "instructions.json").read_text())["rows"]
+    flash = json.loads((data / "instructions_flash.json").read_text())["rows"]
+    for forward in (False, True):
+        assert loops_of(card, flash, FLASH, shape, forward=forward)
+        for spec in instructions.SPECS:
+            loops = loops_of(card, ours, spec, shape, forward=forward)
+            # Every preset has blocks of 64 tokens, and no loop goes through part of one.
+            for row in loops:
+                m, n = map(int, row["tile"].split("x"))
+                assert m % 64 == n % 64 == 0

@@ -332,7 +332,7 @@ INPUTS = (
         ),
     ),
     Promise(
-        "A mask, dropout or an unknown argument raises; the kernels ignore none of them.",
+        "attn_mask, dropout or an unknown argument raises; the kernels ignore none of them.",
         (
             f"{KERNELS}/test_support.py::TestRefusals::test_masks_and_dropout",
             f"{KERNELS}/test_support.py::TestRefusals::test_unknown_arguments",
@@ -376,6 +376,15 @@ INPUTS = (
             f"{KERNELS}/test_attention.py::TestPadding::test_keys_beyond_the_last_query",
             f"{KERNELS}/test_attention.py::TestPadding::test_queries_that_attend_to_nothing",
             f"{EMULATOR}/test_padding.py::test_values_in_padding_change_no_byte",
+            f"{EMULATOR}/test_options.py::test_nothing_of_padding_reaches_a_result",
+        ),
+    ),
+    Promise(
+        "Windows, padded keys, sinks and softcaps are what their definitions say, in every "
+        "combination.",
+        (
+            f"{EMULATOR}/test_options.py::test_emulator_and_exact_meet_the_definition",
+            f"{KERNELS}/test_fuzz.py::test_kernels_meet_the_contract",
         ),
     ),
     Promise(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from sagesim import FACTORED, SAGEBWD, compare
+from sagesim import FACTORED, SAGEBWD, compare, exact_backward
 from sagesim.analysis import OUTPUTS, attribute
 from theory.budget import Budget, error_budget
 from theory.checks.check import Check, estimated
@@ -55,17 +55,22 @@ def pooled(samples: list[Sample]) -> Sample:
 
 
 def of_errors(sample: Sample, budget: Budget) -> Iterator[Check]:
-    """The relative L2 error of each output. The budget is that of the sample."""
-    measured = compare(sample.trace(budget.spec), sample.exact()).overall
-    for t in OUTPUTS:
-        yield estimated(
-            TOPIC,
-            f"{budget.spec.label()}: relative L2 of {t}",
-            sample.name,
-            predicted=budget.error[t],
-            measured=measured[t].rel_l2,
-            within=WITHIN,
-        )
+    """The relative L2 error of each output, against both references. The budget is the sample's."""
+    traced = sample.trace(budget.spec)
+    for reference, words, predicted in (
+        (sample.exact(), "relative L2", budget.error),
+        (exact_backward(sample, traced), "against its own forward, relative L2", budget.own_error),
+    ):
+        measured = compare(traced, reference).overall
+        for t in OUTPUTS:
+            yield estimated(
+                TOPIC,
+                f"{budget.spec.label()}: {words} of {t}",
+                sample.name,
+                predicted=predicted[t],
+                measured=measured[t].rel_l2,
+                within=WITHIN,
+            )
 
 
 def of_shares(sample: Sample, budget: Budget) -> Iterator[Check]:

@@ -235,7 +235,7 @@ def _bias_branch(x: Sample) -> Iterator[Check]:
         x.name,
         predicted=_rms(predicted),
         measured=_rms(measured**2),
-        within=0.5,
+        within=0.25,
     )
     for smooth in ("k", "qk"):
         t = trace(x, f"fpa smooth={smooth} dk=int8@tile,block")

@@ -163,17 +163,17 @@ def outcome() -> str:
     clamped = sum(error == 0 for _, error in biases)
     sequences = runs[0].run.monitor_sequences
     paragraphs = (
-        f"""**One difference stands out, in a setting where the paper has none.** After
-        {steps:,} steps of {where.fields["tokens_per_step"]:,} tokens without QK-norm, SageBwd's
-        held-out loss minus that of 16-bit attention is {with_error(gap)} nats. In the same setting
-        the difference is {with_error(closed)} for `FACTORED`. With QK-norm it is
-        {with_error(with_norm)} for SageBwd. This is the *small* regime of its scale. The paper's small regime has parity, with and
-        without QK-norm; its gap is in the large regime. The error has {freedom} degrees of freedom,
-        and all differences of a setting share the same runs in 16 bit. By Student's t, a difference
-        this large has the probability {by_chance:.3f} if there is none. There are {len(apart)}
-        differences; that one of them is this large has a probability of up to
-        {min(1.0, len(apart) * by_chance):.2f}. So the runs suggest a gap and do not prove it.
-        [The next experiment](pretraining_experiment.md) repeats this cell.""",
+        f"""**One difference stands out, in a setting where the paper has none.** After {steps:,}
+        steps of {where.fields["tokens_per_step"]:,} tokens without QK-norm, SageBwd's held-out loss
+        minus that of 16-bit attention is {with_error(gap)} nats. In the same setting the difference
+        is {with_error(closed)} for `FACTORED`. With QK-norm it is {with_error(with_norm)} for
+        SageBwd. This is the *small* regime of its scale. The paper's small regime has parity, with
+        and without QK-norm; its gap is in the large regime. The error has {freedom} degrees of
+        freedom, and all differences of a setting share the same runs in 16 bit. By Student's t, a
+        difference this large has the probability {by_chance:.3f} if there is none. There are
+        {len(apart)} differences; that one of them is this large has a probability of up to
+        {min(1.0, len(apart) * by_chance):.2f}. So the runs suggest a gap and do not prove it. [The
+        next experiment](pretraining_experiment.md) repeats this cell.""",
         f"""**In this setting the error grows during training.** Take the standard deviation of Q in
         the layer where it is largest. In these runs of SageBwd it grows from {_between(early)} at
         the first measurement, after {first_at:.0%} of the steps, to {_between(late)} at the last.

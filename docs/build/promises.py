@@ -219,7 +219,7 @@ NUMBERS = (
         (f"{EMULATOR}/test_exact.py::test_is_what_autograd_makes_of_pytorchs_attention",),
     ),
     Promise(
-        "`sagesim.exact_backward` is autograd of the forward's own P, straight through its rounding.",
+        "`sagesim.exact_backward` is autograd of the forward's P, straight through its rounding.",
         (f"{EMULATOR}/test_exact_backward.py::test_is_what_autograd_makes_of_the_forwards_logits",),
     ),
     Promise(

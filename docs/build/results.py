@@ -150,9 +150,12 @@ def budget() -> dict[str, Any]:
         for label in ("sagebwd", "factored"):
             spec = sagesim.AttentionSpec.parse(label)
             predicted = error_budget(q, k, v, do, spec=spec)
-            measured = gaussian_errors(sigma, spec, setting).overall
+            problem = sagesim.AttentionProblem(q=q, k=k, v=v, do=do)
+            measured, own = errors_of_both(problem, spec)
             row = {"label": label, "sigma": sigma, "predicted": dict(predicted.error)}
             row["measured"] = {t: measured[t].rel_l2 for t in OUTPUTS}
+            row["own_predicted"] = dict(predicted.own_error)
+            row["own_measured"] = {t: own[t].rel_l2 for t in OUTPUTS}
             rows.append(row | {"share": predicted.share})
     return {"setting": asdict(setting), "rows": rows}
 

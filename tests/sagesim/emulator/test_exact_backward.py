@@ -1,6 +1,7 @@
 """`exact_backward` is what autograd makes of the forward's own P, straight through its rounding."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,10 +20,18 @@ def straight_through(x, t):
     keys, values = (each.repeat_interleave(groups, -3) for each in (k, v))
     s = q @ keys.mT / math.sqrt(q.shape[-1])
     some = x.attends.any(-1)[..., None]
-    s = (s + (t.s.double() - s).detach().masked_fill(~x.attends, 0.0)).masked_fill(
-        ~(x.attends | ~some), -math.inf
-    )
-    p = torch.softmax(s, -1) * some
+    forward = t.s.double()
+    if x.softcap is not None:  # the logits that the forward capped
+        forward = x.softcap * torch.atanh(forward / x.softcap)
+    s = s + (forward - s).detach().masked_fill(~x.attends, 0.0)
+    if x.softcap is not None:
+        s = x.softcap * torch.tanh(s / x.softcap)
+    s = s.masked_fill(~(x.attends | ~some), -math.inf)
+    if x.sinks is not None:  # a column that takes part in the softmax and has no value
+        column = x.sinks.double()[:, None, None].expand(*s.shape[:-1], 1)
+        p = torch.softmax(torch.cat([s, column], -1), -1)[..., :-1] * some
+    else:
+        p = torch.softmax(s, -1) * some
     o = p @ values
     return o.detach(), *torch.autograd.grad(o, (q, k, v), x.do.double())
 
@@ -30,6 +39,7 @@ def straight_through(x, t):
 CASES = {
     "full": {},
     "causal": {"is_causal": True},
+    "window, softcap and sinks": {"is_causal": True},
     "more queries than keys": {"n_q": 50, "n_k": 20, "is_causal": True},
 }
 
@@ -45,6 +55,9 @@ def test_is_what_autograd_makes_of_the_forwards_logits(label, name):
     elif name == "grouped":
         x = case(seed=1, n_q=40, n_k=40, d=8, heads=(2, 6))
         x = type(x)(q=x.q, k=x.k[:, :2], v=x.v[:, :2], do=x.do, enable_gqa=True)
+    elif name == "window, softcap and sinks":
+        sinks = torch.tensor([1.0, -2.0], dtype=torch.float64)[: x.q.shape[-3]]
+        x = replace(x, window=(11, -1), softcap=20.0, sinks=sinks)
     # In float64, what the spec does not round is computed in float64, P too.
     x = x.map(lambda each: 3 * each.double())
     t = trace(x, spec=AttentionSpec.parse(label))
@@ -67,7 +80,7 @@ def test_s_p_and_l_are_the_forwards_and_the_rest_is_not():
 def test_the_exact_forward_gives_the_exact_gradients():
     x = case(seed=3, n_q=20, n_k=30, d=8)
     expected = exact(x)
-    for name in type(expected).__slots__:
+    for name in set(type(expected).__slots__) - {"dsinks"}:
         actual = getattr(exact_backward(x, expected), name)
         assert_bitwise(actual=actual, expected=getattr(expected, name), what=name)
 

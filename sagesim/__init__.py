@@ -5,7 +5,17 @@ The precision of each of the seven matrix products of the forward and the backwa
 
 from sagebwd import warn_of_other_distribution
 from sagesim.analysis import Attribution, Comparison, Error, attribute, compare
-from sagesim.emulator import Exact, QKNorm, QTensor, Trace, attention, exact, quantize, trace
+from sagesim.emulator import (
+    Exact,
+    QKNorm,
+    QTensor,
+    Trace,
+    attention,
+    exact,
+    exact_backward,
+    quantize,
+    trace,
+)
 from sagesim.fuzzing import FuzzCase, FuzzReport, fuzz
 from sagesim.models import Call, Capture, Recording, capture, emulate
 from sagesim.problem import AttentionOptions, AttentionProblem
@@ -14,6 +24,7 @@ from sagesim.spec import (
     FACTORED,
     FACTORED_PV16,
     FACTORED_QK,
+    FACTORED_QK16,
     FPA,
     FPA_BF16,
     FPA_FP16,
@@ -44,6 +55,7 @@ __all__ = [
     "FACTORED",
     "FACTORED_PV16",
     "FACTORED_QK",
+    "FACTORED_QK16",
     "FPA",
     "FPA_BF16",
     "FPA_FP16",
@@ -83,6 +95,7 @@ __all__ = [
     "compare",
     "emulate",
     "exact",
+    "exact_backward",
     "fuzz",
     "quantize",
     "trace",

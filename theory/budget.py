@@ -38,6 +38,8 @@ class Budget:
 
     spec: AttentionSpec
     error: Mapping[str, float]  #: relative L2 of o, ds, dq, dk, dv
+    own_error: Mapping[str, float]
+    """The same against the exact gradients of the spec's own forward (`sagesim.exact_backward`)."""
     share: Mapping[str, Mapping[str, float]]
     """By site of `PARTS`, its share of each tensor's squared error; 0 if a tensor has no error."""
 
@@ -48,6 +50,8 @@ class Budget:
     def __str__(self) -> str:
         lines = [f"{self.spec.label():18}" + "".join(f"{TITLES[t]:>10}" for t in OUTPUTS)]
         lines.append(f"{'relative L2':18}" + "".join(f"{self.error[t]:10.2e}" for t in OUTPUTS))
+        own = "".join(f"{self.own_error[t]:10.2e}" for t in OUTPUTS)
+        lines.append(f"{'to own forward':18}{own}")
         for site in PARTS:
             shares = "".join(f"{self.share[site][t]:10.1%}" for t in OUTPUTS)
             lines.append(f"{site:18}{shares}")
@@ -69,6 +73,10 @@ def error_budget(
     inputs with outlier channels and on those of a trained model, if no single row dominates the
     error; see `theory.checks.budget`. The prediction is an expectation. If a few large rows
     dominate, the actual error can be further away.
+
+    The error against the own forward lacks the part of QK and its recomputation. They are rounded
+    alike, so that both passes have the same P. Its reference has the P of the rounded logits; the
+    prediction takes the exact P instead, of which the rounded one is a small change.
 
     Limits: the errors of different sites are assumed independent. PV and dP both round V, and under
     INT8 dP this common error is counted twice. Errors of logits much above 1 are outside the
@@ -104,7 +112,7 @@ def error_budget(
     heads = Heads.of(problem)
     resolved = resolve_input16(spec, problem.q.dtype)
     squares: dict[str, dict[str, float]] = {
-        name: dict.fromkeys(OUTPUTS, 0.0) for name in (*PARTS, "all", "exact")
+        name: dict.fromkeys(OUTPUTS, 0.0) for name in (*PARTS, "all", "own", "exact")
     }
     each = [_Head(one, resolved, problem.logit_scale) for one in heads.split()]
     for first in range(0, len(each), heads.groups):
@@ -113,6 +121,7 @@ def error_budget(
     return Budget(
         spec=spec,
         error={t: _relative(squares["all"][t], squares["exact"][t]) for t in OUTPUTS},
+        own_error={t: _relative(squares["own"][t], squares["exact"][t]) for t in OUTPUTS},
         share={
             site: {t: squares[site][t] / sums[t] if sums[t] else 0.0 for t in OUTPUTS}
             for site in PARTS
@@ -137,6 +146,8 @@ def _add_group(squares: dict[str, dict[str, float]], group: list[_Head]) -> None
             for site, moments in by_site.items():
                 squares[site][t] += float(moments.mean_square.sum())
             squares["all"][t] += float(_sum(list(by_site.values())).mean_square.sum())
+            if own := [moments for site, moments in by_site.items() if site != LOGITS]:
+                squares["own"][t] += float(_sum(own).mean_square.sum())
         exactly = [getattr(head.exact, t) for head in group]
         for x in [torch.stack(exactly).sum(0)] if summed else exactly:
             squares["exact"][t] += float(x.square().sum())

@@ -89,7 +89,8 @@ def row_sum(do: Tensor, pv_error: Tensor) -> Tensor:
     Args:
         pv_error: O - P V [..., n_q, d] with the backward's P: the error of the PV product alone.
 
-    Source: ours.
+    Source: arXiv 2510.04212 for a BF16 O; arXiv 2603.00040 mends it by a second O in high
+    precision. The form for an INT8 PV is ours.
     """
     return -(do * pv_error).sum(-1)
 

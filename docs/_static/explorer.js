@@ -32,7 +32,7 @@
   // --- the numbers --------------------------------------------------------------------------
 
   function errorsOf(state) {
-    const lists = data.errors[[state.input, state.scales, state.smoothing, state.delta].join(".")];
+    const lists = data.errors[[state.input, state.scales, state.smoothing, state.delta, state.against].join(".")];
     const found = {};
     for (const t of outputs) {
       let index = 0;
@@ -69,11 +69,11 @@
 
   // --- the state and the address ------------------------------------------------------------
 
-  let state = { ...START, ...preset("tile") };
+  let state = { ...START, against: "exact", ...preset("tile") };
 
   function write() {
     const words = new URLSearchParams({ input: state.input, ...state.levels });
-    for (const key of ["scales", "smoothing", "delta"]) words.set(key, state[key]);
+    for (const key of ["scales", "smoothing", "delta", "against"]) words.set(key, state[key]);
     history.replaceState(null, "", "#" + words);
   }
 
@@ -90,6 +90,7 @@
       scales,
       smoothing: pick("smoothing", SMOOTHING.map(([w]) => w), start.smoothing),
       delta: pick("delta", DELTA.map(([w]) => w), start.delta),
+      against: pick("against", Object.keys(data.references), "exact"),
     };
   }
 
@@ -115,7 +116,7 @@
 
   const presetButtons = PRESETS.map(([name, p]) => {
     const button = make("button", { type: "button" }, name);
-    button.addEventListener("click", () => set({ input: state.input, ...p, levels: { ...p.levels } }));
+    button.addEventListener("click", () => set({ input: state.input, against: state.against, ...p, levels: { ...p.levels } }));
     return button;
   });
 
@@ -177,6 +178,7 @@
   root.replaceChildren(
     make("div", { class: "ex-presets", role: "group", "aria-label": "presets" }, make("span", {}, "Start from"), ...presetButtons),
     choice("input", "Inputs (σ: standard deviation of Gaussian Q and K)", Object.entries(data.inputs)),
+    choice("against", "Errors against", Object.entries(data.references)),
     make("section", { class: "ex-panel", "aria-label": "errors" },
       make("h3", {}, "Relative error of each output"), results, key, best),
     products,
@@ -219,7 +221,7 @@
       presetButtons[i].setAttribute("aria-pressed", String(same));
     });
     const now = errorsOf(state);
-    const others = ["tile", "factored"].map((s) => errorsOf({ input: state.input, ...preset(s) }));
+    const others = ["tile", "factored"].map((s) => errorsOf({ input: state.input, against: state.against, ...preset(s) }));
     for (const t of outputs) {
       bars[t].bar.style.width = place(now[t]);
       bars[t].value.textContent = shown(now[t]);

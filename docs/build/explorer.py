@@ -28,6 +28,8 @@ from theory.checks.samples import Sample, captured, gaussian, outlier_channels
 
 STATIC = Path(__file__).parents[1] / "_static"
 
+REFERENCES = {"exact": "full precision", "own": "the exact gradient of its own forward"}
+
 LEVELS = (Precision.INT8, Precision.FP8_E4M3, Precision.INPUT16)
 SCALES = {"tile": SAGEBWD, "factored": FACTORED}
 SMOOTHING = {
@@ -100,35 +102,50 @@ def _index(levels: Mapping[str, Precision], read: Sequence[str]) -> int:
     return place
 
 
-def measure(alike: Sequence[Sample], *, scales: str, smoothing: str, delta: Delta) -> list[Errors]:
-    """The relative L2 errors of samples of equal shape, which are computed as one batch."""
+def measure(
+    alike: Sequence[Sample], *, scales: str, smoothing: str, delta: Delta
+) -> list[dict[str, Errors]]:
+    """The relative L2 errors of samples of equal shape, which are computed as one batch.
+
+    Returns: for each sample, its errors against each of `REFERENCES`.
+    """
     sample = replace(
         alike[0], **{x: torch.cat([getattr(s, x) for s in alike]) for x in ("q", "k", "v", "do")}
     )
-    exact, runs = sample.exact(), Runs(sample)
-    size = {t: getattr(exact, t).square().sum((1, 2, 3)) for t in OUTPUTS}
-    found: list[Errors] = [
-        {t: [None] * len(LEVELS) ** len(read) for t, read in READS[delta].items()} for _ in alike
+    runs = Runs(sample)
+    whole = sample.exact()
+    exact = {t: getattr(whole, t) for t in OUTPUTS}
+    found: list[dict[str, Errors]] = [
+        {
+            name: {t: [None] * len(LEVELS) ** len(read) for t, read in READS[delta].items()}
+            for name in REFERENCES
+        }
+        for _ in alike
     ]
     for levels in _runs(delta):
-        outputs = runs.outputs(spec_of(levels, scales=scales, smoothing=smoothing, delta=delta))
+        spec = spec_of(levels, scales=scales, smoothing=smoothing, delta=delta)
+        outputs = runs.outputs(spec)
+        references = {"exact": exact, "own": runs.exact_backward(spec)}
         for t in OUTPUTS:
             place = _index(levels, READS[delta][t])
-            if found[0][t][place] is not None:  # the same for other precisions of `LAST`
+            if found[0]["exact"][t][place] is not None:  # the same for other precisions of `LAST`
                 continue
-            off = (outputs[t] - getattr(exact, t)).square().sum((1, 2, 3))
-            for errors, value in zip(found, (off / size[t]).sqrt().tolist(), strict=True):
-                errors[t][place] = float(f"{value:.4g}") if math.isfinite(value) else None
+            for name, reference in references.items():
+                off = (outputs[t] - reference[t]).square().sum((1, 2, 3))
+                relative = (off / reference[t].square().sum((1, 2, 3))).sqrt().tolist()
+                for errors, value in zip(found, relative, strict=True):
+                    finite = math.isfinite(value)
+                    errors[name][t][place] = float(f"{value:.4g}") if finite else None
     return found
 
 
-def _measure(task: tuple[Sequence[Sample], str, str, Delta]) -> list[Errors]:
+def _measure(task: tuple[Sequence[Sample], str, str, Delta]) -> list[dict[str, Errors]]:
     alike, scales, smoothing, delta = task
     return measure(alike, scales=scales, smoothing=smoothing, delta=delta)
 
 
 def data(inputs: Mapping[str, Sample], *, processes: int = 1) -> dict[str, Any]:
-    """All data of the page; the keys of `errors` are "input.scales.smoothing.delta"."""
+    """All data of the page; keys of `errors` are "input.scales.smoothing.delta.reference"."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, sample in inputs.items():
         groups.setdefault((*sample.q.shape, sample.is_causal), []).append(name)
@@ -142,6 +159,7 @@ def data(inputs: Mapping[str, Sample], *, processes: int = 1) -> dict[str, Any]:
             measured = list(pool.map(_measure, tasks))
     return {
         "inputs": {name: sample.name for name, sample in inputs.items()},
+        "references": REFERENCES,
         "levels": [level.value for level in LEVELS],
         "products": PRODUCTS,
         "outputs": {t: TITLES[t] for t in OUTPUTS},
@@ -155,9 +173,10 @@ def data(inputs: Mapping[str, Sample], *, processes: int = 1) -> dict[str, Any]:
             for scales, spec in SCALES.items()
         },
         "errors": {
-            ".".join((name, *setting)): errors
+            ".".join((name, *setting, reference)): errors
             for (names, setting), found in zip(keys, measured, strict=True)
-            for name, errors in zip(names, found, strict=True)
+            for name, by_reference in zip(names, found, strict=True)
+            for reference, errors in by_reference.items()
         },
     }
 

@@ -219,6 +219,10 @@ NUMBERS = (
         (f"{EMULATOR}/test_exact.py::test_is_what_autograd_makes_of_pytorchs_attention",),
     ),
     Promise(
+        "`sagesim.exact_backward` is autograd of the forward's P, straight through its rounding.",
+        (f"{EMULATOR}/test_exact_backward.py::test_is_what_autograd_makes_of_the_forwards_logits",),
+    ),
+    Promise(
         "The emulator gives the codes and scales of the paper's Algorithms 1 and 2.",
         (
             f"{EMULATOR}/test_forward.py::TestThePapersAlgorithms"

@@ -26,6 +26,7 @@ from sagesim.analysis import (
     Setting,
     attribute,
     errors,
+    errors_of_both,
     gaussian_errors,
     influence,
     pool,
@@ -55,6 +56,25 @@ LADDER = (
     ("16 bit everywhere", "fpa_fp16"),
 )
 """Schemes from the paper's to ours; each changes one thing in the scheme before it."""
+
+LARGE_SIGMAS = (3.0, 5.6, 8.0)
+BOTH = Setting(tokens=1024, draws=8, is_causal=True)
+SCHEMES = (
+    ("the paper's", "sagebwd"),
+    ("the paper's, delta from P", "sagebwd delta=p"),
+    ("the paper's, finer scales of P and dS", f"sagebwd {PER_ROW}"),
+    ("the paper's, dP in INT8", "sagebwd_all_int8"),
+    ("the forward alone in INT8", "sage_forward"),
+    ("factored", "factored"),
+    ("factored, delta from O", "factored delta=o"),
+    ("factored, dP in INT8", "factored dp=int8"),
+    ("factored, PV in 16 bit", "factored_pv16"),
+    ("QK alone in INT8: the default", "factored_qk"),
+    ("factored, QK in 16 bit, dP in INT8", "factored_qk16"),
+    ("causal", "causal_safe"),
+    ("16 bit", "fpa_fp16"),
+)
+"""Presets, and what separates the paper's scheme from ours."""
 
 MATCHED = (
     "sagebwd dv=int8@tile_row,block dq=int8@tile_row,block dk=int8@tile_column,block block=128x64"
@@ -125,14 +145,17 @@ def budget() -> dict[str, Any]:
     setting = Setting(draws=4)
     rows = []
     for sigma in PAPER_TABLE_1:
-        draws = [setting.inputs(sigma, draw) for draw in range(setting.draws)]
+        draws = [setting.problem(sigma, draw).qkvdo for draw in range(setting.draws)]
         q, k, v, do = (torch.stack(x) for x in zip(*draws, strict=True))
         for label in ("sagebwd", "factored"):
             spec = sagesim.AttentionSpec.parse(label)
             predicted = error_budget(q, k, v, do, spec=spec)
-            measured = gaussian_errors(sigma, spec, setting).overall
+            problem = sagesim.AttentionProblem(q=q, k=k, v=v, do=do)
+            measured, own = errors_of_both(problem, spec)
             row = {"label": label, "sigma": sigma, "predicted": dict(predicted.error)}
             row["measured"] = {t: measured[t].rel_l2 for t in OUTPUTS}
+            row["own_predicted"] = dict(predicted.own_error)
+            row["own_measured"] = {t: own[t].rel_l2 for t in OUTPUTS}
             rows.append(row | {"share": predicted.share})
     return {"setting": asdict(setting), "rows": rows}
 
@@ -150,8 +173,55 @@ def shares() -> dict[str, Any]:
     return {"rows": rows}
 
 
+def both_metrics() -> dict[str, Any]:
+    """Errors against full precision and against the own forward, on ordinary and large logits."""
+    calls = Capture.load(LLAMA).calls
+    inputs = {"capture": list(calls)}
+    for sigma in (1.0, *LARGE_SIGMAS):
+        draws = [BOTH.problem(sigma, draw) for draw in range(BOTH.draws)]
+        stacked = {n: torch.stack([getattr(x, n) for x in draws]) for n in ("q", "k", "v", "do")}
+        problem = sagesim.AttentionProblem(**stacked, is_causal=BOTH.is_causal)
+        inputs[f"Gaussian, sigma {sigma:g}"] = [problem]
+    rows = []
+    for name, problems in inputs.items():
+        for words, label in SCHEMES:
+            spec = sagesim.AttentionSpec.parse(label)
+            both = zip(*(errors_of_both(x, spec) for x in problems), strict=True)
+            exact, own = (pool_errors(each) for each in both)
+            row = {"inputs": name, "words": words, "label": spec.label()}
+            row["exact"] = {t: exact[t].rel_l2 for t in OUTPUTS}
+            rows.append(row | {"own": {t: own[t].rel_l2 for t in OUTPUTS}})
+    return {"setting": asdict(BOTH), "rows": rows}
+
+
+def statements_of_the_paper() -> dict[str, Any]:
+    """Smoothing Q and INT8 dP on the capture; errors by length on Gaussian inputs."""
+    calls = Capture.load(LLAMA).calls
+    rows = []
+    for label in ("factored", "factored smooth=qk", "factored dp=int8"):
+        spec = sagesim.AttentionSpec.parse(label)
+        pooled = pool_errors([errors(call, spec) for call in calls])
+        rows.append({"label": label, "rel_l2": {t: pooled[t].rel_l2 for t in OUTPUTS}})
+    lengths = []
+    for tokens, draws in ((256, 64), (1024, 16), (4096, 2)):
+        setting = Setting(tokens=tokens, draws=draws)
+        found = gaussian_errors(1.0, sagesim.SAGEBWD, setting).overall
+        lengths.append(asdict(setting) | {t: found[t].rel_l2 for t in OUTPUTS})
+    return {"rows": rows, "lengths": lengths}
+
+
 RESULTS: dict[str, Callable[[], dict[str, Any]]] = {
-    f.__name__: f for f in (finding, attribution, table1, causality, budget, shares)
+    f.__name__: f
+    for f in (
+        finding,
+        both_metrics,
+        statements_of_the_paper,
+        attribution,
+        table1,
+        causality,
+        budget,
+        shares,
+    )
 }
 
 

@@ -8,7 +8,7 @@ from sagesim.analysis.attribution import (
     pool,
 )
 from sagesim.analysis.causality import Influence, influence
-from sagesim.analysis.layers import errors
+from sagesim.analysis.layers import errors, errors_of_both
 from sagesim.analysis.metrics import (
     GRADIENTS,
     TENSORS,
@@ -61,6 +61,7 @@ __all__ = [
     "compare",
     "error",
     "errors",
+    "errors_of_both",
     "gaussian_errors",
     "geometric_mean",
     "gradient_error",

@@ -121,6 +121,9 @@ class Attribution:
     switches: tuple[SwitchEffect, ...]  #: in the order of `SWITCHES`
     range_losses: tuple[RangeLoss, ...]  #: operands that a 16-bit format cannot hold
     measured: float  #: the fraction of the entries of S that were measured; 1 without sampling
+    own_forward: Attribution | None
+    """The same against the exact gradients of the forward that each run computes, see
+    `sagesim.exact_backward`; None in itself."""
 
     @property
     def parts(self) -> tuple[SiteEffect, ...]:
@@ -217,6 +220,12 @@ class Attribution:
         lines += [row(f"  {e.site}", e.without, ".2e") for e in effects]
         lines += ["", "error with this option changed"]
         lines += [row(f"  {e.title}", e.error, ".2e") for e in self.switches]
+        if self.own_forward is not None:
+            own = self.own_forward
+            lines += ["", "against the exact gradients of its own forward"]
+            lines += [row("relative L2 error", own.error, ".2e")]
+            lines += [row(f"  {e.site}", e.share, ".1%") for e in own.parts]
+            lines += [row("  interaction", {t: own.interaction(t) for t in OUTPUTS}, ".1%")]
         return "\n".join(lines)
 
 
@@ -235,7 +244,8 @@ def attribute(
 
     Runs the emulator `RUNS` times and compares each run with float64: the spec itself, no site
     rounded, each site alone rounded, each site alone not rounded, and each of three options
-    changed. Heads are computed in groups, so that memory does not grow with their number.
+    changed. There are two references: full precision, and the exact gradients of the run's own
+    forward. Heads are computed in groups, so that memory does not grow with their number.
 
     Args:
         q, k, v, do, options: as for `sagesim.trace`.
@@ -260,16 +270,21 @@ def attribute(
         if not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} holds NaN or Inf; attribution needs finite tensors")
     parts = split(problem, base, sample)
-    sums = [measure(part, base, progress) for part in parts]
+    found = [measure(part, base, progress) for part in parts]
     losses = [*range_losses([problem], base)]
-    for each in sums:
+    for each in found:
         losses += each.range_losses
     fraction = 1.0 if sample is None else measured_fraction(problem, parts)
-    return _result(base, sums, worst(losses), fraction)
+    own = _result(base, [each.own_forward for each in found], worst(losses), fraction, None)
+    return _result(base, [each.exact for each in found], worst(losses), fraction, own)
 
 
 def _result(
-    base: AttentionSpec, sums: Sequence[Sums], losses: tuple[RangeLoss, ...], fraction: float
+    base: AttentionSpec,
+    sums: Sequence[Sums],
+    losses: tuple[RangeLoss, ...],
+    fraction: float,
+    own_forward: Attribution | None,
 ) -> Attribution:
     whole = Total(sums)
     # With sampling, the statistics without each part in turn give the error of sampling.
@@ -298,6 +313,7 @@ def _result(
         ),
         range_losses=losses,
         measured=fraction,
+        own_forward=own_forward,
     )
 
 
@@ -313,6 +329,8 @@ def pool(attributions: Sequence[Attribution]) -> Attribution:
     first, *others = attributions
     if any(a.base != first.base for a in others):
         raise ValueError("attributions to be pooled need one base spec; theirs differ")
+
+    own = [a.own_forward for a in attributions if a.own_forward is not None]
 
     def pooled(effects: Sequence[SiteEffect]) -> SiteEffect:
         return SiteEffect(
@@ -341,4 +359,5 @@ def pool(attributions: Sequence[Attribution]) -> Attribution:
         ),
         range_losses=worst(loss for a in attributions for loss in a.range_losses),
         measured=mean([a.measured for a in attributions]),
+        own_forward=None if len(own) < len(attributions) else pool(own),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from sagesim.analysis.metrics import Comparison, Error, compare
-from sagesim.emulator import Exact, exact, trace
+from sagesim.emulator import Exact, exact, exact_backward, trace
 from sagesim.problem import AttentionProblem
 from sagesim.spec import AttentionSpec
 
@@ -27,3 +27,19 @@ def errors(
     return Comparison.joined(
         [compare(trace(group, spec=spec), reference(group)) for group in problem.head_groups()]
     ).overall
+
+
+def errors_of_both(
+    problem: AttentionProblem, spec: AttentionSpec
+) -> tuple[Mapping[str, Error], Mapping[str, Error]]:
+    """The errors against full precision, and those against the spec's own forward.
+
+    Args and memory: as `errors`. The second reference is `sagesim.exact_backward`.
+    """
+    found: tuple[list[Comparison], list[Comparison]] = ([], [])
+    for group in problem.head_groups():
+        traced = trace(group, spec=spec)
+        found[0].append(compare(traced, exact(group)))
+        found[1].append(compare(traced, exact_backward(group, traced)))
+    of_exact, of_own = (Comparison.joined(each).overall for each in found)
+    return of_exact, of_own

@@ -94,6 +94,10 @@ class Comparison:
 def compare(trace: Trace, exact: Exact) -> Comparison:
     """Measure the error of every intermediate of `trace` against `exact`, per head and overall.
 
+    exact: full precision, from `sagesim.exact`; or the exact gradients of the forward that the
+        trace computed, from `sagesim.exact_backward`. The first says how far attention is from full
+        precision, the second how far the backward is from the gradient of its forward.
+
     Elements that are -inf in both (masked logits, L of rows that attend to no key) are left out.
 
     Raises:

@@ -250,6 +250,7 @@ def render(layers: Sequence[Layer], *, capture: Capture, name: str, command: str
         command=command,
         spec=spec,
         pooled=pooled,
+        own=pooled.own_forward,
         layers=layers,
         errors=pooled.errors,
         shares={effect.site: pooled.gradient_share(effect) for effect in pooled.parts},

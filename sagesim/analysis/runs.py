@@ -1,18 +1,28 @@
-"""The squared errors of the runs that an attribution consists of."""
+"""The squared errors of the runs that an attribution consists of, against both references."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
 from sagesim.analysis.metrics import CACHED, GRADIENTS, Comparison, compare
 from sagesim.analysis.number_range import RangeLoss, ds_range_losses
 from sagesim.analysis.sampling import Sample
-from sagesim.emulator import Recorder, exact, flatten, run_backward, run_forward, trace
+from sagesim.emulator import (
+    Exact,
+    ForwardSoftmax,
+    Recorder,
+    exact,
+    exact_backward,
+    flatten,
+    run_backward,
+    run_forward,
+    trace,
+)
 from sagesim.problem import AttentionProblem
 from sagesim.spec import FORWARD_SITES, SITES, AttentionSpec, Delta, Precision, with_precision
 
@@ -25,8 +35,8 @@ SWITCHES: Final = ("smooth_q", "smooth_k", "delta")
 _MAP_ENTRIES: Final = 2**22
 """Elements of S in a group of heads; groups are computed one after the other to save memory."""
 
-_BYTES_PER_ENTRY: Final = 120
-"""Memory for each element of S in a group: eight float64 maps, and about as much in float32."""
+_BYTES_PER_ENTRY: Final = 160
+"""Memory for each element of S in a group: twelve float64 maps, and sixteen in float32."""
 
 LOGITS: Final = "qk+qk_recompute"
 """The two sites that compute S, measured together; see `Attribution.parts`."""
@@ -57,33 +67,47 @@ def memory(problem: AttentionProblem, base: AttentionSpec, sample: Sample | None
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The squared errors and norms of one part of a problem."""
+    """The squared errors and norms of one part of a problem, against one reference."""
 
     squares: Mapping[str, Mapping[str, float]]  #: by run, see `specs_of_runs`, and by `OUTPUTS`
-    norms: Mapping[str, float]  #: squared norms of the exact `OUTPUTS`
+    norms: Mapping[str, Mapping[str, float]]  #: squared norms of the reference, by the same
     comparison: Comparison  #: of the base spec
+
+
+class Measured(NamedTuple):
+    """The runs on one part of a problem."""
+
+    exact: Sums  #: against full precision
+    own_forward: Sums  #: each run against the exact gradients of its own forward
     range_losses: Sequence[RangeLoss]  #: of dS
 
 
 def measure(
     part: AttentionProblem, base: AttentionSpec, progress: Callable[[], None] | None
-) -> Sums:
+) -> Measured:
     """Run the emulator `RUNS` times on a part of a problem, and measure each run."""
-    reference, traced = exact(part), trace(part, spec=base)
+    exactly, traced = exact(part), trace(part, spec=base)
+    exact_outputs, own = _outputs(exactly), exact_backward(part, traced)
     runs = Runs(part)
-    squares: dict[str, dict[str, float]] = {}
+    found = [(compare(traced, each), _Rows({}, {})) for each in (exactly, own)]
     for name, spec in specs_of_runs(base).items():
         outputs = runs.outputs(spec) if name != "base" else {t: getattr(traced, t) for t in OUTPUTS}
-        squares[name] = {t: _square(getattr(reference, t), got) for t, got in outputs.items()}
+        references = (exact_outputs, runs.exact_backward(spec))
+        for (_, rows), reference in zip(found, references, strict=True):
+            rows.squares[name] = {t: _square(reference[t], outputs[t]) for t in OUTPUTS}
+            rows.norms[name] = {t: _square(reference[t]) for t in OUTPUTS}
         if progress is not None:
             progress()
     ds = traced.ds.reshape(math.prod(traced.ds.shape[:-2]), *traced.ds.shape[-2:])
-    return Sums(
-        squares=squares,
-        norms={t: _square(getattr(reference, t)) for t in OUTPUTS},
-        comparison=compare(traced, reference),
+    return Measured(
+        *(Sums(rows.squares, rows.norms, comparison) for comparison, rows in found),
         range_losses=list(ds_range_losses(flatten(part, base), ds)),
     )
+
+
+class _Rows(NamedTuple):
+    squares: dict[str, Mapping[str, float]]
+    norms: dict[str, Mapping[str, float]]
 
 
 class Runs:
@@ -92,13 +116,13 @@ class Runs:
     def __init__(self, problem: AttentionProblem) -> None:
         self._problem = problem
         self._forwards: dict[AttentionSpec, tuple[Tensor, Tensor]] = {}
+        self._exact_backwards: dict[AttentionSpec, dict[str, Tensor]] = {}
 
     def outputs(self, spec: AttentionSpec) -> dict[str, Tensor]:
         """The tensors of `OUTPUTS` under a spec. Other intermediates are not kept."""
         x, do = flatten(self._problem, spec), self._problem.gradient
         recorder = Recorder(x, maps=frozenset({"ds"}), operands=False)
-        backward = [site for site in SITES if site not in FORWARD_SITES]
-        key = replace(with_precision(spec, Precision.FP32, *backward), delta=Delta.FROM_O)
+        key = _only_rounded(spec, *FORWARD_SITES)
         if key not in self._forwards:
             o, result = run_forward(x)
             self._forwards[key] = o, result.lse_smoothed
@@ -107,25 +131,49 @@ class Runs:
         ds = x.query_heads(recorder.maps["ds"])
         return {"o": o, "ds": ds, "dq": dq, "dk": dk, "dv": dv}
 
+    def exact_backward(self, spec: AttentionSpec) -> dict[str, Tensor]:
+        """The exact tensors of `OUTPUTS` for the P of the spec's forward, in float64."""
+        key = _only_rounded(spec, "qk")
+        if key not in self._exact_backwards:
+            x = flatten(self._problem, key)
+            recorder = Recorder(x, maps=frozenset({"s"}), operands=False)
+            _, result = run_forward(x, recorder)
+            softmax = ForwardSoftmax.of(x, recorder.maps["s"], result.lse_smoothed, result.lse)
+            self._exact_backwards[key] = _outputs(exact_backward(self._problem, softmax))
+        return self._exact_backwards[key]
+
+
+def _only_rounded(spec: AttentionSpec, *sites: str) -> AttentionSpec:
+    """The spec with all other sites in FP32, and delta from O: equal if these sites are."""
+    others = [site for site in SITES if site not in sites]
+    return replace(with_precision(spec, Precision.FP32, *others), delta=Delta.FROM_O)
+
+
+def _outputs(reference: Exact) -> dict[str, Tensor]:
+    return {t: getattr(reference, t) for t in OUTPUTS}
+
 
 class Total:
     """Errors and shares of several parts together."""
 
     def __init__(self, sums: Sequence[Sums]) -> None:
-        self._norms = {t: sum(each.norms[t] for each in sums) for t in OUTPUTS}
-        self._squares = {
-            name: {t: sum(each.squares[name][t] for each in sums) for t in OUTPUTS}
-            for name in (sums[0].squares if sums else ())
-        }
+        names = sums[0].squares if sums else ()
+        self._squares, self._norms = (
+            {
+                name: {t: sum(getattr(x, what)[name][t] for x in sums) for t in OUTPUTS}
+                for name in names
+            }
+            for what in ("squares", "norms")
+        )
 
     def errors(self, name: str) -> dict[str, float]:
         """The relative L2 errors of a run."""
-        return {t: _ratio(self._squares[name][t], self._norms[t]) for t in OUTPUTS}
+        return {t: _ratio(self._squares[name][t], self._norms[name][t]) for t in OUTPUTS}
 
     def share(self, site: str, tensor: str) -> float:
         """See `SiteEffect.share`."""
         only, without, unrounded, base = (
-            self._squares[name][tensor]
+            self._squares[name][tensor] / (self._norms[name][tensor] or 1.0)
             for name in (f"only {site}", f"without {site}", "unrounded", "base")
         )
         if base == unrounded:

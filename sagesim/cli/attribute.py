@@ -5,6 +5,9 @@ and with all but one product rounded, for each product. From these it computes e
 of the squared error of O, dS, dQ, dK and dV. Errors are relative L2 errors against float64,
 |error| / |exact|. Pooled over layers, an error is a geometric mean and a share is a mean.
 
+The table ends with errors and shares against the exact gradients of the spec's own forward: those
+for the P that its forward computed. They show how well the backward fits the forward.
+
 A large model takes minutes. --layers, --heads and --rows measure a part of it; the standard error
 of the largest share that comes from the sample is printed with it.
 
@@ -134,6 +137,14 @@ def _pooled_table(pooled: Attribution) -> Table:
     rows.add_row("error with this option changed", style="bold")
     for effect in pooled.switches:
         row(f"  {effect.title}", effect.error, ".2e")
+    own = pooled.own_forward
+    assert own is not None
+    rows.add_section()
+    rows.add_row("against the exact gradients of its own forward", style="bold")
+    row("relative L2 error", own.error, ".2e")
+    for effect in own.parts:
+        row(f"  {effect.site}", effect.share, ".1%")
+    row("  interaction", {t: own.interaction(t) for t in OUTPUTS}, ".1%")
     return rows
 
 

@@ -17,10 +17,10 @@ from sagesim.emulator.quantization import (
     quantize,
     to_tiles,
 )
-from sagesim.emulator.reference import Exact, exact
+from sagesim.emulator.reference import Exact, exact, exact_backward
 from sagesim.emulator.rounding import CODE_MAX, uniform
 from sagesim.emulator.tiling import Panel
-from sagesim.emulator.tracing import Recorder, Trace, trace
+from sagesim.emulator.tracing import ForwardSoftmax, Recorder, Trace, trace
 
 __all__ = [
     "CODE_MAX",
@@ -29,6 +29,7 @@ __all__ = [
     "SHARED_AXES",
     "Exact",
     "FlatProblem",
+    "ForwardSoftmax",
     "Hooks",
     "Operand",
     "Panel",
@@ -41,6 +42,7 @@ __all__ = [
     "attention",
     "encode",
     "exact",
+    "exact_backward",
     "flatten",
     "from_tiles",
     "plain_float32",

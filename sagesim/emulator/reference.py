@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Protocol, Unpack, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -34,6 +34,18 @@ class Exact:
     dsinks: Tensor | None  #: [heads]; None without sinks
 
 
+@runtime_checkable
+class SoftmaxOfForward(Protocol):
+    """What a forward made of its logits, with the leading shape of q; see `Trace`."""
+
+    @property
+    def s(self) -> Tensor: ...
+    @property
+    def p(self) -> Tensor: ...
+    @property
+    def lse(self) -> Tensor: ...
+
+
 def exact(
     q: Float[Tensor, "*heads n_q d"] | AttentionProblem,
     k: Float[Tensor, "*kv_heads n_k d"] | None = None,
@@ -55,15 +67,46 @@ def exact(
     True
     """
     problem = AttentionProblem.of(q, k, v, do, **options)
+    return _exact(problem, None)
+
+
+def exact_backward(problem: AttentionProblem, forward: SoftmaxOfForward) -> Exact:
+    """Compute the exact gradients of the function that a quantized forward computes.
+
+    S, P and L are the forward's: s, p and lse of a `Trace`, p before it is rounded for PV. All else
+    follows from this P and the problem's unrounded q, k, v and do in float64: o = P V, dP, delta =
+    rowsum(P o dP), dS, dq, dk and dv. Rounding in QK counts as having derivative 1
+    (straight-through). A softcap and sinks enter as they do in the forward: with the slope at the
+    forward's S, and with its L.
+
+    `compare(trace, exact_backward(problem, trace))` is the error against the own forward. It holds
+    what the other products and an inconsistent backward add, and not the error of QK itself.
+
+    Raises:
+        ValueError: if the forward is not one of this problem (its p has another shape); and as
+            `exact`.
+
+    Source: docs/numerics.md, "Two references".
+
+    >>> from sagesim import SAGEBWD, compare, trace
+    >>> q, k, v, do = torch.randn(4, 1, 1, 64, 16)
+    >>> problem = AttentionProblem(q=q, k=k, v=v, do=do)
+    >>> t = trace(problem, spec=SAGEBWD)
+    >>> compare(t, exact_backward(problem, t)).overall["p"].rel_l2
+    0.0
+    """
+    shape = (*problem.q.shape[:-1], problem.k.shape[-2])
+    if forward.p.shape != shape:
+        raise ValueError(
+            f"p of the forward has shape {tuple(forward.p.shape)}, that of the problem is {shape}"
+        )
+    return _exact(problem, forward)
+
+
+def _exact(problem: AttentionProblem, forward: SoftmaxOfForward | None) -> Exact:
+    """The gradients for the exact P, or for that of a forward."""
     attends = problem.attends
     q, k, v, do = (x.detach().double() for x in problem.qkvdo)
-    return _exact(q, k, v, do, attends, problem)
-
-
-def _exact(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, attends: Tensor, problem: AttentionProblem
-) -> Exact:
-    """q, k, v and do are the problem's tensors in float64."""
     key_heads = k.shape[-3] if k.ndim > 2 else 1
     groups = q.shape[-3] // key_heads if problem.enable_gqa else 1
     if groups > 1:
@@ -77,30 +120,30 @@ def _exact(
     q, do = (x.masked_fill(~attends.any(-1)[..., None], 0.0) for x in (q, do))
     k, v = (x.masked_fill(~attends.any(-2)[..., None], 0.0) for x in (k, v))
 
-    s = q @ k.transpose(-1, -2) * scale
-    slope = None
-    if problem.softcap is not None:
-        slope = 1 - torch.tanh(s / problem.softcap).square()
-        s = problem.softcap * torch.tanh(s / problem.softcap)
-    s = s.masked_fill(~attends, -math.inf)
-    lse = torch.logsumexp(s, -1) if n_k else s.new_full(s.shape[:-1], -math.inf)
-    p_sink = None
-    if problem.sinks is not None:
-        sinks = problem.sinks.detach().double()[:, None]
-        lse = torch.logaddexp(lse, sinks.where(lse != -math.inf, -math.inf))
-        p_sink = torch.exp(sinks - lse).where(lse != -math.inf, 0.0)
-    p = torch.exp(s - lse[..., None]).masked_fill(~attends, 0.0)
+    sinks = None if problem.sinks is None else problem.sinks.detach().double()[:, None]
+    if forward is None:
+        s = q @ k.transpose(-1, -2) * scale
+        if problem.softcap is not None:
+            s = problem.softcap * torch.tanh(s / problem.softcap)
+        s = s.masked_fill(~attends, -math.inf)
+        lse = torch.logsumexp(s, -1) if n_k else s.new_full(s.shape[:-1], -math.inf)
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks.where(lse != -math.inf, -math.inf))
+        p = torch.exp(s - lse[..., None]).masked_fill(~attends, 0.0)
+    else:
+        s, p, lse = (x.detach().double() for x in (forward.s, forward.p, forward.lse))
     o = p @ v
     dv = p.transpose(-1, -2) @ do
     dp = (do @ v.transpose(-1, -2)).masked_fill(~attends, 0.0)
     delta = (p * dp).sum(-1)
     ds = p * (dp - delta[..., None])
-    if slope is not None:
-        ds = ds * slope
+    if problem.softcap is not None:  # the derivative of c tanh(x / c), from its value
+        ds = ds * (1 - (s / problem.softcap).square()).masked_fill(~attends, 0.0)
     dq = ds @ k * scale
     dk = ds.transpose(-1, -2) @ q * scale
     dsinks = None
-    if p_sink is not None:
+    if sinks is not None:
+        p_sink = torch.exp(sinks - lse).where(lse != -math.inf, 0.0)
         dsinks = -(p_sink * delta).sum(-1).reshape(-1, q.shape[-3]).sum(0)
     if groups > 1:
         dk, dv = (x.unflatten(-3, (key_heads, groups)).sum(-3) for x in (dk, dv))

@@ -89,19 +89,13 @@ def trace(
     x = flatten(problem, spec)
     recorder = Recorder(x, maps=frozenset(_MASKED_VALUE), operands=True)
     passes = run(x, problem.gradient, recorder)
-    s = recorder.maps["s"]
-    p = torch.exp(s - _finite_lse(passes.lse_smoothed)[..., None])
-    s_recompute = recorder.maps["s_recompute"]
-    if spec.smoothing.k and x.softcap is None and x.grid.n_q and x.grid.n_k:
-        shift = SmoothedQK.of(x, slice(None)).shift
-        assert shift is not None
-        s, s_recompute = s + shift[..., None], s_recompute + shift[..., None]
+    forward = ForwardSoftmax.of(x, recorder.maps["s"], passes.lse_smoothed, passes.lse)
     return Trace(
         spec=spec,
-        s=x.query_heads(s),
-        p=x.query_heads(p),
+        s=forward.s,
+        p=forward.p,
         o=passes.o,
-        lse=x.query_heads(passes.lse),
+        lse=forward.lse,
         delta=x.query_heads(recorder.row_delta),
         dp=x.query_heads(recorder.maps["dp"]),
         ds=x.query_heads(recorder.maps["ds"]),
@@ -109,10 +103,28 @@ def trace(
         dk=passes.dk,
         dv=passes.dv,
         dsinks=passes.dsinks,
-        s_recompute=x.query_heads(s_recompute),
+        s_recompute=x.query_heads(_before_smoothing(x, recorder.maps["s_recompute"])),
         p_recompute=x.query_heads(recorder.maps["p_recompute"]),
         operands=MappingProxyType(recorder.quantized()),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardSoftmax:
+    """S, P and L of a forward, with the caller's leading shape of q; see the fields of `Trace`."""
+
+    s: Tensor
+    p: Tensor
+    lse: Tensor
+
+    @classmethod
+    def of(
+        cls, x: FlatProblem, s_smoothed: Tensor, lse_smoothed: Tensor, lse: Tensor
+    ) -> ForwardSoftmax:
+        """From the recorded map "s" and the results of `run` or `run_forward`."""
+        p = torch.exp(s_smoothed - _finite_lse(lse_smoothed)[..., None])
+        s = _before_smoothing(x, s_smoothed)
+        return cls(x.query_heads(s), x.query_heads(p), x.query_heads(lse))
 
 
 class Recorder(Hooks):
@@ -193,6 +205,15 @@ class Recorder(Hooks):
         grid = self._x.grid
         rows = slice(panel.rows.start, min(panel.rows.stop, grid.n_q))
         return rows, slice(0, min(panel.key_blocks * grid.block_k, grid.n_k))
+
+
+def _before_smoothing(x: FlatProblem, s: Tensor) -> Tensor:
+    """Add to the map S what smoothing K subtracts from its rows."""
+    if not (x.spec.smoothing.k and x.softcap is None and x.grid.n_q and x.grid.n_k):
+        return s
+    shift = SmoothedQK.of(x, slice(None)).shift
+    assert shift is not None
+    return s + shift[..., None]
 
 
 def _finite_lse(lse: Tensor) -> Tensor:

@@ -53,7 +53,12 @@ SAGEBWD_ALL_INT8: Final = with_precision(SAGEBWD, Precision.INT8, "dp")
 SAGE_FORWARD: Final = with_precision(
     SAGEBWD, Precision.INPUT16, "qk_recompute", "dv", "dp", "dq", "dk"
 )
-"""Only the forward's two products in INT8; the backward in 16 bit."""
+"""Only the forward's two products in INT8; the backward in 16 bit.
+
+Not for training with large logits: the backward recomputes P from 16-bit logits, but normalises it
+by the logsumexp of the INT8 ones. Its gradients then belong to neither forward, and their errors
+grow with the logits until they exceed the gradients.
+"""
 
 FPA: Final = replace(with_precision(SAGEBWD, Precision.FP32), smoothing=Smoothing())
 """Full-precision attention: every site FP32, nothing quantized, nothing smoothed."""
@@ -96,6 +101,14 @@ FACTORED_QK: Final = replace(
 Q has one scale per token, K one per block. The loops of a kernel quantize neither P nor dS.
 """
 
+FACTORED_QK16: Final = with_precision(
+    with_precision(FACTORED, Precision.INPUT16, "qk", "qk_recompute"), Precision.INT8, "dp"
+)
+"""`FACTORED` with QK and its recomputation in 16 bit, and dP in INT8: five INT8 products.
+
+The softmax amplifies the rounding error of QK, and does not amplify that of dP.
+"""
+
 CAUSAL_SAFE: Final = replace(
     with_precision(FACTORED_PV16, Precision.INPUT16, "dq"), smoothing=Smoothing()
 )
@@ -115,6 +128,7 @@ PRESETS: Final = {
     "factored": FACTORED,
     "factored_pv16": FACTORED_PV16,
     "factored_qk": FACTORED_QK,
+    "factored_qk16": FACTORED_QK16,
     "causal_safe": CAUSAL_SAFE,
 }
 """Every preset by its name in labels."""

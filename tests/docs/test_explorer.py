@@ -27,8 +27,10 @@ pytestmark = pytest.mark.xdist_group("explorer")
 needs_browser = pytest.mark.skipif(find() is None, reason="chromium is not installed")
 
 
-def measured(sample: Sample, spec: AttentionSpec) -> dict[str, float]:
-    overall = sagesim.compare(sample.trace(spec), sample.exact()).overall
+def measured(sample: Sample, spec: AttentionSpec, against: str = "exact") -> dict[str, float]:
+    traced = sample.trace(spec)
+    own = sagesim.exact_backward(sample, traced)
+    overall = sagesim.compare(traced, own if against == "own" else sample.exact()).overall
     return {t: overall[t].rel_l2 for t in OUTPUTS}
 
 
@@ -66,8 +68,9 @@ class TestNumbers:
         for _ in range(40):
             name = rng.choice(list(INPUTS))
             levels, others = any_spec(rng)
-            direct = measured(INPUTS[name], explorer.spec_of(levels, **others))
-            listed = found["errors"][".".join([name, *map(str, others.values())])]
+            against = rng.choice(list(explorer.REFERENCES))
+            direct = measured(INPUTS[name], explorer.spec_of(levels, **others), against)
+            listed = found["errors"][".".join([name, *map(str, others.values()), against])]
             for t in OUTPUTS:
                 read = found["reads"][others["delta"]][t]
                 value = listed[t][explorer._index(levels, read)]
@@ -108,9 +111,9 @@ def label(page: Page) -> str:
     return page.run("document.getElementById('ex-label').textContent")
 
 
-def assert_shows(page: Page, sample: Sample) -> None:
+def assert_shows(page: Page, sample: Sample, against: str = "exact") -> None:
     """Assert that the numbers on the page are the emulator's for the label on the page."""
-    direct = measured(sample, AttentionSpec.parse(label(page)))
+    direct = measured(sample, AttentionSpec.parse(label(page)), against)
     for t, value in shown(page).items():
         assert value == pytest.approx(direct[t], rel=6e-3), (label(page), t)
 
@@ -130,6 +133,14 @@ class TestPage:
             page.open(f"{address}#{urlencode({'input': name} | levels | others)}")
             assert AttentionSpec.parse(label(page)) == explorer.spec_of(levels, **others)
             assert_shows(page, INPUTS[name])
+
+    def test_a_click_changes_the_reference_and_a_preset_keeps_it(self, page):
+        page.click("input[name=ex-against][value=own]")
+        assert_shows(page, INPUTS["sigma3"], "own")
+        page.click(".ex-presets button:nth-of-type(3)")
+        assert label(page) == "factored"
+        assert_shows(page, INPUTS["sigma3"], "own")
+        assert "against=own" in page.run("location.hash")
 
     def test_unknown_words_in_the_address_are_ignored(self, page, address):
         page.open(f"{address}#qk=int4&input=none&scales=&dp=int8&nothing")

@@ -52,7 +52,7 @@ def test_the_budget_of_another_spec_is_not_within_25_percent():
 
 def test_a_spec_that_rounds_nothing_has_no_error():
     budget = error_budget(*small(), spec=sagesim.FPA)
-    assert set(budget.error.values()) == {0.0}
+    assert set(budget.error.values()) == set(budget.own_error.values()) == {0.0}
     assert all(share == 0.0 for part in budget.share.values() for share in part.values())
 
 
@@ -65,6 +65,16 @@ def test_the_only_rounded_site_has_the_whole_share(site):
     assert reached == expected
     assert all(budget.share[site][t] == 1.0 for t in reached)
     assert budget.largest(next(iter(reached))) == site
+
+
+def test_qk_adds_nothing_to_the_error_against_the_own_forward():
+    only = sagesim.AttentionSpec.parse("fpa qk=int8@block,block qk_recompute=int8@block,block")
+    assert set(error_budget(*small(), spec=only).own_error.values()) == {0.0}
+    both, without = (
+        error_budget(*small(), spec=sagesim.AttentionSpec.parse(label))
+        for label in ("sagebwd", "sagebwd qk=fp32 qk_recompute=fp32")
+    )
+    assert both.own_error == without.error and both.error != without.error
 
 
 def test_shares_add_up_to_1_and_squared_errors_are_summed_over_heads():
@@ -88,7 +98,7 @@ def test_scale_multiplies_the_logits():
 def test_the_budget_prints_as_a_table():
     text = str(error_budget(*small(), spec=sagesim.SAGEBWD))
     assert text.splitlines()[0].split() == ["sagebwd", "O", "dS", "dQ", "dK", "dV"]
-    assert len(text.splitlines()) == 2 + len(PARTS)
+    assert len(text.splitlines()) == 3 + len(PARTS)
 
 
 def test_unsupported_problems_raise():

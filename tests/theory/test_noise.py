@@ -63,7 +63,42 @@ def test_the_standard_error_is_the_deviation_of_the_estimates(offset, p):
     drawn = [noise.sample_moments(part) for part in x]
     deviation = float(torch.tensor([m.mean_square for m in drawn]).std())
     claimed = math.sqrt(sum(m.mean_square_error**2 for m in drawn) / len(drawn))
-    assert deviation == pytest.approx(claimed, rel=0.1)  # 800 draws scatter by 2.5 percent
+    # The jackknife counts the noise that remains without a mean twice.
+    truth = noise.mean_square_variance(p * offset**2, p, 50)
+    doubled = noise.mean_square_variance(p * offset**2, 2 * p, 50)
+    assert deviation == pytest.approx(math.sqrt(truth), rel=0.1)  # 800 draws scatter by 2.5 percent
+    assert claimed == pytest.approx(math.sqrt(doubled), rel=0.1)
+
+
+@pytest.mark.parametrize("offset", (0.0, 100.0))
+def test_the_standard_error_is_that_of_leaving_out_each_sample(offset):
+    x = population(0, 7, 3, offset)
+    others = [torch.cat([x[:i], x[i + 1 :]]) for i in range(len(x))]
+    found = [noise.sample_moments(part).mean_square for part in others]
+    each = torch.tensor(found, dtype=torch.float64)
+    expected = float(((each - each.mean()).square().sum() * 6 / 7).sqrt())
+    assert noise.sample_moments(x).mean_square_error == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_standard_error_of_two_samples_is_unknown_and_of_equal_ones_0():
+    assert math.isnan(noise.sample_moments(torch.randn(2, 3)).mean_square_error)
+    assert noise.sample_moments(torch.ones(5, 3)).mean_square_error == 0
+
+
+def test_standard_errors_that_are_too_small_would_be_seen(monkeypatch):
+    """Half of the right errors miss more often than the checks allow."""
+    spectrum = checks.SPECTRA["64 equal directions"]
+    assert checks.missed(spectrum, 10.0, draws=200) <= 0.05
+    right = noise._mean_square_error
+    monkeypatch.setattr(noise, "_mean_square_error", lambda *x: right(*x) / 2)
+    assert checks.missed(spectrum, 10.0, draws=200) > 0.2
+
+
+def test_the_gradient_over_its_error_by_hand():
+    assert noise.gradient_to_error(4.0, 1.0) == 2
+    assert noise.gradient_to_error(4.0, 0.0) == math.inf
+    assert math.isnan(noise.gradient_to_error(-1.0, 1.0))
+    assert noise.effective_rank(torch.tensor([1.0, 1.0, 0.0])) == 2
 
 
 def test_a_single_sample_raises():

@@ -14,14 +14,16 @@ from sagesim import AttentionSpec, Granularity, Rounding
 from sagesim.emulator import uniform
 from theory import noise
 from theory.checks.check import Check, bounded, estimated
-from theory.noise import sample_moments
+from theory.noise import effective_rank, sample_moments
+from theory.rounding import rounding_moments
 
 TOKENS, WIDTH, HEAD_DIM = 64, 8, 16
 
 
 def checks() -> Iterator[Check]:
-    """The statements on rounding, then those on batches of gradients."""
+    """The statements on rounding, on standard errors, and on batches of gradients."""
     yield from _rounding()
+    yield from _coverage()
     yield from _batches()
 
 
@@ -176,6 +178,47 @@ def _rounding() -> Iterator[Check]:
     )
 
 
+SPECTRA = {
+    "64 equal directions": torch.ones(64, dtype=torch.float64),
+    "64 directions as 1/k": 1 / torch.arange(1, 65, dtype=torch.float64),
+    "64 directions as 1/k^2": 1 / torch.arange(1, 65, dtype=torch.float64) ** 2,
+    "one direction": torch.ones(1, dtype=torch.float64),
+}
+"""Eigenvalues of known covariances."""
+
+SAMPLES = 256
+"""The number of sequences from which |b|^2 is estimated."""
+
+
+def missed(spectrum: Tensor, signal: float, draws: int = 600, seed: int = 0) -> float:
+    """How often |b|^2 is further than two standard errors from its estimate, for Gaussian samples.
+
+    signal: |b|^2 in units of the noise of the mean of `SAMPLES`, tr C / `SAMPLES`. b has the same
+        component in every direction.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    square = signal * float(spectrum.sum()) / SAMPLES
+    b, count = math.sqrt(square / len(spectrum)), 0
+    for _ in range(draws):
+        x = torch.randn(SAMPLES, len(spectrum), generator=generator, dtype=torch.float64)
+        found = sample_moments(x * spectrum.sqrt() + b)
+        count += abs(found.mean_square - square) > 2 * found.mean_square_error
+    return count / draws
+
+
+def _coverage() -> Iterator[Check]:
+    for name, spectrum in SPECTRA.items():
+        allowed = 0.05 if effective_rank(spectrum) >= 10 else 0.25
+        for signal in (0.0, 1.0, 10.0):
+            yield bounded(
+                "noise",
+                f"|b|^2 beyond two standard errors, {SAMPLES} samples",
+                f"{name}, |b|^2 = {signal:g} of the noise",
+                bound=torch.tensor(allowed),
+                measured=torch.tensor(missed(spectrum, signal)),
+            )
+
+
 def _batches() -> Iterator[Check]:
     # The examples resemble each other, so their gradients differ little and the bias exceeds the
     # noise at batches of some hundred. Predictions and measurements use different draws.
@@ -227,14 +270,14 @@ def _shrinkage(examples: Examples, gradients: Tensor) -> Iterator[Check]:
         label = f"fpa smooth=k dq=int8@{scales},block"
         t = sagesim.trace(q, k, v, do, spec=AttentionSpec.parse(label))
         k_smoothed = k - k.mean(-2, keepdim=True)
-        lost = noise.flushed(t.ds, t.operands["dq.ds"].scale.double()) @ k_smoothed
+        lost = rounding_moments(t.ds, t.operands["dq.ds"].scale).mean @ k_smoothed
         lost = (part.mT @ lost).flatten(1).mean(0) / math.sqrt(HEAD_DIM)
         error = (part.mT @ t.dq).flatten(1).mean(0) - mean
         yield estimated(
             "noise",
-            "shrinkage of the mean gradient, from flushed dS",
+            "shrinkage of the mean gradient, from dS of less than 1.5 steps",
             label,
             predicted=-float(lost @ mean / mean.square().sum()),
             measured=-float(error @ mean / mean.square().sum()),
-            within=0.5,
+            within=0.15,
         )

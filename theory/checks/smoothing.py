@@ -122,6 +122,14 @@ def _row_sums(x: Sample) -> Iterator[Check]:
         bound=slack,
         measured=(row_sums - predicted).abs(),
     )
+    exact = sagesim.exact_backward(x, t)
+    yield bounded(
+        "smoothing",
+        "error of dS against its own forward = P rowsum(dS) (up to float64)",
+        x.name,
+        bound=4 * t.p * slack[..., None],
+        measured=(t.ds - exact.ds - t.p * row_sums[..., None]).abs(),
+    )
     steps = p_step(t), t.operands["pv.v"].scale.double()
     yield bounded(
         "smoothing",
@@ -145,6 +153,14 @@ def _row_sums(x: Sample) -> Iterator[Check]:
         x.name,
         bound=slack,
         measured=consistent.ds.sum(-1).abs(),
+    )
+    exact = sagesim.exact_backward(x, consistent)
+    yield bounded(
+        "smoothing",
+        "no error of dS against its own forward with delta from P (up to float64)",
+        x.name,
+        bound=4 * consistent.p * slack[..., None],
+        measured=(consistent.ds - exact.ds).abs(),
     )
 
 
@@ -219,7 +235,7 @@ def _bias_branch(x: Sample) -> Iterator[Check]:
         x.name,
         predicted=_rms(predicted),
         measured=_rms(measured**2),
-        within=0.5,
+        within=0.25,
     )
     for smooth in ("k", "qk"):
         t = trace(x, f"fpa smooth={smooth} dk=int8@tile,block")

@@ -21,6 +21,7 @@ from sagesim import (
     attribute,
     compare,
     exact,
+    exact_backward,
     trace,
 )
 from sagesim.analysis import (
@@ -37,6 +38,7 @@ from sagesim.analysis import (
     run_count,
 )
 from sagesim.analysis.attribution import SITE_NAMES
+from sagesim.analysis.runs import specs_of_runs
 from sagesim.spec import with_precision
 from tests.support.assertions import assert_bitwise
 
@@ -80,6 +82,29 @@ def test_every_error_equals_that_of_emulating_its_spec(found):
         assert effect.without == pytest.approx(rel_l2(x, without), rel=1e-12), effect.site
     for effect in found.switches:
         assert effect.error == pytest.approx(rel_l2(x, effect.spec), rel=1e-12), effect.switch
+
+
+def test_every_error_against_the_own_forward_equals_that_of_emulating_its_spec(found):
+    own, x = found.own_forward, problem()
+    measured = {"base": own.error}
+    measured |= {f"only {e.site}": e.only for e in (*own.sites, own.logits)}
+    measured |= {f"without {e.site}": e.without for e in (*own.sites, own.logits)}
+    measured |= {f"change {e.switch}": e.error for e in own.switches}
+    for name, spec in specs_of_runs(own.base).items():
+        if name == "unrounded":
+            continue
+        t = trace(*x, spec=spec)
+        q, k, v, do = x
+        expected = compare(t, exact_backward(AttentionProblem(q=q, k=k, v=v, do=do), t)).overall
+        assert measured[name] == pytest.approx(
+            {t: expected[t].rel_l2 for t in OUTPUTS}, rel=1e-9
+        ), name
+    assert own.own_forward is None
+
+
+def test_rounding_qk_alone_is_no_error_against_the_own_forward(found):
+    for t in OUTPUTS:
+        assert found.own_forward.logits.only[t] < 1e-5 < 1e-3 < found.logits.only[t], t
 
 
 def test_each_option_is_changed_alone(found):

@@ -155,6 +155,12 @@ def test_tables_have_the_numbers_of_the_pooled_attribution(made):
         assert cells[1:] == [percent(effect.share[t]) for t in OUTPUTS]
     assert shares[-1][1:] == [percent(a.interaction(t)) for t in OUTPUTS]
     base = [number(a.error[t]) for t in OUTPUTS]
+    own, rows = a.own_forward, page.tables["table-own"]
+    for cells, effect in zip(rows[1:-3], own.parts, strict=True):
+        assert cells[1:] == [percent(effect.share[t]) for t in OUTPUTS]
+    assert rows[-3][1:] == [percent(own.interaction(t)) for t in OUTPUTS]
+    assert rows[-2][1:] == [number(own.error[t]) for t in OUTPUTS] != base
+    assert rows[-1][1:] == base
     for kind in ("only", "without"):
         rows = page.tables[f"table-{kind}"]
         for cells, effect in zip(rows[1:-1], (a.logits, *a.sites), strict=True):

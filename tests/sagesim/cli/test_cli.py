@@ -10,7 +10,7 @@ import torch
 import sagesim
 import sagesim.cli.trace
 from sagesim import AttentionSpec, attribute
-from sagesim.analysis import PAPER_TABLE_1, Setting, errors, gaussian_errors, pool
+from sagesim.analysis import PAPER_TABLE_1, Setting, errors, errors_of_both, gaussian_errors, pool
 from sagesim.cli import COMMANDS, main
 from sagesim.cli.inputs import GRAMMAR, SHIPPED, load
 from sagesim.data import LLAMA
@@ -95,6 +95,9 @@ def test_attribute_prints_the_attribution(run, file, capture):
     each = [attribute(c, base=base) for c in capture.calls]
     pooled = pool(each)
     assert row(out, "relative L2 error") == [f"{x:.2e}" for x in pooled.error.values()]
+    own, end = pooled.own_forward, out.split("its own forward")[1]
+    assert row(end, "relative L2 error") == [f"{x:.2e}" for x in own.error.values()]
+    assert row(end, "pv") == [f"{x:.1%}" for x in own.sites[1].share.values()]
     assert row(out, "qk+qk_recompute") == [f"{x:.1%}" for x in pooled.logits.share.values()]
     assert row(out, "delta from P and dP") == [
         f"{x:.2e}" for x in pooled.switches[2].error.values()
@@ -126,7 +129,7 @@ def test_attribute_of_attention_that_rounds_nothing(run, file):
 
 def test_trace_prints_table_2_beside_the_papers(run, file, capture):
     out = run("trace", file)
-    cosine, rel_l2 = out.split("rel L2")
+    cosine, rel_l2, own = out.split("rel L2")
     for c in capture.calls:
         e = errors(c, SAGEBWD)
         for table, name in ((cosine, "cosine"), (rel_l2, "rel_l2")):
@@ -134,6 +137,10 @@ def test_trace_prints_table_2_beside_the_papers(run, file, capture):
                 f"{getattr(e[t], name):.4f}"
                 for t in ("delta", "p", "dp", "ds", "o", "dq", "dk", "dv")
             ]
+        e = errors_of_both(c, SAGEBWD)[1]
+        assert row(own, f"{c.index} layer.{c.index}") == [
+            f"{e[t].rel_l2:.4f}" for t in ("delta", "p", "dp", "ds", "o", "dq", "dk", "dv")
+        ]
     theirs = "the paper's model, layer 11"
     assert row(cosine, theirs)[3] == "0.9789"
     assert row(rel_l2, theirs)[3:] == ["0.2045", "0.0793", "0.2579", "0.3074", "0.0540"]

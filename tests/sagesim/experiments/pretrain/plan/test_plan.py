@@ -1,3 +1,4 @@
+import inspect
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from sagesim.experiments.pretrain.run.log import Log
 from sagesim.experiments.pretrain.run.settings import Machine
 from tests.sagesim.experiments.pretrain.conftest import ALONE
 
-OURS = Path(sagesim.__file__).parent / "experiments" / "pretrain" / "plan" / "five_questions.toml"
+FOLDER = Path(sagesim.__file__).parent / "experiments" / "pretrain" / "plan"
+OURS = FOLDER / "five_questions.toml"
 
 TEXT = """
 margin = 0.02
@@ -240,6 +242,28 @@ def test_ctrl_c_reaches_the_process_of_every_gpu_once(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", start)
     assert run_on_gpus(["plan"], 2) == 130
     assert started == ["0", "1"]
+
+
+def test_the_plan_of_the_next_experiment_is_valid():
+    """It repeats an earlier cell, has the default spec and a twin, and kernels for all arms."""
+    from sagesim_kernels import supports
+
+    earlier, ours = Plan.read(OURS), Plan.read(FOLDER / "delta_or_scales.toml")
+    measured = {"evaluate_sequences", "monitor_sequences", "monitor"}
+    changed = {name for name in ours.base if ours.base[name] != earlier.base[name]}
+    assert changed == measured | {"qk_norm"} and not ours.base["qk_norm"]
+    assert ours.scales["100M"] == earlier.scales["100M"] and ours.speed == earlier.speed
+    runs = ours.runs("arms", "100M", corpus=earlier.corpus, vocabulary=16384)
+    specs = {name: Attention.parse(name).spec for name in {each.run.attention for each in runs}}
+    assert len(runs) == len(specs) * len(ours.seeds)
+    assert {each.run.tokens_per_step for each in runs} == {65_536}
+    default = inspect.signature(sagesim.attention).parameters["spec"].default
+    assert {sagesim.FPA_BF16, sagesim.FACTORED_QK16, default} < set(specs.values())
+    assert all(
+        supports(spec, head_size=64)
+        for spec in specs.values()
+        if spec not in (None, sagesim.FPA_BF16)
+    )
 
 
 def test_the_shipped_plan_is_valid():

@@ -254,15 +254,21 @@ class Capture:
                     f"call {number} has tensors {', '.join(sorted(found))}; it needs "
                     f"{', '.join(_FLOATS)} and may have {', '.join(_OPTIONAL)}"
                 )
+            optional: dict[str, Any] = {name: found.get(name) for name in _OPTIONAL}
+            if version > 1:
+                optional |= _options_of_version_2(entry)
             calls.append(
                 Call(
+                    q=found["q"],
+                    k=found["k"],
+                    v=found["v"],
+                    do=found["do"],
                     index=_field(entry, "index", int),
                     name=_field(entry, "name", str),
                     is_causal=_field(entry, "is_causal", bool),
                     scale=None if entry.get("scale", 0) is None else _float(entry, "scale"),
                     enable_gqa=_field(entry, "enable_gqa", bool),
-                    **(_options_of_version_2(entry) if version > 1 else {}),
-                    **{name: found.get(name) for name in (*_FLOATS, *_OPTIONAL)},
+                    **optional,
                 )
             )
         if tensors:

@@ -100,9 +100,9 @@ class AttentionProblem:
         return {name: x for name in names if (x := getattr(self, name)) is not None}
 
     @property
-    def options(self) -> AttentionOptions:
+    def options(self) -> dict[str, Any]:
         """The options, as keyword arguments of functions that take q, k and v."""
-        return {name: getattr(self, name) for name in _OPTIONS}  # pyright: ignore[reportReturnType]
+        return {name: getattr(self, name) for name in _OPTIONS}
 
     @property
     def qkvdo(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -20,17 +20,25 @@ from sagesim import (
 from sagesim.problem import resolve_input16
 from sagesim_kernels import ampere
 from sagesim_kernels.ampere import support
-from sagesim_kernels.operands import KernelProblem
+from sagesim_kernels.operands import NO_EXTRAS, Extras, KernelProblem
 
 MMA_SYNC = (80, 86, 89, 120, 121)
 WITHOUT = (100, 103, 110)
 """Capabilities of data center Blackwell, which multiplies with tcgen05."""
 
 
-def problem(spec: AttentionSpec = FACTORED, *, d: int = 64, d_v: int | None = None):
+def problem(
+    spec: AttentionSpec = FACTORED,
+    *,
+    d: int = 64,
+    d_v: int | None = None,
+    extras: Extras = NO_EXTRAS,
+):
     q, k, v = (torch.zeros(1, 2, 8, x, device="meta") for x in (d, d, d_v or d))
     spec = resolve_input16(spec, torch.bfloat16)
-    return KernelProblem.of(q, k, v, spec=spec, scale=1.0, is_causal=True, lower_right=False)
+    return KernelProblem.of(
+        q, k, v, spec=spec, scale=1.0, is_causal=True, lower_right=False, extras=extras
+    )
 
 
 SERVED = {
@@ -51,6 +59,8 @@ OTHERS = {
     "Q smoothed": problem(replace(FACTORED, smoothing=Smoothing(q=True, k=True))),
     "half away": problem(replace(FACTORED, rounding=HALF_AWAY)),
     "blocks of 32 keys": problem(replace(CAUSAL_SAFE, block_k=32)),
+    "window": problem(extras=Extras(window=(3, 0))),
+    "softcap": problem(extras=Extras(softcap=20.0)),
 }
 
 

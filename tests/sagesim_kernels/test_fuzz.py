@@ -134,6 +134,26 @@ def test_lower_right_is_the_emulator_under_that_mask(preset: str, lengths: tuple
     assert_bitwise(actual=lse, expected=torch.full_like(lse, -torch.inf), what="lse")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [(100, 0), (100, 40), (40, 100), (-1, 70), (150, -1)])
+@pytest.mark.parametrize("preset", ["sagebwd", "factored", "fpa_fp16"])
+def test_windows_of_several_blocks(preset: str, window: tuple[int, int]) -> None:
+    """Some blocks are inside of every query's window, and need no mask; others are at an edge."""
+    for alignment in ("upper_left", "lower_right"):
+        problem = KernelCase(
+            spec=f"{preset} block=32x32",
+            n_q=200,
+            n_k=230,
+            d=16,
+            d_v=16,
+            heads=(1, 1, 1),
+            kinds=("gaussian",) * 4,
+            window=window,
+            causal_alignment=alignment,
+        )
+        check(problem.case, problem.parsed)
+
+
 def differentiate(outputs: Tensor, leaves: list[Tensor], do: Tensor) -> dict[str, Tensor]:
     grads = torch.autograd.grad(outputs, leaves, do)
     return dict(zip(("o", "dq", "dk", "dv"), (outputs.detach(), *grads), strict=True))

@@ -19,7 +19,7 @@ from sagesim import (
 from sagesim.problem import resolve_input16
 from sagesim.spec import with_precision
 from sagesim_kernels import hopper
-from sagesim_kernels.operands import KernelProblem
+from sagesim_kernels.operands import NO_EXTRAS, Extras, KernelProblem
 
 
 def problem(
@@ -32,23 +32,31 @@ def problem(
     heads: int = 2,
     scale: float = 1.0,
     dtype: torch.dtype = torch.bfloat16,
+    extras: Extras = NO_EXTRAS,
     **mask: bool,
 ) -> KernelProblem:
     sizes = ((n_q, d), (n_k, d), (n_k, d if d_v is None else d_v))
     q, k, v = (torch.empty(1, heads, *size, dtype=dtype, device="meta") for size in sizes)
-    return KernelProblem(
-        q=q,
-        k=k,
-        v=v,
+    return KernelProblem.of(
+        q,
+        k,
+        v,
         spec=resolve_input16(spec, dtype),
         scale=scale,
         is_causal=mask.get("is_causal", False),
         lower_right=mask.get("lower_right", False),
-        cu_q=None,
-        cu_k=None,
-        longest_q=n_q,
-        longest_k=n_k,
+        extras=extras,
     )
+
+
+EXTRAS = {
+    "window": Extras(window=(3, 0)),
+    "key_mask": Extras(key_mask=torch.empty(1, 5, dtype=torch.bool, device="meta")),
+    "seqused_k": Extras(seqused_k=torch.empty(1, dtype=torch.int32, device="meta")),
+    "sinks": Extras(sinks=torch.empty(2, device="meta")),
+    "softcap": Extras(softcap=20.0),
+}
+"""What only the portable kernels serve."""
 
 
 SERVED = {
@@ -74,6 +82,7 @@ OTHERS = {
     "d_v 128": problem(d_v=128),
     "negative scale": problem(scale=-1.0),
     "too many rows": problem(n_q=2**28, heads=2),
+    **{name: problem(extras=extras) for name, extras in EXTRAS.items()},
 }
 
 

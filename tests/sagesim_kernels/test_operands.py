@@ -13,7 +13,14 @@ from torch import Tensor
 from sagesim import FACTORED_QK, SAGEBWD
 from sagesim.problem import resolve_input16
 from sagesim_kernels.hopper.descriptors import tma_descriptor
-from sagesim_kernels.operands import LAUNCH, KernelProblem, OperandCache, map_inverse, map_scale
+from sagesim_kernels.operands import (
+    LAUNCH,
+    KernelProblem,
+    OperandCache,
+    Packing,
+    map_inverse,
+    map_scale,
+)
 from sagesim_kernels.operands.layout import ALIGNMENT
 from tests.support.assertions import assert_bitwise
 from tests.support.kernels import DEVICE, HERE
@@ -33,18 +40,15 @@ def packed(q: tuple[int, ...], k: tuple[int, ...], **mask: bool) -> KernelProble
         torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=DEVICE)
         for lengths in (q, k)
     )
-    return KernelProblem(
-        q=tokens(sum(q), 0),
-        k=tokens(sum(k), 1),
-        v=tokens(sum(k), 2),
+    return KernelProblem.of(
+        tokens(sum(q), 0),
+        tokens(sum(k), 1),
+        tokens(sum(k), 2),
         spec=SPEC,
         scale=1.0,
         is_causal=mask.get("is_causal", False),
         lower_right=mask.get("lower_right", False),
-        cu_q=cu_q,
-        cu_k=cu_k,
-        longest_q=max(q),
-        longest_k=max(k),
+        packing=Packing(cu_q, cu_k, max(q), max(k)),
     )
 
 

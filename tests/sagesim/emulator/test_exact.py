@@ -115,7 +115,7 @@ def test_scale_multiplies_the_logits_and_leading_axes_are_optional():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_everything_is_float64_and_detached(dtype):
     c = case(seed=3, n_q=5, n_k=6, d=4).to(dtype)
-    x = exact(c.q.requires_grad_(), *c.qkvdo[1:])
+    x = exact(c.q.requires_grad_(), *c.qkvdo[1:], sinks=torch.zeros(1).requires_grad_())
     for name in type(x).__slots__:
         value = getattr(x, name)
         assert value.dtype is torch.float64 and not value.requires_grad, name

@@ -154,6 +154,26 @@ def test_windows_of_several_blocks(preset: str, window: tuple[int, int]) -> None
         check(problem.case, problem.parsed)
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("preset", ["sagebwd", "factored"])
+def test_the_mean_of_k_reaches_dq_where_rows_of_ds_do_not_sum_to_0(
+    preset: str, softcap: float | None
+) -> None:
+    """K has a mean that is larger than its deviation."""
+    problem = KernelCase(
+        spec=preset,
+        n_q=40,
+        n_k=50,
+        d=16,
+        d_v=16,
+        heads=(1, 1, 2),
+        kinds=("gaussian", "offset", "gaussian", "gaussian"),
+        has_sinks=True,
+        softcap=softcap,
+    )
+    check(problem.case, problem.parsed)
+
+
 def differentiate(outputs: Tensor, leaves: list[Tensor], do: Tensor) -> dict[str, Tensor]:
     grads = torch.autograd.grad(outputs, leaves, do)
     return dict(zip(("o", "dq", "dk", "dv"), (outputs.detach(), *grads), strict=True))

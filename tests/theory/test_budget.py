@@ -107,10 +107,10 @@ def test_unsupported_problems_raise():
         error_budget(q, k, v, do, spec=sagesim.SAGE_FORWARD)
     with pytest.raises(ValueError, match="enable_gqa=True"):
         error_budget(q, k[:1], v[:1], do, spec=sagesim.SAGEBWD)
-    with pytest.raises(ValueError, match="attn_mask is torch.float32; it must be boolean"):
+    with pytest.raises(ValueError, match=r"attn_mask is torch.float32; it must be boolean"):
         error_budget(q, k, v, do, spec=sagesim.SAGEBWD, attn_mask=torch.zeros(96, 96))
     for name, option in (("sinks", torch.zeros(1)), ("softcap", 20.0)):
-        with pytest.raises(ValueError, match=f"{name}: not modelled"):
+        with pytest.raises(ValueError, match=f"{name}: the prediction does not model"):
             error_budget(q, k, v, do, spec=sagesim.SAGEBWD, **{name: option})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sagesim import emulator
@@ -106,6 +107,54 @@ def attend_packed(
     )
     assert isinstance(o, Tensor)
     return o
+
+
+@torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
+def attend_padded(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options, *, pads_queries: bool
+) -> Tensor:
+    """Compute attention of padded sequences: the tokens are packed, and 0 fills the output.
+
+    Shapes and errors as `attend`.
+
+    Args:
+        keys: bool [batch, n_k]; True is a token, False padding, on either side.
+        pads_queries: the queries are the last n_q tokens of the keys, and padded ones are left out.
+            Otherwise every query is computed.
+    """
+    batch, n_q = q.shape[0], q.shape[2]
+    queries = keys[:, -n_q:] if pads_queries else keys.new_ones(batch, n_q)
+    cu_q, cu_k = (F.pad(x.sum(1).cumsum(0), (1, 0)).to(torch.int32) for x in (queries, keys))
+    kept = [x.transpose(1, 2)[keep] for x, keep in ((q, queries), (k, keys), (v, keys))]
+    o = attend_packed(*kept, cu_q, cu_k, longest_of(cu_q), longest_of(cu_k), options)
+    whole = o.new_zeros(batch * n_q, *o.shape[1:])
+    whole = whole.index_copy(0, queries.flatten().nonzero()[:, 0], o)
+    return whole.unflatten(0, (batch, n_q)).transpose(1, 2)
+
+
+def key_padding(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """A mask of SDPA as bool [batch, n_k]: True is a token, False padding.
+
+    q, k: [batch, heads, tokens, d].
+
+    Raises:
+        ValueError: if the mask is not boolean, or differs between heads or queries.
+    """
+    batch, n_k = q.shape[0], k.shape[2]
+    whole = mask[(None,) * (4 - mask.ndim)] if mask.ndim <= 4 else mask
+    fits = whole.ndim == 4 and whole.shape[0] in (1, batch) and whole.shape[3] in (1, n_k)
+    if mask.dtype is not torch.bool or not fits or whole.shape[1:3] != (1, 1):
+        raise ValueError(
+            f"attn_mask is {mask.dtype} {tuple(mask.shape)}; only a boolean mask of padded keys, "
+            f"broadcastable to {(batch, 1, 1, n_k)}, is supported (True is a token)"
+        )
+    return whole[:, 0, 0].expand(batch, n_k)
+
+
+@torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
+def longest_of(cu: Tensor) -> int:
+    """The length of the longest sequence of cu_seqlens, which is read from the device."""
+    return int(cu.diff().max()) if cu.shape[0] > 1 else 0
 
 
 def uses_kernels(q: Tensor) -> bool:

@@ -7,12 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sagesim.spec import AttentionSpec
-from sagesim_kernels.integrations.attend import Options, attend, attend_packed
+from sagesim_kernels.integrations.attend import (
+    Options,
+    attend,
+    attend_packed,
+    attend_padded,
+    longest_of,
+)
 from sagesim_kernels.integrations.transformers.masks import packing_of
 
 NO_EFFECT: Final = frozenset(
@@ -107,9 +112,14 @@ class LayerAttention:
         if attention_mask is None:
             return attend(query, key, value, options).transpose(1, 2), None
         if attention_mask.ndim == 1:
-            cu, longest = attention_mask, _longest(attention_mask)
+            cu, longest = attention_mask, longest_of(attention_mask)
             return _packed(query, key, value, cu, cu, longest, longest, options), None
-        return _padded(query, key, value, _padding(attention_mask, key), options), None
+        # Attention without a causal mask or a window may be cross-attention, of which the mask says
+        # nothing about the queries.
+        is_self = options.is_causal or options.window != (-1, -1)
+        keys = _padding(attention_mask, key)
+        o = attend_padded(query, key, value, keys, options, pads_queries=is_self)
+        return o.transpose(1, 2), None
 
     def _spec(self, module: nn.Module) -> AttentionSpec:
         if not self.layers:
@@ -217,33 +227,6 @@ def _packed(
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     o = attend_packed(q, k, v, cu_q, cu_k, longest_q, longest_k, options)
     return o.unflatten(0, (batch, n_q))
-
-
-@torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
-def _padded(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options) -> Tensor:
-    """Attention without the padding: the remaining tokens are packed, and 0 fills the output.
-
-    In self-attention, the last n_q keys are the tokens of the queries, and padded queries are left
-    out. Attention without a causal mask or a window may be cross-attention, of which the mask says
-    nothing about the queries: all are computed.
-    """
-    batch, n_q = q.shape[0], q.shape[2]
-    is_self = options.is_causal or options.window != (-1, -1)
-    queries = keys[:, -n_q:] if is_self else keys.new_ones(batch, n_q)
-    cu_q, cu_k = _cumulated(queries.sum(1)), _cumulated(keys.sum(1))
-    kept = [x.transpose(1, 2)[keep] for x, keep in ((q, queries), (k, keys), (v, keys))]
-    o = attend_packed(*kept, cu_q, cu_k, _longest(cu_q), _longest(cu_k), options)
-    whole = o.new_zeros(batch * n_q, *o.shape[1:])
-    return whole.index_copy(0, queries.flatten().nonzero()[:, 0], o).unflatten(0, (batch, n_q))
-
-
-def _cumulated(lengths: Tensor) -> Tensor:
-    return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-
-
-@torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
-def _longest(cu: Tensor) -> int:
-    return int(cu.diff().max()) if cu.shape[0] > 1 else 0
 
 
 _PACKINGS: Final = WeakTensorKeyDictionary()

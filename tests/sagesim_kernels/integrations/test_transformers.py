@@ -48,6 +48,8 @@ def labels(mask: Tensor, *, causal: bool = True) -> Tensor:
 
 POSITIONS = torch.tensor([[*range(5), *range(TOKENS - 5)], [*range(9), *range(TOKENS - 9)]])
 """Each row packs two sequences."""
+CU = torch.tensor([0, 5, TOKENS], dtype=torch.int32)
+FLASH = {"cu_seq_lens_q": CU, "cu_seq_lens_k": CU, "max_length_q": 9, "max_length_k": 9}
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert", "mistral", "modernbert"])
@@ -75,11 +77,9 @@ def test_packed_positions(kind, use_cache):
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_packed_cu_seq_lens(kind):
-    cu = torch.tensor([0, 5, TOKENS], dtype=torch.int32)
     inputs = {"input_ids": tokens(1), "labels": tokens(1), "position_ids": POSITIONS[:1]}
-    flash = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 9, "max_length_k": 9}
     eager = {**inputs, "use_cache": False}
-    assert_equals_eager(kind, "exact", eager=eager, **inputs, **flash)
+    assert_equals_eager(kind, "exact", eager=eager, **inputs, **FLASH)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
@@ -194,6 +194,21 @@ def test_torch_compile_refuses_packing_that_the_mask_cannot_see():
     compiled.compile(backend="aot_eager")
     with pytest.raises(RuntimeError, match="position_ids restart; pass use_cache=False"):
         compiled(tokens(), position_ids=POSITIONS, use_cache=True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("arguments", [{}, {"position_ids": POSITIONS[:1], **FLASH}])
+def test_torch_compile_makes_one_graph_with_the_kernels(arguments, monkeypatch):
+    monkeypatch.setattr(attend, "uses_kernels", lambda q: True)
+    register(spec=sagesim.FACTORED)
+    torch._dynamo.reset()
+    inputs = {"input_ids": tokens(1), "labels": tokens(1), **arguments}
+    compiled = model("llama", "sagebwd")
+    expected = results(compiled, **inputs)
+    compiled.compile(backend="aot_eager", fullgraph=True)
+    actual = results(compiled, **inputs)
+    assert_bitwise(actual=actual["logits"], expected=expected["logits"], what="logits")
 
 
 INTERPRETED = {

@@ -529,6 +529,17 @@ FRAMEWORKS = (
         ),
     ),
     Promise(
+        "Ring attention over parts of the keys is as accurate as attention of all keys.",
+        (f"{INTEGRATIONS}/test_torch_flash.py::test_ring_attention",),
+    ),
+    Promise(
+        "Selective checkpointing by the names of operators computes the forward once.",
+        (
+            f"{KERNELS}/test_torch_compile.py"
+            "::test_selective_checkpointing_computes_the_forward_once",
+        ),
+    ),
+    Promise(
         "In diffusers, a model's backend leaves other models alone.",
         (f"{INTEGRATIONS}/test_diffusers.py::test_other_models_keep_their_attention",),
     ),

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import (
     AttentionInterface,
     BertConfig,
+    DynamicCache,
     LlamaConfig,
     masking_utils,
     modeling_flash_attention_utils,
@@ -223,6 +224,26 @@ def test_a_static_cache_is_refused():
 @pytest.mark.parametrize("make", ["create_causal_mask", "create_sliding_window_causal_mask"])
 def test_masks_without_padding_are_none(make):
     assert make_mask(make=getattr(masking_utils, make)) is None
+
+
+def test_the_mask_of_packed_positions_is_their_cu_seqlens():
+    """Some models pass no position_ids to the attention."""
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 0]])
+    inputs = torch.zeros(2, N, 8)
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        make = getattr(masking_utils, name)
+        cu = make_mask(make=make, position_ids=positions, inputs_embeds=inputs)
+        assert cu.dtype is torch.int32
+        assert cu.tolist() == [0, 3, 6, 11, 12]
+
+
+def test_the_mask_of_padding_is_that_of_the_keys():
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8), 0)
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1]])
+    mask = make_mask(attention_mask=padding, past_key_values=cache)
+    assert torch.equal(mask, padding.bool())
+    assert make_mask(attention_mask=torch.ones(1, 10), past_key_values=cache) is None
 
 
 def test_a_window_that_only_the_mask_knows_is_refused():

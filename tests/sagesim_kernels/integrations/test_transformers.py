@@ -187,6 +187,7 @@ def test_torch_compile(call):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_torch_compile_refuses_packing_that_the_mask_cannot_see():
     torch._dynamo.reset()
@@ -218,7 +219,9 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("call", INTERPRETED)
+@pytest.mark.parametrize(
+    "call", ["packed", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dense", "padded"))]
+)
 def test_the_kernels_in_the_interpreter(call, monkeypatch):
     """On a CUDA device the kernels compute the calls that the emulator computes here."""
     register(spec=sagesim.FACTORED)

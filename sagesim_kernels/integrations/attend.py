@@ -1,42 +1,51 @@
 """What every integration calls: attention by the kernels on CUDA devices, else by the emulator.
 
-The frameworks pass options that SDPA does not have. `Options` holds them; an option that is not
-computed raises an error here, for all frameworks in the same place.
+The frameworks pass options that SDPA does not have; `Options` holds them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sagesim import emulator
+from sagesim.problem import NO_WINDOW
 from sagesim.spec import FACTORED_QK, AttentionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of an attention call.
+    """The options of an attention call, those of `sagesim.AttentionOptions` that frameworks have.
 
-    spec: the numerics.
-    scale: the factor of the logits; None is 1/sqrt(d).
-    is_causal: query i attends to keys 0..i + n_k - n_q ("lower_right"), or 0..i.
     lower_right: how the causal mask and the window are aligned if n_q differs from n_k.
-    window: FlashAttention's (left, right): how many keys before and after its own position a query
-        attends to; -1 is no limit.
-    softcap: logits x are replaced by softcap * tanh(x / softcap).
-    sinks: [heads], one more logit in the denominator of each row.
+    window: FlashAttention's (left, right).
+    sinks: [heads].
     """
 
     spec: AttentionSpec = FACTORED_QK
     scale: float | None = None
     is_causal: bool = False
     lower_right: bool = True
-    window: tuple[int, int] = (-1, -1)
+    window: tuple[int, int] = NO_WINDOW
     softcap: float | None = None
     sinks: Tensor | None = None
+
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments of `sagesim.attention` and of the kernels."""
+        return {
+            "spec": self.spec,
+            "scale": self.scale,
+            "is_causal": self.is_causal,
+            "causal_alignment": "lower_right" if self.lower_right else "upper_left",
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "enable_gqa": True,
+        }
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
@@ -45,7 +54,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     Returns o [batch, heads, n_q, d_v].
 
     Raises:
-        ValueError: if an option is not computed on this device; the message names it.
         TypeError, ValueError: as `sagesim_kernels.attention` and `sagesim.attention`.
     """
     if not uses_kernels(q):
@@ -56,12 +64,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
         q,
         k,
         v,
-        spec=options.spec,
-        is_causal=options.is_causal,
-        causal_alignment="lower_right" if options.lower_right else "upper_left",
-        scale=options.scale,
-        enable_gqa=True,
-        **_extras(options),
+        **options.keywords(),
     )
     assert isinstance(o, Tensor)
     return o
@@ -98,12 +101,7 @@ def attend_packed(
         cu_k,
         longest_q,
         longest_k,
-        spec=options.spec,
-        is_causal=options.is_causal,
-        causal_alignment="lower_right" if options.lower_right else "upper_left",
-        scale=options.scale,
-        enable_gqa=True,
-        **_extras(options),
+        **options.keywords(),
     )
     assert isinstance(o, Tensor)
     return o
@@ -162,58 +160,10 @@ def uses_kernels(q: Tensor) -> bool:
     return q.is_cuda
 
 
-def _extras(options: Options) -> dict[str, object]:
-    """The options beyond SDPA's, as keyword arguments of the kernels."""
-    _refuse_uncomputed(options)
-    if options.window != (-1, -1):
-        raise ValueError(f"a sliding window of {options.window} is not computed by the kernels")
-    return {}
-
-
-def _refuse_uncomputed(options: Options) -> None:
-    if options.softcap is not None:
-        raise ValueError(f"softcap={options.softcap} is not computed; set it to None in the config")
-    if options.sinks is not None:
-        raise ValueError(f"sinks (s_aux) of shape {tuple(options.sinks.shape)} are not computed")
-
-
 # torch.compile would compile many small graphs of the emulator.
 @torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
 def _emulate(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
-    _refuse_uncomputed(options)
-    is_square = q.shape[-2] == k.shape[-2]
-    is_plain = options.window == (-1, -1) and (is_square or not options.lower_right)
-    return emulator.attention(
-        q,
-        k,
-        v,
-        spec=options.spec,
-        is_causal=options.is_causal and is_plain,
-        attn_mask=None if is_plain or _sees_all(options) else _mask(q, k, options),
-        scale=options.scale,
-        enable_gqa=True,
-    )
-
-
-def _sees_all(options: Options) -> bool:
-    return options.window == (-1, -1) and not options.is_causal
-
-
-def _mask(q: Tensor, k: Tensor, options: Options) -> Tensor:
-    """Which keys each query attends to, bool [n_q, n_k]."""
-    n_q, n_k = q.shape[-2], k.shape[-2]
-    left, right = options.window
-    if options.is_causal:
-        right = 0 if right < 0 else min(right, 0)
-    shift = n_k - n_q if options.lower_right else 0
-    keys = torch.arange(n_k, device=q.device) - shift
-    offset = keys - torch.arange(n_q, device=q.device)[:, None]
-    attends = torch.ones_like(offset, dtype=torch.bool)
-    if left >= 0:
-        attends &= offset >= -left
-    if right >= 0:
-        attends &= offset <= right
-    return attends
+    return emulator.attention(q, k, v, **options.keywords())
 
 
 @torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]

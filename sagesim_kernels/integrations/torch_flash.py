@@ -28,9 +28,9 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from sagesim.problem import check_spec
+from sagesim.problem import NO_WINDOW, check_spec
 from sagesim.spec import FACTORED_QK, AttentionSpec, Delta
-from sagesim_kernels.operands import compute_k_means, logit_scale
+from sagesim_kernels.operands import compute_k_means, compute_logit_shift, logit_scale
 from sagesim_kernels.ops import Call, backward_op, forward_op, label_of, on_device_of
 
 NAME: Final = "sagebwd"
@@ -54,8 +54,8 @@ def flash_attention(spec: AttentionSpec = FACTORED_QK, *, device: str = "CUDA") 
         device: the dispatch key of the operators.
 
     Raises:
-        ValueError: if the spec computes delta from P; at a call, for dropout, windows, ALiBi, paged
-            keys and lengths in `seqused_k`.
+        ValueError: if the spec computes delta from P; at a call, for dropout, ALiBi, paged keys
+            and lengths in `seqused_k`.
         TypeError: if spec is not an AttentionSpec.
         RuntimeError: if a context is entered inside another.
     """
@@ -129,13 +129,16 @@ class _Operators:
         return_debug_mask: bool,
         *,
         scale: float | None = None,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
         **others: Any,
     ) -> tuple[Tensor, ...]:
         """Tokens before heads, packed if there are cu_seqlens; the causal mask is lower-right."""
         _refuse(dropout_p, others, return_debug_mask)
         q, k, v = (_heads_first(x) for x in (query, key, value))
+        window = _window(window_size_left, window_size_right)
         packing = (cum_seq_q, cum_seq_k, max_q, max_k) if cum_seq_q is not None else (None,) * 4
-        call = self._call(q, scale, is_causal, packing, lower_right=True)
+        call = self._call(q, scale, is_causal, packing, window, lower_right=True)
         o, lse, _, _ = forward_op(q, k, v, *call, True)
         o, lse = (o[0].transpose(0, 1), lse[0]) if query.ndim == 3 else (o.transpose(1, 2), lse)
         return (_laid_out_as(query, o), lse, *_randomness(query))
@@ -156,13 +159,16 @@ class _Operators:
         is_causal: bool,
         *_randomness: Tensor,
         scale: float | None = None,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
         **others: Any,
     ) -> tuple[Tensor, ...]:
         _refuse(dropout_p, others)
+        window = _window(window_size_left, window_size_right)
         packing = (cum_seq_q, cum_seq_k, max_q, max_k) if query.ndim == 3 else (None,) * 4
         tensors = [_heads_first(x) for x in (grad_out, query, key, value, out)]
         lse = logsumexp[None] if query.ndim == 3 else logsumexp
-        call = self._call(tensors[1], scale, is_causal, packing, lower_right=True)
+        call = self._call(tensors[1], scale, is_causal, packing, window, lower_right=True)
         grads = _gradients(*tensors, lse, call)
         if query.ndim == 3:
             grads = tuple(x[0].transpose(0, 1) for x in grads)
@@ -184,7 +190,7 @@ class _Operators:
     ) -> tuple[Any, ...]:
         """Heads before tokens; the causal mask is upper-left, as SDPA's."""
         _refuse(dropout_p, {}, return_debug_mask)
-        call = self._call(query, scale, is_causal, (None,) * 4, lower_right=False)
+        call = self._call(query, scale, is_causal, (None,) * 4, NO_WINDOW, lower_right=False)
         o, lse, _, _ = forward_op(query, key, value, *call, True)
         lengths = (query.shape[2], key.shape[2])
         return (_laid_out_as(query, o), lse, None, None, *lengths, *_randomness(query))
@@ -207,16 +213,27 @@ class _Operators:
         scale: float | None = None,
     ) -> tuple[Tensor, ...]:
         _refuse(dropout_p, {})
-        call = self._call(query, scale, is_causal, (None,) * 4, lower_right=False)
+        call = self._call(query, scale, is_causal, (None,) * 4, NO_WINDOW, lower_right=False)
         grads = _gradients(grad_out, query, key, value, out, logsumexp, call)
         inputs = (query, key, value)
         return tuple(_laid_out_as(x, g) for x, g in zip(inputs, grads, strict=True))
 
     def _call(
-        self, q: Tensor, scale: float | None, is_causal: bool, packing: Any, *, lower_right: bool
+        self,
+        q: Tensor,
+        scale: float | None,
+        is_causal: bool,
+        packing: Any,
+        window: tuple[int, int],
+        *,
+        lower_right: bool,
     ) -> Call:
+        left, right = window
         cu_q, cu_k, longest_q, longest_k = packing
         return Call(
+            sinks=None,
+            key_mask=None,
+            seqused_k=None,
             cu_q=cu_q,
             cu_k=cu_k,
             longest_q=longest_q,
@@ -225,6 +242,9 @@ class _Operators:
             scale=logit_scale(q, scale),
             is_causal=is_causal,
             lower_right=lower_right,
+            left=left,
+            right=right,
+            softcap=None,
             tokens_first=q.stride(2) > q.stride(1),
         )
 
@@ -239,14 +259,15 @@ def _gradients(
     problem = call.problem(q, k, v)
     if not problem.spec.smoothing.k:
         nothing = q.new_empty((0,), dtype=torch.float32)
-        return backward_op(do, None, q, k, v, o, _base2(lse), nothing, *call)
+        return backward_op(do, None, q, k, v, o, _base2(lse), nothing, *call)[:3]
     with on_device_of(q):
         k_mean: Tensor = compute_k_means(problem).ptr
-    means = _means_of_queries(q, k_mean, call)
-    lowered = (q.float() * means).sum(-1) * call.scale
-    dq, dk, dv = backward_op(do, None, q, k, v, o, _base2(lse - lowered), k_mean, *call)
+        shift = compute_logit_shift(problem, k_mean)
+    assert shift is not None  # as K is smoothed
+    dq, dk, dv, _ = backward_op(do, None, q, k, v, o, _base2(lse - shift), k_mean, *call)
     # dQ = dS (K - mean) is dS K only if the rows of dS sum to 0, as they do over all keys.
     sums = _row_sums_of_ds(do, q, k, v, o, lse, call)
+    means = _means_of_queries(q, k_mean, call)
     return (dq.float() + sums[..., None] * means * call.scale).to(dq.dtype), dk, dv
 
 
@@ -284,9 +305,13 @@ def _refuse(dropout_p: float, others: dict[str, Any], return_debug_mask: bool = 
     if return_debug_mask:
         raise ValueError("return_debug_mask=True is not supported")
     for name, value in others.items():
-        neutral = {"num_splits": (None, 0, 1)}.get(name, (None, -1))
+        neutral = {"num_splits": (None, 0, 1)}.get(name, (None,))
         if isinstance(value, Tensor) or value not in neutral:
             raise ValueError(f"{name} is given; it is not supported")
+
+
+def _window(left: int | None, right: int | None) -> tuple[int, int]:
+    return (-1 if left is None else left, -1 if right is None else right)
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -195,6 +195,22 @@ def test_other_masks_are_refused(mask):
         call(**HONOURED["attn_mask"], is_causal=True)
 
 
+def test_the_causal_mask_is_aligned_at_the_first_key():
+    q, k, v = torch.randn(3, 1, 6, 2, 8, generator=torch.Generator().manual_seed(0))
+    found = {
+        backend: dispatch_attention_fn(q[:, :4], k, v, is_causal=True, backend=backend)
+        for backend in ("native", "exact")
+    }
+    assert_within_budget(
+        actual=found["exact"],
+        exact=found["native"].double(),
+        yardstick=found["native"],
+        factor=1.0,
+        band=2.0**-20,
+        what="o",
+    )
+
+
 def test_heads_are_not_grouped_unasked():
     x = torch.randn(1, 6, 4, 8)
     with pytest.raises(ValueError, match="query has 4 heads and key 2; enable_gqa is False"):

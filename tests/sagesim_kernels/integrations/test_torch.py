@@ -94,12 +94,38 @@ def test_sdpa(call, shape):
     assert_equals(actual, lambda *x: sdpa(*x, **options), leaves)
 
 
+def test_sdpa_aligns_its_causal_mask_at_the_first_key():
+    q, k, v = draw(2, 4, 9, 8)
+    leaves = (q[:, :, :5], k, v)
+    actual = with_gradients(lambda *x: EXACT.sdpa(*x, enable_gqa=True, is_causal=True), leaves)
+    assert_equals(actual, lambda *x: sdpa(*x, is_causal=True), leaves)
+
+
 def lower_right(n_q: int, n_k: int, left: int = -1, right: int = 0) -> Tensor:
     offset = torch.arange(n_k) - torch.arange(n_q)[:, None] - (n_k - n_q)
     near = torch.ones_like(offset, dtype=torch.bool)
     if left >= 0:
         near &= offset >= -left
     return near & (offset <= right) if right >= 0 else near
+
+
+def softcapped(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, cap: float) -> Tensor:
+    """Attention of logits that are capped, in plain PyTorch; SDPA has no softcap."""
+    k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    logits = cap * torch.tanh(q @ k.mT / q.shape[-1] ** 0.5 / cap)
+    return logits.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+
+def test_softcap():
+    """Without a cap, 0.0 is flash-attn's default."""
+    leaves = tuple(x.transpose(1, 2) for x in draw(2, 4, 9, 8))
+    mask = lower_right(9, 9)
+
+    def reference(*x: Tensor) -> Tensor:
+        return softcapped(*(y.transpose(1, 2) for y in x), mask=mask, cap=0.5).transpose(1, 2)
+
+    actual = with_gradients(lambda *x: EXACT.flash_attn_func(*x, causal=True, softcap=0.5), leaves)
+    assert_equals(actual, reference, leaves)
 
 
 FLASHES = {
@@ -153,14 +179,19 @@ REFUSED: dict[str, dict[str, Any]] = {
         "dropout_p": 0.1,
         "alibi_slopes": torch.ones(2),
         "return_attn_probs": True,
-        "softcap": 30.0,
     },
 }
 REFUSED["flash_attn_varlen_func"] = REFUSED["flash_attn_func"] | {"block_table": torch.zeros(1)}
 HONOURED = {
     "sdpa": {"is_causal", "scale", "enable_gqa", "attn_mask"},
-    "flash_attn_func": {"softmax_scale", "causal", "window_size", "deterministic"},
-    "flash_attn_varlen_func": {"softmax_scale", "causal", "window_size", "deterministic"},
+    "flash_attn_func": {"softmax_scale", "causal", "window_size", "softcap", "deterministic"},
+    "flash_attn_varlen_func": {
+        "softmax_scale",
+        "causal",
+        "window_size",
+        "softcap",
+        "deterministic",
+    },
 }
 
 

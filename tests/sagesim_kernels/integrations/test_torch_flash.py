@@ -44,10 +44,19 @@ def draw(n_q: int, n_k: int, *, batch: int = 2) -> tuple[Tensor, ...]:
 
 def ours(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool) -> list[Tensor]:
     """o, lse, dq, dk and dv of the kernels' own operators."""
-    rest = (None, None, None, None, label_of(SPEC), 0.25, causal, False, False)
-    call = Call(*rest)
+    call = Call(
+        *(None,) * 7,
+        label_of(SPEC),
+        0.25,
+        causal,
+        False,
+        left=-1,
+        right=-1,
+        softcap=None,
+        tokens_first=False,
+    )
     o, lse, lse2, k_mean = forward_op(q, k, v, *call, True)
-    return [o, lse, *backward_op(do, None, q, k, v, o, lse2, k_mean, *call)]
+    return [o, lse, *backward_op(do, None, q, k, v, o, lse2, k_mean, *call)[:3]]
 
 
 def aten(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool) -> list[Tensor]:
@@ -92,26 +101,36 @@ def test_sdpa(causal, n_q, n_k):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("causal", [False, True])
-def test_packed_sequences(causal):
+@pytest.mark.parametrize("causal, window", [(False, (-1, -1)), (True, (-1, -1)), (True, (9, 0))])
+def test_packed_sequences(causal, window):
     q, k, v, do = (x[0].transpose(0, 1) for x in draw(40, 70, batch=1))
     cu_q, cu_k = (
         torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 15, 40], [0, 30, 70])
     )
     options = (cu_q, cu_k, 25, 40, 0.0, causal)
+    sizes = {"window_size_left": window[0], "window_size_right": window[1]}
     with here(SPEC):
-        o, lse, *rng = ATEN._flash_attention_forward(q, k, v, *options, False, scale=0.25)
+        o, lse, *rng = ATEN._flash_attention_forward(q, k, v, *options, False, scale=0.25, **sizes)
         grads = ATEN._flash_attention_backward(
-            do, q, k, v, o, lse, *options, rng[0], rng[1], scale=0.25
+            do, q, k, v, o, lse, *options, rng[0], rng[1], scale=0.25, **sizes
         )
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     attend = Functions(SPEC).flash_attn_varlen_func
-    expected = attend(*leaves, cu_q, cu_k, 25, 40, causal=causal, softmax_scale=0.25)
+    expected = attend(
+        *leaves, cu_q, cu_k, 25, 40, causal=causal, softmax_scale=0.25, window_size=window
+    )
     own = [expected.detach(), *torch.autograd.grad(expected, leaves, do)]
     unrounded = [x.detach().requires_grad_() for x in (q, k, v)]
     attend = Functions(sagesim.FPA).flash_attn_varlen_func
     o64 = attend(
-        *(x.double() for x in unrounded), cu_q, cu_k, 25, 40, causal=causal, softmax_scale=0.25
+        *(x.double() for x in unrounded),
+        cu_q,
+        cu_k,
+        25,
+        40,
+        causal=causal,
+        softmax_scale=0.25,
+        window_size=window,
     )
     wanted = [o64.detach(), *(x.double() for x in torch.autograd.grad(o64, unrounded, do.double()))]
     assert_as_accurate([o, *grads], own, wanted)
@@ -164,7 +183,7 @@ def test_delta_from_p_is_refused():
 
 @pytest.mark.parametrize(
     "argument, value",
-    [("window_size_left", 3), ("seqused_k", torch.ones(1)), ("alibi_slopes", torch.ones(1))],
+    [("num_splits", 2), ("seqused_k", torch.ones(1)), ("alibi_slopes", torch.ones(1))],
 )
 def test_other_options_are_refused(argument, value):
     q, k, v, _ = (x.transpose(1, 2) for x in draw(8, 8))

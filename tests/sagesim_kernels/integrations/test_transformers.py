@@ -22,6 +22,10 @@ from tests.sagesim_kernels.integrations.models import (
 )
 from tests.support.assertions import assert_bitwise, assert_within_budget
 
+DECODERS = ["llama", "mistral", "gemma2", "gpt_oss"]
+"""Without and with windows, with a softcap, with sinks."""
+KINDS = [*DECODERS, "bert", "modernbert"]
+
 
 @pytest.fixture(autouse=True)
 def registered():
@@ -52,13 +56,13 @@ CU = torch.tensor([0, 5, TOKENS], dtype=torch.int32)
 FLASH = {"cu_seq_lens_q": CU, "cu_seq_lens_k": CU, "max_length_q": 9, "max_length_k": 9}
 
 
-@pytest.mark.parametrize("kind", ["llama", "bert", "mistral", "modernbert"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_dense(kind):
     assert_equals_eager(kind, "exact", input_ids=tokens(), labels=tokens())
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", ["llama", "bert", "mistral", "modernbert"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_padding(kind, side):
     mask = padding(side)
     wanted = labels(mask, causal="bert" not in kind)
@@ -66,7 +70,7 @@ def test_padding(kind, side):
     assert_equals_eager(kind, "exact", kept=mask.bool(), **inputs)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_packed_positions(kind, use_cache):
     """Models train with use_cache=True by default; eager attention then forgets the packing."""
@@ -75,14 +79,36 @@ def test_packed_positions(kind, use_cache):
     assert_equals_eager(kind, "exact", eager=eager, **inputs, use_cache=use_cache)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
 def test_packed_cu_seq_lens(kind):
     inputs = {"input_ids": tokens(1), "labels": tokens(1), "position_ids": POSITIONS[:1]}
     eager = {**inputs, "use_cache": False}
     assert_equals_eager(kind, "exact", eager=eager, **inputs, **FLASH)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_packed_sequences_are_those_of_each_alone():
+    """transformers 5.23 makes gpt-oss's masks without its positions: eager mixes the sequences."""
+    both, lengths = tokens(1), (5, TOKENS - 5)
+    with softmax_in_float64():
+        exact, eager = model("gpt_oss", "eager").double(), model("gpt_oss", "eager")
+        exact, yardstick = (
+            torch.cat([m(part).logits for part in both.split(lengths, 1)], 1)
+            for m in (exact, eager)
+        )
+    ours = model("gpt_oss", "exact")
+    for arguments in ({}, FLASH):
+        actual = ours(both, position_ids=POSITIONS[:1], **arguments).logits
+        assert_within_budget(
+            actual=actual,
+            exact=exact,
+            yardstick=yardstick,
+            factor=4.0,
+            band=2.0**-20,
+            what="logits",
+        )
+
+
+@pytest.mark.parametrize("kind", DECODERS)
 def test_cached_decoding(kind):
     """The causal mask and the window are aligned at the last key, with padding too."""
     mask = padding("left")
@@ -213,6 +239,8 @@ def test_torch_compile_makes_one_graph_with_the_kernels(arguments, monkeypatch):
 
 
 INTERPRETED = {
+    "sinks, window and padding": {"kind": "gpt_oss", "attention_mask": padding("left")},
+    "softcap": {"kind": "gemma2"},
     "dense": {},
     "padded": {"attention_mask": padding("right")},
     "packed": {"position_ids": POSITIONS, "use_cache": False},
@@ -220,16 +248,18 @@ INTERPRETED = {
 
 
 @pytest.mark.parametrize(
-    "call", ["packed", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dense", "padded"))]
+    "call",
+    ["packed", *(pytest.param(x, marks=pytest.mark.slow) for x in INTERPRETED if x != "packed")],
 )
 def test_the_kernels_in_the_interpreter(call, monkeypatch):
     """On a CUDA device the kernels compute the calls that the emulator computes here."""
     register(spec=sagesim.FACTORED)
     inputs = {"input_ids": tokens(), "labels": tokens(), **INTERPRETED[call]}
-    emulated = results(model("llama", "sagebwd"), **inputs)
+    kind = inputs.pop("kind", "llama")
+    emulated = results(model(kind, "sagebwd"), **inputs)
     monkeypatch.setattr(attend, "uses_kernels", lambda q: True)
-    actual = results(model("llama", "sagebwd"), **inputs)
-    exact = exact_results("llama", **inputs)
+    actual = results(model(kind, "sagebwd"), **inputs)
+    exact = exact_results(kind, **inputs)
     for name in emulated:
         assert_within_budget(
             actual=actual[name],

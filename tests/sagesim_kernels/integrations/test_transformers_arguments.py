@@ -43,6 +43,8 @@ HONOURED: dict[str, dict[str, Any]] = {
     "scaling": {"scaling": 3.0},
     "is_causal": {"is_causal": False},
     "sliding_window": {"sliding_window": 2},
+    "softcap": {"softcap": 0.5},
+    "s_aux": {"s_aux": torch.tensor([0.0, 1.0])},
     "position_ids": {"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]])},
     "cu_seq_lens_q": {
         "cu_seq_lens_q": CU,
@@ -57,8 +59,6 @@ TOGETHER = {"cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 REFUSED: dict[str, Any] = {
     "dropout": 0.1,
-    "softcap": 20.0,
-    "s_aux": torch.zeros(2),
     "position_bias": torch.zeros(1, 2, N, N),
     "output_attentions": True,
     "cache": object(),
@@ -134,6 +134,13 @@ def call(**arguments: Any) -> torch.Tensor:
 def test_an_argument_is_honoured(name):
     """What it computes, the tests of whole models compare with eager attention."""
     assert not torch.equal(call(**HONOURED[name]), call())
+
+
+def test_positions_that_change_in_place_are_read_again():
+    positions = torch.arange(N)[None]
+    plain = call(position_ids=positions)
+    positions.copy_(HONOURED["position_ids"]["position_ids"])
+    assert not torch.equal(call(position_ids=positions), plain)
 
 
 @pytest.mark.parametrize("name", REFUSED)

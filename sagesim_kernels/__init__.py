@@ -44,7 +44,8 @@ def __getattr__(name: str) -> Any:
         raise ModuleNotFoundError(
             "sagesim_kernels needs triton: pip install 'sagebwd[kernels]'", name="triton"
         )
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return found
 
 
 def __dir__() -> list[str]:

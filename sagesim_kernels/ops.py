@@ -1,4 +1,8 @@
-"""The kernels as operators of PyTorch: `sagebwd::forward` and `sagebwd::backward`.
+"""The kernels as operators of PyTorch: `flash_attn_forward` and `flash_attn_backward`.
+
+Their namespace is `sagesim_kernels`. Selective activation checkpointing keeps the results of
+operators by name: TRL's rule keeps those with "flash_attn" in their names, and axolotl's excludes
+those with "bwd".
 
 They take q, k and v as [sequences, heads, tokens, channels] with any strides, and the spec as a
 label. Packed sequences are a batch of one. Each operator has a fake implementation, so that
@@ -153,7 +157,7 @@ def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
-@torch.library.custom_op("sagebwd::forward", mutates_args=())
+@torch.library.custom_op("sagesim_kernels::flash_attn_forward", mutates_args=())
 def forward_op(
     q: Tensor,
     k: Tensor,
@@ -222,7 +226,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
     return _empty(q, v.shape[3], tokens_first=call.tokens_first), lse, lse2, k_mean
 
 
-@torch.library.custom_op("sagebwd::backward", mutates_args=())
+@torch.library.custom_op("sagesim_kernels::flash_attn_backward", mutates_args=())
 def backward_op(
     do: Tensor,
     d_lse: Tensor | None,

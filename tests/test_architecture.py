@@ -103,6 +103,8 @@ FLOORS: dict[str, set[str]] = {
         "sagesim.spec",
         "sagesim.problem",
         "sagesim.emulator",
+        "sagesim_kernels.operands",
+        "sagesim_kernels.ops",
         "sagesim_kernels.api",
         "sagesim_kernels.support",
     },

@@ -20,6 +20,7 @@ CLI = "tests/sagesim/cli/test_cli.py"
 EMULATOR = "tests/sagesim/emulator"
 FILES_TESTS = "tests/sagesim/test_files.py"
 KERNELS = "tests/sagesim_kernels"
+INTEGRATIONS = f"{KERNELS}/integrations"
 MODELS = "tests/sagesim/models"
 PRETRAIN = "tests/sagesim/experiments/pretrain"
 SWEEP = "tests/sagesim/experiments/test_spec_sweep.py"
@@ -496,6 +497,52 @@ DETERMINISM = (
 )
 
 FRAMEWORKS = (
+    Promise(
+        "In transformers, `attn_implementation` gives the results of eager attention if the spec "
+        "rounds nothing: dense, padded on either side, packed, with windows, and cached.",
+        (
+            f"{INTEGRATIONS}/test_transformers.py::test_dense",
+            f"{INTEGRATIONS}/test_transformers.py::test_padding",
+            f"{INTEGRATIONS}/test_transformers.py::test_packed_positions",
+            f"{INTEGRATIONS}/test_transformers.py::test_packed_cu_seq_lens",
+            f"{INTEGRATIONS}/test_transformers.py::test_cached_decoding",
+        ),
+    ),
+    Promise(
+        "In transformers, PyTorch and diffusers, each argument of an attention is computed or "
+        "refused by name.",
+        (
+            f"{INTEGRATIONS}/test_transformers_arguments.py::test_the_tables_name_every_argument",
+            f"{INTEGRATIONS}/test_torch.py::test_every_option_is_honoured_or_refused",
+            f"{INTEGRATIONS}/test_diffusers.py::test_every_argument_is_honoured_or_refused",
+        ),
+    ),
+    Promise(
+        "An integration registers nothing when it is imported, and takes back what it registers.",
+        (
+            f"{INTEGRATIONS}/test_transformers.py"
+            "::test_importing_registers_nothing_and_needs_no_triton",
+            f"{INTEGRATIONS}/test_transformers.py::test_unregister_puts_back_what_was",
+            f"{INTEGRATIONS}/test_diffusers.py::test_unregister_puts_back_what_was",
+            f"{INTEGRATIONS}/test_torch.py"
+            "::test_apply_changes_the_chosen_modules_alone_and_remove_puts_back",
+        ),
+    ),
+    Promise(
+        "Ring attention over parts of the keys is as accurate as attention of all keys.",
+        (f"{INTEGRATIONS}/test_torch_flash.py::test_ring_attention",),
+    ),
+    Promise(
+        "Selective checkpointing by the names of operators computes the forward once.",
+        (
+            f"{KERNELS}/test_torch_compile.py"
+            "::test_selective_checkpointing_computes_the_forward_once",
+        ),
+    ),
+    Promise(
+        "In diffusers, a model's backend leaves other models alone.",
+        (f"{INTEGRATIONS}/test_diffusers.py::test_other_models_keep_their_attention",),
+    ),
     Promise(
         "`torch.compile(fullgraph=True)` gives the bytes of eager mode.",
         (

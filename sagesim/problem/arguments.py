@@ -52,9 +52,16 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> int:
     """Check q, k and v [..., heads, tokens, head size]; return the query heads per head of k.
 
     Raises:
-        TypeError: if the dtypes differ.
+        TypeError: if the dtypes differ, or a tensor is a DTensor.
         ValueError: if the devices differ or the shapes do not fit each other.
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if hasattr(x, "placements"):
+            raise TypeError(
+                f"{name} is a DTensor, and attention has no sharding strategy; if batch or heads "
+                "are sharded, call attention of the shards with "
+                "torch.distributed.tensor.experimental.local_map"
+            )
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
     if not q.device == k.device == v.device:

@@ -1,5 +1,5 @@
 """Integrations into other frameworks: one module a framework, which users import by its name.
 
-Importing a module registers nothing; registering is a call. There is no integration yet;
-CONTRIBUTING.md, "A framework", says what a module needs.
+Importing a module registers nothing; registering is a call, and each module has a call that undoes
+it. On CUDA devices the kernels compute; elsewhere the emulator does (see `attend`).
 """

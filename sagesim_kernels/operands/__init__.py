@@ -56,6 +56,7 @@ from sagesim_kernels.operands.masking import (
 )
 from sagesim_kernels.operands.means import (
     SubtractedMeans,
+    compute_k_means,
     key_bias,
     load_k_mean,
     load_mean,
@@ -131,6 +132,7 @@ __all__ = [
     "causal_offset",
     "code_product",
     "compute_delta_from_o",
+    "compute_k_means",
     "compute_logit_shift",
     "compute_units",
     "ds_row_sums",

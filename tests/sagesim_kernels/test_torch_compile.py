@@ -1,10 +1,17 @@
 """The kernels give the same bits under torch.compile, checkpointing and autocast."""
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from sagesim import FACTORED_QK, AttentionSpec
 from sagesim_kernels import attention, attention_varlen
@@ -284,3 +291,42 @@ def test_checkpointing_is_bit_equal(spec, use_reentrant):
         return Results(o.detach(), lse.detach(), *(x.grad for x in leaves))
 
     assert_same(checkpointed(c), eager(c, spec, is_causal=True))
+
+
+def keep_flash_attention(_ctx: object, operator: object, *_: object, **__: object):
+    """The rule of TRL 1.16: results of operators with flash_attn in their names are kept."""
+    kept = "flash_attn" in str(operator)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keep_unless_backward(_ctx: object, operator: object, *_: object, **__: object):
+    """A rule that takes operators with bwd in their names for backwards."""
+    kept = "attn" in str(operator) and "bwd" not in str(operator)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class CountForwards(TorchDispatchMode):
+    """Counts how often the forward's operator runs."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.sagesim_kernels.flash_attn_forward.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy", [keep_flash_attention, keep_unless_backward, None])
+def test_selective_checkpointing_computes_the_forward_once(policy):
+    c = kernel_case(seed=0, n_q=20, n_k=33, d=16)
+    spec = FEW["sagebwd"]
+    context = functools.partial(create_selective_checkpoint_contexts, policy) if policy else None
+
+    def attend(*x: Tensor) -> tuple[Tensor, Tensor]:
+        options = {"context_fn": context} if context else {}
+        attended = functools.partial(attention, spec=spec, return_lse=True)
+        return checkpoint(attended, *x, use_reentrant=False, **options)
+
+    with CountForwards() as forwards:
+        actual = run(attend, c)
+    assert forwards.count == (1 if policy else 2)
+    assert_same(actual, eager(c, spec))

@@ -23,12 +23,17 @@ def llama(**changes) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
 
 
-def save(model: nn.Module, folder: Path, **options) -> Path:
-    """Save a model with the tokenizer, whose words are w1 to w19."""
+def tokenizer(**options) -> PreTrainedTokenizerFast:
+    """A tokenizer of the words w1 to w19."""
     words = {"<unk>": 0} | {f"w{i}": i for i in range(1, 20)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", **options)
+
+
+def save(model: nn.Module, folder: Path, **options) -> Path:
+    """Save a model with the tokenizer."""
+    tokenizer().save_pretrained(folder)
     model.save_pretrained(folder, **options)
     return folder
 

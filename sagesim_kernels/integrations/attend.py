@@ -1,0 +1,181 @@
+"""What every integration calls: attention by the kernels on CUDA devices, else by the emulator.
+
+The frameworks pass options that SDPA does not have; `Options` holds them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sagesim import emulator
+from sagesim.problem import NO_WINDOW
+from sagesim.spec import FACTORED_QK, AttentionSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of an attention call, those of `sagesim.AttentionOptions` that frameworks have.
+
+    lower_right: how the causal mask and the window are aligned if n_q differs from n_k.
+    window: FlashAttention's (left, right).
+    sinks: [heads].
+    """
+
+    spec: AttentionSpec = FACTORED_QK
+    scale: float | None = None
+    is_causal: bool = False
+    lower_right: bool = True
+    window: tuple[int, int] = NO_WINDOW
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments of `sagesim.attention` and of the kernels."""
+        return {
+            "spec": self.spec,
+            "scale": self.scale,
+            "is_causal": self.is_causal,
+            "causal_alignment": "lower_right" if self.lower_right else "upper_left",
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "enable_gqa": True,
+        }
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
+    """Compute attention of q [batch, heads, n_q, d] and k, v [batch, kv heads, n_k, d or d_v].
+
+    Returns o [batch, heads, n_q, d_v].
+
+    Raises:
+        TypeError, ValueError: as `sagesim_kernels.attention` and `sagesim.attention`.
+    """
+    if not uses_kernels(q):
+        return _emulate(q, k, v, options)
+    from sagesim_kernels.api import attention
+
+    o = attention(
+        q,
+        k,
+        v,
+        **options.keywords(),
+    )
+    assert isinstance(o, Tensor)
+    return o
+
+
+def attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    options: Options,
+) -> Tensor:
+    """Compute attention of packed sequences: q [tokens, heads, d], k and v [tokens, kv heads, ...].
+
+    Sequence i has tokens cu[i] to cu[i + 1]; `longest` are upper bounds on the lengths. Each
+    sequence is computed as if it were alone. Returns o [tokens, heads, d_v].
+
+    Raises:
+        As `attend`.
+    """
+    cu_q, cu_k = (cu.to(q.device, torch.int32).contiguous() for cu in (cu_q, cu_k))
+    if not uses_kernels(q):
+        return _emulate_packed(q, k, v, cu_q, cu_k, options)
+    from sagesim_kernels.api import attention_varlen
+
+    o = attention_varlen(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        longest_q,
+        longest_k,
+        **options.keywords(),
+    )
+    assert isinstance(o, Tensor)
+    return o
+
+
+@torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
+def attend_padded(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options, *, pads_queries: bool
+) -> Tensor:
+    """Compute attention of padded sequences: the tokens are packed, and 0 fills the output.
+
+    Shapes and errors as `attend`.
+
+    Args:
+        keys: bool [batch, n_k]; True is a token, False padding, on either side.
+        pads_queries: the queries are the last n_q tokens of the keys, and padded ones are left out.
+            Otherwise every query is computed.
+    """
+    batch, n_q = q.shape[0], q.shape[2]
+    queries = keys[:, -n_q:] if pads_queries else keys.new_ones(batch, n_q)
+    cu_q, cu_k = (F.pad(x.sum(1).cumsum(0), (1, 0)).to(torch.int32) for x in (queries, keys))
+    kept = [x.transpose(1, 2)[keep] for x, keep in ((q, queries), (k, keys), (v, keys))]
+    o = attend_packed(*kept, cu_q, cu_k, longest_of(cu_q), longest_of(cu_k), options)
+    whole = o.new_zeros(batch * n_q, *o.shape[1:])
+    whole = whole.index_copy(0, queries.flatten().nonzero()[:, 0], o)
+    return whole.unflatten(0, (batch, n_q)).transpose(1, 2)
+
+
+def key_padding(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """A mask of SDPA as bool [batch, n_k]: True is a token, False padding.
+
+    q, k: [batch, heads, tokens, d].
+
+    Raises:
+        ValueError: if the mask is not boolean, or differs between heads or queries.
+    """
+    batch, n_k = q.shape[0], k.shape[2]
+    whole = mask[(None,) * (4 - mask.ndim)] if mask.ndim <= 4 else mask
+    fits = whole.ndim == 4 and whole.shape[0] in (1, batch) and whole.shape[3] in (1, n_k)
+    if mask.dtype is not torch.bool or not fits or whole.shape[1:3] != (1, 1):
+        raise ValueError(
+            f"attn_mask is {mask.dtype} {tuple(mask.shape)}; only a boolean mask of padded keys, "
+            f"broadcastable to {(batch, 1, 1, n_k)}, is supported (True is a token)"
+        )
+    return whole[:, 0, 0].expand(batch, n_k)
+
+
+@torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
+def longest_of(cu: Tensor) -> int:
+    """The length of the longest sequence of cu_seqlens, which is read from the device."""
+    return int(cu.diff().max()) if cu.shape[0] > 1 else 0
+
+
+def uses_kernels(q: Tensor) -> bool:
+    """Whether the kernels compute attention of q: it is on a CUDA device."""
+    return q.is_cuda
+
+
+# torch.compile would compile many small graphs of the emulator.
+@torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
+def _emulate(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
+    return emulator.attention(q, k, v, **options.keywords())
+
+
+@torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
+def _emulate_packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, options: Options
+) -> Tensor:
+    lengths_q, lengths_k = cu_q.diff().tolist(), cu_k.diff().tolist()
+    if sum(lengths_q) != q.shape[0] or sum(lengths_k) != k.shape[0]:
+        raise ValueError(
+            f"cu_seqlens end at {int(cu_q[-1])} and {int(cu_k[-1])}, and there are {q.shape[0]} "
+            f"queries and {k.shape[0]} keys"
+        )
+    parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
+    outputs = [_emulate(*(x.transpose(0, 1) for x in part), options) for part in parts]
+    return torch.cat([o.transpose(0, 1) for o in outputs])

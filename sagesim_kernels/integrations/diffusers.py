@@ -1,0 +1,148 @@
+"""diffusers: the attention backend "sagebwd" of chosen models, after `register()`.
+
+The library has a closed list of backends and no public function that adds one. Everything that
+this needs of its private names is in this module; the tests run it with the tested version.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    _AttentionBackendRegistry,  # pyright: ignore[reportPrivateUsage]
+)
+from torch import Tensor, nn
+
+from sagesim.problem import check_spec
+from sagesim.spec import FACTORED_QK, AttentionSpec
+from sagesim_kernels.integrations.attend import (
+    Options,
+    attend,
+    attend_padded,
+    key_padding,
+)
+
+_Names: Any = AttentionBackendName
+_Registry: Any = _AttentionBackendRegistry
+_TABLES = ("_backends", "_constraints", "_supported_arg_names")
+
+
+def register(name: str = "sagebwd", *, spec: AttentionSpec = FACTORED_QK) -> None:
+    """Add a backend to the list of diffusers. No model uses it before `set_attention_backend`.
+
+    Registering a name again replaces its spec.
+
+    Args:
+        name: lower case, and no name of diffusers.
+        spec: the numerics.
+
+    Raises:
+        ValueError: if the name is diffusers' own or not lower case.
+        TypeError: if spec is not an AttentionSpec.
+
+    A call raises a ValueError that names the argument for masks other than of padded keys, for
+    dropout, for a returned logsumexp and for context parallelism. diffusers drops arguments of
+    `attention_kwargs` that a backend does not declare before it calls the backend.
+
+    >>> register()
+    >>> unregister()
+    """
+    check_spec(spec)
+    if name != name.lower():
+        raise ValueError(f"name is {name!r}; diffusers converts names to lower case")
+    member = _Names._value2member_map_.get(name)
+    if member is not None and not _is_ours(member):
+        raise ValueError(f"{name!r} is another backend of diffusers; choose another name")
+    if member is None:
+        member = str.__new__(AttentionBackendName, name)
+        member._name_, member._value_ = name.upper(), name
+        _Names._value2member_map_[name] = member
+        _Names._member_map_[name.upper()] = member
+        _Names._member_names_.append(name.upper())
+    _Registry.register(member)(_backend(member, spec))
+
+
+def unregister(name: str = "sagebwd") -> None:
+    """Take back `register(name)`. Models that still use the name raise an error when called.
+
+    Raises:
+        ValueError: if nothing of ours is registered under the name.
+    """
+    member = _Names._value2member_map_.get(name)
+    if member is None or not _is_ours(member):
+        raise ValueError(f"{name!r} is not registered by sagesim_kernels")
+    for table in _TABLES:
+        del getattr(_Registry, table)[member]
+    del _Names._value2member_map_[name]
+    del _Names._member_map_[name.upper()]
+    _Names._member_names_.remove(name.upper())
+
+
+def set_attention_backend(model: nn.Module, name: str = "sagebwd") -> None:
+    """Let one model use a registered backend, and no other model.
+
+    `model.set_attention_backend(name)` of diffusers also makes the backend that of every model
+    without one, such as the pipeline's VAE. After it, a call raises a ValueError.
+    `model.reset_attention_backend()` undoes this function.
+
+    Args:
+        model: a model of diffusers, for example `pipeline.transformer`.
+
+    Raises:
+        ValueError: if the name is not registered, or the model uses context parallelism.
+    """
+    before = _Registry._active_backend
+    model_: Any = model
+    try:
+        model_.set_attention_backend(name)
+    finally:
+        _Registry.set_active_backend(before)
+
+
+def _is_ours(member: Any) -> bool:
+    return getattr(_Registry._backends.get(member), "__module__", None) == __name__
+
+
+def _backend(member: Any, spec: AttentionSpec) -> Any:
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        _parallel_config: Any = None,
+    ) -> Tensor:
+        """Tensors are [batch, tokens, heads, d]. Heads are grouped as their numbers say."""
+        if _Registry._active_backend is member:
+            raise ValueError(
+                f"{member.value!r} has become the backend of every model; call "
+                "sagesim_kernels.integrations.diffusers.set_attention_backend(model) in place of "
+                "model.set_attention_backend, and not attention_backend"
+            )
+        if dropout_p:
+            raise ValueError(
+                f"dropout_p={dropout_p} is not supported; set the model's dropout to 0"
+            )
+        if return_lse:
+            raise ValueError("return_lse=True is not supported by this backend")
+        if _parallel_config is not None:
+            raise ValueError("context parallelism is not supported by this backend")
+        if key.shape[2] != query.shape[2] and not enable_gqa:
+            raise ValueError(
+                f"query has {query.shape[2]} heads and key {key.shape[2]}; enable_gqa is False"
+            )
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        options = Options(spec=spec, scale=scale, is_causal=is_causal, lower_right=False)
+        if attn_mask is None:
+            return attend(q, k, v, options).transpose(1, 2)
+        if is_causal:
+            raise ValueError("attn_mask and is_causal=True are given; pass one of them")
+        keys = key_padding(attn_mask, q, k)
+        return attend_padded(q, k, v, keys, options, pads_queries=False).transpose(1, 2)
+
+    return attention

@@ -1,0 +1,261 @@
+"""PyTorch: functions with the signatures that scripts assign, and attention of chosen modules.
+
+On CUDA devices the kernels compute, elsewhere the emulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from sagesim.problem import autocast, check_spec, check_tensors
+from sagesim.spec import FACTORED_QK, AttentionSpec
+from sagesim_kernels.integrations.attend import (
+    Options,
+    attend,
+    attend_packed,
+    attend_padded,
+    key_padding,
+)
+
+
+@dataclass(frozen=True)
+class Functions:
+    """Attention under one spec, as functions with other libraries' signatures.
+
+    Each function raises a ValueError that names the argument for whatever it does not compute.
+
+    >>> q = k = v = torch.randn(1, 10, 2, 16)
+    >>> Functions().flash_attn_func(q, k, v, causal=True).shape
+    torch.Size([1, 10, 2, 16])
+    """
+
+    spec: AttentionSpec = FACTORED_QK
+
+    def __post_init__(self) -> None:
+        check_spec(self.spec)
+
+    def sdpa(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """`torch.nn.functional.scaled_dot_product_attention`.
+
+        attn_mask: a boolean mask of padded keys, broadcastable to [batch, 1, 1, n_k], or None.
+        """
+        _refuse(dropout_p=(dropout_p, 0.0))
+        check_tensors(query, key, value, enable_gqa=enable_gqa)
+        shape = (*query.shape[:-1], value.shape[-1])
+        query, key, value = (_with_four_axes(x) for x in autocast(query, key, value))
+        options = Options(spec=self.spec, scale=scale, is_causal=is_causal, lower_right=False)
+        if attn_mask is None:
+            return attend(query, key, value, options).reshape(shape)
+        if is_causal:
+            raise ValueError("attn_mask and is_causal=True are given; pass one of them")
+        keys = key_padding(attn_mask, query, key)
+        o = attend_padded(query, key, value, keys, options, pads_queries=False)
+        return o.reshape(shape)
+
+    def flash_attn_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+    ) -> Tensor:
+        """`flash_attn.flash_attn_func` of flash-attn 2: q, k and v are [batch, tokens, heads, d].
+
+        deterministic has no effect: the result always is.
+        """
+        _refuse(
+            dropout_p=(dropout_p, 0.0),
+            alibi_slopes=(alibi_slopes, None),
+            return_attn_probs=(return_attn_probs, False),
+        )
+        options = self._flash(softmax_scale, causal, window_size, softcap)
+        o = attend(*(x.transpose(1, 2) for x in (q, k, v)), options)
+        return o.transpose(1, 2)
+
+    def flash_attn_varlen_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        block_table: Tensor | None = None,
+    ) -> Tensor:
+        """`flash_attn.flash_attn_varlen_func` of flash-attn 2: q, k, v are [tokens, heads, d]."""
+        _refuse(
+            dropout_p=(dropout_p, 0.0),
+            alibi_slopes=(alibi_slopes, None),
+            return_attn_probs=(return_attn_probs, False),
+            block_table=(block_table, None),
+        )
+        options = self._flash(softmax_scale, causal, window_size, softcap)
+        longest = (int(max_seqlen_q), int(max_seqlen_k))
+        return attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, options)
+
+    def _flash(
+        self, scale: float | None, causal: bool, window: tuple[int, int], softcap: float
+    ) -> Options:
+        left, right = window
+        return Options(
+            spec=self.spec,
+            scale=scale,
+            is_causal=causal,
+            window=(left, right),
+            softcap=softcap or None,
+        )
+
+
+def _refuse(**arguments: tuple[object, object]) -> None:
+    """Raise ValueError for each argument (value, default) whose value is not the default."""
+    for name, (value, default) in arguments.items():
+        if value is not default and (isinstance(value, Tensor) or value != default):
+            found = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else value
+            raise ValueError(f"{name} is {found}; it is not supported, only {default} is")
+
+
+def _with_four_axes(x: Tensor) -> Tensor:
+    return x[(None,) * (4 - x.ndim)] if x.ndim <= 4 else x.flatten(0, -4)
+
+
+def apply(
+    model: nn.Module,
+    spec: AttentionSpec = FACTORED_QK,
+    filter: Callable[[str, nn.Module], bool] = lambda name, module: True,
+) -> Applied:
+    """Let chosen modules of a model compute `scaled_dot_product_attention` under a spec.
+
+    The calls of SDPA that run inside the forward of a chosen module are replaced, also in modules
+    inside it. Nothing else in the process changes. Unlike `sagesim.emulate`, this is no context of
+    a thread: it stays until `remove`, and the modules may be compiled and checkpointed. (With
+    fullgraph=True, PyTorch 2.13 cannot trace `Tensor.unflatten` in a chosen module; `view` works.)
+
+    Args:
+        model: its forwards are wrapped; parameters, names and state_dict do not change.
+        spec: the numerics.
+        filter: called with the name and the module of each that calls SDPA or contains one that
+            does. By default the whole model is chosen.
+
+    Returns:
+        A handle, also a context manager, whose `remove` puts back the forwards.
+
+    Raises:
+        ValueError: if the filter chooses no module; at a call, for whatever `Functions.sdpa`
+            refuses, and for `nn.MultiheadAttention`, which hides its call.
+        RuntimeError: at a forward of a chosen module in which SDPA is not called.
+
+    >>> layer = nn.Sequential(nn.Linear(8, 8))
+    >>> apply(layer, filter=lambda name, module: name == "attention")
+    Traceback (most recent call last):
+    ValueError: filter chooses none of the 2 modules: '', '0'
+    """
+    sdpa = Functions(spec).sdpa
+    modules = dict(model.named_modules())
+    chosen = {name: module for name, module in modules.items() if filter(name, module)}
+    # A module inside a chosen one needs no wrapper of its own.
+    outermost = {
+        name: module
+        for name, module in chosen.items()
+        if not any(name != other and _contains(other, name) for other in chosen)
+    }
+    if not outermost:
+        names = ", ".join(map(repr, list(modules)[:10]))
+        raise ValueError(f"filter chooses none of the {len(modules)} modules: {names}")
+    for name, module in outermost.items():
+        if "forward" in vars(module):
+            raise ValueError(f"the forward of {name!r} is already replaced; remove that first")
+        module.forward = _forward(module.forward, name or type(module).__name__, sdpa)
+    return Applied(tuple(outermost.values()))
+
+
+def _contains(outer: str, inner: str) -> bool:
+    return not outer or inner.startswith(f"{outer}.")
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What `apply` has changed."""
+
+    modules: tuple[nn.Module, ...]
+
+    def remove(self) -> None:
+        """Put back the forwards of the modules; once is enough, and more has no effect."""
+        for module in self.modules:
+            vars(module).pop("forward", None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def _forward(
+    forward: Callable[..., Any], name: str, sdpa: Callable[..., Tensor]
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mode = _Replace(name, sdpa)
+        with mode:
+            result = forward(*args, **kwargs)
+        if not mode.calls:
+            raise RuntimeError(
+                f"scaled_dot_product_attention was not called in {name}; choose another module "
+                "with filter, or set its attention implementation to 'sdpa'"
+            )
+        return result
+
+    return run
+
+
+class _Replace(TorchFunctionMode):
+    """Replaces each call of SDPA by a call of another function."""
+
+    def __init__(self, name: str, sdpa: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.name, self.sdpa, self.calls = name, sdpa, 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.calls += 1
+            return self.sdpa(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            raise ValueError(
+                f"{self.name} contains nn.MultiheadAttention, whose call of attention cannot be "
+                "replaced here; use sagesim.emulate, or a module that calls "
+                "scaled_dot_product_attention itself"
+            )
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,92 @@
+"""transformers: `attn_implementation="sagebwd"`, after `register()`.
+
+The model's own code calls the attention function that is registered under its
+`attn_implementation`, and before that the mask function of the same name. The mask function here
+returns padding and packing in a form that needs no n_q x n_k mask. The attention function computes
+them, and raises an error for whatever else it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from sagesim.problem import check_spec
+from sagesim.spec import FACTORED_QK, AttentionSpec
+from sagesim_kernels.integrations.transformers.attention import LayerAttention
+from sagesim_kernels.integrations.transformers.masks import compact_mask
+
+__all__ = ["register", "unregister"]
+
+
+def register(
+    name: str = "sagebwd",
+    *,
+    spec: AttentionSpec = FACTORED_QK,
+    layers: Mapping[int, AttentionSpec] | None = None,
+) -> None:
+    """Make the attention available to every model as `attn_implementation=name`.
+
+    On a CUDA device the kernels compute it, elsewhere the emulator. No model changes until it is
+    loaded with `attn_implementation=name` or `model.set_attn_implementation(name)` is called.
+    Checkpoints hold nothing of this attention. Registering a name again replaces its specs.
+
+    Args:
+        name: any name that transformers does not use itself.
+        spec: the numerics of every layer that is not in `layers`.
+        layers: the numerics of single layers, by `layer_idx`.
+
+    Raises:
+        ValueError: if another attention is registered under the name, or a layer is negative.
+        TypeError: if a spec is not an AttentionSpec or a layer is not an integer.
+
+    A call of the model raises a ValueError that names the argument, and the config field to change,
+    for everything that is not computed: dropout, position biases, masks per query (4D), custom,
+    chunked and blockwise mask functions, returned attention weights, static and paged caches.
+
+    Padding may be on either side. Packed sequences come as `cu_seq_lens_q` and `cu_seq_lens_k`, or
+    as `position_ids` that restart; each sequence is computed as if it were alone. If a cache makes
+    n_q smaller than n_k, the causal mask is aligned lower-right. The output of a padded query is 0
+    in causal attention.
+
+    >>> from sagesim_kernels.integrations.transformers import register, unregister
+    >>> register("sagebwd")
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=10)
+    >>> config = LlamaConfig(**sizes, num_attention_heads=2, attn_implementation="sagebwd")
+    >>> tokens = torch.arange(8)[None]
+    >>> LlamaForCausalLM(config)(tokens, labels=tokens).loss.backward()
+    >>> unregister("sagebwd")
+    """
+    layers = dict(layers or {})
+    for each in (spec, *layers.values()):
+        check_spec(each)
+    for layer in layers:
+        if not isinstance(layer, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"layers has the key {layer!r}; the keys are layer numbers")
+        if layer < 0:
+            raise ValueError(f"layers has the key {layer}; layers are numbered from 0")
+    known = _functions(AttentionInterface).get(name)
+    if name == "eager" or (known is not None and not isinstance(known, LayerAttention)):
+        raise ValueError(f"{name!r} is another attention of transformers; choose another name")
+    AttentionInterface.register(name, LayerAttention(name, spec, layers))
+    AttentionMaskInterface.register(name, compact_mask)
+
+
+def unregister(name: str = "sagebwd") -> None:
+    """Take back `register(name)`. Models that still use the name raise an error when called.
+
+    Raises:
+        ValueError: if nothing of ours is registered under the name.
+    """
+    if not isinstance(_functions(AttentionInterface).get(name), LayerAttention):
+        raise ValueError(f"{name!r} is not registered by sagesim_kernels")
+    del _functions(AttentionInterface)[name]
+    del _functions(AttentionMaskInterface)[name]
+
+
+def _functions(interface: Any) -> dict[str, Callable[..., Any]]:
+    """The library's table of functions by name. It has no public function that removes one."""
+    return interface._global_mapping

@@ -1,0 +1,257 @@
+"""The attention function that transformers calls in each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from sagesim.spec import AttentionSpec
+from sagesim_kernels.integrations.attend import (
+    Options,
+    attend,
+    attend_packed,
+    attend_padded,
+    longest_of,
+)
+from sagesim_kernels.integrations.transformers.masks import packing_of
+
+NO_EFFECT: Final = frozenset(
+    {
+        "cache_position",
+        "deterministic",  # the kernels always are
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "return_dict",
+        "seq_idx",  # of layers without attention; cu_seq_lens says the same
+        "use_cache",
+    }
+)
+"""Arguments of a model's forward that reach the attention and do not concern it."""
+
+REFUSED: Final = {
+    "block_table": "continuous batching is not supported; call generate with cache_implementation="
+    "'dynamic'",
+    "cache": "a paged cache is not supported; use cache_implementation='dynamic'",
+    "cache_seqlens": "a paged cache is not supported; use cache_implementation='dynamic'",
+    "head_mask": "leave head_mask out",
+    "k_cache": "a paged cache is not supported; use cache_implementation='dynamic'",
+    "output_attentions": "attention weights are never formed; set config.output_attentions=False "
+    "or use attn_implementation='eager'",
+    "position_bias": "biases are not supported; use attn_implementation='eager' or a model with "
+    "rotary positions (in config.position_embedding_type, if it has one)",
+    "v_cache": "a paged cache is not supported; use cache_implementation='dynamic'",
+}
+"""Arguments that are not computed, and what to do."""
+
+_DROPOUTS: Final = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout")
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """The attention function that is registered under a name."""
+
+    name: str
+    spec: AttentionSpec
+    layers: dict[int, AttentionSpec] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        is_causal: bool | None = None,
+        s_aux: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | Tensor | None = None,
+        max_length_k: int | Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """Return o [batch, n_q, heads, d_v]; query is [batch, heads, n_q, d]."""
+        _refuse_dropout(module, dropout)
+        _refuse_others(others)
+        if sliding_window is None:
+            _refuse_unseen_window(module, key.shape[2])
+        if is_causal is None:
+            is_causal = bool(getattr(module, "is_causal", True))
+        options = Options(
+            spec=self._spec(module),
+            scale=scaling,
+            is_causal=is_causal,
+            window=_window(sliding_window, is_causal=is_causal),
+            softcap=softcap,
+            sinks=s_aux,
+        )
+        if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+            # A mask of one axis is the packing that position_ids show.
+            if attention_mask is not None and attention_mask.ndim != 1:
+                raise ValueError("cu_seq_lens_q and attention_mask are given; pass one of them")
+            if cu_seq_lens_q is None or cu_seq_lens_k is None:
+                raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given together")
+            longest_q, longest_k = _length(max_length_q), _length(max_length_k)
+            return _packed(
+                query, key, value, cu_seq_lens_q, cu_seq_lens_k, longest_q, longest_k, options
+            ), None
+        if attention_mask is None:
+            attention_mask = _packing(position_ids, query, key)
+        if attention_mask is None:
+            return attend(query, key, value, options).transpose(1, 2), None
+        if attention_mask.ndim == 1:
+            cu, longest = attention_mask, longest_of(attention_mask)
+            return _packed(query, key, value, cu, cu, longest, longest, options), None
+        # Attention without a causal mask or a window may be cross-attention, of which the mask says
+        # nothing about the queries.
+        is_self = options.is_causal or options.window != (-1, -1)
+        keys = _padding(attention_mask, key)
+        o = attend_padded(query, key, value, keys, options, pads_queries=is_self)
+        return o.transpose(1, 2), None
+
+    def _spec(self, module: nn.Module) -> AttentionSpec:
+        if not self.layers:
+            return self.spec
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int):
+            raise ValueError(
+                f"{type(module).__name__} has no layer_idx, so that `layers` of "
+                f"register({self.name!r}, layers=...) cannot be applied"
+            )
+        depth = getattr(getattr(module, "config", None), "num_hidden_layers", None)
+        if depth is not None and (unknown := [i for i in self.layers if i >= depth]):
+            raise ValueError(
+                f"register({self.name!r}, layers=...) names the layers {unknown}, and "
+                f"config.num_hidden_layers is {depth}"
+            )
+        return self.layers.get(layer, self.spec)
+
+
+def _refuse_dropout(module: nn.Module, dropout: float) -> None:
+    if not dropout:
+        return
+    config = getattr(module, "config", None)
+    fields = [f"config.{x}" for x in _DROPOUTS if getattr(config, x, None)]
+    raise ValueError(
+        f"dropout={dropout} of attention weights is not supported; set "
+        f"{' and '.join(fields) or 'the attention dropout of the config'} to 0"
+    )
+
+
+def _refuse_others(others: Mapping[str, Any]) -> None:
+    for name, value in others.items():
+        if value is None or value is False or name in NO_EFFECT:
+            continue
+        if name in REFUSED:
+            raise ValueError(f"{name} is given: {REFUSED[name]}")
+        raise ValueError(
+            f"{name} is given, an argument of attention that is not known here; use "
+            "attn_implementation='eager' or 'sdpa', or pass None"
+        )
+
+
+def _refuse_unseen_window(module: nn.Module, n_k: int) -> None:
+    """Raise ValueError if the layer's window is only in the mask that the model would make.
+
+    Models that pass `sliding_window` pass None in layers without a window. `layer_types` says which
+    layers have one.
+    """
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    if not isinstance(types, (list, tuple)) or not isinstance(layer, int) or window is None:
+        return
+    if layer < len(types) and types[layer] == "sliding_attention" and n_k > window:
+        raise ValueError(
+            f"config.layer_types[{layer}] is 'sliding_attention', and {type(module).__name__} does "
+            "not pass sliding_window to the attention; set config.sliding_window=None, or use "
+            "attn_implementation='sdpa'"
+        )
+
+
+def _window(size: int | None, *, is_causal: bool) -> tuple[int, int]:
+    """The window (left, right); the library's size counts the query's own position."""
+    if size is None:
+        return (-1, -1)
+    return (size - 1, 0 if is_causal else size - 1)
+
+
+def _length(length: int | Tensor | None) -> int:
+    if length is None:
+        raise ValueError("max_length_q and max_length_k must be given with cu_seq_lens_q")
+    return int(length)
+
+
+def _padding(mask: Any, key: Tensor) -> Tensor:
+    """The mask as bool [batch, n_k], or a ValueError."""
+    batch, n_k = key.shape[0], key.shape[2]
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.ndim != 2:
+        found = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask)
+        raise ValueError(
+            f"attention_mask is {found}; masks of single queries are not supported. Pass the "
+            f"model a padding mask [batch, tokens] = {(batch, n_k)}, or None, and leave "
+            "config.attn_implementation to make the mask"
+        )
+    if mask.shape != (batch, n_k):
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}, and there are {n_k} keys in "
+            f"{batch} sequences; a static cache is not supported, use "
+            "config.cache_implementation='dynamic'"
+        )
+    return mask
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    options: Options,
+) -> Tensor:
+    """Attention of sequences packed along the tokens of the whole batch."""
+    batch, n_q = query.shape[0], query.shape[2]
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    o = attend_packed(q, k, v, cu_q, cu_k, longest_q, longest_k, options)
+    return o.unflatten(0, (batch, n_q))
+
+
+_PACKINGS: Final = WeakTensorKeyDictionary()
+"""The packing of each tensor of positions, so that one layer of a model reads it and not all."""
+
+
+def _packing(position_ids: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """The cu_seqlens of positions that restart, for the whole batch; None if they do not."""
+    batch, n = query.shape[0], query.shape[2]
+    if position_ids is None or n == 1 or n != key.shape[2]:
+        return None
+    if position_ids.ndim != 2:
+        raise ValueError(
+            f"position_ids has shape {tuple(position_ids.shape)}; the attention needs those of the "
+            "text, [batch, tokens]"
+        )
+    if torch.compiler.is_compiling():
+        # The mask function has seen packed positions, unless the model fills a cache.
+        torch._assert_async(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+            (position_ids.diff() == 1).all(),
+            "position_ids restart; pass use_cache=False to the model, or cu_seq_lens_q",
+        )
+        return None
+    known = _PACKINGS.get(position_ids)
+    if known is None or known[0] != position_ids._version:
+        found = packing_of(position_ids.expand(batch, n).diff() != 1)
+        known = _PACKINGS[position_ids] = (position_ids._version, found)
+    return known[1]

@@ -1,0 +1,132 @@
+"""The mask function of transformers: padding and packing without a mask of n_q x n_k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function
+
+
+def compact_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> Tensor | None:
+    """What the attention function gets as attention_mask, in place of a mask of n_q x n_k.
+
+    Returns:
+        None: no key is masked but by the causal mask and the window, which the attention gets as
+        arguments. bool [batch, n_k]: True is a token, False padding. int32 [sequences + 1]: the
+        batch is packed, and these are its cu_seqlens.
+
+    Raises:
+        ValueError: if the mask is none of these; the message names the config field.
+    """
+    is_plain = mask_function is causal_mask_function and q_length == kv_length
+    if is_plain and attention_mask is None and options.get("allow_is_causal_skip", True):
+        return None
+    return _read_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        mask_function,
+        attention_mask,
+        options,
+    )
+
+
+# Under torch.compile, the values of the mask are not known while the model is traced.
+@torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
+def _read_mask(
+    batch: int,
+    n_q: int,
+    n_k: int,
+    q_offset: int,
+    kv_offset: int,
+    mask_function: Callable[..., Any],
+    padding: Tensor | None,
+    options: Mapping[str, Any],
+) -> Tensor | None:
+    if options.get("use_vmap"):
+        raise ValueError(
+            "or_mask_function or and_mask_function is given; custom masks are not supported, use "
+            "attn_implementation='flex_attention' or 'sdpa'"
+        )
+    parts = set(_parts(mask_function))
+    if unknown := parts - _KNOWN_PARTS:
+        hint = "config.attention_chunk_size" if "chunked_overlay" in unknown else "the model's mask"
+        raise ValueError(
+            f"the mask is made with {', '.join(sorted(unknown))} ({hint}), which is not supported; "
+            "use attn_implementation='sdpa'"
+        )
+    # In cross-attention the lengths differ as well, without a causal mask.
+    is_partly_filled = isinstance(q_offset, Tensor) or q_offset + n_q != kv_offset + n_k
+    if is_partly_filled and "causal_mask_function" in parts:
+        raise ValueError(
+            f"{n_q} queries from position {q_offset} on and {n_k} keys from {kv_offset} on: a "
+            "static cache is not supported, use config.cache_implementation='dynamic'"
+        )
+    is_packed = "packed_sequence_mask_function" in parts
+    can_skip = options.get("allow_is_causal_skip", True)
+    can_skip = can_skip or options.get("allow_is_bidirectional_skip", False)
+    if not (is_packed or can_skip or n_q == 1):
+        raise ValueError(
+            "the model needs its mask as a matrix (allow_is_causal_skip=False), which this "
+            "attention does not make; use attn_implementation='sdpa'"
+        )
+    if is_packed:
+        rows = torch.arange(batch)[:, None]
+        token = torch.arange(1, n_q)[None]
+        device = options.get("device", "cpu")
+        joined = mask_function(*(x.to(device) for x in (rows, rows * 0, token, token - 1)))
+        return packing_of(~joined.expand(batch, n_q - 1))
+    if padding is None:
+        return None
+    padding = F.pad(padding, (0, max(0, kv_offset + n_k - padding.shape[1])))
+    padding = padding[:, kv_offset : kv_offset + n_k]
+    return None if bool(padding.all()) else padding
+
+
+def packing_of(starts: Tensor) -> Tensor | None:
+    """cu_seqlens of the batch, if sequences start at [batch, 1 + i]; None if there is no start."""
+    if not bool(starts.any()):
+        return None
+    first = F.pad(starts, (1, 0), value=True).flatten().nonzero()[:, 0]
+    return F.pad(first, (0, 1), value=starts.shape[0] * (starts.shape[1] + 1)).to(torch.int32)
+
+
+_KNOWN_PARTS: Final = frozenset(
+    {
+        "and_masks",
+        "bidirectional_mask_function",
+        "causal_mask_function",
+        "packed_sequence_mask_function",
+        "remap_positions_for_packed_sequence",
+        "sliding_window_bidirectional_overlay",
+        "sliding_window_overlay",
+    }
+)
+"""Functions of transformers.masking_utils whose masks the attention computes from its arguments."""
+
+
+def _parts(mask_function: Callable[..., Any]) -> Iterator[str]:
+    """The functions that a mask function is composed of, by name."""
+    name = getattr(mask_function, "__qualname__", repr(mask_function)).partition(".")[0]
+    at_home = getattr(mask_function, "__module__", "") == causal_mask_function.__module__
+    yield name if at_home else repr(mask_function)
+    for cell in getattr(mask_function, "__closure__", None) or ():
+        inner = cell.cell_contents
+        for part in inner if isinstance(inner, tuple) else (inner,):
+            if callable(part):
+                yield from _parts(part)

@@ -1,0 +1,263 @@
+"""The backend "sagebwd" of diffusers: in one model, with gradients, never of all models."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, FluxTransformer2DModel
+from diffusers.models import attention_dispatch
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    _AttentionBackendRegistry,
+    attention_backend,
+    dispatch_attention_fn,
+)
+from torch import Tensor, nn
+
+import sagesim
+from sagesim_kernels.integrations.diffusers import register, set_attention_backend, unregister
+from tests.support.assertions import assert_bitwise, assert_within_budget
+
+TEXT, IMAGE = 5, 12
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register("exact", spec=sagesim.FPA)
+    register()
+    yield
+    unregister("exact")
+    unregister()
+
+
+def flux() -> nn.Module:
+    torch.manual_seed(0)
+    return FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=8,
+        pooled_projection_dim=8,
+        axes_dims_rope=[4, 4, 8],
+    )
+
+
+def results(model: nn.Module) -> dict[str, Tensor]:
+    """The output and the gradients of all parameters."""
+    dtype = next(model.parameters()).dtype
+    generator = torch.Generator().manual_seed(1)
+    image, text, pooled = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((2, IMAGE, 4), (2, TEXT, 8), (2, 8))
+    )
+    model.zero_grad()
+    out = model(
+        hidden_states=image,
+        encoder_hidden_states=text,
+        pooled_projections=pooled,
+        timestep=torch.tensor([0.3, 0.7], dtype=dtype),
+        img_ids=torch.arange(IMAGE)[:, None].expand(IMAGE, 3).to(dtype),
+        txt_ids=torch.zeros(TEXT, 3, dtype=dtype),
+    ).sample
+    out.square().sum().backward()
+    return {"out": out.detach()} | {n: p.grad for n, p in model.named_parameters()}
+
+
+def test_flux_trains_with_the_gradients_of_sdpa():
+    exact, yardstick = results(flux().double()), results(flux())
+    model = flux()
+    set_attention_backend(model, "exact")
+    actual = results(model)
+    for name in exact:
+        assert_within_budget(
+            actual=actual[name],
+            exact=exact[name],
+            yardstick=yardstick[name],
+            factor=4.0,
+            band=2.0**-20,
+            what=name,
+        )
+
+
+def test_it_is_the_emulated_sdpa_bit_by_bit_and_reset_undoes_it():
+    with sagesim.emulate(sagesim.FACTORED_QK):
+        emulated = results(flux())
+    plain, model = results(flux()), flux()
+    set_attention_backend(model)
+    for expected in (emulated, plain):
+        actual = results(model)
+        for name in expected:
+            assert_bitwise(actual=actual[name], expected=expected[name], what=name)
+        model.reset_attention_backend()
+
+
+def test_other_models_keep_their_attention():
+    before = _AttentionBackendRegistry.get_active_backend()
+    set_attention_backend(flux())
+    assert _AttentionBackendRegistry.get_active_backend() == before
+    sizes = {"block_out_channels": (8,), "norm_num_groups": 2, "latent_channels": 2}
+    vae = AutoencoderKL(**sizes)
+    image = torch.randn(1, 3, 4, 4)
+    with torch.no_grad():
+        expected = vae(image).sample
+        set_attention_backend(flux())
+        assert_bitwise(actual=vae(image).sample, expected=expected, what="image")
+
+
+def test_becoming_the_backend_of_every_model_is_refused():
+    before = _AttentionBackendRegistry._active_backend
+    model = flux()
+    try:
+        model.set_attention_backend("sagebwd")  # diffusers' own, which is global
+        with pytest.raises(ValueError, match="has become the backend of every model"):
+            results(model)
+    finally:
+        _AttentionBackendRegistry.set_active_backend(before)
+    x = torch.randn(1, 6, 2, 8)
+    refused = pytest.raises(ValueError, match="and not attention_backend")
+    with attention_backend("sagebwd"), refused:
+        dispatch_attention_fn(x, x, x)
+
+
+def call(**arguments: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 6, 4, 8, generator=generator)
+    k, v = torch.randn(2, 2, 6, 4, 8, generator=generator)
+    attention_kwargs = {n: arguments.pop(n) for n in ("return_lse",) if n in arguments}
+    if arguments.get("enable_gqa"):
+        k, v = k[:, :, :2], v[:, :, :2]
+    backend = arguments.pop("backend", "exact")
+    return dispatch_attention_fn(
+        q, k, v, backend=backend, attention_kwargs=attention_kwargs, **arguments
+    )
+
+
+HONOURED = {
+    "attn_mask": {"attn_mask": (torch.arange(6) < torch.tensor([[2], [5]]))[:, None, None]},
+    "is_causal": {"is_causal": True},
+    "scale": {"scale": 2.0},
+    "enable_gqa": {"enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_an_argument_is_honoured(name):
+    actual, native = call(**HONOURED[name]), call(**HONOURED[name], backend="native")
+    assert_within_budget(
+        actual=actual,
+        exact=native.double(),
+        yardstick=native,
+        factor=1.0,
+        band=2.0**-20,
+        what="o",
+    )
+    assert not torch.equal(actual, call())
+
+
+REFUSED = {
+    "dropout_p": 0.1,
+    "return_lse": True,
+    "parallel_config": object(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_argument_is_refused(name):
+    message = "context parallelism" if name == "parallel_config" else name
+    with pytest.raises(ValueError, match=message):
+        call(**{name: REFUSED[name]})
+
+
+def test_every_argument_is_honoured_or_refused():
+    known = set(inspect.signature(dispatch_attention_fn).parameters)
+    known |= set(inspect.signature(attention_dispatch._native_attention).parameters)
+    tensors, routes = {"query", "key", "value"}, {"backend", "attention_kwargs"}
+    private = {"_parallel_config"}
+    assert known <= tensors | routes | private | HONOURED.keys() | REFUSED.keys()
+
+
+MASKS = {
+    "per query": torch.ones(2, 1, 6, 6, dtype=torch.bool),
+    "per head": torch.ones(2, 4, 1, 6, dtype=torch.bool),
+    "float": torch.zeros(2, 1, 1, 6),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_other_masks_are_refused(mask):
+    with pytest.raises(ValueError, match="only a boolean mask of padded keys"):
+        call(attn_mask=MASKS[mask])
+    with pytest.raises(ValueError, match="attn_mask and is_causal"):
+        call(**HONOURED["attn_mask"], is_causal=True)
+
+
+def test_the_causal_mask_is_aligned_at_the_first_key():
+    q, k, v = torch.randn(3, 1, 6, 2, 8, generator=torch.Generator().manual_seed(0))
+    found = {
+        backend: dispatch_attention_fn(q[:, :4], k, v, is_causal=True, backend=backend)
+        for backend in ("native", "exact")
+    }
+    assert_within_budget(
+        actual=found["exact"],
+        exact=found["native"].double(),
+        yardstick=found["native"],
+        factor=1.0,
+        band=2.0**-20,
+        what="o",
+    )
+
+
+def test_heads_are_not_grouped_unasked():
+    x = torch.randn(1, 6, 4, 8)
+    with pytest.raises(ValueError, match="query has 4 heads and key 2; enable_gqa is False"):
+        dispatch_attention_fn(x, x[:, :, :2], x[:, :, :2], backend="exact")
+
+
+def test_unregister_puts_back_what_was():
+    tables = ("_backends", "_constraints", "_supported_arg_names")
+
+    def state() -> Any:
+        return (
+            [list(getattr(_AttentionBackendRegistry, table)) for table in tables],
+            list(AttentionBackendName),
+            dict(AttentionBackendName.__members__),
+        )
+
+    before = state()
+    register("another")
+    assert AttentionBackendName("another") in _AttentionBackendRegistry.list_backends()
+    unregister("another")
+    assert state() == before
+
+
+def test_names_are_checked():
+    with pytest.raises(ValueError, match="'native' is another backend of diffusers"):
+        register("native")
+    with pytest.raises(ValueError, match="converts names to lower case"):
+        register("SageBwd")
+    with pytest.raises(ValueError, match="'native' is not registered by sagesim_kernels"):
+        unregister("native")
+    with pytest.raises(TypeError, match="not an AttentionSpec"):
+        register(spec="sagebwd")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_flux_compiles():
+    torch._dynamo.reset()
+    model = flux()
+    set_attention_backend(model, "exact")
+    expected = results(model)["out"]
+    model.compile(backend="eager")
+    assert_within_budget(
+        actual=results(model)["out"],
+        exact=results(flux().double())["out"],
+        yardstick=expected,
+        factor=4.0,
+        band=2.0**-20,
+        what="out",
+    )

@@ -1,0 +1,331 @@
+"""Functions with other libraries' signatures, and attention of chosen modules."""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import sagesim
+from sagesim_kernels.integrations import attend
+from sagesim_kernels.integrations.torch import Functions, apply
+from tests.support.assertions import assert_bitwise, assert_within_budget
+
+EXACT = Functions(sagesim.FPA)
+
+FLASH = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+    "alibi_slopes=None, deterministic=False, return_attn_probs=False"
+)
+SIGNATURES = {
+    "sdpa": re.search(
+        r"scaled_dot_product_attention\((.*?)\)", F.scaled_dot_product_attention.__doc__, re.S
+    ).group(1),
+    "flash_attn_func": f"q, k, v, {FLASH}",
+    "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
+    f"{FLASH}, block_table=None",
+}
+"""SDPA's of the installed PyTorch; FlashAttention's of flash-attn 2.8.3."""
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_the_libraries(name):
+    """Names, order and defaults; SDPA's is read from its documentation."""
+    found = inspect.signature(getattr(EXACT, name)).parameters.values()
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in found]
+    written = re.sub(r": *[A-Za-z.]+( *\| *None)?", "", SIGNATURES[name])
+    expected = inspect.signature(eval(f"lambda {' '.join(written.split())}: 0"))
+    assert [(p.name, p.default) for p in plain] == [
+        (p.name, p.default) for p in expected.parameters.values() if p.name != "*"
+    ]
+
+
+def draw(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [..., heads, n, d]: two heads of q for each of k and v."""
+    generator = torch.Generator().manual_seed(seed)
+    *batch, heads, n, d = shape
+    sizes = [(*batch, h, n, d) for h in (heads, heads // 2, heads // 2)]
+    return tuple(torch.randn(size, generator=generator) for size in sizes)
+
+
+def with_gradients(function: Callable[..., Tensor], leaves: Any) -> list[Tensor]:
+    """The output and the gradients of its weighted sum."""
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    o = function(*leaves)
+    weights = torch.randn(o.shape, generator=torch.Generator().manual_seed(9))
+    return [o.detach(), *torch.autograd.grad(o, leaves, weights.to(o.dtype))]
+
+
+def assert_equals(actual: list[Tensor], sdpa: Callable[..., Tensor], leaves: Any) -> None:
+    """Assert that the results are SDPA's up to float32 rounding."""
+    exact = with_gradients(sdpa, [x.double() for x in leaves])
+    yardstick = with_gradients(sdpa, leaves)
+    for name, *found in zip(("o", "dq", "dk", "dv"), actual, exact, yardstick, strict=True):
+        a, e, y = found
+        assert_within_budget(actual=a, exact=e, yardstick=y, factor=4.0, band=2.0**-20, what=name)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.5},
+    "padded keys": {"attn_mask": torch.arange(9) > torch.tensor([2, 5]).view(2, 1, 1, 1)},
+    "one mask": {"attn_mask": torch.arange(9)[None] > 3},
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("shape", [(2, 4, 9, 8), (4, 9, 8), (3, 2, 4, 9, 8)])
+def test_sdpa(call, shape):
+    options = CALLS[call]
+    if call == "padded keys" and shape[0] != 2:
+        pytest.skip("this mask has two sequences")
+    leaves = draw(*shape)
+    actual = with_gradients(lambda *x: EXACT.sdpa(*x, enable_gqa=True, **options), leaves)
+    assert_equals(actual, lambda *x: sdpa(*x, **options), leaves)
+
+
+def test_sdpa_aligns_its_causal_mask_at_the_first_key():
+    q, k, v = draw(2, 4, 9, 8)
+    leaves = (q[:, :, :5], k, v)
+    actual = with_gradients(lambda *x: EXACT.sdpa(*x, enable_gqa=True, is_causal=True), leaves)
+    assert_equals(actual, lambda *x: sdpa(*x, is_causal=True), leaves)
+
+
+def lower_right(n_q: int, n_k: int, left: int = -1, right: int = 0) -> Tensor:
+    offset = torch.arange(n_k) - torch.arange(n_q)[:, None] - (n_k - n_q)
+    near = torch.ones_like(offset, dtype=torch.bool)
+    if left >= 0:
+        near &= offset >= -left
+    return near & (offset <= right) if right >= 0 else near
+
+
+def softcapped(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, cap: float) -> Tensor:
+    """Attention of logits that are capped, in plain PyTorch; SDPA has no softcap."""
+    k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    logits = cap * torch.tanh(q @ k.mT / q.shape[-1] ** 0.5 / cap)
+    return logits.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+
+def test_softcap():
+    """Without a cap, 0.0 is flash-attn's default."""
+    leaves = tuple(x.transpose(1, 2) for x in draw(2, 4, 9, 8))
+    mask = lower_right(9, 9)
+
+    def reference(*x: Tensor) -> Tensor:
+        return softcapped(*(y.transpose(1, 2) for y in x), mask=mask, cap=0.5).transpose(1, 2)
+
+    actual = with_gradients(lambda *x: EXACT.flash_attn_func(*x, causal=True, softcap=0.5), leaves)
+    assert_equals(actual, reference, leaves)
+
+
+FLASHES = {
+    "plain": ({}, (-1, -1)),
+    "causal": ({"causal": True}, (-1, 0)),
+    "window": ({"window_size": (2, 1)}, (2, 1)),
+    "causal window": ({"causal": True, "window_size": (2, 3)}, (2, 0)),
+}
+
+
+@pytest.mark.parametrize("call", FLASHES)
+def test_flash_attn_func(call):
+    """Tokens before heads, grouped heads, and masks aligned at the last key."""
+    options, window = FLASHES[call]
+    q, k, v = (x.transpose(1, 2) for x in draw(2, 4, 9, 8))
+    leaves = (q[:, :5], k, v)
+    mask = lower_right(5, 9, *window)
+
+    def reference(*x: Tensor) -> Tensor:
+        return sdpa(*(y.transpose(1, 2) for y in x), attn_mask=mask).transpose(1, 2)
+
+    actual = with_gradients(lambda *x: EXACT.flash_attn_func(*x, **options), leaves)
+    assert_equals(actual, reference, leaves)
+
+
+@pytest.mark.parametrize("call", FLASHES)
+def test_flash_attn_varlen_func(call):
+    options, window = FLASHES[call]
+    q, k, v = (x.transpose(0, 1) for x in draw(4, 12, 8))
+    leaves = (q[:9], k, v)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 9], [0, 5, 12]))
+
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = []
+        for i in range(2):
+            queries, keys = (slice(*cu[i : i + 2].tolist()) for cu in (cu_q, cu_k))
+            part = [x.transpose(0, 1) for x in (q[queries], k[keys], v[keys])]
+            mask = lower_right(part[0].shape[1], part[1].shape[1], *window)
+            parts.append(sdpa(*(x[None] for x in part), attn_mask=mask)[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    def run(*x: Tensor) -> Tensor:
+        return EXACT.flash_attn_varlen_func(*x, cu_q, cu_k, 6, 7, **options)
+
+    assert_equals(with_gradients(run, leaves), reference, leaves)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "sdpa": {"dropout_p": 0.1, "attn_mask": torch.zeros(9, 9)},
+    "flash_attn_func": {
+        "dropout_p": 0.1,
+        "alibi_slopes": torch.ones(2),
+        "return_attn_probs": True,
+    },
+}
+REFUSED["flash_attn_varlen_func"] = REFUSED["flash_attn_func"] | {"block_table": torch.zeros(1)}
+HONOURED = {
+    "sdpa": {"is_causal", "scale", "enable_gqa", "attn_mask"},
+    "flash_attn_func": {"softmax_scale", "causal", "window_size", "softcap", "deterministic"},
+    "flash_attn_varlen_func": {
+        "softmax_scale",
+        "causal",
+        "window_size",
+        "softcap",
+        "deterministic",
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_option_is_honoured_or_refused(name):
+    parameters = inspect.signature(getattr(EXACT, name)).parameters.values()
+    options = {p.name for p in parameters if p.default is not p.empty}
+    assert options == HONOURED[name] | REFUSED[name].keys()
+
+
+@pytest.mark.parametrize(
+    "name, argument", [(name, x) for name, arguments in REFUSED.items() for x in arguments]
+)
+def test_an_option_is_refused_by_name(name, argument):
+    q, k, v = draw(1, 2, 9, 8)
+    cu = torch.tensor([0, 9], dtype=torch.int32)
+    tensors = {
+        "sdpa": (q, q, q),
+        "flash_attn_func": (q, k, v),
+        "flash_attn_varlen_func": (*(x[0].transpose(0, 1) for x in (q, k, v)), cu, cu, 9, 9),
+    }[name]
+    with pytest.raises(ValueError, match=argument):
+        getattr(EXACT, name)(*tensors, **{argument: REFUSED[name][argument]})
+
+
+def test_sdpa_refuses_what_sdpa_refuses():
+    q, k, v = draw(1, 4, 9, 8)
+    with pytest.raises(ValueError, match="enable_gqa=True repeats k's heads"):
+        EXACT.sdpa(q, k, v)
+    with pytest.raises(ValueError, match="attn_mask and is_causal=True"):
+        EXACT.sdpa(q, q, q, attn_mask=torch.ones(9, dtype=torch.bool), is_causal=True)
+    with pytest.raises(ValueError, match="only a boolean mask of padded keys"):
+        EXACT.sdpa(q, q, q, attn_mask=torch.ones(9, 9, dtype=torch.bool))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(
+            2
+        )
+
+
+def stack() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Attention(), Attention(), nn.Linear(16, 16))
+
+
+def run(model: Callable[[Tensor], Tensor], parameters: Any) -> list[Tensor]:
+    x = torch.randn(2, 11, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    o = model(x)
+    return [o.detach(), *torch.autograd.grad(o.square().sum(), [x, *parameters])]
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        assert_bitwise(actual=a, expected=e, what=f"result {i}")
+
+
+def emulated(layers: Any = None) -> list[Tensor]:
+    model = stack()
+    with sagesim.emulate(sagesim.FPA if layers else sagesim.SAGEBWD, layers=layers):
+        return run(model, list(model.parameters()))
+
+
+def test_apply_is_emulate_of_the_whole_model():
+    model = stack()
+    apply(model, sagesim.SAGEBWD)
+    assert_same(run(model, list(model.parameters())), emulated())
+
+
+def test_apply_changes_the_chosen_modules_alone_and_remove_puts_back():
+    model = stack()
+    plain = run(model, list(model.parameters()))
+    state, names = model.state_dict().keys(), [n for n, _ in model.named_modules()]
+    applied = apply(model, sagesim.FPA, lambda name, module: name == "0")
+    other = apply(model, sagesim.SAGEBWD, lambda name, module: name == "1")
+    assert_same(run(model, list(model.parameters())), emulated({"1": sagesim.SAGEBWD}))
+    assert (model.state_dict().keys(), [n for n, _ in model.named_modules()]) == (state, names)
+    applied.remove()
+    other.remove()
+    assert_same(run(model, list(model.parameters())), plain)
+    with apply(model, sagesim.SAGEBWD):
+        pass
+    assert_same(run(model, list(model.parameters())), plain)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_apply_survives_checkpointing(use_reentrant):
+    model = stack()
+    apply(model, sagesim.SAGEBWD)
+    checkpointed = (
+        run(lambda x: checkpoint(model, x, use_reentrant=use_reentrant), list(model.parameters()))
+        if not use_reentrant
+        else None
+    )
+    if checkpointed is None:  # a reentrant checkpoint supports backward() alone
+        x = torch.randn(2, 11, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        o = checkpoint(model, x, use_reentrant=True)
+        o.square().sum().backward()
+        checkpointed = [o.detach(), x.grad, *(p.grad for p in model.parameters())]
+    assert_same(checkpointed, emulated())
+
+
+@pytest.mark.slow
+def test_apply_compiles_to_one_graph(monkeypatch):
+    """With the kernels; the emulator breaks the graph."""
+    monkeypatch.setattr(attend, "uses_kernels", lambda q: True)
+    torch._dynamo.reset()
+    model = stack()
+    apply(model, sagesim.FACTORED)
+    expected = run(model, list(model.parameters()))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_same(run(compiled, list(model.parameters())), expected)
+
+
+def test_apply_refuses_modules_without_sdpa():
+    model = stack()
+    with pytest.raises(ValueError, match=r"chooses none of the 6 modules: '', '0', '0.qkv'"):
+        apply(model, filter=lambda name, module: False)
+    apply(model, filter=lambda name, module: name == "2")
+    with pytest.raises(RuntimeError, match="was not called in 2"):
+        model(torch.randn(1, 3, 16))
+    with pytest.raises(ValueError, match="the forward of '2' is already replaced"):
+        apply(model, filter=lambda name, module: name == "2")
+
+
+def test_apply_refuses_multihead_attention():
+    layer = nn.MultiheadAttention(16, 2, batch_first=True)
+    apply(layer)
+    x = torch.randn(1, 3, 16)
+    with pytest.raises(ValueError, match=r"contains nn.MultiheadAttention"):
+        layer(x, x, x, need_weights=False)

@@ -1,0 +1,220 @@
+"""aten's FlashAttention is computed by the kernels inside the context, and only there.
+
+On a CPU, PyTorch has no FlashAttention of these operators; the tests install the kernels there and
+call the operators as autograd and ring attention do.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    list_flash_attention_impls,
+    register_flash_attention_impl,
+    restore_flash_attention_impl,
+)
+
+import sagesim
+from sagesim_kernels.integrations.torch import Functions
+from sagesim_kernels.integrations.torch_flash import flash_attention
+from sagesim_kernels.ops import Call, backward_op, forward_op, label_of
+from tests.support.assertions import assert_bitwise, assert_within_budget
+from tests.support.kernels import DEVICE, HERE
+
+pytestmark = HERE
+
+ATEN = torch.ops.aten
+SPEC = sagesim.SAGEBWD
+"""INT8 with K smoothed and delta from O."""
+here = functools.partial(flash_attention, device=DEVICE.upper())
+GQA = (4, 2)
+
+
+def draw(n_q: int, n_k: int, *, batch: int = 2) -> tuple[Tensor, ...]:
+    """q, k, v and do [batch, heads, tokens, 16], with keys whose mean is far from 0."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(GQA[0], n_q), (GQA[1], n_k), (GQA[1], n_k), (GQA[0], n_q)]
+    q, k, v, do = (torch.randn(batch, *s, 16, generator=generator) for s in shapes)
+    return tuple(x.to(DEVICE) for x in (q, k + 2.0, v, do))
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool) -> list[Tensor]:
+    """o, lse, dq, dk and dv of the kernels' own operators."""
+    call = Call(
+        *(None,) * 7,
+        label_of(SPEC),
+        0.25,
+        causal,
+        False,
+        left=-1,
+        right=-1,
+        softcap=None,
+        tokens_first=False,
+    )
+    o, lse, lse2, k_mean = forward_op(q, k, v, *call, True)
+    return [o, lse, *backward_op(do, None, q, k, v, o, lse2, k_mean, *call)[:3]]
+
+
+def aten(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool) -> list[Tensor]:
+    """The same of SDPA's operator and its derivative."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with here(SPEC):
+        o, lse, *_ = ATEN._scaled_dot_product_flash_attention(*leaves, 0.0, causal, scale=0.25)
+        return [o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, do)]
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool) -> list[Tensor]:
+    """o, dq, dk and dv in float64."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    o = F.scaled_dot_product_attention(*leaves, is_causal=causal, scale=0.25, enable_gqa=True)
+    return [o.detach(), *torch.autograd.grad(o, leaves, do.double())]
+
+
+def assert_as_accurate(actual: list[Tensor], yardstick: list[Tensor], wanted: list[Tensor]) -> None:
+    """The logsumexp in float32 moves P by a few roundings, and codes by 1 here and there."""
+    for name, a, y, e in zip(("o", "dq", "dk", "dv"), actual, yardstick, wanted, strict=True):
+        assert_within_budget(actual=a, exact=e, yardstick=y, factor=1.1, band=2.0**-18, what=name)
+
+
+@pytest.mark.parametrize(
+    "n_q, n_k, causal",
+    [
+        (40, 40, True),
+        pytest.param(40, 40, False, marks=pytest.mark.slow),
+        pytest.param(24, 70, True, marks=pytest.mark.slow),
+        pytest.param(24, 70, False, marks=pytest.mark.slow),
+    ],
+)
+def test_sdpa(causal, n_q, n_k):
+    """The output is the kernels', bit by bit; the backward computes the mean of K again."""
+    tensors = draw(n_q, n_k)
+    o, lse, *grads = aten(*tensors, causal=causal)
+    own_o, own_lse, *own = ours(*tensors, causal=causal)
+    assert_bitwise(actual=o, expected=own_o, what="o")
+    assert_bitwise(actual=lse, expected=own_lse, what="lse")
+    wanted = exact(*tensors, causal=causal)
+    assert_as_accurate([o, *grads], [own_o, *own], wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal, window", [(False, (-1, -1)), (True, (-1, -1)), (True, (9, 0))])
+def test_packed_sequences(causal, window):
+    q, k, v, do = (x[0].transpose(0, 1) for x in draw(40, 70, batch=1))
+    cu_q, cu_k = (
+        torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 15, 40], [0, 30, 70])
+    )
+    options = (cu_q, cu_k, 25, 40, 0.0, causal)
+    sizes = {"window_size_left": window[0], "window_size_right": window[1]}
+    with here(SPEC):
+        o, lse, *rng = ATEN._flash_attention_forward(q, k, v, *options, False, scale=0.25, **sizes)
+        grads = ATEN._flash_attention_backward(
+            do, q, k, v, o, lse, *options, rng[0], rng[1], scale=0.25, **sizes
+        )
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    attend = Functions(SPEC).flash_attn_varlen_func
+    expected = attend(
+        *leaves, cu_q, cu_k, 25, 40, causal=causal, softmax_scale=0.25, window_size=window
+    )
+    own = [expected.detach(), *torch.autograd.grad(expected, leaves, do)]
+    unrounded = [x.detach().requires_grad_() for x in (q, k, v)]
+    attend = Functions(sagesim.FPA).flash_attn_varlen_func
+    o64 = attend(
+        *(x.double() for x in unrounded),
+        cu_q,
+        cu_k,
+        25,
+        40,
+        causal=causal,
+        softmax_scale=0.25,
+        window_size=window,
+    )
+    wanted = [o64.detach(), *(x.double() for x in torch.autograd.grad(o64, unrounded, do.double()))]
+    assert_as_accurate([o, *grads], own, wanted)
+
+
+@pytest.mark.slow
+def test_ring_attention():
+    """Halves of the keys are computed apart, merged, and differentiated with the merged results."""
+    q, k, v, do = draw(40, 128)
+    wanted = exact(q, k, v, do, causal=False)
+    _, _, *whole = ours(q, k, v, do, causal=False)
+    halves = [(k[:, :, i : i + 64], v[:, :, i : i + 64]) for i in (0, 64)]
+    with here(SPEC):
+        parts = [
+            ATEN._scaled_dot_product_flash_attention(q, *half, 0.0, False, scale=0.25)
+            for half in halves
+        ]
+        lse = torch.stack([part[1] for part in parts]).logsumexp(0)
+        o = sum(part[0] * (part[1] - lse).exp()[..., None] for part in parts)
+        rest = (None, None, 40, 64, 0.0, False, parts[0][6], parts[0][7])
+        grads = [
+            ATEN._scaled_dot_product_flash_attention_backward(
+                do, q, *half, o, lse, *rest, scale=0.25
+            )
+            for half in halves
+        ]
+    (dq0, dk0, dv0), (dq1, dk1, dv1) = grads
+    actual = [dq0 + dq1, torch.cat([dk0, dk1], 2), torch.cat([dv0, dv1], 2)]
+    for name, a, y, e in zip(("dq", "dk", "dv"), actual, whole, wanted[1:], strict=True):
+        # K is smoothed with the mean of each half: other codes of the same accuracy.
+        assert_within_budget(actual=a, exact=e, yardstick=y, factor=1.5, band=0.0, what=name)
+
+
+@pytest.mark.slow
+def test_strides_are_those_of_the_inputs():
+    """Compiled code relies on them."""
+    q, k, v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw(40, 40))
+    o, _, dq, dk, dv = aten(q, k, v, do, causal=True)
+    for actual, like in ((o, q), (dq, q), (dk, k), (dv, v)):
+        assert actual.stride() == like.stride()
+
+
+def test_delta_from_p_is_refused():
+    with (
+        pytest.raises(ValueError, match=r"Ring attention passes the output .* use a spec with del"),
+        flash_attention(sagesim.FACTORED),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    "argument, value",
+    [("num_splits", 2), ("seqused_k", torch.ones(1)), ("alibi_slopes", torch.ones(1))],
+)
+def test_other_options_are_refused(argument, value):
+    q, k, v, _ = (x.transpose(1, 2) for x in draw(8, 8))
+    rest = (None, None, 8, 8)
+    with here(SPEC):
+        with pytest.raises(ValueError, match=f"{argument} is given"):
+            ATEN._flash_attention_forward(
+                q, k, v, *rest, 0.0, False, False, scale=0.25, **{argument: value}
+            )
+        with pytest.raises(ValueError, match=r"dropout_p=0\.1"):
+            ATEN._flash_attention_forward(q, k, v, *rest, 0.1, False, False, scale=0.25)
+
+
+def test_the_context_puts_back_what_was():
+    class Handle:
+        def remove(self) -> None: ...
+
+    before = list_flash_attention_impls()
+    register_flash_attention_impl("other", register_fn=Handle)
+    activate_flash_attention_impl("other")
+    try:
+        with here(SPEC):
+            assert current_flash_attention_impl() == "sagebwd"
+            with pytest.raises(RuntimeError, match="already entered"), here(SPEC):
+                pass
+        assert current_flash_attention_impl() == "other"
+    finally:
+        restore_flash_attention_impl()
+        torch.nn.attention._registry._FLASH_ATTENTION_IMPLS.pop("other")
+    assert list_flash_attention_impls() == before
+    if DEVICE == "cpu":
+        q, k, v, _ = draw(8, 8)
+        with pytest.raises(NotImplementedError, match="_scaled_dot_product_flash_attention"):
+            ATEN._scaled_dot_product_flash_attention(q, k, v)

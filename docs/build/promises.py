@@ -337,7 +337,7 @@ INPUTS = (
         ),
     ),
     Promise(
-        "A mask as a tensor, dropout or an unknown argument raises; the kernels ignore none of them.",
+        "A mask as a tensor, dropout or an unknown argument raises; kernels ignore none of them.",
         (
             f"{KERNELS}/test_support.py::TestRefusals::test_masks_and_dropout",
             f"{KERNELS}/test_support.py::TestRefusals::test_unknown_arguments",

@@ -331,7 +331,8 @@ class TestPadding:
         bad = self.fill_padding(c, math.nan)
         one, other = run_exact(c), run_exact(bad)
         for name in type(one).__slots__:
-            assert_bitwise(actual=getattr(other, name), expected=getattr(one, name), what=name)
+            if name != "dsinks":  # None without sinks
+                assert_bitwise(actual=getattr(other, name), expected=getattr(one, name), what=name)
         spec = PRESETS[preset]
         one, other = run_trace(c, spec), run_trace(bad, spec)
         for name in TENSORS:

@@ -74,6 +74,11 @@ def test_two_processes_train_as_one(name, runs):
             assert ours.value == pytest.approx(theirs.value, rel=1e-4), ours
 
 
+def assert_same_numbers(one: Path, other: Path) -> None:
+    """By their texts, in which NaN equals NaN: two sequences give no standard error."""
+    assert list(map(repr, numbers(one))) == list(map(repr, numbers(other)))
+
+
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_two_processes_measure_what_one_measures(name, runs):
     """Measured errors agree to 10%: they change by a few percent if one code rounds differently."""
@@ -85,13 +90,13 @@ def test_two_processes_measure_what_one_measures(name, runs):
 
 def test_a_sharded_run_resumes_with_the_same_bits(runs):
     assert_same_state(runs / "cut", runs / "fsdp")
-    assert numbers(runs / "cut") == numbers(runs / "fsdp")
+    assert_same_numbers(runs / "cut", runs / "fsdp")
 
 
 def test_all_processes_stop_at_the_same_step_if_one_is_interrupted(runs):
     """The worker checks the step; here the resumed run has the bits of one without a stop."""
     assert_same_state(runs / "stopped", runs / "ddp")
-    assert numbers(runs / "stopped") == numbers(runs / "ddp")
+    assert_same_numbers(runs / "stopped", runs / "ddp")
 
 
 @pytest.mark.parametrize("name", ["bad-ddp", "bad-fsdp"])

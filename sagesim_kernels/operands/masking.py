@@ -17,7 +17,7 @@ def _used_keys(lengths, b):
     """Return the keys of sequence b, without the padding that seqused_k excludes."""
     n = length_of(lengths.cu_k, lengths.n_k, b)
     if lengths.seqused_k is not None:
-        n = tl.minimum(n, tl.load(lengths.seqused_k + b))
+        n = tl.minimum(n, tl.load(lengths.seqused_k + b).to(tl.int32))
     return n
 
 

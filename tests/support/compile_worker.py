@@ -182,7 +182,7 @@ def _extras(names: list[str], tokens: int) -> Extras:
     every = {
         "window": (100, 20),
         "key_mask": torch.empty(1, tokens, dtype=torch.bool, device="meta"),
-        "seqused_k": torch.empty(1, dtype=torch.int32, device="meta"),
+        "seqused_k": torch.empty(1, dtype=torch.int64, device="meta"),
         "sinks": torch.empty(2, device="meta"),
         "softcap": 20.0,
     }

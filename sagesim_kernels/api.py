@@ -115,7 +115,7 @@ def attention(
         q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
     check_call(q, k, v, spec, enable_gqa=enable_gqa)
     check_window(window)
-    check_alignment(causal_alignment, window, equal_lengths=q.shape[-2] == k.shape[-2])
+    check_alignment(causal_alignment, window, q.shape[-2], k.shape[-2])
     check_key_padding(key_mask, seqused_k, q, k)
     check_sinks(sinks, q)
     check_softcap(softcap)
@@ -205,7 +205,7 @@ def attention_varlen(
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     check_call(q, k, v, spec, enable_gqa=enable_gqa)
     check_window(window)
-    check_alignment(causal_alignment, window, equal_lengths=cu_seqlens_q is cu_seqlens_k)
+    check_alignment(causal_alignment, window, cu_seqlens_q, cu_seqlens_k)
     check_sinks(sinks, q)
     check_softcap(softcap)
     call = Call(

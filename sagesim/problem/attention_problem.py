@@ -156,8 +156,8 @@ class AttentionProblem:
         The shape of attn_mask is not checked.
         """
         check_window(self.window)
-        equal = self.q.shape[-2] == self.k.shape[-2]
-        check_alignment(self.causal_alignment, self.window, equal_lengths=equal)
+        n_q, n_k = self.q.shape[-2], self.k.shape[-2]
+        check_alignment(self.causal_alignment, self.window, n_q, n_k)
         check_key_padding(self.key_mask, None, self.q, self.k)
         check_sinks(self.sinks, self.q)
         check_softcap(self.softcap)

@@ -65,13 +65,21 @@ def check_window(window: object) -> None:
         raise ValueError(f"window is {window!r}; -1 means no limit, and no number is below it")
 
 
-def check_alignment(alignment: object, window: tuple[int, int], *, equal_lengths: bool) -> None:
-    """Raise ValueError for an unknown alignment, or if a window needs one and has none."""
+def check_alignment(
+    alignment: object, window: tuple[int, int], n_q: int | Tensor, n_k: int | Tensor
+) -> None:
+    """Raise ValueError for an unknown alignment, or if a window needs one and has none.
+
+    n_q, n_k: numbers of queries and keys, or where packed sequences of them start.
+    """
     if alignment not in _ALIGNMENTS:
         raise ValueError(
             f"causal_alignment is {alignment!r}; it must be 'upper_left' or 'lower_right'"
         )
-    if alignment is None and window != NO_WINDOW and not equal_lengths:
+    if alignment is not None or window == NO_WINDOW:
+        return
+    is_same = n_q is n_k if isinstance(n_q, Tensor) else n_q == n_k
+    if not is_same:
         raise ValueError(
             f"window={window} and different numbers of queries and keys need causal_alignment: "
             "'upper_left' puts query 0 at key 0, 'lower_right' the last query at the last key"

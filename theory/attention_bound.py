@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sagesim.problem import AttentionOptions, AttentionProblem, resolve_input16
-from sagesim.spec import MAPS, OPERANDS, AttentionSpec, Delta, Precision
+from sagesim.spec import MAPS, OPERANDS, AttentionSpec, Delta, Precision, RoundingMode
 from theory.heads import Heads
 from theory.matmul import float32_error, product_bound
 from theory.rounding import GRIDS, UNIT, region_amax, rounding_bound
@@ -53,8 +53,8 @@ def attention_bound(
 ) -> AttentionBound:
     """Bound the error of every element of the outputs, for one spec and one input.
 
-    Holds for the emulator and for the kernels, which differ only in the order of float32 sums. The
-    bound is infinite if a matmul in 16 bits may overflow.
+    Holds for the emulator and for the kernels, which differ in the order of float32 sums, and add
+    parts of dQ as integers. The bound is infinite if a matmul in 16 bits may overflow.
 
     Args:
         q, k, v, do, options: as for `sagesim.trace`; or an `AttentionProblem` alone, such as a
@@ -169,6 +169,10 @@ class _Analysis:
         dq_error = product_bound(ds, self.k, rounded, self._operand_error("dq", "k"), terms=n_k)
         exact_ds = p * (dp - delta) * slope
         dq_error = dq_error + self._mean_error(exact_ds, ds_error, delta, delta_error, row_error)
+        of_dp = do.norm(dim=-1) * v.norm(dim=-1).amax(-1, keepdim=True)
+        row_sum = (p + p_error).sum(-1).clamp(min=1.0)
+        ds_sum = row_sum * (of_dp + (delta.abs() + delta_error).squeeze(-1))
+        dq_error = dq_error + self._unit_error(ds_sum)[..., None]
         dq = self.scale * (exact_ds @ (self.k + self.k_mean)).abs()
 
         rounded, mean = ds_error + self._map_error("dk", ds + ds_error), self.q_mean.abs()
@@ -183,6 +187,22 @@ class _Analysis:
             dk=self._key_output(dk, self.scale * dk_error),
             dv=self._key_output(dv, dv_error),
         )
+
+    def _unit_error(self, ds_sum: Tensor) -> Tensor:
+        """Bound on the error of adding parts of a row of dQ as integers, as kernels do.
+
+        Half a unit for each key block; a unit is at most 2^-29 times the bound on the sum of the
+        row's magnitudes (docs/numerics.md, "Sums of dQ"). ds_sum: a bound on |dS| of each row.
+        """
+        spec, growth = self.spec, 2.0
+        if spec.rounding.mode is RoundingMode.STOCHASTIC:
+            growth = 1 + spec.block_k / 127 * spec.block_q
+            ds_sum = ds_sum.amax(-1, keepdim=True).expand_as(ds_sum)
+        k_amax = self.k.abs().amax((-2, -1))[..., None]
+        if self.softcap is not None:
+            k_amax = k_amax + self.mean.abs().amax((-2, -1))[..., None]
+        blocks = -(-self.k.shape[-2] // spec.block_k)
+        return blocks * 2.0**-30 * 1.1 * growth * ds_sum * k_amax
 
     def _shift_error(self) -> Tensor:
         """Bound on the float32 error of what smoothing subtracts from a row's logits."""
@@ -251,10 +271,11 @@ class _Analysis:
         error = error + float32_error(terms) * (self.q_mean.abs() @ (k.abs() + k_error))
         error = self.scale * error
         if self.softcap is not None:
-            # tanh raises no error; its own, and that of adding the shift, are those of float32.
+            # tanh raises no error. Before it, scales, shift and c are six roundings; its own error,
+            # and that of the factors after it, is at most 2^-20 of the capped logit.
             size = self.scale * (q.abs() @ k.abs()) + self.shift_size
-            error = error + self._shift_error() + float32_error(3) * size
-            error = error + float32_error(8) * self.s.masked_fill(~self.live, 0.0).abs()
+            error = error + self._shift_error() + float32_error(6) * size
+            error = error + 2.0**-20 * self.s.masked_fill(~self.live, 0.0).abs()
         return error.masked_fill(~self.live, 0.0)
 
     def _float32_error(self) -> Tensor:

@@ -118,7 +118,8 @@ def ds_bound(
         block_q: queries of a tile.
     """
     dp = do.double().norm(dim=-1) * largest_attended(v.double().norm(dim=-1), attends)
-    sums = p_bound.double() * (dp + delta.double().abs())
+    of_ds = dp + delta.double().abs()
+    sums = p_bound.double().masked_fill(of_ds == 0, 0.0) * of_ds  # p_bound may be infinite
     total = growth.own * sums
     if growth.shared:
         of_blocks = _of_blocks(sums, block_q).sum(-1)

@@ -65,9 +65,7 @@ def check_window(window: object) -> None:
         raise ValueError(f"window is {window!r}; -1 means no limit, and no number is below it")
 
 
-def check_alignment(
-    alignment: object, window: tuple[int, int], n_q: int | Tensor, n_k: int | Tensor
-) -> None:
+def check_alignment(alignment: object, window: tuple[int, int], n_q: object, n_k: object) -> None:
     """Raise ValueError for an unknown alignment, or if a window needs one and has none.
 
     n_q, n_k: numbers of queries and keys, or where packed sequences of them start.

@@ -298,7 +298,8 @@ def units_kernel(
     )
     row_delta = load_rows(delta, lengths.cu_q, b, h, queries, n_q, 0.0)
     dp = _product_of_norms(do_norm, v_bits.to(tl.float32, bitcast=True))
-    ds_sum = row_sum * (dp + tl.abs(row_delta))
+    of_ds = dp + tl.abs(row_delta)
+    ds_sum = tl.where(of_ds == 0.0, 0.0, row_sum) * of_ds  # infinity times 0 would be NaN
     total = growth * ds_sum
     if shared_growth is not None:
         # In float64, so that the order does not matter; see `row_sums`.

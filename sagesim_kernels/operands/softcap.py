@@ -17,7 +17,11 @@ _MINUS_TWO_LOG2_E = tl.constexpr(-2.0 * LOG2_E)
 
 
 class Softcap(NamedTuple):
-    """A softcap c as a kernel argument; the kernel computes with logits divided by c."""
+    """A softcap c as a kernel argument; the kernel computes with logits divided by c.
+
+    All fields are None without a softcap. Kernels ask for `base2`: Triton 3.6 cannot compare a
+    tuple that has None in it with None.
+    """
 
     inverse: Any  #: 1 / c
     base2: Any  #: c log2(e), for logits whose exponential is exp2
@@ -26,11 +30,11 @@ class Softcap(NamedTuple):
     shift_stride_h: Any
 
     @classmethod
-    def of(cls, problem: KernelProblem, shift: Tensor | None) -> Softcap | None:
-        """The softcap of a problem; None if it has none."""
+    def of(cls, problem: KernelProblem, shift: Tensor | None) -> Softcap:
+        """The softcap of a problem."""
         cap = problem.extras.softcap
         if cap is None:
-            return None
+            return cls(None, None, None, None, None)
         return cls(1 / cap, cap * LOG2_E, *((None,) * 3 if shift is None else Rows.of(shift)))
 
 
@@ -43,13 +47,14 @@ def tanh(x):
     size = tl.abs(x)
     e = tl.exp2(size * _MINUS_TWO_LOG2_E)
     of_large = (1.0 - e) / (1.0 + e)
-    square = size * size
+    small = tl.minimum(size, 1.0)  # what is not used does not overflow
+    square = small * small
     series = 0.0035921280 * square - 0.0088632355
     series = series * square + 0.0218694885
     series = series * square - 0.0539682540
     series = series * square + 0.1333333333
     series = series * square - 0.3333333333
-    of_small = size + size * square * series
+    of_small = small + small * square * series
     result = tl.where(size < 0.375, of_small, of_large)
     return tl.where(x < 0, -result, result)
 

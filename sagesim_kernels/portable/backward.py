@@ -64,7 +64,7 @@ class _Launches:
         statistics: RowStatistics,
         dq_sums: DqSums,
         traces: MapTraces,
-        softcap: Softcap | None,
+        softcap: Softcap,
     ) -> None:
         self.problem, self.statistics, self.traces = problem, statistics, traces
         self.q, self.k = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
@@ -73,7 +73,7 @@ class _Launches:
         self.k_right = operands.get("dq", "k")
         self.subtracted = operands.subtracted
         self.softcap = softcap
-        factor = LOG2_E if softcap is None else softcap.inverse
+        factor = LOG2_E if softcap.inverse is None else softcap.inverse
         self.scale = LogitScale(problem.scale, problem.scale * factor)
         self.dq_sums = dq_sums
 

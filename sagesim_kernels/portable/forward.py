@@ -83,7 +83,7 @@ def forward_kernel(
     """Compute O and the logsumexp, in base 2, of a tile of queries.
 
     q, k, v: `Operand`. subtracted: `SubtractedMeans`. sink2: `Rows` of the sinks in base 2, or
-    None. softcap: `Softcap`, or None. trace: the `MapTrace` of P, or None. scale: the logit scale
+    None. softcap: `Softcap`. trace: the `MapTrace` of P, or None. scale: the logit scale
     times log2(e), or divided by the softcap. IS_NEGATIVE: whether it is negative.
     """
     tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
@@ -103,7 +103,7 @@ def forward_kernel(
     v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
     q_tile = load_tokens(q, q_base, first, sizes.TILE, n_q, sizes.D_PAD, first_live)
     q_factor = load_token_scales(q, q_scales, first, sizes.TILE, n_q) * scale
-    if softcap is not None:
+    if softcap.base2 is not None:
         row_shift = load_shift(softcap, lengths.cu_q, b, h, queries, n_q)
     row_max = tl.full((sizes.TILE,), -float("inf"), tl.float32)
     row_sum = tl.zeros((sizes.TILE,), tl.float32)
@@ -138,13 +138,13 @@ def forward_kernel(
                 bias = key_bias(subtracted, lengths, head, block, key, sizes.BLOCK_K, n_k, sizes)
                 s = s * factor[:, None] + bias[None, :] * scale
                 factor = tl.full((sizes.TILE,), 1.0, tl.float32)
-            elif softcap is None:
+            elif softcap.base2 is None:
                 # The logits are s * factor. The factor must not be negative, so that a row's
                 # maximum of s is the maximum of its logits.
                 if IS_NEGATIVE:
                     s = -s
                 factor = tl.abs(factor)
-            if softcap is not None:
+            if softcap.base2 is not None:
                 s = tanh(s * factor[:, None] + row_shift[:, None]) * softcap.base2
                 factor = tl.full((sizes.TILE,), 1.0, tl.float32)
             if PART > 0:
@@ -236,7 +236,7 @@ def launch_forward(
             trace,
             problem.lengths,
             Rounding.of(spec, "p"),
-            problem.scale * (LOG2_E if softcap is None else softcap.inverse),
+            problem.scale * (LOG2_E if softcap.inverse is None else softcap.inverse),
             problem.scale < 0,
             KernelSizes.of(problem, tile.rows),
             **tile.options,

@@ -73,7 +73,7 @@ def gradients_kernel(
     argument is None is not computed. Maps are transposed: their rows are keys.
 
     q, k, do, v: `Operand` of qk_recompute and dp. q_right, do_right, k_right: the right operands of
-    dK, dV and dQ. subtracted: `SubtractedMeans`. softcap: `Softcap`, or None. dq_sums: `DqSums`, or
+    dK, dV and dQ. subtracted: `SubtractedMeans`. softcap: `Softcap`. dq_sums: `DqSums`, or
     None. p_trace, dq_trace, dk_trace: `MapTrace`, or None. p_product, dq_product, dk_product:
     `MapProduct`. scale: `LogitScale`. STEP: queries of a step.
     """
@@ -157,7 +157,7 @@ def gradients_kernel(
                 else:
                     s = s * factor
                 slope = None
-                if softcap is not None:
+                if softcap.base2 is not None:
                     shift = load_shift(softcap, lengths.cu_q, b, h, row, n_q)[None, :]
                     s = tanh(s + shift)
                     slope = 1.0 - s * s
@@ -250,7 +250,7 @@ def gradients_kernel(
                         dq_trace,
                         MapTile(z, queries, keys, lengths.n_q, lengths.n_k),
                     )
-                    if softcap is not None and subtracted.k_mean is not None:
+                    if softcap.base2 is not None and subtracted.k_mean is not None:
                         # Rows of dS do not sum to 0: add dS 1 times the mean of K.
                         inverse = inverse_units(dq_sums, stored + query, STEP)
                         ds_sum = (tl.sum(ds, 0) * inverse)[:, None]

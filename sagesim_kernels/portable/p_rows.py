@@ -37,7 +37,7 @@ def p_rows_kernel(
     """Compute rowsum(P) of a tile of queries, and delta = rowsum(P o dP) unless delta is None.
 
     q, k, do, v: `Operand` of qk_recompute and dp; do and v are not used if delta is None.
-    subtracted: `SubtractedMeans`. softcap: `Softcap`, or None. scale: the logit scale times
+    subtracted: `SubtractedMeans`. softcap: `Softcap`. scale: the logit scale times
     log2(e), or divided by the softcap.
     """
     tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
@@ -55,7 +55,7 @@ def p_rows_kernel(
     k_base, k_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, k_head)
     q_tile = load_tokens(q, q_base, first, sizes.TILE, n_q, sizes.D_PAD, first_live)
     q_factor = load_token_scales(q, q_scales, first, sizes.TILE, n_q)[:, None] * scale
-    if softcap is not None:
+    if softcap.base2 is not None:
         row_shift = load_shift(softcap, lengths.cu_q, b, h, queries, n_q)[:, None]
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
     p_sum = tl.zeros((sizes.TILE,), tl.float32)
@@ -93,7 +93,7 @@ def p_rows_kernel(
                 s = s * factor + bias[None, :] * scale
             else:
                 s = s * factor
-            if softcap is not None:
+            if softcap.base2 is not None:
                 s = tanh(s + row_shift) * softcap.base2
             s -= row_lse2[:, None]
             if PART > 0:

@@ -76,7 +76,7 @@ def launch_p_rows(
     operands: OperandCache,
     statistics: RowStatistics,
     d_lse: Rows | None,
-    softcap: Softcap | None,
+    softcap: Softcap,
     p_sums: Rows,
 ) -> None:
     """Fill p_sums with the row sums of P, and statistics.delta if delta comes from P.
@@ -102,7 +102,7 @@ def launch_p_rows(
             p_sums,
             d_lse,
             problem.lengths,
-            problem.scale * (LOG2_E if softcap is None else softcap.inverse),
+            problem.scale * (LOG2_E if softcap.inverse is None else softcap.inverse),
             KernelSizes.of(problem, tile.rows),
             **tile.options,
         )

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,11 @@ from sagesim.experiments.pretrain.run.log import Log
 from sagesim.experiments.pretrain.run.settings import Machine
 from sagesim.experiments.pretrain.training.trainer import train
 from tests.sagesim.experiments.pretrain.conftest import ALONE
-from tests.sagesim.experiments.pretrain.training.test_trainer import assert_same_state, numbers
+from tests.sagesim.experiments.pretrain.training.test_trainer import (
+    assert_same_numbers,
+    assert_same_state,
+    numbers,
+)
 
 
 def torchrun(module: str, *arguments: str) -> None:
@@ -73,11 +76,6 @@ def test_two_processes_train_as_one(name, runs):
     for ours, theirs in zip(together, alone, strict=True):
         if ours.name in ("loss", "gradient_norm"):
             assert ours.value == pytest.approx(theirs.value, rel=1e-4), ours
-
-
-def assert_same_numbers(one: Path, other: Path) -> None:
-    """By their texts, in which NaN equals NaN: two sequences give no standard error."""
-    assert list(map(repr, numbers(one))) == list(map(repr, numbers(other)))
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +37,11 @@ def killed_after(steps):
 def numbers(folder):
     """All rows of the log except times."""
     return [row for row in Log.read(folder).rows if row.name != "tokens_per_second"]
+
+
+def assert_same_numbers(one: Path, other: Path) -> None:
+    """By their texts, in which NaN equals NaN: two sequences give no standard error."""
+    assert list(map(repr, numbers(one))) == list(map(repr, numbers(other)))
 
 
 def assert_same_state(one, other):
@@ -116,7 +122,7 @@ def test_resuming_gives_the_same_bits(attention, after, corpus, make_run, tmp_pa
     outcome = train(run, tmp_path / "cut", corpus, MACHINE, ALONE)
     assert outcome.step == 4
     assert_same_state(tmp_path / "cut", tmp_path / "whole")
-    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+    assert_same_numbers(tmp_path / "cut", tmp_path / "whole")
 
 
 def test_measuring_does_not_change_the_run(corpus, make_run, tmp_path):
@@ -218,7 +224,7 @@ def test_a_process_killed_while_writing_a_checkpoint_resumes(corpus, make_run, t
     assert outcome.step == 4
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000004.pt"]
     assert_same_state(folder, tmp_path / "whole")
-    assert numbers(folder) == numbers(tmp_path / "whole")
+    assert_same_numbers(folder, tmp_path / "whole")
 
 
 def test_an_interrupted_run_saves_its_step_and_resumes(corpus, make_run, tmp_path):
@@ -240,7 +246,7 @@ def test_an_interrupted_run_saves_its_step_and_resumes(corpus, make_run, tmp_pat
     assert (outcome.step, outcome.is_interrupted) == (4, False), "no step was left to resume"
     train(make_run(), tmp_path / "whole", corpus, machine, ALONE)
     assert_same_state(tmp_path / "cut", tmp_path / "whole")
-    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+    assert_same_numbers(tmp_path / "cut", tmp_path / "whole")
 
 
 def test_a_full_disk_keeps_the_earlier_checkpoints(corpus, make_run, tmp_path, monkeypatch):

@@ -135,8 +135,8 @@ def test_lower_right_is_the_emulator_under_that_mask(preset: str, lengths: tuple
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [(100, 0), (100, 40), (40, 100), (-1, 70), (150, -1)])
-@pytest.mark.parametrize("preset", ["sagebwd", "factored", "fpa_fp16"])
+@pytest.mark.parametrize("window", [(100, 40), (40, 100), (-1, 70), (150, -1)])
+@pytest.mark.parametrize("preset", ["sagebwd", "fpa_fp16"])
 def test_windows_of_several_blocks(preset: str, window: tuple[int, int]) -> None:
     """Some blocks are inside of every query's window, and need no mask; others are at an edge."""
     for alignment in ("upper_left", "lower_right"):

@@ -320,7 +320,6 @@ def test_the_loop_spills_nothing(compiler: Compiler, spec: str, head_size: int) 
 
 
 EXTRAS = {
-    "window": (90, ("window",)),
     "seqused_k_sinks": (80, ("seqused_k", "sinks")),
     "all": (90, ("window", "key_mask", "sinks", "softcap")),
 }

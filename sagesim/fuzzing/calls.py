@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from sagesim.problem import NO_WINDOW, AttentionProblem
+from sagesim.problem import AttentionProblem
 
 INPUTS: Final = ("q", "k", "v", "do")
 
@@ -51,14 +51,8 @@ def call(attention: Callable[..., Tensor], problem: AttentionProblem, **options:
     """
     inputs = _Inputs(problem)
     leaves = [x.requires_grad_() for x in (problem.q, problem.k, problem.v)]
-    o: Any = attention(
-        *leaves,
-        is_causal=problem.is_causal,
-        scale=problem.scale,
-        enable_gqa=problem.enable_gqa,
-        **_extras(problem),
-        **options,
-    )
+    of_sdpa = {name: getattr(problem, name) for name in ("is_causal", "scale", "enable_gqa")}
+    o: Any = attention(*leaves, **of_sdpa | problem.given_options, **options)
     problems = inputs.overwritten("forward")
     if invalid := _invalid(o, problem.gradient):
         return Called({}, problems | {"o": invalid})
@@ -72,18 +66,6 @@ def call(attention: Callable[..., Tensor], problem: AttentionProblem, **options:
         else:
             outputs[name] = gradient
     return Called(outputs, problems)
-
-
-def _extras(problem: AttentionProblem) -> dict[str, Any]:
-    """The arguments of a problem that SDPA does not have, without those that are not given."""
-    found: dict[str, Any] = {
-        "causal_alignment": problem.causal_alignment,
-        "key_mask": problem.key_mask,
-        "sinks": problem.sinks,
-        "softcap": problem.softcap,
-    }
-    found = {name: value for name, value in found.items() if value is not None}
-    return found if problem.window == NO_WINDOW else found | {"window": problem.window}
 
 
 def _invalid(o: object, do: Tensor) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar, Unpack
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, Final, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -102,7 +102,12 @@ class AttentionProblem:
     @property
     def options(self) -> dict[str, Any]:
         """The options, as keyword arguments of functions that take q, k and v."""
-        return {name: getattr(self, name) for name in _OPTIONS}
+        return {name: getattr(self, name) for name in _DEFAULTS}
+
+    @property
+    def given_options(self) -> dict[str, Any]:
+        """The options that do not have the values that they have if they are omitted."""
+        return {name: x for name, x in self.options.items() if not _is_default(name, x)}
 
     @property
     def qkvdo(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -239,14 +244,13 @@ class AttentionProblem:
             )
 
 
-_OPTIONS = tuple(AttentionOptions.__annotations__.keys() - {"seqused_k"})
-"""The options that are fields of a problem."""
+_DEFAULTS: Final = {
+    each.name: each.default for each in fields(AttentionProblem) if each.default is not MISSING
+}
+"""The options that are fields of a problem, and their values if they are omitted."""
 
 
 def _is_default(name: str, value: object) -> bool:
     """Whether an option has the value that it has if it is omitted."""
-    default = NO_WINDOW if name == "window" else False if name in _FLAGS else None
+    default = _DEFAULTS.get(name)  # seqused_k, which is no field, is None
     return value is None if default is None else value == default
-
-
-_FLAGS = ("is_causal", "enable_gqa")

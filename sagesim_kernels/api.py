@@ -19,6 +19,7 @@ from sagesim.problem import (
     check_spec,
     check_tensors,
     check_window,
+    with_four_axes,
 )
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.operands import logit_scale
@@ -138,7 +139,7 @@ def attention(
         softcap=softcap,
         tokens_first=tokens_first,
     )
-    o, lse, _, _ = forward_op(*(_with_four_axes(x) for x in (q, k, v)), *call, return_lse)
+    o, lse, _, _ = forward_op(*(with_four_axes(x) for x in (q, k, v)), *call, return_lse)
     if tokens_first:
         o = o.transpose(1, 2).reshape(*q.shape[:-3], q.shape[-2], q.shape[-3], v.shape[-1])
     else:
@@ -310,10 +311,3 @@ def _check_packed(name: str, x: Tensor, cu: Tensor, longest: int) -> None:
         torch._assert_async(fits, message)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
     elif not fits:
         raise ValueError(f"{message}={longest}; got {cu.tolist()} for {x.shape[0]} tokens")
-
-
-def _with_four_axes(x: Tensor) -> Tensor:
-    """Reshape [..., heads, tokens, channels] to [sequences, heads, tokens, channels]."""
-    if x.ndim <= 4:
-        return x[(None,) * (4 - x.ndim)]
-    return x.flatten(0, -4)

@@ -6,6 +6,7 @@ from sagesim.problem.arguments import (
     check_spec,
     check_tensors,
     resolve_input16,
+    with_four_axes,
 )
 from sagesim.problem.attention_problem import AttentionProblem
 from sagesim.problem.masks import (
@@ -37,4 +38,5 @@ __all__ = [
     "check_window",
     "recognised",
     "resolve_input16",
+    "with_four_axes",
 ]

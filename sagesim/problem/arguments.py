@@ -49,6 +49,13 @@ def _is_castable(x: Tensor) -> bool:
     return x.is_floating_point() and x.dtype is not torch.float64
 
 
+def with_four_axes(x: Tensor) -> Tensor:
+    """Reshape [..., heads, tokens, channels] to [sequences, heads, tokens, channels]."""
+    if x.ndim <= 4:
+        return x[(None,) * (4 - x.ndim)]
+    return x.flatten(0, -4)
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> int:
     """Check q, k and v [..., heads, tokens, head size]; return the query heads per head of k.
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sagesim.problem import autocast, check_spec, check_tensors
+from sagesim.problem import autocast, check_spec, check_tensors, with_four_axes
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.integrations.attend import (
     Options,
@@ -58,7 +58,7 @@ class Functions:
         _refuse(dropout_p=(dropout_p, 0.0))
         check_tensors(query, key, value, enable_gqa=enable_gqa)
         shape = (*query.shape[:-1], value.shape[-1])
-        query, key, value = (_with_four_axes(x) for x in autocast(query, key, value))
+        query, key, value = (with_four_axes(x) for x in autocast(query, key, value))
         options = Options(spec=self.spec, scale=scale, is_causal=is_causal, lower_right=False)
         if attn_mask is None:
             return attend(query, key, value, options).reshape(shape)
@@ -144,10 +144,6 @@ def _refuse(**arguments: tuple[object, object]) -> None:
         if value is not default and (isinstance(value, Tensor) or value != default):
             found = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else value
             raise ValueError(f"{name} is {found}; it is not supported, only {default} is")
-
-
-def _with_four_axes(x: Tensor) -> Tensor:
-    return x[(None,) * (4 - x.ndim)] if x.ndim <= 4 else x.flatten(0, -4)
 
 
 def apply(

@@ -22,8 +22,9 @@ from sagesim.problem import (
     with_four_axes,
 )
 from sagesim.spec import FACTORED_QK, AttentionSpec
+from sagesim_kernels.eager import attend
 from sagesim_kernels.operands import logit_scale
-from sagesim_kernels.ops import Call, forward_op, label_of, parse
+from sagesim_kernels.ops import Call, label_of, parse
 from sagesim_kernels.support import IS_INTERPRETED, head_reason, supports
 
 Layout = Literal["HND", "NHD"]
@@ -139,12 +140,12 @@ def attention(
         softcap=softcap,
         tokens_first=tokens_first,
     )
-    o, lse, _, _ = forward_op(*(with_four_axes(x) for x in (q, k, v)), *call, return_lse)
+    o, lse = attend(*(with_four_axes(x) for x in (q, k, v)), call, with_lse=return_lse)
     if tokens_first:
         o = o.transpose(1, 2).reshape(*q.shape[:-3], q.shape[-2], q.shape[-3], v.shape[-1])
     else:
         o = o.reshape(*q.shape[:-1], v.shape[-1])
-    return (o, lse.reshape(q.shape[:-1])) if return_lse else o
+    return o if lse is None else (o, lse.reshape(q.shape[:-1]))
 
 
 def attention_varlen(
@@ -226,9 +227,9 @@ def attention_varlen(
         softcap=softcap,
         tokens_first=True,
     )
-    o, lse, _, _ = forward_op(q, k, v, *call, return_lse)
+    o, lse = attend(q, k, v, call, with_lse=return_lse)
     o = o[0].transpose(0, 1)
-    return (o, lse[0]) if return_lse else o
+    return o if lse is None else (o, lse[0])
 
 
 def check_device(q: Tensor) -> None:

@@ -32,6 +32,7 @@ from sagesim.spec import (
     Smoothing,
 )
 from sagesim_kernels.dispatch import backward, forward
+from sagesim_kernels.launch_plans import Tensors, planned
 from sagesim_kernels.operands import (
     Extras,
     ForwardResult,
@@ -78,6 +79,10 @@ class Call(NamedTuple):
         """This call with other tensors."""
         return Call(*tensors, *self[_TENSORS:])
 
+    def without_tensors(self) -> Call:
+        """This call without its tensors; hashable."""
+        return Call(*_NO_TENSORS, *self[_TENSORS:])
+
     def problem(self, q: Tensor, k: Tensor, v: Tensor) -> KernelProblem:
         return KernelProblem.of(
             q,
@@ -95,6 +100,7 @@ class Call(NamedTuple):
 
 
 _TENSORS: Final = 5
+_NO_TENSORS: Final = (None,) * _TENSORS
 
 
 def label_of(spec: AttentionSpec) -> str:
@@ -154,7 +160,71 @@ def _empty(like: Tensor, channels: int, *, tokens_first: bool) -> Tensor:
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which the current device, on which Triton launches, is that of x."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
+
+
+def _nothing(like: Tensor) -> Tensor:
+    """Return a tensor without elements, as an operator cannot return None."""
+    return like.new_empty((0,), dtype=torch.float32)
+
+
+class _Forward(NamedTuple):
+    """What a forward returns; the last two are those of a `ForwardResult`."""
+
+    o: Tensor
+    lse: Tensor | None
+    lse2: Tensor
+    k_mean: Tensor | None
+
+
+def _launch_forward(tensors: Tensors, options: tuple[Call, bool]) -> _Forward:
+    q, k, v, *others = tensors
+    call, with_lse = options
+    assert q is not None and k is not None and v is not None
+    problem = call.with_tensors(*others).problem(q, k, v)
+    o = _empty(q, v.shape[3], tokens_first=call.tokens_first)
+    result = forward(problem, o)
+    lse = natural_lse(problem, result) if with_lse else None
+    return _Forward(o, lse, result.lse2, result.k_mean)
+
+
+def _launch_backward(tensors: Tensors, call: Call) -> Tensors:
+    do, d_lse, q, k, v, o, lse2, k_mean, *others = tensors
+    assert do is not None and q is not None and k is not None and v is not None
+    assert lse2 is not None
+    problem = call.with_tensors(*others).problem(q, k, v)
+    grads = Gradients(*(_empty(x, x.shape[3], tokens_first=call.tokens_first) for x in (q, k, v)))
+    d_sinks, _ = backward(problem, do, d_lse, o, ForwardResult(lse2, k_mean), grads)
+    return (*grads, d_sinks)
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, *, with_lse: bool) -> _Forward:
+    """Compute a forward; lse is None unless with_lse, and k_mean if the spec does not smooth K."""
+    with on_device_of(q):
+        tensors = (q, k, v, *call.tensors)
+        return _Forward(*planned(_launch_forward, tensors, (call.without_tensors(), with_lse)))
+
+
+def run_backward(
+    do: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor | None,
+    lse2: Tensor,
+    k_mean: Tensor | None,
+    call: Call,
+) -> Tensors:
+    """Return dq, dk, dv and the gradient of the sinks, which is None without sinks.
+
+    o: None if the spec's delta comes from P. k_mean: None if K is not smoothed.
+    """
+    with on_device_of(q):
+        tensors = (do, d_lse, q, k, v, o, lse2, k_mean, *call.tensors)
+        return planned(_launch_backward, tensors, call.without_tensors())
 
 
 @torch.library.custom_op("sagesim_kernels::flash_attn_forward", mutates_args=())
@@ -179,10 +249,7 @@ def forward_op(
     tokens_first: bool,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return o [sequences, heads, n_q, d_v], lse, and lse2 and k_mean of a `ForwardResult`.
-
-    lse has no elements unless with_lse, and k_mean has none if the spec does not smooth K.
-    """
+    """Return what `run_forward` does, with a tensor without elements in place of None."""
     call = Call(
         sinks,
         key_mask,
@@ -200,18 +267,13 @@ def forward_op(
         softcap,
         tokens_first,
     )
-    problem = call.problem(q, k, v)
-    o = _empty(q, v.shape[3], tokens_first=tokens_first)
-    with on_device_of(q):
-        result = forward(problem, o)
-        lse = natural_lse(problem, result) if with_lse else _nothing(q)
-    k_mean = _nothing(q) if result.k_mean is None else result.k_mean
-    return o, lse, result.lse2, k_mean
-
-
-def _nothing(like: Tensor) -> Tensor:
-    """Return a tensor without elements, as an operator cannot return None."""
-    return like.new_empty((0,), dtype=torch.float32)
+    o, lse, lse2, k_mean = run_forward(q, k, v, call, with_lse=with_lse)
+    return (
+        o,
+        _nothing(q) if lse is None else lse,
+        lse2,
+        _nothing(q) if k_mean is None else k_mean,
+    )
 
 
 @forward_op.register_fake
@@ -252,10 +314,7 @@ def backward_op(
     softcap: float | None,
     tokens_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv and the gradient of the sinks, which has no elements without sinks.
-
-    o: None if the spec's delta comes from P. k_mean: without elements if K is not smoothed.
-    """
+    """Return what `run_backward` does; None is a tensor without elements, also as k_mean."""
     call = Call(
         sinks,
         key_mask,
@@ -273,12 +332,10 @@ def backward_op(
         softcap,
         tokens_first,
     )
-    problem = call.problem(q, k, v)
-    grads = Gradients(*(_empty(x, x.shape[3], tokens_first=tokens_first) for x in (q, k, v)))
-    result = ForwardResult(lse2, k_mean if problem.spec.smoothing.k else None)
-    with on_device_of(q):
-        d_sinks, _ = backward(problem, do, d_lse, o, result, grads)
-    return grads.dq, grads.dk, grads.dv, _nothing(q) if d_sinks is None else d_sinks
+    mean = k_mean if parse(spec).smoothing.k else None
+    dq, dk, dv, d_sinks = run_backward(do, d_lse, q, k, v, o, lse2, mean, call)
+    assert dq is not None and dk is not None and dv is not None
+    return dq, dk, dv, _nothing(q) if d_sinks is None else d_sinks
 
 
 @backward_op.register_fake
@@ -298,7 +355,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.mark_non_differentiable(lse2, k_mean, *([] if with_lse else [lse]))
     o_for_delta = o if parse(call.spec).delta is Delta.FROM_O else None
     ctx.save_for_backward(q, k, v, o_for_delta, lse2, k_mean, *call.tensors)
-    ctx.call = call.with_tensors(*(None,) * _TENSORS)
+    ctx.call = call.without_tensors()
 
 
 def _differentiate(

@@ -15,6 +15,7 @@ from sagesim_kernels.ampere.p_rows import launch_p_rows
 from sagesim_kernels.ampere.query_buffers import STATS
 from sagesim_kernels.ampere.row_stats import row_stats_kernel
 from sagesim_kernels.ampere.support import BLOCK
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
     LOG2_E,
@@ -32,7 +33,7 @@ from sagesim_kernels.operands import (
     padded,
     stored_tokens,
 )
-from sagesim_kernels.portable import Tile, launch, map_product, prepare_backward
+from sagesim_kernels.portable import Tile, map_product, prepare_backward, try_tiles
 
 _FOR_TWO: Final = 2 * 64 * 1024
 """Bytes of shared memory that are enough for two programs."""
@@ -91,7 +92,9 @@ def launch_kernel(
         do_right=_bits(do_right, do),
         k_right=_bits(k_right, k),
     )
-    ampere_backward[grid.programs](
+    launch(
+        ampere_backward,
+        grid.programs,
         grid,
         q,
         k,
@@ -133,7 +136,9 @@ def launch_backward(
     tokens = stored_tokens(problem.cu_q, problem.q)
     row_stats = torch.empty(heads * tokens * STATS.value, dtype=torch.float32, device=do.device)
     grid = Grid(-(-problem.longest_q // BLOCK), heads, problem.sequences)
-    row_stats_kernel[grid.programs](
+    launch(
+        row_stats_kernel,
+        grid.programs,
         grid,
         operands.get("qk_recompute", "q"),
         *statistics,
@@ -146,7 +151,7 @@ def launch_backward(
     )
     products = (problem.spec.dv, problem.spec.dq, problem.spec.dk)
     has_codes = any(matmul.precision.is_scaled for matmul in products)
-    launch(
+    try_tiles(
         _tiles(padded(d), has_codes),
         lambda tile: launch_kernel(tile, problem, operands, row_stats, dq_sums, grads),
         f"the backward at head size {d}",

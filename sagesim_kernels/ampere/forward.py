@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from sagesim_kernels.ampere.forward_kernel import RowConfig, ampere_forward
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
     LOG2_E,
@@ -18,7 +19,7 @@ from sagesim_kernels.operands import (
     Strided,
     padded,
 )
-from sagesim_kernels.portable import Tile, launch
+from sagesim_kernels.portable import Tile, try_tiles
 
 
 def row_tiles(channels: int) -> Iterator[Tile]:
@@ -35,7 +36,9 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
 
     def run(tile: Tile) -> None:
         grid = Grid(-(-problem.longest_q // tile.rows), problem.q.shape[1], problem.sequences)
-        ampere_forward[grid.programs](
+        launch(
+            ampere_forward,
+            grid.programs,
             grid,
             q,
             k,
@@ -51,4 +54,4 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
             **LAUNCH,
         )
 
-    launch(row_tiles(channels), run, f"the forward at head size {problem.q.shape[3]}")
+    try_tiles(row_tiles(channels), run, f"the forward at head size {problem.q.shape[3]}")

@@ -6,6 +6,7 @@ from sagesim.spec import Delta
 from sagesim_kernels.ampere.forward import row_tiles
 from sagesim_kernels.ampere.forward_kernel import RowConfig
 from sagesim_kernels.ampere.p_rows_kernel import ampere_p_rows
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
     LOG2_E,
@@ -17,7 +18,7 @@ from sagesim_kernels.operands import (
     RowStatistics,
     padded,
 )
-from sagesim_kernels.portable import Tile, launch
+from sagesim_kernels.portable import Tile, try_tiles
 
 
 def launch_p_rows(
@@ -33,7 +34,9 @@ def launch_p_rows(
 
     def run(tile: Tile) -> None:
         grid = Grid(-(-problem.longest_q // tile.rows), problem.q.shape[1], problem.sequences)
-        ampere_p_rows[grid.programs](
+        launch(
+            ampere_p_rows,
+            grid.programs,
             grid,
             operands.get("qk_recompute", "q"),
             operands.get("qk_recompute", "k"),
@@ -51,4 +54,4 @@ def launch_p_rows(
             **LAUNCH,
         )
 
-    launch(row_tiles(channels), run, f"row sums of P at head size {problem.q.shape[3]}")
+    try_tiles(row_tiles(channels), run, f"row sums of P at head size {problem.q.shape[3]}")

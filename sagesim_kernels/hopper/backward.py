@@ -21,6 +21,7 @@ from sagesim_kernels.hopper.backward_kernel import Config, hopper_backward
 from sagesim_kernels.hopper.backward_warps import ROW_STATS, STATS_LAYOUT, WARPS
 from sagesim_kernels.hopper.descriptors import tma_descriptor
 from sagesim_kernels.hopper.dq_order import BLOCK_Q, TILE_K, from_register_order
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
     LOG2_E,
@@ -157,7 +158,9 @@ def launch_backward(
     row_stats = dq.new_empty(heads * tokens_q * 4, dtype=torch.float32)
     dq_semaphore = dq.new_empty(heads * tokens_q // _BLOCK_Q, dtype=torch.int32)
     blocks = Grid(-(-problem.longest_q // _BLOCK_Q), heads, problem.sequences)
-    hopper_preprocess[blocks.programs](
+    launch(
+        hopper_preprocess,
+        blocks.programs,
         blocks,
         q8.scale,
         Strided.of(o),
@@ -174,7 +177,9 @@ def launch_backward(
     )
     tiles = Grid(-(-problem.longest_k // _TILE_K), kv_heads, problem.sequences)
     accum_layout = gl.NVMMASharedLayout(128, 32, 2)
-    hopper_backward[tiles.programs](
+    launch(
+        hopper_backward,
+        tiles.programs,
         tma_descriptor(q8.ptr.view(-1, d), _BLOCK_Q),
         tma_descriptor(k8.ptr.view(-1, d), _TILE_K),
         tma_descriptor(q16, _BLOCK_Q),
@@ -200,7 +205,9 @@ def launch_backward(
         num_warps=WARPS.value,
         **LAUNCH,
     )
-    hopper_postprocess[blocks.programs](
+    launch(
+        hopper_postprocess,
+        blocks.programs,
         blocks,
         dq_accum,
         statistics.lse2,

@@ -25,6 +25,7 @@ from sagesim_kernels.hopper.forward_structures import (
 )
 from sagesim_kernels.hopper.forward_warps import BLOCK, consume, produce
 from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
     LOG2_E,
@@ -172,7 +173,9 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
         programs,
         head_bytes=n_k * d * (k.ptr.element_size() + v.ptr.element_size()) // problem.groups,
     )
-    hopper_forward[(programs,)](
+    launch(
+        hopper_forward,
+        (programs,),
         tma_descriptor(q.ptr.view(-1, d), BLOCK.value),
         tma_descriptor(k.ptr.view(-1, d), BLOCK.value),
         tma_descriptor(v.ptr, BLOCK.value),

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.kernel_problem import KernelProblem, padded
 from sagesim_kernels.operands.layout import (
     Grid,
@@ -97,7 +98,9 @@ def compute_delta_from_o(
     """Fill statistics.delta with rowsum(dO o O), less the gradient of the logsumexp."""
     d_v = problem.v.shape[3]
     grid = Grid(-(-problem.longest_q // _TILE), problem.q.shape[1], problem.sequences)
-    delta_kernel[grid.programs](
+    launch(
+        delta_kernel,
+        grid.programs,
         grid,
         Strided.of(o),
         Strided.of(do),

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.delta import load_rows
 from sagesim_kernels.operands.kernel_problem import KernelProblem, KernelSizes
 from sagesim_kernels.operands.layout import (
@@ -170,7 +171,9 @@ def finish_dq(
     """Fill dq, any strides, from its sums. ds_sums: the sums of the rows of dS; None if 0."""
     block = problem.spec.block_q
     grid = Grid(-(-problem.longest_q // block), problem.q.shape[1], problem.sequences)
-    finish_dq_kernel[grid.programs](
+    launch(
+        finish_dq_kernel,
+        grid.programs,
         grid,
         dq_sums,
         lse2,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim.spec import AttentionSpec, Granularity, Precision, RoundingMode
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.delta import load_rows
 from sagesim_kernels.operands.dq_sums import DqSums
 from sagesim_kernels.operands.kernel_problem import KernelProblem, KernelSizes
@@ -363,7 +364,9 @@ def compute_units(
     bounds = KeyBounds.empty(problem)
     sizes = KernelSizes.of(problem, spec.block_q)
     grid = Grid(-(-problem.longest_k // spec.block_k), heads, problem.sequences)
-    key_bounds_kernel[grid.programs](
+    launch(
+        key_bounds_kernel,
+        grid.programs,
         grid,
         operands["k"],
         operands["v"],
@@ -376,7 +379,9 @@ def compute_units(
     )
     grid = Grid(-(-problem.longest_q // spec.block_q), problem.q.shape[1], problem.sequences)
     growth, shared_growth = growths(spec)
-    units_kernel[grid.programs](
+    launch(
+        units_kernel,
+        grid.programs,
         grid,
         operands["q"],
         operands["do"],

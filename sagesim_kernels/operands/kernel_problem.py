@@ -87,8 +87,8 @@ class KernelProblem:
         cu_q, cu_k, longest_q, longest_k = packing or Packing()
         counts = None
         if extras.key_mask is not None:
-            counts = torch.zeros((k.shape[0], k.shape[2] + 1), dtype=torch.int32, device=k.device)
-            torch.cumsum(extras.key_mask, 1, dtype=torch.int32, out=counts[:, 1:])
+            counts = extras.key_mask.cumsum(1, dtype=torch.int32)
+            counts = torch.nn.functional.pad(counts, (1, 0))
         return cls(
             q=q,
             k=k,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.delta import store_rows
 from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import (
@@ -65,7 +66,9 @@ def compute_logit_shift(problem: KernelProblem, k_mean: Tensor | None) -> Tensor
     d = problem.q.shape[3]
     shift = torch.empty(problem.q.shape[:3], dtype=torch.float32, device=problem.q.device)
     grid = Grid(-(-problem.longest_q // _TILE), problem.q.shape[1], problem.sequences)
-    logit_shift_kernel[grid.programs](
+    launch(
+        logit_shift_kernel,
+        grid.programs,
         grid,
         Strided.of(problem.q),
         Means.of_heads(k_mean),

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.delta import load_rows, store_rows
 from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import Grid, Rows, length_of, program_coordinates
@@ -52,7 +53,9 @@ def natural_lse(problem: KernelProblem, result: ForwardResult) -> Tensor:
     if problem.extras.softcap is None:
         shift = compute_logit_shift(problem, result.k_mean)
     grid = Grid(-(-problem.longest_q // _TILE), problem.q.shape[1], problem.sequences)
-    natural_lse_kernel[grid.programs](
+    launch(
+        natural_lse_kernel,
+        grid.programs,
         grid,
         Rows.of(result.lse2),
         None if shift is None else Rows.of(shift),

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import (
     Grid,
@@ -226,7 +227,9 @@ def _compute_means(
     out = torch.empty((problem.sequences, heads, means, d), dtype=torch.float32, device=x.device)
     blocks = TokenBlocks.of(is_key, d, d_pad, chunk)
     grid = Grid(chunks, heads, problem.sequences)
-    sum_chunks_kernel[grid.programs](
+    launch(
+        sum_chunks_kernel,
+        grid.programs,
         grid,
         Strided.of(x),
         sums,
@@ -238,7 +241,16 @@ def _compute_means(
         **LAUNCH,
     )
     grid = Grid(means, heads, problem.sequences)
-    divide_sums_kernel[grid.programs](
-        grid, sums, stored_chunks, out, lengths, chunks // means, blocks, **LAUNCH
+    launch(
+        divide_sums_kernel,
+        grid.programs,
+        grid,
+        sums,
+        stored_chunks,
+        out,
+        lengths,
+        chunks // means,
+        blocks,
+        **LAUNCH,
     )
     return Means(out, heads, means)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim.spec import Granularity, Precision
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import (
     ALIGNMENT,
@@ -165,7 +166,9 @@ def quantize(
     operand = Operand.of_codes(stored_codes, channels, scale, per_scale, by_channel, in_order)
     d_pad = triton.next_power_of_2(channels)
     grid = Grid(-(-source.longest // block), heads, problem.sequences)
-    quantize_kernel[grid.programs](
+    launch(
+        quantize_kernel,
+        grid.programs,
         grid,
         Strided.of(x),
         source.mean,
@@ -195,7 +198,9 @@ def cast(
             tokens = -(-source.longest // ALIGNMENT.value) * ALIGNMENT.value
         copy = torch.empty(shape, dtype=dtype, device=x.device)
         grid = Grid(-(-tokens // block), heads, problem.sequences)
-        cast_kernel[grid.programs](
+        launch(
+            cast_kernel,
+            grid.programs,
             grid,
             Strided.of(x),
             source.mean,

@@ -4,17 +4,17 @@ from sagesim_kernels.portable.backward import launch_backward, map_product
 from sagesim_kernels.portable.forward import launch_forward
 from sagesim_kernels.portable.p_and_ds import UNTRACED, MapTrace, MapTraces
 from sagesim_kernels.portable.preparation import launch_p_rows, prepare_backward
-from sagesim_kernels.portable.tiles import Tile, launch
+from sagesim_kernels.portable.tiles import Tile, try_tiles
 
 __all__ = [
     "UNTRACED",
     "MapTrace",
     "MapTraces",
     "Tile",
-    "launch",
     "launch_backward",
     "launch_forward",
     "launch_p_rows",
     "map_product",
     "prepare_backward",
+    "try_tiles",
 ]

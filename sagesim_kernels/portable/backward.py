@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sagesim.spec import Granularity
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LOG2_E,
     DqSums,
@@ -36,7 +37,7 @@ from sagesim_kernels.operands import (
 from sagesim_kernels.portable.gradients import gradients_kernel
 from sagesim_kernels.portable.p_and_ds import UNTRACED, MapProduct, MapTraces
 from sagesim_kernels.portable.preparation import launch_p_rows, prepare_backward
-from sagesim_kernels.portable.tiles import SHORT_STEP, Tile, block_tiles, block_warps, launch
+from sagesim_kernels.portable.tiles import SHORT_STEP, Tile, block_tiles, block_warps, try_tiles
 
 
 class LogitScale(NamedTuple):
@@ -83,7 +84,9 @@ class _Launches:
         """Launch the kernel of the gradients that are not None, and of dQ if with_dq."""
         problem = self.problem
         grid = Grid(-(-problem.longest_k // tile.rows), problem.k.shape[1], problem.sequences)
-        gradients_kernel[grid.programs](
+        launch(
+            gradients_kernel,
+            grid.programs,
             grid,
             self.q,
             self.k,
@@ -157,7 +160,7 @@ def launch_backward(
         channels = max(d_pad, d_v_pad) if dk is not None and dv is not None else d_pad
         if dk is None and not with_dq:
             channels = d_v_pad
-        launch(
+        try_tiles(
             block_tiles(spec.block_k, channels, any_step=not has_codes),
             lambda tile: launches.run_gradients(tile, dk, dv, with_dq=with_dq),
             f"{what} {at}",

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LOG2_127,
     LOG2_E,
@@ -47,7 +48,7 @@ from sagesim_kernels.operands import (
     tokens_by_tokens,
 )
 from sagesim_kernels.portable.p_and_ds import MapTile, MapTrace, store_codes
-from sagesim_kernels.portable.tiles import launch, tiles
+from sagesim_kernels.portable.tiles import tiles, try_tiles
 
 _CODES_PER_P = tl.constexpr(2.0**-7)
 """Codes are 127 P. This factor, which changes no bit, keeps their sums from overflowing."""
@@ -223,7 +224,9 @@ def launch_forward(
 
     def run(tile):
         grid = Grid(-(-problem.longest_q // tile.rows), problem.q.shape[1], problem.sequences)
-        forward_kernel[grid.programs](
+        launch(
+            forward_kernel,
+            grid.programs,
             grid,
             q,
             k,
@@ -243,7 +246,7 @@ def launch_forward(
         )
 
     within = spec.block_q if spec.smoothing.q else None
-    launch(
+    try_tiles(
         tiles(64, padded(d_v), within=within),
         run,
         f"the forward at head size {d} and block_k={spec.block_k}",

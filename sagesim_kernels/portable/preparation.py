@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sagesim.spec import Delta
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LOG2_E,
     DqSums,
@@ -23,7 +24,7 @@ from sagesim_kernels.operands import (
     padded,
 )
 from sagesim_kernels.portable.p_rows import p_rows_kernel
-from sagesim_kernels.portable.tiles import Tile, launch, most_rows, tiles
+from sagesim_kernels.portable.tiles import Tile, most_rows, tiles, try_tiles
 
 
 def prepare_backward(
@@ -89,7 +90,9 @@ def launch_p_rows(
 
     def run(tile: Tile) -> None:
         grid = Grid(-(-problem.longest_q // tile.rows), problem.q.shape[1], problem.sequences)
-        p_rows_kernel[grid.programs](
+        launch(
+            p_rows_kernel,
+            grid.programs,
             grid,
             operands.get("qk_recompute", "q"),
             operands.get("qk_recompute", "k"),
@@ -111,4 +114,4 @@ def launch_p_rows(
         most_rows(padded(d)), padded(d), within=spec.block_q if spec.smoothing.q else None
     )
     what = f"row sums of P at head size {d}, block_q={spec.block_q} and block_k={spec.block_k}"
-    launch(candidates, run, what)
+    try_tiles(candidates, run, what)

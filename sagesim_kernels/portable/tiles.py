@@ -80,7 +80,7 @@ def tiles(rows: int, channels: int, *, within: int | None = None) -> Iterator[Ti
             yield Tile(fewer, 4, 1)
 
 
-def launch(candidates: Iterator[Tile], run: Callable[[Tile], Any], what: str) -> None:
+def try_tiles(candidates: Iterator[Tile], run: Callable[[Tile], Any], what: str) -> None:
     """Call `run` with the first tile whose program fits into the device's shared memory.
 
     Raises:

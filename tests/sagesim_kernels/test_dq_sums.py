@@ -32,7 +32,7 @@ not_a_number = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
 
 @pytest.fixture
-def units(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def units(unplanned, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The units of each backward of the portable kernels, [1, heads, tokens]."""
     found: list[Tensor] = []
     finish = backward.finish_dq

@@ -42,7 +42,7 @@ LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 200, 256, 257, 300, 385)
 
 
 @pytest.fixture
-def is_served(monkeypatch: pytest.MonkeyPatch):
+def is_served(unplanned, monkeypatch: pytest.MonkeyPatch):
     """Fail the test if the Hopper kernels did not run every problem."""
     served: list[bool] = []
     serves = hopper.serves

@@ -227,7 +227,7 @@ class TestTiles:
     """The size of a program's tile changes no bit."""
 
     @pytest.fixture(autouse=True)
-    def sums_have_no_order(self, monkeypatch):
+    def sums_have_no_order(self, unplanned, monkeypatch):
         """Sum in float64 in the interpreter. Its float32 sums come from BLAS, whose order depends
         on the number of rows."""
         if not ON_CPU:

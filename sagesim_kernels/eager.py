@@ -1,0 +1,83 @@
+"""Attention as an autograd function, for eager mode.
+
+PyTorch spends more time on a call of a custom operator than a GPU on a short sequence. So tensors
+that nothing traces go to an autograd function, and all others to the operators: those of
+torch.compile, of dispatch modes such as selective checkpointing, of function transforms, and
+subclasses of Tensor. Both compute the same.
+"""
+
+# PyTorch has no public names for what traces a call:
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils import _python_dispatch
+
+from sagesim.spec import Delta
+from sagesim_kernels.ops import Call, backward_op, forward_op, parse, run_backward, run_forward
+
+_PLAIN = (Tensor, Parameter)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, *, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return o and the logsumexp, which is None unless with_lse; see `ops.run_forward`."""
+    if _is_traced(q, k, v):
+        o, lse, _, _ = forward_op(q, k, v, *call, with_lse)
+        return o, lse if with_lse else None
+    if torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, call.sinks)
+    ):
+        return _Attention.apply(q, k, v, call.sinks, call, with_lse)
+    result = run_forward(q, k, v, call, with_lse=with_lse)
+    return result.o, result.lse
+
+
+def _is_traced(*tensors: Tensor) -> bool:
+    """Whether something has to see the operators."""
+    return (
+        torch.compiler.is_compiling()
+        or any(type(x) not in _PLAIN for x in tensors)
+        or _python_dispatch._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        call: Call,
+        with_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        o, lse, lse2, k_mean = run_forward(q, k, v, call, with_lse=with_lse)
+        ctx.set_materialize_grads(False)
+        o_for_delta = o if parse(call.spec).delta is Delta.FROM_O else None
+        ctx.save_for_backward(q, k, v, o_for_delta, lse2, k_mean, *call.tensors)
+        ctx.call = call.without_tensors()
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        do, d_lse = grads
+        q, k, v, o, lse2, k_mean, *tensors = ctx.saved_tensors
+        if do is None and d_lse is None:
+            return (None,) * 6
+        if do is None:
+            do = v.new_zeros((*q.shape[:3], v.shape[3]))
+        call = ctx.call.with_tensors(*tensors)
+        if torch.is_grad_enabled():  # for a second derivative, at which the operator raises
+            mean = q.new_empty((0,), dtype=torch.float32) if k_mean is None else k_mean
+            *found, d_sinks = backward_op(do, d_lse, q, k, v, o, lse2, mean, *call)
+            return (*found, None if call.sinks is None else d_sinks, None, None)
+        return (*run_backward(do, d_lse, q, k, v, o, lse2, k_mean, call), None, None)

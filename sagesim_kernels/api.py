@@ -142,10 +142,11 @@ def attention(
     )
     o, lse = attend(*(with_four_axes(x) for x in (q, k, v)), call, with_lse=return_lse)
     if tokens_first:
-        o = o.transpose(1, 2).reshape(*q.shape[:-3], q.shape[-2], q.shape[-3], v.shape[-1])
-    else:
-        o = o.reshape(*q.shape[:-1], v.shape[-1])
-    return o if lse is None else (o, lse.reshape(q.shape[:-1]))
+        o = o.transpose(1, 2)
+    if q.ndim != 4:
+        o = o.reshape(*q.shape[:-3], *o.shape[1:])
+        lse = None if lse is None else lse.reshape(q.shape[:-1])
+    return o if lse is None else (o, lse)
 
 
 def attention_varlen(

@@ -42,7 +42,9 @@ from sagesim_kernels.operands import (
     natural_lse,
 )
 
-_format = lru_cache(maxsize=256)(AttentionSpec.label)
+_labels: Final[dict[int, tuple[AttentionSpec, str]]] = {}
+"""id of a spec -> the spec, which keeps the id its own, and its label. Its hash takes 10 us."""
+_MOST_LABELS: Final = 256
 parse = lru_cache(maxsize=256)(AttentionSpec.parse)
 
 
@@ -106,7 +108,8 @@ _NO_TENSORS: Final = (None,) * _TENSORS
 def label_of(spec: AttentionSpec) -> str:
     """Return spec.label(), cached. torch.compile treats it as a constant and guards every field."""
     if not torch.compiler.is_compiling():
-        return _format(spec)
+        known = _labels.get(id(spec))
+        return _remember(spec) if known is None else known[1]
     # Dynamo does not treat an AttentionSpec as a constant, but it traces strings.
     words: list[str] = []
     for site in SITES:
@@ -144,7 +147,15 @@ def _label_of_fields(fields: str) -> str:
         block_q=int(block_q, 2),
         block_k=int(block_k, 2),
     )
-    return _format(spec)
+    return spec.label()
+
+
+def _remember(spec: AttentionSpec) -> str:
+    if len(_labels) >= _MOST_LABELS:
+        _labels.clear()
+    label = spec.label()
+    _labels[id(spec)] = spec, label
+    return label
 
 
 def _empty(like: Tensor, channels: int, *, tokens_first: bool) -> Tensor:

@@ -51,9 +51,9 @@ def _is_castable(x: Tensor) -> bool:
 
 def with_four_axes(x: Tensor) -> Tensor:
     """Reshape [..., heads, tokens, channels] to [sequences, heads, tokens, channels]."""
-    if x.ndim <= 4:
-        return x[(None,) * (4 - x.ndim)]
-    return x.flatten(0, -4)
+    if x.ndim == 4:
+        return x
+    return x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x.flatten(0, -4)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
+from sagesim.spec import SITES
 from sagesim_kernels import ampere, hopper, portable
 from sagesim_kernels.operands import (
     ForwardResult,
@@ -19,6 +22,9 @@ from sagesim_kernels.operands import (
     sink_probabilities,
 )
 from sagesim_kernels.portable import UNTRACED, MapTrace, MapTraces
+
+_FORWARD: Final = ("qk", "pv")
+_BACKWARD: Final = tuple(site for site in SITES if site not in _FORWARD)
 
 
 def forward(
@@ -48,9 +54,11 @@ def forward(
         from sagesim_kernels.hopper import forward as gluon
 
         operands = OperandCache(problem, stored=hopper.has_to_copy(problem, queries=False))
+        operands.quantize(*_FORWARD)
         gluon.launch_forward(problem, operands, o, lse2)
     else:
         operands = OperandCache(problem) if operands is None else operands
+        operands.quantize(*_FORWARD)
         if trace is None and ampere.serves_forward(problem):
             from sagesim_kernels.ampere import forward as gluon
 
@@ -111,10 +119,12 @@ def backward(
         assert o is not None
         stored = hopper.has_to_copy(problem, queries=True)
         operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
+        operands.quantize(*_BACKWARD)
         gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)
     else:
         if operands is None:
             operands = OperandCache(problem, do, k_mean=result.k_mean)
+        operands.quantize(*_BACKWARD)
         if traces is UNTRACED and ampere.serves_backward(problem):
             from sagesim_kernels.ampere import backward as gluon
 

@@ -84,6 +84,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.support",
     },
     "sagesim_kernels.dispatch": {
+        "sagesim.spec",
         "sagesim_kernels.operands",
         "sagesim_kernels.portable",
         "sagesim_kernels.ampere",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
-from sagesim.spec import MAPS, OPERANDS, Precision
+from sagesim.spec import MAPS, OPERANDS, Granularity, Precision
 from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.means import (
     Means,
@@ -22,8 +24,16 @@ from sagesim_kernels.operands.quantization import (
 )
 
 
+class _Code(NamedTuple):
+    """A tensor in INT8."""
+
+    tensor: str
+    granularity: Granularity
+    contract_tokens: bool  #: whether the product sums over tokens
+
+
 class OperandCache:
-    """The operands of one forward or backward; each is rounded when it is first asked for.
+    """The operands of one forward or backward; each is rounded once, at the latest when asked for.
 
     Products that need a tensor in the same format share one operand. Q and K are smoothed as the
     spec says, and `q_mean` and `k_mean` are the means that were subtracted.
@@ -47,7 +57,8 @@ class OperandCache:
     ) -> None:
         self._problem, self.stored = problem, stored
         self.tensors = {"q": problem.q, "k": problem.k, "v": problem.v, "do": do}
-        self._rounded: dict[tuple[object, ...], Operand] = {}
+        self._codes: dict[_Code, Operand] = {}
+        self._values: dict[tuple[str, Precision], Operand] = {}
         self.q_mean = self.k_mean = None
         if k_mean is not None:
             self.k_mean = Means.of_heads(k_mean)
@@ -61,22 +72,38 @@ class OperandCache:
         """The means that were subtracted from Q and K, and K before the subtraction."""
         return SubtractedMeans.of(self.q_mean, self.k_mean, self._problem.k)
 
+    def quantize(self, *sites: str) -> None:
+        """Round the INT8 operands of these sites, in as few launches as possible."""
+        wanted: dict[_Code, None] = {}
+        for site in sites:
+            if self._problem.spec.site(site).precision is Precision.INT8:
+                wanted |= dict.fromkeys(
+                    self._code(site, tensor) for tensor in OPERANDS[site] if tensor not in MAPS
+                )
+        self._quantize([code for code in wanted if code not in self._codes])
+
     def get(self, site: str, tensor: str) -> Operand:
         """Return q, k, v or do in the format that `site` has for it."""
-        left = OPERANDS[site][0]
-        matmul = self._problem.spec.site(site)
-        granularity = matmul.lhs if left == tensor else matmul.rhs
-        is_int8 = matmul.precision is Precision.INT8
-        contract_tokens = left in MAPS
-        key = (tensor, granularity, contract_tokens) if is_int8 else (tensor, matmul.precision)
-        if key not in self._rounded:
-            source = self._source(tensor)
-            self._rounded[key] = (
-                quantize(self._problem, source, granularity, contract_tokens=contract_tokens)
-                if is_int8
-                else cast(self._problem, source, DTYPES[matmul.precision], stored=self.stored)
+        precision = self._problem.spec.site(site).precision
+        if precision is Precision.INT8:
+            code = self._code(site, tensor)
+            if code not in self._codes:
+                self._quantize([code])
+            return self._codes[code]
+        key = tensor, precision
+        if key not in self._values:
+            self._values[key] = cast(
+                self._problem, self._source(tensor), DTYPES[precision], stored=self.stored
             )
-        return self._rounded[key]
+        return self._values[key]
+
+    def _code(self, site: str, tensor: str) -> _Code:
+        left, matmul = OPERANDS[site][0], self._problem.spec.site(site)
+        return _Code(tensor, matmul.lhs if left == tensor else matmul.rhs, left in MAPS)
+
+    def _quantize(self, wanted: list[_Code]) -> None:
+        tasks = [(self._source(x.tensor), x.granularity, x.contract_tokens) for x in wanted]
+        self._codes |= dict(zip(wanted, quantize(self._problem, tasks), strict=True))
 
     def get_unsmoothed(self, site: str, tensor: str) -> tuple[Operand, Means | None]:
         """Return a tensor before smoothing, and the mean that the kernel has to subtract itself.

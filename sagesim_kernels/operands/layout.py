@@ -100,18 +100,32 @@ class TokenBlocks(NamedTuple):
 
 
 @triton.jit
-def program_coordinates(grid, LAST_FIRST: tl.constexpr = False):
-    """Return the tile, head and sequence of this program.
+def programs_of(grid):
+    """Return the number of programs of a `Grid`."""
+    return grid.tiles * grid.heads * grid.sequences
 
-    The tiles of a head have consecutive programs. With LAST_FIRST they run from the last to the
-    first: under a causal mask the last tile of queries attends to the most keys.
+
+@triton.jit
+def coordinates_of(program, grid):
+    """Return the tile, head and sequence of a program of a `Grid`.
+
+    The tiles of a head have consecutive programs.
     """
-    program = tl.program_id(0)
     rest = program // grid.tiles
-    tile = program % grid.tiles
+    return program % grid.tiles, rest % grid.heads, rest // grid.heads
+
+
+@triton.jit
+def program_coordinates(grid, LAST_FIRST: tl.constexpr = False):
+    """Return the tile, head and sequence of this program; see `coordinates_of`.
+
+    With LAST_FIRST the tiles of a head run from the last to the first: under a causal mask the last
+    tile of queries attends to the most keys.
+    """
+    tile, h, b = coordinates_of(tl.program_id(0), grid)
     if LAST_FIRST:
         tile = grid.tiles - 1 - tile
-    return tile, rest % grid.heads, rest // grid.heads
+    return tile, h, b
 
 
 @triton.jit

@@ -5,8 +5,9 @@ A program rounds one block of tokens: amax, then scale, then codes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -21,8 +22,10 @@ from sagesim_kernels.operands.layout import (
     Grid,
     Strided,
     TokenBlocks,
+    coordinates_of,
     length_of,
     program_coordinates,
+    programs_of,
     store_tokens,
     stored_start_of,
     stored_tokens,
@@ -84,38 +87,90 @@ def _load_block(x, mean, lengths, i, h, b, blocks):
 
 
 @triton.jit
-def quantize_kernel(grid, x, mean, out, lengths, rounding, blocks):
+def _quantize_block(program, grid, x, mean, out, rounding, blocks, lengths):
     """Compute the codes and scales of a block of tokens and store them to the `Operand` out."""
-    i, h, b = program_coordinates(grid)
+    i, h, b = coordinates_of(program, grid)
     if blocks.IS_KEY:
         cu, n = lengths.cu_k, lengths.n_k
     else:
         cu, n = lengths.cu_q, lengths.n_q
-    if i * blocks.BLOCK >= length_of(cu, n, b):
-        return
-    tokens = _load_block(x, mean, lengths, i, h, b, blocks)
-    start = stored_start_of(cu, n, b) + i.to(tl.int64) * blocks.BLOCK
-    local, column = tl.arange(0, blocks.BLOCK), tl.arange(0, blocks.D_PAD)
-    scale_ptr = out.scale + h.to(tl.int64) * out.scale_stride_h
-    scale_ptr += start // out.TOKENS * out.scale_stride_n
-    size = magnitude(tokens)
-    if out.BY_CHANNEL:
-        scale, inverse = scale_and_inverse(tl.max(size, 0)[None, :])
-        tl.store(scale_ptr + column[None, :], scale, mask=column[None, :] < blocks.D)
-    elif out.TOKENS == 1:
-        scale, inverse = scale_and_inverse(tl.max(size, 1)[:, None])
-        tl.store(scale_ptr + local[:, None], scale)
-    else:
-        amax = tl.max(tl.max(size, 1)[:, None], 0)[None, :]
-        scale, inverse = scale_and_inverse(amax)
-        tl.store(scale_ptr + tl.arange(0, 1)[None, :], scale)
-    rows = (i * blocks.BLOCK + local)[:, None]
-    codes = to_codes(tokens * inverse, rows, column[None, :], rounding)
-    if out.IN_REGISTER_ORDER:
-        codes = tl.trans(in_register_order(tl.trans(codes)))
-    base = out.ptr + h.to(tl.int64) * out.stride_h
-    ptrs = tile_ptrs(base, start, blocks.BLOCK, column, out.stride_n, out.stride_d)
-    tl.store(ptrs, codes, mask=column[None, :] < out.CHANNELS)
+    if i * blocks.BLOCK < length_of(cu, n, b):
+        tokens = _load_block(x, mean, lengths, i, h, b, blocks)
+        start = stored_start_of(cu, n, b) + i.to(tl.int64) * blocks.BLOCK
+        local, column = tl.arange(0, blocks.BLOCK), tl.arange(0, blocks.D_PAD)
+        scale_ptr = out.scale + h.to(tl.int64) * out.scale_stride_h
+        scale_ptr += start // out.TOKENS * out.scale_stride_n
+        size = magnitude(tokens)
+        if out.BY_CHANNEL:
+            scale, inverse = scale_and_inverse(tl.max(size, 0)[None, :])
+            tl.store(scale_ptr + column[None, :], scale, mask=column[None, :] < blocks.D)
+        elif out.TOKENS == 1:
+            scale, inverse = scale_and_inverse(tl.max(size, 1)[:, None])
+            tl.store(scale_ptr + local[:, None], scale)
+        else:
+            amax = tl.max(tl.max(size, 1)[:, None], 0)[None, :]
+            scale, inverse = scale_and_inverse(amax)
+            tl.store(scale_ptr + tl.arange(0, 1)[None, :], scale)
+        rows = (i * blocks.BLOCK + local)[:, None]
+        codes = to_codes(tokens * inverse, rows, column[None, :], rounding)
+        if out.IN_REGISTER_ORDER:
+            codes = tl.trans(in_register_order(tl.trans(codes)))
+        base = out.ptr + h.to(tl.int64) * out.stride_h
+        ptrs = tile_ptrs(base, start, blocks.BLOCK, column, out.stride_n, out.stride_d)
+        tl.store(ptrs, codes, mask=column[None, :] < out.CHANNELS)
+
+
+# The fields of a task are arguments of their own, because Triton 3.6 loses constexprs of nested
+# tuples.
+@triton.jit
+def quantize_kernel(
+    lengths,
+    grid, x, mean, out, rounding, blocks,
+    grid1, x1, mean1, out1, rounding1, blocks1,
+    grid2, x2, mean2, out2, rounding2, blocks2,
+    grid3, x3, mean3, out3, rounding3, blocks3,
+    grid4, x4, mean4, out4, rounding4, blocks4,
+):  # fmt: skip
+    """Do up to five tasks, each a `_Task`; those that are missing are None."""
+    program = tl.program_id(0)
+    end = programs_of(grid)
+    if program < end:
+        _quantize_block(program, grid, x, mean, out, rounding, blocks, lengths)
+    if x1 is not None:
+        begin = end
+        end = begin + programs_of(grid1)
+        if (program >= begin) & (program < end):
+            _quantize_block(program - begin, grid1, x1, mean1, out1, rounding1, blocks1, lengths)
+    if x2 is not None:
+        begin = end
+        end = begin + programs_of(grid2)
+        if (program >= begin) & (program < end):
+            _quantize_block(program - begin, grid2, x2, mean2, out2, rounding2, blocks2, lengths)
+    if x3 is not None:
+        begin = end
+        end = begin + programs_of(grid3)
+        if (program >= begin) & (program < end):
+            _quantize_block(program - begin, grid3, x3, mean3, out3, rounding3, blocks3, lengths)
+    if x4 is not None:
+        begin = end
+        end = begin + programs_of(grid4)
+        if (program >= begin) & (program < end):
+            _quantize_block(program - begin, grid4, x4, mean4, out4, rounding4, blocks4, lengths)
+
+
+class _Task(NamedTuple):
+    """A tensor that is rounded to codes."""
+
+    grid: Grid
+    x: Strided
+    mean: Means | None
+    out: Operand
+    rounding: Rounding
+    blocks: TokenBlocks
+
+
+_TASKS: Final = 5
+"""The tasks of a launch."""
 
 
 @triton.jit
@@ -142,14 +197,36 @@ def cast_kernel(grid, x, mean, out, lengths, STORED: tl.constexpr, blocks):
 
 
 def quantize(
-    problem: KernelProblem, source: TokenTensor, granularity: Granularity, *, contract_tokens: bool
-) -> Operand:
-    """Round a tensor to INT8 codes in new padded storage.
+    problem: KernelProblem, wanted: Sequence[tuple[TokenTensor, Granularity, bool]]
+) -> list[Operand]:
+    """Round tensors to INT8 codes in new padded storage, several in a launch.
 
-    contract_tokens: the product sums over tokens. Codes are then contiguous along tokens, so that
-    they are always contiguous along the axis that is summed over. Those of Q, V and dO are in
-    register order, see `in_register_order`; dS passes through shared memory before it meets K.
+    wanted: a tensor, the granularity of its scales, and whether the product sums over tokens. Codes
+        are then contiguous along tokens, so that they are always contiguous along the axis that is
+        summed over. Those of Q, V and dO are in register order, see `in_register_order`; dS passes
+        through shared memory before it meets K.
     """
+    tasks = [_task(problem, *each) for each in wanted]
+    for i in range(0, len(tasks), _TASKS):
+        some = tasks[i : i + _TASKS]
+        programs = sum(task.grid.programs[0] for task in some)
+        elements = max(task.blocks.BLOCK.value * task.blocks.D_PAD.value for task in some)
+        missing = (None,) * len(_Task._fields) * (_TASKS - len(some))
+        launch(
+            quantize_kernel,
+            (programs,),
+            problem.lengths,
+            *(field for task in some for field in task),
+            *missing,
+            num_warps=4 if elements <= 4096 else 8,
+            **LAUNCH,
+        )
+    return [task.out for task in tasks]
+
+
+def _task(
+    problem: KernelProblem, source: TokenTensor, granularity: Granularity, contract_tokens: bool
+) -> _Task:
     x, block = source.x, source.block
     heads, d = x.shape[1], x.shape[3]
     tokens = stored_tokens(source.cu, x)
@@ -163,23 +240,14 @@ def quantize(
     stride_n, stride_d = (1, tokens) if contract_tokens else (channels, 1)
     stored_codes = Strided(codes, 0, tokens * channels, stride_n, stride_d)
     in_order = contract_tokens and source.name != "k"
-    operand = Operand.of_codes(stored_codes, channels, scale, per_scale, by_channel, in_order)
-    d_pad = triton.next_power_of_2(channels)
-    grid = Grid(-(-source.longest // block), heads, problem.sequences)
-    launch(
-        quantize_kernel,
-        grid.programs,
-        grid,
+    return _Task(
+        Grid(-(-source.longest // block), heads, problem.sequences),
         Strided.of(x),
         source.mean,
-        operand,
-        problem.lengths,
+        Operand.of_codes(stored_codes, channels, scale, per_scale, by_channel, in_order),
         Rounding.of(problem.spec, source.name),
-        TokenBlocks.of(source.is_key, d, d_pad, block),
-        num_warps=4 if block * d_pad <= 4096 else 8,
-        **LAUNCH,
+        TokenBlocks.of(source.is_key, d, triton.next_power_of_2(channels), block),
     )
-    return operand
 
 
 def cast(

@@ -456,6 +456,13 @@ GRADIENTS = (
 
 DETERMINISM = (
     Promise(
+        "A call that repeats recorded launches gives the bytes of one that is recorded.",
+        (
+            f"{KERNELS}/test_launch_plans.py::test_a_repeated_call_computes_what_a_recorded_one_does",
+            f"{KERNELS}/test_launch_plans.py::test_slices_of_one_tensor",
+        ),
+    ),
+    Promise(
         "Every run gives the same bytes, backward included.",
         (
             f"{KERNELS}/test_invariance.py::TestRuns::test_repeat",

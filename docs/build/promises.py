@@ -516,13 +516,36 @@ FRAMEWORKS = (
         ),
     ),
     Promise(
-        "In transformers, PyTorch and diffusers, each argument of an attention is computed or "
-        "refused by name.",
+        "In transformers, PyTorch, diffusers and torchtitan, each argument of an attention is "
+        "computed or refused by name.",
         (
             f"{INTEGRATIONS}/test_transformers_arguments.py::test_the_tables_name_every_argument",
             f"{INTEGRATIONS}/test_torch.py::test_every_option_is_honoured_or_refused",
             f"{INTEGRATIONS}/test_diffusers.py::test_every_argument_is_honoured_or_refused",
+            f"{INTEGRATIONS}/test_torchtitan.py::test_every_argument_is_honoured_or_refused",
+            "tests/test_hub_kernel.py::test_it_declares_every_argument_that_transformers_passes",
         ),
+    ),
+    Promise(
+        "The attention of a pretrained SmolLM2-135M has the errors that `theory.error_budget` "
+        "predicts, and the model learns a text as it does with SDPA.",
+        (
+            f"{INTEGRATIONS}/test_smollm2.py::test_errors_of_the_attention_are_the_error_budget",
+            f"{INTEGRATIONS}/test_smollm2.py::test_it_learns_a_text_by_heart_as_with_sdpa",
+        ),
+    ),
+    Promise(
+        "DDP and FSDP2 on two processes give the gradients of one process, bit by bit.",
+        (
+            f"{INTEGRATIONS}/test_two_processes.py"
+            "::test_gradients_of_a_batch_in_two_parts_are_their_mean",
+            f"{INTEGRATIONS}/test_two_processes.py"
+            "::test_adapters_of_a_sharded_flux_get_their_gradients",
+        ),
+    ),
+    Promise(
+        "In diffusers, Ulysses on two processes gives the attention of one process, bit by bit.",
+        (f"{INTEGRATIONS}/test_two_processes.py::test_ulysses_computes_each_head_of_all_tokens",),
     ),
     Promise(
         "An integration registers nothing when it is imported, and takes back what it registers.",
@@ -537,7 +560,11 @@ FRAMEWORKS = (
     ),
     Promise(
         "Ring attention over parts of the keys is as accurate as attention of all keys.",
-        (f"{INTEGRATIONS}/test_torch_flash.py::test_ring_attention",),
+        (
+            f"{INTEGRATIONS}/test_torch_flash.py::test_ring_attention",
+            f"{INTEGRATIONS}/test_two_processes.py"
+            "::test_ring_attention_is_as_accurate_as_that_of_one_process",
+        ),
     ),
     Promise(
         "Selective checkpointing by the names of operators computes the forward once.",

@@ -1,5 +1,6 @@
 """Integrations into other frameworks: one module a framework, which users import by its name.
 
 Importing a module registers nothing; registering is a call, and each module has a call that undoes
-it. On CUDA devices the kernels compute; elsewhere the emulator does (see `attend`).
+it. (torchtitan imports its module when a command names it, and then lists the override.) On CUDA
+devices the kernels compute; elsewhere the emulator does (see `attend`).
 """

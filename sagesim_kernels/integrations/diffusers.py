@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
     _AttentionBackendRegistry,  # pyright: ignore[reportPrivateUsage]
+    _templated_context_parallel_attention,  # pyright: ignore[reportPrivateUsage]
 )
 from torch import Tensor, nn
 
@@ -41,9 +43,10 @@ def register(name: str = "sagebwd", *, spec: AttentionSpec = FACTORED_QK) -> Non
         ValueError: if the name is diffusers' own or not lower case.
         TypeError: if spec is not an AttentionSpec.
 
-    A call raises a ValueError that names the argument for masks other than of padded keys, for
-    dropout, for a returned logsumexp and for context parallelism. diffusers drops arguments of
-    `attention_kwargs` that a backend does not declare before it calls the backend.
+    Of diffusers' context parallelism, Ulysses is supported. A call raises a ValueError that names
+    the argument for masks other than of padded keys, for dropout, for a returned logsumexp and for
+    ring context parallelism. diffusers drops arguments of `attention_kwargs` that a backend does
+    not declare before it calls the backend.
 
     >>> register()
     >>> unregister()
@@ -60,7 +63,7 @@ def register(name: str = "sagebwd", *, spec: AttentionSpec = FACTORED_QK) -> Non
         _Names._value2member_map_[name] = member
         _Names._member_map_[name.upper()] = member
         _Names._member_names_.append(name.upper())
-    _Registry.register(member)(_backend(member, spec))
+    _Registry.register(member, supports_context_parallel=True)(_backend(member, spec))
 
 
 def unregister(name: str = "sagebwd") -> None:
@@ -74,6 +77,7 @@ def unregister(name: str = "sagebwd") -> None:
         raise ValueError(f"{name!r} is not registered by sagesim_kernels")
     for table in _TABLES:
         del getattr(_Registry, table)[member]
+    _Registry._supports_context_parallel.remove(name)
     del _Names._value2member_map_[name]
     del _Names._member_map_[name.upper()]
     _Names._member_names_.remove(name.upper())
@@ -90,7 +94,7 @@ def set_attention_backend(model: nn.Module, name: str = "sagebwd") -> None:
         model: a model of diffusers, for example `pipeline.transformer`.
 
     Raises:
-        ValueError: if the name is not registered, or the model uses context parallelism.
+        ValueError: if the name is not registered.
     """
     before = _Registry._active_backend
     model_: Any = model
@@ -130,19 +134,75 @@ def _backend(member: Any, spec: AttentionSpec) -> Any:
             )
         if return_lse:
             raise ValueError("return_lse=True is not supported by this backend")
-        if _parallel_config is not None:
-            raise ValueError("context parallelism is not supported by this backend")
         if key.shape[2] != query.shape[2] and not enable_gqa:
             raise ValueError(
                 f"query has {query.shape[2]} heads and key {key.shape[2]}; enable_gqa is False"
             )
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         options = Options(spec=spec, scale=scale, is_causal=is_causal, lower_right=False)
-        if attn_mask is None:
-            return attend(q, k, v, options).transpose(1, 2)
-        if is_causal:
+        if attn_mask is not None and is_causal:
             raise ValueError("attn_mask and is_causal=True are given; pass one of them")
-        keys = key_padding(attn_mask, q, k)
-        return attend_padded(q, k, v, keys, options, pads_queries=False).transpose(1, 2)
+        if _parallel_config is None:
+            return _attend(query, key, value, attn_mask, options)
+        return _ulysses(query, key, value, attn_mask, options, _parallel_config)
 
     return attention
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
+) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if mask is None:
+        return attend(q, k, v, options).transpose(1, 2)
+    keys = key_padding(mask, q, k)
+    return attend_padded(q, k, v, keys, options, pads_queries=False).transpose(1, 2)
+
+
+def _ulysses(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    options: Options,
+    parallel: Any,
+) -> Tensor:
+    """Attention of the tokens of all processes: each computes some of the heads.
+
+    diffusers exchanges tokens and heads, and calls the two functions here in its own backward.
+    """
+    context = parallel.context_parallel_config
+    if context is None or context.ring_degree > 1 or context.ulysses_anything:
+        raise ValueError(
+            "only Ulysses context parallelism is supported; use ContextParallelConfig("
+            "ulysses_degree=...) without ring_degree and ulysses_anything"
+        )
+
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_: Any, **__: Any
+    ) -> Tensor:
+        # diffusers calls this without gradients; the backward needs the graph of the attention.
+        leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+        with torch.enable_grad():
+            o = _attend(*leaves, mask, options)
+        ctx.attention = o, leaves
+        return o.detach()
+
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, ...]:
+        o, leaves = ctx.attention
+        return torch.autograd.grad(o, leaves, grad)
+
+    o: Any = _templated_context_parallel_attention(
+        query,
+        key,
+        value,
+        mask,
+        0.0,
+        options.is_causal,
+        options.scale,
+        key.shape[2] != query.shape[2],
+        False,
+        forward_op=forward,
+        backward_op=backward,
+        _parallel_config=parallel,
+    )
+    return o

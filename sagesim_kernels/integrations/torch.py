@@ -81,17 +81,19 @@ class Functions:
         alibi_slopes: Tensor | None = None,
         deterministic: bool = False,
         return_attn_probs: bool = False,
+        s_aux: Tensor | None = None,
     ) -> Tensor:
         """`flash_attn.flash_attn_func` of flash-attn 2: q, k and v are [batch, tokens, heads, d].
 
-        deterministic has no effect: the result always is.
+        deterministic has no effect: the result always is. flash-attn 2 has no s_aux: these are the
+        attention sinks [heads], as transformers passes them to hub kernels.
         """
         _refuse(
             dropout_p=(dropout_p, 0.0),
             alibi_slopes=(alibi_slopes, None),
             return_attn_probs=(return_attn_probs, False),
         )
-        options = self._flash(softmax_scale, causal, window_size, softcap)
+        options = self._flash(softmax_scale, causal, window_size, softcap, s_aux)
         o = attend(*(x.transpose(1, 2) for x in (q, k, v)), options)
         return o.transpose(1, 2)
 
@@ -113,20 +115,29 @@ class Functions:
         deterministic: bool = False,
         return_attn_probs: bool = False,
         block_table: Tensor | None = None,
+        s_aux: Tensor | None = None,
     ) -> Tensor:
-        """`flash_attn.flash_attn_varlen_func` of flash-attn 2: q, k, v are [tokens, heads, d]."""
+        """`flash_attn.flash_attn_varlen_func` of flash-attn 2: q, k, v are [tokens, heads, d].
+
+        s_aux: as in `flash_attn_func`.
+        """
         _refuse(
             dropout_p=(dropout_p, 0.0),
             alibi_slopes=(alibi_slopes, None),
             return_attn_probs=(return_attn_probs, False),
             block_table=(block_table, None),
         )
-        options = self._flash(softmax_scale, causal, window_size, softcap)
+        options = self._flash(softmax_scale, causal, window_size, softcap, s_aux)
         longest = (int(max_seqlen_q), int(max_seqlen_k))
         return attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, options)
 
     def _flash(
-        self, scale: float | None, causal: bool, window: tuple[int, int], softcap: float
+        self,
+        scale: float | None,
+        causal: bool,
+        window: tuple[int, int],
+        softcap: float,
+        sinks: Tensor | None,
     ) -> Options:
         left, right = window
         return Options(
@@ -135,6 +146,7 @@ class Functions:
             is_causal=causal,
             window=(left, right),
             softcap=softcap or None,
+            sinks=sinks,
         )
 
 

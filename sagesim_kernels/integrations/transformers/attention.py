@@ -37,16 +37,20 @@ NO_EFFECT: Final = frozenset(
 """Arguments of a model's forward that reach the attention and do not concern it."""
 
 REFUSED: Final = {
+    "block_indices": "attention to chosen blocks of keys is not supported; use "
+    "attn_implementation='eager'",
     "block_table": "continuous batching is not supported; call generate with cache_implementation="
     "'dynamic'",
     "cache": "a paged cache is not supported; use cache_implementation='dynamic'",
     "cache_seqlens": "a paged cache is not supported; use cache_implementation='dynamic'",
     "head_mask": "leave head_mask out",
+    "indices": "attention to chosen keys is not supported; use attn_implementation='eager'",
     "k_cache": "a paged cache is not supported; use cache_implementation='dynamic'",
     "output_attentions": "attention weights are never formed; set config.output_attentions=False "
     "or use attn_implementation='eager'",
     "position_bias": "biases are not supported; use attn_implementation='eager' or a model with "
     "rotary positions (in config.position_embedding_type, if it has one)",
+    "sinks": "sinks that differ between queries are not supported; use attn_implementation='eager'",
     "v_cache": "a paged cache is not supported; use cache_implementation='dynamic'",
 }
 """Arguments that are not computed, and what to do."""

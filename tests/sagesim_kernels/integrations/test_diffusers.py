@@ -1,25 +1,33 @@
 """The backend "sagebwd" of diffusers: in one model, with gradients, never of all models."""
 
 import inspect
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, FluxTransformer2DModel
+from diffusers import (
+    AutoencoderKL,
+    ContextParallelConfig,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+)
 from diffusers.models import attention_dispatch
+from diffusers.models._modeling_parallel import ParallelConfig
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
     _AttentionBackendRegistry,
     attention_backend,
     dispatch_attention_fn,
 )
-from torch import Tensor, nn
+from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor
 
 import sagesim
 from sagesim_kernels.integrations.diffusers import register, set_attention_backend, unregister
+from tests.sagesim_kernels.integrations.flux import flux, results, run
 from tests.support.assertions import assert_bitwise, assert_within_budget
-
-TEXT, IMAGE = 5, 12
 
 
 @pytest.fixture(autouse=True)
@@ -29,42 +37,6 @@ def registered():
     yield
     unregister("exact")
     unregister()
-
-
-def flux() -> nn.Module:
-    torch.manual_seed(0)
-    return FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=8,
-        pooled_projection_dim=8,
-        axes_dims_rope=[4, 4, 8],
-    )
-
-
-def results(model: nn.Module) -> dict[str, Tensor]:
-    """The output and the gradients of all parameters."""
-    dtype = next(model.parameters()).dtype
-    generator = torch.Generator().manual_seed(1)
-    image, text, pooled = (
-        torch.randn(shape, generator=generator).to(dtype)
-        for shape in ((2, IMAGE, 4), (2, TEXT, 8), (2, 8))
-    )
-    model.zero_grad()
-    out = model(
-        hidden_states=image,
-        encoder_hidden_states=text,
-        pooled_projections=pooled,
-        timestep=torch.tensor([0.3, 0.7], dtype=dtype),
-        img_ids=torch.arange(IMAGE)[:, None].expand(IMAGE, 3).to(dtype),
-        txt_ids=torch.zeros(TEXT, 3, dtype=dtype),
-    ).sample
-    out.square().sum().backward()
-    return {"out": out.detach()} | {n: p.grad for n, p in model.named_parameters()}
 
 
 def test_flux_trains_with_the_gradients_of_sdpa():
@@ -93,6 +65,50 @@ def test_it_is_the_emulated_sdpa_bit_by_bit_and_reset_undoes_it():
         for name in expected:
             assert_bitwise(actual=actual[name], expected=expected[name], what=name)
         model.reset_attention_backend()
+
+
+def test_lora_of_a_pipeline_trains_its_adapters_alone(tmp_path):
+    """Of diffusers' own pipeline, saved and loaded again: its file holds nothing of ours."""
+    pipeline = FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=None,
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        transformer=flux(),
+    )
+    found = {}
+    for backend in ("native", "sagebwd"):
+        model = flux()
+        torch.manual_seed(1)
+        model.requires_grad_(False)
+        # Of a rank alone, without alpha, the file does not say the scale.
+        lora = LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_k", "to_v"])
+        model.add_adapter(lora)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zero at first, which would hide the gradients of A
+                torch.nn.init.normal_(parameter)
+        emulated = sagesim.emulate(sagesim.FACTORED_QK) if backend == "native" else nullcontext()
+        if backend == "sagebwd":
+            set_attention_backend(model)
+        with emulated:
+            found[backend] = {n: x for n, x in results(model).items() if x is not None}
+    assert found["sagebwd"].keys() == found["native"].keys()
+    assert all("lora" in name for name in found["sagebwd"].keys() - {"out"})
+    for name, expected in found["native"].items():
+        assert_bitwise(actual=found["sagebwd"][name], expected=expected, what=name)
+
+    layers = {n: x for n, x in model.state_dict().items() if "lora" in n}
+    pipeline.save_lora_weights(tmp_path, get_peft_model_state_dict(model))
+    saved = load_file(tmp_path / "pytorch_lora_weights.safetensors")
+    assert len(saved) == len(layers)
+    assert not any("sagebwd" in name or "attention_backend" in name for name in saved)
+    pipeline.load_lora_weights(tmp_path)
+    set_attention_backend(pipeline.transformer)
+    with torch.no_grad():
+        again = run(pipeline.transformer)
+    assert_bitwise(actual=again, expected=found["sagebwd"]["out"], what="out")
 
 
 def test_other_models_keep_their_attention():
@@ -161,13 +177,16 @@ def test_an_argument_is_honoured(name):
 REFUSED = {
     "dropout_p": 0.1,
     "return_lse": True,
-    "parallel_config": object(),
+    "parallel_config": ParallelConfig(
+        context_parallel_config=ContextParallelConfig(ring_degree=2, ulysses_degree=1)
+    ),
 }
+"""tests/sagesim_kernels/integrations/test_two_processes.py honours another parallel_config."""
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_argument_is_refused(name):
-    message = "context parallelism" if name == "parallel_config" else name
+    message = "only Ulysses context parallelism" if name == "parallel_config" else name
     with pytest.raises(ValueError, match=message):
         call(**{name: REFUSED[name]})
 
@@ -223,6 +242,7 @@ def test_unregister_puts_back_what_was():
     def state() -> Any:
         return (
             [list(getattr(_AttentionBackendRegistry, table)) for table in tables],
+            set(_AttentionBackendRegistry._supports_context_parallel),
             list(AttentionBackendName),
             dict(AttentionBackendName.__members__),
         )

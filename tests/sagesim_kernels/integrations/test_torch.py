@@ -22,15 +22,16 @@ FLASH = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
     "alibi_slopes=None, deterministic=False, return_attn_probs=False"
 )
+OURS = "s_aux=None"
 SIGNATURES = {
     "sdpa": re.search(
         r"scaled_dot_product_attention\((.*?)\)", F.scaled_dot_product_attention.__doc__, re.S
     ).group(1),
-    "flash_attn_func": f"q, k, v, {FLASH}",
+    "flash_attn_func": f"q, k, v, {FLASH}, {OURS}",
     "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
-    f"{FLASH}, block_table=None",
+    f"{FLASH}, block_table=None, {OURS}",
 }
-"""SDPA's of the installed PyTorch; FlashAttention's of flash-attn 2.8.3."""
+"""SDPA's of the installed PyTorch; FlashAttention's of flash-attn 2.8.3, and sinks at the end."""
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -109,25 +110,6 @@ def lower_right(n_q: int, n_k: int, left: int = -1, right: int = 0) -> Tensor:
     return near & (offset <= right) if right >= 0 else near
 
 
-def softcapped(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, cap: float) -> Tensor:
-    """Attention of logits that are capped, in plain PyTorch; SDPA has no softcap."""
-    k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
-    logits = cap * torch.tanh(q @ k.mT / q.shape[-1] ** 0.5 / cap)
-    return logits.masked_fill(~mask, -torch.inf).softmax(-1) @ v
-
-
-def test_softcap():
-    """Without a cap, 0.0 is flash-attn's default."""
-    leaves = tuple(x.transpose(1, 2) for x in draw(2, 4, 9, 8))
-    mask = lower_right(9, 9)
-
-    def reference(*x: Tensor) -> Tensor:
-        return softcapped(*(y.transpose(1, 2) for y in x), mask=mask, cap=0.5).transpose(1, 2)
-
-    actual = with_gradients(lambda *x: EXACT.flash_attn_func(*x, causal=True, softcap=0.5), leaves)
-    assert_equals(actual, reference, leaves)
-
-
 FLASHES = {
     "plain": ({}, (-1, -1)),
     "causal": ({"causal": True}, (-1, 0)),
@@ -173,6 +155,76 @@ def test_flash_attn_varlen_func(call):
     assert_equals(with_gradients(run, leaves), reference, leaves)
 
 
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "softmax_scale": ({"softmax_scale": 0.7}, {"scale": 0.7}),
+    "causal": ({"causal": True}, {"mask": lower_right(9, 9)}),
+    "window_size": ({"window_size": (2, 1)}, {"mask": lower_right(9, 9, 2, 1)}),
+    "softcap": ({"softcap": 0.5}, {"cap": 0.5}),
+    "deterministic": ({"deterministic": True}, {}),  # what it always is
+    "s_aux": ({"s_aux": SINKS}, {"sinks": SINKS}),
+}
+"""Each option that is honoured, and the same for `attention_of`."""
+
+
+def attention_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float = 8**-0.5,
+    mask: Tensor | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """In plain PyTorch: [heads, tokens, d]. A sink is a key more, with a logit and no value."""
+    k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], 0) for x in (k, v))
+    logits = q @ k.mT * scale
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        column = sinks.to(q.dtype).view(-1, 1, 1).expand(-1, q.shape[1], 1)
+        logits = torch.cat([logits, column], -1)
+    return logits.softmax(-1)[..., : k.shape[1]] @ v
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
+def test_an_option_is_honoured(name, option):
+    given, meaning = OPTIONS[option]
+    assert option in HONOURED[name]
+    cu = torch.tensor([0, 9], dtype=torch.int32)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        tokens_first = [x.transpose(0, 1) for x in (q, k, v)]
+        if name == "flash_attn_func":
+            o = EXACT.flash_attn_func(*(x[None] for x in tokens_first), **given)[0]
+        else:
+            o = EXACT.flash_attn_varlen_func(*tokens_first, cu, cu, 9, 9, **given)
+        return o.transpose(0, 1)
+
+    leaves = draw(4, 9, 8)
+    assert_equals(with_gradients(run, leaves), lambda *x: attention_of(*x, **meaning), leaves)
+
+
+def test_sinks_have_gradients():
+    def run(q: Tensor, sinks: Tensor) -> Tensor:
+        x = q.transpose(0, 1)[None]
+        return EXACT.flash_attn_func(x, x, x, s_aux=sinks)[0].transpose(0, 1)
+
+    def reference(q: Tensor, sinks: Tensor) -> Tensor:
+        return attention_of(q, q, q, sinks=sinks)
+
+    leaves = (draw(4, 9, 8)[0], SINKS)
+    actual, yardstick = with_gradients(run, leaves), with_gradients(reference, leaves)
+    exact = with_gradients(reference, [x.double() for x in leaves])
+    for name, *found in zip(("o", "dq", "ds"), actual, exact, yardstick, strict=True):
+        a, e, y = found
+        assert_within_budget(actual=a, exact=e, yardstick=y, factor=4.0, band=2.0**-20, what=name)
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "sdpa": {"dropout_p": 0.1, "attn_mask": torch.zeros(9, 9)},
     "flash_attn_func": {
@@ -184,15 +236,16 @@ REFUSED: dict[str, dict[str, Any]] = {
 REFUSED["flash_attn_varlen_func"] = REFUSED["flash_attn_func"] | {"block_table": torch.zeros(1)}
 HONOURED = {
     "sdpa": {"is_causal", "scale", "enable_gqa", "attn_mask"},
-    "flash_attn_func": {"softmax_scale", "causal", "window_size", "softcap", "deterministic"},
-    "flash_attn_varlen_func": {
+    "flash_attn_func": {
         "softmax_scale",
         "causal",
         "window_size",
         "softcap",
         "deterministic",
+        "s_aux",
     },
 }
+HONOURED["flash_attn_varlen_func"] = HONOURED["flash_attn_func"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -200,6 +253,8 @@ def test_every_option_is_honoured_or_refused(name):
     parameters = inspect.signature(getattr(EXACT, name)).parameters.values()
     options = {p.name for p in parameters if p.default is not p.empty}
     assert options == HONOURED[name] | REFUSED[name].keys()
+    if name != "sdpa":  # whose options are in CALLS
+        assert HONOURED[name] == OPTIONS.keys()
 
 
 @pytest.mark.parametrize(

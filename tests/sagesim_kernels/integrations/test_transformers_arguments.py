@@ -1,11 +1,16 @@
 """Every argument that transformers can pass to an attention is computed or refused by name."""
 
+import ast
 import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -58,13 +63,16 @@ TOGETHER = {"cu_seq_lens_k", "max_length_q", "max_length_k"}
 """Arguments without a meaning of their own: those of `cu_seq_lens_q`."""
 
 REFUSED: dict[str, Any] = {
+    "block_indices": torch.zeros(1, 1, N, 1, dtype=torch.long),
     "dropout": 0.1,
+    "indices": torch.zeros(1, N, 1, dtype=torch.long),
     "position_bias": torch.zeros(1, 2, N, N),
     "output_attentions": True,
     "cache": object(),
     "block_table": torch.zeros(1, 1),
     "cache_seqlens": torch.zeros(1),
     "k_cache": torch.zeros(1),
+    "sinks": torch.zeros(1, 2, N, 1),
     "v_cache": torch.zeros(1),
 }
 NO_EFFECT: dict[str, Any] = {
@@ -111,9 +119,36 @@ def known_to_transformers() -> set[str]:
     return names | set(TransformersKwargs.__annotations__) | set(flash)
 
 
+TABLES = HONOURED.keys() | TOGETHER | REFUSED.keys() | NO_EFFECT.keys() | TENSORS | INTERNAL
+
+
 def test_the_tables_name_every_argument():
-    tables = HONOURED.keys() | TOGETHER | REFUSED.keys() | NO_EFFECT.keys() | TENSORS | INTERNAL
-    assert known_to_transformers() - tables == set()
+    assert known_to_transformers() - TABLES == set()
+
+
+def calls_in(text: str, name: str) -> Iterator[ast.Call]:
+    """The calls of a function in a source; to parse all of it would take long."""
+    for found in re.finditer(rf"\b{name}\(", text):
+        depth, end = 1, found.end()
+        while depth:
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            end += 1
+        call = ast.parse(text[found.start() : end], mode="eval").body
+        assert isinstance(call, ast.Call)
+        yield call
+
+
+def test_the_tables_name_every_argument_that_a_model_passes():
+    """Of all models of the library, read from their sources."""
+    models = Path(transformers.__file__).with_name("models")
+    passed = {
+        keyword.arg
+        for path in models.glob("*/modeling_*.py")
+        for call in calls_in(path.read_text(encoding="utf-8"), "attention_interface")
+        for keyword in call.keywords
+    }
+    assert {"dropout", "scaling", "s_aux"} <= passed
+    assert passed - TABLES == {None}  # **kwargs
 
 
 def call(**arguments: Any) -> torch.Tensor:

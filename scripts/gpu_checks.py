@@ -84,12 +84,9 @@ def reads(lines: Iterable[str]) -> Counter[tuple[str, ...]]:
 def is_false_positive(tool: str, kernel: str, file: str, line: str) -> bool:
     """Return whether docs/kernels.md explains why the reported read is correct.
 
-    There are two such reads. initcheck reports reads of memory that TMA wrote, which is the sum of
-    dQ. racecheck reports reads of the arguments that Triton itself passes to the warps of a
+    racecheck reports reads of the arguments that Triton itself passes to the warps of a
     warp-specialised kernel, at the line of the kernel's `def`.
     """
-    if tool == "initcheck":
-        return kernel == "hopper_postprocess"
     path = ROOT / "sagesim_kernels" / "hopper" / file
     if tool != "racecheck" or not path.exists():
         return False

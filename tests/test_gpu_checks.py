@@ -56,9 +56,9 @@ def test_hazards_of_triton_itself_are_counted_and_pass(gpu_checks):
     assert gpu_checks.verdict("synccheck", 9, lines)["passed"] is False
 
 
-def test_reads_of_memory_that_tma_wrote_are_counted_and_pass(gpu_checks):
-    lines = 2 * uninitialized("hopper_postprocess+0x870 in backward.py:113")
-    expected = {"passed": True, "reports": {"hopper_postprocess in backward.py:113": 2}}
+def test_reads_of_uninitialized_memory_fail(gpu_checks):
+    lines = 2 * uninitialized("finish_dq_kernel+0x870 in dq_sums.py:113")
+    expected = {"passed": False, "reports": {"finish_dq_kernel in dq_sums.py:113": 2}}
     assert gpu_checks.verdict("initcheck", 9, lines) == expected
     assert gpu_checks.verdict("memcheck", 9, lines)["passed"] is False
 
@@ -67,21 +67,16 @@ def test_reads_of_memory_that_tma_wrote_are_counted_and_pass(gpu_checks):
     ("name", "more"),
     [
         ("racecheck", inside("forward.py", "hopper_forward")),
-        ("racecheck", inside("dq_order.py", "store_dq")),
+        ("racecheck", inside("dq_parts.py", "store_dq")),
         ("racecheck", hazard("key_tiles+0x2b0 in dkdv.py:40")),
         ("racecheck", [x for x in hazard("a+0x1 in b.py:1") if "Read" not in x]),
-        ("initcheck", uninitialized("hopper_backward+0x870 in backward_warps.py:113")),
-        ("initcheck", uninitialized("void at::native::vectorized_elementwise_kernel<8>+0xd0")),
     ],
 )
 def test_one_other_report_fails(gpu_checks, name, more):
     line = line_of("forward.py", "def hopper_forward(")
-    known = {
-        "racecheck": hazard(f"hopper_forward+0x2b0 in forward.py:{line}"),
-        "initcheck": uninitialized("hopper_postprocess+0x870 in backward.py:113"),
-    }
-    assert gpu_checks.verdict(name, 9, known[name])["passed"] is True
-    assert gpu_checks.verdict(name, 9, known[name] + more)["passed"] is False
+    known = hazard(f"hopper_forward+0x2b0 in forward.py:{line}")
+    assert gpu_checks.verdict(name, 9, known)["passed"] is True
+    assert gpu_checks.verdict(name, 9, known + more)["passed"] is False
 
 
 def test_an_interrupted_run_fails(gpu_checks):

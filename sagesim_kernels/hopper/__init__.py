@@ -5,7 +5,7 @@ them when it launches one.
 """
 
 from sagesim_kernels.hopper.support import (
-    HEAD_SIZES,
+    CHANNELS,
     has_dead_keys,
     has_dead_queries,
     has_to_copy,
@@ -13,4 +13,4 @@ from sagesim_kernels.hopper.support import (
     serves,
 )
 
-__all__ = ["HEAD_SIZES", "has_dead_keys", "has_dead_queries", "has_to_copy", "is_hopper", "serves"]
+__all__ = ["CHANNELS", "has_dead_keys", "has_dead_queries", "has_to_copy", "is_hopper", "serves"]

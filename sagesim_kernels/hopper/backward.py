@@ -1,14 +1,8 @@
-"""The backward for Hopper: a preprocess kernel, one pass over Q and K, and a postprocess kernel.
-
-`hopper_backward` computes S and dP once, while the portable kernels compute them once for dQ and
-once more for dK and dV. It adds the parts of dQ of all tiles of keys in global memory, in a fixed
-order.
-"""
+"""The backward for Hopper: bounds on keys, a preprocess kernel, one pass, and dQ from its sums."""
 
 from __future__ import annotations
 
-import math
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import torch
 import triton
@@ -19,26 +13,39 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.backward_kernel import Config, hopper_backward
 from sagesim_kernels.hopper.backward_warps import ROW_STATS, STATS_LAYOUT, WARPS
-from sagesim_kernels.hopper.descriptors import tma_descriptor
-from sagesim_kernels.hopper.dq_order import BLOCK_Q, TILE_K, from_register_order
+from sagesim_kernels.hopper.descriptors import multiprocessor_count, tma_descriptor
+from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
+from sagesim_kernels.hopper.splits import add_splits, empty_splits
+from sagesim_kernels.hopper.tile_scheduler import (
+    choose_backward_heads,
+    query_heads_per_program,
+)
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
     LOG2_E,
+    DqSums,
     Gradients,
     Grid,
+    Growths,
     KernelProblem,
+    KernelSizes,
     OperandCache,
     Rows,
     RowStatistics,
     Strided,
+    compute_key_bounds,
+    finish_dq,
+    head_pointers,
+    inverse_of,
     length_of,
-    load_mean,
     load_rows,
+    load_token_scales,
+    padded,
     program_coordinates,
+    row_units,
     rowsum_do_o,
     store_rows,
-    store_tokens,
     stored_start_of,
     subtract_lse_gradient,
 )
@@ -47,75 +54,48 @@ _BLOCK_Q: Final = BLOCK_Q.value
 _TILE_K: Final = TILE_K.value
 
 
-class Scratch(NamedTuple):
-    """What the preprocess kernel prepares for each block of queries, in padded storage."""
-
-    row_stats: Any  #: float32, see `ROW_STATS`
-    dq_semaphore: Any  #: int32, see `dq_order`
-
-
-# Arguments of these kernels are not tuples of tuples: in the first tuple of a tuple, Triton 3.6
+# Arguments of this kernel are not tuples of tuples: in the first tuple of a tuple, Triton 3.6
 # loses integers that it specialised to the constant 1.
 @triton.jit
 def hopper_preprocess(
-    grid, q_scale, o, do, lse2, d_lse, delta, scratch, lengths, tokens_q, scale_log2,
-    D: tl.constexpr,
+    grid, q8, do16, o, do, bounds, lse2, d_lse, delta, row_stats, dq_sums, lengths, scale_log2,
+    growths, sizes,
 ):  # fmt: skip
-    """Compute delta and the row statistics of a block of queries, and set its semaphore to 0.
+    """Compute delta, units and row statistics of a block of queries, and set its sum of dQ to 0.
 
     Queries behind the last one of a sequence get statistics that make P 0.
 
-    q_scale: float32 [heads, tokens_q], in padded storage. delta: `Rows`. scratch: `Scratch`.
+    q8, do16: `Operand` of qk_recompute and dp. o, do: `Strided`. bounds: `KeyBounds`. lse2, d_lse,
+    delta: `Rows`. row_stats: see `ROW_STATS`, in padded storage. dq_sums: `DqSums`. growths:
+    `Growths`.
     """
     i, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
-    first = i * BLOCK_Q
+    first = i * sizes.BLOCK_Q
     if first >= n_q:
         return
-    local = tl.arange(0, BLOCK_Q)
+    local = tl.arange(0, sizes.BLOCK_Q)
     row = first + local
-    at = h.to(tl.int64) * tokens_q + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
-    factor = tl.load(q_scale + at + local, mask=row < n_q, other=1.0) * scale_log2
+    at = h.to(tl.int64) * dq_sums.tokens + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, row, n_q, float("inf"))
-    row_delta = rowsum_do_o(o, do, lengths, b, h, first, D, D, BLOCK_Q)
+    row_delta = rowsum_do_o(o, do, lengths, b, h, first, sizes.DV, sizes.DV_PAD, sizes.BLOCK_Q)
     row_delta = subtract_lse_gradient(row_delta, d_lse, lengths, b, h, row, n_q, row_lse2)
+    unit = row_units(
+        q8, do16, bounds, None, lengths, b, h, first, row_lse2, row_delta, scale_log2, growths,
+        sizes,
+    )  # fmt: skip
+    _q_base, q_scales = head_pointers(q8, lengths.cu_q, lengths.n_q, b, h)
+    factor = load_token_scales(q8, q_scales, first, sizes.BLOCK_Q, n_q) * scale_log2
+    # All stores follow all loads, which could not be moved up past a store.
+    whole = tl.arange(0, sizes.BLOCK_Q * sizes.D_PAD)
+    tl.store(dq_sums.sums + at * sizes.D_PAD + whole, tl.zeros_like(whole))
+    tl.store(dq_sums.unit + at + local, unit)
     store_rows(delta, lengths.cu_q, b, h, row, n_q, row_delta)
-    row_stats = scratch.row_stats + at * 4 + local
-    tl.store(row_stats, factor)
-    tl.store(row_stats + BLOCK_Q, row_lse2)
-    tl.store(row_stats + 2 * BLOCK_Q, row_delta)
-    tl.store(row_stats + 3 * BLOCK_Q, tl.zeros((BLOCK_Q,), tl.float32))
-    tl.store(scratch.dq_semaphore + at // BLOCK_Q, 0)
-
-
-@triton.jit
-def hopper_postprocess(
-    grid, dq_accum, lse2, d_lse, k_mean, dq, lengths, tokens_q, scale, GROUPS: tl.constexpr,
-    D: tl.constexpr, COLUMN_GROUPS: tl.constexpr,
-):  # fmt: skip
-    """Scale and round the sum of dQ of a block of queries.
-
-    dQ is 0 for queries that attend to no key. If this holds for all queries of a block, its sum is
-    uninitialised memory.
-    """
-    i, h, b = program_coordinates(grid)
-    n_q = length_of(lengths.cu_q, lengths.n_q, b)
-    first = i * BLOCK_Q
-    if first >= n_q:
-        return
-    row = first + tl.arange(0, BLOCK_Q)
-    row_lse2 = load_rows(lse2, lengths.cu_q, b, h, row, n_q, float("inf"))[:, None]
-    at = h.to(tl.int64) * tokens_q + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
-    total = tl.load(dq_accum + at * D + tl.arange(0, BLOCK_Q * D))
-    total = from_register_order(total, BLOCK_Q, D, COLUMN_GROUPS)
-    total = tl.where(row_lse2 != float("inf"), total, 0.0)
-    if d_lse is not None and k_mean is not None:
-        # A row of dS then sums to the gradient of the logsumexp and not to 0, so the mean that was
-        # subtracted from K contributes to dQ.
-        row_d_lse = load_rows(d_lse, lengths.cu_q, b, h, row, n_q, 0.0)[:, None]
-        mean = load_mean(k_mean, b, h // GROUPS, 0, D, D)
-        total += tl.where(row_lse2 < float("inf"), row_d_lse * mean, 0.0)
-    store_tokens(dq, lengths.cu_q, b, h, first, n_q, total * scale, D)
+    ptrs = row_stats + at * 4 + local
+    tl.store(ptrs, factor)
+    tl.store(ptrs + sizes.BLOCK_Q, row_lse2)
+    tl.store(ptrs + 2 * sizes.BLOCK_Q, row_delta)
+    tl.store(ptrs + 3 * sizes.BLOCK_Q, inverse_of(unit))
 
 
 def launch_backward(
@@ -139,86 +119,95 @@ def launch_backward(
     """
     dq, dk, dv = grads
     q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
-    k, mean = operands.get_unsmoothed("dq", "k")
-    tokens = (operands.get("dk", "q"), k, operands.get("dp", "v"), operands.get("dp", "do"))
-    q16, k16, v16, do16 = (x.ptr for x in tokens)
-    kv_heads, heads, d = dk.shape[1], dq.shape[1], dq.shape[3]
-    tokens_q, tokens_k = q8.scale.shape[1], k8.scale.shape[1] * _BLOCK_Q
+    q16, v16 = operands.get("dk", "q"), operands.get("dp", "v")
+    do16 = operands.get("dp", "do")
+    k16, mean = operands.get_unsmoothed("dq", "k")
+    kv_heads, heads, d, d_v = dk.shape[1], dq.shape[1], dk.shape[3], dv.shape[3]
+    channels = padded(d)
+    groups = query_heads_per_program(kv_heads, problem.groups)
+    splits = problem.groups // groups
     lengths, scale = problem.lengths, problem.scale
-    has_dq_warps = d == 64
-    interleaved = 4 if has_dq_warps or not problem.is_causal else 1  # measured: docs/speed.md
+    has_dq_warps = channels == 64
     config = Config(
-        groups=problem.groups,
-        interleaved_heads=math.gcd(interleaved, problem.sequences * kv_heads),
+        groups=groups,
+        splits=splits,
+        d=d,
+        d_v=d_v,
         has_dq_warps=has_dq_warps,
         is_copied=operands.stored,
     )
-
-    dq_accum = dq.new_empty((heads * tokens_q * d // 32, 32), dtype=torch.float32)
+    dq_sums = DqSums.by_tma(problem, channels)
+    tokens_q, tokens_k = dq_sums.tokens, k8.scale.shape[1] * _BLOCK_Q
     row_stats = dq.new_empty(heads * tokens_q * 4, dtype=torch.float32)
-    dq_semaphore = dq.new_empty(heads * tokens_q // _BLOCK_Q, dtype=torch.int32)
+    bounds = compute_key_bounds(
+        problem, {"k": k8, "v": v16, "k_right": k16}, tile=_TILE_K, to_subtract=mean
+    )
     blocks = Grid(-(-problem.longest_q // _BLOCK_Q), heads, problem.sequences)
     launch(
         hopper_preprocess,
         blocks.programs,
         blocks,
-        q8.scale,
+        q8,
+        do16,
         Strided.of(o),
         Strided.of(do),
+        bounds,
         statistics.lse2,
         d_lse,
         statistics.delta,
-        Scratch(row_stats, dq_semaphore),
+        row_stats,
+        dq_sums,
         lengths,
-        tokens_q,
         scale * LOG2_E,
-        d,
+        Growths.of(problem.spec),
+        KernelSizes.of(problem, _BLOCK_Q),
         **LAUNCH,
     )
-    tiles = Grid(-(-problem.longest_k // _TILE_K), kv_heads, problem.sequences)
-    accum_layout = gl.NVMMASharedLayout(128, 32, 2)
+    dk_parts, dv_parts = dk, dv
+    if splits > 1:
+        dk_parts, dv_parts = empty_splits(dk, splits), empty_splits(dv, splits)
+    tiles = Grid(-(-problem.longest_k // _TILE_K), kv_heads * splits, problem.sequences)
+    heads_per_group = choose_backward_heads(
+        problem.longest_q,
+        problem.longest_k,
+        problem.longest_offset,
+        _TILE_K,
+        tiles.heads * tiles.sequences,
+        groups,
+        multiprocessor_count(),
+    )
+    sums = dq_sums.sums.view(-1, 32)
+    sums_layout = gl.NVMMASharedLayout(128, 32, 2)
     launch(
         hopper_backward,
         tiles.programs,
-        tma_descriptor(q8.ptr.view(-1, d), _BLOCK_Q),
-        tma_descriptor(k8.ptr.view(-1, d), _TILE_K),
-        tma_descriptor(q16, _BLOCK_Q),
-        tma_descriptor(k16, _TILE_K),
-        tma_descriptor(v16, _TILE_K),
-        tma_descriptor(do16, _BLOCK_Q),
+        tma_descriptor(q8.ptr.view(-1, q8.stride_n), _BLOCK_Q, channels),
+        tma_descriptor(k8.ptr.view(-1, k8.stride_n), _TILE_K, channels),
+        tma_descriptor(q16.ptr, _BLOCK_Q, channels),
+        tma_descriptor(k16.ptr, _TILE_K, channels),
+        tma_descriptor(v16.ptr, _TILE_K, channels),
+        tma_descriptor(do16.ptr, _BLOCK_Q, channels),
         TensorDescriptor.from_tensor(row_stats, [ROW_STATS.value], STATS_LAYOUT.value),
         k8.scale,
         None if mean is None else mean.ptr,
-        Strided.of(dk),
-        Strided.of(dv),
-        TensorDescriptor.from_tensor(dq_accum, [_BLOCK_Q * d // 32, 32], accum_layout),
-        dq_semaphore,
+        Strided.of(dk_parts),
+        Strided.of(dv_parts),
+        TensorDescriptor.from_tensor(sums, [_BLOCK_Q * channels // 32, 32], sums_layout),
+        dq_sums.unit,
         lengths._replace(n_q=0, n_k=0),  # passed on their own: a tuple would specialise them
         lengths.n_q,
         lengths.n_k,
         tiles.tiles,
         kv_heads,
+        heads_per_group,
         tokens_q,
         tokens_k,
-        scale,
+        scale if splits == 1 else 1.0,
         config,
         num_warps=WARPS.value,
         **LAUNCH,
     )
-    launch(
-        hopper_postprocess,
-        blocks.programs,
-        blocks,
-        dq_accum,
-        statistics.lse2,
-        d_lse,
-        operands.k_mean,
-        Strided.of(dq),
-        lengths,
-        tokens_q,
-        scale,
-        problem.groups,
-        d,
-        1 if has_dq_warps else 2,
-        **LAUNCH,
-    )
+    if splits > 1:
+        add_splits(problem, dk_parts, dk, scale)
+        add_splits(problem, dv_parts, dv, 1.0)
+    finish_dq(problem, dq_sums, statistics.lse2, d_lse, operands.subtracted, dq)

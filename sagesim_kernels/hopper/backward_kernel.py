@@ -32,14 +32,7 @@ from sagesim_kernels.hopper.backward_warps import (
     load_tokens,
     produce,
 )
-from sagesim_kernels.hopper.dq_order import (
-    BLOCK_Q,
-    TILE_K,
-    DqBlocks,
-    DqPosition,
-    DqStore,
-    store_dq,
-)
+from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, DqBlocks, DqStore, store_dq
 from sagesim_kernels.operands import (
     Lengths,
     causal_offset,
@@ -57,10 +50,13 @@ class Config(NamedTuple):
     """The constants of a kernel."""
 
     groups: int
-    """Query heads for each head of K and V."""
-    interleaved_heads: int
-    """Heads of K and V whose programs alternate. Programs that run at the same time then belong to
-    more heads, and wait less for each other's parts of dQ."""
+    """Query heads of a program. They have the same K and V."""
+    splits: int
+    """Programs for each tile of K and V. Each computes a part of dK and dV."""
+    d: int
+    """Channels of Q and K."""
+    d_v: int
+    """Channels of V and O."""
     has_dq_warps: bool
     """Whether other warps than those of dK and dV compute dQ."""
     is_copied: bool
@@ -84,7 +80,10 @@ def _locate(lengths, b, first):
     unmasked = (unmasked + BLOCK_Q - 1) // BLOCK_Q + gl.program_id(1)
     start_q = stored_start_of(lengths.cu_q, lengths.n_q, b).to(gl.int32)
     start_k = stored_start_of(lengths.cu_k, lengths.n_k, b).to(gl.int32)
-    loop = QueryLoop(gl.minimum(begin // BLOCK_Q, end), unmasked, end)
+    shift = 0
+    if not lengths.IS_CAUSAL:  # a tile starts where its keys are, as far as there are queries
+        shift = first // BLOCK_Q % gl.maximum(end, 1)
+    loop = QueryLoop(gl.minimum(begin // BLOCK_Q, end), unmasked, end, shift)
     length = length_of(lengths.cu_k, lengths.n_k, b)
     return KeyTile(first, length, n_live, offset), loop, start_q, start_k
 
@@ -92,36 +91,49 @@ def _locate(lengths, b, first):
 # TMA descriptors and the integers of do_not_specialize are parameters of their own. The launcher of
 # Triton 3.6 finds descriptors only outside tuples, and do_not_specialize does not apply to integers
 # in a tuple.
-@gluon.jit(do_not_specialize=["n_q", "n_k", "tiles", "heads", "tokens_q", "tokens_k"])
+@gluon.jit(
+    do_not_specialize=[
+        "n_q", "n_k", "tiles", "heads", "heads_per_group", "tokens_q", "tokens_k",
+    ]
+)  # fmt: skip
 def hopper_backward(
-    q8, k8, q16, k16, v, do, row_stats, k_scale, k_mean, dk, dv, dq_accum, dq_semaphore, mask, n_q,
-    n_k, tiles, heads, tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
+    q8, k8, q16, k16, v, do, row_stats, k_scale, k_mean, dk, dv, dq_sums, dq_units, mask, n_q, n_k,
+    tiles, heads, heads_per_group, tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """One program computes one tile of keys.
+    """One program computes one tile of keys, for the query heads of a group or for a part of them.
 
     Args:
         k_scale: float32, a scale for each 64 keys in padded storage.
-        k_mean: the mean to subtract from k16, float32 [sequences * heads, D], or None.
-        dq_accum: TMA descriptor of the sum of dQ, see `DqStore`.
+        k_mean: the mean to subtract from k16, float32 [sequences * heads, CONFIG.d], or None.
+        dq_sums: TMA descriptor of the sums of dQ, see `DqStore`.
+        dq_units: float32 [heads, tokens_q], the units of dQ.
         mask: `Lengths` with zeros for n_q and n_k.
         tiles: tiles of keys of a head.
+        dk, dv: `Strided` of [sequences, heads * CONFIG.splits, keys, channels].
         heads: heads of K and V.
+        heads_per_group: see `choose_backward_heads`.
         tokens_q, tokens_k: tokens of a head in padded storage.
         scale: the scale of the logits.
         CONFIG: `Config`.
     """
     D: gl.constexpr = q8.block_shape[1]
     GROUPS: gl.constexpr = CONFIG.groups
-    INTERLEAVED: gl.constexpr = CONFIG.interleaved_heads
+    SPLITS: gl.constexpr = CONFIG.splits
+    KD: gl.constexpr = CONFIG.d
+    VD: gl.constexpr = CONFIG.d_v
     HAS_DQ_WARPS: gl.constexpr = CONFIG.has_dq_warps
     SLOTS: gl.constexpr = 2 if HAS_DQ_WARPS else 1
     STAGES: gl.constexpr = SLOTS + 1
     STAGES16: gl.constexpr = 3
+    STAGES_STATS: gl.constexpr = 4 if HAS_DQ_WARPS else STAGES
     program = gl.program_id(0)
-    index = (program % (tiles * INTERLEAVED)) // INTERLEAVED
-    z = program // (tiles * INTERLEAVED) * INTERLEAVED + program % INTERLEAVED
-    if mask.IS_CAUSAL:
-        index = tiles - 1 - index
+    # Under a causal mask the first tile of keys is the longest.
+    first_head = program // (tiles * heads_per_group) * heads_per_group
+    program -= first_head * tiles
+    group_heads = gl.minimum(heads_per_group, gl.num_programs(0) // tiles - first_head)
+    index = program // group_heads
+    split_head = first_head + program % group_heads
+    z = split_head // SPLITS
     b = z // heads
     head = z % heads
     tile, loop, start_q, start_k = _locate(
@@ -144,14 +156,15 @@ def hopper_backward(
     )
     if tile.first >= tile.length:
         return
-    row_q = head * GROUPS * tokens_q + start_q
+    first_q_head = (head * SPLITS + split_head % SPLITS) * GROUPS
+    row_q = first_q_head * tokens_q + start_q
     row_k = head * tokens_k + start_k + tile.first
     zero = gl.program_id(1)
     if CONFIG.is_copied:
-        q_origin = TokenOrigin(zero, head * GROUPS, start_q)
+        q_origin = TokenOrigin(zero, first_q_head, start_q)
         k_origin = TokenOrigin(zero, head, start_k)
     else:
-        q_origin = TokenOrigin(b, head * GROUPS, zero)
+        q_origin = TokenOrigin(b, first_q_head, zero)
         k_origin = TokenOrigin(b, head, zero)
 
     dt: gl.constexpr = v.dtype
@@ -164,8 +177,8 @@ def hopper_backward(
     q16_s = gl.allocate_shared_memory(dt, [STAGES16, BLOCK_Q, D], V)
     do_s = gl.allocate_shared_memory(dt, [STAGES, BLOCK_Q, D], V)
     ds_s = gl.allocate_shared_memory(dt, [SLOTS, TILE_K, BLOCK_Q], DS)
-    dq_s = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_Q * D // 32, 32], dq_accum.layout)
-    row_stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROW_STATS], STATS_LAYOUT)
+    dq_s = gl.allocate_shared_memory(gl.int32, [SLOTS, BLOCK_Q * D // 32, 32], dq_sums.layout)
+    row_stats_s = gl.allocate_shared_memory(gl.float32, [STAGES_STATS, ROW_STATS], STATS_LAYOUT)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     if HAS_DQ_WARPS:
         ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -204,41 +217,41 @@ def hopper_backward(
     barriers = Barriers(ds_full, dq_full, dq_empty, kv_full, k16_full, q_full)
     k_scales = k_scale + row_k // BLOCK_Q
     if k_mean is not None:
-        k_mean += z.to(gl.int64) * D
-    outputs = KeyOutputs(dk, dv, mask.cu_k, b, head, scale)
-    dq = DqStore(dq_accum, dq_s, dq_full, dq_empty, dq_semaphore)
-    dq_blocks = DqBlocks(loop.begin, loop.end, row_q // BLOCK_Q, tokens_q // BLOCK_Q)
-    dq_position = DqPosition(index, tile.n_live, tile.offset)
-    CAUSAL: gl.constexpr = mask.IS_CAUSAL
+        k_mean += z.to(gl.int64) * KD
+    outputs = KeyOutputs(dk, dv, mask.cu_k, b, head * SPLITS + split_head % SPLITS, scale)
+    dq = DqStore(dq_sums, dq_s, dq_full, dq_empty)
+    units = dq_units if dt == gl.float16 else None
+    dq_blocks = DqBlocks(
+        loop.begin, loop.end, loop.shift, row_q // BLOCK_Q, tokens_q // BLOCK_Q, units
+    )
     if HAS_DQ_WARPS:
         gl.warp_specialize(
             [
                 (compute_dk_dv, (
-                    key_tile, queries, ds_s, barriers, k_scales, outputs, loop, tile, GROUPS,
+                    key_tile, queries, ds_s, barriers, k_scales, outputs, loop, tile, dq_blocks,
+                    GROUPS, KD, VD,
                 )),
-                (compute_dq, (k16_s, k_mean, ds_s, dq_s, barriers, loop, GROUPS)),
+                (compute_dq, (k16_s, k_mean, queries, ds_s, dq_s, barriers, loop, GROUPS, KD)),
                 (produce, (
                     inputs, queries, q_full, ds_full, loop, q_origin, row_q, tokens_q, GROUPS,
                 )),
-                (store_dq, (0, dq, dq_blocks, dq_position, GROUPS, CAUSAL)),
-                (store_dq, (1, dq, dq_blocks, dq_position, GROUPS, CAUSAL)),
+                (store_dq, (dq, dq_blocks, GROUPS)),
             ],
-            [4, 1, 1, 1],
-            [72, 24, 24, 24],
+            [4, 1, 1],
+            [72, 24, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (compute_dk_dv_dq, (
                     key_tile, k_mean, queries, ds_s, dq_s, barriers, k_scales, outputs, loop, tile,
-                    GROUPS,
+                    dq_blocks, GROUPS, KD, VD,
                 )),
                 (produce, (
                     inputs, queries, q_full, dq_full, loop, q_origin, row_q, tokens_q, GROUPS,
                 )),
-                (store_dq, (0, dq, dq_blocks, dq_position, GROUPS, CAUSAL)),
-                (store_dq, (1, dq, dq_blocks, dq_position, GROUPS, CAUSAL)),
+                (store_dq, (dq, dq_blocks, GROUPS)),
             ],
-            [1, 1, 1],
-            [24, 24, 24],
+            [1, 1],
+            [24, 24],
         )  # fmt: skip

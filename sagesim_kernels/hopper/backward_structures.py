@@ -60,11 +60,17 @@ class KeyTile(NamedTuple):
 
 
 class QueryLoop(NamedTuple):
-    """The blocks of queries that attend to a tile of keys."""
+    """The blocks of queries that attend to a tile of keys.
+
+    The loop goes from `begin` to `end`. Without a causal mask iteration i computes block i + shift,
+    and after the last block it goes on with the first. Programs that start together then add to
+    different sums, and do not wait for each other at the same addresses.
+    """
 
     begin: Any  #: first block
     unmasked: Any  #: first block that needs no mask
     end: Any
+    shift: Any  #: less than end - begin, or 0; 0 under a causal mask
 
 
 class KeyOutputs(NamedTuple):

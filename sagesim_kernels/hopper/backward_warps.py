@@ -1,7 +1,7 @@
 """The warps of a backward program.
 
-Eight consumer warps compute dK and dV, one producer warp loads, and two store warps add dQ to its
-sum. For head size 64, four more consumer warps compute dQ, so dS and dQ have two slots each in
+Eight consumer warps compute dK and dV, one producer warp loads, and one store warp adds dQ to its
+sums. For head size 64, four more consumer warps compute dQ, so dS and dQ have two slots each in
 shared memory. For head size 128 shared memory has no space for that, and the eight warps compute dQ
 too.
 
@@ -27,7 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sagesim_kernels.gluon_compat import barrier, reinterpret, tma_load
 from sagesim_kernels.hopper.backward_structures import TokenOrigin
-from sagesim_kernels.hopper.dq_order import BLOCK_Q, TILE_K, to_register_order
+from sagesim_kernels.hopper.dq_parts import (
+    BLOCK_Q,
+    TILE_K,
+    block_of,
+    mark_overflow,
+    to_tma_order,
+    to_units,
+)
 from sagesim_kernels.operands import start_of
 
 WARPS = gl.constexpr(8)
@@ -35,7 +42,7 @@ WARPS = gl.constexpr(8)
 
 ROW_STATS = gl.constexpr(4 * 64)
 """Row statistics of a block of queries, 64 numbers each: Q's scale times the scale of the logits;
-lse2; delta; and 64 values of padding, because TMA has no load of 192 numbers."""
+lse2; delta; and 1 / unit of dQ."""
 
 ST_INT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 32]))
 """Layout of S transposed [keys, queries], as the INT8 product leaves it."""
@@ -78,25 +85,36 @@ def _start_s_and_dp(k8, v, q8, do):
 
 
 @gluon.jit
-def _wait_for_k16(k16, bar, mean, COUNT: gl.constexpr):
+def _wait_for_k16(k16, bar, mean, COUNT: gl.constexpr, KD: gl.constexpr):
     """Wait for the tile of K in 16 bit, and subtract the mean in shared memory if there is one.
 
     Rows behind the last token are zeros, and become the mean's negative. They do not contribute,
     because their dS is 0.
 
-    COUNT: warps that call this.
+    COUNT: warps that call this. KD: channels of K; further channels of the tile stay zeros.
     """
     if mean is None:
         mbarrier.wait(bar, 0)
     else:
         D: gl.constexpr = k16.shape[1]
         ROWS: gl.constexpr = _whole_rows(D, COUNT)
-        mean = gl.load(mean + gl.arange(0, D, gl.SliceLayout(0, ROWS)))
+        column = gl.arange(0, D, gl.SliceLayout(0, ROWS))
+        if KD < D:
+            mean = gl.load(mean + column, mask=column < KD, other=0.0)
+        else:
+            mean = gl.load(mean + column)
         mbarrier.wait(bar, 0)
         k = k16.load(ROWS).to(gl.float32) - mean[None, :]
         k16.store(k.to(k16.dtype))
         fence_async_shared()
         barrier()
+
+
+@gluon.jit
+def _row_stats(queries, stage):
+    """Return the row statistics of a stage, [4, BLOCK_Q]."""
+    stats = queries.row_stats.index(stage)
+    return reinterpret(stats, gl.float32, [4, BLOCK_Q], STATS_LAYOUT)
 
 
 @gluon.jit
@@ -124,7 +142,10 @@ def _start_keys(k_scale, tile, D: gl.constexpr, ACC: gl.constexpr):
 
 @gluon.jit
 def _attends(keys, i, tile):
-    """Return what `operands.attends` does, with one comparison, for keys of `_start_keys`."""
+    """Return what `operands.attends` does, with one comparison, for keys of `_start_keys`.
+
+    Without a causal mask the result does not depend on i.
+    """
     queries = i * BLOCK_Q + gl.arange(0, BLOCK_Q, ST_COLUMNS)
     return keys[:, None] <= (queries + tile.offset)[None, :]
 
@@ -149,11 +170,12 @@ def _compute_ds(MASKED: gl.constexpr, p, dp, delta, keys, i, tile):
 
 
 @gluon.jit
-def _store_keys(x, outputs, tile, value, buffer):
-    """Store value [TILE_K, D] as the program's keys, and zeros for keys no query attends to.
+def _store_keys(x, outputs, tile, value, buffer, CHANNELS: gl.constexpr):
+    """Store the first CHANNELS of value [TILE_K, D] as the program's keys.
 
-    A 16-bit result goes through shared memory, which is large enough for that: adjacent threads
-    then store adjacent numbers. buffer: shared memory that no warp reads any more.
+    Keys that no query attends to get zeros. A 16-bit result goes through shared memory, which is
+    large enough for that: adjacent threads then store adjacent numbers. buffer: shared memory that
+    no warp reads any more.
     """
     D: gl.constexpr = buffer.shape[1]
     DTYPE: gl.constexpr = x.ptr.dtype.element_ty
@@ -171,15 +193,17 @@ def _store_keys(x, outputs, tile, value, buffer):
     column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT)).to(gl.int64)
     base = x.ptr + outputs.b.to(gl.int64) * x.stride_b + outputs.h.to(gl.int64) * x.stride_h
     ptrs = base + (start_of(outputs.cu_k, outputs.b) + row.to(gl.int64)) * x.stride_n
-    is_key = (row < tile.length)[:, None]
-    gl.store(ptrs[:, None] + column[None, :] * x.stride_d, value, mask=is_key)
+    mask = (row < tile.length)[:, None]
+    if CHANNELS < D:
+        mask = mask & (column < CHANNELS)[None, :]
+    gl.store(ptrs[:, None] + column[None, :] * x.stride_d, value, mask=mask)
 
 
 @gluon.jit
-def _store_dk_dv(dk, dv, outputs, tile, buffer):
+def _store_dk_dv(dk, dv, outputs, tile, buffer, KD: gl.constexpr, VD: gl.constexpr):
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-    _store_keys(outputs.dv, outputs, tile, dv, buffer)
-    _store_keys(outputs.dk, outputs, tile, dk * outputs.scale, buffer)
+    _store_keys(outputs.dv, outputs, tile, dv, buffer, VD)
+    _store_keys(outputs.dk, outputs, tile, dk * outputs.scale, buffer, KD)
 
 
 @gluon.jit
@@ -192,7 +216,8 @@ def produce(
     Args:
         released: barriers [2], for even and odd steps. Before this warp loads step n, it waits for
             the barrier of step n - 2. If other warps compute dQ, the barriers are `ds_full`. After
-            the wait no warp reads data of step n - 3, so three stages are enough. Otherwise the
+            the wait no warp reads data of step n - 3, so three stages are enough. Only row
+            statistics of step n - 3 may still be read; they have four stages. Otherwise the
             barriers are `dq_full`. After the wait no warp reads data of step n - 2, so two stages
             are enough. Only Q in 16 bit of step n - 2 may still be read; it has three stages.
         loop: `QueryLoop`.
@@ -202,6 +227,7 @@ def produce(
     """
     STAGES: gl.constexpr = buffers.q8.shape[0]
     STAGES16: gl.constexpr = buffers.q16.shape[0]
+    STAGES_STATS: gl.constexpr = buffers.row_stats.shape[0]
     D: gl.constexpr = buffers.q8.shape[2]
     for head in range(GROUPS):
         for i in range(loop.begin, loop.end):
@@ -210,28 +236,31 @@ def produce(
                 mbarrier.wait(released.index(n % 2), (n // 2 & 1) ^ 1)
             at = TokenOrigin(origin.b, origin.h + head, origin.row)
             row8 = stored_row + head * stored_tokens
+            block = block_of(i, loop)
             stage = n % STAGES
             bar = q_full.index(stage)
             stage16 = n % STAGES16
             mbarrier.expect(bar, BLOCK_Q * D * 5 + ROW_STATS * 4)
-            tma_load(inputs.q8, [row8 + i * BLOCK_Q, 0], bar, buffers.q8.index(stage))
-            load_tokens(inputs.do, at, i * BLOCK_Q, bar, buffers.do.index(stage))
-            stats = (row8 // BLOCK_Q + i) * ROW_STATS
-            tma_load(inputs.row_stats, [stats], bar, buffers.row_stats.index(stage))
-            load_tokens(inputs.q16, at, i * BLOCK_Q, bar, buffers.q16.index(stage16))
+            tma_load(inputs.q8, [row8 + block * BLOCK_Q, 0], bar, buffers.q8.index(stage))
+            load_tokens(inputs.do, at, block * BLOCK_Q, bar, buffers.do.index(stage))
+            stats = (row8 // BLOCK_Q + block) * ROW_STATS
+            tma_load(inputs.row_stats, [stats], bar, buffers.row_stats.index(n % STAGES_STATS))
+            load_tokens(inputs.q16, at, block * BLOCK_Q, bar, buffers.q16.index(stage16))
 
 
 @gluon.jit
 def compute_dk_dv(
-    key_tile, queries, ds_s, barriers, k_scale, outputs, loop, tile, GROUPS: gl.constexpr
-):
+    key_tile, queries, ds_s, barriers, k_scale, outputs, loop, tile, dq_blocks,
+    GROUPS: gl.constexpr, KD: gl.constexpr, VD: gl.constexpr,
+):  # fmt: skip
     """Compute dK and dV, and pass dS to the warps that compute dQ. Eight warps.
 
     key_tile: `KeyBuffers`. queries: `QueryBuffers`. ds_s: 16 bit [slots, TILE_K, BLOCK_Q] in shared
     memory. k_scale: pointer to the scale of the tile's first key. outputs: `KeyOutputs`. loop:
-    `QueryLoop`. tile: `KeyTile`.
+    `QueryLoop`. tile: `KeyTile`. dq_blocks: `DqBlocks`. KD, VD: channels of K and V.
     """
     STAGES: gl.constexpr = queries.q8.shape[0]
+    STAGES_STATS: gl.constexpr = queries.row_stats.shape[0]
     SLOTS: gl.constexpr = ds_s.shape[0]
     D: gl.constexpr = queries.q8.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
@@ -252,8 +281,7 @@ def compute_dk_dv(
                 do = queries.do.index(stage)
                 s, dp = _start_s_and_dp(k8, v, queries.q8.index(stage), do)
                 s = warpgroup_mma_wait(1, deps=[s])
-                stats = queries.row_stats.index(stage)
-                stats = reinterpret(stats, gl.float32, [4, BLOCK_Q], STATS_LAYOUT)
+                stats = _row_stats(queries, n % STAGES_STATS)
                 factor = stats.index(0).load(ST_COLUMNS)
                 lse2 = stats.index(1).load(ST_COLUMNS)
                 p = _compute_p(MASKED, s, k_scale, factor, lse2, keys, i, tile)
@@ -263,6 +291,8 @@ def compute_dk_dv(
                 dv = warpgroup_mma(p16, do, dv, is_async=True)
                 ds = _compute_ds(MASKED, p, dp, delta, keys, i, tile)
                 ds16 = ds.to(queries.q16.dtype)
+                if dq_blocks.units is not None:
+                    mark_overflow(dq_blocks, ds16, head, i)
                 # dQ has been computed from the dS that was in this slot before.
                 mbarrier.wait(barriers.dq_full.index(slot), ((n // SLOTS) & 1) ^ 1)
                 ds_s.index(slot).store(ds16)
@@ -273,27 +303,31 @@ def compute_dk_dv(
                 mbarrier.arrive(barriers.ds_full.index(slot), count=1)
                 # dS is read from shared memory: there are too few registers to hold it there.
                 dk = warpgroup_mma(ds_s.index(slot), queries.q16.index(stage), dk, is_async=True)
-    _store_dk_dv(dk, dv, outputs, tile, key_tile.v.index(0))
+    _store_dk_dv(dk, dv, outputs, tile, key_tile.v.index(0), KD, VD)
 
 
 @gluon.jit
-def compute_dq(k16_s, k_mean, ds_s, dq_s, barriers, loop, GROUPS: gl.constexpr):
+def compute_dq(
+    k16_s, k_mean, queries, ds_s, dq_s, barriers, loop, GROUPS: gl.constexpr, KD: gl.constexpr
+):
     """Compute parts of dQ from dS. Four warps.
 
-    k16_s, ds_s, dq_s: K in 16 bit, dS and dQ in shared memory. k_mean: pointer to the mean that is
-    subtracted from K, or None.
+    k16_s, ds_s, dq_s: K in 16 bit, dS and dQ in shared memory. queries: `QueryBuffers`. k_mean:
+    pointer to the mean that is subtracted from K, or None.
     """
     SLOTS: gl.constexpr = ds_s.shape[0]
     D: gl.constexpr = k16_s.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    _wait_for_k16(k16_s.index(0), barriers.kv_full, k_mean, 4)
+    STAGES_STATS: gl.constexpr = queries.row_stats.shape[0]
+    _wait_for_k16(k16_s.index(0), barriers.kv_full, k_mean, 4, KD)
     for n in range(GROUPS * (loop.end - loop.begin)):
         slot = n % SLOTS
         mbarrier.wait(barriers.ds_full.index(slot), (n // SLOTS) & 1)
         dq_t = _start_dq(ds_s.index(slot), k16_s.index(0), ACC)
+        inverse = _row_stats(queries, n % STAGES_STATS).index(3).load(gl.SliceLayout(1, ACC))
         dq = warpgroup_mma_wait(0, deps=[dq_t])
         mbarrier.wait(barriers.dq_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
-        dq_s.index(slot).store(to_register_order(dq, D, 1))
+        dq_s.index(slot).store(to_tma_order(to_units(dq, inverse)))
         fence_async_shared()
         barrier()
         mbarrier.arrive(barriers.dq_full.index(slot), count=1)
@@ -301,8 +335,8 @@ def compute_dq(k16_s, k_mean, ds_s, dq_s, barriers, loop, GROUPS: gl.constexpr):
 
 @gluon.jit
 def compute_dk_dv_dq(
-    key_tile, k_mean, queries, ds_s, dq_s, barriers, k_scale, outputs, loop, tile,
-    GROUPS: gl.constexpr,
+    key_tile, k_mean, queries, ds_s, dq_s, barriers, k_scale, outputs, loop, tile, dq_blocks,
+    GROUPS: gl.constexpr, KD: gl.constexpr, VD: gl.constexpr,
 ):  # fmt: skip
     """Compute dK, dV and the parts of dQ. Eight warps.
 
@@ -315,10 +349,10 @@ def compute_dk_dv_dq(
     DQ_ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     keys, k_scale, dk, dv = _start_keys(k_scale, tile, D, ACC)
-    _wait_for_k16(key_tile.k16.index(0), barriers.k16_full, k_mean, WARPS)
+    _wait_for_k16(key_tile.k16.index(0), barriers.k16_full, k_mean, WARPS, KD)
     mbarrier.wait(barriers.kv_full, 0)
     n = 0  # counted, because computing it from the loop variables needs one register more
-    for _ in range(GROUPS):
+    for head in range(GROUPS):
         for MASKED in gl.static_range(1, -1, -1):
             for i in range(
                 loop.begin if MASKED else loop.unmasked, loop.unmasked if MASKED else loop.end
@@ -331,8 +365,7 @@ def compute_dk_dv_dq(
                 mbarrier.wait(barriers.q_full.index(stage), (n // STAGES) & 1)
                 k8, v = key_tile.k8.index(zero), key_tile.v.index(zero)
                 s, dp = _start_s_and_dp(k8, v, queries.q8.index(stage), do)
-                stats = queries.row_stats.index(stage)
-                stats = reinterpret(stats, gl.float32, [4, BLOCK_Q], STATS_LAYOUT)
+                stats = _row_stats(queries, stage)
                 factor = stats.index(0).load(ST_COLUMNS)
                 lse2 = stats.index(1).load(ST_COLUMNS)
                 s = warpgroup_mma_wait(1, deps=[s])
@@ -344,20 +377,24 @@ def compute_dk_dv_dq(
                 ds = _compute_ds(MASKED, p, dp, delta, keys, i, tile)
                 # This overwrites dS of the step before. Other warps may still multiply that dS with
                 # Q, but each of them reads only its own rows of dS for this product.
-                ds_s.index(zero).store(ds.to(queries.q16.dtype))
+                ds16 = ds.to(queries.q16.dtype)
+                ds_s.index(zero).store(ds16)
+                if dq_blocks.units is not None:
+                    mark_overflow(dq_blocks, ds16, head, i)
                 fence_async_shared()
                 barrier()
                 dq_t = _start_dq(ds_s.index(zero), key_tile.k16.index(zero), DQ_ACC)
                 # dS is read from shared memory: there are too few registers to hold it there.
                 q16 = queries.q16.index(n % STAGES16)
                 dk = warpgroup_mma(ds_s.index(zero), q16, dk, is_async=True)
+                inverse = stats.index(3).load(gl.SliceLayout(1, DQ_ACC))
                 mbarrier.wait(barriers.dq_empty.index(0), (n & 1) ^ 1)
                 dq = warpgroup_mma_wait(1, deps=[dq_t])
-                dq_s.index(0).store(to_register_order(dq, D, 2))
+                dq_s.index(0).store(to_tma_order(to_units(dq, inverse)))
                 fence_async_shared()
                 # After this barrier, all warps have also finished with dO, and with Q of the step
                 # before.
                 barrier()
                 mbarrier.arrive(barriers.dq_full.index(n % 2), count=1)
                 n += 1
-    _store_dk_dv(dk, dv, outputs, tile, key_tile.v.index(0))
+    _store_dk_dv(dk, dv, outputs, tile, key_tile.v.index(0), KD, VD)

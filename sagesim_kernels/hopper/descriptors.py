@@ -18,16 +18,16 @@ _DTYPES: Final[dict[torch.dtype, Any]] = {
 }
 
 
-def tma_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Return a descriptor that loads `rows` rows of x [..., rows, channels] with all channels.
+def tma_descriptor(x: Tensor, rows: int, channels: int) -> TensorDescriptor:
+    """Return a descriptor that loads tiles [rows, channels] of x [..., rows, channels].
 
-    Rows behind the last one are loaded as zeros. The channels of x have to be contiguous, and its
-    other strides multiples of 16 bytes. TMA has no stride of 0, so an expanded tensor is copied;
-    the descriptor holds the copy.
+    x may have fewer channels than a tile. Rows and channels behind the last one are loaded as
+    zeros. The channels of x have to be contiguous, and its other strides multiples of 16 bytes. TMA
+    has no stride of 0, so an expanded tensor is copied; the descriptor holds the copy.
     """
     if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
         x = x.contiguous()
-    block = (*[1] * (x.ndim - 2), rows, x.shape[-1])
+    block = (*[1] * (x.ndim - 2), rows, channels)
     # torch may give any stride to a dimension of size 1.
     strides = [x.stride(i) if x.shape[i] > 1 else x.shape[-1] for i in range(x.ndim - 1)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(block, x.dtype))

@@ -34,6 +34,7 @@ from sagesim_kernels.operands import (
     OperandCache,
     Rows,
     Strided,
+    padded,
 )
 
 # Pyright takes the annotations of Gluon's functions literally:
@@ -55,7 +56,7 @@ class Config(NamedTuple):
 
 
 CONFIGS = {64: Config(4, 6, 112), 128: Config(3, 6, 160)}
-"""By head size."""
+"""By the channels of a tile."""
 
 PRODUCER_REGISTERS = gl.constexpr(24)
 
@@ -82,9 +83,12 @@ _UNSPECIALIZED = (
 def hopper_forward(
     q8, k8, v, q_scale, k_scale, q_tokens, k_tokens, o, lse2, lse2_stride_b, lse2_stride_h,
     scale_log2, mask, n_q, n_k, heads, groups, longest_q, heads_per_group, tiles, programs,
-    CONFIG: gl.constexpr, IS_COPIED: gl.constexpr,
+    DV: gl.constexpr, CONFIG: gl.constexpr, IS_COPIED: gl.constexpr,
 ):  # fmt: skip
-    """mask: `Lengths` without n_q and n_k. IS_COPIED: whether V lies in padded storage."""
+    """mask: `Lengths` without n_q and n_k. DV: channels of V and O.
+
+    IS_COPIED: whether V lies in padded storage.
+    """
     D: gl.constexpr = q8.block_shape[1]
     CONSUMERS: gl.constexpr = CONFIG.consumers
     STAGES: gl.constexpr = CONFIG.stages
@@ -130,7 +134,7 @@ def hopper_forward(
             (
                 consume,
                 (
-                    i, CONSUMERS, D, scales, buffers, barriers, o, rows, scale_log2, lengths,
+                    i, CONSUMERS, D, DV, scales, buffers, barriers, o, rows, scale_log2, lengths,
                     scheduler,
                 ),
             )
@@ -154,31 +158,29 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
         lse2: float32 [sequences, heads, n_q].
     """
     q, k, v = operands.get("qk", "q"), operands.get("qk", "k"), operands.get("pv", "v")
-    heads, d = o.shape[1], o.shape[3]
-    config = CONFIGS[d]
+    heads, d_v = o.shape[1], o.shape[3]
+    channels = padded(d_v)
+    config = CONFIGS[channels]
     rows = config.consumers * BLOCK.value
     n_q, n_k = problem.longest_q, problem.longest_k
     tiles = problem.sequences * heads * -(-n_q // rows)
     programs = min(tiles, multiprocessor_count())
     lengths = problem.lengths
-    offset = None
-    if problem.is_causal:
-        offset = n_k - n_q if problem.lower_right else 0
     heads_per_group = choose_heads_per_group(
         n_q,
         n_k,
-        offset,
+        problem.longest_offset,
         rows,
         problem.sequences * heads,
         programs,
-        head_bytes=n_k * d * (k.ptr.element_size() + v.ptr.element_size()) // problem.groups,
+        head_bytes=n_k * channels * (k.ptr.element_size() + v.ptr.element_size()) // problem.groups,
     )
     launch(
         hopper_forward,
         (programs,),
-        tma_descriptor(q.ptr.view(-1, d), BLOCK.value),
-        tma_descriptor(k.ptr.view(-1, d), BLOCK.value),
-        tma_descriptor(v.ptr, BLOCK.value),
+        tma_descriptor(q.ptr.view(-1, q.stride_n), BLOCK.value, channels),
+        tma_descriptor(k.ptr.view(-1, k.stride_n), BLOCK.value, channels),
+        tma_descriptor(v.ptr, BLOCK.value, channels),
         q.scale,
         k.scale,
         q.scale.shape[1],
@@ -195,6 +197,7 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
         heads_per_group,
         tiles,
         programs,
+        d_v,
         config,
         operands.stored,
         num_warps=4,

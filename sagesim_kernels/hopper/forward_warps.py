@@ -252,8 +252,10 @@ def _partial_sums(p):
 
 
 @gluon.jit
-def _store_o(o, cu, tile, first, last, value):
-    """Store value as the rows from `first` of the tile's head; rows from `last` on are not stored.
+def _store_o(o, cu, tile, first, last, value, DV: gl.constexpr):
+    """Store value as the rows from `first` of the tile's head.
+
+    Rows from `last` on and channels from DV on are not stored.
 
     This is `operands.store_tokens` with a layout of its own. Threads of a warp first exchange their
     rows, so that each stores eight adjacent columns at once and fills whole sectors of memory.
@@ -267,13 +269,16 @@ def _store_o(o, cu, tile, first, last, value):
     base = o.ptr + tile.b.to(gl.int64) * o.stride_b + tile.h.to(gl.int64) * o.stride_h
     row_ptrs = base + (start_of(cu, tile.b) + row) * o.stride_n
     ptrs = row_ptrs[:, None] + (column * o.stride_d)[None, :]
-    gl.store(ptrs, value, mask=(row < last)[:, None])
+    mask = (row < last)[:, None]
+    if value.shape[1] > DV:
+        mask = mask & (column < DV)[None, :]
+    gl.store(ptrs, value, mask=mask)
 
 
 @gluon.jit
 def consume(
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, scales, buffers, barriers,
-    o_out, lse2, scale_log2, lengths, scheduler,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, scales,
+    buffers, barriers, o_out, lse2, scale_log2, lengths, scheduler,
 ):  # fmt: skip
     """Compute O and the logsumexp of 64 query rows of each tile. One warpgroup, number CONSUMER.
 
@@ -282,7 +287,8 @@ def consume(
     The key blocks that need a mask come first; there are at most two. From the last of them on, the
     product P V of a step overlaps with Q K^T of the next step.
 
-    o_out, lse2: `Strided` and `Rows` to fill. scale_log2: the scale of the logits, times log2(e).
+    D: channels of a tile. DV: channels of V and O. o_out, lse2: `Strided` and `Rows` to fill.
+    scale_log2: the scale of the logits, times log2(e).
     """
     full, empty = barriers.full, barriers.empty
     STAGES: gl.constexpr = barriers.full.shape[0]
@@ -387,4 +393,4 @@ def consume(
             # product, with extra scaling for sums that cannot occur: the greatest exponential of a
             # row is 1. In rows without a key, V may have added 0 * NaN to o.
             o = gl.where(row_sum == 0.0, 0.0, o * (1.0 / row_sum))
-            _store_o(o_out, lengths.cu_q, tile, first, n_q, o)
+            _store_o(o_out, lengths.cu_q, tile, first, n_q, o, DV)

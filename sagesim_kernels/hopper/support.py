@@ -14,16 +14,18 @@ from typing import Final
 from torch import Tensor
 
 from sagesim.spec import AttentionSpec, Delta, Granularity, MatmulSpec, Precision
-from sagesim_kernels.operands import DTYPES, KernelProblem, stored_tokens
+from sagesim_kernels.operands import DTYPES, KernelProblem, padded, stored_tokens
 from sagesim_kernels.support import IS_INTERPRETED
 from sagesim_kernels.target import compute_capability
 
-HEAD_SIZES: Final = (64, 128)
+CHANNELS: Final = (64, 128)
+"""Channels of a tile: those of the problem, padded to a power of two. TMA pads them with zeros."""
+
 BLOCK: Final = 64
 _QK: Final = MatmulSpec(Precision.INT8, Granularity.PerToken, Granularity.PerBlock)
 _MOST_ROWS: Final = 2**29
-"""Tokens of all heads in padded storage. At head size 128 the sum of dQ has four rows of 32 numbers
-for each token, and TMA counts rows in 31 bits."""
+"""Tokens of all heads in padded storage. The sums of dQ have up to four rows of 32 numbers for each
+token, and TMA counts rows in 31 bits."""
 
 
 def serves(problem: KernelProblem) -> bool:
@@ -35,7 +37,7 @@ def serves(problem: KernelProblem) -> bool:
     return (
         not IS_INTERPRETED
         and problem.extras.is_none
-        and problem.q.shape[3] == problem.v.shape[3] in HEAD_SIZES
+        and padded(problem.q.shape[3]) == padded(problem.v.shape[3]) in CHANNELS
         and problem.scale >= 0
         and _serves_spec(problem.spec)
         and is_hopper()

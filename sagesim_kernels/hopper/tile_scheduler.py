@@ -1,13 +1,20 @@
-"""The order in which the forward computes its tiles, so that all programs finish together.
+"""The order in which forward and backward compute their tiles, so that all programs end together.
+
+Both compute the tiles of a group of heads at a time, the longest first. With fewer heads in a group
+more of their tokens stay in the cache; with more heads the multiprocessors are busy to the end.
 
 The forward deals its tiles to the programs in snake order. Under a causal mask tiles take unequal
 time, and the number of heads per group decides the load balance: with some numbers the last program
 takes half as long again as the others. Which numbers are bad changes with every sequence length, so
 the host simulates the candidates and picks the best.
+
+In the backward every tile has a program of its own, which starts when another one ends. The host
+simulates this, too.
 """
 
 from __future__ import annotations
 
+import heapq
 from functools import lru_cache
 from typing import Final
 
@@ -18,7 +25,7 @@ _BLOCK: Final = 64
 """Keys of a step."""
 
 _OVERHEAD: Final = 4
-"""The time, in steps, that a tile needs for its first loads and for storing O."""
+"""The time, in steps, that a tile needs for its first loads and for storing its results."""
 
 _CACHE: Final = 2**25
 """Bytes of K and V that stay in the L2 cache beside all other data. An H200's cache has 50 MB."""
@@ -28,6 +35,12 @@ _BEYOND_CACHE: Final = 1.02
 
 _MANY_WAVES: Final = 64
 """With more tiles per program than this, every number of heads per group is balanced."""
+
+_FEWEST_HEADS: Final = 4
+"""With fewer heads, the query heads of a group are divided among programs of the backward."""
+
+_NEARLY_BALANCED: Final = 1.01
+"""Fewer heads in a group pay for an imbalance up to this factor."""
 
 
 @lru_cache(maxsize=4096)
@@ -75,3 +88,59 @@ def _most_steps(steps: NDArray[np.int64], heads: int, programs: int, heads_per_g
     dealt.flat[: tiles.size] = tiles
     dealt[1::2] = dealt[1::2, ::-1]
     return int(dealt.sum(0).max())
+
+
+def query_heads_per_program(heads: int, groups: int) -> int:
+    """Return how many query heads of a group a program of the backward computes.
+
+    All of them, unless there are so few heads of K and V that their programs would not keep a GPU
+    busy. The choice decides in which order dK and dV are added up. So it depends on nothing but the
+    numbers of heads: a sequence gives the same bytes in every batch.
+
+    heads: heads of K and V of a sequence. groups: query heads for each of them.
+    """
+    divisors = [n for n in range(groups, 0, -1) if groups % n == 0]
+    return next((n for n in divisors if heads * groups // n >= _FEWEST_HEADS), 1)
+
+
+@lru_cache(maxsize=4096)
+def choose_backward_heads(
+    n_q: int, n_k: int, offset: int | None, keys: int, heads: int, groups: int, multiprocessors: int
+) -> int:
+    """Return of how many heads the backward computes the tiles at a time; the last may be fewer.
+
+    The order within a group is: the first tile of keys of each head, then the next one of each
+    head. Under a causal mask the first tile is the longest.
+
+    Args:
+        n_q, n_k: tokens of the longest sequence.
+        offset: query i attends to keys 0..i + offset; None without a mask.
+        keys: keys of a tile.
+        heads: heads of K and V of all sequences, times the programs that share a tile of one.
+        groups: query heads of a program.
+        multiprocessors: each runs one program at a time.
+    """
+    tiles = -(-n_k // keys)
+    enough = min(-(-9 * multiprocessors // (10 * tiles)), heads)  # all have a program at the start
+    if heads * tiles > _MANY_WAVES * multiprocessors:
+        return enough
+    begin = np.zeros(tiles, dtype=np.int64)
+    if offset is not None:
+        begin = np.clip(np.arange(0, n_k, keys) - offset, 0, n_q) // _BLOCK
+    steps = (groups * np.maximum(-(-n_q // _BLOCK) - begin, 0) + _OVERHEAD).tolist()
+    candidates = [enough]
+    while candidates[-1] < heads:
+        candidates.append(min(2 * candidates[-1], heads))
+    ends = [_end_of(steps, heads, n, multiprocessors) for n in candidates]
+    limit = _NEARLY_BALANCED * min(ends)
+    return next(n for n, end in zip(candidates, ends, strict=True) if end <= limit)
+
+
+def _end_of(steps: list[int], heads: int, heads_per_group: int, multiprocessors: int) -> int:
+    """Return when the last program of the backward ends, in steps."""
+    ends = [0] * multiprocessors
+    for first in range(0, heads, heads_per_group):
+        for time in steps:
+            for _ in range(min(heads_per_group, heads - first)):
+                heapq.heapreplace(ends, ends[0] + time)
+    return max(ends)

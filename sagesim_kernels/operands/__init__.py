@@ -12,10 +12,11 @@ from sagesim_kernels.operands.dq_sums import (
     DqSums,
     add_part,
     finish_dq,
+    inverse_of,
     inverse_units,
     mark_nonfinite,
 )
-from sagesim_kernels.operands.dq_units import compute_units
+from sagesim_kernels.operands.dq_units import Growths, compute_units, row_units
 from sagesim_kernels.operands.kernel_problem import (
     NO_EXTRAS,
     Extras,
@@ -25,6 +26,7 @@ from sagesim_kernels.operands.kernel_problem import (
     logit_scale,
     padded,
 )
+from sagesim_kernels.operands.key_bounds import compute_key_bounds
 from sagesim_kernels.operands.layout import (
     Grid,
     HeadIndex,
@@ -38,6 +40,7 @@ from sagesim_kernels.operands.layout import (
     store_tokens,
     stored_start_of,
     stored_tokens,
+    token_ptrs,
 )
 from sagesim_kernels.operands.logit_shift import compute_logit_shift
 from sagesim_kernels.operands.logsumexp import natural_lse
@@ -111,6 +114,7 @@ __all__ = [
     "ForwardResult",
     "Gradients",
     "Grid",
+    "Growths",
     "HeadIndex",
     "KernelProblem",
     "KernelSizes",
@@ -133,6 +137,7 @@ __all__ = [
     "code_product",
     "compute_delta_from_o",
     "compute_k_means",
+    "compute_key_bounds",
     "compute_logit_shift",
     "compute_units",
     "ds_row_sums",
@@ -140,6 +145,7 @@ __all__ = [
     "first_live_key",
     "head_pointers",
     "in_register_order",
+    "inverse_of",
     "inverse_units",
     "is_unmasked",
     "key_bias",
@@ -171,6 +177,7 @@ __all__ = [
     "query_loop_bounds",
     "query_loops",
     "row_base",
+    "row_units",
     "rowsum_do_o",
     "sink_gradient",
     "sink_logits",
@@ -183,5 +190,6 @@ __all__ = [
     "subtract_lse_gradient",
     "tanh",
     "to_codes",
+    "token_ptrs",
     "tokens_by_tokens",
 ]

@@ -39,14 +39,21 @@ from sagesim_kernels.operands.rounding import (
 )
 from sagesim_kernels.target import compute_capability
 
+BY_ROWS = tl.constexpr(0)
+"""The order of a block of queries in memory: row by row."""
+BY_THREADS = tl.constexpr(1)
+"""Each thread adds the numbers that it holds: see `_order`."""
+BY_TMA = tl.constexpr(2)
+"""TMA adds a part from shared memory: see `from_tma_order`."""
+
 
 class DqSums(NamedTuple):
     """The sums of dQ in padded storage, in units of their rows, and the units."""
 
-    sums: Any  #: int32 [heads, tokens, channels]; each block of queries in the order of `_order`
+    sums: Any  #: int32 [heads, tokens, channels]; each block of queries in the order of ORDER
     unit: Any  #: float32 [heads, tokens]
     tokens: Any  #: of a head, in padded storage
-    DIRECT: Any  #: constexpr bool: each thread adds the elements of a part that it holds
+    ORDER: Any  #: constexpr: BY_ROWS, BY_THREADS or BY_TMA
 
     @classmethod
     def empty(cls, problem: KernelProblem, rows: int, channels: int, warps: int) -> DqSums:
@@ -61,7 +68,19 @@ class DqSums(NamedTuple):
             torch.zeros((heads, tokens, channels), dtype=torch.int32, device=device),
             torch.empty((heads, tokens), dtype=torch.float32, device=device),
             tokens,
-            tl.constexpr(_has_one_owner(rows, channels, warps)),
+            BY_THREADS if _has_one_owner(rows, channels, warps) else BY_ROWS,
+        )
+
+    @classmethod
+    def by_tma(cls, problem: KernelProblem, channels: int) -> DqSums:
+        """Memory for sums to which TMA adds, and for the units. channels: padded."""
+        tokens, heads = stored_tokens(problem.cu_q, problem.q), problem.q.shape[1]
+        device = problem.q.device
+        return cls(
+            torch.empty((heads, tokens, channels), dtype=torch.int32, device=device),
+            torch.empty((heads, tokens), dtype=torch.float32, device=device),
+            tokens,
+            BY_TMA,
         )
 
 
@@ -83,7 +102,12 @@ def inverse_units(dq_sums, at, count: tl.constexpr):
 
     at: the index of the first query in padded storage, over all heads.
     """
-    unit = tl.load(dq_sums.unit + at + tl.arange(0, count))
+    return inverse_of(tl.load(dq_sums.unit + at + tl.arange(0, count)))
+
+
+@triton.jit
+def inverse_of(unit):
+    """Return 1 / unit, exactly; any number where the unit is NaN."""
     return ((254 << 23) - unit.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
@@ -99,18 +123,29 @@ def mark_nonfinite(dq_sums, at, part):
 
 
 @triton.jit
-def _order(DIRECT: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):
+def _order(ORDER: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):
     """Return where a block [rows, columns] keeps each element.
 
-    With DIRECT, the 64 elements of 8 rows and 8 columns are together, first those of even columns:
+    BY_THREADS, the 64 elements of 8 rows and 8 columns are together, first those of even columns:
     a warp holds the result of mma.sync and wgmma so that an instruction adds to 32 neighbours.
     """
     row, column = tl.arange(0, rows)[:, None], tl.arange(0, columns)[None, :]
-    if DIRECT:
+    if ORDER == BY_THREADS:
         group = (row // 8 * (columns // 8) + column // 8) * 2 + column % 2
         return group * 32 + row % 8 * 4 + column % 8 // 2
     else:
         return row * columns + column
+
+
+@triton.jit
+def from_tma_order(block, sizes):
+    """Return [BLOCK_Q, D_PAD] from the elements of a block in the order of `BY_TMA`.
+
+    The 128 elements of 16 rows and 8 columns are together. They are the elements that a warp holds
+    in the layout of wgmma: four of each thread, two in each of two rows.
+    """
+    block = block.reshape([sizes.D_PAD // 8, sizes.BLOCK_Q // 16, 8, 4, 2, 2])
+    return block.trans(1, 4, 2, 0, 3, 5).reshape([sizes.BLOCK_Q, sizes.D_PAD])
 
 
 _ADD = tl.constexpr("red.relaxed.gpu.global.add.s32 [$1], $2; mov.b32 $0, 0;")
@@ -123,9 +158,9 @@ def add_part(dq_sums, at, part):
     at: as for `inverse_units`.
     """
     units = to_int32(part)
-    order = _order(dq_sums.DIRECT, part.shape[0], part.shape[1])
+    order = _order(dq_sums.ORDER, part.shape[0], part.shape[1])
     ptrs = dq_sums.sums + at * part.shape[1] + order
-    if dq_sums.DIRECT:
+    if dq_sums.ORDER == BY_THREADS:
         tl.inline_asm_elementwise(
             _ADD, "=r,l,r", [ptrs, units], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -147,8 +182,12 @@ def finish_dq_kernel(grid, dq_sums, lse2, ds_sums, subtracted, dq, lengths, scal
         return
     queries = first + tl.arange(0, sizes.BLOCK_Q)
     at = h.to(tl.int64) * dq_sums.tokens + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
-    order = _order(dq_sums.DIRECT, sizes.BLOCK_Q, sizes.D_PAD)
-    total = tl.load(dq_sums.sums + at * sizes.D_PAD + order).to(tl.float32)
+    sums = dq_sums.sums + at * sizes.D_PAD
+    if dq_sums.ORDER == BY_TMA:
+        total = from_tma_order(tl.load(sums + tl.arange(0, sizes.BLOCK_Q * sizes.D_PAD)), sizes)
+    else:
+        total = tl.load(sums + _order(dq_sums.ORDER, sizes.BLOCK_Q, sizes.D_PAD))
+    total = total.to(tl.float32)
     total *= tl.load(dq_sums.unit + at + tl.arange(0, sizes.BLOCK_Q))[:, None]
     if ds_sums is not None and subtracted.k_mean is not None:
         # The mean that was subtracted from K contributes to dQ, unless a row of dS sums to 0.

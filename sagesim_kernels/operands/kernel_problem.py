@@ -125,6 +125,16 @@ class KernelProblem:
         )
 
     @property
+    def longest_offset(self) -> int | None:
+        """The causal offset of the longest sequence: query i attends to keys 0..i + offset.
+
+        None without a causal mask.
+        """
+        if not self.is_causal:
+            return None
+        return self.longest_k - self.longest_q if self.lower_right else 0
+
+    @property
     def sequences(self) -> int:
         return self.q.shape[0] if self.cu_q is None else self.cu_q.shape[0] - 1
 

@@ -34,6 +34,7 @@ class Operand(NamedTuple):
     TOKENS: Any  #: constexpr, consecutive tokens that share a scale; None in 16 bit
     BY_CHANNEL: Any  #: constexpr bool, whether each channel has its own scale; None in 16 bit
     IN_REGISTER_ORDER: Any  #: constexpr bool, see `in_register_order`
+    STORED: Any  #: constexpr bool, whether the tokens lie in padded storage, as codes always do
 
     @classmethod
     def of_codes(
@@ -55,11 +56,15 @@ class Operand(NamedTuple):
             TOKENS=tl.constexpr(per_scale),
             BY_CHANNEL=tl.constexpr(by_channel),
             IN_REGISTER_ORDER=tl.constexpr(in_register_order),
+            STORED=tl.constexpr(True),
         )
 
     @classmethod
-    def of_values(cls, x: Tensor) -> Operand:
-        """16-bit values [sequences, heads, tokens, channels] whose rows are whole vectors."""
+    def of_values(cls, x: Tensor, *, stored: bool) -> Operand:
+        """16-bit values [sequences, heads, tokens, channels] whose rows are whole vectors.
+
+        stored: whether x is padded storage, a batch of one.
+        """
         return cls(
             *Strided.of(x),
             scale=None,
@@ -69,6 +74,7 @@ class Operand(NamedTuple):
             TOKENS=tl.constexpr(None),
             BY_CHANNEL=tl.constexpr(None),
             IN_REGISTER_ORDER=tl.constexpr(False),
+            STORED=tl.constexpr(stored),
         )
 
 
@@ -98,7 +104,7 @@ def head_pointers(x, cu, n, b, h):
     """
     head = h.to(tl.int64)
     if x.scale is None:
-        start = start_of(cu, b)
+        start = stored_start_of(cu, n, b) if x.STORED else start_of(cu, b)
         base = x.ptr + b.to(tl.int64) * _multiple_of_8(x.stride_b)
         base += head * _multiple_of_8(x.stride_h)
         return base + start * _multiple_of_8(x.stride_n), x.ptr

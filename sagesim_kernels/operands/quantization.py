@@ -279,12 +279,15 @@ def cast(
             **LAUNCH,
         )
         x = copy
-    return operand_of_values(x.to(dtype))
+    return operand_of_values(x.to(dtype), stored=stored)
 
 
-def operand_of_values(x: Tensor) -> Operand:
-    """Return x [sequences, heads, tokens, channels], in 16 bit, as an operand."""
-    return Operand.of_values(_align_rows(x))
+def operand_of_values(x: Tensor, *, stored: bool = False) -> Operand:
+    """Return x [sequences, heads, tokens, channels], in 16 bit, as an operand.
+
+    stored: whether x is padded storage, a batch of one.
+    """
+    return Operand.of_values(_align_rows(x), stored=stored)
 
 
 def _align_rows(x: Tensor) -> Tensor:

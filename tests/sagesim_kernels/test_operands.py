@@ -148,8 +148,8 @@ def test_keys_are_smoothed_by_a_kernel_where_they_are_what_it_rounds_to():
 def test_what_is_expanded_is_copied_for_tma():
     """TMA cannot load a tensor with a stride of 0."""
     x = torch.zeros(1, 2, 8, 64, dtype=torch.float16)
-    assert tma_descriptor(x, 8).base is x
-    assert tma_descriptor(x[:, :1].expand(-1, 3, -1, -1), 8).base.stride() == (1536, 512, 64, 1)
+    assert tma_descriptor(x, 8, 64).base is x
+    assert tma_descriptor(x[:, :1].expand(-1, 3, -1, -1), 8, 64).base.stride() == (1536, 512, 64, 1)
 
 
 @triton.jit

@@ -1,9 +1,13 @@
-"""The order of the forward's tiles: all programs finish at nearly the same time."""
+"""The order of tiles: all programs finish at nearly the same time."""
 
 import pytest
 
 from sagesim_kernels.hopper import tile_scheduler
-from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
+from sagesim_kernels.hopper.tile_scheduler import (
+    choose_backward_heads,
+    choose_heads_per_group,
+    query_heads_per_program,
+)
 
 PROGRAMS = 132
 
@@ -77,3 +81,65 @@ def test_many_tiles_are_not_simulated(
 def test_any_number_of_heads_can_be_divided(heads: int) -> None:
     group = choose_heads_per_group(300, 200, -100, 192, heads, PROGRAMS, head_bytes=1)
     assert group in ({1} if heads in (1, 139) else {heads})
+
+
+def end_of_backward(n: int, heads: int, groups: int, group: int) -> tuple[int, float]:
+    """Return the steps until the last program ends, and those of a perfect balance: causal mask.
+
+    A multiprocessor starts the next program of the launch when it has finished one.
+    """
+    tiles = -(-n // 128)
+    ends = [0] * PROGRAMS
+    total = 0
+    for first in range(0, heads, group):
+        for tile in range(tiles):
+            for _ in range(min(group, heads - first)):
+                steps = groups * (-(-n // 64) - 2 * tile) + 4
+                ends[ends.index(min(ends))] += steps
+                total += steps
+    return max(ends), total / PROGRAMS
+
+
+@pytest.mark.parametrize(
+    ("n", "heads", "groups"),
+    [(8192, 32, 1), (8192, 8, 4), (4096, 16, 4), (4096, 8, 7), (4000, 7, 7), (1024, 192, 1)],
+)
+def test_the_programs_of_the_backward_end_together(n: int, heads: int, groups: int) -> None:
+    group = choose_backward_heads(n, n, 0, 128, heads, groups, PROGRAMS)
+    last, average = end_of_backward(n, heads, groups, group)
+    longest = groups * -(-n // 64) + 4
+    assert last <= max(1.03 * average, longest)
+    # Fewer heads would not do, unless they are enough for all multiprocessors to start with.
+    tiles = -(-n // 128)
+    assert group * tiles < 2 * PROGRAMS or (
+        end_of_backward(n, heads, groups, group // 2)[0] > 1.005 * last
+    )
+
+
+def test_one_head_after_another_would_end_late() -> None:
+    last, average = end_of_backward(4096, 8, 7, 1)
+    assert last > 1.4 * average
+
+
+@pytest.mark.parametrize(("n", "heads"), [(1024, 2**17), (131072, 64), (64, 2**20)])
+def test_many_programs_of_the_backward_are_not_simulated(
+    n: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(tile_scheduler, "_end_of")
+    group = choose_backward_heads(n, n, 0, 128, heads, 1, PROGRAMS)
+    assert 0.9 * PROGRAMS <= group * -(-n // 128) < 2 * max(PROGRAMS, -(-n // 128))
+
+
+@pytest.mark.parametrize(("n_q", "n_k", "offset"), [(1, 1, None), (1, 500, 499), (500, 1, -499)])
+def test_small_backwards_have_an_order(n_q: int, n_k: int, offset: int | None) -> None:
+    assert 1 <= choose_backward_heads(n_q, n_k, offset, 128, 3, 2, PROGRAMS) <= 3
+
+
+def test_groups_are_divided_if_there_are_few_heads_of_k_and_v() -> None:
+    found = {
+        (heads, groups): query_heads_per_program(heads, groups)
+        for heads, groups in ((1, 1), (1, 8), (2, 7), (2, 8), (3, 4), (4, 7), (8, 4), (1, 3))
+    }
+    assert found == {
+        (1, 1): 1, (1, 8): 2, (2, 7): 1, (2, 8): 4, (3, 4): 2, (4, 7): 7, (8, 4): 4, (1, 3): 1,
+    }  # fmt: skip

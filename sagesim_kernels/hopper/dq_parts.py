@@ -1,0 +1,122 @@
+"""Parts of dQ: their units, and their way from registers to the integer sums in global memory.
+
+Each program computes one part of dQ for every block of 64 queries that attends to its tile of keys.
+A part is rounded to units of its rows, see `operands.dq_sums`, and TMA adds it to the sums.
+"""
+
+# Pyright takes the annotations of Gluon's functions literally:
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from sagesim_kernels.gluon_compat import tma_add
+
+BLOCK_Q = gl.constexpr(64)
+"""Queries of a step."""
+
+TILE_K = gl.constexpr(128)
+"""Keys of a program."""
+
+
+class DqStore(NamedTuple):
+    """The path of a part of dQ from shared memory to the sums in global memory."""
+
+    sums: Any  #: TMA descriptor of the sums, int32 [rows, 32]
+    buffer: Any  #: int32 [slots, BLOCK_Q * D / 32, 32] in shared memory
+    full: Any  #: barriers [2], for even and odd steps: the part is in shared memory
+    empty: Any  #: barriers [slots]: the part has been read from shared memory
+
+
+class DqBlocks(NamedTuple):
+    """The blocks of queries that get a part of dQ from a program."""
+
+    begin: Any  #: see `QueryLoop`
+    end: Any
+    shift: Any
+    first: Any  #: index of block 0 of the first head, over all heads
+    head_stride: Any  #: blocks from one head to the next
+    units: Any  #: float32, the units of all queries, if dS may overflow; else None
+
+
+_TO_INT32 = gl.constexpr("cvt.rni.s32.f32 $0, $1;")
+_WAIT_FOR_READS = gl.constexpr("cp.async.bulk.wait_group.read 0; mov.u32 $0, 0;")
+_WAIT_FOR_WRITES = gl.constexpr("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def _wait_for_tma_reads():
+    """Wait until TMA has read what this warp stores, so that the buffer can be overwritten."""
+    gl.inline_asm_elementwise(_WAIT_FOR_READS, "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def block_of(i, loop):
+    """Return the block of queries of iteration i. loop: `QueryLoop` or `DqBlocks`."""
+    block = i + loop.shift
+    return gl.where(block < loop.end, block, block - (loop.end - loop.begin))
+
+
+@gluon.jit
+def store_dq(dq, blocks, GROUPS: gl.constexpr):
+    """Add the program's parts of dQ to the sums. One warp.
+
+    dq: `DqStore`. blocks: `DqBlocks`. GROUPS: query heads for each head of K and V.
+    """
+    SLOTS: gl.constexpr = dq.buffer.shape[0]
+    ROWS: gl.constexpr = dq.buffer.shape[1]
+    for head in range(GROUPS):
+        for i in range(blocks.begin, blocks.end):
+            n = head * (blocks.end - blocks.begin) + i - blocks.begin
+            row = (blocks.first + head * blocks.head_stride + block_of(i, blocks)) * ROWS
+            mbarrier.wait(dq.full.index(n % 2), (n // 2) & 1)
+            tma_add(dq.sums, [row, 0], dq.buffer.index(n % SLOTS))
+            _wait_for_tma_reads()
+            mbarrier.arrive(dq.empty.index(n % SLOTS), count=1)
+    # The sums are complete when all programs have ended.
+    gl.inline_asm_elementwise(_WAIT_FOR_WRITES, "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def to_units(part, inverse_units):
+    """Round a part of dQ [BLOCK_Q, D] to int32, in units of its rows, as `operands` does."""
+    part = part * inverse_units[:, None]
+    return gl.inline_asm_elementwise(_TO_INT32, "=r,r", [part], gl.int32, True, 1)
+
+
+@gluon.jit
+def to_tma_order(part):
+    """Return a part [BLOCK_Q, D] as [BLOCK_Q * D / 32, 32], in the order that registers hold it.
+
+    Four numbers of a thread are adjacent, then come four of the next thread. Stores to shared
+    memory are then 16 bytes wide and free of bank conflicts. `operands.dq_sums.from_tma_order` is
+    the inverse.
+    """
+    D: gl.constexpr = part.shape[1]
+    part = part.reshape([BLOCK_Q // 16, 2, 8, D // 8, 4, 2])
+    return part.permute((3, 0, 2, 4, 1, 5)).reshape([BLOCK_Q * D // 32, 32])
+
+
+@gluon.jit
+def mark_overflow(blocks, ds, head, i):
+    """Set the units of queries to NaN whose dS overflowed to infinity in float16.
+
+    Every program that stores to a unit stores NaN. Other infinities are in the units already.
+
+    blocks: `DqBlocks`. ds: float16 [keys, queries] of iteration i and a head of the group.
+    """
+    KEYS: gl.constexpr = ds.shape[0]
+    QUERIES: gl.constexpr = ds.shape[1]
+    # A thread adds the magnitudes of its own keys; threads do not exchange sums.
+    sums = gl.sum(gl.abs(ds.to(gl.float32)).reshape([KEYS // 16, 2, 8, QUERIES]), 1)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, sums.type.layout))
+    first = (blocks.first + head * blocks.head_stride + block_of(i, blocks)) * QUERIES
+    ptrs = blocks.units + first + gl.arange(0, QUERIES, COLUMNS)
+    nan = gl.full(sums.shape, float("nan"), gl.float32, sums.type.layout)
+    gl.store(ptrs[None, None, :].broadcast_to(sums.shape), nan, mask=~(sums < float("inf")))

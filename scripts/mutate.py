@@ -1,6 +1,7 @@
 """Plant realistic bugs in the kernels, one at a time, and check that the tests fail.
 
     python scripts/mutate.py [--jobs N] [--only NAME ...] [--out FILE.json]
+    python scripts/mutate.py --hopper   the same for the kernels for Hopper, on such a GPU
     python scripts/mutate.py --show     print the recorded bugs and the first test that failed
 
 Each bug is one replacement in a copy of the checkout, where the kernels' tests run until the first
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from sagesim.files import check_writable, write_text
 
 ROOT = Path(__file__).parents[1]
 KERNELS = "sagesim_kernels"
-RECORD = ROOT / "docs" / "data" / "mutations.json"
+DATA = ROOT / "docs" / "data"
 COPIED = ("sagebwd.py", "sagesim", KERNELS, "tests", "pyproject.toml", "README.md")
 TESTS = [
     f"tests/sagesim_kernels/test_{name}.py"
@@ -436,13 +438,13 @@ BUGS = (
     Bug(
         "a NaN lost in the sums of dQ",
         "operands/dq_units.py",
-        'unit = tl.where(is_bad, float("nan"), unit)',
-        "unit += 0.0",
+        'return tl.where(is_bad, float("nan"), unit)',
+        "return unit",
     ),
     Bug(
         "a NaN of a row not in the scale of its tile",
         "operands/dq_units.py",
-        "if SHARED:  # A NaN",
+        "if growths.IN_TILE:  # A NaN",
         "if False:  # A NaN",
     ),
     Bug(
@@ -453,19 +455,19 @@ BUGS = (
     ),
     Bug(
         "units of the scale of a region of zeros",
-        "operands/dq_units.py",
+        "operands/key_bounds.py",
         "k_amax = largest(magnitude(tokens), 1)",
         "k_amax = largest(magnitude(tl.maximum(tl.abs(tokens), 127.0)), 1)",
     ),
     Bug(
         "units of keys that a query does not attend to",
-        "operands/dq_units.py",
+        "operands/key_bounds.py",
         "largest(tl.where(visible, keys[None, :], 0), 1)",
         "largest(tl.where(visible, keys[None, :], keys[None, :]), 1)",
     ),
     Bug(
         "a V that is not finite left out of the units",
-        "operands/dq_units.py",
+        "operands/key_bounds.py",
         "at, magnitude(norms), sizes.BLOCK_K)\n\n    k_base",
         'at, magnitude(tl.where(norms < float("inf"), norms, 0.0)), sizes.BLOCK_K)\n\n    k_base',
     ),
@@ -478,12 +480,12 @@ BUGS = (
     Bug(
         "units of the next row",
         "operands/dq_sums.py",
-        "unit = tl.load(dq_sums.unit + at + tl.arange(0, count))",
-        "unit = tl.load(dq_sums.unit + at + 1 + tl.arange(0, count))",
+        "return inverse_of(tl.load(dq_sums.unit + at + tl.arange(0, count)))",
+        "return inverse_of(tl.load(dq_sums.unit + at + 1 + tl.arange(0, count)))",
     ),
     Bug(
         "norms of V without its first block of keys",
-        "operands/dq_units.py",
+        "operands/key_bounds.py",
         "for index in range(begin // sizes.BLOCK_K, blocks, _BLOCKS_AT_ONCE):",
         "for index in range(begin // sizes.BLOCK_K + 1, blocks, _BLOCKS_AT_ONCE):",
     ),
@@ -610,7 +612,7 @@ BUGS = (
     ),
     Bug(
         "mean of K left out of the units of dQ under a softcap",
-        "operands/dq_units.py",
+        "operands/key_bounds.py",
         "magnitude(k_amax.to(tl.float32, bitcast=True) + mean_amax)",
         "magnitude(k_amax.to(tl.float32, bitcast=True) * 2.0**-20)",
     ),
@@ -729,8 +731,38 @@ BUGS = (
 )
 
 
-def run(bug: Bug | None, tests: list[str], first: list[str]) -> dict[str, object]:
-    """Run the tests with this bug, or without one; report whether they fail, and which first.
+HOPPER_BUGS = tuple(
+    Bug(**fields)
+    for fields in tomllib.loads(Path(__file__).with_name("hopper_bugs.toml").read_text())["bug"]
+)
+"""Bugs of the kernels for Hopper. They need a GPU."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bugs, and the tests that should notice them."""
+
+    bugs: tuple[Bug, ...]
+    tests: list[str]
+    marked: str  #: pytest's expression for the tests' marks
+    record: Path
+    option: str = ""
+    seconds: int | None = None  #: that the tests of a bug may take; None: no limit
+
+
+INTERPRETED = Plan(BUGS, TESTS, "not gpu", DATA / "mutations.json")
+HOPPER = Plan(
+    HOPPER_BUGS,
+    ["tests/sagesim_kernels/test_hopper.py"],
+    "gpu",
+    DATA / "mutations_hopper.json",
+    " --hopper",
+    seconds=600,
+)
+
+
+def run(bug: Bug | None, plan: Plan, first: list[str]) -> dict[str, object]:
+    """Run the plan's tests with this bug, or without one; report whether they fail.
 
     first: tests to run before the others, if they exist.
     """
@@ -751,27 +783,41 @@ def run(bug: Bug | None, tests: list[str], first: list[str]) -> dict[str, object
                     f"{bug.name}: {text.count(bug.old)} places in {bug.file}, not {bug.times}"
                 )
             path.write_text(text.replace(bug.old, bug.new), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu"]
-        command += ["-p", "no:cacheprovider", "--hypothesis-profile=unshrunk"]
-        env = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
         start = time.perf_counter()
-        for chosen in ([*first, *tests], tests):
-            result = subprocess.run(
-                [*command, *chosen], cwd=root, env=env, capture_output=True, text=True
-            )
-            if result.returncode != _NO_SUCH_TEST:
-                break
+        failed = first_failure(root, plan, [*first, *plan.tests])
         seconds = time.perf_counter() - start
-    failed = [line for line in result.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if result.returncode not in (0, 1, 2):
-        raise SystemExit(f"pytest itself failed:\n{result.stdout}{result.stderr}")
     return {
         "name": "none" if bug is None else bug.name,
         "file": "" if bug is None else bug.file,
-        "caught": result.returncode != 0,
-        "by": failed[0].split(" - ")[0].split(" ", 1)[1] if failed else "",
+        "caught": failed is not None,
+        "by": failed or "",
         "seconds": round(seconds, 1),
     }
+
+
+def first_failure(root: Path, plan: Plan, tests: list[str]) -> str | None:
+    """Return the first of these tests that fails in a copy of the checkout; None if all pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", plan.marked]
+    command += ["-p", "no:cacheprovider", "--hypothesis-profile=unshrunk", *tests]
+    env = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    try:
+        result = subprocess.run(
+            command,
+            cwd=root,
+            env=env | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=plan.seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end within {plan.seconds} s"  # a kernel may wait for ever
+    if result.returncode == _NO_SUCH_TEST and tests != plan.tests:
+        return first_failure(root, plan, plan.tests)
+    lines = result.stdout.splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    if bool(failed) != (result.returncode != 0):
+        raise SystemExit(f"pytest itself failed:\n{result.stdout}{result.stderr}")
+    return failed[0].split(" - ")[0].split(" ", 1)[1] if failed else None
 
 
 def show(record: Path) -> None:
@@ -785,28 +831,44 @@ def show(record: Path) -> None:
     print(f"{data['caught']} of {len(data['bugs'])} planted bugs caught on {data['machine']}")
 
 
+def machine(plan: Plan) -> str:
+    """Return what the tests ran on."""
+    if plan is INTERPRETED:
+        return f"CPU ({platform.machine()}), Triton's interpreter"
+    import torch
+    import triton
+
+    name = torch.cuda.get_device_name()
+    return f"{name}, torch {torch.__version__}, Triton {triton.__version__}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
-        "--show", action="store_true", help="print docs/data/mutations.json and run nothing"
+        "--show", action="store_true", help="print the recorded run and run nothing"
     )
+    parser.add_argument("--hopper", action="store_true", help="bugs of the kernels for Hopper")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="bugs whose name contains one")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    plan = HOPPER if args.hopper else INTERPRETED
     if args.show:
-        show(RECORD)
+        show(plan.record)
         return 0
     if args.out:
         check_writable(args.out)
-    chosen = [b for b in BUGS if not args.only or any(word in b.name for word in args.only)]
-    caught_by = {b["name"]: b["by"] for b in json.loads(RECORD.read_text())["bugs"] if b["by"]}
+    chosen = [b for b in plan.bugs if not args.only or any(word in b.name for word in args.only)]
+    caught_by = {}
+    if plan.record.exists():
+        recorded = json.loads(plan.record.read_text())["bugs"]
+        caught_by = {b["name"]: b["by"] for b in recorded if b["by"]}
 
     def result_of(bug: Bug | None) -> dict[str, object]:
         known = caught_by.get(bug.name) if bug else None
-        return run(bug, TESTS, [known] if known else [])
+        return run(bug, plan, [known] if known else [])
 
     found: list[dict[str, object]] = []
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
@@ -823,8 +885,8 @@ def main() -> int:
     print(f"{caught} of {len(bugs)} planted bugs caught")
     if args.out:
         head = {
-            "command": "python scripts/mutate.py",
-            "machine": f"CPU ({platform.machine()}), Triton's interpreter",
+            "command": f"python scripts/mutate.py{plan.option}",
+            "machine": machine(plan),
             "caught": caught,
             "bugs": bugs,
         }

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BUGS = runpy.run_path(str(ROOT / "scripts" / "mutate.py"))["BUGS"]
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "mutate.py"))
+BUGS = (*SCRIPT["BUGS"], *SCRIPT["HOPPER_BUGS"])
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)

@@ -856,6 +856,8 @@ def main() -> int:
     args = parser.parse_args()
     plan = HOPPER if args.hopper else INTERPRETED
     if args.show:
+        if not plan.record.exists():
+            raise SystemExit(f"{plan.record.relative_to(ROOT)} does not exist: no run is recorded")
         show(plan.record)
         return 0
     if args.out:
@@ -870,17 +872,17 @@ def main() -> int:
         known = caught_by.get(bug.name) if bug else None
         return run(bug, plan, [known] if known else [])
 
-    found: list[dict[str, object]] = []
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        for result in pool.map(result_of, [None, *chosen]):
+        runs = [pool.submit(result_of, bug) for bug in (*chosen, None)]
+        for run_of in concurrent.futures.as_completed(runs):
+            result = run_of.result()
             word = "caught" if result["caught"] else "MISSED"
             if result["name"] == "none":
                 word = "FAIL" if result["caught"] else "pass"
             print(
                 f"{word:7} {result['seconds']:>6} s  {result['name']}  {result['by']}", flush=True
             )
-            found.append(result)
-    clean, bugs = found[0], found[1:]
+    *bugs, clean = (run_of.result() for run_of in runs)
     caught = sum(bool(b["caught"]) for b in bugs)
     print(f"{caught} of {len(bugs)} planted bugs caught")
     if args.out:

@@ -197,10 +197,7 @@ def main() -> int:
         },
         "budget": {"label": DEFAULT, "layers": budget(model, train[0], DEFAULT)},
     }
-    runs: dict[str, Callable[[], Any]] = {
-        "sdpa": nullcontext,
-        "sdpa, bfloat16 autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    }
+    runs: dict[str, Callable[[], Any]] = {"sdpa": nullcontext}
     runs |= {label: lambda label=label: registered(model, label) for label in SPECS}
     document["emulator"] = compare(model, train, held_out, runs)
     short = batches(tokenizer, INTERPRETED_TOKENS, INTERPRETED_STEPS)

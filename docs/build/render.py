@@ -17,6 +17,7 @@ from typing import Any
 
 import pretraining
 import promises
+import smollm2
 from grid import markdown
 
 from sagesim import PRESETS, SITES, AttentionSpec, Precision
@@ -356,6 +357,10 @@ TABLES: dict[str, Callable[[], str]] = {
     },
     **{f.__name__: f for f in (table1_kernels, gpu_checks, mutations, speed)},
     **{mark: partial(promises.listed, group) for mark, group in promises.GROUPS.items()},
+    "smollm2_losses": smollm2.losses,
+    "smollm2_budget": smollm2.budget,
+    "smollm2_interpreted": smollm2.interpreted,
+    "smollm2_speed": smollm2.speed,
     "cost_cpu": lambda: cost("cost_cpu"),
     "cost_h200": lambda: cost("cost_h200"),
 }

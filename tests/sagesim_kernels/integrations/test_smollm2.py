@@ -50,7 +50,7 @@ def rms(x: list[float]) -> float:
 
 def test_errors_of_the_attention_are_the_error_budget(script, loaded, model):
     """Over all layers; the budget of a layer in which a few rows dominate is less certain."""
-    (ids,) = script["batches"](loaded[1], 2 * TOKENS, 1)
+    (ids,) = script["batches"](loaded[1], TOKENS, 1)
     rows = script["budget"](model, ids, DEFAULT)
     assert len(rows) == model.config.num_hidden_layers == 30
     for t in script["OUTPUTS"]:

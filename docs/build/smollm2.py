@@ -1,0 +1,160 @@
+"""Tables and the figure of SmolLM2's fine-tuning, from docs/data/smollm2.json."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import plots
+from grid import markdown
+
+from sagesim.analysis import TITLES
+from sagesim_kernels.bench.machine import one_line
+
+DATA = Path(__file__).parents[1] / "data" / "smollm2.json"
+SPEED = DATA.with_name("smollm2_speed.json")
+SHOWN = (1, 5, 10, 15, 20)
+"""Steps in the tables."""
+
+
+@cache
+def document() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(DATA.read_text(encoding="utf-8"))
+    return found
+
+
+def _words(run: str) -> str:
+    label, *rest = run.split(", ")
+    if label == "sdpa":
+        return "`sdpa`"
+    default = document()["budget"]["label"]
+    spec = f"spec `{label}`" + ", the default" * (label == default)
+    return ", ".join([f"`sagebwd` ({spec})", *rest])
+
+
+def _source() -> str:
+    return f"\n\n`{document()['command']}` on {document()['machine']}."
+
+
+def losses() -> str:
+    """The losses of all runs with the emulator, and the errors of their first gradients."""
+    found = document()["emulator"]
+    rows = [
+        [
+            _words(name),
+            *(f"{run['losses'][step - 1]:.4f}" for step in SHOWN),
+            f"{run['held_out']:.4f}",
+            f"{run['gradient_error']:.1e}",
+        ]
+        for name, run in found["runs"].items()
+    ]
+    head = ["attention", *(f"step {step}" for step in SHOWN), "held out", "gradients' error"]
+    setting = document()["setting"]
+    return (
+        markdown(head, rows) + f"\n\nEach step trains all weights on {found['tokens']} new tokens "
+        f"({setting['optimizer']}). Held out: the loss of {setting['held_out_tokens']} other "
+        f"tokens after the last step, which was {found['held_out_before']:.4f} before the first, "
+        "computed with `sdpa` for every run. Gradients' error: relative L2, of the gradients of "
+        "all weights in the first step, against float64." + _source()
+    )
+
+
+def budget() -> str:
+    """Predicted and measured errors of the attention, over the layers."""
+    found = document()["budget"]
+    rows: list[list[str]] = []
+    for t in ("o", "dq", "dk", "dv"):
+        pairs = [(layer["predicted"][t], layer["measured"][t]) for layer in found["layers"]]
+        predicted, measured = (
+            (sum(x**2 for x in each) / len(each)) ** 0.5 for each in zip(*pairs, strict=True)
+        )
+        ratios = sorted(m / p for p, m in pairs)
+        rows.append(
+            [
+                TITLES[t],
+                f"{predicted:.4f}",
+                f"{measured:.4f}",
+                f"{measured / predicted:.2f}",
+                f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
+            ]
+        )
+    head = ["", "predicted", "measured", "measured / predicted", "in single layers"]
+    return (
+        markdown(head, rows)
+        + f"\n\n`{found['label']}`; relative L2 errors, as root mean squares over the "
+        f"{len(found['layers'])} layers." + _source()
+    )
+
+
+def interpreted() -> str:
+    """Losses with the kernels in Triton's interpreter beside the emulator's."""
+    found = document()["interpreter"]
+    steps = range(1, 1 + len(next(iter(found["runs"].values()))["losses"]))
+    rows = [
+        [
+            _words(name),
+            *(f"{run['losses'][step - 1]:.4f}" for step in steps),
+            f"{run['gradient_error']:.2e}",
+        ]
+        for name, run in found["runs"].items()
+    ]
+    head = ["attention", *(f"step {step}" for step in steps), "error of the first gradients"]
+    return (
+        markdown(head, rows)
+        + f"\n\nSteps of {found['tokens']} tokens, because the interpreter is slow."
+        + _source()
+    )
+
+
+def speed() -> str:
+    """Tokens per second on a GPU."""
+    found: dict[str, Any] = json.loads(SPEED.read_text(encoding="utf-8"))
+    rows: list[list[str]] = []
+    for layout, measured in found["layouts"].items():
+        sdpa = measured["runs"]["sdpa"]["tokens_per_second"]
+        for name, run in measured["runs"].items():
+            low, high = run["quartiles"]
+            rows.append(
+                [
+                    layout,
+                    f"`{name}`",
+                    f"{run['tokens_per_second']:,.0f}",
+                    f"{low:,.0f} to {high:,.0f}",
+                    f"{run['tokens_per_second'] / sdpa:.2f}",
+                    f"{run['losses'][-1]:.4f}",
+                ]
+            )
+        for name, why in measured["not_run"].items():
+            rows.append([layout, f"`{name}`", "not run", why, "", ""])
+    head = ["layout", "attention", "tokens/s", "quartiles", "of sdpa's", "last loss"]
+    setting = found["setting"]
+    shortest, longest = setting["tokens"]
+    return (
+        markdown(head, rows)
+        + f"\n\n{setting['documents']} documents of {shortest} to {longest} tokens a step. "
+        f"Weights: {setting['weights']}.\n\n`{found['command']}` on {one_line(found['machine'])}."
+    )
+
+
+def curves() -> None:
+    """The losses, and how far those of each attention are from those of sdpa."""
+    runs = document()["emulator"]["runs"]
+    sdpa = runs["sdpa"]["losses"]
+    steps = range(1, 1 + len(sdpa))
+    figure, (left, right) = plt.subplots(1, 2, figsize=plots.WIDE, layout="constrained")
+    for (name, run), color in zip(runs.items(), plots.COLORS, strict=False):
+        words = _words(name).replace("`", "")
+        left.plot(steps, run["losses"], color=color, label=words)
+        if name != "sdpa":
+            apart = [ours - theirs for ours, theirs in zip(run["losses"], sdpa, strict=True)]
+            right.plot(steps, apart, color=color, label=words)
+    left.set(title="Loss", xlabel="step")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    right.set(title="Loss, minus that of sdpa", xlabel="step")
+    right.axhline(0.0, color=plots.GREY, linewidth=0.8)
+    for axes in (left, right):
+        axes.set_xticks([step for step in SHOWN if step <= len(sdpa)])
+    plt.show()

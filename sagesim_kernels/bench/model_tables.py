@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from sagesim_kernels.bench.models import MODEL_PEERS, MODEL_SPECS, MODELS, SDPA
+from sagesim_kernels.bench.models import MODEL_PEERS, MODEL_SPECS, SDPA
 from sagesim_kernels.bench.tables import Table
 
 FIGURES: Final = ("GPU", "wall")
@@ -17,6 +17,7 @@ FIGURES: Final = ("GPU", "wall")
 
 _NOT_RUN: Final = "-"
 _SHAPE: Final = "B, heads, tokens, d, mask"
+_IN_GROUPS: Final = f"group, {_SHAPE}"
 _TRAINED: Final = "layers, width, d, tokens"
 _GROUPED: Final = ("grouped", "ungrouped")
 
@@ -41,15 +42,15 @@ def ratio(case: dict[str, Any], name: str, figure: str) -> float | None:
     return least / milliseconds(case["runs"][name], figure)
 
 
-def shapes(document: dict[str, Any], group: str) -> dict[str, dict[str, Any]]:
-    """The results of a group of `MODELS`, by their shape in words."""
-    head = f"models {group} "
+def shapes(document: dict[str, Any], group: str = "") -> dict[str, dict[str, Any]]:
+    """The results of the shapes of models, by group and shape in words; of a group, by shape."""
+    head = f"models {group} " if group else "models "
     found = document["cases"].items()
     return {key.removeprefix(head): case for key, case in found if key.startswith(head)}
 
 
-def group_times(document: dict[str, Any], group: str) -> Table:
-    """A table of times at the shapes of a group: device, wall, and the host's time to launch."""
+def times(document: dict[str, Any]) -> Table:
+    """A table of times at the shapes of models: device, wall, and the host's time to launch."""
 
     def cell(case: dict[str, Any], name: str) -> str:
         run = case["runs"][name]
@@ -57,29 +58,34 @@ def group_times(document: dict[str, Any], group: str) -> Table:
         return f"{device} / {wall} ({run['both']['host_ms']:.2g})"
 
     names = (*MODEL_SPECS, *MODEL_PEERS)
-    title = f"ms, forward and backward: GPU / wall (host's time to launch both), {group}"
-    return _rows(title, shapes(document, group), _SHAPE, names, cell)
+    title = "shapes of models, ms, forward and backward: GPU / wall (host's time to launch both)"
+    return _rows(title, shapes(document), _IN_GROUPS, names, cell)
 
 
-def group_ratios(document: dict[str, Any], group: str) -> Table:
-    """A table of speeds relative to the faster SDPA at the shapes of a group."""
+def ratios(document: dict[str, Any]) -> Table:
+    """A table of speeds relative to the faster SDPA at the shapes of models."""
     names = (*MODEL_SPECS, *MODEL_PEERS[len(SDPA) :])
-    title = f"times as fast as the faster SDPA, forward and backward: GPU / wall, {group}"
-    return _rows(title, shapes(document, group), _SHAPE, names, _ratios)
+    title = "shapes of models, times as fast as the faster SDPA, forward and backward: GPU / wall"
+    return _rows(title, shapes(document), _IN_GROUPS, names, _ratios)
 
 
 def grouped_queries(document: dict[str, Any]) -> Table:
     """A table of what heads of k and v that serve several heads of q cost in device time."""
     several, alike = (shapes(document, group) for group in _GROUPED)
-    names = (*MODEL_SPECS, *MODEL_PEERS)
-    rows: list[list[str]] = []
+    pairs: dict[str, dict[str, Any]] = {}
     for words, case in several.items():
         heads = f"h{case['heads']}"
         other = alike.get(words.replace(f"{heads}/{case['kv_heads']}", heads))
         if other is not None:
-            rows.append([words, *(_cost(case["runs"], other["runs"], name) for name in names)])
-    title = "time relative to as many heads of k and v as of q, forward and backward, GPU"
-    return Table(title, [_SHAPE, *names], rows)
+            both_ran = case["runs"].keys() & other["runs"].keys()
+            pairs[words] = {"runs": dict.fromkeys(both_ran, (case, other))}
+
+    def cell(pair: dict[str, Any], name: str) -> str:
+        grouped, not_grouped = (milliseconds(c["runs"][name], "GPU") for c in pair["runs"][name])
+        return f"{grouped / not_grouped:.3f}"
+
+    title = "time relative to as many heads of K and V as of Q, forward and backward, GPU"
+    return _rows(title, pairs, _SHAPE, (*MODEL_SPECS, *MODEL_PEERS), cell)
 
 
 def training_times(document: dict[str, Any]) -> Table:
@@ -88,13 +94,13 @@ def training_times(document: dict[str, Any]) -> Table:
     def cell(case: dict[str, Any], name: str) -> str:
         return " / ".join(f"{milliseconds(case['runs'][name], f):.3g}" for f in FIGURES)
 
-    title = "ms, training step: GPU / wall"
+    title = "training step, ms: GPU / wall"
     return _rows(title, _trained(document), _TRAINED, (*MODEL_SPECS, *SDPA), cell)
 
 
 def training_ratios(document: dict[str, Any]) -> Table:
     """A table of the speeds of a training step relative to the faster SDPA."""
-    title = "times as fast as the faster SDPA, training step: GPU / wall"
+    title = "training step, times as fast as the faster SDPA: GPU / wall"
     return _rows(title, _trained(document), _TRAINED, MODEL_SPECS, _ratios)
 
 
@@ -104,9 +110,9 @@ def extremes(document: dict[str, Any]) -> Table:
     All shapes of `MODELS` count but the tiny one, which is there for the host's time.
     """
     timed = {
-        key.removeprefix("models ").partition(" ")[2]: case
-        for key, case in document["cases"].items()
-        if case["part"] == "models" and not key.startswith("models tiny ")
+        words.partition(" ")[2]: case
+        for words, case in shapes(document).items()
+        if not words.startswith("tiny ")
     }
     rows: list[list[str]] = []
     for name in MODEL_SPECS:
@@ -118,20 +124,13 @@ def extremes(document: dict[str, Any]) -> Table:
                 slower = sum(x < 1 for x in found.values())
                 rows.append([name, figure, *cells, f"{slower} of {len(found)}"])
     head = ["spec", "time", "worst case", "best case", "slower at"]
-    return Table("times as fast as the faster SDPA, shapes of models", head, rows)
+    return Table("shapes of models, times as fast as the faster SDPA", head, rows)
 
 
 def model_tables(document: dict[str, Any]) -> list[Table]:
     """Every table of models that has rows, times first."""
-    found = [make(document, group) for make in (group_times, group_ratios) for group in MODELS]
-    found += [grouped_queries(document), training_times(document), training_ratios(document)]
-    return [each for each in (*found, extremes(document)) if each.rows]
-
-
-def _cost(runs: dict[str, Any], other: dict[str, Any], name: str) -> str:
-    if name not in runs or name not in other:
-        return _NOT_RUN
-    return f"{milliseconds(runs[name], 'GPU') / milliseconds(other[name], 'GPU'):.3f}"
+    makes = (times, ratios, grouped_queries, training_times, training_ratios, extremes)
+    return [each for each in (make(document) for make in makes) if each.rows]
 
 
 def _trained(document: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -4,16 +4,16 @@ import pytest
 
 from sagesim_kernels.bench.model_tables import (
     extremes,
-    group_ratios,
-    group_times,
     grouped_queries,
     model_tables,
     ratio,
+    ratios,
     shapes,
+    times,
     training_ratios,
     training_times,
 )
-from sagesim_kernels.bench.models import MODEL_SPECS, MODELS
+from sagesim_kernels.bench.models import MODEL_SPECS, MODELS, SDPA, model_cases
 from tests.sagesim_kernels.bench.documents import document, without
 
 KEY = "models short b8 h16 n1024 d64 causal"
@@ -32,7 +32,7 @@ def test_ratios_are_to_the_faster_sdpa_in_both_times():
     ours, flash = (case["runs"][name]["wall"] for name in ("factored_qk", "sdpa flash"))
     flash["ms"] = ours["ms"] / 2
     assert ratio(case, "factored_qk", "wall") == pytest.approx(0.5)
-    assert row(group_ratios(changed, "short"), "b8 h16 n1024 d64 causal") == [
+    assert row(ratios(changed), "short b8 h16 n1024 d64 causal") == [
         "1.25 / 0.50",
         "1.25 / 0.50",
     ]
@@ -47,14 +47,12 @@ def test_a_backend_that_did_not_run_is_no_reference():
     assert ratio(document()["cases"][KEY], "flash-attn-4", "GPU") is None
 
 
-def test_times_of_a_group():
-    table = group_times(document(), "short")
-    assert list(table.head)[1:] == [*MODEL_SPECS, "sdpa flash", "sdpa cudnn"], (
-        "flash-attn-4 did not run"
-    )
-    assert [first for first, *_ in table.rows] == list(shapes(document(), "short"))
+def test_times_of_shapes():
+    table = times(document())
+    assert list(table.head)[1:] == [*MODEL_SPECS, *SDPA], "flash-attn-4 did not run"
+    assert [f"models {first}" for first, *_ in table.rows] == [c.key for c in model_cases()]
     # 3.5 * 4 * 8 * 16 * 1024^2 * 64 / 2 / 10^12
-    assert row(table, "b8 h16 n1024 d64 causal")[0] == "0.0601 / 0.0601 (0.5)"
+    assert row(table, "short b8 h16 n1024 d64 causal")[0] == "0.0601 / 0.0601 (0.5)"
 
 
 def test_what_grouped_queries_cost():
@@ -63,7 +61,7 @@ def test_what_grouped_queries_cost():
     changed["cases"][f"models grouped {words}"]["runs"]["factored_qk"]["both"]["ms"] *= 1.1
     table = grouped_queries(changed)
     assert [first for first, *_ in table.rows] == list(shapes(changed, "grouped"))
-    assert row(table, words) == ["1.100", "1.000", "1.000", "1.000", "-"]
+    assert row(table, words) == ["1.100", "1.000", "1.000", "1.000"]
 
 
 def test_the_worst_and_the_best_shape_of_models():

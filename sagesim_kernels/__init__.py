@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sagesim_kernels.api import attention, attention_varlen
     from sagesim_kernels.cards import default_spec
+    from sagesim_kernels.measured_speed import PaysOff, pays_off
     from sagesim_kernels.support import Support, supports
     from sagesim_kernels.tracing import Coded, KernelTrace, trace
 
 __all__ = [
     "Coded",
     "KernelTrace",
+    "PaysOff",
     "Support",
     "attention",
     "attention_varlen",
     "default_spec",
+    "pays_off",
     "supports",
     "trace",
 ]
@@ -29,6 +32,8 @@ _HOMES = {
     "attention": "api",
     "attention_varlen": "api",
     "default_spec": "cards",
+    "PaysOff": "measured_speed",
+    "pays_off": "measured_speed",
     "Support": "support",
     "supports": "support",
     "Coded": "tracing",

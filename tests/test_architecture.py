@@ -60,6 +60,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "sagesim_kernels.support": {"sagesim.spec", "sagesim.problem", "sagesim_kernels.operands"},
     "sagesim_kernels.cards": {"sagesim.spec"},
+    "sagesim_kernels.measured_speed": {"sagesim.spec", "sagesim.problem"},
     "sagesim_kernels.portable": {
         "sagesim.spec",
         "sagesim_kernels.launch_plans",
@@ -147,6 +148,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels",
         "sagesim_kernels.api",
         "sagesim_kernels.support",
+        "sagesim_kernels.measured_speed",
     },
     "sagesim.experiments": {
         "sagesim",

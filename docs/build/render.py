@@ -17,6 +17,7 @@ from typing import Any
 
 import pretraining
 import promises
+import records
 import smollm2
 from grid import markdown
 
@@ -25,6 +26,7 @@ from sagesim.analysis import COLUMNS, PAPER_TABLE_1, TITLES
 from sagesim.command import exit_code
 from sagesim.files import write_text
 from sagesim_kernels.bench.machine import one_line
+from sagesim_kernels.bench.model_tables import extremes
 from sagesim_kernels.bench.tables import cases, ratio
 
 ROOT = Path(__file__).parents[2]
@@ -307,7 +309,7 @@ def _result(check: dict[str, Any]) -> str:
 
 
 def speed() -> str:
-    """Speed relative to three peers, from the worst shape to the best, from 4096 tokens on."""
+    """Speed relative to three peers from 4096 tokens on, and at shapes of models."""
     data = load("bench")
     peers = {
         "sdpa flash": "FlashAttention-2 (SDPA)",
@@ -328,6 +330,25 @@ def speed() -> str:
     return (
         markdown(["spec", "head size", *peers.values()], rows)
         + f"\n\nEach range is over 4096 to {longest} tokens, causal and full masks; bfloat16."
+        + source(data | {"machine": one_line(data["machine"])})
+        + "\n\n"
+        + model_speed(records.of_models())
+    )
+
+
+def model_speed(data: dict[str, Any] | None) -> str:
+    """Speed relative to the faster SDPA at the worst and the best shape of models."""
+    if data is None:
+        return (
+            "These are long sequences. Shapes of models, and times that include the host's, are "
+            "not in the record yet."
+        )
+    _, head, rows = extremes(data)
+    return (
+        "The worst and the best of the shapes of models, relative to the faster of "
+        "FlashAttention-2 (SDPA) and cuDNN (SDPA). `wall` is the time of a call in a loop of eager "
+        "calls, with the host's time included:\n\n"
+        + markdown(head, [[f"`{spec}`", *cells] for spec, *cells in rows])
         + source(data | {"machine": one_line(data["machine"])})
     )
 

@@ -10,10 +10,12 @@ Three commands:
 
 The first is built of these modules:
 
-cases -> contenders -> step -> timing, accuracy -> run -> record -> tables, plots
+shape -> models -> cases -> contenders -> step, training -> timing, accuracy -> run -> record
+-> tables, model_tables, plots
 
-`cases` lists what is measured. `contenders` makes the functions that are compared: a contender is
-a spec of ours or a peer. `step` is one contender on one problem. `timing` times steps in rounds,
-`accuracy` compares results with float64, and `run` does both for every case of a `record`.
-`meter.Meter` is the interface to the device, so tests run all of it without a GPU.
+`cases` lists what is measured, and `models` the part of it that is taken from models. `contenders`
+makes the functions that are compared: a contender is a spec of ours or a peer. `step` is one
+contender on one problem, and `training` one contender in a training step of a model. `timing` times
+them in rounds, `accuracy` compares results with float64, and `run` does both for every case of a
+`record`. `meter.Meter` is the interface to the device, so tests run all of it without a GPU.
 """

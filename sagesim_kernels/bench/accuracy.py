@@ -74,13 +74,13 @@ def errors(
 
 
 def distance(result: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """The largest |x - reference| / |reference| of `OUTPUTS`; NaN if one of them is NaN."""
+    """The largest |x - reference| / |reference| of several tensors; NaN if one of them is NaN."""
 
     def of(name: str) -> float:
         x, y = result[name].float(), reference[name].float()
         return float((x - y).norm() / y.norm())
 
-    found = [of(name) for name in OUTPUTS]
+    found = [of(name) for name in reference]
     return math.nan if any(map(math.isnan, found)) else max(found)
 
 

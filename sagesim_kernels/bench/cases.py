@@ -7,6 +7,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from sagesim.spec import FACTORED, SITES, AttentionSpec, Precision, with_precision
+from sagesim_kernels.bench.models import (
+    MODEL_SPECS,
+    ModelCase,
+    TrainingCase,
+    model_cases,
+    training_cases,
+)
+from sagesim_kernels.bench.shape import Shape
 
 SPECS: Final = ("factored", "factored_pv16", "factored_qk", "sagebwd", "sage_forward")
 """Labels of the specs that are timed by default."""
@@ -43,34 +51,6 @@ _SHAPES: Final = [(d, is_causal) for d in _HEAD_DIMS for is_causal in (False, Tr
 _PAYOFF_LENGTH: Final = 8192
 _QUICK_LENGTH: Final = 4096
 _CODE_LENGTHS: Final = (4096, 8192)
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """One attention problem: q, k and v are [batch, heads, tokens, head_dim]."""
-
-    batch: int
-    heads: int
-    tokens: int
-    head_dim: int
-    is_causal: bool
-
-    @property
-    def mask(self) -> str:
-        return "causal" if self.is_causal else "full"
-
-    def flop(self, which: str) -> float:
-        """Operations of one of `PASSES`, by the count of the FlashAttention papers.
-
-        The forward has 4 B H N^2 d, half of that under a causal mask. The backward has 2.5 times as
-        many: five products for the forward's two. Recomputed products do not count.
-
-        >>> Shape(2, 3, 8, 4, True).flop("both") == 3.5 * 2 * 2 * 3 * 8**2 * 4
-        True
-        """
-        forward = 4.0 * self.batch * self.heads * self.tokens**2 * self.head_dim
-        forward *= 0.5 if self.is_causal else 1.0
-        return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[which]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +101,7 @@ class CaptureCase:
     key: str = "accuracy llama"
 
 
-Case = TimedCase | GaussianCase | CaptureCase
+Case = TimedCase | ModelCase | TrainingCase | GaussianCase | CaptureCase
 
 
 def payoff_spec(sites: str) -> AttentionSpec:
@@ -141,15 +121,17 @@ def payoff_labels() -> tuple[str, ...]:
 
 
 def all_cases(specs: Sequence[str]) -> list[Case]:
-    """All cases: speed at every shape, then each site in INT8 and in 16 bit, then errors."""
+    """All cases: speed at every shape, each site in INT8 and in 16 bit, errors, and models."""
     timed = _unique(*specs, *PEERS)
     payoff = (*payoff_labels(), PEERS[0])
-    everyone = _unique(*specs, *payoff_labels(), *PEERS)
+    everyone = _unique(*specs, *MODEL_SPECS, *payoff_labels(), *PEERS)
     return [
         *(TimedCase("speed", _shape(n, *s), timed) for n in _LENGTHS for s in _SHAPES),
         *(TimedCase("payoff", _shape(_PAYOFF_LENGTH, *s), payoff) for s in _SHAPES),
         *(GaussianCase(sigma, *s, everyone) for s in _SHAPES for sigma in SIGMAS),
         CaptureCase(everyone),
+        *model_cases(),
+        *training_cases(),
     ]
 
 

@@ -3,7 +3,9 @@
 The command times the forward, the backward and both together, of our specs and of the peers that
 are installed. Inputs are bfloat16, with 16384 tokens and 2048 channels in all: sequences of 512 to
 32768 tokens, head sizes 64 and 128, causal and full masks. Then it measures what INT8 saves and
-costs in each of the seven products, and the errors of all results against float64.
+costs in each of the seven products, and the errors of all results against float64. The part
+"models" times factored_qk and fpa_bf16 at the shapes of models' attention, and "training" in a
+training step of whole models. Both parts also time loops of calls, with the host's time included.
 
 A time is the median of several rounds. It includes quantization and all other preparation, starts
 from cold caches, and excludes compilation and warm-up. The operations of a forward are 4 B H N^2 d,
@@ -97,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "--specs",
         nargs="+",
         metavar="LABEL",
-        help=f"our specs to time (default: {' '.join(SPECS)})",
+        help=f"our specs to time, except in models and training (default: {' '.join(SPECS)})",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
@@ -116,8 +118,8 @@ def _parser() -> argparse.ArgumentParser:
         "--only",
         nargs="+",
         metavar="PATTERN",
-        help="only cases whose name matches a pattern: 'speed*n8192' times 8192 tokens; the same "
-        "command without --only runs the other cases",
+        help="only cases whose name matches a pattern: 'speed*n8192' times 8192 tokens, 'models*' "
+        "the shapes of models; the same command without --only runs the other cases",
     )
     parser.add_argument(
         "--show",
@@ -228,8 +230,8 @@ def _labels(given: Sequence[str]) -> tuple[str, ...]:
 
 def _show(document: dict[str, Any], path: Path) -> None:
     """Write the plots of a record beside it, if matplotlib is installed, and print its tables."""
+    from sagesim_kernels.bench.every_table import every_table
     from sagesim_kernels.bench.machine import one_line
-    from sagesim_kernels.bench.tables import every_table
 
     # Before the tables, because the reader of a pipe may stop reading in their middle.
     plots = _write_plots(document, path)

@@ -17,7 +17,8 @@ from sagesim_kernels.api import attention
 from sagesim_kernels.bench.cases import PEERS
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q, k and v [batch, heads, tokens, head size] to o, differentiable."""
+"""q [batch, heads, tokens, head size], k and v [batch, kv heads, keys, head size] to o,
+differentiable. Each head of k and v serves a group of consecutive heads of q."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,18 @@ def contender(name: str) -> Contender:
     spec = AttentionSpec.parse(name)
 
     def make(tokens: int, is_causal: bool, device: torch.device) -> Attend:
-        return lambda q, k, v: _only(attention(q, k, v, spec=spec, is_causal=is_causal))
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            grouped = is_grouped(q, k)
+            return _only(attention(q, k, v, spec=spec, is_causal=is_causal, enable_gqa=grouped))
+
+        return attend
 
     return Contender(name, make, spec)
+
+
+def is_grouped(q: Tensor, k: Tensor) -> bool:
+    """Whether q [batch, heads, ...] has more heads than k."""
+    return q.shape[1] != k.shape[1]
 
 
 def reason(error: Exception) -> str:
@@ -76,7 +86,7 @@ def _sdpa(name: str, backend: SDPBackend) -> Contender:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
                 return torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=is_causal
+                    q, k, v, is_causal=is_causal, enable_gqa=is_grouped(q, k)
                 )
 
         _try(attend, is_causal, device)

@@ -58,6 +58,14 @@ class CudaMeter:
         del result
         return Elapsed(start.elapsed_time(end) / 1e3, host, waited)
 
+    def loop(self, run: Callable[[], object], calls: int) -> float:
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(calls):
+            run()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - begun) / calls
+
     def added_bytes(self, run: Callable[[], object]) -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -31,6 +31,10 @@ class Meter(Protocol):
         """Time the function that prepare() returns, from cold caches. prepare is not timed."""
         ...
 
+    def loop(self, run: Callable[[], object], calls: int) -> float:
+        """Seconds for each of so many calls in a row, until the device has finished the last."""
+        ...
+
     def added_bytes(self, run: Callable[[], object]) -> int:
         """The peak of allocated memory during run, above the memory allocated before it."""
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,16 +13,22 @@ from torch import Tensor
 from sagesim.problem import AttentionProblem
 from sagesim.spec import AttentionSpec
 from sagesim_kernels.bench.accuracy import distance, errors, mean_errors, problems
-from sagesim_kernels.bench.cases import PASSES, Case, Shape, TimedCase
-from sagesim_kernels.bench.contenders import Contender, contender, reason
+from sagesim_kernels.bench.cases import PASSES, Case, TimedCase
+from sagesim_kernels.bench.contenders import Contender, contender, is_grouped, reason
 from sagesim_kernels.bench.jobs import by_job
-from sagesim_kernels.bench.meter import Meter
+from sagesim_kernels.bench.meter import Elapsed, Meter
+from sagesim_kernels.bench.models import ModelCase, TrainingCase
 from sagesim_kernels.bench.record import Record
+from sagesim_kernels.bench.shape import Shape
 from sagesim_kernels.bench.step import Step
-from sagesim_kernels.bench.timing import interleaved, summary
+from sagesim_kernels.bench.timing import in_rounds, interleaved, looped, summary
+from sagesim_kernels.bench.training import TrainingStep
 
 _WARM_UP: Final = 2
 """Runs of each pass before any is timed. The first one compiles, tunes and allocates."""
+
+_LOOPS: Final = 7
+"""Loops of calls of each contender. A loop is a mean already, so fewer are enough."""
 
 _WRONG: Final = 0.5
 """Relative L2 distance from the reference at which a result is wrong and is not timed. On these
@@ -46,10 +52,11 @@ class Setup:
     def inputs(self, shape: Shape) -> AttentionProblem:
         """Gaussian q, k, v and do of standard deviation 1, the same each time."""
         generator = torch.Generator(self.device).manual_seed(0)
-        size = (shape.batch, shape.heads, shape.tokens, shape.head_dim)
-        tensors = (torch.randn(size, generator=generator, device=self.device) for _ in range(4))
+        sizes = (shape.q_size, shape.kv_size, shape.kv_size, shape.q_size)
+        tensors = (torch.randn(x, generator=generator, device=self.device) for x in sizes)
         q, k, v, do = (x.to(self.dtype) for x in tensors)
-        return AttentionProblem(q=q, k=k, v=v, do=do, is_causal=shape.is_causal)
+        grouped = is_grouped(q, k)
+        return AttentionProblem(q=q, k=k, v=v, do=do, is_causal=shape.is_causal, enable_gqa=grouped)
 
 
 def run(
@@ -73,11 +80,14 @@ def run(
             lost = dict(record.lost(case.key))
             check = _DeviceCheck(record, case.key, setup.meter)
             names = [name for name in case.contenders if name not in lost]
-            if isinstance(case, TimedCase):
-                result = _timed(case, [find(n) for n in names], setup, check, lost)
+            contenders = [find(name) for name in names]
+            if isinstance(case, TimedCase | ModelCase):
+                result = _timed(case, contenders, setup, check, lost)
+            elif isinstance(case, TrainingCase):
+                result = _trained(case, contenders, setup, check, lost)
             else:
                 several = list(problems(case, setup.device, setup.dtype))
-                result = _errors(several, [find(n) for n in names], check, lost)
+                result = _errors(several, contenders, check, lost)
             record.add(case.key, result)
         on_done(case, count)
 
@@ -103,7 +113,7 @@ class _DeviceCheck:
 
 
 def _timed(
-    case: TimedCase,
+    case: TimedCase | ModelCase,
     contenders: Sequence[Contender],
     setup: Setup,
     check: _DeviceCheck,
@@ -111,29 +121,17 @@ def _timed(
 ) -> dict[str, Any]:
     problem = setup.inputs(case.shape)
     steps: dict[str, Step] = {}
-    apart: dict[str, float | None] = {}
-    reference: dict[str, Tensor] | None = None
-    # Peers first: the first peer's results are the reference for our specs.
-    for each in sorted(contenders, key=lambda c: c.spec is not None):
-        try:
-            step = Step.of(each, problem)
-            results = step.results()
-            check.wait()
-            if reference is None and each.spec is None:
-                reference = results
-            off = None if reference is None else distance(results, reference)
-            if off is not None and not off < _WRONG:
-                raise ArithmeticError(f"its results are {off:.3g} off, relative L2")
-            for which in PASSES * _WARM_UP:
-                step.prepared(which)()
-            check.wait()
-        except Exception as error:
-            check(each.name, error)
-            not_run[each.name] = reason(error)
-        else:
-            steps[each.name], apart[each.name] = step, off
-    del reference
 
+    def results(each: Contender) -> dict[str, Tensor]:
+        steps[each.name] = Step.of(each, problem)
+        return steps[each.name].results()
+
+    def warm_up(name: str) -> None:
+        for which in PASSES * _WARM_UP:
+            steps[name].prepared(which)()
+
+    apart = _ready(contenders, results, warm_up, check, not_run)
+    steps = {name: steps[name] for name in apart}
     timed = interleaved(steps, setup.meter, setup.rounds, on_error=check)
     not_run |= timed.not_run
     clock = setup.meter.clock_mhz()
@@ -143,12 +141,18 @@ def _timed(
         run = {which: summary(times[which]) for which in PASSES}
         run["apart"] = apart[name]
         runs[name] = run | _details(name, specs[name], steps[name], setup.meter, check)
+    if isinstance(case, ModelCase):
+        both = {name: steps[name].both for name in runs}
+        _add_loops(runs, both, "both", setup.meter, check, not_run)
     shape = case.shape
+    _, kv_heads, keys, _ = shape.kv_size
     return {
         "part": case.part,
         "batch": shape.batch,
         "heads": shape.heads,
+        "kv_heads": kv_heads,
         "tokens": shape.tokens,
+        "keys": keys,
         "head_dim": shape.head_dim,
         "is_causal": shape.is_causal,
         "flop": {which: shape.flop(which) for which in PASSES},
@@ -156,6 +160,109 @@ def _timed(
         "runs": {name: runs[name] for name in case.contenders if name in runs},
         "not_run": not_run,
     }
+
+
+def _trained(
+    case: TrainingCase,
+    contenders: Sequence[Contender],
+    setup: Setup,
+    check: _DeviceCheck,
+    not_run: dict[str, str],
+) -> dict[str, Any]:
+    if case.is_compiled:
+        # Graphs of other models count towards the limit of recompilations.
+        torch.compiler.reset()
+    steps: dict[str, TrainingStep] = {}
+
+    def results(each: Contender) -> dict[str, Tensor]:
+        steps[each.name] = TrainingStep.of(each, case, setup.device, setup.dtype)
+        return steps[each.name].gradients()
+
+    def warm_up(name: str) -> None:
+        for _ in range(_WARM_UP):
+            steps[name]()
+
+    apart = _ready(contenders, results, warm_up, check, not_run)
+    found: dict[str, list[Elapsed]] = {name: [] for name in apart}
+
+    def measure(name: str) -> None:
+        found[name].append(setup.meter.elapsed(lambda: steps[name]))
+
+    not_run |= in_rounds(list(apart), setup.rounds, measure, on_error=check)
+    clock = setup.meter.clock_mhz()
+    runs: dict[str, dict[str, Any]] = {
+        name: {"step": summary(times), "apart": apart[name]}
+        for name, times in found.items()
+        if name not in not_run
+    }
+    calls = {name: steps[name] for name in runs}
+    _add_loops(runs, calls, "step", setup.meter, check, not_run)
+    return {
+        "part": "training",
+        "layers": case.layers,
+        "width": case.width,
+        "head_dim": case.head_dim,
+        "tokens": case.tokens,
+        "batch": case.batch,
+        "is_compiled": case.is_compiled,
+        "sm_clock_mhz": clock,
+        "runs": {name: runs[name] for name in case.contenders if name in runs},
+        "not_run": not_run,
+    }
+
+
+def _ready(
+    contenders: Sequence[Contender],
+    results: Callable[[Contender], dict[str, Tensor]],
+    warm_up: Callable[[str], None],
+    check: _DeviceCheck,
+    not_run: dict[str, str],
+) -> dict[str, float | None]:
+    """Run each contender until it can be timed, and return its distance from the first peer.
+
+    The first peer's results are the reference. Contenders that raise, or whose results are wrong,
+    are added to not_run instead.
+    """
+    apart: dict[str, float | None] = {}
+    reference: dict[str, Tensor] | None = None
+    for each in sorted(contenders, key=lambda c: c.spec is not None):  # peers first
+        try:
+            found = results(each)
+            check.wait()
+            if reference is None and each.spec is None:
+                reference = found
+            off = None if reference is None else distance(found, reference)
+            if off is not None and not off < _WRONG:
+                raise ArithmeticError(f"its results are {off:.3g} off, relative L2")
+            warm_up(each.name)
+            check.wait()
+        except Exception as error:
+            check(each.name, error)
+            not_run[each.name] = reason(error)
+        else:
+            apart[each.name] = off
+    return apart
+
+
+def _add_loops(
+    runs: dict[str, dict[str, Any]],
+    calls: Mapping[str, Callable[[], object]],
+    what: str,
+    meter: Meter,
+    check: _DeviceCheck,
+    not_run: dict[str, str],
+) -> None:
+    """Add "wall" to each run, the time of a call in a loop; runs[name][what] are its usual times.
+
+    A contender that raises is moved from runs to not_run.
+    """
+    usual = {name: 1e-3 * max(run[what]["ms"], run[what]["host_ms"]) for name, run in runs.items()}
+    loops = looped(calls, usual, meter, _LOOPS, on_error=check)
+    for name, wall in loops.runs.items():
+        runs[name]["wall"] = wall
+    for name, why in loops.not_run.items():
+        del runs[name]
+        not_run[name] = why
 
 
 def _details(

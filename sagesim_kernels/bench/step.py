@@ -16,7 +16,8 @@ from sagesim_kernels.bench.contenders import Attend, Contender
 class Step:
     """A contender's function and its inputs.
 
-    q, k, v: [batch, heads, tokens, d]; they require gradients. do: the gradient of o.
+    q: [batch, heads, tokens, d]. k, v: [batch, kv heads, keys, d]. They require gradients.
+    do: the gradient of o.
     """
 
     attend: Attend
@@ -27,7 +28,7 @@ class Step:
 
     @classmethod
     def of(cls, contender: Contender, problem: AttentionProblem) -> Step:
-        """A contender on a problem [batch, heads, tokens, d], in the contender's own layout."""
+        """A contender on a problem with one axis for the batch, in the contender's own layout."""
         tensors = (laid_out(x, tokens_first=contender.tokens_first) for x in problem.qkvdo)
         q, k, v, do = tensors
         attend = contender.make(q.shape[2], problem.is_causal, q.device)

@@ -8,19 +8,22 @@ from typing import Any, Final, NamedTuple
 from sagesim.spec import Precision
 from sagesim_kernels.bench.accuracy import OUTPUTS
 from sagesim_kernels.bench.cases import (
-    PASSES,
     PAYOFF_BASE,
     PAYOFF_SITES,
-    SIGMAS,
     payoff_spec,
 )
 from sagesim_kernels.bench.jobs import preparation_share
-from sagesim_kernels.bench.machine import foreign
+from sagesim_kernels.bench.models import MODEL_SPECS
 
 TITLES: Final = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
 _NOT_RUN: Final = "-"
-_WORDS: Final = {"forward": "forward", "backward": "backward", "both": "forward and backward"}
-"""The name of each of `PASSES` in a table."""
+_WORDS: Final = {
+    "forward": "forward",
+    "backward": "backward",
+    "both": "forward and backward",
+    "step": "training step",
+}
+"""The name in a table of each of `PASSES`, and of what the part "training" times."""
 
 
 class Table(NamedTuple):
@@ -46,7 +49,10 @@ class Panel(NamedTuple):
 
 
 def cases(document: dict[str, Any], part: str, panel: Panel | None = None) -> list[dict[str, Any]]:
-    """The results of a part: "speed", "payoff" or "accuracy". A panel's are sorted by tokens."""
+    """The results of a part: "speed", "payoff", "accuracy", "models" or "training".
+
+    A panel's are sorted by tokens.
+    """
     found = [case for case in document["cases"].values() if case["part"] == part]
     if panel is not None:
         found = [c for c in found if (c["head_dim"], c["is_causal"]) == panel]
@@ -144,11 +150,13 @@ def ranges(document: dict[str, Any], which: str = "both") -> Table:
 
 
 def accuracy(document: dict[str, Any], key: str) -> Table:
-    """A table of the relative L2 errors of a case, of the contenders of "speed"."""
+    """A table of the relative L2 errors of a case, of the contenders of "speed" and "models"."""
     case = document["cases"][key]
+    settings = document["settings"]
+    names = dict.fromkeys([*settings["specs"], *MODEL_SPECS, *settings["peers"]])
     rows = [
         [name, *(f"{case['errors'][name][t]:.4f}" for t in OUTPUTS)]
-        for name in contenders(document)
+        for name in names
         if name in case["errors"]
     ]
     return Table(f"relative L2 error, {key.removeprefix('accuracy ')}", _head("", OUTPUTS), rows)
@@ -224,37 +232,11 @@ def waits(document: dict[str, Any]) -> Table:
         [name, _WORDS[which], key, f"{waited} of {rounds}"]
         for key, case in document["cases"].items()
         for name, run in case.get("runs", {}).items()
-        for which in PASSES
-        if (waited := run[which].get("waited"))
+        for which in _WORDS
+        if (waited := run.get(which, {}).get("waited"))
     ]
     head = ["contender", "pass", "case", "rounds"]
     return Table("times that may include waits of the GPU for the host", head, rows)
-
-
-def every_table(document: dict[str, Any]) -> list[Table]:
-    """Every table of the record that has rows, details first and relative speeds last.
-
-    Titles name the code that was timed, if it is not that of the GPU itself.
-    """
-    found: list[Table] = []
-    timed = panels(document, "speed")
-    for make in (memory, times, preparation):
-        found += [make(document, panel) for panel in timed]
-    found += [
-        accuracy(document, k) for k, c in document["cases"].items() if c["part"] == "accuracy"
-    ]
-    for panel in panels(document, "payoff"):
-        measured = sigmas(document, panel) or SIGMAS[:1]
-        found += [payoff(document, panel, sigma) for sigma in measured]
-    found += [waits(document), not_run(document)]
-    for make in (speed, ratios):
-        found += [make(document, panel, which) for which in PASSES for panel in timed]
-    if timed:
-        found += [ranges(document, which) for which in PASSES]
-    code = foreign(document)
-    if code is not None:
-        found = [table._replace(title=f"{table.title} ({code})") for table in found]
-    return [table for table in found if table.rows]
 
 
 def _grid(

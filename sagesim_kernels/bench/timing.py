@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from sagesim_kernels.bench.cases import PASSES
 from sagesim_kernels.bench.contenders import reason
 from sagesim_kernels.bench.meter import Elapsed, Meter
 from sagesim_kernels.bench.step import Step
+
+_LOOP: Final = 0.03
+"""Seconds of a loop of calls."""
+
+_FEWEST_CALLS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +44,84 @@ def interleaved(
             itself if the device is lost.
     """
     times: dict[str, dict[str, list[Elapsed]]] = {n: {p: [] for p in PASSES} for n in steps}
+
+    def measure(name: str) -> None:
+        for which in PASSES:
+            times[name][which].append(meter.elapsed(_preparing(steps[name], which)))
+
+    not_run = in_rounds(list(steps), rounds, measure, on_error=on_error)
+    return Timed({n: t for n, t in times.items() if n not in not_run}, not_run)
+
+
+def in_rounds(
+    names: Sequence[str],
+    rounds: int,
+    measure: Callable[[str], None],
+    *,
+    on_error: Callable[[str, Exception], None],
+) -> dict[str, str]:
+    """Call measure with every name once a round; each round starts with another name.
+
+    A name for which it raises is left out from then on.
+
+    Args:
+        on_error: called with the name and the exception.
+
+    Returns:
+        The names for which it raised, with the reason.
+    """
     not_run: dict[str, str] = {}
-    names = list(steps)
     for turn in range(rounds):
         first = turn % len(names) if names else 0
-        for name in names[first:] + names[:first]:
+        for name in (*names[first:], *names[:first]):
             if name in not_run:
                 continue
             try:
-                for which in PASSES:
-                    prepare = _preparing(steps[name], which)
-                    times[name][which].append(meter.elapsed(prepare))
+                measure(name)
             except Exception as error:
                 on_error(name, error)
                 not_run[name] = reason(error)
-    return Timed({n: t for n, t in times.items() if n not in not_run}, not_run)
+    return not_run
+
+
+@dataclass(frozen=True, slots=True)
+class Looped:
+    """The times of several contenders in loops of calls, by contender."""
+
+    runs: Mapping[str, Mapping[str, Any]]  #: for a record, in milliseconds a call
+    not_run: Mapping[str, str]  #: contenders that raised, with the reason
+
+
+def looped(
+    calls: Mapping[str, Callable[[], object]],
+    usual: Mapping[str, float],
+    meter: Meter,
+    rounds: int,
+    *,
+    on_error: Callable[[str, Exception], None],
+) -> Looped:
+    """Time a loop of calls of every contender once a round: what a user waits for.
+
+    The host's time counts wherever the device waits for it. Nothing clears the caches.
+
+    Args:
+        calls: by contender.
+        usual: about how many seconds a call takes, by contender. It decides the length of a loop.
+        on_error: as for `interleaved`.
+    """
+    counts = {name: max(_FEWEST_CALLS, math.ceil(_LOOP / usual[name])) for name in calls}
+    found: dict[str, list[float]] = {name: [] for name in calls}
+
+    def measure(name: str) -> None:
+        found[name].append(1e3 * meter.loop(calls[name], counts[name]))
+
+    not_run = in_rounds(list(calls), rounds, measure, on_error=on_error)
+    runs = {
+        name: {**_quartiles(ms), "calls": counts[name]}
+        for name, ms in found.items()
+        if name not in not_run
+    }
+    return Looped(runs, not_run)
 
 
 def _preparing(step: Step, which: str) -> Callable[[], Callable[[], object]]:
@@ -67,14 +136,16 @@ def summary(several: Sequence[Elapsed]) -> dict[str, Any]:
     >>> summary([Elapsed(0.002, 0.001), Elapsed(0.001, 0.001), Elapsed(0.009, 0.004)])
     {'ms': 2.0, 'quartiles_ms': [1.5, 5.5], 'host_ms': 1.0, 'waited': 0}
     """
-    device = sorted(1e3 * e.device for e in several)
-    low, median, high = (
-        statistics.quantiles(device, n=4, method="inclusive") if len(device) > 1 else device * 3
-    )
     host = statistics.median(1e3 * e.host for e in several)
     return {
-        "ms": round(median, 5),
-        "quartiles_ms": [round(low, 5), round(high, 5)],
+        **_quartiles([1e3 * e.device for e in several]),
         "host_ms": round(host, 5),
         "waited": sum(e.waited for e in several),
     }
+
+
+def _quartiles(ms: Sequence[float]) -> dict[str, Any]:
+    low, median, high = (
+        statistics.quantiles(ms, n=4, method="inclusive") if len(ms) > 1 else [*ms] * 3
+    )
+    return {"ms": round(median, 5), "quartiles_ms": [round(low, 5), round(high, 5)]}

@@ -10,6 +10,7 @@ from sagesim import AttentionSpec
 from sagesim_kernels.bench.cases import CaptureCase, GaussianCase, Shape, TimedCase
 from sagesim_kernels.bench.contenders import Attend, Contender, contender
 from sagesim_kernels.bench.meter import Elapsed, Kernel
+from sagesim_kernels.bench.models import ModelCase, TrainingCase
 from sagesim_kernels.bench.record import Record
 from sagesim_kernels.bench.run import Setup
 
@@ -28,6 +29,7 @@ class FakeMeter:
     seconds: Callable[[], float] = lambda: 0.001
     runs: int = 0
     is_lost: bool = False
+    loops: list[int] = field(default_factory=list)  #: calls of each loop
     launched: list[Kernel] = field(default_factory=lambda: [Kernel("forward_kernel", 0.001)])
 
     def elapsed(self, prepare: Callable[[], Callable[[], object]]) -> Elapsed:
@@ -35,6 +37,12 @@ class FakeMeter:
         self.runs += 1
         seconds = self.seconds()
         return Elapsed(seconds, seconds / 2)
+
+    def loop(self, run: Callable[[], object], calls: int) -> float:
+        for _ in range(calls):
+            run()
+        self.loops.append(calls)
+        return self.seconds()
 
     def added_bytes(self, run: Callable[[], object]) -> int:
         run()
@@ -53,7 +61,8 @@ class FakeMeter:
 
 
 def explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention with an explicit softmax and no mask."""
+    """Attention with an explicit softmax and no mask; k and v may have fewer heads."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
 
 
@@ -82,6 +91,14 @@ def timed(*contenders: str, tokens: int = 16, part: str = "speed", head_dim: int
     return TimedCase(part, Shape(2, 3, tokens, head_dim, False), contenders)
 
 
+def model(*contenders: str, group: str = "cross") -> ModelCase:
+    return ModelCase(group, Shape(1, 4, 16, 8, False, kv_heads=2, keys=12), contenders)
+
+
+def training(*contenders: str, is_compiled: bool = False) -> TrainingCase:
+    return TrainingCase(2, 32, 16, 8, 3, is_compiled, contenders)
+
+
 def gaussian(*contenders: str, sigma: float = 1.0) -> GaussianCase:
     return GaussianCase(sigma, 8, False, contenders, tokens=16, draws=2)
 
@@ -90,8 +107,8 @@ def capture(*contenders: str) -> CaptureCase:
     return CaptureCase(contenders)
 
 
-def cpu_setup(meter: FakeMeter, rounds: int = 3) -> Setup:
-    return Setup(torch.device("cpu"), torch.float32, meter, rounds)
+def cpu_setup(meter: FakeMeter, rounds: int = 3, dtype: torch.dtype = torch.float32) -> Setup:
+    return Setup(torch.device("cpu"), dtype, meter, rounds)
 
 
 def record(path, **changes) -> Record:

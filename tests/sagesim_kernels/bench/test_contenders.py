@@ -26,6 +26,13 @@ def test_sdpa_computes_attention():
     assert_sqnr_at_least(actual=attend(q, k, v), exact=true, floor_db=100, what="o")
 
 
+def test_sdpa_serves_groups_of_queries():
+    q, k, v = torch.randn(1, 6, 20, 16), *torch.randn(2, 1, 2, 12, 16)
+    attend = contender("sdpa flash").make(20, False, CPU)
+    true = explicit(*(x.double() for x in (q, k, v)))
+    assert_sqnr_at_least(actual=attend(q, k, v), exact=true, floor_db=100, what="o")
+
+
 @pytest.mark.parametrize("name", ["sdpa cudnn", "sdpa efficient"])
 def test_a_backend_that_the_device_lacks_raises(name):
     with pytest.raises(RuntimeError, match="backend"):

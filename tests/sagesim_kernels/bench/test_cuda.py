@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sagesim_kernels.bench.cases import PASSES, PEERS, GaussianCase, Shape, TimedCase
+from sagesim_kernels.bench.models import SDPA, ModelCase, TrainingCase
 from sagesim_kernels.bench.record import Record, read
 from sagesim_kernels.bench.run import Setup, run
 
@@ -89,3 +90,37 @@ def test_a_small_run(meter, tmp_path):
         jobs = timed["runs"][name]["jobs_ms"]
         assert {"forward", "dq", "dk and dv", "quantizing", "smoothing", "delta"} <= set(jobs)
     assert errors["errors"]["factored"]["dq"] < 0.05
+
+
+def test_a_loop_takes_the_time_of_the_slower_one_of_host_and_device(meter):
+    x = torch.randn(4096, 4096, device="cuda")
+    tiny = torch.randn(64, 64, device="cuda")
+
+    def slow_host():
+        time.sleep(0.01)
+        return tiny @ tiny
+
+    one = meter.elapsed(lambda: lambda: x @ x).device
+    assert 0.5 * one < meter.loop(lambda: x @ x, 20) < 3 * one + 1e-3
+    assert 0.01 < meter.loop(slow_host, 5) < 0.02
+
+
+def test_shapes_of_models_and_a_training_step(meter, tmp_path):
+    from sagesim_kernels.bench.machine import describe
+
+    cases = [
+        ModelCase("grouped", Shape(1, 4, 512, 64, True, kv_heads=2), ("factored_qk", *SDPA)),
+        ModelCase("cross", Shape(1, 4, 512, 128, False, keys=77), ("factored_qk", *SDPA)),
+        *(
+            TrainingCase(1, 256, 64, 512, 2, is_compiled, ("factored_qk", *SDPA))
+            for is_compiled in (False, True)
+        ),
+    ]
+    path = tmp_path / "bench.json"
+    record = Record.open(path, machine=describe(), settings={}, command="test")
+    setup = Setup(torch.device("cuda"), torch.bfloat16, meter, 3)
+    run(cases, record, setup, lambda case, count: None)
+    for key, case in read(path)["cases"].items():
+        assert {"factored_qk", "sdpa flash"} <= set(case["runs"]), (key, case["not_run"])
+        for one in case["runs"].values():
+            assert one["wall"]["ms"] > 0 and one["apart"] < 0.1, key

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from sagesim_kernels.bench.cases import PASSES, GaussianCase, Shape, TimedCase
+from sagesim_kernels.bench.every_table import every_table
 from sagesim_kernels.bench.meter import Elapsed
 from sagesim_kernels.bench.record import read
 from sagesim_kernels.bench.run import Setup, run
-from sagesim_kernels.bench.tables import every_table
 from tests.sagesim_kernels.bench.fakes import MACHINE, FakeMeter, record
 from tests.support.kernels import DEVICE
 

@@ -18,18 +18,20 @@ from tests.sagesim_kernels.bench.fakes import (
     fake,
     find,
     gaussian,
+    model,
     record,
     timed,
+    training,
 )
 
 
-def measure(cases, to, meter=None, find=find, rounds=3):
+def measure(cases, to, meter=None, find=find, rounds=3, dtype=torch.float32):
     """Run the cases, and return what `on_done` was called with."""
     seen = []
     run(
         cases,
         to,
-        cpu_setup(meter or FakeMeter(), rounds),
+        cpu_setup(meter or FakeMeter(), rounds, dtype),
         lambda c, n: seen.append((c.key, n)),
         find,
     )
@@ -60,6 +62,85 @@ def test_a_timed_case(tmp_path):
         assert one["apart"] == 0.0 and ("jobs_ms" in one) == (name == "factored")
     assert case["runs"]["factored"]["jobs_ms"] == {"forward": 1.0}
     assert case["sm_clock_mhz"] == 1980
+
+
+def test_a_shape_of_a_model_is_also_timed_in_a_loop(tmp_path):
+    to = record(tmp_path / "r.json")
+    seconds = itertools.count(1)
+    meter = FakeMeter(lambda: 0.001 * next(seconds))
+    case = model("factored", "sdpa flash", "absent")
+    measure([case], to, meter, rounds=1)
+    found = read(to.path)["cases"]["models cross b1 h4/2 n16x12 d8 full"]
+    assert (found["part"], found["tokens"], found["keys"]) == ("models", 16, 12)
+    assert (found["heads"], found["kv_heads"]) == (4, 2)
+    assert found["flop"]["both"] == 3.5 * 4 * 4 * 16 * 12 * 8
+    assert list(found["not_run"]) == ["absent"]
+    # Three passes of two contenders come first; then seven loops of each, in turn.
+    assert found["runs"]["sdpa flash"]["both"]["ms"] == 3
+    walls = [found["runs"][name]["wall"]["ms"] for name in ("sdpa flash", "factored")]
+    assert walls == [14, 13], "medians of 7, 10, 11, 14, 15, 18, 19 and of the others"
+    assert found["runs"]["factored"]["wall"]["calls"] == 5
+    assert meter.loops == [10, 5, 5, 10, 10, 5, 5, 10, 10, 5, 5, 10, 10, 5]
+
+
+def test_other_shapes_are_not_timed_in_loops(tmp_path):
+    to, meter = record(tmp_path / "r.json"), FakeMeter()
+    measure([timed("factored")], to, meter)
+    (case,) = read(to.path)["cases"].values()
+    assert meter.loops == [] and "wall" not in case["runs"]["factored"]
+
+
+def test_a_contender_that_raises_in_a_loop_has_no_times(tmp_path):
+    class Meter(FakeMeter):
+        def loop(self, run, calls):
+            raise ValueError("out of luck")
+
+    to = record(tmp_path / "r.json")
+    cases = [model("sdpa flash"), training("sdpa flash")]
+    measure(cases, to, Meter(), dtype=torch.bfloat16)
+    for case in read(to.path)["cases"].values():
+        assert case["runs"] == {} and case["not_run"] == {"sdpa flash": "ValueError: out of luck"}
+
+
+@pytest.fixture
+def few_words(monkeypatch):
+    monkeypatch.setattr("sagesim_kernels.bench.training.VOCABULARY", 64)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_training_step(tmp_path, monkeypatch, few_words, is_compiled):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda x, dynamic: compiled.append(dynamic) or x)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: compiled.append("reset"))
+    to = record(tmp_path / "r.json")
+    seconds = itertools.count(1)
+    meter = FakeMeter(lambda: 0.1 * next(seconds))
+    case = training("factored", "sdpa flash", is_compiled=is_compiled)
+    measure([case], to, meter, rounds=1, dtype=torch.bfloat16)
+    how = "compiled" if is_compiled else "eager"
+    case = read(to.path)["cases"][f"training l2 w32 d16 n8 {how}"]
+    assert compiled == (["reset", False, False] if is_compiled else [])
+    assert (case["part"], case["layers"], case["batch"]) == ("training", 2, 3)
+    assert list(case["runs"]) == ["factored", "sdpa flash"] and case["not_run"] == {}
+    assert case["runs"]["sdpa flash"]["step"]["ms"] == 100
+    assert case["runs"]["factored"]["step"]["host_ms"] == 100
+    assert case["runs"]["factored"]["wall"]["calls"] == 3
+    assert case["runs"]["factored"]["apart"] == 0.0
+
+
+def test_a_training_step_with_wrong_gradients_is_not_timed(tmp_path, few_words):
+    def reversed_keys(q, k, v):
+        return explicit(q, k.flip(2), v) * 1.6
+
+    def found(name):
+        return fake(name, reversed_keys) if name == "slow" else find(name)
+
+    to = record(tmp_path / "r.json")
+    meter = FakeMeter(lambda: 1.0)
+    measure([training("sdpa flash", "slow")], to, meter, found, dtype=torch.bfloat16)
+    (case,) = read(to.path)["cases"].values()
+    assert list(case["runs"]) == ["sdpa flash"]
+    assert "off, relative L2" in case["not_run"]["slow"]
 
 
 def test_finished_cases_are_not_run_again(tmp_path):

@@ -71,3 +71,11 @@ def test_a_contender_of_ours_is_made_from_its_label():
     one = step(contender("factored").make(40, False, torch.device(DEVICE)))
     expected = attention(one.q, one.k, one.v, spec=FACTORED)
     assert_bitwise(actual=one.forward().detach(), expected=expected.detach(), what="o")
+
+
+def test_a_contender_of_ours_serves_groups_of_queries():
+    q, k, v = torch.randn(1, 4, 40, 16), *torch.randn(2, 1, 2, 24, 16)
+    attend = contender("factored").make(40, False, torch.device(DEVICE))
+    q, k, v = (x.to(DEVICE, torch.float16) for x in (q, k, v))
+    expected = attention(q, k, v, spec=FACTORED, enable_gqa=True)
+    assert_bitwise(actual=attend(q, k, v), expected=expected, what="o")

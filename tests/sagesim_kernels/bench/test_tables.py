@@ -3,10 +3,10 @@
 import pytest
 
 from sagesim_kernels.bench.cases import PASSES, PAYOFF_SITES, PEERS, SPECS
+from sagesim_kernels.bench.every_table import every_table
 from sagesim_kernels.bench.tables import (
     Panel,
     accuracy,
-    every_table,
     memory,
     not_run,
     panels,
@@ -19,7 +19,7 @@ from sagesim_kernels.bench.tables import (
     times,
     waits,
 )
-from tests.sagesim_kernels.bench.documents import document, of_other_code
+from tests.sagesim_kernels.bench.documents import document, of_other_code, without
 
 FULL, CAUSAL = Panel(64, False), Panel(64, True)
 LENGTHS = ["512", "1024", "2048", "4096", "8192", "16384", "32768"]
@@ -131,7 +131,7 @@ def test_a_missing_measurement_has_a_dash_and_a_reason():
 
 def test_accuracy():
     table = accuracy(document(), "accuracy d64 causal sigma5")
-    assert [row[0] for row in table.rows] == [*SPECS, *PEERS[:3], "FlexAttention"]
+    assert [row[0] for row in table.rows] == [*SPECS, "fpa_bf16", *PEERS[:3], "FlexAttention"]
     assert table.head == ["", "O", "dQ", "dK", "dV"]
     assert table.rows[0][1:] == ["0.0100"] * 4
 
@@ -172,14 +172,17 @@ def test_in_every_case():
 def test_every_table():
     tables = every_table(document())
     # memory, times, preparation; speed and ratios of three passes; errors; pay-off at two sigmas;
-    # what did not run; ranges of ratios
-    assert len(tables) == (3 + 2 * 3) * 4 + 9 + 4 * 2 + 1 + 3
+    # what did not run; ranges of ratios; times and ratios at shapes of models and of training
+    # steps, what grouped queries cost, and the worst and the best shape
+    assert len(tables) == (3 + 2 * 3) * 4 + 9 + 4 * 2 + 1 + 3 + 6
     for table in tables:
         assert table.rows and all(len(row) == len(table.head) for row in table.rows)
 
 
-@pytest.mark.parametrize("kept", ["speed", "payoff", "accuracy", "nothing"])
+PARTS = ["speed", "payoff", "accuracy", "models", "training"]
+
+
+@pytest.mark.parametrize("kept", [*PARTS, "nothing"])
 def test_a_record_that_is_not_finished(kept):
-    part = document()
-    part["cases"] = {key: c for key, c in part["cases"].items() if c["part"] == kept}
+    part = without(document(), *(each for each in PARTS if each != kept))
     assert (not every_table(part)) == (kept == "nothing")

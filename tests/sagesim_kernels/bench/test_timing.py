@@ -7,7 +7,7 @@ import torch
 
 from sagesim_kernels.bench.meter import Elapsed
 from sagesim_kernels.bench.step import Step
-from sagesim_kernels.bench.timing import interleaved, summary
+from sagesim_kernels.bench.timing import interleaved, looped, summary
 from tests.sagesim_kernels.bench.fakes import FakeMeter, explicit
 
 
@@ -96,3 +96,32 @@ def test_rounds_in_which_the_device_may_have_waited_are_counted():
 
 def test_the_median_of_one():
     assert summary([Elapsed(0.004, 0.001)])["quartiles_ms"] == [4.0, 4.0]
+
+
+def test_a_loop_is_long_enough_to_be_timed():
+    """30 ms, or three calls; the time is that of one call."""
+    meter, called = FakeMeter(lambda: 0.5), []
+    calls = {"short": lambda: called.append("short"), "long": lambda: called.append("long")}
+    found = looped(calls, {"short": 0.0031, "long": 0.2}, meter, 4, on_error=fine)
+    assert meter.loops == [10, 3, 3, 10] * 2
+    assert called.count("short") == 40 and called.count("long") == 12
+    assert found.runs == {
+        name: {"ms": 500.0, "quartiles_ms": [500.0, 500.0], "calls": n}
+        for name, n in (("short", 10), ("long", 3))
+    }
+
+
+def test_a_loop_that_raises_is_left_out():
+    def fails():
+        raise ValueError("out of luck")
+
+    told = []
+    found = looped(
+        {"a": step().both, "b": fails},
+        {"a": 1.0, "b": 1.0},
+        FakeMeter(),
+        3,
+        on_error=lambda *x: told.append(x[0]),
+    )
+    assert list(found.runs) == ["a"] and found.not_run == {"b": "ValueError: out of luck"}
+    assert told == ["b"]

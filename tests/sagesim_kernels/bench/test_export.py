@@ -1,0 +1,115 @@
+"""The table of `pays_off` is made from a record."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sagesim.command import exit_code
+from sagesim_kernels.bench.export import entry, left_out, main
+from sagesim_kernels.bench.model_tables import ratio
+from sagesim_kernels.bench.models import MODEL_SPECS, model_cases
+from sagesim_kernels.bench.record import read
+from sagesim_kernels.measured_speed import MEASURED, CallShape, expected
+from tests.sagesim_kernels.bench.documents import document, of_other_code, without
+
+DATA = Path(__file__).parents[3] / "docs" / "data"
+KEY = "models grouped b2 h28/4 n4096 d128 causal"
+
+
+def measured():
+    made = document()
+    made["settings"]["dtype"] = "bfloat16"
+    return made
+
+
+def test_the_committed_table_is_that_of_the_committed_records():
+    table = {}
+    for name in ("bench_models.json", "bench.json"):  # as docs/build/records.py prefers them
+        if (DATA / name).exists():
+            made = read(DATA / name)
+            if any(case["part"] == "models" for case in made["cases"].values()):
+                table[made["machine"]["gpu"]] = entry(made)
+    committed = json.loads(MEASURED.read_text(encoding="utf-8"))
+    assert committed == table, "run python -m sagesim_kernels.bench.export on the record"
+
+
+def test_every_case_has_its_shape_and_both_ratios():
+    made = measured()
+    made["cases"][KEY]["runs"]["factored_qk"]["wall"]["ms"] *= 2
+    found = entry(made)
+    assert list(found["calls"]) == [case.key for case in model_cases()]
+    for case in model_cases():
+        shape = CallShape(**found["calls"][case.key]["shape"])
+        assert (shape.batch, shape.heads, shape.queries, shape.head_size) == case.shape.q_size
+        assert (shape.batch, shape.kv_heads, shape.keys, shape.head_size) == case.shape.kv_size
+        assert shape.is_causal == case.shape.is_causal
+    assert found["calls"][KEY]["gpu"] == dict.fromkeys(MODEL_SPECS, 1.25)
+    assert found["calls"][KEY]["wall"] == {"factored_qk": 0.625, "fpa_bf16": 1.25}
+    assert found["machine"].startswith("Fake 1, torch 2.0") and found["dtype"] == "bfloat16"
+
+
+def test_a_spec_that_did_not_run_is_not_in_the_table():
+    made = measured()
+    del made["cases"][KEY]["runs"]["fpa_bf16"]
+    assert list(entry(made)["calls"][KEY]["wall"]) == ["factored_qk"]
+
+
+def test_pays_off_answers_what_the_record_has():
+    made = measured()
+    case = made["cases"][KEY]
+    case["runs"]["factored_qk"]["wall"]["ms"] *= 2
+    table = {"Fake 1": entry(made)}
+    call = CallShape(2, 28, 4096, 128, 4, 4096, True)
+    found = expected(table, "Fake 1", call, "factored_qk", torch.bfloat16, includes_host=True)
+    assert found.ratio == pytest.approx(ratio(case, "factored_qk", "wall")) and not found
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (without(document(), "models"), "no case of the part models"),
+        (of_other_code(), "code of another GPU"),
+    ],
+)
+def test_other_records_are_refused(made, words):
+    with pytest.raises(ValueError, match=words):
+        entry(made)
+
+
+def test_the_command_replaces_the_entry_of_the_gpu(tmp_path, capsys):
+    record, out = tmp_path / "bench.json", tmp_path / "table.json"
+    record.write_text(json.dumps(measured()))
+    out.write_text(json.dumps({"Fake 1": "old", "Fake 2": "kept"}))
+    main([str(record), "--out", str(out)])
+    assert json.loads(out.read_text()) == {"Fake 1": entry(measured()), "Fake 2": "kept"}
+    assert f"{len(model_cases())} calls on Fake 1" in capsys.readouterr().out
+
+
+def test_a_file_that_is_no_record_ends_the_command(tmp_path, capsys):
+    record = tmp_path / "bench.json"
+    record.write_text("{")
+    assert exit_code("export", lambda: main([str(record)]), {}) == 2
+    assert "not a JSON file" in capsys.readouterr().err
+
+
+def test_calls_that_are_left_out_are_predicted_from_the_others():
+    made = measured()
+    table = left_out({"Fake 1": entry(made)})
+    assert [row[:3] for row in table.rows] == [
+        ["Fake 1", spec, figure] for figure in ("GPU", "wall") for spec in MODEL_SPECS
+    ]
+    for row in table.rows:
+        assert row[4] == "0%", "all ratios are equal"
+        known, many = row[3].split(" of ")
+        assert 0 < int(known) < int(many) == len(model_cases()) and row[5] == f"{known} of {known}"
+    made["cases"][KEY]["runs"]["factored_qk"]["wall"]["ms"] *= 2
+    changed = {tuple(row[1:3]): row for row in left_out({"Fake 1": entry(made)}).rows}
+    right, known = map(int, changed["factored_qk", "wall"][5].split(" of "))
+    assert right < known
+    assert changed["fpa_bf16", "wall"] == table.rows[3]
+
+
+def test_an_empty_table_predicts_nothing():
+    assert left_out({}).rows == []

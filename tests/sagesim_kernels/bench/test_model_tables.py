@@ -1,0 +1,93 @@
+"""Tables of the models of a record with known numbers."""
+
+import pytest
+
+from sagesim_kernels.bench.model_tables import (
+    extremes,
+    grouped_queries,
+    model_tables,
+    ratio,
+    ratios,
+    shapes,
+    times,
+    training_ratios,
+    training_times,
+)
+from sagesim_kernels.bench.models import MODEL_SPECS, MODELS, SDPA, model_cases
+from tests.sagesim_kernels.bench.documents import document, without
+
+KEY = "models short b8 h16 n1024 d64 causal"
+
+
+def row(table, name):
+    (found,) = (cells for first, *cells in table.rows if first == name)
+    return found
+
+
+def test_ratios_are_to_the_faster_sdpa_in_both_times():
+    """Device time is 1.25 that of ours for cuDNN, and 2 for FlashAttention-2."""
+    changed = document()
+    case = changed["cases"][KEY]
+    assert ratio(case, "factored_qk", "GPU") == pytest.approx(1.25)
+    ours, flash = (case["runs"][name]["wall"] for name in ("factored_qk", "sdpa flash"))
+    flash["ms"] = ours["ms"] / 2
+    assert ratio(case, "factored_qk", "wall") == pytest.approx(0.5)
+    assert row(ratios(changed), "short b8 h16 n1024 d64 causal") == [
+        "1.25 / 0.50",
+        "1.25 / 0.50",
+    ]
+
+
+def test_a_backend_that_did_not_run_is_no_reference():
+    case = document()["cases"][KEY]
+    del case["runs"]["sdpa cudnn"]
+    assert ratio(case, "factored_qk", "GPU") == pytest.approx(2.0)
+    del case["runs"]["sdpa flash"]
+    assert ratio(case, "factored_qk", "GPU") is None
+    assert ratio(document()["cases"][KEY], "flash-attn-4", "GPU") is None
+
+
+def test_times_of_shapes():
+    table = times(document())
+    assert list(table.head)[1:] == [*MODEL_SPECS, *SDPA], "flash-attn-4 did not run"
+    assert [f"models {first}" for first, *_ in table.rows] == [c.key for c in model_cases()]
+    # 3.5 * 4 * 8 * 16 * 1024^2 * 64 / 2 / 10^12
+    assert row(table, "short b8 h16 n1024 d64 causal")[0] == "0.0601 / 0.0601 (0.5)"
+
+
+def test_what_grouped_queries_cost():
+    changed = document()
+    words = "b2 h28/4 n4096 d128 causal"
+    changed["cases"][f"models grouped {words}"]["runs"]["factored_qk"]["both"]["ms"] *= 1.1
+    table = grouped_queries(changed)
+    assert [first for first, *_ in table.rows] == list(shapes(changed, "grouped"))
+    assert row(table, words) == ["1.100", "1.000", "1.000", "1.000"]
+
+
+def test_the_worst_and_the_best_shape_of_models():
+    changed = document()
+    ran = changed["cases"]["models few b8 h12 n256 d64 full"]["runs"]["factored_qk"]
+    ran["wall"]["ms"] *= 5
+    tiny = changed["cases"]["models tiny b1 h4 n128 d64 causal"]["runs"]["factored_qk"]
+    tiny["wall"]["ms"] *= 100
+    spec, figure, worst, best, slower = extremes(changed).rows[1]
+    assert (spec, figure) == ("factored_qk", "wall")
+    assert worst == "0.25 (b8 h12 n256 d64 full)" and best.startswith("1.25 (")
+    assert slower == f"1 of {sum(map(len, MODELS.values())) - 1}"
+    assert extremes(changed).rows[0][4].startswith("0 of ")
+
+
+def test_training_steps():
+    first = "l12 w768 d64 n1024 eager"
+    assert row(training_times(document()), first) == [
+        "100 / 100",
+        "100 / 100",
+        "200 / 200",
+        "125 / 125",
+    ]
+    assert row(training_ratios(document()), first) == ["1.25 / 1.25", "1.25 / 1.25"]
+
+
+def test_a_record_without_models_has_no_table():
+    assert model_tables(without(document(), "models", "training")) == []
+    assert extremes(without(document(), "models")).rows == []

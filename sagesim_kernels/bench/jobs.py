@@ -13,7 +13,9 @@ PRODUCTS: Final = {
     "finish_dq_kernel": "dq, dk and dv",
     "hopper_forward": "forward",
     "hopper_backward": "dq, dk and dv",
-    "hopper_postprocess": "dq, dk and dv",
+    "add_splits_kernel": "dq, dk and dv",
+    "ampere_forward": "forward",
+    "ampere_backward": "dq, dk and dv",
 }
 """The kernels that compute the seven matrix products, and the job of each."""
 
@@ -24,10 +26,13 @@ PREPARATION: Final = {
     "divide_sums_kernel": "smoothing",
     "delta_kernel": "delta",
     "p_rows_kernel": "delta",
+    "ampere_p_rows": "delta",
+    "row_stats_kernel": "delta",
     "key_bounds_kernel": "units of dq",
     "units_kernel": "units of dq",
     "hopper_preprocess": "delta",
     "natural_lse_kernel": "logsumexp",
+    "logit_shift_kernel": "smoothing",
 }
 """The kernels that prepare products, and the job of each. A kernel in neither table, which sets or
 copies memory, is preparation with the job "other"."""

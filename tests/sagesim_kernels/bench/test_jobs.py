@@ -1,10 +1,13 @@
 """Where the time of our kernels goes."""
 
+import re
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import triton
 
+import sagesim_kernels
 from sagesim_kernels.bench.jobs import PREPARATION, PRODUCTS, by_job, preparation_share
 from sagesim_kernels.bench.meter import Kernel
 
@@ -17,10 +20,16 @@ MODULES = (
     "operands.delta",
     "operands.dq_sums",
     "operands.dq_units",
+    "operands.key_bounds",
+    "operands.logit_shift",
     "operands.logsumexp",
     "hopper.forward",
     "hopper.backward_kernel",
     "hopper.backward",
+    "hopper.splits",
+    "ampere.forward",
+    "ampere.backward",
+    "ampere.p_rows",
 )
 
 
@@ -38,6 +47,14 @@ def test_the_names_are_those_of_the_kernels():
         assert kernels, module
         found |= kernels
     assert found == named
+
+
+def test_every_kernel_that_is_launched_has_a_job():
+    launched: set[str] = set()
+    for path in Path(sagesim_kernels.__file__).parent.rglob("*.py"):
+        launched |= set(re.findall(r"\blaunch\(\s+(\w+),", path.read_text(encoding="utf-8")))
+    assert {"hopper_forward", "ampere_backward", "quantize_kernel"} < launched
+    assert launched <= set(PRODUCTS) | set(PREPARATION)
 
 
 def launches(*names):

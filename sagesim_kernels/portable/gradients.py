@@ -252,9 +252,15 @@ def gradients_kernel(
                     )
                     if softcap.base2 is not None and subtracted.k_mean is not None:
                         # Rows of dS do not sum to 0: add dS 1 times the mean of K.
-                        inverse = inverse_units(dq_sums, stored + query, STEP)
-                        ds_sum = (tl.sum(ds, 0) * inverse)[:, None]
-                        part += ds_sum * load_k_mean(subtracted, b, k_head, sizes)
+                        inverse = inverse_units(dq_sums, stored + query, STEP)[:, None]
+                        ds_sum = tl.sum(ds, 0)[:, None]
+                        mean = load_k_mean(subtracted, b, k_head, sizes)
+                        # As in `part_of_dq`: only for codes is a unit so large that dS / unit
+                        # is finite, and only in 16 bit is dS times the mean.
+                        if k_right_tile.dtype == tl.int8:
+                            part += ds_sum * inverse * mean
+                        else:
+                            part += ds_sum * mean * inverse
                     if k_right_tile.dtype == tl.float16:  # dS may overflow
                         mark_nonfinite(dq_sums, stored + query, part)
                     add_part(dq_sums, stored + query, part)

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sagesim_kernels import attention, attention_varlen
-from tests.sagesim_kernels.contract import OUTPUTS, Tally, check, run_kernels
+from tests.sagesim_kernels.contract import (
+    OUTPUTS,
+    Tally,
+    check,
+    emulate,
+    emulated_case,
+    run_kernels,
+)
 from tests.sagesim_kernels.kernel_cases import PRESETS, KernelCase, alike, problems
 from tests.support import examples
 from tests.support.assertions import assert_bitwise
@@ -171,6 +178,25 @@ def test_the_mean_of_k_reaches_dq_where_rows_of_ds_do_not_sum_to_0(
         has_sinks=True,
         softcap=softcap,
     )
+    check(problem.case, problem.parsed)
+
+
+@pytest.mark.parametrize("preset", ["sagebwd", "factored", "fpa_fp16"])
+def test_a_sum_of_ds_is_not_divided_by_a_small_unit(preset: str) -> None:
+    """With K = 0 the unit is 2^-126 in 16 bit. A row of dS that sums to more than 4, divided by it,
+    overflows, and infinity times a mean of 0 is NaN."""
+    problem = KernelCase(
+        spec=f"{preset} smooth=k",
+        n_q=40,
+        n_k=50,
+        d=16,
+        d_v=16,
+        heads=(1, 1, 1),
+        kinds=("gaussian", "zeros", "large", "gaussian"),
+        has_sinks=True,
+        softcap=5.0,
+    )
+    assert float((emulate(emulated_case(problem.case), problem.parsed).ds.sum(-1)).abs().max()) > 4
     check(problem.case, problem.parsed)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Unpack
 
 import torch
@@ -21,7 +21,7 @@ from sagesim.emulator import CODE_MAX
 from sagesim.problem import AttentionOptions, resolve_input16
 from sagesim.spec import MAPS, OPERANDS
 from theory.ds_bound import centred
-from theory.ds_error import ds_moments_from_pv
+from theory.ds_error import cap_of, ds_moments_from_pv
 from theory.heads import Heads
 from theory.int8_dp import ds_moments_from_dp
 from theory.matmul import product_moments
@@ -91,9 +91,8 @@ def error_budget(
     Raises:
         TypeError: if dtypes differ.
         ValueError: if qk and qk_recompute round differently, because the prediction assumes that
-            most of their errors cancel (see `sagesim.analysis.Attribution.parts`); if there are
-            sinks or a softcap, which the prediction does not model; if shapes do not fit each other
-            or an option does not fit the tensors.
+            most of their errors cancel (see `sagesim.analysis.Attribution.parts`); if shapes do
+            not fit each other or an option does not fit the tensors.
 
     Source: ours.
 
@@ -104,17 +103,18 @@ def error_budget(
     problem = AttentionProblem.of(q, k, v, do, **options)
     if spec.qk != spec.qk_recompute:
         raise ValueError(f"qk and qk_recompute round differently under {spec.label()!r}")
-    for name in ("sinks", "softcap"):
-        if getattr(problem, name) is not None:
-            raise ValueError(
-                f"{name}: the prediction does not model them; measure the errors instead"
-            )
     heads = Heads.of(problem)
     resolved = resolve_input16(spec, problem.q.dtype)
     squares: dict[str, dict[str, float]] = {
         name: dict.fromkeys(OUTPUTS, 0.0) for name in (*PARTS, "all", "own", "exact")
     }
-    each = [_Head(one, resolved, problem.logit_scale) for one in heads.split()]
+    sinks: list[Tensor | None] = [None] * len(parts := list(heads.split()))
+    if problem.sinks is not None:
+        sinks = list(problem.sinks.detach().double().expand(problem.q.shape[:-2]).flatten())
+    each = [
+        _Head(part, resolved, problem.logit_scale, sink, problem.softcap)
+        for part, sink in zip(parts, sinks, strict=True)
+    ]
     for first in range(0, len(each), heads.groups):
         _add_group(squares, each[first : first + heads.groups])
     sums = {t: sum(squares[site][t] for site in PARTS) for t in OUTPUTS}
@@ -159,69 +159,150 @@ def _sum(moments: list[Moments]) -> Moments:
 
 
 class _Head:
-    """The expected errors of one query head, whose tensors are [tokens, d]."""
+    """The expected errors of one query head, whose tensors are [tokens, d].
 
-    def __init__(self, head: Heads, spec: AttentionSpec, scale: float) -> None:
+    A sink is one key more, of which K and V are 0 and have no error: its logit is that of no
+    product. `_with_sink` appends it. Without sinks it does nothing.
+    """
+
+    def __init__(
+        self,
+        head: Heads,
+        spec: AttentionSpec,
+        scale: float,
+        sink: Tensor | None,
+        softcap: float | None,
+    ) -> None:
         q, k, v, do = head.q, head.k, head.v, head.do
         self.spec, self.scale = spec, scale
-        self.exact = exact(q, k, v, do, attn_mask=head.attends, scale=scale)
+        sinks = None if sink is None else sink[None]
+        found = exact(
+            *(x[None] for x in (q, k, v, do)),
+            attn_mask=head.attends,
+            scale=scale,
+            sinks=sinks,
+            softcap=softcap,
+        )
+        self.exact = replace(
+            found,
+            **{t: getattr(found, t)[0] for t in ("s", "p", "dp", "o", "ds", "dq", "dk", "dv")},
+        )
         self.q, self.v, self.do = q, v, do
         self.k = k - head.key_means() if spec.smoothing.k else k
         self.q_rounded = q - head.query_block_means(spec.block_q) if spec.smoothing.q else q
         self.values = {"q": self.q_rounded, "k": self.k, "v": v, "do": do}
         self.values |= {"p": self.exact.p, "ds": self.exact.ds}
 
+        self.has_sink = sink is not None
+        p = self.exact.p
+        self.p = torch.cat([p, 1 - p.sum(-1, keepdim=True)], -1) if self.has_sink else p
+        self.p = self.p.where(head.attends.any(-1, keepdim=True), 0.0)
+        self.cap = None
+        # dS of the smoothed K, and what is added for the mean: docs/numerics.md.
+        mean = (k - self.k).sum(-2, keepdim=True) / head.attends.any(-2).sum().clamp(min=1)
+        self.k_right = torch.cat([self.k, -mean], -2) if self.has_sink else self.k
+        if softcap is not None:
+            self.k_right = self._with_sink(k, -2)
+            s = self._with_sink(self.exact.s.masked_fill(~head.attends, 0.0), -1)
+            self.cap = cap_of(s, softcap)
+            if self.has_sink:
+                self.cap.slope[:, -1], self.cap.bend[:, -1] = 1.0, 0.0
+
     def errors_by_site(self) -> dict[str, dict[str, Moments]]:
         """By site of `PARTS`, the error of each output that the site can reach."""
-        p, ds, q, k, v, do = self.exact.p, self.exact.ds, self.q, self.k, self.v, self.do
+        p, ds, k, v, do = self.exact.p, self.exact.ds, self.k, self.v, self.do
         p_error, v_error = self.error("pv", "p"), self.error("pv", "v")
         pv = {"o": product_moments(p, v, p_error, v_error)}
         if self.spec.delta is Delta.FROM_O:
-            pv |= self._through_delta(ds_moments_from_pv(p, v, do, p_error, v_error))
+            of_keys = ds_moments_from_pv(
+                self.p,
+                self._with_sink(v, -2),
+                do,
+                self._error_with_sink(p_error, -1),
+                self._error_with_sink(v_error, -2),
+            )
+            pv |= self._through_delta(of_keys)
         of_dp = ds_moments_from_dp(
-            p, v, do, self.error("dp", "do"), self.error("dp", "v"), self.spec.delta
+            self.p,
+            self._with_sink(v, -2),
+            do,
+            self.error("dp", "do"),
+            self._error_with_sink(self.error("dp", "v"), -2),
+            self.spec.delta,
         )
         dq = product_moments(ds, k, self.error("dq", "ds"), self.error("dq", "k"))
         dk_left, dv_left = self.error("dk", "ds").mT, self.error("dv", "p").mT
         dk = product_moments(ds.mT, self.q_rounded, dk_left, self.error("dk", "q"))
         dv = product_moments(p.mT, do, dv_left, self.error("dv", "do"))
         return {
-            LOGITS: qk_moments(
-                p,
-                centred(p, self.exact.dp),
-                q,
-                k,
-                v,
-                do,
-                self.error("qk", "q"),
-                self.error("qk", "k"),
-                q_rounded=self.q_rounded,
-                scale=self.scale,
-            ),
+            LOGITS: self._through_logits(),
             "pv": pv,
             "dv": {"dv": dv},
-            "dp": {
-                "ds": of_dp,
-                "dq": self._scaled(of_dp.mean @ k, of_dp.variance @ k.square()),
-                "dk": self._scaled(of_dp.mean.mT @ q, of_dp.variance.mT @ q.square()),
-            },
+            "dp": self._through_ds(self._capped(of_dp)),
             "dq": {"dq": self._scaled(dq.mean, dq.variance)},
             "dk": {"dk": self._scaled(dk.mean, dk.variance)},
         }
+
+    def _through_logits(self) -> dict[str, Moments]:
+        """The errors of all outputs from QK and its recomputation."""
+        found = qk_moments(
+            self.p,
+            centred(self.p, self._with_sink(self.exact.dp, -1)),
+            self.q,
+            self._with_sink(self.k, -2),
+            self._with_sink(self.v, -2),
+            self.do,
+            self.error("qk", "q"),
+            self._error_with_sink(self.error("qk", "k"), -2),
+            q_rounded=self.q_rounded,
+            scale=self.scale,
+            k_right=self.k_right,
+            cap=self.cap,
+        )
+        of_keys = {"ds": self._without_sink(found["ds"], -1)}
+        of_keys |= {t: self._without_sink(found[t], -2) for t in ("dk", "dv")}
+        return found | of_keys
 
     def _through_delta(self, ds: Moments) -> dict[str, Moments]:
         """The errors of dS, dQ and dK from the error of delta.
 
         An error e of delta changes a row of dS by -e P_i, and so the row of dQ by -e P_i K.
         """
-        p, k, q = self.exact.p, self.k, self.q
-        weight = p.square().sum(-1, keepdim=True)
+        weight = self.p.square().sum(-1, keepdim=True)
         delta_variance = ds.variance.sum(-1, keepdim=True) / weight.where(weight > 0, 1.0)
-        return {
-            "ds": ds,
-            "dq": self._scaled(ds.mean @ k, delta_variance * (p @ k).square()),
-            "dk": self._scaled(ds.mean.mT @ q, ds.variance.mT @ q.square()),
-        }
+        ds = self._capped(ds)
+        slope = 1.0 if self.cap is None else self.cap.slope
+        pull = (slope * self.p) @ self.k_right
+        found = self._through_ds(ds)
+        dq = self._scaled(ds.mean @ self.k_right, delta_variance * pull.square())
+        return found | {"dq": dq}
+
+    def _through_ds(self, ds: Moments) -> dict[str, Moments]:
+        """The errors of dS, dQ and dK from an error of dS that is independent from key to key."""
+        dq = self._scaled(ds.mean @ self.k_right, ds.variance @ self.k_right.square())
+        ds = self._without_sink(ds, -1)
+        dk = self._scaled(ds.mean.mT @ self.q, ds.variance.mT @ self.q.square())
+        return {"ds": ds, "dq": dq, "dk": dk}
+
+    def _capped(self, ds: Moments) -> Moments:
+        """The error of the gradient of logits before the cap, from that of the capped ones."""
+        if self.cap is None:
+            return ds
+        return Moments(ds.mean * self.cap.slope, ds.variance * self.cap.slope.square())
+
+    def _with_sink(self, x: Tensor, axis: int) -> Tensor:
+        if not self.has_sink:
+            return x
+        return torch.cat([x, torch.zeros_like(x.narrow(axis, 0, 1))], axis)
+
+    def _error_with_sink(self, x: Moments, axis: int) -> Moments:
+        return Moments(self._with_sink(x.mean, axis), self._with_sink(x.variance, axis))
+
+    def _without_sink(self, x: Moments, axis: int) -> Moments:
+        if not self.has_sink:
+            return x
+        keys = x.mean.shape[axis] - 1
+        return Moments(x.mean.narrow(axis, 0, keys), x.variance.narrow(axis, 0, keys))
 
     def _scaled(self, mean: Tensor, variance: Tensor) -> Moments:
         return Moments(self.scale * mean, self.scale**2 * variance)

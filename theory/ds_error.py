@@ -10,6 +10,7 @@ Maps are [..., n_q, n_k]. Computed in float64. Source: ours, unless stated other
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,8 +82,34 @@ def through_delta_bound(p: Tensor, do: Tensor, o_error: Tensor) -> Tensor:
     return rms_p * do.double().norm(dim=-1) * o_error.double().norm(dim=-1)
 
 
+class Cap(NamedTuple):
+    """How a softcap maps logits, elementwise; see `cap_of`."""
+
+    slope: Tensor  #: the derivative of the cap
+    bend: Tensor  #: the derivative of slope by the capped logit
+
+
+def cap_of(s: Tensor, softcap: float | None) -> Cap:
+    """The cap at the capped logits s; without a softcap the slope is 1 and the bend 0.
+
+    With t = s / softcap, the slope of softcap tanh(x / softcap) is 1 - t^2. By s, it changes by
+    -2 t / softcap.
+    """
+    if softcap is None:
+        return Cap(torch.ones_like(s), torch.zeros_like(s))
+    t = s / softcap
+    return Cap(1 - t.square(), -2 * t / softcap)
+
+
 def ds_moments_from_qk(
-    p: Tensor, c: Tensor, q: Tensor, k: Tensor, q_error: Moments, k_error: Moments, scale: float
+    p: Tensor,
+    c: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_error: Moments,
+    k_error: Moments,
+    scale: float,
+    cap: Cap | None = None,
 ) -> Moments:
     """The first-order error of dS from rounding Q and K in QK, alike in forward and backward.
 
@@ -96,36 +123,48 @@ def ds_moments_from_qk(
     of F_j is then P_j^2 [u_j c_j^2 (1 - 4 P_j) + sum_l P_l^2 u_l (c_j + c_l)^2]. Rounding Q gives x
     = K a scale with one a for the whole row, and F_j is P_j a . [(K_j - P.K) c_j - dS_i K] scale.
 
+    With a softcap of slope g and bend h, the error of a capped logit is y = g o x, and dS = g o P o
+    c changes by P_j [e_j y_j - g_j (c_j P.y + (P o c).y)] with e = c o (g + h). The variance from K
+    is P_j^2 [u_j e_j (e_j - 4 g_j P_j c_j) + g_j^2 sum_l P_l^2 u_l (c_j + c_l)^2], with u that of
+    y. From Q, F_j is P_j a . [e_j g_j K_j - g_j c_j (P o g) K - g_j dS_i K] scale.
+
     It breaks where errors of S are not small against 1: for Gaussian inputs from a deviation of Q
     and K of about 4 on.
 
     Args:
-        p: [..., n_q, n_k].
+        p: [..., n_q, n_k]; rows sum to 1. With sinks, the last key is the sink, and 0 in c's dP, k
+            and k_error.
         c: dP - delta, [..., n_q, n_k], as `theory.ds_bound.centred` returns it.
         q: Q as it is rounded, [..., n_q, d].
         k: K as it is rounded (smoothed if the spec smooths K), [..., n_k, d].
         q_error: the moments of the rounding error of q.
         k_error: the same of k.
         scale: the softmax scale.
+        cap: of a softcap, [..., n_q, n_k]; None: there is none.
     """
     p, c, q, k = p.double(), c.double(), q.double(), k.double()
-    x = scale * product_moments(q, k.mT, q_error, k_error.mT).mean
-    ds = p * c
-    mean = p * ((x - (p * x).sum(-1, keepdim=True)) * c - (ds * x).sum(-1, keepdim=True))
+    slope, bend = cap or cap_of(torch.zeros_like(p), None)
+    x = slope * scale * product_moments(q, k.mT, q_error, k_error.mT).mean
+    from_own, from_row, capped_p = c * (slope + bend), slope * c, slope * p
+    ds = capped_p * c
+    mean = p * (from_own * x - from_row * _sum(p * x) - slope * _sum(p * c * x))
 
-    u = q.square() @ k_error.variance.mT
+    u = slope.square() * (q.square() @ k_error.variance.mT)
     weighted = p.square() * u
-    from_k = u * c.square() * (1 - 4 * p)
+    from_k = u * from_own * (from_own - 4 * from_row * p)
     for factor, power in ((c.square(), 0), (2 * c, 1), (1.0, 2)):
-        from_k = from_k + factor * (weighted * c**power).sum(-1, keepdim=True)
+        from_k = from_k + slope.square() * factor * _sum(weighted * c**power)
 
-    # The square is expanded into matrix products. Subtracting the mean of K, which leaves P
-    # unchanged, avoids cancellation.
-    k = k - k.mean(-2, keepdim=True)
-    var, k_mean, pull = q_error.variance, p @ k, ds @ k
-    far = var @ k.square().mT - 2 * (var * k_mean) @ k.mT + _sum(var * k_mean.square())
-    along = (var * pull) @ k.mT - _sum(var * k_mean * pull)
-    from_q = c.square() * far - 2 * c * along + _sum(var * pull.square())
+    # The square is expanded into matrix products.
+    if cap is None:  # Subtracting the mean of K, which leaves P unchanged, avoids cancellation.
+        k = k - k.mean(-2, keepdim=True)
+    var, k_mean, pull = q_error.variance, capped_p @ k, ds @ k
+    own, row = from_own * slope, from_row
+    from_q = own.square() * (var @ k.square().mT) - 2 * own * row * ((var * k_mean) @ k.mT)
+    from_q = from_q + row.square() * _sum(var * k_mean.square())
+    from_q = from_q - 2 * own * slope * ((var * pull) @ k.mT)
+    from_q = from_q + 2 * row * slope * _sum(var * k_mean * pull)
+    from_q = from_q + slope.square() * _sum(var * pull.square())
     return Moments(mean, scale**2 * p.square() * (from_q + from_k).clamp(min=0.0))
 
 

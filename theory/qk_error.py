@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from theory.ds_error import ds_moments_from_qk
+from theory.ds_error import Cap, cap_of, ds_moments_from_qk
 from theory.matmul import product_moments
 from theory.rounding import Moments
 
@@ -38,6 +38,8 @@ def qk_moments(
     *,
     q_rounded: Tensor,
     scale: float,
+    k_right: Tensor | None = None,
+    cap: Cap | None = None,
 ) -> dict[str, Moments]:
     """The moments of the errors of o, ds, dq, dk and dv from rounding Q and K in QK.
 
@@ -58,52 +60,69 @@ def qk_moments(
         k_error: the same of k.
         q_rounded: the tensor that is rounded, q less its block means if Q is smoothed, else q.
         scale: the softmax scale.
+        k_right: the K that dQ multiplies dS by, if not k: with sinks and a smoothed K it is minus
+            the mean of K at the sink, and with a softcap it is K before smoothing.
+        cap: as in `theory.ds_error.ds_moments_from_qk`; the errors of logits are then those of the
+            capped ones.
 
     Returns: moments by output: "o", "ds", "dq", "dk" and "dv".
     """
     p, c, q, k, v, do = (x.double() for x in (p, c, q, k, v, do))
     q_rounded = q_rounded.double()
-    ds, o, k_mean = p * c, p @ v, p @ k
-    pull = ds @ k
+    k_right = k if k_right is None else k_right.double()
+    slope, bend = cap or cap_of(torch.zeros_like(p), None)
+    # The weights of y, the errors of capped logits: of key j in dS_j, and of the others.
+    own, ds = p * c * (slope + bend), p * c * slope
+    capped_p, o, pull = p * slope, p @ v, ds @ k
+    k_mean, right_mean, right_pull = capped_p @ k, capped_p @ k_right, ds @ k_right
     a, b = scale**2 * q_error.variance, scale**2 * k_error.variance
-    u = q_rounded.square() @ b.mT  # the variance of x_ij from b_j
+    u = slope.square() * (q_rounded.square() @ b.mT)  # the variance of y_ij from b_j
     pu = p.square() * u
 
-    x = scale * product_moments(q_rounded, k.mT, q_error, k_error.mT).mean
+    x = slope * scale * product_moments(q_rounded, k.mT, q_error, k_error.mT).mean
     p_mean = p * (x - _sum(p * x))
-    spread = a @ k.square().mT - 2 * (a * k_mean) @ k.mT + _sum(a * k_mean.square())
+    spread = slope.square() * (a @ k.square().mT) - 2 * slope * ((a * k_mean) @ k.mT)
+    spread = spread + _sum(a * k_mean.square())
     others = _sum(pu) - pu
     p_own = pu * (1 - p).square()
     p_rest = p.square() * (spread.clamp(min=0.0) + others)
 
-    ds_moments = ds_moments_from_qk(p, c, q_rounded, k, q_error, k_error, scale)
-    ds_own = u * ds.square() * (1 - 2 * p).square()
+    ds_moments = ds_moments_from_qk(p, c, q_rounded, k, q_error, k_error, scale, cap)
+    of_own = own - 2 * p * ds  # the weight of y_ij in dS_ij
+    ds_own = u * of_own.square()
     ds_rest = (ds_moments.variance - ds_own).clamp(min=0.0)
 
     # The error of O is a . Cov_P(K, V) from the query, and b_j times P_j (V_j - O) from key j.
-    covariance = _outer(p, k, v) - k_mean[..., :, None] * o[..., None, :]
+    covariance = _outer(capped_p, k, v) - k_mean[..., :, None] * o[..., None, :]
     o_variance = (a[..., :, None] * covariance.square()).sum(-2)
     o_variance = o_variance + pu @ v.square() - 2 * o * (pu @ v) + o.square() * _sum(pu)
     # The error of dQ is a . M from the query, with M the centred second moments of K under dS,
     # and b_l times dS_l (K_l - P.K) - P_l dS K from key l.
-    moment = _outer(ds, k, k) - k_mean[..., :, None] * pull[..., None, :]
-    moment = moment - pull[..., :, None] * k_mean[..., None, :]
+    moment = _outer(own * slope, k, k_right) - k_mean[..., :, None] * right_pull[..., None, :]
+    moment = moment - pull[..., :, None] * right_mean[..., None, :]
     dq_variance = (a[..., :, None] * moment.square()).sum(-2)
-    squares, crossed = u * ds.square(), u * ds * p
-    far = squares @ k.square() - 2 * k_mean * (squares @ k) + k_mean.square() * _sum(squares)
-    across = crossed @ k - k_mean * _sum(crossed)
-    dq_variance = dq_variance + far - 2 * pull * across + pull.square() * _sum(pu)
+    # Of (own_l K_l - (P o c)_l P.K - P_l dS K)^2, summed over the keys l.
+    rest = p * c
+    dq_variance = dq_variance + (u * own.square()) @ k_right.square()
+    dq_variance = dq_variance - 2 * right_mean * ((u * own * rest) @ k_right)
+    dq_variance = dq_variance + right_mean.square() * _sum(u * rest.square())
+    across = (u * own * p) @ k_right - right_mean * _sum(u * rest * p)
+    dq_variance = dq_variance - 2 * right_pull * across + right_pull.square() * _sum(pu)
     # The errors of dV and dK from b_j, summed over all queries; the rest is added below.
-    dv_variance = (b[..., :, None] * _outer((p * (1 - p)).mT, q_rounded, do).square()).sum(-2)
-    dk_variance = (b[..., :, None] * _outer((ds * (1 - 2 * p)).mT, q_rounded, q).square()).sum(-2)
+    of_p = p * (1 - p) * slope
+    dv_variance = (b[..., :, None] * _outer(of_p.mT, q_rounded, do).square()).sum(-2)
+    dk_variance = (b[..., :, None] * _outer((of_own * slope).mT, q_rounded, q).square()).sum(-2)
 
-    apart = 2 * (_sum(a * k.var(-2, keepdim=True, correction=0)) + u.mean(-1, keepdim=True))
+    keys = k.shape[-2]
+    apart = _sum(a * (slope.square() @ k.square() / keys - (slope @ k / keys).square()))
+    apart = 2 * (apart.clamp(min=0.0) + u.mean(-1, keepdim=True))
     of_p, of_ds = saturation_of_p(apart), saturation_of_ds(apart)
     overall_p, overall_ds = _mean_gain(p_own, of_p), _mean_gain(ds_own, of_ds)
+    right = scale * ds_moments.mean @ k_right
     return {
         "o": Moments(p_mean @ v, of_p * o_variance.clamp(min=0.0)),
         "ds": Moments(ds_moments.mean, of_ds * ds_moments.variance),
-        "dq": Moments(scale * ds_moments.mean @ k, scale**2 * of_ds * dq_variance.clamp(min=0.0)),
+        "dq": Moments(right, scale**2 * of_ds * dq_variance.clamp(min=0.0)),
         "dk": Moments(
             scale * ds_moments.mean.mT @ q,
             scale**2 * (overall_ds * dk_variance + (of_ds * ds_rest).mT @ q.square()),

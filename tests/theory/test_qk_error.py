@@ -9,6 +9,7 @@ from scipy import integrate, stats
 import sagesim
 from tests.support.assertions import assert_within_bound
 from theory.ds_bound import centred
+from theory.ds_error import Cap, cap_of
 from theory.qk_error import qk_moments, saturation_of_ds, saturation_of_p
 from theory.rounding import Moments
 
@@ -66,6 +67,61 @@ def test_variances_are_those_of_drawn_errors(rounded):
     for t in ("dk", "dv"):
         ratio = float(moments[t].variance.sum() / measured[t].sum())
         assert 0.7 < ratio < 1.4, (t, rounded, ratio)
+
+
+SINK, SOFTCAP = 0.7, 1.5
+
+
+def with_sink(x, axis):
+    return torch.cat([x, torch.zeros_like(x.narrow(axis, 0, 1))], axis)
+
+
+@pytest.mark.parametrize("has_sink", [False, True])
+@pytest.mark.parametrize("softcap", [None, SOFTCAP])
+@pytest.mark.parametrize("rounded", ["q", "k"])
+def test_variances_with_a_sink_and_a_softcap(rounded, softcap, has_sink):
+    """As above; a sink is one key more, without K, V and errors."""
+    q, k, v, do = problem()
+    size = SIZE**2 * (1 + q.square())
+    of = {t: size if rounded == t else torch.zeros_like(size) for t in ("q", "k")}
+    options = {"softcap": softcap, "sinks": torch.tensor([SINK]).double() if has_sink else None}
+    x = sagesim.exact(*(t[None] for t in (q, k, v, do)), **options)
+    p, dp, s = x.p[0], x.dp[0], x.s[0]
+    cap = cap_of(s, softcap)
+    k_all, v_all, k_size = k, v, of["k"]
+    if has_sink:
+        p, dp = torch.cat([p, 1 - p.sum(-1, keepdim=True)], -1), with_sink(dp, -1)
+        k_all, v_all, k_size = (with_sink(t, -2) for t in (k, v, of["k"]))
+        cap = Cap(torch.nn.functional.pad(cap.slope, (0, 1), value=1.0), with_sink(cap.bend, -1))
+    errors = [Moments(torch.zeros_like(t), t) for t in (of["q"], k_size)]
+    scale = 1 / math.sqrt(q.shape[-1])
+    moments = qk_moments(
+        p,
+        centred(p, dp),
+        q,
+        k_all,
+        v_all,
+        do,
+        *errors,
+        q_rounded=q,
+        scale=scale,
+        cap=None if softcap is None else cap,
+    )
+
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(2, DRAWS, *q.shape, generator=generator, dtype=torch.float64)
+    off_q, off_k = q + of["q"].sqrt() * noise[0], k + of["k"].sqrt() * noise[1]
+    wide = [t[:, None] for t in (off_q, off_k, v.expand_as(off_k), do.expand_as(off_q))]
+    found = sagesim.exact(*wide, **options)
+    ds = found.ds[:, 0]
+    through = {"o": found.o[:, 0], "ds": ds, "dq": scale * ds @ k}
+    for t, value in through.items():
+        predicted = moments[t].variance
+        if t == "ds":
+            predicted = predicted[:, : k.shape[0]]
+        bound = 5 * math.sqrt(2 / DRAWS) * predicted + 0.02 * SIZE**2
+        measured = (value - getattr(x, t)[0]).square().mean(0)
+        assert_within_bound(actual=predicted, exact=measured, bound=bound, what=f"{t}, {rounded}")
 
 
 def test_wrong_operands_give_wrong_variances():

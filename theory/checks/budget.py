@@ -23,12 +23,16 @@ SIGMAS = (1.0, 3.0, 5.0, 8.0, 10.0)
 
 
 def checks() -> Iterator[Check]:
-    """Both six-product schemes on Table 1's inputs, the capture, outlier channels; and shares."""
+    """Both six-product schemes on Table 1's inputs, the capture, outlier channels; with sinks and a
+    softcap; and shares."""
     every = samples()
     budgets = {spec: [error_budget(sample, spec=spec) for sample in every] for spec in SPECS}
     for of_spec in budgets.values():
         for sample, budget in zip(every, of_spec, strict=True):
             yield from of_errors(sample, budget)
+    for sample in (table1(3.0, softcap=4.0), sinks(3.0), sinks(3.0, softcap=4.0)):
+        for spec in SPECS:
+            yield from of_errors(sample, error_budget(sample, spec=spec))
     for i in (SIGMAS.index(3.0), len(SIGMAS) + 2, -1):  # Table 1, a layer of the capture, outliers
         yield from of_shares(every[i], budgets[SAGEBWD][i])
 
@@ -38,9 +42,27 @@ def samples() -> tuple[Sample, ...]:
     return (*(table1(sigma) for sigma in SIGMAS), *captured(2048), outliers())
 
 
-def table1(sigma: float) -> Sample:
+def table1(sigma: float, *, softcap: float | None = None) -> Sample:
     """Table 1's inputs, 8 draws: at large sigma a few rows make up most of a head's error."""
-    return pooled([gaussian(sigma, 256, seed=seed) for seed in range(8)])
+    found = pooled([gaussian(sigma, 256, seed=seed) for seed in range(8)])
+    if softcap is None:
+        return found
+    return replace(found, name=f"{found.name}, softcap {softcap:g}", softcap=softcap)
+
+
+def sinks(sigma: float, *, softcap: float | None = None) -> Sample:
+    """The same with a sink in every head that takes about half of the weight of a typical row.
+
+    K and V have means. dQ gets that of K back where rows of dS do not sum to 0.
+    """
+    found = table1(sigma, softcap=softcap)
+    means = torch.linspace(-1, 1, found.k.shape[-1])
+    q, k = found.q, found.k + sigma * means
+    s = q @ k.mT * found.logit_scale
+    if softcap is not None:
+        s = softcap * (s / softcap).tanh()
+    largest = s.logsumexp(-1).median(-1).values[0]
+    return replace(found, name=f"{found.name}, sinks", k=k, v=found.v + means, sinks=largest)
 
 
 def outliers() -> Sample:

@@ -88,7 +88,7 @@ def test_a_small_run(meter, tmp_path):
         assert all(one[which]["ms"] > 0 for which in PASSES) and one["apart"] < 0.1
     for name in SPECS:
         jobs = timed["runs"][name]["jobs_ms"]
-        assert {"forward", "dq", "dk and dv", "quantizing", "smoothing", "delta"} <= set(jobs)
+        assert {"forward", "dq, dk and dv", "quantizing", "smoothing", "delta"} <= set(jobs)
     assert errors["errors"]["factored"]["dq"] < 0.05
 
 

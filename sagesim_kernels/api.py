@@ -141,11 +141,11 @@ def attention(
         tokens_first=tokens_first,
     )
     o, lse = attend(*(with_four_axes(x) for x in (q, k, v)), call, with_lse=return_lse)
-    if tokens_first:
-        o = o.transpose(1, 2)
     if q.ndim != 4:
-        o = o.reshape(*q.shape[:-3], *o.shape[1:])
+        o = o.reshape(*q.shape[:-1], o.shape[-1])
         lse = None if lse is None else lse.reshape(q.shape[:-1])
+    if tokens_first:
+        o = o.transpose(-3, -2)
     return o if lse is None else (o, lse)
 
 

@@ -607,8 +607,8 @@ BUGS = (
     Bug(
         "mean of K left out of dQ under a softcap",
         "portable/gradients.py",
-        "part += ds_sum * load_k_mean",
-        "part += 0.0 * ds_sum * load_k_mean",
+        "ds_sum = tl.sum(ds, 0)[:, None]",
+        "ds_sum = 0.0 * tl.sum(ds, 0)[:, None]",
     ),
     Bug(
         "mean of K left out of the units of dQ under a softcap",

@@ -127,6 +127,23 @@ def both_metrics() -> str:
     )
 
 
+def input16() -> str:
+    """The errors of float32 inputs if INPUT16 is FP16, BF16, and what it is."""
+    data = load("input16")
+    meanings = {"fp16": "all FP16", "bf16": "all BF16", "input16": "INPUT16"}
+    found = {(r["inputs"], r["label"], r["precision"]): r for r in data["rows"]}
+    rows = [
+        [name, f"`{label}`"]
+        + [f"{found[name, label, p][m]:.4f}" for m in ("exact", "own") for p in meanings]
+        for name, label in dict.fromkeys((r["inputs"], r["label"]) for r in data["rows"])
+    ]
+    head = ["inputs", "spec"]
+    head += [
+        f"{words}: {m}" for m in ("full precision", "own forward") for words in meanings.values()
+    ]
+    return "Relative L2 error of dQ:\n\n" + markdown(head, rows) + source(data)
+
+
 def statements_of_the_paper() -> str:
     """What the emulator says about three statements of the paper."""
     data = load("statements_of_the_paper")
@@ -374,6 +391,7 @@ TABLES: dict[str, Callable[[], str]] = {
             attribution,
             table1,
             causality,
+            input16,
         )
     },
     **{f.__name__: f for f in (table1_kernels, gpu_checks, mutations, speed)},

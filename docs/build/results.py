@@ -12,13 +12,14 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import sagesim
+from sagesim import Precision
 from sagesim.analysis import (
     COLUMNS,
     OUTPUTS,
@@ -38,6 +39,7 @@ from sagesim.files import check_writable, write_text
 from sagesim.models import Capture
 from theory import error_budget
 from theory.checks import budget as budget_checks
+from theory.checks.samples import captured, gaussian
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -58,6 +60,9 @@ LADDER = (
 """Schemes from the paper's to ours; each changes one thing in the scheme before it."""
 
 LARGE_SIGMAS = (3.0, 5.6, 8.0)
+LOSS_SCALE_LOG2 = 16
+"""Of the shipped capture; see sagesim/data/README.md."""
+
 BOTH = Setting(tokens=1024, draws=8, is_causal=True)
 SCHEMES = (
     ("the paper's", "sagebwd"),
@@ -96,7 +101,7 @@ def finding() -> dict[str, Any]:
     for scheme, label in LADDER:
         spec = sagesim.AttentionSpec.parse(label)
         pooled = pool_errors([errors(call, spec) for call in calls])
-        int8 = sum(spec.site(s).precision is sagesim.Precision.INT8 for s in sagesim.SITES)
+        int8 = sum(spec.site(s).precision is Precision.INT8 for s in sagesim.SITES)
         relative = {t: pooled[t].rel_l2 for t in OUTPUTS}
         rows.append({"scheme": scheme, "label": spec.label(), "int8": int8, "rel_l2": relative})
     return {"rows": rows}
@@ -194,6 +199,29 @@ def both_metrics() -> dict[str, Any]:
     return {"setting": asdict(BOTH), "rows": rows}
 
 
+def input16() -> dict[str, Any]:
+    """The error of dQ of float32 inputs for three meanings of INPUT16, and two sizes of dO."""
+    capture = [x.map(torch.Tensor.float) for x in captured(512)]
+    inputs = {"capture": capture}
+    inputs["capture, dO without loss scaling"] = [
+        replace(x, do=x.do * 2.0**-LOSS_SCALE_LOG2) for x in capture
+    ]
+    for sigma in (1.0, 5.6):
+        inputs[f"Gaussian, sigma {sigma:g}"] = [gaussian(sigma, 512, is_causal=True)]
+    rows = []
+    for name, problems in inputs.items():
+        for label in ("sagebwd", "factored", "factored_qk", "factored_qk16"):
+            spec = sagesim.AttentionSpec.parse(label)
+            sites = [s for s in sagesim.SITES if spec.site(s).precision is Precision.INPUT16]
+            for precision in (Precision.FP16, Precision.BF16, Precision.INPUT16):
+                written = sagesim.with_precision(spec, precision, *sites)
+                both = zip(*(errors_of_both(x, written) for x in problems), strict=True)
+                exact, own = (pool_errors(each)["dq"].rel_l2 for each in both)
+                row = {"inputs": name, "label": label, "precision": precision.value}
+                rows.append(row | {"exact": exact, "own": own})
+    return {"rows": rows}
+
+
 def statements_of_the_paper() -> dict[str, Any]:
     """Smoothing Q and INT8 dP on the capture; errors by length on Gaussian inputs."""
     calls = Capture.load(LLAMA).calls
@@ -215,6 +243,7 @@ RESULTS: dict[str, Callable[[], dict[str, Any]]] = {
     for f in (
         finding,
         both_metrics,
+        input16,
         statements_of_the_paper,
         attribution,
         table1,

@@ -26,10 +26,18 @@ def check_scale(scale: object) -> None:
 
 
 def resolve_input16(spec: AttentionSpec, dtype: torch.dtype) -> AttentionSpec:
-    """`spec` with INPUT16 replaced: by BF16 if the inputs' dtype is bfloat16, else by FP16."""
-    precision = Precision.BF16 if dtype is torch.bfloat16 else Precision.FP16
-    sites = [s for s in SITES if spec.site(s).precision is Precision.INPUT16]
-    return with_precision(spec, precision, *sites) if sites else spec
+    """`spec` with INPUT16 replaced: by the inputs' own dtype if it has 16 bit.
+
+    For float32 and float64 inputs, by FP16 in qk and qk_recompute, and by BF16 in all other sites:
+    docs/numerics.md, "INPUT16", says why.
+    """
+    of_logits = Precision.BF16 if dtype is torch.bfloat16 else Precision.FP16
+    others = Precision.FP16 if dtype is torch.float16 else Precision.BF16
+    for site in SITES:
+        if spec.site(site).precision is Precision.INPUT16:
+            precision = of_logits if site in ("qk", "qk_recompute") else others
+            spec = with_precision(spec, precision, site)
+    return spec
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,7 +42,9 @@ class Precision(StrEnum):
     FP8_E5M2 = "fp8_e5m2"  #: 2 mantissa bits, largest value 57344, times a scale
     FP16 = "fp16"  #: IEEE half precision, no scale
     BF16 = "bf16"  #: bfloat16, no scale
-    INPUT16 = "input16"  #: BF16 if the inputs are bfloat16, else FP16; no scale
+    INPUT16 = "input16"
+    """The inputs' dtype if it has 16 bit, no scale. For other inputs, FP16 in QK and its
+    recomputation, and BF16 in the other products."""
     FP32 = "fp32"  #: no rounding at all (float64 inputs stay float64)
 
     @property

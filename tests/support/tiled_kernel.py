@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sagesim import AttentionSpec, Delta, Granularity, Precision, RoundingMode
+from sagesim.problem import resolve_input16
 from sagesim.spec import OPERANDS
 
 LOG2E = math.log2(math.e)
@@ -118,7 +119,8 @@ class _Attention(torch.autograd.Function):
 
 class _Tiled:
     def __init__(self, spec, bug, is_causal, scale, q, k):
-        self.spec, self.bug, self.is_causal = spec, bug, is_causal
+        self.bug, self.is_causal = bug, is_causal
+        self.spec = resolve_input16(spec, q.dtype)
         self.b, self.h, self.n_q, self.d = q.shape
         self.h_k, self.n_k = k.shape[1:3]
         self.groups = self.h // self.h_k
@@ -131,12 +133,7 @@ class _Tiled:
         if bug == "logit scale lost" and scale is None:
             self.scale = 1.0
         self.dtype = q.dtype
-        input16 = torch.bfloat16 if q.dtype is torch.bfloat16 else torch.float16
-        self.dtypes_16_bit = {
-            Precision.INPUT16: input16,
-            Precision.FP16: torch.float16,
-            Precision.BF16: torch.bfloat16,
-        }
+        self.dtypes_16_bit = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
         # Under a causal mask, keys beyond the last query are padding.
         self.n_valid = min(self.n_k, self.n_q) if is_causal else self.n_k
         bq, bk = spec.block_q, spec.block_k

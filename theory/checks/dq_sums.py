@@ -19,6 +19,7 @@ from sagesim import (
     Rounding,
     Trace,
 )
+from sagesim.problem import resolve_input16
 from theory.checks.check import Check, bounded, estimated
 from theory.checks.samples import Sample, captured, gaussian, outlier_channels
 from theory.dq_sums import (
@@ -274,14 +275,9 @@ def operand(sample: Sample, trace: Trace, site: str, tensor: str) -> Tensor:
         return codes.codes.double() * codes.scale.double()
     x = trace.ds if tensor == "ds" else getattr(sample, tensor)
     assert isinstance(x, Tensor)
-    is_bf16 = sample.q.dtype is torch.bfloat16
-    match trace.spec.site(site).precision:
-        case Precision.BF16:
-            return x.bfloat16().double()
-        case Precision.INPUT16 if is_bf16:
-            return x.bfloat16().double()
-        case _:
-            return x.half().double()
+    spec = resolve_input16(trace.spec, sample.q.dtype)
+    is_bf16 = spec.site(site).precision is Precision.BF16
+    return (x.bfloat16() if is_bf16 else x.half()).double()
 
 
 def aligned(tokens: int = _TOKENS, d: int = 64, *, v: float = 1.0, do: float = 1.0) -> Sample:

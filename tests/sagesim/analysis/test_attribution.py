@@ -276,16 +276,20 @@ class TestSamples:
             Sample(**{field: number})
 
 
+DP_IN_FP16 = with_precision(SAGEBWD, Precision.FP16, "dp")
+
+
 class TestRange:
     """Values that FP16 cannot hold are named; they are no finding about rounding."""
 
     def test_small_gradients_underflow(self):
         q, k, v, do = problem()
-        found = attribute(q, k, v, 1e-8 * do)
+        found = attribute(q, k, v, 1e-8 * do, base=DP_IN_FP16)
         assert {(loss.site, loss.tensor) for loss in found.range_losses} == {("dp", "do")}
         assert any("dO underflows FP16 in dP = dO Vᵀ" in words for words in limitations(found))
-        assert attribute(q, k, v, do).range_losses == ()
-        assert limitations(attribute(q, k, v, do)) == []
+        for base, gradient in ((DP_IN_FP16, do), (SAGEBWD, 1e-8 * do)):
+            assert attribute(q, k, v, gradient, base=base).range_losses == ()
+            assert limitations(attribute(q, k, v, gradient, base=base)) == []
 
     def test_the_gradient_of_the_logits_underflows(self):
         """dS is smaller than dO, and dQ and dK multiply it in FP16."""
@@ -296,11 +300,11 @@ class TestRange:
     def test_large_gradients_overflow(self):
         """The headline names the product. No share is a finding, and no change is advised."""
         q, k, v, do = problem()
-        found = attribute(q, k, v, 1e5 * do)
+        found = attribute(q, k, v, 1e5 * do, base=DP_IN_FP16)
         assert found.summary() == "dS, dQ, dK are not finite: dP = dO Vᵀ overflows."
         assert "dO overflows FP16 in dP = dO Vᵀ: elements become infinite." in limitations(found)
         assert advice(found) == []
-        pooled = pool([found, attribute(q, k, v, do)])
+        pooled = pool([found, attribute(q, k, v, do, base=DP_IN_FP16)])
         assert pooled.summary() == found.summary()
 
 

@@ -436,14 +436,33 @@ class TestDtypes:
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_input16_is_the_inputs_own_16_bit_format(self, dtype):
-        """BF16 for bfloat16 inputs, FP16 for all others."""
+        """For wider inputs it is FP16 in QK and its recomputation, and BF16 elsewhere."""
         c = case(seed=0, n_q=50, n_k=60, d=8).to(dtype)
-        expected, other = Precision.FP16, Precision.BF16
-        if dtype is torch.bfloat16:
-            expected, other = other, expected
         spec = with_precision(FPA, Precision.INPUT16)
-        assert_same(run_attention(c, spec), run_attention(c, with_precision(FPA, expected)))
-        assert not torch.equal(run_trace(c, with_precision(FPA, other)).ds, run_trace(c, spec).ds)
+        expected = with_precision(FPA, Precision.FP16)
+        if dtype is torch.bfloat16:
+            expected = with_precision(FPA, Precision.BF16)
+        elif dtype is not torch.float16:
+            expected = with_precision(expected, Precision.BF16, "pv", "dv", "dp", "dq", "dk")
+        assert_same(run_attention(c, spec), run_attention(c, expected))
+        # All bfloat16 numbers of this size are numbers of FP16; P and dS are not.
+        for site in ("dv", "dq", "dk") if dtype is torch.bfloat16 else SITES:
+            is_fp16 = expected.site(site).precision is Precision.FP16
+            other = Precision.BF16 if is_fp16 else Precision.FP16
+            twin = run_trace(c, with_precision(expected, other, site))
+            same = run_trace(c, spec)
+            tensors = ("s", "o", "ds", "dq", "dk", "dv")
+            assert any(not torch.equal(getattr(twin, t), getattr(same, t)) for t in tensors)
+
+    @pytest.mark.parametrize("preset", ["sagebwd", "factored", "factored_qk", "causal_safe"])
+    def test_small_gradients_of_float32_are_not_lost(self, preset):
+        """Gradients of a mean over many tokens: FP16 holds none of them, and BF16 all."""
+        c = case(seed=0, n_q=50, n_k=60, d=8)
+        small = replace(c, do=c.do * 2.0**-40)
+        one, found = run_attention(c, PRESETS[preset]), run_attention(small, PRESETS[preset])
+        assert_same(found, Outputs(one.o, *(x * 2.0**-40 for x in one[1:])))
+        in_fp16 = with_precision(PRESETS[preset], Precision.FP16, "dp", "dq", "dk", "dv")
+        assert not run_attention(small, in_fp16).dq.any()
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     @pytest.mark.parametrize("preset", ["sagebwd", "factored", "fpa"])

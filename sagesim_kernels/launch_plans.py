@@ -24,6 +24,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from triton.runtime import driver
+from triton.runtime.interpreter import InterpretedFunction
+
+from sagesim_kernels.interpreter import interpret
 
 Tensors = tuple[Tensor | None, ...]
 Function = Callable[[Tensors, Any], Tensors]
@@ -75,11 +78,18 @@ def launch(kernel: Any, programs: tuple[int], /, *args: Any, **options: Any) -> 
     """Launch a kernel. All kernels are launched here, so that plans contain them."""
     recorder: _Recorder | None = getattr(_state, "recorder", None)
     if recorder is None:
-        kernel[programs](*args, **options)
+        _run(kernel, programs, args, options)
     else:
         with _disable_current_modes():  # Triton's interpreter calls PyTorch
-            compiled = kernel[programs](*args, **options)
+            compiled = _run(kernel, programs, args, options)
         recorder.add_launch(kernel, compiled, programs, args, options)
+
+
+def _run(kernel: Any, programs: tuple[int], args: Any, options: dict[str, Any]) -> Any:
+    """Launch a kernel, and return it compiled, or None if it is interpreted."""
+    if isinstance(kernel, InterpretedFunction):
+        return interpret(kernel, programs, args, options)
+    return kernel[programs](*args, **options)
 
 
 def _kind(x: Tensor | None) -> Any:
@@ -175,10 +185,9 @@ class _Recorder(TorchDispatchMode):
         self, kernel: Any, compiled: Any, programs: tuple[int], args: Any, options: dict[str, Any]
     ) -> None:
         if compiled is None:  # Triton's interpreter compiles nothing
-            start = kernel[programs]
 
             def run(*args: Any, stream: int | None) -> None:
-                start(*args, **options)
+                interpret(kernel, programs, args, options)
 
             self.steps.append(_Launch(run, self._maker(args, of_addresses=False)))
         else:

@@ -9,7 +9,6 @@ import torch
 
 from sagesim.problem import check_spec, resolve_input16
 from sagesim.spec import MAPS, OPERANDS, SITES, AttentionSpec, Granularity, MatmulSpec, Precision
-from sagesim_kernels.operands import IS_INTERPRETED, interprets_bfloat16
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD: Final = 256
@@ -87,8 +86,6 @@ def _reason(spec: AttentionSpec, head_size: int | None, dtype: torch.dtype | Non
         if dtype not in DTYPES:
             return f"{dtype}; the kernels take float16, bfloat16 and float32"
         spec = resolve_input16(spec, dtype)
-        if dtype is torch.bfloat16 and not _has_bf16():
-            return "bfloat16 on a CPU: Triton's interpreter computes it wrongly"
     for name, size in (("block_q", spec.block_q), ("block_k", spec.block_k)):
         if size not in BLOCKS:
             return f"{name}={size}; the kernels have {', '.join(map(str, BLOCKS))}"
@@ -99,19 +96,10 @@ def _reason(spec: AttentionSpec, head_size: int | None, dtype: torch.dtype | Non
     return None
 
 
-def _has_bf16() -> bool:
-    return not IS_INTERPRETED or interprets_bfloat16()
-
-
 def _site_reason(site: str, matmul: MatmulSpec) -> str | None:
     precision = matmul.precision
     if precision is Precision.FP32 or (precision.is_scaled and precision is not Precision.INT8):
         return f"{precision.value}; the kernels have int8, fp16, bf16 and input16"
-    if precision is Precision.BF16 and not _has_bf16():
-        return (
-            "bf16, in which float32 inputs are multiplied, too, on a CPU: Triton's interpreter "
-            "computes it wrongly; use float16 inputs"
-        )
     if precision is not Precision.INT8:
         return None
     left, right = OPERANDS[site]

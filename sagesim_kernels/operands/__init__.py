@@ -17,7 +17,6 @@ from sagesim_kernels.operands.dq_sums import (
     mark_nonfinite,
 )
 from sagesim_kernels.operands.dq_units import Growths, compute_units, row_units
-from sagesim_kernels.operands.interpreter import interprets_bfloat16
 from sagesim_kernels.operands.kernel_problem import (
     NO_EXTRAS,
     Extras,
@@ -146,7 +145,6 @@ __all__ = [
     "first_live_key",
     "head_pointers",
     "in_register_order",
-    "interprets_bfloat16",
     "inverse_of",
     "inverse_units",
     "is_unmasked",

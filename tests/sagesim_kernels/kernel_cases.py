@@ -35,7 +35,7 @@ from sagesim import (
 from sagesim.spec import with_precision
 from sagesim_kernels import supports
 from tests.support.inputs import EXTREME, MODERATE, Builder, Case, gaussian
-from tests.support.kernels import BF16, DEVICE
+from tests.support.kernels import DEVICE
 
 PRESETS: dict[str, AttentionSpec] = {
     "sagebwd": SAGEBWD,
@@ -64,9 +64,7 @@ ORDINARY = frozenset({"gaussian", "outlier_channel", "zero_block"})
 as in training, their values are not placed on ties, and dP varies over keys, so that dS is not
 noise."""
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16} | (
-    {"bfloat16": torch.bfloat16} if BF16 else {}
-)
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 LAYOUTS = ("contiguous", "tokens_first", "sliced", "heads_last")
 SHORT = (1, 2, 7, 15, 16, 17, 23, 31, 32, 33, 40, 47, 50, 60, 63, 64)
 LENGTHS = SHORT * 3 + (65, 80, 96, 127, 128, 129, 150)

@@ -1,7 +1,5 @@
 """What the kernels support, and the errors for what they do not."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +9,6 @@ from sagesim import (
     CAUSAL_SAFE,
     FACTORED,
     FPA,
-    FPA_BF16,
     FPA_FP16,
     PRESETS,
     SAGEBWD,
@@ -79,22 +76,6 @@ class TestSupports:
     @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])
     def test_dtypes(self, dtype):
         assert str(dtype) in str(supports(SAGEBWD, dtype=dtype))
-
-    @pytest.mark.skipif(not ON_CPU, reason="bfloat16 is a matter of the interpreter")
-    def test_bfloat16_on_a_cpu(self, monkeypatch):
-        """Only in an interpreter that computes it, as that of the tests does: see conftest.py."""
-        assert supports(SAGEBWD, dtype=torch.bfloat16) and supports(FPA_BF16)
-        monkeypatch.setattr("sagesim_kernels.support.interprets_bfloat16", lambda: False)
-        assert "bfloat16 on a CPU" in str(supports(SAGEBWD, dtype=torch.bfloat16))
-        for answer in (supports(FPA_BF16), supports(SAGEBWD, dtype=torch.float32)):
-            assert "bf16" in str(answer) and "use float16 inputs" in str(answer)
-        assert supports(SAGEBWD, dtype=torch.float16)
-
-    @pytest.mark.skipif(not ON_CPU, reason="bfloat16 is a matter of the interpreter")
-    def test_tritons_own_interpreter_is_known_not_to_compute_bfloat16(self):
-        words = "from sagesim_kernels.operands import interprets_bfloat16 as f; print(f())"
-        answer = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
-        assert answer.stdout == "False\n", answer.stderr
 
     @pytest.mark.parametrize("spec", ["sagebwd", None, SAGEBWD.qk])
     def test_a_spec_that_is_not_an_attention_spec(self, spec):

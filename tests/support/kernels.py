@@ -22,7 +22,7 @@ from sagesim import (
     with_precision,
 )
 from sagesim_kernels import attention
-from sagesim_kernels.support import IS_INTERPRETED
+from sagesim_kernels.operands import IS_INTERPRETED
 from tests.support.assertions import assert_bitwise
 from tests.support.inputs import Case, case
 
@@ -31,8 +31,7 @@ DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 HERE = [] if IS_INTERPRETED else [pytest.mark.gpu]
 """Marks of tests that run on a GPU, and in the interpreter if there is none."""
 
-BF16 = () if IS_INTERPRETED else (torch.bfloat16,)
-DTYPES = (torch.float16, torch.float32, *BF16)
+DTYPES = (torch.float16, torch.float32, torch.bfloat16)
 
 SPECS: dict[str, AttentionSpec] = {
     "sagebwd": SAGEBWD,
@@ -44,7 +43,9 @@ SPECS: dict[str, AttentionSpec] = {
         block_q=32,
     ),
     "fpa_fp16": FPA_FP16,
-} | ({} if IS_INTERPRETED else {"fpa_bf16": FPA_BF16, "factored_qk": FACTORED_QK})
+    "fpa_bf16": FPA_BF16,
+    "factored_qk": FACTORED_QK,
+}
 """Specs that cover every feature of the kernels.
 
 Scales per block and per token, delta from O and from P, smoothed Q, means subtracted from 16-bit
@@ -52,9 +53,7 @@ operands, products in INT8 and in 16 bit, and the Hopper kernels.
 """
 
 FEW: dict[str, AttentionSpec] = {
-    name: SPECS[name]
-    for name in ("sagebwd", "q_smoothed", "fpa_fp16", "factored_qk")
-    if name in SPECS
+    name: SPECS[name] for name in ("sagebwd", "q_smoothed", "fpa_fp16", "factored_qk")
 }
 """A smaller selection that covers each feature once."""
 

@@ -622,13 +622,14 @@ def test_gradients_that_fp16_cannot_hold_are_named(run, tmp_path):
         Capture(calls=(recorded,), loss_scale=1.0, source={}, torch_version="2").save(
             tmp_path / name
         )
+    spec = ("--spec", "sagebwd dp=fp16")
     for command in ("attribute", "trace"):
-        assert "dO underflows FP16 in dP = dO Vᵀ" in run(command, tmp_path / "small")
-        assert "dO overflows FP16 in dP = dO Vᵀ" in run(command, tmp_path / "large")
+        assert "dO underflows FP16 in dP = dO Vᵀ" in run(command, tmp_path / "small", *spec)
+        assert "dO overflows FP16 in dP = dO Vᵀ" in run(command, tmp_path / "large", *spec)
     assert "dS, dQ, dK are not finite: dP = dO Vᵀ overflows." in run(
-        "attribute", tmp_path / "large"
+        "attribute", tmp_path / "large", *spec
     )
-    traced = run("trace", tmp_path / "large")
+    traced = run("trace", tmp_path / "large", *spec)
     assert "layer 1 layer.1: the error of dP, dS, dQ, dK is not finite" in traced
     assert row(traced, "1 layer.1")[2] == "nan"
 

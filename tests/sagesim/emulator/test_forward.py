@@ -193,7 +193,10 @@ TOKEN_OPERANDS = (
 
 @pytest.mark.parametrize(
     ("spec", "scheme"),
-    [(SAGEBWD, paper_algorithms.PAPER), (FACTORED, paper_algorithms.FACTORED)],
+    [
+        (with_precision(SAGEBWD, Precision.FP16, "dp"), paper_algorithms.PAPER),
+        (with_precision(FACTORED, Precision.FP16, "dp"), paper_algorithms.FACTORED),
+    ],
     ids=["sagebwd", "factored"],
 )
 @pytest.mark.parametrize(
@@ -282,7 +285,7 @@ def test_the_comparison_with_the_paper_rejects_planted_bugs(twin):
     """Each planted bug changes more than a thousandth of the codes of some operand."""
     c = paper_case(100, 100)
     paper = run_paper(c, paper_algorithms.PAPER, 64, 32)
-    right = replace(SAGEBWD, block_q=64, block_k=32)
+    right = with_precision(replace(SAGEBWD, block_q=64, block_k=32), Precision.FP16, "dp")
     wrong_spec, wrong_case = {
         "swapped blocks": (replace(right, block_q=32, block_k=64), c),
         "no smoothing": (replace(right, smoothing=Smoothing()), c),

@@ -39,7 +39,6 @@ def test_everything_but_the_device(tmp_path):
     ]
     settings = {"specs": SPECS, "peers": PEERS, "quick": False}
     to = record(tmp_path / "bench.json", settings=settings)
-    # float16, because Triton's interpreter computes bfloat16 wrongly.
     setup = Setup(torch.device("cpu"), torch.float16, Clock(), 1)
     run(cases, to, setup, lambda case, count: None)
 

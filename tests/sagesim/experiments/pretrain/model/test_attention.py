@@ -37,7 +37,6 @@ def test_a_name_is_the_shortest_label():
     [
         ("kernels:fpa", torch.float32, "cpu", "site qk: fp32"),
         ("kernels:sagebwd block=16x64", torch.float32, "cpu", "block_q=16"),
-        ("kernels:sagebwd", torch.bfloat16, "cpu", "bfloat16 on a CPU"),
         ("kernels:sagebwd", torch.bfloat16, "cuda", "the device here is cuda"),
     ],
 )

@@ -13,9 +13,19 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
+import triton
 import triton.language as tl
 from numpy.typing import NDArray
 from triton.runtime import interpreter
+
+
+@triton.jit
+def _any_kernel():
+    pass
+
+
+IS_INTERPRETED: Final = isinstance(_any_kernel, interpreter.InterpretedFunction)
+"""Whether the kernels were imported under TRITON_INTERPRET=1, and so run on the CPU."""
 
 _BUILDER: Final[Any] = interpreter.interpreter_builder
 _HANDLE: Final[Any] = interpreter.TensorHandle

@@ -24,9 +24,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from triton.runtime import driver
-from triton.runtime.interpreter import InterpretedFunction
 
-from sagesim_kernels.interpreter import interpret
+from sagesim_kernels.interpreter import IS_INTERPRETED, interpret
 
 Tensors = tuple[Tensor | None, ...]
 Function = Callable[[Tensors, Any], Tensors]
@@ -87,7 +86,7 @@ def launch(kernel: Any, programs: tuple[int], /, *args: Any, **options: Any) -> 
 
 def _run(kernel: Any, programs: tuple[int], args: Any, options: dict[str, Any]) -> Any:
     """Launch a kernel, and return it compiled, or None if it is interpreted."""
-    if isinstance(kernel, InterpretedFunction):
+    if IS_INTERPRETED:
         return interpret(kernel, programs, args, options)
     return kernel[programs](*args, **options)
 

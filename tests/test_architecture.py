@@ -51,11 +51,13 @@ FLOORS: dict[str, set[str]] = {
     },
     "sagesim.fuzzing": {"sagesim.spec", "sagesim.problem", "sagesim.emulator"},
     "sagesim_kernels.target": set(),
-    "sagesim_kernels.launch_plans": set(),
+    "sagesim_kernels.interpreter": set(),
+    "sagesim_kernels.launch_plans": {"sagesim_kernels.interpreter"},
     "sagesim_kernels.operands": {
         "sagesim.spec",
         "sagesim.problem",
         "sagesim_kernels.target",
+        "sagesim_kernels.interpreter",
         "sagesim_kernels.launch_plans",
     },
     "sagesim_kernels.support": {"sagesim.spec", "sagesim.problem", "sagesim_kernels.operands"},
@@ -68,6 +70,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "sagesim_kernels.gluon_compat": set(),
     "sagesim_kernels.ampere": {
+        "sagesim_kernels.interpreter",
         "sagesim.spec",
         "sagesim_kernels.target",
         "sagesim_kernels.launch_plans",
@@ -77,6 +80,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.portable",
     },
     "sagesim_kernels.hopper": {
+        "sagesim_kernels.interpreter",
         "sagesim.spec",
         "sagesim_kernels.target",
         "sagesim_kernels.launch_plans",
@@ -100,6 +104,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "sagesim_kernels.eager": {"sagesim.spec", "sagesim_kernels.ops"},
     "sagesim_kernels.api": {
+        "sagesim_kernels.interpreter",
         "sagesim.spec",
         "sagesim.problem",
         "sagesim_kernels.operands",
@@ -134,6 +139,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim.data",
     },
     "sagesim_kernels.bench": {
+        "sagesim_kernels.interpreter",
         "sagesim",
         "sagesim.spec",
         "sagesim.problem",
@@ -151,6 +157,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.measured_speed",
     },
     "sagesim.experiments": {
+        "sagesim_kernels.interpreter",
         "sagesim",
         "sagesim.spec",
         "sagesim.problem",

@@ -6,7 +6,8 @@ from functools import lru_cache
 from typing import Final
 
 from sagesim.spec import AttentionSpec, MatmulSpec, Precision, RoundingMode
-from sagesim_kernels.operands import DTYPES, IS_INTERPRETED, KernelProblem, padded
+from sagesim_kernels.interpreter import IS_INTERPRETED
+from sagesim_kernels.operands import DTYPES, KernelProblem, padded
 from sagesim_kernels.target import compute_capability
 
 CHANNELS: Final = (64, 128)

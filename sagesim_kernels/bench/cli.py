@@ -50,7 +50,7 @@ from sagesim_kernels.bench.cases import (
     quick_cases,
 )
 from sagesim_kernels.bench.record import Record, read
-from sagesim_kernels.operands import IS_INTERPRETED
+from sagesim_kernels.interpreter import IS_INTERPRETED
 from sagesim_kernels.support import supports
 
 _ROUNDS: Final = 15

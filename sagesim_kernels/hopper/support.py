@@ -14,7 +14,8 @@ from typing import Final
 from torch import Tensor
 
 from sagesim.spec import AttentionSpec, Delta, Granularity, MatmulSpec, Precision
-from sagesim_kernels.operands import DTYPES, IS_INTERPRETED, KernelProblem, padded, stored_tokens
+from sagesim_kernels.interpreter import IS_INTERPRETED
+from sagesim_kernels.operands import DTYPES, KernelProblem, padded, stored_tokens
 from sagesim_kernels.target import compute_capability
 
 CHANNELS: Final = (64, 128)

@@ -80,7 +80,6 @@ from sagesim_kernels.operands.operand import (
 from sagesim_kernels.operands.quantization import DTYPES
 from sagesim_kernels.operands.results import ForwardResult, Gradients, RowStatistics
 from sagesim_kernels.operands.rounding import (
-    IS_INTERPRETED,
     LAUNCH,
     LOG2_127,
     LOG2_E,
@@ -104,7 +103,6 @@ from sagesim_kernels.operands.softcap import Softcap, load_shift, tanh
 
 __all__ = [
     "DTYPES",
-    "IS_INTERPRETED",
     "LAUNCH",
     "LOG2_127",
     "LOG2_E",

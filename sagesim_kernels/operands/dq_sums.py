@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.interpreter import IS_INTERPRETED
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.delta import load_rows
 from sagesim_kernels.operands.kernel_problem import KernelProblem, KernelSizes
@@ -31,7 +32,6 @@ from sagesim_kernels.operands.layout import (
 )
 from sagesim_kernels.operands.means import SubtractedMeans, load_k_mean
 from sagesim_kernels.operands.rounding import (
-    IS_INTERPRETED,
     LAUNCH,
     largest,
     magnitude,

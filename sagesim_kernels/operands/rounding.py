@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction
 
 from sagesim.spec import AttentionSpec, RoundingMode
+from sagesim_kernels.interpreter import IS_INTERPRETED
 
 LAUNCH: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 """Compiler options of every launch."""
@@ -158,9 +158,6 @@ def pcg_hash(x):
     word = ((state >> ((state >> 28) + 4)) ^ state) * 277803737
     return (word >> 22) ^ word
 
-
-IS_INTERPRETED: Final = isinstance(pcg_hash, InterpretedFunction)
-"""Whether the kernels were imported under TRITON_INTERPRET=1, and so run on the CPU."""
 
 _INTERPRETED = tl.constexpr(IS_INTERPRETED)
 

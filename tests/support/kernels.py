@@ -22,7 +22,7 @@ from sagesim import (
     with_precision,
 )
 from sagesim_kernels import attention
-from sagesim_kernels.operands import IS_INTERPRETED
+from sagesim_kernels.interpreter import IS_INTERPRETED
 from tests.support.assertions import assert_bitwise
 from tests.support.inputs import Case, case
 

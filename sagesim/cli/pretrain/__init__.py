@@ -11,6 +11,8 @@ examples:
       list the runs of a plan; with --part, train those that are not done
   sagesim pretrain capture runs/mine corpus mine.safetensors
       record the attention tensors of the trained model, for the other commands
+  sagesim pretrain evaluate corpus losses.json runs/*
+      compute the held-out losses of finished runs, by sequence and under sdpa too
   sagesim report runs
       compare the runs
 """
@@ -23,7 +25,13 @@ from typing import Any, Final
 
 HELP: Final = "train a language model with low-bit attention"
 
-COMMANDS: Final = {"prepare": "prepare", "run": "training", "plan": "plan", "capture": "capture"}
+COMMANDS: Final = {
+    "prepare": "prepare",
+    "run": "training",
+    "plan": "plan",
+    "capture": "capture",
+    "evaluate": "evaluate",
+}
 """The module of each command. A module named `run` would hide the function `run`."""
 
 

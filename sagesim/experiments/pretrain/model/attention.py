@@ -70,7 +70,7 @@ class Attention:
         """
         if self.family != "kernels" or self.spec is None:
             return
-        from sagesim_kernels.operands import IS_INTERPRETED
+        from sagesim_kernels.interpreter import IS_INTERPRETED
         from sagesim_kernels.support import supports
 
         if device != ("cpu" if IS_INTERPRETED else "cuda"):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sagesim.experiments.pretrain.run.distributed import World
@@ -26,13 +27,17 @@ class Evaluation:
         """The held-out sequence with an index, int64 [1, context + 1]."""
         return stack_windows(self._corpus, "validation", self._context, np.array([index]))
 
+    def sequences(self) -> Tensor:
+        """All held-out sequences of the run, int64 [evaluate_sequences, context + 1]."""
+        return stack_windows(self._corpus, "validation", self._context, self._chosen())
+
     def loss(self, mean_loss: Callable[[Tensor], Tensor]) -> float:
         """The mean loss over the sequences. Every process gets the same value.
 
         Args:
             mean_loss: computes the mean loss of sequences, int64 [batch, context + 1].
         """
-        chosen = np.arange(self._count) * self._windows // self._count
+        chosen = self._chosen()
         world = self._world
         mine = chosen[world.rank :: world.processes]
         # All processes must run the same number of forwards: each gathers sharded weights.
@@ -44,3 +49,6 @@ class Evaluation:
             loss = mean_loss(stack_windows(self._corpus, "validation", self._context, taken))
             total += loss.double() * len(part)
         return float(world.sum(total)) / self._count
+
+    def _chosen(self) -> NDArray[np.int64]:
+        return np.arange(self._count) * self._windows // self._count

@@ -67,6 +67,24 @@ def test_from_a_folder_of_text_to_a_report(run, corpus, make_run, tmp_path):
     assert recorded.source["data"] == "our pages"
 
 
+def test_evaluate(run, corpus, make_run, tmp_path):
+    for name, attention in (("a", "emulator:sagebwd"), ("b", "sdpa")):
+        run(*command(corpus, tmp_path / name, make_run(attention=attention)))
+    out_file = tmp_path / "losses.json"
+    code, out, err = run(
+        "pretrain", "evaluate", corpus.folder, out_file, tmp_path / "a", tmp_path / "b",
+        "--cuts", 2,
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    lines = [line.split(": ")[0] for line in out.splitlines()]
+    assert lines == ["a  by emulator:sagebwd", "a  by sdpa", "b  by sdpa"]
+    found = json.loads(out_file.read_text())
+    assert found["cuts"] == 2 and "torch" in found["machine"]
+    first = found["evaluations"][0]
+    assert (first["attention"], first["run"]["attention"]) == ("emulator:sagebwd",) * 2
+    assert {len(first[name]) for name in ("losses", "whole", "cut")} == {5}
+
+
 def test_captured_gradients_are_multiplied_by_their_loss_scale(
     run, corpus, make_run, tmp_path, monkeypatch
 ):
@@ -106,6 +124,9 @@ def test_a_plan_is_listed_and_trained(run, corpus, tmp_path):
         (["run", "CORPUS", "out", "--evaluate-sequences", "64"], "64 needed"),
         (["plan", "nowhere.toml", "CORPUS", "out"], "nowhere.toml: not a readable plan"),
         (["capture", "nowhere", "CORPUS", "out.safetensors"], "not the log of a run"),
+        (["evaluate", "CORPUS", "out.json", "nowhere"], "not the log of a run"),
+        (["evaluate", "CORPUS", "out.json", "nowhere", "--cuts", "-1"], "--cuts -1 is negative"),
+        (["evaluate", "CORPUS", "o.json", "x", "--attention", "y"], "unknown family 'y'"),
         (["start"], "invalid choice: 'start'"),
     ],
 )
@@ -246,6 +267,8 @@ def trained(corpus, tmp_path_factory):
         ("pretrain capture a corpus a/log.parquet", "it is an input"),
         ("pretrain capture a corpus b/checkpoints/step-00000001.pt", "it is an input"),
         ("pretrain capture a corpus a/../corpus/corpus.json", "it is an input"),
+        ("pretrain evaluate corpus a/log.parquet a", "it is an input"),
+        ("pretrain evaluate corpus a/checkpoints/step-00000001.pt a", "it is an input"),
         ("report a --out a/log.parquet", "it is an input"),
         ("report . --out b/log.parquet", "it is an input"),
         ("pretrain run corpus a/../corpus", "corpus: is the corpus"),
@@ -267,6 +290,7 @@ def test_a_full_disk_ends_every_command_with_one_line(run, trained, corpus, make
     for words, path in (
         (["pretrain", "prepare", str(TEXT), "new", "--vocabulary", 300], "new"),
         (["pretrain", "capture", "a", "corpus", "out.safetensors"], "out.safetensors"),
+        (["pretrain", "evaluate", "corpus", "out.json", "a"], "out.json"),
         (["report", "a", "--out", "out.html"], "out.html"),
         (command(corpus, "c", make_run()), "c/log.parquet"),
     ):

@@ -1,0 +1,93 @@
+"""The rules that decide about gaps, on numbers with known answers."""
+
+import numpy as np
+import pytest
+
+from sagesim.experiments.pretrain.report.rules import Verdict, decide
+
+SEEDS = (0, 1, 2, 3)
+
+
+def losses(**offsets):
+    """Losses of arms that differ from sdpa by an offset for each seed, on 8 sequences."""
+    drawn = np.random.default_rng(0).normal(3.0, 1.0, (4, 8))
+    arms = {"sdpa": (0.0,) * 4, "twin": (0.01, -0.01, 0.01, -0.01)} | offsets
+    return {
+        arm: {seed: list(drawn[seed] + each[seed]) for seed in SEEDS} for arm, each in arms.items()
+    }
+
+
+def decided(found, **options):
+    gaps = decide(found, twin="twin", scheme="sagebwd", **options)
+    return {arm: gap.verdict for arm, gap in gaps.items()}
+
+
+def even(x):
+    return (x - 0.01, x + 0.01, x, x)
+
+
+def test_a_gap_is_real_above_three_deviations_and_closed_up_to_two():
+    found = losses(sagebwd=even(0.05), large=even(0.0301), small=even(0.0199), between=even(0.0299))
+    gaps = decide({"own": found, "sdpa": found}, twin="twin", scheme="sagebwd")
+    assert gaps["sagebwd"].differences["own"] == pytest.approx(0.05)
+    assert gaps["sagebwd"].deviations["sdpa"] == pytest.approx(0.01)
+    assert decided({"own": found, "sdpa": found}) == {
+        "sagebwd": Verdict.REAL,
+        "large": Verdict.REAL,
+        "small": Verdict.CLOSES,
+        "between": Verdict.UNDECIDED,
+    }
+
+
+def test_both_evaluations_have_to_agree():
+    one = losses(sagebwd=even(0.05), a=even(0.05), b=even(0.0), c=even(-0.05))
+    other = losses(sagebwd=even(0.05), a=even(0.0), b=even(0.025), c=even(-0.05))
+    assert decided({"own": one, "sdpa": other}) == {
+        "sagebwd": Verdict.REAL,
+        "a": Verdict.UNDECIDED,
+        "b": Verdict.UNDECIDED,
+        "c": Verdict.CLOSES,
+    }
+
+
+def test_without_a_gap_of_the_scheme_no_arm_closes_it():
+    found = losses(sagebwd=even(0.029), a=even(0.0), b=even(0.1))
+    assert decided({"own": found}) == {
+        "sagebwd": Verdict.WITHDRAWN,
+        "a": Verdict.WITHDRAWN,
+        "b": Verdict.REAL,
+    }
+
+
+def test_a_run_that_stopped_has_a_real_gap():
+    found = losses(a=even(0.0))
+    assert decided({"own": found}, stopped=["sagebwd"]) == {
+        "a": Verdict.CLOSES,
+        "sagebwd": Verdict.REAL,
+    }
+
+
+def test_chance_is_called_real_as_often_as_the_page_says():
+    """Arms that differ from sdpa as the twin does; the page has the probability of one arm."""
+    draw = np.random.default_rng(0).normal(0.0, 0.01, (4000, 2, 4))
+    real = 0
+    for twin, arm in draw:
+        found = losses(twin=tuple(twin), sagebwd=tuple(arm))
+        real += decided({"own": found})["sagebwd"] is Verdict.REAL
+    # t.sf(6, 4) is .0019; of 4000 draws, 1 to 19 are within four standard deviations.
+    assert 1 <= real <= 19
+
+
+def test_errors():
+    found = losses(sagebwd=even(0.05))
+    with pytest.raises(ValueError, match="no runs of the twin other"):
+        decide({"own": found}, twin="other", scheme="sagebwd")
+    with pytest.raises(ValueError, match="no runs of sdpa"):
+        decide({"own": {"twin": found["twin"]}}, twin="twin", scheme="sagebwd")
+    del found["sagebwd"][3]
+    with pytest.raises(ValueError, match=r"sagebwd has seeds \[0, 1, 2\]"):
+        decide({"own": found}, twin="twin", scheme="sagebwd")
+    found = losses(sagebwd=even(0.05))
+    found["sagebwd"][1].pop()
+    with pytest.raises(ValueError, match="sagebwd, seed 1: 7 sequences, and 8 of sdpa"):
+        decide({"own": found}, twin="twin", scheme="sagebwd")

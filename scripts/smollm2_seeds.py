@@ -1,0 +1,220 @@
+"""Fine-tune SmolLM2-135M on a GPU with several attentions and seeds, and evaluate on the way.
+
+    python scripts/smollm2_seeds.py GGUF --out docs/data/smollm2_seeds.json [--hours H]
+
+GGUF is the file that scripts/smollm2.py trains; it needs the package gguf. The text is the source
+of Python's standard library, without its tests. A seed is an order of the training sequences. All
+weights are trained with AdamW, in float32 under bfloat16 autocast. Every evaluation computes the
+loss of the same held-out sequences twice: by the run's own attention and by sdpa.
+
+`fpa_bf16` is the twin of sdpa: another implementation of the same attention in 16 bit. What differs
+between the two is chance.
+
+A run that is in the file already is not repeated, so the script can be interrupted. Takes about ten
+minutes on an H100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from torch import Tensor  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+import sagesim  # noqa: E402
+from sagesim.command import exit_code  # noqa: E402
+from sagesim.files import check_writable, write_text  # noqa: E402
+from sagesim_kernels.integrations.transformers import register  # noqa: E402
+
+TWIN: Final = "fpa_bf16"
+SPECS: Final = (TWIN, "sagebwd", "factored", "factored_qk")
+SEEDS: Final = (0, 1, 2)
+TOKENS: Final = 2048
+ROWS, STEPS, WARMUP = 8, 150, 10
+EVALUATE_EVERY: Final = 25
+HELD_OUT: Final = 64
+"""Sequences."""
+RATE: Final = 1e-4
+
+
+def text() -> str:
+    """The source files of Python's standard library, in the order of their names."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "test", "tests", "idle_test"}
+    files = sorted(f for f in root.rglob("*.py") if not skipped & {*f.relative_to(root).parts})
+    return "\n\n".join(f.read_text(encoding="utf-8", errors="replace") for f in files)
+
+
+def split(ids: Tensor, rows: int, held_out: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Training and held-out sequences, [sequences, tokens]; the held-out ones lie between others.
+
+    Raises:
+        ValueError: if the text is too short.
+    """
+    count = rows + held_out
+    if len(ids) < count * tokens:
+        raise ValueError(f"the text has {len(ids)} tokens; {count * tokens} needed")
+    windows = ids[: count * tokens].view(count, tokens)
+    chosen = torch.zeros(count, dtype=torch.bool)
+    chosen[torch.arange(held_out) * count // held_out] = True
+    return windows[~chosen], windows[chosen]
+
+
+class Tuning:
+    """One run: a copy of the model that is trained with one attention."""
+
+    def __init__(self, model: Any, attention: str, steps: int) -> None:
+        self.model: Any = copy.deepcopy(model)
+        self.attention, self.steps = attention, steps
+        self.device: str = next(self.model.parameters()).device.type
+        is_cuda = self.device == "cuda"
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), RATE, fused=is_cuda)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._factor)
+        self.losses: list[float] = []
+        self.evaluations: list[dict[str, Any]] = []
+
+    def _factor(self, step: int) -> float:
+        """A linear warmup, and then a linear decay to 0."""
+        return min((step + 1) / WARMUP, (self.steps - step) / max(1, self.steps - WARMUP))
+
+    def loss(self, ids: Tensor) -> Tensor:
+        ids = ids.to(self.device)
+        with torch.autocast(self.device, torch.bfloat16):
+            return self.model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    def step(self, ids: Tensor) -> None:
+        self.model.set_attn_implementation(self.attention)
+        loss = self.loss(ids)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+    def evaluate(self, held_out: Tensor) -> None:
+        """By the run's own attention, and by sdpa."""
+        found: dict[str, Any] = {"step": len(self.losses)}
+        with torch.no_grad():
+            for name in dict.fromkeys((self.attention, "sdpa")):
+                self.model.set_attn_implementation(name)
+                each = [self.loss(row[None]).item() for row in held_out]
+                found["sdpa" if name == "sdpa" else "own"] = each
+        found.setdefault("own", found["sdpa"])
+        self.evaluations.append(found)
+
+
+def tune(
+    model: Any,
+    attention: str,
+    seed: int,
+    train: Tensor,
+    held_out: Tensor,
+    *,
+    rows: int = ROWS,
+    steps: int = STEPS,
+    every: int = EVALUATE_EVERY,
+) -> dict[str, Any]:
+    """Train a copy of the model; see the top of this file.
+
+    train: [at least rows * steps, tokens], of which a step takes `rows` in the order of the seed.
+    """
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
+    run = Tuning(model, attention, steps)
+    run.evaluate(held_out)
+    start = time.perf_counter()
+    for step in range(steps):
+        run.step(train[order[step * rows : (step + 1) * rows]])
+        if (step + 1) % every == 0 or step + 1 == steps:
+            run.evaluate(held_out)
+            mean = {n: sum(x) / len(x) for n, x in run.evaluations[-1].items() if n != "step"}
+            print(f"{attention} seed {seed} step {step + 1}: {mean}", flush=True)
+    return {
+        "attention": attention,
+        "seed": seed,
+        "losses": run.losses,
+        "evaluations": run.evaluations,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def load(path: Path) -> tuple[Any, Tensor]:
+    """The model in float32 on the GPU, and the text's tokens [tokens]."""
+    where = {"gguf_file": path.name, "local_files_only": True}
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, **where, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
+    needed = (ROWS * STEPS + HELD_OUT) * TOKENS
+    ids = tokenizer(text()[: 6 * needed], return_tensors="pt")["input_ids"][0]
+    return model.to("cuda").train(), ids
+
+
+def missing(runs: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
+    """The runs that are not in the file, all attentions of a seed before those of the next."""
+    done = {(run["attention"], run["seed"]) for run in runs}
+    every = [(name, seed) for seed in SEEDS for name in ("sdpa", *SPECS)]
+    return [each for each in every if each not in done]
+
+
+def main() -> int:
+    from sagesim_kernels.bench.machine import describe
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, metavar="GGUF")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--hours", type=float, help="begin no run after this time")
+    args = parser.parse_args()
+    check_writable(args.out)
+    setting = {
+        "model": args.model.name,
+        "text": f"the standard library of Python {platform.python_version()}",
+        "optimizer": f"AdamW, learning rate {RATE:g}, warmup {WARMUP} steps, linear decay",
+        "tokens": TOKENS,
+        "rows": ROWS,
+        "steps": STEPS,
+        "held_out": HELD_OUT,
+    }
+    head = {
+        "command": "python scripts/smollm2_seeds.py GGUF --out docs/data/smollm2_seeds.json",
+        "machine": describe() | {"transformers": transformers.__version__},
+        "setting": setting,
+    }
+    runs: list[dict[str, Any]] = []
+    if args.out.exists():
+        before = json.loads(args.out.read_text(encoding="utf-8"))
+        if before["setting"] != setting or before["machine"] != head["machine"]:
+            raise ValueError(f"{args.out}: of another machine or setting; move it away")
+        runs = before["runs"]
+    for label in SPECS:
+        register(label, spec=sagesim.AttentionSpec.parse(label))
+    start = time.monotonic()
+    model, ids = load(args.model)
+    train, held_out = split(ids, ROWS * STEPS, HELD_OUT, TOKENS)
+    for attention, seed in missing(runs):
+        if args.hours is not None and time.monotonic() - start > 3600 * args.hours:
+            break
+        runs.append(tune(model, attention, seed, train, held_out))
+        write_text(args.out, json.dumps(head | {"runs": runs}, indent=1) + "\n")
+    print(f"{len(missing(runs))} runs are missing")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code("smollm2_seeds.py", main, {}))

@@ -1,0 +1,68 @@
+"""scripts/smollm2_seeds.py trains every attention on the same tokens; here on a CPU."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+import sagesim
+from sagesim_kernels.integrations.transformers import register, unregister
+from tests.sagesim_kernels.integrations.models import WORDS, model
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "smollm2_seeds.py"))
+IDS = torch.randint(1, WORDS, (24 * 16,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    for name, spec in (("exact", sagesim.FPA), ("sagebwd", sagesim.SAGEBWD)):
+        register(name, spec=spec)
+    yield
+    for name in ("exact", "sagebwd"):
+        unregister(name)
+
+
+def run(attention, seed=0):
+    train, held_out = SCRIPT["split"](IDS, rows=20, held_out=4, tokens=16)
+    start = model("llama", "sdpa")
+    before = {name: x.clone() for name, x in start.state_dict().items()}
+    found = SCRIPT["tune"](start, attention, seed, train, held_out, rows=4, steps=5, every=2)
+    assert all(torch.equal(x, before[name]) for name, x in start.state_dict().items())
+    return found
+
+
+def test_an_exact_attention_trains_as_sdpa_does_and_the_papers_almost():
+    sdpa, exact, paper = (run(name) for name in ("sdpa", "exact", "sagebwd"))
+    assert [each["step"] for each in sdpa["evaluations"]] == [0, 2, 4, 5]
+    assert len(sdpa["losses"]) == 5
+    # bfloat16 has 8 bits.
+    assert exact["losses"] == pytest.approx(sdpa["losses"], rel=2.0**-8)
+    assert paper["losses"] != sdpa["losses"]
+    assert paper["losses"] == pytest.approx(sdpa["losses"], rel=0.02)
+    for each in sdpa["evaluations"]:
+        assert each["own"] == each["sdpa"] and len(each["own"]) == 4
+    for each in paper["evaluations"]:
+        assert each["own"] != each["sdpa"]
+
+
+def test_a_seed_is_an_order_of_the_training_sequences():
+    first, again, other = run("sdpa"), run("sdpa"), run("sdpa", seed=1)
+    assert first["losses"] == again["losses"] != other["losses"]
+
+
+def test_held_out_sequences_are_not_trained_on():
+    ids = torch.arange(24 * 16)
+    train, held_out = SCRIPT["split"](ids, rows=20, held_out=4, tokens=16)
+    assert (train.shape, held_out.shape) == ((20, 16), (4, 16))
+    assert sorted([*train.flatten().tolist(), *held_out.flatten().tolist()]) == ids.tolist()
+    with pytest.raises(ValueError, match="the text has 384 tokens; 400 needed"):
+        SCRIPT["split"](ids, rows=21, held_out=4, tokens=16)
+
+
+def test_the_text_is_long_enough_and_no_run_is_repeated():
+    needed = (SCRIPT["ROWS"] * SCRIPT["STEPS"] + SCRIPT["HELD_OUT"]) * SCRIPT["TOKENS"]
+    assert len(SCRIPT["text"]()) > 4 * needed  # a token of SmolLM2 is 3 to 4 characters of code
+    every = SCRIPT["missing"]([])
+    assert len(every) == len(set(every)) == 15
+    assert SCRIPT["missing"]([{"attention": "sdpa", "seed": 0}]) == every[1:]

@@ -39,7 +39,7 @@ check: .venv/.dev  ## formatting, lint, types, tables in the docs
 docs: .venv/.docs  ## the site, every cell of it executed, into out/docs
 	$(BIN)/sphinx-build -W --keep-going -q -j 2 -d out/docs-doctrees docs out/docs
 
-docs-numbers: .venv/.dev  ## recompute what this machine can of docs/data, and the tables from it
+docs-numbers: .venv/.dev .venv/.smollm2  ## recompute what this machine can of docs/data, and the tables from it
 	$(BIN)/python docs/build/results.py
 	$(BIN)/python docs/build/render.py
 

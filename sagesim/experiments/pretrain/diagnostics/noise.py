@@ -38,9 +38,9 @@ def gradients_of(
         loss(example).backward()
         gradients: list[Tensor] = []
         for parameter in model.parameters():
-            gradient = parameter.grad
-            assert gradient is not None
-            gradients.append(local_part(gradient))
+            if parameter.requires_grad:
+                assert parameter.grad is not None
+                gradients.append(local_part(parameter.grad))
         found.append(gradients)
     model.zero_grad(set_to_none=True)
     return Gradients(found)

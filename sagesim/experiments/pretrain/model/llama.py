@@ -94,6 +94,8 @@ class Llama(nn.Module):
         attention: attention of every layer; it can be replaced later.
         tied: whether the head uses the embedding's weights.
         qk_norm: whether each layer normalises Q and K.
+        qk_gain: the gains of QK-norm, which are then not trained. 0: they start at 1 and are
+            trained.
         seed: seed of the initial weights. The device and the attention do not change them.
     """
 
@@ -106,6 +108,7 @@ class Llama(nn.Module):
         attention: Attention,
         tied: bool = True,
         qk_norm: bool = False,
+        qk_gain: float = 0.0,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -123,6 +126,11 @@ class Llama(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self._initialise(seed)
+        if qk_gain:
+            for norm in self.qk_norms():
+                for gain in norm.parameters():
+                    torch.nn.init.constant_(gain, qk_gain)
+                    gain.requires_grad_(False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The logits of the token after each position, [batch, n, vocabulary].

@@ -25,6 +25,7 @@ _NO_SETTING: Final = (
     "warmup",
     "evaluate_every",
     "monitor_every",
+    "bias_sequences",
 )
 """Fields of `Run` that do not distinguish settings.
 

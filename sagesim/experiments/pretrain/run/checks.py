@@ -25,7 +25,7 @@ def check_run(run: Run, corpus: Corpus, machine: Machine, world: World) -> None:
         )
     for split, least in (
         ("train", 1),
-        ("validation", max(run.evaluate_sequences, run.monitor_sequences if run.monitor else 0)),
+        ("validation", _held_out(run)),
     ):
         if (found := corpus.windows(split, run.context)) < least:
             raise ValueError(
@@ -57,3 +57,9 @@ def share_of(run: Run, machine: Machine, world: World) -> Share:
         rank=world.rank,
         processes=world.processes,
     )
+
+
+def _held_out(run: Run) -> int:
+    """The number of held-out sequences that the run reads."""
+    monitored = run.monitor_sequences if run.monitor else 0
+    return max(run.evaluate_sequences, monitored, run.bias_sequences)

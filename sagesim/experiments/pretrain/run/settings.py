@@ -44,6 +44,7 @@ class Run:
     clip: float = 1.0  #: the largest norm of a step's gradient
     tied: bool = True  #: whether the head uses the embedding's weights
     qk_norm: bool = False
+    qk_gain: float = 0.0  #: the gains of QK-norm, which are then not trained; 0: they are trained
     seed: int = 0  #: of weights, order of data, and stochastic rounding
     precision: str = "bf16"  #: a key of `DTYPES`
     evaluate_every: int = 100  #: steps; 0 evaluates after the last step only
@@ -51,6 +52,10 @@ class Run:
     monitor_every: int = 0  #: steps; 0 measures after the last step only
     monitor: tuple[str, ...] = ()  #: attentions to measure; empty measures nothing
     monitor_sequences: int = 8  #: sequences for the noise of the gradient; errors use the first
+    bias_sequences: int = 0
+    """Sequences for the bias of the gradient after the first and the last step; 0: no measurement.
+
+    See `sagesim.experiments.pretrain.diagnostics.bias`. The attentions are those of `monitor`."""
 
     def __post_init__(self) -> None:
         for each in (self.attention, *self.monitor):
@@ -75,6 +80,10 @@ class Run:
                 f"tokens_per_step={self.tokens_per_step} is not a multiple of "
                 f"context={self.context}"
             )
+        if self.qk_gain and not self.qk_norm:
+            raise ValueError(f"qk_gain={self.qk_gain} is of QK-norm, and qk_norm is not set")
+        if self.bias_sequences % 2:
+            raise ValueError(f"bias_sequences={self.bias_sequences} has no two equal halves")
         if self.warmup > self.steps:
             raise ValueError(f"warmup={self.warmup} is longer than steps={self.steps}")
 
@@ -116,7 +125,7 @@ class Run:
 _MINIMUM: Final = {
     "vocabulary": 2, "context": 1, "tokens_per_step": 1, "steps": 1, "warmup": 0,
     "weight_decay": 0, "evaluate_every": 0, "evaluate_sequences": 1, "monitor_every": 0,
-    "monitor_sequences": 2, "seed": 0,
+    "monitor_sequences": 2, "bias_sequences": 0, "qk_gain": 0, "seed": 0,
 }  # fmt: skip
 
 

@@ -15,12 +15,18 @@ import torch
 from torch import Tensor, nn
 
 import sagesim
+from sagesim.experiments.pretrain.diagnostics.bias import measure_bias
 from sagesim.experiments.pretrain.diagnostics.monitor import Measured, measure
 from sagesim.experiments.pretrain.diagnostics.nonfinite import locate_nonfinite
 from sagesim.experiments.pretrain.model.attention import Attention
 from sagesim.experiments.pretrain.model.llama import SIZES, Llama, token_loss
 from sagesim.experiments.pretrain.run.checks import check_run, share_of
-from sagesim.experiments.pretrain.run.distributed import World, distribute, gradient_sync
+from sagesim.experiments.pretrain.run.distributed import (
+    World,
+    distribute,
+    gradient_sync,
+    local_part,
+)
 from sagesim.experiments.pretrain.run.guards import deterministic, locked_folder
 from sagesim.experiments.pretrain.run.log import LogWriter, check_log
 from sagesim.experiments.pretrain.run.settings import DTYPES, Machine, Run
@@ -154,6 +160,9 @@ class Trainer:
             if run.monitor and self._is_due(run.monitor_every):
                 for found in self.monitor():
                     record_measured(found)
+            if run.bias_sequences and self.step in (1, run.steps):
+                for found in self.bias():
+                    record_measured(found)
             is_interrupted = self.world.any(interrupted())
             if is_interrupted or self._is_due(self.machine.checkpoint_every):
                 save()
@@ -206,21 +215,41 @@ class Trainer:
     def monitor(self) -> list[Measured]:
         """Measure the errors of the run's `monitor` attentions; see `diagnostics.monitor`."""
 
-        def loss(index: int) -> Tensor:
-            for core in self.model.cores():
-                core.draw = self.step * self.run.sequences + index
-            return self.loss(self.model, self.evaluation.sequence(index))
-
         # Measurements do not change the weights, so they need no deterministic algorithms.
         with deterministic(False):
             return measure(
                 self.model,
-                loss,
+                self._loss_of_sequence,
                 [Attention.parse(name) for name in self.run.monitor],
                 self.world,
                 sequences=self.run.monitor_sequences,
                 sharded=self.machine.fsdp,
             )
+
+    def bias(self) -> list[Measured]:
+        """Measure the bias of the run's `monitor` attentions; see `diagnostics.bias`."""
+
+        def second_moment(parameter: nn.Parameter) -> Tensor:
+            state = self.optimizer.state[parameter]
+            seen = 1.0 - self.run.beta2 ** float(state["step"])
+            return local_part(state["exp_avg_sq"]) / seen
+
+        with deterministic(False):
+            return measure_bias(
+                self.model,
+                self._loss_of_sequence,
+                [Attention.parse(name) for name in self.run.monitor],
+                second_moment,
+                self.world,
+                sequences=self.run.bias_sequences,
+                sharded=self.machine.fsdp,
+            )
+
+    def _loss_of_sequence(self, index: int) -> Tensor:
+        """The mean loss of the held-out sequence with an index."""
+        for core in self.model.cores():
+            core.draw = self.step * self.run.sequences + index
+        return self.loss(self.model, self.evaluation.sequence(index))
 
     def about(self) -> dict[str, str]:
         """The device, versions and `Machine` settings, for the log."""
@@ -298,6 +327,7 @@ def build(run: Run) -> Llama:
         attention=Attention.parse(run.attention),
         tied=run.tied,
         qk_norm=run.qk_norm,
+        qk_gain=run.qk_gain,
         seed=run.seed,
     )
 

@@ -1,7 +1,9 @@
 """The scripts for SLURM, run for real on CPUs; only SLURM's own commands are stand-ins."""
 
+import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -47,10 +49,20 @@ def sbatch(tmp_path):
             "PORT": str(port),
             "OMP_NUM_THREADS": "1",
         }
-        command = ["bash", FOLDER / script, *map(str, words)]
-        return subprocess.run(
-            command, env=os.environ | slurm, capture_output=True, text=True, timeout=300
+        job = subprocess.Popen(
+            ["bash", FOLDER / script, *map(str, words)],
+            env=os.environ | slurm,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
+        try:
+            out, err = job.communicate(timeout=200)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+        return job.returncode, out, err
 
     return run
 
@@ -62,9 +74,9 @@ def test_two_machines_train_one_run_by_torchrun(sbatch, tmp_path):
     prepare(PAGES, corpus, vocabulary=500, validation=0.1)
     words = "--size tiny --context 32 --tokens-per-step 256 --steps 4 --warmup 1 --precision fp32"
     words = [*words.split(), "--micro-batch", 4, "--evaluate-sequences", 5]
-    ended = sbatch("pretrain.sbatch", 2, corpus, folder, *words)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == f"{folder}: 4 steps done\n", "one process prints"
+    code, out, err = sbatch("pretrain.sbatch", 2, corpus, folder, *words)
+    assert code == 0, err
+    assert out == f"{folder}: 4 steps done\n", "one process prints"
     log = Log.read(folder)
     assert log.is_finished and log.about["processes"] == "2"
 

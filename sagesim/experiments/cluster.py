@@ -193,7 +193,8 @@ def _connected(address: str) -> Generator[None]:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-        except (ConnectionError, RuntimeError) as error:
+        except (ConnectionError, RuntimeError, SystemExit) as error:
+            # After two minutes without an answer Ray exits.
             raise ConnectionError(f"{address}: no Ray cluster to run on: {error}") from None
         try:
             yield

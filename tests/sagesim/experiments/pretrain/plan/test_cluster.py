@@ -99,16 +99,25 @@ def _in_job(waits, node_id):
 
 
 def noted(report, job, checkpoints, note, doomed):
-    """Run a job, note its node, and let a doomed node be killed after the third checkpoint."""
+    """Run a job, and let a doomed node be killed after the third checkpoint.
+
+    The note gets the job's node, and if the job ends the number of its steps.
+    """
+    steps = 0
     with note.open("a") as file:
-        file.write(f"{node()}\n")
+        file.write(f"{node()} ")
 
     def reported(done, total, words):
+        nonlocal steps
+        steps += not words.startswith("waits")
         if node() == doomed.id and steps_in(checkpoints) == [10, 15]:
             doomed.wait()
         return report(done, total, words)
 
-    return job.work(reported, *job.arguments)
+    end = job.work(reported, *job.arguments)
+    with note.open("a") as file:
+        file.write(f"{steps} ")
+    return end
 
 
 def raising(report, path):
@@ -148,9 +157,10 @@ def test_a_run_of_a_killed_node_continues_from_its_checkpoint(cluster, corpus, m
     assert not doomed.is_alive
     assert sorted(ends) == sorted((each.folder, DONE) for each in planned)
     begun = {each.folder: (notes / each.folder).read_text().split() for each in planned}
-    (killed,) = (each for each in planned if len(begun[each.folder]) != 1)
-    dead, alive = begun.pop(killed.folder)
-    assert dead == doomed.id != alive and all(nodes == [alive] for nodes in begun.values())
+    (killed,) = (each for each in planned if len(begun[each.folder]) != 2)
+    dead, alive, steps = begun.pop(killed.folder)
+    assert dead == doomed.id != alive and steps == "5", "it continues after step 15"
+    assert all(each == [alive, "20"] for each in begun.values())
     train(killed.run, tmp_path / "alone", corpus, machine, ALONE)
     found, alone = Log.read(root / killed.folder), Log.read(tmp_path / "alone")
     assert [step for step, _ in found.curve("train", "loss")] == list(range(1, 21))

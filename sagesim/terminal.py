@@ -6,14 +6,14 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from sagesim.printable import printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
     from rich.table import Table
     from rich.text import Text
 
@@ -132,3 +132,42 @@ def training(*, shown: bool) -> Generator[Training]:
     """Show the progress of training runs on stderr, if `shown`."""
     with _bar("training") as bar:
         yield Training(bar, shown=shown)
+
+
+class JobsView:
+    """All running jobs in one view: a bar for each in a terminal, and otherwise lines of text."""
+
+    def __init__(self, bar: Progress, count: int) -> None:
+        self._bar, self._count, self._last = bar, count, -math.inf
+        self._all = bar.add_task("all", total=count)
+        self._tasks: dict[str, TaskID] = {}
+
+    def show(self, running: Mapping[str, tuple[int, int, str]], ended: int) -> None:
+        """Show the jobs.
+
+        Args:
+            running: steps done, all steps and words of each running job, by its name.
+            ended: the number of jobs that have ended.
+        """
+        self._bar.update(self._all, completed=ended)
+        for name in self._tasks.keys() - running.keys():
+            self._bar.remove_task(self._tasks.pop(name))
+        for name, (done, total, words) in running.items():
+            if name not in self._tasks:
+                self._tasks[name] = self._bar.add_task("")
+            text = f"{name}  {words}"
+            self._bar.update(self._tasks[name], completed=done, total=total, description=text)
+        if self._bar.disable and time.monotonic() - self._last > _LINE_EVERY:
+            lines = [f"{ended} of {self._count} jobs ended, {len(running)} running"]
+            lines += [
+                f"  {name}  {done}/{total}  {w}" for name, (done, total, w) in running.items()
+            ]
+            print("\n".join(lines), file=sys.stderr, flush=True)
+            self._last = time.monotonic()
+
+
+@contextlib.contextmanager
+def jobs_shown(count: int) -> Generator[JobsView]:
+    """Show the progress of `count` jobs on stderr."""
+    with _bar("jobs") as bar:
+        yield JobsView(bar, count)

@@ -732,6 +732,14 @@ FILES = (
             "::test_all_processes_stop_at_the_same_step_if_one_is_interrupted",
         ),
     ),
+    Promise(
+        "If a machine of a cluster is killed, each run of a plan still ends once, with the losses "
+        "of a run that nobody killed.",
+        (
+            f"{PRETRAIN}/plan/test_cluster.py"
+            "::test_a_run_of_a_killed_node_continues_from_its_checkpoint",
+        ),
+    ),
 )
 
 GROUPS = {

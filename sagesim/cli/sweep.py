@@ -19,6 +19,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
+from sagesim.cli.cluster import add_cluster
 from sagesim.cli.inputs import CAPTURE_HELP, GRAMMAR, load, parse_spec, path_of, require_writable
 from sagesim.spec import PRESETS
 from sagesim.terminal import Failure, progress, stdout, table
@@ -53,6 +54,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="128 specs: sagebwd with each of the seven products in INT8 or 16 bit",
     )
+    add_cluster(parser)
     parser.epilog = GRAMMAR
 
 
@@ -68,6 +70,7 @@ def run(args: argparse.Namespace) -> None:
     from sagesim.experiments.spec_sweep import (
         best_per_int8_count,
         int8_or_16_bit,
+        missing,
         ranking,
         sweep,
     )
@@ -75,15 +78,21 @@ def run(args: argparse.Namespace) -> None:
     if args.all:
         specs = int8_or_16_bit()
     try:
+        if args.dry_run:
+            count, total, seconds = missing(args.out, specs, captures)
+            time = "" if seconds is None else f", about {seconds / 3600:.2f} CPU hours"
+            stdout().print(f"{count} of {total} rows to compute{time}; 0 GPU hours")
+            return
         with progress("measuring specs") as bar:
             task = bar.add_task("")
             rows = sweep(
                 args.out,
                 specs,
                 captures,
+                cluster=args.cluster,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
-    except ValueError as error:
+    except (ValueError, ConnectionError) as error:
         raise Failure(str(error)) from None
 
     ranked = ranking(rows)

@@ -18,11 +18,13 @@ import torch
 
 import sagesim
 from sagesim.analysis import GRADIENTS, TENSORS, errors, geometric_mean, gradient_error
-from sagesim.emulator import Exact, exact
+from sagesim.emulator import exact
+from sagesim.experiments.cluster import workers
+from sagesim.experiments.jobs import Job, Report, State
 from sagesim.experiments.parquet import encode_table, read_table
 from sagesim.files import replacing
 from sagesim.models import Call, Capture
-from sagesim.problem import NO_WINDOW, AttentionProblem
+from sagesim.problem import NO_WINDOW
 from sagesim.spec import SAGEBWD, SITES, AttentionSpec, Precision, with_precision
 
 Row = dict[str, Any]
@@ -47,7 +49,7 @@ SCHEMA: Final = pa.schema(
 """The columns of the file.
 
 layer and name are those of the captured call. seconds is the computing time; for the first spec of
-a call it includes the float64 reference.
+a call it includes the float64 reference, on a cluster once for each worker.
 """
 
 _SAVE_EVERY: Final = 2.0
@@ -93,6 +95,7 @@ def sweep(
     captures: Mapping[str, Capture],
     *,
     progress: Callable[[int, int], None] | None = None,
+    cluster: str | None = None,
 ) -> list[Row]:
     """Run every spec on every call of every capture, and store the errors in a Parquet file.
 
@@ -107,6 +110,8 @@ def sweep(
         path: the file. It is created if missing; its other rows stay.
         captures: captures by the name to store in their rows.
         progress: called with the number of rows done and the number of all rows.
+        cluster: where to compute the rows at the same time; see
+            `sagesim.experiments.cluster.workers`. None computes one row after the other.
 
     Returns:
         The rows of the given specs and captures, both new and old ones.
@@ -114,34 +119,38 @@ def sweep(
     Raises:
         ValueError: if the file is not the file of a sweep, or two calls of a capture have the same
             index. It is raised before any computation.
+        ConnectionError: if there is no cluster at the address.
         WriteError: if the file cannot be written. It is raised before any computation.
     """
     runs = list(_runs(specs, captures))
     done, new = _add(path, []), list[Row]()
-    count = sum(key in done for key, *_ in runs)
     saved = time.monotonic()
-    # The runs of a call follow each other, so a cache of one reference is enough.
-    exactly = functools.lru_cache(maxsize=1)(exact)
-    try:
+
+    def jobs() -> Iterator[Job]:
         for key, spec, name, call in runs:
-            if progress is not None:
-                progress(count, len(runs))
-            if key in done:
-                continue
-            row = _run(spec, call, exactly)
-            row |= {"label": key[0], "capture": name, "capture_hash": key[1]}
-            done[key] = row
-            new.append(row)
-            count += 1
-            if time.monotonic() - saved > _SAVE_EVERY:
-                done, new = _add(path, new), []
-                count = sum(key in done for key, *_ in runs)
-                saved = time.monotonic()
+            if key not in done:
+                yield Job(f"{name}, layer {call.index}, {key[0]}", _row, (key, spec, name, call))
+
+    def watch(_running: Mapping[str, State], _ended: int) -> bool:
+        if progress is not None:
+            progress(sum(key in done for key, *_ in runs), len(runs))
+        return False
+
+    try:
+        with workers(cluster) as here:
+            for _, row in here.run(jobs(), watch):
+                if isinstance(row, Exception):
+                    raise row
+                done[_key(row)] = row
+                new.append(row)
+                if time.monotonic() - saved > _SAVE_EVERY:
+                    done, new = _add(path, new), []
+                    saved = time.monotonic()
     finally:
+        _exactly.cache_clear()
+        _latest.clear()
         if new:
             done = _add(path, new)
-    if progress is not None:
-        progress(len(runs), len(runs))
     return [done[key] for key, *_ in runs]
 
 
@@ -200,6 +209,64 @@ def best_per_int8_count(ranked: Sequence[Row]) -> list[Row]:
 
 
 _Key = tuple[str, str, int, str]
+_Run = tuple[_Key, AttentionSpec, str, Call]
+
+
+def missing(
+    path: Path, specs: Sequence[AttentionSpec], captures: Mapping[str, Capture]
+) -> tuple[int, int, float | None]:
+    """What `sweep` would compute: the number of rows, of how many, and the estimated seconds.
+
+    The seconds are those of one CPU, by the rows of the file with these calls; None without any.
+    A row takes as long in proportion to the elements of the maps of its call, times its channels.
+
+    Raises:
+        ValueError: as `sweep`.
+    """
+    runs = list(_runs(specs, captures))
+    rows = {_key(row): row for row in (read_rows(path) if path.exists() else [])}
+    work = {(key[1], key[2]): _work_of(call) for key, _, _, call in runs}
+    timed = [row for row in rows.values() if (row["capture_hash"], row["layer"]) in work]
+    left = [key for key, *_ in runs if key not in rows]
+    if not timed:
+        return len(left), len(runs), None if left else 0.0
+    rate = sum(row["seconds"] for row in timed) / sum(
+        work[row["capture_hash"], row["layer"]] for row in timed
+    )
+    return len(left), len(runs), rate * sum(work[key[1], key[2]] for key in left)
+
+
+def _work_of(call: Call) -> int:
+    return math.prod(call.q.shape) * call.k.shape[-2]
+
+
+_exactly: Final = functools.lru_cache(maxsize=1)(exact)
+"""The runs of a call follow each other, so one reference is enough."""
+
+_latest: Final[dict[tuple[str, int], Call]] = {}
+"""The call of this process' latest row. A worker of a cluster gets a call anew for each row, and
+`_exactly` knows calls by their identity."""
+
+
+def _row(_: Report, key: _Key, spec: AttentionSpec, name: str, call: Call) -> Row:
+    """The row of a run."""
+    if key[1:3] not in _latest:
+        _latest.clear()
+    call = _latest.setdefault(key[1:3], call)
+    start = time.perf_counter()
+    measured = errors(call, spec, _exactly)
+    seconds = time.perf_counter() - start
+    return {
+        "label": key[0],
+        "capture": name,
+        "capture_hash": key[1],
+        "layer": call.index,
+        "name": call.name,
+        **{f"{t}_{m}": getattr(measured[t], m) for t in TENSORS for m in MEASURES},
+        "seconds": seconds,
+        "sagesim_version": sagesim.__version__,
+        "torch_version": torch.__version__,
+    }
 
 
 def _key(row: Row) -> _Key:
@@ -223,20 +290,6 @@ def _runs(
         for call in capture.calls:
             for label, spec in labels.items():
                 yield (label, digest, call.index, sagesim.__version__), spec, name, call
-
-
-def _run(spec: AttentionSpec, call: Call, exactly: Callable[[AttentionProblem], Exact]) -> Row:
-    start = time.perf_counter()
-    measured = errors(call, spec, exactly)
-    seconds = time.perf_counter() - start
-    return {
-        "layer": call.index,
-        "name": call.name,
-        **{f"{t}_{m}": getattr(measured[t], m) for t in TENSORS for m in MEASURES},
-        "seconds": seconds,
-        "sagesim_version": sagesim.__version__,
-        "torch_version": torch.__version__,
-    }
 
 
 def _add(path: Path, new: Sequence[Row]) -> dict[_Key, Row]:

@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> None:
     from sagesim.experiments.pretrain.run.distributed import join_processes
     from sagesim.experiments.pretrain.run.log import FILE
     from sagesim.experiments.pretrain.text.corpus import Corpus
+    from sagesim.experiments.pretrain.training.checkpoint import CHECKPOINTS
     from sagesim.experiments.pretrain.training.trained_model import capture_trained
-    from sagesim.experiments.pretrain.training.trainer import CHECKPOINTS
 
     read = [args.folder / FILE, args.folder / CHECKPOINTS, args.corpus]
     require_writable(args.out, inputs=read)

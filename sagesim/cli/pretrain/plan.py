@@ -3,32 +3,39 @@
 A plan is a TOML file that fixes the model, data, seeds and margin of several questions. Each part
 of the plan is a question and the runs that answer it. Without --part the command lists all runs,
 with estimated times. With --part it trains the runs that are not done. A run that two parts share
-is trained once. Several processes may work on the same folder: each skips runs that another
-process is training. After Ctrl-C the command finishes the step and saves a checkpoint; the same
-command continues.
+is trained once. After Ctrl-C the command finishes the step and saves a checkpoint; the same command
+continues.
 
-The package has one plan: sagesim/experiments/pretrain/plan/five_questions.toml.
+With --cluster, Ray trains many runs at the same time, each on one GPU. A run whose worker or
+machine dies continues from its last checkpoint elsewhere. CORPUS and RUNS must be folders that all
+machines of the cluster share.
+
+The package has two plans, in sagesim/experiments/pretrain/plan.
 
 examples:
   sagesim pretrain plan plan.toml corpus runs --scale 10M
   sagesim pretrain plan plan.toml corpus runs --scale 10M --part tps --compile
-  sagesim pretrain plan plan.toml corpus runs --scale 100M --part tps --gpus 4
+  sagesim pretrain plan plan.toml corpus runs --scale 100M --part tps --cluster local
+  sagesim pretrain plan plan.toml corpus runs --scale 100M --part tps --dry-run
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from sagesim.cli.pretrain.interruption import asked_to_stop, until_unread
+from sagesim.cli.cluster import add_cluster
+from sagesim.cli.pretrain.interruption import asked_to_stop
 from sagesim.cli.pretrain.machine import add_machine, machine_of
-from sagesim.terminal import Failure, stdout, table, training
+from sagesim.terminal import Failure, jobs_shown, stdout, table
 
 if TYPE_CHECKING:
+    from sagesim.experiments.jobs import State
     from sagesim.experiments.pretrain.plan.plan import Plan, PlannedRun
     from sagesim.experiments.pretrain.text.corpus import Corpus
-    from sagesim.experiments.pretrain.training.trainer import Outcome
 
 HELP: Final = "list or train the runs of a plan"
 
@@ -44,12 +51,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale", metavar="NAME", help="a scale of the plan (default: the plan's first)"
     )
+    add_cluster(parser)
     parser.add_argument(
-        "--gpus",
+        "--jobs-per-gpu",
         type=int,
         default=1,
         metavar="N",
-        help="number of GPUs, each with a run of its own (default: 1)",
+        help="with --cluster: runs that share a GPU, for models that do not keep it busy "
+        "(default: 1)",
     )
     parser.add_argument(
         "--emulate",
@@ -64,6 +73,10 @@ def run(args: argparse.Namespace) -> int:
     from sagesim.experiments.pretrain.plan.plan import Plan, merge_runs, with_families
     from sagesim.experiments.pretrain.text.corpus import Corpus, check_shards
 
+    if args.jobs_per_gpu < 1 or (args.jobs_per_gpu > 1 and args.cluster is None):
+        raise Failure(f"--jobs-per-gpu {args.jobs_per_gpu}: at least 1, and above 1 with --cluster")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise Failure("a run of a plan uses one process: use --cluster instead of torchrun")
     try:
         plan, corpus = Plan.read(args.plan), Corpus(args.corpus)
         scale = args.scale or next(iter(plan.scales))
@@ -76,22 +89,20 @@ def run(args: argparse.Namespace) -> int:
             )
             for name in parts
         }
-        if args.part is None:
+        if args.part is None or args.dry_run:
             _list(plan, planned, args.root)
             return 0
         check_shards(args.corpus)
-        if args.gpus > 1:
-            return _train_on_gpus(args)
         every = merge_runs(each for name in parts for each in planned[name])
         return _train(every, args, corpus)
-    except ValueError as error:
+    except (ValueError, ConnectionError, BlockingIOError) as error:
         raise Failure(str(error)) from None
 
 
 def _list(plan: Plan, planned: dict[str, list[PlannedRun]], root: Path) -> None:
     console = stdout()
     seen: set[str] = set()
-    total = 0.0
+    total = left = 0.0
     for name, runs in planned.items():
         console.print(f"{name}: {plan.parts[name].question}")
         shown = table("", "run", "steps", "tokens", "minutes", "done")
@@ -100,6 +111,7 @@ def _list(plan: Plan, planned: dict[str, list[PlannedRun]], root: Path) -> None:
             is_repeated = each.folder in seen
             seen.add(each.folder)
             total += 0 if is_repeated else seconds
+            left += 0 if is_repeated or each.is_done(root) else seconds
             shown.add_row(
                 each.folder,
                 str(each.run.steps),
@@ -110,51 +122,42 @@ def _list(plan: Plan, planned: dict[str, list[PlannedRun]], root: Path) -> None:
         console.print(shown)
     console.print(
         f"{len(seen)} runs, an estimated {total / 60:.0f} minutes on one GPU; "
-        f"margin {plan.margin} nats"
+        f"{left / 3600:.2f} GPU hours are left; margin {plan.margin} nats"
     )
 
 
-def _train_on_gpus(args: argparse.Namespace) -> int:
-    import shlex
-
-    from sagesim.experiments.pretrain.plan.execution import run_on_gpus
-
-    words = shlex.split(args.command_line)[1:]
-    return run_on_gpus([*words, "--gpus", "1"], args.gpus)
-
-
 def _train(planned: list[PlannedRun], args: argparse.Namespace, corpus: Corpus) -> int:
-    from sagesim.experiments.pretrain.plan.execution import Reporter, execute
-    from sagesim.experiments.pretrain.run.distributed import join_processes
+    from sagesim.experiments.cluster import workers
+    from sagesim.experiments.pretrain.plan.execution import INTERRUPTED, STOPPED, execute, has_work
 
     console = stdout()
-    stopped = 0
+    jobs = [each for each in planned if has_work(each, args.root)]
+    stopped, failed = 0, list[Exception]()
+    # Ray replaces handlers of signals, so it is started first.
     with (
-        join_processes() as world,
+        workers(args.cluster, gpu=1 / args.jobs_per_gpu) as here,
         asked_to_stop(shown=True) as asked,
-        training(shown=True) as bar,
+        jobs_shown(len(jobs)) as view,
     ):
-        if world.processes > 1:
-            raise ValueError("a run of a plan uses one process: use --gpus N instead of torchrun")
 
-        def started(each: PlannedRun) -> None:
-            bar.begin(each.folder, each.run.steps)
+        def watch(running: Mapping[str, State], ended: int) -> bool:
+            states = {name: (x.done, x.total, x.words) for name, x in running.items()}
+            try:
+                view.show(states, ended)
+            except BrokenPipeError:
+                asked.set()
+            return asked.is_set()
 
-        def ended(each: PlannedRun, outcome: Outcome) -> None:
-            nonlocal stopped
-            stopped += bool(outcome.stop)
-            if not outcome.is_interrupted:
-                end = f"stopped at {outcome.stop}" if outcome.stop else "done"
+        for each, end in execute(jobs, args.root, corpus, machine_of(args), here, watch):
+            if isinstance(end, Exception):
+                failed.append(end)
+                end = f"failed: {type(end).__name__}: {end}"
+            stopped += end.startswith(STOPPED)
+            if end != INTERRUPTED:
                 console.print(f"{each.folder}: {end}")
-
-        reporter = Reporter(
-            started=started,
-            progress=until_unread(bar.show, asked),
-            ended=ended,
-            interrupted=asked.is_set,
-        )
-        is_complete = execute(planned, args.root, corpus, machine_of(args), world, reporter)
-    if not is_complete:
+    if failed:
+        raise failed[0]
+    if asked.is_set():
         raise KeyboardInterrupt(f"{args.root}: interrupted; the same command continues the plan")
     console.print(f"{len(planned)} runs in {args.root}; {stopped} stopped at a non-finite number")
     return 0

@@ -180,6 +180,18 @@ def test_sweep_prints_a_ranking_and_resumes(run, file, tmp_path):
     assert row(run("sweep", path, file), "fpa")[0] == "0"
 
 
+def test_a_dry_run_of_a_sweep_says_what_is_missing_and_writes_nothing(run, file, tmp_path):
+    path = tmp_path / "out.parquet"
+    words = ("sweep", path, file, "--specs", "factored", "sagebwd")
+    assert run(*words, "--dry-run") == "4 of 4 rows to compute; 0 GPU hours\n"
+    assert not path.exists()
+    run("sweep", path, file, "--specs", "factored")
+    found = run(*words, "--dry-run")
+    assert re.fullmatch(r"2 of 4 rows to compute, about 0\.00 CPU hours; 0 GPU hours\n", found)
+    run(*words)
+    assert run(*words, "--dry-run").startswith("0 of 4 rows to compute, about 0.00 CPU hours")
+
+
 def test_sweep_of_all_shows_the_best_spec_for_each_number_of_int8_products(run, tmp_path):
     source = tmp_path / "in.safetensors"
     Capture(calls=(call(0),), loss_scale=1.0, source={}, torch_version="2").save(source)

@@ -15,7 +15,14 @@ import torch
 import sagesim.experiments.spec_sweep
 from sagesim import PRESETS, SAGEBWD, SITES, Precision, compare, exact, trace
 from sagesim.analysis import TENSORS, Comparison, errors
-from sagesim.experiments.spec_sweep import content_hash, int8_or_16_bit, ranking, read_rows, sweep
+from sagesim.experiments.spec_sweep import (
+    content_hash,
+    int8_or_16_bit,
+    missing,
+    ranking,
+    read_rows,
+    sweep,
+)
 from sagesim.files import WriteError
 from sagesim.models import Call, Capture
 from tests.support.full_disk import full_disk
@@ -125,6 +132,18 @@ def test_rows_in_the_file_are_not_computed_again(tmp_path, monkeypatch):
     assert after == before
     assert ran == []
     assert set(seen) == {(6, 6)}
+
+
+def test_the_time_that_is_missing_follows_from_the_rows_with_the_same_calls(tmp_path):
+    """The second capture's rows count in proportion to the square of its tokens."""
+    path, small, large = tmp_path / "out.parquet", problem(), problem(tokens=40)
+    sweep(path, SPECS, {"other": problem(seed=1)})
+    assert missing(path, SPECS, {"small": small}) == (6, 6, None)
+    rows = sweep(path, SPECS[:1], {"small": small})
+    mean = sum(row["seconds"] for row in rows) / 2
+    assert missing(path, SPECS[:1], {"small": small}) == (0, 2, 0.0)
+    count, total, seconds = missing(path, SPECS, {"small": small, "large": large})
+    assert (count, total) == (10, 12) and math.isclose(seconds, (4 + 6 * 4) * mean)
 
 
 def test_other_rows_are_kept_and_not_returned(tmp_path):

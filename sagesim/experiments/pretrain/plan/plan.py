@@ -15,6 +15,7 @@ from sagesim.experiments.pretrain.model.attention import Attention
 from sagesim.experiments.pretrain.model.llama import SIZES
 from sagesim.experiments.pretrain.run.log import Log
 from sagesim.experiments.pretrain.run.settings import Run, from_mapping
+from sagesim.experiments.pretrain.training.checkpoint import CHECKPOINTS, steps_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +78,18 @@ class PlannedRun:
         return f"{slug}_{norm}_{run.tokens_per_step}_seed{run.seed}_{digest}"
 
     def is_done(self, root: Path) -> bool:
-        """Whether the run in `root` did all its steps, or stopped at a non-finite number."""
+        """Whether the run in `root` did all its steps, or stopped at a non-finite number.
+
+        The log is written before the last checkpoint. A run that was killed between the two is not
+        done. A run without any checkpoint is: they may have been removed to save space.
+        """
         try:
             log = Log.read(root / self.folder)
         except ValueError:
             return False
-        return log.is_finished or bool(log.stop)
+        saved = steps_in(root / self.folder / CHECKPOINTS)
+        is_saved = not saved or saved[-1] == self.run.steps
+        return bool(log.stop) or (log.is_finished and is_saved)
 
 
 _RUN_FRACTIONS: Final = ("warmup", "evaluate_every", "monitor_every")

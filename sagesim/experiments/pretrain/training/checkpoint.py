@@ -18,6 +18,9 @@ from torch.optim import Optimizer
 
 from sagesim.files import replacing
 
+CHECKPOINTS: Final = "checkpoints"
+"""The folder of the checkpoints in a run's folder."""
+
 KEEP: Final = 2
 """Number of checkpoints to keep.
 

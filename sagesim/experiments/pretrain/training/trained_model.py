@@ -17,7 +17,7 @@ from sagesim.experiments.pretrain.run.settings import Run
 from sagesim.experiments.pretrain.text.corpus import Corpus
 from sagesim.experiments.pretrain.training import checkpoint
 from sagesim.experiments.pretrain.training.evaluation import Evaluation
-from sagesim.experiments.pretrain.training.trainer import CHECKPOINTS, autocast, build
+from sagesim.experiments.pretrain.training.trainer import autocast, build
 from sagesim.models import Capture, capture
 
 LOSS_SCALE: Final = 2.0**16
@@ -37,7 +37,7 @@ def load_trained(folder: Path) -> tuple[Run, int, Llama]:
         ValueError: if the folder has no log or no checkpoint.
     """
     run = Log.read(folder).run
-    newest = checkpoint.load_newest(folder / CHECKPOINTS)
+    newest = checkpoint.load_newest(folder / checkpoint.CHECKPOINTS)
     if newest is None:
         raise ValueError(f"{folder}: no checkpoint in it")
     step, state = newest

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,6 @@ from sagesim.experiments.pretrain.text.corpus import Corpus
 from sagesim.experiments.pretrain.training import checkpoint
 from sagesim.experiments.pretrain.training.evaluation import Evaluation
 from sagesim.experiments.pretrain.training.optimizer import adamw, clip, set_learning_rate
-
-CHECKPOINTS: Final = "checkpoints"
-"""The folder of the checkpoints in a run's folder."""
 
 Progress = Callable[[int, float, float], None]
 """Called after each step with the number of steps done, the step's loss, and tokens per second."""
@@ -85,7 +82,8 @@ def train(
     """
     check_run(run, corpus, machine, world)
     with locked_folder(folder, world), deterministic(machine.deterministic):
-        check_log(folder, run, is_begun=bool(checkpoint.steps_in(folder / CHECKPOINTS)))
+        saved = checkpoint.steps_in(folder / checkpoint.CHECKPOINTS)
+        check_log(folder, run, is_begun=bool(saved))
         return Trainer(run, folder, corpus, machine, world).train(progress, interrupted)
 
 
@@ -107,7 +105,7 @@ class Trainer:
         self.distributed = distribute(self.model, list(self.model.layers), world, fsdp=machine.fsdp)
         self.optimizer = adamw(self.model, run)
         self.evaluation = Evaluation(run, corpus, world, machine.micro_batch)
-        self.checkpoints = folder / CHECKPOINTS
+        self.checkpoints = folder / checkpoint.CHECKPOINTS
         self.step = self._resume()
 
     def train(self, progress: Progress | None, interrupted: Callable[[], bool]) -> Outcome:

@@ -15,6 +15,7 @@ from sagesim.experiments.pretrain.run.log import Log
 from sagesim.experiments.pretrain.text.corpus import Corpus
 from sagesim.experiments.pretrain.training import checkpoint, trained_model
 from sagesim.experiments.pretrain.training.trainer import Trainer
+from sagesim.files import locked
 from sagesim.models import Capture
 from sagesim.terminal import Training
 from tests.sagesim.experiments.pretrain.conftest import ALONE, TEXT
@@ -106,11 +107,55 @@ def test_a_plan_is_listed_and_trained(run, corpus, tmp_path):
     assert (code, err) == (0, "")
     assert "one: Does it run?" in out and "5 runs, an estimated" in out and "as above" in out
     assert not (tmp_path / "runs").exists()
-    code, out, _ = run(*words, "--part", "two", "--micro-batch", 4)
-    assert code == 0 and out.count(": done\n") == 2
+    code, out, _ = run(*words, "--part", "two", "--dry-run")
+    assert code == 0 and "one: Does it run?" not in out
+    assert "2 runs, an estimated 0 minutes on one GPU; 0.01 GPU hours are left" in out
+    assert not (tmp_path / "runs").exists()
+    code, out, err = run(*words, "--part", "two", "--micro-batch", 4)
+    assert code == 0 and out.count(": done\n") == 2 and err.startswith("0 of 2 jobs ended")
+    code, out, _ = run(*words, "--part", "two", "--dry-run")
+    assert "; 0.00 GPU hours are left" in out
     code, out, _ = run(*words, "--part", "two", "--micro-batch", 4)
     assert code == 0
     assert out == f"2 runs in {tmp_path / 'runs'}; 0 stopped at a non-finite number\n"
+
+
+def test_a_plan_refuses_what_it_cannot_do(run, corpus, tmp_path, monkeypatch):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(PLAN)
+    words = ["pretrain", "plan", plan, corpus.folder, tmp_path / "runs", "--part", "two"]
+    for more, message in (
+        (["--jobs-per-gpu", 2], "--jobs-per-gpu 2: at least 1, and above 1 with --cluster"),
+        (["--jobs-per-gpu", 0, "--cluster", "local"], "--jobs-per-gpu 0: at least 1"),
+        (["--cluster", "127.0.0.1:1"], "127.0.0.1:1: no Ray cluster answers"),
+        (["--cluster", "all"], "cluster 'all' is neither local nor HOST:PORT"),
+    ):
+        code, out, err = run(*words, *more)
+        assert (code, out) == (2, "") and err.startswith(f"sagesim: {message}"), err
+    with locked(tmp_path / "runs"):
+        code, _, err = run(*words, "--micro-batch", 4)
+    assert code == 2 and err.endswith("runs: another command trains a plan there\n")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = run(*words)
+    assert code == 2 and "use --cluster instead of torchrun" in err
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_run_that_fails_stops_no_other_run_of_a_plan(run, corpus, tmp_path, monkeypatch):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(PLAN)
+    words = ["pretrain", "plan", plan, corpus.folder, tmp_path / "runs", "--part", "two"]
+    update = Trainer.update
+
+    def failing(trainer, lr):
+        if trainer.run.seed == 0 and trainer.run.qk_norm:
+            raise ValueError("no step")
+        update(trainer, lr)
+
+    monkeypatch.setattr(Trainer, "update", failing)
+    code, out, err = run(*words, "--micro-batch", 4, "--emulate")
+    assert code == 2 and err.endswith("sagesim: no step\n")
+    assert out.count(": done\n") == 3 and out.count(": failed: ValueError: no step\n") == 1
 
 
 @pytest.mark.parametrize(

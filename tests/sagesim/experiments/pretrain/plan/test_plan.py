@@ -1,19 +1,26 @@
 import inspect
-import signal
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 import sagesim
+from sagesim.experiments.cluster import workers
+from sagesim.experiments.jobs import Workers, one_by_one
 from sagesim.experiments.pretrain.model.attention import Attention
-from sagesim.experiments.pretrain.plan.execution import CAPTURE, Reporter, execute, run_on_gpus
+from sagesim.experiments.pretrain.plan.execution import (
+    CAPTURE,
+    DONE,
+    INTERRUPTED,
+    execute,
+    has_work,
+)
 from sagesim.experiments.pretrain.plan.plan import Plan, merge_runs, with_families
 from sagesim.experiments.pretrain.run.guards import locked_folder
 from sagesim.experiments.pretrain.run.log import Log
 from sagesim.experiments.pretrain.run.settings import Machine
+from sagesim.experiments.pretrain.training.checkpoint import CHECKPOINTS, path_of
+from sagesim.files import locked
 from tests.sagesim.experiments.pretrain.conftest import ALONE
 
 FOLDER = Path(sagesim.__file__).parent / "experiments" / "pretrain" / "plan"
@@ -166,82 +173,89 @@ def test_unknown_parts_and_scales_raise(plan, corpus):
 
 def test_runs_that_are_done_are_not_trained_again(plan, corpus, tmp_path):
     planned = with_families(runs(plan, "one", corpus), {"kernels": "emulator"})[:2]
-    begun, ended = [], []
+    root, begun = tmp_path / "runs", []
 
-    def make(root):
+    def make(is_asked=False):
         begun.clear()
-        execute(
-            planned,
-            root,
-            corpus,
-            Machine(micro_batch=4),
-            ALONE,
-            Reporter(
-                started=begun.append,
-                progress=lambda *_: None,
-                ended=lambda each, outcome: ended.append((each, outcome.stop)),
-            ),
-        )
 
-    make(tmp_path / "runs")
-    assert begun == planned and ended == [(each, "") for each in planned]
-    assert Log.read(tmp_path / "runs" / planned[0].folder).is_finished
-    captures = [(tmp_path / "runs" / each.folder / CAPTURE).exists() for each in planned]
+        def watch(running, _ended):
+            begun.extend(name for name in running if name not in begun)
+            return is_asked and any("waits" in state.words for state in running.values())
+
+        left = [each for each in planned if has_work(each, root)]
+        with workers(None) as here:
+            return list(execute(left, root, corpus, Machine(micro_batch=4), here, watch))
+
+    assert make() == [(each, DONE) for each in planned]
+    assert begun == [each.folder for each in planned]
+    assert Log.read(root / planned[0].folder).is_finished
+    captures = [(root / each.folder / CAPTURE).exists() for each in planned]
     assert captures == [True, False]
-    (tmp_path / "runs" / planned[0].folder / CAPTURE).unlink()
+    (root / planned[0].folder / CAPTURE).unlink()
     # A log is complete shortly before the last checkpoint. Until then the folder is locked.
-    with locked_folder(tmp_path / "runs" / planned[0].folder, ALONE):
-        make(tmp_path / "runs")
-    assert not (tmp_path / "runs" / planned[0].folder / CAPTURE).exists()
-    make(tmp_path / "runs")
-    assert begun == [] and (tmp_path / "runs" / planned[0].folder / CAPTURE).exists()
+    with locked_folder(root / planned[0].folder, ALONE):
+        assert make(is_asked=True) == [(planned[0], INTERRUPTED)]
+    assert not (root / planned[0].folder / CAPTURE).exists()
+    assert make() == [(planned[0], DONE)] and (root / planned[0].folder / CAPTURE).exists()
+    assert make() == [] == begun
 
 
-def test_more_gpus_than_the_machine_has_raise():
-    with pytest.raises(ValueError, match="4096 GPUs asked for"):
-        run_on_gpus([], 4096)
+def test_a_run_without_its_last_checkpoint_is_not_done(plan, corpus, tmp_path):
+    """It was killed after its log was written."""
+    (planned,) = runs(plan, "two", corpus)[:1]
+    machine = Machine(micro_batch=4, checkpoint_every=1)
+
+    def make():
+        with workers(None) as here:
+            every = execute([planned], tmp_path, corpus, machine, here, lambda *_: False)
+            assert list(every) == [(planned, DONE)]
+        return Log.read(tmp_path / planned.folder).curve("train", "loss")
+
+    folder = tmp_path / planned.folder / CHECKPOINTS
+    losses, steps = make(), planned.run.steps
+    path_of(folder, steps).rename(path_of(folder, steps - 1))
+    assert not planned.is_done(tmp_path)
+    shutil.rmtree(folder)
+    assert planned.is_done(tmp_path), "checkpoints may be removed"
+    assert steps == 2 and len(losses) == 2
 
 
-GPU_WORKER = """
-import signal, sys
-
-def interrupted(*_):
-    sys.exit(130)
-
-signal.signal(signal.SIGINT, interrupted)
-print("ready", flush=True)
-signal.pause()
-"""
+def test_a_folder_in_which_another_command_trains_a_plan_is_refused(plan, corpus, tmp_path):
+    planned = runs(plan, "two", corpus)[:1]
+    root = tmp_path / "runs"
+    message = "runs: another command trains a plan there"
+    with workers(None) as here, locked(root), pytest.raises(BlockingIOError, match=message):
+        list(execute(planned, root, corpus, Machine(), here, lambda *_: False))
 
 
-def test_ctrl_c_reaches_the_process_of_every_gpu_once(monkeypatch):
-    """The command waits until they have ended by themselves."""
-    started = []
-    popen = subprocess.Popen
+def test_a_machine_that_does_not_share_the_folder_of_the_runs_trains_nothing(
+    plan, corpus, tmp_path
+):
+    """Here the folder has no lock, as on a machine with a folder of its own."""
+    planned = runs(plan, "two", corpus)[0]
 
-    def start(words, **options):
-        assert words[1:] == ["-m", "sagesim.cli", "plan"] and options["start_new_session"]
-        process = popen(
-            [sys.executable, "-c", GPU_WORKER],
-            stdout=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
-        with process.stdout:
-            assert process.stdout.readline() == b"ready\n"
-        started.append(options["env"]["CUDA_VISIBLE_DEVICES"])
-        if len(started) == 1:  # the first one that the command waits for
-            wait = process.wait
+    def elsewhere(jobs, watch):
+        (job,) = jobs
+        *_, text, machine = job.arguments
+        yield from one_by_one([job._replace(arguments=(planned, tmp_path, text, machine))], watch)
 
-            def wait_after_ctrl_c():
-                signal.raise_signal(signal.SIGINT)
-                return wait(timeout=60)
+    here = Workers(elsewhere, has_gpu=False)
+    machine = Machine(micro_batch=4)
+    ((_, end),) = execute([planned], tmp_path / "runs", corpus, machine, here, lambda *_: False)
+    assert isinstance(end, ValueError) and "does not share this folder and its locks" in str(end)
+    assert not (tmp_path / planned.folder).exists()
 
-            process.wait = wait_after_ctrl_c
-        return process
 
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(subprocess, "Popen", start)
-    assert run_on_gpus(["plan"], 2) == 130
-    assert started == ["0", "1"]
+def test_runs_that_need_a_gpu_are_refused_where_there_is_none(plan, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("sagesim_kernels.support.IS_INTERPRETED", False)
+    planned = runs(plan, "one", corpus)
+
+    def never(_jobs, _watch):
+        raise AssertionError("a job was started")
+
+    with pytest.raises(ValueError, match="the kernels need a GPU"):
+        here = Workers(never, has_gpu=False)
+        list(execute(planned, tmp_path / "runs", corpus, Machine(micro_batch=4), here, never))
 
 
 def test_the_plan_of_the_next_experiment_is_valid():

@@ -1,0 +1,237 @@
+"""Runs and rows on a cluster of two nodes, one of which is killed midway; and on Ray embedded."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sagesim import PRESETS
+from sagesim.experiments.cluster import workers
+from sagesim.experiments.jobs import Job
+from sagesim.experiments.pretrain.plan.execution import DONE, execute
+from sagesim.experiments.pretrain.plan.plan import PlannedRun
+from sagesim.experiments.pretrain.run.log import Log
+from sagesim.experiments.pretrain.run.settings import Machine
+from sagesim.experiments.pretrain.training.checkpoint import CHECKPOINTS, steps_in
+from sagesim.experiments.pretrain.training.trainer import train
+from sagesim.experiments.spec_sweep import read_rows, sweep
+from sagesim.models import Call, Capture
+from tests.sagesim.experiments.pretrain.conftest import ALONE
+from tests.sagesim.experiments.pretrain.plan.test_plan import TEXT as PLAN
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("ray"),
+    # Ray leaves files and sockets of its processes to the end of the process.
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+DEADLINE = 100
+"""Seconds after which something that should happen has not happened. It takes a few."""
+
+DEATH_IS_NOTICED = {
+    "health_check_initial_delay_ms": 500,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 5000,
+    "health_check_failure_threshold": 5,
+}
+"""A node that is killed refuses connections, and is dead after 2.5 s instead of 15. One that only
+has no time to answer is dead after 25 s."""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A cluster of one node with one CPU, on which the driver is."""
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        head = {"num_cpus": 1, "include_dashboard": False, "_system_config": DEATH_IS_NOTICED}
+        found = Cluster(initialize_head=True, head_node_args=head)
+        yield found
+        found.shutdown()
+
+
+def node():
+    """In a job: the id of its node."""
+    import ray
+
+    return ray.get_runtime_context().get_node_id()
+
+
+class Doomed:
+    """A second node of the cluster. As a `Watch`, it is killed when a job on it waits for that."""
+
+    def __init__(self, cluster, folder):
+        self._cluster, self._waits = cluster, folder / "waits"
+        self._node = cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        self.id, self.is_alive = self._node.node_id, True
+
+    def __call__(self, running, ended):
+        if self.is_alive and self._waits.exists():
+            self._cluster.remove_node(self._node, allow_graceful=False)
+            self.is_alive = False
+        return False
+
+    def wait(self):
+        """In a job: wait for the end of this node."""
+        self._waits.touch()
+        time.sleep(DEADLINE)
+        raise AssertionError("the node was not killed")
+
+    def __reduce__(self):
+        return _in_job, (self._waits, self.id)
+
+
+def _in_job(waits, node_id):
+    doomed = object.__new__(Doomed)
+    doomed._waits, doomed.id = waits, node_id
+    return doomed
+
+
+def noted(report, job, checkpoints, note, doomed):
+    """Run a job, and let a doomed node be killed after the third checkpoint.
+
+    The note gets the job's node, and if the job ends the number of its steps.
+    """
+    steps = 0
+    with note.open("a") as file:
+        file.write(f"{node()} ")
+
+    def reported(done, total, words):
+        nonlocal steps
+        steps += not words.startswith("waits")
+        if node() == doomed.id and steps_in(checkpoints) == [10, 15]:
+            doomed.wait()
+        return report(done, total, words)
+
+    end = job.work(reported, *job.arguments)
+    with note.open("a") as file:
+        file.write(f"{steps} ")
+    return end
+
+
+def raising(report, path):
+    """Note that the job was called, and raise."""
+    with path.open("a") as file:
+        file.write("called\n")
+    raise ValueError("it is bad")
+
+
+def good(report):
+    return "good"
+
+
+def test_a_run_of_a_killed_node_continues_from_its_checkpoint(cluster, corpus, make_run, tmp_path):
+    """Each run ends once, with the losses of a run that nobody killed."""
+    machine = Machine(micro_batch=8, checkpoint_every=5)
+    planned = [PlannedRun(make_run(steps=20, seed=seed)) for seed in (0, 1, 2)]
+    root, notes = tmp_path / "runs", tmp_path / "notes"
+    notes.mkdir()
+    doomed = Doomed(cluster, tmp_path)
+    with workers(cluster.address, gpu=1.0) as here:
+        assert not here.has_gpu
+
+        def run(jobs, watch):
+            paths = {job.name: (root / job.name / CHECKPOINTS, notes / job.name) for job in jobs}
+            yield from here.run(
+                [Job(job.name, noted, (job, *paths[job.name], doomed)) for job in jobs], watch
+            )
+
+        ends = [
+            (each.folder, end)
+            for each, end in execute(planned, root, corpus, machine, replace(here, run=run), doomed)
+        ]
+        # Here, because another connection takes seconds.
+        bad = Job("bad", raising, (tmp_path / "bad",)), Job("good", good)
+        raised = {job.name: end for job, end in here.run(bad, doomed)}
+    assert not doomed.is_alive
+    assert sorted(ends) == sorted((each.folder, DONE) for each in planned)
+    begun = {each.folder: (notes / each.folder).read_text().split() for each in planned}
+    (killed,) = (each for each in planned if len(begun[each.folder]) != 2)
+    dead, alive, steps = begun.pop(killed.folder)
+    assert dead == doomed.id != alive and steps == "5", "it continues after step 15"
+    assert all(each == [alive, "20"] for each in begun.values())
+    train(killed.run, tmp_path / "alone", corpus, machine, ALONE)
+    found, alone = Log.read(root / killed.folder), Log.read(tmp_path / "alone")
+    assert [step for step, _ in found.curve("train", "loss")] == list(range(1, 21))
+    for group in ("train", "evaluation"):
+        assert found.curve(group, "loss") == alone.curve(group, "loss")
+    assert isinstance(raised["bad"], ValueError) and str(raised["bad"]) == "it is bad"
+    assert raised["good"] == "good", "another job goes on"
+    assert (tmp_path / "bad").read_text() == "called\n", "what raises is not run again"
+
+
+def capture():
+    generator = torch.Generator().manual_seed(0)
+    calls = []
+    for index in range(3):
+        q, k, v, do = torch.randn(4, 1, 2, 200, 16, generator=generator)
+        calls.append(Call(q=q, k=k, v=v, do=do, is_causal=True, index=index, name=str(index)))
+    return Capture(calls=tuple(calls), loss_scale=1.0, source={}, torch_version="2")
+
+
+def test_a_sweep_on_a_cluster_has_the_rows_of_one_without(cluster, tmp_path):
+    specs = [PRESETS[name] for name in ("fpa", "sagebwd", "factored")]
+    rows = sweep(tmp_path / "cluster.parquet", specs, {"a": capture()}, cluster=cluster.address)
+    alone = sweep(tmp_path / "alone.parquet", specs, {"a": capture()})
+    keys = [(row["label"], row["layer"]) for row in rows]
+    assert keys == [(row["label"], row["layer"]) for row in alone] and len(set(keys)) == 9
+    stored = read_rows(tmp_path / "cluster.parquet")
+    assert len(stored) == 9 and all(row in stored for row in rows)
+    for one, other in zip(rows, alone, strict=True):
+        # Sums of the float64 reference depend on the number of threads.
+        assert math.isclose(one["dq_rel_l2"], other["dq_rel_l2"], rel_tol=1e-9)
+
+
+def processes_with(variable):
+    """The ids of the processes with a variable in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if variable.encode() in path.read_bytes():
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes by /proc")
+def test_ctrl_c_ends_the_runs_of_an_embedded_ray_after_a_step(corpus, tmp_path):
+    """All runs have saved a checkpoint, and no process is left."""
+    plan, root = tmp_path / "plan.toml", tmp_path / "runs"
+    plan.write_text(PLAN.replace("tokens = 512", "tokens = 25_600_000"))
+    words = ["pretrain", "plan", plan, corpus.folder, root, "--part", "two", "--emulate"]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "sagesim.cli", *words, "--cluster", "local", "--micro-batch", "8"],
+        env=os.environ | {"RAY_TEST": (mark := f"{tmp_path}")},
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        end = time.monotonic() + DEADLINE
+        while not list(root.glob("*/log.parquet")) and time.monotonic() < end:
+            assert command.poll() is None, command.stderr.read()
+            time.sleep(0.1)
+        begun = len(processes_with(mark))
+        command.send_signal(signal.SIGINT)
+        _, err = command.communicate(timeout=DEADLINE)
+    finally:
+        command.kill()
+    assert command.returncode == 130, err
+    assert "interrupted; the same command continues the plan" in err
+    assert begun > 1 and processes_with(mark) == []
+    logs = list(root.glob("*/log.parquet"))
+    assert logs
+    for log in logs:
+        assert steps_in(log.parent / CHECKPOINTS)[-1] == Log.read(log).last_step

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from sagesim import AttentionProblem, AttentionSpec, Delta, Precision, RoundingMode, exact
 from sagesim.analysis import LOGITS, OUTPUTS, TITLES
-from sagesim.emulator import CODE_MAX
+from sagesim.emulator import CODE_MAX, fold, from_tiles
 from sagesim.problem import AttentionOptions, resolve_input16
-from sagesim.spec import MAPS, OPERANDS
+from sagesim.spec import MAPS, OPERANDS, Granularity
+from theory import row_bounds
 from theory.ds_bound import centred
 from theory.ds_error import cap_of, ds_moments_from_pv
 from theory.heads import Heads
@@ -30,6 +31,9 @@ from theory.rounding import Moments, region_amax, rounding_moments, spacing
 
 PARTS: Final = (LOGITS, "pv", "dv", "dp", "dq", "dk")
 """The sites (matmuls) with a share of the error; qk and qk_recompute have one share together."""
+
+FOLDED: Final = ("dv", "dk")
+"""The sites that contract queries. Their right operand takes the scales that follow from bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +314,11 @@ class _Head:
     def error(self, site: str, tensor: str) -> Moments:
         """The expected error of rounding an operand of a site."""
         matmul = self.spec.site(site)
+        if matmul.precision.is_scaled and matmul.lhs is Granularity.PerRowBound:
+            if tensor in MAPS:
+                return self._error_within_bound(site, tensor)
+            if site in FOLDED:
+                return self._fold(site)[1]
         how = matmul.lhs if OPERANDS[site][0] == tensor else matmul.rhs
         x, precision = self.values[tensor], matmul.precision
         if precision is Precision.FP32:
@@ -322,10 +331,60 @@ class _Head:
         step = step.where(step > 0, 1.0)
         if precision is not Precision.INT8:
             return _float_noise(x, step, precision)
+        return self._int8_error(x, step)
+
+    def _int8_error(self, x: Tensor, step: Tensor) -> Moments:
         if self.spec.rounding.mode is RoundingMode.STOCHASTIC:
             fraction = x / step % 1
             return Moments(torch.zeros_like(x), step.square() * fraction * (1 - fraction))
         return rounding_moments(x, step)
+
+    def _bound(self, tensor: str) -> Tensor:
+        """The bound on the rows of P or dS, [n_q, 1]."""
+        if tensor == "p":
+            return row_bounds.p_bound(self.exact.p)
+        delta = (self.exact.p * self.exact.dp).sum(-1)
+        return row_bounds.ds_bound(self.exact.p, self.do, self.v, delta)
+
+    def _fold(self, site: str) -> tuple[Tensor, Moments]:
+        """The scale of each row of a map, [n_q, 1], and the error of dO or Q.
+
+        The top codes follow from dO or Q, so these are rounded. Their error is taken as noise of
+        the size that it has.
+        """
+        left, right = OPERANDS[site]
+        matmul, x, bound = self.spec.site(site), self.values[right], self._bound(left)
+        rounded, of_rows = fold(
+            x[None].float(),
+            bound[None, :, 0].float(),
+            matmul,
+            min(self.spec.block_q, x.shape[0]),
+            self.spec.rounding,
+            right,
+        )
+        top = of_rows.top_of(matmul.precision)[0, :, None].double()
+        scale = bound / top
+        codes = from_tiles(rounded.dequantize()[0], *x.shape).double()
+        error = (codes / scale.where(scale > 0, 1.0) - x).where(bound > 0, 0.0)
+        return scale, Moments(torch.zeros_like(error), error.square())
+
+    def _error_within_bound(self, site: str, tensor: str) -> Moments:
+        """The error of a map whose scales follow from bounds."""
+        matmul, x = self.spec.site(site), self.values[tensor]
+        of_dk = self.spec.dk
+        if site in FOLDED:
+            scale, _ = self._fold(site)
+        elif (of_dk.precision, of_dk.lhs) == (matmul.precision, matmul.lhs):
+            scale, _ = self._fold("dk")  # dQ and dK share the codes of dS
+        else:
+            scale = self._bound(tensor) / CODE_MAX[matmul.precision]
+        scale = scale.where(scale > 0, 1.0)
+        if matmul.precision is Precision.INT8:
+            return self._int8_error(x, scale)
+        noise = _float_noise(x, scale, matmul.precision)
+        if tensor == "p":  # the largest element of a row is a code
+            noise = Moments(noise.mean, noise.variance.where(x < self._bound("p"), 0.0))
+        return noise
 
 
 def _float_noise(x: Tensor, scale: Tensor, precision: Precision) -> Moments:

@@ -12,6 +12,7 @@ from sagesim import SITES, AttentionSpec, Delta, Precision
 
 _SHORT = {
     Precision.INT8: "INT8",
+    Precision.FP8_E4M3: "FP8",
     Precision.INPUT16: "16 bit",
     Precision.FP16: "FP16",
     Precision.BF16: "BF16",

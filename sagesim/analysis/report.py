@@ -84,6 +84,7 @@ _GRANULARITIES: Final = {
     Granularity.PerTileRow: "one per query row of a tile",
     Granularity.PerTileColumn: "one per key column of a tile",
     Granularity.PerRow: "one per query row",
+    Granularity.PerRowBound: "one per query row, from a bound on the row",
 }
 
 _ROUNDINGS: Final = {

@@ -32,7 +32,7 @@ spec labels:
     precisions   int8 fp8_e4m3 fp8_e5m2 fp16 bf16 input16 fp32
     @LEFT,RIGHT  which elements of each operand share a scale
                  q k v do: head block token channel block_channel
-                 p ds:     tile tile_row tile_column row
+                 p ds:     tile tile_row tile_column row row_bound (not at pv)
   smooth=none|q|k|qk   round=half_even|half_away|stochastic@SEED   delta=o|p   block=QxK
 """
 

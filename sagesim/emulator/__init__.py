@@ -19,6 +19,7 @@ from sagesim.emulator.quantization import (
 )
 from sagesim.emulator.reference import Exact, exact, exact_backward
 from sagesim.emulator.rounding import CODE_MAX, uniform
+from sagesim.emulator.row_bounds import fold
 from sagesim.emulator.tiling import Panel
 from sagesim.emulator.tracing import ForwardSoftmax, Recorder, Trace, trace
 
@@ -44,6 +45,7 @@ __all__ = [
     "exact",
     "exact_backward",
     "flatten",
+    "fold",
     "from_tiles",
     "plain_float32",
     "quantize",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sagesim.emulator import row_bounds
 from sagesim.emulator.forward import Logits, SmoothedQK, as_column, sink_logits
 from sagesim.emulator.hooks import NO_HOOKS, Hooks, Place
 from sagesim.emulator.layout import FlatProblem
@@ -20,7 +21,10 @@ from sagesim.emulator.matmul import (
     tokens_by_tokens,
 )
 from sagesim.emulator.operands import RoundedOperands, round_tokens
-from sagesim.spec import Delta
+from sagesim.emulator.quantization import Operand
+from sagesim.emulator.row_bounds import RowBound, fold, has_row_bound, has_row_bounds
+from sagesim.emulator.tiling import Panel
+from sagesim.spec import AttentionSpec, Delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +70,7 @@ def _backward_heads(
         spec, Place(heads), hooks, q=smoothed.q, k=smoothed.k, v=x.v[heads], do=do
     )
     logits = Logits(x, "qk_recompute", smoothed, tokens)
-    do_dv = tokens.at("dv", "do")
-    do_dp, v = tokens.at("dp", "do"), tokens.at("dp", "v")
-    k, q = tokens.at("dq", "k"), tokens.at("dk", "q")
-    may_be_nonfinite = any(operand.may_be_nonfinite() for operand in (do_dv, k, q))
+    do_dp, v, k = tokens.at("dp", "do"), tokens.at("dp", "v"), tokens.at("dq", "k")
     padding = (0, grid.q_blocks * grid.block_q - grid.n_q)
     sink = sink_logits(x, heads, smoothed)
     # lse = +inf makes P = exp(S - inf) = 0 in padding rows and in rows that attend to no key.
@@ -78,6 +79,12 @@ def _backward_heads(
     )
     p_sink = None if sink is None else (sink - lse).exp()
     delta = torch.nn.functional.pad((do * o).sum(-1), padding)
+    p_bound = ds_bound = None
+    if has_row_bounds(spec):
+        p_bound, ds_bound = _row_bounds(x, heads, logits, do_dp, v, lse, delta)
+    do_dv, p_bound = _right_operand("dv", "do", do, p_bound, tokens, x, hooks, heads)
+    q, ds_bound = _right_operand("dk", "q", smoothed.q, ds_bound, tokens, x, hooks, heads)
+    may_be_nonfinite = any(operand.may_be_nonfinite() for operand in (do_dv, k, q))
     dk = x.k.new_zeros(lse.shape[0], grid.k_blocks * grid.block_k, x.k.shape[-1])
     dv = x.v.new_zeros(lse.shape[0], grid.k_blocks * grid.block_k, x.v.shape[-1])
 
@@ -90,26 +97,23 @@ def _backward_heads(
         s = hooks.map("s_recompute", place, logits.panel(panel))
         # The derivative of c tanh(S / c).
         slope = None if x.softcap is None else 1 - (s / x.softcap).square()
-        # Mask after exp: in a row whose lse is NaN, exp(-inf - lse) would be NaN.
-        p = panel.mask_(s.sub_(as_column(lse[:, panel.rows], s)).exp_(), 0.0)
-        p = hooks.map("p_recompute", place, p)
-        p_rounded = RoundedOperands(spec, place, hooks, {"p": p})
+        p = hooks.map("p_recompute", place, _p(s, lse, panel))
+        p_rounded = RoundedOperands(spec, place, hooks, {"p": p}, p_bound)
         dv[:, keys] += map_transposed_by_tokens(
-            p_rounded.at("dv", "p"), do_dv.row_blocks(blocks.start, blocks.stop), live
+            _left_operand("dv", "p", p_rounded, spec),
+            do_dv.row_blocks(blocks.start, blocks.stop),
+            live,
         )
 
-        dp = tokens_by_tokens(
-            do_dp.row_blocks(blocks.start, blocks.stop), v.row_blocks(0, panel.key_blocks)
-        )
-        dp = hooks.map("dp", place, dp)
+        dp = hooks.map("dp", place, _dp(do_dp, v, panel))
         if spec.delta is Delta.FROM_P:
-            delta[:, panel.rows] = (p * panel.mask_(dp, 0.0)).sum((-2, -1)).flatten(1)
+            delta[:, panel.rows] = _delta_from_p(p, dp, panel)
         # dP or delta may be NaN at entries where P is 0.
         ds = dp.sub_(as_column(delta[:, panel.rows], dp)).mul_(p)
         ds = panel.mask_(ds if slope is None else ds.mul_(slope), 0.0)
         ds = hooks.ds(place, ds, p)
 
-        ds_rounded = RoundedOperands(spec, place, hooks, {"ds": ds})
+        ds_rounded = RoundedOperands(spec, place, hooks, {"ds": ds}, ds_bound)
         dq = map_by_tokens(ds_rounded.at("dq", "ds"), k.row_blocks(0, panel.key_blocks), live)
         rows = slice(panel.rows.start, min(panel.rows.stop, grid.n_q))
         dq = dq[:, : rows.stop - rows.start]
@@ -123,7 +127,9 @@ def _backward_heads(
                 dq += ds_sum[..., None] * smoothed.k_mean
         grads.dq[heads, rows] = dq * x.scale
         dk[:, keys] += map_transposed_by_tokens(
-            ds_rounded.at("dk", "ds"), q.row_blocks(blocks.start, blocks.stop), live
+            _left_operand("dk", "ds", ds_rounded, spec),
+            q.row_blocks(blocks.start, blocks.stop),
+            live,
         )
         if smoothed.q_mean is not None:  # add the term of the mean that was subtracted from q
             dk[:, keys] += product(ds.sum(2).flatten(2).mT, smoothed.q_mean[:, blocks])
@@ -134,3 +140,70 @@ def _backward_heads(
         grads.dsinks[heads] = -of_rows.double().sum(1).to(of_rows.dtype)
     grads.dk[heads] = dk[:, : grid.n_k] * x.scale
     grads.dv[heads] = dv[:, : grid.n_k]
+
+
+def _p(s: Tensor, lse: Tensor, panel: Panel) -> Tensor:
+    """P of a panel; overwrites s."""
+    # Mask after exp: in a row whose lse is NaN, exp(-inf - lse) would be NaN.
+    return panel.mask_(s.sub_(as_column(lse[:, panel.rows], s)).exp_(), 0.0)
+
+
+def _dp(do: Operand, v: Operand, panel: Panel) -> Tensor:
+    """dP of a panel, without the mask."""
+    return tokens_by_tokens(
+        do.row_blocks(panel.first_block, panel.last_block), v.row_blocks(0, panel.key_blocks)
+    )
+
+
+def _delta_from_p(p: Tensor, dp: Tensor, panel: Panel) -> Tensor:
+    """delta of a panel's rows, [Z, rows]; masks dp."""
+    return (p * panel.mask_(dp, 0.0)).sum((-2, -1)).flatten(1)
+
+
+def _row_bounds(
+    x: FlatProblem,
+    heads: slice,
+    logits: Logits,
+    do: Operand,
+    v: Operand,
+    lse: Tensor,
+    delta: Tensor,
+) -> tuple[RowBound, RowBound]:
+    """The bounds on the rows of P and dS. do and v: those of dp; lse and delta: [Z, n], padded."""
+    row_max, delta = torch.full_like(lse, -torch.inf), delta.clone()
+    for panel in x.grid.panels(heads, lse.device):
+        s = panel.mask_(logits.panel(panel), -torch.inf)
+        row_max[:, panel.rows] = s.amax((-2, -1)).flatten(1)
+        if x.spec.delta is Delta.FROM_P:
+            delta[:, panel.rows] = _delta_from_p(_p(s, lse, panel), _dp(do, v, panel), panel)
+    of_p = row_bounds.p_bound(row_max, lse)
+    return RowBound(of_p), RowBound(row_bounds.ds_bound(of_p, do, v, delta))
+
+
+def _left_operand(site: str, tensor: str, rounded: RoundedOperands, spec: AttentionSpec) -> Operand:
+    """The map that dV or dK multiplies. Its scales per row bound are in the other operand."""
+    operand = rounded.at(site, tensor)
+    return operand.without_scale() if has_row_bound(spec, site) else operand
+
+
+def _right_operand(
+    site: str,
+    tensor: str,
+    y: Tensor,
+    bound: RowBound | None,
+    tokens: RoundedOperands,
+    x: FlatProblem,
+    hooks: Hooks,
+    heads: slice,
+) -> tuple[Operand, RowBound | None]:
+    """dO of dV or Q of dK, and the bound on the rows of the map with the codes that it gets.
+
+    y: the operand before it is rounded, [Z, n_q, channels].
+    """
+    spec, block = x.spec, x.spec.block_q
+    if bound is None or not has_row_bound(spec, site):
+        return tokens.at(site, tensor), bound
+    missing = bound.bound.shape[1] - y.shape[1]
+    y = torch.nn.functional.pad(y, (0, 0, 0, missing))
+    right, bound = fold(y, bound.bound, spec.site(site), block, spec.rounding, tensor)
+    return hooks.operand(site, tensor, Place(heads), right), bound

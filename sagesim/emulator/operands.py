@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from sagesim.emulator.hooks import Hooks, Place
-from sagesim.emulator.quantization import Operand, encode, to_tiles
+from sagesim.emulator.quantization import Operand, encode, encode_within, to_tiles
+from sagesim.emulator.row_bounds import RowBound
 from sagesim.spec import OPERANDS, AttentionSpec, Granularity, Precision
 
 
@@ -14,12 +15,19 @@ class RoundedOperands:
 
     tensors: what to round, by name ("q", "k", "v", "do", "p", "ds"), in tiles
         [Z, row blocks, rows, column blocks, columns].
+    bound: the bounds on all rows of a map, if a site needs them.
     """
 
     def __init__(
-        self, spec: AttentionSpec, place: Place, hooks: Hooks, tensors: dict[str, Tensor]
+        self,
+        spec: AttentionSpec,
+        place: Place,
+        hooks: Hooks,
+        tensors: dict[str, Tensor],
+        bound: RowBound | None = None,
     ) -> None:
         self._spec, self._place, self._hooks, self._tensors = spec, place, hooks, tensors
+        self._bound = bound
         self._rounded: dict[tuple[str, Precision, Granularity], Operand] = {}
 
     def at(self, site: str, tensor: str) -> Operand:
@@ -32,7 +40,17 @@ class RoundedOperands:
             panel = self._place.panel
             first_row = 0 if panel is None else panel.rows.start
             x, rounding = self._tensors[tensor], self._spec.rounding
-            operand = encode(x, matmul.precision, granularity, rounding, tensor, first_row)
+            precision = matmul.precision
+            if precision.is_scaled and granularity is Granularity.PerRowBound:
+                assert self._bound is not None
+                rows = slice(first_row, first_row + x.shape[1] * x.shape[2])
+                bound, top = (
+                    y[:, rows].unflatten(1, x.shape[1:3])[..., None, None]
+                    for y in (self._bound.bound, self._bound.top_of(precision))
+                )
+                operand = encode_within(x, bound, top, precision, rounding, tensor, first_row)
+            else:
+                operand = encode(x, precision, granularity, rounding, tensor, first_row)
         # The cache holds what the hook returned, so that later sites of this format use it too.
         operand = self._hooks.operand(site, tensor, self._place, operand)
         self._rounded[key] = operand

@@ -28,8 +28,12 @@ SHARED_AXES: Final = {
     Granularity.PerTileRow: (COLUMN,),
     Granularity.PerTileColumn: (ROW,),
     Granularity.PerRow: (COLUMN, COLUMN_BLOCK),
+    Granularity.PerRowBound: (COLUMN, COLUMN_BLOCK),
 }
-"""For each granularity, the axes of a tiled operand along which elements share a scale."""
+"""For each granularity, the axes of a tiled operand along which elements share a scale.
+
+A scale per row bound does not come from the elements: see `encode_within`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,14 @@ class Operand:
     values: Tensor
     scale: Tensor | None
     precision: Precision
+
+    def dequantize(self) -> Tensor:
+        """The numbers that the operand stands for, in tiles."""
+        return self.values if self.scale is None else self.values * self.scale
+
+    def without_scale(self) -> Operand:
+        """The codes alone, for a product whose other operand has been multiplied by the scale."""
+        return Operand(self.values, None, self.precision)
 
     def row_blocks(self, start: int, stop: int) -> Operand:
         """The operand's row blocks start..stop, as a view."""
@@ -136,8 +148,8 @@ def encode(
             raise AssertionError("INPUT16 has no format; resolve_input16 replaces it")
         case Precision.INT8 | Precision.FP8_E4M3 | Precision.FP8_E5M2:
             x32 = x.float()
-            scale, inverse = scales(_amax(x32, SHARED_AXES[granularity]), CODE_MAX[precision])
-            y = _round_tiles_(x32 * inverse, precision, rounding, tensor, first_row)
+            scale, inverse = scales(amax_of(x32, SHARED_AXES[granularity]), CODE_MAX[precision])
+            y = round_tiles_(x32 * inverse, precision, rounding, tensor, first_row)
             return Operand(y.to(x.dtype), scale.to(x.dtype), precision)
 
 
@@ -163,19 +175,42 @@ def encode_p_per_tile_row_(
         first_row: the index of the first row in its head, for stochastic rounding.
     """
     code_max = CODE_MAX[precision]
-    codes = _round_tiles_(tile_exp.mul_(code_max), precision, rounding, "p", first_row)
+    codes = round_tiles_(tile_exp.mul_(code_max), precision, rounding, "p", first_row)
     scale = (weight / torch.full_like(weight, code_max)).masked_fill_(all_masked, 1.0)
     return Operand(codes, scale, precision)
 
 
-def scales(amax: Tensor, code_max: float) -> tuple[Tensor, Tensor]:
+def encode_within(
+    x: Tensor,
+    bound: Tensor,
+    top: Tensor,
+    precision: Precision,
+    rounding: Rounding,
+    tensor: str,
+    first_row: int,
+) -> Operand:
+    """Round the rows of a map, with scales that follow from a bound on each row.
+
+    Args:
+        x: tiles [..., row blocks, rows, column blocks, columns].
+        bound: [..., row blocks, rows, 1, 1].
+        top: the code of the bound, in the shape of bound.
+        precision: a scaled format.
+        first_row: the index of the first row in its head, for stochastic rounding.
+    """
+    scale, inverse = scales(bound.float(), top.float())
+    y = round_tiles_(x.float() * inverse, precision, rounding, tensor, first_row)
+    return Operand(y.to(x.dtype), scale.to(x.dtype), precision)
+
+
+def scales(amax: Tensor, code_max: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return scale = amax / code_max and inverse = code_max / amax, each one rounded division.
 
     If the inverse would overflow (amax is 0 or below about 3.7e-37), the scale is 1 and the inverse
     0. If amax is NaN or infinite, the scale is NaN, which reaches the output.
     """
     # Dividing by a Python number is a multiplication by its reciprocal on some devices.
-    divisor = torch.full_like(amax, code_max)
+    divisor = code_max if isinstance(code_max, Tensor) else torch.full_like(amax, code_max)
     inverse = divisor / amax
     overflows = inverse.isinf()
     scale = (amax / divisor).masked_fill_(overflows, 1.0).masked_fill_(amax.isinf(), torch.nan)
@@ -207,7 +242,8 @@ def quantize(
 
     Raises:
         ValueError: if x is empty, not finite or has fewer than two axes, if the precision has no
-            scale, or if the block is not positive or does not fit the granularity.
+            scale, if the block is not positive or does not fit the granularity, or if the
+            granularity is `PerRowBound`, because x does not determine the bound.
 
     Source: arXiv 2603.02170, Algorithm 1, line 3 (psi). Differs in: there is no epsilon, and a
     region of zeros has scale 1.
@@ -220,6 +256,8 @@ def quantize(
         raise ValueError(f"x must be [..., n, d] and not empty; it has shape {tuple(x.shape)}")
     if not precision.is_scaled:
         raise ValueError(f"precision {precision.value!r} has no scale; use INT8 or FP8")
+    if how is Granularity.PerRowBound:
+        raise ValueError("granularity 'row_bound': x does not determine the bound on its rows")
     if how.is_map == isinstance(block, int):
         wanted = "(block_q, block_k)" if how.is_map else "a number of tokens"
         raise ValueError(f"granularity {how.value!r} takes block={wanted}; got {block!r}")
@@ -246,12 +284,12 @@ def as_qtensor(operand: Operand, n: int, m: int) -> QTensor:
     return QTensor(codes, from_tiles(scale.expand(*scale.shape[:-4], *shape[-4:]), n, m))
 
 
-def _amax(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+def amax_of(x: Tensor, axes: tuple[int, ...]) -> Tensor:
     """max |x| over `axes`, which are kept. Two reductions cost less than a copy of |x|."""
     return torch.maximum(x.amax(axes, keepdim=True), -x.amin(axes, keepdim=True))
 
 
-def _round_tiles_(
+def round_tiles_(
     y: Tensor, precision: Precision, rounding: Rounding, tensor: str, first_row: int
 ) -> Tensor:
     flat = y.flatten(-4, -3).flatten(-2, -1)  # a view: y is contiguous

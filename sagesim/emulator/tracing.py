@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Unpack
+from typing import Final, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -29,6 +29,24 @@ _MASKED_VALUE: Final = {
     "ds": 0.0,
 }
 """The maps that can be recorded, and the value of their masked entries."""
+
+
+class Vanished(NamedTuple):
+    """The shares of an operand that become 0 when it is rounded to codes."""
+
+    numbers: float  #: of the numbers that are not 0: those whose code is 0
+    rows: float  #: of the rows (tokens, queries) that are not 0: those of which every code is 0
+
+    @classmethod
+    def of(cls, x: Tensor, codes: Tensor) -> Vanished:
+        """Of x [..., n, m], before it is rounded, and its codes. 0 if all of x is 0."""
+        some, left = x != 0, codes.float() != 0
+        rows = some.any(-1)
+        lost = (rows & ~(some & left).any(-1)).sum()
+        return cls(
+            float((some & ~left).sum() / some.sum().clamp(min=1)),
+            float(lost / rows.sum().clamp(min=1)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +75,11 @@ class Trace:
     operands: Mapping[str, QTensor]
     """Codes and scales of every quantized operand, by "site.tensor", such as "dq.ds".
 
-    Operands k and v have the leading shape of k; the others have that of q.
+    Operands k and v have the leading shape of k; the others have that of q. With scales per row
+    bound, "dv.do" and "dk.q" are dO and Q with the rows multiplied by the scales of P and dS.
     """
+    vanished: Mapping[str, Vanished]
+    """By the same keys, how much of each operand becomes 0 when it is rounded to codes."""
 
 
 def trace(
@@ -90,6 +111,8 @@ def trace(
     recorder = Recorder(x, maps=frozenset(_MASKED_VALUE), operands=True)
     passes = run(x, problem.gradient, recorder)
     forward = ForwardSoftmax.of(x, recorder.maps["s"], passes.lse_smoothed, passes.lse)
+    operands = recorder.quantized()
+    before = recorder.before_rounding(problem.gradient)
     return Trace(
         spec=spec,
         s=forward.s,
@@ -105,7 +128,10 @@ def trace(
         dsinks=passes.dsinks,
         s_recompute=x.query_heads(_before_smoothing(x, recorder.maps["s_recompute"])),
         p_recompute=x.query_heads(recorder.maps["p_recompute"]),
-        operands=MappingProxyType(recorder.quantized()),
+        operands=MappingProxyType(operands),
+        vanished=MappingProxyType(
+            {key: Vanished.of(before[key.split(".")[1]], y.codes) for key, y in operands.items()}
+        ),
     )
 
 
@@ -189,15 +215,29 @@ class Recorder(Hooks):
         recorded[key].codes[heads, rows, columns] = part.codes
         recorded[key].scale[heads, rows, columns] = part.scale
 
+    def before_rounding(self, do: Tensor) -> dict[str, Tensor]:
+        """The tensors that are rounded, by name, in the shapes of `quantized`.
+
+        P is the backward's, without the factor of a row that the forward's P has.
+        """
+        x, smoothed = self._x, SmoothedQK.of(self._x, slice(None))
+        found = {"q": smoothed.q, "k": smoothed.k, "v": x.v, "do": x.flatten_queries(do)}
+        found |= {"p": self.maps["p_recompute"], "ds": self.maps["ds"]}
+        return {name: self._shaped(name, y) for name, y in found.items()}
+
+    def _shaped(self, name: str, y: Tensor) -> Tensor:
+        """With the caller's leading shape, that of k for k and v."""
+        y = self._x.query_heads(y)
+        if name in ("k", "v") and self._x.groups > 1:
+            y = y[..., :: self._x.groups, :, :]
+        return y
+
     def quantized(self) -> dict[str, QTensor]:
         """The recorded operands. k and v have the caller's leading shape of k, the others q's."""
         shaped: dict[str, QTensor] = {}
         for key, whole in (self._operands or {}).items():
-            codes, scale = self._x.query_heads(whole.codes), self._x.query_heads(whole.scale)
-            if key.endswith((".k", ".v")) and self._x.groups > 1:
-                step = slice(None, None, self._x.groups)
-                codes, scale = codes[..., step, :, :], scale[..., step, :, :]
-            shaped[key] = QTensor(codes, scale)
+            name = key.split(".")[1]
+            shaped[key] = QTensor(self._shaped(name, whole.codes), self._shaped(name, whole.scale))
         return shaped
 
     def _extent(self, panel: Panel) -> tuple[slice, slice]:

@@ -31,7 +31,6 @@ from sagesim.spec import (
     FACTORED_QK,
     HALF_AWAY,
     HALF_EVEN,
-    MAPS,
     OPERANDS,
     SAGE_FORWARD,
     SAGEBWD,
@@ -53,8 +52,10 @@ from sagesim.spec import (
 Draw = Callable[..., Any]
 """Hypothesis's DrawFn. That protocol cannot be checked at run time."""
 
+_BOUND: Final = Granularity.PerRowBound
 TOKEN_GRANULARITIES: Final = tuple(g for g in Granularity if not g.is_map)
-MAP_GRANULARITIES: Final = tuple(g for g in Granularity if g.is_map)
+MAP_GRANULARITIES: Final = tuple(g for g in Granularity if g.is_map and g is not _BOUND)
+"""Those whose scales follow from the elements of the map."""
 
 KERNEL_PRESETS: Final = (
     SAGEBWD,
@@ -196,10 +197,7 @@ def _gains_of_ties(kinds: tuple[str, str, str, str]) -> tuple[int, int, int, int
 @st.composite
 def matmuls(draw: Draw, site: str, precisions: Collection[Precision]) -> MatmulSpec:
     """Any precision and granularities that the site allows."""
-    lhs, rhs = (
-        draw(st.sampled_from(MAP_GRANULARITIES if t in MAPS else TOKEN_GRANULARITIES))
-        for t in OPERANDS[site]
-    )
+    lhs, rhs = (draw(st.sampled_from(Granularity.of(site, tensor))) for tensor in OPERANDS[site])
     return MatmulSpec(draw(st.sampled_from(tuple(precisions))), lhs, rhs)
 
 

@@ -59,8 +59,11 @@ class Precision(StrEnum):
 class Granularity(StrEnum):
     """Which elements of an operand share one scale. The spec gives the block sizes.
 
-    The first five apply to operands with tokens (q, k, v, do), the last four to maps (p, ds). The
+    The first five apply to operands with tokens (q, k, v, do), the last five to maps (p, ds). The
     rows of a map are queries and its columns are keys, also at sites that multiply its transpose.
+
+    Only `PerRowBound` does not depend on the elements of the map: its scale follows from a bound on
+    the row that is known before the row is computed. Not for pv: the forward knows no such bound.
     """
 
     PerHead = "head"  #: one scale for all tokens and channels of a head
@@ -72,6 +75,7 @@ class Granularity(StrEnum):
     PerTileRow = "tile_row"  #: one per query row of a tile
     PerTileColumn = "tile_column"  #: one per key column of a tile
     PerRow = "row"  #: one per query row over all keys
+    PerRowBound = "row_bound"  #: one per query row, from a bound on the row instead of its elements
 
     @property
     def is_map(self) -> bool:
@@ -81,6 +85,16 @@ class Granularity(StrEnum):
             Granularity.PerTileRow,
             Granularity.PerTileColumn,
             Granularity.PerRow,
+            Granularity.PerRowBound,
+        )
+
+    @classmethod
+    def of(cls, site: str, tensor: str) -> tuple[Granularity, ...]:
+        """The granularities that fit a tensor as an operand of one of `SITES`."""
+        return tuple(
+            g
+            for g in cls
+            if g.is_map == (tensor in MAPS) and (site != "pv" or g is not cls.PerRowBound)
         )
 
 
@@ -213,11 +227,10 @@ class AttentionSpec:
             matmul = self.site(site)
             _check_type("AttentionSpec", site, matmul, MatmulSpec)
             for tensor, granularity in zip(OPERANDS[site], (matmul.lhs, matmul.rhs), strict=True):
-                if granularity.is_map != (tensor in MAPS):
-                    fitting = [g.value for g in Granularity if g.is_map == (tensor in MAPS)]
+                if granularity not in (fitting := Granularity.of(site, tensor)):
                     raise ValueError(
                         f"site {site}: granularity {granularity.value!r} does not fit {tensor}; "
-                        f"use one of {', '.join(fitting)}"
+                        f"use one of {', '.join(g.value for g in fitting)}"
                     )
         for name, size in (("block_q", self.block_q), ("block_k", self.block_k)):
             if type(size) is not int or size < 1:

@@ -20,7 +20,6 @@ from dataclasses import replace
 from enum import StrEnum
 
 from sagesim.spec.attention_spec import (
-    MAPS,
     OPERANDS,
     SITES,
     AttentionSpec,
@@ -107,7 +106,9 @@ def _replace(spec: AttentionSpec, field: str, value: str) -> AttentionSpec:
                 if len(names) != 2:
                     raise _WordError("expected two granularities, such as @tile_row,block_channel")
                 lhs, rhs = (
-                    Granularity(_one_of(f"granularity of {t}", g, _granularities(t)))
+                    Granularity(
+                        _one_of(f"granularity of {t}", g, _values(Granularity.of(field, t)))
+                    )
                     for t, g in zip(OPERANDS[field], names, strict=True)
                 )
                 matmul = replace(matmul, lhs=lhs, rhs=rhs)
@@ -137,12 +138,8 @@ def _differences(spec: AttentionSpec, preset: AttentionSpec) -> list[str]:
     return words
 
 
-def _values(enum: type[StrEnum]) -> list[str]:
-    return [member.value for member in enum]
-
-
-def _granularities(tensor: str) -> list[str]:
-    return [g.value for g in Granularity if g.is_map == (tensor in MAPS)]
+def _values(members: Iterable[StrEnum]) -> list[str]:
+    return [member.value for member in members]
 
 
 def _one_of(kind: str, word: str, valid: Iterable[str]) -> str:

@@ -109,6 +109,21 @@ FACTORED_QK16: Final = with_precision(
 The softmax amplifies the rounding error of QK, and does not amplify that of dP.
 """
 
+FP8_GRADIENTS: Final = replace(
+    FACTORED_QK,
+    qk=MatmulSpec(Precision.INT8, _G.PerToken, _G.PerToken),
+    qk_recompute=MatmulSpec(Precision.INT8, _G.PerToken, _G.PerToken),
+    dv=MatmulSpec(Precision.FP8_E4M3, _G.PerRowBound, _G.PerBlock),
+    dq=MatmulSpec(Precision.FP8_E4M3, _G.PerRowBound, _G.PerBlock),
+    dk=MatmulSpec(Precision.FP8_E4M3, _G.PerRowBound, _G.PerBlock),
+    block_q=256,
+)
+"""Five 8-bit products: QK and its recomputation in INT8, dV, dQ, dK in FP8. PV and dP in 16 bit.
+
+The scales of P and dS follow from bounds that are known before the loop, so that a kernel looks for
+no maximum in it. The sums of dV and dK are added in float32 after every 256 queries.
+"""
+
 CAUSAL_SAFE: Final = replace(
     with_precision(FACTORED_PV16, Precision.INPUT16, "dq"), smoothing=Smoothing()
 )
@@ -129,6 +144,7 @@ PRESETS: Final = {
     "factored_pv16": FACTORED_PV16,
     "factored_qk": FACTORED_QK,
     "factored_qk16": FACTORED_QK16,
+    "fp8_gradients": FP8_GRADIENTS,
     "causal_safe": CAUSAL_SAFE,
 }
 """Every preset by its name in labels."""

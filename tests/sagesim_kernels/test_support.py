@@ -8,6 +8,7 @@ import torch
 from sagesim import (
     CAUSAL_SAFE,
     FACTORED,
+    FP8_GRADIENTS,
     FPA,
     FPA_FP16,
     PRESETS,
@@ -29,8 +30,8 @@ ON_CPU = DEVICE == "cpu"
 
 class TestSupports:
     @pytest.mark.parametrize("name", sorted(PRESETS))
-    def test_every_preset_but_full_precision(self, name):
-        wanted = name != "fpa"
+    def test_every_preset_but_full_precision_and_fp8(self, name):
+        wanted = name not in ("fpa", "fp8_gradients")
         assert bool(supports(PRESETS[name])) is wanted, supports(PRESETS[name])
 
     @pytest.mark.parametrize("site", SITES)
@@ -53,6 +54,13 @@ class TestSupports:
         assert supports(with_precision(spec, Precision.INPUT16, site)), (
             "granularities of 16 bit are ignored"
         )
+
+    @pytest.mark.parametrize("site", ["dv", "dq", "dk"])
+    def test_scales_from_bounds_have_no_kernels_yet(self, site):
+        with_blocks = replace(FP8_GRADIENTS, block_q=64)
+        assert "site dv: fp8_e4m3; the kernels have int8" in str(supports(with_blocks))
+        spec = AttentionSpec.parse(f"factored {site}=int8@row_bound,block")
+        assert f"site {site}: {'p' if site == 'dv' else 'ds'} per row_bound" in str(supports(spec))
 
     @pytest.mark.parametrize("block", ["block_q", "block_k"])
     @pytest.mark.parametrize("size", [1, 16, 48, 256])

@@ -44,12 +44,13 @@ def test_specs_compare_by_value_and_are_immutable():
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("granularity", Granularity)
 def test_a_granularity_that_does_not_fit_raises_and_lists_those_that_do(site, side, granularity):
-    """Maps take tile, tile_row, tile_column and row; operands with tokens take the others."""
+    """Maps take tile, tile_row, tile_column, row and, but for pv, row_bound; others the others."""
     tensor = OPERANDS[site][side]
-    is_map = granularity.value in ("tile", "tile_row", "tile_column", "row")
+    is_map = granularity.value in ("tile", "tile_row", "tile_column", "row", "row_bound")
     assert granularity.is_map == is_map
+    fits = is_map == (tensor in MAPS) and (site, granularity.value) != ("pv", "row_bound")
     matmul = replace(SAGEBWD.site(site), **{("lhs", "rhs")[side]: granularity})
-    if is_map == (tensor in MAPS):
+    if fits:
         assert replace(SAGEBWD, **{site: matmul}).site(site) == matmul
     else:
         with pytest.raises(ValueError) as error:

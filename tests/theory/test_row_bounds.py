@@ -1,0 +1,98 @@
+"""No code of a map with scales from bounds overflows, for any finite input."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sagesim import FP8_GRADIENTS, AttentionSpec, Delta, Precision, RoundingMode, trace
+from sagesim.emulator import CODE_MAX
+from tests.support import examples
+from tests.support.assertions import assert_within_bound
+from theory.checks.row_bounds import INT8, attained
+from theory.row_bounds import OVERFLOW, ds_bound, excess, overflows, p_bound, vanishing
+
+E5M2 = AttentionSpec.parse("fp8_gradients dv=fp8_e5m2 dq=fp8_e5m2 dk=fp8_e5m2")
+SPECS = {"fp8_e4m3": FP8_GRADIENTS, "fp8_e5m2": E5M2, "int8": INT8}
+
+KINDS = {
+    "gaussian": lambda x: x,
+    "peaked": lambda x: x**5,
+    "sparse": lambda x: x * (x > 1),
+    "constant": torch.ones_like,
+    "one_row": lambda x: x * (torch.arange(x.shape[-2]) == 3)[:, None],
+    "unequal_rows": lambda x: x * torch.exp2(-2.0 * torch.arange(x.shape[-2]))[:, None],
+}
+
+
+@examples(120)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    kinds=st.tuples(*[st.sampled_from(sorted(KINDS))] * 4),
+    exponents=st.tuples(*[st.sampled_from((-60, -30, 0, 3, 30))] * 2),
+    logits=st.sampled_from((0, 2, 5)),
+    precision=st.sampled_from(sorted(SPECS)),
+    delta=st.sampled_from(Delta),
+    parallel=st.booleans(),
+    is_causal=st.booleans(),
+)
+def test_no_code_overflows_and_rows_stay_below_their_bounds(
+    seed, kinds, exponents, logits, precision, delta, parallel, is_causal
+):
+    """Sizes from 2^-60 to 2^30, vanishing rows, dO parallel to V: the bound is nearly attained."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, do = (KINDS[kind](torch.randn(1, 24, 8, generator=generator)) for kind in kinds)
+    if parallel:
+        do = v.flip(-2).clone()
+    v, do = v * 2.0 ** exponents[0], do * 2.0 ** exponents[1]
+    spec = replace(SPECS[precision], delta=delta, block_q=16, block_k=16)
+    spec = replace(spec, pv=replace(spec.pv, precision=Precision.BF16))
+    spec = replace(spec, dp=replace(spec.dp, precision=Precision.BF16))
+    t = trace(q * 2.0**logits, k * 2.0**logits, v, do, spec=spec, is_causal=is_causal)
+    for name, x in t.operands.items():
+        if name.startswith("d"):
+            assert x.codes.float().isfinite().all(), name
+            assert x.codes.float().abs().max() <= CODE_MAX[Precision(precision)], name
+    of_dp = (y.bfloat16().double() for y in (do, v))
+    tiny = 2.0**-140  # numbers that underflow
+    for x, bound in (
+        (t.p_recompute, p_bound(t.p_recompute)),
+        (t.ds, ds_bound(t.p_recompute, *of_dp, t.delta)),
+    ):
+        assert_within_bound(
+            actual=x,
+            exact=torch.zeros_like(x, dtype=torch.float64),
+            bound=bound * (1 + excess(8)) + tiny,
+            what="row",
+        )
+
+
+def test_the_bound_is_nearly_attained():
+    """A bound half as large would not hold."""
+    sample = attained()
+    t = sample.trace(FP8_GRADIENTS)
+    bound = ds_bound(t.p_recompute, sample.do.double(), sample.v.double(), t.delta)
+    assert (t.ds.abs().amax(-1, keepdim=True) / bound).max() > 0.99
+    codes = t.operands["dk.ds"].codes.float().abs()
+    assert codes.max() >= 240
+
+
+@pytest.mark.parametrize("precision", sorted(SPECS))
+def test_float32_errors_are_far_below_what_overflows(precision):
+    """OVERFLOW is half a code above the largest one; `excess` stays far below it."""
+    top = CODE_MAX[Precision(precision)]
+    edge = top * OVERFLOW[Precision(precision)]
+    spacing = {"int8": 1, "fp8_e4m3": 32, "fp8_e5m2": 8192}[precision]
+    assert edge == pytest.approx(top + spacing / 2)
+    assert not overflows(Precision(precision), 256)
+    assert 10 * excess(256) < OVERFLOW[Precision(precision)] - 1
+    assert overflows(Precision(precision), 10**6)
+
+
+def test_vanishing_numbers_are_those_below_half_the_smallest_code():
+    x = torch.tensor(vanishing(Precision.FP8_E4M3) * 448)
+    assert (x * 0.99).to(torch.float8_e4m3fn).float() == 0
+    assert (x * 1.01).to(torch.float8_e4m3fn).float() > 0
+    assert vanishing(Precision.INT8, RoundingMode.STOCHASTIC) == 1 / 127

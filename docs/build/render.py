@@ -41,7 +41,8 @@ def load(name: str) -> dict[str, Any]:
 
 
 def source(data: dict[str, Any]) -> str:
-    return f"\n\n`{data['command']}` on {data['machine']}."
+    note = f" {data['note']}" if "note" in data else ""
+    return f"\n\n`{data['command']}` on {data['machine']}.{note}"
 
 
 def finding() -> str:

@@ -36,7 +36,10 @@ def _words(run: str) -> str:
 
 
 def _source() -> str:
-    return f"\n\n`{document()['command']}` on {document()['machine']}."
+    note = document().get("note")
+    return f"\n\n`{document()['command']}` on {document()['machine']}." + (
+        f" {note}" if note else ""
+    )
 
 
 def losses() -> str:

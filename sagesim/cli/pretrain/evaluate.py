@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     from sagesim.experiments.pretrain.run.log import FILE
     from sagesim.experiments.pretrain.text.corpus import Corpus
     from sagesim.experiments.pretrain.training.held_out import held_out_losses
-    from sagesim.experiments.pretrain.training.trainer import CHECKPOINTS
+    from sagesim.experiments.pretrain.training.checkpoint import CHECKPOINTS
     from sagesim.files import write_text
 
     read = [args.corpus, *(folder / x for folder in args.folders for x in (FILE, CHECKPOINTS))]

@@ -219,6 +219,48 @@ def causality() -> str:
     return markdown(["preset", "O", "dQ"], rows) + source(data)
 
 
+def frontier() -> str:
+    """Errors of specs with 8-bit products in the backward, beside those of the paper's scheme."""
+    if not (ROOT / "docs" / "data" / "frontier.json").exists():
+        return (
+            "These errors are not in the record yet. `python docs/build/frontier.py` measures them."
+        )
+    data = load("frontier")
+    inputs = list(dict.fromkeys(row["inputs"] for row in data["rows"]))
+    by = {(row["inputs"], row["words"]): row for row in data["rows"]}
+    names = {row["words"]: row["label"] for row in data["rows"]}
+    parts = []
+    for metric, words, tensors in (
+        ("exact", "full precision", ("o", "dq", "dk", "dv")),
+        ("own", "the own forward", ("dq", "dk", "dv")),
+    ):
+        rows = []
+        for scheme, label in names.items():
+            cells = []
+            for x in inputs:
+                row = by[x, scheme]
+                cells.append(
+                    " / ".join(
+                        f"**{row[metric][t]:.3f}**"
+                        if t in row["worse"][metric]
+                        else f"{row[metric][t]:.3f}"
+                        for t in tensors
+                    )
+                )
+            rows.append([scheme, f"`{label}`", *cells])
+        parts.append(
+            f"Errors of {', '.join(TITLES[t] for t in tensors)} against {words}:\n\n"
+            + markdown(["scheme", "label", *inputs], rows)
+        )
+    setting = data["setting"]
+    return (
+        "\n\n".join(parts)
+        + "\n\nBold: larger than that of the paper's scheme. Geometric means over the layers of a "
+        f"capture, or over {setting['draws']} draws of {setting['tokens']} tokens, head size "
+        f"{setting['head_dim']}; sigma is the standard deviation of Q and K." + source(data)
+    )
+
+
 def cost(name: str) -> str:
     """The emulator's time and memory."""
     data = load(name)
@@ -393,6 +435,7 @@ TABLES: dict[str, Callable[[], str]] = {
             table1,
             causality,
             input16,
+            frontier,
         )
     },
     **{f.__name__: f for f in (table1_kernels, gpu_checks, mutations, speed)},

@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> None:
     from sagesim.experiments.pretrain.run.distributed import join_processes
     from sagesim.experiments.pretrain.run.log import FILE
     from sagesim.experiments.pretrain.text.corpus import Corpus
-    from sagesim.experiments.pretrain.training.held_out import held_out_losses
     from sagesim.experiments.pretrain.training.checkpoint import CHECKPOINTS
+    from sagesim.experiments.pretrain.training.held_out import held_out_losses
     from sagesim.files import write_text
 
     read = [args.corpus, *(folder / x for folder in args.folders for x in (FILE, CHECKPOINTS))]

@@ -18,7 +18,6 @@ from sagesim.problem import NO_WINDOW, AttentionProblem
 from sagesim.spec import (
     HALF_AWAY,
     HALF_EVEN,
-    MAPS,
     OPERANDS,
     PRESETS,
     SITES,
@@ -87,7 +86,7 @@ def _other_specs(spec: AttentionSpec) -> Iterator[tuple[str, AttentionSpec]]:
         using = tuple(site for site in SITES if tensor in OPERANDS[site])
         for sites in (*((site,) for site in using), *(t for t in _TOGETHER if set(t) <= {*using})):
             for how in Granularity:
-                if how.is_map == (tensor in MAPS):
+                if all(how in Granularity.of(site, tensor) for site in sites):
                     yield f"scales of {tensor}", _with_scales(spec, tensor, how, sites)
 
 

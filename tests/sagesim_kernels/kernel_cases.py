@@ -32,7 +32,7 @@ from sagesim import (
     Rounding,
     Smoothing,
 )
-from sagesim.spec import with_precision
+from sagesim.spec import OPERANDS, with_precision
 from sagesim_kernels import supports
 from tests.support.inputs import EXTREME, MODERATE, Builder, Case, gaussian
 from tests.support.kernels import DEVICE
@@ -212,8 +212,7 @@ def _lay_out(x: Tensor, layout: str) -> Tensor:
 MATMULS: dict[str, list[MatmulSpec]] = {
     site: [
         matmul
-        for lhs, rhs in itertools.product(Granularity, Granularity)
-        if lhs.is_map == SAGEBWD.site(site).lhs.is_map and not rhs.is_map
+        for lhs, rhs in itertools.product(*(Granularity.of(site, x) for x in OPERANDS[site]))
         for matmul in [MatmulSpec(Precision.INT8, lhs, rhs)]
         if supports(replace(SAGEBWD, **{site: matmul}))
     ]

@@ -147,9 +147,9 @@ def converted(x: Sample, dtype: torch.dtype) -> Sample:
 
 
 def granularities(site: str) -> list[tuple[Granularity, Granularity]]:
-    """Every pair of granularities that a site admits."""
-    left, right = ([g for g in Granularity if g.is_map == (t in MAPS)] for t in OPERANDS[site])
-    return list(product(left, right))
+    """Every pair of granularities of a site whose scales follow from the operands' elements."""
+    left, right = (Granularity.of(site, tensor) for tensor in OPERANDS[site])
+    return [pair for pair in product(left, right) if Granularity.PerRowBound not in pair]
 
 
 def float64_slack(site: Site) -> Tensor:

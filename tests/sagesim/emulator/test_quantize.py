@@ -348,7 +348,7 @@ class TestIndependence:
             assert_bitwise(actual=alone.scale, expected=together.scale[head], what="scale")
 
     @pytest.mark.parametrize(
-        "granularity", [g for g in Granularity if g.value not in ("head", "channel", "row")]
+        "granularity", [g for g in OF_ELEMENTS if g.value not in ("head", "channel", "row")]
     )
     @given(x=tensors(MILD), rounding=roundings, longer=st.integers(1, 40))
     @examples(12)

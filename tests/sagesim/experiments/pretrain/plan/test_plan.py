@@ -247,7 +247,7 @@ def test_a_machine_that_does_not_share_the_folder_of_the_runs_trains_nothing(
 
 
 def test_runs_that_need_a_gpu_are_refused_where_there_is_none(plan, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("sagesim_kernels.operands.IS_INTERPRETED", False)
+    monkeypatch.setattr("sagesim_kernels.interpreter.IS_INTERPRETED", False)
     planned = runs(plan, "one", corpus)
 
     def never(_jobs, _watch):

@@ -221,10 +221,6 @@ def causality() -> str:
 
 def frontier() -> str:
     """Errors of specs with 8-bit products in the backward, beside those of the paper's scheme."""
-    if not (ROOT / "docs" / "data" / "frontier.json").exists():
-        return (
-            "These errors are not in the record yet. `python docs/build/frontier.py` measures them."
-        )
     data = load("frontier")
     inputs = list(dict.fromkeys(row["inputs"] for row in data["rows"]))
     by = {(row["inputs"], row["words"]): row for row in data["rows"]}
@@ -240,7 +236,7 @@ def frontier() -> str:
             for x in inputs:
                 row = by[x, scheme]
                 cells.append(
-                    " / ".join(
+                    "\u00a0/\u00a0".join(
                         f"**{row[metric][t]:.3f}**"
                         if t in row["worse"][metric]
                         else f"{row[metric][t]:.3f}"

@@ -192,7 +192,7 @@ class TestFinite:
         c = kernel_case(seed=1, n_q=130, n_k=130, d=16, heads=(1,), is_causal=is_causal)
         x = getattr(c, tensor)
         if bad == "large":
-            x *= 1e37
+            x *= 1e30  # beyond FP16, and bounds on the rows of dQ stay finite
         else:
             x[..., x.shape[-2] // 2, 3] = bad
         found, spec = run_kernels(c, PRESETS[spec]), PRESETS[spec]

@@ -33,12 +33,12 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from torch import Tensor  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 import sagesim  # noqa: E402
 from sagesim.command import exit_code  # noqa: E402
 from sagesim.files import check_writable, write_text  # noqa: E402
 from sagesim_kernels.integrations.transformers import register  # noqa: E402
+from scripts.smollm2 import load  # noqa: E402
 
 TWIN: Final = "fpa_bf16"
 SPECS: Final = (TWIN, "sagebwd", "factored", "factored_qk")
@@ -152,16 +152,10 @@ def tune(
     }
 
 
-def load(path: Path) -> tuple[Any, Tensor]:
-    """The model in float32 on the GPU, and the text's tokens [tokens]."""
-    where = {"gguf_file": path.name, "local_files_only": True}
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, **where, dtype=torch.float32, attn_implementation="sdpa"
-    )
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
+def tokens_of(tokenizer: Any) -> Tensor:
+    """The tokens of the text [tokens] that the runs need, and some more."""
     needed = (ROWS * STEPS + HELD_OUT) * TOKENS
-    ids = tokenizer(text()[: 6 * needed], return_tensors="pt")["input_ids"][0]
-    return model.to("cuda").train(), ids
+    return tokenizer(text()[: 6 * needed], return_tensors="pt")["input_ids"][0]
 
 
 def missing(runs: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
@@ -205,7 +199,8 @@ def main() -> int:
     for label in SPECS:
         register(label, spec=sagesim.AttentionSpec.parse(label))
     start = time.monotonic()
-    model, ids = load(args.model)
+    model, tokenizer = load(args.model)
+    model, ids = model.to("cuda").train(), tokens_of(tokenizer)
     train, held_out = split(ids, ROWS * STEPS, HELD_OUT, TOKENS)
     for attention, seed in missing(runs):
         if args.hours is not None and time.monotonic() - start > 3600 * args.hours:

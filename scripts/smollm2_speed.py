@@ -33,17 +33,13 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from transformers import (  # noqa: E402
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import sagesim  # noqa: E402
 from sagesim.command import exit_code  # noqa: E402
 from sagesim.files import check_writable, write_text  # noqa: E402
 from sagesim_kernels.integrations.transformers import register  # noqa: E402
+from scripts import smollm2  # noqa: E402
 
 SIZES: Final = {
     "vocab_size": 49152,
@@ -187,11 +183,7 @@ def load(path: Path | None) -> tuple[nn.Module, Tensor]:
         torch.manual_seed(0)
         ids = torch.randint(SIZES["vocab_size"], (200_000,))
         return LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="sdpa")), ids
-    where = {"gguf_file": path.name, "local_files_only": True}
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, **where, dtype=torch.float32, attn_implementation="sdpa"
-    )
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
+    model, tokenizer = smollm2.load(path)
     text = "\n\n".join(topics[name] for name in sorted(topics))
     return model, tokenizer(text, return_tensors="pt")["input_ids"][0]
 

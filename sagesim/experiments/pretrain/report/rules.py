@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-REFERENCE: Final = "sdpa"
+from sagesim.experiments.pretrain.report.compare import REFERENCE
+
 REAL: Final = 3.0
 """Deviations of the twin above which a gap is real."""
 CLOSED: Final = 2.0

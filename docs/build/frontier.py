@@ -1,9 +1,9 @@
 """Measure the errors of specs with 8-bit products in the backward; writes docs/data/frontier.json.
 
-    python docs/build/frontier.py [--draws N] [--capture NAME=FILE ...]
+    python docs/build/frontier.py [--draws N]
 
 Each figure is the geometric mean of the relative L2 error over the layers of a capture, or over the
-draws of Gaussian inputs. The shipped capture is always measured; --capture adds others.
+draws of Gaussian inputs.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
+import captures
 import torch
 
 import sagesim
 from sagesim.analysis import COLUMNS, Setting
 from sagesim.command import exit_code
-from sagesim.data import LLAMA
 from sagesim.emulator import ForwardSoftmax, Recorder, flatten, run_forward
 from sagesim.files import check_writable, write_text
-from sagesim.models import Capture
 
 FILE: Final = Path(__file__).parents[1] / "data" / "frontier.json"
 REFERENCE: Final = "sagebwd"
@@ -61,9 +60,12 @@ SCHEMES: Final = (
 Problems = Sequence[sagesim.AttentionProblem]
 
 
-def problems(captures: Mapping[str, Path], draws: int) -> dict[str, Problems]:
+def problems(draws: int) -> dict[str, Problems]:
     """The inputs, by name."""
-    found: dict[str, Problems] = {name: Capture.load(file).calls for name, file in captures.items()}
+    found: dict[str, Problems] = {
+        "shipped capture": captures.shipped(),
+        "SmolLM2-135M": captures.smollm2(),
+    }
     for sigma in SIGMAS:
         for is_causal in (False, True):
             setting = replace(SETTING, is_causal=is_causal)
@@ -152,28 +154,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--capture", action="append", default=[], metavar="NAME=FILE")
     parser.add_argument("--draws", type=int, default=SETTING.draws)
     args = parser.parse_args()
-    captures = {"shipped capture": LLAMA}
-    for word in args.capture:
-        name, equals, file = word.partition("=")
-        if not (name and equals and file):
-            parser.error(f"--capture {word!r} is not NAME=FILE")
-        captures[name] = Path(file)
     check_writable(FILE)
     rows: list[dict[str, Any]] = []
     specs = [sagesim.AttentionSpec.parse(label) for _, label in SCHEMES]
-    for inputs, each in problems(captures, args.draws).items():
+    for inputs, each in problems(args.draws).items():
         measured = measure(each, specs)
         for (words, _), spec, errors in zip(SCHEMES, specs, measured, strict=True):
             worse = {m: failures(errors, measured[0], m) for m in ("exact", "own")}
             row = {"inputs": inputs, "words": words, "label": spec.label()} | errors
             rows.append(row | {"worse": worse})
             print(inputs, "|", words, errors, worse, flush=True)
-    others = "".join(f" --capture '{name}=FILE'" for name in list(captures)[1:])
     head = {
-        "command": f"python docs/build/frontier.py --draws {args.draws}{others}",
+        "command": f"python docs/build/frontier.py --draws {args.draws}",
         "machine": f"CPU, torch {torch.__version__}, sagebwd {sagesim.__version__}",
         "setting": asdict(replace(SETTING, draws=args.draws)),
     }

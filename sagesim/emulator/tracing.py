@@ -40,12 +40,15 @@ class Vanished(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, codes: Tensor) -> Vanished:
         """Of x [..., n, m], before it is rounded, and its codes. 0 if all of x is 0."""
-        some, left = x != 0, codes.float() != 0
-        rows = some.any(-1)
-        lost = (rows & ~(some & left).any(-1)).sum()
+        some = x != 0
+        # FP8 has two zeros, which differ in the top bit.
+        bits = codes.view(torch.uint8) & 0x7F if codes.dtype.is_floating_point else codes
+        kept = (bits != 0).logical_and_(some)
+        rows, numbers = some.any(-1), int(some.count_nonzero())
+        lost = rows & ~kept.any(-1)
         return cls(
-            float((some & ~left).sum() / some.sum().clamp(min=1)),
-            float(lost / rows.sum().clamp(min=1)),
+            (numbers - int(kept.count_nonzero())) / max(numbers, 1),
+            int(lost.count_nonzero()) / max(int(rows.count_nonzero()), 1),
         )
 
 

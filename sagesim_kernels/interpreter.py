@@ -3,13 +3,19 @@
 The interpreter keeps bfloat16 numbers as their bits, in uint16. It truncates what it converts to
 bfloat16 where a GPU rounds to the nearest number, and it multiplies matrices of the bits as
 integers. While it runs a kernel of this package, it does both as a GPU does.
+
+It also repeats what takes half of its time. At each call of a device function it replaces the
+functions of triton.language, and to look up a dtype it builds a table of all. For kernels of this
+package it does each once.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -27,32 +33,60 @@ def _any_kernel():
 IS_INTERPRETED: Final = isinstance(_any_kernel, interpreter.InterpretedFunction)
 """Whether the kernels were imported under TRITON_INTERPRET=1, and so run on the CPU."""
 
+_MODULE: Final[Any] = interpreter
 _BUILDER: Final[Any] = interpreter.interpreter_builder
 _HANDLE: Final[Any] = interpreter.TensorHandle
 _LOCK: Final = threading.RLock()
 
 
 def interpret(kernel: Any, programs: tuple[int], args: Any, options: Any) -> None:
-    """Run an interpreted kernel: kernel[programs](*args, **options)."""
-    with _bfloat16():
+    """Run an interpreted kernel, in one thread at a time: kernel[programs](*args, **options)."""
+    bfloat16 = {"cast_impl": _cast, "create_fp_to_fp": _fp_to_fp, "create_dot": _dot}
+    once = {"_patch_lang": _patch_once(), "_get_np_dtype": _numpy_dtype}
+    with _LOCK, _replaced(_BUILDER, bfloat16), _replaced(_MODULE, once):
         kernel[programs](*args, **options)
 
 
 @contextmanager
-def _bfloat16() -> Generator[None]:
-    """Let the interpreter convert and multiply bfloat16 as a GPU does, in one thread at a time."""
-    changed = {"cast_impl": _cast, "create_fp_to_fp": _fp_to_fp, "create_dot": _dot}
-    with _LOCK:
-        before = {name: vars(_BUILDER).get(name) for name in changed}
-        vars(_BUILDER).update(changed)
-        try:
-            yield
-        finally:
-            for name, method in before.items():
-                if method is None:
-                    delattr(_BUILDER, name)
-                else:
-                    setattr(_BUILDER, name, method)
+def _replaced(owner: Any, members: dict[str, Any]) -> Generator[None]:
+    """Let an object have other members for a while."""
+    before = {name: vars(owner).get(name) for name in members}
+    vars(owner).update(members)
+    try:
+        yield
+    finally:
+        for name, member in before.items():
+            if member is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, member)
+
+
+def _patch_once() -> Callable[[Any], Any]:
+    """Return a function that replaces those of triton.language when it is first called.
+
+    The interpreter restores them at the end of the kernel.
+    """
+    patch, is_patched = _MODULE._patch_lang, False
+
+    def patch_once(_: Any) -> Any:
+        nonlocal is_patched
+        if is_patched:
+            return _MODULE._LangPatchScope()
+        is_patched = True
+        return patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+
+    return patch_once
+
+
+_slow_numpy_dtype: Final = _MODULE._get_np_dtype
+_numpy_scalar: Final = functools.cache(_slow_numpy_dtype)
+
+
+def _numpy_dtype(dtype: Any) -> Any:
+    """The dtype of the interpreter's arrays, from a table; that of pointers needs none."""
+    scalar = dtype.scalar
+    return _slow_numpy_dtype(scalar) if scalar.is_ptr() else _numpy_scalar(scalar)
 
 
 def _cast(x: Any, to: Any) -> Any:

@@ -70,7 +70,10 @@ def test_products_in_a_call_and_in_its_plan():
 def test_the_interpreter_is_as_it_was_afterwards():
     """Also after an error."""
     before = dict(vars(interpreter.interpreter_builder))
+    module, language = dict(vars(interpreter)), dict(vars(tl.core))
     launch(convert_kernel, (1,), numbers(), torch.empty(SIZE), SIZE, tl.bfloat16)
     with pytest.raises(Exception):  # noqa: B017 - the interpreter has its own exceptions
         launch(convert_kernel, (1,), numbers(), torch.empty(SIZE), 3, tl.bfloat16)
     assert {**before, "grid_idx": 0} == {**vars(interpreter.interpreter_builder), "grid_idx": 0}
+    assert module == vars(interpreter)
+    assert language == vars(tl.core)

@@ -1,4 +1,4 @@
-"""The kernels agree with the emulator on random calls: 500 cases by default, 10,000 under the long
+"""The kernels agree with the emulator on random calls: 200 cases by default, 10,000 under the long
 profile, 20,000 with `--device cuda`, 10,000 with `--device cuda --code sm80`."""
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ pytestmark = [
 
 Run = TypeVar("Run", bound=Callable[..., None])
 
-CASES = {"fast": 500, "long": 10_000, "cuda": 20_000, "code": 10_000}
+CASES = {"fast": 200, "long": 10_000, "cuda": 20_000, "code": 10_000}
 PARTS, ALIKE = (25, 10) if DEVICE == "cuda" else (2, 1)
 """Parts into which each preset's cases are split for workers, and cases for each compilation."""
 

@@ -150,9 +150,17 @@ def test_the_newest_compiler_is_the_one_in_the_constraints(newest: Compiler) -> 
     assert f"triton=={newest.version}" in tested
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES, ids="sm{}".format)
-def test_int8_products_are_int8_instructions(compiler: Compiler, capability: int) -> None:
-    kernels = compiler.compile("factored", capability)
+@pytest.mark.parametrize(
+    ("triton", "capability"),
+    [
+        *(pytest.param("newest", c, id=f"newest-sm{c}", marks=BY_NEWEST) for c in CAPABILITIES),
+        *(pytest.param("oldest", c, id=f"oldest-sm{c}", marks=BY_OLDEST) for c in (80, 90, 100)),
+    ],
+)
+def test_int8_products_are_int8_instructions(
+    request: pytest.FixtureRequest, triton: str, capability: int
+) -> None:
+    kernels = request.getfixturevalue(triton).compile("factored", capability)
     by_pass = {90: ON_HOPPER, 100: PORTABLE, 103: PORTABLE}.get(capability, AMPERE)
     assert_as_declared(kernels, FACTORED, by_pass=by_pass)
     for kernel in products(kernels).values():

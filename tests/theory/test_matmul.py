@@ -16,7 +16,6 @@ from tests.support.inputs import MILD
 from tests.support.strategies import cases
 from tests.support.theory import SHORT, as_sample
 from theory import matmul
-from theory.checks import matmul as checks
 from theory.checks.matmul import Site, converted, float64_slack, granularities
 from theory.checks.samples import gaussian
 from theory.rounding import UNIT, Moments
@@ -164,8 +163,3 @@ def test_every_int8_site_of_the_factored_preset_sums_integers():
         matmul.sums_integers(FACTORED, site) == (FACTORED.site(site).precision is Precision.INT8)
         for site in SITES
     )
-
-
-@pytest.mark.slow
-def test_every_statement_holds():
-    assert not [c for c in checks.checks() if not c.holds]

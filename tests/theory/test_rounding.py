@@ -230,7 +230,3 @@ def test_the_mean_square_of_numbers_on_a_grid(parts, mode):
 def test_a_grid_of_no_parts_raises():
     with pytest.raises(ValueError, match="parts=0"):
         rounding.grid_mean_square(0, torch.tensor(1.0))
-
-
-def test_every_statement_holds():
-    assert not [c for c in checks.checks() if not c.holds]

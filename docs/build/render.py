@@ -438,6 +438,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "smollm2_budget": smollm2.budget,
     "smollm2_interpreted": smollm2.interpreted,
     "smollm2_speed": smollm2.speed,
+    "smollm2_capture": smollm2.captured,
+    "smollm2_gains": smollm2.captured_gains,
     "cost_cpu": lambda: cost("cost_cpu"),
     "cost_h200": lambda: cost("cost_h200"),
 }

@@ -1,4 +1,4 @@
-"""Tables and the figure of SmolLM2's fine-tuning, from docs/data/smollm2.json."""
+"""Tables and the figure of SmolLM2, from the files docs/data/smollm2*.json."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sagesim_kernels.bench.machine import one_line
 
 DATA = Path(__file__).parents[1] / "data" / "smollm2.json"
 SPEED = DATA.with_name("smollm2_speed.json")
+CAPTURED = DATA.with_name("smollm2_capture.json")
 SHOWN = (1, 5, 10, 15, 20)
 """Steps in the tables."""
 
@@ -161,3 +162,53 @@ def curves() -> None:
     for axes in (left, right):
         axes.set_xticks([step for step in SHOWN if step <= len(sdpa)])
     plt.show()
+
+
+def captured() -> str:
+    """The schemes from the paper's to ours, and the attribution, on layers of the pretrained model.
+
+    Errors against full precision, and of the gradients against the scheme's own forward.
+    """
+    data = _capture()
+    outputs, gradients = ("o", "ds", "dq", "dk", "dv"), ("ds", "dq", "dk", "dv")
+    rows = [
+        [
+            row["scheme"],
+            *(f"{row['exact'][t]:.4f}" for t in outputs),
+            *(f"{row['own'][t]:.4f}" for t in gradients),
+        ]
+        for row in data["rows"]
+    ]
+    head = ["scheme", *(TITLES[t] for t in outputs), *(f"{TITLES[t]}, own" for t in gradients)]
+    share = ", ".join(f"`{site}` {x:.0%}" for site, x in data["gradient_share"].items())
+    layers = ", ".join(row["name"].split(".")[2] for row in data["layers"])
+    return (
+        f"{markdown(head, rows)}\n\n{captured_gains()}\n\nThe share of each product in the squared "
+        f"error of the gradients of the paper's scheme against full precision, mean over the "
+        f"layers: {share}.\n\nLayers {layers} of {data['model']}, {data['tokens']} tokens of "
+        f"{data['text']}, causal; one head of K and V with its three query heads. Geometric means "
+        'over the layers; "own" is against the exact gradient of the scheme\'s own forward. '
+        f"`{data['command']}` on {data['machine']}."
+    )
+
+
+def captured_gains() -> str:
+    """What `FACTORED` gains on the pretrained model, in both metrics."""
+    rows = {row["label"]: row for row in _capture()["rows"]}
+    gains = (
+        ", ".join(
+            f"{TITLES[t]} {rows['sagebwd'][metric][t] / rows['factored'][metric][t]:.1f}x"
+            for t in ("ds", "dq", "dk", "dv")
+        )
+        for metric in ("exact", "own")
+    )
+    return (
+        "On SmolLM2-135M, the errors of `FACTORED` are smaller than those of the paper's scheme "
+        "by: {} against full precision, and {} against the scheme's own forward."
+    ).format(*gains)
+
+
+@cache
+def _capture() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(CAPTURED.read_text(encoding="utf-8"))
+    return found

@@ -167,11 +167,13 @@ def _unpack(operands: OperandCache, site: str, tensor: str) -> Coded:
     """Return an operand's codes and scales in the shape of its tensor."""
     x, coded = operands.tensors[tensor], operands.get(site, tensor)
     assert x is not None
-    (batch, heads, _, d), n = x.shape, x.shape[2]
+    batch, heads, _, d = x.shape
     strides = coded.stride_h, coded.stride_n, coded.stride_d
     codes = coded.ptr.as_strided((heads, stored_tokens(None, x), d), strides)
     if coded.IN_REGISTER_ORDER.value:
         codes = codes.unflatten(1, (-1, 4, 2, 2)).transpose(2, 3).flatten(1, 4)
     scale = coded.scale.repeat_interleave(coded.TOKENS.value, 1)
-    codes, scale = (y.unflatten(1, (batch, -1)).transpose(0, 1)[:, :, :n] for y in (codes, scale))
+    codes, scale = (
+        y.unflatten(1, (batch, -1)).transpose(0, 1)[:, :, : x.shape[2]] for y in (codes, scale)
+    )
     return Coded(_with_dtype(codes.contiguous(), operands.precision(site)), scale)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from sagesim.spec import Precision
+from sagesim_kernels.interpreter import IS_INTERPRETED
 from sagesim_kernels.target import multiplies_fp8
 
 VALUES = tl.constexpr(0)
@@ -139,12 +140,33 @@ def nearest_number(y, FORMAT: tl.constexpr):
     return (y + grid) - grid
 
 
+# One instruction rounds two numbers, and saturates. Triton 3.6 would round twice on Ada GPUs: to
+# float16 first.
+_CONVERT = "{.reg .b16 x, y; cvt.rn.satfinite.FORMATx2.f32 x, $2, $1; "
+_CONVERT += "cvt.rn.satfinite.FORMATx2.f32 y, $4, $3; mov.b32 $0, {x, y};}"
+_TO_E4M3 = tl.constexpr(_CONVERT.replace("FORMAT", "e4m3"))
+_TO_E5M2 = tl.constexpr(_CONVERT.replace("FORMAT", "e5m2"))
+_INTERPRETED = tl.constexpr(IS_INTERPRETED)
+
+
 @triton.jit
 def nearest_code(y, FORMAT: tl.constexpr):
     """Round y to FP8 codes, ties to even. Numbers beyond the largest code become that code."""
     if FORMAT == E4M3:
-        return y.to(tl.float8e4nv)  # one instruction for two numbers, which saturates
+        if _INTERPRETED:
+            return y.to(tl.float8e4nv)
+        else:
+            bits = tl.inline_asm_elementwise(
+                _TO_E4M3, "=r,r,r,r,r", [y], dtype=tl.int8, is_pure=True, pack=4
+            )
+            return bits.to(tl.float8e4nv, bitcast=True)
     elif FORMAT == E5M2:
-        return y.to(tl.float8e5)
+        if _INTERPRETED:
+            return y.to(tl.float8e5)
+        else:
+            bits = tl.inline_asm_elementwise(
+                _TO_E5M2, "=r,r,r,r,r", [y], dtype=tl.int8, is_pure=True, pack=4
+            )
+            return bits.to(tl.float8e5, bitcast=True)
     else:
         return exact_code(nearest_number(y, FORMAT), FORMAT)

@@ -305,11 +305,56 @@ def test_codes_are_contiguous_along_the_contraction(compiler: Compiler, spec: st
         assert kernel.permutations <= packed + 8, name
 
 
+FP8_INSTRUCTIONS = {
+    80: ("mma.sync", "f16.f16"),
+    89: ("mma.sync", "e4m3.e4m3"),
+    90: ("wgmma", "e4m3.e4m3"),
+    100: ("tcgen05", "::f8f6f4"),
+    120: ("mma.sync", "e4m3.e4m3"),
+}
+"""The instruction that multiplies FP8 codes. GPUs without one multiply them as float16 numbers."""
+
+FP8_OF = {"fp8_gradients": "e4m3", "fp8_gradients dv=fp8_e5m2 dq=fp8_e5m2 dk=fp8_e5m2": "e5m2"}
+
+
+@pytest.mark.parametrize("capability", FP8_INSTRUCTIONS, ids="sm{}".format)
+def test_fp8_products_are_fp8_instructions(compiler: Compiler, capability: int) -> None:
+    """dV, dQ and dK; a new sum begins in each step. P and dS are converted once for each loop, by
+    one instruction for two numbers: dK and dQ share the codes of dS."""
+    kernels = {k.name: k for k in compiler.compile("fp8_gradients", capability)}
+    assert "fold_kernel" in kernels and "ds_bounds_kernel" in kernels
+    gradients = kernels["gradients_kernel, dq, dk, dv"]
+    opcode, codes = FP8_INSTRUCTIONS[capability]
+    assert any(o.startswith(opcode) and codes in o for o in gradients.opcodes), gradients.opcodes
+    fp8 = "f16" if capability == 80 else "f8E4M3FN"
+    assert gradients.dots[:5] == ["i8", fp8, "bf16", fp8, fp8]
+    places = len(gradients.dots) // 5
+    assert places in (LOOPS, LOOPS + 1)
+    conversions = gradients.fp8_conversions
+    if capability == 80:
+        assert conversions == {}
+    else:
+        of_two = gradients.tile * 64 // (32 * gradients.warps) // 2
+        assert conversions == {"cvt.rn.satfinite.e4m3x2.f32": 2 * places * of_two}
+    assert gradients.fusible == 0 and not gradients.fp_fusion
+
+
+@pytest.mark.parametrize("capability", [89, 90], ids="sm{}".format)
+@pytest.mark.parametrize("spec", FP8_OF)
+def test_conversions_to_fp8_round_once(compiler: Compiler, spec: str, capability: int) -> None:
+    """From float32, and not from float16."""
+    for kernel in compiler.compile(spec, capability):
+        found = {o for o in kernel.fp8_conversions if "satfinite" in o}
+        assert found <= {f"cvt.rn.satfinite.{FP8_OF[spec]}x2.f32"}, kernel.name
+        if kernel.name in ("fold_kernel", "gradients_kernel, dq, dk, dv"):
+            assert found
+
+
 COMPILED_OFTEN = ("sagebwd", "factored", "factored_qk")
 
 
 @pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize("spec", COMPILED_OFTEN)
+@pytest.mark.parametrize("spec", [*COMPILED_OFTEN, "fp8_gradients"])
 def test_the_loop_spills_nothing(compiler: Compiler, spec: str, head_size: int) -> None:
     """At most 4 % of the instructions of a step of the loop over whole tiles load or store spilled
     registers. Values that the loop does not use may be spilled once a program."""

@@ -71,7 +71,7 @@ def supports(
 
     >>> from sagesim import AttentionSpec
     >>> print(supports(AttentionSpec.parse("sagebwd dq=int8@row,block")))
-    site dq: ds per row; the kernels have tile_row, tile
+    site dq: ds per row; the kernels have tile_row, tile, row_bound
     """
     check_spec(spec)
     return Support(_reason(spec, head_size, dtype))

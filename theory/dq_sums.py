@@ -255,8 +255,8 @@ def code_floor(
     m is the largest b (see `unit`) of the rows that share a scale of dS with the row. If the scale
     follows from a bound on the row, which is over all keys of the head, m is at least that bound.
     |K| is the largest of all key blocks that the query's block attends to. A scale of dS is at most
-    m, and one of K at most |K| or 1. Their product divided by the unit is therefore at most 2^126, also for
-    codes that are 0, and float32 does not overflow.
+    m, and one of K at most |K| or 1. Their product divided by the unit is therefore at most 2^126,
+    also for codes that are 0, and float32 does not overflow.
 
     Args:
         ds_bound: B_i / max |K|, see `ds_bound`.

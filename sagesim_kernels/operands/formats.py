@@ -14,7 +14,7 @@ import triton.language as tl
 
 from sagesim.spec import Precision
 from sagesim_kernels.interpreter import IS_INTERPRETED
-from sagesim_kernels.target import multiplies_fp8
+from sagesim_kernels.target import compute_capability
 
 VALUES = tl.constexpr(0)
 """No codes: numbers of 16 bit."""
@@ -35,6 +35,11 @@ FP8: Final = {
 
 _NATIVE: Final = {Precision.INT8: INT8, Precision.FP8_E4M3: E4M3, Precision.FP8_E5M2: E5M2}
 _IN_FP16: Final = {E4M3.value: E4M3_IN_FP16, E5M2.value: E5M2_IN_FP16}
+
+
+def multiplies_fp8() -> bool:
+    """Return whether tensor cores multiply FP8: from Ada on, and in Triton's interpreter."""
+    return IS_INTERPRETED or compute_capability() >= 89
 
 
 def format_of(precision: Precision) -> tl.constexpr:

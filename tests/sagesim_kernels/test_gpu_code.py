@@ -335,7 +335,11 @@ def test_fp8_products_are_fp8_instructions(compiler: Compiler, capability: int) 
         assert conversions == {}
     else:
         of_two = gradients.tile * 64 // (32 * gradients.warps) // 2
-        assert conversions == {"cvt.rn.satfinite.e4m3x2.f32": 2 * places * of_two}
+        (name,) = conversions
+        # With tcgen05, two warps may hold the same numbers.
+        several = (1, 2) if capability == 100 else (1,)
+        assert name == "cvt.rn.satfinite.e4m3x2.f32"
+        assert conversions[name] in [n * 2 * places * of_two for n in several]
     assert gradients.fusible == 0 and not gradients.fp_fusion
 
 

@@ -1,4 +1,4 @@
-"""Trace the kernels: outputs, gradients, and the codes and scales of every INT8 operand."""
+"""Trace the kernels: outputs, gradients, and the codes and scales of every operand in codes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from sagesim.spec import FACTORED_QK, MAPS, OPERANDS, SITES, AttentionSpec, Prec
 from sagesim_kernels.api import check_call, check_device
 from sagesim_kernels.dispatch import backward, forward
 from sagesim_kernels.operands import (
+    FP8,
     Extras,
     Gradients,
     KernelProblem,
     OperandCache,
     logit_scale,
     natural_lse,
+    stored_tokens,
 )
 from sagesim_kernels.ops import on_device_of
 from sagesim_kernels.portable import MapTrace, MapTraces
 
 
 class Coded(NamedTuple):
-    """The codes of an operand, int8 [..., rows, columns], and scales that broadcast to them."""
+    """The codes of an operand [..., rows, columns], and scales that broadcast to them.
+
+    Codes are int8, float8_e4m3fn or float8_e5m2.
+    """
 
     codes: Tensor
     scale: Tensor
@@ -41,9 +46,10 @@ class KernelTrace:
     lse, delta: float32 [batch, heads, n_q].
     dsinks: [heads] in the dtype of the sinks; None without sinks.
     operands: codes and scales by "site.tensor", with the names of `sagesim.Trace.operands`, for the
-        products in INT8. Those of P and dS are [batch, heads, n_q, n_k]. The scale of "pv.p" is
-        always 1, because P has no scale that is final: its codes are 127 P relative to the row's
-        maximum in one tile, and the running maximum of the online softmax may change after it.
+        products in INT8 and FP8. Those of P and dS are [batch, heads, n_q, n_k]. The scale of
+        "pv.p" is always 1, because P has no scale that is final: its codes are 127 P relative to
+        the row's maximum in one tile, and the running maximum of the online softmax may change
+        after it.
     """
 
     spec: AttentionSpec
@@ -68,7 +74,7 @@ def trace(
 ) -> KernelTrace:
     """Run the forward and backward kernels and return their intermediate results.
 
-    Needs 5 bytes for each element of P or dS in each product that rounds it to INT8.
+    Needs 5 bytes for each element of P or dS in each product that rounds it to codes.
 
     Args:
         q, k, v: [batch, heads, tokens, head size], as in `attention`.
@@ -108,10 +114,12 @@ def trace(
         lower_right=given.causal_alignment == "lower_right",
         extras=Extras(given.window, given.key_mask, None, given.sinks, given.softcap),
     )
-    sites = [s for s in SITES if problem.spec.site(s).precision is Precision.INT8]
+    sites = [s for s in SITES if problem.spec.site(s).precision.is_scaled]
     shape = (*q.shape[:3], k.shape[2])
     maps = {
-        f"{site}.{OPERANDS[site][0]}": MapTrace.empty(shape, q.device)
+        f"{site}.{OPERANDS[site][0]}": MapTrace.empty(
+            shape, q.device, problem.spec.site(site).precision
+        )
         for site in sites
         if OPERANDS[site][0] in MAPS
     }
@@ -123,7 +131,12 @@ def trace(
         grads = Gradients(*(torch.empty_like(x) for x in (q, k, v)))
         traces = MapTraces(maps.get("dv.p"), maps.get("dq.ds"), maps.get("dk.ds"))
         dsinks, delta = backward(problem, do, None, o, result, grads, traces, operands)
-        found = {name: Coded(*map_trace) for name, map_trace in maps.items()}
+        found = {
+            name: Coded(
+                _with_dtype(x.codes, problem.spec.site(name.partition(".")[0]).precision), x.scale
+            )
+            for name, x in maps.items()
+        }
         if operands is not None:
             for site in sites:
                 for tensor in OPERANDS[site]:
@@ -142,16 +155,25 @@ def trace(
     )
 
 
+def _with_dtype(codes: Tensor, precision: Precision) -> Tensor:
+    """Return codes as they lie in memory in the dtype of a precision."""
+    dtype = FP8.get(precision)
+    if dtype is None:
+        return codes
+    return codes.view(dtype) if codes.element_size() == 1 else codes.to(dtype)
+
+
 def _unpack(operands: OperandCache, site: str, tensor: str) -> Coded:
     """Return an operand's codes and scales in the shape of its tensor."""
     x, coded = operands.tensors[tensor], operands.get(site, tensor)
     assert x is not None
-    batch, heads, n, d = x.shape
-    per_scale = coded.TOKENS.value
-    tokens = coded.scale.shape[1] * per_scale
+    batch, heads, _, d = x.shape
     strides = coded.stride_h, coded.stride_n, coded.stride_d
-    codes = coded.ptr.as_strided((heads, tokens, d), strides)
+    codes = coded.ptr.as_strided((heads, stored_tokens(None, x), d), strides)
     if coded.IN_REGISTER_ORDER.value:
         codes = codes.unflatten(1, (-1, 4, 2, 2)).transpose(2, 3).flatten(1, 4)
-    scale = coded.scale.repeat_interleave(per_scale, 1)
-    return Coded(*(y.unflatten(1, (batch, -1)).transpose(0, 1)[:, :, :n] for y in (codes, scale)))
+    scale = coded.scale.repeat_interleave(coded.TOKENS.value, 1)
+    codes, scale = (
+        y.unflatten(1, (batch, -1)).transpose(0, 1)[:, :, : x.shape[2]] for y in (codes, scale)
+    )
+    return Coded(_with_dtype(codes.contiguous(), operands.precision(site)), scale)

@@ -34,8 +34,15 @@ _PART: Final = 2.0**-14
 
 A 16-bit part has 127 sums, of which each may be truncated: 127 * 2^-23. An INT8 part is an exact
 integer times a factor of three numbers. One of them is the inverse unit, a power of two. So there
-are two roundings.
+are two roundings. Sums of FP8 products are off by more, but towards 0: see `theory.fp8_sums`.
 """
+
+SMALLEST_SHARE: Final = {
+    Precision.INT8: 1 / 127,
+    Precision.FP8_E4M3: 2.0**-9 / 240,
+    Precision.FP8_E5M2: 2.0**-16 / 32768,
+}
+"""The smallest code over the smallest top code of a row, whose scale is its bound over that."""
 
 _16_BIT: Final = (Precision.FP16, Precision.BF16, Precision.INPUT16)
 
@@ -44,11 +51,12 @@ class Growth(NamedTuple):
     """What rounding dS may make of the sum of a row's magnitudes.
 
     It is at most own times the sum of the row plus shared times the sums of all rows of the block
-    of queries.
+    of queries, plus of_bound times the bound of the row for each of its keys.
     """
 
     own: float
     shared: float
+    of_bound: float = 0.0
 
 
 def growth(matmul: MatmulSpec, mode: RoundingMode, block_k: int) -> Growth:
@@ -64,6 +72,9 @@ def growth(matmul: MatmulSpec, mode: RoundingMode, block_k: int) -> Growth:
       that row of the tile, so the row's sum grows by at most block_k / 127 of itself. The tiles of
       a row add up. With one scale for each tile, the amax is an element of any row of the tile. It
       is at most the sum of all rows of the tile.
+    - Codes with scales from bounds, stochastic: a number above the smallest code at most doubles
+      in FP8, and in INT8. A smaller one becomes at most the smallest code, which is
+      `SMALLEST_SHARE` of the bound of the row or less.
 
     Args:
         matmul: the spec of the site dq.
@@ -71,15 +82,21 @@ def growth(matmul: MatmulSpec, mode: RoundingMode, block_k: int) -> Growth:
         block_k: keys of a tile.
 
     Raises:
-        ValueError: if the format is neither INT8 nor 16 bit, or scales are stochastic and neither
-            per tile nor per tile row.
+        ValueError: if the format is FP32, or FP8 without scales from bounds, or rounding is
+            stochastic and scales are neither per tile, per tile row nor from bounds.
     """
+    by_bound = matmul.precision.is_scaled and matmul.lhs is Granularity.PerRowBound
     if matmul.precision in _16_BIT:
         return Growth(2.0, 0.0)
-    if matmul.precision is not Precision.INT8:
-        raise ValueError(f"sums of dQ are of INT8 or 16-bit products, not {matmul.precision.value}")
+    if matmul.precision is not Precision.INT8 and not by_bound:
+        raise ValueError(
+            "sums of dQ are of products in INT8, in 16 bit, or with scales from bounds, not of "
+            f"{matmul.precision.value} per {matmul.lhs.value}"
+        )
     if mode is not RoundingMode.STOCHASTIC:
         return Growth(2.0, 0.0)
+    if by_bound:
+        return Growth(2.0, 0.0, SMALLEST_SHARE[matmul.precision])
     match matmul.lhs:
         case Granularity.PerTile:
             return Growth(1.0, block_k / 127)
@@ -98,6 +115,7 @@ def ds_bound(
     attends: Tensor,
     growth: Growth,
     block_q: int,
+    row_bound: Tensor | None = None,
 ) -> Tensor:
     """B_i / max |K|, an upper bound on sum_j |rounded dS_ij|, [..., n_q].
 
@@ -116,6 +134,7 @@ def ds_bound(
         attends: which keys each query attends to, bool, broadcastable to [..., n_q, n_k].
         growth: see `growth`.
         block_q: queries of a tile.
+        row_bound: beta_i of `theory.row_bounds`, if the scales of dS follow from it.
     """
     dp = do.double().norm(dim=-1) * largest_attended(v.double().norm(dim=-1), attends)
     of_ds = dp + delta.double().abs()
@@ -124,6 +143,8 @@ def ds_bound(
     if growth.shared:
         of_blocks = _of_blocks(sums, block_q).sum(-1)
         total = total + growth.shared * _to_rows(of_blocks, block_q, sums.shape[-1])
+    if row_bound is not None:
+        total = total + growth.of_bound * attends.sum(-1) * row_bound.double()
     return total
 
 
@@ -227,13 +248,15 @@ def code_floor(
     per_tile: bool,
     block_q: int,
     block_k: int,
+    row_bound: Tensor | None = None,
 ) -> Tensor:
     """The smallest unit of a row for codes: 2^-126 m max(1, |K|), as a power of two, [..., n_q].
 
-    m is the largest b (see `unit`) of the rows that share a scale of dS with the row. |K| is the
-    largest of all key blocks that the query's block attends to. A scale of dS is at most m, and one
-    of K at most |K| or 1. Their product divided by the unit is therefore at most 2^126, also for
-    codes that are 0, and float32 does not overflow.
+    m is the largest b (see `unit`) of the rows that share a scale of dS with the row. If the scale
+    follows from a bound on the row, which is over all keys of the head, m is at least that bound.
+    |K| is the largest of all key blocks that the query's block attends to. A scale of dS is at most
+    m, and one of K at most |K| or 1. Their product divided by the unit is therefore at most 2^126,
+    also for codes that are 0, and float32 does not overflow.
 
     Args:
         ds_bound: B_i / max |K|, see `ds_bound`.
@@ -241,9 +264,12 @@ def code_floor(
         attends: see `ds_bound`.
         per_tile: whether the rows of a tile of dS share a scale.
         block_q, block_k: queries and keys of a tile.
+        row_bound: see `ds_bound`.
     """
     rows = ds_bound.shape[-1]
     total = _with_slack(ds_bound)
+    if row_bound is not None:
+        total = torch.maximum(total, row_bound.double())
     if per_tile:
         total = _to_rows(_of_blocks(total, block_q).amax(-1), block_q, rows)
     n_q, n_k = attends.shape[-2:]

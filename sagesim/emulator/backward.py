@@ -177,7 +177,9 @@ def _row_bounds(
         if x.spec.delta is Delta.FROM_P:
             delta[:, panel.rows] = _delta_from_p(_p(s, lse, panel), _dp(do, v, panel), panel)
     of_p = row_bounds.p_bound(row_max, lse)
-    return RowBound(of_p), RowBound(row_bounds.ds_bound(of_p, do, v, delta))
+    # V may hold NaN, which does not reach a row without keys.
+    of_ds = row_bounds.ds_bound(of_p, do, v, delta).masked_fill(row_max == -torch.inf, 0.0)
+    return RowBound(of_p), RowBound(of_ds)
 
 
 def _left_operand(site: str, tensor: str, rounded: RoundedOperands, spec: AttentionSpec) -> Operand:

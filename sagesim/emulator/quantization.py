@@ -199,6 +199,8 @@ def encode_within(
         first_row: the index of the first row in its head, for stochastic rounding.
     """
     scale, inverse = scales(bound.float(), top.float())
+    # The scale alone is NaN if the bound is: a masked entry has the code 0.
+    inverse = inverse.nan_to_num(0.0)
     y = round_tiles_(x.float() * inverse, precision, rounding, tensor, first_row)
     return Operand(y.to(x.dtype), scale.to(x.dtype), precision)
 

@@ -138,7 +138,9 @@ def _norms(x: Operand) -> Tensor:
     exponent = torch.frexp(values.abs().amax(-1, keepdim=True).nan_to_num(0.0, 0.0)).exponent
     exponent = exponent.clamp(-126, 127)  # 2**exponent and its inverse are finite
     squares = _sum_pairwise(torch.ldexp(values, -exponent).square())
-    return torch.ldexp(squares.sqrt(), exponent).squeeze(-1)
+    # In float32, a library may be off by a unit in the last place.
+    roots = squares.double().sqrt().to(squares.dtype)
+    return torch.ldexp(roots, exponent).squeeze(-1)
 
 
 def _sum_pairwise(x: Tensor) -> Tensor:

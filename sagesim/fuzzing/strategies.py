@@ -29,6 +29,7 @@ from sagesim.spec import (
     FACTORED,
     FACTORED_PV16,
     FACTORED_QK,
+    FP8_GRADIENTS,
     HALF_AWAY,
     HALF_EVEN,
     OPERANDS,
@@ -65,6 +66,7 @@ KERNEL_PRESETS: Final = (
     FACTORED_PV16,
     FACTORED_QK,
     CAUSAL_SAFE,
+    FP8_GRADIENTS,
 )
 """The presets that kernels are written for."""
 

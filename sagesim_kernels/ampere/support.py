@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final
 
-from sagesim.spec import AttentionSpec, MatmulSpec, Precision, RoundingMode
+from sagesim.spec import AttentionSpec, Granularity, MatmulSpec, Precision, RoundingMode
 from sagesim_kernels.interpreter import IS_INTERPRETED
 from sagesim_kernels.operands import DTYPES, KernelProblem, padded
 from sagesim_kernels.target import compute_capability
@@ -57,7 +57,9 @@ def _has_mma_sync() -> bool:
 
 
 def _has_format(matmul: MatmulSpec) -> bool:
-    return matmul.precision in (*DTYPES, Precision.INT8)
+    if matmul.precision is Precision.INT8:
+        return matmul.lhs is not Granularity.PerRowBound
+    return matmul.precision in DTYPES
 
 
 @lru_cache(maxsize=256)

@@ -17,6 +17,14 @@ from sagesim_kernels.operands.dq_sums import (
     mark_nonfinite,
 )
 from sagesim_kernels.operands.dq_units import Growths, compute_units, row_units
+from sagesim_kernels.operands.formats import (
+    FP8,
+    INT8,
+    format_of,
+    loaded_codes,
+    memory_dtype,
+    stored_codes,
+)
 from sagesim_kernels.operands.kernel_problem import (
     NO_EXTRAS,
     Extras,
@@ -93,6 +101,12 @@ from sagesim_kernels.operands.rounding import (
     pcg_hash,
     to_codes,
 )
+from sagesim_kernels.operands.row_bounds import (
+    RowScales,
+    compute_ds_bounds,
+    has_row_bound,
+    has_row_bounds,
+)
 from sagesim_kernels.operands.sinks import (
     ds_row_sums,
     sink_gradient,
@@ -103,6 +117,8 @@ from sagesim_kernels.operands.softcap import Softcap, load_shift, tanh
 
 __all__ = [
     "DTYPES",
+    "FP8",
+    "INT8",
     "LAUNCH",
     "LOG2_127",
     "LOG2_E",
@@ -121,6 +137,7 @@ __all__ = [
     "OperandCache",
     "Packing",
     "Rounding",
+    "RowScales",
     "RowStatistics",
     "Rows",
     "Softcap",
@@ -134,6 +151,7 @@ __all__ = [
     "causal_offset",
     "code_product",
     "compute_delta_from_o",
+    "compute_ds_bounds",
     "compute_k_means",
     "compute_key_bounds",
     "compute_logit_shift",
@@ -141,6 +159,9 @@ __all__ = [
     "ds_row_sums",
     "finish_dq",
     "first_live_key",
+    "format_of",
+    "has_row_bound",
+    "has_row_bounds",
     "head_pointers",
     "in_register_order",
     "inverse_of",
@@ -162,12 +183,14 @@ __all__ = [
     "load_shift",
     "load_token_scales",
     "load_tokens",
+    "loaded_codes",
     "logit_scale",
     "map_codes",
     "map_inverse",
     "map_scale",
     "map_step",
     "mark_nonfinite",
+    "memory_dtype",
     "natural_lse",
     "padded",
     "pcg_hash",
@@ -183,6 +206,7 @@ __all__ = [
     "start_of",
     "store_rows",
     "store_tokens",
+    "stored_codes",
     "stored_start_of",
     "stored_tokens",
     "subtract_lse_gradient",

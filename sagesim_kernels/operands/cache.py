@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sagesim.spec import MAPS, OPERANDS, Granularity, Precision
 from sagesim_kernels.operands.kernel_problem import KernelProblem
+from sagesim_kernels.operands.layout import Rows
 from sagesim_kernels.operands.means import (
     Means,
     SubtractedMeans,
@@ -22,14 +23,17 @@ from sagesim_kernels.operands.quantization import (
     operand_of_values,
     quantize,
 )
+from sagesim_kernels.operands.row_bounds import FoldedRows, fold
 
 
 class _Code(NamedTuple):
-    """A tensor in INT8."""
+    """A tensor in codes."""
 
     tensor: str
+    precision: Precision
     granularity: Granularity
     contract_tokens: bool  #: whether the product sums over tokens
+    folded: str  #: the map whose bounds multiply its rows, see `row_bounds`; or ""
 
 
 class OperandCache:
@@ -72,22 +76,41 @@ class OperandCache:
         """The means that were subtracted from Q and K, and K before the subtraction."""
         return SubtractedMeans.of(self.q_mean, self.k_mean, self._problem.k)
 
+    def precision(self, site: str) -> Precision:
+        """Return the precision of a site."""
+        return self._problem.spec.site(site).precision
+
     def quantize(self, *sites: str) -> None:
-        """Round the INT8 operands of these sites, in as few launches as possible."""
+        """Round the operands of these sites to codes, in as few launches as possible.
+
+        Without those whose rows are multiplied by the bounds of a map, see `fold`.
+        """
         wanted: dict[_Code, None] = {}
         for site in sites:
-            if self._problem.spec.site(site).precision is Precision.INT8:
+            if self._problem.spec.site(site).precision.is_scaled:
                 wanted |= dict.fromkeys(
                     self._code(site, tensor) for tensor in OPERANDS[site] if tensor not in MAPS
                 )
-        self._quantize([code for code in wanted if code not in self._codes])
+        self._quantize([x for x in wanted if x not in self._codes and not x.folded])
+
+    def fold(self, site: str, bound: Rows) -> FoldedRows:
+        """Round dO of dv or Q of dk with its rows multiplied by the bounds of the site's map.
+
+        `get` returns the operand from now on.
+        """
+        _, tensor = OPERANDS[site]
+        matmul = self._problem.spec.site(site)
+        operand, rows = fold(self._problem, self._source(tensor), matmul, bound)
+        self._codes[self._code(site, tensor)] = operand
+        return rows
 
     def get(self, site: str, tensor: str) -> Operand:
         """Return q, k, v or do in the format that `site` has for it."""
         precision = self._problem.spec.site(site).precision
-        if precision is Precision.INT8:
+        if precision.is_scaled:
             code = self._code(site, tensor)
             if code not in self._codes:
+                assert not code.folded, f"{tensor} of {site} before its bounds"
                 self._quantize([code])
             return self._codes[code]
         key = tensor, precision
@@ -99,10 +122,15 @@ class OperandCache:
 
     def _code(self, site: str, tensor: str) -> _Code:
         left, matmul = OPERANDS[site][0], self._problem.spec.site(site)
-        return _Code(tensor, matmul.lhs if left == tensor else matmul.rhs, left in MAPS)
+        granularity = matmul.lhs if left == tensor else matmul.rhs
+        is_folded = tensor != "k" and matmul.lhs is Granularity.PerRowBound
+        folded = left if is_folded else ""
+        return _Code(tensor, matmul.precision, granularity, left in MAPS, folded)
 
     def _quantize(self, wanted: list[_Code]) -> None:
-        tasks = [(self._source(x.tensor), x.granularity, x.contract_tokens) for x in wanted]
+        tasks = [
+            (self._source(x.tensor), x.precision, x.granularity, x.contract_tokens) for x in wanted
+        ]
         self._codes |= dict(zip(wanted, quantize(self._problem, tasks), strict=True))
 
     def get_unsmoothed(self, site: str, tensor: str) -> tuple[Operand, Means | None]:

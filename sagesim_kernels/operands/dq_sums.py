@@ -21,6 +21,7 @@ from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.delta import load_rows
 from sagesim_kernels.operands.kernel_problem import KernelProblem, KernelSizes
 from sagesim_kernels.operands.layout import (
+    ALIGNMENT,
     Grid,
     Rows,
     Strided,
@@ -208,7 +209,7 @@ def finish_dq(
     dq: Tensor,
 ) -> None:
     """Fill dq, any strides, from its sums. ds_sums: the sums of the rows of dS; None if 0."""
-    block = problem.spec.block_q
+    block = min(problem.spec.block_q, ALIGNMENT.value)
     grid = Grid(-(-problem.longest_q // block), problem.q.shape[1], problem.sequences)
     launch(
         finish_dq_kernel,
@@ -221,6 +222,6 @@ def finish_dq(
         Strided.of(dq),
         problem.lengths,
         problem.scale,
-        KernelSizes.of(problem, block),
+        KernelSizes.of(problem, block, block_q=block),
         **LAUNCH,
     )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from sagesim.spec import AttentionSpec, Granularity, Precision, RoundingMode
+from sagesim.spec import AttentionSpec, Granularity, RoundingMode
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.delta import load_rows
 from sagesim_kernels.operands.dq_sums import DqSums
@@ -22,6 +22,7 @@ from sagesim_kernels.operands.key_bounds import (
     token_norms,
 )
 from sagesim_kernels.operands.layout import (
+    ALIGNMENT,
     Grid,
     Rows,
     length_of,
@@ -33,6 +34,7 @@ from sagesim_kernels.operands.means import Means
 from sagesim_kernels.operands.operand import Operand, head_pointers
 from sagesim_kernels.operands.results import RowStatistics
 from sagesim_kernels.operands.rounding import LAUNCH, LOG2_E, largest, magnitude
+from sagesim_kernels.operands.row_bounds import SMALLEST_SHARE, has_row_bound
 
 _BITS = tl.constexpr(30)
 """A sum is at most 2^30 units, plus half a unit for each part."""
@@ -74,13 +76,15 @@ def _exponent_of_product(x, bits):
 
 @triton.jit
 def row_units(
-    q, do, bounds, p_sums, lengths, b, h, first, row_lse2, row_delta, scale_log2, growths, sizes
+    q, do, bounds, p_sums, lengths, b, h, first, row_lse2, row_delta, scale_log2, growths, sizes,
+    ds_bound=None,
 ):  # fmt: skip
     """Return the units of queries first..first + BLOCK_Q, float32 [BLOCK_Q].
 
     q, do: `Operand` of qk_recompute and dp. bounds: `KeyBounds`. p_sums: the row sums of P, or None
     if P is recomputed from the operands of the forward. row_lse2, row_delta: of the queries.
-    scale_log2: the magnitude of the logit scale, times log2(e). growths: `Growths`.
+    scale_log2: the magnitude of the logit scale, times log2(e). growths: `Growths`. ds_bound:
+    `Rows` of the bounds from which dQ's scales of dS follow, or None.
     """
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first_live, _ = live_queries(lengths, b)
@@ -119,6 +123,11 @@ def row_units(
         # In float64, so that the order does not matter; see `row_sums`.
         of_block = tl.sum(tl.where(has_keys, ds_sum, 0.0).to(tl.float64), 0)
         total += growths.shared * of_block.to(tl.float32)
+    if ds_bound is not None:
+        row_bound = load_rows(ds_bound, lengths.cu_q, b, h, queries, n_q, 0.0)
+        if growths.of_bound is not None:
+            keys = keys_of(lengths, b, queries).to(tl.float32)
+            total += growths.of_bound * keys * row_bound
     total = total * _SLACK + _UNDERFLOW
     exponent = _exponent_of_product(total, k_bits)
     unit_exponent = tl.maximum(exponent - _BITS, 1)
@@ -128,6 +137,8 @@ def row_units(
         most = total
         if growths.IN_TILE:
             most = tl.zeros_like(total) + largest(magnitude(total), 0).to(tl.float32, bitcast=True)
+        if ds_bound is not None:  # it may be larger: it is over all keys of the head
+            most = tl.maximum(most, row_bound)
         lowest = tl.maximum(_exponent_above(most), _exponent_of_product(most, any_k_bits))
         unit_exponent = tl.maximum(unit_exponent, lowest - 126)
     unit = (unit_exponent << 23).to(tl.float32, bitcast=True)
@@ -135,6 +146,8 @@ def row_units(
     limit = 127 + (127 if bounds.IN_16_BIT else 157)
     # A product multiplies all K of a tile, also by the zeros of masked entries.
     is_finite = (total < _LARGEST) & (any_k_bits < _NOT_FINITE) & (exponent < limit)
+    if ds_bound is not None:
+        is_finite = is_finite & (row_bound < _LARGEST)
     is_bad = has_keys & ~is_finite
     if growths.IN_TILE:  # A NaN of a row is in the scale of its tile.
         is_bad = largest(is_bad.to(tl.int32), 0) > 0
@@ -143,7 +156,7 @@ def row_units(
 
 @triton.jit
 def units_kernel(
-    grid, q, do, bounds, lse2, delta, p_sums, dq_sums, lengths, scale_log2, growths, sizes
+    grid, q, do, bounds, lse2, delta, p_sums, dq_sums, lengths, scale_log2, growths, sizes, ds_bound
 ):  # fmt: skip
     """Compute the units of a block of queries; the arguments are those of `row_units`."""
     block, h, b = program_coordinates(grid)
@@ -155,8 +168,9 @@ def units_kernel(
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
     row_delta = load_rows(delta, lengths.cu_q, b, h, queries, n_q, 0.0)
     unit = row_units(
-        q, do, bounds, p_sums, lengths, b, h, first, row_lse2, row_delta, scale_log2, growths, sizes
-    )
+        q, do, bounds, p_sums, lengths, b, h, first, row_lse2, row_delta, scale_log2, growths,
+        sizes, ds_bound,
+    )  # fmt: skip
     row = h.to(tl.int64) * dq_sums.tokens + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
     tl.store(dq_sums.unit + row + tl.arange(0, sizes.BLOCK_Q), unit)
 
@@ -167,21 +181,24 @@ class Growths(NamedTuple):
     of_row: Any  #: a multiple of the sum of the row
     shared: Any  #: a multiple of the sums of all rows of its block of queries, or None
     IN_TILE: Any  #: constexpr bool: the rows of a tile of dS share a scale
+    of_bound: Any  #: a multiple of the row's bound for each key, or None
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> Growths:
         """Rounding to the nearest code at most doubles a magnitude.
 
-        Stochastic rounding makes a code of at most 1 of a smaller one, whose unit is amax / 127.
+        Stochastic rounding makes the smallest code of a smaller number. In INT8, it is amax / 127.
         """
         matmul = spec.dq
-        is_int8 = matmul.precision is Precision.INT8
-        in_tile = is_int8 and matmul.lhs is Granularity.PerTile
-        of_row, shared = 2.0, None  # subnormal numbers of FP16 may double, too
-        if is_int8 and spec.rounding.mode is RoundingMode.STOCHASTIC:
+        in_tile = matmul.precision.is_scaled and matmul.lhs is Granularity.PerTile
+        of_row, shared, of_bound = 2.0, None, None  # subnormal numbers of FP16 may double, too
+        if matmul.precision.is_scaled and spec.rounding.mode is RoundingMode.STOCHASTIC:
             added = spec.block_k / 127
-            of_row, shared = (1.0, added) if in_tile else (1.0 + added, None)
-        return cls(of_row, shared, tl.constexpr(in_tile))
+            if has_row_bound(spec, "dq"):
+                of_bound = SMALLEST_SHARE[matmul.precision]
+            else:
+                of_row, shared = (1.0, added) if in_tile else (1.0 + added, None)
+        return cls(of_row, shared, tl.constexpr(in_tile), of_bound)
 
 
 def compute_units(
@@ -191,14 +208,16 @@ def compute_units(
     statistics: RowStatistics,
     p_sums: Rows | None,
     dq_sums: DqSums,
+    ds_bound: Rows | None = None,
 ) -> None:
     """Fill dq_sums.unit.
 
     operands: q and k of qk_recompute, do and v of dp, and k_right, K of dq.
     k_mean: the mean of K, if parts of dQ contain it; else None.
     p_sums: the row sums of P, or None if P is recomputed from the operands of the forward.
+    ds_bound: the bounds from which dQ's scales of dS follow, or None.
     """
-    block = problem.spec.block_q
+    block = min(problem.spec.block_q, ALIGNMENT.value)  # no scale of dS is that of a longer tile
     bounds = compute_key_bounds(problem, operands, k_mean=k_mean)
     grid = Grid(-(-problem.longest_q // block), problem.q.shape[1], problem.sequences)
     launch(
@@ -214,6 +233,7 @@ def compute_units(
         problem.lengths,
         abs(problem.scale) * LOG2_E,
         Growths.of(problem.spec),
-        KernelSizes.of(problem, block),
+        KernelSizes.of(problem, block, block_q=block),
+        ds_bound,
         **LAUNCH,
     )

@@ -162,11 +162,14 @@ class KernelSizes(NamedTuple):
     TILE: Any  #: queries or keys that a program owns
 
     @classmethod
-    def of(cls, problem: KernelProblem, tile: int) -> KernelSizes:
-        """The sizes for a problem, if a program owns `tile` queries or keys."""
+    def of(cls, problem: KernelProblem, tile: int, *, block_q: int | None = None) -> KernelSizes:
+        """The sizes for a problem, if a program owns `tile` queries or keys.
+
+        block_q: in place of the spec's, for a kernel to which the scales of Q and dO do not matter.
+        """
         d, d_v, spec = problem.q.shape[3], problem.v.shape[3], problem.spec
         heads = (problem.groups, d, d_v, padded(d), padded(d_v))
-        return cls(*map(tl.constexpr, (*heads, spec.block_q, spec.block_k, tile)))
+        return cls(*map(tl.constexpr, (*heads, block_q or spec.block_q, spec.block_k, tile)))
 
 
 def logit_scale(q: Tensor, scale: float | None) -> float:

@@ -38,6 +38,7 @@ from sagesim_kernels.operands.operand import (
     load_channel_scales,
     load_token_scales,
     load_tokens,
+    numbers_of,
 )
 from sagesim_kernels.operands.rounding import LAUNCH, largest, magnitude
 
@@ -89,7 +90,8 @@ def token_norms(
     x, base, scales, first, count: tl.constexpr, last, D_PAD: tl.constexpr, lowest=0, live=None
 ):
     """Return 2^-8 times the norms of tokens of an `Operand`, [count]; no finite one overflows."""
-    tokens = load_tokens(x, base, first, count, last, D_PAD, lowest, live).to(tl.float64)
+    tokens = numbers_of(x, load_tokens(x, base, first, count, last, D_PAD, lowest, live))
+    tokens = tokens.to(tl.float64)
     norms = (tl.sqrt(tl.sum(tokens * tokens, 1)) * _FRACTION).to(tl.float32)
     return norms * load_token_scales(x, scales, first, count, last)
 
@@ -124,7 +126,7 @@ def key_bounds_kernel(grid, k, v, k_right, to_subtract, k_mean, bounds, lengths,
 
     k_base, k_scales = head_pointers(k_right, lengths.cu_k, lengths.n_k, b, h)
     tokens = load_tokens(k_right, k_base, first, sizes.BLOCK_K, n_k, sizes.D_PAD, low, live)
-    tokens = tokens.to(tl.float32)
+    tokens = numbers_of(k_right, tokens)
     if to_subtract is not None:  # and round, as the product's kernel does
         mean = load_mean(to_subtract, b, h, 0, sizes.D, sizes.D_PAD)
         tokens = (tokens - mean).to(k_right.ptr.dtype.element_ty).to(tl.float32)

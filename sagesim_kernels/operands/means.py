@@ -12,6 +12,7 @@ from torch import Tensor
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import (
+    ALIGNMENT,
     Grid,
     Lengths,
     Strided,
@@ -211,8 +212,9 @@ def compute_k_means(problem: KernelProblem) -> Means:
 def compute_q_means(problem: KernelProblem) -> Means:
     """Compute the mean of the live queries of each block of the spec."""
     block = problem.spec.block_q
-    blocks = -(-problem.longest_q // block)
-    return _compute_means(problem, problem.q, blocks, blocks, block, is_key=False)
+    blocks, chunk = -(-problem.longest_q // block), min(block, ALIGNMENT.value)
+    chunks = blocks * (block // chunk)
+    return _compute_means(problem, problem.q, chunks, blocks, chunk, is_key=False)
 
 
 def _compute_means(

@@ -1,4 +1,4 @@
-"""An operand of a matrix product as a kernel loads it: INT8 codes with scales, or 16-bit values."""
+"""An operand of a matrix product as a kernel loads it: codes with scales, or 16-bit values."""
 
 from __future__ import annotations
 
@@ -8,21 +8,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim_kernels.operands.layout import Strided, start_of, stored_start_of, tile_ptrs
+from sagesim_kernels.operands.formats import INT8, VALUES, loaded_codes
+from sagesim_kernels.operands.layout import (
+    ALIGNMENT,
+    Strided,
+    start_of,
+    stored_start_of,
+    stored_tokens,
+    tile_ptrs,
+)
 from sagesim_kernels.operands.rounding import code_product
 
 
 class Operand(NamedTuple):
     """A tensor [sequences, heads, tokens, channels], rounded to the format of a product.
 
-    INT8 codes lie in padded storage, see `layout.stored_start_of`; their scales are float32
-    [heads, scales, channels or 1]. The scales of a sequence start where its codes start, divided by
-    TOKENS. 16-bit values lie in a tensor of the caller, or in padded storage as a batch of one.
+    Codes lie in padded storage, see `layout.stored_start_of`; their scales are float32
+    [heads, scales, channels or 1], see `scale_start_of`. 16-bit values lie in a tensor of the
+    caller, or in padded storage as a batch of one.
 
     The fields are not nested, because Triton 3.6 loses constexprs of nested tuples in loops.
     """
 
-    ptr: Any  #: int8 codes or 16-bit values
+    ptr: Any  #: codes as `formats` describes, or 16-bit values
     stride_b: Any
     stride_h: Any
     stride_n: Any
@@ -35,6 +43,7 @@ class Operand(NamedTuple):
     BY_CHANNEL: Any  #: constexpr bool, whether each channel has its own scale; None in 16 bit
     IN_REGISTER_ORDER: Any  #: constexpr bool, see `in_register_order`
     STORED: Any  #: constexpr bool, whether the tokens lie in padded storage, as codes always do
+    FORMAT: Any  #: constexpr, of the codes, see `formats`
 
     @classmethod
     def of_codes(
@@ -45,8 +54,12 @@ class Operand(NamedTuple):
         per_scale: int,
         by_channel: bool,
         in_register_order: bool,
+        how: tl.constexpr = INT8,
     ) -> Operand:
-        """Codes and their scales [heads, scales, channels or 1]; `per_scale` tokens share one."""
+        """Codes and their scales [heads, scales, channels or 1]; `per_scale` tokens share one.
+
+        how: the format of the codes, see `formats`.
+        """
         return cls(
             *codes,
             scale=scale,
@@ -57,6 +70,7 @@ class Operand(NamedTuple):
             BY_CHANNEL=tl.constexpr(by_channel),
             IN_REGISTER_ORDER=tl.constexpr(in_register_order),
             STORED=tl.constexpr(True),
+            FORMAT=how,
         )
 
     @classmethod
@@ -75,6 +89,7 @@ class Operand(NamedTuple):
             BY_CHANNEL=tl.constexpr(None),
             IN_REGISTER_ORDER=tl.constexpr(False),
             STORED=tl.constexpr(stored),
+            FORMAT=VALUES,
         )
 
 
@@ -111,8 +126,32 @@ def head_pointers(x, cu, n, b, h):
     else:
         start = stored_start_of(cu, n, b)
         scale = x.scale + head * x.scale_stride_h
-        scale += start // x.TOKENS * x.scale_stride_n
+        scale += scale_start_of(x, cu, n, b) * x.scale_stride_n
         return x.ptr + head * x.stride_h + start * x.stride_n, scale
+
+
+@triton.jit
+def scale_start_of(x, cu, n, b):
+    """Return the index of the first scale of sequence b of an `Operand`.
+
+    The scales of a sequence start where its codes start, divided by TOKENS. Longer blocks than the
+    alignment of padded storage have the order of the sequences, without a gap between two.
+    """
+    if x.TOKENS <= ALIGNMENT:
+        return stored_start_of(cu, n, b) // x.TOKENS
+    elif cu is None:
+        return b.to(tl.int64) * tl.cdiv(n, x.TOKENS)
+    else:
+        return tl.load(cu + b).to(tl.int64) // x.TOKENS + b
+
+
+def stored_scales(cu: Tensor | None, x: Tensor, per_scale: int) -> int:
+    """Return the scales of a head of x [sequences, heads, tokens, channels]: `scale_start_of`."""
+    if per_scale <= ALIGNMENT.value:
+        return stored_tokens(cu, x) // per_scale
+    if cu is None:
+        return x.shape[0] * -(-x.shape[2] // per_scale)
+    return x.shape[2] // per_scale + cu.shape[0] - 1
 
 
 @triton.jit
@@ -248,3 +287,9 @@ def tokens_by_tokens(left, right):
         return code_product(left, tl.trans(right))
     else:
         return tl.dot(left, tl.trans(right), out_dtype=tl.float32)
+
+
+@triton.jit
+def numbers_of(x, tokens):
+    """Return loaded tokens of an `Operand` as float32 numbers, without scales."""
+    return loaded_codes(tokens, x.FORMAT).to(tl.float32)

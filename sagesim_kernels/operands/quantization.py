@@ -1,4 +1,4 @@
-"""Round Q, K, V and dO to operands: INT8 codes with scales, or 16-bit values.
+"""Round Q, K, V and dO to operands: codes with scales, or 16-bit values.
 
 A program rounds one block of tokens: amax, then scale, then codes.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sagesim.spec import Granularity, Precision
 from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.operands.formats import code_max, format_of, memory_dtype, stored_codes
 from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import (
     ALIGNMENT,
@@ -34,7 +35,12 @@ from sagesim_kernels.operands.layout import (
 )
 from sagesim_kernels.operands.masking import is_live_key, is_live_query
 from sagesim_kernels.operands.means import Means, load_mean
-from sagesim_kernels.operands.operand import Operand, in_register_order
+from sagesim_kernels.operands.operand import (
+    Operand,
+    in_register_order,
+    scale_start_of,
+    stored_scales,
+)
 from sagesim_kernels.operands.rounding import (
     LAUNCH,
     Rounding,
@@ -66,24 +72,48 @@ class TokenTensor:
 
 
 @triton.jit
-def _load_block(x, mean, lengths, i, h, b, blocks):
-    """Load block i of sequence b and head h, minus its mean, float32 [BLOCK, D_PAD].
+def load_source(x, mean, lengths, i, first, COUNT: tl.constexpr, h, b, blocks):
+    """Load tokens first..first + COUNT of block i, minus the block's mean, float32 [COUNT, D_PAD].
 
     Tokens that are not live are 0, and so are channels from D on.
     """
-    row = i * blocks.BLOCK + tl.arange(0, blocks.BLOCK)
+    row = first + tl.arange(0, COUNT)
     column = tl.arange(0, blocks.D_PAD)
     if blocks.IS_KEY:
         cu, live = lengths.cu_k, is_live_key(lengths, b, row)
     else:
         cu, live = lengths.cu_q, is_live_query(lengths, b, row)
     mask = live[:, None] & (column < blocks.D)[None, :]
-    ptrs = token_ptrs(x, cu, b, h, i * blocks.BLOCK, blocks.BLOCK, column)
+    ptrs = token_ptrs(x, cu, b, h, first, COUNT, column)
     tokens = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     if mean is not None:
         index = 0 if blocks.IS_KEY else i  # K has one mean a head, Q one a block
         tokens = tl.where(mask, tokens - load_mean(mean, b, h, index, blocks.D, blocks.D_PAD), 0.0)
     return tokens
+
+
+@triton.jit
+def _load_block(x, mean, lengths, i, h, b, blocks):
+    """Load block i of sequence b and head h as `load_source` does."""
+    return load_source(x, mean, lengths, i, i * blocks.BLOCK, blocks.BLOCK, h, b, blocks)
+
+
+@triton.jit
+def store_codes_of_tokens(out, codes, h, start, count, blocks):
+    """Store codes [tokens, D_PAD] of head h to the `Operand` out.
+
+    start: the first token, in padded storage. count: tokens from there to the end of the storage of
+        their sequence.
+    """
+    column = tl.arange(0, blocks.D_PAD)
+    if out.IN_REGISTER_ORDER:
+        codes = tl.trans(in_register_order(tl.trans(codes)))
+    base = out.ptr + h.to(tl.int64) * out.stride_h
+    ptrs = tile_ptrs(base, start, codes.shape[0], column, out.stride_n, out.stride_d)
+    mask = column[None, :] < out.CHANNELS
+    if blocks.BLOCK > ALIGNMENT:
+        mask = mask & (tl.arange(0, codes.shape[0]) < count)[:, None]
+    tl.store(ptrs, stored_codes(codes), mask=mask)
 
 
 @triton.jit
@@ -96,28 +126,31 @@ def _quantize_block(program, grid, x, mean, out, rounding, blocks, lengths):
         cu, n = lengths.cu_q, lengths.n_q
     if i * blocks.BLOCK < length_of(cu, n, b):
         tokens = _load_block(x, mean, lengths, i, h, b, blocks)
-        start = stored_start_of(cu, n, b) + i.to(tl.int64) * blocks.BLOCK
+        first = i.to(tl.int64) * blocks.BLOCK
         local, column = tl.arange(0, blocks.BLOCK), tl.arange(0, blocks.D_PAD)
         scale_ptr = out.scale + h.to(tl.int64) * out.scale_stride_h
-        scale_ptr += start // out.TOKENS * out.scale_stride_n
+        scale_ptr += (scale_start_of(out, cu, n, b) + first // out.TOKENS) * out.scale_stride_n
+        # Storage of longer blocks than its alignment ends before the last block does.
+        count = tl.cdiv(length_of(cu, n, b), ALIGNMENT) * ALIGNMENT - i * blocks.BLOCK
+        CODE_MAX: tl.constexpr = code_max(rounding.FORMAT)
         size = magnitude(tokens)
         if out.BY_CHANNEL:
-            scale, inverse = scale_and_inverse(tl.max(size, 0)[None, :])
+            scale, inverse = scale_and_inverse(tl.max(size, 0)[None, :], CODE_MAX)
             tl.store(scale_ptr + column[None, :], scale, mask=column[None, :] < blocks.D)
         elif out.TOKENS == 1:
-            scale, inverse = scale_and_inverse(tl.max(size, 1)[:, None])
-            tl.store(scale_ptr + local[:, None], scale)
+            scale, inverse = scale_and_inverse(tl.max(size, 1)[:, None], CODE_MAX)
+            if blocks.BLOCK > ALIGNMENT:
+                tl.store(scale_ptr + local[:, None], scale, mask=local[:, None] < count)
+            else:
+                tl.store(scale_ptr + local[:, None], scale)
         else:
             amax = tl.max(tl.max(size, 1)[:, None], 0)[None, :]
-            scale, inverse = scale_and_inverse(amax)
+            scale, inverse = scale_and_inverse(amax, CODE_MAX)
             tl.store(scale_ptr + tl.arange(0, 1)[None, :], scale)
         rows = (i * blocks.BLOCK + local)[:, None]
         codes = to_codes(tokens * inverse, rows, column[None, :], rounding)
-        if out.IN_REGISTER_ORDER:
-            codes = tl.trans(in_register_order(tl.trans(codes)))
-        base = out.ptr + h.to(tl.int64) * out.stride_h
-        ptrs = tile_ptrs(base, start, blocks.BLOCK, column, out.stride_n, out.stride_d)
-        tl.store(ptrs, codes, mask=column[None, :] < out.CHANNELS)
+        start = stored_start_of(cu, n, b) + first
+        store_codes_of_tokens(out, codes, h, start, count, blocks)
 
 
 # The fields of a task are arguments of their own, because Triton 3.6 loses constexprs of nested
@@ -197,14 +230,12 @@ def cast_kernel(grid, x, mean, out, lengths, STORED: tl.constexpr, blocks):
 
 
 def quantize(
-    problem: KernelProblem, wanted: Sequence[tuple[TokenTensor, Granularity, bool]]
+    problem: KernelProblem, wanted: Sequence[tuple[TokenTensor, Precision, Granularity, bool]]
 ) -> list[Operand]:
-    """Round tensors to INT8 codes in new padded storage, several in a launch.
+    """Round tensors to codes in new padded storage, several in a launch.
 
-    wanted: a tensor, the granularity of its scales, and whether the product sums over tokens. Codes
-        are then contiguous along tokens, so that they are always contiguous along the axis that is
-        summed over. Those of Q, V and dO are in register order, see `in_register_order`; dS passes
-        through shared memory before it meets K.
+    wanted: a tensor, the precision, the granularity of the scales, and whether the product sums
+        over tokens; see `memory_of_codes`.
     """
     tasks = [_task(problem, *each) for each in wanted]
     for i in range(0, len(tasks), _TASKS):
@@ -225,29 +256,51 @@ def quantize(
 
 
 def _task(
-    problem: KernelProblem, source: TokenTensor, granularity: Granularity, contract_tokens: bool
+    problem: KernelProblem,
+    source: TokenTensor,
+    precision: Precision,
+    granularity: Granularity,
+    contract_tokens: bool,
 ) -> _Task:
-    x, block = source.x, source.block
+    block, heads, d = source.block, source.x.shape[1], source.x.shape[3]
+    out = memory_of_codes(source, precision, granularity, contract_tokens)
+    return _Task(
+        Grid(-(-source.longest // block), heads, problem.sequences),
+        Strided.of(source.x),
+        source.mean,
+        out,
+        Rounding.of(problem.spec, source.name, precision),
+        TokenBlocks.of(source.is_key, d, triton.next_power_of_2(out.CHANNELS.value), block),
+    )
+
+
+def memory_of_codes(
+    source: TokenTensor, precision: Precision, granularity: Granularity, contract_tokens: bool
+) -> Operand:
+    """Return padded storage for the codes of a tensor, and memory for their scales.
+
+    contract_tokens: whether the product sums over tokens. Codes are then contiguous along tokens,
+        so that they are always contiguous along the axis that is summed over. Those of 8 bit of Q,
+        V and dO are in register order, see `in_register_order`; dS passes through shared memory
+        before it meets K.
+    """
+    x, device = source.x, source.x.device
     heads, d = x.shape[1], x.shape[3]
     tokens = stored_tokens(source.cu, x)
     channels = -(-d // _VECTOR) * _VECTOR
-    per_scale = 1 if granularity is Granularity.PerToken else block
+    per_scale = 1 if granularity is Granularity.PerToken else source.block
     by_channel = granularity is Granularity.PerBlockChannel
-    codes = torch.empty(heads * tokens * channels, dtype=torch.int8, device=x.device)
+    how = format_of(precision)
+    codes = torch.empty(heads * tokens * channels, dtype=memory_dtype(how), device=device)
     scale = torch.empty(
-        (heads, tokens // per_scale, d if by_channel else 1), dtype=torch.float32, device=x.device
+        (heads, stored_scales(source.cu, x, per_scale), d if by_channel else 1),
+        dtype=torch.float32,
+        device=device,
     )
     stride_n, stride_d = (1, tokens) if contract_tokens else (channels, 1)
-    stored_codes = Strided(codes, 0, tokens * channels, stride_n, stride_d)
-    in_order = contract_tokens and source.name != "k"
-    return _Task(
-        Grid(-(-source.longest // block), heads, problem.sequences),
-        Strided.of(x),
-        source.mean,
-        Operand.of_codes(stored_codes, channels, scale, per_scale, by_channel, in_order),
-        Rounding.of(problem.spec, source.name),
-        TokenBlocks.of(source.is_key, d, triton.next_power_of_2(channels), block),
-    )
+    stored = Strided(codes, 0, tokens * channels, stride_n, stride_d)
+    in_order = contract_tokens and source.name != "k" and codes.element_size() == 1
+    return Operand.of_codes(stored, channels, scale, per_scale, by_channel, in_order, how)
 
 
 def cast(

@@ -11,8 +11,9 @@ from typing import Any, Final, NamedTuple
 import triton
 import triton.language as tl
 
-from sagesim.spec import AttentionSpec, RoundingMode
+from sagesim.spec import AttentionSpec, Precision, RoundingMode
 from sagesim_kernels.interpreter import IS_INTERPRETED
+from sagesim_kernels.operands.formats import INT8, exact_code, format_of, nearest_code, step_of
 
 LAUNCH: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 """Compiler options of every launch."""
@@ -28,14 +29,17 @@ class Rounding(NamedTuple):
     MODE: Any  #: constexpr, a value of `ROUNDINGS`
     seed: Any  #: None unless rounding is stochastic
     STREAM: Any  #: constexpr, the tensor's value in `STREAMS`; None unless rounding is stochastic
+    FORMAT: Any  #: constexpr, of the codes, see `formats`
 
     @classmethod
-    def of(cls, spec: AttentionSpec, tensor: str) -> Rounding:
+    def of(
+        cls, spec: AttentionSpec, tensor: str, precision: Precision = Precision.INT8
+    ) -> Rounding:
         """The spec's rounding of a tensor that is named as in `sagesim.spec.OPERANDS`."""
-        mode = tl.constexpr(ROUNDINGS[spec.rounding.mode])
+        mode, how = tl.constexpr(ROUNDINGS[spec.rounding.mode]), format_of(precision)
         if spec.rounding.seed is None:
-            return cls(mode, None, None)
-        return cls(mode, spec.rounding.seed, tl.constexpr(STREAMS[tensor]))
+            return cls(mode, None, None, how)
+        return cls(mode, spec.rounding.seed, tl.constexpr(STREAMS[tensor]), how)
 
 
 STREAMS: Final = {"q": 0, "k": 1, "v": 2, "do": 3, "p": 4, "ds": 5}
@@ -67,16 +71,16 @@ def largest(x, AXIS: tl.constexpr) -> Any:
 
 
 @triton.jit
-def scale_and_inverse(amax):
-    """Return amax / 127 and 127 / amax, each from one correctly rounded division.
+def scale_and_inverse(amax, CODE_MAX: tl.constexpr = 127.0):
+    """Return amax / CODE_MAX and CODE_MAX / amax, each from one correctly rounded division.
 
-    amax: a maximum of `magnitude`. If 127 / amax overflows, the results are 1 and 0. If amax is NaN
-    or infinite, the scale is NaN.
+    amax: a maximum of `magnitude`. If CODE_MAX / amax overflows, the results are 1 and 0. If amax
+    is NaN or infinite, the scale is NaN.
     """
     amax = amax.to(tl.float32, bitcast=True)
-    vanishing = amax <= _VANISHING
-    amax = tl.where(vanishing, 127.0, amax)
-    code_max = tl.full(amax.shape, 127.0, tl.float32)
+    vanishing = amax <= CODE_MAX * 2.0**-128
+    amax = tl.where(vanishing, CODE_MAX, amax)
+    code_max = tl.full(amax.shape, CODE_MAX, tl.float32)
     scale = tl.math.div_rn(amax, code_max)
     inverse = tl.math.div_rn(code_max, amax)
     scale = tl.where(amax < float("inf"), scale, float("nan"))
@@ -95,24 +99,37 @@ def row_sums(x):
 
 @triton.jit
 def to_codes(y, rows, columns, rounding):
-    """Round y to int8 codes.
+    """Round y to codes of the format of a `Rounding`.
 
-    y: in units of codes; its magnitude is at most 127, up to float32 rounding.
+    y: in units of codes; its magnitude is at most that of the largest code, up to float32 rounding.
     rows, columns: indices of the elements in their head, broadcastable to y.
-    rounding: a `Rounding`.
     """
     if rounding.MODE == _HALF_EVEN:
-        return (y + _INTEGER_GRID).to(tl.int32, bitcast=True).to(tl.int8)
-    elif rounding.MODE == _HALF_AWAY:
+        if rounding.FORMAT == INT8:
+            return (y + _INTEGER_GRID).to(tl.int32, bitcast=True).to(tl.int8)
+        else:
+            return nearest_code(y, rounding.FORMAT)
+    elif rounding.FORMAT == INT8:
+        return _to_integers(y, rows, columns, rounding).to(tl.int8)
+    else:
+        # Between two powers of two, FP8 numbers are multiples of a step.
+        step, inverse = step_of(y, rounding.FORMAT)
+        codes = _to_integers(y * inverse, rows, columns, rounding) * step
+        return exact_code(codes, rounding.FORMAT)
+
+
+@triton.jit
+def _to_integers(y, rows, columns, rounding):
+    """Round y to integers up to 127, half away from zero or stochastically, float32."""
+    if rounding.MODE == _HALF_AWAY:
         size = tl.abs(y)
         whole = tl.floor(size)
         whole += tl.where(size - whole >= 0.5, 1.0, 0.0)  # size - whole is exact
-        return tl.where(y < 0, -whole, whole).to(tl.int8)
+        return tl.where(y < 0, -whole, whole)
     else:
         below = tl.floor(y)
         up = y - below > uniform(rounding, rows, columns)
-        codes = below + tl.where(up, 1.0, 0.0)
-        return tl.minimum(tl.maximum(codes, -127.0), 127.0).to(tl.int8)
+        return tl.minimum(tl.maximum(below + tl.where(up, 1.0, 0.0), -127.0), 127.0)
 
 
 @triton.jit
@@ -129,9 +146,9 @@ def code_product(left, right):
 
 @triton.jit
 def map_codes(x, inverse, rows, columns, rounding):
-    """Round x * inverse to int8 codes; see `to_codes`. Half-even rounding rounds only once."""
+    """Round x * inverse to codes; see `to_codes`. Half-even rounding to int8 rounds only once."""
     inverse = tl.broadcast_to(inverse, x.shape)
-    if rounding.MODE == _HALF_EVEN:
+    if rounding.MODE == _HALF_EVEN and rounding.FORMAT == INT8:
         grid = tl.full(x.shape, _INTEGER_GRID, tl.float32)
         return tl.fma(x, inverse, grid).to(tl.int32, bitcast=True).to(tl.int8)
     else:

@@ -13,9 +13,10 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from sagesim.spec import Granularity
+from sagesim.spec import Granularity, Precision
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LOG2_E,
@@ -27,17 +28,31 @@ from sagesim_kernels.operands import (
     OperandCache,
     Rounding,
     Rows,
+    RowScales,
     RowStatistics,
     Softcap,
     Strided,
     ds_row_sums,
     finish_dq,
+    has_row_bound,
+    has_row_bounds,
     padded,
 )
 from sagesim_kernels.portable.gradients import gradients_kernel
 from sagesim_kernels.portable.p_and_ds import UNTRACED, MapProduct, MapTraces
-from sagesim_kernels.portable.preparation import launch_p_rows, prepare_backward
-from sagesim_kernels.portable.tiles import SHORT_STEP, Tile, block_tiles, block_warps, try_tiles
+from sagesim_kernels.portable.preparation import (
+    has_same_codes,
+    launch_p_rows,
+    prepare_backward,
+)
+from sagesim_kernels.portable.tiles import (
+    SHORT_STEP,
+    Tile,
+    block_tiles,
+    block_warps,
+    longest_step,
+    try_tiles,
+)
 
 
 class LogitScale(NamedTuple):
@@ -51,8 +66,13 @@ def map_product(problem: KernelProblem, site: str, tensor: str, *, same_right: b
     """Return how a kernel computes the product of `site`, whose left operand is P or dS."""
     matmul = problem.spec.site(site)
     per_tile = matmul.precision.is_scaled and matmul.lhs is Granularity.PerTile
-    rounding = Rounding.of(problem.spec, tensor)
-    return MapProduct.of(rounding, per_tile=per_tile, same_right=same_right)
+    return MapProduct.of(
+        Rounding.of(problem.spec, tensor, matmul.precision),
+        per_tile=per_tile,
+        same_right=same_right,
+        by_bound=has_row_bound(problem.spec, site),
+        same_codes=site == "dq" and has_same_codes(problem.spec),
+    )
 
 
 class _Launches:
@@ -64,10 +84,12 @@ class _Launches:
         operands: OperandCache,
         statistics: RowStatistics,
         dq_sums: DqSums,
+        row_scales: RowScales | None,
         traces: MapTraces,
         softcap: Softcap,
     ) -> None:
         self.problem, self.statistics, self.traces = problem, statistics, traces
+        self.row_scales = row_scales
         self.q, self.k = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
         self.do, self.v = operands.get("dp", "do"), operands.get("dp", "v")
         self.q_right, self.do_right = operands.get("dk", "q"), operands.get("dv", "do")
@@ -99,6 +121,7 @@ class _Launches:
             self.softcap,
             *self.statistics,
             self.dq_sums if with_dq else None,
+            self.row_scales,
             None if dk is None else Strided.of(dk),
             None if dv is None else Strided.of(dv),
             self.traces.dv_p,
@@ -110,7 +133,8 @@ class _Launches:
             map_product(problem, "dk", "ds", same_right=self.q_right is self.q),
             self.scale,
             KernelSizes.of(problem, tile.rows),
-            tile.step or problem.spec.block_q,
+            tile.step or longest_step(problem.spec.block_q),
+            tile.step != 0,
             **tile.options,
         )
 
@@ -147,21 +171,28 @@ def launch_backward(
     spec = problem.spec
     d, d_v = problem.q.shape[3], problem.v.shape[3]
     d_pad, d_v_pad = padded(d), padded(d_v)
-    rows = spec.block_q if d_pad <= 128 else min(spec.block_q, SHORT_STEP)
+    rows = longest_step(spec.block_q) if d_pad <= 128 else min(spec.block_q, SHORT_STEP)
     dq_sums = DqSums.empty(problem, rows, d_pad, block_warps(spec.block_k, d_pad))
     softcap = Softcap.of(problem, shift)
-    sum_rows = partial(launch_p_rows, problem, operands, statistics, d_lse, softcap)
-    prepare_backward(problem, operands, o, do, statistics, d_lse, dq_sums, sum_rows)
-    launches = _Launches(problem, operands, statistics, dq_sums, traces, softcap)
+    p_bound = None
+    if has_row_bounds(spec):
+        p_bound = Rows.of(torch.empty_like(statistics.lse2.ptr))
+    sum_rows = partial(launch_p_rows, problem, operands, statistics, d_lse, softcap, p_bound)
+    row_scales = prepare_backward(
+        problem, operands, o, do, statistics, d_lse, dq_sums, sum_rows, p_bound
+    )
+    launches = _Launches(problem, operands, statistics, dq_sums, row_scales, traces, softcap)
     at = f"at head size {max(d, d_v)}, block_q={spec.block_q} and block_k={spec.block_k}"
     has_codes = spec.dv.precision.is_scaled or spec.dk.precision.is_scaled
+    # FP8 sums of parts of a block are added in float32.
+    any_step = Precision.INT8 not in (spec.dv.precision, spec.dk.precision)
 
     def run(dk: Tensor | None, dv: Tensor | None, *, with_dq: bool, what: str) -> None:
         channels = max(d_pad, d_v_pad) if dk is not None and dv is not None else d_pad
         if dk is None and not with_dq:
             channels = d_v_pad
         try_tiles(
-            block_tiles(spec.block_k, channels, any_step=not has_codes),
+            block_tiles(spec.block_k, channels, any_step=any_step),
             lambda tile: launches.run_gradients(tile, dk, dv, with_dq=with_dq),
             f"{what} {at}",
         )

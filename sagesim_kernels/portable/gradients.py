@@ -36,7 +36,17 @@ from sagesim_kernels.operands import (
     tanh,
     tokens_by_tokens,
 )
-from sagesim_kernels.portable.p_and_ds import MapTile, add_product, part_of_dq
+from sagesim_kernels.portable.p_and_ds import (
+    MapTile,
+    QueryRows,
+    add_bound_codes,
+    add_product,
+    bound_codes,
+    load_row_scales,
+    part_of_bound_codes,
+    part_of_dq,
+    store_bound_codes,
+)
 
 
 @triton.jit
@@ -54,6 +64,7 @@ def gradients_kernel(
     lse2,
     delta,
     dq_sums,
+    row_scales,
     dk,
     dv,
     p_trace,
@@ -66,6 +77,7 @@ def gradients_kernel(
     scale,
     sizes,
     STEP: tl.constexpr,
+    IS_SHORT: tl.constexpr,
 ):
     """Compute dK and dV of a block of keys, summed over the query heads of its group.
 
@@ -74,8 +86,9 @@ def gradients_kernel(
 
     q, k, do, v: `Operand` of qk_recompute and dp. q_right, do_right, k_right: the right operands of
     dK, dV and dQ. subtracted: `SubtractedMeans`. softcap: `Softcap`. dq_sums: `DqSums`, or
-    None. p_trace, dq_trace, dk_trace: `MapTrace`, or None. p_product, dq_product, dk_product:
-    `MapProduct`. scale: `LogitScale`. STEP: queries of a step.
+    None. row_scales: `RowScales`, or None. p_trace, dq_trace, dk_trace: `MapTrace`, or None.
+    p_product, dq_product, dk_product: `MapProduct`. scale: `LogitScale`. STEP: queries of a step.
+    IS_SHORT: whether a step is short to save shared memory.
     """
     tile, k_head, b = program_coordinates(grid)
     first = tile * sizes.TILE
@@ -137,6 +150,8 @@ def gradients_kernel(
             ):
                 row = query + tl.arange(0, STEP)
                 queries = row[None, :]
+                rows = QueryRows(lengths.cu_q, b, h, row, n_q)
+                at = MapTile(z, queries, keys, lengths.n_q, lengths.n_k)
                 row_lse2 = load_rows(lse2, lengths.cu_q, b, h, row, n_q, float("inf"))
                 has_keys = None
                 if lengths.key_mask is not None:
@@ -172,12 +187,9 @@ def gradients_kernel(
                 )
                 do_scale = load_block_scales(do, do_scales, query, STEP)[None, :]
                 if dv is not None:
-                    dv_total = add_product(
-                        dv_total,
-                        p,
-                        do_tile
-                        if p_product.SAME_RIGHT
-                        else load_block(
+                    do_right_tile = do_tile
+                    if not p_product.SAME_RIGHT:
+                        do_right_tile = load_block(
                             do_right,
                             dor_base,
                             query,
@@ -187,12 +199,23 @@ def gradients_kernel(
                             False,
                             first_live,
                             has_keys,
-                        ),
-                        load_channel_scales(do_right, dor_scales, query, sizes.DV, sizes.DV_PAD),
-                        p_product,
-                        p_trace,
-                        MapTile(z, queries, keys, lengths.n_q, lengths.n_k),
+                        )
+                    do_right_scale = load_channel_scales(
+                        do_right, dor_scales, query, sizes.DV, sizes.DV_PAD
                     )
+                    if p_product.BY_BOUND:
+                        p_inverse, p_scale = load_row_scales(
+                            row_scales.p_inverse, row_scales.p_scale, row_scales, rows
+                        )
+                        codes = bound_codes(p, p_inverse, p_product, at)
+                        store_bound_codes(p_trace, codes, p_inverse, p_scale, p_product, at)
+                        dv_total = add_bound_codes(
+                            dv_total, codes, do_right_tile, do_right_scale, p_product
+                        )
+                    else:
+                        dv_total = add_product(
+                            dv_total, p, do_right_tile, do_right_scale, p_product, p_trace, at
+                        )
                 if dk is not None or dq_sums is not None:
                     dp = tokens_by_tokens(v_tile, do_tile) * (do_scale * v_scale)
                     row_delta = load_rows(delta, lengths.cu_q, b, h, row, n_q, 0.0)
@@ -202,12 +225,9 @@ def gradients_kernel(
                     if PART > 0:
                         ds = tl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0
                 if dk is not None:
-                    dk_total = add_product(
-                        dk_total,
-                        ds,
-                        q_tile
-                        if dk_product.SAME_RIGHT
-                        else load_block(
+                    q_right_tile = q_tile
+                    if not dk_product.SAME_RIGHT:
+                        q_right_tile = load_block(
                             q_right,
                             qr_base,
                             query,
@@ -217,19 +237,30 @@ def gradients_kernel(
                             False,
                             first_live,
                             has_keys,
-                        ),
-                        load_channel_scales(q_right, qr_scales, query, sizes.D, sizes.D_PAD),
-                        dk_product,
-                        dk_trace,
-                        MapTile(z, queries, keys, lengths.n_q, lengths.n_k),
+                        )
+                    q_right_scale = load_channel_scales(
+                        q_right, qr_scales, query, sizes.D, sizes.D_PAD
                     )
+                    if dk_product.BY_BOUND:
+                        dk_inverse, dk_scale = load_row_scales(
+                            row_scales.dk_inverse, row_scales.dk_scale, row_scales, rows
+                        )
+                        dk_codes = bound_codes(ds, dk_inverse, dk_product, at)
+                        store_bound_codes(dk_trace, dk_codes, dk_inverse, dk_scale, dk_product, at)
+                        dk_total = add_bound_codes(
+                            dk_total, dk_codes, q_right_tile, q_right_scale, dk_product
+                        )
+                    else:
+                        dk_total = add_product(
+                            dk_total, ds, q_right_tile, q_right_scale, dk_product, dk_trace, at
+                        )
                     if subtracted.q_mean is not None:
                         # dK is dS^T Q before smoothing: add dS^T 1 times the mean of Q.
                         block = query // sizes.BLOCK_Q
                         mean = load_q_mean(subtracted, b, h, block, sizes)
                         dk_total += tl.sum(ds, 1)[:, None] * mean
                 if dq_sums is not None:
-                    if STEP < sizes.BLOCK_Q and not dq_product.SAME_RIGHT:
+                    if IS_SHORT and not dq_product.SAME_RIGHT:
                         # A short step saves shared memory: K occupies none for the whole loop.
                         k_right_tile = load_tokens(
                             k_right,
@@ -241,15 +272,34 @@ def gradients_kernel(
                             first_key,
                             live,
                         )
-                    part = part_of_dq(
-                        ds,
-                        k_right_tile,
-                        inverse_units(dq_sums, stored + query, STEP)[:, None],
-                        k_right_scale,
-                        dq_product,
-                        dq_trace,
-                        MapTile(z, queries, keys, lengths.n_q, lengths.n_k),
-                    )
+                    inverse_unit = inverse_units(dq_sums, stored + query, STEP)[:, None]
+                    if dq_product.BY_BOUND:
+                        dq_inverse, dq_scale = load_row_scales(
+                            row_scales.dq_inverse, row_scales.dq_scale, row_scales, rows
+                        )
+                        if dq_product.SAME_CODES and dk is not None:
+                            dq_codes = dk_codes
+                        else:
+                            dq_codes = bound_codes(ds, dq_inverse, dq_product, at)
+                        store_bound_codes(dq_trace, dq_codes, dq_inverse, dq_scale, dq_product, at)
+                        part = part_of_bound_codes(
+                            dq_codes,
+                            dq_scale,
+                            k_right_tile,
+                            inverse_unit,
+                            k_right_scale,
+                            dq_product,
+                        )
+                    else:
+                        part = part_of_dq(
+                            ds,
+                            k_right_tile,
+                            inverse_unit,
+                            k_right_scale,
+                            dq_product,
+                            dq_trace,
+                            at,
+                        )
                     if softcap.base2 is not None and subtracted.k_mean is not None:
                         # Rows of dS do not sum to 0: add dS 1 times the mean of K.
                         inverse = inverse_units(dq_sums, stored + query, STEP)[:, None]
@@ -257,11 +307,12 @@ def gradients_kernel(
                         mean = load_k_mean(subtracted, b, k_head, sizes)
                         # As in `part_of_dq`: only for codes is a unit so large that dS / unit
                         # is finite, and only in 16 bit is dS times the mean.
-                        if k_right_tile.dtype == tl.int8:
+                        if k_right.scale is not None:
                             part += ds_sum * inverse * mean
                         else:
                             part += ds_sum * mean * inverse
-                    if k_right_tile.dtype == tl.float16:  # dS may overflow
+                    # In 16 bit, dS may overflow.
+                    if k_right.scale is None and k_right_tile.dtype == tl.float16:
                         mark_nonfinite(dq_sums, stored + query, part)
                     add_part(dq_sums, stored + query, part)
 

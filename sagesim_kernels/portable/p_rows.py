@@ -32,9 +32,12 @@ from sagesim_kernels.operands import (
 
 @triton.jit
 def p_rows_kernel(
-    grid, q, k, do, v, subtracted, softcap, lse2, delta, p_sums, d_lse, lengths, scale, sizes
-):
+    grid, q, k, do, v, subtracted, softcap, lse2, delta, p_sums, p_bound, d_lse, lengths, scale,
+    sizes,
+):  # fmt: skip
     """Compute rowsum(P) of a tile of queries, and delta = rowsum(P o dP) unless delta is None.
+
+    Also compute the largest P of each row unless p_bound is None.
 
     q, k, do, v: `Operand` of qk_recompute and dp; do and v are not used if delta is None.
     subtracted: `SubtractedMeans`. softcap: `Softcap`. scale: the logit scale times
@@ -60,6 +63,7 @@ def p_rows_kernel(
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
     p_sum = tl.zeros((sizes.TILE,), tl.float32)
     delta_sum = tl.zeros((sizes.TILE,), tl.float32)
+    top = tl.full((sizes.TILE,), -float("inf"), tl.float32)
     if delta is not None:
         do_base, do_scales = head_pointers(do, lengths.cu_q, lengths.n_q, b, h)
         v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
@@ -101,6 +105,8 @@ def p_rows_kernel(
                 s = tl.where(visible, s, -float("inf"))
             p = tl.exp2(s)
             p_sum += tl.sum(p, 1)
+            if p_bound is not None:
+                top = tl.maximum(top, tl.max(s, 1))
             if delta is not None:
                 v_tile = load_block(v, v_base, key, sizes.BLOCK_K, n_k, sizes.DV_PAD, PART == 0)
                 v_scale = load_block_scales(v, v_scales, key, sizes.BLOCK_K)[None, :]
@@ -109,6 +115,10 @@ def p_rows_kernel(
                     p_dp = tl.where(visible, p_dp, 0.0)  # dP may be NaN where P is 0
                 delta_sum += tl.sum(p_dp, 1)
     store_rows(p_sums, lengths.cu_q, b, h, queries, n_q, p_sum)
+    if p_bound is not None:
+        # A maximum may drop a NaN, which a sum keeps.
+        bound = tl.where(p_sum == p_sum, tl.exp2(top), p_sum)
+        store_rows(p_bound, lengths.cu_q, b, h, queries, n_q, bound)
     if delta is not None:
         result = subtract_lse_gradient(delta_sum, d_lse, lengths, b, h, queries, n_q, row_lse2)
         store_rows(delta, lengths.cu_q, b, h, queries, n_q, result)

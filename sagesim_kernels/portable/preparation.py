@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sagesim.spec import Delta
+from sagesim.spec import AttentionSpec, Delta
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LOG2_E,
@@ -17,10 +17,13 @@ from sagesim_kernels.operands import (
     KernelSizes,
     OperandCache,
     Rows,
+    RowScales,
     RowStatistics,
     Softcap,
     compute_delta_from_o,
+    compute_ds_bounds,
     compute_units,
+    has_row_bound,
     padded,
 )
 from sagesim_kernels.portable.p_rows import p_rows_kernel
@@ -36,8 +39,9 @@ def prepare_backward(
     d_lse: Rows | None,
     dq_sums: DqSums,
     sum_rows: Callable[[Rows], None],
-) -> None:
-    """Fill statistics.delta and dq_sums.unit.
+    p_bound: Rows | None = None,
+) -> RowScales | None:
+    """Fill statistics.delta and dq_sums.unit, and return the scales that follow from bounds.
 
     Args:
         o: the output of the forward; None if delta comes from P.
@@ -45,17 +49,22 @@ def prepare_backward(
         statistics: lse2 of the forward, and memory for delta.
         d_lse: the gradient of the logsumexp, or None.
         sum_rows: fills its argument with the row sums of P, and statistics.delta if delta comes
-            from P.
+            from P. It fills p_bound as well.
+        p_bound: memory for the largest P of each row, if the spec has scales from bounds.
     """
     spec = problem.spec
     if spec.delta is Delta.FROM_O:
         assert o is not None
         compute_delta_from_o(problem, o, do, statistics, d_lse)
     p_sums = None
-    if spec.delta is Delta.FROM_P or spec.qk != spec.qk_recompute:
+    bounds_sums = spec.delta is Delta.FROM_P or spec.qk != spec.qk_recompute
+    if bounds_sums or p_bound is not None:
         shape, device = problem.q.shape[:3], problem.q.device
         p_sums = Rows.of(torch.empty(shape, dtype=torch.float32, device=device))
         sum_rows(p_sums)
+    row_scales = ds_bound = None
+    if p_bound is not None:
+        row_scales, ds_bound = compute_row_scales(problem, operands, p_bound, statistics)
     compute_units(
         problem,
         {
@@ -67,9 +76,48 @@ def prepare_backward(
         },
         operands.k_mean if problem.extras.softcap is not None else None,
         statistics,
-        p_sums,
+        p_sums if bounds_sums else None,
         dq_sums,
+        ds_bound if has_row_bound(spec, "dq") else None,
     )
+    return row_scales
+
+
+def compute_row_scales(
+    problem: KernelProblem, operands: OperandCache, p_bound: Rows, statistics: RowStatistics
+) -> tuple[RowScales, Rows | None]:
+    """Return the scales of rows of P and dS that follow from bounds, and the bounds of dS.
+
+    dO of dv and Q of dk are rounded, times the bounds. The bounds of dS are None if only P has such
+    scales.
+
+    Args:
+        p_bound: the largest P of each row.
+        statistics: lse2 and delta.
+    """
+    spec = problem.spec
+    p = dk = dq = (None, None)
+    if has_row_bound(spec, "dv"):
+        p = operands.fold("dv", p_bound)
+    ds_bound = None
+    if has_row_bound(spec, "dq") or has_row_bound(spec, "dk"):
+        do, v = operands.get("dp", "do"), operands.get("dp", "v")
+        own = has_row_bound(spec, "dq") and not has_same_codes(spec)
+        precision = spec.dq.precision if own else None
+        ds_bound, rows = compute_ds_bounds(problem, do, v, p_bound, statistics, precision)
+        if rows is not None:
+            dq = rows
+        if has_row_bound(spec, "dk"):
+            dk = operands.fold("dk", ds_bound)
+        if has_same_codes(spec):
+            dq = dk
+    return RowScales(*p, *dk, *dq, *p_bound[1:]), ds_bound
+
+
+def has_same_codes(spec: AttentionSpec) -> bool:
+    """Return whether dS has the same codes, with scales from bounds, for dQ and dK."""
+    of_both = has_row_bound(spec, "dq") and has_row_bound(spec, "dk")
+    return of_both and spec.dq.precision is spec.dk.precision
 
 
 def launch_p_rows(
@@ -78,9 +126,12 @@ def launch_p_rows(
     statistics: RowStatistics,
     d_lse: Rows | None,
     softcap: Softcap,
+    p_bound: Rows | None,
     p_sums: Rows,
 ) -> None:
     """Fill p_sums with the row sums of P, and statistics.delta if delta comes from P.
+
+    p_bound: filled with the largest P of each row, unless it is None.
 
     Raises:
         ValueError: if the device has too little shared memory for the spec's blocks.
@@ -103,6 +154,7 @@ def launch_p_rows(
             lse2,
             delta if spec.delta is Delta.FROM_P else None,
             p_sums,
+            p_bound,
             d_lse,
             problem.lengths,
             problem.scale * (LOG2_E if softcap.inverse is None else softcap.inverse),

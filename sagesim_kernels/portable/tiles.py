@@ -33,6 +33,11 @@ class Tile:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **LAUNCH}
 
 
+def longest_step(block_q: int) -> int:
+    """Return the queries of a step of a loop: a block of the spec, or a part of a long one."""
+    return block_q if block_q <= 128 else 64
+
+
 def most_rows(channels: int) -> int:
     """Return the fastest number of queries of a program that recomputes P, on Hopper.
 
@@ -48,7 +53,7 @@ def block_tiles(rows: int, channels: int, *, any_step: bool) -> Iterator[Tile]:
         rows: the rows of the block.
         channels: padded channels of each of the sums that the program keeps.
         any_step: whether a step of the loop may be shorter than a block of the spec: no element
-            shares a scale with one of another row.
+            shares a scale with one of another row, and no sum over a block must be exact.
     """
     warps = block_warps(rows, channels)
     for stages in (2, 1):

@@ -14,6 +14,7 @@ so that the two ends of a ball bound its result.
 | o | the kernel's codes of P; 16 bit: P in the ball | in the ball, rounded to its dtype |
 | delta | the kernel's o; or P and dP in the ball | in the ball |
 | dv.p, dq.ds, dk.ds | P, dP in the ball; the kernel's delta | roundings of some map in the ball |
+| dv.do, dk.q with scales from bounds | bounds in the ball | see `bound_contract.py` |
 | dq, dk, dv | the kernel's codes and scales; 16 bit: maps in the ball | in the ball, rounded |
 | dsinks | lse in the ball; the kernel's delta | in the ball, rounded |
 """
@@ -28,10 +29,23 @@ from torch import Tensor
 import sagesim
 from sagesim import AttentionSpec, Delta, Granularity, Precision, RoundingMode, Trace
 from sagesim.emulator import SHARED_AXES, flatten, from_tiles, to_tiles, uniform
+from sagesim.emulator.rounding import CODE_MAX
+from sagesim.emulator.row_bounds import TOP_CODES, has_row_bound
 from sagesim.emulator.smoothing import subtract_block_means, subtract_head_mean
 from sagesim.spec import MAPS, OPERANDS
 from sagesim_kernels import Coded, KernelTrace
 from sagesim_kernels import trace as kernel_trace
+from tests.sagesim_kernels.bound_contract import (
+    Rows,
+    between,
+    check_folded,
+    check_row_scales,
+    ds_bound,
+    p_bound,
+    product_error,
+    rounded_codes,
+    step,
+)
 from tests.sagesim_kernels.error_balls import EXP, TENSOR_CORE_U, TINY, Ball
 from tests.support.assertions import assert_bitwise, assert_within_bound
 from tests.support.float32_bound import U, gamma
@@ -39,6 +53,9 @@ from tests.support.inputs import Case
 
 VANISHING = 127.0 * 2.0**-128
 """The largest amax for which 127 / amax overflows."""
+
+SHORTEST_STEP = 32
+"""Queries of a step, at least: the parts of a block of FP8 products are added in float32."""
 
 LOG_127 = 4.85
 """log(127), rounded up."""
@@ -187,7 +204,7 @@ class _Checker:
 
     def _token_operands(self) -> None:
         for name, sim in self.sim.operands.items():
-            if name.rpartition(".")[2] not in MAPS:
+            if name.rpartition(".")[2] not in MAPS and not self._is_folded(name):
                 tri = self.found.operands[name]
                 scale = tri.scale.expand(tri.codes.shape)
                 expected = sim.scale.expand(sim.codes.shape)
@@ -350,7 +367,7 @@ class _Checker:
         spec = self.spec
         do, v, k = (self._numbers(*x) for x in (("dp", "do"), ("dp", "v"), ("dq", "k")))
         unlike = 2.0**-20 * (1.5 * self.lse.size).where(~self.dead, 0.0)
-        if not self._is_int8("qk_recompute"):
+        if not self._has_codes("qk_recompute"):
             norms = [self._numbers("qk_recompute", x).norm(dim=-1) for x in ("q", "k")]
             size = norms[0] * norms[1].amax(-1, keepdim=True) * abs(self.scale)
             unlike = unlike + 2.0**-20 * 1.5 * max(32, 2 * self.x.q.shape[-1]) * size
@@ -359,8 +376,15 @@ class _Checker:
         ds_sum = p_sum * (
             do.norm(dim=-1) * v.norm(dim=-1).amax(-1, keepdim=True) + self.found.delta.abs()
         )
-        growth = 2.0
-        if self._is_int8("dq") and spec.rounding.mode is RoundingMode.STOCHASTIC:
+        growth, of_bound = 2.0, torch.zeros(())
+        is_random = spec.rounding.mode is RoundingMode.STOCHASTIC
+        if has_row_bound(spec, "dq"):
+            if is_random:
+                share = {Precision.FP8_E4M3: 2.0**-9 / 240, Precision.FP8_E5M2: 2.0**-16 / 32768}
+                keys = self.attends.sum(-1)
+                largest = self._row_bound("dq", self.found.delta).size
+                of_bound = share.get(spec.dq.precision, 1 / 127) * keys * largest
+        elif self._has_codes("dq") and is_random:
             growth = 1.0 + self.sim.spec.block_k / 127  # of the call, not of a short sequence
             if spec.dq.lhs is Granularity.PerTile:
                 n, block = ds_sum.shape[-1], spec.block_q
@@ -369,7 +393,7 @@ class _Checker:
         k_amax = k.abs().amax((-2, -1))[..., None]
         if self.softcap is not None and self.k_mean is not None:
             k_amax = k_amax + self.k_mean.abs().amax((-2, -1))[..., None]
-        bound = (1.1 * growth * ds_sum * k_amax).nan_to_num(torch.inf, torch.inf)
+        bound = (1.1 * (growth * ds_sum + of_bound) * k_amax).nan_to_num(torch.inf, torch.inf)
         parts = -(-self.attends.shape[-1] // spec.block_k)
         return (parts * 2.0**-30 * bound)[..., None]
 
@@ -411,33 +435,60 @@ class _Checker:
         return Ball(cap * mid, cap * radius.nan_to_num(torch.inf)).rounded(2)
 
     def _tokens_by_tokens(self, site: str, left: Tensor, right: Tensor) -> Ball:
-        terms = 0 if self._is_int8(site) else left.shape[-1]
+        terms = 0 if self._has_codes(site) else left.shape[-1]
         return Ball.exactly(left).matmul(Ball.exactly(right.mT), terms, TENSOR_CORE_U)
 
     def _map_by_tokens(self, site: str, x: Ball, right: str) -> Ball:
         """Return map times tokens, summed over keys, [..., n_q, channels]."""
         b = self._numbers(site, right)
-        if not self._is_int8(site):
+        if not self._has_codes(site):
             x = x.rounded16(_DTYPES[self.spec.site(site).precision])
             return x.matmul(Ball.exactly(b), x.mid.shape[-1] + 2, TENSOR_CORE_U)
         codes, scale = self._codes(site, x)
-        parts = self._tile_sums_over_keys(codes * scale, b).rounded(2)
+        parts = self._tile_sums_over_keys(codes * scale, b)
+        if self.spec.site(site).precision is not Precision.INT8:
+            parts = parts.widened(self._fp8_error_over_keys(site, right, codes, scale))
+        parts = parts.rounded(2)
         return parts.sum(2, parts.mid.shape[2])
 
     def _map_transposed_by_tokens(self, site: str, x: Ball, right: str) -> Ball:
         """Return the transposed map times tokens, summed over queries, [..., n_k, channels]."""
         b = self._numbers(site, right)
-        if not self._is_int8(site):
+        if not self._has_codes(site):
             x = x.rounded16(_DTYPES[self.spec.site(site).precision])
             terms = self.groups * x.mid.shape[-2] + 2
             return Ball(x.mid.mT, x.radius.mT).matmul(Ball.exactly(b), terms, TENSOR_CORE_U)
         codes, scale = self._codes(site, x)
+        if has_row_bound(self.spec, site):
+            scale = torch.ones_like(scale)  # the scales are in the other operand
         block_q, block_k = self.blocks
         left = to_tiles(codes * scale, block_q, block_k).flatten(4)  # [b, h, i, block_q, n_k]
-        left = Ball.exactly(left[..., : codes.shape[-1]].mT)
-        right_tiles = Ball.exactly(to_tiles(b, block_q, b.shape[-1]).flatten(4))
-        parts = left.matmul(right_tiles, 0).rounded(2)
-        return parts.sum(2, self.groups * parts.mid.shape[2])
+        left = left[..., : codes.shape[-1]].mT
+        right_tiles = to_tiles(b, block_q, b.shape[-1]).flatten(4)
+        parts = Ball.exactly(left).matmul(Ball.exactly(right_tiles), 0)
+        steps = parts.mid.shape[2]
+        precision = self.spec.site(site).precision
+        if precision is not Precision.INT8:
+            coded = self.found.operands[f"{site}.{right}"]
+            of_right, right_scale = (
+                to_tiles(y.double(), block_q, b.shape[-1]).flatten(4)
+                for y in (coded.codes, coded.scale.expand(coded.codes.shape))
+            )
+            lost = product_error(left, of_right, block_q, precision)
+            parts = parts.widened(lost * right_scale.amax(-2, keepdim=True))
+            steps *= -(-block_q // SHORTEST_STEP)
+        return parts.rounded(2).sum(2, self.groups * steps)
+
+    def _fp8_error_over_keys(self, site: str, right: str, codes: Tensor, scale: Tensor) -> Tensor:
+        """Return by how much sums of FP8 products may be off, [b, h, j, n_q, channels]."""
+        coded, block_k = self.sim.operands[f"{site}.{right}"], self.spec.block_k
+        of_right, right_scale = (
+            to_tiles(y.double().repeat_interleave(self.groups, 1), block_k, y.shape[-1]).flatten(4)
+            for y in (coded.codes, coded.scale.expand(coded.codes.shape))
+        )
+        left = to_tiles(codes, codes.shape[-2], block_k).squeeze(2).transpose(2, 3)
+        lost = product_error(left, of_right, block_k, self.spec.site(site).precision)
+        return lost * scale.amax(-1)[:, :, None, :, None] * right_scale.amax(-2, keepdim=True)
 
     def _tile_sums_over_keys(self, left: Tensor, right: Tensor) -> Ball:
         """Return the part of each key block in left [..., n_q, n_k] @ right, [b, h, j, n_q,
@@ -459,10 +510,12 @@ class _Checker:
             expected = only_scale.expand(tri.scale.shape)
             assert_bitwise(actual=tri.scale, expected=expected, what=f"{name} scale")
             y = x
+        elif has_row_bound(self.spec, site):
+            return self._bound_codes(site, x)
         else:
             y = self._scales(name, x, self.spec.site(site).lhs, scale)
         low, high = (self._round(site, end).clamp(-127, 127) for end in (y.lowest, y.highest))
-        _assert_between(actual=tri.codes, lowest=low, highest=high, what=f"{name} codes")
+        between(actual=tri.codes, lowest=low, highest=high, what=f"{name} codes")
         # The emulator's value differs by at most twice the radius and the difference of the scales.
         moved = 2 * y.radius
         if only_scale is None:
@@ -485,6 +538,81 @@ class _Checker:
         differing = (tri.codes != sim.codes) & counted
         self.tally.count(name, int(differing.sum()), int(counted.sum()))
         return codes, scale
+
+    def _bound_codes(self, site: str, x: Ball) -> tuple[Tensor, Tensor]:
+        """Do what `_codes` does, for scales from bounds on the rows of the map x."""
+        left, right = OPERANDS[site]
+        name, matmul = f"{site}.{left}", self.spec.site(site)
+        precision, rounding = matmul.precision, self.spec.rounding
+        tri, sim = self.found.operands[name], self.sim.operands[name]
+        rows = self._row_scales(site)
+        if left != "ds" or site == "dk":
+            check_folded(
+                f"{site}.{right}",
+                self.found.operands[f"{site}.{right}"],
+                self.tokens[right],
+                self._row_bound(site, self.found.delta),
+                rows,
+                matmul,
+                rounding,
+                self.spec.block_q,
+            )
+        scale = rows.scale[..., None]
+        y = Ball(x.mid / scale, x.radius / scale).rounded(3).widened(x.size * 2.0**-149 / scale**2)
+        y = y.where(rows.is_known[..., None], 0.0)
+        low, high = (rounded_codes(end, precision, rounding, left) for end in (y.lowest, y.highest))
+        between(actual=tri.codes.double(), lowest=low, highest=high, what=f"{name} codes")
+        # Codes of other deltas and bounds, if the row has the same top code.
+        of_sim = self._row_bound(site, self.sim.delta)
+        other = Ball(of_sim.mid / rows.top, of_sim.radius / rows.top)
+        sim_scale = sim.scale.double().expand(tri.codes.shape).amax(-1)
+        is_same = rows.is_known & (sim_scale / other.mid - 1).abs().le(2.0**-8)
+        unlike = (sim_scale / rows.scale - 1).abs()[..., None]
+        moved = 2 * y.radius + y.size * unlike
+        if left == "ds":
+            between_deltas = (self.found.delta - self.sim.delta).abs()[..., None]
+            moved = moved + self.p.size * between_deltas / scale
+        near = is_same[..., None] & self.attends & moved.isfinite()
+        codes, exact = (t.codes.double().masked_fill(~near, 0.0) for t in (tri, sim))
+        bound = _or_all(moved.masked_fill(~near, 0.0)) + 2 * step(y.size, precision)
+        what = f"{name} codes against the emulator's"
+        assert_within_bound(actual=codes, exact=exact, bound=bound, what=what)
+        counted = near & (4 * y.radius < step(y.mid, precision))
+        if left == "ds":
+            any_radius = self.ds_of_any.radius / scale + y.size * unlike
+            counted &= 4 * any_radius < step(y.mid, precision)
+            if self.spec.delta is Delta.FROM_O:
+                counted &= ~self._other_o[..., None]
+        differing = (tri.codes != sim.codes) & counted
+        self.tally.count(name, int(differing.sum()), int(counted.sum()))
+        return tri.codes.double(), tri.scale.double().expand(tri.codes.shape)
+
+    def _row_bound(self, site: str, delta: Tensor) -> Ball:
+        """Return the bound on each row of the map of a site, [..., n_q]."""
+        of_p = p_bound(self.p)
+        if site == "dv":
+            return of_p
+        do, v = self._numbers("dp", "do"), self._numbers("dp", "v")
+        return ds_bound(of_p, do, v, delta).where(self.attends.any(-1), 0.0)
+
+    def _row_scales(self, site: str) -> Rows:
+        """Check the scales of a site's map, and return them.
+
+        The top codes of dS are those of dk for dq too, in the same format.
+        """
+        name, precision = f"{site}.{OPERANDS[site][0]}", self.spec.site(site).precision
+        tops = TOP_CODES[precision]
+        is_shared = has_row_bound(self.spec, "dk") and self.spec.dk.precision is precision
+        if site == "dq" and not is_shared:
+            tops = (CODE_MAX[precision],)
+        bound = self._row_bound(site, self.found.delta)
+        rows = check_row_scales(name, self.found.operands[name], bound, self.attends, tops)
+        if site == "dq" and is_shared:
+            of_dk = self.found.operands["dk.ds"]
+            for what in ("codes", "scale"):
+                actual, expected = (getattr(y, what) for y in (self.found.operands[name], of_dk))
+                assert_bitwise(actual=actual, expected=expected, what=f"{name} {what} of dk")
+        return rows
 
     def _is_determined(self, site: str, x: Ball, scale: Tensor) -> Tensor:
         """Whether codes are known to within a quarter of a step, whoever computes them from O.
@@ -516,7 +644,7 @@ class _Checker:
         vanishes = (most <= VANISHING) | ((least <= VANISHING) & (scale == 1))
         low = (least.clamp(min=VANISHING) / 127).float().double().masked_fill(vanishes, 1.0)
         high = (most / 127).float().double().masked_fill(vanishes, 1.0)
-        _assert_between(actual=scale, lowest=low, highest=high, what=f"{name} scale")
+        between(actual=scale, lowest=low, highest=high, what=f"{name} scale")
         y = Ball(x.mid / scale, x.radius / scale)
         # Three roundings: scale, 127 / amax and the product. A subnormal scale has fewer digits.
         y = y.rounded(3).widened(y.size * 2.0**-149 / scale)
@@ -562,19 +690,25 @@ class _Checker:
         overflown = unknown & ~sim.isfinite()
         actual = actual.double().masked_fill(overflown, 0.0)
         finite = actual.masked_fill(unknown & actual.isinf(), torch.nan)
-        _assert_between(actual=finite, lowest=low, highest=high, what=name)
+        between(actual=finite, lowest=low, highest=high, what=name)
 
     # Shapes
 
-    def _is_int8(self, site: str) -> bool:
-        return self.spec.site(site).precision is Precision.INT8
+    def _has_codes(self, site: str) -> bool:
+        return self.spec.site(site).precision.is_scaled
+
+    def _is_folded(self, name: str) -> bool:
+        """Whether an operand's rows were multiplied by the bounds of a map."""
+        site, _, tensor = name.partition(".")
+        return tensor in ("q", "do") and has_row_bound(self.spec, site)
 
     def _numbers(self, site: str, tensor: str) -> Tensor:
         """Return a tensor as the site multiplies it: rounded to its format, in float64."""
-        if not self._is_int8(site):
+        if not self._has_codes(site):
             dtype = _DTYPES[self.spec.site(site).precision]
             return self.tokens[tensor].to(dtype).double()
-        x = self.sim.operands[f"{site}.{tensor}"]
+        name = f"{site}.{tensor}"
+        x = (self.found if self._is_folded(name) else self.sim).operands[name]
         numbers = x.codes.double() * x.scale.double()
         return numbers.repeat_interleave(self.groups, 1) if tensor in ("k", "v") else numbers
 
@@ -618,12 +752,3 @@ def _swap(x: Ball) -> Ball:
 
 def _or_all(x: Tensor) -> Tensor:
     return x.nan_to_num(torch.inf, torch.inf)
-
-
-def _assert_between(*, actual: Tensor, lowest: Tensor, highest: Tensor, what: str) -> None:
-    """Assert lowest <= actual <= highest; a failure reports the nearest end as expected."""
-    x = actual.double()
-    nearest = torch.minimum(
-        torch.maximum(x.nan_to_num(0.0, torch.inf, -torch.inf), lowest), highest
-    )
-    assert_within_bound(actual=x, exact=nearest, bound=torch.zeros(()).double(), what=what)

@@ -17,6 +17,7 @@ from sagesim import (
     FACTORED,
     FACTORED_PV16,
     FACTORED_QK,
+    FP8_GRADIENTS,
     FPA_FP16,
     HALF_AWAY,
     HALF_EVEN,
@@ -46,6 +47,7 @@ PRESETS: dict[str, AttentionSpec] = {
     "factored_qk": FACTORED_QK,
     "causal_safe": CAUSAL_SAFE,
     "fpa_fp16": FPA_FP16,
+    "fp8_gradients": FP8_GRADIENTS,
 }
 """The presets from which random specs are derived."""
 
@@ -213,12 +215,13 @@ MATMULS: dict[str, list[MatmulSpec]] = {
     site: [
         matmul
         for lhs, rhs in itertools.product(*(Granularity.of(site, x) for x in OPERANDS[site]))
-        for matmul in [MatmulSpec(Precision.INT8, lhs, rhs)]
+        for precision in (Precision.INT8, Precision.FP8_E4M3, Precision.FP8_E5M2)
+        for matmul in [MatmulSpec(precision, lhs, rhs)]
         if supports(replace(SAGEBWD, **{site: matmul}))
     ]
     for site in SITES
 }
-"""Every INT8 format of each product that the kernels support."""
+"""Every format of codes of each product that the kernels support."""
 
 UNSCALED = tuple(
     p
@@ -255,7 +258,7 @@ def specs(draw: st.DrawFn, preset: AttentionSpec) -> AttentionSpec:
         spec = replace(spec, block_q=block_q, block_k=block_k)
     if draw(st.integers(0, 3)) == 0:
         spec = replace(spec, delta=draw(st.sampled_from(Delta)))
-    return spec
+    return spec if supports(spec) else replace(spec, block_q=128)  # 256 does not fit all formats
 
 
 _Q_SMOOTHED = {

@@ -9,6 +9,7 @@ import torch
 
 from sagesim import (
     FACTORED,
+    FP8_GRADIENTS,
     FPA_FP16,
     HALF_AWAY,
     HALF_EVEN,
@@ -204,6 +205,41 @@ def without_sink_gradient(found: KernelTrace) -> KernelTrace:
     return replace(found, dsinks=torch.zeros_like(found.dsinks))
 
 
+BOUND = replace(FP8_GRADIENTS, block_q=64)
+BOUND_INT8 = AttentionSpec.parse("fp8_gradients dv=int8@row_bound,block_channel block=64x64")
+
+
+def scaled_rows(name: str, factor: float) -> Planted:
+    """Multiply the scales of a map's rows, and nothing else."""
+
+    def tamper(found: KernelTrace) -> KernelTrace:
+        return with_operand(found, name, scale=found.operands[name].scale * factor)
+
+    return PLAIN, BOUND, tamper
+
+
+def other_top_codes(found: KernelTrace) -> KernelTrace:
+    """Give every row of P the largest code as its top code, in P and in dO."""
+    p, do = found.operands["dv.p"], found.operands["dv.do"]
+    bound = emulate(PLAIN, BOUND).p_recompute.amax(-1, keepdim=True)
+    scale = (bound / 448).expand(p.codes.shape)
+    codes = (emulate(PLAIN, BOUND).p_recompute / scale).to(p.codes.dtype)
+    found = with_operand(found, "dv.p", codes=codes, scale=scale)
+    right = (PLAIN.do * bound / do.scale / 448).to(do.codes.dtype)
+    return with_operand(found, "dv.do", codes=right)
+
+
+def without_delta(found: KernelTrace) -> KernelTrace:
+    """Give dS the bound without |delta|."""
+    sim = emulate(PLAIN, BOUND)
+    of_v = PLAIN.v.norm(dim=-1).amax(-1, keepdim=True)
+    of_dp = PLAIN.do.norm(dim=-1) * of_v
+    share = (of_dp / (of_dp + sim.delta.abs()))[..., None]
+    for name in ("dk.ds", "dq.ds"):
+        found = with_operand(found, name, scale=found.operands[name].scale * share)
+    return found
+
+
 PER_COLUMN = replace(SAGEBWD, dv=replace(SAGEBWD.dv, lhs=Granularity.PerTileColumn))
 PER_ROW = replace(SAGEBWD, dq=replace(SAGEBWD.dq, lhs=Granularity.PerTileRow))
 UNSMOOTHED = replace(SAGEBWD, smoothing=Smoothing())
@@ -303,6 +339,14 @@ PLANTED: dict[str, tuple[str, Planted]] = {
     "no gradient of the sinks": ("dsinks", (SINKS, SAGEBWD, without_sink_gradient)),
     "the softcap forgotten": ("o", of_other_case("o", SOFTCAP, replace(SOFTCAP, softcap=None))),
     "one row of dK wrong in 16 bit": ("dk", one_element("dk", 1e-2, FPA_FP16)),
+    "P's bound a little too large": ("dv.p scale", scaled_rows("dv.p", 1 + 1e-4)),
+    "dS's bound a little too small": ("dq.ds scale", scaled_rows("dq.ds", 1 - 1e-4)),
+    "dS's bound without delta": ("dq.ds scale", (PLAIN, BOUND, without_delta)),
+    "the largest code for every row": ("dv.do top codes", (PLAIN, BOUND, other_top_codes)),
+    "a code of the folded dO one off": ("dv.do codes", shifted("dv.do", 1, BOUND_INT8)),
+    "a code of P with a bound one off": ("dv.p codes", shifted("dv.p", 1, BOUND_INT8)),
+    "a sum of FP8 products off": ("dv", scaled("dv", 1 + 1e-4, spec=BOUND)),
+    "dQ of FP8 products off": ("dq", scaled("dq", 1 + 1e-4, spec=BOUND)),
 }
 
 

@@ -313,6 +313,75 @@ def test_codes_are_contiguous_along_the_contraction(compiler: Compiler, spec: st
         assert kernel.permutations <= packed + 8, name
 
 
+FP8_INSTRUCTIONS = {
+    80: ("mma.sync", "f16.f16"),
+    89: ("mma.sync", "e4m3.e4m3"),
+    90: ("wgmma", "e4m3.e4m3"),
+    100: ("tcgen05", "::f8f6f4"),
+}
+"""The instruction that multiplies FP8 codes. GPUs without one multiply them as float16 numbers."""
+
+IN_E5M2 = "fp8_gradients dv=fp8_e5m2 dq=fp8_e5m2 dk=fp8_e5m2"
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton"),
+    [
+        pytest.param(c, t, id=f"sm{c}-{t}", marks=BY_OLDEST if t == "oldest" else BY_NEWEST)
+        for t, c in (("oldest", 89), ("newest", 80), ("newest", 90), ("newest", 100))
+    ],
+)
+def test_fp8_products_are_fp8_instructions(
+    request: pytest.FixtureRequest, capability: int, triton: str
+) -> None:
+    """dV, dQ and dK; a new sum begins in each step. P and dS are converted once for each loop, by
+    one instruction for two numbers: dK and dQ share the codes of dS."""
+    compiler: Compiler = request.getfixturevalue(triton)
+    kernels = {k.name: k for k in compiler.compile("fp8_gradients", capability)}
+    assert "fold_kernel" in kernels and "ds_bounds_kernel" in kernels
+    gradients = kernels["gradients_kernel, dq, dk, dv"]
+    opcode, codes = FP8_INSTRUCTIONS[capability]
+    assert any(o.startswith(opcode) and codes in o for o in gradients.opcodes), gradients.opcodes
+    fp8 = "f16" if capability == 80 else "f8E4M3FN"
+    assert gradients.dots[:5] == ["i8", fp8, "bf16", fp8, fp8]
+    places = len(gradients.dots) // 5
+    assert places in (LOOPS, LOOPS + 1)
+    conversions = gradients.fp8_conversions
+    if capability == 80:
+        assert conversions == {}
+    else:
+        of_two = gradients.tile * 64 // (32 * gradients.warps) // 2
+        (name,) = conversions
+        # With tcgen05, two warps may hold the same numbers.
+        several = (1, 2) if capability == 100 else (1,)
+        assert name == "cvt.rn.satfinite.e4m3x2.f32"
+        assert conversions[name] in [n * 2 * places * of_two for n in several]
+    assert gradients.fusible == 0 and not gradients.fp_fusion
+    issued = gradients.issued_in_loop
+    spilling = sum(n for code, n in issued.items() if code.startswith(("LDL", "STL")))
+    assert spilling <= 0.04 * sum(issued.values())
+
+
+@pytest.mark.parametrize(
+    ("spec", "triton"),
+    [
+        pytest.param("fp8_gradients", "oldest", marks=BY_OLDEST),
+        pytest.param(IN_E5M2, "newest", marks=BY_NEWEST),
+    ],
+)
+def test_conversions_to_fp8_round_once(
+    request: pytest.FixtureRequest, spec: str, triton: str
+) -> None:
+    """From float32, and not from float16, as Triton 3.6 does by itself on Ada GPUs."""
+    compiler: Compiler = request.getfixturevalue(triton)
+    code = "e5m2" if spec == IN_E5M2 else "e4m3"
+    for kernel in compiler.compile(spec, 89):
+        found = {o for o in kernel.fp8_conversions if "satfinite" in o}
+        assert found <= {f"cvt.rn.satfinite.{code}x2.f32"}, kernel.name
+        if kernel.name in ("fold_kernel", "gradients_kernel, dq, dk, dv"):
+            assert found
+
+
 COMPILED_OFTEN = ("sagebwd", "factored", "factored_qk")
 
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter computes bfloat16 as PyTorch does, while it runs kernels of this package."""
+"""Triton's interpreter computes bfloat16 and FP8 as PyTorch does, in kernels of this package."""
 
 import pytest
 import torch
@@ -7,7 +7,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from sagesim_kernels.launch_plans import launch, planned
-from tests.support.assertions import assert_bitwise
+from sagesim_kernels.operands.formats import E4M3, E5M2, FP8, nearest_number
+from tests.support.assertions import assert_bitwise, assert_within_bound
 from tests.support.kernels import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="of the interpreter")
@@ -50,6 +51,77 @@ def test_conversions(source, to, dtype):
     assert bool((y.isnan() == expected.isnan()).all())
     known = ~expected.isnan()  # the bits of a NaN are free
     assert_bitwise(actual=y[known], expected=expected[known], what=f"{source} as {dtype}")
+
+
+@triton.jit
+def fp8_kernel(x, codes, numbers, by_hand, SIZE: tl.constexpr, TO: tl.constexpr, HOW: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    y = tl.load(x + at)
+    code = y.to(TO)
+    tl.store(codes + at, code.to(tl.int8, bitcast=True))
+    tl.store(numbers + at, code.to(tl.float32))
+    tl.store(by_hand + at, nearest_number(y, HOW))
+
+
+def every_half_way(dtype: torch.dtype) -> torch.Tensor:
+    """Every number of an FP8 format, every number half way between two, and both neighbours of
+    these in float32; subnormal numbers of float32, and numbers beyond the largest one."""
+    grid = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    grid = grid[grid.isfinite()].unique()
+    middle = (grid[1:] + grid[:-1]) / 2
+    up, down = (torch.nextafter(middle, torch.tensor(x)) for x in (torch.inf, -torch.inf))
+    beyond = grid.abs().max() * torch.tensor([1 + 2.0**-22, 1.03])
+    return torch.cat([grid, middle, up, down, beyond, -beyond, torch.tensor([1e-40, -1e-40, -0.0])])
+
+
+@pytest.mark.parametrize(
+    ("to", "how", "dtype"),
+    [
+        (tl.float8e4nv, E4M3, torch.float8_e4m3fn),
+        (tl.float8e5, E5M2, torch.float8_e5m2),
+    ],
+)
+def test_conversions_to_fp8(to, how, dtype):
+    """Also those without an instruction for it. Numbers beyond the largest one become that one."""
+    assert dtype in FP8.values()
+    x = every_half_way(dtype)
+    most = torch.finfo(dtype).max
+    expected = x.clamp(-most, most).to(dtype)
+    size = 64
+    x = torch.nn.functional.pad(x, (0, -len(x) % size))
+    codes = torch.empty(len(x), dtype=torch.int8)
+    numbers, by_hand = torch.empty(len(x)), torch.empty(len(x))
+    launch(fp8_kernel, (len(x) // size,), x, codes, numbers, by_hand, size, to, how)
+    count = len(expected)
+    assert_bitwise(
+        actual=codes[:count].view(dtype).view(torch.int8),
+        expected=expected.view(torch.int8),
+        what="codes",
+    )
+    assert_bitwise(actual=numbers[:count], expected=expected.float(), what="numbers")
+    by_hand = by_hand[:count].clamp(-most, most)
+    # The sign of a zero has no effect.
+    assert_bitwise(actual=by_hand + 0.0, expected=expected.float() + 0.0, what="by hand")
+
+
+@triton.jit
+def multiply_fp8_kernel(x, y, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tile = tl.load(x + at).to(tl.float8e4nv, bitcast=True)
+    tl.store(y + at, tl.dot(tile, tl.trans(tile)))
+
+
+def test_products_of_fp8():
+    """Subnormal codes too, and sums beyond float16."""
+    bits = torch.randint(0, 256, (SIZE, SIZE), generator=torch.Generator().manual_seed(0))
+    bits = bits.to(torch.uint8).masked_fill(bits & 127 == 127, 0)  # NaN
+    x = bits.view(torch.float8_e4m3fn).double()
+    y = torch.empty(SIZE, SIZE)
+    launch(multiply_fp8_kernel, (1,), bits.view(torch.int8), y, SIZE)
+    expected = x @ x.mT
+    assert bool((expected.abs() > 65504).any())
+    bound = SIZE * 2.0**-24 * (x.abs() @ x.abs().mT)
+    assert_within_bound(actual=y, exact=expected, bound=bound, what="product")
 
 
 def multiply(tensors, options):

@@ -30,9 +30,8 @@ ON_CPU = DEVICE == "cpu"
 
 class TestSupports:
     @pytest.mark.parametrize("name", sorted(PRESETS))
-    def test_every_preset_but_full_precision_and_fp8(self, name):
-        wanted = name not in ("fpa", "fp8_gradients")
-        assert bool(supports(PRESETS[name])) is wanted, supports(PRESETS[name])
+    def test_every_preset_but_full_precision(self, name):
+        assert bool(supports(PRESETS[name])) is (name != "fpa"), supports(PRESETS[name])
 
     @pytest.mark.parametrize("site", SITES)
     @pytest.mark.parametrize("precision", [Precision.FP8_E4M3, Precision.FP8_E5M2, Precision.FP32])
@@ -56,15 +55,39 @@ class TestSupports:
         )
 
     @pytest.mark.parametrize("site", ["dv", "dq", "dk"])
-    def test_scales_from_bounds_have_no_kernels_yet(self, site):
-        with_blocks = replace(FP8_GRADIENTS, block_q=64)
-        assert "site dv: fp8_e4m3; the kernels have int8" in str(supports(with_blocks))
-        spec = AttentionSpec.parse(f"factored {site}=int8@row_bound,block")
-        assert f"site {site}: {'p' if site == 'dv' else 'ds'} per row_bound" in str(supports(spec))
+    def test_scales_from_bounds(self, site):
+        left = "p" if site == "dv" else "ds"
+        for precision in ("fp8_e4m3", "fp8_e5m2", "int8"):
+            for right in ("block", "block_channel"):
+                word = f"{site}={precision}@row_bound,{right}"
+                assert supports(AttentionSpec.parse(f"factored {word}"))
+            for right in ("head", "token", "channel"):
+                spec = AttentionSpec.parse(f"factored {site}={precision}@row_bound,{right}")
+                assert f"per {right}" in str(supports(spec))
+        for precision in ("fp8_e4m3", "fp8_e5m2"):
+            spec = AttentionSpec.parse(f"factored {site}={precision}@tile,block")
+            wanted = f"site {site}: {left} per tile in {precision}; the kernels have row_bound"
+            assert str(supports(spec)) == wanted
+
+    def test_long_blocks(self):
+        """A sum of INT8 codes and a scale of a tile need the whole block."""
+        assert supports(FP8_GRADIENTS) and FP8_GRADIENTS.block_q == 256
+        for word, wanted in {
+            "dv=int8": "site dv: int8 with block_q=256",
+            "dk=int8": "site dk: int8 with block_q=256",
+            "dq=int8@tile,block": "site dq: int8 with block_q=256",
+            "dq=int8": "yes",
+            "dq=int8@tile_row,block": "yes",
+            "dv=fp16": "yes",
+        }.items():
+            assert str(supports(AttentionSpec.parse(f"fp8_gradients {word}"))).startswith(wanted)
+        spec = AttentionSpec.parse("fp8_gradients dv=int8@row_bound,block_channel block=64x64")
+        assert supports(spec)
 
     @pytest.mark.parametrize("block", ["block_q", "block_k"])
-    @pytest.mark.parametrize("size", [1, 16, 48, 256])
+    @pytest.mark.parametrize("size", [1, 16, 48, 256, 512])
     def test_blocks(self, block, size):
+        """Tiles of SAGEBWD have scales, so that they must not have 256 queries either."""
         answer = supports(replace(SAGEBWD, **{block: size}))
         assert not answer and f"{block}={size}" in str(answer)
         for good in (32, 64, 128):
@@ -98,6 +121,7 @@ class TestSupports:
             replace(SAGEBWD, smoothing=Smoothing(q=True), block_q=128, block_k=32),
             AttentionSpec.parse("factored dk=fp16 qk_recompute=fp16"),
             with_precision(FPA_FP16, Precision.INT8, "dp"),
+            FP8_GRADIENTS,
         ],
         ids=lambda spec: spec.label(),
     )

@@ -46,6 +46,8 @@ _MEETING = re.compile(
 )
 # ptxas fuses a multiplication into an addition only if neither says how it is rounded.
 _FUSIBLE = re.compile(r"\b(?:mul|add|sub)\.f32(?:x2)?\b")
+# A conversion from or to FP8, of two numbers.
+_FP8_CONVERSION = re.compile(r"\bcvt\.[\w.]*\be[45]m[23]x2[\w.]*")
 # A matrix product in Triton IR, with the formats of its operands.
 _DOT = re.compile(r"tt\.dot .* : tensor<[\dx]+x(\w+)> \* tensor<[\dx]+x(\w+)> -> ")
 
@@ -129,6 +131,7 @@ def _contents(kernel: Any, with_loops: bool) -> dict[str, Any]:
     return {
         "dots": dots,
         "opcodes": Counter(_PRODUCT.findall(ptx)),
+        "fp8_conversions": Counter(_FP8_CONVERSION.findall(ptx)),
         "permutations": len(re.findall(r"\bprmt\.", ptx)),
         "fusible": len(_FUSIBLE.findall(ptx)),
         "has_fp64": ".f64" in ptx,

@@ -25,6 +25,9 @@ TOKENS = 256
 _SHAPE = re.compile(r"\.m(\d+)n(\d+)k(\d+)\.")
 _FORMATS = {
     ".s8.s8": "i8",
+    ".e4m3.e4m3": "f8E4M3FN",
+    ".e5m2.e5m2": "f8E5M2",
+    "kind::f8f6f4": "8 bit",
     ".f16.f16": "f16",
     ".bf16.bf16": "bf16",
     "kind::i8": "i8",
@@ -43,6 +46,7 @@ class Kernel:
     fp_fusion: bool  #: whether ptxas may fuse multiplications into additions
     dots: list[str]  #: operand format of each matrix product, in order; empty for Gluon kernels
     opcodes: dict[str, int]  #: counts of the instructions that multiply matrices
+    fp8_conversions: dict[str, int]  #: counts of the instructions that convert from or to FP8
     permutations: int  #: instructions that rearrange the bytes of registers
     fusible: int  #: multiplications and additions that ptxas may fuse
     has_fp64: bool

@@ -13,6 +13,7 @@ from sagesim import (
     FACTORED,
     FACTORED_PV16,
     FACTORED_QK,
+    FP8_GRADIENTS,
     FPA_BF16,
     FPA_FP16,
     SAGEBWD,
@@ -45,11 +46,12 @@ SPECS: dict[str, AttentionSpec] = {
     "fpa_fp16": FPA_FP16,
     "fpa_bf16": FPA_BF16,
     "factored_qk": FACTORED_QK,
+    "fp8_gradients": FP8_GRADIENTS,
 }
 """Specs that cover every feature of the kernels.
 
 Scales per block and per token, delta from O and from P, smoothed Q, means subtracted from 16-bit
-operands, products in INT8 and in 16 bit, and the Hopper kernels.
+operands, products in INT8, FP8 and 16 bit, scales from bounds, and the Hopper kernels.
 """
 
 FEW: dict[str, AttentionSpec] = {

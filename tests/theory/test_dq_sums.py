@@ -8,7 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sagesim import FACTORED, FPA_FP16, SAGEBWD, Granularity, Precision, Rounding, quantize
+from sagesim import (
+    FACTORED,
+    FPA_FP16,
+    SAGEBWD,
+    Granularity,
+    MatmulSpec,
+    Precision,
+    Rounding,
+    quantize,
+)
+from sagesim.emulator import from_tiles, to_tiles
+from sagesim.emulator.quantization import encode_within
+from sagesim.emulator.row_bounds import TOP_CODES
 from sagesim.spec import HALF_AWAY, HALF_EVEN, RoundingMode
 from tests.support import examples
 from tests.support.assertions import assert_within_bound
@@ -61,6 +73,46 @@ def test_rounding_to_codes_grows_a_row_by_at_most_g(seed, kind, how, rounding, e
     matmul = replace(SAGEBWD.dq, lhs=how)
     found, bound = grown(ds, how, rounding, growth(matmul, rounding.mode, BLOCK_K))
     assert_within_bound(actual=found, exact=torch.zeros_like(found), bound=bound, what="row sums")
+
+
+@examples(100)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    kind=st.sampled_from(sorted(KINDS)),
+    precision=st.sampled_from((Precision.INT8, Precision.FP8_E4M3, Precision.FP8_E5M2)),
+    rounding=st.sampled_from(MODES),
+    above=st.sampled_from((1.0, 30.0, 1e5)),
+)
+def test_rounding_with_scales_from_bounds_grows_a_row_by_at_most_g(
+    seed, kind, precision, rounding, above
+):
+    """Also if the bound is far above the row: then many numbers are below the smallest code."""
+    generator = torch.Generator().manual_seed(seed)
+    ds = KINDS[kind](torch.randn(2 * BLOCK_Q, 3 * BLOCK_K, generator=generator))
+    bound = above * ds.abs().amax(-1)
+    top = torch.full_like(bound, TOP_CODES[precision][-1])
+    tiles, rows = to_tiles(ds, BLOCK_Q, BLOCK_K), (-1, BLOCK_Q)
+    of_rows = (x.unflatten(0, rows)[..., None, None] for x in (bound, top))
+    rounded = encode_within(tiles, *of_rows, precision, rounding, "ds", 0).dequantize()
+    found = from_tiles(rounded, *ds.shape).double().abs().sum(-1)
+    how = MatmulSpec(precision, Granularity.PerRowBound, Granularity.PerBlock)
+    g = growth(how, rounding.mode, BLOCK_K)
+    most = (g.own * ds.double().abs().sum(-1) + g.of_bound * ds.shape[-1] * bound) * FLOAT32
+    assert_within_bound(actual=found, exact=torch.zeros_like(found), bound=most, what="row sums")
+
+
+@pytest.mark.parametrize("precision", [Precision.INT8, Precision.FP8_E4M3, Precision.FP8_E5M2])
+def test_stochastic_rounding_grows_rows_that_are_far_below_their_bound(precision):
+    """The share of the bound for each key is needed."""
+    how = MatmulSpec(precision, Granularity.PerRowBound, Granularity.PerBlock)
+    g = growth(how, RoundingMode.STOCHASTIC, BLOCK_K)
+    ds = torch.full((1, 64, 1, BLOCK_K), 0.02 * g.of_bound)
+    top = torch.full((1, 64, 1, 1), TOP_CODES[precision][-1])
+    rounded = encode_within(
+        ds, torch.ones_like(top), top, precision, Rounding.stochastic(1), "ds", 0
+    ).dequantize()
+    row = rounded.double().sum(-1).max()
+    assert float(row) > g.own * float(ds[0, 0].sum())
 
 
 @pytest.mark.parametrize("rounding", [HALF_EVEN, HALF_AWAY], ids=lambda r: r.mode.value)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir, storage_directory
 
-from sagesim import CAUSAL_SAFE, AttentionSpec, FuzzCase, Precision, attention
+from sagesim import CAUSAL_SAFE, FP8_GRADIENTS, AttentionSpec, FuzzCase, Precision, attention
 from sagesim.fuzzing.cases import DTYPES, FEATURES, LAYOUTS
 from sagesim.fuzzing.hypothesis_search import find
 from sagesim.fuzzing.inputs import KINDS
@@ -124,7 +124,8 @@ class TestStrategies:
         assert len({s.rounding.mode for s in seen}) == 3 and len({s.delta for s in seen}) == 2
         for site in ("qk", "pv", "dv", "dp", "dq", "dk"):
             precisions = {s.site(site).precision for s in seen}
-            assert precisions == {Precision.INT8, Precision.INPUT16}
+            fp8 = {Precision.FP8_E4M3} & {FP8_GRADIENTS.site(site).precision}
+            assert precisions == {Precision.INT8, Precision.INPUT16} | fp8
         assert CAUSAL_SAFE.smoothing in {s.smoothing for s in seen}
 
     @given(st.data())

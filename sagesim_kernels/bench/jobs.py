@@ -22,6 +22,9 @@ PRODUCTS: Final = {
 PREPARATION: Final = {
     "quantize_kernel": "quantizing",
     "cast_kernel": "quantizing",
+    "fold_kernel": "quantizing",
+    "v_norms_kernel": "bounds of rows",
+    "ds_bounds_kernel": "bounds of rows",
     "sum_chunks_kernel": "smoothing",
     "divide_sums_kernel": "smoothing",
     "delta_kernel": "delta",

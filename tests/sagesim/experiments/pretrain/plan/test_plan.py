@@ -87,11 +87,11 @@ def test_a_part_has_a_run_for_every_combination_and_seed(plan, corpus):
     seen = [(x.run.attention, x.run.tokens_per_step, x.run.steps, x.run.seed) for x in one]
     assert seen == [
         (attention, per_step, 512 // per_step, seed)
+        for seed in (0, 1)
         for attention in ("sdpa", "kernels:sagebwd_all_int8")
         for per_step in (256, 128)
-        for seed in (0, 1)
     ]
-    assert [x.capture_heads for x in one] == [(1,), ()] * 4
+    assert [x.capture_heads for x in one] == [(1,)] * 4 + [()] * 4
     assert {(x.run.warmup, x.run.evaluate_every, x.run.monitor_every) for x in one} == {
         (1, 1, 2),
         (2, 2, 4),

@@ -105,7 +105,9 @@ def make(
     scratch = Path(tempfile.mkdtemp(prefix="sagesim-"))
     try:
         folder = scratch / piece.name
-        done = train(run, folder, corpus, machine, world, interrupted=budget.is_over)
+        done = train(
+            run, folder, corpus, machine, world, progress=_show, interrupted=budget.is_over
+        )
         if done.is_interrupted:
             return f"given up after {done.step} of {run.steps} steps: no time is left"
         trained = time.monotonic()
@@ -128,7 +130,13 @@ def make(
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     words = [f"{each.attention} {sum(each.losses) / len(each.losses):.4f}" for each in losses]
-    return done.stop or f"held-out loss by {', '.join(words)}"
+    ended = done.stop or f"held-out loss by {', '.join(words)}"
+    return f"{ended}; trained in {trained - start:.0f} s, evaluated in {evaluated - trained:.0f} s"
+
+
+def _show(step: int, loss: float, speed: float) -> None:
+    if step in (1, 10, 100) or step % 400 == 0:
+        print(f"  step {step}: loss {loss:.4f}, {speed:,.0f} tokens/s", flush=True)
 
 
 def _as_json(found: HeldOut) -> dict[str, Any]:
@@ -173,7 +181,7 @@ def main() -> int:
                 print("another run does not fit into the time")
                 break
             ended = make(piece, args.records, corpus, machine, world, budget)
-            print(f"{piece.name}: {ended}; {budget.ended():.0f} seconds", flush=True)
+            print(f"{piece.name}: {ended}; {budget.ended():.0f} s in all", flush=True)
     missing = sum(not each.is_recorded(args.records) for each in every)
     print(f"{missing} of {len(every)} runs are missing")
     return 0

@@ -22,7 +22,7 @@ import json
 import platform
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -138,8 +138,9 @@ def tune(
     rows: int = ROWS,
     steps: int = STEPS,
     every: int = EVALUATE_EVERY,
+    given_up: Callable[[], bool] = bool,
 ) -> dict[str, Any]:
-    """Train a copy of the model; see the top of this file.
+    """Train a copy of the model; see the top of this file. Returns nothing if it is given up.
 
     train: [at least rows * steps, tokens], of which a step takes `rows` in the order of the seed.
     """
@@ -147,6 +148,8 @@ def tune(
     run = Tuning(model, attention, steps)
     run.evaluate(held_out)
     for step in range(steps):
+        if given_up():
+            return {}
         run.step(train[order[step * rows : (step + 1) * rows]])
         if (step + 1) % every == 0 or step + 1 == steps:
             run.evaluate(held_out)
@@ -216,7 +219,10 @@ def main() -> int:
     for attention, seed in missing(runs):
         if not budget.fits():
             break
-        found = tune(model, attention, seed, train, held_out)
+        found = tune(model, attention, seed, train, held_out, given_up=budget.is_over)
+        if not found:
+            print(f"{attention} seed {seed}: given up, no time is left")
+            break
         runs.append(found | {"machine": machine, "seconds": budget.ended()})
         write_text(args.out, json.dumps(head | {"runs": runs}, indent=1) + "\n")
     print(f"{len(missing(runs))} runs are missing")

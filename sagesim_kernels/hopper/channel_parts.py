@@ -1,7 +1,7 @@
-"""Tiles of 192 or 256 channels, in two parts.
+"""Tiles of 128, 192 or 256 channels, in two parts.
 
 Tensors of Triton have a power of two of channels. A tile of 192 channels therefore is two tensors,
-of 128 and of 64 channels, and costs no more than that. One of 256 channels is two of 128 each. In a
+of 128 and of 64 channels, and costs no more than that. The other tiles are two equal halves. In a
 kernel, *parts* are pairs of TMA descriptors, or of buffers in shared memory.
 """
 
@@ -10,8 +10,6 @@ kernel, *parts* are pairs of TMA descriptors, or of buffers in shared memory.
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
-
-from typing import Final
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -26,19 +24,13 @@ BLOCK = gl.constexpr(64)
 """Tokens of a block."""
 
 
-FIRST: Final = 128
-"""Channels of the first part."""
-
-
 def part_descriptors(x: Tensor, channels: int) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Return TMA descriptors that load the parts of a block of tokens of x.
 
     x: [..., tokens, channels]. channels: of a tile.
     """
-    return (
-        tma_descriptor(x, BLOCK.value, FIRST),
-        tma_descriptor(x, BLOCK.value, channels - FIRST),
-    )
+    rest = 64 if channels == 192 else channels // 2
+    return tma_descriptor(x, BLOCK.value, channels - rest), tma_descriptor(x, BLOCK.value, rest)
 
 
 @gluon.jit

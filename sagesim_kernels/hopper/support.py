@@ -21,8 +21,9 @@ from sagesim_kernels.target import compute_capability
 CHANNELS: Final = (64, 128, 192, 256)
 """Channels of a tile. TMA pads those of the problem with zeros."""
 
-NARROW: Final = 128
-"""Heads with more channels than this have a backward of their own, see `wide_kernel`."""
+_NARROW: Final = 128
+"""Heads with more channels have kernels of their own, see `wide_kernel`. They compute tiles of this
+many channels, too, if Q and V have unequal head sizes."""
 
 BLOCK: Final = 64
 _QK: Final = MatmulSpec(Precision.INT8, Granularity.PerToken, Granularity.PerBlock)
@@ -40,7 +41,7 @@ def serves(problem: KernelProblem) -> bool:
     return (
         not IS_INTERPRETED
         and problem.extras.is_none
-        and tile_channels(problem.q.shape[3]) == tile_channels(problem.v.shape[3]) in CHANNELS
+        and _serves_head_sizes(problem.q.shape[3], problem.v.shape[3])
         and problem.scale >= 0
         and _serves_spec(problem.spec)
         and is_hopper()
@@ -76,8 +77,13 @@ def _serves_spec(spec: AttentionSpec) -> bool:
 
 
 def is_wide(problem: KernelProblem) -> bool:
-    """Return whether heads have so many channels that they have a backward of their own."""
-    return tile_channels(problem.q.shape[3]) > NARROW
+    """Return whether Q or V has so many channels that heads need kernels of their own."""
+    return max(problem.q.shape[3], problem.v.shape[3]) > _NARROW
+
+
+def _serves_head_sizes(d: int, d_v: int) -> bool:
+    d, d_v = tile_channels(d), tile_channels(d_v)
+    return d in CHANNELS and d_v in CHANNELS and (d == d_v or min(d, d_v) >= _NARROW)
 
 
 def has_to_copy(problem: KernelProblem, *, queries: bool) -> bool:

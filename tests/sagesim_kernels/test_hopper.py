@@ -38,7 +38,10 @@ def by_name(*sizes: int):
 
 HEAD_SIZES = by_name(64, 128, 192, 256)
 """Those of a tile in shared memory."""
-PAIRS = ((64, 64), (128, 128), (33, 56), (96, 80), (192, 192), (256, 256), (136, 160), (200, 256))
+PAIRS = (
+    *((64, 64), (128, 128), (33, 56), (96, 80), (192, 192), (256, 256), (136, 160), (200, 256)),
+    *((192, 128), (72, 256)),
+)
 """Head sizes of Q and V. Each pair is compiled."""
 SIZES = by_name(40, 64, 80, 128, 160, 192, 256)
 UNSMOOTHED = replace(FACTORED_QK, smoothing=Smoothing())
@@ -87,6 +90,25 @@ def test_kernels_meet_the_contract(lengths, d, dtype, mask):
     check(problem.case, problem.parsed)
 
 
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", PAIRS, ids=lambda pair: f"d{pair[0]}-{pair[1]}")
+def test_unequal_head_sizes_meet_the_contract(sizes, mask):
+    d, d_v = sizes
+    problem = KernelCase(
+        spec=FACTORED_QK,
+        n_q=200,
+        n_k=257,
+        d=d,
+        d_v=d_v,
+        heads=(2, 1, 2),
+        kinds=("gaussian",) * 4,
+        dtype="bfloat16",
+        **MASKS[mask],
+    )
+    check(problem.case, problem.parsed)
+
+
 @st.composite
 def problems(draw: st.DrawFn, sizes: tuple[int, int]) -> KernelCase:
     kind = st.sampled_from(draw(st.sampled_from((sorted(ORDINARY), sorted(KINDS)))))
@@ -111,7 +133,7 @@ def problems(draw: st.DrawFn, sizes: tuple[int, int]) -> KernelCase:
 
 @pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("part", range(8))
-@pytest.mark.parametrize("sizes", PAIRS, ids=lambda pair: f"d{pair[0]}")
+@pytest.mark.parametrize("sizes", PAIRS, ids=lambda pair: f"d{pair[0]}-{pair[1]}")
 def test_any_problem_meets_the_contract(sizes: tuple[int, int], part: int) -> None:
     @seed(part)
     @examples(10)

@@ -313,7 +313,7 @@ def test_kernels_of_wide_heads_multiply_as_declared(
         assert (codes, numbers) == tuple(CONSUMERS.value * n for n in counts)
         assert codes + numbers == sum(kernel.opcodes.values())
         assert kernel.fusible == 0 and not kernel.fp_fusion
-        assert kernel.stack == 0
+        assert not [o for o in kernel.issued_in_loop if o.startswith(("LDL", "STL"))]
         assert kernel.added_waits == 0
         assert kernel.lost_descriptors == []
         assert kernel.early_arrivals == 0

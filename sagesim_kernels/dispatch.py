@@ -51,8 +51,10 @@ def forward(
         )
     lse2 = torch.empty(rows, dtype=torch.float32, device=o.device)
     if hopper.serves(problem):
-        from sagesim_kernels.hopper import forward as gluon
-
+        if hopper.is_wide(problem):
+            from sagesim_kernels.hopper import wide_forward as gluon
+        else:
+            from sagesim_kernels.hopper import forward as gluon
         operands = OperandCache(problem, stored=hopper.has_to_copy(problem, queries=False))
         operands.quantize(*_FORWARD)
         gluon.launch_forward(problem, operands, o, lse2)
@@ -114,12 +116,14 @@ def backward(
     statistics = RowStatistics(Rows.of(lse2), Rows.of(delta))
     d_lse_rows = None if d_lse is None else Rows.of(d_lse.contiguous())
     if hopper.serves(problem):
-        from sagesim_kernels.hopper import backward as gluon
-
         assert o is not None
         stored = hopper.has_to_copy(problem, queries=True)
         operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
         operands.quantize(*_BACKWARD)
+        if hopper.is_wide(problem):
+            from sagesim_kernels.hopper import wide_backward as gluon
+        else:
+            from sagesim_kernels.hopper import backward as gluon
         gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)
     else:
         if operands is None:

@@ -53,8 +53,7 @@ def forward(
     if hopper.serves(problem):
         from sagesim_kernels.hopper import forward as gluon
 
-        operands = OperandCache(problem, stored=hopper.has_to_copy(problem, queries=False))
-        operands.quantize(*_FORWARD)
+        operands = hopper.prepare_forward(problem)
         gluon.launch_forward(problem, operands, o, lse2)
     else:
         operands = OperandCache(problem) if operands is None else operands
@@ -119,8 +118,7 @@ def backward(
         assert o is not None
         stored = hopper.has_to_copy(problem, queries=True)
         operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
-        operands.quantize(*_BACKWARD)
-        gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)
+        gluon.launch_backward(problem, operands, o, statistics, d_lse_rows, grads)
     else:
         if operands is None:
             operands = OperandCache(problem, do, k_mean=result.k_mean)

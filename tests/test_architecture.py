@@ -52,7 +52,11 @@ FLOORS: dict[str, set[str]] = {
     "sagesim.fuzzing": {"sagesim.spec", "sagesim.problem", "sagesim.emulator"},
     "sagesim_kernels.target": set(),
     "sagesim_kernels.interpreter": set(),
-    "sagesim_kernels.launch_plans": {"sagesim_kernels.interpreter"},
+    "sagesim_kernels.compiled_launch": set(),
+    "sagesim_kernels.launch_plans": {
+        "sagesim_kernels.compiled_launch",
+        "sagesim_kernels.interpreter",
+    },
     "sagesim_kernels.operands": {
         "sagesim.spec",
         "sagesim.problem",

@@ -33,7 +33,9 @@ PREPARATION: Final = {
     "row_stats_kernel": "delta",
     "key_bounds_kernel": "units of dq",
     "units_kernel": "units of dq",
-    "hopper_preprocess": "delta",
+    "prepare_forward_kernel": "quantizing",
+    "prepare_keys_kernel": "units of dq",
+    "prepare_queries_kernel": "delta",
     "natural_lse_kernel": "logsumexp",
     "logit_shift_kernel": "smoothing",
 }

@@ -4,6 +4,7 @@ Importing this package does not import the kernels. Gluon is experimental, so `d
 them when it launches one.
 """
 
+from sagesim_kernels.hopper.preparation import prepare_forward
 from sagesim_kernels.hopper.support import (
     CHANNELS,
     has_dead_keys,
@@ -13,4 +14,12 @@ from sagesim_kernels.hopper.support import (
     serves,
 )
 
-__all__ = ["CHANNELS", "has_dead_keys", "has_dead_queries", "has_to_copy", "is_hopper", "serves"]
+__all__ = [
+    "CHANNELS",
+    "has_dead_keys",
+    "has_dead_queries",
+    "has_to_copy",
+    "is_hopper",
+    "prepare_forward",
+    "serves",
+]

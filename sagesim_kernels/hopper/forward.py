@@ -154,6 +154,8 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
     """Fill o and lse2 with the output and the logsumexp in base 2.
 
     Args:
+        problem: the call.
+        operands: those of `prepare_forward`.
         o: [sequences, heads, n_q, d], any strides.
         lse2: float32 [sequences, heads, n_q].
     """

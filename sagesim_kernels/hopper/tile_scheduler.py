@@ -39,6 +39,14 @@ _MANY_WAVES: Final = 64
 _FEWEST_HEADS: Final = 4
 """With fewer heads, the query heads of a group are divided among programs of the backward."""
 
+_MOST_QUERY_HEADS: Final = 4
+"""Programs with more query heads are long, so that some end late. While one of them is at its first
+head, another is at its last: their queries do not stay in the cache together."""
+
+_SHARING: Final = 4
+"""Programs of one head that should run at the same time in the backward: each query that one of
+them loads, and each sum of dQ, is in the cache for the others."""
+
 _NEARLY_BALANCED: Final = 1.01
 """Fewer heads in a group pay for an imbalance up to this factor."""
 
@@ -93,13 +101,14 @@ def _most_steps(steps: NDArray[np.int64], heads: int, programs: int, heads_per_g
 def query_heads_per_program(heads: int, groups: int) -> int:
     """Return how many query heads of a group a program of the backward computes.
 
-    All of them, unless there are so few heads of K and V that their programs would not keep a GPU
-    busy. The choice decides in which order dK and dV are added up. So it depends on nothing but the
-    numbers of heads: a sequence gives the same bytes in every batch.
+    At most `_MOST_QUERY_HEADS`, and fewer if there are so few heads of K and V that their programs
+    would not keep a GPU busy. The choice decides in which order dK and dV are added up. So it
+    depends on nothing but the numbers of heads: a sequence gives the same bytes in every batch.
 
     heads: heads of K and V of a sequence. groups: query heads for each of them.
     """
-    divisors = [n for n in range(groups, 0, -1) if groups % n == 0]
+    most = min(groups, _MOST_QUERY_HEADS)
+    divisors = [n for n in range(most, 0, -1) if groups % n == 0]
     return next((n for n in divisors if heads * groups // n >= _FEWEST_HEADS), 1)
 
 
@@ -128,9 +137,9 @@ def choose_backward_heads(
     if offset is not None:
         begin = np.clip(np.arange(0, n_k, keys) - offset, 0, n_q) // _BLOCK
     steps = (groups * np.maximum(-(-n_q // _BLOCK) - begin, 0) + _OVERHEAD).tolist()
-    candidates = [enough]
-    while candidates[-1] < heads:
-        candidates.append(min(2 * candidates[-1], heads))
+    candidates, most = [enough], min(multiprocessors // _SHARING, heads)
+    while 2 * candidates[-1] <= most:
+        candidates.append(2 * candidates[-1])
     ends = [_end_of(steps, heads, n, multiprocessors) for n in candidates]
     limit = _NEARLY_BALANCED * min(ends)
     return next(n for n, end in zip(candidates, ends, strict=True) if end <= limit)

@@ -51,8 +51,10 @@ def forward(
         )
     lse2 = torch.empty(rows, dtype=torch.float32, device=o.device)
     if hopper.serves(problem):
-        from sagesim_kernels.hopper import forward as gluon
-
+        if hopper.is_wide(problem):
+            from sagesim_kernels.hopper import wide_forward as gluon
+        else:
+            from sagesim_kernels.hopper import forward as gluon
         operands = hopper.prepare_forward(problem)
         gluon.launch_forward(problem, operands, o, lse2)
     else:
@@ -113,12 +115,14 @@ def backward(
     statistics = RowStatistics(Rows.of(lse2), Rows.of(delta))
     d_lse_rows = None if d_lse is None else Rows.of(d_lse.contiguous())
     if hopper.serves(problem):
-        from sagesim_kernels.hopper import backward as gluon
-
         assert o is not None
         stored = hopper.has_to_copy(problem, queries=True)
         operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
-        gluon.launch_backward(problem, operands, o, statistics, d_lse_rows, grads)
+        if hopper.is_wide(problem):
+            from sagesim_kernels.hopper import wide_backward as gluon
+        else:
+            from sagesim_kernels.hopper import backward as gluon
+        gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)
     else:
         if operands is None:
             operands = OperandCache(problem, do, k_mean=result.k_mean)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import experiment
 import pretraining
 import promises
 import records
@@ -414,6 +415,8 @@ def mutations() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "delta_or_scales": experiment.arms,
+    "leak": experiment.leak,
     "pretraining": pretraining.finals,
     "pretraining_outcome": pretraining.outcome,
     "pretraining_settings": pretraining.settings,

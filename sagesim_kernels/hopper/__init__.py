@@ -11,6 +11,7 @@ from sagesim_kernels.hopper.support import (
     has_dead_queries,
     has_to_copy,
     is_hopper,
+    is_wide,
     serves,
 )
 
@@ -20,6 +21,7 @@ __all__ = [
     "has_dead_queries",
     "has_to_copy",
     "is_hopper",
+    "is_wide",
     "prepare_forward",
     "serves",
 ]

@@ -42,6 +42,7 @@ def launch_backward(
     problem: KernelProblem,
     operands: OperandCache,
     o: Tensor,
+    do: Tensor,
     statistics: RowStatistics,
     d_lse: Rows | None,
     grads: Gradients,
@@ -51,7 +52,7 @@ def launch_backward(
     Args:
         problem: the call.
         operands: its operands, of which none was rounded yet.
-        o: [sequences, heads, n_q, d], any strides.
+        o, do: [sequences, heads, n_q, d], any strides.
         statistics: lse2 of the forward; delta is written.
         d_lse: the gradient of the logsumexp, or None.
         grads: [sequences, heads, tokens, d] each, any strides.
@@ -61,7 +62,7 @@ def launch_backward(
     dq_sums = DqSums.by_tma(problem, channels)
     tokens_q = dq_sums.tokens
     row_stats = dq.new_empty(dq.shape[1] * tokens_q * 4, dtype=torch.float32)
-    prepare_backward(problem, operands, o, statistics, d_lse, dq_sums, row_stats, tile=_TILE_K)
+    prepare_backward(problem, operands, o, do, statistics, d_lse, dq_sums, row_stats, tile=_TILE_K)
     q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
     q16, v16 = operands.get("dk", "q"), operands.get("dp", "v")
     do16 = operands.get("dp", "do")

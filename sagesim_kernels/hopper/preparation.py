@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim_kernels.hopper.support import has_to_copy
+from sagesim_kernels.hopper.support import has_to_copy, is_wide
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     DTYPES,
@@ -203,7 +203,8 @@ def prepare_queries_kernel(
 def prepare_forward(problem: KernelProblem) -> OperandCache:
     """Return the operands of a forward. Q and K are codes; K is smoothed if the spec says so."""
     spec, sequences, stored = problem.spec, problem.sequences, has_to_copy(problem, queries=False)
-    if not spec.smoothing.k or problem.longest_k > _MOST_KEYS:
+    is_long = problem.longest_k > _MOST_KEYS
+    if not spec.smoothing.k or is_long or is_wide(problem):
         operands = OperandCache(problem, stored=stored)
         operands.quantize("qk")
         return operands
@@ -239,6 +240,7 @@ def prepare_backward(
     problem: KernelProblem,
     operands: OperandCache,
     o: Tensor,
+    do: Tensor,
     statistics: RowStatistics,
     d_lse: Rows | None,
     dq_sums: DqSums,
@@ -255,8 +257,6 @@ def prepare_backward(
     matmul = spec.qk_recompute
     dtype: tl.constexpr = tl.constexpr(_TYPES[DTYPES[spec.dp.precision]])
     (q8, q), (k8, k) = (operands.reserve("qk_recompute", x) for x in ("q", "k"))
-    do = operands.tensors["do"]
-    assert do is not None
     d, d_v = k.x.shape[3], problem.v.shape[3]
     block_q, block_k = spec.block_q, spec.block_k
     bounds = KeyBounds.empty(problem, tile)

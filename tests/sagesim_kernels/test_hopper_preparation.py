@@ -133,7 +133,7 @@ def check(
         operands = OperandCache(problem, do, k_mean=mean)
         if is_fused:
             row_stats = filled((4 * sums.tokens * 4,))
-            prepare_backward(problem, operands, o, statistics, d_lse, sums, row_stats, tile=64)
+            prepare_backward(problem, operands, o, do, statistics, d_lse, sums, row_stats, tile=64)
             check_row_stats(row_stats, statistics, sums, operands, problem)
         else:
             operands.quantize("qk_recompute")

@@ -55,7 +55,8 @@ def forward(
 
         operands = OperandCache(problem, stored=hopper.has_to_copy(problem, queries=False))
         operands.quantize(*_FORWARD)
-        gluon.launch_forward(problem, operands, o, lse2)
+        sink2 = sink_logits(problem, _shift(problem, operands))
+        gluon.launch_forward(problem, operands, o, lse2, sink2=sink2)
     else:
         operands = OperandCache(problem) if operands is None else operands
         operands.quantize(*_FORWARD)
@@ -120,7 +121,13 @@ def backward(
         stored = hopper.has_to_copy(problem, queries=True)
         operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
         operands.quantize(*_BACKWARD)
-        gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)
+        sink2 = sink_logits(problem, _shift(problem, operands))
+        p_sink = None if sink2 is None else sink_probabilities(sink2, lse2)
+        gluon.launch_backward(
+            problem, operands, o, do, statistics, d_lse_rows, grads, p_sink=p_sink
+        )
+        if p_sink is not None:
+            return sink_gradient(problem, p_sink, delta), delta
     else:
         if operands is None:
             operands = OperandCache(problem, do, k_mean=result.k_mean)

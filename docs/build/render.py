@@ -441,6 +441,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "smollm2_budget": smollm2.budget,
     "smollm2_interpreted": smollm2.interpreted,
     "smollm2_speed": smollm2.speed,
+    "smollm2_speed_line": smollm2.speed_line,
     "smollm2_capture": smollm2.captured,
     "smollm2_gains": smollm2.captured_gains,
     "cost_cpu": lambda: cost("cost_cpu"),

@@ -468,6 +468,16 @@ def test_tokens_outside_the_mask_have_no_influence(mask, lengths, d):
 
 
 @pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_a_query_without_keys_gets_no_nan_of_its_block(d):
+    c = kernel_case(torch.bfloat16, seed=6, n_q=333, n_k=100, d=d, heads=(2, 2))
+    c.k[..., 0, :] = math.nan
+    found = run_kernels(c, FACTORED_QK, **MASKS["lower_right"])
+    assert not bool(found.dq[..., :233, :].any()) and not bool(found.o[..., :233, :].any())
+    assert bool(found.dq[..., 233:, :].isnan().all())
+
+
+@pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("d", SIZES)
 def test_strides_do_not_change_any_bit(d):
     c = kernel_case(torch.bfloat16, seed=3, n_q=300, n_k=257, d=d, heads=(2, 4), is_causal=True)

@@ -168,19 +168,25 @@ _MOST_CALLS: Final = 1024
 
 
 def _signature(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, options: Any) -> Any:
-    """Return what checks of these arguments depend on; None if torch.compile has to see them."""
+    """Return what checks of these arguments depend on; None if they have to be checked each time.
+
+    torch.compile has to see the checks. Symbolic sizes, and options that are no numbers, have no
+    hash.
+    """
     if torch.compiler.is_compiling():
         return None
     of_tensors = (type(q), type(k), type(v), q.device, k.device, v.device, q.dtype, k.dtype)
-    return (*of_tensors, v.dtype, q.shape, k.shape, v.shape, id(spec), options)
+    signature = (*of_tensors, v.dtype, q.shape, k.shape, v.shape, id(spec), options)
+    try:
+        hash(signature)
+    except TypeError:
+        return None
+    return signature
 
 
 def _known_call(signature: Any) -> Call | None:
     """Return the call of a signature if it has been checked."""
-    try:
-        found = _calls.get(signature)
-    except TypeError:  # an option that is not hashable, which the checks will name
-        return None
+    found = _calls.get(signature)
     return None if found is None else found[1]
 
 

@@ -64,13 +64,11 @@ from sagesim_kernels.operands import (
 _TYPES: Final = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-_MOST_KEYS: Final = 2048
+_MOST_KEYS: Final = 512
 """With more keys, the programs that each smooth a head of K would end after all others."""
 
-_CHANNELS_OF_KEYS: Final = 16
-_CHANNELS_OF_QUERIES: Final = 8
-"""Channels of a head for each warp of a program. A multiprocessor holds the registers of more
-programs of `prepare_queries_kernel` that way; their loads take most of the time."""
+_CHANNELS_OF_A_WARP: Final = 16
+"""Channels of a head for each warp of a program."""
 
 _CHUNK: Final = 128
 """Keys whose sum is added to a mean in one step, as in `operands.means`."""
@@ -230,7 +228,7 @@ def prepare_forward(problem: KernelProblem) -> OperandCache:
         TokenBlocks.of(False, d, padded(d), spec.block_q),
         TokenBlocks.of(True, d, padded(d), spec.block_k),
         _CHUNK,
-        num_warps=padded(d) // _CHANNELS_OF_KEYS,
+        num_warps=padded(d) // _CHANNELS_OF_A_WARP,
         **LAUNCH,
     )
     return operands
@@ -275,7 +273,7 @@ def prepare_backward(
         TokenBlocks.of(True, d, padded(d), block_k),
         TokenBlocks.of(True, d_v, padded(d_v), block_k),
         dtype,
-        num_warps=padded(d) // _CHANNELS_OF_KEYS,
+        num_warps=padded(d) // _CHANNELS_OF_A_WARP,
         **LAUNCH,
     )
     grid = Grid(-(-problem.longest_q // block_q), q.x.shape[1], problem.sequences)
@@ -301,6 +299,6 @@ def prepare_backward(
         TokenBlocks.of(False, d_v, padded(d_v), block_q),
         KernelSizes.of(problem, block_q),
         dtype,
-        num_warps=padded(d) // _CHANNELS_OF_QUERIES,
+        num_warps=padded(d) // _CHANNELS_OF_A_WARP,
         **LAUNCH,
     )

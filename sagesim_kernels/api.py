@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -116,38 +116,86 @@ def attention(
                     "head size]"
                 )
         q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
-    check_call(q, k, v, spec, enable_gqa=enable_gqa)
-    check_window(window)
-    check_alignment(causal_alignment, window, q.shape[-2], k.shape[-2])
-    check_key_padding(key_mask, seqused_k, q, k)
-    check_sinks(sinks, q)
-    check_softcap(softcap)
-    if key_mask is not None:
-        key_mask = key_mask.reshape(-1, k.shape[-2])
-    call = Call(
-        sinks=sinks,
-        key_mask=key_mask,
-        seqused_k=None if seqused_k is None else seqused_k.reshape(-1),
-        cu_q=None,
-        cu_k=None,
-        longest_q=None,
-        longest_k=None,
-        spec=label_of(spec),
-        scale=logit_scale(q, scale),
-        is_causal=is_causal,
-        lower_right=causal_alignment == "lower_right",
-        left=window[0],
-        right=window[1],
-        softcap=softcap,
-        tokens_first=tokens_first,
+    signature = call = None
+    if key_mask is None and seqused_k is None and sinks is None:
+        options = (is_causal, causal_alignment, window, softcap, scale, enable_gqa, tokens_first)
+        signature = _signature(q, k, v, spec, options)
+        call = None if signature is None else _known_call(signature)
+    if call is None:
+        check_call(q, k, v, spec, enable_gqa=enable_gqa)
+        check_window(window)
+        check_alignment(causal_alignment, window, q.shape[-2], k.shape[-2])
+        check_key_padding(key_mask, seqused_k, q, k)
+        check_sinks(sinks, q)
+        check_softcap(softcap)
+        if key_mask is not None:
+            key_mask = key_mask.reshape(-1, k.shape[-2])
+        call = Call(
+            sinks=sinks,
+            key_mask=key_mask,
+            seqused_k=None if seqused_k is None else seqused_k.reshape(-1),
+            cu_q=None,
+            cu_k=None,
+            longest_q=None,
+            longest_k=None,
+            spec=label_of(spec),
+            scale=logit_scale(q, scale),
+            is_causal=is_causal,
+            lower_right=causal_alignment == "lower_right",
+            left=window[0],
+            right=window[1],
+            softcap=softcap,
+            tokens_first=tokens_first,
+        )
+        _remember_call(signature, spec, call)
+    o, lse = attend(
+        with_four_axes(q), with_four_axes(k), with_four_axes(v), call, with_lse=return_lse
     )
-    o, lse = attend(*(with_four_axes(x) for x in (q, k, v)), call, with_lse=return_lse)
     if q.ndim != 4:
         o = o.reshape(*q.shape[:-1], o.shape[-1])
         lse = None if lse is None else lse.reshape(q.shape[:-1])
     if tokens_first:
         o = o.transpose(-3, -2)
     return o if lse is None else (o, lse)
+
+
+_calls: Final[dict[Any, tuple[AttentionSpec, Call]]] = {}
+"""Signature of a call without tensors besides q, k and v -> its spec, which keeps its id, and it.
+
+Such a call has been checked. To check it takes the host as long as a launch.
+"""
+_MOST_CALLS: Final = 1024
+
+
+def _signature(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, options: Any) -> Any:
+    """Return what checks of these arguments depend on; None if they have to be checked each time.
+
+    torch.compile has to see the checks. Symbolic sizes, and options that are no numbers, have no
+    hash.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    of_tensors = (type(q), type(k), type(v), q.device, k.device, v.device, q.dtype, k.dtype)
+    signature = (*of_tensors, v.dtype, q.shape, k.shape, v.shape, id(spec), options)
+    try:
+        hash(signature)
+    except TypeError:
+        return None
+    return signature
+
+
+def _known_call(signature: Any) -> Call | None:
+    """Return the call of a signature if it has been checked."""
+    found = _calls.get(signature)
+    return None if found is None else found[1]
+
+
+def _remember_call(signature: Any, spec: AttentionSpec, call: Call) -> None:
+    if signature is None:
+        return
+    if len(_calls) >= _MOST_CALLS:
+        _calls.clear()
+    _calls[signature] = spec, call
 
 
 def attention_varlen(

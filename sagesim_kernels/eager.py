@@ -31,19 +31,22 @@ def attend(
     if _is_traced(q, k, v):
         o, lse, _, _ = forward_op(q, k, v, *call, with_lse)
         return o, lse if with_lse else None
-    if torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, call.sinks)
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (call.sinks is not None and call.sinks.requires_grad)
     ):
         return _Attention.apply(q, k, v, call.sinks, call, with_lse)
     result = run_forward(q, k, v, call, with_lse=with_lse)
     return result.o, result.lse
 
 
-def _is_traced(*tensors: Tensor) -> bool:
+def _is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether something has to see the operators."""
     return (
         torch.compiler.is_compiling()
-        or any(type(x) not in _PLAIN for x in tensors)
+        or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
         or _python_dispatch._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
     )

@@ -15,7 +15,7 @@ A recorded function must not read numbers of tensors on the host, and must not k
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from triton.runtime import driver
 
+from sagesim_kernels.compiled_launch import Descriptor, launcher_of
 from sagesim_kernels.interpreter import IS_INTERPRETED, interpret
 
 Tensors = tuple[Tensor | None, ...]
@@ -107,9 +108,8 @@ class _Place(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def of(self, memories: list[Any]) -> Tensor:
-        """Return the tensor at this place of a call's memories, which are tensors."""
-        memory = memories[self.memory]
+    def of(self, memory: Tensor) -> Tensor:
+        """Return the tensor at this place of a call's memory, which is a tensor."""
         if self.offset == 0 and self[2:] == (memory.dtype, memory.shape, memory.stride()):
             return memory
         start = memory.storage_offset() * memory.element_size() + self.offset
@@ -129,35 +129,16 @@ class _Operation(NamedTuple):
     """An operation of PyTorch."""
 
     run: Any
-    args: Callable[[list[Any]], tuple[Any, ...]]  #: makes the arguments of the memories
+    args: Any
     results: tuple[int, ...]  #: the memories that it makes
 
 
 class _Launch(NamedTuple):
     """A launch of a kernel."""
 
-    run: Any
-    args: Callable[[list[Any]], tuple[Any, ...]]
-    """Makes the arguments of the memories' addresses; for the interpreter, of the memories."""
-
-
-class _Address:
-    """Memory, as far as a TMA descriptor asks."""
-
-    __slots__ = ("_address",)
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    def data_ptr(self) -> int:
-        return self._address
-
-
-def _describe(kind: type, fields: dict[str, Any], address: int) -> Any:
-    """Return a TMA descriptor with these fields, of the memory at an address."""
-    descriptor = object.__new__(kind)
-    descriptor.__dict__.update(fields, base=_Address(address))
-    return descriptor
+    run: Any  #: takes the stream, if the kernel is compiled, and the arguments
+    args: Any
+    takes_addresses: bool  #: of memory, as compiled kernels do, in place of tensors
 
 
 class _Recorder(TorchDispatchMode):
@@ -167,6 +148,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.steps: list[_Operation | _Launch] = []
         self.memories: list[_Memory] = []
+        self.inputs = [x is not None for x in inputs]
         self._places: dict[int, _Place] = {}
         self._alive: list[Tensor] = []  # so that no other tensor gets the id of one in _places
         for x in inputs:
@@ -185,53 +167,27 @@ class _Recorder(TorchDispatchMode):
     ) -> None:
         if compiled is None:  # Triton's interpreter compiles nothing
 
-            def run(*args: Any, stream: int | None) -> None:
+            def run(*args: Any) -> None:
                 interpret(kernel, programs, args, options)
 
-            self.steps.append(_Launch(run, self._maker(args, of_addresses=False)))
+            self.steps.append(_Launch(run, self._placed(args), takes_addresses=False))
         else:
             bound = kernel.signature.bind(*args)
             bound.apply_defaults()
-            args = tuple(bound.arguments.values())
-            # Not compiled[programs], which prepares data for Triton's hooks at every launch.
-            handles = (compiled.function, compiled.packed_metadata, None, None, None)
+            run, args = launcher_of(compiled, programs, tuple(bound.arguments.values()))
+            self.steps.append(_Launch(run, self._placed(args), takes_addresses=True))
 
-            def run(*args: Any, stream: int | None) -> None:
-                compiled.run(*programs, 1, 1, stream, *handles, *args)
-
-            self.steps.append(_Launch(run, self._maker(args, of_addresses=True)))
-
-    def _maker(self, args: Any, *, of_addresses: bool) -> Callable[[list[Any]], Any]:
-        """Return a function that makes arguments, of addresses or of memories.
-
-        It is compiled, because it runs at every launch: one expression is faster than a walk
-        through the arguments.
-        """
-        constants: list[Any] = []
-
-        def name(x: Any) -> str:
-            constants.append(x)
-            return f"c[{len(constants) - 1}]"
-
-        def source(x: Any) -> str:
-            if isinstance(x, Tensor):
-                place = self.place(x)
-                if of_addresses:
-                    return f"a[{place.memory}]+{place.offset}"
-                return f"{name(place)}.of(a)"
-            if isinstance(x, list):
-                return f"[{', '.join(map(source, x))}]"
-            if isinstance(x, tuple):
-                fields = f"({''.join(f'{source(field)},' for field in x)})"
-                is_plain = of_addresses or type(x) is tuple
-                return fields if is_plain else f"new({name(type(x))}, {fields})"
-            if isinstance(getattr(x, "base", None), Tensor):  # a TMA descriptor
-                fields = name({**vars(x), "base": None})
-                return f"describe({name(type(x))}, {fields}, {source(x.base)})"
-            return name(x)
-
-        code = f"lambda a: {source(tuple(args))}"
-        return eval(code, {"c": constants, "describe": _describe, "new": tuple.__new__})
+    def _placed(self, x: Any) -> Any:
+        """Return arguments with the places of tensors in place of the tensors."""
+        if isinstance(x, Tensor):
+            return self.place(x)
+        if isinstance(x, Descriptor):
+            return x._replace(base=self.place(x.base))
+        if isinstance(x, list):
+            return [self._placed(each) for each in x]
+        if isinstance(x, tuple):
+            return tuple.__new__(type(x), map(self._placed, x))
+        return x
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -251,7 +207,7 @@ class _Recorder(TorchDispatchMode):
         is_view = not made and not func._schema.is_mutable
         if start == "result" and not is_view:
             run = partial(func, **kwargs)
-            self.steps.append(_Operation(run, self._maker(args, of_addresses=False), tuple(made)))
+            self.steps.append(_Operation(run, self._placed(args), tuple(made)))
         return result
 
     def _add_memory(self, x: Tensor, start: str) -> None:
@@ -271,66 +227,140 @@ def _share_memory(x: Tensor, y: Tensor) -> bool:
 class Plan:
     """The steps of a call, and the memory that they need.
 
-    Memory that is not returned lies in two allocations, of which one starts with zeros.
+    Memory that is not returned lies in one allocation, which may start with zeros. The steps are
+    compiled to one function of Python: a walk through them would take longer than the launches.
     """
 
     def __init__(self, recorder: _Recorder, outputs: Tensors, device: torch.device) -> None:
-        self._steps, self._device = recorder.steps, device
-        self._memories = len(recorder.memories)
-        self._is_interpreted = device.type == "cpu"
-        self._needs_tensors = self._is_interpreted or any(
-            isinstance(step, _Operation) for step in self._steps
-        )
-        self._outputs = [None if x is None else recorder.place(x) for x in outputs]
-        self._returned: list[_Place] = []
-        for x in self._outputs:
+        places = [None if x is None else recorder.place(x) for x in outputs]
+        returned: dict[int, _Place] = {}
+        for x in places:
             if x is not None and recorder.memories[x.memory].start == "anything":
-                self._returned.append(x)
-        known = {x.memory for x in self._returned}
-        assert len(known) == len(self._returned), "two outputs share memory"
-        self._inner: list[tuple[int, int, int]] = []  # memory, its first byte, its bytes
-        first = 0
-        for start in ("zeros", "anything"):
-            for i, memory in enumerate(recorder.memories):
-                if memory.start == start and i not in known:
-                    self._inner.append((i, first, memory.size))
-                    first += -(-memory.size // _ALIGNMENT) * _ALIGNMENT
-            if start == "zeros":
-                self._zeros = first
-        self._bytes = first
+                assert x.memory not in returned, "two outputs share memory"
+                returned[x.memory] = x
+        self._run = _compile(recorder, returned, places, device)
 
     def __call__(self, tensors: Tensors) -> Tensors:
         """Repeat the steps with these inputs."""
-        device = self._device
-        memories: list[Any] = [*tensors, *(None,) * (self._memories - len(tensors))]
-        for memory, _, dtype, shape, stride in self._returned:
-            memories[memory] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        inner = torch.empty(self._bytes, dtype=torch.uint8, device=device)
-        if self._zeros:
-            inner[: self._zeros].zero_()
-        if self._needs_tensors:
-            for memory, first, size in self._inner:
-                memories[memory] = inner[first : first + size]
-        found = memories
-        stream = None
-        addresses: list[int] = []
-        if not self._is_interpreted:
-            found = addresses = [0 if x is None else x.data_ptr() for x in memories]
-            start = inner.data_ptr()
-            for memory, first, _ in self._inner:
-                addresses[memory] = start + first
-            active: Any = driver.active
-            stream = active.get_current_stream(device.index)
-        for step in self._steps:
-            if isinstance(step, _Launch):
-                step.run(*step.args(found), stream=stream)
-            else:
-                result = step.run(*step.args(memories))
-                for memory, x in zip(step.results, tree_leaves(result), strict=False):
-                    memories[memory] = x
-                    if addresses:
-                        addresses[memory] = x.data_ptr()
-        return tuple(None if x is None else x.of(memories) for x in self._outputs)
+        return self._run(tensors)
+
+
+def _compile(
+    recorder: _Recorder,
+    returned: dict[int, _Place],
+    outputs: Sequence[_Place | None],
+    device: torch.device,
+) -> Callable[[Tensors], Tensors]:
+    """Return a function that repeats the recorded steps.
+
+    Its variables are m0, m1, ...: the call's memories as tensors, and a0, a1, ...: their addresses.
+
+    returned: the memories that are made, and that outputs use.
+    """
+    takes_addresses = any(isinstance(x, _Launch) and x.takes_addresses for x in recorder.steps)
+    takes_tensors = any(not (isinstance(x, _Launch) and x.takes_addresses) for x in recorder.steps)
+    source = _Source(recorder.inputs)
+    for i, (_, _, dtype, shape, stride) in returned.items():
+        new = partial(torch.empty_strided, shape, stride, dtype=dtype, device=device)
+        source.lines.append(f"m{i} = {source.constant(new)}()")
+    inner = [(i, x) for i, x in enumerate(recorder.memories) if i not in returned]
+    starts: dict[int, tuple[int, int]] = {}  # a memory's first byte in the allocation, its bytes
+    end = zeros = 0
+    for start in ("zeros", "anything"):
+        for i, memory in inner:
+            if memory.start == start:
+                starts[i] = end, memory.size
+                end += -(-memory.size // _ALIGNMENT) * _ALIGNMENT
+        if start == "zeros":
+            zeros = end
+    if starts:
+        new, options = source.constant(torch.empty), f"device={source.constant(device)}"
+        source.lines.append(
+            f"inner = {new}({end}, dtype={source.constant(torch.uint8)}, {options})"
+        )
+    if zeros:
+        source.lines.append(f"inner[:{zeros}].zero_()")
+    if takes_tensors:
+        source.lines += [f"m{i} = inner[{x}:{x + n}]" for i, (x, n) in starts.items()]
+    if takes_addresses:
+        known = [i for i, x in enumerate(recorder.inputs) if x]
+        source.lines += [f"a{i} = m{i}.data_ptr()" for i in (*known, *returned)]
+        if starts:
+            source.lines.append("start = inner.data_ptr()")
+        source.lines += [f"a{i} = start + {x}" for i, (x, _) in starts.items()]
+        active: Any = driver.active
+        stream = source.constant(active.get_current_stream)
+        source.lines.append(f"stream = {stream}({device.index})")
+    for step in recorder.steps:
+        run = source.constant(step.run)
+        if isinstance(step, _Operation):
+            made = "".join(f"m{i}, " for i in step.results) or "_, "
+            leaves = source.constant(_results)
+            args = source.arguments(step.args, of_addresses=False)
+            source.lines.append(f"{made} = {leaves}({run}({args}), {len(step.results)})")
+            if takes_addresses:
+                source.lines += [f"a{i} = m{i}.data_ptr()" for i in step.results]
+        else:
+            args = source.arguments(step.args, of_addresses=step.takes_addresses)
+            source.lines.append(f"{run}({'stream, ' if step.takes_addresses else ''}{args})")
+    places = (None if x is None else source.expression(x, of_addresses=False) for x in outputs)
+    return source.function("".join(f"{x}, " for x in places))
+
+
+def _results(result: Any, count: int) -> Sequence[Any]:
+    """Return the first tensors of an operation's result; something if there is none."""
+    return tree_leaves(result)[:count] if count else (None,)
+
+
+class _Source:
+    """Lines of a function of Python, and the constants that they use."""
+
+    def __init__(self, inputs: Sequence[bool]) -> None:
+        self.lines = ["".join(f"m{i}, " for i in range(len(inputs))) + "= tensors"]
+        self._constants: dict[str, Any] = {"new": tuple.__new__}
+
+    def constant(self, x: Any) -> str:
+        """Return the name of a constant."""
+        name = f"c{len(self._constants)}"
+        self._constants[name] = x
+        return name
+
+    def arguments(self, args: Any, *, of_addresses: bool) -> str:
+        return ", ".join(self.expression(x, of_addresses=of_addresses) for x in args)
+
+    def expression(self, x: Any, *, of_addresses: bool) -> str:
+        """Return an expression for an argument with places; see `_Recorder._placed`.
+
+        of_addresses: a place is an address, and a tuple of any type is a plain one.
+        """
+        if isinstance(x, _Place):
+            if of_addresses:
+                return f"a{x.memory} + {x.offset}" if x.offset else f"a{x.memory}"
+            return f"{self.constant(x.of)}(m{x.memory})"
+        if isinstance(x, Descriptor):
+            base = self.expression(x.base, of_addresses=True)
+            return f"*{self.constant(x.cached())}({base})"
+        if isinstance(x, list):
+            return f"[{self.arguments(x, of_addresses=of_addresses)}]"
+        if isinstance(x, tuple) and _has_place(x):
+            fields = "".join(f"{self.expression(y, of_addresses=of_addresses)}, " for y in x)
+            is_plain = of_addresses or type(x) is tuple
+            return f"({fields})" if is_plain else f"new({self.constant(type(x))}, ({fields}))"
+        return self.constant(x)
+
+    def function(self, result: str) -> Callable[[Tensors], Tensors]:
+        """Return the function of these lines."""
+        body = "".join(f"    {line}\n" for line in (*self.lines, f"return ({result})"))
+        names = dict(self._constants)
+        exec(f"def run(tensors):\n{body}", names)
+        return names["run"]
+
+
+def _has_place(x: Any) -> bool:
+    """Whether there is a place in an argument."""
+    if isinstance(x, (_Place, Descriptor)):
+        return True
+    return isinstance(x, (list, tuple)) and any(map(_has_place, x))
 
 
 def _record(function: Function, tensors: Tensors, options: Any) -> tuple[Tensors, Plan]:

@@ -52,7 +52,11 @@ FLOORS: dict[str, set[str]] = {
     "sagesim.fuzzing": {"sagesim.spec", "sagesim.problem", "sagesim.emulator"},
     "sagesim_kernels.target": set(),
     "sagesim_kernels.interpreter": set(),
-    "sagesim_kernels.launch_plans": {"sagesim_kernels.interpreter"},
+    "sagesim_kernels.compiled_launch": set(),
+    "sagesim_kernels.launch_plans": {
+        "sagesim_kernels.compiled_launch",
+        "sagesim_kernels.interpreter",
+    },
     "sagesim_kernels.operands": {
         "sagesim.spec",
         "sagesim.problem",
@@ -357,7 +361,8 @@ def test_other_rooms_see_only_the_face():
         for name in names
         if room_of(name) in FACES and room_of(module) != room_of(name) != name
     }
-    kernels = {f"sagesim_kernels.hopper.{which}" for which in ("forward", "backward")}
+    passes = ("forward", "backward", "wide_forward", "wide_backward")
+    kernels = {f"sagesim_kernels.hopper.{which}" for which in passes}
     assert past == {("sagesim_kernels.dispatch", name) for name in kernels}
 
 

@@ -11,13 +11,23 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 def of_models() -> dict[str, Any] | None:
-    """The record with the part "models"; None if there is none.
+    """The record with the part "models"; None if there is none."""
+    return _of_part("models")
 
-    It is bench.json, or bench_models.json if the part was measured in a run of its own.
+
+def of_masks() -> dict[str, Any] | None:
+    """The record with the part "masks"; None if there is none."""
+    return _of_part("masks")
+
+
+def _of_part(part: str) -> dict[str, Any] | None:
+    """The record with a part.
+
+    It is bench.json, or bench_PART.json if the part was measured in a run of its own.
     """
-    for name in ("bench.json", "bench_models.json"):
+    for name in ("bench.json", f"bench_{part}.json"):
         if (DATA / name).exists():
             document = read(DATA / name)
-            if any(case["part"] == "models" for case in document["cases"].values()):
+            if any(case["part"] == part for case in document["cases"].values()):
                 return document
     return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sagesim.spec import FACTORED, SITES, AttentionSpec, Precision, with_precision
+from sagesim_kernels.bench.masks import MaskCase, mask_cases
 from sagesim_kernels.bench.models import (
     MODEL_SPECS,
     ModelCase,
@@ -101,7 +102,7 @@ class CaptureCase:
     key: str = "accuracy llama"
 
 
-Case = TimedCase | ModelCase | TrainingCase | GaussianCase | CaptureCase
+Case = TimedCase | ModelCase | MaskCase | TrainingCase | GaussianCase | CaptureCase
 
 
 def payoff_spec(sites: str) -> AttentionSpec:
@@ -121,7 +122,7 @@ def payoff_labels() -> tuple[str, ...]:
 
 
 def all_cases(specs: Sequence[str]) -> list[Case]:
-    """All cases: speed at every shape, each site in INT8 and in 16 bit, errors, and models."""
+    """All cases: speed at every shape, each site in INT8 and in 16 bit, errors, models, masks."""
     timed = _unique(*specs, *PEERS)
     payoff = (*payoff_labels(), PEERS[0])
     everyone = _unique(*specs, *MODEL_SPECS, *payoff_labels(), *PEERS)
@@ -131,6 +132,7 @@ def all_cases(specs: Sequence[str]) -> list[Case]:
         *(GaussianCase(sigma, *s, everyone) for s in _SHAPES for sigma in SIGMAS),
         CaptureCase(everyone),
         *model_cases(),
+        *mask_cases(),
         *training_cases(),
     ]
 

@@ -7,6 +7,7 @@ from typing import Any
 from sagesim_kernels.bench import tables
 from sagesim_kernels.bench.cases import PASSES, SIGMAS
 from sagesim_kernels.bench.machine import foreign
+from sagesim_kernels.bench.mask_tables import mask_tables
 from sagesim_kernels.bench.model_tables import model_tables
 
 
@@ -32,7 +33,7 @@ def every_table(document: dict[str, Any]) -> list[tables.Table]:
         found += [make(document, panel, which) for which in PASSES for panel in timed]
     if timed:
         found += [tables.ranges(document, which) for which in PASSES]
-    found += model_tables(document)
+    found += model_tables(document) + mask_tables(document)
     code = foreign(document)
     if code is not None:
         found = [table._replace(title=f"{table.title} ({code})") for table in found]

@@ -16,6 +16,8 @@ from sagesim_kernels.bench.accuracy import distance, errors, mean_errors, proble
 from sagesim_kernels.bench.cases import PASSES, Case, TimedCase
 from sagesim_kernels.bench.contenders import Contender, contender, is_grouped, reason
 from sagesim_kernels.bench.jobs import by_job
+from sagesim_kernels.bench.mask_steps import mask_contender, mask_step
+from sagesim_kernels.bench.masks import MaskCase
 from sagesim_kernels.bench.meter import Elapsed, Meter
 from sagesim_kernels.bench.models import ModelCase, TrainingCase
 from sagesim_kernels.bench.record import Record
@@ -80,8 +82,11 @@ def run(
             lost = dict(record.lost(case.key))
             check = _DeviceCheck(record, case.key, setup.meter)
             names = [name for name in case.contenders if name not in lost]
-            contenders = [find(name) for name in names]
-            if isinstance(case, TimedCase | ModelCase):
+            if isinstance(case, MaskCase):
+                contenders = [mask_contender(name, case) for name in names]
+            else:
+                contenders = [find(name) for name in names]
+            if isinstance(case, TimedCase | ModelCase | MaskCase):
                 result = _timed(case, contenders, setup, check, lost)
             elif isinstance(case, TrainingCase):
                 result = _trained(case, contenders, setup, check, lost)
@@ -113,7 +118,7 @@ class _DeviceCheck:
 
 
 def _timed(
-    case: TimedCase | ModelCase,
+    case: TimedCase | ModelCase | MaskCase,
     contenders: Sequence[Contender],
     setup: Setup,
     check: _DeviceCheck,
@@ -123,7 +128,10 @@ def _timed(
     steps: dict[str, Step] = {}
 
     def results(each: Contender) -> dict[str, Tensor]:
-        steps[each.name] = Step.of(each, problem)
+        if isinstance(case, MaskCase):
+            steps[each.name] = mask_step(each, case, problem)
+        else:
+            steps[each.name] = Step.of(each, problem)
         return steps[each.name].results()
 
     def warm_up(name: str) -> None:
@@ -146,6 +154,7 @@ def _timed(
         _add_loops(runs, both, "both", setup.meter, check, not_run)
     shape = case.shape
     _, kv_heads, keys, _ = shape.kv_size
+    flop = case.flop if isinstance(case, MaskCase) else shape.flop
     return {
         "part": case.part,
         "batch": shape.batch,
@@ -155,7 +164,7 @@ def _timed(
         "keys": keys,
         "head_dim": shape.head_dim,
         "is_causal": shape.is_causal,
-        "flop": {which: shape.flop(which) for which in PASSES},
+        "flop": {which: flop(which) for which in PASSES},
         "sm_clock_mhz": clock,
         "runs": {name: runs[name] for name in case.contenders if name in runs},
         "not_run": not_run,

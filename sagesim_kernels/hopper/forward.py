@@ -23,7 +23,8 @@ from sagesim_kernels.hopper.forward_structures import (
     StoredScales,
     TileScheduler,
 )
-from sagesim_kernels.hopper.forward_warps import BLOCK, consume, produce
+from sagesim_kernels.hopper.forward_tiles import BLOCK
+from sagesim_kernels.hopper.forward_warps import consume, produce
 from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
@@ -58,6 +59,12 @@ class Config(NamedTuple):
 CONFIGS = {64: Config(4, 6, 112), 128: Config(3, 6, 160)}
 """By the channels of a tile."""
 
+MASKED_CONFIGS = {64: Config(3, 12, 160), 128: Config(3, 6, 160)}
+"""The same for windows with a limit on the left and for key masks.
+
+They mask more blocks, which takes registers, and have short loops, which end before new loads do.
+"""
+
 PRODUCER_REGISTERS = gl.constexpr(24)
 
 _UNSPECIALIZED = (
@@ -69,6 +76,8 @@ _UNSPECIALIZED = (
     "n_k",
     "heads",
     "groups",
+    "left",
+    "right",
     "longest_q",
     "heads_per_group",
     "tiles",
@@ -81,13 +90,14 @@ _UNSPECIALIZED = (
 # in a tuple.
 @gluon.jit(do_not_specialize=_UNSPECIALIZED)
 def hopper_forward(
-    q8, k8, v, q_scale, k_scale, q_tokens, k_tokens, o, lse2, lse2_stride_b, lse2_stride_h,
-    scale_log2, mask, n_q, n_k, heads, groups, longest_q, heads_per_group, tiles, programs,
-    DV: gl.constexpr, CONFIG: gl.constexpr, IS_COPIED: gl.constexpr,
+    q8, k8, v, q_scale, k_scale, q_tokens, k_tokens, o, lse2, lse2_stride_b, lse2_stride_h, sink2,
+    scale_log2, mask, n_q, n_k, left, right, heads, groups, longest_q, heads_per_group, tiles,
+    programs, DV: gl.constexpr, CONFIG: gl.constexpr, IS_COPIED: gl.constexpr,
 ):  # fmt: skip
-    """mask: `Lengths` without n_q and n_k. DV: channels of V and O.
+    """mask: `Lengths` without n_q, n_k, left and right. DV: channels of V and O.
 
-    IS_COPIED: whether V lies in padded storage.
+    sink2: the sinks in base 2, with the strides of lse2, or None. IS_COPIED: whether V lies in
+    padded storage.
     """
     D: gl.constexpr = q8.block_shape[1]
     CONSUMERS: gl.constexpr = CONFIG.consumers
@@ -120,10 +130,10 @@ def hopper_forward(
         n_k,
         mask.IS_CAUSAL,
         mask.LOWER_RIGHT,
-        None,
-        None,
-        None,
-        None,
+        left,
+        right,
+        mask.seqused_k,
+        mask.key_mask,
         None,
     )
     scheduler = TileScheduler(heads, groups, longest_q, heads_per_group, tiles, programs)
@@ -134,8 +144,8 @@ def hopper_forward(
             (
                 consume,
                 (
-                    i, CONSUMERS, D, DV, scales, buffers, barriers, o, rows, scale_log2, lengths,
-                    scheduler,
+                    i, CONSUMERS, D, DV, scales, buffers, barriers, o, rows, sink2, scale_log2,
+                    lengths, scheduler,
                 ),
             )
             if i < CONSUMERS
@@ -150,22 +160,33 @@ def hopper_forward(
     )  # fmt: skip
 
 
-def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, lse2: Tensor) -> None:
+def launch_forward(
+    problem: KernelProblem,
+    operands: OperandCache,
+    o: Tensor,
+    lse2: Tensor,
+    *,
+    sink2: Tensor | None = None,
+) -> None:
     """Fill o and lse2 with the output and the logsumexp in base 2.
 
     Args:
+        problem: the call.
+        operands: those of `prepare_forward`.
         o: [sequences, heads, n_q, d], any strides.
-        lse2: float32 [sequences, heads, n_q].
+        lse2: float32 [sequences, heads, n_q], contiguous.
+        sink2: the sinks in base 2, with the shape of lse2 and contiguous; or None.
     """
     q, k, v = operands.get("qk", "q"), operands.get("qk", "k"), operands.get("pv", "v")
     heads, d_v = o.shape[1], o.shape[3]
     channels = padded(d_v)
-    config = CONFIGS[channels]
+    lengths = problem.lengths
+    is_masked = lengths.left is not None or lengths.key_mask is not None
+    config = (MASKED_CONFIGS if is_masked else CONFIGS)[channels]
     rows = config.consumers * BLOCK.value
     n_q, n_k = problem.longest_q, problem.longest_k
     tiles = problem.sequences * heads * -(-n_q // rows)
     programs = min(tiles, multiprocessor_count())
-    lengths = problem.lengths
     heads_per_group = choose_heads_per_group(
         n_q,
         n_k,
@@ -174,6 +195,7 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
         problem.sequences * heads,
         programs,
         head_bytes=n_k * channels * (k.ptr.element_size() + v.ptr.element_size()) // problem.groups,
+        lowest=problem.longest_lowest,
     )
     launch(
         hopper_forward,
@@ -187,10 +209,13 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
         k.scale.shape[1] * BLOCK.value,
         Strided.of(o),
         *Rows.of(lse2),
+        sink2,
         problem.scale * LOG2_E,
-        lengths._replace(n_q=None, n_k=None),
+        lengths._replace(n_q=None, n_k=None, left=None, right=None, key_counts=None),
         lengths.n_q,
         lengths.n_k,
+        lengths.left,
+        lengths.right,
         heads,
         problem.groups,
         problem.longest_q,

@@ -62,9 +62,24 @@ class Tile(NamedTuple):
     is_valid: Any  #: False if there is nothing to compute
 
 
+class KeyBlocks(NamedTuple):
+    """The blocks of keys that some queries attend to; `begin` is before `end`.
+
+    The queries attend to all keys of the blocks from `whole` to `whole_end`, but for those that a
+    key mask excludes.
+    """
+
+    begin: Any
+    whole: Any
+    whole_end: Any
+    end: Any
+
+
 class Mask(NamedTuple):
-    """Arguments of `attends` for the queries of a consumer."""
+    """The keys that the queries of a consumer attend to; see `operands.attends`."""
 
     queries: Any
     n_k: Any
     offset: Any
+    lowest: Any  #: query i attends to no key before i + lowest; None: no limit
+    key_mask: Any  #: int8 [n_k], 0 for keys of the sequence that are padding; None: none is

@@ -40,7 +40,8 @@ def serves(problem: KernelProblem) -> bool:
     """
     return (
         not IS_INTERPRETED
-        and problem.extras.is_none
+        and problem.extras.softcap is None
+        and (problem.extras.is_none or not is_wide(problem))
         and _serves_head_sizes(problem.q.shape[3], problem.v.shape[3])
         and problem.scale >= 0
         and _serves_spec(problem.spec)
@@ -91,23 +92,34 @@ def has_to_copy(problem: KernelProblem, *, queries: bool) -> bool:
 
     TMA reads zeros only behind the last token of a tensor. Between packed sequences it reads the
     next sequence. It also loads the values of keys that no query attends to and of queries that
-    attend to no key, where the kernels need zeros.
+    attend to no key, where the kernels need zeros. Which keys are padding is in the memory of the
+    device, so that the host copies whenever there may be padding.
 
     Args:
         problem: the call.
         queries: whether the kernel loads queries in 16 bit too, and not only keys and values.
     """
+    _, key_mask, seqused_k, *_ = problem.extras
+    may_be_padded = key_mask is not None or seqused_k is not None
     dead = has_dead_keys(problem) or (queries and has_dead_queries(problem))
-    return problem.cu_q is not None or dead
+    return problem.cu_q is not None or may_be_padded or dead
 
 
 def has_dead_keys(problem: KernelProblem) -> bool:
-    """Return whether there are keys that no query attends to, if sequences are not packed."""
-    shorter = problem.q.shape[2] < problem.k.shape[2]
-    return problem.is_causal and not problem.lower_right and shorter
+    """Return whether there are keys that no query attends to.
+
+    This is for sequences that are not packed, and without padding.
+    """
+    n_q, n_k = problem.q.shape[2], problem.k.shape[2]
+    lowest, offset = problem.longest_lowest, problem.longest_offset
+    return (lowest is not None and lowest > 0) or (offset is not None and n_q + offset < n_k)
 
 
 def has_dead_queries(problem: KernelProblem) -> bool:
-    """Return whether there are queries that attend to no key, if sequences are not packed."""
-    shorter = problem.k.shape[2] < problem.q.shape[2]
-    return problem.is_causal and problem.lower_right and shorter
+    """Return whether there are queries that attend to no key.
+
+    This is for sequences that are not packed, and without padding.
+    """
+    n_q, n_k = problem.q.shape[2], problem.k.shape[2]
+    lowest, offset = problem.longest_lowest, problem.longest_offset
+    return (lowest is not None and n_q + lowest > n_k) or (offset is not None and offset < 0)

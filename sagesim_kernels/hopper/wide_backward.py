@@ -86,6 +86,7 @@ def launch_backward(
 ) -> None:
     """Fill grads and statistics.delta. The arguments are those of `backward.launch_backward`."""
     dq, dk, dv = grads
+    operands.quantize("qk_recompute")
     q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
     q16, k16 = operands.get("dk", "q"), operands.get("dq", "k")
     v16, do16 = operands.get("dp", "v"), operands.get("dp", "do")

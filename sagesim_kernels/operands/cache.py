@@ -20,6 +20,7 @@ from sagesim_kernels.operands.quantization import (
     DTYPES,
     TokenTensor,
     cast,
+    memory_of_codes,
     operand_of_values,
     quantize,
 )
@@ -103,6 +104,17 @@ class OperandCache:
         operand, rows = fold(self._problem, self._source(tensor), matmul, bound)
         self._codes[self._code(site, tensor)] = operand
         return rows
+
+    def reserve(self, site: str, tensor: str) -> tuple[Operand, TokenTensor]:
+        """Return memory for the codes that `site` has for a tensor, and what to round.
+
+        The caller's kernel fills the memory, with `store_block`. `get` returns it from now on.
+        """
+        code, source = self._code(site, tensor), self._source(tensor)
+        assert code not in self._codes and not code.folded
+        found = memory_of_codes(source, code.precision, code.granularity, code.contract_tokens)
+        self._codes[code] = found
+        return found, source
 
     def get(self, site: str, tensor: str) -> Operand:
         """Return q, k, v or do in the format that `site` has for it."""

@@ -88,10 +88,33 @@ def row_units(
     """
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first_live, _ = live_queries(lengths, b)
-    queries = first + tl.arange(0, sizes.BLOCK_Q)
-    v_bits, k_bits, k_norm_bits, any_k_bits = attended_bounds(
-        bounds, lengths, b, h // sizes.GROUPS, first, queries, sizes
+    has_keys = row_lse2 != float("inf")
+    do_base, do_scales = head_pointers(do, lengths.cu_q, lengths.n_q, b, h)
+    do_norm = token_norms(
+        do, do_base, do_scales, first, sizes.BLOCK_Q, n_q, sizes.DV_PAD, first_live, has_keys
     )
+    queries = first + tl.arange(0, sizes.BLOCK_Q)
+    attended = attended_bounds(bounds, lengths, b, h // sizes.GROUPS, first, queries, sizes)
+    return units_of(
+        q, do_norm, bounds, attended, p_sums, lengths, b, h, first, row_lse2, row_delta, scale_log2,
+        growths, sizes, ds_bound,
+    )  # fmt: skip
+
+
+@triton.jit
+def units_of(
+    q, do_norm, bounds, attended, p_sums, lengths, b, h, first, row_lse2, row_delta, scale_log2,
+    growths, sizes, ds_bound=None,
+):  # fmt: skip
+    """Return what `row_units` does.
+
+    q: None if S is exact. do_norm: the `norms_of` dO of dp, 0 for queries without keys. attended:
+    the `attended_bounds` of the queries.
+    """
+    v_bits, k_bits, k_norm_bits, any_k_bits = attended
+    n_q = length_of(lengths.cu_q, lengths.n_q, b)
+    first_live, _ = live_queries(lengths, b)
+    queries = first + tl.arange(0, sizes.BLOCK_Q)
     has_keys = row_lse2 != float("inf")
     # Row sums of P. S and lse2 are rounded; sums of codes are exact, so that S is at most lse2.
     off = tl.where(has_keys, tl.abs(row_lse2), 0.0) * 2.0**-21
@@ -111,10 +134,6 @@ def row_units(
         sums = load_rows(p_sums, lengths.cu_q, b, h, queries, n_q, 0.0)
         row_sum = sums if bounds.k_norm is None else row_sum * sums
 
-    do_base, do_scales = head_pointers(do, lengths.cu_q, lengths.n_q, b, h)
-    do_norm = token_norms(
-        do, do_base, do_scales, first, sizes.BLOCK_Q, n_q, sizes.DV_PAD, first_live, has_keys
-    )
     dp = _product_of_norms(do_norm, v_bits.to(tl.float32, bitcast=True))
     of_ds = dp + tl.abs(row_delta)
     ds_sum = tl.where(of_ds == 0.0, 0.0, row_sum) * of_ds  # infinity times 0 would be NaN

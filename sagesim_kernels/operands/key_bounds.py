@@ -91,13 +91,18 @@ def token_norms(
 ):
     """Return 2^-8 times the norms of tokens of an `Operand`, [count]; no finite one overflows."""
     tokens = numbers_of(x, load_tokens(x, base, first, count, last, D_PAD, lowest, live))
-    tokens = tokens.to(tl.float64)
-    norms = (tl.sqrt(tl.sum(tokens * tokens, 1)) * _FRACTION).to(tl.float32)
-    return norms * load_token_scales(x, scales, first, count, last)
+    return norms_of(tokens) * load_token_scales(x, scales, first, count, last)
 
 
 @triton.jit
-def _store_bounds(of_keys, of_blocks, at, keys, BLOCK_K: tl.constexpr):
+def norms_of(tokens):
+    """Return 2^-8 times the norms of float32 tokens [count, D_PAD]; no finite one overflows."""
+    tokens = tokens.to(tl.float64)
+    return (tl.sqrt(tl.sum(tokens * tokens, 1)) * _FRACTION).to(tl.float32)
+
+
+@triton.jit
+def store_bounds(of_keys, of_blocks, at, keys, BLOCK_K: tl.constexpr):
     """Store int32 bounds of a block of keys, and their maximum. at: the first key in storage."""
     tl.store(of_keys + at + tl.arange(0, BLOCK_K), keys)
     tl.store(of_blocks + at // BLOCK_K, largest(keys, 0))
@@ -122,7 +127,7 @@ def key_bounds_kernel(grid, k, v, k_right, to_subtract, k_mean, bounds, lengths,
     at = h.to(tl.int64) * bounds.tokens + stored_start_of(lengths.cu_k, lengths.n_k, b) + first
     v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, h)
     norms = token_norms(v, v_base, v_scales, first, sizes.BLOCK_K, n_k, sizes.DV_PAD, low, live)
-    _store_bounds(bounds.v_norm, bounds.block_v_norm, at, magnitude(norms), sizes.BLOCK_K)
+    store_bounds(bounds.v_norm, bounds.block_v_norm, at, magnitude(norms), sizes.BLOCK_K)
 
     k_base, k_scales = head_pointers(k_right, lengths.cu_k, lengths.n_k, b, h)
     tokens = load_tokens(k_right, k_base, first, sizes.BLOCK_K, n_k, sizes.D_PAD, low, live)
@@ -139,14 +144,14 @@ def key_bounds_kernel(grid, k, v, k_right, to_subtract, k_mean, bounds, lengths,
         mean = load_mean(k_mean, b, h, 0, sizes.D, sizes.D_PAD)
         mean_amax = largest(magnitude(mean), 1).to(tl.float32, bitcast=True)
         k_amax = magnitude(k_amax.to(tl.float32, bitcast=True) + mean_amax)
-    _store_bounds(bounds.k_amax, bounds.block_k_amax, at, k_amax, sizes.BLOCK_K)
+    store_bounds(bounds.k_amax, bounds.block_k_amax, at, k_amax, sizes.BLOCK_K)
 
     if bounds.k_norm is not None:
         k_base, k_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, h)
         norms = token_norms(k, k_base, k_scales, first, sizes.BLOCK_K, n_k, sizes.D_PAD, low, live)
         # If K is not finite, P is 0 exactly, or L or the row sum of P is not finite.
         norms = tl.where(norms < float("inf"), norms, 0.0)
-        _store_bounds(bounds.k_norm, bounds.block_k_norm, at, magnitude(norms), sizes.BLOCK_K)
+        store_bounds(bounds.k_norm, bounds.block_k_norm, at, magnitude(norms), sizes.BLOCK_K)
 
 
 @triton.jit
@@ -178,7 +183,10 @@ def attended_bounds(bounds, lengths, b, k_head, first, queries, sizes):
     block_k_norm = tl.zeros((_BLOCKS_AT_ONCE,), tl.int32)
     length = length_of(lengths.cu_k, lengths.n_k, b)
     blocks = tl.cdiv(tl.minimum(tl.cdiv(end, bounds.TILE) * bounds.TILE, length), sizes.BLOCK_K)
-    for index in range(begin // sizes.BLOCK_K, blocks, _BLOCKS_AT_ONCE):
+    first_block = begin // sizes.BLOCK_K
+    if lengths.left is not None:
+        first_block = begin // bounds.TILE * (bounds.TILE // sizes.BLOCK_K)
+    for index in range(first_block, blocks, _BLOCKS_AT_ONCE):
         local = index + tl.arange(0, _BLOCKS_AT_ONCE)
         place, whole = at // sizes.BLOCK_K + local, local < whole_end // sizes.BLOCK_K
         if lengths.left is not None:

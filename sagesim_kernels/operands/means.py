@@ -38,6 +38,10 @@ _CHUNK: Final = 128
 """Keys of K that one program sums."""
 
 
+_CHUNKS_AT_ONCE: Final = 16
+"""Chunks whose sums a program adds in one step: the time of a step is that of one load."""
+
+
 class Means(NamedTuple):
     """Means of tokens, float32 [sequences, heads, means, channels], contiguous."""
 
@@ -128,6 +132,19 @@ def key_bias(subtracted, lengths, head, block, first, count: tl.constexpr, last,
 
 
 @triton.jit
+def live_count(lengths, b, COUNT: tl.constexpr):
+    """Return how many keys of sequence b a query attends to. COUNT: keys to look at in a step."""
+    first, last = _live(lengths, b, True)
+    tokens = tl.maximum(last - first, 0)
+    if lengths.key_mask is not None:
+        tokens = tl.cast(0, tl.int32)
+        for begin in range(0, last, COUNT):
+            live = is_live_key(lengths, b, begin + tl.arange(0, COUNT))
+            tokens += tl.sum(live.to(tl.int32), 0)
+    return tokens
+
+
+@triton.jit
 def _live(lengths, b, IS_KEY: tl.constexpr):
     """Return the range of tokens of sequence b that attend to a key or that a query attends to."""
     if IS_KEY:
@@ -176,8 +193,13 @@ def sum_chunks_kernel(grid, x, sums, stored_chunks, lengths, blocks, STEP: tl.co
 
 
 @triton.jit
-def divide_sums_kernel(grid, sums, stored_chunks, means, lengths, chunks, blocks):
-    """Divide the sums of `chunks` chunks by their tokens, float32 [sequences, heads, means, D]."""
+def divide_sums_kernel(
+    grid, sums, stored_chunks, means, lengths, chunks, blocks, AT_ONCE: tl.constexpr
+):
+    """Divide the sums of `chunks` chunks by their tokens, float32 [sequences, heads, means, D].
+
+    AT_ONCE: chunks that are loaded in one step.
+    """
     mean, h, b = program_coordinates(grid)
     if blocks.IS_KEY:
         cu, n = lengths.cu_k, lengths.n_k
@@ -191,13 +213,16 @@ def divide_sums_kernel(grid, sums, stored_chunks, means, lengths, chunks, blocks
     tokens = tl.minimum(start + chunks * blocks.BLOCK, last) - tl.maximum(start, first)
     if lengths.key_mask is not None:
         tokens = tl.cast(0, tl.int32)
-    for chunk in range(mean * chunks, tl.minimum((mean + 1) * chunks, tl.cdiv(last, blocks.BLOCK))):
-        ptrs = sums + (stored + chunk) * blocks.D + column
-        total += tl.load(ptrs, mask=column < blocks.D, other=0.0)
+    end = tl.minimum((mean + 1) * chunks, tl.cdiv(last, blocks.BLOCK))
+    for chunk in range(mean * chunks, end, AT_ONCE):
+        some = chunk + tl.arange(0, AT_ONCE)
+        ptrs = sums + (stored + some)[:, None] * blocks.D + column[None, :]
+        mask = (some < end)[:, None] & (column < blocks.D)[None, :]
+        total += tl.sum(tl.load(ptrs, mask=mask, other=0.0), 0)
         if lengths.key_mask is not None:
-            row = chunk * blocks.BLOCK + tl.arange(0, blocks.BLOCK)
+            row = chunk * blocks.BLOCK + tl.arange(0, AT_ONCE * blocks.BLOCK)
             live = _is_live(lengths, b, row, first, last, blocks.IS_KEY)
-            tokens += tl.sum(live.to(tl.int32), 0)
+            tokens += tl.sum((live & (row < end * blocks.BLOCK)).to(tl.int32), 0)
     result = (total / tl.maximum(tokens, 1).to(tl.float64)).to(tl.float32)
     out = (b.to(tl.int64) * grid.heads + h) * grid.tiles + mean
     tl.store(means + out * blocks.D + column, result, mask=column < blocks.D)
@@ -253,6 +278,7 @@ def _compute_means(
         lengths,
         chunks // means,
         blocks,
+        min(_CHUNKS_AT_ONCE, triton.next_power_of_2(chunks // means)),
         **LAUNCH,
     )
     return Means(out, heads, means)

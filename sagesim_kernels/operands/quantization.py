@@ -77,6 +77,20 @@ def load_source(x, mean, lengths, i, first, COUNT: tl.constexpr, h, b, blocks):
 
     Tokens that are not live are 0, and so are channels from D on.
     """
+    tokens, mask = load_live(x, lengths, first, COUNT, h, b, blocks)
+    tokens = tokens.to(tl.float32)
+    if mean is not None:
+        index = 0 if blocks.IS_KEY else i  # K has one mean a head, Q one a block
+        tokens = tl.where(mask, tokens - load_mean(mean, b, h, index, blocks.D, blocks.D_PAD), 0.0)
+    return tokens
+
+
+@triton.jit
+def load_live(x, lengths, first, COUNT: tl.constexpr, h, b, blocks):
+    """Load tokens first..first + COUNT, [COUNT, D_PAD], and return which of the numbers are live.
+
+    Numbers of tokens that are not live are 0, and so are channels from D on.
+    """
     row = first + tl.arange(0, COUNT)
     column = tl.arange(0, blocks.D_PAD)
     if blocks.IS_KEY:
@@ -85,11 +99,7 @@ def load_source(x, mean, lengths, i, first, COUNT: tl.constexpr, h, b, blocks):
         cu, live = lengths.cu_q, is_live_query(lengths, b, row)
     mask = live[:, None] & (column < blocks.D)[None, :]
     ptrs = token_ptrs(x, cu, b, h, first, COUNT, column)
-    tokens = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    if mean is not None:
-        index = 0 if blocks.IS_KEY else i  # K has one mean a head, Q one a block
-        tokens = tl.where(mask, tokens - load_mean(mean, b, h, index, blocks.D, blocks.D_PAD), 0.0)
-    return tokens
+    return tl.load(ptrs, mask=mask, other=0.0), mask
 
 
 @triton.jit
@@ -117,7 +127,7 @@ def store_codes_of_tokens(out, codes, h, start, count, blocks):
 
 
 @triton.jit
-def _quantize_block(program, grid, x, mean, out, rounding, blocks, lengths):
+def quantize_block(program, grid, x, mean, out, rounding, blocks, lengths):
     """Compute the codes and scales of a block of tokens and store them to the `Operand` out."""
     i, h, b = coordinates_of(program, grid)
     if blocks.IS_KEY:
@@ -126,31 +136,46 @@ def _quantize_block(program, grid, x, mean, out, rounding, blocks, lengths):
         cu, n = lengths.cu_q, lengths.n_q
     if i * blocks.BLOCK < length_of(cu, n, b):
         tokens = _load_block(x, mean, lengths, i, h, b, blocks)
-        first = i.to(tl.int64) * blocks.BLOCK
-        local, column = tl.arange(0, blocks.BLOCK), tl.arange(0, blocks.D_PAD)
-        scale_ptr = out.scale + h.to(tl.int64) * out.scale_stride_h
-        scale_ptr += (scale_start_of(out, cu, n, b) + first // out.TOKENS) * out.scale_stride_n
-        # Storage of longer blocks than its alignment ends before the last block does.
-        count = tl.cdiv(length_of(cu, n, b), ALIGNMENT) * ALIGNMENT - i * blocks.BLOCK
-        CODE_MAX: tl.constexpr = code_max(rounding.FORMAT)
-        size = magnitude(tokens)
-        if out.BY_CHANNEL:
-            scale, inverse = scale_and_inverse(tl.max(size, 0)[None, :], CODE_MAX)
-            tl.store(scale_ptr + column[None, :], scale, mask=column[None, :] < blocks.D)
-        elif out.TOKENS == 1:
-            scale, inverse = scale_and_inverse(tl.max(size, 1)[:, None], CODE_MAX)
-            if blocks.BLOCK > ALIGNMENT:
-                tl.store(scale_ptr + local[:, None], scale, mask=local[:, None] < count)
-            else:
-                tl.store(scale_ptr + local[:, None], scale)
+        store_block(out, tokens, rounding, lengths, i, h, b, blocks)
+
+
+@triton.jit
+def store_block(out, tokens, rounding, lengths, i, h, b, blocks):
+    """Store the codes and scales of block i to the `Operand` out; return the scales.
+
+    tokens: those of `load_source`, [BLOCK, D_PAD]. The scales broadcast to them.
+    """
+    if blocks.IS_KEY:
+        cu, n = lengths.cu_k, lengths.n_k
+    else:
+        cu, n = lengths.cu_q, lengths.n_q
+    i = tl.cast(i, tl.int32)
+    first = i.to(tl.int64) * blocks.BLOCK
+    local, column = tl.arange(0, blocks.BLOCK), tl.arange(0, blocks.D_PAD)
+    scale_ptr = out.scale + h.to(tl.int64) * out.scale_stride_h
+    scale_ptr += (scale_start_of(out, cu, n, b) + first // out.TOKENS) * out.scale_stride_n
+    # Storage of longer blocks than its alignment ends before the last block does.
+    count = tl.cdiv(length_of(cu, n, b), ALIGNMENT) * ALIGNMENT - i * blocks.BLOCK
+    CODE_MAX: tl.constexpr = code_max(rounding.FORMAT)
+    size = magnitude(tokens)
+    if out.BY_CHANNEL:
+        scale, inverse = scale_and_inverse(tl.max(size, 0)[None, :], CODE_MAX)
+        tl.store(scale_ptr + column[None, :], scale, mask=column[None, :] < blocks.D)
+    elif out.TOKENS == 1:
+        scale, inverse = scale_and_inverse(tl.max(size, 1)[:, None], CODE_MAX)
+        if blocks.BLOCK > ALIGNMENT:
+            tl.store(scale_ptr + local[:, None], scale, mask=local[:, None] < count)
         else:
-            amax = tl.max(tl.max(size, 1)[:, None], 0)[None, :]
-            scale, inverse = scale_and_inverse(amax, CODE_MAX)
-            tl.store(scale_ptr + tl.arange(0, 1)[None, :], scale)
-        rows = (i * blocks.BLOCK + local)[:, None]
-        codes = to_codes(tokens * inverse, rows, column[None, :], rounding)
-        start = stored_start_of(cu, n, b) + first
-        store_codes_of_tokens(out, codes, h, start, count, blocks)
+            tl.store(scale_ptr + local[:, None], scale)
+    else:
+        amax = tl.max(tl.max(size, 1)[:, None], 0)[None, :]
+        scale, inverse = scale_and_inverse(amax, CODE_MAX)
+        tl.store(scale_ptr + tl.arange(0, 1)[None, :], scale)
+    rows = (i * blocks.BLOCK + local)[:, None]
+    codes = to_codes(tokens * inverse, rows, column[None, :], rounding)
+    start = stored_start_of(cu, n, b) + first
+    store_codes_of_tokens(out, codes, h, start, count, blocks)
+    return scale
 
 
 # The fields of a task are arguments of their own, because Triton 3.6 loses constexprs of nested
@@ -168,27 +193,27 @@ def quantize_kernel(
     program = tl.program_id(0)
     end = programs_of(grid)
     if program < end:
-        _quantize_block(program, grid, x, mean, out, rounding, blocks, lengths)
+        quantize_block(program, grid, x, mean, out, rounding, blocks, lengths)
     if x1 is not None:
         begin = end
         end = begin + programs_of(grid1)
         if (program >= begin) & (program < end):
-            _quantize_block(program - begin, grid1, x1, mean1, out1, rounding1, blocks1, lengths)
+            quantize_block(program - begin, grid1, x1, mean1, out1, rounding1, blocks1, lengths)
     if x2 is not None:
         begin = end
         end = begin + programs_of(grid2)
         if (program >= begin) & (program < end):
-            _quantize_block(program - begin, grid2, x2, mean2, out2, rounding2, blocks2, lengths)
+            quantize_block(program - begin, grid2, x2, mean2, out2, rounding2, blocks2, lengths)
     if x3 is not None:
         begin = end
         end = begin + programs_of(grid3)
         if (program >= begin) & (program < end):
-            _quantize_block(program - begin, grid3, x3, mean3, out3, rounding3, blocks3, lengths)
+            quantize_block(program - begin, grid3, x3, mean3, out3, rounding3, blocks3, lengths)
     if x4 is not None:
         begin = end
         end = begin + programs_of(grid4)
         if (program >= begin) & (program < end):
-            _quantize_block(program - begin, grid4, x4, mean4, out4, rounding4, blocks4, lengths)
+            quantize_block(program - begin, grid4, x4, mean4, out4, rounding4, blocks4, lengths)
 
 
 class _Task(NamedTuple):

@@ -25,7 +25,7 @@ MODULES = (
     "operands.logsumexp",
     "hopper.forward",
     "hopper.backward_kernel",
-    "hopper.backward",
+    "hopper.preparation",
     "hopper.splits",
     "hopper.wide_kernel",
     "hopper.wide_backward",

@@ -1,0 +1,107 @@
+"""Launch a compiled kernel again, with other addresses, and without what Triton does every time.
+
+Triton's launcher encodes every TMA descriptor anew and goes through the arguments in Python. Of the
+versions that are known here, the function in C below it is called directly, and descriptors are
+kept: PyTorch's allocator gives out the same addresses again and again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import triton
+
+_IS_KNOWN: Final = triton.__version__.startswith("3.6.")
+"""Whether `_direct` fits this version of Triton."""
+
+_MOST: Final = 64
+"""Encoded descriptors that are kept for each argument of a recorded launch."""
+
+
+class Descriptor(NamedTuple):
+    """A TMA descriptor as an argument, without the address of its memory."""
+
+    base: Any  #: the tensor
+    kind: type
+    fields: dict[str, Any]
+    encode: Callable[[Any], Any] | None
+    """Makes the arguments in C of a descriptor; None if the launcher takes the descriptor."""
+
+    def cached(self) -> Callable[[int], tuple[Any, ...]]:
+        """Return a function from an address to the arguments that stand for the descriptor."""
+        known: dict[int, tuple[Any, ...]] = {}
+        kind, fields, encode = self.kind, self.fields, self.encode
+
+        def arguments(address: int) -> tuple[Any, ...]:
+            found = known.get(address)
+            if found is None:
+                descriptor = object.__new__(kind)
+                descriptor.__dict__.update(fields, base=_Address(address))
+                found = (descriptor,) if encode is None else tuple(encode(descriptor))
+                if len(known) >= _MOST:
+                    known.clear()
+                known[address] = found
+            return found
+
+        return arguments
+
+
+class _Address:
+    """Memory, as far as a TMA descriptor asks."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def launcher_of(
+    compiled: Any, programs: tuple[int], args: tuple[Any, ...]
+) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """Return a function that launches a compiled kernel, and its arguments after the stream.
+
+    args: those of the kernel. TMA descriptors among them become a `Descriptor`.
+    """
+    launcher, grid = compiled.run, (*programs, 1, 1)
+    descriptors = [x for x in args if _is_descriptor(x)]
+    # Not compiled[programs], which prepares data for Triton's hooks at every launch.
+    handles = (compiled.packed_metadata, None, None, None)
+    if _IS_KNOWN and not (launcher.global_scratch_size or launcher.profile_scratch_size):
+        launch, encoders = _direct(launcher, compiled.metadata, len(descriptors))
+        flags = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+        fixed = (compiled.function, *flags, *handles)
+    else:
+        launch, encoders = launcher, [None] * len(descriptors)
+        fixed = (compiled.function, *handles)
+
+    def run(stream: int, *args: Any) -> None:
+        launch(*grid, stream, *fixed, *args)
+
+    encoder = iter(encoders)
+    return run, tuple(_without_base(x, next(encoder)) if _is_descriptor(x) else x for x in args)
+
+
+def _is_descriptor(x: Any) -> bool:
+    return hasattr(x, "base") and hasattr(x, "block_shape")
+
+
+def _without_base(x: Any, encode: Callable[[Any], Any] | None) -> Descriptor:
+    fields = {name: value for name, value in vars(x).items() if name != "base"}
+    return Descriptor(x.base, type(x), fields, encode)
+
+
+def _direct(launcher: Any, metadata: Any, count: int) -> tuple[Any, list[Callable[[Any], Any]]]:
+    """Return the launcher's function in C, and a function that encodes each TMA descriptor."""
+    from triton.backends.nvidia import driver
+
+    encode: Any = driver.make_tensordesc_arg  # pyright: ignore[reportAttributeAccessIssue]
+    if not count:
+        return launcher.launch, []
+    kinds = getattr(metadata, "tensordesc_meta", None) or [None] * count
+    launch = inspect.getclosurevars(launcher.launch).nonlocals["launcher"]
+    return launch, [lambda x, kind=kind: encode(x, kind) for kind in kinds]

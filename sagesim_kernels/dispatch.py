@@ -51,12 +51,13 @@ def forward(
         )
     lse2 = torch.empty(rows, dtype=torch.float32, device=o.device)
     if hopper.serves(problem):
-        from sagesim_kernels.hopper import forward as gluon
-
+        if hopper.is_wide(problem):
+            from sagesim_kernels.hopper import wide_forward as gluon
+        else:
+            from sagesim_kernels.hopper import forward as gluon
         operands = OperandCache(problem, stored=hopper.has_to_copy(problem, queries=False))
         operands.quantize(*_FORWARD)
-        sink2 = sink_logits(problem, _shift(problem, operands))
-        gluon.launch_forward(problem, operands, o, lse2, sink2=sink2)
+        gluon.launch_forward(problem, operands, o, lse2)
     else:
         operands = OperandCache(problem) if operands is None else operands
         operands.quantize(*_FORWARD)
@@ -115,19 +116,15 @@ def backward(
     statistics = RowStatistics(Rows.of(lse2), Rows.of(delta))
     d_lse_rows = None if d_lse is None else Rows.of(d_lse.contiguous())
     if hopper.serves(problem):
-        from sagesim_kernels.hopper import backward as gluon
-
         assert o is not None
         stored = hopper.has_to_copy(problem, queries=True)
         operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
         operands.quantize(*_BACKWARD)
-        sink2 = sink_logits(problem, _shift(problem, operands))
-        p_sink = None if sink2 is None else sink_probabilities(sink2, lse2)
-        gluon.launch_backward(
-            problem, operands, o, do, statistics, d_lse_rows, grads, p_sink=p_sink
-        )
-        if p_sink is not None:
-            return sink_gradient(problem, p_sink, delta), delta
+        if hopper.is_wide(problem):
+            from sagesim_kernels.hopper import wide_backward as gluon
+        else:
+            from sagesim_kernels.hopper import backward as gluon
+        gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)
     else:
         if operands is None:
             operands = OperandCache(problem, do, k_mean=result.k_mean)

@@ -1,6 +1,6 @@
 """Fine-tune SmolLM2-135M on a GPU with several attentions and seeds, and evaluate on the way.
 
-    python scripts/smollm2_seeds.py GGUF --out docs/data/smollm2_seeds.json [--hours H]
+    python scripts/smollm2_seeds.py GGUF --out docs/data/smollm2_seeds.json [--minutes M]
 
 GGUF is the file that scripts/smollm2.py trains; it needs the package gguf. The text is the source
 of Python's standard library, without its tests. A seed is an order of the training sequences. All
@@ -10,8 +10,8 @@ loss of the same held-out sequences twice: by the run's own attention and by sdp
 `fpa_bf16` is the twin of sdpa: another implementation of the same attention in 16 bit. What differs
 between the two is chance.
 
-A run that is in the file already is not repeated, so the script can be interrupted. Takes about ten
-minutes on an H100.
+A run that is in the file already is not repeated, so the runs can be made in pieces, on machines
+that are lent for minutes. All attentions have run when the first seed is through.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import json
 import platform
 import sys
 import sysconfig
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -39,6 +39,7 @@ from sagesim.command import exit_code  # noqa: E402
 from sagesim.files import check_writable, write_text  # noqa: E402
 from sagesim_kernels.integrations.transformers import register  # noqa: E402
 from scripts.smollm2 import load  # noqa: E402
+from scripts.time_budget import TimeBudget  # noqa: E402
 
 TWIN: Final = "fpa_bf16"
 SPECS: Final = (TWIN, "sagebwd", "factored", "factored_qk")
@@ -106,14 +107,23 @@ class Tuning:
         self.optimizer.zero_grad()
         self.losses.append(loss.item())
 
+    @torch.no_grad()  # pyright: ignore[reportUntypedFunctionDecorator]
+    def _losses(self, ids: Tensor) -> Tensor:
+        """The mean loss of each sequence, float64 [sequences]."""
+        ids = ids.to(self.device)
+        with torch.autocast(self.device, torch.bfloat16):
+            logits = self.model(input_ids=ids, use_cache=False).logits
+        pairs = zip(logits[:, :-1], ids[:, 1:], strict=True)
+        each = [F.cross_entropy(x.float(), y, reduction="none").double().mean() for x, y in pairs]
+        return torch.stack(each)
+
     def evaluate(self, held_out: Tensor) -> None:
         """By the run's own attention, and by sdpa."""
         found: dict[str, Any] = {"step": len(self.losses)}
-        with torch.no_grad():
-            for name in dict.fromkeys((self.attention, "sdpa")):
-                self.model.set_attn_implementation(name)
-                each = [self.loss(row[None]).item() for row in held_out]
-                found["sdpa" if name == "sdpa" else "own"] = each
+        for name in dict.fromkeys((self.attention, "sdpa")):
+            self.model.set_attn_implementation(name)
+            each = torch.cat([self._losses(ids) for ids in held_out.split(ROWS)])
+            found["sdpa" if name == "sdpa" else "own"] = each.tolist()
         found.setdefault("own", found["sdpa"])
         self.evaluations.append(found)
 
@@ -128,16 +138,18 @@ def tune(
     rows: int = ROWS,
     steps: int = STEPS,
     every: int = EVALUATE_EVERY,
+    given_up: Callable[[], bool] = bool,
 ) -> dict[str, Any]:
-    """Train a copy of the model; see the top of this file.
+    """Train a copy of the model; see the top of this file. Returns nothing if it is given up.
 
     train: [at least rows * steps, tokens], of which a step takes `rows` in the order of the seed.
     """
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
     run = Tuning(model, attention, steps)
     run.evaluate(held_out)
-    start = time.perf_counter()
     for step in range(steps):
+        if given_up():
+            return {}
         run.step(train[order[step * rows : (step + 1) * rows]])
         if (step + 1) % every == 0 or step + 1 == steps:
             run.evaluate(held_out)
@@ -148,7 +160,6 @@ def tune(
         "seed": seed,
         "losses": run.losses,
         "evaluations": run.evaluations,
-        "seconds": time.perf_counter() - start,
     }
 
 
@@ -173,9 +184,13 @@ def main() -> int:
     )
     parser.add_argument("model", type=Path, metavar="GGUF")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--hours", type=float, help="begin no run after this time")
+    parser.add_argument("--minutes", type=float, default=600, help="end by then")
+    parser.add_argument(
+        "--first", type=float, default=1, help="minutes to expect for the first run"
+    )
     args = parser.parse_args()
     check_writable(args.out)
+    budget = TimeBudget(args.minutes, args.first)
     setting = {
         "model": args.model.name,
         "text": f"the standard library of Python {platform.python_version()}",
@@ -187,25 +202,28 @@ def main() -> int:
     }
     head = {
         "command": "python scripts/smollm2_seeds.py GGUF --out docs/data/smollm2_seeds.json",
-        "machine": describe() | {"transformers": transformers.__version__},
         "setting": setting,
     }
+    machine = describe() | {"transformers": transformers.__version__}
     runs: list[dict[str, Any]] = []
     if args.out.exists():
         before = json.loads(args.out.read_text(encoding="utf-8"))
-        if before["setting"] != setting or before["machine"] != head["machine"]:
-            raise ValueError(f"{args.out}: of another machine or setting; move it away")
+        if before["setting"] != setting:
+            raise ValueError(f"{args.out}: of another setting; move it away")
         runs = before["runs"]
     for label in SPECS:
         register(label, spec=sagesim.AttentionSpec.parse(label))
-    start = time.monotonic()
     model, tokenizer = load(args.model)
     model, ids = model.to("cuda").train(), tokens_of(tokenizer)
     train, held_out = split(ids, ROWS * STEPS, HELD_OUT, TOKENS)
     for attention, seed in missing(runs):
-        if args.hours is not None and time.monotonic() - start > 3600 * args.hours:
+        if not budget.fits():
             break
-        runs.append(tune(model, attention, seed, train, held_out))
+        found = tune(model, attention, seed, train, held_out, given_up=budget.is_over)
+        if not found:
+            print(f"{attention} seed {seed}: given up, no time is left")
+            break
+        runs.append(found | {"machine": machine, "seconds": budget.ended()})
         write_text(args.out, json.dumps(head | {"runs": runs}, indent=1) + "\n")
     print(f"{len(missing(runs))} runs are missing")
     return 0

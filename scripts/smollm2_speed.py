@@ -6,10 +6,11 @@ GGUF is the file that scripts/smollm2.py trains; it needs the package gguf. With
 has random weights and sees random tokens: the times are the same, and the losses say nothing.
 
 A step is forward, backward and AdamW, under bfloat16 autocast with weights in float32. It trains on
-8 documents of 512 to 2048 tokens: as rows of 2048 tokens with padding on the right, or packed in
-one row. All attentions do each step before any does the next, on models of their own, so that a
-change of clocks affects all alike. A step's time is that of the host, which waits for the GPU at
-its end. Takes less than two minutes on an H100.
+12 documents of 512 to 2048 tokens, multiples of 64: as rows of 2048 tokens with padding on the
+right, or packed in one row. With fewer documents the GPU waits for the host. All attentions do each
+step before any does the next, on models of their own, so that a change of clocks affects all alike.
+A step's time is that of the host, which waits for the GPU at its end. The untimed steps compile the
+kernels, which takes minutes if Triton's cache is empty.
 """
 
 from __future__ import annotations
@@ -53,21 +54,24 @@ SIZES: Final = {
 }
 """Of SmolLM2-135M."""
 SPECS: Final = ("factored_qk", "factored", "sagebwd")
-SHORTEST, LONGEST, DOCUMENTS = 512, 2048, 8
-STEPS, UNTIMED = 20, 5
+SHORTEST, LONGEST, DOCUMENTS = 512, 2048, 12
+STEPS, UNTIMED = 8, 2
 RATE: Final = 5e-5
 
 
-def documents(ids: Tensor, steps: int, longest: int = LONGEST) -> Iterator[list[Tensor]]:
+def documents(
+    ids: Tensor, steps: int, longest: int = LONGEST, count: int = DOCUMENTS
+) -> Iterator[list[Tensor]]:
     """The documents of each step: consecutive pieces of the text, which is read again at its end.
 
     ids: [tokens].
     """
     lengths, start = random.Random(0), 0
+    unit = max(1, longest // 32)
     for _ in range(steps):
         step: list[Tensor] = []
-        for _ in range(DOCUMENTS):
-            n = lengths.randint(longest * SHORTEST // LONGEST, longest)
+        for _ in range(count):
+            n = unit * lengths.randint(longest * SHORTEST // LONGEST // unit, longest // unit)
             step.append(ids[torch.arange(start, start + n) % len(ids)])
             start += n
         yield step
@@ -145,13 +149,14 @@ def measure(
     steps: int = STEPS,
     untimed: int = UNTIMED,
     longest: int = LONGEST,
+    count: int = DOCUMENTS,
 ) -> dict[str, Any]:
     """Train with each attention. Returns losses and times by attention, or why it did not run."""
     device = next(model.parameters()).device.type
     contenders: dict[str, Contender] = {}
     not_run: dict[str, str] = {}
     tokens: list[int] = []
-    for number, parts in enumerate(documents(ids, steps, longest)):
+    for number, parts in enumerate(documents(ids, steps, longest, count)):
         inputs = LAYOUTS[layout](parts, longest)
         tokens.append(sum(len(part) for part in parts))
         inputs = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in inputs.items()}
@@ -165,27 +170,38 @@ def measure(
             except Exception as error:  # of an attention that this machine cannot run
                 not_run[name] = " ".join(f"{type(error).__name__}: {error}".split())[:400]
                 contenders.pop(name, None)
-        print(layout, number, {n: f"{c.losses[-1]:.4f}" for n, c in contenders.items()}, flush=True)
+        seconds = {n: f"{c.seconds[-1]:.3f} s" for n, c in contenders.items()}
+        print(layout, number, tokens[-1], seconds, flush=True)
     rows = {}
     for name, contender in contenders.items():
         rates = [n / s for n, s in zip(tokens, contender.seconds, strict=True)][untimed:]
         rows[name] = {
             "tokens_per_second": statistics.median(rates),
-            "quartiles": statistics.quantiles(rates, n=4)[::2],
+            "quartiles": statistics.quantiles(rates, n=4)[::2] if len(rates) > 1 else rates * 2,
             "losses": contender.losses,
         }
     return {"tokens": tokens, "runs": rows, "not_run": not_run}
 
 
 def load(path: Path | None) -> tuple[nn.Module, Tensor]:
-    """The model in float32 on the CPU, and the text's tokens."""
+    """The model in float32 on the GPU, and the text's tokens."""
     if path is None:
         torch.manual_seed(0)
         ids = torch.randint(SIZES["vocab_size"], (200_000,))
-        return LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="sdpa")), ids
+        with torch.device("cuda"):
+            return LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="sdpa")), ids
     model, tokenizer = smollm2.load(path)
     text = "\n\n".join(topics[name] for name in sorted(topics))
-    return model, tokenizer(text, return_tensors="pt")["input_ids"][0]
+    return model.to("cuda"), tokenizer(text, return_tensors="pt")["input_ids"][0]
+
+
+def _changed(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
+    """The options that are not as by default, but for the output and the model."""
+    return [
+        f"--{name} {' '.join(map(str, value)) if name == 'specs' else value}"
+        for name, value in vars(args).items()
+        if name not in ("out", "model") and value != parser.get_default(name)
+    ]
 
 
 def main() -> int:
@@ -196,26 +212,32 @@ def main() -> int:
     )
     parser.add_argument("model", nargs="?", type=Path, metavar="GGUF")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--documents", type=int, default=DOCUMENTS)
+    parser.add_argument("--specs", nargs="+", default=SPECS, metavar="LABEL")
     args = parser.parse_args()
     check_writable(args.out)
     model, ids = load(args.model)
-    model = model.to("cuda").train()
+    model = model.train()
     attentions = ["sdpa"]
     if importlib.util.find_spec("flash_attn") is not None:
         attentions.append("flash_attention_4")
-    for label in SPECS:
+    for label in args.specs:
         register(label, spec=sagesim.AttentionSpec.parse(label))
         attentions.append(label)
     document = {
-        "command": "python scripts/smollm2_speed.py",
+        "command": " ".join(["python scripts/smollm2_speed.py", *_changed(parser, args)]),
         "machine": describe() | {"transformers": transformers.__version__},
         "setting": {
             "weights": "random" if args.model is None else args.model.name,
-            "documents": DOCUMENTS,
+            "documents": args.documents,
             "tokens": [SHORTEST, LONGEST],
             "untimed_steps": UNTIMED,
         },
-        "layouts": {layout: measure(model, attentions, layout, ids) for layout in LAYOUTS},
+        "layouts": {
+            layout: measure(model, attentions, layout, ids, steps=args.steps, count=args.documents)
+            for layout in LAYOUTS
+        },
     }
     write_text(args.out, json.dumps(document, indent=1) + "\n")
     for layout, found in document["layouts"].items():

@@ -51,6 +51,16 @@ def test_a_seed_is_an_order_of_the_training_sequences():
     assert first["losses"] == again["losses"] != other["losses"]
 
 
+def test_a_run_that_is_given_up_is_nothing():
+    train, held_out = SCRIPT["split"](IDS, rows=20, held_out=4, tokens=16)
+    over = iter([False, True])
+    start = model("llama", "sdpa")
+    found = SCRIPT["tune"](
+        start, "sdpa", 0, train, held_out, rows=4, steps=5, given_up=lambda: next(over)
+    )
+    assert found == {} and next(over, None) is None
+
+
 def test_held_out_sequences_are_not_trained_on():
     ids = torch.arange(24 * 16)
     train, held_out = SCRIPT["split"](ids, rows=20, held_out=4, tokens=16)

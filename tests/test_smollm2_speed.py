@@ -1,5 +1,6 @@
 """scripts/smollm2_speed.py trains on the same tokens in both layouts; here on a CPU."""
 
+import argparse
 import runpy
 from pathlib import Path
 
@@ -56,3 +57,14 @@ def test_the_documents_are_consecutive_and_start_again_at_the_end_of_the_text():
     read = torch.cat([part for step in steps for part in step])
     assert torch.equal(read, IDS.repeat(3)[: len(read)])
     assert {len(part) <= LONGEST for step in steps for part in step} == {True}
+
+
+def test_the_recorded_command_has_the_options_that_were_given():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--specs", nargs="+", default=("factored_qk",))
+    changed = SCRIPT["_changed"]
+    assert changed(parser, parser.parse_args([])) == []
+    given = ["file", "--specs", "sagebwd", "factored", "--steps", "3"]
+    assert changed(parser, parser.parse_args(given)) == ["--steps 3", "--specs sagebwd factored"]

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import experiment
 import pretraining
 import promises
 import records
@@ -414,6 +415,8 @@ def mutations() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "delta_or_scales": experiment.arms,
+    "leak": experiment.leak,
     "pretraining": pretraining.finals,
     "pretraining_outcome": pretraining.outcome,
     "pretraining_settings": pretraining.settings,
@@ -438,6 +441,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "smollm2_budget": smollm2.budget,
     "smollm2_interpreted": smollm2.interpreted,
     "smollm2_speed": smollm2.speed,
+    "smollm2_speed_line": smollm2.speed_line,
     "smollm2_capture": smollm2.captured,
     "smollm2_gains": smollm2.captured_gains,
     "cost_cpu": lambda: cost("cost_cpu"),

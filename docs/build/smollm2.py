@@ -143,6 +143,24 @@ def speed() -> str:
     )
 
 
+def speed_line() -> str:
+    """How many times as fast as with sdpa the model trains, in one sentence."""
+    found: dict[str, Any] = json.loads(SPEED.read_text(encoding="utf-8"))
+    ratios = {
+        layout: measured["runs"][document()["budget"]["label"]]["tokens_per_second"]
+        / measured["runs"]["sdpa"]["tokens_per_second"]
+        for layout, measured in found["layouts"].items()
+    }
+    longest = found["setting"]["tokens"][1]
+    return (
+        f"On one {found['machine']['gpu']}, the architecture of SmolLM2-135M trains on documents "
+        f"of up to {longest} tokens in bfloat16 {ratios['packed']:.2f} times as fast with "
+        f"`sagebwd` as with `sdpa` if they are packed, and {ratios['padded']:.2f} times if they "
+        "are padded "
+        "([more](docs/integrations.md#its-speed-on-a-gpu))."
+    )
+
+
 def curves() -> None:
     """The losses, and how far those of each attention are from those of sdpa."""
     runs = document()["emulator"]["runs"]

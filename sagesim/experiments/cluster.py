@@ -111,7 +111,8 @@ def _run(gpu: float, jobs: Iterable[Job], watch: Watch) -> Iterator[tuple[Job, A
         done, _ = ray.wait(list(left), num_returns=len(left), timeout=_EVERY)
         for reference in done:
             job = left.pop(reference)
-            board.forget.remote(job.name)
+            # Ray crashes if it shuts down before the answer to a call arrives.
+            ray.get(board.forget.remote(job.name))
             for result in _results(reference, job):
                 ended += 1
                 yield job, result

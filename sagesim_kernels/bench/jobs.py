@@ -13,6 +13,7 @@ PRODUCTS: Final = {
     "finish_dq_kernel": "dq, dk and dv",
     "hopper_forward": "forward",
     "hopper_backward": "dq, dk and dv",
+    "hopper_wide": "products of wide heads",
     "add_splits_kernel": "dq, dk and dv",
     "ampere_forward": "forward",
     "ampere_backward": "dq, dk and dv",
@@ -34,6 +35,7 @@ PREPARATION: Final = {
     "key_bounds_kernel": "units of dq",
     "units_kernel": "units of dq",
     "hopper_preprocess": "delta",
+    "row_statistics_kernel": "delta",
     "natural_lse_kernel": "logsumexp",
     "logit_shift_kernel": "smoothing",
 }

@@ -10,7 +10,16 @@ from sagesim_kernels.hopper.support import (
     has_dead_queries,
     has_to_copy,
     is_hopper,
+    is_wide,
     serves,
 )
 
-__all__ = ["CHANNELS", "has_dead_keys", "has_dead_queries", "has_to_copy", "is_hopper", "serves"]
+__all__ = [
+    "CHANNELS",
+    "has_dead_keys",
+    "has_dead_queries",
+    "has_to_copy",
+    "is_hopper",
+    "is_wide",
+    "serves",
+]

@@ -18,8 +18,12 @@ from sagesim_kernels.interpreter import IS_INTERPRETED
 from sagesim_kernels.operands import DTYPES, KernelProblem, padded, stored_tokens
 from sagesim_kernels.target import compute_capability
 
-CHANNELS: Final = (64, 128)
-"""Channels of a tile: those of the problem, padded to a power of two. TMA pads them with zeros."""
+CHANNELS: Final = (64, 128, 192, 256)
+"""Channels of a tile. TMA pads those of the problem with zeros."""
+
+_NARROW: Final = 128
+"""Heads with more channels have kernels of their own, see `wide_kernel`. They compute tiles of this
+many channels, too, if Q and V have unequal head sizes."""
 
 BLOCK: Final = 64
 _QK: Final = MatmulSpec(Precision.INT8, Granularity.PerToken, Granularity.PerBlock)
@@ -36,14 +40,18 @@ def serves(problem: KernelProblem) -> bool:
     """
     return (
         not IS_INTERPRETED
-        and problem.extras.softcap is None
-        and problem.extras.sinks is None
-        and padded(problem.q.shape[3]) == padded(problem.v.shape[3]) in CHANNELS
+        and _serves_extras(problem)
+        and _serves_head_sizes(problem.q.shape[3], problem.v.shape[3])
         and problem.scale >= 0
         and _serves_spec(problem.spec)
         and is_hopper()
         and max(_rows(problem.cu_q, problem.q), _rows(problem.cu_k, problem.k)) < _MOST_ROWS
     )
+
+
+def tile_channels(channels: int) -> int:
+    """Return the channels of a tile for a head size: a power of two, or 192."""
+    return 192 if 128 < channels <= 192 else padded(channels)
 
 
 def is_hopper() -> bool:
@@ -66,6 +74,22 @@ def _serves_spec(spec: AttentionSpec) -> bool:
         and spec.delta is Delta.FROM_O
         and spec.block_q == spec.block_k == BLOCK
     )
+
+
+def is_wide(problem: KernelProblem) -> bool:
+    """Return whether Q or V has so many channels that heads need kernels of their own."""
+    return max(problem.q.shape[3], problem.v.shape[3]) > _NARROW
+
+
+def _serves_extras(problem: KernelProblem) -> bool:
+    """Return whether the kernels of the problem's head sizes compute its windows and padding."""
+    extras = problem.extras
+    return extras.is_none or not (is_wide(problem) or extras.sinks is not None or extras.softcap)
+
+
+def _serves_head_sizes(d: int, d_v: int) -> bool:
+    d, d_v = tile_channels(d), tile_channels(d_v)
+    return d in CHANNELS and d_v in CHANNELS and (d == d_v or min(d, d_v) >= _NARROW)
 
 
 def has_to_copy(problem: KernelProblem, *, queries: bool) -> bool:

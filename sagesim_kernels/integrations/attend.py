@@ -6,7 +6,7 @@ The frameworks pass options that SDPA does not have; `Options` holds them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor
 from sagesim import emulator
 from sagesim.problem import NO_WINDOW
 from sagesim.spec import FACTORED_QK, AttentionSpec
+from sagesim_kernels.integrations.per_tensor import once_per_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,7 @@ def attend_packed(
     """
     cu_q, cu_k = (cu.to(q.device, torch.int32).contiguous() for cu in (cu_q, cu_k))
     if not uses_kernels(q):
-        return _emulate_packed(q, k, v, cu_q, cu_k, options)
+        return _emulate_packed(q, k, v, cu_q, cu_k, longest_q, longest_k, options)
     from sagesim_kernels.api import attention_varlen
 
     o = attention_varlen(
@@ -120,14 +121,42 @@ def attend_padded(
         pads_queries: the queries are the last n_q tokens of the keys, and padded ones are left out.
             Otherwise every query is computed.
     """
-    batch, n_q = q.shape[0], q.shape[2]
-    queries = keys[:, -n_q:] if pads_queries else keys.new_ones(batch, n_q)
-    cu_q, cu_k = (F.pad(x.sum(1).cumsum(0), (1, 0)).to(torch.int32) for x in (queries, keys))
-    kept = [x.transpose(1, 2)[keep] for x, keep in ((q, queries), (k, keys), (v, keys))]
-    o = attend_packed(*kept, cu_q, cu_k, longest_of(cu_q), longest_of(cu_k), options)
-    whole = o.new_zeros(batch * n_q, *o.shape[1:])
-    whole = whole.index_copy(0, queries.flatten().nonzero()[:, 0], o)
+    batch, n_q, n_k = q.shape[0], q.shape[2], k.shape[2]
+    tokens = _tokens(keys, n_k)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    k, v = (x.index_select(0, tokens.positions) for x in (k, v))
+    if not pads_queries:
+        cu_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * n_q
+        o = attend_packed(q, k, v, cu_q, tokens.cu, n_q, n_k, options)
+        return o.unflatten(0, (batch, n_q)).transpose(1, 2)
+    queries = _tokens(keys, n_q)
+    o = attend_packed(
+        q.index_select(0, queries.positions),
+        k,
+        v,
+        queries.cu,
+        tokens.cu,
+        n_q,
+        n_k,
+        options,
+    )
+    whole = o.new_zeros(batch * n_q, *o.shape[1:]).index_copy(0, queries.positions, o)
     return whole.unflatten(0, (batch, n_q)).transpose(1, 2)
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a padded batch: their positions in all of it, and their cu_seqlens."""
+
+    positions: Tensor
+    cu: Tensor
+
+
+@once_per_tensor
+def _tokens(keys: Tensor, last: int) -> _Tokens:
+    """The tokens among the last `last` of keys [batch, n_k]."""
+    kept = keys[:, keys.shape[1] - last :]
+    cu = F.pad(kept.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+    return _Tokens(kept.flatten().nonzero()[:, 0], cu)
 
 
 def key_padding(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -150,6 +179,7 @@ def key_padding(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 @torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
+@once_per_tensor
 def longest_of(cu: Tensor) -> int:
     """The length of the longest sequence of cu_seqlens, which is read from the device."""
     return int(cu.diff().max()) if cu.shape[0] > 1 else 0
@@ -168,9 +198,21 @@ def _emulate(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
 
 @torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
 def _emulate_packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, options: Options
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    options: Options,
 ) -> Tensor:
     lengths_q, lengths_k = cu_q.diff().tolist(), cu_k.diff().tolist()
+    if max(lengths_q, default=0) > longest_q or max(lengths_k, default=0) > longest_k:
+        raise ValueError(
+            f"the longest sequences have {max(lengths_q)} queries and {max(lengths_k)} keys, and "
+            f"the given maxima are {longest_q} and {longest_k}"
+        )
     if sum(lengths_q) != q.shape[0] or sum(lengths_k) != k.shape[0]:
         raise ValueError(
             f"cu_seqlens end at {int(cu_q[-1])} and {int(cu_k[-1])}, and there are {q.shape[0]} "

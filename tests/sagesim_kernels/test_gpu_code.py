@@ -21,6 +21,7 @@ from sagesim import (
 from sagesim.spec import with_precision
 from sagesim_kernels import supports
 from sagesim_kernels.hopper.forward import CONFIGS
+from sagesim_kernels.hopper.wide_warps import CONSUMERS
 from tests.support.compiler import OLDEST, ROOT, Compiler, Kernel
 
 pytestmark = pytest.mark.slow
@@ -285,6 +286,38 @@ def test_kernels_of_hopper_multiply_as_declared(
         assert kernel.lost_descriptors == [], name
         assert kernel.early_arrivals == 0, name
         assert kernel.narrow_stores == 0, name
+
+
+@pytest.mark.parametrize(
+    ("head_size", "dtype", "packed", "is_causal"),
+    [(192, "float16", True, False), (256, "bfloat16", False, True)],
+)
+def test_kernels_of_wide_heads_multiply_as_declared(
+    compiler: Compiler, head_size: int, dtype: str, packed: bool, is_causal: bool
+) -> None:
+    """O, dV, dK and dQ, in this order; QK alone is in INT8. Each of the two consumers multiplies in
+    two loops; the forward also between and after them. An instruction of a product that sums over
+    channels covers 32 codes or 16 numbers, one of the others a part of 128 or fewer channels."""
+    kernels = compiler.compile(
+        "factored_qk", 90, head_size=head_size, dtype=dtype, packed=packed, is_causal=is_causal
+    )
+    wide = [kernel for kernel in kernels if kernel.name == "hopper_wide"]
+    assert set(products(kernels)) == {"hopper_wide"} and len(wide) == 4
+    s, dp, right = head_size // 32, head_size // 16, 2 * 64 // 16
+    expected = [(3 * s, 3 * right), (2 * s, 2 * right), *[(2 * s, 2 * (dp + right))] * 2]
+    for kernel, counts in zip(wide, expected, strict=True):
+        assert all(opcode.startswith("wgmma") for opcode in kernel.opcodes)
+        codes = sum(n for opcode, n in kernel.opcodes.items() if ".s8.s8" in opcode)
+        others = f".{SIXTEEN_BIT[dtype]}.{SIXTEEN_BIT[dtype]}"
+        numbers = sum(n for opcode, n in kernel.opcodes.items() if others in opcode)
+        assert (codes, numbers) == tuple(CONSUMERS.value * n for n in counts)
+        assert codes + numbers == sum(kernel.opcodes.values())
+        assert kernel.fusible == 0 and not kernel.fp_fusion
+        assert not [o for o in kernel.issued_in_loop if o.startswith(("LDL", "STL"))]
+        assert kernel.added_waits == 0
+        assert kernel.lost_descriptors == []
+        assert kernel.early_arrivals == 0
+        assert kernel.narrow_stores == 0
 
 
 @BY_NEWEST

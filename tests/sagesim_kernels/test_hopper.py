@@ -1,6 +1,6 @@
 """The Hopper kernels: odd lengths, sums of dQ, packed sequences, strides, NaN and infinity.
 
-They compute FACTORED_QK at head sizes from 33 to 128. On another GPU the portable kernels would run
+They compute FACTORED_QK at head sizes from 33 to 256. On another GPU the portable kernels would run
 instead, so these tests are skipped there.
 """
 
@@ -31,11 +31,20 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),
 ]
 
-HEAD_SIZES = (64, 128)
+
+def by_name(*sizes: int):
+    """Head sizes with names for pytest's option -k."""
+    return [pytest.param(d, id=f"d{d}") for d in sizes]
+
+
+HEAD_SIZES = by_name(64, 128, 192, 256)
 """Those of a tile in shared memory."""
-PAIRS = ((64, 64), (128, 128), (33, 56), (96, 80))
+PAIRS = (
+    *((64, 64), (128, 128), (33, 56), (96, 80), (192, 192), (256, 256), (136, 160), (200, 256)),
+    *((192, 128), (72, 256)),
+)
 """Head sizes of Q and V. Each pair is compiled."""
-SIZES = (40, *HEAD_SIZES, 80)
+SIZES = by_name(40, 64, 80, 128, 160, 192, 256)
 UNSMOOTHED = replace(FACTORED_QK, smoothing=Smoothing())
 SPECS = {"factored_qk": FACTORED_QK, "unsmoothed": UNSMOOTHED}
 MASKS = {
@@ -51,6 +60,17 @@ WINDOWS = {
     "right": {"window": (-1, 40), "causal_alignment": "upper_left"},
 }
 EVERY_MASK = MASKS | WINDOWS
+
+
+def by_mask(*sizes: int):
+    """Head sizes with every mask that the kernels of the size serve; see `by_name`."""
+    return [
+        pytest.param(d, mask, id=f"d{d}-{mask}")
+        for d in sizes
+        for mask in (EVERY_MASK if d <= 128 else MASKS)
+    ]
+
+
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 200, 256, 257, 300, 385)
 
 
@@ -72,7 +92,7 @@ def is_served(unplanned, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("d", [*SIZES, 33, 112])
+@pytest.mark.parametrize("d", [*SIZES, *by_name(33, 112, 136, 200)])
 @pytest.mark.parametrize("lengths", [(256, 256), (300, 300), (65, 400), (400, 65), (1, 129)])
 def test_kernels_meet_the_contract(lengths, d, dtype, mask):
     n_q, n_k = lengths
@@ -90,6 +110,25 @@ def test_kernels_meet_the_contract(lengths, d, dtype, mask):
     check(problem.case, problem.parsed)
 
 
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", PAIRS, ids=lambda pair: f"d{pair[0]}-{pair[1]}")
+def test_unequal_head_sizes_meet_the_contract(sizes, mask):
+    d, d_v = sizes
+    problem = KernelCase(
+        spec=FACTORED_QK,
+        n_q=200,
+        n_k=257,
+        d=d,
+        d_v=d_v,
+        heads=(2, 1, 2),
+        kinds=("gaussian",) * 4,
+        dtype="bfloat16",
+        **MASKS[mask],
+    )
+    check(problem.case, problem.parsed)
+
+
 EXTRAS: dict[str, dict[str, Any]] = {
     **WINDOWS,
     "random_padding": {"padding": "random"},
@@ -102,7 +141,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("extras", EXTRAS)
-@pytest.mark.parametrize("d", HEAD_SIZES)
+@pytest.mark.parametrize("d", by_name(64, 128))
 @pytest.mark.parametrize("lengths", [(520, 520), (300, 400), (400, 300), (1, 129)])
 def test_windows_and_padding_meet_the_contract(lengths, d, extras):
     n_q, n_k = lengths
@@ -170,7 +209,7 @@ def test_any_window_and_padding_meet_the_contract(part: int) -> None:
 
 @pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("mask", ["full", "upper_left", "causal_window", "window"])
-@pytest.mark.parametrize("d", HEAD_SIZES)
+@pytest.mark.parametrize("d", by_name(64, 128))
 def test_padded_keys_have_no_influence(d, mask):
     """Each sequence of a padded batch has the bits that it has alone, without its padding. The
     padding is NaN. With seqused_k and with a key mask the bits are the same."""
@@ -206,7 +245,7 @@ def test_padded_keys_have_no_influence(d, mask):
 
 @pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("d", HEAD_SIZES)
+@pytest.mark.parametrize("d", by_name(64, 128))
 def test_a_value_outside_of_the_window_is_not_read(d, value):
     """A NaN reaches the queries whose window contains a key of its 128, and no others."""
     n, left = 1024, 200
@@ -226,9 +265,9 @@ def test_a_value_outside_of_the_window_is_not_read(d, value):
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> KernelCase:
+def problems(draw: st.DrawFn, sizes: tuple[int, int]) -> KernelCase:
     kind = st.sampled_from(draw(st.sampled_from((sorted(ORDINARY), sorted(KINDS)))))
-    d, d_v = draw(st.sampled_from(PAIRS))
+    d, d_v = sizes
     return KernelCase(
         spec=draw(st.sampled_from(list(SPECS.values()))),
         n_q=draw(st.sampled_from(LENGTHS)),
@@ -248,11 +287,12 @@ def problems(draw: st.DrawFn) -> KernelCase:
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("part", range(8))
-def test_any_problem_meets_the_contract(part: int) -> None:
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("sizes", PAIRS, ids=lambda pair: f"d{pair[0]}-{pair[1]}")
+def test_any_problem_meets_the_contract(sizes: tuple[int, int], part: int) -> None:
     @seed(part)
-    @examples(40)
-    @given(problems())
+    @examples(10)
+    @given(problems(sizes))
     def run(problem: KernelCase) -> None:
         check(problem.case, problem.parsed)
 
@@ -266,9 +306,8 @@ def portable(case, spec, monkeypatch: pytest.MonkeyPatch, **options) -> Results:
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("mask", EVERY_MASK)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("d", HEAD_SIZES)
+@pytest.mark.parametrize(("d", "mask"), by_mask(64, 128, 192, 256))
 @pytest.mark.parametrize("lengths", [(1, 1), (129, 513), (700, 333), (1024, 1024)])
 def test_results_are_those_of_the_portable_kernels(lengths, d, spec, mask, monkeypatch):
     """They differ by rounding only: both add up float32 sums, in different orders."""
@@ -289,8 +328,7 @@ def test_results_are_those_of_the_portable_kernels(lengths, d, spec, mask, monke
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("mask", EVERY_MASK)
-@pytest.mark.parametrize("d", HEAD_SIZES)
+@pytest.mark.parametrize(("d", "mask"), by_mask(64, 128, 192, 256))
 @pytest.mark.parametrize(
     "shape", [(1, 32, 32, 2048), (2, 2, 16, 2000), (1, 1, 1, 8192), (2, 8, 32, 4096)]
 )
@@ -313,8 +351,7 @@ def test_repeated_runs_give_the_same_bits(shape, d, mask):
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("mask", EVERY_MASK)
-@pytest.mark.parametrize("d", HEAD_SIZES)
+@pytest.mark.parametrize(("d", "mask"), by_mask(64, 128, 192, 256))
 @pytest.mark.parametrize("lengths", [(1, 1), (129, 513), (700, 333), (1024, 1024)])
 def test_memory_is_written_before_it_is_read(lengths, d, mask):
     """The results do not depend on what padded storage and the sum of dQ held before.
@@ -330,8 +367,7 @@ def test_memory_is_written_before_it_is_read(lengths, d, mask):
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("mask", EVERY_MASK)
-@pytest.mark.parametrize("d", SIZES)
+@pytest.mark.parametrize(("d", "mask"), by_mask(40, 64, 80, 128, 160, 192, 256))
 def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_packed(d, mask):
     """The other packed sequences are empty, longer, shorter, or contain NaN."""
     lengths_q = (300, 0, 65, 1, 513, 64, 70)
@@ -434,6 +470,16 @@ def test_tokens_outside_the_mask_have_no_influence(mask, lengths, d):
         found.append(run_kernels(c, FACTORED_QK, **EVERY_MASK[mask]))
     assert all(bool(x.isfinite().all()) for x in (found[0].o, *found[0][2:]))
     assert_same(found[1], found[0])
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_a_query_without_keys_gets_no_nan_of_its_block(d):
+    c = kernel_case(torch.bfloat16, seed=6, n_q=333, n_k=100, d=d, heads=(2, 2))
+    c.k[..., 0, :] = math.nan
+    found = run_kernels(c, FACTORED_QK, **MASKS["lower_right"])
+    assert not bool(found.dq[..., :233, :].any()) and not bool(found.o[..., :233, :].any())
+    assert bool(found.dq[..., 233:, :].isnan().all())
 
 
 @pytest.mark.usefixtures("is_served")

@@ -61,6 +61,10 @@ SERVED = {
     "d 33": problem(d=33),
     "d 96": problem(d=96),
     "d 72, d_v 128": problem(d=72, d_v=128),
+    "d 129, d_v 192": problem(d=129, d_v=192),
+    "d 256, d_v 193": problem(d=256, d_v=193),
+    "d 192, d_v 128": problem(d=192, d_v=128),
+    "d 65, d_v 256": problem(d=65, d_v=256),
     "float16": problem(dtype=torch.float16),
     "float32": problem(dtype=torch.float32),
     "causal": problem(is_causal=True),
@@ -79,12 +83,14 @@ OTHERS = {
     "two 16-bit formats": problem(with_precision(FACTORED_QK, Precision.FP16, "dv")),
     "blocks of 128": problem(replace(FACTORED_QK, block_q=128)),
     "d 32": problem(d=32),
-    "d 192": problem(d=192),
+    "d 257": problem(d=257),
+    "d 192, d_v 64": problem(d=192, d_v=64),
     "d_v 128": problem(d_v=128),
     "negative scale": problem(scale=-1.0),
     "too many rows": problem(n_q=2**28, heads=2),
     "sinks": problem(extras=Extras(sinks=torch.empty(2, device="meta"))),
     "softcap": problem(extras=Extras(softcap=20.0)),
+    "wide heads in a window": problem(d=192, extras=EXTRAS["window"]),
 }
 
 
@@ -111,6 +117,11 @@ def test_nothing_is_served_on_another_gpu(served, monkeypatch):
     monkeypatch.setattr(hopper.support, "IS_INTERPRETED", False)
     monkeypatch.setattr(hopper.support, "is_hopper", lambda: False)
     assert not hopper.serves(served)
+
+
+def test_wide_heads_have_more_than_128_channels():
+    assert not hopper.is_wide(problem(d=128))
+    assert hopper.is_wide(problem(d=129)) and hopper.is_wide(problem(d=128, d_v=129))
 
 
 @pytest.mark.parametrize("n_q", [0, 1, 4])

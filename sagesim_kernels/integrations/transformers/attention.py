@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from sagesim.spec import AttentionSpec
 from sagesim_kernels.integrations.attend import (
@@ -18,6 +17,7 @@ from sagesim_kernels.integrations.attend import (
     attend_padded,
     longest_of,
 )
+from sagesim_kernels.integrations.per_tensor import once_per_tensor
 from sagesim_kernels.integrations.transformers.masks import packing_of
 
 NO_EFFECT: Final = frozenset(
@@ -36,22 +36,24 @@ NO_EFFECT: Final = frozenset(
 )
 """Arguments of a model's forward that reach the attention and do not concern it."""
 
+_PAGED: Final = "a paged cache is not supported; call generate with cache_implementation='dynamic'"
+
 REFUSED: Final = {
     "block_indices": "attention to chosen blocks of keys is not supported; use "
     "attn_implementation='eager'",
     "block_table": "continuous batching is not supported; call generate with cache_implementation="
     "'dynamic'",
-    "cache": "a paged cache is not supported; use cache_implementation='dynamic'",
-    "cache_seqlens": "a paged cache is not supported; use cache_implementation='dynamic'",
+    "cache": _PAGED,
+    "cache_seqlens": _PAGED,
     "head_mask": "leave head_mask out",
     "indices": "attention to chosen keys is not supported; use attn_implementation='eager'",
-    "k_cache": "a paged cache is not supported; use cache_implementation='dynamic'",
+    "k_cache": _PAGED,
     "output_attentions": "attention weights are never formed; set config.output_attentions=False "
     "or use attn_implementation='eager'",
     "position_bias": "biases are not supported; use attn_implementation='eager' or a model with "
     "rotary positions (in config.position_embedding_type, if it has one)",
     "sinks": "sinks that differ between queries are not supported; use attn_implementation='eager'",
-    "v_cache": "a paged cache is not supported; use cache_implementation='dynamic'",
+    "v_cache": _PAGED,
 }
 """Arguments that are not computed, and what to do."""
 
@@ -210,8 +212,8 @@ def _padding(mask: Any, key: Tensor) -> Tensor:
     if mask.shape != (batch, n_k):
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}, and there are {n_k} keys in "
-            f"{batch} sequences; a static cache is not supported, use "
-            "config.cache_implementation='dynamic'"
+            f"{batch} sequences; a static cache is not supported, call generate with "
+            "cache_implementation='dynamic'"
         )
     return mask
 
@@ -233,10 +235,6 @@ def _packed(
     return o.unflatten(0, (batch, n_q))
 
 
-_PACKINGS: Final = WeakTensorKeyDictionary()
-"""The packing of each tensor of positions, so that one layer of a model reads it and not all."""
-
-
 def _packing(position_ids: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """The cu_seqlens of positions that restart, for the whole batch; None if they do not."""
     batch, n = query.shape[0], query.shape[2]
@@ -254,8 +252,9 @@ def _packing(position_ids: Tensor | None, query: Tensor, key: Tensor) -> Tensor 
             "position_ids restart; pass use_cache=False to the model, or cu_seq_lens_q",
         )
         return None
-    known = _PACKINGS.get(position_ids)
-    if known is None or known[0] != position_ids._version:
-        found = packing_of(position_ids.expand(batch, n).diff() != 1)
-        known = _PACKINGS[position_ids] = (position_ids._version, found)
-    return known[1]
+    return _restarts(position_ids, batch)
+
+
+@once_per_tensor
+def _restarts(position_ids: Tensor, batch: int) -> Tensor | None:
+    return packing_of(position_ids.expand(batch, -1).diff() != 1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
 
@@ -31,6 +33,13 @@ def compact_mask(
     Raises:
         ValueError: if the mask is none of these; the message names the config field.
     """
+    config = options.get("config")
+    if config is not None and not _model_calls_the_attention(type(config)):
+        raise ValueError(
+            f"the model of {type(config).__name__} computes its attention in its own code, which "
+            "does not call attn_implementation and would misread this mask; use "
+            "attn_implementation='eager' or 'sdpa'"
+        )
     is_plain = mask_function is causal_mask_function and q_length == kv_length
     if is_plain and attention_mask is None and options.get("allow_is_causal_skip", True):
         return None
@@ -44,6 +53,31 @@ def compact_mask(
         attention_mask,
         options,
     )
+
+
+@torch._dynamo.assume_constant_result  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+def _model_calls_the_attention(config: type) -> bool:
+    """Whether a model of the config calls the functions of AttentionInterface; True if unknown.
+
+    transformers makes masks for other models too, and accepts every attention for them.
+    """
+    if config not in _CALLS_THE_ATTENTION:
+        classes = [x for x in _subclasses(PreTrainedModel) if x.config_class is config]
+        _CALLS_THE_ATTENTION[config] = not classes or any(
+            x._supports_attention_backend
+            or hasattr(sys.modules.get(x.__module__), "ALL_ATTENTION_FUNCTIONS")
+            for x in classes
+        )
+    return _CALLS_THE_ATTENTION[config]
+
+
+_CALLS_THE_ATTENTION: Final[dict[type, bool]] = {}
+
+
+def _subclasses(of: Any) -> Iterator[Any]:
+    for each in of.__subclasses__():
+        yield each
+        yield from _subclasses(each)
 
 
 # Under torch.compile, the values of the mask are not known while the model is traced.
@@ -75,7 +109,7 @@ def _read_mask(
     if is_partly_filled and "causal_mask_function" in parts:
         raise ValueError(
             f"{n_q} queries from position {q_offset} on and {n_k} keys from {kv_offset} on: a "
-            "static cache is not supported, use config.cache_implementation='dynamic'"
+            "static cache is not supported, call generate with cache_implementation='dynamic'"
         )
     is_packed = "packed_sequence_mask_function" in parts
     can_skip = options.get("allow_is_causal_skip", True)

@@ -27,6 +27,8 @@ MODULES = (
     "hopper.backward_kernel",
     "hopper.backward",
     "hopper.splits",
+    "hopper.wide_kernel",
+    "hopper.wide_backward",
     "ampere.forward",
     "ampere.backward",
     "ampere.p_rows",

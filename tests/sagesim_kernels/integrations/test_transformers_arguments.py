@@ -15,6 +15,8 @@ from torch import nn
 from transformers import (
     AttentionInterface,
     BertConfig,
+    BloomConfig,
+    BloomForCausalLM,
     DynamicCache,
     LlamaConfig,
     masking_utils,
@@ -213,6 +215,10 @@ CALLS = {
     },
     "must be given together": {"cu_seq_lens_q": CU},
     "max_length_q and max_length_k must be given": {"cu_seq_lens_q": CU, "cu_seq_lens_k": CU},
+    "the longest sequences have 4 queries and 4 keys": {
+        **HONOURED["cu_seq_lens_q"],
+        "max_length_q": 3,
+    },
     "position_ids has shape (3, 1, 6)": {"position_ids": torch.zeros(3, 1, N)},
 }
 
@@ -254,6 +260,14 @@ MASKS = {
 def test_masks_that_are_not_computed_are_refused(message):
     with pytest.raises(ValueError, match=message):
         make_mask(**MASKS[message])
+
+
+def test_a_model_that_computes_its_attention_itself_is_refused():
+    """Bloom would take no mask for attention to all tokens, later ones too."""
+    config = BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2)
+    config._attn_implementation = "exact"
+    with pytest.raises(ValueError, match="the model of BloomConfig computes its attention in its"):
+        BloomForCausalLM(config)(tokens())
 
 
 def test_a_static_cache_is_refused():

@@ -162,7 +162,7 @@ def _gradient(
     )
     for attention in attentions:
         with use_attention(model.cores(), attention):
-            error = gradients_of(model, loss, examples).minus(plain)
+            error = gradients_of(model, loss, examples, less=plain)
         bias = moments(inner_products(error, error, world, sharded=sharded))
         along = inner_products(error, plain, world, sharded=sharded)
         # Without the diagonal: the noise of an example's error and gradient is not independent.

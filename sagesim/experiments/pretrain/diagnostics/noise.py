@@ -8,12 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from sagesim.experiments.pretrain.run.distributed import World, local_part
 from theory.noise import SampleMoments, sample_moments
+
+_PART: Final = 2**19
+"""Elements of a parameter that are in float64 at once, of each example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +26,22 @@ class Gradients:
 
     examples: list[list[Tensor]]  #: by example, then by parameter; float32
 
-    def minus(self, other: Gradients) -> Gradients:
-        """The differences self - other, example by example."""
-        pairs = zip(self.examples, other.examples, strict=True)
-        return Gradients([[x - y for x, y in zip(a, b, strict=True)] for a, b in pairs])
-
 
 def gradients_of(
-    model: nn.Module, loss: Callable[[int], Tensor], examples: Sequence[int]
+    model: nn.Module,
+    loss: Callable[[int], Tensor],
+    examples: Sequence[int],
+    *,
+    less: Gradients | None = None,
 ) -> Gradients:
-    """The gradient of the loss of each example. Clears the gradients that the model holds."""
+    """The gradient of the loss of each example. Clears the gradients that the model holds.
+
+    Args:
+        less: gradients of the same examples, which are subtracted. The memory holds one example
+            without them at a time.
+    """
     found: list[list[Tensor]] = []
-    for example in examples:
+    for index, example in enumerate(examples):
         model.zero_grad(set_to_none=True)
         loss(example).backward()
         gradients: list[Tensor] = []
@@ -41,6 +49,9 @@ def gradients_of(
             if parameter.requires_grad:
                 assert parameter.grad is not None
                 gradients.append(local_part(parameter.grad))
+        if less is not None:
+            pairs = zip(gradients, less.examples[index], strict=True)
+            gradients = [x - y for x, y in pairs]
         found.append(gradients)
     model.zero_grad(set_to_none=True)
     return Gradients(found)
@@ -58,8 +69,12 @@ def inner_products(one: Gradients, other: Gradients, world: World, *, sharded: b
     for a, b in zip(
         zip(*one.examples, strict=True), zip(*other.examples, strict=True), strict=True
     ):
-        left, right = (torch.stack([x.flatten() for x in each]).double() for each in (a, b))
-        total += left @ right.mT
+        for part in range(0, a[0].numel(), _PART):
+            left, right = (
+                torch.stack([x.flatten()[part : part + _PART] for x in each]).double()
+                for each in (a, b)
+            )
+            total += left @ right.mT
     return world.sum(total) if sharded else total
 
 

@@ -140,7 +140,9 @@ class Plan:
         )
 
     def runs(self, part: str, scale: str, *, corpus: str, vocabulary: int) -> list[PlannedRun]:
-        """The runs of one part at one scale; the seeds of a setting follow each other.
+        """The runs of one part at one scale, those of the first seed first.
+
+        A plan that is stopped before its end has then compared all settings for some seeds.
 
         Args:
             corpus: the corpus' `Manifest.id`.
@@ -160,7 +162,7 @@ class Plan:
             )
         size, heads = self.scales[scale], self.parts[part].capture_heads
         found: dict[Run, tuple[int, ...]] = {}
-        for values, seed in itertools.product(_settings(self.parts[part].grids), self.seeds):
+        for seed, values in itertools.product(self.seeds, _settings(self.parts[part].grids)):
             run = self._run(values, seed, size, corpus, vocabulary)
             found[run] = heads if seed == self.seeds[0] else ()
         return [PlannedRun(run, captured) for run, captured in found.items()]

@@ -29,7 +29,7 @@ from sagesim.experiments.pretrain.training.trained_model import load_trained
 from sagesim.experiments.pretrain.training.trainer import autocast
 
 _GOLDEN: Final = (math.sqrt(5.0) - 1.0) / 2.0
-_BATCH: Final = 8
+_BATCH: Final = 32
 """Sequences of one forward. It changes no number but by the order of floating-point sums."""
 
 

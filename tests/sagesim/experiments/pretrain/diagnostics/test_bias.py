@@ -42,7 +42,7 @@ def test_it_is_the_mean_over_pairs_of_sequences_from_different_halves(trainer):
     with use_attention(model.cores(), SDPA):
         plain = gradients_of(model, trainer._loss_of_sequence, range(4))
     with use_attention(model.cores(), PAPER):
-        error = gradients_of(model, trainer._loss_of_sequence, range(4)).minus(plain)
+        error = gradients_of(model, trainer._loss_of_sequence, range(4), less=plain)
     for prefix, each in (("square", plain), ("bias_square", error)):
         for group in GROUPS:
             pairs = [

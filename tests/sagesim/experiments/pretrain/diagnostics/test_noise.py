@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from sagesim.experiments.pretrain.diagnostics import noise
 from sagesim.experiments.pretrain.diagnostics.noise import (
     Gradients,
     gradients_of,
@@ -35,6 +36,28 @@ def test_inner_products_are_over_all_parameters():
     assert inner_products(found, found, ALONE, sharded=False).tolist() == [
         pytest.approx(row, rel=1e-12) for row in expected.tolist()
     ]
-    nothing = found.minus(found)
-    assert not inner_products(nothing, found, ALONE, sharded=False).any()
-    assert isinstance(nothing, Gradients)
+
+
+def test_gradients_less_others_are_their_differences():
+    model, other = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+
+    def loss(i):
+        return model(x[i]).square().sum()
+
+    found = gradients_of(model, loss, range(5))
+    assert not inner_products(
+        gradients_of(model, loss, range(5), less=found), found, ALONE, sharded=False
+    ).any()
+    shifted = gradients_of(other, lambda i: other(x[i]).square().sum(), range(5))
+    less = gradients_of(model, loss, range(5), less=shifted)
+    for a, b, c in zip(found.examples, shifted.examples, less.examples, strict=True):
+        assert all(torch.equal(u - v, w) for u, v, w in zip(a, b, c, strict=True))
+
+
+def test_inner_products_of_large_parameters_are_summed_in_parts(monkeypatch):
+    each = [[torch.randn(7, 11, generator=torch.Generator().manual_seed(i))] for i in range(3)]
+    whole = inner_products(Gradients(each), Gradients(each), ALONE, sharded=False)
+    monkeypatch.setattr(noise, "_PART", 10)
+    parts = inner_products(Gradients(each), Gradients(each), ALONE, sharded=False)
+    assert parts.flatten().tolist() == pytest.approx(whole.flatten().tolist(), rel=1e-12)

@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-DEADLINE = 100
+DEADLINE = 300
 """Seconds after which something that should happen has not happened. It takes a few."""
 
 DEATH_IS_NOTICED = {

@@ -87,11 +87,11 @@ def test_a_part_has_a_run_for_every_combination_and_seed(plan, corpus):
     seen = [(x.run.attention, x.run.tokens_per_step, x.run.steps, x.run.seed) for x in one]
     assert seen == [
         (attention, per_step, 512 // per_step, seed)
+        for seed in (0, 1)
         for attention in ("sdpa", "kernels:sagebwd_all_int8")
         for per_step in (256, 128)
-        for seed in (0, 1)
     ]
-    assert [x.capture_heads for x in one] == [(1,), ()] * 4
+    assert [x.capture_heads for x in one] == [(1,)] * 4 + [()] * 4
     assert {(x.run.warmup, x.run.evaluate_every, x.run.monitor_every) for x in one} == {
         (1, 1, 2),
         (2, 2, 4),
@@ -172,7 +172,8 @@ def test_unknown_parts_and_scales_raise(plan, corpus):
 
 
 def test_runs_that_are_done_are_not_trained_again(plan, corpus, tmp_path):
-    planned = with_families(runs(plan, "one", corpus), {"kernels": "emulator"})[:2]
+    # Both seeds of the first setting.
+    planned = with_families(runs(plan, "one", corpus), {"kernels": "emulator"})[::4]
     root, begun = tmp_path / "runs", []
 
     def make(is_asked=False):
@@ -263,7 +264,7 @@ def test_the_plan_of_the_next_experiment_is_valid():
     from sagesim_kernels import supports
 
     earlier, ours = Plan.read(OURS), Plan.read(FOLDER / "delta_or_scales.toml")
-    measured = {"evaluate_sequences", "monitor_sequences", "monitor"}
+    measured = {"evaluate_sequences", "monitor_sequences", "monitor_every", "monitor"}
     changed = {name for name in ours.base if ours.base[name] != earlier.base[name]}
     assert changed == measured | {"qk_norm"} and not ours.base["qk_norm"]
     assert ours.scales["100M"] == earlier.scales["100M"] and ours.speed == earlier.speed

@@ -1,0 +1,163 @@
+"""The backward of heads with more than 128 channels: row statistics, then dV, dK and dQ."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sagesim_kernels.hopper.channel_parts import BLOCK
+from sagesim_kernels.hopper.splits import add_splits, empty_splits
+from sagesim_kernels.hopper.support import tile_channels
+from sagesim_kernels.hopper.tile_scheduler import query_heads_per_program
+from sagesim_kernels.hopper.wide_launch import Side, launch_wide, of_codes, of_numbers
+from sagesim_kernels.hopper.wide_structures import Config
+from sagesim_kernels.hopper.wide_warps import ROW_STATS, STATS_LAYOUT
+from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.operands import (
+    LAUNCH,
+    LOG2_E,
+    Gradients,
+    Grid,
+    KernelProblem,
+    KernelSizes,
+    OperandCache,
+    Rows,
+    RowStatistics,
+    Strided,
+    head_pointers,
+    length_of,
+    load_rows,
+    load_token_scales,
+    program_coordinates,
+    rowsum_do_o,
+    store_rows,
+    stored_start_of,
+    stored_tokens,
+    subtract_lse_gradient,
+)
+
+_BLOCK: Final = BLOCK.value
+
+
+@triton.jit
+def row_statistics_kernel(
+    grid, q8, o, do, lse2, d_lse, delta, row_stats, tokens, lengths, scale_log2, sizes
+):  # fmt: skip
+    """Compute delta and the row statistics of a block of queries.
+
+    Queries behind the last one of a sequence get statistics that make P 0.
+
+    q8: `Operand` of qk_recompute. o, do: `Strided`. lse2, d_lse, delta: `Rows`. row_stats: see
+    `ROW_STATS`, in padded storage. tokens: of a head in padded storage.
+    """
+    i, h, b = program_coordinates(grid)
+    n_q = length_of(lengths.cu_q, lengths.n_q, b)
+    first = i * sizes.BLOCK_Q
+    if first >= n_q:
+        return
+    local = tl.arange(0, sizes.BLOCK_Q)
+    row = first + local
+    at = h.to(tl.int64) * tokens + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
+    row_lse2 = load_rows(lse2, lengths.cu_q, b, h, row, n_q, float("inf"))
+    row_delta = rowsum_do_o(o, do, lengths, b, h, first, sizes.DV, sizes.DV_PAD, sizes.BLOCK_Q)
+    row_delta = subtract_lse_gradient(row_delta, d_lse, lengths, b, h, row, n_q, row_lse2)
+    _q_base, q_scales = head_pointers(q8, lengths.cu_q, lengths.n_q, b, h)
+    factor = load_token_scales(q8, q_scales, first, sizes.BLOCK_Q, n_q) * scale_log2
+    store_rows(delta, lengths.cu_q, b, h, row, n_q, row_delta)
+    ptrs = row_stats + at * 4 + local
+    tl.store(ptrs, factor)
+    tl.store(ptrs + sizes.BLOCK_Q, row_lse2)
+    tl.store(ptrs + 2 * sizes.BLOCK_Q, row_delta)
+
+
+def launch_backward(
+    problem: KernelProblem,
+    operands: OperandCache,
+    o: Tensor,
+    do: Tensor,
+    statistics: RowStatistics,
+    d_lse: Rows | None,
+    grads: Gradients,
+) -> None:
+    """Fill grads and statistics.delta. The arguments are those of `backward.launch_backward`."""
+    dq, dk, dv = grads
+    q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
+    q16, k16 = operands.get("dk", "q"), operands.get("dq", "k")
+    v16, do16 = operands.get("dp", "v"), operands.get("dp", "do")
+    kv_heads, heads, d, d_v = dk.shape[1], dq.shape[1], dk.shape[3], dv.shape[3]
+    tile_d, tile_dv = tile_channels(d), tile_channels(d_v)
+    tokens_q = stored_tokens(problem.cu_q, problem.q)
+    row_stats = dq.new_empty(heads * tokens_q * 4, dtype=torch.float32)
+    blocks = Grid(-(-problem.longest_q // _BLOCK), heads, problem.sequences)
+    launch(
+        row_statistics_kernel,
+        blocks.programs,
+        blocks,
+        q8,
+        Strided.of(o),
+        Strided.of(do),
+        statistics.lse2,
+        d_lse,
+        statistics.delta,
+        row_stats,
+        tokens_q,
+        problem.lengths,
+        problem.scale * LOG2_E,
+        KernelSizes.of(problem, _BLOCK),
+        **LAUNCH,
+    )
+    q_codes, k_codes = of_codes(q8, tile_d), of_codes(k8, tile_d)
+    do_numbers, v_numbers = of_numbers(do16, tile_dv), of_numbers(v16, tile_dv)
+    q_right, k_right = of_numbers(q16, tile_d), of_numbers(k16, tile_d)
+    stats = TensorDescriptor.from_tensor(row_stats, [ROW_STATS.value], STATS_LAYOUT.value)
+    groups = query_heads_per_program(kv_heads, problem.groups)
+    splits = problem.groups // groups
+    is_large = tile_d + tile_dv > 2 * 192
+
+    def compute_of_keys(grad: Tensor, own: Side, streamed: Side, config: Config, scale: float):
+        """Fill grad, dK or dV, as the sum of parts if several programs share a tile of keys."""
+        parts = grad if splits == 1 else empty_splits(grad, splits)
+        factor = scale if splits == 1 else 1.0
+        lse2 = statistics.lse2
+        launch_wide(problem, parts, lse2, own, streamed, k8.scale, factor, config, stats=stats)
+        if splits > 1:
+            add_splits(problem, parts, grad, scale)
+
+    for_dv = Config(
+        is_forward=False,
+        owns_queries=False,
+        has_dp=False,
+        stages=3 if is_large else 4,
+        right_stages=4,
+        groups=groups,
+        splits=splits,
+        tile_d=tile_d,
+        tile_dv=tile_dv,
+        channels=d_v,
+        is_copied=operands.stored,
+    )
+    compute_of_keys(dv, Side(k_codes), Side(q_codes, right=do_numbers), for_dv, 1.0)
+    for_dk = for_dv._replace(has_dp=True, stages=2, right_stages=1 if is_large else 2, channels=d)
+    compute_of_keys(
+        dk,
+        Side(k_codes, v_numbers),
+        Side(q_codes, do_numbers, q_right),
+        for_dk,
+        problem.scale,
+    )
+    launch_wide(
+        problem,
+        dq,
+        statistics.lse2,
+        Side(q_codes, do_numbers),
+        Side(k_codes, v_numbers, k_right),
+        k8.scale,
+        problem.scale,
+        for_dk._replace(owns_queries=True, groups=problem.groups, splits=1),
+        row_stats=row_stats,
+    )

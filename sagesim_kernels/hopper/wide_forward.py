@@ -1,0 +1,40 @@
+"""The forward of heads with more than 128 channels."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sagesim_kernels.hopper.support import tile_channels
+from sagesim_kernels.hopper.wide_launch import Side, launch_wide, of_codes, of_numbers
+from sagesim_kernels.hopper.wide_structures import Config
+from sagesim_kernels.operands import LOG2_E, KernelProblem, OperandCache, Rows
+
+
+def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, lse2: Tensor) -> None:
+    """Fill o and lse2. The arguments are those of `forward.launch_forward`."""
+    q, k, v = operands.get("qk", "q"), operands.get("qk", "k"), operands.get("pv", "v")
+    d, d_v = tile_channels(problem.q.shape[3]), tile_channels(o.shape[3])
+    config = Config(
+        is_forward=True,
+        owns_queries=True,
+        has_dp=False,
+        stages=3 if d == 256 else 4,
+        right_stages=4,
+        groups=problem.groups,
+        splits=1,
+        tile_d=d,
+        tile_dv=d_v,
+        channels=o.shape[3],
+        is_copied=operands.stored,
+    )
+    launch_wide(
+        problem,
+        o,
+        Rows.of(lse2),
+        Side(of_codes(q, d)),
+        Side(of_codes(k, d), right=of_numbers(v, d_v)),
+        k.scale,
+        problem.scale * LOG2_E,
+        config,
+        q_scale=q.scale,
+    )

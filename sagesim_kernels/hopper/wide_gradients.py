@@ -1,0 +1,159 @@
+"""The consumers of a program that computes dQ, dK or dV of heads with more than 128 channels.
+
+In each step a consumer computes S and dP of its 64 tokens and of a block. From these it computes P
+or dS, which stays in registers as the left operand of the gradient.
+"""
+
+# Pyright takes the annotations of Gluon's functions literally:
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportOptionalSubscript=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sagesim_kernels.gluon_compat import reinterpret
+from sagesim_kernels.hopper.channel_parts import BLOCK, buffer_at, start_product
+from sagesim_kernels.hopper.wide_warps import (
+    OWNED,
+    ROW_STATS,
+    S_FLOAT32,
+    S_INT32,
+    STATS_LAYOUT,
+    STREAMED,
+    attends_in_block,
+    skip_blocks,
+    store_part,
+    walk_of,
+)
+from sagesim_kernels.operands import causal_offset, length_of, live_keys
+
+
+@gluon.jit
+def _row_stats(buffers, stage):
+    """Return the row statistics of a stage, [4, BLOCK]."""
+    return reinterpret(buffers.index(stage), gl.float32, [4, BLOCK], STATS_LAYOUT)
+
+
+@gluon.jit
+def _finished(grad, lse2, scale, OWNS_QUERIES: gl.constexpr):
+    """Return scale times the gradient, and 0 for queries that attend to no key.
+
+    These may share a block with a NaN. lse2: of the owned queries; NaN is not infinity.
+    """
+    if OWNS_QUERIES:
+        lse2 = gl.convert_layout(lse2, gl.SliceLayout(1, grad.type.layout))
+        grad = gl.where((lse2 != float("inf"))[:, None], grad, 0.0)
+    return grad * scale
+
+
+@gluon.jit
+def compute_gradient(
+    CONSUMER: gl.constexpr, own_buffers, buffers, barriers, row_stats, k_scale, out,
+    lengths, b, h, tile_first, tile_walk, scale, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of 64 owned tokens. One warpgroup, number CONSUMER.
+
+    row_stats: pointer to those of the tile's first query, if it owns queries. k_scale: pointer to
+    the scale of the first owned key, or of the first key of the streamed head. out: `Strided` of
+    the gradient. b, h: sequence and head in out. tile_first: first token of the tile. tile_walk:
+    `Walk` of the tile. scale: a factor of the gradient.
+    """
+    STAGES: gl.constexpr = CONFIG.stages
+    RIGHT_STAGES: gl.constexpr = CONFIG.right_stages
+    OWNS_QUERIES: gl.constexpr = CONFIG.owns_queries
+    HAS_DP: gl.constexpr = CONFIG.has_dp
+    FIRST: gl.constexpr = buffers.right[0].shape[2]
+    REST: gl.constexpr = buffers.right[1].shape[2]
+    FIRST_ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
+    REST_ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
+    dt: gl.constexpr = buffers.right[0].dtype
+    first = tile_first + CONSUMER * BLOCK
+    offset = causal_offset(lengths, b)
+    n_keys = live_keys(lengths, b)
+    walk = walk_of(first, BLOCK, lengths, b, OWNS_QUERIES)
+    skipped = tile_walk.count - walk.count
+    if OWNS_QUERIES:
+        local = gl.arange(0, BLOCK, OWNED)
+        row_stats += CONSUMER * ROW_STATS
+        own_factor = gl.load(row_stats + local)
+        own_lse2 = gl.load(row_stats + BLOCK + local)
+        own_delta = gl.load(row_stats + 2 * BLOCK + local)
+    else:
+        own_lse2 = None
+        key_scale = gl.load(k_scale + CONSUMER)
+    grad = gl.zeros((BLOCK, FIRST), gl.float32, FIRST_ACC)
+    grad_rest = gl.zeros((BLOCK, REST), gl.float32, REST_ACC)
+    mbarrier.wait(barriers.own_full, 0)
+    n = 0
+    for _ in range(1 if OWNS_QUERIES else CONFIG.groups):
+        n = skip_blocks(n, skipped, barriers)
+        for MASKED in gl.static_range(1, -1, -1):
+            for j in range(0 if MASKED else walk.masked, walk.masked if MASKED else walk.count):
+                block = walk.first - j if OWNS_QUERIES else walk.first + j
+                stage = n % STAGES
+                if OWNS_QUERIES:
+                    key_scale = gl.load(k_scale + block)
+                mbarrier.wait(barriers.full.index(stage), (n // STAGES) & 1)
+                # This number is opaque to the compiler. With a constant, it computes the
+                # descriptors of all operands before the loop and runs out of registers.
+                mine = CONSUMER + (n >> 30)
+                codes = buffer_at(own_buffers.codes, mine)
+                s = start_product(codes, buffer_at(buffers.codes, stage), gl.int32, S_INT32)
+                if HAS_DP:
+                    numbers = buffer_at(own_buffers.numbers, mine)
+                    other = buffer_at(buffers.numbers, stage)
+                    dp = start_product(numbers, other, gl.float32, S_FLOAT32)
+                s = warpgroup_mma_wait(2 if HAS_DP else 0, deps=[s])
+                if OWNS_QUERIES:
+                    factor = (own_factor * key_scale)[:, None]
+                    lse2 = own_lse2[:, None]
+                else:
+                    stats = _row_stats(buffers.stats, stage)
+                    factor = (stats.index(0).load(STREAMED) * key_scale)[None, :]
+                    lse2 = stats.index(1).load(STREAMED)[None, :]
+                x = gl.convert_layout(s.to(gl.float32), S_FLOAT32) * factor - lse2
+                if MASKED:
+                    attended = attends_in_block(first, block, n_keys, offset, OWNS_QUERIES)
+                    x = gl.where(attended, x, -float("inf"))
+                left = gl.exp2(x)
+                if HAS_DP:
+                    if OWNS_QUERIES:
+                        delta = own_delta[:, None]
+                    else:
+                        delta = stats.index(2).load(STREAMED)[None, :]
+                    dp = warpgroup_mma_wait(0, deps=[dp])
+                    ds = dp - delta
+                    if MASKED:  # P is 0 there, but 0 times an infinite or NaN dP would be NaN
+                        ds = gl.where(attended, ds, 0.0)
+                    left = left * ds
+                left = left.to(dt)
+                mbarrier.arrive(barriers.empty.index(stage), count=1)
+                stage = n % RIGHT_STAGES
+                mbarrier.wait(barriers.right_full.index(stage), (n // RIGHT_STAGES) & 1)
+                right = buffer_at(buffers.right, stage)
+                operand = gl.convert_layout(left, gl.DotOperandLayout(0, FIRST_ACC, 2))
+                grad_t = warpgroup_mma(operand, right[0], grad, is_async=True)
+                operand = gl.convert_layout(left, gl.DotOperandLayout(0, REST_ACC, 2))
+                rest_t = warpgroup_mma(operand, right[1], grad_rest, is_async=True)
+                grad, grad_rest = warpgroup_mma_wait(0, deps=[grad_t, rest_t])
+                mbarrier.arrive(barriers.right_empty.index(stage), count=1)
+                n += 1
+    if OWNS_QUERIES:
+        length = length_of(lengths.cu_q, lengths.n_q, b)
+        live = length
+        cu = lengths.cu_q
+    else:
+        length = length_of(lengths.cu_k, lengths.n_k, b)
+        live = n_keys
+        cu = lengths.cu_k
+    grad = _finished(grad, own_lse2, scale, OWNS_QUERIES)
+    grad_rest = _finished(grad_rest, own_lse2, scale, OWNS_QUERIES)
+    store_part(out, cu, b, h, first, live, length, grad, 0, CONFIG.channels)
+    store_part(out, cu, b, h, first, live, length, grad_rest, FIRST, CONFIG.channels)

@@ -1,0 +1,108 @@
+"""The launch of the kernel for heads with more than 128 channels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sagesim_kernels.hopper.channel_parts import BLOCK, part_descriptors
+from sagesim_kernels.hopper.descriptors import multiprocessor_count
+from sagesim_kernels.hopper.tile_scheduler import choose_backward_heads
+from sagesim_kernels.hopper.wide_kernel import hopper_wide
+from sagesim_kernels.hopper.wide_structures import Config
+from sagesim_kernels.hopper.wide_warps import TILE
+from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.operands import (
+    LAUNCH,
+    Grid,
+    KernelProblem,
+    Operand,
+    Rows,
+    Strided,
+    stored_tokens,
+)
+
+_Pair = tuple[TensorDescriptor, TensorDescriptor] | tuple[None, None]
+
+
+class Side(NamedTuple):
+    """TMA descriptors of queries or of keys; the fields of `Tokens`, a pair of parts each."""
+
+    codes: _Pair
+    numbers: _Pair = (None, None)
+    right: _Pair = (None, None)
+
+
+def of_codes(x: Operand, channels: int) -> _Pair:
+    """Return descriptors of codes, with tiles of `channels`."""
+    return part_descriptors(x.ptr.view(-1, x.stride_n), channels)
+
+
+def of_numbers(x: Operand, channels: int) -> _Pair:
+    """Return descriptors of a tensor in 16 bit, with tiles of `channels`."""
+    return part_descriptors(x.ptr, channels)
+
+
+def launch_wide(
+    problem: KernelProblem,
+    out: Tensor,
+    lse2: Rows,
+    own: Side,
+    streamed: Side,
+    k_scale: Tensor,
+    scale: float,
+    config: Config,
+    *,
+    q_scale: Tensor | None = None,
+    stats: TensorDescriptor | None = None,
+    row_stats: Tensor | None = None,
+) -> None:
+    """Fill out, any strides, and in the forward lse2.
+
+    The arguments are those of `hopper_wide`.
+    """
+    n_q, n_k, offset = problem.longest_q, problem.longest_k, problem.longest_offset
+    lengths: Any = problem.lengths
+    heads = problem.q.shape[1] if config.owns_queries else problem.k.shape[1]
+    owned, others = (n_q, n_k) if config.owns_queries else (n_k, n_q)
+    if offset is not None and config.owns_queries:  # as seen from the last token
+        offset += n_q - n_k
+    tiles = Grid(-(-owned // TILE.value), out.shape[1], problem.sequences)
+    heads_per_group = choose_backward_heads(
+        others,
+        owned,
+        offset,
+        TILE.value,
+        tiles.heads * tiles.sequences,
+        1 if config.owns_queries else config.groups,
+        multiprocessor_count(),
+    )
+    launch(
+        hopper_wide,
+        tiles.programs,
+        *own.codes,
+        *own.numbers,
+        *streamed.codes,
+        *streamed.numbers,
+        *streamed.right,
+        stats,
+        row_stats,
+        q_scale,
+        k_scale,
+        Strided.of(out),
+        lse2,
+        lengths._replace(n_q=0, n_k=0),  # passed on their own: a tuple would specialise them
+        lengths.n_q,
+        lengths.n_k,
+        tiles.tiles,
+        heads,
+        heads_per_group,
+        stored_tokens(problem.cu_q, problem.q),
+        k_scale.shape[1] * BLOCK.value,
+        scale,
+        config,
+        num_warps=4,
+        **LAUNCH,
+    )

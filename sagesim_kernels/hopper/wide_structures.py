@@ -1,0 +1,76 @@
+"""The structures of the kernel for heads with more than 128 channels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Tokens(NamedTuple):
+    """The tensors of the owned or of the streamed tokens; TMA descriptors or buffers.
+
+    All but `stats` are in parts, see `channel_parts`.
+    """
+
+    codes: Any  #: int8, of Q or K
+    numbers: Any  #: 16 bit, of dO or V; None without dP
+    right: Any  #: 16 bit, the right operand of the gradient: K, Q or dO; None for owned tokens
+    stats: Any  #: float32, `ROW_STATS` of each block of streamed queries; otherwise None
+
+
+class Place(NamedTuple):
+    """Where tokens of a sequence and a head lie."""
+
+    b: Any  #: in tensors of numbers
+    h: Any
+    row: Any  #: of the first token
+    stored_row: Any  #: in padded storage, over all heads
+    stored_tokens: Any  #: of a head in padded storage
+
+
+class Barriers(NamedTuple):
+    """Barriers in shared memory."""
+
+    own_full: Any  #: the owned tokens have arrived
+    full: Any  #: [stages], codes, numbers and row statistics of a block have arrived
+    empty: Any  #: [stages], every consumer has read them
+    right_full: Any  #: [right stages], a right operand has arrived
+    right_empty: Any  #: [right stages], every consumer has read it
+
+
+class Walk(NamedTuple):
+    """The blocks of streamed tokens that a tile of owned tokens meets, in their order.
+
+    The blocks that need a mask come first. A program that owns queries visits its blocks of keys
+    from the last to the first, one that owns keys its blocks of queries from the first to the last.
+    """
+
+    first: Any  #: the first block
+    masked: Any  #: blocks that need a mask
+    count: Any  #: blocks
+
+
+class Config(NamedTuple):
+    """The constants of a kernel."""
+
+    is_forward: bool
+    """Whether it computes O and the logsumexp, and not a gradient."""
+    owns_queries: bool
+    """Whether it computes O or dQ, and not dK or dV."""
+    has_dp: bool
+    """Whether it computes dQ or dK, and not O or dV."""
+    stages: int
+    """Loads of codes, numbers and row statistics that may be in flight."""
+    right_stages: int
+    """Loads of right operands that may be in flight."""
+    groups: int
+    """Query heads for each head of K and V, of a program that owns keys only its own ones."""
+    splits: int
+    """Programs for each tile of keys. Each computes a part of dK or dV."""
+    tile_d: int
+    """Channels of a tile of Q and K."""
+    tile_dv: int
+    """Channels of a tile of V and dO."""
+    channels: int
+    """Channels of the result."""
+    is_copied: bool
+    """Whether the 16-bit tensors lie in padded storage."""

@@ -1,0 +1,180 @@
+"""What the programs of heads with more than 128 channels share: their loads and their loops.
+
+A program *owns* 128 tokens: queries for O and dQ, keys for dK and dV. It *streams* blocks of the
+others, which a producer warp loads by TMA. It has two consumers, which are warpgroups. Each owns 64
+of the tokens, keeps their result in registers, and shares nothing with the other consumer but the
+streamed blocks.
+"""
+
+# Pyright takes the annotations of Gluon's functions literally:
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from sagesim_kernels.gluon_compat import tma_load
+from sagesim_kernels.hopper.channel_parts import (
+    BLOCK,
+    buffer_at,
+    load_codes,
+    load_numbers,
+)
+from sagesim_kernels.hopper.wide_structures import Walk
+from sagesim_kernels.operands import (
+    causal_offset,
+    key_loop_bounds,
+    live_keys,
+    live_queries,
+    query_loop_bounds,
+    start_of,
+)
+
+CONSUMERS = gl.constexpr(2)
+TILE = gl.constexpr(CONSUMERS.value * BLOCK.value)
+"""Tokens that a program owns."""
+
+CONSUMER_REGISTERS = gl.constexpr(240)
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+ROW_STATS = gl.constexpr(4 * 64)
+"""Row statistics of a block of queries, 64 numbers each: Q's scale times the scale of the logits;
+lse2; delta; and nothing, because TMA loads a power of two."""
+STATS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
+"""Layout of row statistics in shared memory."""
+
+S_INT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
+"""Layout of S [owned, streamed] as the INT8 product leaves it."""
+S_FLOAT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+"""Layout of S, P, dP and dS [owned, streamed] in float32."""
+OWNED = gl.constexpr(gl.SliceLayout(1, S_FLOAT32.value))
+"""Layout of one number for each owned token."""
+STREAMED = gl.constexpr(gl.SliceLayout(0, S_FLOAT32.value))
+"""Layout of one number for each streamed token."""
+
+
+@gluon.jit
+def walk_of(first, ROWS: gl.constexpr, lengths, b, OWNS_QUERIES: gl.constexpr):
+    """Return the `Walk` of owned tokens first..first + ROWS of sequence b."""
+    offset = causal_offset(lengths, b)
+    n_k = live_keys(lengths, b)
+    first_live, n_q = live_queries(lengths, b)
+    if OWNS_QUERIES:
+        whole, end = key_loop_bounds(first, ROWS, BLOCK, n_k, offset)
+        count = gl.maximum((end + BLOCK - 1) // BLOCK, 0)
+        count = gl.where(first < n_q, count, 0)
+        return Walk(count - 1, count - gl.minimum(whole // BLOCK, count), count)
+    else:
+        begin, whole = query_loop_bounds(first, ROWS, BLOCK, n_k, offset, first_live, n_q)
+        end = (n_q + BLOCK - 1) // BLOCK
+        begin = gl.where(first < n_k, gl.minimum(begin // BLOCK, end), end)
+        # The program id is a 0 that is opaque to the compiler; see `key_loop_bounds`.
+        whole = (whole + BLOCK - 1) // BLOCK + gl.program_id(1)
+        return Walk(begin, gl.maximum(gl.minimum(whole, end) - begin, 0), end - begin)
+
+
+@gluon.jit
+def produce(
+    own, streamed, own_buffers, buffers, barriers, own_place, place, walk, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Load the owned tokens, and then the blocks of each step. One warp.
+
+    own, streamed: `Tokens` as TMA descriptors. own_buffers, buffers: `Tokens` in shared memory.
+    own_place, place: `Place` of the owned tokens and of the first streamed head. walk: of all
+    consumers together.
+    """
+    STAGES: gl.constexpr = CONFIG.stages
+    RIGHT_STAGES: gl.constexpr = CONFIG.right_stages
+    HAS_DP: gl.constexpr = CONFIG.has_dp
+    # Codes have one byte, numbers two.
+    tokens_bytes: gl.constexpr = BLOCK * (CONFIG.tile_d + (2 * CONFIG.tile_dv if HAS_DP else 0))
+    block_bytes: gl.constexpr = tokens_bytes + (0 if CONFIG.owns_queries else ROW_STATS * 4)
+    right_bytes: gl.constexpr = BLOCK * 2 * (CONFIG.tile_d if HAS_DP else CONFIG.tile_dv)
+    mbarrier.expect(barriers.own_full, CONSUMERS * tokens_bytes)
+    for i in gl.static_range(CONSUMERS):
+        row = own_place.stored_row + i * BLOCK
+        load_codes(own.codes, row, barriers.own_full, buffer_at(own_buffers.codes, i))
+        if HAS_DP:
+            load_numbers(
+                own.numbers, own_place.b, own_place.h, own_place.row + i * BLOCK, barriers.own_full,
+                buffer_at(own_buffers.numbers, i),
+            )  # fmt: skip
+    for head in range(1 if CONFIG.owns_queries else CONFIG.groups):
+        stored_row = place.stored_row + head * place.stored_tokens
+        for j in range(walk.count):
+            n = head * walk.count + j
+            block = walk.first - j if CONFIG.owns_queries else walk.first + j
+            stage = n % STAGES
+            bar = barriers.full.index(stage)
+            mbarrier.wait(barriers.empty.index(stage), ((n // STAGES) & 1) ^ 1)
+            mbarrier.expect(bar, block_bytes)
+            row = stored_row + block * BLOCK
+            load_codes(streamed.codes, row, bar, buffer_at(buffers.codes, stage))
+            row = place.row + block * BLOCK
+            if not CONFIG.owns_queries:
+                at = (stored_row // BLOCK + block) * ROW_STATS
+                tma_load(streamed.stats, [at], bar, buffers.stats.index(stage))
+            if HAS_DP:
+                buffer = buffer_at(buffers.numbers, stage)
+                load_numbers(streamed.numbers, place.b, place.h + head, row, bar, buffer)
+            stage = n % RIGHT_STAGES
+            bar = barriers.right_full.index(stage)
+            mbarrier.wait(barriers.right_empty.index(stage), ((n // RIGHT_STAGES) & 1) ^ 1)
+            mbarrier.expect(bar, right_bytes)
+            buffer = buffer_at(buffers.right, stage)
+            load_numbers(streamed.right, place.b, place.h + head, row, bar, buffer)
+
+
+@gluon.jit
+def skip_blocks(n, count, barriers):
+    """Release `count` loads from load n on, which are for the other consumer; return the next."""
+    STAGES: gl.constexpr = barriers.full.shape[0]
+    RIGHT_STAGES: gl.constexpr = barriers.right_full.shape[0]
+    n = gl.to_tensor(n)
+    for _ in range(count):
+        stage = n % STAGES
+        mbarrier.wait(barriers.full.index(stage), (n // STAGES) & 1)
+        mbarrier.arrive(barriers.empty.index(stage), count=1)
+        stage = n % RIGHT_STAGES
+        mbarrier.wait(barriers.right_full.index(stage), (n // RIGHT_STAGES) & 1)
+        mbarrier.arrive(barriers.right_empty.index(stage), count=1)
+        n += 1
+    return n
+
+
+@gluon.jit
+def attends_in_block(first, block, n_keys, offset, OWNS_QUERIES: gl.constexpr):
+    """Return which of the owned tokens from `first` and of a streamed block attend to each other.
+
+    n_keys: keys of the sequence that any query attends to.
+    """
+    own = first + gl.arange(0, BLOCK, OWNED)
+    others = block * BLOCK + gl.arange(0, BLOCK, STREAMED)
+    # One comparison is enough for keys that no query attends to if their index is that large.
+    if OWNS_QUERIES:
+        keys = gl.where(others < n_keys, others, 2**30)
+        return keys[None, :] <= (own + offset)[:, None]
+    else:
+        keys = gl.where(own < n_keys, own, 2**30)
+        return keys[:, None] <= (others + offset)[None, :]
+
+
+@gluon.jit
+def store_part(out, cu, b, h, first, live, length, value, column, CHANNELS: gl.constexpr):
+    """Store a part of a gradient [BLOCK, D] from channel `column` as tokens from `first`.
+
+    Tokens from `live` on get zeros, those from `length` on are not stored, and neither are channels
+    from CHANNELS on. out: `Strided`.
+    """
+    ROW: gl.constexpr = gl.SliceLayout(1, value.type.layout)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, value.type.layout)
+    row = first + gl.arange(0, value.shape[0], ROW)
+    channel = column + gl.arange(0, value.shape[1], COLUMN).to(gl.int64)
+    value = gl.where((row < live)[:, None], value, 0.0).to(out.ptr.dtype.element_ty)
+    base = out.ptr + b.to(gl.int64) * out.stride_b + h.to(gl.int64) * out.stride_h
+    ptrs = base + (start_of(cu, b) + row.to(gl.int64)) * out.stride_n
+    mask = (row < length)[:, None] & (channel < CHANNELS)[None, :]
+    gl.store(ptrs[:, None] + (channel * out.stride_d)[None, :], value, mask=mask)

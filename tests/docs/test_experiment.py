@@ -1,0 +1,102 @@
+"""The tables of the next experiment's runs, from records with known losses."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+BUILD = Path(__file__).parents[2] / "docs" / "build"
+SEEDS = range(4)
+
+
+@pytest.fixture
+def experiment(monkeypatch):
+    monkeypatch.syspath_prepend(str(BUILD))
+    return importlib.import_module("experiment")
+
+
+@pytest.fixture
+def record(experiment, tmp_path):
+    """Writes the record of a run whose losses are 2, plus its seed, plus something."""
+
+    def record(part, attention, seed, more=0.0, by_sdpa=0.0, leak=0.0, stop=""):
+        (each,) = (
+            x
+            for x in experiment.planned(part)
+            if (x.run.attention, x.run.seed) == (attention, seed)
+        )
+
+        def evaluation(name, x):
+            losses = [2 + seed + x, 4 + seed + x]
+            return {
+                "attention": name,
+                "losses": losses,
+                "whole": [1.0, 1.0],
+                "cut": [1.0, 1.0 + 2 * leak],
+            }
+
+        names = {attention: more, "sdpa": by_sdpa, "kernels:sagebwd": more}
+        found = {
+            "about": {"device": "Fake 1"},
+            "stop": stop,
+            "evaluations": [] if stop else [evaluation(*x) for x in names.items()],
+        }
+        (tmp_path / f"{each.folder}.json").write_text(json.dumps(found))
+
+    return record
+
+
+def test_without_runs_the_page_says_so(experiment, tmp_path):
+    assert experiment.arms(tmp_path) == "**None of the 36 runs has been made.**"
+    assert experiment.leak(tmp_path) == "**None of the 16 runs has been made.**"
+
+
+def test_what_is_made_is_shown_and_the_rest_is_open(experiment, record, tmp_path):
+    record("arms", "sdpa", 0)
+    record("arms", "kernels:sagebwd", 0, more=0.25, by_sdpa=0.125)
+    record("arms", "kernels:factored", 0, stop="step 7: loss nan")
+    record("arms", "kernels:sagebwd", 1)
+    said = experiment.arms(tmp_path)
+    lines = [line for line in said.splitlines() if line.startswith("|")]
+    assert lines[0] == "| arm | seed 0 | seed 1 | seed 2 | seed 3 |"
+    assert "| `sdpa` | 3.0000 | open | open | open |" in lines
+    assert "| `kernels:sagebwd` | +0.2500, +0.1250 | no reference | open | open |" in lines
+    assert "| `kernels:factored` | stopped | open | open | open |" in lines
+    assert "4 of 36 runs are made, on Fake 1. The rules decide when all" in said
+
+
+def test_the_rules_decide_when_all_runs_are_made(experiment, record, tmp_path):
+    offsets = {"kernels:fpa_bf16": 0.001, "kernels:sagebwd": 0.1, "kernels:sagebwd delta=p": 0.0025}
+    for each in experiment.planned("arms"):
+        run = each.run
+        if run.attention == "kernels:factored" and run.seed == 2:
+            record("arms", run.attention, run.seed, stop="step 7: loss nan")
+        else:
+            x = offsets.get(run.attention, 0.0)
+            x = -x if run.attention == "kernels:fpa_bf16" and run.seed % 2 else x
+            record("arms", run.attention, run.seed, more=x, by_sdpa=x)
+    said = experiment.arms(tmp_path)
+    verdict = {
+        cells[1].strip(" `"): cells[-2].strip()
+        for cells in (line.split("|") for line in said.splitlines()[2:])
+        if len(cells) > 3
+    }
+    assert verdict["kernels:sagebwd"] == verdict["kernels:factored"] == "real gap"
+    assert verdict["kernels:sagebwd delta=p"] == "undecided"
+    assert verdict["kernels:factored_qk"] == "closes the gap"
+    assert "36 of 36 runs are made" in said and "when all" not in said
+
+
+@pytest.mark.parametrize(
+    ("leak", "said"),
+    [(0.31, "exploits the leak: d is +0.3"), (0.25, "Undecided"), (0.1, "does not exploit")],
+)
+def test_the_leak(experiment, record, tmp_path, leak, said):
+    for each in experiment.planned("leak"):
+        sign = -1 if each.run.seed % 2 else 1
+        known = {"kernels:fpa_bf16": 0.1 * sign, "kernels:sagebwd": leak}
+        record("leak", each.run.attention, each.run.seed, leak=known.get(each.run.attention, 0.0))
+    found = experiment.leak(tmp_path)
+    assert said in found and "16 of 16 runs are made" in found
+    assert "| `kernels:fpa_bf16` | +0.1000 | \u22120.1000 | +0.1000 | \u22120.1000 |" in found

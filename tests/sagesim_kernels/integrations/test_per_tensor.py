@@ -1,0 +1,53 @@
+"""Values that are computed from a tensor once."""
+
+import gc
+import weakref
+
+import torch
+
+from sagesim_kernels.integrations.per_tensor import once_per_tensor
+
+
+def counted():
+    """A function of a tensor, and the arguments of its calls."""
+    calls = []
+
+    @once_per_tensor
+    def total(x, *others):
+        calls.append(others)
+        return int(x.sum())
+
+    return total, calls
+
+
+def test_a_value_is_computed_once_for_each_tensor_and_argument():
+    total, calls = counted()
+    x, y = torch.ones(3), torch.ones(4)
+    assert [total(x), total(y), total(x), total(x, 1), total(x, 1)] == [3, 4, 3, 3, 3]
+    assert calls == [(), (), (1,)]
+
+
+def test_a_tensor_that_changes_is_read_again():
+    total, calls = counted()
+    x = torch.ones(3)
+    assert (total(x), total(x.zero_()), total(x)) == (3, 0, 0)
+    assert len(calls) == 2
+
+
+def test_tensors_of_inference_mode_are_read_each_time():
+    total, calls = counted()
+    with torch.inference_mode():
+        x = torch.ones(3)
+        assert (total(x), total(x.zero_())) == (3, 0)
+    assert len(calls) == 2
+
+
+def test_a_value_is_kept_as_long_as_its_tensor():
+    kept = once_per_tensor(lambda x: x + 1)
+    x = torch.ones(3)
+    value = weakref.ref(kept(x))
+    gc.collect()
+    assert value() is kept(x)
+    del x
+    gc.collect()
+    assert value() is None

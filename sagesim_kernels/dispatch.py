@@ -59,8 +59,7 @@ def forward(
         else:
             from sagesim_kernels.hopper import forward as gluon
 
-            sink2 = sink_logits(problem, _shift(problem, operands))
-            gluon.launch_forward(problem, operands, o, lse2, sink2=sink2)
+            gluon.launch_forward(problem, operands, o, lse2)
     else:
         operands = OperandCache(problem) if operands is None else operands
         operands.quantize(*_FORWARD)
@@ -130,11 +129,7 @@ def backward(
         else:
             from sagesim_kernels.hopper import backward as gluon
 
-            sink2 = sink_logits(problem, _shift(problem, operands))
-            p_sink = None if sink2 is None else sink_probabilities(sink2, lse2)
-            gluon.launch_backward(*arguments, p_sink=p_sink)
-            if p_sink is not None:
-                return sink_gradient(problem, p_sink, delta), delta
+            gluon.launch_backward(*arguments)
     else:
         if operands is None:
             operands = OperandCache(problem, do, k_mean=result.k_mean)

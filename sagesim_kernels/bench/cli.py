@@ -6,6 +6,7 @@ are installed. Inputs are bfloat16, with 16384 tokens and 2048 channels in all: 
 costs in each of the seven products, and the errors of all results against float64. The part
 "models" times factored_qk and fpa_bf16 at the shapes of models' attention, and "training" in a
 training step of whole models. Both parts also time loops of calls, with the host's time included.
+"masks" times factored_qk with sliding windows and padded keys.
 
 A time is the median of several rounds. It includes quantization and all other preparation, starts
 from cold caches, and excludes compilation and warm-up. The operations of a forward are 4 B H N^2 d,

@@ -49,7 +49,7 @@ class Panel(NamedTuple):
 
 
 def cases(document: dict[str, Any], part: str, panel: Panel | None = None) -> list[dict[str, Any]]:
-    """The results of a part: "speed", "payoff", "accuracy", "models" or "training".
+    """The results of a part: "speed", "payoff", "accuracy", "models", "masks", "training".
 
     A panel's are sorted by tokens.
     """

@@ -1,4 +1,4 @@
-"""A step of the forward's softmax under a mask, and sinks."""
+"""A step of the forward's softmax under a mask."""
 
 # Pyright takes the annotations of Gluon's functions literally:
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -48,15 +48,3 @@ def masked_softmax_step(s, factor, row_max, keys, mask):
     new_max = gl.maximum(row_max, gl.max(x, 1))
     finite_max = gl.where(new_max == -float("inf"), 0.0, new_max)
     return gl.exp2(x - finite_max[:, None]), new_max, gl.exp2(row_max - finite_max)
-
-
-@gluon.jit
-def add_sink(row_sum, row_max, sink):
-    """Return the row sums and maxima with the sinks, and the factor of what was summed up before.
-
-    A row that attends to no key has no sink: its sum stays 0.
-    """
-    new_max = gl.maximum(row_max, sink)
-    rescale = gl.exp2(row_max - new_max)
-    with_sink = row_sum * rescale + gl.exp2(sink - new_max)
-    return gl.where(row_sum == 0.0, 0.0, with_sink), new_max, rescale

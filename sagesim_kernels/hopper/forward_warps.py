@@ -23,7 +23,6 @@ from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.forward_masks import (
     S_FLOAT32,
     S_ROWS,
-    add_sink,
     key_indices,
     masked_softmax_step,
 )
@@ -36,7 +35,6 @@ from sagesim_kernels.hopper.forward_tiles import (
     waves,
 )
 from sagesim_kernels.operands import (
-    Rows,
     causal_offset,
     length_of,
     live_keys,
@@ -222,7 +220,7 @@ def _store_o(o, cu, tile, first, last, value, DV: gl.constexpr):
 @gluon.jit
 def consume(
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, scales,
-    buffers, barriers, o_out, lse2, sink2, scale_log2, lengths, scheduler,
+    buffers, barriers, o_out, lse2, scale_log2, lengths, scheduler,
 ):  # fmt: skip
     """Compute O and the logsumexp of 64 query rows of each tile. One warpgroup, number CONSUMER.
 
@@ -233,8 +231,7 @@ def consume(
     of a window, and all blocks under a key mask, need a mask too, and come last.
 
     D: channels of a tile. DV: channels of V and O. o_out, lse2: `Strided` and `Rows` to fill.
-    sink2: pointer to the sinks in base 2, with the strides of lse2; or None. scale_log2: the scale
-    of the logits, times log2(e).
+    scale_log2: the scale of the logits, times log2(e).
     """
     HAS_KEY_MASK: gl.constexpr = lengths.key_mask is not None
     HAS_LAST: gl.constexpr = lengths.key_mask is not None or lengths.left is not None
@@ -351,18 +348,11 @@ def consume(
                     mbarrier.arrive(empty.index(load_count % STAGES), count=1)
                     load_count += 1
             rows = first + gl.arange(0, BLOCK, S_ROWS)
-            if sink2 is not None:
-                sinks = Rows(sink2, lse2.stride_b, lse2.stride_h)
-                sink = gl.load(
-                    row_base(sinks, lengths.cu_q, b, h) + rows, mask=rows < n_q, other=0.0
-                )
-                row_sum, row_max, rescale = add_sink(row_sum, row_max, sink)
-                o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
             row_lse2 = gl.where(row_sum == 0.0, float("inf"), row_max + gl.log2(row_sum))
             gl.store(row_base(lse2, lengths.cu_q, b, h) + rows, row_lse2, mask=rows < n_q)
             row_sum = gl.convert_layout(row_sum, O_ROWS)[:, None]
             # o * (1 / row_sum) has the bits of o / row_sum. The division compiles to the same
             # product, with extra scaling for sums that cannot occur: the greatest exponential of a
-            # row, or its sink's, is 1. In rows without a key, V may have added 0 * NaN to o.
+            # row is 1. In rows without a key, V may have added 0 * NaN to o.
             o = gl.where(row_sum == 0.0, 0.0, o * (1.0 / row_sum))
             _store_o(o_out, lengths.cu_q, tile, first, n_q, o, DV)

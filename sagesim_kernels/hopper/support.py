@@ -40,8 +40,7 @@ def serves(problem: KernelProblem) -> bool:
     """
     return (
         not IS_INTERPRETED
-        and problem.extras.softcap is None
-        and (problem.extras.is_none or not is_wide(problem))
+        and _serves_extras(problem)
         and _serves_head_sizes(problem.q.shape[3], problem.v.shape[3])
         and problem.scale >= 0
         and _serves_spec(problem.spec)
@@ -80,6 +79,12 @@ def _serves_spec(spec: AttentionSpec) -> bool:
 def is_wide(problem: KernelProblem) -> bool:
     """Return whether Q or V has so many channels that heads need kernels of their own."""
     return max(problem.q.shape[3], problem.v.shape[3]) > _NARROW
+
+
+def _serves_extras(problem: KernelProblem) -> bool:
+    """Return whether the kernels of the problem's head sizes compute its windows and padding."""
+    extras = problem.extras
+    return extras.is_none or not (is_wide(problem) or extras.sinks is not None or extras.softcap)
 
 
 def _serves_head_sizes(d: int, d_v: int) -> bool:

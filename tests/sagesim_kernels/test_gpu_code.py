@@ -456,6 +456,23 @@ def test_masks_sinks_and_softcaps_compile(
             assert spilling <= 0.04 * sum(issued.values()), name
 
 
+@pytest.mark.parametrize("extras", ["window", "key_mask"])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_masks_compile_for_hopper(compiler: Compiler, head_size: int, extras: str) -> None:
+    """Its own kernels serve them, with the same care for waits, descriptors and barriers."""
+    kernels = compiler.compile("factored_qk", 90, head_size=head_size, extras=[extras])
+    assert {"hopper_forward", "hopper_backward"} <= {kernel.name for kernel in kernels}
+    assert "sagesim_kernels.portable" not in {kernel.package for kernel in kernels}
+    for kernel in kernels:
+        issued = kernel.issued_in_loop
+        spilling = sum(n for code, n in issued.items() if code.startswith(("LDL", "STL")))
+        assert spilling <= 0.04 * sum(issued.values()), (kernel.name, spilling)
+        assert kernel.lost_descriptors == [], kernel.name
+        assert kernel.added_waits <= 0, kernel.name
+    for name, kernel in products(kernels).items():
+        assert kernel.early_arrivals == 0 and kernel.fusible == 0, name
+
+
 @BY_OLDEST
 @pytest.mark.parametrize(
     ("spec", "head_size", "value_head_size"),

@@ -53,7 +53,6 @@ EXTRAS = {
     "window": Extras(window=(3, 0)),
     "key_mask": Extras(key_mask=torch.empty(1, 5, dtype=torch.bool, device="meta")),
     "seqused_k": Extras(seqused_k=torch.empty(1, dtype=torch.int32, device="meta")),
-    "sinks": Extras(sinks=torch.empty(2, device="meta")),
 }
 
 SERVED = {
@@ -89,7 +88,9 @@ OTHERS = {
     "d_v 128": problem(d_v=128),
     "negative scale": problem(scale=-1.0),
     "too many rows": problem(n_q=2**28, heads=2),
+    "sinks": problem(extras=Extras(sinks=torch.empty(2, device="meta"))),
     "softcap": problem(extras=Extras(softcap=20.0)),
+    "wide heads in a window": problem(d=192, extras=EXTRAS["window"]),
 }
 
 

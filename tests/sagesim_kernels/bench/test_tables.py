@@ -173,13 +173,13 @@ def test_every_table():
     tables = every_table(document())
     # memory, times, preparation; speed and ratios of three passes; errors; pay-off at two sigmas;
     # what did not run; ranges of ratios; times and ratios at shapes of models and of training
-    # steps, what grouped queries cost, and the worst and the best shape
-    assert len(tables) == (3 + 2 * 3) * 4 + 9 + 4 * 2 + 1 + 3 + 6
+    # steps, what grouped queries cost, and the worst and the best shape; windows and padded keys
+    assert len(tables) == (3 + 2 * 3) * 4 + 9 + 4 * 2 + 1 + 3 + 6 + 2
     for table in tables:
         assert table.rows and all(len(row) == len(table.head) for row in table.rows)
 
 
-PARTS = ["speed", "payoff", "accuracy", "models", "training"]
+PARTS = ["speed", "payoff", "accuracy", "models", "masks", "training"]
 
 
 @pytest.mark.parametrize("kept", [*PARTS, "nothing"])

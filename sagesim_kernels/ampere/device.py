@@ -32,13 +32,17 @@ def rows_layout(columns, bits):
 
 
 @constexpr_function
-def exchange_layout(keys):
-    """Layout of dS, float32 [keys, 64], in shared memory.
+def exchange_layout(keys, in_pair_order):
+    """Layout of dS, float32 [keys, 64], in shared memory; see `in_pair_order`.
 
-    A warp stores pairs of columns of rows 0 to 7, and loads one column of rows 0, 4, 8 and 12 and
-    its neighbors, both without bank conflicts.
+    The numbers of four keys follow each other. A thread stores two of them at once, and loads all
+    four, both without bank conflicts.
+
+    in_pair_order: whether rows are in this order, or keys follow each other.
     """
-    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 8], [8, 16]]
+    rows = [8, 1, 2, 4] if in_pair_order else [1, 2, 4, 8]
+    bases = [[rows[0], 0], [rows[1], 0], *([0, 1 << i] for i in range(6))]
+    bases += [[rows[2], 3], [rows[3], 4]]
     row = 16
     while row < keys:
         bases.append([row, 0])
@@ -55,33 +59,50 @@ def _copy_layout(columns, bits, warps):
 
 
 @gluon.jit
-def copy_tokens(x, base, first, lowest, last, some, buffer):
+def in_pair_order(row):
+    """Return the token of each row of a tile in pair order.
+
+    Rows r and r + 8 of 16 rows, which one thread holds in a product, are tokens 2r and 2r + 1.
+    """
+    return row // 16 * 16 + row % 8 * 2 + row % 16 // 8
+
+
+@gluon.jit
+def copy_tokens(x, base, first, lowest, last, buffer, IN_PAIR_ORDER: gl.constexpr = False):
     """Start to copy tokens from `first` of an `Operand` to buffer [tokens, channels].
 
     In 16 bit, tokens before `lowest` and from `last` on become 0. Channels that are not in memory
-    become 0. Unless some, nothing is read.
+    become 0.
     """
     COUNT: gl.constexpr = buffer.shape[0]
     CHANNELS: gl.constexpr = buffer.shape[1]
     BITS: gl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth
     LAYOUT: gl.constexpr = _copy_layout(CHANNELS, BITS, gl.num_warps())
     row = gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT))
+    if IN_PAIR_ORDER:
+        row = in_pair_order(row)
     column = gl.arange(0, CHANNELS, gl.SliceLayout(0, LAYOUT))
-    # Rows are whole vectors, and a power of two shows this to the compiler.
-    PER_VECTOR: gl.constexpr = 128 // BITS
-    stride = (x.stride_n // PER_VECTOR * PER_VECTOR).to(gl.int64)
-    ptrs = base + first.to(gl.int64) * stride
-    ptrs += (row.to(gl.int64) * stride)[:, None] + column[None, :]
-    valid = (row >= 0)[:, None] & some
     if x.scale is None:
-        valid = ((row + first < last) & (row + first >= lowest))[:, None] & some
+        # Rows are whole vectors, and a power of two shows this to the compiler.
+        PER_VECTOR: gl.constexpr = 128 // BITS
+        stride = (x.stride_n // PER_VECTOR * PER_VECTOR).to(gl.int64)
+        ptrs = base + first.to(gl.int64) * stride + (row.to(gl.int64) * stride)[:, None]
+    else:
+        ptrs = base + first.to(gl.int64) * x.CHANNELS + (row * x.CHANNELS)[:, None]
+    ptrs += column[None, :]
     if x.CHANNELS < CHANNELS:
-        valid = valid & (column < x.CHANNELS)[None, :]
-    async_load(buffer, ptrs, valid)
+        in_memory = (column < x.CHANNELS)[None, :]
+        if x.scale is None:
+            in_memory = in_memory & ((row + first < last) & (row + first >= lowest))[:, None]
+        async_load(buffer, ptrs, in_memory)
+    elif x.scale is None:
+        async_load(buffer, ptrs, ((row + first < last) & (row + first >= lowest))[:, None])
+    else:
+        async_load(buffer, ptrs)
 
 
 @gluon.jit
-def copy_channels(x, base, first, some, buffer):
+def copy_channels(x, base, first, buffer):
     """Start to copy codes of tokens from `first` to buffer [channels, tokens]."""
     CHANNELS: gl.constexpr = buffer.shape[0]
     COUNT: gl.constexpr = buffer.shape[1]
@@ -90,11 +111,14 @@ def copy_channels(x, base, first, some, buffer):
     column = gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
     stride = (x.stride_d // 16 * 16).to(gl.int64)
     ptrs = base + first.to(gl.int64) + (row.to(gl.int64) * stride)[:, None] + column[None, :]
-    async_load(buffer, ptrs, (row < x.CHANNELS)[:, None] & some)
+    if x.CHANNELS < CHANNELS:
+        async_load(buffer, ptrs, (row < x.CHANNELS)[:, None])
+    else:
+        async_load(buffer, ptrs)
 
 
 @gluon.jit
-def copy_scales(x, scales, first, some, buffer, at, D: gl.constexpr):
+def copy_scales(x, scales, first, buffer, at, D: gl.constexpr):
     """Start to copy the scales of a block's channels to buffer.index(at), if each has its own.
 
     D: channels that have a scale.
@@ -102,15 +126,14 @@ def copy_scales(x, scales, first, some, buffer, at, D: gl.constexpr):
     if x.BY_CHANNEL:
         index = gl.arange(0, buffer.shape[1], gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         ptr = scales + (first // x.TOKENS).to(gl.int64) * x.scale_stride_n
-        async_load(buffer.index(at), ptr + index, (index < D) & some)
+        async_load(buffer.index(at), ptr + index, index < D)
 
 
 @gluon.jit
-def copy_vector(ptr, some, buffer):
+def copy_vector(ptr, buffer):
     """Start to copy float32 numbers."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    index = gl.arange(0, buffer.shape[0], LAYOUT)
-    async_load(buffer, ptr + index, (index >= 0) & some)
+    async_load(buffer, ptr + gl.arange(0, buffer.shape[0], LAYOUT))
 
 
 @gluon.jit
@@ -120,7 +143,7 @@ def channel_scales(x, scales, first, buffer, at, C: gl.constexpr, LAYOUT: gl.con
         return buffer.index(at).slice(C * CHUNK, CHUNK).load(LAYOUT)
     else:
         scale = gl.load(scales + (first // x.TOKENS).to(gl.int64) * x.scale_stride_n)
-        return gl.full([CHUNK], 0.0, gl.float32, LAYOUT) + scale
+        return gl.full([CHUNK], scale, gl.float32, LAYOUT)
 
 
 @gluon.jit
@@ -158,12 +181,12 @@ def token_scale_buffer(x, other, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def copy_token_scales(x, scales, first, last, some, buffer, at):
+def copy_token_scales(x, scales, first, last, buffer, at):
     """Start to copy the scales of 64 tokens, if each has its own; 0 from `last` on."""
     if x.TOKENS == 1:
         index = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         ptrs = scales + (first + index).to(gl.int64) * x.scale_stride_n
-        async_load(buffer.index(at), ptrs, (first + index < last) & some)
+        async_load(buffer.index(at), ptrs, first + index < last)
 
 
 @gluon.jit
@@ -179,6 +202,12 @@ def apply_k_scale(s, factor, k, k_scale, scale_buffer, at):
     else:
         column = scale_buffer.index(at).load(gl.SliceLayout(0, s.type.layout))
         return s * (column * 0.0009765625)[None, :], factor * 1024.0
+
+
+@gluon.jit
+def scaled_difference(s, factor, subtracted):
+    """Return s * factor - subtracted, rounded once. The last two are broadcast to s."""
+    return gl.fma(s, factor.broadcast_to(s.shape), -subtracted.broadcast_to(s.shape))
 
 
 @gluon.jit
@@ -221,7 +250,7 @@ def _largest(map, rounding, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _codes(map, inverse):
+def round_to_codes(map, inverse):
     """Round map * inverse to codes, ties to even; see `operands.map_codes`."""
     inverse = inverse[:, None].broadcast_to(map.shape)
     grid = gl.full(map.shape, 12582912.0, gl.float32, map.type.layout)
@@ -240,12 +269,94 @@ def register_order_codes(codes):
     return gl.convert_layout(codes, OPERAND, assert_trivial=True)
 
 
+@constexpr_function
+def _rows_of_tiles(tiles, numbers):
+    """Layout [tiles, 64, numbers]: rows as warps of 16 rows hold them, a thread all numbers."""
+    registers = [[0, 8, 0]] + [[0, 0, 1 << i] for i in range(numbers.bit_length() - 1)]
+    lanes = [[0, 0, 0], [0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    warps = [[0, 16, 0], [0, 32, 0]] + ([[1, 0, 0]] if tiles == 2 else [])
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [tiles, BLOCK.value, numbers])
+
+
 @gluon.jit
-def left_codes(map, rounding):
-    """Return a map [keys, 64 queries] as codes of a left operand, and the scale of each row."""
-    largest = _largest(map, rounding, gl.SliceLayout(1, map.type.layout))
-    codes = _codes(map, map_inverse(largest))
-    return register_order_codes(codes), map_scale(largest)
+def maximum_buffer(rounding, other, ROWS: gl.constexpr):
+    """Allocate shared memory for the maximum of each warp, if a map has a scale for each tile."""
+    if rounding.PER_TILE:
+        LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        return gl.allocate_shared_memory(gl.float32, [ROWS // BLOCK, 4], LAYOUT)
+    else:
+        return other
+
+
+@gluon.jit
+def row_maxima(map, rounding, buffer):
+    """Return the largest magnitude of each row of a map [keys, queries].
+
+    If the map has a scale for each tile, store the largest of each warp to buffer, for `left_codes`
+    and `tile_step` behind a barrier.
+    """
+    largest = amax(map, 1)
+    if rounding.PER_TILE:
+        buffer.store(amax(largest.reshape([map.shape[0] // BLOCK, 4, 16]), 2))
+    return largest
+
+
+@gluon.jit
+def left_codes(map, largest, rounding, buffer):
+    """Return a map [keys, 64 queries] rounded to codes, and the scale of each row.
+
+    largest: what `row_maxima` returned.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(1, map.type.layout)
+    if rounding.PER_TILE:
+        TILES: gl.constexpr = map.shape[0] // BLOCK
+        LAYOUT: gl.constexpr = _rows_of_tiles(TILES, 4)
+        maxima = buffer.load(gl.SliceLayout(1, LAYOUT))
+        largest = gl.convert_layout(amax(maxima, 1), gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+        inverse = _of_rows(map_inverse(largest), ROWS)
+        scale = _of_rows(map_scale(largest), ROWS)
+    else:
+        inverse = map_inverse(largest)
+        scale = map_scale(largest)
+    return round_to_codes(map, inverse), scale
+
+
+@gluon.jit
+def _of_rows(x, LAYOUT: gl.constexpr):
+    """Repeat numbers of tiles for each row of 64."""
+    rows = x[:, None].broadcast_to([x.shape[0], BLOCK]).reshape([x.shape[0] * BLOCK])
+    return gl.convert_layout(rows, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def tile_step(buffer, i):
+    """Return the step of the codes of tile i, from what `row_maxima` stored; see `map_step`."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
+    return map_step(amax(amax(buffer.slice(i, 1, 0).load(LAYOUT), 1), 0))
+
+
+_PAIRS = gl.constexpr("prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;")
+
+
+@gluon.jit
+def store_pairs(codes, buffer):
+    """Store codes [keys, queries] to buffer, int16 [keys / 2, queries].
+
+    A number of the buffer contains the codes of rows r and r + 8, which one thread holds.
+    """
+    ROWS: gl.constexpr = codes.shape[0]
+    low, high = gl.split(codes.reshape([ROWS // 16, 2, 8, BLOCK]).permute([0, 2, 3, 1]))
+    pairs = gl.inline_asm_elementwise(_PAIRS, "=r,=r,r,r", [low, high], gl.int16, True, 4)
+    buffer.store(pairs.reshape([ROWS // 2, BLOCK]))
+
+
+@gluon.jit
+def load_pairs(buffer, LAYOUT: gl.constexpr):
+    """Return what `store_pairs` stored as a left operand [queries, keys], in pair order."""
+    pairs = buffer.permute((1, 0)).load(gl.DotOperandLayout(0, LAYOUT, 2))
+    codes = gl.join(pairs.to(gl.int8), (pairs >> 8).to(gl.int8))
+    codes = codes.reshape([BLOCK, buffer.shape[0] * 2])
+    return gl.convert_layout(codes, gl.DotOperandLayout(0, LAYOUT, 4), assert_trivial=True)
 
 
 @gluon.jit
@@ -258,7 +369,7 @@ def exchanged_codes(ds, rounding, LAYOUT: gl.constexpr):
     map = ds.permute((1, 0)).load(OPERAND)
     largest = _largest(map, rounding, gl.SliceLayout(1, LAYOUT))
     inverse = gl.convert_layout(map_inverse(largest), gl.SliceLayout(1, OPERAND))
-    return _codes(map, inverse), map_step(largest)
+    return round_to_codes(map, inverse), map_step(largest)
 
 
 _TO_INT32 = gl.constexpr("cvt.rni.s32.f32 $0, $1;")
@@ -297,16 +408,15 @@ def mark_nonfinite(dq_sums, at, part):
 
 
 @gluon.jit
-def store_chunk(x, cu, b, h, first, last, value, C: gl.constexpr, D: gl.constexpr):
-    """Store chunk C of the channels of tokens from `first` of sequence b and head h of a `Strided`.
+def store_chunk(x, cu, b, h, rows, last, value, C: gl.constexpr, D: gl.constexpr):
+    """Store chunk C of the channels of tokens of sequence b and head h of a `Strided`.
 
-    Writes tokens before `last` and channels before D.
+    rows: the token of each row of value. Writes tokens before `last` and channels before D.
     """
     LAYOUT: gl.constexpr = value.type.layout
-    row = first + gl.arange(0, value.shape[0], gl.SliceLayout(1, LAYOUT))
     column = C * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))
     base = x.ptr + b.to(gl.int64) * x.stride_b + h.to(gl.int64) * x.stride_h
-    ptrs = base + (start_of(cu, b) + row.to(gl.int64)) * x.stride_n
+    ptrs = base + (start_of(cu, b) + rows.to(gl.int64)) * x.stride_n
     ptrs = ptrs[:, None] + (column.to(gl.int64) * x.stride_d)[None, :]
-    mask = (row < last)[:, None] & (column < D)[None, :]
+    mask = (rows < last)[:, None] & (column < D)[None, :]
     gl.store(ptrs, value.to(x.ptr.dtype.element_ty), mask=mask)

@@ -51,7 +51,7 @@ from sagesim_kernels.operands.layout import (
     token_ptrs,
 )
 from sagesim_kernels.operands.logit_shift import compute_logit_shift
-from sagesim_kernels.operands.logsumexp import natural_lse
+from sagesim_kernels.operands.logsumexp import natural_lse, upper_lse2
 from sagesim_kernels.operands.masking import (
     attends,
     attends_in,
@@ -214,4 +214,5 @@ __all__ = [
     "to_codes",
     "token_ptrs",
     "tokens_by_tokens",
+    "upper_lse2",
 ]

@@ -28,23 +28,23 @@ from sagesim_kernels.ampere.device import (
     copy_channels,
     copy_scales,
     copy_tokens,
-    exchange_layout,
-    exchanged_codes,
     in_pair_order,
-    left_codes,
-    load_pairs,
     mark_nonfinite,
-    maximum_buffer,
     product,
-    register_order_codes,
     right_chunk,
-    row_maxima,
     rows_layout,
     scaled_difference,
     store_chunk,
-    store_pairs,
-    tile_step,
     to_int32,
+)
+from sagesim_kernels.ampere.map_codes import (
+    exchange_layout,
+    exchanged,
+    left_operand,
+    maxima,
+    maximum_buffer,
+    rounded,
+    store_pairs,
 )
 from sagesim_kernels.ampere.query_buffers import (
     STATS,
@@ -88,7 +88,7 @@ def _add_product(
 ):  # fmt: skip
     """Return total plus chunk C of left @ x, for a map and an operand of queries.
 
-    left: of `_left`. row_scale: of `_rounded`.
+    left: of `left_operand`. row_scale: of `rounded`.
     """
     LAYOUT: gl.constexpr = total.type.layout
     if left.dtype != gl.int8:
@@ -100,58 +100,13 @@ def _add_product(
 
 
 @gluon.jit
-def _maxima(map, rounding, right, buffer):
-    """Return the largest magnitude of each row of a map, if it is rounded to codes."""
-    if right.dtype == gl.int8:
-        return row_maxima(map, rounding, buffer)
-    else:
-        return 0.0
-
-
-@gluon.jit
-def _rounded(map, largest, rounding, right, buffer):
-    """Return a map in the format of its product with the right operand, and scales of its rows.
-
-    In 16 bit the scale is 1.
-    """
-    if right.dtype == gl.int8:
-        return left_codes(map, largest, rounding, buffer)
-    else:
-        return map.to(right.dtype), 1.0
-
-
-@gluon.jit
-def _left(map):
-    """Return a rounded map as the left operand of a product."""
-    if map.dtype == gl.int8:
-        return register_order_codes(map)
-    else:
-        return gl.convert_layout(map, gl.DotOperandLayout(0, map.type.layout, 2))
-
-
-@gluon.jit
-def _exchanged(ds, rounding, inverse, maxima, i, LAYOUT: gl.constexpr):
-    """Load dS of block i of the keys as a left operand [queries, keys], and a factor of each row.
-
-    inverse: 1 / unit of each query, [64, 1].
-    """
-    if ds.dtype == gl.int16:
-        return load_pairs(ds, LAYOUT), tile_step(maxima, i) * inverse
-    elif ds.dtype == gl.float32:
-        codes, scale = exchanged_codes(ds, rounding, LAYOUT)
-        return codes, scale[:, None] * inverse
-    else:
-        return ds.permute((1, 0)).load(gl.DotOperandLayout(0, LAYOUT, 2)), inverse
-
-
-@gluon.jit
 def _units(
     left, factor, k_right, scales, first, buffer, scale_buffer, i, dq_sums, at, C: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Return chunk C of the part of dQ of block i of the keys, in units of its rows, int32.
 
-    left, factor: what `_exchanged` returned.
+    left, factor: what `exchanged` returned.
     """
     tokens = right_chunk(buffer.index(i), C, LAYOUT)
     if left.dtype == gl.int8:
@@ -179,9 +134,9 @@ def _add_to_dq(
     ROWS: gl.constexpr = ds_s.shape[0] // BLOCKS
     blocks = reinterpret(ds_s, ds_s.dtype, [BLOCKS, ROWS, BLOCK], DS)
     # The part of each block of keys is rounded to integers, which are added up here.
-    left0, factor0 = _exchanged(blocks.index(0), dq_product, inverse, maxima, 0, LAYOUT)
+    left0, factor0 = exchanged(blocks.index(0), dq_product, inverse, maxima, 0, LAYOUT)
     if BLOCKS == 2:
-        left1, factor1 = _exchanged(blocks.index(1), dq_product, inverse, maxima, 1, LAYOUT)
+        left1, factor1 = exchanged(blocks.index(1), dq_product, inverse, maxima, 1, LAYOUT)
     for c in gl.static_range(CONFIG.channels // CHUNK):
         units = _units(
             left0, factor0, k_right, scales, first, kr_s, kr_scales_s, 0, dq_sums, at, c, LAYOUT
@@ -359,11 +314,11 @@ def ampere_backward(
                     visible = queries >= first_query
                     s = gl.where(visible, s, -float("inf"))
                 p = gl.exp2(s)
-                largest = _maxima(p, p_product, buffers.do_right, p_maxima)
+                largest = maxima(p, p_product, buffers.do_right, p_maxima)
                 if p_product.PER_TILE:
                     barrier()  # All warps have stored their maximum of P.
-                rounded, row_scale = _rounded(p, largest, p_product, buffers.do_right, p_maxima)
-                left = _left(rounded)
+                map, row_scale = rounded(p, largest, p_product, buffers.do_right, p_maxima)
+                left = left_operand(map)
                 _dor_base, dor_scales = head_pointers(do_right, lengths.cu_q, lengths.n_q, b, h)
                 dv0 = _add_product(
                     dv0, left, row_scale, do_right, dor_scales, query, buffers.do_right,
@@ -383,15 +338,15 @@ def ampere_backward(
                 ds = p * (dp - _row_stats(buffers, stage, 2, COLUMNS)[None, :])
                 if MASKED:
                     ds = gl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0
-                largest = _maxima(ds, dk_product, buffers.q_right, ds_maxima)
+                largest = maxima(ds, dk_product, buffers.q_right, ds_maxima)
                 if dk_product.PER_TILE:
                     barrier()  # All warps have stored their maximum of dS.
-                rounded, row_scale = _rounded(ds, largest, dk_product, buffers.q_right, ds_maxima)
+                map, row_scale = rounded(ds, largest, dk_product, buffers.q_right, ds_maxima)
                 if SHARES_DS:
-                    store_pairs(rounded, ds_s)
+                    store_pairs(map, ds_s)
                 else:
                     ds_s.store(ds.to(ds_s.dtype))
-                left = _left(rounded)
+                left = left_operand(map)
                 _qr_base, qr_scales = head_pointers(q_right, lengths.cu_q, lengths.n_q, b, h)
                 dk0 = _add_product(
                     dk0, left, row_scale, q_right, qr_scales, query, buffers.q_right,

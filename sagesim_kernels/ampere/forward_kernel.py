@@ -27,13 +27,15 @@ from sagesim_kernels.ampere.device import (
     copy_tokens,
     product,
     query_factors,
-    register_order_codes,
     right_chunk,
-    round_to_codes,
     rows_layout,
     scaled_difference,
     store_chunk,
     token_scale_buffer,
+)
+from sagesim_kernels.ampere.map_codes import (
+    register_order_codes,
+    round_to_codes,
 )
 from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.operands import (

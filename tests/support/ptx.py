@@ -6,7 +6,8 @@ products and exchanges between threads of a kernel can be tested without a GPU.
 
 What a GPU does differently: asynchronous copies are complete at once, additions of products are
 exact before they are rounded, exponentials and other approximations are rounded correctly, and
-memory that was not written is 0xCD. A wait or a barrier that is missing is therefore not found.
+memory that was not written is 0xCD. A wait or a barrier that is missing would therefore change no
+result; `shared_races` finds those between warps.
 
 Instructions that no kernel in the tests uses raise an error.
 """
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tests.support.shared_races import SharedAccesses
 
 Numbers = NDArray[Any]
 """One number of each thread."""
@@ -113,6 +116,7 @@ class Program:
 
         Raises:
             IndexError: if a thread accesses other memory.
+            Race: if the order of two accesses to shared memory is not fixed.
         """
         missing = len(self.parameters) - len(arguments)
         values = dict(zip(self.parameters, [*arguments, *[0] * missing], strict=True))
@@ -135,6 +139,7 @@ class _Block:
         self.program, self.arguments, self.threads = program, arguments, threads
         self.memory = memory
         self.shared = np.full(SHARED_BYTES, 0xCD, np.uint8)
+        self.accesses = SharedAccesses(SHARED_BYTES, threads // WARP)
         self.registers: dict[str, Numbers] = {}
         index = np.arange(threads, dtype=np.uint32)
         zero = np.zeros(threads, np.uint32)
@@ -153,6 +158,7 @@ class _Block:
                 ready = running & ~waiting
                 if not ready.any():
                     waiting[:] = False
+                    self.accesses.barrier()
                     continue
                 # Those that are behind run until they meet others.
                 together = ready & (at == at[ready].min())
@@ -183,10 +189,13 @@ class _Block:
                 if chosen.any():
                     return
             elif opcode[0] in ("bar", "barrier") and opcode[1] == "sync":
+                if len(operands) > 1 and int(operands[1], 0) != self.threads:
+                    raise NotImplementedError("a barrier of some threads")
                 if not (together == running).all():
                     at[together] = now
                     waiting |= together
                     return
+                self.accesses.barrier()
             elif chosen.any():
                 every = None if chosen.all() else chosen
                 try:
@@ -462,6 +471,14 @@ class _Block:
             raise IndexError("an address is not in shared memory")
         return address[:, None] + np.arange(count)
 
+    def _access(
+        self, access: Callable[[int, Numbers], None], threads: Numbers, places: Numbers
+    ) -> None:
+        """Tell of an access, warp by warp. places: see `_places`."""
+        warps = threads // WARP
+        for warp in np.unique(warps):
+            access(int(warp), np.unique(places[warps == warp]))
+
     def _ld(self, opcode, operands, chosen) -> None:
         dtype = _dtype(opcode[-1])
         if opcode[1] == "param":
@@ -478,7 +495,9 @@ class _Block:
         address, threads = self._address(operands[1]), self._each(chosen)
         loaded = np.zeros((self.threads, size * len(targets)), np.uint8)
         if opcode[1] == "shared":
-            loaded[threads] = self.shared[self._places(address[threads], loaded.shape[1])]
+            places = self._places(address[threads], loaded.shape[1])
+            self._access(self.accesses.read, threads, places)
+            loaded[threads] = self.shared[places]
         else:
             for thread in threads:
                 loaded[thread] = self._load(int(address[thread]), loaded.shape[1])
@@ -493,7 +512,12 @@ class _Block:
         stored = np.concatenate(columns, 1)
         address, threads = self._address(operands[0]), self._each(chosen)
         if opcode[1] == "shared":
-            self.shared[self._places(address[threads], stored.shape[1])] = stored[threads]
+            places, warps = self._places(address[threads], stored.shape[1]), threads // WARP
+            for warp in np.unique(warps):
+                where, what = places[warps == warp], stored[threads][warps == warp]
+                is_new = self.shared[where] != what
+                self.accesses.write(int(warp), where[is_new], where[~is_new])
+                self.shared[where] = what
         else:
             for thread in threads:
                 self._check(int(address[thread]), stored.shape[1])
@@ -509,12 +533,23 @@ class _Block:
             total.value += int(added[thread])
 
     def _cp(self, opcode, operands, chosen) -> None:
+        threads = self._each(chosen)
+        warps = map(int, np.unique(threads // WARP))
+        if opcode[2] == "commit_group":
+            for warp in warps:
+                self.accesses.commit(warp)
+            return
+        if opcode[2] == "wait_group":
+            for warp in warps:
+                self.accesses.wait(warp, int(operands[0], 0))
+            return
         if opcode[2] not in ("cg", "ca"):
-            return  # a wait
+            raise NotImplementedError
         target, source = map(self._address, operands[:2])
         count = int(operands[2], 0)
         used = self.read(operands[3] if len(operands) > 3 else str(count), np.uint32)
-        for thread in self._each(chosen):
+        self._access(self.accesses.copy, threads, self._places(target[threads], count))
+        for thread in threads:
             copied = np.zeros(count, np.uint8)
             if size := int(used[thread]):
                 copied[:size] = self._load(int(source[thread]), size)
@@ -539,6 +574,7 @@ class _Block:
         row, pair = np.arange(WARP) // 4, np.arange(WARP) % 4 * 2
         for i, target in enumerate(_split(operands[0].strip("{}"))):
             places = self._places(address[:, 8 * i : 8 * i + 8].reshape(-1), 16)
+            self._access(self.accesses.read, np.repeat(np.arange(len(address)), 8) * WARP, places)
             matrix = self.shared[places].view(np.uint16).reshape(-1, 8, 8)
             if "trans" in opcode:
                 matrix = matrix.transpose(0, 2, 1)

@@ -28,15 +28,23 @@ from sagesim_kernels.ampere.device import (
     copy_channels,
     copy_scales,
     copy_tokens,
-    exchange_layout,
-    exchanged_codes,
-    left_codes,
+    in_pair_order,
     mark_nonfinite,
     product,
     right_chunk,
     rows_layout,
+    scaled_difference,
     store_chunk,
     to_int32,
+)
+from sagesim_kernels.ampere.map_codes import (
+    exchange_layout,
+    exchanged,
+    left_operand,
+    maxima,
+    maximum_buffer,
+    rounded,
+    store_pairs,
 )
 from sagesim_kernels.ampere.query_buffers import (
     STATS,
@@ -47,7 +55,6 @@ from sagesim_kernels.ampere.query_buffers import (
 )
 from sagesim_kernels.gluon_compat import barrier, reinterpret
 from sagesim_kernels.operands import (
-    attends,
     causal_offset,
     head_pointers,
     length_of,
@@ -81,42 +88,15 @@ def _add_product(
 ):  # fmt: skip
     """Return total plus chunk C of left @ x, for a map and an operand of queries.
 
-    left, row_scale: what `_left` returned.
+    left: of `left_operand`. row_scale: of `rounded`.
     """
     LAYOUT: gl.constexpr = total.type.layout
-    tokens = right_chunk(buffer.index(stage), C, LAYOUT)
     if left.dtype != gl.int8:
-        return mma_v2(left, tokens, total)
+        return mma_v2(left, right_chunk(buffer.index(stage), C, LAYOUT), total)
     else:
         column = channel_scales(x, scales, first, scale_buffer, stage, C, gl.SliceLayout(0, LAYOUT))
-        sums = code_product(left, tokens, LAYOUT)
+        sums = code_product(left, right_chunk(buffer.index(stage), C, LAYOUT), LAYOUT)
         return gl.fma(sums, row_scale[:, None] * column[None, :], total)
-
-
-@gluon.jit
-def _left(map, rounding, buffer):
-    """Return a map as the left operand of a product with the buffer's numbers, and row scales.
-
-    In 16 bit the scale is 1.
-    """
-    if buffer.dtype == gl.int8:
-        return left_codes(map, rounding)
-    else:
-        OPERAND: gl.constexpr = gl.DotOperandLayout(0, map.type.layout, 2)
-        return gl.convert_layout(map.to(buffer.dtype), OPERAND), 1.0
-
-
-@gluon.jit
-def _exchanged(ds, rounding, inverse, LAYOUT: gl.constexpr):
-    """Load dS [64 keys, queries] as a left operand [queries, keys], and a factor of each row.
-
-    inverse: 1 / unit of each query, [64, 1].
-    """
-    if ds.dtype == gl.float32:
-        codes, scale = exchanged_codes(ds, rounding, LAYOUT)
-        return codes, scale[:, None] * inverse
-    else:
-        return ds.permute((1, 0)).load(gl.DotOperandLayout(0, LAYOUT, 2)), inverse
 
 
 @gluon.jit
@@ -126,7 +106,7 @@ def _units(
 ):  # fmt: skip
     """Return chunk C of the part of dQ of block i of the keys, in units of its rows, int32.
 
-    left, factor: what `_exchanged` returned.
+    left, factor: what `exchanged` returned.
     """
     tokens = right_chunk(buffer.index(i), C, LAYOUT)
     if left.dtype == gl.int8:
@@ -139,6 +119,34 @@ def _units(
         if left.dtype == gl.float16:  # dS may overflow
             mark_nonfinite(dq_sums, at, part)
         return to_int32(part)
+
+
+@gluon.jit
+def _add_to_dq(
+    ds_s, maxima, inverse, k_right, scales, first, second, kr_s, kr_scales_s, dq_product, dq_sums,
+    at, DS: gl.constexpr, CONFIG: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Add the parts of dQ of a step to the sums of its queries.
+
+    ds_s: dS of the tile of keys.
+    """
+    BLOCKS: gl.constexpr = CONFIG.keys // BLOCK
+    ROWS: gl.constexpr = ds_s.shape[0] // BLOCKS
+    blocks = reinterpret(ds_s, ds_s.dtype, [BLOCKS, ROWS, BLOCK], DS)
+    # The part of each block of keys is rounded to integers, which are added up here.
+    left0, factor0 = exchanged(blocks.index(0), dq_product, inverse, maxima, 0, LAYOUT)
+    if BLOCKS == 2:
+        left1, factor1 = exchanged(blocks.index(1), dq_product, inverse, maxima, 1, LAYOUT)
+    for c in gl.static_range(CONFIG.channels // CHUNK):
+        units = _units(
+            left0, factor0, k_right, scales, first, kr_s, kr_scales_s, 0, dq_sums, at, c, LAYOUT
+        )
+        if BLOCKS == 2:
+            units += _units(
+                left1, factor1, k_right, scales, second, kr_s, kr_scales_s, 1, dq_sums, at, c,
+                LAYOUT,
+            )  # fmt: skip
+        add_units(dq_sums, at, units, c, CONFIG.channels)
 
 
 @gluon.jit
@@ -184,8 +192,13 @@ def ampere_backward(
     first_live, n_q = live_queries(lengths, b)
     n_k = live_keys(lengths, b)
     offset = causal_offset(lengths, b)
+    SHARES_DS: gl.constexpr = dq_product.PER_TILE and dk_product.PER_TILE
+    IN_PAIRS: gl.constexpr = CONFIG.k_right == 8
     local = gl.arange(0, KEYS, ROWS)
-    keys = (first + local)[:, None]
+    if IN_PAIRS:
+        local = in_pair_order(local)
+    keys = first + local
+    first_query = gl.where(keys < n_k, keys - offset, 0x7FFFFFFF)[:, None]  # that attends to a key
     last_block = (n_stored - 1) // BLOCK * BLOCK
     second = gl.minimum(first + BLOCK, last_block)  # the second block of keys
 
@@ -194,31 +207,37 @@ def ampere_backward(
     kr_base, kr_scales = head_pointers(k_right, lengths.cu_k, lengths.n_k, b, k_head)
     k_s = gl.allocate_shared_memory(QT, [KEYS, CHANNELS], rows_layout(CHANNELS, BITS))
     v_s = gl.allocate_shared_memory(DT, [KEYS, CHANNELS], rows_layout(CHANNELS, 16))
-    copy_tokens(k, k_base, first, 0, n_k, True, k_s)
-    copy_tokens(v, v_base, first, 0, n_k, True, v_s)
+    copy_tokens(k, k_base, first, 0, n_k, k_s, IN_PAIRS)
+    copy_tokens(v, v_base, first, 0, n_k, v_s, IN_PAIRS)
     kr_scales_s = scale_buffer(k_right, k_s, BLOCKS, CHANNELS)
     if CONFIG.k_right == 8:
-        DS: gl.constexpr = exchange_layout(BLOCK)
-        DS_TILE: gl.constexpr = exchange_layout(KEYS)
-        ds_s = gl.allocate_shared_memory(gl.float32, [BLOCKS, BLOCK, BLOCK], DS)
+        if SHARES_DS:
+            DS: gl.constexpr = rows_layout(BLOCK, 16)
+            DS_TILE: gl.constexpr = rows_layout(BLOCK, 16)
+            ds_s = gl.allocate_shared_memory(gl.int16, [KEYS // 2, BLOCK], DS_TILE)
+        else:
+            DS: gl.constexpr = exchange_layout(BLOCK, False)
+            DS_TILE: gl.constexpr = exchange_layout(KEYS, True)
+            ds_s = gl.allocate_shared_memory(gl.float32, [KEYS, BLOCK], DS_TILE)
         kr_s = gl.allocate_shared_memory(gl.int8, [BLOCKS, CHANNELS, BLOCK], rows_layout(BLOCK, 8))
         for i in gl.static_range(BLOCKS):
             at_key = second if i else first
-            copy_channels(k_right, kr_base, at_key, True, kr_s.index(i))
-            copy_scales(k_right, kr_scales, at_key, True, kr_scales_s, i, sizes.D)
+            copy_channels(k_right, kr_base, at_key, kr_s.index(i))
+            copy_scales(k_right, kr_scales, at_key, kr_scales_s, i, sizes.D)
     else:
         KT: gl.constexpr = k_right.ptr.dtype.element_ty
         K_TILE: gl.constexpr = rows_layout(CHANNELS, 16)
         DS: gl.constexpr = rows_layout(BLOCK, 16)
         DS_TILE: gl.constexpr = rows_layout(BLOCK, 16)
-        ds_s = gl.allocate_shared_memory(KT, [BLOCKS, BLOCK, BLOCK], DS)
+        ds_s = gl.allocate_shared_memory(KT, [KEYS, BLOCK], DS_TILE)
         if CONFIG.k_right == 16:
             kr_s = gl.allocate_shared_memory(KT, [BLOCKS, BLOCK, CHANNELS], K_TILE)
             tile = reinterpret(kr_s, KT, [KEYS, CHANNELS], K_TILE)
-            copy_tokens(k_right, kr_base, first, 0, n_k, True, tile)
+            copy_tokens(k_right, kr_base, first, 0, n_k, tile)
         else:
             kr_s = reinterpret(k_s, KT, [BLOCKS, BLOCK, CHANNELS], K_TILE)
-    ds_tile = reinterpret(ds_s, ds_s.dtype, [KEYS, BLOCK], DS_TILE)
+    p_maxima = maximum_buffer(p_product, ds_s, KEYS)
+    ds_maxima = maximum_buffer(dk_product, ds_s, KEYS)
     if k.scale is not None:
         # Behind the sequence's last key there may be no scale.
         row = first if k.TOKENS == KEYS else gl.minimum(first + local, n_stored - 1)
@@ -242,10 +261,11 @@ def ampere_backward(
     end = (n_q + BLOCK - 1) // BLOCK
     first_head = k_head * GROUPS
     start_q = stored_start_of(lengths.cu_q, lengths.n_q, b)
-    copy_queries(
-        q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b, first_head, begin, 0,
-        begin < end, sizes, CONFIG,
-    )  # fmt: skip
+    if begin < end:
+        copy_queries(
+            q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b, first_head, begin, 0,
+            sizes, CONFIG,
+        )  # fmt: skip
     dk0 = gl.zeros([KEYS, CHUNK], gl.float32, ST)
     dv0 = gl.zeros([KEYS, CHUNK], gl.float32, ST)
     dk1 = dk0
@@ -257,16 +277,18 @@ def ampere_backward(
             for block in range(begin if MASKED else unmasked, unmasked if MASKED else end):
                 stage = n % STAGES
                 n += 1
+                # The last step copies queries that no step uses.
                 wraps = block + 1 == end
-                next_head = gl.minimum(h + wraps.to(gl.int32), first_head + GROUPS - 1)
+                next_head = h
+                if GROUPS > 1:
+                    next_head = gl.minimum(h + wraps.to(gl.int32), first_head + GROUPS - 1)
                 next_block = gl.where(wraps, begin, block + 1)
-                more = (block + 1 < end) | (index + 1 < GROUPS)
                 async_copy.wait_group(0)
                 barrier()  # All warps have finished the step before, and see what was copied.
                 if STAGES == 2:
                     copy_queries(
                         q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b,
-                        next_head, next_block, n % STAGES, more, sizes, CONFIG,
+                        next_head, next_block, n % STAGES, sizes, CONFIG,
                     )  # fmt: skip
                 query = block * BLOCK
                 queries = (query + gl.arange(0, BLOCK, COLUMNS))[None, :]
@@ -287,12 +309,16 @@ def ampere_backward(
                     else:
                         s = s * (k_scale * 0.0009765625)[:, None]
                         factor = factor * 1024.0
-                s = s * factor - _row_stats(buffers, stage, 1, COLUMNS)[None, :]
+                s = scaled_difference(s, factor, _row_stats(buffers, stage, 1, COLUMNS)[None, :])
                 if MASKED:
-                    visible = attends(queries, keys, n_k, offset)
+                    visible = queries >= first_query
                     s = gl.where(visible, s, -float("inf"))
                 p = gl.exp2(s)
-                left, row_scale = _left(p, p_product, buffers.do_right)
+                largest = maxima(p, p_product, buffers.do_right, p_maxima)
+                if p_product.PER_TILE:
+                    barrier()  # All warps have stored their maximum of P.
+                map, row_scale = rounded(p, largest, p_product, buffers.do_right, p_maxima)
+                left = left_operand(map)
                 _dor_base, dor_scales = head_pointers(do_right, lengths.cu_q, lengths.n_q, b, h)
                 dv0 = _add_product(
                     dv0, left, row_scale, do_right, dor_scales, query, buffers.do_right,
@@ -312,8 +338,15 @@ def ampere_backward(
                 ds = p * (dp - _row_stats(buffers, stage, 2, COLUMNS)[None, :])
                 if MASKED:
                     ds = gl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0
-                ds_tile.store(ds.to(ds_s.dtype))
-                left, row_scale = _left(ds, dk_product, buffers.q_right)
+                largest = maxima(ds, dk_product, buffers.q_right, ds_maxima)
+                if dk_product.PER_TILE:
+                    barrier()  # All warps have stored their maximum of dS.
+                map, row_scale = rounded(ds, largest, dk_product, buffers.q_right, ds_maxima)
+                if SHARES_DS:
+                    store_pairs(map, ds_s)
+                else:
+                    ds_s.store(ds.to(ds_s.dtype))
+                left = left_operand(map)
                 _qr_base, qr_scales = head_pointers(q_right, lengths.cu_q, lengths.n_q, b, h)
                 dk0 = _add_product(
                     dk0, left, row_scale, q_right, qr_scales, query, buffers.q_right,
@@ -330,26 +363,16 @@ def ampere_backward(
                 if STAGES == 1:
                     copy_queries(
                         q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b,
-                        next_head, next_block, 0, more, sizes, CONFIG,
+                        next_head, next_block, 0, sizes, CONFIG,
                     )  # fmt: skip
                 at = h.to(gl.int64) * dq_sums.tokens + start_q + query
-                # The part of each block of keys is rounded to integers, which are added up here.
-                left0, factor0 = _exchanged(ds_s.index(0), dq_product, inverse, DQ)
-                if BLOCKS == 2:
-                    left1, factor1 = _exchanged(ds_s.index(1), dq_product, inverse, DQ)
-                for c in gl.static_range(CHUNKS):
-                    units = _units(
-                        left0, factor0, k_right, kr_scales, first, kr_s, kr_scales_s, 0, dq_sums,
-                        at, c, DQ,
-                    )  # fmt: skip
-                    if BLOCKS == 2:
-                        units += _units(
-                            left1, factor1, k_right, kr_scales, second, kr_s, kr_scales_s, 1,
-                            dq_sums, at, c, DQ,
-                        )  # fmt: skip
-                    add_units(dq_sums, at, units, c, CHANNELS)
+                _add_to_dq(
+                    ds_s, ds_maxima, inverse, k_right, kr_scales, first, second, kr_s, kr_scales_s,
+                    dq_product, dq_sums, at, DS, CONFIG, DQ,
+                )  # fmt: skip
 
     for c in gl.static_range(CHUNKS):
         dk_value = (dk1 if c else dk0) * scale
-        store_chunk(dk, lengths.cu_k, b, k_head, first, n_stored, dk_value, c, sizes.D)
-        store_chunk(dv, lengths.cu_k, b, k_head, first, n_stored, dv1 if c else dv0, c, sizes.DV)
+        dv_value = dv1 if c else dv0
+        store_chunk(dk, lengths.cu_k, b, k_head, keys, n_stored, dk_value, c, sizes.D)
+        store_chunk(dv, lengths.cu_k, b, k_head, keys, n_stored, dv_value, c, sizes.DV)

@@ -1,4 +1,4 @@
-"""Device functions of the kernels for mma.sync: layouts, copies, products, and maps as operands."""
+"""Device functions of the kernels for mma.sync: layouts, copies, products and stores."""
 
 # Pyright takes the annotations of Gluon's functions literally:
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from sagesim_kernels.gluon_compat import async_load
-from sagesim_kernels.operands import amax, map_inverse, map_scale, map_step, start_of
+from sagesim_kernels.operands import amax, start_of
 
 BLOCK = gl.constexpr(64)
 """Queries of a step, and queries and keys of a block of the spec."""
@@ -32,21 +32,6 @@ def rows_layout(columns, bits):
 
 
 @constexpr_function
-def exchange_layout(keys):
-    """Layout of dS, float32 [keys, 64], in shared memory.
-
-    A warp stores pairs of columns of rows 0 to 7, and loads one column of rows 0, 4, 8 and 12 and
-    its neighbors, both without bank conflicts.
-    """
-    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 8], [8, 16]]
-    row = 16
-    while row < keys:
-        bases.append([row, 0])
-        row *= 2
-    return gl.SharedLinearLayout(bases)
-
-
-@constexpr_function
 def _copy_layout(columns, bits, warps):
     """Layout in which each thread copies 16 bytes of a row."""
     vec = 128 // bits
@@ -55,33 +40,50 @@ def _copy_layout(columns, bits, warps):
 
 
 @gluon.jit
-def copy_tokens(x, base, first, lowest, last, some, buffer):
+def in_pair_order(row):
+    """Return the token of each row of a tile in pair order.
+
+    Rows r and r + 8 of 16 rows, which one thread holds in a product, are tokens 2r and 2r + 1.
+    """
+    return row // 16 * 16 + row % 8 * 2 + row % 16 // 8
+
+
+@gluon.jit
+def copy_tokens(x, base, first, lowest, last, buffer, IN_PAIR_ORDER: gl.constexpr = False):
     """Start to copy tokens from `first` of an `Operand` to buffer [tokens, channels].
 
     In 16 bit, tokens before `lowest` and from `last` on become 0. Channels that are not in memory
-    become 0. Unless some, nothing is read.
+    become 0.
     """
     COUNT: gl.constexpr = buffer.shape[0]
     CHANNELS: gl.constexpr = buffer.shape[1]
     BITS: gl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth
     LAYOUT: gl.constexpr = _copy_layout(CHANNELS, BITS, gl.num_warps())
     row = gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT))
+    if IN_PAIR_ORDER:
+        row = in_pair_order(row)
     column = gl.arange(0, CHANNELS, gl.SliceLayout(0, LAYOUT))
-    # Rows are whole vectors, and a power of two shows this to the compiler.
-    PER_VECTOR: gl.constexpr = 128 // BITS
-    stride = (x.stride_n // PER_VECTOR * PER_VECTOR).to(gl.int64)
-    ptrs = base + first.to(gl.int64) * stride
-    ptrs += (row.to(gl.int64) * stride)[:, None] + column[None, :]
-    valid = (row >= 0)[:, None] & some
     if x.scale is None:
-        valid = ((row + first < last) & (row + first >= lowest))[:, None] & some
+        # Rows are whole vectors, and a power of two shows this to the compiler.
+        PER_VECTOR: gl.constexpr = 128 // BITS
+        stride = (x.stride_n // PER_VECTOR * PER_VECTOR).to(gl.int64)
+        ptrs = base + first.to(gl.int64) * stride + (row.to(gl.int64) * stride)[:, None]
+    else:
+        ptrs = base + first.to(gl.int64) * x.CHANNELS + (row * x.CHANNELS)[:, None]
+    ptrs += column[None, :]
     if x.CHANNELS < CHANNELS:
-        valid = valid & (column < x.CHANNELS)[None, :]
-    async_load(buffer, ptrs, valid)
+        in_memory = (column < x.CHANNELS)[None, :]
+        if x.scale is None:
+            in_memory = in_memory & ((row + first < last) & (row + first >= lowest))[:, None]
+        async_load(buffer, ptrs, in_memory)
+    elif x.scale is None:
+        async_load(buffer, ptrs, ((row + first < last) & (row + first >= lowest))[:, None])
+    else:
+        async_load(buffer, ptrs)
 
 
 @gluon.jit
-def copy_channels(x, base, first, some, buffer):
+def copy_channels(x, base, first, buffer):
     """Start to copy codes of tokens from `first` to buffer [channels, tokens]."""
     CHANNELS: gl.constexpr = buffer.shape[0]
     COUNT: gl.constexpr = buffer.shape[1]
@@ -90,11 +92,14 @@ def copy_channels(x, base, first, some, buffer):
     column = gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
     stride = (x.stride_d // 16 * 16).to(gl.int64)
     ptrs = base + first.to(gl.int64) + (row.to(gl.int64) * stride)[:, None] + column[None, :]
-    async_load(buffer, ptrs, (row < x.CHANNELS)[:, None] & some)
+    if x.CHANNELS < CHANNELS:
+        async_load(buffer, ptrs, (row < x.CHANNELS)[:, None])
+    else:
+        async_load(buffer, ptrs)
 
 
 @gluon.jit
-def copy_scales(x, scales, first, some, buffer, at, D: gl.constexpr):
+def copy_scales(x, scales, first, buffer, at, D: gl.constexpr):
     """Start to copy the scales of a block's channels to buffer.index(at), if each has its own.
 
     D: channels that have a scale.
@@ -102,15 +107,14 @@ def copy_scales(x, scales, first, some, buffer, at, D: gl.constexpr):
     if x.BY_CHANNEL:
         index = gl.arange(0, buffer.shape[1], gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         ptr = scales + (first // x.TOKENS).to(gl.int64) * x.scale_stride_n
-        async_load(buffer.index(at), ptr + index, (index < D) & some)
+        async_load(buffer.index(at), ptr + index, index < D)
 
 
 @gluon.jit
-def copy_vector(ptr, some, buffer):
+def copy_vector(ptr, buffer):
     """Start to copy float32 numbers."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    index = gl.arange(0, buffer.shape[0], LAYOUT)
-    async_load(buffer, ptr + index, (index >= 0) & some)
+    async_load(buffer, ptr + gl.arange(0, buffer.shape[0], LAYOUT))
 
 
 @gluon.jit
@@ -120,7 +124,7 @@ def channel_scales(x, scales, first, buffer, at, C: gl.constexpr, LAYOUT: gl.con
         return buffer.index(at).slice(C * CHUNK, CHUNK).load(LAYOUT)
     else:
         scale = gl.load(scales + (first // x.TOKENS).to(gl.int64) * x.scale_stride_n)
-        return gl.full([CHUNK], 0.0, gl.float32, LAYOUT) + scale
+        return gl.full([CHUNK], scale, gl.float32, LAYOUT)
 
 
 @gluon.jit
@@ -158,12 +162,12 @@ def token_scale_buffer(x, other, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def copy_token_scales(x, scales, first, last, some, buffer, at):
+def copy_token_scales(x, scales, first, last, buffer, at):
     """Start to copy the scales of 64 tokens, if each has its own; 0 from `last` on."""
     if x.TOKENS == 1:
         index = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         ptrs = scales + (first + index).to(gl.int64) * x.scale_stride_n
-        async_load(buffer.index(at), ptrs, (first + index < last) & some)
+        async_load(buffer.index(at), ptrs, first + index < last)
 
 
 @gluon.jit
@@ -179,6 +183,12 @@ def apply_k_scale(s, factor, k, k_scale, scale_buffer, at):
     else:
         column = scale_buffer.index(at).load(gl.SliceLayout(0, s.type.layout))
         return s * (column * 0.0009765625)[None, :], factor * 1024.0
+
+
+@gluon.jit
+def scaled_difference(s, factor, subtracted):
+    """Return s * factor - subtracted, rounded once. The last two are broadcast to s."""
+    return gl.fma(s, factor.broadcast_to(s.shape), -subtracted.broadcast_to(s.shape))
 
 
 @gluon.jit
@@ -206,59 +216,6 @@ def right_chunk(buffer, C: gl.constexpr, LAYOUT: gl.constexpr):
         return chunk.load(gl.DotOperandLayout(1, LAYOUT, 4))
     else:
         return buffer.slice(C * CHUNK, CHUNK, 1).load(gl.DotOperandLayout(1, LAYOUT, 2))
-
-
-@gluon.jit
-def _largest(map, rounding, LAYOUT: gl.constexpr):
-    """Return the largest magnitude of each row of a map, or of its block of 64 rows."""
-    largest = gl.convert_layout(amax(map, 1), LAYOUT)
-    if rounding.PER_TILE:
-        BLOCKS: gl.constexpr = map.shape[0] // BLOCK
-        tiles = largest.reshape([BLOCKS, BLOCK])
-        tiles = amax(tiles, 1)[:, None].broadcast_to([BLOCKS, BLOCK])
-        largest = gl.convert_layout(tiles.reshape([map.shape[0]]), LAYOUT)
-    return largest
-
-
-@gluon.jit
-def _codes(map, inverse):
-    """Round map * inverse to codes, ties to even; see `operands.map_codes`."""
-    inverse = inverse[:, None].broadcast_to(map.shape)
-    grid = gl.full(map.shape, 12582912.0, gl.float32, map.type.layout)
-    return gl.fma(map, inverse, grid).to(gl.int32, bitcast=True).to(gl.int8)
-
-
-@gluon.jit
-def register_order_codes(codes):
-    """Return codes [rows, 64] as a left operand with columns in `operands.in_register_order`.
-
-    No thread exchanges codes with another.
-    """
-    ROWS: gl.constexpr = codes.shape[0]
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, codes.type.layout, 4)
-    codes = codes.reshape([ROWS, 4, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, 64])
-    return gl.convert_layout(codes, OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def left_codes(map, rounding):
-    """Return a map [keys, 64 queries] as codes of a left operand, and the scale of each row."""
-    largest = _largest(map, rounding, gl.SliceLayout(1, map.type.layout))
-    codes = _codes(map, map_inverse(largest))
-    return register_order_codes(codes), map_scale(largest)
-
-
-@gluon.jit
-def exchanged_codes(ds, rounding, LAYOUT: gl.constexpr):
-    """Load dS [64 keys, queries] as codes of a left operand [queries, keys], and row steps.
-
-    The step is the scale, or less where all codes are 0; see `operands.map_step`.
-    """
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4)
-    map = ds.permute((1, 0)).load(OPERAND)
-    largest = _largest(map, rounding, gl.SliceLayout(1, LAYOUT))
-    inverse = gl.convert_layout(map_inverse(largest), gl.SliceLayout(1, OPERAND))
-    return _codes(map, inverse), map_step(largest)
 
 
 _TO_INT32 = gl.constexpr("cvt.rni.s32.f32 $0, $1;")
@@ -297,16 +254,15 @@ def mark_nonfinite(dq_sums, at, part):
 
 
 @gluon.jit
-def store_chunk(x, cu, b, h, first, last, value, C: gl.constexpr, D: gl.constexpr):
-    """Store chunk C of the channels of tokens from `first` of sequence b and head h of a `Strided`.
+def store_chunk(x, cu, b, h, rows, last, value, C: gl.constexpr, D: gl.constexpr):
+    """Store chunk C of the channels of tokens of sequence b and head h of a `Strided`.
 
-    Writes tokens before `last` and channels before D.
+    rows: the token of each row of value. Writes tokens before `last` and channels before D.
     """
     LAYOUT: gl.constexpr = value.type.layout
-    row = first + gl.arange(0, value.shape[0], gl.SliceLayout(1, LAYOUT))
     column = C * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))
     base = x.ptr + b.to(gl.int64) * x.stride_b + h.to(gl.int64) * x.stride_h
-    ptrs = base + (start_of(cu, b) + row.to(gl.int64)) * x.stride_n
+    ptrs = base + (start_of(cu, b) + rows.to(gl.int64)) * x.stride_n
     ptrs = ptrs[:, None] + (column.to(gl.int64) * x.stride_d)[None, :]
-    mask = (row < last)[:, None] & (column < D)[None, :]
+    mask = (rows < last)[:, None] & (column < D)[None, :]
     gl.store(ptrs, value.to(x.ptr.dtype.element_ty), mask=mask)

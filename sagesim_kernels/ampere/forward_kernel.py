@@ -27,16 +27,19 @@ from sagesim_kernels.ampere.device import (
     copy_tokens,
     product,
     query_factors,
-    register_order_codes,
     right_chunk,
     rows_layout,
+    scaled_difference,
     store_chunk,
     token_scale_buffer,
+)
+from sagesim_kernels.ampere.map_codes import (
+    register_order_codes,
+    round_to_codes,
 )
 from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.operands import (
     LOG2_127,
-    attends,
     causal_offset,
     head_pointers,
     key_loop_bounds,
@@ -69,18 +72,30 @@ def _finite(x):
 
 
 @gluon.jit
+def _upper_max(largest, factor):
+    """Return a little more than largest * factor, at most 2**-22 of it; -inf for -inf.
+
+    So no product of the row exceeds it, also if the product is not rounded.
+    """
+    scaled = largest * factor
+    step = gl.full(scaled.shape, 2.0**-23, gl.float32, scaled.type.layout)
+    scaled = gl.fma(gl.abs(scaled), step, scaled)
+    return gl.where(largest == -float("inf"), largest, scaled)
+
+
+@gluon.jit
 def _copy_keys(
-    k, v, k_base, v_base, k_scales, v_scales, key, n_k, some, k_s, v_s, k_scales_s, scales_s, stage,
+    k, v, k_base, v_base, k_scales, v_scales, key, n_k, k_s, v_s, k_scales_s, scales_s, stage,
     sizes,
 ):  # fmt: skip
-    """Start to copy a block of keys and values to a stage. Unless some, nothing is read."""
-    copy_tokens(k, k_base, key, 0, n_k, some, k_s.index(stage))
-    copy_token_scales(k, k_scales, key, n_k, some, k_scales_s, stage)
+    """Start to copy a block of keys and values to a stage."""
+    copy_tokens(k, k_base, key, 0, n_k, k_s.index(stage))
+    copy_token_scales(k, k_scales, key, n_k, k_scales_s, stage)
     if v.scale is None:
-        copy_tokens(v, v_base, key, 0, n_k, some, v_s.index(stage))
+        copy_tokens(v, v_base, key, 0, n_k, v_s.index(stage))
     else:
-        copy_channels(v, v_base, key, some, v_s.index(stage))
-        copy_scales(v, v_scales, key, some, scales_s, stage, sizes.DV)
+        copy_channels(v, v_base, key, v_s.index(stage))
+        copy_scales(v, v_scales, key, scales_s, stage, sizes.DV)
     async_copy.commit_group()
 
 
@@ -114,6 +129,7 @@ def ampere_forward(
     n_k = live_keys(lengths, b)
     offset = causal_offset(lengths, b)
     queries = first + gl.arange(0, ROWS_OF_TILE, ROWS)
+    end_of_keys = gl.minimum(queries + offset + 1, n_k)  # that a query attends to
 
     q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
     k_base, k_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, k_head)
@@ -130,11 +146,12 @@ def ampere_forward(
             scales_s = gl.allocate_shared_memory(gl.float32, [STAGES, CHANNELS], VECTOR)
 
     unmasked_end, end = key_loop_bounds(first, ROWS_OF_TILE, BLOCK, n_k, offset)
-    copy_tokens(q, q_base, first, first_live, n_q, True, q_s)
-    _copy_keys(
-        k, v, k_base, v_base, k_scales, v_scales, unmasked_end * 0, n_k, end > 0, k_s, v_s,
-        k_scales_s, scales_s, 0, sizes,
-    )  # fmt: skip
+    copy_tokens(q, q_base, first, first_live, n_q, q_s)
+    if end > 0:
+        _copy_keys(
+            k, v, k_base, v_base, k_scales, v_scales, unmasked_end * 0, n_k, k_s, v_s, k_scales_s,
+            scales_s, 0, sizes,
+        )  # fmt: skip
     factor = query_factors(q, q_scales, queries, n_q, scale_log2)
 
     row_max = gl.full([ROWS_OF_TILE], -float("inf"), gl.float32, ROWS)
@@ -147,16 +164,16 @@ def ampere_forward(
         for key in range(unmasked_end if MASKED else 0, end if MASKED else unmasked_end, BLOCK):
             stage = n % STAGES
             n += 1
-            next_key = key + BLOCK
-            more = next_key < end
+            # The last step copies keys that no step uses.
+            next_key = gl.where(key + BLOCK < end, key + BLOCK, key)
             async_copy.wait_group(0)
             barrier()  # All warps have finished the step before, and see what was copied.
             _copy_keys(
-                k, v, k_base, v_base, k_scales, v_scales, next_key, n_k, more, k_s, v_s,
+                k, v, k_base, v_base, k_scales, v_scales, next_key, n_k, k_s, v_s,
                 k_scales_s, scales_s, n % STAGES, sizes,
             )  # fmt: skip
             this_scale = k_scale
-            k_scale = block_scale(k, k_scales, next_key, more)
+            k_scale = block_scale(k, k_scales, next_key, True)
             s = product(
                 q_s.load(gl.DotOperandLayout(0, ACC, 32 // BITS)),
                 k_s.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, ACC, 32 // BITS)),
@@ -168,24 +185,26 @@ def ampere_forward(
             # The factor must not be negative, so that a row's maximum of s is that of its logits.
             tile_factor = gl.abs(tile_factor)
             if MASKED:
-                # Multiply before masking: -inf times a factor of 0 or NaN is NaN.
                 keys = key + gl.arange(0, BLOCK, COLUMNS)
-                visible = attends(queries[:, None], keys[None, :], n_k, offset)
-                s = gl.where(visible, s * tile_factor[:, None], -float("inf"))
-                tile_max = gl.max(s, 1)
-            else:
-                tile_max = gl.max(s, 1) * tile_factor
-                s = s * tile_factor[:, None]
-            new_max = gl.maximum(row_max, tile_max)
+                s = gl.where(keys[None, :] < end_of_keys[:, None], s, -float("inf"))
+            tile_max = _upper_max(gl.max(s, 1), tile_factor)
+            # A maximum that is NaN stays so. In `gl.maximum` the other number would win.
+            new_max = gl.where(tile_max == tile_max, gl.maximum(row_max, tile_max), tile_max)
             shrink = gl.exp2(row_max - _finite(new_max))
             row_max = new_max
+            # Codes of P are relative to the maximum of the tile: they depend on the tile alone.
+            # -inf times a factor of 0 or NaN would be NaN. If the factor is NaN, so is the maximum,
+            # except in rows of which every entry is masked.
+            tile_factor = gl.where(tile_factor > 0.0, tile_factor, 2.0**-126)
+            s = scaled_difference(
+                s, tile_factor[:, None], _finite(new_max if v.scale is None else tile_max)[:, None]
+            )
+            p = gl.exp2(s)
             if v.scale is not None:
-                # 127 P relative to the maximum of the tile: codes depend on the tile alone.
-                p = 127.0 * gl.exp2(s - _finite(tile_max)[:, None])
                 weight = gl.exp2(tile_max - _finite(new_max)) * _CODES_PER_P
-                row_sum = row_sum * shrink + gl.sum(p, 1) * weight
-                codes = (p + 12582912.0).to(gl.int32, bitcast=True).to(gl.int8)
-                codes = register_order_codes(codes)
+                row_sum = row_sum * shrink + gl.sum(p, 1) * (127.0 * weight)
+                inverse = gl.full([ROWS_OF_TILE], 127.0, gl.float32, ROWS)
+                codes = register_order_codes(round_to_codes(p, inverse))
                 for c in gl.static_range(CHANNELS // CHUNK):
                     column = channel_scales(v, v_scales, key, scales_s, stage, c, COLUMNS)
                     sums = code_product(codes, right_chunk(v_s.index(stage), c, ACC), ACC)
@@ -196,7 +215,6 @@ def ampere_forward(
                     else:
                         total0 = total
             else:
-                p = gl.exp2(s - _finite(new_max)[:, None])
                 row_sum = row_sum * shrink + gl.sum(p, 1)
                 p16 = gl.convert_layout(p.to(VT), gl.DotOperandLayout(0, ACC, 2))
                 total0 = mma_v2(
@@ -215,4 +233,4 @@ def ampere_forward(
     gl.store(row_base(lse2, lengths.cu_q, b, h) + queries, row_lse2, mask=queries < n_q)
     for c in gl.static_range(CHANNELS // CHUNK):
         value = (total1 if c else total0) / row_sum[:, None]
-        store_chunk(o, lengths.cu_q, b, h, first, n_q, value, c, sizes.DV)
+        store_chunk(o, lengths.cu_q, b, h, queries, n_q, value, c, sizes.DV)

@@ -20,11 +20,11 @@ from sagesim_kernels.ampere.device import (
     product,
     query_factors,
     rows_layout,
+    scaled_difference,
     token_scale_buffer,
 )
 from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.operands import (
-    attends,
     causal_offset,
     head_pointers,
     key_loop_bounds,
@@ -33,17 +33,18 @@ from sagesim_kernels.operands import (
     live_queries,
     program_coordinates,
     row_base,
+    upper_lse2,
 )
 
 
 @gluon.jit
 def _copy_keys(
-    k, v, k_base, v_base, k_scales, key, n_k, some, k_s, v_s, k_scales_s, stage
+    k, v, k_base, v_base, k_scales, key, n_k, k_s, v_s, k_scales_s, stage
 ):  # fmt: skip
-    """Start to copy a block of keys and values to a stage. Unless some, nothing is read."""
-    copy_tokens(k, k_base, key, 0, n_k, some, k_s.index(stage))
-    copy_token_scales(k, k_scales, key, n_k, some, k_scales_s, stage)
-    copy_tokens(v, v_base, key, 0, n_k, some, v_s.index(stage))
+    """Start to copy a block of keys and values to a stage."""
+    copy_tokens(k, k_base, key, 0, n_k, k_s.index(stage))
+    copy_token_scales(k, k_scales, key, n_k, k_scales_s, stage)
+    copy_tokens(v, v_base, key, 0, n_k, v_s.index(stage))
     async_copy.commit_group()
 
 
@@ -76,6 +77,7 @@ def ampere_p_rows(
     n_k = live_keys(lengths, b)
     offset = causal_offset(lengths, b)
     queries = first + gl.arange(0, TILE, ROWS)
+    end_of_keys = gl.minimum(queries + offset + 1, n_k)  # that a query attends to
 
     q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
     do_base, _do_scales = head_pointers(do, lengths.cu_q, lengths.n_q, b, h)
@@ -88,15 +90,14 @@ def ampere_p_rows(
     v_s = gl.allocate_shared_memory(VT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, 16))
 
     unmasked_end, end = key_loop_bounds(first, TILE, BLOCK, n_k, offset)
-    copy_tokens(q, q_base, first, first_live, n_q, True, q_s)
-    copy_tokens(do, do_base, first, first_live, n_q, True, do_s)
-    _copy_keys(
-        k, v, k_base, v_base, k_scales, unmasked_end * 0, n_k, end > 0, k_s, v_s, k_scales_s, 0
-    )
+    copy_tokens(q, q_base, first, first_live, n_q, q_s)
+    copy_tokens(do, do_base, first, first_live, n_q, do_s)
+    if end > 0:
+        _copy_keys(k, v, k_base, v_base, k_scales, unmasked_end * 0, n_k, k_s, v_s, k_scales_s, 0)
     factor = query_factors(q, q_scales, queries, n_q, scale_log2)
     is_query = queries < n_q
     lse2_ptrs = row_base(lse2, lengths.cu_q, b, h) + queries
-    row_lse2 = gl.load(lse2_ptrs, mask=is_query, other=float("inf"))
+    row_lse2 = upper_lse2(gl.load(lse2_ptrs, mask=is_query, other=float("inf")))
 
     p_sum = gl.zeros([TILE], gl.float32, ROWS)
     delta_sum = gl.zeros([TILE], gl.float32, ROWS)
@@ -106,25 +107,26 @@ def ampere_p_rows(
         for key in range(unmasked_end if MASKED else 0, end if MASKED else unmasked_end, BLOCK):
             stage = n % STAGES
             n += 1
-            next_key = key + BLOCK
+            # The last step copies keys that no step uses.
+            next_key = gl.where(key + BLOCK < end, key + BLOCK, key)
             async_copy.wait_group(0)
             barrier()  # All warps have finished the step before, and see what was copied.
             _copy_keys(
-                k, v, k_base, v_base, k_scales, next_key, n_k, next_key < end, k_s, v_s,
+                k, v, k_base, v_base, k_scales, next_key, n_k, k_s, v_s,
                 k_scales_s, n % STAGES,
             )  # fmt: skip
             this_scale = k_scale
-            k_scale = block_scale(k, k_scales, next_key, next_key < end)
+            k_scale = block_scale(k, k_scales, next_key, True)
             s = product(
                 q_s.load(gl.DotOperandLayout(0, ACC, 32 // BITS)),
                 k_s.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, ACC, 32 // BITS)),
                 ACC,
             )
             s, tile_factor = apply_k_scale(s, factor, k, this_scale, k_scales_s, stage)
-            s = s * tile_factor[:, None] - row_lse2[:, None]
+            s = scaled_difference(s, tile_factor[:, None], row_lse2[:, None])
             if MASKED:
                 keys = key + gl.arange(0, BLOCK, gl.SliceLayout(0, ACC))
-                visible = attends(queries[:, None], keys[None, :], n_k, offset)
+                visible = keys[None, :] < end_of_keys[:, None]
                 s = gl.where(visible, s, -float("inf"))
             p = gl.exp2(s)
             p_sum += gl.sum(p, 1)

@@ -64,23 +64,23 @@ def scale_buffer(x, other, STAGES: gl.constexpr, CHANNELS: gl.constexpr):
 
 @gluon.jit
 def _copy_right(
-    x, base, scales, first, lowest, last, some, buffer, scale_buffer, stage, BITS: gl.constexpr,
+    x, base, scales, first, lowest, last, buffer, scale_buffer, stage, BITS: gl.constexpr,
     D: gl.constexpr,
 ):  # fmt: skip
     """Start to copy a block of queries of a right operand, unless its buffer has another one."""
     if BITS == 16:
-        copy_tokens(x, base, first, lowest, last, some, buffer.index(stage))
+        copy_tokens(x, base, first, lowest, last, buffer.index(stage))
     elif BITS == 8:
-        copy_channels(x, base, first, some, buffer.index(stage))
-        copy_scales(x, scales, first, some, scale_buffer, stage, D)
+        copy_channels(x, base, first, buffer.index(stage))
+        copy_scales(x, scales, first, scale_buffer, stage, D)
 
 
 @gluon.jit
 def copy_queries(
-    q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b, h, block, stage, some, sizes,
+    q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b, h, block, stage, sizes,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Start to copy a block of queries to a stage of `QueryBuffers`. Unless some, nothing is read.
+    """Start to copy a block of queries to a stage of `QueryBuffers`.
 
     Operands are parameters of their own, because Triton 3.6 loses the constexprs of nested tuples.
     """
@@ -88,19 +88,19 @@ def copy_queries(
     lowest, last = live_queries(lengths, b)
     first = block * BLOCK
     q_base, _q_scales = head_pointers(q, cu, n, b, h)
-    copy_tokens(q, q_base, first, lowest, last, some, buffers.q.index(stage))
+    copy_tokens(q, q_base, first, lowest, last, buffers.q.index(stage))
     do_base, _do_scales = head_pointers(do, cu, n, b, h)
-    copy_tokens(do, do_base, first, lowest, last, some, buffers.do.index(stage))
+    copy_tokens(do, do_base, first, lowest, last, buffers.do.index(stage))
     qr_base, qr_scales = head_pointers(q_right, cu, n, b, h)
     _copy_right(
-        q_right, qr_base, qr_scales, first, lowest, last, some, buffers.q_right, buffers.q_scales,
+        q_right, qr_base, qr_scales, first, lowest, last, buffers.q_right, buffers.q_scales,
         stage, CONFIG.q_right, sizes.D,
     )  # fmt: skip
     dor_base, dor_scales = head_pointers(do_right, cu, n, b, h)
     _copy_right(
-        do_right, dor_base, dor_scales, first, lowest, last, some, buffers.do_right,
+        do_right, dor_base, dor_scales, first, lowest, last, buffers.do_right,
         buffers.do_scales, stage, CONFIG.do_right, sizes.DV,
     )  # fmt: skip
     stored = h.to(gl.int64) * dq_sums.tokens + stored_start_of(cu, n, b) + first
-    copy_vector(row_stats + stored * STATS, some, buffers.row_stats.index(stage))
+    copy_vector(row_stats + stored * STATS, buffers.row_stats.index(stage))
     async_copy.commit_group()

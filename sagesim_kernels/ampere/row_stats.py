@@ -13,6 +13,7 @@ from sagesim_kernels.operands import (
     load_token_scales,
     program_coordinates,
     stored_start_of,
+    upper_lse2,
 )
 
 
@@ -37,7 +38,7 @@ def row_stats_kernel(grid, q, lse2, delta, dq_sums, out, lengths, scale_log2, si
     factor = load_token_scales(q, q_scales, first, sizes.BLOCK_Q, n_q) * scale_log2
     tl.store(ptrs, factor)
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
-    tl.store(ptrs + sizes.BLOCK_Q, row_lse2)
+    tl.store(ptrs + sizes.BLOCK_Q, upper_lse2(row_lse2))
     row_delta = load_rows(delta, lengths.cu_q, b, h, queries, n_q, 0.0)
     tl.store(ptrs + 2 * sizes.BLOCK_Q, row_delta)
     tl.store(ptrs + 3 * sizes.BLOCK_Q, inverse_units(dq_sums, row, sizes.BLOCK_Q))

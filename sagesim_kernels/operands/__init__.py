@@ -60,7 +60,7 @@ from sagesim_kernels.operands.layout import (
     token_ptrs,
 )
 from sagesim_kernels.operands.logit_shift import compute_logit_shift
-from sagesim_kernels.operands.logsumexp import natural_lse
+from sagesim_kernels.operands.logsumexp import natural_lse, upper_lse2
 from sagesim_kernels.operands.masking import (
     attends,
     attends_in,
@@ -254,4 +254,5 @@ __all__ = [
     "token_ptrs",
     "tokens_by_tokens",
     "units_of",
+    "upper_lse2",
 ]

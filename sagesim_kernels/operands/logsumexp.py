@@ -23,6 +23,15 @@ _TILE: Final = 64
 
 
 @triton.jit
+def upper_lse2(lse2):
+    """Return lse2, or slightly more where S - lse2 could overflow an exponential.
+
+    If S is not rounded, it may exceed the largest rounded S of its row, which lse2 follows from.
+    """
+    return tl.where(tl.abs(lse2) > 16777216.0, lse2 + tl.abs(lse2) * 2.0**-22, lse2)
+
+
+@triton.jit
 def natural_lse_kernel(grid, lse2, shift, lse, lengths, TILE: tl.constexpr):
     """Compute the natural logsumexp of a tile of queries. shift: `Rows`, or None."""
     tile, h, b = program_coordinates(grid)

@@ -1,0 +1,213 @@
+"""P and dS as left operands of products: rounding, their scales, and the exchange between warps."""
+
+# Pyright takes the annotations of Gluon's functions literally:
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton import constexpr_function
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sagesim_kernels.ampere.device import BLOCK
+from sagesim_kernels.operands import amax, map_inverse, map_scale, map_step
+
+
+@constexpr_function
+def exchange_layout(keys, in_pair_order):
+    """Layout of dS, float32 [keys, 64], in shared memory; see `in_pair_order`.
+
+    The numbers of four keys follow each other. A thread stores two of them at once, and loads all
+    four, both without bank conflicts.
+
+    in_pair_order: whether rows are in this order, or keys follow each other.
+    """
+    rows = [8, 1, 2, 4] if in_pair_order else [1, 2, 4, 8]
+    bases = [[rows[0], 0], [rows[1], 0], *([0, 1 << i] for i in range(6))]
+    bases += [[rows[2], 3], [rows[3], 4]]
+    row = 16
+    while row < keys:
+        bases.append([row, 0])
+        row *= 2
+    return gl.SharedLinearLayout(bases)
+
+
+@gluon.jit
+def _largest(map, rounding, LAYOUT: gl.constexpr):
+    """Return the largest magnitude of each row of a map, or of its block of 64 rows."""
+    largest = gl.convert_layout(amax(map, 1), LAYOUT)
+    if rounding.PER_TILE:
+        BLOCKS: gl.constexpr = map.shape[0] // BLOCK
+        tiles = largest.reshape([BLOCKS, BLOCK])
+        tiles = amax(tiles, 1)[:, None].broadcast_to([BLOCKS, BLOCK])
+        largest = gl.convert_layout(tiles.reshape([map.shape[0]]), LAYOUT)
+    return largest
+
+
+@gluon.jit
+def round_to_codes(map, inverse):
+    """Round map * inverse to codes, ties to even; see `operands.map_codes`."""
+    inverse = inverse[:, None].broadcast_to(map.shape)
+    grid = gl.full(map.shape, 12582912.0, gl.float32, map.type.layout)
+    return gl.fma(map, inverse, grid).to(gl.int32, bitcast=True).to(gl.int8)
+
+
+@gluon.jit
+def register_order_codes(codes):
+    """Return codes [rows, 64] as a left operand with columns in `operands.in_register_order`.
+
+    No thread exchanges codes with another.
+    """
+    ROWS: gl.constexpr = codes.shape[0]
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, codes.type.layout, 4)
+    codes = codes.reshape([ROWS, 4, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, 64])
+    return gl.convert_layout(codes, OPERAND, assert_trivial=True)
+
+
+@constexpr_function
+def _rows_of_tiles(tiles, numbers):
+    """Layout [tiles, 64, numbers]: rows as warps of 16 rows hold them, a thread all numbers."""
+    registers = [[0, 8, 0]] + [[0, 0, 1 << i] for i in range(numbers.bit_length() - 1)]
+    lanes = [[0, 0, 0], [0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    warps = [[0, 16, 0], [0, 32, 0]] + ([[1, 0, 0]] if tiles == 2 else [])
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [tiles, BLOCK.value, numbers])
+
+
+@gluon.jit
+def maximum_buffer(rounding, other, ROWS: gl.constexpr):
+    """Allocate shared memory for the maximum of each warp, if a map has a scale for each tile."""
+    if rounding.PER_TILE:
+        LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        return gl.allocate_shared_memory(gl.float32, [ROWS // BLOCK, 4], LAYOUT)
+    else:
+        return other
+
+
+@gluon.jit
+def row_maxima(map, rounding, buffer):
+    """Return the largest magnitude of each row of a map [keys, queries].
+
+    If the map has a scale for each tile, store the largest of each warp to buffer, for `left_codes`
+    and `tile_step` behind a barrier.
+    """
+    largest = amax(map, 1)
+    if rounding.PER_TILE:
+        buffer.store(amax(largest.reshape([map.shape[0] // BLOCK, 4, 16]), 2))
+    return largest
+
+
+@gluon.jit
+def left_codes(map, largest, rounding, buffer):
+    """Return a map [keys, 64 queries] rounded to codes, and the scale of each row.
+
+    largest: what `row_maxima` returned.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(1, map.type.layout)
+    if rounding.PER_TILE:
+        TILES: gl.constexpr = map.shape[0] // BLOCK
+        LAYOUT: gl.constexpr = _rows_of_tiles(TILES, 4)
+        maxima = buffer.load(gl.SliceLayout(1, LAYOUT))
+        largest = gl.convert_layout(amax(maxima, 1), gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+        inverse = _of_rows(map_inverse(largest), ROWS)
+        scale = _of_rows(map_scale(largest), ROWS)
+    else:
+        inverse = map_inverse(largest)
+        scale = map_scale(largest)
+    return round_to_codes(map, inverse), scale
+
+
+@gluon.jit
+def _of_rows(x, LAYOUT: gl.constexpr):
+    """Repeat numbers of tiles for each row of 64."""
+    rows = x[:, None].broadcast_to([x.shape[0], BLOCK]).reshape([x.shape[0] * BLOCK])
+    return gl.convert_layout(rows, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def tile_step(buffer, i):
+    """Return the step of the codes of tile i, from what `row_maxima` stored; see `map_step`."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
+    return map_step(amax(amax(buffer.slice(i, 1, 0).load(LAYOUT), 1), 0))
+
+
+_PAIRS = gl.constexpr("prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;")
+
+
+@gluon.jit
+def store_pairs(codes, buffer):
+    """Store codes [keys, queries] to buffer, int16 [keys / 2, queries].
+
+    A number of the buffer contains the codes of rows r and r + 8, which one thread holds.
+    """
+    ROWS: gl.constexpr = codes.shape[0]
+    low, high = gl.split(codes.reshape([ROWS // 16, 2, 8, BLOCK]).permute([0, 2, 3, 1]))
+    pairs = gl.inline_asm_elementwise(_PAIRS, "=r,=r,r,r", [low, high], gl.int16, True, 4)
+    buffer.store(pairs.reshape([ROWS // 2, BLOCK]))
+
+
+@gluon.jit
+def load_pairs(buffer, LAYOUT: gl.constexpr):
+    """Return what `store_pairs` stored as a left operand [queries, keys], in pair order."""
+    pairs = buffer.permute((1, 0)).load(gl.DotOperandLayout(0, LAYOUT, 2))
+    codes = gl.join(pairs.to(gl.int8), (pairs >> 8).to(gl.int8))
+    codes = codes.reshape([BLOCK, buffer.shape[0] * 2])
+    return gl.convert_layout(codes, gl.DotOperandLayout(0, LAYOUT, 4), assert_trivial=True)
+
+
+@gluon.jit
+def exchanged_codes(ds, rounding, LAYOUT: gl.constexpr):
+    """Load dS [64 keys, queries] as codes of a left operand [queries, keys], and row steps.
+
+    The step is the scale, or less where all codes are 0; see `operands.map_step`.
+    """
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4)
+    map = ds.permute((1, 0)).load(OPERAND)
+    largest = _largest(map, rounding, gl.SliceLayout(1, LAYOUT))
+    inverse = gl.convert_layout(map_inverse(largest), gl.SliceLayout(1, OPERAND))
+    return round_to_codes(map, inverse), map_step(largest)
+
+
+@gluon.jit
+def maxima(map, rounding, right, buffer):
+    """Return the largest magnitude of each row of a map, if it is rounded to codes."""
+    if right.dtype == gl.int8:
+        return row_maxima(map, rounding, buffer)
+    else:
+        return 0.0
+
+
+@gluon.jit
+def rounded(map, largest, rounding, right, buffer):
+    """Return a map in the format of its product with the right operand, and scales of its rows.
+
+    In 16 bit the scale is 1.
+    """
+    if right.dtype == gl.int8:
+        return left_codes(map, largest, rounding, buffer)
+    else:
+        return map.to(right.dtype), 1.0
+
+
+@gluon.jit
+def left_operand(map):
+    """Return a rounded map as the left operand of a product."""
+    if map.dtype == gl.int8:
+        return register_order_codes(map)
+    else:
+        return gl.convert_layout(map, gl.DotOperandLayout(0, map.type.layout, 2))
+
+
+@gluon.jit
+def exchanged(ds, rounding, inverse, maxima, i, LAYOUT: gl.constexpr):
+    """Load dS of block i of the keys as a left operand [queries, keys], and a factor of each row.
+
+    inverse: 1 / unit of each query, [64, 1].
+    """
+    if ds.dtype == gl.int16:
+        return load_pairs(ds, LAYOUT), tile_step(maxima, i) * inverse
+    elif ds.dtype == gl.float32:
+        codes, scale = exchanged_codes(ds, rounding, LAYOUT)
+        return codes, scale[:, None] * inverse
+    else:
+        return ds.permute((1, 0)).load(gl.DotOperandLayout(0, LAYOUT, 2)), inverse

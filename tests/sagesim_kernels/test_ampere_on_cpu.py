@@ -1,0 +1,104 @@
+"""The kernels for mma.sync, run on the CPU from their PTX: see `tests.support.ptx`."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import sagesim
+from sagesim import PRESETS, AttentionProblem, exact
+from tests.support.assertions import assert_bitwise, assert_within_budget
+from tests.support.ptx_worker import PtxRunner
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compiled by the oldest Triton")]
+
+
+@pytest.fixture(scope="session")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PtxRunner]:
+    runner = PtxRunner(tmp_path_factory.mktemp("ptx"))
+    yield runner
+    runner.close()
+
+
+class Call(NamedTuple):
+    spec: str
+    n_q: int
+    n_k: int
+    d: int = 64
+    heads: int = 1
+    heads_k: int = 1
+    is_causal: bool = False
+    scale: float | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    def tensors(self) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(heads: int, tokens: int) -> Tensor:
+            return torch.randn(1, heads, tokens, self.d, generator=generator).to(self.dtype)
+
+        shapes = {
+            "q": (self.heads, self.n_q),
+            "k": (self.heads_k, self.n_k),
+            "v": (self.heads_k, self.n_k),
+            "do": (self.heads, self.n_q),
+        }
+        return {name: draw(*shape) for name, shape in shapes.items()}
+
+
+CALLS = {
+    "sagebwd_grouped": Call("sagebwd", 200, 130, heads=2, is_causal=True),
+    "sagebwd_d128": Call("sagebwd", 100, 200, d=128),
+    "factored": Call("factored", 70, 200, scale=-0.3),
+    "factored_pv16_d128": Call("factored_pv16", 150, 150, d=128, is_causal=True),
+    "factored_qk": Call("factored_qk", 130, 150, is_causal=True),
+    "fpa_fp16_d40": Call("fpa_fp16", 100, 100, d=40, is_causal=True, dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results_are_as_exact_as_the_emulators(runner: PtxRunner, name: str) -> None:
+    """Up to one rounding to the dtype of the inputs."""
+    call = CALLS[name]
+    tensors, spec = call.tensors(), PRESETS[call.spec]
+    options = {"is_causal": call.is_causal, "scale": call.scale}
+    found = runner.run(tensors, spec, **options)
+    assert {"ampere_forward", "ampere_backward"} <= set(found.kernels)
+    problem = AttentionProblem.of(
+        *tensors.values(), enable_gqa=call.heads != call.heads_k, **options
+    )
+    emulated, reference = sagesim.trace(problem, spec=spec), exact(problem)
+    for result in ("o", "dq", "dk", "dv"):
+        assert_within_budget(
+            actual=getattr(found, result),
+            exact=getattr(reference, result),
+            yardstick=getattr(emulated, result),
+            factor=1.0,
+            band=2.0**-5,
+            what=result,
+        )
+
+
+@pytest.mark.parametrize("spec", ["sagebwd", "factored_pv16", "fpa_bf16"])
+def test_tiles_change_no_bit(runner: PtxRunner, spec: str) -> None:
+    """With 99 KiB of shared memory, a program owns 128 keys and not 64."""
+    call = Call(spec, 70, 150, is_causal=True)
+    found = [
+        runner.run(call.tensors(), PRESETS[spec], is_causal=True, shared_kib=x) for x in (99, 163)
+    ]
+    for name in ("o", "dq", "dk", "dv"):
+        few, many = (getattr(x, name) for x in found)
+        assert_bitwise(actual=few, expected=many, what=name)
+
+
+def test_a_factor_that_is_nan_reaches_its_row_alone(runner: PtxRunner) -> None:
+    """In the forward a masked entry has P = 0, also in a block whose scale is NaN."""
+    tensors = Call("factored_qk", 130, 130).tensors()
+    tensors["k"][0, 0, 100] = torch.nan
+    spec = sagesim.AttentionSpec.parse("factored_qk smooth=none")
+    found = runner.run(tensors, spec, is_causal=True)
+    is_nan = found.o.isnan().all(-1)[0, 0]
+    # The block of keys from 64 to 127 has a scale that is NaN.
+    assert not is_nan[:64].any() and is_nan[64:].all()

@@ -1,0 +1,638 @@
+"""Run kernels on the CPU from the PTX that Triton generates for them.
+
+A `Program` is the parsed PTX of a kernel. All threads of a block run in lock step, each register is
+a numpy array with one number a thread, and blocks run one after another. So the layouts, copies,
+products and exchanges between threads of a kernel can be tested without a GPU.
+
+What a GPU does differently: asynchronous copies are complete at once, additions of products are
+exact before they are rounded, exponentials and other approximations are rounded correctly, and
+memory that was not written is 0xCD. A wait or a barrier that is missing would therefore change no
+result; `shared_races` finds those between warps.
+
+Instructions that no kernel in the tests uses raise an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.support.shared_races import SharedAccesses
+
+Numbers = NDArray[Any]
+"""One number of each thread."""
+
+WARP = 32
+SHARED_BYTES = 227 * 1024
+
+_UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+_SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+_FLOAT = {16: np.float16, 32: np.float32, 64: np.float64}
+
+_REGISTERS = re.compile(r"\.reg\s+\.(pred|[a-z]\d+)\s+(%\w+?)<\d+>")
+_PARAMETER = re.compile(r"\.param \.[^,)]*?\s(\w+_param_\d+)")
+_LABEL = re.compile(r"(\$\w+):")
+_STATEMENT = re.compile(r"(@!?%\w+\s+)?([\w.:]+)\s*(.*)$", re.DOTALL)
+_ADDRESS = re.compile(r"\[\s*(%?\w+)\s*(?:\+\s*(-?\w+))?\s*\]")
+
+
+class Range(NamedTuple):
+    """Memory that a kernel may access."""
+
+    first: int
+    last: int  #: the first byte behind it
+
+
+class _Statement(NamedTuple):
+    guard: str  #: as "@%p1" or "@!%p1", or ""
+    opcode: tuple[str, ...]  #: the parts between dots
+    operands: tuple[str, ...]
+
+
+def _split(text: str) -> list[str]:
+    """Split at commas that are not within braces or brackets."""
+    parts, depth, last = [], 0, 0
+    for at, character in enumerate(text):
+        depth += (character in "{[") - (character in "}]")
+        if character == "," and depth == 0:
+            parts.append(text[last:at].strip())
+            last = at + 1
+    rest = text[last:].strip()
+    return [*parts, rest] if rest else parts
+
+
+def _dtype(name: str) -> Any:
+    """The dtype of a type of PTX, such as s32."""
+    if name == "pred":
+        return np.bool_
+    return {"b": _UNSIGNED, "u": _UNSIGNED, "s": _SIGNED, "f": _FLOAT}[name[0]][int(name[1:])]
+
+
+def _bits(dtype: Any) -> int:
+    return np.dtype(dtype).itemsize * 8
+
+
+class Program:
+    """A kernel. ptx: of one kernel, which calls no function."""
+
+    def __init__(self, ptx: str) -> None:
+        head, _, body = ptx[ptx.index(".visible .entry") :].partition("{")
+        self.parameters: list[str] = _PARAMETER.findall(head)
+        body = re.sub(r"//.*", "", body)
+        self.register_types = {name: _dtype(kind) for kind, name in _REGISTERS.findall(body)}
+        self.statements: list[_Statement] = []
+        self.labels: dict[str, int] = {}
+        for line in map(str.strip, body.splitlines()):
+            if label := _LABEL.match(line):
+                self.labels[label[1]] = len(self.statements)
+                line = line[label.end() :]
+            for text in line.split(";"):
+                self._add(text.strip())
+
+    def _add(self, text: str) -> None:
+        while text.startswith(("}", "{")):  # of a scope
+            text = text[1:].strip()
+        if text.count("}") > text.count("{"):
+            text = text[: text.rindex("}")].strip()
+        if text and not text.startswith("."):
+            guard, opcode, operands = _STATEMENT.match(text).groups()
+            found = _Statement(
+                (guard or "").strip(), tuple(opcode.split(".")), tuple(_split(operands))
+            )
+            self.statements.append(found)
+
+    def run(
+        self, arguments: Sequence[int | float], grid: int, threads: int, memory: Sequence[Range]
+    ) -> None:
+        """Run all blocks of a grid with one axis.
+
+        arguments: addresses and numbers; 0 for those that are missing at the end.
+        memory: what the kernel may access.
+
+        Raises:
+            IndexError: if a thread accesses other memory.
+            Race: if the order of two accesses to shared memory is not fixed.
+        """
+        missing = len(self.parameters) - len(arguments)
+        values = dict(zip(self.parameters, [*arguments, *[0] * missing], strict=True))
+        for block in range(grid):
+            _Block(self, values, block, grid, threads, memory).run()
+
+
+class _Block:
+    """The threads of a block, and what they hold."""
+
+    def __init__(
+        self,
+        program: Program,
+        arguments: dict[str, int | float],
+        block: int,
+        grid: int,
+        threads: int,
+        memory: Sequence[Range],
+    ) -> None:
+        self.program, self.arguments, self.threads = program, arguments, threads
+        self.memory = memory
+        self.shared = np.full(SHARED_BYTES, 0xCD, np.uint8)
+        self.accesses = SharedAccesses(SHARED_BYTES, threads // WARP)
+        self.registers: dict[str, Numbers] = {}
+        index = np.arange(threads, dtype=np.uint32)
+        zero = np.zeros(threads, np.uint32)
+        self.special = {"%tid.x": index, "%ctaid.x": zero + block, "%nctaid.x": zero + grid}
+        self.special |= {f"%ctaid.{axis}": zero for axis in "yz"}
+        self.special |= {f"%nctaid.{axis}": zero + 1 for axis in "yz"}
+
+    # The order of execution
+
+    def run(self) -> None:
+        at = np.zeros(self.threads, np.int64)
+        running = np.ones(self.threads, bool)
+        waiting = np.zeros(self.threads, bool)
+        with np.errstate(all="ignore"):
+            while running.any():
+                ready = running & ~waiting
+                if not ready.any():
+                    waiting[:] = False
+                    self.accesses.barrier()
+                    continue
+                # Those that are behind run until they meet others.
+                together = ready & (at == at[ready].min())
+                others = at[ready & ~together]
+                meeting = int(others.min()) if others.size else -1
+                self._run_together(together, at, running, waiting, meeting)
+
+    def _run_together(
+        self, together: Numbers, at: Numbers, running: Numbers, waiting: Numbers, meeting: int
+    ) -> None:
+        """Run threads that are at one statement until they part, wait, end or meet others."""
+        now = int(at[together][0])
+        while True:
+            guard, opcode, operands = self.program.statements[now]
+            chosen = together
+            if guard:
+                flag = self.read(guard.lstrip("@!"), np.bool_)
+                chosen = together & (~flag if guard[1] == "!" else flag)
+            now += 1
+            if opcode[0] == "bra":
+                at[together] = now
+                at[chosen] = now = self.program.labels[operands[0]] if chosen.any() else now
+                if meeting >= 0 or (chosen.any() and not (chosen == together).all()):
+                    return
+            elif opcode[0] == "ret":
+                running[chosen] = False
+                at[together] = now
+                if chosen.any():
+                    return
+            elif opcode[0] in ("bar", "barrier") and opcode[1] == "sync":
+                if len(operands) > 1 and int(operands[1], 0) != self.threads:
+                    raise NotImplementedError("a barrier of some threads")
+                if not (together == running).all():
+                    at[together] = now
+                    waiting |= together
+                    return
+                self.accesses.barrier()
+            elif chosen.any():
+                every = None if chosen.all() else chosen
+                try:
+                    getattr(self, f"_{opcode[0]}")(opcode, operands, every)
+                except (AttributeError, KeyError, NotImplementedError) as error:
+                    text = f"{'.'.join(opcode)} {', '.join(operands)}"
+                    raise NotImplementedError(f"{text}: {error}") from error
+            if now == meeting:
+                at[together] = now
+                return
+
+    # Registers
+
+    def _type_of(self, register: str) -> Any:
+        return self.program.register_types[re.match(r"%[a-z]+", register)[0]]
+
+    def read(self, operand: str, dtype: Any) -> Numbers:
+        """Return an operand as numbers of a dtype."""
+        dtype = np.dtype(dtype)
+        if operand.startswith("%"):
+            found = self.special.get(operand)
+            if found is None:
+                found = self.registers.get(operand)
+            if found is None:
+                found = np.zeros(self.threads, self._type_of(operand))
+            if found.dtype.itemsize == dtype.itemsize:
+                return found.view(dtype)
+            return found.astype(dtype)
+        if operand == "global_smem":
+            number = dtype.type(0)
+        elif operand.startswith("0f"):
+            number = np.uint32(int(operand[2:], 16)).view(dtype)
+        elif operand.startswith("0d"):
+            number = np.uint64(int(operand[2:], 16)).view(dtype)
+        elif dtype == np.bool_:
+            number = np.bool_(int(operand, 0))
+        else:
+            bits = _bits(dtype)
+            number = _UNSIGNED[bits](int(operand.rstrip("U"), 0) & (2**bits - 1)).view(dtype)
+        return np.full(self.threads, number, dtype)
+
+    def write(self, register: str, numbers: Any, chosen: Numbers | None) -> None:
+        """Set a register of the chosen threads, or of all if chosen is None."""
+        if register == "_":
+            return
+        dtype = self._type_of(register)
+        numbers = np.asarray(numbers)
+        if numbers.dtype.itemsize == np.dtype(dtype).itemsize:
+            numbers = np.ascontiguousarray(numbers).view(dtype)
+        else:
+            numbers = numbers.astype(dtype)
+        if chosen is not None:
+            numbers = np.where(chosen, numbers, self.read(register, dtype))
+        self.registers[register] = numbers
+
+    def _compute(
+        self,
+        opcode: tuple[str, ...],
+        operands: tuple[str, ...],
+        chosen: Numbers | None,
+        function: Callable[..., Any],
+    ) -> None:
+        dtype = _dtype(opcode[-1])
+        numbers = function(*(self.read(x, dtype) for x in operands[1:]))
+        self.write(operands[0], np.asarray(numbers).astype(dtype), chosen)
+
+    # Arithmetic
+
+    def _mov(self, opcode, operands, chosen) -> None:
+        target, source = operands
+        dtype = _dtype(opcode[1])
+        if target.startswith("{"):
+            parts = _split(target[1:-1])
+            bits = _bits(dtype) // len(parts)
+            whole = self.read(source, _UNSIGNED[_bits(dtype)])
+            for i, part in enumerate(parts):
+                self.write(
+                    part, (whole >> whole.dtype.type(i * bits)).astype(_UNSIGNED[bits]), chosen
+                )
+        elif source.startswith("{"):
+            parts = _split(source[1:-1])
+            bits, wide = _bits(dtype) // len(parts), _UNSIGNED[_bits(dtype)]
+            numbers = np.zeros(self.threads, wide)
+            for i, part in enumerate(parts):
+                numbers |= self.read(part, _UNSIGNED[bits]).astype(wide) << wide(i * bits)
+            self.write(target, numbers, chosen)
+        else:
+            self.write(target, self.read(source, dtype), chosen)
+
+    def _add(self, *instruction) -> None:
+        self._compute(*instruction, lambda a, b: a + b)
+
+    def _sub(self, *instruction) -> None:
+        self._compute(*instruction, lambda a, b: a - b)
+
+    def _mul(self, opcode, operands, chosen) -> None:
+        self._mad(opcode, (*operands, "0"), chosen)
+
+    def _mad(self, opcode, operands, chosen) -> None:
+        dtype = _dtype(opcode[-1])
+        if np.dtype(dtype).kind == "f":
+            self._compute(opcode, operands[:3], chosen, lambda a, b: a * b)
+            return
+        if opcode[1] not in ("lo", "wide"):
+            raise NotImplementedError(opcode[1])
+        wide = _SIGNED if opcode[-1][0] == "s" else _UNSIGNED
+        result = wide[_bits(dtype) * (2 if opcode[1] == "wide" else 1)]
+        a, b = (self.read(x, dtype).astype(result) for x in operands[1:3])
+        self.write(operands[0], a * b + self.read(operands[3], result), chosen)
+
+    def _fma(self, opcode, operands, chosen) -> None:
+        """In float64, so that float32 is rounded once, but for ties of the float64 sum."""
+        dtype = _dtype(opcode[-1])
+        a, b, c = (self.read(x, dtype).astype(np.float64) for x in operands[1:])
+        self.write(operands[0], (a * b + c).astype(dtype), chosen)
+
+    def _div(self, opcode, operands, chosen) -> None:
+        dtype = _dtype(opcode[-1])
+        a, b = (self.read(x, dtype) for x in operands[1:])
+        if np.dtype(dtype).kind == "f":
+            self.write(operands[0], a / b, chosen)
+        else:
+            wide = a.astype(np.int64), np.where(b == 0, 1, b).astype(np.int64)
+            self.write(operands[0], np.trunc(wide[0] / wide[1]).astype(dtype), chosen)
+
+    def _neg(self, *instruction) -> None:
+        self._compute(*instruction, lambda a: -a)
+
+    def _abs(self, *instruction) -> None:
+        self._compute(*instruction, np.abs)
+
+    def _sqrt(self, *instruction) -> None:
+        self._compute(*instruction, np.sqrt)
+
+    def _ex2(self, *instruction) -> None:
+        self._compute(*instruction, lambda a: np.exp2(a.astype(np.float64)))
+
+    def _lg2(self, *instruction) -> None:
+        self._compute(*instruction, lambda a: np.log2(a.astype(np.float64)))
+
+    def _rcp(self, *instruction) -> None:
+        self._compute(*instruction, lambda a: 1 / a)
+
+    def _max(self, opcode, operands, chosen) -> None:
+        propagates = "NaN" in opcode or opcode[-1][0] != "f"
+        self._compute(opcode, operands, chosen, np.maximum if propagates else np.fmax)
+
+    def _min(self, opcode, operands, chosen) -> None:
+        propagates = "NaN" in opcode or opcode[-1][0] != "f"
+        self._compute(opcode, operands, chosen, np.minimum if propagates else np.fmin)
+
+    # Bits
+
+    def _and(self, *instruction) -> None:
+        self._compute(*instruction, lambda a, b: a & b)
+
+    def _or(self, *instruction) -> None:
+        self._compute(*instruction, lambda a, b: a | b)
+
+    def _xor(self, *instruction) -> None:
+        self._compute(*instruction, lambda a, b: a ^ b)
+
+    def _not(self, *instruction) -> None:
+        self._compute(*instruction, lambda a: ~a)
+
+    def _shl(self, opcode, operands, chosen) -> None:
+        dtype = _dtype(opcode[-1])
+        x, by = self.read(operands[1], dtype), self.read(operands[2], np.uint32)
+        last = _bits(dtype) - 1
+        shifted = x << np.minimum(by, last).astype(dtype)
+        self.write(operands[0], np.where(by > last, 0, shifted).astype(dtype), chosen)
+
+    def _shr(self, opcode, operands, chosen) -> None:
+        dtype = _dtype(opcode[-1])
+        x, by = self.read(operands[1], dtype), self.read(operands[2], np.uint32)
+        last = _bits(dtype) - 1
+        shifted = x >> np.minimum(by, last).astype(dtype)
+        if np.dtype(dtype).kind == "u":
+            shifted = np.where(by > last, 0, shifted)
+        self.write(operands[0], shifted.astype(dtype), chosen)
+
+    def _bfe(self, opcode, operands, chosen) -> None:
+        x, first, count = (self.read(o, np.uint32) for o in operands[1:])
+        numbers = (x >> first) << (32 - count)
+        if opcode[-1] == "s32":
+            numbers = numbers.view(np.int32)
+        self.write(operands[0], numbers >> (32 - count).astype(numbers.dtype), chosen)
+
+    def _prmt(self, opcode, operands, chosen) -> None:
+        low, high, choice = (self.read(o, np.uint32) for o in operands[1:])
+        both = np.stack([low, high], 1).view(np.uint8)  # [threads, 8]
+        result = np.zeros((self.threads, 4), np.uint8)
+        for i in range(4):
+            selected = choice >> np.uint32(4 * i) & np.uint32(15)
+            byte = both[np.arange(self.threads), selected & 7]
+            sign = np.where(byte & 128, 255, 0)
+            result[:, i] = np.where(selected & 8, sign, byte)
+        self.write(operands[0], result.view(np.uint32)[:, 0], chosen)
+
+    # Comparisons and conversions
+
+    def _selp(self, opcode, operands, chosen) -> None:
+        dtype = _dtype(opcode[-1])
+        yes, no = (self.read(x, dtype) for x in operands[1:3])
+        self.write(operands[0], np.where(self.read(operands[3], np.bool_), yes, no), chosen)
+
+    def _setp(self, opcode, operands, chosen) -> None:
+        if len(opcode) != 3:
+            raise NotImplementedError
+        dtype = _dtype(opcode[-1])
+        a, b = (self.read(x, dtype) for x in operands[1:])
+        name = opcode[1]
+        if np.dtype(dtype).kind == "f":
+            unordered = np.isnan(a) | np.isnan(b)
+        else:
+            unordered = np.zeros(self.threads, bool)
+        if name in ("nan", "num"):
+            result = unordered if name == "nan" else ~unordered
+        elif len(name) == 3 and name.endswith("u"):
+            result = _COMPARISONS[name[:2]](a, b) | unordered
+        else:
+            result = _COMPARISONS[name](a, b) & ~unordered
+        self.write(operands[0], result, chosen)
+
+    def _cvt(self, opcode, operands, chosen) -> None:
+        target, source = opcode[-2:]
+        if target in ("bf16x2", "f16x2"):
+            high, low = (_to_16_bit(self.read(x, np.float32), target[:-2]) for x in operands[1:])
+            self.write(operands[0], np.stack([low, high], 1).view(np.uint32)[:, 0], chosen)
+            return
+        if source == "bf16":
+            numbers = _from_bfloat16(self.read(operands[1], np.uint16))
+        else:
+            numbers = self.read(operands[1], _dtype(source))
+        if target in ("bf16", "f16"):
+            self.write(operands[0], _to_16_bit(numbers.astype(np.float32), target), chosen)
+            return
+        dtype = np.dtype(_dtype(target))
+        if dtype.kind in "iu" and numbers.dtype.kind == "f":
+            if "rni" not in opcode:
+                raise NotImplementedError
+            limits = np.iinfo(dtype)
+            whole = np.clip(np.rint(numbers.astype(np.float64)), limits.min, limits.max)
+            numbers = np.where(np.isnan(whole), 0, whole)
+        numbers = numbers.astype(dtype)
+        wide = _bits(self._type_of(operands[0]))
+        if dtype.kind in "iu" and wide > _bits(dtype):
+            numbers = numbers.astype((_SIGNED if dtype.kind == "i" else _UNSIGNED)[wide])
+        self.write(operands[0], numbers, chosen)
+
+    # Memory
+
+    def _address(self, operand: str) -> Numbers:
+        name, offset = _ADDRESS.match(operand).groups()
+        is_wide = name.startswith("%") and self._type_of(name) == np.uint64
+        address = self.read(name, np.uint64 if is_wide else np.uint32).astype(np.int64)
+        return address + int(offset or "0", 0)
+
+    def _check(self, address: int, count: int) -> None:
+        if not any(x.first <= address and address + count <= x.last for x in self.memory):
+            raise IndexError(f"{count} bytes at {address:#x} are in none of {self.memory}")
+
+    def _load(self, address: int, count: int) -> Numbers:
+        self._check(address, count)
+        return np.frombuffer(ctypes.string_at(address, count), np.uint8)
+
+    def _each(self, chosen: Numbers | None) -> Numbers:
+        return np.arange(self.threads) if chosen is None else np.flatnonzero(chosen)
+
+    def _places(self, address: Numbers, count: int) -> Numbers:
+        """Return where each thread's bytes are in shared memory, [threads, count]."""
+        if (address < 0).any() or (address + count > SHARED_BYTES).any():
+            raise IndexError("an address is not in shared memory")
+        return address[:, None] + np.arange(count)
+
+    def _access(
+        self, access: Callable[[int, Numbers], None], threads: Numbers, places: Numbers
+    ) -> None:
+        """Tell of an access, warp by warp. places: see `_places`."""
+        warps = threads // WARP
+        for warp in np.unique(warps):
+            access(int(warp), np.unique(places[warps == warp]))
+
+    def _ld(self, opcode, operands, chosen) -> None:
+        dtype = _dtype(opcode[-1])
+        if opcode[1] == "param":
+            value = self.arguments[operands[1].strip("[]")]
+            if isinstance(value, float):
+                number = np.float32(value).view(_UNSIGNED[32])
+            else:
+                bits = _bits(dtype)
+                number = _UNSIGNED[bits](value & (2**bits - 1))
+            self.write(operands[0], np.full(self.threads, number), chosen)
+            return
+        targets = _split(operands[0].strip("{}"))
+        size = np.dtype(dtype).itemsize
+        address, threads = self._address(operands[1]), self._each(chosen)
+        loaded = np.zeros((self.threads, size * len(targets)), np.uint8)
+        if opcode[1] == "shared":
+            places = self._places(address[threads], loaded.shape[1])
+            self._access(self.accesses.read, threads, places)
+            loaded[threads] = self.shared[places]
+        else:
+            for thread in threads:
+                loaded[thread] = self._load(int(address[thread]), loaded.shape[1])
+        for i, target in enumerate(targets):
+            column = np.ascontiguousarray(loaded[:, i * size : (i + 1) * size])
+            self.write(target, column.view(dtype)[:, 0], chosen)
+
+    def _st(self, opcode, operands, chosen) -> None:
+        dtype = _UNSIGNED[_bits(_dtype(opcode[-1]))]
+        sources = _split(operands[1].strip("{}"))
+        columns = [self.read(x, dtype).reshape(-1, 1).view(np.uint8) for x in sources]
+        stored = np.concatenate(columns, 1)
+        address, threads = self._address(operands[0]), self._each(chosen)
+        if opcode[1] == "shared":
+            places, warps = self._places(address[threads], stored.shape[1]), threads // WARP
+            for warp in np.unique(warps):
+                where, what = places[warps == warp], stored[threads][warps == warp]
+                is_new = self.shared[where] != what
+                self.accesses.write(int(warp), where[is_new], where[~is_new])
+                self.shared[where] = what
+        else:
+            for thread in threads:
+                self._check(int(address[thread]), stored.shape[1])
+                ctypes.memmove(int(address[thread]), stored[thread].tobytes(), stored.shape[1])
+
+    def _red(self, opcode, operands, chosen) -> None:
+        if opcode[-2:] != ("add", "s32"):
+            raise NotImplementedError
+        address, added = self._address(operands[0]), self.read(operands[1], np.int32)
+        for thread in self._each(chosen):
+            self._check(int(address[thread]), 4)
+            total = ctypes.c_int32.from_address(int(address[thread]))
+            total.value += int(added[thread])
+
+    def _cp(self, opcode, operands, chosen) -> None:
+        threads = self._each(chosen)
+        warps = map(int, np.unique(threads // WARP))
+        if opcode[2] == "commit_group":
+            for warp in warps:
+                self.accesses.commit(warp)
+            return
+        if opcode[2] == "wait_group":
+            for warp in warps:
+                self.accesses.wait(warp, int(operands[0], 0))
+            return
+        if opcode[2] not in ("cg", "ca"):
+            raise NotImplementedError
+        target, source = map(self._address, operands[:2])
+        count = int(operands[2], 0)
+        used = self.read(operands[3] if len(operands) > 3 else str(count), np.uint32)
+        self._access(self.accesses.copy, threads, self._places(target[threads], count))
+        for thread in threads:
+            copied = np.zeros(count, np.uint8)
+            if size := int(used[thread]):
+                copied[:size] = self._load(int(source[thread]), size)
+            self.shared[self._places(target[thread : thread + 1], count)[0]] = copied
+
+    # Between the threads of a warp
+
+    def _shfl(self, opcode, operands, chosen) -> None:
+        if opcode[2] != "bfly":
+            raise NotImplementedError
+        numbers = self.read(operands[1], np.uint32)
+        self.write(operands[0], numbers[np.arange(self.threads) ^ int(operands[2])], chosen)
+
+    def _redux(self, opcode, operands, chosen) -> None:
+        if opcode[2] != "max":
+            raise NotImplementedError
+        numbers = self.read(operands[1], _dtype(opcode[-1])).reshape(-1, WARP)
+        self.write(operands[0], np.repeat(numbers.max(1), WARP), chosen)
+
+    def _ldmatrix(self, opcode, operands, chosen) -> None:
+        address = self._address(operands[1]).reshape(-1, WARP)
+        row, pair = np.arange(WARP) // 4, np.arange(WARP) % 4 * 2
+        for i, target in enumerate(_split(operands[0].strip("{}"))):
+            places = self._places(address[:, 8 * i : 8 * i + 8].reshape(-1), 16)
+            self._access(self.accesses.read, np.repeat(np.arange(len(address)), 8) * WARP, places)
+            matrix = self.shared[places].view(np.uint16).reshape(-1, 8, 8)
+            if "trans" in opcode:
+                matrix = matrix.transpose(0, 2, 1)
+            pairs = np.stack([matrix[:, row, pair], matrix[:, row, pair + 1]], -1)
+            self.write(target, pairs.view(np.uint32).reshape(-1), chosen)
+
+    def _mma(self, opcode, operands, chosen) -> None:
+        """Multiply-add m16n8k32 of codes, or m16n8k16 of 16-bit numbers."""
+        results, left, right, start = (_split(x.strip("{}")) for x in operands)
+        of_codes = opcode[3] == "m16n8k32"
+        if not of_codes and opcode[3] != "m16n8k16":
+            raise NotImplementedError
+        depth, each = (32, 4) if of_codes else (16, 2)
+
+        def numbers(register: str) -> Numbers:
+            words = self.read(register, np.uint32).reshape(-1, WARP, 1)
+            if of_codes:
+                return words.view(np.int8).astype(np.float64)
+            halves = words.view(np.uint16)
+            if "bf16" in opcode:
+                return _from_bfloat16(halves).astype(np.float64)
+            return halves.view(np.float16).astype(np.float64)
+
+        warps = self.threads // WARP
+        row, column = np.arange(WARP) // 4, np.arange(WARP) % 4
+        a, b = np.zeros((warps, 16, depth)), np.zeros((warps, depth, 8))
+        for i, register in enumerate(left):
+            for j in range(each):
+                at = depth // 2 * (i // 2) + each * column + j
+                a[:, row + 8 * (i % 2), at] = numbers(register)[..., j]
+        for i, register in enumerate(right):
+            for j in range(each):
+                b[:, depth // 2 * i + each * column + j, row] = numbers(register)[..., j]
+        products, dtype = a @ b, np.int32 if of_codes else np.float32
+        for i, (register, first) in enumerate(zip(results, start, strict=True)):
+            added = products[:, row + 8 * (i // 2), 2 * column + i % 2]
+            total = added + self.read(first, dtype).reshape(warps, WARP).astype(np.float64)
+            self.write(register, total.astype(dtype).reshape(-1), chosen)
+
+
+_COMPARISONS: dict[str, Callable[[Numbers, Numbers], Numbers]] = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
+
+
+def _from_bfloat16(bits: Numbers) -> Numbers:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _to_16_bit(x: Numbers, name: str) -> Numbers:
+    """Round float32 to the bits of float16 or bfloat16, ties to even."""
+    if name == "f16":
+        return x.astype(np.float16).view(np.uint16)
+    bits = x.view(np.uint32).astype(np.uint64)
+    rounded = bits + np.uint64(0x7FFF) + (bits >> np.uint64(16) & np.uint64(1))
+    return np.where(np.isnan(x), 0x7FFF, rounded >> np.uint64(16)).astype(np.uint16)

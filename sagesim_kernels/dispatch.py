@@ -117,7 +117,7 @@ def backward(
         return None if sinks is None else torch.zeros_like(sinks), delta.zero_()
     statistics = RowStatistics(Rows.of(lse2), Rows.of(delta))
     d_lse_rows = None if d_lse is None else Rows.of(d_lse.contiguous())
-    if hopper.serves(problem):
+    if hopper.serves(problem) and (d_lse is None or hopper.takes_lse_gradient(problem)):
         assert o is not None
         stored = hopper.has_to_copy(problem, queries=True)
         operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)

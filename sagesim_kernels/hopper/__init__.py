@@ -13,6 +13,7 @@ from sagesim_kernels.hopper.support import (
     is_hopper,
     is_wide,
     serves,
+    takes_lse_gradient,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "is_wide",
     "prepare_forward",
     "serves",
+    "takes_lse_gradient",
 ]

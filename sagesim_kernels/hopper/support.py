@@ -81,6 +81,15 @@ def is_wide(problem: KernelProblem) -> bool:
     return max(problem.q.shape[3], problem.v.shape[3]) > _NARROW
 
 
+def takes_lse_gradient(problem: KernelProblem) -> bool:
+    """Return whether the backward takes a gradient of the logsumexp.
+
+    With that gradient, rows of dS do not sum to 0, and the mean that smoothing subtracted from K
+    contributes to dQ. The kernels for wide heads do not add it.
+    """
+    return not (is_wide(problem) and problem.spec.smoothing.k)
+
+
 def _serves_extras(problem: KernelProblem) -> bool:
     """Return whether the kernels of the problem's head sizes compute its windows and padding."""
     extras = problem.extras

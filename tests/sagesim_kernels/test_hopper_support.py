@@ -151,3 +151,9 @@ def test_dead_tokens_are_those_outside_the_mask(n_q, n_k, mask, window):
         assert not hopper.has_to_copy(replace(x, lower_right=True), queries=True)
     cu = torch.empty(2, dtype=torch.int32, device="meta")
     assert hopper.has_to_copy(replace(x, cu_q=cu, cu_k=cu), queries=False)
+
+
+def test_a_gradient_of_lse_needs_the_mean_of_k_in_dq():
+    assert hopper.takes_lse_gradient(problem(d=128))
+    assert not hopper.takes_lse_gradient(problem(d=129))
+    assert hopper.takes_lse_gradient(problem(replace(FACTORED_QK, smoothing=Smoothing()), d=129))

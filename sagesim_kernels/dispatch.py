@@ -17,6 +17,8 @@ from sagesim_kernels.operands import (
     Rows,
     RowStatistics,
     compute_logit_shift,
+    has_row_bounds,
+    rows_of,
     sink_gradient,
     sink_logits,
     sink_probabilities,
@@ -39,23 +41,25 @@ def forward(
     operands: the cache in which the portable kernels keep the rounded operands; None makes one for
         this call alone. The Hopper kernels always make their own.
     """
-    rows = problem.q.shape[:3]
+    shape = (rows_of(problem.spec), *problem.q.shape[:3])
     if problem.is_empty:
         o.zero_()
         b, heads, d = problem.sequences, problem.k.shape[1], problem.k.shape[3]
         return ForwardResult(
-            o.new_full(rows, torch.inf, dtype=torch.float32),
+            o.new_full(shape, torch.inf, dtype=torch.float32),
             o.new_zeros((b, heads, 1, d), dtype=torch.float32)
             if problem.spec.smoothing.k
             else None,
         )
-    lse2 = torch.empty(rows, dtype=torch.float32, device=o.device)
+    rows = torch.empty(shape, dtype=torch.float32, device=o.device)
+    kept = ForwardResult(rows, None)
+    lse2, row_max = kept.lse2, kept.row_max
     if hopper.serves(problem):
         from sagesim_kernels.hopper import forward as gluon
 
         operands = OperandCache(problem, stored=hopper.has_to_copy(problem, queries=False))
         operands.quantize(*_FORWARD)
-        gluon.launch_forward(problem, operands, o, lse2)
+        gluon.launch_forward(problem, operands, o, lse2, row_max)
     else:
         operands = OperandCache(problem) if operands is None else operands
         operands.quantize(*_FORWARD)
@@ -66,8 +70,10 @@ def forward(
         else:
             shift = _shift(problem, operands)
             sink2 = sink_logits(problem, shift)
-            portable.launch_forward(problem, operands, o, lse2, trace, shift=shift, sink2=sink2)
-    return ForwardResult(lse2, None if operands.k_mean is None else operands.k_mean.ptr)
+            portable.launch_forward(
+                problem, operands, o, lse2, trace, row_max=row_max, shift=shift, sink2=sink2
+            )
+    return ForwardResult(rows, None if operands.k_mean is None else operands.k_mean.ptr)
 
 
 def _shift(problem: KernelProblem, operands: OperandCache) -> Tensor | None:
@@ -142,6 +148,7 @@ def backward(
                 d_lse_rows,
                 grads,
                 traces,
+                row_max=result.row_max,
                 shift=shift,
                 p_sink=p_sink,
             )

@@ -116,7 +116,8 @@ FP8_GRADIENTS: Final = replace(
     dv=MatmulSpec(Precision.FP8_E4M3, _G.PerRowBound, _G.PerBlock),
     dq=MatmulSpec(Precision.FP8_E4M3, _G.PerRowBound, _G.PerBlock),
     dk=MatmulSpec(Precision.FP8_E4M3, _G.PerRowBound, _G.PerBlock),
-    block_q=256,
+    block_q=1024,
+    block_k=128,
 )
 """Five 8-bit products: QK and its recomputation in INT8, dV, dQ, dK in FP8. PV and dP in 16 bit.
 

@@ -141,7 +141,7 @@ def _start_keys(k_scale, tile, D: gl.constexpr, ACC: gl.constexpr):
 
 
 @gluon.jit
-def _attends(keys, i, tile):
+def attends_transposed(keys, i, tile):
     """Return what `operands.attends` does, with one comparison, for keys of `_start_keys`.
 
     Without a causal mask the result does not depend on i.
@@ -156,7 +156,7 @@ def _compute_p(MASKED: gl.constexpr, s, k_scale, factor, lse2, keys, i, tile):
     x = gl.convert_layout(s.to(gl.float32), ST_FLOAT32)
     x = x * (factor[None, :] * k_scale[:, None]) - lse2[None, :]
     if MASKED:
-        x = gl.where(_attends(keys, i, tile), x, -float("inf"))
+        x = gl.where(attends_transposed(keys, i, tile), x, -float("inf"))
     return gl.exp2(x)
 
 
@@ -165,12 +165,12 @@ def _compute_ds(MASKED: gl.constexpr, p, dp, delta, keys, i, tile):
     """Return dS transposed."""
     ds = dp - delta[None, :]
     if MASKED:  # P is 0 there, but 0 times an infinite or NaN dP would be NaN
-        ds = gl.where(_attends(keys, i, tile), ds, 0.0)
+        ds = gl.where(attends_transposed(keys, i, tile), ds, 0.0)
     return p * ds
 
 
 @gluon.jit
-def _store_keys(x, outputs, tile, value, buffer, CHANNELS: gl.constexpr):
+def store_keys(x, outputs, tile, value, buffer, CHANNELS: gl.constexpr):
     """Store the first CHANNELS of value [TILE_K, D] as the program's keys.
 
     Keys that no query attends to get zeros. A 16-bit result goes through shared memory, which is
@@ -202,8 +202,8 @@ def _store_keys(x, outputs, tile, value, buffer, CHANNELS: gl.constexpr):
 @gluon.jit
 def _store_dk_dv(dk, dv, outputs, tile, buffer, KD: gl.constexpr, VD: gl.constexpr):
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-    _store_keys(outputs.dv, outputs, tile, dv, buffer, VD)
-    _store_keys(outputs.dk, outputs, tile, dk * outputs.scale, buffer, KD)
+    store_keys(outputs.dv, outputs, tile, dv, buffer, VD)
+    store_keys(outputs.dk, outputs, tile, dk * outputs.scale, buffer, KD)
 
 
 @gluon.jit

@@ -106,6 +106,7 @@ from sagesim_kernels.operands.row_bounds import (
     compute_ds_bounds,
     has_row_bound,
     has_row_bounds,
+    rows_of,
 )
 from sagesim_kernels.operands.sinks import (
     ds_row_sums,
@@ -199,6 +200,7 @@ __all__ = [
     "query_loops",
     "row_base",
     "row_units",
+    "rows_of",
     "rowsum_do_o",
     "sink_gradient",
     "sink_logits",

@@ -9,7 +9,7 @@ bounds the error.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -46,6 +46,9 @@ BY_THREADS = tl.constexpr(1)
 """Each thread adds the numbers that it holds: see `_order`."""
 BY_TMA = tl.constexpr(2)
 """TMA adds a part from shared memory: see `from_tma_order`."""
+
+TMA_QUERIES: Final = 64
+"""Queries of a block in the order of `BY_TMA`."""
 
 
 class DqSums(NamedTuple):
@@ -209,7 +212,8 @@ def finish_dq(
     dq: Tensor,
 ) -> None:
     """Fill dq, any strides, from its sums. ds_sums: the sums of the rows of dS; None if 0."""
-    block = min(problem.spec.block_q, ALIGNMENT.value)
+    most = TMA_QUERIES if dq_sums.ORDER.value == BY_TMA.value else ALIGNMENT.value
+    block = min(problem.spec.block_q, most)
     grid = Grid(-(-problem.longest_q // block), problem.q.shape[1], problem.sequences)
     launch(
         finish_dq_kernel,

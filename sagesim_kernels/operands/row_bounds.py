@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim.spec import SITES, AttentionSpec, Granularity, MatmulSpec, Precision
+from sagesim.spec import SITES, AttentionSpec, Granularity, Precision
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.delta import load_rows, store_rows
 from sagesim_kernels.operands.formats import (
@@ -59,6 +59,7 @@ from sagesim_kernels.operands.rounding import (
     Rounding,
     largest,
     magnitude,
+    row_sums,
     scale_and_inverse,
     to_codes,
 )
@@ -71,7 +72,7 @@ _TILE: Final = 32
 
 SMALLEST_SHARE: Final = {
     Precision.INT8: 1 / 127,
-    Precision.FP8_E4M3: 2.0**-9 / 240,
+    Precision.FP8_E4M3: 2.0**-9 / 256,
     Precision.FP8_E5M2: 2.0**-16 / 32768,
 }
 """The smallest code of a row over its top code, at most."""
@@ -112,6 +113,11 @@ def has_row_bounds(spec: AttentionSpec) -> bool:
     return any(has_row_bound(spec, site) for site in SITES)
 
 
+def rows_of(spec: AttentionSpec) -> int:
+    """Return how many numbers of each query a forward keeps; see `ForwardResult.rows`."""
+    return 2 if has_row_bounds(spec) else 1
+
+
 @triton.jit
 def sum_pairwise(x):
     """Return the sum of each row of x [m, n], float32, in an order that no compiler chooses.
@@ -142,30 +148,38 @@ def norms(x):
 
 
 @triton.jit
-def v_norms_kernel(grid, v, most, lengths, sizes):
-    """Compute the largest norm of V of each sequence and head, without padding.
+def add_v_norms(most, v, lengths, b, h, first, COUNT: tl.constexpr, sizes):
+    """Raise a number to the largest norm of V of these keys of a head, without padding.
 
-    v: `Operand` of dp. most: int32 [sequences, kv heads], 0 at first, the bits of a float32.
+    v: `Operand` of dp. most: pointer to the bits of a float32, int32, 0 at first.
     """
-    tile, h, b = program_coordinates(grid)
-    first = tile * sizes.TILE
     n_k, low = live_keys(lengths, b), first_live_key(lengths, b)
-    if first >= n_k:
-        return
-    keys = first + tl.arange(0, sizes.TILE)
+    keys = first + tl.arange(0, COUNT)
     live = None
     if lengths.key_mask is not None:
         live = is_unmasked(lengths, b, keys, n_k)
     base, scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, h)
-    tokens = load_tokens(v, base, first, sizes.TILE, n_k, sizes.DV_PAD, low, live)
-    scale = load_token_scales(v, scales, first, sizes.TILE, n_k)
+    tokens = load_tokens(v, base, first, COUNT, n_k, sizes.DV_PAD, low, live)
+    scale = load_token_scales(v, scales, first, COUNT, n_k)
     found = norms(numbers_of(v, tokens) * scale[:, None])
     is_key = (keys >= low) & (keys < n_k)
     if lengths.key_mask is not None:
         is_key = is_key & live
     # A scale may be NaN where there is no key.
     found = largest(tl.where(is_key, magnitude(found), 0), 0)
-    tl.atomic_max(most + b * grid.heads + h, found, sem="relaxed")
+    tl.atomic_max(most, found, sem="relaxed")
+
+
+@triton.jit
+def v_norms_kernel(grid, v, most, lengths, sizes):
+    """Compute the largest norm of V of each sequence and head, without padding.
+
+    most: int32 [sequences, kv heads], see `add_v_norms`.
+    """
+    tile, h, b = program_coordinates(grid)
+    first = tile * sizes.TILE
+    if first < live_keys(lengths, b):
+        add_v_norms(most + b * grid.heads + h, v, lengths, b, h, first, sizes.TILE, sizes)
 
 
 @triton.jit
@@ -214,7 +228,7 @@ def ds_bounds_kernel(
 
 
 @triton.jit
-def _load_folded(x, mean, bound, lengths, i, first, COUNT: tl.constexpr, h, b, n_q, blocks):
+def load_folded(x, mean, bound, lengths, i, first, COUNT: tl.constexpr, h, b, n_q, blocks):
     """Load tokens of block i as `load_source` does, times the bounds of their rows."""
     tokens = load_source(x, mean, lengths, i, first, COUNT, h, b, blocks)
     queries = first + tl.arange(0, COUNT)
@@ -227,20 +241,42 @@ def _better_top(y, best, least, TOP: tl.constexpr, FORMAT: tl.constexpr):
 
     best, least: the other code and what it loses, [rows, 1].
     """
-    quotient = tl.math.div_rn(y, tl.full(y.shape, TOP, tl.float32))
-    lost = nearest_number(quotient, FORMAT) * TOP - y
-    loss = sum_pairwise(lost * lost)[:, None]
+    # Near a tie both codes lose the same: the quotient need not be rounded correctly.
+    lost = nearest_number(y * (1.0 / TOP), FORMAT) * TOP - y
+    loss = row_sums(lost * lost)[:, None]  # off by less than what makes losses differ
     return tl.where(loss < least, TOP, best), tl.minimum(least, loss)
 
 
 @triton.jit
+def best_top(y, FORMAT: tl.constexpr, TOPS: tl.constexpr):
+    """Return the top code of each row of y with which it loses least, [rows, 1]. TOPS: how many."""
+    best = tl.full((y.shape[0], 1), code_max(FORMAT), tl.float32)
+    if TOPS > 1:
+        least = tl.full((y.shape[0], 1), float("inf"), tl.float32)
+        for index in tl.static_range(TOPS):  # pyright: ignore[reportGeneralTypeIssues]
+            best, least = _better_top(y, best, least, top_code(FORMAT, index), FORMAT)
+    return best
+
+
+@triton.jit
+def over_top(y, top):
+    """Return y / top, correctly rounded if it is a normal number; top: a code for each row."""
+    inverse = tl.math.div_rn(tl.full(top.shape, 1.0, tl.float32), top)
+    inverse = tl.broadcast_to(inverse, y.shape)
+    quotient = y * inverse
+    remainder = tl.fma(-quotient, tl.broadcast_to(top, y.shape), y)
+    return tl.fma(remainder, inverse, quotient)
+
+
+@triton.jit
 def fold_kernel(
-    grid, x, mean, bound, out, inverse, scale, rounding, lengths, blocks, TILE: tl.constexpr
+    grid, x, mean, bound, out, inverse, scale, rounding, lengths, blocks, TOPS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Round a block of dO or Q with its rows multiplied by bounds, and choose their top codes.
 
     x, mean, out, rounding, blocks: as those of `quantize_kernel`. bound: `Rows` of the bounds of a
-    map. inverse, scale: `Rows` of the scales of the map.
+    map. inverse, scale: `Rows` of the scales of the map. TOPS: top codes to choose from.
     """
     i, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
@@ -249,12 +285,11 @@ def fold_kernel(
         return
     amax = tl.zeros((1, blocks.D_PAD), tl.int32)
     for first in range(begin, tl.minimum(begin + blocks.BLOCK, n_q), TILE):
-        z = _load_folded(x, mean, bound, lengths, i, first, TILE, h, b, n_q, blocks)
+        z = load_folded(x, mean, bound, lengths, i, first, TILE, h, b, n_q, blocks)
         amax = tl.maximum(amax, largest(magnitude(z), 0)[None, :])
     if not out.BY_CHANNEL:
         amax = largest(amax, 1)[:, None]
     FORMAT: tl.constexpr = rounding.FORMAT
-    TOPS: tl.constexpr = count_of_tops(FORMAT)
     # With the smallest top code, the largest number of a region gets the largest code.
     MOST: tl.constexpr = code_max(FORMAT) * top_code(FORMAT, TOPS - 1)
     of_block, inverse_of_block = scale_and_inverse(amax, MOST)
@@ -269,15 +304,11 @@ def fold_kernel(
     start = stored_start_of(lengths.cu_q, lengths.n_q, b)
     end = tl.minimum(begin + blocks.BLOCK, tl.cdiv(n_q, ALIGNMENT) * ALIGNMENT)
     for first in range(begin, end, TILE):
-        z = _load_folded(x, mean, bound, lengths, i, first, TILE, h, b, n_q, blocks)
+        z = load_folded(x, mean, bound, lengths, i, first, TILE, h, b, n_q, blocks)
         y = z * inverse_of_block
-        best = tl.full((TILE, 1), code_max(FORMAT), tl.float32)
-        if TOPS > 1:
-            least = tl.full((TILE, 1), float("inf"), tl.float32)
-            for index in tl.static_range(TOPS):  # pyright: ignore[reportGeneralTypeIssues]
-                best, least = _better_top(y, best, least, top_code(FORMAT, index), FORMAT)
+        best = best_top(y, FORMAT, TOPS)
         queries = first + tl.arange(0, TILE)
-        y = tl.math.div_rn(y, tl.broadcast_to(best, (TILE, blocks.D_PAD)))
+        y = over_top(y, best)
         column = tl.arange(0, blocks.D_PAD)[None, :]
         codes = to_codes(y, queries[:, None], column, rounding)
         store_codes_of_tokens(out, codes, h, start + first, TILE, blocks)
@@ -287,13 +318,13 @@ def fold_kernel(
 
 
 def fold(
-    problem: KernelProblem, source: TokenTensor, matmul: MatmulSpec, bound: Rows
+    problem: KernelProblem, source: TokenTensor, site: str, bound: Rows
 ) -> tuple[Operand, FoldedRows]:
     """Round dO of dv or Q of dk with its rows multiplied by the bounds of the map.
 
     bound: of the rows of P or dS.
     """
-    d = source.x.shape[3]
+    d, matmul = source.x.shape[3], problem.spec.site(site)
     heads, device = problem.q.shape[1], problem.q.device
     out = memory_of_codes(source, matmul.precision, matmul.rhs, contract_tokens=True)
     rows = FoldedRows(
@@ -313,6 +344,7 @@ def fold(
         Rounding.of(problem.spec, source.name, matmul.precision),
         problem.lengths,
         TokenBlocks.of(source.is_key, d, triton.next_power_of_2(out.CHANNELS.value), source.block),
+        count_of_tops(out.FORMAT) if site == "dk" else 1,
         _TILE,
         **LAUNCH,
     )

@@ -17,7 +17,6 @@ from sagesim_kernels.operands import (
     Rows,
     RowStatistics,
     compute_logit_shift,
-    has_row_bounds,
     rows_of,
     sink_gradient,
     sink_logits,
@@ -59,7 +58,8 @@ def forward(
 
         operands = OperandCache(problem, stored=hopper.has_to_copy(problem, queries=False))
         operands.quantize(*_FORWARD)
-        gluon.launch_forward(problem, operands, o, lse2, row_max)
+        sink2 = sink_logits(problem, _shift(problem, operands))
+        gluon.launch_forward(problem, operands, o, lse2, row_max, sink2=sink2)
     else:
         operands = OperandCache(problem) if operands is None else operands
         operands.quantize(*_FORWARD)
@@ -119,14 +119,28 @@ def backward(
         return None if sinks is None else torch.zeros_like(sinks), delta.zero_()
     statistics = RowStatistics(Rows.of(lse2), Rows.of(delta))
     d_lse_rows = None if d_lse is None else Rows.of(d_lse.contiguous())
-    if hopper.serves(problem):
-        from sagesim_kernels.hopper import backward as gluon
-
+    has_fp8 = hopper.has_fp8(problem.spec)
+    if hopper.serves(problem) and (traces is UNTRACED or not has_fp8):
         assert o is not None
         stored = hopper.has_to_copy(problem, queries=True)
-        operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
+        operands = OperandCache(
+            problem, do, k_mean=result.k_mean, stored=stored, keys_in_pairs=has_fp8
+        )
         operands.quantize(*_BACKWARD)
-        gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)
+        sink2 = sink_logits(problem, _shift(problem, operands))
+        p_sink = None if sink2 is None else sink_probabilities(sink2, lse2)
+        given = (problem, operands, o, do, statistics)
+        if has_fp8:
+            from sagesim_kernels.hopper.fp8_backward import launch_fp8_backward
+
+            assert result.row_max is not None
+            launch_fp8_backward(*given, result.row_max, d_lse_rows, grads, p_sink=p_sink)
+        else:
+            from sagesim_kernels.hopper.backward import launch_backward
+
+            launch_backward(*given, d_lse_rows, grads, p_sink=p_sink)
+        if p_sink is not None:
+            return sink_gradient(problem, p_sink, delta), delta
     else:
         if operands is None:
             operands = OperandCache(problem, do, k_mean=result.k_mean)

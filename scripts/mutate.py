@@ -488,8 +488,8 @@ BUGS = (
     Bug(
         "norms of V without its first block of keys",
         "operands/key_bounds.py",
-        "for index in range(begin // sizes.BLOCK_K, blocks, _BLOCKS_AT_ONCE):",
-        "for index in range(begin // sizes.BLOCK_K + 1, blocks, _BLOCKS_AT_ONCE):",
+        "for index in range(first_block, blocks, _BLOCKS_AT_ONCE):",
+        "for index in range(first_block + 1, blocks, _BLOCKS_AT_ONCE):",
     ),
     # windows, padding, sinks and softcaps
     Bug(

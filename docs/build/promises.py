@@ -380,6 +380,7 @@ INPUTS = (
             f"{KERNELS}/test_attention.py::TestPadding::test_memory_around_the_tokens_is_not_read",
             f"{KERNELS}/test_attention.py::TestPadding::test_keys_beyond_the_last_query",
             f"{KERNELS}/test_attention.py::TestPadding::test_queries_that_attend_to_nothing",
+            f"{KERNELS}/test_hopper.py::test_padded_keys_have_no_influence",
             f"{EMULATOR}/test_padding.py::test_values_in_padding_change_no_byte",
             f"{EMULATOR}/test_options.py::test_nothing_of_padding_reaches_a_result",
         ),
@@ -659,6 +660,7 @@ GPUS = (
         (
             f"{KERNELS}/test_hopper.py::test_kernels_meet_the_contract",
             f"{KERNELS}/test_hopper.py::test_any_problem_meets_the_contract",
+            f"{KERNELS}/test_hopper.py::test_any_window_padding_and_sinks_meet_the_contract",
         ),
     ),
     Promise(

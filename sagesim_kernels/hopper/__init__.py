@@ -8,9 +8,18 @@ from sagesim_kernels.hopper.support import (
     CHANNELS,
     has_dead_keys,
     has_dead_queries,
+    has_fp8,
     has_to_copy,
     is_hopper,
     serves,
 )
 
-__all__ = ["CHANNELS", "has_dead_keys", "has_dead_queries", "has_to_copy", "is_hopper", "serves"]
+__all__ = [
+    "CHANNELS",
+    "has_dead_keys",
+    "has_dead_queries",
+    "has_fp8",
+    "has_to_copy",
+    "is_hopper",
+    "serves",
+]

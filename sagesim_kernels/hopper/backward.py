@@ -35,6 +35,7 @@ from sagesim_kernels.operands import (
     RowStatistics,
     Strided,
     compute_key_bounds,
+    ds_row_sums,
     finish_dq,
     head_pointers,
     inverse_of,
@@ -106,6 +107,8 @@ def launch_backward(
     statistics: RowStatistics,
     d_lse: Rows | None,
     grads: Gradients,
+    *,
+    p_sink: Tensor | None = None,
 ) -> None:
     """Fill grads and statistics.delta.
 
@@ -116,6 +119,8 @@ def launch_backward(
         statistics: lse2 of the forward; delta is written.
         d_lse: the gradient of the logsumexp, or None.
         grads: [sequences, heads, tokens, d] each, any strides.
+        p_sink: the share of the sink in each row's sum, [sequences, heads, n_q]; None without
+            sinks.
     """
     dq, dk, dv = grads
     q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
@@ -175,6 +180,7 @@ def launch_backward(
         tiles.heads * tiles.sequences,
         groups,
         multiprocessor_count(),
+        lowest=problem.longest_lowest,
     )
     sums = dq_sums.sums.view(-1, 32)
     sums_layout = gl.NVMMASharedLayout(128, 32, 2)
@@ -194,9 +200,12 @@ def launch_backward(
         Strided.of(dv_parts),
         TensorDescriptor.from_tensor(sums, [_BLOCK_Q * channels // 32, 32], sums_layout),
         dq_sums.unit,
-        lengths._replace(n_q=0, n_k=0),  # passed on their own: a tuple would specialise them
+        # passed on their own: a tuple would specialise them
+        lengths._replace(n_q=0, n_k=0, left=None, right=None, key_counts=None),
         lengths.n_q,
         lengths.n_k,
+        lengths.left,
+        lengths.right,
         tiles.tiles,
         kv_heads,
         heads_per_group,
@@ -210,4 +219,8 @@ def launch_backward(
     if splits > 1:
         add_splits(problem, dk_parts, dk, scale)
         add_splits(problem, dv_parts, dv, 1.0)
-    finish_dq(problem, dq_sums, statistics.lse2, d_lse, operands.subtracted, dq)
+    ds_sums = ds_row_sums(
+        problem, p_sink, statistics.delta.ptr, None if d_lse is None else d_lse.ptr
+    )
+    rows = None if ds_sums is None else Rows.of(ds_sums)
+    finish_dq(problem, dq_sums, statistics.lse2, rows, operands.subtracted, dq)

@@ -25,6 +25,7 @@ from sagesim_kernels.hopper.backward_structures import (
 )
 from sagesim_kernels.hopper.backward_warps import (
     ROW_STATS,
+    ST_ROWS,
     STATS_LAYOUT,
     compute_dk_dv,
     compute_dk_dv_dq,
@@ -36,10 +37,12 @@ from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, DqBlocks, DqStore, 
 from sagesim_kernels.operands import (
     Lengths,
     causal_offset,
+    is_live_key,
     length_of,
     live_keys,
     live_queries,
-    query_loop_bounds,
+    lowest_diagonal,
+    query_loops,
     stored_start_of,
 )
 
@@ -68,24 +71,40 @@ def locate(lengths, b, first):
     """Return four facts about the keys from `first` of sequence b.
 
     These are their `KeyTile`, their `QueryLoop`, and the first query and the first key of the
-    sequence in padded storage.
+    sequence in padded storage. No field is None, because a function cannot return it.
     """
     first_live, n_q = live_queries(lengths, b)
     n_live = live_keys(lengths, b)
     offset = causal_offset(lengths, b)
-    begin, unmasked = query_loop_bounds(first, TILE_K, BLOCK_Q, n_live, offset, first_live, n_q)
-    end = (n_q + BLOCK_Q - 1) // BLOCK_Q
+    begin, unmasked, unmasked_end, end = query_loops(
+        lengths, b, first, TILE_K, BLOCK_Q, n_live, offset, first_live, n_q
+    )
+    end = (end + BLOCK_Q - 1) // BLOCK_Q
+    if lengths.key_mask is not None:
+        live = is_live_key(lengths, b, first + gl.arange(0, TILE_K, ST_ROWS)).to(gl.int32)
+        if gl.min(live, 0) == 0:
+            unmasked = n_q
+        end = gl.where(gl.max(live, 0) == 0, 0, end)
+    elif lengths.seqused_k is not None:
+        end = gl.where(first < n_live, end, 0)
     # The program id is a 0 that is opaque to the compiler. If the loop over masked blocks is known
     # to be empty, ptxas makes each product of the other loop wait for the product before it.
     unmasked = (unmasked + BLOCK_Q - 1) // BLOCK_Q + gl.program_id(1)
     start_q = stored_start_of(lengths.cu_q, lengths.n_q, b).to(gl.int32)
     start_k = stored_start_of(lengths.cu_k, lengths.n_k, b).to(gl.int32)
     shift = 0
-    if not lengths.IS_CAUSAL:  # a tile starts where its keys are, as far as there are queries
-        shift = first // BLOCK_Q % gl.maximum(end, 1)
-    loop = QueryLoop(gl.minimum(begin // BLOCK_Q, end), unmasked, end, shift)
+    if lengths.left is not None or lengths.seqused_k is not None or lengths.key_mask is not None:
+        unmasked = gl.minimum(unmasked, end)
+    if lengths.left is not None:
+        unmasked_end = gl.maximum(gl.minimum(unmasked_end // BLOCK_Q, end), unmasked)
+    else:
+        unmasked_end = end
+        if not lengths.IS_CAUSAL:  # a tile starts where its keys are, as far as there are queries
+            shift = first // BLOCK_Q % gl.maximum(end, 1)
+    loop = QueryLoop(gl.minimum(begin // BLOCK_Q, end), unmasked, unmasked_end, end, shift)
     length = length_of(lengths.cu_k, lengths.n_k, b)
-    return KeyTile(first, length, n_live, offset), loop, start_q, start_k
+    tile = KeyTile(first, length, n_live, offset, lowest_diagonal(lengths, b))
+    return tile, loop, start_q, start_k
 
 
 # TMA descriptors and the integers of do_not_specialize are parameters of their own. The launcher of
@@ -93,12 +112,12 @@ def locate(lengths, b, first):
 # in a tuple.
 @gluon.jit(
     do_not_specialize=[
-        "n_q", "n_k", "tiles", "heads", "heads_per_group", "tokens_q", "tokens_k",
+        "n_q", "n_k", "left", "right", "tiles", "heads", "heads_per_group", "tokens_q", "tokens_k",
     ]
 )  # fmt: skip
 def hopper_backward(
     q8, k8, q16, k16, v, do, row_stats, k_scale, k_mean, dk, dv, dq_sums, dq_units, mask, n_q, n_k,
-    tiles, heads, heads_per_group, tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
+    left, right, tiles, heads, heads_per_group, tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One program computes one tile of keys, for the query heads of a group or for a part of them.
 
@@ -107,7 +126,7 @@ def hopper_backward(
         k_mean: the mean to subtract from k16, float32 [sequences * heads, CONFIG.d], or None.
         dq_sums: TMA descriptor of the sums of dQ, see `DqStore`.
         dq_units: float32 [heads, tokens_q], the units of dQ.
-        mask: `Lengths` with zeros for n_q and n_k.
+        mask: `Lengths` with zeros for n_q and n_k, and without left and right.
         tiles: tiles of keys of a head.
         dk, dv: `Strided` of [sequences, heads * CONFIG.splits, keys, channels].
         heads: heads of K and V.
@@ -136,7 +155,7 @@ def hopper_backward(
     z = split_head // SPLITS
     b = z // heads
     head = z % heads
-    tile, loop, start_q, start_k = locate(
+    keys, blocks, start_q, start_k = locate(
         # Not assigned to a variable, because IS_CAUSAL would stop being a constexpr.
         Lengths(
             mask.cu_q,
@@ -145,17 +164,21 @@ def hopper_backward(
             n_k,
             mask.IS_CAUSAL,
             mask.LOWER_RIGHT,
-            None,
-            None,
-            None,
-            None,
+            left,
+            right,
+            mask.seqused_k,
+            mask.key_mask,
             None,
         ),
         b,
         index * TILE_K,
     )
-    if tile.first >= tile.length:
+    if keys.first >= keys.length:
         return
+    lowest = keys.lowest if left is not None else None
+    unmasked_end = blocks.unmasked_end if left is not None else None
+    tile = KeyTile(keys.first, keys.length, keys.n_live, keys.offset, lowest)
+    loop = QueryLoop(blocks.begin, blocks.unmasked, unmasked_end, blocks.end, blocks.shift)
     first_q_head = (head * SPLITS + split_head % SPLITS) * GROUPS
     row_q = first_q_head * tokens_q + start_q
     row_k = head * tokens_k + start_k + tile.first
@@ -218,7 +241,11 @@ def hopper_backward(
     k_scales = k_scale + row_k // BLOCK_Q
     if k_mean is not None:
         k_mean += z.to(gl.int64) * KD
-    outputs = KeyOutputs(dk, dv, mask.cu_k, b, head * SPLITS + split_head % SPLITS, scale)
+    key_mask = None
+    if mask.key_mask is not None:
+        key_mask = mask.key_mask + b.to(gl.int64) * n_k
+    out_head = head * SPLITS + split_head % SPLITS
+    outputs = KeyOutputs(dk, dv, mask.cu_k, b, out_head, scale, key_mask)
     dq = DqStore(dq_sums, dq_s, dq_full, dq_empty)
     units = dq_units if dt == gl.float16 else None
     dq_blocks = DqBlocks(

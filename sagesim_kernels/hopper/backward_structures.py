@@ -55,22 +55,24 @@ class KeyTile(NamedTuple):
 
     first: Any  #: first key of the tile
     length: Any  #: keys of the sequence
-    n_live: Any  #: keys of the sequence that any query attends to
-    offset: Any  #: query i attends to keys 0..i + offset
+    n_live: Any  #: no query attends to keys of the sequence from this one on
+    offset: Any  #: query i attends to no key after i + offset
+    lowest: Any  #: query i attends to no key before i + lowest; None: no limit
 
 
 class QueryLoop(NamedTuple):
     """The blocks of queries that attend to a tile of keys.
 
-    The loop goes from `begin` to `end`. Without a causal mask iteration i computes block i + shift,
-    and after the last block it goes on with the first. Programs that start together then add to
-    different sums, and do not wait for each other at the same addresses.
+    The loop goes from `begin` to `end`. Without a limit on either side of the diagonal, iteration i
+    computes block i + shift, and after the last block it goes on with the first. Programs that
+    start together then add to different sums, and do not wait for each other at the same addresses.
     """
 
     begin: Any  #: first block
     unmasked: Any  #: first block that needs no mask
+    unmasked_end: Any  #: first block after those that need no mask; None: `end`
     end: Any
-    shift: Any  #: less than end - begin, or 0; 0 under a causal mask
+    shift: Any  #: less than end - begin, or 0; 0 with a limit on either side
 
 
 class KeyOutputs(NamedTuple):
@@ -82,3 +84,4 @@ class KeyOutputs(NamedTuple):
     b: Any
     h: Any
     scale: Any  #: the scale of the logits, a factor of dK
+    key_mask: Any = None  #: int8, 0 for keys of the sequence that are padding; None: none is

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagesim_kernels.gluon_compat import barrier, reinterpret, tma_load
+from sagesim_kernels.hopper.backward_masks import are_live, part_of
 from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.hopper.dq_parts import (
     BLOCK_Q,
@@ -125,29 +126,29 @@ def _start_dq(ds, k16, ACC: gl.constexpr):
 
 
 @gluon.jit
-def _start_keys(k_scale, tile, D: gl.constexpr, ACC: gl.constexpr):
-    """Return the index and the scale of each key, and zeros for dK and dV.
-
-    The index is 2^30 for a key that no query attends to.
-    """
+def _start_keys(k_scale, key_mask, tile, D: gl.constexpr, ACC: gl.constexpr):
+    """Return index (2^30 if no query attends to it) and scale of each key, and dK and dV of 0."""
     local = gl.arange(0, TILE_K, ST_ROWS)
     # There is a scale for each block of 64 keys, and none behind the sequence's last key.
     second = gl.load(k_scale + gl.minimum(tile.length - 1 - tile.first, 64) // 64)
     scales = gl.where(local < 64, gl.load(k_scale), second)
     dk = warpgroup_mma_init(gl.zeros((TILE_K, D), gl.float32, ACC))
     dv = warpgroup_mma_init(gl.zeros((TILE_K, D), gl.float32, ACC))
-    keys = gl.where(tile.first + local < tile.n_live, tile.first + local, 2**30)
+    keys = gl.where(are_live(tile.first + local, tile, key_mask), tile.first + local, 2**30)
     return keys, scales, dk, dv
 
 
 @gluon.jit
 def attends_transposed(keys, i, tile):
-    """Return what `operands.attends` does, with one comparison, for keys of `_start_keys`.
+    """Return what `operands.attends_in` does, for keys of `_start_keys`: one comparison a side.
 
-    Without a causal mask the result does not depend on i.
+    Without a limit on either side of the diagonal the result does not depend on i.
     """
     queries = i * BLOCK_Q + gl.arange(0, BLOCK_Q, ST_COLUMNS)
-    return keys[:, None] <= (queries + tile.offset)[None, :]
+    is_attended = keys[:, None] <= (queries + tile.offset)[None, :]
+    if tile.lowest is not None:
+        is_attended = is_attended & (keys[:, None] >= (queries + tile.lowest)[None, :])
+    return is_attended
 
 
 @gluon.jit
@@ -189,7 +190,8 @@ def store_keys(x, outputs, tile, value, buffer, CHANNELS: gl.constexpr):
         barrier()
         value = shared.load(LAYOUT)
     row = tile.first + gl.arange(0, TILE_K, gl.SliceLayout(1, LAYOUT))
-    value = gl.where((row < tile.n_live)[:, None], value, gl.zeros((TILE_K, D), DTYPE, LAYOUT))
+    live = are_live(row, tile, outputs.key_mask)[:, None]
+    value = gl.where(live, value, gl.zeros((TILE_K, D), DTYPE, LAYOUT))
     column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT)).to(gl.int64)
     base = x.ptr + outputs.b.to(gl.int64) * x.stride_b + outputs.h.to(gl.int64) * x.stride_h
     ptrs = base + (start_of(outputs.cu_k, outputs.b) + row.to(gl.int64)) * x.stride_n
@@ -265,15 +267,14 @@ def compute_dk_dv(
     D: gl.constexpr = queries.q8.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    keys, k_scale, dk, dv = _start_keys(k_scale, tile, D, ACC)
+    keys, k_scale, dk, dv = _start_keys(k_scale, outputs.key_mask, tile, D, ACC)
     mbarrier.wait(barriers.kv_full, 0)
     k8 = key_tile.k8.index(0).load(gl.DotOperandLayout(0, ST_INT32, 4))
     v = key_tile.v.index(0).load(gl.DotOperandLayout(0, ST_FLOAT32, 2))
     for head in range(GROUPS):
-        for MASKED in gl.static_range(1, -1, -1):
-            for i in range(
-                loop.begin if MASKED else loop.unmasked, loop.unmasked if MASKED else loop.end
-            ):
+        for PART in gl.static_range(2 if loop.unmasked_end is None else 3):
+            begin, end = part_of(loop, PART)
+            for i in range(begin, end):
                 n = head * (loop.end - loop.begin) + i - loop.begin
                 stage = n % STAGES
                 slot = n % SLOTS
@@ -284,12 +285,12 @@ def compute_dk_dv(
                 stats = _row_stats(queries, n % STAGES_STATS)
                 factor = stats.index(0).load(ST_COLUMNS)
                 lse2 = stats.index(1).load(ST_COLUMNS)
-                p = _compute_p(MASKED, s, k_scale, factor, lse2, keys, i, tile)
+                p = _compute_p(PART != 1, s, k_scale, factor, lse2, keys, i, tile)
                 p16 = gl.convert_layout(p.to(queries.do.dtype), P_OPERAND)
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 delta = stats.index(2).load(ST_COLUMNS)
                 dv = warpgroup_mma(p16, do, dv, is_async=True)
-                ds = _compute_ds(MASKED, p, dp, delta, keys, i, tile)
+                ds = _compute_ds(PART != 1, p, dp, delta, keys, i, tile)
                 ds16 = ds.to(queries.q16.dtype)
                 if dq_blocks.units is not None:
                     mark_overflow(dq_blocks, ds16, head, i)
@@ -348,15 +349,14 @@ def compute_dk_dv_dq(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
     DQ_ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    keys, k_scale, dk, dv = _start_keys(k_scale, tile, D, ACC)
+    keys, k_scale, dk, dv = _start_keys(k_scale, outputs.key_mask, tile, D, ACC)
     _wait_for_k16(key_tile.k16.index(0), barriers.k16_full, k_mean, WARPS, KD)
     mbarrier.wait(barriers.kv_full, 0)
     n = 0  # counted, because computing it from the loop variables needs one register more
     for head in range(GROUPS):
-        for MASKED in gl.static_range(1, -1, -1):
-            for i in range(
-                loop.begin if MASKED else loop.unmasked, loop.unmasked if MASKED else loop.end
-            ):
+        for PART in gl.static_range(2 if loop.unmasked_end is None else 3):
+            begin, end = part_of(loop, PART)
+            for i in range(begin, end):
                 stage = n % STAGES
                 # This 0 is opaque to the compiler. With a constant, it computes the descriptors of
                 # all operands before the loop and runs out of registers.
@@ -369,12 +369,12 @@ def compute_dk_dv_dq(
                 factor = stats.index(0).load(ST_COLUMNS)
                 lse2 = stats.index(1).load(ST_COLUMNS)
                 s = warpgroup_mma_wait(1, deps=[s])
-                p = _compute_p(MASKED, s, k_scale, factor, lse2, keys, i, tile)
+                p = _compute_p(PART != 1, s, k_scale, factor, lse2, keys, i, tile)
                 delta = stats.index(2).load(ST_COLUMNS)
                 p16 = gl.convert_layout(p.to(queries.do.dtype), P_OPERAND)
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 dv = warpgroup_mma(p16, do, dv, is_async=True)
-                ds = _compute_ds(MASKED, p, dp, delta, keys, i, tile)
+                ds = _compute_ds(PART != 1, p, dp, delta, keys, i, tile)
                 # This overwrites dS of the step before. Other warps may still multiply that dS with
                 # Q, but each of them reads only its own rows of dS for this product.
                 ds16 = ds.to(queries.q16.dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.descriptors import multiprocessor_count, tma_descriptor
 from sagesim_kernels.hopper.forward_structures import (
@@ -23,7 +24,8 @@ from sagesim_kernels.hopper.forward_structures import (
     StoredScales,
     TileScheduler,
 )
-from sagesim_kernels.hopper.forward_warps import BLOCK, consume, produce
+from sagesim_kernels.hopper.forward_tiles import BLOCK
+from sagesim_kernels.hopper.forward_warps import consume, produce
 from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
@@ -31,6 +33,7 @@ from sagesim_kernels.operands import (
     LOG2_E,
     KernelProblem,
     Lengths,
+    Operand,
     OperandCache,
     Rows,
     Strided,
@@ -42,6 +45,8 @@ from sagesim_kernels.operands import (
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
+SCALES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
+"""Layout of scales in shared memory."""
 
 
 class Config(NamedTuple):
@@ -58,6 +63,12 @@ class Config(NamedTuple):
 CONFIGS = {64: Config(4, 6, 112), 128: Config(3, 6, 160)}
 """By the channels of a tile."""
 
+MASKED_CONFIGS = {64: Config(3, 12, 160), 128: Config(3, 6, 160)}
+"""The same for windows with a limit on the left and for key masks.
+
+They mask more blocks, which takes registers, and have short loops, which end before new loads do.
+"""
+
 PRODUCER_REGISTERS = gl.constexpr(24)
 
 _UNSPECIALIZED = (
@@ -69,6 +80,8 @@ _UNSPECIALIZED = (
     "n_k",
     "heads",
     "groups",
+    "left",
+    "right",
     "longest_q",
     "heads_per_group",
     "tiles",
@@ -81,13 +94,15 @@ _UNSPECIALIZED = (
 # in a tuple.
 @gluon.jit(do_not_specialize=_UNSPECIALIZED)
 def hopper_forward(
-    q8, k8, v, q_scale, k_scale, q_tokens, k_tokens, o, lse2, lse2_stride_b, lse2_stride_h,
-    scale_log2, mask, n_q, n_k, heads, groups, longest_q, heads_per_group, tiles, programs,
-    DV: gl.constexpr, CONFIG: gl.constexpr, IS_COPIED: gl.constexpr,
+    q8, k8, v, q_scale, k_scale, key_scales, q_tokens, k_tokens, o, lse2, lse2_stride_b,
+    lse2_stride_h, row_max, sink2, scale_log2, mask, n_q, n_k, left, right, heads, groups,
+    longest_q, heads_per_group, tiles, programs, DV: gl.constexpr, CONFIG: gl.constexpr, IS_COPIED: gl.constexpr,
 ):  # fmt: skip
-    """mask: `Lengths` without n_q and n_k. DV: channels of V and O.
+    """mask: `Lengths` without n_q, n_k, left and right. DV: channels of V and O.
 
-    IS_COPIED: whether V lies in padded storage.
+    key_scales: TMA descriptor of k_scale if each key has its own scale, or None. row_max: memory
+    for the row maxima in base 2, with the strides of lse2, or None. sink2: the sinks in base 2,
+    with the strides of lse2, or None. IS_COPIED: whether V lies in padded storage.
     """
     D: gl.constexpr = q8.block_shape[1]
     CONSUMERS: gl.constexpr = CONFIG.consumers
@@ -97,6 +112,9 @@ def hopper_forward(
     q_s = gl.allocate_shared_memory(gl.int8, [CONSUMERS * 2, BLOCK, D], q8.layout)
     k_s = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK, D], k8.layout)
     v_s = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK, D], v.layout)
+    k_scale_s = None
+    if key_scales is not None:
+        k_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], key_scales.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * 2, 1], BARRIER)
@@ -108,9 +126,9 @@ def hopper_forward(
         mbarrier.init(q_full.index(i), 1)
         mbarrier.init(q_empty.index(i), 1)
     fence_async_shared()
-    inputs = Inputs(q8, k8, v)
+    inputs = Inputs(q8, k8, v, key_scales)
     scales = Scales(StoredScales(q_scale, q_tokens), StoredScales(k_scale, k_tokens))
-    buffers = Buffers(q_s, k_s, v_s)
+    buffers = Buffers(q_s, k_s, v_s, k_scale_s)
     barriers = Barriers(full, empty, q_full, q_empty)
     rows = Rows(lse2, lse2_stride_b, lse2_stride_h)
     lengths = Lengths(
@@ -120,10 +138,10 @@ def hopper_forward(
         n_k,
         mask.IS_CAUSAL,
         mask.LOWER_RIGHT,
-        None,
-        None,
-        None,
-        None,
+        left,
+        right,
+        mask.seqused_k,
+        mask.key_mask,
         None,
     )
     scheduler = TileScheduler(heads, groups, longest_q, heads_per_group, tiles, programs)
@@ -134,8 +152,8 @@ def hopper_forward(
             (
                 consume,
                 (
-                    i, CONSUMERS, D, DV, scales, buffers, barriers, o, rows, scale_log2, lengths,
-                    scheduler,
+                    i, CONSUMERS, D, DV, scales, buffers, barriers, o, rows, row_max, sink2,
+                    scale_log2, lengths, scheduler,
                 ),
             )
             if i < CONSUMERS
@@ -150,22 +168,35 @@ def hopper_forward(
     )  # fmt: skip
 
 
-def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, lse2: Tensor) -> None:
+def launch_forward(
+    problem: KernelProblem,
+    operands: OperandCache,
+    o: Tensor,
+    lse2: Tensor,
+    row_max: Tensor | None = None,
+    *,
+    sink2: Tensor | None = None,
+) -> None:
     """Fill o and lse2 with the output and the logsumexp in base 2.
 
     Args:
+        problem: the call.
+        operands: its operands.
         o: [sequences, heads, n_q, d], any strides.
-        lse2: float32 [sequences, heads, n_q].
+        lse2: float32 [sequences, heads, n_q], contiguous.
+        row_max: see `ForwardResult.row_max`; None if the spec has no scales from bounds.
+        sink2: the sinks in base 2, with the shape of lse2 and contiguous; or None.
     """
     q, k, v = operands.get("qk", "q"), operands.get("qk", "k"), operands.get("pv", "v")
     heads, d_v = o.shape[1], o.shape[3]
     channels = padded(d_v)
-    config = CONFIGS[channels]
+    lengths = problem.lengths
+    is_masked = lengths.left is not None or lengths.key_mask is not None
+    config = (MASKED_CONFIGS if is_masked else CONFIGS)[channels]
     rows = config.consumers * BLOCK.value
     n_q, n_k = problem.longest_q, problem.longest_k
     tiles = problem.sequences * heads * -(-n_q // rows)
     programs = min(tiles, multiprocessor_count())
-    lengths = problem.lengths
     heads_per_group = choose_heads_per_group(
         n_q,
         n_k,
@@ -174,6 +205,7 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
         problem.sequences * heads,
         programs,
         head_bytes=n_k * channels * (k.ptr.element_size() + v.ptr.element_size()) // problem.groups,
+        lowest=problem.longest_lowest,
     )
     launch(
         hopper_forward,
@@ -183,14 +215,19 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
         tma_descriptor(v.ptr, BLOCK.value, channels),
         q.scale,
         k.scale,
+        _key_scales(k),
         q.scale.shape[1],
-        k.scale.shape[1] * BLOCK.value,
+        k.scale.shape[1] * k.TOKENS.value,
         Strided.of(o),
         *Rows.of(lse2),
+        row_max,
+        sink2,
         problem.scale * LOG2_E,
-        lengths._replace(n_q=None, n_k=None),
+        lengths._replace(n_q=None, n_k=None, left=None, right=None, key_counts=None),
         lengths.n_q,
         lengths.n_k,
+        lengths.left,
+        lengths.right,
         heads,
         problem.groups,
         problem.longest_q,
@@ -203,3 +240,10 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
         num_warps=4,
         **LAUNCH,
     )
+
+
+def _key_scales(k: Operand) -> TensorDescriptor | None:
+    """Return a descriptor of the scales of K if each key has its own, else None."""
+    if k.TOKENS.value != 1:
+        return None
+    return TensorDescriptor.from_tensor(k.scale.view(-1), [BLOCK.value], SCALES.value)

@@ -20,13 +20,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagesim_kernels.gluon_compat import tma_load
-from sagesim_kernels.hopper.forward_structures import Mask, Tile
+from sagesim_kernels.hopper.forward_masks import (
+    S_COLUMNS,
+    S_FLOAT32,
+    S_ROWS,
+    add_sink,
+    key_indices,
+    masked_softmax_step,
+)
+from sagesim_kernels.hopper.forward_structures import Mask
+from sagesim_kernels.hopper.forward_tiles import (
+    BLOCK,
+    consumer_blocks,
+    key_blocks,
+    tile_of,
+    waves,
+)
 from sagesim_kernels.operands import (
-    attends,
+    Rows,
     causal_offset,
-    key_loop_bounds,
     length_of,
     live_keys,
+    lowest_diagonal,
     row_base,
     start_of,
     stored_start_of,
@@ -36,18 +51,8 @@ from sagesim_kernels.operands import (
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
-BLOCK = gl.constexpr(64)
-"""Queries of a consumer, and keys of a step."""
-
 S_INT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
 """Layout of S [queries, keys] as the INT8 product leaves it."""
-S_FLOAT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-"""Layout of S and P [queries, keys] in float32."""
-S_ROWS = gl.constexpr(gl.SliceLayout(1, S_FLOAT32.value))
-"""Layout of one number for each row of S, a query."""
-S_COLUMNS = gl.constexpr(gl.SliceLayout(0, S_FLOAT32.value))
-"""Layout of one number for each column of S, a key."""
-
 
 _COMPUTE_BEFORE = gl.constexpr("""{
 .reg .pred p;
@@ -88,51 +93,6 @@ def _compute_before_wait(x, address):
 
 
 @gluon.jit
-def _waves(scheduler):
-    """Return how many tiles a program is given at most."""
-    return (scheduler.tiles + scheduler.programs - 1) // scheduler.programs
-
-
-@gluon.jit
-def _tile_of(wave, lengths, scheduler, ROWS: gl.constexpr):
-    """Return the `Tile` that this program computes in a wave.
-
-    Waves take tiles in snake order: programs 0, 1, ... in even waves, and backwards in odd ones.
-    Under a causal mask the later tiles of a group of heads are shorter, so a program with a long
-    tile in one wave gets a short tile in the next.
-    """
-    pid = gl.program_id(0)
-    index = wave * scheduler.programs + pid
-    if wave % 2 == 1:
-        index = wave * scheduler.programs + scheduler.programs - 1 - pid
-    is_valid = index < scheduler.tiles
-    index = gl.minimum(index, scheduler.tiles - 1)
-    head_tiles = (scheduler.longest_q + ROWS - 1) // ROWS
-    group_tiles = head_tiles * scheduler.heads_per_group
-    tile = index % group_tiles // scheduler.heads_per_group
-    head = index // group_tiles * scheduler.heads_per_group + index % scheduler.heads_per_group
-    if lengths.IS_CAUSAL:  # longest first
-        tile = head_tiles - 1 - tile
-    b = head // scheduler.heads
-    first = tile * ROWS
-    is_valid = is_valid & (first < length_of(lengths.cu_q, lengths.n_q, b))
-    return Tile(b, head % scheduler.heads, first, is_valid)
-
-
-@gluon.jit
-def _key_blocks(first, ROWS: gl.constexpr, lengths, b):
-    """Return two counts of key blocks, for queries first..first + ROWS of sequence b.
-
-    The first counts the blocks that need no mask: every query attends to all of their keys. The
-    second counts the blocks to multiply with. It is at least 1, so that queries that attend to no
-    key need no code of their own.
-    """
-    n_k = live_keys(lengths, b)
-    unmasked, end = key_loop_bounds(first, ROWS, BLOCK, n_k, causal_offset(lengths, b))
-    return unmasked // BLOCK, gl.maximum((end + BLOCK - 1) // BLOCK, 1)
-
-
-@gluon.jit
 def _first_row(scales, cu, n, b, h):
     """Return the row of the first token of sequence b and head h, in padded storage."""
     return h.to(gl.int64) * scales.tokens + stored_start_of(cu, n, b)
@@ -160,10 +120,11 @@ def produce(
     STAGES: gl.constexpr = barriers.full.shape[0]
     ROWS: gl.constexpr = CONSUMERS * BLOCK
     D: gl.constexpr = inputs.q8.block_shape[1]
+    SCALES: gl.constexpr = 0 if inputs.k_scale is None else 4 * BLOCK
     load_count = 0
     tile_count = 0  # valid tiles only
-    for wave in range(_waves(scheduler)):
-        tile = _tile_of(wave, lengths, scheduler, ROWS)
+    for wave in range(waves(scheduler)):
+        tile = tile_of(wave, lengths, scheduler, ROWS)
         if tile.is_valid:
             k_head = tile.h // scheduler.groups
             q_row = _first_row(scales.q, lengths.cu_q, lengths.n_q, tile.b, tile.h).to(gl.int32)
@@ -175,7 +136,8 @@ def produce(
             if IS_COPIED:
                 v_b = 0
                 v_row = k_start
-            _, blocks = _key_blocks(tile.first, ROWS, lengths, tile.b)
+            tile_blocks = key_blocks(tile.first, ROWS, lengths, tile.b)
+            blocks = tile_blocks.end - tile_blocks.begin
             for i in gl.static_range(CONSUMERS):
                 slot = i * 2 + tile_count % 2
                 mbarrier.wait(barriers.q_empty.index(slot), ((tile_count // 2) & 1) ^ 1)
@@ -187,12 +149,15 @@ def produce(
                 stage = load_count % STAGES
                 bar = barriers.full.index(stage)
                 mbarrier.wait(barriers.empty.index(stage), ((load_count // STAGES) & 1) ^ 1)
-                key = (blocks - 1 - j) * BLOCK
-                mbarrier.expect(bar, 3 * BLOCK * D, pred=(j > 0) & (j < blocks))
-                mbarrier.expect(bar, BLOCK * D, pred=j == 0)
+                key = (tile_blocks.end - 1 - j) * BLOCK
+                mbarrier.expect(bar, 3 * BLOCK * D + SCALES, pred=(j > 0) & (j < blocks))
+                mbarrier.expect(bar, BLOCK * D + SCALES, pred=j == 0)
                 mbarrier.expect(bar, 2 * BLOCK * D, pred=j == blocks)
                 key_v = v_row + key + BLOCK
                 tma_load(inputs.k8, [k_row + key, 0], bar, buffers.k.index(stage), pred=j < blocks)
+                if inputs.k_scale is not None:
+                    k_scale_s = buffers.k_scale.index(stage)
+                    tma_load(inputs.k_scale, [k_row + key], bar, k_scale_s, pred=j < blocks)
                 v_s = buffers.v.index(stage)
                 tma_load(inputs.v, [v_b, k_head, key_v, 0], bar, v_s, pred=j > 0)
                 load_count += 1
@@ -205,21 +170,45 @@ def _start_qk(q, k):
 
 
 @gluon.jit
+def _apply_key_scales(s, buffers, stage):
+    """Return S times the scales of its keys in float32, or S if keys of a block share a scale.
+
+    The power of two is that of `operands.apply_k_scale`.
+    """
+    if buffers.k_scale is None:
+        return s
+    else:
+        k_scale = buffers.k_scale.index(stage).load(S_COLUMNS) * 2.0**-10
+        return gl.convert_layout(s.to(gl.float32), S_FLOAT32) * k_scale[None, :]
+
+
+@gluon.jit
+def _load_block_scale(k_ptr, block, BY_TOKEN: gl.constexpr):
+    """Load the scale of a block of keys; 1 if each key has its own."""
+    if BY_TOKEN:
+        return gl.to_tensor(1.0)
+    else:
+        return gl.load(k_ptr + block)
+
+
+@gluon.jit
 def _compute_s(q, buffers, barriers, load_count):
     """Return S of a load, and release its stage: V of the step before has been read already."""
     stage = load_count % barriers.full.shape[0]
     _wait_for_load(barriers.full, load_count)
     s = warpgroup_mma_wait(0, deps=[_start_qk(q, buffers.k.index(stage))])
+    s = _apply_key_scales(s, buffers, stage)
     mbarrier.arrive(barriers.empty.index(stage), count=1)
     return s
 
 
 @gluon.jit
 def _row_max_of_codes(s):
-    """Return the maximum of each row of the int32 sums, in float32.
+    """Return the maximum of each row of S, in float32.
 
-    One instruction compares three integers but only two floats. The factor that turns sums into
-    logits is not negative, so the maximum is at the same key.
+    S is int32 unless each key has its own scale. One instruction compares three integers but only
+    two floats. The factor that turns sums into logits is not negative, so the maximum is at the
+    same key.
     """
     return gl.max(gl.convert_layout(s, S_FLOAT32), 1).to(gl.float32)
 
@@ -227,22 +216,6 @@ def _row_max_of_codes(s):
 @gluon.jit
 def _exponents(s, factor, row_max):
     return gl.convert_layout(s.to(gl.float32), S_FLOAT32) * factor[:, None] - row_max[:, None]
-
-
-@gluon.jit
-def _masked_softmax_step(s, factor, row_max, block, mask):
-    """Return P of a key block under the mask, the new row maxima, and the rescaling factors.
-
-    A row's maximum is -inf until it has attended to a key. The rescaling factor multiplies what the
-    row has summed up with its previous maximum.
-    """
-    keys = block * BLOCK + gl.arange(0, BLOCK, S_COLUMNS)
-    x = gl.convert_layout(s.to(gl.float32), S_FLOAT32) * factor[:, None]
-    is_attended = attends(mask.queries[:, None], keys[None, :], mask.n_k, mask.offset)
-    x = gl.where(is_attended, x, -float("inf"))
-    new_max = gl.maximum(row_max, gl.max(x, 1))
-    finite_max = gl.where(new_max == -float("inf"), 0.0, new_max)
-    return gl.exp2(x - finite_max[:, None]), new_max, gl.exp2(row_max - finite_max)
 
 
 @gluon.jit
@@ -278,18 +251,24 @@ def _store_o(o, cu, tile, first, last, value, DV: gl.constexpr):
 @gluon.jit
 def consume(
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, scales,
-    buffers, barriers, o_out, lse2, scale_log2, lengths, scheduler,
+    buffers, barriers, o_out, lse2, row_max_out, sink2, scale_log2, lengths, scheduler,
 ):  # fmt: skip
     """Compute O and the logsumexp of 64 query rows of each tile. One warpgroup, number CONSUMER.
 
     A consumer whose rows are all past the end of the sequence takes one step and stores nothing.
 
-    The key blocks that need a mask come first; there are at most two. From the last of them on, the
-    product P V of a step overlaps with Q K^T of the next step.
+    The key blocks at the end that need a mask come first; there are at most two. From the last of
+    them on, the product P V of a step overlaps with Q K^T of the next step. Blocks at the beginning
+    of a window, and all blocks under a key mask, need a mask too, and come last.
 
     D: channels of a tile. DV: channels of V and O. o_out, lse2: `Strided` and `Rows` to fill.
-    scale_log2: the scale of the logits, times log2(e).
+    row_max_out: pointer to fill with the row maxima in base 2, with the strides of lse2; or None.
+    sink2: pointer to the sinks in base 2, with the strides of lse2; or None. scale_log2: the scale
+    of the logits, times log2(e).
     """
+    BY_TOKEN: gl.constexpr = buffers.k_scale is not None
+    HAS_KEY_MASK: gl.constexpr = lengths.key_mask is not None
+    HAS_LAST: gl.constexpr = lengths.key_mask is not None or lengths.left is not None
     full, empty = barriers.full, barriers.empty
     STAGES: gl.constexpr = barriers.full.shape[0]
     ROWS: gl.constexpr = CONSUMERS * BLOCK
@@ -299,29 +278,34 @@ def consume(
     dt: gl.constexpr = buffers.v.dtype
     load_count = 0
     tile_count = 0  # valid tiles only
-    for wave in range(_waves(scheduler)):
-        tile = _tile_of(wave, lengths, scheduler, ROWS)
+    for wave in range(waves(scheduler)):
+        tile = tile_of(wave, lengths, scheduler, ROWS)
         if tile.is_valid:
             b, h = tile.b, tile.h
-            _, tile_blocks = _key_blocks(tile.first, ROWS, lengths, b)
+            tile_blocks = key_blocks(tile.first, ROWS, lengths, b)
             first = tile.first + CONSUMER * BLOCK
             n_q = length_of(lengths.cu_q, lengths.n_q, b)
-            unmasked, blocks = _key_blocks(first, BLOCK, lengths, b)
-            if first >= n_q:  # no row is stored
-                blocks = 1
-            unmasked = gl.minimum(unmasked, blocks - 1)
+            blocks = consumer_blocks(first, n_q, tile_blocks, lengths, b)
+            unmasked = blocks.whole_end
             queries = first + gl.arange(0, BLOCK, S_ROWS)
-            mask = Mask(queries, live_keys(lengths, b), causal_offset(lengths, b))
+            lowest = lowest_diagonal(lengths, b) if lengths.left is not None else None
+            key_mask = None
+            if lengths.key_mask is not None:
+                key_mask = lengths.key_mask + b.to(gl.int64) * lengths.n_k
+            n_k = live_keys(lengths, b)
+            mask = Mask(queries, n_k, causal_offset(lengths, b), lowest, key_mask)
             q_row = _first_row(scales.q, lengths.cu_q, lengths.n_q, b, h)
             q_factor = gl.load(scales.q.ptr + q_row + queries, mask=queries < n_q, other=0.0)
             q_factor = q_factor * scale_log2
-            for _ in range(tile_blocks - blocks):  # keys for later rows of the tile only
+            if BY_TOKEN:
+                q_factor = q_factor * 2.0**10
+            for _ in range(tile_blocks.end - blocks.end):  # keys for later rows of the tile only
                 _wait_for_load(full, load_count)
                 mbarrier.arrive(empty.index(load_count % STAGES), count=1)
                 load_count += 1
             k_row = _first_row(scales.k, lengths.cu_k, lengths.n_k, b, h // scheduler.groups)
             k_ptr = scales.k.ptr + k_row // BLOCK
-            k_next = gl.load(k_ptr + unmasked)
+            k_next = _load_block_scale(k_ptr, unmasked, BY_TOKEN)
             slot = CONSUMER * 2 + tile_count % 2
             mbarrier.wait(barriers.q_full.index(slot), (tile_count // 2) & 1)
             tile_count += 1
@@ -330,12 +314,13 @@ def consume(
             part = _partial_sums(gl.zeros((BLOCK, BLOCK), gl.float32, S_FLOAT32))
             PART_ROWS: gl.constexpr = gl.SliceLayout(1, part.type.layout)
             o = gl.zeros((BLOCK, D), gl.float32, ACC)
-            for i in range(blocks - 1 - unmasked):
-                block = blocks - 1 - i
-                factor = q_factor * gl.load(k_ptr + block)
+            for i in range(blocks.end - 1 - unmasked):
+                block = blocks.end - 1 - i
+                factor = q_factor * _load_block_scale(k_ptr, block, BY_TOKEN)
                 s = _compute_s(q, buffers, barriers, load_count)
                 load_count += 1
-                p, row_max, rescale = _masked_softmax_step(s, factor, row_max, block, mask)
+                keys = key_indices(block, mask)
+                p, row_max, rescale = masked_softmax_step(s, factor, row_max, keys, mask)
                 part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + _partial_sums(p)
                 o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
                 _wait_for_load(full, load_count)
@@ -345,38 +330,47 @@ def consume(
             factor = q_factor * k_next
             s = _compute_s(q, buffers, barriers, load_count)
             load_count += 1
-            p, row_max, rescale = _masked_softmax_step(s, factor, row_max, unmasked, mask)
+            keys = key_indices(unmasked, mask)
+            p, row_max, rescale = masked_softmax_step(s, factor, row_max, keys, mask)
             part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + _partial_sums(p)
             o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
             p16 = gl.convert_layout(p.to(dt), P_OPERAND)
             _wait_for_load(full, load_count)
-            k_next = gl.load(k_ptr + gl.maximum(unmasked - 1, 0))
-            for i in range(unmasked):
-                stage = load_count % STAGES
-                k_scale = k_next
-                k_next = gl.load(k_ptr + gl.maximum(unmasked - 2 - i, 0))
-                s = _start_qk(q, buffers.k.index(stage))
-                v = buffers.v.index(stage).reshape([BLOCK, D])
-                o_t = warpgroup_mma(p16, v, o, is_async=True)
-                s = warpgroup_mma_wait(1, deps=[s])
-                factor = q_factor * k_scale
-                new_max = gl.maximum(row_max, _row_max_of_codes(s) * factor)
-                rescale = gl.exp2(row_max - new_max)
-                row_max = new_max
-                p = gl.exp2(_exponents(s, factor, row_max))
-                part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + _partial_sums(p)
-                part = _compute_before_wait(part, scales.q.ptr)
-                # The wait for the next step's load is here, and not at the top of the loop, because
-                # it contains a branch. ptxas moves the wait for the product P V, which follows,
-                # upwards as far as the last branch before it.
-                load_count += 1
-                _wait_for_load(full, load_count)
-                o = warpgroup_mma_wait(0, deps=[o_t])
-                # The consumer's warps synchronise before they arrive, so all of them have read
-                # this K, and V of the step before.
-                mbarrier.arrive(empty.index(stage), count=1)
-                o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
-                p16 = gl.convert_layout(p.to(dt), P_OPERAND)
+            k_next = _load_block_scale(k_ptr, gl.maximum(unmasked - 1, 0), BY_TOKEN)
+            for MASKED in gl.static_range(HAS_KEY_MASK, 1 + HAS_LAST):
+                for i in range(blocks.whole - blocks.begin if MASKED else unmasked - blocks.whole):
+                    stage = load_count % STAGES
+                    k_scale = k_next
+                    last = blocks.whole if MASKED else unmasked
+                    k_next = _load_block_scale(k_ptr, gl.maximum(last - 2 - i, 0), BY_TOKEN)
+                    s = _start_qk(q, buffers.k.index(stage))
+                    v = buffers.v.index(stage).reshape([BLOCK, D])
+                    o_t = warpgroup_mma(p16, v, o, is_async=True)
+                    if MASKED:
+                        keys = key_indices(last - 1 - i, mask)
+                    s = warpgroup_mma_wait(1, deps=[s])
+                    s = _apply_key_scales(s, buffers, stage)
+                    factor = q_factor * k_scale
+                    if MASKED:
+                        p, row_max, rescale = masked_softmax_step(s, factor, row_max, keys, mask)
+                    else:
+                        new_max = gl.maximum(row_max, _row_max_of_codes(s) * factor)
+                        rescale = gl.exp2(row_max - new_max)
+                        row_max = new_max
+                        p = gl.exp2(_exponents(s, factor, row_max))
+                    part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + _partial_sums(p)
+                    part = _compute_before_wait(part, scales.q.ptr)
+                    # The wait for the next step's load is here, and not at the top of the loop,
+                    # because it contains a branch. ptxas moves the wait for the product P V, which
+                    # follows, upwards as far as the last branch before it.
+                    load_count += 1
+                    _wait_for_load(full, load_count)
+                    o = warpgroup_mma_wait(0, deps=[o_t])
+                    # The consumer's warps synchronise before they arrive, so all of them have read
+                    # this K, and V of the step before.
+                    mbarrier.arrive(empty.index(stage), count=1)
+                    o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
+                    p16 = gl.convert_layout(p.to(dt), P_OPERAND)
             mbarrier.arrive(barriers.q_empty.index(slot), count=1)
             stage = load_count % STAGES
             v = buffers.v.index(stage).reshape([BLOCK, D])
@@ -385,12 +379,27 @@ def consume(
             o = warpgroup_mma_wait(0, deps=[o_t])
             mbarrier.arrive(empty.index(stage), count=1)
             load_count += 1
-            row_lse2 = gl.where(row_sum == 0.0, float("inf"), row_max + gl.log2(row_sum))
+            if lengths.left is not None:
+                for _ in range(blocks.begin - tile_blocks.begin):  # keys for earlier rows only
+                    _wait_for_load(full, load_count)
+                    mbarrier.arrive(empty.index(load_count % STAGES), count=1)
+                    load_count += 1
             rows = first + gl.arange(0, BLOCK, S_ROWS)
+            if row_max_out is not None:
+                maxima = Rows(row_max_out, lse2.stride_b, lse2.stride_h)
+                gl.store(row_base(maxima, lengths.cu_q, b, h) + rows, row_max, mask=rows < n_q)
+            if sink2 is not None:
+                sinks = Rows(sink2, lse2.stride_b, lse2.stride_h)
+                sink = gl.load(
+                    row_base(sinks, lengths.cu_q, b, h) + rows, mask=rows < n_q, other=0.0
+                )
+                row_sum, row_max, rescale = add_sink(row_sum, row_max, sink)
+                o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
+            row_lse2 = gl.where(row_sum == 0.0, float("inf"), row_max + gl.log2(row_sum))
             gl.store(row_base(lse2, lengths.cu_q, b, h) + rows, row_lse2, mask=rows < n_q)
             row_sum = gl.convert_layout(row_sum, O_ROWS)[:, None]
             # o * (1 / row_sum) has the bits of o / row_sum. The division compiles to the same
             # product, with extra scaling for sums that cannot occur: the greatest exponential of a
-            # row is 1. In rows without a key, V may have added 0 * NaN to o.
+            # row, or its sink's, is 1. In rows without a key, V may have added 0 * NaN to o.
             o = gl.where(row_sum == 0.0, 0.0, o * (1.0 / row_sum))
             _store_o(o_out, lengths.cu_q, tile, first, n_q, o, DV)

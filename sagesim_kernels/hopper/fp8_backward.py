@@ -30,6 +30,7 @@ from sagesim_kernels.operands import (
     Rows,
     RowStatistics,
     Strided,
+    ds_row_sums,
     finish_dq,
     padded,
 )
@@ -44,9 +45,11 @@ def launch_fp8_backward(
     o: Tensor,
     do: Tensor,
     statistics: RowStatistics,
-    row_max: Rows,
+    row_max: Tensor,
     d_lse: Rows | None,
     grads: Gradients,
+    *,
+    p_sink: Tensor | None = None,
 ) -> None:
     """Fill grads and statistics.delta.
 
@@ -55,15 +58,17 @@ def launch_fp8_backward(
         operands: its operands.
         o, do: [sequences, heads, n_q, d], any strides.
         statistics: lse2 of the forward; delta is written.
-        row_max: the row maximum of the forward, in base 2.
+        row_max: see `ForwardResult.row_max`.
         d_lse: the gradient of the logsumexp, or None.
         grads: [sequences, heads, tokens, d] each, any strides.
+        p_sink: the share of the sink in each row's sum, [sequences, heads, n_q]; None without
+            sinks.
     """
     dq, dk, dv = grads
     q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
     v16, do16 = operands.get("dp", "v"), operands.get("dp", "do")
     k_t = operands.get("dq", "k")
-    kv_heads, heads, d, d_v = dk.shape[1], dq.shape[1], dk.shape[3], dv.shape[3]
+    kv_heads, d, d_v = dk.shape[1], dk.shape[3], dv.shape[3]
     channels = padded(d)
     groups = query_heads_per_program(kv_heads, problem.groups)
     splits = problem.groups // groups
@@ -73,7 +78,7 @@ def launch_fp8_backward(
     dq_sums = DqSums.by_tma(problem, channels)
     tokens_q, tokens_k = dq_sums.tokens, k8.scale.shape[1]
     rows = prepare_rows(
-        problem, operands, o, do, statistics, row_max, d_lse, dq_sums, _TILE_K
+        problem, operands, o, do, statistics, Rows.of(row_max), d_lse, dq_sums, _TILE_K
     )
     q_t, do_t = rows.q, rows.do
     dk_parts, dv_parts = dk, dv
@@ -88,6 +93,7 @@ def launch_fp8_backward(
         tiles.heads * tiles.sequences,
         groups,
         multiprocessor_count(),
+        lowest=problem.longest_lowest,
     )
     has_parts = groups > 1 or problem.longest_q > problem.spec.block_q
     programs = tiles.programs[0] if has_parts else 0
@@ -113,9 +119,12 @@ def launch_fp8_backward(
         Strided.of(dv_parts),
         sums,
         TensorDescriptor.from_tensor(sums_of_dq, [_BLOCK_Q * channels // 32, 32], sums_layout),
-        lengths._replace(n_q=0, n_k=0),  # passed on their own: a tuple would specialise them
+        # passed on their own: a tuple would specialise them
+        lengths._replace(n_q=0, n_k=0, left=None, right=None, key_counts=None),
         lengths.n_q,
         lengths.n_k,
+        lengths.left,
+        lengths.right,
         tiles.tiles,
         kv_heads,
         heads_per_group,
@@ -130,7 +139,11 @@ def launch_fp8_backward(
     if splits > 1:
         add_splits(problem, dk_parts, dk, scale)
         add_splits(problem, dv_parts, dv, 1.0)
-    finish_dq(problem, dq_sums, statistics.lse2, d_lse, operands.subtracted, dq)
+    ds_sums = ds_row_sums(
+        problem, p_sink, statistics.delta.ptr, None if d_lse is None else d_lse.ptr
+    )
+    of_ds = None if ds_sums is None else Rows.of(ds_sums)
+    finish_dq(problem, dq_sums, statistics.lse2, of_ds, operands.subtracted, dq)
 
 
 def _columns(x, channels: int, tokens: int) -> TensorDescriptor:

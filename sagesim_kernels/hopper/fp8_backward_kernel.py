@@ -14,7 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.backward_kernel import BARRIER, locate
-from sagesim_kernels.hopper.backward_structures import Barriers, KeyOutputs, TokenOrigin
+from sagesim_kernels.hopper.backward_structures import (
+    Barriers,
+    KeyOutputs,
+    KeyTile,
+    QueryLoop,
+    TokenOrigin,
+)
 from sagesim_kernels.hopper.backward_warps import STATS_LAYOUT, load_tokens
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, DqBlocks, DqStore, store_dq
 from sagesim_kernels.hopper.fp8_backward_structures import (
@@ -64,13 +70,14 @@ def _first_scale(cu, n, b, PART: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "n_q", "n_k", "tiles", "heads", "heads_per_group", "tokens_q", "tokens_k", "scales_q",
+        "n_q", "n_k", "left", "right", "tiles", "heads", "heads_per_group", "tokens_q", "tokens_k",
+        "scales_q",
     ]
 )  # fmt: skip
 def hopper_fp8_backward(
     q8, k8, v, do, q_t, k_t, do_t, row_stats, k_scale, q_right_scale, k_right_scale, do_right_scale,
-    dk, dv, sums, dq_sums, mask, n_q, n_k, tiles, heads, heads_per_group, tokens_q, tokens_k,
-    scales_q, scale, CONFIG: gl.constexpr,
+    dk, dv, sums, dq_sums, mask, n_q, n_k, left, right, tiles, heads, heads_per_group, tokens_q,
+    tokens_k, scales_q, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One program computes one tile of keys, for the query heads of a group or for a part of them.
 
@@ -98,7 +105,7 @@ def hopper_fp8_backward(
     z = split_head // SPLITS
     b = z // heads
     head = z % heads
-    tile, loop, start_q, start_k = locate(
+    located, blocks, start_q, start_k = locate(
         # Not assigned to a variable, because IS_CAUSAL would stop being a constexpr.
         Lengths(
             mask.cu_q,
@@ -107,17 +114,21 @@ def hopper_fp8_backward(
             n_k,
             mask.IS_CAUSAL,
             mask.LOWER_RIGHT,
-            None,
-            None,
-            None,
-            None,
+            left,
+            right,
+            mask.seqused_k,
+            mask.key_mask,
             None,
         ),
         b,
         index * TILE_K,
     )
-    if tile.first >= tile.length:
+    if located.first >= located.length:
         return
+    lowest = located.lowest if left is not None else None
+    unmasked_end = blocks.unmasked_end if left is not None else None
+    tile = KeyTile(located.first, located.length, located.n_live, located.offset, lowest)
+    loop = QueryLoop(blocks.begin, blocks.unmasked, unmasked_end, blocks.end, blocks.shift)
     first_q_head = (head * SPLITS + split_head % SPLITS) * GROUPS
     row_q = first_q_head * tokens_q + start_q
     row_k = head * tokens_k + start_k + tile.first
@@ -168,7 +179,11 @@ def hopper_fp8_backward(
     barriers = Barriers(None, dq_full, dq_empty, kv_full, kv_full, q_full)
     first_scale = first_q_head * scales_q + _first_scale(mask.cu_q, n_q, b, PART)
     right_scales = RightScales(do_right_scale + first_scale, q_right_scale + first_scale, scales_q)
-    outputs = KeyOutputs(dk, dv, mask.cu_k, b, head * SPLITS + split_head % SPLITS, scale)
+    key_mask = None
+    if mask.key_mask is not None:
+        key_mask = mask.key_mask + b.to(gl.int64) * n_k
+    split = head * SPLITS + split_head % SPLITS
+    outputs = KeyOutputs(dk, dv, mask.cu_k, b, split, scale, key_mask)
     sums += gl.program_id(0).to(gl.int64) * (2 * TILE_K * D)
     dq = DqStore(dq_sums, dq_s, dq_full, dq_empty)
     dq_blocks = DqBlocks(

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagesim_kernels.gluon_compat import barrier, reinterpret, tma_load
+from sagesim_kernels.hopper.backward_masks import are_live, part_of
 from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.hopper.backward_warps import (
     ST_COLUMNS,
@@ -46,8 +47,8 @@ from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, block_of, to_tma_or
 ROW_STATS = gl.constexpr(5)
 """Statistics of a row of S, of which each block of queries has 64 in a row.
 
-Q's scale times the scale of the logits; log2 of the top code of P, less the row maximum; a factor of
-dP in codes of dS; this factor times -delta; and the scale of dS over the unit of dQ.
+Q's scale times the scale of the logits; log2 of the top code of P, less the row maximum; a factor
+of dP in codes of dS; this factor times -delta; and the scale of dS over the unit of dQ.
 """
 
 _TO_E4M3 = gl.constexpr(
@@ -247,7 +248,8 @@ def compute_gradients(
     address = k_scale
     k_scale = gl.load(k_scale + last)
     k_right_scale = gl.load(k_right_scale)
-    keys = gl.where(tile.first + local < tile.n_live, tile.first + local, 2**30)
+    is_live = are_live(tile.first + local, tile, outputs.key_mask)
+    keys = gl.where(is_live, tile.first + local, 2**30)
     mbarrier.wait(barriers.kv_full, 0)
     mbarrier.wait(barriers.q_full.index(0), 0)
     s_t = _start_s(key_tile.k8.index(0), queries.q8.index(0))
@@ -268,11 +270,9 @@ def compute_gradients(
             q_scale = gl.load(right_scales.q + head * right_scales.stride + block // PART)
             dk = warpgroup_mma_init(gl.zeros((TILE_K, D), gl.float32, ACC))
             dv = warpgroup_mma_init(gl.zeros((TILE_K, D), gl.float32, ACC))
-            for MASKED in gl.static_range(1, -1, -1):
-                for i in range(
-                    first if MASKED else gl.maximum(first, loop.unmasked),
-                    gl.minimum(stop, loop.unmasked) if MASKED else stop,
-                ):
+            for RANGE in gl.static_range(2 if loop.unmasked_end is None else 3):
+                begin, end = part_of(loop, RANGE)
+                for i in range(gl.maximum(first, begin), gl.minimum(stop, end)):
                     stage = n % STAGES
                     after = (n + 1) % STAGES
                     # This 0 is opaque to the compiler. With a constant, it computes the descriptors
@@ -283,7 +283,7 @@ def compute_gradients(
                     shift = queries.row_stats.index(stats + 1).load(ST_COLUMNS)
                     x = gl.convert_layout(s, ST_FLOAT32)
                     x = gl.fma(x, factor[None, :] * k_scale[:, None], _like(x, shift))
-                    if MASKED:
+                    if RANGE != 1:
                         visible = attends_transposed(keys, i, tile)
                         x = gl.where(visible, x, -float("inf"))
                     p = gl.exp2(x)
@@ -294,7 +294,7 @@ def compute_gradients(
                     ds_factor = queries.row_stats.index(stats + 2).load(ST_COLUMNS)
                     ds_shift = queries.row_stats.index(stats + 3).load(ST_COLUMNS)
                     ds = gl.fma(dp, _like(dp, ds_factor), _like(dp, ds_shift))
-                    if MASKED:  # P is 0 there, but 0 times an infinite or NaN dP would be NaN
+                    if RANGE != 1:  # P is 0 there, but 0 times an infinite or NaN dP would be NaN
                         ds = gl.where(visible, ds, 0.0)
                     codes = _to_codes(p * ds)
                     ds8 = _as_left_operand(codes, OPERAND)

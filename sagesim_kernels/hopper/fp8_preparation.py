@@ -6,7 +6,7 @@ of each block, times these bounds. The second rounds dO and Q, and computes the 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -29,28 +29,43 @@ from sagesim_kernels.operands import (
     Rows,
     RowStatistics,
     Strided,
+    TokenBlocks,
+    best_top,
+    code_max,
     compute_key_bounds,
+    count_of_tops,
     head_pointers,
     inverse_of,
+    largest,
     length_of,
+    live_queries,
+    load_folded,
     load_rows,
     load_token_scales,
+    load_tokens,
+    magnitude,
+    memory_of_codes,
+    norms,
+    numbers_of,
+    over_top,
     program_coordinates,
     row_units,
     rowsum_do_o,
+    scale_and_inverse,
+    scale_start_of,
+    store_codes_of_tokens,
     store_rows,
     stored_start_of,
     subtract_lse_gradient,
+    to_codes,
+    top_code,
 )
-from sagesim_kernels.operands.formats import code_max, count_of_tops, top_code
-from sagesim_kernels.operands.layout import TokenBlocks
-from sagesim_kernels.operands.masking import live_queries
-from sagesim_kernels.operands.operand import load_tokens, numbers_of, scale_start_of
-from sagesim_kernels.operands.quantization import memory_of_codes, store_codes_of_tokens
-from sagesim_kernels.operands.rounding import largest, magnitude, scale_and_inverse, to_codes
-from sagesim_kernels.operands.row_bounds import best_top, load_folded, norms, over_top
+
+_WARPS: Final = 8
+"""Of a program, which holds several blocks of queries at once."""
 
 LOG2_448 = tl.constexpr(8.807354922057604)
+"""log2 of the top code of each row of P."""
 
 
 class CodedRows(NamedTuple):
@@ -275,6 +290,7 @@ def prepare_rows(
         q_blocks,
         do_blocks,
         sizes,
+        num_warps=_WARPS,
         **LAUNCH,
     )
     launch(
@@ -303,6 +319,7 @@ def prepare_rows(
         do_blocks,
         count_of_tops(q_t.FORMAT),
         sizes,
+        num_warps=_WARPS,
         **LAUNCH,
     )
     return CodedRows(do_t, q_t, row_stats)

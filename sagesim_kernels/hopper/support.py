@@ -13,7 +13,14 @@ from typing import Final
 
 from torch import Tensor
 
-from sagesim.spec import AttentionSpec, Delta, Granularity, MatmulSpec, Precision
+from sagesim.spec import (
+    AttentionSpec,
+    Delta,
+    Granularity,
+    MatmulSpec,
+    Precision,
+    RoundingMode,
+)
 from sagesim_kernels.interpreter import IS_INTERPRETED
 from sagesim_kernels.operands import DTYPES, KernelProblem, padded, stored_tokens
 from sagesim_kernels.target import compute_capability
@@ -22,7 +29,11 @@ CHANNELS: Final = (64, 128)
 """Channels of a tile: those of the problem, padded to a power of two. TMA pads them with zeros."""
 
 BLOCK: Final = 64
+LONG_BLOCK: Final = 128
+"""Keys of a block of the spec in which dV, dQ and dK are in FP8."""
 _QK: Final = MatmulSpec(Precision.INT8, Granularity.PerToken, Granularity.PerBlock)
+_QK_BY_TOKEN: Final = MatmulSpec(Precision.INT8, Granularity.PerToken, Granularity.PerToken)
+_FP8: Final = MatmulSpec(Precision.FP8_E4M3, Granularity.PerRowBound, Granularity.PerBlock)
 _MOST_ROWS: Final = 2**29
 """Tokens of all heads in padded storage. The sums of dQ have up to four rows of 32 numbers for each
 token, and TMA counts rows in 31 bits."""
@@ -36,7 +47,7 @@ def serves(problem: KernelProblem) -> bool:
     """
     return (
         not IS_INTERPRETED
-        and problem.extras.is_none
+        and problem.extras.softcap is None
         and padded(problem.q.shape[3]) == padded(problem.v.shape[3]) in CHANNELS
         and problem.scale >= 0
         and _serves_spec(problem.spec)
@@ -56,6 +67,17 @@ def _rows(cu: Tensor | None, x: Tensor) -> int:
 
 @lru_cache(maxsize=256)
 def _serves_spec(spec: AttentionSpec) -> bool:
+    if has_fp8(spec):
+        return (
+            spec.qk == spec.qk_recompute == _QK_BY_TOKEN
+            and spec.dv == spec.dq == spec.dk == _FP8
+            and spec.pv.precision == spec.dp.precision in DTYPES
+            and not spec.smoothing.q
+            and spec.delta is Delta.FROM_O
+            and spec.rounding.mode is RoundingMode.HALF_EVEN
+            and spec.block_q % LONG_BLOCK == 0
+            and spec.block_k == LONG_BLOCK
+        )
     (sixteen, *others) = {spec.site(site).precision for site in ("pv", "dv", "dp", "dq", "dk")}
     return (
         spec.qk == spec.qk_recompute == _QK
@@ -67,28 +89,44 @@ def _serves_spec(spec: AttentionSpec) -> bool:
     )
 
 
+def has_fp8(spec: AttentionSpec) -> bool:
+    """Return whether the backward's products of P and dS are in FP8."""
+    return spec.dv.precision is Precision.FP8_E4M3
+
+
 def has_to_copy(problem: KernelProblem, *, queries: bool) -> bool:
     """Return whether 16-bit operands have to be copied to padded storage; see `OperandCache`.
 
     TMA reads zeros only behind the last token of a tensor. Between packed sequences it reads the
     next sequence. It also loads the values of keys that no query attends to and of queries that
-    attend to no key, where the kernels need zeros.
+    attend to no key, where the kernels need zeros. Which keys are padding is in the memory of the
+    device, so that the host copies whenever there may be padding.
 
     Args:
         problem: the call.
         queries: whether the kernel loads queries in 16 bit too, and not only keys and values.
     """
+    _, key_mask, seqused_k, *_ = problem.extras
+    may_be_padded = key_mask is not None or seqused_k is not None
     dead = has_dead_keys(problem) or (queries and has_dead_queries(problem))
-    return problem.cu_q is not None or dead
+    return problem.cu_q is not None or may_be_padded or dead
 
 
 def has_dead_keys(problem: KernelProblem) -> bool:
-    """Return whether there are keys that no query attends to, if sequences are not packed."""
-    shorter = problem.q.shape[2] < problem.k.shape[2]
-    return problem.is_causal and not problem.lower_right and shorter
+    """Return whether there are keys that no query attends to.
+
+    This is for sequences that are not packed, and without padding.
+    """
+    n_q, n_k = problem.q.shape[2], problem.k.shape[2]
+    lowest, offset = problem.longest_lowest, problem.longest_offset
+    return (lowest is not None and lowest > 0) or (offset is not None and n_q + offset < n_k)
 
 
 def has_dead_queries(problem: KernelProblem) -> bool:
-    """Return whether there are queries that attend to no key, if sequences are not packed."""
-    shorter = problem.k.shape[2] < problem.q.shape[2]
-    return problem.is_causal and problem.lower_right and shorter
+    """Return whether there are queries that attend to no key.
+
+    This is for sequences that are not packed, and without padding.
+    """
+    n_q, n_k = problem.q.shape[2], problem.k.shape[2]
+    lowest, offset = problem.longest_lowest, problem.longest_offset
+    return (lowest is not None and n_q + lowest > n_k) or (offset is not None and offset < 0)

@@ -45,7 +45,14 @@ _NEARLY_BALANCED: Final = 1.01
 
 @lru_cache(maxsize=4096)
 def choose_heads_per_group(
-    n_q: int, n_k: int, offset: int | None, rows: int, heads: int, programs: int, head_bytes: int
+    n_q: int,
+    n_k: int,
+    offset: int | None,
+    rows: int,
+    heads: int,
+    programs: int,
+    head_bytes: int,
+    lowest: int | None = None,
 ) -> int:
     """Return how many heads to compute at a time, a divisor of `heads`.
 
@@ -54,14 +61,15 @@ def choose_heads_per_group(
 
     Args:
         n_q, n_k: tokens of the longest sequence.
-        offset: query i attends to keys 0..i + offset; None without a mask.
+        offset: query i attends to no key after i + offset; None without such a limit.
         rows: queries of a tile.
         heads: heads of all sequences.
         programs: programs of the launch.
         head_bytes: bytes of K and V of one query head.
+        lowest: query i attends to no key before i + lowest; None without such a limit.
     """
     divisors = [n for n in range(2, min(heads, programs) + 1) if heads % n == 0] or [1]
-    steps = _steps(n_q, n_k, offset, rows)
+    steps = _steps(n_q, n_k, offset, lowest, rows)
     if heads * steps.size > _MANY_WAVES * programs:  # balanced, and too many to simulate
         return max((n for n in divisors if n * head_bytes <= _CACHE), default=divisors[0])
 
@@ -73,11 +81,19 @@ def choose_heads_per_group(
     return min(divisors, key=time)
 
 
-def _steps(n_q: int, n_k: int, offset: int | None, rows: int) -> NDArray[np.int64]:
-    """Return the time of each tile of a head in steps, the longest tile first."""
-    end = np.arange(rows, n_q + rows, rows)[::-1]
-    end = np.full_like(end, n_k) if offset is None else np.clip(end + offset, 1, n_k)
-    return -(-end // _BLOCK) + _OVERHEAD
+def _steps(
+    n_q: int, n_k: int, offset: int | None, lowest: int | None, rows: int
+) -> NDArray[np.int64]:
+    """Return the time of each tile of a head in steps, in the order in which they are computed.
+
+    With a limit after the diagonal, the last tile comes first: without another limit it is the
+    longest.
+    """
+    first = np.arange(0, n_q, rows)
+    end = np.full_like(first, n_k) if offset is None else np.clip(first + rows + offset, 1, n_k)
+    begin = np.zeros_like(first) if lowest is None else np.clip(first + lowest, 0, end - 1)
+    steps = -(-end // _BLOCK) - begin // _BLOCK + _OVERHEAD
+    return steps if offset is None else steps[::-1]
 
 
 def _most_steps(steps: NDArray[np.int64], heads: int, programs: int, heads_per_group: int) -> int:
@@ -105,7 +121,14 @@ def query_heads_per_program(heads: int, groups: int) -> int:
 
 @lru_cache(maxsize=4096)
 def choose_backward_heads(
-    n_q: int, n_k: int, offset: int | None, keys: int, heads: int, groups: int, multiprocessors: int
+    n_q: int,
+    n_k: int,
+    offset: int | None,
+    keys: int,
+    heads: int,
+    groups: int,
+    multiprocessors: int,
+    lowest: int | None = None,
 ) -> int:
     """Return of how many heads the backward computes the tiles at a time; the last may be fewer.
 
@@ -114,20 +137,25 @@ def choose_backward_heads(
 
     Args:
         n_q, n_k: tokens of the longest sequence.
-        offset: query i attends to keys 0..i + offset; None without a mask.
+        offset: query i attends to no key after i + offset; None without such a limit.
         keys: keys of a tile.
         heads: heads of K and V of all sequences, times the programs that share a tile of one.
         groups: query heads of a program.
         multiprocessors: each runs one program at a time.
+        lowest: query i attends to no key before i + lowest; None without such a limit.
     """
     tiles = -(-n_k // keys)
     enough = min(-(-9 * multiprocessors // (10 * tiles)), heads)  # all have a program at the start
     if heads * tiles > _MANY_WAVES * multiprocessors:
         return enough
-    begin = np.zeros(tiles, dtype=np.int64)
+    first = np.arange(0, n_k, keys)
+    begin, end = np.zeros_like(first), np.full_like(first, n_q)
     if offset is not None:
-        begin = np.clip(np.arange(0, n_k, keys) - offset, 0, n_q) // _BLOCK
-    steps = (groups * np.maximum(-(-n_q // _BLOCK) - begin, 0) + _OVERHEAD).tolist()
+        begin = np.clip(first - offset, 0, n_q)
+    if lowest is not None:
+        end = np.clip(first + keys - lowest, 0, n_q)
+    steps = np.maximum(-(-end // _BLOCK) - begin // _BLOCK, 0)
+    steps = (groups * steps + _OVERHEAD).tolist()
     candidates = [enough]
     while candidates[-1] < heads:
         candidates.append(min(2 * candidates[-1], heads))

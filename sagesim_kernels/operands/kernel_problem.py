@@ -126,12 +126,24 @@ class KernelProblem:
 
     @property
     def longest_offset(self) -> int | None:
-        """The causal offset of the longest sequence: query i attends to keys 0..i + offset.
+        """The last diagonal of the longest sequence: query i attends to no key after i + offset.
 
-        None without a causal mask.
+        None without such a limit.
         """
-        if not self.is_causal:
-            return None
+        right = 0 if self.is_causal else self.extras.window[1]
+        return self._longest_alignment + right if right >= 0 else None
+
+    @property
+    def longest_lowest(self) -> int | None:
+        """The first diagonal of the longest sequence: query i attends to no key before i + lowest.
+
+        None without such a limit.
+        """
+        left = self.extras.window[0]
+        return self._longest_alignment - left if left >= 0 else None
+
+    @property
+    def _longest_alignment(self) -> int:
         return self.longest_k - self.longest_q if self.lower_right else 0
 
     @property

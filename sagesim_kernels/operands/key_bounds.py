@@ -186,7 +186,10 @@ def attended_bounds(bounds, lengths, b, k_head, first, queries, sizes):
     block_k_norm = tl.zeros((_BLOCKS_AT_ONCE,), tl.int32)
     length = length_of(lengths.cu_k, lengths.n_k, b)
     blocks = tl.cdiv(tl.minimum(tl.cdiv(end, bounds.TILE) * bounds.TILE, length), sizes.BLOCK_K)
-    for index in range(begin // sizes.BLOCK_K, blocks, _BLOCKS_AT_ONCE):
+    first_block = begin // sizes.BLOCK_K
+    if lengths.left is not None:
+        first_block = begin // bounds.TILE * (bounds.TILE // sizes.BLOCK_K)
+    for index in range(first_block, blocks, _BLOCKS_AT_ONCE):
         local = index + tl.arange(0, _BLOCKS_AT_ONCE)
         place, whole = at // sizes.BLOCK_K + local, local < whole_end // sizes.BLOCK_K
         if lengths.left is not None:
@@ -245,6 +248,7 @@ def compute_key_bounds(
         bounds,
         problem.lengths,
         KernelSizes.of(problem, block),
+        num_warps=8 if block > 64 else 4,
         **LAUNCH,
     )
     return bounds

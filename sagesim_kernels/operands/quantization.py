@@ -274,6 +274,8 @@ def _task(
     out = memory_of_codes(
         source, precision, granularity, contract_tokens, keys_in_pairs=keys_in_pairs
     )
+    if granularity is Granularity.PerToken and (source.is_key or source.mean is None):
+        block = min(block, ALIGNMENT.value)  # no two tokens share anything
     return _Task(
         Grid(-(-source.longest // block), heads, problem.sequences),
         Strided.of(source.x),

@@ -13,7 +13,6 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from sagesim.spec import Granularity, Precision

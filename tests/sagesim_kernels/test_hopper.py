@@ -7,6 +7,7 @@ instead, so these tests are skipped there.
 import math
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,14 @@ MASKS = {
     "upper_left": {"is_causal": True},
     "lower_right": {"is_causal": True, "causal_alignment": "lower_right"},
 }
+WINDOWS = {
+    "causal_window": {"is_causal": True, "window": (200, -1), "causal_alignment": "upper_left"},
+    "window": {"window": (70, 130), "causal_alignment": "upper_left"},
+    "lower_right_window": {"window": (127, 0), "causal_alignment": "lower_right"},
+    "left": {"window": (64, -1), "causal_alignment": "lower_right"},
+    "right": {"window": (-1, 40), "causal_alignment": "upper_left"},
+}
+EVERY_MASK = MASKS | WINDOWS
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 200, 256, 257, 300, 385)
 
 
@@ -79,6 +88,143 @@ def test_kernels_meet_the_contract(lengths, d, dtype, mask):
         **MASKS[mask],
     )
     check(problem.case, problem.parsed)
+
+
+EXTRAS: dict[str, dict[str, Any]] = {
+    **WINDOWS,
+    "random_padding": {"padding": "random"},
+    "left_padding": {"padding": "left", "is_causal": True},
+    "right_padding": {"padding": "right", "has_sinks": True},
+    "sinks": {"has_sinks": True, "is_causal": True},
+    "all": {"padding": "random", "has_sinks": True, **WINDOWS["window"]},
+}
+"""Fields of a `KernelCase`: windows, padding and sinks."""
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize("d", HEAD_SIZES)
+@pytest.mark.parametrize("lengths", [(520, 520), (300, 400), (400, 300), (1, 129)])
+def test_windows_padding_and_sinks_meet_the_contract(lengths, d, extras):
+    n_q, n_k = lengths
+    problem = KernelCase(
+        spec=FACTORED_QK,
+        n_q=n_q,
+        n_k=n_k,
+        d=d,
+        d_v=d,
+        heads=(3, 1, 2),
+        kinds=("gaussian", "offset", "gaussian", "gaussian"),
+        dtype="bfloat16",
+        **EXTRAS[extras],
+    )
+    check(problem.case, problem.parsed)
+
+
+COMPILED: tuple[dict[str, Any], ...] = (
+    {"d": 64, "d_v": 64, "dtype": "bfloat16", "left": True},
+    {"d": 128, "d_v": 128, "dtype": "float16", "left": True, "right": True},
+    {"d": 33, "d_v": 56, "dtype": "float32", "is_causal": True, "left": True, "has_sinks": True},
+    {"d": 96, "d_v": 80, "dtype": "bfloat16", "right": True, "padding": "left"},
+    {"d": 64, "d_v": 64, "dtype": "float16", "padding": "random", "left": True, "right": True},
+    {"d": 128, "d_v": 128, "dtype": "bfloat16", "is_causal": True, "padding": "right"},
+    {"d": 64, "d_v": 64, "dtype": "float32", "is_causal": True, "has_sinks": True},
+    {"d": 128, "d_v": 128, "dtype": "bfloat16", "is_causal": True, "left": True},
+)
+"""Fields of a `KernelCase` that are compiled; and whether its window has a limit on each side."""
+
+
+@st.composite
+def problems_with_extras(draw: st.DrawFn, compiled: dict[str, Any]) -> KernelCase:
+    fields = dict(compiled)
+    sides = [
+        draw(st.sampled_from((0, 1, 5, 40, 63, 64, 65, 127, 128, 200, 300))) if has_limit else -1
+        for has_limit in (fields.pop("left", False), fields.pop("right", False))
+    ]
+    kind = st.sampled_from(draw(st.sampled_from((sorted(ORDINARY), sorted(KINDS)))))
+    return KernelCase(
+        spec=FACTORED_QK,
+        n_q=draw(st.sampled_from(LENGTHS)),
+        n_k=draw(st.sampled_from(LENGTHS)),
+        heads=draw(st.sampled_from(((2, 1, 1), (1, 2, 2), (3, 1, 3)))),
+        kinds=(draw(kind), draw(kind), draw(kind), draw(kind)),
+        window=(sides[0], sides[1]),
+        causal_alignment=draw(st.sampled_from(("upper_left", "lower_right"))),
+        scale=draw(st.sampled_from((None, 0.03, 1.0, 0.0))),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        do_layout=draw(st.sampled_from((*LAYOUTS, "expanded"))),
+        seed=draw(st.integers(0, 2**32 - 1)),
+        **fields,
+    )
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("part", range(len(COMPILED)))
+def test_any_window_padding_and_sinks_meet_the_contract(part: int) -> None:
+    @seed(part)
+    @examples(40)
+    @given(problems_with_extras(COMPILED[part]))
+    def run(problem: KernelCase) -> None:
+        check(problem.case, problem.parsed)
+
+    run()
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("mask", ["full", "upper_left", "causal_window", "window"])
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_padded_keys_have_no_influence(d, mask):
+    """Each sequence of a padded batch has the bits that it has alone, without its padding. The
+    padding is NaN. With seqused_k and with a key mask the bits are the same."""
+    used = (300, 65, 0, 1, 129, 256, 192)
+    n = max(used)
+    options = {"spec": FACTORED_QK, "enable_gqa": True, "return_lse": True, **EVERY_MASK[mask]}
+    q, do = (torch.randn(len(used), 4, 330, d, device="cuda").bfloat16() for _ in range(2))
+    k, v = (torch.randn(len(used), 2, n, d, device="cuda").bfloat16() for _ in range(2))
+    seqused_k = torch.tensor(used, device="cuda")
+    key_mask = torch.arange(n, device="cuda") < seqused_k[:, None]
+    for x in (k, v):
+        x.masked_fill_(~key_mask[:, None, :, None], math.nan)
+
+    def run(*tensors: Tensor, **padding: Tensor) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+        o, lse = attention(*leaves, **options, **padding)
+        return [o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, tensors[3])]
+
+    padded = run(q, k, v, do, seqused_k=seqused_k)
+    names = ("o", "lse", "dq", "dk", "dv")
+    for x, y, name in zip(run(q, k, v, do, key_mask=key_mask), padded, names, strict=True):
+        assert_bitwise(actual=x, expected=y, what=name)
+    for i, count in enumerate(used):
+        one = (x[i : i + 1] for x in (q, k[:, :, :count], v[:, :, :count], do))
+        for x, y, name in zip(run(*one), padded, names, strict=True):
+            found = y[i : i + 1]
+            if name in ("dk", "dv"):
+                rest = found[:, :, count:]
+                assert_bitwise(actual=rest, expected=torch.zeros_like(rest), what=name)
+                found = found[:, :, :count]
+            assert_bitwise(actual=found, expected=x, what=f"{name} of {count}")
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_a_value_outside_of_the_window_is_not_read(d, value):
+    """A NaN reaches the queries whose window contains a key of its 128, and no others."""
+    n, left = 1024, 200
+    c = kernel_case(torch.bfloat16, seed=6, n_q=n, n_k=n, d=d, heads=(1, 2), is_causal=True)
+    c = replace(c, window=(left, -1))
+    clean = run_kernels(c, UNSMOOTHED)
+    for tensor in (c.k, c.v):
+        before = tensor[0, 1, 500].clone()
+        tensor[0, 1, 500] = value
+        found = run_kernels(c, UNSMOOTHED)
+        tensor[0, 1, 500] = before
+        for name in ("o", "lse", "dq"):
+            x, y = getattr(found, name), getattr(clean, name)
+            for rows in (slice(0, 384), slice(512 + left + 64, n)):
+                assert_bitwise(actual=x[0, 1, rows], expected=y[0, 1, rows], what=name)
+            assert_bitwise(actual=x[0, 0], expected=y[0, 0], what=name)
 
 
 @st.composite
@@ -122,7 +268,7 @@ def portable(case, spec, monkeypatch: pytest.MonkeyPatch, **options) -> Results:
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", EVERY_MASK)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("d", HEAD_SIZES)
 @pytest.mark.parametrize("lengths", [(1, 1), (129, 513), (700, 333), (1024, 1024)])
@@ -131,8 +277,8 @@ def test_results_are_those_of_the_portable_kernels(lengths, d, spec, mask, monke
     n_q, n_k = lengths
     c = kernel_case(torch.bfloat16, seed=1, n_q=n_q, n_k=n_k, d=d, heads=(2, 4))
     d_lse = torch.randn(c.q.shape[:-1], device="cuda")
-    found = run_kernels(c, spec, d_lse=d_lse, **MASKS[mask])
-    twin = portable(c, spec, monkeypatch, d_lse=d_lse, **MASKS[mask])
+    found = run_kernels(c, spec, d_lse=d_lse, **EVERY_MASK[mask])
+    twin = portable(c, spec, monkeypatch, d_lse=d_lse, **EVERY_MASK[mask])
     assert torch.equal(found.lse.isinf(), twin.lse.isinf())
     live = found.lse.isfinite()
     off = (found.lse - twin.lse)[live].abs()
@@ -145,7 +291,7 @@ def test_results_are_those_of_the_portable_kernels(lengths, d, spec, mask, monke
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", EVERY_MASK)
 @pytest.mark.parametrize("d", HEAD_SIZES)
 @pytest.mark.parametrize(
     "shape", [(1, 32, 32, 2048), (2, 2, 16, 2000), (1, 1, 1, 8192), (2, 8, 32, 4096)]
@@ -158,7 +304,7 @@ def test_repeated_runs_give_the_same_bits(shape, d, mask):
 
     def run() -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        o = attention(*leaves, spec=FACTORED_QK, enable_gqa=True, **MASKS[mask])
+        o = attention(*leaves, spec=FACTORED_QK, enable_gqa=True, **EVERY_MASK[mask])
         return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
     once = run()
@@ -169,7 +315,7 @@ def test_repeated_runs_give_the_same_bits(shape, d, mask):
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", EVERY_MASK)
 @pytest.mark.parametrize("d", HEAD_SIZES)
 @pytest.mark.parametrize("lengths", [(1, 1), (129, 513), (700, 333), (1024, 1024)])
 def test_memory_is_written_before_it_is_read(lengths, d, mask):
@@ -180,19 +326,19 @@ def test_memory_is_written_before_it_is_read(lengths, d, mask):
     n_q, n_k = lengths
     c = kernel_case(torch.bfloat16, seed=3, n_q=n_q, n_k=n_k, d=d, heads=(2, 4))
     d_lse = torch.randn(c.q.shape[:-1], device="cuda")
-    once = run_kernels(c, FACTORED_QK, d_lse=d_lse, **MASKS[mask])
+    once = run_kernels(c, FACTORED_QK, d_lse=d_lse, **EVERY_MASK[mask])
     with poisoned():
-        assert_same(run_kernels(c, FACTORED_QK, d_lse=d_lse, **MASKS[mask]), once)
+        assert_same(run_kernels(c, FACTORED_QK, d_lse=d_lse, **EVERY_MASK[mask]), once)
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", EVERY_MASK)
 @pytest.mark.parametrize("d", SIZES)
 def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_packed(d, mask):
     """The other packed sequences are empty, longer, shorter, or contain NaN."""
     lengths_q = (300, 0, 65, 1, 513, 64, 70)
     lengths_k = (300, 40, 200, 1, 400, 0, 129)
-    options = {"spec": FACTORED_QK, "enable_gqa": True, **MASKS[mask]}
+    options = {"spec": FACTORED_QK, "enable_gqa": True, **EVERY_MASK[mask]}
     q, do = (torch.randn(sum(lengths_q), 4, d, device="cuda").bfloat16() for _ in range(2))
     k, v = (torch.randn(sum(lengths_k), 2, d, device="cuda").bfloat16() for _ in range(2))
     spoilt = 4
@@ -263,21 +409,31 @@ def test_a_ds_that_overflows_in_float16_reaches_dq(d, mask):
 
 @pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize(
-    ("mask", "lengths"), [("upper_left", (100, 333)), ("lower_right", (333, 100))]
+    ("mask", "lengths"),
+    [
+        ("upper_left", (100, 333)),
+        ("lower_right", (333, 100)),
+        ("left", (100, 333)),
+        ("causal_window", (400, 70)),
+    ],
 )
 @pytest.mark.parametrize("d", HEAD_SIZES)
 def test_tokens_outside_the_mask_have_no_influence(mask, lengths, d):
     """Keys that no query attends to, and queries that attend to no key, may be NaN."""
     n_q, n_k = lengths
     c = kernel_case(torch.bfloat16, seed=4, n_q=n_q, n_k=n_k, d=d, heads=(2, 2))
-    dead = [c.k[..., n_q:, :], c.v[..., n_q:, :]]
-    if mask == "lower_right":
-        dead = [c.q[..., : n_q - n_k, :], c.do[..., : n_q - n_k, :]]
+    queries, keys = {
+        "upper_left": (slice(0, 0), slice(n_q, n_k)),
+        "lower_right": (slice(0, n_q - n_k), slice(0, 0)),
+        "left": (slice(0, 0), slice(0, n_k - n_q - 64)),
+        "causal_window": (slice(n_k + 200, n_q), slice(0, 0)),
+    }[mask]
+    dead = [*(x[..., queries, :] for x in (c.q, c.do)), *(x[..., keys, :] for x in (c.k, c.v))]
     found: list[Results] = []
     for value in (0.0, math.nan):
         for x in dead:
             x.fill_(value)
-        found.append(run_kernels(c, FACTORED_QK, **MASKS[mask]))
+        found.append(run_kernels(c, FACTORED_QK, **EVERY_MASK[mask]))
     assert all(bool(x.isfinite().all()) for x in (found[0].o, *found[0][2:]))
     assert_same(found[1], found[0])
 

@@ -54,10 +54,7 @@ EXTRAS = {
     "key_mask": Extras(key_mask=torch.empty(1, 5, dtype=torch.bool, device="meta")),
     "seqused_k": Extras(seqused_k=torch.empty(1, dtype=torch.int32, device="meta")),
     "sinks": Extras(sinks=torch.empty(2, device="meta")),
-    "softcap": Extras(softcap=20.0),
 }
-"""What only the portable kernels serve."""
-
 
 SERVED = {
     "factored_qk": problem(),
@@ -71,6 +68,7 @@ SERVED = {
     "unsmoothed": problem(replace(FACTORED_QK, smoothing=Smoothing())),
     "half away": problem(replace(FACTORED_QK, rounding=HALF_AWAY)),
     "scale 0": problem(scale=0.0),
+    **{name: problem(extras=extras) for name, extras in EXTRAS.items()},
 }
 OTHERS = {
     "factored": problem(FACTORED),
@@ -86,7 +84,7 @@ OTHERS = {
     "d_v 128": problem(d_v=128),
     "negative scale": problem(scale=-1.0),
     "too many rows": problem(n_q=2**28, heads=2),
-    **{name: problem(extras=extras) for name, extras in EXTRAS.items()},
+    "softcap": problem(extras=Extras(softcap=20.0)),
 }
 
 
@@ -117,19 +115,28 @@ def test_nothing_is_served_on_another_gpu(served, monkeypatch):
 
 @pytest.mark.parametrize("n_q", [0, 1, 4])
 @pytest.mark.parametrize("n_k", [0, 1, 4])
+@pytest.mark.parametrize("window", [(-1, -1), (0, 0), (0, -1), (-1, 1), (2, 1)])
 @pytest.mark.parametrize("mask", ["full", "upper_left", "lower_right"])
-def test_dead_tokens_are_those_outside_the_mask(n_q, n_k, mask):
-    x = problem(n_q=n_q, n_k=n_k, is_causal=mask != "full", lower_right=mask == "lower_right")
+def test_dead_tokens_are_those_outside_the_mask(n_q, n_k, mask, window):
+    extras = Extras(window=window)
+    is_causal, lower_right = mask != "full", mask == "lower_right"
+    x = problem(n_q=n_q, n_k=n_k, is_causal=is_causal, lower_right=lower_right, extras=extras)
     attends = torch.ones(n_q, n_k, dtype=torch.bool)
-    if mask != "full":
-        attends = attends.tril(n_k - n_q if mask == "lower_right" else 0)
+    diagonal = n_k - n_q if lower_right else 0
+    left, right = window
+    if is_causal:
+        attends = attends.tril(diagonal)
+    if right >= 0:
+        attends = attends.tril(diagonal + right)
+    if left >= 0:
+        attends = attends.triu(diagonal - left)
     if n_q and n_k:
         assert hopper.has_dead_keys(x) == bool((~attends.any(0)).any())
         assert hopper.has_dead_queries(x) == bool((~attends.any(1)).any())
         assert hopper.has_to_copy(x, queries=False) == hopper.has_dead_keys(x)
         either = hopper.has_dead_keys(x) or hopper.has_dead_queries(x)
         assert hopper.has_to_copy(x, queries=True) == either
-    if mask == "full":  # the alignment has no effect
+    if mask == "full" and window == (-1, -1):  # the alignment has no effect
         assert not hopper.has_to_copy(replace(x, lower_right=True), queries=True)
     cu = torch.empty(2, dtype=torch.int32, device="meta")
     assert hopper.has_to_copy(replace(x, cu_q=cu, cu_k=cu), queries=False)

@@ -13,7 +13,13 @@ PROGRAMS = 132
 
 
 def steps_of_programs(
-    n_q: int, n_k: int, offset: int | None, rows: int, heads: int, group: int
+    n_q: int,
+    n_k: int,
+    offset: int | None,
+    rows: int,
+    heads: int,
+    group: int,
+    lowest: int | None = None,
 ) -> tuple[int, float]:
     """Return the steps of the program with the most steps, and the average of all programs.
 
@@ -24,10 +30,14 @@ def steps_of_programs(
     for index in range(heads * tiles):
         wave, place = divmod(index, PROGRAMS)
         tile = index % (tiles * group) // group
-        keys = n_k
+        first, end = 0, n_k
         if offset is not None:
-            keys = max(1, min(n_k, (tiles - tile) * rows + offset))
-        programs[PROGRAMS - 1 - place if wave % 2 else place] += -(-keys // 64) + 4
+            tile = tiles - 1 - tile
+            end = max(1, min(n_k, (tile + 1) * rows + offset))
+        if lowest is not None:
+            first = min(max(tile * rows + lowest, 0), end - 1)
+        steps = -(-end // 64) - first // 64 + 4
+        programs[PROGRAMS - 1 - place if wave % 2 else place] += steps
     return max(programs), sum(programs) / PROGRAMS
 
 
@@ -46,6 +56,18 @@ def test_no_program_takes_much_longer_than_the_average(
     waves = -(-heads * -(-n // rows) // PROGRAMS)
     whole = waves * PROGRAMS / (heads * -(-n // rows))
     assert longest <= 1.1 * whole * average
+
+
+@pytest.mark.parametrize(("n", "left", "offset"), [(16384, 1023, 0), (3000, 500, None)])
+@pytest.mark.parametrize("heads", [32, 100])
+def test_tiles_of_a_window_are_balanced(n: int, left: int, offset: int | None, heads: int) -> None:
+    group = choose_heads_per_group(n, n, offset, 192, heads, PROGRAMS, 1, lowest=-left)
+    longest, average = steps_of_programs(n, n, offset, 192, heads, group, -left)
+    waves = -(-heads * -(-n // 192) // PROGRAMS)
+    whole = waves * PROGRAMS / (heads * -(-n // 192))
+    assert longest <= 1.1 * whole * average
+    # All tiles of a long sequence take as long as the last one, whatever is before the window.
+    assert longest < steps_of_programs(n, n, offset, 192, heads, group)[0]
 
 
 def test_the_choice_is_the_order_that_finishes_first() -> None:
@@ -83,7 +105,9 @@ def test_any_number_of_heads_can_be_divided(heads: int) -> None:
     assert group in ({1} if heads in (1, 139) else {heads})
 
 
-def end_of_backward(n: int, heads: int, groups: int, group: int) -> tuple[int, float]:
+def end_of_backward(
+    n: int, heads: int, groups: int, group: int, left: int | None = None
+) -> tuple[int, float]:
     """Return the steps until the last program ends, and those of a perfect balance: causal mask.
 
     A multiprocessor starts the next program of the launch when it has finished one.
@@ -94,7 +118,8 @@ def end_of_backward(n: int, heads: int, groups: int, group: int) -> tuple[int, f
     for first in range(0, heads, group):
         for tile in range(tiles):
             for _ in range(min(group, heads - first)):
-                steps = groups * (-(-n // 64) - 2 * tile) + 4
+                last = n if left is None else min(128 * (tile + 1) + left, n)
+                steps = groups * (-(-last // 64) - 2 * tile) + 4
                 ends[ends.index(min(ends))] += steps
                 total += steps
     return max(ends), total / PROGRAMS
@@ -114,6 +139,15 @@ def test_the_programs_of_the_backward_end_together(n: int, heads: int, groups: i
     assert group * tiles < 2 * PROGRAMS or (
         end_of_backward(n, heads, groups, group // 2)[0] > 1.005 * last
     )
+
+
+@pytest.mark.parametrize(("n", "heads", "left"), [(16384, 16, 1023), (4096, 8, 700)])
+def test_the_programs_of_a_window_end_together(n: int, heads: int, left: int) -> None:
+    group = choose_backward_heads(n, n, 0, 128, heads, 2, PROGRAMS, lowest=-left)
+    last, average = end_of_backward(n, heads, 2, group, left)
+    longest = 2 * -(-(left + 128) // 64) + 4
+    assert last <= 1.03 * average + longest
+    assert last < end_of_backward(n, heads, 2, group)[0]
 
 
 def test_one_head_after_another_would_end_late() -> None:

@@ -1,0 +1,62 @@
+"""A step of the forward's softmax under a mask, and sinks."""
+
+# Pyright takes the annotations of Gluon's functions literally:
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sagesim_kernels.hopper.forward_tiles import BLOCK
+from sagesim_kernels.operands import attends
+
+S_FLOAT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+"""Layout of S and P [queries, keys] in float32."""
+S_ROWS = gl.constexpr(gl.SliceLayout(1, S_FLOAT32.value))
+"""Layout of one number for each row of S, a query."""
+S_COLUMNS = gl.constexpr(gl.SliceLayout(0, S_FLOAT32.value))
+"""Layout of one number for each column of S, a key."""
+
+
+@gluon.jit
+def key_indices(block, mask):
+    """Return the index of each key of a block; 2^30 for keys that are padding."""
+    keys = block * BLOCK + gl.arange(0, BLOCK, S_COLUMNS)
+    if mask.key_mask is not None:
+        is_live = gl.load(mask.key_mask + keys, mask=keys < mask.n_k, other=0) != 0
+        keys = gl.where(is_live, keys, 2**30)
+    return keys
+
+
+@gluon.jit
+def masked_softmax_step(s, factor, row_max, keys, mask):
+    """Return P of a key block under the mask, the new row maxima, and the rescaling factors.
+
+    A row's maximum is -inf until it has attended to a key. The rescaling factor multiplies what the
+    row has summed up with its previous maximum. keys: see `key_indices`.
+    """
+    x = gl.convert_layout(s.to(gl.float32), S_FLOAT32) * factor[:, None]
+    if mask.lowest is None:
+        is_attended = attends(mask.queries[:, None], keys[None, :], mask.n_k, mask.offset)
+    else:  # one comparison a side
+        last = gl.minimum(mask.queries + mask.offset, mask.n_k - 1)
+        is_attended = keys[None, :] <= last[:, None]
+        is_attended = is_attended & (keys[None, :] >= (mask.queries + mask.lowest)[:, None])
+    x = gl.where(is_attended, x, -float("inf"))
+    new_max = gl.maximum(row_max, gl.max(x, 1))
+    finite_max = gl.where(new_max == -float("inf"), 0.0, new_max)
+    return gl.exp2(x - finite_max[:, None]), new_max, gl.exp2(row_max - finite_max)
+
+
+@gluon.jit
+def add_sink(row_sum, row_max, sink):
+    """Return the row sums and maxima with the sinks, and the factor of what was summed up before.
+
+    A row that attends to no key has no sink: its sum stays 0.
+    """
+    new_max = gl.maximum(row_max, sink)
+    rescale = gl.exp2(row_max - new_max)
+    with_sink = row_sum * rescale + gl.exp2(sink - new_max)
+    return gl.where(row_sum == 0.0, 0.0, with_sink), new_max, rescale

@@ -1,0 +1,89 @@
+"""Which tile a forward program computes in each wave, and with which blocks of keys."""
+
+# Pyright takes the annotations of Gluon's functions literally:
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sagesim_kernels.hopper.forward_structures import KeyBlocks, Tile
+from sagesim_kernels.operands import causal_offset, key_loops, length_of, live_keys
+
+BLOCK = gl.constexpr(64)
+"""Queries of a consumer, and keys of a step."""
+
+
+@gluon.jit
+def waves(scheduler):
+    """Return how many tiles a program is given at most."""
+    return (scheduler.tiles + scheduler.programs - 1) // scheduler.programs
+
+
+@gluon.jit
+def tile_of(wave, lengths, scheduler, ROWS: gl.constexpr):
+    """Return the `Tile` that this program computes in a wave.
+
+    Waves take tiles in snake order: programs 0, 1, ... in even waves, and backwards in odd ones.
+    Under a causal mask the later tiles of a group of heads are shorter, so a program with a long
+    tile in one wave gets a short tile in the next.
+    """
+    pid = gl.program_id(0)
+    index = wave * scheduler.programs + pid
+    if wave % 2 == 1:
+        index = wave * scheduler.programs + scheduler.programs - 1 - pid
+    is_valid = index < scheduler.tiles
+    index = gl.minimum(index, scheduler.tiles - 1)
+    head_tiles = (scheduler.longest_q + ROWS - 1) // ROWS
+    group_tiles = head_tiles * scheduler.heads_per_group
+    tile = index % group_tiles // scheduler.heads_per_group
+    head = index // group_tiles * scheduler.heads_per_group + index % scheduler.heads_per_group
+    if lengths.IS_CAUSAL:  # longest first
+        tile = head_tiles - 1 - tile
+    b = head // scheduler.heads
+    first = tile * ROWS
+    is_valid = is_valid & (first < length_of(lengths.cu_q, lengths.n_q, b))
+    return Tile(b, head % scheduler.heads, first, is_valid)
+
+
+@gluon.jit
+def key_blocks(first, ROWS: gl.constexpr, lengths, b):
+    """Return the `KeyBlocks` of queries first..first + ROWS of sequence b.
+
+    There is at least one block, so that queries that attend to no key need no code of their own.
+    """
+    n_k = live_keys(lengths, b)
+    begin, whole, whole_end, end = key_loops(
+        lengths, b, first, ROWS, BLOCK, n_k, causal_offset(lengths, b)
+    )
+    end = gl.maximum((end + BLOCK - 1) // BLOCK, 1)
+    begin = begin // BLOCK
+    if lengths.left is not None:
+        begin = gl.minimum(begin, end - 1)
+    return KeyBlocks(begin, whole // BLOCK, whole_end // BLOCK, end)
+
+
+@gluon.jit
+def consumer_blocks(first, n_q, tile_blocks, lengths, b):
+    """Return the `KeyBlocks` of the queries from `first` that one consumer computes.
+
+    `whole_end` is a block before `end`, and `whole` is at most `whole_end`: the loop that needs no
+    mask goes from the block before `whole_end` down to `whole`. Queries behind the last one get the
+    first block of the tile.
+    """
+    begin, whole, whole_end, end = key_blocks(first, BLOCK, lengths, b)
+    if first >= n_q:  # no row is stored
+        end = tile_blocks.begin + 1
+        if lengths.left is not None:
+            begin = tile_blocks.begin
+    is_empty = whole >= whole_end
+    whole_end = gl.minimum(whole_end, end - 1)
+    if lengths.key_mask is not None:
+        whole_end = end - 1
+        whole = whole_end
+    elif lengths.left is not None:
+        whole_end = gl.where(is_empty, end - 1, whole_end)
+        whole = gl.where(is_empty, whole_end, gl.minimum(whole, whole_end))
+    return KeyBlocks(begin, whole, whole_end, end)

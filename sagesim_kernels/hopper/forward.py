@@ -96,7 +96,8 @@ _UNSPECIALIZED = (
 def hopper_forward(
     q8, k8, v, q_scale, k_scale, key_scales, q_tokens, k_tokens, o, lse2, lse2_stride_b,
     lse2_stride_h, row_max, sink2, scale_log2, mask, n_q, n_k, left, right, heads, groups,
-    longest_q, heads_per_group, tiles, programs, DV: gl.constexpr, CONFIG: gl.constexpr, IS_COPIED: gl.constexpr,
+    longest_q, heads_per_group, tiles, programs, DV: gl.constexpr, CONFIG: gl.constexpr,
+    IS_COPIED: gl.constexpr,
 ):  # fmt: skip
     """mask: `Lengths` without n_q, n_k, left and right. DV: channels of V and O.
 

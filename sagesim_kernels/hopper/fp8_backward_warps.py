@@ -15,7 +15,8 @@ no other thread reads or writes.
 """
 
 # Pyright takes the annotations of Gluon's functions literally:
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 

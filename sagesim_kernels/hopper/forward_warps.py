@@ -171,10 +171,7 @@ def _start_qk(q, k):
 
 @gluon.jit
 def _apply_key_scales(s, buffers, stage):
-    """Return S times the scales of its keys in float32, or S if keys of a block share a scale.
-
-    The power of two is that of `operands.apply_k_scale`.
-    """
+    """Return S times the scales of its keys times 2^-10, or S if keys of a block share a scale."""
     if buffers.k_scale is None:
         return s
     else:
@@ -185,10 +182,7 @@ def _apply_key_scales(s, buffers, stage):
 @gluon.jit
 def _load_block_scale(k_ptr, block, BY_TOKEN: gl.constexpr):
     """Load the scale of a block of keys; 1 if each key has its own."""
-    if BY_TOKEN:
-        return gl.to_tensor(1.0)
-    else:
-        return gl.load(k_ptr + block)
+    return gl.to_tensor(1.0) if BY_TOKEN else gl.load(k_ptr + block)
 
 
 @gluon.jit

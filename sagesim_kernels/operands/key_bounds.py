@@ -125,7 +125,6 @@ def key_bounds_kernel(grid, k, v, k_right, to_subtract, k_mean, v_norm, bounds, 
     v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, h)
     norms = token_norms(v, v_base, v_scales, first, sizes.BLOCK_K, n_k, sizes.DV_PAD, low, live)
     _store_bounds(bounds.v_norm, bounds.block_v_norm, at, magnitude(norms), sizes.BLOCK_K)
-
     if v_norm is not None:
         add_v_norms(v_norm + b * grid.heads + h, v, lengths, b, h, first, sizes.BLOCK_K, sizes)
     k_base, k_scales = head_pointers(k_right, lengths.cu_k, lengths.n_k, b, h)

@@ -148,6 +148,18 @@ def norms(x):
 
 
 @triton.jit
+def p_bounds_kernel(grid, row_max, lse2, bound, lengths, TILE: tl.constexpr):
+    """Compute the largest P of each row from `ForwardResult.row_max`. The others: `Rows`."""
+    tile, h, b = program_coordinates(grid)
+    n_q = length_of(lengths.cu_q, lengths.n_q, b)
+    queries = tile * TILE + tl.arange(0, TILE)
+    row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
+    most = load_rows(row_max, lengths.cu_q, b, h, queries, n_q, 0.0)
+    found = tl.where(row_lse2 == float("inf"), 0.0, tl.exp2(most - row_lse2))
+    store_rows(bound, lengths.cu_q, b, h, queries, n_q, found)
+
+
+@triton.jit
 def add_v_norms(most, v, lengths, b, h, first, COUNT: tl.constexpr, sizes):
     """Raise a number to the largest norm of V of these keys of a head, without padding.
 
@@ -349,6 +361,27 @@ def fold(
         **LAUNCH,
     )
     return out, rows
+
+
+def compute_p_bounds(problem: KernelProblem, row_max: Tensor, lse2: Rows) -> Rows:
+    """Return the largest P of each row, if P is recomputed from the operands of the forward.
+
+    row_max: see `ForwardResult.row_max`.
+    """
+    bound = Rows.of(torch.empty_like(row_max))
+    grid = Grid(-(-problem.longest_q // _TILE), problem.q.shape[1], problem.sequences)
+    launch(
+        p_bounds_kernel,
+        grid.programs,
+        grid,
+        Rows.of(row_max),
+        lse2,
+        bound,
+        problem.lengths,
+        _TILE,
+        **LAUNCH,
+    )
+    return bound
 
 
 def compute_ds_bounds(

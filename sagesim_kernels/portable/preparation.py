@@ -22,6 +22,7 @@ from sagesim_kernels.operands import (
     Softcap,
     compute_delta_from_o,
     compute_ds_bounds,
+    compute_p_bounds,
     compute_units,
     has_row_bound,
     padded,
@@ -64,8 +65,8 @@ def prepare_backward(
         if row_max is not None:
             p_bound = Rows.of(torch.empty_like(lse2))
         sum_rows(p_sums, p_bound)
-    elif row_max is not None:  # lse2 is infinite for queries without keys
-        p_bound = Rows.of(torch.exp2(row_max - lse2))
+    elif row_max is not None:
+        p_bound = compute_p_bounds(problem, row_max, statistics.lse2)
     row_scales = ds_bound = None
     if p_bound is not None:
         row_scales, ds_bound = compute_row_scales(problem, operands, p_bound, statistics)

@@ -11,7 +11,9 @@ from torch import Tensor
 from sagesim import FACTORED_QK
 from sagesim_kernels.hopper.preparation import prepare_backward, prepare_forward
 from sagesim_kernels.operands import (
+    NO_EXTRAS,
     DqSums,
+    Extras,
     KernelProblem,
     OperandCache,
     Packing,
@@ -57,6 +59,35 @@ def test_it_computes_what_the_kernels_for_one_job_each_do(lengths, mask, dtype):
     check(*lengths, dtype=dtype, mask=mask, has_d_lse=dtype is torch.float16)
 
 
+def extras(name: str, batch: int, n_k: int) -> Extras:
+    """Windows and padded keys, of which the host knows no number."""
+    if name == "window":
+        return Extras(window=(40, 0))
+    if name == "both sides":
+        return Extras(window=(10, 70))
+    if name == "seqused_k":
+        counts = torch.tensor([n_k // 2, 0, n_k], dtype=torch.int32, device=DEVICE)
+        return Extras(seqused_k=counts[:batch])
+    generator = torch.Generator().manual_seed(8)
+    return Extras(key_mask=(torch.rand(batch, n_k, generator=generator) < 0.5).to(DEVICE))
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "mask"),
+    [
+        ("window", (130, 130), "full"),
+        ("both sides", (65, 200), "lower_right"),
+        ("seqused_k", (130, 130), "full"),
+        ("key_mask", (65, 200), "lower_right"),
+    ],
+)
+def test_windows_and_padded_keys(name, lengths, mask):
+    """Also in the forward, whose means and scales count the keys that some query attends to."""
+    more = extras(name, 3, lengths[1])
+    check(*lengths, dtype=torch.bfloat16, mask=mask, has_d_lse=False, batch=3, more=more)
+    check_forward(*lengths, dtype=torch.bfloat16, mask=mask, batch=3, more=more)
+
+
 @pytest.mark.parametrize("mask", ["upper_left"])
 def test_packed_sequences(mask):
     starts = torch.tensor([0, 100, 100, 130], dtype=torch.int32, device=DEVICE)
@@ -90,11 +121,14 @@ def check_forward(
     mask: str,
     batch: int = 2,
     packing: Packing | None = None,
+    more: Extras = NO_EXTRAS,
 ) -> None:
     shapes = ((4, n_q, D), (2, n_k, D), (2, n_k, D_V))
     q, k, v = (tokens(batch, *shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes))
     spec = _resolve(FACTORED_QK.label(), dtype)
-    problem = KernelProblem.of(q, k, v, spec=spec, scale=0.2, **MASKS[mask], packing=packing)
+    problem = KernelProblem.of(
+        q, k, v, spec=spec, scale=0.2, **MASKS[mask], packing=packing, extras=more
+    )
     expected = OperandCache(problem)
     found = prepare_forward(problem)
     assert found.k_mean is not None and expected.k_mean is not None
@@ -111,6 +145,7 @@ def check(
     has_d_lse: bool,
     batch: int = 2,
     packing: Packing | None = None,
+    more: Extras = NO_EXTRAS,
 ) -> None:
     q, k, v, o, do = (
         tokens(batch, heads, n, d, dtype=dtype, seed=seed)
@@ -119,7 +154,9 @@ def check(
         )
     )
     spec = _resolve(FACTORED_QK.label(), dtype)
-    problem = KernelProblem.of(q, k, v, spec=spec, scale=0.2, **MASKS[mask], packing=packing)
+    problem = KernelProblem.of(
+        q, k, v, spec=spec, scale=0.2, **MASKS[mask], packing=packing, extras=more
+    )
     lse2 = tokens(batch, 4, n_q, dtype=torch.float32, seed=9)
     lse2[..., 5] = torch.inf
     d_lse = Rows.of(tokens(batch, 4, n_q, dtype=torch.float32, seed=10)) if has_d_lse else None

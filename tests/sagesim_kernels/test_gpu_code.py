@@ -463,11 +463,12 @@ def test_masks_compile_for_hopper(compiler: Compiler, head_size: int, extras: st
     kernels = compiler.compile("factored_qk", 90, head_size=head_size, extras=[extras])
     assert {"hopper_forward", "hopper_backward"} <= {kernel.name for kernel in kernels}
     assert "sagesim_kernels.portable" not in {kernel.package for kernel in kernels}
+    # The newest Triton spills 29 of 628 in the backward of a window at head size 128.
+    limit = 0.05 if (head_size, extras) == (128, "window") else 0.04
     for kernel in kernels:
         issued = kernel.issued_in_loop
         spilling = sum(n for code, n in issued.items() if code.startswith(("LDL", "STL")))
-        # The newest Triton spills 29 of 628 in the backward of a window at head size 128.
-        assert spilling <= 0.05 * sum(issued.values()), (kernel.name, spilling)
+        assert spilling <= limit * sum(issued.values()), (kernel.name, spilling)
         assert kernel.lost_descriptors == [], kernel.name
         assert kernel.added_waits <= 0, kernel.name
     for name, kernel in products(kernels).items():

@@ -114,7 +114,7 @@ def launch_backward(
         TensorDescriptor.from_tensor(sums, [_BLOCK_Q * channels // 32, 32], sums_layout),
         dq_sums.unit,
         # passed on their own: a tuple would specialise them
-        lengths._replace(n_q=0, n_k=0, left=None, right=None, key_counts=None),
+        lengths._replace(n_q=0, n_k=0, left=None, right=None, key_counts=None, key_runs=None),
         lengths.n_q,
         lengths.n_k,
         lengths.left,

@@ -169,6 +169,7 @@ def hopper_backward(
             mask.seqused_k,
             mask.key_mask,
             None,
+            None,
         ),
         b,
         index * TILE_K,

@@ -134,6 +134,7 @@ def hopper_forward(
         mask.seqused_k,
         mask.key_mask,
         None,
+        mask.key_runs,
     )
     scheduler = TileScheduler(heads, groups, longest_q, heads_per_group, tiles, programs)
     gl.warp_specialize(

@@ -58,9 +58,16 @@ def key_blocks(first, ROWS: gl.constexpr, lengths, b):
     begin, whole, whole_end, end = key_loops(
         lengths, b, first, ROWS, BLOCK, n_k, causal_offset(lengths, b)
     )
+    if lengths.key_mask is not None:
+        run = lengths.key_runs + b * 3
+        first_key = gl.load(run)
+        begin = gl.maximum(begin, first_key // BLOCK * BLOCK)
+        whole = gl.maximum(whole, (first_key + BLOCK - 1) // BLOCK * BLOCK)
+        whole_end = gl.minimum(whole_end, gl.load(run + 1) // BLOCK * BLOCK)
+        end = gl.minimum(end, gl.load(run + 2))
     end = gl.maximum((end + BLOCK - 1) // BLOCK, 1)
     begin = begin // BLOCK
-    if lengths.left is not None:
+    if lengths.left is not None or lengths.key_mask is not None:
         begin = gl.minimum(begin, end - 1)
     return KeyBlocks(begin, whole // BLOCK, whole_end // BLOCK, end)
 
@@ -73,17 +80,20 @@ def consumer_blocks(first, n_q, tile_blocks, lengths, b):
     mask goes from the block before `whole_end` down to `whole`. Queries behind the last one get the
     first block of the tile.
     """
+    HAS_BEGIN: gl.constexpr = lengths.left is not None or lengths.key_mask is not None
     begin, whole, whole_end, end = key_blocks(first, BLOCK, lengths, b)
     if first >= n_q:  # no row is stored
         end = tile_blocks.begin + 1
-        if lengths.left is not None:
+        if HAS_BEGIN:
             begin = tile_blocks.begin
+    if lengths.key_mask is not None:  # the first rows may attend to no key of the tile
+        end = gl.maximum(end, tile_blocks.begin + 1)
+        begin = gl.maximum(begin, tile_blocks.begin)
     is_empty = whole >= whole_end
+    if lengths.key_mask is not None:  # masked blocks after a short run are slower than before it
+        is_empty = 2 * (whole_end - whole) < end - begin
     whole_end = gl.minimum(whole_end, end - 1)
-    if lengths.key_mask is not None:
-        whole_end = end - 1
-        whole = whole_end
-    elif lengths.left is not None:
+    if HAS_BEGIN:
         whole_end = gl.where(is_empty, end - 1, whole_end)
         whole = gl.where(is_empty, whole_end, gl.minimum(whole, whole_end))
     return KeyBlocks(begin, whole, whole_end, end)

@@ -226,15 +226,15 @@ def consume(
 
     A consumer whose rows are all past the end of the sequence takes one step and stores nothing.
 
-    The key blocks at the end that need a mask come first; there are at most two. From the last of
+    The key blocks at the end that need a mask come first; there are at most two, or more under a key
+    mask, where they are at most as many as those that need none. From the last of
     them on, the product P V of a step overlaps with Q K^T of the next step. Blocks at the beginning
-    of a window, and all blocks under a key mask, need a mask too, and come last.
+    of a window, and under a key mask those before or after its first run, need a mask too.
 
     D: channels of a tile. DV: channels of V and O. o_out, lse2: `Strided` and `Rows` to fill.
     scale_log2: the scale of the logits, times log2(e).
     """
-    HAS_KEY_MASK: gl.constexpr = lengths.key_mask is not None
-    HAS_LAST: gl.constexpr = lengths.key_mask is not None or lengths.left is not None
+    HAS_BEGIN: gl.constexpr = lengths.key_mask is not None or lengths.left is not None
     full, empty = barriers.full, barriers.empty
     STAGES: gl.constexpr = barriers.full.shape[0]
     ROWS: gl.constexpr = CONSUMERS * BLOCK
@@ -301,7 +301,7 @@ def consume(
             p16 = gl.convert_layout(p.to(dt), P_OPERAND)
             _wait_for_load(full, load_count)
             k_next = gl.load(k_ptr + gl.maximum(unmasked - 1, 0))
-            for MASKED in gl.static_range(HAS_KEY_MASK, 1 + HAS_LAST):
+            for MASKED in gl.static_range(1 + HAS_BEGIN):
                 for i in range(blocks.whole - blocks.begin if MASKED else unmasked - blocks.whole):
                     stage = load_count % STAGES
                     k_scale = k_next
@@ -342,7 +342,7 @@ def consume(
             o = warpgroup_mma_wait(0, deps=[o_t])
             mbarrier.arrive(empty.index(stage), count=1)
             load_count += 1
-            if lengths.left is not None:
+            if HAS_BEGIN:
                 for _ in range(blocks.begin - tile_blocks.begin):  # keys for earlier rows only
                     _wait_for_load(full, load_count)
                     mbarrier.arrive(empty.index(load_count % STAGES), count=1)

@@ -87,7 +87,7 @@ def hopper_wide(
     head = z % heads
     lengths = Lengths(
         mask.cu_q, mask.cu_k, n_q, n_k, mask.IS_CAUSAL, mask.LOWER_RIGHT, None, None, None, None,
-        None,
+        None, None,
     )  # fmt: skip
     first = index * TILE
     length = length_of(mask.cu_q, n_q, b) if OWNS_QUERIES else length_of(mask.cu_k, n_k, b)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sagesim.problem import NO_WINDOW, check_scale
 from sagesim.spec import AttentionSpec
+from sagesim_kernels.operands.key_padding import LiveKeys, find_live_keys
 from sagesim_kernels.operands.layout import Lengths
 
 
@@ -64,7 +65,7 @@ class KernelProblem:
     longest_q: int
     longest_k: int
     extras: Extras
-    key_counts: Tensor | None  #: see `Lengths.key_counts`
+    live_keys: LiveKeys | None  #: None without a key mask
 
     @classmethod
     def of(
@@ -85,10 +86,6 @@ class KernelProblem:
         q, k, v: [sequences, heads, tokens, channels]. spec: without INPUT16.
         """
         cu_q, cu_k, longest_q, longest_k = packing or Packing()
-        counts = None
-        if extras.key_mask is not None:
-            counts = extras.key_mask.cumsum(1, dtype=torch.int32)
-            counts = torch.nn.functional.pad(counts, (1, 0))
         return cls(
             q=q,
             k=k,
@@ -102,13 +99,13 @@ class KernelProblem:
             longest_q=q.shape[2] if longest_q is None else min(longest_q, q.shape[2]),
             longest_k=k.shape[2] if longest_k is None else min(longest_k, k.shape[2]),
             extras=extras,
-            key_counts=counts,
+            live_keys=None if extras.key_mask is None else find_live_keys(extras.key_mask),
         )
 
     @property
     def lengths(self) -> Lengths:
         """The sequence lengths and the masks as a kernel argument."""
-        (left, right), key_mask = self.extras.window, self.extras.key_mask
+        left, right = self.extras.window
         has_right = self.is_causal or right >= 0
         return Lengths(
             self.cu_q,
@@ -120,8 +117,7 @@ class KernelProblem:
             left if left >= 0 else None,
             right if has_right and not self.is_causal else None,
             self.extras.seqused_k,
-            None if key_mask is None else key_mask.contiguous().view(torch.int8),
-            self.key_counts,
+            *(self.live_keys or (None, None, None)),
         )
 
     @property

@@ -61,6 +61,8 @@ class Lengths(NamedTuple):
     seqused_k: Any  #: integers [sequences], the keys that are no padding; None: all
     key_mask: Any  #: int8 [sequences, n_k], 0 for padding; None: none is
     key_counts: Any  #: int32 [sequences, n_k + 1]: how many keys before each are no padding
+    key_runs: Any  #: int32 [sequences, 3]: first and end of the first keys in a row that are no
+    #: padding, and the end of the last ones; n_k, n_k and 0 if all are padding
 
 
 class Grid(NamedTuple):

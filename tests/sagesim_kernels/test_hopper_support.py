@@ -51,7 +51,7 @@ def problem(
 
 EXTRAS = {
     "window": Extras(window=(3, 0)),
-    "key_mask": Extras(key_mask=torch.empty(1, 5, dtype=torch.bool, device="meta")),
+    "key_mask": Extras(key_mask=torch.ones(1, 5, dtype=torch.bool)),
     "seqused_k": Extras(seqused_k=torch.empty(1, dtype=torch.int32, device="meta")),
 }
 

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from sagesim_kernels.operands import key_padding
 from torch import Tensor
 
+from sagesim_kernels.operands import key_padding
 from tests.sagesim_kernels.kernel_cases import DEVICE
 
 

@@ -226,10 +226,10 @@ def consume(
 
     A consumer whose rows are all past the end of the sequence takes one step and stores nothing.
 
-    The key blocks at the end that need a mask come first; there are at most two, or more under a key
-    mask, where they are at most as many as those that need none. From the last of
-    them on, the product P V of a step overlaps with Q K^T of the next step. Blocks at the beginning
-    of a window, and under a key mask those before or after its first run, need a mask too.
+    The key blocks at the end that need a mask come first. There are at most two, but under a key
+    mask as many as there are blocks without one. From the last of them on, the product P V of a
+    step overlaps with Q K^T of the next step. Blocks at the beginning that need a mask, because of
+    a window or before the first run under a key mask, come last.
 
     D: channels of a tile. DV: channels of V and O. o_out, lse2: `Strided` and `Rows` to fill.
     scale_log2: the scale of the logits, times log2(e).

@@ -1,4 +1,4 @@
-"""Which keys a key mask leaves: how many there are before each key, and where their first run is."""
+"""Which keys a key mask leaves: how many come before each key, and where their first run is."""
 
 from __future__ import annotations
 

@@ -259,6 +259,9 @@ MASKS = {
 
 @pytest.mark.parametrize("message", MASKS)
 def test_masks_that_are_not_computed_are_refused(message):
+    make = MASKS[message].get("make", masking_utils.create_causal_mask)
+    if unknown := MASKS[message].keys() - {"make"} - inspect.signature(make).parameters.keys():
+        pytest.skip(f"transformers {transformers.__version__} has no {unknown}")
     with pytest.raises(ValueError, match=message):
         make_mask(**MASKS[message])
 

@@ -37,16 +37,17 @@ CORES = os.cpu_count() or 1
 REPORTED = 9
 FUZZ, HOPPER = "tests/sagesim_kernels/test_fuzz.py", "tests/sagesim_kernels/test_hopper.py"
 CONTRACT = "tests/sagesim_kernels/test_contract.py"
+MODELS = "tests/sagesim_kernels/integrations/test_gpu.py"
 
 
-def pytest(*arguments: str) -> list[str]:
+def pytest(*arguments: str, workers: int = 60) -> list[str]:
     """Return the command of a test run in parallel.
 
-    Each worker takes a core, and one to two gigabytes of GPU memory. Some tests take minutes, so
-    idle workers steal tests from busy ones.
+    Each worker takes a core, and one to two gigabytes of GPU memory, or seven with whole models.
+    Some tests take minutes, so idle workers steal tests from busy ones.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    return [*command, "-n", str(min(60, CORES)), "--dist", "worksteal", *arguments]
+    return [*command, "-n", str(min(workers, CORES)), "--dist", "worksteal", *arguments]
 
 
 def sanitizer(tool: str, *options: str, script: str = "sanitize") -> list[str]:
@@ -57,7 +58,8 @@ def sanitizer(tool: str, *options: str, script: str = "sanitize") -> list[str]:
 
 
 CHECKS = {
-    "gpu tests": pytest("-m", "gpu", f"--ignore={FUZZ}", f"--ignore={HOPPER}"),
+    "gpu tests": pytest("-m", "gpu", *(f"--ignore={path}" for path in (FUZZ, HOPPER, MODELS))),
+    "whole models": pytest("-m", "gpu", MODELS, workers=8),
     "tests of Hopper's kernels": pytest(HOPPER),
     "20,000 fuzz cases": pytest("--device", "cuda", FUZZ),
     "contract tests, sm_80 code": pytest("--code", "sm80", CONTRACT),

@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final
@@ -115,7 +116,7 @@ def gradients(net: nn.Module, parts: list[Tensor]) -> Gradients:
     return found
 
 
-def training(args: argparse.Namespace) -> dict[str, Any]:
+def training(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """DDP and FSDP2 beside one GPU."""
     world = dist.get_world_size()
     ids = torch.randint(
@@ -124,7 +125,6 @@ def training(args: argparse.Namespace) -> dict[str, Any]:
     net = model(args)
     parts = list(ids.chunk(world))
     one, one_ms = timed(functools.partial(gradients, net, parts), args.steps)
-    found: dict[str, Any] = {}
     for name in ("ddp", "fsdp2"):
         net = model(args)
         if name == "ddp":
@@ -134,8 +134,7 @@ def training(args: argparse.Namespace) -> dict[str, Any]:
                 fully_shard(layer)
             fully_shard(net)
         several, ms = timed(functools.partial(gradients, net, [own(ids, 0)]), args.steps)
-        found[name] = {"difference": relative(several, one), "ms": ms, "one_ms": one_ms}
-    return found
+        yield name, {"difference": relative(several, one), "ms": ms, "one_ms": one_ms}
 
 
 def draw(tokens: int) -> list[Tensor]:
@@ -182,7 +181,7 @@ def ulysses(tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
     return lambda: with_gradients(attention, *tensors)
 
 
-def context_parallelism(args: argparse.Namespace) -> dict[str, Any]:
+def context_parallelism(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """The ring (causal) and Ulysses (not causal) beside one GPU, and all against float64."""
     spec = sagesim.AttentionSpec.parse(args.spec)
     tensors = draw(args.tokens * dist.get_world_size())
@@ -195,7 +194,6 @@ def context_parallelism(args: argparse.Namespace) -> dict[str, Any]:
 
         diffusers.register(spec=spec)
         cases["ulysses"] = (False, 1, ulysses([x.transpose(1, 2) for x in local]))
-    found: dict[str, Any] = {}
     for name, (causal, dim, compute) in cases.items():
         options = Options(spec=spec, is_causal=causal)
         alone = functools.partial(
@@ -210,14 +208,16 @@ def context_parallelism(args: argparse.Namespace) -> dict[str, Any]:
             functools.partial(F.scaled_dot_product_attention, is_causal=causal),
             *(x.double() for x in tensors),
         )
-        found[name] = {
-            "difference": relative(_named(several), _named(one)),
-            "error": {n: relative({n: a}, {n: e}) for n, a, e in _zip(several, exact)},
-            "one_error": {n: relative({n: a}, {n: e}) for n, a, e in _zip(one, exact)},
-            "ms": ms,
-            "one_ms": one_ms,
-        }
-    return found
+        yield (
+            name,
+            {
+                "difference": relative(_named(several), _named(one)),
+                "error": {n: relative({n: a}, {n: e}) for n, a, e in _zip(several, exact)},
+                "one_error": {n: relative({n: a}, {n: e}) for n, a, e in _zip(one, exact)},
+                "ms": ms,
+                "one_ms": one_ms,
+            },
+        )
 
 
 def _named(found: list[Tensor]) -> Gradients:
@@ -247,29 +247,27 @@ def main() -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     register(args.spec, spec=sagesim.AttentionSpec.parse(args.spec))
-    cases = training(args) | context_parallelism(args)
-    if dist.get_rank() == 0:
-        names = ("spec", "tokens", "rows", "layers", "words", "steps")
-        write_text(
-            args.out,
-            json.dumps(
-                {
-                    "command": f"torchrun --nproc-per-node {dist.get_world_size()} "
-                    "scripts/several_gpus.py",
-                    "machine": _machine(),
-                    "setting": {name: getattr(args, name) for name in names},
-                    "cases": cases,
-                },
-                indent=1,
-            )
-            + "\n",
-        )
-        for name, row in cases.items():
+    cases: dict[str, Any] = {}
+    # Written after each case, so that one which fails or never ends does not take the others.
+    for name, row in itertools.chain(training(args), context_parallelism(args)):
+        cases[name] = row
+        if dist.get_rank() == 0:
+            write_text(args.out, json.dumps(_document(args, cases), indent=1) + "\n")
             print(f"{name:8} difference {row['difference']:.1e}, {row['ms']:.1f} ms, ", end="")
-            print(f"one process {row['one_ms']:.1f} ms")
+            print(f"one process {row['one_ms']:.1f} ms", flush=True)
     dist.barrier()
     dist.destroy_process_group()
     return 0
+
+
+def _document(args: argparse.Namespace, cases: dict[str, Any]) -> dict[str, Any]:
+    names = ("spec", "tokens", "rows", "layers", "words", "steps")
+    return {
+        "command": f"torchrun --nproc-per-node {dist.get_world_size()} scripts/several_gpus.py",
+        "machine": _machine(),
+        "setting": {name: getattr(args, name) for name in names},
+        "cases": cases,
+    }
 
 
 def _machine() -> dict[str, Any]:

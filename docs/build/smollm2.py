@@ -17,6 +17,8 @@ from sagesim_kernels.bench.machine import one_line
 DATA = Path(__file__).parents[1] / "data" / "smollm2.json"
 SPEED = DATA.with_name("smollm2_speed.json")
 CAPTURED = DATA.with_name("smollm2_capture.json")
+FLASH_4 = "flash_attention_4"
+"""FlashAttention-4 in transformers."""
 SHOWN = (1, 5, 10, 15, 20)
 """Steps in the tables."""
 
@@ -115,8 +117,12 @@ def interpreted() -> str:
 
 def speed() -> str:
     """Tokens per second on a GPU."""
-    found: dict[str, Any] = json.loads(SPEED.read_text(encoding="utf-8"))
+    return shown_speed(json.loads(SPEED.read_text(encoding="utf-8")))
+
+
+def shown_speed(found: dict[str, Any]) -> str:
     rows: list[list[str]] = []
+    not_run: dict[str, str] = {}
     for layout, measured in found["layouts"].items():
         sdpa = measured["runs"]["sdpa"]["tokens_per_second"]
         for name, run in measured["runs"].items():
@@ -132,14 +138,18 @@ def speed() -> str:
                 ]
             )
         for name, why in measured["not_run"].items():
-            rows.append([layout, f"`{name}`", "not run", why, "", ""])
+            not_run[f"`{name}`, {layout}"] = why
+    if found["machine"]["flash-attn-4"] is None:
+        not_run[f"`{FLASH_4}`"] = "not installed on that machine"
     head = ["layout", "attention", "tokens/s", "quartiles", "of sdpa's", "last loss"]
     setting = found["setting"]
     shortest, longest = setting["tokens"]
     return (
         markdown(head, rows)
         + f"\n\n{setting['documents']} documents of {shortest} to {longest} tokens a step. "
-        f"Weights: {setting['weights']}.\n\n`{found['command']}` on {one_line(found['machine'])}."
+        f"Weights: {setting['weights']}."
+        + "".join(f" {name} did not run: {why}." for name, why in not_run.items())
+        + f"\n\n`{found['command']}` on {one_line(found['machine'])}."
     )
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from sagesim_kernels.bench.models import MODELS
 from tests.sagesim_kernels.bench.documents import document
 
-BUILD = Path(__file__).parents[2] / "docs" / "build"
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "docs" / "build"
 
 
 @pytest.fixture
@@ -44,3 +46,92 @@ def test_the_record_of_models_may_be_one_of_its_own(render, monkeypatch, tmp_pat
     assert records.of_models() == made
     (tmp_path / "bench.json").write_text(json.dumps(made | {"command": "whole"}))
     assert records.of_models()["command"] == "whole"
+
+
+MACHINE = {"gpu": "Fake 1", "torch": "2.0", "flash-attn-4": None}
+
+
+def of_several_gpus() -> dict:
+    case = {"difference": 1e-3, "ms": 12.34, "one_ms": 20.0}
+    errors = {
+        which: dict.fromkeys(("o", "dq", "dk", "dv"), 0.05) for which in ("error", "one_error")
+    }
+    return {
+        "command": "torchrun --nproc-per-node 2 scripts/several_gpus.py",
+        "machine": MACHINE | {"gpus": 2},
+        "setting": {"spec": "factored_qk", "tokens": 2048, "rows": 4},
+        "cases": {"ddp": case, "fsdp2": case, "ring": case | errors, "ulysses": case | errors},
+    }
+
+
+def test_the_page_shows_several_gpus_as_soon_as_there_is_a_record(render, monkeypatch, tmp_path):
+    import several_gpus
+
+    monkeypatch.setattr(several_gpus, "DATA", tmp_path / "several_gpus.json")
+    assert several_gpus.compared().startswith("Nothing has run on several GPUs yet. `torchrun")
+    made = of_several_gpus()
+    several_gpus.DATA.write_text(json.dumps(made))
+    text = several_gpus.compared()
+    assert "| DDP | 1.0e-03 |  |  | 12.3 ms | 20.0 ms |" in text
+    errors = ", ".join(["5.0e-02"] * 4)
+    assert f"| Ulysses of diffusers, full mask | 1.0e-03 | {errors} | {errors} |" in text
+    assert "Not run" not in text
+    assert text.endswith("on 2 x Fake 1, torch 2.0.")
+    del made["cases"]["ulysses"]
+    assert "Not run: Ulysses of diffusers" in several_gpus.shown(made)
+
+
+def test_the_cases_of_several_gpus_have_names(render):
+    """Those of the script's own test, which has all."""
+    import several_gpus
+
+    assert several_gpus.NAMES.keys() == of_several_gpus()["cases"].keys()
+
+
+def of_speed(*names: str, **changes: object) -> dict:
+    run = {"tokens_per_second": 2e4, "quartiles": [1e4, 3e4], "losses": [2.0, 1.5]}
+    measured = {"runs": dict.fromkeys(names, run), "not_run": {}}
+    return {
+        "command": "python scripts/smollm2_speed.py",
+        "machine": MACHINE,
+        "setting": {"documents": 12, "tokens": [512, 2048], "weights": "random"},
+        "layouts": {"padded": measured, "packed": measured},
+    } | changes
+
+
+def test_flash_attention_4_is_in_the_table_or_the_page_says_why_not(render):
+    import smollm2
+
+    text = smollm2.shown_speed(of_speed("sdpa"))
+    assert "`flash_attention_4` did not run: not installed on that machine." in text
+    with_4 = {"machine": MACHINE | {"flash-attn-4": "4.0"}}
+    text = smollm2.shown_speed(of_speed("sdpa", "flash_attention_4", **with_4))
+    assert "| packed | `flash_attention_4` | 20,000 | 10,000 to 30,000 | 1.00 | 1.5000 |" in text
+    assert "did not run" not in text
+    failed = of_speed("sdpa", **with_4)
+    failed["layouts"]["packed"] = failed["layouts"]["packed"] | {
+        "not_run": {"flash_attention_4": "ValueError: no"}
+    }
+    text = smollm2.shown_speed(failed)
+    assert "`flash_attention_4`, packed did not run: ValueError: no." in text
+
+
+def test_the_page_shows_the_result_of_whole_models_as_soon_as_there_is_a_record(render):
+    assert "have not run" in render.whole_models({})
+    check = {
+        "command": "python3 -m pytest -m gpu",
+        "passed": True,
+        "printed": ["[gw0] PASSED tests/x.py::test_1", "=== 33 passed in 99.00s (0:01:39) ==="],
+        "machine": "1 x Fake 1",
+    }
+    text = render.whole_models({"whole models": check})
+    assert text == "They passed: 33 tests passed.\n\n`python3 -m pytest -m gpu` on 1 x Fake 1."
+    check |= {"passed": False, "printed": ["=== 2 failed, 31 passed in 99.00s ==="]}
+    assert "not all pass**: 2 tests failed, 31 tests passed." in render.whole_models(
+        {"whole models": check}
+    )
+
+
+def test_every_check_of_the_gpu_has_words(render):
+    checks = runpy.run_path(str(ROOT / "scripts" / "gpu_checks.py"))["CHECKS"]
+    assert render.GPU_CHECKS.keys() == checks.keys()

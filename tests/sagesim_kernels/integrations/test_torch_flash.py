@@ -181,20 +181,55 @@ def test_delta_from_p_is_refused():
         pass
 
 
-@pytest.mark.parametrize(
-    "argument, value",
-    [("num_splits", 2), ("seqused_k", torch.ones(1)), ("alibi_slopes", torch.ones(1))],
-)
-def test_other_options_are_refused(argument, value):
+TENSORS = {
+    *("query", "key", "value", "grad_out", "out", "logsumexp"),
+    *("cum_seq_q", "cum_seq_k", "max_q", "max_k"),
+}
+"""Those of every call, and of packed sequences."""
+HONOURED = {"is_causal", "scale", "window_size_left", "window_size_right"}
+REFUSED = {
+    "dropout_p": 0.1,
+    "return_debug_mask": True,
+    "num_splits": 2,
+    "seqused_k": torch.ones(1, dtype=torch.int32),
+    "alibi_slopes": torch.ones(1),
+    "block_table": torch.ones(1, 1, dtype=torch.int32),
+}
+RANDOMNESS = {"rng_state", "unused", "philox_seed", "philox_offset"}
+"""Of dropout, which is refused."""
+OPERATORS = [
+    f"{name}{backward}"
+    for name in ("_flash_attention", "_scaled_dot_product_flash_attention")
+    for backward in ("_forward" * (name == "_flash_attention"), "_backward")
+]
+
+
+def arguments_of(operator: str) -> set[str]:
+    return {a.name for a in getattr(ATEN, operator).default._schema.arguments}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_every_argument_of_the_operators_is_honoured_or_refused(operator):
+    assert arguments_of(operator) <= TENSORS | HONOURED | REFUSED.keys() | RANDOMNESS
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_other_options_are_refused(argument):
+    if argument not in arguments_of("_flash_attention_forward"):
+        pytest.skip(f"this PyTorch has no {argument}")
     q, k, v, _ = (x.transpose(1, 2) for x in draw(8, 8))
-    rest = (None, None, 8, 8)
-    with here(SPEC):
-        with pytest.raises(ValueError, match=f"{argument} is given"):
-            ATEN._flash_attention_forward(
-                q, k, v, *rest, 0.0, False, False, scale=0.25, **{argument: value}
-            )
-        with pytest.raises(ValueError, match=r"dropout_p=0\.1"):
-            ATEN._flash_attention_forward(q, k, v, *rest, 0.1, False, False, scale=0.25)
+    given = {"dropout_p": 0.0, "is_causal": False, "return_debug_mask": False, "scale": 0.25}
+    with here(SPEC), pytest.raises(ValueError, match=argument):
+        ATEN._flash_attention_forward(
+            q, k, v, None, None, 8, 8, **given | {argument: REFUSED[argument]}
+        )
+
+
+@pytest.mark.parametrize("argument", ["dropout_p", "return_debug_mask"])
+def test_options_of_sdpa_are_refused(argument):
+    q, k, v, _ = draw(8, 8)
+    with here(SPEC), pytest.raises(ValueError, match=argument):
+        ATEN._scaled_dot_product_flash_attention(q, k, v, **{argument: REFUSED[argument]})
 
 
 def test_the_context_puts_back_what_was():

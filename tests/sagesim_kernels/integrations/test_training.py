@@ -36,11 +36,10 @@ def arguments(folder, kind=TrainingArguments, **changes):
         per_device_train_batch_size=2,
         learning_rate=1e-2,
         logging_steps=1,
-        save_strategy="no",
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        **changes,
+        **{"save_strategy": "no"} | changes,
     )
 
 
@@ -64,6 +63,27 @@ def test_trainer_and_a_checkpoint(tmp_path):
     assert loaded.config._attn_implementation == "sdpa"
     assert "exact" not in (tmp_path / "config.json").read_text()
     assert loaded.state_dict().keys() == model("llama", "eager").state_dict().keys()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="exact")
+    inputs = {"input_ids": tokens(), "labels": tokens()}
+    expected, actual = results(trained, **inputs), results(again, **inputs)
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert_bitwise(actual=actual[name], expected=expected[name], what=name)
+
+
+def test_trainer_resumes_from_its_checkpoint(tmp_path):
+    """The weights after a stop and a start are those of a run without a stop."""
+    data = [{"input_ids": row, "labels": row} for row in tokens(8)]
+    whole, stopped = model("llama", "sagebwd"), model("llama", "sagebwd")
+    losses(Trainer(whole, arguments(tmp_path / "whole"), train_dataset=data))
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    given = arguments(tmp_path / "stopped", **saving)
+    Trainer(stopped, given, train_dataset=data).train()
+    resumed = model("llama", "sagebwd")
+    checkpoint = tmp_path / "stopped" / "checkpoint-2"
+    Trainer(resumed, given, train_dataset=data).train(resume_from_checkpoint=str(checkpoint))
+    for name, expected in whole.state_dict().items():
+        assert_bitwise(actual=resumed.state_dict()[name], expected=expected, what=name)
 
 
 @pytest.mark.slow

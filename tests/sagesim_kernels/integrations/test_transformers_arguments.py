@@ -28,7 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.bert.modeling_bert import eager_attention_forward as bert_eager
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_eager
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_eager
-from transformers.models.t5.modeling_t5 import eager_attention_forward as t5_eager
+from transformers.models.t5 import modeling_t5
 from transformers.utils.generic import TransformersKwargs
 
 import sagesim
@@ -106,7 +106,8 @@ SIGNATURES = (
     bert_eager,
     gemma2_eager,
     gpt_oss_eager,
-    t5_eager,
+    # transformers 5.8 has none: its T5 computes attention itself.
+    *filter(None, [getattr(modeling_t5, "eager_attention_forward", None)]),
 )
 
 
@@ -258,6 +259,9 @@ MASKS = {
 
 @pytest.mark.parametrize("message", MASKS)
 def test_masks_that_are_not_computed_are_refused(message):
+    make = MASKS[message].get("make", masking_utils.create_causal_mask)
+    if unknown := MASKS[message].keys() - {"make"} - inspect.signature(make).parameters.keys():
+        pytest.skip(f"transformers {transformers.__version__} has no {unknown}")
     with pytest.raises(ValueError, match=message):
         make_mask(**MASKS[message])
 

@@ -88,11 +88,20 @@ def test_adapters_of_a_sharded_flux_get_their_gradients(found):
     assert_same(found["flux_fsdp2_lora"], {"out": out} | two_processes.gradients(net))
 
 
-def test_flux_trains_with_ulysses(found):
+@pytest.mark.parametrize(
+    "case, make",
+    [("flux_ulysses", flux), ("flux_ulysses_lora", two_processes.adapted_flux)],
+    ids=["all weights", "LoRA"],
+)
+def test_flux_trains_with_ulysses(found, case, make):
     """diffusers splits the tokens of images and texts, and gathers the output."""
-    exact, yardstick = results(flux().double()), results(flux())
-    actual = found["flux_ulysses"]
+    exact, yardstick = (
+        {name: x for name, x in results(net).items() if x is not None}
+        for net in (make().double(), make())
+    )
+    actual = found[case]
     assert actual.keys() == exact.keys()
+    assert make is flux or all("lora" in name for name in actual.keys() - {"out"})
     for name in exact:
         assert_within_budget(
             actual=actual[name],

@@ -101,7 +101,14 @@ def flux_fsdp2_lora() -> dict[str, Tensor]:
 
 
 def flux_ulysses() -> dict[str, Tensor]:
-    net = flux()
+    return with_ulysses(flux())
+
+
+def flux_ulysses_lora() -> dict[str, Tensor]:
+    return with_ulysses(adapted_flux())
+
+
+def with_ulysses(net: nn.Module) -> dict[str, Tensor]:
     diffusers.set_attention_backend(net, "exact")
     with mock.patch("torch.accelerator.device_count", lambda: 1):  # diffusers divides by it
         net.enable_parallelism(config=ContextParallelConfig(ulysses_degree=PROCESSES))
@@ -146,6 +153,7 @@ CASES: dict[str, Callable[[], dict[str, Tensor]]] = {
     "fsdp2": fsdp2,
     "flux_fsdp2_lora": flux_fsdp2_lora,
     "flux_ulysses": flux_ulysses,
+    "flux_ulysses_lora": flux_ulysses_lora,
     "ulysses": ulysses,
     "ring": lambda: ring_attention(causal=False),
     "causal ring": lambda: ring_attention(causal=True),

@@ -7,6 +7,11 @@ For a GPU that is lent for minutes: a run leaves its log and its losses, two sma
 checkpoint. A run whose files are there is not repeated, so the next piece goes on where this one
 ended, on another machine as well. A run that has not ended in time leaves nothing.
 
+Several processes with the same RECORDS share the runs, on one GPU or with one GPU each: a process
+takes the next run that no other process makes. Two or three on an H100 are faster than one, because
+compilation and measurements leave the GPU idle. They measure gradients in turns, which takes
+half of the memory.
+
 Runs come in the order of their seeds, so that all arms have run when the first seed is through.
 Every run is evaluated by its own attention and by sdpa. Runs of the part `leak` are evaluated by
 sagebwd too, and without later tokens; see docs/pretraining_experiment.md.
@@ -15,11 +20,13 @@ sagebwd too, and without later tokens; see docs/pretraining_experiment.md.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -44,7 +51,8 @@ from sagesim.experiments.pretrain.run.settings import Machine  # noqa: E402
 from sagesim.experiments.pretrain.text.corpus import Corpus, check_shards  # noqa: E402
 from sagesim.experiments.pretrain.training.held_out import HeldOut, held_out_losses  # noqa: E402
 from sagesim.experiments.pretrain.training.trainer import train  # noqa: E402
-from sagesim.files import replacing, write_text  # noqa: E402
+from sagesim.files import locked, replacing, write_text  # noqa: E402
+from scripts.shared_runs import claimed  # noqa: E402
 from scripts.time_budget import TimeBudget  # noqa: E402
 
 LEAK: Final = "leak"
@@ -64,9 +72,9 @@ class Piece:
         """The name of its files, without their suffixes."""
         return self.planned.folder
 
-    def is_recorded(self, records: Path) -> bool:
-        """The losses are written last."""
-        return (records / f"{self.name}.json").exists()
+    def record(self, records: Path) -> Path:
+        """The file with the losses, which is written last."""
+        return records / f"{self.name}.json"
 
 
 def pieces(
@@ -105,9 +113,16 @@ def make(
     scratch = Path(tempfile.mkdtemp(prefix="sagesim-"))
     try:
         folder = scratch / piece.name
-        done = train(
-            run, folder, corpus, machine, world, progress=_show, interrupted=budget.is_over
-        )
+        with contextlib.ExitStack() as stack:
+
+            def progress(step: int, loss: float, speed: float) -> None:
+                _show(step, loss, speed)
+                if step == run.steps - 1:
+                    stack.enter_context(_turn(world.device))
+
+            done = train(
+                run, folder, corpus, machine, world, progress=progress, interrupted=budget.is_over
+            )
         if done.is_interrupted:
             return f"given up after {done.step} of {run.steps} steps: no time is left"
         trained = time.monotonic()
@@ -126,12 +141,29 @@ def make(
         records.mkdir(parents=True, exist_ok=True)
         with replacing(records / f"{piece.name}.parquet") as file:
             shutil.copyfile(folder / FILE, file)
-        write_text(records / f"{piece.name}.json", json.dumps(document) + "\n")
+        write_text(piece.record(records), json.dumps(document) + "\n")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     words = [f"{each.attention} {sum(each.losses) / len(each.losses):.4f}" for each in losses]
     ended = done.stop or f"held-out loss by {', '.join(words)}"
     return f"{ended}; trained in {trained - start:.0f} s, evaluated in {evaluated - trained:.0f} s"
+
+
+@contextlib.contextmanager
+def _turn(device: torch.device) -> Generator[None]:
+    """A turn on a GPU: the other processes that want one wait. It begins and ends without a cache.
+
+    The last step of a run needs one: it holds the gradients of all monitored sequences, and their
+    errors.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    name = f"sagesim-{torch.cuda.get_device_properties(device).uuid}"
+    with locked(Path(tempfile.gettempdir()) / name):
+        torch.cuda.empty_cache()
+        yield
+        torch.cuda.empty_cache()
 
 
 def _show(step: int, loss: float, speed: float) -> None:
@@ -168,7 +200,7 @@ def main() -> int:
     check_shards(args.corpus)
     families = {"kernels": "emulator"} if args.emulate else {}
     every = pieces(plan, corpus, args.scale or next(iter(plan.scales)), families, args.cuts)
-    left = [each for each in every if not each.is_recorded(args.records)]
+    left = [each for each in every if not each.record(args.records).exists()]
     # Only the last step has a checkpoint: an earlier one would not survive this machine.
     last = max((each.planned.run.steps for each in every), default=1)
     machine = Machine(micro_batch=args.micro_batch, compile=args.compile, checkpoint_every=last + 1)
@@ -180,9 +212,12 @@ def main() -> int:
             if not budget.fits():
                 print("another run does not fit into the time")
                 break
-            ended = make(piece, args.records, corpus, machine, world, budget)
+            with claimed(piece.record(args.records)) as is_mine:
+                if not is_mine:
+                    continue
+                ended = make(piece, args.records, corpus, machine, world, budget)
             print(f"{piece.name}: {ended}; {budget.ended():.0f} s in all", flush=True)
-    missing = sum(not each.is_recorded(args.records) for each in every)
+    missing = sum(not each.record(args.records).exists() for each in every)
     print(f"{missing} of {len(every)} runs are missing")
     return 0
 

@@ -1,6 +1,6 @@
 """Fine-tune SmolLM2-135M on a GPU with several attentions and seeds, and evaluate on the way.
 
-    python scripts/smollm2_seeds.py GGUF --out docs/data/smollm2_seeds.json [--minutes M]
+    python scripts/smollm2_seeds.py GGUF docs/data/smollm2_seeds [--minutes M]
 
 GGUF is the file that scripts/smollm2.py trains; it needs the package gguf. The text is the source
 of Python's standard library, without its tests. A seed is an order of the training sequences. All
@@ -10,8 +10,10 @@ loss of the same held-out sequences twice: by the run's own attention and by sdp
 `fpa_bf16` is the twin of sdpa: another implementation of the same attention in 16 bit. What differs
 between the two is chance.
 
-A run that is in the file already is not repeated, so the runs can be made in pieces, on machines
-that are lent for minutes. All attentions have run when the first seed is through.
+Every run has a file of its own. A run whose file is there is not repeated, so the runs can be made
+in pieces, on machines that are lent for minutes. All attentions have run when the first seed is
+through. Several processes with the same folder share the runs: each takes the next run that no
+other process makes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import json
 import platform
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,8 +38,9 @@ from torch import Tensor  # noqa: E402
 
 import sagesim  # noqa: E402
 from sagesim.command import exit_code  # noqa: E402
-from sagesim.files import check_writable, write_text  # noqa: E402
+from sagesim.files import write_text  # noqa: E402
 from sagesim_kernels.integrations.transformers import register  # noqa: E402
+from scripts.shared_runs import claimed  # noqa: E402
 from scripts.smollm2 import load  # noqa: E402
 from scripts.time_budget import TimeBudget  # noqa: E402
 
@@ -169,11 +172,27 @@ def tokens_of(tokenizer: Any) -> Tensor:
     return tokenizer(text()[: 6 * needed], return_tensors="pt")["input_ids"][0]
 
 
-def missing(runs: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
-    """The runs that are not in the file, all attentions of a seed before those of the next."""
-    done = {(run["attention"], run["seed"]) for run in runs}
-    every = [(name, seed) for seed in SEEDS for name in ("sdpa", *SPECS)]
-    return [each for each in every if each not in done]
+def records(folder: Path) -> dict[tuple[str, int], Path]:
+    """The file of every attention and seed, all attentions of a seed before those of the next."""
+    return {
+        (name, seed): folder / f"{name}_seed{seed}.json"
+        for seed in SEEDS
+        for name in ("sdpa", *SPECS)
+    }
+
+
+def check_setting(files: Iterable[Path], setting: Mapping[str, Any]) -> None:
+    """Check that the runs that are recorded have this setting.
+
+    Raises:
+        ValueError: if one has another.
+    """
+    for file in files:
+        if file.exists():
+            recorded = json.loads(file.read_text(encoding="utf-8"))["setting"]
+            if recorded != setting:
+                different = {key: x for key, x in setting.items() if recorded.get(key) != x}
+                raise ValueError(f"{file}: of another setting than {different}; move it away")
 
 
 def main() -> int:
@@ -183,13 +202,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path, metavar="GGUF")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("records", type=Path, metavar="RECORDS")
     parser.add_argument("--minutes", type=float, default=600, help="end by then")
     parser.add_argument(
         "--first", type=float, default=1, help="minutes to expect for the first run"
     )
     args = parser.parse_args()
-    check_writable(args.out)
     budget = TimeBudget(args.minutes, args.first)
     setting = {
         "model": args.model.name,
@@ -200,32 +218,32 @@ def main() -> int:
         "steps": STEPS,
         "held_out": HELD_OUT,
     }
+    files = records(args.records)
+    check_setting(files.values(), setting)
     head = {
-        "command": "python scripts/smollm2_seeds.py GGUF --out docs/data/smollm2_seeds.json",
+        "command": "python scripts/smollm2_seeds.py GGUF docs/data/smollm2_seeds",
+        "machine": describe() | {"transformers": transformers.__version__},
         "setting": setting,
     }
-    machine = describe() | {"transformers": transformers.__version__}
-    runs: list[dict[str, Any]] = []
-    if args.out.exists():
-        before = json.loads(args.out.read_text(encoding="utf-8"))
-        if before["setting"] != setting:
-            raise ValueError(f"{args.out}: of another setting; move it away")
-        runs = before["runs"]
     for label in SPECS:
         register(label, spec=sagesim.AttentionSpec.parse(label))
     model, tokenizer = load(args.model)
     model, ids = model.to("cuda").train(), tokens_of(tokenizer)
     train, held_out = split(ids, ROWS * STEPS, HELD_OUT, TOKENS)
-    for attention, seed in missing(runs):
-        if not budget.fits():
-            break
-        found = tune(model, attention, seed, train, held_out, given_up=budget.is_over)
-        if not found:
-            print(f"{attention} seed {seed}: given up, no time is left")
-            break
-        runs.append(found | {"machine": machine, "seconds": budget.ended()})
-        write_text(args.out, json.dumps(head | {"runs": runs}, indent=1) + "\n")
-    print(f"{len(missing(runs))} runs are missing")
+    for (attention, seed), file in files.items():
+        with claimed(file) as is_mine:
+            if not is_mine:
+                continue
+            if not budget.fits():
+                print("another run does not fit into the time")
+                break
+            found = tune(model, attention, seed, train, held_out, given_up=budget.is_over)
+            if not found:
+                print(f"{attention} seed {seed}: given up, no time is left")
+                break
+            document = head | {"seconds": budget.ended()} | found
+            write_text(file, json.dumps(document) + "\n")
+    print(f"{sum(not file.exists() for file in files.values())} of {len(files)} runs are missing")
     return 0
 
 

@@ -13,6 +13,7 @@ import sagesim
 from sagesim.experiments.pretrain.plan.plan import Plan
 from sagesim.experiments.pretrain.run.log import Log
 from sagesim.experiments.pretrain.text.preparation import prepare
+from sagesim.files import locked
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "tests" / "sagesim" / "experiments" / "pretrain" / "pages"
@@ -109,6 +110,19 @@ def test_pieces_merge_and_no_run_is_repeated(script, records, tmp_path):
     assert again["evaluations"] == before["evaluations"]
 
 
+def test_processes_share_the_runs(script, records, tmp_path):
+    """Another process makes the second run; the first two that are left are made here."""
+    names = sorted(path.name for path in records.glob("*.json"))
+    for name in names[3:]:
+        (tmp_path / name).write_bytes((records / name).read_bytes())
+    with locked(tmp_path / names[1].removesuffix(".json")):
+        said = script(tmp_path, 10)
+    made = [name for name in names[:3] if f"{name.removesuffix('.json')}: held-out loss" in said]
+    assert made == [names[0], names[2]]
+    assert said.endswith("1 of 6 runs are missing\n") and not (tmp_path / names[1]).exists()
+    assert not [path for path in tmp_path.glob(".*") if names[1] not in path.name]
+
+
 def test_what_a_run_leaves(records):
     found = {}
     for path in records.glob("[!.]*.json"):
@@ -144,10 +158,13 @@ def test_no_run_begins_that_would_not_end_in_time(script, tmp_path):
     assert not list(tmp_path.glob("*.parquet"))
 
 
-def test_a_run_that_does_not_end_in_time_leaves_nothing(script, tmp_path):
-    said = script(tmp_path, 1e-6, "--first", -1)
+def test_a_run_that_does_not_end_in_time_leaves_nothing(script, tmp_path, monkeypatch):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    said = script(tmp_path / "records", 1e-6, "--first", -1)
     assert "given up after 1 of 2 steps" in said and "6 of 6 runs are missing" in said
-    assert not list(tmp_path.glob("*.parquet"))
+    assert not list((tmp_path / "records").iterdir()) and not list(scratch.iterdir())
 
 
 def test_the_runs_of_our_plan_come_seed_by_seed():

@@ -1,12 +1,15 @@
 """scripts/smollm2_seeds.py trains every attention on the same tokens; here on a CPU."""
 
+import json
 import runpy
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import sagesim
+from sagesim.files import locked
 from sagesim_kernels.integrations.transformers import register, unregister
 from tests.sagesim_kernels.integrations.models import WORDS, model
 
@@ -70,9 +73,69 @@ def test_held_out_sequences_are_not_trained_on():
         SCRIPT["split"](ids, rows=21, held_out=4, tokens=16)
 
 
-def test_the_text_is_long_enough_and_no_run_is_repeated():
+def test_the_text_is_long_enough():
     needed = (SCRIPT["ROWS"] * SCRIPT["STEPS"] + SCRIPT["HELD_OUT"]) * SCRIPT["TOKENS"]
     assert len(SCRIPT["text"]()) > 4 * needed  # a token of SmolLM2 is 3 to 4 characters of code
-    every = SCRIPT["missing"]([])
-    assert len(every) == len(set(every)) == 15
-    assert SCRIPT["missing"]([{"attention": "sdpa", "seed": 0}]) == every[1:]
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs the script with a small model on the CPU; returns what it prints."""
+    start = model("llama", "sdpa")
+    monkeypatch.setattr(start, "to", lambda device: start)
+    changed = {
+        "ROWS": 4,
+        "STEPS": 5,
+        "HELD_OUT": 4,
+        "TOKENS": 16,
+        "EVALUATE_EVERY": 5,
+        "SPECS": ("exact", "sagebwd"),
+        "SEEDS": (0, 1),
+        "load": lambda path: (start, None),
+        "tokens_of": lambda tokenizer: IDS,
+        "register": lambda name, spec: None,
+    }
+    for name, x in changed.items():
+        monkeypatch.setitem(SCRIPT["main"].__globals__, name, x)
+    # Defaults of arguments were read when the function was defined.
+    small = partial(SCRIPT["tune"], rows=4, steps=5, every=5)
+    monkeypatch.setitem(SCRIPT["main"].__globals__, "tune", small)
+    monkeypatch.setattr("sagesim.AttentionSpec.parse", lambda label: label)
+    monkeypatch.setattr("sagesim_kernels.bench.machine.describe", lambda: {"gpu": "none"})
+
+    def run(records, *words):
+        line = ["smollm2_seeds.py", "model.gguf", str(records), *map(str, words)]
+        monkeypatch.setattr("sys.argv", line)
+        assert SCRIPT["main"]() == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_processes_share_the_runs_and_no_run_is_repeated(command, tmp_path):
+    names = [f"{name}_seed{seed}.json" for seed in (0, 1) for name in ("sdpa", "exact", "sagebwd")]
+    with locked(tmp_path / "exact_seed1"):  # as if another process made it
+        assert command(tmp_path).endswith("1 of 6 runs are missing\n")
+    made = {file.name: file.read_bytes() for file in tmp_path.glob("[!.]*")}
+    assert sorted(made) == sorted(set(names) - {"exact_seed1.json"})
+    assert command(tmp_path).endswith("0 of 6 runs are missing\n")
+    assert all((tmp_path / name).read_bytes() == x for name, x in made.items())
+    for name in names:
+        found = json.loads((tmp_path / name).read_text())
+        assert name == f"{found['attention']}_seed{found['seed']}.json"
+        assert found["evaluations"][-1]["step"] == found["setting"]["steps"] == 5
+
+
+def test_no_run_begins_or_stays_that_would_not_end_in_time(command, tmp_path):
+    said = command(tmp_path, "--minutes", 1, "--first", 2)
+    assert "another run does not fit" in said and "6 of 6 runs are missing" in said
+    said = command(tmp_path, "--minutes", 1e-6, "--first", -1)
+    assert "given up" in said and "6 of 6 runs are missing" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_runs_of_different_settings_do_not_mix(command, tmp_path, monkeypatch):
+    command(tmp_path)
+    monkeypatch.setitem(SCRIPT["main"].__globals__, "RATE", 1.0)
+    with pytest.raises(ValueError, match=r"sdpa_seed0.json: of another setting .*rate 1,"):
+        command(tmp_path)

@@ -16,6 +16,7 @@ from torch import Tensor
 from sagesim.analysis import TENSORS, Comparison, compare
 from sagesim.emulator import Exact, QKNorm, exact, trace
 from sagesim.experiments.pretrain.diagnostics.noise import (
+    Gradients,
     gradients_of,
     inner_products,
     moments,
@@ -26,7 +27,7 @@ from sagesim.experiments.pretrain.run.distributed import World, full_tensor
 from sagesim.models import Call, Capture, capture
 from sagesim.problem import AttentionProblem
 from sagesim.spec import AttentionSpec
-from theory.noise import noise_scale, visible_batch
+from theory.noise import SampleMoments, noise_scale, visible_batch
 
 SDPA = Attention("sdpa")
 
@@ -145,9 +146,8 @@ def _gradient(
     sharded: bool,
 ) -> Iterator[Measured]:
     """Noise and bias of the gradient; noise_scale and visible are in sequences."""
-    examples = range(sequences)
     with use_attention(model.cores(), SDPA):
-        plain = gradients_of(model, loss, examples)
+        plain = gradients_of(model, loss, range(sequences))
     own = moments(inner_products(plain, plain, world, sharded=sharded))
     # An unbiased estimate of a square can be negative. Then the mean gradient is below the noise.
     is_positive = own.mean_square > 0
@@ -161,20 +161,41 @@ def _gradient(
         },
     )
     for attention in attentions:
-        with use_attention(model.cores(), attention):
-            error = gradients_of(model, loss, examples, less=plain)
-        bias = moments(inner_products(error, error, world, sharded=sharded))
-        along = inner_products(error, plain, world, sharded=sharded)
-        # Without the diagonal: the noise of an example's error and gradient is not independent.
-        mean_along = float(along.sum() - along.diagonal().sum()) / (sequences * (sequences - 1))
+        # A function of its own holds the errors, which take as much memory as the gradients. They
+        # are freed before those of the next attention are computed.
+        bias, along = _bias(model, loss, attention, world, plain, sharded)
         yield Measured(
             "gradient",
             {
                 "bias_square": bias.mean_square,
                 "bias_square_error": bias.mean_square_error,
                 "bias_trace": bias.trace,
-                "bias_along": mean_along / own.mean_square if is_positive else math.nan,
+                "bias_along": along / own.mean_square if is_positive else math.nan,
                 "visible": visible_batch(bias.mean_square, own.trace, bias.trace),
             },
             attention=attention.name,
         )
+
+
+def _bias(
+    model: Llama,
+    loss: Callable[[int], Tensor],
+    attention: Attention,
+    world: World,
+    plain: Gradients,
+    sharded: bool,
+) -> tuple[SampleMoments, float]:
+    """The moments of an attention's errors of the gradient, and their component along the gradient.
+
+    The component is the mean inner product of an error and a gradient of different sequences.
+
+    Args:
+        plain: the gradients of the first sequences under 16-bit attention.
+    """
+    sequences = len(plain.examples)
+    with use_attention(model.cores(), attention):
+        error = gradients_of(model, loss, range(sequences), less=plain)
+    bias = moments(inner_products(error, error, world, sharded=sharded))
+    along = inner_products(error, plain, world, sharded=sharded)
+    # Without the diagonal: the noise of an example's error and gradient is not independent.
+    return bias, float(along.sum() - along.diagonal().sum()) / (sequences * (sequences - 1))

@@ -136,8 +136,9 @@ def _losses_of_prefixes(
         return ()
     found: list[float] = []
     for tokens in _batches(model, sequences):
-        each = [_cross_entropy(model(tokens[:, :n])[:, -1], tokens[:, n]) for n in places]
-        found += torch.stack(each, 1).double().mean(1).tolist()
+        # Longest first: each prefix fits into the memory that PyTorch keeps of the one before.
+        each = [_cross_entropy(model(tokens[:, :n])[:, -1], tokens[:, n]) for n in places[::-1]]
+        found += torch.stack(each[::-1], 1).double().mean(1).tolist()
     return tuple(found)
 
 

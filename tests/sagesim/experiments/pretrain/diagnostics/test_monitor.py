@@ -1,8 +1,11 @@
+import weakref
+
 import pytest
 import torch
 
 from sagesim import AttentionSpec, exact
 from sagesim.analysis import TENSORS, errors
+from sagesim.experiments.pretrain.diagnostics import monitor
 from sagesim.experiments.pretrain.diagnostics.monitor import measure, record_attention
 from sagesim.experiments.pretrain.model.attention import Attention
 from sagesim.experiments.pretrain.run.settings import Machine
@@ -83,6 +86,21 @@ def test_the_bias_of_the_gradient_is_the_mean_error_that_attention_adds(trainer)
         )
         along = off_diagonal(error, plain) / square
         assert measured["bias_along"] == pytest.approx(along, rel=1e-3, abs=1e-5)
+
+
+def test_the_errors_of_one_attention_are_freed_before_those_of_the_next(trainer, monkeypatch):
+    alive, kept = [], []
+    real = monitor.gradients_of
+
+    def recorded(*args, **options):
+        alive.append(sum(x() is not None for x in kept))
+        found = real(*args, **options)
+        kept.append(weakref.ref(found.examples[0][0]))
+        return found
+
+    monkeypatch.setattr(monitor, "gradients_of", recorded)
+    trainer.monitor()
+    assert alive == [0, 1, 1]  # the gradients without errors stay
 
 
 def test_measuring_does_not_change_the_model(trainer):

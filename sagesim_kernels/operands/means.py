@@ -73,6 +73,7 @@ class SubtractedMeans(NamedTuple):
     raw_k_stride_h: Any
     raw_k_stride_n: Any
     raw_k_stride_d: Any
+    raw_k_DIVISOR: Any
 
     @classmethod
     def of(cls, q_mean: Means | None, k_mean: Means | None, raw_k: Tensor) -> SubtractedMeans:
@@ -111,6 +112,7 @@ def _raw_key_ptrs(subtracted, cu_k, head, first, count: tl.constexpr, columns):
         subtracted.raw_k_stride_h,
         subtracted.raw_k_stride_n,
         subtracted.raw_k_stride_d,
+        subtracted.raw_k_DIVISOR,
     )
     return token_ptrs(raw_k, cu_k, head.b, head.k_head, first, count, columns)
 

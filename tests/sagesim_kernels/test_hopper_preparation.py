@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -151,7 +152,13 @@ def check_forward(
     shapes = ((4, n_q, D), (2, n_k, D), (2, n_k, D_V))
     q, k, v = (tokens(batch, *shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes))
     spec = _resolve(FACTORED_QK.label(), dtype)
-    options = {"spec": spec, "scale": 0.2, **MASKS[mask], "packing": packing, "extras": more}
+    options: dict[str, Any] = {
+        "spec": spec,
+        "scale": 0.2,
+        **MASKS[mask],
+        "packing": packing,
+        "extras": more,
+    }
     problem = KernelProblem.of(q, k, v, **options)
     expected = OperandCache(problem)
     q, k, v = (viewed(x, view) for x in (q, k, v))
@@ -180,7 +187,13 @@ def check(
         )
     ]
     spec = _resolve(FACTORED_QK.label(), dtype)
-    options = {"spec": spec, "scale": 0.2, **MASKS[mask], "packing": packing, "extras": more}
+    options: dict[str, Any] = {
+        "spec": spec,
+        "scale": 0.2,
+        **MASKS[mask],
+        "packing": packing,
+        "extras": more,
+    }
     problem = KernelProblem.of(*plain[:3], **options)
     lse2 = tokens(batch, 4, n_q, dtype=torch.float32, seed=9)
     lse2[..., 5] = torch.inf

@@ -320,6 +320,21 @@ def test_kernels_of_wide_heads_multiply_as_declared(
         assert kernel.narrow_stores == 0
 
 
+@BY_OLDEST
+def test_rows_of_72_channels_are_loaded_and_stored_in_vectors(oldest: Compiler) -> None:
+    """Triton knows strides that are multiples of 16, but these are multiples of 8."""
+    kernels = oldest.compile("factored_qk", 90, head_size=72)
+    assert "hopper_backward" in {kernel.name for kernel in kernels}
+    narrow = [(k.name, k.narrow_loads, k.narrow_stores) for k in kernels]
+    assert [x for x in narrow if any(x[1:])] == []
+
+
+@BY_OLDEST
+def test_narrow_loads_and_stores_are_detected(oldest: Compiler) -> None:
+    kernels = oldest.compile("sagebwd", 80, head_size=73)
+    assert any(k.narrow_loads for k in kernels) and any(k.narrow_stores for k in kernels)
+
+
 @BY_NEWEST
 def test_fusion_is_detected(newest: Compiler) -> None:
     kernels = products(newest.compile("factored", 80, enable_fp_fusion=True))

@@ -137,6 +137,7 @@ def _contents(kernel: Any, with_loops: bool) -> dict[str, Any]:
         "has_fp64": ".f64" in ptx,
         "early_arrivals": _early_arrivals(ptx),
         "narrow_stores": len(re.findall(r"\bst\.global\.[bu](?:8|16)\b", ptx)),
+        "narrow_loads": len(re.findall(r"\bld\.global(?:\.L\w+)*\.[bu](?:8|16)\b", ptx)),
         "shared": kernel.metadata.shared,
         **_machine_code(kernel.asm["cubin"], ptx, with_loops),
     }

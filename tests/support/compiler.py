@@ -52,6 +52,7 @@ class Kernel:
     has_fp64: bool
     early_arrivals: int  #: arrivals at barriers in memory before all threads are done
     narrow_stores: int  #: stores of less than 32 bits to global memory
+    narrow_loads: int  #: loads of less than 32 bits from global memory
     shared: int  #: bytes
     registers: int  #: of each thread
     stack: int  #: bytes of each thread; 0 if no register is spilled

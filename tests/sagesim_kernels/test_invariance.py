@@ -16,8 +16,8 @@ from sagesim import HALF_AWAY, PRESETS, SAGEBWD, AttentionSpec, Rounding
 from sagesim_kernels import trace
 from sagesim_kernels.portable.tiles import Tile
 from tests.support.assertions import assert_bitwise, assert_within_bound
-from tests.support.combinations import crossed
 from tests.support.calls import run_exact
+from tests.support.combinations import crossed
 from tests.support.inputs import Case
 from tests.support.kernels import (
     DEVICE,

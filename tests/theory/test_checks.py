@@ -9,7 +9,7 @@ from theory.__main__ import main
 from theory.checks import CHECKS
 from theory.checks.check import bounded, estimated
 
-# The build of docs/theory/index.md measures every topic but the budget, and fails if one is violated.
+# The build of docs/theory/index.md measures these as well, and fails if a statement is violated.
 SLOW = {"matmul", "ds_bound", "ds_error", "fp8_sums", "int8_dp", "noise"}
 LONG = [pytest.mark.slow, pytest.mark.exhaustive]
 TOPICS = [

@@ -501,13 +501,17 @@ def test_masks_sinks_and_softcaps_compile(compiler: Compiler, extras: str) -> No
     oldest=[(64, "window"), (128, "key_mask")],
     newest=[(64, "key_mask"), (128, "window")],
 )
-def test_masks_compile_for_hopper(compiler: Compiler, head_size: int, extras: str) -> None:
+def test_masks_compile_for_hopper(
+    compiler: Compiler, head_size: int, extras: str, request: pytest.FixtureRequest
+) -> None:
     """Its own kernels serve them, with the same care for waits, descriptors and barriers."""
     kernels = compiler.compile("factored_qk", 90, head_size=head_size, extras=[extras])
     assert {"hopper_forward", "hopper_backward"} <= {kernel.name for kernel in kernels}
     assert "sagesim_kernels.portable" not in {kernel.package for kernel in kernels}
     # The newest Triton spills 29 of 628 in the backward of a window at head size 128.
-    limit = 0.05 if (head_size, extras) == (128, "window") else 0.04
+    triton = request.node.callspec.params["compiler"]
+    spills_more = (triton, head_size, extras) == ("newest", 128, "window")
+    limit = 0.05 if spills_more else 0.04
     for kernel in kernels:
         issued = kernel.issued_in_loop
         spilling = sum(n for code, n in issued.items() if code.startswith(("LDL", "STL")))

@@ -59,7 +59,7 @@ def test_of_a_call_in_two_records_the_first_counts():
 def test_records_of_several_machines_are_refused(part, field):
     other = measured()
     other[part][field] = "other"
-    with pytest.raises(ValueError, match="several .*, other"):
+    with pytest.raises(ValueError, match=r"several .*, other"):
         entry(measured(), other)
 
 

@@ -59,7 +59,7 @@ def arms(folder: Path = RECORDS) -> str:
     said = "Held-out loss in nats, by the arm's own attention and by `sdpa`: of `sdpa` itself, and "
     said += f"of the other arms less that of `sdpa`. {_made(made, every)}"
     if not gaps:
-        said += " The rules decide when all runs are made."
+        said += " The rules decide when all runs are made; until then the numbers decide nothing."
     return f"{markdown(head, rows)}\n\n{said}"
 
 

@@ -216,7 +216,7 @@ def outcome() -> str:
         well. And b was measured where the
         error of SageBwd's dQ is at most {seen:.2f}; in the paper's model it is
         {PAPER_TABLE_2["dq"][1]:.2f} ([Table 2](paper.md)).""",
-        """**What no run here can show.** The default spec, `factored_qk`, was never trained.
+        """**What no run here can show.** No run has the default spec, `factored_qk`.
         Held-out losses are those of each run's own attention; no checkpoint was evaluated in 16 bit
         as well. There is no second 16-bit implementation among the runs, which would show how far
         two implementations without INT8 differ. No run changes delta or the scales alone.""",

@@ -21,6 +21,7 @@ import promises
 import records
 import several_gpus
 import smollm2
+import smollm2_seeds
 from grid import markdown
 
 from sagesim import PRESETS, SITES, AttentionSpec, Precision
@@ -459,6 +460,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "smollm2_losses": smollm2.losses,
     "smollm2_budget": smollm2.budget,
     "smollm2_interpreted": smollm2.interpreted,
+    "smollm2_seeds": smollm2_seeds.finals,
+    "smollm2_seeds_by_step": smollm2_seeds.by_step,
+    "smollm2_seeds_findings": smollm2_seeds.findings,
     "smollm2_speed": smollm2.speed,
     "smollm2_speed_line": smollm2.speed_line,
     "several_gpus": several_gpus.compared,

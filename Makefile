@@ -21,12 +21,12 @@ demo: .venv/.user  ## which of the seven products hurts, on the shipped capture 
 	$(BIN)/sagesim attribute llama --report out/report.html
 
 test: .venv/.dev  ## the tests to run while you work: minutes on two cores
-	$(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu and not slow"
+	$(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu and not slow and not exhaustive"
 
 test-full: .venv/.dev .venv/.triton-oldest .venv/.smollm2 .venv/.torchtitan .venv/.frameworks-oldest  ## the other tests that need no GPU
-	$(BIN)/pytest -q -n 2 --dist loadgroup -m "slow and not gpu"
+	$(BIN)/pytest -q -n 2 --dist loadgroup -m "slow and not gpu and not exhaustive"
 
-fuzz: .venv/.dev .venv/.triton-oldest  ## the property tests with many more examples
+fuzz: .venv/.dev .venv/.triton-oldest  ## the property tests with many more examples, and all combinations
 	$(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu" --hypothesis-profile=long
 
 gpu-test:  ## the tests marked gpu, with this machine's python and torch; CODE=sm80: see CONTRIBUTING.md

@@ -173,7 +173,8 @@ def _saturation(apart: Tensor, change: Callable[[_Array], _Array], first_order: 
     means = means / math.sqrt(2 * math.pi)
     grid = np.concatenate([[0.0], _VARIANCES])
     values = np.concatenate([[1.0], means / (first_order * _VARIANCES)])
-    return torch.from_numpy(np.interp(apart.double().numpy(), grid, values))
+    found = np.interp(apart.double().cpu().numpy(), grid, values)
+    return torch.from_numpy(found).to(apart.device)
 
 
 def _mean_gain(variance: Tensor, gain: Tensor) -> Tensor:

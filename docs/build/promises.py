@@ -645,8 +645,8 @@ FRAMEWORKS = (
 
 GPUS = (
     Promise(
-        "The kernels compile for these GPUs with the oldest and the newest supported Triton, and "
-        "the products that a spec sets to INT8 are INT8 instructions.",
+        "The kernels compile for these GPUs, each with the oldest or the newest supported Triton, "
+        "and the products that a spec sets to INT8 are INT8 instructions.",
         (f"{COMPILED}::test_int8_products_are_int8_instructions",),
         _capabilities,
     ),

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from sagesim_kernels.gluon_compat import async_load
-from sagesim_kernels.operands import amax, start_of
+from sagesim_kernels.operands import amax, head_ptr, row_stride
 
 BLOCK = gl.constexpr(64)
 """Queries of a step, and queries and keys of a block of the spec."""
@@ -261,8 +261,7 @@ def store_chunk(x, cu, b, h, rows, last, value, C: gl.constexpr, D: gl.constexpr
     """
     LAYOUT: gl.constexpr = value.type.layout
     column = C * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))
-    base = x.ptr + b.to(gl.int64) * x.stride_b + h.to(gl.int64) * x.stride_h
-    ptrs = base + (start_of(cu, b) + rows.to(gl.int64)) * x.stride_n
+    ptrs = head_ptr(x, cu, b, h) + rows.to(gl.int64) * row_stride(x)
     ptrs = ptrs[:, None] + (column.to(gl.int64) * x.stride_d)[None, :]
     mask = (rows < last)[:, None] & (column < D)[None, :]
     gl.store(ptrs, value.to(x.ptr.dtype.element_ty), mask=mask)

@@ -1,7 +1,8 @@
-"""Write the table of `sagesim_kernels.pays_off` from a record of the benchmark.
+"""Write the table of `sagesim_kernels.pays_off` from records of the benchmark.
 
 The table has the ratios to the faster SDPA at the shapes of the part "models". It has one entry for
-each GPU; the record's replaces an older one of the same GPU.
+each GPU, which replaces an older one of the same GPU. Several records of a GPU make one entry: of a
+call that is in two of them, the first counts.
 """
 
 from __future__ import annotations
@@ -40,13 +41,31 @@ _AXES: Final = {
 """Field of `measured_speed.CallShape` -> field of a record's case."""
 
 
-def entry(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table's entry of a record's GPU.
+def entry(*documents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table's entry of the GPU of some records. Of a call in two, the first counts.
 
     Raises:
-        ValueError: if the record has no case of the part "models", or if it timed the code of
-            another GPU.
+        ValueError: if a record has no case of the part "models", if it timed the code of another
+            GPU, or if the records are of several GPUs or dtypes.
     """
+    calls = {key: call for each in reversed(documents) for key, call in _calls(each).items()}
+    for field, values in {
+        "GPUs": [each["machine"]["gpu"] for each in documents],
+        "dtypes": [each["settings"]["dtype"] for each in documents],
+    }.items():
+        if len(set(values)) > 1:
+            raise ValueError(f"the records are of several {field}: {', '.join(values)}")
+    first = documents[0]
+    return {
+        "machine": one_line(first["machine"]),
+        "command": first["command"],
+        "dtype": first["settings"]["dtype"],
+        "calls": calls,
+    }
+
+
+def _calls(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shapes and ratios of a record."""
     if document["settings"].get("code") is not None:
         raise ValueError("the record timed the code of another GPU")
     if not cases(dict(document), "models"):
@@ -65,12 +84,7 @@ def entry(document: Mapping[str, Any]) -> dict[str, Any]:
                     for figure, which in _FIGURES.items()
                 },
             }
-    return {
-        "machine": one_line(document["machine"]),
-        "command": document["command"],
-        "dtype": document["settings"]["dtype"],
-        "calls": calls,
-    }
+    return calls
 
 
 def left_out(table: Mapping[str, Any]) -> Table:
@@ -123,16 +137,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("record", type=Path, metavar="RECORD.json")
+    parser.add_argument("records", type=Path, nargs="+", metavar="RECORD.json")
     parser.add_argument("--out", type=Path, default=MEASURED, help="default: the package's table")
     args = parser.parse_args(argv)
     try:
-        document = read(args.record)
-        made = entry(document)
+        documents = [read(path) for path in args.records]
+        made = entry(*documents)
     except (OSError, ValueError) as error:
-        raise Failure(f"{args.record}: {error}") from None
+        raise Failure(f"{', '.join(map(str, args.records))}: {error}") from None
     table = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
-    table[document["machine"]["gpu"]] = made
+    table[documents[0]["machine"]["gpu"]] = made
     write_text(args.out, json.dumps(table, indent=1) + "\n")
     print(f"{args.out}: {len(made['calls'])} calls on {made['machine']}")
 

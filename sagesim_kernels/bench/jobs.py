@@ -40,6 +40,7 @@ PREPARATION: Final = {
     "row_statistics_kernel": "delta",
     "natural_lse_kernel": "logsumexp",
     "logit_shift_kernel": "smoothing",
+    "count_keys_kernel": "smoothing",
 }
 """The kernels that prepare products, and the job of each. A kernel in neither table, which sets or
 copies memory, is preparation with the job "other"."""

@@ -36,7 +36,7 @@ from sagesim_kernels.hopper.dq_parts import (
     to_tma_order,
     to_units,
 )
-from sagesim_kernels.operands import start_of
+from sagesim_kernels.operands import head_ptr, row_stride
 
 WARPS = gl.constexpr(8)
 """Warps that compute dK and dV."""
@@ -193,8 +193,8 @@ def _store_keys(x, outputs, tile, value, buffer, CHANNELS: gl.constexpr):
     live = are_live(row, tile, outputs.key_mask)[:, None]
     value = gl.where(live, value, gl.zeros((TILE_K, D), DTYPE, LAYOUT))
     column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT)).to(gl.int64)
-    base = x.ptr + outputs.b.to(gl.int64) * x.stride_b + outputs.h.to(gl.int64) * x.stride_h
-    ptrs = base + (start_of(outputs.cu_k, outputs.b) + row.to(gl.int64)) * x.stride_n
+    base = head_ptr(x, outputs.cu_k, outputs.b, outputs.h)
+    ptrs = base + row.to(gl.int64) * row_stride(x)
     mask = (row < tile.length)[:, None]
     if CHANNELS < D:
         mask = mask & (column < CHANNELS)[None, :]

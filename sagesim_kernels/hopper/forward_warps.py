@@ -36,11 +36,12 @@ from sagesim_kernels.hopper.forward_tiles import (
 )
 from sagesim_kernels.operands import (
     causal_offset,
+    head_ptr,
     length_of,
     live_keys,
     lowest_diagonal,
     row_base,
-    start_of,
+    row_stride,
     stored_start_of,
 )
 
@@ -208,8 +209,7 @@ def _store_o(o, cu, tile, first, last, value, DV: gl.constexpr):
     COLUMN: gl.constexpr = gl.SliceLayout(0, value.type.layout)
     row = first + gl.arange(0, value.shape[0], ROW)
     column = gl.arange(0, value.shape[1], COLUMN).to(gl.int64)
-    base = o.ptr + tile.b.to(gl.int64) * o.stride_b + tile.h.to(gl.int64) * o.stride_h
-    row_ptrs = base + (start_of(cu, tile.b) + row) * o.stride_n
+    row_ptrs = head_ptr(o, cu, tile.b, tile.h) + row.to(gl.int64) * row_stride(o)
     ptrs = row_ptrs[:, None] + (column * o.stride_d)[None, :]
     mask = (row < last)[:, None]
     if value.shape[1] > DV:

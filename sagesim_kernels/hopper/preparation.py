@@ -1,8 +1,9 @@
 """What the kernels for Hopper need of keys and queries, computed in few passes over each.
 
 Before a forward, a program for a head of K computes the mean and rounds the head, and a program for
-a block of Q rounds the block, in one launch. Long sequences take several launches, so that many
-programs share a head. Before a backward, there are two launches:
+some blocks of Q rounds these, in one launch. Each holds in registers what it reads, so that it
+reads memory once. Long sequences take several launches, so that many programs share a head. Before
+a backward, there are two launches:
 
 A program for a block of keys reads K and V once: it smooths and rounds K, and bounds both. After
 that, a program for a block of queries reads Q, O and dO once: it rounds Q, computes delta and the
@@ -42,7 +43,6 @@ from sagesim_kernels.operands import (
     largest,
     length_of,
     live_count,
-    live_keys,
     load_live,
     load_rows,
     load_source,
@@ -51,7 +51,6 @@ from sagesim_kernels.operands import (
     padded,
     program_coordinates,
     programs_of,
-    quantize_block,
     row_sums,
     store_block,
     store_bounds,
@@ -63,69 +62,84 @@ from sagesim_kernels.operands import (
 
 _TYPES: Final = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
-
-_MOST_KEYS: Final = 512
-"""With more keys, the programs that each smooth a head of K would end after all others."""
+_MOST_BYTES: Final = 64 * 1024
+"""Of a head of K that a program holds: a quarter of the registers of a multiprocessor."""
 
 _CHANNELS_OF_A_WARP: Final = 16
-"""Channels of a head for each warp of a program."""
+"""Channels of a head for each warp of a program that holds one block."""
 
-_CHUNK: Final = 128
-"""Keys whose sum is added to a mean in one step, as in `operands.means`."""
+_ELEMENTS_OF_A_WARP: Final = 2048
+"""Elements of K or Q for each warp of a program that holds several blocks."""
 
 
 # Arguments of these kernels are not tuples of tuples: in the first tuple of a tuple, Triton 3.6
 # loses integers that it specialised to the constant 1.
 @triton.jit
-def _round_keys(k8, keys, live, mean, rounding, lengths, i, h, b, blocks):
-    """Round block i of K minus the mean [1, D_PAD]; keys, live: the results of `load_live`."""
-    if i * blocks.BLOCK < length_of(lengths.cu_k, lengths.n_k, b):
-        tokens = tl.where(live, keys.to(tl.float32) - mean, 0.0)
-        store_block(k8, tokens, rounding, lengths, i, h, b, blocks)
+def _load_blocks(x, lengths, i, COUNT: tl.constexpr, h, b, blocks):
+    """Load COUNT blocks from block i on; return the tokens of each, and which are live.
+
+    See `load_live`. All loads are in flight at once.
+    """
+    tokens, live = (), ()
+    for j in tl.static_range(COUNT):
+        first = (i + j) * blocks.BLOCK
+        block, block_live = load_live(x, lengths, first, blocks.BLOCK, h, b, blocks)
+        tokens += (block,)
+        live += (block_live,)
+    return tokens, live
 
 
 @triton.jit
-def _prepare_head(k, means, k8, rounding, lengths, h, b, blocks, CHUNK: tl.constexpr):
-    """Compute the mean of a head of K, and round the head minus its mean."""
-    total = tl.zeros((blocks.D_PAD,), tl.float64)
-    for first in range(0, live_keys(lengths, b), CHUNK):
-        tokens, _ = load_live(k, lengths, first, CHUNK, h, b, blocks)
-        total += tl.sum(tokens.to(tl.float64), 0)
-    count = live_count(lengths, b, CHUNK)
-    mean = (total / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
+def _prepare_head(k, means, k8, rounding, lengths, h, b, blocks, COUNT: tl.constexpr):
+    """Compute the mean of a head of K of up to COUNT blocks, and round the head minus its mean."""
+    tokens, live = _load_blocks(k, lengths, 0, COUNT, h, b, blocks)
+    total = tl.zeros((blocks.BLOCK, blocks.D_PAD), tl.float64)
+    for i in tl.static_range(COUNT):
+        total += tokens[i].to(tl.float64)
+    count = live_count(lengths, b, COUNT * blocks.BLOCK)
+    mean = (tl.sum(total, 0) / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
     column = tl.arange(0, blocks.D_PAD)
     out = means.ptr + (b.to(tl.int64) * means.heads + h) * blocks.D
     tl.store(out + column, mean, mask=column < blocks.D)
-    # Two blocks are loaded before the first is stored, so that the loads overlap.
-    n = tl.cdiv(length_of(lengths.cu_k, lengths.n_k, b), blocks.BLOCK)
-    mean = mean[None, :]
-    for i in range(0, n, 2):
-        first = i * blocks.BLOCK
-        x, x_live = load_live(k, lengths, first, blocks.BLOCK, h, b, blocks)
-        y, y_live = load_live(k, lengths, first + blocks.BLOCK, blocks.BLOCK, h, b, blocks)
-        _round_keys(k8, x, x_live, mean, rounding, lengths, i, h, b, blocks)
-        _round_keys(k8, y, y_live, mean, rounding, lengths, i + 1, h, b, blocks)
+    length = length_of(lengths.cu_k, lengths.n_k, b)
+    for i in tl.static_range(COUNT):
+        if i * blocks.BLOCK < length:
+            rest = tl.where(live[i], tokens[i].to(tl.float32) - mean[None, :], 0.0)
+            store_block(k8, rest, rounding, lengths, i, h, b, blocks)
+
+
+@triton.jit
+def _round_queries(q, q8, rounding, lengths, part, h, b, blocks, COUNT: tl.constexpr):
+    """Round the blocks of Q from block part * COUNT on, COUNT of them."""
+    length = length_of(lengths.cu_q, lengths.n_q, b)
+    if part * (COUNT * blocks.BLOCK) < length:
+        tokens, _ = _load_blocks(q, lengths, part * COUNT, COUNT, h, b, blocks)
+        for j in tl.static_range(COUNT):
+            i = part * COUNT + j
+            if i * blocks.BLOCK < length:
+                store_block(q8, tokens[j].to(tl.float32), rounding, lengths, i, h, b, blocks)
 
 
 @triton.jit
 def prepare_forward_kernel(
     q_grid, k_grid, q, k, means, q8, k8, q_rounding, k_rounding, lengths, q_blocks, k_blocks,
-    CHUNK: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Smooth and round a head of K, or round a block of Q.
+    """Smooth and round a head of K, or round COUNT blocks of Q.
 
     The first programs, one for each head of K, take longer than the others.
 
-    k_grid: one tile for each head of K. q, k: `Strided`. means: `Means` of K. q8, k8: `Operand` of
-    qk. CHUNK: keys whose sum is added to the mean in one step.
+    q_grid: one tile for COUNT blocks of Q. k_grid: one tile for each head of K, of up to COUNT
+    blocks. q, k: `Strided`. means: `Means` of K. q8, k8: `Operand` of qk.
     """
     program = tl.program_id(0)
     heads = programs_of(k_grid)
     if program < heads:
         _, h, b = coordinates_of(program, k_grid)
-        _prepare_head(k, means, k8, k_rounding, lengths, h, b, k_blocks, CHUNK)
+        _prepare_head(k, means, k8, k_rounding, lengths, h, b, k_blocks, COUNT)
     else:
-        quantize_block(program - heads, q_grid, q, None, q8, q_rounding, q_blocks, lengths)
+        part, h, b = coordinates_of(program - heads, q_grid)
+        _round_queries(q, q8, q_rounding, lengths, part, h, b, q_blocks, COUNT)
 
 
 @triton.jit
@@ -201,16 +215,18 @@ def prepare_queries_kernel(
 def prepare_forward(problem: KernelProblem) -> OperandCache:
     """Return the operands of a forward. Q and K are codes; K is smoothed if the spec says so."""
     spec, sequences, stored = problem.spec, problem.sequences, has_to_copy(problem, queries=False)
-    is_long = problem.longest_k > _MOST_KEYS
+    heads, d = problem.k.shape[1], problem.k.shape[3]
+    count = triton.next_power_of_2(-(-problem.longest_k // spec.block_k))
+    elements = count * spec.block_k * padded(d)
+    is_long = elements * problem.k.element_size() > _MOST_BYTES
     if not spec.smoothing.k or is_long or is_wide(problem):
         operands = OperandCache(problem, stored=stored)
         operands.quantize("qk")
         return operands
-    heads, d = problem.k.shape[1], problem.k.shape[3]
     mean = problem.k.new_empty((sequences, heads, 1, d), dtype=torch.float32)
     operands = OperandCache(problem, k_mean=mean, stored=stored)
     (q8, q), (k8, k) = (operands.reserve("qk", x) for x in ("q", "k"))
-    q_grid = Grid(-(-problem.longest_q // spec.block_q), q.x.shape[1], sequences)
+    q_grid = Grid(-(-problem.longest_q // (count * spec.block_q)), q.x.shape[1], sequences)
     k_grid = Grid(1, heads, sequences)
     launch(
         prepare_forward_kernel,
@@ -227,8 +243,8 @@ def prepare_forward(problem: KernelProblem) -> OperandCache:
         problem.lengths,
         TokenBlocks.of(False, d, padded(d), spec.block_q),
         TokenBlocks.of(True, d, padded(d), spec.block_k),
-        _CHUNK,
-        num_warps=padded(d) // _CHANNELS_OF_A_WARP,
+        count,
+        num_warps=min(max(elements // _ELEMENTS_OF_A_WARP, 4), 16),
         **LAUNCH,
     )
     return operands

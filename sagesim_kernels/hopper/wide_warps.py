@@ -26,11 +26,12 @@ from sagesim_kernels.hopper.channel_parts import (
 from sagesim_kernels.hopper.wide_structures import Walk
 from sagesim_kernels.operands import (
     causal_offset,
+    head_ptr,
     key_loop_bounds,
     live_keys,
     live_queries,
     query_loop_bounds,
-    start_of,
+    row_stride,
 )
 
 CONSUMERS = gl.constexpr(2)
@@ -174,7 +175,6 @@ def store_part(out, cu, b, h, first, live, length, value, column, CHANNELS: gl.c
     row = first + gl.arange(0, value.shape[0], ROW)
     channel = column + gl.arange(0, value.shape[1], COLUMN).to(gl.int64)
     value = gl.where((row < live)[:, None], value, 0.0).to(out.ptr.dtype.element_ty)
-    base = out.ptr + b.to(gl.int64) * out.stride_b + h.to(gl.int64) * out.stride_h
-    ptrs = base + (start_of(cu, b) + row.to(gl.int64)) * out.stride_n
+    ptrs = head_ptr(out, cu, b, h) + row.to(gl.int64) * row_stride(out)
     mask = (row < length)[:, None] & (channel < CHANNELS)[None, :]
     gl.store(ptrs[:, None] + (channel * out.stride_d)[None, :], value, mask=mask)

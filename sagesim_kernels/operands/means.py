@@ -31,14 +31,19 @@ from sagesim_kernels.operands.masking import (
 )
 from sagesim_kernels.operands.rounding import LAUNCH, row_sums
 
-_AT_ONCE: Final = 16384
-"""Elements that a program adds in one step."""
+_STEP: Final = 32
+"""Tokens that a program adds in one step. The tokens of the next step are loaded meanwhile."""
 
 _CHUNK: Final = 128
 """Keys of K that one program sums."""
 
+_WARPS: Final = 2
+"""Of a program that sums a chunk; with few, the reduction across warps is short."""
 
-_CHUNKS_AT_ONCE: Final = 16
+_VECTORS: Final = _WARPS * 32 * 8
+"""Elements in 16 bit that the threads of such a program load at once, 16 bytes each."""
+
+_CHUNKS_AT_ONCE: Final = 64
 """Chunks whose sums a program adds in one step: the time of a step is that of one load."""
 
 
@@ -73,6 +78,7 @@ class SubtractedMeans(NamedTuple):
     raw_k_stride_h: Any
     raw_k_stride_n: Any
     raw_k_stride_d: Any
+    raw_k_DIVISOR: Any
 
     @classmethod
     def of(cls, q_mean: Means | None, k_mean: Means | None, raw_k: Tensor) -> SubtractedMeans:
@@ -111,6 +117,7 @@ def _raw_key_ptrs(subtracted, cu_k, head, first, count: tl.constexpr, columns):
         subtracted.raw_k_stride_h,
         subtracted.raw_k_stride_n,
         subtracted.raw_k_stride_d,
+        subtracted.raw_k_DIVISOR,
     )
     return token_ptrs(raw_k, cu_k, head.b, head.k_head, first, count, columns)
 
@@ -163,12 +170,29 @@ def _is_live(lengths, b, tokens, first, last, IS_KEY: tl.constexpr):
 
 
 @triton.jit
-def sum_chunks_kernel(grid, x, sums, stored_chunks, lengths, blocks, STEP: tl.constexpr):
+def _load_step(x, cu, lengths, b, h, begin, first, end, blocks, STEP: tl.constexpr):
+    """Load tokens begin..begin + STEP, [STEP, D_PAD]; those that are not live are 0.
+
+    first, end: bounds on the live tokens.
+    """
+    row, column = begin + tl.arange(0, STEP), tl.arange(0, blocks.D_PAD)
+    live = _is_live(lengths, b, row, first, end, blocks.IS_KEY) & (row < end)
+    mask = live[:, None] & (column < blocks.D)[None, :]
+    return tl.load(token_ptrs(x, cu, b, h, begin, STEP, column), mask=mask, other=0.0)
+
+
+@triton.jit
+def sum_chunks_kernel(
+    grid, x, sums, stored_chunks, lengths, blocks, STEP: tl.constexpr, ROWS: tl.constexpr
+):
     """Sum the live tokens of each chunk, float64 [heads, stored_chunks, D].
 
     A chunk is blocks.BLOCK consecutive tokens of a sequence. Its sum has the index that its tokens
     have in padded storage, divided by blocks.BLOCK. The memory for the sums is therefore bounded by
     the size of padded storage, and does not grow with sequences * longest sequence.
+
+    STEP: tokens of a step. ROWS: tokens that the program's threads load at once, one vector each;
+    tokens that a thread holds are added without the other threads.
     """
     chunk, h, b = program_coordinates(grid)
     if blocks.IS_KEY:
@@ -178,16 +202,17 @@ def sum_chunks_kernel(grid, x, sums, stored_chunks, lengths, blocks, STEP: tl.co
     first, last = _live(lengths, b, blocks.IS_KEY)
     if chunk * blocks.BLOCK >= last:
         return
+    begin = chunk * blocks.BLOCK
+    end = tl.minimum(begin + blocks.BLOCK, last)
+    total = tl.zeros((ROWS, blocks.D_PAD), tl.float64)
+    tokens = _load_step(x, cu, lengths, b, h, begin, first, end, blocks, STEP)
+    for at in range(begin + STEP, end + STEP, STEP):
+        following = _load_step(x, cu, lengths, b, h, at, first, end, blocks, STEP)
+        parts = tl.reshape(tokens.to(tl.float64), (STEP // ROWS, ROWS, blocks.D_PAD))
+        total += tl.sum(parts, 0)
+        tokens = following
+    total = tl.sum(total, 0)
     column = tl.arange(0, blocks.D_PAD)
-    total = tl.zeros((blocks.D_PAD,), tl.float64)
-    end = tl.minimum(blocks.BLOCK, last - chunk * blocks.BLOCK)
-    for step in range(0, end, STEP):
-        begin = chunk * blocks.BLOCK + step
-        row = begin + tl.arange(0, STEP)
-        live = _is_live(lengths, b, row, first, last, blocks.IS_KEY)
-        mask = live[:, None] & (column < blocks.D)[None, :]
-        ptrs = token_ptrs(x, cu, b, h, begin, STEP, column)
-        total += tl.sum(tl.load(ptrs, mask=mask, other=0.0).to(tl.float64), 0)
     out = h.to(tl.int64) * stored_chunks + stored_start_of(cu, n, b) // blocks.BLOCK + chunk
     tl.store(sums + out * blocks.D + column, total, mask=column < blocks.D)
 
@@ -254,6 +279,7 @@ def _compute_means(
     out = torch.empty((problem.sequences, heads, means, d), dtype=torch.float32, device=x.device)
     blocks = TokenBlocks.of(is_key, d, d_pad, chunk)
     grid = Grid(chunks, heads, problem.sequences)
+    step = min(chunk, _STEP)
     launch(
         sum_chunks_kernel,
         grid.programs,
@@ -263,8 +289,9 @@ def _compute_means(
         stored_chunks,
         lengths,
         blocks,
-        min(chunk, _AT_ONCE // d_pad),
-        num_warps=2,  # with few warps, the reduction across warps is short
+        step,
+        min(step, max(_VECTORS // d_pad, 1)),
+        num_warps=_WARPS,
         **LAUNCH,
     )
     grid = Grid(means, heads, problem.sequences)
@@ -279,6 +306,7 @@ def _compute_means(
         chunks // means,
         blocks,
         min(_CHUNKS_AT_ONCE, triton.next_power_of_2(chunks // means)),
+        num_warps=8,
         **LAUNCH,
     )
     return Means(out, heads, means)

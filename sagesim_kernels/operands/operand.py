@@ -48,7 +48,8 @@ class Operand(NamedTuple):
     @classmethod
     def of_codes(
         cls,
-        codes: Strided,
+        codes: Tensor,
+        strides: tuple[int, int, int, int],
         channels: int,
         scale: Tensor,
         per_scale: int,
@@ -61,7 +62,8 @@ class Operand(NamedTuple):
         how: the format of the codes, see `formats`.
         """
         return cls(
-            *codes,
+            codes,
+            *strides,
             scale=scale,
             scale_stride_h=scale.stride(0),
             scale_stride_n=scale.stride(1),
@@ -80,7 +82,7 @@ class Operand(NamedTuple):
         stored: whether x is padded storage, a batch of one.
         """
         return cls(
-            *Strided.of(x),
+            *Strided.of(x)[:5],
             scale=None,
             scale_stride_h=0,
             scale_stride_n=0,

@@ -323,9 +323,9 @@ def memory_of_codes(
         device=device,
     )
     stride_n, stride_d = (1, tokens) if contract_tokens else (channels, 1)
-    stored = Strided(codes, 0, tokens * channels, stride_n, stride_d)
+    strides = (0, tokens * channels, stride_n, stride_d)
     in_order = contract_tokens and source.name != "k" and codes.element_size() == 1
-    return Operand.of_codes(stored, channels, scale, per_scale, by_channel, in_order, how)
+    return Operand.of_codes(codes, strides, channels, scale, per_scale, by_channel, in_order, how)
 
 
 def cast(

@@ -92,7 +92,7 @@ def is_served(unplanned, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("d", [*SIZES, *by_name(33, 112, 136, 200)])
+@pytest.mark.parametrize("d", [*SIZES, *by_name(33, 72, 112, 136, 200)])
 @pytest.mark.parametrize("lengths", [(256, 256), (300, 300), (65, 400), (400, 65), (1, 129)])
 def test_kernels_meet_the_contract(lengths, d, dtype, mask):
     n_q, n_k = lengths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,30 @@ def test_the_forward_of_packed_sequences():
     check_forward(330, 330, dtype=torch.bfloat16, mask="full", batch=1, packing=packing)
 
 
+@pytest.mark.parametrize("view", ["offset", "stride", "transposed", "both divisors"])
+def test_any_strides_give_the_same_codes(view):
+    """Kernels are told of strides that are multiples of 8, and others are taken as they are."""
+    check_forward(65, 200, dtype=torch.bfloat16, mask="full", view=view)
+    check(65, 130, dtype=torch.bfloat16, mask="full", has_d_lse=False, view=view)
+
+
+def viewed(x: Tensor, view: str) -> Tensor:
+    """Return the numbers of x [batch, heads, tokens, channels] with other strides."""
+    _, heads, n, d = x.shape
+    if view == "offset":  # by one element, so that no row starts at a multiple of 16 bytes
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    if view == "stride":  # rows of 73 elements
+        return torch.nn.functional.pad(x, (0, 73 - d))[..., :d]
+    if view == "transposed":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if view == "both divisors":  # 72, and heads of 72 n + 8 elements
+        rows = torch.nn.functional.pad(x, (0, 72 - d)).flatten(2)
+        return torch.nn.functional.pad(rows, (0, 8)).as_strided(
+            x.shape, (heads * (72 * n + 8), 72 * n + 8, 72, 1)
+        )
+    return x
+
+
 def check_forward(
     n_q: int,
     n_k: int,
@@ -122,15 +147,22 @@ def check_forward(
     batch: int = 2,
     packing: Packing | None = None,
     more: Extras = NO_EXTRAS,
+    view: str = "",
 ) -> None:
     shapes = ((4, n_q, D), (2, n_k, D), (2, n_k, D_V))
     q, k, v = (tokens(batch, *shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes))
     spec = _resolve(FACTORED_QK.label(), dtype)
-    problem = KernelProblem.of(
-        q, k, v, spec=spec, scale=0.2, **MASKS[mask], packing=packing, extras=more
-    )
+    options: dict[str, Any] = {
+        "spec": spec,
+        "scale": 0.2,
+        **MASKS[mask],
+        "packing": packing,
+        "extras": more,
+    }
+    problem = KernelProblem.of(q, k, v, **options)
     expected = OperandCache(problem)
-    found = prepare_forward(problem)
+    q, k, v = (viewed(x, view) for x in (q, k, v))
+    found = prepare_forward(KernelProblem.of(q, k, v, **options))
     assert found.k_mean is not None and expected.k_mean is not None
     assert_bitwise(actual=found.k_mean.ptr, expected=expected.k_mean.ptr, what="mean of K")
     check_codes(found, expected, problem, "qk")
@@ -146,23 +178,31 @@ def check(
     batch: int = 2,
     packing: Packing | None = None,
     more: Extras = NO_EXTRAS,
+    view: str = "",
 ) -> None:
-    q, k, v, o, do = (
+    plain = [
         tokens(batch, heads, n, d, dtype=dtype, seed=seed)
         for seed, (heads, n, d) in enumerate(
             [(4, n_q, D), (2, n_k, D), (2, n_k, D_V), (4, n_q, D_V), (4, n_q, D_V)]
         )
-    )
+    ]
     spec = _resolve(FACTORED_QK.label(), dtype)
-    problem = KernelProblem.of(
-        q, k, v, spec=spec, scale=0.2, **MASKS[mask], packing=packing, extras=more
-    )
+    options: dict[str, Any] = {
+        "spec": spec,
+        "scale": 0.2,
+        **MASKS[mask],
+        "packing": packing,
+        "extras": more,
+    }
+    problem = KernelProblem.of(*plain[:3], **options)
     lse2 = tokens(batch, 4, n_q, dtype=torch.float32, seed=9)
     lse2[..., 5] = torch.inf
     d_lse = Rows.of(tokens(batch, 4, n_q, dtype=torch.float32, seed=10)) if has_d_lse else None
     mean = compute_k_means(problem).ptr
     results = []
     for is_fused in (True, False):
+        *qkv, o, do = (viewed(x, view) for x in plain) if is_fused else plain
+        problem = KernelProblem.of(*qkv, **options)
         statistics = RowStatistics(Rows.of(lse2), Rows.of(filled((batch, 4, n_q))))
         sums = DqSums.by_tma(problem, 64)
         sums.sums.fill_(-7)

@@ -17,6 +17,7 @@ from sagesim_kernels import trace
 from sagesim_kernels.portable.tiles import Tile
 from tests.support.assertions import assert_bitwise, assert_within_bound
 from tests.support.calls import run_exact
+from tests.support.combinations import crossed
 from tests.support.inputs import Case
 from tests.support.kernels import (
     DEVICE,
@@ -68,9 +69,9 @@ class TestRuns:
                 assert_bitwise(actual=x, expected=y, what=name)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("is_causal", [False, True])
-    @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-    def test_memory_is_written_before_it_is_read(self, spec, is_causal):
+    @pytest.mark.parametrize(("name", "is_causal"), crossed([*SPECS], [False, True]))
+    def test_memory_is_written_before_it_is_read(self, name, is_causal):
+        spec = SPECS[name]
         dtype = torch.float32 if ON_CPU else torch.float16
         c = kernel_case(dtype, seed=3, n_q=70, n_k=100, d=24, heads=(2,), is_causal=is_causal)
         d_lse = torch.ones(c.q.shape[:-1], device=DEVICE)

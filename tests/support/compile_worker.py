@@ -38,6 +38,9 @@ SHARED_MEMORY = {**foreign_target.SHARED_MEMORY, 90: 227, 100: 227, 103: 227, 12
 TENSOR_MEMORY = 512
 """Columns of tensor memory, on GPUs that have it."""
 
+# Modules whose kernels multiply no matrices.
+_PREPARATION = ("sagesim_kernels.operands.", "sagesim_kernels.hopper.preparation")
+
 # An instruction that multiplies matrices, with its qualifiers.
 _PRODUCT = re.compile(r"^\s*(?:@!?%\w+ )?((?:wgmma\.mma|mma|wmma\.mma|tcgen05\.mma)[\w.:]*)", re.M)
 # Barriers, waits for products, and arrivals at barriers in memory.
@@ -82,11 +85,14 @@ class _Launches:
 
     def __init__(self) -> None:
         self.kernels: list[dict[str, Any]] = []
+        self.with_preparation = True
         self.with_loops = False
         self._compile = JITFunction.run
         JITFunction.run = lambda fn, *args, **options: self._launch(fn, *args, **options)
 
     def _launch(self, fn: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if fn.__module__.startswith(_PREPARATION) and not self.with_preparation:
+            return
         kernel = self._compile(fn, *args, grid=grid, warmup=True, **options)
         # A launch raises these errors too; the host then tries its next tile.
         limit = SHARED_MEMORY[driver.active.capability] * 1024
@@ -137,6 +143,7 @@ def _contents(kernel: Any, with_loops: bool) -> dict[str, Any]:
         "has_fp64": ".f64" in ptx,
         "early_arrivals": _early_arrivals(ptx),
         "narrow_stores": len(re.findall(r"\bst\.global\.[bu](?:8|16)\b", ptx)),
+        "narrow_loads": len(re.findall(r"\bld\.global(?:\.L\w+)*\.[bu](?:8|16)\b", ptx)),
         "shared": kernel.metadata.shared,
         **_machine_code(kernel.asm["cubin"], ptx, with_loops),
     }
@@ -212,6 +219,7 @@ def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any
         extras=_extras(request["extras"], tokens),
     )
     launches.kernels = []
+    launches.with_preparation = request["preparation"]
     launches.with_loops = request["loops"]
     before = dict(LAUNCH)
     LAUNCH.update(request["launch"])

@@ -52,6 +52,7 @@ class Kernel:
     has_fp64: bool
     early_arrivals: int  #: arrivals at barriers in memory before all threads are done
     narrow_stores: int  #: stores of less than 32 bits to global memory
+    narrow_loads: int  #: loads of less than 32 bits from global memory
     shared: int  #: bytes
     registers: int  #: of each thread
     stack: int  #: bytes of each thread; 0 if no register is spilled
@@ -127,31 +128,38 @@ class Compiler:
         tokens: int = TOKENS,
         packed: bool = False,
         extras: Sequence[str] = (),
+        preparation: bool = True,
         loops: bool = False,
         **launch: Any,
     ) -> list[Kernel]:
-        """Compile every kernel of a forward and its backward, in the order of launches.
+        """Compile the kernels of a forward and its backward, in the order of launches.
 
         packed: compile for packed sequences, as in a varlen call.
         extras: names of fields of `sagesim_kernels.operands.Extras` to set.
+        preparation: whether to compile the kernels that prepare operands and multiply no matrices.
+            Without them the result may still contain them.
         loops: whether to fill `Kernel.loops`, which takes half a second a kernel.
         launch: options that replace those of `sagesim_kernels.operands.rounding.LAUNCH`.
         """
-        request = json.dumps(
-            {
-                "spec": spec,
-                "capability": capability,
-                "head_size": head_size,
-                "value_head_size": value_head_size or head_size,
-                "dtype": dtype,
-                "is_causal": is_causal,
-                "tokens": tokens,
-                "packed": packed,
-                "extras": list(extras),
-                "loops": loops,
-                "launch": launch,
-            }
-        )
+        request = {
+            "spec": spec,
+            "capability": capability,
+            "head_size": head_size,
+            "value_head_size": value_head_size or head_size,
+            "dtype": dtype,
+            "is_causal": is_causal,
+            "tokens": tokens,
+            "packed": packed,
+            "extras": list(extras),
+            "preparation": True,
+            "loops": loops,
+            "launch": launch,
+        }
+        if not preparation and json.dumps(request) not in self._kept:
+            request["preparation"] = False
+        return self._compile(json.dumps(request))
+
+    def _compile(self, request: str) -> list[Kernel]:
         if request not in self._kept:
             assert self._process.stdin is not None
             self._process.stdin.write(request + "\n")

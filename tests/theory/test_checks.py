@@ -9,9 +9,11 @@ from theory.__main__ import main
 from theory.checks import CHECKS
 from theory.checks.check import bounded, estimated
 
+# The build of docs/theory/index.md measures these as well, and fails if a statement is violated.
 SLOW = {"matmul", "ds_bound", "ds_error", "fp8_sums", "int8_dp", "noise"}
+LONG = [pytest.mark.slow, pytest.mark.exhaustive]
 TOPICS = [
-    pytest.param(topic, marks=[pytest.mark.slow] * (topic in SLOW))
+    pytest.param(topic, marks=LONG * (topic in SLOW))
     for topic in CHECKS
     if topic != "budget"  # takes minutes; docs/theory/budget.md measures it at each build
 ]

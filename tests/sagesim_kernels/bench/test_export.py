@@ -25,14 +25,10 @@ def measured():
 
 
 def test_the_committed_table_is_that_of_the_committed_records():
-    table = {}
-    for name in ("bench_models.json", "bench.json"):  # as docs/build/records.py prefers them
-        if (DATA / name).exists():
-            made = read(DATA / name)
-            if any(case["part"] == "models" for case in made["cases"].values()):
-                table[made["machine"]["gpu"]] = entry(made)
+    made = [read(DATA / name) for name in ("bench_models.json", "bench_models_earlier.json")]
     committed = json.loads(MEASURED.read_text(encoding="utf-8"))
-    assert committed == table, "run python -m sagesim_kernels.bench.export on the record"
+    table = {made[0]["machine"]["gpu"]: entry(*made)}
+    assert committed == table, "run python -m sagesim_kernels.bench.export on both records"
 
 
 def test_every_case_has_its_shape_and_both_ratios():
@@ -48,6 +44,23 @@ def test_every_case_has_its_shape_and_both_ratios():
     assert found["calls"][KEY]["gpu"] == dict.fromkeys(MODEL_SPECS, 1.25)
     assert found["calls"][KEY]["wall"] == {"factored_qk": 0.625, "fpa_bf16": 1.25}
     assert found["machine"].startswith("Fake 1, torch 2.0") and found["dtype"] == "bfloat16"
+
+
+def test_of_a_call_in_two_records_the_first_counts():
+    first, second = measured(), measured()
+    del first["cases"]["models tiny b1 h4 n128 d64 causal"]
+    second["cases"][KEY]["runs"]["factored_qk"]["wall"]["ms"] *= 2
+    found, alone = entry(first, second)["calls"], entry(measured())["calls"]
+    assert found == alone
+    assert entry(second, first)["calls"][KEY] != alone[KEY]
+
+
+@pytest.mark.parametrize(("part", "field"), [("machine", "gpu"), ("settings", "dtype")])
+def test_records_of_several_machines_are_refused(part, field):
+    other = measured()
+    other[part][field] = "other"
+    with pytest.raises(ValueError, match="several .*, other"):
+        entry(measured(), other)
 
 
 def test_a_spec_that_did_not_run_is_not_in_the_table():

@@ -33,6 +33,7 @@ MODULES = (
     "ampere.backward",
     "ampere.p_rows",
     "operands.row_bounds",
+    "operands.key_padding",
 )
 
 

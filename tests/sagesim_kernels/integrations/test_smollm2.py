@@ -1,6 +1,7 @@
 """SmolLM2-135M, pretrained, on real text: what scripts/smollm2.py measures, on less text."""
 
 import copy
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,21 @@ def test_gradients_of_the_kernels_in_the_interpreter(script, loaded, model, monk
             band=2.0**-20,
             what=name,
         )
+
+
+def test_a_part_that_is_not_computed_again_is_kept(script, tmp_path, monkeypatch):
+    """If the machine and the setting are those of the record."""
+    kept, parts = script["kept"], script["PARTS"]
+    out = tmp_path / "smollm2.json"
+    monkeypatch.setitem(kept.__globals__, "OUT", out)
+    head = {"machine": "CPU, torch 2.0", "setting": {"model": "small"}}
+    assert kept(head, parts) == {}
+    with pytest.raises(script["Failure"], match="no part budget to keep"):
+        kept(head, ["emulator", "interpreter"])
+    record = head | {name: {"of": name} for name in parts}
+    out.write_text(json.dumps(record))
+    expected = {name: {"of": name} for name in ("budget", "emulator")}
+    assert kept(head, ["interpreter"]) == expected
+    with pytest.raises(script["Failure"], match=r"its machine is CPU, torch 2\.0, now"):
+        kept(head | {"machine": "CPU, torch 3.0"}, ["interpreter"])
+    assert kept(head | {"machine": "CPU, torch 3.0"}, parts) == {}

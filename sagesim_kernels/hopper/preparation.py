@@ -10,6 +10,9 @@ that, a program for a block of queries reads Q, O and dO once: it rounds Q, comp
 units of dQ, and sets the sums of dQ to 0.
 """
 
+# Pyright takes the annotations of Triton's functions literally:
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import Final

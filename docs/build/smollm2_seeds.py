@@ -6,9 +6,9 @@ docs/data/smollm2_seeds has a file for each run, as scripts/smollm2_seeds.py wri
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 import matplotlib.pyplot as plt
@@ -66,7 +66,7 @@ class Runs:
     def loss(self, name: str, seed: int, evaluation: str, at: int = -1) -> float:
         """The mean held-out loss; `at` counts evaluations."""
         each = self.documents[name, seed]["evaluations"][at][evaluation]
-        return sum(each) / len(each)
+        return fmean(each)
 
     def apart(self, name: str, evaluation: str, at: int = -1, of: str = REFERENCE) -> list[float]:
         """By seed, the loss less that of another attention's run under the same evaluation."""
@@ -77,7 +77,7 @@ class Runs:
 
     def deviation(self, evaluation: str) -> float:
         """The root mean square of the twin's differences after the last step."""
-        return _mean([x**2 for x in self.apart(TWIN, evaluation)]) ** 0.5
+        return fmean([x**2 for x in self.apart(TWIN, evaluation)]) ** 0.5
 
 
 def finals(folder: Path = DATA) -> str:
@@ -93,7 +93,7 @@ def finals(folder: Path = DATA) -> str:
             if name != REFERENCE:
                 differences = runs.apart(name, evaluation)
                 cells = [f"{x} ({_signed(d)})" for x, d in zip(cells, differences, strict=True)]
-                cells.append(_signed(_mean(differences)))
+                cells.append(_signed(fmean(differences)))
             else:
                 cells.append("")
             rows.append([f"`{name}`", words, *cells])
@@ -115,7 +115,7 @@ def by_step(folder: Path = DATA) -> str:
     runs = Runs.read(folder)
     rows = [
         [f"`{name}`", words]
-        + [_signed(_mean(runs.apart(name, evaluation, at))) for at in range(len(runs.steps))]
+        + [_signed(fmean(runs.apart(name, evaluation, at))) for at in range(len(runs.steps))]
         for name in (TWIN, *SCHEMES)
         for evaluation, words in EVALUATIONS.items()
     ]
@@ -129,7 +129,7 @@ def findings(folder: Path = DATA) -> str:
     runs = Runs.read(folder)
     s = {evaluation: runs.deviation(evaluation) for evaluation in EVALUATIONS}
     d = {
-        (name, evaluation): _mean(runs.apart(name, evaluation))
+        (name, evaluation): fmean(runs.apart(name, evaluation))
         for name in SCHEMES
         for evaluation in EVALUATIONS
     }
@@ -140,14 +140,14 @@ def findings(folder: Path = DATA) -> str:
     real = [name for name in SCHEMES if all(d[name, e] > REAL * s[e] for e in EVALUATIONS)]
     verdict = ", ".join(f"`{name}`" for name in real) or "No scheme"
     ratios = {name: f"{d[name, 'own'] / s['own']:.1f}" for name in SCHEMES}
-    before = _listed({name: _signed(_mean(runs.apart(name, "own", 0))) for name in SCHEMES})
+    before = _listed({name: _signed(fmean(runs.apart(name, "own", 0))) for name in SCHEMES})
     to_twin = {name: runs.apart(name, "sdpa", of=TWIN) for name in SCHEMES}
-    to_twin_means = _listed({name: _signed(_mean(x)) for name, x in to_twin.items()})
+    to_twin_means = _listed({name: _signed(fmean(x)) for name, x in to_twin.items()})
     every = [x for each in to_twin.values() for x in each]
     count = len(runs.seeds)
     low, high = ((count / chi2.ppf(q, count)) ** 0.5 for q in (0.975, 0.025))
     setting = runs.one["setting"]
-    learnt = _mean(
+    learnt = fmean(
         [
             runs.loss(REFERENCE, seed, "sdpa", 0) - runs.loss(REFERENCE, seed, "sdpa")
             for seed in runs.seeds
@@ -193,7 +193,7 @@ def curves() -> None:
             by_seed = list(zip(*(runs.apart(name, evaluation, i) for i in at), strict=True))
             for each in by_seed:
                 axes.plot(runs.steps, each, color=color, linewidth=0.7, alpha=0.5)
-            mean = [_mean(each) for each in zip(*by_seed, strict=True)]
+            mean = [fmean(each) for each in zip(*by_seed, strict=True)]
             axes.plot(runs.steps, mean, color=color, label=name)
         axes.set(title=f"Evaluated by {title}", xlabel="step")
         axes.axhline(0.0, color=plots.INK, linewidth=0.8)
@@ -205,10 +205,6 @@ def curves() -> None:
 def _listed(cells: dict[str, str]) -> str:
     words = [f"{x} (`{name}`)" for name, x in cells.items()]
     return f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-def _mean(x: Sequence[float]) -> float:
-    return sum(x) / len(x)
 
 
 def _signed(x: float) -> str:

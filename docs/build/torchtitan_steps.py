@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from grid import markdown
+from smollm2 import SHOWN
 
 DATA = Path(__file__).parents[1] / "data" / "torchtitan_steps.json"
-SHOWN = (1, 5, 10, 15, 20)
-"""Steps in the table."""
 
 
 def losses() -> str:

@@ -7,6 +7,7 @@ may have the error of the emulator, which the same name runs on CPUs.
 import copy
 import gc
 import inspect
+import math
 import runpy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -152,6 +153,8 @@ def test_a_saved_model_repeats_the_bits_and_holds_nothing_of_ours(tmp_path):
         assert "factored" not in file.read_text(), file
     loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="factored")
     assert loaded.state_dict().keys() == model.state_dict().keys()
+    # The frequencies of positions are not saved. A CPU computes other last bits of them than a GPU.
+    loaded.model.rotary_emb = model.model.rotary_emb
     actual = gradients(loaded.to("cuda").train(), given, "factored")
     for name in expected:
         assert_bitwise(actual=actual[name], expected=expected[name], what=name)
@@ -177,8 +180,11 @@ def test_errors_of_a_layer_are_the_error_budget(label):
     for name, x in zip(("o", "dq", "dk", "dv"), (o.detach(), *grads), strict=True):
         e = getattr(exact, name)
         measured = float((x.double() - e).norm() / e.norm())
-        print(f"{label} {name}: measured {measured:.5f}, predicted {predicted[name]:.5f}")
-        assert measured == pytest.approx(predicted[name], rel=WITHIN), name
+        # The budget is of results that are not rounded to the inputs' dtype.
+        rounding = float((e.to(x.dtype).double() - e).norm() / e.norm())
+        expected = math.hypot(predicted[name], rounding)
+        print(f"{label} {name}: measured {measured:.5f}, predicted {expected:.5f}")
+        assert measured == pytest.approx(expected, rel=WITHIN), name
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

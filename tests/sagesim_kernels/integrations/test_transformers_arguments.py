@@ -221,6 +221,13 @@ CALLS = {
         "max_length_q": 3,
     },
     "position_ids has shape (3, 1, 6)": {"position_ids": torch.zeros(3, 1, N)},
+    "position_ids restart between tokens of a row, and attention_mask has padding": {
+        **HONOURED["attention_mask"],
+        "position_ids": torch.tensor([[0, 0, 0, 1, 0, 1]]),
+        "is_causal": False,
+    },
+    "sliding_window=0; the window includes": {"sliding_window": 0},
+    "sliding_window=-1; the window includes": {"sliding_window": -1},
 }
 
 

@@ -49,6 +49,14 @@ class Options:
         }
 
 
+def check_name(name: object) -> None:
+    """Raise TypeError or ValueError if a name cannot be that of a registered attention."""
+    if not isinstance(name, str):
+        raise TypeError(f"name is {name!r}; it must be a str")
+    if not name:
+        raise ValueError("name is ''; it must not be empty")
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     """Compute attention of q [batch, heads, n_q, d] and k, v [batch, kv heads, n_k, d or d_v].
 

@@ -29,7 +29,7 @@ def once_per_tensor(compute: Callable[..., T]) -> Callable[..., T]:
         others = arguments[len(tensors) :]
         if any(x.is_inference() for x in tensors):  # PyTorch does not count its changes
             return compute(*arguments)
-        values = kept
+        values: Any = kept
         for tensor in tensors:
             version, inner = values.get(tensor, (None, None))
             if version != tensor._version:

@@ -66,15 +66,18 @@ def _model_calls_the_attention(config: type) -> bool:
     """
     if config not in _CALLS_THE_ATTENTION:
         classes = [x for x in _subclasses(PreTrainedModel) if x.config_class is config]
-        _CALLS_THE_ATTENTION[config] = not classes or any(
-            x._supports_attention_backend
-            or hasattr(sys.modules.get(x.__module__), "ALL_ATTENTION_FUNCTIONS")
-            for x in classes
-        )
+        _CALLS_THE_ATTENTION[config] = not classes or any(map(calls_the_attention, classes))
     return _CALLS_THE_ATTENTION[config]
 
 
 _CALLS_THE_ATTENTION: Final[dict[type, bool]] = {}
+
+
+def calls_the_attention(model: Any) -> bool:
+    """Whether a class of models calls the functions of AttentionInterface."""
+    return model._supports_attention_backend or hasattr(
+        sys.modules.get(model.__module__), "ALL_ATTENTION_FUNCTIONS"
+    )
 
 
 def _subclasses(of: Any) -> Iterator[Any]:

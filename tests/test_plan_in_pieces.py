@@ -36,9 +36,7 @@ monitor = ["kernels:sagebwd"]
 precision = "fp32"
 
 [scale.mini]
-tokens = 128
-small = 64
-large = 128
+small = { tokens_per_step = 64, steps = 2 }
 
 [speed]
 model = 1e9

@@ -1,3 +1,4 @@
+import hashlib
 import inspect
 import shutil
 from pathlib import Path
@@ -42,9 +43,8 @@ monitor = ["kernels:sagebwd"]
 precision = "fp32"
 
 [scale.mini]
-tokens = 512
-small = 128
-large = 256
+small = { tokens_per_step = 128, steps = 4 }
+large = { tokens_per_step = 256, steps = 2 }
 
 [speed]
 model = 1e9
@@ -126,7 +126,7 @@ def test_the_estimated_time_is_the_flops_divided_by_the_speeds(plan, corpus):
     [
         ("margin = 0.02", "", "lacks 'margin'"),
         ("margin = 0.02", "margins = 1\nmargin = 0.02", "a plan has no 'margins'"),
-        ("large = 256", "huge = 256", "no setting is called 'huge'"),
+        ("{ tokens_per_step = 256", "{ tokens = 256", "no setting is called 'tokens'"),
         ('question = "Is it shared?"', "questions = 1", "a part has no 'questions'"),
         ("seeds = [0, 1]", "seeds = [0, 1", "not a readable plan"),
     ],
@@ -141,10 +141,10 @@ def test_an_invalid_plan_raises(old, new, message, tmp_path):
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ("tokens = 512", "tokens = 500", "tokens=500 is not a multiple of 256"),
+        ("tokens_per_step = 256", "tokens_per_step = 250", "tokens_per_step=250 is not a multiple"),
         ('size = "tiny"', 'sizes = "tiny"', "no setting is called 'sizes'"),
         ('"sdpa"', '"flash"', "unknown family 'flash'"),
-        ('regime = "large"', 'regime = "huge"', "regime='huge' is not small or large"),
+        ('regime = "large"', 'regime = "huge"', "regime='huge' is not one of small, large"),
     ],
 )
 def test_a_plan_with_an_invalid_run_raises(old, new, message, tmp_path, corpus):
@@ -289,7 +289,7 @@ def test_the_shipped_plan_is_valid():
         for scale in ours.scales:
             for each in ours.runs(part, scale, corpus=ours.corpus, vocabulary=16384):
                 run = each.run
-                assert run.tokens == ours.scales[scale].tokens
+                assert run.tokens == ours.scales[scale]["large"].tokens
                 assert len(ours.seeds) >= 2
                 spec = Attention.parse(run.attention).spec
                 if spec is not None:
@@ -300,5 +300,25 @@ def test_the_shipped_plan_is_valid():
                 seconds[scale, each.folder] = ours.seconds(run)
     smallest = sum(s for (scale, _), s in seconds.items() if scale == "10M")
     assert 15 * 60 < smallest < 25 * 60
-    large, small = ours.scales["100M"].large, ours.scales["100M"].small
+    large, small = (ours.scales["100M"][name].tokens_per_step for name in ("large", "small"))
     assert large == 8 * small
+
+
+@pytest.mark.parametrize(
+    "name, count, digest",
+    [
+        ("five_questions", 144, "07d891559ecfa5b0dc2b5bead0154969e172394d2c677421043ef9a975de6d05"),
+        ("delta_or_scales", 52, "0ef5b5034bfbc745675c6c7e6f3b4addd7f1c07d0bd83d7ad4d699ec199bac89"),
+    ],
+)
+def test_the_runs_of_plans_that_have_begun_are_those_of_before(name, count, digest):
+    """Records of their runs are found by the folders' names."""
+    ours = Plan.read(FOLDER / f"{name}.toml")
+    every = [
+        f"{part} {scale} {x.folder} {x.capture_heads} {x.run.to_json()}"
+        for part in ours.parts
+        for scale in ours.scales
+        for x in ours.runs(part, scale, corpus=ours.corpus, vocabulary=16384)
+    ]
+    assert len(every) == count
+    assert hashlib.sha256("\n".join(every).encode()).hexdigest() == digest

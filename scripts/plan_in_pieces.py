@@ -52,6 +52,7 @@ from sagesim.experiments.pretrain.text.corpus import Corpus, check_shards  # noq
 from sagesim.experiments.pretrain.training.held_out import HeldOut, held_out_losses  # noqa: E402
 from sagesim.experiments.pretrain.training.trainer import train  # noqa: E402
 from sagesim.files import locked, replacing, write_text  # noqa: E402
+from sagesim.terminal import Failure  # noqa: E402
 from scripts.shared_runs import claimed  # noqa: E402
 from scripts.time_budget import TimeBudget  # noqa: E402
 
@@ -197,6 +198,11 @@ def main() -> int:
     args = parser.parse_args()
     budget = TimeBudget(args.minutes, args.first)
     plan, corpus = Plan.read(args.plan), Corpus(args.corpus)
+    try:
+        plan.check_corpus(corpus.id)
+        plan.check_measured()
+    except ValueError as error:
+        raise Failure(f"{args.plan}: {error}") from None
     check_shards(args.corpus)
     families = {"kernels": "emulator"} if args.emulate else {}
     every = pieces(plan, corpus, args.scale or next(iter(plan.scales)), families, args.cuts)

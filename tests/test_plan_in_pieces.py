@@ -14,6 +14,7 @@ from sagesim.experiments.pretrain.plan.plan import Plan
 from sagesim.experiments.pretrain.run.log import Log
 from sagesim.experiments.pretrain.text.preparation import prepare
 from sagesim.files import locked
+from sagesim.terminal import Failure
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "tests" / "sagesim" / "experiments" / "pretrain" / "pages"
@@ -163,6 +164,16 @@ def test_a_run_that_does_not_end_in_time_leaves_nothing(script, tmp_path, monkey
     said = script(tmp_path / "records", 1e-6, "--first", -1)
     assert "given up after 1 of 2 steps" in said and "6 of 6 runs are missing" in said
     assert not list((tmp_path / "records").iterdir()) and not list(scratch.iterdir())
+
+
+def test_a_plan_that_lacks_a_measured_setting_is_refused(corpus, tmp_path, monkeypatch):
+    plan, records = tmp_path / "plan.toml", tmp_path / "records"
+    plan.write_text(f"{PLAN}\n[unmeasured]\nqk_gain = 'python measure.py'\n")
+    words = ["plan_in_pieces.py", plan, corpus, records, "--minutes", 9, "--emulate"]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    with pytest.raises(Failure, match=r"the plan lacks qk_gain, .*: run python measure"):
+        SCRIPT["main"]()
+    assert not records.exists()
 
 
 def test_the_runs_of_our_plan_come_seed_by_seed():

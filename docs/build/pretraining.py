@@ -278,8 +278,8 @@ def settings() -> str:
         "tokens per step, small": each("small", lambda x: x.tokens_per_step),
         "steps, large": each("large", lambda x: x.steps),
         "steps, small": each("small", lambda x: x.steps),
-        "warmup, large": each("large", warmup),
-        "warmup, small": each("small", warmup),
+        "warmup, large": f"{each('large', warmup)} steps",
+        "warmup, small": f"{each('small', warmup)} steps",
         "learning rate": f"{one.lr:g}, cosine",
         "last learning rate, of the largest": f"{one.final_lr:g}",
         "AdamW: betas, weight decay, clipping": (

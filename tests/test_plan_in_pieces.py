@@ -92,6 +92,7 @@ def records(script, tmp_path_factory):
     folder = tmp_path_factory.mktemp("records")
     said = script(folder, 10)
     assert said.startswith("0 of 6 runs are recorded")
+    assert "\ncell of 64 tokens per step, 2 steps: complete, 6 of 6 runs are recorded\n" in said
     assert said.endswith("0 of 6 runs are missing\n")
     return folder
 
@@ -153,6 +154,7 @@ def test_what_a_run_leaves(records):
 
 def test_no_run_begins_that_would_not_end_in_time(script, tmp_path):
     said = script(tmp_path, 1, "--first", 2)
+    assert "64 tokens per step, 2 steps: open, 0 of 6 runs are recorded" in said
     assert "another run does not fit" in said and "6 of 6 runs are missing" in said
     assert not list(tmp_path.glob("*.parquet"))
 
@@ -164,6 +166,20 @@ def test_a_run_that_does_not_end_in_time_leaves_nothing(script, tmp_path, monkey
     said = script(tmp_path / "records", 1e-6, "--first", -1)
     assert "given up after 1 of 2 steps" in said and "6 of 6 runs are missing" in said
     assert not list((tmp_path / "records").iterdir()) and not list(scratch.iterdir())
+
+
+def test_the_cells_of_batch_or_updates_come_in_the_order_of_its_page():
+    plan = Plan.read(PLANS / "batch_or_updates.toml")
+
+    class Text:
+        id, padded_vocabulary = plan.corpus, 16384
+
+    every = SCRIPT["pieces"](plan, Text, "cells", {}, 64)
+    cells = [(524_288, 1600), (65_536, 1600), (65_536, 200), (524_288, 200)]
+    assert [(x.cell, x.planned.run.seed) for x in every] == [
+        (cell, seed) for cell in cells for seed in range(4) for _ in range(6)
+    ]
+    assert not any(x.cuts for x in every)
 
 
 def test_a_plan_that_lacks_a_measured_setting_is_refused(corpus, tmp_path, monkeypatch):

@@ -11,7 +11,8 @@ machine dies continues from its last checkpoint elsewhere. CORPUS and RUNS must 
 machines of the cluster share.
 
 The package has three plans, in sagesim/experiments/pretrain/plan. They are for one corpus, and one
-lacks a setting that is to be measured first. A plan that cannot be trained is listed with a warning.
+lacks a setting that is to be measured first. A plan that cannot be trained is listed, with a
+warning.
 
 examples:
   sagesim pretrain plan plan.toml corpus runs --scale 10M

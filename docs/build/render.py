@@ -450,6 +450,7 @@ def mutations() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "delta_or_scales": experiment.arms,
     "leak": experiment.leak,
+    "batch_or_updates": experiment.cells,
     "pretraining": pretraining.finals,
     "pretraining_outcome": pretraining.outcome,
     "pretraining_settings": pretraining.settings,

@@ -219,7 +219,7 @@ def capture():
 
 
 def until(is_so):
-    """In a job: wait until something is so."""
+    """Wait until something is so."""
     end = time.monotonic() + DEADLINE
     while not is_so():
         assert time.monotonic() < end
@@ -327,7 +327,7 @@ def processes_with(variable):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes by /proc")
 def test_ctrl_c_ends_the_runs_of_an_embedded_ray_after_a_step(corpus, tmp_path):
-    """All runs have saved a checkpoint, and no process is left."""
+    """All runs have saved a checkpoint, and no process stays."""
     plan, root = tmp_path / "plan.toml", tmp_path / "runs"
     plan.write_text(PLAN.replace("tokens = 512", "tokens = 25_600_000"))
     words = ["pretrain", "plan", plan, corpus.folder, root, "--part", "two", "--emulate"]
@@ -350,7 +350,8 @@ def test_ctrl_c_ends_the_runs_of_an_embedded_ray_after_a_step(corpus, tmp_path):
         command.kill()
     assert command.returncode == 130, err
     assert "interrupted; the same command continues the plan" in err
-    assert begun > 1 and processes_with(mark) == []
+    assert begun > 1
+    until(lambda: not processes_with(mark))  # on a busy machine a worker takes seconds to exit
     logs = list(root.glob("*/log.parquet"))
     assert logs
     for log in logs:

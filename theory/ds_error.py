@@ -46,7 +46,7 @@ def ds_error(
     """The error of dS = P o (dP - delta 1^T), split by the errors of P, dP and delta.
 
     It is an identity: (P + a)(dP - delta + b) - P (dP - delta) is expanded in the errors a of P and
-    b of dP - delta.
+    b of dP - delta. `through_delta_bound` has the sources for the part of delta.
 
     Args:
         p: exact P, [..., n_q, n_k].
@@ -77,6 +77,10 @@ def through_delta_bound(p: Tensor, do: Tensor, o_error: Tensor) -> Tensor:
     Args:
         do: [..., n_q, d_v].
         o_error: O^ - O, [..., n_q, d_v].
+
+    Source: arXiv 2510.04212 traces failures of training in BF16 to this term, and mends them by
+    delta = rowsum(P o dP); arXiv 2603.00040 mends it by a second O in high precision. The bound is
+    ours.
     """
     rms_p = p.double().square().mean(-1).sqrt()
     return rms_p * do.double().norm(dim=-1) * o_error.double().norm(dim=-1)

@@ -36,6 +36,9 @@ GPUS_OF_A_MACHINE: Final = 8
 LINK: Final = 50e9
 """Bytes per second that a GPU sends to other machines: an assumption, 400 Gbit/s for each GPU."""
 
+EXAMPLE_PRICE: Final = 2.5
+"""US dollars for a GPU hour: hypothetical, no price of a provider."""
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -129,13 +132,17 @@ def of_machines() -> Markdown:
 def text() -> Markdown:
     """The numbers of the page's sentences."""
     speeds, hours = rest_speeds(), gpu_hours("factored_qk")
+    cost = hours.over(1 / EXAMPLE_PRICE)
     weights = MODEL.parameters(VOCABULARY, qk_norm=True)
     return Markdown(
         f"""The model has {weights / 1e6:,.0f}M parameters. {STEPS:,} steps of {SEQUENCES} sequences
 of {CONTEXT:,} tokens are {TOKENS / 1e9:.1f}B tokens. Without attention, a token takes
 {MODEL.flops(VOCABULARY, 0) / 1e9:.2f} GFLOP, and our runs of 18M parameters reached
-{speeds.low / 1e12:.0f} to {speeds.high / 1e12:.0f} TFLOP/s there. At a price p of a GPU hour, the
-run with the default spec costs {_round(hours.low)} p to {_round(hours.high)} p.
+{speeds.low / 1e12:.0f} to {speeds.high / 1e12:.0f} TFLOP/s there.
+
+At a price p of a GPU hour, the run with the default spec costs {_round(hours.low)} p to
+{_round(hours.high)} p. For example, at a hypothetical price of {EXAMPLE_PRICE:.2f} dollars, it
+would cost {cost} dollars.
 
 Weights, gradients and the two moments of AdamW, in float32, take {16 * weights / 1e9:.1f} GB of
 every GPU; activations come on top. A checkpoint takes {12 * weights / 1e9:.1f} GB, and two are

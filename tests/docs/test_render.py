@@ -61,8 +61,8 @@ def of_several_gpus() -> dict:
         "machine": MACHINE | {"gpus": 2},
         "setting": {"spec": "factored_qk", "tokens": 2048, "rows": 4},
         "cases": {
-            **{name: case for name in ("ddp", "fsdp2")},
-            **{name: case | errors for name in ("ring", "context_parallel", "ulysses")},
+            **dict.fromkeys(("ddp", "fsdp2"), case),
+            **dict.fromkeys(("ring", "context_parallel", "ulysses"), case | errors),
         },
     }
 

@@ -14,6 +14,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+RELIABLE_SAMPLES: Final = 256
+"""The number of samples from which on the checks hold the standard errors of `sample_moments`."""
+
 
 @dataclass(frozen=True, slots=True)
 class SampleMoments:

@@ -40,7 +40,7 @@ from sagesim.experiments.pretrain.report.page import render
 from sagesim.experiments.pretrain.report.tables import tokens, with_error
 from sagesim.experiments.pretrain.run.log import Log
 from sagesim.files import write_text
-from theory.noise import USEFUL_RATIO, gradient_to_error
+from theory.noise import RELIABLE_SAMPLES, USEFUL_RATIO, gradient_to_error
 
 ROOT = Path(__file__).parents[2]
 LOGS = ROOT / "docs" / "data" / "pretraining"
@@ -162,6 +162,8 @@ def outcome() -> str:
     typical = median(n["bias_square_error"] / abs(n["bias_square"]) for n in last)
     clamped = sum(error == 0 for _, error in biases)
     sequences = runs[0].run.monitor_sequences
+    doubt = f"Fewer than {RELIABLE_SAMPLES} sequences make the errors of |b|² and |G|² unreliable."
+    assert sequences < RELIABLE_SAMPLES
     paragraphs = (
         f"""**One difference stands out, in a setting where the paper has none.** After {steps:,}
         steps of {where.fields["tokens_per_step"]:,} tokens without QK-norm, SageBwd's held-out loss
@@ -211,11 +213,10 @@ def outcome() -> str:
         ([theory](theory/noise.md)). The paper's gap is 0.054 nats at 2.1M tokens per step. Nothing
         follows from this for the paper's gap. The estimates of |b|² are from {sequences} sequences;
         their standard error is {typical:.0%} of |b|² in the median of these models, and was
-        computed as exactly 0 in {clamped} of {len(biases)} cases of all runs. Above the threshold a
-        larger batch can at most halve the squared error, and an optimiser averages over steps as
-        well. And b was measured where the
-        error of SageBwd's dQ is at most {seen:.2f}; in the paper's model it is
-        {PAPER_TABLE_2["dq"][1]:.2f} ([Table 2](paper.md)).""",
+        computed as exactly 0 in {clamped} of {len(biases)} cases of all runs. {doubt} Above the
+        threshold a larger batch can at most halve the squared error, and an optimiser averages over
+        steps as well. And b was measured where the error of SageBwd's dQ is at most {seen:.2f}; in
+        the paper's model it is {PAPER_TABLE_2["dq"][1]:.2f} ([Table 2](paper.md)).""",
         """**What no run here can show.** No run has the default spec, `factored_qk`.
         Held-out losses are those of each run's own attention; no checkpoint was evaluated in 16 bit
         as well. There is no second 16-bit implementation among the runs, which would show how far

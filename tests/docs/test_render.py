@@ -60,7 +60,10 @@ def of_several_gpus() -> dict:
         "command": "torchrun --nproc-per-node 2 scripts/several_gpus.py",
         "machine": MACHINE | {"gpus": 2},
         "setting": {"spec": "factored_qk", "tokens": 2048, "rows": 4},
-        "cases": {"ddp": case, "fsdp2": case, "ring": case | errors, "ulysses": case | errors},
+        "cases": {
+            **dict.fromkeys(("ddp", "fsdp2"), case),
+            **dict.fromkeys(("ring", "context_parallel", "ulysses"), case | errors),
+        },
     }
 
 
@@ -82,7 +85,7 @@ def test_the_page_shows_several_gpus_as_soon_as_there_is_a_record(render, monkey
 
 
 def test_the_cases_of_several_gpus_have_names(render):
-    """Those of the script's own test, which has all."""
+    """Those of the script's own test, and the one that it runs on GPUs only."""
     import several_gpus
 
     assert several_gpus.NAMES.keys() == of_several_gpus()["cases"].keys()

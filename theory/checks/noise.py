@@ -14,7 +14,7 @@ from sagesim import AttentionSpec, Granularity, Rounding
 from sagesim.emulator import uniform
 from theory import noise
 from theory.checks.check import Check, bounded, estimated
-from theory.noise import effective_rank, sample_moments
+from theory.noise import RELIABLE_SAMPLES, effective_rank, sample_moments
 from theory.rounding import rounding_moments
 
 TOKENS, WIDTH, HEAD_DIM = 64, 8, 16
@@ -186,7 +186,7 @@ SPECTRA = {
 }
 """Eigenvalues of known covariances."""
 
-SAMPLES = 256
+SAMPLES = RELIABLE_SAMPLES
 """The number of sequences from which |b|^2 is estimated."""
 
 

@@ -46,7 +46,11 @@ _OPTIONS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("--evaluate-every", 100, "steps between evaluations; 0: only after the last step"),
     ("--evaluate-sequences", 64, "held-out sequences of an evaluation"),
     ("--monitor-every", 0, "steps between measurements; 0: only after the last step"),
-    ("--monitor-sequences", 8, "held-out sequences for the noise of the gradient"),
+    (
+        "--monitor-sequences",
+        8,
+        "held-out sequences for the noise; its error is reliable from 256 on",
+    ),
     ("--bias-sequences", 0, "held-out sequences for the bias of the gradient, an even number"),
     ("--qk-gain", 0.0, "the gains of QK-norm, not trained; 0: they are trained"),
 )

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from sagesim.experiments.pretrain.run.distributed import World, local_part
-from theory.noise import SampleMoments, sample_moments
+from theory.noise import RELIABLE_SAMPLES, SampleMoments, sample_moments
+
+RELIABLE_SEQUENCES: Final = RELIABLE_SAMPLES
+"""The number of sequences from which on the standard errors are reliable."""
 
 _PART: Final = 2**19
 """Elements of a parameter that are in float64 at once, of each example."""

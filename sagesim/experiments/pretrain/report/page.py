@@ -8,6 +8,7 @@ from typing import Any, Final
 import sagesim
 from sagesim.analysis import TITLES, templates
 from sagesim.experiments.paper_table_2 import PAPER_TABLE_2
+from sagesim.experiments.pretrain.diagnostics.noise import RELIABLE_SEQUENCES
 from sagesim.experiments.pretrain.model.llama import SIZES
 from sagesim.experiments.pretrain.report import tables
 from sagesim.experiments.pretrain.report.chart import Line, line_chart
@@ -84,6 +85,7 @@ def render(runs: Sequence[TrainedRun], *, margin: float | None, command: str) ->
         tensors=list(tables.tensor_rows(found)),
         tensor_names=list(tables.TENSORS_SHOWN.values()),
         gradients=list(tables.gradient_rows(found)),
+        reliable=RELIABLE_SEQUENCES,
         runs=[tables.run_row(each) for each in runs],
         command=command,
     )

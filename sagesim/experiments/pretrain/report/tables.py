@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from sagesim.analysis import number
 from sagesim.experiments.paper_table_2 import PAPER_TABLE_2
+from sagesim.experiments.pretrain.diagnostics.noise import RELIABLE_SEQUENCES
 from sagesim.experiments.pretrain.report.compare import (
     Difference,
     Setting,
@@ -111,6 +112,8 @@ def gradient_rows(found: Sequence[Setting]) -> Iterator[dict[str, Any]]:
                 bias, context = gradient_numbers(group, name), group.runs[0].run.context
                 if not plain or not bias:
                     continue
+                is_reliable = group.runs[0].run.monitor_sequences >= RELIABLE_SEQUENCES
+                doubt = "" if is_reliable else ", unreliable"
                 share = bias["bias_square"] / plain["square"]
                 visible = bias["visible"] * context
                 yield {
@@ -120,7 +123,7 @@ def gradient_rows(found: Sequence[Setting]) -> Iterator[dict[str, Any]]:
                     "cells": [
                         tokens(plain["noise_scale"] * context),
                         number(share) if share > 0 else "not resolved",
-                        number(bias["bias_square_error"] / plain["square"]),
+                        number(bias["bias_square_error"] / plain["square"]) + doubt,
                         signed(bias["bias_along"]),
                         tokens(visible) if visible > 0 else "",
                         tokens(float(group.runs[0].run.tokens_per_step)),

@@ -51,7 +51,10 @@ class Run:
     evaluate_sequences: int = 64  #: held-out sequences, the same each time
     monitor_every: int = 0  #: steps; 0 measures after the last step only
     monitor: tuple[str, ...] = ()  #: attentions to measure; empty measures nothing
-    monitor_sequences: int = 8  #: sequences for the noise of the gradient; errors use the first
+    monitor_sequences: int = 8
+    """Sequences for the noise of the gradient; errors of layers use the first.
+
+    Standard errors are reliable from 256 sequences on (`theory.noise.sample_moments`)."""
     bias_sequences: int = 0
     """Sequences for the bias of the gradient after the first and the last step; 0: no measurement.
 

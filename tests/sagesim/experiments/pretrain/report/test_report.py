@@ -128,6 +128,15 @@ def test_errors_are_pooled_over_layers(runs):
     assert pooled_error(group, "emulator:causal_safe", "dq") is None
 
 
+@pytest.mark.parametrize("sequences, doubt", [(255, ", unreliable"), (256, "")])
+def test_errors_from_few_sequences_are_marked(make_run, tmp_path, sequences, doubt):
+    run = make_run(monitor=("emulator:sagebwd",), monitor_sequences=sequences)
+    page = Page(render([made(tmp_path / "a", run, loss=3.0)], margin=0.02, command=""))
+    rows = [row for row in page.tables["table-gradient"] if "0.0100" in row]
+    assert [row[row.index("0.0100") + 1] for row in rows] == [f"5.0e-4{doubt}"]
+    assert "unreliable if fewer than 256 sequences were measured" in page.text
+
+
 def test_the_page_holds_the_numbers(runs):
     page = Page(render(runs, margin=0.02, command=MARKUP))
     assert page.text.count(MARKUP) == 1 + len(runs)
@@ -141,7 +150,14 @@ def test_the_page_holds_the_numbers(runs):
     assert intermediates[3][1:] == ["relative L2", *["0.0400"] * 8]
     assert intermediates[-1][-1] == "0.0540"
     gradient = page.tables["table-gradient"][2]
-    assert gradient[2:] == ["128", "0.0100", "5.0e-4", "\N{MINUS SIGN}0.0500", "14K", "256"]
+    assert gradient[2:] == [
+        "128",
+        "0.0100",
+        "5.0e-4, unreliable",
+        "\N{MINUS SIGN}0.0500",
+        "14K",
+        "256",
+    ]
     tensors = page.tables["table-tensors"][2]
     assert tensors[1] == "1.00 to 3.00"
     assert len(page.tables["table-runs"]) == 1 + len(runs)

@@ -238,7 +238,7 @@ def main() -> int:
             gain = search(args.out, run, attempt, command=command)
     except ValueError as error:
         raise Failure(str(error)) from None
-    print(f"Put this line into [base] of {args.plan.name}, and remove its table [unmeasured]:")
+    print(f"Put this line into [base] of {args.plan.name}:")
     print(f"qk_gain = {gain}")
     return 0
 

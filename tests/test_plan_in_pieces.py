@@ -14,7 +14,6 @@ from sagesim.experiments.pretrain.plan.plan import Plan
 from sagesim.experiments.pretrain.run.log import Log
 from sagesim.experiments.pretrain.text.preparation import prepare
 from sagesim.files import locked
-from sagesim.terminal import Failure
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "tests" / "sagesim" / "experiments" / "pretrain" / "pages"
@@ -180,16 +179,6 @@ def test_the_cells_of_batch_or_updates_come_in_the_order_of_its_page():
         (cell, seed) for cell in cells for seed in range(4) for _ in range(6)
     ]
     assert not any(x.cuts for x in every)
-
-
-def test_a_plan_that_lacks_a_measured_setting_is_refused(corpus, tmp_path, monkeypatch):
-    plan, records = tmp_path / "plan.toml", tmp_path / "records"
-    plan.write_text(f"{PLAN}\n[unmeasured]\nqk_gain = 'python measure.py'\n")
-    words = ["plan_in_pieces.py", plan, corpus, records, "--minutes", 9, "--emulate"]
-    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
-    with pytest.raises(Failure, match=r"the plan lacks qk_gain, .*: run python measure"):
-        SCRIPT["main"]()
-    assert not records.exists()
 
 
 def test_the_runs_of_our_plan_come_seed_by_seed():

@@ -142,6 +142,27 @@ def cells(folder: Path = DATA / B) -> str:
 _ANSWERS: Final = {True: "yes", False: "no", None: "open"}
 
 
+def gains(path: Path = DATA / "qk_gain.json") -> str:
+    """Every gain of QK-norm that was tried for experiment B, and the errors of dQ by layer."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    tried = sorted(found["tried"], key=lambda each: each["gain"])
+    layers = range(len(tried[0]["errors"]))
+    rows = [
+        [f"**{x['gain']:g}**" if x["gain"] == found["gain"] else f"{x['gain']:g}"]
+        + [f"{error:.3f}" for error in x["errors"]]
+        + [f"{x['loss']:.2f}"]
+        for x in tried
+    ]
+    run, (device,) = found["setting"]["run"], {each["about"]["device"] for each in tried}
+    return (
+        markdown(["gain", *(f"layer {i}" for i in layers), "held-out loss"], rows)
+        + f"\n\nRelative L2 error of dQ of `sagebwd`, mean over {found['setting']['sequences']} "
+        f"held-out sequences, after {run['steps']} steps in 16 bit. The target of the worst layer "
+        f"is {found['setting']['target']:.3f}; the gain in bold is within 10 % of it.\n\n"
+        f"`{found['command']}` on {device}."
+    )
+
+
 def _code(names: Sequence[str]) -> list[str]:
     return [f"`{name}`" for name in names]
 

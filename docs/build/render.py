@@ -353,8 +353,8 @@ def whole_models(checks: dict[str, Any] | None = None) -> str:
     if "whole models" not in checks:
         return "They have not run on a GPU yet."
     check = checks["whole models"]
-    verdict = "They passed" if check["passed"] else "**They did not all pass**"
-    return f"{verdict}: {_result(check)}.\n\n`{check['command']}` on {check['machine']}."
+    failure = "" if check["passed"] else "**They did not all pass**: "
+    return f"{failure}{_result(check)}.\n\n`{check['command']}` on {check['machine']}."
 
 
 def _result(check: dict[str, Any]) -> str:
@@ -451,6 +451,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "delta_or_scales": experiment.arms,
     "leak": experiment.leak,
     "batch_or_updates": experiment.cells,
+    "qk_gain": experiment.gains,
     "pretraining": pretraining.finals,
     "pretraining_outcome": pretraining.outcome,
     "pretraining_settings": pretraining.settings,

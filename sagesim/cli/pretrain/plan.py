@@ -106,13 +106,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(plan: Plan, corpus: Corpus, *, is_listing: bool) -> None:
     """Check that the plan's runs can be trained; for a list, only warn that they cannot."""
-    for check in (lambda: plan.check_corpus(corpus.id), plan.check_measured):
-        try:
-            check()
-        except ValueError as error:
-            if not is_listing:
-                raise
-            print(f"sagesim: warning: no run can be trained: {error}", file=sys.stderr)
+    try:
+        plan.check_corpus(corpus.id)
+    except ValueError as error:
+        if not is_listing:
+            raise
+        print(f"sagesim: warning: no run can be trained: {error}", file=sys.stderr)
 
 
 def _list(plan: Plan, planned: dict[str, list[PlannedRun]], root: Path) -> None:

@@ -95,10 +95,6 @@ class Plan:
     margin: float  #: nats; smaller differences of held-out losses do not count
     seeds: tuple[int, ...]
     base: Mapping[str, Any]  #: fields of `Run`; those of `_RUN_FRACTIONS` as fractions of the steps
-    unmeasured: Mapping[str, str]
-    """Fields of `Run` that are to be measured before the first run, and the command for each.
-
-    A plan with such fields can be listed and not trained."""
     scales: Mapping[str, Mapping[str, Regime]]
     """The regimes of each scale by their names, which the grids of parts use."""
     speed: Speed
@@ -120,20 +116,16 @@ class Plan:
 
     @classmethod
     def _of(cls, data: dict[str, Any]) -> Plan:
-        known = {"corpus", "margin", "seeds", "base", "unmeasured", "scale", "speed", "part"}
+        known = {"corpus", "margin", "seeds", "base", "scale", "speed", "part"}
         if unknown := sorted(data.keys() - known):
             raise ValueError(
                 f"a plan has no {unknown[0]!r}; its keys are {', '.join(sorted(known))}"
             )
-        unmeasured = data.get("unmeasured", {})
-        if both := sorted(unmeasured.keys() & data["base"].keys()):
-            raise ValueError(f"{both[0]} has a value, and is in [unmeasured] as well")
         return cls(
             corpus=data.get("corpus", ""),
             margin=float(data["margin"]),
             seeds=tuple(data["seeds"]),
             base=data["base"],
-            unmeasured=unmeasured,
             scales={
                 scale: {name: from_mapping(Regime, x) for name, x in regimes.items()}
                 for scale, regimes in data["scale"].items()
@@ -151,22 +143,12 @@ class Plan:
         if self.corpus not in ("", corpus):
             raise ValueError(f"the plan is for corpus {self.corpus}; this corpus is {corpus}")
 
-    def check_measured(self) -> None:
-        """Check that every setting that the plan's runs need has been measured.
-
-        Raises:
-            ValueError: if one has not. The message names the command that measures it.
-        """
-        if self.unmeasured:
-            name, command = next(iter(self.unmeasured.items()))
-            raise ValueError(f"the plan lacks {name}, which is not measured yet: run {command}")
-
     def runs(self, part: str, scale: str, *, corpus: str, vocabulary: int) -> list[PlannedRun]:
         """The runs of one part at one scale, those of the first seed first.
 
         A plan that is stopped before its end has then compared all settings for some seeds. Before
-        runs are trained, `check_corpus` and `check_measured` must hold. Without them the runs only
-        show what the plan would train: the settings in `unmeasured` have their defaults.
+        runs are trained, `check_corpus` must hold. Without it the runs only show what the plan
+        would train.
 
         Args:
             corpus: the corpus' `Manifest.id`.

@@ -1,5 +1,6 @@
 import hashlib
 import inspect
+import json
 import shutil
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from sagesim.files import locked
 from tests.sagesim.experiments.pretrain.conftest import ALONE
 
 FOLDER = Path(sagesim.__file__).parent / "experiments" / "pretrain" / "plan"
+DATA = Path(sagesim.__file__).parents[1] / "docs" / "data"
 OURS = FOLDER / "five_questions.toml"
 
 TEXT = """
@@ -165,19 +167,6 @@ def test_a_plan_can_be_for_one_corpus_only(tmp_path, corpus):
     assert runs(Plan.read(path), "two", corpus), "it can be listed"
 
 
-def test_a_plan_can_lack_a_setting_that_is_to_be_measured(plan, tmp_path, corpus):
-    plan.check_measured()
-    path = tmp_path / "plan.toml"
-    path.write_text(f"{TEXT}\n[unmeasured]\nqk_gain = 'python measure.py'\n")
-    message = "the plan lacks qk_gain, which is not measured yet: run python measure.py"
-    with pytest.raises(ValueError, match=message):
-        Plan.read(path).check_measured()
-    assert runs(Plan.read(path), "two", corpus), "it can be listed"
-    path.write_text(f"{TEXT}\n[unmeasured]\ncontext = 'python measure.py'\n")
-    with pytest.raises(ValueError, match=r"context has a value, and is in \[unmeasured\] as well"):
-        Plan.read(path)
-
-
 def test_unknown_parts_and_scales_raise(plan, corpus):
     with pytest.raises(ValueError, match="no part is called 'three'; the parts are one, two"):
         runs(plan, "three", corpus)
@@ -279,7 +268,7 @@ def test_the_plan_of_the_next_experiment_is_valid():
 
     earlier, ours = Plan.read(OURS), Plan.read(FOLDER / "delta_or_scales.toml")
     measured = {"evaluate_sequences", "monitor_sequences", "monitor_every", "monitor"}
-    changed = {name for name in ours.base if ours.base[name] != earlier.base[name]}
+    changed = {name for name in earlier.base if ours.base[name] != earlier.base[name]}
     assert changed == measured | {"qk_norm"} and not ours.base["qk_norm"]
     assert ours.scales["100M"] == earlier.scales["100M"] and ours.speed == earlier.speed
     runs = ours.runs("arms", "100M", corpus=earlier.corpus, vocabulary=16384)
@@ -300,8 +289,9 @@ def test_the_plan_of_batch_or_updates_is_valid():
     ours, earlier = (
         Plan.read(FOLDER / f"{name}.toml") for name in ("batch_or_updates", "delta_or_scales")
     )
-    changed = {name for name in ours.base if ours.base[name] != earlier.base[name]}
-    assert changed == {"qk_norm", "monitor"} and ours.base.keys() == earlier.base.keys()
+    changed = {name for name in earlier.base if ours.base[name] != earlier.base[name]}
+    assert changed == {"qk_norm", "monitor"}
+    assert ours.base.keys() == earlier.base.keys() | {"qk_gain"}
     assert ours.speed == earlier.speed and ours.corpus == earlier.corpus
     arms = ["sdpa", "kernels:fpa_bf16"]
     arms += [f"kernels:{x}" for x in ("sagebwd", "sagebwd delta=p", "factored", "factored_qk")]
@@ -321,11 +311,9 @@ def test_the_plan_of_batch_or_updates_is_valid():
     assert len(set(every)) == len(every) == 96
 
 
-def test_the_plan_of_batch_or_updates_waits_for_its_gain():
-    """Remove this test with the table [unmeasured]. The runs must then have the gain."""
-    ours = Plan.read(FOLDER / "batch_or_updates.toml")
-    with pytest.raises(ValueError, match=r"lacks qk_gain.*run python scripts/qk_gain.py CORPUS"):
-        ours.check_measured()
+def test_the_gain_of_batch_or_updates_is_the_measured_one():
+    measured = json.loads((DATA / "qk_gain.json").read_text())
+    assert Plan.read(FOLDER / "batch_or_updates.toml").base["qk_gain"] == measured["gain"]
 
 
 def test_the_shipped_plan_is_valid():

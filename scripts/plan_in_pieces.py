@@ -12,7 +12,10 @@ takes the next run that no other process makes. Two or three on an H100 are fast
 compilation and measurements leave the GPU idle. They measure gradients in turns, which takes
 half of the memory.
 
-Runs come in the order of their seeds, so that all arms have run when the first seed is through.
+Runs come in the order of the plan's cells, which are tokens per step and steps. In a cell they come
+in the order of their seeds, so that all arms have run when the first seed is through. At the end
+the script prints how many runs of each cell are recorded.
+
 Every run is evaluated by its own attention and by sdpa. Runs of the part `leak` are evaluated by
 sagebwd too, and without later tokens; see docs/pretraining_experiment.md.
 """
@@ -44,6 +47,7 @@ from sagesim.experiments.pretrain.plan.plan import (  # noqa: E402
     merge_runs,
     with_families,
 )
+from sagesim.experiments.pretrain.report.rules import Cell  # noqa: E402
 from sagesim.experiments.pretrain.run.checks import check_run  # noqa: E402
 from sagesim.experiments.pretrain.run.distributed import World, join_processes  # noqa: E402
 from sagesim.experiments.pretrain.run.log import FILE, Log  # noqa: E402
@@ -52,6 +56,7 @@ from sagesim.experiments.pretrain.text.corpus import Corpus, check_shards  # noq
 from sagesim.experiments.pretrain.training.held_out import HeldOut, held_out_losses  # noqa: E402
 from sagesim.experiments.pretrain.training.trainer import train  # noqa: E402
 from sagesim.files import locked, replacing, write_text  # noqa: E402
+from sagesim.terminal import Failure  # noqa: E402
 from scripts.shared_runs import claimed  # noqa: E402
 from scripts.time_budget import TimeBudget  # noqa: E402
 
@@ -72,6 +77,11 @@ class Piece:
         """The name of its files, without their suffixes."""
         return self.planned.folder
 
+    @property
+    def cell(self) -> Cell:
+        """Its tokens per step and steps."""
+        return self.planned.run.tokens_per_step, self.planned.run.steps
+
     def record(self, records: Path) -> Path:
         """The file with the losses, which is written last."""
         return records / f"{self.name}.json"
@@ -80,7 +90,7 @@ class Piece:
 def pieces(
     plan: Plan, corpus: Corpus, scale: str, families: dict[str, str], cuts: int
 ) -> list[Piece]:
-    """All runs of a plan in the order of their seeds."""
+    """All runs of a plan in the order of its cells, and in a cell in that of their seeds."""
     parts = {
         part: with_families(
             plan.runs(part, scale, corpus=corpus.id, vocabulary=corpus.padded_vocabulary), families
@@ -95,7 +105,8 @@ def pieces(
         names = ("sdpa", scheme) if is_leaking else ("sdpa",)
         attentions = tuple(Attention.parse(name) for name in names)
         found.append(Piece(each, attentions, cuts if is_leaking else 0))
-    return sorted(found, key=lambda piece: piece.planned.run.seed)
+    cells = list(dict.fromkeys(piece.cell for piece in found))
+    return sorted(found, key=lambda piece: (cells.index(piece.cell), piece.planned.run.seed))
 
 
 def make(
@@ -197,6 +208,11 @@ def main() -> int:
     args = parser.parse_args()
     budget = TimeBudget(args.minutes, args.first)
     plan, corpus = Plan.read(args.plan), Corpus(args.corpus)
+    try:
+        plan.check_corpus(corpus.id)
+        plan.check_measured()
+    except ValueError as error:
+        raise Failure(f"{args.plan}: {error}") from None
     check_shards(args.corpus)
     families = {"kernels": "emulator"} if args.emulate else {}
     every = pieces(plan, corpus, args.scale or next(iter(plan.scales)), families, args.cuts)
@@ -218,6 +234,12 @@ def main() -> int:
                 ended = make(piece, args.records, corpus, machine, world, budget)
             print(f"{piece.name}: {ended}; {budget.ended():.0f} s in all", flush=True)
     missing = sum(not each.record(args.records).exists() for each in every)
+    for tokens_per_step, steps in dict.fromkeys(each.cell for each in every):
+        cell = [each for each in every if each.cell == (tokens_per_step, steps)]
+        made = sum(each.record(args.records).exists() for each in cell)
+        state = "complete" if made == len(cell) else "open"
+        print(f"cell of {tokens_per_step:,} tokens per step, {steps:,} steps: {state}, ", end="")
+        print(f"{made} of {len(cell)} runs are recorded")
     print(f"{missing} of {len(every)} runs are missing")
     return 0
 

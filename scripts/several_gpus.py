@@ -4,8 +4,9 @@
 
 DDP and FSDP2 train SmolLM2-135M with random weights, on some rows of the batch in each process. One
 GPU computes the same rows one part after the other. The ring and Ulysses compute one attention with
-some of the tokens in each process; Ulysses needs diffusers. Without GPUs the processes use gloo,
-and TRITON_INTERPRET=1 interprets the kernels.
+some of the tokens in each process, the ring also by PyTorch's public `context_parallel`; Ulysses
+needs diffusers. Without GPUs the processes use gloo, TRITON_INTERPRET=1 interprets the kernels, and
+`context_parallel` is left out: PyTorch's ring does not take the operator of SDPA on a CPU.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ from torch import Tensor, nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.distributed.tensor.experimental import context_parallel  # noqa: E402
+from torch.distributed.tensor.experimental._attention import (  # noqa: E402
+    context_parallel_unshard,
+)
 from torch.distributed.tensor.experimental._context_parallel import (  # noqa: E402
     _attention as ring,
 )
@@ -164,6 +169,23 @@ def ring_attention(spec: sagesim.AttentionSpec, tensors: list[Tensor]) -> list[T
     return [o, *grads]
 
 
+def public_ring(spec: sagesim.AttentionSpec, tensors: list[Tensor]) -> list[Tensor]:
+    """`context_parallel`, which balances the load; tensors are all tokens, the results are own."""
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    ring._cp_options.enable_load_balance = True  # PyTorch's default
+    buffers = [x.clone() for x in tensors]
+    dims = [2] * len(buffers)
+    with (
+        flash_attention(spec),
+        context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims),
+    ):
+        # The name is looked up in the context, which replaces it.
+        parts = with_gradients(
+            lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), *buffers
+        )
+        return [own(x, 2) for x in context_parallel_unshard(mesh, parts, dims)]
+
+
 def ulysses(tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
     """diffusers' exchange of tokens and heads; tensors are this process's tokens."""
     from diffusers import ContextParallelConfig
@@ -182,13 +204,15 @@ def ulysses(tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
 
 
 def context_parallelism(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The ring (causal) and Ulysses (not causal) beside one GPU, and all against float64."""
+    """The rings (causal) and Ulysses (not causal) beside one GPU, and all against float64."""
     spec = sagesim.AttentionSpec.parse(args.spec)
     tensors = draw(args.tokens * dist.get_world_size())
     local = [own(x, 2) for x in tensors]
     cases: dict[str, tuple[bool, int, Callable[[], list[Tensor]]]] = {
         "ring": (True, 2, lambda: ring_attention(spec, local))
     }
+    if DEVICE == "cuda":
+        cases["context_parallel"] = (True, 2, lambda: public_ring(spec, tensors))
     if importlib.util.find_spec("diffusers") is not None:
         from sagesim_kernels.integrations import diffusers
 

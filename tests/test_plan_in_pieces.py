@@ -14,6 +14,7 @@ from sagesim.experiments.pretrain.plan.plan import Plan
 from sagesim.experiments.pretrain.run.log import Log
 from sagesim.experiments.pretrain.text.preparation import prepare
 from sagesim.files import locked
+from sagesim.terminal import Failure
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "tests" / "sagesim" / "experiments" / "pretrain" / "pages"
@@ -36,9 +37,7 @@ monitor = ["kernels:sagebwd"]
 precision = "fp32"
 
 [scale.mini]
-tokens = 128
-small = 64
-large = 128
+small = { tokens_per_step = 64, steps = 2 }
 
 [speed]
 model = 1e9
@@ -93,6 +92,7 @@ def records(script, tmp_path_factory):
     folder = tmp_path_factory.mktemp("records")
     said = script(folder, 10)
     assert said.startswith("0 of 6 runs are recorded")
+    assert "\ncell of 64 tokens per step, 2 steps: complete, 6 of 6 runs are recorded\n" in said
     assert said.endswith("0 of 6 runs are missing\n")
     return folder
 
@@ -154,6 +154,7 @@ def test_what_a_run_leaves(records):
 
 def test_no_run_begins_that_would_not_end_in_time(script, tmp_path):
     said = script(tmp_path, 1, "--first", 2)
+    assert "64 tokens per step, 2 steps: open, 0 of 6 runs are recorded" in said
     assert "another run does not fit" in said and "6 of 6 runs are missing" in said
     assert not list(tmp_path.glob("*.parquet"))
 
@@ -165,6 +166,30 @@ def test_a_run_that_does_not_end_in_time_leaves_nothing(script, tmp_path, monkey
     said = script(tmp_path / "records", 1e-6, "--first", -1)
     assert "given up after 1 of 2 steps" in said and "6 of 6 runs are missing" in said
     assert not list((tmp_path / "records").iterdir()) and not list(scratch.iterdir())
+
+
+def test_the_cells_of_batch_or_updates_come_in_the_order_of_its_page():
+    plan = Plan.read(PLANS / "batch_or_updates.toml")
+
+    class Text:
+        id, padded_vocabulary = plan.corpus, 16384
+
+    every = SCRIPT["pieces"](plan, Text, "cells", {}, 64)
+    cells = [(524_288, 1600), (65_536, 1600), (65_536, 200), (524_288, 200)]
+    assert [(x.cell, x.planned.run.seed) for x in every] == [
+        (cell, seed) for cell in cells for seed in range(4) for _ in range(6)
+    ]
+    assert not any(x.cuts for x in every)
+
+
+def test_a_plan_that_lacks_a_measured_setting_is_refused(corpus, tmp_path, monkeypatch):
+    plan, records = tmp_path / "plan.toml", tmp_path / "records"
+    plan.write_text(f"{PLAN}\n[unmeasured]\nqk_gain = 'python measure.py'\n")
+    words = ["plan_in_pieces.py", plan, corpus, records, "--minutes", 9, "--emulate"]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    with pytest.raises(Failure, match=r"the plan lacks qk_gain, .*: run python measure"):
+        SCRIPT["main"]()
+    assert not records.exists()
 
 
 def test_the_runs_of_our_plan_come_seed_by_seed():

@@ -7,25 +7,32 @@ import pytest
 
 from sagesim import PRESETS, AttentionSpec
 from sagesim.cli import COMMANDS
+from sagesim_kernels.integrations.transformers import unregister
+from tests.sagesim_kernels.integrations.models import model
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_readme_has_two_python_blocks():
-    assert len(BLOCKS) == 2
+def test_the_readme_has_three_python_blocks():
+    assert len(BLOCKS) == 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.splitlines()[-1][:40])
-def test_the_python_blocks_run(block, capsys):
-    exec(compile(block, "README.md", "exec"), {})
+def test_the_python_blocks_run(block, tmp_path, capsys):
+    """The block for transformers loads a model of two layers."""
+    model("llama", "eager").save_pretrained(tmp_path)
+    try:
+        exec(compile(block, "README.md", "exec"), {"path": tmp_path})
+    finally:
+        unregister("sagebwd")
 
 
 @pytest.mark.slow
 def test_the_summary_in_the_readme_is_the_printed_one(capsys):
     summary = re.search(r'print\(found\.summary\(\)\)  # "(.*)"', README)
-    exec(compile(BLOCKS[0], "README.md", "exec"), {})
+    exec(compile(BLOCKS[1], "README.md", "exec"), {})
     assert summary is not None
     assert summary[1] in capsys.readouterr().out
 

@@ -1,24 +1,36 @@
-"""Tables of the runs of the next experiment, for docs/pretraining_experiment.md.
+"""Tables of the runs of the next experiments, for docs/pretraining_experiment.md.
 
-docs/data/delta_or_scales has two files for each run, NAME.parquet and NAME.json, as
+docs/data has a folder for each plan. It has two files for each run, NAME.parquet and NAME.json, as
 scripts/plan_in_pieces.py writes them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 from grid import markdown
 
 from sagesim.experiments.pretrain.plan.plan import Plan, PlannedRun
-from sagesim.experiments.pretrain.report.rules import CLOSED, REAL, Gap, Losses, decide
+from sagesim.experiments.pretrain.report.rules import (
+    CLOSED,
+    REAL,
+    Cell,
+    Gap,
+    Losses,
+    Verdict,
+    batch_or_updates,
+    decide,
+)
 
 ROOT: Final = Path(__file__).parents[2]
-RECORDS: Final = ROOT / "docs" / "data" / "delta_or_scales"
-PLAN: Final = ROOT / "sagesim" / "experiments" / "pretrain" / "plan" / "delta_or_scales.toml"
+DATA: Final = ROOT / "docs" / "data"
+PLANS: Final = ROOT / "sagesim" / "experiments" / "pretrain" / "plan"
+A, B = "delta_or_scales", "batch_or_updates"
+"""The plans of the experiments, and the folders of their records."""
 VOCABULARY: Final = 16384
 REFERENCE, TWIN, SCHEME = "sdpa", "kernels:fpa_bf16", "kernels:sagebwd"
 
@@ -26,25 +38,26 @@ Records = Mapping[tuple[str, int], Mapping[str, Any]]
 """What is recorded of a run, by its attention and seed."""
 
 
-def planned(part: str) -> list[PlannedRun]:
-    """The runs of a part of the plan."""
-    plan = Plan.read(PLAN)
+def planned(part: str, experiment: str = A) -> list[PlannedRun]:
+    """The runs of a part of an experiment's plan."""
+    plan = Plan.read(PLANS / f"{experiment}.toml")
     return plan.runs(part, next(iter(plan.scales)), corpus=plan.corpus, vocabulary=VOCABULARY)
 
 
-def recorded(part: str, folder: Path) -> Records:
-    """The runs of a part that are made."""
+def recorded(every: Sequence[PlannedRun], folder: Path) -> Records:
+    """The runs that are made."""
     found: dict[tuple[str, int], Any] = {}
-    for each in planned(part):
+    for each in every:
         path = folder / f"{each.folder}.json"
         if path.exists():
             found[each.run.attention, each.run.seed] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
-def arms(folder: Path = RECORDS) -> str:
+def arms(folder: Path = DATA / A) -> str:
     """The difference of every arm to sdpa, and the verdicts once all runs are made."""
-    made, every = recorded("arms", folder), planned("arms")
+    every = planned("arms")
+    made = recorded(every, folder)
     if not made:
         return f"**None of the {len(every)} runs has been made.**"
     seeds = sorted({each.run.seed for each in every})
@@ -57,15 +70,16 @@ def arms(folder: Path = RECORDS) -> str:
         rows.append([f"`{name}`", *cells, *([verdict] if gaps else [])])
     head = ["arm", *(f"seed {seed}" for seed in seeds), *(["verdict"] if gaps else [])]
     said = "Held-out loss in nats, by the arm's own attention and by `sdpa`: of `sdpa` itself, and "
-    said += f"of the other arms less that of `sdpa`. {_made(made, every)}"
+    said += f"of the other arms less that of `sdpa`. {_made(made.values(), len(every))}"
     if not gaps:
         said += " The rules decide when all runs are made; until then the numbers decide nothing."
     return f"{markdown(head, rows)}\n\n{said}"
 
 
-def leak(folder: Path = RECORDS) -> str:
+def leak(folder: Path = DATA / A) -> str:
     """What later tokens change for the models of each arm, and the verdict."""
-    made, every = recorded("leak", folder), planned("leak")
+    every = planned("leak")
+    made = recorded(every, folder)
     if not made:
         return f"**None of the {len(every)} runs has been made.**"
     seeds = sorted({each.run.seed for each in every})
@@ -79,7 +93,7 @@ def leak(folder: Path = RECORDS) -> str:
     rows = [
         [f"`{name}`", *(_signed(_mean(leaks[name].get(seed))) for seed in seeds)] for name in names
     ]
-    said = f"The leak under `{SCHEME}` in nats. {_made(made, every)}"
+    said = f"The leak under `{SCHEME}` in nats. {_made(made.values(), len(every))}"
     compared = {name: leaks[name] for name in (REFERENCE, TWIN, SCHEME)}
     if all(each.keys() == set(seeds) for each in compared.values()):
         gap = decide({"leak": compared}, twin=TWIN, scheme=SCHEME)[SCHEME]
@@ -88,6 +102,64 @@ def leak(folder: Path = RECORDS) -> str:
         verdict = "Training does not exploit the leak" if d <= CLOSED * s else verdict
         said += f" {verdict}: d is {d:+.5f} and s is {s:.5f} nats."
     return f"{markdown(['trained with', *(f'seed {x}' for x in seeds)], rows)}\n\n{said}"
+
+
+def cells(folder: Path = DATA / B) -> str:
+    """What is made of the cells of experiment B, their verdicts, and the answers of its rules."""
+    parts = [planned(part, B) for part in Plan.read(PLANS / f"{B}.toml").parts]
+    names = list(dict.fromkeys(each.run.attention for each in parts[0]))
+    columns: list[list[str]] = []
+    verdicts: dict[Cell, Verdict] = {}
+    made: list[Mapping[str, Any]] = []
+    for every in parts:
+        found = recorded(every, folder)
+        made += found.values()
+        run, seeds = every[0].run, sorted({each.run.seed for each in every})
+        if len(found) == len(every):
+            gaps = _verdicts(found, names, seeds)
+            verdicts[run.tokens_per_step, run.steps] = gaps[SCHEME].verdict
+            column = [_in_complete_cell(found, name, gaps) for name in names]
+        else:
+            counts = [sum((name, seed) in found for seed in seeds) for name in names]
+            column = [f"open, {n} of {len(seeds)}" if n else "open" for n in counts]
+        columns.append([f"{run.tokens_per_step:,} x {run.steps:,}", *column])
+    head, *rows = ([name, *x] for name, *x in zip(["arm", *_code(names)], *columns, strict=True))
+    count = sum(map(len, parts))
+    answers = batch_or_updates(verdicts)
+    said = "Cells are tokens per step x steps. An open cell has the number of seeds that are made. "
+    said += (
+        "A complete cell has the held-out loss of `sdpa` in nats, the deviations s of the twin, "
+    )
+    said += (
+        "and of the other arms d and the verdict. s and d are by the arm's own attention and by "
+    )
+    said += f"`sdpa`. {_made(made, count)} The batch masks the error of `{SCHEME}`: "
+    said += f"{_ANSWERS[answers.batch_masks]}. Updates make its gap: "
+    said += f"{_ANSWERS[answers.updates_make]}."
+    return f"{markdown(head, rows)}\n\n{said}"
+
+
+_ANSWERS: Final = {True: "yes", False: "no", None: "open"}
+
+
+def _code(names: Sequence[str]) -> list[str]:
+    return [f"`{name}`" for name in names]
+
+
+def _in_complete_cell(made: Records, name: str, gaps: Mapping[str, Gap]) -> str:
+    """The cell of an arm: the loss of sdpa, the twin's deviations, or differences and verdict."""
+    if name == REFERENCE:
+        losses = [
+            _evaluation(document, REFERENCE)["losses"]
+            for (attention, _), document in made.items()
+            if attention == name
+        ]
+        return f"{fmean(map(fmean, losses)):.4f}"
+    if name == TWIN:
+        return ", ".join(f"{s:.4f}" for s in gaps[SCHEME].deviations.values())
+    gap = gaps[name]
+    differences = ", ".join(map(_signed, gap.differences.values())) or "stopped"
+    return f"{differences}: {gap.verdict}"
 
 
 def _verdicts(made: Records, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Gap]:
@@ -133,9 +205,11 @@ def _difference(made: Records, name: str, seed: int) -> str:
     return ", ".join(cells)
 
 
-def _made(made: Records, every: Sequence[PlannedRun]) -> str:
-    machines = sorted({document["about"]["device"] for document in made.values()})
-    return f"{len(made)} of {len(every)} runs are made, on {' and '.join(machines)}."
+def _made(made: Iterable[Mapping[str, Any]], count: int) -> str:
+    documents = list(made)
+    machines = sorted({document["about"]["device"] for document in documents})
+    where = f", on {' and '.join(machines)}" if machines else ""
+    return f"{len(documents)} of {count} runs are made{where}."
 
 
 def _mean(x: Sequence[float] | None) -> float | None:

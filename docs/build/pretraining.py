@@ -22,7 +22,7 @@ from scipy.stats import t
 
 from sagesim.analysis import TITLES, geometric_mean, mean
 from sagesim.experiments.paper_table_2 import PAPER_TABLE_2
-from sagesim.experiments.pretrain.plan.plan import Plan, Scale
+from sagesim.experiments.pretrain.plan.plan import Plan, Regime
 from sagesim.experiments.pretrain.report.compare import (
     Difference,
     Group,
@@ -109,7 +109,7 @@ def outcome() -> str:
     measured = who.runs[0].series["layer", "", 0, "sigma_q"]
     first_at = measured[0][0] / who.runs[0].run.steps
 
-    larger = {scale.tokens: scale.large for scale in plan.scales.values()}
+    larger = {x["large"].tokens: x["large"].tokens_per_step for x in plan.scales.values()}
     at_large = [
         g
         for s in found
@@ -259,27 +259,27 @@ def settings() -> str:
     """The settings of our runs beside the paper's."""
     plan, runs = Plan.read(PLAN), [each.run for each in logs()]
     one = runs[0]
-    scales = [s for s in plan.scales.values() if any(r.tokens == s.tokens for r in runs)]
+    made = {run.tokens for run in runs}
 
-    def each(of: Callable[[Scale], object]) -> str:
-        return " or ".join(f"{of(scale):,}" for scale in scales)
+    def each(name: str, of: Callable[[Regime], int]) -> str:
+        regimes = (scale[name] for scale in plan.scales.values())
+        return " or ".join(f"{of(regime):,}" for regime in regimes if regime.tokens in made)
 
-    def warmup(per_step: Callable[[Scale], int]) -> str:
-        steps = (s.steps(per_step(s)) for s in scales)
-        return " or ".join(f"{max(1, round(plan.base['warmup'] * n))} steps" for n in steps)
+    def warmup(regime: Regime) -> int:
+        return max(1, round(plan.base["warmup"] * regime.steps))
 
     ours = {
         "parameters": one.size.upper(),
-        "tokens of a run": each(lambda s: s.tokens),
+        "tokens of a run": each("large", lambda x: x.tokens),
         "text": "C sources and documentation of Linux 6.1",
         "vocabulary": f"{one.vocabulary:,}",
         "context": f"{one.context:,}",
-        "tokens per step, large": each(lambda s: s.large),
-        "tokens per step, small": each(lambda s: s.small),
-        "steps, large": each(lambda s: s.steps(s.large)),
-        "steps, small": each(lambda s: s.steps(s.small)),
-        "warmup, large": warmup(lambda s: s.large),
-        "warmup, small": warmup(lambda s: s.small),
+        "tokens per step, large": each("large", lambda x: x.tokens_per_step),
+        "tokens per step, small": each("small", lambda x: x.tokens_per_step),
+        "steps, large": each("large", lambda x: x.steps),
+        "steps, small": each("small", lambda x: x.steps),
+        "warmup, large": f"{each('large', warmup)} steps",
+        "warmup, small": f"{each('small', warmup)} steps",
         "learning rate": f"{one.lr:g}, cosine",
         "last learning rate, of the largest": f"{one.final_lr:g}",
         "AdamW: betas, weight decay, clipping": (

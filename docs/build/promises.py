@@ -560,6 +560,11 @@ FRAMEWORKS = (
         ),
     ),
     Promise(
+        "A copy of a PyTorch model whose attention is replaced, by deepcopy or `torch.save`, "
+        "computes with its own weights.",
+        (f"{INTEGRATIONS}/test_torch.py::test_a_copy_computes_with_its_own_weights",),
+    ),
+    Promise(
         "Ring attention over parts of the keys is as accurate as attention of all keys.",
         (
             f"{INTEGRATIONS}/test_torch_flash.py::test_ring_attention",

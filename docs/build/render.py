@@ -422,6 +422,25 @@ def model_speed(data: dict[str, Any] | None) -> str:
     )
 
 
+def qk16_speed() -> str:
+    """The times of `factored_qk16` beside those of the default spec and of the faster SDPA."""
+    data = load("bench_qk16")
+    ours, default = data["settings"]["specs"]
+    head = ["head size", "mask", "tokens", f"`{ours}`", f"`{default}`", "cuDNN (SDPA)", "ratio"]
+    rows: list[list[str]] = []
+    for case in sorted(cases(data, "speed"), key=lambda x: (x["head_dim"], x["is_causal"])):
+        times = [case["runs"][x]["both"]["ms"] for x in (ours, default, "sdpa cudnn")]
+        mask = "causal" if case["is_causal"] else "full"
+        shape = [str(case["head_dim"]), mask, str(case["tokens"])]
+        rows.append([*shape, *(f"{x:.2f}" for x in times), f"{times[0] / times[1]:.2f}"])
+    return (
+        markdown(head, rows)
+        + f"\n\nForward and backward in milliseconds. The ratio is `{ours}` to `{default}`. "
+        + f"{ours} runs on the portable kernels, and {default} on those for Hopper."
+        + source(data | {"machine": one_line(data["machine"])})
+    )
+
+
 def mutations() -> str:
     """How many planted bugs the tests caught."""
     data = load("mutations")
@@ -431,6 +450,7 @@ def mutations() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "delta_or_scales": experiment.arms,
     "leak": experiment.leak,
+    "batch_or_updates": experiment.cells,
     "pretraining": pretraining.finals,
     "pretraining_outcome": pretraining.outcome,
     "pretraining_settings": pretraining.settings,
@@ -449,7 +469,10 @@ TABLES: dict[str, Callable[[], str]] = {
             frontier,
         )
     },
-    **{f.__name__: f for f in (table1_kernels, gpu_checks, whole_models, mutations, speed)},
+    **{
+        f.__name__: f
+        for f in (table1_kernels, gpu_checks, whole_models, mutations, speed, qk16_speed)
+    },
     **{mark: partial(promises.listed, group) for mark, group in promises.GROUPS.items()},
     "smollm2_losses": smollm2.losses,
     "smollm2_budget": smollm2.budget,

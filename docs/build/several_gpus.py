@@ -17,6 +17,7 @@ NAMES = {
     "ddp": "DDP",
     "fsdp2": "FSDP2",
     "ring": "ring attention of PyTorch, causal",
+    "context_parallel": "`context_parallel` of PyTorch, causal, balanced",
     "ulysses": "Ulysses of diffusers, full mask",
 }
 """The cases of scripts/several_gpus.py."""

@@ -49,6 +49,14 @@ class Options:
         }
 
 
+def check_name(name: object) -> None:
+    """Raise TypeError or ValueError if a name cannot be that of a registered attention."""
+    if not isinstance(name, str):
+        raise TypeError(f"name is {name!r}; it must be a str")
+    if not name:
+        raise ValueError("name is ''; it must not be empty")
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     """Compute attention of q [batch, heads, n_q, d] and k, v [batch, kv heads, n_k, d or d_v].
 
@@ -110,7 +118,14 @@ def attend_packed(
 
 @torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
 def attend_padded(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options, *, pads_queries: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    options: Options,
+    *,
+    pads_queries: bool,
+    packing: Tensor | None = None,
 ) -> Tensor:
     """Compute attention of padded sequences: the tokens are packed, and 0 fills the output.
 
@@ -120,31 +135,29 @@ def attend_padded(
         keys: bool [batch, n_k]; True is a token, False padding, on either side.
         pads_queries: the queries are the last n_q tokens of the keys, and padded ones are left out.
             Otherwise every query is computed.
+        packing: cu_seqlens of sequences among the tokens that are not padding, of which no row
+            ends inside one; None if each row is a sequence. It needs n_q = n_k and pads_queries.
     """
     batch, n_q, n_k = q.shape[0], q.shape[2], k.shape[2]
-    tokens = _tokens(keys, n_k)
+    tokens = tokens_of(keys, n_k)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     k, v = (x.index_select(0, tokens.positions) for x in (k, v))
     if not pads_queries:
         cu_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * n_q
         o = attend_packed(q, k, v, cu_q, tokens.cu, n_q, n_k, options)
         return o.unflatten(0, (batch, n_q)).transpose(1, 2)
-    queries = _tokens(keys, n_q)
-    o = attend_packed(
-        q.index_select(0, queries.positions),
-        k,
-        v,
-        queries.cu,
-        tokens.cu,
-        n_q,
-        n_k,
-        options,
-    )
+    queries = tokens_of(keys, n_q)
+    q = q.index_select(0, queries.positions)
+    if packing is None:
+        o = attend_packed(q, k, v, queries.cu, tokens.cu, n_q, n_k, options)
+    else:
+        longest = longest_of(packing)
+        o = attend_packed(q, k, v, packing, packing, longest, longest, options)
     whole = o.new_zeros(batch * n_q, *o.shape[1:]).index_copy(0, queries.positions, o)
     return whole.unflatten(0, (batch, n_q)).transpose(1, 2)
 
 
-class _Tokens(NamedTuple):
+class Tokens(NamedTuple):
     """The tokens of a padded batch: their positions in all of it, and their cu_seqlens."""
 
     positions: Tensor
@@ -152,11 +165,11 @@ class _Tokens(NamedTuple):
 
 
 @once_per_tensor
-def _tokens(keys: Tensor, last: int) -> _Tokens:
+def tokens_of(keys: Tensor, last: int) -> Tokens:
     """The tokens among the last `last` of keys [batch, n_k]."""
     kept = keys[:, keys.shape[1] - last :]
     cu = F.pad(kept.sum(1).cumsum(0), (1, 0)).to(torch.int32)
-    return _Tokens(kept.flatten().nonzero()[:, 0], cu)
+    return Tokens(kept.flatten().nonzero()[:, 0], cu)
 
 
 def key_padding(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ this needs of its private names is in this module; the tests run it with the tes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from diffusers.models.attention_dispatch import (
 )
 from torch import Tensor, nn
 
-from sagesim.problem import check_spec
+from sagesim.problem import NO_WINDOW, check_spec
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.integrations.attend import (
     Options,
     attend,
     attend_padded,
+    check_name,
     key_padding,
 )
 
@@ -40,17 +42,19 @@ def register(name: str = "sagebwd", *, spec: AttentionSpec = FACTORED_QK) -> Non
         spec: the numerics.
 
     Raises:
-        ValueError: if the name is diffusers' own or not lower case.
-        TypeError: if spec is not an AttentionSpec.
+        ValueError: if the name is diffusers' own, not lower case, or empty.
+        TypeError: if the name is not a str, or spec not an AttentionSpec.
 
     Of diffusers' context parallelism, Ulysses is supported. A call raises a ValueError that names
-    the argument for masks other than of padded keys, for dropout, for a returned logsumexp and for
-    ring context parallelism. diffusers drops arguments of `attention_kwargs` that a backend does
-    not declare before it calls the backend.
+    the argument for masks other than of padded keys, for dropout, for a returned logsumexp, for
+    ring context parallelism, and for unknown names in `attention_kwargs`. Of these,
+    `window_size=(left, right)` and `softcap` are those of FlashAttention, and `deterministic` has
+    no effect: the result always is.
 
     >>> register()
     >>> unregister()
     """
+    check_name(name)
     check_spec(spec)
     if name != name.lower():
         raise ValueError(f"name is {name!r}; diffusers converts names to lower case")
@@ -64,6 +68,7 @@ def register(name: str = "sagebwd", *, spec: AttentionSpec = FACTORED_QK) -> Non
         _Names._member_map_[name.upper()] = member
         _Names._member_names_.append(name.upper())
     _Registry.register(member, supports_context_parallel=True)(_backend(member, spec))
+    _Registry._supported_arg_names[member] = _EveryName()
 
 
 def unregister(name: str = "sagebwd") -> None:
@@ -108,6 +113,20 @@ def _is_ours(member: Any) -> bool:
     return getattr(_Registry._backends.get(member), "__module__", None) == __name__
 
 
+class _EveryName:
+    """Contains every name.
+
+    diffusers drops arguments whose names are not among those of the backend, so that this backend
+    could not refuse them.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+
 def _backend(member: Any, spec: AttentionSpec) -> Any:
     def attention(
         query: Tensor,
@@ -118,8 +137,13 @@ def _backend(member: Any, spec: AttentionSpec) -> Any:
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
+        window_size: tuple[int, int] = NO_WINDOW,
+        softcap: float = 0.0,
+        deterministic: bool = False,
         return_lse: bool = False,
+        return_attn_probs: bool = False,
         _parallel_config: Any = None,
+        **others: Any,
     ) -> Tensor:
         """Tensors are [batch, tokens, heads, d]. Heads are grouped as their numbers say."""
         if _Registry._active_backend is member:
@@ -132,20 +156,38 @@ def _backend(member: Any, spec: AttentionSpec) -> Any:
             raise ValueError(
                 f"dropout_p={dropout_p} is not supported; set the model's dropout to 0"
             )
-        if return_lse:
-            raise ValueError("return_lse=True is not supported by this backend")
+        others |= {"return_lse": return_lse, "return_attn_probs": return_attn_probs}
+        for name, other in others.items():
+            if other is not None and other is not False:
+                raise ValueError(f"{name} is given; it is not supported by this backend")
         if key.shape[2] != query.shape[2] and not enable_gqa:
             raise ValueError(
                 f"query has {query.shape[2]} heads and key {key.shape[2]}; enable_gqa is False"
             )
-        options = Options(spec=spec, scale=scale, is_causal=is_causal, lower_right=False)
+        options = Options(
+            spec=spec,
+            scale=scale,
+            is_causal=is_causal,
+            lower_right=False,
+            window=_window(window_size),
+            softcap=softcap or None,
+        )
         if attn_mask is not None and is_causal:
             raise ValueError("attn_mask and is_causal=True are given; pass one of them")
+        if attn_mask is not None and options.window != NO_WINDOW:
+            raise ValueError(f"attn_mask and window_size={window_size} are given; pass one of them")
         if _parallel_config is None:
             return _attend(query, key, value, attn_mask, options)
         return _ulysses(query, key, value, attn_mask, options, _parallel_config)
 
     return attention
+
+
+def _window(size: Any) -> tuple[int, int]:
+    if not isinstance(size, (tuple, list)) or len(size) != 2:
+        raise ValueError(f"window_size is {size!r}; it must be (left, right), -1 for no limit")
+    left, right = size
+    return (left, right)
 
 
 def _attend(

@@ -17,22 +17,27 @@ T = TypeVar("T")
 
 
 def once_per_tensor(compute: Callable[..., T]) -> Callable[..., T]:
-    """Decorate a function of a tensor and of hashable arguments.
+    """Decorate a function of one tensor or more, and then of hashable arguments.
 
-    Its values are kept while the tensor lives, and computed again after the tensor has changed.
+    Its values are kept while the tensors live, and computed again after one of them has changed.
     """
-    kept: Any = WeakTensorKeyDictionary()  # to (version, {others: value})
+    kept: Any = WeakTensorKeyDictionary()  # to (version, what is kept for the other arguments)
 
     @functools.wraps(compute)
-    def known(tensor: Tensor, *others: Hashable) -> T:
-        if tensor.is_inference():  # PyTorch does not count its changes
-            return compute(tensor, *others)
-        version, values = kept.get(tensor, (None, {}))
-        if version != tensor._version:
-            values = {}
-            kept[tensor] = tensor._version, values
+    def known(*arguments: Hashable) -> T:
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        others = arguments[len(tensors) :]
+        if any(x.is_inference() for x in tensors):  # PyTorch does not count its changes
+            return compute(*arguments)
+        values: Any = kept
+        for tensor in tensors:
+            version, inner = values.get(tensor, (None, None))
+            if version != tensor._version:
+                inner = {} if tensor is tensors[-1] else WeakTensorKeyDictionary()
+                values[tensor] = tensor._version, inner
+            values = inner
         if others not in values:
-            values[others] = compute(tensor, *others)
+            values[others] = compute(*arguments)
         return values[others]
 
     return known

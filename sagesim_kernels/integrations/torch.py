@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,  # pyright: ignore[reportPrivateUsage]
+)
+from torch.utils.checkpoint import checkpoint
 
 from sagesim.problem import autocast, check_spec, check_tensors, with_four_axes
 from sagesim.spec import FACTORED_QK, AttentionSpec
@@ -170,6 +176,13 @@ def apply(
     a thread: it stays until `remove`, and the modules may be compiled and checkpointed. (With
     fullgraph=True, PyTorch 2.13 cannot trace `Tensor.unflatten` in a chosen module; `view` works.)
 
+    A model that is copied by `copy.deepcopy`, or saved as a whole by `torch.save` and loaded,
+    computes with its own weights under the spec, until `remove` is called with it.
+
+    A checkpoint inside a chosen module must be of a module: one of a function that itself calls
+    SDPA computes PyTorch's in the backward. With fullgraph=True, PyTorch cannot trace a checkpoint
+    around or inside a chosen module; choose the checkpointed modules, and compile each of them.
+
     Args:
         model: its forwards are wrapped; parameters, names and state_dict do not change.
         spec: the numerics.
@@ -177,7 +190,7 @@ def apply(
             does. By default the whole model is chosen.
 
     Returns:
-        A handle, also a context manager, whose `remove` puts back the forwards.
+        A handle, also a context manager, whose `remove` puts back the forwards of this model.
 
     Raises:
         ValueError: if the filter chooses no module; at a call, for whatever `Functions.sdpa`
@@ -189,10 +202,9 @@ def apply(
     Traceback (most recent call last):
     ValueError: filter chooses none of the 2 modules: '', '0'
     """
-    sdpa = Functions(spec).sdpa
+    check_spec(spec)
     modules = dict(model.named_modules())
     chosen = {name: module for name, module in modules.items() if filter(name, module)}
-    # A module inside a chosen one needs no wrapper of its own.
     outermost = {
         name: module
         for name, module in chosen.items()
@@ -201,15 +213,43 @@ def apply(
     if not outermost:
         names = ", ".join(map(repr, list(modules)[:10]))
         raise ValueError(f"filter chooses none of the {len(modules)} modules: {names}")
-    for name, module in outermost.items():
+    # A checkpoint computes a module inside them again on its own, so that it is wrapped as well.
+    wrapped = {
+        name: module
+        for name, module in modules.items()
+        if name in outermost
+        or (any(_contains(outer, name) for outer in outermost) and not _is_of_torch(module))
+    }
+    for name, module in wrapped.items():
         if "forward" in vars(module):
             raise ValueError(f"the forward of {name!r} is already replaced; remove that first")
-        module.forward = _forward(module.forward, name or type(module).__name__, sdpa)
-    return Applied(tuple(outermost.values()))
+    for name, module in wrapped.items():
+        label = name or type(module).__name__
+        module.forward = _Forward(module, label, spec, must_call=name in outermost)
+    return Applied(tuple(wrapped.values()))
 
 
 def _contains(outer: str, inner: str) -> bool:
     return not outer or inner.startswith(f"{outer}.")
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether the class is one of torch.nn, none of which calls SDPA by its public name."""
+    return type(module).__module__.startswith("torch.nn.")
+
+
+def remove(model: nn.Module) -> None:
+    """Put back the forwards that `apply` has replaced in a model, or in the one it is a copy of.
+
+    A model without such forwards does not change.
+    """
+    for module in model.modules():
+        _put_back(module)
+
+
+def _put_back(module: nn.Module) -> None:
+    if isinstance(vars(module).get("forward"), _Forward):
+        del module.forward
 
 
 @dataclass(frozen=True)
@@ -221,7 +261,7 @@ class Applied:
     def remove(self) -> None:
         """Put back the forwards of the modules; once is enough, and more has no effect."""
         for module in self.modules:
-            vars(module).pop("forward", None)
+            _put_back(module)
 
     def __enter__(self) -> Self:
         return self
@@ -230,40 +270,68 @@ class Applied:
         self.remove()
 
 
-def _forward(
-    forward: Callable[..., Any], name: str, sdpa: Callable[..., Tensor]
-) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        mode = _Replace(name, sdpa)
+@dataclass(frozen=True, eq=False)
+class _Forward:
+    """The forward of a module, in which the calls of SDPA are replaced.
+
+    It is an attribute of the module that it holds, so that a copy of the module, by deepcopy or
+    pickle, gets a copy of this that holds the copied module.
+    """
+
+    module: nn.Module
+    name: str
+    spec: AttentionSpec
+    must_call: bool
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward of the module's class, which `inspect.signature` looks for here."""
+        return MethodType(type(self.module).forward, self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _active_spec() == self.spec:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        mode = _Replace(self.name, self.spec)
         with mode:
-            result = forward(*args, **kwargs)
-        if not mode.calls:
+            result = type(self.module).forward(self.module, *args, **kwargs)
+        if self.must_call and not mode.calls:
             raise RuntimeError(
-                f"scaled_dot_product_attention was not called in {name}; choose another module "
-                "with filter, or set its attention implementation to 'sdpa'"
+                f"scaled_dot_product_attention was not called in {self.name}; choose another "
+                "module with filter, or set its attention implementation to 'sdpa'"
             )
         return result
 
-    return run
+
+def _active_spec() -> AttentionSpec | None:
+    """The spec under which the calls of SDPA are replaced at present."""
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode.spec for mode in modes if isinstance(mode, _Replace)), None)
 
 
 class _Replace(TorchFunctionMode):
-    """Replaces each call of SDPA by a call of another function."""
+    """Computes each call of SDPA under a spec."""
 
-    def __init__(self, name: str, sdpa: Callable[..., Tensor]) -> None:
+    def __init__(self, name: str, spec: AttentionSpec) -> None:
         super().__init__()
-        self.name, self.sdpa, self.calls = name, sdpa, 0
+        self.name, self.spec, self.calls = name, spec, 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.scaled_dot_product_attention:
             self.calls += 1
-            return self.sdpa(*args, **(kwargs or {}))
+            return Functions(self.spec).sdpa(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             raise ValueError(
                 f"{self.name} contains nn.MultiheadAttention, whose call of attention cannot be "
                 "replaced here; use sagesim.emulate, or a module that calls "
                 "scaled_dot_product_attention itself"
+            )
+        if func is checkpoint:  # by Dynamo alone
+            # Dynamo traces what it calls without this mode.
+            torch._dynamo.graph_break(  # pyright: ignore[reportPrivateUsage]
+                msg=f"{self.name} contains a checkpoint, which cannot be compiled with "
+                "fullgraph=True while its attention is replaced; compile without fullgraph, or "
+                "choose the checkpointed modules with filter and compile each of them"
             )
         return func(*args, **(kwargs or {}))

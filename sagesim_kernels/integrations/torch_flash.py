@@ -1,5 +1,5 @@
-"""PyTorch's FlashAttention, replaced by the kernels inside a context: SDPA, `varlen_attn`, ring
-attention.
+"""PyTorch's FlashAttention on CUDA devices, replaced by the kernels inside a context: SDPA,
+`varlen_attn`, `varlen_attn_out`, ring attention.
 
 PyTorch calls FlashAttention through operators of aten. Their backward gets only q, k, v, the output
 and its logsumexp, in ring attention those of keys that it does not get. If the spec smooths K, the
@@ -18,33 +18,43 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.library import Library
-from torch.nn.attention import (
-    SDPBackend,
-    _registry,  # pyright: ignore[reportPrivateUsage]
-    activate_flash_attention_impl,
-    current_flash_attention_impl,
-    register_flash_attention_impl,
-    restore_flash_attention_impl,
-    sdpa_kernel,
-)
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagesim.problem import NO_WINDOW, check_spec
 from sagesim.spec import FACTORED_QK, AttentionSpec, Delta
 from sagesim_kernels.operands import compute_k_means, compute_logit_shift, logit_scale
 from sagesim_kernels.ops import Call, backward_op, forward_op, label_of, on_device_of
 
+try:
+    from torch.nn.attention import (
+        _registry,  # pyright: ignore[reportPrivateUsage]
+        activate_flash_attention_impl,
+        current_flash_attention_impl,
+        register_flash_attention_impl,
+        restore_flash_attention_impl,
+    )
+except ImportError as error:
+    raise ImportError(
+        "torch_flash needs PyTorch 2.11 or later, whose FlashAttention can be replaced; this is "
+        f"PyTorch {torch.__version__}"
+    ) from error
+
 NAME: Final = "sagebwd"
 """Under which PyTorch lists the implementation while a context is entered."""
+
+_INTO: Final = "_flash_attention_forward_no_dropout_inplace"
+"""The operator of `varlen_attn_out`, which older PyTorch lacks."""
 
 
 @contextlib.contextmanager
 def flash_attention(spec: AttentionSpec = FACTORED_QK, *, device: str = "CUDA") -> Generator[None]:
     """Context manager in which PyTorch's FlashAttention is computed by the kernels.
 
-    It applies to the whole process. SDPA must choose FlashAttention inside, so that a call that
-    FlashAttention does not take (with a mask, or in float32) raises PyTorch's error "No available
-    kernel" and is not computed by something else. A backward must run inside the context as well.
-    At the end, the implementation that was active before is active again.
+    It applies to the whole process and to CUDA devices. SDPA must choose FlashAttention inside, so
+    that a call that FlashAttention does not take (with a mask, or in float32) raises PyTorch's
+    error "No available kernel" and is not computed by something else. SDPA of tensors on the CPU
+    raises an error: `Functions` and `apply` emulate it. A backward must run inside the context as
+    well. At the end, the implementation that was active before is active again.
 
     If the spec smooths K, the backward runs the forward again, because ring attention needs it. For
     single models, `apply` and the other integrations do not.
@@ -55,7 +65,7 @@ def flash_attention(spec: AttentionSpec = FACTORED_QK, *, device: str = "CUDA") 
 
     Raises:
         ValueError: if the spec computes delta from P; at a call, for dropout, ALiBi, paged keys
-            and lengths in `seqused_k`.
+            and lengths in `seqused_k`, and for SDPA of tensors on the CPU.
         TypeError: if spec is not an AttentionSpec.
         RuntimeError: if a context is entered inside another.
     """
@@ -79,9 +89,9 @@ def flash_attention(spec: AttentionSpec = FACTORED_QK, *, device: str = "CUDA") 
             yield
     finally:
         restore_flash_attention_impl(_raise_warn=False)
+        del implementations[NAME]
         if before is not None:
             activate_flash_attention_impl(before)
-        del implementations[NAME]
 
 
 @dataclass
@@ -97,7 +107,7 @@ class _Handle:
 
 
 def _install(operators: _Operators, device: str) -> _Handle:
-    library = Library("aten", "IMPL", device)
+    library = Library("aten", "IMPL")
     replaced: dict[str, Callable[..., Any]] = {
         "_flash_attention_forward": operators.forward,
         "_flash_attention_backward": operators.backward,
@@ -106,7 +116,18 @@ def _install(operators: _Operators, device: str) -> _Handle:
     }
     for name, function in replaced.items():
         library.impl(name, function, device)
+    if hasattr(torch.ops.aten, _INTO):
+        library.impl(_INTO, operators.forward_into, device)
+    library.impl("_scaled_dot_product_flash_attention_for_cpu", _refuse_cpu, "CPU")
     return _Handle(library)
+
+
+def _refuse_cpu(query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    raise ValueError(
+        f"scaled_dot_product_attention is called with a query {tuple(query.shape)} on the CPU; "
+        "torch_flash.flash_attention computes on CUDA devices only. On a CPU, call Functions(spec)"
+        ".sdpa or use apply(model, spec) of sagesim_kernels.integrations.torch, which emulate"
+    )
 
 
 @dataclass(frozen=True)
@@ -142,6 +163,12 @@ class _Operators:
         o, lse, _, _ = forward_op(q, k, v, *call, True)
         o, lse = (o[0].transpose(0, 1), lse[0]) if query.ndim == 3 else (o.transpose(1, 2), lse)
         return (_laid_out_as(query, o), lse, *_randomness(query))
+
+    def forward_into(self, out: Tensor, *args: Any, **options: Any) -> Tensor:
+        """As `forward`, with the output written to `out`; returns the logsumexp."""
+        o, lse, *_ = self.forward(*args, **options)
+        out.copy_(o)
+        return lse
 
     def backward(
         self,

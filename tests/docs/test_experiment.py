@@ -100,3 +100,72 @@ def test_the_leak(experiment, record, tmp_path, leak, said):
     found = experiment.leak(tmp_path)
     assert said in found and "16 of 16 runs are made" in found
     assert "| `kernels:fpa_bf16` | +0.1000 | \u22120.1000 | +0.1000 | \u22120.1000 |" in found
+
+
+@pytest.fixture
+def record_cell(experiment, tmp_path):
+    """Writes the records of a cell of experiment B, in which each arm has a known difference."""
+
+    def record_cell(part, offsets, stopped=(), seeds=SEEDS):
+        for each in experiment.planned(part, "batch_or_updates"):
+            run = each.run
+            if run.seed not in seeds:
+                continue
+            x = offsets.get(run.attention, 0.0)
+            if run.attention == "kernels:fpa_bf16":
+                x = 0.001 if run.seed % 2 else -0.001
+            stop = "step 7: loss nan" if run.attention in stopped else ""
+            evaluations = [
+                {"attention": name, "losses": [2 + run.seed + y, 4 + run.seed + y]}
+                for name, y in {run.attention: x, "sdpa": x / 2 if x > 0.01 else x}.items()
+            ]
+            found = {
+                "about": {"device": "Fake 1"},
+                "stop": stop,
+                "evaluations": [] if stop else evaluations,
+            }
+            (tmp_path / f"{each.folder}.json").write_text(json.dumps(found))
+
+    return record_cell
+
+
+def cells_of(said):
+    """The cells of a table by arm."""
+    lines = [line.strip("| ").split(" | ") for line in said.splitlines() if line.startswith("|")]
+    return {name.strip("`"): cells for name, *cells in lines[2:]}
+
+
+def test_open_cells_of_batch_or_updates_are_named(experiment, record_cell, tmp_path):
+    said = experiment.cells(tmp_path)
+    head = "| arm | 524,288 x 1,600 | 65,536 x 1,600 | 65,536 x 200 | 524,288 x 200 |"
+    assert said.splitlines()[0] == head
+    table = cells_of(said)
+    assert len(table) == 6 and set(map(tuple, table.values())) == {("open",) * 4}
+    assert "0 of 96 runs are made. The batch masks the error of `kernels:sagebwd`: open." in said
+    assert said.endswith("Updates make its gap: open.")
+    record_cell("small_long", {}, seeds=[0, 1])
+    said = experiment.cells(tmp_path)
+    assert cells_of(said)["kernels:sagebwd"] == ["open", "open, 2 of 4", "open", "open"]
+    assert "12 of 96 runs are made, on Fake 1." in said
+
+
+def test_the_rules_answer_batch_or_updates(experiment, record_cell, tmp_path):
+    gap = {"kernels:sagebwd": 0.1, "kernels:factored": 0.0025}
+    record_cell("large_long", gap, stopped=["kernels:factored_qk"])
+    record_cell("small_long", {})
+    said = experiment.cells(tmp_path)
+    table = cells_of(said)
+    assert table["sdpa"] == ["4.5000", "4.5000", "open", "open"]
+    assert table["kernels:fpa_bf16"][0] == "0.0010, 0.0010"
+    assert table["kernels:sagebwd"][:2] == [
+        "+0.1000, +0.0500: real gap",
+        "+0.0000, +0.0000: answers nothing",
+    ]
+    assert table["kernels:factored"][0] == "+0.0025, +0.0025: undecided"
+    assert table["kernels:factored_qk"][0] == "stopped: real gap"
+    assert "masks the error of `kernels:sagebwd`: yes. Updates make its gap: open." in said
+    record_cell("small_short", {})
+    record_cell("large_short", gap)
+    said = experiment.cells(tmp_path)
+    assert "96 of 96 runs are made" in said and "open," not in said
+    assert "masks the error of `kernels:sagebwd`: yes. Updates make its gap: no." in said

@@ -10,7 +10,9 @@ With --cluster, Ray trains many runs at the same time, each on one GPU. A run wh
 machine dies continues from its last checkpoint elsewhere. CORPUS and RUNS must be folders that all
 machines of the cluster share.
 
-The package has two plans, in sagesim/experiments/pretrain/plan.
+The package has three plans, in sagesim/experiments/pretrain/plan. They are for one corpus, and one
+lacks a setting that is to be measured first. A plan that cannot be trained is listed, with a
+warning.
 
 examples:
   sagesim pretrain plan plan.toml corpus runs --scale 10M
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -79,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
         raise Failure("a run of a plan uses one process: use --cluster instead of torchrun")
     try:
         plan, corpus = Plan.read(args.plan), Corpus(args.corpus)
+        is_listing = args.part is None or args.dry_run
+        _check(plan, corpus, is_listing=is_listing)
         scale = args.scale or next(iter(plan.scales))
         parts = [args.part] if args.part not in (None, "all") else list(plan.parts)
         families = {"kernels": "emulator"} if args.emulate else {}
@@ -89,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             )
             for name in parts
         }
-        if args.part is None or args.dry_run:
+        if is_listing:
             _list(plan, planned, args.root)
             return 0
         check_shards(args.corpus)
@@ -97,6 +102,17 @@ def run(args: argparse.Namespace) -> int:
         return _train(every, args, corpus)
     except (ValueError, ConnectionError, BlockingIOError) as error:
         raise Failure(str(error)) from None
+
+
+def _check(plan: Plan, corpus: Corpus, *, is_listing: bool) -> None:
+    """Check that the plan's runs can be trained; for a list, only warn that they cannot."""
+    for check in (lambda: plan.check_corpus(corpus.id), plan.check_measured):
+        try:
+            check()
+        except ValueError as error:
+            if not is_listing:
+                raise
+            print(f"sagesim: warning: no run can be trained: {error}", file=sys.stderr)
 
 
 def _list(plan: Plan, planned: dict[str, list[PlannedRun]], root: Path) -> None:

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from sagesim.problem import check_spec
 from sagesim.spec import FACTORED_QK, AttentionSpec
+from sagesim_kernels.integrations.attend import check_name
 from sagesim_kernels.integrations.transformers.attention import LayerAttention
-from sagesim_kernels.integrations.transformers.masks import compact_mask
+from sagesim_kernels.integrations.transformers.masks import calls_the_attention, compact_mask
 
-__all__ = ["register", "unregister"]
+__all__ = ["register", "unregister", "uses"]
 
 
 def register(
@@ -39,15 +41,19 @@ def register(
         layers: the numerics of single layers, by `layer_idx`.
 
     Raises:
-        ValueError: if another attention is registered under the name, or a layer is negative.
-        TypeError: if a spec is not an AttentionSpec or a layer is not an integer.
+        ValueError: if another attention is registered under the name, the name is empty, or a layer
+            is negative.
+        TypeError: if the name is not a str, a spec not an AttentionSpec, or a layer not an integer.
 
     A call of the model raises a ValueError that names the argument, and the config field to change,
     for everything that is not computed: dropout, position biases, masks per query (4D), custom,
     chunked and blockwise mask functions, returned attention weights, static and paged caches.
 
+    Some models compute their attention in their own code and ignore the name: see `uses`.
+
     Padding may be on either side. Packed sequences come as `cu_seq_lens_q` and `cu_seq_lens_k`, or
-    as `position_ids` that restart; each sequence is computed as if it were alone. If a cache makes
+    as `position_ids` that restart between tokens that are not padding, if the model passes them to
+    its attention; each sequence is computed as if it were alone. If a cache makes
     n_q smaller than n_k, the causal mask is aligned lower-right. The output of a padded query is 0
     in causal attention.
 
@@ -60,6 +66,7 @@ def register(
     >>> LlamaForCausalLM(config)(tokens, labels=tokens).loss.backward()
     >>> unregister("sagebwd")
     """
+    check_name(name)
     layers = dict(layers or {})
     for each in (spec, *layers.values()):
         check_spec(each)
@@ -81,10 +88,41 @@ def unregister(name: str = "sagebwd") -> None:
     Raises:
         ValueError: if nothing of ours is registered under the name.
     """
-    if not isinstance(_functions(AttentionInterface).get(name), LayerAttention):
-        raise ValueError(f"{name!r} is not registered by sagesim_kernels")
+    _check_registered(name)
     del _functions(AttentionInterface)[name]
     del _functions(AttentionMaskInterface)[name]
+
+
+def uses(model: nn.Module, name: str = "sagebwd") -> bool:
+    """Whether a model, or a part of it, calls the attention that is registered under a name.
+
+    transformers accepts `attn_implementation=name` for every model. DeBERTa, XLNet and others
+    compute their attention in their own code and ignore it.
+
+    Args:
+        model: a model of transformers, or a module that contains some.
+
+    Raises:
+        ValueError: if nothing of ours is registered under the name.
+
+    >>> from transformers import DebertaV2Config, DebertaV2Model
+    >>> register("sagebwd")
+    >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, vocab_size=10)
+    >>> config = DebertaV2Config(**sizes, num_attention_heads=2, attn_implementation="sagebwd")
+    >>> uses(DebertaV2Model(config))
+    False
+    >>> unregister("sagebwd")
+    """
+    _check_registered(name)
+    parts: list[Any] = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
+    return any(
+        x.config._attn_implementation == name and calls_the_attention(type(x)) for x in parts
+    )
+
+
+def _check_registered(name: str) -> None:
+    if not isinstance(_functions(AttentionInterface).get(name), LayerAttention):
+        raise ValueError(f"{name!r} is not registered by sagesim_kernels")
 
 
 def _functions(interface: Any) -> dict[str, Callable[..., Any]]:

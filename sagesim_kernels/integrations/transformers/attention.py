@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from sagesim_kernels.integrations.attend import (
     longest_of,
 )
 from sagesim_kernels.integrations.per_tensor import once_per_tensor
-from sagesim_kernels.integrations.transformers.masks import packing_of
+from sagesim_kernels.integrations.transformers.masks import packing_in_padding, packing_of
 
 NO_EFFECT: Final = frozenset(
     {
@@ -124,7 +124,15 @@ class LayerAttention:
         # nothing about the queries.
         is_self = options.is_causal or options.window != (-1, -1)
         keys = _padding(attention_mask, key)
-        o = attend_padded(query, key, value, keys, options, pads_queries=is_self)
+        packing = None
+        if _has_positions(position_ids, query, key):
+            packing = packing_in_padding(keys, position_ids)
+        if packing is not None and not is_self:
+            raise ValueError(
+                "position_ids restart between tokens of a row, and attention_mask has padding; "
+                "without a causal mask both together are not supported. Leave out the padding"
+            )
+        o = attend_padded(query, key, value, keys, options, pads_queries=is_self, packing=packing)
         return o.transpose(1, 2), None
 
     def _spec(self, module: nn.Module) -> AttentionSpec:
@@ -190,6 +198,11 @@ def _window(size: int | None, *, is_causal: bool) -> tuple[int, int]:
     """The window (left, right); the library's size counts the query's own position."""
     if size is None:
         return (-1, -1)
+    if size < 1:
+        raise ValueError(
+            f"sliding_window={size}; the window includes the query's own position and is at least "
+            "1. Set config.sliding_window=None for no window"
+        )
     return (size - 1, 0 if is_causal else size - 1)
 
 
@@ -237,14 +250,8 @@ def _packed(
 
 def _packing(position_ids: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """The cu_seqlens of positions that restart, for the whole batch; None if they do not."""
-    batch, n = query.shape[0], query.shape[2]
-    if position_ids is None or n == 1 or n != key.shape[2]:
+    if not _has_positions(position_ids, query, key):
         return None
-    if position_ids.ndim != 2:
-        raise ValueError(
-            f"position_ids has shape {tuple(position_ids.shape)}; the attention needs those of the "
-            "text, [batch, tokens]"
-        )
     if torch.compiler.is_compiling():
         # The mask function has seen packed positions, unless the model fills a cache.
         torch._assert_async(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
@@ -252,7 +259,20 @@ def _packing(position_ids: Tensor | None, query: Tensor, key: Tensor) -> Tensor 
             "position_ids restart; pass use_cache=False to the model, or cu_seq_lens_q",
         )
         return None
-    return _restarts(position_ids, batch)
+    return _restarts(position_ids, query.shape[0])
+
+
+def _has_positions(position_ids: Tensor | None, query: Tensor, key: Tensor) -> TypeGuard[Tensor]:
+    """Whether there are positions of all keys, in which another sequence may start."""
+    n = query.shape[2]
+    if position_ids is None or n == 1 or n != key.shape[2]:
+        return False
+    if position_ids.ndim != 2:
+        raise ValueError(
+            f"position_ids has shape {tuple(position_ids.shape)}; the attention needs those of the "
+            "text, [batch, tokens]"
+        )
+    return True
 
 
 @once_per_tensor

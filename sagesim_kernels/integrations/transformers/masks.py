@@ -12,6 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
+from sagesim_kernels.integrations.attend import tokens_of
+from sagesim_kernels.integrations.per_tensor import once_per_tensor
+
 
 def compact_mask(
     batch_size: int,
@@ -63,15 +66,18 @@ def _model_calls_the_attention(config: type) -> bool:
     """
     if config not in _CALLS_THE_ATTENTION:
         classes = [x for x in _subclasses(PreTrainedModel) if x.config_class is config]
-        _CALLS_THE_ATTENTION[config] = not classes or any(
-            x._supports_attention_backend
-            or hasattr(sys.modules.get(x.__module__), "ALL_ATTENTION_FUNCTIONS")
-            for x in classes
-        )
+        _CALLS_THE_ATTENTION[config] = not classes or any(map(calls_the_attention, classes))
     return _CALLS_THE_ATTENTION[config]
 
 
 _CALLS_THE_ATTENTION: Final[dict[type, bool]] = {}
+
+
+def calls_the_attention(model: Any) -> bool:
+    """Whether a class of models calls the functions of AttentionInterface."""
+    return model._supports_attention_backend or hasattr(
+        sys.modules.get(model.__module__), "ALL_ATTENTION_FUNCTIONS"
+    )
 
 
 def _subclasses(of: Any) -> Iterator[Any]:
@@ -138,6 +144,29 @@ def packing_of(starts: Tensor) -> Tensor | None:
         return None
     first = F.pad(starts, (1, 0), value=True).flatten().nonzero()[:, 0]
     return F.pad(first, (0, 1), value=starts.shape[0] * (starts.shape[1] + 1)).to(torch.int32)
+
+
+@torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
+@once_per_tensor
+def packing_in_padding(keys: Tensor, positions: Tensor) -> Tensor | None:
+    """cu_seqlens of the tokens that are not padding, if their positions restart inside a row.
+
+    A sequence may contain padding, over which its positions stand still or go on.
+
+    Args:
+        keys: bool [batch, n]; True is a token, False padding.
+        positions: [batch or 1, n]; those of padding are not read.
+
+    Returns:
+        int32 [sequences + 1], or None if each row is one sequence.
+    """
+    tokens = tokens_of(keys, keys.shape[1]).positions
+    step = positions.expand_as(keys).flatten()[tokens].diff()
+    goes_on = (step >= 1) & (step <= tokens.diff())
+    same_row = (tokens // keys.shape[1]).diff() == 0
+    if not bool((same_row & ~goes_on).any()):
+        return None
+    return packing_of(~(same_row & goes_on)[None])
 
 
 _KNOWN_PARTS: Final = frozenset(

@@ -1,6 +1,7 @@
 """The backend "sagebwd" of diffusers: in one model, with gradients, never of all models."""
 
 import inspect
+import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +13,6 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
 )
-from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ParallelConfig
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
@@ -143,7 +143,8 @@ def call(**arguments: Any) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 6, 4, 8, generator=generator)
     k, v = torch.randn(2, 2, 6, 4, 8, generator=generator)
-    attention_kwargs = {n: arguments.pop(n) for n in ("return_lse",) if n in arguments}
+    named = set(inspect.signature(dispatch_attention_fn).parameters)
+    attention_kwargs = {n: arguments.pop(n) for n in arguments.keys() - named}
     if arguments.get("enable_gqa"):
         k, v = k[:, :, :2], v[:, :, :2]
     backend = arguments.pop("backend", "exact")
@@ -158,6 +159,39 @@ HONOURED = {
     "scale": {"scale": 2.0},
     "enable_gqa": {"enable_gqa": True},
 }
+
+
+def test_windows_and_softcaps_are_those_of_flash_attention():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 6, 4, 8, generator=generator).double()
+    distance = torch.arange(6) - torch.arange(6)[:, None]
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) / 8**0.5
+    band = (distance >= -2) & (distance <= 1)
+    for arguments, s in (
+        ({"window_size": (2, 1)}, logits.masked_fill(~band, -torch.inf)),
+        ({"window_size": [2, 1]}, logits.masked_fill(~band, -torch.inf)),
+        ({"softcap": 0.5}, 0.5 * (logits / 0.5).tanh()),
+    ):
+        exact = torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), v)
+        actual = dispatch_attention_fn(
+            *(x.float() for x in (q, k, v)), backend="exact", attention_kwargs=arguments
+        )
+        assert_within_budget(
+            actual=actual,
+            exact=exact,
+            yardstick=exact.float(),
+            factor=1.0,
+            band=2.0**-20,
+            what="o",
+        )
+    assert not torch.equal(call(window_size=(2, 1)), call())
+    assert not torch.equal(call(softcap=0.5), call())
+
+
+@pytest.mark.parametrize("window", [3, (1, 2, 3), None])
+def test_a_window_is_a_pair(window):
+    with pytest.raises(ValueError, match=rf"window_size is {re.escape(repr(window))}; it must be"):
+        call(window_size=window)
 
 
 @pytest.mark.parametrize("name", HONOURED)
@@ -177,6 +211,9 @@ def test_an_argument_is_honoured(name):
 REFUSED = {
     "dropout_p": 0.1,
     "return_lse": True,
+    "return_attn_probs": True,
+    "sinks": torch.zeros(4),
+    "window_sise": (2, 1),  # no backend's
     "parallel_config": ParallelConfig(
         context_parallel_config=ContextParallelConfig(ring_degree=2, ulysses_degree=1)
     ),
@@ -191,12 +228,30 @@ def test_an_argument_is_refused(name):
         call(**{name: REFUSED[name]})
 
 
+KWARGS = {"window_size": (2, 1), "softcap": 0.5, "deterministic": True}
+"""Arguments of `attention_kwargs` that are accepted."""
+
+
 def test_every_argument_is_honoured_or_refused():
+    """Those of all backends of diffusers."""
     known = set(inspect.signature(dispatch_attention_fn).parameters)
-    known |= set(inspect.signature(attention_dispatch._native_attention).parameters)
+    for backend, names in _AttentionBackendRegistry._supported_arg_names.items():
+        known |= set(names)
+        assert backend.value in ("exact", "sagebwd") or names
     tensors, routes = {"query", "key", "value"}, {"backend", "attention_kwargs"}
     private = {"_parallel_config"}
-    assert known <= tensors | routes | private | HONOURED.keys() | REFUSED.keys()
+    tables = HONOURED.keys() | KWARGS.keys() | REFUSED.keys()
+    assert known <= tensors | routes | private | tables
+    for name in known & KWARGS.keys():
+        call(**{name: KWARGS[name]})
+
+
+def test_deterministic_has_no_effect():
+    assert_bitwise(actual=call(deterministic=True), expected=call(), what="o")
+
+
+def test_an_argument_that_is_not_set_is_accepted():
+    call(sinks=None, return_attn_probs=False)
 
 
 MASKS = {
@@ -212,6 +267,8 @@ def test_other_masks_are_refused(mask):
         call(attn_mask=MASKS[mask])
     with pytest.raises(ValueError, match="attn_mask and is_causal"):
         call(**HONOURED["attn_mask"], is_causal=True)
+    with pytest.raises(ValueError, match="attn_mask and window_size"):
+        call(**HONOURED["attn_mask"], window_size=(2, 1))
 
 
 def test_the_causal_mask_is_aligned_at_the_first_key():
@@ -261,6 +318,10 @@ def test_names_are_checked():
         register("SageBwd")
     with pytest.raises(ValueError, match="'native' is not registered by sagesim_kernels"):
         unregister("native")
+    with pytest.raises(ValueError, match="name is ''; it must not be empty"):
+        register("")
+    with pytest.raises(TypeError, match="name is 3; it must be a str"):
+        register(3)
     with pytest.raises(TypeError, match="not an AttentionSpec"):
         register(spec="sagebwd")
 

@@ -1,14 +1,20 @@
-"""DTensor inputs raise an error that names local_map, and local_map works."""
+"""One process: DTensor inputs raise an error that names local_map, which works, and FSDP2."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import local_map
 
 import sagesim
 import sagesim_kernels
+from sagesim_kernels.integrations.torch import apply, remove
+from tests.sagesim_kernels.integrations.test_torch import assert_same, backward, stack
 from tests.support.assertions import assert_bitwise
 from tests.support.kernels import DEVICE, HERE
 
@@ -41,3 +47,22 @@ def test_dtensors(mesh, attention):
     o = mapped(q, q, q)
     assert isinstance(o, DTensor)
     assert_bitwise(actual=o.to_local(), expected=attend(x, x, x), what="o")
+
+
+@pytest.mark.parametrize("apply_first", [True, False])
+def test_fsdp2_shards_a_model_with_chosen_modules(mesh, apply_first):
+    """It gives the modules other classes, before or after `apply`."""
+
+    def shard(model: nn.Sequential) -> None:
+        for block in model[:2]:
+            fully_shard(block, mesh=mesh)
+
+    def run(*steps: Callable[[nn.Sequential], object]) -> list[torch.Tensor]:
+        model = stack()
+        for step in steps:
+            step(model)
+        return [x.full_tensor() if isinstance(x, DTensor) else x for x in backward(model)]
+
+    steps = [apply, shard] if apply_first else [shard, apply]
+    assert_same(run(*steps), run(apply))
+    assert_same(run(*steps, remove), run())

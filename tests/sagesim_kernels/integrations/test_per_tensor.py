@@ -20,11 +20,44 @@ def counted():
     return total, calls
 
 
+def counted_of_two():
+    """A function of two tensors, and the other arguments of its calls."""
+    calls = []
+
+    @once_per_tensor
+    def total(x, y, *others):
+        calls.append(others)
+        return int(x.sum() + y.sum())
+
+    return total, calls
+
+
 def test_a_value_is_computed_once_for_each_tensor_and_argument():
     total, calls = counted()
     x, y = torch.ones(3), torch.ones(4)
     assert [total(x), total(y), total(x), total(x, 1), total(x, 1)] == [3, 4, 3, 3, 3]
     assert calls == [(), (), (1,)]
+
+
+def test_of_two_tensors_each_counts():
+    total, calls = counted_of_two()
+    x, y, z = torch.ones(3), torch.ones(4), torch.ones(5)
+    assert [total(x, y), total(x, z), total(z, x), total(x, y), total(x, y, 1)] == [7, 8, 8, 7, 7]
+    assert calls == [(), (), (), (1,)]
+    assert (total(x, y.zero_()), total(x.zero_(), y), total(x, z)) == (3, 0, 5)
+    assert len(calls) == 7
+
+
+def test_a_value_of_two_tensors_is_kept_as_long_as_both():
+    kept = once_per_tensor(lambda x, y: x + y)
+    for dies in (0, 1):
+        tensors = [torch.ones(3), torch.ones(3)]
+        value = weakref.ref(kept(*tensors))
+        gc.collect()
+        assert value() is kept(*tensors)
+        del tensors[dies]
+        gc.collect()
+        assert value() is None
 
 
 def test_a_tensor_that_changes_is_read_again():

@@ -1,6 +1,8 @@
 """Functions with other libraries' signatures, and attention of chosen modules."""
 
+import copy
 import inspect
+import io
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sagesim
 from sagesim_kernels.integrations import attend
-from sagesim_kernels.integrations.torch import Functions, apply
+from sagesim_kernels.integrations.torch import Functions, apply, remove
 from tests.support.assertions import assert_bitwise, assert_within_budget
 
 EXACT = Functions(sagesim.FPA)
@@ -294,7 +296,7 @@ class Attention(nn.Module):
         )
 
 
-def stack() -> nn.Module:
+def stack() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(Attention(), Attention(), nn.Linear(16, 16))
 
@@ -303,6 +305,14 @@ def run(model: Callable[[Tensor], Tensor], parameters: Any) -> list[Tensor]:
     x = torch.randn(2, 11, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
     o = model(x)
     return [o.detach(), *torch.autograd.grad(o.square().sum(), [x, *parameters])]
+
+
+def backward(model: nn.Module) -> list[Tensor]:
+    """As `run`, by backward(): a reentrant checkpoint supports that alone."""
+    x = torch.randn(2, 11, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    o = model(x)
+    o.square().sum().backward()
+    return [o.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
 def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
@@ -338,21 +348,105 @@ def test_apply_changes_the_chosen_modules_alone_and_remove_puts_back():
     assert_same(run(model, list(model.parameters())), plain)
 
 
+def copied(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = pytest.mark.parametrize("make", [copied, saved_and_loaded])
+
+
+@COPIES
+def test_a_copy_computes_with_its_own_weights(make):
+    """Its gradients are its own too."""
+    model = stack()
+    apply(model, sagesim.SAGEBWD)
+    other = make(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert_same(backward(other), emulated())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@COPIES
+def test_a_copy_and_its_original_are_put_back_apart(make):
+    model = stack()
+    plain = run(model, list(model.parameters()))
+    applied = apply(model, sagesim.SAGEBWD)
+    other = make(model)
+    applied.remove()
+    assert_same(run(model, list(model.parameters())), plain)
+    assert_same(run(other, list(other.parameters())), emulated())
+    for _ in range(2):
+        remove(other)
+        assert_same(run(other, list(other.parameters())), plain)
+
+
+def test_apply_keeps_the_signature_of_a_forward():
+    """Trainer of transformers chooses the columns of a data set by it."""
+    model = stack()
+    expected = inspect.signature(model[0].forward)
+    apply(model)
+    assert inspect.signature(model[0].forward) == expected
+
+
+class Checkpointed(nn.Module):
+    """A model that computes its blocks again in the backward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.blocks, self.use_reentrant = stack(), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_blocks_of_a_chosen_model_may_be_checkpointed(use_reentrant):
+    """A block is computed again outside the forward of the chosen model."""
+    model = Checkpointed(use_reentrant)
+    apply(model, sagesim.SAGEBWD)
+    assert_same(backward(model), emulated())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of Dynamo, after a graph break
+def test_compiling_a_checkpoint_to_one_graph_is_refused_with_a_hint(monkeypatch):
+    monkeypatch.setattr(attend, "uses_kernels", lambda q: True)
+    torch._dynamo.reset()
+    model = Checkpointed(use_reentrant=False)
+    apply(model, sagesim.FACTORED)
+    expected = backward(model)
+    model.zero_grad()
+    assert_same(backward(torch.compile(model, backend="aot_eager")), expected)
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="compile without fullgraph, or choose the checkpointed"):
+        whole(torch.randn(2, 12, 16, requires_grad=True))
+    remove(model)
+    model.zero_grad()
+    apply(model, sagesim.FACTORED, lambda name, module: isinstance(module, Attention))
+    for block in model.blocks[:2]:
+        block.compile(backend="aot_eager", fullgraph=True)
+    assert_same(backward(model), expected)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_apply_survives_checkpointing(use_reentrant):
     model = stack()
     apply(model, sagesim.SAGEBWD)
-    checkpointed = (
-        run(lambda x: checkpoint(model, x, use_reentrant=use_reentrant), list(model.parameters()))
-        if not use_reentrant
-        else None
-    )
-    if checkpointed is None:  # a reentrant checkpoint supports backward() alone
-        x = torch.randn(2, 11, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
-        o = checkpoint(model, x, use_reentrant=True)
-        o.square().sum().backward()
-        checkpointed = [o.detach(), x.grad, *(p.grad for p in model.parameters())]
-    assert_same(checkpointed, emulated())
+    x = torch.randn(2, 11, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    o = checkpoint(model, x, use_reentrant=use_reentrant)
+    o.square().sum().backward()
+    assert_same([o.detach(), x.grad, *(p.grad for p in model.parameters())], emulated())
 
 
 @pytest.mark.slow

@@ -5,6 +5,9 @@ call the operators as autograd and ring attention do.
 """
 
 import functools
+import importlib
+import re
+import sys
 
 import pytest
 import torch
@@ -136,6 +139,29 @@ def test_packed_sequences(causal, window):
     assert_as_accurate([o, *grads], own, wanted)
 
 
+@pytest.mark.skipif(
+    not hasattr(ATEN, "_flash_attention_forward_no_dropout_inplace"),
+    reason="this PyTorch has no varlen_attn_out",
+)
+def test_varlen_attn_out():
+    """It writes what `varlen_attn` computes to a tensor of the caller."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
+
+    q, k, v, _ = (x[0].transpose(0, 1) for x in draw(40, 70, batch=1))
+    cu_q, cu_k = (
+        torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 15, 40], [0, 30, 70])
+    )
+    arguments = (q, k, v, cu_q, cu_k, 25, 40)
+    options = {"window_size": (-1, 0), "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
+    out = torch.full_like(q, torch.nan)
+    with here(SPEC):
+        o, lse = varlen_attn(*arguments, **options)
+        written, written_lse = varlen_attn_out(out, *arguments, **options)
+    assert written.data_ptr() == out.data_ptr()
+    assert_bitwise(actual=out, expected=o, what="o")
+    assert_bitwise(actual=written_lse, expected=lse, what="lse")
+
+
 @pytest.mark.slow
 def test_ring_attention():
     """Halves of the keys are computed apart, merged, and differentiated with the merged results."""
@@ -225,6 +251,13 @@ def test_other_options_are_refused(argument):
         )
 
 
+def test_varlen_attn_out_has_no_other_arguments():
+    operator = "_flash_attention_forward_no_dropout_inplace"
+    if not hasattr(ATEN, operator):
+        pytest.skip("this PyTorch has no varlen_attn_out")
+    assert arguments_of(operator) == arguments_of("_flash_attention_forward") | {"out"}
+
+
 @pytest.mark.parametrize("argument", ["dropout_p", "return_debug_mask"])
 def test_options_of_sdpa_are_refused(argument):
     q, k, v, _ = draw(8, 8)
@@ -253,3 +286,35 @@ def test_the_context_puts_back_what_was():
         q, k, v, _ = draw(8, 8)
         with pytest.raises(NotImplementedError, match="_scaled_dot_product_flash_attention"):
             ATEN._scaled_dot_product_flash_attention(q, k, v)
+
+
+def test_sdpa_on_a_cpu_is_refused():
+    """PyTorch has another operator there, which would compute without the spec."""
+    q, k, v, _ = (x.cpu() for x in draw(8, 8))
+    plain = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    message = r"query \(2, 4, 8, 16\) on the CPU; .* Functions\(spec\).sdpa or use apply"
+    with flash_attention(SPEC), pytest.raises(ValueError, match=message):
+        F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    after = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert_bitwise(actual=after, expected=plain, what="o")
+
+
+def test_an_exception_leaves_nothing_replaced():
+    before = (list_flash_attention_impls(), current_flash_attention_impl())
+    backends = torch.backends.cuda.math_sdp_enabled()
+    q, k, v, _ = (x.cpu() for x in draw(8, 8))
+    with pytest.raises(KeyError), flash_attention(SPEC):
+        raise KeyError
+    assert (list_flash_attention_impls(), current_flash_attention_impl()) == before
+    assert torch.backends.cuda.math_sdp_enabled() == backends
+    F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def test_an_older_pytorch_is_refused(monkeypatch):
+    """One whose FlashAttention cannot be replaced."""
+    name = flash_attention.__module__
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(torch.nn.attention, "restore_flash_attention_impl")
+    message = f"needs PyTorch 2.11 or later, .* this is PyTorch {re.escape(torch.__version__)}"
+    with pytest.raises(ImportError, match=message):
+        importlib.import_module(name)

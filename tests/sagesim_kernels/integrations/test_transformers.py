@@ -86,26 +86,68 @@ def test_packed_cu_seq_lens(kind):
     assert_equals_eager(kind, "exact", eager=eager, **inputs, **FLASH)
 
 
+def assert_each_alone(kind: str, logits: Tensor, sequences: list[Tensor]) -> None:
+    """Assert that logits [tokens, words] are those of eager attention to one sequence at a time."""
+    with softmax_in_float64():
+        models = model(kind, "eager").double(), model(kind, "eager")
+        exact, yardstick = (torch.cat([m(x[None]).logits[0] for x in sequences]) for m in models)
+    assert_within_budget(
+        actual=logits,
+        exact=exact,
+        yardstick=yardstick,
+        factor=4.0,
+        band=2.0**-20,
+        what="logits",
+    )
+
+
 def test_packed_sequences_are_those_of_each_alone():
     """transformers 5.23 makes gpt-oss's masks without its positions: eager mixes the sequences."""
-    both, lengths = tokens(1), (5, TOKENS - 5)
-    with softmax_in_float64():
-        exact, eager = model("gpt_oss", "eager").double(), model("gpt_oss", "eager")
-        exact, yardstick = (
-            torch.cat([m(part).logits for part in both.split(lengths, 1)], 1)
-            for m in (exact, eager)
-        )
+    both = tokens(1)
     ours = model("gpt_oss", "exact")
     for arguments in ({}, FLASH):
         actual = ours(both, position_ids=POSITIONS[:1], **arguments).logits
-        assert_within_budget(
-            actual=actual,
-            exact=exact,
-            yardstick=yardstick,
-            factor=4.0,
-            band=2.0**-20,
-            what="logits",
-        )
+        assert_each_alone("gpt_oss", actual[0], list(both[0].split([5, TOKENS - 5])))
+
+
+PADDED_PACKS = {
+    "one padded token in another row": ["aaaaabbbbbbbbb", "aaaaaaaabbbbb_"],
+    "left": ["___aabbbbbbbbb", "aaaaaaaaaaaaaa"],
+    "between sequences": ["aaaaa_bbbbbbbb", "aaaabbbb__cccc"],
+}
+"""Two rows of sequences; _ is padding."""
+
+
+def padded_pack(rows: list[str]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The mask and the positions of the rows, and the tokens of each sequence."""
+    positions = torch.zeros(2, TOKENS, dtype=torch.long)
+    sequences = []
+    for i, row in enumerate(rows):
+        for name in sorted(set(row) - {"_"}):
+            at = slice(row.index(name), row.rindex(name) + 1)
+            positions[i, at] = torch.arange(row.count(name))
+            sequences.append(tokens()[i, at])
+    mask = torch.tensor([[name != "_" for name in row] for row in rows]).long()
+    return {"attention_mask": mask, "position_ids": positions}, sequences
+
+
+@pytest.mark.parametrize("packs", PADDED_PACKS)
+@pytest.mark.parametrize("kind", DECODERS)
+def test_packed_positions_in_padded_rows(kind, packs):
+    """The positions restart between tokens that are not padding."""
+    inputs, sequences = padded_pack(PADDED_PACKS[packs])
+    logits = model(kind, "exact")(tokens(), **inputs).logits
+    assert_each_alone(kind, logits[inputs["attention_mask"].bool()], sequences)
+
+
+def test_positions_that_stand_still_over_padding_do_not_restart():
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[0, 4:6] = 0
+    stand, go_on = (mask.cumsum(1) - 1), torch.arange(TOKENS)[None]
+    for positions in (stand, go_on):
+        inputs = {"input_ids": tokens(), "attention_mask": mask, "position_ids": positions}
+        wanted = labels(mask)
+        assert_equals_eager("llama", "exact", kept=mask.bool(), labels=wanted, **inputs)
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -211,6 +253,17 @@ def test_torch_compile(call):
             band=2.0**-20,
             what=name,
         )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_torch_compile_sees_packing_in_padded_rows():
+    torch._dynamo.reset()
+    inputs, sequences = padded_pack(PADDED_PACKS["left"])
+    compiled = model("llama", "exact")
+    compiled.compile(backend="aot_eager")
+    logits = compiled(tokens(), **inputs).logits
+    assert_each_alone("llama", logits[inputs["attention_mask"].bool()], sequences)
 
 
 @pytest.mark.slow

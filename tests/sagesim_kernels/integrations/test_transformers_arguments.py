@@ -11,14 +11,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
     AttentionInterface,
     BertConfig,
     BloomConfig,
     BloomForCausalLM,
+    DebertaV2Config,
+    DebertaV2Model,
     DynamicCache,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
     LlamaConfig,
+    XLNetConfig,
+    XLNetModel,
     masking_utils,
     modeling_flash_attention_utils,
 )
@@ -32,7 +39,8 @@ from transformers.models.t5 import modeling_t5
 from transformers.utils.generic import TransformersKwargs
 
 import sagesim
-from sagesim_kernels.integrations.transformers import register, unregister
+from sagesim_kernels.integrations.transformers import register, unregister, uses
+from sagesim_kernels.integrations.transformers.attention import LayerAttention
 from tests.sagesim_kernels.integrations.models import TOKENS, model, tokens
 
 
@@ -221,6 +229,13 @@ CALLS = {
         "max_length_q": 3,
     },
     "position_ids has shape (3, 1, 6)": {"position_ids": torch.zeros(3, 1, N)},
+    "position_ids restart between tokens of a row, and attention_mask has padding": {
+        **HONOURED["attention_mask"],
+        "position_ids": torch.tensor([[0, 0, 0, 1, 0, 1]]),
+        "is_causal": False,
+    },
+    "sliding_window=0; the window includes": {"sliding_window": 0},
+    "sliding_window=-1; the window includes": {"sliding_window": -1},
 }
 
 
@@ -335,8 +350,6 @@ def test_dropout_of_a_model_is_refused_in_training():
 
 def test_cross_attention_computes_every_query():
     """The encoder's padding says nothing about the decoder's tokens, even if lengths are equal."""
-    from transformers import EncoderDecoderConfig, EncoderDecoderModel
-
     sizes = {
         "vocab_size": 50,
         "hidden_size": 16,
@@ -365,6 +378,57 @@ def test_cross_attention_computes_every_query():
 def test_names_of_the_library_are_refused(name):
     with pytest.raises(ValueError, match=f"{name!r} is another attention"):
         register(name)
+
+
+def test_names_are_checked():
+    with pytest.raises(ValueError, match="name is ''; it must not be empty"):
+        register("")
+    with pytest.raises(TypeError, match="name is 3; it must be a str"):
+        register(3)
+
+
+OF_THEIR_OWN = {
+    "deberta": (
+        DebertaV2Model,
+        DebertaV2Config,
+        {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    ),
+    "xlnet": (XLNetModel, XLNetConfig, {"d_model": 16, "n_layer": 1, "n_head": 2, "d_head": 8}),
+}
+"""Models that ignore attn_implementation."""
+
+
+def tiny(kind: str, attention: str = "exact") -> nn.Module:
+    if kind in OF_THEIR_OWN:
+        make, config, sizes = OF_THEIR_OWN[kind]
+        return make(config(vocab_size=50, **sizes, attn_implementation=attention))
+    made = model("llama", attention)
+    return get_peft_model(made, LoraConfig(target_modules=["q_proj"])) if kind == "peft" else made
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT's use of transformers
+@pytest.mark.parametrize("kind", ["llama", "peft", *OF_THEIR_OWN])
+def test_uses_says_whether_a_model_calls_the_attention(kind, monkeypatch):
+    calls = []
+    attend = LayerAttention.__call__
+    monkeypatch.setattr(
+        LayerAttention, "__call__", lambda *a, **k: [calls.append(1), attend(*a, **k)][1]
+    )
+    made = tiny(kind)
+    made(tokens())
+    assert uses(made, "exact") is bool(calls) is (kind not in OF_THEIR_OWN)
+    assert not uses(tiny(kind, "eager"), "exact")
+
+
+def test_uses_knows_the_parts_of_a_model():
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    parts = BertConfig(**sizes), BertConfig(**sizes)
+    made = EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(*parts))
+    assert not uses(made, "exact")
+    made.decoder.set_attn_implementation("exact")
+    assert uses(made, "exact")
+    with pytest.raises(ValueError, match="'sdpa' is not registered by sagesim_kernels"):
+        uses(made, "sdpa")
 
 
 def test_unregistering_what_is_not_registered_is_refused():

@@ -124,9 +124,22 @@ def test_ulysses_computes_each_head_of_all_tokens(found):
     assert_same(found["ulysses"], two_processes.named(expected))
 
 
-@pytest.mark.parametrize("case, causal", [("ring", False), ("causal ring", True)])
+@pytest.mark.parametrize(
+    "case, causal",
+    [
+        ("ring", False),
+        ("causal ring", True),
+        ("balanced ring", True),
+        ("context_parallel", True),
+    ],
+)
 def test_ring_attention_is_as_accurate_as_that_of_one_process(found, case, causal):
-    """K is smoothed with the mean of each part: other codes of the same accuracy."""
+    """K is smoothed with the mean of each part: other codes of the same accuracy.
+
+    "context_parallel" is the public function, in which the operator of SDPA on a GPU takes the
+    place of that on a CPU: PyTorch's ring does not take the latter. scripts/several_gpus.py calls
+    it as it is.
+    """
     *qkv, do = two_processes.draw()
 
     def run(dtype: torch.dtype, attention) -> list[Tensor]:

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from diffusers import ContextParallelConfig
 from diffusers.models._modeling_parallel import ParallelConfig
 from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.nn.parallel import DistributedDataParallel
 
@@ -133,11 +136,25 @@ def ulysses() -> dict[str, Tensor]:
     return named([whole(x, 1) for x in (o.detach(), *grads)])
 
 
-def ring_attention(*, causal: bool) -> dict[str, Tensor]:
+HEAD_AND_TAIL = [0, 3, 1, 2]
+"""Quarters of the tokens as PyTorch balances causal attention: process 0 has the first and last."""
+
+
+def balanced(x: Tensor) -> Tensor:
+    quarters = x.chunk(4, 2)
+    return torch.cat([quarters[i] for i in HEAD_AND_TAIL], 2)
+
+
+def restored(x: Tensor) -> Tensor:
+    quarters = x.chunk(4, 2)
+    return torch.cat([quarters[HEAD_AND_TAIL.index(i)] for i in range(4)], 2)
+
+
+def ring_attention(*, causal: bool, balance: bool = False) -> dict[str, Tensor]:
     """PyTorch's own ring, around the kernels in Triton's interpreter."""
     mesh = init_device_mesh("cpu", (PROCESSES,))
-    ring._cp_options.enable_load_balance = False
-    q, k, v, do = (own(x, 2) for x in draw())
+    ring._cp_options.enable_load_balance = balance
+    q, k, v, do = (own(balanced(x) if balance else x, 2) for x in draw())
     with flash_attention(SPEC, device="CPU"):
         o, lse, *rest = ring._scaled_dot_product_ring_flash_attention(
             mesh, q, k, v, dropout_p=0.0, is_causal=causal, return_debug_mask=False
@@ -145,7 +162,33 @@ def ring_attention(*, causal: bool) -> dict[str, Tensor]:
         grads = ring._scaled_dot_product_ring_flash_attention_backward(
             mesh, do, q, k, v, o, lse, *rest[:4], 0.0, causal, *rest[4:6]
         )
-    return named([whole(x, 2) for x in (o, *grads)])
+    found = [whole(x, 2) for x in (o, *grads)]
+    return named([restored(x) for x in found] if balance else found)
+
+
+def context_parallel_attention() -> dict[str, Tensor]:
+    """PyTorch's public functions, with its default balancing of the load.
+
+    On a CPU, SDPA calls another operator than on a GPU, which PyTorch's ring does not take. The
+    operator of a GPU takes its place here; all else is PyTorch's.
+    """
+    ring._cp_options.enable_load_balance = True  # PyTorch's default
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    *leaves, do = draw()
+
+    def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", scaled_dot_product_attention),
+        flash_attention(SPEC, device="CPU"),
+        context_parallel(mesh, buffers=[*leaves, do], buffer_seq_dims=[2] * 4),
+    ):
+        q, k, v = (x.detach().requires_grad_() for x in leaves)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        grads = torch.autograd.grad(o, (q, k, v), do)
+        found = context_parallel_unshard(mesh, [o.detach(), *grads], [2] * 4)
+    return named(found)
 
 
 CASES: dict[str, Callable[[], dict[str, Tensor]]] = {
@@ -157,6 +200,8 @@ CASES: dict[str, Callable[[], dict[str, Tensor]]] = {
     "ulysses": ulysses,
     "ring": lambda: ring_attention(causal=False),
     "causal ring": lambda: ring_attention(causal=True),
+    "balanced ring": lambda: ring_attention(causal=True, balance=True),
+    "context_parallel": context_parallel_attention,
 }
 
 

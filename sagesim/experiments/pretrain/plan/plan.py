@@ -7,7 +7,7 @@ import itertools
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,25 +19,16 @@ from sagesim.experiments.pretrain.training.checkpoint import CHECKPOINTS, steps_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """The number of tokens of a run, and the tokens per step of the two regimes."""
+class Regime:
+    """The size and the number of the steps of a run."""
 
-    tokens: int  #: tokens of a run; a multiple of `small` and of `large`
-    small: int  #: tokens per step of the small regime
-    large: int  #: tokens per step of the large regime
+    tokens_per_step: int
+    steps: int
 
-    def steps(self, tokens_per_step: int) -> int:
-        """The number of steps of a run.
-
-        Raises:
-            ValueError: if the tokens of a run are not a multiple of `tokens_per_step`.
-        """
-        steps, rest = divmod(self.tokens, tokens_per_step)
-        if rest or not steps:
-            raise ValueError(
-                f"tokens={self.tokens} is not a multiple of {tokens_per_step} tokens per step"
-            )
-        return steps
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of a run."""
+        return self.tokens_per_step * self.steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +95,12 @@ class Plan:
     margin: float  #: nats; smaller differences of held-out losses do not count
     seeds: tuple[int, ...]
     base: Mapping[str, Any]  #: fields of `Run`; those of `_RUN_FRACTIONS` as fractions of the steps
-    scales: Mapping[str, Scale]
+    unmeasured: Mapping[str, str]
+    """Fields of `Run` that are to be measured before the first run, and the command for each.
+
+    A plan with such fields can be listed and not trained."""
+    scales: Mapping[str, Mapping[str, Regime]]
+    """The regimes of each scale by their names, which the grids of parts use."""
     speed: Speed
     parts: Mapping[str, Part]
 
@@ -124,64 +120,93 @@ class Plan:
 
     @classmethod
     def _of(cls, data: dict[str, Any]) -> Plan:
-        known = {"corpus", "margin", "seeds", "base", "scale", "speed", "part"}
+        known = {"corpus", "margin", "seeds", "base", "unmeasured", "scale", "speed", "part"}
         if unknown := sorted(data.keys() - known):
             raise ValueError(
                 f"a plan has no {unknown[0]!r}; its keys are {', '.join(sorted(known))}"
             )
+        unmeasured = data.get("unmeasured", {})
+        if both := sorted(unmeasured.keys() & data["base"].keys()):
+            raise ValueError(f"{both[0]} has a value, and is in [unmeasured] as well")
         return cls(
             corpus=data.get("corpus", ""),
             margin=float(data["margin"]),
             seeds=tuple(data["seeds"]),
             base=data["base"],
-            scales={name: from_mapping(Scale, x) for name, x in data["scale"].items()},
+            unmeasured=unmeasured,
+            scales={
+                scale: {name: from_mapping(Regime, x) for name, x in regimes.items()}
+                for scale, regimes in data["scale"].items()
+            },
             speed=from_mapping(Speed, data["speed"]),
             parts={name: _part(x) for name, x in data["part"].items()},
         )
 
+    def check_corpus(self, corpus: str) -> None:
+        """Check that the plan's runs may be trained on a corpus, given its `Manifest.id`.
+
+        Raises:
+            ValueError: if the plan is for another corpus.
+        """
+        if self.corpus not in ("", corpus):
+            raise ValueError(f"the plan is for corpus {self.corpus}; this corpus is {corpus}")
+
+    def check_measured(self) -> None:
+        """Check that every setting that the plan's runs need has been measured.
+
+        Raises:
+            ValueError: if one has not. The message names the command that measures it.
+        """
+        if self.unmeasured:
+            name, command = next(iter(self.unmeasured.items()))
+            raise ValueError(f"the plan lacks {name}, which is not measured yet: run {command}")
+
     def runs(self, part: str, scale: str, *, corpus: str, vocabulary: int) -> list[PlannedRun]:
         """The runs of one part at one scale, those of the first seed first.
 
-        A plan that is stopped before its end has then compared all settings for some seeds.
+        A plan that is stopped before its end has then compared all settings for some seeds. Before
+        runs are trained, `check_corpus` and `check_measured` must hold. Without them the runs only
+        show what the plan would train: the settings in `unmeasured` have their defaults.
 
         Args:
             corpus: the corpus' `Manifest.id`.
             vocabulary: rows of the embedding.
 
         Raises:
-            ValueError: if the plan is for another corpus, the part or scale is unknown, or a run
-                has an invalid setting.
+            ValueError: if the part or scale is unknown, or a run has an invalid setting.
         """
-        if self.corpus not in ("", corpus):
-            raise ValueError(f"the plan is for corpus {self.corpus}; this corpus is {corpus}")
         if part not in self.parts:
             raise ValueError(f"no part is called {part!r}; the parts are {', '.join(self.parts)}")
         if scale not in self.scales:
             raise ValueError(
                 f"no scale is called {scale!r}; the scales are {', '.join(self.scales)}"
             )
-        size, heads = self.scales[scale], self.parts[part].capture_heads
+        regimes, heads = self.scales[scale], self.parts[part].capture_heads
         found: dict[Run, tuple[int, ...]] = {}
         for seed, values in itertools.product(self.seeds, _settings(self.parts[part].grids)):
-            run = self._run(values, seed, size, corpus, vocabulary)
+            run = self._run(values, seed, regimes, corpus, vocabulary)
             found[run] = heads if seed == self.seeds[0] else ()
         return [PlannedRun(run, captured) for run, captured in found.items()]
 
     def _run(
-        self, values: Mapping[str, Any], seed: int, scale: Scale, corpus: str, vocabulary: int
+        self,
+        values: Mapping[str, Any],
+        seed: int,
+        regimes: Mapping[str, Regime],
+        corpus: str,
+        vocabulary: int,
     ) -> Run:
         fields = {**self.base, **values}
-        regime = fields.pop("regime")
-        if regime not in ("small", "large"):
-            raise ValueError(f"regime={regime!r} is not small or large")
-        per_step: int = getattr(scale, regime)
-        steps = scale.steps(per_step)
+        name = fields.pop("regime")
+        if name not in regimes:
+            raise ValueError(f"regime={name!r} is not one of {', '.join(regimes)}")
+        regime = regimes[name]
         for name in _RUN_FRACTIONS:
-            fields[name] = max(1, round(fields[name] * steps))
+            fields[name] = max(1, round(fields[name] * regime.steps))
         fields["attention"] = Attention.parse(fields["attention"]).name
         fields["monitor"] = tuple(Attention.parse(name).name for name in fields["monitor"])
         fixed = {"corpus": corpus, "vocabulary": vocabulary, "seed": seed}
-        return from_mapping(Run, {**fields, **fixed, "tokens_per_step": per_step, "steps": steps})
+        return from_mapping(Run, {**fields, **fixed, **asdict(regime)})
 
     def seconds(self, run: Run) -> float:
         """The estimated time of a run on one GPU, in seconds."""

@@ -19,6 +19,12 @@ REAL: Final = 3.0
 CLOSED: Final = 2.0
 """Deviations of the twin up to which a gap is closed."""
 
+SMALL, LARGE = 65_536, 524_288  #: tokens per step of the cells of experiment B
+SHORT, LONG = 200, 1600  #: their steps
+
+Cell = tuple[int, int]
+"""The tokens per step and the steps of runs that are compared."""
+
 Losses = Mapping[str, Mapping[int, Sequence[float]]]
 """Held-out losses by arm, seed and sequence, under one evaluation.
 
@@ -93,6 +99,37 @@ def decide(
         return Verdict.CLOSES if is_small else Verdict.UNDECIDED
 
     return {arm: Gap(each, deviations, verdict(arm)) for arm, each in gaps.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOrUpdates:
+    """The answers of experiment B about an arm; None while a cell of the answer is open."""
+
+    batch_masks: bool | None  #: whether the batch masks the error
+    updates_make: bool | None  #: whether updates make the gap
+
+
+def batch_or_updates(verdicts: Mapping[Cell, Verdict]) -> BatchOrUpdates:
+    """Decide what makes the gap of an arm real: a large batch, or many updates.
+
+    The batch masks the error if the gap is real in the large and not in the small batch, both with
+    many updates. Updates make the gap if it is real with many and not with few, both in the small
+    batch. At most one of the two holds, because they need opposite verdicts about the small batch
+    with many updates.
+
+    Args:
+        verdicts: those of `decide` about the arm, in the cells that are not open.
+    """
+
+    def is_real_only_in(cell: Cell, other: Cell) -> bool | None:
+        if cell not in verdicts or other not in verdicts:
+            return None
+        return verdicts[cell] is Verdict.REAL and verdicts[other] is not Verdict.REAL
+
+    return BatchOrUpdates(
+        batch_masks=is_real_only_in((LARGE, LONG), (SMALL, LONG)),
+        updates_make=is_real_only_in((SMALL, LONG), (SMALL, SHORT)),
+    )
 
 
 def _differences(losses: Losses) -> dict[str, list[float]]:

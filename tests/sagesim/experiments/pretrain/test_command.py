@@ -19,6 +19,7 @@ from sagesim.files import locked
 from sagesim.models import Capture
 from sagesim.terminal import Training
 from tests.sagesim.experiments.pretrain.conftest import ALONE, TEXT
+from tests.sagesim.experiments.pretrain.plan.test_plan import FOLDER
 from tests.sagesim.experiments.pretrain.plan.test_plan import TEXT as PLAN
 from tests.sagesim.experiments.pretrain.training.test_trainer import command
 from tests.support.full_disk import full_disk
@@ -118,6 +119,31 @@ def test_a_plan_is_listed_and_trained(run, corpus, tmp_path):
     code, out, _ = run(*words, "--part", "two", "--micro-batch", 4)
     assert code == 0
     assert out == f"2 runs in {tmp_path / 'runs'}; 0 stopped at a non-finite number\n"
+
+
+def test_a_plan_that_cannot_be_trained_is_listed_with_a_warning(run, corpus, tmp_path):
+    plan = tmp_path / "plan.toml"
+    for text, message in (
+        (f"corpus = '0123'\n{PLAN}", f"the plan is for corpus 0123; this corpus is {corpus.id}"),
+        (f"{PLAN}\n[unmeasured]\nqk_gain = 'x.py'\n", "lacks qk_gain, which is not measured yet: "),
+    ):
+        plan.write_text(text)
+        words = ["pretrain", "plan", plan, corpus.folder, tmp_path / "runs", "--emulate"]
+        for more in ([], ["--part", "two", "--dry-run"]):
+            code, out, err = run(*words, *more)
+            assert code == 0 and "minutes on one GPU" in out
+            assert err.startswith("sagesim: warning: no run can be trained: ")
+            assert message in err and err.count("\n") == 1
+        code, out, err = run(*words, "--part", "two")
+        assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["five_questions", "delta_or_scales", "batch_or_updates"])
+def test_the_shipped_plans_can_be_listed_with_any_corpus(name, run, corpus, tmp_path):
+    words = ["pretrain", "plan", FOLDER / f"{name}.toml", corpus.folder, tmp_path / "runs"]
+    code, out, err = run(*words)
+    assert code == 0 and "runs, an estimated" in out and "warning" in err
 
 
 def test_a_plan_refuses_what_it_cannot_do(run, corpus, tmp_path, monkeypatch):

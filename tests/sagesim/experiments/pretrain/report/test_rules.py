@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sagesim.experiments.pretrain.report.rules import Verdict, decide
+from sagesim.experiments.pretrain.report.rules import Verdict, batch_or_updates, decide
 
 SEEDS = (0, 1, 2, 3)
 
@@ -76,6 +76,37 @@ def test_chance_is_called_real_as_often_as_the_page_says():
         real += decided({"own": found})["sagebwd"] is Verdict.REAL
     # t.sf(6, 4) is .0019; of 4000 draws, 1 to 19 are within four standard deviations.
     assert 1 <= real <= 19
+
+
+CELLS = {"large long": (524_288, 1600), "small long": (65_536, 1600), "small short": (65_536, 200)}
+
+
+def answers(**offsets):
+    """The answers about sagebwd, whose difference to sdpa in each cell has a known mean."""
+    verdicts = {
+        CELLS[name.replace("_", " ")]: decided({"own": losses(sagebwd=even(x))})["sagebwd"]
+        for name, x in offsets.items()
+    }
+    found = batch_or_updates(verdicts)
+    return found.batch_masks, found.updates_make
+
+
+def test_batch_or_updates_follows_the_rules_of_the_page():
+    gap, undecided, none = 0.05, 0.025, 0.0
+    assert answers(large_long=gap, small_long=none, small_short=none) == (True, False)
+    assert answers(large_long=gap, small_long=undecided, small_short=gap) == (True, False)
+    assert answers(large_long=gap, small_long=gap, small_short=none) == (False, True)
+    assert answers(large_long=none, small_long=gap, small_short=undecided) == (False, True)
+    assert answers(large_long=gap, small_long=gap, small_short=gap) == (False, False)
+    assert answers(large_long=undecided, small_long=none, small_short=none) == (False, False)
+    assert answers(large_long=none, small_long=none, small_short=gap) == (False, False)
+
+
+def test_batch_or_updates_answers_nothing_about_open_cells():
+    assert answers() == (None, None)
+    assert answers(large_long=0.05, small_short=0.0) == (None, None)
+    assert answers(large_long=0.05, small_long=0.0) == (True, None)
+    assert answers(small_long=0.05, small_short=0.0) == (None, True)
 
 
 def test_errors():

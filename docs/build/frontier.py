@@ -1,6 +1,6 @@
 """Measure the errors of specs with 8-bit products in the backward; writes docs/data/frontier.json.
 
-    python docs/build/frontier.py [--draws N]
+    python docs/build/frontier.py [--draws N] [--add]
 
 Each figure is the geometric mean of the relative L2 error over the layers of a capture, or over the
 draws of Gaussian inputs.
@@ -34,6 +34,7 @@ SCHEMES: Final = (
     ("the paper's", REFERENCE),
     ("factored", "factored"),
     ("QK alone in INT8", "factored_qk"),
+    ("QK in 16 bit, dP in INT8", "factored_qk16"),
     ("FP8 gradients", "fp8_gradients"),
     ("K per block in QK", "fp8_gradients qk=int8@token,block qk_recompute=int8@token,block"),
     ("Q smoothed as well", "fp8_gradients smooth=qk"),
@@ -64,7 +65,7 @@ def problems(draws: int) -> dict[str, Problems]:
     """The inputs, by name."""
     found: dict[str, Problems] = {
         "shipped capture": captures.shipped(),
-        "SmolLM2-135M": captures.smollm2(),
+        "SmolLM2-135M": captures.smollm2().calls,
     }
     for sigma in SIGMAS:
         for is_causal in (False, True):
@@ -155,22 +156,36 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--draws", type=int, default=SETTING.draws)
+    parser.add_argument(
+        "--add", action="store_true", help="keep the rows of the file, and compute the others"
+    )
     args = parser.parse_args()
     check_writable(FILE)
-    rows: list[dict[str, Any]] = []
-    specs = [sagesim.AttentionSpec.parse(label) for _, label in SCHEMES]
-    for inputs, each in problems(args.draws).items():
-        measured = measure(each, specs)
-        for (words, _), spec, errors in zip(SCHEMES, specs, measured, strict=True):
-            worse = {m: failures(errors, measured[0], m) for m in ("exact", "own")}
-            row = {"inputs": inputs, "words": words, "label": spec.label()} | errors
-            rows.append(row | {"worse": worse})
-            print(inputs, "|", words, errors, worse, flush=True)
     head = {
         "command": f"python docs/build/frontier.py --draws {args.draws}",
         "machine": f"CPU, torch {torch.__version__}, sagebwd {sagesim.__version__}",
         "setting": asdict(replace(SETTING, draws=args.draws)),
     }
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    if args.add:
+        earlier = json.loads(FILE.read_text(encoding="utf-8"))
+        if {key: earlier[key] for key in head} != head:
+            parser.error(f"{FILE} was made by another command or another version")
+        found = {(row["inputs"], row["label"]): row for row in earlier["rows"]}
+    rows: list[dict[str, Any]] = []
+    specs = [sagesim.AttentionSpec.parse(label) for _, label in SCHEMES]
+    for inputs, each in problems(args.draws).items():
+        left = [spec for spec in specs if (inputs, spec.label()) not in found]
+        measured = dict(zip(left, measure(each, left) if left else [], strict=True))
+        for (words, _), spec in zip(SCHEMES, specs, strict=True):
+            if spec in measured:
+                errors = measured[spec]
+                reference = found.get((inputs, REFERENCE), errors)
+                worse = {m: failures(errors, reference, m) for m in ("exact", "own")}
+                row = {"inputs": inputs, "words": words, "label": spec.label()} | errors
+                found[inputs, spec.label()] = row | {"worse": worse}
+                print(inputs, "|", words, errors, worse, flush=True)
+            rows.append(found[inputs, spec.label()])
     write_text(FILE, json.dumps(head | {"rows": rows}, indent=1) + "\n")
 
 

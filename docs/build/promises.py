@@ -753,6 +753,14 @@ FILES = (
             "::test_a_run_of_a_killed_node_continues_from_its_checkpoint",
         ),
     ),
+    Promise(
+        "If a machine of a cluster is killed, a sweep still has each of its rows once, and only "
+        "the row that the machine was computing is computed again.",
+        (
+            f"{PRETRAIN}/plan/test_cluster.py"
+            "::test_a_sweep_whose_node_is_killed_has_the_rows_of_one_without_a_cluster",
+        ),
+    ),
 )
 
 GROUPS = {

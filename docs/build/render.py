@@ -486,6 +486,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "several_gpus": several_gpus.compared,
     "torchtitan_steps": torchtitan_steps.losses,
     "smollm2_capture": smollm2.captured,
+    "smollm2_shares": smollm2.captured_shares,
     "smollm2_gains": smollm2.captured_gains,
     "cost_cpu": lambda: cost("cost_cpu"),
     "cost_h200": lambda: cost("cost_h200"),

@@ -1,6 +1,9 @@
 """Recompute the files in docs/data that need no GPU. The figures in the docs come from docs/data.
 
-    python docs/build/results.py [NAME ...]
+    python docs/build/results.py [--add] [NAME ...]
+
+With --add, a file that consists of rows keeps those that it has, and only the missing rows are
+computed. It gives the same file as without if the emulator is the same.
 
 `python -m sagesim_kernels.bench.emulator --out FILE` makes cost_cpu.json and cost_h200.json.
 """
@@ -11,7 +14,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,7 @@ from sagesim.analysis import (
 )
 from sagesim.command import exit_code
 from sagesim.files import check_writable, write_text
+from sagesim.terminal import Failure
 from theory import error_budget
 from theory.checks import budget as budget_checks
 from theory.checks.samples import captured, gaussian
@@ -54,9 +58,12 @@ LADDER = (
     ("and right operands per channel and block: `FACTORED`", "factored"),
     ("PV in 16 bit and delta from O: `FACTORED_PV16`", "factored_pv16"),
     ("the same, tiles 128x128", "factored_pv16 block=128x128"),
+    ("QK alone in INT8: `FACTORED_QK`, the default", "factored_qk"),
+    ("QK in 16 bit, dP in INT8: `FACTORED_QK16`", "factored_qk16"),
     ("16 bit everywhere", "fpa_fp16"),
 )
-"""Schemes from the paper's to ours; each changes one thing in the scheme before it."""
+"""Schemes from the paper's to ours. Up to `FACTORED`, each changes one thing in the scheme before
+it."""
 
 LARGE_SIGMAS = (3.0, 5.6, 8.0)
 LOSS_SCALE_LOG2 = 16
@@ -91,7 +98,31 @@ TABLE_1 = (
     (MATCHED, CAUSAL),
     ("factored", Setting()),
     ("factored", CAUSAL),
+    ("factored_qk", Setting()),
+    ("factored_qk", CAUSAL),
+    ("factored_qk16", Setting()),
+    ("factored_qk16", CAUSAL),
 )
+
+Row = Mapping[str, Any]
+
+
+def rows_of(
+    heads: Iterable[Row], earlier: Sequence[Row], measure: Callable[[Any], Row]
+) -> list[Row]:
+    """A row for each head, which is the row's first entries and says what is measured.
+
+    earlier: rows that are taken as they are.
+    measure: from the place of a head to the rest of its row.
+    """
+    rows: list[Row] = []
+    for place, head in enumerate(heads):
+        kept = [row for row in earlier if all(row.get(key) == x for key, x in head.items())]
+        if not kept:
+            kept = [{**head, **measure(place)}]
+            print(f"  {kept[0]}", flush=True)
+        rows.append(kept[0])
+    return rows
 
 
 def finding() -> dict[str, Any]:
@@ -124,48 +155,80 @@ def attribution() -> dict[str, Any]:
     }
 
 
-def smollm2_capture() -> dict[str, Any]:
-    """The schemes of `finding` and the attribution on SmolLM2, a model that others trained."""
-    calls = captures.smollm2()
-    rows = []
-    for scheme, label in LADDER:
-        spec = sagesim.AttentionSpec.parse(label)
-        both = [errors_of_both(call, spec) for call in calls]
-        row: dict[str, Any] = {"scheme": scheme, "label": spec.label()}
-        for name, each in zip(("exact", "own"), zip(*both, strict=True), strict=True):
-            pooled = pool_errors(each)
-            row[name] = {t: pooled[t].rel_l2 for t in OUTPUTS}
-        rows.append(row)
-        print(f"  {label}: {row['exact']}", flush=True)
-    found = [attribute(call) for call in calls]
-    pooled = pool(found)
+def smollm2_capture(earlier: Sequence[Row] = ()) -> dict[str, Any]:
+    """The schemes of `finding` on SmolLM2, a model that others trained, in both metrics."""
+    part = captures.smollm2()
+    specs = [sagesim.AttentionSpec.parse(label) for _, label in LADDER]
+
+    def measure(place: int) -> Row:
+        both = [errors_of_both(call, specs[place]) for call in part.calls]
+        pooled = (pool_errors(each) for each in zip(*both, strict=True))
+        return {
+            metric: {t: each[t].rel_l2 for t in OUTPUTS}
+            for metric, each in zip(("exact", "own"), pooled, strict=True)
+        }
+
+    heads = [
+        {"scheme": scheme, "label": spec.label()}
+        for (scheme, _), spec in zip(LADDER, specs, strict=True)
+    ]
+    return smollm2_about(part) | {"rows": rows_of(heads, earlier, measure)}
+
+
+def smollm2_shares(earlier: Sequence[Row] = ()) -> dict[str, Any]:
+    """The share of each product in the error of each layer of SmolLM2, in both metrics."""
+    part = captures.smollm2(every=1)
+
+    def measure(place: int) -> Row:
+        found = attribute(part.calls[place])
+        own = found.own_forward
+        assert own is not None
+        row: dict[str, Any] = {}
+        for metric, each in (("exact", found), ("own", own)):
+            row[metric] = {
+                "error": {t: each.error[t] for t in OUTPUTS},
+                "gradient_error": each.gradient_error,
+                "gradient_share": {x.site: each.gradient_share(x) for x in each.parts},
+                "largest": each.largest().site,
+            }
+        return row
+
+    heads = [{"name": call.name} for call in part.calls]
+    label = sagesim.SAGEBWD.label()
+    return smollm2_about(part) | {"label": label, "rows": rows_of(heads, earlier, measure)}
+
+
+def smollm2_about(part: captures.Part) -> dict[str, Any]:
+    """Which part of the model's attention is measured, and on which text."""
     return {
         "model": captures.SMOLLM2.name,
         "text": captures.TEXT,
         "tokens": captures.TOKENS,
-        "rows": rows,
-        "summary": pooled.summary(),
-        "gradient_share": {part.site: pooled.gradient_share(part) for part in pooled.parts},
-        "layers": [
-            {"name": c.name, "largest": a.largest().site} for c, a in zip(calls, found, strict=True)
-        ],
+        "layers": [int(call.name.split(".")[2]) for call in part.calls],
+        "layers_of_model": part.layers,
+        "query_heads": part.calls[0].q.shape[1],
+        "kv_heads_of_model": part.kv_heads,
     }
 
 
-def table1() -> dict[str, Any]:
-    rows = []
-    for label, setting in TABLE_1:
-        for sigma in PAPER_TABLE_1:
-            comparison = gaussian_errors(sigma, sagesim.AttentionSpec.parse(label), setting)
-            overall, heads = comparison.overall, comparison.per_head
-            row = {"label": label, "setting": asdict(setting), "sigma": sigma}
-            row |= {t: asdict(overall[t]) for t in COLUMNS}
-            row["rel_l2_standard_error"] = {
-                t: statistics.stdev(e.rel_l2 for e in heads[t]) / len(heads[t]) ** 0.5
-                for t in COLUMNS
-            }
-            rows.append(row)
-    return {"rows": rows}
+def table1(earlier: Sequence[Row] = ()) -> dict[str, Any]:
+    measured = [(label, setting, sigma) for label, setting in TABLE_1 for sigma in PAPER_TABLE_1]
+
+    def measure(place: int) -> Row:
+        label, setting, sigma = measured[place]
+        comparison = gaussian_errors(sigma, sagesim.AttentionSpec.parse(label), setting)
+        overall, heads = comparison.overall, comparison.per_head
+        row: dict[str, Any] = {t: asdict(overall[t]) for t in COLUMNS}
+        row["rel_l2_standard_error"] = {
+            t: statistics.stdev(e.rel_l2 for e in heads[t]) / len(heads[t]) ** 0.5 for t in COLUMNS
+        }
+        return row
+
+    heads = [
+        {"label": label, "setting": asdict(setting), "sigma": sigma}
+        for label, setting, sigma in measured
+    ]
+    return {"rows": rows_of(heads, earlier, measure)}
 
 
 def causality() -> dict[str, Any]:
@@ -274,6 +337,7 @@ RESULTS: dict[str, Callable[[], dict[str, Any]]] = {
         statements_of_the_paper,
         attribution,
         smollm2_capture,
+        smollm2_shares,
         table1,
         causality,
         budget,
@@ -281,24 +345,40 @@ RESULTS: dict[str, Callable[[], dict[str, Any]]] = {
     )
 }
 
+CONTINUED: dict[str, Callable[[Sequence[Row]], dict[str, Any]]] = {
+    f.__name__: f for f in (smollm2_capture, smollm2_shares, table1)
+}
+"""Those that take rows of an earlier file."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("names", nargs="*", default=[], metavar="NAME", help="all by default")
+    parser.add_argument(
+        "--add", action="store_true", help=f"compute missing rows only: {', '.join(CONTINUED)}"
+    )
     args = parser.parse_args()
     unknown = set(args.names) - set(RESULTS)
     if unknown:
         parser.error(f"no result is called {', '.join(unknown)}; there are {', '.join(RESULTS)}")
     for name in args.names or RESULTS:
-        check_writable(DATA / f"{name}.json")
+        path = DATA / f"{name}.json"
+        check_writable(path)
         print(f"{name} ...", flush=True)
         head = {
             "command": f"python docs/build/results.py {name}",
             "machine": f"CPU, torch {torch.__version__}, sagebwd {sagesim.__version__}",
         }
-        write_text(DATA / f"{name}.json", json.dumps(head | RESULTS[name](), indent=1) + "\n")
+        if args.add and name in CONTINUED and path.exists():
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+            if earlier["machine"] != head["machine"]:
+                raise Failure(f"{path} is of {earlier['machine']}, and this is {head['machine']}")
+            found = CONTINUED[name](earlier["rows"])
+        else:
+            found = RESULTS[name]()
+        write_text(path, json.dumps(head | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -17,6 +20,7 @@ from sagesim_kernels.bench.machine import one_line
 DATA = Path(__file__).parents[1] / "data" / "smollm2.json"
 SPEED = DATA.with_name("smollm2_speed.json")
 CAPTURED = DATA.with_name("smollm2_capture.json")
+SHARES = DATA.with_name("smollm2_shares.json")
 FLASH_4 = "flash_attention_4"
 """FlashAttention-4 in transformers."""
 SHOWN = (1, 5, 10, 15, 20)
@@ -207,7 +211,7 @@ def curves() -> None:
 
 
 def captured() -> str:
-    """The schemes from the paper's to ours, and the attribution, on layers of the pretrained model.
+    """The schemes from the paper's to ours on layers of the pretrained model.
 
     Errors against full precision, and of the gradients against the scheme's own forward.
     """
@@ -222,15 +226,68 @@ def captured() -> str:
         for row in data["rows"]
     ]
     head = ["scheme", *(TITLES[t] for t in outputs), *(f"{TITLES[t]}, own" for t in gradients)]
-    share = ", ".join(f"`{site}` {x:.0%}" for site, x in data["gradient_share"].items())
-    layers = ", ".join(row["name"].split(".")[2] for row in data["layers"])
     return (
-        f"{markdown(head, rows)}\n\n{captured_gains()}\n\nThe share of each product in the squared "
-        f"error of the gradients of the paper's scheme against full precision, mean over the "
-        f"layers: {share}.\n\nLayers {layers} of {data['model']}, {data['tokens']} tokens of "
-        f"{data['text']}, causal; one head of K and V with its three query heads. Geometric means "
-        'over the layers; "own" is against the exact gradient of the scheme\'s own forward. '
+        f"{markdown(head, rows)}\n\n{captured_gains()}\n\n{_part(data)} Geometric means over the "
+        'layers; "own" is against the exact gradient of the scheme\'s own forward. '
         f"`{data['command']}` on {data['machine']}."
+    )
+
+
+def captured_shares() -> str:
+    """The attribution of each layer of the pretrained model, in both metrics."""
+    data: dict[str, Any] = json.loads(SHARES.read_text(encoding="utf-8"))
+    metrics = {"exact": "against full precision", "own": "against its own forward"}
+    sites = list(data["rows"][0]["exact"]["gradient_share"])
+    rows: list[list[str]] = []
+    for layer, row in zip(data["layers"], data["rows"], strict=True):
+        cells = [" / ".join(f"{row[m]['gradient_error']:.4f}" for m in metrics)]
+        for site in sites:
+            shares = {m: _percent(row[m]["gradient_share"][site]) for m in metrics}
+            cells.append(
+                " / ".join(
+                    f"**{share}**" if row[m]["largest"] == site else share
+                    for m, share in shares.items()
+                )
+            )
+        rows.append([str(layer), *cells])
+    means = (
+        [_percent(fmean(row[m]["gradient_share"][site] for row in data["rows"])) for m in metrics]
+        for site in sites
+    )
+    rows.append(["mean", "", *map(" / ".join, means)])
+    head = ["layer", "error of dQ, dK, dV", *(f"`{site}`" for site in sites)]
+    largest = (
+        f"{words} "
+        + ", ".join(
+            f"`{site}` in {count}"
+            for site, count in Counter(row[m]["largest"] for row in data["rows"]).most_common()
+        )
+        for m, words in metrics.items()
+    )
+    return (
+        f"{markdown(head, rows)}\n\nShares of the squared error of `{data['label']}`, "
+        f"{' / '.join(metrics.values())}; the largest of a layer is bold. How many layers have "
+        f"which product as the largest: {'; '.join(largest)}. The error of dQ, dK "
+        "and dV together is the root mean square of their relative errors. A share is negative "
+        "where a product's error cancels those of others. "
+        f"{_part(data)} `{data['command']}` on {data['machine']}."
+    )
+
+
+def _percent(x: float) -> str:
+    return f"{round(x, 2) + 0.0:.0%}"  # + 0.0: no -0%
+
+
+def _part(data: Mapping[str, Any]) -> str:
+    """Which part of the model's attention was measured, and on which text."""
+    layers = ", ".join(map(str, data["layers"]))
+    which = f"{len(data['layers'])} of the {data['layers_of_model']} layers ({layers})"
+    if len(data["layers"]) == data["layers_of_model"]:
+        which = f"all {data['layers_of_model']} layers"
+    return (
+        f"Measured: {which} of {data['model']}; of each layer one of the "
+        f"{data['kv_heads_of_model']} heads of K and V with its {data['query_heads']} query "
+        f"heads; {data['tokens']} tokens of {data['text']}, causal."
     )
 
 

@@ -159,7 +159,7 @@ def test_the_page_shows_the_result_of_whole_models_as_soon_as_there_is_a_record(
         "machine": "1 x Fake 1",
     }
     text = render.whole_models({"whole models": check})
-    assert text == "They passed: 33 tests passed.\n\n`python3 -m pytest -m gpu` on 1 x Fake 1."
+    assert text == "33 tests passed.\n\n`python3 -m pytest -m gpu` on 1 x Fake 1."
     check |= {"passed": False, "printed": ["=== 2 failed, 31 passed in 99.00s ==="]}
     assert "not all pass**: 2 tests failed, 31 tests passed." in render.whole_models(
         {"whole models": check}

@@ -95,6 +95,26 @@ def test_gradients_of_the_kernels_in_the_interpreter(script, loaded, model, monk
         )
 
 
+def test_it_learns_in_the_interpreter_as_with_sdpa_and_the_emulator(
+    script, loaded, model, monkeypatch
+):
+    """20 steps of the first layer alone: the interpreter takes two seconds a layer and step."""
+    monkeypatch.setattr(model.model, "layers", model.model.layers[:1])
+    monkeypatch.setattr(model.config, "num_hidden_layers", 1)
+    data = script["batches"](loaded[1], TOKENS, 4) * EPOCHS
+    before = copy.deepcopy(model.state_dict())
+    losses = {"sdpa": script["fine_tune"](model, data, 10 * RATE)}
+    for name in ("registered", "kernels"):
+        model.load_state_dict(before)
+        with script[name](model, DEFAULT):
+            losses[name] = script["fine_tune"](model, data, 10 * RATE)
+    learned = losses["sdpa"][0] - losses["sdpa"][-4]
+    assert learned > 1
+    assert losses["kernels"] != losses["sdpa"]
+    assert losses["kernels"] == pytest.approx(losses["sdpa"], abs=learned / 50)
+    assert losses["kernels"] == pytest.approx(losses["registered"], abs=learned / 500)
+
+
 def test_a_part_that_is_not_computed_again_is_kept(script, tmp_path, monkeypatch):
     """If the machine and the setting are those of the record."""
     kept, parts = script["kept"], script["PARTS"]

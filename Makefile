@@ -7,7 +7,7 @@ PIP := $(INSTALL) --constraint constraints.txt
 OLDEST_TRITON := 3.6.0
 SMOLLM2 := 0.1.2
 OLDEST_FRAMEWORKS := transformers==5.8.0 diffusers==0.42.0 tokenizers==0.22.0 huggingface_hub==1.32.0 kernels==0.12.0 \
-	httpx==0.28.1 httpcore==1.0.9
+	trl==1.0.0 peft==0.18.0 httpx==0.28.1 httpcore==1.0.9
 HUB := transformers==5.22.2
 TORCHTITAN := torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.18.0
 

@@ -1,4 +1,4 @@
-"""transformers trains with the hub kernel that LOCAL_KERNELS names. test_hub_kernel.py runs this."""
+"""transformers trains by the hub kernel that LOCAL_KERNELS names; test_hub_kernel.py runs this."""
 
 from pathlib import Path
 from typing import Any

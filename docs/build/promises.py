@@ -527,8 +527,8 @@ FRAMEWORKS = (
         ),
     ),
     Promise(
-        "A hub kernel computes each argument that transformers passes to it, or refuses it by name. "
-        "transformers drops some before that, such as `output_attentions`.",
+        "A hub kernel computes each argument that transformers passes to it, or refuses it by "
+        "name. transformers drops some before that, such as `output_attentions`.",
         ("tests/test_hub_kernel.py::test_it_declares_every_argument_that_transformers_passes",),
     ),
     Promise(

@@ -7,7 +7,8 @@ PIP := $(INSTALL) --constraint constraints.txt
 OLDEST_TRITON := 3.6.0
 SMOLLM2 := 0.1.2
 OLDEST_FRAMEWORKS := transformers==5.8.0 diffusers==0.42.0 tokenizers==0.22.0 huggingface_hub==1.32.0 kernels==0.12.0 \
-	httpx==0.28.1 httpcore==1.0.9
+	trl==1.0.0 peft==0.18.0 httpx==0.28.1 httpcore==1.0.9
+HUB := transformers==5.22.2
 TORCHTITAN := torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.18.0
 
 # malloc keeps freed memory: mapping it again takes as long as computing what is stored in it.
@@ -23,7 +24,7 @@ demo: .venv/.user  ## which of the seven products hurts, on the shipped capture 
 test: .venv/.dev  ## the tests to run while you work: minutes on two cores
 	$(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu and not slow and not exhaustive"
 
-test-full: .venv/.dev .venv/.triton-oldest .venv/.smollm2 .venv/.torchtitan .venv/.frameworks-oldest  ## the other tests that need no GPU
+test-full: .venv/.dev .venv/.triton-oldest .venv/.smollm2 .venv/.torchtitan .venv/.frameworks-oldest .venv/.hub  ## the other tests that need no GPU
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m "slow and not gpu and not exhaustive"
 
 fuzz: .venv/.dev .venv/.triton-oldest  ## the property tests with many more examples, and all combinations
@@ -74,6 +75,11 @@ docs-numbers: .venv/.dev .venv/.smollm2  ## recompute what this machine can of d
 # The oldest versions that pyproject.toml admits, with what they need in other versions than .venv has.
 .venv/.frameworks-oldest: .venv/bin/pip Makefile
 	$(INSTALL) --no-deps --upgrade --target $@ $(OLDEST_FRAMEWORKS)
+	touch $@
+
+# A transformers that accepts the `kernels` of .venv; newer ones ask for kernels 0.18.
+.venv/.hub: .venv/bin/pip Makefile
+	$(INSTALL) --no-deps --upgrade --target $@ $(HUB)
 	touch $@
 
 # Its other dependencies need older versions of what other frameworks need.

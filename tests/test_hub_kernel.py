@@ -2,29 +2,28 @@
 
 import inspect
 import os
+import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import kernels
 import pytest
 import torch
-from kernels.load import _parse_local_kernel_overrides
+from packaging.requirements import Requirement
 from torch import Tensor
 from transformers import modeling_flash_attention_utils
-from transformers.integrations import hub_kernels
 
 import sagesim
 from sagesim.terminal import Failure
 from sagesim_kernels.integrations.torch import Functions
-from sagesim_kernels.integrations.transformers import register, unregister
-from tests.sagesim_kernels.integrations.models import TOKENS, model, results, tokens
 from tests.support.assertions import assert_bitwise
 
-SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "hub_kernel.py"))
-NAME = "sagebwd/attention"
+ROOT = Path(__file__).parents[1]
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "hub_kernel.py"))
 
 
 @pytest.fixture(scope="module")
@@ -93,62 +92,37 @@ assert not hasattr(torch.ops.sagesim_kernels, "flash_attn_forward")
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.fixture
-def in_transformers(folder, monkeypatch) -> None:
-    """As a user does, by the environment variable of `kernels`.
-
-    transformers 5.23 asks for kernels 0.18; what it calls has not changed since 0.17.
-    """
-    monkeypatch.setenv("LOCAL_KERNELS", f"{NAME}={folder}")
-    _parse_local_kernel_overrides.cache_clear()
-    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
-    monkeypatch.setattr(hub_kernels, "get_kernel_hub", kernels.get_kernel, raising=False)
-    register()
-    yield
-    unregister()
-    _parse_local_kernel_overrides.cache_clear()
-
-
-PADDING = torch.ones(2, TOKENS, dtype=torch.long)
-PADDING[0, :5] = 0
-CALLS: dict[str, dict[str, Any]] = {
-    "dense": {"kind": "llama"},
-    "padded": {"kind": "llama", "attention_mask": PADDING},
-    "window and padding": {"kind": "mistral", "attention_mask": PADDING},
-    "packed": {  # in one row: transformers sees no packing in several
-        "kind": "llama",
-        "input_ids": tokens(1),
-        "labels": tokens(1),
-        "position_ids": torch.tensor([[*range(5), *range(TOKENS - 5)]]),
-        "use_cache": False,
-    },
-    "softcap": {"kind": "gemma2"},
-    "sinks and window": {"kind": "gpt_oss"},
-    "both directions": {"kind": "bert", "attention_mask": PADDING},
-}
+@pytest.mark.slow
+def test_transformers_loads_it_by_the_documented_command(folder):
+    """In a process with a transformers that accepts the installed `kernels`, offline."""
+    installed = ROOT / ".venv" / ".hub"
+    if not installed.exists():
+        pytest.skip("its transformers is not installed: make .venv/.hub")
+    changes = {
+        "LOCAL_KERNELS": f"sagebwd/attention={folder}",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(installed), str(ROOT)]),
+    }
+    tests = str(Path(__file__).with_name("hub_kernel_in_transformers.py"))
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-W", "ignore", tests],
+        env=os.environ | changes,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.usefixtures("in_transformers")
-def test_transformers_trains_with_it_as_with_the_registered_name(call):
-    inputs = {"input_ids": tokens(), "labels": tokens(), **CALLS[call]}
-    if "attention_mask" in inputs:
-        inputs["labels"] = tokens().masked_fill(PADDING == 0, -100)
-    kind = inputs.pop("kind")
-    expected = results(model(kind, "sagebwd"), **inputs)
-    actual = results(model(kind, NAME), **inputs)
-    assert actual.keys() == expected.keys()
-    kept = PADDING.bool() if "attention_mask" in inputs else ...
-    for name in expected:
-        pick = kept if name == "logits" else ...
-        assert_bitwise(actual=actual[name][pick], expected=expected[name][pick], what=name)
-
-
-@pytest.mark.usefixtures("in_transformers")
-def test_dropout_is_refused():
-    trained = model("bert", NAME, attention_probs_dropout_prob=0.1).train()
-    with pytest.raises(ValueError, match=r"dropout_p is 0\.1"):
-        trained(tokens())
+def test_the_extra_admits_versions_that_work_together():
+    """Of transformers, that which the test above runs with; of `kernels`, the installed version."""
+    text = (ROOT / "pyproject.toml").read_text()
+    extra = map(Requirement, tomllib.loads(text)["project"]["optional-dependencies"]["hub"])
+    admitted = {x.name: x.specifier for x in extra}
+    (pinned,) = re.findall(r"^HUB := transformers==(.+)$", (ROOT / "Makefile").read_text(), re.M)
+    assert pinned in admitted["transformers"]
+    assert kernels.__version__ in admitted["kernels"]
 
 
 def test_it_declares_every_argument_that_transformers_passes(loaded):

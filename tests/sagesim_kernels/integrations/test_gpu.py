@@ -86,6 +86,21 @@ def gradients(model: Any, given: dict[str, Any], attention: str) -> dict[str, Te
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+def assert_gradients_as_accurate(
+    actual: dict[str, Tensor], exact: dict[str, Tensor], yardstick: dict[str, Tensor]
+) -> None:
+    """Assert that no error is much larger than the yardstick's."""
+    for name in exact:
+        assert_within_budget(
+            actual=actual[name],
+            exact=exact[name],
+            yardstick=yardstick[name],
+            factor=OTHER_ROUNDINGS,
+            band=0.0,
+            what=name,
+        )
+
+
 def relative_error(actual: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     error = sum((actual[n].double() - x).square().sum() for n, x in exact.items())
     return float((error / sum(x.square().sum() for x in exact.values())).sqrt())
@@ -111,14 +126,7 @@ def test_transformers(layout, label, monkeypatch):
     print(f"{layout} {label}: {errors[0]:.4f}, emulator {errors[1]:.4f}, sdpa {errors[2]:.4f}")
     for name in exact:
         assert_bitwise(actual=again[name], expected=actual[name], what=name)
-        assert_within_budget(
-            actual=actual[name],
-            exact=exact[name],
-            yardstick=emulated[name],
-            factor=OTHER_ROUNDINGS,
-            band=0.0,
-            what=name,
-        )
+    assert_gradients_as_accurate(actual, exact, emulated)
 
 
 @pytest.mark.parametrize("label", SPECS)
@@ -134,15 +142,7 @@ def test_bert_with_padding(label, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(attend, "uses_kernels", lambda q: False)
         emulated = gradients(model, given, label)
-    for name in exact:
-        assert_within_budget(
-            actual=actual[name],
-            exact=exact[name],
-            yardstick=emulated[name],
-            factor=OTHER_ROUNDINGS,
-            band=0.0,
-            what=name,
-        )
+    assert_gradients_as_accurate(actual, exact, emulated)
 
 
 def test_a_saved_model_repeats_the_bits_and_holds_nothing_of_ours(tmp_path):
@@ -208,15 +208,7 @@ def test_torch_compile_makes_one_graph(layout):
     torch._dynamo.reset()
     model.compile(fullgraph=True)
     actual = gradients(model, given, "factored_qk")
-    for name in exact:
-        assert_within_budget(
-            actual=actual[name],
-            exact=exact[name],
-            yardstick=expected[name],
-            factor=OTHER_ROUNDINGS,
-            band=0.0,
-            what=name,
-        )
+    assert_gradients_as_accurate(actual, exact, expected)
 
 
 def test_cached_decoding():
@@ -366,12 +358,4 @@ def test_diffusers(is_compiled, monkeypatch):
         actual = run(model)
     finally:
         diffusers.unregister()
-    for name in exact:
-        assert_within_budget(
-            actual=actual[name],
-            exact=exact[name],
-            yardstick=emulated[name],
-            factor=OTHER_ROUNDINGS,
-            band=0.0,
-            what=name,
-        )
+    assert_gradients_as_accurate(actual, exact, emulated)

@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
+# Python compiles the modules that it imports, which are few of those that are installed.
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 PIP := $(INSTALL) --constraint constraints.txt
 OLDEST_TRITON := 3.6.0
 SMOLLM2 := 0.1.2
@@ -16,7 +17,7 @@ export MALLOC_MMAP_THRESHOLD_ := 1073741824
 export MALLOC_TRIM_THRESHOLD_ := 1073741824
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-full fuzz gpu-test check docs docs-numbers clean
+.PHONY: demo test test-full fuzz gpu-test check style types tables docs docs-numbers install clean
 
 demo: .venv/.user  ## which of the seven products hurts, on the shipped capture of a trained model
 	$(BIN)/sagesim attribute llama --report out/report.html
@@ -24,19 +25,25 @@ demo: .venv/.user  ## which of the seven products hurts, on the shipped capture 
 test: .venv/.dev  ## the tests to run while you work: minutes on two cores
 	$(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu and not slow and not exhaustive"
 
-test-full: .venv/.dev .venv/.triton-oldest .venv/.smollm2 .venv/.torchtitan .venv/.frameworks-oldest .venv/.hub  ## the other tests that need no GPU
+test-full: install  ## the other tests that need no GPU
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m "slow and not gpu and not exhaustive"
 
-fuzz: .venv/.dev .venv/.triton-oldest  ## the property tests with many more examples, and all combinations
+fuzz: install  ## the property tests with many more examples, and all combinations
 	$(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu" --hypothesis-profile=long
 
 gpu-test:  ## the tests marked gpu, with this machine's python and torch; CODE=sm80: see CONTRIBUTING.md
 	$(PYTHON) -m pytest -q -m gpu $(if $(CODE),--device cuda --code $(CODE))
 
-check: .venv/.dev  ## formatting, lint, types, tables in the docs
+check: style types tables  ## formatting, lint, types, tables in the docs
+
+style: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: .venv/.dev
 	$(BIN)/pyright
+
+tables: .venv/.dev
 	$(BIN)/python docs/build/render.py --check
 
 docs: .venv/.docs  ## the site, every cell of it executed, into out/docs
@@ -45,6 +52,8 @@ docs: .venv/.docs  ## the site, every cell of it executed, into out/docs
 docs-numbers: .venv/.dev .venv/.smollm2  ## recompute what this machine can of docs/data, and the tables from it
 	$(BIN)/python docs/build/results.py
 	$(BIN)/python docs/build/render.py
+
+install: .venv/.dev .venv/.triton-oldest .venv/.smollm2 .venv/.torchtitan .venv/.frameworks-oldest .venv/.hub  ## all that tests need
 
 .venv/bin/pip:
 	@echo "setting up .venv with PyTorch and the other packages: minutes, depending on the network"

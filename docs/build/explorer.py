@@ -68,10 +68,10 @@ Errors = dict[str, list[float | None]]
 def samples() -> dict[str, Sample]:
     """The inputs to choose from, by their name in the page's address."""
     found = {
-        f"sigma{sigma}": replace(gaussian(sigma, tokens=256), name=f"\u03c3 = {sigma}")
+        f"sigma{sigma}": replace(gaussian(sigma, tokens=128), name=f"\u03c3 = {sigma}")
         for sigma in (1, 3, 5, 10)
     }
-    found["outliers"] = replace(outlier_channels(tokens=256), name="outliers")
+    found["outliers"] = replace(outlier_channels(tokens=128), name="outliers")
     found["capture"] = replace(captured()[3], name="trained model")
     return found
 

@@ -77,6 +77,7 @@ class TestNumbers:
                 # The page stores four digits, and a batch may be summed in another order.
                 assert value == pytest.approx(direct[t], rel=1e-3), (levels, others, t)
 
+    @pytest.mark.slow
     def test_presets_are_those_of_sagesim(self, found):
         for scales, preset in (("tile", SAGEBWD), ("factored", FACTORED)):
             p = found["presets"][scales]

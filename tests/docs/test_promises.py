@@ -60,8 +60,8 @@ def test_marks_say_where_a_test_runs(test, where):
 
 def test_figures_are_read_from_the_tests():
     path = "tests/theory/test_attention_bound.py"
-    assert promises.examples(f"{path}::test_the_emulator_stays_within_the_bound") == 1000
-    assert promises.constant("tests/sagesim_kernels/test_fuzz.py", "CASES")["fast"] == 200
+    assert promises.examples(f"{path}::test_the_emulator_stays_within_the_bound") == 300
+    assert promises.constant("tests/sagesim_kernels/test_fuzz.py", "CASES")["fast"] == 54
     with pytest.raises(LookupError, match="examples"):
         promises.examples("tests/docs/test_promises.py::test_a_named_test_exists")
     with pytest.raises(LookupError, match="NOTHING"):

@@ -58,7 +58,14 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+EXHAUSTIVE = pytest.mark.exhaustive
+COMBINED = ("sagebwd_d128", "factored_qk")
+"""Calls whose head size and formats other calls have as well."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=EXHAUSTIVE) if x in COMBINED else x for x in CALLS]
+)
 def test_results_are_as_exact_as_the_emulators(runner: PtxRunner, name: str) -> None:
     """Up to one rounding to the dtype of the inputs."""
     call = CALLS[name]
@@ -81,7 +88,10 @@ def test_results_are_as_exact_as_the_emulators(runner: PtxRunner, name: str) -> 
         )
 
 
-@pytest.mark.parametrize("spec", ["sagebwd", "factored_pv16", "fpa_bf16"])
+@pytest.mark.parametrize(
+    "spec",
+    ["factored_pv16", *(pytest.param(x, marks=EXHAUSTIVE) for x in ("sagebwd", "fpa_bf16"))],
+)
 def test_tiles_change_no_bit(runner: PtxRunner, spec: str) -> None:
     """With 99 KiB of shared memory, a program owns 128 keys and not 64."""
     call = Call(spec, 70, 150, is_causal=True)

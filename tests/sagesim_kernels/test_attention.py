@@ -91,9 +91,8 @@ class TestUnquantized:
     """Without INT8 the kernels are as accurate as SDPA."""
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     @pytest.mark.parametrize(
-        ("shape", "is_causal"),
+        ("shape", "call"),
         crossed(
             [
                 (15, 17, 8, 24),
@@ -107,13 +106,13 @@ class TestUnquantized:
                 (20, 31, 256, 256),
                 (200, 257, 32, 32),
             ],
-            [False, True],
+            [(dtype, mask) for dtype in (torch.float16, torch.bfloat16) for mask in (False, True)],
         ),
     )
-    def test_error_is_at_most_that_of_sdpa(self, shape, is_causal, dtype):
+    def test_error_is_at_most_that_of_sdpa(self, shape, call):
         """At most twice SDPA's error in o and three times in gradients, plus the unit roundoff.
         SDPA's math backend rounds its results alone; the kernels round P and dS as well."""
-        n_q, n_k, d, d_v = shape
+        (n_q, n_k, d, d_v), (dtype, is_causal) = shape, call
         c = kernel_case(
             dtype, seed=n_q, n_q=n_q, n_k=n_k, d=d, d_v=d_v, heads=(2,), is_causal=is_causal
         )
@@ -186,8 +185,9 @@ class TestFinite:
 
     @pytest.mark.slow
     @not_a_number
-    @pytest.mark.parametrize("spec", ["sagebwd", "factored", "fpa_fp16"])
-    @pytest.mark.parametrize("tensor", ["q", "k", "v", "do"])
+    @pytest.mark.parametrize(
+        ("tensor", "spec"), crossed(["q", "k", "v", "do"], ["sagebwd", "factored", "fpa_fp16"])
+    )
     @pytest.mark.parametrize(
         ("bad", "is_causal"), [(math.nan, True), (math.inf, True), ("large", False)]
     )
@@ -223,7 +223,7 @@ class TestFinite:
         name=st.sampled_from(sorted(IN_INT8)),
         alignment=st.sampled_from(["upper_left", "lower_right"]),
     )
-    @examples(40)
+    @examples(12)
     def test_hard_inputs(self, case, name, alignment):
         """Zero regions, subnormals, outliers of 6e4, constant keys, tiny gains, queries without
         keys."""
@@ -250,15 +250,15 @@ class TestFinite:
         name=st.sampled_from(sorted(SPECS)),
         dtype=st.sampled_from(DTYPES),
     )
-    @examples(20)
+    @examples(8)
     def test_small_inputs_in_any_dtype(self, case, name, dtype):
         self.check(run_kernels(case.map(lambda x: x.to(DEVICE, dtype)), SPECS[name]))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("spec", IN_INT8.values(), ids=IN_INT8)
-    @pytest.mark.parametrize("gain", [2.0**-60, 2.0**60])
-    def test_gains_of_q_and_k_beyond_half_precision(self, spec, gain):
+    @pytest.mark.parametrize(("name", "gain"), crossed([*IN_INT8], [2.0**-60, 2.0**60]))
+    def test_gains_of_q_and_k_beyond_half_precision(self, name, gain):
         """Codes do not depend on the range: gains of Q and K that cancel change only gradients."""
+        spec = IN_INT8[name]
         c = kernel_case(seed=0, n_q=33, n_k=20, d=16)
         found = run_kernels(replace(c, q=c.q * gain, k=c.k / gain), spec)
         self.check(found)
@@ -266,11 +266,11 @@ class TestFinite:
 
     @pytest.mark.slow
     @not_a_number
-    @pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
-    @pytest.mark.parametrize("tensor", ["q", "k", "v", "do"])
+    @pytest.mark.parametrize(("tensor", "name"), crossed(["q", "k", "v", "do"], [*FEW]))
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_what_is_not_finite_reaches_the_output(self, spec, tensor, bad):
+    def test_what_is_not_finite_reaches_the_output(self, name, tensor, bad):
         """Codes do not hide it: the row of the output that uses it is not finite."""
+        spec = FEW[name]
         c = kernel_case(seed=0, n_q=20, n_k=20, d=8)
         x = getattr(c, tensor).clone()
         x[..., 16, 3] = bad
@@ -294,24 +294,27 @@ class TestShapes:
     """Any lengths, head sizes and leading axes are computed."""
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["sagebwd", "q_smoothed"])
     @pytest.mark.parametrize(
-        ("n_q", "n_k", "is_causal"),
-        [
-            (2, 2, False),
-            (15, 65, True),
-            (65, 15, True),
-            (16, 16, False),
-            (63, 31, False),
-            (64, 64, True),
-            (31, 128, False),
-            (127, 64, False),
-            (129, 100, True),
-            (257, 33, True),
-            (2, 257, False),
-        ],
+        ("lengths", "name"),
+        crossed(
+            [
+                (2, 2, False),
+                (15, 65, True),
+                (65, 15, True),
+                (16, 16, False),
+                (63, 31, False),
+                (64, 64, True),
+                (31, 128, False),
+                (127, 64, False),
+                (129, 100, True),
+                (257, 33, True),
+                (2, 257, False),
+            ],
+            ["sagebwd", "q_smoothed"],
+        ),
     )
-    def test_lengths(self, name, n_q, n_k, is_causal):
+    def test_lengths(self, name, lengths):
+        n_q, n_k, is_causal = lengths
         self.check(name, seed=n_q, n_q=n_q, n_k=n_k, d=16, is_causal=is_causal)
 
     @pytest.mark.slow
@@ -319,17 +322,20 @@ class TestShapes:
         self.check("sagebwd", seed=0, n_q=130, n_k=1000, d=16)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["sagebwd", "factored", "fpa_fp16"])
     @pytest.mark.parametrize(
-        ("d", "d_v"),
-        [
-            *((1, 1), (8, 8), (16, 16), (40, 40), (72, 72), (80, 80), (96, 96), (128, 128)),
-            *((192, 192), (256, 256), (8, 130), (130, 8), (129, 8), (131, 67), (255, 3)),
-            *((192, 128), (33, 5), (67, 131)),
-        ],
+        ("sizes", "name"),
+        crossed(
+            [
+                *((1, 1), (8, 8), (16, 16), (40, 40), (72, 72), (80, 80), (96, 96), (128, 128)),
+                *((192, 192), (256, 256), (8, 130), (130, 8), (129, 8), (131, 67), (255, 3)),
+                *((192, 128), (33, 5), (67, 131)),
+            ],
+            ["sagebwd", "factored", "fpa_fp16"],
+        ),
     )
-    def test_head_sizes(self, name, d, d_v):
+    def test_head_sizes(self, name, sizes):
         """The logit scale is that of the true head size, never of a padded one."""
+        d, d_v = sizes
         self.check(name, seed=d, n_q=20, n_k=33, d=d, d_v=d_v)
 
     @staticmethod
@@ -341,9 +347,11 @@ class TestShapes:
         )
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
-    @pytest.mark.parametrize(("n_q", "n_k"), [(0, 5), (5, 0), (0, 0), (1, 1), (1, 70), (70, 1)])
-    def test_short_and_empty_sequences(self, spec, n_q, n_k):
+    @pytest.mark.parametrize(
+        ("lengths", "name"), crossed([(0, 5), (5, 0), (0, 0), (1, 1), (1, 70), (70, 1)], [*FEW])
+    )
+    def test_short_and_empty_sequences(self, name, lengths):
+        (n_q, n_k), spec = lengths, FEW[name]
         c = kernel_case(seed=0, n_q=n_q, n_k=n_k, d=16, d_v=24, heads=(2, 1))
         found = run_kernels(c, spec, d_lse=torch.ones(c.q.shape[:-1], device=DEVICE))
         assert found.o.shape == c.do.shape and found.lse.shape == c.q.shape[:-1]
@@ -370,8 +378,9 @@ class TestShapes:
         assert run_kernels(c, SPECS["sagebwd"]).dq.shape == (*heads, 5, 8)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["sagebwd", "fpa_fp16"])
-    @pytest.mark.parametrize("heads", [(), (2,), (1, 2), (1, 2, 1)])
+    @pytest.mark.parametrize(
+        ("heads", "name"), crossed([(), (2,), (1, 2), (1, 2, 1)], ["sagebwd", "fpa_fp16"])
+    )
     def test_any_number_of_leading_axes(self, name, heads):
         c = kernel_case(seed=0, n_q=5, n_k=6, d=8, heads=heads)
         found = run_kernels(c, SPECS[name])
@@ -407,33 +416,36 @@ def strided_case(heads: int = 1, d: int = 24) -> Case:
     return kernel_case(seed=3, n_q=20, n_k=33, d=d, heads=(heads,))
 
 
-@pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
+of_each_spec = pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
+
+
 class TestStrides:
     """Strides of q, k, v and do change no bit."""
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("strides", STRIDES)
-    def test_of_all_tensors(self, spec, strides):
-        c = strided_case(2 if "heads" in strides else 1)
+    @pytest.mark.parametrize(("strides", "name"), crossed([*STRIDES], [*FEW]))
+    def test_of_all_tensors(self, name, strides):
+        c, spec = strided_case(2 if "heads" in strides else 1), FEW[name]
         assert_same(run_kernels(c.map(STRIDES[strides]), spec), run_kernels(c, spec))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("d", [20, 24])
-    def test_of_heads_within_channels(self, spec, d):
+    @pytest.mark.parametrize(("name", "d"), crossed([*FEW], [20, 24]))
+    def test_of_heads_within_channels(self, name, d):
         """PyTorch keeps this order of axes when it pads channels to whole vectors."""
-        c = strided_case(3, d).map(lambda x: x[None])
+        c, spec = strided_case(3, d).map(lambda x: x[None]), FEW[name]
         inner = c.map(lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1))
         assert inner.q.stride(1) == 1
         assert_same(run_kernels(inner, spec), run_kernels(c, spec))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("axis", [-3, -2, -1])
-    def test_of_0(self, spec, axis):
+    @pytest.mark.parametrize(("name", "axis"), crossed([*FEW], [-3, -2, -1]))
+    def test_of_0(self, name, axis):
         """Expanded inputs, and the do of `o.sum().backward()`."""
         c = strided_case(2).map(lambda x: x.narrow(axis, 0, 1).expand(x.shape))
-        c = replace(c, do=torch.ones((), device=DEVICE).expand(c.do.shape))
+        c, spec = replace(c, do=torch.ones((), device=DEVICE).expand(c.do.shape)), FEW[name]
         assert_same(run_kernels(c, spec), run_kernels(c.map(torch.Tensor.contiguous), spec))
 
+    @of_each_spec
     def test_of_a_sum(self, spec):
         c = strided_case()
         leaf = c.q.detach().requires_grad_()
@@ -441,6 +453,7 @@ class TestStrides:
         expected = run_kernels(replace(c, do=torch.ones_like(c.do)), spec).dq
         assert_bitwise(actual=leaf.grad, expected=expected, what="dq")
 
+    @of_each_spec
     def test_of_packed_qkv(self, spec):
         generator = torch.Generator().manual_seed(0)
         packed = torch.randn(1, 20, 3, 2, 16, generator=generator).to(DEVICE)
@@ -448,6 +461,7 @@ class TestStrides:
         c = Case(q=q, k=k, v=v, do=q.flip(-1))
         assert_same(run_kernels(c, spec), run_kernels(c.map(torch.Tensor.contiguous), spec))
 
+    @of_each_spec
     def test_of_tokens_before_heads(self, spec):
         """layout="NHD" transposes inputs, outputs and gradients, but not lse."""
         c = strided_case(2).map(lambda x: x[None])
@@ -458,6 +472,7 @@ class TestStrides:
         assert found.o.is_contiguous() and found.dq.is_contiguous()
         assert_same(Results(*(x if x.ndim == 3 else x.transpose(1, 2) for x in found)), expected)
 
+    @of_each_spec
     def test_of_the_gradient_of_lse(self, spec):
         c = strided_case(2)
         d_lse = torch.randn(20, 2, generator=torch.Generator().manual_seed(1)).to(DEVICE).mT
@@ -495,9 +510,9 @@ class TestGradients:
     """Gradients are right for any subset of inputs and outputs; second derivatives raise."""
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
-    @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)], ids=["q", "k", "v", "qv"])
-    def test_of_some_inputs_alone(self, spec, wanted):
+    @pytest.mark.parametrize(("wanted", "name"), crossed([(0,), (1,), (2,), (0, 2)], [*FEW]))
+    def test_of_some_inputs_alone(self, name, wanted):
+        spec = FEW[name]
         c = kernel_case(seed=1, n_q=20, n_k=30, d=8)
         expected = run_kernels(c, spec)[2:]
         leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(c.qkvdo[:3])]
@@ -590,10 +605,10 @@ class TestPadding:
     """Memory around the tokens, and tokens without attention, change no result."""
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("spec", FEW.values(), ids=FEW)
-    @pytest.mark.parametrize("is_causal", [False, True])
-    def test_memory_around_the_tokens_is_not_read(self, spec, is_causal):
+    @pytest.mark.parametrize(("name", "is_causal"), crossed([*FEW], [False, True]))
+    def test_memory_around_the_tokens_is_not_read(self, name, is_causal):
         """The memory around channels, tokens and heads is full of NaN."""
+        spec = FEW[name]
         c = kernel_case(seed=6, n_q=90, n_k=103, d=24, heads=(2,), is_causal=is_causal)
         guarded = c.map(lambda x: F.pad(x, (8, 9, 5, 60, 1, 1), value=math.nan)[1:-1, 5:-60, 8:-9])
         assert_same(run_kernels(guarded, spec), run_kernels(c, spec))
@@ -662,8 +677,10 @@ class TestCausality:
     CUT = 70
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("alignment", ["upper_left", "lower_right"])
-    @pytest.mark.parametrize("preset", sorted({"sagebwd", "factored", "fpa_fp16", "causal_safe"}))
+    @pytest.mark.parametrize(
+        ("preset", "alignment"),
+        crossed(["causal_safe", "factored", "fpa_fp16", "sagebwd"], ["upper_left", "lower_right"]),
+    )
     def test_of_later_tokens_on_earlier_rows(self, preset, alignment):
         """They change no bit in unquantized specs and CAUSAL_SAFE, and do in specs that share a
         scale between them."""

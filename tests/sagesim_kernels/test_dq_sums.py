@@ -12,6 +12,7 @@ from sagesim_kernels.operands.dq_sums import DqSums
 from sagesim_kernels.portable import backward
 from tests.support.assertions import assert_within_bound
 from tests.support.calls import run_attention, run_exact, run_trace
+from tests.support.combinations import crossed
 from tests.support.inputs import Case
 from tests.support.kernels import DEVICE, HERE, SPECS, kernel_case, run_kernels
 from theory import dq_sums
@@ -61,8 +62,7 @@ def expected_units(case: Case, spec) -> tuple[Tensor, Tensor]:
     )
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", UNITS)
+@pytest.mark.parametrize(("name", "is_causal"), crossed([*UNITS], [False, True]))
 def test_units_are_those_of_the_theory(units, name, is_causal):
     """Rows of very different sizes; the bound itself is known up to float32 and other codes."""
     spec = replace(UNITS[name], smoothing=Smoothing())
@@ -76,8 +76,7 @@ def test_units_are_those_of_the_theory(units, name, is_causal):
     assert len(low.unique()) > (2 if name == "stochastic" else 8)
 
 
-@pytest.mark.parametrize("kind", ["block", "channel"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "kind"), crossed(NAMES, ["block", "channel"]))
 def test_a_small_k_beside_zeros_loses_nothing(name, kind):
     """A region of zeros has the scale 1, and must not make the units those of K = 127."""
     c = kernel_case(seed=1, n_q=40, n_k=130, d=16)
@@ -94,8 +93,9 @@ def test_a_small_k_beside_zeros_loses_nothing(name, kind):
 
 
 @not_a_number
-@pytest.mark.parametrize("name", ["sagebwd", "factored", "factored_pv16"])
-@pytest.mark.parametrize("token", [0, 100])
+@pytest.mark.parametrize(
+    ("name", "token"), crossed(["sagebwd", "factored", "factored_pv16"], [0, 100])
+)
 def test_a_v_that_overflows_in_dp_alone_reaches_dq(name, token):
     """PV is in INT8, or in 16 bit as dP is; O and delta may be finite."""
     spec = replace(

@@ -77,7 +77,7 @@ def extras(name: str, batch: int, n_k: int) -> Extras:
     ("name", "lengths", "mask"),
     [
         ("window", (130, 130), "full"),
-        ("both sides", (65, 200), "lower_right"),
+        pytest.param("both sides", (65, 200), "lower_right", marks=pytest.mark.exhaustive),
         ("seqused_k", (130, 130), "full"),
         ("key_mask", (65, 200), "lower_right"),
     ],

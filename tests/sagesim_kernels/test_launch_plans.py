@@ -16,6 +16,7 @@ from sagesim_kernels import attention, attention_varlen, launch_plans
 from sagesim_kernels.launch_plans import forget_plans, planned
 from tests.sagesim_kernels.kernel_cases import DEVICE
 from tests.support.assertions import assert_bitwise
+from tests.support.combinations import crossed
 
 SPECS = {"factored_qk": FACTORED_QK, "sagebwd": SAGEBWD, "factored": FACTORED}
 LENGTH = 70
@@ -61,9 +62,9 @@ def check_repeated(first: list[Tensor], second: list[Tensor], **options: Any) ->
         assert_bitwise(actual=x, expected=y, what=f"output {i}")
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_a_repeated_call_computes_what_a_recorded_one_does(spec, options):
+@pytest.mark.parametrize(("call", "name"), crossed([*OPTIONS], [*SPECS]))
+def test_a_repeated_call_computes_what_a_recorded_one_does(name, call):
+    spec, options = SPECS[name], OPTIONS[call]
     first, second = inputs(0), inputs(1)
     if options.get("layout") == "NHD":
         first, second = ([x.transpose(1, 2).contiguous() for x in y] for y in (first, second))

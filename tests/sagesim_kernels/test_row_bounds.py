@@ -19,6 +19,7 @@ from sagesim_kernels.operands import formats
 from sagesim_kernels.operands.row_bounds import norms, sum_pairwise
 from tests.sagesim_kernels.contract import check, run_kernels
 from tests.support.assertions import assert_bitwise
+from tests.support.combinations import crossed
 from tests.support.inputs import NASTY, Case, gaussian
 from tests.support.kernels import DEVICE, HERE, kernel_case
 
@@ -77,12 +78,13 @@ def test_the_contract_with_sinks_and_padding() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 @pytest.mark.parametrize(
-    ("label", "bad"), list(zip(SPECS, (math.nan, math.inf, math.nan), strict=True))
+    ("tensor", "of_spec"),
+    crossed(["q", "k", "v", "do"], list(zip(SPECS, (math.nan, math.inf, math.nan), strict=True))),
 )
-@pytest.mark.parametrize("tensor", ["q", "k", "v", "do"])
 def test_what_is_not_finite_reaches_what_it_reaches_in_the_emulator(
-    label: str, tensor: str, bad: float
+    tensor: str, of_spec: tuple[str, float]
 ) -> None:
+    label, bad = of_spec
     spec = SPECS[label]
     c = kernel_case(seed=0, n_q=70, n_k=50, d=16)
     x = getattr(c, tensor).clone()

@@ -11,6 +11,7 @@ from torch import Tensor
 from sagesim import SAGEBWD, AttentionSpec
 from sagesim_kernels import attention, attention_varlen
 from tests.support.assertions import assert_bitwise
+from tests.support.combinations import crossed
 from tests.support.kernels import DEVICE, FEW, HERE, Results, assert_same
 
 pytestmark = HERE
@@ -71,22 +72,20 @@ class PackedCase:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("spec", BLOCKS.values(), ids=BLOCKS)
-def test_is_a_loop_over_sequences(spec, mask):
+@pytest.mark.parametrize(("name", "mask"), crossed([*BLOCKS], [*MASKS]))
+def test_is_a_loop_over_sequences(name, mask):
     """Outputs, lse and gradients are bitwise those of a loop over sequences: empty ones, ones
     without keys or without queries, and ones with unequal numbers of both."""
-    packed_case = PackedCase()
+    packed_case, spec = PackedCase(), BLOCKS[name]
     assert_same(
         packed_case.together(spec, **MASKS[mask]), packed_case.one_by_one(spec, **MASKS[mask])
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", BLOCKS.values(), ids=BLOCKS)
-@pytest.mark.parametrize("lengths", [(0, 32, 1, 32), (31, 1, 32)])
-def test_sequences_of_whole_blocks_do_not_overlap(spec, lengths):
-    packed_case = PackedCase(lengths, lengths)
+@pytest.mark.parametrize(("name", "lengths"), crossed([*BLOCKS], [(0, 32, 1, 32), (31, 1, 32)]))
+def test_sequences_of_whole_blocks_do_not_overlap(name, lengths):
+    packed_case, spec = PackedCase(lengths, lengths), BLOCKS[name]
     assert_same(packed_case.together(spec), packed_case.one_by_one(spec))
 
 

@@ -108,7 +108,7 @@ def options(draw: st.DrawFn, n: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@examples(1000)
+@examples(300)
 @given(**CASES)
 def test_the_emulator_stays_within_the_bound(label, seed, n, d, sigma, dtype, kind, data):
     given = data.draw(options(n))
@@ -118,7 +118,7 @@ def test_the_emulator_stays_within_the_bound(label, seed, n, d, sigma, dtype, ki
 
 
 @pytest.mark.slow
-@examples(30)
+@examples(10)
 @given(**CASES)
 def test_the_kernels_stay_within_the_bound(label, seed, n, d, sigma, dtype, kind, data):
     given = data.draw(options(n))

@@ -237,6 +237,11 @@ def capture_of(layers=3, kv_heads=4, n=256, d=16):
         yield AttentionProblem(q=2 * q, k=2 * k, v=v, do=do, is_causal=True, enable_gqa=True)
 
 
+@pytest.fixture(scope="module")
+def whole():
+    return pool([attribute(x) for x in capture_of()])
+
+
 class TestSamples:
     """A sample of heads and queries gives about the result of all, and says how uncertain it is."""
 
@@ -260,10 +265,8 @@ class TestSamples:
         assert all(effect.sampling_error == 0 for effect in sample.parts)
 
     @pytest.mark.parametrize("sample", [Sample(heads=1), Sample(rows=128), Sample(2, 128)])
-    def test_shares_are_within_four_standard_errors(self, sample):
-        problems = list(capture_of())
-        whole = pool([attribute(x) for x in problems])
-        part = pool([attribute(x, sample=sample) for x in problems])
+    def test_shares_are_within_four_standard_errors(self, sample, whole):
+        part = pool([attribute(x, sample=sample) for x in capture_of()])
         assert 0 < part.measured < 0.8
         for a, b in zip(whole.parts, part.parts, strict=True):
             off = abs(whole.gradient_share(a) - part.gradient_share(b))

@@ -12,10 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 INSTALLED = ROOT / ".venv" / ".frameworks-oldest"
+FAST = ["-m", "not slow and not exhaustive"]
 RUNS = {
-    ("transformers",): ["-m", "not slow", "test_transformers.py", "test_transformers_arguments.py"],
-    ("diffusers",): ["-m", "not slow", "test_diffusers.py"],
-    ("trl", "peft"): ["test_training.py"],
+    ("transformers",): [*FAST, "test_transformers.py", "test_transformers_arguments.py"],
+    ("diffusers",): [*FAST, "test_diffusers.py"],
+    ("trl", "peft"): ["-m", "not exhaustive", "test_training.py"],
 }
 """The tests of frameworks, as pytest's arguments."""
 
@@ -44,16 +45,15 @@ def test_they_are_the_lower_bounds():
 def test_the_tests_pass_with_them(names):
     """In a process that finds them first; with warnings, which newer versions mend."""
     path = os.pathsep.join([str(INSTALLED), str(ROOT)])
-    checks = [f"assert {name}.__file__.startswith({str(INSTALLED)!r})" for name in names]
-    code = "; ".join([f"import {', '.join(names)}", *checks])
-    command = ["-m", "pytest", "-q", "-W", "ignore", *RUNS[names]]
-    for arguments in (["-c", code], command):
-        ran = subprocess.run(
-            [sys.executable, *arguments],
-            env=os.environ | {"PYTHONPATH": path},
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ran.returncode == 0, ran.stdout + ran.stderr
+    checks = "".join(f"assert {x}.__file__.startswith({str(INSTALLED)!r})\n" for x in names)
+    words = ["-q", "-W", "ignore", *RUNS[names]]
+    code = f"import sys, pytest, {', '.join(names)}\n{checks}sys.exit(pytest.main({words}))\n"
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -87,9 +87,9 @@ def assert_as_accurate(actual: list[Tensor], yardstick: list[Tensor], wanted: li
     "n_q, n_k, causal",
     [
         (40, 40, True),
-        pytest.param(40, 40, False, marks=pytest.mark.slow),
-        pytest.param(24, 70, True, marks=pytest.mark.slow),
         pytest.param(24, 70, False, marks=pytest.mark.slow),
+        pytest.param(40, 40, False, marks=pytest.mark.exhaustive),
+        pytest.param(24, 70, True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_sdpa(causal, n_q, n_k):

@@ -226,6 +226,8 @@ def test_gradient_checkpointing(use_reentrant, mask):
     assert_same(results(checkpointed, **inputs), expected)
 
 
+EXHAUSTIVE = pytest.mark.exhaustive
+
 COMPILED = {
     "dense": {},
     "padded": {"attention_mask": padding("left")},
@@ -235,7 +237,9 @@ COMPILED = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of graph breaks in many ways
-@pytest.mark.parametrize("call", COMPILED)
+@pytest.mark.parametrize(
+    "call", ["padded", *(pytest.param(x, marks=EXHAUSTIVE) for x in COMPILED if x != "padded")]
+)
 def test_torch_compile(call):
     inputs = {"input_ids": tokens(), "labels": tokens(), **COMPILED[call]}
     torch._dynamo.reset()
@@ -278,7 +282,10 @@ def test_torch_compile_refuses_packing_that_the_mask_cannot_see():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("arguments", [{}, {"position_ids": POSITIONS[:1], **FLASH}])
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param({}, marks=EXHAUSTIVE), {"position_ids": POSITIONS[:1], **FLASH}],
+)
 def test_torch_compile_makes_one_graph_with_the_kernels(arguments, monkeypatch):
     monkeypatch.setattr(attend, "uses_kernels", lambda q: True)
     register(spec=sagesim.FACTORED)
@@ -302,7 +309,11 @@ INTERPRETED = {
 
 @pytest.mark.parametrize(
     "call",
-    ["packed", *(pytest.param(x, marks=pytest.mark.slow) for x in INTERPRETED if x != "packed")],
+    [
+        "packed",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in [*INTERPRETED][:2]),
+        *(pytest.param(x, marks=EXHAUSTIVE) for x in ("dense", "padded")),
+    ],
 )
 def test_the_kernels_in_the_interpreter(call, monkeypatch):
     """On a CUDA device the kernels compute the calls that the emulator computes here."""

@@ -77,7 +77,9 @@ def test_rounding_seeds_are_odd_and_small_so_that_triton_compiles_one_kernel():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are not interpreted here")
-@pytest.mark.parametrize("label", ["sagebwd", "factored"])
+@pytest.mark.parametrize(
+    "label", ["sagebwd", pytest.param("factored", marks=pytest.mark.exhaustive)]
+)
 def test_emulator_and_kernels_train_alike(label, corpus, make_run, tmp_path):
     """Two steps of training with the emulator, the kernels and 16-bit attention.
 

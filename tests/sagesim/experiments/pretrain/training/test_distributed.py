@@ -17,6 +17,8 @@ from tests.sagesim.experiments.pretrain.training.test_trainer import (
     numbers,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def torchrun(module: str, *arguments: str) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
@@ -61,7 +63,6 @@ def runs(corpus, tmp_path_factory):
     return root
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_two_processes_train_as_one(name, runs):
     """Losses and gradient norms of four steps agree to 1e-4.
@@ -114,7 +115,6 @@ def test_one_process_loads_the_checkpoint_of_a_sharded_run(corpus, runs):
     assert len(capture_trained(runs / "fsdp", corpus, ALONE).calls) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at threads by /proc")
 def test_the_process_group_ends_before_the_process():
     """Remaining threads of the group would sometimes abort the interpreter at its end."""

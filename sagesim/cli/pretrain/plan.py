@@ -10,9 +10,8 @@ With --cluster, Ray trains many runs at the same time, each on one GPU. A run wh
 machine dies continues from its last checkpoint elsewhere. CORPUS and RUNS must be folders that all
 machines of the cluster share.
 
-The package has three plans, in sagesim/experiments/pretrain/plan. They are for one corpus, and one
-lacks a setting that is to be measured first. A plan that cannot be trained is listed, with a
-warning.
+The package has three plans, in sagesim/experiments/pretrain/plan. They are for one corpus. With
+another one they are only listed, with a warning.
 
 examples:
   sagesim pretrain plan plan.toml corpus runs --scale 10M

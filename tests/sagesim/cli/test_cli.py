@@ -59,7 +59,8 @@ def run(capsys):
     def run(*argv):
         assert main([str(a) for a in argv]) == 0
         out, err = capsys.readouterr()
-        assert err == ""
+        # On a busy machine, a command says how far it is.
+        assert [x for x in err.splitlines() if not x.startswith("measuring ")] == []
         assert "\x1b" not in out, "colours in output that is not a terminal"
         return out
 

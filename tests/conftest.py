@@ -1,6 +1,7 @@
 """For every test: checked shapes, reproducible examples, one thread and one GPU per worker."""
 
 import os
+from collections.abc import Iterator
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before anything that computes is imported
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
@@ -41,6 +42,15 @@ settings.register_profile(
     "unshrunk", settings.get_profile("fast"), phases=(Phase.explicit, Phase.generate)
 )
 settings.load_profile("fast")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch computes on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

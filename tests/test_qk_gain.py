@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from sagesim.experiments.pretrain.plan.plan import Plan
 from sagesim.experiments.pretrain.text.preparation import prepare
@@ -58,12 +57,7 @@ bias_sequences = 2
 """
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Text:

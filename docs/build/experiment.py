@@ -127,13 +127,9 @@ def cells(folder: Path = DATA / B) -> str:
     count = sum(map(len, parts))
     answers = batch_or_updates(verdicts)
     said = "Cells are tokens per step x steps. An open cell has the number of seeds that are made. "
-    said += (
-        "A complete cell has the held-out loss of `sdpa` in nats, the deviations s of the twin, "
-    )
-    said += (
-        "and of the other arms d and the verdict. s and d are by the arm's own attention and by "
-    )
-    said += f"`sdpa`. {_made(made, count)} The batch masks the error of `{SCHEME}`: "
+    said += "A complete cell has the held-out loss of `sdpa` in nats, the deviations s of the "
+    said += "twin, and of the other arms d and the verdict. s and d are by the arm's own attention "
+    said += f"and by `sdpa`. {_made(made, count)} The batch masks the error of `{SCHEME}`: "
     said += f"{_ANSWERS[answers.batch_masks]}. Updates make its gap: "
     said += f"{_ANSWERS[answers.updates_make]}."
     return f"{markdown(head, rows)}\n\n{said}"
@@ -153,12 +149,13 @@ def gains(path: Path = DATA / "qk_gain.json") -> str:
         + [f"{x['loss']:.2f}"]
         for x in tried
     ]
-    run, (device,) = found["setting"]["run"], {each["about"]["device"] for each in tried}
+    setting, (device,) = found["setting"], {each["about"]["device"] for each in tried}
     return (
         markdown(["gain", *(f"layer {i}" for i in layers), "held-out loss"], rows)
-        + f"\n\nRelative L2 error of dQ of `sagebwd`, mean over {found['setting']['sequences']} "
-        f"held-out sequences, after {run['steps']} steps in 16 bit. The target of the worst layer "
-        f"is {found['setting']['target']:.3f}; the gain in bold is within 10 % of it.\n\n"
+        + f"\n\nRelative L2 error of dQ of `sagebwd`, mean over {setting['sequences']} held-out "
+        f"sequences, after {setting['run']['steps']} steps in 16 bit. The target of the worst "
+        f"layer is {setting['target']:.3f}. With the gain in bold, the error is within "
+        f"{setting['tolerance']:.0%} of it.\n\n"
         f"`{found['command']}` on {device}."
     )
 

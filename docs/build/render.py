@@ -423,7 +423,7 @@ def model_speed(data: dict[str, Any] | None) -> str:
 
 
 def qk16_speed() -> str:
-    """The times of `factored_qk16` beside those of the default spec and of the faster SDPA."""
+    """The times of `factored_qk16` beside those of the default spec and of cuDNN."""
     data = load("bench_qk16")
     ours, default = data["settings"]["specs"]
     head = ["head size", "mask", "tokens", f"`{ours}`", f"`{default}`", "cuDNN (SDPA)", "ratio"]
@@ -436,7 +436,7 @@ def qk16_speed() -> str:
     return (
         markdown(head, rows)
         + f"\n\nForward and backward in milliseconds. The ratio is `{ours}` to `{default}`. "
-        + f"{ours} runs on the portable kernels, and {default} on those for Hopper."
+        + f"`{ours}` runs on the portable kernels, and `{default}` on those for Hopper."
         + source(data | {"machine": one_line(data["machine"])})
     )
 

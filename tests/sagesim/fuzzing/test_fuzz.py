@@ -96,19 +96,14 @@ SIMILAR = {
 """Bugs whose site is that of another bug, and whose words are found like those of another."""
 
 
+# More threads slow down such small calls.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
 def stop_early(monkeypatch):
     """Stop after 5 failing cases, to save time."""
     monkeypatch.setattr("sagesim.fuzzing.search.ENOUGH", 5)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Use one thread: more threads slow down such small calls."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class TestCorrectKernels:

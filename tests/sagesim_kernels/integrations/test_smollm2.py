@@ -59,7 +59,6 @@ def test_errors_of_the_attention_are_the_error_budget(script, loaded, model):
         assert measured == pytest.approx(predicted, rel=WITHIN), t
 
 
-@pytest.mark.exhaustive  # test_torchtitan_steps.py trains a smaller model
 def test_it_learns_a_text_by_heart_as_with_sdpa(script, loaded, model):
     """20 steps. The losses differ by less than a fiftieth of what has been learned."""
     data = script["batches"](loaded[1], TOKENS, 4) * EPOCHS

@@ -307,10 +307,13 @@ def run(model: Callable[[Tensor], Tensor], parameters: Any) -> list[Tensor]:
     return [o.detach(), *torch.autograd.grad(o.square().sum(), [x, *parameters])]
 
 
-def backward(model: nn.Module) -> list[Tensor]:
-    """As `run`, by backward(): a reentrant checkpoint supports that alone."""
+def backward(model: nn.Module, forward: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+    """As `run`, by backward(): a reentrant checkpoint supports that alone.
+
+    forward: computes the output, if not the model itself.
+    """
     x = torch.randn(2, 11, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
-    o = model(x)
+    o = (forward or model)(x)
     o.square().sum().backward()
     return [o.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
 
@@ -443,10 +446,8 @@ def test_compiling_a_checkpoint_to_one_graph_is_refused_with_a_hint(monkeypatch)
 def test_apply_survives_checkpointing(use_reentrant):
     model = stack()
     apply(model, sagesim.SAGEBWD)
-    x = torch.randn(2, 11, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
-    o = checkpoint(model, x, use_reentrant=use_reentrant)
-    o.square().sum().backward()
-    assert_same([o.detach(), x.grad, *(p.grad for p in model.parameters())], emulated())
+    actual = backward(model, lambda x: checkpoint(model, x, use_reentrant=use_reentrant))
+    assert_same(actual, emulated())
 
 
 @pytest.mark.slow

@@ -139,10 +139,13 @@ def test_packed_sequences(causal, window):
     assert_as_accurate([o, *grads], own, wanted)
 
 
-@pytest.mark.skipif(
-    not hasattr(ATEN, "_flash_attention_forward_no_dropout_inplace"),
-    reason="this PyTorch has no varlen_attn_out",
+INTO = "_flash_attention_forward_no_dropout_inplace"
+NEEDS_INTO = pytest.mark.skipif(
+    not hasattr(ATEN, INTO), reason="this PyTorch has no varlen_attn_out"
 )
+
+
+@NEEDS_INTO
 def test_varlen_attn_out():
     """It writes what `varlen_attn` computes to a tensor of the caller."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
@@ -251,11 +254,9 @@ def test_other_options_are_refused(argument):
         )
 
 
+@NEEDS_INTO
 def test_varlen_attn_out_has_no_other_arguments():
-    operator = "_flash_attention_forward_no_dropout_inplace"
-    if not hasattr(ATEN, operator):
-        pytest.skip("this PyTorch has no varlen_attn_out")
-    assert arguments_of(operator) == arguments_of("_flash_attention_forward") | {"out"}
+    assert arguments_of(INTO) == arguments_of("_flash_attention_forward") | {"out"}
 
 
 @pytest.mark.parametrize("argument", ["dropout_p", "return_debug_mask"])

@@ -60,9 +60,5 @@ def make_run(corpus):
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """One thread, so that floating-point sums always have the same order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def sums_in_one_order(one_thread):
+    """Floating-point sums always have the same order."""

@@ -1,4 +1,4 @@
-"""Tables of the runs of the next experiments, for docs/pretraining_experiment.md.
+"""Tables of the runs of experiments A and B, for docs/pretraining_experiment.md.
 
 docs/data has a folder for each plan. It has two files for each run, NAME.parquet and NAME.json, as
 scripts/plan_in_pieces.py writes them.
@@ -62,16 +62,23 @@ def arms(folder: Path = DATA / A) -> str:
         return f"**None of the {len(every)} runs has been made.**"
     seeds = sorted({each.run.seed for each in every})
     names = list(dict.fromkeys(each.run.attention for each in every))
-    gaps = _verdicts(made, names, seeds) if len(made) == len(every) else {}
+    is_complete = len(made) == len(every)
+    gaps = verdicts(made, names, seeds) if is_complete else {}
     rows: list[list[str]] = []
     for name in names:
         cells = [_difference(made, name, seed) for seed in seeds]
-        verdict = f"{gaps[name].verdict}" if name in gaps else ""
-        rows.append([f"`{name}`", *cells, *([verdict] if gaps else [])])
-    head = ["arm", *(f"seed {seed}" for seed in seeds), *(["verdict"] if gaps else [])]
+        if gaps:
+            cells += [_mean_difference(gaps, name), f"{gaps[name].verdict}" if name in gaps else ""]
+        rows.append([f"`{name}`", *cells])
+    head = ["arm", *(f"seed {seed}" for seed in seeds), *(["d", "verdict"] if gaps else [])]
     said = "Held-out loss in nats, by the arm's own attention and by `sdpa`: of `sdpa` itself, and "
     said += f"of the other arms less that of `sdpa`. {_made(made.values(), len(every))}"
-    if not gaps:
+    if gaps:
+        deviations = " and ".join(f"{s:.4f}" for s in gaps[SCHEME].deviations.values())
+        said += f" d is the mean over seeds. The deviation s of the twin is {deviations} nats."
+    elif is_complete:
+        said += f" {NO_VERDICT}"
+    else:
         said += " The rules decide when all runs are made; until then the numbers decide nothing."
     return f"{markdown(head, rows)}\n\n{said}"
 
@@ -91,9 +98,13 @@ def leak(folder: Path = DATA / A) -> str:
             pairs = zip(found["cut"], found["whole"], strict=True)
             leaks[name][seed] = [cut - whole for cut, whole in pairs]
     rows = [
-        [f"`{name}`", *(_signed(_mean(leaks[name].get(seed))) for seed in seeds)] for name in names
+        [f"`{name}`"]
+        + [signed(_mean(leaks[name].get(seed))) for seed in seeds]
+        + [_mean_loss(made, name, seeds)]
+        for name in names
     ]
-    said = f"The leak under `{SCHEME}` in nats. {_made(made.values(), len(every))}"
+    said = f"The leak under `{SCHEME}`, and the held-out loss by `{REFERENCE}` as the mean over "
+    said += f"seeds, both in nats. {_made(made.values(), len(every))}"
     compared = {name: leaks[name] for name in (REFERENCE, TWIN, SCHEME)}
     if all(each.keys() == set(seeds) for each in compared.values()):
         gap = decide({"leak": compared}, twin=TWIN, scheme=SCHEME)[SCHEME]
@@ -101,7 +112,10 @@ def leak(folder: Path = DATA / A) -> str:
         verdict = "Training exploits the leak" if d > REAL * s else "Undecided"
         verdict = "Training does not exploit the leak" if d <= CLOSED * s else verdict
         said += f" {verdict}: d is {d:+.5f} and s is {s:.5f} nats."
-    return f"{markdown(['trained with', *(f'seed {x}' for x in seeds)], rows)}\n\n{said}"
+        if d < -REAL * s:
+            said += " Models trained with it predict slightly better if later tokens are removed."
+    head = ["trained with", *(f"seed {x}" for x in seeds), f"loss by {REFERENCE}"]
+    return f"{markdown(head, rows)}\n\n{said}"
 
 
 def cells(folder: Path = DATA / B) -> str:
@@ -109,15 +123,16 @@ def cells(folder: Path = DATA / B) -> str:
     parts = [planned(part, B) for part in Plan.read(PLANS / f"{B}.toml").parts]
     names = list(dict.fromkeys(each.run.attention for each in parts[0]))
     columns: list[list[str]] = []
-    verdicts: dict[Cell, Verdict] = {}
+    by_cell: dict[Cell, Verdict] = {}
     made: list[Mapping[str, Any]] = []
     for every in parts:
         found = recorded(every, folder)
         made += found.values()
         run, seeds = every[0].run, sorted({each.run.seed for each in every})
         if len(found) == len(every):
-            gaps = _verdicts(found, names, seeds)
-            verdicts[run.tokens_per_step, run.steps] = gaps[SCHEME].verdict
+            gaps = verdicts(found, names, seeds)
+            if gaps:
+                by_cell[run.tokens_per_step, run.steps] = gaps[SCHEME].verdict
             column = [_in_complete_cell(found, name, gaps) for name in names]
         else:
             counts = [sum((name, seed) in found for seed in seeds) for name in names]
@@ -125,7 +140,7 @@ def cells(folder: Path = DATA / B) -> str:
         columns.append([f"{run.tokens_per_step:,} x {run.steps:,}", *column])
     head, *rows = ([name, *x] for name, *x in zip(["arm", *_code(names)], *columns, strict=True))
     count = sum(map(len, parts))
-    answers = batch_or_updates(verdicts)
+    answers = batch_or_updates(by_cell)
     said = "Cells are tokens per step x steps. An open cell has the number of seeds that are made. "
     said += "A complete cell has the held-out loss of `sdpa` in nats, the deviations s of the "
     said += "twin, and of the other arms d and the verdict. s and d are by the arm's own attention "
@@ -160,12 +175,23 @@ def gains(path: Path = DATA / "qk_gain.json") -> str:
     )
 
 
+NO_VERDICT: Final = "A run of `sdpa` or of the twin stopped, so the rules decide nothing."
+
+
+def _mean_difference(gaps: Mapping[str, Gap], name: str) -> str:
+    if name not in gaps:
+        return ""
+    return ", ".join(map(signed, gaps[name].differences.values())) or "stopped"
+
+
 def _code(names: Sequence[str]) -> list[str]:
     return [f"`{name}`" for name in names]
 
 
 def _in_complete_cell(made: Records, name: str, gaps: Mapping[str, Gap]) -> str:
     """The cell of an arm: the loss of sdpa, the twin's deviations, or differences and verdict."""
+    if not gaps:
+        return "sdpa or the twin stopped"
     if name == REFERENCE:
         losses = [
             _evaluation(document, REFERENCE)["losses"]
@@ -175,13 +201,17 @@ def _in_complete_cell(made: Records, name: str, gaps: Mapping[str, Gap]) -> str:
         return f"{fmean(map(fmean, losses)):.4f}"
     if name == TWIN:
         return ", ".join(f"{s:.4f}" for s in gaps[SCHEME].deviations.values())
-    gap = gaps[name]
-    differences = ", ".join(map(_signed, gap.differences.values())) or "stopped"
-    return f"{differences}: {gap.verdict}"
+    return f"{_mean_difference(gaps, name)}: {gaps[name].verdict}"
 
 
-def _verdicts(made: Records, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Gap]:
+def verdicts(made: Records, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Gap]:
+    """The gap of every arm but sdpa and the twin, from all their runs.
+
+    Without a run of sdpa or the twin that reached its end for each seed there are no gaps.
+    """
     stopped = [name for name in names if any(made[name, seed]["stop"] for seed in seeds)]
+    if REFERENCE in stopped or TWIN in stopped:
+        return {}
     evaluations: dict[str, Losses] = {}
     for evaluation in ("own", REFERENCE):
         evaluations[evaluation] = {
@@ -202,6 +232,21 @@ def _evaluation(document: Mapping[str, Any], attention: str) -> Mapping[str, Any
     return next((e for e in document["evaluations"] if e["attention"] == attention), {})
 
 
+def _mean_loss(made: Records, name: str, seeds: Sequence[int]) -> str:
+    """The held-out loss of an arm's models by sdpa, once all are made."""
+    losses = [
+        evaluation["losses"]
+        for seed in seeds
+        if (name, seed) in made and (evaluation := _evaluation(made[name, seed], REFERENCE))
+    ]
+    return f"{fmean(map(fmean, losses)):.4f}" if len(losses) == len(seeds) else "open"
+
+
+def losses(made: Records, name: str, seeds: Sequence[int]) -> list[float]:
+    """The held-out loss of an arm's models by their own attention, by seed."""
+    return [fmean(_evaluation(made[name, seed], name)["losses"]) for seed in seeds]
+
+
 def _difference(made: Records, name: str, seed: int) -> str:
     document = made.get((name, seed))
     if document is None:
@@ -219,7 +264,7 @@ def _difference(made: Records, name: str, seed: int) -> str:
             return "no reference"
         reference = _mean(_evaluation(exact, REFERENCE)["losses"])
         assert reference is not None
-        cells.append(_signed(loss - reference))
+        cells.append(signed(loss - reference))
     return ", ".join(cells)
 
 
@@ -234,5 +279,8 @@ def _mean(x: Sequence[float] | None) -> float | None:
     return sum(x) / len(x) if x else None
 
 
-def _signed(x: float | None) -> str:
-    return "open" if x is None else f"{x:+.4f}".replace("-", "\u2212")
+def signed(x: float | None) -> str:
+    """A difference in nats; open if there is none."""
+    if x is None:
+        return "open"
+    return f"{round(x, 4) or 0.0:+.4f}".replace("-", "\u2212")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]\d+)?( (to|±) [\d.,]+)?( ?(%|x|ms|MB))?|-|")
+_NUMBER = re.compile(r"[-+\u2212]?[\d.,]+(e[-+]\d+)?( (to|±) [\d.,]+)?( ?(%|x|ms|MB))?|-|")
 """A cell of a column that is aligned right."""
 
 

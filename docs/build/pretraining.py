@@ -16,6 +16,7 @@ from statistics import median
 
 import matplotlib.pyplot as plt
 import plots
+from experiment_outcome import all_gaps
 from grid import markdown
 from matplotlib.axes import Axes
 from scipy.stats import t
@@ -117,6 +118,7 @@ def outcome() -> str:
         for g in s.groups
     ]
     large = sorted({g.runs[0].run.tokens_per_step for g in at_large})
+    verdict = all_gaps()[MEASURED[0]].verdict
     noise = [gradient_numbers(g, "")["noise_scale"] * g.runs[0].run.context for g in at_large]
     steep, exactly = (_range([_visible(g, name) for g in at_large]) for name in MEASURED)
     ratios = {
@@ -174,8 +176,9 @@ def outcome() -> str:
         freedom, and all differences of a setting share the same runs in 16 bit. By Student's t, a
         difference this large has the probability {by_chance:.3f} if there is none. There are
         {len(apart)} differences; that one of them is this large has a probability of up to
-        {min(1.0, len(apart) * by_chance):.2f}. So the runs suggest a gap and do not prove it. [The
-        next experiment](pretraining_experiment.md) repeats this cell.""",
+        {min(1.0, len(apart) * by_chance):.2f}. So these runs suggest a gap and do not prove it.
+        [Experiment A](pretraining_experiment.md) repeats this cell with four seeds and with rules
+        written in advance; the rules' verdict about SageBwd is: {verdict}.""",
         f"""**In this setting the error grows during training.** Take the standard deviation of Q in
         the layer where it is largest. In these runs of SageBwd it grows from {_between(early)} at
         the first measurement, after {first_at:.0%} of the steps, to {_between(late)} at the last.

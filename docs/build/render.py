@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import experiment
+import experiment_outcome
 import pretraining
 import promises
 import records
@@ -449,6 +450,9 @@ def mutations() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "delta_or_scales": experiment.arms,
+    "delta_or_scales_outcome": experiment_outcome.outcome,
+    "delta_or_scales_line": experiment_outcome.in_one_line,
+    "delta_or_scales_models": experiment_outcome.models,
     "leak": experiment.leak,
     "batch_or_updates": experiment.cells,
     "qk_gain": experiment.gains,

@@ -158,9 +158,9 @@ def findings(folder: Path = DATA) -> str:
         deviation s, the root mean square of its differences to `sdpa` over the seeds, is
         {s["own"]:.5f} nats by its own attention and {s["sdpa"]:.5f} by `sdpa`.""",
         f"""**{verdict} differs from `sdpa` by more than {REAL:g} s under both evaluations.** This
-        is the rule of [the next experiment](pretraining_experiment.md). No rule was written down
-        before these runs. By their own attention the mean differences are {means("own")}, which
-        are {_listed(ratios)} times s.""",
+        is the rule of [the experiments](pretraining_experiment.md) in pretraining. No rule was
+        written down before these runs. By their own attention the mean differences are
+        {means("own")}, which are {_listed(ratios)} times s.""",
         f"""**The own evaluation contains the rounding of the forward.** Before the first step all
         weights are the same, and the differences are {before} already. By `sdpa` they are 0 then,
         and show what training made of the weights: after the last step {means("sdpa")}. Training

@@ -1,10 +1,13 @@
-"""The tables of the next experiment's runs, from records with known losses."""
+"""The tables of the runs of experiments A and B, from records with known losses."""
 
 import importlib
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
+
+from sagesim.experiments.pretrain.run.log import FILE, LogWriter
 
 BUILD = Path(__file__).parents[2] / "docs" / "build"
 SEEDS = range(4)
@@ -86,6 +89,74 @@ def test_the_rules_decide_when_all_runs_are_made(experiment, record, tmp_path):
     assert verdict["kernels:sagebwd delta=p"] == "undecided"
     assert verdict["kernels:factored_qk"] == "closes the gap"
     assert "36 of 36 runs are made" in said and "when all" not in said
+
+
+@pytest.mark.parametrize("stopped", ["sdpa", "kernels:fpa_bf16"])
+def test_without_a_reference_the_rules_decide_nothing(experiment, record, tmp_path, stopped):
+    for each in experiment.planned("arms"):
+        run = each.run
+        stop = "step 7: loss nan" if (run.attention, run.seed) == (stopped, 2) else ""
+        record("arms", run.attention, run.seed, stop=stop)
+    said = experiment.arms(tmp_path)
+    assert "verdict |" not in said and "of the twin stopped, so the rules decide nothing" in said
+
+
+@pytest.fixture
+def outcome(experiment):
+    return importlib.import_module("experiment_outcome")
+
+
+@pytest.mark.parametrize(
+    ("delta", "scales", "said"),
+    [
+        (0.1, 0.0, "Finer scales of P and dS alone close it.** d is +0.0000 and +0.0000 nats. So "
+        "the second prediction holds in this setting, and the first does not."),
+        (0.0, 0.1, "So the first prediction holds"),
+        (0.0025, 0.0, "Whether delta from P alone closes it is undecided."),
+        (0.1, 0.1, "So neither prediction holds in this setting."),
+    ],
+)  # fmt: skip
+def test_what_the_verdicts_say_about_the_predictions(
+    experiment, outcome, record, tmp_path, delta, scales, said
+):
+    assert outcome.outcome(tmp_path) == "The predictions are open."
+    offsets = {"kernels:sagebwd": 0.1, outcome.DELTA: delta, outcome.SCALES: scales}
+    for each in experiment.planned("arms"):
+        run = each.run
+        x = offsets.get(run.attention, 0.0)
+        if run.attention == "kernels:fpa_bf16":
+            x = -0.001 if run.seed % 2 else 0.001
+        record("arms", run.attention, run.seed, more=x, by_sdpa=x)
+    found = outcome.outcome(tmp_path)
+    assert said in found
+    assert "d is +0.1000 and +0.1000 nats. A real gap is above 0.003." in found
+    assert "not tested" not in found
+
+
+def test_without_a_real_gap_of_the_scheme_no_prediction_is_tested(
+    experiment, outcome, record, tmp_path
+):
+    for each in experiment.planned("arms"):
+        record("arms", each.run.attention, each.run.seed)
+    assert "has no real gap, so the predictions are not tested" in outcome.outcome(tmp_path)
+
+
+def test_numbers_of_the_models_are_those_of_the_last_step_and_the_largest_layer(
+    experiment, outcome, tmp_path
+):
+    assert outcome.models(tmp_path) == "**No run has been made.**"
+    for each in experiment.planned("arms"):
+        if each.run.attention == "sdpa" and each.run.seed < 2:
+            folder = tmp_path / each.folder
+            folder.mkdir()
+            log = LogWriter(folder, each.run, {})
+            for step, layer in product((800, 1600), range(3)):
+                for group, attention, name in outcome.MEASURED:
+                    value = step / 80 + layer + each.run.seed
+                    log.add(step, group, {name: value}, attention=attention, layer=layer)
+            log.save()
+            (folder / FILE).rename(tmp_path / f"{each.folder}.parquet")
+    assert "| `sdpa` | 22 to 23 |" in outcome.models(tmp_path)
 
 
 @pytest.mark.parametrize(

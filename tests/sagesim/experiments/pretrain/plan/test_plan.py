@@ -262,7 +262,7 @@ def test_runs_that_need_a_gpu_are_refused_where_there_is_none(plan, corpus, tmp_
         list(execute(planned, tmp_path / "runs", corpus, Machine(micro_batch=4), here, never))
 
 
-def test_the_plan_of_the_next_experiment_is_valid():
+def test_the_plan_of_experiment_a_is_valid():
     """It repeats an earlier cell, has the default spec and a twin, and kernels for all arms."""
     from sagesim_kernels import supports
 

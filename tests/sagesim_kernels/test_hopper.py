@@ -59,7 +59,7 @@ WINDOWS = {
     "left": {"window": (64, -1), "causal_alignment": "lower_right"},
     "right": {"window": (-1, 40), "causal_alignment": "upper_left"},
 }
-EVERY_MASK = MASKS | WINDOWS | {"sinks": {"is_causal": True, "window": (200, -1)}}
+EVERY_MASK = MASKS | WINDOWS | {"sinks": WINDOWS["causal_window"]}
 
 
 def options_of(mask: str, heads: int) -> dict[str, Any]:

@@ -59,7 +59,8 @@ def forward(
         else:
             from sagesim_kernels.hopper import forward as gluon
 
-            gluon.launch_forward(problem, operands, o, lse2)
+            sink2 = sink_logits(problem, _shift(problem, operands))
+            gluon.launch_forward(problem, operands, o, lse2, sink2=sink2)
     else:
         operands = OperandCache(problem) if operands is None else operands
         operands.quantize(*_FORWARD)
@@ -80,6 +81,12 @@ def _shift(problem: KernelProblem, operands: OperandCache) -> Tensor | None:
     if not is_needed or operands.k_mean is None:
         return None
     return compute_logit_shift(problem, operands.k_mean.ptr)
+
+
+def _p_sink(problem: KernelProblem, shift: Tensor | None, lse2: Tensor) -> Tensor | None:
+    """Return the share of the sink in each row's sum; None without sinks. shift: see `_shift`."""
+    sink2 = sink_logits(problem, shift)
+    return None if sink2 is None else sink_probabilities(sink2, lse2)
 
 
 def backward(
@@ -115,6 +122,7 @@ def backward(
         grads.dv.zero_()
         sinks = problem.extras.sinks
         return None if sinks is None else torch.zeros_like(sinks), delta.zero_()
+    p_sink = None
     statistics = RowStatistics(Rows.of(lse2), Rows.of(delta))
     d_lse_rows = None if d_lse is None else Rows.of(d_lse.contiguous())
     if hopper.serves(problem) and (d_lse is None or hopper.takes_lse_gradient(problem)):
@@ -129,7 +137,8 @@ def backward(
         else:
             from sagesim_kernels.hopper import backward as gluon
 
-            gluon.launch_backward(*arguments)
+            p_sink = _p_sink(problem, _shift(problem, operands), lse2)
+            gluon.launch_backward(*arguments, p_sink=p_sink)
     else:
         if operands is None:
             operands = OperandCache(problem, do, k_mean=result.k_mean)
@@ -140,8 +149,7 @@ def backward(
             gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)
         else:
             shift = _shift(problem, operands)
-            sink2 = sink_logits(problem, shift)
-            p_sink = None if sink2 is None else sink_probabilities(sink2, lse2)
+            p_sink = _p_sink(problem, shift, lse2)
             portable.launch_backward(
                 problem,
                 operands,
@@ -154,6 +162,4 @@ def backward(
                 shift=shift,
                 p_sink=p_sink,
             )
-            if p_sink is not None:
-                return sink_gradient(problem, p_sink, delta), delta
-    return None, delta
+    return None if p_sink is None else sink_gradient(problem, p_sink, delta), delta

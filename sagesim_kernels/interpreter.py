@@ -2,8 +2,9 @@
 
 The interpreter keeps bfloat16 numbers as their bits, in uint16. It truncates what it converts to
 bfloat16 where a GPU rounds to the nearest number, and it multiplies matrices of the bits as
-integers. It converts ties and subnormal numbers of FP8 unlike a GPU. While it runs a kernel of this
-package, it does all of this as a GPU does.
+integers. It converts ties and subnormal numbers of FP8 unlike a GPU. A GPU flushes exponentials
+below 2^-126 to 0, and the interpreter does not. While it runs a kernel of this package, it does all
+of this as a GPU does.
 
 It also repeats what takes half of its time. At each call of a device function it replaces the
 functions of triton.language, and to look up a dtype it builds a table of all. For kernels of this
@@ -46,13 +47,16 @@ _HANDLE: Final[Any] = interpreter.TensorHandle
 _LOCK: Final = threading.RLock()
 _FP8: Final[Any] = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
+_SMALLEST_NORMAL: Final = np.float32(2.0**-126)
+
 
 def interpret(kernel: Any, programs: tuple[int], args: Any, options: Any) -> None:
     """Run an interpreted kernel, in one thread at a time: kernel[programs](*args, **options)."""
     small_floats = {"cast_impl": _cast, "create_fp_to_fp": _fp_to_fp, "create_dot": _dot}
+    flushed = {"create_exp2": _exp2}
     once = {"_patch_lang": _patch_once(), "_get_np_dtype": _numpy_dtype}
     unchecked = {"options": dataclasses.replace(_BUILDER.options, sanitize_overflow=False)}
-    with _LOCK, _replaced(_BUILDER, small_floats | unchecked), _replaced(_MODULE, once):
+    with _LOCK, _replaced(_BUILDER, small_floats | flushed | unchecked), _replaced(_MODULE, once):
         kernel[programs](*args, **options)
 
 
@@ -114,6 +118,11 @@ def _fp_to_fp(x: Any, to: Any, rounding_mode: Any) -> Any:
 
 def _dot(a: Any, b: Any, *rest: Any) -> Any:
     return type(_BUILDER).create_dot(_BUILDER, _widened(a), _widened(b), *rest)
+
+
+def _exp2(x: Any) -> Any:
+    y = np.exp2(x.data)
+    return _HANDLE(np.where(y < _SMALLEST_NORMAL, y.dtype.type(0), y), x.dtype.scalar)
 
 
 def _widened(x: Any) -> Any:

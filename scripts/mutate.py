@@ -572,9 +572,9 @@ BUGS = (
     ),
     Bug(
         "sink left out of the forward",
-        "portable/forward.py",
-        "row_sum = row_sum * shrink + tl.exp2(row_sink2 - new_max)",
-        "row_sum = row_sum * shrink",
+        "operands/sinks.py",
+        "return row_sum * (root * root) + tl.exp2(sink2 - finite_max), new_max, root",
+        "return row_sum * (root * root), new_max, root",
     ),
     Bug(
         "sink relative to the logits before smoothing",
@@ -591,8 +591,8 @@ BUGS = (
     Bug(
         "sink left out of the gradient of Q",
         "operands/sinks.py",
-        "found = p_sink * delta",
-        "found = 0 * p_sink * delta",
+        "found = p_sink * statistics.delta.ptr",
+        "found = 0 * p_sink * statistics.delta.ptr",
     ),
     Bug(
         "tanh's derivative forgotten",

@@ -30,6 +30,7 @@ from sagesim_kernels.operands import (
     Rows,
     RowStatistics,
     Strided,
+    ds_row_sums,
     finish_dq,
     padded,
 )
@@ -46,6 +47,8 @@ def launch_backward(
     statistics: RowStatistics,
     d_lse: Rows | None,
     grads: Gradients,
+    *,
+    p_sink: Tensor | None = None,
 ) -> None:
     """Fill grads and statistics.delta.
 
@@ -56,6 +59,8 @@ def launch_backward(
         statistics: lse2 of the forward; delta is written.
         d_lse: the gradient of the logsumexp, or None.
         grads: [sequences, heads, tokens, d] each, any strides.
+        p_sink: the share of the sink in each row's sum, [sequences, heads, n_q]; None without
+            sinks.
     """
     dq, dk, dv = grads
     channels = padded(dk.shape[3])
@@ -132,4 +137,5 @@ def launch_backward(
     if splits > 1:
         add_splits(problem, dk_parts, dk, scale)
         add_splits(problem, dv_parts, dv, 1.0)
-    finish_dq(problem, dq_sums, statistics.lse2, d_lse, operands.subtracted, dq)
+    ds_sums = ds_row_sums(problem, p_sink, statistics, d_lse)
+    finish_dq(problem, dq_sums, statistics.lse2, ds_sums, operands.subtracted, dq)

@@ -91,12 +91,13 @@ _UNSPECIALIZED = (
 @gluon.jit(do_not_specialize=_UNSPECIALIZED)
 def hopper_forward(
     q8, k8, v, q_scale, k_scale, q_tokens, k_tokens, o, lse2, lse2_stride_b, lse2_stride_h,
-    scale_log2, mask, n_q, n_k, left, right, heads, groups, longest_q, heads_per_group, tiles,
-    programs, DV: gl.constexpr, CONFIG: gl.constexpr, IS_COPIED: gl.constexpr,
+    sink2, scale_log2, mask, n_q, n_k, left, right, heads, groups, longest_q, heads_per_group,
+    tiles, programs, DV: gl.constexpr, CONFIG: gl.constexpr, IS_COPIED: gl.constexpr,
 ):  # fmt: skip
     """mask: `Lengths` without n_q, n_k, left and right. DV: channels of V and O.
 
-    IS_COPIED: whether V lies in padded storage.
+    sink2: the sinks in base 2, with the strides of lse2; or None. IS_COPIED: whether V lies in
+    padded storage.
     """
     D: gl.constexpr = q8.block_shape[1]
     CONSUMERS: gl.constexpr = CONFIG.consumers
@@ -144,8 +145,8 @@ def hopper_forward(
             (
                 consume,
                 (
-                    i, CONSUMERS, D, DV, scales, buffers, barriers, o, rows, scale_log2, lengths,
-                    scheduler,
+                    i, CONSUMERS, D, DV, scales, buffers, barriers, o, rows, sink2, scale_log2,
+                    lengths, scheduler,
                 ),
             )
             if i < CONSUMERS
@@ -160,14 +161,22 @@ def hopper_forward(
     )  # fmt: skip
 
 
-def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, lse2: Tensor) -> None:
+def launch_forward(
+    problem: KernelProblem,
+    operands: OperandCache,
+    o: Tensor,
+    lse2: Tensor,
+    *,
+    sink2: Tensor | None = None,
+) -> None:
     """Fill o and lse2 with the output and the logsumexp in base 2.
 
     Args:
         problem: the call.
         operands: those of `prepare_forward`.
         o: [sequences, heads, n_q, d], any strides.
-        lse2: float32 [sequences, heads, n_q].
+        lse2: float32 [sequences, heads, n_q], contiguous.
+        sink2: the sinks in base 2, as `sink_logits` returns them; or None.
     """
     q, k, v = operands.get("qk", "q"), operands.get("qk", "k"), operands.get("pv", "v")
     heads, d_v = o.shape[1], o.shape[3]
@@ -201,6 +210,7 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
         k.scale.shape[1] * BLOCK.value,
         Strided.of(o),
         *Rows.of(lse2),
+        sink2,
         problem.scale * LOG2_E,
         lengths._replace(n_q=None, n_k=None, left=None, right=None, key_counts=None),
         lengths.n_q,

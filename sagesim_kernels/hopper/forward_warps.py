@@ -35,10 +35,13 @@ from sagesim_kernels.hopper.forward_tiles import (
     waves,
 )
 from sagesim_kernels.operands import (
+    Rows,
+    add_sink,
     causal_offset,
     head_ptr,
     length_of,
     live_keys,
+    load_rows,
     lowest_diagonal,
     row_base,
     row_stride,
@@ -220,7 +223,7 @@ def _store_o(o, cu, tile, first, last, value, DV: gl.constexpr):
 @gluon.jit
 def consume(
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, scales,
-    buffers, barriers, o_out, lse2, scale_log2, lengths, scheduler,
+    buffers, barriers, o_out, lse2, sink2, scale_log2, lengths, scheduler,
 ):  # fmt: skip
     """Compute O and the logsumexp of 64 query rows of each tile. One warpgroup, number CONSUMER.
 
@@ -232,7 +235,8 @@ def consume(
     a window or before the first run under a key mask, come last.
 
     D: channels of a tile. DV: channels of V and O. o_out, lse2: `Strided` and `Rows` to fill.
-    scale_log2: the scale of the logits, times log2(e).
+    sink2: pointer to the sinks in base 2, with the strides of lse2; or None. scale_log2: the scale
+    of the logits, times log2(e).
     """
     HAS_BEGIN: gl.constexpr = lengths.key_mask is not None or lengths.left is not None
     full, empty = barriers.full, barriers.empty
@@ -348,11 +352,21 @@ def consume(
                     mbarrier.arrive(empty.index(load_count % STAGES), count=1)
                     load_count += 1
             rows = first + gl.arange(0, BLOCK, S_ROWS)
+            if sink2 is not None:
+                sinks = Rows(sink2, lse2.stride_b, lse2.stride_h)
+                sink = load_rows(sinks, lengths.cu_q, b, h, rows, n_q, 0.0)
+                with_sink, row_max, root = add_sink(row_sum, row_max, sink)
+                row_sum = gl.where(row_sum == 0.0, 0.0, with_sink)
             row_lse2 = gl.where(row_sum == 0.0, float("inf"), row_max + gl.log2(row_sum))
             gl.store(row_base(lse2, lengths.cu_q, b, h) + rows, row_lse2, mask=rows < n_q)
             row_sum = gl.convert_layout(row_sum, O_ROWS)[:, None]
             # o * (1 / row_sum) has the bits of o / row_sum. The division compiles to the same
             # product, with extra scaling for sums that cannot occur: the greatest exponential of a
-            # row is 1. In rows without a key, V may have added 0 * NaN to o.
-            o = gl.where(row_sum == 0.0, 0.0, o * (1.0 / row_sum))
+            # row, or that of its sink, is 1. In rows without a key, V may have added 0 * NaN to o.
+            inverse = 1.0 / row_sum
+            if sink2 is not None:
+                root = gl.convert_layout(root, O_ROWS)[:, None]
+                o = o * root
+                inverse = inverse * root
+            o = gl.where(row_sum == 0.0, 0.0, o * inverse)
             _store_o(o_out, lengths.cu_q, tile, first, n_q, o, DV)

@@ -91,9 +91,13 @@ def takes_lse_gradient(problem: KernelProblem) -> bool:
 
 
 def _serves_extras(problem: KernelProblem) -> bool:
-    """Return whether the kernels of the problem's head sizes compute its windows and padding."""
+    """Return whether the kernels of the problem's head sizes compute its extras.
+
+    No kernel for Hopper computes a softcap. Its tanh takes most of the time, whichever kernel
+    computes it.
+    """
     extras = problem.extras
-    return extras.is_none or not (is_wide(problem) or extras.sinks is not None or extras.softcap)
+    return extras.is_none or not (is_wide(problem) or extras.softcap)
 
 
 def _serves_head_sizes(d: int, d_v: int) -> bool:

@@ -132,6 +132,7 @@ from sagesim_kernels.operands.row_bounds import (
     has_row_bounds,
 )
 from sagesim_kernels.operands.sinks import (
+    add_sink,
     ds_row_sums,
     sink_gradient,
     sink_logits,
@@ -171,6 +172,7 @@ __all__ = [
     "SubtractedMeans",
     "TokenBlocks",
     "add_part",
+    "add_sink",
     "amax",
     "apply_k_scale",
     "attended_bounds",

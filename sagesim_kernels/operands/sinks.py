@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from sagesim_kernels.operands.kernel_problem import KernelProblem
+from sagesim_kernels.operands.layout import Rows
+from sagesim_kernels.operands.results import RowStatistics
 from sagesim_kernels.operands.rounding import LOG2_E
 
 
@@ -25,6 +29,26 @@ def sink_logits(problem: KernelProblem, shift: Tensor | None) -> Tensor | None:
     return (rows * LOG2_E).expand(problem.q.shape[:3]).contiguous()
 
 
+@triton.jit
+def add_sink(row_sum, row_max, sink2, LOG2_UNIT: tl.constexpr = 0.0):
+    """Return the row sums and maxima with the sinks, and the root of the rows' factor.
+
+    What was summed up before is relative to the previous maxima. The square of the root makes it
+    relative to the new ones. The root is returned because GPUs flush exponentials below 2^-126 to
+    0: the exponential of a whole difference would make O 0 in rows whose O is not.
+
+    row_sum: of rows that attend to a key, at least 2^LOG2_UNIT.
+    sink2: in base 2. -inf is no sink.
+    LOG2_UNIT: log2 of the factor that remains in the row sums.
+    """
+    new_max = tl.maximum(row_max, sink2)
+    finite_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+    root = tl.exp2((row_max - finite_max) * 0.5)
+    if LOG2_UNIT != 0.0:
+        sink2 += LOG2_UNIT
+    return row_sum * (root * root) + tl.exp2(sink2 - finite_max), new_max, root
+
+
 def sink_probabilities(sink2: Tensor, lse2: Tensor) -> Tensor:
     """Return the sink's share of each row's sum; 0 for a query that attends to no key."""
     return torch.exp2(sink2 - lse2)
@@ -41,9 +65,9 @@ def sink_gradient(problem: KernelProblem, p_sink: Tensor, delta: Tensor) -> Tens
 
 
 def ds_row_sums(
-    problem: KernelProblem, p_sink: Tensor | None, delta: Tensor, d_lse: Tensor | None
-) -> Tensor | None:
-    """Return the sum of each row of dS, float32 [sequences, heads, n_q]; None if it is 0.
+    problem: KernelProblem, p_sink: Tensor | None, statistics: RowStatistics, d_lse: Rows | None
+) -> Rows | None:
+    """Return the sum of each row of dS; None if it is 0.
 
     P sums to 1 - p_sink, so that dS = P o (dP - delta) sums to the gradient of the logsumexp plus
     p_sink * delta. With a softcap the sums have no such form; the result is then None as well.
@@ -52,5 +76,5 @@ def ds_row_sums(
         return None
     if p_sink is None:
         return d_lse
-    found = p_sink * delta
-    return found if d_lse is None else found + d_lse
+    found = p_sink * statistics.delta.ptr
+    return Rows.of(found if d_lse is None else found + d_lse.ptr)

@@ -207,8 +207,5 @@ def launch_backward(
         except ValueError:  # Their operands do not fit into the shared memory of a small GPU.
             run(grads.dk, None, with_dq=False, what="dK")
             run(None, None, with_dq=True, what="dQ")
-    ds_sums = ds_row_sums(
-        problem, p_sink, statistics.delta.ptr, None if d_lse is None else d_lse.ptr
-    )
-    rows = None if ds_sums is None else Rows.of(ds_sums)
-    finish_dq(problem, dq_sums, statistics.lse2, rows, operands.subtracted, grads.dq)
+    ds_sums = ds_row_sums(problem, p_sink, statistics, d_lse)
+    finish_dq(problem, dq_sums, statistics.lse2, ds_sums, operands.subtracted, grads.dq)

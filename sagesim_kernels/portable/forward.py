@@ -19,6 +19,7 @@ from sagesim_kernels.operands import (
     Rows,
     Softcap,
     Strided,
+    add_sink,
     apply_k_scale,
     attends_in,
     causal_offset,
@@ -180,13 +181,11 @@ def forward_kernel(
     has_keys = row_sum != 0.0  # also if it is NaN
     if sink2 is not None:
         row_sink2 = load_rows(sink2, lengths.cu_q, b, h, queries, n_q, 0.0)
-        new_max = tl.maximum(row_max, row_sink2)
-        shrink = tl.exp2(row_max - new_max)
-        total *= shrink[:, None]
-        if v.scale is not None:
-            row_sink2 += _LOG2_LEFT
-        row_sum = row_sum * shrink + tl.exp2(row_sink2 - new_max)
-        row_max = new_max
+        if v.scale is None:
+            row_sum, row_max, root = add_sink(row_sum, row_max, row_sink2)
+        else:
+            row_sum, row_max, root = add_sink(row_sum, row_max, row_sink2, _LOG2_LEFT)
+        total = total * root[:, None] * root[:, None]
     row_sum = tl.where(has_keys, row_sum, 1.0)
     row_lse2 = row_max + tl.log2(row_sum)
     if v.scale is not None:

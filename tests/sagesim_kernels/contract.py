@@ -149,7 +149,8 @@ def check_trace(found: KernelTrace, case: Case, spec: AttentionSpec) -> Tally:
     case: as `emulated_case` returns it.
 
     Raises:
-        AssertionError: if a stage fails; the message begins with the name of the stage.
+        AssertionError: if a stage fails; the message begins with the name of the stage. Outputs
+            are all checked before it is raised.
     """
     return _Checker(found, case, emulate(case, spec)).run()
 
@@ -159,6 +160,7 @@ class _Checker:
 
     def __init__(self, found: KernelTrace, case: Case, sim: Trace) -> None:
         self.found, self.sim, self.tally = found, sim, Tally()
+        self.failures: list[str] = []  # of outputs
         self.x = flatten(case, sim.spec)
         self.spec, self.scale, self.groups = self.x.spec, self.x.scale, self.x.groups
         self.blocks = (self.spec.block_q, self.spec.block_k)
@@ -190,11 +192,16 @@ class _Checker:
         self.tokens = {name: self._heads(t) for name, t in self.tokens.items()}
 
     def run(self) -> Tally:
-        self._names()
-        self._token_operands()
-        self._forward()
-        self._delta()
-        self._backward()
+        try:
+            self._names()
+            self._token_operands()
+            self._forward()
+            self._delta()
+            self._backward()
+        except AssertionError as error:
+            self.failures.append(str(error))
+        if self.failures:
+            raise AssertionError("\n".join(self.failures))
         return self.tally
 
     # Stages
@@ -690,7 +697,17 @@ class _Checker:
         overflown = unknown & ~sim.isfinite()
         actual = actual.double().masked_fill(overflown, 0.0)
         finite = actual.masked_fill(unknown & actual.isinf(), torch.nan)
-        between(actual=finite, lowest=low, highest=high, what=name)
+        try:
+            between(actual=finite, lowest=low, highest=high, what=name)
+        except AssertionError as error:  # the stages after it start from the kernel's output
+            is_wrong = ~((low <= finite) & (finite <= high))
+            where = ""
+            if is_wrong.ndim > 2:
+                counts = is_wrong.flatten(2).sum(-1).tolist()
+                rows = is_wrong.any(-1) if is_wrong.ndim > 3 else is_wrong
+                tokens = rows.flatten(0, 1).any(0).nonzero().flatten().tolist()
+                where = f"\nof [batch, head]: {counts}; at tokens {tokens[:64]}"
+            self.failures.append(f"{error}{where}")
 
     # Shapes
 

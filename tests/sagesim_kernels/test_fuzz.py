@@ -186,6 +186,27 @@ def test_the_mean_of_k_reaches_dq_where_rows_of_ds_do_not_sum_to_0(
     check(problem.case, problem.parsed)
 
 
+@pytest.mark.parametrize("preset", ["sagebwd", "factored_qk"])
+def test_o_is_not_0_under_a_sink_far_above_the_logits(preset: str) -> None:
+    """Their distance is 88 to 100, and exp(-88) is below the smallest normal number. O is not,
+    because V is large."""
+    problem = KernelCase(
+        spec=f"{preset} smooth=none",
+        n_q=20,
+        n_k=50,
+        d=16,
+        d_v=16,
+        heads=(1, 4, 1),
+        kinds=("gaussian", "zeros", "large", "gaussian"),
+    )
+    sinks = torch.tensor([88.0, 90.0, 94.0, 100.0], device=DEVICE)
+    case = replace(problem.case, sinks=sinks)
+    assert (
+        float(emulate(emulated_case(case), problem.parsed).o[:, :3].abs().amax((-1, -2)).min()) > 0
+    )
+    check(case, problem.parsed)
+
+
 @pytest.mark.parametrize("preset", ["sagebwd", "factored", "fpa_fp16"])
 def test_a_sum_of_ds_is_not_divided_by_a_small_unit(preset: str) -> None:
     """With K = 0 the unit is 2^-126 in 16 bit. A row of dS that sums to more than 4, divided by it,

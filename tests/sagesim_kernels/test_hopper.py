@@ -59,7 +59,15 @@ WINDOWS = {
     "left": {"window": (64, -1), "causal_alignment": "lower_right"},
     "right": {"window": (-1, 40), "causal_alignment": "upper_left"},
 }
-EVERY_MASK = MASKS | WINDOWS
+EVERY_MASK = MASKS | WINDOWS | {"sinks": WINDOWS["causal_window"]}
+
+
+def options_of(mask: str, heads: int) -> dict[str, Any]:
+    """The options of a call under a mask of EVERY_MASK. "sinks" has those of a window and sinks."""
+    options = dict(EVERY_MASK[mask])
+    if mask == "sinks":
+        options["sinks"] = torch.linspace(-2.0, 6.0, heads, device="cuda")
+    return options
 
 
 def by_mask(*sizes: int):
@@ -129,6 +137,48 @@ def test_unequal_head_sizes_meet_the_contract(sizes, mask):
     check(problem.case, problem.parsed)
 
 
+def problem_with(extras: dict[str, Any], lengths: tuple[int, int], d: int) -> KernelCase:
+    """K has a large mean, so that sinks are far above some rows of smoothed logits and far below
+    others, and what the mean adds to dQ is large."""
+    n_q, n_k = lengths
+    return KernelCase(
+        **{
+            "spec": FACTORED_QK,
+            "n_q": n_q,
+            "n_k": n_k,
+            "d": d,
+            "d_v": d,
+            "heads": (3, 1, 2),
+            "kinds": ("gaussian", "offset", "gaussian", "gaussian"),
+            "dtype": "bfloat16",
+        }
+        | extras
+    )
+
+
+SINKS: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "window": (127, -1)},
+    "padding": {"padding": "right"},
+    "full": {"heads": (2, 2, 1), "dtype": "float16"},
+    "unsmoothed": {"spec": UNSMOOTHED, "is_causal": True, "dtype": "float32"},
+    "lower_right": {"is_causal": True, "causal_alignment": "lower_right"},
+    "window_and_padding": {"padding": "random", **WINDOWS["window"]},
+    "centred": {"is_causal": True, "kinds": ("gaussian",) * 4},
+    "groups": {"is_causal": True, "heads": (1, 1, 8)},
+}
+"""Fields of a `KernelCase` beside sinks."""
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("d", by_name(64, 128))
+@pytest.mark.parametrize("extras", SINKS)
+@pytest.mark.parametrize("lengths", [(300, 400), (400, 300), (520, 520), (1, 129)])
+def test_sinks_meet_the_contract(lengths, extras, d):
+    problem = problem_with({**SINKS[extras], "has_sinks": True}, lengths, d)
+    check(problem.case, problem.parsed)
+
+
 EXTRAS: dict[str, dict[str, Any]] = {
     **WINDOWS,
     "random_padding": {"padding": "random"},
@@ -144,18 +194,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("d", by_name(64, 128))
 @pytest.mark.parametrize("lengths", [(520, 520), (300, 400), (400, 300), (1, 129)])
 def test_windows_and_padding_meet_the_contract(lengths, d, extras):
-    n_q, n_k = lengths
-    problem = KernelCase(
-        spec=FACTORED_QK,
-        n_q=n_q,
-        n_k=n_k,
-        d=d,
-        d_v=d,
-        heads=(3, 1, 2),
-        kinds=("gaussian", "offset", "gaussian", "gaussian"),
-        dtype="bfloat16",
-        **EXTRAS[extras],
-    )
+    problem = problem_with(EXTRAS[extras], lengths, d)
     check(problem.case, problem.parsed)
 
 
@@ -167,6 +206,9 @@ COMPILED: tuple[dict[str, Any], ...] = (
     {"d": 64, "d_v": 64, "dtype": "float16", "padding": "random", "left": True, "right": True},
     {"d": 128, "d_v": 128, "dtype": "bfloat16", "is_causal": True, "padding": "right"},
     {"d": 128, "d_v": 128, "dtype": "bfloat16", "is_causal": True, "left": True},
+    {"d": 33, "d_v": 56, "dtype": "float32", "is_causal": True, "has_sinks": True},
+    {"d": 64, "d_v": 64, "dtype": "bfloat16", "left": True, "right": True, "has_sinks": True},
+    {"d": 96, "d_v": 80, "dtype": "float16", "padding": "random", "has_sinks": True},
 )
 """Fields of a `KernelCase` that are compiled; and whether its window has a limit on each side."""
 
@@ -197,7 +239,7 @@ def problems_with_extras(draw: st.DrawFn, compiled: dict[str, Any]) -> KernelCas
 
 @pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("part", range(len(COMPILED)))
-def test_any_window_and_padding_meet_the_contract(part: int) -> None:
+def test_any_extras_meet_the_contract(part: int) -> None:
     @seed(part)
     @examples(40)
     @given(problems_with_extras(COMPILED[part]))
@@ -208,14 +250,15 @@ def test_any_window_and_padding_meet_the_contract(part: int) -> None:
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("mask", ["full", "upper_left", "causal_window", "window"])
+@pytest.mark.parametrize("mask", ["full", "upper_left", "causal_window", "window", "sinks"])
 @pytest.mark.parametrize("d", by_name(64, 128))
 def test_padded_keys_have_no_influence(d, mask):
     """Each sequence of a padded batch has the bits that it has alone, without its padding. The
     padding is NaN. With seqused_k and with a key mask the bits are the same."""
     used = (300, 65, 0, 1, 129, 256, 192)
     n = max(used)
-    options = {"spec": FACTORED_QK, "enable_gqa": True, "return_lse": True, **EVERY_MASK[mask]}
+    options = {"spec": FACTORED_QK, "enable_gqa": True, "return_lse": True}
+    options |= options_of(mask, heads=4)
     q, do = (torch.randn(len(used), 4, 330, d, device="cuda").bfloat16() for _ in range(2))
     k, v = (torch.randn(len(used), 2, n, d, device="cuda").bfloat16() for _ in range(2))
     seqused_k = torch.tensor(used, device="cuda")
@@ -314,8 +357,9 @@ def test_results_are_those_of_the_portable_kernels(lengths, d, spec, mask, monke
     n_q, n_k = lengths
     c = kernel_case(torch.bfloat16, seed=1, n_q=n_q, n_k=n_k, d=d, heads=(2, 4))
     d_lse = torch.randn(c.q.shape[:-1], device="cuda")
-    found = run_kernels(c, spec, d_lse=d_lse, **EVERY_MASK[mask])
-    twin = portable(c, spec, monkeypatch, d_lse=d_lse, **EVERY_MASK[mask])
+    options = options_of(mask, heads=4)
+    found = run_kernels(c, spec, d_lse=d_lse, **options)
+    twin = portable(c, spec, monkeypatch, d_lse=d_lse, **options)
     assert torch.equal(found.lse.isinf(), twin.lse.isinf())
     live = found.lse.isfinite()
     off = (found.lse - twin.lse)[live].abs()
@@ -340,7 +384,7 @@ def test_repeated_runs_give_the_same_bits(shape, d, mask):
 
     def run() -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        o = attention(*leaves, spec=FACTORED_QK, enable_gqa=True, **EVERY_MASK[mask])
+        o = attention(*leaves, spec=FACTORED_QK, enable_gqa=True, **options_of(mask, heads))
         return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
     once = run()
@@ -361,9 +405,10 @@ def test_memory_is_written_before_it_is_read(lengths, d, mask):
     n_q, n_k = lengths
     c = kernel_case(torch.bfloat16, seed=3, n_q=n_q, n_k=n_k, d=d, heads=(2, 4))
     d_lse = torch.randn(c.q.shape[:-1], device="cuda")
-    once = run_kernels(c, FACTORED_QK, d_lse=d_lse, **EVERY_MASK[mask])
+    options = options_of(mask, heads=4)
+    once = run_kernels(c, FACTORED_QK, d_lse=d_lse, **options)
     with poisoned():
-        assert_same(run_kernels(c, FACTORED_QK, d_lse=d_lse, **EVERY_MASK[mask]), once)
+        assert_same(run_kernels(c, FACTORED_QK, d_lse=d_lse, **options), once)
 
 
 @pytest.mark.usefixtures("is_served")
@@ -372,7 +417,7 @@ def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_packed(d, mask):
     """The other packed sequences are empty, longer, shorter, or contain NaN."""
     lengths_q = (300, 0, 65, 1, 513, 64, 70)
     lengths_k = (300, 40, 200, 1, 400, 0, 129)
-    options = {"spec": FACTORED_QK, "enable_gqa": True, **EVERY_MASK[mask]}
+    options = {"spec": FACTORED_QK, "enable_gqa": True, **options_of(mask, heads=4)}
     q, do = (torch.randn(sum(lengths_q), 4, d, device="cuda").bfloat16() for _ in range(2))
     k, v = (torch.randn(sum(lengths_k), 2, d, device="cuda").bfloat16() for _ in range(2))
     spoilt = 4

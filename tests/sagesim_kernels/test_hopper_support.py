@@ -53,6 +53,7 @@ EXTRAS = {
     "window": Extras(window=(3, 0)),
     "key_mask": Extras(key_mask=torch.ones(1, 5, dtype=torch.bool)),
     "seqused_k": Extras(seqused_k=torch.empty(1, dtype=torch.int32, device="meta")),
+    "sinks": Extras(sinks=torch.empty(2, device="meta")),
 }
 
 SERVED = {
@@ -88,9 +89,10 @@ OTHERS = {
     "d_v 128": problem(d_v=128),
     "negative scale": problem(scale=-1.0),
     "too many rows": problem(n_q=2**28, heads=2),
-    "sinks": problem(extras=Extras(sinks=torch.empty(2, device="meta"))),
     "softcap": problem(extras=Extras(softcap=20.0)),
+    "softcap and sinks": problem(extras=Extras(sinks=torch.empty(2, device="meta"), softcap=20.0)),
     "wide heads in a window": problem(d=192, extras=EXTRAS["window"]),
+    "wide heads with sinks": problem(d=192, extras=EXTRAS["sinks"]),
 }
 
 

@@ -25,6 +25,12 @@ def convert_kernel(x, y, SIZE: tl.constexpr, TO: tl.constexpr):
 
 
 @triton.jit
+def exponential_kernel(x, y, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(y + at, tl.exp2(tl.load(x + at)))
+
+
+@triton.jit
 def multiply_kernel(x, y, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     tile = tl.load(x + at).to(tl.bfloat16)
@@ -34,6 +40,15 @@ def multiply_kernel(x, y, SIZE: tl.constexpr):
 def numbers() -> torch.Tensor:
     drawn = torch.randn(SIZE - len(HARD), generator=torch.Generator().manual_seed(0))
     return torch.cat([torch.tensor(HARD), drawn])
+
+
+def test_exponentials_below_the_smallest_normal_number_are_0():
+    x = torch.tensor([-300, -150, -149, -126.5, -126, -125.5, -1, -0.0, 0, 0.5, 127])
+    x = torch.cat([x, torch.zeros(SIZE - len(x))])
+    y = torch.empty(SIZE)
+    launch(exponential_kernel, (1,), x, y, SIZE)
+    exact = torch.where(x < -126, 0.0, torch.exp2(x.double()))
+    assert_within_bound(actual=y, exact=exact, bound=2.0**-22 * exact, what="exp2")
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")

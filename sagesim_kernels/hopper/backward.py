@@ -73,12 +73,13 @@ def launch_backward(
     do16 = operands.get("dp", "do")
     k16, mean = operands.get_unsmoothed("dq", "k")
     kv_heads, d, d_v = dk.shape[1], dk.shape[3], dv.shape[3]
-    groups = query_heads_per_program(kv_heads, problem.groups)
-    splits = problem.groups // groups
+    most = query_heads_per_program(kv_heads, problem.groups)
+    splits = -(-problem.groups // most)
     lengths, scale = problem.lengths, problem.scale
     has_dq_warps = channels == 64
     config = Config(
-        groups=groups,
+        groups=problem.groups,
+        most=most,
         splits=splits,
         d=d,
         d_v=d_v,
@@ -96,7 +97,7 @@ def launch_backward(
         problem.longest_offset,
         _TILE_K,
         tiles.heads * tiles.sequences,
-        groups,
+        most,
         multiprocessor_count(),
         lowest=problem.longest_lowest,
     )

@@ -42,7 +42,7 @@ class Walk(NamedTuple):
 
     A program that owns queries visits its blocks of keys from the last to the first, one that owns
     keys its blocks of queries from the first to the last. The blocks that need a mask are the first
-    ones, and with `has_tail` the last ones, too.
+    ones, and under a limit on the left or a key mask the last ones, too.
     """
 
     first: Any  #: the first block

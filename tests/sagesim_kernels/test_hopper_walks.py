@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from sagesim_kernels import operands
 from sagesim_kernels.hopper import wide_softmax, wide_warps
 from sagesim_kernels.hopper.backward_masks import part_of
 from sagesim_kernels.hopper.backward_structures import QueryLoop
+from sagesim_kernels.hopper.wide_structures import BlockMask
 from sagesim_kernels.operands import Lengths
-from tests.support.device_functions import Numbers, Pointer, on_host
+from tests.support.device_functions import Numbers, Pointer, on_host, raw
 
 BLOCK, TILE = 64, 128
 
@@ -25,7 +27,11 @@ without_padding = on_host(wide_warps.without_padding)
 part_of_tile = on_host(wide_warps.part_of_tile)
 blocks_before = on_host(wide_warps.blocks_before)
 at_least_one = on_host(wide_softmax.at_least_one)
+attends_in_block = on_host(wide_warps.attends_in_block)
 parts = on_host(part_of)
+live_keys, causal_offset = on_host(operands.live_keys), on_host(operands.causal_offset)
+is_live_key = on_host(operands.is_live_key)
+lowest_diagonal = on_host(operands.lowest_diagonal)
 
 Map = NDArray[np.bool_]
 
@@ -105,6 +111,23 @@ def softmax_steps(walk: Any, tile_walk: Any, before: int, has_tail: bool) -> lis
     return [(int(tile_walk.first) - block, is_masked) for block, is_masked in found]
 
 
+def block_mask(first: int, lengths: Lengths, *, owns_queries: bool) -> BlockMask:
+    """The mask of a consumer, as `compute_o` and `compute_gradient` describe it."""
+    b = Numbers(0)
+    keys = None
+    if lengths.key_mask is not None and not owns_queries:
+        own = Numbers(first + np.arange(BLOCK))
+        keys = Numbers(np.where(raw(is_live_key(lengths, b, own)), own.value, 2**30))
+    return BlockMask(
+        first=Numbers(first),
+        n_k=live_keys(lengths, b),
+        offset=causal_offset(lengths, b),
+        lowest=None if lengths.left is None else lowest_diagonal(lengths, b),
+        key_mask=lengths.key_mask if owns_queries else None,
+        keys=keys,
+    )
+
+
 def check(mask: Map, lengths: Lengths, *, owns_queries: bool, is_forward: bool) -> None:
     """Hold the walks of all consumers against the mask."""
     has_left, has_mask = lengths.left is not None, lengths.key_mask is not None
@@ -128,6 +151,7 @@ def check(mask: Map, lengths: Lengths, *, owns_queries: bool, is_forward: bool) 
             before = int(blocks_before(walk, tile_walk, has_tail, owns_queries))
             list_steps = softmax_steps if is_forward else steps
             sign = -1 if owns_queries else 1
+            device_mask = block_mask(own, lengths, owns_queries=owns_queries)
             visited: dict[int, bool] = {}
             rows = seen[own : own + BLOCK]
             for place, is_masked in list_steps(walk, tile_walk, before, has_tail):
@@ -136,7 +160,14 @@ def check(mask: Map, lengths: Lengths, *, owns_queries: bool, is_forward: bool) 
                     assert block == int(walk.first) + sign * (place - before)
                 assert 0 <= block < max(blocks, 1) and block not in visited
                 visited[block] = is_masked
-                if not is_masked and rows.size:
+                if is_masked:
+                    columns = slice(block * BLOCK, (block + 1) * BLOCK)
+                    found = raw(attends_in_block(Numbers(block), device_mask, owns_queries))
+                    expected = rows[:, columns]
+                    assert np.array_equal(found[: len(rows), : expected.shape[1]], expected)
+                    beyond = found[:, expected.shape[1] :] if owns_queries else found[len(rows) :]
+                    assert not beyond.any(), "a key behind the last one"
+                elif rows.size:
                     part = rows[:, block * BLOCK : (block + 1) * BLOCK]
                     some = np.any(seen, axis=0)[block * BLOCK : (block + 1) * BLOCK]
                     live = part if owns_queries else part[:, some]

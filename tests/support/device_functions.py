@@ -39,6 +39,9 @@ class Numbers:
         quotient = np.abs(self.value) // np.abs(raw(other))
         return Numbers(quotient * np.sign(self.value) * np.sign(raw(other)))
 
+    def __getitem__(self, index: Any) -> Numbers:
+        return Numbers(self.value[index])
+
     def __neg__(self) -> Numbers:
         return Numbers(-self.value)
 

@@ -1,13 +1,15 @@
 """Plant realistic bugs in the kernels, one at a time, and check that the tests fail.
 
-    python scripts/mutate.py [--jobs N] [--only NAME ...] [--out FILE.json]
+    python scripts/mutate.py [--jobs N] [--only NAME ...] [--out FILE.json [--add]]
     python scripts/mutate.py --hopper   the same for the kernels for Hopper, on such a GPU
     python scripts/mutate.py --show     print the recorded bugs and the first test that failed
 
 Each bug is one replacement in a copy of the checkout, where the kernels' tests run until the first
 failure. The test that caught the bug in the recorded run comes first. A bug of the kernels for
-Hopper names its tests, and no others run. FILE.json is written after each bug. Exits with 1 if
-fewer than 95 % of the bugs are caught, or if the tests fail without a bug.
+Hopper names its tests, and no others run. FILE.json is written after each bug. With --add, bugs
+that it has are not planted again; make sure that all runs are of the same commit, which the script
+does not check. Exits with 1 if fewer than 95 % of the bugs are caught, or if the tests fail without
+a bug.
 """
 
 from __future__ import annotations
@@ -858,7 +860,7 @@ def controls(bugs: Sequence[Bug], plan: Plan, parts: int) -> list[list[str]]:
     """Return the tests to run without a bug, in parts: those that bugs name, or all of the plan."""
     named = named_tests(bugs, plan)
     if not named:
-        return [plan.tests]
+        return [plan.tests] if bugs else []
     return [named[i::parts] for i in range(min(parts, len(named)))]
 
 
@@ -962,6 +964,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="bugs whose name contains one")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--add", action="store_true", help="continue the record of --out")
     args = parser.parse_args()
     plan = HOPPER if args.hopper else INTERPRETED
     if args.show:
@@ -972,6 +975,10 @@ def main() -> int:
     if args.out:
         check_writable(args.out)
     chosen = [b for b in plan.bugs if not args.only or any(word in b.name for word in args.only)]
+    planted = {}
+    if args.add and args.out and args.out.exists():
+        planted = {b["name"]: b for b in json.loads(args.out.read_text())["bugs"]}
+        chosen = [b for b in chosen if b.name not in planted]
     caught_by = {}
     if plan.record.exists():
         recorded = json.loads(plan.record.read_text())["bugs"]
@@ -985,9 +992,11 @@ def main() -> int:
         of_bugs = [pool.submit(result_of, bug) for bug in chosen]
         of_none = [pool.submit(run, None, plan, x) for x in controls(chosen, plan, args.jobs)]
         for run_of in concurrent.futures.as_completed([*of_bugs, *of_none]):
+            done = [each.result() for each in of_bugs if each.done() and not each.exception()]
+            planted |= {str(b["name"]): b for b in done}
+            bugs = [planted[b.name] for b in plan.bugs if b.name in planted]
             if args.out:
-                done = [each.result() for each in of_bugs if each.done() and not each.exception()]
-                write_text(args.out, record(plan, done))
+                write_text(args.out, record(plan, bugs))
             result = run_of.result()
             word = "caught" if result["caught"] else "MISSED"
             if result["name"] == "none":
@@ -995,7 +1004,7 @@ def main() -> int:
             print(
                 f"{word:7} {result['seconds']:>6} s  {result['name']}  {result['by']}", flush=True
             )
-    bugs = [run_of.result() for run_of in of_bugs]
+    bugs = list(planted.values())
     caught = sum(bool(b["caught"]) for b in bugs)
     print(f"{caught} of {len(bugs)} planted bugs caught")
     is_clean = not any(run_of.result()["caught"] for run_of in of_none)

@@ -40,6 +40,7 @@ TESTS = [
     f"tests/sagesim_kernels/test_{name}.py"
     for name in (
         "fuzz",
+        "dq_sums",
         "operands",
         "varlen",
         "attention",

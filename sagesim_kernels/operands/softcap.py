@@ -53,10 +53,11 @@ def tanh(x):
     tanh(x) is u / sqrt(1 + u^2) with u = sinh(x). A relative error of u changes it by 1 / (1 + u^2)
     of that error. A polynomial of x that is near sinh where u is small, and large where u is large,
     is therefore enough for every x. Its coefficients minimize the largest relative error of tanh,
-    which is 0.98 * 2^-24: tests/sagesim_kernels/test_tanh.py derives them. The rest of the bound is
-    5 roundings of 2^-24: that of rsqrt, whose error is below 2^-22.9, counts for more than 2.
+    which is 0.98 * 2^-24: tests/sagesim_kernels/test_tanh.py derives them. Roundings add at most
+    2.5 * 2^-24, and rsqrt, which is within 2 units in the last place (as CUDA's rsqrtf), 4 * 2^-24.
 
-    From u = 2^13 on, 1 + u^2 is rounded to 2^26, and the result is 1. For the smallest x, u is x.
+    From u = 2^13 on, 1 + u^2 is rounded to 2^26, and the result is 1. For the smallest x, u is x
+    and 1 + u^2 is 1. On GPUs, rsqrt of powers of 4 is exact: the tests would fail otherwise.
     """
     if _INTERPRETED:  # numpy would warn of an overflow; the result is the same
         x = tl.minimum(x, 1024.0, propagate_nan=tl.PropagateNan.ALL)

@@ -530,6 +530,16 @@ def test_a_query_without_keys_gets_no_nan_of_its_block(d):
 
 
 @pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_a_key_without_queries_gets_no_nan_of_its_block(d):
+    c = kernel_case(torch.bfloat16, seed=6, n_q=100, n_k=333, d=d, heads=(2, 2))
+    c.q[..., 0, :] = math.nan
+    found = run_kernels(c, FACTORED_QK, **EVERY_MASK["left"])
+    for grad in (found.dk, found.dv):
+        assert not bool(grad[..., :169, :].any()) and bool(grad[..., 169:, :].isnan().all())
+
+
+@pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("d", SIZES)
 def test_strides_do_not_change_any_bit(d):
     c = kernel_case(torch.bfloat16, seed=3, n_q=300, n_k=257, d=d, heads=(2, 4), is_causal=True)

@@ -53,14 +53,12 @@ def forward(
     if hopper.serves(problem):
         operands = hopper.prepare_forward(problem)
         if hopper.is_wide(problem):
-            from sagesim_kernels.hopper import wide_forward
-
-            wide_forward.launch_forward(problem, operands, o, lse2)
+            from sagesim_kernels.hopper import wide_forward as gluon
         else:
             from sagesim_kernels.hopper import forward as gluon
 
-            sink2 = sink_logits(problem, _shift(problem, operands))
-            gluon.launch_forward(problem, operands, o, lse2, sink2=sink2)
+        sink2 = sink_logits(problem, _shift(problem, operands))
+        gluon.launch_forward(problem, operands, o, lse2, sink2=sink2)
     else:
         operands = OperandCache(problem) if operands is None else operands
         operands.quantize(*_FORWARD)
@@ -125,20 +123,19 @@ def backward(
     p_sink = None
     statistics = RowStatistics(Rows.of(lse2), Rows.of(delta))
     d_lse_rows = None if d_lse is None else Rows.of(d_lse.contiguous())
-    if hopper.serves(problem) and (d_lse is None or hopper.takes_lse_gradient(problem)):
+    if hopper.serves(problem):
         assert o is not None
         stored = hopper.has_to_copy(problem, queries=True)
         operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
-        arguments = (problem, operands, o, do, statistics, d_lse_rows, grads)
         if hopper.is_wide(problem):
-            from sagesim_kernels.hopper import wide_backward
-
-            wide_backward.launch_backward(*arguments)
+            from sagesim_kernels.hopper import wide_backward as gluon
         else:
             from sagesim_kernels.hopper import backward as gluon
 
-            p_sink = _p_sink(problem, _shift(problem, operands), lse2)
-            gluon.launch_backward(*arguments, p_sink=p_sink)
+        p_sink = _p_sink(problem, _shift(problem, operands), lse2)
+        gluon.launch_backward(
+            problem, operands, o, do, statistics, d_lse_rows, grads, p_sink=p_sink
+        )
     else:
         if operands is None:
             operands = OperandCache(problem, do, k_mean=result.k_mean)

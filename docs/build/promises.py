@@ -394,6 +394,15 @@ INPUTS = (
         ),
     ),
     Promise(
+        "On Hopper, kernels for wide heads visit every block that a query attends to and, without "
+        "a key mask, no other, and mask every block with an entry that is masked.",
+        (
+            f"{KERNELS}/test_hopper_walks.py"
+            "::test_every_visible_entry_is_visited_and_every_other_one_masked",
+            f"{KERNELS}/test_hopper_walks.py::test_the_time_is_linear_in_the_window",
+        ),
+    ),
+    Promise(
         "A head gives the same bytes alone and in a batch.",
         (
             f"{KERNELS}/test_invariance.py::TestHeads::test_run_alone",

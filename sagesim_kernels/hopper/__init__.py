@@ -13,7 +13,6 @@ from sagesim_kernels.hopper.support import (
     is_hopper,
     is_wide,
     serves,
-    takes_lse_gradient,
 )
 
 __all__ = [
@@ -25,5 +24,4 @@ __all__ = [
     "is_wide",
     "prepare_forward",
     "serves",
-    "takes_lse_gradient",
 ]

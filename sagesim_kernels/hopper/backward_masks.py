@@ -24,6 +24,19 @@ def are_live(keys, tile, key_mask):
 
 
 @gluon.jit
+def attends_between(queries, keys, offset, lowest):
+    """Return whether each query attends to each key, with one comparison a side; they broadcast.
+
+    keys: their indices, and 2^30 for those that no query attends to. offset: query i attends to no
+    key after i + offset. lowest: nor to one before i + lowest; None: no limit.
+    """
+    is_attended = keys <= queries + offset
+    if lowest is not None:
+        is_attended = is_attended & (keys >= queries + lowest)
+    return is_attended
+
+
+@gluon.jit
 def part_of(loop, PART: gl.constexpr):
     """Return begin and end of one of three parts of a `QueryLoop`; part 1 alone needs no mask."""
     if PART == 0:

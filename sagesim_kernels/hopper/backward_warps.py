@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagesim_kernels.gluon_compat import barrier, reinterpret, tma_load
-from sagesim_kernels.hopper.backward_masks import are_live, part_of
+from sagesim_kernels.hopper.backward_masks import are_live, attends_between, part_of
 from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.hopper.dq_parts import (
     BLOCK_Q,
@@ -140,15 +140,12 @@ def _start_keys(k_scale, key_mask, tile, D: gl.constexpr, ACC: gl.constexpr):
 
 @gluon.jit
 def _attends(keys, i, tile):
-    """Return what `operands.attends_in` does, for keys of `_start_keys`: one comparison a side.
+    """Return what `operands.attends_in` does, for keys of `_start_keys`.
 
     Without a limit on either side of the diagonal the result does not depend on i.
     """
     queries = i * BLOCK_Q + gl.arange(0, BLOCK_Q, ST_COLUMNS)
-    is_attended = keys[:, None] <= (queries + tile.offset)[None, :]
-    if tile.lowest is not None:
-        is_attended = is_attended & (keys[:, None] >= (queries + tile.lowest)[None, :])
-    return is_attended
+    return attends_between(queries[None, :], keys[:, None], tile.offset, tile.lowest)
 
 
 @gluon.jit

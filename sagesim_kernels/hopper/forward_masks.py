@@ -22,7 +22,10 @@ S_COLUMNS = gl.constexpr(gl.SliceLayout(0, S_FLOAT32.value))
 
 @gluon.jit
 def key_indices(block, mask):
-    """Return the index of each key of a block; 2^30 for keys that are padding."""
+    """Return the index of each key of a block; 2^30 for keys that are padding.
+
+    mask: `Mask`, or another structure with its `n_k` and `key_mask`.
+    """
     keys = block * BLOCK + gl.arange(0, BLOCK, S_COLUMNS)
     if mask.key_mask is not None:
         is_live = gl.load(mask.key_mask + keys, mask=keys < mask.n_k, other=0) != 0
@@ -31,20 +34,32 @@ def key_indices(block, mask):
 
 
 @gluon.jit
-def masked_softmax_step(s, factor, row_max, keys, mask):
-    """Return P of a key block under the mask, the new row maxima, and the rescaling factors.
+def logits_of(s, factor):
+    """Return the logits in base 2 of the integer sums of a key block; factor: one of each row."""
+    return gl.convert_layout(s.to(gl.float32), S_FLOAT32) * factor[:, None]
+
+
+@gluon.jit
+def softmax_step(x, row_max, is_attended):
+    """Return P of a key block under a mask, the new row maxima, and the rescaling factors.
 
     A row's maximum is -inf until it has attended to a key. The rescaling factor multiplies what the
-    row has summed up with its previous maximum. keys: see `key_indices`.
+    row has summed up with its previous maximum. x: see `logits_of`.
     """
-    x = gl.convert_layout(s.to(gl.float32), S_FLOAT32) * factor[:, None]
+    x = gl.where(is_attended, x, -float("inf"))
+    new_max = gl.maximum(row_max, gl.max(x, 1))
+    finite_max = gl.where(new_max == -float("inf"), 0.0, new_max)
+    return gl.exp2(x - finite_max[:, None]), new_max, gl.exp2(row_max - finite_max)
+
+
+@gluon.jit
+def masked_softmax_step(s, factor, row_max, keys, mask):
+    """Return what `softmax_step` does. keys: see `key_indices`. mask: `Mask`."""
+    x = logits_of(s, factor)
     if mask.lowest is None:
         is_attended = attends(mask.queries[:, None], keys[None, :], mask.n_k, mask.offset)
     else:  # one comparison a side
         last = gl.minimum(mask.queries + mask.offset, mask.n_k - 1)
         is_attended = keys[None, :] <= last[:, None]
         is_attended = is_attended & (keys[None, :] >= (mask.queries + mask.lowest)[:, None])
-    x = gl.where(is_attended, x, -float("inf"))
-    new_max = gl.maximum(row_max, gl.max(x, 1))
-    finite_max = gl.where(new_max == -float("inf"), 0.0, new_max)
-    return gl.exp2(x - finite_max[:, None]), new_max, gl.exp2(row_max - finite_max)
+    return softmax_step(x, row_max, is_attended)

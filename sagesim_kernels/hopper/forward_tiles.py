@@ -49,15 +49,12 @@ def tile_of(wave, lengths, scheduler, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def key_blocks(first, ROWS: gl.constexpr, lengths, b):
-    """Return the `KeyBlocks` of queries first..first + ROWS of sequence b.
+def loops_without_padding(lengths, b, first, ROWS: gl.constexpr, n_k, offset):
+    """Return what `operands.key_loops` does, for the keys that a key mask leaves.
 
-    There is at least one block, so that queries that attend to no key need no code of their own.
+    None of whole..whole_end is padding. Of the others some may be.
     """
-    n_k = live_keys(lengths, b)
-    begin, whole, whole_end, end = key_loops(
-        lengths, b, first, ROWS, BLOCK, n_k, causal_offset(lengths, b)
-    )
+    begin, whole, whole_end, end = key_loops(lengths, b, first, ROWS, BLOCK, n_k, offset)
     if lengths.key_mask is not None:
         run = lengths.key_runs + b * 3
         first_key = gl.load(run)
@@ -65,6 +62,19 @@ def key_blocks(first, ROWS: gl.constexpr, lengths, b):
         whole = gl.maximum(whole, (first_key + BLOCK - 1) // BLOCK * BLOCK)
         whole_end = gl.minimum(whole_end, gl.load(run + 1) // BLOCK * BLOCK)
         end = gl.minimum(end, gl.load(run + 2))
+    return begin, whole, whole_end, end
+
+
+@gluon.jit
+def key_blocks(first, ROWS: gl.constexpr, lengths, b):
+    """Return the `KeyBlocks` of queries first..first + ROWS of sequence b.
+
+    There is at least one block, so that queries that attend to no key need no code of their own.
+    """
+    n_k = live_keys(lengths, b)
+    begin, whole, whole_end, end = loops_without_padding(
+        lengths, b, first, ROWS, n_k, causal_offset(lengths, b)
+    )
     end = gl.maximum((end + BLOCK - 1) // BLOCK, 1)
     begin = begin // BLOCK
     if lengths.left is not None or lengths.key_mask is not None:

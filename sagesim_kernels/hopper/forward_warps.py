@@ -35,13 +35,11 @@ from sagesim_kernels.hopper.forward_tiles import (
     waves,
 )
 from sagesim_kernels.operands import (
-    Rows,
-    add_sink,
+    add_sink_of_rows,
     causal_offset,
     head_ptr,
     length_of,
     live_keys,
-    load_rows,
     lowest_diagonal,
     row_base,
     row_stride,
@@ -353,10 +351,9 @@ def consume(
                     load_count += 1
             rows = first + gl.arange(0, BLOCK, S_ROWS)
             if sink2 is not None:
-                sinks = Rows(sink2, lse2.stride_b, lse2.stride_h)
-                sink = load_rows(sinks, lengths.cu_q, b, h, rows, n_q, 0.0)
-                with_sink, row_max, root = add_sink(row_sum, row_max, sink)
-                row_sum = gl.where(row_sum == 0.0, 0.0, with_sink)
+                row_sum, row_max, root = add_sink_of_rows(
+                    sink2, lse2, lengths.cu_q, b, h, rows, n_q, row_sum, row_max
+                )
             row_lse2 = gl.where(row_sum == 0.0, float("inf"), row_max + gl.log2(row_sum))
             gl.store(row_base(lse2, lengths.cu_q, b, h) + rows, row_lse2, mask=rows < n_q)
             row_sum = gl.convert_layout(row_sum, O_ROWS)[:, None]

@@ -40,7 +40,7 @@ def serves(problem: KernelProblem) -> bool:
     """
     return (
         not IS_INTERPRETED
-        and _serves_extras(problem)
+        and problem.extras.softcap is None  # more than half of a step would compute it
         and _serves_head_sizes(problem.q.shape[3], problem.v.shape[3])
         and problem.scale >= 0
         and _serves_spec(problem.spec)
@@ -79,25 +79,6 @@ def _serves_spec(spec: AttentionSpec) -> bool:
 def is_wide(problem: KernelProblem) -> bool:
     """Return whether Q or V has so many channels that heads need kernels of their own."""
     return max(problem.q.shape[3], problem.v.shape[3]) > _NARROW
-
-
-def takes_lse_gradient(problem: KernelProblem) -> bool:
-    """Return whether the backward takes a gradient of the logsumexp.
-
-    With that gradient, rows of dS do not sum to 0, and the mean that smoothing subtracted from K
-    contributes to dQ. The kernels for wide heads do not add it.
-    """
-    return not (is_wide(problem) and problem.spec.smoothing.k)
-
-
-def _serves_extras(problem: KernelProblem) -> bool:
-    """Return whether the kernels of the problem's head sizes compute its extras.
-
-    No kernel for Hopper computes a softcap. Its tanh takes most of the time, whichever kernel
-    computes it.
-    """
-    extras = problem.extras
-    return extras.is_none or not (is_wide(problem) or extras.softcap)
 
 
 def _serves_head_sizes(d: int, d_v: int) -> bool:

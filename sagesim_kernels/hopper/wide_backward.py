@@ -29,6 +29,7 @@ from sagesim_kernels.operands import (
     Rows,
     RowStatistics,
     Strided,
+    ds_row_sums,
     head_pointers,
     length_of,
     load_rows,
@@ -83,6 +84,8 @@ def launch_backward(
     statistics: RowStatistics,
     d_lse: Rows | None,
     grads: Gradients,
+    *,
+    p_sink: Tensor | None = None,
 ) -> None:
     """Fill grads and statistics.delta. The arguments are those of `backward.launch_backward`."""
     dq, dk, dv = grads
@@ -151,6 +154,9 @@ def launch_backward(
         for_dk,
         problem.scale,
     )
+    ds_sums, k_mean = ds_row_sums(problem, p_sink, statistics, d_lse), operands.k_mean
+    if k_mean is None:
+        ds_sums = None
     launch_wide(
         problem,
         dq,
@@ -161,4 +167,6 @@ def launch_backward(
         problem.scale,
         for_dk._replace(owns_queries=True, groups=problem.groups, splits=1),
         row_stats=row_stats,
+        ds_sums=ds_sums,
+        k_mean=None if ds_sums is None or k_mean is None else k_mean.ptr,
     )

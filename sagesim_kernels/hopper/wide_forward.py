@@ -10,7 +10,14 @@ from sagesim_kernels.hopper.wide_structures import Config
 from sagesim_kernels.operands import LOG2_E, KernelProblem, OperandCache, Rows
 
 
-def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, lse2: Tensor) -> None:
+def launch_forward(
+    problem: KernelProblem,
+    operands: OperandCache,
+    o: Tensor,
+    lse2: Tensor,
+    *,
+    sink2: Tensor | None = None,
+) -> None:
     """Fill o and lse2. The arguments are those of `forward.launch_forward`."""
     q, k, v = operands.get("qk", "q"), operands.get("qk", "k"), operands.get("pv", "v")
     d, d_v = tile_channels(problem.q.shape[3]), tile_channels(o.shape[3])
@@ -37,4 +44,5 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
         problem.scale * LOG2_E,
         config,
         q_scale=q.scale,
+        sink2=sink2,
     )

@@ -19,7 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagesim_kernels.gluon_compat import reinterpret
+from sagesim_kernels.hopper.backward_masks import part_of
+from sagesim_kernels.hopper.backward_structures import QueryLoop
 from sagesim_kernels.hopper.channel_parts import BLOCK, buffer_at, start_product
+from sagesim_kernels.hopper.wide_structures import BlockMask
 from sagesim_kernels.hopper.wide_warps import (
     OWNED,
     ROW_STATS,
@@ -28,11 +31,20 @@ from sagesim_kernels.hopper.wide_warps import (
     STATS_LAYOUT,
     STREAMED,
     attends_in_block,
+    blocks_before,
+    part_of_tile,
     skip_blocks,
     store_part,
     walk_of,
 )
-from sagesim_kernels.operands import causal_offset, length_of, live_keys
+from sagesim_kernels.operands import (
+    causal_offset,
+    is_live_key,
+    length_of,
+    live_keys,
+    load_rows,
+    lowest_diagonal,
+)
 
 
 @gluon.jit
@@ -42,28 +54,42 @@ def _row_stats(buffers, stage):
 
 
 @gluon.jit
-def _finished(grad, lse2, scale, OWNS_QUERIES: gl.constexpr):
-    """Return scale times the gradient, and 0 for queries that attend to no key.
+def _plus_mean(grad, gain, mean, column, CHANNELS: gl.constexpr):
+    """Return the channels from `column` of dQ plus the sum of each row of dS times the mean of K.
 
-    These may share a block with a NaN. lse2: of the owned queries; NaN is not infinity.
+    gain: these sums. mean: pointer to the mean.
     """
-    if OWNS_QUERIES:
-        lse2 = gl.convert_layout(lse2, gl.SliceLayout(1, grad.type.layout))
-        grad = gl.where((lse2 != float("inf"))[:, None], grad, 0.0)
+    channel = column + gl.arange(0, grad.shape[1], gl.SliceLayout(0, grad.type.layout))
+    mean = gl.load(mean + channel, mask=channel < CHANNELS, other=0.0)
+    gain = gl.convert_layout(gain, gl.SliceLayout(1, grad.type.layout))
+    return grad + gain[:, None] * mean[None, :]
+
+
+@gluon.jit
+def _finished(grad, is_live, scale):
+    """Return scale times the gradient, and 0 for tokens that are not live.
+
+    These may share a block with a NaN. is_live: None if all are, or those that are not come last.
+    """
+    if is_live is not None:
+        is_live = gl.convert_layout(is_live, gl.SliceLayout(1, grad.type.layout))
+        grad = gl.where(is_live[:, None], grad, 0.0)
     return grad * scale
 
 
 @gluon.jit
 def compute_gradient(
-    CONSUMER: gl.constexpr, own_buffers, buffers, barriers, row_stats, k_scale, out,
-    lengths, b, h, tile_first, tile_walk, scale, CONFIG: gl.constexpr,
+    CONSUMER: gl.constexpr, own_buffers, buffers, barriers, row_stats, k_scale,
+    ds_sums, k_mean, out, lengths, b, h, tile_first, tile_walk, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of 64 owned tokens. One warpgroup, number CONSUMER.
 
     row_stats: pointer to those of the tile's first query, if it owns queries. k_scale: pointer to
-    the scale of the first owned key, or of the first key of the streamed head. out: `Strided` of
-    the gradient. b, h: sequence and head in out. tile_first: first token of the tile. tile_walk:
-    `Walk` of the tile. scale: a factor of the gradient.
+    the scale of the first owned key, or of the first key of the streamed head. ds_sums, k_mean: the
+    sum of each row of dS, `Rows`, and a pointer to the mean of the head of K; both None, unless the
+    mean contributes to dQ. out: `Strided` of the gradient. b, h: sequence and head in out.
+    tile_first: first token of the tile. tile_walk: `Walk` of the tile. scale: a factor of the
+    gradient.
     """
     STAGES: gl.constexpr = CONFIG.stages
     RIGHT_STAGES: gl.constexpr = CONFIG.right_stages
@@ -73,12 +99,28 @@ def compute_gradient(
     REST: gl.constexpr = buffers.right[1].shape[2]
     FIRST_ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
     REST_ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
+    HAS_TAIL: gl.constexpr = lengths.left is not None or (
+        OWNS_QUERIES and lengths.key_mask is not None
+    )
     dt: gl.constexpr = buffers.right[0].dtype
     first = tile_first + CONSUMER * BLOCK
     offset = causal_offset(lengths, b)
     n_keys = live_keys(lengths, b)
     walk = walk_of(first, BLOCK, lengths, b, OWNS_QUERIES)
-    skipped = tile_walk.count - walk.count
+    if not OWNS_QUERIES and lengths.key_mask is not None:
+        walk = part_of_tile(walk, tile_walk)
+    skipped = blocks_before(walk, tile_walk, HAS_TAIL, OWNS_QUERIES)
+    unmasked_end = walk.count - walk.tail if HAS_TAIL else None
+    loop = QueryLoop(0, walk.masked, unmasked_end, walk.count, 0)
+    lowest = lowest_diagonal(lengths, b) if lengths.left is not None else None
+    key_mask, keys = None, None
+    if lengths.key_mask is not None:
+        if OWNS_QUERIES:
+            key_mask = lengths.key_mask + b.to(gl.int64) * lengths.n_k
+        else:
+            keys = first + gl.arange(0, BLOCK, OWNED)
+            keys = gl.where(is_live_key(lengths, b, keys), keys, 2**30)
+    mask = BlockMask(first, n_keys, offset, lowest, key_mask, keys)
     if OWNS_QUERIES:
         local = gl.arange(0, BLOCK, OWNED)
         row_stats += CONSUMER * ROW_STATS
@@ -94,8 +136,9 @@ def compute_gradient(
     n = 0
     for _ in range(1 if OWNS_QUERIES else CONFIG.groups):
         n = skip_blocks(n, skipped, barriers)
-        for MASKED in gl.static_range(1, -1, -1):
-            for j in range(0 if MASKED else walk.masked, walk.masked if MASKED else walk.count):
+        for PART in gl.static_range(3 if HAS_TAIL else 2):
+            begin, end = part_of(loop, PART)
+            for j in range(begin, end):
                 block = walk.first - j if OWNS_QUERIES else walk.first + j
                 stage = n % STAGES
                 if OWNS_QUERIES:
@@ -119,8 +162,8 @@ def compute_gradient(
                     factor = (stats.index(0).load(STREAMED) * key_scale)[None, :]
                     lse2 = stats.index(1).load(STREAMED)[None, :]
                 x = gl.convert_layout(s.to(gl.float32), S_FLOAT32) * factor - lse2
-                if MASKED:
-                    attended = attends_in_block(first, block, n_keys, offset, OWNS_QUERIES)
+                if PART != 1:
+                    attended = attends_in_block(block, mask, OWNS_QUERIES)
                     x = gl.where(attended, x, -float("inf"))
                 left = gl.exp2(x)
                 if HAS_DP:
@@ -130,7 +173,7 @@ def compute_gradient(
                         delta = stats.index(2).load(STREAMED)[None, :]
                     dp = warpgroup_mma_wait(0, deps=[dp])
                     ds = dp - delta
-                    if MASKED:  # P is 0 there, but 0 times an infinite or NaN dP would be NaN
+                    if PART != 1:  # P is 0 there, but 0 times an infinite or NaN dP would be NaN
                         ds = gl.where(attended, ds, 0.0)
                     left = left * ds
                 left = left.to(dt)
@@ -145,6 +188,8 @@ def compute_gradient(
                 grad, grad_rest = warpgroup_mma_wait(0, deps=[grad_t, rest_t])
                 mbarrier.arrive(barriers.right_empty.index(stage), count=1)
                 n += 1
+        if HAS_TAIL:
+            n = skip_blocks(n, tile_walk.count - skipped - walk.count, barriers)
     if OWNS_QUERIES:
         length = length_of(lengths.cu_q, lengths.n_q, b)
         live = length
@@ -153,7 +198,16 @@ def compute_gradient(
         length = length_of(lengths.cu_k, lengths.n_k, b)
         live = n_keys
         cu = lengths.cu_k
-    grad = _finished(grad, own_lse2, scale, OWNS_QUERIES)
-    grad_rest = _finished(grad_rest, own_lse2, scale, OWNS_QUERIES)
+    is_live = None
+    if OWNS_QUERIES:
+        is_live = own_lse2 != float("inf")  # NaN is not infinity
+    elif lengths.left is not None or lengths.key_mask is not None:
+        is_live = is_live_key(lengths, b, first + gl.arange(0, BLOCK, OWNED))
+    if k_mean is not None:
+        gain = load_rows(ds_sums, lengths.cu_q, b, h, first + local, length, 0.0)
+        grad = _plus_mean(grad, gain, k_mean, 0, CONFIG.channels)
+        grad_rest = _plus_mean(grad_rest, gain, k_mean, FIRST, CONFIG.channels)
+    grad = _finished(grad, is_live, scale)
+    grad_rest = _finished(grad_rest, is_live, scale)
     store_part(out, cu, b, h, first, live, length, grad, 0, CONFIG.channels)
     store_part(out, cu, b, h, first, live, length, grad_rest, FIRST, CONFIG.channels)

@@ -29,6 +29,7 @@ from sagesim_kernels.hopper.wide_warps import (
     TILE,
     produce,
     walk_of,
+    without_padding,
 )
 from sagesim_kernels.operands import Lengths, length_of, stored_start_of
 
@@ -40,27 +41,31 @@ BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 # in a tuple.
 @gluon.jit(
     do_not_specialize=[
-        "n_q", "n_k", "tiles", "heads", "heads_per_group", "tokens_q", "tokens_k",
+        "n_q", "n_k", "left", "right", "tiles", "heads", "heads_per_group", "tokens_q", "tokens_k",
     ]
 )  # fmt: skip
 def hopper_wide(
     own_codes, own_codes_rest, own_numbers, own_numbers_rest, codes, codes_rest, numbers,
-    numbers_rest, right, right_rest, stats, row_stats, q_scale, k_scale, out, lse2, mask, n_q, n_k,
-    tiles, heads, heads_per_group, tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
+    numbers_rest, right_numbers, right_numbers_rest, stats, row_stats, q_scale, k_scale, sink2,
+    ds_sums, k_mean, out, lse2, mask, n_q, n_k, left, right, tiles, heads, heads_per_group,
+    tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One program computes the result of one tile of tokens.
 
     Args:
         own_codes, own_numbers: TMA descriptors of the owned tokens, codes and 16 bit; see `Tokens`.
             `_rest`: those of the second part.
-        codes, numbers, right: those of the streamed tokens.
+        codes, numbers, right_numbers: those of the streamed tokens.
         stats: TMA descriptor of row statistics, see `ROW_STATS`; None if queries are owned.
         row_stats: their pointer, for dQ.
         q_scale: float32, a scale for each query in padded storage, for O.
         k_scale: float32, a scale for each 64 keys in padded storage.
+        sink2: the sinks in base 2, with the strides of lse2, for O; or None.
+        ds_sums: `Rows` of the sum of each row of dS, for dQ; None if they do not contribute.
+        k_mean: with ds_sums, the mean of K, float32 [sequences, heads, CONFIG.channels].
         out: `Strided` of the result, [sequences, heads * CONFIG.splits, tokens, channels].
         lse2: `Rows` of the logsumexp in base 2, a result of the forward.
-        mask: `Lengths` with zeros for n_q and n_k.
+        mask: `Lengths` with zeros for n_q and n_k, and without left and right.
         tiles: tiles of tokens of a head.
         heads: heads that own tokens.
         heads_per_group: see `choose_backward_heads`.
@@ -86,8 +91,8 @@ def hopper_wide(
     b = z // heads
     head = z % heads
     lengths = Lengths(
-        mask.cu_q, mask.cu_k, n_q, n_k, mask.IS_CAUSAL, mask.LOWER_RIGHT, None, None, None, None,
-        None, None,
+        mask.cu_q, mask.cu_k, n_q, n_k, mask.IS_CAUSAL, mask.LOWER_RIGHT, left, right,
+        mask.seqused_k, mask.key_mask, None, mask.key_runs,
     )  # fmt: skip
     first = index * TILE
     length = length_of(mask.cu_q, n_q, b) if OWNS_QUERIES else length_of(mask.cu_k, n_k, b)
@@ -111,6 +116,8 @@ def hopper_wide(
         if CONFIG.is_forward:
             q_scale += own_place.stored_row
         else:
+            if k_mean is not None:
+                k_mean += (b * (heads // CONFIG.groups) + k_head).to(gl.int64) * CONFIG.channels
             row_stats += (own_place.stored_row // BLOCK).to(gl.int64) * ROW_STATS
     else:
         q_head = (head * SPLITS + split_head % SPLITS) * CONFIG.groups
@@ -119,7 +126,9 @@ def hopper_wide(
         k_scale += own_place.stored_row // BLOCK
 
     own = Tokens((own_codes, own_codes_rest), (own_numbers, own_numbers_rest), None, None)
-    streamed = Tokens((codes, codes_rest), (numbers, numbers_rest), (right, right_rest), stats)
+    streamed = Tokens(
+        (codes, codes_rest), (numbers, numbers_rest), (right_numbers, right_numbers_rest), stats
+    )
     own_numbers_s = None
     numbers_s = None
     if HAS_DP:
@@ -146,13 +155,15 @@ def hopper_wide(
     fence_async_shared()
     barriers = Barriers(own_full, full, empty, right_full, right_empty)
     walk = walk_of(first, TILE, lengths, b, OWNS_QUERIES)
+    if not OWNS_QUERIES and mask.key_mask is not None:
+        walk = without_padding(walk, first, lengths, b)
     if CONFIG.is_forward:
-        walk = at_least_one(walk)
+        walk = at_least_one(walk, lengths)
         gl.warp_specialize(
             [  # Gluon's comprehensions iterate over tuples, not over ranges
                 (compute_o, (
-                    i, own_buffers, buffers, barriers, q_scale, k_scale, scale, out, lse2, lengths,
-                    b, head, first, walk, CONFIG,
+                    i, own_buffers, buffers, barriers, q_scale, k_scale, scale, out, lse2, sink2,
+                    lengths, b, head, first, walk, CONFIG,
                 ))
                 if i < CONSUMERS
                 else (produce, (
@@ -168,8 +179,8 @@ def hopper_wide(
         gl.warp_specialize(
             [
                 (compute_gradient, (
-                    i, own_buffers, buffers, barriers, row_stats, k_scale, out, lengths, b,
-                    out_head, first, walk, scale, CONFIG,
+                    i, own_buffers, buffers, barriers, row_stats, k_scale, ds_sums, k_mean, out,
+                    lengths, b, out_head, first, walk, scale, CONFIG,
                 ))
                 if i < CONSUMERS
                 else (produce, (

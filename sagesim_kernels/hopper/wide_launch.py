@@ -58,17 +58,22 @@ def launch_wide(
     q_scale: Tensor | None = None,
     stats: TensorDescriptor | None = None,
     row_stats: Tensor | None = None,
+    sink2: Tensor | None = None,
+    ds_sums: Rows | None = None,
+    k_mean: Tensor | None = None,
 ) -> None:
     """Fill out, any strides, and in the forward lse2.
 
     The arguments are those of `hopper_wide`.
     """
-    n_q, n_k, offset = problem.longest_q, problem.longest_k, problem.longest_offset
+    n_q, n_k = problem.longest_q, problem.longest_k
+    offset, lowest = problem.longest_offset, problem.longest_lowest
     lengths: Any = problem.lengths
     heads = problem.q.shape[1] if config.owns_queries else problem.k.shape[1]
     owned, others = (n_q, n_k) if config.owns_queries else (n_k, n_q)
-    if offset is not None and config.owns_queries:  # as seen from the last token
-        offset += n_q - n_k
+    if config.owns_queries:  # as seen from the last token
+        offset = None if offset is None else offset + n_q - n_k
+        lowest = None if lowest is None else lowest + n_q - n_k
     tiles = Grid(-(-owned // TILE.value), out.shape[1], problem.sequences)
     heads_per_group = choose_backward_heads(
         others,
@@ -78,6 +83,7 @@ def launch_wide(
         tiles.heads * tiles.sequences,
         1 if config.owns_queries else config.groups,
         multiprocessor_count(),
+        lowest=lowest,
     )
     launch(
         hopper_wide,
@@ -91,11 +97,17 @@ def launch_wide(
         row_stats,
         q_scale,
         k_scale,
+        sink2,
+        ds_sums,
+        k_mean,
         Strided.of(out),
         lse2,
-        lengths._replace(n_q=0, n_k=0),  # passed on their own: a tuple would specialise them
+        # passed on their own: a tuple would specialise them
+        lengths._replace(n_q=0, n_k=0, left=None, right=None, key_counts=None),
         lengths.n_q,
         lengths.n_k,
+        lengths.left,
+        lengths.right,
         tiles.tiles,
         heads,
         heads_per_group,

@@ -15,29 +15,51 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagesim_kernels.hopper.channel_parts import BLOCK, buffer_at, start_product
+from sagesim_kernels.hopper.forward_masks import logits_of, softmax_step
 from sagesim_kernels.hopper.forward_warps import (
     _compute_before_wait,
     _exponents,
     _partial_sums,
     _row_max_of_codes,
 )
-from sagesim_kernels.hopper.wide_structures import Walk
+from sagesim_kernels.hopper.wide_structures import BlockMask, Walk
 from sagesim_kernels.hopper.wide_warps import (
     OWNED,
     S_FLOAT32,
     S_INT32,
     attends_in_block,
+    blocks_before,
     skip_blocks,
     store_part,
     walk_of,
 )
-from sagesim_kernels.operands import causal_offset, length_of, live_keys, row_base
+from sagesim_kernels.operands import (
+    add_sink_of_rows,
+    causal_offset,
+    length_of,
+    live_keys,
+    lowest_diagonal,
+    row_base,
+)
 
 
 @gluon.jit
-def at_least_one(walk):
-    """Return the `Walk` with a masked block: queries without keys need no code of their own."""
-    return Walk(gl.maximum(walk.first, 0), gl.maximum(walk.masked, 1), gl.maximum(walk.count, 1))
+def at_least_one(walk, lengths):
+    """Return the `Walk` with a masked block: queries without keys need no code of their own.
+
+    The masked blocks before those without a mask take longer than those after them. So all but one
+    come last if no block, or with a key mask less than half of them, need no mask.
+    """
+    first, masked = gl.maximum(walk.first, 0), gl.maximum(walk.masked, 1)
+    tail, count = walk.tail, gl.maximum(walk.count, 1)
+    if lengths.left is not None or lengths.key_mask is not None:
+        unmasked = count - masked - tail
+        is_short = unmasked <= 0
+        if lengths.key_mask is not None:
+            is_short = 2 * unmasked < count
+        masked = gl.where(is_short, 1, masked)
+        tail = gl.where(is_short, count - 1, tail)
+    return Walk(first, masked, tail, count)
 
 
 @gluon.jit
@@ -55,20 +77,6 @@ def _s_of_load(q, buffers, barriers, n):
 def _wait_for_v(barriers, n):
     STAGES: gl.constexpr = barriers.right_full.shape[0]
     mbarrier.wait(barriers.right_full.index(n % STAGES), (n // STAGES) & 1)
-
-
-@gluon.jit
-def _masked_step(s, factor, row_max, attended):
-    """Return P of a key block under the mask, the new row maxima, and the rescaling factors.
-
-    A row's maximum is -inf until it has attended to a key. The rescaling factor multiplies what the
-    row has summed up with its previous maximum.
-    """
-    x = gl.convert_layout(s.to(gl.float32), S_FLOAT32) * factor[:, None]
-    x = gl.where(attended, x, -float("inf"))
-    new_max = gl.maximum(row_max, gl.max(x, 1))
-    finite_max = gl.where(new_max == -float("inf"), 0.0, new_max)
-    return gl.exp2(x - finite_max[:, None]), new_max, gl.exp2(row_max - finite_max)
 
 
 @gluon.jit
@@ -99,18 +107,19 @@ def _operand(p, acc, DTYPE: gl.constexpr):
 @gluon.jit
 def compute_o(
     CONSUMER: gl.constexpr, own_buffers, buffers, barriers, q_scale, k_scale, scale_log2, out, lse2,
-    lengths, b, h, tile_first, tile_walk, CONFIG: gl.constexpr,
+    sink2, lengths, b, h, tile_first, tile_walk, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute O and the logsumexp of 64 queries. One warpgroup, number CONSUMER.
 
-    The blocks that need a mask come first. From the last of them on, the product P V of a step
-    overlaps with Q K^T of the next step.
+    The last blocks that need a mask come first. From the first one of them on, the product P V of
+    a step overlaps with Q K^T of the next step. The first blocks that need a mask come last.
 
     q_scale: pointer to the scale of the tile's first query. k_scale: pointer to the scale of the
     first key of the head. scale_log2: the scale of the logits, times log2(e). out, lse2: `Strided`
-    and `Rows`. b, h: sequence and head in both. tile_first: first query of the tile. tile_walk:
-    `Walk` of the tile.
+    and `Rows`. sink2: pointer to the sinks in base 2, with the strides of lse2; or None. b, h:
+    sequence and head in both. tile_first: first query of the tile. tile_walk: `Walk` of the tile.
     """
+    HAS_TAIL: gl.constexpr = lengths.left is not None or lengths.key_mask is not None
     STAGES: gl.constexpr = CONFIG.stages
     RIGHT_STAGES: gl.constexpr = CONFIG.right_stages
     FIRST: gl.constexpr = buffers.right[0].shape[2]
@@ -122,7 +131,12 @@ def compute_o(
     offset = causal_offset(lengths, b)
     n_keys = live_keys(lengths, b)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
-    walk = at_least_one(walk_of(first, BLOCK, lengths, b, True))
+    walk = at_least_one(walk_of(first, BLOCK, lengths, b, True), lengths)
+    lowest = lowest_diagonal(lengths, b) if lengths.left is not None else None
+    key_mask = None
+    if lengths.key_mask is not None:
+        key_mask = lengths.key_mask + b.to(gl.int64) * lengths.n_k
+    mask = BlockMask(first, n_keys, offset, lowest, key_mask, None)
     rows = first + gl.arange(0, BLOCK, OWNED)
     local = CONSUMER * BLOCK + gl.arange(0, BLOCK, OWNED)
     q_factor = gl.load(q_scale + local, mask=rows < n_q, other=0.0) * scale_log2
@@ -131,14 +145,18 @@ def compute_o(
     o = gl.zeros((BLOCK, FIRST), gl.float32, FIRST_ACC)
     o_rest = gl.zeros((BLOCK, REST), gl.float32, REST_ACC)
     q = buffer_at(own_buffers.codes, CONSUMER)
-    n = skip_blocks(0, tile_walk.count - walk.count, barriers)
+    skipped = blocks_before(walk, tile_walk, HAS_TAIL, True)
+    first_block = walk.first
+    if HAS_TAIL:  # of queries that attend to no key, a block that is loaded
+        first_block = tile_walk.first - skipped
+    n = skip_blocks(0, skipped, barriers)
     mbarrier.wait(barriers.own_full, 0)
     for j in range(walk.masked - 1):
-        block = walk.first - j
+        block = first_block - j
         factor = q_factor * gl.load(k_scale + block)
         s = _s_of_load(q, buffers, barriers, n)
-        attended = attends_in_block(first, block, n_keys, offset, True)
-        p, row_max, rescale = _masked_step(s, factor, row_max, attended)
+        attended = attends_in_block(block, mask, True)
+        p, row_max, rescale = softmax_step(logits_of(s, factor), row_max, attended)
         part = _rescaled(part, rescale) + _partial_sums(p)
         _wait_for_v(barriers, n)
         v = buffer_at(buffers.right, n % RIGHT_STAGES)
@@ -149,55 +167,76 @@ def compute_o(
         o, o_rest = warpgroup_mma_wait(0, deps=[o_t, rest_t])
         mbarrier.arrive(barriers.right_empty.index(n % RIGHT_STAGES), count=1)
         n += 1
-    block = walk.first - walk.masked + 1
+    block = first_block - walk.masked + 1
     factor = q_factor * gl.load(k_scale + block)
     k_next = gl.load(k_scale + gl.maximum(block - 1, 0))
     s = _s_of_load(q, buffers, barriers, n)
-    attended = attends_in_block(first, block, n_keys, offset, True)
-    p, row_max, rescale = _masked_step(s, factor, row_max, attended)
+    attended = attends_in_block(block, mask, True)
+    p, row_max, rescale = softmax_step(logits_of(s, factor), row_max, attended)
     part = _rescaled(part, rescale) + _partial_sums(p)
     o = _rescaled(o, rescale)
     o_rest = _rescaled(o_rest, rescale)
     p16 = _operand(p, o, dt)
     _wait_for_v(barriers, n)
-    for i in range(block):
-        key_scale = k_next
-        k_next = gl.load(k_scale + gl.maximum(block - 2 - i, 0))
-        n += 1
-        stage = n % STAGES
-        mbarrier.wait(barriers.full.index(stage), (n // STAGES) & 1)
-        s = start_product(q, buffer_at(buffers.codes, stage), gl.int32, S_INT32)
-        v = buffer_at(buffers.right, (n - 1) % RIGHT_STAGES)
-        o_t = warpgroup_mma(p16, v[0], o, is_async=True)
-        rest_t = warpgroup_mma(_as_operand_of(p16, o_rest), v[1], o_rest, is_async=True)
-        s = warpgroup_mma_wait(2, deps=[s])
-        mbarrier.arrive(barriers.empty.index(stage), count=1)
-        factor = q_factor * key_scale
-        new_max = gl.maximum(row_max, _row_max_of_codes(s) * factor)
-        rescale = gl.exp2(row_max - new_max)
-        row_max = new_max
-        p = gl.exp2(_exponents(s, factor, row_max))
-        part = _rescaled(part, rescale) + _partial_sums(p)
-        part = _compute_before_wait(part, q_scale)
-        # This wait contains a branch. ptxas moves the wait for the products P V, which follows,
-        # upwards as far as the last branch before it.
-        _wait_for_v(barriers, n)
-        o, o_rest = warpgroup_mma_wait(0, deps=[o_t, rest_t])
-        mbarrier.arrive(barriers.right_empty.index((n - 1) % RIGHT_STAGES), count=1)
-        o = _rescaled(o, rescale)
-        o_rest = _rescaled(o_rest, rescale)
-        p16 = _operand(p, o, dt)
+    for MASKED in gl.static_range(1 + HAS_TAIL):
+        steps = block
+        if HAS_TAIL:
+            steps = walk.tail if MASKED else walk.count - walk.masked - walk.tail
+        for i in range(steps):
+            key_scale = k_next
+            k_next = gl.load(k_scale + gl.maximum(block - 2 - i, 0))
+            n += 1
+            stage = n % STAGES
+            mbarrier.wait(barriers.full.index(stage), (n // STAGES) & 1)
+            s = start_product(q, buffer_at(buffers.codes, stage), gl.int32, S_INT32)
+            v = buffer_at(buffers.right, (n - 1) % RIGHT_STAGES)
+            o_t = warpgroup_mma(p16, v[0], o, is_async=True)
+            rest_t = warpgroup_mma(_as_operand_of(p16, o_rest), v[1], o_rest, is_async=True)
+            if MASKED:
+                attended = attends_in_block(block - 1 - i, mask, True)
+            s = warpgroup_mma_wait(2, deps=[s])
+            mbarrier.arrive(barriers.empty.index(stage), count=1)
+            factor = q_factor * key_scale
+            if MASKED:
+                p, row_max, rescale = softmax_step(logits_of(s, factor), row_max, attended)
+            else:
+                new_max = gl.maximum(row_max, _row_max_of_codes(s) * factor)
+                rescale = gl.exp2(row_max - new_max)
+                row_max = new_max
+                p = gl.exp2(_exponents(s, factor, row_max))
+            part = _rescaled(part, rescale) + _partial_sums(p)
+            part = _compute_before_wait(part, q_scale)
+            # This wait contains a branch. ptxas moves the wait for the products P V, which
+            # follows, upwards as far as the last branch before it.
+            _wait_for_v(barriers, n)
+            o, o_rest = warpgroup_mma_wait(0, deps=[o_t, rest_t])
+            mbarrier.arrive(barriers.right_empty.index((n - 1) % RIGHT_STAGES), count=1)
+            o = _rescaled(o, rescale)
+            o_rest = _rescaled(o_rest, rescale)
+            p16 = _operand(p, o, dt)
+        block -= steps
     v = buffer_at(buffers.right, n % RIGHT_STAGES)
     o_t = warpgroup_mma(p16, v[0], o, is_async=True)
     rest_t = warpgroup_mma(_as_operand_of(p16, o_rest), v[1], o_rest, is_async=True)
     row_sum = gl.convert_layout(gl.sum(part, 1), OWNED)
     o, o_rest = warpgroup_mma_wait(0, deps=[o_t, rest_t])
+    if HAS_TAIL:
+        mbarrier.arrive(barriers.right_empty.index(n % RIGHT_STAGES), count=1)
+        skip_blocks(n + 1, tile_walk.count - skipped - walk.count, barriers)
+    if sink2 is not None:
+        row_sum, row_max, root = add_sink_of_rows(
+            sink2, lse2, lengths.cu_q, b, h, rows, n_q, row_sum, row_max
+        )
     row_lse2 = gl.where(row_sum == 0.0, float("inf"), row_max + gl.log2(row_sum))
     gl.store(row_base(lse2, lengths.cu_q, b, h) + rows, row_lse2, mask=rows < n_q)
     # o * (1 / row_sum) has the bits of o / row_sum, see `forward_warps`. In rows without a key, V
     # may have added 0 * NaN to o.
     inverse = 1.0 / row_sum
     is_live = row_sum != 0.0
+    if sink2 is not None:
+        inverse = inverse * root
+        o = _rescaled(o, root)
+        o_rest = _rescaled(o_rest, root)
     o = _where_rows(is_live, _rescaled(o, inverse))
     store_part(out, lengths.cu_q, b, h, first, n_q, n_q, o, 0, CONFIG.channels)
     o_rest = _where_rows(is_live, _rescaled(o_rest, inverse))

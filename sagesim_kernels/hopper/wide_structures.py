@@ -40,13 +40,26 @@ class Barriers(NamedTuple):
 class Walk(NamedTuple):
     """The blocks of streamed tokens that a tile of owned tokens meets, in their order.
 
-    The blocks that need a mask come first. A program that owns queries visits its blocks of keys
-    from the last to the first, one that owns keys its blocks of queries from the first to the last.
+    A program that owns queries visits its blocks of keys from the last to the first, one that owns
+    keys its blocks of queries from the first to the last. The blocks that need a mask are the first
+    ones, and under a limit on the left or a key mask the last ones, too.
     """
 
     first: Any  #: the first block
-    masked: Any  #: blocks that need a mask
+    masked: Any  #: blocks at the beginning that need a mask
+    tail: Any  #: blocks at the end that need a mask
     count: Any  #: blocks
+
+
+class BlockMask(NamedTuple):
+    """Which of the owned tokens of a consumer and of a streamed block attend to each other."""
+
+    first: Any  #: the first owned token
+    n_k: Any  #: no query attends to keys of the sequence from this one on
+    offset: Any  #: query i attends to no key after i + offset
+    lowest: Any  #: query i attends to no key before i + lowest; None: no limit
+    key_mask: Any  #: int8 [n_k], 0 for streamed keys that are padding; None: none is
+    keys: Any  #: owned keys, 2^30 for those that no query attends to; None: all before n_k are live
 
 
 class Config(NamedTuple):

@@ -17,20 +17,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sagesim_kernels.gluon_compat import tma_load
+from sagesim_kernels.hopper.backward_masks import attends_between
 from sagesim_kernels.hopper.channel_parts import (
     BLOCK,
     buffer_at,
     load_codes,
     load_numbers,
 )
+from sagesim_kernels.hopper.forward_masks import key_indices
+from sagesim_kernels.hopper.forward_tiles import loops_without_padding
 from sagesim_kernels.hopper.wide_structures import Walk
 from sagesim_kernels.operands import (
     causal_offset,
     head_ptr,
-    key_loop_bounds,
+    is_live_key,
     live_keys,
     live_queries,
-    query_loop_bounds,
+    query_loops,
     row_stride,
 )
 
@@ -59,22 +62,79 @@ STREAMED = gl.constexpr(gl.SliceLayout(0, S_FLOAT32.value))
 
 @gluon.jit
 def walk_of(first, ROWS: gl.constexpr, lengths, b, OWNS_QUERIES: gl.constexpr):
-    """Return the `Walk` of owned tokens first..first + ROWS of sequence b."""
+    """Return the `Walk` of owned tokens first..first + ROWS of sequence b.
+
+    If keys are owned, no matter which of them are padding: see `without_padding`.
+    """
     offset = causal_offset(lengths, b)
     n_k = live_keys(lengths, b)
     first_live, n_q = live_queries(lengths, b)
+    tail = 0
     if OWNS_QUERIES:
-        whole, end = key_loop_bounds(first, ROWS, BLOCK, n_k, offset)
-        count = gl.maximum((end + BLOCK - 1) // BLOCK, 0)
+        begin, whole, whole_end, end = loops_without_padding(lengths, b, first, ROWS, n_k, offset)
+        begin = begin // BLOCK
+        end = (end + BLOCK - 1) // BLOCK
+        count = gl.maximum(end - begin, 0)
         count = gl.where(first < n_q, count, 0)
-        return Walk(count - 1, count - gl.minimum(whole // BLOCK, count), count)
+        last = count - 1
+        masked = count - gl.minimum(whole_end // BLOCK - begin, count)
+        if lengths.left is not None or lengths.key_mask is not None:
+            last = end - 1
+            masked = gl.minimum(masked, count)
+            tail = gl.maximum(gl.minimum(whole // BLOCK - begin, count - masked), 0)
+        return Walk(last, masked, tail, count)
     else:
-        begin, whole = query_loop_bounds(first, ROWS, BLOCK, n_k, offset, first_live, n_q)
-        end = (n_q + BLOCK - 1) // BLOCK
+        begin, whole, whole_end, end = query_loops(
+            lengths, b, first, ROWS, BLOCK, n_k, offset, first_live, n_q
+        )
+        end = (end + BLOCK - 1) // BLOCK
         begin = gl.where(first < n_k, gl.minimum(begin // BLOCK, end), end)
         # The program id is a 0 that is opaque to the compiler; see `key_loop_bounds`.
         whole = (whole + BLOCK - 1) // BLOCK + gl.program_id(1)
-        return Walk(begin, gl.maximum(gl.minimum(whole, end) - begin, 0), end - begin)
+        masked = gl.maximum(gl.minimum(whole, end) - begin, 0)
+        if lengths.left is not None:
+            tail = gl.maximum(end - gl.maximum(whole_end // BLOCK, begin + masked), 0)
+        return Walk(begin, masked, tail, end - begin)
+
+
+@gluon.jit
+def without_padding(walk, first, lengths, b):
+    """Return the `Walk` of a tile of keys from `first`, of which some or all may be padding.
+
+    If some are, every block needs a mask. If all are, there is no block.
+    """
+    live = is_live_key(lengths, b, first + gl.arange(0, TILE, OWNED)).to(gl.int32)
+    count = gl.where(gl.max(live, 0) == 0, 0, walk.count)
+    is_whole = gl.min(live, 0) != 0
+    masked = gl.where(is_whole, walk.masked, count)
+    return Walk(walk.first, masked, gl.where(is_whole, walk.tail, 0), count)
+
+
+@gluon.jit
+def part_of_tile(walk, tile_walk):
+    """Return the `Walk` of some keys of a tile, after `without_padding` for the tile.
+
+    walk: `walk_of` these keys.
+    """
+    count = gl.minimum(walk.count, tile_walk.count)
+    is_masked = tile_walk.masked == tile_walk.count
+    masked = gl.where(is_masked, count, walk.masked)
+    return Walk(walk.first, masked, gl.where(is_masked, 0, walk.tail), count)
+
+
+@gluon.jit
+def blocks_before(walk, tile_walk, HAS_TAIL: gl.constexpr, OWNS_QUERIES: gl.constexpr):
+    """Return how many blocks of a tile come before those of one consumer.
+
+    HAS_TAIL: whether there may be others after them.
+    """
+    others = tile_walk.count - walk.count
+    if not HAS_TAIL:
+        return others
+    elif OWNS_QUERIES:
+        return gl.minimum(gl.maximum(tile_walk.first - walk.first, 0), others)
+    else:
+        return gl.minimum(gl.maximum(walk.first - tile_walk.first, 0), others)
 
 
 @gluon.jit
@@ -147,20 +207,21 @@ def skip_blocks(n, count, barriers):
 
 
 @gluon.jit
-def attends_in_block(first, block, n_keys, offset, OWNS_QUERIES: gl.constexpr):
-    """Return which of the owned tokens from `first` and of a streamed block attend to each other.
+def attends_in_block(block, mask, OWNS_QUERIES: gl.constexpr):
+    """Return which of the owned tokens and of a streamed block attend to each other.
 
-    n_keys: keys of the sequence that any query attends to.
+    mask: `BlockMask`.
     """
-    own = first + gl.arange(0, BLOCK, OWNED)
-    others = block * BLOCK + gl.arange(0, BLOCK, STREAMED)
+    own = mask.first + gl.arange(0, BLOCK, OWNED)
     # One comparison is enough for keys that no query attends to if their index is that large.
     if OWNS_QUERIES:
-        keys = gl.where(others < n_keys, others, 2**30)
-        return keys[None, :] <= (own + offset)[:, None]
+        keys = key_indices(block, mask)
+        keys = gl.where(keys < mask.n_k, keys, 2**30)
+        return attends_between(own[:, None], keys[None, :], mask.offset, mask.lowest)
     else:
-        keys = gl.where(own < n_keys, own, 2**30)
-        return keys[:, None] <= (others + offset)[None, :]
+        queries = block * BLOCK + gl.arange(0, BLOCK, STREAMED)
+        keys = gl.where(own < mask.n_k, own, 2**30) if mask.keys is None else mask.keys
+        return attends_between(queries[None, :], keys[:, None], mask.offset, mask.lowest)
 
 
 @gluon.jit

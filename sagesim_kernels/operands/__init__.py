@@ -133,6 +133,7 @@ from sagesim_kernels.operands.row_bounds import (
 )
 from sagesim_kernels.operands.sinks import (
     add_sink,
+    add_sink_of_rows,
     ds_row_sums,
     sink_gradient,
     sink_logits,
@@ -173,6 +174,7 @@ __all__ = [
     "TokenBlocks",
     "add_part",
     "add_sink",
+    "add_sink_of_rows",
     "amax",
     "apply_k_scale",
     "attended_bounds",

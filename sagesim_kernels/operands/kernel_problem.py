@@ -42,6 +42,9 @@ class Extras(NamedTuple):
 
 NO_EXTRAS: Final = Extras()
 
+_NO_LIMIT: Final = 2**29
+"""Keys. A window of so many on a side has no limit there: kernels compute indices in 32 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class KernelProblem:
@@ -85,6 +88,8 @@ class KernelProblem:
         q, k, v: [sequences, heads, tokens, channels]. spec: without INPUT16.
         """
         cu_q, cu_k, longest_q, longest_k = packing or Packing()
+        left, right = (-1 if x >= _NO_LIMIT else x for x in extras.window)
+        extras = extras._replace(window=(left, right))
         return cls(
             q=q,
             k=k,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.operands.delta import load_rows
 from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import Rows
 from sagesim_kernels.operands.results import RowStatistics
@@ -47,6 +48,19 @@ def add_sink(row_sum, row_max, sink2, LOG2_UNIT: tl.constexpr = 0.0):
     if LOG2_UNIT != 0.0:
         sink2 += LOG2_UNIT
     return row_sum * (root * root) + tl.exp2(sink2 - finite_max), new_max, root
+
+
+@triton.jit
+def add_sink_of_rows(sink2, lse2, cu, b, h, queries, n_q, row_sum, row_max):
+    """Return what `add_sink` does, for these queries of sequence b.
+
+    A row that attends to no key, with a sum of 0, gets no sink. sink2: pointer to the sinks in base
+    2, with the strides of lse2, `Rows`.
+    """
+    sinks = Rows(sink2, lse2.stride_b, lse2.stride_h)
+    sink = load_rows(sinks, cu, b, h, queries, n_q, 0.0)
+    with_sink, row_max, root = add_sink(row_sum, row_max, sink)
+    return tl.where(row_sum == 0.0, 0.0, with_sink), row_max, root
 
 
 def sink_probabilities(sink2: Tensor, lse2: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ def forward_kernel(
                     s = -s
                 factor = tl.abs(factor)
             if softcap.base2 is not None:
-                s = tanh(s * factor[:, None] + row_shift[:, None]) * softcap.base2
+                s = tanh(tl.fma(s, factor[:, None], row_shift[:, None])) * softcap.base2
                 factor = tl.full((sizes.TILE,), 1.0, tl.float32)
             if PART > 0:
                 # Multiply before masking: -inf times a factor of 0 or NaN is NaN.

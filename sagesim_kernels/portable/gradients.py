@@ -169,14 +169,15 @@ def gradients_kernel(
                     head = HeadIndex(b, h, k_head)
                     bias = key_bias(subtracted, lengths, head, block, first, sizes.TILE, n_k, sizes)
                     s = s * factor + bias[:, None] * scale.base2
-                else:
-                    s = s * factor
+                    factor = tl.full((1, 1), 1.0, tl.float32)
                 slope = None
                 if softcap.base2 is not None:
                     shift = load_shift(softcap, lengths.cu_q, b, h, row, n_q)[None, :]
-                    s = tanh(s + shift)
-                    slope = 1.0 - s * s
+                    s = tanh(tl.fma(s, factor, shift))
+                    slope = tl.fma(-s, s, 1.0)
                     s *= softcap.base2
+                elif subtracted.q_mean is None:
+                    s = s * factor
                 s -= row_lse2[None, :]
                 if PART > 0:
                     visible = attends_in(lengths, b, queries, keys, n_k, offset)

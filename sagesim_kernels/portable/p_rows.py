@@ -95,10 +95,11 @@ def p_rows_kernel(
                 head = HeadIndex(b, h, k_head)
                 bias = key_bias(subtracted, lengths, head, block, key, sizes.BLOCK_K, n_k, sizes)
                 s = s * factor + bias[None, :] * scale
-            else:
-                s = s * factor
+                factor = tl.full((1, 1), 1.0, tl.float32)
             if softcap.base2 is not None:
-                s = tanh(s + row_shift) * softcap.base2
+                s = tanh(tl.fma(s, factor, row_shift)) * softcap.base2
+            elif subtracted.q_mean is None:
+                s = s * factor
             s -= row_lse2[:, None]
             if PART > 0:
                 visible = attends_in(lengths, b, queries[:, None], keys[None, :], n_k, offset)

@@ -60,8 +60,8 @@ SHORTEST_STEP = 32
 LOG_127 = 4.85
 """log(127), rounded up."""
 
-TANH = 2.0**-20
-"""Relative error of tanh, from exponentials with that of `EXP`; libraries have a smaller one."""
+TANH = 2.0**-21
+"""Relative error of `sagesim_kernels.operands.softcap.tanh`; libraries have a smaller one."""
 
 _DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 

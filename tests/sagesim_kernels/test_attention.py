@@ -743,3 +743,10 @@ def test_lower_right_is_the_mask_of_flash_attention(n_q, n_k):
             run_attention(masked, SPECS[name]),
             band=2.0**-11,
         )
+
+
+@pytest.mark.parametrize("window", [(2**31 - 1, -1), (-1, 2**31 - 1), (2**29, 2**62)])
+def test_a_window_of_more_keys_than_32_bits_count_is_none(window):
+    c = kernel_case(seed=9, n_q=100, n_k=70, d=8)
+    found = run_kernels(c, SPECS["factored"], window=window, causal_alignment="lower_right")
+    assert_same(found, run_kernels(c, SPECS["factored"]))

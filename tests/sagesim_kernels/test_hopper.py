@@ -39,6 +39,8 @@ def by_name(*sizes: int):
 
 HEAD_SIZES = by_name(64, 128, 192, 256)
 """Those of a tile in shared memory."""
+EXTRA_SIZES = by_name(64, 128, 136, 192, 256)
+"""For windows, padding and sinks."""
 PAIRS = (
     *((64, 64), (128, 128), (33, 56), (96, 80), (192, 192), (256, 256), (136, 160), (200, 256)),
     *((192, 128), (72, 256)),
@@ -71,12 +73,8 @@ def options_of(mask: str, heads: int) -> dict[str, Any]:
 
 
 def by_mask(*sizes: int):
-    """Head sizes with every mask that the kernels of the size serve; see `by_name`."""
-    return [
-        pytest.param(d, mask, id=f"d{d}-{mask}")
-        for d in sizes
-        for mask in (EVERY_MASK if d <= 128 else MASKS)
-    ]
+    """Head sizes with every mask; see `by_name`."""
+    return [pytest.param(d, mask, id=f"d{d}-{mask}") for d in sizes for mask in EVERY_MASK]
 
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 200, 256, 257, 300, 385)
@@ -190,7 +188,7 @@ SINKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("d", by_name(64, 128))
+@pytest.mark.parametrize("d", EXTRA_SIZES)
 @pytest.mark.parametrize("extras", SINKS)
 @pytest.mark.parametrize("lengths", [(300, 400), (400, 300), (520, 520), (1, 129)])
 def test_sinks_meet_the_contract(lengths, extras, d):
@@ -210,7 +208,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("extras", EXTRAS)
-@pytest.mark.parametrize("d", by_name(64, 128))
+@pytest.mark.parametrize("d", EXTRA_SIZES)
 @pytest.mark.parametrize("lengths", [(520, 520), (300, 400), (400, 300), (1, 129)])
 def test_windows_and_padding_meet_the_contract(lengths, d, extras):
     problem = problem_with(EXTRAS[extras], lengths, d)
@@ -228,6 +226,10 @@ COMPILED: tuple[dict[str, Any], ...] = (
     {"d": 33, "d_v": 56, "dtype": "float32", "is_causal": True, "has_sinks": True},
     {"d": 64, "d_v": 64, "dtype": "bfloat16", "left": True, "right": True, "has_sinks": True},
     {"d": 96, "d_v": 80, "dtype": "float16", "padding": "random", "has_sinks": True},
+    {"d": 256, "d_v": 256, "dtype": "bfloat16", "is_causal": True, "left": True},
+    {"d": 136, "d_v": 160, "dtype": "float16", "left": True, "right": True, "has_sinks": True},
+    {"d": 256, "d_v": 200, "dtype": "float32", "padding": "random", "is_causal": True},
+    {"d": 192, "d_v": 128, "dtype": "bfloat16", "padding": "left", "left": True, "right": True},
 )
 """Fields of a `KernelCase` that are compiled; and whether its window has a limit on each side."""
 
@@ -270,7 +272,7 @@ def test_any_extras_meet_the_contract(part: int) -> None:
 
 @pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("mask", ["full", "upper_left", "causal_window", "window", "sinks"])
-@pytest.mark.parametrize("d", by_name(64, 128))
+@pytest.mark.parametrize("d", HEAD_SIZES)
 def test_padded_keys_have_no_influence(d, mask):
     """Each sequence of a padded batch has the bits that it has alone, without its padding. The
     padding is NaN. With seqused_k and with a key mask the bits are the same."""
@@ -307,9 +309,9 @@ def test_padded_keys_have_no_influence(d, mask):
 
 @pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("d", by_name(64, 128))
+@pytest.mark.parametrize("d", HEAD_SIZES)
 def test_a_value_outside_of_the_window_is_not_read(d, value):
-    """A NaN reaches the queries whose window contains a key of its 128, and no others."""
+    """A NaN reaches queries whose window contains a key of its 128, and no others."""
     n, left = 1024, 200
     c = kernel_case(torch.bfloat16, seed=6, n_q=n, n_k=n, d=d, heads=(1, 2), is_causal=True)
     c = replace(c, window=(left, -1))
@@ -544,6 +546,16 @@ def test_a_query_without_keys_gets_no_nan_of_its_block(d):
     found = run_kernels(c, FACTORED_QK, **MASKS["lower_right"])
     assert not bool(found.dq[..., :233, :].any()) and not bool(found.o[..., :233, :].any())
     assert bool(found.dq[..., 233:, :].isnan().all())
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_a_key_without_queries_gets_no_nan_of_its_block(d):
+    c = kernel_case(torch.bfloat16, seed=6, n_q=100, n_k=333, d=d, heads=(2, 2))
+    c.q[..., 0, :] = math.nan
+    found = run_kernels(c, FACTORED_QK, **EVERY_MASK["left"])
+    for grad in (found.dk, found.dv):
+        assert not bool(grad[..., :169, :].any()) and bool(grad[..., 169:, :].isnan().all())
 
 
 @pytest.mark.usefixtures("is_served")

@@ -185,9 +185,9 @@ def hopper_backward(
     first_in_group = split_head % SPLITS * MOST
     first_q_head = head * CONFIG.groups + first_in_group
     if CONFIG.groups % MOST == 0:
-        groups: gl.constexpr = MOST
+        q_heads: gl.constexpr = MOST
     else:
-        groups = gl.minimum(CONFIG.groups - first_in_group, MOST)
+        q_heads = gl.minimum(CONFIG.groups - first_in_group, MOST)
     row_q = first_q_head * tokens_q + start_q
     row_k = head * tokens_k + start_k + tile.first
     zero = gl.program_id(1)
@@ -264,13 +264,13 @@ def hopper_backward(
             [
                 (compute_dk_dv, (
                     key_tile, queries, ds_s, barriers, k_scales, outputs, loop, tile, dq_blocks,
-                    groups, KD, VD,
+                    q_heads, KD, VD,
                 )),
-                (compute_dq, (k16_s, k_mean, queries, ds_s, dq_s, barriers, loop, groups, KD)),
+                (compute_dq, (k16_s, k_mean, queries, ds_s, dq_s, barriers, loop, q_heads, KD)),
                 (produce, (
-                    inputs, queries, q_full, ds_full, loop, q_origin, row_q, tokens_q, groups,
+                    inputs, queries, q_full, ds_full, loop, q_origin, row_q, tokens_q, q_heads,
                 )),
-                (store_dq, (dq, dq_blocks, groups)),
+                (store_dq, (dq, dq_blocks, q_heads)),
             ],
             [4, 1, 1],
             [72, 24, 24],
@@ -280,12 +280,12 @@ def hopper_backward(
             [
                 (compute_dk_dv_dq, (
                     key_tile, k_mean, queries, ds_s, dq_s, barriers, k_scales, outputs, loop, tile,
-                    dq_blocks, groups, KD, VD,
+                    dq_blocks, q_heads, KD, VD,
                 )),
                 (produce, (
-                    inputs, queries, q_full, dq_full, loop, q_origin, row_q, tokens_q, groups,
+                    inputs, queries, q_full, dq_full, loop, q_origin, row_q, tokens_q, q_heads,
                 )),
-                (store_dq, (dq, dq_blocks, groups)),
+                (store_dq, (dq, dq_blocks, q_heads)),
             ],
             [1, 1],
             [24, 24],

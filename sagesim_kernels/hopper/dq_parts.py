@@ -64,14 +64,14 @@ def block_of(i, loop):
 
 
 @gluon.jit
-def store_dq(dq, blocks, groups):
+def store_dq(dq, blocks, q_heads):
     """Add the program's parts of dQ to the sums. One warp.
 
-    dq: `DqStore`. blocks: `DqBlocks`. groups: query heads of the program.
+    dq: `DqStore`. blocks: `DqBlocks`. q_heads: query heads of the program.
     """
     SLOTS: gl.constexpr = dq.buffer.shape[0]
     ROWS: gl.constexpr = dq.buffer.shape[1]
-    for head in range(groups):
+    for head in range(q_heads):
         for i in range(blocks.begin, blocks.end):
             n = head * (blocks.end - blocks.begin) + i - blocks.begin
             row = (blocks.first + head * blocks.head_stride + block_of(i, blocks)) * ROWS

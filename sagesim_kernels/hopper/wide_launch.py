@@ -81,7 +81,7 @@ def launch_wide(
         offset,
         TILE.value,
         tiles.heads * tiles.sequences,
-        1 if config.owns_queries else config.groups,
+        config.most,
         multiprocessor_count(),
         lowest=lowest,
     )

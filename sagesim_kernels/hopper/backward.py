@@ -73,13 +73,12 @@ def launch_backward(
     do16 = operands.get("dp", "do")
     k16, mean = operands.get_unsmoothed("dq", "k")
     kv_heads, d, d_v = dk.shape[1], dk.shape[3], dv.shape[3]
-    most = query_heads_per_program(kv_heads, problem.groups)
-    splits = -(-problem.groups // most)
+    groups = query_heads_per_program(kv_heads, problem.groups)
+    splits = problem.groups // groups
     lengths, scale = problem.lengths, problem.scale
     has_dq_warps = channels == 64
     config = Config(
-        groups=problem.groups,
-        most=most,
+        groups=groups,
         splits=splits,
         d=d,
         d_v=d_v,
@@ -97,7 +96,7 @@ def launch_backward(
         problem.longest_offset,
         _TILE_K,
         tiles.heads * tiles.sequences,
-        most,
+        groups,
         multiprocessor_count(),
         lowest=problem.longest_lowest,
     )

@@ -53,9 +53,7 @@ class Config(NamedTuple):
     """The constants of a kernel."""
 
     groups: int
-    """Query heads for each head of K and V."""
-    most: int
-    """Query heads of a program. They have the same K and V. The last program may have fewer."""
+    """Query heads of a program. They have the same K and V."""
     splits: int
     """Programs for each tile of K and V. Each computes a part of dK and dV."""
     d: int
@@ -138,7 +136,7 @@ def hopper_backward(
         CONFIG: `Config`.
     """
     D: gl.constexpr = q8.block_shape[1]
-    MOST: gl.constexpr = CONFIG.most
+    GROUPS: gl.constexpr = CONFIG.groups
     SPLITS: gl.constexpr = CONFIG.splits
     KD: gl.constexpr = CONFIG.d
     VD: gl.constexpr = CONFIG.d_v
@@ -182,12 +180,7 @@ def hopper_backward(
     unmasked_end = blocks.unmasked_end if left is not None else None
     tile = KeyTile(keys.first, keys.length, keys.n_live, keys.offset, lowest)
     loop = QueryLoop(blocks.begin, blocks.unmasked, unmasked_end, blocks.end, blocks.shift)
-    first_in_group = split_head % SPLITS * MOST
-    first_q_head = head * CONFIG.groups + first_in_group
-    if CONFIG.groups % MOST == 0:
-        q_heads: gl.constexpr = MOST
-    else:
-        q_heads = gl.minimum(CONFIG.groups - first_in_group, MOST)
+    first_q_head = (head * SPLITS + split_head % SPLITS) * GROUPS
     row_q = first_q_head * tokens_q + start_q
     row_k = head * tokens_k + start_k + tile.first
     zero = gl.program_id(1)
@@ -264,13 +257,13 @@ def hopper_backward(
             [
                 (compute_dk_dv, (
                     key_tile, queries, ds_s, barriers, k_scales, outputs, loop, tile, dq_blocks,
-                    q_heads, KD, VD,
+                    GROUPS, KD, VD,
                 )),
-                (compute_dq, (k16_s, k_mean, queries, ds_s, dq_s, barriers, loop, q_heads, KD)),
+                (compute_dq, (k16_s, k_mean, queries, ds_s, dq_s, barriers, loop, GROUPS, KD)),
                 (produce, (
-                    inputs, queries, q_full, ds_full, loop, q_origin, row_q, tokens_q, q_heads,
+                    inputs, queries, q_full, ds_full, loop, q_origin, row_q, tokens_q, GROUPS,
                 )),
-                (store_dq, (dq, dq_blocks, q_heads)),
+                (store_dq, (dq, dq_blocks, GROUPS)),
             ],
             [4, 1, 1],
             [72, 24, 24],
@@ -280,12 +273,12 @@ def hopper_backward(
             [
                 (compute_dk_dv_dq, (
                     key_tile, k_mean, queries, ds_s, dq_s, barriers, k_scales, outputs, loop, tile,
-                    dq_blocks, q_heads, KD, VD,
+                    dq_blocks, GROUPS, KD, VD,
                 )),
                 (produce, (
-                    inputs, queries, q_full, dq_full, loop, q_origin, row_q, tokens_q, q_heads,
+                    inputs, queries, q_full, dq_full, loop, q_origin, row_q, tokens_q, GROUPS,
                 )),
-                (store_dq, (dq, dq_blocks, q_heads)),
+                (store_dq, (dq, dq_blocks, GROUPS)),
             ],
             [1, 1],
             [24, 24],

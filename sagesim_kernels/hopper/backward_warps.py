@@ -208,7 +208,7 @@ def _store_dk_dv(dk, dv, outputs, tile, buffer, KD: gl.constexpr, VD: gl.constex
 @gluon.jit
 def produce(
     inputs, buffers, q_full, released, loop, origin, stored_row, stored_tokens,
-    q_heads,
+    GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Load the block of queries of each step by TMA, into buffers that are released. One warp.
 
@@ -223,13 +223,12 @@ def produce(
         origin: `TokenOrigin` of the first query head.
         stored_row: row of that head's first token in padded storage.
         stored_tokens: tokens of a head in padded storage.
-        q_heads: query heads of the program.
     """
     STAGES: gl.constexpr = buffers.q8.shape[0]
     STAGES16: gl.constexpr = buffers.q16.shape[0]
     STAGES_STATS: gl.constexpr = buffers.row_stats.shape[0]
     D: gl.constexpr = buffers.q8.shape[2]
-    for head in range(q_heads):
+    for head in range(GROUPS):
         for i in range(loop.begin, loop.end):
             n = head * (loop.end - loop.begin) + i - loop.begin
             if n >= 2:
@@ -251,14 +250,13 @@ def produce(
 @gluon.jit
 def compute_dk_dv(
     key_tile, queries, ds_s, barriers, k_scale, outputs, loop, tile, dq_blocks,
-    q_heads, KD: gl.constexpr, VD: gl.constexpr,
+    GROUPS: gl.constexpr, KD: gl.constexpr, VD: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV, and pass dS to the warps that compute dQ. Eight warps.
 
     key_tile: `KeyBuffers`. queries: `QueryBuffers`. ds_s: 16 bit [slots, TILE_K, BLOCK_Q] in shared
     memory. k_scale: pointer to the scale of the tile's first key. outputs: `KeyOutputs`. loop:
-    `QueryLoop`. tile: `KeyTile`. dq_blocks: `DqBlocks`. q_heads: query heads of the program.
-    KD, VD: channels of K and V.
+    `QueryLoop`. tile: `KeyTile`. dq_blocks: `DqBlocks`. KD, VD: channels of K and V.
     """
     STAGES: gl.constexpr = queries.q8.shape[0]
     STAGES_STATS: gl.constexpr = queries.row_stats.shape[0]
@@ -270,7 +268,7 @@ def compute_dk_dv(
     mbarrier.wait(barriers.kv_full, 0)
     k8 = key_tile.k8.index(0).load(gl.DotOperandLayout(0, ST_INT32, 4))
     v = key_tile.v.index(0).load(gl.DotOperandLayout(0, ST_FLOAT32, 2))
-    for head in range(q_heads):
+    for head in range(GROUPS):
         for PART in gl.static_range(2 if loop.unmasked_end is None else 3):
             begin, end = part_of(loop, PART)
             for i in range(begin, end):
@@ -307,18 +305,20 @@ def compute_dk_dv(
 
 
 @gluon.jit
-def compute_dq(k16_s, k_mean, queries, ds_s, dq_s, barriers, loop, q_heads, KD: gl.constexpr):
+def compute_dq(
+    k16_s, k_mean, queries, ds_s, dq_s, barriers, loop, GROUPS: gl.constexpr, KD: gl.constexpr
+):
     """Compute parts of dQ from dS. Four warps.
 
     k16_s, ds_s, dq_s: K in 16 bit, dS and dQ in shared memory. queries: `QueryBuffers`. k_mean:
-    pointer to the mean that is subtracted from K, or None. q_heads: query heads of the program.
+    pointer to the mean that is subtracted from K, or None.
     """
     SLOTS: gl.constexpr = ds_s.shape[0]
     D: gl.constexpr = k16_s.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     STAGES_STATS: gl.constexpr = queries.row_stats.shape[0]
     _wait_for_k16(k16_s.index(0), barriers.kv_full, k_mean, 4, KD)
-    for n in range(q_heads * (loop.end - loop.begin)):
+    for n in range(GROUPS * (loop.end - loop.begin)):
         slot = n % SLOTS
         mbarrier.wait(barriers.ds_full.index(slot), (n // SLOTS) & 1)
         dq_t = _start_dq(ds_s.index(slot), k16_s.index(0), ACC)
@@ -334,7 +334,7 @@ def compute_dq(k16_s, k_mean, queries, ds_s, dq_s, barriers, loop, q_heads, KD: 
 @gluon.jit
 def compute_dk_dv_dq(
     key_tile, k_mean, queries, ds_s, dq_s, barriers, k_scale, outputs, loop, tile, dq_blocks,
-    q_heads, KD: gl.constexpr, VD: gl.constexpr,
+    GROUPS: gl.constexpr, KD: gl.constexpr, VD: gl.constexpr,
 ):  # fmt: skip
     """Compute dK, dV and the parts of dQ. Eight warps.
 
@@ -350,7 +350,7 @@ def compute_dk_dv_dq(
     _wait_for_k16(key_tile.k16.index(0), barriers.k16_full, k_mean, WARPS, KD)
     mbarrier.wait(barriers.kv_full, 0)
     n = 0  # counted, because computing it from the loop variables needs one register more
-    for head in range(q_heads):
+    for head in range(GROUPS):
         for PART in gl.static_range(2 if loop.unmasked_end is None else 3):
             begin, end = part_of(loop, PART)
             for i in range(begin, end):

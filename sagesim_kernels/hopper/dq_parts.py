@@ -64,14 +64,14 @@ def block_of(i, loop):
 
 
 @gluon.jit
-def store_dq(dq, blocks, q_heads):
+def store_dq(dq, blocks, GROUPS: gl.constexpr):
     """Add the program's parts of dQ to the sums. One warp.
 
-    dq: `DqStore`. blocks: `DqBlocks`. q_heads: query heads of the program.
+    dq: `DqStore`. blocks: `DqBlocks`. GROUPS: query heads for each head of K and V.
     """
     SLOTS: gl.constexpr = dq.buffer.shape[0]
     ROWS: gl.constexpr = dq.buffer.shape[1]
-    for head in range(q_heads):
+    for head in range(GROUPS):
         for i in range(blocks.begin, blocks.end):
             n = head * (blocks.end - blocks.begin) + i - blocks.begin
             row = (blocks.first + head * blocks.head_stride + block_of(i, blocks)) * ROWS

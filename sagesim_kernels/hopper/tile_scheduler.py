@@ -115,8 +115,7 @@ def _most_steps(steps: NDArray[np.int64], heads: int, programs: int, heads_per_g
 
 
 def query_heads_per_program(heads: int, groups: int) -> int:
-    """Return how many query heads of a group a program of the backward computes; the last may have
-    fewer.
+    """Return how many query heads of a group a program of the backward computes.
 
     At most `_MOST_QUERY_HEADS`, and fewer if there are so few heads of K and V that their programs
     would not keep a GPU busy. The choice decides in which order dK and dV are added up. So it
@@ -124,8 +123,9 @@ def query_heads_per_program(heads: int, groups: int) -> int:
 
     heads: heads of K and V of a sequence. groups: query heads for each of them.
     """
-    splits = max(-(-groups // _MOST_QUERY_HEADS), min(-(-_FEWEST_HEADS // heads), groups))
-    return -(-groups // splits)
+    most = min(groups, _MOST_QUERY_HEADS)
+    divisors = [n for n in range(most, 0, -1) if groups % n == 0]
+    return next((n for n in divisors if heads * groups // n >= _FEWEST_HEADS), 1)
 
 
 @lru_cache(maxsize=4096)

@@ -119,8 +119,8 @@ def launch_backward(
     do_numbers, v_numbers = of_numbers(do16, tile_dv), of_numbers(v16, tile_dv)
     q_right, k_right = of_numbers(q16, tile_d), of_numbers(k16, tile_d)
     stats = TensorDescriptor.from_tensor(row_stats, [ROW_STATS.value], STATS_LAYOUT.value)
-    most = query_heads_per_program(kv_heads, problem.groups)
-    splits = -(-problem.groups // most)
+    groups = query_heads_per_program(kv_heads, problem.groups)
+    splits = problem.groups // groups
     is_large = tile_d + tile_dv > 2 * 192
 
     def compute_of_keys(grad: Tensor, own: Side, streamed: Side, config: Config, scale: float):
@@ -138,8 +138,7 @@ def launch_backward(
         has_dp=False,
         stages=3 if is_large else 4,
         right_stages=4,
-        groups=problem.groups,
-        most=most,
+        groups=groups,
         splits=splits,
         tile_d=tile_d,
         tile_dv=tile_dv,
@@ -166,7 +165,7 @@ def launch_backward(
         Side(k_codes, v_numbers, k_right),
         k8.scale,
         problem.scale,
-        for_dk._replace(owns_queries=True, most=1, splits=1),
+        for_dk._replace(owns_queries=True, groups=problem.groups, splits=1),
         row_stats=row_stats,
         ds_sums=ds_sums,
         k_mean=None if ds_sums is None or k_mean is None else k_mean.ptr,

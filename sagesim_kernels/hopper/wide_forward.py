@@ -28,7 +28,6 @@ def launch_forward(
         stages=3 if d == 256 else 4,
         right_stages=4,
         groups=problem.groups,
-        most=1,
         splits=1,
         tile_d=d,
         tile_dv=d_v,

@@ -80,8 +80,7 @@ def _finished(grad, is_live, scale):
 @gluon.jit
 def compute_gradient(
     CONSUMER: gl.constexpr, own_buffers, buffers, barriers, row_stats, k_scale,
-    ds_sums, k_mean, out, lengths, b, h, tile_first, tile_walk, scale, q_heads,
-    CONFIG: gl.constexpr,
+    ds_sums, k_mean, out, lengths, b, h, tile_first, tile_walk, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of 64 owned tokens. One warpgroup, number CONSUMER.
 
@@ -90,7 +89,7 @@ def compute_gradient(
     sum of each row of dS, `Rows`, and a pointer to the mean of the head of K; both None, unless the
     mean contributes to dQ. out: `Strided` of the gradient. b, h: sequence and head in out.
     tile_first: first token of the tile. tile_walk: `Walk` of the tile. scale: a factor of the
-    gradient. q_heads: query heads of the program.
+    gradient.
     """
     STAGES: gl.constexpr = CONFIG.stages
     RIGHT_STAGES: gl.constexpr = CONFIG.right_stages
@@ -135,7 +134,7 @@ def compute_gradient(
     grad_rest = gl.zeros((BLOCK, REST), gl.float32, REST_ACC)
     mbarrier.wait(barriers.own_full, 0)
     n = 0
-    for _ in range(q_heads):
+    for _ in range(1 if OWNS_QUERIES else CONFIG.groups):
         n = skip_blocks(n, skipped, barriers)
         for PART in gl.static_range(3 if HAS_TAIL else 2):
             begin, end = part_of(loop, PART)

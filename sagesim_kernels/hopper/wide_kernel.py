@@ -78,7 +78,6 @@ def hopper_wide(
     STAGES: gl.constexpr = CONFIG.stages
     RIGHT_STAGES: gl.constexpr = CONFIG.right_stages
     SPLITS: gl.constexpr = CONFIG.splits
-    MOST: gl.constexpr = CONFIG.most
     program = gl.program_id(0)
     # Under a causal mask the longest tiles come first.
     first_head = program // (tiles * heads_per_group) * heads_per_group
@@ -121,16 +120,10 @@ def hopper_wide(
                 k_mean += (b * (heads // CONFIG.groups) + k_head).to(gl.int64) * CONFIG.channels
             row_stats += (own_place.stored_row // BLOCK).to(gl.int64) * ROW_STATS
     else:
-        first_in_group = split_head % SPLITS * MOST
-        q_head = head * CONFIG.groups + first_in_group
+        q_head = (head * SPLITS + split_head % SPLITS) * CONFIG.groups
         own_place = Place(number_b, head, number_k + first, head * tokens_k + start_k + first, 0)
         place = Place(number_b, q_head, number_q, q_head * tokens_q + start_q, tokens_q)
         k_scale += own_place.stored_row // BLOCK
-
-    if OWNS_QUERIES or CONFIG.groups % MOST == 0:
-        q_heads: gl.constexpr = MOST
-    else:
-        q_heads = gl.minimum(CONFIG.groups - first_in_group, MOST)
 
     own = Tokens((own_codes, own_codes_rest), (own_numbers, own_numbers_rest), None, None)
     streamed = Tokens(
@@ -174,8 +167,7 @@ def hopper_wide(
                 ))
                 if i < CONSUMERS
                 else (produce, (
-                    own, streamed, own_buffers, buffers, barriers, own_place, place, walk, q_heads,
-                    CONFIG,
+                    own, streamed, own_buffers, buffers, barriers, own_place, place, walk, CONFIG,
                 ))
                 for i in (0, 1, 2)
             ],
@@ -188,12 +180,11 @@ def hopper_wide(
             [
                 (compute_gradient, (
                     i, own_buffers, buffers, barriers, row_stats, k_scale, ds_sums, k_mean, out,
-                    lengths, b, out_head, first, walk, scale, q_heads, CONFIG,
+                    lengths, b, out_head, first, walk, scale, CONFIG,
                 ))
                 if i < CONSUMERS
                 else (produce, (
-                    own, streamed, own_buffers, buffers, barriers, own_place, place, walk, q_heads,
-                    CONFIG,
+                    own, streamed, own_buffers, buffers, barriers, own_place, place, walk, CONFIG,
                 ))
                 for i in (0, 1, 2)
             ],

@@ -81,7 +81,7 @@ def launch_wide(
         offset,
         TILE.value,
         tiles.heads * tiles.sequences,
-        config.most,
+        1 if config.owns_queries else config.groups,
         multiprocessor_count(),
         lowest=lowest,
     )

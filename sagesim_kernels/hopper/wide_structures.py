@@ -76,9 +76,7 @@ class Config(NamedTuple):
     right_stages: int
     """Loads of right operands that may be in flight."""
     groups: int
-    """Query heads for each head of K and V."""
-    most: int
-    """Query heads of a program. The last program that shares a tile of keys may have fewer."""
+    """Query heads for each head of K and V, of a program that owns keys only its own ones."""
     splits: int
     """Programs for each tile of keys. Each computes a part of dK or dV."""
     tile_d: int

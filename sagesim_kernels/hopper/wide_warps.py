@@ -139,14 +139,13 @@ def blocks_before(walk, tile_walk, HAS_TAIL: gl.constexpr, OWNS_QUERIES: gl.cons
 
 @gluon.jit
 def produce(
-    own, streamed, own_buffers, buffers, barriers, own_place, place, walk, q_heads,
-    CONFIG: gl.constexpr,
+    own, streamed, own_buffers, buffers, barriers, own_place, place, walk, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Load the owned tokens, and then the blocks of each step. One warp.
 
     own, streamed: `Tokens` as TMA descriptors. own_buffers, buffers: `Tokens` in shared memory.
     own_place, place: `Place` of the owned tokens and of the first streamed head. walk: of all
-    consumers together. q_heads: query heads of the program.
+    consumers together.
     """
     STAGES: gl.constexpr = CONFIG.stages
     RIGHT_STAGES: gl.constexpr = CONFIG.right_stages
@@ -164,7 +163,7 @@ def produce(
                 own.numbers, own_place.b, own_place.h, own_place.row + i * BLOCK, barriers.own_full,
                 buffer_at(own_buffers.numbers, i),
             )  # fmt: skip
-    for head in range(q_heads):
+    for head in range(1 if CONFIG.owns_queries else CONFIG.groups):
         stored_row = place.stored_row + head * place.stored_tokens
         for j in range(walk.count):
             n = head * walk.count + j

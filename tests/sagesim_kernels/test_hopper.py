@@ -118,25 +118,6 @@ def test_kernels_meet_the_contract(lengths, d, dtype, mask):
 
 @pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("d", by_name(64, 128, 256))
-@pytest.mark.parametrize("heads", [(2, 2, 7), (1, 1, 5), (1, 3, 9)])
-def test_groups_that_programs_do_not_share_equally_meet_the_contract(heads, d, mask):
-    problem = KernelCase(
-        spec=FACTORED_QK,
-        n_q=200,
-        n_k=257,
-        d=d,
-        d_v=d,
-        heads=heads,
-        kinds=("gaussian", "offset", "gaussian", "gaussian"),
-        dtype="bfloat16",
-        **MASKS[mask],
-    )
-    check(problem.case, problem.parsed)
-
-
-@pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", PAIRS, ids=lambda pair: f"d{pair[0]}-{pair[1]}")
 def test_unequal_head_sizes_meet_the_contract(sizes, mask):
     d, d_v = sizes

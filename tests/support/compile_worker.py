@@ -187,13 +187,13 @@ def _machine_code(cubin: bytes, ptx: str, with_loops: bool) -> dict[str, Any]:
     }
 
 
-def _extras(names: list[str], tokens: int, heads: int) -> Extras:
+def _extras(names: list[str], tokens: int) -> Extras:
     """The masks, sinks and softcap that are named."""
     every = {
         "window": (100, 20),
         "key_mask": torch.empty(1, tokens, dtype=torch.bool, device="meta"),
         "seqused_k": torch.empty(1, dtype=torch.int64, device="meta"),
-        "sinks": torch.empty(heads, device="meta"),
+        "sinks": torch.empty(2, device="meta"),
         "softcap": 20.0,
     }
     return Extras(**{name: every[name] for name in names})
@@ -204,11 +204,8 @@ def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any
     driver.active.capability = request["capability"]
     dtype = getattr(torch, request["dtype"])
     tokens = request["tokens"]
-    d, d_v, groups = request["head_size"], request["value_head_size"], request["groups"]
-    shapes = [(2 * groups, d), (2, d), (2, d_v), (2 * groups, d_v), (2 * groups, d_v)]
-    q, k, v, do, o = (
-        torch.empty(1, heads, tokens, d, dtype=dtype, device="meta") for heads, d in shapes
-    )
+    sizes = [request["head_size"]] * 2 + [request["value_head_size"]] * 3
+    q, k, v, do, o = (torch.empty(1, 2, tokens, d, dtype=dtype, device="meta") for d in sizes)
     cu = torch.empty(3, dtype=torch.int32, device="meta") if request["packed"] else None
     problem = KernelProblem.of(
         q,
@@ -219,7 +216,7 @@ def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any
         is_causal=request["is_causal"],
         lower_right=False,
         packing=Packing(cu, cu, tokens, tokens),
-        extras=_extras(request["extras"], tokens, 2 * groups),
+        extras=_extras(request["extras"], tokens),
     )
     launches.kernels = []
     launches.with_preparation = request["preparation"]

@@ -127,7 +127,6 @@ class Compiler:
         is_causal: bool = True,
         tokens: int = TOKENS,
         packed: bool = False,
-        groups: int = 1,
         extras: Sequence[str] = (),
         preparation: bool = True,
         loops: bool = False,
@@ -136,7 +135,6 @@ class Compiler:
         """Compile the kernels of a forward and its backward, in the order of launches.
 
         packed: compile for packed sequences, as in a varlen call.
-        groups: query heads for each head of K and V.
         extras: names of fields of `sagesim_kernels.operands.Extras` to set.
         preparation: whether to compile the kernels that prepare operands and multiply no matrices.
             Without them the result may still contain them.
@@ -152,7 +150,6 @@ class Compiler:
             "is_causal": is_causal,
             "tokens": tokens,
             "packed": packed,
-            "groups": groups,
             "extras": list(extras),
             "preparation": True,
             "loops": loops,

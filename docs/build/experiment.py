@@ -111,9 +111,13 @@ def leak(folder: Path = DATA / A) -> str:
         d, s = gap.differences["leak"], gap.deviations["leak"]
         verdict = "Training exploits the leak" if d > REAL * s else "Undecided"
         verdict = "Training does not exploit the leak" if d <= CLOSED * s else verdict
-        said += f" {verdict}: d is {d:+.5f} and s is {s:.5f} nats."
-        if d < -REAL * s:
-            said += " Models trained with it predict slightly better if later tokens are removed."
+        said += f" {verdict}: d is {d:+.5f} and s is {s:.5f} nats.".replace("-", "\u2212")
+        below = [seed for seed in seeds if fmean(leaks[SCHEME][seed]) < -REAL * s]
+        if below:
+            said += (
+                f" The loss of {len(below)} of the {len(seeds)} models of `{SCHEME}` is smaller "
+            )
+            said += "if later tokens are removed, by more than 3 s. No rule was written for this."
     head = ["trained with", *(f"seed {x}" for x in seeds), f"loss by {REFERENCE}"]
     return f"{markdown(head, rows)}\n\n{said}"
 

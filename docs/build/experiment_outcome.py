@@ -5,14 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Final
 
 import matplotlib.pyplot as plt
 import plots
-from experiment import DATA, REFERENCE, SCHEME, TWIN, A, losses, planned, recorded, signed, verdicts
+from experiment import (
+    DATA,
+    PLANS,
+    REFERENCE,
+    SCHEME,
+    TWIN,
+    A,
+    Records,
+    losses,
+    planned,
+    recorded,
+    signed,
+    verdicts,
+)
 from grid import markdown
+from scipy.stats import t
 
+from sagesim.experiments.pretrain.plan.plan import Plan
 from sagesim.experiments.pretrain.report.rules import CLOSED, REAL, Gap, Verdict
 from sagesim.experiments.pretrain.run.log import Log
 
@@ -22,6 +37,7 @@ SCALES: Final = (
 )
 """The arms that change one thing of the scheme."""
 DEFAULT: Final = "kernels:factored_qk"
+CLOSES, REAL_GAP = Verdict.CLOSES, Verdict.REAL
 
 ANSWERS: Final = {
     DELTA: {
@@ -58,6 +74,8 @@ def all_gaps(folder: Path = DATA / A) -> dict[str, Gap]:
 def in_one_line() -> str:
     """The result of experiment A in a few sentences."""
     gaps = all_gaps()
+    if not gaps:
+        return "The runs are not complete."
     one = planned("arms")[0].run
     seeds = len({each.run.seed for each in planned("arms")})
     d = {arm: signed(gaps[arm].differences["own"]) for arm in (SCHEME, SCALES, DELTA, DEFAULT)}
@@ -66,7 +84,9 @@ def in_one_line() -> str:
         f"held-out loss of the paper's scheme minus that of 16-bit attention is {d[SCHEME]} nats. "
         f"With finer scales of P and dS it is {d[SCALES]}, with delta from P {d[DELTA]}, and with "
         f"the default spec {d[DEFAULT]}. Two implementations in 16 bit differ by "
-        f"{gaps[SCHEME].deviations['own']:.4f} (root mean square over seeds)."
+        f"{gaps[SCHEME].deviations['own']:.4f} (root mean square over seeds). The rules' "
+        f"verdicts, in this order: {', '.join(gaps[arm].verdict for arm in d)}. One corpus and one "
+        "learning rate were used."
     )
 
 
@@ -86,18 +106,23 @@ def outcome(folder: Path = DATA / A) -> str:
         f"{_d(gap)} A real gap is above {REAL * unit:.3f}."
     ]
     said += [f"**{ANSWERS[arm][gaps[arm].verdict]}** {_d(gaps[arm])}" for arm in ANSWERS]
-    closes = tuple(gaps[arm].verdict is Verdict.CLOSES for arm in (DELTA, SCALES))
     said[-1] += {
-        (True, False): " So the first prediction holds in this setting, and the second does not.",
-        (False, True): " So the second prediction holds in this setting, and the first does not.",
-    }.get(closes, " So neither prediction holds in this setting.")
+        (CLOSES, REAL_GAP): " So the first prediction holds in this setting, and the second fails.",
+        (REAL_GAP, CLOSES): " So the second prediction holds in this setting, and the first fails.",
+        (
+            CLOSES,
+            CLOSES,
+        ): " So each prediction is right about one change and wrong about the other.",
+        (REAL_GAP, REAL_GAP): " So both predictions fail in this setting.",
+    }.get((gaps[DELTA].verdict, gaps[SCALES].verdict), " So the predictions are undecided.")
+    said.append(_strength(made, seeds, gaps))
     closed = [
         name for name, x in gaps.items() if x.verdict is Verdict.CLOSES and name not in ANSWERS
     ]
     if closed:
         exact = losses(made, REFERENCE, seeds)
         twin = fmean(x - y for x, y in zip(losses(made, TWIN, seeds), exact, strict=True))
-        positive = sum(x > 0 for each in gaps.values() for x in list(each.differences.values())[:1])
+        positive = sum(each.differences.get("own", 0.0) > 0 for each in gaps.values())
         named = ", ".join(f"`{name}`" for name in closed)
         said.append(
             f"**By the rule, these arms close it too:** {named}. "
@@ -107,6 +132,49 @@ def outcome(folder: Path = DATA / A) -> str:
             f"{signed(twin)}."
         )
     return "\n\n".join(said)
+
+
+def _strength(made: Records, seeds: Sequence[int], gaps: Mapping[str, Gap]) -> str:
+    """How sure the verdicts are if the spread of the arms themselves is counted."""
+    exact = losses(made, REFERENCE, seeds)
+    apart = {
+        arm: [x - y for x, y in zip(losses(made, arm, seeds), exact, strict=True)]
+        for arm in (SCHEME, DELTA, SCALES)
+        if gaps[arm].differences
+    }
+    said = [
+        "**How sure is this?** The rules compare with the twin's spread alone, and the arms with a "
+        "gap spread more."
+    ]
+    if SCHEME in apart:
+        scheme = apart[SCHEME]
+        said.append(
+            f"The differences of SageBwd are {min(scheme):.3f} to {max(scheme):.3f} nats. By "
+            f"Student's t on its own {len(seeds)} differences, the probability of such a mean is "
+            f"{_probability(scheme):.3f} if there is no gap (two-sided)."
+        )
+        for arm, name in ((SCALES, "with finer scales"), (DELTA, "with delta from P")):
+            if arm in apart:
+                pairs = [x - y for x, y in zip(scheme, apart[arm], strict=True)]
+                said.append(
+                    f"SageBwd and SageBwd {name}, in pairs of equal seeds: "
+                    f"{signed(fmean(pairs))} nats, probability {_probability(pairs):.2f}."
+                )
+        first = Plan.read(PLANS / "five_questions.toml").seeds
+        new = [x for seed, x in zip(seeds, scheme, strict=True) if seed not in first]
+        if new and len(new) < len(seeds):
+            said.append(
+                f"Seeds {' and '.join(map(str, first))} are those of the first runs, in which the "
+                f"gap was found. The mean of the other seeds alone is {signed(fmean(new))} nats."
+            )
+    return " ".join(said)
+
+
+def _probability(differences: Sequence[float]) -> float:
+    """The two-sided p-value of a mean of 0, by Student's t. NaN if all are equal."""
+    count = len(differences)
+    error = stdev(differences) / count**0.5
+    return float(2 * t.sf(abs(fmean(differences)) / error, count - 1)) if error else math.nan
 
 
 def _d(gap: Gap) -> str:
@@ -158,7 +226,11 @@ def draw(folder: Path = DATA / A) -> None:
     every = planned("arms")
     made = recorded(every, folder)
     seeds = sorted({each.run.seed for each in every})
-    names = list(dict.fromkeys(each.run.attention for each in every))
+    names = [
+        name
+        for name in dict.fromkeys(each.run.attention for each in every)
+        if all((name, seed) in made and not made[name, seed]["stop"] for seed in seeds)
+    ]
     exact = losses(made, REFERENCE, seeds)
     apart: Mapping[str, list[float]] = {
         name: [x - y for x, y in zip(losses(made, name, seeds), exact, strict=True)]
@@ -167,8 +239,10 @@ def draw(folder: Path = DATA / A) -> None:
     }
     unit = fmean(x**2 for x in apart[TWIN]) ** 0.5
     _, axes = plt.subplots(figsize=plots.WIDE, layout="constrained")
-    axes.axvspan(-CLOSED * unit, CLOSED * unit, color="0.94", label=f"{CLOSED:g} s of the twin")
-    axes.axvline(REAL * unit, color=plots.GREY, linestyle="--", label=f"{REAL:g} s")
+    axes.axvspan(-1, CLOSED * unit, color="0.94", label=f"d of a closed gap: up to {CLOSED:g} s")
+    axes.axvline(
+        REAL * unit, color=plots.GREY, linestyle="--", label=f"d of a real gap: above {REAL:g} s"
+    )
     for row, values in enumerate(apart.values()):
         label = ("a seed", "d, the mean of the seeds") if row == 0 else (None, None)
         axes.plot(values, [row] * len(values), "o", color=plots.BLUE, alpha=0.7, label=label[0])
@@ -177,6 +251,7 @@ def draw(folder: Path = DATA / A) -> None:
     axes.set_yticks(
         range(len(apart)), [titles.get(name, name.removeprefix("kernels:")) for name in apart]
     )
+    axes.set_xlim(left=min(map(min, apart.values())) - 0.5 * unit)
     axes.invert_yaxis()
     axes.set_title("Held-out loss minus that of sdpa")
     axes.set_xlabel("nats")

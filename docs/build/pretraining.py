@@ -220,10 +220,11 @@ def outcome() -> str:
         threshold a larger batch can at most halve the squared error, and an optimiser averages over
         steps as well. And b was measured where the error of SageBwd's dQ is at most {seen:.2f}; in
         the paper's model it is {PAPER_TABLE_2["dq"][1]:.2f} ([Table 2](paper.md)).""",
-        """**What no run here can show.** No run has the default spec, `factored_qk`.
+        """**What no run on this page can show.** No run has the default spec, `factored_qk`.
         Held-out losses are those of each run's own attention; no checkpoint was evaluated in 16 bit
         as well. There is no second 16-bit implementation among the runs, which would show how far
-        two implementations without INT8 differ. No run changes delta or the scales alone.""",
+        two implementations without INT8 differ. No run changes delta or the scales alone.
+        [Experiment A](pretraining_experiment.md) has such runs, in one setting.""",
         f"""**Errors in the trained models.** In the layers of the models trained in 16 bit, the
         errors of SageBwd's dQ, dK and dV are {ratios["dq"]:.1f}, {ratios["dk"]:.1f} and
         {ratios["dv"]:.1f} times those of `FACTORED`.""",

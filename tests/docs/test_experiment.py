@@ -110,10 +110,11 @@ def outcome(experiment):
     ("delta", "scales", "said"),
     [
         (0.1, 0.0, "Finer scales of P and dS alone close it.** d is +0.0000 and +0.0000 nats. So "
-        "the second prediction holds in this setting, and the first does not."),
+        "the second prediction holds in this setting, and the first fails."),
         (0.0, 0.1, "So the first prediction holds"),
-        (0.0025, 0.0, "Whether delta from P alone closes it is undecided."),
-        (0.1, 0.1, "So neither prediction holds in this setting."),
+        (0.0025, 0.0, "So the predictions are undecided."),
+        (0.0, 0.0, "So each prediction is right about one change and wrong about the other."),
+        (0.1, 0.1, "So both predictions fail in this setting."),
     ],
 )  # fmt: skip
 def test_what_the_verdicts_say_about_the_predictions(

@@ -874,6 +874,8 @@ def controls(
 
     clean: tests that have passed without a bug.
     """
+    if not bugs:
+        return []
     named = [test for test in named_tests(bugs, plan) or plan.tests if test not in clean]
     if plan is INTERPRETED:
         return [named] if named else []
@@ -962,7 +964,10 @@ def machine(plan: Plan) -> str:
 
 
 def record(plan: Plan, bugs: list[dict[str, object]], clean: list[str]) -> str:
-    """Return the record of the bugs that were planted, as JSON. clean: tests that pass without."""
+    """Return the record of the bugs that were planted, as JSON.
+
+    clean: tests that passed without a bug.
+    """
     head = {
         "command": f"python scripts/mutate.py{plan.option}",
         "machine": machine(plan),

@@ -44,6 +44,7 @@ def test_what_runs_without_a_bug():
     parts = controls(plan.bugs, plan, 7)
     assert len(parts) == 7
     assert sorted(test for part in parts for test in part) == sorted(named)
+    assert controls((), plan, 7) == []
     rest = controls(plan.bugs, plan, 7, clean=parts[0])
     assert sorted(test for part in rest for test in part) == sorted({*named} - {*parts[0]})
     assert controls(plan.bugs, plan, 7, clean=named) == []

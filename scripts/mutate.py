@@ -582,8 +582,8 @@ BUGS = (
     Bug(
         "sink left out of the forward",
         "operands/sinks.py",
-        "return row_sum * (root * root) + tl.exp2(sink2 - finite_max), new_max, root",
-        "return row_sum * (root * root), new_max, root",
+        "return rescaled + tl.exp2(sink2 - finite_max), new_max, sqrt_rescale",
+        "return rescaled, new_max, sqrt_rescale",
     ),
     Bug(
         "sink relative to the logits before smoothing",
@@ -642,8 +642,8 @@ BUGS = (
     Bug(
         "mean of K dropped from the gradient of lse",
         "operands/dq_sums.py",
-        "total += gain * load_k_mean(",
-        "total += 0.0 * gain * load_k_mean(",
+        "total += ds_sum * load_k_mean(",
+        "total += 0.0 * ds_sum * load_k_mean(",
     ),
     Bug(
         "qk_recompute takes qk's codes",

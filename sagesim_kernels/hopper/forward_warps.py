@@ -351,7 +351,7 @@ def consume(
                     load_count += 1
             rows = first + gl.arange(0, BLOCK, S_ROWS)
             if sink2 is not None:
-                row_sum, row_max, root = add_sink_of_rows(
+                row_sum, row_max, sqrt_rescale = add_sink_of_rows(
                     sink2, lse2, lengths.cu_q, b, h, rows, n_q, row_sum, row_max
                 )
             row_lse2 = gl.where(row_sum == 0.0, float("inf"), row_max + gl.log2(row_sum))
@@ -362,8 +362,8 @@ def consume(
             # row, or that of its sink, is 1. In rows without a key, V may have added 0 * NaN to o.
             inverse = 1.0 / row_sum
             if sink2 is not None:
-                root = gl.convert_layout(root, O_ROWS)[:, None]
-                o = o * root
-                inverse = inverse * root
+                sqrt_rescale = gl.convert_layout(sqrt_rescale, O_ROWS)[:, None]
+                o = o * sqrt_rescale
+                inverse = inverse * sqrt_rescale
             o = gl.where(row_sum == 0.0, 0.0, o * inverse)
             _store_o(o_out, lengths.cu_q, tile, first, n_q, o, DV)

@@ -50,8 +50,8 @@ def at_least_one(walk, lengths):
     The masked blocks before those without a mask take longer than those after them. So all but one
     come last if no block, or with a key mask less than half of them, need no mask.
     """
-    first, masked = gl.maximum(walk.first, 0), gl.maximum(walk.masked, 1)
-    tail, count = walk.tail, gl.maximum(walk.count, 1)
+    first, masked = gl.maximum(walk.first, 0), gl.maximum(walk.masked_at_begin, 1)
+    tail, count = walk.masked_at_end, gl.maximum(walk.count, 1)
     if lengths.left is not None or lengths.key_mask is not None:
         unmasked = count - masked - tail
         is_short = unmasked <= 0
@@ -151,7 +151,7 @@ def compute_o(
         first_block = tile_walk.first - skipped
     n = skip_blocks(0, skipped, barriers)
     mbarrier.wait(barriers.own_full, 0)
-    for j in range(walk.masked - 1):
+    for j in range(walk.masked_at_begin - 1):
         block = first_block - j
         factor = q_factor * gl.load(k_scale + block)
         s = _s_of_load(q, buffers, barriers, n)
@@ -167,7 +167,7 @@ def compute_o(
         o, o_rest = warpgroup_mma_wait(0, deps=[o_t, rest_t])
         mbarrier.arrive(barriers.right_empty.index(n % RIGHT_STAGES), count=1)
         n += 1
-    block = first_block - walk.masked + 1
+    block = first_block - walk.masked_at_begin + 1
     factor = q_factor * gl.load(k_scale + block)
     k_next = gl.load(k_scale + gl.maximum(block - 1, 0))
     s = _s_of_load(q, buffers, barriers, n)
@@ -180,8 +180,10 @@ def compute_o(
     _wait_for_v(barriers, n)
     for MASKED in gl.static_range(1 + HAS_TAIL):
         steps = block
-        if HAS_TAIL:
-            steps = walk.tail if MASKED else walk.count - walk.masked - walk.tail
+        if MASKED:
+            steps = walk.masked_at_end
+        elif HAS_TAIL:
+            steps = walk.count - walk.masked_at_begin - walk.masked_at_end
         for i in range(steps):
             key_scale = k_next
             k_next = gl.load(k_scale + gl.maximum(block - 2 - i, 0))
@@ -224,7 +226,7 @@ def compute_o(
         mbarrier.arrive(barriers.right_empty.index(n % RIGHT_STAGES), count=1)
         skip_blocks(n + 1, tile_walk.count - skipped - walk.count, barriers)
     if sink2 is not None:
-        row_sum, row_max, root = add_sink_of_rows(
+        row_sum, row_max, sqrt_rescale = add_sink_of_rows(
             sink2, lse2, lengths.cu_q, b, h, rows, n_q, row_sum, row_max
         )
     row_lse2 = gl.where(row_sum == 0.0, float("inf"), row_max + gl.log2(row_sum))
@@ -234,9 +236,9 @@ def compute_o(
     inverse = 1.0 / row_sum
     is_live = row_sum != 0.0
     if sink2 is not None:
-        inverse = inverse * root
-        o = _rescaled(o, root)
-        o_rest = _rescaled(o_rest, root)
+        inverse = inverse * sqrt_rescale
+        o = _rescaled(o, sqrt_rescale)
+        o_rest = _rescaled(o_rest, sqrt_rescale)
     o = _where_rows(is_live, _rescaled(o, inverse))
     store_part(out, lengths.cu_q, b, h, first, n_q, n_q, o, 0, CONFIG.channels)
     o_rest = _where_rows(is_live, _rescaled(o_rest, inverse))

@@ -576,8 +576,8 @@ BUGS = (
     Bug(
         "key mask of another sequence",
         "operands/masking.py",
-        "lengths.key_mask + b.to(tl.int64) * lengths.n_k + keys",
-        "lengths.key_mask + 0 * b.to(tl.int64) + keys",
+        "return lengths.key_mask + b.to(tl.int64) * lengths.n_k",
+        "return lengths.key_mask + 0 * b.to(tl.int64)",
     ),
     Bug(
         "sink left out of the forward",

@@ -40,6 +40,7 @@ from sagesim_kernels.hopper.wide_warps import (
 from sagesim_kernels.operands import (
     causal_offset,
     is_live_key,
+    key_mask_of,
     length_of,
     live_keys,
     load_rows,
@@ -116,7 +117,7 @@ def compute_gradient(
     key_mask, keys = None, None
     if lengths.key_mask is not None:
         if OWNS_QUERIES:
-            key_mask = lengths.key_mask + b.to(gl.int64) * lengths.n_k
+            key_mask = key_mask_of(lengths, b)
         else:
             keys = first + gl.arange(0, BLOCK, OWNED)
             keys = gl.where(is_live_key(lengths, b, keys), keys, 2**30)

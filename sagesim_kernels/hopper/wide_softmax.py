@@ -2,7 +2,7 @@
 
 # Pyright takes the annotations of Gluon's functions literally:
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportPrivateUsage=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sagesim_kernels.hopper.channel_parts import BLOCK, buffer_at, start_product
 from sagesim_kernels.hopper.forward_masks import logits_of, softmax_step
 from sagesim_kernels.hopper.forward_warps import (
-    _compute_before_wait,
-    _exponents,
-    _partial_sums,
-    _row_max_of_codes,
+    compute_before_wait,
+    exponents,
+    partial_sums,
+    row_max_of_codes,
 )
 from sagesim_kernels.hopper.wide_structures import BlockMask, Walk
 from sagesim_kernels.hopper.wide_warps import (
@@ -36,6 +36,7 @@ from sagesim_kernels.hopper.wide_warps import (
 from sagesim_kernels.operands import (
     add_sink_of_rows,
     causal_offset,
+    key_mask_of,
     length_of,
     live_keys,
     lowest_diagonal,
@@ -135,13 +136,13 @@ def compute_o(
     lowest = lowest_diagonal(lengths, b) if lengths.left is not None else None
     key_mask = None
     if lengths.key_mask is not None:
-        key_mask = lengths.key_mask + b.to(gl.int64) * lengths.n_k
+        key_mask = key_mask_of(lengths, b)
     mask = BlockMask(first, n_keys, offset, lowest, key_mask, None)
     rows = first + gl.arange(0, BLOCK, OWNED)
     local = CONSUMER * BLOCK + gl.arange(0, BLOCK, OWNED)
     q_factor = gl.load(q_scale + local, mask=rows < n_q, other=0.0) * scale_log2
     row_max = gl.full((BLOCK,), -float("inf"), gl.float32, OWNED)
-    part = _partial_sums(gl.zeros((BLOCK, BLOCK), gl.float32, S_FLOAT32))
+    part = partial_sums(gl.zeros((BLOCK, BLOCK), gl.float32, S_FLOAT32))
     o = gl.zeros((BLOCK, FIRST), gl.float32, FIRST_ACC)
     o_rest = gl.zeros((BLOCK, REST), gl.float32, REST_ACC)
     q = buffer_at(own_buffers.codes, CONSUMER)
@@ -157,7 +158,7 @@ def compute_o(
         s = _s_of_load(q, buffers, barriers, n)
         attended = attends_in_block(block, mask, True)
         p, row_max, rescale = softmax_step(logits_of(s, factor), row_max, attended)
-        part = _rescaled(part, rescale) + _partial_sums(p)
+        part = _rescaled(part, rescale) + partial_sums(p)
         _wait_for_v(barriers, n)
         v = buffer_at(buffers.right, n % RIGHT_STAGES)
         o = _rescaled(o, rescale)
@@ -173,7 +174,7 @@ def compute_o(
     s = _s_of_load(q, buffers, barriers, n)
     attended = attends_in_block(block, mask, True)
     p, row_max, rescale = softmax_step(logits_of(s, factor), row_max, attended)
-    part = _rescaled(part, rescale) + _partial_sums(p)
+    part = _rescaled(part, rescale) + partial_sums(p)
     o = _rescaled(o, rescale)
     o_rest = _rescaled(o_rest, rescale)
     p16 = _operand(p, o, dt)
@@ -202,12 +203,12 @@ def compute_o(
             if MASKED:
                 p, row_max, rescale = softmax_step(logits_of(s, factor), row_max, attended)
             else:
-                new_max = gl.maximum(row_max, _row_max_of_codes(s) * factor)
+                new_max = gl.maximum(row_max, row_max_of_codes(s) * factor)
                 rescale = gl.exp2(row_max - new_max)
                 row_max = new_max
-                p = gl.exp2(_exponents(s, factor, row_max))
-            part = _rescaled(part, rescale) + _partial_sums(p)
-            part = _compute_before_wait(part, q_scale)
+                p = gl.exp2(exponents(s, factor, row_max))
+            part = _rescaled(part, rescale) + partial_sums(p)
+            part = compute_before_wait(part, q_scale)
             # This wait contains a branch. ptxas moves the wait for the products P V, which
             # follows, upwards as far as the last branch before it.
             _wait_for_v(barriers, n)

@@ -48,8 +48,9 @@ from sagesim_kernels.operands import (
 def at_least_one(walk, lengths):
     """Return the `Walk` with a masked block: queries without keys need no code of their own.
 
-    The masked blocks before those without a mask take longer than those after them. So all but one
-    come last if no block, or with a key mask less than half of them, need no mask.
+    The masked blocks before those without a mask take longer than those after them. With a limit on
+    the left or a key mask there may be both. Then, if every block needs a mask (with a key mask:
+    more than half of them), one masked block comes first and the others last.
     """
     first, masked = gl.maximum(walk.first, 0), gl.maximum(walk.masked_at_begin, 1)
     tail, count = walk.masked_at_end, gl.maximum(walk.count, 1)
@@ -112,8 +113,8 @@ def compute_o(
 ):  # fmt: skip
     """Compute O and the logsumexp of 64 queries. One warpgroup, number CONSUMER.
 
-    The last blocks that need a mask come first. From the first one of them on, the product P V of
-    a step overlaps with Q K^T of the next step. The first blocks that need a mask come last.
+    Blocks are visited from the last key to the first. Masked blocks are at both ends. From the last
+    masked block at the beginning on, the product P V of a step overlaps with Q K^T of the next.
 
     q_scale: pointer to the scale of the tile's first query. k_scale: pointer to the scale of the
     first key of the head. scale_log2: the scale of the logits, times log2(e). out, lse2: `Strided`

@@ -64,7 +64,7 @@ STREAMED = gl.constexpr(gl.SliceLayout(0, S_FLOAT32.value))
 def walk_of(first, ROWS: gl.constexpr, lengths, b, OWNS_QUERIES: gl.constexpr):
     """Return the `Walk` of owned tokens first..first + ROWS of sequence b.
 
-    If keys are owned, no matter which of them are padding: see `without_padding`.
+    Padding among owned keys is ignored here; see `without_padding`.
     """
     offset = causal_offset(lengths, b)
     n_k = live_keys(lengths, b)

@@ -2,9 +2,11 @@
 
     python scripts/gpu_checks.py [--out docs/data/gpu_checks.json] [--only NAME ...] [--after LOG]
 
-Each check is a command. The record holds its exit code, its time, the last lines that it printed,
-and how often compute-sanitizer reports each place in the source. Checks that are not run keep the
-record of an earlier run. Checks of sm_80 and sm_89 code need a Hopper GPU; see CONTRIBUTING.md.
+Each check is a command. Of the combinations in test_hopper.py, those marked `exhaustive` are left
+out; `make gpu-test` runs them. The record holds its exit code, its time, the last lines that it
+printed, and how often compute-sanitizer reports each place in the source. Checks that are not run
+keep the record of an earlier run. Checks of sm_80 and sm_89 code need a Hopper GPU; see
+CONTRIBUTING.md.
 
 To split the fuzz cases over several runs, save the output of pytest -v and pass it as LOG to the
 next run. Tests that passed according to LOG are not run again, and the record holds their number.
@@ -60,7 +62,7 @@ def sanitizer(tool: str, *options: str, script: str = "sanitize") -> list[str]:
 CHECKS = {
     "gpu tests": pytest("-m", "gpu", *(f"--ignore={path}" for path in (FUZZ, HOPPER, MODELS))),
     "whole models": pytest("-m", "gpu", MODELS, workers=8),
-    "tests of Hopper's kernels": pytest(HOPPER),
+    "tests of Hopper's kernels": pytest("-m", "not exhaustive", HOPPER),
     "20,000 fuzz cases": pytest("--device", "cuda", FUZZ),
     "contract tests, sm_80 code": pytest("--code", "sm80", CONTRACT),
     "10,000 fuzz cases, sm_80 code": pytest("--device", "cuda", "--code", "sm80", FUZZ),

@@ -6,10 +6,11 @@
 
 Each bug is one replacement in a copy of the checkout, where the kernels' tests run until the first
 failure. The test that caught the bug in the recorded run comes first. A bug of the kernels for
-Hopper names its tests, and no others run. FILE.json is written after each bug. With --add, bugs
-that it has are not planted again; make sure that all runs are of the same commit, which the script
-does not check. Exits with 1 if fewer than 95 % of the bugs are caught, or if the tests fail without
-a bug.
+Hopper names its tests, and no others run. The tests that bugs name, or all of them, also run
+without a bug. FILE.json is written after each bug, and has the tests that passed without one. With
+--add, bugs that it has are not planted again, and tests that passed without a bug do not run again
+without one; make sure that all runs are of the same commit, which the script does not check. Exits
+with 1 if fewer than 95 % of the bugs are caught, or if the tests fail without a bug.
 """
 
 from __future__ import annotations
@@ -66,9 +67,8 @@ class Bug:
     old: str
     new: str
     times: int = 1
-    tests: Sequence[
-        str
-    ] = ()  #: of the plan's first file; all of the plan's tests if there are none
+    #: tests of the plan's first file; all of the plan's tests if there are none
+    tests: Sequence[str] = ()
 
 
 BUGS = (
@@ -576,14 +576,14 @@ BUGS = (
     Bug(
         "key mask of another sequence",
         "operands/masking.py",
-        "lengths.key_mask + b.to(tl.int64) * lengths.n_k + keys",
-        "lengths.key_mask + 0 * b.to(tl.int64) + keys",
+        "return lengths.key_mask + b.to(tl.int64) * lengths.n_k",
+        "return lengths.key_mask + 0 * b.to(tl.int64)",
     ),
     Bug(
         "sink left out of the forward",
         "operands/sinks.py",
-        "return row_sum * (root * root) + tl.exp2(sink2 - finite_max), new_max, root",
-        "return row_sum * (root * root), new_max, root",
+        "return rescaled + tl.exp2(sink2 - finite_max), new_max, sqrt_rescale",
+        "return rescaled, new_max, sqrt_rescale",
     ),
     Bug(
         "sink relative to the logits before smoothing",
@@ -642,8 +642,8 @@ BUGS = (
     Bug(
         "mean of K dropped from the gradient of lse",
         "operands/dq_sums.py",
-        "total += gain * load_k_mean(",
-        "total += 0.0 * gain * load_k_mean(",
+        "total += ds_sum * load_k_mean(",
+        "total += 0.0 * ds_sum * load_k_mean(",
     ),
     Bug(
         "qk_recompute takes qk's codes",
@@ -841,6 +841,15 @@ class Plan:
     option: str = ""
     seconds: int | None = None  #: that the tests of a bug may take; None: no limit
 
+    def limit(self, bug: Bug | None, tests: list[str]) -> int | None:
+        """Return the seconds that these tests may take with a bug, or without one.
+
+        A part of the tests without a bug may be most of the plan's tests.
+        """
+        if self.seconds is None or bug is not None:
+            return self.seconds
+        return self.seconds * len(tests)
+
 
 INTERPRETED = Plan(BUGS, TESTS, "not gpu", DATA / "mutations.json")
 HOPPER = Plan(
@@ -858,11 +867,18 @@ def named_tests(bugs: Sequence[Bug], plan: Plan) -> list[str]:
     return list(dict.fromkeys(f"{plan.tests[0]}::{test}" for bug in bugs for test in bug.tests))
 
 
-def controls(bugs: Sequence[Bug], plan: Plan, parts: int) -> list[list[str]]:
-    """Return the tests to run without a bug, in parts: those that bugs name, or all of the plan."""
-    named = named_tests(bugs, plan)
-    if not named:
-        return [plan.tests] if bugs else []
+def controls(
+    bugs: Sequence[Bug], plan: Plan, parts: int, clean: Sequence[str] = ()
+) -> list[list[str]]:
+    """Return the tests to run without a bug, in parts: those that bugs name, or all of the plan.
+
+    clean: tests that have passed without a bug.
+    """
+    if not bugs:
+        return []
+    named = [test for test in named_tests(bugs, plan) or plan.tests if test not in clean]
+    if plan is INTERPRETED:
+        return [named] if named else []
     return [named[i::parts] for i in range(min(parts, len(named)))]
 
 
@@ -886,7 +902,7 @@ def run(bug: Bug | None, plan: Plan, tests: list[str]) -> dict[str, object]:
                 )
             path.write_text(text.replace(bug.old, bug.new), encoding="utf-8")
         start = time.perf_counter()
-        failed = first_failure(root, plan, tests)
+        failed = first_failure(root, plan, tests, plan.limit(bug, tests))
         seconds = time.perf_counter() - start
     return {
         "name": "none" if bug is None else bug.name,
@@ -897,8 +913,11 @@ def run(bug: Bug | None, plan: Plan, tests: list[str]) -> dict[str, object]:
     }
 
 
-def first_failure(root: Path, plan: Plan, tests: list[str]) -> str | None:
-    """Return the first of these tests that fails in a copy of the checkout; None if all pass."""
+def first_failure(root: Path, plan: Plan, tests: list[str], limit: int | None) -> str | None:
+    """Return the first of these tests that fails in a copy of the checkout; None if all pass.
+
+    limit: seconds that they may take, or None.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-rfE", "-m", plan.marked]
     command += ["-p", "no:cacheprovider", "--hypothesis-profile=unshrunk", *tests]
     env = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
@@ -909,12 +928,12 @@ def first_failure(root: Path, plan: Plan, tests: list[str]) -> str | None:
             env=env | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=plan.seconds,
+            timeout=limit,
         )
     except subprocess.TimeoutExpired:
-        return f"no end within {plan.seconds} s"  # a kernel may wait for ever
+        return f"no end within {limit} s"  # a kernel may wait for ever
     if result.returncode == _NO_SUCH_TEST and set(plan.tests) < set(tests):
-        return first_failure(root, plan, plan.tests)
+        return first_failure(root, plan, plan.tests, limit)
     lines = result.stdout.splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     if bool(failed) != (result.returncode != 0):
@@ -944,12 +963,16 @@ def machine(plan: Plan) -> str:
     return f"{name}, torch {torch.__version__}, Triton {triton.__version__}"
 
 
-def record(plan: Plan, bugs: list[dict[str, object]]) -> str:
-    """Return the record of the bugs that were planted, as JSON."""
+def record(plan: Plan, bugs: list[dict[str, object]], clean: list[str]) -> str:
+    """Return the record of the bugs that were planted, as JSON.
+
+    clean: tests that passed without a bug.
+    """
     head = {
         "command": f"python scripts/mutate.py{plan.option}",
         "machine": machine(plan),
         "caught": sum(bool(b["caught"]) for b in bugs),
+        "passed_without_a_bug": clean,
         "bugs": bugs,
     }
     return json.dumps(head, indent=1) + "\n"
@@ -974,13 +997,22 @@ def main() -> int:
             raise SystemExit(f"{plan.record.relative_to(ROOT)} does not exist: no run is recorded")
         show(plan.record)
         return 0
+    if args.add and not args.out:
+        parser.error("--add needs --out")
     if args.out:
         check_writable(args.out)
-    chosen = [b for b in plan.bugs if not args.only or any(word in b.name for word in args.only)]
+    wanted = [b for b in plan.bugs if not args.only or any(word in b.name for word in args.only)]
     planted = {}
-    if args.add and args.out and args.out.exists():
-        planted = {b["name"]: b for b in json.loads(args.out.read_text())["bugs"]}
-        chosen = [b for b in chosen if b.name not in planted]
+    clean: list[str] = []
+    if args.add and args.out.exists():
+        data = json.loads(args.out.read_text())
+        planted = {b["name"]: b for b in data["bugs"]}
+        clean = data.get("passed_without_a_bug", [])
+    chosen = [b for b in wanted if b.name not in planted]
+    parts = controls(wanted, plan, args.jobs, clean)
+    if args.add and not chosen:
+        tests = "their tests run without a bug" if parts else "so are their tests without a bug"
+        print(f"all of these bugs are recorded in {args.out}; {tests}")
     caught_by = {}
     if plan.record.exists():
         recorded = json.loads(plan.record.read_text())["bugs"]
@@ -992,13 +1024,15 @@ def main() -> int:
 
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         of_bugs = [pool.submit(result_of, bug) for bug in chosen]
-        of_none = [pool.submit(run, None, plan, x) for x in controls(chosen, plan, args.jobs)]
+        of_none = {pool.submit(run, None, plan, part): part for part in parts}
         for run_of in concurrent.futures.as_completed([*of_bugs, *of_none]):
             done = [each.result() for each in of_bugs if each.done() and not each.exception()]
             planted |= {str(b["name"]): b for b in done}
             bugs = [planted[b.name] for b in plan.bugs if b.name in planted]
+            if run_of in of_none and not run_of.exception() and not run_of.result()["caught"]:
+                clean += of_none[run_of]
             if args.out:
-                write_text(args.out, record(plan, bugs))
+                write_text(args.out, record(plan, bugs, clean))
             result = run_of.result()
             word = "caught" if result["caught"] else "MISSED"
             if result["name"] == "none":

@@ -44,7 +44,29 @@ def test_what_runs_without_a_bug():
     parts = controls(plan.bugs, plan, 7)
     assert len(parts) == 7
     assert sorted(test for part in parts for test in part) == sorted(named)
+    assert controls((), plan, 7) == []
+    rest = controls(plan.bugs, plan, 7, clean=parts[0])
+    assert sorted(test for part in rest for test in part) == sorted({*named} - {*parts[0]})
+    assert controls(plan.bugs, plan, 7, clean=named) == []
     assert controls(SCRIPT["BUGS"], SCRIPT["INTERPRETED"], 7) == [SCRIPT["TESTS"]]
+    assert controls(SCRIPT["BUGS"], SCRIPT["INTERPRETED"], 7, clean=SCRIPT["TESTS"]) == []
+
+
+def test_the_time_without_a_bug_is_that_of_all_tests():
+    """With one job, one part has the tests of every bug."""
+    plan = SCRIPT["HOPPER"]
+    (part,) = SCRIPT["controls"](plan.bugs, plan, 1)
+    assert plan.limit(None, part) == len(part) * plan.limit(plan.bugs[0], part)
+    assert SCRIPT["INTERPRETED"].limit(None, SCRIPT["TESTS"]) is None
+
+
+def test_a_record_is_continued_only_if_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["mutate.py", "--add"])
+    with pytest.raises(SystemExit):
+        SCRIPT["main"]()
+    assert "--add needs --out" in capsys.readouterr().err
 
 
 def test_the_record_has_each_bug_as_soon_as_it_was_planted(
@@ -54,11 +76,14 @@ def test_the_record_has_each_bug_as_soon_as_it_was_planted(
     main, out = SCRIPT["main"], tmp_path / "record.json"
     names = [bug.name for bug in SCRIPT["BUGS"] if "scales" in bug.name][:4]
     ran: list[Any] = []
+    passes = False
 
     def run(bug: Any, plan: Any, tests: list[str]) -> dict[str, object]:
         if len(ran) == 2:  # one job: the first two have ended
             raise RuntimeError("the time ended")
         ran.append(bug)
+        if bug is None:
+            return {"name": "none", "file": "", "caught": not passes, "by": "", "seconds": 0.1}
         return {"name": bug.name, "file": bug.file, "caught": True, "by": tests[0], "seconds": 0.1}
 
     monkeypatch.setitem(main.__globals__, "run", run)
@@ -70,9 +95,24 @@ def test_the_record_has_each_bug_as_soon_as_it_was_planted(
     assert [bug["name"] for bug in record["bugs"]] == names[:2]
     assert record["caught"] == 2
     assert capsys.readouterr().out.count("caught") == 2
+    assert record["passed_without_a_bug"] == []
+    command.append("--add")
     ran.clear()
-    monkeypatch.setitem(main.__globals__, "controls", lambda *_: [])
-    monkeypatch.setattr(sys, "argv", [*command, "--add"])
-    assert main() == 0
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(RuntimeError, match="the time ended"):  # before the run without a bug
+        main()
     assert [bug.name for bug in ran] == names[2:]
     assert [bug["name"] for bug in json.loads(out.read_text())["bugs"]] == names
+    # Only the run without a bug is missing. While its tests fail, it is not recorded.
+    for outcome, status, clean in ((False, 1, []), (True, 0, SCRIPT["TESTS"])):
+        passes = outcome
+        ran.clear()
+        capsys.readouterr()
+        assert main() == status
+        assert ran == [None]
+        printed = capsys.readouterr().out
+        assert "all of these bugs are recorded" in printed and "4 of 4 planted" in printed
+        assert json.loads(out.read_text())["passed_without_a_bug"] == clean
+    ran.clear()
+    assert main() == 0 and not ran
+    assert "so are their tests without a bug" in capsys.readouterr().out

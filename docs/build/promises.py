@@ -394,8 +394,9 @@ INPUTS = (
         ),
     ),
     Promise(
-        "On Hopper, kernels for wide heads visit every block that a query attends to and, without "
-        "a key mask, no other, and mask every block with an entry that is masked.",
+        "The functions that choose the blocks of wide heads on Hopper choose every block that a "
+        "query attends to and, without a key mask, no other, and a mask for every block with an "
+        "entry that is masked; the loops over these blocks run only on a GPU.",
         (
             f"{KERNELS}/test_hopper_walks.py"
             "::test_every_visible_entry_is_visited_and_every_other_one_masked",

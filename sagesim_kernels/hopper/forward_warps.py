@@ -38,6 +38,7 @@ from sagesim_kernels.operands import (
     add_sink_of_rows,
     causal_offset,
     head_ptr,
+    key_mask_of,
     length_of,
     live_keys,
     lowest_diagonal,
@@ -69,7 +70,7 @@ mov.b32 $3, $7;
 
 
 @gluon.jit
-def _compute_before_wait(x, address):
+def compute_before_wait(x, address):
     """Return x, and keep ptxas from computing it after a wait that follows.
 
     Without this, ptxas moves the wait for a product above the exponentials that are meant to
@@ -175,7 +176,7 @@ def _compute_s(q, buffers, barriers, load_count):
 
 
 @gluon.jit
-def _row_max_of_codes(s):
+def row_max_of_codes(s):
     """Return the maximum of each row of the int32 sums, in float32.
 
     One instruction compares three integers but only two floats. The factor that turns sums into
@@ -185,12 +186,12 @@ def _row_max_of_codes(s):
 
 
 @gluon.jit
-def _exponents(s, factor, row_max):
+def exponents(s, factor, row_max):
     return gl.convert_layout(s.to(gl.float32), S_FLOAT32) * factor[:, None] - row_max[:, None]
 
 
 @gluon.jit
-def _partial_sums(p):
+def partial_sums(p):
     """Sum columns that are 8 apart, which one thread holds. The tile's end sums up the results."""
     return gl.sum(p.reshape([BLOCK, 8, 8]), 1)
 
@@ -259,7 +260,7 @@ def consume(
             lowest = lowest_diagonal(lengths, b) if lengths.left is not None else None
             key_mask = None
             if lengths.key_mask is not None:
-                key_mask = lengths.key_mask + b.to(gl.int64) * lengths.n_k
+                key_mask = key_mask_of(lengths, b)
             n_k = live_keys(lengths, b)
             mask = Mask(queries, n_k, causal_offset(lengths, b), lowest, key_mask)
             q_row = _first_row(scales.q, lengths.cu_q, lengths.n_q, b, h)
@@ -277,7 +278,7 @@ def consume(
             tile_count += 1
             q = buffers.q.index(slot)
             row_max = gl.full((BLOCK,), -float("inf"), gl.float32, S_ROWS)
-            part = _partial_sums(gl.zeros((BLOCK, BLOCK), gl.float32, S_FLOAT32))
+            part = partial_sums(gl.zeros((BLOCK, BLOCK), gl.float32, S_FLOAT32))
             PART_ROWS: gl.constexpr = gl.SliceLayout(1, part.type.layout)
             o = gl.zeros((BLOCK, D), gl.float32, ACC)
             for i in range(blocks.end - 1 - unmasked):
@@ -287,7 +288,7 @@ def consume(
                 load_count += 1
                 keys = key_indices(block, mask)
                 p, row_max, rescale = masked_softmax_step(s, factor, row_max, keys, mask)
-                part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + _partial_sums(p)
+                part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + partial_sums(p)
                 o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
                 _wait_for_load(full, load_count)
                 v = buffers.v.index(load_count % STAGES).reshape([BLOCK, D])
@@ -298,7 +299,7 @@ def consume(
             load_count += 1
             keys = key_indices(unmasked, mask)
             p, row_max, rescale = masked_softmax_step(s, factor, row_max, keys, mask)
-            part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + _partial_sums(p)
+            part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + partial_sums(p)
             o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
             p16 = gl.convert_layout(p.to(dt), P_OPERAND)
             _wait_for_load(full, load_count)
@@ -319,12 +320,12 @@ def consume(
                     if MASKED:
                         p, row_max, rescale = masked_softmax_step(s, factor, row_max, keys, mask)
                     else:
-                        new_max = gl.maximum(row_max, _row_max_of_codes(s) * factor)
+                        new_max = gl.maximum(row_max, row_max_of_codes(s) * factor)
                         rescale = gl.exp2(row_max - new_max)
                         row_max = new_max
-                        p = gl.exp2(_exponents(s, factor, row_max))
-                    part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + _partial_sums(p)
-                    part = _compute_before_wait(part, scales.q.ptr)
+                        p = gl.exp2(exponents(s, factor, row_max))
+                    part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + partial_sums(p)
+                    part = compute_before_wait(part, scales.q.ptr)
                     # The wait for the next step's load is here, and not at the top of the loop,
                     # because it contains a branch. ptxas moves the wait for the product P V, which
                     # follows, upwards as far as the last branch before it.
@@ -351,7 +352,7 @@ def consume(
                     load_count += 1
             rows = first + gl.arange(0, BLOCK, S_ROWS)
             if sink2 is not None:
-                row_sum, row_max, root = add_sink_of_rows(
+                row_sum, row_max, sqrt_rescale = add_sink_of_rows(
                     sink2, lse2, lengths.cu_q, b, h, rows, n_q, row_sum, row_max
                 )
             row_lse2 = gl.where(row_sum == 0.0, float("inf"), row_max + gl.log2(row_sum))
@@ -362,8 +363,8 @@ def consume(
             # row, or that of its sink, is 1. In rows without a key, V may have added 0 * NaN to o.
             inverse = 1.0 / row_sum
             if sink2 is not None:
-                root = gl.convert_layout(root, O_ROWS)[:, None]
-                o = o * root
-                inverse = inverse * root
+                sqrt_rescale = gl.convert_layout(sqrt_rescale, O_ROWS)[:, None]
+                o = o * sqrt_rescale
+                inverse = inverse * sqrt_rescale
             o = gl.where(row_sum == 0.0, 0.0, o * inverse)
             _store_o(o_out, lengths.cu_q, tile, first, n_q, o, DV)

@@ -154,9 +154,8 @@ def launch_backward(
         for_dk,
         problem.scale,
     )
-    ds_sums, k_mean = ds_row_sums(problem, p_sink, statistics, d_lse), operands.k_mean
-    if k_mean is None:
-        ds_sums = None
+    k_mean = operands.k_mean
+    ds_sums = None if k_mean is None else ds_row_sums(problem, p_sink, statistics, d_lse)
     launch_wide(
         problem,
         dq,

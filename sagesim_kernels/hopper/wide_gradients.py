@@ -40,6 +40,7 @@ from sagesim_kernels.hopper.wide_warps import (
 from sagesim_kernels.operands import (
     causal_offset,
     is_live_key,
+    key_mask_of,
     length_of,
     live_keys,
     load_rows,
@@ -54,15 +55,15 @@ def _row_stats(buffers, stage):
 
 
 @gluon.jit
-def _plus_mean(grad, gain, mean, column, CHANNELS: gl.constexpr):
+def _plus_mean(grad, ds_sum, mean, column, CHANNELS: gl.constexpr):
     """Return the channels from `column` of dQ plus the sum of each row of dS times the mean of K.
 
-    gain: these sums. mean: pointer to the mean.
+    ds_sum: these sums. mean: pointer to the mean.
     """
     channel = column + gl.arange(0, grad.shape[1], gl.SliceLayout(0, grad.type.layout))
     mean = gl.load(mean + channel, mask=channel < CHANNELS, other=0.0)
-    gain = gl.convert_layout(gain, gl.SliceLayout(1, grad.type.layout))
-    return grad + gain[:, None] * mean[None, :]
+    ds_sum = gl.convert_layout(ds_sum, gl.SliceLayout(1, grad.type.layout))
+    return grad + ds_sum[:, None] * mean[None, :]
 
 
 @gluon.jit
@@ -110,13 +111,13 @@ def compute_gradient(
     if not OWNS_QUERIES and lengths.key_mask is not None:
         walk = part_of_tile(walk, tile_walk)
     skipped = blocks_before(walk, tile_walk, HAS_TAIL, OWNS_QUERIES)
-    unmasked_end = walk.count - walk.tail if HAS_TAIL else None
-    loop = QueryLoop(0, walk.masked, unmasked_end, walk.count, 0)
+    unmasked_end = walk.count - walk.masked_at_end if HAS_TAIL else None
+    loop = QueryLoop(0, walk.masked_at_begin, unmasked_end, walk.count, 0)
     lowest = lowest_diagonal(lengths, b) if lengths.left is not None else None
     key_mask, keys = None, None
     if lengths.key_mask is not None:
         if OWNS_QUERIES:
-            key_mask = lengths.key_mask + b.to(gl.int64) * lengths.n_k
+            key_mask = key_mask_of(lengths, b)
         else:
             keys = first + gl.arange(0, BLOCK, OWNED)
             keys = gl.where(is_live_key(lengths, b, keys), keys, 2**30)
@@ -204,9 +205,9 @@ def compute_gradient(
     elif lengths.left is not None or lengths.key_mask is not None:
         is_live = is_live_key(lengths, b, first + gl.arange(0, BLOCK, OWNED))
     if k_mean is not None:
-        gain = load_rows(ds_sums, lengths.cu_q, b, h, first + local, length, 0.0)
-        grad = _plus_mean(grad, gain, k_mean, 0, CONFIG.channels)
-        grad_rest = _plus_mean(grad_rest, gain, k_mean, FIRST, CONFIG.channels)
+        ds_sum = load_rows(ds_sums, lengths.cu_q, b, h, first + local, length, 0.0)
+        grad = _plus_mean(grad, ds_sum, k_mean, 0, CONFIG.channels)
+        grad_rest = _plus_mean(grad_rest, ds_sum, k_mean, FIRST, CONFIG.channels)
     grad = _finished(grad, is_live, scale)
     grad_rest = _finished(grad_rest, is_live, scale)
     store_part(out, cu, b, h, first, live, length, grad, 0, CONFIG.channels)

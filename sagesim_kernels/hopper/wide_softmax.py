@@ -2,7 +2,7 @@
 
 # Pyright takes the annotations of Gluon's functions literally:
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportPrivateUsage=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sagesim_kernels.hopper.channel_parts import BLOCK, buffer_at, start_product
 from sagesim_kernels.hopper.forward_masks import logits_of, softmax_step
 from sagesim_kernels.hopper.forward_warps import (
-    _compute_before_wait,
-    _exponents,
-    _partial_sums,
-    _row_max_of_codes,
+    compute_before_wait,
+    exponents,
+    partial_sums,
+    row_max_of_codes,
 )
 from sagesim_kernels.hopper.wide_structures import BlockMask, Walk
 from sagesim_kernels.hopper.wide_warps import (
@@ -36,6 +36,7 @@ from sagesim_kernels.hopper.wide_warps import (
 from sagesim_kernels.operands import (
     add_sink_of_rows,
     causal_offset,
+    key_mask_of,
     length_of,
     live_keys,
     lowest_diagonal,
@@ -47,11 +48,12 @@ from sagesim_kernels.operands import (
 def at_least_one(walk, lengths):
     """Return the `Walk` with a masked block: queries without keys need no code of their own.
 
-    The masked blocks before those without a mask take longer than those after them. So all but one
-    come last if no block, or with a key mask less than half of them, need no mask.
+    The masked blocks before those without a mask take longer than those after them. With a limit on
+    the left or a key mask there may be both. Then, if every block needs a mask (with a key mask:
+    more than half of them), one masked block comes first and the others last.
     """
-    first, masked = gl.maximum(walk.first, 0), gl.maximum(walk.masked, 1)
-    tail, count = walk.tail, gl.maximum(walk.count, 1)
+    first, masked = gl.maximum(walk.first, 0), gl.maximum(walk.masked_at_begin, 1)
+    tail, count = walk.masked_at_end, gl.maximum(walk.count, 1)
     if lengths.left is not None or lengths.key_mask is not None:
         unmasked = count - masked - tail
         is_short = unmasked <= 0
@@ -111,8 +113,8 @@ def compute_o(
 ):  # fmt: skip
     """Compute O and the logsumexp of 64 queries. One warpgroup, number CONSUMER.
 
-    The last blocks that need a mask come first. From the first one of them on, the product P V of
-    a step overlaps with Q K^T of the next step. The first blocks that need a mask come last.
+    Blocks are visited from the last key to the first. Masked blocks are at both ends. From the last
+    masked block at the beginning on, the product P V of a step overlaps with Q K^T of the next.
 
     q_scale: pointer to the scale of the tile's first query. k_scale: pointer to the scale of the
     first key of the head. scale_log2: the scale of the logits, times log2(e). out, lse2: `Strided`
@@ -135,13 +137,13 @@ def compute_o(
     lowest = lowest_diagonal(lengths, b) if lengths.left is not None else None
     key_mask = None
     if lengths.key_mask is not None:
-        key_mask = lengths.key_mask + b.to(gl.int64) * lengths.n_k
+        key_mask = key_mask_of(lengths, b)
     mask = BlockMask(first, n_keys, offset, lowest, key_mask, None)
     rows = first + gl.arange(0, BLOCK, OWNED)
     local = CONSUMER * BLOCK + gl.arange(0, BLOCK, OWNED)
     q_factor = gl.load(q_scale + local, mask=rows < n_q, other=0.0) * scale_log2
     row_max = gl.full((BLOCK,), -float("inf"), gl.float32, OWNED)
-    part = _partial_sums(gl.zeros((BLOCK, BLOCK), gl.float32, S_FLOAT32))
+    part = partial_sums(gl.zeros((BLOCK, BLOCK), gl.float32, S_FLOAT32))
     o = gl.zeros((BLOCK, FIRST), gl.float32, FIRST_ACC)
     o_rest = gl.zeros((BLOCK, REST), gl.float32, REST_ACC)
     q = buffer_at(own_buffers.codes, CONSUMER)
@@ -151,13 +153,13 @@ def compute_o(
         first_block = tile_walk.first - skipped
     n = skip_blocks(0, skipped, barriers)
     mbarrier.wait(barriers.own_full, 0)
-    for j in range(walk.masked - 1):
+    for j in range(walk.masked_at_begin - 1):
         block = first_block - j
         factor = q_factor * gl.load(k_scale + block)
         s = _s_of_load(q, buffers, barriers, n)
         attended = attends_in_block(block, mask, True)
         p, row_max, rescale = softmax_step(logits_of(s, factor), row_max, attended)
-        part = _rescaled(part, rescale) + _partial_sums(p)
+        part = _rescaled(part, rescale) + partial_sums(p)
         _wait_for_v(barriers, n)
         v = buffer_at(buffers.right, n % RIGHT_STAGES)
         o = _rescaled(o, rescale)
@@ -167,21 +169,23 @@ def compute_o(
         o, o_rest = warpgroup_mma_wait(0, deps=[o_t, rest_t])
         mbarrier.arrive(barriers.right_empty.index(n % RIGHT_STAGES), count=1)
         n += 1
-    block = first_block - walk.masked + 1
+    block = first_block - walk.masked_at_begin + 1
     factor = q_factor * gl.load(k_scale + block)
     k_next = gl.load(k_scale + gl.maximum(block - 1, 0))
     s = _s_of_load(q, buffers, barriers, n)
     attended = attends_in_block(block, mask, True)
     p, row_max, rescale = softmax_step(logits_of(s, factor), row_max, attended)
-    part = _rescaled(part, rescale) + _partial_sums(p)
+    part = _rescaled(part, rescale) + partial_sums(p)
     o = _rescaled(o, rescale)
     o_rest = _rescaled(o_rest, rescale)
     p16 = _operand(p, o, dt)
     _wait_for_v(barriers, n)
     for MASKED in gl.static_range(1 + HAS_TAIL):
         steps = block
-        if HAS_TAIL:
-            steps = walk.tail if MASKED else walk.count - walk.masked - walk.tail
+        if MASKED:
+            steps = walk.masked_at_end
+        elif HAS_TAIL:
+            steps = walk.count - walk.masked_at_begin - walk.masked_at_end
         for i in range(steps):
             key_scale = k_next
             k_next = gl.load(k_scale + gl.maximum(block - 2 - i, 0))
@@ -200,12 +204,12 @@ def compute_o(
             if MASKED:
                 p, row_max, rescale = softmax_step(logits_of(s, factor), row_max, attended)
             else:
-                new_max = gl.maximum(row_max, _row_max_of_codes(s) * factor)
+                new_max = gl.maximum(row_max, row_max_of_codes(s) * factor)
                 rescale = gl.exp2(row_max - new_max)
                 row_max = new_max
-                p = gl.exp2(_exponents(s, factor, row_max))
-            part = _rescaled(part, rescale) + _partial_sums(p)
-            part = _compute_before_wait(part, q_scale)
+                p = gl.exp2(exponents(s, factor, row_max))
+            part = _rescaled(part, rescale) + partial_sums(p)
+            part = compute_before_wait(part, q_scale)
             # This wait contains a branch. ptxas moves the wait for the products P V, which
             # follows, upwards as far as the last branch before it.
             _wait_for_v(barriers, n)
@@ -224,7 +228,7 @@ def compute_o(
         mbarrier.arrive(barriers.right_empty.index(n % RIGHT_STAGES), count=1)
         skip_blocks(n + 1, tile_walk.count - skipped - walk.count, barriers)
     if sink2 is not None:
-        row_sum, row_max, root = add_sink_of_rows(
+        row_sum, row_max, sqrt_rescale = add_sink_of_rows(
             sink2, lse2, lengths.cu_q, b, h, rows, n_q, row_sum, row_max
         )
     row_lse2 = gl.where(row_sum == 0.0, float("inf"), row_max + gl.log2(row_sum))
@@ -234,9 +238,9 @@ def compute_o(
     inverse = 1.0 / row_sum
     is_live = row_sum != 0.0
     if sink2 is not None:
-        inverse = inverse * root
-        o = _rescaled(o, root)
-        o_rest = _rescaled(o_rest, root)
+        inverse = inverse * sqrt_rescale
+        o = _rescaled(o, sqrt_rescale)
+        o_rest = _rescaled(o_rest, sqrt_rescale)
     o = _where_rows(is_live, _rescaled(o, inverse))
     store_part(out, lengths.cu_q, b, h, first, n_q, n_q, o, 0, CONFIG.channels)
     o_rest = _where_rows(is_live, _rescaled(o_rest, inverse))

@@ -46,9 +46,9 @@ class Walk(NamedTuple):
     """
 
     first: Any  #: the first block
-    masked: Any  #: blocks at the beginning that need a mask
-    tail: Any  #: blocks at the end that need a mask
-    count: Any  #: blocks
+    masked_at_begin: Any  #: number of blocks at the beginning that need a mask
+    masked_at_end: Any  #: number of blocks at the end that need a mask
+    count: Any  #: number of blocks
 
 
 class BlockMask(NamedTuple):

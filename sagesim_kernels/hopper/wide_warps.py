@@ -64,7 +64,7 @@ STREAMED = gl.constexpr(gl.SliceLayout(0, S_FLOAT32.value))
 def walk_of(first, ROWS: gl.constexpr, lengths, b, OWNS_QUERIES: gl.constexpr):
     """Return the `Walk` of owned tokens first..first + ROWS of sequence b.
 
-    If keys are owned, no matter which of them are padding: see `without_padding`.
+    Padding among owned keys is ignored here; see `without_padding`.
     """
     offset = causal_offset(lengths, b)
     n_k = live_keys(lengths, b)
@@ -106,8 +106,8 @@ def without_padding(walk, first, lengths, b):
     live = is_live_key(lengths, b, first + gl.arange(0, TILE, OWNED)).to(gl.int32)
     count = gl.where(gl.max(live, 0) == 0, 0, walk.count)
     is_whole = gl.min(live, 0) != 0
-    masked = gl.where(is_whole, walk.masked, count)
-    return Walk(walk.first, masked, gl.where(is_whole, walk.tail, 0), count)
+    masked = gl.where(is_whole, walk.masked_at_begin, count)
+    return Walk(walk.first, masked, gl.where(is_whole, walk.masked_at_end, 0), count)
 
 
 @gluon.jit
@@ -117,9 +117,9 @@ def part_of_tile(walk, tile_walk):
     walk: `walk_of` these keys.
     """
     count = gl.minimum(walk.count, tile_walk.count)
-    is_masked = tile_walk.masked == tile_walk.count
-    masked = gl.where(is_masked, count, walk.masked)
-    return Walk(walk.first, masked, gl.where(is_masked, 0, walk.tail), count)
+    is_masked = tile_walk.masked_at_begin == tile_walk.count
+    masked = gl.where(is_masked, count, walk.masked_at_begin)
+    return Walk(walk.first, masked, gl.where(is_masked, 0, walk.masked_at_end), count)
 
 
 @gluon.jit

@@ -192,8 +192,8 @@ def finish_dq_kernel(grid, dq_sums, lse2, ds_sums, subtracted, dq, lengths, scal
     total *= tl.load(dq_sums.unit + at + tl.arange(0, sizes.BLOCK_Q))[:, None]
     if ds_sums is not None and subtracted.k_mean is not None:
         # The mean that was subtracted from K contributes to dQ, unless a row of dS sums to 0.
-        gain = load_rows(ds_sums, lengths.cu_q, b, h, queries, n_q, 0.0)[:, None]
-        total += gain * load_k_mean(subtracted, b, h // sizes.GROUPS, sizes)
+        ds_sum = load_rows(ds_sums, lengths.cu_q, b, h, queries, n_q, 0.0)[:, None]
+        total += ds_sum * load_k_mean(subtracted, b, h // sizes.GROUPS, sizes)
     # A query that attends to no key may share a tile with a NaN. NaN != inf.
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
     total = tl.where((row_lse2 != float("inf"))[:, None], total, 0.0)

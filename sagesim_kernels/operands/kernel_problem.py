@@ -42,8 +42,25 @@ class Extras(NamedTuple):
 
 NO_EXTRAS: Final = Extras()
 
-_NO_LIMIT: Final = 2**29
-"""Keys. A window of so many on a side has no limit there: kernels compute indices in 32 bits."""
+_TOO_WIDE: Final = 2**29
+"""Keys. A side of a window must have fewer, because kernels compute indices in 32 bits."""
+
+
+def _without_wide_sides(window: tuple[int, int], longest: int) -> tuple[int, int]:
+    """Return the window with -1 for a side of `_TOO_WIDE` keys or more.
+
+    longest: the most tokens of a sequence.
+
+    Raises:
+        ValueError: if such a side may exclude a key.
+    """
+    if any(_TOO_WIDE <= side < longest - 1 for side in window):
+        raise ValueError(
+            f"window is {window}: the kernels compute no side of {_TOO_WIDE:,} keys or more that "
+            f"is narrower than the longest sequence, which may have {longest:,} tokens"
+        )
+    left, right = (-1 if side >= _TOO_WIDE else side for side in window)
+    return left, right
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +103,15 @@ class KernelProblem:
         """Lay out a call.
 
         q, k, v: [sequences, heads, tokens, channels]. spec: without INPUT16.
+
+        Raises:
+            ValueError: if a window is too wide for 32 bits and narrower than the longest sequence.
         """
         cu_q, cu_k, longest_q, longest_k = packing or Packing()
-        left, right = (-1 if x >= _NO_LIMIT else x for x in extras.window)
-        extras = extras._replace(window=(left, right))
+        longest_q = q.shape[2] if longest_q is None else min(longest_q, q.shape[2])
+        longest_k = k.shape[2] if longest_k is None else min(longest_k, k.shape[2])
+        window = _without_wide_sides(extras.window, max(longest_q, longest_k))
+        extras = extras._replace(window=window)
         return cls(
             q=q,
             k=k,
@@ -100,8 +122,8 @@ class KernelProblem:
             lower_right=lower_right,
             cu_q=cu_q,
             cu_k=cu_k,
-            longest_q=q.shape[2] if longest_q is None else min(longest_q, q.shape[2]),
-            longest_k=k.shape[2] if longest_k is None else min(longest_k, k.shape[2]),
+            longest_q=longest_q,
+            longest_k=longest_k,
             extras=extras,
             live_keys=None if extras.key_mask is None else find_live_keys(extras.key_mask),
         )

@@ -95,9 +95,15 @@ def first_live_key(lengths, b):
 
 
 @triton.jit
+def key_mask_of(lengths, b):
+    """Return a pointer to the key mask of sequence b, int8 [n_k], if there are key masks."""
+    return lengths.key_mask + b.to(tl.int64) * lengths.n_k
+
+
+@triton.jit
 def is_unmasked(lengths, b, keys, n_k):
     """Return whether the key mask leaves these keys of 0..n_k."""
-    at = lengths.key_mask + b.to(tl.int64) * lengths.n_k + keys
+    at = key_mask_of(lengths, b) + keys
     return tl.load(at, mask=keys < n_k, other=0) != 0
 
 

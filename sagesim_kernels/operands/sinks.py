@@ -32,35 +32,39 @@ def sink_logits(problem: KernelProblem, shift: Tensor | None) -> Tensor | None:
 
 @triton.jit
 def add_sink(row_sum, row_max, sink2, LOG2_UNIT: tl.constexpr = 0.0):
-    """Return the row sums and maxima with the sinks, and the root of the rows' factor.
+    """Return the row sums and maxima with the sinks, and the square root of each row's factor.
 
-    What was summed up before is relative to the previous maxima. The square of the root makes it
-    relative to the new ones. The root is returned because GPUs flush exponentials below 2^-126 to
-    0: the exponential of a whole difference would make O 0 in rows whose O is not.
+    What was summed up before is relative to the previous maxima. The factor makes it relative to
+    the new ones. Its root is returned because GPUs flush exponentials below 2^-126 to 0: the
+    exponential of a whole difference would make O 0 in rows whose O is not.
 
+    row_sum, row_max, sink2: float32 [rows], and so are the results.
     row_sum: of rows that attend to a key, at least 2^LOG2_UNIT.
     sink2: in base 2. -inf is no sink.
     LOG2_UNIT: log2 of the factor that remains in the row sums.
     """
     new_max = tl.maximum(row_max, sink2)
     finite_max = tl.where(new_max == -float("inf"), 0.0, new_max)
-    root = tl.exp2((row_max - finite_max) * 0.5)
+    sqrt_rescale = tl.exp2((row_max - finite_max) * 0.5)
     if LOG2_UNIT != 0.0:
         sink2 += LOG2_UNIT
-    return row_sum * (root * root) + tl.exp2(sink2 - finite_max), new_max, root
+    rescaled = row_sum * (sqrt_rescale * sqrt_rescale)
+    return rescaled + tl.exp2(sink2 - finite_max), new_max, sqrt_rescale
 
 
 @triton.jit
 def add_sink_of_rows(sink2, lse2, cu, b, h, queries, n_q, row_sum, row_max):
     """Return what `add_sink` does, for these queries of sequence b.
 
-    A row that attends to no key, with a sum of 0, gets no sink. sink2: pointer to the sinks in base
-    2, with the strides of lse2, `Rows`.
+    A row that attends to no key, with a sum of 0, gets no sink.
+
+    sink2: pointer to the sinks in base 2, float32 [sequences, heads, n_q] with the strides of lse2.
+    lse2: `Rows`. queries: [rows]. row_sum, row_max: float32 [rows], and so are the results.
     """
     sinks = Rows(sink2, lse2.stride_b, lse2.stride_h)
     sink = load_rows(sinks, cu, b, h, queries, n_q, 0.0)
-    with_sink, row_max, root = add_sink(row_sum, row_max, sink)
-    return tl.where(row_sum == 0.0, 0.0, with_sink), row_max, root
+    with_sink, row_max, sqrt_rescale = add_sink(row_sum, row_max, sink)
+    return tl.where(row_sum == 0.0, 0.0, with_sink), row_max, sqrt_rescale
 
 
 def sink_probabilities(sink2: Tensor, lse2: Tensor) -> Tensor:
@@ -81,10 +85,13 @@ def sink_gradient(problem: KernelProblem, p_sink: Tensor, delta: Tensor) -> Tens
 def ds_row_sums(
     problem: KernelProblem, p_sink: Tensor | None, statistics: RowStatistics, d_lse: Rows | None
 ) -> Rows | None:
-    """Return the sum of each row of dS; None if it is 0.
+    """Return the sum of each row of dS, float32 [sequences, heads, n_q]; None if it is 0.
 
     P sums to 1 - p_sink, so that dS = P o (dP - delta) sums to the gradient of the logsumexp plus
     p_sink * delta. With a softcap the sums have no such form; the result is then None as well.
+
+    p_sink: see `sink_probabilities`, or None without sinks. d_lse: the gradient of the logsumexp,
+    or None. Both float32 [sequences, heads, n_q].
     """
     if problem.extras.softcap is not None or (p_sink is None and d_lse is None):
         return None

@@ -181,11 +181,10 @@ def forward_kernel(
     has_keys = row_sum != 0.0  # also if it is NaN
     if sink2 is not None:
         row_sink2 = load_rows(sink2, lengths.cu_q, b, h, queries, n_q, 0.0)
-        if v.scale is None:
-            row_sum, row_max, root = add_sink(row_sum, row_max, row_sink2)
-        else:
-            row_sum, row_max, root = add_sink(row_sum, row_max, row_sink2, _LOG2_LEFT)
-        total = total * root[:, None] * root[:, None]
+        row_sum, row_max, sqrt_rescale = add_sink(
+            row_sum, row_max, row_sink2, 0.0 if v.scale is None else _LOG2_LEFT
+        )
+        total = total * sqrt_rescale[:, None] * sqrt_rescale[:, None]
     row_sum = tl.where(has_keys, row_sum, 1.0)
     row_lse2 = row_max + tl.log2(row_sum)
     if v.scale is not None:

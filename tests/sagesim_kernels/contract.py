@@ -200,6 +200,7 @@ class _Checker:
             self._backward()
         except AssertionError as error:
             self.failures.append(str(error))
+            raise AssertionError("\n".join(self.failures)) from error
         if self.failures:
             raise AssertionError("\n".join(self.failures))
         return self.tally

@@ -24,6 +24,7 @@ from sagesim import (
     Smoothing,
 )
 from sagesim_kernels import attention
+from sagesim_kernels.operands import Extras, KernelProblem, Packing
 from tests.support import examples
 from tests.support.assertions import assert_bitwise, assert_within_bound, assert_within_budget
 from tests.support.calls import Outputs, run_attention, run_exact, run_trace
@@ -750,3 +751,34 @@ def test_a_window_of_more_keys_than_32_bits_count_is_none(window):
     c = kernel_case(seed=9, n_q=100, n_k=70, d=8)
     found = run_kernels(c, SPECS["factored"], window=window, causal_alignment="lower_right")
     assert_same(found, run_kernels(c, SPECS["factored"]))
+
+
+@pytest.mark.parametrize("side", [2**29, 2**30])
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_window_that_32_bits_do_not_count_is_refused_unless_it_covers_every_key(is_left, side):
+    """The tensors have no memory. The last query is `side` keys after the first of side + 1."""
+
+    def window_of(tokens: int, packing: Packing | None = None) -> tuple[int, int]:
+        x = torch.empty(1, 1, tokens, 64, dtype=torch.float16, device="meta")
+        extras = Extras(window=(side, -1) if is_left else (-1, side))
+        problem = KernelProblem.of(
+            x,
+            x,
+            x,
+            spec=SPECS["factored"],
+            scale=1.0,
+            is_causal=False,
+            lower_right=False,
+            packing=packing,
+            extras=extras,
+        )
+        assert (problem.lengths.left is None) == (problem.extras.window[0] == -1)
+        return problem.extras.window
+
+    assert window_of(side + 1) == (-1, -1)
+    with pytest.raises(ValueError, match=f"window is .*{side}"):
+        window_of(side + 2)
+    cu = torch.empty(3, dtype=torch.int32, device="meta")
+    assert window_of(side + 2, Packing(cu, cu, side, side)) == (-1, -1)
+    with pytest.raises(ValueError, match=f"window is .*{side}"):
+        window_of(side + 2, Packing(cu, cu, 1, side + 2))

@@ -379,8 +379,9 @@ def test_names_dtypes_and_shapes_are_checked(name: str) -> None:
         "o": right.o.half(),
         "lse": right.lse[..., None],
     }[name]
-    with pytest.raises(AssertionError, match=f"^{name}: "):
+    with pytest.raises(AssertionError, match=f"^{name}: ") as raised:
         check_trace(replace(right, **{name: wrong}), PLAIN, SAGEBWD)
+    assert isinstance(raised.value.__cause__, AssertionError)  # its traceback shows the place
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """The Hopper kernels: odd lengths, sums of dQ, packed sequences, strides, NaN and infinity.
 
 They compute FACTORED_QK at head sizes from 33 to 256. On another GPU the portable kernels would run
-instead, so these tests are skipped there.
+instead, so these tests are skipped there. `scripts/gpu_checks.py` leaves out those marked
+`exhaustive`, whose parts other combinations have.
 """
 
 import math
@@ -21,6 +22,7 @@ from tests.sagesim_kernels.contract import check
 from tests.sagesim_kernels.kernel_cases import KINDS, LAYOUTS, ORDINARY, KernelCase
 from tests.support import examples
 from tests.support.assertions import assert_bitwise
+from tests.support.combinations import combined, numbered
 from tests.support.kernels import Results, assert_same, kernel_case, poisoned, run_kernels
 
 IS_HOPPER = torch.cuda.is_available() and hopper.is_hopper()
@@ -37,10 +39,9 @@ def by_name(*sizes: int):
     return [pytest.param(d, id=f"d{d}") for d in sizes]
 
 
-HEAD_SIZES = by_name(64, 128, 192, 256)
-"""Those of a tile in shared memory."""
-EXTRA_SIZES = by_name(64, 128, 136, 192, 256)
-"""For windows, padding and sinks."""
+TILES = (64, 128, 192, 256)
+"""Head sizes of a tile in shared memory."""
+HEAD_SIZES = by_name(*TILES)
 PAIRS = (
     *((64, 64), (128, 128), (33, 56), (96, 80), (192, 192), (256, 256), (136, 160), (200, 256)),
     *((192, 128), (72, 256)),
@@ -72,9 +73,13 @@ def options_of(mask: str, heads: int) -> dict[str, Any]:
     return options
 
 
-def by_mask(*sizes: int):
-    """Head sizes with every mask; see `by_name`."""
-    return [pytest.param(d, mask, id=f"d{d}-{mask}") for d in sizes for mask in EVERY_MASK]
+def named(*values: Any) -> dict[str, Any]:
+    """An axis of `combined`, of values that are strings or head sizes."""
+    return {x if isinstance(x, str) else f"d{x}": x for x in values}
+
+
+EXTRA_SIZES = named(64, 128, 136, 192, 256)
+"""Head sizes for windows, padding and sinks."""
 
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 200, 256, 257, 300, 385)
@@ -96,10 +101,20 @@ def is_served(unplanned, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("d", [*SIZES, *by_name(33, 72, 112, 136, 200)])
-@pytest.mark.parametrize("lengths", [(256, 256), (300, 300), (65, 400), (400, 65), (1, 129)])
+@pytest.mark.parametrize(
+    ("lengths", "d", "dtype", "mask"),
+    combined(
+        # Every tile with all lengths, and the head sizes that fill one in part with two.
+        lambda lengths, d, dtype, _: (
+            (dtype == "bfloat16" or d in (64, 128, 256))
+            and (d in TILES or lengths in ((300, 300), (65, 400)))
+        ),
+        numbered("lengths", [(256, 256), (300, 300), (65, 400), (400, 65), (1, 129)]),
+        named(33, 40, 64, 72, 80, 112, 128, 136, 160, 192, 200, 256),
+        named("bfloat16", "float16"),
+        named(*MASKS),
+    ),
+)
 def test_kernels_meet_the_contract(lengths, d, dtype, mask):
     n_q, n_k = lengths
     problem = KernelCase(
@@ -169,9 +184,15 @@ SINKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("d", EXTRA_SIZES)
-@pytest.mark.parametrize("extras", SINKS)
-@pytest.mark.parametrize("lengths", [(300, 400), (400, 300), (520, 520), (1, 129)])
+@pytest.mark.parametrize(
+    ("lengths", "extras", "d"),
+    combined(
+        lambda lengths, _, d: lengths == (520, 520) or d in (64, 256),
+        numbered("lengths", [(300, 400), (400, 300), (520, 520), (1, 129)]),
+        named(*SINKS),
+        EXTRA_SIZES,
+    ),
+)
 def test_sinks_meet_the_contract(lengths, extras, d):
     problem = problem_with({**SINKS[extras], "has_sinks": True}, lengths, d)
     check(problem.case, problem.parsed)
@@ -188,9 +209,15 @@ EXTRAS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("extras", EXTRAS)
-@pytest.mark.parametrize("d", EXTRA_SIZES)
-@pytest.mark.parametrize("lengths", [(520, 520), (300, 400), (400, 300), (1, 129)])
+@pytest.mark.parametrize(
+    ("lengths", "d", "extras"),
+    combined(
+        lambda lengths, d, _: lengths == (520, 520) or d in (64, 256),
+        numbered("lengths", [(520, 520), (300, 400), (400, 300), (1, 129)]),
+        EXTRA_SIZES,
+        named(*EXTRAS),
+    ),
+)
 def test_windows_and_padding_meet_the_contract(lengths, d, extras):
     problem = problem_with(EXTRAS[extras], lengths, d)
     check(problem.case, problem.parsed)
@@ -351,9 +378,19 @@ def portable(case, spec, monkeypatch: pytest.MonkeyPatch, **options) -> Results:
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize(("d", "mask"), by_mask(64, 128, 192, 256))
-@pytest.mark.parametrize("lengths", [(1, 1), (129, 513), (700, 333), (1024, 1024)])
+@pytest.mark.parametrize(
+    ("lengths", "d", "mask", "spec"),
+    combined(
+        lambda lengths, _, mask, spec: (
+            lengths == (129, 513)
+            or (mask in ("full", "upper_left", "sinks") and spec is FACTORED_QK)
+        ),
+        numbered("lengths", [(1, 1), (129, 513), (700, 333), (1024, 1024)]),
+        named(*TILES),
+        named(*EVERY_MASK),
+        SPECS,
+    ),
+)
 def test_results_are_those_of_the_portable_kernels(lengths, d, spec, mask, monkeypatch):
     """They differ by rounding only: both add up float32 sums, in different orders."""
     n_q, n_k = lengths
@@ -374,9 +411,14 @@ def test_results_are_those_of_the_portable_kernels(lengths, d, spec, mask, monke
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize(("d", "mask"), by_mask(64, 128, 192, 256))
 @pytest.mark.parametrize(
-    "shape", [(1, 32, 32, 2048), (2, 2, 16, 2000), (1, 1, 1, 8192), (2, 8, 32, 4096)]
+    ("shape", "d", "mask"),
+    combined(
+        lambda shape, _, mask: shape == (2, 2, 16, 2000) or mask in ("full", "upper_left", "sinks"),
+        numbered("shape", [(1, 32, 32, 2048), (2, 2, 16, 2000), (1, 1, 1, 8192), (2, 8, 32, 4096)]),
+        named(*TILES),
+        named(*EVERY_MASK),
+    ),
 )
 def test_repeated_runs_give_the_same_bits(shape, d, mask):
     """Integer sums of dQ do not depend on the order in which programs add their parts."""
@@ -397,8 +439,15 @@ def test_repeated_runs_give_the_same_bits(shape, d, mask):
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize(("d", "mask"), by_mask(64, 128, 192, 256))
-@pytest.mark.parametrize("lengths", [(1, 1), (129, 513), (700, 333), (1024, 1024)])
+@pytest.mark.parametrize(
+    ("lengths", "d", "mask"),
+    combined(
+        lambda lengths, _, mask: lengths == (129, 513) or mask in ("full", "upper_left"),
+        numbered("lengths", [(1, 1), (129, 513), (700, 333), (1024, 1024)]),
+        named(*TILES),
+        named(*EVERY_MASK),
+    ),
+)
 def test_memory_is_written_before_it_is_read(lengths, d, mask):
     """The results do not depend on what padded storage and the sum of dQ held before.
 
@@ -414,7 +463,8 @@ def test_memory_is_written_before_it_is_read(lengths, d, mask):
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize(("d", "mask"), by_mask(40, 64, 80, 128, 160, 192, 256))
+@pytest.mark.parametrize("mask", EVERY_MASK)
+@pytest.mark.parametrize("d", SIZES)
 def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_packed(d, mask):
     """The other packed sequences are empty, longer, shorter, or contain NaN."""
     lengths_q = (300, 0, 65, 1, 513, 64, 70)
@@ -455,13 +505,20 @@ def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_packed(d, mask):
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("tensor", range(4))
-@pytest.mark.parametrize(("n_q", "is_causal"), [(200, True), (400, True), (400, False)])
-@pytest.mark.parametrize("d", HEAD_SIZES)
-def test_nan_and_infinity_stay_in_their_head(tensor, value, d, n_q, is_causal):
+@pytest.mark.parametrize(
+    ("d", "queries", "tensor", "value"),
+    combined(
+        lambda d, _queries, _tensor, value: d == 64 or math.copysign(1.0, value) > 0,
+        named(*TILES),
+        {"200-True": (200, True), "400-True": (400, True), "400-False": (400, False)},
+        {str(tensor): tensor for tensor in range(4)},
+        {"nan0": math.nan, "nan1": -math.nan, "inf": math.inf, "-inf": -math.inf},
+    ),
+)
+def test_nan_and_infinity_stay_in_their_head(tensor, value, d, queries):
     """With 200 queries under the causal mask some keys are not attended to, so K is smoothed before
     the kernel. In the other cases the kernel smooths K itself."""
+    n_q, is_causal = queries
     c = kernel_case(torch.bfloat16, seed=2, n_q=n_q, n_k=333, d=d, heads=(2, 3))
     c = replace(c, is_causal=is_causal)
     clean = run_kernels(c, FACTORED_QK)

@@ -82,7 +82,8 @@ def lengths_of(
 def steps(walk: Any, tile_walk: Any, before: int, has_tail: bool) -> list[tuple[int, bool]]:
     """The steps of a consumer of a gradient: places in the tile's walk, and whether they mask. The
     order of the places is that in which the producer loads the blocks."""
-    loop = QueryLoop(0, walk.masked, walk.count - walk.tail if has_tail else None, walk.count, 0)
+    unmasked_end = walk.count - walk.masked_at_end if has_tail else None
+    loop = QueryLoop(0, walk.masked_at_begin, unmasked_end, walk.count, 0)
     found: list[tuple[int, bool]] = []
     for part in range(3 if has_tail else 2):
         begin, end = parts(loop, part)
@@ -96,7 +97,7 @@ def steps(walk: Any, tile_walk: Any, before: int, has_tail: bool) -> list[tuple[
 def softmax_steps(walk: Any, tile_walk: Any, before: int, has_tail: bool) -> list[tuple[int, bool]]:
     """The same for O. In each step the block is counted down as `compute_o` does it."""
     first = int(tile_walk.first) - before if has_tail else int(walk.first)
-    masked, tail, count = int(walk.masked), int(walk.tail), int(walk.count)
+    masked, tail, count = int(walk.masked_at_begin), int(walk.masked_at_end), int(walk.count)
     block = first - masked + 1
     found = [(first - j, True) for j in range(masked)]
     for part in range(2 if has_tail else 1):
@@ -220,4 +221,4 @@ def test_the_time_is_linear_in_the_window(owns_queries: bool) -> None:
         walk = walk_of(Numbers(first), TILE, lengths, Numbers(0), owns_queries)
         assert int(walk.count) == 18
         walk = walk_of(Numbers(first), BLOCK, lengths, Numbers(0), owns_queries)
-        assert int(walk.count) == 17 and int(walk.masked) + int(walk.tail) == 2
+        assert int(walk.count) == 17 and int(walk.masked_at_begin) + int(walk.masked_at_end) == 2

@@ -1,6 +1,7 @@
-"""Pairs of parameters, of which CI runs a selection in which each value occurs."""
+"""Combinations of parameters, of which most test runs need a selection."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -21,3 +22,24 @@ def crossed(first: Sequence[Any], second: Sequence[Any], *, each: int = 1) -> li
             marks = () if is_in_ci else pytest.mark.exhaustive
             pairs.append(pytest.param(one, other, marks=marks))
     return pairs
+
+
+def numbered(name: str, values: Sequence[Any]) -> dict[str, Any]:
+    """Return values by the ids that pytest gives to values without a name of their own."""
+    return {f"{name}{i}": value for i, value in enumerate(values)}
+
+
+def combined(is_needed: Callable[..., bool], *axes: Mapping[str, Any]) -> list[Any]:
+    """Return all combinations of a value of each axis, for `pytest.mark.parametrize`.
+
+    Those of which is_needed(*values) is false have the mark `exhaustive`. The ids are those of one
+    `parametrize` for each axis, the first one next to the function.
+
+    axes: values by id.
+    """
+    found = []
+    for ids in itertools.product(*axes):
+        values = [axis[name] for axis, name in zip(axes, ids, strict=True)]
+        marks = () if is_needed(*values) else pytest.mark.exhaustive
+        found.append(pytest.param(*values, id="-".join(ids), marks=marks))
+    return found

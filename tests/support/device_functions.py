@@ -84,12 +84,12 @@ class Pointer:
 
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Numbers:
     if mask is None:
-        return Numbers(self_checked(pointer))
+        return Numbers(checked_load(pointer))
     at = np.where(raw(mask), pointer.at, 0)
-    return Numbers(np.where(raw(mask), self_checked(Pointer(pointer.array, at)), other))
+    return Numbers(np.where(raw(mask), checked_load(Pointer(pointer.array, at)), other))
 
 
-def self_checked(pointer: Pointer) -> Any:
+def checked_load(pointer: Pointer) -> Any:
     """Return what is at the pointer, all of it in the array."""
     assert np.all((np.asarray(pointer.at) >= 0) & (np.asarray(pointer.at) < pointer.array.size))
     return pointer.array[pointer.at]

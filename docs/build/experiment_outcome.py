@@ -239,9 +239,9 @@ def draw(folder: Path = DATA / A) -> None:
     }
     unit = fmean(x**2 for x in apart[TWIN]) ** 0.5
     _, axes = plt.subplots(figsize=plots.WIDE, layout="constrained")
-    axes.axvspan(-1, CLOSED * unit, color="0.94", label=f"d of a closed gap: up to {CLOSED:g} s")
+    axes.axvspan(-1, CLOSED * unit, color="0.94", label=rf"d of a closed gap: up to {CLOSED:g} $s$")
     axes.axvline(
-        REAL * unit, color=plots.GREY, linestyle="--", label=f"d of a real gap: above {REAL:g} s"
+        REAL * unit, color=plots.GREY, linestyle="--", label=rf"d of a real gap: above {REAL:g} $s$"
     )
     for row, values in enumerate(apart.values()):
         label = ("a seed", "d, the mean of the seeds") if row == 0 else (None, None)

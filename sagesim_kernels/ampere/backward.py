@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from sagesim.spec import Granularity
 from sagesim_kernels.ampere.backward_kernel import Config, ampere_backward
 from sagesim_kernels.ampere.p_rows import launch_p_rows
 from sagesim_kernels.ampere.query_buffers import STATS
@@ -38,6 +39,9 @@ from sagesim_kernels.portable import Tile, map_product, prepare_backward, try_ti
 _FOR_TWO: Final = 2 * 64 * 1024
 """Bytes of shared memory that are enough for two programs."""
 
+_FOR_THREE: Final = 168
+"""The most registers of a thread of which three programs of four warps fit on a multiprocessor."""
+
 
 @cache
 def _shared_memory(device: int) -> int:
@@ -46,21 +50,34 @@ def _shared_memory(device: int) -> int:
     return active.utils.get_device_properties(device)["max_shared_mem"]
 
 
-def _tiles(channels: int, has_codes: bool) -> Iterator[Tile]:
-    """Yield the tiles to try, the best first.
+def _tiles(channels: int, in_registers: bool, has_one_scale: bool) -> Iterator[Tile]:
+    """Yield the tiles to try, the best first. A program owns keys, and `step` counts queries.
 
-    Two programs of 64 keys on a multiprocessor are faster than one of 128 keys, if the shared
-    memory is large enough for both. Copying the next queries early pays for products of codes.
+    If several warps share keys, each loads less from shared memory, which limits products of 16-bit
+    numbers. Products of codes are limited by latency: small programs are faster, or copies of the
+    next queries that start early.
 
-    has_codes: whether P and dS are rounded to codes.
+    Args:
+        channels: of a tile.
+        in_registers: whether P and dS stay in the registers of their warp.
+        has_one_scale: whether one scale of a tile of dS serves dQ and dK.
     """
     active: Any = driver.active
-    stages = (2, 1) if has_codes else (1,)
-    if channels == 64 and _shared_memory(active.get_current_device()) > _FOR_TWO:
-        yield Tile(64, 4, stages[0])
-    for several in stages:
-        yield Tile(128, 8, several)
-    yield Tile(64, 4, 1)
+    has_room = _shared_memory(active.get_current_device()) > _FOR_TWO
+    if not in_registers:
+        if channels == 64 and has_room:
+            yield Tile(128, 4, 1, step=32)
+        yield Tile(128, 8, 1, step=64)
+        yield Tile(128, 8, 1, step=32)
+        yield Tile(64, 4, 1, step=32)
+        return
+    if channels == 64 and has_one_scale:
+        yield Tile(64, 4, 1, step=64, registers=_FOR_THREE)
+    if channels == 64 and has_room:
+        yield Tile(64, 4, 2, step=64)
+    for stages in (2, 1):
+        yield Tile(128, 8, stages, step=64)
+    yield Tile(64, 4, 1, step=64)
 
 
 def _bits(x: Operand, other: Operand) -> int:
@@ -77,8 +94,9 @@ def launch_kernel(
     row_stats: Tensor,
     dq_sums: DqSums,
     grads: Gradients,
+    in_registers: bool,
 ) -> None:
-    """Launch the kernel with a tile of keys."""
+    """Launch the kernel with a tile of keys. in_registers: see `_tiles`."""
     q, k = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
     do, v = operands.get("dp", "do"), operands.get("dp", "v")
     q_right, do_right = operands.get("dk", "q"), operands.get("dv", "do")
@@ -86,6 +104,8 @@ def launch_kernel(
     grid = Grid(-(-problem.longest_k // tile.rows), problem.k.shape[1], problem.sequences)
     config = Config(
         keys=tile.rows,
+        queries=tile.step,
+        across=tile.num_warps * (16 if in_registers else 32) // tile.rows,
         stages=tile.num_stages,
         channels=padded(problem.q.shape[3]),
         q_right=_bits(q_right, q),
@@ -114,8 +134,7 @@ def launch_kernel(
         problem.scale,
         KernelSizes.of(problem, tile.rows),
         config,
-        num_warps=tile.num_warps,
-        **LAUNCH,
+        **tile.options,
     )
 
 
@@ -151,9 +170,19 @@ def launch_backward(
     )
     products = (problem.spec.dv, problem.spec.dq, problem.spec.dk)
     has_codes = any(matmul.precision.is_scaled for matmul in products)
+    # Maps that are exchanged between warps are exchanged in one format for dQ and dK.
+    in_registers = (
+        has_codes or operands.get("dk", "q").ptr.dtype != operands.get("dq", "k").ptr.dtype
+    )
+    has_one_scale = all(
+        matmul.precision.is_scaled and matmul.lhs is Granularity.PerTile
+        for matmul in (problem.spec.dq, problem.spec.dk)
+    )
     try_tiles(
-        _tiles(padded(d), has_codes),
-        lambda tile: launch_kernel(tile, problem, operands, row_stats, dq_sums, grads),
+        _tiles(padded(d), in_registers, has_one_scale),
+        lambda tile: launch_kernel(
+            tile, problem, operands, row_stats, dq_sums, grads, in_registers
+        ),
         f"the backward at head size {d}",
     )
     finish_dq(problem, dq_sums, statistics.lse2, d_lse, operands.subtracted, grads.dq)

@@ -1,8 +1,9 @@
 """The backward kernel for mma.sync: the gradients of a tile of keys, in one pass over the queries.
 
-A warp owns 16 keys. S, P, dP and dS are transposed [keys, queries], so that P and dS stay in the
-registers of their warp as left operands of dV and dK. dS alone passes through shared memory, where
-the warps exchange it for dQ.
+S, P, dP and dS are transposed [keys, queries], so that P and dS are left operands of dV and dK. If
+a warp owns keys, its P and dS stay in registers, and dS alone passes through shared memory, where
+warps exchange it for dQ. If two warps share keys, each computes the maps of half of the queries and
+the sums of half of the channels. P passes through shared memory then, too.
 """
 
 # Pyright takes the annotations of Gluon's functions literally:
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -34,6 +36,7 @@ from sagesim_kernels.ampere.device import (
     right_chunk,
     rows_layout,
     scaled_difference,
+    shared_product,
     store_chunk,
     to_int32,
 )
@@ -64,11 +67,16 @@ from sagesim_kernels.operands import (
     stored_start_of,
 )
 
+_BYTES = gl.constexpr(128)
+"""Bytes of a row that a product loads at a time; see `shared_product`."""
+
 
 class Config(NamedTuple):
     """The constants of a kernel."""
 
     keys: int  #: that a program owns: one or two blocks of the spec
+    queries: int  #: of a step: a block of the spec, or half of one
+    across: int  #: warps that share keys: each computes maps of some queries, sums of some channels
     stages: int  #: buffers for the queries of a step, 1 or 2
     channels: int  #: of a tile in shared memory, 64 or 128
     q_right: int  #: bits of the numbers of dK's right operand; 0 if it is q
@@ -76,10 +84,36 @@ class Config(NamedTuple):
     k_right: int  #: the same for dQ's right operand and k
 
 
+@constexpr_function
+def _split_by_block(layout):
+    """Return a layout [rows, columns] as [blocks, 64, columns]: threads hold the same numbers."""
+
+    def split(bases):
+        return [[row // 64, row % 64, column] for row, column in bases]
+
+    rows, columns = layout.shape
+    return gl.DistributedLinearLayout(
+        split(layout.reg_bases),
+        split(layout.lane_bases),
+        split(layout.warp_bases),
+        split(layout.block_bases),
+        [rows // 64, 64, columns],
+    )
+
+
+@gluon.jit
+def _rows_of_blocks(x, LAYOUT: gl.constexpr):
+    """Repeat numbers [blocks, queries] for each of the 64 keys of a block."""
+    BLOCKS: gl.constexpr = x.shape[0]
+    QUERIES: gl.constexpr = x.shape[1]
+    rows = x[:, None, :].broadcast_to([BLOCKS, BLOCK, QUERIES]).reshape([BLOCKS * BLOCK, QUERIES])
+    return gl.convert_layout(rows, LAYOUT, assert_trivial=True)
+
+
 @gluon.jit
 def _row_stats(buffers, stage, INDEX: gl.constexpr, LAYOUT: gl.constexpr):
     """Return one of the numbers of each query of a step."""
-    return buffers.row_stats.index(stage).slice(INDEX * BLOCK, BLOCK).load(LAYOUT)
+    return buffers.row_stats.index(stage * STATS + INDEX).load(LAYOUT)
 
 
 @gluon.jit
@@ -97,6 +131,18 @@ def _add_product(
         column = channel_scales(x, scales, first, scale_buffer, stage, C, gl.SliceLayout(0, LAYOUT))
         sums = code_product(left, right_chunk(buffer.index(stage), C, LAYOUT), LAYOUT)
         return gl.fma(sums, row_scale[:, None] * column[None, :], total)
+
+
+@gluon.jit
+def _add_to_sums(
+    sum0, sum1, left, row_scale, x, scales, first, buffer, scale_buffer, stage,
+    CHUNKS: gl.constexpr,
+):  # fmt: skip
+    """Return the sums of all chunks, the second unused if there is one, plus left @ x."""
+    sum0 = _add_product(sum0, left, row_scale, x, scales, first, buffer, scale_buffer, stage, 0)
+    if CHUNKS == 2:
+        sum1 = _add_product(sum1, left, row_scale, x, scales, first, buffer, scale_buffer, stage, 1)
+    return sum0, sum1
 
 
 @gluon.jit
@@ -132,7 +178,7 @@ def _add_to_dq(
     """
     BLOCKS: gl.constexpr = CONFIG.keys // BLOCK
     ROWS: gl.constexpr = ds_s.shape[0] // BLOCKS
-    blocks = reinterpret(ds_s, ds_s.dtype, [BLOCKS, ROWS, BLOCK], DS)
+    blocks = reinterpret(ds_s, ds_s.dtype, [BLOCKS, ROWS, CONFIG.queries], DS)
     # The part of each block of keys is rounded to integers, which are added up here.
     left0, factor0 = exchanged(blocks.index(0), dq_product, inverse, maxima, 0, LAYOUT)
     if BLOCKS == 2:
@@ -159,7 +205,7 @@ def ampere_backward(
     Args:
         q, k, do, v: `Operand` of qk_recompute and dp.
         q_right, do_right, k_right: the right operands of dK, dV and dQ.
-        row_stats: float32 [heads, blocks of queries, STATS, BLOCK], in padded storage.
+        row_stats: float32 [heads, STATS, tokens], in padded storage.
         dq_sums: `DqSums`.
         p_product, dq_product, dk_product: `MapProduct`.
         scale: of the logits.
@@ -167,6 +213,7 @@ def ampere_backward(
         CONFIG: `Config`.
     """
     KEYS: gl.constexpr = CONFIG.keys
+    QUERIES: gl.constexpr = CONFIG.queries
     STAGES: gl.constexpr = CONFIG.stages
     CHANNELS: gl.constexpr = CONFIG.channels
     CHUNKS: gl.constexpr = CONFIG.channels // CHUNK
@@ -176,8 +223,11 @@ def ampere_backward(
     DT: gl.constexpr = do.ptr.dtype.element_ty
     BITS: gl.constexpr = q.ptr.dtype.element_ty.primitive_bitwidth
     WARPS: gl.constexpr = gl.num_warps()
-    ST: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, WARPS // 4], [16, 8])
+    ACROSS: gl.constexpr = CONFIG.across
+    DQ: gl.constexpr = gl.NVMMADistributedLayout(
+        [2, 0], [QUERIES // (16 * ACROSS), WARPS * 16 * ACROSS // QUERIES], [16, 8]
+    )
+    ST: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS // ACROSS, ACROSS], [16, 8])
     ROWS: gl.constexpr = gl.SliceLayout(1, ST)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ST)
 
@@ -227,38 +277,46 @@ def ampere_backward(
     else:
         KT: gl.constexpr = k_right.ptr.dtype.element_ty
         K_TILE: gl.constexpr = rows_layout(CHANNELS, 16)
-        DS: gl.constexpr = rows_layout(BLOCK, 16)
-        DS_TILE: gl.constexpr = rows_layout(BLOCK, 16)
-        ds_s = gl.allocate_shared_memory(KT, [KEYS, BLOCK], DS_TILE)
+        DS: gl.constexpr = rows_layout(QUERIES, 16)
+        DS_TILE: gl.constexpr = rows_layout(QUERIES, 16)
+        ds_s = gl.allocate_shared_memory(KT, [KEYS, QUERIES], DS_TILE)
         if CONFIG.k_right == 16:
             kr_s = gl.allocate_shared_memory(KT, [BLOCKS, BLOCK, CHANNELS], K_TILE)
             tile = reinterpret(kr_s, KT, [KEYS, CHANNELS], K_TILE)
             copy_tokens(k_right, kr_base, first, 0, n_k, tile)
         else:
             kr_s = reinterpret(k_s, KT, [BLOCKS, BLOCK, CHANNELS], K_TILE)
+    if ACROSS > 1:
+        p_s = gl.allocate_shared_memory(do_right.ptr.dtype.element_ty, [KEYS, QUERIES], DS_TILE)
+        LEFT: gl.constexpr = gl.DotOperandLayout(0, ST, 2)
     p_maxima = maximum_buffer(p_product, ds_s, KEYS)
     ds_maxima = maximum_buffer(dk_product, ds_s, KEYS)
     if k.scale is not None:
         # Behind the sequence's last key there may be no scale.
-        row = first if k.TOKENS == KEYS else gl.minimum(first + local, n_stored - 1)
+        if k.TOKENS == BLOCK:
+            BY_BLOCK: gl.constexpr = _split_by_block(gl.to_linear_layout(ST, [KEYS, QUERIES]))
+            row = BLOCK * gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(1, BY_BLOCK)))
+        else:
+            row = local
+        row = gl.minimum(first + row, n_stored - 1)
         k_scale = gl.load(k_scales + (row // k.TOKENS).to(gl.int64) * k.scale_stride_n)
 
-    q_s = gl.allocate_shared_memory(QT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, BITS))
-    do_s = gl.allocate_shared_memory(DT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, 16))
+    q_s = gl.allocate_shared_memory(QT, [STAGES, QUERIES, CHANNELS], rows_layout(CHANNELS, BITS))
+    do_s = gl.allocate_shared_memory(DT, [STAGES, QUERIES, CHANNELS], rows_layout(CHANNELS, 16))
     buffers = QueryBuffers(
         q_s,
         do_s,
-        right_buffer(q_right, q_s, STAGES, CONFIG.q_right, CHANNELS),
-        right_buffer(do_right, do_s, STAGES, CONFIG.do_right, CHANNELS),
+        right_buffer(q_right, q_s, CONFIG.q_right),
+        right_buffer(do_right, do_s, CONFIG.do_right),
         scale_buffer(q_right, q_s, STAGES, CHANNELS),
         scale_buffer(do_right, do_s, STAGES, CHANNELS),
-        gl.allocate_shared_memory(gl.float32, [STAGES, STATS * BLOCK], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [STAGES * STATS, QUERIES], VECTOR),
     )
 
-    begin, unmasked = query_loop_bounds(first, KEYS, BLOCK, n_k, offset, first_live, n_q)
-    begin = begin // BLOCK
-    unmasked = (unmasked + BLOCK - 1) // BLOCK
-    end = (n_q + BLOCK - 1) // BLOCK
+    begin, unmasked = query_loop_bounds(first, KEYS, QUERIES, n_k, offset, first_live, n_q)
+    begin = begin // QUERIES
+    unmasked = (unmasked + QUERIES - 1) // QUERIES
+    end = (n_q + QUERIES - 1) // QUERIES
     first_head = k_head * GROUPS
     start_q = stored_start_of(lengths.cu_q, lengths.n_q, b)
     if begin < end:
@@ -276,6 +334,8 @@ def ampere_backward(
         for MASKED in gl.static_range(1, -1, -1):
             for block in range(begin if MASKED else unmasked, unmasked if MASKED else end):
                 stage = n % STAGES
+                _dor_base, dor_scales = head_pointers(do_right, lengths.cu_q, lengths.n_q, b, h)
+                _qr_base, qr_scales = head_pointers(q_right, lengths.cu_q, lengths.n_q, b, h)
                 n += 1
                 # The last step copies queries that no step uses.
                 wraps = block + 1 == end
@@ -290,25 +350,19 @@ def ampere_backward(
                         q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b,
                         next_head, next_block, n % STAGES, sizes, CONFIG,
                     )  # fmt: skip
-                query = block * BLOCK
-                queries = (query + gl.arange(0, BLOCK, COLUMNS))[None, :]
+                query = block * QUERIES
+                queries = (query + gl.arange(0, QUERIES, COLUMNS))[None, :]
 
-                s = product(
-                    k_s.load(gl.DotOperandLayout(0, ST, 32 // BITS)),
-                    buffers.q.index(stage).permute((1, 0)).load(
-                        gl.DotOperandLayout(1, ST, 32 // BITS)
-                    ),
-                    ST,
-                )  # fmt: skip
-                factor = _row_stats(buffers, stage, 0, COLUMNS)[None, :]
-                if k.scale is not None:  # as `operands.apply_k_scale` does
-                    if k.TOKENS == KEYS:
-                        factor = factor * k_scale
-                    elif k.TOKENS == BLOCK:
-                        factor = factor * k_scale[:, None]
-                    else:
-                        s = s * (k_scale * 0.0009765625)[:, None]
-                        factor = factor * 1024.0
+                s = shared_product(k_s, buffers.q.index(stage), ST, _BYTES)
+                if k.scale is None:
+                    factor = _row_stats(buffers, stage, 0, COLUMNS)[None, :]
+                elif k.TOKENS == BLOCK:  # as `operands.apply_k_scale` does
+                    IN_BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, BY_BLOCK))
+                    factor = _row_stats(buffers, stage, 0, IN_BLOCK)[None, :]
+                    factor = _rows_of_blocks(factor * k_scale[:, None], ST)
+                else:
+                    s = s * (k_scale * 0.0009765625)[:, None]
+                    factor = _row_stats(buffers, stage, 0, COLUMNS)[None, :] * 1024.0
                 s = scaled_difference(s, factor, _row_stats(buffers, stage, 1, COLUMNS)[None, :])
                 if MASKED:
                     visible = queries >= first_query
@@ -318,23 +372,14 @@ def ampere_backward(
                 if p_product.PER_TILE:
                     barrier()  # All warps have stored their maximum of P.
                 map, row_scale = rounded(p, largest, p_product, buffers.do_right, p_maxima)
-                left = left_operand(map)
-                _dor_base, dor_scales = head_pointers(do_right, lengths.cu_q, lengths.n_q, b, h)
-                dv0 = _add_product(
-                    dv0, left, row_scale, do_right, dor_scales, query, buffers.do_right,
-                    buffers.do_scales, stage, 0,
-                )  # fmt: skip
-                if CHUNKS == 2:
-                    dv1 = _add_product(
-                        dv1, left, row_scale, do_right, dor_scales, query, buffers.do_right,
-                        buffers.do_scales, stage, 1,
+                if ACROSS == 1:
+                    dv0, dv1 = _add_to_sums(
+                        dv0, dv1, left_operand(map), row_scale, do_right, dor_scales, query,
+                        buffers.do_right, buffers.do_scales, stage, CHUNKS,
                     )  # fmt: skip
-
-                dp = product(
-                    v_s.load(gl.DotOperandLayout(0, ST, 2)),
-                    buffers.do.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, ST, 2)),
-                    ST,
-                )
+                else:
+                    p_s.store(map)
+                dp = shared_product(v_s, buffers.do.index(stage), ST, _BYTES)
                 ds = p * (dp - _row_stats(buffers, stage, 2, COLUMNS)[None, :])
                 if MASKED:
                     ds = gl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0
@@ -346,26 +391,30 @@ def ampere_backward(
                     store_pairs(map, ds_s)
                 else:
                     ds_s.store(ds.to(ds_s.dtype))
-                left = left_operand(map)
-                _qr_base, qr_scales = head_pointers(q_right, lengths.cu_q, lengths.n_q, b, h)
-                dk0 = _add_product(
-                    dk0, left, row_scale, q_right, qr_scales, query, buffers.q_right,
-                    buffers.q_scales, stage, 0,
-                )  # fmt: skip
-                if CHUNKS == 2:
-                    dk1 = _add_product(
-                        dk1, left, row_scale, q_right, qr_scales, query, buffers.q_right,
-                        buffers.q_scales, stage, 1,
+                if ACROSS == 1:
+                    dk0, dk1 = _add_to_sums(
+                        dk0, dk1, left_operand(map), row_scale, q_right, qr_scales, query,
+                        buffers.q_right, buffers.q_scales, stage, CHUNKS,
                     )  # fmt: skip
-
                 inverse = _row_stats(buffers, stage, 3, gl.SliceLayout(1, DQ))[:, None]
+                at = h.to(gl.int64) * dq_sums.tokens + start_q + query
                 barrier()  # All warps have stored dS, and need no copied queries any more.
+                if ACROSS > 1:
+                    dv0, dv1 = _add_to_sums(
+                        dv0, dv1, p_s.load(LEFT), 1.0, do_right, dor_scales, query,
+                        buffers.do_right, buffers.do_scales, stage, CHUNKS,
+                    )  # fmt: skip
+                    dk0, dk1 = _add_to_sums(
+                        dk0, dk1, ds_s.load(LEFT), 1.0, q_right, qr_scales, query,
+                        buffers.q_right, buffers.q_scales, stage, CHUNKS,
+                    )  # fmt: skip
+                    if STAGES == 1:
+                        barrier()  # All warps need no copied queries any more.
                 if STAGES == 1:
                     copy_queries(
                         q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b,
                         next_head, next_block, 0, sizes, CONFIG,
                     )  # fmt: skip
-                at = h.to(gl.int64) * dq_sums.tokens + start_q + query
                 _add_to_dq(
                     ds_s, ds_maxima, inverse, k_right, kr_scales, first, second, kr_s, kr_scales_s,
                     dq_product, dq_sums, at, DS, CONFIG, DQ,

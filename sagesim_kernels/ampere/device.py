@@ -17,11 +17,17 @@ from sagesim_kernels.operands import amax, head_ptr, row_stride
 BLOCK = gl.constexpr(64)
 """Queries of a step, and queries and keys of a block of the spec."""
 
+ONE_INSTRUCTION = gl.constexpr(32)
+"""Bytes of a row that one instruction multiplies; see `shared_product`."""
+
 CHUNK = gl.constexpr(64)
 """Channels of one accumulator. The int32 sums of more channels would need too many registers."""
 
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 """Layout of float32 numbers in shared memory."""
+
+VECTORS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+"""Layout of vectors of float32 numbers in shared memory."""
 
 
 @constexpr_function
@@ -111,10 +117,16 @@ def copy_scales(x, scales, first, buffer, at, D: gl.constexpr):
 
 
 @gluon.jit
-def copy_vector(ptr, buffer):
-    """Start to copy float32 numbers."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    async_load(buffer, ptr + gl.arange(0, buffer.shape[0], LAYOUT))
+def copy_vectors(ptr, stride, buffer):
+    """Start to copy float32 numbers to buffer [vectors, numbers].
+
+    Vectors are `stride` apart in memory, and aligned to 16 bytes.
+    """
+    LAYOUT: gl.constexpr = _copy_layout(buffer.shape[1], 32, gl.num_warps())
+    row = gl.arange(0, buffer.shape[0], gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, buffer.shape[1], gl.SliceLayout(0, LAYOUT))
+    stride = (stride // 4 * 4).to(gl.int64)
+    async_load(buffer, ptr + (row.to(gl.int64) * stride)[:, None] + column[None, :])
 
 
 @gluon.jit
@@ -153,19 +165,22 @@ def block_scale(x, scales, first, some):
 
 
 @gluon.jit
-def token_scale_buffer(x, other, STAGES: gl.constexpr):
-    """Allocate shared memory for the scales of 64 tokens, if each has its own; or return other."""
+def token_scale_buffer(x, other):
+    """Allocate shared memory for the scales of tokens, if each has its own; or return other.
+
+    other: the buffer [stages, tokens, channels] of the tokens.
+    """
     if x.TOKENS == 1:
-        return gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR)
+        return gl.allocate_shared_memory(gl.float32, [other.shape[0], other.shape[1]], VECTOR)
     else:
         return other
 
 
 @gluon.jit
 def copy_token_scales(x, scales, first, last, buffer, at):
-    """Start to copy the scales of 64 tokens, if each has its own; 0 from `last` on."""
+    """Start to copy the scales of tokens from `first`, if each has its own; 0 from `last` on."""
     if x.TOKENS == 1:
-        index = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        index = gl.arange(0, buffer.shape[1], gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         ptrs = scales + (first + index).to(gl.int64) * x.scale_stride_n
         async_load(buffer.index(at), ptrs, first + index < last)
 
@@ -209,6 +224,31 @@ def product(left, right, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def shared_product(left, right, LAYOUT: gl.constexpr, BYTES: gl.constexpr):
+    """Return left @ right.T, float32, of two buffers [tokens, channels]; see `product`.
+
+    BYTES: of a row, of which both operands are loaded to registers at a time.
+    """
+    CHANNELS: gl.constexpr = left.shape[1]
+    PART: gl.constexpr = min(CHANNELS, BYTES * 8 // left.dtype.primitive_bitwidth)
+    WIDTH: gl.constexpr = 32 // left.dtype.primitive_bitwidth
+    ROWS: gl.constexpr = left.shape[0]
+    COLUMNS: gl.constexpr = right.shape[0]
+    if left.dtype == gl.int8:
+        sums = gl.full([ROWS, COLUMNS], 0x4B400000, gl.int32, LAYOUT)
+    else:
+        sums = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+    for c in gl.static_range(0, CHANNELS, PART):
+        x = left.slice(c, PART, 1).load(gl.DotOperandLayout(0, LAYOUT, WIDTH))
+        y = right.slice(c, PART, 1).permute((1, 0)).load(gl.DotOperandLayout(1, LAYOUT, WIDTH))
+        sums = mma_v2(x, y, sums)
+    if left.dtype == gl.int8:
+        return sums.to(gl.float32, bitcast=True) - 12582912.0
+    else:
+        return sums
+
+
+@gluon.jit
 def right_chunk(buffer, C: gl.constexpr, LAYOUT: gl.constexpr):
     """Load chunk C of the channels of a right operand [tokens, channels]."""
     if buffer.dtype == gl.int8:  # [channels, tokens] in memory
@@ -230,13 +270,13 @@ def to_int32(x):
 
 @gluon.jit
 def add_units(dq_sums, at, units, C: gl.constexpr, CHANNELS: gl.constexpr):
-    """Add chunk C of the channels of a part of dQ, int32, to the sums of a block of queries.
+    """Add chunk C of the channels of a part of dQ, int32, to the sums of some queries.
 
     at: the index of the first query in padded storage, over all heads. CHANNELS: of `dq_sums`. The
     order of the numbers is that of `operands.add_part`.
     """
     LAYOUT: gl.constexpr = units.type.layout
-    row = gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))[:, None]
+    row = gl.arange(0, units.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :] + C * CHUNK
     group = (row // 8 * (CHANNELS // 8) + column // 8) * 2 + column % 2
     order = group * 32 + row % 8 * 4 + column % 8 // 2
@@ -249,8 +289,8 @@ def mark_nonfinite(dq_sums, at, part):
     """Set the units of the rows of a part of dQ to NaN where it is not finite."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, part.type.layout)
     is_bad = ~(amax(part, 1) < float("inf"))
-    ptrs = dq_sums.unit + at + gl.arange(0, BLOCK, LAYOUT)
-    gl.store(ptrs, gl.full([BLOCK], float("nan"), gl.float32, LAYOUT), mask=is_bad)
+    ptrs = dq_sums.unit + at + gl.arange(0, part.shape[0], LAYOUT)
+    gl.store(ptrs, gl.full([part.shape[0]], float("nan"), gl.float32, LAYOUT), mask=is_bad)
 
 
 @gluon.jit

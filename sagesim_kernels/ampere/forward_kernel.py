@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from sagesim_kernels.ampere.device import (
     BLOCK,
     CHUNK,
+    ONE_INSTRUCTION,
     VECTOR,
     apply_k_scale,
     block_scale,
@@ -25,11 +26,11 @@ from sagesim_kernels.ampere.device import (
     copy_scales,
     copy_token_scales,
     copy_tokens,
-    product,
     query_factors,
     right_chunk,
     rows_layout,
     scaled_difference,
+    shared_product,
     store_chunk,
     token_scale_buffer,
 )
@@ -136,7 +137,7 @@ def ampere_forward(
     v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
     q_s = gl.allocate_shared_memory(QT, [ROWS_OF_TILE, CHANNELS], rows_layout(CHANNELS, BITS))
     k_s = gl.allocate_shared_memory(QT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, BITS))
-    k_scales_s = token_scale_buffer(k, k_s, STAGES)
+    k_scales_s = token_scale_buffer(k, k_s)
     scales_s = q_s
     if v.scale is None:
         v_s = gl.allocate_shared_memory(VT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, 16))
@@ -174,11 +175,7 @@ def ampere_forward(
             )  # fmt: skip
             this_scale = k_scale
             k_scale = block_scale(k, k_scales, next_key, True)
-            s = product(
-                q_s.load(gl.DotOperandLayout(0, ACC, 32 // BITS)),
-                k_s.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, ACC, 32 // BITS)),
-                ACC,
-            )
+            s = shared_product(q_s, k_s.index(stage), ACC, ONE_INSTRUCTION)
             s, tile_factor = apply_k_scale(s, factor, k, this_scale, k_scales_s, stage)
             if IS_NEGATIVE:
                 s = -s

@@ -13,14 +13,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from sagesim_kernels.ampere.device import (
     BLOCK,
+    ONE_INSTRUCTION,
     apply_k_scale,
     block_scale,
     copy_token_scales,
     copy_tokens,
-    product,
     query_factors,
     rows_layout,
     scaled_difference,
+    shared_product,
     token_scale_buffer,
 )
 from sagesim_kernels.gluon_compat import barrier
@@ -86,7 +87,7 @@ def ampere_p_rows(
     q_s = gl.allocate_shared_memory(QT, [TILE, CHANNELS], rows_layout(CHANNELS, BITS))
     do_s = gl.allocate_shared_memory(VT, [TILE, CHANNELS], rows_layout(CHANNELS, 16))
     k_s = gl.allocate_shared_memory(QT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, BITS))
-    k_scales_s = token_scale_buffer(k, k_s, STAGES)
+    k_scales_s = token_scale_buffer(k, k_s)
     v_s = gl.allocate_shared_memory(VT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, 16))
 
     unmasked_end, end = key_loop_bounds(first, TILE, BLOCK, n_k, offset)
@@ -117,11 +118,7 @@ def ampere_p_rows(
             )  # fmt: skip
             this_scale = k_scale
             k_scale = block_scale(k, k_scales, next_key, True)
-            s = product(
-                q_s.load(gl.DotOperandLayout(0, ACC, 32 // BITS)),
-                k_s.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, ACC, 32 // BITS)),
-                ACC,
-            )
+            s = shared_product(q_s, k_s.index(stage), ACC, ONE_INSTRUCTION)
             s, tile_factor = apply_k_scale(s, factor, k, this_scale, k_scales_s, stage)
             s = scaled_difference(s, tile_factor[:, None], row_lse2[:, None])
             if MASKED:
@@ -131,11 +128,7 @@ def ampere_p_rows(
             p = gl.exp2(s)
             p_sum += gl.sum(p, 1)
             if delta is not None:
-                dp = product(
-                    do_s.load(gl.DotOperandLayout(0, ACC, 2)),
-                    v_s.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, ACC, 2)),
-                    ACC,
-                )
+                dp = shared_product(do_s, v_s.index(stage), ACC, ONE_INSTRUCTION)
                 p_dp = p * dp
                 if MASKED:
                     p_dp = gl.where(visible, p_dp, 0.0)  # dP may be NaN where P is 0

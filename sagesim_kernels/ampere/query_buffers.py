@@ -13,14 +13,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from sagesim_kernels.ampere.device import (
-    BLOCK,
     VECTOR,
+    VECTORS,
     copy_channels,
     copy_scales,
     copy_tokens,
-    copy_vector,
+    copy_vectors,
     rows_layout,
 )
+from sagesim_kernels.gluon_compat import reinterpret
 from sagesim_kernels.operands import head_pointers, live_queries, stored_start_of
 
 STATS = gl.constexpr(4)
@@ -36,18 +37,26 @@ class QueryBuffers(NamedTuple):
     do_right: Any
     q_scales: Any  #: of q_right's channels, if each has its own
     do_scales: Any  #: of do_right's channels, likewise
-    row_stats: Any
+    row_stats: Any  #: the first axis has `STATS` numbers of each stage
 
 
 @gluon.jit
-def right_buffer(x, other, STAGES: gl.constexpr, BITS: gl.constexpr, CHANNELS: gl.constexpr):
-    """Allocate shared memory for a right operand of queries, unless it is in `other`."""
+def right_buffer(x, other, BITS: gl.constexpr):
+    """Allocate shared memory for a right operand of queries, unless it is in `other`.
+
+    other: the buffer [stages, queries, channels] of the left operand.
+    """
+    STAGES: gl.constexpr = other.shape[0]
+    QUERIES: gl.constexpr = other.shape[1]
+    CHANNELS: gl.constexpr = other.shape[2]
     if BITS == 8:
-        return gl.allocate_shared_memory(gl.int8, [STAGES, CHANNELS, BLOCK], rows_layout(BLOCK, 8))
+        return gl.allocate_shared_memory(
+            gl.int8, [STAGES, CHANNELS, QUERIES], rows_layout(QUERIES, 8)
+        )
     elif BITS == 16:
         DTYPE: gl.constexpr = x.ptr.dtype.element_ty
         return gl.allocate_shared_memory(
-            DTYPE, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, 16)
+            DTYPE, [STAGES, QUERIES, CHANNELS], rows_layout(CHANNELS, 16)
         )
     else:
         return other
@@ -80,13 +89,13 @@ def copy_queries(
     q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b, h, block, stage, sizes,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Start to copy a block of queries to a stage of `QueryBuffers`.
+    """Start to copy the queries of a step to a stage of `QueryBuffers`.
 
     Operands are parameters of their own, because Triton 3.6 loses the constexprs of nested tuples.
     """
     cu, n = lengths.cu_q, lengths.n_q
     lowest, last = live_queries(lengths, b)
-    first = block * BLOCK
+    first = block * CONFIG.queries
     q_base, _q_scales = head_pointers(q, cu, n, b, h)
     copy_tokens(q, q_base, first, lowest, last, buffers.q.index(stage))
     do_base, _do_scales = head_pointers(do, cu, n, b, h)
@@ -101,6 +110,10 @@ def copy_queries(
         do_right, dor_base, dor_scales, first, lowest, last, buffers.do_right,
         buffers.do_scales, stage, CONFIG.do_right, sizes.DV,
     )  # fmt: skip
-    stored = h.to(gl.int64) * dq_sums.tokens + stored_start_of(cu, n, b) + first
-    copy_vector(row_stats + stored * STATS, buffers.row_stats.index(stage))
+    of_head = row_stats + h.to(gl.int64) * STATS * dq_sums.tokens
+    at = of_head + stored_start_of(cu, n, b) + first
+    stats = reinterpret(
+        buffers.row_stats, gl.float32, [CONFIG.stages, STATS, CONFIG.queries], VECTORS
+    )
+    copy_vectors(at, dq_sums.tokens, stats.index(stage))
     async_copy.commit_group()

@@ -21,7 +21,7 @@ from sagesim_kernels.operands import (
 def row_stats_kernel(grid, q, lse2, delta, dq_sums, out, lengths, scale_log2, sizes):
     """Store the factor of the logits, lse2, delta and the inverse unit of a block of queries.
 
-    q: `Operand` of qk_recompute. out: float32 [heads, blocks, 4, BLOCK_Q] in padded storage.
+    q: `Operand` of qk_recompute. out: float32 [heads, 4, tokens] in padded storage.
     Queries from the last one on have an infinite lse2, so that their P is 0.
     """
     block, h, b = program_coordinates(grid)
@@ -33,12 +33,13 @@ def row_stats_kernel(grid, q, lse2, delta, dq_sums, out, lengths, scale_log2, si
     queries = first + local
     start = stored_start_of(lengths.cu_q, lengths.n_q, b) + first
     row = h.to(tl.int64) * dq_sums.tokens + start
-    ptrs = out + row * 4 + local
+    each = dq_sums.tokens
+    ptrs = out + h.to(tl.int64) * 4 * each + start + local
     _q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
     factor = load_token_scales(q, q_scales, first, sizes.BLOCK_Q, n_q) * scale_log2
     tl.store(ptrs, factor)
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
-    tl.store(ptrs + sizes.BLOCK_Q, upper_lse2(row_lse2))
+    tl.store(ptrs + each, upper_lse2(row_lse2))
     row_delta = load_rows(delta, lengths.cu_q, b, h, queries, n_q, 0.0)
-    tl.store(ptrs + 2 * sizes.BLOCK_Q, row_delta)
-    tl.store(ptrs + 3 * sizes.BLOCK_Q, inverse_units(dq_sums, row, sizes.BLOCK_Q))
+    tl.store(ptrs + 2 * each, row_delta)
+    tl.store(ptrs + 3 * each, inverse_units(dq_sums, row, sizes.BLOCK_Q))

@@ -26,11 +26,13 @@ class Tile:
     num_warps: int
     num_stages: int
     step: int = 0  #: queries or keys of a step of the loop; 0 for a block of the spec
+    registers: int = 0  #: the most registers of a thread; 0 for as many as there are
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of a launch."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **LAUNCH}
+        limit = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit, **LAUNCH}
 
 
 def longest_step(block_q: int) -> int:

@@ -48,7 +48,7 @@ def pytest(*arguments: str, workers: int = 60) -> list[str]:
     Each worker takes a core, and one to two gigabytes of GPU memory, or seven with whole models.
     Some tests take minutes, so idle workers steal tests from busy ones.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
     return [*command, "-n", str(min(workers, CORES)), "--dist", "worksteal", *arguments]
 
 

@@ -65,11 +65,14 @@ def product_error(left: Tensor, right: Tensor, tile: int, precision: Precision) 
     left, right = (
         x.abs().clamp(min=floor).masked_fill(x == 0, 0.0) for x in (left.double(), right.double())
     )
-    return (left @ right) * _relative_error(tile)
+    return (left @ right) * fp8_sum_error(tile)
 
 
-def _relative_error(tile: int) -> float:
-    """docs/numerics.md, "Sums of FP8 products"; Triton's interpreter adds in float32."""
+def fp8_sum_error(tile: int) -> float:
+    """Return how much of the sum of the products' magnitudes may be lost.
+
+    See docs/numerics.md, "Sums of FP8 products"; Triton's interpreter adds in float32.
+    """
     if DEVICE == "cpu":
         return gamma(tile, U)
     from sagesim_kernels.target import compute_capability

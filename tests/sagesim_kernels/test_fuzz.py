@@ -36,7 +36,7 @@ pytestmark = [
 Run = TypeVar("Run", bound=Callable[..., None])
 
 CASES = {"fast": 54, "long": 10_000, "cuda": 20_000, "code": 10_000}
-PARTS, ALIKE = (25, 40) if DEVICE == "cuda" else (2, 1)
+PARTS, ALIKE = (14, 80) if DEVICE == "cuda" else (2, 1)
 """Parts into which each preset's cases are split for workers, and cases for each compilation."""
 
 MOST_DIFFERING = 1e-3

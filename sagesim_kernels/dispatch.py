@@ -140,7 +140,7 @@ def backward(
         if operands is None:
             operands = OperandCache(problem, do, k_mean=result.k_mean)
         operands.quantize(*_BACKWARD)
-        if traces is UNTRACED and ampere.serves_backward(problem):
+        if traces == UNTRACED and ampere.serves_backward(problem):
             from sagesim_kernels.ampere import backward as gluon
 
             gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)

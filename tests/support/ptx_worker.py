@@ -28,6 +28,8 @@ class KernelRun(NamedTuple):
     """What the kernels computed."""
 
     o: Tensor
+    lse: Tensor
+    delta: Tensor
     dq: Tensor
     dk: Tensor
     dv: Tensor
@@ -157,7 +159,7 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
     from sagesim.problem import resolve_input16
     from sagesim.spec import Delta
     from sagesim_kernels.dispatch import backward, forward
-    from sagesim_kernels.operands import Gradients, KernelProblem
+    from sagesim_kernels.operands import Gradients, KernelProblem, natural_lse
 
     q, k, v, do = (torch.load(request["arguments"])[name] for name in ("q", "k", "v", "do"))
     problem = KernelProblem.of(
@@ -173,8 +175,8 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
     result = forward(problem, o)
     grads = Gradients(*map(torch.empty_like, (q, k, v)))
     is_from_o = problem.spec.delta is Delta.FROM_O
-    backward(problem, do, None, o if is_from_o else None, result, grads)
-    return {"o": o, **grads._asdict()}
+    _, delta = backward(problem, do, None, o if is_from_o else None, result, grads)
+    return {"o": o, "lse": natural_lse(problem, result), "delta": delta, **grads._asdict()}
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 from functools import cache, partial
 from typing import Any, Final
 
@@ -50,34 +51,56 @@ def _shared_memory(device: int) -> int:
     return active.utils.get_device_properties(device)["max_shared_mem"]
 
 
-def _tiles(channels: int, in_registers: bool, has_one_scale: bool) -> Iterator[Tile]:
+class _Maps(Enum):
+    """How P and dS are rounded, on which the best tile depends."""
+
+    IN_16_BIT = "to one 16-bit format"
+    ONE_SCALE = "to codes with one scale for each tile"
+    OTHERWISE = "to codes with scales of rows, or to several formats"
+
+    @property
+    def keys_of_a_warp(self) -> int:
+        return 32 if self is _Maps.IN_16_BIT else 16
+
+    @classmethod
+    def of(cls, problem: KernelProblem, operands: OperandCache) -> _Maps:
+        products = (problem.spec.dv, problem.spec.dq, problem.spec.dk)
+        if all(x.precision.is_scaled and x.lhs is Granularity.PerTile for x in products):
+            return cls.ONE_SCALE
+        has_codes = any(x.precision.is_scaled for x in products)
+        of_dq, of_dk = (operands.get("dq", "k").ptr, operands.get("dk", "q").ptr)
+        return cls.OTHERWISE if has_codes or of_dq.dtype != of_dk.dtype else cls.IN_16_BIT
+
+
+def _tiles(channels: int, maps: _Maps) -> Iterator[Tile]:
     """Yield the tiles to try, the best first. A program owns keys, and `step` counts queries.
 
-    If several warps share keys, each loads less from shared memory, which limits products of 16-bit
-    numbers. Products of codes are limited by latency: small programs are faster, or copies of the
-    next queries that start early.
+    In 16 bit, shared memory limits the products, so a warp owns 32 keys: it loads right operands
+    half as often as with 16. Products of codes are limited by the latency of instructions. They are
+    faster with more warps, or if the next queries are copied early.
 
     Args:
         channels: of a tile.
-        in_registers: whether P and dS stay in the registers of their warp.
-        has_one_scale: whether one scale of a tile of dS serves dQ and dK.
+        maps: how P and dS are rounded.
     """
     active: Any = driver.active
-    has_room = _shared_memory(active.get_current_device()) > _FOR_TWO
-    if not in_registers:
-        if channels == 64 and has_room:
+    has_room = channels == 64 and _shared_memory(active.get_current_device()) > _FOR_TWO
+    if maps is _Maps.IN_16_BIT:
+        if has_room:
             yield Tile(128, 4, 1, step=32)
         yield Tile(128, 8, 1, step=64)
         yield Tile(128, 8, 1, step=32)
         yield Tile(64, 4, 1, step=32)
-        return
-    if channels == 64 and has_one_scale:
-        yield Tile(64, 4, 1, step=64, registers=_FOR_THREE)
-    if channels == 64 and has_room:
-        yield Tile(64, 4, 2, step=64)
-    for stages in (2, 1):
-        yield Tile(128, 8, stages, step=64)
-    yield Tile(64, 4, 1, step=64)
+    elif maps is _Maps.ONE_SCALE:
+        if channels == 64:
+            yield Tile(64, 4, 1, step=64, registers=_FOR_THREE)
+        yield Tile(64, 8, 1, step=64)
+    else:
+        if has_room:
+            yield Tile(64, 4, 2, step=64)
+        for stages in (2, 1):
+            yield Tile(128, 8, stages, step=64)
+        yield Tile(64, 4, 1, step=64)
 
 
 def _bits(x: Operand, other: Operand) -> int:
@@ -94,9 +117,9 @@ def launch_kernel(
     row_stats: Tensor,
     dq_sums: DqSums,
     grads: Gradients,
-    in_registers: bool,
+    maps: _Maps,
 ) -> None:
-    """Launch the kernel with a tile of keys. in_registers: see `_tiles`."""
+    """Launch the kernel with a tile of keys."""
     q, k = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
     do, v = operands.get("dp", "do"), operands.get("dp", "v")
     q_right, do_right = operands.get("dk", "q"), operands.get("dv", "do")
@@ -105,7 +128,7 @@ def launch_kernel(
     config = Config(
         keys=tile.rows,
         queries=tile.step,
-        across=tile.num_warps * (16 if in_registers else 32) // tile.rows,
+        across=tile.num_warps * maps.keys_of_a_warp // tile.rows,
         stages=tile.num_stages,
         channels=padded(problem.q.shape[3]),
         q_right=_bits(q_right, q),
@@ -168,21 +191,10 @@ def launch_backward(
         KernelSizes.of(problem, BLOCK),
         **LAUNCH,
     )
-    products = (problem.spec.dv, problem.spec.dq, problem.spec.dk)
-    has_codes = any(matmul.precision.is_scaled for matmul in products)
-    # Maps that are exchanged between warps are exchanged in one format for dQ and dK.
-    in_registers = (
-        has_codes or operands.get("dk", "q").ptr.dtype != operands.get("dq", "k").ptr.dtype
-    )
-    has_one_scale = all(
-        matmul.precision.is_scaled and matmul.lhs is Granularity.PerTile
-        for matmul in (problem.spec.dq, problem.spec.dk)
-    )
+    maps = _Maps.of(problem, operands)
     try_tiles(
-        _tiles(padded(d), in_registers, has_one_scale),
-        lambda tile: launch_kernel(
-            tile, problem, operands, row_stats, dq_sums, grads, in_registers
-        ),
+        _tiles(padded(d), maps),
+        lambda tile: launch_kernel(tile, problem, operands, row_stats, dq_sums, grads, maps),
         f"the backward at head size {d}",
     )
     finish_dq(problem, dq_sums, statistics.lse2, d_lse, operands.subtracted, grads.dq)

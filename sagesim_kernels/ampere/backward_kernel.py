@@ -44,9 +44,12 @@ from sagesim_kernels.ampere.map_codes import (
     exchange_layout,
     exchanged,
     left_operand,
+    load_left_pairs,
     maxima,
     maximum_buffer,
     rounded,
+    store_codes,
+    store_maximum,
     store_pairs,
 )
 from sagesim_kernels.ampere.query_buffers import (
@@ -287,8 +290,10 @@ def ampere_backward(
         else:
             kr_s = reinterpret(k_s, KT, [BLOCKS, BLOCK, CHANNELS], K_TILE)
     if ACROSS > 1:
-        p_s = gl.allocate_shared_memory(do_right.ptr.dtype.element_ty, [KEYS, QUERIES], DS_TILE)
-        LEFT: gl.constexpr = gl.DotOperandLayout(0, ST, 2)
+        if CONFIG.do_right == 8:
+            p_s = gl.allocate_shared_memory(gl.int16, [KEYS // 2, BLOCK], DS_TILE)
+        else:
+            p_s = gl.allocate_shared_memory(do_right.ptr.dtype.element_ty, [KEYS, QUERIES], DS_TILE)
     p_maxima = maximum_buffer(p_product, ds_s, KEYS)
     ds_maxima = maximum_buffer(dk_product, ds_s, KEYS)
     if k.scale is not None:
@@ -368,45 +373,60 @@ def ampere_backward(
                     visible = queries >= first_query
                     s = gl.where(visible, s, -float("inf"))
                 p = gl.exp2(s)
-                largest = maxima(p, p_product, buffers.do_right, p_maxima)
-                if p_product.PER_TILE:
-                    barrier()  # All warps have stored their maximum of P.
-                map, row_scale = rounded(p, largest, p_product, buffers.do_right, p_maxima)
                 if ACROSS == 1:
+                    largest = maxima(p, p_product, buffers.do_right, p_maxima)
+                    if p_product.PER_TILE:
+                        barrier()  # All warps have stored their maximum of P.
+                    map, row_scale = rounded(p, largest, p_product, buffers.do_right, p_maxima)
                     dv0, dv1 = _add_to_sums(
                         dv0, dv1, left_operand(map), row_scale, do_right, dor_scales, query,
                         buffers.do_right, buffers.do_scales, stage, CHUNKS,
                     )  # fmt: skip
-                else:
-                    p_s.store(map)
                 dp = shared_product(v_s, buffers.do.index(stage), ST, _BYTES)
                 ds = p * (dp - _row_stats(buffers, stage, 2, COLUMNS)[None, :])
                 if MASKED:
                     ds = gl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0
-                largest = maxima(ds, dk_product, buffers.q_right, ds_maxima)
-                if dk_product.PER_TILE:
-                    barrier()  # All warps have stored their maximum of dS.
-                map, row_scale = rounded(ds, largest, dk_product, buffers.q_right, ds_maxima)
-                if SHARES_DS:
-                    store_pairs(map, ds_s)
-                else:
-                    ds_s.store(ds.to(ds_s.dtype))
                 if ACROSS == 1:
+                    largest = maxima(ds, dk_product, buffers.q_right, ds_maxima)
+                    if dk_product.PER_TILE:
+                        barrier()  # All warps have stored their maximum of dS.
+                    map, row_scale = rounded(ds, largest, dk_product, buffers.q_right, ds_maxima)
+                    if SHARES_DS:
+                        store_pairs(map, ds_s)
+                    else:
+                        ds_s.store(ds.to(ds_s.dtype))
                     dk0, dk1 = _add_to_sums(
                         dk0, dk1, left_operand(map), row_scale, q_right, qr_scales, query,
                         buffers.q_right, buffers.q_scales, stage, CHUNKS,
                     )  # fmt: skip
+                elif CONFIG.do_right == 8:
+                    store_maximum(p, p_maxima, ACROSS)
+                    store_maximum(ds, ds_maxima, ACROSS)
+                    barrier()  # All warps have stored their maxima.
+                    p_scale = store_codes(p, p_maxima, p_s)
+                    ds_scale = store_codes(ds, ds_maxima, ds_s)
+                else:
+                    p_s.store(p.to(p_s.dtype))
+                    ds_s.store(ds.to(ds_s.dtype))
                 inverse = _row_stats(buffers, stage, 3, gl.SliceLayout(1, DQ))[:, None]
                 at = h.to(gl.int64) * dq_sums.tokens + start_q + query
                 barrier()  # All warps have stored dS, and need no copied queries any more.
                 if ACROSS > 1:
+                    if CONFIG.do_right == 8:
+                        p_left = load_left_pairs(p_s, ST, ACROSS)
+                        ds_left = load_left_pairs(ds_s, ST, ACROSS)
+                    else:
+                        p_left = p_s.load(gl.DotOperandLayout(0, ST, 2))
+                        ds_left = ds_s.load(gl.DotOperandLayout(0, ST, 2))
+                        p_scale = 1.0
+                        ds_scale = 1.0
                     dv0, dv1 = _add_to_sums(
-                        dv0, dv1, p_s.load(LEFT), 1.0, do_right, dor_scales, query,
-                        buffers.do_right, buffers.do_scales, stage, CHUNKS,
+                        dv0, dv1, p_left, p_scale, do_right, dor_scales, query, buffers.do_right,
+                        buffers.do_scales, stage, CHUNKS,
                     )  # fmt: skip
                     dk0, dk1 = _add_to_sums(
-                        dk0, dk1, ds_s.load(LEFT), 1.0, q_right, qr_scales, query,
-                        buffers.q_right, buffers.q_scales, stage, CHUNKS,
+                        dk0, dk1, ds_left, ds_scale, q_right, qr_scales, query, buffers.q_right,
+                        buffers.q_scales, stage, CHUNKS,
                     )  # fmt: skip
                     if STAGES == 1:
                         barrier()  # All warps need no copied queries any more.

@@ -79,7 +79,8 @@ def maximum_buffer(rounding, other, ROWS: gl.constexpr):
     """Allocate shared memory for the maximum of each warp, if a map has a scale for each tile."""
     if rounding.PER_TILE:
         LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        return gl.allocate_shared_memory(gl.float32, [ROWS // BLOCK, 4], LAYOUT)
+        TILES: gl.constexpr = ROWS // BLOCK
+        return gl.allocate_shared_memory(gl.float32, [TILES, gl.num_warps() // TILES], LAYOUT)
     else:
         return other
 
@@ -125,10 +126,16 @@ def _of_rows(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _largest_of_tile(buffer, i):
+    """Return the largest of the maxima of tile i that warps stored."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
+    return amax(amax(buffer.slice(i, 1, 0).load(LAYOUT), 1), 0)
+
+
+@gluon.jit
 def tile_step(buffer, i):
     """Return the step of the codes of tile i, from what `row_maxima` stored; see `map_step`."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
-    return map_step(amax(amax(buffer.slice(i, 1, 0).load(LAYOUT), 1), 0))
+    return map_step(_largest_of_tile(buffer, i))
 
 
 _PAIRS = gl.constexpr("prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;")
@@ -142,7 +149,7 @@ def store_pairs(codes, buffer):
     """
     ROWS: gl.constexpr = codes.shape[0]
     low, high = gl.split(codes.reshape([ROWS // 16, 2, 8, BLOCK]).permute([0, 2, 3, 1]))
-    pairs = gl.inline_asm_elementwise(_PAIRS, "=r,=r,r,r", [low, high], gl.int16, True, 4)
+    pairs = gl.inline_asm_elementwise(_PAIRS, "=&r,=r,r,r", [low, high], gl.int16, True, 4)
     buffer.store(pairs.reshape([ROWS // 2, BLOCK]))
 
 
@@ -211,3 +218,60 @@ def exchanged(ds, rounding, inverse, maxima, i, LAYOUT: gl.constexpr):
         return codes, scale[:, None] * inverse
     else:
         return ds.permute((1, 0)).load(gl.DotOperandLayout(0, LAYOUT, 2)), inverse
+
+
+@gluon.jit
+def store_maximum(map, buffer, ACROSS: gl.constexpr):
+    """Store the largest magnitude of a map that each warp has to buffer [1, warps].
+
+    map: [64 keys, queries]. ACROSS: warps that share keys.
+    """
+    PARTS: gl.constexpr = map.shape[1] // (8 * ACROSS)
+    parts = map.reshape([4, 16, PARTS, ACROSS, 8]).permute([0, 3, 1, 2, 4])
+    largest = amax(parts.reshape([4 * ACROSS, 16 * PARTS * 8]), 1)
+    buffer.store(largest.reshape([1, 4 * ACROSS]))
+
+
+_JOIN = gl.constexpr(
+    "prmt.b32 $0, $1, $3, 0x0040; prmt.b32 $0, $0, $2, 0x0410; prmt.b32 $0, $0, $4, 0x4210;"
+)
+_SPLIT = gl.constexpr("prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;")
+
+
+@gluon.jit
+def store_codes(map, maxima, buffer):
+    """Round a map [64 keys, queries] to codes, store them as `store_pairs` does; return the scale.
+
+    maxima: what `store_maximum` stored. The result is repeated for each key.
+    """
+    KEYS: gl.constexpr = map.shape[0]
+    QUERIES: gl.constexpr = map.shape[1]
+    largest = _largest_of_tile(maxima, 0)
+    inverse = gl.full(map.shape, map_inverse(largest), gl.float32, map.type.layout)
+    grid = gl.full(map.shape, 12582912.0, gl.float32, map.type.layout)
+    codes = gl.fma(map, inverse, grid).to(gl.int32, bitcast=True)
+    low, high = gl.split(codes.reshape([KEYS // 16, 2, 8, QUERIES]).permute([0, 2, 3, 1]))
+    pairs = gl.inline_asm_elementwise(_JOIN, "=&r,r,r,r,r", [low, high], gl.int16, True, 2)
+    buffer.store(pairs.reshape([KEYS // 2, QUERIES]))
+    return gl.full([KEYS], map_scale(largest), gl.float32, gl.SliceLayout(1, map.type.layout))
+
+
+@constexpr_function
+def _pairs_layout(across):
+    """Layout [32, 64] of pairs as warps that share 64 keys hold them: all queries of their keys."""
+    registers = [[0, 1], [0, 8], [0, 16], [0, 32]]
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    warps = [[0, 0]] * (across.bit_length() - 1) + [[8, 0], [16, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [BLOCK.value // 2, BLOCK.value])
+
+
+@gluon.jit
+def load_left_pairs(buffer, LAYOUT: gl.constexpr, ACROSS: gl.constexpr):
+    """Return what `store_codes` stored as a left operand [64 keys, queries] in register order."""
+    pairs = buffer.load(_pairs_layout(ACROSS))
+    low, high = gl.inline_asm_elementwise(
+        _SPLIT, "=&r,=r,r,r", [pairs], (gl.int8, gl.int8), True, 4
+    )
+    codes = gl.join(low, high).reshape([BLOCK // 16, 8, BLOCK, 2]).permute([0, 3, 1, 2])
+    codes = codes.reshape([BLOCK, 4, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([BLOCK, BLOCK])
+    return gl.convert_layout(codes, gl.DotOperandLayout(0, LAYOUT, 4), assert_trivial=True)

@@ -36,8 +36,8 @@ def forward(
     """Compute attention of all heads into o [sequences, heads, n_q, d_v], any strides.
 
     trace: where to write the codes of P, if pv is INT8. Only the portable kernels write them.
-    operands: the cache in which the portable kernels keep the rounded operands; None makes one for
-        this call alone. The Hopper kernels always make their own.
+    operands: the cache in which kernels keep the rounded operands; None makes one for this call
+        alone. The Hopper kernels always make their own.
     """
     rows = problem.q.shape[:3]
     if problem.is_empty:
@@ -108,7 +108,7 @@ def backward(
         o: the output of the forward; None if the spec's delta comes from P.
         result: the other results of the forward.
         traces: where to write the codes of P and dS. Only the portable kernels write them.
-        operands: those that the forward kept; None rounds them again. Only the portable kernels
+        operands: those that the forward kept; None rounds them again. The Hopper kernels do not
             use them.
     """
     lse2 = result.lse2
@@ -140,7 +140,7 @@ def backward(
         if operands is None:
             operands = OperandCache(problem, do, k_mean=result.k_mean)
         operands.quantize(*_BACKWARD)
-        if traces is UNTRACED and ampere.serves_backward(problem):
+        if traces == UNTRACED and ampere.serves_backward(problem):
             from sagesim_kernels.ampere import backward as gluon
 
             gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)

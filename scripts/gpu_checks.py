@@ -40,6 +40,9 @@ REPORTED = 9
 FUZZ, HOPPER = "tests/sagesim_kernels/test_fuzz.py", "tests/sagesim_kernels/test_hopper.py"
 CONTRACT = "tests/sagesim_kernels/test_contract.py"
 MODELS = "tests/sagesim_kernels/integrations/test_gpu.py"
+CALLS = [f"tests/sagesim_kernels/test_{name}.py" for name in ("attention", "invariance", "dq_sums")]
+"""Tests of attention calls. A contract test or a fuzz case runs the portable kernels if they have
+to write codes of P or dS; a call runs the kernels of its GPU."""
 
 
 def pytest(*arguments: str, workers: int = 60) -> list[str]:
@@ -65,8 +68,10 @@ CHECKS = {
     "tests of Hopper's kernels": pytest("-m", "not exhaustive", HOPPER),
     "20,000 fuzz cases": pytest("--device", "cuda", FUZZ),
     "contract tests, sm_80 code": pytest("--code", "sm80", CONTRACT),
+    "attention calls, sm_80 code": pytest("-m", "gpu", "--code", "sm80", *CALLS),
     "10,000 fuzz cases, sm_80 code": pytest("--device", "cuda", "--code", "sm80", FUZZ),
     "contract tests, sm_89 code": pytest("--code", "sm89", CONTRACT),
+    "attention calls, sm_89 code": pytest("-m", "gpu", "--code", "sm89", *CALLS),
     "10,000 fuzz cases, sm_89 code": pytest("--device", "cuda", "--code", "sm89", FUZZ),
     **{tool: sanitizer(tool) for tool in ("memcheck", "initcheck", "synccheck")},
     "racecheck": sanitizer("racecheck", "--racecheck-report", "hazard"),

@@ -319,6 +319,7 @@ GPU_CHECKS = {
         for code, gpus in (("sm_80", "A100 GPUs"), ("sm_89", "RTX 40 GPUs"))
         for check, looks_for in (
             ("contract tests", "kernels against the emulator on chosen calls"),
+            ("attention calls", "accuracy, symmetries and repeated runs of attention calls"),
             ("10,000 fuzz cases", "kernels against the emulator on drawn calls"),
         )
     },

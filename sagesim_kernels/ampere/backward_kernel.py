@@ -18,31 +18,24 @@ from typing import NamedTuple
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from sagesim_kernels.ampere.device import (
     BLOCK,
     CHUNK,
     VECTOR,
-    add_units,
-    channel_scales,
-    code_product,
     copy_channels,
     copy_scales,
     copy_tokens,
     in_pair_order,
-    mark_nonfinite,
-    product,
-    right_chunk,
     rows_layout,
     scaled_difference,
     shared_product,
     store_chunk,
-    to_int32,
 )
+from sagesim_kernels.ampere.gradient_sums import add_to_dq, add_to_sums
 from sagesim_kernels.ampere.map_codes import (
     exchange_layout,
-    exchanged,
     left_operand,
     load_left_pairs,
     maxima,
@@ -117,85 +110,6 @@ def _rows_of_blocks(x, LAYOUT: gl.constexpr):
 def _row_stats(buffers, stage, INDEX: gl.constexpr, LAYOUT: gl.constexpr):
     """Return one of the numbers of each query of a step."""
     return buffers.row_stats.index(stage * STATS + INDEX).load(LAYOUT)
-
-
-@gluon.jit
-def _add_product(
-    total, left, row_scale, x, scales, first, buffer, scale_buffer, stage, C: gl.constexpr,
-):  # fmt: skip
-    """Return total plus chunk C of left @ x, for a map and an operand of queries.
-
-    left: of `left_operand`. row_scale: of `rounded`.
-    """
-    LAYOUT: gl.constexpr = total.type.layout
-    if left.dtype != gl.int8:
-        return mma_v2(left, right_chunk(buffer.index(stage), C, LAYOUT), total)
-    else:
-        column = channel_scales(x, scales, first, scale_buffer, stage, C, gl.SliceLayout(0, LAYOUT))
-        sums = code_product(left, right_chunk(buffer.index(stage), C, LAYOUT), LAYOUT)
-        return gl.fma(sums, row_scale[:, None] * column[None, :], total)
-
-
-@gluon.jit
-def _add_to_sums(
-    sum0, sum1, left, row_scale, x, scales, first, buffer, scale_buffer, stage,
-    CHUNKS: gl.constexpr,
-):  # fmt: skip
-    """Return the sums of all chunks, the second unused if there is one, plus left @ x."""
-    sum0 = _add_product(sum0, left, row_scale, x, scales, first, buffer, scale_buffer, stage, 0)
-    if CHUNKS == 2:
-        sum1 = _add_product(sum1, left, row_scale, x, scales, first, buffer, scale_buffer, stage, 1)
-    return sum0, sum1
-
-
-@gluon.jit
-def _units(
-    left, factor, k_right, scales, first, buffer, scale_buffer, i, dq_sums, at, C: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Return chunk C of the part of dQ of block i of the keys, in units of its rows, int32.
-
-    left, factor: what `exchanged` returned.
-    """
-    tokens = right_chunk(buffer.index(i), C, LAYOUT)
-    if left.dtype == gl.int8:
-        column = channel_scales(
-            k_right, scales, first, scale_buffer, i, C, gl.SliceLayout(0, LAYOUT)
-        )
-        return to_int32(code_product(left, tokens, LAYOUT) * (factor * column[None, :]))
-    else:
-        part = product(left, tokens, LAYOUT) * factor
-        if left.dtype == gl.float16:  # dS may overflow
-            mark_nonfinite(dq_sums, at, part)
-        return to_int32(part)
-
-
-@gluon.jit
-def _add_to_dq(
-    ds_s, maxima, inverse, k_right, scales, first, second, kr_s, kr_scales_s, dq_product, dq_sums,
-    at, DS: gl.constexpr, CONFIG: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Add the parts of dQ of a step to the sums of its queries.
-
-    ds_s: dS of the tile of keys.
-    """
-    BLOCKS: gl.constexpr = CONFIG.keys // BLOCK
-    ROWS: gl.constexpr = ds_s.shape[0] // BLOCKS
-    blocks = reinterpret(ds_s, ds_s.dtype, [BLOCKS, ROWS, CONFIG.queries], DS)
-    # The part of each block of keys is rounded to integers, which are added up here.
-    left0, factor0 = exchanged(blocks.index(0), dq_product, inverse, maxima, 0, LAYOUT)
-    if BLOCKS == 2:
-        left1, factor1 = exchanged(blocks.index(1), dq_product, inverse, maxima, 1, LAYOUT)
-    for c in gl.static_range(CONFIG.channels // CHUNK):
-        units = _units(
-            left0, factor0, k_right, scales, first, kr_s, kr_scales_s, 0, dq_sums, at, c, LAYOUT
-        )
-        if BLOCKS == 2:
-            units += _units(
-                left1, factor1, k_right, scales, second, kr_s, kr_scales_s, 1, dq_sums, at, c,
-                LAYOUT,
-            )  # fmt: skip
-        add_units(dq_sums, at, units, c, CONFIG.channels)
 
 
 @gluon.jit
@@ -378,7 +292,7 @@ def ampere_backward(
                     if p_product.PER_TILE:
                         barrier()  # All warps have stored their maximum of P.
                     map, row_scale = rounded(p, largest, p_product, buffers.do_right, p_maxima)
-                    dv0, dv1 = _add_to_sums(
+                    dv0, dv1 = add_to_sums(
                         dv0, dv1, left_operand(map), row_scale, do_right, dor_scales, query,
                         buffers.do_right, buffers.do_scales, stage, CHUNKS,
                     )  # fmt: skip
@@ -395,7 +309,7 @@ def ampere_backward(
                         store_pairs(map, ds_s)
                     else:
                         ds_s.store(ds.to(ds_s.dtype))
-                    dk0, dk1 = _add_to_sums(
+                    dk0, dk1 = add_to_sums(
                         dk0, dk1, left_operand(map), row_scale, q_right, qr_scales, query,
                         buffers.q_right, buffers.q_scales, stage, CHUNKS,
                     )  # fmt: skip
@@ -420,11 +334,11 @@ def ampere_backward(
                         ds_left = ds_s.load(gl.DotOperandLayout(0, ST, 2))
                         p_scale = 1.0
                         ds_scale = 1.0
-                    dv0, dv1 = _add_to_sums(
+                    dv0, dv1 = add_to_sums(
                         dv0, dv1, p_left, p_scale, do_right, dor_scales, query, buffers.do_right,
                         buffers.do_scales, stage, CHUNKS,
                     )  # fmt: skip
-                    dk0, dk1 = _add_to_sums(
+                    dk0, dk1 = add_to_sums(
                         dk0, dk1, ds_left, ds_scale, q_right, qr_scales, query, buffers.q_right,
                         buffers.q_scales, stage, CHUNKS,
                     )  # fmt: skip
@@ -435,7 +349,7 @@ def ampere_backward(
                         q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b,
                         next_head, next_block, 0, sizes, CONFIG,
                     )  # fmt: skip
-                _add_to_dq(
+                add_to_dq(
                     ds_s, ds_maxima, inverse, k_right, kr_scales, first, second, kr_s, kr_scales_s,
                     dq_product, dq_sums, at, DS, CONFIG, DQ,
                 )  # fmt: skip

@@ -15,7 +15,7 @@ from sagesim_kernels.gluon_compat import async_load
 from sagesim_kernels.operands import amax, head_ptr, row_stride
 
 BLOCK = gl.constexpr(64)
-"""Queries of a step, and queries and keys of a block of the spec."""
+"""Queries and keys of a block of the spec, and keys of a step of the loops over keys."""
 
 ONE_INSTRUCTION = gl.constexpr(32)
 """Bytes of a row that one instruction multiplies; see `shared_product`."""

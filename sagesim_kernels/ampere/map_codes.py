@@ -209,7 +209,7 @@ def left_operand(map):
 def exchanged(ds, rounding, inverse, maxima, i, LAYOUT: gl.constexpr):
     """Load dS of block i of the keys as a left operand [queries, keys], and a factor of each row.
 
-    inverse: 1 / unit of each query, [64, 1].
+    inverse: 1 / unit of each query, [queries, 1].
     """
     if ds.dtype == gl.int16:
         return load_pairs(ds, LAYOUT), tile_step(maxima, i) * inverse

@@ -76,7 +76,7 @@ def _copy_right(
     x, base, scales, first, lowest, last, buffer, scale_buffer, stage, BITS: gl.constexpr,
     D: gl.constexpr,
 ):  # fmt: skip
-    """Start to copy a block of queries of a right operand, unless its buffer has another one."""
+    """Start to copy the queries of a step of a right operand, if it has a buffer of its own."""
     if BITS == 16:
         copy_tokens(x, base, first, lowest, last, buffer.index(stage))
     elif BITS == 8:

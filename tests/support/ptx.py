@@ -14,6 +14,7 @@ Instructions that no kernel in the tests uses raise an error.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import re
 from collections.abc import Callable, Sequence
@@ -73,6 +74,10 @@ def _dtype(name: str) -> Any:
     return {"b": _UNSIGNED, "u": _UNSIGNED, "s": _SIGNED, "f": _FLOAT}[name[0]][int(name[1:])]
 
 
+def _is_barrier(opcode: tuple[str, ...]) -> bool:
+    return opcode[0] in ("bar", "barrier") and opcode[1] == "sync"
+
+
 def _bits(dtype: Any) -> int:
     return np.dtype(dtype).itemsize * 8
 
@@ -105,6 +110,18 @@ class Program:
                 (guard or "").strip(), tuple(opcode.split(".")), tuple(_split(operands))
             )
             self.statements.append(found)
+
+    @property
+    def barriers(self) -> list[int]:
+        """The statements that are barriers of all threads."""
+        return [i for i, x in enumerate(self.statements) if _is_barrier(x.opcode)]
+
+    def without(self, statement: int) -> Program:
+        """Return the program without a statement."""
+        result = copy.copy(self)
+        result.statements = self.statements[:statement] + self.statements[statement + 1 :]
+        result.labels = {name: at - (at > statement) for name, at in self.labels.items()}
+        return result
 
     def run(
         self, arguments: Sequence[int | float], grid: int, threads: int, memory: Sequence[Range]
@@ -188,7 +205,7 @@ class _Block:
                 at[together] = now
                 if chosen.any():
                     return
-            elif opcode[0] in ("bar", "barrier") and opcode[1] == "sync":
+            elif _is_barrier(opcode):
                 if len(operands) > 1 and int(operands[1], 0) != self.threads:
                     raise NotImplementedError("a barrier of some threads")
                 if not (together == running).all():

@@ -1,4 +1,4 @@
-"""Run the forward and backward kernels for compute capability 8.0 on the CPU; see `ptx`.
+"""Run the forward and backward kernels for mma.sync on the CPU; see `ptx`.
 
 `PtxRunner` starts this program, because the interpreter that other tests use excludes compiling. It
 reads one request a line and writes one reply a line; all lines are JSON. A request names files:
@@ -21,18 +21,21 @@ from torch import Tensor
 from sagesim.spec import AttentionSpec
 from tests.support.compiler import OLDEST, ROOT
 from tests.support.ptx import WARP, Program, Range
-
-_CAPABILITY = 80
+from tests.support.shared_races import Race
 
 
 class KernelRun(NamedTuple):
-    """What the kernels computed, and the kernels for mma.sync that ran."""
+    """What the kernels computed."""
 
     o: Tensor
+    lse: Tensor
+    delta: Tensor
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    kernels: list[str]
+    kernels: list[str]  #: for mma.sync that ran
+    config: dict[str, int]  #: of the backward: fields of `Config`
+    races: list[str]  #: without each barrier of the backward in turn; "" if none was found
 
 
 class PtxRunner:
@@ -58,12 +61,15 @@ class PtxRunner:
         *,
         scale: float | None = None,
         is_causal: bool = False,
-        shared_kib: int = 163,
+        capability: int = 80,
+        removes_barriers: bool = False,
     ) -> KernelRun:
         """Run a forward and its backward.
 
         tensors: q, k, v and do, [batch, heads, tokens, channels].
-        shared_kib: the shared memory that a block may use, on which tiles depend.
+        capability: compute capability of the GPU for which the kernels are compiled, of those in
+            `compile_worker.SHARED_MEMORY`. Tiles depend on its shared memory.
+        removes_barriers: run the backward also without each of its barriers. This spoils dq.
         """
         files = {name: str(self._folder / f"{name}.pt") for name in ("arguments", "results")}
         torch.save(tensors, files["arguments"])
@@ -72,7 +78,8 @@ class PtxRunner:
             "spec": spec.label(),
             "scale": tensors["q"].shape[3] ** -0.5 if scale is None else scale,
             "is_causal": is_causal,
-            "shared_kib": shared_kib,
+            "capability": capability,
+            "removes_barriers": removes_barriers,
         }
         print(json.dumps(request), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
@@ -81,7 +88,7 @@ class PtxRunner:
         reply = json.loads(line)
         if "error" in reply:
             raise RuntimeError(reply["error"])
-        return KernelRun(**torch.load(files["results"]), kernels=reply["kernels"])
+        return KernelRun(**torch.load(files["results"]), **reply)
 
     def close(self) -> None:
         self._process.communicate()
@@ -94,16 +101,21 @@ class _Launches:
         from triton.runtime import JITFunction
 
         self.kernels: list[str] = []
-        self.shared_kib = 0
+        self.config: dict[str, int] = {}
+        self.races: list[str] = []
+        self.removes_barriers = False
         self._compile = JITFunction.run
         self._programs: dict[str, Program] = {}
         JITFunction.run = lambda fn, *args, **options: self._launch(fn, *args, **options)
 
     def _launch(self, fn: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        from triton.runtime import driver
         from triton.runtime.errors import OutOfResources
 
+        from tests.support.compile_worker import SHARED_MEMORY
+
         kernel = self._compile(fn, *args, grid=grid, warmup=True, **options)
-        limit = self.shared_kib * 1024
+        limit = SHARED_MEMORY[driver.active.capability] * 1024
         if kernel.metadata.shared > limit:
             raise OutOfResources(kernel.metadata.shared, limit, "shared memory")
         if kernel.hash not in self._programs:
@@ -113,9 +125,18 @@ class _Launches:
         for name, value in zip(fn.arg_names, args, strict=True):
             _flatten(kernel.src.signature[name], value, arguments, memory)
         threads = WARP * kernel.metadata.num_warps
-        self._programs[kernel.hash].run(arguments, grid[0], threads, memory)
+        program = self._programs[kernel.hash]
+        program.run(arguments, grid[0], threads, memory)
         if fn.__module__.startswith("sagesim_kernels.ampere"):
             self.kernels.append(fn.__name__)
+        if fn.__name__ == "ampere_backward":
+            self.config = args[fn.arg_names.index("CONFIG")]._asdict()
+            for barrier in program.barriers if self.removes_barriers else ():
+                self.races.append("")
+                try:
+                    program.without(barrier).run(arguments, grid[0], threads, memory)
+                except Race as race:
+                    self.races[-1] = str(race)
         return kernel
 
 
@@ -138,7 +159,7 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
     from sagesim.problem import resolve_input16
     from sagesim.spec import Delta
     from sagesim_kernels.dispatch import backward, forward
-    from sagesim_kernels.operands import Gradients, KernelProblem
+    from sagesim_kernels.operands import Gradients, KernelProblem, natural_lse
 
     q, k, v, do = (torch.load(request["arguments"])[name] for name in ("q", "k", "v", "do"))
     problem = KernelProblem.of(
@@ -154,8 +175,8 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
     result = forward(problem, o)
     grads = Gradients(*map(torch.empty_like, (q, k, v)))
     is_from_o = problem.spec.delta is Delta.FROM_O
-    backward(problem, do, None, o if is_from_o else None, result, grads)
-    return {"o": o, **grads._asdict()}
+    _, delta = backward(problem, do, None, o if is_from_o else None, result, grads)
+    return {"o": o, "lse": natural_lse(problem, result), "delta": delta, **grads._asdict()}
 
 
 def main() -> None:
@@ -163,25 +184,19 @@ def main() -> None:
 
     from tests.support.compile_worker import AbsentGPU
 
-    class GPU(AbsentGPU):
-        """Its number is the shared memory of a block, which the host keeps for each device."""
-
-        def get_current_device(self) -> int:
-            return launches.shared_kib
-
-        def get_device_properties(self, device: int) -> dict[str, int]:
-            return super().get_device_properties(_CAPABILITY) | {"max_shared_mem": device * 1024}
-
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep output of the compiler out of the replies
-    driver.set_active(GPU())
+    driver.set_active(AbsentGPU())
     launches = _Launches()
     for line in sys.stdin:
         request = json.loads(line)
-        launches.kernels, launches.shared_kib = [], request["shared_kib"]
+        launches.kernels, launches.races = [], []
+        launches.removes_barriers = request["removes_barriers"]
+        driver.active.capability = request["capability"]
         try:
             torch.save(_run(request), request["results"])
-            reply = {"kernels": launches.kernels}
+            fields = ("kernels", "config", "races")
+            reply = {name: getattr(launches, name) for name in fields}
         except Exception:
             reply = {"error": traceback.format_exc()}
         print(json.dumps(reply), file=replies, flush=True)

@@ -449,6 +449,20 @@ def mutations() -> str:
     return f"**{data['caught']} of {len(data['bugs'])} planted bugs are caught.**{source(data)}"
 
 
+def hopper_mutations() -> str:
+    """How many bugs planted in the kernels for Hopper the tests caught, and which they missed."""
+    data = load("mutations_hopper")
+    bugs = data["bugs"]
+    endless = [bug for bug in bugs if bug["by"].startswith("no end")]
+    missed = [bug["name"] for bug in bugs if not bug["caught"]]
+    return (
+        f"**Of {len(bugs)} planted bugs, {data['caught'] - len(endless)} are caught by a test that "
+        f"fails.** With {len(endless)} the tests did not end in their time. Missed: "
+        + "; ".join(f"*{name}*" for name in missed)
+        + f".{source(data)}"
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "delta_or_scales": experiment.arms,
     "delta_or_scales_outcome": experiment_outcome.outcome,
@@ -477,7 +491,15 @@ TABLES: dict[str, Callable[[], str]] = {
     },
     **{
         f.__name__: f
-        for f in (table1_kernels, gpu_checks, whole_models, mutations, speed, qk16_speed)
+        for f in (
+            table1_kernels,
+            gpu_checks,
+            whole_models,
+            mutations,
+            hopper_mutations,
+            speed,
+            qk16_speed,
+        )
     },
     **{mark: partial(promises.listed, group) for mark, group in promises.GROUPS.items()},
     "smollm2_losses": smollm2.losses,

@@ -176,6 +176,20 @@ class KernelCase:
         )
 
 
+def low_logits(d: int, n: int) -> Case:
+    """A case with a random key mask, in bfloat16, whose logits are all near -50 sqrt(d).
+
+    So exp(0 - L) overflows: P of a padded key whose K is stored as 0, if nothing masks it. The K
+    must not be smoothed: a row's mean logit would be 0.
+    """
+    rng = np.random.default_rng(d)
+    q, k, v, do = (
+        torch.from_numpy(gaussian(rng, (2, 2, n, d))).to(DEVICE, torch.bfloat16) for _ in range(4)
+    )
+    mask = _key_mask(rng, "random", 2, n)
+    return Case(q=7 + q / 8, k=k / 8 - 7, v=v, do=do, key_mask=mask, kinds=("low logits",))
+
+
 def _key_mask(rng: np.random.Generator, padding: str, batch: int, n_k: int) -> Tensor | None:
     """Return a mask of keys, bool [batch, n_k]; a sequence may be all padding."""
     if padding == "none":

@@ -19,7 +19,7 @@ from torch import Tensor
 from sagesim import FACTORED_QK, Smoothing
 from sagesim_kernels import attention, attention_varlen, hopper
 from tests.sagesim_kernels.contract import check
-from tests.sagesim_kernels.kernel_cases import KINDS, LAYOUTS, ORDINARY, KernelCase
+from tests.sagesim_kernels.kernel_cases import KINDS, LAYOUTS, ORDINARY, KernelCase, low_logits
 from tests.support import examples
 from tests.support.assertions import assert_bitwise
 from tests.support.combinations import combined, numbered
@@ -313,6 +313,12 @@ def test_padded_keys_have_no_influence(d, mask):
                 assert_bitwise(actual=rest, expected=torch.zeros_like(rest), what=name)
                 found = found[:, :, :count]
             assert_bitwise(actual=found, expected=x, what=f"{name} of {count}")
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_padding_has_no_influence_where_logits_are_low(d):
+    check(low_logits(d, 300), UNSMOOTHED)
 
 
 @pytest.mark.usefixtures("is_served")

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sagesim import AttentionSpec
 from sagesim_kernels.operands import key_padding
-from tests.sagesim_kernels.kernel_cases import DEVICE
+from tests.sagesim_kernels.contract import check
+from tests.sagesim_kernels.kernel_cases import DEVICE, low_logits
 
 
 def described(mask: list[bool]) -> tuple[list[int], tuple[int, int, int]]:
@@ -47,3 +49,7 @@ def test_a_mask_may_have_any_strides() -> None:
     found = key_padding.find_live_keys(mask[:, None].expand(4, 3).T)
     assert found.counts.tolist() == [[0, 1, 1, 2, 3]] * 3
     assert found.runs.tolist() == [[0, 1, 4]] * 3
+
+
+def test_padding_has_no_influence_where_logits_are_low() -> None:
+    check(low_logits(64, 150), AttentionSpec.parse("factored_qk smooth=none"))

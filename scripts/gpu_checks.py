@@ -1,12 +1,16 @@
 """Run all checks that need a GPU, and record their commands and results.
 
     python scripts/gpu_checks.py [--out docs/data/gpu_checks.json] [--only NAME ...] [--after LOG]
+                                 [--limit SECONDS]
 
 Each check is a command. Of the combinations in test_hopper.py, those marked `exhaustive` are left
 out; `make gpu-test` runs them. The record holds its exit code, its time, the last lines that it
 printed, and how often compute-sanitizer reports each place in the source. Checks that are not run
 keep the record of an earlier run. Checks of sm_80 and sm_89 code need a Hopper GPU; see
 CONTRIBUTING.md.
+
+With --limit a check of pytest is ended after so many seconds. Its record has the numbers of tests
+that passed and failed until then, and it counts as not passed.
 
 To split the fuzz cases over several runs, save the output of pytest -v and pass it as LOG to the
 next run. Tests that passed according to LOG are not run again, and the record holds their number.
@@ -20,8 +24,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -40,7 +46,10 @@ REPORTED = 9
 FUZZ, HOPPER = "tests/sagesim_kernels/test_fuzz.py", "tests/sagesim_kernels/test_hopper.py"
 CONTRACT = "tests/sagesim_kernels/test_contract.py"
 MODELS = "tests/sagesim_kernels/integrations/test_gpu.py"
-CALLS = [f"tests/sagesim_kernels/test_{name}.py" for name in ("attention", "invariance", "dq_sums")]
+CALLS = [
+    f"tests/sagesim_kernels/test_{name}.py"
+    for name in ("ampere", "attention", "invariance", "dq_sums")
+]
 """Tests of attention calls. A contract test or a fuzz case runs the portable kernels if they have
 to write codes of P or dS; a call runs the kernels of its GPU."""
 
@@ -84,6 +93,9 @@ READ = re.compile(r"=+ +(?:Read Thread \(.*\) )?at (\w+)\+0x\w+ in (\w+\.py):(\d
 
 PASSED = re.compile(r"PASSED (tests/\S+)|(tests/\S+) PASSED")
 
+ENDED = re.compile(r"(PASSED|FAILED) (tests/\S+::[^\n]+?) *$")
+"""Matches a line of pytest -v on several workers: how a test ended, and the test."""
+
 
 def reads(lines: Iterable[str]) -> Counter[tuple[str, ...]]:
     """Return how often each place is reported: the kernel, the file and the line."""
@@ -121,21 +133,46 @@ def verdict(name: str, exit_code: int, lines: list[str]) -> dict[str, object]:
     return {"passed": 0 < reports == places.total() and explained, "reports": named}
 
 
-def run(name: str, passed: set[str]) -> dict[str, object]:
-    """Run one check and return its record. Tests in `passed` are not run again."""
+def until_cut_off(lines: Iterable[str]) -> dict[str, int]:
+    """Return how many tests passed and failed according to these lines of pytest -v."""
+    ended = {test: word for line in lines for word, test in ENDED.findall(line)}
+    return {name: list(ended.values()).count(name.upper()) for name in ("passed", "failed")}
+
+
+def run(name: str, passed: set[str], limit: float | None) -> dict[str, object]:
+    """Run one check and return its record.
+
+    passed: tests that are not run again. limit: seconds, or None.
+    """
     command = [*CHECKS[name], *(f"--deselect={test}" for test in sorted(passed))]
     env = dict(os.environ)
     if "sanitizer" in command[0]:
         env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     start = time.perf_counter()
     lines: list[str] = []
+    is_cut_off = False
     with subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     ) as process:
         assert process.stdout is not None
+
+        def end() -> None:
+            nonlocal is_cut_off
+            is_cut_off = True
+            os.killpg(process.pid, signal.SIGKILL)
+
+        timer = threading.Timer(limit or threading.TIMEOUT_MAX, end)
+        timer.start()
         for line in filter(str.strip, process.stdout):
             print(line, end="", flush=True)
             lines.append(line.rstrip())
+        timer.cancel()
     seconds = time.perf_counter() - start
     words = [Path(w).name if w.startswith("/") else w for w in CHECKS[name]]
     before = {"passed_in_a_run_before": len(passed)} if passed else {}
@@ -144,6 +181,7 @@ def run(name: str, passed: set[str]) -> dict[str, object]:
         **before,
         "exit_code": process.returncode,
         **verdict(name, process.returncode, lines),
+        **({"until_cut_off": until_cut_off(lines)} if is_cut_off else {}),
         "printed": lines[-2:],
         "seconds": round(seconds, 1),
     }
@@ -156,7 +194,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "data" / "gpu_checks.json")
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
     parser.add_argument("--after", type=Path, metavar="LOG", help="output of pytest -v")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="end checks after this time")
     args = parser.parse_args()
+    if args.limit is not None and any("pytest" not in CHECKS[name] for name in args.only):
+        parser.error("--limit needs --only with checks that run pytest")
     passed: set[str] = set()
     if args.after is not None:
         if len(args.only) != 1 or "pytest" not in CHECKS[args.only[0]]:
@@ -167,7 +208,7 @@ def main() -> int:
     check_writable(args.out)
     checks = json.loads(args.out.read_text())["checks"] if args.out.exists() else {}
     for name in args.only:
-        record = run(name, passed)
+        record = run(name, passed, args.limit)
         print(f"{name}: exit code {record['exit_code']}, {record['seconds']} s")
         checks[name] = record | {
             "machine": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, "

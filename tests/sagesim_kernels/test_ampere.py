@@ -1,0 +1,81 @@
+"""The kernels for mma.sync on a GPU: on Hopper natively, or with `--code sm80` as an A100 has them.
+
+They write no codes of P and dS, so that the contract of `test_fuzz.py` does not reach their INT8
+backward. Here their results are as exact as the emulator's.
+"""
+
+import numpy as np
+import pytest
+
+import sagesim
+from sagesim import PRESETS, exact
+from sagesim_kernels import ampere, hopper
+from tests.sagesim_kernels.kernel_cases import LAYOUTS, KernelCase
+from tests.support.assertions import assert_within_budget
+from tests.support.kernels import run_kernels
+
+pytestmark = pytest.mark.gpu
+
+SPECS = ("sagebwd", "factored", "factored_pv16", "factored_qk", "fpa_bf16", "fpa_fp16")
+DRAWS = 100
+"""Calls for each compilation of the kernels."""
+
+LENGTHS = (31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 191, 192, 193, 300, 449)
+
+
+@pytest.fixture
+def are_served(unplanned, monkeypatch: pytest.MonkeyPatch):
+    """Fail the test if the kernels for mma.sync did not run every backward."""
+    served: list[bool] = []
+    serves = ampere.serves_backward
+
+    def watched(problem):
+        served.append(serves(problem))
+        return served[-1]
+
+    monkeypatch.setattr(ampere, "serves_backward", watched)
+    yield
+    assert served and all(served)
+
+
+@pytest.mark.usefixtures("are_served")
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", [40, 64, 96, 128], ids=lambda d: f"d{d}")
+@pytest.mark.parametrize("spec", SPECS)
+def test_results_are_as_exact_as_the_emulators(spec: str, d: int, is_causal: bool) -> None:
+    """Up to one rounding to the dtype of the inputs."""
+    if spec == "factored_qk" and hopper.is_hopper():
+        pytest.skip("Hopper has kernels of its own for this spec; run this with --code sm80")
+    parsed = PRESETS[spec]
+    rng = np.random.default_rng([SPECS.index(spec), d, is_causal])
+    for number in range(DRAWS):
+        problem = KernelCase(
+            spec=parsed,
+            n_q=int(rng.choice(LENGTHS)),
+            n_k=int(rng.choice(LENGTHS)),
+            d=d,
+            d_v=d,
+            heads=((2, 2, 2), (1, 3, 1))[number % 2],
+            kinds=("gaussian",) * 4,
+            dtype="float16" if spec == "fpa_fp16" else "bfloat16",
+            is_causal=is_causal,
+            causal_alignment=("upper_left", "lower_right")[int(rng.integers(2))],
+            layout=str(rng.choice(LAYOUTS)),
+            seed=int(rng.integers(2**31)),
+        )
+        _check(problem)
+
+
+def _check(problem: KernelCase) -> None:
+    case, spec = problem.case, problem.parsed
+    found = run_kernels(case, spec)
+    emulated, reference = sagesim.trace(case, spec=spec), exact(case)
+    for name in ("o", "dq", "dk", "dv"):
+        assert_within_budget(
+            actual=getattr(found, name),
+            exact=getattr(reference, name),
+            yardstick=getattr(emulated, name),
+            factor=1.0,
+            band=2.0**-5,
+            what=f"{name} of {problem!r}",
+        )

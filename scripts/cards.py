@@ -93,12 +93,10 @@ def assumptions(bench: Any, rows: Any) -> Iterator[Assumption]:
     yield Assumption("as stated", CARDS, fit)
     for name, factor in (("L2 cache of half the rate", 0.5), ("L2 cache of twice the rate", 2.0)):
         scaled = {
-            card.name: card
-            if card.l2_bytes is None
-            else replace(card, l2_bytes=card.l2_bytes * factor)
-            for card in CARDS.values()
+            card.name: replace(card, l2_bytes=card.l2_bytes * factor) for card in CARDS.values()
         }
-        yield Assumption(name, scaled, fit)
+        refit = fitted(list(measurements(bench, (*SPECS, FLASH), cards=scaled)), rows)
+        yield Assumption(name, scaled, refit)
     sixteen, int8 = (round(MMA_SYNC * rate) for rate in WGMMA)
     hopper = {
         card.name: replace(card, flop_16=sixteen, flop_int8=int8)

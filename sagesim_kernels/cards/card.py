@@ -69,7 +69,7 @@ SOURCES: Final = {
     "as RTX 4090": Source(
         "the L2 cache of the RTX 4090, scaled by the width of the memory interface", "assumed"
     ),
-    "fit": Source("fitted: the L2 cache of the H100, in this package's kernels", "measured"),
+    "as A100": Source("the L2 cache of the A100, in bytes of the whole card a clock", "assumed"),
 }
 
 
@@ -86,7 +86,7 @@ class Card:
     flop_16: int  #: of dense 16-bit products with float32 sums: 2 for a multiply-add
     flop_int8: int  #: of dense INT8 products
     fp32: int  #: float32 additions, multiplications or multiply-adds
-    l2_bytes: float | None  #: bytes from or to the L2 cache; None for the fitted rate
+    l2_bytes: float  #: from or to the L2 cache
     l1_kb: int  #: KiB of the L1 cache and shared memory together
     shared_kb: int  #: KiB of them that can be shared memory
     code: int  #: the capability that the code is compiled for that runs there
@@ -176,12 +176,12 @@ CARDS: Final = {
         # 989 TFLOP/s and 1979 TOP/s are those of wgmma, which FlashAttention-2 and code for sm80 do
         # not use. The clock is that of the tensor cores.
         Card(
-            "H100", (9, 0), False, 132, 1.830, 3352, 1750, 3280, 128, None, 256, 228, 80,
-            _from("mma.sync", "H100", "H100", "fit"),
+            "H100", (9, 0), False, 132, 1.830, 3352, 1750, 3280, 128, 29.1, 256, 228, 80,
+            _from("mma.sync", "H100", "H100", "as A100"),
         ),
         Card(
-            "H200", (9, 0), False, 132, 1.830, 4800, 1750, 3280, 128, None, 256, 228, 80,
-            _from("mma.sync", "H100", "H200", "fit"),
+            "H200", (9, 0), False, 132, 1.830, 4800, 1750, 3280, 128, 29.1, 256, 228, 80,
+            _from("mma.sync", "H100", "H200", "as A100"),
         ),
     )
 }  # fmt: skip

@@ -3,14 +3,15 @@
 A kernel's time is the time of its loop over tiles of the map. For a tile of 64 x 64 elements each
 unit of a multiprocessor needs a number of clocks: its work over its rate. The model takes
 
-    clocks = (tensor^p + shared^p + l2^p + special^p + (stall x front)^p)^(1/p)
+    clocks = (tensor^p + shared^p + l2^p + special^p + (stall x front)^p)^(1/p) + spilled x accesses
     front = max(issue, fp32, integer)
 
 The sum with the power p is above the largest of the five, by little if one of them is much larger
 than the others, and below their sum: units overlap in part. `stall` is how many clocks pass for
-each in which a scheduler issues, because its few warps wait. p, `stall` and the rate of the H100's
-L2 cache are fitted on measured runs. Everything else is counted or documented. The work before and
-after the loops is modelled by its bytes over the bandwidth of the memory.
+each in which a scheduler issues, because its few warps wait. `spilled` is how many pass for an
+access to a spilled register. p, `stall` and `spilled` are fitted on measured runs. Everything else
+is counted, documented or assumed. The work before and after the loops is modelled by its bytes over
+the bandwidth of the memory.
 
 Bank conflicts, latencies, the last wave of programs and clocks below the boost clock are not
 modelled: what they cost on average is part of the fitted numbers.
@@ -44,7 +45,7 @@ class Fit:
 
     power: float  #: p: 1 if units never overlap, infinite if they always do
     stall: float  #: clocks for each in which a scheduler issues
-    l2_bytes: float  #: `Card.l2_bytes` of the H100 and H200
+    spilled: float  #: clocks for an access to a spilled register
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +63,14 @@ class Shape:
         return self.heads * self.tokens * self.head_size
 
 
-def clocks(
-    card: Card, counts: Mapping[str, float], moved: Mapping[str, float], fit: Fit
-) -> dict[str, float]:
+def clocks(card: Card, counts: Mapping[str, float], moved: Mapping[str, float]) -> dict[str, float]:
     """Return the clocks that each unit of a multiprocessor needs.
+
+    "spilled" is no unit, but the accesses to spilled registers by the warps of a scheduler.
 
     Args:
         counts: instructions of warps by class; see `tests/support/opcodes.py`.
         moved: bytes by class.
-        fit: for the rate of the L2 cache of cards that have none.
 
     Raises:
         ValueError: if an instruction that multiplies matrices is not known.
@@ -85,13 +85,14 @@ def clocks(
         / SHARED_BYTES
         + counts.get("shuffle", 0) * WARP / SHUFFLES,
         "l2": sum(moved.get(unit, 0) for unit in ("copy", "global", "atomic", "spilled"))
-        / (card.l2_bytes or fit.l2_bytes),
+        / card.l2_bytes,
         "special": counts.get("xu", 0) * WARP / SPECIAL
         + counts.get("f2i", 0) * WARP / card.conversions,
         "issue": sum(counts.values()) / SCHEDULERS,
         # Half of the float32 lanes multiply integers; the A100 has no others.
         "fp32": counts.get("fp32", 0) * WARP / card.fp32 + counts.get("imad", 0) * WARP / 64,
         "integer": counts.get("alu", 0) * WARP / card.integer,
+        "spilled": counts.get("local", 0) / SCHEDULERS,  # accesses
     }
 
 
@@ -111,8 +112,10 @@ def _parts(by_unit: Mapping[str, float], fit: Fit) -> dict[str, float]:
 
 def tile_clocks(by_unit: Mapping[str, float], fit: Fit) -> float:
     """Return the clocks of a tile from those of each unit."""
-    powers = sum(part**fit.power for part in _parts(by_unit, fit).values())
-    return powers ** (1 / fit.power)
+    parts = _parts(by_unit, fit).values()
+    largest = max(parts)
+    powers = sum((part / largest) ** fit.power for part in parts)
+    return largest * powers ** (1 / fit.power) + fit.spilled * by_unit["spilled"]
 
 
 def bound(by_unit: Mapping[str, float], fit: Fit) -> str:
@@ -156,11 +159,11 @@ def missed_share(card: Card, row: Mapping[str, Any]) -> float:
     return max(0.0, 1 - (card.l1_kb * 1024 - programs * shared) / needed)
 
 
-def loop_clocks(card: Card, row: Mapping[str, Any], fit: Fit) -> dict[str, float]:
+def loop_clocks(card: Card, row: Mapping[str, Any]) -> dict[str, float]:
     """`clocks` of a 64 x 64 tile in a row of docs/data/instructions.json."""
     moved = dict(row["bytes"])
     moved["spilled"] = missed_share(card, row) * moved.get("local", 0)
-    return clocks(card, row["counts"], moved, fit)
+    return clocks(card, row["counts"], moved)
 
 
 def loops_ms(card: Card, rows: Iterable[Mapping[str, Any]], shape: Shape, fit: Fit) -> float:
@@ -173,7 +176,7 @@ def loops_ms(card: Card, rows: Iterable[Mapping[str, Any]], shape: Shape, fit: F
     for row in rows:
         kernels.setdefault(row["kernel"], []).append(row)
     for loops in kernels.values():
-        by_name = {row["loop"]: tile_clocks(loop_clocks(card, row, fit), fit) for row in loops}
+        by_name = {row["loop"]: tile_clocks(loop_clocks(card, row), fit) for row in loops}
         first = next(iter(by_name.values()))
         m, n = map(int, loops[0]["tile"].split("x"))
         whole, masked = blocks(shape.tokens, m, n, shape.is_causal)

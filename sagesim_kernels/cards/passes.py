@@ -141,7 +141,7 @@ def limit(card: Card, rows: Rows, spec: str, shape: Shape, fit: Fit, *, forward:
     total: dict[str, float] = {}
     for row in loops_of(card, rows, spec, shape, forward=forward):
         if row["loop"] != "masked":
-            by_unit = loop_clocks(card, row, fit)
+            by_unit = loop_clocks(card, row)
             name = bound(by_unit, fit)
             total[name] = total.get(name, 0) + tile_clocks(by_unit, fit)
     return max(total, key=lambda name: total[name])

@@ -1,10 +1,10 @@
-"""Predictions beside measured times, and the fit of the model's three free numbers."""
+"""Predictions beside measured times, and the fit of the model's free numbers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 from sagesim_kernels.cards.card import CARDS, Card
@@ -80,14 +80,14 @@ def fitted(measured: Sequence[Measured], rows: Rows) -> Fit:
     def cost(fit: Fit) -> float:
         return rms(each.error(rows, fit) for each in measured)
 
-    best = Fit(power=3.0, stall=1.5, l2_bytes=24.0)
+    best = Fit(power=3.0, stall=1.5, spilled=8.0)
     for step in (0.2, 0.05, 0.01):  # of each number; the cost falls towards one minimum
         least = math.inf
         while cost(best) < least:
             least = cost(best)
-            for name in ("power", "stall", "l2_bytes"):
+            for name in (field.name for field in fields(Fit)):
                 best = _walked(cost, best, name, 1 + step)
-    return Fit(*(float(f"{x:.4g}") for x in (best.power, best.stall, best.l2_bytes)))
+    return Fit(**{name: float(f"{x:.4g}") for name, x in asdict(best).items()})
 
 
 def _walked(cost: Callable[[Fit], float], start: Fit, name: str, factor: float) -> Fit:

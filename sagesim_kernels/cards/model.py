@@ -3,15 +3,16 @@
 A kernel's time is the time of its loop over tiles of the map. For a tile of 64 x 64 elements each
 unit of a multiprocessor needs a number of clocks: its work over its rate. The model takes
 
-    clocks = (tensor^p + shared^p + l2^p + special^p + (stall x front)^p)^(1/p) + spilled x accesses
+    clocks = (tensor^p + shared^p + l2^p + special^p + (stall x front)^p)^(1/p) + spilled x waits
     front = max(issue, fp32, integer)
+    waits = accesses to spilled registers / programs
 
 The sum with the power p is above the largest of the five, by little if one of them is much larger
 than the others, and below their sum: units overlap in part. `stall` is how many clocks pass for
 each in which a scheduler issues, because its few warps wait. `spilled` is how many pass for an
-access to a spilled register. p, `stall` and `spilled` are fitted on measured runs. Everything else
-is counted, documented or assumed. The work before and after the loops is modelled by its bytes over
-the bandwidth of the memory.
+access to a spilled register. Meanwhile the other programs of the multiprocessor run. p, `stall` and
+`spilled` are fitted on measured runs. Everything else is counted, documented or assumed. The work
+before and after the loops is modelled by its bytes over the bandwidth of the memory.
 
 Bank conflicts, latencies, the last wave of programs and clocks below the boost clock are not
 modelled: what they cost on average is part of the fitted numbers.
@@ -35,6 +36,9 @@ from sagesim_kernels.cards.card import (
 WARP: Final = 32
 OVERLAPPED: Final = ("tensor", "shared", "l2", "special")
 FRONT: Final = ("issue", "fp32", "integer")
+_SYSTEMS: Final = 1024
+"""Bytes of shared memory that the system takes for each program."""
+
 _FLOP: Final = {"16816": 4096, "1688": 2048, "16832": 8192, "8816": 2048}
 """Operations of an instruction that multiplies matrices, by the shape in its opcode."""
 
@@ -66,8 +70,6 @@ class Shape:
 def clocks(card: Card, counts: Mapping[str, float], moved: Mapping[str, float]) -> dict[str, float]:
     """Return the clocks that each unit of a multiprocessor needs.
 
-    "spilled" is no unit, but the accesses to spilled registers by the warps of a scheduler.
-
     Args:
         counts: instructions of warps by class; see `tests/support/opcodes.py`.
         moved: bytes by class.
@@ -92,7 +94,6 @@ def clocks(card: Card, counts: Mapping[str, float], moved: Mapping[str, float]) 
         # Half of the float32 lanes multiply integers; the A100 has no others.
         "fp32": counts.get("fp32", 0) * WARP / card.fp32 + counts.get("imad", 0) * WARP / 64,
         "integer": counts.get("alu", 0) * WARP / card.integer,
-        "spilled": counts.get("local", 0) / SCHEDULERS,  # accesses
     }
 
 
@@ -140,6 +141,18 @@ def blocks(tokens: int, rows: int, columns: int, is_causal: bool) -> tuple[int, 
     return whole, masked
 
 
+def programs_of(card: Card, row: Mapping[str, Any]) -> int:
+    """Return how many programs of a kernel a multiprocessor runs at a time.
+
+    row: of docs/data/instructions.json. FlashAttention-2's rows have no size of shared memory; its
+        tiles are such that registers limit its programs.
+    """
+    programs = REGISTERS // (row["registers"] * row["warps"] * WARP)
+    if row["shared"] is not None:
+        programs = min(programs, card.shared_kb * 1024 // (row["shared"] + _SYSTEMS))
+    return max(1, programs)
+
+
 def missed_share(card: Card, row: Mapping[str, Any]) -> float:
     """Return the share of the bytes of spilled registers that the L1 cache does not hold.
 
@@ -151,19 +164,21 @@ def missed_share(card: Card, row: Mapping[str, Any]) -> float:
     """
     if row["shared"] is None or not row["stack"]:
         return 0.0
-    threads, shared = row["warps"] * WARP, row["shared"] + 1024  # 1 KiB is the system's
-    programs = max(
-        1, min(REGISTERS // (row["registers"] * threads), card.shared_kb * 1024 // shared)
-    )
-    needed = programs * threads * row["stack"]
-    return max(0.0, 1 - (card.l1_kb * 1024 - programs * shared) / needed)
+    programs = programs_of(card, row)
+    needed = programs * row["warps"] * WARP * row["stack"]
+    left = card.l1_kb * 1024 - programs * (row["shared"] + _SYSTEMS)
+    return max(0.0, 1 - left / needed)
 
 
 def loop_clocks(card: Card, row: Mapping[str, Any]) -> dict[str, float]:
-    """`clocks` of a 64 x 64 tile in a row of docs/data/instructions.json."""
+    """Return `clocks` of a 64 x 64 tile, and the waits for spilled registers as "spilled".
+
+    row: of docs/data/instructions.json.
+    """
     moved = dict(row["bytes"])
     moved["spilled"] = missed_share(card, row) * moved.get("local", 0)
-    return clocks(card, row["counts"], moved)
+    waits = row["counts"].get("local", 0) / SCHEDULERS / programs_of(card, row)
+    return clocks(card, row["counts"], moved) | {"spilled": waits}
 
 
 def loops_ms(card: Card, rows: Iterable[Mapping[str, Any]], shape: Shape, fit: Fit) -> float:

@@ -18,12 +18,14 @@ from sagesim_kernels.cards import (
     fits_without_each,
     fitted,
     flash_tile,
+    loop_clocks,
     loops_ms,
     loops_of,
     measurements,
     missed_share,
     other_bytes,
     predict,
+    programs_of,
     rms,
     tile_clocks,
 )
@@ -66,7 +68,6 @@ def test_clocks_of_each_unit_on_an_a100():
         "issue": 400 / 4,
         "fp32": 80 / 2 + 8 / 2,
         "integer": 60 / 2,
-        "spilled": 8 / 4,
     }
 
 
@@ -88,7 +89,7 @@ def test_an_unknown_product_is_an_error(product: str):
 
 
 def test_the_power_decides_how_units_overlap():
-    by_unit = clocks(A100, COUNTS, MOVED)
+    by_unit = loop_clocks(A100, row())
     assert tile_clocks(by_unit, FIT) == pytest.approx(SUM)
     two = math.sqrt(220**2 + 35**2 + 50**2 + 40**2 + 50**2)
     assert tile_clocks(by_unit, replace(FIT, power=2)) == pytest.approx(two)
@@ -96,12 +97,23 @@ def test_the_power_decides_how_units_overlap():
 
 
 def test_spilled_registers_take_time():
-    by_unit = clocks(A100, COUNTS, MOVED)
+    by_unit = clocks(A100, COUNTS, MOVED) | {"spilled": 2}
     assert tile_clocks(by_unit, replace(FIT, spilled=10)) == pytest.approx(SUM + 10 * 2)
 
 
+@pytest.mark.parametrize(
+    ("registers", "shared", "programs"), [(255, 40, 2), (255, 140, 1), (168, 40, 3), (128, 49, 3)]
+)
+def test_a_wait_for_a_spilled_register_is_shared_by_the_programs(
+    registers: int, shared: int, programs: int
+):
+    one = row(registers=registers, shared=shared * 1024)
+    assert programs_of(A100, one) == programs
+    assert loop_clocks(A100, one)["spilled"] == pytest.approx(8 / 4 / programs)
+
+
 def test_the_slowest_of_issue_and_arithmetic_counts():
-    by_unit = clocks(A100, COUNTS, MOVED)
+    by_unit = loop_clocks(A100, row())
     slow = by_unit | {"integer": 120}
     assert tile_clocks(slow, FIT) == pytest.approx(SUM + 0.5 * (120 - 100))
 

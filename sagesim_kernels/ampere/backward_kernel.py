@@ -324,7 +324,7 @@ def ampere_backward(
                     ds_s.store(ds.to(ds_s.dtype))
                 inverse = _row_stats(buffers, stage, 3, gl.SliceLayout(1, DQ))[:, None]
                 at = h.to(gl.int64) * dq_sums.tokens + start_q + query
-                # All warps have stored dS. If none shares keys, they need no copied queries any more.
+                # All warps have stored dS, and, if none shares keys, need no copied queries.
                 barrier()
                 if ACROSS > 1:
                     if CONFIG.do_right == 8:

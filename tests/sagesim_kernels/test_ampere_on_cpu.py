@@ -113,7 +113,7 @@ TILES = {
 }
 """A spec and a head size -> the tiles of GPUs with 163 and with 99 KiB of shared memory a block."""
 
-MORE_TILES = (("factored_pv16", 128), ("fpa_bf16", 64), ("fpa_bf16", 128))
+MORE_TILES = (("factored_pv16", 64), ("factored_pv16", 128), ("fpa_bf16", 64), ("fpa_bf16", 128))
 """Those of which each part is in another case."""
 
 

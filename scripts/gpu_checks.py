@@ -167,12 +167,18 @@ def run(name: str, passed: set[str], limit: float | None) -> dict[str, object]:
             is_cut_off = True
             os.killpg(process.pid, signal.SIGKILL)
 
-        timer = threading.Timer(limit or threading.TIMEOUT_MAX, end)
+        timer = threading.Timer(threading.TIMEOUT_MAX if limit is None else limit, end)
+        timer.daemon = True
         timer.start()
-        for line in filter(str.strip, process.stdout):
-            print(line, end="", flush=True)
-            lines.append(line.rstrip())
-        timer.cancel()
+        try:
+            for line in filter(str.strip, process.stdout):
+                print(line, end="", flush=True)
+                lines.append(line.rstrip())
+        except KeyboardInterrupt:  # its own session does not get it
+            os.killpg(process.pid, signal.SIGINT)
+            raise
+        finally:
+            timer.cancel()
     seconds = time.perf_counter() - start
     words = [Path(w).name if w.startswith("/") else w for w in CHECKS[name]]
     before = {"passed_in_a_run_before": len(passed)} if passed else {}

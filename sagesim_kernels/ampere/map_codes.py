@@ -48,9 +48,14 @@ def _largest(map, rounding, LAYOUT: gl.constexpr):
 @gluon.jit
 def round_to_codes(map, inverse):
     """Round map * inverse to codes, ties to even; see `operands.map_codes`."""
-    inverse = inverse[:, None].broadcast_to(map.shape)
+    return _rounded_bits(map, inverse[:, None].broadcast_to(map.shape)).to(gl.int8)
+
+
+@gluon.jit
+def _rounded_bits(map, inverse):
+    """Return numbers whose lowest byte is the code of map * inverse, int32."""
     grid = gl.full(map.shape, 12582912.0, gl.float32, map.type.layout)
-    return gl.fma(map, inverse, grid).to(gl.int32, bitcast=True).to(gl.int8)
+    return gl.fma(map, inverse, grid).to(gl.int32, bitcast=True)
 
 
 @gluon.jit
@@ -248,8 +253,7 @@ def store_codes(map, maxima, buffer):
     QUERIES: gl.constexpr = map.shape[1]
     largest = _largest_of_tile(maxima, 0)
     inverse = gl.full(map.shape, map_inverse(largest), gl.float32, map.type.layout)
-    grid = gl.full(map.shape, 12582912.0, gl.float32, map.type.layout)
-    codes = gl.fma(map, inverse, grid).to(gl.int32, bitcast=True)
+    codes = _rounded_bits(map, inverse)
     low, high = gl.split(codes.reshape([KEYS // 16, 2, 8, QUERIES]).permute([0, 2, 3, 1]))
     pairs = gl.inline_asm_elementwise(_JOIN, "=&r,r,r,r,r", [low, high], gl.int16, True, 2)
     buffer.store(pairs.reshape([KEYS // 2, QUERIES]))

@@ -7,12 +7,11 @@ backward. Here their results are as exact as the emulator's.
 import numpy as np
 import pytest
 
-import sagesim
-from sagesim import PRESETS, exact
+from sagesim import PRESETS
 from sagesim_kernels import ampere, hopper
+from tests.sagesim_kernels.exactness import assert_as_exact_as_the_emulator
 from tests.sagesim_kernels.kernel_cases import LAYOUTS, KernelCase
-from tests.support.assertions import assert_within_budget
-from tests.support.kernels import run_kernels
+from tests.support.kernels import all_served, run_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -26,16 +25,8 @@ LENGTHS = (31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 191, 192, 193, 300, 449)
 @pytest.fixture
 def are_served(unplanned, monkeypatch: pytest.MonkeyPatch):
     """Fail the test if the kernels for mma.sync did not run every backward."""
-    served: list[bool] = []
-    serves = ampere.serves_backward
-
-    def watched(problem):
-        served.append(serves(problem))
-        return served[-1]
-
-    monkeypatch.setattr(ampere, "serves_backward", watched)
-    yield
-    assert served and all(served)
+    with all_served(monkeypatch, ampere, "serves_backward"):
+        yield
 
 
 @pytest.mark.usefixtures("are_served")
@@ -63,19 +54,5 @@ def test_results_are_as_exact_as_the_emulators(spec: str, d: int, is_causal: boo
             layout=str(rng.choice(LAYOUTS)),
             seed=int(rng.integers(2**31)),
         )
-        _check(problem)
-
-
-def _check(problem: KernelCase) -> None:
-    case, spec = problem.case, problem.parsed
-    found = run_kernels(case, spec)
-    emulated, reference = sagesim.trace(case, spec=spec), exact(case)
-    for name in ("o", "dq", "dk", "dv"):
-        assert_within_budget(
-            actual=getattr(found, name),
-            exact=getattr(reference, name),
-            yardstick=getattr(emulated, name),
-            factor=1.0,
-            band=2.0**-5,
-            what=f"{name} of {problem!r}",
-        )
+        found = run_kernels(problem.case, parsed)
+        assert_as_exact_as_the_emulator(found, problem.case, parsed, f"of {problem!r}")

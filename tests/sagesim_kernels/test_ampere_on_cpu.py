@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import sagesim
-from sagesim import AttentionSpec, exact
+from sagesim import AttentionSpec
 from tests.sagesim_kernels.contract import OUTPUTS, as_kernel_trace, check_trace
-from tests.support.assertions import assert_bitwise, assert_within_budget
+from tests.sagesim_kernels.exactness import assert_as_exact_as_the_emulator
+from tests.support.assertions import assert_bitwise
 from tests.support.inputs import Case
 from tests.support.ptx_worker import PtxRunner
 
@@ -80,16 +81,7 @@ def test_results_are_as_exact_as_the_emulators(runner: PtxRunner, name: str) -> 
     found = runner.run(tensors, spec, **options)
     assert {"ampere_forward", "ampere_backward"} <= set(found.kernels)
     problem = Case(**tensors, enable_gqa=call.heads != call.heads_k, **options)
-    emulated, reference = sagesim.trace(problem, spec=spec), exact(problem)
-    for result in ("o", "dq", "dk", "dv"):
-        assert_within_budget(
-            actual=getattr(found, result),
-            exact=getattr(reference, result),
-            yardstick=getattr(emulated, result),
-            factor=1.0,
-            band=2.0**-5,
-            what=result,
-        )
+    emulated = assert_as_exact_as_the_emulator(found, problem, spec)
     if not any(spec.site(site).precision.is_scaled for site in ("pv", "dv", "dq", "dk")):
         outputs = {result: getattr(found, result) for result in OUTPUTS}
         check_trace(replace(as_kernel_trace(emulated), **outputs), problem, spec)

@@ -23,7 +23,14 @@ from tests.sagesim_kernels.kernel_cases import KINDS, LAYOUTS, ORDINARY, KernelC
 from tests.support import examples
 from tests.support.assertions import assert_bitwise
 from tests.support.combinations import combined, numbered
-from tests.support.kernels import Results, assert_same, kernel_case, poisoned, run_kernels
+from tests.support.kernels import (
+    Results,
+    all_served,
+    assert_same,
+    kernel_case,
+    poisoned,
+    run_kernels,
+)
 
 IS_HOPPER = torch.cuda.is_available() and hopper.is_hopper()
 
@@ -88,16 +95,8 @@ LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 200, 256, 257, 300, 385)
 @pytest.fixture
 def is_served(unplanned, monkeypatch: pytest.MonkeyPatch):
     """Fail the test if the Hopper kernels did not run every problem."""
-    served: list[bool] = []
-    serves = hopper.serves
-
-    def watched(problem):
-        served.append(serves(problem))
-        return served[-1]
-
-    monkeypatch.setattr(hopper, "serves", watched)
-    yield
-    assert served and all(served)
+    with all_served(monkeypatch, hopper, "serves"):
+        yield
 
 
 @pytest.mark.usefixtures("is_served")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -105,3 +106,18 @@ def poisoned() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+@contextmanager
+def all_served(monkeypatch: pytest.MonkeyPatch, package: ModuleType, serves: str) -> Iterator[None]:
+    """Require that a package's function, by its name, is asked and says of every problem yes."""
+    served: list[bool] = []
+    answer = getattr(package, serves)
+
+    def watched(problem: Any) -> bool:
+        served.append(answer(problem))
+        return served[-1]
+
+    monkeypatch.setattr(package, serves, watched)
+    yield
+    assert served and all(served)

@@ -61,6 +61,7 @@ from sagesim_kernels.operands import (
     stored_start_of,
     subtract_lse_gradient,
     units_of,
+    upper_lse2,
 )
 
 _TYPES: Final = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -210,7 +211,7 @@ def prepare_queries_kernel(
     store_rows(delta, lengths.cu_q, b, h, row, n_q, row_delta)
     stats = row_stats + at * 4
     tl.store(stats + local[:, None], q_scale * scale_log2)
-    tl.store(stats + sizes.BLOCK_Q + local, row_lse2)
+    tl.store(stats + sizes.BLOCK_Q + local, -upper_lse2(row_lse2))
     tl.store(stats + 2 * sizes.BLOCK_Q + local, row_delta)
     tl.store(stats + 3 * sizes.BLOCK_Q + local, inverse_of(unit))
 

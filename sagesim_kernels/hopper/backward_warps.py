@@ -350,15 +350,15 @@ def compute_dk_dv_dq(
     keys, k_scale, dk, dv = _start_keys(k_scale, outputs.key_mask, tile, D, ACC)
     _wait_for_k16(key_tile.k16.index(0), barriers.k16_full, k_mean, WARPS, KD)
     mbarrier.wait(barriers.kv_full, 0)
-    n = 0  # counted, because computing it from the loop variables needs one register more
     for head in range(GROUPS):
         for PART in gl.static_range(2 if loop.unmasked_end is None else 3):
             begin, end = part_of(loop, PART)
             for i in range(begin, end):
+                n = head * (loop.end - loop.begin) + i - loop.begin
                 stage = n % STAGES
                 # This 0 is opaque to the compiler. With a constant, it computes the descriptors of
                 # all operands before the loop and runs out of registers.
-                zero = n >> 30
+                zero = i >> 30
                 do = queries.do.index(stage)
                 mbarrier.wait(barriers.q_full.index(stage), (n // STAGES) & 1)
                 k8, v = key_tile.k8.index(zero), key_tile.v.index(zero)
@@ -394,5 +394,4 @@ def compute_dk_dv_dq(
                 # before.
                 barrier()
                 mbarrier.arrive(barriers.dq_full.index(n % 2), count=1)
-                n += 1
     _store_dk_dv(dk, dv, outputs, tile, key_tile.v.index(0), KD, VD)

@@ -41,6 +41,7 @@ from sagesim_kernels.operands import (
     Strided,
     TokenBlocks,
     attended_bounds,
+    clear_tma_sums,
     coordinates_of,
     inverse_of,
     largest,
@@ -205,8 +206,7 @@ def prepare_queries_kernel(
     q_tokens, _ = load_live(q, lengths, first, sizes.BLOCK_Q, h, b, q_blocks)
     q_scale = store_block(q8, q_tokens.to(tl.float32), rounding, lengths, i, h, b, q_blocks)
     at = h.to(tl.int64) * dq_sums.tokens + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
-    whole = tl.arange(0, sizes.BLOCK_Q * sizes.D_PAD)
-    tl.store(dq_sums.sums + at * sizes.D_PAD + whole, tl.zeros_like(whole))
+    clear_tma_sums(dq_sums, at, sizes)
     tl.store(dq_sums.unit + at + local, unit)
     store_rows(delta, lengths.cu_q, b, h, row, n_q, row_delta)
     stats = row_stats + at * 4

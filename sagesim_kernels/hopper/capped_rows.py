@@ -47,24 +47,22 @@ from sagesim_kernels.operands import (
     subtract_lse_gradient,
 )
 
-_FINER = tl.constexpr(2.0**24)
-"""The unit of a sum of dS times the largest mean of K is finer than the unit of dQ by this."""
-
-_LARGEST = tl.constexpr(2.0**100)
-_SMALLEST = tl.constexpr(2.0**-126)
+_FINER_BITS = tl.constexpr(24)
+"""The unit of a sum of dS, times the largest mean of K, is finer than dQ's unit by this."""
 
 
 @triton.jit
 def inverse_ds_units(dq_unit, mean_amax):
-    """Return 1 / unit of the sums of rows of dS, powers of two from 2^-126 to 2^124.
+    """Return 1 / unit of the sums of rows of dS, powers of two from 2^-126 to 2^126.
 
     dq_unit: see `row_units`, with key bounds that contain the mean of K. mean_amax: the bits of the
-    largest |mean|. The sum of |dS| is then at most 2^30 dq_unit / |mean|, and so at most 2^55 of
-    these units. At the limits, units are powers of two that float32 has: below the least one no sum
-    is rounded, and above the largest one the mean adds less to dQ than dQ's unit.
+    largest |mean|. The sum of |dS| is at most 2^30 dq_unit / |mean|, and so at most 2^55 of these
+    units. At the limits they are powers of two that float32 has: smaller numbers than 2^-126 are
+    flushed to 0, and if the unit should be larger than 2^126, the mean adds less to dQ than a unit.
     """
-    power = ((mean_amax + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.maximum(tl.minimum(inverse_of(dq_unit) * power, _LARGEST) * _FINER, _SMALLEST)
+    exponent = (mean_amax + 0x7FFFFF) >> 23  # of the next power of two, biased by 127
+    exponent += 127 - (dq_unit.to(tl.int32, bitcast=True) >> 23) + _FINER_BITS
+    return (tl.minimum(tl.maximum(exponent, 1), 253) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sagesim_kernels.gluon_compat import tma_load
+from sagesim_kernels.hopper.backward_maps import ST_ROWS
 from sagesim_kernels.hopper.backward_structures import (
     Barriers,
     KeyBuffers,
@@ -25,7 +26,6 @@ from sagesim_kernels.hopper.backward_structures import (
 )
 from sagesim_kernels.hopper.backward_warps import (
     ROW_STATS,
-    ST_ROWS,
     STATS_LAYOUT,
     compute_dk_dv,
     compute_dk_dv_dq,

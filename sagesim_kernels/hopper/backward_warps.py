@@ -26,14 +26,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagesim_kernels.gluon_compat import barrier, reinterpret, tma_load
-from sagesim_kernels.hopper.backward_masks import are_live, attends_between, part_of
-from sagesim_kernels.hopper.backward_structures import TokenOrigin
-from sagesim_kernels.hopper.capped_logits import (
-    add_ds_sums,
-    logits_plus,
-    slope_of,
-    tanh_of_sums,
+from sagesim_kernels.hopper.backward_maps import (
+    ST_COLUMNS,
+    ST_FLOAT32,
+    ST_INT32,
+    ST_ROWS,
+    compute_ds,
+    compute_p,
 )
+from sagesim_kernels.hopper.backward_masks import are_live, part_of
+from sagesim_kernels.hopper.backward_structures import TokenOrigin
+from sagesim_kernels.hopper.capped_logits import add_ds_sums
 from sagesim_kernels.hopper.dq_parts import (
     BLOCK_Q,
     TILE_K,
@@ -52,14 +55,6 @@ ROW_STATS = gl.constexpr(4 * 64)
 """Row statistics of a block of queries, 64 numbers each: Q's scale times the scale of the logits;
 -lse2; delta; and 1 / unit of dQ."""
 
-ST_INT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 32]))
-"""Layout of S transposed [keys, queries], as the INT8 product leaves it."""
-ST_FLOAT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))
-"""Layout of S, P, dP and dS transposed [keys, queries], in float32."""
-ST_ROWS = gl.constexpr(gl.SliceLayout(1, ST_FLOAT32.value))
-"""Layout of one number for each row of S transposed, a key."""
-ST_COLUMNS = gl.constexpr(gl.SliceLayout(0, ST_FLOAT32.value))
-"""Layout of one number for each column of S transposed, a query."""
 STATS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 """Layout of row statistics in shared memory."""
 
@@ -143,53 +138,6 @@ def _start_keys(k_scale, key_mask, tile, D: gl.constexpr, ACC: gl.constexpr):
     dv = warpgroup_mma_init(gl.zeros((TILE_K, D), gl.float32, ACC))
     keys = gl.where(are_live(tile.first + local, tile, key_mask), tile.first + local, 2**30)
     return keys, scales, dk, dv
-
-
-@gluon.jit
-def _attends(keys, i, tile):
-    """Return what `operands.attends_in` does, for keys of `_start_keys`.
-
-    Without a limit on either side of the diagonal the result does not depend on i.
-    """
-    queries = i * BLOCK_Q + gl.arange(0, BLOCK_Q, ST_COLUMNS)
-    return attends_between(queries[None, :], keys[:, None], tile.offset, tile.lowest)
-
-
-@gluon.jit
-def _compute_p(MASKED: gl.constexpr, s, k_scale, factor, minus_lse2, shift, cap2, keys, i, tile):
-    """Return P transposed, and the factor of dP - delta in dS, from the integer sums of S.
-
-    The factor is P, and with a softcap P times the slope. shift: of each query; or None. cap2:
-    `base2` of `Softcap`.
-    """
-    factor = factor[None, :] * k_scale[:, None]
-    if cap2 is not None:
-        shifts = shift[None, :] if shift is not None else None
-        t = tanh_of_sums(s, factor, shifts, ST_FLOAT32)
-        x = logits_plus(t, cap2, minus_lse2[None, :])
-    else:
-        x = gl.convert_layout(s.to(gl.float32), ST_FLOAT32)
-        x = gl.fma(x, factor, minus_lse2[None, :].broadcast_to(x.shape))
-    if MASKED:
-        x = gl.where(_attends(keys, i, tile), x, -float("inf"))
-    p = gl.exp2(x)
-    if cap2 is not None:
-        return p, p * slope_of(t)
-    else:
-        return p, p
-
-
-@gluon.jit
-def _compute_ds(MASKED: gl.constexpr, weight, dp, delta, cap2, keys, i, tile):
-    """Return dS transposed. weight: the factor of dP - delta."""
-    ds = dp - delta[None, :]
-    # P is 0 there, but 0 times an infinite or NaN dP or slope would be NaN.
-    if MASKED and cap2 is None:
-        ds = gl.where(_attends(keys, i, tile), ds, 0.0)
-    ds = weight * ds
-    if MASKED and cap2 is not None:
-        ds = gl.where(_attends(keys, i, tile), ds, 0.0)
-    return ds
 
 
 @gluon.jit
@@ -315,14 +263,14 @@ def compute_dk_dv(
                 shift = None
                 if queries.shifts is not None:
                     shift = queries.shifts.index(stage).load(ST_COLUMNS)
-                p, weight = _compute_p(
+                p, weight = compute_p(
                     PART != 1, s, k_scale, factor, minus_lse2, shift, cap2, keys, i, tile
                 )
                 p16 = gl.convert_layout(p.to(queries.do.dtype), P_OPERAND)
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 delta = stats.index(2).load(ST_COLUMNS)
                 dv = warpgroup_mma(p16, do, dv, is_async=True)
-                ds = _compute_ds(PART != 1, weight, dp, delta, cap2, keys, i, tile)
+                ds = compute_ds(PART != 1, weight, dp, delta, cap2, keys, i, tile)
                 if ds_sums is not None:
                     add_ds_sums(ds_sums, first_row_of(head, i, dq_blocks), ds)
                 ds16 = ds.to(queries.q16.dtype)
@@ -406,14 +354,14 @@ def compute_dk_dv_dq(
                 shift = None
                 if queries.shifts is not None:
                     shift = queries.shifts.index(stage).load(ST_COLUMNS)
-                p, weight = _compute_p(
+                p, weight = compute_p(
                     PART != 1, s, k_scale, factor, minus_lse2, shift, cap2, keys, i, tile
                 )
                 delta = stats.index(2).load(ST_COLUMNS)
                 p16 = gl.convert_layout(p.to(queries.do.dtype), P_OPERAND)
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 dv = warpgroup_mma(p16, do, dv, is_async=True)
-                ds = _compute_ds(PART != 1, weight, dp, delta, cap2, keys, i, tile)
+                ds = compute_ds(PART != 1, weight, dp, delta, cap2, keys, i, tile)
                 if ds_sums is not None:
                     add_ds_sums(ds_sums, first_row_of(head, i, dq_blocks), ds)
                 # This overwrites dS of the step before. Other warps may still multiply that dS with

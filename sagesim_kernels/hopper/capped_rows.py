@@ -29,6 +29,7 @@ from sagesim_kernels.operands import (
     RowStatistics,
     Softcap,
     Strided,
+    clear_tma_sums,
     compute_key_bounds,
     head_pointers,
     inverse_of,
@@ -45,6 +46,7 @@ from sagesim_kernels.operands import (
     store_rows,
     stored_start_of,
     subtract_lse_gradient,
+    upper_lse2,
 )
 
 _FINER_BITS = tl.constexpr(24)
@@ -104,13 +106,12 @@ def capped_rows_kernel(
         inverse = inverse_ds_units(unit, largest(magnitude(mean), 1))
         tl.store(ds_sums.inverse_unit + at + local, inverse)
         tl.store(ds_sums.sums + at + local, tl.zeros((sizes.BLOCK_Q,), tl.int64))
-    whole = tl.arange(0, sizes.BLOCK_Q * sizes.D_PAD)
-    tl.store(dq_sums.sums + at * sizes.D_PAD + whole, tl.zeros_like(whole))
+    clear_tma_sums(dq_sums, at, sizes)
     tl.store(dq_sums.unit + at + local, unit)
     store_rows(delta, lengths.cu_q, b, h, row, n_q, row_delta)
     stats = row_stats + at * 4 + local
     tl.store(stats, factor)
-    tl.store(stats + sizes.BLOCK_Q, row_lse2)
+    tl.store(stats + sizes.BLOCK_Q, -upper_lse2(row_lse2))
     tl.store(stats + 2 * sizes.BLOCK_Q, row_delta)
     tl.store(stats + 3 * sizes.BLOCK_Q, inverse_of(unit))
 

@@ -278,7 +278,7 @@ def cost(name: str) -> str:
         f"{batch} x {heads} head{many}, {tokens} tokens, head size {head_dim}, float32, "
         f"forward and backward, medians of {data['rounds']}.\n\n"
         + markdown(["", "time", "x eager", "memory added"], rows)
-        + source(data)
+        + (source(data) if name == "cost_cpu" else records.with_age(source(data), data["machine"]))
     )
 
 
@@ -305,7 +305,8 @@ def table1_kernels() -> str:
         "\n\n".join(parts)
         + f"\n\nRelative L2 against float64, {setting['tokens']} tokens, head size "
         f"{setting['head_dim']}, full mask, {setting['draws']} draws. `between` is the largest "
-        "relative L2 distance between kernels and emulator." + source(data)
+        "relative L2 distance between kernels and emulator."
+        + records.with_age(source(data), data["machine"])
     )
 
 
@@ -443,7 +444,7 @@ def qk16_speed() -> str:
         markdown(head, rows)
         + f"\n\nForward and backward in milliseconds. The ratio is `{ours}` to `{default}`. "
         + f"`{ours}` runs on the portable kernels, and `{default}` on those for Hopper."
-        + source(data | {"machine": one_line(data["machine"])})
+        + records.with_age(source(data | {"machine": one_line(data["machine"])}), data["machine"])
     )
 
 

@@ -100,6 +100,16 @@ def budget() -> str:
     )
 
 
+def budget_ends() -> tuple[float, float]:
+    """The smallest and the largest of measured over predicted error, in a single layer."""
+    ratios = [
+        layer["measured"][t] / layer["predicted"][t]
+        for layer in document()["budget"]["layers"]
+        for t in ("o", "dq", "dk", "dv")
+    ]
+    return min(ratios), max(ratios)
+
+
 def interpreted() -> str:
     """Losses with the kernels in Triton's interpreter beside the emulator's."""
     found = document()["interpreter"]

@@ -417,8 +417,9 @@ def speed() -> str:
             ours = [case for case in timed if case["head_dim"] == head_size]
             cells = [f"`{spec}`", str(head_size)]
             for peer in peers:
-                found = [ratio(case, spec, peer) for case in ours]
-                cells.append(f"{min(found):.2f} to {max(found):.2f}")
+                both = [case for case in ours if {spec, peer} <= case["runs"].keys()]
+                found = [ratio(case, spec, peer) for case in both]
+                cells.append(f"{min(found):.2f} to {max(found):.2f}" if found else "not measured")
             rows.append(cells)
     longest = max(case["tokens"] for case in timed)
     of_models, before = records.of_models(), records.of_models_earlier()

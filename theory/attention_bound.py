@@ -4,7 +4,8 @@ The bound is propagated through the computation. Rounding changes an operand by 
 (a whole code under stochastic rounding, half a unit in the last place in 16 bits). The errors of
 the operands bound the error of a logit, its exponential bounds the error of P, and so on to the
 gradients. No term is estimated or dropped. Each of n float32 operations has a relative error of at
-most 2**-24.
+most 2**-24. In FP8 the error of an operand is relative to it, 2**-4 for E4M3, down to half a step
+of the subnormal numbers.
 
 Names that end in `_error` are bounds on the absolute error of that tensor.
 """
@@ -13,13 +14,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Unpack
+from typing import Final, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from sagesim.problem import AttentionOptions, AttentionProblem, resolve_input16
-from sagesim.spec import MAPS, OPERANDS, AttentionSpec, Delta, Precision, RoundingMode
+from sagesim.spec import (
+    MAPS,
+    OPERANDS,
+    AttentionSpec,
+    Delta,
+    Granularity,
+    Precision,
+    RoundingMode,
+)
+from theory.fp8_sums import Instruction, relative_bound
 from theory.heads import Heads
 from theory.matmul import float32_error, product_bound
 from theory.rounding import GRIDS, UNIT, region_amax, rounding_bound
@@ -49,33 +59,52 @@ def attention_bound(
     do: Tensor | None = None,
     *,
     spec: AttentionSpec,
+    instruction: Instruction | None = None,
     **options: Unpack[AttentionOptions],
 ) -> AttentionBound:
     """Bound the error of every element of the outputs, for one spec and one input.
 
     Holds for the emulator and for the kernels, which differ in the order of float32 sums, and add
-    parts of dQ as integers. The bound is infinite if a matmul in 16 bits may overflow.
+    parts of dQ as integers. The bound is infinite if a matmul in 16 bits may overflow. Tensor cores
+    of Hopper and Ada GPUs lose more in sums of FP8 products than float32 does: there, the bound
+    holds for the kernels with their `instruction`.
 
     Args:
         q, k, v, do, options: as for `sagesim.trace`; or an `AttentionProblem` alone, such as a
             recorded call.
         spec: the spec.
+        instruction: how tensor cores add the FP8 products of dV, dQ and dK, such as
+            `theory.fp8_sums.HOPPER`. None: in float32, as the emulator, Triton's interpreter, and
+            GPUs without FP8 do.
 
     Raises:
         TypeError: if dtypes differ.
-        ValueError: if a site is in FP8, shapes do not fit each other, or an option does not fit the
-            tensors or the other options.
+        ValueError: if shapes do not fit each other, or an option does not fit the tensors or the
+            other options.
 
     Source: this project. The first-order terms are those of Higham, "Accuracy and Stability of
     Numerical Algorithms", 2nd ed., section 3.1.
     """
     problem = AttentionProblem.of(q, k, v, do, **options)
-    return _Analysis(problem, spec).bound()
+    return _Analysis(problem, spec, instruction).bound()
+
+
+class _RowBound(NamedTuple):
+    """Bounds on the number from which the scale of each row follows, [*heads, n_q, 1].
+
+    It is in the granularity `row_bound`. What is computed for it has an error.
+    """
+
+    low: Tensor
+    high: Tensor
 
 
 class _Analysis:
-    def __init__(self, problem: AttentionProblem, spec: AttentionSpec) -> None:
+    def __init__(
+        self, problem: AttentionProblem, spec: AttentionSpec, instruction: Instruction | None
+    ) -> None:
         self.dtype = problem.q.dtype
+        self.instruction = instruction
         self.spec = resolve_input16(spec, self.dtype)
         heads = Heads.of(problem)
         self.heads = heads
@@ -134,9 +163,13 @@ class _Analysis:
 
         same = spec.qk_recompute == spec.qk
         p_error = self._p_error(s_recompute_error + row_error, normalised=same)
-        rounded = p_error + self._map_error("dv", p + p_error)
+        of_p = _RowBound(
+            (p - p_error).amax(-1, keepdim=True).clamp(min=0.0),
+            (p + p_error).amax(-1, keepdim=True) * (1 + float32_error(1)),
+        )
+        rounded = p_error + self._map_error("dv", p + p_error, of_p)
         dv = p.mT @ self.do
-        dv_error = product_bound(p.mT, do, rounded.mT, self._operand_error("dv", "do"), terms=n_q)
+        dv_error = self._query_sum_error("dv", p, rounded, "do", of_p)
 
         left, right = self._operand_error("dp", "do"), self._operand_error("dp", "v")
         dp = self.do @ self.v.mT
@@ -164,21 +197,22 @@ class _Analysis:
             ds = ds * slope
             ds_error += float32_error(1) * (ds + ds_error)
         ds_error = ds_error.masked_fill(~self.live, 0.0)
+        of_ds = self._ds_row_bound(of_p, left, right, delta.abs(), delta_error)
 
-        rounded = ds_error + self._map_error("dq", ds + ds_error)
-        dq_error = product_bound(ds, self.k, rounded, self._operand_error("dq", "k"), terms=n_k)
+        rounded = ds_error + self._map_error("dq", ds + ds_error, of_ds)
+        k_error = self._operand_error("dq", "k")
+        dq_error = product_bound(ds, self.k, rounded, k_error, terms=n_k)
+        dq_error = dq_error + self._dq_instruction_error(ds + rounded, k_error, of_ds)
         exact_ds = p * (dp - delta) * slope
         dq_error = dq_error + self._mean_error(exact_ds, ds_error, delta, delta_error, row_error)
         of_dp = do.norm(dim=-1) * v.norm(dim=-1).amax(-1, keepdim=True)
         row_sum = (p + p_error).sum(-1).clamp(min=1.0)
         ds_sum = row_sum * (of_dp + (delta.abs() + delta_error).squeeze(-1))
-        dq_error = dq_error + self._unit_error(ds_sum)[..., None]
+        dq_error = dq_error + self._unit_error(ds_sum, of_ds)[..., None]
         dq = self.scale * (exact_ds @ (self.k + self.k_mean)).abs()
 
-        rounded, mean = ds_error + self._map_error("dk", ds + ds_error), self.q_mean.abs()
-        dk_error = product_bound(
-            ds.mT, self.q_smoothed, rounded.mT, self._operand_error("dk", "q"), terms=n_q
-        )
+        rounded, mean = ds_error + self._map_error("dk", ds + ds_error, of_ds), self.q_mean.abs()
+        dk_error = self._query_sum_error("dk", ds, rounded, "q", of_ds)
         dk_error += ds_error.mT @ mean + float32_error(n_q) * ((ds + rounded).mT @ mean)
         dk = self.scale * (exact_ds.mT @ self.q)
         return AttentionBound(
@@ -188,14 +222,113 @@ class _Analysis:
             dv=self._key_output(dv, dv_error),
         )
 
-    def _unit_error(self, ds_sum: Tensor) -> Tensor:
+    def _ds_row_bound(
+        self, of_p: _RowBound, do_error: Tensor, v_error: Tensor, delta: Tensor, delta_error: Tensor
+    ) -> _RowBound:
+        """The bounds of rows of dS: w (|dO| max |V| + |delta|), with the operands of dP."""
+
+        def ends(x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+            norm, off = x.norm(dim=-1, keepdim=True), error.norm(dim=-1, keepdim=True)
+            return (norm - off).clamp(min=0.0), norm + off
+
+        of_do, of_v = ends(self.do, do_error), ends(self.v, v_error)
+        of_delta = ((delta - delta_error).clamp(min=0.0), delta + delta_error)
+        float32 = float32_error(max(self.do.shape[-1], 2))  # norms, their product, the sum
+        low, high = (
+            p * (a * b.amax(-2, keepdim=True) + c)
+            for p, a, b, c in zip(of_p, of_do, of_v, of_delta, strict=True)
+        )
+        return _RowBound(low * (1 - float32), high * (1 + float32))
+
+    def _has_row_bound(self, site: str) -> bool:
+        matmul = self.spec.site(site)
+        return matmul.precision.is_scaled and matmul.lhs is Granularity.PerRowBound
+
+    def _widest(self, site: str) -> float:
+        """The largest code of a site over its smallest top code (docs/numerics.md)."""
+        return {Precision.FP8_E4M3: 448 / 240, Precision.FP8_E5M2: 57344 / 32768}.get(
+            self.spec.site(site).precision, 1.0
+        )
+
+    def _query_sum_error(
+        self, site: str, map: Tensor, rounded: Tensor, tensor: str, bound: _RowBound
+    ) -> Tensor:
+        """Bound on the error of map^T @ tensor, dV or dK. rounded: that of the map's error.
+
+        With scales from bounds, row i of the tensor is multiplied by the row's bound beta_i, and
+        z_i, the result, is rounded. An error e of z_i is an error e / beta_i of the tensor. It
+        is multiplied by an element of the map, which is at most beta_i.
+        """
+        n_q, x = map.shape[-2], self.tensors[tensor].abs()
+        if not self._has_row_bound(site):
+            off = self._operand_error(site, tensor)
+            return product_bound(map.mT, x, rounded.mT, off, terms=n_q)
+        matmul, smoothing = self.spec.site(site), self._smoothing_error(tensor)
+        z = (x + smoothing) * bound.high
+        amax = region_amax(z, matmul.rhs, self.spec.block_q, z.shape[-1]) * self._widest(site)
+        off = rounding_bound(z, amax, matmul.precision, self.spec.rounding.mode)
+        # Two roundings more than elsewhere: of z, and of its quotient by the top code. The inverse
+        # overflows for regions that are larger than elsewhere by the smallest top code.
+        off = (
+            off
+            + float32_error(1) * (z + off)
+            + z.clamp(max=GRIDS[matmul.precision].largest ** 2 * 2.0**-128)
+        )
+        total = map.abs() + rounded
+        share = self._share(total, bound)
+        error = rounded.mT @ x + total.mT @ smoothing + share.mT @ off
+        error = error + float32_error(n_q) * (total.mT @ (x + smoothing) + share.mT @ off)
+        if self._is_truncated(site):
+            share, z = self._least_codes(site, share, z + off, amax)
+            part = min(self.spec.block_q, n_q)
+            error = error + self._truncated(part) * (share.mT @ z)
+        return error
+
+    def _dq_instruction_error(self, ds: Tensor, k_error: Tensor, bound: _RowBound) -> Tensor:
+        """Bound on what tensor cores lose in the FP8 sums of dQ. ds: a bound on it, rounded."""
+        if not (self._has_row_bound("dq") and self._is_truncated("dq")):
+            return torch.zeros((), dtype=ds.dtype)
+        k = self.k.abs() + k_error
+        how = self.spec.dq.rhs
+        amax = region_amax(k, how, self.spec.block_k, k.shape[-1])
+        share, k = self._least_codes("dq", self._share(ds, bound), k, amax)
+        part = min(self.spec.block_k, ds.shape[-1])
+        return self._truncated(part) * bound.high * (share @ k)
+
+    def _share(self, total: Tensor, bound: _RowBound) -> Tensor:
+        """Bound on the elements of a map over the bound of their row; codes do not exceed it."""
+        return torch.where(total > 0, (total / bound.low).clamp(max=1 + 2.0**-10), 0.0)
+
+    def _is_truncated(self, site: str) -> bool:
+        is_fp8 = self.spec.site(site).precision in (Precision.FP8_E4M3, Precision.FP8_E5M2)
+        return is_fp8 and self.instruction is not None
+
+    def _truncated(self, terms: int) -> float:
+        """What the sum of a part loses, relative to the magnitudes of its terms."""
+        assert self.instruction is not None
+        return relative_bound(terms, self.instruction)
+
+    def _least_codes(
+        self, site: str, share: Tensor, right: Tensor, amax: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Magnitudes of both operands in which a subnormal code counts as the least normal one."""
+        grid = GRIDS[self.spec.site(site).precision]
+        least = grid.smallest / (2 * grid.unit) / grid.largest  # of the largest code
+        share = torch.maximum(share, (least * self._widest(site)) * self.live)
+        return share, torch.maximum(right, least * amax)
+
+    def _unit_error(self, ds_sum: Tensor, of_ds: _RowBound) -> Tensor:
         """Bound on the error of adding parts of a row of dQ as integers, as kernels do.
 
         Half a unit for each key block; a unit is at most 2^-29 times the bound on the sum of the
         row's magnitudes (docs/numerics.md, "Sums of dQ"). ds_sum: a bound on |dS| of each row.
         """
         spec, growth = self.spec, 2.0
-        if spec.rounding.mode is RoundingMode.STOCHASTIC:
+        if spec.rounding.mode is RoundingMode.STOCHASTIC and self._has_row_bound("dq"):
+            grid = GRIDS[spec.dq.precision]
+            code = grid.smallest / grid.largest * self._widest("dq") * of_ds.high.squeeze(-1)
+            ds_sum = ds_sum + self.k.shape[-2] * code
+        elif spec.rounding.mode is RoundingMode.STOCHASTIC:
             growth = 1 + spec.block_k / 127 * spec.block_q
             ds_sum = ds_sum.amax(-1, keepdim=True).expand_as(ds_sum)
         k_amax = self.k.abs().amax((-2, -1))[..., None]
@@ -229,16 +362,34 @@ class _Analysis:
 
     def _operand_error(self, site: str, tensor: str) -> Tensor:
         """Bound on |rounded - exact| of q, k, v or do as an operand of a site."""
-        x = self.tensors[tensor].abs()
-        # The subtracted mean has a float32 error, which matters if tokens are nearly equal.
-        mean = {"q": self.q_mean, "k": self.k_mean}.get(tensor, torch.zeros(())).abs()
-        smoothing = float32_error(1) * (x + mean)
+        x, smoothing = self.tensors[tensor].abs(), self._smoothing_error(tensor)
         block = self.spec.block_k if tensor in ("k", "v") else self.spec.block_q
         return smoothing + self._rounded_error(site, tensor, x + smoothing, block, x.shape[-1])
 
-    def _map_error(self, site: str, largest: Tensor) -> Tensor:
-        """Bound on the rounding error of P or dS, where |P| or |dS| <= `largest`; 0 if masked."""
-        error = self._rounded_error(site, "map", largest, self.spec.block_q, self.spec.block_k)
+    def _smoothing_error(self, tensor: str) -> Tensor:
+        """Bound on the float32 error of a subtracted mean.
+
+        It matters if tokens are nearly equal.
+        """
+        mean = {"q": self.q_mean, "k": self.k_mean}.get(tensor, torch.zeros(())).abs()
+        return float32_error(1) * (self.tensors[tensor].abs() + mean)
+
+    def _map_error(self, site: str, largest: Tensor, bound: _RowBound | None = None) -> Tensor:
+        """Bound on the rounding error of P or dS, where |P| or |dS| <= `largest`; 0 if masked.
+
+        bound: from which a scale per row bound follows.
+        """
+        matmul = self.spec.site(site)
+        if bound is not None and self._has_row_bound(site):
+            amax = bound.high * self._widest(site)
+            error = rounding_bound(largest, amax, matmul.precision, self.spec.rounding.mode)
+            if not self.spec.qk_recompute.precision.is_scaled:
+                # The largest logit may come from a sum in another order. A larger P, or dS, then
+                # becomes the bound.
+                moved = 2 * self._logits_error("qk_recompute").amax(-1, keepdim=True)
+                error = error + torch.expm1(moved) * bound.high
+        else:
+            error = self._rounded_error(site, "map", largest, self.spec.block_q, self.spec.block_k)
         return error.masked_fill(~self.live, 0.0)
 
     def _weights_error(self, p_error: Tensor, exponent_error: Tensor) -> Tensor:
@@ -256,8 +407,6 @@ class _Analysis:
 
     def _rounded_error(self, site: str, tensor: str, x: Tensor, rows: int, columns: int) -> Tensor:
         matmul = self.spec.site(site)
-        if matmul.precision in (Precision.FP8_E4M3, Precision.FP8_E5M2):
-            raise ValueError(f"site {site}: no bound for {matmul.precision.value}")
         left = OPERANDS[site][0]
         how = matmul.lhs if tensor == left or (tensor == "map" and left in MAPS) else matmul.rhs
         amax = region_amax(x, how, rows, columns)

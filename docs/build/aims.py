@@ -272,7 +272,10 @@ def _source(*documents: Document | None) -> str:
         line = f"`{document['command']}` on {one_line(document['machine'])}."
         parts.append(f"{EARLIER.strip()} {line}" if i else line)
         if i == 0:
-            parts.append(records.age(document["machine"]))
+            is_foreign = document["settings"].get("code") is not None
+            parts.append(
+                records.age_of_code(document) if is_foreign else records.age(document["machine"])
+            )
     return "\n\n".join(filter(None, parts))
 
 

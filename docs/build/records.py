@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +15,8 @@ DATA = Path(__file__).parents[1] / "data"
 CHANGED: Final = (
     "**Measured with earlier kernels**: their sources have changed since this record was made."
 )
+SAME_LOOPS: Final = "The loops of the present kernels issue the same instructions."
+_COUNTS: Final = ("instructions", "instructions_timed")
 UNKNOWN: Final = (
     "**Perhaps measured with earlier code**: this record does not name the sources that it is of."
 )
@@ -48,6 +51,23 @@ def age(machine: Mapping[str, Any] | str) -> str:
     if measured is None:
         return UNKNOWN
     return "" if measured == sources_hash() else CHANGED
+
+
+def has_present_loops(code: str) -> bool:
+    """Whether the loops of the present kernels issue the instructions of those that were timed.
+
+    code: of a record of other code on a Hopper GPU, "sm80".
+    """
+    rows = (json.loads((DATA / f"{name}.json").read_text())["rows"] for name in _COUNTS)
+    present, timed = ([r for r in each if r["capability"] == int(code[2:])] for each in rows)
+    return present == timed
+
+
+def age_of_code(document: Mapping[str, Any]) -> str:
+    """`age` of a record of other code, or that its kernels issue the same instructions."""
+    if age(document["machine"]) and has_present_loops(document["settings"]["code"]):
+        return SAME_LOOPS
+    return age(document["machine"])
 
 
 def with_age(text: str, machine: Mapping[str, Any] | str) -> str:

@@ -81,11 +81,12 @@ def figure() -> str:
         return "Times and errors of one record are not measured."
     text = (
         "![Time against the error of the gradients](docs/_static/frontier.svg)\n\n"
-        f"A point is the geometric mean of {_listed(map(str, FRONTIER_LENGTHS))} tokens with "
-        "causal and full masks (time of forward and backward, everything included), and of the "
-        "inputs whose errors were measured (root mean square of the errors of dQ, dK and dV). Thin "
-        "lines are the ranges. The inputs are Gaussian; Q and K have standard deviations of 1 "
-        f"(ordinary logits) and 5 (large ones). `{document['command']}` on "
+        "The figure shows every spec and every peer of the benchmark. Further left is faster, and "
+        "further down is more accurate. Times are of forward and backward, with everything "
+        f"included: geometric means over {_listed(map(str, FRONTIER_LENGTHS))} tokens, causal and "
+        "full masks. Errors are root mean squares of those of dQ, dK and dV: geometric means over "
+        "Gaussian inputs, in which Q and K have a standard deviation of 1 (ordinary logits) or 5 "
+        f"(large logits). Thin lines are the ranges.\n\n`{document['command']}` on "
         f"{one_line(document['machine'])}."
     )
     return records.with_age(text, document["machine"])
@@ -132,13 +133,12 @@ def _more_accurate(document: dict[str, Any]) -> str:
             for case in cases(record, "speed")
             if {DEFAULT, spec} <= case["runs"].keys() and case["tokens"] in FRONTIER_LENGTHS
         ]
-        cost = f"{_range(slower)} times the time" if slower else "a time that was not measured"
+        cost = f"It takes {_range(slower)} times as long" if slower else "It was not timed"
         said.append(
-            f"`{spec}` is more accurate on {better} of {len(inputs)} inputs "
-            f"({_range(gains)} times the default's error), for {cost}"
+            f"`{spec}` is more accurate than the default on {better} of {len(inputs)} inputs: its "
+            f"error is {_range(gains)} times as large. {cost}."
         )
-    text = "; ".join(said)
-    return f"{text[0].upper()}{text[1:]} ([inputs](docs/products.md#gradients-in-fp8))."
+    return f"{' '.join(said)} ([Inputs](docs/products.md#gradients-in-fp8).)"
 
 
 def _faster(by_size: dict[int, dict[str, Point]], specs: Sequence[str]) -> str:

@@ -27,6 +27,15 @@ def test_the_age_of_a_record(build):
     assert records.with_age("text", {"kernels": "0"}) == f"text\n\n{records.CHANGED}"
 
 
+def test_the_age_of_other_code_is_that_of_its_loops(build, monkeypatch):
+    records = build("records")
+    made = {"machine": {"kernels": "0"}, "settings": {"code": "sm80"}}
+    for is_same, words in ((True, records.SAME_LOOPS), (False, records.CHANGED)):
+        monkeypatch.setattr(records, "has_present_loops", lambda code, same=is_same: same)
+        assert records.age_of_code(made) == words
+    assert records.age_of_code(made | {"machine": {"kernels": sources_hash()}}) == ""
+
+
 def test_tables_of_earlier_kernels_are_named(build):
     render = build("render")
     new, old = {"machine": {"kernels": sources_hash()}}, {"machine": {"kernels": "0"}}

@@ -20,7 +20,8 @@ import matplotlib.pyplot as plt
 import plots  # noqa: F401 - sets the style
 import records
 
-from sagesim.spec import FACTORED_QK
+from sagesim.spec import FACTORED_QK, PRESETS
+from sagesim_kernels import supports
 from sagesim_kernels.bench.machine import one_line
 from sagesim_kernels.bench.plots import frontier
 from sagesim_kernels.bench.record import read
@@ -81,15 +82,22 @@ def figure() -> str:
         return "Times and errors of one record are not measured."
     text = (
         "![Time against the error of the gradients](docs/_static/frontier.svg)\n\n"
-        "The figure shows every spec and every peer of the benchmark. Further left is faster, and "
+        "The figure shows every spec and every peer that the record has. Further left is faster, and "
         "further down is more accurate. Times are of forward and backward, with everything "
         f"included: geometric means over {_listed(map(str, FRONTIER_LENGTHS))} tokens, causal and "
         "full masks. Errors are root mean squares of those of dQ, dK and dV: geometric means over "
         "Gaussian inputs, in which Q and K have a standard deviation of 1 (ordinary logits) or 5 "
-        f"(large logits). Thin lines are the ranges.\n\n`{document['command']}` on "
+        f"(large logits). Thin lines are the ranges.{_lacking(document)}\n\n`{document['command']}` on "
         f"{one_line(document['machine'])}."
     )
     return records.with_age(text, document["machine"])
+
+
+def _lacking(document: dict[str, Any]) -> str:
+    """The presets with kernels that were not timed; empty if all were."""
+    timed = document["settings"]["specs"]
+    lacking = [name for name, spec in PRESETS.items() if name not in timed and supports(spec)]
+    return f" Not timed: {_listed(f'`{name}`' for name in lacking)}." if lacking else ""
 
 
 def choice() -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Unpack
+from typing import Final, Unpack
 
 import torch
 from torch import Tensor
@@ -29,10 +29,11 @@ from sagesim.spec import (
     Precision,
     RoundingMode,
 )
-from theory.fp8_sums import Instruction, relative_bound
+from theory.fp8_sums import Instruction
 from theory.heads import Heads
 from theory.matmul import float32_error, product_bound
 from theory.rounding import GRIDS, UNIT, region_amax, rounding_bound
+from theory.row_bounds import RowBound, folded_sum_bound, truncated_sum_bound, widest
 
 _OUTPUT: Final = {
     torch.float16: (GRIDS[Precision.FP16].unit, GRIDS[Precision.FP16].smallest),
@@ -87,16 +88,6 @@ def attention_bound(
     """
     problem = AttentionProblem.of(q, k, v, do, **options)
     return _Analysis(problem, spec, instruction).bound()
-
-
-class _RowBound(NamedTuple):
-    """Bounds on the number from which the scale of each row follows, [*heads, n_q, 1].
-
-    It is in the granularity `row_bound`. What is computed for it has an error.
-    """
-
-    low: Tensor
-    high: Tensor
 
 
 class _Analysis:
@@ -163,7 +154,7 @@ class _Analysis:
 
         same = spec.qk_recompute == spec.qk
         p_error = self._p_error(s_recompute_error + row_error, normalised=same)
-        of_p = _RowBound(
+        of_p = RowBound(
             (p - p_error).amax(-1, keepdim=True).clamp(min=0.0),
             (p + p_error).amax(-1, keepdim=True) * (1 + float32_error(1)),
         )
@@ -197,7 +188,7 @@ class _Analysis:
             ds = ds * slope
             ds_error += float32_error(1) * (ds + ds_error)
         ds_error = ds_error.masked_fill(~self.live, 0.0)
-        of_ds = self._ds_row_bound(of_p, left, right, delta.abs(), delta_error)
+        of_ds = RowBound.of_ds(of_p, (self.do, left), (self.v, right), (delta, delta_error))
 
         rounded = ds_error + self._map_error("dq", ds + ds_error, of_ds)
         k_error = self._operand_error("dq", "k")
@@ -222,102 +213,42 @@ class _Analysis:
             dv=self._key_output(dv, dv_error),
         )
 
-    def _ds_row_bound(
-        self, of_p: _RowBound, do_error: Tensor, v_error: Tensor, delta: Tensor, delta_error: Tensor
-    ) -> _RowBound:
-        """The bounds of rows of dS: w (|dO| max |V| + |delta|), with the operands of dP."""
-
-        def ends(x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-            norm, off = x.norm(dim=-1, keepdim=True), error.norm(dim=-1, keepdim=True)
-            return (norm - off).clamp(min=0.0), norm + off
-
-        of_do, of_v = ends(self.do, do_error), ends(self.v, v_error)
-        of_delta = ((delta - delta_error).clamp(min=0.0), delta + delta_error)
-        float32 = float32_error(max(self.do.shape[-1], 2))  # norms, their product, the sum
-        low, high = (
-            p * (a * b.amax(-2, keepdim=True) + c)
-            for p, a, b, c in zip(of_p, of_do, of_v, of_delta, strict=True)
-        )
-        return _RowBound(low * (1 - float32), high * (1 + float32))
-
     def _has_row_bound(self, site: str) -> bool:
         matmul = self.spec.site(site)
         return matmul.precision.is_scaled and matmul.lhs is Granularity.PerRowBound
 
-    def _widest(self, site: str) -> float:
-        """The largest code of a site over its smallest top code (docs/numerics.md)."""
-        return {Precision.FP8_E4M3: 448 / 240, Precision.FP8_E5M2: 57344 / 32768}.get(
-            self.spec.site(site).precision, 1.0
-        )
-
     def _query_sum_error(
-        self, site: str, map: Tensor, rounded: Tensor, tensor: str, bound: _RowBound
+        self, site: str, map: Tensor, rounded: Tensor, tensor: str, bound: RowBound
     ) -> Tensor:
-        """Bound on the error of map^T @ tensor, dV or dK. rounded: that of the map's error.
-
-        With scales from bounds, row i of the tensor is multiplied by the row's bound beta_i, and
-        z_i, the result, is rounded. An error e of z_i is an error e / beta_i of the tensor. It
-        is multiplied by an element of the map, which is at most beta_i.
-        """
-        n_q, x = map.shape[-2], self.tensors[tensor].abs()
+        """Bound on the error of map^T @ tensor, dV or dK. rounded: that of the map's error."""
+        x = self.tensors[tensor]
         if not self._has_row_bound(site):
             off = self._operand_error(site, tensor)
-            return product_bound(map.mT, x, rounded.mT, off, terms=n_q)
-        matmul, smoothing = self.spec.site(site), self._smoothing_error(tensor)
-        z = (x + smoothing) * bound.high
-        amax = region_amax(z, matmul.rhs, self.spec.block_q, z.shape[-1]) * self._widest(site)
-        off = rounding_bound(z, amax, matmul.precision, self.spec.rounding.mode)
-        # Two roundings more than elsewhere: of z, and of its quotient by the top code. The inverse
-        # overflows for regions that are larger than elsewhere by the smallest top code.
-        off = (
-            off
-            + float32_error(1) * (z + off)
-            + z.clamp(max=GRIDS[matmul.precision].largest ** 2 * 2.0**-128)
+            return product_bound(map.mT, x, rounded.mT, off, terms=map.shape[-2])
+        return folded_sum_bound(
+            map,
+            x,
+            rounded,
+            self._smoothing_error(tensor),
+            bound,
+            self.spec.site(site),
+            self.spec.block_q,
+            self.spec.rounding.mode,
+            self.instruction,
         )
-        total = map.abs() + rounded
-        share = self._share(total, bound)
-        error = rounded.mT @ x + total.mT @ smoothing + share.mT @ off
-        error = error + float32_error(n_q) * (total.mT @ (x + smoothing) + share.mT @ off)
-        if self._is_truncated(site):
-            share, z = self._least_codes(site, share, z + off, amax)
-            part = min(self.spec.block_q, n_q)
-            error = error + self._truncated(part) * (share.mT @ z)
-        return error
 
-    def _dq_instruction_error(self, ds: Tensor, k_error: Tensor, bound: _RowBound) -> Tensor:
+    def _dq_instruction_error(self, ds: Tensor, k_error: Tensor, bound: RowBound) -> Tensor:
         """Bound on what tensor cores lose in the FP8 sums of dQ. ds: a bound on it, rounded."""
-        if not (self._has_row_bound("dq") and self._is_truncated("dq")):
+        if self.instruction is None or not self._has_row_bound("dq"):
             return torch.zeros((), dtype=ds.dtype)
-        k = self.k.abs() + k_error
-        how = self.spec.dq.rhs
-        amax = region_amax(k, how, self.spec.block_k, k.shape[-1])
-        share, k = self._least_codes("dq", self._share(ds, bound), k, amax)
-        part = min(self.spec.block_k, ds.shape[-1])
-        return self._truncated(part) * bound.high * (share @ k)
+        k, matmul, block = self.k.abs() + k_error, self.spec.dq, self.spec.block_k
+        amax = region_amax(k, matmul.rhs, block, k.shape[-1])
+        lost = truncated_sum_bound(
+            bound.share(ds), k, amax, matmul.precision, block, self.instruction
+        )
+        return bound.high * lost
 
-    def _share(self, total: Tensor, bound: _RowBound) -> Tensor:
-        """Bound on the elements of a map over the bound of their row; codes do not exceed it."""
-        return torch.where(total > 0, (total / bound.low).clamp(max=1 + 2.0**-10), 0.0)
-
-    def _is_truncated(self, site: str) -> bool:
-        is_fp8 = self.spec.site(site).precision in (Precision.FP8_E4M3, Precision.FP8_E5M2)
-        return is_fp8 and self.instruction is not None
-
-    def _truncated(self, terms: int) -> float:
-        """What the sum of a part loses, relative to the magnitudes of its terms."""
-        assert self.instruction is not None
-        return relative_bound(terms, self.instruction)
-
-    def _least_codes(
-        self, site: str, share: Tensor, right: Tensor, amax: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Magnitudes of both operands in which a subnormal code counts as the least normal one."""
-        grid = GRIDS[self.spec.site(site).precision]
-        least = grid.smallest / (2 * grid.unit) / grid.largest  # of the largest code
-        share = torch.maximum(share, (least * self._widest(site)) * self.live)
-        return share, torch.maximum(right, least * amax)
-
-    def _unit_error(self, ds_sum: Tensor, of_ds: _RowBound) -> Tensor:
+    def _unit_error(self, ds_sum: Tensor, of_ds: RowBound) -> Tensor:
         """Bound on the error of adding parts of a row of dQ as integers, as kernels do.
 
         Half a unit for each key block; a unit is at most 2^-29 times the bound on the sum of the
@@ -326,7 +257,7 @@ class _Analysis:
         spec, growth = self.spec, 2.0
         if spec.rounding.mode is RoundingMode.STOCHASTIC and self._has_row_bound("dq"):
             grid = GRIDS[spec.dq.precision]
-            code = grid.smallest / grid.largest * self._widest("dq") * of_ds.high.squeeze(-1)
+            code = grid.smallest / grid.largest * widest(spec.dq.precision) * of_ds.high.squeeze(-1)
             ds_sum = ds_sum + self.k.shape[-2] * code
         elif spec.rounding.mode is RoundingMode.STOCHASTIC:
             growth = 1 + spec.block_k / 127 * spec.block_q
@@ -374,14 +305,14 @@ class _Analysis:
         mean = {"q": self.q_mean, "k": self.k_mean}.get(tensor, torch.zeros(())).abs()
         return float32_error(1) * (self.tensors[tensor].abs() + mean)
 
-    def _map_error(self, site: str, largest: Tensor, bound: _RowBound | None = None) -> Tensor:
+    def _map_error(self, site: str, largest: Tensor, bound: RowBound | None = None) -> Tensor:
         """Bound on the rounding error of P or dS, where |P| or |dS| <= `largest`; 0 if masked.
 
         bound: from which a scale per row bound follows.
         """
         matmul = self.spec.site(site)
         if bound is not None and self._has_row_bound(site):
-            amax = bound.high * self._widest(site)
+            amax = bound.high * widest(matmul.precision)
             error = rounding_bound(largest, amax, matmul.precision, self.spec.rounding.mode)
             if not self.spec.qk_recompute.precision.is_scaled:
                 # The largest logit may come from a sum in another order. A larger P, or dS, then

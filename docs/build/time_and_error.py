@@ -82,13 +82,13 @@ def figure() -> str:
         return "Times and errors of one record are not measured."
     text = (
         "![Time against the error of the gradients](docs/_static/frontier.svg)\n\n"
-        "The figure shows every spec and every peer that the record has. Further left is faster, and "
-        "further down is more accurate. Times are of forward and backward, with everything "
+        "The figure shows every spec and every peer that the record has. Further left is faster, "
+        "and further down is more accurate. Times are of forward and backward, with everything "
         f"included: geometric means over {_listed(map(str, FRONTIER_LENGTHS))} tokens, causal and "
         "full masks. Errors are root mean squares of those of dQ, dK and dV: geometric means over "
         "Gaussian inputs, in which Q and K have a standard deviation of 1 (ordinary logits) or 5 "
-        f"(large logits). Thin lines are the ranges.{_lacking(document)}\n\n`{document['command']}` on "
-        f"{one_line(document['machine'])}."
+        f"(large logits). Thin lines are the ranges.{_lacking(document)}\n\n"
+        f"`{document['command']}` on {one_line(document['machine'])}."
     )
     return records.with_age(text, document["machine"])
 

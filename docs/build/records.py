@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -17,9 +18,7 @@ CHANGED: Final = (
 )
 SAME_LOOPS: Final = "The loops of the present kernels issue the same instructions."
 _COUNTS: Final = ("instructions", "instructions_timed")
-UNKNOWN: Final = (
-    "**Perhaps measured with earlier code**: this record does not name the sources that it is of."
-)
+UNKNOWN: Final = "**Perhaps measured with earlier code**: this record does not name its sources."
 
 
 def of_models() -> dict[str, Any] | None:
@@ -45,9 +44,12 @@ def of_masks() -> dict[str, Any] | None:
 def age(machine: Mapping[str, Any] | str) -> str:
     """A sentence on a record that was not made with the present kernels; empty otherwise.
 
-    machine: of the record: its fields, or a line for readers, which does not name the kernels.
+    machine: of the record: its fields, or a line for readers.
     """
-    measured = None if isinstance(machine, str) else machine.get("kernels")
+    if isinstance(machine, str):
+        named = re.search(r"\bkernels ([0-9a-f]{12})\b", machine)
+        machine = {"kernels": None if named is None else named[1]}
+    measured = machine.get("kernels")
     if measured is None:
         return UNKNOWN
     return "" if measured == sources_hash() else CHANGED

@@ -22,7 +22,9 @@ def test_the_age_of_a_record(build):
     assert records.age({"kernels": sources_hash()}) == ""
     assert records.age({"kernels": "0123"}).startswith("**Measured with earlier kernels**")
     for machine in ({"gpu": "x"}, {"kernels": None}, "NVIDIA H200, torch 2.0"):
-        assert "does not name the sources" in records.age(machine)
+        assert "does not name its sources" in records.age(machine)
+    assert records.age(f"NVIDIA H200, kernels {sources_hash()}") == ""
+    assert records.age("NVIDIA H200, kernels 0123456789ab") == records.CHANGED
     assert records.with_age("text", {"kernels": sources_hash()}) == "text"
     assert records.with_age("text", {"kernels": "0"}) == f"text\n\n{records.CHANGED}"
 

@@ -21,6 +21,7 @@ from sagesim_kernels.hopper.tile_scheduler import (
 )
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
+    CHANNELS_AT_ONCE,
     LAUNCH,
     DqSums,
     Gradients,
@@ -33,6 +34,7 @@ from sagesim_kernels.operands import (
     ds_row_sums,
     finish_dq,
     padded,
+    summed_channels,
 )
 
 _BLOCK_Q: Final = BLOCK_Q.value
@@ -102,6 +104,7 @@ def launch_backward(
     )
     sums = dq_sums.sums.view(-1, 32)
     sums_layout = gl.NVMMASharedLayout(128, 32, 2)
+    at_once = channels if summed_channels(d, channels) == channels else CHANNELS_AT_ONCE.value
     launch(
         hopper_backward,
         tiles.programs,
@@ -116,7 +119,7 @@ def launch_backward(
         None if mean is None else mean.ptr,
         Strided.of(dk_parts),
         Strided.of(dv_parts),
-        TensorDescriptor.from_tensor(sums, [_BLOCK_Q * channels // 32, 32], sums_layout),
+        TensorDescriptor.from_tensor(sums, [_BLOCK_Q * at_once // 32, 32], sums_layout),
         dq_sums.unit,
         # passed on their own: a tuple would specialise them
         lengths._replace(n_q=0, n_k=0, left=None, right=None, key_counts=None, key_runs=None),

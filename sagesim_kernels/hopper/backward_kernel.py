@@ -44,6 +44,7 @@ from sagesim_kernels.operands import (
     lowest_diagonal,
     query_loops,
     stored_start_of,
+    summed_channels,
 )
 
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
@@ -263,7 +264,7 @@ def hopper_backward(
                 (produce, (
                     inputs, queries, q_full, ds_full, loop, q_origin, row_q, tokens_q, GROUPS,
                 )),
-                (store_dq, (dq, dq_blocks, GROUPS)),
+                (store_dq, (dq, dq_blocks, GROUPS, summed_channels(KD, D))),
             ],
             [4, 1, 1],
             [72, 24, 24],
@@ -278,7 +279,7 @@ def hopper_backward(
                 (produce, (
                     inputs, queries, q_full, dq_full, loop, q_origin, row_q, tokens_q, GROUPS,
                 )),
-                (store_dq, (dq, dq_blocks, GROUPS)),
+                (store_dq, (dq, dq_blocks, GROUPS, summed_channels(KD, D))),
             ],
             [1, 1],
             [24, 24],

@@ -43,7 +43,7 @@ WARPS = gl.constexpr(8)
 
 ROW_STATS = gl.constexpr(4 * 64)
 """Row statistics of a block of queries, 64 numbers each: Q's scale times the scale of the logits;
-lse2; delta; and 1 / unit of dQ."""
+-lse2; delta; and 1 / unit of dQ."""
 
 ST_INT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 32]))
 """Layout of S transposed [keys, queries], as the INT8 product leaves it."""
@@ -149,10 +149,11 @@ def _attends(keys, i, tile):
 
 
 @gluon.jit
-def _compute_p(MASKED: gl.constexpr, s, k_scale, factor, lse2, keys, i, tile):
+def _compute_p(MASKED: gl.constexpr, s, k_scale, factor, minus_lse2, keys, i, tile):
     """Return P transposed, from the integer sums of S."""
     x = gl.convert_layout(s.to(gl.float32), ST_FLOAT32)
-    x = x * (factor[None, :] * k_scale[:, None]) - lse2[None, :]
+    factor = factor[None, :] * k_scale[:, None]
+    x = gl.fma(x, factor, minus_lse2[None, :].broadcast_to(x.shape))
     if MASKED:
         x = gl.where(_attends(keys, i, tile), x, -float("inf"))
     return gl.exp2(x)
@@ -281,8 +282,8 @@ def compute_dk_dv(
                 s = warpgroup_mma_wait(1, deps=[s])
                 stats = _row_stats(queries, n % STAGES_STATS)
                 factor = stats.index(0).load(ST_COLUMNS)
-                lse2 = stats.index(1).load(ST_COLUMNS)
-                p = _compute_p(PART != 1, s, k_scale, factor, lse2, keys, i, tile)
+                minus_lse2 = stats.index(1).load(ST_COLUMNS)
+                p = _compute_p(PART != 1, s, k_scale, factor, minus_lse2, keys, i, tile)
                 p16 = gl.convert_layout(p.to(queries.do.dtype), P_OPERAND)
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 delta = stats.index(2).load(ST_COLUMNS)
@@ -349,24 +350,24 @@ def compute_dk_dv_dq(
     keys, k_scale, dk, dv = _start_keys(k_scale, outputs.key_mask, tile, D, ACC)
     _wait_for_k16(key_tile.k16.index(0), barriers.k16_full, k_mean, WARPS, KD)
     mbarrier.wait(barriers.kv_full, 0)
-    n = 0  # counted, because computing it from the loop variables needs one register more
     for head in range(GROUPS):
         for PART in gl.static_range(2 if loop.unmasked_end is None else 3):
             begin, end = part_of(loop, PART)
             for i in range(begin, end):
+                n = head * (loop.end - loop.begin) + i - loop.begin
                 stage = n % STAGES
                 # This 0 is opaque to the compiler. With a constant, it computes the descriptors of
                 # all operands before the loop and runs out of registers.
-                zero = n >> 30
+                zero = i >> 30
                 do = queries.do.index(stage)
                 mbarrier.wait(barriers.q_full.index(stage), (n // STAGES) & 1)
                 k8, v = key_tile.k8.index(zero), key_tile.v.index(zero)
                 s, dp = _start_s_and_dp(k8, v, queries.q8.index(stage), do)
                 stats = _row_stats(queries, stage)
                 factor = stats.index(0).load(ST_COLUMNS)
-                lse2 = stats.index(1).load(ST_COLUMNS)
+                minus_lse2 = stats.index(1).load(ST_COLUMNS)
                 s = warpgroup_mma_wait(1, deps=[s])
-                p = _compute_p(PART != 1, s, k_scale, factor, lse2, keys, i, tile)
+                p = _compute_p(PART != 1, s, k_scale, factor, minus_lse2, keys, i, tile)
                 delta = stats.index(2).load(ST_COLUMNS)
                 p16 = gl.convert_layout(p.to(queries.do.dtype), P_OPERAND)
                 dp = warpgroup_mma_wait(0, deps=[dp])
@@ -393,5 +394,4 @@ def compute_dk_dv_dq(
                 # before.
                 barrier()
                 mbarrier.arrive(barriers.dq_full.index(n % 2), count=1)
-                n += 1
     _store_dk_dv(dk, dv, outputs, tile, key_tile.v.index(0), KD, VD)

@@ -186,8 +186,22 @@ def row_max_of_codes(s):
 
 
 @gluon.jit
+def upper_max(s, factor):
+    """Return a little more than the greatest logit of each row, at most 2^-22 of it.
+
+    So no exponent of the row is positive, although its product is not rounded.
+    """
+    row_max = row_max_of_codes(s) * factor
+    step = gl.full(row_max.shape, 2.0**-23, gl.float32, row_max.type.layout)
+    return gl.fma(gl.abs(row_max), step, row_max)
+
+
+@gluon.jit
 def exponents(s, factor, row_max):
-    return gl.convert_layout(s.to(gl.float32), S_FLOAT32) * factor[:, None] - row_max[:, None]
+    """Return s * factor - row_max, rounded once."""
+    s = gl.convert_layout(s.to(gl.float32), S_FLOAT32)
+    factor = factor[:, None].broadcast_to(s.shape)
+    return gl.fma(s, factor, -row_max[:, None].broadcast_to(s.shape))
 
 
 @gluon.jit
@@ -320,7 +334,7 @@ def consume(
                     if MASKED:
                         p, row_max, rescale = masked_softmax_step(s, factor, row_max, keys, mask)
                     else:
-                        new_max = gl.maximum(row_max, row_max_of_codes(s) * factor)
+                        new_max = gl.maximum(row_max, upper_max(s, factor))
                         rescale = gl.exp2(row_max - new_max)
                         row_max = new_max
                         p = gl.exp2(exponents(s, factor, row_max))

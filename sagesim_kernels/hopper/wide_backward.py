@@ -40,6 +40,7 @@ from sagesim_kernels.operands import (
     stored_start_of,
     stored_tokens,
     subtract_lse_gradient,
+    upper_lse2,
 )
 
 _BLOCK: Final = BLOCK.value
@@ -72,7 +73,7 @@ def row_statistics_kernel(
     store_rows(delta, lengths.cu_q, b, h, row, n_q, row_delta)
     ptrs = row_stats + at * 4 + local
     tl.store(ptrs, factor)
-    tl.store(ptrs + sizes.BLOCK_Q, row_lse2)
+    tl.store(ptrs + sizes.BLOCK_Q, upper_lse2(row_lse2))
     tl.store(ptrs + 2 * sizes.BLOCK_Q, row_delta)
 
 

@@ -162,7 +162,8 @@ def compute_gradient(
                     stats = _row_stats(buffers.stats, stage)
                     factor = (stats.index(0).load(STREAMED) * key_scale)[None, :]
                     lse2 = stats.index(1).load(STREAMED)[None, :]
-                x = gl.convert_layout(s.to(gl.float32), S_FLOAT32) * factor - lse2
+                x = gl.convert_layout(s.to(gl.float32), S_FLOAT32)
+                x = gl.fma(x, factor.broadcast_to(x.shape), -lse2.broadcast_to(x.shape))
                 if PART != 1:
                     attended = attends_in_block(block, mask, OWNS_QUERIES)
                     x = gl.where(attended, x, -float("inf"))

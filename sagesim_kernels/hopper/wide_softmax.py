@@ -20,7 +20,7 @@ from sagesim_kernels.hopper.forward_warps import (
     compute_before_wait,
     exponents,
     partial_sums,
-    row_max_of_codes,
+    upper_max,
 )
 from sagesim_kernels.hopper.wide_structures import BlockMask, Walk
 from sagesim_kernels.hopper.wide_warps import (
@@ -207,7 +207,7 @@ def compute_o(
             if MASKED:
                 p, row_max, rescale = softmax_step(logits_of(s, factor), row_max, attended)
             else:
-                new_max = gl.maximum(row_max, row_max_of_codes(s) * factor)
+                new_max = gl.maximum(row_max, upper_max(s, factor))
                 rescale = gl.exp2(row_max - new_max)
                 row_max = new_max
                 p = gl.exp2(exponents(s, factor, row_max))

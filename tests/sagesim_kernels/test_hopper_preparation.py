@@ -276,7 +276,7 @@ def check_row_stats(
     if problem.cu_q is None:
         n = problem.q.shape[2]
         padded = -(-n // 64) * 64
-        for index, each in ((1, statistics.lse2), (2, statistics.delta)):
+        for index, each in ((1, -statistics.lse2.ptr), (2, statistics.delta.ptr)):
             found = blocks[:, :, index].reshape(4, problem.q.shape[0], padded).transpose(0, 1)
-            assert_bitwise(actual=found[..., :n], expected=each.ptr, what=f"statistic {index}")
-        assert bool((blocks[:, :, 1].reshape(4, -1, padded)[..., n:] == torch.inf).all())
+            assert_bitwise(actual=found[..., :n], expected=each, what=f"statistic {index}")
+        assert bool((blocks[:, :, 1].reshape(4, -1, padded)[..., n:] == -torch.inf).all())

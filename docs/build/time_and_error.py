@@ -80,11 +80,13 @@ def figure() -> str:
     document = read(records.DATA / "bench.json")
     if not any(frontier_points(document, d) for d in HEAD_SIZES):
         return "Times and errors of one record are not measured."
+    timed = {case["tokens"] for case in cases(document, "speed")}
+    lengths = [n for n in FRONTIER_LENGTHS if n in timed]
     text = (
         "![Time against the error of the gradients](docs/_static/frontier.svg)\n\n"
         "The figure shows every spec and every peer that the record has. Further left is faster, "
         "and further down is more accurate. Times are of forward and backward, with everything "
-        f"included: geometric means over {_listed(map(str, FRONTIER_LENGTHS))} tokens, causal and "
+        f"included: geometric means over {_listed(map(str, lengths))} tokens, causal and "
         "full masks. Errors are root mean squares of those of dQ, dK and dV: geometric means over "
         "Gaussian inputs, in which Q and K have a standard deviation of 1 (ordinary logits) or 5 "
         f"(large logits). Thin lines are the ranges.{_lacking(document)}\n\n"
@@ -122,7 +124,7 @@ def choice() -> str:
         f"comes second: `{DEFAULT}` is {'the fastest' if fastest else '**not** the fastest'} of "
         f"them. Its gradients' error is {_range(paper)} times that of the paper's scheme.",
         _more_accurate(document),
-        _faster(by_size, specs),
+        _faster(by_size),
     ]
     return " ".join(words)
 
@@ -149,7 +151,7 @@ def _more_accurate(document: dict[str, Any]) -> str:
     return f"{' '.join(said)} ([Inputs](docs/products.md#gradients-in-fp8).)"
 
 
-def _faster(by_size: dict[int, dict[str, Point]], specs: Sequence[str]) -> str:
+def _faster(by_size: dict[int, dict[str, Point]]) -> str:
     """What is faster than the default spec, and whether it is more accurate, too."""
     peers: dict[str, list[float]] = {}
     for points in by_size.values():
@@ -162,19 +164,18 @@ def _faster(by_size: dict[int, dict[str, Point]], specs: Sequence[str]) -> str:
     said = [
         f"`{name}`, which takes {_range(times)} of its time"
         + ("" if len(times) == len(by_size) else " at one of the two head sizes")
-        + (", with smaller errors" if _is_below(by_size, name, specs) else "")
+        + _error_words(by_size, name)
         for name, times in peers.items()
     ]
-    return f"Faster than the default is {_listed(said)}."
+    return f"Faster than the default {'is' if len(said) == 1 else 'are'} {_listed(said)}."
 
 
-def _is_below(by_size: dict[int, dict[str, Point]], name: str, specs: Sequence[str]) -> bool:
-    """Whether the errors of a peer are below those of every spec."""
-    return name not in specs and all(
-        points[name].error < min(points[spec].error for spec in specs if spec in points)
-        for points in by_size.values()
-        if name in points
-    )
+def _error_words(by_size: dict[int, dict[str, Point]], name: str) -> str:
+    """Whether the errors of a contender are smaller or larger than the default's."""
+    pairs = [(p[name].error, p[DEFAULT].error) for p in by_size.values() if name in p]
+    if all(x < y for x, y in pairs):
+        return ", with smaller errors"
+    return ", with larger errors" if all(x > y for x, y in pairs) else ""
 
 
 def _qk16() -> dict[str, Any]:

@@ -63,3 +63,24 @@ def test_the_committed_figure_is_that_of_the_committed_record(build):
     from sagesim_kernels.bench.record import read
 
     assert drawn.is_current(read(records.DATA / "bench.json")), "run docs/build/render.py"
+
+
+def test_what_is_faster_than_the_default_is_named_with_its_errors(build):
+    drawn = build("time_and_error")
+
+    def point(name, time, error):
+        return drawn.Point(name, time, error, time, time, error, error)
+
+    def of_size(*others):
+        return {p.name: p for p in (point(drawn.DEFAULT, 1.0, 0.01), *others)}
+
+    fast = of_size(point("fast", 0.5, 0.02), point("slow", 2.0, 0.001))
+    assert drawn._faster({64: of_size(point("slow", 2.0, 0.001))}) == (
+        "Nothing in the figure is faster."
+    )
+    assert drawn._faster({64: fast}) == (
+        "Faster than the default is `fast`, which takes 0.50 of its time, with larger errors."
+    )
+    both = drawn._faster({64: fast, 128: of_size(point("slow", 0.8, 0.001))})
+    assert "`fast`, which takes 0.50 of its time at one of the two head sizes" in both
+    assert "`slow`, which takes 0.80 of its time at one of the two head sizes, with smaller" in both

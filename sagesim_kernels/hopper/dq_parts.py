@@ -64,6 +64,15 @@ def block_of(i, loop):
 
 
 @gluon.jit
+def first_row_of(head, i, blocks):
+    """Return the first query of iteration i and a head of the group, over all heads.
+
+    blocks: `DqBlocks`.
+    """
+    return (blocks.first + head * blocks.head_stride + block_of(i, blocks)) * BLOCK_Q
+
+
+@gluon.jit
 def store_dq(dq, blocks, GROUPS: gl.constexpr, SUMMED: gl.constexpr):
     """Add the program's parts of dQ to the sums. One warp.
 

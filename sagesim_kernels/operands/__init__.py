@@ -19,7 +19,7 @@ from sagesim_kernels.operands.dq_sums import (
     mark_nonfinite,
     summed_channels,
 )
-from sagesim_kernels.operands.dq_units import Growths, compute_units, units_of
+from sagesim_kernels.operands.dq_units import Growths, compute_units, row_units, units_of
 from sagesim_kernels.operands.formats import (
     FP8,
     INT8,
@@ -251,6 +251,7 @@ __all__ = [
     "row_base",
     "row_stride",
     "row_sums",
+    "row_units",
     "rowsum_do_o",
     "sink_gradient",
     "sink_logits",

@@ -62,7 +62,8 @@ def attention(
         k: [..., kv heads, n_k, d] or [..., n_k, kv heads, d], with the dtype of q.
         v: [..., kv heads, n_k, d_v] or [..., n_k, kv heads, d_v], with the dtype of q.
         spec: the numerics; `supports` says whether there are kernels for a spec. The default, INT8
-            in QK alone, was the fastest on an H200 and has smaller errors than the paper's scheme.
+            in QK alone, has smaller errors than the paper's scheme and was the fastest spec with
+            INT8 on Hopper when all were timed. Another may suit another GPU: `default_spec`.
         is_causal: query i attends to keys 0..i.
         causal_alignment: "lower_right" puts query i at key i + n_k - n_q, for is_causal and window,
             instead of at key i ("upper_left", and None). A window needs it if n_q and n_k differ.

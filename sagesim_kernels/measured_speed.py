@@ -80,7 +80,8 @@ class PaysOff:
     """Whether the times are those of eager calls in a loop, or of the GPU alone."""
 
     machine: str | None
-    """The GPU and the software that were measured; None if this GPU was not."""
+    """The GPU and the software of the neighbours, of each record that they are from; without
+    neighbours, of all records of this GPU. None if it was not measured."""
 
     neighbours: Mapping[str, float]
     """The measured calls that the ratio comes from, and their ratios."""
@@ -200,7 +201,8 @@ def expected(
     if gpu not in table:
         measured = ", ".join(table) or "no GPU"
         return unknown(f"the table has measurements of {measured}, none of {gpu}")
-    machine, calls = table[gpu]["machine"], table[gpu]["calls"]
+    calls = table[gpu]["calls"]
+    machine = _machines(table[gpu], calls)
     if str(dtype) != f"torch.{table[gpu]['dtype']}":
         return unknown(f"{dtype}; the measured calls are in {table[gpu]['dtype']}", machine)
     figure = "wall" if includes_host else "gpu"
@@ -219,7 +221,13 @@ def expected(
     weights = dict.fromkeys(exact, 1.0) or {key: x**-2 for key, x in near.items()}
     logs = sum(w * math.log(ratios[key]) for key, w in weights.items()) / sum(weights.values())
     used = {key: ratios[key] for key in weights}
-    return PaysOff(math.exp(logs), includes_host, machine, used, None)
+    return PaysOff(math.exp(logs), includes_host, _machines(table[gpu], used), used, None)
+
+
+def _machines(one: Mapping[str, Any], keys: Iterable[str]) -> str:
+    """The GPU and the software of some calls, of each of their records."""
+    numbers = sorted({one["calls"][key]["record"] for key in keys})
+    return "; ".join(dict.fromkeys(one["records"][i]["machine"] for i in numbers))
 
 
 def _near(

@@ -3,7 +3,7 @@
     python scripts/cards.py
 
 Reads docs/data/: instructions.json, instructions_timed.json and instructions_flash.json
-(scripts/instructions.py), bench_sm80.json, bench.json and bench_errors.json
+(scripts/instructions.py), bench_sm80.json, bench.json, bench_models.json and bench_errors.json
 (python -m sagesim_kernels.bench). Writes docs/data/cards.json and
 sagesim_kernels/cards/recommended.json. Needs no GPU.
 
@@ -71,8 +71,10 @@ other documents quote it."""
 
 FLASH_ERRORS = "sdpa flash"
 """The entry of bench_errors.json with the same precisions as SIXTEEN_BIT, which has none."""
-TIMED_ON_HOPPER = "factored_qk"
-"""The only spec whose kernels are still those that bench.json timed."""
+ON_HOPPER = ("bench", "bench_models")
+"""The records with measured times of specs on Hopper, with Hopper's own code."""
+BASE_ON_HOPPER = "factored_qk"
+"""The spec that is in all of them; the times of others are relative to it."""
 
 
 class Assumption(NamedTuple):
@@ -186,13 +188,30 @@ def card_class(card: Card) -> str:
     return f"{card.capability[0]}.{card.capability[1]} {kind}"
 
 
+def times_on_hopper() -> dict[str, float]:
+    """The measured time of each spec of `SPECS`, relative to `BASE_ON_HOPPER`.
+
+    Geometric means over the cases of `LEAST_TOKENS` tokens or more in which both were timed.
+    """
+    found: dict[str, list[float]] = {spec: [] for spec in SPECS}
+    for record in ON_HOPPER:
+        for case in load(record)["cases"].values():
+            runs = case.get("runs", {})
+            if case["part"] in ("speed", "models") and case["tokens"] >= LEAST_TOKENS:
+                for spec in found.keys() & runs.keys() if BASE_ON_HOPPER in runs else ():
+                    base = runs[BASE_ON_HOPPER]["both"]["ms"]
+                    found[spec].append(runs[spec]["both"]["ms"] / base)
+    return {spec: round(geometric_mean(x), 3) for spec, x in found.items() if x}
+
+
 def recommendations(predictions: list[dict[str, Any]], margin: float) -> dict[str, dict[str, Any]]:
     """The fastest of the accurate specs by card class.
 
     A spec with INT8 is recommended only if its mean gain over 16 bit is larger than the margin
-    under every assumption.
+    under every assumption. On Hopper the fastest is that of measured times.
     """
     accurate = accurate_specs()
+    measured = times_on_hopper()
     result: dict[str, dict[str, Any]] = {}
     for card in CARDS.values():
         if card_class(card) in result:
@@ -213,7 +232,8 @@ def recommendations(predictions: list[dict[str, Any]], margin: float) -> dict[st
         best = max(surely, key=lambda spec: speeds[spec][0], default=SIXTEEN_BIT)
         basis = "predicted"
         if card.capability == (9, 0):
-            best, basis = TIMED_ON_HOPPER, "measured"
+            timed = (spec for spec in accurate if spec in measured)
+            best, basis = min(timed, key=measured.__getitem__), "measured"
         result[card_class(card)] = {"card": card.name, "spec": best, "basis": basis}
         if basis == "predicted":
             result[card_class(card)]["gains"] = {
@@ -327,6 +347,7 @@ def main() -> None:
         "mma_sync_of_wgmma": MMA_SYNC,
         "assumptions": [{"name": each.name, **asdict(each.fit)} for each in assumed],
         "accurate": accurate_specs(),
+        "times_on_hopper": times_on_hopper(),
         "published": published(rows, assumed),
         "validation": validation(bench, timed, fits, fit),
         "flash_elsewhere": flash_elsewhere(flash, fits[FLASH]),

@@ -4,7 +4,8 @@ The bound is propagated through the computation. Rounding changes an operand by 
 (a whole code under stochastic rounding, half a unit in the last place in 16 bits). The errors of
 the operands bound the error of a logit, its exponential bounds the error of P, and so on to the
 gradients. No term is estimated or dropped. Each of n float32 operations has a relative error of at
-most 2**-24.
+most 2**-24. In FP8 the error of an operand is relative to it, 2**-4 for E4M3, down to half a step
+of the subnormal numbers.
 
 Names that end in `_error` are bounds on the absolute error of that tensor.
 """
@@ -19,10 +20,20 @@ import torch
 from torch import Tensor
 
 from sagesim.problem import AttentionOptions, AttentionProblem, resolve_input16
-from sagesim.spec import MAPS, OPERANDS, AttentionSpec, Delta, Precision, RoundingMode
+from sagesim.spec import (
+    MAPS,
+    OPERANDS,
+    AttentionSpec,
+    Delta,
+    Granularity,
+    Precision,
+    RoundingMode,
+)
+from theory.fp8_sums import Instruction
 from theory.heads import Heads
 from theory.matmul import float32_error, product_bound
 from theory.rounding import GRIDS, UNIT, region_amax, rounding_bound
+from theory.row_bounds import RowBound, folded_sum_bound, truncated_sum_bound, widest
 
 _OUTPUT: Final = {
     torch.float16: (GRIDS[Precision.FP16].unit, GRIDS[Precision.FP16].smallest),
@@ -49,33 +60,42 @@ def attention_bound(
     do: Tensor | None = None,
     *,
     spec: AttentionSpec,
+    instruction: Instruction | None = None,
     **options: Unpack[AttentionOptions],
 ) -> AttentionBound:
     """Bound the error of every element of the outputs, for one spec and one input.
 
     Holds for the emulator and for the kernels, which differ in the order of float32 sums, and add
-    parts of dQ as integers. The bound is infinite if a matmul in 16 bits may overflow.
+    parts of dQ as integers. The bound is infinite if a matmul in 16 bits may overflow. Tensor cores
+    of Hopper and Ada GPUs lose more in sums of FP8 products than float32 does: there, the bound
+    holds for the kernels with their `instruction`.
 
     Args:
         q, k, v, do, options: as for `sagesim.trace`; or an `AttentionProblem` alone, such as a
             recorded call.
         spec: the spec.
+        instruction: how tensor cores add the FP8 products of dV, dQ and dK, such as
+            `theory.fp8_sums.HOPPER`. None: in float32, as the emulator, Triton's interpreter, and
+            GPUs without FP8 do.
 
     Raises:
         TypeError: if dtypes differ.
-        ValueError: if a site is in FP8, shapes do not fit each other, or an option does not fit the
-            tensors or the other options.
+        ValueError: if shapes do not fit each other, or an option does not fit the tensors or the
+            other options.
 
     Source: this project. The first-order terms are those of Higham, "Accuracy and Stability of
     Numerical Algorithms", 2nd ed., section 3.1.
     """
     problem = AttentionProblem.of(q, k, v, do, **options)
-    return _Analysis(problem, spec).bound()
+    return _Analysis(problem, spec, instruction).bound()
 
 
 class _Analysis:
-    def __init__(self, problem: AttentionProblem, spec: AttentionSpec) -> None:
+    def __init__(
+        self, problem: AttentionProblem, spec: AttentionSpec, instruction: Instruction | None
+    ) -> None:
         self.dtype = problem.q.dtype
+        self.instruction = instruction
         self.spec = resolve_input16(spec, self.dtype)
         heads = Heads.of(problem)
         self.heads = heads
@@ -134,9 +154,13 @@ class _Analysis:
 
         same = spec.qk_recompute == spec.qk
         p_error = self._p_error(s_recompute_error + row_error, normalised=same)
-        rounded = p_error + self._map_error("dv", p + p_error)
+        of_p = RowBound(
+            (p - p_error).amax(-1, keepdim=True).clamp(min=0.0),
+            (p + p_error).amax(-1, keepdim=True) * (1 + float32_error(1)),
+        )
+        rounded = p_error + self._map_error("dv", p + p_error, of_p)
         dv = p.mT @ self.do
-        dv_error = product_bound(p.mT, do, rounded.mT, self._operand_error("dv", "do"), terms=n_q)
+        dv_error = self._query_sum_error("dv", p, rounded, "do", of_p)
 
         left, right = self._operand_error("dp", "do"), self._operand_error("dp", "v")
         dp = self.do @ self.v.mT
@@ -164,21 +188,22 @@ class _Analysis:
             ds = ds * slope
             ds_error += float32_error(1) * (ds + ds_error)
         ds_error = ds_error.masked_fill(~self.live, 0.0)
+        of_ds = RowBound.of_ds(of_p, (self.do, left), (self.v, right), (delta, delta_error))
 
-        rounded = ds_error + self._map_error("dq", ds + ds_error)
-        dq_error = product_bound(ds, self.k, rounded, self._operand_error("dq", "k"), terms=n_k)
+        rounded = ds_error + self._map_error("dq", ds + ds_error, of_ds)
+        k_error = self._operand_error("dq", "k")
+        dq_error = product_bound(ds, self.k, rounded, k_error, terms=n_k)
+        dq_error = dq_error + self._dq_instruction_error(ds + rounded, k_error, of_ds)
         exact_ds = p * (dp - delta) * slope
         dq_error = dq_error + self._mean_error(exact_ds, ds_error, delta, delta_error, row_error)
         of_dp = do.norm(dim=-1) * v.norm(dim=-1).amax(-1, keepdim=True)
         row_sum = (p + p_error).sum(-1).clamp(min=1.0)
         ds_sum = row_sum * (of_dp + (delta.abs() + delta_error).squeeze(-1))
-        dq_error = dq_error + self._unit_error(ds_sum)[..., None]
+        dq_error = dq_error + self._unit_error(ds_sum, of_ds)[..., None]
         dq = self.scale * (exact_ds @ (self.k + self.k_mean)).abs()
 
-        rounded, mean = ds_error + self._map_error("dk", ds + ds_error), self.q_mean.abs()
-        dk_error = product_bound(
-            ds.mT, self.q_smoothed, rounded.mT, self._operand_error("dk", "q"), terms=n_q
-        )
+        rounded, mean = ds_error + self._map_error("dk", ds + ds_error, of_ds), self.q_mean.abs()
+        dk_error = self._query_sum_error("dk", ds, rounded, "q", of_ds)
         dk_error += ds_error.mT @ mean + float32_error(n_q) * ((ds + rounded).mT @ mean)
         dk = self.scale * (exact_ds.mT @ self.q)
         return AttentionBound(
@@ -188,14 +213,53 @@ class _Analysis:
             dv=self._key_output(dv, dv_error),
         )
 
-    def _unit_error(self, ds_sum: Tensor) -> Tensor:
+    def _has_row_bound(self, site: str) -> bool:
+        matmul = self.spec.site(site)
+        return matmul.precision.is_scaled and matmul.lhs is Granularity.PerRowBound
+
+    def _query_sum_error(
+        self, site: str, map: Tensor, rounded: Tensor, tensor: str, bound: RowBound
+    ) -> Tensor:
+        """Bound on the error of map^T @ tensor, dV or dK. rounded: that of the map's error."""
+        x = self.tensors[tensor]
+        if not self._has_row_bound(site):
+            off = self._operand_error(site, tensor)
+            return product_bound(map.mT, x, rounded.mT, off, terms=map.shape[-2])
+        return folded_sum_bound(
+            map,
+            x,
+            rounded,
+            self._smoothing_error(tensor),
+            bound,
+            self.spec.site(site),
+            self.spec.block_q,
+            self.spec.rounding.mode,
+            self.instruction,
+        )
+
+    def _dq_instruction_error(self, ds: Tensor, k_error: Tensor, bound: RowBound) -> Tensor:
+        """Bound on what tensor cores lose in the FP8 sums of dQ. ds: a bound on it, rounded."""
+        if self.instruction is None or not self._has_row_bound("dq"):
+            return torch.zeros((), dtype=ds.dtype)
+        k, matmul, block = self.k.abs() + k_error, self.spec.dq, self.spec.block_k
+        amax = region_amax(k, matmul.rhs, block, k.shape[-1])
+        lost = truncated_sum_bound(
+            bound.share(ds), k, amax, matmul.precision, block, self.instruction
+        )
+        return bound.high * lost
+
+    def _unit_error(self, ds_sum: Tensor, of_ds: RowBound) -> Tensor:
         """Bound on the error of adding parts of a row of dQ as integers, as kernels do.
 
         Half a unit for each key block; a unit is at most 2^-29 times the bound on the sum of the
         row's magnitudes (docs/numerics.md, "Sums of dQ"). ds_sum: a bound on |dS| of each row.
         """
         spec, growth = self.spec, 2.0
-        if spec.rounding.mode is RoundingMode.STOCHASTIC:
+        if spec.rounding.mode is RoundingMode.STOCHASTIC and self._has_row_bound("dq"):
+            grid = GRIDS[spec.dq.precision]
+            code = grid.smallest / grid.largest * widest(spec.dq.precision) * of_ds.high.squeeze(-1)
+            ds_sum = ds_sum + self.k.shape[-2] * code
+        elif spec.rounding.mode is RoundingMode.STOCHASTIC:
             growth = 1 + spec.block_k / 127 * spec.block_q
             ds_sum = ds_sum.amax(-1, keepdim=True).expand_as(ds_sum)
         k_amax = self.k.abs().amax((-2, -1))[..., None]
@@ -229,16 +293,34 @@ class _Analysis:
 
     def _operand_error(self, site: str, tensor: str) -> Tensor:
         """Bound on |rounded - exact| of q, k, v or do as an operand of a site."""
-        x = self.tensors[tensor].abs()
-        # The subtracted mean has a float32 error, which matters if tokens are nearly equal.
-        mean = {"q": self.q_mean, "k": self.k_mean}.get(tensor, torch.zeros(())).abs()
-        smoothing = float32_error(1) * (x + mean)
+        x, smoothing = self.tensors[tensor].abs(), self._smoothing_error(tensor)
         block = self.spec.block_k if tensor in ("k", "v") else self.spec.block_q
         return smoothing + self._rounded_error(site, tensor, x + smoothing, block, x.shape[-1])
 
-    def _map_error(self, site: str, largest: Tensor) -> Tensor:
-        """Bound on the rounding error of P or dS, where |P| or |dS| <= `largest`; 0 if masked."""
-        error = self._rounded_error(site, "map", largest, self.spec.block_q, self.spec.block_k)
+    def _smoothing_error(self, tensor: str) -> Tensor:
+        """Bound on the float32 error of a subtracted mean.
+
+        It matters if tokens are nearly equal.
+        """
+        mean = {"q": self.q_mean, "k": self.k_mean}.get(tensor, torch.zeros(())).abs()
+        return float32_error(1) * (self.tensors[tensor].abs() + mean)
+
+    def _map_error(self, site: str, largest: Tensor, bound: RowBound | None = None) -> Tensor:
+        """Bound on the rounding error of P or dS, where |P| or |dS| <= `largest`; 0 if masked.
+
+        bound: from which a scale per row bound follows.
+        """
+        matmul = self.spec.site(site)
+        if bound is not None and self._has_row_bound(site):
+            amax = bound.high * widest(matmul.precision)
+            error = rounding_bound(largest, amax, matmul.precision, self.spec.rounding.mode)
+            if not self.spec.qk_recompute.precision.is_scaled:
+                # The largest logit may come from a sum in another order. A larger P, or dS, then
+                # becomes the bound.
+                moved = 2 * self._logits_error("qk_recompute").amax(-1, keepdim=True)
+                error = error + torch.expm1(moved) * bound.high
+        else:
+            error = self._rounded_error(site, "map", largest, self.spec.block_q, self.spec.block_k)
         return error.masked_fill(~self.live, 0.0)
 
     def _weights_error(self, p_error: Tensor, exponent_error: Tensor) -> Tensor:
@@ -256,8 +338,6 @@ class _Analysis:
 
     def _rounded_error(self, site: str, tensor: str, x: Tensor, rows: int, columns: int) -> Tensor:
         matmul = self.spec.site(site)
-        if matmul.precision in (Precision.FP8_E4M3, Precision.FP8_E5M2):
-            raise ValueError(f"site {site}: no bound for {matmul.precision.value}")
         left = OPERANDS[site][0]
         how = matmul.lhs if tensor == left or (tensor == "map" and left in MAPS) else matmul.rhs
         amax = region_amax(x, how, rows, columns)

@@ -28,13 +28,16 @@ Computed in float64. Source: ours.
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 from sagesim.emulator import CODE_MAX
-from sagesim.spec import Precision, RoundingMode
-from theory.rounding import GRIDS, UNIT
+from sagesim.spec import MatmulSpec, Precision, RoundingMode
+from theory.fp8_sums import Instruction, relative_bound
+from theory.matmul import float32_error
+from theory.rounding import GRIDS, UNIT, region_amax, rounding_bound
 
 OVERFLOW: Final = {
     Precision.INT8: 127.5 / 127,
@@ -94,3 +97,121 @@ def vanishing(precision: Precision, mode: RoundingMode = RoundingMode.HALF_EVEN)
     grid = GRIDS[precision]
     smallest = grid.smallest if mode is RoundingMode.STOCHASTIC else grid.smallest / 2
     return smallest / CODE_MAX[precision]
+
+
+class RowBound(NamedTuple):
+    """The bound on each row of P or dS as an implementation may compute it, [..., n_q, 1].
+
+    Its own error is in the two ends.
+    """
+
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def of_ds(
+        cls,
+        of_p: RowBound,
+        do: tuple[Tensor, Tensor],
+        v: tuple[Tensor, Tensor],
+        delta: tuple[Tensor, Tensor],
+    ) -> RowBound:
+        """That of dS, from that of P and from dO, V and delta [..., n_q, 1], each with a bound on
+        its error."""
+        least = [_norms(x).sub(_norms(off)).clamp(min=0.0) for x, off in (do, v)]
+        most = [_norms(x) + _norms(off) for x, off in (do, v)]
+        size, off = delta[0].abs(), delta[1]
+        float32 = float32_error(do[0].shape[-1])  # norms, their product, the sum
+        return cls(
+            of_p.low
+            * (least[0] * least[1].amax(-2, keepdim=True) + (size - off).clamp(min=0.0))
+            * (1 - float32),
+            of_p.high * (most[0] * most[1].amax(-2, keepdim=True) + size + off) * (1 + float32),
+        )
+
+    def share(self, map: Tensor) -> Tensor:
+        """An upper bound on the elements of a map over the bound of their row.
+
+        map: a bound on its magnitudes. No code exceeds the top code, up to the scale's rounding.
+        """
+        return torch.where(map > 0, (map / self.low).clamp(max=1 + 2.0**-10), 0.0)
+
+
+def widest(precision: Precision) -> float:
+    """The largest code over the smallest top code (docs/numerics.md, "Scales from bounds")."""
+    return {Precision.FP8_E4M3: 448 / 240, Precision.FP8_E5M2: 57344 / 32768}.get(precision, 1.0)
+
+
+def folded_sum_bound(
+    map: Tensor,
+    x: Tensor,
+    map_off: Tensor,
+    x_off: Tensor,
+    bound: RowBound,
+    matmul: MatmulSpec,
+    block: int,
+    mode: RoundingMode,
+    instruction: Instruction | None,
+) -> Tensor:
+    """An upper bound on |computed - map^T @ x|, dV or dK, whose map has scales per row bound.
+
+    Row i of x is multiplied by the row's bound beta_i, and z_i, the result, is rounded. An error e
+    of z_i is an error e / beta_i of x_i. It is multiplied by an element of the map, which is at
+    most beta_i. So rows whose beta_i is hardly known do no harm.
+
+    Args:
+        map: P or dS, [..., n_q, n_k].
+        x: dO or Q, [..., n_q, d].
+        map_off, x_off: bounds on the errors of both; that of x is its error before it is rounded.
+        block: queries of a block.
+        instruction: how tensor cores add FP8 products; None: in float32.
+
+    Source: ours.
+    """
+    size, precision = x.abs(), matmul.precision
+    z = (size + x_off) * bound.high
+    amax = region_amax(z, matmul.rhs, block, z.shape[-1]) * widest(precision)
+    off = rounding_bound(z, amax, precision, mode)
+    # Two roundings more than in other operands: of z, and of its quotient by the top code. Regions
+    # become 0 that are larger than others by the smallest top code.
+    vanishing = GRIDS[precision].largest ** 2 * 2.0**-128
+    off = off + float32_error(1) * (z + off) + z.clamp(max=vanishing)
+    total = map.abs() + map_off
+    share = bound.share(total)
+    error = map_off.mT @ size + total.mT @ x_off + share.mT @ off
+    added = total.mT @ (size + x_off) + share.mT @ off
+    error = error + float32_error(map.shape[-2]) * added
+    if instruction is not None:
+        error = error + truncated_sum_bound(share.mT, z + off, amax, precision, block, instruction)
+    return error
+
+
+def truncated_sum_bound(
+    share: Tensor,
+    right: Tensor,
+    amax: Tensor,
+    precision: Precision,
+    block: int,
+    instruction: Instruction,
+) -> Tensor:
+    """An upper bound on what tensor cores lose in share @ right, [..., m, d]; 0 unless it is FP8.
+
+    A part of at most `block` terms loses relative_bound of the sum of magnitudes, in which a
+    subnormal code counts as the smallest normal one (`theory.fp8_sums`).
+
+    Args:
+        share: bounds on magnitudes of the left operand over what the top code stands for.
+        right: bounds on magnitudes of the right operand.
+        amax: what the largest code of each element of `right` stands for.
+    """
+    grid = GRIDS[precision]
+    if grid.unit == 0:
+        return torch.zeros((), dtype=right.dtype)
+    least = grid.smallest / (2 * grid.unit) / grid.largest  # normal code, of the largest one
+    share = torch.where(share > 0, share.clamp(min=least * widest(precision)), 0.0)
+    part = min(block, share.shape[-1])
+    return relative_bound(part, instruction) * (share @ torch.maximum(right, least * amax))
+
+
+def _norms(x: Tensor) -> Tensor:
+    return x.norm(dim=-1, keepdim=True)

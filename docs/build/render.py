@@ -1,4 +1,5 @@
-"""Write tables and figures from docs/data between the `table` marks of README.md and docs/*.md.
+"""Write tables from docs/data between the `table` marks of README.md and docs/*.md,
+and the figure of README.md.
 
 python docs/build/render.py           write the pages
 python docs/build/render.py --check   write nothing; exit 1 if a page is out of date
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aims
 import experiment
 import experiment_outcome
 import pretraining
@@ -23,6 +25,7 @@ import records
 import several_gpus
 import smollm2
 import smollm2_seeds
+import time_and_error
 import torchtitan_steps
 from grid import markdown
 
@@ -32,6 +35,7 @@ from sagesim.command import exit_code
 from sagesim.files import write_text
 from sagesim_kernels.bench.machine import one_line
 from sagesim_kernels.bench.model_tables import extremes
+from sagesim_kernels.bench.record import read
 from sagesim_kernels.bench.tables import cases, ratio
 
 ROOT = Path(__file__).parents[2]
@@ -130,6 +134,20 @@ def both_metrics() -> str:
         "\n\n".join(parts)
         + f"\n\nsigma: Gaussian Q and K of this standard deviation, {setting['tokens']} tokens, "
         f"head size {setting['head_dim']}, causal, {setting['draws']} draws." + source(data)
+    )
+
+
+def budget_line() -> str:
+    """How far the predicted errors are from the measured ones."""
+    data = load("budget")
+    ratios = [row["measured"][t] / row["predicted"][t] for row in data["rows"] for t in OUTPUTS]
+    within = sum(0.75 <= x <= 1.25 for x in ratios)
+    least, most = smollm2.budget_ends()
+    return (
+        f"On the inputs of the paper's Table 1, {within} of {len(ratios)} measured errors are "
+        "within a quarter of the predicted ones. In single layers of SmolLM2-135M, measured errors "
+        f"are {least:.2f} to {most:.2f} times the predicted ones "
+        "([more](docs/integrations.md#a-pretrained-model))."
     )
 
 
@@ -278,7 +296,7 @@ def cost(name: str) -> str:
         f"{batch} x {heads} head{many}, {tokens} tokens, head size {head_dim}, float32, "
         f"forward and backward, medians of {data['rounds']}.\n\n"
         + markdown(["", "time", "x eager", "memory added"], rows)
-        + source(data)
+        + (source(data) if name == "cost_cpu" else records.with_age(source(data), data["machine"]))
     )
 
 
@@ -305,7 +323,8 @@ def table1_kernels() -> str:
         "\n\n".join(parts)
         + f"\n\nRelative L2 against float64, {setting['tokens']} tokens, head size "
         f"{setting['head_dim']}, full mask, {setting['draws']} draws. `between` is the largest "
-        "relative L2 distance between kernels and emulator." + source(data)
+        "relative L2 distance between kernels and emulator."
+        + records.with_age(source(data), data["machine"])
     )
 
 
@@ -398,33 +417,58 @@ def speed() -> str:
             ours = [case for case in timed if case["head_dim"] == head_size]
             cells = [f"`{spec}`", str(head_size)]
             for peer in peers:
-                found = [ratio(case, spec, peer) for case in ours]
-                cells.append(f"{min(found):.2f} to {max(found):.2f}")
+                both = [case for case in ours if {spec, peer} <= case["runs"].keys()]
+                found = [ratio(case, spec, peer) for case in both]
+                cells.append(f"{min(found):.2f} to {max(found):.2f}" if found else "not measured")
             rows.append(cells)
     longest = max(case["tokens"] for case in timed)
+    of_models, before = records.of_models(), records.of_models_earlier()
     return (
-        markdown(["spec", "head size", *peers.values()], rows)
+        _ages({"The first table": data, "the second": of_models})
+        + markdown(["spec", "head size", *peers.values()], rows)
         + f"\n\nEach range is over 4096 to {longest} tokens, causal and full masks; bfloat16."
         + source(data | {"machine": one_line(data["machine"])})
         + "\n\n"
-        + model_speed(records.of_models())
+        + model_speed(of_models, before)
+        + f"\n\n{aims.summary()} ([which](docs/speed.md#aims-and-what-was-reached))."
     )
 
 
-def model_speed(data: dict[str, Any] | None) -> str:
-    """Speed relative to the faster SDPA at the worst and the best shape of models."""
+def _ages(documents: dict[str, dict[str, Any] | None]) -> str:
+    """A line that names the tables that are of earlier kernels; empty if there are none."""
+    old = [name for name, each in documents.items() if each and records.age(each["machine"])]
+    if not old:
+        return ""
+    words = "Both tables" if len(old) == len(documents) > 1 else old[0][0].upper() + old[0][1:]
+    return (
+        f"**{words} {'are' if words == 'Both tables' else 'is'} of earlier kernels**: the sources "
+        "have changed since, and the present kernels may be faster or slower.\n\n"
+    )
+
+
+def model_speed(data: dict[str, Any] | None, before: dict[str, Any] | None = None) -> str:
+    """Speed relative to the faster SDPA at the worst and the best shape of models.
+
+    before: an earlier record with shapes that the first one lacks.
+    """
     if data is None:
         return (
             "These are long sequences. Shapes of models, and times that include the host's, are "
             "not in the record yet."
         )
-    _, head, rows = extremes(data)
+    documents = [each for each in (data, before) if each is not None]
+    _, head, rows = extremes(*documents)
+    lacking = ""
+    if before is not None:
+        shapes = f"{len(before['cases'])} of the shapes are from an earlier record"
+        lacking = f" {shapes}, of kernels {before['machine']['kernels']}."
     return (
         "The worst and the best of the shapes of models, relative to the faster of "
         "FlashAttention-2 (SDPA) and cuDNN (SDPA). `wall` is the time of a call in a loop of eager "
         "calls, with the host's time included:\n\n"
         + markdown(head, [[f"`{spec}`", *cells] for spec, *cells in rows])
         + source(data | {"machine": one_line(data["machine"])})
+        + lacking
     )
 
 
@@ -443,7 +487,7 @@ def qk16_speed() -> str:
         markdown(head, rows)
         + f"\n\nForward and backward in milliseconds. The ratio is `{ours}` to `{default}`. "
         + f"`{ours}` runs on the portable kernels, and `{default}` on those for Hopper."
-        + source(data | {"machine": one_line(data["machine"])})
+        + records.with_age(source(data | {"machine": one_line(data["machine"])}), data["machine"])
     )
 
 
@@ -487,6 +531,7 @@ TABLES: dict[str, Callable[[], str]] = {
             both_metrics,
             statements_of_the_paper,
             attribution,
+            budget_line,
             table1,
             causality,
             input16,
@@ -515,6 +560,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "smollm2_speed": smollm2.speed,
     "smollm2_speed_line": smollm2.speed_line,
     "several_gpus": several_gpus.compared,
+    "time_and_error": time_and_error.figure,
+    "default_spec": time_and_error.choice,
     "torchtitan_steps": torchtitan_steps.losses,
     "smollm2_capture": smollm2.captured,
     "smollm2_shares": smollm2.captured_shares,
@@ -543,6 +590,11 @@ def main() -> int:
             stale.append(path)
             if not args.check:
                 write_text(path, new)
+    record = read(records.DATA / "bench.json")
+    if not time_and_error.is_current(record):
+        stale.append(time_and_error.FIGURE)
+        if not args.check:
+            write_text(time_and_error.FIGURE, time_and_error.svg(record))
     for path in stale:
         what = "stale, run docs/build/render.py" if args.check else "written"
         print(f"{path.relative_to(ROOT)}: {what}")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import records
 from grid import markdown
 
 from sagesim.analysis import TITLES
@@ -64,7 +65,10 @@ def shown(record: dict[str, Any] | None) -> str:
         f"other. The others: one attention, {setting['tokens']} tokens on each GPU. Spec "
         f"`{setting['spec']}`."
         + "".join(f" Not run: {name}." for name in missing)
-        + f"\n\n`{record['command']}` on {gpus} x {one_line(record['machine'])}."
+        + records.with_age(
+            f"\n\n`{record['command']}` on {gpus} x {one_line(record['machine'])}.",
+            record["machine"],
+        )
     )
 
 

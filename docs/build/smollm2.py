@@ -12,6 +12,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import plots
+import records
 from grid import markdown
 
 from sagesim.analysis import TITLES
@@ -99,6 +100,16 @@ def budget() -> str:
     )
 
 
+def budget_ends() -> tuple[float, float]:
+    """The smallest and the largest of measured over predicted error, in a single layer."""
+    ratios = [
+        layer["measured"][t] / layer["predicted"][t]
+        for layer in document()["budget"]["layers"]
+        for t in ("o", "dq", "dk", "dv")
+    ]
+    return min(ratios), max(ratios)
+
+
 def interpreted() -> str:
     """Losses with the kernels in Triton's interpreter beside the emulator's."""
     found = document()["interpreter"]
@@ -153,7 +164,9 @@ def shown_speed(found: dict[str, Any]) -> str:
         + f"\n\n{setting['documents']} documents of {shortest} to {longest} tokens a step. "
         f"Weights: {setting['weights']}."
         + "".join(f" {name} did not run: {why}." for name, why in not_run.items())
-        + f"\n\n`{found['command']}` on {one_line(found['machine'])}."
+        + records.with_age(
+            f"\n\n`{found['command']}` on {one_line(found['machine'])}.", found["machine"]
+        )
     )
 
 
@@ -165,8 +178,8 @@ def speed_line() -> str:
         f"On one {found['machine']['gpu']}, the architecture of SmolLM2-135M with random weights "
         f"trains on documents of up to {longest} tokens in bfloat16. If they are packed, `sagebwd` "
         f"is {_beside(layouts['packed'])}. If they are padded, it is {_beside(layouts['padded'])}. "
-        "Two speeds count as equal if the quartiles of their steps overlap "
-        "([more](docs/integrations.md#its-speed-on-a-gpu))."
+        "Two speeds count as equal if their interquartile ranges overlap "
+        f"([more](docs/integrations.md#its-speed-on-a-gpu)). {records.age(found['machine'])}"
     )
 
 

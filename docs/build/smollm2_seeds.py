@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import matplotlib.pyplot as plt
 import plots
+import records
 from grid import markdown
 from scipy.stats import chi2
 
@@ -106,7 +107,9 @@ def finals(folder: Path = DATA) -> str:
         "tokens. In brackets: less the loss of the run of `sdpa` with the same seed. Mean: of "
         f"these differences. {setting['model']}; {setting['text']}; {setting['optimizer']}. Before "
         f"the first step the loss is {runs.loss(REFERENCE, runs.seeds[0], 'sdpa', 0):.5f}.\n\n"
-        f"`{runs.one['command']}` on {one_line(runs.one['machine'])}."
+        + records.with_age(
+            f"`{runs.one['command']}` on {one_line(runs.one['machine'])}.", runs.one["machine"]
+        )
     )
 
 

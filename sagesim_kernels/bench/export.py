@@ -2,7 +2,7 @@
 
 The table has the ratios to the faster SDPA at the shapes of the part "models". It has one entry for
 each GPU, which replaces an older one of the same GPU. Several records of a GPU make one entry: of a
-call that is in two of them, the first counts.
+call that is in two of them, the first counts. Each call has the number of its record.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from sagesim.command import exit_code
 from sagesim.files import write_text
+from sagesim.spec import FACTORED_QK
 from sagesim.terminal import Failure
 from sagesim_kernels.bench.machine import one_line
 from sagesim_kernels.bench.model_tables import ratio
@@ -27,6 +28,8 @@ from sagesim_kernels.bench.models import MODEL_SPECS
 from sagesim_kernels.bench.record import read
 from sagesim_kernels.bench.tables import Table, cases
 from sagesim_kernels.measured_speed import MEASURED, CallShape, expected
+
+DEFAULT: Final = FACTORED_QK.label()
 
 _FIGURES: Final = {"gpu": "GPU", "wall": "wall"}
 _AXES: Final = {
@@ -48,24 +51,25 @@ def entry(*documents: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: if a record has no case of the part "models", if it timed the code of another
             GPU, or if the records are of several GPUs or dtypes.
     """
-    calls = {key: call for each in reversed(documents) for key, call in _calls(each).items()}
+    numbered = list(enumerate(documents))
+    calls = {key: call for i, each in reversed(numbered) for key, call in _calls(each, i).items()}
     for field, values in {
         "GPUs": [each["machine"]["gpu"] for each in documents],
         "dtypes": [each["settings"]["dtype"] for each in documents],
     }.items():
         if len(set(values)) > 1:
             raise ValueError(f"the records are of several {field}: {', '.join(values)}")
-    first = documents[0]
     return {
-        "machine": one_line(first["machine"]),
-        "command": first["command"],
-        "dtype": first["settings"]["dtype"],
+        "records": [
+            {"machine": one_line(each["machine"]), "command": each["command"]} for each in documents
+        ],
+        "dtype": documents[0]["settings"]["dtype"],
         "calls": calls,
     }
 
 
-def _calls(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the shapes and ratios of a record."""
+def _calls(document: Mapping[str, Any], record: int) -> dict[str, Any]:
+    """Return the shapes and ratios of a record, with its place among the records."""
     if document["settings"].get("code") is not None:
         raise ValueError("the record timed the code of another GPU")
     if not cases(dict(document), "models"):
@@ -74,6 +78,7 @@ def _calls(document: Mapping[str, Any]) -> dict[str, Any]:
     for key, case in document["cases"].items():
         if case["part"] == "models":
             calls[key] = {
+                "record": record,
                 "shape": {field: case[name] for field, name in _AXES.items()},
                 **{
                     figure: {
@@ -85,6 +90,24 @@ def _calls(document: Mapping[str, Any]) -> dict[str, Any]:
                 },
             }
     return calls
+
+
+def smallest_that_pays(one: Mapping[str, Any], spec: str = DEFAULT) -> str:
+    """A sentence on the number of tokens from which measured calls of a GPU pay off."""
+    parts: list[str] = []
+    for figure, words in (("wall", "with the host's time"), ("gpu", "for the GPU alone")):
+        calls = [call for call in one["calls"].values() if spec in call[figure]]
+        tokens = [call["shape"]["queries"] for call in calls if call[figure][spec] > 1]
+        if not tokens:
+            parts.append(f"{words}, at none of {len(calls)} measured shapes")
+            continue
+        least = min(tokens)
+        longer = sum(call["shape"]["queries"] >= least for call in calls)
+        parts.append(
+            f"{words}, at no measured shape of less than {least} tokens, and at {len(tokens)} of "
+            f"the {longer} of {least} tokens and more"
+        )
+    return f"`{spec}` is faster than the faster SDPA: {'; '.join(parts)}."
 
 
 def left_out(table: Mapping[str, Any]) -> Table:
@@ -148,7 +171,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
     table[documents[0]["machine"]["gpu"]] = made
     write_text(args.out, json.dumps(table, indent=1) + "\n")
-    print(f"{args.out}: {len(made['calls'])} calls on {made['machine']}")
+    machines = "; ".join(dict.fromkeys(each["machine"] for each in made["records"]))
+    print(f"{args.out}: {len(made['calls'])} calls on {machines}")
 
 
 if __name__ == "__main__":

@@ -104,15 +104,15 @@ def training_ratios(document: dict[str, Any]) -> Table:
     return _rows(title, _trained(document), _TRAINED, MODEL_SPECS, _ratios)
 
 
-def extremes(document: dict[str, Any]) -> Table:
+def extremes(*documents: dict[str, Any]) -> Table:
     """A table of the smallest and largest ratio to the faster SDPA, and where they are.
 
-    All shapes of `MODELS` count but the tiny one, which is there for the host's time.
+    Of a shape that is in several records, the first counts.
     """
     timed = {
         words.partition(" ")[2]: case
+        for document in reversed(documents)
         for words, case in shapes(document).items()
-        if not words.startswith("tiny ")
     }
     rows: list[list[str]] = []
     for name in MODEL_SPECS:

@@ -15,9 +15,12 @@ from sagesim_kernels.bench.accuracy import OUTPUTS
 from sagesim_kernels.bench.cases import PAYOFF_BASE, PAYOFF_SITES
 from sagesim_kernels.bench.machine import foreign
 from sagesim_kernels.bench.tables import (
+    FRONTIER_PEER,
     Panel,
     cases,
     errors_of,
+    frontier_of,
+    frontier_points,
     int8_and_16_bit,
     panels,
     ratio,
@@ -38,6 +41,8 @@ def figures(document: dict[str, Any]) -> dict[str, Figure]:
         found["time"] = times(document)
         for peer in peers_that_ran(document):
             found[f"ratio_{peer.replace(' ', '_')}"] = ratios(document, peer)
+    if any(frontier_points(document, d) for d in _head_sizes(document)):
+        found["frontier"] = frontier(document)
     if any(sigmas(document, panel) for panel in panels(document, "payoff")):
         found["payoff"] = payoff(document)
     code = foreign(document)
@@ -93,6 +98,66 @@ def ratios(document: dict[str, Any], peer: str) -> Figure:
         axes.set(ylabel=f"times as fast as {peer}", ylim=(0, None))
 
     return _panelled(document, draw)
+
+
+def frontier(document: dict[str, Any], *, note: str | None = None) -> Figure:
+    """Time against the error of the gradients: a point for each spec and each peer.
+
+    A panel for each head size. Another contender is faster and more accurate than what is in the
+    grey region. Thin lines go from the least to the greatest figure over masks and lengths (time),
+    and over inputs (error).
+
+    note: a line below the panels, of the record.
+    """
+    sizes = [d for d in _head_sizes(document) if frontier_points(document, d)]
+    figure, axes = plt.subplots(
+        1, len(sizes), figsize=(9.6, 5.2), layout="constrained", squeeze=False, sharey=True
+    )
+    names = list(dict.fromkeys(p.name for d in sizes for p in frontier_points(document, d)))
+    ours = [name for name in names if name in document["settings"]["specs"]]
+    peers = [name for name in names if name not in ours]
+    handles: dict[str, Any] = {}
+    for axis, d in zip(axes.flat, sizes, strict=True):
+        axis.set(title=f"head size {d}", xscale="log", yscale="log")
+        points = frontier_points(document, d)
+        for p in points:
+            is_ours = p.name in ours
+            color = f"C{ours.index(p.name)}" if is_ours else _PEER_COLOR
+            marker = "o" if is_ours else _PEER_MARKERS[peers.index(p.name) % len(_PEER_MARKERS)]
+            thin: dict[str, Any] = {"color": color, "lw": 1, "alpha": 0.45}
+            axis.plot([p.least_time, p.most_time], [p.error] * 2, **thin)
+            axis.plot([p.time] * 2, [p.least_error, p.most_error], **thin)
+            style: dict[str, Any] = {"mfc": color if is_ours else "white", "mew": 1.6, "ms": 8.5}
+            drawn = axis.plot([p.time], [p.error], marker, color=color, zorder=3, **style)
+            handles[p.name] = drawn[0]
+        axis.set_xlabel(f"time relative to {FRONTIER_PEER}")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0)))
+        axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        for side in (axis.xaxis, axis.yaxis):
+            side.set_major_formatter("{x:g}")
+            side.set_minor_formatter(NullFormatter())
+    for axis, d in zip(axes.flat, sizes, strict=True):  # now that the limits are known
+        right, top = axis.get_xlim()[1], axis.get_ylim()[1]
+        axis.set(xlim=axis.get_xlim(), ylim=axis.get_ylim())
+        for p in frontier_of(frontier_points(document, d)):
+            box = ([p.time, right, right, p.time], [p.error, p.error, top, top])
+            axis.fill(*box, color="#F1F3F5", zorder=0)
+    axes[0, 0].set_ylabel("relative error of dQ, dK and dV")
+    title = "filled: specs; hollow: peers in 16 bit; grey: another is faster and more accurate"
+    figure.legend(
+        [handles[name] for name in names], names, loc="outside upper center", ncols=5, title=title
+    )
+    if note is not None:
+        figure.supxlabel(note, fontsize="small", color=_PEER_COLOR)
+    return figure
+
+
+_PEER_COLOR: Final = "#52606D"
+_PEER_MARKERS: Final = "sDv^PXh<>"
+
+
+def _head_sizes(document: dict[str, Any]) -> list[int]:
+    return sorted({panel.head_dim for panel in panels(document, "speed")})
 
 
 def payoff(document: dict[str, Any]) -> Figure:

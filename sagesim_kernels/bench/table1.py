@@ -23,6 +23,7 @@ import sagesim_kernels
 from sagesim.analysis import COLUMNS, PAPER_TABLE_1, Setting
 from sagesim.command import exit_code
 from sagesim.files import check_writable, write_text
+from sagesim_kernels.bench.machine import sources_hash
 
 _PROGRAM: Final = "python -m sagesim_kernels.bench.table1"
 LABELS: Final = ("sagebwd", "factored", "factored_pv16")
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = {
         "command": f"{_PROGRAM} --out docs/data/table1_kernels.json",
         "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
-        f"triton {triton.__version__}, sagebwd {sagesim.__version__}",
+        f"triton {triton.__version__}, sagebwd {sagesim.__version__}, kernels {sources_hash()}",
         "setting": asdict(setting),
         "rows": rows,
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from statistics import geometric_mean
 from typing import Any, Final, NamedTuple
 
 from sagesim.spec import Precision
@@ -16,6 +18,7 @@ from sagesim_kernels.bench.jobs import preparation_share
 from sagesim_kernels.bench.models import MODEL_SPECS
 
 TITLES: Final = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
+GRADIENTS: Final = ("dq", "dk", "dv")
 _NOT_RUN: Final = "-"
 _WORDS: Final = {
     "forward": "forward",
@@ -160,6 +163,68 @@ def accuracy(document: dict[str, Any], key: str) -> Table:
         if name in case["errors"]
     ]
     return Table(f"relative L2 error, {key.removeprefix('accuracy ')}", _head("", OUTPUTS), rows)
+
+
+FRONTIER_PEER: Final = "sdpa cudnn"
+FRONTIER_LENGTHS: Final = (4096, 8192, 16384)
+"""Lengths over which a time of `frontier_points` is a mean, each with both masks."""
+
+
+class Point(NamedTuple):
+    """The time and the error of a contender at one head size.
+
+    Times of forward and backward are relative to `FRONTIER_PEER`. An error is the root mean square
+    of those of dQ, dK and dV. `time` and `error` are geometric means, over lengths and masks and
+    over the inputs whose errors were measured at this head size.
+    """
+
+    name: str
+    time: float
+    error: float
+    least_time: float
+    most_time: float
+    least_error: float
+    most_error: float
+
+
+def frontier_points(document: dict[str, Any], head_dim: int) -> list[Point]:
+    """A point for each contender of which a time and an error were measured, specs first."""
+    timed = [
+        case
+        for case in cases(document, "speed")
+        if case["head_dim"] == head_dim
+        and case["tokens"] in FRONTIER_LENGTHS
+        and FRONTIER_PEER in case["runs"]
+    ]
+    measured = [
+        case["errors"]
+        for key, case in document["cases"].items()
+        if case["part"] == "accuracy" and key.startswith(f"accuracy d{head_dim} ")
+    ]
+    found: list[Point] = []
+    for name in contenders(document):
+        times = [1 / ratio(case, name, FRONTIER_PEER) for case in timed if name in case["runs"]]
+        rms = [
+            math.sqrt(sum(errors[name][t] ** 2 for t in GRADIENTS) / len(GRADIENTS))
+            for errors in measured
+            if name in errors
+        ]
+        if times and rms:
+            ends = (min(times), max(times), min(rms), max(rms))
+            found.append(Point(name, geometric_mean(times), geometric_mean(rms), *ends))
+    return found
+
+
+def frontier_of(points: Sequence[Point]) -> list[Point]:
+    """The points that no other is both as fast and as accurate as, the fastest first.
+
+    Errors that differ by less than 1 % count as equal: another order of sums changes as much.
+    """
+    best: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.time, p.error)):
+        if not best or point.error < 0.99 * best[-1].error:
+            best.append(point)
+    return best
 
 
 def payoff(document: dict[str, Any], panel: Panel, sigma: float) -> Table:

@@ -36,7 +36,8 @@ def default_spec(
     The recommendation is a prediction, by a model of the GPU, except on Hopper, where it rests on
     measured times: docs/cards.md. It is the fastest of the presets that are more accurate than the
     paper's scheme. It is a 16-bit preset unless the predicted gain of INT8 is larger than the error
-    of the model. GPUs that are not modelled get `FACTORED_QK`.
+    of the model. GPUs that are not modelled get `FACTORED_QK`. docs/cards.md says which presets are
+    considered.
 
     No other function calls this one: pass its result, or any other spec, as `spec`.
 

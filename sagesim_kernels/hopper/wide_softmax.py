@@ -47,11 +47,14 @@ from sagesim_kernels.operands import (
 
 @gluon.jit
 def at_least_one(walk, lengths):
-    """Return the `Walk` with a masked block: queries without keys need no code of their own.
+    """Return the `Walk` with at least one block, whose first block is masked.
 
-    The masked blocks before those without a mask take longer than those after them. With a limit on
-    the left or a key mask there may be both. Then, if every block needs a mask (with a key mask:
-    more than half of them), one masked block comes first and the others last.
+    So a tile whose queries attend to no key needs no code of its own: its block is all mask.
+
+    The loop has three parts: masked blocks, blocks without a mask, masked blocks. The first part
+    takes longer for each block than the last. With a limit on the left or a key mask, both may have
+    blocks. If no block is without a mask then (with a key mask: if less than half of them are), the
+    first part gets one block, and the last part all others.
     """
     first, masked = gl.maximum(walk.first, 0), gl.maximum(walk.masked_at_begin, 1)
     tail, count = walk.masked_at_end, gl.maximum(walk.count, 1)

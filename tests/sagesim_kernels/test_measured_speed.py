@@ -25,7 +25,8 @@ def call(q, k, is_causal, wall, gpu):
         "keys": keys,
         "is_causal": is_causal,
     }
-    return {"shape": shape, "wall": {"factored_qk": wall}, "gpu": {"factored_qk": gpu}}
+    of_spec = ({"factored_qk": x} for x in (wall, gpu))
+    return {"record": 0, "shape": shape, **dict(zip(("wall", "gpu"), of_spec, strict=True))}
 
 
 def square(q, is_causal, wall, gpu=1.0):
@@ -36,10 +37,11 @@ CALLS = {
     "few": square((8, 16, 512, 64), True, 0.5, 0.9),
     "many": square((2, 32, 4096, 64), True, 1.2, 1.3),
     "grouped": call((2, 32, 4096, 64), (2, 8, 4096, 64), True, 1.1, 1.1),
-    "80": square((4, 16, 4096, 80), False, 0.8),
+    "80": square((4, 16, 4096, 80), False, 0.8) | {"record": 1},
     "96": square((4, 16, 4096, 96), False, 1.0),
 }
-TABLE = {GPU: {"machine": "Fake 1, torch 2.0", "command": "c", "dtype": "bfloat16", "calls": CALLS}}
+RECORDS = [{"machine": f"Fake 1, torch 2.{i}", "command": "c"} for i in range(2)]
+TABLE = {GPU: {"records": RECORDS, "dtype": "bfloat16", "calls": CALLS}}
 
 
 def ask(q, k=None, *, is_causal=False, host=True, table=TABLE, gpu=GPU, dtype=torch.bfloat16):
@@ -57,6 +59,15 @@ def test_a_measured_call_has_its_own_ratio():
     )
     alone = ask((8, 16, 512, 64), is_causal=True, host=False)
     assert alone.ratio == pytest.approx(0.9) and not alone and not alone.includes_host
+
+
+def test_the_machine_is_that_of_the_records_of_the_neighbours():
+    of_one = {1: "Fake 1, torch 2.1", 0: "Fake 1, torch 2.0"}
+    assert ask((4, 16, 4096, 80)).machine == of_one[1]
+    assert ask((4, 16, 4096, 96)).machine == of_one[0]
+    both = f"{of_one[0]}; {of_one[1]}"
+    assert ask((4, 16, 4096, 88)).machine == both
+    assert ask((64, 32, 4096, 64)).machine == both, "no neighbour, so all records"
 
 
 def test_between_measured_calls_logarithms_are_weighted_by_the_inverse_square_of_the_distance():

@@ -13,7 +13,7 @@ from theory.checks.check import Check, bounded
 from theory.checks.samples import Sample, captured, gaussian, outlier_channels
 
 TOPIC = "attention_bound"
-LABELS: Final = ("sagebwd", "factored", "factored_pv16")
+LABELS: Final = ("sagebwd", "factored", "factored_pv16", "fp8_gradients")
 OUTPUTS: Final = ("o", "dq", "dk", "dv")
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sagesim.command import exit_code
-from sagesim_kernels.bench.export import entry, left_out, main
+from sagesim_kernels.bench.export import entry, left_out, main, smallest_that_pays
 from sagesim_kernels.bench.model_tables import ratio
 from sagesim_kernels.bench.models import MODEL_SPECS, model_cases
 from sagesim_kernels.bench.record import read
@@ -43,14 +43,22 @@ def test_every_case_has_its_shape_and_both_ratios():
         assert shape.is_causal == case.shape.is_causal
     assert found["calls"][KEY]["gpu"] == dict.fromkeys(MODEL_SPECS, 1.25)
     assert found["calls"][KEY]["wall"] == {"factored_qk": 0.625, "fpa_bf16": 1.25}
-    assert found["machine"].startswith("Fake 1, torch 2.0") and found["dtype"] == "bfloat16"
+    (record,) = found["records"]
+    assert record["machine"].startswith("Fake 1, torch 2.0") and found["dtype"] == "bfloat16"
 
 
 def test_of_a_call_in_two_records_the_first_counts():
     first, second = measured(), measured()
     del first["cases"]["models tiny b1 h4 n128 d64 causal"]
     second["cases"][KEY]["runs"]["factored_qk"]["wall"]["ms"] *= 2
-    found, alone = entry(first, second)["calls"], entry(measured())["calls"]
+    second["command"] = "another"
+    made = entry(first, second)
+    found, alone = made["calls"], entry(measured())["calls"]
+    numbers = {key: call.pop("record") for key, call in found.items()}
+    assert numbers == {key: int("tiny" in key) for key in alone}
+    assert [each["command"] for each in made["records"]] == [measured()["command"], "another"]
+    for call in alone.values():
+        del call["record"]
     assert found == alone
     assert entry(second, first)["calls"][KEY] != alone[KEY]
 
@@ -122,6 +130,23 @@ def test_calls_that_are_left_out_are_predicted_from_the_others():
     right, known = map(int, changed["factored_qk", "wall"][5].split(" of "))
     assert right < known
     assert changed["fpa_bf16", "wall"] == table.rows[3]
+
+
+def test_from_how_many_tokens_on_it_pays():
+    made = measured()
+    text = smallest_that_pays(entry(made))
+    count = len(model_cases())
+    assert f"at no measured shape of less than 128 tokens, and at {count} of the {count}" in text
+    for case in made["cases"].values():
+        if case["part"] == "models" and case["tokens"] < 8192:
+            case["runs"]["factored_qk"]["wall"]["ms"] *= 5
+    long = [case for case in model_cases() if case.shape.tokens >= 8192]
+    text = smallest_that_pays(entry(made))
+    assert f"less than 8192 tokens, and at {len(long)} of the {len(long)} of 8192" in text
+    for case in made["cases"].values():
+        if case["part"] == "models":
+            case["runs"]["factored_qk"]["wall"]["ms"] *= 5
+    assert f"host's time, at none of {count} measured shapes" in smallest_that_pays(entry(made))
 
 
 def test_an_empty_table_predicts_nothing():

@@ -68,13 +68,28 @@ def test_the_worst_and_the_best_shape_of_models():
     changed = document()
     ran = changed["cases"]["models few b8 h12 n256 d64 full"]["runs"]["factored_qk"]
     ran["wall"]["ms"] *= 5
-    tiny = changed["cases"]["models tiny b1 h4 n128 d64 causal"]["runs"]["factored_qk"]
-    tiny["wall"]["ms"] *= 100
     spec, figure, worst, best, slower = extremes(changed).rows[1]
     assert (spec, figure) == ("factored_qk", "wall")
     assert worst == "0.25 (b8 h12 n256 d64 full)" and best.startswith("1.25 (")
-    assert slower == f"1 of {sum(map(len, MODELS.values())) - 1}"
+    assert slower == f"1 of {sum(map(len, MODELS.values()))}"
     assert extremes(changed).rows[0][4].startswith("0 of ")
+
+
+def test_the_smallest_shape_counts():
+    changed = document()
+    tiny = changed["cases"]["models tiny b1 h4 n128 d64 causal"]["runs"]["factored_qk"]
+    tiny["wall"]["ms"] *= 100
+    assert extremes(changed).rows[1][2] == "0.01 (b1 h4 n128 d64 causal)"
+
+
+def test_of_a_shape_in_two_records_the_first_counts():
+    first, second = document(), document()
+    for made in (first, second):
+        made["cases"] = {KEY: made["cases"][KEY]}
+    second["cases"][KEY]["runs"]["factored_qk"]["wall"]["ms"] *= 5
+    second["cases"]["models tiny b1 h4 n128 d64 causal"] = document()["cases"][KEY]
+    assert extremes(first, second).rows[1][4] == "0 of 2"
+    assert extremes(second, first).rows[1][4] == "1 of 2"
 
 
 def test_training_steps():

@@ -11,13 +11,18 @@ mpl.use("agg")
 import matplotlib.pyplot as plt
 
 from sagesim_kernels.bench.cases import PAYOFF_SITES, PEERS, SPECS
-from sagesim_kernels.bench.plots import figures, payoff, ratios, times
+from sagesim_kernels.bench.plots import figures, frontier, payoff, ratios, times
+from sagesim_kernels.bench.tables import frontier_of, frontier_points
 from tests.sagesim_kernels.bench.documents import document, of_other_code
 
 
 @pytest.fixture(autouse=True)
 def closed():
-    yield
+    """Figures are closed, and drawn in matplotlib's own style: other tests may have set another."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.use("agg")
+        yield
     plt.close("all")
 
 
@@ -28,6 +33,7 @@ def test_figures_of_every_peer_that_ran():
         "ratio_sdpa_cudnn",
         "ratio_sdpa_efficient",
         "ratio_FlexAttention",
+        "frontier",
         "payoff",
     ]
 
@@ -57,6 +63,31 @@ def test_ratios_to_a_peer():
         assert len(lines) == len(SPECS)
         for line in lines:
             assert list(line.get_ydata()) == pytest.approx([1.25] * 7)
+
+
+def test_times_and_errors_of_every_contender():
+    made = document()
+    for key, size in (("sigma1", 0.01), ("sigma5", 0.04)):
+        for name, errors in made["cases"][f"accuracy d64 causal {key}"]["errors"].items():
+            errors.update(dq=size, dk=size, dv=size) if name == "sagebwd" else None
+        del made["cases"][f"accuracy d64 full {key}"]
+    points = {point.name: point for point in frontier_points(made, 64)}
+    assert list(points) == [*SPECS, *PEERS[:3], "FlexAttention"]
+    assert points["sdpa cudnn"].time == 1.0
+    assert points["sagebwd"][1:] == pytest.approx((0.8, 0.02, 0.8, 0.8, 0.01, 0.04))
+    labels = frontier(made).legends[0].get_texts()
+    assert [text.get_text() for text in labels] == list(points)
+
+
+def test_the_frontier_is_what_nothing_else_is_faster_and_more_accurate_than():
+    (point, *_) = frontier_points(document(), 64)
+
+    def at(name, time, error):
+        return point._replace(name=name, time=time, error=error)
+
+    points = [at("slow", 3, 0.1), at("good", 2, 0.1), at("fast", 1, 0.5), at("bad", 1.5, 0.6)]
+    nearly = at("nearly as good", 2.5, 0.0995)
+    assert [p.name for p in frontier_of([*points, nearly])] == ["fast", "good"]
 
 
 def test_payoff():
@@ -94,4 +125,4 @@ def test_a_record_that_is_not_finished(kept):
 def test_figures_can_be_saved(tmp_path):
     for name, figure in figures(document()).items():
         figure.savefig(tmp_path / f"{name}.png", dpi=40)
-    assert len(list(tmp_path.iterdir())) == 6
+    assert len(list(tmp_path.iterdir())) == 7

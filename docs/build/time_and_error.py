@@ -1,0 +1,199 @@
+"""The figure of time against error in README.md, and the paragraph on the default spec beside it.
+
+The figure is docs/_static/frontier.svg. It contains a digest of what it was drawn from, so that
+`render.py --check` finds a figure that is out of date without comparing pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Iterable, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import plots  # noqa: F401 - sets the style
+import records
+
+from sagesim.spec import FACTORED_QK, PRESETS
+from sagesim_kernels import supports
+from sagesim_kernels.bench.machine import one_line
+from sagesim_kernels.bench.plots import frontier
+from sagesim_kernels.bench.record import read
+from sagesim_kernels.bench.tables import (
+    FRONTIER_LENGTHS,
+    GRADIENTS,
+    Point,
+    cases,
+    frontier_points,
+    ratio,
+)
+
+FIGURE: Final = Path(__file__).parents[1] / "_static" / "frontier.svg"
+DEFAULT: Final = FACTORED_QK.label()
+PAPER: Final = "sagebwd"
+HEAD_SIZES: Final = (64, 128)
+_DIGEST = re.compile(r"digest ([0-9a-f]{16})")
+
+
+def note(document: dict[str, Any]) -> str:
+    """The machine and the kernels of the record, for the figure."""
+    machine = document["machine"]
+    text = f"{machine['gpu']}, kernels {machine.get('kernels')}"
+    return text + (": earlier than the present ones" if records.age(machine) else "")
+
+
+def digest(document: dict[str, Any]) -> str:
+    """Of everything that the figure shows, and of the function that draws it."""
+    shown = [[*map(_rounded, frontier_points(document, d))] for d in HEAD_SIZES]
+    text = json.dumps([shown, note(document), inspect.getsource(frontier)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def is_current(document: dict[str, Any], path: Path = FIGURE) -> bool:
+    """Whether the committed figure is that of the record; without points there is none."""
+    if not any(frontier_points(document, d) for d in HEAD_SIZES):
+        return True
+    if not path.exists():
+        return False
+    found = _DIGEST.search(path.read_text(encoding="utf-8"))
+    return found is not None and found[1] == digest(document)
+
+
+def svg(document: dict[str, Any]) -> str:
+    """The figure, with its digest."""
+    mpl.use("agg")
+    figure, buffer = frontier(document, note=note(document)), StringIO()
+    metadata: dict[str, Any] = {"Date": None, "Description": f"digest {digest(document)}"}
+    figure.savefig(buffer, format="svg", metadata=metadata)
+    plt.close(figure)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+def figure() -> str:
+    """The figure and its caption, for README.md."""
+    document = read(records.DATA / "bench.json")
+    if not any(frontier_points(document, d) for d in HEAD_SIZES):
+        return "Times and errors of one record are not measured."
+    timed = {case["tokens"] for case in cases(document, "speed")}
+    lengths = [n for n in FRONTIER_LENGTHS if n in timed]
+    text = (
+        "![Time against the error of the gradients](docs/_static/frontier.svg)\n\n"
+        "The figure shows every spec and every peer that the record has. Further left is faster, "
+        "and further down is more accurate. Times are of forward and backward, with everything "
+        f"included: geometric means over {_listed(map(str, lengths))} tokens, causal and "
+        "full masks. Errors are root mean squares of those of dQ, dK and dV: geometric means over "
+        "Gaussian inputs, in which Q and K have a standard deviation of 1 (ordinary logits) or 5 "
+        f"(large logits). Thin lines are the ranges.{_lacking(document)}\n\n"
+        f"`{document['command']}` on {one_line(document['machine'])}."
+    )
+    return records.with_age(text, document["machine"])
+
+
+def _lacking(document: dict[str, Any]) -> str:
+    """The presets with kernels that were not timed; empty if all were."""
+    timed = document["settings"]["specs"]
+    lacking = [name for name, spec in PRESETS.items() if name not in timed and supports(spec)]
+    return f" Not timed: {_listed(f'`{name}`' for name in lacking)}." if lacking else ""
+
+
+def choice() -> str:
+    """Why the default spec is what it is, with what would be more accurate and what is faster."""
+    document = read(records.DATA / "bench.json")
+    cards = json.loads((records.DATA / "cards.json").read_text(encoding="utf-8"))
+    every = {d: {p.name: p for p in frontier_points(document, d)} for d in HEAD_SIZES}
+    by_size = {d: points for d, points in every.items() if {DEFAULT, PAPER} <= points.keys()}
+    if not by_size:
+        return "Times and errors of the default spec are not measured in one record."
+    specs = document["settings"]["specs"]
+    safe = [name for name in specs if name in cards["accurate"]]
+    fastest = all(
+        points[DEFAULT].time == min(points[name].time for name in safe if name in points)
+        for points in by_size.values()
+    )
+    paper = [points[DEFAULT].error / points[PAPER].error for points in by_size.values()]
+    words = [
+        f"**The default spec, `{DEFAULT}`, is a choice.** Accuracy comes first: a default must "
+        "have smaller errors than the paper's scheme in O, dQ, dK and dV on every input that was "
+        f"measured. Of the specs of the figure, {_listed(f'`{name}`' for name in safe)} do. Speed "
+        f"comes second: `{DEFAULT}` is {'the fastest' if fastest else '**not** the fastest'} of "
+        f"them. Its gradients' error is {_range(paper)} times that of the paper's scheme.",
+        _more_accurate(document),
+        _faster(by_size),
+    ]
+    return " ".join(words)
+
+
+def _more_accurate(document: dict[str, Any]) -> str:
+    """The specs with smaller errors on some inputs, and what they cost."""
+    measured = json.loads((records.DATA / "frontier.json").read_text(encoding="utf-8"))
+    errors = {(r["inputs"], r["label"]): _rms(r["exact"]) for r in measured["rows"]}
+    inputs = list(dict.fromkeys(row["inputs"] for row in measured["rows"]))
+    said: list[str] = []
+    for spec, record in (("factored_qk16", _qk16()), ("factored", document)):
+        gains = [errors[x, spec] / errors[x, DEFAULT] for x in inputs]
+        better = sum(x < 1 for x in gains)
+        slower = [
+            ratio(case, DEFAULT, spec)
+            for case in cases(record, "speed")
+            if {DEFAULT, spec} <= case["runs"].keys() and case["tokens"] in FRONTIER_LENGTHS
+        ]
+        cost = f"It takes {_range(slower)} times as long" if slower else "It was not timed"
+        said.append(
+            f"`{spec}` is more accurate than the default on {better} of {len(inputs)} inputs: its "
+            f"error is {_range(gains)} times as large. {cost}."
+        )
+    return f"{' '.join(said)} ([Inputs](docs/products.md#gradients-in-fp8).)"
+
+
+def _faster(by_size: dict[int, dict[str, Point]]) -> str:
+    """What is faster than the default spec, and whether it is more accurate, too."""
+    peers: dict[str, list[float]] = {}
+    for points in by_size.values():
+        own = points[DEFAULT]
+        for name, p in points.items():
+            if p.time < own.time:
+                peers.setdefault(name, []).append(p.time / own.time)
+    if not peers:
+        return "Nothing in the figure is faster."
+    said = [
+        f"`{name}`, which takes {_range(times)} of its time"
+        + ("" if len(times) == len(by_size) else " at one of the two head sizes")
+        + _error_words(by_size, name)
+        for name, times in peers.items()
+    ]
+    return f"Faster than the default {'is' if len(said) == 1 else 'are'} {_listed(said)}."
+
+
+def _error_words(by_size: dict[int, dict[str, Point]], name: str) -> str:
+    """Whether the errors of a contender are smaller or larger than the default's."""
+    pairs = [(p[name].error, p[DEFAULT].error) for p in by_size.values() if name in p]
+    if all(x < y for x, y in pairs):
+        return ", with smaller errors"
+    return ", with larger errors" if all(x > y for x, y in pairs) else ""
+
+
+def _qk16() -> dict[str, Any]:
+    return read(records.DATA / "bench_qk16.json")
+
+
+def _rms(errors: dict[str, float]) -> float:
+    return (sum(errors[t] ** 2 for t in GRADIENTS) / len(GRADIENTS)) ** 0.5
+
+
+def _rounded(point: Point) -> list[Any]:
+    return [point.name, *(float(f"{x:.4g}") for x in point[1:])]
+
+
+def _range(values: Sequence[float]) -> str:
+    return " to ".join(dict.fromkeys(f"{f(values):.2f}" for f in (min, max)))
+
+
+def _listed(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,0 +1,86 @@
+"""Pages say of a record whether it is of the present kernels. The figure is that of its record."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from sagesim_kernels.bench.machine import sources_hash
+from tests.sagesim_kernels.bench.documents import document
+
+BUILD = Path(__file__).parents[2] / "docs" / "build"
+
+
+@pytest.fixture
+def build(monkeypatch):
+    monkeypatch.syspath_prepend(str(BUILD))
+    return importlib.import_module
+
+
+def test_the_age_of_a_record(build):
+    records = build("records")
+    assert records.age({"kernels": sources_hash()}) == ""
+    assert records.age({"kernels": "0123"}).startswith("**Measured with earlier kernels**")
+    for machine in ({"gpu": "x"}, {"kernels": None}, "NVIDIA H200, torch 2.0"):
+        assert "does not name its sources" in records.age(machine)
+    assert records.age(f"NVIDIA H200, kernels {sources_hash()}") == ""
+    assert records.age("NVIDIA H200, kernels 0123456789ab") == records.CHANGED
+    assert records.with_age("text", {"kernels": sources_hash()}) == "text"
+    assert records.with_age("text", {"kernels": "0"}) == f"text\n\n{records.CHANGED}"
+
+
+def test_the_age_of_other_code_is_that_of_its_loops(build, monkeypatch):
+    records = build("records")
+    made = {"machine": {"kernels": "0"}, "settings": {"code": "sm80"}}
+    for is_same, words in ((True, records.SAME_LOOPS), (False, records.CHANGED)):
+        monkeypatch.setattr(records, "has_present_loops", lambda code, same=is_same: same)
+        assert records.age_of_code(made) == words
+    assert records.age_of_code(made | {"machine": {"kernels": sources_hash()}}) == ""
+
+
+def test_tables_of_earlier_kernels_are_named(build):
+    render = build("render")
+    new, old = {"machine": {"kernels": sources_hash()}}, {"machine": {"kernels": "0"}}
+    assert render._ages({"The first table": new, "the second": None}) == ""
+    assert render._ages({"The first table": old, "the second": old}).startswith("**Both tables are")
+    assert render._ages({"The first table": new, "the second": old}).startswith("**The second is")
+
+
+def test_the_figure_belongs_to_its_record(build, tmp_path):
+    pytest.importorskip("matplotlib")
+    drawn = build("time_and_error")
+    made, path = document(), tmp_path / "figure.svg"
+    assert not drawn.is_current(made, path)
+    path.write_text(drawn.svg(made))
+    assert drawn.is_current(made, path)
+    run = made["cases"]["speed d64 full n8192"]["runs"]["factored_qk"]
+    run["both"]["ms"] *= 1.1
+    assert not drawn.is_current(made, path)
+
+
+def test_the_committed_figure_is_that_of_the_committed_record(build):
+    drawn, records = build("time_and_error"), build("records")
+    from sagesim_kernels.bench.record import read
+
+    assert drawn.is_current(read(records.DATA / "bench.json")), "run docs/build/render.py"
+
+
+def test_what_is_faster_than_the_default_is_named_with_its_errors(build):
+    drawn = build("time_and_error")
+
+    def point(name, time, error):
+        return drawn.Point(name, time, error, time, time, error, error)
+
+    def of_size(*others):
+        return {p.name: p for p in (point(drawn.DEFAULT, 1.0, 0.01), *others)}
+
+    fast = of_size(point("fast", 0.5, 0.02), point("slow", 2.0, 0.001))
+    assert drawn._faster({64: of_size(point("slow", 2.0, 0.001))}) == (
+        "Nothing in the figure is faster."
+    )
+    assert drawn._faster({64: fast}) == (
+        "Faster than the default is `fast`, which takes 0.50 of its time, with larger errors."
+    )
+    both = drawn._faster({64: fast, 128: of_size(point("slow", 0.8, 0.001))})
+    assert "`fast`, which takes 0.50 of its time at one of the two head sizes" in both
+    assert "`slow`, which takes 0.80 of its time at one of the two head sizes, with smaller" in both

@@ -583,6 +583,24 @@ BUGS = (
         "return lengths.key_mask + 0 * b.to(tl.int64)",
     ),
     Bug(
+        "lengths of the first sequence for all",
+        "operands/masking.py",
+        "tl.load(lengths.seqused_k + b)",
+        "tl.load(lengths.seqused_k + 0 * b)",
+    ),
+    Bug(
+        "a key behind the length of a sequence",
+        "operands/masking.py",
+        "tl.load(lengths.seqused_k + b).to(tl.int32)",
+        "(tl.load(lengths.seqused_k + b).to(tl.int32) + 1)",
+    ),
+    Bug(
+        "queries of a sequence of length 0 in the scales",
+        "operands/masking.py",
+        "n = tl.where(_used_keys(lengths, b) > 0, n, 0)",
+        "n = tl.where(_used_keys(lengths, b) >= 0, n, 0)",
+    ),
+    Bug(
         "sink left out of the forward",
         "operands/sinks.py",
         "return rescaled + tl.exp2(sink2 - finite_max), new_max, sqrt_rescale",

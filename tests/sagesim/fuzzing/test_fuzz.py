@@ -367,6 +367,7 @@ class TestLengths:
         assert report.failure is not None
         assert report.failure.case.padding == "seqused_k"
 
+    @pytest.mark.slow
     def test_a_key_too_many_is_found(self):
         def function(q, k, v, *, seqused_k=None, **options):
             if seqused_k is not None:

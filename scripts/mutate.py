@@ -555,8 +555,8 @@ BUGS = (
     Bug(
         "padded keys counted in the mean of K",
         "operands/means.py",
-        "tokens += tl.sum(live.to(tl.int32), 0)",
-        "tokens += blocks.BLOCK",
+        "tokens += tl.sum((live & (row < end * blocks.BLOCK)).to(tl.int32), 0)",
+        "tokens += tl.sum((row < end * blocks.BLOCK).to(tl.int32), 0)",
     ),
     Bug(
         "padded keys in the scales",

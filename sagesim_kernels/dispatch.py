@@ -57,8 +57,9 @@ def forward(
         else:
             from sagesim_kernels.hopper import forward as gluon
 
-        sink2 = sink_logits(problem, _shift(problem, operands))
-        gluon.launch_forward(problem, operands, o, lse2, sink2=sink2)
+        shift = _shift(problem, operands)
+        sink2 = sink_logits(problem, shift)
+        gluon.launch_forward(problem, operands, o, lse2, shift=shift, sink2=sink2)
     else:
         operands = OperandCache(problem) if operands is None else operands
         operands.quantize(*_FORWARD)
@@ -132,9 +133,10 @@ def backward(
         else:
             from sagesim_kernels.hopper import backward as gluon
 
-        p_sink = _p_sink(problem, _shift(problem, operands), lse2)
+        shift = _shift(problem, operands)
+        p_sink = _p_sink(problem, shift, lse2)
         gluon.launch_backward(
-            problem, operands, o, do, statistics, d_lse_rows, grads, p_sink=p_sink
+            problem, operands, o, do, statistics, d_lse_rows, grads, shift=shift, p_sink=p_sink
         )
     else:
         if operands is None:

@@ -20,7 +20,14 @@ from sagesim_kernels.bench.shape import Shape
 SPECS: Final = ("factored", "factored_pv16", "factored_qk", "sagebwd", "sage_forward")
 """Labels of the specs that are timed by default."""
 
-PEERS: Final = ("sdpa flash", "sdpa cudnn", "sdpa efficient", "flash-attn-4", "FlexAttention")
+PEERS: Final = (
+    "sdpa flash",
+    "sdpa cudnn",
+    "sdpa efficient",
+    "flash-attn-4",
+    "flash-attn-4 deterministic",
+    "FlexAttention",
+)
 """Attention of other projects. The first one that runs is the reference of all results."""
 
 QUICK_SPECS: Final = ("factored_qk", "sagebwd")

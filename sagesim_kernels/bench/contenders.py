@@ -111,14 +111,17 @@ def _try(attend: Attend, is_causal: bool, device: torch.device) -> None:
             raise RuntimeError(" ".join(why)) from error
 
 
-def _flash_attention_4(tokens: int, is_causal: bool, device: torch.device) -> Attend:
-    attend: Any = importlib.import_module("flash_attn.cute").flash_attn_func
+def _flash_attention_4(name: str, **options: Any) -> Contender:
+    def make(tokens: int, is_causal: bool, device: torch.device) -> Attend:
+        attend: Any = importlib.import_module("flash_attn.cute").flash_attn_func
 
-    def attend_heads_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        tokens_first = (x.transpose(1, 2) for x in (q, k, v))
-        return _only(attend(*tokens_first, causal=is_causal)).transpose(1, 2)
+        def attend_heads_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            tokens_first = (x.transpose(1, 2) for x in (q, k, v))
+            return _only(attend(*tokens_first, causal=is_causal, **options)).transpose(1, 2)
 
-    return attend_heads_first
+        return attend_heads_first
+
+    return Contender(name, make, tokens_first=True)
 
 
 def _flex_attention(tokens: int, is_causal: bool, device: torch.device) -> Attend:
@@ -143,7 +146,8 @@ _PEERS: Final = {
         _sdpa("sdpa flash", SDPBackend.FLASH_ATTENTION),
         _sdpa("sdpa cudnn", SDPBackend.CUDNN_ATTENTION),
         _sdpa("sdpa efficient", SDPBackend.EFFICIENT_ATTENTION),
-        Contender("flash-attn-4", _flash_attention_4, tokens_first=True),
+        _flash_attention_4("flash-attn-4"),
+        _flash_attention_4("flash-attn-4 deterministic", deterministic=True),
         Contender("FlexAttention", _flex_attention),
     )
 }

@@ -11,6 +11,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.backward_kernel import Config, hopper_backward
 from sagesim_kernels.hopper.backward_warps import ROW_STATS, STATS_LAYOUT, WARPS
+from sagesim_kernels.hopper.capped_rows import (
+    prepare_capped_backward,
+    sums_of_ds,
+)
 from sagesim_kernels.hopper.descriptors import multiprocessor_count, tma_descriptor
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.preparation import prepare_backward
@@ -21,6 +25,7 @@ from sagesim_kernels.hopper.tile_scheduler import (
 )
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
+    CHANNELS_AT_ONCE,
     LAUNCH,
     DqSums,
     Gradients,
@@ -29,10 +34,12 @@ from sagesim_kernels.operands import (
     OperandCache,
     Rows,
     RowStatistics,
+    Softcap,
     Strided,
     ds_row_sums,
     finish_dq,
     padded,
+    summed_channels,
 )
 
 _BLOCK_Q: Final = BLOCK_Q.value
@@ -48,6 +55,7 @@ def launch_backward(
     d_lse: Rows | None,
     grads: Gradients,
     *,
+    shift: Tensor | None = None,
     p_sink: Tensor | None = None,
 ) -> None:
     """Fill grads and statistics.delta.
@@ -59,6 +67,8 @@ def launch_backward(
         statistics: lse2 of the forward; delta is written.
         d_lse: the gradient of the logsumexp, or None.
         grads: [sequences, heads, tokens, d] each, any strides.
+        shift: what smoothing K subtracted from the logits, [sequences, heads, n_q]; only a softcap
+            needs it.
         p_sink: the share of the sink in each row's sum, [sequences, heads, n_q]; None without
             sinks.
     """
@@ -67,7 +77,13 @@ def launch_backward(
     dq_sums = DqSums.by_tma(problem, channels)
     tokens_q = dq_sums.tokens
     row_stats = dq.new_empty(dq.shape[1] * tokens_q * 4, dtype=torch.float32)
-    prepare_backward(problem, operands, o, do, statistics, d_lse, dq_sums, row_stats, tile=_TILE_K)
+    prepared = (problem, operands, o, do, statistics, d_lse, dq_sums, row_stats)
+    softcap = Softcap.of(problem, shift)
+    shifts = ds_sums = None
+    if softcap.base2 is None:
+        prepare_backward(*prepared, tile=_TILE_K)
+    else:
+        shifts, ds_sums = prepare_capped_backward(*prepared, softcap, tile=_TILE_K)
     q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
     q16, v16 = operands.get("dk", "q"), operands.get("dp", "v")
     do16 = operands.get("dp", "do")
@@ -102,6 +118,7 @@ def launch_backward(
     )
     sums = dq_sums.sums.view(-1, 32)
     sums_layout = gl.NVMMASharedLayout(128, 32, 2)
+    at_once = channels if summed_channels(d, channels) == channels else CHANNELS_AT_ONCE.value
     launch(
         hopper_backward,
         tiles.programs,
@@ -112,11 +129,16 @@ def launch_backward(
         tma_descriptor(v16.ptr, _TILE_K, channels),
         tma_descriptor(do16.ptr, _BLOCK_Q, channels),
         TensorDescriptor.from_tensor(row_stats, [ROW_STATS.value], STATS_LAYOUT.value),
+        None
+        if shifts is None
+        else TensorDescriptor.from_tensor(shifts, [_BLOCK_Q], STATS_LAYOUT.value),
         k8.scale,
         None if mean is None else mean.ptr,
+        softcap.base2,
+        ds_sums,
         Strided.of(dk_parts),
         Strided.of(dv_parts),
-        TensorDescriptor.from_tensor(sums, [_BLOCK_Q * channels // 32, 32], sums_layout),
+        TensorDescriptor.from_tensor(sums, [_BLOCK_Q * at_once // 32, 32], sums_layout),
         dq_sums.unit,
         # passed on their own: a tuple would specialise them
         lengths._replace(n_q=0, n_k=0, left=None, right=None, key_counts=None, key_runs=None),
@@ -137,5 +159,7 @@ def launch_backward(
     if splits > 1:
         add_splits(problem, dk_parts, dk, scale)
         add_splits(problem, dv_parts, dv, 1.0)
-    ds_sums = ds_row_sums(problem, p_sink, statistics, d_lse)
-    finish_dq(problem, dq_sums, statistics.lse2, ds_sums, operands.subtracted, dq)
+    row_sums = ds_row_sums(problem, p_sink, statistics, d_lse)
+    if ds_sums is not None:
+        row_sums = sums_of_ds(problem, ds_sums)
+    finish_dq(problem, dq_sums, statistics.lse2, row_sums, operands.subtracted, dq)

@@ -44,6 +44,7 @@ from sagesim_kernels.operands import (
     lowest_diagonal,
     query_loops,
     stored_start_of,
+    summed_channels,
 )
 
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
@@ -116,18 +117,22 @@ def _locate(lengths, b, first):
     ]
 )  # fmt: skip
 def hopper_backward(
-    q8, k8, q16, k16, v, do, row_stats, k_scale, k_mean, dk, dv, dq_sums, dq_units, mask, n_q, n_k,
-    left, right, tiles, heads, heads_per_group, tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
+    q8, k8, q16, k16, v, do, row_stats, shifts, k_scale, k_mean, cap2, ds_sums, dk, dv, dq_sums,
+    dq_units, mask, n_q, n_k, left, right, tiles, heads, heads_per_group, tokens_q, tokens_k, scale,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One program computes one tile of keys, for the query heads of a group or for a part of them.
 
     Args:
+        shifts: TMA descriptor of the shift of each query, see `capped_rows`; or None.
         k_scale: float32, a scale for each 64 keys in padded storage.
         k_mean: the mean to subtract from k16, float32 [sequences * heads, CONFIG.d], or None.
         dq_sums: TMA descriptor of the sums of dQ, see `DqStore`.
         dq_units: float32 [heads, tokens_q], the units of dQ.
         mask: `Lengths` with zeros for n_q and n_k, and without left and right.
         tiles: tiles of keys of a head.
+        cap2: `base2` of `Softcap`.
+        ds_sums: `DsSums`; None, unless the mean of K contributes to dQ under a softcap.
         dk, dv: `Strided` of [sequences, heads * CONFIG.splits, keys, channels].
         heads: heads of K and V.
         heads_per_group: see `choose_backward_heads`.
@@ -203,6 +208,9 @@ def hopper_backward(
     ds_s = gl.allocate_shared_memory(dt, [SLOTS, TILE_K, BLOCK_Q], DS)
     dq_s = gl.allocate_shared_memory(gl.int32, [SLOTS, BLOCK_Q * D // 32, 32], dq_sums.layout)
     row_stats_s = gl.allocate_shared_memory(gl.float32, [STAGES_STATS, ROW_STATS], STATS_LAYOUT)
+    shifts_s = None
+    if shifts is not None:
+        shifts_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], STATS_LAYOUT)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     if HAS_DQ_WARPS:
         ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -235,8 +243,8 @@ def hopper_backward(
     if HAS_DQ_WARPS:
         load_tokens(k16, k_origin, tile.first, kv_full, k16_s.index(0))
 
-    inputs = QueryInputs(q8, q16, do, row_stats)
-    queries = QueryBuffers(q8_s, q16_s, do_s, row_stats_s)
+    inputs = QueryInputs(q8, q16, do, row_stats, shifts)
+    queries = QueryBuffers(q8_s, q16_s, do_s, row_stats_s, shifts_s)
     key_tile = KeyBuffers(k8_s, v_s, k16_s)
     barriers = Barriers(ds_full, dq_full, dq_empty, kv_full, k16_full, q_full)
     k_scales = k_scale + row_k // BLOCK_Q
@@ -257,13 +265,13 @@ def hopper_backward(
             [
                 (compute_dk_dv, (
                     key_tile, queries, ds_s, barriers, k_scales, outputs, loop, tile, dq_blocks,
-                    GROUPS, KD, VD,
+                    cap2, ds_sums, GROUPS, KD, VD,
                 )),
                 (compute_dq, (k16_s, k_mean, queries, ds_s, dq_s, barriers, loop, GROUPS, KD)),
                 (produce, (
                     inputs, queries, q_full, ds_full, loop, q_origin, row_q, tokens_q, GROUPS,
                 )),
-                (store_dq, (dq, dq_blocks, GROUPS)),
+                (store_dq, (dq, dq_blocks, GROUPS, summed_channels(KD, D))),
             ],
             [4, 1, 1],
             [72, 24, 24],
@@ -273,12 +281,12 @@ def hopper_backward(
             [
                 (compute_dk_dv_dq, (
                     key_tile, k_mean, queries, ds_s, dq_s, barriers, k_scales, outputs, loop, tile,
-                    dq_blocks, GROUPS, KD, VD,
+                    dq_blocks, cap2, ds_sums, GROUPS, KD, VD,
                 )),
                 (produce, (
                     inputs, queries, q_full, dq_full, loop, q_origin, row_q, tokens_q, GROUPS,
                 )),
-                (store_dq, (dq, dq_blocks, GROUPS)),
+                (store_dq, (dq, dq_blocks, GROUPS, summed_channels(KD, D))),
             ],
             [1, 1],
             [24, 24],

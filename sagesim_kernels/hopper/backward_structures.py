@@ -12,6 +12,7 @@ class QueryInputs(NamedTuple):
     q16: Any  #: 16 bit [sequences, heads, tokens, D]
     do: Any  #: as q16
     row_stats: Any  #: float32 [ROW_STATS for each block of queries]
+    shifts: Any  #: float32 [queries], see `capped_rows`; None if nothing is added to S
 
 
 class QueryBuffers(NamedTuple):
@@ -21,6 +22,7 @@ class QueryBuffers(NamedTuple):
     q16: Any  #: 16 bit [3, BLOCK_Q, D]
     do: Any  #: 16 bit [stages, BLOCK_Q, D]
     row_stats: Any  #: float32 [stages, ROW_STATS]
+    shifts: Any  #: float32 [stages, BLOCK_Q], or None
 
 
 class KeyBuffers(NamedTuple):

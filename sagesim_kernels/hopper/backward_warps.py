@@ -28,10 +28,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sagesim_kernels.gluon_compat import barrier, reinterpret, tma_load
 from sagesim_kernels.hopper.backward_masks import are_live, attends_between, part_of
 from sagesim_kernels.hopper.backward_structures import TokenOrigin
+from sagesim_kernels.hopper.capped_logits import (
+    add_ds_sums,
+    logits_plus,
+    slope_of,
+    tanh_of_sums,
+)
 from sagesim_kernels.hopper.dq_parts import (
     BLOCK_Q,
     TILE_K,
     block_of,
+    first_row_of,
     mark_overflow,
     to_tma_order,
     to_units,
@@ -43,7 +50,7 @@ WARPS = gl.constexpr(8)
 
 ROW_STATS = gl.constexpr(4 * 64)
 """Row statistics of a block of queries, 64 numbers each: Q's scale times the scale of the logits;
-lse2; delta; and 1 / unit of dQ."""
+-lse2; delta; and 1 / unit of dQ."""
 
 ST_INT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 32]))
 """Layout of S transposed [keys, queries], as the INT8 product leaves it."""
@@ -149,22 +156,40 @@ def _attends(keys, i, tile):
 
 
 @gluon.jit
-def _compute_p(MASKED: gl.constexpr, s, k_scale, factor, lse2, keys, i, tile):
-    """Return P transposed, from the integer sums of S."""
-    x = gl.convert_layout(s.to(gl.float32), ST_FLOAT32)
-    x = x * (factor[None, :] * k_scale[:, None]) - lse2[None, :]
+def _compute_p(MASKED: gl.constexpr, s, k_scale, factor, minus_lse2, shift, cap2, keys, i, tile):
+    """Return P transposed, and the factor of dP - delta in dS, from the integer sums of S.
+
+    The factor is P, and with a softcap P times the slope. shift: of each query; or None. cap2:
+    `base2` of `Softcap`.
+    """
+    factor = factor[None, :] * k_scale[:, None]
+    if cap2 is not None:
+        shifts = shift[None, :] if shift is not None else None
+        t = tanh_of_sums(s, factor, shifts, ST_FLOAT32)
+        x = logits_plus(t, cap2, minus_lse2[None, :])
+    else:
+        x = gl.convert_layout(s.to(gl.float32), ST_FLOAT32)
+        x = gl.fma(x, factor, minus_lse2[None, :].broadcast_to(x.shape))
     if MASKED:
         x = gl.where(_attends(keys, i, tile), x, -float("inf"))
-    return gl.exp2(x)
+    p = gl.exp2(x)
+    if cap2 is not None:
+        return p, p * slope_of(t)
+    else:
+        return p, p
 
 
 @gluon.jit
-def _compute_ds(MASKED: gl.constexpr, p, dp, delta, keys, i, tile):
-    """Return dS transposed."""
+def _compute_ds(MASKED: gl.constexpr, weight, dp, delta, cap2, keys, i, tile):
+    """Return dS transposed. weight: the factor of dP - delta."""
     ds = dp - delta[None, :]
-    if MASKED:  # P is 0 there, but 0 times an infinite or NaN dP would be NaN
+    # P is 0 there, but 0 times an infinite or NaN dP or slope would be NaN.
+    if MASKED and cap2 is None:
         ds = gl.where(_attends(keys, i, tile), ds, 0.0)
-    return p * ds
+    ds = weight * ds
+    if MASKED and cap2 is not None:
+        ds = gl.where(_attends(keys, i, tile), ds, 0.0)
+    return ds
 
 
 @gluon.jit
@@ -227,6 +252,7 @@ def produce(
     STAGES: gl.constexpr = buffers.q8.shape[0]
     STAGES16: gl.constexpr = buffers.q16.shape[0]
     STAGES_STATS: gl.constexpr = buffers.row_stats.shape[0]
+    SHIFT_BYTES: gl.constexpr = 0 if buffers.shifts is None else BLOCK_Q * 4
     D: gl.constexpr = buffers.q8.shape[2]
     for head in range(GROUPS):
         for i in range(loop.begin, loop.end):
@@ -239,24 +265,28 @@ def produce(
             stage = n % STAGES
             bar = q_full.index(stage)
             stage16 = n % STAGES16
-            mbarrier.expect(bar, BLOCK_Q * D * 5 + ROW_STATS * 4)
+            mbarrier.expect(bar, BLOCK_Q * D * 5 + ROW_STATS * 4 + SHIFT_BYTES)
             tma_load(inputs.q8, [row8 + block * BLOCK_Q, 0], bar, buffers.q8.index(stage))
             load_tokens(inputs.do, at, block * BLOCK_Q, bar, buffers.do.index(stage))
             stats = (row8 // BLOCK_Q + block) * ROW_STATS
             tma_load(inputs.row_stats, [stats], bar, buffers.row_stats.index(n % STAGES_STATS))
+            if buffers.shifts is not None:
+                first = row8 + block * BLOCK_Q
+                tma_load(inputs.shifts, [first], bar, buffers.shifts.index(stage))
             load_tokens(inputs.q16, at, block * BLOCK_Q, bar, buffers.q16.index(stage16))
 
 
 @gluon.jit
 def compute_dk_dv(
-    key_tile, queries, ds_s, barriers, k_scale, outputs, loop, tile, dq_blocks,
+    key_tile, queries, ds_s, barriers, k_scale, outputs, loop, tile, dq_blocks, cap2, ds_sums,
     GROUPS: gl.constexpr, KD: gl.constexpr, VD: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV, and pass dS to the warps that compute dQ. Eight warps.
 
     key_tile: `KeyBuffers`. queries: `QueryBuffers`. ds_s: 16 bit [slots, TILE_K, BLOCK_Q] in shared
     memory. k_scale: pointer to the scale of the tile's first key. outputs: `KeyOutputs`. loop:
-    `QueryLoop`. tile: `KeyTile`. dq_blocks: `DqBlocks`. KD, VD: channels of K and V.
+    `QueryLoop`. tile: `KeyTile`. dq_blocks: `DqBlocks`. cap2: `base2` of `Softcap`. ds_sums:
+    `DsSums`, or None. KD, VD: channels of K and V.
     """
     STAGES: gl.constexpr = queries.q8.shape[0]
     STAGES_STATS: gl.constexpr = queries.row_stats.shape[0]
@@ -281,13 +311,20 @@ def compute_dk_dv(
                 s = warpgroup_mma_wait(1, deps=[s])
                 stats = _row_stats(queries, n % STAGES_STATS)
                 factor = stats.index(0).load(ST_COLUMNS)
-                lse2 = stats.index(1).load(ST_COLUMNS)
-                p = _compute_p(PART != 1, s, k_scale, factor, lse2, keys, i, tile)
+                minus_lse2 = stats.index(1).load(ST_COLUMNS)
+                shift = None
+                if queries.shifts is not None:
+                    shift = queries.shifts.index(stage).load(ST_COLUMNS)
+                p, weight = _compute_p(
+                    PART != 1, s, k_scale, factor, minus_lse2, shift, cap2, keys, i, tile
+                )
                 p16 = gl.convert_layout(p.to(queries.do.dtype), P_OPERAND)
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 delta = stats.index(2).load(ST_COLUMNS)
                 dv = warpgroup_mma(p16, do, dv, is_async=True)
-                ds = _compute_ds(PART != 1, p, dp, delta, keys, i, tile)
+                ds = _compute_ds(PART != 1, weight, dp, delta, cap2, keys, i, tile)
+                if ds_sums is not None:
+                    add_ds_sums(ds_sums, first_row_of(head, i, dq_blocks), ds)
                 ds16 = ds.to(queries.q16.dtype)
                 if dq_blocks.units is not None:
                     mark_overflow(dq_blocks, ds16, head, i)
@@ -334,7 +371,7 @@ def compute_dq(
 @gluon.jit
 def compute_dk_dv_dq(
     key_tile, k_mean, queries, ds_s, dq_s, barriers, k_scale, outputs, loop, tile, dq_blocks,
-    GROUPS: gl.constexpr, KD: gl.constexpr, VD: gl.constexpr,
+    cap2, ds_sums, GROUPS: gl.constexpr, KD: gl.constexpr, VD: gl.constexpr,
 ):  # fmt: skip
     """Compute dK, dV and the parts of dQ. Eight warps.
 
@@ -349,29 +386,36 @@ def compute_dk_dv_dq(
     keys, k_scale, dk, dv = _start_keys(k_scale, outputs.key_mask, tile, D, ACC)
     _wait_for_k16(key_tile.k16.index(0), barriers.k16_full, k_mean, WARPS, KD)
     mbarrier.wait(barriers.kv_full, 0)
-    n = 0  # counted, because computing it from the loop variables needs one register more
     for head in range(GROUPS):
         for PART in gl.static_range(2 if loop.unmasked_end is None else 3):
             begin, end = part_of(loop, PART)
             for i in range(begin, end):
+                n = head * (loop.end - loop.begin) + i - loop.begin
                 stage = n % STAGES
                 # This 0 is opaque to the compiler. With a constant, it computes the descriptors of
                 # all operands before the loop and runs out of registers.
-                zero = n >> 30
+                zero = i >> 30
                 do = queries.do.index(stage)
                 mbarrier.wait(barriers.q_full.index(stage), (n // STAGES) & 1)
                 k8, v = key_tile.k8.index(zero), key_tile.v.index(zero)
                 s, dp = _start_s_and_dp(k8, v, queries.q8.index(stage), do)
                 stats = _row_stats(queries, stage)
                 factor = stats.index(0).load(ST_COLUMNS)
-                lse2 = stats.index(1).load(ST_COLUMNS)
+                minus_lse2 = stats.index(1).load(ST_COLUMNS)
                 s = warpgroup_mma_wait(1, deps=[s])
-                p = _compute_p(PART != 1, s, k_scale, factor, lse2, keys, i, tile)
+                shift = None
+                if queries.shifts is not None:
+                    shift = queries.shifts.index(stage).load(ST_COLUMNS)
+                p, weight = _compute_p(
+                    PART != 1, s, k_scale, factor, minus_lse2, shift, cap2, keys, i, tile
+                )
                 delta = stats.index(2).load(ST_COLUMNS)
                 p16 = gl.convert_layout(p.to(queries.do.dtype), P_OPERAND)
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 dv = warpgroup_mma(p16, do, dv, is_async=True)
-                ds = _compute_ds(PART != 1, p, dp, delta, keys, i, tile)
+                ds = _compute_ds(PART != 1, weight, dp, delta, cap2, keys, i, tile)
+                if ds_sums is not None:
+                    add_ds_sums(ds_sums, first_row_of(head, i, dq_blocks), ds)
                 # This overwrites dS of the step before. Other warps may still multiply that dS with
                 # Q, but each of them reads only its own rows of dS for this product.
                 ds16 = ds.to(queries.q16.dtype)
@@ -393,5 +437,4 @@ def compute_dk_dv_dq(
                 # before.
                 barrier()
                 mbarrier.arrive(barriers.dq_full.index(n % 2), count=1)
-                n += 1
     _store_dk_dv(dk, dv, outputs, tile, key_tile.v.index(0), KD, VD)

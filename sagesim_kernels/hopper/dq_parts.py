@@ -28,7 +28,7 @@ TILE_K = gl.constexpr(128)
 class DqStore(NamedTuple):
     """The path of a part of dQ from shared memory to the sums in global memory."""
 
-    sums: Any  #: TMA descriptor of the sums, int32 [rows, 32]
+    sums: Any  #: TMA descriptor of the sums, int32 [rows, 32], in blocks of BLOCK_Q or of all rows
     buffer: Any  #: int32 [slots, BLOCK_Q * D / 32, 32] in shared memory
     full: Any  #: barriers [2], for even and odd steps: the part is in shared memory
     empty: Any  #: barriers [slots]: the part has been read from shared memory
@@ -64,19 +64,35 @@ def block_of(i, loop):
 
 
 @gluon.jit
-def store_dq(dq, blocks, GROUPS: gl.constexpr):
+def first_row_of(head, i, blocks):
+    """Return the first query of iteration i and a head of the group, over all heads.
+
+    blocks: `DqBlocks`.
+    """
+    return (blocks.first + head * blocks.head_stride + block_of(i, blocks)) * BLOCK_Q
+
+
+@gluon.jit
+def store_dq(dq, blocks, GROUPS: gl.constexpr, SUMMED: gl.constexpr):
     """Add the program's parts of dQ to the sums. One warp.
 
-    dq: `DqStore`. blocks: `DqBlocks`. GROUPS: query heads for each head of K and V.
+    dq: `DqStore`. blocks: `DqBlocks`. GROUPS: query heads for each head of K and V. SUMMED: see
+    `operands.summed_channels`.
     """
     SLOTS: gl.constexpr = dq.buffer.shape[0]
     ROWS: gl.constexpr = dq.buffer.shape[1]
+    BOX: gl.constexpr = dq.sums.block_shape[0]
     for head in range(GROUPS):
         for i in range(blocks.begin, blocks.end):
             n = head * (blocks.end - blocks.begin) + i - blocks.begin
             row = (blocks.first + head * blocks.head_stride + block_of(i, blocks)) * ROWS
             mbarrier.wait(dq.full.index(n % 2), (n // 2) & 1)
-            tma_add(dq.sums, [row, 0], dq.buffer.index(n % SLOTS))
+            part = dq.buffer.index(n % SLOTS)
+            if BOX == ROWS:
+                tma_add(dq.sums, [row, 0], part)
+            else:
+                for at in gl.static_range(0, SUMMED * BLOCK_Q // 32, BOX):
+                    tma_add(dq.sums, [row + at, 0], part.slice(at, BOX))
             _wait_for_tma_reads()
             mbarrier.arrive(dq.empty.index(n % SLOTS), count=1)
     # The sums are complete when all programs have ended.

@@ -34,6 +34,7 @@ from sagesim_kernels.operands import (
     Lengths,
     OperandCache,
     Rows,
+    Softcap,
     Strided,
     padded,
 )
@@ -91,13 +92,15 @@ _UNSPECIALIZED = (
 @gluon.jit(do_not_specialize=_UNSPECIALIZED)
 def hopper_forward(
     q8, k8, v, q_scale, k_scale, q_tokens, k_tokens, o, lse2, lse2_stride_b, lse2_stride_h,
-    sink2, scale_log2, mask, n_q, n_k, left, right, heads, groups, longest_q, heads_per_group,
-    tiles, programs, DV: gl.constexpr, CONFIG: gl.constexpr, IS_COPIED: gl.constexpr,
+    sink2, inverse_cap, cap2, shift, scale, mask, n_q, n_k, left, right, heads, groups, longest_q,
+    heads_per_group, tiles, programs, DV: gl.constexpr, CONFIG: gl.constexpr,
+    IS_COPIED: gl.constexpr,
 ):  # fmt: skip
     """mask: `Lengths` without n_q, n_k, left and right. DV: channels of V and O.
 
-    sink2: the sinks in base 2, with the strides of lse2; or None. IS_COPIED: whether V lies in
-    padded storage.
+    sink2: the sinks in base 2, with the strides of lse2; or None. inverse_cap, cap2, shift: of a
+    `Softcap`; the shift has the strides of lse2. scale: the scale of the logits, times log2(e) or
+    divided by the softcap. IS_COPIED: whether V lies in padded storage.
     """
     D: gl.constexpr = q8.block_shape[1]
     CONSUMERS: gl.constexpr = CONFIG.consumers
@@ -123,6 +126,7 @@ def hopper_forward(
     buffers = Buffers(q_s, k_s, v_s)
     barriers = Barriers(full, empty, q_full, q_empty)
     rows = Rows(lse2, lse2_stride_b, lse2_stride_h)
+    softcap = Softcap(inverse_cap, cap2, shift, lse2_stride_b, lse2_stride_h)
     lengths = Lengths(
         mask.cu_q,
         mask.cu_k,
@@ -145,7 +149,7 @@ def hopper_forward(
             (
                 consume,
                 (
-                    i, CONSUMERS, D, DV, scales, buffers, barriers, o, rows, sink2, scale_log2,
+                    i, CONSUMERS, D, DV, scales, buffers, barriers, o, rows, sink2, softcap, scale,
                     lengths, scheduler,
                 ),
             )
@@ -167,6 +171,7 @@ def launch_forward(
     o: Tensor,
     lse2: Tensor,
     *,
+    shift: Tensor | None = None,
     sink2: Tensor | None = None,
 ) -> None:
     """Fill o and lse2 with the output and the logsumexp in base 2.
@@ -176,14 +181,18 @@ def launch_forward(
         operands: those of `prepare_forward`.
         o: [sequences, heads, n_q, d], any strides.
         lse2: float32 [sequences, heads, n_q], contiguous.
+        shift: what smoothing K subtracted from the logits, with the shape and strides of lse2; only
+            a softcap needs it.
         sink2: the sinks in base 2, as `sink_logits` returns them; or None.
     """
     q, k, v = operands.get("qk", "q"), operands.get("qk", "k"), operands.get("pv", "v")
     heads, d_v = o.shape[1], o.shape[3]
     channels = padded(d_v)
     lengths = problem.lengths
-    is_masked = lengths.left is not None or lengths.key_mask is not None
-    config = (MASKED_CONFIGS if is_masked else CONFIGS)[channels]
+    softcap = Softcap.of(problem, shift)
+    has_more = lengths.left is not None or lengths.key_mask is not None
+    has_more = has_more or softcap.base2 is not None
+    config = (MASKED_CONFIGS if has_more else CONFIGS)[channels]
     rows = config.consumers * BLOCK.value
     n_q, n_k = problem.longest_q, problem.longest_k
     tiles = problem.sequences * heads * -(-n_q // rows)
@@ -211,7 +220,10 @@ def launch_forward(
         Strided.of(o),
         *Rows.of(lse2),
         sink2,
-        problem.scale * LOG2_E,
+        softcap.inverse,
+        softcap.base2,
+        softcap.shift,
+        problem.scale * (LOG2_E if softcap.inverse is None else softcap.inverse),
         lengths._replace(n_q=None, n_k=None, left=None, right=None, key_counts=None),
         lengths.n_q,
         lengths.n_k,

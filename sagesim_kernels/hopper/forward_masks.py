@@ -9,6 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from sagesim_kernels.hopper.capped_logits import logits_plus, tanh_of_sums
 from sagesim_kernels.hopper.forward_tiles import BLOCK
 from sagesim_kernels.operands import attends
 
@@ -34,9 +35,27 @@ def key_indices(block, mask):
 
 
 @gluon.jit
-def logits_of(s, factor):
-    """Return the logits in base 2 of the integer sums of a key block; factor: one of each row."""
-    return gl.convert_layout(s.to(gl.float32), S_FLOAT32) * factor[:, None]
+def logits_of(s, factor, row_shift=None, base2=None):
+    """Return the logits in base 2 of the integer sums of a key block; factor: one of each row.
+
+    row_shift: see `tanh_of_rows`. base2: of `Softcap`; None without a softcap.
+    """
+    if base2 is not None:
+        return tanh_of_rows(s, factor, row_shift) * base2
+    else:
+        return gl.convert_layout(s.to(gl.float32), S_FLOAT32) * factor[:, None]
+
+
+@gluon.jit
+def tanh_of_rows(s, factor, row_shift):
+    """Return tanh(S / c) of the integer sums of a key block.
+
+    factor: what S / c is of a sum, one of each row. row_shift: see `tanh_of_sums`.
+    """
+    if row_shift is None:
+        return tanh_of_sums(s, factor[:, None], None, S_FLOAT32)
+    else:
+        return tanh_of_sums(s, factor[:, None], row_shift[:, None], S_FLOAT32)
 
 
 @gluon.jit
@@ -53,9 +72,20 @@ def softmax_step(x, row_max, is_attended):
 
 
 @gluon.jit
-def masked_softmax_step(s, factor, row_max, keys, mask):
-    """Return what `softmax_step` does. keys: see `key_indices`. mask: `Mask`."""
-    x = logits_of(s, factor)
+def capped_softmax_step(s, factor, row_max, row_shift, base2):
+    """Return what `softmax_step` does with a softcap and without a mask; see `logits_of`."""
+    t = tanh_of_rows(s, factor, row_shift)
+    new_max = gl.maximum(row_max, gl.max(t, 1) * base2)
+    return gl.exp2(logits_plus(t, base2, -new_max[:, None])), new_max, gl.exp2(row_max - new_max)
+
+
+@gluon.jit
+def masked_softmax_step(s, factor, row_max, keys, mask, row_shift, base2):
+    """Return what `softmax_step` does.
+
+    keys: see `key_indices`. mask: `Mask`. row_shift, base2: see `logits_of`.
+    """
+    x = logits_of(s, factor, row_shift, base2)
     if mask.lowest is None:
         is_attended = attends(mask.queries[:, None], keys[None, :], mask.n_k, mask.offset)
     else:  # one comparison a side

@@ -23,6 +23,7 @@ from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.forward_masks import (
     S_FLOAT32,
     S_ROWS,
+    capped_softmax_step,
     key_indices,
     masked_softmax_step,
 )
@@ -41,6 +42,7 @@ from sagesim_kernels.operands import (
     key_mask_of,
     length_of,
     live_keys,
+    load_shift,
     lowest_diagonal,
     row_base,
     row_stride,
@@ -186,8 +188,22 @@ def row_max_of_codes(s):
 
 
 @gluon.jit
+def upper_max(s, factor):
+    """Return a little more than the greatest logit of each row, at most 2^-22 of it.
+
+    So no exponent of the row is positive, although its product is not rounded.
+    """
+    row_max = row_max_of_codes(s) * factor
+    step = gl.full(row_max.shape, 2.0**-23, gl.float32, row_max.type.layout)
+    return gl.fma(gl.abs(row_max), step, row_max)
+
+
+@gluon.jit
 def exponents(s, factor, row_max):
-    return gl.convert_layout(s.to(gl.float32), S_FLOAT32) * factor[:, None] - row_max[:, None]
+    """Return s * factor - row_max, rounded once."""
+    s = gl.convert_layout(s.to(gl.float32), S_FLOAT32)
+    factor = factor[:, None].broadcast_to(s.shape)
+    return gl.fma(s, factor, -row_max[:, None].broadcast_to(s.shape))
 
 
 @gluon.jit
@@ -222,7 +238,7 @@ def _store_o(o, cu, tile, first, last, value, DV: gl.constexpr):
 @gluon.jit
 def consume(
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, scales,
-    buffers, barriers, o_out, lse2, sink2, scale_log2, lengths, scheduler,
+    buffers, barriers, o_out, lse2, sink2, softcap, scale, lengths, scheduler,
 ):  # fmt: skip
     """Compute O and the logsumexp of 64 query rows of each tile. One warpgroup, number CONSUMER.
 
@@ -234,8 +250,8 @@ def consume(
     a window or before the first run under a key mask, come last.
 
     D: channels of a tile. DV: channels of V and O. o_out, lse2: `Strided` and `Rows` to fill.
-    sink2: pointer to the sinks in base 2, with the strides of lse2; or None. scale_log2: the scale
-    of the logits, times log2(e).
+    sink2: pointer to the sinks in base 2, with the strides of lse2; or None. softcap: `Softcap`.
+    scale: the scale of the logits, times log2(e) or divided by the softcap.
     """
     HAS_BEGIN: gl.constexpr = lengths.key_mask is not None or lengths.left is not None
     full, empty = barriers.full, barriers.empty
@@ -265,7 +281,10 @@ def consume(
             mask = Mask(queries, n_k, causal_offset(lengths, b), lowest, key_mask)
             q_row = _first_row(scales.q, lengths.cu_q, lengths.n_q, b, h)
             q_factor = gl.load(scales.q.ptr + q_row + queries, mask=queries < n_q, other=0.0)
-            q_factor = q_factor * scale_log2
+            q_factor = q_factor * scale
+            row_shift = None
+            if softcap.shift is not None:
+                row_shift = load_shift(softcap, lengths.cu_q, b, h, queries, n_q)
             for _ in range(tile_blocks.end - blocks.end):  # keys for later rows of the tile only
                 _wait_for_load(full, load_count)
                 mbarrier.arrive(empty.index(load_count % STAGES), count=1)
@@ -287,7 +306,9 @@ def consume(
                 s = _compute_s(q, buffers, barriers, load_count)
                 load_count += 1
                 keys = key_indices(block, mask)
-                p, row_max, rescale = masked_softmax_step(s, factor, row_max, keys, mask)
+                p, row_max, rescale = masked_softmax_step(
+                    s, factor, row_max, keys, mask, row_shift, softcap.base2
+                )
                 part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + partial_sums(p)
                 o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
                 _wait_for_load(full, load_count)
@@ -298,7 +319,9 @@ def consume(
             s = _compute_s(q, buffers, barriers, load_count)
             load_count += 1
             keys = key_indices(unmasked, mask)
-            p, row_max, rescale = masked_softmax_step(s, factor, row_max, keys, mask)
+            p, row_max, rescale = masked_softmax_step(
+                s, factor, row_max, keys, mask, row_shift, softcap.base2
+            )
             part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + partial_sums(p)
             o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
             p16 = gl.convert_layout(p.to(dt), P_OPERAND)
@@ -318,9 +341,15 @@ def consume(
                     s = warpgroup_mma_wait(1, deps=[s])
                     factor = q_factor * k_scale
                     if MASKED:
-                        p, row_max, rescale = masked_softmax_step(s, factor, row_max, keys, mask)
+                        p, row_max, rescale = masked_softmax_step(
+                            s, factor, row_max, keys, mask, row_shift, softcap.base2
+                        )
+                    elif softcap.base2 is not None:
+                        p, row_max, rescale = capped_softmax_step(
+                            s, factor, row_max, row_shift, softcap.base2
+                        )
                     else:
-                        new_max = gl.maximum(row_max, row_max_of_codes(s) * factor)
+                        new_max = gl.maximum(row_max, upper_max(s, factor))
                         rescale = gl.exp2(row_max - new_max)
                         row_max = new_max
                         p = gl.exp2(exponents(s, factor, row_max))

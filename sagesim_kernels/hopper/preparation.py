@@ -41,6 +41,7 @@ from sagesim_kernels.operands import (
     Strided,
     TokenBlocks,
     attended_bounds,
+    clear_tma_sums,
     coordinates_of,
     inverse_of,
     largest,
@@ -61,6 +62,7 @@ from sagesim_kernels.operands import (
     stored_start_of,
     subtract_lse_gradient,
     units_of,
+    upper_lse2,
 )
 
 _TYPES: Final = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -204,13 +206,12 @@ def prepare_queries_kernel(
     q_tokens, _ = load_live(q, lengths, first, sizes.BLOCK_Q, h, b, q_blocks)
     q_scale = store_block(q8, q_tokens.to(tl.float32), rounding, lengths, i, h, b, q_blocks)
     at = h.to(tl.int64) * dq_sums.tokens + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
-    whole = tl.arange(0, sizes.BLOCK_Q * sizes.D_PAD)
-    tl.store(dq_sums.sums + at * sizes.D_PAD + whole, tl.zeros_like(whole))
+    clear_tma_sums(dq_sums, at, sizes)
     tl.store(dq_sums.unit + at + local, unit)
     store_rows(delta, lengths.cu_q, b, h, row, n_q, row_delta)
     stats = row_stats + at * 4
     tl.store(stats + local[:, None], q_scale * scale_log2)
-    tl.store(stats + sizes.BLOCK_Q + local, row_lse2)
+    tl.store(stats + sizes.BLOCK_Q + local, -upper_lse2(row_lse2))
     tl.store(stats + 2 * sizes.BLOCK_Q + local, row_delta)
     tl.store(stats + 3 * sizes.BLOCK_Q + local, inverse_of(unit))
 

@@ -40,7 +40,6 @@ def serves(problem: KernelProblem) -> bool:
     """
     return (
         not IS_INTERPRETED
-        and problem.extras.softcap is None  # more than half of a step would compute it
         and _serves_head_sizes(problem.q.shape[3], problem.v.shape[3])
         and problem.scale >= 0
         and _serves_spec(problem.spec)

@@ -28,11 +28,13 @@ from sagesim_kernels.operands import (
     OperandCache,
     Rows,
     RowStatistics,
+    Softcap,
     Strided,
     ds_row_sums,
     head_pointers,
     length_of,
     load_rows,
+    load_shift,
     load_token_scales,
     program_coordinates,
     rowsum_do_o,
@@ -40,6 +42,7 @@ from sagesim_kernels.operands import (
     stored_start_of,
     stored_tokens,
     subtract_lse_gradient,
+    upper_lse2,
 )
 
 _BLOCK: Final = BLOCK.value
@@ -47,14 +50,15 @@ _BLOCK: Final = BLOCK.value
 
 @triton.jit
 def row_statistics_kernel(
-    grid, q8, o, do, lse2, d_lse, delta, row_stats, tokens, lengths, scale_log2, sizes
+    grid, q8, o, do, lse2, d_lse, delta, row_stats, tokens, softcap, lengths, scale, sizes
 ):  # fmt: skip
     """Compute delta and the row statistics of a block of queries.
 
     Queries behind the last one of a sequence get statistics that make P 0.
 
     q8: `Operand` of qk_recompute. o, do: `Strided`. lse2, d_lse, delta: `Rows`. row_stats: see
-    `ROW_STATS`, in padded storage. tokens: of a head in padded storage.
+    `ROW_STATS`, in padded storage. tokens: of a head in padded storage. softcap: `Softcap`. scale:
+    the scale of the logits, times log2(e) or divided by the softcap.
     """
     i, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
@@ -68,12 +72,16 @@ def row_statistics_kernel(
     row_delta = rowsum_do_o(o, do, lengths, b, h, first, sizes.DV, sizes.DV_PAD, sizes.BLOCK_Q)
     row_delta = subtract_lse_gradient(row_delta, d_lse, lengths, b, h, row, n_q, row_lse2)
     _q_base, q_scales = head_pointers(q8, lengths.cu_q, lengths.n_q, b, h)
-    factor = load_token_scales(q8, q_scales, first, sizes.BLOCK_Q, n_q) * scale_log2
+    factor = load_token_scales(q8, q_scales, first, sizes.BLOCK_Q, n_q) * scale
     store_rows(delta, lengths.cu_q, b, h, row, n_q, row_delta)
     ptrs = row_stats + at * 4 + local
     tl.store(ptrs, factor)
-    tl.store(ptrs + sizes.BLOCK_Q, row_lse2)
+    tl.store(ptrs + sizes.BLOCK_Q, upper_lse2(row_lse2))
     tl.store(ptrs + 2 * sizes.BLOCK_Q, row_delta)
+    if softcap.base2 is not None:
+        shift = load_shift(softcap, lengths.cu_q, b, h, row, n_q)
+        # Of a query without keys, Q may be NaN.
+        tl.store(ptrs + 3 * sizes.BLOCK_Q, tl.where(row_lse2 == float("inf"), 0.0, shift))
 
 
 def launch_backward(
@@ -85,10 +93,12 @@ def launch_backward(
     d_lse: Rows | None,
     grads: Gradients,
     *,
+    shift: Tensor | None = None,
     p_sink: Tensor | None = None,
 ) -> None:
     """Fill grads and statistics.delta. The arguments are those of `backward.launch_backward`."""
     dq, dk, dv = grads
+    softcap = Softcap.of(problem, shift)
     operands.quantize("qk_recompute")
     q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
     q16, k16 = operands.get("dk", "q"), operands.get("dq", "k")
@@ -110,8 +120,9 @@ def launch_backward(
         statistics.delta,
         row_stats,
         tokens_q,
+        softcap,
         problem.lengths,
-        problem.scale * LOG2_E,
+        problem.scale * (LOG2_E if softcap.inverse is None else softcap.inverse),
         KernelSizes.of(problem, _BLOCK),
         **LAUNCH,
     )
@@ -128,7 +139,18 @@ def launch_backward(
         parts = grad if splits == 1 else empty_splits(grad, splits)
         factor = scale if splits == 1 else 1.0
         lse2 = statistics.lse2
-        launch_wide(problem, parts, lse2, own, streamed, k8.scale, factor, config, stats=stats)
+        launch_wide(
+            problem,
+            parts,
+            lse2,
+            own,
+            streamed,
+            k8.scale,
+            factor,
+            config,
+            stats=stats,
+            softcap=softcap,
+        )
         if splits > 1:
             add_splits(problem, parts, grad, scale)
 
@@ -156,6 +178,7 @@ def launch_backward(
     )
     k_mean = operands.k_mean
     ds_sums = None if k_mean is None else ds_row_sums(problem, p_sink, statistics, d_lse)
+    has_mean = ds_sums is not None or softcap.base2 is not None
     launch_wide(
         problem,
         dq,
@@ -166,6 +189,7 @@ def launch_backward(
         problem.scale,
         for_dk._replace(owns_queries=True, groups=problem.groups, splits=1),
         row_stats=row_stats,
+        softcap=softcap,
         ds_sums=ds_sums,
-        k_mean=None if ds_sums is None or k_mean is None else k_mean.ptr,
+        k_mean=None if k_mean is None or not has_mean else k_mean.ptr,
     )

@@ -7,7 +7,7 @@ from torch import Tensor
 from sagesim_kernels.hopper.support import tile_channels
 from sagesim_kernels.hopper.wide_launch import Side, launch_wide, of_codes, of_numbers
 from sagesim_kernels.hopper.wide_structures import Config
-from sagesim_kernels.operands import LOG2_E, KernelProblem, OperandCache, Rows
+from sagesim_kernels.operands import LOG2_E, KernelProblem, OperandCache, Rows, Softcap
 
 
 def launch_forward(
@@ -16,11 +16,13 @@ def launch_forward(
     o: Tensor,
     lse2: Tensor,
     *,
+    shift: Tensor | None = None,
     sink2: Tensor | None = None,
 ) -> None:
     """Fill o and lse2. The arguments are those of `forward.launch_forward`."""
     q, k, v = operands.get("qk", "q"), operands.get("qk", "k"), operands.get("pv", "v")
     d, d_v = tile_channels(problem.q.shape[3]), tile_channels(o.shape[3])
+    softcap = Softcap.of(problem, shift)
     config = Config(
         is_forward=True,
         owns_queries=True,
@@ -41,8 +43,9 @@ def launch_forward(
         Side(of_codes(q, d)),
         Side(of_codes(k, d), right=of_numbers(v, d_v)),
         k.scale,
-        problem.scale * LOG2_E,
+        problem.scale * (LOG2_E if softcap.inverse is None else softcap.inverse),
         config,
         q_scale=q.scale,
         sink2=sink2,
+        softcap=softcap,
     )

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sagesim_kernels.gluon_compat import reinterpret
 from sagesim_kernels.hopper.backward_masks import part_of
 from sagesim_kernels.hopper.backward_structures import QueryLoop
+from sagesim_kernels.hopper.capped_logits import logits_plus, slope_of, tanh_of_sums
 from sagesim_kernels.hopper.channel_parts import BLOCK, buffer_at, start_product
 from sagesim_kernels.hopper.wide_structures import BlockMask
 from sagesim_kernels.hopper.wide_warps import (
@@ -55,6 +56,12 @@ def _row_stats(buffers, stage):
 
 
 @gluon.jit
+def _sums_of_threads(x):
+    """Return the sums of those columns of each row that a thread holds, [rows, 4]."""
+    return gl.sum(gl.sum(x.reshape([BLOCK, 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
 def _plus_mean(grad, ds_sum, mean, column, CHANNELS: gl.constexpr):
     """Return the channels from `column` of dQ plus the sum of each row of dS times the mean of K.
 
@@ -81,16 +88,16 @@ def _finished(grad, is_live, scale):
 @gluon.jit
 def compute_gradient(
     CONSUMER: gl.constexpr, own_buffers, buffers, barriers, row_stats, k_scale,
-    ds_sums, k_mean, out, lengths, b, h, tile_first, tile_walk, scale, CONFIG: gl.constexpr,
+    cap2, ds_sums, k_mean, out, lengths, b, h, tile_first, tile_walk, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of 64 owned tokens. One warpgroup, number CONSUMER.
 
     row_stats: pointer to those of the tile's first query, if it owns queries. k_scale: pointer to
-    the scale of the first owned key, or of the first key of the streamed head. ds_sums, k_mean: the
-    sum of each row of dS, `Rows`, and a pointer to the mean of the head of K; both None, unless the
-    mean contributes to dQ. out: `Strided` of the gradient. b, h: sequence and head in out.
-    tile_first: first token of the tile. tile_walk: `Walk` of the tile. scale: a factor of the
-    gradient.
+    the scale of the first owned key, or of the first key of the streamed head. cap2: `base2` of
+    `Softcap`. ds_sums: the sum of each row of dS, `Rows`. With a softcap it is None, and computed
+    here. k_mean: pointer to the mean of the head of K; None, unless it contributes to dQ. out:
+    `Strided` of the gradient. b, h: sequence and head in out. tile_first: first token of the tile.
+    tile_walk: `Walk` of the tile. scale: a factor of the gradient.
     """
     STAGES: gl.constexpr = CONFIG.stages
     RIGHT_STAGES: gl.constexpr = CONFIG.right_stages
@@ -128,11 +135,16 @@ def compute_gradient(
         own_factor = gl.load(row_stats + local)
         own_lse2 = gl.load(row_stats + BLOCK + local)
         own_delta = gl.load(row_stats + 2 * BLOCK + local)
+        if cap2 is not None:
+            own_shift = gl.load(row_stats + 3 * BLOCK + local)
     else:
         own_lse2 = None
         key_scale = gl.load(k_scale + CONSUMER)
     grad = gl.zeros((BLOCK, FIRST), gl.float32, FIRST_ACC)
     grad_rest = gl.zeros((BLOCK, REST), gl.float32, REST_ACC)
+    SUMS_DS: gl.constexpr = k_mean is not None and cap2 is not None
+    if SUMS_DS:
+        ds_parts = _sums_of_threads(gl.zeros((BLOCK, BLOCK), gl.float32, S_FLOAT32))
     mbarrier.wait(barriers.own_full, 0)
     n = 0
     for _ in range(1 if OWNS_QUERIES else CONFIG.groups):
@@ -162,21 +174,37 @@ def compute_gradient(
                     stats = _row_stats(buffers.stats, stage)
                     factor = (stats.index(0).load(STREAMED) * key_scale)[None, :]
                     lse2 = stats.index(1).load(STREAMED)[None, :]
-                x = gl.convert_layout(s.to(gl.float32), S_FLOAT32) * factor - lse2
+                if cap2 is not None:
+                    if OWNS_QUERIES:
+                        shift = own_shift[:, None]
+                    else:
+                        shift = stats.index(3).load(STREAMED)[None, :]
+                    t = tanh_of_sums(s, factor, shift, S_FLOAT32)
+                    x = logits_plus(t, cap2, -lse2)
+                else:
+                    x = gl.convert_layout(s.to(gl.float32), S_FLOAT32)
+                    x = gl.fma(x, factor.broadcast_to(x.shape), -lse2.broadcast_to(x.shape))
                 if PART != 1:
                     attended = attends_in_block(block, mask, OWNS_QUERIES)
                     x = gl.where(attended, x, -float("inf"))
                 left = gl.exp2(x)
                 if HAS_DP:
+                    if cap2 is not None:  # before dP is there: afterwards t would take registers
+                        left = left * slope_of(t)
                     if OWNS_QUERIES:
                         delta = own_delta[:, None]
                     else:
                         delta = stats.index(2).load(STREAMED)[None, :]
                     dp = warpgroup_mma_wait(0, deps=[dp])
                     ds = dp - delta
-                    if PART != 1:  # P is 0 there, but 0 times an infinite or NaN dP would be NaN
+                    # P is 0 there, but 0 times an infinite or NaN dP or slope would be NaN.
+                    if PART != 1 and cap2 is None:
                         ds = gl.where(attended, ds, 0.0)
                     left = left * ds
+                    if PART != 1 and cap2 is not None:
+                        left = gl.where(attended, left, 0.0)
+                    if SUMS_DS:
+                        ds_parts += _sums_of_threads(left)
                 left = left.to(dt)
                 mbarrier.arrive(barriers.empty.index(stage), count=1)
                 stage = n % RIGHT_STAGES
@@ -205,7 +233,10 @@ def compute_gradient(
     elif lengths.left is not None or lengths.key_mask is not None:
         is_live = is_live_key(lengths, b, first + gl.arange(0, BLOCK, OWNED))
     if k_mean is not None:
-        ds_sum = load_rows(ds_sums, lengths.cu_q, b, h, first + local, length, 0.0)
+        if SUMS_DS:
+            ds_sum = gl.convert_layout(gl.sum(ds_parts, 1), OWNED)
+        else:
+            ds_sum = load_rows(ds_sums, lengths.cu_q, b, h, first + local, length, 0.0)
         grad = _plus_mean(grad, ds_sum, k_mean, 0, CONFIG.channels)
         grad_rest = _plus_mean(grad_rest, ds_sum, k_mean, FIRST, CONFIG.channels)
     grad = _finished(grad, is_live, scale)

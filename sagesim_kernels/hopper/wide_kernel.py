@@ -31,7 +31,7 @@ from sagesim_kernels.hopper.wide_warps import (
     walk_of,
     without_padding,
 )
-from sagesim_kernels.operands import Lengths, length_of, stored_start_of
+from sagesim_kernels.operands import Lengths, Softcap, length_of, stored_start_of
 
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
@@ -47,8 +47,8 @@ BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 def hopper_wide(
     own_codes, own_codes_rest, own_numbers, own_numbers_rest, codes, codes_rest, numbers,
     numbers_rest, right_numbers, right_numbers_rest, stats, row_stats, q_scale, k_scale, sink2,
-    ds_sums, k_mean, out, lse2, mask, n_q, n_k, left, right, tiles, heads, heads_per_group,
-    tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
+    inverse_cap, cap2, shift, ds_sums, k_mean, out, lse2, mask, n_q, n_k, left, right, tiles, heads,
+    heads_per_group, tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One program computes the result of one tile of tokens.
 
@@ -61,8 +61,12 @@ def hopper_wide(
         q_scale: float32, a scale for each query in padded storage, for O.
         k_scale: float32, a scale for each 64 keys in padded storage.
         sink2: the sinks in base 2, with the strides of lse2, for O; or None.
-        ds_sums: `Rows` of the sum of each row of dS, for dQ; None if they do not contribute.
-        k_mean: with ds_sums, the mean of K, float32 [sequences, heads, CONFIG.channels].
+        inverse_cap, cap2, shift: of a `Softcap`. Only O needs the shift, which has the strides of
+            lse2; the row statistics contain it, too.
+        ds_sums: `Rows` of the sum of each row of dS, for dQ; None if they do not contribute, or if
+            the kernel computes them because of a softcap.
+        k_mean: the mean of K, float32 [sequences, heads, CONFIG.channels], for dQ; None if it does
+            not contribute.
         out: `Strided` of the result, [sequences, heads * CONFIG.splits, tokens, channels].
         lse2: `Rows` of the logsumexp in base 2, a result of the forward.
         mask: `Lengths` with zeros for n_q and n_k, and without left and right.
@@ -70,7 +74,8 @@ def hopper_wide(
         heads: heads that own tokens.
         heads_per_group: see `choose_backward_heads`.
         tokens_q, tokens_k: tokens of a head in padded storage.
-        scale: a factor of the gradient; for O the scale of the logits, times log2(e).
+        scale: a factor of the gradient; for O the scale of the logits, times log2(e) or divided by
+            the softcap.
         CONFIG: `Config`.
     """
     OWNS_QUERIES: gl.constexpr = CONFIG.owns_queries
@@ -159,11 +164,12 @@ def hopper_wide(
         walk = without_padding(walk, first, lengths, b)
     if CONFIG.is_forward:
         walk = at_least_one(walk, lengths)
+        softcap = Softcap(inverse_cap, cap2, shift, lse2.stride_b, lse2.stride_h)
         gl.warp_specialize(
             [  # Gluon's comprehensions iterate over tuples, not over ranges
                 (compute_o, (
                     i, own_buffers, buffers, barriers, q_scale, k_scale, scale, out, lse2, sink2,
-                    lengths, b, head, first, walk, CONFIG,
+                    softcap, lengths, b, head, first, walk, CONFIG,
                 ))
                 if i < CONSUMERS
                 else (produce, (
@@ -179,8 +185,8 @@ def hopper_wide(
         gl.warp_specialize(
             [
                 (compute_gradient, (
-                    i, own_buffers, buffers, barriers, row_stats, k_scale, ds_sums, k_mean, out,
-                    lengths, b, out_head, first, walk, scale, CONFIG,
+                    i, own_buffers, buffers, barriers, row_stats, k_scale, cap2, ds_sums, k_mean,
+                    out, lengths, b, out_head, first, walk, scale, CONFIG,
                 ))
                 if i < CONSUMERS
                 else (produce, (

@@ -20,6 +20,7 @@ from sagesim_kernels.operands import (
     KernelProblem,
     Operand,
     Rows,
+    Softcap,
     Strided,
     stored_tokens,
 )
@@ -59,12 +60,13 @@ def launch_wide(
     stats: TensorDescriptor | None = None,
     row_stats: Tensor | None = None,
     sink2: Tensor | None = None,
+    softcap: Softcap,
     ds_sums: Rows | None = None,
     k_mean: Tensor | None = None,
 ) -> None:
     """Fill out, any strides, and in the forward lse2.
 
-    The arguments are those of `hopper_wide`.
+    The arguments are those of `hopper_wide`; the shift of the softcap has the strides of lse2.
     """
     n_q, n_k = problem.longest_q, problem.longest_k
     offset, lowest = problem.longest_offset, problem.longest_lowest
@@ -98,6 +100,9 @@ def launch_wide(
         q_scale,
         k_scale,
         sink2,
+        softcap.inverse,
+        softcap.base2,
+        softcap.shift,
         ds_sums,
         k_mean,
         Strided.of(out),

@@ -15,12 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagesim_kernels.hopper.channel_parts import BLOCK, buffer_at, start_product
-from sagesim_kernels.hopper.forward_masks import logits_of, softmax_step
+from sagesim_kernels.hopper.forward_masks import capped_softmax_step, logits_of, softmax_step
 from sagesim_kernels.hopper.forward_warps import (
     compute_before_wait,
     exponents,
     partial_sums,
-    row_max_of_codes,
+    upper_max,
 )
 from sagesim_kernels.hopper.wide_structures import BlockMask, Walk
 from sagesim_kernels.hopper.wide_warps import (
@@ -39,6 +39,7 @@ from sagesim_kernels.operands import (
     key_mask_of,
     length_of,
     live_keys,
+    load_shift,
     lowest_diagonal,
     row_base,
 )
@@ -108,8 +109,8 @@ def _operand(p, acc, DTYPE: gl.constexpr):
 
 @gluon.jit
 def compute_o(
-    CONSUMER: gl.constexpr, own_buffers, buffers, barriers, q_scale, k_scale, scale_log2, out, lse2,
-    sink2, lengths, b, h, tile_first, tile_walk, CONFIG: gl.constexpr,
+    CONSUMER: gl.constexpr, own_buffers, buffers, barriers, q_scale, k_scale, scale, out, lse2,
+    sink2, softcap, lengths, b, h, tile_first, tile_walk, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute O and the logsumexp of 64 queries. One warpgroup, number CONSUMER.
 
@@ -117,9 +118,10 @@ def compute_o(
     masked block at the beginning on, the product P V of a step overlaps with Q K^T of the next.
 
     q_scale: pointer to the scale of the tile's first query. k_scale: pointer to the scale of the
-    first key of the head. scale_log2: the scale of the logits, times log2(e). out, lse2: `Strided`
-    and `Rows`. sink2: pointer to the sinks in base 2, with the strides of lse2; or None. b, h:
-    sequence and head in both. tile_first: first query of the tile. tile_walk: `Walk` of the tile.
+    first key of the head. scale: the scale of the logits, times log2(e) or divided by the softcap.
+    out, lse2: `Strided` and `Rows`. sink2: pointer to the sinks in base 2, with the strides of
+    lse2; or None. softcap: `Softcap`. b, h: sequence and head in both. tile_first: first query of
+    the tile. tile_walk: `Walk` of the tile.
     """
     HAS_TAIL: gl.constexpr = lengths.left is not None or lengths.key_mask is not None
     STAGES: gl.constexpr = CONFIG.stages
@@ -141,7 +143,10 @@ def compute_o(
     mask = BlockMask(first, n_keys, offset, lowest, key_mask, None)
     rows = first + gl.arange(0, BLOCK, OWNED)
     local = CONSUMER * BLOCK + gl.arange(0, BLOCK, OWNED)
-    q_factor = gl.load(q_scale + local, mask=rows < n_q, other=0.0) * scale_log2
+    q_factor = gl.load(q_scale + local, mask=rows < n_q, other=0.0) * scale
+    row_shift = None
+    if softcap.shift is not None:
+        row_shift = load_shift(softcap, lengths.cu_q, b, h, rows, n_q)
     row_max = gl.full((BLOCK,), -float("inf"), gl.float32, OWNED)
     part = partial_sums(gl.zeros((BLOCK, BLOCK), gl.float32, S_FLOAT32))
     o = gl.zeros((BLOCK, FIRST), gl.float32, FIRST_ACC)
@@ -158,7 +163,8 @@ def compute_o(
         factor = q_factor * gl.load(k_scale + block)
         s = _s_of_load(q, buffers, barriers, n)
         attended = attends_in_block(block, mask, True)
-        p, row_max, rescale = softmax_step(logits_of(s, factor), row_max, attended)
+        x = logits_of(s, factor, row_shift, softcap.base2)
+        p, row_max, rescale = softmax_step(x, row_max, attended)
         part = _rescaled(part, rescale) + partial_sums(p)
         _wait_for_v(barriers, n)
         v = buffer_at(buffers.right, n % RIGHT_STAGES)
@@ -174,7 +180,8 @@ def compute_o(
     k_next = gl.load(k_scale + gl.maximum(block - 1, 0))
     s = _s_of_load(q, buffers, barriers, n)
     attended = attends_in_block(block, mask, True)
-    p, row_max, rescale = softmax_step(logits_of(s, factor), row_max, attended)
+    x = logits_of(s, factor, row_shift, softcap.base2)
+    p, row_max, rescale = softmax_step(x, row_max, attended)
     part = _rescaled(part, rescale) + partial_sums(p)
     o = _rescaled(o, rescale)
     o_rest = _rescaled(o_rest, rescale)
@@ -202,9 +209,14 @@ def compute_o(
             mbarrier.arrive(barriers.empty.index(stage), count=1)
             factor = q_factor * key_scale
             if MASKED:
-                p, row_max, rescale = softmax_step(logits_of(s, factor), row_max, attended)
+                x = logits_of(s, factor, row_shift, softcap.base2)
+                p, row_max, rescale = softmax_step(x, row_max, attended)
+            elif softcap.base2 is not None:
+                p, row_max, rescale = capped_softmax_step(
+                    s, factor, row_max, row_shift, softcap.base2
+                )
             else:
-                new_max = gl.maximum(row_max, row_max_of_codes(s) * factor)
+                new_max = gl.maximum(row_max, upper_max(s, factor))
                 rescale = gl.exp2(row_max - new_max)
                 row_max = new_max
                 p = gl.exp2(exponents(s, factor, row_max))

@@ -46,7 +46,8 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 
 ROW_STATS = gl.constexpr(4 * 64)
 """Row statistics of a block of queries, 64 numbers each: Q's scale times the scale of the logits;
-lse2; delta; and nothing, because TMA loads a power of two."""
+lse2; delta; and with a softcap c, what smoothing K subtracted from the logits, divided by c. TMA
+loads a power of two."""
 STATS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 """Layout of row statistics in shared memory."""
 

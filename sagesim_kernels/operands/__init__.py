@@ -9,14 +9,17 @@ from sagesim_kernels.operands.delta import (
     subtract_lse_gradient,
 )
 from sagesim_kernels.operands.dq_sums import (
+    CHANNELS_AT_ONCE,
     DqSums,
     add_part,
+    clear_tma_sums,
     finish_dq,
     inverse_of,
     inverse_units,
     mark_nonfinite,
+    summed_channels,
 )
-from sagesim_kernels.operands.dq_units import Growths, compute_units, units_of
+from sagesim_kernels.operands.dq_units import Growths, compute_units, row_units, units_of
 from sagesim_kernels.operands.formats import (
     FP8,
     INT8,
@@ -143,6 +146,7 @@ from sagesim_kernels.operands.sinks import (
 from sagesim_kernels.operands.softcap import Softcap, load_shift, tanh
 
 __all__ = [
+    "CHANNELS_AT_ONCE",
     "DTYPES",
     "FP8",
     "INT8",
@@ -182,6 +186,7 @@ __all__ = [
     "attends",
     "attends_in",
     "causal_offset",
+    "clear_tma_sums",
     "code_product",
     "compute_delta_from_o",
     "compute_ds_bounds",
@@ -246,6 +251,7 @@ __all__ = [
     "row_base",
     "row_stride",
     "row_sums",
+    "row_units",
     "rowsum_do_o",
     "sink_gradient",
     "sink_logits",
@@ -259,6 +265,7 @@ __all__ = [
     "stored_start_of",
     "stored_tokens",
     "subtract_lse_gradient",
+    "summed_channels",
     "tanh",
     "to_codes",
     "token_ptrs",

@@ -45,7 +45,11 @@ BY_ROWS = tl.constexpr(0)
 BY_THREADS = tl.constexpr(1)
 """Each thread adds the numbers that it holds: see `_order`."""
 BY_TMA = tl.constexpr(2)
-"""TMA adds a part from shared memory: see `from_tma_order`."""
+"""TMA adds a part from shared memory: see `from_tma_order`. The sums of channels that are padding
+may be anything: they are not set to 0, added to or read."""
+
+CHANNELS_AT_ONCE = tl.constexpr(32)
+"""Channels that TMA adds at once, if some of the others are padding."""
 
 
 class DqSums(NamedTuple):
@@ -138,6 +142,37 @@ def _order(ORDER: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):
         return row * columns + column
 
 
+@triton.constexpr_function
+def summed_channels(d, d_pad):
+    """Return for how many of d_pad channels TMA adds sums, if the head size is d."""
+    return min(-(-d // CHANNELS_AT_ONCE) * CHANNELS_AT_ONCE, d_pad)
+
+
+@triton.jit
+def clear_tma_sums(dq_sums, at, sizes):
+    """Set the sums of a block of queries to 0. at: as for `inverse_units`."""
+    SUMMED: tl.constexpr = sizes.BLOCK_Q * summed_channels(sizes.D, sizes.D_PAD)
+    place = tl.arange(0, sizes.BLOCK_Q * sizes.D_PAD)
+    ptrs = dq_sums.sums + at * sizes.D_PAD + place
+    if SUMMED < sizes.BLOCK_Q * sizes.D_PAD:
+        tl.store(ptrs, tl.zeros_like(place), mask=place < SUMMED)
+    else:
+        tl.store(ptrs, tl.zeros_like(place))
+
+
+@triton.jit
+def _load_tma_sums(dq_sums, at, sizes):
+    """Return the sums of a block of queries, [BLOCK_Q, D_PAD]; 0 for channels without sums."""
+    SUMMED: tl.constexpr = sizes.BLOCK_Q * summed_channels(sizes.D, sizes.D_PAD)
+    place = tl.arange(0, sizes.BLOCK_Q * sizes.D_PAD)
+    ptrs = dq_sums.sums + at * sizes.D_PAD + place
+    if SUMMED < sizes.BLOCK_Q * sizes.D_PAD:
+        block = tl.load(ptrs, mask=place < SUMMED, other=0)
+    else:
+        block = tl.load(ptrs)
+    return from_tma_order(block, sizes)
+
+
 @triton.jit
 def from_tma_order(block, sizes):
     """Return [BLOCK_Q, D_PAD] from the elements of a block in the order of `BY_TMA`.
@@ -183,10 +218,10 @@ def finish_dq_kernel(grid, dq_sums, lse2, ds_sums, subtracted, dq, lengths, scal
         return
     queries = first + tl.arange(0, sizes.BLOCK_Q)
     at = h.to(tl.int64) * dq_sums.tokens + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
-    sums = dq_sums.sums + at * sizes.D_PAD
     if dq_sums.ORDER == BY_TMA:
-        total = from_tma_order(tl.load(sums + tl.arange(0, sizes.BLOCK_Q * sizes.D_PAD)), sizes)
+        total = _load_tma_sums(dq_sums, at, sizes)
     else:
+        sums = dq_sums.sums + at * sizes.D_PAD
         total = tl.load(sums + _order(dq_sums.ORDER, sizes.BLOCK_Q, sizes.D_PAD))
     total = total.to(tl.float32)
     total *= tl.load(dq_sums.unit + at + tl.arange(0, sizes.BLOCK_Q))[:, None]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sagesim import (
     CAUSAL_SAFE,
+    FACTORED_QK,
     SAGE_FORWARD,
     SAGEBWD,
     AttentionSpec,
@@ -16,6 +17,8 @@ from sagesim import (
     Rounding,
     Smoothing,
 )
+from sagesim.problem import resolve_input16
+from sagesim_kernels.operands import KernelProblem, Rows, SubtractedMeans, finish_dq, padded
 from sagesim_kernels.operands.dq_sums import DqSums
 from sagesim_kernels.portable import backward
 from tests.support.assertions import assert_within_bound
@@ -154,3 +157,32 @@ def test_rows_far_apart_in_a_tile(units):
     assert bool((units[0] >= 2.0**-67).all())
     bound = 1e-5 * run_attention(c, spec).dq.abs().amax().double().expand(dq.shape)
     assert_within_bound(actual=dq, exact=run_attention(c, spec).dq.double(), bound=bound, what="dq")
+
+
+@pytest.mark.parametrize("d", [40, 64, 72, 96, 104, 128])
+def test_sums_that_tma_added_become_dq(d: int) -> None:
+    """The sums of padding channels, to which TMA adds nothing, may be anything."""
+    n, channels = 96, padded(d)
+    q, k = (torch.zeros(1, heads, n, d, device=DEVICE) for heads in (2, 1))
+    problem = KernelProblem.of(
+        q,
+        k,
+        k,
+        spec=resolve_input16(FACTORED_QK, torch.float32),
+        scale=0.5,
+        is_causal=False,
+        lower_right=False,
+    )
+    values = torch.randint(-(2**30), 2**30, (2, 2, 64, channels), dtype=torch.int32, device=DEVICE)
+    values[..., d:] = 77
+    # Of 16 rows and 8 channels: four numbers of each thread, two in each of two rows.
+    groups = values.view(2, 2, 4, 2, 8, channels // 8, 4, 2).permute(0, 1, 5, 2, 4, 6, 3, 7)
+    sums = DqSums.by_tma(problem, channels)
+    assert sums.sums.shape == (2, 128, channels)
+    sums.sums.copy_(groups.reshape(2, 128, channels))
+    sums.unit.fill_(2.0**-20)
+    dq = torch.empty_like(q)
+    lse2 = Rows.of(torch.zeros(1, 2, n, device=DEVICE))
+    finish_dq(problem, sums, lse2, None, SubtractedMeans.of(None, None, k), dq)
+    expected = values.view(2, 128, channels)[None, :, :n, :d].float() * 2.0**-20 * 0.5
+    assert torch.equal(dq, expected)

@@ -520,14 +520,19 @@ def test_masks_sinks_and_softcaps_compile(compiler: Compiler, extras: str) -> No
 
 @compiled_by(
     *("head_size", "extras"),
-    oldest=[(64, ("window", "sinks")), (256, ("window", "sinks"))],
-    newest=[(128, ("key_mask", "sinks"))],
+    oldest=[
+        *((64, ("window", "sinks")), (256, ("window", "sinks"))),
+        *((128, ("softcap",)), (256, ("window", "softcap"))),
+    ],
+    newest=[(128, ("key_mask", "sinks")), (64, ("softcap", "window", "sinks"))],
     rest=[
+        *((128, ("softcap", "window", "sinks")), (256, ("softcap",)), (192, ("softcap",))),
+        *((128, ("softcap", "key_mask")), (256, ("softcap", "key_mask"))),
         *((64, ("key_mask",)), (64, ("sinks",)), (128, ("window",)), (128, ("window", "sinks"))),
         *((192, ("key_mask", "sinks")), (256, ("seqused_k",))),
     ],
 )
-def test_masks_and_sinks_compile_for_hopper(
+def test_masks_sinks_and_softcaps_compile_for_hopper(
     compiler: Compiler,
     head_size: int,
     extras: tuple[str, ...],

@@ -69,7 +69,12 @@ WINDOWS = {
     "left": {"window": (64, -1), "causal_alignment": "lower_right"},
     "right": {"window": (-1, 40), "causal_alignment": "upper_left"},
 }
-EVERY_MASK = MASKS | WINDOWS | {"sinks": WINDOWS["causal_window"]}
+EVERY_MASK = (
+    MASKS
+    | WINDOWS
+    | {"sinks": WINDOWS["causal_window"]}
+    | {"softcap": {"softcap": 2.0, **MASKS["upper_left"]}}
+)
 
 
 def options_of(mask: str, heads: int) -> dict[str, Any]:
@@ -86,7 +91,7 @@ def named(*values: Any) -> dict[str, Any]:
 
 
 EXTRA_SIZES = named(64, 128, 136, 192, 256)
-"""Head sizes for windows, padding and sinks."""
+"""Head sizes for windows, padding, sinks and softcaps."""
 
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 200, 256, 257, 300, 385)
@@ -197,6 +202,35 @@ def test_sinks_meet_the_contract(lengths, extras, d):
     check(problem.case, problem.parsed)
 
 
+SOFTCAPS: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True, "softcap": 5.0},
+    "gemma": {"is_causal": True, "window": (127, -1), "softcap": 50.0},
+    "full": {"heads": (2, 2, 1), "dtype": "float16", "softcap": 5.0},
+    "padding": {"padding": "random", "softcap": 5.0},
+    "unsmoothed": {"spec": UNSMOOTHED, "is_causal": True, "dtype": "float32", "softcap": 5.0},
+    "sinks": {"has_sinks": True, "softcap": 5.0, **MASKS["lower_right"]},
+    "window_sinks": {"has_sinks": True, "softcap": 5.0, "padding": "right", **WINDOWS["window"]},
+    "groups": {"is_causal": True, "heads": (1, 1, 8), "softcap": 5.0},
+    "centred": {"kinds": ("gaussian",) * 4, "softcap": 0.5},
+}
+"""Fields of a `KernelCase`."""
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize(
+    ("lengths", "extras", "d"),
+    combined(
+        lambda lengths, _, d: lengths == (520, 520) or d in (64, 256),
+        numbered("lengths", [(300, 400), (400, 300), (520, 520), (1, 129)]),
+        named(*SOFTCAPS),
+        EXTRA_SIZES,
+    ),
+)
+def test_softcaps_meet_the_contract(lengths, extras, d):
+    problem = problem_with(SOFTCAPS[extras], lengths, d)
+    check(problem.case, problem.parsed)
+
+
 EXTRAS: dict[str, dict[str, Any]] = {
     **WINDOWS,
     "random_padding": {"padding": "random"},
@@ -237,8 +271,14 @@ COMPILED: tuple[dict[str, Any], ...] = (
     {"d": 136, "d_v": 160, "dtype": "float16", "left": True, "right": True, "has_sinks": True},
     {"d": 256, "d_v": 200, "dtype": "float32", "padding": "random", "is_causal": True},
     {"d": 192, "d_v": 128, "dtype": "bfloat16", "padding": "left", "left": True, "right": True},
+    {"d": 64, "d_v": 64, "dtype": "bfloat16", "is_causal": True, "capped": True},
+    {"d": 128, "d_v": 128, "dtype": "float16", "padding": "random", "left": True, "capped": True},
+    {"d": 96, "d_v": 80, "dtype": "float32", "has_sinks": True, "capped": True},
+    {"d": 256, "d_v": 256, "dtype": "bfloat16", "is_causal": True, "left": True, "capped": True},
+    {"d": 136, "d_v": 160, "dtype": "float16", "has_sinks": True, "capped": True},
 )
-"""Fields of a `KernelCase` that are compiled; and whether its window has a limit on each side."""
+"""Fields of a `KernelCase` that are compiled; and whether its window has a limit on each side, and
+whether there is a softcap."""
 
 
 @st.composite
@@ -248,6 +288,8 @@ def problems_with_extras(draw: st.DrawFn, compiled: dict[str, Any]) -> KernelCas
         draw(st.sampled_from((0, 1, 5, 40, 63, 64, 65, 127, 128, 200, 300))) if has_limit else -1
         for has_limit in (fields.pop("left", False), fields.pop("right", False))
     ]
+    if fields.pop("capped", False):
+        fields["softcap"] = draw(st.sampled_from((0.5, 5.0, 50.0)))
     kind = st.sampled_from(draw(st.sampled_from((sorted(ORDINARY), sorted(KINDS)))))
     return KernelCase(
         spec=FACTORED_QK,
@@ -278,7 +320,9 @@ def test_any_extras_meet_the_contract(part: int) -> None:
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("mask", ["full", "upper_left", "causal_window", "window", "sinks"])
+@pytest.mark.parametrize(
+    "mask", ["full", "upper_left", "causal_window", "window", "sinks", "softcap"]
+)
 @pytest.mark.parametrize("d", HEAD_SIZES)
 def test_padded_keys_have_no_influence(d, mask):
     """Each sequence of a padded batch has the bits that it has alone, without its padding. The
@@ -388,7 +432,7 @@ def portable(case, spec, monkeypatch: pytest.MonkeyPatch, **options) -> Results:
     combined(
         lambda lengths, _, mask, spec: (
             lengths == (129, 513)
-            or (mask in ("full", "upper_left", "sinks") and spec is FACTORED_QK)
+            or (mask in ("full", "upper_left", "sinks", "softcap") and spec is FACTORED_QK)
         ),
         numbered("lengths", [(1, 1), (129, 513), (700, 333), (1024, 1024)]),
         named(*TILES),
@@ -419,7 +463,9 @@ def test_results_are_those_of_the_portable_kernels(lengths, d, spec, mask, monke
 @pytest.mark.parametrize(
     ("shape", "d", "mask"),
     combined(
-        lambda shape, _, mask: shape == (2, 2, 16, 2000) or mask in ("full", "upper_left", "sinks"),
+        lambda shape, _, mask: (
+            shape == (2, 2, 16, 2000) or mask in ("full", "upper_left", "sinks", "softcap")
+        ),
         numbered("shape", [(1, 32, 32, 2048), (2, 2, 16, 2000), (1, 1, 1, 8192), (2, 8, 32, 4096)]),
         named(*TILES),
         named(*EVERY_MASK),
@@ -538,14 +584,15 @@ def test_nan_and_infinity_stay_in_their_head(tensor, value, d, queries):
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", [*MASKS, "softcap"])
 @pytest.mark.parametrize("d", SIZES)
 def test_a_ds_that_overflows_in_float16_reaches_dq(d, mask):
     """Nothing else is infinite, so that the units do not know of it beforehand."""
     c = kernel_case(torch.float16, seed=5, n_q=200, n_k=200, d=d, heads=(2, 2))
     c = replace(c, v=c.v * 120)
     c.do[..., 1::2, :] *= 8192.0
-    bad = ~run_kernels(c, FACTORED_QK, **MASKS[mask]).dq.isfinite().all(-1)
+    options = MASKS.get(mask, {"softcap": 20.0})
+    bad = ~run_kernels(c, FACTORED_QK, **options).dq.isfinite().all(-1)
     # The largest |dS| of these rows is from 1.2e5 to 3e6; that of the others is below 1e3.
     assert bool(bad[..., 101::2].all()) and not bool(bad[..., ::2].any())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sagesim import FACTORED_QK
+from sagesim import FACTORED_QK, Smoothing
+from sagesim_kernels.hopper.capped_logits import DsSums
+from sagesim_kernels.hopper.capped_rows import prepare_capped_backward, sums_of_ds
 from sagesim_kernels.hopper.preparation import prepare_backward, prepare_forward
 from sagesim_kernels.operands import (
     NO_EXTRAS,
@@ -20,8 +23,10 @@ from sagesim_kernels.operands import (
     Packing,
     Rows,
     RowStatistics,
+    Softcap,
     compute_delta_from_o,
     compute_k_means,
+    compute_logit_shift,
     compute_units,
 )
 from sagesim_kernels.ops import _resolve
@@ -94,6 +99,68 @@ def test_packed_sequences(mask):
     starts = torch.tensor([0, 100, 100, 130], dtype=torch.int32, device=DEVICE)
     packing = Packing(starts, starts, 100, 100)
     check(130, 130, dtype=torch.bfloat16, mask=mask, has_d_lse=False, batch=1, packing=packing)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mask", "dtype", "name"),
+    [
+        ((65, 200), "upper_left", torch.float16, ""),
+        ((130, 130), "full", torch.float32, "key_mask"),
+        ((130, 130), "full", torch.bfloat16, "packed"),
+        ((65, 200), "lower_right", torch.bfloat16, "unsmoothed"),
+    ],
+)
+def test_a_softcap(lengths, mask, dtype, name):
+    """Units then contain the mean of K, and logits are divided by the softcap."""
+    batch, packing, more = 2, None, NO_EXTRAS
+    if name == "packed":
+        starts = torch.tensor([0, 100, 100, 130], dtype=torch.int32, device=DEVICE)
+        batch, packing = 1, Packing(starts, starts, 100, 100)
+    elif name == "key_mask":
+        more = extras(name, batch, lengths[1])
+    check(
+        *lengths,
+        dtype=dtype,
+        mask=mask,
+        has_d_lse=dtype is torch.float16,
+        batch=batch,
+        packing=packing,
+        more=more._replace(softcap=3.0),
+        is_smooth=name != "unsmoothed",
+    )
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e-30, 0.7, 1e4])
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1.0, 1e4])
+def test_sums_of_ds_lose_nothing_that_dq_has(mean, size):
+    """As integers they are below 2^60 at their bound, and off by less than 2^-20 units of dQ,
+    or than the smallest normal number of float32."""
+    q, k, v, o, do = (tokens(1, 2, 70, D, dtype=torch.float32, seed=i) for i in range(5))
+    k = torch.randn_like(k) * 1e-3 + mean
+    options = {"spec": _resolve(FACTORED_QK.label(), torch.float32), "scale": 0.2, **MASKS["full"]}
+    problem = KernelProblem.of(q, k, v, **options, extras=Extras(softcap=3.0))
+    lse2 = Rows.of(torch.ones(1, 2, 70, device=DEVICE))
+    statistics = RowStatistics(lse2, Rows.of(filled((1, 2, 70))))
+    operands = OperandCache(problem, do * size)
+    assert operands.k_mean is not None
+    sums, row_stats = DqSums.by_tma(problem, 64), filled((2 * 128 * 4,))
+    softcap = Softcap.of(problem, compute_logit_shift(problem, operands.k_mean.ptr))
+    _, ds_sums = prepare_capped_backward(
+        problem, operands, o, do * size, statistics, None, sums, row_stats, softcap, tile=128
+    )
+    assert ds_sums is not None
+    inverse, unit = ds_sums.inverse_unit[:, :70].double(), sums.unit[:, :70].double()
+    assert bool((inverse.frexp().mantissa == 0.5).all())
+    largest = operands.k_mean.ptr.abs().amax().double()
+    bound = unit * 2.0**30 / largest  # of the sum of |dS|; the unit contains the mean
+    assert bool((bound * inverse < 2.0**60).all())
+    assert bool(((largest / inverse <= 2.0**-20 * unit) | (inverse == 2.0**126)).all())
+    of_rows = (torch.linspace(-1, 1, 70, device=DEVICE).double() * bound).float()
+    ds_sums.sums[:, :70] = (of_rows.double() * inverse).round().long()
+    found = sums_of_ds(problem, ds_sums).ptr[0]
+    off = (found.double() - of_rows.double()).abs()
+    allowed = 0.5 / inverse + 2.0**-23 * of_rows.abs() + 2.0**-126
+    assert bool((off <= allowed).all())
 
 
 @pytest.mark.parametrize(
@@ -179,6 +246,7 @@ def check(
     packing: Packing | None = None,
     more: Extras = NO_EXTRAS,
     view: str = "",
+    is_smooth: bool = True,
 ) -> None:
     plain = [
         tokens(batch, heads, n, d, dtype=dtype, seed=seed)
@@ -186,9 +254,9 @@ def check(
             [(4, n_q, D), (2, n_k, D), (2, n_k, D_V), (4, n_q, D_V), (4, n_q, D_V)]
         )
     ]
-    spec = _resolve(FACTORED_QK.label(), dtype)
+    spec = FACTORED_QK if is_smooth else replace(FACTORED_QK, smoothing=Smoothing())
     options: dict[str, Any] = {
-        "spec": spec,
+        "spec": _resolve(spec.label(), dtype),
         "scale": 0.2,
         **MASKS[mask],
         "packing": packing,
@@ -198,7 +266,10 @@ def check(
     lse2 = tokens(batch, 4, n_q, dtype=torch.float32, seed=9)
     lse2[..., 5] = torch.inf
     d_lse = Rows.of(tokens(batch, 4, n_q, dtype=torch.float32, seed=10)) if has_d_lse else None
-    mean = compute_k_means(problem).ptr
+    mean = compute_k_means(problem).ptr if is_smooth else None
+    shift = compute_logit_shift(problem, mean)
+    softcap = Softcap.of(problem, shift)
+    is_capped = softcap.base2 is not None
     results = []
     for is_fused in (True, False):
         *qkv, o, do = (viewed(x, view) for x in plain) if is_fused else plain
@@ -210,7 +281,12 @@ def check(
         operands = OperandCache(problem, do, k_mean=mean)
         if is_fused:
             row_stats = filled((4 * sums.tokens * 4,))
-            prepare_backward(problem, operands, o, do, statistics, d_lse, sums, row_stats, tile=64)
+            given = (problem, operands, o, do, statistics, d_lse, sums, row_stats)
+            if is_capped:
+                shifts, ds_sums = prepare_capped_backward(*given, softcap, tile=64)
+                check_capped_rows(shifts, ds_sums, shift, statistics, problem)
+            else:
+                prepare_backward(*given, tile=64)
             check_row_stats(row_stats, statistics, sums, operands, problem)
         else:
             operands.quantize("qk_recompute")
@@ -222,7 +298,8 @@ def check(
                 "v": operands.get("dp", "v"),
                 "k_right": operands.get("dq", "k"),
             }
-            compute_units(problem, used, None, statistics, None, sums)
+            in_parts = operands.k_mean if is_capped else None
+            compute_units(problem, used, in_parts, statistics, None, sums)
         results.append((statistics, sums, operands))
     (found, found_sums, found_operands), (expected, sums, operands) = results
     assert_bitwise(actual=found.delta.ptr, expected=expected.delta.ptr, what="delta")
@@ -258,6 +335,31 @@ def stored_rows(x: Tensor, cu: Tensor | None) -> Tensor:
     return torch.cat(rows).to(x.device)
 
 
+def check_capped_rows(
+    shifts: Tensor | None,
+    ds_sums: DsSums | None,
+    shift: Tensor | None,
+    statistics: RowStatistics,
+    problem: KernelProblem,
+) -> None:
+    """Check the shifts, and that the sums of dS are 0. shift: of the logits, or None."""
+    assert (shifts is None) == (ds_sums is None) == (shift is None)
+    if shifts is None or ds_sums is None or shift is None:
+        return
+    rows = stored_rows(problem.q, problem.cu_q)
+    assert not bool(ds_sums.sums[:, rows].any())
+    if problem.cu_q is None:
+        batch, heads, n, _ = problem.q.shape
+        cap = problem.extras.softcap
+        assert cap is not None
+        padded = -(-n // 64) * 64
+        found = shifts.view(heads, -1)[:, rows].view(heads, batch, padded).transpose(0, 1)
+        expected = shift * torch.tensor(1 / cap, device=DEVICE)
+        expected = expected.masked_fill(statistics.lse2.ptr == torch.inf, 0.0)
+        expected = torch.nn.functional.pad(expected, (0, padded - n))
+        assert_bitwise(actual=found, expected=expected, what="shifts")
+
+
 def check_row_stats(
     row_stats: Tensor,
     statistics: RowStatistics,
@@ -269,14 +371,16 @@ def check_row_stats(
     rows = stored_rows(problem.q, problem.cu_q)
     scale = operands.get("qk_recompute", "q").scale[..., 0][:, rows]
     blocks = row_stats.view(4, -1, 4, 64)[:, rows[::64] // 64]
-    factor = scale * torch.tensor(0.2 * 1.4426950408889634, device=DEVICE)
+    cap = problem.extras.softcap
+    of_all = 0.2 * (1.4426950408889634 if cap is None else 1 / cap)
+    factor = scale * torch.tensor(of_all, device=DEVICE)
     assert_bitwise(actual=blocks[:, :, 0].flatten(1), expected=factor, what="factors")
     assert_bitwise(actual=blocks[:, :, 3].flatten(1), expected=1 / sums.unit[:, rows], what="units")
     assert not bool(sums.sums.view(4, sums.tokens, -1)[:, rows].any())
     if problem.cu_q is None:
         n = problem.q.shape[2]
         padded = -(-n // 64) * 64
-        for index, each in ((1, statistics.lse2), (2, statistics.delta)):
+        for index, each in ((1, -statistics.lse2.ptr), (2, statistics.delta.ptr)):
             found = blocks[:, :, index].reshape(4, problem.q.shape[0], padded).transpose(0, 1)
-            assert_bitwise(actual=found[..., :n], expected=each.ptr, what=f"statistic {index}")
-        assert bool((blocks[:, :, 1].reshape(4, -1, padded)[..., n:] == torch.inf).all())
+            assert_bitwise(actual=found[..., :n], expected=each, what=f"statistic {index}")
+        assert bool((blocks[:, :, 1].reshape(4, -1, padded)[..., n:] == -torch.inf).all())

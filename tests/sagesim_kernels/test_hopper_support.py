@@ -54,6 +54,8 @@ EXTRAS = {
     "key_mask": Extras(key_mask=torch.ones(1, 5, dtype=torch.bool)),
     "seqused_k": Extras(seqused_k=torch.empty(1, dtype=torch.int32, device="meta")),
     "sinks": Extras(sinks=torch.empty(2, device="meta")),
+    "softcap": Extras(softcap=20.0),
+    "softcap and sinks": Extras(sinks=torch.empty(2, device="meta"), softcap=20.0),
 }
 
 SERVED = {
@@ -93,9 +95,7 @@ OTHERS = {
     "d_v 128": problem(d_v=128),
     "negative scale": problem(scale=-1.0),
     "too many rows": problem(n_q=2**28, heads=2),
-    "softcap": problem(extras=Extras(softcap=20.0)),
-    "softcap and sinks": problem(extras=Extras(sinks=torch.empty(2, device="meta"), softcap=20.0)),
-    "wide heads with a softcap": problem(d=192, extras=Extras(softcap=20.0)),
+    "softcap and a negative scale": problem(scale=-1.0, extras=Extras(softcap=20.0)),
 }
 
 

@@ -60,7 +60,8 @@ def of_other_code() -> dict[str, Any]:
 
 
 def _not_run(case) -> dict[str, str]:
-    reasons = {"flash-attn-4": "ModuleNotFoundError: No module named 'flash_attn'"}
+    missing = "ModuleNotFoundError: No module named 'flash_attn'"
+    reasons = dict.fromkeys(("flash-attn-4", "flash-attn-4 deterministic"), missing)
     if isinstance(case, TimedCase | ModelCase) and not case.shape.is_causal:
         reasons["FlexAttention"] = "RuntimeError: no room"
     return {name: why for name, why in reasons.items() if name in case.contenders}

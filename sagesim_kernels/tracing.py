@@ -91,6 +91,8 @@ def trace(
         raise ValueError(
             "attn_mask: there are no kernels for it; use is_causal, window or key_mask"
         )
+    seqused_k = options.get("seqused_k")
+    key_mask = given.key_mask if seqused_k is None else None
     q, k, v, do = given.qkvdo
     check_device(q)
     check_call(q, k, v, spec, enable_gqa=given.enable_gqa)
@@ -112,7 +114,7 @@ def trace(
         scale=logit_scale(q, given.scale),
         is_causal=given.is_causal,
         lower_right=given.causal_alignment == "lower_right",
-        extras=Extras(given.window, given.key_mask, None, given.sinks, given.softcap),
+        extras=Extras(given.window, key_mask, seqused_k, given.sinks, given.softcap),
     )
     sites = [s for s in SITES if problem.spec.site(s).precision.is_scaled]
     shape = (*q.shape[:3], k.shape[2])

@@ -1,16 +1,18 @@
 """Plant realistic bugs in the kernels, one at a time, and check that the tests fail.
 
     python scripts/mutate.py [--jobs N] [--only NAME ...] [--out FILE.json [--add]]
+    python scripts/mutate.py --ampere   the same for the kernels for mma.sync, from their PTX
     python scripts/mutate.py --hopper   the same for the kernels for Hopper, on such a GPU
     python scripts/mutate.py --show     print the recorded bugs and the first test that failed
 
 Each bug is one replacement in a copy of the checkout, where the kernels' tests run until the first
 failure. The test that caught the bug in the recorded run comes first. A bug of the kernels for
-Hopper names its tests, and no others run. The tests that bugs name, or all of them, also run
-without a bug. FILE.json is written after each bug, and has the tests that passed without one. With
---add, bugs that it has are not planted again, and tests that passed without a bug do not run again
-without one; make sure that all runs are of the same commit, which the script does not check. Exits
-with 1 if fewer than 95 % of the bugs are caught, or if the tests fail without a bug.
+mma.sync or for Hopper names its tests, and no others run. The tests that bugs name, or all of them,
+also run without a bug. FILE.json is written after each bug, and has the tests that passed without
+one. With --add, bugs that it has are not planted again, bugs that the script no longer has are
+dropped, and tests that passed without a bug do not run again without one. Each bug has the commit
+in which it was planted; a bug that has changed since is not planted again by itself. Exits with 1
+if fewer than 95 % of the bugs are caught, or if the tests fail without a bug.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import time
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from sagesim.command import exit_code
@@ -552,8 +555,8 @@ BUGS = (
     Bug(
         "padded keys counted in the mean of K",
         "operands/means.py",
-        "tokens += tl.sum(live.to(tl.int32), 0)",
-        "tokens += blocks.BLOCK",
+        "tokens += tl.sum((live & (row < end * blocks.BLOCK)).to(tl.int32), 0)",
+        "tokens += tl.sum((row < end * blocks.BLOCK).to(tl.int32), 0)",
     ),
     Bug(
         "padded keys in the scales",
@@ -578,6 +581,24 @@ BUGS = (
         "operands/masking.py",
         "return lengths.key_mask + b.to(tl.int64) * lengths.n_k",
         "return lengths.key_mask + 0 * b.to(tl.int64)",
+    ),
+    Bug(
+        "lengths of the first sequence for all",
+        "operands/masking.py",
+        "tl.load(lengths.seqused_k + b)",
+        "tl.load(lengths.seqused_k + 0 * b)",
+    ),
+    Bug(
+        "a key behind the length of a sequence",
+        "operands/masking.py",
+        "tl.load(lengths.seqused_k + b).to(tl.int32)",
+        "(tl.load(lengths.seqused_k + b).to(tl.int32) + 1)",
+    ),
+    Bug(
+        "queries of a sequence of length 0 in the scales",
+        "operands/masking.py",
+        "n = tl.where(_used_keys(lengths, b) > 0, n, 0)",
+        "n = tl.where(_used_keys(lengths, b) >= 0, n, 0)",
     ),
     Bug(
         "sink left out of the forward",
@@ -823,10 +844,16 @@ BUGS = (
 )
 
 
-HOPPER_BUGS = tuple(
-    Bug(**fields)
-    for fields in tomllib.loads(Path(__file__).with_name("hopper_bugs.toml").read_text())["bug"]
-)
+def bugs_of(name: str) -> tuple[Bug, ...]:
+    """Return the bugs of a file beside this script."""
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return tuple(Bug(**fields) for fields in tomllib.loads(text)["bug"])
+
+
+AMPERE_BUGS = bugs_of("ampere_bugs.toml")
+"""Bugs of the kernels for mma.sync, which tests run on the CPU."""
+
+HOPPER_BUGS = bugs_of("hopper_bugs.toml")
 """Bugs of the kernels for Hopper. They need a GPU."""
 
 
@@ -852,6 +879,13 @@ class Plan:
 
 
 INTERPRETED = Plan(BUGS, TESTS, "not gpu", DATA / "mutations.json")
+AMPERE = Plan(
+    AMPERE_BUGS,
+    ["tests/sagesim_kernels/test_ampere_on_cpu.py"],
+    "not gpu",
+    DATA / "mutations_ampere.json",
+    " --ampere",
+)
 HOPPER = Plan(
     HOPPER_BUGS,
     ["tests/sagesim_kernels/test_hopper.py"],
@@ -901,6 +935,8 @@ def run(bug: Bug | None, plan: Plan, tests: list[str]) -> dict[str, object]:
                     f"{bug.name}: {text.count(bug.old)} places in {bug.file}, not {bug.times}"
                 )
             path.write_text(text.replace(bug.old, bug.new), encoding="utf-8")
+        if (ROOT / ".venv").exists():  # it has the oldest Triton, with which tests compile
+            (root / ".venv").symlink_to(ROOT / ".venv")
         start = time.perf_counter()
         failed = first_failure(root, plan, tests, plan.limit(bug, tests))
         seconds = time.perf_counter() - start
@@ -910,7 +946,19 @@ def run(bug: Bug | None, plan: Plan, tests: list[str]) -> dict[str, object]:
         "caught": failed is not None,
         "by": failed or "",
         "seconds": round(seconds, 1),
+        "commit": commit(),
     }
+
+
+@cache
+def commit() -> str:
+    """Return the commit of this checkout, with a + if what is copied differs; "" outside of git."""
+    git = ["git", "-C", str(ROOT)]
+    found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    if found.returncode:
+        return ""
+    differs = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *COPIED]).returncode
+    return found.stdout.strip() + ("+" if differs else "")
 
 
 def first_failure(root: Path, plan: Plan, tests: list[str], limit: int | None) -> str | None:
@@ -954,8 +1002,9 @@ def show(record: Path) -> None:
 
 def machine(plan: Plan) -> str:
     """Return what the tests ran on."""
-    if plan is INTERPRETED:
-        return f"CPU ({platform.machine()}), Triton's interpreter"
+    if plan is not HOPPER:
+        how = "Triton's interpreter" if plan is INTERPRETED else "PTX of Triton's oldest version"
+        return f"CPU ({platform.machine()}), {how}"
     import torch
     import triton
 
@@ -985,13 +1034,15 @@ def main() -> int:
     parser.add_argument(
         "--show", action="store_true", help="print the recorded run and run nothing"
     )
-    parser.add_argument("--hopper", action="store_true", help="bugs of the kernels for Hopper")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--ampere", action="store_true", help="bugs of the kernels for mma.sync")
+    kind.add_argument("--hopper", action="store_true", help="bugs of the kernels for Hopper")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="bugs whose name contains one")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--add", action="store_true", help="continue the record of --out")
     args = parser.parse_args()
-    plan = HOPPER if args.hopper else INTERPRETED
+    plan = AMPERE if args.ampere else HOPPER if args.hopper else INTERPRETED
     if args.show:
         if not plan.record.exists():
             raise SystemExit(f"{plan.record.relative_to(ROOT)} does not exist: no run is recorded")
@@ -1040,7 +1091,7 @@ def main() -> int:
             print(
                 f"{word:7} {result['seconds']:>6} s  {result['name']}  {result['by']}", flush=True
             )
-    bugs = list(planted.values())
+    bugs = [planted[b.name] for b in plan.bugs if b.name in planted]
     caught = sum(bool(b["caught"]) for b in bugs)
     print(f"{caught} of {len(bugs)} planted bugs caught")
     is_clean = not any(run_of.result()["caught"] for run_of in of_none)

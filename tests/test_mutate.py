@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "mutate.py"))
-BUGS = (*SCRIPT["BUGS"], *SCRIPT["HOPPER_BUGS"])
+BUGS = (*SCRIPT["BUGS"], *SCRIPT["AMPERE_BUGS"], *SCRIPT["HOPPER_BUGS"])
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
@@ -26,11 +26,12 @@ def test_names_are_unique():
     assert len({bug.name for bug in BUGS}) == len(BUGS)
 
 
-def test_the_tests_that_bugs_name_exist():
-    plan = SCRIPT["HOPPER"]
+@pytest.mark.parametrize(("plan", "several"), [("AMPERE", 5), ("HOPPER", 20)])
+def test_the_tests_that_bugs_name_exist(plan: str, several: int):
+    plan = SCRIPT[plan]
     assert all(bug.tests for bug in plan.bugs)
     named = SCRIPT["named_tests"](plan.bugs, plan)
-    assert len(named) == len({*named}) > 20
+    assert len(named) == len({*named}) > several
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     found = subprocess.run(
         [*command, *plan.tests], cwd=ROOT, capture_output=True, text=True, check=True
@@ -58,6 +59,25 @@ def test_the_time_without_a_bug_is_that_of_all_tests():
     (part,) = SCRIPT["controls"](plan.bugs, plan, 1)
     assert plan.limit(None, part) == len(part) * plan.limit(plan.bugs[0], part)
     assert SCRIPT["INTERPRETED"].limit(None, SCRIPT["TESTS"]) is None
+
+
+def test_a_bug_has_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With a mark, if a file that is copied has changed since."""
+    commit = SCRIPT["commit"].__wrapped__
+    monkeypatch.setitem(commit.__globals__, "ROOT", tmp_path)
+    assert commit() == ""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    copied = [tmp_path / name for name in SCRIPT["COPIED"]]
+    for path in copied:
+        path.write_text("as it is")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], check=True)
+    found = commit()
+    assert re.fullmatch("[0-9a-f]{7,}", found)
+    (tmp_path / "record.json").write_text("of a run")
+    assert commit() == found
+    copied[1].write_text("other")
+    assert commit() == found + "+"
 
 
 def test_a_record_is_continued_only_if_it_is_named(
@@ -116,3 +136,11 @@ def test_the_record_has_each_bug_as_soon_as_it_was_planted(
     ran.clear()
     assert main() == 0 and not ran
     assert "so are their tests without a bug" in capsys.readouterr().out
+    # A bug that the script no longer has is dropped with the next that is planted.
+    record = json.loads(out.read_text())
+    record["bugs"][0]["name"] = "gone"
+    out.write_text(json.dumps(record))
+    assert main() == 0 and [bug.name for bug in ran] == names[:1]
+    record = json.loads(out.read_text())
+    assert [bug["name"] for bug in record["bugs"]] == names and record["caught"] == 4
+    assert "4 of 4 planted bugs caught" in capsys.readouterr().out

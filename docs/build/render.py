@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import runpy
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -491,10 +492,35 @@ def qk16_speed() -> str:
     )
 
 
+def _caught(name: str) -> str:
+    """How many planted bugs of a record the tests caught, and which they missed."""
+    data = load(name)
+    missed = [bug["name"] for bug in data["bugs"] if not bug["caught"]]
+    words = f"**{data['caught']} of {len(data['bugs'])} planted bugs are caught.**"
+    return words + (f" Missed: {_names(missed)}." if missed else "")
+
+
+def _names(names: list[str]) -> str:
+    return "; ".join(f"*{name}*" for name in names)
+
+
 def mutations() -> str:
-    """How many planted bugs the tests caught."""
+    """How many planted bugs the tests caught, and how many of the script's are not recorded."""
     data = load("mutations")
-    return f"**{data['caught']} of {len(data['bugs'])} planted bugs are caught.**{source(data)}"
+    recorded = {bug["name"]: bug.get("commit") for bug in data["bugs"]}
+    script = runpy.run_path(str(ROOT / "scripts" / "mutate.py"))
+    every = [bug.name for bug in script["BUGS"]]
+    words = _caught("mutations")
+    if unknown := [name for name in every if name not in recorded]:
+        words += f" {len(unknown)} of the script's {len(every)} are not recorded yet."
+    if old := sum(commit is None for commit in recorded.values()):
+        words += f" {old} of the record were planted in earlier commits than the others."
+    return words + source(data)
+
+
+def ampere_mutations() -> str:
+    """How many bugs planted in the kernels for mma.sync the tests caught, and which they missed."""
+    return _caught("mutations_ampere") + source(load("mutations_ampere"))
 
 
 def hopper_mutations() -> str:
@@ -506,8 +532,7 @@ def hopper_mutations() -> str:
     return (
         f"**Of {len(bugs)} planted bugs, {data['caught'] - len(endless)} are caught by a test that "
         f"fails.** With {len(endless)} the tests did not end in their time. Missed: "
-        + "; ".join(f"*{name}*" for name in missed)
-        + f".{source(data)}"
+        + f"{_names(missed)}.{source(data)}"
     )
 
 
@@ -545,6 +570,7 @@ TABLES: dict[str, Callable[[], str]] = {
             gpu_checks,
             whole_models,
             mutations,
+            ampere_mutations,
             hopper_mutations,
             speed,
             qk16_speed,

@@ -8,7 +8,7 @@ from sagesim.analysis.attribution import (
     pool,
 )
 from sagesim.analysis.causality import Influence, influence
-from sagesim.analysis.layers import errors, errors_of_both
+from sagesim.analysis.layers import Measured, errors, errors_of_both, measure
 from sagesim.analysis.metrics import (
     GRADIENTS,
     TENSORS,
@@ -51,6 +51,7 @@ __all__ = [
     "Error",
     "Influence",
     "Layer",
+    "Measured",
     "RangeLoss",
     "Sample",
     "Setting",
@@ -69,6 +70,7 @@ __all__ = [
     "influence",
     "limitations",
     "mean",
+    "measure",
     "memory",
     "number",
     "pool",

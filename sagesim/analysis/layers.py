@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from sagesim.analysis.metrics import Comparison, Error, compare
-from sagesim.emulator import Exact, exact, exact_backward, trace
+from sagesim.emulator import Exact, Vanished, exact, exact_backward, trace
 from sagesim.problem import AttentionProblem
 from sagesim.spec import AttentionSpec
 
@@ -29,6 +31,16 @@ def errors(
     ).overall
 
 
+class Measured(NamedTuple):
+    """What one run of the emulator says about a problem, over all of its heads."""
+
+    errors: Mapping[str, Error]  #: against full precision
+    own: Mapping[str, Error]  #: against the exact gradients of the spec's own forward
+    vanished: Mapping[str, Vanished]
+    """By "site.tensor", the shares that become 0 as codes; means over heads if several groups of
+    heads are computed."""
+
+
 def errors_of_both(
     problem: AttentionProblem, spec: AttentionSpec
 ) -> tuple[Mapping[str, Error], Mapping[str, Error]]:
@@ -36,10 +48,32 @@ def errors_of_both(
 
     Args and memory: as `errors`. The second reference is `sagesim.exact_backward`.
     """
-    found: tuple[list[Comparison], list[Comparison]] = ([], [])
+    found = measure(problem, spec)
+    return found.errors, found.own
+
+
+def measure(problem: AttentionProblem, spec: AttentionSpec) -> Measured:
+    """The errors of `errors_of_both`, and how much of each operand becomes 0 as codes."""
+    of_exact: list[Comparison] = []
+    of_own: list[Comparison] = []
+    vanished: list[Mapping[str, Vanished]] = []
+    heads: list[int] = []
     for group in problem.head_groups():
         traced = trace(group, spec=spec)
-        found[0].append(compare(traced, exact(group)))
-        found[1].append(compare(traced, exact_backward(group, traced)))
-    of_exact, of_own = (Comparison.joined(each).overall for each in found)
-    return of_exact, of_own
+        of_exact.append(compare(traced, exact(group)))
+        of_own.append(compare(traced, exact_backward(group, traced)))
+        vanished.append(traced.vanished)
+        heads.append(math.prod(group.q.shape[:-2]))
+    shares = {key: _mean([each[key] for each in vanished], heads) for key in vanished[0]}
+    return Measured(Comparison.joined(of_exact).overall, Comparison.joined(of_own).overall, shares)
+
+
+def _mean(shares: Sequence[Vanished], heads: Sequence[int]) -> Vanished:
+    """The mean of shares of groups of heads, by the number of heads."""
+    return Vanished(
+        *(
+            sum(share * count for share, count in zip(part, heads, strict=True))
+            / max(sum(heads), 1)
+            for part in zip(*shares, strict=True)
+        )
+    )

@@ -5,7 +5,8 @@ weights, or a GGUF file. The command runs the model once, forward and backward, 
 a text. The output file holds q, k, v and the gradient dO of every attention layer. The loss is the
 model's own, times a power of two that keeps dO in the range of 16 bit. If the weights are in 16
 bit, the model computes in float32, which CPUs do faster, and the tensors are rounded to the dtype
-of the weights. Nothing is downloaded, and no code in the directory is executed.
+of the weights. Nothing is downloaded, and no code in the directory is executed. Tensors that FP16
+cannot hold are named: a product in FP16 would have a large error on them.
 
 examples:
   sagesim capture path/to/model book.txt mine.safetensors --tokens 512
@@ -68,7 +69,9 @@ def run(args: argparse.Namespace) -> None:
         raise Failure(f"{args.text}: not a readable UTF-8 text: {error}") from None
     require_writable(args.out, inputs=[args.text, args.model])
 
+    from sagesim.analysis import range_losses, range_warnings
     from sagesim.models import LanguageModel
+    from sagesim.spec import FPA_FP16
 
     try:
         with progress("loading the model") as bar:
@@ -88,6 +91,9 @@ def run(args: argparse.Namespace) -> None:
         raise Failure(str(error)) from None
     recorded.save(args.out)
     stdout().print(f"{args.out}: {len(recorded.calls)} layers, {tokens.count} tokens")
+    # Of the formats that a product in 16 bit may have, FP16 has the smallest range.
+    if sentences := range_warnings(range_losses(recorded.calls, FPA_FP16)):
+        stdout().print("\n".join([f"under {FPA_FP16.label()}:", *sentences]))
 
 
 def _plan(model: LanguageModel, tokens: Tokens, layers: list[int] | None) -> str:

@@ -13,8 +13,8 @@ examples:
 
 The function takes SDPA's arguments, fn(q, k, v, is_causal=..., scale=..., enable_gqa=...), with q
 of shape [B, H, N, D], and supports autograd. With --with, it also takes window, causal_alignment,
-key_mask, sinks and softcap, as sagesim.attention does. Its module must be installed or in this
-folder.
+key_mask, seqused_k, sinks and softcap, as sagesim.attention does. Its module must be installed or
+in this folder.
 
 The exit code is 0 if there is no difference, 1 if there is one, and 2 for invalid input.
 """

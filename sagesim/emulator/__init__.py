@@ -21,7 +21,7 @@ from sagesim.emulator.reference import Exact, exact, exact_backward
 from sagesim.emulator.rounding import CODE_MAX, uniform
 from sagesim.emulator.row_bounds import fold
 from sagesim.emulator.tiling import Panel
-from sagesim.emulator.tracing import ForwardSoftmax, Recorder, Trace, trace
+from sagesim.emulator.tracing import ForwardSoftmax, Recorder, Trace, Vanished, trace
 
 __all__ = [
     "CODE_MAX",
@@ -40,6 +40,7 @@ __all__ = [
     "Recorder",
     "SmoothedQK",
     "Trace",
+    "Vanished",
     "attention",
     "encode",
     "exact",

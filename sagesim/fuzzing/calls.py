@@ -35,7 +35,13 @@ class Called:
     """By tensor: an input that was overwritten, an invalid o, or a missing gradient."""
 
 
-def call(attention: Callable[..., Tensor], problem: AttentionProblem, **options: Any) -> Called:
+def call(
+    attention: Callable[..., Tensor],
+    problem: AttentionProblem,
+    *,
+    seqused_k: Tensor | None = None,
+    **options: Any,
+) -> Called:
     """Call `attention` and its backward through autograd.
 
     If o is invalid, the backward is not run.
@@ -44,6 +50,8 @@ def call(attention: Callable[..., Tensor], problem: AttentionProblem, **options:
         attention: called as `fn(q, k, v, is_causal=..., scale=..., enable_gqa=...)`, and with those
             of causal_alignment, window, key_mask, sinks and softcap that the problem has.
         problem: its q, k and v must be leaves of autograd.
+        seqused_k: the lengths of which the problem's key_mask is the mask; `attention` gets them in
+            place of the mask.
         options: further arguments for `attention`.
 
     Raises:
@@ -52,7 +60,11 @@ def call(attention: Callable[..., Tensor], problem: AttentionProblem, **options:
     inputs = _Inputs(problem)
     leaves = [x.requires_grad_() for x in (problem.q, problem.k, problem.v)]
     of_sdpa = {name: getattr(problem, name) for name in ("is_causal", "scale", "enable_gqa")}
-    o: Any = attention(*leaves, **of_sdpa | problem.given_options, **options)
+    given = of_sdpa | problem.given_options
+    if seqused_k is not None:
+        del given["key_mask"]
+        given["seqused_k"] = seqused_k
+    o: Any = attention(*leaves, **given, **options)
     problems = inputs.overwritten("forward")
     if invalid := _invalid(o, problem.gradient):
         return Called({}, problems | {"o": invalid})

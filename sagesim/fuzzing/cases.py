@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sagesim.fuzzing.calls import INPUTS, Outputs, call
+from sagesim.fuzzing.calls import INPUTS, Called, Outputs, call
 from sagesim.fuzzing.inputs import KINDS
 from sagesim.problem import NO_WINDOW, AttentionProblem, CausalAlignment
 
@@ -44,13 +44,18 @@ FEATURES: Final = {
 EXTRAS: Final = {
     "window": "window=(left, right) and causal_alignment",
     "padding": "key_mask",
+    "seqused_k": "the number of keys of each sequence; no case has key_mask and seqused_k",
     "sinks": "sinks; their gradient is not compared",
     "softcap": "softcap",
 }
 """Arguments that SDPA does not have, by the name that `extras` includes them by."""
 
-PADDINGS: Final = ("none", "right", "left", "random")
-"""Which keys of a sequence key_mask excludes: those from a length on, before one, or any."""
+PADDINGS: Final = ("none", "right", "left", "random", "seqused_k")
+"""Which keys of a sequence are padding.
+
+right, left, random: key_mask excludes those from a length on, before one, or any.
+seqused_k: as right, but the function gets the lengths. Many are 0 or all keys.
+"""
 
 HEAD_SIZES: Final = (16, 32, 64, 128, 40, 80, 96)
 """Powers of two first, because failures shrink to the first. Most kernels pad the other sizes."""
@@ -163,9 +168,30 @@ class FuzzCase:
                 return None
             case "random":
                 return torch.from_numpy(rng.random(shape) < 0.7)
+            case "seqused_k":
+                lengths = rng.integers(0, self.n_k + 1, self.batch)
+                ends = rng.choice(np.array([0, self.n_k]), self.batch)
+                lengths = np.where(rng.random(self.batch) < 0.5, lengths, ends)
+                return torch.from_numpy(np.arange(self.n_k) < lengths[:, None])
             case _:
                 mask = np.arange(self.n_k) < rng.integers(0, self.n_k + 1, (self.batch, 1))
                 return torch.from_numpy(mask[:, ::-1].copy() if self.padding == "left" else mask)
+
+    def call(
+        self, attention: Callable[..., Tensor], device: str | torch.device = "cpu", **options: Any
+    ) -> Called:
+        """Call `attention` and its backward through autograd, and note what it does wrong.
+
+        Args: see `run`.
+
+        Raises:
+            Exception: what `attention` or its backward raises.
+        """
+        problem = self.problem(device)
+        lengths = None
+        if self.padding == "seqused_k" and problem.key_mask is not None:
+            lengths = problem.key_mask.sum(-1, dtype=torch.int32)
+        return call(attention, problem, seqused_k=lengths, **options)
 
     def run(
         self, attention: Callable[..., Tensor], device: str | torch.device = "cpu", **options: Any
@@ -182,7 +208,7 @@ class FuzzCase:
             ValueError: if it overwrites an input, if o is not a tensor like do that requires grad,
                 or if a gradient is missing.
         """
-        called = call(attention, self.problem(device), **options)
+        called = self.call(attention, device, **options)
         for tensor, problem in called.problems.items():
             raise ValueError(f"{tensor}: {problem}")
         return Outputs(**called.outputs)
@@ -198,7 +224,9 @@ class FuzzCase:
             yield f"aligned {self.causal_alignment}"
         if self.window != NO_WINDOW:
             yield f"window {self.window}"
-        if self.padding != "none":
+        if self.padding == "seqused_k":
+            yield "seqused_k"
+        elif self.padding != "none":
             yield f"{self.padding} padding of keys"
         if self.sinks:
             yield "sinks"

@@ -324,7 +324,7 @@ _CHANGES: Final = {
     "the window is one key shorter on the left": _window(-1, 0),
     "the window is one key longer on the right": _window(0, 1),
     "the window is one key shorter on the right": _window(0, -1),
-    "key_mask is ignored": Change(problem=_unpadded),
+    "key_mask or seqused_k is ignored": Change(problem=_unpadded),
     "sinks are ignored": Change(problem=lambda x: replace(x, sinks=None)),
     "the softcap is ignored": Change(problem=lambda x: replace(x, softcap=None)),
     "the logits are not scaled": Change(problem=_without_scale),

@@ -69,8 +69,8 @@ def fuzz(
         without: features of calls to exclude: full (calls without a causal mask), causal, cross
             (n_q different from n_k), tails, gqa, scale, strides.
         extras: arguments to draw that SDPA does not have: window (with causal_alignment), padding
-            (key_mask), sinks and softcap, with the meaning that they have in `sagesim.attention`.
-            They are passed only where they are given.
+            (key_mask), seqused_k, sinks and softcap, with the meaning that they have in
+            `sagesim.attention`. They are passed only where they are given.
         name: "package.module:function", for the report. By default it is taken from the function's
             own module and name.
         progress: called with the name of the phase after each case, and when shrinking starts.

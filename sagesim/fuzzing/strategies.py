@@ -161,8 +161,11 @@ def _extras(draw: Draw, names: Collection[str], n_q: int, n_k: int) -> dict[str,
         side = st.just(-1) | st.integers(0, max(n_q, n_k))
         found["window"] = draw(side), draw(side)
         found["causal_alignment"] = draw(st.sampled_from(("upper_left", "lower_right")))
-    if "padding" in names and draw(st.booleans()):
-        found["padding"] = draw(st.sampled_from(PADDINGS[1:]))
+    paddings = [*PADDINGS[1:-1]] if "padding" in names else []
+    if "seqused_k" in names:
+        paddings.append("seqused_k")
+    if paddings and draw(st.booleans()):
+        found["padding"] = draw(st.sampled_from(paddings))
     if "sinks" in names:
         found["sinks"] = draw(st.booleans())
     if "softcap" in names and draw(st.booleans()):

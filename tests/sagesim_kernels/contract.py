@@ -105,7 +105,7 @@ class Tally:
 
 def run_kernels(case: Case, spec: AttentionSpec) -> KernelTrace:
     """Run the kernels on the device of a case, and return their trace on the CPU."""
-    found = kernel_trace(case, spec=spec)
+    found = kernel_trace(*case.qkvdo, spec=spec, **case.kernel_options)
     numbers = {name: getattr(found, name).cpu() for name in OUTPUTS}
     if found.dsinks is not None:
         numbers["dsinks"] = found.dsinks.cpu()

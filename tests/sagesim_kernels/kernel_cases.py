@@ -73,7 +73,9 @@ LENGTHS = SHORT * 3 + (65, 80, 96, 127, 128, 129, 150)
 HEAD_SIZES = (1, 8, 16, 16, 40, 64, 64, 72, 80, 96, 128)
 HEADS = ((1, 1, 1),) * 24 + ((1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2))
 """Batch, heads of k and v, query heads for each."""
-PADDINGS = ("none", "none", "none", "random", "right", "left")
+LENGTHS_OF_KEYS = {"int32 lengths": torch.int32, "int64 lengths": torch.int64}
+"""Paddings that kernels get as `seqused_k`, and its dtype."""
+PADDINGS = ("none", "none", "none", "none", "random", "right", "left", *LENGTHS_OF_KEYS)
 SIDES = (-1, -1, 0, 1, 5, 16, 31, 32, 40, 64, 100)
 """Keys of a window on one side; -1: no limit."""
 SOFTCAPS = (None, None, None, 0.5, 5.0, 50.0)
@@ -145,7 +147,13 @@ class KernelCase:
             do = do.flatten()[:1].expand(do.shape)
         if any(self.parsed.site(s).precision is not Precision.INT8 for s in ("dq", "dk")):
             do = do * _gain_within_half(do, v.repeat_interleave(groups, 1))
-        key_mask = _key_mask(rng, self.padding, batch, self.n_k)
+        seqused_k = None
+        if self.padding in LENGTHS_OF_KEYS:
+            dtype = LENGTHS_OF_KEYS[self.padding]
+            seqused_k = _lengths(rng, batch, self.n_k).to(DEVICE, dtype)
+            key_mask = torch.arange(self.n_k, device=DEVICE) < seqused_k[:, None]
+        else:
+            key_mask = _key_mask(rng, self.padding, batch, self.n_k)
         if key_mask is not None:
             is_padding = ~key_mask[:, None, :, None].cpu()
             k, v = (x.masked_fill(is_padding, float("nan")) for x in (k, v))
@@ -164,6 +172,7 @@ class KernelCase:
             causal_alignment=self.causal_alignment,
             window=self.window,
             key_mask=key_mask,
+            seqused_k=seqused_k,
             sinks=(
                 torch.from_numpy(gaussian(rng, (kv_heads * groups,)) * np.float32(3.0)).to(DEVICE)
                 if self.has_sinks
@@ -188,6 +197,13 @@ def low_logits(d: int, n: int) -> Case:
     )
     mask = _key_mask(rng, "random", 2, n)
     return Case(q=7 + q / 8, k=k / 8 - 7, v=v, do=do, key_mask=mask, kinds=("low logits",))
+
+
+def _lengths(rng: np.random.Generator, batch: int, n_k: int) -> Tensor:
+    """Return lengths of sequences of keys: no key, one, all but one, all, or any number."""
+    often = np.array([0, 1, n_k - 1, n_k])
+    uniform = rng.integers(0, n_k + 1, batch)
+    return torch.from_numpy(np.where(rng.random(batch) < 0.5, rng.choice(often, batch), uniform))
 
 
 def _key_mask(rng: np.random.Generator, padding: str, batch: int, n_k: int) -> Tensor | None:
@@ -308,7 +324,9 @@ def problems(draw: st.DrawFn, preset: AttentionSpec) -> KernelCase:
         d_v = draw(st.sampled_from(HEAD_SIZES)) if draw(st.integers(0, 2)) == 0 else d
         heads = draw(st.sampled_from(HEADS))
         dtype = draw(st.sampled_from(sorted(DTYPES)))
-    numbers = draw(_numbers(spec))
+    numbers, extras = draw(_numbers(spec)), draw(_extras())
+    if extras.get("padding", "none") != "none" and draw(st.booleans()):
+        heads = (2, *heads[1:])  # two sequences have different padding
     return KernelCase(
         spec=spec,
         n_q=draw(st.sampled_from(LENGTHS)),
@@ -319,7 +337,7 @@ def problems(draw: st.DrawFn, preset: AttentionSpec) -> KernelCase:
         dtype=dtype,
         is_causal=draw(st.booleans()),
         causal_alignment=draw(st.sampled_from(("upper_left", "lower_right"))),
-        **draw(_extras()),
+        **extras,
         layout=draw(st.sampled_from(LAYOUTS)),
         do_layout=draw(st.sampled_from((*LAYOUTS, "expanded"))),
         **numbers,

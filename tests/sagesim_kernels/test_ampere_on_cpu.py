@@ -60,7 +60,7 @@ CALLS = {
     "factored_qk": Call("factored_qk", 130, 150, is_causal=True),
     "fpa_fp16_d40": Call("fpa_fp16", 100, 100, d=40, is_causal=True, dtype=torch.float16),
     "factored_qk_grouped_d128": Call("factored_qk", 130, 100, d=128, heads=2, is_causal=True),
-    "two_formats_of_ds": Call("factored_qk dq=fp16 dk=bf16", 70, 100, is_causal=True),
+    "two_formats_of_ds": Call("factored_qk delta=p dq=fp16 dk=bf16", 70, 100, is_causal=True),
 }
 
 
@@ -137,6 +137,20 @@ def test_a_missing_barrier_is_found(runner: PtxRunner, spec: str, d: int) -> Non
     tensors, parsed = Call(spec, 140, 128, d=d).tensors(), AttentionSpec.parse(spec)
     races = runner.run(tensors, parsed, is_causal=True, removes_barriers=True).races
     assert races and all(races), races
+
+
+def test_a_ds_that_overflows_fp16_reaches_its_row_of_dq(runner: PtxRunner) -> None:
+    """No int32 is infinite: where a part of dQ is, its row becomes NaN. dP and delta are finite."""
+    tensors = Call("fpa_fp16", 70, 90, dtype=torch.float16).tensors()
+    tensors["v"] *= 200
+    tensors["do"][..., [7, 66], :] *= 2000
+    spec = AttentionSpec.parse("fpa_fp16")
+    emulated = sagesim.trace(**tensors, spec=spec)
+    overflows = (emulated.ds.abs() > torch.finfo(torch.float16).max).any(-1)
+    assert overflows.nonzero()[:, -1].tolist() == [7, 66] and bool(emulated.ds.isfinite().all())
+    found = runner.run(tensors, spec)
+    for dq in (found.dq, emulated.dq):
+        assert torch.equal(~dq.isfinite(), overflows[..., None].expand_as(dq))
 
 
 def test_a_factor_that_is_nan_reaches_its_row_alone(runner: PtxRunner) -> None:

@@ -7,7 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from sagesim import CAUSAL_SAFE, FACTORED_QK, SAGE_FORWARD, SAGEBWD, Delta, Rounding, Smoothing
+from sagesim import (
+    CAUSAL_SAFE,
+    FACTORED_QK,
+    SAGE_FORWARD,
+    SAGEBWD,
+    AttentionSpec,
+    Delta,
+    Rounding,
+    Smoothing,
+)
 from sagesim.problem import resolve_input16
 from sagesim_kernels.operands import KernelProblem, Rows, SubtractedMeans, finish_dq, padded
 from sagesim_kernels.operands.dq_sums import DqSums
@@ -108,6 +117,22 @@ def test_a_v_that_overflows_in_dp_alone_reaches_dq(name, token):
     bad = ~run_kernels(c, spec).dq.isfinite().all(-1).cpu()
     expected = ~run_trace(c, spec).dq.isfinite().all(-1).cpu()
     assert torch.equal(bad, expected) and bool(bad.any())
+
+
+@not_a_number
+@pytest.mark.parametrize("label", ["fpa_fp16", "factored_qk dq=fp16 dk=bf16"])
+def test_a_ds_that_overflows_fp16_reaches_its_row_of_dq(label):
+    """No int32 is infinite: where a part of dQ is, its row becomes NaN. dP and delta are finite."""
+    spec = AttentionSpec.parse(label)
+    c = kernel_case(seed=5, n_q=70, n_k=90, d=64)
+    c.v.mul_(200)
+    c.do[..., [7, 66], :] *= 2000
+    found, trace = run_kernels(c, spec), run_trace(c, spec)
+    assert bool(trace.ds.isfinite().all()) and bool(found.o.isfinite().all())
+    overflows = (trace.ds.abs() > torch.finfo(torch.float16).max).any(-1).cpu()
+    assert overflows.nonzero()[:, -1].tolist() == [7, 66]
+    for dq in (found.dq, trace.dq):
+        assert torch.equal(~dq.isfinite().cpu(), overflows[..., None].expand_as(dq))
 
 
 @not_a_number

@@ -45,6 +45,7 @@ class Case(AttentionProblem):
     """An attention problem whose repr gives its shapes and the kinds of its tensors."""
 
     do: Tensor
+    seqused_k: Tensor | None = None  #: lengths of which key_mask is the mask
     kinds: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -56,6 +57,13 @@ class Case(AttentionProblem):
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """The text that hypothesis prints."""
         printer.text(repr(self))
+
+    @property
+    def kernel_options(self) -> dict[str, Any]:
+        """The options as keyword arguments of the kernels, with the lengths if there are any."""
+        if self.seqused_k is None:
+            return self.options
+        return self.options | {"key_mask": None, "seqused_k": self.seqused_k}
 
     @property
     def sdpa_options(self) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def run_kernels(
     d_lse: the gradient of lse; None if the loss does not depend on lse.
     """
     leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
-    o, lse = attention(*leaves, spec=spec, return_lse=True, **(case.options | options))
+    o, lse = attention(*leaves, spec=spec, return_lse=True, **(case.kernel_options | options))
     outputs, gradients = ([o], [case.do]) if d_lse is None else ([o, lse], [case.do, d_lse])
     return Results(o.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, gradients))
 

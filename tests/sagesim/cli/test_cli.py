@@ -1,3 +1,4 @@
+import math
 import os
 import re
 import shutil
@@ -9,13 +10,23 @@ import torch
 
 import sagesim
 import sagesim.cli.trace
-from sagesim import AttentionSpec, attribute
-from sagesim.analysis import PAPER_TABLE_1, Setting, errors, errors_of_both, gaussian_errors, pool
+from sagesim import AttentionProblem, AttentionSpec, attribute, trace
+from sagesim.analysis import (
+    PAPER_TABLE_1,
+    Setting,
+    errors,
+    errors_of_both,
+    gaussian_errors,
+    measure,
+    pool,
+    range_losses,
+    range_warnings,
+)
 from sagesim.cli import COMMANDS, main
 from sagesim.cli.inputs import GRAMMAR, SHIPPED, load
 from sagesim.data import LLAMA
 from sagesim.models import Call, Capture
-from sagesim.spec import PRESETS, SAGEBWD, SITES, Granularity, Precision, RoundingMode
+from sagesim.spec import FPA_FP16, PRESETS, SAGEBWD, SITES, Granularity, Precision, RoundingMode
 from tests.support.full_disk import full_disk
 from tests.support.language_models import llama, save
 
@@ -52,6 +63,12 @@ def file(tmp_path, capture):
     return path
 
 
+@pytest.fixture(autouse=True)
+def no_progress_lines(monkeypatch):
+    """On a busy machine, a command says how far it is."""
+    monkeypatch.setattr("sagesim.progress_lines.FIRST_AFTER", math.inf)
+
+
 @pytest.fixture
 def run(capsys):
     """Runs a command that must succeed; returns its output."""
@@ -59,8 +76,7 @@ def run(capsys):
     def run(*argv):
         assert main([str(a) for a in argv]) == 0
         out, err = capsys.readouterr()
-        # On a busy machine, a command says how far it is.
-        assert [x for x in err.splitlines() if not x.startswith("measuring ")] == []
+        assert err == ""
         assert "\x1b" not in out, "colours in output that is not a terminal"
         return out
 
@@ -145,6 +161,40 @@ def test_trace_prints_table_2_beside_the_papers(run, file, capture):
     theirs = "the paper's model, layer 11"
     assert row(cosine, theirs)[3] == "0.9789"
     assert row(rel_l2, theirs)[3:] == ["0.2045", "0.0793", "0.2579", "0.3074", "0.0540"]
+
+
+def test_trace_prints_the_shares_that_become_0(run, tmp_path):
+    """Where there are many: one token of dO sets the scale of its block, far above the others."""
+    few, many = call(0), call(3)
+    do = many.do.clone()
+    do[..., 4, :] *= 1e4
+    many = replace(many, do=do)
+    for name, calls in (("few", (few,)), ("many", (few, many))):
+        Capture(calls=calls, loss_scale=1.0, source={}, torch_version="2").save(tmp_path / name)
+    title = "share rounded to 0"
+    spec = ("--spec", "fpa dv=int8@tile,block")
+    assert title not in run("trace", tmp_path / "few", *spec)
+    _, zeros = run("trace", tmp_path / "many", *spec).split(title)
+    traced = trace(many, spec=AttentionSpec.parse(spec[1])).vanished["dv.do"]
+    assert traced.rows > 0.5
+    assert row(zeros, "layer")[-1] == "dv.do"
+    assert row(zeros, "3 layer.3")[-1] == f"{traced.numbers:.1%} ({traced.rows:.1%})"
+    assert "(" not in row(zeros, "0 layer.0")[-1]
+
+
+def test_shares_that_become_0_are_means_over_groups_of_heads(monkeypatch):
+    problem = call(2)
+    whole = measure(problem, SAGEBWD).vanished
+    groups = AttentionProblem.head_groups
+    monkeypatch.setattr(AttentionProblem, "head_groups", lambda self: groups(self, entries=1))
+    parts = [trace(x, spec=SAGEBWD).vanished for x in problem.head_groups()]
+    assert len(parts) == 2
+    found = measure(problem, SAGEBWD).vanished
+    assert [*found] == [*whole]
+    for key, share in found.items():
+        expected = sum(part[key].numbers for part in parts) / 2
+        assert share.numbers == pytest.approx(expected, rel=1e-12)
+        assert share.numbers == pytest.approx(whole[key].numbers, rel=1e-6)
 
 
 def test_sigma_prints_table_1_beside_the_papers(run):
@@ -515,6 +565,25 @@ def test_capture_records_a_model(record, run, model, text, tmp_path):
     assert capture.source["text"] == "text.txt"
     assert capture.loss_scale == 32
     run("attribute", out)
+
+
+def test_capture_names_tensors_that_fp16_cannot_hold(record, text, tmp_path):
+    """With a small projection of O, dO is small; with a large one of V, V is large."""
+    for name, factor, sentence in (
+        ("o_proj", 1e-8, "dO underflows FP16 in dP = dO Vᵀ: rounding changes it by up to "),
+        ("v_proj", 1e9, "V overflows FP16 in O = PV in the forward: elements become infinite."),
+    ):
+        changed = llama()
+        for layer in changed.model.layers:
+            getattr(layer.self_attn, name).weight.data.mul_(factor)
+        out = tmp_path / f"{name}.safetensors"
+        said, _ = record(save(changed, tmp_path / name), text, out)
+        first, under, *sentences = said.splitlines()
+        assert first == f"{out}: 2 layers, 30 tokens"
+        assert under == "under fpa_fp16:"
+        assert any(each.startswith(sentence) for each in sentences), said
+        expected = range_warnings(range_losses(Capture.load(out).calls, FPA_FP16))
+        assert sentences == expected
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir, storage_directory
 
 from sagesim import CAUSAL_SAFE, FP8_GRADIENTS, AttentionSpec, FuzzCase, Precision, attention
-from sagesim.fuzzing.cases import DTYPES, FEATURES, LAYOUTS
+from sagesim.fuzzing.cases import DTYPES, EXTRAS, FEATURES, LAYOUTS, PADDINGS
 from sagesim.fuzzing.hypothesis_search import find
 from sagesim.fuzzing.inputs import KINDS
 from sagesim.fuzzing.strategies import cases, specs_for_kernels
@@ -60,6 +60,24 @@ class TestCase:
         assert seen == {"is_causal": True, "scale": 0.25, "enable_gqa": True}
         assert o.shape == dq.shape == (1, 2, 3, 8) and dk.shape == dv.shape == (1, 1, 5, 8)
 
+    def test_run_passes_lengths_in_place_of_their_mask(self):
+        case = FuzzCase(n_q=3, n_k=5, d=8, batch=6, padding="seqused_k", seed=2)
+        key_mask = case.problem().key_mask
+        seen = {}
+
+        def function(q, k, v, **options):
+            seen.update(options)
+            return attention(q, k, v, **options)
+
+        found = case.run(function)
+        lengths = seen.pop("seqused_k")
+        assert seen == {"is_causal": False, "scale": None, "enable_gqa": False}
+        assert lengths.dtype is torch.int32 and {0, 5} < {*lengths.tolist()}
+        expected = torch.arange(5) < lengths[:, None]
+        assert_bitwise(actual=key_mask, expected=expected, what="the mask of the problem")
+        assert all(bool(x.isfinite().all()) for x in found)
+        assert "seqused_k" in [*case.describe()]
+
     @pytest.mark.parametrize(
         "field, value",
         [
@@ -67,6 +85,7 @@ class TestCase:
             ("groups", 0),
             ("dtype", "float64"),
             ("layout", "expanded"),
+            ("padding", "left lengths"),
             ("do_layout", "x"),
             ("kinds", ("gaussian", "gaussian", "gaussian", "noise")),
         ],
@@ -112,6 +131,26 @@ class TestStrategies:
         assert any(has_feature[word](c) for c in drawn(cases(**sizes), 40))
         assert not any(has_feature[word](c) for c in drawn(cases(without=[word], **sizes), 40))
         assert drawn(cases(without=FEATURES.keys() - {"full", word}, **sizes), 5)
+
+    @pytest.mark.parametrize(
+        ("words", "expected"),
+        [
+            ((), {"none"}),
+            (("padding",), {*PADDINGS} - {"seqused_k"}),
+            (("seqused_k",), {"none", "seqused_k"}),
+            (tuple(EXTRAS), {*PADDINGS}),
+        ],
+    )
+    def test_padding_is_drawn_as_the_named_arguments(self, words, expected):
+        seen = drawn(cases(extras=words), 300)
+        assert {case.padding for case in seen} == expected
+        padded = [case for case in seen if case.padding == "seqused_k"]
+        if len(words) > 1:
+            assert {case.is_causal for case in padded} == {True, False}
+            alignments = {case.causal_alignment for case in padded}
+            assert alignments == {None, "upper_left", "lower_right"}
+            assert any(case.sinks and case.softcap for case in padded)
+            assert any(case.groups > 1 for case in padded)
 
     def test_lengths_head_sizes_and_dtypes_are_limited(self):
         for case in drawn(cases(longest=9, head_sizes=(24,), dtypes=("bfloat16",)), 40):

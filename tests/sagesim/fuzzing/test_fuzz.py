@@ -347,6 +347,39 @@ def write_before(x):
         x.data.as_strided((1,), (1,), x.storage_offset() - 1).fill_(1.0)
 
 
+class TestLengths:
+    def test_the_emulator_passes(self):
+        report = fuzz(
+            functools.partial(attention, spec=FACTORED),
+            spec=FACTORED,
+            cases=30,
+            max_length=40,
+            extras=("seqused_k", "window", "sinks", "softcap"),
+        )
+        assert report.failure is None, str(report)
+
+    def test_lengths_that_are_ignored_are_found(self):
+        def function(q, k, v, *, seqused_k=None, **options):
+            k, v = (x.nan_to_num(0.0) for x in (k, v))
+            return attention(q, k, v, spec=FACTORED, **options)
+
+        report = fuzz(function, spec=FACTORED, cases=30, max_length=40, extras=("seqused_k",))
+        assert report.failure is not None
+        assert report.failure.case.padding == "seqused_k"
+
+    @pytest.mark.slow
+    def test_a_key_too_many_is_found(self):
+        def function(q, k, v, *, seqused_k=None, **options):
+            if seqused_k is not None:
+                seqused_k = (seqused_k + 1).clamp(max=k.shape[2])
+                k, v = (x.nan_to_num(0.0) for x in (k, v))
+            return attention(q, k, v, spec=FACTORED, seqused_k=seqused_k, **options)
+
+        report = fuzz(function, spec=FACTORED, cases=30, max_length=40, extras=("seqused_k",))
+        assert report.failure is not None
+        assert report.failure.case.padding == "seqused_k"
+
+
 class TestOverwrittenInputs:
     def call(self, change, phase, **fields):
         def function(q, k, v, **options):

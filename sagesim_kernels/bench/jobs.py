@@ -38,6 +38,8 @@ PREPARATION: Final = {
     "prepare_keys_kernel": "units of dq",
     "prepare_queries_kernel": "delta",
     "row_statistics_kernel": "delta",
+    "capped_rows_kernel": "delta",
+    "sums_of_ds_kernel": "delta",
     "natural_lse_kernel": "logsumexp",
     "logit_shift_kernel": "smoothing",
     "count_keys_kernel": "smoothing",

@@ -17,8 +17,7 @@ pytestmark = pytest.mark.gpu
 
 SPECS = ("sagebwd", "factored", "factored_pv16", "factored_qk", "fpa_bf16", "fpa_fp16")
 DRAWS = 25
-"""Calls for each compilation of the kernels for mma.sync. Those that prepare operands are compiled
-for each kind of strides."""
+"""Calls for each spec, head size and mask."""
 
 LENGTHS = (31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 191, 192, 193, 300, 449)
 
@@ -34,25 +33,26 @@ def are_served(unplanned, monkeypatch: pytest.MonkeyPatch, spec: str):
 
 @pytest.mark.usefixtures("are_served")
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("d", [40, 64, 96, 128], ids=lambda d: f"d{d}")
+@pytest.mark.parametrize("d", [40, 128], ids=lambda d: f"d{d}")
 @pytest.mark.parametrize("spec", SPECS)
 def test_results_are_as_exact_as_the_emulators(spec: str, d: int, is_causal: bool) -> None:
     """Up to one rounding to the dtype of the inputs."""
     parsed = PRESETS[spec]
     rng = np.random.default_rng([SPECS.index(spec), d, is_causal])
-    for number in range(DRAWS):
+    layout = str(rng.choice(LAYOUTS))  # kernels are compiled for each
+    for _ in range(DRAWS):
         problem = KernelCase(
             spec=parsed,
             n_q=int(rng.choice(LENGTHS)),
             n_k=int(rng.choice(LENGTHS)),
             d=d,
             d_v=d,
-            heads=((2, 2, 2), (1, 3, 1))[number % 2],
+            heads=(1, 6, 2),
             kinds=("gaussian",) * 4,
             dtype="float16" if spec == "fpa_fp16" else "bfloat16",
             is_causal=is_causal,
             causal_alignment=("upper_left", "lower_right")[int(rng.integers(2))],
-            layout=str(rng.choice(LAYOUTS)),
+            layout=layout,
             seed=int(rng.integers(2**31)),
         )
         found = run_kernels(problem.case, parsed)

@@ -109,10 +109,12 @@ def groups() -> list[Group]:
     """Every table."""
     whole = read(records.DATA / "bench.json")
     code = read(records.DATA / "bench_sm80.json")
+    int8 = read(records.DATA / "native_int8.json")
     cards = json.loads((records.DATA / "cards.json").read_text(encoding="utf-8"))
     newer, earlier, masks = records.of_models(), records.of_models_earlier(), records.of_masks()
     return [
         Group("long sequences, on Hopper", list(on_hopper(whole)), _source(whole)),
+        Group("dV, dQ and dK in INT8, on Hopper", list(of_int8(int8)), _source(int8)),
         Group("where models run", list(of_models(newer, earlier)), _source(newer, earlier)),
         Group("training steps of models", list(of_training(newer)), _source(newer)),
         Group("windows and padded keys", list(of_masks(masks)), _source(masks)),
@@ -136,10 +138,6 @@ def summary() -> str:
 def on_hopper(record: Document) -> Iterator[Aim]:
     """Specs beside peers that use Hopper's instructions, forward and backward and forward alone."""
 
-    def both(spec: str, peer: str, d: int, lengths: Sequence[int], least: float) -> Aim:
-        found = [_speed(record, d, n, m, spec, peer) for n in lengths for m in (False, True)]
-        return Aim(_case(spec, d, lengths), _NAMES[peer], found, least=least)
-
     for spec, peer, lengths, *bounds in (
         (DEFAULT, "deterministic", LONG, 1.05, 1.1),
         (DEFAULT, FLASH_4, LONG, 1.0, 1.0),
@@ -150,11 +148,9 @@ def on_hopper(record: Document) -> Iterator[Aim]:
         (FP8, FLASH_4, LONG, 1.05, 1.12),
         (FP8, FLASH_4, LONG, 1.2, 1.25),
         (FP8, CUDNN, LONG, 1.2, 1.2),
-        ("sagebwd", FLASH, LONG[:2], 1.0, 1.0),
-        ("factored", FLASH, LONG[:2], 1.0, 1.0),
     ):
         for d, least in zip(HEAD_SIZES, bounds, strict=True):
-            yield both(spec, peer, d, lengths, least)
+            yield _both(record, spec, peer, d, lengths, least)
     for d in HEAD_SIZES:
         found = [
             _speed(record, d, n, m, DEFAULT, FLASH, "forward") for n in LONG for m in (False, True)
@@ -164,6 +160,21 @@ def on_hopper(record: Document) -> Iterator[Aim]:
         found = [_preparation(record, d, 8192, m, spec) for d in HEAD_SIZES for m in (False, True)]
         case = f"preparation, `{spec}`, 8192 tokens"
         yield Aim(case, "all kernels' time", found, most=most, unit="%")
+
+
+def of_int8(record: Document) -> Iterator[Aim]:
+    """Specs with all products of P and dS in INT8, which Hopper's own kernels do not compute."""
+    for spec in ("sagebwd", "factored"):
+        for d in HEAD_SIZES:
+            yield _both(record, spec, FLASH, d, LONG[:2], 1.0)
+
+
+def _both(
+    record: Document, spec: str, peer: str, d: int, lengths: Sequence[int], least: float
+) -> Aim:
+    """Forward and backward, without a mask and causal."""
+    found = [_speed(record, d, n, m, spec, peer) for n in lengths for m in (False, True)]
+    return Aim(_case(spec, d, lengths), _NAMES[peer], found, least=least)
 
 
 def _case(spec: str, d: int, lengths: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
 """Run all checks that need a GPU, and record their commands and results.
 
     python scripts/gpu_checks.py [--out docs/data/gpu_checks.json] [--only NAME ...] [--after LOG]
-                                 [--limit SECONDS]
+                                 [--limit SECONDS] [--workers N]
 
 Each check is a command. Of the combinations in test_hopper.py, those marked `exhaustive` are left
 out; `make gpu-test` runs them. The record holds its exit code, its time, the last lines that it
@@ -11,6 +11,9 @@ CONTRIBUTING.md.
 
 With --limit a check of pytest is ended after so many seconds. Its record has the numbers of tests
 that passed and failed until then, and it counts as not passed.
+
+--workers is the most processes of a check of pytest. By default each core has one, up to the
+number that suits the check's memory.
 
 To split the fuzz cases over several runs, save the output of pytest -v and pass it as LOG to the
 next run. Tests that passed according to LOG are not run again, and the record holds their number.
@@ -52,6 +55,18 @@ CALLS = [
 ]
 """Tests of attention calls. A contract test or a fuzz case runs the portable kernels if they have
 to write codes of P or dS; a call runs the kernels of its GPU."""
+
+
+def with_workers(command: list[str], most: int) -> list[str]:
+    """Return a command of pytest with at most so many workers; other commands stay.
+
+    >>> with_workers(["pytest", "-n", "16", "tests"], 4)
+    ['pytest', '-n', '4', 'tests']
+    """
+    if "-n" not in command:
+        return command
+    at = command.index("-n") + 1
+    return [*command[:at], str(min(int(command[at]), most)), *command[at + 1 :]]
 
 
 def pytest(*arguments: str, workers: int = 60) -> list[str]:
@@ -139,12 +154,15 @@ def until_cut_off(lines: Iterable[str]) -> dict[str, int]:
     return {name: list(ended.values()).count(name.upper()) for name in ("passed", "failed")}
 
 
-def run(name: str, passed: set[str], limit: float | None) -> dict[str, object]:
+def run(
+    name: str, passed: set[str], limit: float | None = None, workers: int = CORES
+) -> dict[str, object]:
     """Run one check and return its record.
 
-    passed: tests that are not run again. limit: seconds, or None.
+    passed: tests that are not run again. limit: seconds, or None. workers: see `with_workers`.
     """
-    command = [*CHECKS[name], *(f"--deselect={test}" for test in sorted(passed))]
+    check = with_workers(CHECKS[name], workers)
+    command = [*check, *(f"--deselect={test}" for test in sorted(passed))]
     env = dict(os.environ)
     if "sanitizer" in command[0]:
         env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -180,7 +198,7 @@ def run(name: str, passed: set[str], limit: float | None) -> dict[str, object]:
         finally:
             timer.cancel()
     seconds = time.perf_counter() - start
-    words = [Path(w).name if w.startswith("/") else w for w in CHECKS[name]]
+    words = [Path(w).name if w.startswith("/") else w for w in check]
     before = {"passed_in_a_run_before": len(passed)} if passed else {}
     return {
         "command": " ".join(words),
@@ -201,7 +219,10 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
     parser.add_argument("--after", type=Path, metavar="LOG", help="output of pytest -v")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="end checks after this time")
+    parser.add_argument("--workers", type=int, default=CORES, metavar="N", help="at most")
     args = parser.parse_args()
+    if args.workers < 1:
+        parser.error(f"--workers {args.workers}: at least 1")
     if args.limit is not None and any("pytest" not in CHECKS[name] for name in args.only):
         parser.error("--limit needs --only with checks that run pytest")
     passed: set[str] = set()
@@ -214,7 +235,7 @@ def main() -> int:
     check_writable(args.out)
     checks = json.loads(args.out.read_text())["checks"] if args.out.exists() else {}
     for name in args.only:
-        record = run(name, passed, args.limit)
+        record = run(name, passed, args.limit, args.workers)
         print(f"{name}: exit code {record['exit_code']}, {record['seconds']} s")
         checks[name] = record | {
             "machine": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, "

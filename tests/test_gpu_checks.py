@@ -115,3 +115,19 @@ def test_the_record_of_a_check_that_is_cut_off_counts_its_tests(gpu_checks, monk
     assert record["until_cut_off"] == {"passed": 1, "failed": 1}
     assert record["passed"] is False
     assert record["seconds"] < 30
+
+
+def test_workers_are_limited(gpu_checks) -> None:
+    for name, command in gpu_checks.CHECKS.items():
+        limited = gpu_checks.with_workers(command, 2)
+        if "pytest" in command:
+            assert int(limited[limited.index("-n") + 1]) <= 2
+        else:
+            assert limited == command, name
+
+
+def test_no_workers_are_refused(gpu_checks, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_checks.py", "--workers", "0"])
+    with pytest.raises(SystemExit):
+        gpu_checks.main()
+    assert "--workers 0: at least 1" in capsys.readouterr().err

@@ -221,8 +221,9 @@ def ampere_forward(
                     tokens = right_chunk(v_s.index(stage), 1, ACC)
                     total1 = mma_v2(p16, tokens, total1 * shrink[:, None])
 
-    has_keys = row_sum != 0.0  # also if it is NaN
-    row_sum = gl.where(has_keys, row_sum, 1.0)
+    # A sum of NaN is not 0. If the magnitude of the logits is above 2^28, all P of a row may be 0.
+    has_keys = (row_sum != 0.0) | (row_max > -float("inf"))
+    row_sum = gl.where(row_sum != 0.0, row_sum, 1.0)
     row_lse2 = row_max + gl.log2(row_sum)
     if v.scale is not None:
         row_lse2 -= _LOG2_LEFT

@@ -1,4 +1,4 @@
-"""A step of the forward's softmax under a mask."""
+"""Steps of the forward's softmax, with and without a mask, and the logsumexp."""
 
 # Pyright takes the annotations of Gluon's functions literally:
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -93,3 +93,44 @@ def masked_softmax_step(s, factor, row_max, keys, mask, row_shift, base2):
         is_attended = keys[None, :] <= last[:, None]
         is_attended = is_attended & (keys[None, :] >= (mask.queries + mask.lowest)[:, None])
     return softmax_step(x, row_max, is_attended)
+
+
+@gluon.jit
+def row_max_of_codes(s):
+    """Return the maximum of each row of the int32 sums, in float32.
+
+    One instruction compares three integers but only two floats. The factor that turns sums into
+    logits is not negative, so the maximum is at the same key.
+    """
+    return gl.max(gl.convert_layout(s, S_FLOAT32), 1).to(gl.float32)
+
+
+@gluon.jit
+def upper_max(s, factor):
+    """Return a little more than the greatest logit of each row, at most 2^-22 of it.
+
+    So no exponent of the row is positive, although its product is not rounded.
+    """
+    row_max = row_max_of_codes(s) * factor
+    step = gl.full(row_max.shape, 2.0**-23, gl.float32, row_max.type.layout)
+    return gl.fma(gl.abs(row_max), step, row_max)
+
+
+@gluon.jit
+def exponents(s, factor, row_max):
+    """Return s * factor - row_max, rounded once."""
+    s = gl.convert_layout(s.to(gl.float32), S_FLOAT32)
+    factor = factor[:, None].broadcast_to(s.shape)
+    return gl.fma(s, factor, -row_max[:, None].broadcast_to(s.shape))
+
+
+@gluon.jit
+def lse2_of(row_sum, row_max):
+    """Return the logsumexp in base 2 of rows; infinity for those that attend to no key.
+
+    If the magnitude of the logits is above 2^28, `upper_max` may be so much larger that all P of a
+    row are 0. Its logsumexp is then the maximum.
+    """
+    is_empty = (row_sum == 0.0) & (row_max == -float("inf"))
+    lse2 = row_max + gl.log2(gl.where(row_sum == 0.0, 1.0, row_sum))
+    return gl.where(is_empty, float("inf"), lse2)

@@ -24,8 +24,11 @@ from sagesim_kernels.hopper.forward_masks import (
     S_FLOAT32,
     S_ROWS,
     capped_softmax_step,
+    exponents,
     key_indices,
+    lse2_of,
     masked_softmax_step,
+    upper_max,
 )
 from sagesim_kernels.hopper.forward_structures import Mask
 from sagesim_kernels.hopper.forward_tiles import (
@@ -175,35 +178,6 @@ def _compute_s(q, buffers, barriers, load_count):
     s = warpgroup_mma_wait(0, deps=[_start_qk(q, buffers.k.index(stage))])
     mbarrier.arrive(barriers.empty.index(stage), count=1)
     return s
-
-
-@gluon.jit
-def row_max_of_codes(s):
-    """Return the maximum of each row of the int32 sums, in float32.
-
-    One instruction compares three integers but only two floats. The factor that turns sums into
-    logits is not negative, so the maximum is at the same key.
-    """
-    return gl.max(gl.convert_layout(s, S_FLOAT32), 1).to(gl.float32)
-
-
-@gluon.jit
-def upper_max(s, factor):
-    """Return a little more than the greatest logit of each row, at most 2^-22 of it.
-
-    So no exponent of the row is positive, although its product is not rounded.
-    """
-    row_max = row_max_of_codes(s) * factor
-    step = gl.full(row_max.shape, 2.0**-23, gl.float32, row_max.type.layout)
-    return gl.fma(gl.abs(row_max), step, row_max)
-
-
-@gluon.jit
-def exponents(s, factor, row_max):
-    """Return s * factor - row_max, rounded once."""
-    s = gl.convert_layout(s.to(gl.float32), S_FLOAT32)
-    factor = factor[:, None].broadcast_to(s.shape)
-    return gl.fma(s, factor, -row_max[:, None].broadcast_to(s.shape))
 
 
 @gluon.jit
@@ -384,12 +358,13 @@ def consume(
                 row_sum, row_max, sqrt_rescale = add_sink_of_rows(
                     sink2, lse2, lengths.cu_q, b, h, rows, n_q, row_sum, row_max
                 )
-            row_lse2 = gl.where(row_sum == 0.0, float("inf"), row_max + gl.log2(row_sum))
+            row_lse2 = lse2_of(row_sum, row_max)
             gl.store(row_base(lse2, lengths.cu_q, b, h) + rows, row_lse2, mask=rows < n_q)
             row_sum = gl.convert_layout(row_sum, O_ROWS)[:, None]
             # o * (1 / row_sum) has the bits of o / row_sum. The division compiles to the same
-            # product, with extra scaling for sums that cannot occur: the greatest exponential of a
-            # row, or that of its sink, is 1. In rows without a key, V may have added 0 * NaN to o.
+            # product, with extra scaling for sums that do not occur with ordinary logits: the
+            # greatest exponential of a row, or that of its sink, is nearly 1. In rows without a
+            # key, V may have added 0 * NaN to o.
             inverse = 1.0 / row_sum
             if sink2 is not None:
                 sqrt_rescale = gl.convert_layout(sqrt_rescale, O_ROWS)[:, None]

@@ -15,13 +15,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagesim_kernels.hopper.channel_parts import BLOCK, buffer_at, start_product
-from sagesim_kernels.hopper.forward_masks import capped_softmax_step, logits_of, softmax_step
-from sagesim_kernels.hopper.forward_warps import (
-    compute_before_wait,
+from sagesim_kernels.hopper.forward_masks import (
+    capped_softmax_step,
     exponents,
-    partial_sums,
+    logits_of,
+    lse2_of,
+    softmax_step,
     upper_max,
 )
+from sagesim_kernels.hopper.forward_warps import compute_before_wait, partial_sums
 from sagesim_kernels.hopper.wide_structures import BlockMask, Walk
 from sagesim_kernels.hopper.wide_warps import (
     OWNED,
@@ -246,7 +248,7 @@ def compute_o(
         row_sum, row_max, sqrt_rescale = add_sink_of_rows(
             sink2, lse2, lengths.cu_q, b, h, rows, n_q, row_sum, row_max
         )
-    row_lse2 = gl.where(row_sum == 0.0, float("inf"), row_max + gl.log2(row_sum))
+    row_lse2 = lse2_of(row_sum, row_max)
     gl.store(row_base(lse2, lengths.cu_q, b, h) + rows, row_lse2, mask=rows < n_q)
     # o * (1 / row_sum) has the bits of o / row_sum, see `forward_warps`. In rows without a key, V
     # may have added 0 * NaN to o.

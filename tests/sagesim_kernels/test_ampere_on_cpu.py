@@ -162,3 +162,13 @@ def test_a_factor_that_is_nan_reaches_its_row_alone(runner: PtxRunner) -> None:
     is_nan = found.o.isnan().all(-1)[0, 0]
     # The block of keys from 64 to 127 has a scale that is NaN.
     assert not is_nan[:64].any() and is_nan[64:].all()
+
+
+@pytest.mark.parametrize("spec", ["factored_qk smooth=none", "sagebwd smooth=none"])
+def test_huge_logits_give_finite_results(runner: PtxRunner, spec: str) -> None:
+    """Beyond 2^28 all P of a row may be 0, because the forward subtracts more than its maximum."""
+    tensors = Call("factored_qk", 70, 70).tensors()
+    tensors |= {name: tensors[name] * 2.0**18 for name in ("q", "k")}
+    found = runner.run(tensors, sagesim.AttentionSpec.parse(spec))
+    for name in OUTPUTS:
+        assert getattr(found, name).isfinite().all(), name

@@ -25,6 +25,7 @@ MODULES = (
     "operands.logsumexp",
     "hopper.forward",
     "hopper.backward_kernel",
+    "hopper.capped_rows",
     "hopper.preparation",
     "hopper.splits",
     "hopper.wide_kernel",

@@ -49,6 +49,7 @@ def test_show(shown, capsys):
     assert f"{len(document()['cases'])} cases in {shown}" in printed
     assert {p.name for p in shown.parent.glob("*.png")} == {
         "bench_time.png",
+        "bench_frontier.png",
         "bench_payoff.png",
         "bench_ratio_sdpa_flash.png",
         "bench_ratio_sdpa_cudnn.png",

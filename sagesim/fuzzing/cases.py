@@ -177,22 +177,6 @@ class FuzzCase:
                 mask = np.arange(self.n_k) < rng.integers(0, self.n_k + 1, (self.batch, 1))
                 return torch.from_numpy(mask[:, ::-1].copy() if self.padding == "left" else mask)
 
-    def call(
-        self, attention: Callable[..., Tensor], device: str | torch.device = "cpu", **options: Any
-    ) -> Called:
-        """Call `attention` and its backward through autograd, and note what it does wrong.
-
-        Args: see `run`.
-
-        Raises:
-            Exception: what `attention` or its backward raises.
-        """
-        problem = self.problem(device)
-        lengths = None
-        if self.padding == "seqused_k" and problem.key_mask is not None:
-            lengths = problem.key_mask.sum(-1, dtype=torch.int32)
-        return call(attention, problem, seqused_k=lengths, **options)
-
     def run(
         self, attention: Callable[..., Tensor], device: str | torch.device = "cpu", **options: Any
     ) -> Outputs:
@@ -208,7 +192,7 @@ class FuzzCase:
             ValueError: if it overwrites an input, if o is not a tensor like do that requires grad,
                 or if a gradient is missing.
         """
-        called = self.call(attention, device, **options)
+        called = call_with(self, attention, device, **options)
         for tensor, problem in called.problems.items():
             raise ValueError(f"{tensor}: {problem}")
         return Outputs(**called.outputs)
@@ -264,3 +248,23 @@ def _lay_out(x: Tensor, layout: str) -> Tensor:
             return x[:1, :1, :1, :1].clone().reshape(()).expand(x.shape)
         case _:
             return x
+
+
+def call_with(
+    case: FuzzCase,
+    attention: Callable[..., Tensor],
+    device: str | torch.device = "cpu",
+    **options: Any,
+) -> Called:
+    """Call `attention` and its backward through autograd, and note what it does wrong.
+
+    The arguments are those of `FuzzCase.run`.
+
+    Raises:
+        Exception: what `attention` or its backward raises.
+    """
+    problem = case.problem(device)
+    lengths = None
+    if case.padding == "seqused_k" and problem.key_mask is not None:
+        lengths = problem.key_mask.sum(-1, dtype=torch.int32)
+    return call(attention, problem, seqused_k=lengths, **options)

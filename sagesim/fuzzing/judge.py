@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sagesim.fuzzing.calls import INPUTS
-from sagesim.fuzzing.cases import FuzzCase
+from sagesim.fuzzing.cases import FuzzCase, call_with
 from sagesim.fuzzing.tolerance import ORDER, Contract, Difference
 from sagesim.spec import AttentionSpec
 
@@ -59,7 +59,7 @@ def judge(
 ) -> Outcome:
     """Run a case in this process. An exception of the kernel is an outcome."""
     try:
-        called = case.call(attention, device)
+        called = call_with(case, attention, device)
     except Exception as error:  # any exception of the kernel is a failure to report
         # A fault of a device is raised by PyTorch or Triton, whichever notices it first. Both raise
         # kinds of RuntimeError.

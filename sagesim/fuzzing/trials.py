@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from sagesim.fuzzing.cases import FuzzCase
+from sagesim.fuzzing.cases import FuzzCase, call_with
 from sagesim.fuzzing.fresh_process import CRASH, CannotStart, FreshProcesses
 from sagesim.fuzzing.judge import Outcome, judge
 from sagesim.spec import AttentionSpec
@@ -79,7 +79,7 @@ class Trials:
     def outputs(self, case: FuzzCase) -> Mapping[str, Tensor] | None:
         """The kernel's outputs, from a call in this process; None if something else is wrong."""
         try:
-            called = case.call(self._attention, self.device)
+            called = call_with(case, self._attention, self.device)
         except Exception:  # any exception of the kernel
             return None
         return None if called.problems else called.outputs

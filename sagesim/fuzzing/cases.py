@@ -50,7 +50,8 @@ EXTRAS: Final = {
 }
 """Arguments that SDPA does not have, by the name that `extras` includes them by."""
 
-PADDINGS: Final = ("none", "right", "left", "random", "seqused_k")
+KEY_MASKS: Final = ("right", "left", "random")
+PADDINGS: Final = ("none", *KEY_MASKS, "seqused_k")
 """Which keys of a sequence are padding.
 
 right, left, random: key_mask excludes those from a length on, before one, or any.

@@ -19,8 +19,8 @@ from sagesim.fuzzing.cases import (
     EXTRAS,
     FEATURES,
     HEAD_SIZES,
+    KEY_MASKS,
     LAYOUTS,
-    PADDINGS,
     FuzzCase,
 )
 from sagesim.fuzzing.inputs import KINDS
@@ -161,7 +161,7 @@ def _extras(draw: Draw, names: Collection[str], n_q: int, n_k: int) -> dict[str,
         side = st.just(-1) | st.integers(0, max(n_q, n_k))
         found["window"] = draw(side), draw(side)
         found["causal_alignment"] = draw(st.sampled_from(("upper_left", "lower_right")))
-    paddings = [*PADDINGS[1:-1]] if "padding" in names else []
+    paddings = [*KEY_MASKS] if "padding" in names else []
     if "seqused_k" in names:
         paddings.append("seqused_k")
     if paddings and draw(st.booleans()):

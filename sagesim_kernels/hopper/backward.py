@@ -159,7 +159,8 @@ def launch_backward(
     if splits > 1:
         add_splits(problem, dk_parts, dk, scale)
         add_splits(problem, dv_parts, dv, 1.0)
-    row_sums = ds_row_sums(problem, p_sink, statistics, d_lse)
-    if ds_sums is not None:
+    if ds_sums is None:
+        row_sums = ds_row_sums(problem, p_sink, statistics, d_lse)
+    else:
         row_sums = sums_of_ds(problem, ds_sums)
     finish_dq(problem, dq_sums, statistics.lse2, row_sums, operands.subtracted, dq)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim_kernels.hopper.capped_logits import DsSums
+from sagesim_kernels.hopper.preparation import start_rows
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
@@ -29,7 +30,6 @@ from sagesim_kernels.operands import (
     RowStatistics,
     Softcap,
     Strided,
-    clear_tma_sums,
     compute_key_bounds,
     head_pointers,
     inverse_of,
@@ -46,7 +46,6 @@ from sagesim_kernels.operands import (
     store_rows,
     stored_start_of,
     subtract_lse_gradient,
-    upper_lse2,
 )
 
 _FINER_BITS = tl.constexpr(24)
@@ -106,14 +105,9 @@ def capped_rows_kernel(
         inverse = inverse_ds_units(unit, largest(magnitude(mean), 1))
         tl.store(ds_sums.inverse_unit + at + local, inverse)
         tl.store(ds_sums.sums + at + local, tl.zeros((sizes.BLOCK_Q,), tl.int64))
-    clear_tma_sums(dq_sums, at, sizes)
-    tl.store(dq_sums.unit + at + local, unit)
     store_rows(delta, lengths.cu_q, b, h, row, n_q, row_delta)
-    stats = row_stats + at * 4 + local
-    tl.store(stats, factor)
-    tl.store(stats + sizes.BLOCK_Q, -upper_lse2(row_lse2))
-    tl.store(stats + 2 * sizes.BLOCK_Q, row_delta)
-    tl.store(stats + 3 * sizes.BLOCK_Q, inverse_of(unit))
+    tl.store(row_stats + at * 4 + local, factor)
+    start_rows(dq_sums, row_stats, at, unit, row_lse2, row_delta, sizes)
 
 
 def prepare_capped_backward(

@@ -61,9 +61,10 @@ CONFIGS = {64: Config(4, 6, 112), 128: Config(3, 6, 160)}
 """By the channels of a tile."""
 
 MASKED_CONFIGS = {64: Config(3, 12, 160), 128: Config(3, 6, 160)}
-"""The same for windows with a limit on the left and for key masks.
+"""The same for windows with a limit on the left, key masks and softcaps.
 
-They mask more blocks, which takes registers, and have short loops, which end before new loads do.
+The first two mask more blocks, which takes registers, and have short loops, which end before new
+loads do. The tanh of a softcap takes registers.
 """
 
 PRODUCER_REGISTERS = gl.constexpr(24)
@@ -190,9 +191,8 @@ def launch_forward(
     channels = padded(d_v)
     lengths = problem.lengths
     softcap = Softcap.of(problem, shift)
-    has_more = lengths.left is not None or lengths.key_mask is not None
-    has_more = has_more or softcap.base2 is not None
-    config = (MASKED_CONFIGS if has_more else CONFIGS)[channels]
+    extras = (lengths.left, lengths.key_mask, softcap.base2)
+    config = (CONFIGS if all(x is None for x in extras) else MASKED_CONFIGS)[channels]
     rows = config.consumers * BLOCK.value
     n_q, n_k = problem.longest_q, problem.longest_k
     tiles = problem.sequences * heads * -(-n_q // rows)

@@ -171,6 +171,22 @@ def prepare_keys_kernel(
 
 
 @triton.jit
+def start_rows(dq_sums, row_stats, at, unit, row_lse2, row_delta, sizes):
+    """Clear the sums of dQ of a block of queries, and store its unit and row statistics.
+
+    The caller stores the first statistic, the factor of the logits. at: the first query in padded
+    storage, over all heads.
+    """
+    local = tl.arange(0, sizes.BLOCK_Q)
+    clear_tma_sums(dq_sums, at, sizes)
+    tl.store(dq_sums.unit + at + local, unit)
+    stats = row_stats + at * 4 + local
+    tl.store(stats + sizes.BLOCK_Q, -upper_lse2(row_lse2))
+    tl.store(stats + 2 * sizes.BLOCK_Q, row_delta)
+    tl.store(stats + 3 * sizes.BLOCK_Q, inverse_of(unit))
+
+
+@triton.jit
 def prepare_queries_kernel(
     grid, q, o, do, q8, bounds, rounding, lse2, d_lse, delta, row_stats, dq_sums, lengths,
     scale_log2, growths, q_blocks, o_blocks, sizes, TYPE: tl.constexpr,
@@ -206,14 +222,9 @@ def prepare_queries_kernel(
     q_tokens, _ = load_live(q, lengths, first, sizes.BLOCK_Q, h, b, q_blocks)
     q_scale = store_block(q8, q_tokens.to(tl.float32), rounding, lengths, i, h, b, q_blocks)
     at = h.to(tl.int64) * dq_sums.tokens + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
-    clear_tma_sums(dq_sums, at, sizes)
-    tl.store(dq_sums.unit + at + local, unit)
     store_rows(delta, lengths.cu_q, b, h, row, n_q, row_delta)
-    stats = row_stats + at * 4
-    tl.store(stats + local[:, None], q_scale * scale_log2)
-    tl.store(stats + sizes.BLOCK_Q + local, -upper_lse2(row_lse2))
-    tl.store(stats + 2 * sizes.BLOCK_Q + local, row_delta)
-    tl.store(stats + 3 * sizes.BLOCK_Q + local, inverse_of(unit))
+    tl.store(row_stats + at * 4 + local[:, None], q_scale * scale_log2)
+    start_rows(dq_sums, row_stats, at, unit, row_lse2, row_delta, sizes)
 
 
 def prepare_forward(problem: KernelProblem) -> OperandCache:

@@ -173,6 +173,16 @@ def problem_with(extras: dict[str, Any], lengths: tuple[int, int], d: int) -> Ke
     )
 
 
+def at_lengths_and_sizes(extras):
+    """Return combinations of lengths, the names of extras and head sizes."""
+    return combined(
+        lambda lengths, _, d: lengths == (520, 520) or d in (64, 256),
+        numbered("lengths", [(300, 400), (400, 300), (520, 520), (1, 129)]),
+        named(*extras),
+        EXTRA_SIZES,
+    )
+
+
 SINKS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "window": {"is_causal": True, "window": (127, -1)},
@@ -188,15 +198,7 @@ SINKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize(
-    ("lengths", "extras", "d"),
-    combined(
-        lambda lengths, _, d: lengths == (520, 520) or d in (64, 256),
-        numbered("lengths", [(300, 400), (400, 300), (520, 520), (1, 129)]),
-        named(*SINKS),
-        EXTRA_SIZES,
-    ),
-)
+@pytest.mark.parametrize(("lengths", "extras", "d"), at_lengths_and_sizes(SINKS))
 def test_sinks_meet_the_contract(lengths, extras, d):
     problem = problem_with({**SINKS[extras], "has_sinks": True}, lengths, d)
     check(problem.case, problem.parsed)
@@ -217,15 +219,7 @@ SOFTCAPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize(
-    ("lengths", "extras", "d"),
-    combined(
-        lambda lengths, _, d: lengths == (520, 520) or d in (64, 256),
-        numbered("lengths", [(300, 400), (400, 300), (520, 520), (1, 129)]),
-        named(*SOFTCAPS),
-        EXTRA_SIZES,
-    ),
-)
+@pytest.mark.parametrize(("lengths", "extras", "d"), at_lengths_and_sizes(SOFTCAPS))
 def test_softcaps_meet_the_contract(lengths, extras, d):
     problem = problem_with(SOFTCAPS[extras], lengths, d)
     check(problem.case, problem.parsed)

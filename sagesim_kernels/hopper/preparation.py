@@ -174,12 +174,13 @@ def prepare_keys_kernel(
 def start_rows(dq_sums, row_stats, at, unit, row_lse2, row_delta, sizes):
     """Clear the sums of dQ of a block of queries, and store its unit and row statistics.
 
-    The caller stores the first statistic, the factor of the logits. at: the first query in padded
-    storage, over all heads.
+    The caller stores the first statistic, the factor of the logits. dq_sums: `DqSums`, with or
+    without memory. at: the first query in padded storage, over all heads.
     """
     local = tl.arange(0, sizes.BLOCK_Q)
-    clear_tma_sums(dq_sums, at, sizes)
-    tl.store(dq_sums.unit + at + local, unit)
+    if dq_sums.sums is not None:
+        clear_tma_sums(dq_sums, at, sizes)
+        tl.store(dq_sums.unit + at + local, unit)
     stats = row_stats + at * 4 + local
     tl.store(stats + sizes.BLOCK_Q, -upper_lse2(row_lse2))
     tl.store(stats + 2 * sizes.BLOCK_Q, row_delta)

@@ -55,8 +55,10 @@ CHANNELS_AT_ONCE = tl.constexpr(32)
 class DqSums(NamedTuple):
     """The sums of dQ in padded storage, in units of their rows, and the units."""
 
-    sums: Any  #: int32 [heads, tokens, channels]; each block of queries in the order of ORDER
-    unit: Any  #: float32 [heads, tokens]
+    sums: Any
+    """int32 [heads, tokens, channels]; each block of queries in the order of ORDER. None if a
+    program computes all of dQ at once; then it needs no more than the tokens of these fields."""
+    unit: Any  #: float32 [heads, tokens], or None
     tokens: Any  #: of a head, in padded storage
     ORDER: Any  #: constexpr: BY_ROWS, BY_THREADS or BY_TMA
 
@@ -87,6 +89,11 @@ class DqSums(NamedTuple):
             tokens,
             BY_TMA,
         )
+
+    @classmethod
+    def of_one_part(cls, problem: KernelProblem) -> DqSums:
+        """No memory, because a single part is all of dQ."""
+        return cls(None, None, stored_tokens(problem.cu_q, problem.q), BY_TMA)
 
 
 def _has_one_owner(rows: int, columns: int, warps: int) -> bool:

@@ -25,7 +25,6 @@ from sagesim_kernels.hopper.tile_scheduler import (
 )
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
-    CHANNELS_AT_ONCE,
     LAUNCH,
     DqSums,
     Gradients,
@@ -36,10 +35,10 @@ from sagesim_kernels.operands import (
     RowStatistics,
     Softcap,
     Strided,
+    channels_at_once,
     ds_row_sums,
     finish_dq,
     padded,
-    summed_channels,
 )
 
 _BLOCK_Q: Final = BLOCK_Q.value
@@ -186,7 +185,7 @@ def has_one_part(problem: KernelProblem, operands: OperandCache, dq: Tensor) -> 
 
 def _sums_descriptor(sums: Tensor, d: int, channels: int) -> TensorDescriptor:
     """Return the descriptor by which TMA adds to sums of dQ. channels: with padded ones."""
-    at_once = channels if summed_channels(d, channels) == channels else CHANNELS_AT_ONCE.value
+    rows = _BLOCK_Q * channels_at_once(d, channels) // 32
     return TensorDescriptor.from_tensor(
-        sums.view(-1, 32), [_BLOCK_Q * at_once // 32, 32], gl.NVMMASharedLayout(128, 32, 2)
+        sums.view(-1, 32), [rows, 32], gl.NVMMASharedLayout(128, 32, 2)
     )

@@ -9,7 +9,7 @@ bounds the error.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -48,8 +48,8 @@ BY_TMA = tl.constexpr(2)
 """TMA adds a part from shared memory: see `from_tma_order`. The sums of channels that are padding
 may be anything: they are not set to 0, added to or read."""
 
-CHANNELS_AT_ONCE = tl.constexpr(32)
-"""Channels that TMA adds at once, if some of the others are padding."""
+_GROUP: Final = 8
+"""Channels whose sums are together in the order of `BY_TMA`."""
 
 
 class DqSums(NamedTuple):
@@ -152,7 +152,13 @@ def _order(ORDER: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):
 @triton.constexpr_function
 def summed_channels(d, d_pad):
     """Return for how many of d_pad channels TMA adds sums, if the head size is d."""
-    return min(-(-d // CHANNELS_AT_ONCE) * CHANNELS_AT_ONCE, d_pad)
+    return min(-(-d // _GROUP) * _GROUP, d_pad)
+
+
+def channels_at_once(d: int, d_pad: int) -> int:
+    """Return how many of `summed_channels` TMA adds at once: a power of two that divides them."""
+    summed = summed_channels(d, d_pad)
+    return summed & -summed
 
 
 @triton.jit

@@ -59,7 +59,7 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> li
         ((300, 77), (2, 2), 64, torch.bfloat16, "full", FACTORED_QK),
         ((65, 128), (2, 8), 128, torch.float16, "full", FACTORED_QK),
         ((200, 128), (1, 3), 72, torch.bfloat16, "upper_left", FACTORED_QK),
-        ((64, 1), (5, 5), 40, torch.float16, "upper_left", FACTORED_QK),
+        ((64, 5), (5, 5), 40, torch.float16, "upper_left", FACTORED_QK),
         ((130, 128), (4, 4), 64, torch.float16, "window", FACTORED_QK),
         ((130, 128), (4, 4), 128, torch.bfloat16, "window", FACTORED_QK),
         ((300, 77), (2, 2), 64, torch.bfloat16, "full", UNSMOOTHED),

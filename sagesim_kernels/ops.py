@@ -61,6 +61,7 @@ class Call(NamedTuple):
     seqused_k: Tensor | None
     cu_q: Tensor | None
     cu_k: Tensor | None
+    softcap_tensor: Tensor | None  #: float64 [] on the CPU, in place of softcap
     longest_q: int | None
     longest_k: int | None
     spec: str  #: a label
@@ -85,6 +86,12 @@ class Call(NamedTuple):
         """This call without its tensors; hashable."""
         return Call(*_NO_TENSORS, *self[_TENSORS:])
 
+    def with_constant_softcap(self) -> Call:
+        """This call without softcap_tensor. Plans of launches are kept for each constant."""
+        if self.softcap_tensor is None:
+            return self
+        return self._replace(softcap=self.softcap_tensor.item(), softcap_tensor=None)
+
     def problem(self, q: Tensor, k: Tensor, v: Tensor) -> KernelProblem:
         return KernelProblem.of(
             q,
@@ -101,7 +108,7 @@ class Call(NamedTuple):
         )
 
 
-_TENSORS: Final = 5
+_TENSORS: Final = 6
 _NO_TENSORS: Final = (None,) * _TENSORS
 
 
@@ -248,6 +255,7 @@ def forward_op(
     seqused_k: Tensor | None,
     cu_q: Tensor | None,
     cu_k: Tensor | None,
+    softcap_tensor: Tensor | None,
     longest_q: int | None,
     longest_k: int | None,
     spec: str,
@@ -267,6 +275,7 @@ def forward_op(
         seqused_k,
         cu_q,
         cu_k,
+        softcap_tensor,
         longest_q,
         longest_k,
         spec,
@@ -277,7 +286,7 @@ def forward_op(
         right,
         softcap,
         tokens_first,
-    )
+    ).with_constant_softcap()
     o, lse, lse2, k_mean = run_forward(q, k, v, call, with_lse=with_lse)
     return (
         o,
@@ -314,6 +323,7 @@ def backward_op(
     seqused_k: Tensor | None,
     cu_q: Tensor | None,
     cu_k: Tensor | None,
+    softcap_tensor: Tensor | None,
     longest_q: int | None,
     longest_k: int | None,
     spec: str,
@@ -332,6 +342,7 @@ def backward_op(
         seqused_k,
         cu_q,
         cu_k,
+        softcap_tensor,
         longest_q,
         longest_k,
         spec,
@@ -342,7 +353,7 @@ def backward_op(
         right,
         softcap,
         tokens_first,
-    )
+    ).with_constant_softcap()
     mean = k_mean if parse(spec).smoothing.k else None
     dq, dk, dv, d_sinks = run_backward(do, d_lse, q, k, v, o, lse2, mean, call)
     assert dq is not None and dk is not None and dv is not None

@@ -263,6 +263,7 @@ class _Operators:
             seqused_k=None,
             cu_q=cu_q,
             cu_k=cu_k,
+            softcap_tensor=None,
             longest_q=longest_q,
             longest_k=longest_k,
             spec=label_of(self.spec),

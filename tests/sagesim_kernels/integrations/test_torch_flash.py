@@ -48,7 +48,7 @@ def draw(n_q: int, n_k: int, *, batch: int = 2) -> tuple[Tensor, ...]:
 def ours(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool) -> list[Tensor]:
     """o, lse, dq, dk and dv of the kernels' own operators."""
     call = Call(
-        *(None,) * 7,
+        *(None,) * 8,
         label_of(SPEC),
         0.25,
         causal,

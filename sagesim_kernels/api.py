@@ -24,8 +24,9 @@ from sagesim.problem import (
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.eager import attend
 from sagesim_kernels.interpreter import IS_INTERPRETED
+from sagesim_kernels.labels import label_of, parse
 from sagesim_kernels.operands import logit_scale
-from sagesim_kernels.ops import Call, label_of, parse
+from sagesim_kernels.ops import Call
 from sagesim_kernels.support import head_reason, supports
 
 Layout = Literal["HND", "NHD"]

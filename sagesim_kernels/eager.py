@@ -19,7 +19,8 @@ from torch.nn import Parameter
 from torch.utils import _python_dispatch
 
 from sagesim.spec import Delta
-from sagesim_kernels.ops import Call, backward_op, forward_op, parse, run_backward, run_forward
+from sagesim_kernels.labels import parse
+from sagesim_kernels.ops import Call, backward_op, forward_op, run_backward, run_forward
 
 _PLAIN = (Tensor, Parameter)
 

@@ -24,7 +24,8 @@ from torch.nn.attention import (
 import sagesim
 from sagesim_kernels.integrations.torch import Functions
 from sagesim_kernels.integrations.torch_flash import flash_attention
-from sagesim_kernels.ops import Call, backward_op, forward_op, label_of
+from sagesim_kernels.labels import label_of
+from sagesim_kernels.ops import Call, backward_op, forward_op
 from tests.support.assertions import assert_bitwise, assert_within_budget
 from tests.support.kernels import DEVICE, HERE
 

@@ -9,7 +9,7 @@ bounds the error.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -50,6 +50,9 @@ may be anything: they are not set to 0, added to or read."""
 
 CHANNELS_AT_ONCE = tl.constexpr(32)
 """Channels that TMA adds at once, if some of the others are padding."""
+
+TMA_QUERIES: Final = 64
+"""Queries of a block in the order of `BY_TMA`."""
 
 
 class DqSums(NamedTuple):
@@ -244,7 +247,8 @@ def finish_dq(
     dq: Tensor,
 ) -> None:
     """Fill dq, any strides, from its sums. ds_sums: the sums of the rows of dS; None if 0."""
-    block = min(problem.spec.block_q, ALIGNMENT.value)
+    most = TMA_QUERIES if dq_sums.ORDER.value == BY_TMA.value else ALIGNMENT.value
+    block = min(problem.spec.block_q, most)
     grid = Grid(-(-problem.longest_q // block), problem.q.shape[1], problem.sequences)
     launch(
         finish_dq_kernel,

@@ -17,7 +17,6 @@ from sagesim_kernels.operands import (
     Rows,
     RowStatistics,
     compute_logit_shift,
-    rows_of,
     sink_gradient,
     sink_logits,
     sink_probabilities,
@@ -40,19 +39,17 @@ def forward(
     operands: the cache in which kernels keep the rounded operands; None makes one for this call
         alone. The Hopper kernels always make their own.
     """
-    shape = (rows_of(problem.spec), *problem.q.shape[:3])
+    rows = problem.q.shape[:3]
     if problem.is_empty:
         o.zero_()
         b, heads, d = problem.sequences, problem.k.shape[1], problem.k.shape[3]
         return ForwardResult(
-            o.new_full(shape, torch.inf, dtype=torch.float32),
+            o.new_full(rows, torch.inf, dtype=torch.float32),
             o.new_zeros((b, heads, 1, d), dtype=torch.float32)
             if problem.spec.smoothing.k
             else None,
         )
-    rows = torch.empty(shape, dtype=torch.float32, device=o.device)
-    kept = ForwardResult(rows, None)
-    lse2, row_max = kept.lse2, kept.row_max
+    lse2 = torch.empty(rows, dtype=torch.float32, device=o.device)
     if hopper.serves(problem):
         operands = hopper.prepare_forward(problem)
         if hopper.is_wide(problem):
@@ -62,7 +59,7 @@ def forward(
 
         shift = _shift(problem, operands)
         sink2 = sink_logits(problem, shift)
-        gluon.launch_forward(problem, operands, o, lse2, row_max, shift=shift, sink2=sink2)
+        gluon.launch_forward(problem, operands, o, lse2, shift=shift, sink2=sink2)
     else:
         operands = OperandCache(problem) if operands is None else operands
         operands.quantize(*_FORWARD)
@@ -73,10 +70,8 @@ def forward(
         else:
             shift = _shift(problem, operands)
             sink2 = sink_logits(problem, shift)
-            portable.launch_forward(
-                problem, operands, o, lse2, trace, row_max=row_max, shift=shift, sink2=sink2
-            )
-    return ForwardResult(rows, None if operands.k_mean is None else operands.k_mean.ptr)
+            portable.launch_forward(problem, operands, o, lse2, trace, shift=shift, sink2=sink2)
+    return ForwardResult(lse2, None if operands.k_mean is None else operands.k_mean.ptr)
 
 
 def _shift(problem: KernelProblem, operands: OperandCache) -> Tensor | None:
@@ -129,28 +124,20 @@ def backward(
     p_sink = None
     statistics = RowStatistics(Rows.of(lse2), Rows.of(delta))
     d_lse_rows = None if d_lse is None else Rows.of(d_lse.contiguous())
-    if hopper.serves(problem) and (traces == UNTRACED or not hopper.has_fp8(problem.spec)):
+    if hopper.serves(problem):
         assert o is not None
         stored = hopper.has_to_copy(problem, queries=True)
-        has_fp8 = hopper.has_fp8(problem.spec)
-        operands = OperandCache(
-            problem, do, k_mean=result.k_mean, stored=stored, keys_in_pairs=has_fp8
-        )
+        operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
+        if hopper.is_wide(problem):
+            from sagesim_kernels.hopper import wide_backward as gluon
+        else:
+            from sagesim_kernels.hopper import backward as gluon
+
         shift = _shift(problem, operands)
         p_sink = _p_sink(problem, shift, lse2)
-        given = (problem, operands, o, do, statistics, d_lse_rows, grads)
-        if has_fp8:
-            from sagesim_kernels.hopper import fp8_backward
-
-            assert result.row_max is not None
-            fp8_backward.launch_backward(*given, row_max=result.row_max, p_sink=p_sink)
-        else:
-            if hopper.is_wide(problem):
-                from sagesim_kernels.hopper import wide_backward as gluon
-            else:
-                from sagesim_kernels.hopper import backward as gluon
-
-            gluon.launch_backward(*given, shift=shift, p_sink=p_sink)
+        gluon.launch_backward(
+            problem, operands, o, do, statistics, d_lse_rows, grads, shift=shift, p_sink=p_sink
+        )
     else:
         if operands is None:
             operands = OperandCache(problem, do, k_mean=result.k_mean)
@@ -171,7 +158,6 @@ def backward(
                 d_lse_rows,
                 grads,
                 traces,
-                row_max=result.row_max,
                 shift=shift,
                 p_sink=p_sink,
             )

@@ -63,17 +63,17 @@ class _Attention(torch.autograd.Function):
         call: Call,
         with_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        o, lse, rows, k_mean = run_forward(q, k, v, call, with_lse=with_lse)
+        o, lse, lse2, k_mean = run_forward(q, k, v, call, with_lse=with_lse)
         ctx.set_materialize_grads(False)
         o_for_delta = o if parse(call.spec).delta is Delta.FROM_O else None
-        ctx.save_for_backward(q, k, v, o_for_delta, rows, k_mean, *call.tensors)
+        ctx.save_for_backward(q, k, v, o_for_delta, lse2, k_mean, *call.tensors)
         ctx.call = call.without_tensors()
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         do, d_lse = grads
-        q, k, v, o, rows, k_mean, *tensors = ctx.saved_tensors
+        q, k, v, o, lse2, k_mean, *tensors = ctx.saved_tensors
         if do is None and d_lse is None:
             return (None,) * 6
         if do is None:
@@ -81,6 +81,6 @@ class _Attention(torch.autograd.Function):
         call = ctx.call.with_tensors(*tensors)
         if torch.is_grad_enabled():  # for a second derivative, at which the operator raises
             mean = q.new_empty((0,), dtype=torch.float32) if k_mean is None else k_mean
-            *found, d_sinks = backward_op(do, d_lse, q, k, v, o, rows, mean, *call)
+            *found, d_sinks = backward_op(do, d_lse, q, k, v, o, lse2, mean, *call)
             return (*found, None if call.sinks is None else d_sinks, None, None)
-        return (*run_backward(do, d_lse, q, k, v, o, rows, k_mean, call), None, None)
+        return (*run_backward(do, d_lse, q, k, v, o, lse2, k_mean, call), None, None)

@@ -40,7 +40,6 @@ from sagesim_kernels.operands import (
     KernelProblem,
     Packing,
     natural_lse,
-    rows_of,
 )
 
 _labels: Final[dict[int, tuple[AttentionSpec, str]]] = {}
@@ -187,7 +186,7 @@ class _Forward(NamedTuple):
 
     o: Tensor
     lse: Tensor | None
-    rows: Tensor
+    lse2: Tensor
     k_mean: Tensor | None
 
 
@@ -199,16 +198,16 @@ def _launch_forward(tensors: Tensors, options: tuple[Call, bool]) -> _Forward:
     o = _empty(q, v.shape[3], tokens_first=call.tokens_first)
     result = forward(problem, o)
     lse = natural_lse(problem, result) if with_lse else None
-    return _Forward(o, lse, result.rows, result.k_mean)
+    return _Forward(o, lse, result.lse2, result.k_mean)
 
 
 def _launch_backward(tensors: Tensors, call: Call) -> Tensors:
-    do, d_lse, q, k, v, o, rows, k_mean, *others = tensors
+    do, d_lse, q, k, v, o, lse2, k_mean, *others = tensors
     assert do is not None and q is not None and k is not None and v is not None
-    assert rows is not None
+    assert lse2 is not None
     problem = call.with_tensors(*others).problem(q, k, v)
     grads = Gradients(*(_empty(x, x.shape[3], tokens_first=call.tokens_first) for x in (q, k, v)))
-    d_sinks, _ = backward(problem, do, d_lse, o, ForwardResult(rows, k_mean), grads)
+    d_sinks, _ = backward(problem, do, d_lse, o, ForwardResult(lse2, k_mean), grads)
     return (*grads, d_sinks)
 
 
@@ -226,17 +225,16 @@ def run_backward(
     k: Tensor,
     v: Tensor,
     o: Tensor | None,
-    rows: Tensor,
+    lse2: Tensor,
     k_mean: Tensor | None,
     call: Call,
 ) -> Tensors:
     """Return dq, dk, dv and the gradient of the sinks, which is None without sinks.
 
-    o: None if the spec's delta comes from P. rows, k_mean: of the `ForwardResult`; k_mean is None
-    if K is not smoothed.
+    o: None if the spec's delta comes from P. k_mean: None if K is not smoothed.
     """
     with on_device_of(q):
-        tensors = (do, d_lse, q, k, v, o, rows, k_mean, *call.tensors)
+        tensors = (do, d_lse, q, k, v, o, lse2, k_mean, *call.tensors)
         return planned(_launch_backward, tensors, call.without_tensors())
 
 
@@ -280,11 +278,11 @@ def forward_op(
         softcap,
         tokens_first,
     )
-    o, lse, rows, k_mean = run_forward(q, k, v, call, with_lse=with_lse)
+    o, lse, lse2, k_mean = run_forward(q, k, v, call, with_lse=with_lse)
     return (
         o,
         _nothing(q) if lse is None else lse,
-        rows,
+        lse2,
         _nothing(q) if k_mean is None else k_mean,
     )
 
@@ -292,14 +290,13 @@ def forward_op(
 @forward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call, with_lse = Call(*rest[:-1]), rest[-1]
-    spec = parse(call.spec)
-    rows = q.new_empty((rows_of(spec), *q.shape[:3]), dtype=torch.float32)
-    lse = rows.new_empty(q.shape[:3]) if with_lse else _nothing(q)
+    lse2 = q.new_empty(q.shape[:3], dtype=torch.float32)
+    lse = torch.empty_like(lse2) if with_lse else _nothing(q)
     k_mean = _nothing(q)
-    if spec.smoothing.k:
+    if parse(call.spec).smoothing.k:
         sequences = q.shape[0] if call.cu_q is None else call.cu_q.shape[0] - 1
         k_mean = q.new_empty((sequences, k.shape[1], 1, k.shape[3]), dtype=torch.float32)
-    return _empty(q, v.shape[3], tokens_first=call.tokens_first), lse, rows, k_mean
+    return _empty(q, v.shape[3], tokens_first=call.tokens_first), lse, lse2, k_mean
 
 
 @torch.library.custom_op("sagesim_kernels::flash_attn_backward", mutates_args=())
@@ -310,7 +307,7 @@ def backward_op(
     k: Tensor,
     v: Tensor,
     o: Tensor | None,
-    rows: Tensor,
+    lse2: Tensor,
     k_mean: Tensor,
     sinks: Tensor | None,
     key_mask: Tensor | None,
@@ -347,7 +344,7 @@ def backward_op(
         tokens_first,
     )
     mean = k_mean if parse(spec).smoothing.k else None
-    dq, dk, dv, d_sinks = run_backward(do, d_lse, q, k, v, o, rows, mean, call)
+    dq, dk, dv, d_sinks = run_backward(do, d_lse, q, k, v, o, lse2, mean, call)
     assert dq is not None and dk is not None and dv is not None
     return dq, dk, dv, _nothing(q) if d_sinks is None else d_sinks
 
@@ -356,7 +353,7 @@ def backward_op(
 def _(
     do: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = Call(*rest[3:])  # after o, rows and k_mean
+    call = Call(*rest[3:])  # after o, lse2 and k_mean
     dq, dk, dv = (_empty(x, x.shape[3], tokens_first=call.tokens_first) for x in (q, k, v))
     return dq, dk, dv, _nothing(q) if call.sinks is None else torch.empty_like(call.sinks)
 
@@ -364,25 +361,25 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, *call, with_lse = inputs
     call = Call(*call)
-    o, lse, rows, k_mean = output
+    o, lse, lse2, k_mean = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(rows, k_mean, *([] if with_lse else [lse]))
+    ctx.mark_non_differentiable(lse2, k_mean, *([] if with_lse else [lse]))
     o_for_delta = o if parse(call.spec).delta is Delta.FROM_O else None
-    ctx.save_for_backward(q, k, v, o_for_delta, rows, k_mean, *call.tensors)
+    ctx.save_for_backward(q, k, v, o_for_delta, lse2, k_mean, *call.tensors)
     ctx.call = call.without_tensors()
 
 
 def _differentiate(
     ctx: Any, do: Tensor | None, d_lse: Tensor | None, *_: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, o, rows, k_mean, *tensors = ctx.saved_tensors
+    q, k, v, o, lse2, k_mean, *tensors = ctx.saved_tensors
     nothing: Sequence[None] = (None,) * len(Call._fields)  # without sinks, and with with_lse
     if do is None and d_lse is None:
         return (None, None, None, None, *nothing)
     if do is None:
         do = v.new_zeros((*q.shape[:3], v.shape[3]))
     call = ctx.call.with_tensors(*tensors)
-    *grads, d_sinks = backward_op(do, d_lse, q, k, v, o, rows, k_mean, *call)
+    *grads, d_sinks = backward_op(do, d_lse, q, k, v, o, lse2, k_mean, *call)
     return (*grads, None if call.sinks is None else d_sinks, *nothing)
 
 

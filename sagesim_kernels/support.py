@@ -24,7 +24,7 @@ _MAP_SCALES: Final = {
 """Granularities of P and dS in INT8: scales that a tile determines and that factor out of its sums,
 or that follow from bounds. In FP8, the latter alone."""
 
-_LONG_BLOCKS: Final = (256, 512, 1024)
+_LONG_BLOCK: Final = 256
 """Queries of a block that no program holds at once."""
 
 _CHANNELS_SUMMED: Final = (_G.PerToken, _G.PerBlock)
@@ -92,9 +92,8 @@ def _reason(spec: AttentionSpec, head_size: int | None, dtype: torch.dtype | Non
             return f"{dtype}; the kernels take float16, bfloat16 and float32"
         spec = resolve_input16(spec, dtype)
     for name, size in (("block_q", spec.block_q), ("block_k", spec.block_k)):
-        known = (*BLOCKS, *_LONG_BLOCKS) if name == "block_q" else BLOCKS
-        if size not in known:
-            return f"{name}={size}; the kernels have {', '.join(map(str, known))}"
+        if size not in BLOCKS and (name, size) != ("block_q", _LONG_BLOCK):
+            return f"{name}={size}; the kernels have {', '.join(map(str, BLOCKS))}"
     for site in SITES:
         reason = _site_reason(site, spec.site(site)) or _block_reason(site, spec)
         if reason is not None:
@@ -109,7 +108,7 @@ def _block_reason(site: str, spec: AttentionSpec) -> str | None:
     exact, and a scale of a tile needs the whole tile.
     """
     matmul = spec.site(site)
-    if spec.block_q not in _LONG_BLOCKS or matmul.precision is not Precision.INT8:
+    if spec.block_q != _LONG_BLOCK or matmul.precision is not Precision.INT8:
         return None
     if site in ("dv", "dk") or (site == "dq" and matmul.lhs is _G.PerTile):
         blocks = ", ".join(map(str, BLOCKS))

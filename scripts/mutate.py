@@ -482,8 +482,8 @@ BUGS = (
     Bug(
         "a V that is not finite left out of the units",
         "operands/key_bounds.py",
-        "at, magnitude(norms), sizes.BLOCK_K)\n    if v_norm",
-        'at, magnitude(tl.where(norms < float("inf"), norms, 0.0)), sizes.BLOCK_K)\n    if v_norm',
+        "at, magnitude(norms), sizes.BLOCK_K)\n\n    k_base",
+        'at, magnitude(tl.where(norms < float("inf"), norms, 0.0)), sizes.BLOCK_K)\n\n    k_base',
     ),
     Bug(
         "a NaN of its tile in a query that attends to nothing",
@@ -712,22 +712,16 @@ BUGS = (
     Bug(
         "a padded key in the largest norm of V",
         "operands/row_bounds.py",
-        "tokens = load_tokens(v, base, first, COUNT, n_k, sizes.DV_PAD, low, live)\n"
-        "    scale = load_token_scales(v, scales, first, COUNT, n_k)\n"
+        "tokens = load_tokens(v, base, first, sizes.TILE, n_k, sizes.DV_PAD, low, live)\n"
+        "    scale = load_token_scales(v, scales, first, sizes.TILE, n_k)\n"
         "    found = norms(numbers_of(v, tokens) * scale[:, None])\n"
         "    is_key = (keys >= low) & (keys < n_k)\n"
         "    if lengths.key_mask is not None:",
-        "tokens = load_tokens(v, base, first, COUNT, n_k, sizes.DV_PAD, low)\n"
-        "    scale = load_token_scales(v, scales, first, COUNT, n_k)\n"
+        "tokens = load_tokens(v, base, first, sizes.TILE, n_k, sizes.DV_PAD, low)\n"
+        "    scale = load_token_scales(v, scales, first, sizes.TILE, n_k)\n"
         "    found = norms(numbers_of(v, tokens) * scale[:, None])\n"
         "    is_key = (keys >= low) & (keys < n_k)\n"
         "    if False:",
-    ),
-    Bug(
-        "P's bound is that of the row maximum alone",
-        "operands/row_bounds.py",
-        "tl.exp2(most - row_lse2))",
-        "tl.exp2(most))",
     ),
     Bug(
         "P's bound of other logits than P",

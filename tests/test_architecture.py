@@ -361,7 +361,7 @@ def test_other_rooms_see_only_the_face():
         for name in names
         if room_of(name) in FACES and room_of(module) != room_of(name) != name
     }
-    passes = ("forward", "backward", "fp8_backward", "wide_forward", "wide_backward")
+    passes = ("forward", "backward", "wide_forward", "wide_backward")
     kernels = {f"sagesim_kernels.hopper.{which}" for which in passes}
     assert past == {("sagesim_kernels.dispatch", name) for name in kernels}
 

@@ -22,7 +22,7 @@ from sagesim.emulator.matmul import (
 )
 from sagesim.emulator.operands import RoundedOperands, round_tokens
 from sagesim.emulator.quantization import Operand
-from sagesim.emulator.row_bounds import RowBound, fold, has_row_bound, has_row_bounds, top_codes
+from sagesim.emulator.row_bounds import RowBound, fold, has_row_bound, has_row_bounds
 from sagesim.emulator.tiling import Panel
 from sagesim.spec import AttentionSpec, Delta
 
@@ -207,6 +207,5 @@ def _right_operand(
         return tokens.at(site, tensor), bound
     missing = bound.bound.shape[1] - y.shape[1]
     y = torch.nn.functional.pad(y, (0, 0, 0, missing))
-    matmul, tops = spec.site(site), top_codes(site, spec.site(site).precision)
-    right, bound = fold(y, bound.bound, matmul, block, spec.rounding, tensor, tops)
+    right, bound = fold(y, bound.bound, spec.site(site), block, spec.rounding, tensor)
     return hooks.operand(site, tensor, Place(heads), right), bound

@@ -36,16 +36,10 @@ from sagesim.spec import (
 
 TOP_CODES: Final = {
     Precision.INT8: (127.0,),
-    Precision.FP8_E4M3: (448.0, 384.0, 320.0, 256.0),
+    Precision.FP8_E4M3: (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0),
     Precision.FP8_E5M2: (57344.0, 49152.0, 40960.0, 32768.0),
 }
-"""The codes that the bound of a row of dS may get: in FP8 large ones, over one power of two."""
-
-
-def top_codes(site: str, precision: Precision) -> tuple[float, ...]:
-    """The codes that the bound of a row may get at dv or dk, from the largest to the smallest."""
-    tops = TOP_CODES[precision]
-    return tops if site == "dk" else tops[:1]
+"""The codes that the bound of a row may get: in FP8 the largest ones, over one power of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +93,13 @@ def ds_bound(of_p: Tensor, do: Operand, v: Operand, delta: Tensor) -> Tensor:
 
 
 def fold(
-    x: Tensor,
-    bound: Tensor,
-    matmul: MatmulSpec,
-    block: int,
-    rounding: Rounding,
-    tensor: str,
-    tops: tuple[float, ...],
+    x: Tensor, bound: Tensor, matmul: MatmulSpec, block: int, rounding: Rounding, tensor: str
 ) -> tuple[Operand, RowBound]:
     """Round dO or Q with the rows multiplied by the bounds of a map, and choose the top codes.
 
     The scale of row i of the map is bound_i / top_i. Row i of x is multiplied by it, so the product
-    of the codes needs no scale but that of the result. The top code is chosen whose row loses least
-    to rounding; of equal ones, the largest.
+    of the codes needs no scale but that of the result. Of `TOP_CODES`, the one is chosen whose row
+    loses least to rounding; of equal ones, the largest.
 
     Args:
         x: [Z, n, d].
@@ -119,9 +107,8 @@ def fold(
         matmul: the spec of dv or dk.
         block: tokens of a block of x.
         tensor: the name of x, for stochastic rounding.
-        tops: the top codes to choose from, see `top_codes`.
     """
-    precision = matmul.precision
+    precision, tops = matmul.precision, TOP_CODES[matmul.precision]
     tiles = to_tiles((x * bound[..., None]).float(), block, x.shape[-1])
     amax = amax_of(tiles, SHARED_AXES[matmul.rhs])
     # With the smallest top code the largest element of a region gets the largest code.

@@ -68,8 +68,8 @@ class Config(NamedTuple):
 
 
 @gluon.jit
-def locate(lengths, b, first, QUERIES: gl.constexpr):
-    """Return four facts about the keys from `first` of sequence b. QUERIES: of a step.
+def _locate(lengths, b, first):
+    """Return four facts about the keys from `first` of sequence b.
 
     These are their `KeyTile`, their `QueryLoop`, and the first query and the first key of the
     sequence in padded storage. No field is None, because a function cannot return it.
@@ -78,9 +78,9 @@ def locate(lengths, b, first, QUERIES: gl.constexpr):
     n_live = live_keys(lengths, b)
     offset = causal_offset(lengths, b)
     begin, unmasked, unmasked_end, end = query_loops(
-        lengths, b, first, TILE_K, QUERIES, n_live, offset, first_live, n_q
+        lengths, b, first, TILE_K, BLOCK_Q, n_live, offset, first_live, n_q
     )
-    end = (end + QUERIES - 1) // QUERIES
+    end = (end + BLOCK_Q - 1) // BLOCK_Q
     if lengths.key_mask is not None:
         live = is_live_key(lengths, b, first + gl.arange(0, TILE_K, ST_ROWS)).to(gl.int32)
         if gl.min(live, 0) == 0:
@@ -90,19 +90,19 @@ def locate(lengths, b, first, QUERIES: gl.constexpr):
         end = gl.where(first < n_live, end, 0)
     # The program id is a 0 that is opaque to the compiler. If the loop over masked blocks is known
     # to be empty, ptxas makes each product of the other loop wait for the product before it.
-    unmasked = (unmasked + QUERIES - 1) // QUERIES + gl.program_id(1)
+    unmasked = (unmasked + BLOCK_Q - 1) // BLOCK_Q + gl.program_id(1)
     start_q = stored_start_of(lengths.cu_q, lengths.n_q, b).to(gl.int32)
     start_k = stored_start_of(lengths.cu_k, lengths.n_k, b).to(gl.int32)
     shift = 0
     if lengths.left is not None or lengths.seqused_k is not None or lengths.key_mask is not None:
         unmasked = gl.minimum(unmasked, end)
     if lengths.left is not None:
-        unmasked_end = gl.maximum(gl.minimum(unmasked_end // QUERIES, end), unmasked)
+        unmasked_end = gl.maximum(gl.minimum(unmasked_end // BLOCK_Q, end), unmasked)
     else:
         unmasked_end = end
         if not lengths.IS_CAUSAL:  # a tile starts where its keys are, as far as there are queries
-            shift = first // QUERIES % gl.maximum(end, 1)
-    loop = QueryLoop(gl.minimum(begin // QUERIES, end), unmasked, unmasked_end, end, shift)
+            shift = first // BLOCK_Q % gl.maximum(end, 1)
+    loop = QueryLoop(gl.minimum(begin // BLOCK_Q, end), unmasked, unmasked_end, end, shift)
     length = length_of(lengths.cu_k, lengths.n_k, b)
     tile = KeyTile(first, length, n_live, offset, lowest_diagonal(lengths, b))
     return tile, loop, start_q, start_k
@@ -160,7 +160,7 @@ def hopper_backward(
     z = split_head // SPLITS
     b = z // heads
     head = z % heads
-    keys, blocks, start_q, start_k = locate(
+    keys, blocks, start_q, start_k = _locate(
         # Not assigned to a variable, because IS_CAUSAL would stop being a constexpr.
         Lengths(
             mask.cu_q,
@@ -178,7 +178,6 @@ def hopper_backward(
         ),
         b,
         index * TILE_K,
-        BLOCK_Q,
     )
     if keys.first >= keys.length:
         return

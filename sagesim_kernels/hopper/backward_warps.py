@@ -141,28 +141,27 @@ def _start_keys(k_scale, key_mask, tile, D: gl.constexpr, ACC: gl.constexpr):
 
 
 @gluon.jit
-def store_keys(x, outputs, tile, value, buffer, CHANNELS: gl.constexpr):
-    """Store the first CHANNELS of value [keys, D] as the keys of a tile.
+def _store_keys(x, outputs, tile, value, buffer, CHANNELS: gl.constexpr):
+    """Store the first CHANNELS of value [TILE_K, D] as the program's keys.
 
     Keys that no query attends to get zeros. A 16-bit result goes through shared memory, which is
     large enough for that: adjacent threads then store adjacent numbers. buffer: shared memory that
     no warp reads any more.
     """
-    KEYS: gl.constexpr = value.shape[0]
     D: gl.constexpr = buffer.shape[1]
     DTYPE: gl.constexpr = x.ptr.dtype.element_ty
     IS_16_BIT: gl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth == 16
-    LAYOUT: gl.constexpr = _whole_rows(D, gl.num_warps()) if IS_16_BIT else value.type.layout
+    LAYOUT: gl.constexpr = _whole_rows(D, WARPS) if IS_16_BIT else value.type.layout
     value = value.to(DTYPE)
     if IS_16_BIT:
-        shared = reinterpret(buffer, DTYPE, [KEYS, D], buffer.layout)
+        shared = reinterpret(buffer, DTYPE, [TILE_K, D], buffer.layout)
         barrier()
         shared.store(value)
         barrier()
         value = shared.load(LAYOUT)
-    row = tile.first + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
+    row = tile.first + gl.arange(0, TILE_K, gl.SliceLayout(1, LAYOUT))
     live = are_live(row, tile, outputs.key_mask)[:, None]
-    value = gl.where(live, value, gl.zeros((KEYS, D), DTYPE, LAYOUT))
+    value = gl.where(live, value, gl.zeros((TILE_K, D), DTYPE, LAYOUT))
     column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT)).to(gl.int64)
     base = head_ptr(x, outputs.cu_k, outputs.b, outputs.h)
     ptrs = base + row.to(gl.int64) * row_stride(x)
@@ -175,8 +174,8 @@ def store_keys(x, outputs, tile, value, buffer, CHANNELS: gl.constexpr):
 @gluon.jit
 def _store_dk_dv(dk, dv, outputs, tile, buffer, KD: gl.constexpr, VD: gl.constexpr):
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-    store_keys(outputs.dv, outputs, tile, dv, buffer, VD)
-    store_keys(outputs.dk, outputs, tile, dk * outputs.scale, buffer, KD)
+    _store_keys(outputs.dv, outputs, tile, dv, buffer, VD)
+    _store_keys(outputs.dk, outputs, tile, dk * outputs.scale, buffer, KD)
 
 
 @gluon.jit

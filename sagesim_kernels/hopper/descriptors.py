@@ -13,7 +13,6 @@ from triton.runtime import driver
 
 _DTYPES: Final[dict[torch.dtype, Any]] = {
     torch.int8: gl.int8,
-    torch.float8_e4m3fn: gl.float8e4nv,
     torch.float16: gl.float16,
     torch.bfloat16: gl.bfloat16,
 }

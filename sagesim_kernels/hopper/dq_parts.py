@@ -51,15 +51,9 @@ _WAIT_FOR_WRITES = gl.constexpr("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
 
 
 @gluon.jit
-def wait_for_tma_reads():
+def _wait_for_tma_reads():
     """Wait until TMA has read what this warp stores, so that the buffer can be overwritten."""
     gl.inline_asm_elementwise(_WAIT_FOR_READS, "=r", [], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def wait_for_tma_writes():
-    """Wait until TMA has written what this warp stores: sums are complete when programs end."""
-    gl.inline_asm_elementwise(_WAIT_FOR_WRITES, "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -99,9 +93,10 @@ def store_dq(dq, blocks, GROUPS: gl.constexpr, SUMMED: gl.constexpr):
             else:
                 for at in gl.static_range(0, SUMMED * BLOCK_Q // 32, BOX):
                     tma_add(dq.sums, [row + at, 0], part.slice(at, BOX))
-            wait_for_tma_reads()
+            _wait_for_tma_reads()
             mbarrier.arrive(dq.empty.index(n % SLOTS), count=1)
-    wait_for_tma_writes()
+    # The sums are complete when all programs have ended.
+    gl.inline_asm_elementwise(_WAIT_FOR_WRITES, "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

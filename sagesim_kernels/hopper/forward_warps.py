@@ -23,11 +23,9 @@ from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.forward_masks import (
     S_FLOAT32,
     S_ROWS,
-    apply_key_scales,
     capped_softmax_step,
     exponents,
     key_indices,
-    load_block_scale,
     lse2_of,
     masked_softmax_step,
     upper_max,
@@ -41,7 +39,6 @@ from sagesim_kernels.hopper.forward_tiles import (
     waves,
 )
 from sagesim_kernels.operands import (
-    Rows,
     add_sink_of_rows,
     causal_offset,
     head_ptr,
@@ -128,7 +125,6 @@ def produce(
     STAGES: gl.constexpr = barriers.full.shape[0]
     ROWS: gl.constexpr = CONSUMERS * BLOCK
     D: gl.constexpr = inputs.q8.block_shape[1]
-    SCALES: gl.constexpr = 0 if inputs.k_scale is None else 4 * BLOCK
     load_count = 0
     tile_count = 0  # valid tiles only
     for wave in range(waves(scheduler)):
@@ -158,14 +154,11 @@ def produce(
                 bar = barriers.full.index(stage)
                 mbarrier.wait(barriers.empty.index(stage), ((load_count // STAGES) & 1) ^ 1)
                 key = (tile_blocks.end - 1 - j) * BLOCK
-                mbarrier.expect(bar, 3 * BLOCK * D + SCALES, pred=(j > 0) & (j < blocks))
-                mbarrier.expect(bar, BLOCK * D + SCALES, pred=j == 0)
+                mbarrier.expect(bar, 3 * BLOCK * D, pred=(j > 0) & (j < blocks))
+                mbarrier.expect(bar, BLOCK * D, pred=j == 0)
                 mbarrier.expect(bar, 2 * BLOCK * D, pred=j == blocks)
                 key_v = v_row + key + BLOCK
                 tma_load(inputs.k8, [k_row + key, 0], bar, buffers.k.index(stage), pred=j < blocks)
-                if inputs.k_scale is not None:
-                    k_scale_s = buffers.k_scale.index(stage)
-                    tma_load(inputs.k_scale, [k_row + key], bar, k_scale_s, pred=j < blocks)
                 v_s = buffers.v.index(stage)
                 tma_load(inputs.v, [v_b, k_head, key_v, 0], bar, v_s, pred=j > 0)
                 load_count += 1
@@ -183,7 +176,6 @@ def _compute_s(q, buffers, barriers, load_count):
     stage = load_count % barriers.full.shape[0]
     _wait_for_load(barriers.full, load_count)
     s = warpgroup_mma_wait(0, deps=[_start_qk(q, buffers.k.index(stage))])
-    s = apply_key_scales(s, buffers, stage)
     mbarrier.arrive(barriers.empty.index(stage), count=1)
     return s
 
@@ -220,7 +212,7 @@ def _store_o(o, cu, tile, first, last, value, DV: gl.constexpr):
 @gluon.jit
 def consume(
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, scales,
-    buffers, barriers, o_out, lse2, row_max_out, sink2, softcap, scale, lengths, scheduler,
+    buffers, barriers, o_out, lse2, sink2, softcap, scale, lengths, scheduler,
 ):  # fmt: skip
     """Compute O and the logsumexp of 64 query rows of each tile. One warpgroup, number CONSUMER.
 
@@ -232,11 +224,9 @@ def consume(
     a window or before the first run under a key mask, come last.
 
     D: channels of a tile. DV: channels of V and O. o_out, lse2: `Strided` and `Rows` to fill.
-    row_max_out: pointer to fill with the row maxima in base 2, with the strides of lse2; or None.
     sink2: pointer to the sinks in base 2, with the strides of lse2; or None. softcap: `Softcap`.
     scale: the scale of the logits, times log2(e) or divided by the softcap.
     """
-    BY_TOKEN: gl.constexpr = buffers.k_scale is not None
     HAS_BEGIN: gl.constexpr = lengths.key_mask is not None or lengths.left is not None
     full, empty = barriers.full, barriers.empty
     STAGES: gl.constexpr = barriers.full.shape[0]
@@ -266,8 +256,6 @@ def consume(
             q_row = _first_row(scales.q, lengths.cu_q, lengths.n_q, b, h)
             q_factor = gl.load(scales.q.ptr + q_row + queries, mask=queries < n_q, other=0.0)
             q_factor = q_factor * scale
-            if BY_TOKEN:
-                q_factor = q_factor * 2.0**10
             row_shift = None
             if softcap.shift is not None:
                 row_shift = load_shift(softcap, lengths.cu_q, b, h, queries, n_q)
@@ -277,7 +265,7 @@ def consume(
                 load_count += 1
             k_row = _first_row(scales.k, lengths.cu_k, lengths.n_k, b, h // scheduler.groups)
             k_ptr = scales.k.ptr + k_row // BLOCK
-            k_next = load_block_scale(k_ptr, unmasked, BY_TOKEN)
+            k_next = gl.load(k_ptr + unmasked)
             slot = CONSUMER * 2 + tile_count % 2
             mbarrier.wait(barriers.q_full.index(slot), (tile_count // 2) & 1)
             tile_count += 1
@@ -288,7 +276,7 @@ def consume(
             o = gl.zeros((BLOCK, D), gl.float32, ACC)
             for i in range(blocks.end - 1 - unmasked):
                 block = blocks.end - 1 - i
-                factor = q_factor * load_block_scale(k_ptr, block, BY_TOKEN)
+                factor = q_factor * gl.load(k_ptr + block)
                 s = _compute_s(q, buffers, barriers, load_count)
                 load_count += 1
                 keys = key_indices(block, mask)
@@ -312,20 +300,19 @@ def consume(
             o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
             p16 = gl.convert_layout(p.to(dt), P_OPERAND)
             _wait_for_load(full, load_count)
-            k_next = load_block_scale(k_ptr, gl.maximum(unmasked - 1, 0), BY_TOKEN)
+            k_next = gl.load(k_ptr + gl.maximum(unmasked - 1, 0))
             for MASKED in gl.static_range(1 + HAS_BEGIN):
                 for i in range(blocks.whole - blocks.begin if MASKED else unmasked - blocks.whole):
                     stage = load_count % STAGES
                     k_scale = k_next
                     last = blocks.whole if MASKED else unmasked
-                    k_next = load_block_scale(k_ptr, gl.maximum(last - 2 - i, 0), BY_TOKEN)
+                    k_next = gl.load(k_ptr + gl.maximum(last - 2 - i, 0))
                     s = _start_qk(q, buffers.k.index(stage))
                     v = buffers.v.index(stage).reshape([BLOCK, D])
                     o_t = warpgroup_mma(p16, v, o, is_async=True)
                     if MASKED:
                         keys = key_indices(last - 1 - i, mask)
                     s = warpgroup_mma_wait(1, deps=[s])
-                    s = apply_key_scales(s, buffers, stage)
                     factor = q_factor * k_scale
                     if MASKED:
                         p, row_max, rescale = masked_softmax_step(
@@ -367,9 +354,6 @@ def consume(
                     mbarrier.arrive(empty.index(load_count % STAGES), count=1)
                     load_count += 1
             rows = first + gl.arange(0, BLOCK, S_ROWS)
-            if row_max_out is not None:
-                maxima = Rows(row_max_out, lse2.stride_b, lse2.stride_h)
-                gl.store(row_base(maxima, lengths.cu_q, b, h) + rows, row_max, mask=rows < n_q)
             if sink2 is not None:
                 row_sum, row_max, sqrt_rescale = add_sink_of_rows(
                     sink2, lse2, lengths.cu_q, b, h, rows, n_q, row_sum, row_max

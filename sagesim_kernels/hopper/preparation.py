@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim_kernels.hopper.support import has_fp8, has_to_copy, is_wide
+from sagesim_kernels.hopper.support import has_to_copy, is_wide
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     DTYPES,
@@ -234,7 +234,7 @@ def prepare_forward(problem: KernelProblem) -> OperandCache:
     count = triton.next_power_of_2(-(-problem.longest_k // spec.block_k))
     elements = count * spec.block_k * padded(d)
     is_long = elements * problem.k.element_size() > _MOST_BYTES
-    if not spec.smoothing.k or is_long or is_wide(problem) or has_fp8(spec):
+    if not spec.smoothing.k or is_long or is_wide(problem):
         operands = OperandCache(problem, stored=stored)
         operands.quantize("qk")
         return operands

@@ -13,14 +13,7 @@ from typing import Final
 
 from torch import Tensor
 
-from sagesim.spec import (
-    AttentionSpec,
-    Delta,
-    Granularity,
-    MatmulSpec,
-    Precision,
-    RoundingMode,
-)
+from sagesim.spec import AttentionSpec, Delta, Granularity, MatmulSpec, Precision
 from sagesim_kernels.interpreter import IS_INTERPRETED
 from sagesim_kernels.operands import DTYPES, KernelProblem, padded, stored_tokens
 from sagesim_kernels.target import compute_capability
@@ -33,11 +26,7 @@ _NARROW: Final = 128
 many channels, too, if Q and V have unequal head sizes."""
 
 BLOCK: Final = 64
-LONG_BLOCK: Final = 128
-"""Keys of a block of the spec in which dV, dQ and dK are in FP8."""
 _QK: Final = MatmulSpec(Precision.INT8, Granularity.PerToken, Granularity.PerBlock)
-_QK_BY_TOKEN: Final = MatmulSpec(Precision.INT8, Granularity.PerToken, Granularity.PerToken)
-_FP8: Final = MatmulSpec(Precision.FP8_E4M3, Granularity.PerRowBound, Granularity.PerBlock)
 _MOST_ROWS: Final = 2**29
 """Tokens of all heads in padded storage. The sums of dQ have up to four rows of 32 numbers for each
 token, and TMA counts rows in 31 bits."""
@@ -54,7 +43,6 @@ def serves(problem: KernelProblem) -> bool:
         and _serves_head_sizes(problem.q.shape[3], problem.v.shape[3])
         and problem.scale >= 0
         and _serves_spec(problem.spec)
-        and (not has_fp8(problem.spec) or (problem.extras.softcap is None and not is_wide(problem)))
         and is_hopper()
         and max(_rows(problem.cu_q, problem.q), _rows(problem.cu_k, problem.k)) < _MOST_ROWS
     )
@@ -76,17 +64,6 @@ def _rows(cu: Tensor | None, x: Tensor) -> int:
 
 @lru_cache(maxsize=256)
 def _serves_spec(spec: AttentionSpec) -> bool:
-    if has_fp8(spec):
-        return (
-            spec.qk == spec.qk_recompute == _QK_BY_TOKEN
-            and spec.dv == spec.dq == spec.dk == _FP8
-            and spec.pv.precision == spec.dp.precision in DTYPES
-            and not spec.smoothing.q
-            and spec.delta is Delta.FROM_O
-            and spec.rounding.mode is RoundingMode.HALF_EVEN
-            and spec.block_q % LONG_BLOCK == 0
-            and spec.block_k == LONG_BLOCK
-        )
     (sixteen, *others) = {spec.site(site).precision for site in ("pv", "dv", "dp", "dq", "dk")}
     return (
         spec.qk == spec.qk_recompute == _QK
@@ -106,11 +83,6 @@ def is_wide(problem: KernelProblem) -> bool:
 def _serves_head_sizes(d: int, d_v: int) -> bool:
     d, d_v = tile_channels(d), tile_channels(d_v)
     return d in CHANNELS and d_v in CHANNELS and (d == d_v or min(d, d_v) >= _NARROW)
-
-
-def has_fp8(spec: AttentionSpec) -> bool:
-    """Return whether the backward's products of P and dS are in FP8."""
-    return spec.dv.precision is Precision.FP8_E4M3
 
 
 def has_to_copy(problem: KernelProblem, *, queries: bool) -> bool:

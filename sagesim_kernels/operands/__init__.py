@@ -20,17 +20,13 @@ from sagesim_kernels.operands.dq_sums import (
     summed_channels,
 )
 from sagesim_kernels.operands.dq_units import Growths, compute_units, row_units, units_of
-from sagesim_kernels.operands.folding import best_top, load_folded, over_top
 from sagesim_kernels.operands.formats import (
     FP8,
     INT8,
-    code_max,
-    count_of_tops,
     format_of,
     loaded_codes,
     memory_dtype,
     stored_codes,
-    top_code,
 )
 from sagesim_kernels.operands.kernel_problem import (
     NO_EXTRAS,
@@ -106,18 +102,14 @@ from sagesim_kernels.operands.operand import (
     load_channel_scales,
     load_token_scales,
     load_tokens,
-    numbers_of,
-    scale_start_of,
     tokens_by_tokens,
 )
 from sagesim_kernels.operands.quantization import (
     DTYPES,
     load_live,
     load_source,
-    memory_of_codes,
     quantize_block,
     store_block,
-    store_codes_of_tokens,
 )
 from sagesim_kernels.operands.results import ForwardResult, Gradients, RowStatistics
 from sagesim_kernels.operands.rounding import (
@@ -135,17 +127,13 @@ from sagesim_kernels.operands.rounding import (
     map_step,
     pcg_hash,
     row_sums,
-    scale_and_inverse,
     to_codes,
 )
 from sagesim_kernels.operands.row_bounds import (
     RowScales,
     compute_ds_bounds,
-    compute_p_bounds,
     has_row_bound,
     has_row_bounds,
-    norms,
-    rows_of,
 )
 from sagesim_kernels.operands.sinks import (
     add_sink,
@@ -197,20 +185,16 @@ __all__ = [
     "attended_bounds",
     "attends",
     "attends_in",
-    "best_top",
     "causal_offset",
     "clear_tma_sums",
-    "code_max",
     "code_product",
     "compute_delta_from_o",
     "compute_ds_bounds",
     "compute_k_means",
     "compute_key_bounds",
     "compute_logit_shift",
-    "compute_p_bounds",
     "compute_units",
     "coordinates_of",
-    "count_of_tops",
     "ds_row_sums",
     "finish_dq",
     "first_live_key",
@@ -236,7 +220,6 @@ __all__ = [
     "load_block",
     "load_block_scales",
     "load_channel_scales",
-    "load_folded",
     "load_k_mean",
     "load_live",
     "load_mean",
@@ -256,12 +239,8 @@ __all__ = [
     "map_step",
     "mark_nonfinite",
     "memory_dtype",
-    "memory_of_codes",
     "natural_lse",
-    "norms",
     "norms_of",
-    "numbers_of",
-    "over_top",
     "padded",
     "pcg_hash",
     "program_coordinates",
@@ -273,17 +252,13 @@ __all__ = [
     "row_stride",
     "row_sums",
     "row_units",
-    "rows_of",
     "rowsum_do_o",
-    "scale_and_inverse",
-    "scale_start_of",
     "sink_gradient",
     "sink_logits",
     "sink_probabilities",
     "start_of",
     "store_block",
     "store_bounds",
-    "store_codes_of_tokens",
     "store_rows",
     "store_tokens",
     "stored_codes",
@@ -295,7 +270,6 @@ __all__ = [
     "to_codes",
     "token_ptrs",
     "tokens_by_tokens",
-    "top_code",
     "units_of",
     "upper_lse2",
 ]

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sagesim.spec import MAPS, OPERANDS, Granularity, Precision
-from sagesim_kernels.operands.folding import fold
 from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import Rows
 from sagesim_kernels.operands.means import (
@@ -25,7 +24,7 @@ from sagesim_kernels.operands.quantization import (
     operand_of_values,
     quantize,
 )
-from sagesim_kernels.operands.row_bounds import FoldedRows
+from sagesim_kernels.operands.row_bounds import FoldedRows, fold
 
 
 class _Code(NamedTuple):
@@ -51,7 +50,6 @@ class OperandCache:
         stored: copy 16-bit operands, too, to padded storage [1, heads, tokens, d]. There zeros
             follow each sequence, and replace queries that attend to no key and keys that no query
             attends to.
-        keys_in_pairs: keep K, where tokens are summed over, in the order of `operand.in_pairs`.
     """
 
     def __init__(
@@ -61,9 +59,8 @@ class OperandCache:
         *,
         k_mean: Tensor | None = None,
         stored: bool = False,
-        keys_in_pairs: bool = False,
     ) -> None:
-        self._problem, self.stored, self._keys_in_pairs = problem, stored, keys_in_pairs
+        self._problem, self.stored = problem, stored
         self.tensors = {"q": problem.q, "k": problem.k, "v": problem.v, "do": do}
         self._codes: dict[_Code, Operand] = {}
         self._values: dict[tuple[str, Precision], Operand] = {}
@@ -103,7 +100,8 @@ class OperandCache:
         `get` returns the operand from now on.
         """
         _, tensor = OPERANDS[site]
-        operand, rows = fold(self._problem, self.source(tensor), site, bound)
+        matmul = self._problem.spec.site(site)
+        operand, rows = fold(self._problem, self._source(tensor), matmul, bound)
         self._codes[self._code(site, tensor)] = operand
         return rows
 
@@ -112,7 +110,7 @@ class OperandCache:
 
         The caller's kernel fills the memory, with `store_block`. `get` returns it from now on.
         """
-        code, source = self._code(site, tensor), self.source(tensor)
+        code, source = self._code(site, tensor), self._source(tensor)
         assert code not in self._codes and not code.folded
         found = memory_of_codes(source, code.precision, code.granularity, code.contract_tokens)
         self._codes[code] = found
@@ -130,7 +128,7 @@ class OperandCache:
         key = tensor, precision
         if key not in self._values:
             self._values[key] = cast(
-                self._problem, self.source(tensor), DTYPES[precision], stored=self.stored
+                self._problem, self._source(tensor), DTYPES[precision], stored=self.stored
             )
         return self._values[key]
 
@@ -143,10 +141,9 @@ class OperandCache:
 
     def _quantize(self, wanted: list[_Code]) -> None:
         tasks = [
-            (self.source(x.tensor), x.precision, x.granularity, x.contract_tokens) for x in wanted
+            (self._source(x.tensor), x.precision, x.granularity, x.contract_tokens) for x in wanted
         ]
-        found = quantize(self._problem, tasks, keys_in_pairs=self._keys_in_pairs)
-        self._codes |= dict(zip(wanted, found, strict=True))
+        self._codes |= dict(zip(wanted, quantize(self._problem, tasks), strict=True))
 
     def get_unsmoothed(self, site: str, tensor: str) -> tuple[Operand, Means | None]:
         """Return a tensor before smoothing, and the mean that the kernel has to subtract itself.
@@ -154,14 +151,13 @@ class OperandCache:
         If there is no mean, or the caller's tensor cannot be loaded directly because it has another
         dtype or has to be copied, return what `get` returns, and None.
         """
-        source = self.source(tensor)
+        source = self._source(tensor)
         dtype = DTYPES.get(self._problem.spec.site(site).precision)
         if source.mean is None or self.stored or dtype != source.x.dtype:
             return self.get(site, tensor), None
         return operand_of_values(source.x), source.mean
 
-    def source(self, tensor: str) -> TokenTensor:
-        """Return q, k, v or do before it is rounded."""
+    def _source(self, tensor: str) -> TokenTensor:
         x, problem = self.tensors[tensor], self._problem
         assert x is not None, f"{tensor} is not an operand of the forward"
         mean = {"q": self.q_mean, "k": self.k_mean}.get(tensor)

@@ -9,7 +9,7 @@ bounds the error.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -50,9 +50,6 @@ may be anything: they are not set to 0, added to or read."""
 
 CHANNELS_AT_ONCE = tl.constexpr(32)
 """Channels that TMA adds at once, if some of the others are padding."""
-
-TMA_QUERIES: Final = 64
-"""Queries of a block in the order of `BY_TMA`."""
 
 
 class DqSums(NamedTuple):
@@ -247,8 +244,7 @@ def finish_dq(
     dq: Tensor,
 ) -> None:
     """Fill dq, any strides, from its sums. ds_sums: the sums of the rows of dS; None if 0."""
-    most = TMA_QUERIES if dq_sums.ORDER.value == BY_TMA.value else ALIGNMENT.value
-    block = min(problem.spec.block_q, most)
+    block = min(problem.spec.block_q, ALIGNMENT.value)
     grid = Grid(-(-problem.longest_q // block), problem.q.shape[1], problem.sequences)
     launch(
         finish_dq_kernel,

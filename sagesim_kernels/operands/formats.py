@@ -66,20 +66,22 @@ def code_max(FORMAT) -> Any:
 
 @triton.constexpr_function
 def count_of_tops(FORMAT) -> Any:
-    """Return how many codes the bound of a row of dS may get: see `top_code`."""
-    return 1 if FORMAT == INT8 else 4
+    """Return how many codes the bound of a row may get: see `top_code`."""
+    if FORMAT == INT8:
+        return 1
+    return 8 if FORMAT in (E4M3, E4M3_IN_FP16) else 4
 
 
 @triton.constexpr_function
 def top_code(FORMAT, index) -> Any:
     """Return one of the codes that the bound of a row may get, from the largest to the smallest.
 
-    In FP8 they are large ones, over one power of two.
+    In FP8 they are the largest ones, over one power of two.
     """
     if FORMAT == INT8:
         return 127.0
     if FORMAT in (E4M3, E4M3_IN_FP16):
-        return 448.0 - 64.0 * index
+        return 448.0 - 32.0 * index if index < 7 else 240.0
     return 57344.0 - 8192.0 * index
 
 

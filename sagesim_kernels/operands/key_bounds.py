@@ -34,7 +34,6 @@ from sagesim_kernels.operands.masking import (
 from sagesim_kernels.operands.means import Means, load_mean
 from sagesim_kernels.operands.operand import (
     Operand,
-    from_pairs,
     head_pointers,
     load_channel_scales,
     load_token_scales,
@@ -42,7 +41,6 @@ from sagesim_kernels.operands.operand import (
     numbers_of,
 )
 from sagesim_kernels.operands.rounding import LAUNCH, largest, magnitude
-from sagesim_kernels.operands.row_bounds import add_v_norms
 
 _BLOCKS_AT_ONCE = tl.constexpr(128)
 """Key blocks whose bounds a program reads in one step."""
@@ -111,12 +109,12 @@ def store_bounds(of_keys, of_blocks, at, keys, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def key_bounds_kernel(grid, k, v, k_right, to_subtract, k_mean, v_norm, bounds, lengths, sizes):
+def key_bounds_kernel(grid, k, v, k_right, to_subtract, k_mean, bounds, lengths, sizes):
     """Compute the `KeyBounds` of a block of keys.
 
     k, v, k_right: `Operand` of qk_recompute, dp and dq. to_subtract: the `Means` of K, if k_right
     is K before smoothing, or None. k_mean: the `Means` of K, if rows of dS times the mean are added
-    to the parts of dQ, or None. v_norm: see `row_bounds.add_v_norms`, or None.
+    to the parts of dQ, or None.
     """
     block, h, b = program_coordinates(grid)
     first = block * sizes.BLOCK_K
@@ -130,14 +128,9 @@ def key_bounds_kernel(grid, k, v, k_right, to_subtract, k_mean, v_norm, bounds, 
     v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, h)
     norms = token_norms(v, v_base, v_scales, first, sizes.BLOCK_K, n_k, sizes.DV_PAD, low, live)
     store_bounds(bounds.v_norm, bounds.block_v_norm, at, magnitude(norms), sizes.BLOCK_K)
-    if v_norm is not None:
-        add_v_norms(v_norm + b * grid.heads + h, v, lengths, b, h, first, sizes.BLOCK_K, sizes)
+
     k_base, k_scales = head_pointers(k_right, lengths.cu_k, lengths.n_k, b, h)
-    if k_right.IN_PAIRS:  # codes of keys that are not live are 0
-        end = first + sizes.BLOCK_K
-        tokens = from_pairs(load_tokens(k_right, k_base, first, sizes.BLOCK_K, end, sizes.D_PAD))
-    else:
-        tokens = load_tokens(k_right, k_base, first, sizes.BLOCK_K, n_k, sizes.D_PAD, low, live)
+    tokens = load_tokens(k_right, k_base, first, sizes.BLOCK_K, n_k, sizes.D_PAD, low, live)
     tokens = numbers_of(k_right, tokens)
     if to_subtract is not None:  # and round, as the product's kernel does
         mean = load_mean(to_subtract, b, h, 0, sizes.D, sizes.D_PAD)
@@ -224,7 +217,6 @@ def compute_key_bounds(
     tile: int | None = None,
     to_subtract: Means | None = None,
     k_mean: Means | None = None,
-    v_norm: Tensor | None = None,
 ) -> KeyBounds:
     """Return the bounds of all keys.
 
@@ -233,8 +225,6 @@ def compute_key_bounds(
     to_subtract: the mean of K, if k_right is K before smoothing and the product's kernel subtracts
         the mean; else None.
     k_mean: the mean of K, if parts of dQ contain it; else None.
-    v_norm: filled with the largest norm of V of each head, as `row_bounds.add_v_norms` does; or
-        None.
     """
     block = problem.spec.block_k
     bounds = KeyBounds.empty(problem, tile or block)
@@ -248,11 +238,9 @@ def compute_key_bounds(
         operands["k_right"],
         to_subtract,
         k_mean,
-        v_norm,
         bounds,
         problem.lengths,
         KernelSizes.of(problem, block),
-        num_warps=8 if block > 64 else 4,
         **LAUNCH,
     )
     return bounds

@@ -42,7 +42,6 @@ class Operand(NamedTuple):
     TOKENS: Any  #: constexpr, consecutive tokens that share a scale; None in 16 bit
     BY_CHANNEL: Any  #: constexpr bool, whether each channel has its own scale; None in 16 bit
     IN_REGISTER_ORDER: Any  #: constexpr bool, see `in_register_order`
-    IN_PAIRS: Any  #: constexpr bool, see `in_pairs`
     STORED: Any  #: constexpr bool, whether the tokens lie in padded storage, as codes always do
     FORMAT: Any  #: constexpr, of the codes, see `formats`
 
@@ -57,7 +56,6 @@ class Operand(NamedTuple):
         by_channel: bool,
         in_register_order: bool,
         how: tl.constexpr = INT8,
-        in_pairs: bool = False,
     ) -> Operand:
         """Codes and their scales [heads, scales, channels or 1]; `per_scale` tokens share one.
 
@@ -73,7 +71,6 @@ class Operand(NamedTuple):
             TOKENS=tl.constexpr(per_scale),
             BY_CHANNEL=tl.constexpr(by_channel),
             IN_REGISTER_ORDER=tl.constexpr(in_register_order),
-            IN_PAIRS=tl.constexpr(in_pairs),
             STORED=tl.constexpr(True),
             FORMAT=how,
         )
@@ -93,7 +90,6 @@ class Operand(NamedTuple):
             TOKENS=tl.constexpr(None),
             BY_CHANNEL=tl.constexpr(None),
             IN_REGISTER_ORDER=tl.constexpr(False),
-            IN_PAIRS=tl.constexpr(False),
             STORED=tl.constexpr(stored),
             FORMAT=VALUES,
         )
@@ -109,24 +105,6 @@ def in_register_order(x):
     """
     pairs = tl.reshape(x, (x.shape[0], x.shape[1] // 16, 2, 4, 2))
     return tl.reshape(tl.permute(pairs, (0, 1, 3, 2, 4)), x.shape)
-
-
-@triton.jit
-def in_pairs(x):
-    """Return x [m, n] with rows i and i + 8 of each 16 next to each other.
-
-    A thread holds both of them in a product [m, n] of wgmma. It stores their codes of 8 bits as one
-    number of 16 bits, so that another product can sum over rows of x.
-    """
-    pairs = tl.reshape(x, (x.shape[0] // 16, 2, 8, x.shape[1]))
-    return tl.reshape(tl.permute(pairs, (0, 2, 1, 3)), x.shape)
-
-
-@triton.jit
-def from_pairs(x):
-    """Return x [m, n] of which `in_pairs` returns the argument."""
-    pairs = tl.reshape(x, (x.shape[0] // 16, 8, 2, x.shape[1]))
-    return tl.reshape(tl.permute(pairs, (0, 2, 1, 3)), x.shape)
 
 
 @triton.jit

@@ -37,7 +37,6 @@ from sagesim_kernels.operands.masking import is_live_key, is_live_query
 from sagesim_kernels.operands.means import Means, load_mean
 from sagesim_kernels.operands.operand import (
     Operand,
-    in_pairs,
     in_register_order,
     scale_start_of,
     stored_scales,
@@ -119,8 +118,6 @@ def store_codes_of_tokens(out, codes, h, start, count, blocks):
     column = tl.arange(0, blocks.D_PAD)
     if out.IN_REGISTER_ORDER:
         codes = tl.trans(in_register_order(tl.trans(codes)))
-    if out.IN_PAIRS:
-        codes = in_pairs(codes)
     base = out.ptr + h.to(tl.int64) * out.stride_h
     ptrs = tile_ptrs(base, start, codes.shape[0], column, out.stride_n, out.stride_d)
     mask = column[None, :] < out.CHANNELS
@@ -258,18 +255,14 @@ def cast_kernel(grid, x, mean, out, lengths, STORED: tl.constexpr, blocks):
 
 
 def quantize(
-    problem: KernelProblem,
-    wanted: Sequence[tuple[TokenTensor, Precision, Granularity, bool]],
-    *,
-    keys_in_pairs: bool = False,
+    problem: KernelProblem, wanted: Sequence[tuple[TokenTensor, Precision, Granularity, bool]]
 ) -> list[Operand]:
     """Round tensors to codes in new padded storage, several in a launch.
 
     wanted: a tensor, the precision, the granularity of the scales, and whether the product sums
         over tokens; see `memory_of_codes`.
-    keys_in_pairs: see `memory_of_codes`.
     """
-    tasks = [_task(problem, *each, keys_in_pairs) for each in wanted]
+    tasks = [_task(problem, *each) for each in wanted]
     for i in range(0, len(tasks), _TASKS):
         some = tasks[i : i + _TASKS]
         programs = sum(task.grid.programs[0] for task in some)
@@ -293,12 +286,9 @@ def _task(
     precision: Precision,
     granularity: Granularity,
     contract_tokens: bool,
-    paired: bool,
 ) -> _Task:
     block, heads, d = source.block, source.x.shape[1], source.x.shape[3]
-    out = memory_of_codes(source, precision, granularity, contract_tokens, keys_in_pairs=paired)
-    if granularity is Granularity.PerToken and (source.is_key or source.mean is None):
-        block = min(block, ALIGNMENT.value)  # no two tokens share anything
+    out = memory_of_codes(source, precision, granularity, contract_tokens)
     return _Task(
         Grid(-(-source.longest // block), heads, problem.sequences),
         Strided.of(source.x),
@@ -310,12 +300,7 @@ def _task(
 
 
 def memory_of_codes(
-    source: TokenTensor,
-    precision: Precision,
-    granularity: Granularity,
-    contract_tokens: bool,
-    *,
-    keys_in_pairs: bool = False,
+    source: TokenTensor, precision: Precision, granularity: Granularity, contract_tokens: bool
 ) -> Operand:
     """Return padded storage for the codes of a tensor, and memory for their scales.
 
@@ -323,7 +308,6 @@ def memory_of_codes(
         so that they are always contiguous along the axis that is summed over. Those of 8 bit of Q,
         V and dO are in register order, see `in_register_order`; dS passes through shared memory
         before it meets K.
-    keys_in_pairs: whether K that is summed over tokens is in the order of `in_pairs`.
     """
     x, device = source.x, source.x.device
     heads, d = x.shape[1], x.shape[3]
@@ -341,10 +325,7 @@ def memory_of_codes(
     stride_n, stride_d = (1, tokens) if contract_tokens else (channels, 1)
     strides = (0, tokens * channels, stride_n, stride_d)
     in_order = contract_tokens and source.name != "k" and codes.element_size() == 1
-    paired = keys_in_pairs and contract_tokens and source.name == "k"
-    return Operand.of_codes(
-        codes, strides, channels, scale, per_scale, by_channel, in_order, how, paired
-    )
+    return Operand.of_codes(codes, strides, channels, scale, per_scale, by_channel, in_order, how)
 
 
 def cast(

@@ -13,18 +13,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim.spec import SITES, AttentionSpec, Granularity, Precision
+from sagesim.spec import SITES, AttentionSpec, Granularity, MatmulSpec, Precision
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.delta import load_rows, store_rows
 from sagesim_kernels.operands.formats import (
     CODE_MAX,
+    code_max,
+    count_of_tops,
+    nearest_number,
+    top_code,
 )
 from sagesim_kernels.operands.kernel_problem import KernelProblem, KernelSizes
 from sagesim_kernels.operands.layout import (
+    ALIGNMENT,
     Grid,
     Rows,
+    Strided,
+    TokenBlocks,
     length_of,
     program_coordinates,
+    stored_start_of,
 )
 from sagesim_kernels.operands.masking import (
     first_live_key,
@@ -38,11 +46,21 @@ from sagesim_kernels.operands.operand import (
     load_token_scales,
     load_tokens,
     numbers_of,
+    scale_start_of,
+)
+from sagesim_kernels.operands.quantization import (
+    TokenTensor,
+    load_source,
+    memory_of_codes,
+    store_codes_of_tokens,
 )
 from sagesim_kernels.operands.rounding import (
     LAUNCH,
+    Rounding,
     largest,
     magnitude,
+    scale_and_inverse,
+    to_codes,
 )
 
 if TYPE_CHECKING:
@@ -53,7 +71,7 @@ _TILE: Final = 32
 
 SMALLEST_SHARE: Final = {
     Precision.INT8: 1 / 127,
-    Precision.FP8_E4M3: 2.0**-9 / 256,
+    Precision.FP8_E4M3: 2.0**-9 / 240,
     Precision.FP8_E5M2: 2.0**-16 / 32768,
 }
 """The smallest code of a row over its top code, at most."""
@@ -94,11 +112,6 @@ def has_row_bounds(spec: AttentionSpec) -> bool:
     return any(has_row_bound(spec, site) for site in SITES)
 
 
-def rows_of(spec: AttentionSpec) -> int:
-    """Return how many numbers of each query a forward keeps; see `ForwardResult.rows`."""
-    return 2 if has_row_bounds(spec) else 1
-
-
 @triton.jit
 def sum_pairwise(x):
     """Return the sum of each row of x [m, n], float32, in an order that no compiler chooses.
@@ -129,54 +142,34 @@ def norms(x):
 
 
 @triton.jit
-def p_bounds_kernel(grid, row_max, lse2, bound, lengths, TILE: tl.constexpr):
-    """Compute the largest P of each row from `ForwardResult.row_max`. The others: `Rows`."""
-    tile, h, b = program_coordinates(grid)
-    n_q = length_of(lengths.cu_q, lengths.n_q, b)
-    queries = tile * TILE + tl.arange(0, TILE)
-    row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
-    most = load_rows(row_max, lengths.cu_q, b, h, queries, n_q, 0.0)
-    found = tl.where(row_lse2 == float("inf"), 0.0, tl.exp2(most - row_lse2))
-    store_rows(bound, lengths.cu_q, b, h, queries, n_q, found)
+def v_norms_kernel(grid, v, most, lengths, sizes):
+    """Compute the largest norm of V of each sequence and head, without padding.
 
-
-@triton.jit
-def add_v_norms(most, v, lengths, b, h, first, COUNT: tl.constexpr, sizes):
-    """Raise a number to the largest norm of V of these keys of a head, without padding.
-
-    v: `Operand` of dp. most: pointer to the bits of a float32, int32, 0 at first.
+    v: `Operand` of dp. most: int32 [sequences, kv heads], 0 at first, the bits of a float32.
     """
+    tile, h, b = program_coordinates(grid)
+    first = tile * sizes.TILE
     n_k, low = live_keys(lengths, b), first_live_key(lengths, b)
-    keys = first + tl.arange(0, COUNT)
+    if first >= n_k:
+        return
+    keys = first + tl.arange(0, sizes.TILE)
     live = None
     if lengths.key_mask is not None:
         live = is_unmasked(lengths, b, keys, n_k)
     base, scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, h)
-    tokens = load_tokens(v, base, first, COUNT, n_k, sizes.DV_PAD, low, live)
-    scale = load_token_scales(v, scales, first, COUNT, n_k)
+    tokens = load_tokens(v, base, first, sizes.TILE, n_k, sizes.DV_PAD, low, live)
+    scale = load_token_scales(v, scales, first, sizes.TILE, n_k)
     found = norms(numbers_of(v, tokens) * scale[:, None])
     is_key = (keys >= low) & (keys < n_k)
     if lengths.key_mask is not None:
         is_key = is_key & live
     # A scale may be NaN where there is no key.
     found = largest(tl.where(is_key, magnitude(found), 0), 0)
-    tl.atomic_max(most, found, sem="relaxed")
+    tl.atomic_max(most + b * grid.heads + h, found, sem="relaxed")
 
 
 @triton.jit
-def v_norms_kernel(grid, v, most, lengths, sizes):
-    """Compute the largest norm of V of each sequence and head, without padding.
-
-    most: int32 [sequences, kv heads], see `add_v_norms`.
-    """
-    tile, h, b = program_coordinates(grid)
-    first = tile * sizes.TILE
-    if first < live_keys(lengths, b):
-        add_v_norms(most + b * grid.heads + h, v, lengths, b, h, first, sizes.TILE, sizes)
-
-
-@triton.jit
-def store_scales(inverse, scale, lengths, b, h, queries, n_q, bound, top):
+def _store_scales(inverse, scale, lengths, b, h, queries, n_q, bound, top):
     """Store the scale bound / top of rows, and its inverse, which is 0 where it overflows."""
     is_finite = bound < float("inf")  # not if it is NaN
     vanishes = bound <= top * 2.0**-128
@@ -217,28 +210,113 @@ def ds_bounds_kernel(
     store_rows(ds_bound, lengths.cu_q, b, h, queries, n_q, bound)
     if inverse is not None:
         top = tl.full((sizes.TILE,), TOP, tl.float32)
-        store_scales(inverse, scale, lengths, b, h, queries, n_q, bound, top)
+        _store_scales(inverse, scale, lengths, b, h, queries, n_q, bound, top)
 
 
-def compute_p_bounds(problem: KernelProblem, row_max: Tensor, lse2: Rows) -> Rows:
-    """Return the largest P of each row, if P is recomputed from the operands of the forward.
+@triton.jit
+def _load_folded(x, mean, bound, lengths, i, first, COUNT: tl.constexpr, h, b, n_q, blocks):
+    """Load tokens of block i as `load_source` does, times the bounds of their rows."""
+    tokens = load_source(x, mean, lengths, i, first, COUNT, h, b, blocks)
+    queries = first + tl.arange(0, COUNT)
+    return tokens * load_rows(bound, lengths.cu_q, b, h, queries, n_q, 0.0)[:, None]
 
-    row_max: see `ForwardResult.row_max`.
+
+@triton.jit
+def _better_top(y, best, least, TOP: tl.constexpr, FORMAT: tl.constexpr):
+    """Return the better of two top codes for each row of y, and what it loses.
+
+    best, least: the other code and what it loses, [rows, 1].
     """
-    bound = Rows.of(torch.empty_like(row_max))
-    grid = Grid(-(-problem.longest_q // _TILE), problem.q.shape[1], problem.sequences)
+    quotient = tl.math.div_rn(y, tl.full(y.shape, TOP, tl.float32))
+    lost = nearest_number(quotient, FORMAT) * TOP - y
+    loss = sum_pairwise(lost * lost)[:, None]
+    return tl.where(loss < least, TOP, best), tl.minimum(least, loss)
+
+
+@triton.jit
+def fold_kernel(
+    grid, x, mean, bound, out, inverse, scale, rounding, lengths, blocks, TILE: tl.constexpr
+):  # fmt: skip
+    """Round a block of dO or Q with its rows multiplied by bounds, and choose their top codes.
+
+    x, mean, out, rounding, blocks: as those of `quantize_kernel`. bound: `Rows` of the bounds of a
+    map. inverse, scale: `Rows` of the scales of the map.
+    """
+    i, h, b = program_coordinates(grid)
+    n_q = length_of(lengths.cu_q, lengths.n_q, b)
+    begin = i * blocks.BLOCK
+    if begin >= n_q:
+        return
+    amax = tl.zeros((1, blocks.D_PAD), tl.int32)
+    for first in range(begin, tl.minimum(begin + blocks.BLOCK, n_q), TILE):
+        z = _load_folded(x, mean, bound, lengths, i, first, TILE, h, b, n_q, blocks)
+        amax = tl.maximum(amax, largest(magnitude(z), 0)[None, :])
+    if not out.BY_CHANNEL:
+        amax = largest(amax, 1)[:, None]
+    FORMAT: tl.constexpr = rounding.FORMAT
+    TOPS: tl.constexpr = count_of_tops(FORMAT)
+    # With the smallest top code, the largest number of a region gets the largest code.
+    MOST: tl.constexpr = code_max(FORMAT) * top_code(FORMAT, TOPS - 1)
+    of_block, inverse_of_block = scale_and_inverse(amax, MOST)
+    ptr = out.scale + h.to(tl.int64) * out.scale_stride_h
+    ptr += (scale_start_of(out, lengths.cu_q, lengths.n_q, b) + i) * out.scale_stride_n
+    if out.BY_CHANNEL:
+        column = tl.arange(0, blocks.D_PAD)[None, :]
+        tl.store(ptr + column, of_block, mask=column < blocks.D)
+    else:
+        tl.store(ptr + tl.arange(0, 1)[None, :], of_block)
+
+    start = stored_start_of(lengths.cu_q, lengths.n_q, b)
+    end = tl.minimum(begin + blocks.BLOCK, tl.cdiv(n_q, ALIGNMENT) * ALIGNMENT)
+    for first in range(begin, end, TILE):
+        z = _load_folded(x, mean, bound, lengths, i, first, TILE, h, b, n_q, blocks)
+        y = z * inverse_of_block
+        best = tl.full((TILE, 1), code_max(FORMAT), tl.float32)
+        if TOPS > 1:
+            least = tl.full((TILE, 1), float("inf"), tl.float32)
+            for index in tl.static_range(TOPS):  # pyright: ignore[reportGeneralTypeIssues]
+                best, least = _better_top(y, best, least, top_code(FORMAT, index), FORMAT)
+        queries = first + tl.arange(0, TILE)
+        y = tl.math.div_rn(y, tl.broadcast_to(best, (TILE, blocks.D_PAD)))
+        column = tl.arange(0, blocks.D_PAD)[None, :]
+        codes = to_codes(y, queries[:, None], column, rounding)
+        store_codes_of_tokens(out, codes, h, start + first, TILE, blocks)
+        of_rows = load_rows(bound, lengths.cu_q, b, h, queries, n_q, 0.0)
+        top = tl.reshape(best, (TILE,))
+        _store_scales(inverse, scale, lengths, b, h, queries, n_q, of_rows, top)
+
+
+def fold(
+    problem: KernelProblem, source: TokenTensor, matmul: MatmulSpec, bound: Rows
+) -> tuple[Operand, FoldedRows]:
+    """Round dO of dv or Q of dk with its rows multiplied by the bounds of the map.
+
+    bound: of the rows of P or dS.
+    """
+    d = source.x.shape[3]
+    heads, device = problem.q.shape[1], problem.q.device
+    out = memory_of_codes(source, matmul.precision, matmul.rhs, contract_tokens=True)
+    rows = FoldedRows(
+        *(torch.empty(problem.q.shape[:3], dtype=torch.float32, device=device) for _ in range(2))
+    )
+    grid = Grid(-(-source.longest // source.block), heads, problem.sequences)
     launch(
-        p_bounds_kernel,
+        fold_kernel,
         grid.programs,
         grid,
-        Rows.of(row_max),
-        lse2,
+        Strided.of(source.x),
+        source.mean,
         bound,
+        out,
+        Rows.of(rows.inverse),
+        Rows.of(rows.scale),
+        Rounding.of(problem.spec, source.name, matmul.precision),
         problem.lengths,
+        TokenBlocks.of(source.is_key, d, triton.next_power_of_2(out.CHANNELS.value), source.block),
         _TILE,
         **LAUNCH,
     )
-    return bound
+    return out, rows
 
 
 def compute_ds_bounds(

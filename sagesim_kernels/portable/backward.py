@@ -13,6 +13,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from sagesim.spec import Granularity, Precision
@@ -34,6 +35,7 @@ from sagesim_kernels.operands import (
     ds_row_sums,
     finish_dq,
     has_row_bound,
+    has_row_bounds,
     padded,
 )
 from sagesim_kernels.portable.gradients import gradients_kernel
@@ -147,7 +149,6 @@ def launch_backward(
     grads: Gradients,
     traces: MapTraces = UNTRACED,
     *,
-    row_max: Tensor | None = None,
     shift: Tensor | None = None,
     p_sink: Tensor | None = None,
 ) -> None:
@@ -159,7 +160,6 @@ def launch_backward(
         statistics: lse2 of the forward, and memory for delta.
         d_lse: the gradient of the logsumexp, or None.
         traces: where to write the codes of P and dS.
-        row_max: see `ForwardResult.row_max`.
         shift: what smoothing K subtracted from the logits, [sequences, heads, n_q]; only a softcap
             needs it.
         p_sink: the share of the sink in each row's sum, [sequences, heads, n_q]; None without
@@ -174,9 +174,12 @@ def launch_backward(
     rows = longest_step(spec.block_q) if d_pad <= 128 else min(spec.block_q, SHORT_STEP)
     dq_sums = DqSums.empty(problem, rows, d_pad, block_warps(spec.block_k, d_pad))
     softcap = Softcap.of(problem, shift)
-    sum_rows = partial(launch_p_rows, problem, operands, statistics, d_lse, softcap)
+    p_bound = None
+    if has_row_bounds(spec):
+        p_bound = Rows.of(torch.empty_like(statistics.lse2.ptr))
+    sum_rows = partial(launch_p_rows, problem, operands, statistics, d_lse, softcap, p_bound)
     row_scales = prepare_backward(
-        problem, operands, o, do, statistics, d_lse, dq_sums, sum_rows, row_max
+        problem, operands, o, do, statistics, d_lse, dq_sums, sum_rows, p_bound
     )
     launches = _Launches(problem, operands, statistics, dq_sums, row_scales, traces, softcap)
     at = f"at head size {max(d, d_v)}, block_q={spec.block_q} and block_k={spec.block_k}"

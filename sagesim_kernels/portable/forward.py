@@ -73,7 +73,6 @@ def forward_kernel(
     subtracted,
     o,
     lse2,
-    row_max_out,
     sink2,
     softcap,
     trace,
@@ -85,8 +84,7 @@ def forward_kernel(
 ):
     """Compute O and the logsumexp, in base 2, of a tile of queries.
 
-    q, k, v: `Operand`. subtracted: `SubtractedMeans`. row_max_out: `Rows` to fill with the largest
-    logit of each query in base 2, or None. sink2: `Rows` of the sinks in base 2, or
+    q, k, v: `Operand`. subtracted: `SubtractedMeans`. sink2: `Rows` of the sinks in base 2, or
     None. softcap: `Softcap`. trace: the `MapTrace` of P, or None. scale: the logit scale
     times log2(e), or divided by the softcap. IS_NEGATIVE: whether it is negative.
     """
@@ -181,8 +179,6 @@ def forward_kernel(
             row_max = new_max
 
     has_keys = row_sum != 0.0  # also if it is NaN
-    if row_max_out is not None:
-        store_rows(row_max_out, lengths.cu_q, b, h, queries, n_q, row_max)
     if sink2 is not None:
         row_sink2 = load_rows(sink2, lengths.cu_q, b, h, queries, n_q, 0.0)
         row_sum, row_max, sqrt_rescale = add_sink(
@@ -205,7 +201,6 @@ def launch_forward(
     lse2: Tensor,
     trace: MapTrace | None = None,
     *,
-    row_max: Tensor | None = None,
     shift: Tensor | None = None,
     sink2: Tensor | None = None,
 ) -> None:
@@ -213,7 +208,6 @@ def launch_forward(
 
     Args:
         trace: where to write the codes of P, if pv is INT8. The scales that are written are all 1.
-        row_max: see `ForwardResult.row_max`; None if the spec has no scales from bounds.
         shift: what smoothing K subtracted from the logits, [sequences, heads, n_q]; only a softcap
             needs it.
         sink2: the sinks in base 2, [sequences, heads, n_q], or None.
@@ -238,7 +232,6 @@ def launch_forward(
             subtracted,
             Strided.of(o),
             Rows.of(lse2),
-            None if row_max is None else Rows.of(row_max),
             None if sink2 is None else Rows.of(sink2),
             softcap,
             trace,

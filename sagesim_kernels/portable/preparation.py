@@ -22,7 +22,6 @@ from sagesim_kernels.operands import (
     Softcap,
     compute_delta_from_o,
     compute_ds_bounds,
-    compute_p_bounds,
     compute_units,
     has_row_bound,
     padded,
@@ -39,8 +38,8 @@ def prepare_backward(
     statistics: RowStatistics,
     d_lse: Rows | None,
     dq_sums: DqSums,
-    sum_rows: Callable[[Rows, Rows | None], None],
-    row_max: Tensor | None = None,
+    sum_rows: Callable[[Rows], None],
+    p_bound: Rows | None = None,
 ) -> RowScales | None:
     """Fill statistics.delta and dq_sums.unit, and return the scales that follow from bounds.
 
@@ -49,24 +48,20 @@ def prepare_backward(
         do: the gradient of o, any strides.
         statistics: lse2 of the forward, and memory for delta.
         d_lse: the gradient of the logsumexp, or None.
-        sum_rows: fills its first argument with the row sums of P, and statistics.delta if delta
-            comes from P. It fills its second argument, unless it is None, with the largest P of
-            each row.
-        row_max: see `ForwardResult.row_max`.
+        sum_rows: fills its argument with the row sums of P, and statistics.delta if delta comes
+            from P. It fills p_bound as well.
+        p_bound: memory for the largest P of each row, if the spec has scales from bounds.
     """
     spec = problem.spec
     if spec.delta is Delta.FROM_O:
         assert o is not None
         compute_delta_from_o(problem, o, do, statistics, d_lse)
-    p_sums = p_bound = None
-    lse2 = statistics.lse2.ptr
-    if spec.delta is Delta.FROM_P or spec.qk != spec.qk_recompute:
-        p_sums = Rows.of(torch.empty_like(lse2))
-        if row_max is not None:
-            p_bound = Rows.of(torch.empty_like(lse2))
-        sum_rows(p_sums, p_bound)
-    elif row_max is not None:
-        p_bound = compute_p_bounds(problem, row_max, statistics.lse2)
+    p_sums = None
+    bounds_sums = spec.delta is Delta.FROM_P or spec.qk != spec.qk_recompute
+    if bounds_sums or p_bound is not None:
+        shape, device = problem.q.shape[:3], problem.q.device
+        p_sums = Rows.of(torch.empty(shape, dtype=torch.float32, device=device))
+        sum_rows(p_sums)
     row_scales = ds_bound = None
     if p_bound is not None:
         row_scales, ds_bound = compute_row_scales(problem, operands, p_bound, statistics)
@@ -81,7 +76,7 @@ def prepare_backward(
         },
         operands.k_mean if problem.extras.softcap is not None else None,
         statistics,
-        p_sums,
+        p_sums if bounds_sums else None,
         dq_sums,
         ds_bound if has_row_bound(spec, "dq") else None,
     )
@@ -131,8 +126,8 @@ def launch_p_rows(
     statistics: RowStatistics,
     d_lse: Rows | None,
     softcap: Softcap,
-    p_sums: Rows,
     p_bound: Rows | None,
+    p_sums: Rows,
 ) -> None:
     """Fill p_sums with the row sums of P, and statistics.delta if delta comes from P.
 

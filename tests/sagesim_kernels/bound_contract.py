@@ -14,7 +14,7 @@ from torch import Tensor
 from sagesim import MatmulSpec, Precision, Rounding
 from sagesim.emulator import SHARED_AXES, from_tiles, to_tiles
 from sagesim.emulator.rounding import CODE_MAX, round_codes_
-from sagesim.emulator.row_bounds import top_codes
+from sagesim.emulator.row_bounds import TOP_CODES
 from sagesim_kernels import Coded
 from tests.sagesim_kernels.error_balls import TENSOR_CORE_U, Ball
 from tests.support.assertions import assert_within_bound
@@ -154,8 +154,8 @@ def check_folded(
 
     x: the tensor before, [..., n_q, channels]. rows: what `check_row_scales` returned.
     """
-    site, _, tensor = name.partition(".")
-    precision, tops = matmul.precision, top_codes(site, matmul.precision)
+    precision, tops = matmul.precision, TOP_CODES[matmul.precision]
+    tensor = name.rpartition(".")[2]
     z = Ball.exactly(x).times(Ball(bound.mid[..., None], bound.radius[..., None])).rounded(1)
     most = CODE_MAX[precision] * tops[-1]
 

@@ -30,7 +30,7 @@ import sagesim
 from sagesim import AttentionSpec, Delta, Granularity, Precision, RoundingMode, Trace
 from sagesim.emulator import SHARED_AXES, flatten, from_tiles, to_tiles, uniform
 from sagesim.emulator.rounding import CODE_MAX
-from sagesim.emulator.row_bounds import has_row_bound, top_codes
+from sagesim.emulator.row_bounds import TOP_CODES, has_row_bound
 from sagesim.emulator.smoothing import subtract_block_means, subtract_head_mean
 from sagesim.spec import MAPS, OPERANDS
 from sagesim_kernels import Coded, KernelTrace
@@ -609,7 +609,7 @@ class _Checker:
         The top codes of dS are those of dk for dq too, in the same format.
         """
         name, precision = f"{site}.{OPERANDS[site][0]}", self.spec.site(site).precision
-        tops = top_codes("dv" if site == "dv" else "dk", precision)
+        tops = TOP_CODES[precision]
         is_shared = has_row_bound(self.spec, "dk") and self.spec.dk.precision is precision
         if site == "dq" and not is_shared:
             tops = (CODE_MAX[precision],)

@@ -416,9 +416,6 @@ FP8_INSTRUCTIONS = {
 }
 """The instruction that multiplies FP8 codes. GPUs without one multiply them as float16 numbers."""
 
-PORTABLE_FP8 = "fp8_gradients block=256x64"
-"""Hopper has kernels of its own for `fp8_gradients`, but not in blocks of 64 keys."""
-
 IN_E5M2 = "fp8_gradients dv=fp8_e5m2 dq=fp8_e5m2 dk=fp8_e5m2"
 
 
@@ -436,7 +433,7 @@ def test_fp8_products_are_fp8_instructions(
     """dV, dQ and dK; a new sum begins in each step. P and dS are converted once for each loop, by
     one instruction for two numbers: dK and dQ share the codes of dS."""
     compiler: Compiler = request.getfixturevalue(triton)
-    kernels = {k.name: k for k in compiler.compile(PORTABLE_FP8, capability)}
+    kernels = {k.name: k for k in compiler.compile("fp8_gradients", capability)}
     assert "fold_kernel" in kernels and "ds_bounds_kernel" in kernels
     gradients = kernels["gradients_kernel, dq, dk, dv"]
     opcode, codes = FP8_INSTRUCTIONS[capability]
@@ -461,19 +458,6 @@ def test_fp8_products_are_fp8_instructions(
     assert spilling <= 0.04 * sum(issued.values())
 
 
-@pytest.mark.parametrize("head_size", [64, 128])
-def test_fp8_products_of_hopper(oldest: Compiler, head_size: int) -> None:
-    """dV, dK and dQ in each of two loops, one with a mask; P and dS are converted in each of them.
-    ptxas adds no wait for a product. S and dP are started once more before the loops."""
-    kernels = {k.name: k for k in oldest.compile("fp8_gradients", 90, head_size=head_size)}
-    backward = kernels["hopper_fp8_backward"]
-    step = 64 * 64 * head_size * (backward.warps // 4)  # as if all warps multiplied
-    assert backward.multiply_adds == {"i8": 3 * step, "bf16": 3 * step, "f8E4M3FN": 2 * 3 * step}
-    assert backward.fp8_conversions == {"cvt.rn.satfinite.e4m3x2.f32": 2 * 2 * 32 // 2}
-    assert backward.added_waits == 0 and backward.lost_descriptors == []
-    assert backward.fusible == 0 and not backward.fp_fusion
-
-
 @pytest.mark.parametrize(
     ("spec", "triton"),
     [
@@ -496,8 +480,8 @@ def test_conversions_to_fp8_round_once(
 
 @compiled_by(
     *("spec", "head_size"),
-    oldest=[("sagebwd", 128), ("factored", 64), ("factored_qk", 128), ("fp8_gradients", 64)],
-    newest=[("sagebwd", 64), ("factored", 64), ("factored_qk", 128), ("fp8_gradients", 128)],
+    oldest=[("sagebwd", 128), ("factored", 64), ("factored_qk", 128)],
+    newest=[("sagebwd", 64), ("factored", 64), ("factored_qk", 128)],
     rest=[("factored", 128), ("factored_qk", 64)],
 )
 def test_the_loop_spills_nothing(compiler: Compiler, spec: str, head_size: int) -> None:

@@ -9,14 +9,11 @@ from sagesim import (
     CAUSAL_SAFE,
     FACTORED,
     FACTORED_QK,
-    FP8_GRADIENTS,
     FPA_FP16,
     HALF_AWAY,
     AttentionSpec,
     Delta,
     Precision,
-    Rounding,
-    RoundingMode,
     Smoothing,
 )
 from sagesim.problem import resolve_input16
@@ -82,8 +79,6 @@ SERVED = {
         for name, extras in EXTRAS.items()
         for d in (64, 192)
     },
-    "fp8": problem(FP8_GRADIENTS, d=128),
-    "fp8, blocks of 512": problem(replace(FP8_GRADIENTS, block_q=512), is_causal=True),
 }
 OTHERS = {
     "factored": problem(FACTORED),
@@ -101,17 +96,6 @@ OTHERS = {
     "negative scale": problem(scale=-1.0),
     "too many rows": problem(n_q=2**28, heads=2),
     "softcap and a negative scale": problem(scale=-1.0, extras=Extras(softcap=20.0)),
-    "fp8, wide": problem(FP8_GRADIENTS, d=192),
-    "fp8, softcap": problem(FP8_GRADIENTS, extras=Extras(softcap=20.0)),
-    "fp8, blocks of 64": problem(replace(FP8_GRADIENTS, block_q=64)),
-    "fp8, tiles of 64 keys": problem(replace(FP8_GRADIENTS, block_k=64)),
-    "fp8, dq in 16 bit": problem(with_precision(FP8_GRADIENTS, Precision.BF16, "dq")),
-    "fp8, K per block": problem(
-        replace(FP8_GRADIENTS, qk=FACTORED_QK.qk, qk_recompute=FACTORED_QK.qk)
-    ),
-    "fp8, stochastic": problem(
-        replace(FP8_GRADIENTS, rounding=Rounding(RoundingMode.STOCHASTIC, 0))
-    ),
 }
 
 

@@ -71,11 +71,11 @@ class TestSupports:
 
     def test_long_blocks(self):
         """A sum of INT8 codes and a scale of a tile need the whole block."""
-        assert supports(FP8_GRADIENTS) and FP8_GRADIENTS.block_q == 1024
+        assert supports(FP8_GRADIENTS) and FP8_GRADIENTS.block_q == 256
         for word, wanted in {
-            "dv=int8": "site dv: int8 with block_q=1024",
-            "dk=int8": "site dk: int8 with block_q=1024",
-            "dq=int8@tile,block": "site dq: int8 with block_q=1024",
+            "dv=int8": "site dv: int8 with block_q=256",
+            "dk=int8": "site dk: int8 with block_q=256",
+            "dq=int8@tile,block": "site dq: int8 with block_q=256",
             "dq=int8": "yes",
             "dq=int8@tile_row,block": "yes",
             "dv=fp16": "yes",
@@ -85,7 +85,7 @@ class TestSupports:
         assert supports(spec)
 
     @pytest.mark.parametrize("block", ["block_q", "block_k"])
-    @pytest.mark.parametrize("size", [1, 16, 48, 256, 512, 1024, 2048])
+    @pytest.mark.parametrize("size", [1, 16, 48, 256, 512])
     def test_blocks(self, block, size):
         """Tiles of SAGEBWD have scales, so that they must not have 256 queries either."""
         answer = supports(replace(SAGEBWD, **{block: size}))

@@ -24,8 +24,9 @@ from sagesim.problem import (
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.eager import attend
 from sagesim_kernels.interpreter import IS_INTERPRETED
+from sagesim_kernels.labels import label_of, parse
 from sagesim_kernels.operands import logit_scale
-from sagesim_kernels.ops import Call, label_of, parse
+from sagesim_kernels.ops import Call
 from sagesim_kernels.support import head_reason, supports
 
 Layout = Literal["HND", "NHD"]
@@ -137,6 +138,7 @@ def attention(
             seqused_k=None if seqused_k is None else seqused_k.reshape(-1),
             cu_q=None,
             cu_k=None,
+            softcap_tensor=None,
             longest_q=None,
             longest_k=None,
             spec=label_of(spec),
@@ -267,6 +269,7 @@ def attention_varlen(
         seqused_k=None,
         cu_q=cu_seqlens_q,
         cu_k=cu_seqlens_k,
+        softcap_tensor=None,
         longest_q=max_seqlen_q,
         longest_k=max_seqlen_k,
         spec=label_of(spec),

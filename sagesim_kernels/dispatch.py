@@ -50,7 +50,7 @@ def forward(
             else None,
         )
     lse2 = torch.empty(rows, dtype=torch.float32, device=o.device)
-    if hopper.serves(problem):
+    if hopper.serves_forward(problem):
         operands = hopper.prepare_forward(problem)
         if hopper.is_wide(problem):
             from sagesim_kernels.hopper import wide_forward as gluon
@@ -124,7 +124,7 @@ def backward(
     p_sink = None
     statistics = RowStatistics(Rows.of(lse2), Rows.of(delta))
     d_lse_rows = None if d_lse is None else Rows.of(d_lse.contiguous())
-    if hopper.serves(problem):
+    if hopper.serves_backward(problem):
         assert o is not None
         stored = hopper.has_to_copy(problem, queries=True)
         operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)

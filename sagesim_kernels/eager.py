@@ -19,7 +19,8 @@ from torch.nn import Parameter
 from torch.utils import _python_dispatch
 
 from sagesim.spec import Delta
-from sagesim_kernels.ops import Call, backward_op, forward_op, parse, run_backward, run_forward
+from sagesim_kernels.labels import parse
+from sagesim_kernels.ops import Call, backward_op, forward_op, run_backward, run_forward
 
 _PLAIN = (Tensor, Parameter)
 
@@ -29,7 +30,8 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Return o and the logsumexp, which is None unless with_lse; see `ops.run_forward`."""
     if _is_traced(q, k, v):
-        o, lse, _, _ = forward_op(q, k, v, *call, with_lse)
+        traced = forward_op if call.softcap is None else _forward_with_softcap
+        o, lse, _, _ = traced(q, k, v, *call, with_lse)
         return o, lse if with_lse else None
     if torch.is_grad_enabled() and (
         q.requires_grad
@@ -40,6 +42,22 @@ def attend(
         return _Attention.apply(q, k, v, call.sinks, call, with_lse)
     result = run_forward(q, k, v, call, with_lse=with_lse)
     return result.o, result.lse
+
+
+@torch.compiler.allow_in_graph  # so that this code sees whether a number is symbolic
+def _forward_with_softcap(
+    q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return forward_op(q, k, v, *rest) for a softcap that torch.compile may have made symbolic.
+
+    PyTorch compiles an operator anew for each value of a number. So a softcap that changes becomes
+    a tensor on the CPU. CUDA graphs take no such tensors; with them the number stays one.
+    """
+    call, with_lse = Call(*rest[:-1]), rest[-1]
+    if isinstance(call.softcap, torch.SymFloat) and not torch._inductor.config.triton.cudagraphs:
+        number = torch.ones((), dtype=torch.float64) * call.softcap
+        call = call._replace(softcap=None, softcap_tensor=number)
+    return forward_op(q, k, v, *call, with_lse)
 
 
 def _is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -20,18 +20,9 @@ import torch
 from torch import Tensor
 
 from sagesim.problem import resolve_input16
-from sagesim.spec import (
-    SITES,
-    AttentionSpec,
-    Delta,
-    Granularity,
-    MatmulSpec,
-    Precision,
-    Rounding,
-    RoundingMode,
-    Smoothing,
-)
+from sagesim.spec import AttentionSpec, Delta
 from sagesim_kernels.dispatch import backward, forward
+from sagesim_kernels.labels import parse
 from sagesim_kernels.launch_plans import Tensors, planned
 from sagesim_kernels.operands import (
     Extras,
@@ -41,11 +32,6 @@ from sagesim_kernels.operands import (
     Packing,
     natural_lse,
 )
-
-_labels: Final[dict[int, tuple[AttentionSpec, str]]] = {}
-"""id of a spec -> the spec, which keeps the id its own, and its label. Its hash takes 10 us."""
-_MOST_LABELS: Final = 256
-parse = lru_cache(maxsize=256)(AttentionSpec.parse)
 
 
 @lru_cache(maxsize=256)
@@ -61,6 +47,7 @@ class Call(NamedTuple):
     seqused_k: Tensor | None
     cu_q: Tensor | None
     cu_k: Tensor | None
+    softcap_tensor: Tensor | None  #: float64 [] on the CPU, in place of softcap
     longest_q: int | None
     longest_k: int | None
     spec: str  #: a label
@@ -85,6 +72,12 @@ class Call(NamedTuple):
         """This call without its tensors; hashable."""
         return Call(*_NO_TENSORS, *self[_TENSORS:])
 
+    def with_constant_softcap(self) -> Call:
+        """This call without softcap_tensor. Plans of launches are kept for each constant."""
+        if self.softcap_tensor is None:
+            return self
+        return self._replace(softcap=self.softcap_tensor.item(), softcap_tensor=None)
+
     def problem(self, q: Tensor, k: Tensor, v: Tensor) -> KernelProblem:
         return KernelProblem.of(
             q,
@@ -101,61 +94,8 @@ class Call(NamedTuple):
         )
 
 
-_TENSORS: Final = 5
+_TENSORS: Final = 6
 _NO_TENSORS: Final = (None,) * _TENSORS
-
-
-def label_of(spec: AttentionSpec) -> str:
-    """Return spec.label(), cached. torch.compile treats it as a constant and guards every field."""
-    if not torch.compiler.is_compiling():
-        known = _labels.get(id(spec))
-        return _remember(spec) if known is None else known[1]
-    # Dynamo does not treat an AttentionSpec as a constant, but it traces strings.
-    words: list[str] = []
-    for site in SITES:
-        matmul: MatmulSpec = getattr(spec, site)
-        words += [matmul.precision.value, matmul.lhs.value, matmul.rhs.value]
-    words += ["1" if spec.smoothing.q else "0", "1" if spec.smoothing.k else "0"]
-    seed = spec.rounding.seed
-    words += [spec.rounding.mode.value, "-" if seed is None else _bits(seed)]
-    words += [spec.delta.value, _bits(spec.block_q), _bits(spec.block_k)]
-    return _label_of_fields(" ".join(words))
-
-
-def _bits(number: int) -> str:
-    """Return the number as 32 binary digits.
-
-    torch.compile guards every digit of this string, while it may make an integer dynamic.
-    """
-    return "".join("1" if number // 2**i % 2 == 1 else "0" for i in reversed(range(32)))
-
-
-@torch.compiler.assume_constant_result
-def _label_of_fields(fields: str) -> str:
-    """Return the label of the spec whose fields `label_of` has joined."""
-    *words, q, k, mode, seed, delta, block_q, block_k = fields.split()
-    triples = [words[i : i + 3] for i in range(0, len(words), 3)]
-    matmuls = {
-        site: MatmulSpec(Precision(precision), Granularity(lhs), Granularity(rhs))
-        for site, (precision, lhs, rhs) in zip(SITES, triples, strict=True)
-    }
-    spec = AttentionSpec(
-        **matmuls,
-        smoothing=Smoothing(q=q == "1", k=k == "1"),
-        rounding=Rounding(RoundingMode(mode), None if seed == "-" else int(seed, 2)),
-        delta=Delta(delta),
-        block_q=int(block_q, 2),
-        block_k=int(block_k, 2),
-    )
-    return spec.label()
-
-
-def _remember(spec: AttentionSpec) -> str:
-    if len(_labels) >= _MOST_LABELS:
-        _labels.clear()
-    label = spec.label()
-    _labels[id(spec)] = spec, label
-    return label
 
 
 def _empty(like: Tensor, channels: int, *, tokens_first: bool) -> Tensor:
@@ -248,6 +188,7 @@ def forward_op(
     seqused_k: Tensor | None,
     cu_q: Tensor | None,
     cu_k: Tensor | None,
+    softcap_tensor: Tensor | None,
     longest_q: int | None,
     longest_k: int | None,
     spec: str,
@@ -267,6 +208,7 @@ def forward_op(
         seqused_k,
         cu_q,
         cu_k,
+        softcap_tensor,
         longest_q,
         longest_k,
         spec,
@@ -277,7 +219,7 @@ def forward_op(
         right,
         softcap,
         tokens_first,
-    )
+    ).with_constant_softcap()
     o, lse, lse2, k_mean = run_forward(q, k, v, call, with_lse=with_lse)
     return (
         o,
@@ -314,6 +256,7 @@ def backward_op(
     seqused_k: Tensor | None,
     cu_q: Tensor | None,
     cu_k: Tensor | None,
+    softcap_tensor: Tensor | None,
     longest_q: int | None,
     longest_k: int | None,
     spec: str,
@@ -332,6 +275,7 @@ def backward_op(
         seqused_k,
         cu_q,
         cu_k,
+        softcap_tensor,
         longest_q,
         longest_k,
         spec,
@@ -342,7 +286,7 @@ def backward_op(
         right,
         softcap,
         tokens_first,
-    )
+    ).with_constant_softcap()
     mean = k_mean if parse(spec).smoothing.k else None
     dq, dk, dv, d_sinks = run_backward(do, d_lse, q, k, v, o, lse2, mean, call)
     assert dq is not None and dk is not None and dv is not None

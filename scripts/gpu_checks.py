@@ -111,6 +111,9 @@ PASSED = re.compile(r"PASSED (tests/\S+)|(tests/\S+) PASSED")
 ENDED = re.compile(r"(PASSED|FAILED) (tests/\S+::[^\n]+?) *$")
 """Matches a line of pytest -v on several workers: how a test ended, and the test."""
 
+COLLECTED = re.compile(r"workers \[(\d+) items\]")
+"""Matches the line in which pytest says how many tests it runs on several workers."""
+
 
 def reads(lines: Iterable[str]) -> Counter[tuple[str, ...]]:
     """Return how often each place is reported: the kernel, the file and the line."""
@@ -149,9 +152,11 @@ def verdict(name: str, exit_code: int, lines: list[str]) -> dict[str, object]:
 
 
 def until_cut_off(lines: Iterable[str]) -> dict[str, int]:
-    """Return how many tests passed and failed according to these lines of pytest -v."""
+    """Return how many tests passed and failed, and of how many, by these lines of pytest -v."""
+    lines = list(lines)
     ended = {test: word for line in lines for word, test in ENDED.findall(line)}
-    return {name: list(ended.values()).count(name.upper()) for name in ("passed", "failed")}
+    counts = {name: list(ended.values()).count(name.upper()) for name in ("passed", "failed")}
+    return counts | {"of": int(n) for line in lines for n in COLLECTED.findall(line)}
 
 
 def run(

@@ -104,6 +104,7 @@ def test_checks_of_other_gpus_code_state_the_code_and_the_number_of_cases(gpu_ch
 
 def test_the_record_of_a_check_that_is_cut_off_counts_its_tests(gpu_checks, monkeypatch):
     printed = (
+        "2 workers [4 items]",
         "[gw0] [ 50%] PASSED tests/test_a.py::test_one[a b] ",
         "tests/test_a.py::test_two ",
         "[gw1] [ 75%] FAILED tests/test_a.py::test_two ",
@@ -112,7 +113,7 @@ def test_the_record_of_a_check_that_is_cut_off_counts_its_tests(gpu_checks, monk
     source = f"print({chr(10).join(printed)!r}, flush=True); import time; time.sleep(60)"
     monkeypatch.setitem(gpu_checks.CHECKS, "a check", [sys.executable, "-c", source])
     record = gpu_checks.run("a check", set(), limit=3)
-    assert record["until_cut_off"] == {"passed": 1, "failed": 1}
+    assert record["until_cut_off"] == {"passed": 1, "failed": 1, "of": 4}
     assert record["passed"] is False
     assert record["seconds"] < 30
 

@@ -383,7 +383,8 @@ def whole_models(checks: dict[str, Any] | None = None) -> str:
 def _result(check: dict[str, Any]) -> str:
     """The counts that a check printed last, and what compute-sanitizer reported of each kernel."""
     if ended := check.get("until_cut_off"):
-        tests = f"{ended['passed']} tests passed, {ended['failed']} failed"
+        of = f" of {ended['of']}" if "of" in ended else ""
+        tests = f"{ended['passed']}{of} tests passed, {ended['failed']} failed"
         return f"{tests}, others did not end in {round(check['seconds'])} s"
     printed = " ".join(line for line in check["printed"] if not line.startswith("[gw"))
 

@@ -1,4 +1,4 @@
-"""Gluon kernels for Hopper GPUs, for specs in which QK alone is INT8.
+"""Gluon kernels for Hopper GPUs: a forward with PV in 16 bit, a backward with INT8 in QK alone.
 
 Importing this package does not import the kernels. Gluon is experimental, so `dispatch` imports
 them when it launches one.
@@ -12,7 +12,8 @@ from sagesim_kernels.hopper.support import (
     has_to_copy,
     is_hopper,
     is_wide,
-    serves,
+    serves_backward,
+    serves_forward,
 )
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "is_hopper",
     "is_wide",
     "prepare_forward",
-    "serves",
+    "serves_backward",
+    "serves_forward",
 ]

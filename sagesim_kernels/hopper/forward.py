@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.descriptors import multiprocessor_count, tma_descriptor
 from sagesim_kernels.hopper.forward_structures import (
@@ -32,6 +33,7 @@ from sagesim_kernels.operands import (
     LOG2_E,
     KernelProblem,
     Lengths,
+    Operand,
     OperandCache,
     Rows,
     Softcap,
@@ -44,6 +46,8 @@ from sagesim_kernels.operands import (
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
+SCALES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
+"""Layout of scales in shared memory."""
 
 
 class Config(NamedTuple):
@@ -92,16 +96,18 @@ _UNSPECIALIZED = (
 # in a tuple.
 @gluon.jit(do_not_specialize=_UNSPECIALIZED)
 def hopper_forward(
-    q8, k8, v, q_scale, k_scale, q_tokens, k_tokens, o, lse2, lse2_stride_b, lse2_stride_h,
-    sink2, inverse_cap, cap2, shift, scale, mask, n_q, n_k, left, right, heads, groups, longest_q,
-    heads_per_group, tiles, programs, DV: gl.constexpr, CONFIG: gl.constexpr,
+    q8, k8, v, q_scale, k_scale, key_scales, q_tokens, k_tokens, o, lse2, lse2_stride_b,
+    lse2_stride_h, sink2, inverse_cap, cap2, shift, scale, mask, n_q, n_k, left, right,
+    heads, groups, longest_q, heads_per_group, tiles, programs, DV: gl.constexpr,
+    CONFIG: gl.constexpr,
     IS_COPIED: gl.constexpr,
 ):  # fmt: skip
     """mask: `Lengths` without n_q, n_k, left and right. DV: channels of V and O.
 
-    sink2: the sinks in base 2, with the strides of lse2; or None. inverse_cap, cap2, shift: of a
-    `Softcap`; the shift has the strides of lse2. scale: the scale of the logits, times log2(e) or
-    divided by the softcap. IS_COPIED: whether V lies in padded storage.
+    key_scales: TMA descriptor of k_scale if each key has its own scale, or None. sink2: the sinks
+    in base 2, with the strides of lse2; or None. inverse_cap, cap2, shift: of a `Softcap`; the
+    shift has the strides of lse2. scale: the scale of the logits, times log2(e) or divided by the
+    softcap. IS_COPIED: whether V lies in padded storage.
     """
     D: gl.constexpr = q8.block_shape[1]
     CONSUMERS: gl.constexpr = CONFIG.consumers
@@ -111,6 +117,9 @@ def hopper_forward(
     q_s = gl.allocate_shared_memory(gl.int8, [CONSUMERS * 2, BLOCK, D], q8.layout)
     k_s = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK, D], k8.layout)
     v_s = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK, D], v.layout)
+    k_scale_s = None
+    if key_scales is not None:
+        k_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], key_scales.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * 2, 1], BARRIER)
@@ -122,9 +131,9 @@ def hopper_forward(
         mbarrier.init(q_full.index(i), 1)
         mbarrier.init(q_empty.index(i), 1)
     fence_async_shared()
-    inputs = Inputs(q8, k8, v)
+    inputs = Inputs(q8, k8, v, key_scales)
     scales = Scales(StoredScales(q_scale, q_tokens), StoredScales(k_scale, k_tokens))
-    buffers = Buffers(q_s, k_s, v_s)
+    buffers = Buffers(q_s, k_s, v_s, k_scale_s)
     barriers = Barriers(full, empty, q_full, q_empty)
     rows = Rows(lse2, lse2_stride_b, lse2_stride_h)
     softcap = Softcap(inverse_cap, cap2, shift, lse2_stride_b, lse2_stride_h)
@@ -150,8 +159,8 @@ def hopper_forward(
             (
                 consume,
                 (
-                    i, CONSUMERS, D, DV, scales, buffers, barriers, o, rows, sink2, softcap, scale,
-                    lengths, scheduler,
+                    i, CONSUMERS, D, DV, scales, buffers, barriers, o, rows, sink2, softcap,
+                    scale, lengths, scheduler,
                 ),
             )
             if i < CONSUMERS
@@ -215,8 +224,9 @@ def launch_forward(
         tma_descriptor(v.ptr, BLOCK.value, channels),
         q.scale,
         k.scale,
+        _key_scales(k),
         q.scale.shape[1],
-        k.scale.shape[1] * BLOCK.value,
+        k.scale.shape[1] * k.TOKENS.value,
         Strided.of(o),
         *Rows.of(lse2),
         sink2,
@@ -241,3 +251,10 @@ def launch_forward(
         num_warps=4,
         **LAUNCH,
     )
+
+
+def _key_scales(k: Operand) -> TensorDescriptor | None:
+    """Return a descriptor of the scales of K if each key has its own, else None."""
+    if k.TOKENS.value != 1:
+        return None
+    return TensorDescriptor.from_tensor(k.scale.view(-1), [BLOCK.value], SCALES.value)

@@ -1,4 +1,4 @@
-"""Steps of the forward's softmax, with and without a mask, and the logsumexp."""
+"""Steps of the forward's softmax, with and without a mask, scales of keys, and the logsumexp."""
 
 # Pyright takes the annotations of Gluon's functions literally:
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -134,3 +134,19 @@ def lse2_of(row_sum, row_max):
     is_empty = (row_sum == 0.0) & (row_max == -float("inf"))
     lse2 = row_max + gl.log2(gl.where(row_sum == 0.0, 1.0, row_sum))
     return gl.where(is_empty, float("inf"), lse2)
+
+
+@gluon.jit
+def apply_key_scales(s, buffers, stage):
+    """Return S times the scales of its keys times 2^-10, or S if keys of a block share a scale."""
+    if buffers.k_scale is None:
+        return s
+    else:
+        k_scale = buffers.k_scale.index(stage).load(S_COLUMNS) * 2.0**-10
+        return gl.convert_layout(s.to(gl.float32), S_FLOAT32) * k_scale[None, :]
+
+
+@gluon.jit
+def load_block_scale(k_ptr, block, BY_TOKEN: gl.constexpr):
+    """Load the scale of a block of keys; 1 if each key has its own."""
+    return gl.to_tensor(1.0) if BY_TOKEN else gl.load(k_ptr + block)

@@ -11,12 +11,13 @@ class Inputs(NamedTuple):
     q8: Any  #: int8 [tokens of all heads, D]
     k8: Any  #: int8 [tokens of all heads, D]
     v: Any  #: 16 bit [sequences, heads, tokens, D]
+    k_scale: Any  #: float32 [tokens of all heads], or None if keys of a block share a scale
 
 
 class StoredScales(NamedTuple):
     """Scales of the codes of Q or K, in padded storage."""
 
-    ptr: Any  #: float32, for Q one for each token, for K one for each block
+    ptr: Any  #: float32, for Q one for each token, for K one for each block or token
     tokens: Any  #: tokens of a head
 
 
@@ -31,6 +32,7 @@ class Buffers(NamedTuple):
     q: Any  #: int8 [2 * consumers, BLOCK, D], two for each consumer
     k: Any  #: int8 [stages, BLOCK, D]
     v: Any  #: 16 bit [stages, 1, 1, BLOCK, D]
+    k_scale: Any  #: float32 [stages, BLOCK], or None
 
 
 class Barriers(NamedTuple):

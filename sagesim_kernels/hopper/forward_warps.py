@@ -23,9 +23,11 @@ from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.forward_masks import (
     S_FLOAT32,
     S_ROWS,
+    apply_key_scales,
     capped_softmax_step,
     exponents,
     key_indices,
+    load_block_scale,
     lse2_of,
     masked_softmax_step,
     upper_max,
@@ -125,6 +127,7 @@ def produce(
     STAGES: gl.constexpr = barriers.full.shape[0]
     ROWS: gl.constexpr = CONSUMERS * BLOCK
     D: gl.constexpr = inputs.q8.block_shape[1]
+    SCALES: gl.constexpr = 0 if inputs.k_scale is None else 4 * BLOCK
     load_count = 0
     tile_count = 0  # valid tiles only
     for wave in range(waves(scheduler)):
@@ -154,11 +157,14 @@ def produce(
                 bar = barriers.full.index(stage)
                 mbarrier.wait(barriers.empty.index(stage), ((load_count // STAGES) & 1) ^ 1)
                 key = (tile_blocks.end - 1 - j) * BLOCK
-                mbarrier.expect(bar, 3 * BLOCK * D, pred=(j > 0) & (j < blocks))
-                mbarrier.expect(bar, BLOCK * D, pred=j == 0)
+                mbarrier.expect(bar, 3 * BLOCK * D + SCALES, pred=(j > 0) & (j < blocks))
+                mbarrier.expect(bar, BLOCK * D + SCALES, pred=j == 0)
                 mbarrier.expect(bar, 2 * BLOCK * D, pred=j == blocks)
                 key_v = v_row + key + BLOCK
                 tma_load(inputs.k8, [k_row + key, 0], bar, buffers.k.index(stage), pred=j < blocks)
+                if inputs.k_scale is not None:
+                    k_scale_s = buffers.k_scale.index(stage)
+                    tma_load(inputs.k_scale, [k_row + key], bar, k_scale_s, pred=j < blocks)
                 v_s = buffers.v.index(stage)
                 tma_load(inputs.v, [v_b, k_head, key_v, 0], bar, v_s, pred=j > 0)
                 load_count += 1
@@ -176,6 +182,7 @@ def _compute_s(q, buffers, barriers, load_count):
     stage = load_count % barriers.full.shape[0]
     _wait_for_load(barriers.full, load_count)
     s = warpgroup_mma_wait(0, deps=[_start_qk(q, buffers.k.index(stage))])
+    s = apply_key_scales(s, buffers, stage)
     mbarrier.arrive(barriers.empty.index(stage), count=1)
     return s
 
@@ -227,6 +234,7 @@ def consume(
     sink2: pointer to the sinks in base 2, with the strides of lse2; or None. softcap: `Softcap`.
     scale: the scale of the logits, times log2(e) or divided by the softcap.
     """
+    BY_TOKEN: gl.constexpr = buffers.k_scale is not None
     HAS_BEGIN: gl.constexpr = lengths.key_mask is not None or lengths.left is not None
     full, empty = barriers.full, barriers.empty
     STAGES: gl.constexpr = barriers.full.shape[0]
@@ -256,6 +264,8 @@ def consume(
             q_row = _first_row(scales.q, lengths.cu_q, lengths.n_q, b, h)
             q_factor = gl.load(scales.q.ptr + q_row + queries, mask=queries < n_q, other=0.0)
             q_factor = q_factor * scale
+            if BY_TOKEN:
+                q_factor = q_factor * 2.0**10
             row_shift = None
             if softcap.shift is not None:
                 row_shift = load_shift(softcap, lengths.cu_q, b, h, queries, n_q)
@@ -265,7 +275,7 @@ def consume(
                 load_count += 1
             k_row = _first_row(scales.k, lengths.cu_k, lengths.n_k, b, h // scheduler.groups)
             k_ptr = scales.k.ptr + k_row // BLOCK
-            k_next = gl.load(k_ptr + unmasked)
+            k_next = load_block_scale(k_ptr, unmasked, BY_TOKEN)
             slot = CONSUMER * 2 + tile_count % 2
             mbarrier.wait(barriers.q_full.index(slot), (tile_count // 2) & 1)
             tile_count += 1
@@ -276,7 +286,7 @@ def consume(
             o = gl.zeros((BLOCK, D), gl.float32, ACC)
             for i in range(blocks.end - 1 - unmasked):
                 block = blocks.end - 1 - i
-                factor = q_factor * gl.load(k_ptr + block)
+                factor = q_factor * load_block_scale(k_ptr, block, BY_TOKEN)
                 s = _compute_s(q, buffers, barriers, load_count)
                 load_count += 1
                 keys = key_indices(block, mask)
@@ -300,19 +310,20 @@ def consume(
             o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
             p16 = gl.convert_layout(p.to(dt), P_OPERAND)
             _wait_for_load(full, load_count)
-            k_next = gl.load(k_ptr + gl.maximum(unmasked - 1, 0))
+            k_next = load_block_scale(k_ptr, gl.maximum(unmasked - 1, 0), BY_TOKEN)
             for MASKED in gl.static_range(1 + HAS_BEGIN):
                 for i in range(blocks.whole - blocks.begin if MASKED else unmasked - blocks.whole):
                     stage = load_count % STAGES
                     k_scale = k_next
                     last = blocks.whole if MASKED else unmasked
-                    k_next = gl.load(k_ptr + gl.maximum(last - 2 - i, 0))
+                    k_next = load_block_scale(k_ptr, gl.maximum(last - 2 - i, 0), BY_TOKEN)
                     s = _start_qk(q, buffers.k.index(stage))
                     v = buffers.v.index(stage).reshape([BLOCK, D])
                     o_t = warpgroup_mma(p16, v, o, is_async=True)
                     if MASKED:
                         keys = key_indices(last - 1 - i, mask)
                     s = warpgroup_mma_wait(1, deps=[s])
+                    s = apply_key_scales(s, buffers, stage)
                     factor = q_factor * k_scale
                     if MASKED:
                         p, row_max, rescale = masked_softmax_step(

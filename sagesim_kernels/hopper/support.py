@@ -1,9 +1,9 @@
 """Which problems the Hopper kernels compute, and which of their operands have to be copied.
 
-The Hopper kernels are written in Gluon, for specs in which QK alone is INT8. The portable kernels
-compute every other problem. Both use the same operands, codes and scales. The Hopper kernels visit
-keys in another order, so P is rounded relative to another row maximum, and float32 sums are added
-up in another order.
+The Hopper kernels are written in Gluon: a forward for specs in which QK is INT8 and PV is in 16
+bit, and a backward for specs in which QK alone is INT8. Other kernels compute every other problem.
+All use the same operands, codes and scales. The Hopper kernels visit keys in another order, so P is
+rounded relative to another row maximum, and float32 sums are added up in another order.
 """
 
 from __future__ import annotations
@@ -27,22 +27,35 @@ many channels, too, if Q and V have unequal head sizes."""
 
 BLOCK: Final = 64
 _QK: Final = MatmulSpec(Precision.INT8, Granularity.PerToken, Granularity.PerBlock)
+_QK_BY_TOKEN: Final = MatmulSpec(Precision.INT8, Granularity.PerToken, Granularity.PerToken)
 _MOST_ROWS: Final = 2**29
 """Tokens of all heads in padded storage. The sums of dQ have up to four rows of 32 numbers for each
 token, and TMA counts rows in 31 bits."""
 
 
-def serves(problem: KernelProblem) -> bool:
-    """Return whether the Hopper kernels compute the problem on the current device.
+def serves_forward(problem: KernelProblem) -> bool:
+    """Return whether the Hopper kernels compute the forward of the problem on the current device.
 
     The answer does not depend on the numbers in the tensors, or on how sequences are packed. Up to
     `_MOST_ROWS`, the same kernels therefore compute a sequence alone and in a batch.
     """
+    spec = problem.spec
+    return _serves(problem) and (
+        _serves_qk_and_pv(spec, _QK)
+        or (_serves_qk_and_pv(spec, _QK_BY_TOKEN) and not is_wide(problem))
+    )
+
+
+def serves_backward(problem: KernelProblem) -> bool:
+    """Return whether the Hopper kernels compute the backward; see `serves_forward`."""
+    return _serves(problem) and _serves_gradients(problem.spec)
+
+
+def _serves(problem: KernelProblem) -> bool:
     return (
         not IS_INTERPRETED
         and _serves_head_sizes(problem.q.shape[3], problem.v.shape[3])
         and problem.scale >= 0
-        and _serves_spec(problem.spec)
         and is_hopper()
         and max(_rows(problem.cu_q, problem.q), _rows(problem.cu_k, problem.k)) < _MOST_ROWS
     )
@@ -63,10 +76,20 @@ def _rows(cu: Tensor | None, x: Tensor) -> int:
 
 
 @lru_cache(maxsize=256)
-def _serves_spec(spec: AttentionSpec) -> bool:
-    (sixteen, *others) = {spec.site(site).precision for site in ("pv", "dv", "dp", "dq", "dk")}
+def _serves_qk_and_pv(spec: AttentionSpec, qk: MatmulSpec) -> bool:
     return (
-        spec.qk == spec.qk_recompute == _QK
+        spec.qk == qk
+        and spec.pv.precision in DTYPES
+        and not spec.smoothing.q
+        and spec.block_q == spec.block_k == BLOCK
+    )
+
+
+@lru_cache(maxsize=256)
+def _serves_gradients(spec: AttentionSpec) -> bool:
+    (sixteen, *others) = {spec.site(site).precision for site in ("dv", "dp", "dq", "dk")}
+    return (
+        spec.qk_recompute == _QK
         and sixteen in DTYPES
         and not others
         and not spec.smoothing.q

@@ -22,8 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagesim.problem import NO_WINDOW, check_spec
 from sagesim.spec import FACTORED_QK, AttentionSpec, Delta
+from sagesim_kernels.labels import label_of
 from sagesim_kernels.operands import compute_k_means, compute_logit_shift, logit_scale
-from sagesim_kernels.ops import Call, backward_op, forward_op, label_of, on_device_of
+from sagesim_kernels.ops import Call, backward_op, forward_op, on_device_of
 
 try:
     from torch.nn.attention import (
@@ -263,6 +264,7 @@ class _Operators:
             seqused_k=None,
             cu_q=cu_q,
             cu_k=cu_k,
+            softcap_tensor=None,
             longest_q=longest_q,
             longest_k=longest_k,
             spec=label_of(self.spec),

@@ -54,7 +54,7 @@ def units(unplanned, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         finish(problem, sums, *rest)
 
     monkeypatch.setattr(backward, "finish_dq", finish_dq)
-    monkeypatch.setattr("sagesim_kernels.hopper.serves", lambda *_, **__: False)
+    monkeypatch.setattr("sagesim_kernels.hopper.serves_backward", lambda *_: False)
     return found
 
 

@@ -282,6 +282,22 @@ class TestCompiled:
                     what=name,
                 )
 
+    @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+    def test_a_softcap_that_changes(self, mode):
+        """The first value is a constant of the graph, later ones are not."""
+        c = kernel_case(torch.float16, seed=0, n_q=70, n_k=70, d=64, heads=(2,))
+        compiled = torch.compile(attention, fullgraph=True, mode=mode)
+        leaves = [x.requires_grad_() for x in c.qkvdo[:3]]
+        for softcap in (20.0, 20.0, 30.0, 0.5, 0.5, 20.0):
+            results = []
+            for f in (compiled, attention):
+                torch.compiler.cudagraph_mark_step_begin()
+                o = f(*leaves, softcap=softcap)
+                grads = torch.autograd.grad(o, leaves, c.do)
+                results.append([x.detach().clone() for x in (o, *grads)])
+            for name, actual, expected in zip(NAMES, *results, strict=True):
+                assert_bitwise(actual=actual, expected=expected, what=name)
+
 
 class TestRefusals:
     def test_tensors_on_a_cpu(self):

@@ -8,6 +8,7 @@ import torch
 from sagesim import (
     CAUSAL_SAFE,
     FACTORED,
+    FACTORED_PV16,
     FACTORED_QK,
     FPA_FP16,
     HALF_AWAY,
@@ -49,6 +50,7 @@ def problem(
     )
 
 
+BY_TOKEN = replace(FACTORED_QK, qk=FACTORED.qk, qk_recompute=FACTORED.qk)
 EXTRAS = {
     "window": Extras(window=(3, 0)),
     "key_mask": Extras(key_mask=torch.ones(1, 5, dtype=torch.bool)),
@@ -80,14 +82,21 @@ SERVED = {
         for d in (64, 192)
     },
 }
-OTHERS = {
-    "factored": problem(FACTORED),
-    "fpa_fp16": problem(FPA_FP16),
-    "K per token": problem(CAUSAL_SAFE),
-    "Q smoothed": problem(replace(FACTORED_QK, smoothing=Smoothing(q=True, k=True))),
+SERVED_IN_FORWARD = {
+    "factored_pv16": problem(FACTORED_PV16),
+    "causal_safe": problem(CAUSAL_SAFE),
+    "K per token": problem(BY_TOKEN, d=128),
+    "K per token, softcap": problem(BY_TOKEN, extras=EXTRAS["softcap"]),
     "delta from P": problem(replace(FACTORED_QK, delta=Delta.FROM_P)),
     "recomputation in 16 bit": problem(with_precision(FACTORED_QK, Precision.FP16, "qk_recompute")),
     "two 16-bit formats": problem(with_precision(FACTORED_QK, Precision.FP16, "dv")),
+}
+SERVED_IN_BACKWARD = {"PV in INT8": problem(replace(FACTORED_QK, pv=FACTORED.pv))}
+OTHERS = {
+    "factored": problem(FACTORED),
+    "fpa_fp16": problem(FPA_FP16),
+    "K per token, d 192": problem(BY_TOKEN, d=192),
+    "Q smoothed": problem(replace(FACTORED_QK, smoothing=Smoothing(q=True, k=True))),
     "blocks of 128": problem(replace(FACTORED_QK, block_q=128)),
     "d 32": problem(d=32),
     "d 257": problem(d=257),
@@ -105,23 +114,25 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hopper.support, "is_hopper", lambda: True)
 
 
-@pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("name", SERVED)
-def test_served(name):
-    assert hopper.serves(SERVED[name])
+CASES = {
+    **{name: (x, True, True) for name, x in SERVED.items()},
+    **{name: (x, True, False) for name, x in SERVED_IN_FORWARD.items()},
+    **{name: (x, False, True) for name, x in SERVED_IN_BACKWARD.items()},
+    **{name: (x, False, False) for name, x in OTHERS.items()},
+}
 
 
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("name", OTHERS)
-def test_others_are_left_to_the_portable_kernels(name):
-    assert not hopper.serves(OTHERS[name])
+@pytest.mark.parametrize(("x", "forward", "backward"), CASES.values(), ids=CASES)
+def test_served(x, forward, backward):
+    assert (hopper.serves_forward(x), hopper.serves_backward(x)) == (forward, backward)
 
 
 @pytest.mark.parametrize("served", SERVED.values(), ids=SERVED)
 def test_nothing_is_served_on_another_gpu(served, monkeypatch):
     monkeypatch.setattr(hopper.support, "IS_INTERPRETED", False)
     monkeypatch.setattr(hopper.support, "is_hopper", lambda: False)
-    assert not hopper.serves(served)
+    assert not hopper.serves_forward(served) and not hopper.serves_backward(served)
 
 
 def test_wide_heads_have_more_than_128_channels():

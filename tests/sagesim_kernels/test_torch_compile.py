@@ -103,13 +103,13 @@ class TestOperators:
     def test_forward(self, spec, call):
         leaves = [x.requires_grad_() for x in self.tensors()[:3]]
         for with_lse in (True, False):
-            self.check(forward_op, (*leaves, *[None] * 7, spec.label(), 0.25, *call, with_lse))
+            self.check(forward_op, (*leaves, *[None] * 8, spec.label(), 0.25, *call, with_lse))
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("spec", "call"), CHECKED)
     def test_backward(self, spec, call):
         q, k, v, do = self.tensors()
-        rest = (*[None] * 7, spec.label(), 0.25, *call)
+        rest = (*[None] * 8, spec.label(), 0.25, *call)
         o, lse, lse2, k_mean = forward_op(q, k, v, *rest, True)
         d_lse = None if call == CALLS["plain"] else torch.ones_like(lse)
         self.check(backward_op, (do, d_lse, q, k, v, o, lse2, k_mean, *rest))
@@ -120,7 +120,7 @@ class TestOperators:
         q, k, v, do = self.tensors()
         cu_q = torch.tensor([0, 5, 20], dtype=torch.int32, device=DEVICE)
         cu_k = torch.tensor([0, 30, 33], dtype=torch.int32, device=DEVICE)
-        rest = (*[None] * 3, cu_q, cu_k, 15, 30, spec.label(), 0.25, *CALLS["lower_right"])
+        rest = (*[None] * 3, cu_q, cu_k, None, 15, 30, spec.label(), 0.25, *CALLS["lower_right"])
         o, lse, lse2, k_mean = forward_op(q, k, v, *rest, True)
         self.check(backward_op, (do, torch.ones_like(lse), q, k, v, o, lse2, k_mean, *rest))
         self.check(forward_op, (*(x.requires_grad_() for x in (q, k, v)), *rest, True))
@@ -131,7 +131,7 @@ class TestOperators:
         label, sinks = FEW["sagebwd"].label(), torch.randn(1, device=DEVICE).requires_grad_()
         key_mask = torch.arange(33, device=DEVICE)[None] % 3 > 0
         for padding in ((key_mask, None), (None, torch.tensor([20], device=DEVICE))):
-            rest = (*padding, *[None] * 4, label, 0.25, *CALLS["window_softcap"])
+            rest = (*padding, *[None] * 5, label, 0.25, *CALLS["window_softcap"])
             o, lse, lse2, k_mean = forward_op(q, k, v, sinks.detach(), *rest, True)
             given = (do, torch.ones_like(lse), q, k, v, o, lse2, k_mean, sinks.detach(), *rest)
             self.check(backward_op, given)
@@ -142,7 +142,7 @@ class TestOperators:
         c = kernel_case(seed=0, n_q=0, n_k=5, d=8)
         leaves = [x.requires_grad_() for x in c.qkvdo[:3]]
         label = FEW["sagebwd"].label()
-        self.check(forward_op, (*leaves, *[None] * 7, label, 0.25, *CALLS["plain"], False))
+        self.check(forward_op, (*leaves, *[None] * 8, label, 0.25, *CALLS["plain"], False))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -160,8 +160,7 @@ class TestCompiled:
 
     @pytest.mark.slow
     def test_every_option_gives_the_bytes_of_eager(self, backend):
-        """Without a graph break. A softcap is a constant of the graph, as the scale is; no other
-        value is compiled anew."""
+        """Without a graph break, and without a compilation for each value."""
         counter = CompileCounterWithBackend(backend)
         spec = FEW["sagebwd"]
         compiled = torch.compile(
@@ -174,7 +173,7 @@ class TestCompiled:
             options = {
                 "window": (7 + i, 3 + i),
                 "causal_alignment": "lower_right",
-                "softcap": 20.0,
+                "softcap": 20.0 + i,
                 "sinks": torch.full((1,), 0.5 + i, device=DEVICE),
                 "key_mask": torch.arange(33, device=DEVICE)[None] % (i + 2) > 0,
             }

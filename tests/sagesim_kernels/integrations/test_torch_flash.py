@@ -24,7 +24,8 @@ from torch.nn.attention import (
 import sagesim
 from sagesim_kernels.integrations.torch import Functions
 from sagesim_kernels.integrations.torch_flash import flash_attention
-from sagesim_kernels.ops import Call, backward_op, forward_op, label_of
+from sagesim_kernels.labels import label_of
+from sagesim_kernels.ops import Call, backward_op, forward_op
 from tests.support.assertions import assert_bitwise, assert_within_budget
 from tests.support.kernels import DEVICE, HERE
 
@@ -48,7 +49,7 @@ def draw(n_q: int, n_k: int, *, batch: int = 2) -> tuple[Tensor, ...]:
 def ours(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool) -> list[Tensor]:
     """o, lse, dq, dk and dv of the kernels' own operators."""
     call = Call(
-        *(None,) * 7,
+        *(None,) * 8,
         label_of(SPEC),
         0.25,
         causal,

@@ -178,6 +178,7 @@ def has_one_part(problem: KernelProblem, operands: OperandCache, dq: Tensor) -> 
         problem.longest_k <= _TILE_K
         and not operands.stored
         and dq.element_size() == 2
+        and dq.data_ptr() % 16 == 0
         and dq.stride(3) == 1
         and all(stride % vector == 0 for stride in dq.stride()[:3])
     )

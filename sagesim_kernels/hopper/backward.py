@@ -25,7 +25,6 @@ from sagesim_kernels.hopper.tile_scheduler import (
 )
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
-    CHANNELS_AT_ONCE,
     LAUNCH,
     DqSums,
     Gradients,
@@ -36,10 +35,10 @@ from sagesim_kernels.operands import (
     RowStatistics,
     Softcap,
     Strided,
+    channels_at_once,
     ds_row_sums,
     finish_dq,
     padded,
-    summed_channels,
 )
 
 _BLOCK_Q: Final = BLOCK_Q.value
@@ -74,11 +73,13 @@ def launch_backward(
     """
     dq, dk, dv = grads
     channels = padded(dk.shape[3])
-    dq_sums = DqSums.by_tma(problem, channels)
+    softcap = Softcap.of(problem, shift)
+    ds_is_added = softcap.base2 is not None or d_lse is not None or p_sink is not None
+    is_one_part = not ds_is_added and has_one_part(problem, operands, dq)
+    dq_sums = DqSums.of_one_part(problem) if is_one_part else DqSums.by_tma(problem, channels)
     tokens_q = dq_sums.tokens
     row_stats = dq.new_empty(dq.shape[1] * tokens_q * 4, dtype=torch.float32)
     prepared = (problem, operands, o, do, statistics, d_lse, dq_sums, row_stats)
-    softcap = Softcap.of(problem, shift)
     shifts = ds_sums = None
     if softcap.base2 is None:
         prepare_backward(*prepared, tile=_TILE_K)
@@ -116,9 +117,6 @@ def launch_backward(
         multiprocessor_count(),
         lowest=problem.longest_lowest,
     )
-    sums = dq_sums.sums.view(-1, 32)
-    sums_layout = gl.NVMMASharedLayout(128, 32, 2)
-    at_once = channels if summed_channels(d, channels) == channels else CHANNELS_AT_ONCE.value
     launch(
         hopper_backward,
         tiles.programs,
@@ -138,7 +136,9 @@ def launch_backward(
         ds_sums,
         Strided.of(dk_parts),
         Strided.of(dv_parts),
-        TensorDescriptor.from_tensor(sums, [_BLOCK_Q * at_once // 32, 32], sums_layout),
+        tma_descriptor(dq, _BLOCK_Q, channels)
+        if is_one_part
+        else _sums_descriptor(dq_sums.sums, d, channels),
         dq_sums.unit,
         # passed on their own: a tuple would specialise them
         lengths._replace(n_q=0, n_k=0, left=None, right=None, key_counts=None, key_runs=None),
@@ -151,7 +151,7 @@ def launch_backward(
         heads_per_group,
         tokens_q,
         tokens_k,
-        scale if splits == 1 else 1.0,
+        scale,
         config,
         num_warps=WARPS.value,
         **LAUNCH,
@@ -159,8 +159,34 @@ def launch_backward(
     if splits > 1:
         add_splits(problem, dk_parts, dk, scale)
         add_splits(problem, dv_parts, dv, 1.0)
+    if is_one_part:
+        return
     if ds_sums is None:
         row_sums = ds_row_sums(problem, p_sink, statistics, d_lse)
     else:
         row_sums = sums_of_ds(problem, ds_sums)
     finish_dq(problem, dq_sums, statistics.lse2, row_sums, operands.subtracted, dq)
+
+
+def has_one_part(problem: KernelProblem, operands: OperandCache, dq: Tensor) -> bool:
+    """Return whether one program computes all of dQ of each query, and TMA can store it.
+
+    Without copies of the operands there is no padding, and each query attends to some key.
+    """
+    vector = 16 // dq.element_size()
+    return (
+        problem.longest_k <= _TILE_K
+        and not operands.stored
+        and dq.element_size() == 2
+        and dq.data_ptr() % 16 == 0
+        and dq.stride(3) == 1
+        and all(stride % vector == 0 for stride in dq.stride()[:3])
+    )
+
+
+def _sums_descriptor(sums: Tensor, d: int, channels: int) -> TensorDescriptor:
+    """Return the descriptor by which TMA adds to sums of dQ. channels: with padded ones."""
+    rows = _BLOCK_Q * channels_at_once(d, channels) // 32
+    return TensorDescriptor.from_tensor(
+        sums.view(-1, 32), [rows, 32], gl.NVMMASharedLayout(128, 32, 2)
+    )

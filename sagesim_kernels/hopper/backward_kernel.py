@@ -117,7 +117,7 @@ def _locate(lengths, b, first):
     ]
 )  # fmt: skip
 def hopper_backward(
-    q8, k8, q16, k16, v, do, row_stats, shifts, k_scale, k_mean, cap2, ds_sums, dk, dv, dq_sums,
+    q8, k8, q16, k16, v, do, row_stats, shifts, k_scale, k_mean, cap2, ds_sums, dk, dv, dq,
     dq_units, mask, n_q, n_k, left, right, tiles, heads, heads_per_group, tokens_q, tokens_k, scale,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -127,8 +127,8 @@ def hopper_backward(
         shifts: TMA descriptor of the shift of each query, see `capped_rows`; or None.
         k_scale: float32, a scale for each 64 keys in padded storage.
         k_mean: the mean to subtract from k16, float32 [sequences * heads, CONFIG.d], or None.
-        dq_sums: TMA descriptor of the sums of dQ, see `DqStore`.
-        dq_units: float32 [heads, tokens_q], the units of dQ.
+        dq: TMA descriptor of the sums of dQ, or of dQ; see `DqStore`.
+        dq_units: float32 [heads, tokens_q], the units of dQ; None with the descriptor of dQ.
         mask: `Lengths` with zeros for n_q and n_k, and without left and right.
         tiles: tiles of keys of a head.
         cap2: `base2` of `Softcap`.
@@ -206,7 +206,10 @@ def hopper_backward(
     q16_s = gl.allocate_shared_memory(dt, [STAGES16, BLOCK_Q, D], V)
     do_s = gl.allocate_shared_memory(dt, [STAGES, BLOCK_Q, D], V)
     ds_s = gl.allocate_shared_memory(dt, [SLOTS, TILE_K, BLOCK_Q], DS)
-    dq_s = gl.allocate_shared_memory(gl.int32, [SLOTS, BLOCK_Q * D // 32, 32], dq_sums.layout)
+    if dq_units is not None:
+        dq_s = gl.allocate_shared_memory(gl.int32, [SLOTS, BLOCK_Q * D // 32, 32], dq.layout)
+    else:
+        dq_s = gl.allocate_shared_memory(dq.dtype, [SLOTS, BLOCK_Q, D], V)
     row_stats_s = gl.allocate_shared_memory(gl.float32, [STAGES_STATS, ROW_STATS], STATS_LAYOUT)
     shifts_s = None
     if shifts is not None:
@@ -254,8 +257,9 @@ def hopper_backward(
     if mask.key_mask is not None:
         key_mask = mask.key_mask + b.to(gl.int64) * n_k
     out_head = head * SPLITS + split_head % SPLITS
-    outputs = KeyOutputs(dk, dv, mask.cu_k, b, out_head, scale, key_mask)
-    dq = DqStore(dq_sums, dq_s, dq_full, dq_empty)
+    dk_scale = scale if SPLITS == 1 else 1.0  # the sum of the parts is multiplied
+    outputs = KeyOutputs(dk, dv, mask.cu_k, b, out_head, dk_scale, key_mask)
+    dq_store = DqStore(dq, dq_s, q_origin, dq_full, dq_empty)
     units = dq_units if dt == gl.float16 else None
     dq_blocks = DqBlocks(
         loop.begin, loop.end, loop.shift, row_q // BLOCK_Q, tokens_q // BLOCK_Q, units
@@ -267,11 +271,13 @@ def hopper_backward(
                     key_tile, queries, ds_s, barriers, k_scales, outputs, loop, tile, dq_blocks,
                     cap2, ds_sums, GROUPS, KD, VD,
                 )),
-                (compute_dq, (k16_s, k_mean, queries, ds_s, dq_s, barriers, loop, GROUPS, KD)),
+                (compute_dq, (
+                    k16_s, k_mean, queries, ds_s, dq_s, barriers, loop, scale, GROUPS, KD,
+                )),
                 (produce, (
                     inputs, queries, q_full, ds_full, loop, q_origin, row_q, tokens_q, GROUPS,
                 )),
-                (store_dq, (dq, dq_blocks, GROUPS, summed_channels(KD, D))),
+                (store_dq, (dq_store, dq_blocks, GROUPS, summed_channels(KD, D))),
             ],
             [4, 1, 1],
             [72, 24, 24],
@@ -281,12 +287,12 @@ def hopper_backward(
             [
                 (compute_dk_dv_dq, (
                     key_tile, k_mean, queries, ds_s, dq_s, barriers, k_scales, outputs, loop, tile,
-                    dq_blocks, cap2, ds_sums, GROUPS, KD, VD,
+                    dq_blocks, cap2, ds_sums, scale, GROUPS, KD, VD,
                 )),
                 (produce, (
                     inputs, queries, q_full, dq_full, loop, q_origin, row_q, tokens_q, GROUPS,
                 )),
-                (store_dq, (dq, dq_blocks, GROUPS, summed_channels(KD, D))),
+                (store_dq, (dq_store, dq_blocks, GROUPS, summed_channels(KD, D))),
             ],
             [1, 1],
             [24, 24],

@@ -43,8 +43,7 @@ from sagesim_kernels.hopper.dq_parts import (
     block_of,
     first_row_of,
     mark_overflow,
-    to_tma_order,
-    to_units,
+    pass_to_store,
 )
 from sagesim_kernels.operands import head_ptr, row_stride
 
@@ -291,12 +290,14 @@ def compute_dk_dv(
 
 @gluon.jit
 def compute_dq(
-    k16_s, k_mean, queries, ds_s, dq_s, barriers, loop, GROUPS: gl.constexpr, KD: gl.constexpr
-):
+    k16_s, k_mean, queries, ds_s, dq_s, barriers, loop, scale, GROUPS: gl.constexpr,
+    KD: gl.constexpr,
+):  # fmt: skip
     """Compute parts of dQ from dS. Four warps.
 
-    k16_s, ds_s, dq_s: K in 16 bit, dS and dQ in shared memory. queries: `QueryBuffers`. k_mean:
-    pointer to the mean that is subtracted from K, or None.
+    k16_s, ds_s: K in 16 bit and dS in shared memory. dq_s: see `DqStore.buffer`. queries:
+    `QueryBuffers`. k_mean: pointer to the mean that is subtracted from K, or None. scale: the scale
+    of the logits.
     """
     SLOTS: gl.constexpr = ds_s.shape[0]
     D: gl.constexpr = k16_s.shape[2]
@@ -307,10 +308,11 @@ def compute_dq(
         slot = n % SLOTS
         mbarrier.wait(barriers.ds_full.index(slot), (n // SLOTS) & 1)
         dq_t = _start_dq(ds_s.index(slot), k16_s.index(0), ACC)
-        inverse = _row_stats(queries, n % STAGES_STATS).index(3).load(gl.SliceLayout(1, ACC))
+        stats = _row_stats(queries, n % STAGES_STATS)
+        inverse = stats.index(3).load(gl.SliceLayout(1, ACC))
         dq = warpgroup_mma_wait(0, deps=[dq_t])
         mbarrier.wait(barriers.dq_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
-        dq_s.index(slot).store(to_tma_order(to_units(dq, inverse)))
+        pass_to_store(dq, inverse, stats, dq_s.index(slot), scale)
         fence_async_shared()
         barrier()
         mbarrier.arrive(barriers.dq_full.index(slot), count=1)
@@ -319,7 +321,7 @@ def compute_dq(
 @gluon.jit
 def compute_dk_dv_dq(
     key_tile, k_mean, queries, ds_s, dq_s, barriers, k_scale, outputs, loop, tile, dq_blocks,
-    cap2, ds_sums, GROUPS: gl.constexpr, KD: gl.constexpr, VD: gl.constexpr,
+    cap2, ds_sums, scale, GROUPS: gl.constexpr, KD: gl.constexpr, VD: gl.constexpr,
 ):  # fmt: skip
     """Compute dK, dV and the parts of dQ. Eight warps.
 
@@ -379,7 +381,7 @@ def compute_dk_dv_dq(
                 inverse = stats.index(3).load(gl.SliceLayout(1, DQ_ACC))
                 mbarrier.wait(barriers.dq_empty.index(0), (n & 1) ^ 1)
                 dq = warpgroup_mma_wait(1, deps=[dq_t])
-                dq_s.index(0).store(to_tma_order(to_units(dq, inverse)))
+                pass_to_store(dq, inverse, stats, dq_s.index(0), scale)
                 fence_async_shared()
                 # After this barrier, all warps have also finished with dO, and with Q of the step
                 # before.

@@ -1,7 +1,9 @@
-"""Parts of dQ: their units, and their way from registers to the integer sums in global memory.
+"""Parts of dQ: their units, and their way from registers to global memory.
 
 Each program computes one part of dQ for every block of 64 queries that attends to its tile of keys.
-A part is rounded to units of its rows, see `operands.dq_sums`, and TMA adds it to the sums.
+A part is rounded to units of its rows, see `operands.dq_sums`, and TMA adds it to the integer sums.
+If there is one tile of keys, its part is all of dQ: the program converts it to what the sum would
+become, and TMA stores it.
 """
 
 # Pyright takes the annotations of Gluon's functions literally:
@@ -16,7 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sagesim_kernels.gluon_compat import tma_add
+from sagesim_kernels.gluon_compat import reinterpret, tma_add, tma_store
+from sagesim_kernels.operands import inverse_of
 
 BLOCK_Q = gl.constexpr(64)
 """Queries of a step."""
@@ -26,10 +29,14 @@ TILE_K = gl.constexpr(128)
 
 
 class DqStore(NamedTuple):
-    """The path of a part of dQ from shared memory to the sums in global memory."""
+    """The path of a part of dQ from shared memory to global memory."""
 
-    sums: Any  #: TMA descriptor of the sums, int32 [rows, 32], in blocks of BLOCK_Q or of all rows
-    buffer: Any  #: int32 [slots, BLOCK_Q * D / 32, 32] in shared memory
+    out: Any
+    """TMA descriptor of the sums, int32 [rows, 32], in blocks of BLOCK_Q or of all rows; or of dQ
+    in 16 bit [sequences, heads, tokens, D], if a part is all of dQ."""
+    buffer: Any
+    """In shared memory: int32 [slots, BLOCK_Q * D / 32, 32], or 16 bit [slots, BLOCK_Q, D]."""
+    origin: Any  #: `TokenOrigin` of the first query head in dQ
     full: Any  #: barriers [2], for even and odd steps: the part is in shared memory
     empty: Any  #: barriers [slots]: the part has been read from shared memory
 
@@ -42,7 +49,8 @@ class DqBlocks(NamedTuple):
     shift: Any
     first: Any  #: index of block 0 of the first head, over all heads
     head_stride: Any  #: blocks from one head to the next
-    units: Any  #: float32, the units of all queries, if dS may overflow; else None
+    units: Any
+    """float32, the units of all queries, if dS may overflow and parts are added; else None."""
 
 
 _TO_INT32 = gl.constexpr("cvt.rni.s32.f32 $0, $1;")
@@ -74,28 +82,33 @@ def first_row_of(head, i, blocks):
 
 @gluon.jit
 def store_dq(dq, blocks, GROUPS: gl.constexpr, SUMMED: gl.constexpr):
-    """Add the program's parts of dQ to the sums. One warp.
+    """Add the program's parts of dQ to the sums, or store them if they are all of dQ. One warp.
 
     dq: `DqStore`. blocks: `DqBlocks`. GROUPS: query heads for each head of K and V. SUMMED: see
     `operands.summed_channels`.
     """
     SLOTS: gl.constexpr = dq.buffer.shape[0]
     ROWS: gl.constexpr = dq.buffer.shape[1]
-    BOX: gl.constexpr = dq.sums.block_shape[0]
+    BOX: gl.constexpr = dq.out.block_shape[0]
     for head in range(GROUPS):
         for i in range(blocks.begin, blocks.end):
             n = head * (blocks.end - blocks.begin) + i - blocks.begin
-            row = (blocks.first + head * blocks.head_stride + block_of(i, blocks)) * ROWS
+            block = block_of(i, blocks)
             mbarrier.wait(dq.full.index(n % 2), (n // 2) & 1)
             part = dq.buffer.index(n % SLOTS)
-            if BOX == ROWS:
-                tma_add(dq.sums, [row, 0], part)
+            row = (blocks.first + head * blocks.head_stride + block) * ROWS
+            if dq.buffer.dtype != gl.int32:
+                first = dq.origin.row + block * BLOCK_Q
+                part = reinterpret(part, dq.out.dtype, dq.out.block_shape, dq.out.layout)
+                tma_store(dq.out, [dq.origin.b, dq.origin.h + head, first, 0], part)
+            elif BOX == ROWS:
+                tma_add(dq.out, [row, 0], part)
             else:
                 for at in gl.static_range(0, SUMMED * BLOCK_Q // 32, BOX):
-                    tma_add(dq.sums, [row + at, 0], part.slice(at, BOX))
+                    tma_add(dq.out, [row + at, 0], part.slice(at, BOX))
             _wait_for_tma_reads()
             mbarrier.arrive(dq.empty.index(n % SLOTS), count=1)
-    # The sums are complete when all programs have ended.
+    # dQ, or its sums, are complete when all programs have ended.
     gl.inline_asm_elementwise(_WAIT_FOR_WRITES, "=r", [], gl.int32, is_pure=False, pack=1)
 
 
@@ -107,7 +120,28 @@ def to_units(part, inverse_units):
 
 
 @gluon.jit
-def to_tma_order(part):
+def pass_to_store(part, inverse_units, stats, buffer, scale):
+    """Store a part of dQ [BLOCK_Q, D] to shared memory, as `store_dq` expects it.
+
+    inverse_units: 1 / unit of the rows. stats: the row statistics of the queries [4, BLOCK_Q].
+    buffer: a slot of `DqStore.buffer`. scale: the scale of the logits.
+    """
+    units = to_units(part, inverse_units)
+    if buffer.dtype == gl.int32:
+        buffer.store(_to_tma_order(units))
+    else:
+        total = units.to(gl.float32) * inverse_of(inverse_units)[:, None]
+        if buffer.dtype == gl.float16:
+            # dS may have overflowed, which sums learn from `mark_overflow`.
+            total = gl.where(gl.abs(part) < float("inf"), total, float("nan"))
+        # A query that attends to no key may share a tile with a NaN. NaN != -inf.
+        minus_lse2 = stats.index(1).load(inverse_units.type.layout)
+        total = gl.where((minus_lse2 != -float("inf"))[:, None], total, 0.0)
+        buffer.store((total * scale).to(buffer.dtype))
+
+
+@gluon.jit
+def _to_tma_order(part):
     """Return a part [BLOCK_Q, D] as [BLOCK_Q * D / 32, 32], in the order that registers hold it.
 
     Four numbers of a thread are adjacent, then come four of the next thread. Stores to shared

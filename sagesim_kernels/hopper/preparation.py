@@ -1,9 +1,9 @@
 """What the kernels for Hopper need of keys and queries, computed in few passes over each.
 
 Before a forward, a program for a head of K computes the mean and rounds the head, and a program for
-some blocks of Q rounds these, in one launch. Each holds in registers what it reads, so that it
-reads memory once. Long sequences take several launches, so that many programs share a head. Before
-a backward, there are two launches:
+some blocks of Q rounds these, in one launch. A head of K is read twice, the second time from the
+cache. Long sequences take several launches, so that many programs share a head. Before a backward,
+there are two launches:
 
 A program for a block of keys reads K and V once: it smooths and rounds K, and bounds both. After
 that, a program for a block of queries reads Q, O and dO once: it rounds Q, computes delta and the
@@ -67,8 +67,11 @@ from sagesim_kernels.operands import (
 
 _TYPES: Final = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
-_MOST_BYTES: Final = 64 * 1024
-"""Of a head of K that a program holds: a quarter of the registers of a multiprocessor."""
+_MOST_BYTES: Final = 128 * 1024
+"""Of a head of K that one program prepares. It takes as long as it waits for memory."""
+
+_ELEMENTS_AT_ONCE: Final = 16384
+"""Elements of K or Q that a program loads at once."""
 
 _CHANNELS_OF_A_WARP: Final = 16
 """Channels of a head for each warp of a program that holds one block."""
@@ -96,21 +99,25 @@ def _load_blocks(x, lengths, i, COUNT: tl.constexpr, h, b, blocks):
 
 @triton.jit
 def _prepare_head(k, means, k8, rounding, lengths, h, b, blocks, COUNT: tl.constexpr):
-    """Compute the mean of a head of K of up to COUNT blocks, and round the head minus its mean."""
-    tokens, live = _load_blocks(k, lengths, 0, COUNT, h, b, blocks)
+    """Compute the mean of a head of K, and round the head minus its mean, COUNT blocks at once."""
+    length = length_of(lengths.cu_k, lengths.n_k, b)
     total = tl.zeros((blocks.BLOCK, blocks.D_PAD), tl.float64)
-    for i in tl.static_range(COUNT):
-        total += tokens[i].to(tl.float64)
+    for first in range(0, tl.cdiv(length, blocks.BLOCK), COUNT):
+        tokens, _ = _load_blocks(k, lengths, first, COUNT, h, b, blocks)
+        for j in tl.static_range(COUNT):
+            total += tokens[j].to(tl.float64)
     count = live_count(lengths, b, COUNT * blocks.BLOCK)
     mean = (tl.sum(total, 0) / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
     column = tl.arange(0, blocks.D_PAD)
     out = means.ptr + (b.to(tl.int64) * means.heads + h) * blocks.D
     tl.store(out + column, mean, mask=column < blocks.D)
-    length = length_of(lengths.cu_k, lengths.n_k, b)
-    for i in tl.static_range(COUNT):
-        if i * blocks.BLOCK < length:
-            rest = tl.where(live[i], tokens[i].to(tl.float32) - mean[None, :], 0.0)
-            store_block(k8, rest, rounding, lengths, i, h, b, blocks)
+    for first in range(0, tl.cdiv(length, blocks.BLOCK), COUNT):
+        tokens, live = _load_blocks(k, lengths, first, COUNT, h, b, blocks)
+        for j in tl.static_range(COUNT):
+            i = first + j
+            if i * blocks.BLOCK < length:
+                rest = tl.where(live[j], tokens[j].to(tl.float32) - mean[None, :], 0.0)
+                store_block(k8, rest, rounding, lengths, i, h, b, blocks)
 
 
 @triton.jit
@@ -134,8 +141,8 @@ def prepare_forward_kernel(
 
     The first programs, one for each head of K, take longer than the others.
 
-    q_grid: one tile for COUNT blocks of Q. k_grid: one tile for each head of K, of up to COUNT
-    blocks. q, k: `Strided`. means: `Means` of K. q8, k8: `Operand` of qk.
+    q_grid: one tile for COUNT blocks of Q. k_grid: one tile for each head of K. q, k: `Strided`.
+    means: `Means` of K. q8, k8: `Operand` of qk. COUNT: blocks that are loaded at once.
     """
     program = tl.program_id(0)
     heads = programs_of(k_grid)
@@ -174,12 +181,13 @@ def prepare_keys_kernel(
 def start_rows(dq_sums, row_stats, at, unit, row_lse2, row_delta, sizes):
     """Clear the sums of dQ of a block of queries, and store its unit and row statistics.
 
-    The caller stores the first statistic, the factor of the logits. at: the first query in padded
-    storage, over all heads.
+    The caller stores the first statistic, the factor of the logits. dq_sums: `DqSums`, with or
+    without memory. at: the first query in padded storage, over all heads.
     """
     local = tl.arange(0, sizes.BLOCK_Q)
-    clear_tma_sums(dq_sums, at, sizes)
-    tl.store(dq_sums.unit + at + local, unit)
+    if dq_sums.sums is not None:
+        clear_tma_sums(dq_sums, at, sizes)
+        tl.store(dq_sums.unit + at + local, unit)
     stats = row_stats + at * 4 + local
     tl.store(stats + sizes.BLOCK_Q, -upper_lse2(row_lse2))
     tl.store(stats + 2 * sizes.BLOCK_Q, row_delta)
@@ -231,9 +239,9 @@ def prepare_forward(problem: KernelProblem) -> OperandCache:
     """Return the operands of a forward. Q and K are codes; K is smoothed if the spec says so."""
     spec, sequences, stored = problem.spec, problem.sequences, has_to_copy(problem, queries=False)
     heads, d = problem.k.shape[1], problem.k.shape[3]
-    count = triton.next_power_of_2(-(-problem.longest_k // spec.block_k))
-    elements = count * spec.block_k * padded(d)
-    is_long = elements * problem.k.element_size() > _MOST_BYTES
+    blocks = triton.next_power_of_2(-(-problem.longest_k // spec.block_k))
+    block = spec.block_k * padded(d)
+    is_long = blocks * block * problem.k.element_size() > _MOST_BYTES
     if not spec.smoothing.k or is_long or is_wide(problem):
         operands = OperandCache(problem, stored=stored)
         operands.quantize("qk")
@@ -241,6 +249,7 @@ def prepare_forward(problem: KernelProblem) -> OperandCache:
     mean = problem.k.new_empty((sequences, heads, 1, d), dtype=torch.float32)
     operands = OperandCache(problem, k_mean=mean, stored=stored)
     (q8, q), (k8, k) = (operands.reserve("qk", x) for x in ("q", "k"))
+    count = min(blocks, _ELEMENTS_AT_ONCE // block)
     q_grid = Grid(-(-problem.longest_q // (count * spec.block_q)), q.x.shape[1], sequences)
     k_grid = Grid(1, heads, sequences)
     launch(
@@ -259,7 +268,7 @@ def prepare_forward(problem: KernelProblem) -> OperandCache:
         TokenBlocks.of(False, d, padded(d), spec.block_q),
         TokenBlocks.of(True, d, padded(d), spec.block_k),
         count,
-        num_warps=min(max(elements // _ELEMENTS_OF_A_WARP, 4), 16),
+        num_warps=max(count * block // _ELEMENTS_OF_A_WARP, 4),
         **LAUNCH,
     )
     return operands

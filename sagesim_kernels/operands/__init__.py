@@ -9,9 +9,9 @@ from sagesim_kernels.operands.delta import (
     subtract_lse_gradient,
 )
 from sagesim_kernels.operands.dq_sums import (
-    CHANNELS_AT_ONCE,
     DqSums,
     add_part,
+    channels_at_once,
     clear_tma_sums,
     finish_dq,
     inverse_of,
@@ -146,7 +146,6 @@ from sagesim_kernels.operands.sinks import (
 from sagesim_kernels.operands.softcap import Softcap, load_shift, tanh
 
 __all__ = [
-    "CHANNELS_AT_ONCE",
     "DTYPES",
     "FP8",
     "INT8",
@@ -186,6 +185,7 @@ __all__ = [
     "attends",
     "attends_in",
     "causal_offset",
+    "channels_at_once",
     "clear_tma_sums",
     "code_product",
     "compute_delta_from_o",

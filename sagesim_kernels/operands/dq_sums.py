@@ -9,7 +9,7 @@ bounds the error.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -48,15 +48,17 @@ BY_TMA = tl.constexpr(2)
 """TMA adds a part from shared memory: see `from_tma_order`. The sums of channels that are padding
 may be anything: they are not set to 0, added to or read."""
 
-CHANNELS_AT_ONCE = tl.constexpr(32)
-"""Channels that TMA adds at once, if some of the others are padding."""
+_GROUP: Final = 8
+"""Channels whose sums are together in the order of `BY_TMA`."""
 
 
 class DqSums(NamedTuple):
     """The sums of dQ in padded storage, in units of their rows, and the units."""
 
-    sums: Any  #: int32 [heads, tokens, channels]; each block of queries in the order of ORDER
-    unit: Any  #: float32 [heads, tokens]
+    sums: Any
+    """int32 [heads, tokens, channels]; each block of queries in the order of ORDER. None if a
+    program computes all of dQ at once; then it needs no more than the tokens of these fields."""
+    unit: Any  #: float32 [heads, tokens], or None
     tokens: Any  #: of a head, in padded storage
     ORDER: Any  #: constexpr: BY_ROWS, BY_THREADS or BY_TMA
 
@@ -87,6 +89,11 @@ class DqSums(NamedTuple):
             tokens,
             BY_TMA,
         )
+
+    @classmethod
+    def of_one_part(cls, problem: KernelProblem) -> DqSums:
+        """No memory, because a single part is all of dQ."""
+        return cls(None, None, stored_tokens(problem.cu_q, problem.q), BY_TMA)
 
 
 def _has_one_owner(rows: int, columns: int, warps: int) -> bool:
@@ -145,7 +152,13 @@ def _order(ORDER: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):
 @triton.constexpr_function
 def summed_channels(d, d_pad):
     """Return for how many of d_pad channels TMA adds sums, if the head size is d."""
-    return min(-(-d // CHANNELS_AT_ONCE) * CHANNELS_AT_ONCE, d_pad)
+    return min(-(-d // _GROUP) * _GROUP, d_pad)
+
+
+def channels_at_once(d: int, d_pad: int) -> int:
+    """Return how many of `summed_channels` TMA adds at once: a power of two that divides them."""
+    summed = summed_channels(d, d_pad)
+    return summed & -summed
 
 
 @triton.jit

@@ -335,6 +335,33 @@ def test_kernels_of_hopper_multiply_as_declared(
 
 
 @compiled_by(
+    *("head_size", "dtype"),
+    oldest=[(64, "bfloat16"), (128, "float16")],
+    newest=[(64, "float16")],
+    rest=[(128, "bfloat16")],
+)
+def test_a_backward_of_one_tile_of_keys_needs_no_sums(
+    compiler: Compiler, head_size: int, dtype: str
+) -> None:
+    of_tokens = [
+        {
+            kernel.name: kernel
+            for kernel in compiler.compile(
+                "factored_qk", 90, head_size=head_size, dtype=dtype, is_causal=False, tokens=tokens
+            )
+        }
+        for tokens in (128, 256)
+    ]
+    one, several = of_tokens
+    assert several.keys() - one.keys() == {"finish_dq_kernel"} and one.keys() < several.keys()
+    kernel = one["hopper_backward"]
+    assert kernel.opcodes == several["hopper_backward"].opcodes
+    assert not [o for o in kernel.issued_in_loop if o.startswith(("LDL", "STL"))]
+    assert kernel.added_waits == 0 and kernel.lost_descriptors == []
+    assert kernel.early_arrivals == 0 and kernel.narrow_stores == 0
+
+
+@compiled_by(
     *("head_size", "dtype", "packed", "is_causal"),
     oldest=[(256, "bfloat16", False, True)],
     rest=[(192, "float16", True, False)],

@@ -512,8 +512,8 @@ def test_memory_is_written_before_it_is_read(lengths, d, mask):
 @pytest.mark.parametrize("d", SIZES)
 def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_packed(d, mask):
     """The other packed sequences are empty, longer, shorter, or contain NaN."""
-    lengths_q = (300, 0, 65, 1, 513, 64, 70)
-    lengths_k = (300, 40, 200, 1, 400, 0, 129)
+    lengths_q = (300, 0, 65, 1, 513, 64, 70, 130)
+    lengths_k = (300, 40, 200, 1, 400, 0, 129, 77)
     options = {"spec": FACTORED_QK, "enable_gqa": True, **options_of(mask, heads=4)}
     q, do = (torch.randn(sum(lengths_q), 4, d, device="cuda").bfloat16() for _ in range(2))
     k, v = (torch.randn(sum(lengths_k), 2, d, device="cuda").bfloat16() for _ in range(2))

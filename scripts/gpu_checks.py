@@ -156,7 +156,8 @@ def until_cut_off(lines: Iterable[str]) -> dict[str, int]:
     lines = list(lines)
     ended = {test: word for line in lines for word, test in ENDED.findall(line)}
     counts = {name: list(ended.values()).count(name.upper()) for name in ("passed", "failed")}
-    return counts | {"of": int(n) for line in lines for n in COLLECTED.findall(line)}
+    collected = [int(n) for line in lines for n in COLLECTED.findall(line)]
+    return counts | ({"of": collected[0]} if collected else {})
 
 
 def run(

@@ -138,6 +138,14 @@ def backward(
         gluon.launch_backward(
             problem, operands, o, do, statistics, d_lse_rows, grads, shift=shift, p_sink=p_sink
         )
+    elif traces == UNTRACED and hopper.serves_codes(problem):
+        from sagesim_kernels.hopper import codes_backward as gluon
+
+        stored = hopper.has_to_copy(problem, queries=True)
+        if operands is None or stored:
+            operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
+        operands.quantize(*_BACKWARD)
+        gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)
     else:
         if operands is None:
             operands = OperandCache(problem, do, k_mean=result.k_mean)

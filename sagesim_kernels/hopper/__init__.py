@@ -1,4 +1,7 @@
-"""Gluon kernels for Hopper GPUs: a forward with PV in 16 bit, a backward with INT8 in QK alone.
+"""Gluon kernels for Hopper GPUs.
+
+There are a forward with PV in 16 bit, a backward with INT8 in QK alone, and a backward with P and
+dS in codes.
 
 Importing this package does not import the kernels. Gluon is experimental, so `dispatch` imports
 them when it launches one.
@@ -13,6 +16,7 @@ from sagesim_kernels.hopper.support import (
     is_hopper,
     is_wide,
     serves_backward,
+    serves_codes,
     serves_forward,
 )
 
@@ -25,5 +29,6 @@ __all__ = [
     "is_wide",
     "prepare_forward",
     "serves_backward",
+    "serves_codes",
     "serves_forward",
 ]

@@ -68,7 +68,7 @@ class Config(NamedTuple):
 
 
 @gluon.jit
-def _locate(lengths, b, first):
+def locate(lengths, b, first):
     """Return four facts about the keys from `first` of sequence b.
 
     These are their `KeyTile`, their `QueryLoop`, and the first query and the first key of the
@@ -160,7 +160,7 @@ def hopper_backward(
     z = split_head // SPLITS
     b = z // heads
     head = z % heads
-    keys, blocks, start_q, start_k = _locate(
+    keys, blocks, start_q, start_k = locate(
         # Not assigned to a variable, because IS_CAUSAL would stop being a constexpr.
         Lengths(
             mask.cu_q,

@@ -113,7 +113,7 @@ def _wait_for_k16(k16, bar, mean, COUNT: gl.constexpr, KD: gl.constexpr):
 
 
 @gluon.jit
-def _row_stats(queries, stage):
+def row_stats_of(queries, stage):
     """Return the row statistics of a stage, [4, BLOCK_Q]."""
     stats = queries.row_stats.index(stage)
     return reinterpret(stats, gl.float32, [4, BLOCK_Q], STATS_LAYOUT)
@@ -140,7 +140,7 @@ def _start_keys(k_scale, key_mask, tile, D: gl.constexpr, ACC: gl.constexpr):
 
 
 @gluon.jit
-def _store_keys(x, outputs, tile, value, buffer, CHANNELS: gl.constexpr):
+def store_keys(x, outputs, tile, value, buffer, CHANNELS: gl.constexpr):
     """Store the first CHANNELS of value [TILE_K, D] as the program's keys.
 
     Keys that no query attends to get zeros. A 16-bit result goes through shared memory, which is
@@ -173,8 +173,8 @@ def _store_keys(x, outputs, tile, value, buffer, CHANNELS: gl.constexpr):
 @gluon.jit
 def _store_dk_dv(dk, dv, outputs, tile, buffer, KD: gl.constexpr, VD: gl.constexpr):
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-    _store_keys(outputs.dv, outputs, tile, dv, buffer, VD)
-    _store_keys(outputs.dk, outputs, tile, dk * outputs.scale, buffer, KD)
+    store_keys(outputs.dv, outputs, tile, dv, buffer, VD)
+    store_keys(outputs.dk, outputs, tile, dk * outputs.scale, buffer, KD)
 
 
 @gluon.jit
@@ -256,7 +256,7 @@ def compute_dk_dv(
                 do = queries.do.index(stage)
                 s, dp = _start_s_and_dp(k8, v, queries.q8.index(stage), do)
                 s = warpgroup_mma_wait(1, deps=[s])
-                stats = _row_stats(queries, n % STAGES_STATS)
+                stats = row_stats_of(queries, n % STAGES_STATS)
                 factor = stats.index(0).load(ST_COLUMNS)
                 minus_lse2 = stats.index(1).load(ST_COLUMNS)
                 shift = None
@@ -308,7 +308,7 @@ def compute_dq(
         slot = n % SLOTS
         mbarrier.wait(barriers.ds_full.index(slot), (n // SLOTS) & 1)
         dq_t = _start_dq(ds_s.index(slot), k16_s.index(0), ACC)
-        stats = _row_stats(queries, n % STAGES_STATS)
+        stats = row_stats_of(queries, n % STAGES_STATS)
         inverse = stats.index(3).load(gl.SliceLayout(1, ACC))
         dq = warpgroup_mma_wait(0, deps=[dq_t])
         mbarrier.wait(barriers.dq_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
@@ -349,7 +349,7 @@ def compute_dk_dv_dq(
                 mbarrier.wait(barriers.q_full.index(stage), (n // STAGES) & 1)
                 k8, v = key_tile.k8.index(zero), key_tile.v.index(zero)
                 s, dp = _start_s_and_dp(k8, v, queries.q8.index(stage), do)
-                stats = _row_stats(queries, stage)
+                stats = row_stats_of(queries, stage)
                 factor = stats.index(0).load(ST_COLUMNS)
                 minus_lse2 = stats.index(1).load(ST_COLUMNS)
                 s = warpgroup_mma_wait(1, deps=[s])

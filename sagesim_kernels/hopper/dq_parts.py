@@ -128,7 +128,7 @@ def pass_to_store(part, inverse_units, stats, buffer, scale):
     """
     units = to_units(part, inverse_units)
     if buffer.dtype == gl.int32:
-        buffer.store(_to_tma_order(units))
+        buffer.store(to_tma_order(units))
     else:
         total = units.to(gl.float32) * inverse_of(inverse_units)[:, None]
         if buffer.dtype == gl.float16:
@@ -141,7 +141,7 @@ def pass_to_store(part, inverse_units, stats, buffer, scale):
 
 
 @gluon.jit
-def _to_tma_order(part):
+def to_tma_order(part):
     """Return a part [BLOCK_Q, D] as [BLOCK_Q * D / 32, 32], in the order that registers hold it.
 
     Four numbers of a thread are adjacent, then come four of the next thread. Stores to shared

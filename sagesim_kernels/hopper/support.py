@@ -1,9 +1,10 @@
 """Which problems the Hopper kernels compute, and which of their operands have to be copied.
 
 The Hopper kernels are written in Gluon: a forward for specs in which QK is INT8 and PV is in 16
-bit, and a backward for specs in which QK alone is INT8. Other kernels compute every other problem.
-All use the same operands, codes and scales. The Hopper kernels visit keys in another order, so P is
-rounded relative to another row maximum, and float32 sums are added up in another order.
+bit, a backward for specs in which QK alone is INT8, and another one for P and dS in codes. Other
+kernels compute every other problem. All use the same operands, codes and scales. Hopper's forward
+visits keys in another order, so P is rounded relative to another row maximum, and float32 sums are
+added up in another order.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from typing import Final
 
 from torch import Tensor
 
-from sagesim.spec import AttentionSpec, Delta, Granularity, MatmulSpec, Precision
+from sagesim.spec import (
+    AttentionSpec,
+    Delta,
+    Granularity,
+    MatmulSpec,
+    Precision,
+    RoundingMode,
+)
 from sagesim_kernels.interpreter import IS_INTERPRETED
 from sagesim_kernels.operands import DTYPES, KernelProblem, padded, stored_tokens
 from sagesim_kernels.target import compute_capability
@@ -28,6 +36,8 @@ many channels, too, if Q and V have unequal head sizes."""
 BLOCK: Final = 64
 _QK: Final = MatmulSpec(Precision.INT8, Granularity.PerToken, Granularity.PerBlock)
 _QK_BY_TOKEN: Final = MatmulSpec(Precision.INT8, Granularity.PerToken, Granularity.PerToken)
+ROW_SUMS_BY_WGMMA: Final = False
+"""Whether `p_rows_kernel` sums rows of P for the backward in codes; else the portable kernel."""
 _MOST_ROWS: Final = 2**29
 """Tokens of all heads in padded storage. The sums of dQ have up to four rows of 32 numbers for each
 token, and TMA counts rows in 31 bits."""
@@ -58,6 +68,39 @@ def _serves(problem: KernelProblem) -> bool:
         and problem.scale >= 0
         and is_hopper()
         and max(_rows(problem.cu_q, problem.q), _rows(problem.cu_k, problem.k)) < _MOST_ROWS
+    )
+
+
+def serves_codes(problem: KernelProblem) -> bool:
+    """Return whether a Hopper kernel computes the backward of a problem with P and dS in codes.
+
+    As for `serves`, the answer depends on shapes, the spec and the device alone.
+    """
+    d, d_v = padded(problem.q.shape[3]), padded(problem.v.shape[3])
+    return (
+        not IS_INTERPRETED
+        and problem.extras.is_none
+        and d == d_v
+        and d in (CHANNELS[0], _NARROW)
+        and _serves_codes(problem.spec)
+        and is_hopper()
+        and max(_rows(problem.cu_q, problem.q), _rows(problem.cu_k, problem.k)) < _MOST_ROWS
+    )
+
+
+@lru_cache(maxsize=256)
+def _serves_codes(spec: AttentionSpec) -> bool:
+    maps = (spec.dv, spec.dq, spec.dk)
+    products = (spec.qk_recompute, *maps)
+    granularities = {x.lhs for x in products}
+    return (
+        all(x.precision is Precision.INT8 for x in products)
+        and Granularity.PerRowBound not in granularities
+        and len({x.lhs is Granularity.PerTile for x in maps}) == 1
+        and spec.dp.precision in DTYPES
+        and not spec.smoothing.q
+        and spec.rounding.mode is RoundingMode.HALF_EVEN
+        and spec.block_q == spec.block_k == BLOCK
     )
 
 

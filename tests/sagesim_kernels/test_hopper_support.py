@@ -12,6 +12,8 @@ from sagesim import (
     FACTORED_QK,
     FPA_FP16,
     HALF_AWAY,
+    SAGEBWD,
+    SAGEBWD_ALL_INT8,
     AttentionSpec,
     Delta,
     Precision,
@@ -107,6 +109,34 @@ OTHERS = {
     "softcap and a negative scale": problem(scale=-1.0, extras=Extras(softcap=20.0)),
 }
 
+CODES_SERVED = {
+    "sagebwd": problem(SAGEBWD),
+    "factored": problem(FACTORED),
+    "factored_pv16": problem(FACTORED_PV16),
+    "d 33": problem(SAGEBWD, d=33),
+    "d 128": problem(SAGEBWD, d=128),
+    "d 72, d_v 128": problem(SAGEBWD, d=72, d_v=128),
+    "float32": problem(SAGEBWD, dtype=torch.float32),
+    "causal": problem(SAGEBWD, is_causal=True),
+    "negative scale": problem(SAGEBWD, scale=-1.0),
+    "unsmoothed": problem(replace(SAGEBWD, smoothing=Smoothing())),
+    "forward in 16 bit": problem(with_precision(SAGEBWD, Precision.FP16, "qk", "pv")),
+}
+CODES_OTHERS = {
+    "factored_qk": problem(),
+    "dP in INT8": problem(SAGEBWD_ALL_INT8),
+    "dQ in 16 bit": problem(CAUSAL_SAFE),
+    "half away": problem(replace(SAGEBWD, rounding=HALF_AWAY)),
+    "Q smoothed": problem(replace(SAGEBWD, smoothing=Smoothing(q=True, k=True))),
+    "scales of tiles and of rows": problem(replace(SAGEBWD, dq=FACTORED.dq)),
+    "blocks of 128": problem(replace(SAGEBWD, block_q=128)),
+    "d 32": problem(SAGEBWD, d=32),
+    "d 129": problem(SAGEBWD, d=129),
+    "d_v 128": problem(SAGEBWD, d_v=128),
+    "too many rows": problem(SAGEBWD, n_q=2**28, heads=2),
+    **{name: problem(SAGEBWD, extras=extras) for name, extras in EXTRAS.items()},
+}
+
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch):
@@ -128,11 +158,25 @@ def test_served(x, forward, backward):
     assert (hopper.serves_forward(x), hopper.serves_backward(x)) == (forward, backward)
 
 
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("name", CODES_SERVED)
+def test_backward_in_codes(name):
+    assert hopper.serves_codes(CODES_SERVED[name])
+    assert not hopper.serves_backward(CODES_SERVED[name])
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("name", CODES_OTHERS)
+def test_backward_in_codes_of_other_kernels(name):
+    assert not hopper.serves_codes(CODES_OTHERS[name])
+
+
 @pytest.mark.parametrize("served", SERVED.values(), ids=SERVED)
 def test_nothing_is_served_on_another_gpu(served, monkeypatch):
     monkeypatch.setattr(hopper.support, "IS_INTERPRETED", False)
     monkeypatch.setattr(hopper.support, "is_hopper", lambda: False)
     assert not hopper.serves_forward(served) and not hopper.serves_backward(served)
+    assert not any(map(hopper.serves_codes, CODES_SERVED.values()))
 
 
 def test_wide_heads_have_more_than_128_channels():

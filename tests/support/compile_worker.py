@@ -116,7 +116,7 @@ class _Launches:
 
 def _name(fn: JITFunction, args: dict[str, Any]) -> str:
     """The kernel's name, and what it computes if the kernel can compute one of two things."""
-    if fn.__name__ in ("p_rows_kernel", "ampere_p_rows") and args["delta"] is None:
+    if fn.__name__ in ("p_rows_kernel", "ampere_p_rows", "hopper_p_rows") and args["delta"] is None:
         return f"{fn.__name__}, sums"
     if fn.__name__ == "gradients_kernel":
         names = {"dq": "dq_sums", "dk": "dk", "dv": "dv"}

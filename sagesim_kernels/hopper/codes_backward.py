@@ -1,0 +1,173 @@
+"""The backward for Hopper in which P and dS are codes: preparation, one pass, and dQ from sums."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sagesim.spec import Granularity
+from sagesim_kernels import portable
+from sagesim_kernels.hopper.backward_warps import ROW_STATS, STATS_LAYOUT, WARPS
+from sagesim_kernels.hopper.codes_kernel import CodesConfig, hopper_codes_backward
+from sagesim_kernels.hopper.codes_maps import BLOCK_K
+from sagesim_kernels.hopper.codes_rows import start_rows_kernel
+from sagesim_kernels.hopper.descriptors import multiprocessor_count, tma_descriptor
+from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
+from sagesim_kernels.hopper.p_rows import launch_p_rows
+from sagesim_kernels.hopper.splits import add_splits, empty_splits
+from sagesim_kernels.hopper.support import ROW_SUMS_BY_WGMMA
+from sagesim_kernels.hopper.tile_scheduler import choose_backward_heads, query_heads_per_program
+from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.operands import (
+    LAUNCH,
+    LOG2_E,
+    DqSums,
+    Gradients,
+    Grid,
+    KernelProblem,
+    KernelSizes,
+    Operand,
+    OperandCache,
+    Rows,
+    RowStatistics,
+    Softcap,
+    Strided,
+    channels_at_once,
+    finish_dq,
+    padded,
+)
+
+_BLOCK_Q: Final = BLOCK_Q.value
+_BLOCK_K: Final = BLOCK_K.value
+_TILE_K: Final = TILE_K.value
+
+
+def launch_backward(
+    problem: KernelProblem,
+    operands: OperandCache,
+    o: Tensor | None,
+    do: Tensor,
+    statistics: RowStatistics,
+    d_lse: Rows | None,
+    grads: Gradients,
+) -> None:
+    """Fill grads, any strides, and statistics.delta; see `portable.launch_backward`.
+
+    operands: those of the backward's products, the codes already rounded.
+    """
+    dq, dk, dv = grads
+    kv_heads, d, d_v = dk.shape[1], dk.shape[3], dv.shape[3]
+    channels = padded(d)
+    dq_sums = DqSums.by_tma(problem, channels)
+    if ROW_SUMS_BY_WGMMA:
+        sum_rows = partial(launch_p_rows, problem, operands, statistics, d_lse)
+    else:
+        softcap = Softcap.of(problem, None)
+        sum_rows = partial(
+            portable.launch_p_rows, problem, operands, statistics, d_lse, softcap, None
+        )
+    portable.prepare_backward(problem, operands, o, do, statistics, d_lse, dq_sums, sum_rows)
+    tokens_q = dq_sums.tokens
+    blocks = dq.shape[1] * tokens_q // _BLOCK_Q
+    row_stats = dq.new_empty(blocks * ROW_STATS.value, dtype=torch.float32)
+    channel_scales = dq.new_empty(blocks * 2 * channels, dtype=torch.float32)
+    q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
+    do16, v16 = operands.get("dp", "do"), operands.get("dp", "v")
+    q_right, do_right = operands.get("dk", "q"), operands.get("dv", "do")
+    k_right = operands.get("dq", "k")
+    lengths, scale = problem.lengths, problem.scale
+    grid = Grid(-(-problem.longest_q // _BLOCK_Q), dq.shape[1], problem.sequences)
+    launch(
+        start_rows_kernel,
+        grid.programs,
+        grid,
+        q8,
+        q_right,
+        do_right,
+        *statistics,
+        dq_sums,
+        row_stats,
+        channel_scales,
+        lengths,
+        scale * LOG2_E,
+        KernelSizes.of(problem, _BLOCK_Q),
+        k8.TOKENS,
+        **LAUNCH,
+    )
+    groups = query_heads_per_program(kv_heads, problem.groups)
+    splits = problem.groups // groups
+    tokens_k = k8.ptr.numel() // (kv_heads * k8.stride_n)
+    dk_parts, dv_parts = dk, dv
+    if splits > 1:
+        dk_parts, dv_parts = empty_splits(dk, splits), empty_splits(dv, splits)
+    tiles = Grid(-(-problem.longest_k // _TILE_K), kv_heads * splits, problem.sequences)
+    heads_per_group = choose_backward_heads(
+        problem.longest_q,
+        problem.longest_k,
+        problem.longest_offset,
+        _TILE_K,
+        tiles.heads * tiles.sequences,
+        groups,
+        multiprocessor_count(),
+    )
+    config = CodesConfig(
+        groups=groups,
+        splits=splits,
+        d=d,
+        d_v=d_v,
+        q_channels=q_right.CHANNELS.value,
+        do_channels=do_right.CHANNELS.value,
+        has_dq_warps=channels == 64,
+        is_copied=operands.stored,
+        keys_per_scale=k8.TOKENS.value,
+        by_channel=q_right.BY_CHANNEL.value or do_right.BY_CHANNEL.value,
+        per_tile=problem.spec.dk.lhs is Granularity.PerTile,
+    )
+    sums = dq_sums.sums.view(-1, 32)
+    sums_layout = gl.NVMMASharedLayout(128, 32, 2)
+    at_once = channels_at_once(d, channels)
+    launch(
+        hopper_codes_backward,
+        tiles.programs,
+        tma_descriptor(q8.ptr.view(-1, q8.stride_n), _BLOCK_Q, channels),
+        tma_descriptor(k8.ptr.view(-1, k8.stride_n), _TILE_K, channels),
+        tma_descriptor(v16.ptr, _TILE_K, channels),
+        tma_descriptor(do16.ptr, _BLOCK_Q, channels),
+        _right_descriptor(q_right, _BLOCK_Q, channels),
+        _right_descriptor(do_right, _BLOCK_Q, channels),
+        _right_descriptor(k_right, _BLOCK_K, channels),
+        TensorDescriptor.from_tensor(row_stats, [ROW_STATS.value], STATS_LAYOUT.value),
+        TensorDescriptor.from_tensor(channel_scales, [2 * channels], STATS_LAYOUT.value),
+        k8,
+        k_right,
+        Strided.of(dk_parts),
+        Strided.of(dv_parts),
+        TensorDescriptor.from_tensor(sums, [_BLOCK_Q * at_once // 32, 32], sums_layout),
+        # passed on their own: a tuple would specialise them
+        lengths._replace(n_q=0, n_k=0),
+        lengths.n_q,
+        lengths.n_k,
+        tiles.tiles,
+        kv_heads,
+        heads_per_group,
+        tokens_q,
+        tokens_k,
+        scale if splits == 1 else 1.0,
+        config,
+        num_warps=WARPS.value,
+        **LAUNCH,
+    )
+    if splits > 1:
+        add_splits(problem, dk_parts, dk, scale)
+        add_splits(problem, dv_parts, dv, 1.0)
+    finish_dq(problem, dq_sums, statistics.lse2, d_lse, operands.subtracted, dq)
+
+
+def _right_descriptor(x: Operand, tokens: int, channels: int) -> TensorDescriptor:
+    """Return a descriptor that loads tiles [channels, tokens] of codes that are summed over."""
+    return tma_descriptor(x.ptr.view(-1, x.stride_d), channels, tokens)

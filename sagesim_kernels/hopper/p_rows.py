@@ -1,0 +1,63 @@
+"""Launch the kernel of the row sums of P for Hopper."""
+
+from __future__ import annotations
+
+from sagesim.spec import Delta
+from sagesim_kernels.hopper.descriptors import tma_descriptor
+from sagesim_kernels.hopper.p_rows_kernel import BLOCK, TILE, hopper_p_rows
+from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.operands import (
+    LAUNCH,
+    LOG2_E,
+    Grid,
+    KernelProblem,
+    Operand,
+    OperandCache,
+    Rows,
+    RowStatistics,
+    padded,
+)
+
+
+def launch_p_rows(
+    problem: KernelProblem,
+    operands: OperandCache,
+    statistics: RowStatistics,
+    d_lse: Rows | None,
+    p_sums: Rows,
+) -> None:
+    """Fill p_sums and statistics.delta; see `portable.launch_p_rows`."""
+    lse2, delta = statistics
+    heads, kv_heads, d = problem.q.shape[1], problem.k.shape[1], problem.q.shape[3]
+    channels, block = padded(d), BLOCK.value
+    q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
+    do16, v16 = operands.get("dp", "do"), operands.get("dp", "v")
+    grid = Grid(-(-problem.longest_q // TILE.value), heads, problem.sequences)
+    launch(
+        hopper_p_rows,
+        grid.programs,
+        grid,
+        tma_descriptor(q8.ptr.view(-1, q8.stride_n), block, channels),
+        tma_descriptor(do16.ptr, block, channels),
+        tma_descriptor(k8.ptr.view(-1, k8.stride_n), block, channels),
+        tma_descriptor(v16.ptr, block, channels),
+        q8,
+        k8,
+        lse2,
+        delta if problem.spec.delta is Delta.FROM_P else None,
+        p_sums,
+        d_lse,
+        problem.lengths,
+        _tokens(q8, heads),
+        _tokens(k8, kv_heads),
+        problem.scale * LOG2_E,
+        problem.groups,
+        operands.stored,
+        num_warps=4,
+        **LAUNCH,
+    )
+
+
+def _tokens(x: Operand, heads: int) -> int:
+    """Return the tokens of a head in padded storage."""
+    return x.ptr.numel() // (heads * x.stride_n)

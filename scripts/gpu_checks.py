@@ -51,7 +51,7 @@ CONTRACT = "tests/sagesim_kernels/test_contract.py"
 MODELS = "tests/sagesim_kernels/integrations/test_gpu.py"
 CALLS = [
     f"tests/sagesim_kernels/test_{name}.py"
-    for name in ("ampere", "attention", "invariance", "dq_sums")
+    for name in ("backwards_without_codes", "attention", "invariance", "dq_sums")
 ]
 """Tests of attention calls. A contract test or a fuzz case runs the portable kernels if they have
 to write codes of P or dS; a call runs the kernels of its GPU."""

@@ -20,7 +20,6 @@ from sagesim_kernels.hopper.descriptors import multiprocessor_count, tma_descrip
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.p_rows import launch_p_rows
 from sagesim_kernels.hopper.splits import add_splits, empty_splits
-from sagesim_kernels.hopper.support import ROW_SUMS_BY_WGMMA
 from sagesim_kernels.hopper.tile_scheduler import choose_backward_heads, query_heads_per_program
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
@@ -35,7 +34,6 @@ from sagesim_kernels.operands import (
     OperandCache,
     Rows,
     RowStatistics,
-    Softcap,
     Strided,
     channels_at_once,
     finish_dq,
@@ -64,13 +62,7 @@ def launch_backward(
     kv_heads, d, d_v = dk.shape[1], dk.shape[3], dv.shape[3]
     channels = padded(d)
     dq_sums = DqSums.by_tma(problem, channels)
-    if ROW_SUMS_BY_WGMMA:
-        sum_rows = partial(launch_p_rows, problem, operands, statistics, d_lse)
-    else:
-        softcap = Softcap.of(problem, None)
-        sum_rows = partial(
-            portable.launch_p_rows, problem, operands, statistics, d_lse, softcap, None
-        )
+    sum_rows = partial(launch_p_rows, problem, operands, statistics, d_lse)
     portable.prepare_backward(problem, operands, o, do, statistics, d_lse, dq_sums, sum_rows)
     tokens_q = dq_sums.tokens
     blocks = dq.shape[1] * tokens_q // _BLOCK_Q

@@ -36,8 +36,6 @@ many channels, too, if Q and V have unequal head sizes."""
 BLOCK: Final = 64
 _QK: Final = MatmulSpec(Precision.INT8, Granularity.PerToken, Granularity.PerBlock)
 _QK_BY_TOKEN: Final = MatmulSpec(Precision.INT8, Granularity.PerToken, Granularity.PerToken)
-ROW_SUMS_BY_WGMMA: Final = False
-"""Whether `p_rows_kernel` sums rows of P for the backward in codes; else the portable kernel."""
 _MOST_ROWS: Final = 2**29
 """Tokens of all heads in padded storage. The sums of dQ have up to four rows of 32 numbers for each
 token, and TMA counts rows in 31 bits."""
@@ -74,12 +72,13 @@ def _serves(problem: KernelProblem) -> bool:
 def serves_codes(problem: KernelProblem) -> bool:
     """Return whether a Hopper kernel computes the backward of a problem with P and dS in codes.
 
-    As for `serves`, the answer depends on shapes, the spec and the device alone.
+    It was tested with these head sizes, and with sequences that are not packed.
     """
-    d, d_v = padded(problem.q.shape[3]), padded(problem.v.shape[3])
+    d, d_v = problem.q.shape[3], problem.v.shape[3]
     return (
         not IS_INTERPRETED
         and problem.extras.is_none
+        and problem.cu_q is None
         and d == d_v
         and d in (CHANNELS[0], _NARROW)
         and _serves_codes(problem.spec)

@@ -22,7 +22,6 @@ from sagesim import (
 from sagesim.spec import with_precision
 from sagesim_kernels import supports
 from sagesim_kernels.hopper.forward import CONFIGS
-from sagesim_kernels.hopper.support import ROW_SUMS_BY_WGMMA
 from sagesim_kernels.hopper.wide_warps import CONSUMERS
 from tests.support.compiler import OLDEST, ROOT, Compiler, Kernel
 
@@ -66,11 +65,10 @@ AMPERE = {
     "backward": {"ampere_backward"},
 }
 ON_HOPPER = AMPERE | {"forward": PORTABLE["forward"]}
-_ROW_SUMS = "hopper_p_rows" if ROW_SUMS_BY_WGMMA else "p_rows_kernel"
 IN_CODES = {
     "forward": PORTABLE["forward"],
-    "p_rows": {_ROW_SUMS},
-    "sums": {f"{_ROW_SUMS}, sums"},
+    "p_rows": {"hopper_p_rows"},
+    "sums": {f"{'hopper_p_rows'}, sums"},
     "backward": {"hopper_codes_backward"},
 }
 DV_APART = PORTABLE | {"backward": {"gradients_kernel, dv", "gradients_kernel, dq, dk"}}

@@ -100,7 +100,10 @@ LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 200, 256, 257, 300, 385)
 @pytest.fixture
 def is_served(unplanned, monkeypatch: pytest.MonkeyPatch):
     """Fail the test if the Hopper kernels did not run every problem."""
-    with all_served(monkeypatch, hopper, "serves"):
+    with (
+        all_served(monkeypatch, hopper, "serves_forward"),
+        all_served(monkeypatch, hopper, "serves_backward"),
+    ):
         yield
 
 

@@ -109,13 +109,12 @@ OTHERS = {
     "softcap and a negative scale": problem(scale=-1.0, extras=Extras(softcap=20.0)),
 }
 
+CU = torch.empty(2, dtype=torch.int32, device="meta")
 CODES_SERVED = {
     "sagebwd": problem(SAGEBWD),
     "factored": problem(FACTORED),
     "factored_pv16": problem(FACTORED_PV16),
-    "d 33": problem(SAGEBWD, d=33),
     "d 128": problem(SAGEBWD, d=128),
-    "d 72, d_v 128": problem(SAGEBWD, d=72, d_v=128),
     "float32": problem(SAGEBWD, dtype=torch.float32),
     "causal": problem(SAGEBWD, is_causal=True),
     "negative scale": problem(SAGEBWD, scale=-1.0),
@@ -131,6 +130,9 @@ CODES_OTHERS = {
     "scales of tiles and of rows": problem(replace(SAGEBWD, dq=FACTORED.dq)),
     "blocks of 128": problem(replace(SAGEBWD, block_q=128)),
     "d 32": problem(SAGEBWD, d=32),
+    "d 33": problem(SAGEBWD, d=33),
+    "d 72, d_v 128": problem(SAGEBWD, d=72, d_v=128),
+    "packed": replace(problem(SAGEBWD), cu_q=CU, cu_k=CU),
     "d 129": problem(SAGEBWD, d=129),
     "d_v 128": problem(SAGEBWD, d_v=128),
     "too many rows": problem(SAGEBWD, n_q=2**28, heads=2),

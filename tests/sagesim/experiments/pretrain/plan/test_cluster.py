@@ -295,6 +295,7 @@ def gpus_seen(_report, folder, jobs):
     return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
+@pytest.mark.exhaustive
 def test_each_job_sees_one_gpu_and_shares_it_with_as_many_as_wanted(cluster, tmp_path):
     """On a node that tells Ray of two GPUs. The jobs do not use them."""
     gpus = cluster.add_node(num_cpus=1, num_gpus=2)
@@ -325,6 +326,7 @@ def processes_with(variable):
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes by /proc")
 def test_ctrl_c_ends_the_runs_of_an_embedded_ray_after_a_step(corpus, tmp_path):
     """All runs have saved a checkpoint, and no process stays."""

@@ -72,13 +72,13 @@ def _serves(problem: KernelProblem) -> bool:
 def serves_codes(problem: KernelProblem) -> bool:
     """Return whether a Hopper kernel computes the backward of a problem with P and dS in codes.
 
-    It was tested with these head sizes, and with sequences that are not packed.
+    It was tested with these head sizes. As for `serves_forward`, the answer does not depend on how
+    sequences are packed.
     """
     d, d_v = problem.q.shape[3], problem.v.shape[3]
     return (
         not IS_INTERPRETED
         and problem.extras.is_none
-        and problem.cu_q is None
         and d == d_v
         and d in (CHANNELS[0], _NARROW)
         and _serves_codes(problem.spec)

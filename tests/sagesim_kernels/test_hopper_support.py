@@ -111,6 +111,7 @@ OTHERS = {
 
 CU = torch.empty(2, dtype=torch.int32, device="meta")
 CODES_SERVED = {
+    "packed": replace(problem(SAGEBWD), cu_q=CU, cu_k=CU),
     "sagebwd": problem(SAGEBWD),
     "factored": problem(FACTORED),
     "factored_pv16": problem(FACTORED_PV16),
@@ -132,7 +133,6 @@ CODES_OTHERS = {
     "d 32": problem(SAGEBWD, d=32),
     "d 33": problem(SAGEBWD, d=33),
     "d 72, d_v 128": problem(SAGEBWD, d=72, d_v=128),
-    "packed": replace(problem(SAGEBWD), cu_q=CU, cu_k=CU),
     "d 129": problem(SAGEBWD, d=129),
     "d_v 128": problem(SAGEBWD, d_v=128),
     "too many rows": problem(SAGEBWD, n_q=2**28, heads=2),

@@ -6,7 +6,6 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.backward_kernel import Config, hopper_backward
@@ -15,7 +14,11 @@ from sagesim_kernels.hopper.capped_rows import (
     prepare_capped_backward,
     sums_of_ds,
 )
-from sagesim_kernels.hopper.descriptors import multiprocessor_count, tma_descriptor
+from sagesim_kernels.hopper.descriptors import (
+    multiprocessor_count,
+    sums_descriptor,
+    tma_descriptor,
+)
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.preparation import prepare_backward
 from sagesim_kernels.hopper.splits import add_splits, empty_splits
@@ -35,7 +38,6 @@ from sagesim_kernels.operands import (
     RowStatistics,
     Softcap,
     Strided,
-    channels_at_once,
     ds_row_sums,
     finish_dq,
     padded,
@@ -138,7 +140,7 @@ def launch_backward(
         Strided.of(dv_parts),
         tma_descriptor(dq, _BLOCK_Q, channels)
         if is_one_part
-        else _sums_descriptor(dq_sums.sums, d, channels),
+        else sums_descriptor(dq_sums, d, channels),
         dq_sums.unit,
         # passed on their own: a tuple would specialise them
         lengths._replace(n_q=0, n_k=0, left=None, right=None, key_counts=None, key_runs=None),
@@ -181,12 +183,4 @@ def has_one_part(problem: KernelProblem, operands: OperandCache, dq: Tensor) -> 
         and dq.data_ptr() % 16 == 0
         and dq.stride(3) == 1
         and all(stride % vector == 0 for stride in dq.stride()[:3])
-    )
-
-
-def _sums_descriptor(sums: Tensor, d: int, channels: int) -> TensorDescriptor:
-    """Return the descriptor by which TMA adds to sums of dQ. channels: with padded ones."""
-    rows = _BLOCK_Q * channels_at_once(d, channels) // 32
-    return TensorDescriptor.from_tensor(
-        sums.view(-1, 32), [rows, 32], gl.NVMMASharedLayout(128, 32, 2)
     )

@@ -22,7 +22,6 @@ from sagesim_kernels.hopper.backward_structures import (
     QueryBuffers,
     QueryInputs,
     QueryLoop,
-    TokenOrigin,
 )
 from sagesim_kernels.hopper.backward_warps import (
     ROW_STATS,
@@ -34,6 +33,7 @@ from sagesim_kernels.hopper.backward_warps import (
     produce,
 )
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, DqBlocks, DqStore, store_dq
+from sagesim_kernels.hopper.program_places import origin_of, place_of_program
 from sagesim_kernels.operands import (
     Lengths,
     causal_offset,
@@ -150,16 +150,7 @@ def hopper_backward(
     STAGES: gl.constexpr = SLOTS + 1
     STAGES16: gl.constexpr = 3
     STAGES_STATS: gl.constexpr = 4 if HAS_DQ_WARPS else STAGES
-    program = gl.program_id(0)
-    # Under a causal mask the first tile of keys is the longest.
-    first_head = program // (tiles * heads_per_group) * heads_per_group
-    program -= first_head * tiles
-    group_heads = gl.minimum(heads_per_group, gl.num_programs(0) // tiles - first_head)
-    index = program // group_heads
-    split_head = first_head + program % group_heads
-    z = split_head // SPLITS
-    b = z // heads
-    head = z % heads
+    index, z, b, head, out_head = place_of_program(tiles, heads, heads_per_group, SPLITS)
     keys, blocks, start_q, start_k = locate(
         # Not assigned to a variable, because IS_CAUSAL would stop being a constexpr.
         Lengths(
@@ -185,16 +176,11 @@ def hopper_backward(
     unmasked_end = blocks.unmasked_end if left is not None else None
     tile = KeyTile(keys.first, keys.length, keys.n_live, keys.offset, lowest)
     loop = QueryLoop(blocks.begin, blocks.unmasked, unmasked_end, blocks.end, blocks.shift)
-    first_q_head = (head * SPLITS + split_head % SPLITS) * GROUPS
+    first_q_head = out_head * GROUPS
     row_q = first_q_head * tokens_q + start_q
     row_k = head * tokens_k + start_k + tile.first
-    zero = gl.program_id(1)
-    if CONFIG.is_copied:
-        q_origin = TokenOrigin(zero, first_q_head, start_q)
-        k_origin = TokenOrigin(zero, head, start_k)
-    else:
-        q_origin = TokenOrigin(b, first_q_head, zero)
-        k_origin = TokenOrigin(b, head, zero)
+    q_origin = origin_of(CONFIG.is_copied, b, first_q_head, start_q)
+    k_origin = origin_of(CONFIG.is_copied, b, head, start_k)
 
     dt: gl.constexpr = v.dtype
     V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D], dt)
@@ -256,7 +242,6 @@ def hopper_backward(
     key_mask = None
     if mask.key_mask is not None:
         key_mask = mask.key_mask + b.to(gl.int64) * n_k
-    out_head = head * SPLITS + split_head % SPLITS
     dk_scale = scale if SPLITS == 1 else 1.0  # the sum of the parts is multiplied
     outputs = KeyOutputs(dk, dv, mask.cu_k, b, out_head, dk_scale, key_mask)
     dq_store = DqStore(dq, dq_s, q_origin, dq_full, dq_empty)

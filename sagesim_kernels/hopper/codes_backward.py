@@ -7,7 +7,6 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim.spec import Granularity
@@ -16,7 +15,11 @@ from sagesim_kernels.hopper.backward_warps import ROW_STATS, STATS_LAYOUT, WARPS
 from sagesim_kernels.hopper.codes_kernel import CodesConfig, hopper_codes_backward
 from sagesim_kernels.hopper.codes_maps import BLOCK_K
 from sagesim_kernels.hopper.codes_rows import start_rows_kernel
-from sagesim_kernels.hopper.descriptors import multiprocessor_count, tma_descriptor
+from sagesim_kernels.hopper.descriptors import (
+    multiprocessor_count,
+    sums_descriptor,
+    tma_descriptor,
+)
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.p_rows import launch_p_rows
 from sagesim_kernels.hopper.splits import add_splits, empty_splits
@@ -35,9 +38,9 @@ from sagesim_kernels.operands import (
     Rows,
     RowStatistics,
     Strided,
-    channels_at_once,
     finish_dq,
     padded,
+    stored_tokens,
 )
 
 _BLOCK_Q: Final = BLOCK_Q.value
@@ -93,7 +96,7 @@ def launch_backward(
     )
     groups = query_heads_per_program(kv_heads, problem.groups)
     splits = problem.groups // groups
-    tokens_k = k8.ptr.numel() // (kv_heads * k8.stride_n)
+    tokens_k = stored_tokens(problem.cu_k, problem.k)
     dk_parts, dv_parts = dk, dv
     if splits > 1:
         dk_parts, dv_parts = empty_splits(dk, splits), empty_splits(dv, splits)
@@ -120,9 +123,6 @@ def launch_backward(
         by_channel=q_right.BY_CHANNEL.value or do_right.BY_CHANNEL.value,
         per_tile=problem.spec.dk.lhs is Granularity.PerTile,
     )
-    sums = dq_sums.sums.view(-1, 32)
-    sums_layout = gl.NVMMASharedLayout(128, 32, 2)
-    at_once = channels_at_once(d, channels)
     launch(
         hopper_codes_backward,
         tiles.programs,
@@ -139,7 +139,7 @@ def launch_backward(
         k_right,
         Strided.of(dk_parts),
         Strided.of(dv_parts),
-        TensorDescriptor.from_tensor(sums, [_BLOCK_Q * at_once // 32, 32], sums_layout),
+        sums_descriptor(dq_sums, d, channels),
         # passed on their own: a tuple would specialise them
         lengths._replace(n_q=0, n_k=0),
         lengths.n_q,

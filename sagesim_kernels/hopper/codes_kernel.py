@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.backward_kernel import BARRIER, locate
-from sagesim_kernels.hopper.backward_structures import KeyOutputs, KeyTile, QueryLoop, TokenOrigin
+from sagesim_kernels.hopper.backward_structures import KeyOutputs, KeyTile, QueryLoop
 from sagesim_kernels.hopper.backward_warps import ROW_STATS, STATS_LAYOUT, load_tokens
 from sagesim_kernels.hopper.codes_maps import BLOCK_K, BLOCKS, EXCHANGE, MAXIMA
 from sagesim_kernels.hopper.codes_structures import (
@@ -27,6 +27,7 @@ from sagesim_kernels.hopper.codes_structures import (
 )
 from sagesim_kernels.hopper.codes_warps import compute_dk_dv, compute_dk_dv_dq, compute_dq, produce
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, DqBlocks, DqStore, store_dq
+from sagesim_kernels.hopper.program_places import origin_of, place_of_program
 from sagesim_kernels.operands import Lengths, head_pointers, summed_channels
 
 _NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -98,16 +99,7 @@ def hopper_codes_backward(
     DO_CHANNELS: gl.constexpr = CONFIG.do_channels
     TOKENS: gl.constexpr = CONFIG.keys_per_scale
     BY_CHANNEL: gl.constexpr = CONFIG.by_channel
-    program = gl.program_id(0)
-    # Under a causal mask the first tile of keys is the longest.
-    first_head = program // (tiles * heads_per_group) * heads_per_group
-    program -= first_head * tiles
-    group_heads = gl.minimum(heads_per_group, gl.num_programs(0) // tiles - first_head)
-    index = program // group_heads
-    split_head = first_head + program % group_heads
-    z = split_head // SPLITS
-    b = z // heads
-    head = z % heads
+    index, _z, b, head, out_head = place_of_program(tiles, heads, heads_per_group, SPLITS)
     keys, blocks, start_q, start_k = locate(
         # Not assigned to a variable, because IS_CAUSAL would stop being a constexpr.
         Lengths(
@@ -131,16 +123,12 @@ def hopper_codes_backward(
         return
     tile = KeyTile(keys.first, keys.length, keys.n_live, keys.offset, None)
     loop = QueryLoop(blocks.begin, blocks.unmasked, None, blocks.end, blocks.shift)
-    first_q_head = (head * SPLITS + split_head % SPLITS) * GROUPS
+    first_q_head = out_head * GROUPS
     row_q = first_q_head * tokens_q + start_q
     row_k = head * tokens_k + start_k + tile.first
     zero = gl.program_id(1)
-    if CONFIG.is_copied:
-        q_origin = TokenOrigin(zero, first_q_head, start_q)
-        k_origin = TokenOrigin(zero, head, start_k)
-    else:
-        q_origin = TokenOrigin(b, first_q_head, zero)
-        k_origin = TokenOrigin(b, head, zero)
+    q_origin = origin_of(CONFIG.is_copied, b, first_q_head, start_q)
+    k_origin = origin_of(CONFIG.is_copied, b, head, start_k)
 
     dt: gl.constexpr = v.dtype
     V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D], dt)
@@ -207,7 +195,6 @@ def hopper_codes_backward(
     _, kr_scales = head_pointers(kr, mask.cu_k, n_k, b, head)
     channel_stride = zero + (1 if kr.BY_CHANNEL else 0)
     scales = KeyScales(k_scales, k.scale_stride_n, kr_scales, kr.scale_stride_n, channel_stride)
-    out_head = head * SPLITS + split_head % SPLITS
     outputs = KeyOutputs(dk, dv, mask.cu_k, b, out_head, scale)
     dq = DqStore(dq_sums, dq_s, q_origin, dq_full, dq_empty)
     dq_blocks = DqBlocks(

@@ -14,12 +14,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from sagesim_kernels.hopper.backward_maps import ST_INT32
-from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
+from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, to_int32
 
 CHUNK = gl.constexpr(64)
 """Channels of the sums of one product. Sums of more channels would need too many registers."""
-
-_TO_INT32 = gl.constexpr("cvt.rni.s32.f32 $0, $1;")
 
 
 @gluon.jit
@@ -83,4 +81,4 @@ def dq_units(maps, key_tile, inverse, LAYOUT: gl.constexpr):
     part = _add_dq(None, sums, inverse, maps, key_tile, 0)
     sums = warpgroup_mma_wait(0, deps=[_start_dq(maps, key_tile, 1, LAYOUT)])
     part = _add_dq(part, sums, inverse, maps, key_tile, 1)
-    return gl.inline_asm_elementwise(_TO_INT32, "=r,r", [part], gl.int32, True, 1)
+    return to_int32(part)

@@ -11,6 +11,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
+from sagesim_kernels.hopper.dq_parts import BLOCK_Q
+from sagesim_kernels.operands import DqSums, channels_at_once
+
 _DTYPES: Final[dict[torch.dtype, Any]] = {
     torch.int8: gl.int8,
     torch.float16: gl.float16,
@@ -31,6 +34,16 @@ def tma_descriptor(x: Tensor, rows: int, channels: int) -> TensorDescriptor:
     # torch may give any stride to a dimension of size 1.
     strides = [x.stride(i) if x.shape[i] > 1 else x.shape[-1] for i in range(x.ndim - 1)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(block, x.dtype))
+
+
+def sums_descriptor(sums: DqSums, d: int, channels: int) -> TensorDescriptor:
+    """Return the descriptor by which TMA adds to sums of dQ.
+
+    d: channels of Q. channels: of a tile.
+    """
+    rows = BLOCK_Q.value * channels_at_once(d, channels) // 32
+    layout = gl.NVMMASharedLayout(128, 32, 2)
+    return TensorDescriptor.from_tensor(sums.sums.view(-1, 32), [rows, 32], layout)
 
 
 @lru_cache(maxsize=64)

@@ -115,8 +115,13 @@ def store_dq(dq, blocks, GROUPS: gl.constexpr, SUMMED: gl.constexpr):
 @gluon.jit
 def to_units(part, inverse_units):
     """Round a part of dQ [BLOCK_Q, D] to int32, in units of its rows, as `operands` does."""
-    part = part * inverse_units[:, None]
-    return gl.inline_asm_elementwise(_TO_INT32, "=r,r", [part], gl.int32, True, 1)
+    return to_int32(part * inverse_units[:, None])
+
+
+@gluon.jit
+def to_int32(x):
+    """Round float32 numbers to integers, ties to even."""
+    return gl.inline_asm_elementwise(_TO_INT32, "=r,r", [x], gl.int32, True, 1)
 
 
 @gluon.jit

@@ -11,11 +11,11 @@ from sagesim_kernels.operands import (
     LOG2_E,
     Grid,
     KernelProblem,
-    Operand,
     OperandCache,
     Rows,
     RowStatistics,
     padded,
+    stored_tokens,
 )
 
 
@@ -28,11 +28,10 @@ def launch_p_rows(
 ) -> None:
     """Fill p_sums and statistics.delta; see `portable.launch_p_rows`."""
     lse2, delta = statistics
-    heads, kv_heads, d = problem.q.shape[1], problem.k.shape[1], problem.q.shape[3]
-    channels, block = padded(d), BLOCK.value
+    channels, block = padded(problem.q.shape[3]), BLOCK.value
     q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
     do16, v16 = operands.get("dp", "do"), operands.get("dp", "v")
-    grid = Grid(-(-problem.longest_q // TILE.value), heads, problem.sequences)
+    grid = Grid(-(-problem.longest_q // TILE.value), problem.q.shape[1], problem.sequences)
     launch(
         hopper_p_rows,
         grid.programs,
@@ -48,16 +47,11 @@ def launch_p_rows(
         p_sums,
         d_lse,
         problem.lengths,
-        _tokens(q8, heads),
-        _tokens(k8, kv_heads),
+        stored_tokens(problem.cu_q, problem.q),
+        stored_tokens(problem.cu_k, problem.k),
         problem.scale * LOG2_E,
         problem.groups,
         operands.stored,
         num_warps=4,
         **LAUNCH,
     )
-
-
-def _tokens(x: Operand, heads: int) -> int:
-    """Return the tokens of a head in padded storage."""
-    return x.ptr.numel() // (heads * x.stride_n)

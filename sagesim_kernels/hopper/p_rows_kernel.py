@@ -23,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.backward_kernel import BARRIER
-from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.hopper.backward_warps import load_tokens
+from sagesim_kernels.hopper.program_places import origin_of
 from sagesim_kernels.operands import (
     causal_offset,
     head_pointers,
@@ -237,13 +237,8 @@ def hopper_p_rows(
     blocks = (end + BLOCK - 1) // BLOCK
     start_q = stored_start_of(lengths.cu_q, lengths.n_q, b).to(gl.int32)
     start_k = stored_start_of(lengths.cu_k, lengths.n_k, b).to(gl.int32)
-    zero = gl.program_id(1)
-    if IS_COPIED:
-        q_origin = TokenOrigin(zero, h, start_q)
-        k_origin = TokenOrigin(zero, k_head, start_k)
-    else:
-        q_origin = TokenOrigin(b, h, zero)
-        k_origin = TokenOrigin(b, k_head, zero)
+    q_origin = origin_of(IS_COPIED, b, h, start_q)
+    k_origin = origin_of(IS_COPIED, b, k_head, start_k)
     buffers = RowBuffers(
         gl.allocate_shared_memory(gl.int8, [CONSUMERS, BLOCK, D], q8.layout),
         gl.allocate_shared_memory(

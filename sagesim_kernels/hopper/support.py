@@ -60,10 +60,13 @@ def serves_backward(problem: KernelProblem) -> bool:
 
 
 def _serves(problem: KernelProblem) -> bool:
+    d, d_v = problem.q.shape[3], problem.v.shape[3]
+    return _is_for_hopper(problem) and _serves_head_sizes(d, d_v) and problem.scale >= 0
+
+
+def _is_for_hopper(problem: KernelProblem) -> bool:
     return (
         not IS_INTERPRETED
-        and _serves_head_sizes(problem.q.shape[3], problem.v.shape[3])
-        and problem.scale >= 0
         and is_hopper()
         and max(_rows(problem.cu_q, problem.q), _rows(problem.cu_k, problem.k)) < _MOST_ROWS
     )
@@ -77,13 +80,11 @@ def serves_codes(problem: KernelProblem) -> bool:
     """
     d, d_v = problem.q.shape[3], problem.v.shape[3]
     return (
-        not IS_INTERPRETED
+        _is_for_hopper(problem)
         and problem.extras.is_none
         and d == d_v
         and d in (CHANNELS[0], _NARROW)
         and _serves_codes(problem.spec)
-        and is_hopper()
-        and max(_rows(problem.cu_q, problem.q), _rows(problem.cu_k, problem.k)) < _MOST_ROWS
     )
 
 

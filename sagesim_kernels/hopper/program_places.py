@@ -1,0 +1,52 @@
+"""Which keys and heads a program of a backward computes, and where its sequences start."""
+
+# Pyright takes the annotations of Gluon's functions literally:
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sagesim_kernels.hopper.backward_structures import TokenOrigin
+
+
+@gluon.jit
+def place_of_program(tiles, heads, heads_per_group, SPLITS: gl.constexpr):
+    """Return five indices of the program.
+
+    These are its tile of keys; its head of K and V, over all sequences; its sequence; its head of
+    K and V in the sequence; and that head's copy of dK and dV, of which each head has SPLITS.
+
+    Programs of a group of heads follow each other, first with the first tile of each head. Under a
+    causal mask that tile is the longest.
+
+    Args:
+        tiles: tiles of keys of a head.
+        heads: heads of K and V of a sequence.
+        heads_per_group: see `choose_backward_heads`.
+        SPLITS: programs for each tile of K and V.
+    """
+    program = gl.program_id(0)
+    first_head = program // (tiles * heads_per_group) * heads_per_group
+    program -= first_head * tiles
+    group_heads = gl.minimum(heads_per_group, gl.num_programs(0) // tiles - first_head)
+    index = program // group_heads
+    split_head = first_head + program % group_heads
+    z = split_head // SPLITS
+    b = z // heads
+    head = z % heads
+    return index, z, b, head, head * SPLITS + split_head % SPLITS
+
+
+@gluon.jit
+def origin_of(IS_COPIED: gl.constexpr, b, h, start):
+    """Return the `TokenOrigin` of sequence b and head h in a 16-bit tensor.
+
+    IS_COPIED: whether the tensor lies in padded storage. start: the sequence's first token there.
+    """
+    zero = gl.program_id(1)  # opaque to the compiler
+    if IS_COPIED:
+        return TokenOrigin(zero, h, start)
+    else:
+        return TokenOrigin(b, h, zero)

@@ -65,6 +65,9 @@ TANH = 2.0**-21
 
 _DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 
+_Codes = tuple[Tensor, Tensor, Tensor]
+"""Codes and scales of a map, and the radius of their products."""
+
 
 @dataclass(slots=True)
 class Tally:
@@ -152,10 +155,10 @@ def check_trace(found: KernelTrace, case: Case, spec: AttentionSpec) -> Tally:
         AssertionError: if a stage fails; the message begins with the name of the stage. Outputs
             are all checked before it is raised.
     """
-    return _Checker(found, case, emulate(case, spec)).run()
+    return Checker(found, case, emulate(case, spec)).run()
 
 
-class _Checker:
+class Checker:
     """Checks one trace. Maps are [batch, heads, n_q, n_k]; k and v are repeated for each group."""
 
     def __init__(self, found: KernelTrace, case: Case, sim: Trace) -> None:
@@ -264,7 +267,7 @@ class _Checker:
             l = l.plus(of_sink.widened(2 * EXP * of_sink.size)).rounded(3)
 
         if self.spec.pv.precision is Precision.INT8:
-            codes = self.found.operands["pv.p"].codes.double()
+            codes = Ball.exactly(self.found.operands["pv.p"].codes)
             sums = self._tile_sums_over_keys(codes, self._numbers("pv", "v"))
             parts = sums.times(_swap(weight)).rounded(2)
             o = parts.sum(2, 2 * steps + 1)
@@ -452,8 +455,8 @@ class _Checker:
         if not self._has_codes(site):
             x = x.rounded16(_DTYPES[self.spec.site(site).precision])
             return x.matmul(Ball.exactly(b), x.mid.shape[-1] + 2, TENSOR_CORE_U)
-        codes, scale = self._codes(site, x)
-        parts = self._tile_sums_over_keys(codes * scale, b)
+        codes, scale, radius = self._codes(site, x)
+        parts = self._tile_sums_over_keys(Ball(codes * scale, radius), b)
         if self.spec.site(site).precision is not Precision.INT8:
             parts = parts.widened(self._fp8_error_over_keys(site, right, codes, scale))
         parts = parts.rounded(2)
@@ -466,14 +469,18 @@ class _Checker:
             x = x.rounded16(_DTYPES[self.spec.site(site).precision])
             terms = self.groups * x.mid.shape[-2] + 2
             return Ball(x.mid.mT, x.radius.mT).matmul(Ball.exactly(b), terms, TENSOR_CORE_U)
-        codes, scale = self._codes(site, x)
+        codes, scale, radius = self._codes(site, x)
         if has_row_bound(self.spec, site):
             scale = torch.ones_like(scale)  # the scales are in the other operand
         block_q, block_k = self.blocks
-        left = to_tiles(codes * scale, block_q, block_k).flatten(4)  # [b, h, i, block_q, n_k]
-        left = left[..., : codes.shape[-1]].mT
+        left = Ball(  # [b, h, i, n_k, block_q]
+            *(
+                to_tiles(y, block_q, block_k).flatten(4)[..., : codes.shape[-1]].mT
+                for y in (codes * scale, radius)
+            )
+        )
         right_tiles = to_tiles(b, block_q, b.shape[-1]).flatten(4)
-        parts = Ball.exactly(left).matmul(Ball.exactly(right_tiles), 0)
+        parts = left.matmul(Ball.exactly(right_tiles), 0)
         steps = parts.mid.shape[2]
         precision = self.spec.site(site).precision
         if precision is not Precision.INT8:
@@ -482,7 +489,7 @@ class _Checker:
                 to_tiles(y.double(), block_q, b.shape[-1]).flatten(4)
                 for y in (coded.codes, coded.scale.expand(coded.codes.shape))
             )
-            lost = product_error(left, of_right, block_q, precision)
+            lost = product_error(left.mid, of_right, block_q, precision)
             parts = parts.widened(lost * right_scale.amax(-2, keepdim=True))
             steps *= -(-block_q // SHORTEST_STEP)
         return parts.rounded(2).sum(2, self.groups * steps)
@@ -498,15 +505,15 @@ class _Checker:
         lost = product_error(left, of_right, block_k, self.spec.site(site).precision)
         return lost * scale.amax(-1)[:, :, None, :, None] * right_scale.amax(-2, keepdim=True)
 
-    def _tile_sums_over_keys(self, left: Tensor, right: Tensor) -> Ball:
+    def _tile_sums_over_keys(self, left: Ball, right: Tensor) -> Ball:
         """Return the part of each key block in left [..., n_q, n_k] @ right, [b, h, j, n_q,
         channels]."""
         block_k = self.spec.block_k
-        tiles = to_tiles(left, left.shape[-2], block_k).squeeze(2).transpose(2, 3)
+        tiles = Ball(*(to_tiles(y, y.shape[-2], block_k).squeeze(2).transpose(2, 3) for y in left))
         right_tiles = to_tiles(right, block_k, right.shape[-1]).flatten(4)
-        return Ball.exactly(tiles).matmul(Ball.exactly(right_tiles), 0)
+        return tiles.matmul(Ball.exactly(right_tiles), 0)
 
-    def _codes(self, site: str, x: Ball, only_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _codes(self, site: str, x: Ball, only_scale: Tensor | None = None) -> _Codes:
         """Check the codes and scales of a map, and return the kernel's in float64.
 
         x: the unrounded map; if `only_scale` is given, in units of codes.
@@ -545,9 +552,9 @@ class _Checker:
             counted &= ~self._other_o[..., None]
         differing = (tri.codes != sim.codes) & counted
         self.tally.count(name, int(differing.sum()), int(counted.sum()))
-        return codes, scale
+        return codes, scale, torch.zeros_like(codes)
 
-    def _bound_codes(self, site: str, x: Ball) -> tuple[Tensor, Tensor]:
+    def _bound_codes(self, site: str, x: Ball) -> _Codes:
         """Do what `_codes` does, for scales from bounds on the rows of the map x."""
         left, right = OPERANDS[site]
         name, matmul = f"{site}.{left}", self.spec.site(site)
@@ -593,7 +600,8 @@ class _Checker:
                 counted &= ~self._other_o[..., None]
         differing = (tri.codes != sim.codes) & counted
         self.tally.count(name, int(differing.sum()), int(counted.sum()))
-        return tri.codes.double(), tri.scale.double().expand(tri.codes.shape)
+        codes = tri.codes.double()
+        return codes, tri.scale.double().expand(codes.shape), torch.zeros_like(codes)
 
     def _row_bound(self, site: str, delta: Tensor) -> Ball:
         """Return the bound on each row of the map of a site, [..., n_q]."""

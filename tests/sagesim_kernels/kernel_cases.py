@@ -302,6 +302,7 @@ COMPILED: tuple[tuple[dict[str, Any], int, int, str, tuple[int, int]], ...] = (
     (_Q_SMOOTHED, 80, 40, "float16", (1, 2)),
     ({"block_q": 32}, 128, 128, "float32", (2, 1)),
     ({}, 128, 128, "bfloat16", (1, 2)),  # the kernels for mma.sync and for Hopper need blocks of 64
+    ({}, 96, 80, "float16", (1, 1)),
 )
 """On a GPU, where every new combination is compiled: changes to the preset, d, d_v, dtype, heads of
 k and v, and query heads for each. On a CPU these are drawn freely."""

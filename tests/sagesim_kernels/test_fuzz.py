@@ -21,6 +21,7 @@ from tests.sagesim_kernels.contract import (
     run_kernels,
 )
 from tests.sagesim_kernels.kernel_cases import PRESETS, KernelCase, alike, problems
+from tests.sagesim_kernels.untraced import check_with_call
 from tests.support import examples
 from tests.support.assertions import assert_bitwise
 from tests.support.combinations import crossed
@@ -61,7 +62,7 @@ def test_kernels_meet_the_contract_on_one_call(preset: str) -> None:
     @examples(1)
     @given(problems(PRESETS[preset]))
     def run(problem: KernelCase) -> None:
-        check(problem.case, problem.parsed)
+        check_with_call(problem.case, problem.parsed)
 
     run()
 
@@ -86,7 +87,7 @@ def test_kernels_meet_the_contract(preset: str, part: int, request: pytest.Fixtu
     def run(several: list[KernelCase]) -> None:
         for problem in several:
             try:
-                found = check(problem.case, problem.parsed)
+                found = check_with_call(problem.case, problem.parsed)
             except Exception as error:
                 error.add_note(f"in {problem!r}")
                 raise

@@ -75,10 +75,10 @@ def _is_for_hopper(problem: KernelProblem) -> bool:
 def serves_codes(problem: KernelProblem) -> bool:
     """Return whether a Hopper kernel computes the backward of a problem with P and dS in codes.
 
-    It was tested with these head sizes. As for `serves_forward`, the answer does not depend on how
+    Q and V have tiles of equal size. As for `serves_forward`, the answer does not depend on how
     sequences are packed.
     """
-    d, d_v = problem.q.shape[3], problem.v.shape[3]
+    d, d_v = (tile_channels(x.shape[3]) for x in (problem.q, problem.v))
     return (
         _is_for_hopper(problem)
         and problem.extras.is_none

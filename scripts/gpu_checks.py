@@ -46,7 +46,8 @@ from sagesim.files import check_writable, write_text
 ROOT = Path(__file__).parents[1]
 CORES = os.cpu_count() or 1
 REPORTED = 9
-FUZZ, HOPPER = "tests/sagesim_kernels/test_fuzz.py", "tests/sagesim_kernels/test_hopper.py"
+FUZZ = "tests/sagesim_kernels/test_fuzz.py"
+HOPPER = [f"tests/sagesim_kernels/test_{name}.py" for name in ("hopper", "hopper_codes")]
 CONTRACT = "tests/sagesim_kernels/test_contract.py"
 MODELS = "tests/sagesim_kernels/integrations/test_gpu.py"
 CALLS = [
@@ -87,9 +88,9 @@ def sanitizer(tool: str, *options: str, script: str = "sanitize") -> list[str]:
 
 
 CHECKS = {
-    "gpu tests": pytest("-m", "gpu", *(f"--ignore={path}" for path in (FUZZ, HOPPER, MODELS))),
+    "gpu tests": pytest("-m", "gpu", *(f"--ignore={path}" for path in (FUZZ, *HOPPER, MODELS))),
     "whole models": pytest("-m", "gpu", MODELS, workers=8),
-    "tests of Hopper's kernels": pytest("-m", "not exhaustive", HOPPER),
+    "tests of Hopper's kernels": pytest("-m", "not exhaustive", *HOPPER),
     "20,000 fuzz cases": pytest("--device", "cuda", FUZZ),
     "contract tests, sm_80 code": pytest("--code", "sm80", CONTRACT),
     "attention calls, sm_80 code": pytest("-m", "gpu", "--code", "sm80", *CALLS),

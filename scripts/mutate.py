@@ -70,8 +70,9 @@ class Bug:
     old: str
     new: str
     times: int = 1
-    #: tests of the plan's first file; all of the plan's tests if there are none
+    #: tests of `test_file`; all of the plan's tests if there are none
     tests: Sequence[str] = ()
+    test_file: str = ""
 
 
 BUGS = (
@@ -844,16 +845,20 @@ BUGS = (
 )
 
 
-def bugs_of(name: str) -> tuple[Bug, ...]:
-    """Return the bugs of a file beside this script."""
+def bugs_of(name: str, test_file: str) -> tuple[Bug, ...]:
+    """Return the bugs of a file beside this script. test_file: has the tests that they name."""
     text = Path(__file__).with_name(name).read_text(encoding="utf-8")
-    return tuple(Bug(**fields) for fields in tomllib.loads(text)["bug"])
+    return tuple(Bug(**fields, test_file=test_file) for fields in tomllib.loads(text)["bug"])
 
 
-AMPERE_BUGS = bugs_of("ampere_bugs.toml")
+_OF_AMPERE, _OF_HOPPER, _OF_CODES = (
+    f"tests/sagesim_kernels/test_{name}.py" for name in ("ampere_on_cpu", "hopper", "hopper_codes")
+)
+
+AMPERE_BUGS = bugs_of("ampere_bugs.toml", _OF_AMPERE)
 """Bugs of the kernels for mma.sync, which tests run on the CPU."""
 
-HOPPER_BUGS = bugs_of("hopper_bugs.toml")
+HOPPER_BUGS = bugs_of("hopper_bugs.toml", _OF_HOPPER) + bugs_of("hopper_codes_bugs.toml", _OF_CODES)
 """Bugs of the kernels for Hopper. They need a GPU."""
 
 
@@ -881,14 +886,14 @@ class Plan:
 INTERPRETED = Plan(BUGS, TESTS, "not gpu", DATA / "mutations.json")
 AMPERE = Plan(
     AMPERE_BUGS,
-    ["tests/sagesim_kernels/test_ampere_on_cpu.py"],
+    [_OF_AMPERE],
     "not gpu",
     DATA / "mutations_ampere.json",
     " --ampere",
 )
 HOPPER = Plan(
     HOPPER_BUGS,
-    ["tests/sagesim_kernels/test_hopper.py"],
+    [_OF_HOPPER, _OF_CODES],
     "gpu",
     DATA / "mutations_hopper.json",
     " --hopper",
@@ -896,9 +901,9 @@ HOPPER = Plan(
 )
 
 
-def named_tests(bugs: Sequence[Bug], plan: Plan) -> list[str]:
+def named_tests(bugs: Sequence[Bug]) -> list[str]:
     """Return the tests that bugs name, each once."""
-    return list(dict.fromkeys(f"{plan.tests[0]}::{test}" for bug in bugs for test in bug.tests))
+    return list(dict.fromkeys(f"{bug.test_file}::{test}" for bug in bugs for test in bug.tests))
 
 
 def controls(
@@ -910,7 +915,7 @@ def controls(
     """
     if not bugs:
         return []
-    named = [test for test in named_tests(bugs, plan) or plan.tests if test not in clean]
+    named = [test for test in named_tests(bugs) or plan.tests if test not in clean]
     if plan is INTERPRETED:
         return [named] if named else []
     return [named[i::parts] for i in range(min(parts, len(named)))]
@@ -1071,7 +1076,7 @@ def main() -> int:
 
     def result_of(bug: Bug) -> dict[str, object]:
         known = [caught_by[bug.name]] if bug.name in caught_by else []
-        return run(bug, plan, named_tests([bug], plan) or [*known, *plan.tests])
+        return run(bug, plan, named_tests([bug]) or [*known, *plan.tests])
 
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         of_bugs = [pool.submit(result_of, bug) for bug in chosen]

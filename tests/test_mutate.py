@@ -30,7 +30,7 @@ def test_names_are_unique():
 def test_the_tests_that_bugs_name_exist(plan: str, several: int):
     plan = SCRIPT[plan]
     assert all(bug.tests for bug in plan.bugs)
-    named = SCRIPT["named_tests"](plan.bugs, plan)
+    named = SCRIPT["named_tests"](plan.bugs)
     assert len(named) == len({*named}) > several
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     found = subprocess.run(
@@ -41,7 +41,7 @@ def test_the_tests_that_bugs_name_exist(plan: str, several: int):
 
 def test_what_runs_without_a_bug():
     plan, controls = SCRIPT["HOPPER"], SCRIPT["controls"]
-    named = SCRIPT["named_tests"](plan.bugs, plan)
+    named = SCRIPT["named_tests"](plan.bugs)
     parts = controls(plan.bugs, plan, 7)
     assert len(parts) == 7
     assert sorted(test for part in parts for test in part) == sorted(named)

@@ -1,10 +1,18 @@
 """How `scripts/gpu_checks.py` judges the reports of compute-sanitizer."""
 
 import importlib.util
+import runpy
 import sys
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
+
+from sagesim import AttentionSpec
+from sagesim_kernels import hopper
+from tests.sagesim_kernels.untraced import has_codes_backward
+from tests.support.inputs import case
 
 PATH = Path(__file__).parents[1] / "scripts" / "gpu_checks.py"
 HOPPER = PATH.parents[1] / "sagesim_kernels" / "hopper"
@@ -132,3 +140,19 @@ def test_no_workers_are_refused(gpu_checks, monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit):
         gpu_checks.main()
     assert "--workers 0: at least 1" in capsys.readouterr().err
+
+
+def test_sanitizers_run_hoppers_backward_in_codes(monkeypatch) -> None:
+    """At three head sizes, with scales of tiles and with scales of rows and columns."""
+    monkeypatch.setattr(hopper.support, "IS_INTERPRETED", False)
+    monkeypatch.setattr(hopper.support, "is_hopper", lambda: True)
+    script = runpy.run_path(str(PATH.with_name("sanitize.py")))
+    reached = set()
+    for label, (heads, kv_heads, n_q, n_k, d, is_causal) in product(
+        script["LABELS"], script["SHAPES"]
+    ):
+        x = case(seed=0, n_q=n_q, n_k=n_k, d=d, heads=(1, heads), is_causal=bool(is_causal))
+        x = replace(x, k=x.k[:, :kv_heads], v=x.v[:, :kv_heads], enable_gqa=True)
+        if has_codes_backward(x, AttentionSpec.parse(label)):
+            reached.add((label, d))
+    assert reached == {*product(("sagebwd", "factored"), (40, 64, 128))}

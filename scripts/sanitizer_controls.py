@@ -1,10 +1,11 @@
-"""Two correct kernels that trigger false positives in compute-sanitizer.
+"""Correct kernels that trigger false positives in compute-sanitizer, and one with a race.
 
 for tool in racecheck initcheck; do
     compute-sanitizer --tool $tool python scripts/sanitizer_controls.py
 done
 
-The Hopper kernels use both features: warp specialisation, and stores by TMA.
+The Hopper kernels use the features of the correct ones: warp specialisation, stores by TMA, and
+data that some warps hand over to others.
 """
 
 from __future__ import annotations
@@ -19,10 +20,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sagesim_kernels.gluon_compat import tma_store
+from sagesim_kernels.gluon_compat import barrier, tma_store
 
 PROGRAMS = 4096
 BLOCK = 64
+
+NUMBERS = gl.constexpr(2048)
+"""Numbers that warps hand over in a step."""
+
+STEPS = gl.constexpr(8)
+"""Steps of a hand-over."""
 
 
 @gluon.jit
@@ -45,6 +52,64 @@ def specialized_warps():
 
 
 @gluon.jit
+def _give(buffer, full, empty, EARLY: gl.constexpr):
+    """Store numbers as `codes_warps.compute_dk_dv` stores dS: a barrier of these warps, then one
+    thread arrives. EARLY: it arrives before the numbers are stored."""
+    OWN: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    for n in range(STEPS):
+        slot = n % 2
+        mbarrier.wait(empty.index(slot), (n // 2 & 1) ^ 1)
+        if EARLY:
+            mbarrier.arrive(full.index(slot), count=1)
+        buffer.index(slot).store(n + gl.arange(0, NUMBERS, OWN))
+        barrier()
+        if not EARLY:
+            mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def _take(buffer, full, empty, out):
+    """Load numbers as `codes_warps.compute_dq` loads dS, four at a time. racecheck reports nothing
+    of loads of single numbers, be they right or wrong."""
+    OWN: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    for n in range(STEPS):
+        slot = n % 2
+        mbarrier.wait(full.index(slot), n // 2 & 1)
+        numbers = buffer.index(slot).load(OWN)
+        barrier()
+        mbarrier.arrive(empty.index(slot), count=1)
+        at = (gl.program_id(0) * STEPS + n) * NUMBERS + gl.arange(0, NUMBERS, OWN)
+        gl.store(out + at, numbers)
+
+
+@gluon.jit
+def _start_hand_over(out, EARLY: gl.constexpr):
+    ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    buffer = gl.allocate_shared_memory(gl.int32, [2, NUMBERS], ONE)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), 1)
+        mbarrier.init(empty.index(i), 1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [(_give, (buffer, full, empty, EARLY)), (_take, (buffer, full, empty, out))], [4], [24]
+    )
+
+
+@gluon.jit
+def handed_over(out):
+    """Eight warps store numbers to shared memory, and four others wait for them and load them."""
+    _start_hand_over(out, False)
+
+
+@gluon.jit
+def handed_over_early(out):
+    """The same, but the four warps are told before the numbers are stored. This is a race."""
+    _start_hand_over(out, True)
+
+
+@gluon.jit
 def store_by_tma(out):
     """Fill a tensor with ones."""
     ONES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
@@ -61,7 +126,13 @@ def main() -> None:
     layout = gl.NVMMASharedLayout(128, 32, 2)
     store_by_tma[(PROGRAMS,)](TensorDescriptor.from_tensor(out, [BLOCK, 32], layout))
     assert bool((out == 1).all())  # reads all of it
-    print("2 kernels")
+    steps, count = STEPS.value, NUMBERS.value
+    numbers = torch.zeros(steps, count, dtype=torch.int32, device="cuda")
+    handed_over[(1,)](numbers, num_warps=8)
+    expected = torch.arange(steps)[:, None] + torch.arange(count)
+    assert bool((numbers.cpu() == expected).all())
+    handed_over_early[(1,)](numbers, num_warps=8)
+    print("4 kernels")
 
 
 if __name__ == "__main__":

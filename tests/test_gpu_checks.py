@@ -65,6 +65,36 @@ def test_hazards_of_triton_itself_are_counted_and_pass(gpu_checks):
     assert gpu_checks.verdict("synccheck", 9, lines)["passed"] is False
 
 
+def with_text(path: Path, text: str) -> int:
+    """The number of the only line of a file with this text."""
+    (line,) = (i for i, x in enumerate(path.read_text().splitlines(), 1) if text in x)
+    return line
+
+
+@pytest.mark.parametrize(("i", "file"), [(0, "codes_warps.py"), (1, "codes_maps.py")])
+def test_loads_of_what_other_warps_stored_pass_in_one_kernel(gpu_checks, i, file):
+    line = with_text(HOPPER / file, gpu_checks.HANDED_OVER[i])
+    known = hazard(f"hopper_codes_backward+0x730 in {file}:{line}")
+    assert gpu_checks.verdict("racecheck", 9, known)["passed"] is True
+    for other in (
+        hazard(f"hopper_codes_backward+0x730 in {file}:{line + 1}"),
+        hazard(f"hopper_backward+0x730 in {file}:{line}"),
+        hazard(f"hopper_codes_backward+0x730 in {file}:100000"),
+    ):
+        assert gpu_checks.verdict("racecheck", 9, known + other)["passed"] is False
+
+
+def test_both_controls_have_to_be_reported(gpu_checks):
+    script = PATH.with_name("sanitizer_controls.py")
+    at = f"sanitizer_controls.py:{with_text(script, gpu_checks.TAKEN)}"
+    right, early = (hazard(f"{x}+0x1 in {at}") for x in ("handed_over", "handed_over_early"))
+    name = "racecheck of a control"
+    assert gpu_checks.verdict(name, 9, right + early) == {"passed": True}
+    for lines in ([], right, early, hazard("handed_over+0x1 in sanitizer_controls.py:1")):
+        assert gpu_checks.verdict(name, 9, lines) == {"passed": False}
+    assert gpu_checks.verdict("initcheck of a control", 9, []) == {"passed": True}
+
+
 def test_reads_of_uninitialized_memory_fail(gpu_checks):
     lines = 2 * uninitialized("finish_dq_kernel+0x870 in dq_sums.py:113")
     expected = {"passed": False, "reports": {"finish_dq_kernel in dq_sums.py:113": 2}}

@@ -530,10 +530,14 @@ def hopper_mutations() -> str:
     bugs = data["bugs"]
     endless = [bug for bug in bugs if bug["by"].startswith("no end")]
     missed = [bug["name"] for bug in bugs if not bug["caught"]]
+    script = runpy.run_path(str(ROOT / "scripts" / "mutate.py"))
+    every = [bug.name for bug in script["HOPPER_BUGS"]]
+    unknown = {*every} - {bug["name"] for bug in bugs}
     return (
         f"**Of {len(bugs)} planted bugs, {data['caught'] - len(endless)} are caught by a test that "
         f"fails.** With {len(endless)} the tests did not end in their time. Missed: "
-        + f"{_names(missed)}.{source(data)}"
+        + f"{_names(missed)}. {len(unknown)} of the script's {len(every)} are not recorded yet."
+        + source(data)
     )
 
 

@@ -18,6 +18,7 @@ from sagesim_kernels.hopper.support import (
     serves_backward,
     serves_codes,
     serves_forward,
+    serves_forward_in_codes,
 )
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "serves_backward",
     "serves_codes",
     "serves_forward",
+    "serves_forward_in_codes",
 ]

@@ -100,22 +100,38 @@ def compute_before_wait(x, address):
 
 
 @gluon.jit
-def _first_row(scales, cu, n, b, h):
+def first_row(scales, cu, n, b, h):
     """Return the row of the first token of sequence b and head h, in padded storage."""
     return h.to(gl.int64) * scales.tokens + stored_start_of(cu, n, b)
 
 
 @gluon.jit
-def _wait_for_load(full, n):
+def wait_for_load(full, n):
     """Wait until load n of the program has arrived."""
     STAGES: gl.constexpr = full.shape[0]
     mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
 
 
 @gluon.jit
+def _load_v(inputs, buffers, stage, bar, b, k_head, row, scale, V_CHANNELS: gl.constexpr, is_some):
+    """Load V of a step to its stage, if is_some; and the scales of its channels, if each has one.
+
+    row: the first key, in the sequence b of V, or of the codes in padded storage. scale: the index
+    of the first scale. V_CHANNELS: rows of a head of codes; None in 16 bit.
+    """
+    v_s = buffers.v.index(stage)
+    if V_CHANNELS is None:
+        tma_load(inputs.v, [b, k_head, row, 0], bar, v_s, pred=is_some)
+    else:
+        tma_load(inputs.v, [k_head * V_CHANNELS, row], bar, v_s, pred=is_some)
+        if inputs.v_scale is not None:
+            tma_load(inputs.v_scale, [scale], bar, buffers.v_scale.index(stage), pred=is_some)
+
+
+@gluon.jit
 def produce(
     inputs, scales, buffers, barriers, lengths, scheduler, CONSUMERS: gl.constexpr,
-    IS_COPIED: gl.constexpr,
+    IS_COPIED: gl.constexpr, DV: gl.constexpr, V_CHANNELS: gl.constexpr,
 ):  # fmt: skip
     """Load the tiles of Q, K and V by TMA. One warp.
 
@@ -123,26 +139,36 @@ def produce(
     once, so a stage needs one barrier for "both have arrived" and one for "both are read". Keys are
     loaded from the last block to the first, so that the blocks that need a mask come before the
     loop over the other blocks.
+
+    IS_COPIED: whether V, in 16 bit, lies in padded storage. DV: channels of V. V_CHANNELS: see
+    `_load_v`.
     """
     STAGES: gl.constexpr = barriers.full.shape[0]
     ROWS: gl.constexpr = CONSUMERS * BLOCK
     D: gl.constexpr = inputs.q8.block_shape[1]
-    SCALES: gl.constexpr = 0 if inputs.k_scale is None else 4 * BLOCK
+    K_BYTES: gl.constexpr = BLOCK * D + (0 if inputs.k_scale is None else 4 * BLOCK)
+    V_BYTES: gl.constexpr = BLOCK * D * inputs.v.dtype.primitive_bitwidth // 8 + (
+        0 if inputs.v_scale is None else 4 * D
+    )
     load_count = 0
     tile_count = 0  # valid tiles only
     for wave in range(waves(scheduler)):
         tile = tile_of(wave, lengths, scheduler, ROWS)
         if tile.is_valid:
             k_head = tile.h // scheduler.groups
-            q_row = _first_row(scales.q, lengths.cu_q, lengths.n_q, tile.b, tile.h).to(gl.int32)
+            q_row = first_row(scales.q, lengths.cu_q, lengths.n_q, tile.b, tile.h).to(gl.int32)
             q_row += tile.first
             k_start = stored_start_of(lengths.cu_k, lengths.n_k, tile.b).to(gl.int32)
             k_row = k_head * scales.k.tokens + k_start
             v_b = tile.b
             v_row = 0
+            v_scale = 0
             if IS_COPIED:
                 v_b = 0
                 v_row = k_start
+            if V_CHANNELS is not None:
+                v_row = k_start
+                v_scale = (k_head * scales.v.tokens + k_start) // BLOCK * DV
             tile_blocks = key_blocks(tile.first, ROWS, lengths, tile.b)
             blocks = tile_blocks.end - tile_blocks.begin
             for i in gl.static_range(CONSUMERS):
@@ -156,22 +182,24 @@ def produce(
                 stage = load_count % STAGES
                 bar = barriers.full.index(stage)
                 mbarrier.wait(barriers.empty.index(stage), ((load_count // STAGES) & 1) ^ 1)
-                key = (tile_blocks.end - 1 - j) * BLOCK
-                mbarrier.expect(bar, 3 * BLOCK * D + SCALES, pred=(j > 0) & (j < blocks))
-                mbarrier.expect(bar, BLOCK * D + SCALES, pred=j == 0)
-                mbarrier.expect(bar, 2 * BLOCK * D, pred=j == blocks)
-                key_v = v_row + key + BLOCK
+                block = tile_blocks.end - 1 - j
+                key = block * BLOCK
+                mbarrier.expect(bar, K_BYTES + V_BYTES, pred=(j > 0) & (j < blocks))
+                mbarrier.expect(bar, K_BYTES, pred=j == 0)
+                mbarrier.expect(bar, V_BYTES, pred=j == blocks)
                 tma_load(inputs.k8, [k_row + key, 0], bar, buffers.k.index(stage), pred=j < blocks)
                 if inputs.k_scale is not None:
                     k_scale_s = buffers.k_scale.index(stage)
                     tma_load(inputs.k_scale, [k_row + key], bar, k_scale_s, pred=j < blocks)
-                v_s = buffers.v.index(stage)
-                tma_load(inputs.v, [v_b, k_head, key_v, 0], bar, v_s, pred=j > 0)
+                _load_v(
+                    inputs, buffers, stage, bar, v_b, k_head, v_row + key + BLOCK,
+                    v_scale + (block + 1) * DV, V_CHANNELS, j > 0,
+                )  # fmt: skip
                 load_count += 1
 
 
 @gluon.jit
-def _start_qk(q, k):
+def start_qk(q, k):
     zeros = gl.zeros((BLOCK, BLOCK), gl.int32, S_INT32)
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
@@ -180,8 +208,8 @@ def _start_qk(q, k):
 def _compute_s(q, buffers, barriers, load_count):
     """Return S of a load, and release its stage: V of the step before has been read already."""
     stage = load_count % barriers.full.shape[0]
-    _wait_for_load(barriers.full, load_count)
-    s = warpgroup_mma_wait(0, deps=[_start_qk(q, buffers.k.index(stage))])
+    wait_for_load(barriers.full, load_count)
+    s = warpgroup_mma_wait(0, deps=[start_qk(q, buffers.k.index(stage))])
     s = apply_key_scales(s, buffers, stage)
     mbarrier.arrive(barriers.empty.index(stage), count=1)
     return s
@@ -194,7 +222,7 @@ def partial_sums(p):
 
 
 @gluon.jit
-def _store_o(o, cu, tile, first, last, value, DV: gl.constexpr):
+def store_o(o, cu, tile, first, last, value, DV: gl.constexpr):
     """Store value as the rows from `first` of the tile's head.
 
     Rows from `last` on and channels from DV on are not stored.
@@ -261,7 +289,7 @@ def consume(
                 key_mask = key_mask_of(lengths, b)
             n_k = live_keys(lengths, b)
             mask = Mask(queries, n_k, causal_offset(lengths, b), lowest, key_mask)
-            q_row = _first_row(scales.q, lengths.cu_q, lengths.n_q, b, h)
+            q_row = first_row(scales.q, lengths.cu_q, lengths.n_q, b, h)
             q_factor = gl.load(scales.q.ptr + q_row + queries, mask=queries < n_q, other=0.0)
             q_factor = q_factor * scale
             if BY_TOKEN:
@@ -270,10 +298,10 @@ def consume(
             if softcap.shift is not None:
                 row_shift = load_shift(softcap, lengths.cu_q, b, h, queries, n_q)
             for _ in range(tile_blocks.end - blocks.end):  # keys for later rows of the tile only
-                _wait_for_load(full, load_count)
+                wait_for_load(full, load_count)
                 mbarrier.arrive(empty.index(load_count % STAGES), count=1)
                 load_count += 1
-            k_row = _first_row(scales.k, lengths.cu_k, lengths.n_k, b, h // scheduler.groups)
+            k_row = first_row(scales.k, lengths.cu_k, lengths.n_k, b, h // scheduler.groups)
             k_ptr = scales.k.ptr + k_row // BLOCK
             k_next = load_block_scale(k_ptr, unmasked, BY_TOKEN)
             slot = CONSUMER * 2 + tile_count % 2
@@ -295,7 +323,7 @@ def consume(
                 )
                 part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + partial_sums(p)
                 o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
-                _wait_for_load(full, load_count)
+                wait_for_load(full, load_count)
                 v = buffers.v.index(load_count % STAGES).reshape([BLOCK, D])
                 o_t = warpgroup_mma(gl.convert_layout(p.to(dt), P_OPERAND), v, o, is_async=True)
                 o = warpgroup_mma_wait(0, deps=[o_t])
@@ -309,7 +337,7 @@ def consume(
             part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + partial_sums(p)
             o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
             p16 = gl.convert_layout(p.to(dt), P_OPERAND)
-            _wait_for_load(full, load_count)
+            wait_for_load(full, load_count)
             k_next = load_block_scale(k_ptr, gl.maximum(unmasked - 1, 0), BY_TOKEN)
             for MASKED in gl.static_range(1 + HAS_BEGIN):
                 for i in range(blocks.whole - blocks.begin if MASKED else unmasked - blocks.whole):
@@ -317,7 +345,7 @@ def consume(
                     k_scale = k_next
                     last = blocks.whole if MASKED else unmasked
                     k_next = load_block_scale(k_ptr, gl.maximum(last - 2 - i, 0), BY_TOKEN)
-                    s = _start_qk(q, buffers.k.index(stage))
+                    s = start_qk(q, buffers.k.index(stage))
                     v = buffers.v.index(stage).reshape([BLOCK, D])
                     o_t = warpgroup_mma(p16, v, o, is_async=True)
                     if MASKED:
@@ -344,7 +372,7 @@ def consume(
                     # because it contains a branch. ptxas moves the wait for the product P V, which
                     # follows, upwards as far as the last branch before it.
                     load_count += 1
-                    _wait_for_load(full, load_count)
+                    wait_for_load(full, load_count)
                     o = warpgroup_mma_wait(0, deps=[o_t])
                     # The consumer's warps synchronise before they arrive, so all of them have read
                     # this K, and V of the step before.
@@ -361,7 +389,7 @@ def consume(
             load_count += 1
             if HAS_BEGIN:
                 for _ in range(blocks.begin - tile_blocks.begin):  # keys for earlier rows only
-                    _wait_for_load(full, load_count)
+                    wait_for_load(full, load_count)
                     mbarrier.arrive(empty.index(load_count % STAGES), count=1)
                     load_count += 1
             rows = first + gl.arange(0, BLOCK, S_ROWS)
@@ -382,4 +410,4 @@ def consume(
                 o = o * sqrt_rescale
                 inverse = inverse * sqrt_rescale
             o = gl.where(row_sum == 0.0, 0.0, o * inverse)
-            _store_o(o_out, lengths.cu_q, tile, first, n_q, o, DV)
+            store_o(o_out, lengths.cu_q, tile, first, n_q, o, DV)

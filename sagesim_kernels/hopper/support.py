@@ -54,6 +54,29 @@ def serves_forward(problem: KernelProblem) -> bool:
     )
 
 
+def serves_forward_in_codes(problem: KernelProblem) -> bool:
+    """Return whether a Hopper kernel computes the forward of a problem with P in codes.
+
+    As for `serves_forward`, the answer does not depend on how sequences are packed.
+    """
+    return (
+        _serves(problem)
+        and not is_wide(problem)
+        and problem.extras.is_none
+        and _serves_p_in_codes(problem.spec)
+    )
+
+
+@lru_cache(maxsize=256)
+def _serves_p_in_codes(spec: AttentionSpec) -> bool:
+    return (
+        spec.qk.precision is spec.pv.precision is Precision.INT8
+        and not spec.smoothing.q
+        and spec.rounding.mode is RoundingMode.HALF_EVEN
+        and spec.block_q == spec.block_k == BLOCK
+    )
+
+
 def serves_backward(problem: KernelProblem) -> bool:
     """Return whether the Hopper kernels compute the backward; see `serves_forward`."""
     return _serves(problem) and _serves_gradients(problem.spec)

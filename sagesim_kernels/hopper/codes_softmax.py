@@ -17,9 +17,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from sagesim_kernels.hopper.forward_masks import S_FLOAT32, exponents, logits_of, upper_max
+from sagesim_kernels.hopper.forward_masks import exponents, logits_of, upper, upper_max
 from sagesim_kernels.hopper.forward_tiles import BLOCK
-from sagesim_kernels.hopper.forward_warps import S_INT32, partial_sums
+from sagesim_kernels.hopper.forward_warps import partial_sums
 from sagesim_kernels.operands import LOG2_127, attends
 
 CHUNK = gl.constexpr(64)
@@ -33,9 +33,9 @@ _LOG2_ONE = gl.constexpr(LOG2_127 - 24)
 
 _NEW_WEIGHT = gl.constexpr(8)
 _GROWTH = gl.constexpr(6)
-"""The weight of a block that gives its row a new level is 2^-_NEW_WEIGHT. Maxima that are greater by
-up to _GROWTH in base 2 keep the level. So a weight is at most 1/4: no sum is larger than 64 times
-the sum of the terms of P V."""
+"""The weight of a block that gives its row a new level is 2^-_NEW_WEIGHT. Maxima that are greater
+by up to _GROWTH in base 2 keep the level. So a weight is at most 1/4, and no sum is larger than 32
+times the sum of the magnitudes of the terms of P V."""
 
 _TO_CODES = gl.constexpr("""{
 .reg .b32 low, high;
@@ -45,7 +45,7 @@ prmt.b32 $0, low, high, 0x6420;
 }""")
 
 _NUMBERS = BLOCK.value * CHUNK.value // 128
-"""Numbers of a chunk that a thread holds: two of each row by turns."""
+"""Numbers of a chunk that a thread holds: two of each of two rows by turns."""
 
 _RESCALE = gl.constexpr(
     "\n".join(
@@ -55,7 +55,6 @@ _RESCALE = gl.constexpr(
             f"setp.neu.f32 p, ${2 * _NUMBERS}, 1.0;",
             f"setp.neu.or.f32 p, ${2 * _NUMBERS + 2}, 1.0, p;",
             "vote.sync.any.pred q, p, -1;",
-            *(f"mov.b32 ${i}, ${_NUMBERS + i};" for i in range(_NUMBERS)),
             "@!q bra.uni DONE;",
             *(f"mul.rn.f32 ${i}, ${i}, ${2 * _NUMBERS + i};" for i in range(_NUMBERS)),
             "DONE:",
@@ -63,13 +62,18 @@ _RESCALE = gl.constexpr(
         ]
     )
 )
-_RESCALE_OPERANDS = gl.constexpr(",".join(["=&f"] * _NUMBERS + ["f"] * (2 * _NUMBERS)))
+_RESCALE_OPERANDS = gl.constexpr(
+    ",".join(["=&f"] * _NUMBERS + [f"{i}" for i in range(_NUMBERS)] + ["f"] * _NUMBERS)
+)
 _RESCALE_PACK = gl.constexpr(_NUMBERS)
 
-SUM_ROWS = gl.constexpr(gl.SliceLayout(1, S_INT32.value))
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK.value, 32]))
+"""Layout of the sums of a chunk [queries, channels]."""
+
+SUM_ROWS = gl.constexpr(gl.SliceLayout(1, SUMS.value))
 """Layout of one number for each row of the sums, a query."""
 
-SUM_COLUMNS = gl.constexpr(gl.SliceLayout(0, S_INT32.value))
+SUM_COLUMNS = gl.constexpr(gl.SliceLayout(0, SUMS.value))
 """Layout of one number for each column of the sums, a channel."""
 
 
@@ -80,7 +84,7 @@ def _left_codes(p):
     Keys are in `operands.in_register_order`, so that no thread exchanges codes with another.
     """
     p = p.reshape([BLOCK, 4, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([BLOCK, BLOCK])
-    p = gl.convert_layout(p, gl.DotOperandLayout(0, S_INT32, 4), assert_trivial=True)
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, SUMS, 4), assert_trivial=True)
     return gl.inline_asm_elementwise(_TO_CODES, "=r,f,f,f,f", [p], gl.int8, is_pure=True, pack=4)
 
 
@@ -107,11 +111,7 @@ def codes_step(MASKED: gl.constexpr, s, factor, level, keys, mask):
         x = gl.where(is_attended, x, -float("inf"))
         block_max = gl.max(x, 1)
         is_empty = block_max == -float("inf")
-        finite_max = gl.where(is_empty, 0.0, block_max)
-        # As in `upper_max`, no exponent is greater than at the maximum.
-        step = gl.full(finite_max.shape, 2.0**-23, gl.float32, finite_max.type.layout)
-        finite_max = gl.fma(gl.abs(finite_max), step, finite_max)
-        block_level = _LOG2_ONE - finite_max
+        block_level = _LOG2_ONE - upper(gl.where(is_empty, 0.0, block_max))
         p = gl.exp2(x + block_level[:, None])
         block_level = gl.where(is_empty, float("inf"), block_level)
     else:
@@ -131,7 +131,7 @@ def codes_step(MASKED: gl.constexpr, s, factor, level, keys, mask):
 @gluon.jit
 def start_sums(codes, v, C: gl.constexpr):
     """Start the product of codes [queries, keys] and chunk C of V [channels, keys], int32."""
-    zeros = gl.zeros((BLOCK, CHUNK), gl.int32, S_INT32)
+    zeros = gl.zeros((BLOCK, CHUNK), gl.int32, SUMS)
     chunk = v.slice(C * CHUNK, CHUNK, 0).permute((1, 0))
     return warpgroup_mma(codes, chunk, zeros, use_acc=False, is_async=True)
 
@@ -144,21 +144,36 @@ def add_sums(total, sums, weight, scales, stage, C: gl.constexpr):
     stage; or None if channels share one.
     """
     sums = sums.to(gl.float32)
-    weight = weight[:, None].broadcast_to(sums.shape)
     if scales is None:
-        return gl.fma(sums, weight, total)
+        return gl.fma(sums, weight[:, None].broadcast_to(sums.shape), total)
     else:
         column = scales.index(stage).slice(C * CHUNK, CHUNK).load(SUM_COLUMNS)[None, :]
-        return gl.fma(sums * weight, column.broadcast_to(total.shape), total)
+        return gl.fma(sums * weight[:, None], column.broadcast_to(total.shape), total)
 
 
 @gluon.jit
-def rescaled(total, shrink):
-    """Return total [queries, CHUNK] times the factor of each query.
+def rescaled(totals, shrink):
+    """Return totals, chunks [queries, CHUNK], times the factor of each query.
 
     A warp of which all factors are 1 skips the multiplication, which changes no bit.
     """
-    shrink = shrink[:, None].broadcast_to(total.shape)
-    return gl.inline_asm_elementwise(
-        _RESCALE, _RESCALE_OPERANDS, [total, shrink], gl.float32, is_pure=True, pack=_RESCALE_PACK
-    )
+    result = ()
+    for c in gl.static_range(len(totals)):
+        factors = shrink[:, None].broadcast_to(totals[c].shape)
+        result += (
+            gl.inline_asm_elementwise(
+                _RESCALE,
+                _RESCALE_OPERANDS,
+                [totals[c], factors],
+                gl.float32,
+                is_pure=False,
+                pack=_RESCALE_PACK,
+            ),
+        )
+    return result
+
+
+@gluon.jit
+def joined(left, right):
+    """Return two chunks of channels as one tensor [queries, channels]."""
+    return gl.join(left, right).permute([0, 2, 1]).reshape([BLOCK, 2 * CHUNK])

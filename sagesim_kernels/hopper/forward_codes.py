@@ -53,13 +53,8 @@ from sagesim_kernels.operands import (
     padded,
 )
 
-CONFIGS = {64: Config(4, 8, 112), 128: Config(3, 6, 160)}
-"""By the channels of a tile."""
-import os
-TRIAL = 1
-if "TRIAL" in os.environ:
-    TRIAL, c, r = map(int, os.environ["TRIAL"].split(","))
-    CONFIGS = {64: Config(c, 8, r), 128: Config(c, 6, r)}
+CONFIGS = {64: Config(3, 8, 160), 128: Config(2, 6, 240)}
+"""By the channels of a tile. A consumer holds sums of all channels twice, and S."""
 
 
 @gluon.jit(do_not_specialize=[*UNSPECIALIZED, "v_tokens"])
@@ -67,7 +62,7 @@ def hopper_forward_codes(
     q8, k8, v8, q_scale, k_scale, v_scale, key_scales, channel_scales, q_tokens, k_tokens,
     v_tokens, o, lse2, lse2_stride_b, lse2_stride_h, scale, mask, n_q, n_k, heads, groups,
     longest_q, heads_per_group, tiles, programs, DV: gl.constexpr, V_CHANNELS: gl.constexpr,
-    Q_TOKENS: gl.constexpr, CONFIG: gl.constexpr, TRIAL: gl.constexpr,
+    Q_TOKENS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """mask: `Lengths` without n_q and n_k, and without a window or padding.
 
@@ -129,7 +124,7 @@ def hopper_forward_codes(
                 consume,
                 (
                     i, CONSUMERS, D, DV, scales, buffers, barriers, o, rows, scale, lengths,
-                    scheduler, Q_TOKENS, TRIAL,
+                    scheduler, Q_TOKENS,
                 ),
             )
             if i < CONSUMERS
@@ -204,7 +199,6 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
         v.CHANNELS,
         q.TOKENS,
         config,
-        TRIAL,
         num_warps=4,
         **LAUNCH,
     )

@@ -199,6 +199,33 @@ def produce(
 
 
 @gluon.jit
+def skip_loads(full, empty, load_count, count):
+    """Release the next loads, which the consumer does not use; return the loads up to then."""
+    for _ in range(count):
+        wait_for_load(full, load_count)
+        mbarrier.arrive(empty.index(load_count % full.shape[0]), count=1)
+        load_count += 1
+    return load_count
+
+
+@gluon.jit
+def load_query_factors(
+    scales, lengths, b, h, queries, n_q, scale, TOKENS: gl.constexpr, BY_TOKEN: gl.constexpr
+):
+    """Return the scale of each query times that of the logits; 0 behind the last query.
+
+    scales: `StoredScales`, one for TOKENS queries. BY_TOKEN: whether keys have scales of their own,
+    which `apply_key_scales` divides by a power of two.
+    """
+    row = first_row(scales, lengths.cu_q, lengths.n_q, b, h) // TOKENS
+    ptrs = scales.ptr + row + queries // TOKENS
+    factor = gl.load(ptrs, mask=queries < n_q, other=0.0) * scale
+    if BY_TOKEN:
+        factor = factor * 2.0**10
+    return factor
+
+
+@gluon.jit
 def start_qk(q, k):
     zeros = gl.zeros((BLOCK, BLOCK), gl.int32, S_INT32)
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -289,18 +316,12 @@ def consume(
                 key_mask = key_mask_of(lengths, b)
             n_k = live_keys(lengths, b)
             mask = Mask(queries, n_k, causal_offset(lengths, b), lowest, key_mask)
-            q_row = first_row(scales.q, lengths.cu_q, lengths.n_q, b, h)
-            q_factor = gl.load(scales.q.ptr + q_row + queries, mask=queries < n_q, other=0.0)
-            q_factor = q_factor * scale
-            if BY_TOKEN:
-                q_factor = q_factor * 2.0**10
+            q_factor = load_query_factors(scales.q, lengths, b, h, queries, n_q, scale, 1, BY_TOKEN)
             row_shift = None
             if softcap.shift is not None:
                 row_shift = load_shift(softcap, lengths.cu_q, b, h, queries, n_q)
-            for _ in range(tile_blocks.end - blocks.end):  # keys for later rows of the tile only
-                wait_for_load(full, load_count)
-                mbarrier.arrive(empty.index(load_count % STAGES), count=1)
-                load_count += 1
+            # keys for later rows of the tile only
+            load_count = skip_loads(full, empty, load_count, tile_blocks.end - blocks.end)
             k_row = first_row(scales.k, lengths.cu_k, lengths.n_k, b, h // scheduler.groups)
             k_ptr = scales.k.ptr + k_row // BLOCK
             k_next = load_block_scale(k_ptr, unmasked, BY_TOKEN)
@@ -388,10 +409,8 @@ def consume(
             mbarrier.arrive(empty.index(stage), count=1)
             load_count += 1
             if HAS_BEGIN:
-                for _ in range(blocks.begin - tile_blocks.begin):  # keys for earlier rows only
-                    wait_for_load(full, load_count)
-                    mbarrier.arrive(empty.index(load_count % STAGES), count=1)
-                    load_count += 1
+                # keys for earlier rows only
+                load_count = skip_loads(full, empty, load_count, blocks.begin - tile_blocks.begin)
             rows = first + gl.arange(0, BLOCK, S_ROWS)
             if sink2 is not None:
                 row_sum, row_max, sqrt_rescale = add_sink_of_rows(

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.descriptors import multiprocessor_count, tma_descriptor
+from sagesim_kernels.hopper.forward_loads import produce
 from sagesim_kernels.hopper.forward_structures import (
     Barriers,
     Buffers,
@@ -25,7 +26,7 @@ from sagesim_kernels.hopper.forward_structures import (
     TileScheduler,
 )
 from sagesim_kernels.hopper.forward_tiles import BLOCK
-from sagesim_kernels.hopper.forward_warps import consume, produce
+from sagesim_kernels.hopper.forward_warps import consume
 from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
@@ -168,7 +169,7 @@ def hopper_forward(
                 produce,
                 (
                     inputs, scales, buffers, barriers, lengths, scheduler, CONSUMERS, IS_COPIED, DV,
-                    None,
+                    0,
                 ),
             )
             for i in (0, 1, 2, 3, 4)[: CONSUMERS + 1]

@@ -29,6 +29,7 @@ from sagesim_kernels.hopper.forward import (
     key_scales_of,
 )
 from sagesim_kernels.hopper.forward_codes_warps import consume
+from sagesim_kernels.hopper.forward_loads import produce
 from sagesim_kernels.hopper.forward_structures import (
     Barriers,
     Buffers,
@@ -38,7 +39,6 @@ from sagesim_kernels.hopper.forward_structures import (
     TileScheduler,
 )
 from sagesim_kernels.hopper.forward_tiles import BLOCK
-from sagesim_kernels.hopper.forward_warps import produce
 from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (

@@ -1,6 +1,6 @@
 """The consumers of a forward program in which P is rounded to codes.
 
-The barriers and the producer are those of `forward_warps`. The sums of P V over a block of keys are
+The barriers and the producer are those of `forward_loads`. The sums of P V over a block of keys are
 new in each step, because their scales are.
 """
 
@@ -25,6 +25,7 @@ from sagesim_kernels.hopper.codes_softmax import (
     rescaled,
     start_sums,
 )
+from sagesim_kernels.hopper.forward_loads import first_row, skip_loads, wait_for_load
 from sagesim_kernels.hopper.forward_masks import (
     S_FLOAT32,
     S_ROWS,
@@ -42,13 +43,10 @@ from sagesim_kernels.hopper.forward_tiles import (
     waves,
 )
 from sagesim_kernels.hopper.forward_warps import (
-    first_row,
     load_query_factors,
     partial_sums,
-    skip_loads,
     start_qk,
     store_o,
-    wait_for_load,
 )
 from sagesim_kernels.operands import causal_offset, length_of, live_keys, row_base
 

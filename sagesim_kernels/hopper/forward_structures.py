@@ -39,7 +39,7 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Barriers in shared memory; the docstring of `forward_warps` says what each is for."""
+    """Barriers in shared memory; the docstring of `forward_loads` says what each is for."""
 
     full: Any  #: [stages]
     empty: Any  #: [stages]

@@ -62,8 +62,13 @@ def portable(c: Case, spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch, **op
         return run(c, spec, **options)
 
 
-def assert_close(found: tuple[Tensor, Tensor], twin: tuple[Tensor, Tensor]) -> None:
-    """Assert that outputs differ by codes of P that differ by 1, and by rounding."""
+def assert_close(
+    found: tuple[Tensor, Tensor], twin: tuple[Tensor, Tensor], limit: float = 0.001
+) -> None:
+    """Assert that outputs differ by codes of P that differ by 1, and by rounding.
+
+    limit: of the relative difference; rounding to 16 bit adds to it.
+    """
     (o, lse), (twin_o, twin_lse) = found, twin
     assert torch.equal(lse.isinf(), twin_lse.isinf())
     live = lse.isfinite()
@@ -71,7 +76,7 @@ def assert_close(found: tuple[Tensor, Tensor], twin: tuple[Tensor, Tensor]) -> N
     assert bool((off <= 1e-5 * (1 + twin_lse[live].abs())).all()), float(off.max())
     x, y = o.double(), twin_o.double()
     assert bool(x.isfinite().all())
-    limit = 0.001 if o.dtype == torch.float32 else 0.004
+    limit += 0.0 if o.dtype == torch.float32 else 2.0**-8
     assert float((x - y).norm()) <= limit * float(y.norm()), float((x - y).norm() / y.norm())
 
 
@@ -100,12 +105,10 @@ def test_any_growth_of_the_maxima(spec, growth, monkeypatch):
 @each_size
 @each_spec
 def test_large_logits(spec, d, monkeypatch):
-    """Codes do not overflow although exponents are rounded."""
+    """Codes do not overflow although exponents, of 2^20 and more, are rounded to 1/8."""
     c = kernel_case(torch.float32, seed=3, n_q=200, n_k=300, d=d, heads=(1, 2))
-    found, twin = (
-        f(c, spec, scale=1e5) for f in (run, lambda *x, **y: portable(*x, monkeypatch, **y))
-    )
-    assert_close(found, twin)
+    found = run(c, spec, scale=1e5)
+    assert_close(found, portable(c, spec, monkeypatch, scale=1e5), limit=0.05)
 
 
 @pytest.mark.parametrize("mask", ["full", "upper_left"])

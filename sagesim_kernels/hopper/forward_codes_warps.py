@@ -128,7 +128,6 @@ def consume(
             stage = load_count % STAGES
             s = warpgroup_mma_wait(0, deps=[start_qk(q, buffers.k.index(stage))])
             s = apply_key_scales(s, buffers, stage)
-            mbarrier.arrive(empty.index(stage), count=1)
             load_count += 1
             k_next = load_block_scale(k_ptr, blocks.end - 1, BY_TOKEN)
             v_next = load_block_scale(v_ptr, blocks.end - 1, BY_CHANNEL)
@@ -150,12 +149,15 @@ def consume(
                     part = part * gl.convert_layout(shrink, PART_ROWS)[:, None]
                     row_weight = gl.convert_layout(weight, PART_ROWS)[:, None]
                     part = gl.fma(sums, row_weight.broadcast_to(part.shape), part)
-                    totals = rescaled(totals, gl.convert_layout(shrink, SUM_ROWS))
                     weight = gl.convert_layout(weight * v_scale, SUM_ROWS)
+                    totals = rescaled(totals, gl.convert_layout(shrink, SUM_ROWS))
+                    # The stage of this S, and not before: a load of scales from shared memory may
+                    # be in flight when a warp arrives, and TMA may overwrite what it has not read.
+                    # `rescaled` branches, and its condition depends on every scale of the stage.
+                    mbarrier.arrive(empty.index(stage), count=1)
                     wait_for_load(full, load_count)
                     stage = load_count % STAGES
                     totals, s = _multiply(codes, weight, totals, q, buffers, stage)
-                    mbarrier.arrive(empty.index(stage), count=1)
                     load_count += 1
             mbarrier.arrive(barriers.q_empty.index(slot), count=1)
             row_sum = gl.convert_layout(gl.sum(part, 1), S_ROWS)
@@ -167,3 +169,6 @@ def consume(
             row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, o.type.layout))[:, None]
             o = gl.where(row_sum == 0.0, 0.0, o * (CODE_UNIT / row_sum))
             store_o(o_out, lengths.cu_q, tile, first, n_q, o, DV)
+            mbarrier.arrive(
+                empty.index(stage), count=1
+            )  # O, which depends on its scales, is stored

@@ -888,7 +888,10 @@ AMPERE = Plan(
 )
 HOPPER = Plan(
     HOPPER_BUGS,
-    ["tests/sagesim_kernels/test_hopper.py"],
+    [
+        "tests/sagesim_kernels/test_hopper.py",
+        "tests/sagesim_kernels/test_hopper_forward_codes.py",
+    ],
     "gpu",
     DATA / "mutations_hopper.json",
     " --hopper",
@@ -897,8 +900,9 @@ HOPPER = Plan(
 
 
 def named_tests(bugs: Sequence[Bug], plan: Plan) -> list[str]:
-    """Return the tests that bugs name, each once."""
-    return list(dict.fromkeys(f"{plan.tests[0]}::{test}" for bug in bugs for test in bug.tests))
+    """Return the tests that bugs name, each once; those without a file are in the plan's first."""
+    names = (test for bug in bugs for test in bug.tests)
+    return list(dict.fromkeys(x if "::" in x else f"{plan.tests[0]}::{x}" for x in names))
 
 
 def controls(

@@ -1,10 +1,10 @@
 """Which problems the Hopper kernels compute, and which of their operands have to be copied.
 
 The Hopper kernels are written in Gluon: a forward for specs in which QK is INT8 and PV is in 16
-bit, a backward for specs in which QK alone is INT8, and another one for P and dS in codes. Other
-kernels compute every other problem. All use the same operands, codes and scales. Hopper's forward
-visits keys in another order, so P is rounded relative to another row maximum, and float32 sums are
-added up in another order.
+bit, one for P in codes, a backward for specs in which QK alone is INT8, and another one for P and
+dS in codes. Other kernels compute every other problem. All use the same operands, codes and scales.
+Hopper's forwards visit keys in another order, so float32 sums are added up in another order, and P
+in 16 bit is rounded relative to another row maximum.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def test_outputs_are_those_of_the_portable_kernel(spec, d, mask, lengths, monkey
     assert_close(found, portable(c, spec, monkeypatch, **MASKS[mask]))
 
 
-@pytest.mark.parametrize("growth", [4.0, -4.0, 0.5], ids=str)
+@pytest.mark.parametrize("growth", [40.0, -40.0, -4.0, 0.5], ids=str)
 @each_spec
 def test_any_growth_of_the_maxima(spec, growth, monkeypatch):
     """The logits of each block of keys are higher or lower than those of the block before."""
@@ -115,10 +115,11 @@ def test_large_logits(spec, d, monkeypatch):
 @each_size
 @each_spec
 def test_repeated_runs_give_the_same_bits(spec, d, mask):
-    c = kernel_case(torch.bfloat16, seed=4, n_q=2000, n_k=2000, d=d, heads=(4, 16))
+    """Stores of float32 rows take long, so that a consumer is far ahead of another one."""
+    c = kernel_case(torch.float32, seed=4, n_q=4000, n_k=4000, d=d, heads=(4, 16))
     once = run(c, spec, **MASKS[mask])
     assert bool(once[0].isfinite().all())
-    for _ in range(12):
+    for _ in range(60):
         for x, y in zip(run(c, spec, **MASKS[mask]), once, strict=True):
             assert_bitwise(actual=x, expected=y, what="o or lse")
 

@@ -169,6 +169,5 @@ def consume(
             row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, o.type.layout))[:, None]
             o = gl.where(row_sum == 0.0, 0.0, o * (CODE_UNIT / row_sum))
             store_o(o_out, lengths.cu_q, tile, first, n_q, o, DV)
-            mbarrier.arrive(
-                empty.index(stage), count=1
-            )  # O, which depends on its scales, is stored
+            # O is stored, so that the scales of V have been loaded.
+            mbarrier.arrive(empty.index(stage), count=1)

@@ -63,7 +63,11 @@ def forward(
     else:
         operands = OperandCache(problem) if operands is None else operands
         operands.quantize(*_FORWARD)
-        if trace is None and ampere.serves_forward(problem):
+        if trace is None and hopper.serves_forward_in_codes(problem):
+            from sagesim_kernels.hopper import forward_codes as gluon
+
+            gluon.launch_forward(problem, operands, o, lse2)
+        elif trace is None and ampere.serves_forward(problem):
             from sagesim_kernels.ampere import forward as gluon
 
             gluon.launch_forward(problem, operands, o, lse2)

@@ -42,7 +42,8 @@ class Coded(NamedTuple):
 class KernelTrace:
     """Outputs and intermediate results of one attention and its backward.
 
-    o, dq, dk, dv: bitwise what `attention` and its backward return.
+    o, dq, dk, dv: bitwise what `attention` and its backward return, unless another kernel than the
+        portable one computes them in codes: only the portable kernels write codes of P and dS.
     lse, delta: float32 [batch, heads, n_q].
     dsinks: [heads] in the dtype of the sinks; None without sinks.
     operands: codes and scales by "site.tensor", with the names of `sagesim.Trace.operands`, for the

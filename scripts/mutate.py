@@ -851,14 +851,19 @@ def bugs_of(name: str, test_file: str) -> tuple[Bug, ...]:
     return tuple(Bug(**fields, test_file=test_file) for fields in tomllib.loads(text)["bug"])
 
 
-_OF_AMPERE, _OF_HOPPER, _OF_CODES = (
-    f"tests/sagesim_kernels/test_{name}.py" for name in ("ampere_on_cpu", "hopper", "hopper_codes")
+_OF_AMPERE, _OF_HOPPER, _OF_CODES, _OF_FORWARD_CODES = (
+    f"tests/sagesim_kernels/test_{name}.py"
+    for name in ("ampere_on_cpu", "hopper", "hopper_codes", "hopper_forward_codes")
 )
 
 AMPERE_BUGS = bugs_of("ampere_bugs.toml", _OF_AMPERE)
 """Bugs of the kernels for mma.sync, which tests run on the CPU."""
 
-HOPPER_BUGS = bugs_of("hopper_bugs.toml", _OF_HOPPER) + bugs_of("hopper_codes_bugs.toml", _OF_CODES)
+HOPPER_BUGS = (
+    *bugs_of("hopper_bugs.toml", _OF_HOPPER),
+    *bugs_of("hopper_codes_bugs.toml", _OF_CODES),
+    *bugs_of("hopper_forward_codes_bugs.toml", _OF_FORWARD_CODES),
+)
 """Bugs of the kernels for Hopper. They need a GPU."""
 
 
@@ -893,7 +898,7 @@ AMPERE = Plan(
 )
 HOPPER = Plan(
     HOPPER_BUGS,
-    [_OF_HOPPER, _OF_CODES],
+    [_OF_HOPPER, _OF_CODES, _OF_FORWARD_CODES],
     "gpu",
     DATA / "mutations_hopper.json",
     " --hopper",

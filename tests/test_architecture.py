@@ -366,7 +366,14 @@ def test_other_rooms_see_only_the_face():
         for name in names
         if room_of(name) in FACES and room_of(module) != room_of(name) != name
     }
-    passes = ("forward", "backward", "codes_backward", "wide_forward", "wide_backward")
+    passes = (
+        "forward",
+        "forward_codes",
+        "backward",
+        "codes_backward",
+        "wide_forward",
+        "wide_backward",
+    )
     kernels = {f"sagesim_kernels.hopper.{which}" for which in passes}
     assert past == {("sagesim_kernels.dispatch", name) for name in kernels}
 

@@ -12,6 +12,7 @@ PRODUCTS: Final = {
     "gradients_kernel": "dq, dk and dv",
     "finish_dq_kernel": "dq, dk and dv",
     "hopper_forward": "forward",
+    "hopper_forward_codes": "forward",
     "hopper_backward": "dq, dk and dv",
     "hopper_codes_backward": "dq, dk and dv",
     "hopper_wide": "products of wide heads",

@@ -1,7 +1,7 @@
 """Gluon kernels for Hopper GPUs.
 
-There are a forward with PV in 16 bit, a backward with INT8 in QK alone, and a backward with P and
-dS in codes.
+There are a forward with PV in 16 bit, one with P in codes, a backward with INT8 in QK alone, and a
+backward with P and dS in codes.
 
 Importing this package does not import the kernels. Gluon is experimental, so `dispatch` imports
 them when it launches one.
@@ -18,6 +18,7 @@ from sagesim_kernels.hopper.support import (
     serves_backward,
     serves_codes,
     serves_forward,
+    serves_forward_in_codes,
 )
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "serves_backward",
     "serves_codes",
     "serves_forward",
+    "serves_forward_in_codes",
 ]

@@ -17,6 +17,7 @@ from sagesim_kernels.hopper.codes_maps import BLOCK_K
 from sagesim_kernels.hopper.codes_rows import start_rows_kernel
 from sagesim_kernels.hopper.descriptors import (
     multiprocessor_count,
+    right_descriptor,
     sums_descriptor,
     tma_descriptor,
 )
@@ -33,7 +34,6 @@ from sagesim_kernels.operands import (
     Grid,
     KernelProblem,
     KernelSizes,
-    Operand,
     OperandCache,
     Rows,
     RowStatistics,
@@ -130,9 +130,9 @@ def launch_backward(
         tma_descriptor(k8.ptr.view(-1, k8.stride_n), _TILE_K, channels),
         tma_descriptor(v16.ptr, _TILE_K, channels),
         tma_descriptor(do16.ptr, _BLOCK_Q, channels),
-        _right_descriptor(q_right, _BLOCK_Q, channels),
-        _right_descriptor(do_right, _BLOCK_Q, channels),
-        _right_descriptor(k_right, _BLOCK_K, channels),
+        right_descriptor(q_right, _BLOCK_Q, channels),
+        right_descriptor(do_right, _BLOCK_Q, channels),
+        right_descriptor(k_right, _BLOCK_K, channels),
         TensorDescriptor.from_tensor(row_stats, [ROW_STATS.value], STATS_LAYOUT.value),
         TensorDescriptor.from_tensor(channel_scales, [2 * channels], STATS_LAYOUT.value),
         k8,
@@ -158,8 +158,3 @@ def launch_backward(
         add_splits(problem, dk_parts, dk, scale)
         add_splits(problem, dv_parts, dv, 1.0)
     finish_dq(problem, dq_sums, statistics.lse2, d_lse, operands.subtracted, dq)
-
-
-def _right_descriptor(x: Operand, tokens: int, channels: int) -> TensorDescriptor:
-    """Return a descriptor that loads tiles [channels, tokens] of codes that are summed over."""
-    return tma_descriptor(x.ptr.view(-1, x.stride_d), channels, tokens)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q
-from sagesim_kernels.operands import DqSums, channels_at_once
+from sagesim_kernels.operands import DqSums, Operand, channels_at_once
 
 _DTYPES: Final[dict[torch.dtype, Any]] = {
     torch.int8: gl.int8,
@@ -34,6 +34,11 @@ def tma_descriptor(x: Tensor, rows: int, channels: int) -> TensorDescriptor:
     # torch may give any stride to a dimension of size 1.
     strides = [x.stride(i) if x.shape[i] > 1 else x.shape[-1] for i in range(x.ndim - 1)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(block, x.dtype))
+
+
+def right_descriptor(x: Operand, tokens: int, channels: int) -> TensorDescriptor:
+    """Return a descriptor that loads tiles [channels, tokens] of codes that are summed over."""
+    return tma_descriptor(x.ptr.view(-1, x.stride_d), channels, tokens)
 
 
 def sums_descriptor(sums: DqSums, d: int, channels: int) -> TensorDescriptor:

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.descriptors import multiprocessor_count, tma_descriptor
+from sagesim_kernels.hopper.forward_loads import produce
 from sagesim_kernels.hopper.forward_structures import (
     Barriers,
     Buffers,
@@ -25,7 +26,7 @@ from sagesim_kernels.hopper.forward_structures import (
     TileScheduler,
 )
 from sagesim_kernels.hopper.forward_tiles import BLOCK
-from sagesim_kernels.hopper.forward_warps import consume, produce
+from sagesim_kernels.hopper.forward_warps import consume
 from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
@@ -73,7 +74,7 @@ loads do. The tanh of a softcap takes registers.
 
 PRODUCER_REGISTERS = gl.constexpr(24)
 
-_UNSPECIALIZED = (
+UNSPECIALIZED = (
     "q_tokens",
     "k_tokens",
     "lse2_stride_b",
@@ -91,10 +92,10 @@ _UNSPECIALIZED = (
 )
 
 
-# TMA descriptors and the integers of _UNSPECIALIZED are parameters of their own. The launcher of
+# TMA descriptors and the integers of UNSPECIALIZED are parameters of their own. The launcher of
 # Triton 3.6 finds descriptors only outside tuples, and do_not_specialize does not apply to integers
 # in a tuple.
-@gluon.jit(do_not_specialize=_UNSPECIALIZED)
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def hopper_forward(
     q8, k8, v, q_scale, k_scale, key_scales, q_tokens, k_tokens, o, lse2, lse2_stride_b,
     lse2_stride_h, sink2, inverse_cap, cap2, shift, scale, mask, n_q, n_k, left, right,
@@ -131,9 +132,9 @@ def hopper_forward(
         mbarrier.init(q_full.index(i), 1)
         mbarrier.init(q_empty.index(i), 1)
     fence_async_shared()
-    inputs = Inputs(q8, k8, v, key_scales)
-    scales = Scales(StoredScales(q_scale, q_tokens), StoredScales(k_scale, k_tokens))
-    buffers = Buffers(q_s, k_s, v_s, k_scale_s)
+    inputs = Inputs(q8, k8, v, key_scales, None)
+    scales = Scales(StoredScales(q_scale, q_tokens), StoredScales(k_scale, k_tokens), None)
+    buffers = Buffers(q_s, k_s, v_s, k_scale_s, None)
     barriers = Barriers(full, empty, q_full, q_empty)
     rows = Rows(lse2, lse2_stride_b, lse2_stride_h)
     softcap = Softcap(inverse_cap, cap2, shift, lse2_stride_b, lse2_stride_h)
@@ -166,7 +167,10 @@ def hopper_forward(
             if i < CONSUMERS
             else (
                 produce,
-                (inputs, scales, buffers, barriers, lengths, scheduler, CONSUMERS, IS_COPIED),
+                (
+                    inputs, scales, buffers, barriers, lengths, scheduler, CONSUMERS, IS_COPIED, DV,
+                    0,
+                ),
             )
             for i in (0, 1, 2, 3, 4)[: CONSUMERS + 1]
         ],
@@ -224,7 +228,7 @@ def launch_forward(
         tma_descriptor(v.ptr, BLOCK.value, channels),
         q.scale,
         k.scale,
-        _key_scales(k),
+        key_scales_of(k),
         q.scale.shape[1],
         k.scale.shape[1] * k.TOKENS.value,
         Strided.of(o),
@@ -253,7 +257,7 @@ def launch_forward(
     )
 
 
-def _key_scales(k: Operand) -> TensorDescriptor | None:
+def key_scales_of(k: Operand) -> TensorDescriptor | None:
     """Return a descriptor of the scales of K if each key has its own, else None."""
     if k.TOKENS.value != 1:
         return None

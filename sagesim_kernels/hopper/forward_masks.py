@@ -111,9 +111,14 @@ def upper_max(s, factor):
 
     So no exponent of the row is positive, although its product is not rounded.
     """
-    row_max = row_max_of_codes(s) * factor
-    step = gl.full(row_max.shape, 2.0**-23, gl.float32, row_max.type.layout)
-    return gl.fma(gl.abs(row_max), step, row_max)
+    return upper(row_max_of_codes(s) * factor)
+
+
+@gluon.jit
+def upper(x):
+    """Return a little more than x, at most 2^-22 of it; x is finite."""
+    step = gl.full(x.shape, 2.0**-23, gl.float32, x.type.layout)
+    return gl.fma(gl.abs(x), step, x)
 
 
 @gluon.jit

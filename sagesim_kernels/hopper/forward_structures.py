@@ -10,20 +10,22 @@ class Inputs(NamedTuple):
 
     q8: Any  #: int8 [tokens of all heads, D]
     k8: Any  #: int8 [tokens of all heads, D]
-    v: Any  #: 16 bit [sequences, heads, tokens, D]
+    v: Any  #: 16 bit [sequences, heads, tokens, D], or int8 [channels of all heads, tokens]
     k_scale: Any  #: float32 [tokens of all heads], or None if keys of a block share a scale
+    v_scale: Any  #: float32 [channels of all blocks], or None if channels of a block share a scale
 
 
 class StoredScales(NamedTuple):
-    """Scales of the codes of Q or K, in padded storage."""
+    """Scales of the codes of Q, K or V, in padded storage."""
 
-    ptr: Any  #: float32, for Q one for each token, for K one for each block or token
+    ptr: Any  #: float32, one for each token or block, or for each channel of a block of V
     tokens: Any  #: tokens of a head
 
 
 class Scales(NamedTuple):
     q: Any  #: `StoredScales`
     k: Any  #: `StoredScales`
+    v: Any  #: `StoredScales`, or None in 16 bit
 
 
 class Buffers(NamedTuple):
@@ -31,12 +33,13 @@ class Buffers(NamedTuple):
 
     q: Any  #: int8 [2 * consumers, BLOCK, D], two for each consumer
     k: Any  #: int8 [stages, BLOCK, D]
-    v: Any  #: 16 bit [stages, 1, 1, BLOCK, D]
+    v: Any  #: 16 bit [stages, 1, 1, BLOCK, D], or int8 [stages, D, BLOCK]
     k_scale: Any  #: float32 [stages, BLOCK], or None
+    v_scale: Any  #: float32 [stages, D], or None
 
 
 class Barriers(NamedTuple):
-    """Barriers in shared memory; the docstring of `forward_warps` says what each is for."""
+    """Barriers in shared memory; the docstring of `forward_loads` says what each is for."""
 
     full: Any  #: [stages]
     empty: Any  #: [stages]

@@ -1,13 +1,4 @@
-"""The warps of a forward program: one producer warp, and one consumer warpgroup for 64 query rows.
-
-Barriers, all in shared memory:
-
-- `full` of a stage: K and V of the stage have arrived. `empty`: every consumer has read them.
-- `q_full` of a Q buffer: its queries have arrived. `q_empty`: its consumer has read them.
-
-Each warp counts the loads and the tiles from the start of the program, so its stages and phases
-follow from its own counters. Different warps may be at different tiles at the same time.
-"""
+"""The consumers of a forward program, each a warpgroup that computes 64 query rows."""
 
 from __future__ import annotations
 
@@ -19,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sagesim_kernels.gluon_compat import tma_load
+from sagesim_kernels.hopper.forward_loads import first_row, release, skip_loads, wait_for_load
 from sagesim_kernels.hopper.forward_masks import (
     S_FLOAT32,
     S_ROWS,
@@ -51,7 +42,6 @@ from sagesim_kernels.operands import (
     lowest_diagonal,
     row_base,
     row_stride,
-    stored_start_of,
 )
 
 # Pyright takes the annotations of Gluon's functions literally:
@@ -100,78 +90,24 @@ def compute_before_wait(x, address):
 
 
 @gluon.jit
-def _first_row(scales, cu, n, b, h):
-    """Return the row of the first token of sequence b and head h, in padded storage."""
-    return h.to(gl.int64) * scales.tokens + stored_start_of(cu, n, b)
+def load_query_factors(
+    scales, lengths, b, h, queries, n_q, scale, TOKENS: gl.constexpr, BY_TOKEN: gl.constexpr
+):
+    """Return the scale of each query times that of the logits; 0 behind the last query.
 
-
-@gluon.jit
-def _wait_for_load(full, n):
-    """Wait until load n of the program has arrived."""
-    STAGES: gl.constexpr = full.shape[0]
-    mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
-
-
-@gluon.jit
-def produce(
-    inputs, scales, buffers, barriers, lengths, scheduler, CONSUMERS: gl.constexpr,
-    IS_COPIED: gl.constexpr,
-):  # fmt: skip
-    """Load the tiles of Q, K and V by TMA. One warp.
-
-    Load j of a tile holds K of step j and V of step j - 1. The consumers multiply with both at
-    once, so a stage needs one barrier for "both have arrived" and one for "both are read". Keys are
-    loaded from the last block to the first, so that the blocks that need a mask come before the
-    loop over the other blocks.
+    scales: `StoredScales`, one for TOKENS queries. BY_TOKEN: whether keys have scales of their own,
+    which `apply_key_scales` divides by a power of two.
     """
-    STAGES: gl.constexpr = barriers.full.shape[0]
-    ROWS: gl.constexpr = CONSUMERS * BLOCK
-    D: gl.constexpr = inputs.q8.block_shape[1]
-    SCALES: gl.constexpr = 0 if inputs.k_scale is None else 4 * BLOCK
-    load_count = 0
-    tile_count = 0  # valid tiles only
-    for wave in range(waves(scheduler)):
-        tile = tile_of(wave, lengths, scheduler, ROWS)
-        if tile.is_valid:
-            k_head = tile.h // scheduler.groups
-            q_row = _first_row(scales.q, lengths.cu_q, lengths.n_q, tile.b, tile.h).to(gl.int32)
-            q_row += tile.first
-            k_start = stored_start_of(lengths.cu_k, lengths.n_k, tile.b).to(gl.int32)
-            k_row = k_head * scales.k.tokens + k_start
-            v_b = tile.b
-            v_row = 0
-            if IS_COPIED:
-                v_b = 0
-                v_row = k_start
-            tile_blocks = key_blocks(tile.first, ROWS, lengths, tile.b)
-            blocks = tile_blocks.end - tile_blocks.begin
-            for i in gl.static_range(CONSUMERS):
-                slot = i * 2 + tile_count % 2
-                mbarrier.wait(barriers.q_empty.index(slot), ((tile_count // 2) & 1) ^ 1)
-                bar = barriers.q_full.index(slot)
-                mbarrier.expect(bar, BLOCK * D)
-                tma_load(inputs.q8, [q_row + i * BLOCK, 0], bar, buffers.q.index(slot))
-            tile_count += 1
-            for j in range(blocks + 1):
-                stage = load_count % STAGES
-                bar = barriers.full.index(stage)
-                mbarrier.wait(barriers.empty.index(stage), ((load_count // STAGES) & 1) ^ 1)
-                key = (tile_blocks.end - 1 - j) * BLOCK
-                mbarrier.expect(bar, 3 * BLOCK * D + SCALES, pred=(j > 0) & (j < blocks))
-                mbarrier.expect(bar, BLOCK * D + SCALES, pred=j == 0)
-                mbarrier.expect(bar, 2 * BLOCK * D, pred=j == blocks)
-                key_v = v_row + key + BLOCK
-                tma_load(inputs.k8, [k_row + key, 0], bar, buffers.k.index(stage), pred=j < blocks)
-                if inputs.k_scale is not None:
-                    k_scale_s = buffers.k_scale.index(stage)
-                    tma_load(inputs.k_scale, [k_row + key], bar, k_scale_s, pred=j < blocks)
-                v_s = buffers.v.index(stage)
-                tma_load(inputs.v, [v_b, k_head, key_v, 0], bar, v_s, pred=j > 0)
-                load_count += 1
+    row = first_row(scales, lengths.cu_q, lengths.n_q, b, h) // TOKENS
+    ptrs = scales.ptr + row + queries // TOKENS
+    factor = gl.load(ptrs, mask=queries < n_q, other=0.0) * scale
+    if BY_TOKEN:
+        factor = factor * 2.0**10
+    return factor
 
 
 @gluon.jit
-def _start_qk(q, k):
+def start_qk(q, k):
     zeros = gl.zeros((BLOCK, BLOCK), gl.int32, S_INT32)
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
@@ -180,10 +116,10 @@ def _start_qk(q, k):
 def _compute_s(q, buffers, barriers, load_count):
     """Return S of a load, and release its stage: V of the step before has been read already."""
     stage = load_count % barriers.full.shape[0]
-    _wait_for_load(barriers.full, load_count)
-    s = warpgroup_mma_wait(0, deps=[_start_qk(q, buffers.k.index(stage))])
+    wait_for_load(barriers.full, load_count)
+    s = warpgroup_mma_wait(0, deps=[start_qk(q, buffers.k.index(stage))])
     s = apply_key_scales(s, buffers, stage)
-    mbarrier.arrive(barriers.empty.index(stage), count=1)
+    release(buffers, barriers.empty, stage)
     return s
 
 
@@ -194,7 +130,7 @@ def partial_sums(p):
 
 
 @gluon.jit
-def _store_o(o, cu, tile, first, last, value, DV: gl.constexpr):
+def store_o(o, cu, tile, first, last, value, DV: gl.constexpr):
     """Store value as the rows from `first` of the tile's head.
 
     Rows from `last` on and channels from DV on are not stored.
@@ -261,19 +197,13 @@ def consume(
                 key_mask = key_mask_of(lengths, b)
             n_k = live_keys(lengths, b)
             mask = Mask(queries, n_k, causal_offset(lengths, b), lowest, key_mask)
-            q_row = _first_row(scales.q, lengths.cu_q, lengths.n_q, b, h)
-            q_factor = gl.load(scales.q.ptr + q_row + queries, mask=queries < n_q, other=0.0)
-            q_factor = q_factor * scale
-            if BY_TOKEN:
-                q_factor = q_factor * 2.0**10
+            q_factor = load_query_factors(scales.q, lengths, b, h, queries, n_q, scale, 1, BY_TOKEN)
             row_shift = None
             if softcap.shift is not None:
                 row_shift = load_shift(softcap, lengths.cu_q, b, h, queries, n_q)
-            for _ in range(tile_blocks.end - blocks.end):  # keys for later rows of the tile only
-                _wait_for_load(full, load_count)
-                mbarrier.arrive(empty.index(load_count % STAGES), count=1)
-                load_count += 1
-            k_row = _first_row(scales.k, lengths.cu_k, lengths.n_k, b, h // scheduler.groups)
+            # keys for later rows of the tile only
+            load_count = skip_loads(full, empty, load_count, tile_blocks.end - blocks.end)
+            k_row = first_row(scales.k, lengths.cu_k, lengths.n_k, b, h // scheduler.groups)
             k_ptr = scales.k.ptr + k_row // BLOCK
             k_next = load_block_scale(k_ptr, unmasked, BY_TOKEN)
             slot = CONSUMER * 2 + tile_count % 2
@@ -295,7 +225,7 @@ def consume(
                 )
                 part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + partial_sums(p)
                 o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
-                _wait_for_load(full, load_count)
+                wait_for_load(full, load_count)
                 v = buffers.v.index(load_count % STAGES).reshape([BLOCK, D])
                 o_t = warpgroup_mma(gl.convert_layout(p.to(dt), P_OPERAND), v, o, is_async=True)
                 o = warpgroup_mma_wait(0, deps=[o_t])
@@ -309,7 +239,7 @@ def consume(
             part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + partial_sums(p)
             o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
             p16 = gl.convert_layout(p.to(dt), P_OPERAND)
-            _wait_for_load(full, load_count)
+            wait_for_load(full, load_count)
             k_next = load_block_scale(k_ptr, gl.maximum(unmasked - 1, 0), BY_TOKEN)
             for MASKED in gl.static_range(1 + HAS_BEGIN):
                 for i in range(blocks.whole - blocks.begin if MASKED else unmasked - blocks.whole):
@@ -317,7 +247,7 @@ def consume(
                     k_scale = k_next
                     last = blocks.whole if MASKED else unmasked
                     k_next = load_block_scale(k_ptr, gl.maximum(last - 2 - i, 0), BY_TOKEN)
-                    s = _start_qk(q, buffers.k.index(stage))
+                    s = start_qk(q, buffers.k.index(stage))
                     v = buffers.v.index(stage).reshape([BLOCK, D])
                     o_t = warpgroup_mma(p16, v, o, is_async=True)
                     if MASKED:
@@ -344,11 +274,11 @@ def consume(
                     # because it contains a branch. ptxas moves the wait for the product P V, which
                     # follows, upwards as far as the last branch before it.
                     load_count += 1
-                    _wait_for_load(full, load_count)
+                    wait_for_load(full, load_count)
                     o = warpgroup_mma_wait(0, deps=[o_t])
                     # The consumer's warps synchronise before they arrive, so all of them have read
                     # this K, and V of the step before.
-                    mbarrier.arrive(empty.index(stage), count=1)
+                    release(buffers, empty, stage)
                     o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
                     p16 = gl.convert_layout(p.to(dt), P_OPERAND)
             mbarrier.arrive(barriers.q_empty.index(slot), count=1)
@@ -360,10 +290,8 @@ def consume(
             mbarrier.arrive(empty.index(stage), count=1)
             load_count += 1
             if HAS_BEGIN:
-                for _ in range(blocks.begin - tile_blocks.begin):  # keys for earlier rows only
-                    _wait_for_load(full, load_count)
-                    mbarrier.arrive(empty.index(load_count % STAGES), count=1)
-                    load_count += 1
+                # keys for earlier rows only
+                load_count = skip_loads(full, empty, load_count, blocks.begin - tile_blocks.begin)
             rows = first + gl.arange(0, BLOCK, S_ROWS)
             if sink2 is not None:
                 row_sum, row_max, sqrt_rescale = add_sink_of_rows(
@@ -382,4 +310,4 @@ def consume(
                 o = o * sqrt_rescale
                 inverse = inverse * sqrt_rescale
             o = gl.where(row_sum == 0.0, 0.0, o * inverse)
-            _store_o(o_out, lengths.cu_q, tile, first, n_q, o, DV)
+            store_o(o_out, lengths.cu_q, tile, first, n_q, o, DV)

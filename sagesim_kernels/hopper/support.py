@@ -1,10 +1,10 @@
 """Which problems the Hopper kernels compute, and which of their operands have to be copied.
 
 The Hopper kernels are written in Gluon: a forward for specs in which QK is INT8 and PV is in 16
-bit, a backward for specs in which QK alone is INT8, and another one for P and dS in codes. Other
-kernels compute every other problem. All use the same operands, codes and scales. Hopper's forward
-visits keys in another order, so P is rounded relative to another row maximum, and float32 sums are
-added up in another order.
+bit, one for P in codes, a backward for specs in which QK alone is INT8, and another one for P and
+dS in codes. Other kernels compute every other problem. All use the same operands, codes and scales.
+Hopper's forwards visit keys in another order, so float32 sums are added up in another order, and P
+in 16 bit is rounded relative to another row maximum.
 """
 
 from __future__ import annotations
@@ -51,6 +51,29 @@ def serves_forward(problem: KernelProblem) -> bool:
     return _serves(problem) and (
         _serves_qk_and_pv(spec, _QK)
         or (_serves_qk_and_pv(spec, _QK_BY_TOKEN) and not is_wide(problem))
+    )
+
+
+def serves_forward_in_codes(problem: KernelProblem) -> bool:
+    """Return whether a Hopper kernel computes the forward of a problem with P in codes.
+
+    As for `serves_forward`, the answer does not depend on how sequences are packed.
+    """
+    return (
+        _serves(problem)
+        and not is_wide(problem)
+        and problem.extras.is_none
+        and _serves_p_in_codes(problem.spec)
+    )
+
+
+@lru_cache(maxsize=256)
+def _serves_p_in_codes(spec: AttentionSpec) -> bool:
+    return (
+        spec.qk.precision is spec.pv.precision is Precision.INT8
+        and not spec.smoothing.q
+        and spec.rounding.mode is RoundingMode.HALF_EVEN
+        and spec.block_q == spec.block_k == BLOCK
     )
 
 

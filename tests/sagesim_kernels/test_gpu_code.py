@@ -22,6 +22,7 @@ from sagesim import (
 from sagesim.spec import with_precision
 from sagesim_kernels import supports
 from sagesim_kernels.hopper.forward import CONFIGS
+from sagesim_kernels.hopper.forward_codes import CONFIGS as CODES_CONFIGS
 from sagesim_kernels.hopper.wide_warps import CONSUMERS
 from tests.support.compiler import OLDEST, ROOT, Compiler, Kernel
 
@@ -47,6 +48,7 @@ SITES_OF = {
     "gradients_kernel, dq, dk": ("qk_recompute", "dp", "dk", "dq"),
     "ampere_backward": ("qk_recompute", "dv", "dp", "dk", "dq"),
     "hopper_forward": ("qk", "pv"),
+    "hopper_forward_codes": ("qk", "pv"),
     "hopper_p_rows": ("qk_recompute", "dp"),
     "hopper_p_rows, sums": ("qk_recompute",),
     "hopper_codes_backward": ("qk_recompute", "dv", "dp", "dk", "dq"),
@@ -66,7 +68,7 @@ AMPERE = {
 }
 ON_HOPPER = AMPERE | {"forward": PORTABLE["forward"]}
 IN_CODES = {
-    "forward": PORTABLE["forward"],
+    "forward": {"hopper_forward_codes"},
     "p_rows": {"hopper_p_rows"},
     "sums": {"hopper_p_rows, sums"},
     "backward": {"hopper_codes_backward"},
@@ -245,7 +247,9 @@ def test_instructions_of_the_tensor_cores(
     (opcodes,) = (k.opcodes for name, k in kernels.items() if len(SITES_OF[name]) == 5)
     assert len(opcodes) == 2
     if capability == 90:
-        assert all(opcode.startswith("wgmma") for opcode in kernels["forward_kernel"].opcodes)
+        assert all(
+            opcode.startswith("wgmma") for kernel in kernels.values() for opcode in kernel.opcodes
+        )
     assert [o for o in opcodes if o.startswith(codes) and ("s8.s8" in o or "::i8" in o)]
     assert [o for o in opcodes if o.startswith(numbers) and ("bf16.bf16" in o or "::f16" in o)]
 
@@ -266,8 +270,9 @@ def test_some_sites_in_int8(newest: Compiler, sites: str) -> None:
     spec = with_precision(IN_16_BIT, Precision.INT8, *sites.split())
     kernels = newest.compile(spec.label(), 90, preparation=False)
     by_pass = PORTABLE if "dp" in sites.split() else ON_HOPPER
-    if spec.qk.precision is Precision.INT8 and spec.pv.precision is not Precision.INT8:
-        by_pass = by_pass | {"forward": {"hopper_forward"}}
+    if spec.qk.precision is Precision.INT8:
+        in_codes = spec.pv.precision is Precision.INT8
+        by_pass = by_pass | {"forward": {f"hopper_forward{'_codes' * in_codes}"}}
     assert_as_declared(kernels, spec, by_pass=by_pass)
     for name, kernel in products(kernels).items():
         assert ("i8" in kernel.formats) == bool({*sites.split()} & {*SITES_OF[name]}), name
@@ -285,17 +290,18 @@ def test_dp_alone_is_in_the_dtype_of_the_inputs(newest: Compiler, dtype: str) ->
     kernels = newest.compile("sagebwd", 90, dtype=dtype, preparation=False)
     assert_as_declared(kernels, SAGEBWD, dtype=dtype)
     found = products(kernels)
-    assert found["forward_kernel"].formats == {"i8"}
+    assert found["hopper_forward_codes"].formats == {"i8"}
     assert found["hopper_codes_backward"].formats == {"i8", SIXTEEN_BIT[dtype]}
 
 
 @BY_NEWEST
 def test_dp_in_int8_is_detected(newest: Compiler) -> None:
     kernels = newest.compile("sagebwd_all_int8", 90, preparation=False)
-    assert_as_declared(kernels, SAGEBWD_ALL_INT8, by_pass=PORTABLE)
+    by_pass = PORTABLE | {"forward": IN_CODES["forward"]}
+    assert_as_declared(kernels, SAGEBWD_ALL_INT8, by_pass=by_pass)
     assert all(kernel.formats == {"i8"} for kernel in products(kernels).values())
     with pytest.raises(AssertionError):
-        assert_as_declared(kernels, SAGEBWD, by_pass=PORTABLE)
+        assert_as_declared(kernels, SAGEBWD, by_pass=by_pass)
 
 
 @BY_NEWEST
@@ -348,6 +354,30 @@ def test_kernels_of_hopper_multiply_as_declared(
         assert kernel.lost_descriptors == [], name
         assert kernel.early_arrivals == 0, name
         assert kernel.narrow_stores == 0, name
+
+
+@compiled_by(
+    *("spec", "head_size"),
+    oldest=[("factored", 64), ("sagebwd", 128)],
+    newest=[("factored", 128)],
+    rest=[("sagebwd", 64), ("factored", 96)],
+)
+def test_the_forward_in_codes(compiler: Compiler, spec: str, head_size: int) -> None:
+    """A consumer multiplies before its two loops, where S of the first block begins, and in both.
+
+    An instruction covers 32 codes of a sum, and 64 columns. No register is spilled in a loop.
+    """
+    kernels = compiler.compile(spec, 90, head_size=head_size, preparation=False)
+    (kernel,) = (x for x in kernels if x.name == "hopper_forward_codes")
+    channels = 64 if head_size <= 64 else 128
+    s, pv = channels // 32, 2 * channels // 64
+    products = sum(n for opcode, n in kernel.opcodes.items() if ".s8.s8" in opcode)
+    assert products == sum(kernel.opcodes.values())
+    assert products == CODES_CONFIGS[channels].consumers * (3 * s + 2 * pv)
+    assert not [o for o in kernel.issued_in_loop if o.startswith(("LDL", "STL"))]
+    assert kernel.fusible == 0 and not kernel.fp_fusion
+    assert kernel.added_waits == 0 and kernel.lost_descriptors == []
+    assert kernel.early_arrivals == 0 and kernel.narrow_stores == 0
 
 
 @compiled_by(

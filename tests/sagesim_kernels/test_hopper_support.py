@@ -12,6 +12,7 @@ from sagesim import (
     FACTORED_QK,
     FPA_FP16,
     HALF_AWAY,
+    SAGE_FORWARD,
     SAGEBWD,
     SAGEBWD_ALL_INT8,
     AttentionSpec,
@@ -110,6 +111,33 @@ OTHERS = {
 }
 
 CU = torch.empty(2, dtype=torch.int32, device="meta")
+P_IN_CODES = {
+    "packed": replace(problem(SAGEBWD), cu_q=CU, cu_k=CU),
+    "sagebwd": problem(SAGEBWD),
+    "sagebwd_all_int8": problem(SAGEBWD_ALL_INT8),
+    "sage_forward": problem(SAGE_FORWARD),
+    "factored": problem(FACTORED),
+    "mixed": problem(replace(SAGEBWD, qk=replace(SAGEBWD.qk, rhs=FACTORED.qk.rhs))),
+    "PV in INT8": problem(replace(FACTORED_QK, pv=FACTORED.pv)),
+    "d 33": problem(SAGEBWD, d=33),
+    "d 72, d_v 128": problem(FACTORED, d=72, d_v=128),
+    "float32": problem(SAGEBWD, dtype=torch.float32),
+    "causal": problem(SAGEBWD, is_causal=True),
+    "unsmoothed": problem(replace(SAGEBWD, smoothing=Smoothing())),
+}
+P_IN_CODES_OTHERS = {
+    "factored_pv16": problem(FACTORED_PV16),
+    "QK in 16 bit": problem(with_precision(SAGEBWD, Precision.FP16, "qk")),
+    "half away": problem(replace(SAGEBWD, rounding=HALF_AWAY)),
+    "Q smoothed": problem(replace(SAGEBWD, smoothing=Smoothing(q=True, k=True))),
+    "blocks of 128": problem(replace(SAGEBWD, block_k=128)),
+    "d 32": problem(SAGEBWD, d=32),
+    "d 129": problem(SAGEBWD, d=129),
+    "d_v 128": problem(SAGEBWD, d_v=128),
+    "negative scale": problem(SAGEBWD, scale=-1.0),
+    "too many rows": problem(SAGEBWD, n_q=2**28, heads=2),
+    **{name: problem(SAGEBWD, extras=extras) for name, extras in EXTRAS.items()},
+}
 CODES_SERVED = {
     "packed": replace(problem(SAGEBWD), cu_q=CU, cu_k=CU),
     "sagebwd": problem(SAGEBWD),
@@ -162,6 +190,19 @@ def test_served(x, forward, backward):
 
 
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("name", P_IN_CODES)
+def test_forward_in_codes(name):
+    assert hopper.serves_forward_in_codes(P_IN_CODES[name])
+    assert not hopper.serves_forward(P_IN_CODES[name])
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("name", P_IN_CODES_OTHERS)
+def test_forward_in_codes_of_other_kernels(name):
+    assert not hopper.serves_forward_in_codes(P_IN_CODES_OTHERS[name])
+
+
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("name", CODES_SERVED)
 def test_backward_in_codes(name):
     assert hopper.serves_codes(CODES_SERVED[name])
@@ -180,6 +221,7 @@ def test_nothing_is_served_on_another_gpu(served, monkeypatch):
     monkeypatch.setattr(hopper.support, "is_hopper", lambda: False)
     assert not hopper.serves_forward(served) and not hopper.serves_backward(served)
     assert not any(map(hopper.serves_codes, CODES_SERVED.values()))
+    assert not any(map(hopper.serves_forward_in_codes, P_IN_CODES.values()))
 
 
 def test_wide_heads_have_more_than_128_channels():

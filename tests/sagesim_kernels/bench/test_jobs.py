@@ -24,6 +24,7 @@ MODULES = (
     "operands.logit_shift",
     "operands.logsumexp",
     "hopper.forward",
+    "hopper.forward_codes",
     "hopper.backward_kernel",
     "hopper.capped_rows",
     "hopper.codes_kernel",

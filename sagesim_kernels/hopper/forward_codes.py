@@ -1,0 +1,214 @@
+"""The forward for Hopper in which P is rounded to codes: its kernel and its launch.
+
+Q K^T and P V are in INT8. Otherwise it is built like the forward with P V in 16 bit.
+"""
+
+# Pyright takes the annotations of Gluon's functions literally:
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sagesim_kernels.hopper.descriptors import (
+    multiprocessor_count,
+    right_descriptor,
+    tma_descriptor,
+)
+from sagesim_kernels.hopper.forward import (
+    BARRIER,
+    PRODUCER_REGISTERS,
+    SCALES,
+    UNSPECIALIZED,
+    Config,
+    key_scales_of,
+)
+from sagesim_kernels.hopper.forward_codes_warps import consume
+from sagesim_kernels.hopper.forward_loads import produce
+from sagesim_kernels.hopper.forward_structures import (
+    Barriers,
+    Buffers,
+    Inputs,
+    Scales,
+    StoredScales,
+    TileScheduler,
+)
+from sagesim_kernels.hopper.forward_tiles import BLOCK
+from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
+from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.operands import (
+    LAUNCH,
+    LOG2_E,
+    KernelProblem,
+    Lengths,
+    Operand,
+    OperandCache,
+    Rows,
+    Strided,
+    padded,
+)
+
+CONFIGS = {64: Config(3, 8, 160), 128: Config(2, 6, 240)}
+"""By the channels of a tile. A consumer holds sums of all channels twice, and S."""
+
+
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "v_tokens"])
+def hopper_forward_codes(
+    q8, k8, v8, q_scale, k_scale, v_scale, key_scales, channel_scales, q_tokens, k_tokens,
+    v_tokens, o, lse2, lse2_stride_b, lse2_stride_h, scale, mask, n_q, n_k, heads, groups,
+    longest_q, heads_per_group, tiles, programs, DV: gl.constexpr, V_CHANNELS: gl.constexpr,
+    Q_TOKENS: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """mask: `Lengths` without n_q and n_k, and without a window or padding.
+
+    v8: TMA descriptor of the codes of V, a right operand. key_scales, channel_scales: TMA
+    descriptors of k_scale and v_scale, or None if keys or channels of a block share a scale. scale:
+    the scale of the logits times log2(e). DV: channels of V and O. V_CHANNELS: rows of a head of
+    v8. Q_TOKENS: queries that share a scale.
+    """
+    D: gl.constexpr = q8.block_shape[1]
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    STAGES: gl.constexpr = CONFIG.stages
+    q_s = gl.allocate_shared_memory(gl.int8, [CONSUMERS * 2, BLOCK, D], q8.layout)
+    k_s = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK, D], k8.layout)
+    v_s = gl.allocate_shared_memory(gl.int8, [STAGES, D, BLOCK], v8.layout)
+    k_scale_s = None
+    if key_scales is not None:
+        k_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], key_scales.layout)
+    v_scale_s = None
+    if channel_scales is not None:
+        v_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, D], channel_scales.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * 2, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS * 2, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), 1)
+        mbarrier.init(empty.index(i), CONSUMERS)
+    for i in gl.static_range(CONSUMERS * 2):
+        mbarrier.init(q_full.index(i), 1)
+        mbarrier.init(q_empty.index(i), 1)
+    fence_async_shared()
+    inputs = Inputs(q8, k8, v8, key_scales, channel_scales)
+    scales = Scales(
+        StoredScales(q_scale, q_tokens),
+        StoredScales(k_scale, k_tokens),
+        StoredScales(v_scale, v_tokens),
+    )
+    buffers = Buffers(q_s, k_s, v_s, k_scale_s, v_scale_s)
+    barriers = Barriers(full, empty, q_full, q_empty)
+    rows = Rows(lse2, lse2_stride_b, lse2_stride_h)
+    lengths = Lengths(
+        mask.cu_q,
+        mask.cu_k,
+        n_q,
+        n_k,
+        mask.IS_CAUSAL,
+        mask.LOWER_RIGHT,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
+    scheduler = TileScheduler(heads, groups, longest_q, heads_per_group, tiles, programs)
+    gl.warp_specialize(
+        [
+            (
+                consume,
+                (
+                    i, CONSUMERS, D, DV, scales, buffers, barriers, o, rows, scale, lengths,
+                    scheduler, Q_TOKENS,
+                ),
+            )
+            if i < CONSUMERS
+            else (
+                produce,
+                (
+                    inputs, scales, buffers, barriers, lengths, scheduler, CONSUMERS, True, DV,
+                    V_CHANNELS,
+                ),
+            )
+            for i in (0, 1, 2, 3, 4)[: CONSUMERS + 1]
+        ],
+        [4] * (CONSUMERS - 1) + [1],
+        [CONFIG.registers] * (CONSUMERS - 1) + [PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, lse2: Tensor) -> None:
+    """Fill o and lse2 with the output and the logsumexp in base 2.
+
+    Args:
+        problem: the call.
+        operands: those of qk and pv.
+        o: [sequences, heads, n_q, d], any strides.
+        lse2: float32 [sequences, heads, n_q], contiguous.
+    """
+    q, k, v = operands.get("qk", "q"), operands.get("qk", "k"), operands.get("pv", "v")
+    heads, d_v = o.shape[1], o.shape[3]
+    channels = padded(d_v)
+    lengths = problem.lengths
+    config = CONFIGS[channels]
+    rows = config.consumers * BLOCK.value
+    n_q, n_k = problem.longest_q, problem.longest_k
+    tiles = problem.sequences * heads * -(-n_q // rows)
+    programs = min(tiles, multiprocessor_count())
+    heads_per_group = choose_heads_per_group(
+        n_q,
+        n_k,
+        problem.longest_offset,
+        rows,
+        problem.sequences * heads,
+        programs,
+        head_bytes=n_k * channels * 2 // problem.groups,
+    )
+    launch(
+        hopper_forward_codes,
+        (programs,),
+        tma_descriptor(q.ptr.view(-1, q.stride_n), BLOCK.value, channels),
+        tma_descriptor(k.ptr.view(-1, k.stride_n), BLOCK.value, channels),
+        right_descriptor(v, BLOCK.value, channels),
+        q.scale,
+        k.scale,
+        v.scale,
+        key_scales_of(k),
+        _channel_scales_of(v, channels),
+        q.scale.shape[1] * q.TOKENS.value,
+        k.scale.shape[1] * k.TOKENS.value,
+        v.scale.shape[1] * v.TOKENS.value,
+        Strided.of(o),
+        *Rows.of(lse2),
+        problem.scale * LOG2_E,
+        lengths._replace(n_q=None, n_k=None),
+        lengths.n_q,
+        lengths.n_k,
+        heads,
+        problem.groups,
+        problem.longest_q,
+        heads_per_group,
+        tiles,
+        programs,
+        d_v,
+        v.CHANNELS,
+        q.TOKENS,
+        config,
+        num_warps=4,
+        **LAUNCH,
+    )
+
+
+def _channel_scales_of(v: Operand, channels: int) -> TensorDescriptor | None:
+    """Return a descriptor of the scales of V if each channel has its own, else None.
+
+    A tile of fewer channels gets scales of the next block as well, for sums that are not stored.
+    """
+    if not v.BY_CHANNEL.value:
+        return None
+    return TensorDescriptor.from_tensor(v.scale.view(-1), [channels], SCALES.value)

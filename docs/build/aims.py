@@ -16,7 +16,7 @@ import records
 from sagesim import PRESETS, SITES, Precision
 from sagesim_kernels.bench.jobs import preparation_share
 from sagesim_kernels.bench.machine import one_line
-from sagesim_kernels.bench.masks import FLASH_2, MaskCase, mask_cases
+from sagesim_kernels.bench.masks import FLASH_2, mask_cases
 from sagesim_kernels.bench.model_tables import milliseconds, ratio
 from sagesim_kernels.bench.models import MODELS, ModelCase, training_cases
 from sagesim_kernels.bench.record import read
@@ -103,21 +103,24 @@ class Group(NamedTuple):
 
 
 Document = Mapping[str, Any]
+Documents = Sequence[Document]
+"""Records, the newest first."""
 
 
 def groups() -> list[Group]:
     """Every table."""
     whole = read(records.DATA / "bench.json")
     code = read(records.DATA / "bench_sm80.json")
-    int8 = read(records.DATA / "native_int8.json")
+    int8 = [read(records.DATA / f"{name}.json") for name in ("bench_short", "native_int8")]
     cards = json.loads((records.DATA / "cards.json").read_text(encoding="utf-8"))
-    newer, earlier, masks = records.of_models(), records.of_models_earlier(), records.of_masks()
+    models, masks = records.of_part("models"), records.of_part("masks")
+    trained = [each for each in models if any(key.startswith("training") for key in each["cases"])]
     return [
         Group("long sequences, on Hopper", list(on_hopper(whole)), _source(whole)),
-        Group("dV, dQ and dK in INT8, on Hopper", list(of_int8(int8)), _source(int8)),
-        Group("where models run", list(of_models(newer, earlier)), _source(newer, earlier)),
-        Group("training steps of models", list(of_training(newer)), _source(newer)),
-        Group("windows and padded keys", list(of_masks(masks)), _source(masks)),
+        Group("dV, dQ and dK in INT8, on Hopper", list(of_int8(*int8)), _source(*int8)),
+        Group("where models run", list(of_models(*models)), _source(*models)),
+        Group("training steps of models", list(of_training(*trained)), _source(*trained)),
+        Group("windows and padded keys", list(of_masks(*masks)), _source(*masks)),
         Group("code of an A100, on Hopper", list(of_code(code)), _source(code)),
         Group("an RTX 4090", list(of_card(cards)), f"A prediction: `{cards['command']}`."),
     ]
@@ -150,7 +153,7 @@ def on_hopper(record: Document) -> Iterator[Aim]:
         (FP8, CUDNN, LONG, 1.2, 1.2),
     ):
         for d, least in zip(HEAD_SIZES, bounds, strict=True):
-            yield _both(record, spec, peer, d, lengths, least)
+            yield _both([record], spec, peer, d, lengths, least)
     for d in HEAD_SIZES:
         found = [
             _speed(record, d, n, m, DEFAULT, FLASH, "forward") for n in LONG for m in (False, True)
@@ -162,18 +165,22 @@ def on_hopper(record: Document) -> Iterator[Aim]:
         yield Aim(case, "all kernels' time", found, most=most, unit="%")
 
 
-def of_int8(record: Document) -> Iterator[Aim]:
-    """Specs with all products of P and dS in INT8, which Hopper's own kernels do not compute."""
+def of_int8(*documents: Document) -> Iterator[Aim]:
+    """Specs with all products of P and dS in INT8."""
     for spec in ("sagebwd", "factored"):
         for d in HEAD_SIZES:
-            yield _both(record, spec, FLASH, d, LONG[:2], 1.0)
+            yield _both(documents, spec, FLASH, d, LONG[:2], 1.0)
 
 
 def _both(
-    record: Document, spec: str, peer: str, d: int, lengths: Sequence[int], least: float
+    documents: Documents, spec: str, peer: str, d: int, lengths: Sequence[int], least: float
 ) -> Aim:
     """Forward and backward, without a mask and causal."""
-    found = [_speed(record, d, n, m, spec, peer) for n in lengths for m in (False, True)]
+    found = [
+        _newest(documents, lambda each, n=n, m=m: _speed(each, d, n, m, spec, peer).value)
+        for n in lengths
+        for m in (False, True)
+    ]
     return Aim(_case(spec, d, lengths), _NAMES[peer], found, least=least)
 
 
@@ -190,55 +197,58 @@ _LEVEL: Final = (
 )
 
 
-def of_models(newer: Document | None, earlier: Document | None) -> Iterator[Aim]:
+def of_models(*documents: Document) -> Iterator[Aim]:
     """The default spec at shapes of models, GPU and wall, beside the faster backend of SDPA."""
-    cases = _models(newer, earlier)
-    every = list(cases.values())
-    for figure in (_host_ratio, _host):
-        found = [figure(case, is_earlier) for case, is_earlier in every] or _NOTHING
-        if figure is _host:
-            yield Aim("host's time of a call, all shapes", "", found, most=0.6, unit=" ms")
-        else:
-            case = "host's time of a call, all shapes"
-            yield Aim(case, "FlashAttention-4's", found, most=1.0)
+    keys = dict.fromkeys(
+        key for each in documents for key, c in each["cases"].items() if c["part"] == "models"
+    )
+    for figure, beside, most, unit in (
+        (_host_ratio, "FlashAttention-4's", 1.0, "x"),
+        (_host, "", 0.6, " ms"),
+    ):
+        found = [_newest_case(documents, key, figure) for key in keys] or _NOTHING
+        yield Aim("host's time of a call, all shapes", beside, found, most=most, unit=unit)
     for shapes, least in ((_AHEAD, 1.05), (_LEVEL, 1.0)):
         for shape in shapes:
             for figure in ("GPU", "wall"):
-                found = [_of_shape(cases, shape, lambda c, f=figure: ratio(c, DEFAULT, f))]
+                found = [_of_shape(documents, shape, lambda c, f=figure: ratio(c, DEFAULT, f))]
                 yield Aim(f"{_words(shape)}, {figure}", _SDPA, found, least=least)
     for spec in (DEFAULT, FP8):
-        found = [_grouped(cases, shape, spec) for shape in MODELS["grouped"]]
+        found = [_grouped(documents, shape, spec) for shape in MODELS["grouped"]]
         case = f"time with grouped queries, `{spec}`"
         yield Aim(case, "as many heads of K and V as of Q", found, most=1.03)
     for group, words in (("sizes", "d 72 to 112"), ("wide", "d 192 and 256, grouped queries")):
-        found = [_of_shape(cases, shape, _beside_cudnn) for shape in MODELS[group]]
+        found = [_of_shape(documents, shape, _beside_cudnn) for shape in MODELS[group]]
         yield Aim(f"{words}, GPU", _NAMES[CUDNN], found, least=1.0)
 
 
-def of_training(record: Document | None) -> Iterator[Aim]:
+def of_training(*documents: Document) -> Iterator[Aim]:
     """A training step beside the faster backend of SDPA, with the host's time."""
-    cases = {} if record is None else record["cases"]
     least = {1024: 1.0, 4096: 1.15, 16384: 1.25}
     for case in training_cases():
-        key = case.key
-        found = ratio(cases[key], DEFAULT, "wall") if key in cases else None
-        yield Aim(key.removeprefix("training "), _SDPA, [Found(found)], least=least[case.tokens])
+        found = _newest_case(documents, case.key, lambda c: ratio(c, DEFAULT, "wall"))
+        words = case.key.removeprefix("training ")
+        yield Aim(words, _SDPA, [found], least=least[case.tokens])
 
 
-def of_masks(record: Document | None) -> Iterator[Aim]:
+def of_masks(*documents: Document) -> Iterator[Aim]:
     """Windows beside FlashAttention with the same window; padded keys beside packed ones."""
-    cases = {} if record is None else record["cases"]
     wanted = mask_cases()
     windows = [case for case in wanted if case.window is not None]
     for peer, least in ((FLASH_4, 1.0), (FLASH_2, 1.5)):
         for tokens in dict.fromkeys(case.shape.tokens for case in windows):
             own = [case for case in windows if case.shape.tokens == tokens]
-            found = [Found(_ratio(cases.get(case.key), DEFAULT, peer)) for case in own]
+            found = [
+                _newest_case(documents, case.key, lambda c, p=peer: _ratio(c, DEFAULT, p))
+                for case in own
+            ]
             words = f"window of {own[0].window}, {tokens} tokens"
             yield Aim(words, _NAMES[peer], found, least=least)
     padded = [case for case in wanted if case.window is None]
     for how in ("seqused_k", "key_mask"):
-        found = [_padded(cases, case, how) for case in padded]
+        found = [
+            _newest_case(documents, case.key, lambda c, h=how: _padded(c, h)) for case in padded
+        ]
         yield Aim(f"time of padded keys by `{how}`", "the same keys, packed", found, most=1.05)
 
 
@@ -276,10 +286,10 @@ _NAMES: Final = {
 }
 
 
-def _source(*documents: Document | None) -> str:
+def _source(*documents: Document) -> str:
     """The records of a table, newest first, and how old they are."""
     parts: list[str] = []
-    for i, document in enumerate(each for each in documents if each is not None):
+    for i, document in enumerate(documents):
         line = f"`{document['command']}` on {one_line(document['machine'])}."
         parts.append(f"{EARLIER.strip()} {line}" if i else line)
         if i == 0:
@@ -326,29 +336,38 @@ def _preparation(record: Document, d: int, tokens: int, is_causal: bool, spec: s
     return Found(preparation_share(jobs) if jobs else None)
 
 
-_Cases = dict[str, tuple[Document, bool]]
+def _newest(documents: Documents, figure: Callable[[Document], float | None]) -> Found:
+    """The figure of the newest record that has it."""
+    for i, document in enumerate(documents):
+        value = figure(document)
+        if value is not None:
+            return Found(value, is_earlier=i > 0)
+    return Found(None)
 
 
-def _models(newer: Document | None, earlier: Document | None) -> _Cases:
-    """The results of the shapes of models, and whether they are of the earlier record."""
-    found: _Cases = {}
-    for document, is_earlier in ((earlier, True), (newer, False)):
-        if document is not None:
-            cases = document["cases"].items()
-            found |= {key: (c, is_earlier) for key, c in cases if c["part"] == "models"}
-    return found
+def _newest_case(
+    documents: Documents, key: str, figure: Callable[[Document], float | None]
+) -> Found:
+    """The same of a case."""
+
+    def of_case(document: Document) -> float | None:
+        case = document["cases"].get(key)
+        return None if case is None else figure(case)
+
+    return _newest(documents, of_case)
 
 
 def _words(shape: Shape) -> str:
     return " ".join(ModelCase("", shape, ()).key.split()[1:])
 
 
-def _of_shape(cases: _Cases, shape: Shape, figure: Callable[[Any], float | None]) -> Found:
+def _of_shape(
+    documents: Documents, shape: Shape, figure: Callable[[Document], float | None]
+) -> Found:
     """A figure of a shape, in whichever group it is."""
     for group, shapes in MODELS.items():
         if shape in shapes:
-            case, is_earlier = cases.get(ModelCase(group, shape, ()).key, (None, False))
-            return Found(None if case is None else figure(case), is_earlier)
+            return _newest_case(documents, ModelCase(group, shape, ()).key, figure)
     raise ValueError(f"the benchmark does not time {shape}")
 
 
@@ -356,35 +375,35 @@ def _beside_cudnn(case: Document) -> float | None:
     return _ratio(case, DEFAULT, CUDNN)
 
 
-def _host(case: Document, is_earlier: bool) -> Found:
+def _host(case: Document) -> float | None:
     run = _run(case, DEFAULT)
-    return Found(None if run is None else run["both"]["host_ms"], is_earlier)
+    return None if run is None else run["both"]["host_ms"]
 
 
-def _host_ratio(case: Document, is_earlier: bool) -> Found:
+def _host_ratio(case: Document) -> float | None:
     own, other = _run(case, DEFAULT), _run(case, FLASH_4)
-    if own is None or other is None:
-        return Found(None, is_earlier)
-    return Found(own["both"]["host_ms"] / other["both"]["host_ms"], is_earlier)
+    return (
+        None if own is None or other is None else own["both"]["host_ms"] / other["both"]["host_ms"]
+    )
 
 
-def _grouped(cases: _Cases, shape: Shape, spec: str) -> Found:
+def _grouped(documents: Documents, shape: Shape, spec: str) -> Found:
     """The time on the GPU over that with as many heads of K and V as of Q."""
     alike = Shape(*shape.q_size, shape.is_causal)
 
-    def ms(case: Any) -> float | None:
+    def ms(case: Document) -> float | None:
         run = _run(case, spec)
         return None if run is None else milliseconds(run, "GPU")
 
-    grouped, other = _of_shape(cases, shape, ms), _of_shape(cases, alike, ms)
+    grouped, other = _of_shape(documents, shape, ms), _of_shape(documents, alike, ms)
     if grouped.value is None or other.value is None:
         return Found(None)
     return Found(grouped.value / other.value, grouped.is_earlier or other.is_earlier)
 
 
-def _padded(cases: Mapping[str, Any], case: MaskCase, how: str) -> Found:
-    speed = _ratio(cases.get(case.key), f"{DEFAULT} {how}", f"{DEFAULT} packed")
-    return Found(None if speed is None else 1 / speed)
+def _padded(case: Document, how: str) -> float | None:
+    speed = _ratio(case, f"{DEFAULT} {how}", f"{DEFAULT} packed")
+    return None if speed is None else 1 / speed
 
 
 def _has_six(spec: str, accurate: Iterable[str]) -> bool:

@@ -22,23 +22,38 @@ UNKNOWN: Final = "**Perhaps measured with earlier code**: this record does not n
 
 
 def of_models() -> dict[str, Any] | None:
-    """The record with the part "models"; None if there is none."""
-    return _of_part("models")
+    """The newest record with the part "models"; None if there is none."""
+    return next(iter(of_part("models")), None)
 
 
-def of_models_earlier() -> dict[str, Any] | None:
-    """The record with shapes of models that `of_models` lacks; None if it lacks none."""
-    newer, path = of_models(), DATA / "bench_models_earlier.json"
-    if newer is None or not path.exists():
-        return None
-    document = read(path)
-    lacking = {key: c for key, c in document["cases"].items() if key not in newer["cases"]}
-    return document | {"cases": lacking} if lacking else None
+def of_models_earlier() -> list[dict[str, Any]]:
+    """Earlier records, the newest first, each with the cases that no newer one has."""
+    found: list[dict[str, Any]] = []
+    known: set[str] = set()
+    for document in of_part("models"):
+        lacking = {key: c for key, c in document["cases"].items() if key not in known}
+        found += [document | {"cases": lacking}] if known and lacking else []
+        known |= lacking.keys()
+    return found
 
 
 def of_masks() -> dict[str, Any] | None:
-    """The record with the part "masks"; None if there is none."""
-    return _of_part("masks")
+    """The newest record with the part "masks"; None if there is none."""
+    return next(iter(of_part("masks")), None)
+
+
+def of_part(part: str) -> list[dict[str, Any]]:
+    """The records with a part, the newest first.
+
+    The newest is bench.json, or bench_PART.json if the part was measured in a run of its own.
+    """
+    found: list[dict[str, Any]] = []
+    for name in ("bench", *(f"bench_{part}{age}" for age in ("", "_earlier", "_earliest"))):
+        path = DATA / f"{name}.json"
+        document = read(path) if path.exists() else None
+        if document and any(case["part"] == part for case in document["cases"].values()):
+            found.append(document)
+    return found
 
 
 def age(machine: Mapping[str, Any] | str) -> str:
@@ -75,16 +90,3 @@ def age_of_code(document: Mapping[str, Any]) -> str:
 def with_age(text: str, machine: Mapping[str, Any] | str) -> str:
     """The text, and `age` as a paragraph below it."""
     return "\n\n".join(filter(None, (text, age(machine))))
-
-
-def _of_part(part: str) -> dict[str, Any] | None:
-    """The record with a part.
-
-    It is bench.json, or bench_PART.json if the part was measured in a run of its own.
-    """
-    for name in ("bench.json", f"bench_{part}.json"):
-        if (DATA / name).exists():
-            document = read(DATA / name)
-            if any(case["part"] == part for case in document["cases"].values()):
-                return document
-    return None

@@ -12,7 +12,7 @@ import json
 import re
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -448,22 +448,23 @@ def _ages(documents: dict[str, dict[str, Any] | None]) -> str:
     )
 
 
-def model_speed(data: dict[str, Any] | None, before: dict[str, Any] | None = None) -> str:
+def model_speed(data: dict[str, Any] | None, before: Sequence[dict[str, Any]] = ()) -> str:
     """Speed relative to the faster SDPA at the worst and the best shape of models.
 
-    before: an earlier record with shapes that the first one lacks.
+    before: earlier records, each with the cases that newer ones lack.
     """
     if data is None:
         return (
             "These are long sequences. Shapes of models, and times that include the host's, are "
             "not in the record yet."
         )
-    documents = [each for each in (data, before) if each is not None]
-    _, head, rows = extremes(*documents)
-    lacking = ""
-    if before is not None:
-        shapes = f"{len(before['cases'])} of the shapes are from an earlier record"
-        lacking = f" {shapes}, of kernels {before['machine']['kernels']}."
+    _, head, rows = extremes(data, *before)
+    shapes = [sum(case["part"] == "models" for case in each["cases"].values()) for each in before]
+    lacking = "".join(
+        f" {n} of the shapes are from an earlier record, of kernels {each['machine']['kernels']}."
+        for n, each in zip(shapes, before, strict=True)
+        if n
+    )
     return (
         "The worst and the best of the shapes of models, relative to the faster of "
         "FlashAttention-2 (SDPA) and cuDNN (SDPA). `wall` is the time of a call in a loop of eager "

@@ -84,7 +84,7 @@ def test_a_deterministic_peer_is_found_by_its_name(aims):
 
 def test_models(aims):
     made = document()
-    every = list(aims.of_models(made, None))
+    every = list(aims.of_models(made))
     assert {aim.verdict for aim in every if aim.beside == "FlashAttention-2 or cuDNN"} == {
         "reached"
     }
@@ -93,7 +93,7 @@ def test_models(aims):
     key = "models grouped b2 h28/4 n4096 d128 causal"
     made["cases"][key]["runs"]["factored_qk"]["both"]["ms"] *= 1.1
     grouped = row(
-        list(aims.of_models(made, None)),
+        list(aims.of_models(made)),
         "time with grouped queries, `factored_qk`",
         "as many heads of K and V as of Q",
     )
@@ -110,7 +110,7 @@ def test_a_shape_that_the_newer_record_lacks_is_that_of_the_earlier(aims):
         "FlashAttention-2 or cuDNN",
     )
     assert aim.row[3] == "1.25x †"
-    aim = row(list(aims.of_models(newer, None)), aim.case, aim.beside)
+    aim = row(list(aims.of_models(newer)), aim.case, aim.beside)
     assert aim.row[3:] == ["-", "not measured"]
 
 
@@ -137,14 +137,28 @@ def test_training_masks_and_other_code(aims):
     )
 
 
+def test_a_peer_that_the_newer_record_lacks_is_that_of_the_earlier(aims):
+    newer, earlier = document(), document()
+    key = "masks b1 h16 n16384 d64 window1024"
+    runs = earlier["cases"][key]["runs"]
+    runs["flash-attn-4"] = runs["factored_qk"]
+    del newer["cases"]["training l12 w768 d64 n1024 eager"]
+    masks = {(aim.case, aim.beside): aim for aim in aims.of_masks(newer, earlier)}
+    with_peer = masks["window of 1024, 16384 tokens", "FlashAttention-4"]
+    assert with_peer.row[3:] == ["1.00x †", "reached, 3 of 4 not measured"]
+    assert masks["window of 1024, 16384 tokens", "FlashAttention-2"].row[3] == "2.00x"
+    (first, *_) = aims.of_training(newer, earlier)
+    assert first.row[3:] == ["1.25x †", "reached"]
+
+
 def test_without_any_case_nothing_is_measured(aims):
     empty = without(document(), "speed", "models", "masks", "training")
     every = [
         *aims.on_hopper(empty),
-        *aims.of_models(None, None),
-        *aims.of_models(empty, None),
-        *aims.of_training(None),
-        *aims.of_masks(None),
+        *aims.of_models(),
+        *aims.of_models(empty),
+        *aims.of_training(),
+        *aims.of_masks(),
         *aims.of_code(empty),
         *aims.of_card({"predictions": [], "accurate": []}),
     ]

@@ -35,7 +35,7 @@ def test_shapes_of_an_earlier_record_count_and_are_named(render):
     before["cases"] = {key: newer["cases"].pop(key)}
     before["cases"][key]["runs"]["factored_qk"]["wall"]["ms"] *= 100
     before["machine"]["kernels"] = "0123"
-    text = render.model_speed(newer, before)
+    text = render.model_speed(newer, [before])
     assert "| 0.01 (b1 h4 n128 d64 causal) |" in text
     assert text.endswith(" 1 of the shapes are from an earlier record, of kernels 0123.")
 
@@ -57,6 +57,19 @@ def test_the_record_of_models_may_be_one_of_its_own(render, monkeypatch, tmp_pat
     assert records.of_models() == made
     (tmp_path / "bench.json").write_text(json.dumps(made | {"command": "whole"}))
     assert records.of_models()["command"] == "whole"
+
+
+def test_earlier_records_have_the_cases_that_newer_ones_lack(render, monkeypatch, tmp_path):
+    import records
+
+    monkeypatch.setattr(records, "DATA", tmp_path)
+    made = document()
+    keys = [key for key, case in made["cases"].items() if case["part"] == "models"]
+    for age, lacking in {"": keys[:2], "_earlier": keys[:1], "_earliest": []}.items():
+        cases = {key: case for key, case in made["cases"].items() if key not in lacking}
+        (tmp_path / f"bench_models{age}.json").write_text(json.dumps(made | {"cases": cases}))
+    assert len(records.of_part("models")) == 3
+    assert [list(each["cases"]) for each in records.of_models_earlier()] == [keys[1:2], keys[:1]]
 
 
 MACHINE = {"gpu": "Fake 1", "torch": "2.0", "flash-attn-4": None}

@@ -1,4 +1,4 @@
-"""The contract of calls without codes finds errors in gradients, and the fuzz cases reach it."""
+"""The contract of calls without codes finds errors in results, and the fuzz cases reach it."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from tests.sagesim_kernels import kernel_cases
 from tests.sagesim_kernels.contract import as_kernel_trace, emulate, emulated_case
 from tests.sagesim_kernels.contract import run_kernels as run_traced
 from tests.sagesim_kernels.kernel_cases import KernelCase
-from tests.sagesim_kernels.untraced import check_gradients, has_codes_backward
+from tests.sagesim_kernels.untraced import check_call, has_codes_backward
 from tests.support.inputs import Case, case
 from tests.support.kernels import HERE, Results, kernel_case, run_kernels
 
@@ -32,7 +32,7 @@ def emulated(x: Case, spec: AttentionSpec) -> Results:
 
 def check(found: Results, x: Case, spec: AttentionSpec) -> None:
     sim = emulate(x, spec)
-    check_gradients(found, as_kernel_trace(sim), x, sim)
+    check_call(found, as_kernel_trace(sim), x, sim)
 
 
 @pytest.mark.parametrize("x", [PLAIN, CAUSAL, ONE], ids=["full", "causal", "one"])
@@ -47,7 +47,7 @@ def test_the_gradients_of_portable_kernels_are_within_the_contract(spec: str) ->
     found, on_cpu = run_kernels(x, PRESETS[spec]), emulated_case(x)
     found = Results(*(y.cpu() for y in found))
     traced = run_traced(x, PRESETS[spec])
-    check_gradients(found, traced, on_cpu, emulate(on_cpu, PRESETS[spec]))
+    check_call(found, traced, on_cpu, emulate(on_cpu, PRESETS[spec]))
 
 
 @pytest.mark.parametrize("name", ["dq", "dk", "dv"])
@@ -81,6 +81,37 @@ def test_other_results_than_the_traces_are_refused() -> None:
     found = emulated(PLAIN, PRESETS["factored"])
     with pytest.raises(AssertionError, match="unlike a trace's"):
         check(found._replace(o=found.o * 1.001), PLAIN, PRESETS["factored"])
+
+
+IN_CODES = ("sagebwd", "factored")
+"""The presets whose forward Hopper computes in codes."""
+
+
+@pytest.mark.parametrize("x", [PLAIN, CAUSAL, ONE], ids=["full", "causal", "one"])
+@pytest.mark.parametrize("spec", IN_CODES)
+def test_the_emulators_output_is_within_the_contract_of_a_forward_in_codes(
+    spec: str, x: Case
+) -> None:
+    sim = emulate(x, PRESETS[spec])
+    check_call(emulated(x, PRESETS[spec]), as_kernel_trace(sim), x, sim, forward=True)
+
+
+@pytest.mark.parametrize("name", ["o", "lse"])
+@pytest.mark.parametrize("spec", IN_CODES)
+def test_an_error_of_a_forward_in_codes_is_found(spec: str, name: str) -> None:
+    sim = emulate(CAUSAL, PRESETS[spec])
+    found = emulated(CAUSAL, PRESETS[spec])
+    wrong = found._replace(**{name: getattr(found, name) * 1.001})
+    with pytest.raises(AssertionError, match=name):
+        check_call(wrong, as_kernel_trace(sim), CAUSAL, sim, forward=True, backward=False)
+
+
+def test_an_output_with_the_scales_of_another_spec_is_found() -> None:
+    given, other = PRESETS["sagebwd"], PRESETS["factored"]
+    sim = emulate(PLAIN, given)
+    wrong = emulated(PLAIN, replace(given, pv=other.pv))
+    with pytest.raises(AssertionError, match=r"^o\b"):
+        check_call(wrong, as_kernel_trace(sim), PLAIN, sim, forward=True, backward=False)
 
 
 @pytest.mark.parametrize("spec", SPECS)

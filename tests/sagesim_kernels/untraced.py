@@ -1,8 +1,8 @@
-"""Check gradients of calls that are not traced, whose kernels write no codes of P and dS.
+"""Check calls that are not traced, whose kernels write no codes of P and dS.
 
 As in `contract`, no tolerance is chosen. Where the ball of a map lies between two ties, its code is
 known all the same; in the few others it is one of two or more. The scale is known up to the ball of
-the largest magnitude. So products of codes and scales have balls, and the gradients too.
+the largest magnitude. So products of codes and scales have balls, and the results too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sagesim import AttentionSpec, Delta, Trace
+from sagesim import AttentionSpec, Trace
 from sagesim.problem import resolve_input16
 from sagesim_kernels import KernelTrace, hopper
 from sagesim_kernels.operands import Extras, KernelProblem, logit_scale
@@ -25,7 +25,18 @@ from tests.support.kernels import Results, run_kernels
 
 def has_codes_backward(case: Case, spec: AttentionSpec) -> bool:
     """Return whether Hopper's backward in codes computes a call that is not traced."""
-    problem = KernelProblem.of(
+    problem = _problem(case, spec)
+    return not problem.is_empty and hopper.serves_codes(problem)
+
+
+def has_codes_forward(case: Case, spec: AttentionSpec) -> bool:
+    """Return whether Hopper's forward in codes computes a call that is not traced."""
+    problem = _problem(case, spec)
+    return not problem.is_empty and hopper.serves_forward_in_codes(problem)
+
+
+def _problem(case: Case, spec: AttentionSpec) -> KernelProblem:
+    return KernelProblem.of(
         case.q,
         case.k,
         case.v,
@@ -35,45 +46,82 @@ def has_codes_backward(case: Case, spec: AttentionSpec) -> bool:
         lower_right=case.causal_alignment == "lower_right",
         extras=Extras(case.window, case.key_mask, case.seqused_k, case.sinks, case.softcap),
     )
-    return not problem.is_empty and hopper.serves_codes(problem)
 
 
 def check_with_call(case: Case, spec: AttentionSpec) -> Tally:
-    """Check a trace, as `contract.check` does, and the gradients of a call if it has others."""
+    """Check a trace, as `contract.check` does, and a call if other kernels compute it."""
     traced, on_cpu = run_traced(case, spec), emulated_case(case)
     sim = emulate(on_cpu, spec)
     tally = Checker(traced, on_cpu, sim).run()
-    if has_codes_backward(case, spec):
-        found = run_kernels(case, spec)
-        check_gradients(Results(*(x.cpu() for x in found)), traced, on_cpu, sim)
+    forward, backward = has_codes_forward(case, spec), has_codes_backward(case, spec)
+    if forward or backward:
+        found = Results(*(x.cpu() for x in run_kernels(case, spec)))
+        check_call(found, traced, on_cpu, sim, forward=forward, backward=backward)
     return tally
 
 
-def check_gradients(found: Results, traced: KernelTrace, case: Case, sim: Trace) -> None:
-    """Check gradients whose codes of P and dS are not known.
-
-    Maps are INT8, with scales of tiles or of rows and columns. A trace on the same GPU has the same
-    forward.
+def check_call(
+    found: Results,
+    traced: KernelTrace,
+    case: Case,
+    sim: Trace,
+    *,
+    forward: bool = False,
+    backward: bool = True,
+) -> None:
+    """Check results whose codes of P and dS are not known.
 
     Args:
         found: results of a call.
-        traced: of the same call. Only its o, lse, delta and codes of other operands are used.
+        traced: of the same call. Only its codes of other operands are used.
         case: as `emulated_case` returns it.
         sim: of the emulator.
+        forward: whether another kernel than the trace's computed the forward. If not, o and lse
+            are those of the trace.
+        backward: whether to check gradients. Maps are then INT8, with scales of tiles or of rows
+            and columns.
     """
-    for name in ("o", "lse"):
-        assert torch.equal(getattr(found, name), getattr(traced, name)), f"{name} unlike a trace's"
-    gradients = {name: getattr(found, name) for name in ("dq", "dk", "dv")}
-    _UntracedChecker(replace(traced, **gradients), case, sim).run()
+    if not forward:
+        for name in ("o", "lse"):
+            assert torch.equal(getattr(found, name), getattr(traced, name)), (
+                f"{name} unlike a trace's"
+            )
+    results = {name: getattr(found, name) for name in ("o", "lse", "dq", "dk", "dv")}
+    _CallChecker(replace(traced, **results), case, sim, forward=forward, backward=backward).run()
 
 
-class _UntracedChecker(Checker):
-    """Checks gradients without looking at the codes of the maps of the backward."""
+class _CallChecker(Checker):
+    """Checks results without looking at the codes of P and dS, or at delta."""
+
+    maximum_error = 2.0**-22
+    """Hopper's forward subtracts so much more than the maximum."""
+
+    def __init__(
+        self, found: KernelTrace, case: Case, sim: Trace, *, forward: bool, backward: bool
+    ) -> None:
+        super().__init__(found, case, sim)
+        self._has_forward, self._has_backward = forward, backward
+
+    def _codes_of_p(self, high: Ball) -> Ball:
+        if not self._has_forward:
+            return super()._codes_of_p(high)
+        first, last = (
+            self._round("pv", end).clamp(-127, 127) for end in (high.lowest, high.highest)
+        )
+        return Ball((first + last) / 2, (last - first) / 2)
 
     def _delta(self) -> None:
-        super()._delta()
-        if self.spec.delta is Delta.FROM_P:
-            self.ds = self.ds_of_any  # the call's delta is another sum than the trace's
+        if self._has_backward:
+            super()._delta()
+            self.ds = self.ds_of_any  # the call's delta is another one than the trace's
+
+    def _backward(self) -> None:
+        if self._has_backward:
+            super()._backward()
+
+    def _inside(self, name: str, ball: Ball, is_free: Tensor | None = None) -> None:
+        if name != "delta":
+            super()._inside(name, ball, is_free)
 
     def _codes(
         self, site: str, x: Ball, only_scale: Tensor | None = None

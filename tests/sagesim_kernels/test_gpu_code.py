@@ -472,12 +472,15 @@ def test_fp64_is_only_in_sums_over_what_the_caller_laid_out(newest: Compiler) ->
 
 @compiled_by("spec", oldest=["factored"], newest=["sagebwd"])
 def test_codes_are_contiguous_along_the_contraction(compiler: Compiler, spec: str) -> None:
-    """Codes of P and dS are packed in registers, with one permutation for each code of a thread.
-    Further permutations would mean that the bytes of a right operand are rearranged too."""
+    """Codes of P and dS are packed in registers, with one permutation for each code of a thread, or
+    for four. Further permutations would mean that the bytes of a right operand are rearranged too.
+    """
     for name, kernel in products(compiler.compile(spec, 90, preparation=False)).items():
         maps = {"pv", "dv", "dq", "dk"} & set(SITES_OF[name])
         if name == "hopper_codes_backward":  # eight warps for dV and dK, four in one loop for dQ
             packed = LOOPS * 2 * (128 * 64 // (8 * 32)) + 128 * 64 // (4 * 32)
+        elif name == "hopper_forward_codes":  # each consumer has four warps
+            packed = CODES_CONFIGS[64].consumers * LOOPS * (64 * 64 // (4 * 32)) // 4
         elif not maps:
             packed = 0
         else:

@@ -177,7 +177,7 @@ def _both(
 ) -> Aim:
     """Forward and backward, without a mask and causal."""
     found = [
-        _newest(documents, lambda each, n=n, m=m: _speed(each, d, n, m, spec, peer).value)
+        _newest_case(documents, _key(d, n, m), lambda case: _ratio(case, spec, peer))
         for n in lengths
         for m in (False, True)
     ]
@@ -336,25 +336,16 @@ def _preparation(record: Document, d: int, tokens: int, is_causal: bool, spec: s
     return Found(preparation_share(jobs) if jobs else None)
 
 
-def _newest(documents: Documents, figure: Callable[[Document], float | None]) -> Found:
-    """The figure of the newest record that has it."""
-    for i, document in enumerate(documents):
-        value = figure(document)
-        if value is not None:
-            return Found(value, is_earlier=i > 0)
-    return Found(None)
-
-
 def _newest_case(
     documents: Documents, key: str, figure: Callable[[Document], float | None]
 ) -> Found:
-    """The same of a case."""
-
-    def of_case(document: Document) -> float | None:
+    """A figure of a case, from the newest record that has it."""
+    for i, document in enumerate(documents):
         case = document["cases"].get(key)
-        return None if case is None else figure(case)
-
-    return _newest(documents, of_case)
+        value = None if case is None else figure(case)
+        if value is not None:
+            return Found(value, is_earlier=i > 0)
+    return Found(None)
 
 
 def _words(shape: Shape) -> str:

@@ -15,15 +15,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from sagesim_kernels.hopper.codes_sums import CHUNK
 from sagesim_kernels.hopper.forward_masks import exponents, logits_of, upper, upper_max
 from sagesim_kernels.hopper.forward_tiles import BLOCK
 from sagesim_kernels.hopper.forward_warps import partial_sums
 from sagesim_kernels.operands import LOG2_127, attends
-
-CHUNK = gl.constexpr(64)
-"""Channels of the sums of one product. Sums of more channels would need too many registers."""
 
 CODE_UNIT = gl.constexpr(2.0**-24)
 """What a code stands for in the exponentials."""
@@ -126,14 +123,6 @@ def codes_step(MASKED: gl.constexpr, s, factor, level, keys, mask):
     weight = gl.exp2(finite_level - block_level)
     shrink = gl.exp2(finite_level - level)
     return _left_codes(p), partial_sums(p), weight, new_level, shrink
-
-
-@gluon.jit
-def start_sums(codes, v, C: gl.constexpr):
-    """Start the product of codes [queries, keys] and chunk C of V [channels, keys], int32."""
-    zeros = gl.zeros((BLOCK, CHUNK), gl.int32, SUMS)
-    chunk = v.slice(C * CHUNK, CHUNK, 0).permute((1, 0))
-    return warpgroup_mma(codes, chunk, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit

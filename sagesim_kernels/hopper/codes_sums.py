@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from sagesim_kernels.hopper.backward_maps import ST_INT32
-from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, to_int32
+from sagesim_kernels.hopper.dq_parts import BLOCK_Q, to_int32
 
 CHUNK = gl.constexpr(64)
 """Channels of the sums of one product. Sums of more channels would need too many registers."""
@@ -22,8 +22,9 @@ CHUNK = gl.constexpr(64)
 
 @gluon.jit
 def start_sums(codes, right, C: gl.constexpr):
-    """Start the product of codes [TILE_K, BLOCK_Q] and chunk C of right [D, BLOCK_Q], int32."""
-    zeros = gl.zeros((TILE_K, CHUNK), gl.int32, ST_INT32)
+    """Start the product of codes [rows, tokens] and chunk C of right [channels, tokens], int32."""
+    SUMS: gl.constexpr = codes.type.layout.parent
+    zeros = gl.zeros((codes.shape[0], CHUNK), gl.int32, SUMS)
     chunk = right.slice(C * CHUNK, CHUNK, 0).permute((1, 0))
     return warpgroup_mma(codes, chunk, zeros, use_acc=False, is_async=True)
 

@@ -12,13 +12,11 @@ from typing import NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.descriptors import multiprocessor_count, tma_descriptor
-from sagesim_kernels.hopper.forward_loads import produce
+from sagesim_kernels.hopper.forward_loads import allocate_barriers, produce
 from sagesim_kernels.hopper.forward_structures import (
-    Barriers,
     Buffers,
     Inputs,
     Scales,
@@ -46,7 +44,6 @@ from sagesim_kernels.operands import (
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
-BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 SCALES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 """Layout of scales in shared memory."""
 
@@ -121,21 +118,10 @@ def hopper_forward(
     k_scale_s = None
     if key_scales is not None:
         k_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], key_scales.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * 2, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS * 2, 1], BARRIER)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), 1)
-        mbarrier.init(empty.index(i), CONSUMERS)
-    for i in gl.static_range(CONSUMERS * 2):
-        mbarrier.init(q_full.index(i), 1)
-        mbarrier.init(q_empty.index(i), 1)
-    fence_async_shared()
+    barriers = allocate_barriers(CONSUMERS, STAGES)
     inputs = Inputs(q8, k8, v, key_scales, None)
     scales = Scales(StoredScales(q_scale, q_tokens), StoredScales(k_scale, k_tokens), None)
     buffers = Buffers(q_s, k_s, v_s, k_scale_s, None)
-    barriers = Barriers(full, empty, q_full, q_empty)
     rows = Rows(lse2, lse2_stride_b, lse2_stride_h)
     softcap = Softcap(inverse_cap, cap2, shift, lse2_stride_b, lse2_stride_h)
     lengths = Lengths(

@@ -12,7 +12,6 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.descriptors import (
@@ -21,7 +20,6 @@ from sagesim_kernels.hopper.descriptors import (
     tma_descriptor,
 )
 from sagesim_kernels.hopper.forward import (
-    BARRIER,
     PRODUCER_REGISTERS,
     SCALES,
     UNSPECIALIZED,
@@ -29,9 +27,8 @@ from sagesim_kernels.hopper.forward import (
     key_scales_of,
 )
 from sagesim_kernels.hopper.forward_codes_warps import consume
-from sagesim_kernels.hopper.forward_loads import produce
+from sagesim_kernels.hopper.forward_loads import allocate_barriers, produce
 from sagesim_kernels.hopper.forward_structures import (
-    Barriers,
     Buffers,
     Inputs,
     Scales,
@@ -83,17 +80,7 @@ def hopper_forward_codes(
     v_scale_s = None
     if channel_scales is not None:
         v_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, D], channel_scales.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * 2, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS * 2, 1], BARRIER)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), 1)
-        mbarrier.init(empty.index(i), CONSUMERS)
-    for i in gl.static_range(CONSUMERS * 2):
-        mbarrier.init(q_full.index(i), 1)
-        mbarrier.init(q_empty.index(i), 1)
-    fence_async_shared()
+    barriers = allocate_barriers(CONSUMERS, STAGES)
     inputs = Inputs(q8, k8, v8, key_scales, channel_scales)
     scales = Scales(
         StoredScales(q_scale, q_tokens),
@@ -101,7 +88,6 @@ def hopper_forward_codes(
         StoredScales(v_scale, v_tokens),
     )
     buffers = Buffers(q_s, k_s, v_s, k_scale_s, v_scale_s)
-    barriers = Barriers(full, empty, q_full, q_empty)
     rows = Rows(lse2, lse2_stride_b, lse2_stride_h)
     lengths = Lengths(
         mask.cu_q,

@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from sagesim_kernels.hopper.codes_softmax import (
-    CHUNK,
     CODE_UNIT,
     SUM_ROWS,
     SUMS,
@@ -23,8 +22,8 @@ from sagesim_kernels.hopper.codes_softmax import (
     codes_step,
     joined,
     rescaled,
-    start_sums,
 )
+from sagesim_kernels.hopper.codes_sums import CHUNK, start_sums
 from sagesim_kernels.hopper.forward_loads import first_row, release, skip_loads, wait_for_load
 from sagesim_kernels.hopper.forward_masks import (
     S_FLOAT32,

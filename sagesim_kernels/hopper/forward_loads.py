@@ -20,8 +20,28 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sagesim_kernels.gluon_compat import tma_load
+from sagesim_kernels.hopper.forward_structures import Barriers
 from sagesim_kernels.hopper.forward_tiles import BLOCK, key_blocks, tile_of, waves
 from sagesim_kernels.operands import stored_start_of
+
+BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def allocate_barriers(CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
+    """Return the `Barriers` of a program, in their first phase."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * 2, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS * 2, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), 1)
+        mbarrier.init(empty.index(i), CONSUMERS)
+    for i in gl.static_range(CONSUMERS * 2):
+        mbarrier.init(q_full.index(i), 1)
+        mbarrier.init(q_empty.index(i), 1)
+    fence_async_shared()
+    return Barriers(full, empty, q_full, q_empty)
 
 
 @gluon.jit

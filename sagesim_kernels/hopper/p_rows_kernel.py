@@ -148,7 +148,7 @@ def _consume(
         factor = factor * 1024.0  # see `operands.apply_k_scale`
     unmasked, end = key_loop_bounds(first, BLOCK, BLOCK, tile.n_k, tile.offset)
     unmasked = gl.minimum(unmasked // BLOCK, blocks)
-    end = gl.minimum((end + BLOCK - 1) // BLOCK, blocks)
+    end = gl.minimum(gl.maximum(end + BLOCK - 1, 0) // BLOCK, blocks)
     if first >= n_q:
         end = unmasked * 0
     unmasked = gl.minimum(unmasked, end)
@@ -234,7 +234,7 @@ def hopper_p_rows(
     n_k = live_keys(lengths, b)
     offset = causal_offset(lengths, b)
     _unmasked, end = key_loop_bounds(first, TILE, BLOCK, n_k, offset)
-    blocks = (end + BLOCK - 1) // BLOCK
+    blocks = gl.maximum(end + BLOCK - 1, 0) // BLOCK  # queries may attend to no key
     start_q = stored_start_of(lengths.cu_q, lengths.n_q, b).to(gl.int32)
     start_k = stored_start_of(lengths.cu_k, lengths.n_k, b).to(gl.int32)
     q_origin = origin_of(IS_COPIED, b, h, start_q)

@@ -98,6 +98,16 @@ def test_grouped_queries_meet_the_contract(heads: tuple[int, int, int], d: int, 
     check_with_call(problem.case, problem.parsed)
 
 
+@of_specs
+@of_sizes
+def test_whole_tiles_of_queries_without_keys(d: int, spec: str) -> None:
+    """Such a tile loads no key."""
+    problem = gaussian_case(
+        spec, d, n_q=449, n_k=63, dtype="bfloat16", seed=1, **MASKS["lower_right"]
+    )
+    check_with_call(problem.case, problem.parsed)
+
+
 @pytest.mark.parametrize("spec", ["sagebwd", "factored"])
 @pytest.mark.parametrize(
     "sizes",

@@ -62,7 +62,6 @@ def forward(
         gluon.launch_forward(problem, operands, o, lse2, shift=shift, sink2=sink2)
     else:
         operands = OperandCache(problem) if operands is None else operands
-        operands.quantize(*_FORWARD)
         if trace is None and hopper.serves_forward_in_codes(problem):
             from sagesim_kernels.hopper import forward_codes as gluon
 
@@ -70,8 +69,10 @@ def forward(
         elif trace is None and ampere.serves_forward(problem):
             from sagesim_kernels.ampere import forward as gluon
 
+            operands.quantize(*_FORWARD)
             gluon.launch_forward(problem, operands, o, lse2)
         else:
+            operands.quantize(*_FORWARD)
             shift = _shift(problem, operands)
             sink2 = sink_logits(problem, shift)
             portable.launch_forward(problem, operands, o, lse2, trace, shift=shift, sink2=sink2)
@@ -148,7 +149,6 @@ def backward(
         stored = hopper.has_to_copy(problem, queries=True)
         if operands is None or stored:
             operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
-        operands.quantize(*_BACKWARD)
         gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)
     else:
         if operands is None:

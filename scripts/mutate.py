@@ -80,8 +80,8 @@ BUGS = (
     Bug(
         "a scale of 127.5",
         "operands/rounding.py",
-        "code_max = tl.full(amax.shape, CODE_MAX,",
-        "code_max = tl.full(amax.shape, CODE_MAX + 0.5,",
+        "code_max = tl.where(vanishing, CODE_MAX, CODE_MAX)",
+        "code_max = tl.where(vanishing, CODE_MAX + 0.5, CODE_MAX + 0.5)",
     ),
     Bug(
         "an absolute epsilon in the scale",
@@ -824,7 +824,7 @@ BUGS = (
     ),
     Bug(
         "storage ends in what was there",
-        "operands/quantization.py",
+        "operands/casting.py",
         "last = tl.cdiv(last, ALIGNMENT) * ALIGNMENT",
         "last += 0",
     ),
@@ -851,9 +851,15 @@ def bugs_of(name: str, test_file: str) -> tuple[Bug, ...]:
     return tuple(Bug(**fields, test_file=test_file) for fields in tomllib.loads(text)["bug"])
 
 
-_OF_AMPERE, _OF_HOPPER, _OF_CODES, _OF_FORWARD_CODES = (
+_OF_AMPERE, _OF_HOPPER, _OF_CODES, _OF_FORWARD_CODES, _OF_OPERANDS = (
     f"tests/sagesim_kernels/test_{name}.py"
-    for name in ("ampere_on_cpu", "hopper", "hopper_codes", "hopper_forward_codes")
+    for name in (
+        "ampere_on_cpu",
+        "hopper",
+        "hopper_codes",
+        "hopper_forward_codes",
+        "hopper_codes_operands",
+    )
 )
 
 AMPERE_BUGS = bugs_of("ampere_bugs.toml", _OF_AMPERE)
@@ -863,6 +869,7 @@ HOPPER_BUGS = (
     *bugs_of("hopper_bugs.toml", _OF_HOPPER),
     *bugs_of("hopper_codes_bugs.toml", _OF_CODES),
     *bugs_of("hopper_forward_codes_bugs.toml", _OF_FORWARD_CODES),
+    *bugs_of("hopper_operands_bugs.toml", _OF_OPERANDS),
 )
 """Bugs of the kernels for Hopper. They need a GPU."""
 
@@ -898,7 +905,7 @@ AMPERE = Plan(
 )
 HOPPER = Plan(
     HOPPER_BUGS,
-    [_OF_HOPPER, _OF_CODES, _OF_FORWARD_CODES],
+    [_OF_HOPPER, _OF_CODES, _OF_FORWARD_CODES, _OF_OPERANDS],
     "gpu",
     DATA / "mutations_hopper.json",
     " --hopper",

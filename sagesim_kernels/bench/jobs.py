@@ -34,6 +34,7 @@ PREPARATION: Final = {
     "p_rows_kernel": "delta",
     "ampere_p_rows": "delta",
     "hopper_p_rows": "delta",
+    "hopper_codes_of_operands": "quantizing",
     "start_rows_kernel": "delta",
     "row_stats_kernel": "delta",
     "key_bounds_kernel": "units of dq",

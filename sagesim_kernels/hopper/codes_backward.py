@@ -14,7 +14,8 @@ from sagesim_kernels import portable
 from sagesim_kernels.hopper.backward_warps import ROW_STATS, STATS_LAYOUT, WARPS
 from sagesim_kernels.hopper.codes_kernel import CodesConfig, hopper_codes_backward
 from sagesim_kernels.hopper.codes_maps import BLOCK_K
-from sagesim_kernels.hopper.codes_rows import start_rows_kernel
+from sagesim_kernels.hopper.codes_operands import quantize
+from sagesim_kernels.hopper.codes_rows import start_rows_in_codes
 from sagesim_kernels.hopper.descriptors import (
     multiprocessor_count,
     right_descriptor,
@@ -28,12 +29,10 @@ from sagesim_kernels.hopper.tile_scheduler import choose_backward_heads, query_h
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
-    LOG2_E,
     DqSums,
     Gradients,
     Grid,
     KernelProblem,
-    KernelSizes,
     OperandCache,
     Rows,
     RowStatistics,
@@ -59,41 +58,32 @@ def launch_backward(
 ) -> None:
     """Fill grads, any strides, and statistics.delta; see `portable.launch_backward`.
 
-    operands: those of the backward's products, the codes already rounded.
+    operands: those of the backward's products.
     """
+    operands.quantize("qk_recompute", "dv", "dq", "dk", by=quantize)
     dq, dk, dv = grads
     kv_heads, d, d_v = dk.shape[1], dk.shape[3], dv.shape[3]
     channels = padded(d)
     dq_sums = DqSums.by_tma(problem, channels)
     sum_rows = partial(launch_p_rows, problem, operands, statistics, d_lse)
-    portable.prepare_backward(problem, operands, o, do, statistics, d_lse, dq_sums, sum_rows)
-    tokens_q = dq_sums.tokens
-    blocks = dq.shape[1] * tokens_q // _BLOCK_Q
+    blocks = dq.shape[1] * dq_sums.tokens // _BLOCK_Q
     row_stats = dq.new_empty(blocks * ROW_STATS.value, dtype=torch.float32)
     channel_scales = dq.new_empty(blocks * 2 * channels, dtype=torch.float32)
+    q_right, do_right = operands.get("dk", "q"), operands.get("dv", "do")
+    start_rows = partial(
+        start_rows_in_codes,
+        q_right=q_right,
+        do_right=do_right,
+        row_stats=row_stats,
+        channel_scales=channel_scales,
+    )
+    portable.prepare_backward(
+        problem, operands, o, do, statistics, d_lse, dq_sums, sum_rows, fill_units=start_rows
+    )
     q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
     do16, v16 = operands.get("dp", "do"), operands.get("dp", "v")
-    q_right, do_right = operands.get("dk", "q"), operands.get("dv", "do")
     k_right = operands.get("dq", "k")
     lengths, scale = problem.lengths, problem.scale
-    grid = Grid(-(-problem.longest_q // _BLOCK_Q), dq.shape[1], problem.sequences)
-    launch(
-        start_rows_kernel,
-        grid.programs,
-        grid,
-        q8,
-        q_right,
-        do_right,
-        *statistics,
-        dq_sums,
-        row_stats,
-        channel_scales,
-        lengths,
-        scale * LOG2_E,
-        KernelSizes.of(problem, _BLOCK_Q),
-        k8.TOKENS,
-        **LAUNCH,
-    )
     groups = query_heads_per_program(kv_heads, problem.groups)
     splits = problem.groups // groups
     tokens_k = stored_tokens(problem.cu_k, problem.k)
@@ -147,7 +137,7 @@ def launch_backward(
         tiles.tiles,
         kv_heads,
         heads_per_group,
-        tokens_q,
+        dq_sums.tokens,
         tokens_k,
         scale if splits == 1 else 1.0,
         config,

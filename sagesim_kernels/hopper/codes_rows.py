@@ -7,31 +7,51 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from sagesim_kernels.hopper.dq_parts import BLOCK_Q
 from sagesim_kernels.hopper.preparation import start_rows
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
+    LAUNCH,
+    LOG2_E,
+    DqSums,
+    Grid,
+    Growths,
+    KernelProblem,
+    KernelSizes,
+    Means,
+    Operand,
+    Rows,
+    RowStatistics,
+    compute_key_bounds,
     head_pointers,
     length_of,
     load_channel_scales,
     load_rows,
     load_token_scales,
+    padded,
     program_coordinates,
+    row_units,
     stored_start_of,
 )
+
+_CHANNELS_OF_A_WARP = 16
 
 
 @triton.jit
 def start_rows_kernel(
-    grid, q, q_right, do_right, lse2, delta, dq_sums, row_stats, channel_scales, lengths,
-    scale_log2, sizes, KEYS_PER_SCALE: tl.constexpr,
+    grid, q, do, q_right, do_right, bounds, lse2, delta, p_sums, dq_sums, row_stats, channel_scales,
+    lengths, scale_log2, growths, sizes, KEYS_PER_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Store row statistics and channel scales of a block of queries, and clear its sums of dQ.
+    """Store units, row statistics and channel scales of a block of queries; clear its sums of dQ.
 
     Queries from the last one on have an infinite lse2, so that their P is 0.
 
-    q: `Operand` of qk_recompute. q_right, do_right: right operands of dK and dV. row_stats: see
-    `ROW_STATS`. channel_scales: float32 [heads * blocks, 2, D_PAD], the scales of do_right and
-    q_right. KEYS_PER_SCALE: keys that share a scale of K in qk_recompute.
+    q, do: `Operand` of qk_recompute and dp. q_right, do_right: right operands of dK and dV. bounds,
+    p_sums, growths: see `row_units`. row_stats: see `ROW_STATS`. channel_scales: float32 [heads *
+    blocks, 2, D_PAD], the scales of do_right and q_right. KEYS_PER_SCALE: keys that share a scale
+    of K in qk_recompute.
     """
     block, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
@@ -47,7 +67,10 @@ def start_rows_kernel(
         factor *= 1024.0  # see `operands.apply_k_scale`
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
     row_delta = load_rows(delta, lengths.cu_q, b, h, queries, n_q, 0.0)
-    unit = tl.load(dq_sums.unit + at + tl.arange(0, sizes.BLOCK_Q))
+    unit = row_units(
+        q, do, bounds, p_sums, lengths, b, h, first, row_lse2, row_delta, tl.abs(scale_log2),
+        growths, sizes,
+    )  # fmt: skip
     _, do_scales = head_pointers(do_right, lengths.cu_q, lengths.n_q, b, h)
     _, qr_scales = head_pointers(q_right, lengths.cu_q, lengths.n_q, b, h)
     of_do = load_channel_scales(do_right, do_scales, first, sizes.DV, sizes.DV_PAD)
@@ -58,3 +81,51 @@ def start_rows_kernel(
     tl.store(scales + sizes.D_PAD + column, tl.broadcast_to(of_q, (sizes.D_PAD,)))
     tl.store(row_stats + at * 4 + tl.arange(0, sizes.BLOCK_Q), factor)
     start_rows(dq_sums, row_stats, at, unit, row_lse2, row_delta, sizes)
+
+
+def start_rows_in_codes(
+    problem: KernelProblem,
+    operands: dict[str, Operand],
+    k_mean: Means | None,
+    statistics: RowStatistics,
+    p_sums: Rows | None,
+    dq_sums: DqSums,
+    ds_bound: Rows | None,
+    *,
+    q_right: Operand,
+    do_right: Operand,
+    row_stats: Tensor,
+    channel_scales: Tensor,
+) -> None:
+    """Do what `compute_units` does, clear the sums, and fill row_stats and channel_scales.
+
+    See `start_rows_kernel`. There is no softcap, and no scale from a bound.
+    """
+    assert k_mean is None
+    assert ds_bound is None
+    q, k = operands["q"], operands["k"]
+    block = BLOCK_Q.value
+    bounds = compute_key_bounds(problem, operands)
+    grid = Grid(-(-problem.longest_q // block), problem.q.shape[1], problem.sequences)
+    launch(
+        start_rows_kernel,
+        grid.programs,
+        grid,
+        q,
+        operands["do"],
+        q_right,
+        do_right,
+        bounds,
+        *statistics,
+        p_sums,
+        dq_sums,
+        row_stats,
+        channel_scales,
+        problem.lengths,
+        problem.scale * LOG2_E,
+        Growths.of(problem.spec),
+        KernelSizes.of(problem, block, block_q=block),
+        k.TOKENS,
+        num_warps=padded(problem.v.shape[3]) // _CHANNELS_OF_A_WARP,
+        **LAUNCH,
+    )

@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sagesim_kernels.hopper.codes_operands import quantize
 from sagesim_kernels.hopper.descriptors import (
     multiprocessor_count,
     right_descriptor,
@@ -137,6 +138,7 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
         o: [sequences, heads, n_q, d], any strides.
         lse2: float32 [sequences, heads, n_q], contiguous.
     """
+    operands.quantize("qk", "pv", by=quantize)
     q, k, v = operands.get("qk", "q"), operands.get("qk", "k"), operands.get("pv", "v")
     heads, d_v = o.shape[1], o.shape[3]
     channels = padded(d_v)

@@ -76,6 +76,11 @@ _ELEMENTS_AT_ONCE: Final = 16384
 _CHANNELS_OF_A_WARP: Final = 16
 """Channels of a head for each warp of a program that holds one block."""
 
+_REGISTERS_KEYS: Final = 80
+_REGISTERS_QUERIES: Final = {64: 80, 128: 64}
+"""Of a thread that holds one block, for queries by the channels of a tile. With those that the
+compiler would take, fewer programs run at a time, and loads wait longer for memory."""
+
 _ELEMENTS_OF_A_WARP: Final = 2048
 """Elements of K or Q for each warp of a program that holds several blocks."""
 
@@ -314,6 +319,7 @@ def prepare_backward(
         TokenBlocks.of(True, d_v, padded(d_v), block_k),
         dtype,
         num_warps=padded(d) // _CHANNELS_OF_A_WARP,
+        maxnreg=_REGISTERS_KEYS,
         **LAUNCH,
     )
     grid = Grid(-(-problem.longest_q // block_q), q.x.shape[1], problem.sequences)
@@ -340,5 +346,6 @@ def prepare_backward(
         KernelSizes.of(problem, block_q),
         dtype,
         num_warps=padded(d) // _CHANNELS_OF_A_WARP,
+        maxnreg=_REGISTERS_QUERIES.get(padded(d)),
         **LAUNCH,
     )

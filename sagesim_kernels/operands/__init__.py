@@ -1,6 +1,7 @@
 """What kernels read and write: memory layout, means, codes and scales, row statistics."""
 
 from sagesim_kernels.operands.cache import OperandCache
+from sagesim_kernels.operands.casting import DTYPES
 from sagesim_kernels.operands.delta import (
     compute_delta_from_o,
     load_rows,
@@ -58,6 +59,7 @@ from sagesim_kernels.operands.layout import (
     programs_of,
     row_base,
     row_stride,
+    scattered_ptrs,
     start_of,
     store_tokens,
     stored_start_of,
@@ -72,6 +74,7 @@ from sagesim_kernels.operands.masking import (
     causal_offset,
     first_live_key,
     is_live_key,
+    is_live_query,
     is_unmasked,
     key_loop_bounds,
     key_loops,
@@ -102,14 +105,17 @@ from sagesim_kernels.operands.operand import (
     load_channel_scales,
     load_token_scales,
     load_tokens,
+    scale_start_of,
+    token_in_register_order,
     tokens_by_tokens,
 )
 from sagesim_kernels.operands.quantization import (
-    DTYPES,
+    Wanted,
     load_live,
     load_source,
     quantize_block,
     store_block,
+    tasks_of,
 )
 from sagesim_kernels.operands.results import ForwardResult, Gradients, RowStatistics
 from sagesim_kernels.operands.rounding import (
@@ -127,6 +133,7 @@ from sagesim_kernels.operands.rounding import (
     map_step,
     pcg_hash,
     row_sums,
+    scale_and_inverse,
     to_codes,
 )
 from sagesim_kernels.operands.row_bounds import (
@@ -176,6 +183,7 @@ __all__ = [
     "Strided",
     "SubtractedMeans",
     "TokenBlocks",
+    "Wanted",
     "add_part",
     "add_sink",
     "add_sink_of_rows",
@@ -207,6 +215,7 @@ __all__ = [
     "inverse_of",
     "inverse_units",
     "is_live_key",
+    "is_live_query",
     "is_unmasked",
     "key_bias",
     "key_loop_bounds",
@@ -253,6 +262,9 @@ __all__ = [
     "row_sums",
     "row_units",
     "rowsum_do_o",
+    "scale_and_inverse",
+    "scale_start_of",
+    "scattered_ptrs",
     "sink_gradient",
     "sink_logits",
     "sink_probabilities",
@@ -267,7 +279,9 @@ __all__ = [
     "subtract_lse_gradient",
     "summed_channels",
     "tanh",
+    "tasks_of",
     "to_codes",
+    "token_in_register_order",
     "token_ptrs",
     "tokens_by_tokens",
     "units_of",

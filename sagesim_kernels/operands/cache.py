@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from sagesim.spec import MAPS, OPERANDS, Granularity, Precision
+from sagesim_kernels.operands.casting import DTYPES, cast, operand_of_values
 from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import Rows
 from sagesim_kernels.operands.means import (
@@ -17,14 +19,15 @@ from sagesim_kernels.operands.means import (
 )
 from sagesim_kernels.operands.operand import Operand
 from sagesim_kernels.operands.quantization import (
-    DTYPES,
     TokenTensor,
-    cast,
+    Wanted,
     memory_of_codes,
-    operand_of_values,
     quantize,
 )
 from sagesim_kernels.operands.row_bounds import FoldedRows, fold
+
+Quantize = Callable[[KernelProblem, Sequence[Wanted]], list[Operand]]
+"""`quantize`, or another function that does the same."""
 
 
 class _Code(NamedTuple):
@@ -81,10 +84,12 @@ class OperandCache:
         """Return the precision of a site."""
         return self._problem.spec.site(site).precision
 
-    def quantize(self, *sites: str) -> None:
-        """Round the operands of these sites to codes, in as few launches as possible.
+    def quantize(self, *sites: str, by: Quantize = quantize) -> None:
+        """Round the operands of these sites to codes, in one launch.
 
         Without those whose rows are multiplied by the bounds of a map, see `fold`.
+
+        by: the function that launches the kernel.
         """
         wanted: dict[_Code, None] = {}
         for site in sites:
@@ -92,7 +97,7 @@ class OperandCache:
                 wanted |= dict.fromkeys(
                     self._code(site, tensor) for tensor in OPERANDS[site] if tensor not in MAPS
                 )
-        self._quantize([x for x in wanted if x not in self._codes and not x.folded])
+        self._quantize([x for x in wanted if x not in self._codes and not x.folded], by)
 
     def fold(self, site: str, bound: Rows) -> FoldedRows:
         """Round dO of dv or Q of dk with its rows multiplied by the bounds of the site's map.
@@ -123,7 +128,7 @@ class OperandCache:
             code = self._code(site, tensor)
             if code not in self._codes:
                 assert not code.folded, f"{tensor} of {site} before its bounds"
-                self._quantize([code])
+                self._quantize([code], quantize)
             return self._codes[code]
         key = tensor, precision
         if key not in self._values:
@@ -139,11 +144,12 @@ class OperandCache:
         folded = left if is_folded else ""
         return _Code(tensor, matmul.precision, granularity, left in MAPS, folded)
 
-    def _quantize(self, wanted: list[_Code]) -> None:
-        tasks = [
-            (self._source(x.tensor), x.precision, x.granularity, x.contract_tokens) for x in wanted
+    def _quantize(self, wanted: list[_Code], by: Quantize) -> None:
+        needed = [
+            Wanted(self._source(x.tensor), x.precision, x.granularity, x.contract_tokens)
+            for x in wanted
         ]
-        self._codes |= dict(zip(wanted, quantize(self._problem, tasks), strict=True))
+        self._codes |= dict(zip(wanted, by(self._problem, needed), strict=True))
 
     def get_unsmoothed(self, site: str, tensor: str) -> tuple[Operand, Means | None]:
         """Return a tensor before smoothing, and the mean that the kernel has to subtract itself.

@@ -183,11 +183,16 @@ def tile_ptrs(base, first, count: tl.constexpr, columns, stride_n, stride_d):
 
     Offsets are 64 bit: strides are arbitrary, and a head of codes may have 2**31 elements.
     """
-    local = tl.arange(0, count).to(tl.int64)
+    return scattered_ptrs(base, first, tl.arange(0, count), columns, stride_n, stride_d)
+
+
+@triton.jit
+def scattered_ptrs(base, first, local, columns, stride_n, stride_d):
+    """Return pointers to tokens first + local after base, [tokens, columns]; see `tile_ptrs`."""
     return (
         base
         + tl.cast(first, tl.int64) * stride_n
-        + local[:, None] * stride_n
+        + local.to(tl.int64)[:, None] * stride_n
         + columns.to(tl.int64)[None, :] * stride_d
     )
 

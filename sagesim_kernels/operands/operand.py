@@ -41,6 +41,7 @@ class Operand(NamedTuple):
     CHANNELS: Any  #: constexpr, channels in memory; codes after the tensor's own channels are 0
     TOKENS: Any  #: constexpr, consecutive tokens that share a scale; None in 16 bit
     BY_CHANNEL: Any  #: constexpr bool, whether each channel has its own scale; None in 16 bit
+    ALONG_TOKENS: Any  #: constexpr bool, whether codes of tokens in a row are neighbours in memory
     IN_REGISTER_ORDER: Any  #: constexpr bool, see `in_register_order`
     STORED: Any  #: constexpr bool, whether the tokens lie in padded storage, as codes always do
     FORMAT: Any  #: constexpr, of the codes, see `formats`
@@ -54,6 +55,8 @@ class Operand(NamedTuple):
         scale: Tensor,
         per_scale: int,
         by_channel: bool,
+        *,
+        along_tokens: bool,
         in_register_order: bool,
         how: tl.constexpr = INT8,
     ) -> Operand:
@@ -70,6 +73,7 @@ class Operand(NamedTuple):
             CHANNELS=tl.constexpr(channels),
             TOKENS=tl.constexpr(per_scale),
             BY_CHANNEL=tl.constexpr(by_channel),
+            ALONG_TOKENS=tl.constexpr(along_tokens),
             IN_REGISTER_ORDER=tl.constexpr(in_register_order),
             STORED=tl.constexpr(True),
             FORMAT=how,
@@ -89,6 +93,7 @@ class Operand(NamedTuple):
             CHANNELS=tl.constexpr(x.shape[3]),
             TOKENS=tl.constexpr(None),
             BY_CHANNEL=tl.constexpr(None),
+            ALONG_TOKENS=tl.constexpr(False),
             IN_REGISTER_ORDER=tl.constexpr(False),
             STORED=tl.constexpr(stored),
             FORMAT=VALUES,
@@ -105,6 +110,12 @@ def in_register_order(x):
     """
     pairs = tl.reshape(x, (x.shape[0], x.shape[1] // 16, 2, 4, 2))
     return tl.reshape(tl.permute(pairs, (0, 1, 3, 2, 4)), x.shape)
+
+
+@triton.jit
+def token_in_register_order(place):
+    """Return the token whose code is at a place of codes in register order."""
+    return place // 16 * 16 + place % 4 // 2 * 8 + place % 16 // 4 * 2 + place % 2
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Round Q, K, V and dO to operands: codes with scales, or 16-bit values.
+"""Round Q, K, V and dO to operands that are codes with scales.
 
 A program rounds one block of tokens: amax, then scale, then codes.
 """
@@ -25,9 +25,7 @@ from sagesim_kernels.operands.layout import (
     TokenBlocks,
     coordinates_of,
     length_of,
-    program_coordinates,
     programs_of,
-    store_tokens,
     stored_start_of,
     stored_tokens,
     tile_ptrs,
@@ -49,10 +47,7 @@ from sagesim_kernels.operands.rounding import (
     to_codes,
 )
 
-DTYPES: Final = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
-"""The 16-bit precisions of a spec and their dtypes."""
-
-_VECTOR: Final = 16
+VECTOR: Final = 16
 """Bytes of a vector load. Rows of operands start at multiples of it. Loops that load channel by
 channel are slow, and ptxas 12.8, which Triton 3.6 uses, miscompiles some of them: see
 tests/support/sass.py."""
@@ -103,7 +98,7 @@ def load_live(x, lengths, first, COUNT: tl.constexpr, h, b, blocks):
 
 
 @triton.jit
-def _load_block(x, mean, lengths, i, h, b, blocks):
+def load_block_of(x, mean, lengths, i, h, b, blocks):
     """Load block i of sequence b and head h as `load_source` does."""
     return load_source(x, mean, lengths, i, i * blocks.BLOCK, blocks.BLOCK, h, b, blocks)
 
@@ -127,16 +122,18 @@ def store_codes_of_tokens(out, codes, h, start, count, blocks):
 
 
 @triton.jit
-def quantize_block(program, grid, x, mean, out, rounding, blocks, lengths):
-    """Compute the codes and scales of a block of tokens and store them to the `Operand` out."""
+def quantize_block(program, grid, x, mean, blocks, out, rounding, other, other_rounding, lengths):
+    """Compute the codes and scales of a block of tokens and store them to one or two `Operand`."""
     i, h, b = coordinates_of(program, grid)
     if blocks.IS_KEY:
         cu, n = lengths.cu_k, lengths.n_k
     else:
         cu, n = lengths.cu_q, lengths.n_q
     if i * blocks.BLOCK < length_of(cu, n, b):
-        tokens = _load_block(x, mean, lengths, i, h, b, blocks)
+        tokens = load_block_of(x, mean, lengths, i, h, b, blocks)
         store_block(out, tokens, rounding, lengths, i, h, b, blocks)
+        if other is not None:
+            store_block(other, tokens, other_rounding, lengths, i, h, b, blocks)
 
 
 @triton.jit
@@ -183,119 +180,121 @@ def store_block(out, tokens, rounding, lengths, i, h, b, blocks):
 @triton.jit
 def quantize_kernel(
     lengths,
-    grid, x, mean, out, rounding, blocks,
-    grid1, x1, mean1, out1, rounding1, blocks1,
-    grid2, x2, mean2, out2, rounding2, blocks2,
-    grid3, x3, mean3, out3, rounding3, blocks3,
-    grid4, x4, mean4, out4, rounding4, blocks4,
+    grid, x, mean, blocks, out, rounding, other, other_rounding,
+    grid1, x1, mean1, blocks1, out1, rounding1, other1, other_rounding1,
+    grid2, x2, mean2, blocks2, out2, rounding2, other2, other_rounding2,
+    grid3, x3, mean3, blocks3, out3, rounding3, other3, other_rounding3,
 ):  # fmt: skip
-    """Do up to five tasks, each a `_Task`; those that are missing are None."""
+    """Do up to four tasks, each a `Task`; those that are missing are None."""
     program = tl.program_id(0)
     end = programs_of(grid)
     if program < end:
-        quantize_block(program, grid, x, mean, out, rounding, blocks, lengths)
+        quantize_block(
+            program, grid, x, mean, blocks, out, rounding, other, other_rounding, lengths
+        )
     if x1 is not None:
         begin = end
         end = begin + programs_of(grid1)
         if (program >= begin) & (program < end):
-            quantize_block(program - begin, grid1, x1, mean1, out1, rounding1, blocks1, lengths)
+            quantize_block(
+                program - begin, grid1, x1, mean1, blocks1, out1, rounding1, other1,
+                other_rounding1, lengths,
+            )  # fmt: skip
     if x2 is not None:
         begin = end
         end = begin + programs_of(grid2)
         if (program >= begin) & (program < end):
-            quantize_block(program - begin, grid2, x2, mean2, out2, rounding2, blocks2, lengths)
+            quantize_block(
+                program - begin, grid2, x2, mean2, blocks2, out2, rounding2, other2,
+                other_rounding2, lengths,
+            )  # fmt: skip
     if x3 is not None:
         begin = end
         end = begin + programs_of(grid3)
         if (program >= begin) & (program < end):
-            quantize_block(program - begin, grid3, x3, mean3, out3, rounding3, blocks3, lengths)
-    if x4 is not None:
-        begin = end
-        end = begin + programs_of(grid4)
-        if (program >= begin) & (program < end):
-            quantize_block(program - begin, grid4, x4, mean4, out4, rounding4, blocks4, lengths)
+            quantize_block(
+                program - begin, grid3, x3, mean3, blocks3, out3, rounding3, other3,
+                other_rounding3, lengths,
+            )  # fmt: skip
 
 
-class _Task(NamedTuple):
-    """A tensor that is rounded to codes."""
+class Task(NamedTuple):
+    """A tensor that is rounded to codes, for one product or two."""
 
     grid: Grid
     x: Strided
     mean: Means | None
+    blocks: TokenBlocks
     out: Operand
     rounding: Rounding
-    blocks: TokenBlocks
+    other: Operand | None  #: the one with codes along tokens, if there are two
+    other_rounding: Rounding | None
 
 
-_TASKS: Final = 5
-"""The tasks of a launch."""
+_TASKS: Final = 4
+"""The tasks of a launch, one for each of Q, K, V and dO."""
 
 
-@triton.jit
-def cast_kernel(grid, x, mean, out, lengths, STORED: tl.constexpr, blocks):
-    """Round a block of tokens, minus its mean, to the 16-bit dtype of the `Strided` out.
+class Wanted(NamedTuple):
+    """Codes of a tensor for a product."""
 
-    STORED: out is padded storage, and gets zeros from the end of a sequence to the next multiple of
-    `ALIGNMENT`.
-    """
-    i, h, b = program_coordinates(grid)
-    if blocks.IS_KEY:
-        cu, n = lengths.cu_k, lengths.n_k
-    else:
-        cu, n = lengths.cu_q, lengths.n_q
-    tokens = _load_block(x, mean, lengths, i, h, b, blocks)
-    last = length_of(cu, n, b)
-    if STORED:
-        start = stored_start_of(cu, n, b)
-        last = tl.cdiv(last, ALIGNMENT) * ALIGNMENT
-        first = start + i * blocks.BLOCK
-        store_tokens(out, None, b, h, first, start + last, tokens, blocks.D)
-    else:
-        store_tokens(out, cu, b, h, i * blocks.BLOCK, last, tokens, blocks.D)
+    source: TokenTensor
+    precision: Precision
+    granularity: Granularity
+    contract_tokens: bool  #: whether the product sums over tokens; see `memory_of_codes`
 
 
-def quantize(
-    problem: KernelProblem, wanted: Sequence[tuple[TokenTensor, Precision, Granularity, bool]]
-) -> list[Operand]:
-    """Round tensors to codes in new padded storage, several in a launch.
-
-    wanted: a tensor, the precision, the granularity of the scales, and whether the product sums
-        over tokens; see `memory_of_codes`.
-    """
-    tasks = [_task(problem, *each) for each in wanted]
-    for i in range(0, len(tasks), _TASKS):
-        some = tasks[i : i + _TASKS]
-        programs = sum(task.grid.programs[0] for task in some)
-        elements = max(task.blocks.BLOCK.value * task.blocks.D_PAD.value for task in some)
-        missing = (None,) * len(_Task._fields) * (_TASKS - len(some))
+def quantize(problem: KernelProblem, wanted: Sequence[Wanted]) -> list[Operand]:
+    """Round tensors to codes in new padded storage, in one launch. Each tensor is read once."""
+    found, tasks = tasks_of(problem, wanted)
+    if tasks:
+        elements = max(task.blocks.BLOCK.value * task.blocks.D_PAD.value for task in tasks)
+        missing = (None,) * len(Task._fields) * (_TASKS - len(tasks))
         launch(
             quantize_kernel,
-            (programs,),
+            (sum(task.grid.programs[0] for task in tasks),),
             problem.lengths,
-            *(field for task in some for field in task),
+            *(field for task in tasks for field in task),
             *missing,
             num_warps=4 if elements <= 4096 else 8,
             **LAUNCH,
         )
-    return [task.out for task in tasks]
+    return found
 
 
-def _task(
-    problem: KernelProblem,
-    source: TokenTensor,
-    precision: Precision,
-    granularity: Granularity,
-    contract_tokens: bool,
-) -> _Task:
-    block, heads, d = source.block, source.x.shape[1], source.x.shape[3]
-    out = memory_of_codes(source, precision, granularity, contract_tokens)
-    return _Task(
-        Grid(-(-source.longest // block), heads, problem.sequences),
+def tasks_of(
+    problem: KernelProblem, wanted: Sequence[Wanted], channels: int = 0
+) -> tuple[list[Operand], list[Task]]:
+    """Return memory for the codes that are wanted, and a task for each tensor.
+
+    channels: of a tile, a power of two; 0 for as few as the tensor has.
+    """
+    found = [memory_of_codes(*each) for each in wanted]
+    of_tensors: dict[str, list[tuple[Wanted, Operand]]] = {}
+    for pair in zip(wanted, found, strict=True):
+        of_tensors.setdefault(pair[0].source.name, []).append(pair)
+    return found, [_task(problem, pairs, channels) for pairs in of_tensors.values()]
+
+
+def _task(problem: KernelProblem, wanted: Sequence[tuple[Wanted, Operand]], channels: int) -> Task:
+    """Return the task of a tensor. wanted: what for, and memory; once or twice."""
+    source = wanted[0][0].source
+    heads, d = source.x.shape[1], source.x.shape[3]
+    d_pad = channels or triton.next_power_of_2(wanted[0][1].CHANNELS.value)
+    outs = [
+        (out, Rounding.of(problem.spec, source.name, each.precision))
+        for each, out in sorted(wanted, key=lambda pair: pair[0].contract_tokens)
+    ]
+    (out, rounding), (other, other_rounding) = (*outs, (None, None))[:2]
+    return Task(
+        Grid(-(-source.longest // source.block), heads, problem.sequences),
         Strided.of(source.x),
         source.mean,
+        TokenBlocks.of(source.is_key, d, d_pad, source.block),
         out,
-        Rounding.of(problem.spec, source.name, precision),
-        TokenBlocks.of(source.is_key, d, triton.next_power_of_2(out.CHANNELS.value), block),
+        rounding,
+        other,
+        other_rounding,
     )
 
 
@@ -312,7 +311,7 @@ def memory_of_codes(
     x, device = source.x, source.x.device
     heads, d = x.shape[1], x.shape[3]
     tokens = stored_tokens(source.cu, x)
-    channels = -(-d // _VECTOR) * _VECTOR
+    channels = -(-d // VECTOR) * VECTOR
     per_scale = 1 if granularity is Granularity.PerToken else source.block
     by_channel = granularity is Granularity.PerBlockChannel
     how = format_of(precision)
@@ -325,56 +324,14 @@ def memory_of_codes(
     stride_n, stride_d = (1, tokens) if contract_tokens else (channels, 1)
     strides = (0, tokens * channels, stride_n, stride_d)
     in_order = contract_tokens and source.name != "k" and codes.element_size() == 1
-    return Operand.of_codes(codes, strides, channels, scale, per_scale, by_channel, in_order, how)
-
-
-def cast(
-    problem: KernelProblem, source: TokenTensor, dtype: torch.dtype, *, stored: bool
-) -> Operand:
-    """Round a tensor to 16 bit; without a copy if it already is in the dtype and not smoothed.
-
-    stored: copy it to padded storage, a batch of one.
-    """
-    x, block = source.x, source.block
-    if source.mean is not None or stored:
-        heads, d = x.shape[1], x.shape[3]
-        shape, tokens = x.shape, source.longest
-        if stored:
-            shape = (1, heads, stored_tokens(source.cu, x), d)
-            tokens = -(-source.longest // ALIGNMENT.value) * ALIGNMENT.value
-        copy = torch.empty(shape, dtype=dtype, device=x.device)
-        grid = Grid(-(-tokens // block), heads, problem.sequences)
-        launch(
-            cast_kernel,
-            grid.programs,
-            grid,
-            Strided.of(x),
-            source.mean,
-            Strided.of(copy),
-            problem.lengths,
-            stored,
-            TokenBlocks.of(source.is_key, d, triton.next_power_of_2(d), block),
-            **LAUNCH,
-        )
-        x = copy
-    return operand_of_values(x.to(dtype), stored=stored)
-
-
-def operand_of_values(x: Tensor, *, stored: bool = False) -> Operand:
-    """Return x [sequences, heads, tokens, channels], in 16 bit, as an operand.
-
-    stored: whether x is padded storage, a batch of one.
-    """
-    return Operand.of_values(_align_rows(x), stored=stored)
-
-
-def _align_rows(x: Tensor) -> Tensor:
-    """Return x in 16 bit, or a copy with padded channels, so that its rows are whole vectors."""
-    elements = _VECTOR // x.element_size()
-    if x.shape[3] % elements:
-        x = torch.nn.functional.pad(x, (0, -x.shape[3] % elements))
-    aligned = x.data_ptr() % _VECTOR == 0 and all(n % elements == 0 for n in x.stride()[:3])
-    if aligned and x.stride(3) == 1:
-        return x
-    # The copy of `pad` keeps the order of axes, so that heads may still be innermost.
-    return x.clone(memory_format=torch.contiguous_format)
+    return Operand.of_codes(
+        codes,
+        strides,
+        channels,
+        scale,
+        per_scale,
+        by_channel,
+        along_tokens=contract_tokens,
+        in_register_order=in_order,
+        how=how,
+    )

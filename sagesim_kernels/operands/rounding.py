@@ -80,7 +80,7 @@ def scale_and_inverse(amax, CODE_MAX: tl.constexpr = 127.0):
     amax = amax.to(tl.float32, bitcast=True)
     vanishing = amax <= CODE_MAX * 2.0**-128
     amax = tl.where(vanishing, CODE_MAX, amax)
-    code_max = tl.full(amax.shape, CODE_MAX, tl.float32)
+    code_max = tl.where(vanishing, CODE_MAX, CODE_MAX)  # has the layout of amax, in Gluon too
     scale = tl.math.div_rn(amax, code_max)
     inverse = tl.math.div_rn(code_max, amax)
     scale = tl.where(amax < float("inf"), scale, float("nan"))

@@ -40,6 +40,7 @@ def prepare_backward(
     dq_sums: DqSums,
     sum_rows: Callable[[Rows], None],
     p_bound: Rows | None = None,
+    fill_units: Callable[..., None] = compute_units,
 ) -> RowScales | None:
     """Fill statistics.delta and dq_sums.unit, and return the scales that follow from bounds.
 
@@ -51,6 +52,7 @@ def prepare_backward(
         sum_rows: fills its argument with the row sums of P, and statistics.delta if delta comes
             from P. It fills p_bound as well.
         p_bound: memory for the largest P of each row, if the spec has scales from bounds.
+        fill_units: `compute_units`, or a function that does more in the same pass over dO.
     """
     spec = problem.spec
     if spec.delta is Delta.FROM_O:
@@ -65,7 +67,7 @@ def prepare_backward(
     row_scales = ds_bound = None
     if p_bound is not None:
         row_scales, ds_bound = compute_row_scales(problem, operands, p_bound, statistics)
-    compute_units(
+    fill_units(
         problem,
         {
             "q": operands.get("qk_recompute", "q"),

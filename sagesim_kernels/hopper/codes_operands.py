@@ -12,6 +12,7 @@ neighbours in memory along either axis.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import triton
 from triton.experimental import gluon
@@ -43,13 +44,13 @@ from sagesim_kernels.operands import (
     token_in_register_order,
 )
 
-_TASKS = 3
+_TASKS: Final = 3
 """The tensors of a launch: Q, K and V before a forward, Q, K and dO before a backward."""
 
 _CHANNELS_OF_A_WARP = gl.constexpr(32)
 """Channels of a tile for each warp of its program."""
 
-_REGISTERS = 160
+_REGISTERS: Final = 160
 """Of a thread. With those that the compiler would take, fewer programs run at a time."""
 
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -36,7 +38,11 @@ from sagesim_kernels.operands import (
     stored_start_of,
 )
 
-_CHANNELS_OF_A_WARP = 16
+_CHANNELS_OF_A_WARP: Final = 16
+"""Channels of dO for each warp of a program."""
+
+_REGISTERS: Final = 64
+"""Of a thread. With those that the compiler would take, fewer programs run at a time."""
 
 
 @triton.jit
@@ -127,5 +133,6 @@ def start_rows_in_codes(
         KernelSizes.of(problem, block, block_q=block),
         k.TOKENS,
         num_warps=padded(problem.v.shape[3]) // _CHANNELS_OF_A_WARP,
+        maxnreg=_REGISTERS,
         **LAUNCH,
     )

@@ -7,6 +7,7 @@ masks are those where a tile has no, few or many blocks to visit.
 from __future__ import annotations
 
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from sagesim_kernels.operands import Gradients, KernelProblem, dq_sums
 from sagesim_kernels.operands.kernel_problem import Extras, Packing, logit_scale
 from sagesim_kernels.operands.key_padding import count_keys_kernel
 from tests.sagesim_kernels.hopper_visits import check_visits
-from tests.support.simulated_kernels import Run, simulate
+from tests.support.simulated_kernels import Run, Site, Sites, simulate
 
 LAUNCHING = (backward, codes_backward, forward, forward_codes, wide_backward, wide_forward)
 """Imported on demand, and so before their launches are replaced."""
@@ -258,3 +259,65 @@ def test_options(call: Call, launches: Launches) -> None:
     size = max(call.d, call.d_v or 0)
     expected = kernels_of(size) if call.spec.startswith("factored_qk") else CODES
     assert run(call, launches) == expected
+
+
+def live(n_k: int) -> Tensor:
+    """A key mask with padding between two runs."""
+    return ((torch.arange(n_k) < 70) | (torch.arange(n_k) >= 90))[None]
+
+
+WINDOW = Extras(window=(70, 60))
+LONG_CALLS = (
+    Call("factored_qk", 600, 700, groups=2, dtype=torch.float16),
+    Call("factored_qk", 700, 600, d=128, groups=2, mask="upper_left"),
+    Call("factored_qk", 600, 700, d=128, extras=WINDOW),
+    Call("factored_qk", 600, 700, groups=2, extras=WINDOW),
+    Call("factored_qk", 300, 700, extras=Extras(key_mask=live(700))),
+    Call("factored_qk", 300, 500, d=128, extras=Extras(softcap=3.0)),
+    Call("factored_qk", 300, 500, d=200, groups=2),
+    Call("factored_qk", 300, 500, d=256, extras=WINDOW),
+    Call("factored_qk", 500, 600, d=256, groups=2, extras=Extras(key_mask=live(600))),
+    Call("factored_qk", 300, 500, d=192, d_v=256, groups=2, mask="upper_left"),
+    Call("sagebwd delta=p", 600, 700, groups=2),
+    Call("sagebwd delta=p", 600, 700, d=128, mask="upper_left"),
+    Call("factored delta=p", 600, 700, d=128, groups=2),
+)
+
+NOT_NEEDED = {
+    # The groups that the kernel starts see what it did before.
+    **{("fence", x): 1 for x in ("hopper_backward", "hopper_codes_backward", "hopper_p_rows")},
+    **{("fence", x): 1 for x in ("hopper_wide", "allocate_barriers")},
+    # Loads to registers, before TMA overwrites what they read. Other reads need no fence here.
+    ("fence", "release"): 1,
+    # Behind it, the other consumer has fewer blocks than there are stages.
+    ("arrive", "compute_o"): 1,
+    # What they wait for, the other warps have waited for before they pass dS on.
+    ("wait", "compute_dq"): 2,
+}
+"""How many sites of an operation and a function may be left out, as far as can be seen here."""
+
+
+@pytest.mark.exhaustive
+def test_missing_waits_are_found(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place where a kernel waits, arrives or fences is left out in turn."""
+    calls: dict[Site, list[Call]] = defaultdict(list)
+    for call in LONG_CALLS:
+        monkeypatch.setattr(Sites, "reached", set())
+        run(call, launches)
+        for site in Sites.reached:
+            calls[site].append(call)
+    missed: Counter[tuple[str, str]] = Counter()
+    for site in calls:
+        monkeypatch.setattr(Sites, "left_out", site)
+        if not any(fails(call, seed, launches) for call in calls[site] for seed in (0, 1000)):
+            missed[site.operation, site.function] += 1
+    assert len(calls) > 75 and missed == NOT_NEEDED
+
+
+def fails(call: Call, seed: int, launches: Launches) -> bool:
+    launches.seed = seed
+    try:
+        run(call, launches)
+    except AssertionError:
+        return True
+    return False

@@ -10,8 +10,10 @@ access to memory has to be in its tensor. See `simulated_barriers` for what else
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple
+from pathlib import Path
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -68,6 +70,38 @@ def _reinterpret(buffer: Shared, dtype: Any, shape: Any, _layout: Any) -> Shared
     return found
 
 
+class Site(NamedTuple):
+    """Where a kernel waits for something, or tells others of it."""
+
+    operation: str
+    file: str
+    function: str
+    line: int
+
+
+class Sites:
+    """The sites that were reached, and one that is left out."""
+
+    reached: ClassVar[set[Site]] = set()
+    left_out: ClassVar[Site | None] = None
+
+
+def _at_site(operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, which a kernel calls, so that it does nothing where it is left out."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        here = inspect.currentframe()
+        assert here is not None
+        frame = here.f_back
+        assert frame is not None
+        code = frame.f_code
+        site = Site(operation, Path(code.co_filename).name, code.co_name, frame.f_lineno)
+        Sites.reached.add(site)
+        return None if site == Sites.left_out else function(*args, **options)
+
+    return call
+
+
 class _Barriers:
     """Stands for Gluon's mbarrier."""
 
@@ -75,13 +109,12 @@ class _Barriers:
     def init(bar: BarrierPlace, count: Any) -> None:
         bar.barrier = running().barrier(int(raw(count)))
 
-    @staticmethod
-    def wait(bar: BarrierPlace, phase: Any) -> None:
-        running().wait(bar.barrier, int(raw(phase)))
-
-    @staticmethod
-    def arrive(bar: BarrierPlace, *, count: int = 1) -> None:
-        running().arrive(bar.barrier, count)
+    wait = staticmethod(
+        _at_site("wait", lambda bar, phase: running().wait(bar.barrier, int(raw(phase))))
+    )
+    arrive = staticmethod(
+        _at_site("arrive", lambda bar, count=1: running().arrive(bar.barrier, count))
+    )
 
     @staticmethod
     def expect(bar: BarrierPlace, size: Any, pred: Any = True) -> None:
@@ -235,7 +268,7 @@ _NAMES: Final = {
     "tma_load": _tma_load,
     "tma_store": _tma_store,
     "tma_add": _tma_store,
-    "fence_async_shared": lambda: running().fence(),
+    "fence_async_shared": _at_site("fence", lambda: running().fence()),
     "warpgroup_mma": _product,
     "warpgroup_mma_init": lambda x: x,
     "warpgroup_mma_wait": _wait_for_products,

@@ -166,14 +166,14 @@ def _wait_for_products(most: Any, deps: Any) -> Any:
 
 def _load(pointer: Address, mask: Any = None, other: Any = 0) -> Any:
     places = pointer.places(mask)
+    shape = pointer.shape if mask is None else np.broadcast_shapes(pointer.shape, mask.shape)
     if pointer.memory.numbers is None:
-        shape = np.broadcast_shapes(pointer.shape, np.shape(raw(mask) if mask is not None else 0))
         return Unknown(*shape)
     numbers = pointer.memory.numbers[places].astype(np.int64)
     if mask is None:
         return Numbers(numbers)
-    found = np.broadcast_to(np.int64(raw(other)), np.shape(raw(mask))).copy()
-    found[raw(mask)] = numbers
+    found = np.full(shape, raw(other), dtype=np.int64)
+    found[np.broadcast_to(raw(mask), shape)] = numbers
     return Numbers(found)
 
 

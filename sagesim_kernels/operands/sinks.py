@@ -56,15 +56,17 @@ def add_sink(row_sum, row_max, sink2, LOG2_UNIT: tl.constexpr = 0.0):
 def add_sink_of_rows(sink2, lse2, cu, b, h, queries, n_q, row_sum, row_max):
     """Return what `add_sink` does, for these queries of sequence b.
 
-    A row that attends to no key, with a sum of 0, gets no sink.
+    A row that attends to no key, with a sum of 0 and a maximum of -inf, gets no sink.
 
     sink2: pointer to the sinks in base 2, float32 [sequences, heads, n_q] with the strides of lse2.
     lse2: `Rows`. queries: [rows]. row_sum, row_max: float32 [rows], and so are the results.
     """
     sinks = Rows(sink2, lse2.stride_b, lse2.stride_h)
     sink = load_rows(sinks, cu, b, h, queries, n_q, 0.0)
-    with_sink, row_max, sqrt_rescale = add_sink(row_sum, row_max, sink)
-    return tl.where(row_sum == 0.0, 0.0, with_sink), row_max, sqrt_rescale
+    is_empty = (row_sum == 0.0) & (row_max == -float("inf"))
+    with_sink, new_max, sqrt_rescale = add_sink(row_sum, row_max, sink)
+    row_sum = tl.where(is_empty, 0.0, with_sink)
+    return row_sum, tl.where(is_empty, row_max, new_max), sqrt_rescale
 
 
 def sink_probabilities(sink2: Tensor, lse2: Tensor) -> Tensor:

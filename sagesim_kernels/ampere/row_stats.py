@@ -33,7 +33,7 @@ def row_stats_kernel(grid, q, lse2, delta, dq_sums, out, lengths, scale_log2, si
     queries = first + local
     start = stored_start_of(lengths.cu_q, lengths.n_q, b) + first
     row = h.to(tl.int64) * dq_sums.tokens + start
-    each = dq_sums.tokens
+    each = tl.cast(dq_sums.tokens, tl.int64)  # three times as many may exceed 32 bits
     ptrs = out + h.to(tl.int64) * 4 * each + start + local
     _q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
     factor = load_token_scales(q, q_scales, first, sizes.BLOCK_Q, n_q) * scale_log2

@@ -1,7 +1,8 @@
 """Functions of kernels as Python functions, for index arithmetic that needs no GPU.
 
 `on_host` takes a function that only computes with integers and loads: no layouts, barriers or
-products. Integers are `Numbers`, and a division truncates, as it does on a GPU.
+products, unless the caller says what these do. Integers are `Numbers`, and a division truncates, as
+it does on a GPU. Floats are `Unknown`: they have a shape alone.
 """
 
 # Values of a kernel have no types here:
@@ -10,14 +11,16 @@ products. Integers are `Numbers`, and a division truncates, as it does on a GPU.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable
-from types import FunctionType, SimpleNamespace
+from collections.abc import Callable, Mapping
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 from triton import language as tl
 from triton.experimental.gluon import language as gl
+from triton.runtime.jit import ConstexprFunction
 
 
 class Numbers:
@@ -26,8 +29,25 @@ class Numbers:
     def __init__(self, value: Any) -> None:
         self.value = np.asarray(value)
 
-    def to(self, _dtype: Any) -> Numbers:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(layout=ANYTHING)
+
+    def to(self, _dtype: Any, **_options: Any) -> Any:
         return self
+
+    def reshape(self, shape: Any) -> Numbers:
+        return Numbers(self.value.reshape(tuple(map(raw, shape))))
+
+    def broadcast_to(self, shape: Any) -> Numbers:
+        return Numbers(np.broadcast_to(self.value, tuple(map(raw, shape))))
+
+    def expand_dims(self, axis: int) -> Numbers:
+        return Numbers(np.expand_dims(self.value, axis))
 
     def __bool__(self) -> bool:
         return bool(self.value)
@@ -39,15 +59,84 @@ class Numbers:
         quotient = np.abs(self.value) // np.abs(raw(other))
         return Numbers(quotient * np.sign(self.value) * np.sign(raw(other)))
 
+    def __mod__(self, other: Any) -> Numbers:
+        return self - self // other * other
+
     def __getitem__(self, index: Any) -> Numbers:
         return Numbers(self.value[index])
 
     def __neg__(self) -> Numbers:
         return Numbers(-self.value)
 
+    def __invert__(self) -> Numbers:
+        return Numbers(~self.value)
 
-def compute_on(compute: Callable[..., Any], *values: Any) -> Numbers:
-    """Return compute(*values) as `Numbers`."""
+
+class Unknown:
+    """A float, or an array of floats, whose numbers are not computed."""
+
+    def __init__(self, *shape: Any) -> None:
+        self.dimensions: tuple[int, ...] = tuple(map(raw, shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.dimensions
+
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(layout=ANYTHING)
+
+    def to(self, _dtype: Any, **_options: Any) -> Unknown:
+        return Unknown(*self.shape)
+
+    def reshape(self, shape: Any) -> Unknown:
+        found = Unknown(*shape)
+        assert math.prod(found.shape) == math.prod(self.shape), (self.shape, found.shape)
+        return found
+
+    def expand_dims(self, axis: int) -> Unknown:
+        return Unknown(*self.shape[:axis], 1, *self.shape[axis:])
+
+    def permute(self, order: Any) -> Unknown:
+        return Unknown(*(self.shape[raw(axis)] for axis in order))
+
+    def broadcast_to(self, shape: Any) -> Unknown:
+        found = Unknown(*shape)
+        assert np.broadcast_shapes(self.shape, found.shape) == found.shape
+        return found
+
+    def __getitem__(self, index: Any) -> Unknown:
+        return Unknown(*np.broadcast_to(False, self.shape)[index].shape)
+
+    def __neg__(self) -> Unknown:
+        return Unknown(*self.shape)
+
+
+class _Anything:
+    """A layout, or another value that does not matter here: it has every attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_args: Any, **_options: Any) -> Any:
+        return self
+
+
+ANYTHING = _Anything()
+
+_COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+
+
+def compute_on(compute: Callable[..., Any], *values: Any) -> Any:
+    """Return compute(*values) as `Numbers`, or as `Unknown` if one of them is. An unknown condition
+    holds."""
+    if any(isinstance(value, Unknown) for value in values):
+        shape = np.broadcast_shapes(*(np.shape(raw(value)) for value in values))
+        if compute in _COMPARISONS:
+            return Numbers(np.broadcast_to(True, shape))
+        return Unknown(*shape)
     return Numbers(compute(*map(raw, values)))
 
 
@@ -59,10 +148,12 @@ def _plain(compute: Callable[..., Any]) -> Callable[..., Any]:
     return lambda a, b: compute_on(compute, a, b)
 
 
-for _name in ("add", "sub", "mul", "and_", "or_", "eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(Numbers, f"__{_name.rstrip('_')}__", _plain(getattr(operator, _name)))
-for _name in ("add", "sub", "mul"):
-    setattr(Numbers, f"__r{_name}__", _reflected(getattr(operator, _name)))
+_OPERATORS = ("add", "sub", "mul", "truediv", "and_", "or_", "xor", "rshift", "lshift")
+for _class in (Numbers, Unknown):
+    for _name in (*_OPERATORS, "eq", "ne", "lt", "le", "gt", "ge"):
+        setattr(_class, f"__{_name.rstrip('_')}__", _plain(getattr(operator, _name)))
+    for _name in ("add", "sub", "mul", "truediv"):
+        setattr(_class, f"__r{_name}__", _reflected(getattr(operator, _name)))
 
 
 def raw(value: Any) -> Any:
@@ -112,16 +203,33 @@ _LANGUAGE = SimpleNamespace(
 )
 
 
-def on_host(function: Any) -> Callable[..., Any]:
-    """Return a kernel's function, and those that it calls, as a Python function."""
+def on_host(
+    function: Any, language: Any = _LANGUAGE, names: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Return a kernel's function, and those that it calls, as a Python function.
+
+    language: in place of `triton.language` and Gluon's. names: what stands for other names.
+    """
+    names = names or {}
     code = function.fn
-    names: dict[str, Any] = {}
-    for name in code.__code__.co_names:
+    scope: dict[str, Any] = {}
+    for name in _names_of(code.__code__):
         value = code.__globals__.get(name)
-        if value is gl or value is tl:
-            names[name] = _LANGUAGE
+        if name in names:
+            scope[name] = names[name]
+        elif value is gl or value is tl:
+            scope[name] = language
+        elif isinstance(value, ConstexprFunction):
+            scope[name] = value.fn
         elif hasattr(value, "fn"):
-            names[name] = on_host(value)
+            scope[name] = on_host(value, language, names)
         elif value is not None:
-            names[name] = raw(value)
-    return FunctionType(code.__code__, names, code.__name__, code.__defaults__)
+            scope[name] = raw(value)
+    defaults = code.__defaults__ and tuple(map(raw, code.__defaults__))
+    return FunctionType(code.__code__, scope, code.__name__, defaults)
+
+
+def _names_of(code: CodeType) -> set[str]:
+    """Return the global names of a function and of its comprehensions."""
+    inner = (x for x in code.co_consts if isinstance(x, CodeType))
+    return set(code.co_names).union(*map(_names_of, inner))

@@ -1,0 +1,165 @@
+"""Which blocks of queries and keys the products of a simulated launch of Hopper's kernels read.
+
+A block that TMA loaded is known by its place. Products that sum over tokens read one of the same
+block as the products before them that compute P and dS.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from itertools import pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sagesim_kernels.operands import KernelProblem, padded, stored_tokens
+from tests.support.simulated_kernels import Block, Operands, Run
+
+STEP, ALIGNMENT = 64, 128
+
+
+class Place(NamedTuple):
+    """Where a block of tokens starts."""
+
+    b: int  #: sequence
+    h: int  #: head
+    token: int
+
+
+class Sequences:
+    """The queries or the keys of a problem, and where they lie."""
+
+    def __init__(self, problem: KernelProblem, *, queries: bool) -> None:
+        x, cu = (problem.q, problem.cu_q) if queries else (problem.k, problem.cu_k)
+        self.tokens = stored_tokens(cu, x)
+        if cu is None:
+            padded = -(-x.shape[2] // ALIGNMENT) * ALIGNMENT
+            self.starts = [b * padded for b in range(x.shape[0])]
+            self.lengths = [x.shape[2]] * x.shape[0]
+        else:
+            ends = cu.tolist()
+            self.starts = [(end // ALIGNMENT + b) * ALIGNMENT for b, end in enumerate(ends[:-1])]
+            self.lengths = np.diff(ends).tolist()
+
+    def stored(self, row: int) -> Place:
+        """Return what starts at a row of padded storage, over all heads."""
+        h, within = divmod(row, self.tokens)
+        b = max(b for b, start in enumerate(self.starts) if start <= within)
+        return Place(b, h, within - self.starts[b])
+
+    def place(self, block: Block, *, is_stored: bool) -> Place:
+        """Return the place of a block of 16-bit numbers. is_stored: it lies in padded storage."""
+        b, h, row, _channel = block.at
+        return self.stored(row)._replace(h=h) if is_stored else Place(b, h, row)
+
+
+def attended(problem: KernelProblem, b: int, n_q: int, n_k: int) -> NDArray[np.bool_]:
+    """The mask of a sequence from its definition, [queries, keys]."""
+    extras = problem.extras
+    left, right = extras.window
+    right = 0 if problem.is_causal else right
+    i = np.arange(n_q)[:, None] + (n_k - n_q if problem.lower_right else 0)
+    j = np.arange(n_k)[None, :]
+    result = np.ones((n_q, n_k), dtype=np.bool_)
+    if left >= 0:
+        result &= j >= i - left
+    if right >= 0:
+        result &= j <= i + right
+    if extras.seqused_k is not None:
+        result &= j < int(extras.seqused_k[b])
+    if extras.key_mask is not None:
+        result &= extras.key_mask[b].numpy()
+    return result
+
+
+class Names(NamedTuple):
+    """The arguments of a kernel that are loaded by TMA."""
+
+    left: str  #: of S, the tokens that the program owns
+    right: str  #: of S
+    others: tuple[str, ...]  #: right operands in 16 bit of other products
+    keys: int  #: of a block of keys
+
+
+KERNELS = {
+    "hopper_forward": Names("q8", "k8", ("v",), STEP),
+    "hopper_forward_codes": Names("q8", "k8", (), STEP),
+    "hopper_p_rows": Names("q8", "k8", ("v",), STEP),
+    "hopper_backward": Names("k8", "q8", ("do", "q16"), 2 * STEP),
+    "hopper_codes_backward": Names("k8", "q8", ("do",), 2 * STEP),
+    "hopper_wide": Names("own_codes", "codes", ("numbers", "right_numbers"), STEP),
+}
+
+
+def check_visits(name: str, run: Run, problem: KernelProblem, *, is_stored: bool) -> None:
+    """Check that each query meets all keys that it attends to, and those of its sequence alone.
+
+    is_stored: operands in 16 bit lie in padded storage.
+    """
+    queries, keys = (Sequences(problem, queries=x) for x in (True, False))
+    names = KERNELS[name]
+    owns_queries = names.left == "q8"
+    if name == "hopper_wide":
+        owns_queries = run.constants["CONFIG"].owns_queries
+    own, streamed = (queries, keys) if owns_queries else (keys, queries)
+    visits: Counter[tuple[Place, Place | None]] = Counter()
+    for (program, group), products in run.products.items():
+        found = _visits(products, names, int(group), own, streamed, is_stored=is_stored)
+        if program in run.stores and group == "0":
+            channels = padded(problem.q.shape[3])
+            parts = [_query_of(x, channels, queries) for x in run.stores[program]]
+            assert list(dict.fromkeys(parts)) == [x for _, x in found], "parts of dQ"
+        if name == "hopper_forward_codes":  # behind the last block, S is computed of an old K
+            found = [x for x, after in pairwise(found) if x[0] == after[0]]
+        visits.update(found)
+    met: dict[Place, list[int]] = defaultdict(list)
+    for (mine, other), count in visits.items():
+        assert other is not None, f"{name}: {mine} meets what was not loaded"
+        q, k = (mine, other) if owns_queries else (other, mine)
+        if q.token < queries.lengths[q.b]:
+            at = f"{name}: {q} and {k}"
+            assert count == 1, f"{at} meet twice"
+            assert (k.b, k.h) == (q.b, q.h // problem.groups), f"{at} are of different heads"
+            assert k.token < max(keys.lengths[k.b], 1), f"{at}: there are no such keys"
+            met[q].append(k.token)
+    for b, (n_q, n_k) in enumerate(zip(queries.lengths, keys.lengths, strict=True)):
+        mask = attended(problem, b, n_q, n_k)
+        for h, token in product(range(problem.q.shape[1]), range(0, n_q, STEP)):
+            rest = np.any(mask[token : token + STEP], axis=0)
+            for key in met[Place(b, h, token)]:
+                rest[key : key + names.keys] = False
+            assert not rest.any(), f"{name}: a block of keys is left out for {b, h, token}"
+
+
+def _query_of(part: Block, channels: int, queries: Sequences) -> Place | None:
+    """Return the first query of a part of dQ, which is stored or added to sums in rows of 32."""
+    if len(part.at) == 4:
+        return queries.place(part, is_stored=False)
+    return queries.stored(part.at[0] // (STEP * channels // 32) * STEP)
+
+
+def _visits(
+    products: list[Operands],
+    names: Names,
+    group: int,
+    own: Sequences,
+    streamed: Sequences,
+    *,
+    is_stored: bool,
+) -> list[tuple[Place, Place | None]]:
+    """Return what the products S of a group read, and check that the others read the same."""
+    found: list[tuple[Place, Place | None]] = []
+    others: dict[tuple[str, bool], list[Place]] = defaultdict(list)
+    # The tokens of a later consumer may be behind the last of a sequence; those of the first not.
+    shift = STEP * group if names.keys == STEP else 0
+    for left, right in products:
+        if left is not None and left.name == names.left:
+            tile = own.stored(left.at[0] - shift)
+            place = tile._replace(token=tile.token + shift)
+            found.append((place, None if right is None else streamed.stored(right.at[0])))
+        elif right is not None and right.name in names.others:
+            others[right.name, left is None].append(streamed.place(right, is_stored=is_stored))
+    for other, places in others.items():
+        assert places == [x for _, x in found], f"{other} is of other blocks than S"
+    return found

@@ -16,6 +16,9 @@ TORCHTITAN := torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser=
 export MALLOC_MMAP_THRESHOLD_ := 1073741824
 export MALLOC_TRIM_THRESHOLD_ := 1073741824
 
+# Otherwise every process compiles PyTorch's modules again, which takes longer than many tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
 .PHONY: demo test test-full fuzz gpu-test check style types tables docs docs-numbers install clean
 

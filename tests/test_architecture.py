@@ -213,7 +213,9 @@ FACES = {
 }
 """Folders of which other rooms see only what `__init__.py` exports."""
 
-STANDARD_LIBRARY_OF_SPEC = {"__future__", "collections", "dataclasses", "difflib", "enum", "typing"}
+STANDARD_LIBRARY_OF_SPEC = {
+    *("__future__", "collections", "dataclasses", "difflib", "enum", "functools", "typing"),
+}
 
 LAZY = {("sagesim.spec.attention_spec", "sagesim.spec.labels")}
 """Imports inside a function that close a circle: the grammar knows the presets, which know the

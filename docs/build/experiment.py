@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
@@ -38,10 +39,12 @@ Records = Mapping[tuple[str, int], Mapping[str, Any]]
 """What is recorded of a run, by its attention and seed."""
 
 
-def planned(part: str, experiment: str = A) -> list[PlannedRun]:
+@cache
+def planned(part: str, experiment: str = A) -> tuple[PlannedRun, ...]:
     """The runs of a part of an experiment's plan."""
     plan = Plan.read(PLANS / f"{experiment}.toml")
-    return plan.runs(part, next(iter(plan.scales)), corpus=plan.corpus, vocabulary=VOCABULARY)
+    scale = next(iter(plan.scales))
+    return tuple(plan.runs(part, scale, corpus=plan.corpus, vocabulary=VOCABULARY))
 
 
 def recorded(every: Sequence[PlannedRun], folder: Path) -> Records:

@@ -72,7 +72,7 @@ def samples() -> dict[str, Sample]:
         for sigma in (1, 3, 5, 10)
     }
     found["outliers"] = replace(outlier_channels(tokens=128), name="outliers")
-    found["capture"] = replace(captured()[3], name="trained model")
+    found["capture"] = replace(captured(256)[3], name="trained model")
     return found
 
 

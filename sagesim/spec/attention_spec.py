@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import Final
 
 SITES: Final = ("qk", "pv", "qk_recompute", "dv", "dp", "dq", "dk")
@@ -89,6 +90,7 @@ class Granularity(StrEnum):
         )
 
     @classmethod
+    @cache
     def of(cls, site: str, tensor: str) -> tuple[Granularity, ...]:
         """The granularities that fit a tensor as an operand of one of `SITES`."""
         return tuple(

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +50,11 @@ class Range(NamedTuple):
     first: int
     last: int  #: the first byte behind it
 
+    def bytes(self) -> Numbers:
+        """Return the memory itself."""
+        size = self.last - self.first
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.first))
+
 
 class _Statement(NamedTuple):
     guard: str  #: as "@%p1" or "@!%p1", or ""
@@ -55,7 +62,8 @@ class _Statement(NamedTuple):
     operands: tuple[str, ...]
 
 
-def _split(text: str) -> list[str]:
+@functools.cache
+def _split(text: str) -> tuple[str, ...]:
     """Split at commas that are not within braces or brackets."""
     parts, depth, last = [], 0, 0
     for at, character in enumerate(text):
@@ -64,7 +72,7 @@ def _split(text: str) -> list[str]:
             parts.append(text[last:at].strip())
             last = at + 1
     rest = text[last:].strip()
-    return [*parts, rest] if rest else parts
+    return (*parts, rest) if rest else tuple(parts)
 
 
 def _dtype(name: str) -> Any:
@@ -72,6 +80,12 @@ def _dtype(name: str) -> Any:
     if name == "pred":
         return np.bool_
     return {"b": _UNSIGNED, "u": _UNSIGNED, "s": _SIGNED, "f": _FLOAT}[name[0]][int(name[1:])]
+
+
+@functools.cache
+def _register_class(register: str) -> str:
+    """Return the name that registers of one type share, such as %rd of %rd12."""
+    return re.match(r"%[a-z]+", register)[0]
 
 
 def _is_barrier(opcode: tuple[str, ...]) -> bool:
@@ -106,9 +120,7 @@ class Program:
             text = text[: text.rindex("}")].strip()
         if text and not text.startswith("."):
             guard, opcode, operands = _STATEMENT.match(text).groups()
-            found = _Statement(
-                (guard or "").strip(), tuple(opcode.split(".")), tuple(_split(operands))
-            )
+            found = _Statement((guard or "").strip(), tuple(opcode.split(".")), _split(operands))
             self.statements.append(found)
 
     @property
@@ -154,7 +166,7 @@ class _Block:
         memory: Sequence[Range],
     ) -> None:
         self.program, self.arguments, self.threads = program, arguments, threads
-        self.memory = memory
+        self.memory = [(each, each.bytes()) for each in dict.fromkeys(memory)]
         self.shared = np.full(SHARED_BYTES, 0xCD, np.uint8)
         self.accesses = SharedAccesses(SHARED_BYTES, threads // WARP)
         self.registers: dict[str, Numbers] = {}
@@ -227,7 +239,7 @@ class _Block:
     # Registers
 
     def _type_of(self, register: str) -> Any:
-        return self.program.register_types[re.match(r"%[a-z]+", register)[0]]
+        return self.program.register_types[_register_class(register)]
 
     def read(self, operand: str, dtype: Any) -> Numbers:
         """Return an operand as numbers of a dtype."""
@@ -471,13 +483,29 @@ class _Block:
         address = self.read(name, np.uint64 if is_wide else np.uint32).astype(np.int64)
         return address + int(offset or "0", 0)
 
-    def _check(self, address: int, count: int) -> None:
-        if not any(x.first <= address and address + count <= x.last for x in self.memory):
-            raise IndexError(f"{count} bytes at {address:#x} are in none of {self.memory}")
+    def _memory_at(
+        self, addresses: Numbers, count: int
+    ) -> Iterator[tuple[Numbers, Numbers, Numbers]]:
+        """Find `count` bytes at each address: yield the indices of addresses that are in one range,
+        the bytes of the range, and where theirs are, [addresses, count]."""
+        left = np.ones(len(addresses), bool)
+        for each, content in self.memory:
+            found = left & (each.first <= addresses) & (addresses + count <= each.last)
+            if found.any():
+                left &= ~found
+                first = addresses[found] - each.first
+                yield np.flatnonzero(found), content, first[:, None] + np.arange(count)
+        if left.any():
+            address = int(addresses[left][0])
+            ranges = [each for each, _ in self.memory]
+            raise IndexError(f"{count} bytes at {address:#x} are in none of {ranges}")
 
-    def _load(self, address: int, count: int) -> Numbers:
-        self._check(address, count)
-        return np.frombuffer(ctypes.string_at(address, count), np.uint8)
+    def _load(self, addresses: Numbers, count: int) -> Numbers:
+        """Return `count` bytes at each address, [addresses, count]."""
+        loaded = np.zeros((len(addresses), count), np.uint8)
+        for found, content, places in self._memory_at(addresses, count):
+            loaded[found] = content[places]
+        return loaded
 
     def _each(self, chosen: Numbers | None) -> Numbers:
         return np.arange(self.threads) if chosen is None else np.flatnonzero(chosen)
@@ -492,9 +520,8 @@ class _Block:
         self, access: Callable[[int, Numbers], None], threads: Numbers, places: Numbers
     ) -> None:
         """Tell of an access, warp by warp. places: see `_places`."""
-        warps = threads // WARP
-        for warp in np.unique(warps):
-            access(int(warp), np.unique(places[warps == warp]))
+        for warp, part in _by_warp(threads):
+            access(warp, places[part].reshape(-1))
 
     def _ld(self, opcode, operands, chosen) -> None:
         dtype = _dtype(opcode[-1])
@@ -516,8 +543,7 @@ class _Block:
             self._access(self.accesses.read, threads, places)
             loaded[threads] = self.shared[places]
         else:
-            for thread in threads:
-                loaded[thread] = self._load(int(address[thread]), loaded.shape[1])
+            loaded[threads] = self._load(address[threads], loaded.shape[1])
         for i, target in enumerate(targets):
             column = np.ascontiguousarray(loaded[:, i * size : (i + 1) * size])
             self.write(target, column.view(dtype)[:, 0], chosen)
@@ -529,25 +555,26 @@ class _Block:
         stored = np.concatenate(columns, 1)
         address, threads = self._address(operands[0]), self._each(chosen)
         if opcode[1] == "shared":
-            places, warps = self._places(address[threads], stored.shape[1]), threads // WARP
-            for warp in np.unique(warps):
-                where, what = places[warps == warp], stored[threads][warps == warp]
+            places, stored = self._places(address[threads], stored.shape[1]), stored[threads]
+            for warp, part in _by_warp(threads):
+                where, what = places[part], stored[part]
                 is_new = self.shared[where] != what
-                self.accesses.write(int(warp), where[is_new], where[~is_new])
+                self.accesses.write(warp, where[is_new], where[~is_new])
                 self.shared[where] = what
         else:
-            for thread in threads:
-                self._check(int(address[thread]), stored.shape[1])
-                ctypes.memmove(int(address[thread]), stored[thread].tobytes(), stored.shape[1])
+            for found, content, places in self._memory_at(address[threads], stored.shape[1]):
+                content[places] = stored[threads[found]]
 
     def _red(self, opcode, operands, chosen) -> None:
         if opcode[-2:] != ("add", "s32"):
             raise NotImplementedError
         address, added = self._address(operands[0]), self.read(operands[1], np.int32)
-        for thread in self._each(chosen):
-            self._check(int(address[thread]), 4)
-            total = ctypes.c_int32.from_address(int(address[thread]))
-            total.value += int(added[thread])
+        threads = self._each(chosen)
+        for found, content, places in self._memory_at(address[threads], 4):
+            if (places[:, 0] % 4).any():
+                raise IndexError("an address of an int32 is not a multiple of 4")
+            aligned = content[: content.size // 4 * 4].view(np.int32)
+            np.add.at(aligned, places[:, 0] // 4, added[threads[found]])
 
     def _cp(self, opcode, operands, chosen) -> None:
         threads = self._each(chosen)
@@ -566,11 +593,12 @@ class _Block:
         count = int(operands[2], 0)
         used = self.read(operands[3] if len(operands) > 3 else str(count), np.uint32)
         self._access(self.accesses.copy, threads, self._places(target[threads], count))
-        for thread in threads:
-            copied = np.zeros(count, np.uint8)
-            if size := int(used[thread]):
-                copied[:size] = self._load(int(source[thread]), size)
-            self.shared[self._places(target[thread : thread + 1], count)[0]] = copied
+        copied = np.zeros((len(threads), count), np.uint8)
+        for size in np.unique(used[threads]):
+            some = used[threads] == size
+            if size:
+                copied[some, :size] = self._load(source[threads][some], int(size))
+        self.shared[self._places(target[threads], count)] = copied
 
     # Between the threads of a warp
 
@@ -630,6 +658,15 @@ class _Block:
             added = products[:, row + 8 * (i // 2), 2 * column + i % 2]
             total = added + self.read(first, dtype).reshape(warps, WARP).astype(np.float64)
             self.write(register, total.astype(dtype).reshape(-1), chosen)
+
+
+def _by_warp(threads: Numbers) -> Iterator[tuple[int, slice]]:
+    """Yield each warp of these threads, and where its threads are. threads: in ascending order."""
+    warps = threads // WARP
+    ends = [0, *(np.flatnonzero(np.diff(warps)) + 1), len(warps)]
+    for first, last in itertools.pairwise(ends):
+        if first < last:
+            yield int(warps[first]), slice(first, last)
 
 
 _COMPARISONS: dict[str, Callable[[Numbers, Numbers], Numbers]] = {

@@ -111,13 +111,13 @@ def groups() -> list[Group]:
     """Every table."""
     whole = read(records.DATA / "bench.json")
     code = read(records.DATA / "bench_sm80.json")
-    int8 = [read(records.DATA / f"{name}.json") for name in ("bench_short", "native_int8")]
+    int8, long = (read(records.DATA / f"{name}.json") for name in ("bench_int8", "bench_flash4"))
     cards = json.loads((records.DATA / "cards.json").read_text(encoding="utf-8"))
     models, masks = records.of_part("models"), records.of_part("masks")
     trained = [each for each in models if any(key.startswith("training") for key in each["cases"])]
     return [
-        Group("long sequences, on Hopper", list(on_hopper(whole)), _source(whole)),
-        Group("dV, dQ and dK in INT8, on Hopper", list(of_int8(*int8)), _source(*int8)),
+        Group("long sequences, on Hopper", list(on_hopper(long, int8, whole)), _source(long, int8, whole)),
+        Group("dV, dQ and dK in INT8, on Hopper", list(of_int8(int8)), _source(int8)),
         Group("where models run", list(of_models(*models)), _source(*models)),
         Group("training steps of models", list(of_training(*trained)), _source(*trained)),
         Group("windows and padded keys", list(of_masks(*masks)), _source(*masks)),
@@ -138,7 +138,7 @@ def summary() -> str:
     )
 
 
-def on_hopper(record: Document) -> Iterator[Aim]:
+def on_hopper(*documents: Document) -> Iterator[Aim]:
     """Specs beside peers that use Hopper's instructions, forward and backward and forward alone."""
 
     for spec, peer, lengths, *bounds in (
@@ -153,14 +153,20 @@ def on_hopper(record: Document) -> Iterator[Aim]:
         (FP8, CUDNN, LONG, 1.2, 1.2),
     ):
         for d, least in zip(HEAD_SIZES, bounds, strict=True):
-            yield _both([record], spec, peer, d, lengths, least)
+            yield _both(documents, spec, peer, d, lengths, least)
     for d in HEAD_SIZES:
         found = [
-            _speed(record, d, n, m, DEFAULT, FLASH, "forward") for n in LONG for m in (False, True)
+            _newest_case(documents, _key(d, n, m), lambda c: _ratio(c, DEFAULT, FLASH, "forward"))
+            for n in LONG
+            for m in (False, True)
         ]
         yield Aim(f"forward alone, {_case(DEFAULT, d, LONG)}", _NAMES[FLASH], found, least=1.9)
     for spec, most in ((DEFAULT, 0.08), (FP8, 0.06)):
-        found = [_preparation(record, d, 8192, m, spec) for d in HEAD_SIZES for m in (False, True)]
+        found = [
+            _newest_case(documents, _key(d, 8192, m), lambda c, s=spec: _preparation(c, s))
+            for d in HEAD_SIZES
+            for m in (False, True)
+        ]
         case = f"preparation, `{spec}`, 8192 tokens"
         yield Aim(case, "all kernels' time", found, most=most, unit="%")
 
@@ -330,10 +336,9 @@ def _speed(
     return Found(_ratio(record["cases"].get(_key(d, tokens, is_causal)), spec, peer, which))
 
 
-def _preparation(record: Document, d: int, tokens: int, is_causal: bool, spec: str) -> Found:
-    run = _run(record["cases"].get(_key(d, tokens, is_causal)), spec)
-    jobs = None if run is None else run.get("jobs_ms")
-    return Found(preparation_share(jobs) if jobs else None)
+def _preparation(case: Document, spec: str) -> float | None:
+    jobs = (_run(case, spec) or {}).get("jobs_ms")
+    return preparation_share(jobs) if jobs else None
 
 
 def _newest_case(

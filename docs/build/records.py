@@ -45,10 +45,12 @@ def of_masks() -> dict[str, Any] | None:
 def of_part(part: str) -> list[dict[str, Any]]:
     """The records with a part, the newest first.
 
-    The newest is bench.json, or bench_PART.json if the part was measured in a run of its own.
+    The newest is bench.json, or bench_PART.json if the part was measured in a run of its own; then
+    bench_PART_2.json, bench_PART_3.json and so on.
     """
     found: list[dict[str, Any]] = []
-    for name in ("bench", *(f"bench_{part}{age}" for age in ("", "_earlier", "_earliest"))):
+    earlier = (f"bench_{part}_{i}" for i in range(2, 2 + len([*DATA.glob(f"bench_{part}_*.json")])))
+    for name in ("bench", f"bench_{part}", *earlier):
         path = DATA / f"{name}.json"
         document = read(path) if path.exists() else None
         if document and any(case["part"] == part for case in document["cases"].values()):

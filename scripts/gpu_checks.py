@@ -58,7 +58,7 @@ TAKEN = "numbers = buffer.index(slot).load(OWN)"
 FUZZ = "tests/sagesim_kernels/test_fuzz.py"
 HOPPER = [
     f"tests/sagesim_kernels/test_{name}.py"
-    for name in ("hopper", "hopper_codes", "hopper_forward_codes")
+    for name in ("hopper", "hopper_codes", "hopper_codes_operands", "hopper_forward_codes")
 ]
 CONTRACT = "tests/sagesim_kernels/test_contract.py"
 MODELS = "tests/sagesim_kernels/integrations/test_gpu.py"

@@ -361,7 +361,8 @@ def gpu_checks() -> str:
     for name, c in data["checks"].items():
         gpus, software = c["machine"].split(", ", 1)
         versions.add(software)
-        passed = "yes" if c["passed"] else "**not ended**" if "until_cut_off" in c else "**no**"
+        has_not_ended = c.get("until_cut_off", {"failed": 1})["failed"] == 0
+        passed = "yes" if c["passed"] else "**not ended**" if has_not_ended else "**no**"
         rows.append([name, GPU_CHECKS[name], passed, _result(c), gpus])
     return (
         markdown(["check", "looks for", "passed", "result", "GPUs"], rows)

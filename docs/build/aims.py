@@ -116,7 +116,11 @@ def groups() -> list[Group]:
     models, masks = records.of_part("models"), records.of_part("masks")
     trained = [each for each in models if any(key.startswith("training") for key in each["cases"])]
     return [
-        Group("long sequences, on Hopper", list(on_hopper(long, int8, whole)), _source(long, int8, whole)),
+        Group(
+            "long sequences, on Hopper",
+            list(on_hopper(long, int8, whole)),
+            _source(long, int8, whole),
+        ),
         Group("dV, dQ and dK in INT8, on Hopper", list(of_int8(int8)), _source(int8)),
         Group("where models run", list(of_models(*models)), _source(*models)),
         Group("training steps of models", list(of_training(*trained)), _source(*trained)),

@@ -83,6 +83,22 @@ def key_blocks(first, ROWS: gl.constexpr, lengths, b):
 
 
 @gluon.jit
+def is_cut_short(masked_at_end, unmasked, count):
+    """Return whether the forward masks all blocks because a key mask leaves few without a mask.
+
+    Masked blocks after the unmasked ones are visited first, and take longer than those before them.
+
+    A sequence has the same bits with seqused_k, with a key mask that leaves the same keys, and
+    alone. Logits are rounded in another way where a mask is applied, so each block has to have a
+    mask in all of these calls or in none. They have at most two masked blocks at the end. Hence
+    this is True only if there are more.
+
+    masked_at_end: blocks after the unmasked ones. count: all blocks.
+    """
+    return (masked_at_end > 2) & (2 * unmasked < count)
+
+
+@gluon.jit
 def consumer_blocks(first, n_q, tile_blocks, lengths, b):
     """Return the `KeyBlocks` of the queries from `first` that one consumer computes.
 
@@ -100,8 +116,8 @@ def consumer_blocks(first, n_q, tile_blocks, lengths, b):
         end = gl.maximum(end, tile_blocks.begin + 1)
         begin = gl.maximum(begin, tile_blocks.begin)
     is_empty = whole >= whole_end
-    if lengths.key_mask is not None:  # masked blocks after a short run are slower than before it
-        is_empty = 2 * (whole_end - whole) < end - begin
+    if lengths.key_mask is not None:
+        is_empty = is_empty | is_cut_short(end - whole_end, whole_end - whole, end - begin)
     whole_end = gl.minimum(whole_end, end - 1)
     if HAS_BEGIN:
         whole_end = gl.where(is_empty, end - 1, whole_end)

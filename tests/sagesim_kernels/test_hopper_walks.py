@@ -1,7 +1,8 @@
 """Which blocks the kernels for heads with more than 128 channels visit, and which ones they mask.
 
-The functions that decide this run on the CPU. What the loops of `compute_o` and `compute_gradient`
-do with the decision is written here again.
+Of the forward of other heads, it is only tested which ones it masks. The functions that decide this
+run on the CPU. What the loops of `compute_o` and `compute_gradient` do with the decision is written
+here again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from sagesim_kernels import operands
-from sagesim_kernels.hopper import wide_softmax, wide_warps
+from sagesim_kernels.hopper import forward_tiles, wide_softmax, wide_warps
 from sagesim_kernels.hopper.backward_masks import part_of
 from sagesim_kernels.hopper.backward_structures import QueryLoop
 from sagesim_kernels.hopper.wide_structures import BlockMask
@@ -27,6 +28,8 @@ without_padding = on_host(wide_warps.without_padding)
 part_of_tile = on_host(wide_warps.part_of_tile)
 blocks_before = on_host(wide_warps.blocks_before)
 at_least_one = on_host(wide_softmax.at_least_one)
+key_blocks = on_host(forward_tiles.key_blocks)
+consumer_blocks = on_host(forward_tiles.consumer_blocks)
 attends_in_block = on_host(wide_warps.attends_in_block)
 parts = on_host(part_of)
 live_keys, causal_offset = on_host(operands.live_keys), on_host(operands.causal_offset)
@@ -210,6 +213,75 @@ def test_every_visible_entry_is_visited_and_every_other_one_masked(
             check(mask, device, owns_queries=True, is_forward=True)
             check(mask, device, owns_queries=True, is_forward=False)
             check(mask, device, owns_queries=False, is_forward=False)
+
+
+def blocks_of_o(first: int, lengths: Lengths) -> dict[int, bool]:
+    """The blocks of keys that the forward of wide heads visits for 64 queries, in order, and
+    whether it masks them."""
+    b = Numbers(0)
+    has_tail = lengths.left is not None or lengths.key_mask is not None
+    tile_walk, walk = (
+        at_least_one(walk_of(Numbers(at), rows, lengths, b, True), lengths)
+        for at, rows in ((first // TILE * TILE, TILE), (first, BLOCK))
+    )
+    before = int(blocks_before(walk, tile_walk, has_tail, True))
+    found = softmax_steps(walk, tile_walk, before, has_tail)
+    return {int(tile_walk.first) - place: is_masked for place, is_masked in found}
+
+
+def blocks_of_narrow_o(first: int, lengths: Lengths) -> dict[int, bool]:
+    """The same for other heads."""
+    b = Numbers(0)
+    tile_blocks = key_blocks(Numbers(first // TILE * TILE), TILE, lengths, b)
+    blocks = consumer_blocks(Numbers(first), lengths.n_q, tile_blocks, lengths, b)
+    begin, whole, whole_end, end = map(int, blocks)
+    return {i: not whole <= i < whole_end for i in range(end - 1, begin - 1, -1)}
+
+
+@pytest.mark.parametrize("visited", [blocks_of_o, blocks_of_narrow_o])
+@pytest.mark.parametrize("lower_right", [False, True])
+@pytest.mark.parametrize("lengths", [*LENGTHS, (330, 300), (640, 640)])
+def test_the_same_padding_masks_the_same_blocks(
+    lengths: tuple[int, int], lower_right: bool, visited: Any
+) -> None:
+    """Logits are rounded in another way where a mask is applied. For the same bits with seqused_k,
+    with a key mask and without the padding, the same blocks need a mask."""
+    n_q, n_k = lengths
+    compared = 0
+    for used in (1, 64, 65, 129, 192, 256, n_k):
+        used = min(used, n_k)
+        live = np.arange(n_k) < used
+        for left, right in (*WINDOWS, (200, 0), (200, 300), (300, 129)):
+            calls = [
+                lengths_of(n_q, n_k, left, right, lower_right, None, used),
+                lengths_of(n_q, n_k, left, right, lower_right, live, None),
+            ]
+            if used == n_k or not lower_right:  # the diagonal is that of the key tensor
+                calls.append(lengths_of(n_q, used, left, right, lower_right, None, None))
+            mask = attended(n_q, n_k, left, right, lower_right, live)
+            for first in range(0, n_q, BLOCK):
+                rows = mask[first : first + BLOCK]
+                blocks = range(-(-n_k // BLOCK))
+                needed = [i for i in blocks if rows[:, i * BLOCK : (i + 1) * BLOCK].any()]
+                found = [
+                    [item for item in visited(first, call).items() if item[0] in needed]
+                    for call in calls
+                ]
+                assert all(x == found[0] for x in found), (used, left, right, first)
+                compared += len(found[0])
+    assert compared
+
+
+@pytest.mark.parametrize("visited", [blocks_of_o, blocks_of_narrow_o])
+def test_few_blocks_between_padding_are_all_masked(visited: Any) -> None:
+    """A key mask leaves 128 keys, and 512 after a gap. The masked blocks of the last part of the
+    loop are faster than those of the first part, which here would be all but two."""
+    key = np.arange(704)
+    for first_end, unmasked in ((128, []), (448, list(range(6, -1, -1)))):
+        live = (key < first_end) | (key >= first_end + 64)
+        found = visited(0, lengths_of(64, 704, -1, -1, False, live, None))
+        assert list(found) == list(range(10, -1, -1))
+        assert [block for block, is_masked in found.items() if not is_masked] == unmasked
 
 
 @pytest.mark.parametrize("owns_queries", [False, True])

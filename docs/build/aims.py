@@ -267,8 +267,7 @@ def of_code(record: Document) -> Iterator[Aim]:
     least = {"fpa_bf16": 0.95, DEFAULT: 1.15, "sagebwd": 1.0, "factored_pv16": 1.0, "factored": 0.9}
     for spec, bound in least.items():
         for d in HEAD_SIZES:
-            found = [_speed(record, d, n, m, spec, FLASH) for n in LONG[:2] for m in (False, True)]
-            yield Aim(_case(spec, d, LONG[:2]), _NAMES[FLASH], found, least=bound)
+            yield _both([record], spec, FLASH, d, LONG[:2], bound)
 
 
 def of_card(record: Document, card: str = "RTX 4090") -> Iterator[Aim]:
@@ -326,18 +325,6 @@ def _ratio(case: Document | None, name: str, peer: str, which: str = "both") -> 
 
 def _key(d: int, tokens: int, is_causal: bool) -> str:
     return f"speed d{d} {'causal' if is_causal else 'full'} n{tokens}"
-
-
-def _speed(
-    record: Document,
-    d: int,
-    tokens: int,
-    is_causal: bool,
-    spec: str,
-    peer: str,
-    which: str = "both",
-) -> Found:
-    return Found(_ratio(record["cases"].get(_key(d, tokens, is_causal)), spec, peer, which))
 
 
 def _preparation(case: Document, spec: str) -> float | None:

@@ -1,8 +1,8 @@
 """Q, K, V and dO rounded to codes for the kernels that multiply them by P and dS in codes.
 
-It computes what `operands.quantize` does. A tensor that two products need is read once, and a
-thread holds four tokens in a row of sixteen channels in a row: the codes that it stores are
-neighbours in memory along either axis.
+The kernel computes what `operands.quantize` computes. It reads a tensor once, also if two products
+need it. Each thread holds a patch of 4 consecutive tokens and 16 consecutive channels. So it stores
+vectors of codes, whether consecutive channels or consecutive tokens are contiguous in memory.
 """
 
 # Pyright takes the annotations of Gluon's functions literally:
@@ -25,6 +25,7 @@ from sagesim_kernels.operands import (
     KernelProblem,
     Operand,
     Wanted,
+    arguments_of,
     coordinates_of,
     head_ptr,
     is_live_key,
@@ -36,7 +37,7 @@ from sagesim_kernels.operands import (
     programs_of,
     row_stride,
     scale_and_inverse,
-    scale_start_of,
+    scales_of_block,
     scattered_ptrs,
     stored_start_of,
     tasks_of,
@@ -51,14 +52,15 @@ _CHANNELS_OF_A_WARP = gl.constexpr(32)
 """Channels of a tile for each warp of its program."""
 
 _REGISTERS: Final = 160
-"""Of a thread. With those that the compiler would take, fewer programs run at a time."""
+"""At most so many for a thread. With more, fewer programs run on a multiprocessor at a time."""
 
 
 @triton.constexpr_function
 def _layout(channels, along_tokens):
     """Return the layout of a tile [BLOCK, channels].
 
-    A thread's numbers are in the order of its channels, or of its tokens.
+    along_tokens: whether consecutive registers of a thread hold consecutive tokens, and not
+    consecutive channels.
     """
     of_channels, of_tokens = [[0, 1], [0, 2], [0, 4], [0, 8]], [[1, 0], [2, 0]]
     return gl.DistributedLinearLayout(
@@ -80,13 +82,6 @@ def _in_order_of(out, places):
 
 
 @gluon.jit
-def _scale_start(out, cu, n, i, h, b):
-    """Return a pointer to the first scale of block i of an `Operand`."""
-    start = scale_start_of(out, cu, n, b) + i.to(gl.int64) * (BLOCK // out.TOKENS)
-    return out.scale + h.to(gl.int64) * out.scale_stride_h + start * out.scale_stride_n
-
-
-@gluon.jit
 def _inverse_scales(out, size, local, cu, n, i, h, b, blocks):
     """Store the scales of a tile, and return their inverses, which broadcast to the tile.
 
@@ -97,7 +92,7 @@ def _inverse_scales(out, size, local, cu, n, i, h, b, blocks):
     TILE: gl.constexpr = size.type.layout
     WARPS: gl.constexpr = blocks.D_PAD // _CHANNELS_OF_A_WARP
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    ptr = _scale_start(out, cu, n, i, h, b)
+    ptr = scales_of_block(out, cu, n, i, h, b, BLOCK)
     if out.BY_CHANNEL:
         COLUMNS: gl.constexpr = gl.BlockedLayout([BLOCK // 4, 1], [1, 32], [1, WARPS], [1, 0])
         of_threads = largest(size.reshape([BLOCK // 4, 4, blocks.D_PAD]), 1)
@@ -208,10 +203,7 @@ def quantize(problem: KernelProblem, wanted: Sequence[Wanted]) -> list[Operand]:
     found, tasks = tasks_of(problem, wanted, channels)
     launch(
         hopper_codes_of_operands,
-        (sum(task.grid.programs[0] for task in tasks),),
-        problem.lengths,
-        *(field for task in tasks for field in task),
-        *(None,) * (len(tasks[0]) * (_TASKS - len(tasks))),
+        *arguments_of(tasks, problem, _TASKS),
         num_warps=channels // _CHANNELS_OF_A_WARP.value,
         maxnreg=_REGISTERS,
         **LAUNCH,

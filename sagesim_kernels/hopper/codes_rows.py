@@ -42,7 +42,7 @@ _CHANNELS_OF_A_WARP: Final = 16
 """Channels of dO for each warp of a program."""
 
 _REGISTERS: Final = 64
-"""Of a thread. With those that the compiler would take, fewer programs run at a time."""
+"""At most so many for a thread. With more, fewer programs run on a multiprocessor at a time."""
 
 
 @triton.jit

@@ -83,7 +83,7 @@ def key_blocks(first, ROWS: gl.constexpr, lengths, b):
 
 
 @gluon.jit
-def is_cut_short(masked_at_end, unmasked, count):
+def masks_every_block(masked_at_end, unmasked, count):
     """Return whether the forward masks all blocks because a key mask leaves few without a mask.
 
     Masked blocks after the unmasked ones are visited first, and take longer than those before them.
@@ -117,7 +117,7 @@ def consumer_blocks(first, n_q, tile_blocks, lengths, b):
         begin = gl.maximum(begin, tile_blocks.begin)
     is_empty = whole >= whole_end
     if lengths.key_mask is not None:
-        is_empty = is_empty | is_cut_short(end - whole_end, whole_end - whole, end - begin)
+        is_empty = is_empty | masks_every_block(end - whole_end, whole_end - whole, end - begin)
     whole_end = gl.minimum(whole_end, end - 1)
     if HAS_BEGIN:
         whole_end = gl.where(is_empty, end - 1, whole_end)

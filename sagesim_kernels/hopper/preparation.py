@@ -78,8 +78,8 @@ _CHANNELS_OF_A_WARP: Final = 16
 
 _REGISTERS_KEYS: Final = 80
 _REGISTERS_QUERIES: Final = {64: 80, 128: 64}
-"""Of a thread that holds one block, for queries by the channels of a tile. With those that the
-compiler would take, fewer programs run at a time, and loads wait longer for memory."""
+"""At most so many for a thread of a program that holds one block; for queries by the channels of a
+tile. With more, fewer programs run on a multiprocessor at a time."""
 
 _ELEMENTS_OF_A_WARP: Final = 2048
 """Elements of K or Q for each warp of a program that holds several blocks."""
@@ -346,6 +346,6 @@ def prepare_backward(
         KernelSizes.of(problem, block_q),
         dtype,
         num_warps=padded(d) // _CHANNELS_OF_A_WARP,
-        maxnreg=_REGISTERS_QUERIES.get(padded(d)),
+        maxnreg=_REGISTERS_QUERIES[padded(d)],
         **LAUNCH,
     )

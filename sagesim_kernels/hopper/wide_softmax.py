@@ -23,7 +23,7 @@ from sagesim_kernels.hopper.forward_masks import (
     softmax_step,
     upper_max,
 )
-from sagesim_kernels.hopper.forward_tiles import is_cut_short
+from sagesim_kernels.hopper.forward_tiles import masks_every_block
 from sagesim_kernels.hopper.forward_warps import compute_before_wait, partial_sums
 from sagesim_kernels.hopper.wide_structures import BlockMask, Walk
 from sagesim_kernels.hopper.wide_warps import (
@@ -57,7 +57,7 @@ def at_least_one(walk, lengths):
     The loop has three parts: masked blocks, blocks without a mask, masked blocks. The first part
     takes longer for each block than the last. With a limit on the left or a key mask, both may have
     blocks. If no block is without a mask, the first part gets one block, and the last part all
-    others. So it is, too, if the first part would have `is_cut_short` blocks.
+    others. The same holds if `masks_every_block` says so.
     """
     first, masked = gl.maximum(walk.first, 0), gl.maximum(walk.masked_at_begin, 1)
     tail, count = walk.masked_at_end, gl.maximum(walk.count, 1)
@@ -65,7 +65,7 @@ def at_least_one(walk, lengths):
         unmasked = count - masked - tail
         is_short = unmasked <= 0
         if lengths.key_mask is not None:
-            is_short = is_short | is_cut_short(masked, unmasked, count)
+            is_short = is_short | masks_every_block(masked, unmasked, count)
         masked = gl.where(is_short, 1, masked)
         tail = gl.where(is_short, count - 1, tail)
     return Walk(first, masked, tail, count)

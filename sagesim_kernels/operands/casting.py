@@ -24,7 +24,7 @@ from sagesim_kernels.operands.layout import (
     stored_tokens,
 )
 from sagesim_kernels.operands.operand import Operand
-from sagesim_kernels.operands.quantization import VECTOR, TokenTensor, load_block_of
+from sagesim_kernels.operands.quantization import VECTOR, TokenTensor, load_source
 from sagesim_kernels.operands.rounding import LAUNCH
 
 DTYPES: Final = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
@@ -43,7 +43,7 @@ def cast_kernel(grid, x, mean, out, lengths, STORED: tl.constexpr, blocks):
         cu, n = lengths.cu_k, lengths.n_k
     else:
         cu, n = lengths.cu_q, lengths.n_q
-    tokens = load_block_of(x, mean, lengths, i, h, b, blocks)
+    tokens = load_source(x, mean, lengths, i, i * blocks.BLOCK, blocks.BLOCK, h, b, blocks)
     last = length_of(cu, n, b)
     if STORED:
         start = stored_start_of(cu, n, b)

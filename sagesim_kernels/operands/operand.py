@@ -41,7 +41,7 @@ class Operand(NamedTuple):
     CHANNELS: Any  #: constexpr, channels in memory; codes after the tensor's own channels are 0
     TOKENS: Any  #: constexpr, consecutive tokens that share a scale; None in 16 bit
     BY_CHANNEL: Any  #: constexpr bool, whether each channel has its own scale; None in 16 bit
-    ALONG_TOKENS: Any  #: constexpr bool, whether codes of tokens in a row are neighbours in memory
+    ALONG_TOKENS: Any  #: constexpr bool, whether consecutive tokens are contiguous in memory
     IN_REGISTER_ORDER: Any  #: constexpr bool, see `in_register_order`
     STORED: Any  #: constexpr bool, whether the tokens lie in padded storage, as codes always do
     FORMAT: Any  #: constexpr, of the codes, see `formats`
@@ -156,6 +156,13 @@ def scale_start_of(x, cu, n, b):
         return b.to(tl.int64) * tl.cdiv(n, x.TOKENS)
     else:
         return tl.load(cu + b).to(tl.int64) // x.TOKENS + b
+
+
+@triton.jit
+def scales_of_block(x, cu, n, i, h, b, BLOCK: tl.constexpr):
+    """Return a pointer to the first scale of block i of sequence b and head h of an `Operand`."""
+    start = scale_start_of(x, cu, n, b) + i.to(tl.int64) * (BLOCK // x.TOKENS)
+    return x.scale + h.to(tl.int64) * x.scale_stride_h + start * x.scale_stride_n
 
 
 def stored_scales(cu: Tensor | None, x: Tensor, per_scale: int) -> int:

@@ -5,9 +5,9 @@ A program rounds one block of tokens: amax, then scale, then codes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -36,7 +36,7 @@ from sagesim_kernels.operands.means import Means, load_mean
 from sagesim_kernels.operands.operand import (
     Operand,
     in_register_order,
-    scale_start_of,
+    scales_of_block,
     stored_scales,
 )
 from sagesim_kernels.operands.rounding import (
@@ -98,12 +98,6 @@ def load_live(x, lengths, first, COUNT: tl.constexpr, h, b, blocks):
 
 
 @triton.jit
-def load_block_of(x, mean, lengths, i, h, b, blocks):
-    """Load block i of sequence b and head h as `load_source` does."""
-    return load_source(x, mean, lengths, i, i * blocks.BLOCK, blocks.BLOCK, h, b, blocks)
-
-
-@triton.jit
 def store_codes_of_tokens(out, codes, h, start, count, blocks):
     """Store codes [tokens, D_PAD] of head h to the `Operand` out.
 
@@ -129,8 +123,9 @@ def quantize_block(program, grid, x, mean, blocks, out, rounding, other, other_r
         cu, n = lengths.cu_k, lengths.n_k
     else:
         cu, n = lengths.cu_q, lengths.n_q
-    if i * blocks.BLOCK < length_of(cu, n, b):
-        tokens = load_block_of(x, mean, lengths, i, h, b, blocks)
+    first = i * blocks.BLOCK
+    if first < length_of(cu, n, b):
+        tokens = load_source(x, mean, lengths, i, first, blocks.BLOCK, h, b, blocks)
         store_block(out, tokens, rounding, lengths, i, h, b, blocks)
         if other is not None:
             store_block(other, tokens, other_rounding, lengths, i, h, b, blocks)
@@ -149,8 +144,7 @@ def store_block(out, tokens, rounding, lengths, i, h, b, blocks):
     i = tl.cast(i, tl.int32)
     first = i.to(tl.int64) * blocks.BLOCK
     local, column = tl.arange(0, blocks.BLOCK), tl.arange(0, blocks.D_PAD)
-    scale_ptr = out.scale + h.to(tl.int64) * out.scale_stride_h
-    scale_ptr += (scale_start_of(out, cu, n, b) + first // out.TOKENS) * out.scale_stride_n
+    scale_ptr = scales_of_block(out, cu, n, i, h, b, blocks.BLOCK)
     # Storage of longer blocks than its alignment ends before the last block does.
     count = tl.cdiv(length_of(cu, n, b), ALIGNMENT) * ALIGNMENT - i * blocks.BLOCK
     CODE_MAX: tl.constexpr = code_max(rounding.FORMAT)
@@ -249,17 +243,25 @@ def quantize(problem: KernelProblem, wanted: Sequence[Wanted]) -> list[Operand]:
     found, tasks = tasks_of(problem, wanted)
     if tasks:
         elements = max(task.blocks.BLOCK.value * task.blocks.D_PAD.value for task in tasks)
-        missing = (None,) * len(Task._fields) * (_TASKS - len(tasks))
         launch(
             quantize_kernel,
-            (sum(task.grid.programs[0] for task in tasks),),
-            problem.lengths,
-            *(field for task in tasks for field in task),
-            *missing,
+            *arguments_of(tasks, problem, _TASKS),
             num_warps=4 if elements <= 4096 else 8,
             **LAUNCH,
         )
     return found
+
+
+def arguments_of(tasks: Sequence[Task], problem: KernelProblem, most: int) -> Iterator[Any]:
+    """Yield the programs of a launch that does these tasks, and the kernel's arguments.
+
+    most: the tasks that the kernel has arguments for.
+    """
+    yield (sum(task.grid.programs[0] for task in tasks),)
+    yield problem.lengths
+    for task in tasks:
+        yield from task
+    yield from (None,) * len(Task._fields) * (most - len(tasks))
 
 
 def tasks_of(
@@ -281,11 +283,11 @@ def _task(problem: KernelProblem, wanted: Sequence[tuple[Wanted, Operand]], chan
     source = wanted[0][0].source
     heads, d = source.x.shape[1], source.x.shape[3]
     d_pad = channels or triton.next_power_of_2(wanted[0][1].CHANNELS.value)
-    outs = [
+    pairs = [
         (out, Rounding.of(problem.spec, source.name, each.precision))
         for each, out in sorted(wanted, key=lambda pair: pair[0].contract_tokens)
     ]
-    (out, rounding), (other, other_rounding) = (*outs, (None, None))[:2]
+    (out, rounding), (other, other_rounding) = pairs if len(pairs) > 1 else (*pairs, (None, None))
     return Task(
         Grid(-(-source.longest // source.block), heads, problem.sequences),
         Strided.of(source.x),

@@ -46,7 +46,7 @@ from sagesim_kernels.operands.operand import (
     load_token_scales,
     load_tokens,
     numbers_of,
-    scale_start_of,
+    scales_of_block,
 )
 from sagesim_kernels.operands.quantization import (
     TokenTensor,
@@ -258,8 +258,7 @@ def fold_kernel(
     # With the smallest top code, the largest number of a region gets the largest code.
     MOST: tl.constexpr = code_max(FORMAT) * top_code(FORMAT, TOPS - 1)
     of_block, inverse_of_block = scale_and_inverse(amax, MOST)
-    ptr = out.scale + h.to(tl.int64) * out.scale_stride_h
-    ptr += (scale_start_of(out, lengths.cu_q, lengths.n_q, b) + i) * out.scale_stride_n
+    ptr = scales_of_block(out, lengths.cu_q, lengths.n_q, i, h, b, blocks.BLOCK)
     if out.BY_CHANNEL:
         column = tl.arange(0, blocks.D_PAD)[None, :]
         tl.store(ptr + column, of_block, mask=column < blocks.D)

@@ -34,8 +34,8 @@ class Sequences:
         x, cu = (problem.q, problem.cu_q) if queries else (problem.k, problem.cu_k)
         self.tokens = stored_tokens(cu, x)
         if cu is None:
-            padded = -(-x.shape[2] // ALIGNMENT) * ALIGNMENT
-            self.starts = [b * padded for b in range(x.shape[0])]
+            stored = -(-x.shape[2] // ALIGNMENT) * ALIGNMENT
+            self.starts = [b * stored for b in range(x.shape[0])]
             self.lengths = [x.shape[2]] * x.shape[0]
         else:
             ends = cu.tolist()
@@ -54,23 +54,29 @@ class Sequences:
         return self.stored(row)._replace(h=h) if is_stored else Place(b, h, row)
 
 
-def attended(problem: KernelProblem, b: int, n_q: int, n_k: int) -> NDArray[np.bool_]:
-    """The mask of a sequence from its definition, [queries, keys]."""
-    extras = problem.extras
-    left, right = extras.window
-    right = 0 if problem.is_causal else right
-    i = np.arange(n_q)[:, None] + (n_k - n_q if problem.lower_right else 0)
-    j = np.arange(n_k)[None, :]
-    result = np.ones((n_q, n_k), dtype=np.bool_)
+def attended(
+    n_q: int, n_k: int, left: int, right: int, lower_right: bool, live: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """The mask from its definition, [queries, keys]. live: keys that are no padding."""
+    i, j = np.arange(n_q)[:, None] + (n_k - n_q if lower_right else 0), np.arange(n_k)[None, :]
+    result = np.broadcast_to(live, (n_q, n_k)).copy()
     if left >= 0:
         result &= j >= i - left
     if right >= 0:
         result &= j <= i + right
-    if extras.seqused_k is not None:
-        result &= j < int(extras.seqused_k[b])
-    if extras.key_mask is not None:
-        result &= extras.key_mask[b].numpy()
     return result
+
+
+def _attended_in(problem: KernelProblem, b: int, n_q: int, n_k: int) -> NDArray[np.bool_]:
+    """The same for sequence b of a problem."""
+    extras = problem.extras
+    left, right = extras.window
+    live = np.ones(n_k, dtype=np.bool_)
+    if extras.seqused_k is not None:
+        live &= np.arange(n_k) < int(extras.seqused_k[b])
+    if extras.key_mask is not None:
+        live &= extras.key_mask[b].numpy()
+    return attended(n_q, n_k, left, 0 if problem.is_causal else right, problem.lower_right, live)
 
 
 class Names(NamedTuple):
@@ -124,7 +130,7 @@ def check_visits(name: str, run: Run, problem: KernelProblem, *, is_stored: bool
             assert k.token < max(keys.lengths[k.b], 1), f"{at}: there are no such keys"
             met[q].append(k.token)
     for b, (n_q, n_k) in enumerate(zip(queries.lengths, keys.lengths, strict=True)):
-        mask = attended(problem, b, n_q, n_k)
+        mask = _attended_in(problem, b, n_q, n_k)
         for h, token in product(range(problem.q.shape[1]), range(0, n_q, STEP)):
             rest = np.any(mask[token : token + STEP], axis=0)
             for key in met[Place(b, h, token)]:

@@ -19,6 +19,7 @@ from sagesim_kernels.hopper.backward_masks import part_of
 from sagesim_kernels.hopper.backward_structures import QueryLoop
 from sagesim_kernels.hopper.wide_structures import BlockMask
 from sagesim_kernels.operands import Lengths
+from tests.sagesim_kernels.hopper_visits import attended
 from tests.support.device_functions import Numbers, Pointer, on_host, raw
 
 BLOCK, TILE = 64, 128
@@ -40,19 +41,6 @@ Map = NDArray[np.bool_]
 
 LENGTHS = ((1, 1), (64, 64), (200, 200), (333, 333), (520, 300), (130, 450), (1, 300), (300, 1))
 WINDOWS = ((-1, -1), (-1, 0), (0, 0), (70, 130), (127, 0), (64, -1), (-1, 40), (200, 0), (5, 1))
-
-
-def attended(
-    n_q: int, n_k: int, left: int, right: int, lower_right: bool, live: NDArray[np.bool_]
-) -> Map:
-    """The mask from its definition, [queries, keys]."""
-    i, j = np.arange(n_q)[:, None] + (n_k - n_q if lower_right else 0), np.arange(n_k)[None, :]
-    result = np.broadcast_to(live, (n_q, n_k)).copy()
-    if left >= 0:
-        result &= j >= i - left
-    if right >= 0:
-        result &= j <= i + right
-    return result
 
 
 def lengths_of(

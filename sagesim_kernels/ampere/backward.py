@@ -56,7 +56,8 @@ class _Maps(Enum):
 
     IN_16_BIT = "to one 16-bit format"
     ONE_SCALE = "to codes with one scale for each tile"
-    OTHERWISE = "to codes with scales of rows, or to several formats"
+    IN_CODES = "to codes, some of them with scales of rows"
+    OTHERWISE = "to several formats"
 
     @property
     def keys_of_a_warp(self) -> int:
@@ -65,8 +66,9 @@ class _Maps(Enum):
     @classmethod
     def of(cls, problem: KernelProblem, operands: OperandCache) -> _Maps:
         products = (problem.spec.dv, problem.spec.dq, problem.spec.dk)
-        if all(x.precision.is_scaled and x.lhs is Granularity.PerTile for x in products):
-            return cls.ONE_SCALE
+        if all(x.precision.is_scaled for x in products):
+            one_scale = all(x.lhs is Granularity.PerTile for x in products)
+            return cls.ONE_SCALE if one_scale else cls.IN_CODES
         has_codes = any(x.precision.is_scaled for x in products)
         of_dq, of_dk = (operands.get("dq", "k").ptr, operands.get("dk", "q").ptr)
         return cls.OTHERWISE if has_codes or of_dq.dtype != of_dk.dtype else cls.IN_16_BIT
@@ -95,6 +97,9 @@ def _tiles(channels: int, maps: _Maps) -> Iterator[Tile]:
         if channels == 64:
             yield Tile(64, 4, 1, step=64, registers=_FOR_THREE)
         yield Tile(64, 8, 1, step=64)
+    elif maps is _Maps.IN_CODES:
+        yield Tile(64, 8, 1, step=64, registers=128)
+        yield Tile(64, 4, 1, step=64)
     else:
         if has_room:
             yield Tile(64, 4, 2, step=64)

@@ -33,16 +33,17 @@ from sagesim_kernels.ampere.device import (
     shared_product,
     store_chunk,
 )
-from sagesim_kernels.ampere.gradient_sums import add_to_dq, add_to_sums
+from sagesim_kernels.ampere.gradient_sums import add_to_dq, add_to_sums, exchanged_blocks
 from sagesim_kernels.ampere.map_codes import (
     exchange_layout,
     left_operand,
     load_left_pairs,
     maxima,
     maximum_buffer,
+    shared_codes_buffers,
     rounded,
     store_codes,
-    store_maximum,
+    store_maxima,
     store_pairs,
 )
 from sagesim_kernels.ampere.query_buffers import (
@@ -141,9 +142,6 @@ def ampere_backward(
     BITS: gl.constexpr = q.ptr.dtype.element_ty.primitive_bitwidth
     WARPS: gl.constexpr = gl.num_warps()
     ACROSS: gl.constexpr = CONFIG.across
-    DQ: gl.constexpr = gl.NVMMADistributedLayout(
-        [2, 0], [QUERIES // (16 * ACROSS), WARPS * 16 * ACROSS // QUERIES], [16, 8]
-    )
     ST: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS // ACROSS, ACROSS], [16, 8])
     ROWS: gl.constexpr = gl.SliceLayout(1, ST)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ST)
@@ -160,6 +158,12 @@ def ampere_backward(
     n_k = live_keys(lengths, b)
     offset = causal_offset(lengths, b)
     SHARES_DS: gl.constexpr = dq_product.PER_TILE and dk_product.PER_TILE
+    # Each warp that loads dS in float32 rounds it: fewer of them load the same queries then.
+    ROWS_OF_DQ: gl.constexpr = 16 if CONFIG.k_right == 8 and not SHARES_DS else 16 * ACROSS
+    DQ: gl.constexpr = gl.NVMMADistributedLayout(
+        [2, 0], [QUERIES // ROWS_OF_DQ, WARPS * ROWS_OF_DQ // QUERIES], [16, 8]
+    )
+    SHARES_CODES: gl.constexpr = ACROSS > 1 and CONFIG.do_right == 8
     IN_PAIRS: gl.constexpr = CONFIG.k_right == 8
     local = gl.arange(0, KEYS, ROWS)
     if IN_PAIRS:
@@ -176,15 +180,21 @@ def ampere_backward(
     v_s = gl.allocate_shared_memory(DT, [KEYS, CHANNELS], rows_layout(CHANNELS, 16))
     copy_tokens(k, k_base, first, 0, n_k, k_s, IN_PAIRS)
     copy_tokens(v, v_base, first, 0, n_k, v_s, IN_PAIRS)
+    q_s = gl.allocate_shared_memory(QT, [STAGES, QUERIES, CHANNELS], rows_layout(CHANNELS, BITS))
+    do_s = gl.allocate_shared_memory(DT, [STAGES, QUERIES, CHANNELS], rows_layout(CHANNELS, 16))
     kr_scales_s = scale_buffer(k_right, k_s, BLOCKS, CHANNELS)
     if CONFIG.k_right == 8:
         if SHARES_DS:
             DS: gl.constexpr = rows_layout(BLOCK, 16)
             DS_TILE: gl.constexpr = rows_layout(BLOCK, 16)
-            ds_s = gl.allocate_shared_memory(gl.int16, [KEYS // 2, BLOCK], DS_TILE)
         else:
             DS: gl.constexpr = exchange_layout(BLOCK, False)
             DS_TILE: gl.constexpr = exchange_layout(KEYS, True)
+        if SHARES_CODES:
+            p_s, ds_of_dk, ds_s = shared_codes_buffers(q_s, do_s, SHARES_DS, DS_TILE)
+        elif SHARES_DS:
+            ds_s = gl.allocate_shared_memory(gl.int16, [KEYS // 2, BLOCK], DS_TILE)
+        else:
             ds_s = gl.allocate_shared_memory(gl.float32, [KEYS, BLOCK], DS_TILE)
         kr_s = gl.allocate_shared_memory(gl.int8, [BLOCKS, CHANNELS, BLOCK], rows_layout(BLOCK, 8))
         for i in gl.static_range(BLOCKS):
@@ -203,13 +213,10 @@ def ampere_backward(
             copy_tokens(k_right, kr_base, first, 0, n_k, tile)
         else:
             kr_s = reinterpret(k_s, KT, [BLOCKS, BLOCK, CHANNELS], K_TILE)
-    if ACROSS > 1:
-        if CONFIG.do_right == 8:
-            p_s = gl.allocate_shared_memory(gl.int16, [KEYS // 2, BLOCK], DS_TILE)
-        else:
+        if ACROSS > 1:
             p_s = gl.allocate_shared_memory(do_right.ptr.dtype.element_ty, [KEYS, QUERIES], DS_TILE)
-    p_maxima = maximum_buffer(p_product, ds_s, KEYS)
-    ds_maxima = maximum_buffer(dk_product, ds_s, KEYS)
+    p_maxima = maximum_buffer(p_product, ds_s, KEYS, ACROSS if SHARES_CODES else 1)
+    ds_maxima = maximum_buffer(dk_product, ds_s, KEYS, ACROSS if SHARES_CODES else 1)
     if k.scale is not None:
         # Behind the sequence's last key there may be no scale.
         if k.TOKENS == BLOCK:
@@ -220,8 +227,6 @@ def ampere_backward(
         row = gl.minimum(first + row, n_stored - 1)
         k_scale = gl.load(k_scales + (row // k.TOKENS).to(gl.int64) * k.scale_stride_n)
 
-    q_s = gl.allocate_shared_memory(QT, [STAGES, QUERIES, CHANNELS], rows_layout(CHANNELS, BITS))
-    do_s = gl.allocate_shared_memory(DT, [STAGES, QUERIES, CHANNELS], rows_layout(CHANNELS, 16))
     buffers = QueryBuffers(
         q_s,
         do_s,
@@ -313,12 +318,15 @@ def ampere_backward(
                         dk0, dk1, left_operand(map), row_scale, q_right, qr_scales, query,
                         buffers.q_right, buffers.q_scales, stage, CHUNKS,
                     )  # fmt: skip
-                elif CONFIG.do_right == 8:
-                    store_maximum(p, p_maxima, ACROSS)
-                    store_maximum(ds, ds_maxima, ACROSS)
-                    barrier()  # All warps have stored their maxima.
-                    p_scale = store_codes(p, p_maxima, p_s)
-                    ds_scale = store_codes(ds, ds_maxima, ds_s)
+                elif SHARES_CODES:
+                    store_maxima(p, p_product, p_maxima, ACROSS)
+                    store_maxima(ds, dk_product, ds_maxima, ACROSS)
+                    # All warps have stored their maxima, and need no q and do any more.
+                    barrier()
+                    if not SHARES_DS:
+                        ds_s.store(ds)
+                    p_scale = store_codes(p, p_product, p_maxima, p_s, ACROSS)
+                    ds_scale = store_codes(ds, dk_product, ds_maxima, ds_of_dk, ACROSS)
                 else:
                     p_s.store(p.to(p_s.dtype))
                     ds_s.store(ds.to(ds_s.dtype))
@@ -327,9 +335,9 @@ def ampere_backward(
                 # All warps have stored dS, and, if none shares keys, need no copied queries.
                 barrier()
                 if ACROSS > 1:
-                    if CONFIG.do_right == 8:
+                    if SHARES_CODES:
                         p_left = load_left_pairs(p_s, ST, ACROSS)
-                        ds_left = load_left_pairs(ds_s, ST, ACROSS)
+                        ds_left = load_left_pairs(ds_of_dk, ST, ACROSS)
                     else:
                         p_left = p_s.load(gl.DotOperandLayout(0, ST, 2))
                         ds_left = ds_s.load(gl.DotOperandLayout(0, ST, 2))
@@ -343,16 +351,24 @@ def ampere_backward(
                         dk0, dk1, ds_left, ds_scale, q_right, qr_scales, query, buffers.q_right,
                         buffers.q_scales, stage, CHUNKS,
                     )  # fmt: skip
-                    if STAGES == 1:
-                        barrier()  # All warps need no copied queries any more.
+                if SHARES_CODES:  # A copy to q or do overwrites dS.
+                    left0, factor0, left1, factor1 = exchanged_blocks(
+                        ds_s, ds_maxima, inverse, dq_product, DS, CONFIG, DQ
+                    )
                 if STAGES == 1:
+                    if ACROSS > 1:
+                        barrier()  # All warps need no copied queries any more.
                     copy_queries(
                         q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b,
                         next_head, next_block, 0, sizes, CONFIG,
                     )  # fmt: skip
+                if not SHARES_CODES:
+                    left0, factor0, left1, factor1 = exchanged_blocks(
+                        ds_s, ds_maxima, inverse, dq_product, DS, CONFIG, DQ
+                    )
                 add_to_dq(
-                    ds_s, ds_maxima, inverse, k_right, kr_scales, first, second, kr_s, kr_scales_s,
-                    dq_product, dq_sums, at, DS, CONFIG, DQ,
+                    left0, factor0, left1, factor1, k_right, kr_scales, first, second, kr_s,
+                    kr_scales_s, dq_sums, at, CONFIG, DQ,
                 )  # fmt: skip
 
     for c in gl.static_range(CHUNKS):

@@ -50,8 +50,7 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
             problem.scale < 0,
             KernelSizes.of(problem, tile.rows),
             RowConfig(tile.rows, tile.num_stages, channels),
-            num_warps=tile.num_warps,
-            **LAUNCH,
+            **tile.options,
         )
 
     try_tiles(row_tiles(channels), run, f"the forward at head size {problem.q.shape[3]}")

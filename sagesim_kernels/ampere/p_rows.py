@@ -50,8 +50,7 @@ def launch_p_rows(
             problem.scale * LOG2_E,
             KernelSizes.of(problem, tile.rows),
             RowConfig(tile.rows, tile.num_stages, channels),
-            num_warps=tile.num_warps,
-            **LAUNCH,
+            **tile.options,
         )
 
     try_tiles(row_tiles(channels), run, f"row sums of P at head size {problem.q.shape[3]}")

@@ -66,6 +66,13 @@ from sagesim_kernels.operands.layout import (
     stored_tokens,
     token_ptrs,
 )
+from sagesim_kernels.operands.levels import (
+    CODE_UNIT,
+    LOG2_ONE,
+    exponential_codes,
+    next_level,
+    rescaled,
+)
 from sagesim_kernels.operands.logit_shift import compute_logit_shift
 from sagesim_kernels.operands.logsumexp import natural_lse, upper_lse2
 from sagesim_kernels.operands.masking import (
@@ -154,12 +161,14 @@ from sagesim_kernels.operands.sinks import (
 from sagesim_kernels.operands.softcap import Softcap, load_shift, tanh
 
 __all__ = [
+    "CODE_UNIT",
     "DTYPES",
     "FP8",
     "INT8",
     "LAUNCH",
     "LOG2_127",
     "LOG2_E",
+    "LOG2_ONE",
     "NO_EXTRAS",
     "DqSums",
     "Extras",
@@ -206,6 +215,7 @@ __all__ = [
     "compute_units",
     "coordinates_of",
     "ds_row_sums",
+    "exponential_codes",
     "finish_dq",
     "first_live_key",
     "format_of",
@@ -251,6 +261,7 @@ __all__ = [
     "mark_nonfinite",
     "memory_dtype",
     "natural_lse",
+    "next_level",
     "norms_of",
     "padded",
     "pcg_hash",
@@ -259,6 +270,7 @@ __all__ = [
     "quantize_block",
     "query_loop_bounds",
     "query_loops",
+    "rescaled",
     "row_base",
     "row_stride",
     "row_sums",

@@ -16,7 +16,7 @@ from sagesim_kernels.ampere.backward_kernel import Config, ampere_backward
 from sagesim_kernels.ampere.p_rows import launch_p_rows
 from sagesim_kernels.ampere.query_buffers import STATS
 from sagesim_kernels.ampere.row_stats import row_stats_kernel
-from sagesim_kernels.ampere.support import BLOCK
+from sagesim_kernels.ampere.support import BLOCK, programs_at_a_time
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
@@ -28,9 +28,11 @@ from sagesim_kernels.operands import (
     KernelSizes,
     Operand,
     OperandCache,
+    OrderedGrid,
     Rows,
     RowStatistics,
     Strided,
+    choose_backward_heads,
     finish_dq,
     padded,
     stored_tokens,
@@ -93,13 +95,11 @@ def _tiles(channels: int, maps: _Maps) -> Iterator[Tile]:
         yield Tile(128, 8, 1, step=64)
         yield Tile(128, 8, 1, step=32)
         yield Tile(64, 4, 1, step=32)
-    elif maps is _Maps.ONE_SCALE:
-        if channels == 64:
-            yield Tile(64, 4, 1, step=64, registers=_FOR_THREE)
+    elif maps is _Maps.ONE_SCALE and channels == 64:
+        yield Tile(64, 4, 1, step=64, registers=_FOR_THREE)
         yield Tile(64, 8, 1, step=64)
-    elif maps is _Maps.IN_CODES:
-        yield Tile(64, 8, 1, step=64, registers=128)
-        yield Tile(64, 4, 1, step=64)
+    elif maps in (_Maps.ONE_SCALE, _Maps.IN_CODES) and channels == 128:
+        yield Tile(64, 8, 1, step=64)
     else:
         if has_room:
             yield Tile(64, 4, 2, step=64)
@@ -129,7 +129,18 @@ def launch_kernel(
     do, v = operands.get("dp", "do"), operands.get("dp", "v")
     q_right, do_right = operands.get("dk", "q"), operands.get("dv", "do")
     k_right = operands.get("dq", "k")
-    grid = Grid(-(-problem.longest_k // tile.rows), problem.k.shape[1], problem.sequences)
+    kv_heads = problem.k.shape[1]
+    heads_per_group = choose_backward_heads(
+        problem.longest_q,
+        problem.longest_k,
+        problem.longest_offset,
+        tile.rows,
+        kv_heads * problem.sequences,
+        problem.groups,
+        programs_at_a_time(tile),
+    )
+    tiles = -(-problem.longest_k // tile.rows)
+    grid = OrderedGrid(tiles, kv_heads, problem.sequences, heads_per_group)
     config = Config(
         keys=tile.rows,
         queries=tile.step,

@@ -40,8 +40,8 @@ from sagesim_kernels.ampere.map_codes import (
     load_left_pairs,
     maxima,
     maximum_buffer,
-    shared_codes_buffers,
     rounded,
+    shared_codes_buffers,
     store_codes,
     store_maxima,
     store_pairs,
@@ -60,6 +60,7 @@ from sagesim_kernels.operands import (
     length_of,
     live_keys,
     live_queries,
+    ordered_coordinates,
     query_loop_bounds,
     stored_start_of,
 )
@@ -121,6 +122,7 @@ def ampere_backward(
     """Compute dK and dV of a tile of keys, and add its parts of dQ to the sums of the queries.
 
     Args:
+        grid: `OrderedGrid`.
         q, k, do, v: `Operand` of qk_recompute and dp.
         q_right, do_right, k_right: the right operands of dK, dV and dQ.
         row_stats: float32 [heads, STATS, tokens], in padded storage.
@@ -146,11 +148,8 @@ def ampere_backward(
     ROWS: gl.constexpr = gl.SliceLayout(1, ST)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ST)
 
-    program = gl.program_id(0)
-    rest = program // grid.tiles
-    first = program % grid.tiles * KEYS
-    k_head = rest % grid.heads
-    b = rest // grid.heads
+    tile, k_head, b = ordered_coordinates(grid)
+    first = tile * KEYS
     n_stored = length_of(lengths.cu_k, lengths.n_k, b)
     if first >= n_stored:
         return

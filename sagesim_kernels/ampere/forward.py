@@ -3,30 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from torch import Tensor
 
 from sagesim_kernels.ampere.forward_kernel import RowConfig, ampere_forward
+from sagesim_kernels.ampere.support import programs_at_a_time
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
-    LAUNCH,
     LOG2_E,
-    Grid,
     KernelProblem,
     KernelSizes,
     OperandCache,
+    OrderedGrid,
     Rows,
     Strided,
+    choose_forward_heads,
     padded,
 )
 from sagesim_kernels.portable import Tile, try_tiles
 
+_FOR_FOUR: Final = 128
+"""The most registers of a thread of which four programs of four warps fit on a multiprocessor."""
 
-def row_tiles(channels: int) -> Iterator[Tile]:
-    """Yield the tiles of queries to try, the best first."""
-    if channels == 64:
+
+def row_tiles(channels: int, *, in_codes: bool = False) -> Iterator[Tile]:
+    """Yield the tiles of queries to try, the best first.
+
+    in_codes: whether P is rounded to codes. Their products take more instructions and fewer loads
+    of operands, so that more warps with 16 rows each are faster than fewer with 32.
+    """
+    if channels == 64 and in_codes:
+        yield Tile(64, 4, 2, registers=_FOR_FOUR)
+    elif channels == 64:
         yield Tile(128, 4, 2)
     yield Tile(64, 4, 2)
+
+
+def grid_of_queries(problem: KernelProblem, tile: Tile) -> OrderedGrid:
+    """Return the programs of a kernel that owns tiles of queries."""
+    heads = problem.q.shape[1]
+    heads_per_group = choose_forward_heads(
+        problem.longest_q,
+        problem.longest_k,
+        problem.longest_offset,
+        tile.rows,
+        heads * problem.sequences,
+        programs_at_a_time(tile),
+    )
+    tiles = -(-problem.longest_q // tile.rows)
+    return OrderedGrid(tiles, heads, problem.sequences, heads_per_group)
 
 
 def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, lse2: Tensor) -> None:
@@ -35,7 +61,7 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
     channels = padded(problem.q.shape[3])
 
     def run(tile: Tile) -> None:
-        grid = Grid(-(-problem.longest_q // tile.rows), problem.q.shape[1], problem.sequences)
+        grid = grid_of_queries(problem, tile)
         launch(
             ampere_forward,
             grid.programs,
@@ -53,4 +79,5 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
             **tile.options,
         )
 
-    try_tiles(row_tiles(channels), run, f"the forward at head size {problem.q.shape[3]}")
+    tiles = row_tiles(channels, in_codes=v.scale is not None)
+    try_tiles(tiles, run, f"the forward at head size {problem.q.shape[3]}")

@@ -47,10 +47,11 @@ from sagesim_kernels.operands import (
     live_keys,
     live_queries,
     next_level,
-    program_coordinates,
+    ordered_coordinates,
     rescaled,
     row_base,
 )
+
 
 class RowConfig(NamedTuple):
     """The constants of a kernel."""
@@ -129,7 +130,7 @@ def ampere_forward(
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
 
-    tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
+    tile, h, b = ordered_coordinates(grid, lengths.IS_CAUSAL)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = tile * ROWS_OF_TILE
     if first >= n_q:
@@ -166,7 +167,8 @@ def ampere_forward(
 
     row_max = gl.full([ROWS_OF_TILE], -float("inf"), gl.float32, ROWS)
     level = -row_max
-    part = _partial_sums(gl.zeros([ROWS_OF_TILE, BLOCK], gl.float32, ACC))  # of each row of P
+    row_sum = gl.zeros([ROWS_OF_TILE], gl.float32, ROWS)
+    part = _partial_sums(gl.zeros([ROWS_OF_TILE, BLOCK], gl.float32, ACC))  # of row_sum, in codes
     total0 = gl.zeros([ROWS_OF_TILE, CHUNK], gl.float32, ACC)
     total1 = total0
     k_scale = block_scale(k, k_scales, 0, end > 0)
@@ -221,7 +223,7 @@ def ampere_forward(
                 shrink = gl.exp2(row_max - _finite(new_max))
                 row_max = new_max
                 p = gl.exp2(scaled_difference(s, tile_factor, _finite(new_max)[:, None]))
-                part = _add_partial_sums(part, p, gl.full(shrink.shape, 1.0, gl.float32, ROWS), shrink)
+                row_sum = row_sum * shrink + gl.sum(p, 1)
                 p16 = gl.convert_layout(p.to(VT), gl.DotOperandLayout(0, ACC, 2))
                 total0 = mma_v2(
                     p16, right_chunk(v_s.index(stage), 0, ACC), total0 * shrink[:, None]
@@ -230,8 +232,8 @@ def ampere_forward(
                     tokens = right_chunk(v_s.index(stage), 1, ACC)
                     total1 = mma_v2(p16, tokens, total1 * shrink[:, None])
 
-    row_sum = gl.convert_layout(gl.sum(part, 1), ROWS)
     if v.scale is not None:
+        row_sum = gl.convert_layout(gl.sum(part, 1), ROWS)
         row_max = -level
     # A sum of NaN is not 0. If the magnitude of the logits is above 2^28, all P of a row may be 0.
     has_keys = (row_sum != 0.0) | (row_max > -float("inf"))

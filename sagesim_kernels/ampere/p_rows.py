@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from sagesim.spec import Delta
-from sagesim_kernels.ampere.forward import row_tiles
+from sagesim_kernels.ampere.forward import grid_of_queries, row_tiles
 from sagesim_kernels.ampere.forward_kernel import RowConfig
 from sagesim_kernels.ampere.p_rows_kernel import ampere_p_rows
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
-    LAUNCH,
     LOG2_E,
-    Grid,
     KernelProblem,
     KernelSizes,
     OperandCache,
@@ -33,7 +31,7 @@ def launch_p_rows(
     channels = padded(problem.q.shape[3])
 
     def run(tile: Tile) -> None:
-        grid = Grid(-(-problem.longest_q // tile.rows), problem.q.shape[1], problem.sequences)
+        grid = grid_of_queries(problem, tile)
         launch(
             ampere_p_rows,
             grid.programs,

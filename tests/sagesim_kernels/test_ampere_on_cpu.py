@@ -99,7 +99,7 @@ class Tile(NamedTuple):
 TILES = {
     ("factored_pv16", 64): (Tile(64, 64, 1, 2), Tile(128, 64, 1, 1)),
     ("factored_qk", 128): (Tile(128, 64, 2, 1), Tile(64, 32, 2, 1)),
-    ("factored_pv16", 128): (Tile(128, 64, 1, 1), Tile(64, 64, 1, 1)),
+    ("factored_pv16", 128): (Tile(64, 64, 2, 1), Tile(64, 64, 2, 1)),
     ("fpa_bf16", 64): (Tile(128, 32, 1, 1), Tile(128, 64, 2, 1)),
     ("fpa_bf16", 128): (Tile(128, 64, 2, 1), Tile(128, 32, 2, 1)),
 }

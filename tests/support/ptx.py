@@ -138,7 +138,9 @@ class Program:
             guard, opcode, operands = _STATEMENT.match(text).groups()
             if opcode.startswith("bra"):
                 operands = self._label(operands.strip())
-            statement = _Statement((guard or "").strip(), tuple(opcode.split(".")), _split(operands))
+            statement = _Statement(
+                (guard or "").strip(), tuple(opcode.split(".")), _split(operands)
+            )
             self.statements.append(statement)
 
     @property

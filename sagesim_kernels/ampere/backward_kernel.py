@@ -28,6 +28,8 @@ from sagesim_kernels.ampere.device import (
     copy_scales,
     copy_tokens,
     in_pair_order,
+    left_tokens,
+    registers_product,
     rows_layout,
     scaled_difference,
     shared_product,
@@ -247,6 +249,11 @@ def ampere_backward(
             q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b, first_head, begin, 0,
             sizes, CONFIG,
         )  # fmt: skip
+    if SHARES_CODES:
+        async_copy.wait_group(0)
+        barrier()  # All warps see the keys that were copied.
+        k_left = left_tokens(k_s, ST)
+        v_left = left_tokens(v_s, ST)
     dk0 = gl.zeros([KEYS, CHUNK], gl.float32, ST)
     dv0 = gl.zeros([KEYS, CHUNK], gl.float32, ST)
     dk1 = dk0
@@ -276,7 +283,10 @@ def ampere_backward(
                 query = block * QUERIES
                 queries = (query + gl.arange(0, QUERIES, COLUMNS))[None, :]
 
-                s = shared_product(k_s, buffers.q.index(stage), ST, _BYTES)
+                if SHARES_CODES:
+                    s = registers_product(k_left, buffers.q.index(stage), ST)
+                else:
+                    s = shared_product(k_s, buffers.q.index(stage), ST, _BYTES)
                 if k.scale is None:
                     factor = _row_stats(buffers, stage, 0, COLUMNS)[None, :]
                 elif k.TOKENS == BLOCK:  # as `operands.apply_k_scale` does
@@ -300,7 +310,10 @@ def ampere_backward(
                         dv0, dv1, left_operand(map), row_scale, do_right, dor_scales, query,
                         buffers.do_right, buffers.do_scales, stage, CHUNKS,
                     )  # fmt: skip
-                dp = shared_product(v_s, buffers.do.index(stage), ST, _BYTES)
+                if SHARES_CODES:
+                    dp = registers_product(v_left, buffers.do.index(stage), ST)
+                else:
+                    dp = shared_product(v_s, buffers.do.index(stage), ST, _BYTES)
                 ds = p * (dp - _row_stats(buffers, stage, 2, COLUMNS)[None, :])
                 if MASKED:
                     ds = gl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0

@@ -224,6 +224,19 @@ def product(left, right, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def left_tokens(buffer, LAYOUT: gl.constexpr):
+    """Load a buffer [tokens, channels] as the left operand of `registers_product`."""
+    return buffer.load(gl.DotOperandLayout(0, LAYOUT, 32 // buffer.dtype.primitive_bitwidth))
+
+
+@gluon.jit
+def registers_product(left, right, LAYOUT: gl.constexpr):
+    """Return left @ right.T, float32, of `left_tokens` and a buffer [tokens, channels]."""
+    WIDTH: gl.constexpr = 32 // right.dtype.primitive_bitwidth
+    return product(left, right.permute((1, 0)).load(gl.DotOperandLayout(1, LAYOUT, WIDTH)), LAYOUT)
+
+
+@gluon.jit
 def shared_product(left, right, LAYOUT: gl.constexpr, BYTES: gl.constexpr):
     """Return left @ right.T, float32, of two buffers [tokens, channels]; see `product`.
 

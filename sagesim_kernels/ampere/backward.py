@@ -97,9 +97,9 @@ def _tiles(channels: int, maps: _Maps) -> Iterator[Tile]:
         yield Tile(64, 4, 1, step=32)
     elif maps is _Maps.ONE_SCALE and channels == 64:
         yield Tile(64, 4, 1, step=64, registers=_FOR_THREE)
-        yield Tile(64, 8, 1, step=64)
     elif maps in (_Maps.ONE_SCALE, _Maps.IN_CODES) and channels == 128:
-        yield Tile(64, 8, 1, step=64)
+        for stages in (2, 1):
+            yield Tile(64, 8, stages, step=64)
     else:
         if has_room:
             yield Tile(64, 4, 2, step=64)

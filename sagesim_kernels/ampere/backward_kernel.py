@@ -192,7 +192,7 @@ def ampere_backward(
             DS: gl.constexpr = exchange_layout(BLOCK, False)
             DS_TILE: gl.constexpr = exchange_layout(KEYS, True)
         if SHARES_CODES:
-            p_s, ds_of_dk, ds_s = shared_codes_buffers(q_s, do_s, SHARES_DS, DS_TILE)
+            p_s, ds_of_dk, ds_s = shared_codes_buffers(k_s, v_s, SHARES_DS, DS_TILE)
         elif SHARES_DS:
             ds_s = gl.allocate_shared_memory(gl.int16, [KEYS // 2, BLOCK], DS_TILE)
         else:
@@ -333,10 +333,9 @@ def ampere_backward(
                 elif SHARES_CODES:
                     store_maxima(p, p_product, p_maxima, ACROSS)
                     store_maxima(ds, dk_product, ds_maxima, ACROSS)
-                    # All warps have stored their maxima, and need no q and do any more.
-                    barrier()
                     if not SHARES_DS:
                         ds_s.store(ds)
+                    barrier()  # All warps have stored their maxima.
                     p_scale = store_codes(p, p_product, p_maxima, p_s, ACROSS)
                     ds_scale = store_codes(ds, dk_product, ds_maxima, ds_of_dk, ACROSS)
                 else:
@@ -363,10 +362,6 @@ def ampere_backward(
                         dk0, dk1, ds_left, ds_scale, q_right, qr_scales, query, buffers.q_right,
                         buffers.q_scales, stage, CHUNKS,
                     )  # fmt: skip
-                if SHARES_CODES:  # A copy to q or do overwrites dS.
-                    left0, factor0, left1, factor1 = exchanged_blocks(
-                        ds_s, ds_maxima, inverse, dq_product, DS, CONFIG, DQ
-                    )
                 if STAGES == 1:
                     if ACROSS > 1:
                         barrier()  # All warps need no copied queries any more.
@@ -374,10 +369,9 @@ def ampere_backward(
                         q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b,
                         next_head, next_block, 0, sizes, CONFIG,
                     )  # fmt: skip
-                if not SHARES_CODES:
-                    left0, factor0, left1, factor1 = exchanged_blocks(
-                        ds_s, ds_maxima, inverse, dq_product, DS, CONFIG, DQ
-                    )
+                left0, factor0, left1, factor1 = exchanged_blocks(
+                    ds_s, ds_maxima, inverse, dq_product, DS, CONFIG, DQ
+                )
                 add_to_dq(
                     left0, factor0, left1, factor1, k_right, kr_scales, first, second, kr_s,
                     kr_scales_s, dq_sums, at, CONFIG, DQ,

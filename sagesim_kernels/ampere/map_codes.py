@@ -250,26 +250,21 @@ def store_maxima(map, rounding, buffer, ACROSS: gl.constexpr):
 
 
 @gluon.jit
-def shared_codes_buffers(q_s, do_s, SHARES_DS: gl.constexpr, DS_TILE: gl.constexpr):
+def shared_codes_buffers(k_s, v_s, SHARES_DS: gl.constexpr, DS_TILE: gl.constexpr):
     """Return buffers for the codes of P, for those of dS in dK, and for dS of dQ.
 
-    Codes are stored by `store_codes`. dS takes the shared memory of q and do of a step, which have
-    been multiplied by then. At head size 64 that of do is too small for dS in float32.
+    Codes are stored by `store_codes`. P and dS take the shared memory of a tile of K and V, which
+    are in registers then.
     SHARES_DS: whether dQ and dK multiply the same codes. DS_TILE: the layout of dS of dQ.
     """
     LAYOUT: gl.constexpr = rows_layout(BLOCK, 16)
-    p_s = gl.allocate_shared_memory(gl.int16, [BLOCK // 2, BLOCK], LAYOUT)
-    if q_s.shape[2] == BLOCK:
-        codes = reinterpret(q_s, gl.int16, [BLOCK // 2, BLOCK], LAYOUT)
-    else:
-        codes = reinterpret(q_s, gl.int16, [2, BLOCK // 2, BLOCK], LAYOUT).index(0)
+    p_s = reinterpret(k_s, gl.int16, [2, BLOCK // 2, BLOCK], LAYOUT).index(0)
     if SHARES_DS:
-        ds_s = codes
-    elif q_s.shape[2] == BLOCK:
-        ds_s = gl.allocate_shared_memory(gl.float32, [BLOCK, BLOCK], DS_TILE)
+        ds_s = reinterpret(v_s, gl.int16, [4, BLOCK // 2, BLOCK], LAYOUT).index(0)
+        return p_s, ds_s, ds_s
     else:
-        ds_s = reinterpret(do_s, gl.float32, [BLOCK, BLOCK], DS_TILE)
-    return p_s, codes, ds_s
+        codes = gl.allocate_shared_memory(gl.int16, [BLOCK // 2, BLOCK], LAYOUT)
+        return p_s, codes, reinterpret(v_s, gl.float32, [BLOCK, BLOCK], DS_TILE)
 
 
 @constexpr_function

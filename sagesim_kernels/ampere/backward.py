@@ -16,7 +16,7 @@ from sagesim_kernels.ampere.backward_kernel import Config, ampere_backward
 from sagesim_kernels.ampere.p_rows import launch_p_rows
 from sagesim_kernels.ampere.query_buffers import STATS
 from sagesim_kernels.ampere.row_stats import row_stats_kernel
-from sagesim_kernels.ampere.support import BLOCK, programs_at_a_time
+from sagesim_kernels.ampere.support import BLOCK, FOR_THREE, programs_at_a_time
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
@@ -41,9 +41,6 @@ from sagesim_kernels.portable import Tile, map_product, prepare_backward, try_ti
 
 _FOR_TWO: Final = 2 * 64 * 1024
 """Bytes of shared memory that are enough for two programs."""
-
-_FOR_THREE: Final = 168
-"""The most registers of a thread of which three programs of four warps fit on a multiprocessor."""
 
 
 @cache
@@ -80,8 +77,9 @@ def _tiles(channels: int, maps: _Maps) -> Iterator[Tile]:
     """Yield the tiles to try, the best first. A program owns keys, and `step` counts queries.
 
     In 16 bit, shared memory limits the products, so a warp owns 32 keys: it loads right operands
-    half as often as with 16. Products of codes are limited by the latency of instructions. They are
-    faster with more warps, or if the next queries are copied early.
+    half as often as with 16. Products of codes are limited by the number of instructions. At head
+    size 128 a program owns 64 keys: with 128, or with two stages for maps that have scales of rows,
+    registers are spilled.
 
     Args:
         channels: of a tile.
@@ -96,10 +94,11 @@ def _tiles(channels: int, maps: _Maps) -> Iterator[Tile]:
         yield Tile(128, 8, 1, step=32)
         yield Tile(64, 4, 1, step=32)
     elif maps is _Maps.ONE_SCALE and channels == 64:
-        yield Tile(64, 4, 1, step=64, registers=_FOR_THREE)
+        yield Tile(64, 4, 1, step=64, registers=FOR_THREE)
     elif maps in (_Maps.ONE_SCALE, _Maps.IN_CODES) and channels == 128:
-        for stages in (2, 1):
-            yield Tile(64, 8, stages, step=64)
+        if maps is _Maps.ONE_SCALE:
+            yield Tile(64, 8, 2, step=64)
+        yield Tile(64, 8, 1, step=64)
     else:
         if has_room:
             yield Tile(64, 4, 2, step=64)

@@ -3,7 +3,8 @@
 S, P, dP and dS are transposed [keys, queries], so that P and dS are left operands of dV and dK. If
 a warp owns keys, its P and dS stay in registers, and dS alone passes through shared memory, where
 warps exchange it for dQ. If two warps share keys, each computes the maps of half of the queries and
-the sums of half of the channels. P passes through shared memory then, too.
+the sums of half of the channels. P passes through shared memory then, too. If they are codes, each
+warp holds its K and V in registers, and P and dS take their shared memory.
 """
 
 # Pyright takes the annotations of Gluon's functions literally:
@@ -181,8 +182,6 @@ def ampere_backward(
     v_s = gl.allocate_shared_memory(DT, [KEYS, CHANNELS], rows_layout(CHANNELS, 16))
     copy_tokens(k, k_base, first, 0, n_k, k_s, IN_PAIRS)
     copy_tokens(v, v_base, first, 0, n_k, v_s, IN_PAIRS)
-    q_s = gl.allocate_shared_memory(QT, [STAGES, QUERIES, CHANNELS], rows_layout(CHANNELS, BITS))
-    do_s = gl.allocate_shared_memory(DT, [STAGES, QUERIES, CHANNELS], rows_layout(CHANNELS, 16))
     kr_scales_s = scale_buffer(k_right, k_s, BLOCKS, CHANNELS)
     if CONFIG.k_right == 8:
         if SHARES_DS:
@@ -228,6 +227,8 @@ def ampere_backward(
         row = gl.minimum(first + row, n_stored - 1)
         k_scale = gl.load(k_scales + (row // k.TOKENS).to(gl.int64) * k.scale_stride_n)
 
+    q_s = gl.allocate_shared_memory(QT, [STAGES, QUERIES, CHANNELS], rows_layout(CHANNELS, BITS))
+    do_s = gl.allocate_shared_memory(DT, [STAGES, QUERIES, CHANNELS], rows_layout(CHANNELS, 16))
     buffers = QueryBuffers(
         q_s,
         do_s,

@@ -17,9 +17,6 @@ from sagesim_kernels.operands import amax, head_ptr, row_stride
 BLOCK = gl.constexpr(64)
 """Queries and keys of a block of the spec, and keys of a step of the loops over keys."""
 
-ONE_INSTRUCTION = gl.constexpr(32)
-"""Bytes of a row that one instruction multiplies; see `shared_product`."""
-
 CHUNK = gl.constexpr(64)
 """Channels of one accumulator. The int32 sums of more channels would need too many registers."""
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 from torch import Tensor
 
 from sagesim_kernels.ampere.forward_kernel import RowConfig, ampere_forward
-from sagesim_kernels.ampere.support import programs_at_a_time
+from sagesim_kernels.ampere.support import FOR_FOUR, programs_at_a_time
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LOG2_E,
@@ -23,18 +22,15 @@ from sagesim_kernels.operands import (
 )
 from sagesim_kernels.portable import Tile, try_tiles
 
-_FOR_FOUR: Final = 128
-"""The most registers of a thread of which four programs of four warps fit on a multiprocessor."""
 
-
-def row_tiles(channels: int, *, in_codes: bool = False) -> Iterator[Tile]:
+def _tiles(channels: int, in_codes: bool) -> Iterator[Tile]:
     """Yield the tiles of queries to try, the best first.
 
     in_codes: whether P is rounded to codes. Their products take more instructions and fewer loads
     of operands, so that more warps with 16 rows each are faster than fewer with 32.
     """
     if channels == 64 and in_codes:
-        yield Tile(64, 4, 2, registers=_FOR_FOUR)
+        yield Tile(64, 4, 2, registers=FOR_FOUR)
     elif channels == 64:
         yield Tile(128, 4, 2)
     yield Tile(64, 4, 2)
@@ -79,5 +75,5 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
             **tile.options,
         )
 
-    tiles = row_tiles(channels, in_codes=v.scale is not None)
+    tiles = _tiles(channels, v.scale is not None)
     try_tiles(tiles, run, f"the forward at head size {problem.q.shape[3]}")

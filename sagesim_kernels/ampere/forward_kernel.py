@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from sagesim_kernels.ampere.device import (
     BLOCK,
     CHUNK,
-    ONE_INSTRUCTION,
     VECTOR,
     apply_k_scale,
     block_scale,
@@ -26,11 +25,12 @@ from sagesim_kernels.ampere.device import (
     copy_scales,
     copy_token_scales,
     copy_tokens,
+    left_tokens,
     query_factors,
+    registers_product,
     right_chunk,
     rows_layout,
     scaled_difference,
-    shared_product,
     store_chunk,
     token_scale_buffer,
 )
@@ -172,6 +172,9 @@ def ampere_forward(
     total0 = gl.zeros([ROWS_OF_TILE, CHUNK], gl.float32, ACC)
     total1 = total0
     k_scale = block_scale(k, k_scales, 0, end > 0)
+    async_copy.wait_group(0)
+    barrier()  # All warps see the queries that were copied.
+    q_left = left_tokens(q_s, ACC)
     n = 0
     for MASKED in gl.static_range(2):
         for key in range(unmasked_end if MASKED else 0, end if MASKED else unmasked_end, BLOCK):
@@ -187,7 +190,7 @@ def ampere_forward(
             )  # fmt: skip
             this_scale = k_scale
             k_scale = block_scale(k, k_scales, next_key, True)
-            s = shared_product(q_s, k_s.index(stage), ACC, ONE_INSTRUCTION)
+            s = registers_product(q_left, k_s.index(stage), ACC)
             s, tile_factor = apply_k_scale(s, factor, k, this_scale, k_scales_s, stage)
             if IS_NEGATIVE:
                 s = -s

@@ -250,6 +250,14 @@ def store_maxima(map, rounding, buffer, ACROSS: gl.constexpr):
 
 
 @gluon.jit
+def _codes_buffer(tokens):
+    """View the first bytes of a buffer [64 tokens, channels] as one for `store_codes`."""
+    COUNT: gl.constexpr = tokens.shape[1] * tokens.dtype.primitive_bitwidth // (8 * BLOCK)
+    LAYOUT: gl.constexpr = rows_layout(BLOCK, 16)
+    return reinterpret(tokens, gl.int16, [COUNT, BLOCK // 2, BLOCK], LAYOUT).index(0)
+
+
+@gluon.jit
 def shared_codes_buffers(k_s, v_s, SHARES_DS: gl.constexpr, DS_TILE: gl.constexpr):
     """Return buffers for the codes of P, for those of dS in dK, and for dS of dQ.
 
@@ -257,12 +265,12 @@ def shared_codes_buffers(k_s, v_s, SHARES_DS: gl.constexpr, DS_TILE: gl.constexp
     are in registers then.
     SHARES_DS: whether dQ and dK multiply the same codes. DS_TILE: the layout of dS of dQ.
     """
-    LAYOUT: gl.constexpr = rows_layout(BLOCK, 16)
-    p_s = reinterpret(k_s, gl.int16, [2, BLOCK // 2, BLOCK], LAYOUT).index(0)
+    p_s = _codes_buffer(k_s)
     if SHARES_DS:
-        ds_s = reinterpret(v_s, gl.int16, [4, BLOCK // 2, BLOCK], LAYOUT).index(0)
+        ds_s = _codes_buffer(v_s)
         return p_s, ds_s, ds_s
     else:
+        LAYOUT: gl.constexpr = rows_layout(BLOCK, 16)
         codes = gl.allocate_shared_memory(gl.int16, [BLOCK // 2, BLOCK], LAYOUT)
         return p_s, codes, reinterpret(v_s, gl.float32, [BLOCK, BLOCK], DS_TILE)
 

@@ -16,6 +16,11 @@ CHANNELS: Final = (64, 128)
 
 BLOCK: Final = 64
 
+FOR_THREE: Final = 168
+FOR_FOUR: Final = 128
+"""The most registers of a thread of which three or four programs of four warps fit on a
+multiprocessor."""
+
 _REGISTERS: Final = 65536
 """Registers of a multiprocessor."""
 

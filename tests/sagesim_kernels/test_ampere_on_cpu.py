@@ -58,6 +58,9 @@ CALLS = {
     "factored": Call("factored", 70, 200, scale=-0.3),
     "factored_pv16_d128": Call("factored_pv16", 150, 150, d=128, is_causal=True),
     "factored_qk": Call("factored_qk", 130, 150, is_causal=True),
+    "codes_but_of_qk_d128": Call("factored_pv16 qk_recompute=bf16", 70, 100, d=128),
+    "one_scale_but_of_dq_d128": Call("sagebwd dq=int8@tile_row,block_channel", 70, 100, d=128),
+    "one_scale_but_of_dv_d128": Call("sagebwd dv=int8@tile_column,block", 70, 100, d=128),
     "fpa_fp16_d40": Call("fpa_fp16", 100, 100, d=40, is_causal=True, dtype=torch.float16),
     "factored_qk_grouped_d128": Call("factored_qk", 130, 100, d=128, heads=2, is_causal=True),
     "two_formats_of_ds": Call("factored_qk delta=p dq=fp16 dk=bf16", 70, 100, is_causal=True),
@@ -65,7 +68,7 @@ CALLS = {
 
 
 EXHAUSTIVE = pytest.mark.exhaustive
-COMBINED = ("factored_qk",)
+COMBINED = ("factored_qk", "one_scale_but_of_dq_d128", "one_scale_but_of_dv_d128")
 """Calls whose head size and formats other calls have as well."""
 
 

@@ -128,16 +128,18 @@ def launch_kernel(
     do, v = operands.get("dp", "do"), operands.get("dp", "v")
     q_right, do_right = operands.get("dk", "q"), operands.get("dv", "do")
     k_right = operands.get("dq", "k")
-    kv_heads = problem.k.shape[1]
-    heads_per_group = choose_backward_heads(
-        problem.longest_q,
-        problem.longest_k,
-        problem.longest_offset,
-        tile.rows,
-        kv_heads * problem.sequences,
-        problem.groups,
-        programs_at_a_time(tile),
-    )
+    kv_heads, offset = problem.k.shape[1], problem.longest_offset
+    heads_per_group = 1  # without a mask all tiles take the same time
+    if offset is not None:
+        heads_per_group = choose_backward_heads(
+            problem.longest_q,
+            problem.longest_k,
+            offset,
+            tile.rows,
+            kv_heads * problem.sequences,
+            problem.groups,
+            programs_at_a_time(tile),
+        )
     tiles = -(-problem.longest_k // tile.rows)
     grid = OrderedGrid(tiles, kv_heads, problem.sequences, heads_per_group)
     config = Config(

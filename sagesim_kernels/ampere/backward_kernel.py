@@ -251,6 +251,7 @@ def ampere_backward(
             sizes, CONFIG,
         )  # fmt: skip
     if SHARES_CODES:
+        async_copy.commit_group()  # of the keys, if no query was copied
         async_copy.wait_group(0)
         barrier()  # All warps see the keys that were copied.
         k_left = left_tokens(k_s, ST)

@@ -37,16 +37,21 @@ def _tiles(channels: int, in_codes: bool) -> Iterator[Tile]:
 
 
 def grid_of_queries(problem: KernelProblem, tile: Tile) -> OrderedGrid:
-    """Return the programs of a kernel that owns tiles of queries."""
-    heads = problem.q.shape[1]
-    heads_per_group = choose_forward_heads(
-        problem.longest_q,
-        problem.longest_k,
-        problem.longest_offset,
-        tile.rows,
-        heads * problem.sequences,
-        programs_at_a_time(tile),
-    )
+    """Return the programs of a kernel that owns tiles of queries.
+
+    Without a mask all tiles take the same time, and those of a head follow each other.
+    """
+    heads, offset = problem.q.shape[1], problem.longest_offset
+    heads_per_group = 1
+    if offset is not None:
+        heads_per_group = choose_forward_heads(
+            problem.longest_q,
+            problem.longest_k,
+            offset,
+            tile.rows,
+            heads * problem.sequences,
+            programs_at_a_time(tile),
+        )
     tiles = -(-problem.longest_q // tile.rows)
     return OrderedGrid(tiles, heads, problem.sequences, heads_per_group)
 

@@ -207,7 +207,7 @@ def ampere_forward(
                 # Codes are relative to the maximum of the tile: they depend on the tile alone.
                 minus_level = _finite(tile_max) - LOG2_ONE
                 p = gl.exp2(scaled_difference(s, tile_factor, minus_level[:, None]))
-                weight, level, shrink = next_level(LOG2_ONE - tile_max, level, MASKED)
+                weight, level, shrink = next_level(LOG2_ONE - tile_max, level, True)
                 part = _add_partial_sums(part, p, weight, shrink)
                 codes = exponential_codes(in_register_order(p))
                 for c in gl.static_range(CHANNELS // CHUNK):

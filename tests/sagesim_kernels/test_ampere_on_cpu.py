@@ -12,7 +12,7 @@ import sagesim
 from sagesim import AttentionSpec
 from tests.sagesim_kernels.contract import OUTPUTS, as_kernel_trace, check_trace
 from tests.sagesim_kernels.exactness import assert_as_exact_as_the_emulator
-from tests.support.assertions import assert_bitwise
+from tests.support.assertions import assert_bitwise, assert_sqnr_at_least
 from tests.support.inputs import Case
 from tests.support.ptx_worker import PtxRunner
 
@@ -183,3 +183,15 @@ def test_huge_logits_give_finite_results(runner: PtxRunner, spec: str) -> None:
     found = runner.run(tensors, sagesim.AttentionSpec.parse(spec))
     for name in OUTPUTS:
         assert getattr(found, name).isfinite().all(), name
+
+
+def test_a_block_of_infinite_logits_has_no_weight(runner: PtxRunner) -> None:
+    """In 16 bit the products of large q and k overflow: all logits of the first block are -inf."""
+    tensors = Call("sagebwd", 70, 130).tensors()
+    tensors["q"][:] = 1e20
+    tensors["k"][..., :64, :] = -1e20
+    tensors["k"][..., 64:, :] *= 1e-20
+    spec = AttentionSpec.parse("sagebwd qk=bf16 smooth=none")
+    found = runner.run(tensors, spec)
+    emulated = sagesim.trace(**tensors, spec=spec)
+    assert_sqnr_at_least(actual=found.o, exact=emulated.o.double(), floor_db=40, what="o")

@@ -388,13 +388,20 @@ class _Block:
     def _rcp(self, *instruction) -> None:
         self._compute(*instruction, lambda a: 1 / a)
 
-    def _max(self, opcode, operands, chosen) -> None:
+    def _select(self, opcode, operands, chosen, of_all, of_numbers) -> None:
+        """Compute a maximum or minimum; .relu replaces a negative result by 0."""
         propagates = "NaN" in opcode or opcode[-1][0] != "f"
-        self._compute(opcode, operands, chosen, np.maximum if propagates else np.fmax)
+        choose = of_all if propagates else of_numbers
+        if "relu" in opcode:
+            self._compute(opcode, operands, chosen, lambda a, b: np.maximum(choose(a, b), 0))
+        else:
+            self._compute(opcode, operands, chosen, choose)
+
+    def _max(self, opcode, operands, chosen) -> None:
+        self._select(opcode, operands, chosen, np.maximum, np.fmax)
 
     def _min(self, opcode, operands, chosen) -> None:
-        propagates = "NaN" in opcode or opcode[-1][0] != "f"
-        self._compute(opcode, operands, chosen, np.minimum if propagates else np.fmin)
+        self._select(opcode, operands, chosen, np.minimum, np.fmin)
 
     # Bits
 

@@ -56,6 +56,7 @@ CALLS = {
     "sagebwd_grouped": Call("sagebwd", 200, 130, heads=2, is_causal=True),
     "sagebwd_d128": Call("sagebwd", 100, 200, d=128),
     "factored": Call("factored", 70, 200, scale=-0.3),
+    "maxima_that_grow": Call("sagebwd", 70, 260, scale=3.0),
     "factored_pv16_d128": Call("factored_pv16", 100, 200, d=128, is_causal=True),
     "factored_qk": Call("factored_qk", 130, 150, is_causal=True),
     "codes_but_of_qk_d128": Call("factored_pv16 qk_recompute=bf16", 70, 100, d=128),

@@ -98,9 +98,7 @@ def test_kernels_meet_the_contract(preset: str, part: int, request: pytest.Fixtu
     tally = Tally()
 
     @drawn_by_itself(list(PRESETS).index(preset) * PARTS + part)
-    @settings(
-        max_examples=SIMPLEST + -(-total // (len(PRESETS) * PARTS * ALIKE)), phases=PHASES
-    )
+    @settings(max_examples=SIMPLEST + -(-total // (len(PRESETS) * PARTS * ALIKE)), phases=PHASES)
     @given(alike(PRESETS[preset], ALIKE))
     def run(several: list[KernelCase]) -> None:
         for problem in dict.fromkeys(several):

@@ -17,6 +17,7 @@ from sagesim import FACTORED_QK, HALF_AWAY, HALF_EVEN, SAGEBWD, Precision
 from sagesim.emulator.rounding import CODE_MAX, round_codes_
 from sagesim.problem import resolve_input16
 from sagesim_kernels.hopper.descriptors import tma_descriptor
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
     KernelProblem,
@@ -28,7 +29,6 @@ from sagesim_kernels.operands import (
     stored_codes,
     to_codes,
 )
-from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.formats import FP8
 from sagesim_kernels.operands.layout import ALIGNMENT
 from tests.sagesim_kernels.test_interpreter import every_half_way

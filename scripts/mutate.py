@@ -46,6 +46,7 @@ TESTS = [
         "fuzz",
         "dq_sums",
         "operands",
+        "program_order",
         "tanh",
         "varlen",
         "attention",
@@ -76,6 +77,13 @@ class Bug:
 
 
 BUGS = (
+    # the order of programs
+    Bug(
+        "programs: a group with fewer heads has those of the first group",
+        "operands/program_order.py",
+        "return program // group_heads, first_head + program % group_heads",
+        "return program // group_heads, program % group_heads",
+    ),
     # scales
     Bug(
         "a scale of 127.5",

@@ -535,12 +535,15 @@ def hopper_mutations() -> str:
     script = runpy.run_path(str(ROOT / "scripts" / "mutate.py"))
     every = [bug.name for bug in script["HOPPER_BUGS"]]
     unknown = {*every} - {bug["name"] for bug in bugs}
-    return (
-        f"**Of {len(bugs)} planted bugs, {data['caught'] - len(endless)} are caught by a test that "
-        f"fails.** With {len(endless)} the tests did not end in their time. Missed: "
-        + f"{_names(missed)}. {len(unknown)} of the script's {len(every)} are not recorded yet."
-        + source(data)
-    )
+    caught = data["caught"] - len(endless)
+    words = f"**{caught} of {len(bugs)} planted bugs are caught by a test that fails.**"
+    if endless:
+        words += f" With {len(endless)} the tests did not end in their time."
+    if missed:
+        words += f" Missed: {_names(missed)}."
+    if unknown:
+        words += f" {len(unknown)} of the script's {len(every)} are not recorded yet."
+    return words + source(data)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -16,7 +16,7 @@ from sagesim_kernels.ampere.backward_kernel import Config, ampere_backward
 from sagesim_kernels.ampere.p_rows import launch_p_rows
 from sagesim_kernels.ampere.query_buffers import STATS
 from sagesim_kernels.ampere.row_stats import row_stats_kernel
-from sagesim_kernels.ampere.support import BLOCK
+from sagesim_kernels.ampere.support import BLOCK, FOR_THREE, programs_at_a_time
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
@@ -28,9 +28,11 @@ from sagesim_kernels.operands import (
     KernelSizes,
     Operand,
     OperandCache,
+    OrderedGrid,
     Rows,
     RowStatistics,
     Strided,
+    choose_backward_heads,
     finish_dq,
     padded,
     stored_tokens,
@@ -39,9 +41,6 @@ from sagesim_kernels.portable import Tile, map_product, prepare_backward, try_ti
 
 _FOR_TWO: Final = 2 * 64 * 1024
 """Bytes of shared memory that are enough for two programs."""
-
-_FOR_THREE: Final = 168
-"""The most registers of a thread of which three programs of four warps fit on a multiprocessor."""
 
 
 @cache
@@ -56,7 +55,8 @@ class _Maps(Enum):
 
     IN_16_BIT = "to one 16-bit format"
     ONE_SCALE = "to codes with one scale for each tile"
-    OTHERWISE = "to codes with scales of rows, or to several formats"
+    IN_CODES = "to codes, some of them with scales of rows"
+    OTHERWISE = "to several formats"
 
     @property
     def keys_of_a_warp(self) -> int:
@@ -65,8 +65,9 @@ class _Maps(Enum):
     @classmethod
     def of(cls, problem: KernelProblem, operands: OperandCache) -> _Maps:
         products = (problem.spec.dv, problem.spec.dq, problem.spec.dk)
-        if all(x.precision.is_scaled and x.lhs is Granularity.PerTile for x in products):
-            return cls.ONE_SCALE
+        if all(x.precision.is_scaled for x in products):
+            one_scale = all(x.lhs is Granularity.PerTile for x in products)
+            return cls.ONE_SCALE if one_scale else cls.IN_CODES
         has_codes = any(x.precision.is_scaled for x in products)
         of_dq, of_dk = (operands.get("dq", "k").ptr, operands.get("dk", "q").ptr)
         return cls.OTHERWISE if has_codes or of_dq.dtype != of_dk.dtype else cls.IN_16_BIT
@@ -76,8 +77,9 @@ def _tiles(channels: int, maps: _Maps) -> Iterator[Tile]:
     """Yield the tiles to try, the best first. A program owns keys, and `step` counts queries.
 
     In 16 bit, shared memory limits the products, so a warp owns 32 keys: it loads right operands
-    half as often as with 16. Products of codes are limited by the latency of instructions. They are
-    faster with more warps, or if the next queries are copied early.
+    half as often as with 16. Products of codes are limited by the number of instructions. At head
+    size 128 a program owns 64 keys: with 128, or with two stages for maps that have scales of rows,
+    registers are spilled.
 
     Args:
         channels: of a tile.
@@ -91,9 +93,11 @@ def _tiles(channels: int, maps: _Maps) -> Iterator[Tile]:
         yield Tile(128, 8, 1, step=64)
         yield Tile(128, 8, 1, step=32)
         yield Tile(64, 4, 1, step=32)
-    elif maps is _Maps.ONE_SCALE:
-        if channels == 64:
-            yield Tile(64, 4, 1, step=64, registers=_FOR_THREE)
+    elif maps is _Maps.ONE_SCALE and channels == 64:
+        yield Tile(64, 4, 1, step=64, registers=FOR_THREE)
+    elif maps in (_Maps.ONE_SCALE, _Maps.IN_CODES) and channels == 128:
+        if maps is _Maps.ONE_SCALE:
+            yield Tile(64, 8, 2, step=64)
         yield Tile(64, 8, 1, step=64)
     else:
         if has_room:
@@ -124,7 +128,20 @@ def launch_kernel(
     do, v = operands.get("dp", "do"), operands.get("dp", "v")
     q_right, do_right = operands.get("dk", "q"), operands.get("dv", "do")
     k_right = operands.get("dq", "k")
-    grid = Grid(-(-problem.longest_k // tile.rows), problem.k.shape[1], problem.sequences)
+    kv_heads, offset = problem.k.shape[1], problem.longest_offset
+    heads_per_group = 1  # without a mask all tiles take the same time
+    if offset is not None:
+        heads_per_group = choose_backward_heads(
+            problem.longest_q,
+            problem.longest_k,
+            offset,
+            tile.rows,
+            kv_heads * problem.sequences,
+            problem.groups,
+            programs_at_a_time(tile),
+        )
+    tiles = -(-problem.longest_k // tile.rows)
+    grid = OrderedGrid(tiles, kv_heads, problem.sequences, heads_per_group)
     config = Config(
         keys=tile.rows,
         queries=tile.step,

@@ -3,7 +3,8 @@
 S, P, dP and dS are transposed [keys, queries], so that P and dS are left operands of dV and dK. If
 a warp owns keys, its P and dS stay in registers, and dS alone passes through shared memory, where
 warps exchange it for dQ. If two warps share keys, each computes the maps of half of the queries and
-the sums of half of the channels. P passes through shared memory then, too.
+the sums of half of the channels. P passes through shared memory then, too. If they are codes, each
+warp holds its K and V in registers, and P and dS take their shared memory.
 """
 
 # Pyright takes the annotations of Gluon's functions literally:
@@ -28,12 +29,14 @@ from sagesim_kernels.ampere.device import (
     copy_scales,
     copy_tokens,
     in_pair_order,
+    left_tokens,
+    registers_product,
     rows_layout,
     scaled_difference,
     shared_product,
     store_chunk,
 )
-from sagesim_kernels.ampere.gradient_sums import add_to_dq, add_to_sums
+from sagesim_kernels.ampere.gradient_sums import add_to_dq, add_to_sums, exchanged_blocks
 from sagesim_kernels.ampere.map_codes import (
     exchange_layout,
     left_operand,
@@ -41,8 +44,9 @@ from sagesim_kernels.ampere.map_codes import (
     maxima,
     maximum_buffer,
     rounded,
+    shared_codes_buffers,
     store_codes,
-    store_maximum,
+    store_maxima,
     store_pairs,
 )
 from sagesim_kernels.ampere.query_buffers import (
@@ -59,6 +63,7 @@ from sagesim_kernels.operands import (
     length_of,
     live_keys,
     live_queries,
+    ordered_coordinates,
     query_loop_bounds,
     stored_start_of,
 )
@@ -120,6 +125,7 @@ def ampere_backward(
     """Compute dK and dV of a tile of keys, and add its parts of dQ to the sums of the queries.
 
     Args:
+        grid: `OrderedGrid`.
         q, k, do, v: `Operand` of qk_recompute and dp.
         q_right, do_right, k_right: the right operands of dK, dV and dQ.
         row_stats: float32 [heads, STATS, tokens], in padded storage.
@@ -141,18 +147,12 @@ def ampere_backward(
     BITS: gl.constexpr = q.ptr.dtype.element_ty.primitive_bitwidth
     WARPS: gl.constexpr = gl.num_warps()
     ACROSS: gl.constexpr = CONFIG.across
-    DQ: gl.constexpr = gl.NVMMADistributedLayout(
-        [2, 0], [QUERIES // (16 * ACROSS), WARPS * 16 * ACROSS // QUERIES], [16, 8]
-    )
     ST: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS // ACROSS, ACROSS], [16, 8])
     ROWS: gl.constexpr = gl.SliceLayout(1, ST)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ST)
 
-    program = gl.program_id(0)
-    rest = program // grid.tiles
-    first = program % grid.tiles * KEYS
-    k_head = rest % grid.heads
-    b = rest // grid.heads
+    tile, k_head, b = ordered_coordinates(grid)
+    first = tile * KEYS
     n_stored = length_of(lengths.cu_k, lengths.n_k, b)
     if first >= n_stored:
         return
@@ -160,6 +160,12 @@ def ampere_backward(
     n_k = live_keys(lengths, b)
     offset = causal_offset(lengths, b)
     SHARES_DS: gl.constexpr = dq_product.PER_TILE and dk_product.PER_TILE
+    # Each warp that loads dS in float32 rounds it: fewer of them load the same queries then.
+    ROWS_OF_DQ: gl.constexpr = 16 if CONFIG.k_right == 8 and not SHARES_DS else 16 * ACROSS
+    DQ: gl.constexpr = gl.NVMMADistributedLayout(
+        [2, 0], [QUERIES // ROWS_OF_DQ, WARPS * ROWS_OF_DQ // QUERIES], [16, 8]
+    )
+    SHARES_CODES: gl.constexpr = ACROSS > 1 and CONFIG.do_right == 8
     IN_PAIRS: gl.constexpr = CONFIG.k_right == 8
     local = gl.arange(0, KEYS, ROWS)
     if IN_PAIRS:
@@ -181,10 +187,14 @@ def ampere_backward(
         if SHARES_DS:
             DS: gl.constexpr = rows_layout(BLOCK, 16)
             DS_TILE: gl.constexpr = rows_layout(BLOCK, 16)
-            ds_s = gl.allocate_shared_memory(gl.int16, [KEYS // 2, BLOCK], DS_TILE)
         else:
             DS: gl.constexpr = exchange_layout(BLOCK, False)
             DS_TILE: gl.constexpr = exchange_layout(KEYS, True)
+        if SHARES_CODES:
+            p_s, ds_of_dk, ds_s = shared_codes_buffers(k_s, v_s, SHARES_DS, DS_TILE)
+        elif SHARES_DS:
+            ds_s = gl.allocate_shared_memory(gl.int16, [KEYS // 2, BLOCK], DS_TILE)
+        else:
             ds_s = gl.allocate_shared_memory(gl.float32, [KEYS, BLOCK], DS_TILE)
         kr_s = gl.allocate_shared_memory(gl.int8, [BLOCKS, CHANNELS, BLOCK], rows_layout(BLOCK, 8))
         for i in gl.static_range(BLOCKS):
@@ -203,13 +213,10 @@ def ampere_backward(
             copy_tokens(k_right, kr_base, first, 0, n_k, tile)
         else:
             kr_s = reinterpret(k_s, KT, [BLOCKS, BLOCK, CHANNELS], K_TILE)
-    if ACROSS > 1:
-        if CONFIG.do_right == 8:
-            p_s = gl.allocate_shared_memory(gl.int16, [KEYS // 2, BLOCK], DS_TILE)
-        else:
+        if ACROSS > 1:
             p_s = gl.allocate_shared_memory(do_right.ptr.dtype.element_ty, [KEYS, QUERIES], DS_TILE)
-    p_maxima = maximum_buffer(p_product, ds_s, KEYS)
-    ds_maxima = maximum_buffer(dk_product, ds_s, KEYS)
+    p_maxima = maximum_buffer(p_product, ds_s, KEYS, ACROSS if SHARES_CODES else 1)
+    ds_maxima = maximum_buffer(dk_product, ds_s, KEYS, ACROSS if SHARES_CODES else 1)
     if k.scale is not None:
         # Behind the sequence's last key there may be no scale.
         if k.TOKENS == BLOCK:
@@ -243,6 +250,12 @@ def ampere_backward(
             q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b, first_head, begin, 0,
             sizes, CONFIG,
         )  # fmt: skip
+    if SHARES_CODES:
+        async_copy.commit_group()  # of the keys, if no query was copied
+        async_copy.wait_group(0)
+        barrier()  # All warps see the keys that were copied.
+        k_left = left_tokens(k_s, ST)
+        v_left = left_tokens(v_s, ST)
     dk0 = gl.zeros([KEYS, CHUNK], gl.float32, ST)
     dv0 = gl.zeros([KEYS, CHUNK], gl.float32, ST)
     dk1 = dk0
@@ -272,7 +285,10 @@ def ampere_backward(
                 query = block * QUERIES
                 queries = (query + gl.arange(0, QUERIES, COLUMNS))[None, :]
 
-                s = shared_product(k_s, buffers.q.index(stage), ST, _BYTES)
+                if SHARES_CODES:
+                    s = registers_product(k_left, buffers.q.index(stage), ST)
+                else:
+                    s = shared_product(k_s, buffers.q.index(stage), ST, _BYTES)
                 if k.scale is None:
                     factor = _row_stats(buffers, stage, 0, COLUMNS)[None, :]
                 elif k.TOKENS == BLOCK:  # as `operands.apply_k_scale` does
@@ -296,7 +312,10 @@ def ampere_backward(
                         dv0, dv1, left_operand(map), row_scale, do_right, dor_scales, query,
                         buffers.do_right, buffers.do_scales, stage, CHUNKS,
                     )  # fmt: skip
-                dp = shared_product(v_s, buffers.do.index(stage), ST, _BYTES)
+                if SHARES_CODES:
+                    dp = registers_product(v_left, buffers.do.index(stage), ST)
+                else:
+                    dp = shared_product(v_s, buffers.do.index(stage), ST, _BYTES)
                 ds = p * (dp - _row_stats(buffers, stage, 2, COLUMNS)[None, :])
                 if MASKED:
                     ds = gl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0
@@ -313,12 +332,14 @@ def ampere_backward(
                         dk0, dk1, left_operand(map), row_scale, q_right, qr_scales, query,
                         buffers.q_right, buffers.q_scales, stage, CHUNKS,
                     )  # fmt: skip
-                elif CONFIG.do_right == 8:
-                    store_maximum(p, p_maxima, ACROSS)
-                    store_maximum(ds, ds_maxima, ACROSS)
+                elif SHARES_CODES:
+                    store_maxima(p, p_product, p_maxima, ACROSS)
+                    store_maxima(ds, dk_product, ds_maxima, ACROSS)
+                    if not SHARES_DS:
+                        ds_s.store(ds)
                     barrier()  # All warps have stored their maxima.
-                    p_scale = store_codes(p, p_maxima, p_s)
-                    ds_scale = store_codes(ds, ds_maxima, ds_s)
+                    p_scale = store_codes(p, p_product, p_maxima, p_s, ACROSS)
+                    ds_scale = store_codes(ds, dk_product, ds_maxima, ds_of_dk, ACROSS)
                 else:
                     p_s.store(p.to(p_s.dtype))
                     ds_s.store(ds.to(ds_s.dtype))
@@ -327,9 +348,9 @@ def ampere_backward(
                 # All warps have stored dS, and, if none shares keys, need no copied queries.
                 barrier()
                 if ACROSS > 1:
-                    if CONFIG.do_right == 8:
+                    if SHARES_CODES:
                         p_left = load_left_pairs(p_s, ST, ACROSS)
-                        ds_left = load_left_pairs(ds_s, ST, ACROSS)
+                        ds_left = load_left_pairs(ds_of_dk, ST, ACROSS)
                     else:
                         p_left = p_s.load(gl.DotOperandLayout(0, ST, 2))
                         ds_left = ds_s.load(gl.DotOperandLayout(0, ST, 2))
@@ -343,16 +364,19 @@ def ampere_backward(
                         dk0, dk1, ds_left, ds_scale, q_right, qr_scales, query, buffers.q_right,
                         buffers.q_scales, stage, CHUNKS,
                     )  # fmt: skip
-                    if STAGES == 1:
-                        barrier()  # All warps need no copied queries any more.
                 if STAGES == 1:
+                    if ACROSS > 1:
+                        barrier()  # All warps need no copied queries any more.
                     copy_queries(
                         q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b,
                         next_head, next_block, 0, sizes, CONFIG,
                     )  # fmt: skip
+                left0, factor0, left1, factor1 = exchanged_blocks(
+                    ds_s, ds_maxima, inverse, dq_product, DS, CONFIG, DQ
+                )
                 add_to_dq(
-                    ds_s, ds_maxima, inverse, k_right, kr_scales, first, second, kr_s, kr_scales_s,
-                    dq_product, dq_sums, at, DS, CONFIG, DQ,
+                    left0, factor0, left1, factor1, k_right, kr_scales, first, second, kr_s,
+                    kr_scales_s, dq_sums, at, CONFIG, DQ,
                 )  # fmt: skip
 
     for c in gl.static_range(CHUNKS):

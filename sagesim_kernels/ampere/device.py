@@ -17,9 +17,6 @@ from sagesim_kernels.operands import amax, head_ptr, row_stride
 BLOCK = gl.constexpr(64)
 """Queries and keys of a block of the spec, and keys of a step of the loops over keys."""
 
-ONE_INSTRUCTION = gl.constexpr(32)
-"""Bytes of a row that one instruction multiplies; see `shared_product`."""
-
 CHUNK = gl.constexpr(64)
 """Channels of one accumulator. The int32 sums of more channels would need too many registers."""
 
@@ -224,6 +221,19 @@ def product(left, right, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def left_tokens(buffer, LAYOUT: gl.constexpr):
+    """Load a buffer [tokens, channels] as the left operand of `registers_product`."""
+    return buffer.load(gl.DotOperandLayout(0, LAYOUT, 32 // buffer.dtype.primitive_bitwidth))
+
+
+@gluon.jit
+def registers_product(left, right, LAYOUT: gl.constexpr):
+    """Return left @ right.T, float32, of `left_tokens` and a buffer [tokens, channels]."""
+    WIDTH: gl.constexpr = 32 // right.dtype.primitive_bitwidth
+    return product(left, right.permute((1, 0)).load(gl.DotOperandLayout(1, LAYOUT, WIDTH)), LAYOUT)
+
+
+@gluon.jit
 def shared_product(left, right, LAYOUT: gl.constexpr, BYTES: gl.constexpr):
     """Return left @ right.T, float32, of two buffers [tokens, channels]; see `product`.
 
@@ -259,7 +269,6 @@ def right_chunk(buffer, C: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 _TO_INT32 = gl.constexpr("cvt.rni.s32.f32 $0, $1;")
-_ADD = gl.constexpr("red.relaxed.gpu.global.add.s32 [$1], $2; mov.b32 $0, 0;")
 
 
 @gluon.jit
@@ -268,20 +277,54 @@ def to_int32(x):
     return gl.inline_asm_elementwise(_TO_INT32, "=r,r", [x], gl.int32, True, 1)
 
 
+@constexpr_function
+def _order_of(row, column, channels):
+    """Return where a number of a part of dQ is among the sums; see `operands.add_part`."""
+    group = (row // 8 * (channels // 8) + column // 8) * 2 + column % 2
+    return group * 32 + row % 8 * 4 + column % 8 // 2
+
+
+@constexpr_function
+def _of_register(layout, i):
+    """Return the row and the column that register i adds to those of its thread."""
+    bases = layout.reg_bases
+    chosen = [bases[bit] for bit in range(len(bases)) if i >> bit & 1]
+    return sum(base[0] for base in chosen), sum(base[1] for base in chosen)
+
+
+@constexpr_function
+def _add_registers(layout, channels):
+    """Return the assembly that adds the registers of a thread, their operands, and their number.
+
+    The first operand is the address of the thread's first number. A constant is added to it.
+    """
+    count = 2 ** len(layout.reg_bases)
+    lines = []
+    for i in range(count):
+        at = _of_register(layout, i)
+        offset = 4 * _order_of(at[0], at[1], channels)
+        lines.append(f"red.relaxed.gpu.global.add.s32 [${count} + {offset}], ${2 * count + i};")
+    return " ".join(lines), ",".join(["=r"] * count + ["l"] * count + ["r"] * count), count
+
+
 @gluon.jit
 def add_units(dq_sums, at, units, C: gl.constexpr, CHANNELS: gl.constexpr):
     """Add chunk C of the channels of a part of dQ, int32, to the sums of some queries.
 
-    at: the index of the first query in padded storage, over all heads. CHANNELS: of `dq_sums`. The
-    order of the numbers is that of `operands.add_part`.
+    at: the index of the first query in padded storage, over all heads. CHANNELS: of `dq_sums`.
     """
-    LAYOUT: gl.constexpr = units.type.layout
-    row = gl.arange(0, units.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
-    column = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :] + C * CHUNK
+    LAYOUT: gl.constexpr = gl.to_linear_layout(units.type.layout, units.shape)
+    LAST: gl.constexpr = _of_register(LAYOUT, 2 ** len(LAYOUT.reg_bases) - 1)
+    # Of the bits of a row and a column, those that are not of a register: one address a thread.
+    row = gl.arange(0, units.shape[0], gl.SliceLayout(1, LAYOUT))[:, None] & ~LAST[0]
+    column = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :] & ~LAST[1]
+    column += C * CHUNK
     group = (row // 8 * (CHANNELS // 8) + column // 8) * 2 + column % 2
     order = group * 32 + row % 8 * 4 + column % 8 // 2
     ptrs = dq_sums.sums + at * CHANNELS + order
-    gl.inline_asm_elementwise(_ADD, "=r,l,r", [ptrs, units], gl.int32, False, 1)
+    ASM: gl.constexpr = _add_registers(LAYOUT, CHANNELS)
+    units = gl.convert_layout(units, LAYOUT, assert_trivial=True)
+    gl.inline_asm_elementwise(ASM[0], ASM[1], [ptrs, units], gl.int32, False, ASM[2])
 
 
 @gluon.jit

@@ -7,26 +7,53 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from sagesim_kernels.ampere.forward_kernel import RowConfig, ampere_forward
+from sagesim_kernels.ampere.support import FOR_FOUR, programs_at_a_time
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
-    LAUNCH,
     LOG2_E,
-    Grid,
     KernelProblem,
     KernelSizes,
     OperandCache,
+    OrderedGrid,
     Rows,
     Strided,
+    choose_forward_heads,
     padded,
 )
 from sagesim_kernels.portable import Tile, try_tiles
 
 
-def row_tiles(channels: int) -> Iterator[Tile]:
-    """Yield the tiles of queries to try, the best first."""
-    if channels == 64:
+def _tiles(channels: int, in_codes: bool) -> Iterator[Tile]:
+    """Yield the tiles of queries to try, the best first.
+
+    in_codes: whether P is rounded to codes. Their products take more instructions and fewer loads
+    of operands, so that more warps with 16 rows each are faster than fewer with 32.
+    """
+    if channels == 64 and in_codes:
+        yield Tile(64, 4, 2, registers=FOR_FOUR)
+    elif channels == 64:
         yield Tile(128, 4, 2)
     yield Tile(64, 4, 2)
+
+
+def grid_of_queries(problem: KernelProblem, tile: Tile) -> OrderedGrid:
+    """Return the programs of a kernel that owns tiles of queries.
+
+    Without a mask all tiles take the same time, and those of a head follow each other.
+    """
+    heads, offset = problem.q.shape[1], problem.longest_offset
+    heads_per_group = 1
+    if offset is not None:
+        heads_per_group = choose_forward_heads(
+            problem.longest_q,
+            problem.longest_k,
+            offset,
+            tile.rows,
+            heads * problem.sequences,
+            programs_at_a_time(tile),
+        )
+    tiles = -(-problem.longest_q // tile.rows)
+    return OrderedGrid(tiles, heads, problem.sequences, heads_per_group)
 
 
 def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, lse2: Tensor) -> None:
@@ -35,7 +62,7 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
     channels = padded(problem.q.shape[3])
 
     def run(tile: Tile) -> None:
-        grid = Grid(-(-problem.longest_q // tile.rows), problem.q.shape[1], problem.sequences)
+        grid = grid_of_queries(problem, tile)
         launch(
             ampere_forward,
             grid.programs,
@@ -50,8 +77,8 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
             problem.scale < 0,
             KernelSizes.of(problem, tile.rows),
             RowConfig(tile.rows, tile.num_stages, channels),
-            num_warps=tile.num_warps,
-            **LAUNCH,
+            **tile.options,
         )
 
-    try_tiles(row_tiles(channels), run, f"the forward at head size {problem.q.shape[3]}")
+    tiles = _tiles(channels, v.scale is not None)
+    try_tiles(tiles, run, f"the forward at head size {problem.q.shape[3]}")

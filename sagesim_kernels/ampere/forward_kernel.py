@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from sagesim_kernels.ampere.device import (
     BLOCK,
     CHUNK,
-    ONE_INSTRUCTION,
     VECTOR,
     apply_k_scale,
     block_scale,
@@ -26,36 +25,32 @@ from sagesim_kernels.ampere.device import (
     copy_scales,
     copy_token_scales,
     copy_tokens,
+    left_tokens,
     query_factors,
+    registers_product,
     right_chunk,
     rows_layout,
     scaled_difference,
-    shared_product,
     store_chunk,
     token_scale_buffer,
 )
-from sagesim_kernels.ampere.map_codes import (
-    register_order_codes,
-    round_to_codes,
-)
+from sagesim_kernels.ampere.map_codes import in_register_order
 from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.operands import (
-    LOG2_127,
+    CODE_UNIT,
+    LOG2_ONE,
     causal_offset,
+    exponential_codes,
     head_pointers,
     key_loop_bounds,
     length_of,
     live_keys,
     live_queries,
-    program_coordinates,
+    next_level,
+    ordered_coordinates,
+    rescaled,
     row_base,
 )
-
-_CODES_PER_P = gl.constexpr(2.0**-7)
-"""Codes are 127 P. This factor, which changes no bit, keeps their sums from overflowing."""
-
-_LOG2_LEFT = gl.constexpr(LOG2_127 - 7)
-"""log2 of the factor that remains in the row sums: 127 / 128."""
 
 
 class RowConfig(NamedTuple):
@@ -82,6 +77,21 @@ def _upper_max(largest, factor):
     step = gl.full(scaled.shape, 2.0**-23, gl.float32, scaled.type.layout)
     scaled = gl.fma(gl.abs(scaled), step, scaled)
     return gl.where(largest == -float("inf"), largest, scaled)
+
+
+@gluon.jit
+def _partial_sums(p):
+    """Sum columns of P that are 8 apart, which one thread holds."""
+    return gl.sum(p.reshape([p.shape[0], BLOCK // 8, 8]), 1)
+
+
+@gluon.jit
+def _add_partial_sums(part, p, weight, shrink):
+    """Return part * shrink + the partial sums of p * weight, for numbers of rows."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, part.type.layout)
+    part = part * gl.convert_layout(shrink, ROWS, assert_trivial=True)[:, None]
+    weight = gl.convert_layout(weight, ROWS, assert_trivial=True)[:, None]
+    return gl.fma(_partial_sums(p), weight.broadcast_to(part.shape), part)
 
 
 @gluon.jit
@@ -120,7 +130,7 @@ def ampere_forward(
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
 
-    tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
+    tile, h, b = ordered_coordinates(grid, lengths.IS_CAUSAL)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = tile * ROWS_OF_TILE
     if first >= n_q:
@@ -156,10 +166,15 @@ def ampere_forward(
     factor = query_factors(q, q_scales, queries, n_q, scale_log2)
 
     row_max = gl.full([ROWS_OF_TILE], -float("inf"), gl.float32, ROWS)
+    level = -row_max
     row_sum = gl.zeros([ROWS_OF_TILE], gl.float32, ROWS)
+    part = _partial_sums(gl.zeros([ROWS_OF_TILE, BLOCK], gl.float32, ACC))  # of row_sum, in codes
     total0 = gl.zeros([ROWS_OF_TILE, CHUNK], gl.float32, ACC)
     total1 = total0
     k_scale = block_scale(k, k_scales, 0, end > 0)
+    async_copy.wait_group(0)
+    barrier()  # All warps see the queries that were copied.
+    q_left = left_tokens(q_s, ACC)
     n = 0
     for MASKED in gl.static_range(2):
         for key in range(unmasked_end if MASKED else 0, end if MASKED else unmasked_end, BLOCK):
@@ -175,7 +190,7 @@ def ampere_forward(
             )  # fmt: skip
             this_scale = k_scale
             k_scale = block_scale(k, k_scales, next_key, True)
-            s = shared_product(q_s, k_s.index(stage), ACC, ONE_INSTRUCTION)
+            s = registers_product(q_left, k_s.index(stage), ACC)
             s, tile_factor = apply_k_scale(s, factor, k, this_scale, k_scales_s, stage)
             if IS_NEGATIVE:
                 s = -s
@@ -185,33 +200,32 @@ def ampere_forward(
                 keys = key + gl.arange(0, BLOCK, COLUMNS)
                 s = gl.where(keys[None, :] < end_of_keys[:, None], s, -float("inf"))
             tile_max = _upper_max(gl.max(s, 1), tile_factor)
-            # A maximum that is NaN stays so. In `gl.maximum` the other number would win.
-            new_max = gl.where(tile_max == tile_max, gl.maximum(row_max, tile_max), tile_max)
-            shrink = gl.exp2(row_max - _finite(new_max))
-            row_max = new_max
-            # Codes of P are relative to the maximum of the tile: they depend on the tile alone.
             # -inf times a factor of 0 or NaN would be NaN. If the factor is NaN, so is the maximum,
             # except in rows of which every entry is masked.
-            tile_factor = gl.where(tile_factor > 0.0, tile_factor, 2.0**-126)
-            s = scaled_difference(
-                s, tile_factor[:, None], _finite(new_max if v.scale is None else tile_max)[:, None]
-            )
-            p = gl.exp2(s)
+            tile_factor = gl.where(tile_factor > 0.0, tile_factor, 2.0**-126)[:, None]
             if v.scale is not None:
-                weight = gl.exp2(tile_max - _finite(new_max)) * _CODES_PER_P
-                row_sum = row_sum * shrink + gl.sum(p, 1) * (127.0 * weight)
-                inverse = gl.full([ROWS_OF_TILE], 127.0, gl.float32, ROWS)
-                codes = register_order_codes(round_to_codes(p, inverse))
+                # Codes are relative to the maximum of the tile: they depend on the tile alone.
+                minus_level = _finite(tile_max) - LOG2_ONE
+                p = gl.exp2(scaled_difference(s, tile_factor, minus_level[:, None]))
+                weight, level, shrink = next_level(LOG2_ONE - tile_max, level, True)
+                part = _add_partial_sums(part, p, weight, shrink)
+                codes = exponential_codes(in_register_order(p))
                 for c in gl.static_range(CHANNELS // CHUNK):
+                    total = total1 if c else total0
                     column = channel_scales(v, v_scales, key, scales_s, stage, c, COLUMNS)
                     sums = code_product(codes, right_chunk(v_s.index(stage), c, ACC), ACC)
-                    total = (total1 if c else total0) * shrink[:, None]
+                    total = rescaled(total, shrink[:, None].broadcast_to(total.shape))
                     total = gl.fma(sums, weight[:, None] * column[None, :], total)
                     if c:
                         total1 = total
                     else:
                         total0 = total
             else:
+                # A maximum that is NaN stays so. In `gl.maximum` the other number would win.
+                new_max = gl.where(tile_max == tile_max, gl.maximum(row_max, tile_max), tile_max)
+                shrink = gl.exp2(row_max - _finite(new_max))
+                row_max = new_max
+                p = gl.exp2(scaled_difference(s, tile_factor, _finite(new_max)[:, None]))
                 row_sum = row_sum * shrink + gl.sum(p, 1)
                 p16 = gl.convert_layout(p.to(VT), gl.DotOperandLayout(0, ACC, 2))
                 total0 = mma_v2(
@@ -221,14 +235,17 @@ def ampere_forward(
                     tokens = right_chunk(v_s.index(stage), 1, ACC)
                     total1 = mma_v2(p16, tokens, total1 * shrink[:, None])
 
+    if v.scale is not None:
+        row_sum = gl.convert_layout(gl.sum(part, 1), ROWS)
+        row_max = -level
     # A sum of NaN is not 0. If the magnitude of the logits is above 2^28, all P of a row may be 0.
     has_keys = (row_sum != 0.0) | (row_max > -float("inf"))
     row_sum = gl.where(row_sum != 0.0, row_sum, 1.0)
     row_lse2 = row_max + gl.log2(row_sum)
-    if v.scale is not None:
-        row_lse2 -= _LOG2_LEFT
     row_lse2 = gl.where(has_keys, row_lse2, float("inf"))
     gl.store(row_base(lse2, lengths.cu_q, b, h) + queries, row_lse2, mask=queries < n_q)
     for c in gl.static_range(CHANNELS // CHUNK):
         value = (total1 if c else total0) / row_sum[:, None]
+        if v.scale is not None:
+            value *= CODE_UNIT
         store_chunk(o, lengths.cu_q, b, h, queries, n_q, value, c, sizes.DV)

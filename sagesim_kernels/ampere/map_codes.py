@@ -10,7 +10,8 @@ from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sagesim_kernels.ampere.device import BLOCK
+from sagesim_kernels.ampere.device import BLOCK, rows_layout
+from sagesim_kernels.gluon_compat import reinterpret
 from sagesim_kernels.operands import amax, map_inverse, map_scale, map_step
 
 
@@ -59,15 +60,15 @@ def _rounded_bits(map, inverse):
 
 
 @gluon.jit
-def register_order_codes(codes):
-    """Return codes [rows, 64] as a left operand with columns in `operands.in_register_order`.
+def in_register_order(map):
+    """Return a map [rows, 64] as a left operand of codes, columns in `operands.in_register_order`.
 
-    No thread exchanges codes with another.
+    No thread exchanges numbers with another.
     """
-    ROWS: gl.constexpr = codes.shape[0]
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, codes.type.layout, 4)
-    codes = codes.reshape([ROWS, 4, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, 64])
-    return gl.convert_layout(codes, OPERAND, assert_trivial=True)
+    ROWS: gl.constexpr = map.shape[0]
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, map.type.layout, 4)
+    map = map.reshape([ROWS, 4, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, 64])
+    return gl.convert_layout(map, OPERAND, assert_trivial=True)
 
 
 @constexpr_function
@@ -80,12 +81,19 @@ def _rows_of_tiles(tiles, numbers):
 
 
 @gluon.jit
-def maximum_buffer(rounding, other, ROWS: gl.constexpr):
-    """Allocate shared memory for the maximum of each warp, if a map has a scale for each tile."""
+def maximum_buffer(rounding, other, ROWS: gl.constexpr, ACROSS: gl.constexpr):
+    """Allocate shared memory for the maxima of a map that warps exchange; else return other.
+
+    These are the maximum of each warp if the map has a scale for each tile, [tiles, warps], and
+    otherwise, if warps share keys, the maxima of each of them, [ACROSS, keys].
+    ACROSS: warps that share keys.
+    """
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     if rounding.PER_TILE:
-        LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         TILES: gl.constexpr = ROWS // BLOCK
         return gl.allocate_shared_memory(gl.float32, [TILES, gl.num_warps() // TILES], LAYOUT)
+    elif ACROSS > 1:
+        return gl.allocate_shared_memory(gl.float32, [ACROSS, ROWS], LAYOUT)
     else:
         return other
 
@@ -205,7 +213,7 @@ def rounded(map, largest, rounding, right, buffer):
 def left_operand(map):
     """Return a rounded map as the left operand of a product."""
     if map.dtype == gl.int8:
-        return register_order_codes(map)
+        return in_register_order(map)
     else:
         return gl.convert_layout(map, gl.DotOperandLayout(0, map.type.layout, 2))
 
@@ -226,15 +234,64 @@ def exchanged(ds, rounding, inverse, maxima, i, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def store_maximum(map, buffer, ACROSS: gl.constexpr):
-    """Store the largest magnitude of a map that each warp has to buffer [1, warps].
+def store_maxima(map, rounding, buffer, ACROSS: gl.constexpr):
+    """Store the largest magnitudes of a map that each warp has to the buffer of `maximum_buffer`.
 
     map: [64 keys, queries]. ACROSS: warps that share keys.
     """
     PARTS: gl.constexpr = map.shape[1] // (8 * ACROSS)
-    parts = map.reshape([4, 16, PARTS, ACROSS, 8]).permute([0, 3, 1, 2, 4])
-    largest = amax(parts.reshape([4 * ACROSS, 16 * PARTS * 8]), 1)
-    buffer.store(largest.reshape([1, 4 * ACROSS]))
+    if rounding.PER_TILE:
+        parts = map.reshape([4, 16, PARTS, ACROSS, 8]).permute([0, 3, 1, 2, 4])
+        largest = amax(parts.reshape([4 * ACROSS, 16 * PARTS * 8]), 1)
+        buffer.store(largest.reshape([1, 4 * ACROSS]))
+    else:
+        parts = map.reshape([BLOCK, PARTS, ACROSS, 8]).permute([2, 0, 1, 3])
+        buffer.store(amax(parts.reshape([ACROSS, BLOCK, PARTS * 8]), 2))
+
+
+@gluon.jit
+def _codes_buffer(tokens):
+    """View the first bytes of a buffer [64 tokens, channels] as one for `store_codes`."""
+    COUNT: gl.constexpr = tokens.shape[1] * tokens.dtype.primitive_bitwidth // (8 * BLOCK)
+    LAYOUT: gl.constexpr = rows_layout(BLOCK, 16)
+    return reinterpret(tokens, gl.int16, [COUNT, BLOCK // 2, BLOCK], LAYOUT).index(0)
+
+
+@gluon.jit
+def shared_codes_buffers(k_s, v_s, SHARES_DS: gl.constexpr, DS_TILE: gl.constexpr):
+    """Return buffers for the codes of P, for those of dS in dK, and for dS of dQ.
+
+    Codes are stored by `store_codes`. P and dS take the shared memory of a tile of K and V, which
+    are in registers then.
+    SHARES_DS: whether dQ and dK multiply the same codes. DS_TILE: the layout of dS of dQ.
+    """
+    p_s = _codes_buffer(k_s)
+    if SHARES_DS:
+        ds_s = _codes_buffer(v_s)
+        return p_s, ds_s, ds_s
+    else:
+        LAYOUT: gl.constexpr = rows_layout(BLOCK, 16)
+        codes = gl.allocate_shared_memory(gl.int16, [BLOCK // 2, BLOCK], LAYOUT)
+        return p_s, codes, reinterpret(v_s, gl.float32, [BLOCK, BLOCK], DS_TILE)
+
+
+@constexpr_function
+def _maxima_layout(across):
+    """Layout [across, 64] of maxima of keys: a thread holds all of its keys."""
+    registers = [[0, 8]] + [[1 << i, 0] for i in range(across.bit_length() - 1)]
+    lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
+    warps = [[0, 0]] * (across.bit_length() - 1) + [[0, 16], [0, 32]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [across, BLOCK.value])
+
+
+@gluon.jit
+def _largest_of_keys(rounding, buffer, ACROSS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the largest magnitude that belongs to the scale of each key, from `store_maxima`."""
+    if rounding.PER_TILE:
+        return gl.full([BLOCK], _largest_of_tile(buffer, 0), gl.float32, LAYOUT)
+    else:
+        largest = amax(buffer.load(_maxima_layout(ACROSS)), 0)
+        return gl.convert_layout(largest, LAYOUT, assert_trivial=True)
 
 
 _JOIN = gl.constexpr(
@@ -244,20 +301,19 @@ _SPLIT = gl.constexpr("prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;
 
 
 @gluon.jit
-def store_codes(map, maxima, buffer):
-    """Round a map [64 keys, queries] to codes, store them as `store_pairs` does; return the scale.
+def store_codes(map, rounding, maxima, buffer, ACROSS: gl.constexpr):
+    """Round a map [64 keys, queries] to codes, store them as `store_pairs` does.
 
-    maxima: what `store_maximum` stored. The result is repeated for each key.
+    maxima: what `store_maxima` stored. Returns the scale of each key.
     """
     KEYS: gl.constexpr = map.shape[0]
     QUERIES: gl.constexpr = map.shape[1]
-    largest = _largest_of_tile(maxima, 0)
-    inverse = gl.full(map.shape, map_inverse(largest), gl.float32, map.type.layout)
-    codes = _rounded_bits(map, inverse)
+    largest = _largest_of_keys(rounding, maxima, ACROSS, gl.SliceLayout(1, map.type.layout))
+    codes = _rounded_bits(map, map_inverse(largest)[:, None].broadcast_to(map.shape))
     low, high = gl.split(codes.reshape([KEYS // 16, 2, 8, QUERIES]).permute([0, 2, 3, 1]))
     pairs = gl.inline_asm_elementwise(_JOIN, "=&r,r,r,r,r", [low, high], gl.int16, True, 2)
     buffer.store(pairs.reshape([KEYS // 2, QUERIES]))
-    return gl.full([KEYS], map_scale(largest), gl.float32, gl.SliceLayout(1, map.type.layout))
+    return map_scale(largest)
 
 
 @constexpr_function

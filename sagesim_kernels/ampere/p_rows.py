@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from sagesim.spec import Delta
-from sagesim_kernels.ampere.forward import row_tiles
+from sagesim_kernels.ampere.forward import grid_of_queries
 from sagesim_kernels.ampere.forward_kernel import RowConfig
 from sagesim_kernels.ampere.p_rows_kernel import ampere_p_rows
+from sagesim_kernels.ampere.support import FOR_THREE
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
-    LAUNCH,
     LOG2_E,
-    Grid,
     KernelProblem,
     KernelSizes,
     OperandCache,
@@ -19,6 +20,13 @@ from sagesim_kernels.operands import (
     padded,
 )
 from sagesim_kernels.portable import Tile, try_tiles
+
+
+def _tiles(channels: int) -> Iterator[Tile]:
+    """Yield the tiles of queries to try, the best first."""
+    if channels == 64:
+        yield Tile(128, 4, 2)
+    yield Tile(64, 4, 2, registers=FOR_THREE)
 
 
 def launch_p_rows(
@@ -33,7 +41,7 @@ def launch_p_rows(
     channels = padded(problem.q.shape[3])
 
     def run(tile: Tile) -> None:
-        grid = Grid(-(-problem.longest_q // tile.rows), problem.q.shape[1], problem.sequences)
+        grid = grid_of_queries(problem, tile)
         launch(
             ampere_p_rows,
             grid.programs,
@@ -50,8 +58,7 @@ def launch_p_rows(
             problem.scale * LOG2_E,
             KernelSizes.of(problem, tile.rows),
             RowConfig(tile.rows, tile.num_stages, channels),
-            num_warps=tile.num_warps,
-            **LAUNCH,
+            **tile.options,
         )
 
-    try_tiles(row_tiles(channels), run, f"row sums of P at head size {problem.q.shape[3]}")
+    try_tiles(_tiles(channels), run, f"row sums of P at head size {problem.q.shape[3]}")

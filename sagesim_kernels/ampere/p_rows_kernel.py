@@ -13,15 +13,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from sagesim_kernels.ampere.device import (
     BLOCK,
-    ONE_INSTRUCTION,
     apply_k_scale,
     block_scale,
     copy_token_scales,
     copy_tokens,
+    left_tokens,
     query_factors,
+    registers_product,
     rows_layout,
     scaled_difference,
-    shared_product,
     token_scale_buffer,
 )
 from sagesim_kernels.gluon_compat import barrier
@@ -32,7 +32,7 @@ from sagesim_kernels.operands import (
     length_of,
     live_keys,
     live_queries,
-    program_coordinates,
+    ordered_coordinates,
     row_base,
     upper_lse2,
 )
@@ -68,7 +68,7 @@ def ampere_p_rows(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
 
-    tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
+    tile, h, b = ordered_coordinates(grid, lengths.IS_CAUSAL)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = tile * TILE
     if first >= n_q:
@@ -103,6 +103,10 @@ def ampere_p_rows(
     p_sum = gl.zeros([TILE], gl.float32, ROWS)
     delta_sum = gl.zeros([TILE], gl.float32, ROWS)
     k_scale = block_scale(k, k_scales, 0, end > 0)
+    async_copy.wait_group(0)
+    barrier()  # All warps see the queries that were copied.
+    q_left = left_tokens(q_s, ACC)
+    do_left = left_tokens(do_s, ACC)
     n = 0
     for MASKED in gl.static_range(2):
         for key in range(unmasked_end if MASKED else 0, end if MASKED else unmasked_end, BLOCK):
@@ -118,7 +122,7 @@ def ampere_p_rows(
             )  # fmt: skip
             this_scale = k_scale
             k_scale = block_scale(k, k_scales, next_key, True)
-            s = shared_product(q_s, k_s.index(stage), ACC, ONE_INSTRUCTION)
+            s = registers_product(q_left, k_s.index(stage), ACC)
             s, tile_factor = apply_k_scale(s, factor, k, this_scale, k_scales_s, stage)
             s = scaled_difference(s, tile_factor[:, None], row_lse2[:, None])
             if MASKED:
@@ -128,7 +132,7 @@ def ampere_p_rows(
             p = gl.exp2(s)
             p_sum += gl.sum(p, 1)
             if delta is not None:
-                dp = shared_product(do_s, v_s.index(stage), ACC, ONE_INSTRUCTION)
+                dp = registers_product(do_left, v_s.index(stage), ACC)
                 p_dp = p * dp
                 if MASKED:
                     p_dp = gl.where(visible, p_dp, 0.0)  # dP may be NaN where P is 0

@@ -8,12 +8,24 @@ from typing import Final
 from sagesim.spec import AttentionSpec, Granularity, MatmulSpec, Precision, RoundingMode
 from sagesim_kernels.interpreter import IS_INTERPRETED
 from sagesim_kernels.operands import DTYPES, KernelProblem, padded
-from sagesim_kernels.target import compute_capability
+from sagesim_kernels.portable import Tile
+from sagesim_kernels.target import compute_capability, multiprocessor_count
 
 CHANNELS: Final = (64, 128)
 """Channels of a tile: those of the problem, padded to a power of two."""
 
 BLOCK: Final = 64
+
+FOR_THREE: Final = 168
+FOR_FOUR: Final = 128
+"""The most registers of a thread of which three or four programs of four warps fit on a
+multiprocessor."""
+
+_REGISTERS: Final = 65536
+"""Registers of a multiprocessor."""
+
+_MOST_REGISTERS: Final = 256
+"""Registers that a multiprocessor allocates for a thread that has as many as there are."""
 
 
 def serves_forward(problem: KernelProblem) -> bool:
@@ -66,3 +78,9 @@ def _has_format(matmul: MatmulSpec) -> bool:
 def _serves_backward(spec: AttentionSpec) -> bool:
     products = (spec.qk_recompute, spec.dv, spec.dq, spec.dk)
     return spec.dp.precision in DTYPES and all(map(_has_format, products))
+
+
+def programs_at_a_time(tile: Tile) -> int:
+    """Return how many programs a GPU runs at the same time, if registers limit them."""
+    of_program = 32 * tile.num_warps * (tile.registers or _MOST_REGISTERS)
+    return multiprocessor_count() * max(_REGISTERS // of_program, 1)

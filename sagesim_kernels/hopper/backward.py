@@ -15,17 +15,13 @@ from sagesim_kernels.hopper.capped_rows import (
     sums_of_ds,
 )
 from sagesim_kernels.hopper.descriptors import (
-    multiprocessor_count,
     sums_descriptor,
     tma_descriptor,
 )
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.preparation import prepare_backward
 from sagesim_kernels.hopper.splits import add_splits, empty_splits
-from sagesim_kernels.hopper.tile_scheduler import (
-    choose_backward_heads,
-    query_heads_per_program,
-)
+from sagesim_kernels.hopper.tile_scheduler import query_heads_per_program
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
@@ -38,10 +34,12 @@ from sagesim_kernels.operands import (
     RowStatistics,
     Softcap,
     Strided,
+    choose_backward_heads,
     ds_row_sums,
     finish_dq,
     padded,
 )
+from sagesim_kernels.target import multiprocessor_count
 
 _BLOCK_Q: Final = BLOCK_Q.value
 _TILE_K: Final = TILE_K.value

@@ -17,7 +17,6 @@ from sagesim_kernels.hopper.codes_maps import BLOCK_K
 from sagesim_kernels.hopper.codes_operands import quantize
 from sagesim_kernels.hopper.codes_rows import start_rows_in_codes
 from sagesim_kernels.hopper.descriptors import (
-    multiprocessor_count,
     right_descriptor,
     sums_descriptor,
     tma_descriptor,
@@ -25,7 +24,7 @@ from sagesim_kernels.hopper.descriptors import (
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.p_rows import launch_p_rows
 from sagesim_kernels.hopper.splits import add_splits, empty_splits
-from sagesim_kernels.hopper.tile_scheduler import choose_backward_heads, query_heads_per_program
+from sagesim_kernels.hopper.tile_scheduler import query_heads_per_program
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
@@ -37,10 +36,12 @@ from sagesim_kernels.operands import (
     Rows,
     RowStatistics,
     Strided,
+    choose_backward_heads,
     finish_dq,
     padded,
     stored_tokens,
 )
+from sagesim_kernels.target import multiprocessor_count
 
 _BLOCK_Q: Final = BLOCK_Q.value
 _BLOCK_K: Final = BLOCK_K.value

@@ -1,10 +1,6 @@
 """Steps of the forward's softmax in which P is rounded to codes, and the sums of their product.
 
-Codes of P are 127 P relative to the row's maximum in a block of 64 keys. The exponential includes
-this factor times 2^-24, the unit of subnormal float16 numbers: rounded to float16, its bits are the
-code. What a row has summed up is relative to a *unit* 2^-level. A row gets a new level when the
-maximum of a block is so much greater than that of the level before that sums might overflow, and
-keeps it otherwise. So most steps do not rescale what is summed up.
+Exponentials include a factor, and sums are relative to levels: see `operands.levels`.
 """
 
 # Pyright takes the annotations of Gluon's functions literally:
@@ -20,49 +16,8 @@ from sagesim_kernels.hopper.codes_sums import CHUNK
 from sagesim_kernels.hopper.forward_masks import exponents, logits_of, upper, upper_max
 from sagesim_kernels.hopper.forward_tiles import BLOCK
 from sagesim_kernels.hopper.forward_warps import partial_sums
-from sagesim_kernels.operands import LOG2_127, attends
-
-CODE_UNIT = gl.constexpr(2.0**-24)
-"""What a code stands for in the exponentials."""
-
-_LOG2_ONE = gl.constexpr(LOG2_127 - 24)
-"""log2 of the exponential at the maximum of a block."""
-
-_NEW_WEIGHT = gl.constexpr(8)
-_GROWTH = gl.constexpr(6)
-"""The weight of a block that gives its row a new level is 2^-_NEW_WEIGHT. Maxima that are greater
-by up to _GROWTH in base 2 keep the level. So a weight is at most 1/4, and no sum is larger than 32
-times the sum of the magnitudes of the terms of P V."""
-
-_TO_CODES = gl.constexpr("""{
-.reg .b32 low, high;
-cvt.rn.f16x2.f32 low, $2, $1;
-cvt.rn.f16x2.f32 high, $4, $3;
-prmt.b32 $0, low, high, 0x6420;
-}""")
-
-_NUMBERS = BLOCK.value * CHUNK.value // 128
-"""Numbers of a chunk that a thread holds: two of each of two rows by turns."""
-
-_RESCALE = gl.constexpr(
-    "\n".join(
-        [
-            "{",
-            ".reg .pred p, q;",
-            f"setp.neu.f32 p, ${2 * _NUMBERS}, 1.0;",
-            f"setp.neu.or.f32 p, ${2 * _NUMBERS + 2}, 1.0, p;",
-            "vote.sync.any.pred q, p, -1;",
-            "@!q bra.uni DONE;",
-            *(f"mul.rn.f32 ${i}, ${i}, ${2 * _NUMBERS + i};" for i in range(_NUMBERS)),
-            "DONE:",
-            "}",
-        ]
-    )
-)
-_RESCALE_OPERANDS = gl.constexpr(
-    ",".join(["=&f"] * _NUMBERS + [f"{i}" for i in range(_NUMBERS)] + ["f"] * _NUMBERS)
-)
-_RESCALE_PACK = gl.constexpr(_NUMBERS)
+from sagesim_kernels.operands import LOG2_ONE, attends, exponential_codes, next_level
+from sagesim_kernels.operands import rescaled as rescaled_numbers
 
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK.value, 32]))
 """Layout of the sums of a chunk [queries, channels]."""
@@ -82,7 +37,7 @@ def _left_codes(p):
     """
     p = p.reshape([BLOCK, 4, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([BLOCK, BLOCK])
     p = gl.convert_layout(p, gl.DotOperandLayout(0, SUMS, 4), assert_trivial=True)
-    return gl.inline_asm_elementwise(_TO_CODES, "=r,f,f,f,f", [p], gl.int8, is_pure=True, pack=4)
+    return exponential_codes(p)
 
 
 @gluon.jit
@@ -108,20 +63,14 @@ def codes_step(MASKED: gl.constexpr, s, factor, level, keys, mask):
         x = gl.where(is_attended, x, -float("inf"))
         block_max = gl.max(x, 1)
         is_empty = block_max == -float("inf")
-        block_level = _LOG2_ONE - upper(gl.where(is_empty, 0.0, block_max))
+        block_level = LOG2_ONE - upper(gl.where(is_empty, 0.0, block_max))
         p = gl.exp2(x + block_level[:, None])
         block_level = gl.where(is_empty, float("inf"), block_level)
     else:
-        minus_level = upper_max(s, factor) - _LOG2_ONE
+        minus_level = upper_max(s, factor) - LOG2_ONE
         p = gl.exp2(exponents(s, factor, minus_level))
         block_level = -minus_level
-    is_new = block_level - level < _NEW_WEIGHT - _GROWTH
-    new_level = gl.where(is_new, block_level - _NEW_WEIGHT, level)
-    finite_level = new_level
-    if MASKED:
-        finite_level = gl.where(new_level == float("inf"), 0.0, new_level)
-    weight = gl.exp2(finite_level - block_level)
-    shrink = gl.exp2(finite_level - level)
+    weight, new_level, shrink = next_level(block_level, level, MASKED)
     return _left_codes(p), partial_sums(p), weight, new_level, shrink
 
 
@@ -149,16 +98,7 @@ def rescaled(totals, shrink):
     result = ()
     for c in gl.static_range(len(totals)):
         factors = shrink[:, None].broadcast_to(totals[c].shape)
-        result += (
-            gl.inline_asm_elementwise(
-                _RESCALE,
-                _RESCALE_OPERANDS,
-                [totals[c], factors],
-                gl.float32,
-                is_pure=False,
-                pack=_RESCALE_PACK,
-            ),
-        )
+        result += (rescaled_numbers(totals[c], factors),)
     return result
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import driver
 
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q
 from sagesim_kernels.operands import DqSums, Operand, channels_at_once
@@ -54,16 +53,3 @@ def sums_descriptor(sums: DqSums, d: int, channels: int) -> TensorDescriptor:
 @lru_cache(maxsize=64)
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
-
-
-def multiprocessor_count() -> int:
-    """Return the number of multiprocessors of the current device."""
-    active: Any = driver.active
-    return _multiprocessor_count(active.get_current_device())
-
-
-@lru_cache(maxsize=64)
-def _multiprocessor_count(device: int) -> int:
-    # Cached: the driver takes a millisecond to answer, longer than a launch.
-    active: Any = driver.active
-    return active.utils.get_device_properties(device)["multiprocessor_count"]

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sagesim_kernels.hopper.descriptors import multiprocessor_count, tma_descriptor
+from sagesim_kernels.hopper.descriptors import tma_descriptor
 from sagesim_kernels.hopper.forward_loads import allocate_barriers, produce
 from sagesim_kernels.hopper.forward_structures import (
     Buffers,
@@ -39,6 +39,7 @@ from sagesim_kernels.operands import (
     Strided,
     padded,
 )
+from sagesim_kernels.target import multiprocessor_count
 
 # Pyright takes the annotations of Gluon's functions literally:
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false

@@ -16,7 +16,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.codes_operands import quantize
 from sagesim_kernels.hopper.descriptors import (
-    multiprocessor_count,
     right_descriptor,
     tma_descriptor,
 )
@@ -50,6 +49,7 @@ from sagesim_kernels.operands import (
     Strided,
     padded,
 )
+from sagesim_kernels.target import multiprocessor_count
 
 CONFIGS = {64: Config(3, 8, 160), 128: Config(2, 6, 240)}
 """By the channels of a tile. A consumer holds sums of all channels twice, and S."""

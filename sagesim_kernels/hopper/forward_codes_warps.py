@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from sagesim_kernels.hopper.codes_softmax import (
-    CODE_UNIT,
     SUM_ROWS,
     SUMS,
     add_sums,
@@ -47,7 +46,7 @@ from sagesim_kernels.hopper.forward_warps import (
     start_qk,
     store_o,
 )
-from sagesim_kernels.operands import causal_offset, length_of, live_keys, row_base
+from sagesim_kernels.operands import CODE_UNIT, causal_offset, length_of, live_keys, row_base
 
 
 @gluon.jit

@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sagesim_kernels.hopper.backward_structures import TokenOrigin
+from sagesim_kernels.operands import tile_and_head
 
 
 @gluon.jit
@@ -18,8 +19,7 @@ def place_of_program(tiles, heads, heads_per_group, SPLITS: gl.constexpr):
     These are its tile of keys; its head of K and V, over all sequences; its sequence; its head of
     K and V in the sequence; and that head's copy of dK and dV, of which each head has SPLITS.
 
-    Programs of a group of heads follow each other, first with the first tile of each head. Under a
-    causal mask that tile is the longest.
+    The order is that of `tile_and_head`.
 
     Args:
         tiles: tiles of keys of a head.
@@ -27,12 +27,8 @@ def place_of_program(tiles, heads, heads_per_group, SPLITS: gl.constexpr):
         heads_per_group: see `choose_backward_heads`.
         SPLITS: programs for each tile of K and V.
     """
-    program = gl.program_id(0)
-    first_head = program // (tiles * heads_per_group) * heads_per_group
-    program -= first_head * tiles
-    group_heads = gl.minimum(heads_per_group, gl.num_programs(0) // tiles - first_head)
-    index = program // group_heads
-    split_head = first_head + program % group_heads
+    all_heads = gl.num_programs(0) // tiles
+    index, split_head = tile_and_head(gl.program_id(0), tiles, all_heads, heads_per_group)
     z = split_head // SPLITS
     b = z // heads
     head = z % heads

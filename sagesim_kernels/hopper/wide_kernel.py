@@ -31,7 +31,13 @@ from sagesim_kernels.hopper.wide_warps import (
     walk_of,
     without_padding,
 )
-from sagesim_kernels.operands import Lengths, Softcap, length_of, stored_start_of
+from sagesim_kernels.operands import (
+    Lengths,
+    Softcap,
+    length_of,
+    stored_start_of,
+    tile_and_head,
+)
 
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
@@ -83,15 +89,10 @@ def hopper_wide(
     STAGES: gl.constexpr = CONFIG.stages
     RIGHT_STAGES: gl.constexpr = CONFIG.right_stages
     SPLITS: gl.constexpr = CONFIG.splits
-    program = gl.program_id(0)
-    # Under a causal mask the longest tiles come first.
-    first_head = program // (tiles * heads_per_group) * heads_per_group
-    program -= first_head * tiles
-    group_heads = gl.minimum(heads_per_group, gl.num_programs(0) // tiles - first_head)
-    index = program // group_heads
-    if OWNS_QUERIES:
+    all_heads = gl.num_programs(0) // tiles
+    index, split_head = tile_and_head(gl.program_id(0), tiles, all_heads, heads_per_group)
+    if OWNS_QUERIES:  # Under a causal mask the longest tiles come first.
         index = tiles - 1 - index
-    split_head = first_head + program % group_heads
     z = split_head // SPLITS
     b = z // heads
     head = z % heads

@@ -8,8 +8,6 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.channel_parts import BLOCK, part_descriptors
-from sagesim_kernels.hopper.descriptors import multiprocessor_count
-from sagesim_kernels.hopper.tile_scheduler import choose_backward_heads
 from sagesim_kernels.hopper.wide_kernel import hopper_wide
 from sagesim_kernels.hopper.wide_structures import Config
 from sagesim_kernels.hopper.wide_warps import TILE
@@ -22,8 +20,10 @@ from sagesim_kernels.operands import (
     Rows,
     Softcap,
     Strided,
+    choose_backward_heads,
     stored_tokens,
 )
+from sagesim_kernels.target import multiprocessor_count
 
 _Pair = tuple[TensorDescriptor, TensorDescriptor] | tuple[None, None]
 

@@ -66,6 +66,13 @@ from sagesim_kernels.operands.layout import (
     stored_tokens,
     token_ptrs,
 )
+from sagesim_kernels.operands.levels import (
+    CODE_UNIT,
+    LOG2_ONE,
+    exponential_codes,
+    next_level,
+    rescaled,
+)
 from sagesim_kernels.operands.logit_shift import compute_logit_shift
 from sagesim_kernels.operands.logsumexp import natural_lse, upper_lse2
 from sagesim_kernels.operands.masking import (
@@ -108,6 +115,15 @@ from sagesim_kernels.operands.operand import (
     scales_of_block,
     token_in_register_order,
     tokens_by_tokens,
+)
+from sagesim_kernels.operands.program_order import (
+    MANY_WAVES,
+    OrderedGrid,
+    choose_backward_heads,
+    choose_forward_heads,
+    ordered_coordinates,
+    steps_of_query_tiles,
+    tile_and_head,
 )
 from sagesim_kernels.operands.quantization import (
     Wanted,
@@ -154,12 +170,15 @@ from sagesim_kernels.operands.sinks import (
 from sagesim_kernels.operands.softcap import Softcap, load_shift, tanh
 
 __all__ = [
+    "CODE_UNIT",
     "DTYPES",
     "FP8",
     "INT8",
     "LAUNCH",
     "LOG2_127",
     "LOG2_E",
+    "LOG2_ONE",
+    "MANY_WAVES",
     "NO_EXTRAS",
     "DqSums",
     "Extras",
@@ -175,6 +194,7 @@ __all__ = [
     "Means",
     "Operand",
     "OperandCache",
+    "OrderedGrid",
     "Packing",
     "Rounding",
     "RowScales",
@@ -196,6 +216,8 @@ __all__ = [
     "attends_in",
     "causal_offset",
     "channels_at_once",
+    "choose_backward_heads",
+    "choose_forward_heads",
     "clear_tma_sums",
     "code_product",
     "compute_delta_from_o",
@@ -206,6 +228,7 @@ __all__ = [
     "compute_units",
     "coordinates_of",
     "ds_row_sums",
+    "exponential_codes",
     "finish_dq",
     "first_live_key",
     "format_of",
@@ -251,7 +274,9 @@ __all__ = [
     "mark_nonfinite",
     "memory_dtype",
     "natural_lse",
+    "next_level",
     "norms_of",
+    "ordered_coordinates",
     "padded",
     "pcg_hash",
     "program_coordinates",
@@ -259,6 +284,7 @@ __all__ = [
     "quantize_block",
     "query_loop_bounds",
     "query_loops",
+    "rescaled",
     "row_base",
     "row_stride",
     "row_sums",
@@ -271,6 +297,7 @@ __all__ = [
     "sink_logits",
     "sink_probabilities",
     "start_of",
+    "steps_of_query_tiles",
     "store_block",
     "store_bounds",
     "store_rows",
@@ -282,6 +309,7 @@ __all__ = [
     "summed_channels",
     "tanh",
     "tasks_of",
+    "tile_and_head",
     "to_codes",
     "token_in_register_order",
     "token_ptrs",

@@ -125,7 +125,8 @@ def _to_integers(y, rows, columns, rounding):
         size = tl.abs(y)
         whole = tl.floor(size)
         whole += tl.where(size - whole >= 0.5, 1.0, 0.0)  # size - whole is exact
-        return tl.where(y < 0, -whole, whole)
+        # Triton before 3.9 computes -x as 0 - x, which has not the sign of a zero.
+        return tl.where(y < 0, whole * -1.0, whole)
     else:
         below = tl.floor(y)
         up = y - below > uniform(rounding, rows, columns)

@@ -382,6 +382,22 @@ def test_a_value_outside_of_the_window_is_not_read(d, value):
             assert_bitwise(actual=x[0, 0], expected=y[0, 0], what=name)
 
 
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_dq_is_right_or_nan_near_a_nan_outside_of_the_window(d):
+    """Queries 704 to 711 attend to keys 504 to 511. The backward may multiply these in one tile
+    with key 400, a NaN: dQ may be NaN there, but no other number."""
+    n, left, at = 1024, 200, 400
+    c = kernel_case(torch.bfloat16, seed=6, n_q=n, n_k=n, d=d, heads=(1, 2), is_causal=True)
+    c = replace(c, window=(left, -1))
+    clean = run_kernels(c, UNSMOOTHED).dq
+    c.k[0, 1, at] = math.nan
+    found = run_kernels(c, UNSMOOTHED).dq
+    is_nan = found.isnan()
+    assert bool((is_nan | (found == clean)).all())
+    assert bool(is_nan[0, 1, at : at + left + 1].all())
+
+
 @st.composite
 def problems(draw: st.DrawFn, sizes: tuple[int, int]) -> KernelCase:
     kind = st.sampled_from(draw(st.sampled_from((sorted(ORDINARY), sorted(KINDS)))))

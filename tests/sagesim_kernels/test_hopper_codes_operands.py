@@ -38,7 +38,11 @@ SPECS: dict[str, AttentionSpec] = {
 
 
 def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Numbers of very different sizes in tokens and channels, with zeros, NaN and infinity."""
+    """Numbers of very different sizes in tokens and channels, with zeros.
+
+    The first head of the first sequence has a NaN, and that of the last sequence an infinity. Other
+    heads have none: of K, one reaches all tokens by the mean, and hides what else is wrong.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x *= 2.0 ** torch.randint(-12, 12, (*shape[:-1], 1), generator=generator)
@@ -48,7 +52,7 @@ def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
         x[0, 0] *= 1e-42  # scales are subnormal, or their inverses overflow
         x[0, -1] *= 2e35
     x = x.to("cuda", dtype)
-    x[..., 5, 3], x[..., -1, 7] = float("nan"), float("inf")
+    x[0, 0, 5, 3], x[-1, 0, -1, 7] = float("nan"), float("inf")
     return x
 
 

@@ -1,6 +1,9 @@
 """Operands have the layout that TMA loads need: padded storage, and rows of whole vectors."""
 
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import accumulate
 
@@ -10,19 +13,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim import FACTORED_QK, SAGEBWD
+from sagesim import FACTORED_QK, HALF_AWAY, HALF_EVEN, SAGEBWD, Precision
+from sagesim.emulator.rounding import CODE_MAX, round_codes_
 from sagesim.problem import resolve_input16
 from sagesim_kernels.hopper.descriptors import tma_descriptor
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
     KernelProblem,
     OperandCache,
     Packing,
+    Rounding,
     map_inverse,
     map_scale,
+    stored_codes,
+    to_codes,
 )
+from sagesim_kernels.operands.formats import FP8
 from sagesim_kernels.operands.layout import ALIGNMENT
+from tests.sagesim_kernels.test_interpreter import every_half_way
 from tests.support.assertions import assert_bitwise
+from tests.support.compiler import OLDEST, ROOT
 from tests.support.kernels import DEVICE, HERE
 
 pytestmark = HERE
@@ -158,3 +169,48 @@ def test_scales_of_maps_at_their_limits() -> None:
         _divide_kernel[(1,)](x, scales[i:], inverses[i:], 1, **LAUNCH)
     assert scales[:3].tolist() == [1.0] * 3 and inverses[:3].tolist() == [0.0] * 3
     assert bool(scales[3:5].isnan().all())
+
+
+@triton.jit
+def codes_kernel(x, codes, rounding, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    found = to_codes(tl.load(x + at), at, at, rounding)
+    tl.store(codes + at, stored_codes(found))
+
+
+@pytest.mark.parametrize("rounding", [HALF_EVEN, HALF_AWAY], ids=lambda x: x.mode.value)
+@pytest.mark.parametrize("precision", [Precision.INT8, *FP8], ids=lambda x: x.value)
+def test_codes_are_the_emulators_at_ties_and_near_them(precision, rounding):
+    """A negative number that is rounded to 0 in FP8 has the code of -0."""
+    most = CODE_MAX[precision]
+    if precision is Precision.INT8:
+        middle = torch.arange(-126.5, 127)
+        neighbours = (torch.nextafter(middle, torch.tensor(end)) for end in (-200.0, 200.0))
+        x = torch.cat([middle, *neighbours, torch.arange(-127.0, 128)])
+    else:
+        x = every_half_way(FP8[precision]).clamp(-most, most)
+    size = 64
+    padded = torch.nn.functional.pad(x, (0, -len(x) % size)).to(DEVICE)
+    codes = torch.empty(len(padded), dtype=torch.int8, device=DEVICE)
+    how = Rounding.of(replace(SAGEBWD, rounding=rounding), "k", precision)
+    launch(codes_kernel, (len(padded) // size,), padded, codes, how, size, **LAUNCH)
+    expected = round_codes_(x.clone()[None], precision, rounding, "k")[0]
+    dtype = FP8.get(precision, torch.int8)
+    found = codes.cpu()[: len(x)].view(dtype)
+    assert_bitwise(actual=found, expected=expected.to(dtype), what="codes")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE != "cpu", reason="of the interpreter")
+def test_codes_with_the_oldest_triton():
+    """Triton before 3.9 computes -x as 0 - x, which is 0 and not -0 where x is 0."""
+    test = f"{__file__}::{test_codes_are_the_emulators_at_ties_and_near_them.__name__}"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (OLDEST, ROOT))),
+        "TRITON_INTERPRET": "1",
+    }
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
+    found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
+    assert "6 passed" in found.stdout

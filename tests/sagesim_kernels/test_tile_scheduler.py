@@ -1,13 +1,9 @@
-"""The order of tiles: all programs finish at nearly the same time."""
+"""The order of tiles in Hopper's forward: all programs finish at nearly the same time."""
 
 import pytest
 
 from sagesim_kernels.hopper import tile_scheduler
-from sagesim_kernels.hopper.tile_scheduler import (
-    choose_backward_heads,
-    choose_heads_per_group,
-    query_heads_per_program,
-)
+from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group, query_heads_per_program
 
 PROGRAMS = 132
 
@@ -103,72 +99,6 @@ def test_many_tiles_are_not_simulated(
 def test_any_number_of_heads_can_be_divided(heads: int) -> None:
     group = choose_heads_per_group(300, 200, -100, 192, heads, PROGRAMS, head_bytes=1)
     assert group in ({1} if heads in (1, 139) else {heads})
-
-
-def end_of_backward(
-    n: int, heads: int, groups: int, group: int, left: int | None = None
-) -> tuple[int, float]:
-    """Return the steps until the last program ends, and those of a perfect balance: causal mask.
-
-    A multiprocessor starts the next program of the launch when it has finished one.
-    """
-    tiles = -(-n // 128)
-    ends = [0] * PROGRAMS
-    total = 0
-    for first in range(0, heads, group):
-        for tile in range(tiles):
-            for _ in range(min(group, heads - first)):
-                last = n if left is None else min(128 * (tile + 1) + left, n)
-                steps = groups * (-(-last // 64) - 2 * tile) + 4
-                ends[ends.index(min(ends))] += steps
-                total += steps
-    return max(ends), total / PROGRAMS
-
-
-@pytest.mark.parametrize(
-    ("n", "heads", "groups"),
-    [(8192, 32, 1), (8192, 8, 4), (4096, 16, 4), (4096, 8, 7), (4000, 7, 7), (1024, 192, 1)],
-)
-def test_the_programs_of_the_backward_end_together(n: int, heads: int, groups: int) -> None:
-    group = choose_backward_heads(n, n, 0, 128, heads, groups, PROGRAMS)
-    last, average = end_of_backward(n, heads, groups, group)
-    longest, tiles = groups * -(-n // 64) + 4, -(-n // 128)
-    shortest = 2 * groups + 4  # the programs that start last
-    assert last <= max(1.01 * average + shortest, longest)
-    # Several programs of a head run at the same time.
-    assert group * 4 <= PROGRAMS or group * tiles < 1.1 * PROGRAMS
-    # Fewer heads would not do, unless they are enough for all multiprocessors to start with.
-    assert group * tiles < 2 * PROGRAMS or (
-        end_of_backward(n, heads, groups, group // 2)[0] > 1.005 * last
-    )
-
-
-@pytest.mark.parametrize(("n", "heads", "left"), [(16384, 16, 1023), (4096, 8, 700)])
-def test_the_programs_of_a_window_end_together(n: int, heads: int, left: int) -> None:
-    group = choose_backward_heads(n, n, 0, 128, heads, 2, PROGRAMS, lowest=-left)
-    last, average = end_of_backward(n, heads, 2, group, left)
-    longest = 2 * -(-(left + 128) // 64) + 4
-    assert last <= 1.03 * average + longest
-    assert last < end_of_backward(n, heads, 2, group)[0]
-
-
-def test_one_head_after_another_would_end_late() -> None:
-    last, average = end_of_backward(4096, 8, 7, 1)
-    assert last > 1.4 * average
-
-
-@pytest.mark.parametrize(("n", "heads"), [(1024, 2**17), (131072, 64), (64, 2**20)])
-def test_many_programs_of_the_backward_are_not_simulated(
-    n: int, heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(tile_scheduler, "_end_of")
-    group = choose_backward_heads(n, n, 0, 128, heads, 1, PROGRAMS)
-    assert 0.9 * PROGRAMS <= group * -(-n // 128) < 2 * max(PROGRAMS, -(-n // 128))
-
-
-@pytest.mark.parametrize(("n_q", "n_k", "offset"), [(1, 1, None), (1, 500, 499), (500, 1, -499)])
-def test_small_backwards_have_an_order(n_q: int, n_k: int, offset: int | None) -> None:
-    assert 1 <= choose_backward_heads(n_q, n_k, offset, 128, 3, 2, PROGRAMS) <= 3
 
 
 def test_groups_are_divided_if_they_are_large_or_heads_of_k_and_v_are_few() -> None:

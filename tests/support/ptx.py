@@ -39,7 +39,8 @@ _FLOAT = {16: np.float16, 32: np.float32, 64: np.float64}
 
 _REGISTERS = re.compile(r"\.reg\s+\.(pred|[a-z]\d+)\s+(%\w+?)<\d+>")
 _PARAMETER = re.compile(r"\.param \.[^,)]*?\s(\w+_param_\d+)")
-_LABEL = re.compile(r"(\$\w+):")
+_LABEL = re.compile(r"(\$?\w+):")
+_LOCAL = re.compile(r"\.reg\s+\.(pred|[a-z]\d+)\s+([a-z]\w*(?:\s*,\s*[a-z]\w*)*)$")
 _STATEMENT = re.compile(r"(@!?%\w+\s+)?([\w.:]+)\s*(.*)$", re.DOTALL)
 _ADDRESS = re.compile(r"\[\s*(%?\w+)\s*(?:\+\s*(-?\w+))?\s*\]")
 
@@ -106,22 +107,41 @@ class Program:
         self.register_types = {name: _dtype(kind) for kind, name in _REGISTERS.findall(body)}
         self.statements: list[_Statement] = []
         self.labels: dict[str, int] = {}
+        self._scopes = 0
+        self._locals: dict[str, str] = {}  # of the scope, with their names in the whole program
         for line in map(str.strip, body.splitlines()):
             if label := _LABEL.match(line):
-                self.labels[label[1]] = len(self.statements)
+                self.labels[self._label(label[1])] = len(self.statements)
                 line = line[label.end() :]
             for text in line.split(";"):
                 self._add(text.strip())
 
+    def _label(self, name: str) -> str:
+        """Return a label's name in the whole program. Those of inline assembly are of a scope."""
+        return name if name.startswith("$") else f"{name} {self._scopes}"
+
     def _add(self, text: str) -> None:
-        while text.startswith(("}", "{")):  # of a scope
+        while text.startswith(("}", "{")):  # of a scope; those of a kernel are not nested
+            self._scopes += text.startswith("{")
+            self._locals.clear()
             text = text[1:].strip()
         if text.count("}") > text.count("{"):
             text = text[: text.rindex("}")].strip()
-        if text and not text.startswith("."):
+        if found := _LOCAL.match(text):
+            kind, names = found.groups()
+            of_kind = next(x for x, dtype in self.register_types.items() if dtype == _dtype(kind))
+            for name in _split(names):
+                self._locals[name] = f"{of_kind}{10**6 + 100 * self._scopes + len(self._locals)}"
+        elif text and not text.startswith("."):
+            for name, whole in self._locals.items():
+                text = re.sub(rf"(?<![\w.%]){name}(?![\w.])", whole, text)
             guard, opcode, operands = _STATEMENT.match(text).groups()
-            found = _Statement((guard or "").strip(), tuple(opcode.split(".")), _split(operands))
-            self.statements.append(found)
+            if opcode.startswith("bra"):
+                operands = self._label(operands.strip())
+            statement = _Statement(
+                (guard or "").strip(), tuple(opcode.split(".")), _split(operands)
+            )
+            self.statements.append(statement)
 
     @property
     def barriers(self) -> list[int]:
@@ -368,13 +388,20 @@ class _Block:
     def _rcp(self, *instruction) -> None:
         self._compute(*instruction, lambda a: 1 / a)
 
-    def _max(self, opcode, operands, chosen) -> None:
+    def _select(self, opcode, operands, chosen, of_all, of_numbers) -> None:
+        """Compute a maximum or minimum; .relu replaces a negative result by 0."""
         propagates = "NaN" in opcode or opcode[-1][0] != "f"
-        self._compute(opcode, operands, chosen, np.maximum if propagates else np.fmax)
+        choose = of_all if propagates else of_numbers
+        if "relu" in opcode:
+            self._compute(opcode, operands, chosen, lambda a, b: np.maximum(choose(a, b), 0))
+        else:
+            self._compute(opcode, operands, chosen, choose)
+
+    def _max(self, opcode, operands, chosen) -> None:
+        self._select(opcode, operands, chosen, np.maximum, np.fmax)
 
     def _min(self, opcode, operands, chosen) -> None:
-        propagates = "NaN" in opcode or opcode[-1][0] != "f"
-        self._compute(opcode, operands, chosen, np.minimum if propagates else np.fmin)
+        self._select(opcode, operands, chosen, np.minimum, np.fmin)
 
     # Bits
 
@@ -432,10 +459,15 @@ class _Block:
         self.write(operands[0], np.where(self.read(operands[3], np.bool_), yes, no), chosen)
 
     def _setp(self, opcode, operands, chosen) -> None:
+        if len(opcode) == 4 and opcode[2] == "or":
+            before = self.read(operands[3], np.bool_)
+            self._setp(opcode[:2] + opcode[3:], operands[:3], chosen)
+            self.write(operands[0], before | self.read(operands[0], np.bool_), chosen)
+            return
         if len(opcode) != 3:
             raise NotImplementedError
         dtype = _dtype(opcode[-1])
-        a, b = (self.read(x, dtype) for x in operands[1:])
+        a, b = (self.read(x, dtype) for x in operands[1:3])
         name = opcode[1]
         if np.dtype(dtype).kind == "f":
             unordered = np.isnan(a) | np.isnan(b)
@@ -607,6 +639,12 @@ class _Block:
             raise NotImplementedError
         numbers = self.read(operands[1], np.uint32)
         self.write(operands[0], numbers[np.arange(self.threads) ^ int(operands[2])], chosen)
+
+    def _vote(self, opcode, operands, chosen) -> None:
+        if opcode[2:] != ("any", "pred") or operands[2] != "-1":
+            raise NotImplementedError
+        flags = self.read(operands[1], np.bool_).reshape(-1, WARP)
+        self.write(operands[0], np.repeat(flags.any(1), WARP), chosen)
 
     def _redux(self, opcode, operands, chosen) -> None:
         if opcode[2] != "max":

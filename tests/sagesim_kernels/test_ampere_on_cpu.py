@@ -69,7 +69,12 @@ CALLS = {
 
 
 EXHAUSTIVE = pytest.mark.exhaustive
-COMBINED = ("factored_qk", "one_scale_but_of_dq_d128", "one_scale_but_of_dv_d128")
+COMBINED = (
+    "factored_qk",
+    "codes_but_of_qk_d128",
+    "one_scale_but_of_dq_d128",
+    "one_scale_but_of_dv_d128",
+)
 """Calls whose head size and formats other calls have as well."""
 
 
@@ -110,7 +115,13 @@ TILES = {
 }
 """A spec and a head size -> the tiles of GPUs with 163 and with 99 KiB of shared memory a block."""
 
-MORE_TILES = (("factored_pv16", 64), ("factored_pv16", 128), ("fpa_bf16", 64), ("fpa_bf16", 128))
+MORE_TILES = (
+    ("factored_pv16", 64),
+    ("sagebwd", 128),
+    ("factored_pv16", 128),
+    ("fpa_bf16", 64),
+    ("fpa_bf16", 128),
+)
 """Those of which each part is in another case."""
 
 
@@ -145,7 +156,7 @@ def test_a_missing_barrier_is_found(runner: PtxRunner, spec: str, d: int, capabi
 
     With two stages Triton adds barriers behind copies to the other stage, which are not needed.
     """
-    tensors, parsed = Call(spec, 140, 128, d=d).tensors(), AttentionSpec.parse(spec)
+    tensors, parsed = Call(spec, 140, 64, d=d).tensors(), AttentionSpec.parse(spec)
     options = {"is_causal": True, "capability": capability}
     races = runner.run(tensors, parsed, **options, removes_barriers=True).races
     assert races and all(races), races

@@ -17,12 +17,21 @@ def compute_capability() -> int:
 
 def multiprocessor_count() -> int:
     """Return the number of multiprocessors of the current device."""
+    return _property("multiprocessor_count")
+
+
+def block_shared_memory() -> int:
+    """Return the bytes of shared memory that a block of the current device may use."""
+    return _property("max_shared_mem")
+
+
+def _property(name: str) -> int:
     active: Any = driver.active
-    return _multiprocessor_count(active.get_current_device())
+    return _property_of(active.get_current_device(), name)
 
 
 @lru_cache(maxsize=64)
-def _multiprocessor_count(device: int) -> int:
+def _property_of(device: int, name: str) -> int:
     # Cached: the driver takes a millisecond to answer, longer than a launch.
     active: Any = driver.active
-    return active.utils.get_device_properties(device)["multiprocessor_count"]
+    return active.utils.get_device_properties(device)[name]

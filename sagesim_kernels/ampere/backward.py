@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum
-from functools import cache, partial
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
-from triton.runtime import driver
 
 from sagesim.spec import Granularity
 from sagesim_kernels.ampere.backward_kernel import Config, ampere_backward
@@ -38,16 +37,10 @@ from sagesim_kernels.operands import (
     stored_tokens,
 )
 from sagesim_kernels.portable import Tile, map_product, prepare_backward, try_tiles
+from sagesim_kernels.target import block_shared_memory
 
 _FOR_TWO: Final = 2 * 64 * 1024
 """Bytes of shared memory that are enough for two programs."""
-
-
-@cache
-def _shared_memory(device: int) -> int:
-    """Return the bytes of shared memory that a block may use. Asking the driver takes long."""
-    active: Any = driver.active
-    return active.utils.get_device_properties(device)["max_shared_mem"]
 
 
 class _Maps(Enum):
@@ -85,8 +78,7 @@ def _tiles(channels: int, maps: _Maps) -> Iterator[Tile]:
         channels: of a tile.
         maps: how P and dS are rounded.
     """
-    active: Any = driver.active
-    has_room = channels == 64 and _shared_memory(active.get_current_device()) > _FOR_TWO
+    has_room = channels == 64 and block_shared_memory() > _FOR_TWO
     if maps is _Maps.IN_16_BIT:
         if has_room:
             yield Tile(128, 4, 1, step=32)

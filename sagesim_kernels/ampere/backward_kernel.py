@@ -36,7 +36,7 @@ from sagesim_kernels.ampere.device import (
     shared_product,
     store_chunk,
 )
-from sagesim_kernels.ampere.gradient_sums import add_to_dq, add_to_sums, exchanged_blocks
+from sagesim_kernels.ampere.gradient_sums import add_to_dq, add_to_sums
 from sagesim_kernels.ampere.map_codes import (
     exchange_layout,
     left_operand,
@@ -364,19 +364,16 @@ def ampere_backward(
                         dk0, dk1, ds_left, ds_scale, q_right, qr_scales, query, buffers.q_right,
                         buffers.q_scales, stage, CHUNKS,
                     )  # fmt: skip
-                if STAGES == 1:
-                    if ACROSS > 1:
+                    if STAGES == 1:
                         barrier()  # All warps need no copied queries any more.
+                if STAGES == 1:
                     copy_queries(
                         q, do, q_right, do_right, row_stats, dq_sums, lengths, buffers, b,
                         next_head, next_block, 0, sizes, CONFIG,
                     )  # fmt: skip
-                left0, factor0, left1, factor1 = exchanged_blocks(
-                    ds_s, ds_maxima, inverse, dq_product, DS, CONFIG, DQ
-                )
                 add_to_dq(
-                    left0, factor0, left1, factor1, k_right, kr_scales, first, second, kr_s,
-                    kr_scales_s, dq_sums, at, CONFIG, DQ,
+                    ds_s, ds_maxima, inverse, k_right, kr_scales, first, second, kr_s, kr_scales_s,
+                    dq_product, dq_sums, at, DS, CONFIG, DQ,
                 )  # fmt: skip
 
     for c in gl.static_range(CHUNKS):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import Tensor
 
 from sagesim_kernels.ampere.forward_kernel import RowConfig, ampere_forward
@@ -23,35 +21,28 @@ from sagesim_kernels.operands import (
 from sagesim_kernels.portable import Tile, try_tiles
 
 
-def _tiles(channels: int, in_codes: bool) -> Iterator[Tile]:
-    """Yield the tiles of queries to try, the best first.
+def _tile(channels: int, in_codes: bool) -> Tile:
+    """Return the fastest tile of queries. It fits into the shared memory of every GPU.
 
     in_codes: whether P is rounded to codes. Their products take more instructions and fewer loads
     of operands, so that more warps with 16 rows each are faster than fewer with 32.
     """
-    if channels == 64 and in_codes:
-        yield Tile(64, 4, 2, registers=FOR_FOUR)
-    elif channels == 64:
-        yield Tile(128, 4, 2)
-    yield Tile(64, 4, 2)
+    if channels == 128:
+        return Tile(64, 4, 2)
+    return Tile(64, 4, 2, registers=FOR_FOUR) if in_codes else Tile(128, 4, 2)
 
 
 def grid_of_queries(problem: KernelProblem, tile: Tile) -> OrderedGrid:
-    """Return the programs of a kernel that owns tiles of queries.
-
-    Without a mask all tiles take the same time, and those of a head follow each other.
-    """
-    heads, offset = problem.q.shape[1], problem.longest_offset
-    heads_per_group = 1
-    if offset is not None:
-        heads_per_group = choose_forward_heads(
-            problem.longest_q,
-            problem.longest_k,
-            offset,
-            tile.rows,
-            heads * problem.sequences,
-            programs_at_a_time(tile),
-        )
+    """Return the programs of a kernel that owns tiles of queries."""
+    heads = problem.q.shape[1]
+    heads_per_group = choose_forward_heads(
+        problem.longest_q,
+        problem.longest_k,
+        problem.longest_offset,
+        tile.rows,
+        heads * problem.sequences,
+        programs_at_a_time(tile),
+    )
     tiles = -(-problem.longest_q // tile.rows)
     return OrderedGrid(tiles, heads, problem.sequences, heads_per_group)
 
@@ -80,5 +71,5 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
             **tile.options,
         )
 
-    tiles = _tiles(channels, v.scale is not None)
-    try_tiles(tiles, run, f"the forward at head size {problem.q.shape[3]}")
+    tile = _tile(channels, v.scale is not None)
+    try_tiles([tile], run, f"the forward at head size {problem.q.shape[3]}")

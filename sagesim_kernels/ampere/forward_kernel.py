@@ -34,7 +34,7 @@ from sagesim_kernels.ampere.device import (
     store_chunk,
     token_scale_buffer,
 )
-from sagesim_kernels.ampere.map_codes import in_register_order
+from sagesim_kernels.ampere.map_codes import as_left_codes
 from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.operands import (
     CODE_UNIT,
@@ -168,7 +168,9 @@ def ampere_forward(
     row_max = gl.full([ROWS_OF_TILE], -float("inf"), gl.float32, ROWS)
     level = -row_max
     row_sum = gl.zeros([ROWS_OF_TILE], gl.float32, ROWS)
-    part = _partial_sums(gl.zeros([ROWS_OF_TILE, BLOCK], gl.float32, ACC))  # of row_sum, in codes
+    part = _partial_sums(
+        gl.zeros([ROWS_OF_TILE, BLOCK], gl.float32, ACC)
+    )  # of the row sums, if P is in codes
     total0 = gl.zeros([ROWS_OF_TILE, CHUNK], gl.float32, ACC)
     total1 = total0
     k_scale = block_scale(k, k_scales, 0, end > 0)
@@ -207,9 +209,10 @@ def ampere_forward(
                 # Codes are relative to the maximum of the tile: they depend on the tile alone.
                 minus_level = _finite(tile_max) - LOG2_ONE
                 p = gl.exp2(scaled_difference(s, tile_factor, minus_level[:, None]))
+                # QK in 16 bit may overflow: all logits of a row may be -inf without a mask, too.
                 weight, level, shrink = next_level(LOG2_ONE - tile_max, level, True)
                 part = _add_partial_sums(part, p, weight, shrink)
-                codes = exponential_codes(in_register_order(p))
+                codes = exponential_codes(as_left_codes(p))
                 for c in gl.static_range(CHANNELS // CHUNK):
                     total = total1 if c else total0
                     column = channel_scales(v, v_scales, key, scales_s, stage, c, COLUMNS)

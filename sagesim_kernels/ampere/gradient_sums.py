@@ -77,39 +77,26 @@ def _units(
 
 
 @gluon.jit
-def exchanged_blocks(
-    ds_s, maxima, inverse, dq_product, DS: gl.constexpr, CONFIG: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """Return what `exchanged` returns of each block of keys. One block stands for both.
+def add_to_dq(
+    ds_s, maxima, inverse, k_right, scales, first, second, kr_s, kr_scales_s, dq_product, dq_sums,
+    at, DS: gl.constexpr, CONFIG: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Add the parts of dQ of a step to the sums of its queries.
 
     ds_s: dS of the tile of keys. CONFIG: `backward_kernel.Config`.
     """
     BLOCKS: gl.constexpr = CONFIG.keys // BLOCK
     ROWS: gl.constexpr = ds_s.shape[0] // BLOCKS
     blocks = reinterpret(ds_s, ds_s.dtype, [BLOCKS, ROWS, CONFIG.queries], DS)
+    # The part of each block of keys is rounded to integers, which are added up here.
     left0, factor0 = exchanged(blocks.index(0), dq_product, inverse, maxima, 0, LAYOUT)
-    left1 = left0
-    factor1 = factor0
     if BLOCKS == 2:
         left1, factor1 = exchanged(blocks.index(1), dq_product, inverse, maxima, 1, LAYOUT)
-    return left0, factor0, left1, factor1
-
-
-@gluon.jit
-def add_to_dq(
-    left0, factor0, left1, factor1, k_right, scales, first, second, kr_s, kr_scales_s, dq_sums, at,
-    CONFIG: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Add the parts of dQ of a step to the sums of its queries.
-
-    left0 to factor1: of `exchanged_blocks`. CONFIG: `backward_kernel.Config`.
-    """
-    # The part of each block of keys is rounded to integers, which are added up here.
     for c in gl.static_range(CONFIG.channels // CHUNK):
         units = _units(
             left0, factor0, k_right, scales, first, kr_s, kr_scales_s, 0, dq_sums, at, c, LAYOUT
         )
-        if CONFIG.keys > BLOCK:
+        if BLOCKS == 2:
             units += _units(
                 left1, factor1, k_right, scales, second, kr_s, kr_scales_s, 1, dq_sums, at, c,
                 LAYOUT,

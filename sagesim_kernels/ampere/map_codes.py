@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from sagesim_kernels.ampere.device import BLOCK, rows_layout
 from sagesim_kernels.gluon_compat import reinterpret
-from sagesim_kernels.operands import amax, map_inverse, map_scale, map_step
+from sagesim_kernels.operands import amax, in_register_order, map_inverse, map_scale, map_step
 
 
 @constexpr_function
@@ -60,15 +60,13 @@ def _rounded_bits(map, inverse):
 
 
 @gluon.jit
-def in_register_order(map):
-    """Return a map [rows, 64] as a left operand of codes, columns in `operands.in_register_order`.
+def as_left_codes(map):
+    """Return a map [rows, 64] as a left operand of codes, with columns `in_register_order`.
 
     No thread exchanges numbers with another.
     """
-    ROWS: gl.constexpr = map.shape[0]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, map.type.layout, 4)
-    map = map.reshape([ROWS, 4, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, 64])
-    return gl.convert_layout(map, OPERAND, assert_trivial=True)
+    return gl.convert_layout(in_register_order(map), OPERAND, assert_trivial=True)
 
 
 @constexpr_function
@@ -213,7 +211,7 @@ def rounded(map, largest, rounding, right, buffer):
 def left_operand(map):
     """Return a rounded map as the left operand of a product."""
     if map.dtype == gl.int8:
-        return in_register_order(map)
+        return as_left_codes(map)
     else:
         return gl.convert_layout(map, gl.DotOperandLayout(0, map.type.layout, 2))
 
@@ -333,5 +331,5 @@ def load_left_pairs(buffer, LAYOUT: gl.constexpr, ACROSS: gl.constexpr):
         _SPLIT, "=&r,=r,r,r", [pairs], (gl.int8, gl.int8), True, 4
     )
     codes = gl.join(low, high).reshape([BLOCK // 16, 8, BLOCK, 2]).permute([0, 3, 1, 2])
-    codes = codes.reshape([BLOCK, 4, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([BLOCK, BLOCK])
+    codes = in_register_order(codes.reshape([BLOCK, BLOCK]))
     return gl.convert_layout(codes, gl.DotOperandLayout(0, LAYOUT, 4), assert_trivial=True)

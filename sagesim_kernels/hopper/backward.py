@@ -14,10 +14,7 @@ from sagesim_kernels.hopper.capped_rows import (
     prepare_capped_backward,
     sums_of_ds,
 )
-from sagesim_kernels.hopper.descriptors import (
-    sums_descriptor,
-    tma_descriptor,
-)
+from sagesim_kernels.hopper.descriptors import sums_descriptor, tma_descriptor
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.preparation import prepare_backward
 from sagesim_kernels.hopper.splits import add_splits, empty_splits

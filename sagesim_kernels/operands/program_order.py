@@ -102,9 +102,15 @@ def choose_forward_heads(
 ) -> int:
     """Return of how many heads programs that own queries compute the tiles at a time.
 
-    heads: of all sequences. programs: that run at the same time. The rest as in
-    `steps_of_query_tiles`.
+    One without a limit: all tiles take the same time then.
+
+    Args:
+        n_q, n_k, offset, rows: see `steps_of_query_tiles`.
+        heads: of all sequences.
+        programs: that run at the same time.
     """
+    if offset is None:
+        return 1
     return _fewest(
         -(-n_q // rows), heads, programs, lambda: steps_of_query_tiles(n_q, n_k, offset, None, rows)
     )

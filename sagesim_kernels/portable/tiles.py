@@ -6,7 +6,7 @@ queries or keys that one program owns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -87,7 +87,7 @@ def tiles(rows: int, channels: int, *, within: int | None = None) -> Iterator[Ti
             yield Tile(fewer, 4, 1)
 
 
-def try_tiles(candidates: Iterator[Tile], run: Callable[[Tile], Any], what: str) -> None:
+def try_tiles(candidates: Iterable[Tile], run: Callable[[Tile], Any], what: str) -> None:
     """Call `run` with the first tile whose program fits into the device's shared memory.
 
     Raises:

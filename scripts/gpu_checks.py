@@ -97,7 +97,17 @@ def sanitizer(tool: str, *options: str, script: str = "sanitize") -> list[str]:
     found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     every = ["--show-backtrace", "no", "--print-limit", str(MOST_REPORTS)]
     every += ["--error-exitcode", str(REPORTED)]
-    return [found, "--tool", tool, *options, *every, sys.executable, f"scripts/{script}.py"]
+    file, *arguments = script.split()
+    return [
+        found,
+        "--tool",
+        tool,
+        *options,
+        *every,
+        sys.executable,
+        f"scripts/{file}.py",
+        *arguments,
+    ]
 
 
 CHECKS = {
@@ -113,6 +123,13 @@ CHECKS = {
     "10,000 fuzz cases, sm_89 code": pytest("--device", "cuda", "--code", "sm89", FUZZ),
     **{tool: sanitizer(tool) for tool in ("memcheck", "initcheck", "synccheck")},
     "racecheck": sanitizer("racecheck", "--racecheck-report", "hazard"),
+    **{
+        f"{tool}, sm_80 code": sanitizer(tool, script="sanitize --code sm80")
+        for tool in ("memcheck", "initcheck", "synccheck")
+    },
+    "racecheck, sm_80 code": sanitizer(
+        "racecheck", "--racecheck-report", "hazard", script="sanitize --code sm80"
+    ),
     "initcheck of a control": sanitizer("initcheck", script="sanitizer_controls"),
     "racecheck of a control": sanitizer(
         "racecheck", "--racecheck-report", "hazard", script="sanitizer_controls"

@@ -1,4 +1,4 @@
-"""Run every kernel on sixty small problems, under compute-sanitizer.
+"""Run every kernel on small problems, under compute-sanitizer.
 
 for tool in memcheck racecheck initcheck synccheck; do
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool python scripts/sanitize.py
@@ -7,17 +7,21 @@ done
 Most of the time goes into compiling. To compile in several processes first:
 
 for part in 0 1 2 3 4 5 6 7; do python scripts/sanitize.py --part $part/8 & done; wait
+
+With --code sm80, kernels are compiled as for an A100 GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+from itertools import product
+from typing import Any, Final
 
 import torch
 
 import sagesim_kernels
 from sagesim import AttentionSpec
+from sagesim_kernels.bench.foreign_target import CODES, compile_for
 
 LABELS = (
     "sagebwd",
@@ -37,27 +41,51 @@ SHAPES = (
 )
 DTYPES = (torch.float16, torch.bfloat16)
 
+N_Q, N_K = 130, 200
+"""Queries and keys of the calls with OPTIONS. Neither is a multiple of a tile."""
 
-def run(number: int, label: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    heads, kv_heads, n_q, n_k, d, is_causal = shape
+OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "causal window": {"window": (40, -1), "is_causal": True, "causal_alignment": "lower_right"},
+    "window": {"window": (40, 70), "causal_alignment": "upper_left"},
+    "key mask": {"key_mask": torch.arange(N_K)[None] % 3 > 0},
+    "lengths": {"seqused_k": torch.tensor([150])},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0]), "is_causal": True},
+    "softcap": {"softcap": 2.0},
+}
+OPTION_LABELS = ("sagebwd", "factored_qk", "fp8_gradients")
+OPTION_HEAD_SIZES = (64, 128)
+
+Problem = tuple[str, tuple[int, ...], torch.dtype, dict[str, Any]]
+
+
+def problems() -> list[Problem]:
+    """Return label, shape, dtype and further arguments of each call."""
+    plain = [(*each, {}) for each in product(LABELS, SHAPES, DTYPES)]
+    for label, d, options in product(OPTION_LABELS, OPTION_HEAD_SIZES, OPTIONS.values()):
+        plain.append((label, (2, 1, N_Q, N_K, d, False), torch.bfloat16, options))
+    return plain
+
+
+def run(number: int, problem: Problem) -> None:
+    label, (heads, kv_heads, n_q, n_k, d, causal), dtype, options = problem
     torch.manual_seed(number)
     q = torch.randn(1, heads, n_q, d, device="cuda", dtype=dtype, requires_grad=True)
     k, v = (
         torch.randn(1, kv_heads, n_k, d, device="cuda", dtype=dtype, requires_grad=True)
         for _ in range(2)
     )
+    arguments: dict[str, Any] = {
+        "is_causal": bool(causal),
+        "causal_alignment": "lower_right" if number % 3 == 0 else "upper_left",
+    }
+    for name, value in options.items():
+        arguments[name] = value.cuda() if isinstance(value, torch.Tensor) else value
     o = sagesim_kernels.attention(
-        q,
-        k,
-        v,
-        spec=AttentionSpec.parse(label),
-        is_causal=bool(is_causal),
-        causal_alignment="lower_right" if number % 3 == 0 else "upper_left",
-        enable_gqa=True,
+        q, k, v, spec=AttentionSpec.parse(label), enable_gqa=True, **arguments
     )
     o.float().square().sum().backward()
     grads = (q.grad, k.grad, v.grad)
-    assert all(g is not None and bool(g.isfinite().all()) for g in grads), (label, shape, dtype)
+    assert all(g is not None and bool(g.isfinite().all()) for g in grads), (number, problem)
 
 
 def main() -> None:
@@ -67,11 +95,14 @@ def main() -> None:
     parser.add_argument(
         "--part", default="0/1", metavar="I/N", help="run every Nth problem, from the Ith on"
     )
-    first, parts = map(int, parser.parse_args().part.split("/"))
-    all_of_them = list(enumerate(itertools.product(LABELS, SHAPES, DTYPES)))
-    some = all_of_them[first::parts]
-    for number, configuration in some:
-        run(number, *configuration)
+    parser.add_argument("--code", choices=CODES, help="compile as for another GPU")
+    args = parser.parse_args()
+    if args.code is not None:
+        compile_for(args.code)
+    first, parts = map(int, args.part.split("/"))
+    some = list(enumerate(problems()))[first::parts]
+    for number, problem in some:
+        run(number, problem)
     print(f"{len(some)} configurations")
 
 

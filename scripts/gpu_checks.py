@@ -117,10 +117,10 @@ CHECKS = {
     "20,000 fuzz cases": pytest("--device", "cuda", FUZZ),
     "contract tests, sm_80 code": pytest("--code", "sm80", CONTRACT),
     "attention calls, sm_80 code": pytest("-m", "gpu", "--code", "sm80", *CALLS),
-    "10,000 fuzz cases, sm_80 code": pytest("--device", "cuda", "--code", "sm80", FUZZ),
+    "20,000 fuzz cases, sm_80 code": pytest("--device", "cuda", "--code", "sm80", FUZZ),
     "contract tests, sm_89 code": pytest("--code", "sm89", CONTRACT),
     "attention calls, sm_89 code": pytest("-m", "gpu", "--code", "sm89", *CALLS),
-    "10,000 fuzz cases, sm_89 code": pytest("--device", "cuda", "--code", "sm89", FUZZ),
+    "20,000 fuzz cases, sm_89 code": pytest("--device", "cuda", "--code", "sm89", FUZZ),
     **{tool: sanitizer(tool) for tool in ("memcheck", "initcheck", "synccheck")},
     "racecheck": sanitizer("racecheck", "--racecheck-report", "hazard"),
     **{

@@ -128,14 +128,16 @@ def test_checks_of_other_gpus_code_state_the_code_and_the_number_of_cases(gpu_ch
     from tests.sagesim_kernels.test_fuzz import CASES
 
     found = {name: c for name, c in gpu_checks.CHECKS.items() if "--code" in c}
-    assert len(found) == 6
+    assert len(found) == 10
     for name, command in found.items():
         code = command[command.index("--code") + 1]
         assert name.endswith(f", {code.replace('sm', 'sm_')} code")
         if gpu_checks.FUZZ in command:
-            assert name.startswith(f"{CASES['code']:,} fuzz cases, ") and "cuda" in command
+            assert name.startswith(f"{CASES['cuda']:,} fuzz cases, ") and "cuda" in command
         elif gpu_checks.CONTRACT in command:
             assert name.startswith("contract tests, ")
+        elif "scripts/sanitize.py" in command:
+            assert name.split(",")[0] == command[command.index("--tool") + 1]
         else:
             assert name.startswith("attention calls, ") and {*gpu_checks.CALLS} <= {*command}
 

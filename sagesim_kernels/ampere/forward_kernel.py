@@ -158,6 +158,7 @@ def ampere_forward(
 
     unmasked_end, end = key_loop_bounds(first, ROWS_OF_TILE, BLOCK, n_k, offset)
     copy_tokens(q, q_base, first, first_live, n_q, q_s)
+    async_copy.commit_group()
     if end > 0:
         _copy_keys(
             k, v, k_base, v_base, k_scales, v_scales, unmasked_end * 0, n_k, k_s, v_s, k_scales_s,

@@ -93,6 +93,7 @@ def ampere_p_rows(
     unmasked_end, end = key_loop_bounds(first, TILE, BLOCK, n_k, offset)
     copy_tokens(q, q_base, first, first_live, n_q, q_s)
     copy_tokens(do, do_base, first, first_live, n_q, do_s)
+    async_copy.commit_group()
     if end > 0:
         _copy_keys(k, v, k_base, v_base, k_scales, unmasked_end * 0, n_k, k_s, v_s, k_scales_s, 0)
     factor = query_factors(q, q_scales, queries, n_q, scale_log2)

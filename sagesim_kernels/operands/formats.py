@@ -124,46 +124,35 @@ def step_of(y, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def exact_code(y, FORMAT: tl.constexpr):
-    """Return numbers that are FP8 codes, or larger ones, as codes; the largest code for these."""
-    if FORMAT == E4M3:
-        return tl.minimum(tl.maximum(y, -448.0), 448.0).to(tl.float8e4nv)
-    elif FORMAT == E5M2:
-        return tl.minimum(tl.maximum(y, -57344.0), 57344.0).to(tl.float8e5)
-    elif FORMAT == E4M3_IN_FP16:
-        return tl.minimum(tl.maximum(y, -448.0), 448.0).to(tl.float16)
-    else:
-        return tl.minimum(tl.maximum(y, -57344.0), 57344.0).to(tl.float16)
-
-
-@triton.jit
 def nearest_number(y, FORMAT: tl.constexpr):
     """Return the FP8 number that is nearest to y, ties to even, float32; no number is too large."""
     exponent = _exponent_of_step(y, FORMAT)
     # After adding 1.5 * 2**23 steps, the low bits of a float32 count steps.
     grid = (((exponent + 23) << 23) | 0x400000).to(tl.float32, bitcast=True)
-    return (y + grid) - grid
+    nearest = (y + grid) - grid
+    sign = y.to(tl.int32, bitcast=True) & -2147483648  # of y, also where the difference is 0
+    return (nearest.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
-# One instruction rounds two numbers, and saturates. Triton 3.6 rounds twice on Ada GPUs, to float16
-# first. So versions before 3.9, with which the instructions were looked at, get this assembly. It
-# costs the loop instructions that rearrange bytes.
+# One instruction rounds two numbers, and saturates. Triton's own conversion is not used for two
+# reasons. Triton 3.6 rounds twice on Ada GPUs, to float16 first. And where the two bytes of an
+# instruction had several uses, ptxas 12.8 and 12.9 kept only one of them: the others got the bytes
+# of an unrelated register. This assembly uses them once. It costs a loop instructions that
+# rearrange bytes.
 _CONVERT: Final = (
     "{.reg .b16 x, y; cvt.rn.satfinite.FORMATx2.f32 x, $2, $1; "
     "cvt.rn.satfinite.FORMATx2.f32 y, $4, $3; mov.b32 $0, {x, y};}"
 )
 _TO_E4M3 = tl.constexpr(_CONVERT.replace("FORMAT", "e4m3"))
 _TO_E5M2 = tl.constexpr(_CONVERT.replace("FORMAT", "e5m2"))
-_ROUNDS_ONCE = tl.constexpr(
-    IS_INTERPRETED or tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
-)
+_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 
 
 @triton.jit
 def nearest_code(y, FORMAT: tl.constexpr):
     """Round y to FP8 codes, ties to even. Numbers beyond the largest code become that code."""
     if FORMAT == E4M3:
-        if _ROUNDS_ONCE:
+        if _INTERPRETED:
             return y.to(tl.float8e4nv)
         else:
             bits = tl.inline_asm_elementwise(
@@ -171,7 +160,7 @@ def nearest_code(y, FORMAT: tl.constexpr):
             )
             return bits.to(tl.float8e4nv, bitcast=True)
     elif FORMAT == E5M2:
-        if _ROUNDS_ONCE:
+        if _INTERPRETED:
             return y.to(tl.float8e5)
         else:
             bits = tl.inline_asm_elementwise(
@@ -179,4 +168,5 @@ def nearest_code(y, FORMAT: tl.constexpr):
             )
             return bits.to(tl.float8e5, bitcast=True)
     else:
-        return exact_code(nearest_number(y, FORMAT), FORMAT)
+        MOST: tl.constexpr = code_max(FORMAT)
+        return tl.minimum(tl.maximum(nearest_number(y, FORMAT), -MOST), MOST).to(tl.float16)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from sagesim.spec import AttentionSpec, Precision, RoundingMode
 from sagesim_kernels.interpreter import IS_INTERPRETED
-from sagesim_kernels.operands.formats import INT8, exact_code, format_of, nearest_code, step_of
+from sagesim_kernels.operands.formats import INT8, format_of, nearest_code, step_of
 
 LAUNCH: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 """Compiler options of every launch."""
@@ -115,7 +115,9 @@ def to_codes(y, rows, columns, rounding):
         # Between two powers of two, FP8 numbers are multiples of a step.
         step, inverse = step_of(y, rounding.FORMAT)
         codes = _to_integers(y * inverse, rows, columns, rounding) * step
-        return exact_code(codes, rounding.FORMAT)
+        return nearest_code(
+            codes, rounding.FORMAT
+        )  # which changes none but those beyond the largest
 
 
 @triton.jit

@@ -222,15 +222,15 @@ def _load_folded(x, mean, bound, lengths, i, first, COUNT: tl.constexpr, h, b, n
 
 
 @triton.jit
-def _better_top(y, best, least, TOP: tl.constexpr, FORMAT: tl.constexpr):
+def _better_top(y, best, least, top, FORMAT: tl.constexpr):
     """Return the better of two top codes for each row of y, and what it loses.
 
-    best, least: the other code and what it loses, [rows, 1].
+    top: one of the codes. best, least: the other and what it loses, [rows, 1].
     """
-    quotient = tl.math.div_rn(y, tl.full(y.shape, TOP, tl.float32))
-    lost = nearest_number(quotient, FORMAT) * TOP - y
+    quotient = tl.math.div_rn(y, tl.broadcast_to(top, y.shape))
+    lost = nearest_number(quotient, FORMAT) * top - y
     loss = sum_pairwise(lost * lost)[:, None]
-    return tl.where(loss < least, TOP, best), tl.minimum(least, loss)
+    return tl.where(loss < least, top, best), tl.minimum(least, loss)
 
 
 @triton.jit
@@ -255,8 +255,10 @@ def fold_kernel(
         amax = largest(amax, 1)[:, None]
     FORMAT: tl.constexpr = rounding.FORMAT
     TOPS: tl.constexpr = count_of_tops(FORMAT)
+    LAST: tl.constexpr = top_code(FORMAT, TOPS - 1)
+    STEP: tl.constexpr = code_max(FORMAT) - top_code(FORMAT, 1)  # but the last one may be smaller
     # With the smallest top code, the largest number of a region gets the largest code.
-    MOST: tl.constexpr = code_max(FORMAT) * top_code(FORMAT, TOPS - 1)
+    MOST: tl.constexpr = code_max(FORMAT) * LAST
     of_block, inverse_of_block = scale_and_inverse(amax, MOST)
     ptr = scales_of_block(out, lengths.cu_q, lengths.n_q, i, h, b, blocks.BLOCK)
     if out.BY_CHANNEL:
@@ -273,16 +275,19 @@ def fold_kernel(
         best = tl.full((TILE, 1), code_max(FORMAT), tl.float32)
         if TOPS > 1:
             least = tl.full((TILE, 1), float("inf"), tl.float32)
-            for index in tl.static_range(TOPS):  # pyright: ignore[reportGeneralTypeIssues]
-                best, least = _better_top(y, best, least, top_code(FORMAT, index), FORMAT)
+            top = tl.full((1, 1), code_max(FORMAT), tl.float32)
+            # Not unrolled: that took compilers up to a minute.
+            for _ in range(TOPS):
+                best, least = _better_top(y, best, least, top, FORMAT)
+                top = tl.maximum(top - STEP, LAST)
         queries = first + tl.arange(0, TILE)
         y = tl.math.div_rn(y, tl.broadcast_to(best, (TILE, blocks.D_PAD)))
         column = tl.arange(0, blocks.D_PAD)[None, :]
         codes = to_codes(y, queries[:, None], column, rounding)
         store_codes_of_tokens(out, codes, h, start + first, TILE, blocks)
         of_rows = load_rows(bound, lengths.cu_q, b, h, queries, n_q, 0.0)
-        top = tl.reshape(best, (TILE,))
-        _store_scales(inverse, scale, lengths, b, h, queries, n_q, of_rows, top)
+        tops = tl.reshape(best, (TILE,))
+        _store_scales(inverse, scale, lengths, b, h, queries, n_q, of_rows, tops)
 
 
 def fold(

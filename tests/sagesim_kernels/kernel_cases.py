@@ -363,8 +363,18 @@ def _compiled_for(length: int) -> tuple[int, bool, bool]:
     return length % 16, length == 1, length <= 64
 
 
+class Alike(tuple[KernelCase, ...]):
+    """Cases that share one compilation of the kernels.
+
+    Hypothesis refuses to print more than 30,000 characters, and this hides why a test failed.
+    """
+
+    def __repr__(self) -> str:
+        return f"{len(self)} cases like {self[0]!r}"
+
+
 @st.composite
-def alike(draw: st.DrawFn, preset: AttentionSpec, count: int) -> list[KernelCase]:
+def alike(draw: st.DrawFn, preset: AttentionSpec, count: int) -> Alike:
     """Cases that share one compilation of the kernels.
 
     They differ in values, and in lengths to which Triton gives the same specialization: the same
@@ -379,7 +389,7 @@ def alike(draw: st.DrawFn, preset: AttentionSpec, count: int) -> list[KernelCase
         replace(first, n_q=draw(n_q), n_k=draw(n_k), **draw(_numbers(first.parsed)))
         for _ in range(count - 1)
     ]
-    return [first, *others]
+    return Alike((first, *others))
 
 
 @st.composite

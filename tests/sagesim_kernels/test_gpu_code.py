@@ -555,17 +555,20 @@ def test_fp8_products_are_fp8_instructions(
     [
         pytest.param("fp8_gradients", "oldest", marks=BY_OLDEST),
         pytest.param(IN_E5M2, "newest", marks=BY_NEWEST),
+        pytest.param("fp8_gradients round=half_away", "newest", marks=BY_NEWEST),
     ],
 )
 def test_conversions_to_fp8_round_once(
     request: pytest.FixtureRequest, spec: str, triton: str
 ) -> None:
-    """From float32, and not from float16, as Triton 3.6 does by itself on Ada GPUs."""
+    """From float32, and not from float16, as Triton 3.6 does by itself on Ada GPUs. Each result
+    has one use: ptxas 12.8 and 12.9 lose results that have several."""
     compiler: Compiler = request.getfixturevalue(triton)
     code = "e5m2" if spec == IN_E5M2 else "e4m3"
     for kernel in compiler.compile(spec, 89):
         found = {o for o in kernel.fp8_conversions if "satfinite" in o}
         assert found <= {f"cvt.rn.satfinite.{code}x2.f32"}, kernel.name
+        assert kernel.reused_conversions == 0, kernel.name
         if kernel.name in ("fold_kernel", "gradients_kernel, dq, dk, dv"):
             assert found
 

@@ -29,7 +29,15 @@ from sagesim_kernels.operands import (
     stored_codes,
     to_codes,
 )
-from sagesim_kernels.operands.formats import FP8
+from sagesim_kernels.operands.formats import (
+    E4M3,
+    E4M3_IN_FP16,
+    E5M2,
+    E5M2_IN_FP16,
+    FP8,
+    INT8,
+    memory_dtype,
+)
 from sagesim_kernels.operands.layout import ALIGNMENT
 from tests.sagesim_kernels.test_interpreter import every_half_way
 from tests.support.assertions import assert_bitwise
@@ -179,8 +187,18 @@ def codes_kernel(x, codes, rounding, SIZE: tl.constexpr):
 
 
 @pytest.mark.parametrize("rounding", [HALF_EVEN, HALF_AWAY], ids=lambda x: x.mode.value)
-@pytest.mark.parametrize("precision", [Precision.INT8, *FP8], ids=lambda x: x.value)
-def test_codes_are_the_emulators_at_ties_and_near_them(precision, rounding):
+@pytest.mark.parametrize(
+    ("precision", "how"),
+    [
+        (Precision.INT8, INT8),
+        (Precision.FP8_E4M3, E4M3),
+        (Precision.FP8_E5M2, E5M2),
+        (Precision.FP8_E4M3, E4M3_IN_FP16),
+        (Precision.FP8_E5M2, E5M2_IN_FP16),
+    ],
+    ids=["int8", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3 in fp16", "fp8_e5m2 in fp16"],
+)
+def test_codes_are_the_emulators_at_ties_and_near_them(precision, how, rounding):
     """A negative number that is rounded to 0 in FP8 has the code of -0."""
     most = CODE_MAX[precision]
     if precision is Precision.INT8:
@@ -191,11 +209,11 @@ def test_codes_are_the_emulators_at_ties_and_near_them(precision, rounding):
         x = every_half_way(FP8[precision]).clamp(-most, most)
     size = 64
     padded = torch.nn.functional.pad(x, (0, -len(x) % size)).to(DEVICE)
-    codes = torch.empty(len(padded), dtype=torch.int8, device=DEVICE)
-    how = Rounding.of(replace(SAGEBWD, rounding=rounding), "k", precision)
-    launch(codes_kernel, (len(padded) // size,), padded, codes, how, size, **LAUNCH)
+    codes = torch.empty(len(padded), dtype=memory_dtype(how), device=DEVICE)
+    kernels_rounding = Rounding.of(replace(SAGEBWD, rounding=rounding), "k")._replace(FORMAT=how)
+    launch(codes_kernel, (len(padded) // size,), padded, codes, kernels_rounding, size, **LAUNCH)
     expected = round_codes_(x.clone()[None], precision, rounding, "k")[0]
-    dtype = FP8.get(precision, torch.int8)
+    dtype = FP8[precision] if how in (E4M3, E5M2) else codes.dtype
     found = codes.cpu()[: len(x)].view(dtype)
     assert_bitwise(actual=found, expected=expected.to(dtype), what="codes")
 
@@ -213,4 +231,4 @@ def test_codes_with_the_oldest_triton():
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
     found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
-    assert "6 passed" in found.stdout
+    assert "10 passed" in found.stdout

@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sagesim import AttentionSpec, Trace
+from sagesim import AttentionSpec, Precision, Trace
 from sagesim.problem import resolve_input16
-from sagesim_kernels import KernelTrace, hopper
+from sagesim_kernels import KernelTrace, ampere, hopper
 from sagesim_kernels.operands import Extras, KernelProblem, logit_scale
 from tests.sagesim_kernels.contract import VANISHING, Checker, Tally, emulate, emulated_case
 from tests.sagesim_kernels.contract import run_kernels as run_traced
@@ -23,16 +23,23 @@ from tests.support.inputs import Case
 from tests.support.kernels import Results, run_kernels
 
 
+def rounds_maps(spec: AttentionSpec, *sites: str) -> bool:
+    """Return whether P or dS is rounded to INT8 in some of these products."""
+    return any(spec.site(site).precision is Precision.INT8 for site in sites)
+
+
 def has_codes_backward(case: Case, spec: AttentionSpec) -> bool:
-    """Return whether Hopper's backward in codes computes a call that is not traced."""
+    """Return whether a call that is not traced has a backward of its own, which writes no codes."""
     problem = _problem(case, spec)
-    return not problem.is_empty and hopper.serves_codes(problem)
+    by_ampere = rounds_maps(spec, "dv", "dq", "dk") and ampere.serves_backward(problem)
+    return not problem.is_empty and (hopper.serves_codes(problem) or by_ampere)
 
 
 def has_codes_forward(case: Case, spec: AttentionSpec) -> bool:
-    """Return whether Hopper's forward in codes computes a call that is not traced."""
+    """Return whether a call that is not traced has a forward of its own, which writes no codes."""
     problem = _problem(case, spec)
-    return not problem.is_empty and hopper.serves_forward_in_codes(problem)
+    by_ampere = rounds_maps(spec, "pv") and ampere.serves_forward(problem)
+    return not problem.is_empty and (hopper.serves_forward_in_codes(problem) or by_ampere)
 
 
 def _problem(case: Case, spec: AttentionSpec) -> KernelProblem:
@@ -94,7 +101,7 @@ class _CallChecker(Checker):
     """Checks results without looking at the codes of P and dS, or at delta."""
 
     maximum_error = 2.0**-22
-    """Hopper's forward subtracts so much more than the maximum."""
+    """Forwards that write no codes subtract so much more than the maximum."""
 
     def __init__(
         self, found: KernelTrace, case: Case, sim: Trace, *, forward: bool, backward: bool

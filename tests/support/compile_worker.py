@@ -51,6 +51,8 @@ _MEETING = re.compile(
 _FUSIBLE = re.compile(r"\b(?:mul|add|sub)\.f32(?:x2)?\b")
 # A conversion from or to FP8, of two numbers.
 _FP8_CONVERSION = re.compile(r"\bcvt\.[\w.]*\be[45]m[23]x2[\w.]*")
+# A conversion to FP8 of two numbers, and the register that gets both.
+_FP8_PAIR = re.compile(r"\bcvt\.[\w.]*\be[45]m[23]x2\.f32\s+(%\w+),")
 # A matrix product in Triton IR, with the formats of its operands.
 _DOT = re.compile(r"tt\.dot .* : tensor<[\dx]+x(\w+)> \* tensor<[\dx]+x(\w+)> -> ")
 
@@ -138,6 +140,7 @@ def _contents(kernel: Any, with_loops: bool) -> dict[str, Any]:
         "dots": dots,
         "opcodes": Counter(_PRODUCT.findall(ptx)),
         "fp8_conversions": Counter(_FP8_CONVERSION.findall(ptx)),
+        "reused_conversions": _reused_conversions(ptx),
         "permutations": len(re.findall(r"\bprmt\.", ptx)),
         "fusible": len(_FUSIBLE.findall(ptx)),
         "has_fp64": ".f64" in ptx,
@@ -147,6 +150,12 @@ def _contents(kernel: Any, with_loops: bool) -> dict[str, Any]:
         "shared": kernel.metadata.shared,
         **_machine_code(kernel.asm["cubin"], ptx, with_loops),
     }
+
+
+def _reused_conversions(ptx: str) -> int:
+    """Count the conversions to FP8 whose register is read more than once."""
+    uses = Counter(re.findall(r"%\w+", ptx))
+    return sum(uses[register] > 2 for register in _FP8_PAIR.findall(ptx))
 
 
 def _early_arrivals(ptx: str) -> int:

@@ -47,6 +47,7 @@ class Kernel:
     dots: list[str]  #: operand format of each matrix product, in order; empty for Gluon kernels
     opcodes: dict[str, int]  #: counts of the instructions that multiply matrices
     fp8_conversions: dict[str, int]  #: counts of the instructions that convert from or to FP8
+    reused_conversions: int  #: conversions to FP8 whose result is read more than once
     permutations: int  #: instructions that rearrange the bytes of registers
     fusible: int  #: multiplications and additions that ptxas may fuse
     has_fp64: bool

@@ -496,10 +496,11 @@ class _Block:
             return
         dtype = np.dtype(_dtype(target))
         if dtype.kind in "iu" and numbers.dtype.kind == "f":
-            if "rni" not in opcode:
+            if not {"rni", "rzi"} & set(opcode):
                 raise NotImplementedError
+            round_ = np.rint if "rni" in opcode else np.trunc
             limits = np.iinfo(dtype)
-            whole = np.clip(np.rint(numbers.astype(np.float64)), limits.min, limits.max)
+            whole = np.clip(round_(numbers.astype(np.float64)), limits.min, limits.max)
             numbers = np.where(np.isnan(whole), 0, whole)
         numbers = numbers.astype(dtype)
         wide = _bits(self._type_of(operands[0]))
@@ -520,6 +521,7 @@ class _Block:
     ) -> Iterator[tuple[Numbers, Numbers, Numbers]]:
         """Find `count` bytes at each address: yield the indices of addresses that are in one range,
         the bytes of the range, and where theirs are, [addresses, count]."""
+        _check_aligned(addresses, count)
         left = np.ones(len(addresses), bool)
         for each, content in self.memory:
             found = left & (each.first <= addresses) & (addresses + count <= each.last)
@@ -546,6 +548,7 @@ class _Block:
         """Return where each thread's bytes are in shared memory, [threads, count]."""
         if (address < 0).any() or (address + count > SHARED_BYTES).any():
             raise IndexError("an address is not in shared memory")
+        _check_aligned(address, count)
         return address[:, None] + np.arange(count)
 
     def _access(
@@ -603,8 +606,6 @@ class _Block:
         address, added = self._address(operands[0]), self.read(operands[1], np.int32)
         threads = self._each(chosen)
         for found, content, places in self._memory_at(address[threads], 4):
-            if (places[:, 0] % 4).any():
-                raise IndexError("an address of an int32 is not a multiple of 4")
             aligned = content[: content.size // 4 * 4].view(np.int32)
             np.add.at(aligned, places[:, 0] // 4, added[threads[found]])
 
@@ -696,6 +697,13 @@ class _Block:
             added = products[:, row + 8 * (i // 2), 2 * column + i % 2]
             total = added + self.read(first, dtype).reshape(warps, WARP).astype(np.float64)
             self.write(register, total.astype(dtype).reshape(-1), chosen)
+
+
+def _check_aligned(addresses: Numbers, count: int) -> None:
+    """Raise IndexError unless all are multiples of the bytes of an access, as a GPU requires."""
+    if (addresses % count).any():
+        address = int(addresses[addresses % count != 0][0])
+        raise IndexError(f"{address:#x} is no multiple of the {count} bytes of an access")
 
 
 def _by_warp(threads: Numbers) -> Iterator[tuple[int, slice]]:

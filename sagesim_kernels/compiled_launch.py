@@ -8,6 +8,7 @@ kept: PyTorch's allocator gives out the same addresses again and again.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -18,6 +19,43 @@ _IS_KNOWN: Final = triton.__version__.startswith("3.6.")
 
 _MOST: Final = 64
 """Encoded descriptors that are kept for each argument of a recorded launch."""
+
+
+_PACKED: Final = re.compile(r"mul\.wide\.u32\s+(%rd\d+), %r\d+, (\d+);")
+"""A product of 64 bits in PTX, by a constant."""
+
+_THREADS: Final = 1024
+"""The most threads of a block."""
+
+_checked: Final[set[str]] = set()
+
+
+class CompilerFault(RuntimeError):
+    """A kernel that the compiler translated wrongly."""
+
+
+def check_compiled(compiled: Any) -> None:
+    """Look for a fault of Triton 3.6 in a compiled kernel, before it runs.
+
+    LLVM shifts two numbers of a thread as a vector, each by its own constant. One result may have
+    no use, and then it need not fit into 32 bits. The vector lies in 64 bits, and the bits that do
+    not fit are added to the other number, from which addresses follow. One of 7,000 kernels had the
+    fault, and read from misaligned addresses. Triton 3.9 compiles that kernel correctly.
+
+    Raises:
+        CompilerFault: if the kernel has the fault.
+    """
+    if compiled.hash in _checked:
+        return
+    ptx = compiled.asm["ptx"]
+    for register, factor in _PACKED.findall(ptx):
+        overflows = int(factor) * (_THREADS - 1) >= 2**32
+        if overflows and re.search(rf"or\.b64\s[^;]*, {register}\b", ptx):
+            raise CompilerFault(
+                f"Triton {triton.__version__} compiled {compiled.name} wrongly for this call: "
+                f"a number by a factor of {factor} spills into another one. Triton 3.9 does not."
+            )
+    _checked.add(compiled.hash)
 
 
 class Descriptor(NamedTuple):

@@ -121,16 +121,15 @@ CHECKS = {
     "contract tests, sm_89 code": pytest("--code", "sm89", CONTRACT),
     "attention calls, sm_89 code": pytest("-m", "gpu", "--code", "sm89", *CALLS),
     "20,000 fuzz cases, sm_89 code": pytest("--device", "cuda", "--code", "sm89", FUZZ),
-    **{tool: sanitizer(tool) for tool in ("memcheck", "initcheck", "synccheck")},
+    **{tool: sanitizer(tool) for tool in ("memcheck", "synccheck")},
     "racecheck": sanitizer("racecheck", "--racecheck-report", "hazard"),
     **{
         f"{tool}, sm_80 code": sanitizer(tool, script="sanitize --code sm80")
-        for tool in ("memcheck", "initcheck", "synccheck")
+        for tool in ("memcheck", "synccheck")
     },
     "racecheck, sm_80 code": sanitizer(
         "racecheck", "--racecheck-report", "hazard", script="sanitize --code sm80"
     ),
-    "initcheck of a control": sanitizer("initcheck", script="sanitizer_controls"),
     "racecheck of a control": sanitizer(
         "racecheck", "--racecheck-report", "hazard", script="sanitizer_controls"
     ),

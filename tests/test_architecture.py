@@ -68,6 +68,7 @@ FLOORS: dict[str, set[str]] = {
     "sagesim_kernels.cards": {"sagesim.spec"},
     "sagesim_kernels.measured_speed": {"sagesim.spec", "sagesim.problem"},
     "sagesim_kernels.portable": {
+        "sagesim_kernels.compiled_launch",
         "sagesim.spec",
         "sagesim_kernels.launch_plans",
         "sagesim_kernels.operands",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sagesim.spec import Granularity, Precision
+from sagesim_kernels.compiled_launch import CompilerFault
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LOG2_E,
@@ -204,7 +205,8 @@ def launch_backward(
         run(None, grads.dv, with_dq=False, what="dV")
         try:
             run(grads.dk, None, with_dq=True, what="dK and dQ")
-        except ValueError:  # Their operands do not fit into the shared memory of a small GPU.
+        except (ValueError, CompilerFault):
+            # Their operands do not fit into the shared memory of a small GPU, for example.
             run(grads.dk, None, with_dq=False, what="dK")
             run(None, None, with_dq=True, what="dQ")
     ds_sums = ds_row_sums(problem, p_sink, statistics, d_lse)

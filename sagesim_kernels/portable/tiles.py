@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from triton.runtime.errors import OutOfResources
 
+from sagesim_kernels.compiled_launch import CompilerFault
 from sagesim_kernels.operands import LAUNCH
 
 SHORT_STEP: Final = 32
@@ -92,15 +93,18 @@ def try_tiles(candidates: Iterable[Tile], run: Callable[[Tile], Any], what: str)
 
     Raises:
         ValueError: if no tile fits; the message names `what`.
+        CompilerFault: if those that fit are compiled wrongly.
     """
-    error: OutOfResources | None = None
+    error: OutOfResources | CompilerFault | None = None
     for tile in candidates:
         try:
             run(tile)
-        except OutOfResources as e:
+        except (OutOfResources, CompilerFault) as e:
             error = e
         else:
             return
+    if isinstance(error, CompilerFault):
+        raise error
     raise ValueError(
         f"{what} needs more of a multiprocessor than this device has ({error}); "
         "a spec with smaller blocks needs less"

@@ -164,6 +164,9 @@ class Checker:
     maximum_error = 0.0
     """Relative error of the maximum of a tile of P, beside its rounding."""
 
+    lost_weight = 0.0
+    """The largest weight of a tile of P in its row that may be taken as 0, in INT8."""
+
     def __init__(self, found: KernelTrace, case: Case, sim: Trace) -> None:
         self.found, self.sim, self.tally = found, sim, Tally()
         self.failures: list[str] = []  # of outputs
@@ -251,7 +254,7 @@ class Checker:
 
         weight = top.minus(Ball.exactly(row_max[..., None]))
         weight = weight.widened(U * weight.size).where(~empty, -torch.inf).exp()
-        weight = weight.widened(chain * weight.size)
+        weight = weight.widened(chain * weight.size + self.lost_weight)
         # The numerators of the softmax relative to the maximum of the row, after any rescaling.
         e = tiles.minus(Ball.exactly(row_max[..., None]))
         e = e.widened(U * (2 * known_top.size + 4 * LOG_127 + e.size + row_max[..., None].abs()))

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -92,10 +93,12 @@ class _Launches:
         self._compile = JITFunction.run
         JITFunction.run = lambda fn, *args, **options: self._launch(fn, *args, **options)
 
-    def _launch(self, fn: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def _launch(self, fn: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if fn.__module__.startswith(_PREPARATION) and not self.with_preparation:
-            return
+            return SimpleNamespace(hash="", asm={"ptx": ""})
         kernel = self._compile(fn, *args, grid=grid, warmup=True, **options)
+        if warmup:
+            return kernel
         # A launch raises these errors too; the host then tries its next tile.
         limit = SHARED_MEMORY[driver.active.capability] * 1024
         if kernel.metadata.shared > limit:
@@ -114,6 +117,7 @@ class _Launches:
                 **_contents(kernel, self.with_loops),
             }
         )
+        return kernel
 
 
 def _name(fn: JITFunction, args: dict[str, Any]) -> str:

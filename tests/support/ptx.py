@@ -370,6 +370,9 @@ class _Block:
             wide = a.astype(np.int64), np.where(b == 0, 1, b).astype(np.int64)
             self.write(operands[0], np.trunc(wide[0] / wide[1]).astype(dtype), chosen)
 
+    def _rem(self, *instruction) -> None:
+        self._compute(*instruction, lambda a, b: np.fmod(a, np.where(b == 0, 1, b)))
+
     def _neg(self, *instruction) -> None:
         self._compute(*instruction, lambda a: -a)
 

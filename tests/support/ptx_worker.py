@@ -117,6 +117,8 @@ class _Launches:
         from tests.support.compile_worker import SHARED_MEMORY
 
         kernel = self._compile(fn, *args, grid=grid, warmup=True, **options)
+        if warmup:
+            return kernel
         limit = SHARED_MEMORY[driver.active.capability] * 1024
         if kernel.metadata.shared > limit:
             raise OutOfResources(kernel.metadata.shared, limit, "shared memory")

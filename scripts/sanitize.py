@@ -64,7 +64,7 @@ def problems() -> list[Problem]:
     for number, (label, shape) in enumerate(product(LABELS, SHAPES)):
         found.append((label, shape, DTYPES[number % 2], {}))
     for number, (label, options) in enumerate(product(OPTION_LABELS, OPTIONS.values())):
-        d = OPTION_HEAD_SIZES[number % 2]
+        d = OPTION_HEAD_SIZES[(number + number // len(OPTIONS)) % 2]
         found.append((label, (2, 1, N_Q, N_K, d, False), torch.bfloat16, options))
     return found
 

@@ -55,6 +55,9 @@ HANDED_OVER = ("maps.ds.index(slot).load(query_rows(4))", "maps.ds_maxima.index(
 TAKEN = "numbers = buffer.index(slot).load(OWN)"
 """Such a load in the controls."""
 
+CONTROLS = "racecheck of a control"
+"""The check of the controls."""
+
 FUZZ = "tests/sagesim_kernels/test_fuzz.py"
 HOPPER = [
     f"tests/sagesim_kernels/test_{name}.py"
@@ -130,13 +133,11 @@ CHECKS = {
     "racecheck, sm_80 code": sanitizer(
         "racecheck", "--racecheck-report", "hazard", script="sanitize --code sm80"
     ),
-    "racecheck of a control": sanitizer(
-        "racecheck", "--racecheck-report", "hazard", script="sanitizer_controls"
-    ),
+    CONTROLS: sanitizer("racecheck", "--racecheck-report", "hazard", script="sanitizer_controls"),
 }
 
 READ = re.compile(r"=+ +(?:Read Thread \(.*\) )?at (\w+)\+0x\w+ in (\w+\.py):(\d+)")
-"""Matches the place of a read in a report of initcheck or racecheck."""
+"""Matches the place of a read in a report of racecheck."""
 
 PASSED = re.compile(r"PASSED (tests/\S+)|(tests/\S+) PASSED")
 
@@ -182,18 +183,17 @@ def is_reported_of_controls(lines: Iterable[str]) -> bool:
 def verdict(name: str, exit_code: int, lines: list[str]) -> dict[str, object]:
     """Return whether the check passed, and the places that compute-sanitizer reported.
 
-    A check of compute-sanitizer passes if every report is a false positive. The check of a control
-    passes if it reports what it is for: if not, false positives need another explanation, or none.
+    A check of compute-sanitizer passes if every report is a false positive. The check of the
+    controls passes if both are reported: if not, false positives need another explanation, or none.
     """
-    if name.endswith("control"):
-        is_reported = name != "racecheck of a control" or is_reported_of_controls(lines)
-        return {"passed": exit_code == REPORTED and is_reported}
+    if name == CONTROLS:
+        return {"passed": exit_code == REPORTED and is_reported_of_controls(lines)}
     if "sanitizer" not in CHECKS[name][0] or exit_code != REPORTED:
         return {"passed": exit_code == 0}
     places = reads(lines)
-    # Every report of initcheck names one read. So does every report of racecheck, unless it is
-    # about two writes; then the numbers differ and the check fails.
-    reports = sum("hazard detected" in line or "Uninitialized" in line for line in lines)
+    # A report of racecheck names one read, unless it is about two writes; then the numbers differ
+    # and the check fails.
+    reports = sum("hazard detected" in line for line in lines)
     explained = all(is_false_positive(name, *place) for place in places)
     named = {"{} in {}:{}".format(*place): count for place, count in places.items()}
     return {"passed": 0 < reports == places.total() and explained, "reports": named}

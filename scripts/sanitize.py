@@ -1,6 +1,6 @@
 """Run every kernel on small problems, under compute-sanitizer.
 
-for tool in memcheck racecheck initcheck synccheck; do
+for tool in memcheck racecheck synccheck; do
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool python scripts/sanitize.py
 done
 

@@ -61,12 +61,14 @@ class PtxRunner:
         *,
         scale: float | None = None,
         is_causal: bool = False,
+        lower_right: bool = False,
         capability: int = 80,
         removes_barriers: bool = False,
     ) -> KernelRun:
         """Run a forward and its backward.
 
         tensors: q, k, v and do, [batch, heads, tokens, channels].
+        lower_right: how the causal mask is aligned.
         capability: compute capability of the GPU for which the kernels are compiled, of those in
             `compile_worker.SHARED_MEMORY`. Tiles depend on its shared memory.
         removes_barriers: run the backward also without each of its barriers. This spoils dq.
@@ -78,6 +80,7 @@ class PtxRunner:
             "spec": spec.label(),
             "scale": tensors["q"].shape[3] ** -0.5 if scale is None else scale,
             "is_causal": is_causal,
+            "lower_right": lower_right,
             "capability": capability,
             "removes_barriers": removes_barriers,
         }
@@ -173,7 +176,7 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
         spec=resolve_input16(AttentionSpec.parse(request["spec"]), q.dtype),
         scale=request["scale"],
         is_causal=request["is_causal"],
-        lower_right=False,
+        lower_right=request["lower_right"],
     )
     o = torch.empty_like(do)
     result = forward(problem, o)

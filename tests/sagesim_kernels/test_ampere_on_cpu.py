@@ -196,10 +196,10 @@ def test_a_factor_that_is_nan_reaches_its_row_alone(runner: PtxRunner) -> None:
     assert not is_nan[:64].any() and is_nan[64:].all()
 
 
-@pytest.mark.parametrize("spec", ["sagebwd", "factored_qk delta=p"])
-def test_tiles_without_keys(runner: PtxRunner, spec: str) -> None:
+@pytest.mark.parametrize(("spec", "d"), [("sagebwd", 64), ("factored_qk delta=p", 128)])
+def test_tiles_without_keys(runner: PtxRunner, spec: str, d: int) -> None:
     """The first 70 queries attend to no key. Copies of a tile are complete before they are read."""
-    tensors, parsed = Call(spec, 140, 70).tensors(), AttentionSpec.parse(spec)
+    tensors, parsed = Call(spec, 140, 70, d=d).tensors(), AttentionSpec.parse(spec)
     found = runner.run(tensors, parsed, is_causal=True, lower_right=True)
     problem = Case(**tensors, is_causal=True, causal_alignment="lower_right")
     assert_as_exact_as_the_emulator(found, problem, parsed)

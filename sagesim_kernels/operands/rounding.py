@@ -115,9 +115,8 @@ def to_codes(y, rows, columns, rounding):
         # Between two powers of two, FP8 numbers are multiples of a step.
         step, inverse = step_of(y, rounding.FORMAT)
         codes = _to_integers(y * inverse, rows, columns, rounding) * step
-        return nearest_code(
-            codes, rounding.FORMAT
-        )  # which changes none but those beyond the largest
+        # Changes no number but those beyond the largest code.
+        return nearest_code(codes, rounding.FORMAT)
 
 
 @triton.jit

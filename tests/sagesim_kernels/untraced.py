@@ -104,8 +104,8 @@ class _CallChecker(Checker):
     """Forwards that write no codes subtract so much more than the maximum."""
 
     lost_weight = 2.0**-118
-    """Their weights are relative to 2^8 times the largest one, and exponentials below 2^-126 are 0
-    on a GPU."""
+    """The largest weight of a row may be 2^-8 there, and exponentials below 2^-126 are 0 on a
+    GPU."""
 
     def __init__(
         self, found: KernelTrace, case: Case, sim: Trace, *, forward: bool, backward: bool

@@ -92,7 +92,8 @@ def attention(
             has another type.
         ValueError: if shapes do not fit, if there is no kernel for the spec, dtype or head size, or
             if attn_mask or dropout is given. The message names the value; no kernel is launched.
-        RuntimeError: if a gradient is differentiated again.
+        RuntimeError: if a gradient is differentiated again, or if Triton compiled a kernel wrongly
+            and no other one computes the call.
 
     Source: arXiv 2603.02170, Algorithms 1 and 2; the paper's scheme is spec=SAGEBWD. Unlike the
     paper's, the backward adds in a fixed order and is bit-reproducible. The online softmax only

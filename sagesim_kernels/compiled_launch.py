@@ -53,7 +53,7 @@ def check_compiled(compiled: Any) -> None:
         if overflows and re.search(rf"or\.b64\s[^;]*, {register}\b", ptx):
             raise CompilerFault(
                 f"Triton {triton.__version__} compiled {compiled.name} wrongly for this call: "
-                f"a product by {factor} spills into another number. Triton 3.6 was seen to do this, "
+                f"a product by {factor} spills into another number. Triton 3.6 was seen to do so, "
                 "and 3.9 was not."
             )
     _checked.add(compiled.hash)

@@ -39,8 +39,8 @@ def check_compiled(compiled: Any) -> None:
 
     LLVM shifts two numbers of a thread as a vector, each by its own constant. One result may have
     no use, and then it need not fit into 32 bits. The vector lies in 64 bits, and the bits that do
-    not fit are added to the other number, from which addresses follow. One of 7,000 kernels had the
-    fault, and read from misaligned addresses. Triton 3.9 compiles that kernel correctly.
+    not fit are added to the other number, from which addresses follow. One kernel is known that had
+    the fault: it read from misaligned addresses. Triton 3.9 compiles it correctly.
 
     Raises:
         CompilerFault: if the kernel has the fault.

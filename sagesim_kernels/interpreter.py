@@ -41,6 +41,9 @@ def _any_kernel():
 IS_INTERPRETED: Final = isinstance(_any_kernel, interpreter.InterpretedFunction)
 """Whether the kernels were imported under TRITON_INTERPRET=1, and so run on the CPU."""
 
+INTERPRETED: Final = tl.constexpr(IS_INTERPRETED)
+"""`IS_INTERPRETED`, for kernels."""
+
 _MODULE: Final[Any] = interpreter
 _BUILDER: Final[Any] = interpreter.interpreter_builder
 _HANDLE: Final[Any] = interpreter.TensorHandle

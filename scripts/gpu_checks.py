@@ -55,8 +55,11 @@ HANDED_OVER = ("maps.ds.index(slot).load(query_rows(4))", "maps.ds_maxima.index(
 TAKEN = "numbers = buffer.index(slot).load(OWN)"
 """Such a load in the controls."""
 
+TOOLS = ("memcheck", "synccheck", "racecheck")
+"""Of compute-sanitizer."""
+
 CONTROLS = "racecheck of a control"
-"""The check of the controls."""
+"""The check that runs scripts/sanitizer_controls.py."""
 
 FUZZ = "tests/sagesim_kernels/test_fuzz.py"
 HOPPER = [
@@ -95,22 +98,17 @@ def pytest(*arguments: str, workers: int = 60) -> list[str]:
     return [*command, "-n", str(min(workers, CORES)), "--dist", "worksteal", *arguments]
 
 
-def sanitizer(tool: str, *options: str, script: str = "sanitize") -> list[str]:
-    """Return the command of compute-sanitizer, from the PATH or from the CUDA toolkit."""
+def sanitizer(tool: str, script: str = "sanitize", *arguments: str) -> list[str]:
+    """Return the command of compute-sanitizer, from the PATH or from the CUDA toolkit.
+
+    It runs scripts/{script}.py with the arguments.
+    """
     found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     every = ["--show-backtrace", "no", "--print-limit", str(MOST_REPORTS)]
     every += ["--error-exitcode", str(REPORTED)]
-    file, *arguments = script.split()
-    return [
-        found,
-        "--tool",
-        tool,
-        *options,
-        *every,
-        sys.executable,
-        f"scripts/{file}.py",
-        *arguments,
-    ]
+    options = ["--racecheck-report", "hazard"] if tool == "racecheck" else []
+    program = [sys.executable, f"scripts/{script}.py", *arguments]
+    return [found, "--tool", tool, *options, *every, *program]
 
 
 CHECKS = {
@@ -124,16 +122,9 @@ CHECKS = {
     "contract tests, sm_89 code": pytest("--code", "sm89", CONTRACT),
     "attention calls, sm_89 code": pytest("-m", "gpu", "--code", "sm89", *CALLS),
     "20,000 fuzz cases, sm_89 code": pytest("--device", "cuda", "--code", "sm89", FUZZ),
-    **{tool: sanitizer(tool) for tool in ("memcheck", "synccheck")},
-    "racecheck": sanitizer("racecheck", "--racecheck-report", "hazard"),
-    **{
-        f"{tool}, sm_80 code": sanitizer(tool, script="sanitize --code sm80")
-        for tool in ("memcheck", "synccheck")
-    },
-    "racecheck, sm_80 code": sanitizer(
-        "racecheck", "--racecheck-report", "hazard", script="sanitize --code sm80"
-    ),
-    CONTROLS: sanitizer("racecheck", "--racecheck-report", "hazard", script="sanitizer_controls"),
+    **{tool: sanitizer(tool) for tool in TOOLS},
+    **{f"{tool}, sm_80 code": sanitizer(tool, "sanitize", "--code", "sm80") for tool in TOOLS},
+    CONTROLS: sanitizer("racecheck", "sanitizer_controls"),
 }
 
 READ = re.compile(r"=+ +(?:Read Thread \(.*\) )?at (\w+)\+0x\w+ in (\w+\.py):(\d+)")

@@ -84,6 +84,16 @@ def test_both_controls_have_to_be_reported(gpu_checks):
         assert gpu_checks.verdict(name, 9, lines) == {"passed": False}
 
 
+def test_reports_of_memcheck_fail(gpu_checks):
+    lines = [
+        "========= Invalid __global__ read of size 8 bytes",
+        "=========     at finish_dq_kernel+0x870 in dq_sums.py:113",
+        "=========     by thread (64,0,0) in block (1,0,0)",
+        "========= ",
+    ]
+    assert gpu_checks.verdict("memcheck", 9, 2 * lines)["passed"] is False
+
+
 @pytest.mark.parametrize(
     ("name", "more"),
     [

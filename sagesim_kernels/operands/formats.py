@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from sagesim.spec import Precision
-from sagesim_kernels.interpreter import IS_INTERPRETED
+from sagesim_kernels.interpreter import INTERPRETED, IS_INTERPRETED
 from sagesim_kernels.target import compute_capability
 
 VALUES = tl.constexpr(0)
@@ -135,24 +135,22 @@ def nearest_number(y, FORMAT: tl.constexpr):
 
 
 # One instruction rounds two numbers, and saturates. Triton's own conversion is not used for two
-# reasons. Triton 3.6 rounds twice on Ada GPUs, to float16 first. And where the two bytes of an
-# instruction had several uses, ptxas 12.8 and 12.9 kept only one of them: the others got the bytes
-# of an unrelated register. This assembly uses them once. It costs a loop instructions that
-# rearrange bytes.
+# reasons. Triton 3.6 rounds twice on Ada GPUs, to float16 first. And if several instructions read
+# the result, ptxas 12.8 and 12.9 may give some of them an unrelated register. In this assembly one
+# instruction reads it. The assembly adds instructions that rearrange bytes to a loop.
 _CONVERT: Final = (
     "{.reg .b16 x, y; cvt.rn.satfinite.FORMATx2.f32 x, $2, $1; "
     "cvt.rn.satfinite.FORMATx2.f32 y, $4, $3; mov.b32 $0, {x, y};}"
 )
 _TO_E4M3 = tl.constexpr(_CONVERT.replace("FORMAT", "e4m3"))
 _TO_E5M2 = tl.constexpr(_CONVERT.replace("FORMAT", "e5m2"))
-_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 
 
 @triton.jit
 def nearest_code(y, FORMAT: tl.constexpr):
     """Round y to FP8 codes, ties to even. Numbers beyond the largest code become that code."""
     if FORMAT == E4M3:
-        if _INTERPRETED:
+        if INTERPRETED:
             return y.to(tl.float8e4nv)
         else:
             bits = tl.inline_asm_elementwise(
@@ -160,7 +158,7 @@ def nearest_code(y, FORMAT: tl.constexpr):
             )
             return bits.to(tl.float8e4nv, bitcast=True)
     elif FORMAT == E5M2:
-        if _INTERPRETED:
+        if INTERPRETED:
             return y.to(tl.float8e5)
         else:
             bits = tl.inline_asm_elementwise(

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from sagesim.spec import AttentionSpec, Precision, RoundingMode
-from sagesim_kernels.interpreter import IS_INTERPRETED
+from sagesim_kernels.interpreter import INTERPRETED
 from sagesim_kernels.operands.formats import INT8, format_of, nearest_code, step_of
 
 LAUNCH: Final[dict[str, Any]] = {"enable_fp_fusion": False}
@@ -178,9 +178,6 @@ def pcg_hash(x):
     return (word >> 22) ^ word
 
 
-_INTERPRETED = tl.constexpr(IS_INTERPRETED)
-
-
 @triton.jit
 def _larger(x, y):
     return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
@@ -189,7 +186,7 @@ def _larger(x, y):
 @triton.jit
 def amax(x, AXIS: tl.constexpr):
     """Return the maximum of |x| along an axis, float32; NaN if there is one."""
-    if _INTERPRETED:  # there, a reduction by a function of one's own is slow
+    if INTERPRETED:  # there, a reduction by a function of one's own is slow
         return largest(magnitude(x), AXIS).to(tl.float32, bitcast=True)
     else:
         return tl.reduce(tl.abs(x), AXIS, _larger)
@@ -215,7 +212,7 @@ def map_scale(amax):
 @triton.jit
 def map_inverse(amax):
     """Return 127 / amax; 0 if it overflows, NaN if amax is NaN or infinite."""
-    if _INTERPRETED:
+    if INTERPRETED:
         guess = 1.0 / tl.where(amax <= _VANISHING, 1.0, amax)
     else:
         guess = tl.inline_asm_elementwise(
@@ -231,7 +228,7 @@ def map_inverse(amax):
 @triton.jit
 def to_int32(x):
     """Round float32 to int32, ties to even. NaN and numbers beyond int32 give any int32."""
-    if _INTERPRETED:
+    if INTERPRETED:
         size = tl.abs(x)
         size = tl.where(size < 8388608.0, (size + 8388608.0) - 8388608.0, size)  # 2**23
         size = tl.where(size < 2147483648.0, size, 0.0)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim_kernels.interpreter import IS_INTERPRETED
+from sagesim_kernels.interpreter import INTERPRETED
 from sagesim_kernels.operands.delta import load_rows
 from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import Rows
@@ -20,8 +20,6 @@ _SINH_5 = tl.constexpr(0.008332053)
 _SINH_7 = tl.constexpr(0.00019911512)
 _SINH_9 = tl.constexpr(2.6240173e-06)
 _SINH_11 = tl.constexpr(3.387193e-08)
-
-_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 
 
 class Softcap(NamedTuple):
@@ -59,7 +57,7 @@ def tanh(x):
     From u = 2^13 on, 1 + u^2 is rounded to 2^26, and the result is 1. For the smallest x, u is x
     and 1 + u^2 is 1. On GPUs, rsqrt of powers of 4 is exact: the tests would fail otherwise.
     """
-    if _INTERPRETED:  # numpy would warn of an overflow; the result is the same
+    if INTERPRETED:  # numpy would warn of an overflow; the result is the same
         x = tl.minimum(x, 1024.0, propagate_nan=tl.PropagateNan.ALL)
         x = tl.maximum(x, -1024.0, propagate_nan=tl.PropagateNan.ALL)
     square = x * x

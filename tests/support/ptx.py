@@ -370,9 +370,6 @@ class _Block:
             wide = a.astype(np.int64), np.where(b == 0, 1, b).astype(np.int64)
             self.write(operands[0], np.trunc(wide[0] / wide[1]).astype(dtype), chosen)
 
-    def _rem(self, *instruction) -> None:
-        self._compute(*instruction, lambda a, b: np.fmod(a, np.where(b == 0, 1, b)))
-
     def _neg(self, *instruction) -> None:
         self._compute(*instruction, lambda a: -a)
 
@@ -499,11 +496,10 @@ class _Block:
             return
         dtype = np.dtype(_dtype(target))
         if dtype.kind in "iu" and numbers.dtype.kind == "f":
-            if not {"rni", "rzi"} & set(opcode):
+            if "rni" not in opcode:
                 raise NotImplementedError
-            round_ = np.rint if "rni" in opcode else np.trunc
             limits = np.iinfo(dtype)
-            whole = np.clip(round_(numbers.astype(np.float64)), limits.min, limits.max)
+            whole = np.clip(np.rint(numbers.astype(np.float64)), limits.min, limits.max)
             numbers = np.where(np.isnan(whole), 0, whole)
         numbers = numbers.astype(dtype)
         wide = _bits(self._type_of(operands[0]))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -206,6 +207,10 @@ def compute_gradient(
                     if SUMS_DS:
                         ds_parts += _sums_of_threads(left)
                 left = left.to(dt)
+                if not OWNS_QUERIES:
+                    # Row statistics may still be on their way to a thread's registers when all
+                    # warps have passed the barrier before the arrival. The fence waits for them.
+                    fence_async_shared()
                 mbarrier.arrive(barriers.empty.index(stage), count=1)
                 stage = n % RIGHT_STAGES
                 mbarrier.wait(barriers.right_full.index(stage), (n // RIGHT_STAGES) & 1)

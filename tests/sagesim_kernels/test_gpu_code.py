@@ -355,6 +355,7 @@ def test_kernels_of_hopper_multiply_as_declared(
         assert kernel.added_waits == 0, name
         assert kernel.lost_descriptors == [], name
         assert kernel.early_arrivals == 0, name
+        assert kernel.unfenced_loads == 0, name
         assert kernel.narrow_stores == 0, name
 
 
@@ -379,7 +380,7 @@ def test_the_forward_in_codes(compiler: Compiler, spec: str, head_size: int) -> 
     assert not [o for o in kernel.issued_in_loop if o.startswith(("LDL", "STL"))]
     assert kernel.fusible == 0 and not kernel.fp_fusion
     assert kernel.added_waits == 0 and kernel.lost_descriptors == []
-    assert kernel.early_arrivals == 0 and kernel.narrow_stores == 0
+    assert kernel.early_arrivals == kernel.unfenced_loads == kernel.narrow_stores == 0
 
 
 @compiled_by(
@@ -410,7 +411,7 @@ def test_a_backward_of_one_tile_of_keys_needs_no_sums(
     assert kernel.opcodes == several["hopper_backward"].opcodes
     assert not [o for o in kernel.issued_in_loop if o.startswith(("LDL", "STL"))]
     assert kernel.added_waits == 0 and kernel.lost_descriptors == []
-    assert kernel.early_arrivals == 0 and kernel.narrow_stores == 0
+    assert kernel.early_arrivals == kernel.unfenced_loads == kernel.narrow_stores == 0
 
 
 @compiled_by(
@@ -448,6 +449,7 @@ def test_kernels_of_wide_heads_multiply_as_declared(
         assert kernel.added_waits == 0
         assert kernel.lost_descriptors == []
         assert kernel.early_arrivals == 0
+        assert kernel.unfenced_loads == 0
         assert kernel.narrow_stores == 0
 
 

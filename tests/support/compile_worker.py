@@ -48,6 +48,8 @@ _PRODUCT = re.compile(r"^\s*(?:@!?%\w+ )?((?:wgmma\.mma|mma|wmma\.mma|tcgen05\.m
 _MEETING = re.compile(
     r"\b(bar\.sync|bar\.warp\.sync|barrier\.sync|wgmma\.wait_group|mbarrier\.arrive)"
 )
+# Loads from shared memory, with the address; fences before accesses by TMA and wgmma; arrivals.
+_SHARED = re.compile(r"\b(ld\.shared|fence\.proxy\.async|mbarrier\.arrive)([\w.:]*)([^;]*)")
 # ptxas fuses a multiplication into an addition only if neither says how it is rounded.
 _FUSIBLE = re.compile(r"\b(?:mul|add|sub)\.f32(?:x2)?\b")
 # A conversion from or to FP8, of two numbers.
@@ -149,6 +151,7 @@ def _contents(kernel: Any, with_loops: bool) -> dict[str, Any]:
         "fusible": len(_FUSIBLE.findall(ptx)),
         "has_fp64": ".f64" in ptx,
         "early_arrivals": _early_arrivals(ptx),
+        "unfenced_loads": _unfenced_loads(ptx),
         "narrow_stores": len(re.findall(r"\bst\.global\.[bu](?:8|16)\b", ptx)),
         "narrow_loads": len(re.findall(r"\bld\.global(?:\.L\w+)*\.[bu](?:8|16)\b", ptx)),
         "shared": kernel.metadata.shared,
@@ -172,6 +175,23 @@ def _early_arrivals(ptx: str) -> int:
         now == "mbarrier.arrive" and not before.startswith("bar")
         for before, now in itertools.pairwise(events)
     )
+
+
+def _unfenced_loads(ptx: str) -> int:
+    """Count the mbarrier.arrive instructions that follow loads from shared memory without a fence.
+
+    Without it, TMA may overwrite what a load has not read yet. Triton's own loads do not count:
+    those of a kernel's arguments, whose address is constant, and of one byte, which says what warps
+    run next.
+    """
+    count, is_loaded = 0, False
+    for name, qualifiers, operands in _SHARED.findall(ptx):
+        if name == "ld.shared":
+            is_loaded |= "[global_smem" not in operands and not qualifiers.endswith(".b8")
+        elif ".expect_tx" not in qualifiers:
+            count += is_loaded and name == "mbarrier.arrive"
+            is_loaded = False
+    return count
 
 
 def _machine_code(cubin: bytes, ptx: str, with_loops: bool) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class Kernel:
     fusible: int  #: multiplications and additions that ptxas may fuse
     has_fp64: bool
     early_arrivals: int  #: arrivals at barriers in memory before all threads are done
+    unfenced_loads: int  #: arrivals after loads that TMA may overwrite before they read
     narrow_stores: int  #: stores of less than 32 bits to global memory
     narrow_loads: int  #: loads of less than 32 bits from global memory
     shared: int  #: bytes

@@ -3,17 +3,17 @@
     python scripts/gpu_checks.py [--out docs/data/gpu_checks.json] [--only NAME ...] [--after LOG]
                                  [--limit SECONDS] [--workers N]
 
-Each check is a command. Of the combinations in test_hopper.py, those marked `exhaustive` are left
-out; `make gpu-test` runs them. The record holds its exit code, its time, the last lines that it
-printed, and how often compute-sanitizer reports each place in the source. Checks that are not run
-keep the record of an earlier run. Checks of sm_80 and sm_89 code need a Hopper GPU; see
-CONTRIBUTING.md.
+Each check is a command. compute-sanitizer runs in several processes, each with a part of the calls.
+Of the combinations in test_hopper.py, those marked `exhaustive` are left out; `make gpu-test` runs
+them. The record holds a check's exit code, its time, the last lines that it printed, and how often
+compute-sanitizer reports each place in the source. Checks that are not run keep the record of an
+earlier run. Checks of sm_80 and sm_89 code need a Hopper GPU; see CONTRIBUTING.md.
 
 With --limit a check of pytest is ended after so many seconds. Its record has the numbers of tests
 that passed and failed until then, and it counts as not passed.
 
---workers is the most processes of a check of pytest. By default each core has one, up to the
-number that suits the check's memory.
+--workers is the most processes of a check. By default each core has one, up to the number that
+suits the check's memory.
 
 To split the fuzz cases over several runs, save the output of pytest -v and pass it as LOG to the
 next run. Tests that passed according to LOG are not run again, and the record holds their number.
@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -48,6 +48,9 @@ CORES = os.cpu_count() or 1
 REPORTED = 9
 MOST_REPORTS = 2_000_000
 """Reports that compute-sanitizer prints. racecheck reports 50,000 of a call in codes."""
+
+MOST_PARTS = 16
+"""Processes of a check of compute-sanitizer, each with a part of the calls."""
 
 HANDED_OVER = ("maps.ds.index(slot).load(query_rows(4))", "maps.ds_maxima.index(slot).load(")
 """Loads of what other warps have stored, told by an mbarrier; see `is_false_positive`."""
@@ -199,59 +202,111 @@ def until_cut_off(lines: Iterable[str]) -> dict[str, int]:
     return counts | ({"of": collected[0]} if collected else {})
 
 
+def parts_of(name: str, workers: int) -> list[list[str]]:
+    """Return the commands of a check, which run at the same time, on at most so many workers."""
+    command = with_workers(CHECKS[name], workers)
+    if "scripts/sanitize.py" not in command:
+        return [command]
+    parts = min(MOST_PARTS, workers)
+    return [[*command, "--part", f"{i}/{parts}"] for i in range(parts)]
+
+
+def worst(exit_codes: Sequence[int]) -> int:
+    """Return the exit code of a check by those of its commands.
+
+    >>> worst([0, REPORTED, 0]) == REPORTED, worst([REPORTED, 1, -9])
+    (True, 1)
+    """
+    return next((code for code in exit_codes if code not in (0, REPORTED)), max(exit_codes))
+
+
+def output_of(
+    commands: Sequence[Sequence[str]], env: Mapping[str, str], limit: float | None
+) -> tuple[list[list[str]], list[int], bool]:
+    """Run commands at the same time, and print what they print.
+
+    Each runs on one GPU of this machine if there are several commands, and sees all GPUs if not.
+
+    Returns each command's lines and exit code, and whether the limit, in seconds, ended them.
+    """
+    outputs: list[list[str]] = [[] for _ in commands]
+    is_cut_off = threading.Event()
+    processes: list[subprocess.Popen[str]] = []
+
+    def kill(number: int) -> None:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+
+    def end() -> None:
+        is_cut_off.set()
+        kill(signal.SIGKILL)
+
+    def read(process: subprocess.Popen[str], lines: list[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout as printed:
+            for line in filter(str.strip, printed):
+                print(line, end="", flush=True)
+                lines.append(line.rstrip())
+
+    for number, command in enumerate(commands):
+        if len(commands) > 1:
+            env = {**env, "CUDA_VISIBLE_DEVICES": str(number % torch.cuda.device_count())}
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        processes.append(process)
+    readers = [
+        threading.Thread(target=read, args=both, daemon=True)
+        for both in zip(processes, outputs, strict=True)
+    ]
+    timer = threading.Timer(threading.TIMEOUT_MAX if limit is None else limit, end)
+    timer.daemon = True
+    for thread in (timer, *readers):
+        thread.start()
+    try:
+        for thread in readers:
+            thread.join()
+        exit_codes = [process.wait() for process in processes]
+    except KeyboardInterrupt:  # sessions of their own do not get it
+        kill(signal.SIGINT)
+        raise
+    finally:
+        timer.cancel()
+    return outputs, exit_codes, is_cut_off.is_set()
+
+
 def run(
     name: str, passed: set[str], limit: float | None = None, workers: int = CORES
 ) -> dict[str, object]:
     """Run one check and return its record.
 
-    passed: tests that are not run again. limit: seconds, or None. workers: see `with_workers`.
+    passed: tests that are not run again. limit: seconds, or None. workers: see `parts_of`.
     """
-    check = with_workers(CHECKS[name], workers)
-    command = [*check, *(f"--deselect={test}" for test in sorted(passed))]
+    commands = parts_of(name, workers)
     env = dict(os.environ)
-    if "sanitizer" in command[0]:
+    if "sanitizer" in commands[0][0]:
         env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    deselected = [f"--deselect={test}" for test in sorted(passed)]
     start = time.perf_counter()
-    lines: list[str] = []
-    is_cut_off = False
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        assert process.stdout is not None
-
-        def end() -> None:
-            nonlocal is_cut_off
-            is_cut_off = True
-            os.killpg(process.pid, signal.SIGKILL)
-
-        timer = threading.Timer(threading.TIMEOUT_MAX if limit is None else limit, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            for line in filter(str.strip, process.stdout):
-                print(line, end="", flush=True)
-                lines.append(line.rstrip())
-        except KeyboardInterrupt:  # its own session does not get it
-            os.killpg(process.pid, signal.SIGINT)
-            raise
-        finally:
-            timer.cancel()
+    outputs, exit_codes, is_cut_off = output_of([[*c, *deselected] for c in commands], env, limit)
     seconds = time.perf_counter() - start
-    words = [Path(w).name if w.startswith("/") else w for w in check]
-    before = {"passed_in_a_run_before": len(passed)} if passed else {}
+    lines = [line for output in outputs for line in output]
+    words = [Path(w).name if w.startswith("/") else w for w in commands[0]]
     return {
         "command": " ".join(words),
-        **before,
-        "exit_code": process.returncode,
-        **verdict(name, process.returncode, lines),
+        **({"parts_at_a_time": len(commands)} if len(commands) > 1 else {}),
+        **({"passed_in_a_run_before": len(passed)} if passed else {}),
+        "exit_code": worst(exit_codes),
+        **verdict(name, worst(exit_codes), lines),
         **({"until_cut_off": until_cut_off(lines)} if is_cut_off else {}),
-        "printed": lines[-2:],
+        "printed": [line for output in outputs for line in output[-2:]],
         "seconds": round(seconds, 1),
     }
 

@@ -159,6 +159,28 @@ def test_workers_are_limited(gpu_checks) -> None:
             assert limited == command, name
 
 
+def test_a_sanitizer_runs_parts_of_the_calls(gpu_checks) -> None:
+    """Together the parts are all calls."""
+    parts = gpu_checks.parts_of("memcheck, sm_80 code", 3)
+    assert [command[-1] for command in parts] == ["0/3", "1/3", "2/3"]
+    assert all(command[-4:-2] == ["--code", "sm80"] for command in parts)
+    assert gpu_checks.parts_of(gpu_checks.CONTROLS, 3) == [gpu_checks.CHECKS[gpu_checks.CONTROLS]]
+    assert len(gpu_checks.parts_of("gpu tests", 3)) == 1
+
+
+def test_a_check_in_parts_fails_with_one_of_them(gpu_checks, monkeypatch) -> None:
+    program = "import os, sys; print('1 configurations', flush=True); code = {}; "
+    program += "os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)"
+    for exit_codes, code in (([0, 0], 0), ([0, 9], 9), ([9, 1], 1), ([9, -9], -9)):
+        commands = [[sys.executable, "-c", program.format(c)] for c in exit_codes]
+        monkeypatch.setattr(gpu_checks, "parts_of", lambda *_, commands=commands: commands)
+        monkeypatch.setattr(gpu_checks.torch.cuda, "device_count", lambda: 1)
+        record = gpu_checks.run("memcheck", set())
+        assert record["exit_code"] == code
+        assert record["printed"] == ["1 configurations"] * 2
+        assert record["parts_at_a_time"] == 2
+
+
 def test_no_workers_are_refused(gpu_checks, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu_checks.py", "--workers", "0"])
     with pytest.raises(SystemExit):

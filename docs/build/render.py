@@ -396,8 +396,11 @@ def _result(check: dict[str, Any]) -> str:
     found = counts("failed", "tests failed") + counts("passed", "tests passed")
     if before := check.get("passed_in_a_run_before"):
         found.append(f"{before} in an earlier run")
-    found += counts("skipped in", "skipped") + counts("configurations", "small problems")
-    if "ERROR SUMMARY: 0 errors" in printed or "0 hazards displayed" in printed:
+    found += counts("skipped in", "skipped")
+    if problems := re.findall(r"(\d+) configurations", printed):
+        found.append(f"{sum(map(int, problems))} small problems")
+    is_clean = "ERROR SUMMARY: 0 errors" in printed or "0 hazards displayed" in printed
+    if is_clean and check["exit_code"] == 0:
         found.append("no report")
     places = {where.split(" in ")[0]: n for where, n in check.get("reports", {}).items()}
     found += [f"reports of {n:,} reads in `{kernel}`" for kernel, n in places.items()]

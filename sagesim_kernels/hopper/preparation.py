@@ -55,6 +55,7 @@ from sagesim_kernels.operands import (
     padded,
     program_coordinates,
     programs_of,
+    reversed_coordinates,
     row_sums,
     store_block,
     store_bounds,
@@ -212,7 +213,7 @@ def prepare_queries_kernel(
     `Rows`. row_stats: see `ROW_STATS`, in padded storage. dq_sums: `DqSums`. growths: `Growths`.
     q_blocks, o_blocks: `TokenBlocks` of the spec. TYPE: the 16-bit type of dp.
     """
-    i, h, b = program_coordinates(grid)
+    i, h, b = reversed_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = i * sizes.BLOCK_Q
     if first >= n_q:

@@ -26,7 +26,7 @@ from sagesim_kernels.operands.layout import (
     Rows,
     Strided,
     length_of,
-    program_coordinates,
+    reversed_coordinates,
     store_tokens,
     stored_start_of,
     stored_tokens,
@@ -224,7 +224,7 @@ def finish_dq_kernel(grid, dq_sums, lse2, ds_sums, subtracted, dq, lengths, scal
 
     ds_sums: `Rows` of the sums of the rows of dS, or None if they are 0.
     """
-    block, h, b = program_coordinates(grid)
+    block, h, b = reversed_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = block * sizes.BLOCK_Q
     if first >= n_q:

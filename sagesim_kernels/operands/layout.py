@@ -139,6 +139,16 @@ def program_coordinates(grid, LAST_FIRST: tl.constexpr = False):
 
 
 @triton.jit
+def reversed_coordinates(grid):
+    """Return the tile, head and sequence of this program; the first program has the last ones.
+
+    Of tensors that the kernel before went through from the first tile to the last, the cache still
+    holds the last tiles.
+    """
+    return coordinates_of(programs_of(grid) - 1 - tl.program_id(0), grid)
+
+
+@triton.jit
 def length_of(cu, n, b):
     """Return the number of tokens of sequence b."""
     if cu is None:

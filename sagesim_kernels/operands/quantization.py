@@ -179,19 +179,22 @@ def quantize_kernel(
     grid2, x2, mean2, blocks2, out2, rounding2, other2, other_rounding2,
     grid3, x3, mean3, blocks3, out3, rounding3, other3, other_rounding3,
 ):  # fmt: skip
-    """Do up to four tasks, each a `Task`; those that are missing are None."""
+    """Do up to four tasks, each a `Task`; those that are missing are None.
+
+    The programs of a task go from the last block to the first, see `reversed_coordinates`.
+    """
     program = tl.program_id(0)
     end = programs_of(grid)
     if program < end:
         quantize_block(
-            program, grid, x, mean, blocks, out, rounding, other, other_rounding, lengths
+            end - 1 - program, grid, x, mean, blocks, out, rounding, other, other_rounding, lengths
         )
     if x1 is not None:
         begin = end
         end = begin + programs_of(grid1)
         if (program >= begin) & (program < end):
             quantize_block(
-                program - begin, grid1, x1, mean1, blocks1, out1, rounding1, other1,
+                end - 1 - program, grid1, x1, mean1, blocks1, out1, rounding1, other1,
                 other_rounding1, lengths,
             )  # fmt: skip
     if x2 is not None:
@@ -199,7 +202,7 @@ def quantize_kernel(
         end = begin + programs_of(grid2)
         if (program >= begin) & (program < end):
             quantize_block(
-                program - begin, grid2, x2, mean2, blocks2, out2, rounding2, other2,
+                end - 1 - program, grid2, x2, mean2, blocks2, out2, rounding2, other2,
                 other_rounding2, lengths,
             )  # fmt: skip
     if x3 is not None:
@@ -207,7 +210,7 @@ def quantize_kernel(
         end = begin + programs_of(grid3)
         if (program >= begin) & (program < end):
             quantize_block(
-                program - begin, grid3, x3, mean3, blocks3, out3, rounding3, other3,
+                end - 1 - program, grid3, x3, mean3, blocks3, out3, rounding3, other3,
                 other_rounding3, lengths,
             )  # fmt: skip
 
@@ -241,6 +244,8 @@ class Wanted(NamedTuple):
 def quantize(problem: KernelProblem, wanted: Sequence[Wanted]) -> list[Operand]:
     """Round tensors to codes in new padded storage, in one launch. Each tensor is read once."""
     found, tasks = tasks_of(problem, wanted)
+    # The means have just been computed, so the cache holds a part of these tensors.
+    tasks.sort(key=lambda task: task.mean is None)
     if tasks:
         elements = max(task.blocks.BLOCK.value * task.blocks.D_PAD.value for task in tasks)
         launch(

@@ -31,9 +31,12 @@ from sagesim_kernels.operands import (
     Rows,
     RowStatistics,
     Strided,
+    add_splits,
     choose_backward_heads,
+    empty_splits,
     finish_dq,
     padded,
+    query_heads_per_program,
     stored_tokens,
 )
 from sagesim_kernels.portable import Tile, map_product, prepare_backward, try_tiles
@@ -121,6 +124,12 @@ def launch_kernel(
     q_right, do_right = operands.get("dk", "q"), operands.get("dv", "do")
     k_right = operands.get("dq", "k")
     kv_heads, offset = problem.k.shape[1], problem.longest_offset
+    groups = query_heads_per_program(kv_heads, problem.groups, problem.groups)
+    splits = problem.groups // groups
+    heads = kv_heads * splits
+    dk, dv = grads.dk, grads.dv
+    if splits > 1:
+        dk, dv = empty_splits(dk, splits), empty_splits(dv, splits)
     heads_per_group = 1  # without a mask all tiles take the same time
     if offset is not None:
         heads_per_group = choose_backward_heads(
@@ -128,12 +137,12 @@ def launch_kernel(
             problem.longest_k,
             offset,
             tile.rows,
-            kv_heads * problem.sequences,
-            problem.groups,
+            heads * problem.sequences,
+            groups,
             programs_at_a_time(tile),
         )
     tiles = -(-problem.longest_k // tile.rows)
-    grid = OrderedGrid(tiles, kv_heads, problem.sequences, heads_per_group)
+    grid = OrderedGrid(tiles, heads, problem.sequences, heads_per_group)
     config = Config(
         keys=tile.rows,
         queries=tile.step,
@@ -143,6 +152,7 @@ def launch_kernel(
         q_right=_bits(q_right, q),
         do_right=_bits(do_right, do),
         k_right=_bits(k_right, k),
+        splits=splits,
     )
     launch(
         ampere_backward,
@@ -157,17 +167,20 @@ def launch_kernel(
         k_right,
         row_stats,
         dq_sums,
-        Strided.of(grads.dk),
-        Strided.of(grads.dv),
+        Strided.of(dk),
+        Strided.of(dv),
         problem.lengths,
         map_product(problem, "dv", "p", same_right=False),
         map_product(problem, "dq", "ds", same_right=False),
         map_product(problem, "dk", "ds", same_right=False),
-        problem.scale,
+        problem.scale if splits == 1 else 1.0,  # the sum of the parts is multiplied
         KernelSizes.of(problem, tile.rows),
         config,
         **tile.options,
     )
+    if splits > 1:
+        add_splits(problem, dk, grads.dk, problem.scale)
+        add_splits(problem, dv, grads.dv, 1.0)
 
 
 def launch_backward(

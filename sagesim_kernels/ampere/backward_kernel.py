@@ -83,6 +83,7 @@ class Config(NamedTuple):
     q_right: int  #: bits of the numbers of dK's right operand; 0 if it is q
     do_right: int  #: the same for dV's right operand and do
     k_right: int  #: the same for dQ's right operand and k
+    splits: int  #: programs for each tile of keys; each has some of the query heads
 
 
 @constexpr_function
@@ -125,13 +126,14 @@ def ampere_backward(
     """Compute dK and dV of a tile of keys, and add its parts of dQ to the sums of the queries.
 
     Args:
-        grid: `OrderedGrid`.
+        grid: `OrderedGrid` of the heads of dk and dv.
         q, k, do, v: `Operand` of qk_recompute and dp.
         q_right, do_right, k_right: the right operands of dK, dV and dQ.
         row_stats: float32 [heads, STATS, tokens], in padded storage.
         dq_sums: `DqSums`.
+        dk, dv: `Strided` of [sequences, heads * CONFIG.splits, keys, channels].
         p_product, dq_product, dk_product: `MapProduct`.
-        scale: of the logits.
+        scale: a factor of dK.
         sizes: `KernelSizes`.
         CONFIG: `Config`.
     """
@@ -141,7 +143,7 @@ def ampere_backward(
     CHANNELS: gl.constexpr = CONFIG.channels
     CHUNKS: gl.constexpr = CONFIG.channels // CHUNK
     BLOCKS: gl.constexpr = CONFIG.keys // BLOCK
-    GROUPS: gl.constexpr = sizes.GROUPS
+    GROUPS: gl.constexpr = sizes.GROUPS // CONFIG.splits
     QT: gl.constexpr = q.ptr.dtype.element_ty
     DT: gl.constexpr = do.ptr.dtype.element_ty
     BITS: gl.constexpr = q.ptr.dtype.element_ty.primitive_bitwidth
@@ -151,7 +153,8 @@ def ampere_backward(
     ROWS: gl.constexpr = gl.SliceLayout(1, ST)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ST)
 
-    tile, k_head, b = ordered_coordinates(grid)
+    tile, out_head, b = ordered_coordinates(grid)
+    k_head = out_head // CONFIG.splits
     first = tile * KEYS
     n_stored = length_of(lengths.cu_k, lengths.n_k, b)
     if first >= n_stored:
@@ -243,7 +246,7 @@ def ampere_backward(
     begin = begin // QUERIES
     unmasked = (unmasked + QUERIES - 1) // QUERIES
     end = (n_q + QUERIES - 1) // QUERIES
-    first_head = k_head * GROUPS
+    first_head = out_head * GROUPS
     start_q = stored_start_of(lengths.cu_q, lengths.n_q, b)
     if begin < end:
         copy_queries(
@@ -379,5 +382,5 @@ def ampere_backward(
     for c in gl.static_range(CHUNKS):
         dk_value = (dk1 if c else dk0) * scale
         dv_value = dv1 if c else dv0
-        store_chunk(dk, lengths.cu_k, b, k_head, keys, n_stored, dk_value, c, sizes.D)
-        store_chunk(dv, lengths.cu_k, b, k_head, keys, n_stored, dv_value, c, sizes.DV)
+        store_chunk(dk, lengths.cu_k, b, out_head, keys, n_stored, dk_value, c, sizes.D)
+        store_chunk(dv, lengths.cu_k, b, out_head, keys, n_stored, dv_value, c, sizes.DV)

@@ -17,8 +17,7 @@ from sagesim_kernels.hopper.capped_rows import (
 from sagesim_kernels.hopper.descriptors import sums_descriptor, tma_descriptor
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.preparation import prepare_backward
-from sagesim_kernels.hopper.splits import add_splits, empty_splits
-from sagesim_kernels.hopper.tile_scheduler import query_heads_per_program
+from sagesim_kernels.hopper.tile_scheduler import MOST_QUERY_HEADS
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
@@ -31,10 +30,13 @@ from sagesim_kernels.operands import (
     RowStatistics,
     Softcap,
     Strided,
+    add_splits,
     choose_backward_heads,
     ds_row_sums,
+    empty_splits,
     finish_dq,
     padded,
+    query_heads_per_program,
 )
 from sagesim_kernels.target import multiprocessor_count
 
@@ -87,7 +89,7 @@ def launch_backward(
     do16 = operands.get("dp", "do")
     k16, mean = operands.get_unsmoothed("dq", "k")
     kv_heads, d, d_v = dk.shape[1], dk.shape[3], dv.shape[3]
-    groups = query_heads_per_program(kv_heads, problem.groups)
+    groups = query_heads_per_program(kv_heads, problem.groups, MOST_QUERY_HEADS)
     splits = problem.groups // groups
     lengths, scale = problem.lengths, problem.scale
     has_dq_warps = channels == 64

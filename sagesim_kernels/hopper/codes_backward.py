@@ -23,8 +23,7 @@ from sagesim_kernels.hopper.descriptors import (
 )
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.p_rows import launch_p_rows
-from sagesim_kernels.hopper.splits import add_splits, empty_splits
-from sagesim_kernels.hopper.tile_scheduler import query_heads_per_program
+from sagesim_kernels.hopper.tile_scheduler import MOST_QUERY_HEADS
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
@@ -36,9 +35,12 @@ from sagesim_kernels.operands import (
     Rows,
     RowStatistics,
     Strided,
+    add_splits,
     choose_backward_heads,
+    empty_splits,
     finish_dq,
     padded,
+    query_heads_per_program,
     stored_tokens,
 )
 from sagesim_kernels.target import multiprocessor_count
@@ -85,7 +87,7 @@ def launch_backward(
     do16, v16 = operands.get("dp", "do"), operands.get("dp", "v")
     k_right = operands.get("dq", "k")
     lengths, scale = problem.lengths, problem.scale
-    groups = query_heads_per_program(kv_heads, problem.groups)
+    groups = query_heads_per_program(kv_heads, problem.groups, MOST_QUERY_HEADS)
     splits = problem.groups // groups
     tokens_k = stored_tokens(problem.cu_k, problem.k)
     dk_parts, dv_parts = dk, dv

@@ -27,12 +27,10 @@ _CACHE: Final = 2**25
 _BEYOND_CACHE: Final = 1.02
 """The factor on the time of groups whose K and V exceed `_CACHE`."""
 
-_FEWEST_HEADS: Final = 4
-"""With fewer heads, the query heads of a group are divided among programs of the backward."""
-
-_MOST_QUERY_HEADS: Final = 4
-"""Programs with more query heads are long, so that some end late. While one of them is at its first
-head, another is at its last: their queries do not stay in the cache together."""
+MOST_QUERY_HEADS: Final = 4
+"""Query heads of a program of the backward. Programs with more are long, so that some end late.
+While one of them is at its first head, another is at its last: their queries do not stay in the
+cache together."""
 
 
 @lru_cache(maxsize=4096)
@@ -81,17 +79,3 @@ def _most_steps(steps: NDArray[np.int64], heads: int, programs: int, heads_per_g
     dealt.flat[: tiles.size] = tiles
     dealt[1::2] = dealt[1::2, ::-1]
     return int(dealt.sum(0).max())
-
-
-def query_heads_per_program(heads: int, groups: int) -> int:
-    """Return how many query heads of a group a program of the backward computes.
-
-    At most `_MOST_QUERY_HEADS`, and fewer if there are so few heads of K and V that their programs
-    would not keep a GPU busy. The choice decides in which order dK and dV are added up. So it
-    depends on nothing but the numbers of heads: a sequence gives the same bytes in every batch.
-
-    heads: heads of K and V of a sequence. groups: query heads for each of them.
-    """
-    most = min(groups, _MOST_QUERY_HEADS)
-    divisors = [n for n in range(most, 0, -1) if groups % n == 0]
-    return next((n for n in divisors if heads * groups // n >= _FEWEST_HEADS), 1)

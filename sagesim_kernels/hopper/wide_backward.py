@@ -11,9 +11,8 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.channel_parts import BLOCK
-from sagesim_kernels.hopper.splits import add_splits, empty_splits
 from sagesim_kernels.hopper.support import tile_channels
-from sagesim_kernels.hopper.tile_scheduler import query_heads_per_program
+from sagesim_kernels.hopper.tile_scheduler import MOST_QUERY_HEADS
 from sagesim_kernels.hopper.wide_launch import Side, launch_wide, of_codes, of_numbers
 from sagesim_kernels.hopper.wide_structures import Config
 from sagesim_kernels.hopper.wide_warps import ROW_STATS, STATS_LAYOUT
@@ -30,13 +29,16 @@ from sagesim_kernels.operands import (
     RowStatistics,
     Softcap,
     Strided,
+    add_splits,
     ds_row_sums,
+    empty_splits,
     head_pointers,
     length_of,
     load_rows,
     load_shift,
     load_token_scales,
     program_coordinates,
+    query_heads_per_program,
     rowsum_do_o,
     store_rows,
     stored_start_of,
@@ -130,7 +132,7 @@ def launch_backward(
     do_numbers, v_numbers = of_numbers(do16, tile_dv), of_numbers(v16, tile_dv)
     q_right, k_right = of_numbers(q16, tile_d), of_numbers(k16, tile_d)
     stats = TensorDescriptor.from_tensor(row_stats, [ROW_STATS.value], STATS_LAYOUT.value)
-    groups = query_heads_per_program(kv_heads, problem.groups)
+    groups = query_heads_per_program(kv_heads, problem.groups, MOST_QUERY_HEADS)
     splits = problem.groups // groups
     is_large = tile_d + tile_dv > 2 * 192
 

@@ -66,6 +66,7 @@ CALLS = {
     "one_scale_but_of_dv_d128": Call("sagebwd dv=int8@tile_column,block", 70, 100, d=128),
     "fpa_fp16_d40": Call("fpa_fp16", 100, 100, d=40, is_causal=True, dtype=torch.float16),
     "factored_qk_grouped_d128": Call("factored_qk", 130, 100, d=128, heads=2, is_causal=True),
+    "two_heads_a_program": Call("factored_qk", 70, 100, heads=8, heads_k=2, is_causal=True),
     "two_formats_of_ds": Call("factored_qk delta=p dq=fp16 dk=bf16", 70, 100, is_causal=True),
 }
 

@@ -3,7 +3,8 @@
 import pytest
 
 from sagesim_kernels.hopper import tile_scheduler
-from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group, query_heads_per_program
+from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
+from sagesim_kernels.operands import query_heads_per_program
 
 PROGRAMS = 132
 
@@ -103,7 +104,7 @@ def test_any_number_of_heads_can_be_divided(heads: int) -> None:
 
 def test_groups_are_divided_if_they_are_large_or_heads_of_k_and_v_are_few() -> None:
     found = {
-        (heads, groups): query_heads_per_program(heads, groups)
+        (heads, groups): query_heads_per_program(heads, groups, most=4)
         for heads, groups in (
             (1, 1),
             (1, 8),
@@ -120,3 +121,5 @@ def test_groups_are_divided_if_they_are_large_or_heads_of_k_and_v_are_few() -> N
         (1, 1): 1, (1, 8): 2, (2, 7): 1, (2, 8): 4, (3, 4): 2, (4, 7): 1, (8, 4): 4, (1, 3): 1,
         (8, 8): 4,
     }  # fmt: skip
+    assert [query_heads_per_program(4, groups, most=groups) for groups in (1, 7, 8)] == [1, 7, 8]
+    assert [query_heads_per_program(2, groups, most=groups) for groups in (1, 7, 8)] == [1, 1, 4]

@@ -361,6 +361,9 @@ class _Block:
         a, b, c = (self.read(x, dtype).astype(np.float64) for x in operands[1:])
         self.write(operands[0], (a * b + c).astype(dtype), chosen)
 
+    def _rem(self, *instruction) -> None:
+        self._compute(*instruction, lambda a, b: np.fmod(a, np.where(b == 0, 1, b)))
+
     def _div(self, opcode, operands, chosen) -> None:
         dtype = _dtype(opcode[-1])
         a, b = (self.read(x, dtype) for x in operands[1:])

@@ -33,7 +33,7 @@ MODULES = (
     "hopper.codes_rows",
     "hopper.p_rows_kernel",
     "hopper.preparation",
-    "hopper.splits",
+    "operands.splits",
     "hopper.wide_kernel",
     "hopper.wide_backward",
     "ampere.forward",

@@ -1,10 +1,12 @@
 """Parts of dK and dV of several programs, and their sum in a fixed order.
 
 If there are few heads of K and V, the query heads of a group are divided among programs: see
-`tile_scheduler.query_heads_per_program`.
+`query_heads_per_program`.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import torch
 import triton
@@ -12,20 +14,35 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim_kernels.launch_plans import launch
-from sagesim_kernels.operands import (
-    LAUNCH,
+from sagesim_kernels.operands.kernel_problem import KernelProblem, padded
+from sagesim_kernels.operands.layout import (
     Grid,
-    KernelProblem,
     Strided,
     length_of,
-    padded,
     program_coordinates,
     store_tokens,
     token_ptrs,
 )
+from sagesim_kernels.operands.rounding import LAUNCH
 
 _BLOCK = tl.constexpr(64)
-"""Keys of a program."""
+"""Keys of a program that adds parts."""
+
+_FEWEST_HEADS: Final = 4
+"""With fewer heads, the query heads of a group are divided among programs of the backward."""
+
+
+def query_heads_per_program(heads: int, groups: int, most: int) -> int:
+    """Return how many query heads of a group a program of the backward computes.
+
+    At most `most`, and fewer if there are so few heads of K and V that their programs would not
+    keep a GPU busy. The choice decides in which order dK and dV are added up. So it depends on
+    nothing but the numbers of heads: a sequence gives the same bytes in every batch.
+
+    heads: heads of K and V of a sequence. groups: query heads for each of them.
+    """
+    divisors = [n for n in range(min(groups, most), 0, -1) if groups % n == 0]
+    return next((n for n in divisors if heads * groups // n >= _FEWEST_HEADS), 1)
 
 
 def empty_splits(grad: Tensor, splits: int) -> Tensor:

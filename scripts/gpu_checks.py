@@ -133,7 +133,9 @@ CHECKS = {
 READ = re.compile(r"=+ +(?:Read Thread \(.*\) )?at (\w+)\+0x\w+ in (\w+\.py):(\d+)")
 """Matches the place of a read in a report of racecheck."""
 
-PASSED = re.compile(r"PASSED (tests/\S+)|(tests/\S+) PASSED")
+PASSED = re.compile(r"PASSED (tests/\S+::.+?) *$|^(tests/\S+::.+?) PASSED", re.M)
+"""Matches a line of pytest -v, on several workers or on one, and a test that passed. Names of tests
+may contain spaces."""
 
 ENDED = re.compile(r"(PASSED|FAILED) (tests/\S+::[^\n]+?) *$")
 """Matches a line of pytest -v on several workers: how a test ended, and the test."""

@@ -150,6 +150,18 @@ def test_the_record_of_a_check_that_is_cut_off_counts_its_tests(gpu_checks, monk
     assert record["seconds"] < 30
 
 
+def test_tests_that_passed_are_found_by_their_whole_names(gpu_checks) -> None:
+    """--deselect takes prefixes, so a part of a name would deselect other tests too."""
+    log = """
+[gw0] [ 50%] PASSED tests/test_a.py::test_one[a, (1, 2)]\x20
+[gw1] [ 60%] FAILED tests/test_a.py::test_one[a, (1, 3)]\x20
+tests/test_b.py::test_two[a, (1, 2)] PASSED                  [100%]
+tests/test_b.py::test_two[a, (1, 3)]\x20
+"""
+    found = {a or b for a, b in gpu_checks.PASSED.findall(log)}
+    assert found == {"tests/test_a.py::test_one[a, (1, 2)]", "tests/test_b.py::test_two[a, (1, 2)]"}
+
+
 def test_workers_are_limited(gpu_checks) -> None:
     for name, command in gpu_checks.CHECKS.items():
         limited = gpu_checks.with_workers(command, 2)

@@ -387,13 +387,17 @@ def _result(check: dict[str, Any]) -> str:
     if ended := check.get("until_cut_off"):
         of = f" of {ended['of']}" if "of" in ended else ""
         tests = f"{ended['passed']}{of} tests passed, {ended['failed']} failed"
-        return f"{tests}, others did not end in {round(check['seconds'])} s"
+        before = check.get("passed_in_a_run_before")
+        earlier = f"; {before:,} others passed in earlier runs" if before else ""
+        return f"{tests}, others did not end in {round(check['seconds'])} s{earlier}"
     printed = " ".join(line for line in check["printed"] if not line.startswith("[gw"))
 
     def counts(pattern: str, what: str) -> list[str]:
         return [f"{int(n):,} {what}" for n in re.findall(rf"(\d+) {pattern}", printed)]
 
-    found = counts("failed", "tests failed") + counts("passed", "tests passed")
+    found = counts("failed", "tests failed")
+    if passed := re.findall(r"(\d+) passed", printed):
+        found.append(f"{sum(map(int, passed)):,} tests passed")
     if before := check.get("passed_in_a_run_before"):
         found.append(f"{before} in an earlier run")
     found += counts("skipped in", "skipped")

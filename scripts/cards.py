@@ -71,8 +71,8 @@ other documents quote it."""
 
 FLASH_ERRORS = "sdpa flash"
 """The entry of bench_errors.json with the same precisions as SIXTEEN_BIT, which has none."""
-ON_HOPPER = ("bench", "bench_models")
-"""The records with measured times of specs on Hopper, with Hopper's own code."""
+ON_HOPPER = ("bench_models", "bench_int8", "bench")
+"""The records with measured times of specs on Hopper, with Hopper's own code; the newest first."""
 BASE_ON_HOPPER = "factored_qk"
 """The spec that is in all of them; the times of others are relative to it."""
 
@@ -191,17 +191,20 @@ def card_class(card: Card) -> str:
 def times_on_hopper() -> dict[str, float]:
     """The measured time of each spec of `SPECS`, relative to `BASE_ON_HOPPER`.
 
-    Geometric means over the cases of `LEAST_TOKENS` tokens or more in which both were timed.
+    Geometric means over the cases of `LEAST_TOKENS` tokens or more in which both were timed, in the
+    newest record that has such cases.
     """
-    found: dict[str, list[float]] = {spec: [] for spec in SPECS}
+    times: dict[str, float] = {}
     for record in ON_HOPPER:
+        found: dict[str, list[float]] = {spec: [] for spec in SPECS if spec not in times}
         for case in load(record)["cases"].values():
             runs = case.get("runs", {})
             if case["part"] in ("speed", "models") and case["tokens"] >= LEAST_TOKENS:
                 for spec in found.keys() & runs.keys() if BASE_ON_HOPPER in runs else ():
                     base = runs[BASE_ON_HOPPER]["both"]["ms"]
                     found[spec].append(runs[spec]["both"]["ms"] / base)
-    return {spec: round(geometric_mean(x), 3) for spec, x in found.items() if x}
+        times |= {spec: round(geometric_mean(x), 3) for spec, x in found.items() if x}
+    return times
 
 
 def recommendations(predictions: list[dict[str, Any]], margin: float) -> dict[str, dict[str, Any]]:

@@ -36,7 +36,6 @@ from sagesim.command import exit_code
 from sagesim.files import write_text
 from sagesim_kernels.bench.machine import one_line
 from sagesim_kernels.bench.model_tables import extremes
-from sagesim_kernels.bench.record import read
 from sagesim_kernels.bench.tables import cases, ratio
 
 ROOT = Path(__file__).parents[2]
@@ -414,31 +413,37 @@ def _result(check: dict[str, Any]) -> str:
 
 
 def speed() -> str:
-    """Speed relative to three peers from 4096 tokens on, and at shapes of models."""
-    data = load("bench")
+    """Speed relative to three peers from 4096 tokens on, and at shapes of models.
+
+    The figures of a spec are of the newest record with it.
+    """
     peers = {
         "sdpa flash": "FlashAttention-2 (SDPA)",
         "sdpa cudnn": "cuDNN (SDPA)",
         "flash-attn-4": "FlashAttention-4",
     }
-    timed = [case for case in cases(data, "speed") if case["tokens"] >= 4096]
+    newest = [load(name) for name in time_and_error.TIMES]
+    used: list[dict[str, Any]] = []
     rows: list[list[str]] = []
     for spec in ("factored_qk", "sagebwd", "factored"):
+        data = next(each for each in newest if spec in each["settings"]["specs"])
+        used += [data] if data not in used else []
+        timed = [x for x in cases(data, "speed") if x["tokens"] >= 4096 and spec in x["runs"]]
         for head_size in (64, 128):
             ours = [case for case in timed if case["head_dim"] == head_size]
-            cells = [f"`{spec}`", str(head_size)]
+            lengths = [case["tokens"] for case in ours]
+            cells = [f"`{spec}`", str(head_size), f"{min(lengths)} to {max(lengths)}"]
             for peer in peers:
-                both = [case for case in ours if {spec, peer} <= case["runs"].keys()]
-                found = [ratio(case, spec, peer) for case in both]
+                found = [ratio(case, spec, peer) for case in ours if peer in case["runs"]]
                 cells.append(f"{min(found):.2f} to {max(found):.2f}" if found else "not measured")
             rows.append(cells)
-    longest = max(case["tokens"] for case in timed)
     of_models, before = records.of_models(), records.of_models_earlier()
+    sources = [source(each | {"machine": one_line(each["machine"])}) for each in used]
     return (
-        _ages({"The first table": data, "the second": of_models})
-        + markdown(["spec", "head size", *peers.values()], rows)
-        + f"\n\nEach range is over 4096 to {longest} tokens, causal and full masks; bfloat16."
-        + source(data | {"machine": one_line(data["machine"])})
+        _ages({"The first table": used[0], "the second": of_models})
+        + markdown(["spec", "head size", "tokens", *peers.values()], rows)
+        + "\n\nEach range is over these numbers of tokens, causal and full masks; bfloat16."
+        + "".join(sources)
         + "\n\n"
         + model_speed(of_models, before)
         + f"\n\n{aims.summary()} ([which](docs/speed.md#aims-and-what-was-reached))."
@@ -634,7 +639,7 @@ def main() -> int:
             stale.append(path)
             if not args.check:
                 write_text(path, new)
-    record = read(records.DATA / "bench.json")
+    record = time_and_error.record()
     if not time_and_error.is_current(record):
         stale.append(time_and_error.FIGURE)
         if not args.check:

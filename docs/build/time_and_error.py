@@ -27,12 +27,19 @@ from sagesim_kernels.bench.plots import frontier
 from sagesim_kernels.bench.record import read
 from sagesim_kernels.bench.tables import (
     FRONTIER_LENGTHS,
+    FRONTIER_PEER,
     GRADIENTS,
     Point,
     cases,
     frontier_points,
     ratio,
 )
+
+TIMES: Final = ("bench_fp8", "bench_int8", "bench")
+"""The records with times, the newest first."""
+
+ERRORS: Final = "bench"
+"""The record with errors."""
 
 FIGURE: Final = Path(__file__).parents[1] / "_static" / "frontier.svg"
 DEFAULT: Final = FACTORED_QK.label()
@@ -41,11 +48,45 @@ HEAD_SIZES: Final = (64, 128)
 _DIGEST = re.compile(r"digest ([0-9a-f]{16})")
 
 
+def record() -> dict[str, Any]:
+    """The record of the figure: errors, and times of each contender from the newest of `TIMES`.
+
+    Times in the figure are relative to a peer in the same run, so that runs can be compared. Errors
+    do not change with kernels, which are held to the same numbers.
+    """
+    errors = read(records.DATA / f"{ERRORS}.json")
+    made = {key: case for key, case in errors["cases"].items() if case["part"] != "speed"}
+    sources, known = [], set()
+    for name in TIMES:
+        document = read(records.DATA / f"{name}.json")
+        newest = {}
+        for key, case in document["cases"].items():
+            runs = {x: run for x, run in case.get("runs", {}).items() if x not in known}
+            is_shown = case["part"] == "speed" and case["tokens"] in FRONTIER_LENGTHS
+            if is_shown and FRONTIER_PEER in case["runs"] and runs:
+                peer = {FRONTIER_PEER: case["runs"][FRONTIER_PEER]}
+                newest[f"{key}, {name}"] = case | {"runs": runs | peer}
+        made |= newest
+        known |= {x for case in newest.values() for x in case["runs"]}
+        sources += [document] if newest else []
+    settings = {
+        kind: list(dict.fromkeys(x for each in sources for x in each["settings"][kind]))
+        for kind in ("specs", "peers")
+    }
+    settings = errors["settings"] | settings
+    return errors | {"cases": made, "settings": settings, "sources": sources}
+
+
+def _sources(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The records with the times of `record`; another document is its own."""
+    return document.get("sources", [document])
+
+
 def note(document: dict[str, Any]) -> str:
-    """The machine and the kernels of the record, for the figure."""
-    machine = document["machine"]
-    text = f"{machine['gpu']}, kernels {machine.get('kernels')}"
-    return text + (": earlier than the present ones" if records.age(machine) else "")
+    """The machines and the kernels of the record, for the figure."""
+    machines = [each["machine"] for each in _sources(document)]
+    text = "; ".join(f"{each['gpu']}, kernels {each.get('kernels')}" for each in machines)
+    return text + (": earlier than the present ones" if all(map(records.age, machines)) else "")
 
 
 def digest(document: dict[str, Any]) -> str:
@@ -77,41 +118,47 @@ def svg(document: dict[str, Any]) -> str:
 
 def figure() -> str:
     """The figure and its caption, for README.md."""
-    document = read(records.DATA / "bench.json")
+    document = record()
     if not any(frontier_points(document, d) for d in HEAD_SIZES):
         return "Times and errors of one record are not measured."
     timed = {case["tokens"] for case in cases(document, "speed")}
     lengths = [n for n in FRONTIER_LENGTHS if n in timed]
+    made = [f"`{x['command']}` on {one_line(x['machine'])}" for x in _sources(document)]
     text = (
         "![Time against the error of the gradients](docs/_static/frontier.svg)\n\n"
-        "The figure shows every spec and every peer that the record has. Further left is faster, "
+        "The figure shows every spec and every peer that the records have. Further left is faster, "
         "and further down is more accurate. Times are of forward and backward, with everything "
         f"included: geometric means over {_listed(map(str, lengths))} tokens, causal and "
-        "full masks. Errors are root mean squares of those of dQ, dK and dV: geometric means over "
+        "full masks, as far as the newest record with the spec or peer has them. Errors are root "
+        "mean squares of those of dQ, dK and dV: geometric means over "
         "Gaussian inputs, in which Q and K have a standard deviation of 1 (ordinary logits) or 5 "
         f"(large logits). Thin lines are the ranges.{_lacking(document)}\n\n"
-        f"`{document['command']}` on {one_line(document['machine'])}."
+        f"{'; '.join(made)}."
     )
-    return records.with_age(text, document["machine"])
+    return records.with_age(text, _sources(document)[0]["machine"])
 
 
 def _lacking(document: dict[str, Any]) -> str:
-    """The presets with kernels that were not timed; empty if all were."""
-    timed = document["settings"]["specs"]
+    """The presets with kernels that the figure lacks; empty if it has all."""
+    timed = {p.name for d in HEAD_SIZES for p in frontier_points(document, d)}
     lacking = [name for name, spec in PRESETS.items() if name not in timed and supports(spec)]
-    return f" Not timed: {_listed(f'`{name}`' for name in lacking)}." if lacking else ""
+    return (
+        f" Without a time or an error: {_listed(f'`{name}`' for name in lacking)}."
+        if lacking
+        else ""
+    )
 
 
 def choice() -> str:
     """Why the default spec is what it is, with what would be more accurate and what is faster."""
-    document = read(records.DATA / "bench.json")
+    document = record()
     cards = json.loads((records.DATA / "cards.json").read_text(encoding="utf-8"))
     every = {d: {p.name: p for p in frontier_points(document, d)} for d in HEAD_SIZES}
     by_size = {d: points for d, points in every.items() if {DEFAULT, PAPER} <= points.keys()}
     if not by_size:
         return "Times and errors of the default spec are not measured in one record."
-    specs = document["settings"]["specs"]
-    safe = [name for name in specs if name in cards["accurate"]]
+    shown = {name for points in by_size.values() for name in points}
+    safe = [name for name in document["settings"]["specs"] if name in shown & {*cards["accurate"]}]
     fastest = all(
         points[DEFAULT].time == min(points[name].time for name in safe if name in points)
         for points in by_size.values()
@@ -123,24 +170,24 @@ def choice() -> str:
         f"measured. Of the specs of the figure, {_listed(f'`{name}`' for name in safe)} do. Speed "
         f"comes second: `{DEFAULT}` is {'the fastest' if fastest else '**not** the fastest'} of "
         f"them. Its gradients' error is {_range(paper)} times that of the paper's scheme.",
-        _more_accurate(document),
+        _more_accurate(),
         _faster(by_size),
     ]
     return " ".join(words)
 
 
-def _more_accurate(document: dict[str, Any]) -> str:
+def _more_accurate() -> str:
     """The specs with smaller errors on some inputs, and what they cost."""
     measured = json.loads((records.DATA / "frontier.json").read_text(encoding="utf-8"))
     errors = {(r["inputs"], r["label"]): _rms(r["exact"]) for r in measured["rows"]}
     inputs = list(dict.fromkeys(row["inputs"] for row in measured["rows"]))
     said: list[str] = []
-    for spec, record in (("factored_qk16", _qk16()), ("factored", document)):
+    for spec, name in (("factored_qk16", "bench_qk16"), ("factored", "bench_int8")):
         gains = [errors[x, spec] / errors[x, DEFAULT] for x in inputs]
         better = sum(x < 1 for x in gains)
         slower = [
             ratio(case, DEFAULT, spec)
-            for case in cases(record, "speed")
+            for case in cases(read(records.DATA / f"{name}.json"), "speed")
             if {DEFAULT, spec} <= case["runs"].keys() and case["tokens"] in FRONTIER_LENGTHS
         ]
         cost = f"It takes {_range(slower)} times as long" if slower else "It was not timed"
@@ -176,10 +223,6 @@ def _error_words(by_size: dict[int, dict[str, Point]], name: str) -> str:
     if all(x < y for x, y in pairs):
         return ", with smaller errors"
     return ", with larger errors" if all(x > y for x, y in pairs) else ""
-
-
-def _qk16() -> dict[str, Any]:
-    return read(records.DATA / "bench_qk16.json")
 
 
 def _rms(errors: dict[str, float]) -> float:

@@ -439,8 +439,9 @@ def speed() -> str:
             rows.append(cells)
     of_models, before = records.of_models(), records.of_models_earlier()
     sources = [source(each | {"machine": one_line(each["machine"])}) for each in used]
+    oldest = next((each for each in used if records.age(each["machine"])), used[0])
     return (
-        _ages({"The first table": used[0], "the second": of_models})
+        _ages({"The first table": oldest, "the second": of_models})
         + markdown(["spec", "head size", "tokens", *peers.values()], rows)
         + "\n\nEach range is over these numbers of tokens, causal and full masks; bfloat16."
         + "".join(sources)

@@ -85,8 +85,10 @@ def _sources(document: dict[str, Any]) -> list[dict[str, Any]]:
 def note(document: dict[str, Any]) -> str:
     """The machines and the kernels of the record, for the figure."""
     machines = [each["machine"] for each in _sources(document)]
-    text = "; ".join(f"{each['gpu']}, kernels {each.get('kernels')}" for each in machines)
-    return text + (": earlier than the present ones" if all(map(records.age, machines)) else "")
+    return "; ".join(
+        f"{each['gpu']}, {'earlier ' if records.age(each) else ''}kernels {each.get('kernels')}"
+        for each in machines
+    )
 
 
 def digest(document: dict[str, Any]) -> str:

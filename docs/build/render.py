@@ -392,13 +392,12 @@ def _result(check: dict[str, Any]) -> str:
     printed = " ".join(line for line in check["printed"] if not line.startswith("[gw"))
 
     def counts(pattern: str, what: str) -> list[str]:
-        return [f"{int(n):,} {what}" for n in re.findall(rf"(\d+) {pattern}", printed)]
+        found = map(int, re.findall(rf"(\d+) {pattern}", printed))
+        return [f"{n:,} {what.replace('tests', 'test') if n == 1 else what}" for n in found]
 
-    found = counts("failed", "tests failed")
-    if passed := re.findall(r"(\d+) passed", printed):
-        found.append(f"{sum(map(int, passed)):,} tests passed")
+    found = counts("failed", "tests failed") + counts("passed", "tests passed")
     if before := check.get("passed_in_a_run_before"):
-        found.append(f"{before} in an earlier run")
+        found.append(f"{before:,} in earlier runs")
     found += counts("skipped in", "skipped")
     if problems := re.findall(r"(\d+) configurations", printed):
         found.append(f"{sum(map(int, problems))} small problems")
@@ -422,12 +421,14 @@ def speed() -> str:
         "sdpa cudnn": "cuDNN (SDPA)",
         "flash-attn-4": "FlashAttention-4",
     }
-    newest = [load(name) for name in time_and_error.TIMES]
-    used: list[dict[str, Any]] = []
+    every = {name: load(name) for name in time_and_error.TIMES}
+    newest = {
+        spec: next(name for name, data in every.items() if spec in data["settings"]["specs"])
+        for spec in ("factored_qk", "sagebwd", "factored")
+    }
     rows: list[list[str]] = []
-    for spec in ("factored_qk", "sagebwd", "factored"):
-        data = next(each for each in newest if spec in each["settings"]["specs"])
-        used += [data] if data not in used else []
+    for spec, name in newest.items():
+        data = every[name]
         timed = [x for x in cases(data, "speed") if x["tokens"] >= 4096 and spec in x["runs"]]
         for head_size in (64, 128):
             ours = [case for case in timed if case["head_dim"] == head_size]
@@ -438,6 +439,7 @@ def speed() -> str:
                 cells.append(f"{min(found):.2f} to {max(found):.2f}" if found else "not measured")
             rows.append(cells)
     of_models, before = records.of_models(), records.of_models_earlier()
+    used = [data for name, data in every.items() if name in newest.values()]
     sources = [source(each | {"machine": one_line(each["machine"])}) for each in used]
     oldest = next((each for each in used if records.age(each["machine"])), used[0])
     return (

@@ -69,12 +69,11 @@ def record() -> dict[str, Any]:
         made |= newest
         known |= {x for case in newest.values() for x in case["runs"]}
         sources += [document] if newest else []
-    settings = {
+    contenders = {
         kind: list(dict.fromkeys(x for each in sources for x in each["settings"][kind]))
         for kind in ("specs", "peers")
     }
-    settings = errors["settings"] | settings
-    return errors | {"cases": made, "settings": settings, "sources": sources}
+    return {"cases": made, "settings": errors["settings"] | contenders, "sources": sources}
 
 
 def _sources(document: dict[str, Any]) -> list[dict[str, Any]]:

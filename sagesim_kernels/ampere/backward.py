@@ -30,13 +30,11 @@ from sagesim_kernels.operands import (
     OrderedGrid,
     Rows,
     RowStatistics,
+    Splits,
     Strided,
-    add_splits,
     choose_backward_heads,
-    empty_splits,
     finish_dq,
     padded,
-    query_heads_per_program,
     stored_tokens,
 )
 from sagesim_kernels.portable import Tile, map_product, prepare_backward, try_tiles
@@ -123,13 +121,10 @@ def launch_kernel(
     do, v = operands.get("dp", "do"), operands.get("dp", "v")
     q_right, do_right = operands.get("dk", "q"), operands.get("dv", "do")
     k_right = operands.get("dq", "k")
-    kv_heads, offset = problem.k.shape[1], problem.longest_offset
-    groups = query_heads_per_program(kv_heads, problem.groups, problem.groups)
-    splits = problem.groups // groups
-    heads = kv_heads * splits
-    dk, dv = grads.dk, grads.dv
-    if splits > 1:
-        dk, dv = empty_splits(dk, splits), empty_splits(dv, splits)
+    offset = problem.longest_offset
+    splits = Splits.of(problem, problem.groups)
+    dk, dv = splits.parts(grads.dk), splits.parts(grads.dv)
+    heads = dk.shape[1]
     heads_per_group = 1  # without a mask all tiles take the same time
     if offset is not None:
         heads_per_group = choose_backward_heads(
@@ -138,7 +133,7 @@ def launch_kernel(
             offset,
             tile.rows,
             heads * problem.sequences,
-            groups,
+            splits.query_heads,
             programs_at_a_time(tile),
         )
     tiles = -(-problem.longest_k // tile.rows)
@@ -152,7 +147,7 @@ def launch_kernel(
         q_right=_bits(q_right, q),
         do_right=_bits(do_right, do),
         k_right=_bits(k_right, k),
-        splits=splits,
+        splits=splits.programs,
     )
     launch(
         ampere_backward,
@@ -173,14 +168,13 @@ def launch_kernel(
         map_product(problem, "dv", "p", same_right=False),
         map_product(problem, "dq", "ds", same_right=False),
         map_product(problem, "dk", "ds", same_right=False),
-        problem.scale if splits == 1 else 1.0,  # the sum of the parts is multiplied
+        splits.factor(problem.scale),
         KernelSizes.of(problem, tile.rows),
         config,
         **tile.options,
     )
-    if splits > 1:
-        add_splits(problem, dk, grads.dk, problem.scale)
-        add_splits(problem, dv, grads.dv, 1.0)
+    splits.add(problem, dk, grads.dk, problem.scale)
+    splits.add(problem, dv, grads.dv, 1.0)
 
 
 def launch_backward(

@@ -29,14 +29,12 @@ from sagesim_kernels.operands import (
     Rows,
     RowStatistics,
     Softcap,
+    Splits,
     Strided,
-    add_splits,
     choose_backward_heads,
     ds_row_sums,
-    empty_splits,
     finish_dq,
     padded,
-    query_heads_per_program,
 )
 from sagesim_kernels.target import multiprocessor_count
 
@@ -89,30 +87,27 @@ def launch_backward(
     do16 = operands.get("dp", "do")
     k16, mean = operands.get_unsmoothed("dq", "k")
     kv_heads, d, d_v = dk.shape[1], dk.shape[3], dv.shape[3]
-    groups = query_heads_per_program(kv_heads, problem.groups, MOST_QUERY_HEADS)
-    splits = problem.groups // groups
+    splits = Splits.of(problem, MOST_QUERY_HEADS)
     lengths, scale = problem.lengths, problem.scale
     has_dq_warps = channels == 64
     config = Config(
-        groups=groups,
-        splits=splits,
+        groups=splits.query_heads,
+        splits=splits.programs,
         d=d,
         d_v=d_v,
         has_dq_warps=has_dq_warps,
         is_copied=operands.stored,
     )
     tokens_k = k8.scale.shape[1] * _BLOCK_Q
-    dk_parts, dv_parts = dk, dv
-    if splits > 1:
-        dk_parts, dv_parts = empty_splits(dk, splits), empty_splits(dv, splits)
-    tiles = Grid(-(-problem.longest_k // _TILE_K), kv_heads * splits, problem.sequences)
+    dk_parts, dv_parts = splits.parts(dk), splits.parts(dv)
+    tiles = Grid(-(-problem.longest_k // _TILE_K), dk_parts.shape[1], problem.sequences)
     heads_per_group = choose_backward_heads(
         problem.longest_q,
         problem.longest_k,
         problem.longest_offset,
         _TILE_K,
         tiles.heads * tiles.sequences,
-        groups,
+        splits.query_heads,
         multiprocessor_count(),
         lowest=problem.longest_lowest,
     )
@@ -155,9 +150,8 @@ def launch_backward(
         num_warps=WARPS.value,
         **LAUNCH,
     )
-    if splits > 1:
-        add_splits(problem, dk_parts, dk, scale)
-        add_splits(problem, dv_parts, dv, 1.0)
+    splits.add(problem, dk_parts, dk, scale)
+    splits.add(problem, dv_parts, dv, 1.0)
     if is_one_part:
         return
     if ds_sums is None:

@@ -34,13 +34,11 @@ from sagesim_kernels.operands import (
     OperandCache,
     Rows,
     RowStatistics,
+    Splits,
     Strided,
-    add_splits,
     choose_backward_heads,
-    empty_splits,
     finish_dq,
     padded,
-    query_heads_per_program,
     stored_tokens,
 )
 from sagesim_kernels.target import multiprocessor_count
@@ -87,25 +85,22 @@ def launch_backward(
     do16, v16 = operands.get("dp", "do"), operands.get("dp", "v")
     k_right = operands.get("dq", "k")
     lengths, scale = problem.lengths, problem.scale
-    groups = query_heads_per_program(kv_heads, problem.groups, MOST_QUERY_HEADS)
-    splits = problem.groups // groups
+    splits = Splits.of(problem, MOST_QUERY_HEADS)
     tokens_k = stored_tokens(problem.cu_k, problem.k)
-    dk_parts, dv_parts = dk, dv
-    if splits > 1:
-        dk_parts, dv_parts = empty_splits(dk, splits), empty_splits(dv, splits)
-    tiles = Grid(-(-problem.longest_k // _TILE_K), kv_heads * splits, problem.sequences)
+    dk_parts, dv_parts = splits.parts(dk), splits.parts(dv)
+    tiles = Grid(-(-problem.longest_k // _TILE_K), dk_parts.shape[1], problem.sequences)
     heads_per_group = choose_backward_heads(
         problem.longest_q,
         problem.longest_k,
         problem.longest_offset,
         _TILE_K,
         tiles.heads * tiles.sequences,
-        groups,
+        splits.query_heads,
         multiprocessor_count(),
     )
     config = CodesConfig(
-        groups=groups,
-        splits=splits,
+        groups=splits.query_heads,
+        splits=splits.programs,
         d=d,
         d_v=d_v,
         q_channels=q_right.CHANNELS.value,
@@ -142,12 +137,11 @@ def launch_backward(
         heads_per_group,
         dq_sums.tokens,
         tokens_k,
-        scale if splits == 1 else 1.0,
+        splits.factor(scale),
         config,
         num_warps=WARPS.value,
         **LAUNCH,
     )
-    if splits > 1:
-        add_splits(problem, dk_parts, dk, scale)
-        add_splits(problem, dv_parts, dv, 1.0)
+    splits.add(problem, dk_parts, dk, scale)
+    splits.add(problem, dv_parts, dv, 1.0)
     finish_dq(problem, dq_sums, statistics.lse2, d_lse, operands.subtracted, dq)

@@ -28,17 +28,15 @@ from sagesim_kernels.operands import (
     Rows,
     RowStatistics,
     Softcap,
+    Splits,
     Strided,
-    add_splits,
     ds_row_sums,
-    empty_splits,
     head_pointers,
     length_of,
     load_rows,
     load_shift,
     load_token_scales,
     program_coordinates,
-    query_heads_per_program,
     rowsum_do_o,
     store_rows,
     stored_start_of,
@@ -105,7 +103,7 @@ def launch_backward(
     q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
     q16, k16 = operands.get("dk", "q"), operands.get("dq", "k")
     v16, do16 = operands.get("dp", "v"), operands.get("dp", "do")
-    kv_heads, heads, d, d_v = dk.shape[1], dq.shape[1], dk.shape[3], dv.shape[3]
+    heads, d, d_v = dq.shape[1], dk.shape[3], dv.shape[3]
     tile_d, tile_dv = tile_channels(d), tile_channels(d_v)
     tokens_q = stored_tokens(problem.cu_q, problem.q)
     row_stats = dq.new_empty(heads * tokens_q * 4, dtype=torch.float32)
@@ -132,14 +130,12 @@ def launch_backward(
     do_numbers, v_numbers = of_numbers(do16, tile_dv), of_numbers(v16, tile_dv)
     q_right, k_right = of_numbers(q16, tile_d), of_numbers(k16, tile_d)
     stats = TensorDescriptor.from_tensor(row_stats, [ROW_STATS.value], STATS_LAYOUT.value)
-    groups = query_heads_per_program(kv_heads, problem.groups, MOST_QUERY_HEADS)
-    splits = problem.groups // groups
+    splits = Splits.of(problem, MOST_QUERY_HEADS)
     is_large = tile_d + tile_dv > 2 * 192
 
     def compute_of_keys(grad: Tensor, own: Side, streamed: Side, config: Config, scale: float):
         """Fill grad, dK or dV, as the sum of parts if several programs share a tile of keys."""
-        parts = grad if splits == 1 else empty_splits(grad, splits)
-        factor = scale if splits == 1 else 1.0
+        parts = splits.parts(grad)
         lse2 = statistics.lse2
         launch_wide(
             problem,
@@ -148,13 +144,12 @@ def launch_backward(
             own,
             streamed,
             k8.scale,
-            factor,
+            splits.factor(scale),
             config,
             stats=stats,
             softcap=softcap,
         )
-        if splits > 1:
-            add_splits(problem, parts, grad, scale)
+        splits.add(problem, parts, grad, scale)
 
     for_dv = Config(
         is_forward=False,
@@ -162,8 +157,8 @@ def launch_backward(
         has_dp=False,
         stages=3 if is_large else 4,
         right_stages=4,
-        groups=groups,
-        splits=splits,
+        groups=splits.query_heads,
+        splits=splits.programs,
         tile_d=tile_d,
         tile_dv=tile_dv,
         channels=d_v,

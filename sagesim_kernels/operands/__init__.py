@@ -169,7 +169,7 @@ from sagesim_kernels.operands.sinks import (
     sink_probabilities,
 )
 from sagesim_kernels.operands.softcap import Softcap, load_shift, tanh
-from sagesim_kernels.operands.splits import add_splits, empty_splits, query_heads_per_program
+from sagesim_kernels.operands.splits import Splits, query_heads_per_program
 
 __all__ = [
     "CODE_UNIT",
@@ -203,6 +203,7 @@ __all__ = [
     "RowStatistics",
     "Rows",
     "Softcap",
+    "Splits",
     "Strided",
     "SubtractedMeans",
     "TokenBlocks",
@@ -210,7 +211,6 @@ __all__ = [
     "add_part",
     "add_sink",
     "add_sink_of_rows",
-    "add_splits",
     "amax",
     "apply_k_scale",
     "arguments_of",
@@ -231,7 +231,6 @@ __all__ = [
     "compute_units",
     "coordinates_of",
     "ds_row_sums",
-    "empty_splits",
     "exponential_codes",
     "finish_dq",
     "first_live_key",

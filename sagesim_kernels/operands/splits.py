@@ -1,12 +1,11 @@
 """Parts of dK and dV of several programs, and their sum in a fixed order.
 
-If there are few heads of K and V, the query heads of a group are divided among programs: see
-`query_heads_per_program`.
+If there are few heads of K and V, the query heads of a group are divided among programs.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -45,17 +44,6 @@ def query_heads_per_program(heads: int, groups: int, most: int) -> int:
     return next((n for n in divisors if heads * groups // n >= _FEWEST_HEADS), 1)
 
 
-def empty_splits(grad: Tensor, splits: int) -> Tensor:
-    """Return memory for the parts, float32 [sequences, heads * splits, keys, channels].
-
-    grad: the gradient of K or V, [sequences, heads, keys, channels].
-    """
-    sequences, heads, *tokens = grad.shape
-    return torch.empty(
-        (sequences, heads * splits, *tokens), dtype=torch.float32, device=grad.device
-    )
-
-
 @triton.jit
 def add_splits_kernel(
     grid, parts, out, lengths, scale, SPLITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr
@@ -75,20 +63,53 @@ def add_splits_kernel(
     store_tokens(out, lengths.cu_k, b, h, first, n_k, total * scale, D)
 
 
-def add_splits(problem: KernelProblem, parts: Tensor, grad: Tensor, scale: float) -> None:
-    """Fill grad, any strides, with scale times the sum of its parts; see `empty_splits`."""
-    heads, d = grad.shape[1], grad.shape[3]
-    grid = Grid(-(-problem.longest_k // _BLOCK.value), heads, problem.sequences)
-    launch(
-        add_splits_kernel,
-        grid.programs,
-        grid,
-        Strided.of(parts),
-        Strided.of(grad),
-        problem.lengths,
-        scale,
-        parts.shape[1] // heads,
-        d,
-        padded(d),
-        **LAUNCH,
-    )
+class Splits(NamedTuple):
+    """How programs of a backward divide the query heads of a group."""
+
+    programs: int  #: for each tile of keys
+    query_heads: int  #: of a program
+
+    @classmethod
+    def of(cls, problem: KernelProblem, most: int) -> Splits:
+        """Return the division for a problem; a program has at most `most` query heads."""
+        query_heads = query_heads_per_program(problem.k.shape[1], problem.groups, most)
+        return cls(problem.groups // query_heads, query_heads)
+
+    def parts(self, grad: Tensor) -> Tensor:
+        """Return the gradient itself if one program computes it, else memory for its parts.
+
+        grad: of K or V, [sequences, heads, keys, channels]. Parts are float32 [sequences,
+        heads * programs, keys, channels].
+        """
+        if self.programs == 1:
+            return grad
+        sequences, heads, *tokens = grad.shape
+        shape = (sequences, heads * self.programs, *tokens)
+        return torch.empty(shape, dtype=torch.float32, device=grad.device)
+
+    def factor(self, scale: float) -> float:
+        """Return the factor of each part, if scale is that of the gradient."""
+        return scale if self.programs == 1 else 1.0
+
+    def add(self, problem: KernelProblem, parts: Tensor, grad: Tensor, scale: float) -> None:
+        """Fill grad, any strides, with scale times the sum of its parts.
+
+        Do nothing if grad is the only part.
+        """
+        if self.programs == 1:
+            return
+        heads, d = grad.shape[1], grad.shape[3]
+        grid = Grid(-(-problem.longest_k // _BLOCK.value), heads, problem.sequences)
+        launch(
+            add_splits_kernel,
+            grid.programs,
+            grid,
+            Strided.of(parts),
+            Strided.of(grad),
+            problem.lengths,
+            scale,
+            self.programs,
+            d,
+            padded(d),
+            **LAUNCH,
+        )

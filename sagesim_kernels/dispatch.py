@@ -61,16 +61,20 @@ def forward(
         sink2 = sink_logits(problem, shift)
         gluon.launch_forward(problem, operands, o, lse2, shift=shift, sink2=sink2)
     else:
-        operands = OperandCache(problem) if operands is None else operands
+        is_for_mma_sync = trace is None and ampere.serves_forward(problem)
+        stored = is_for_mma_sync and ampere.has_to_copy(problem)
+        if operands is None or stored:
+            operands = OperandCache(problem, stored=stored)
         if trace is None and hopper.serves_forward_in_codes(problem):
             from sagesim_kernels.hopper import forward_codes as gluon
 
             gluon.launch_forward(problem, operands, o, lse2)
-        elif trace is None and ampere.serves_forward(problem):
+        elif is_for_mma_sync:
             from sagesim_kernels.ampere import forward as gluon
 
             operands.quantize(*_FORWARD)
-            gluon.launch_forward(problem, operands, o, lse2)
+            sink2 = sink_logits(problem, _shift(problem, operands))
+            gluon.launch_forward(problem, operands, o, lse2, sink2=sink2)
         else:
             operands.quantize(*_FORWARD)
             shift = _shift(problem, operands)
@@ -151,16 +155,20 @@ def backward(
             operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
         gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)
     else:
-        if operands is None:
-            operands = OperandCache(problem, do, k_mean=result.k_mean)
+        is_for_mma_sync = traces == UNTRACED and ampere.serves_backward(problem)
+        stored = is_for_mma_sync and ampere.has_to_copy(problem)
+        if operands is None or stored:
+            operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
         operands.quantize(*_BACKWARD)
-        if traces == UNTRACED and ampere.serves_backward(problem):
+        shift = _shift(problem, operands)
+        p_sink = _p_sink(problem, shift, lse2)
+        if is_for_mma_sync:
             from sagesim_kernels.ampere import backward as gluon
 
-            gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)
+            gluon.launch_backward(
+                problem, operands, o, do, statistics, d_lse_rows, grads, p_sink=p_sink
+            )
         else:
-            shift = _shift(problem, operands)
-            p_sink = _p_sink(problem, shift, lse2)
             portable.launch_backward(
                 problem,
                 operands,

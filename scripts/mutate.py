@@ -790,9 +790,10 @@ BUGS = (
     Bug(
         "stale stride: dO taken for contiguous",
         "dispatch.py",
-        "OperandCache(problem, do, k_mean=result.k_mean)",
-        "OperandCache(problem, do.as_strided(do.shape, torch.empty(do.shape).stride()), "
-        "k_mean=result.k_mean)",
+        "        operands.quantize(*_BACKWARD)",
+        "        do = do.as_strided(do.shape, torch.empty(do.shape).stride())\n"
+        "        operands = OperandCache(problem, do, k_mean=result.k_mean)\n"
+        "        operands.quantize(*_BACKWARD)",
     ),
     Bug(
         "query heads grouped by remainder",

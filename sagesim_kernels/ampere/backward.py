@@ -33,6 +33,7 @@ from sagesim_kernels.operands import (
     Splits,
     Strided,
     choose_backward_heads,
+    ds_row_sums,
     finish_dq,
     padded,
     stored_tokens,
@@ -126,7 +127,7 @@ def launch_kernel(
     dk, dv = splits.parts(grads.dk), splits.parts(grads.dv)
     heads = dk.shape[1]
     heads_per_group = 1  # without a mask all tiles take the same time
-    if offset is not None:
+    if offset is not None or problem.longest_lowest is not None:
         heads_per_group = choose_backward_heads(
             problem.longest_q,
             problem.longest_k,
@@ -135,6 +136,7 @@ def launch_kernel(
             heads * problem.sequences,
             splits.query_heads,
             programs_at_a_time(tile),
+            problem.longest_lowest,
         )
     tiles = -(-problem.longest_k // tile.rows)
     grid = OrderedGrid(tiles, heads, problem.sequences, heads_per_group)
@@ -185,6 +187,8 @@ def launch_backward(
     statistics: RowStatistics,
     d_lse: Rows | None,
     grads: Gradients,
+    *,
+    p_sink: Tensor | None = None,
 ) -> None:
     """Fill grads, any strides, and statistics.delta; see `portable.launch_backward`."""
     d, heads = problem.q.shape[3], problem.q.shape[1]
@@ -213,4 +217,5 @@ def launch_backward(
         lambda tile: launch_kernel(tile, problem, operands, row_stats, dq_sums, grads, maps),
         f"the backward at head size {d}",
     )
-    finish_dq(problem, dq_sums, statistics.lse2, d_lse, operands.subtracted, grads.dq)
+    ds_sums = ds_row_sums(problem, p_sink, statistics, d_lse)
+    finish_dq(problem, dq_sums, statistics.lse2, ds_sums, operands.subtracted, grads.dq)

@@ -49,6 +49,13 @@ from sagesim_kernels.ampere.map_codes import (
     store_maxima,
     store_pairs,
 )
+from sagesim_kernels.ampere.parts import (
+    PARTS,
+    part_of,
+    query_limits,
+    query_parts,
+    visible_queries,
+)
 from sagesim_kernels.ampere.query_buffers import (
     STATS,
     QueryBuffers,
@@ -59,12 +66,12 @@ from sagesim_kernels.ampere.query_buffers import (
 from sagesim_kernels.gluon_compat import barrier, reinterpret
 from sagesim_kernels.operands import (
     causal_offset,
+    first_live_key,
     head_pointers,
     length_of,
     live_keys,
     live_queries,
     ordered_coordinates,
-    query_loop_bounds,
     stored_start_of,
 )
 
@@ -160,7 +167,7 @@ def ampere_backward(
     if first >= n_stored:
         return
     first_live, n_q = live_queries(lengths, b)
-    n_k = live_keys(lengths, b)
+    n_k, first_key = live_keys(lengths, b), first_live_key(lengths, b)
     offset = causal_offset(lengths, b)
     SHARES_DS: gl.constexpr = dq_product.PER_TILE and dk_product.PER_TILE
     # Each warp that loads dS in float32 rounds it: fewer of them load the same queries then.
@@ -174,7 +181,7 @@ def ampere_backward(
     if IN_PAIRS:
         local = in_pair_order(local)
     keys = first + local
-    first_query = gl.where(keys < n_k, keys - offset, 0x7FFFFFFF)[:, None]  # that attends to a key
+    first_query, last_query = query_limits(lengths, b, keys, n_k, offset)
     last_block = (n_stored - 1) // BLOCK * BLOCK
     second = gl.minimum(first + BLOCK, last_block)  # the second block of keys
 
@@ -183,8 +190,8 @@ def ampere_backward(
     kr_base, kr_scales = head_pointers(k_right, lengths.cu_k, lengths.n_k, b, k_head)
     k_s = gl.allocate_shared_memory(QT, [KEYS, CHANNELS], rows_layout(CHANNELS, BITS))
     v_s = gl.allocate_shared_memory(DT, [KEYS, CHANNELS], rows_layout(CHANNELS, 16))
-    copy_tokens(k, k_base, first, 0, n_k, k_s, IN_PAIRS)
-    copy_tokens(v, v_base, first, 0, n_k, v_s, IN_PAIRS)
+    copy_tokens(k, k_base, first, first_key, n_k, k_s, IN_PAIRS)
+    copy_tokens(v, v_base, first, first_key, n_k, v_s, IN_PAIRS)
     kr_scales_s = scale_buffer(k_right, k_s, BLOCKS, CHANNELS)
     if CONFIG.k_right == 8:
         if SHARES_DS:
@@ -213,7 +220,7 @@ def ampere_backward(
         if CONFIG.k_right == 16:
             kr_s = gl.allocate_shared_memory(KT, [BLOCKS, BLOCK, CHANNELS], K_TILE)
             tile = reinterpret(kr_s, KT, [KEYS, CHANNELS], K_TILE)
-            copy_tokens(k_right, kr_base, first, 0, n_k, tile)
+            copy_tokens(k_right, kr_base, first, first_key, n_k, tile)
         else:
             kr_s = reinterpret(k_s, KT, [BLOCKS, BLOCK, CHANNELS], K_TILE)
         if ACROSS > 1:
@@ -242,10 +249,8 @@ def ampere_backward(
         gl.allocate_shared_memory(gl.float32, [STAGES * STATS, QUERIES], VECTOR),
     )
 
-    begin, unmasked = query_loop_bounds(first, KEYS, QUERIES, n_k, offset, first_live, n_q)
-    begin = begin // QUERIES
-    unmasked = (unmasked + QUERIES - 1) // QUERIES
-    end = (n_q + QUERIES - 1) // QUERIES
+    parts = query_parts(lengths, b, first, KEYS, QUERIES, n_k, offset, first_live, n_q)
+    begin, end = parts.begin, parts.end
     first_head = out_head * GROUPS
     start_q = stored_start_of(lengths.cu_q, lengths.n_q, b)
     if begin < end:
@@ -266,8 +271,10 @@ def ampere_backward(
     n = 0
     for index in range(GROUPS):
         h = first_head + index
-        for MASKED in gl.static_range(1, -1, -1):
-            for block in range(begin if MASKED else unmasked, unmasked if MASKED else end):
+        # Without a limit on the left, no query after those that attend to all keys needs a mask.
+        for PART in gl.static_range(PARTS if lengths.left is not None else PARTS - 1):
+            part_begin, part_end = part_of(parts, PART)
+            for block in range(part_begin, part_end):
                 stage = n % STAGES
                 _dor_base, dor_scales = head_pointers(do_right, lengths.cu_q, lengths.n_q, b, h)
                 _qr_base, qr_scales = head_pointers(q_right, lengths.cu_q, lengths.n_q, b, h)
@@ -286,7 +293,7 @@ def ampere_backward(
                         next_head, next_block, n % STAGES, sizes, CONFIG,
                     )  # fmt: skip
                 query = block * QUERIES
-                queries = (query + gl.arange(0, QUERIES, COLUMNS))[None, :]
+                queries = query + gl.arange(0, QUERIES, COLUMNS)
 
                 if SHARES_CODES:
                     s = registers_product(k_left, buffers.q.index(stage), ST)
@@ -302,8 +309,8 @@ def ampere_backward(
                     s = s * (k_scale * 0.0009765625)[:, None]
                     factor = _row_stats(buffers, stage, 0, COLUMNS)[None, :] * 1024.0
                 s = scaled_difference(s, factor, _row_stats(buffers, stage, 1, COLUMNS)[None, :])
-                if MASKED:
-                    visible = queries >= first_query
+                if PART != 1:
+                    visible = visible_queries(lengths, queries, first_query, last_query)
                     s = gl.where(visible, s, -float("inf"))
                 p = gl.exp2(s)
                 if ACROSS == 1:
@@ -320,7 +327,7 @@ def ampere_backward(
                 else:
                     dp = shared_product(v_s, buffers.do.index(stage), ST, _BYTES)
                 ds = p * (dp - _row_stats(buffers, stage, 2, COLUMNS)[None, :])
-                if MASKED:
+                if PART != 1:
                     ds = gl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0
                 if ACROSS == 1:
                     largest = maxima(ds, dk_product, buffers.q_right, ds_maxima)

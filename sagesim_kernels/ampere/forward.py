@@ -39,6 +39,7 @@ def grid_of_queries(problem: KernelProblem, tile: Tile) -> OrderedGrid:
         problem.longest_q,
         problem.longest_k,
         problem.longest_offset,
+        problem.longest_lowest,
         tile.rows,
         heads * problem.sequences,
         programs_at_a_time(tile),
@@ -47,8 +48,15 @@ def grid_of_queries(problem: KernelProblem, tile: Tile) -> OrderedGrid:
     return OrderedGrid(tiles, heads, problem.sequences, heads_per_group)
 
 
-def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, lse2: Tensor) -> None:
-    """Fill o and lse2; see `portable.launch_forward`."""
+def launch_forward(
+    problem: KernelProblem,
+    operands: OperandCache,
+    o: Tensor,
+    lse2: Tensor,
+    *,
+    sink2: Tensor | None = None,
+) -> None:
+    """Fill o and lse2, which is contiguous; see `portable.launch_forward`."""
     q, k, v = operands.get("qk", "q"), operands.get("qk", "k"), operands.get("pv", "v")
     channels = padded(problem.q.shape[3])
 
@@ -63,6 +71,7 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
             v,
             Strided.of(o),
             Rows.of(lse2),
+            sink2,
             problem.lengths,
             problem.scale * LOG2_E,
             problem.scale < 0,

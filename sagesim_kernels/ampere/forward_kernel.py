@@ -35,14 +35,16 @@ from sagesim_kernels.ampere.device import (
     token_scale_buffer,
 )
 from sagesim_kernels.ampere.map_codes import as_left_codes
+from sagesim_kernels.ampere.parts import PARTS, key_parts, part_of, visible_keys
 from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.operands import (
     CODE_UNIT,
     LOG2_ONE,
+    add_sink_of_rows,
     causal_offset,
     exponential_codes,
+    first_live_key,
     head_pointers,
-    key_loop_bounds,
     length_of,
     live_keys,
     live_queries,
@@ -96,14 +98,14 @@ def _add_partial_sums(part, p, weight, shrink):
 
 @gluon.jit
 def _copy_keys(
-    k, v, k_base, v_base, k_scales, v_scales, key, n_k, k_s, v_s, k_scales_s, scales_s, stage,
-    sizes,
+    k, v, k_base, v_base, k_scales, v_scales, key, lowest, n_k, k_s, v_s, k_scales_s, scales_s,
+    stage, sizes,
 ):  # fmt: skip
-    """Start to copy a block of keys and values to a stage."""
-    copy_tokens(k, k_base, key, 0, n_k, k_s.index(stage))
+    """Start to copy a block of keys and values to a stage; see `copy_tokens`."""
+    copy_tokens(k, k_base, key, lowest, n_k, k_s.index(stage))
     copy_token_scales(k, k_scales, key, n_k, k_scales_s, stage)
     if v.scale is None:
-        copy_tokens(v, v_base, key, 0, n_k, v_s.index(stage))
+        copy_tokens(v, v_base, key, lowest, n_k, v_s.index(stage))
     else:
         copy_channels(v, v_base, key, v_s.index(stage))
         copy_scales(v, v_scales, key, scales_s, stage, sizes.DV)
@@ -112,12 +114,13 @@ def _copy_keys(
 
 @gluon.jit
 def ampere_forward(
-    grid, q, k, v, o, lse2, lengths, scale_log2, IS_NEGATIVE: gl.constexpr, sizes,
+    grid, q, k, v, o, lse2, sink2, lengths, scale_log2, IS_NEGATIVE: gl.constexpr, sizes,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute O and the logsumexp, in base 2, of a tile of queries.
 
-    The arguments are those of `portable.forward.forward_kernel`. CONFIG: `RowConfig`.
+    The arguments are those of `portable.forward.forward_kernel`, but sink2 is a pointer to sinks
+    with the strides of lse2, or None. CONFIG: `RowConfig`.
     """
     ROWS_OF_TILE: gl.constexpr = CONFIG.queries
     STAGES: gl.constexpr = CONFIG.stages
@@ -137,7 +140,7 @@ def ampere_forward(
         return
     k_head = h // sizes.GROUPS
     first_live, _unused = live_queries(lengths, b)
-    n_k = live_keys(lengths, b)
+    n_k, first_key = live_keys(lengths, b), first_live_key(lengths, b)
     offset = causal_offset(lengths, b)
     queries = first + gl.arange(0, ROWS_OF_TILE, ROWS)
     end_of_keys = gl.minimum(queries + offset + 1, n_k)  # that a query attends to
@@ -156,12 +159,14 @@ def ampere_forward(
         if v.BY_CHANNEL:
             scales_s = gl.allocate_shared_memory(gl.float32, [STAGES, CHANNELS], VECTOR)
 
-    unmasked_end, end = key_loop_bounds(first, ROWS_OF_TILE, BLOCK, n_k, offset)
+    parts = key_parts(lengths, b, first, ROWS_OF_TILE, n_k, offset)
+    begin = parts.begin + parts.whole_end * 0  # a variable, because the loops copy keys, too
+    end = parts.end
     copy_tokens(q, q_base, first, first_live, n_q, q_s)
     async_copy.commit_group()
-    if end > 0:
+    if begin < end:
         _copy_keys(
-            k, v, k_base, v_base, k_scales, v_scales, unmasked_end * 0, n_k, k_s, v_s, k_scales_s,
+            k, v, k_base, v_base, k_scales, v_scales, begin, first_key, n_k, k_s, v_s, k_scales_s,
             scales_s, 0, sizes,
         )  # fmt: skip
     factor = query_factors(q, q_scales, queries, n_q, scale_log2)
@@ -174,13 +179,16 @@ def ampere_forward(
     )  # of the row sums, if P is in codes
     total0 = gl.zeros([ROWS_OF_TILE, CHUNK], gl.float32, ACC)
     total1 = total0
-    k_scale = block_scale(k, k_scales, 0, end > 0)
+    k_scale = block_scale(k, k_scales, begin, begin < end)
     async_copy.wait_group(0)
     barrier()  # All warps see the queries that were copied.
     q_left = left_tokens(q_s, ACC)
     n = 0
-    for MASKED in gl.static_range(2):
-        for key in range(unmasked_end if MASKED else 0, end if MASKED else unmasked_end, BLOCK):
+    # Without a limit on the left and a key mask, there are no masked keys before the second part.
+    FIRST_PART: gl.constexpr = 1 if lengths.left is None and lengths.key_mask is None else 0
+    for PART in gl.static_range(FIRST_PART, PARTS):
+        part_begin, part_end = part_of(parts, PART)
+        for key in range(part_begin, part_end, BLOCK):
             stage = n % STAGES
             n += 1
             # The last step copies keys that no step uses.
@@ -188,7 +196,7 @@ def ampere_forward(
             async_copy.wait_group(0)
             barrier()  # All warps have finished the step before, and see what was copied.
             _copy_keys(
-                k, v, k_base, v_base, k_scales, v_scales, next_key, n_k, k_s, v_s,
+                k, v, k_base, v_base, k_scales, v_scales, next_key, first_key, n_k, k_s, v_s,
                 k_scales_s, scales_s, n % STAGES, sizes,
             )  # fmt: skip
             this_scale = k_scale
@@ -199,9 +207,10 @@ def ampere_forward(
                 s = -s
             # The factor must not be negative, so that a row's maximum of s is that of its logits.
             tile_factor = gl.abs(tile_factor)
-            if MASKED:
+            if PART != 1:
                 keys = key + gl.arange(0, BLOCK, COLUMNS)
-                s = gl.where(keys[None, :] < end_of_keys[:, None], s, -float("inf"))
+                visible = visible_keys(lengths, b, queries, end_of_keys, keys, n_k)
+                s = gl.where(visible, s, -float("inf"))
             tile_max = _upper_max(gl.max(s, 1), tile_factor)
             # -inf times a factor of 0 or NaN would be NaN. If the factor is NaN, so is the maximum,
             # except in rows of which every entry is masked.
@@ -242,6 +251,12 @@ def ampere_forward(
     if v.scale is not None:
         row_sum = gl.convert_layout(gl.sum(part, 1), ROWS)
         row_max = -level
+    if sink2 is not None:
+        row_sum, row_max, sqrt_rescale = add_sink_of_rows(
+            sink2, lse2, lengths.cu_q, b, h, queries, n_q, row_sum, row_max
+        )
+        total0 = total0 * sqrt_rescale[:, None] * sqrt_rescale[:, None]
+        total1 = total1 * sqrt_rescale[:, None] * sqrt_rescale[:, None]
     # A sum of NaN is not 0. If the magnitude of the logits is above 2^28, all P of a row may be 0.
     has_keys = (row_sum != 0.0) | (row_max > -float("inf"))
     row_sum = gl.where(row_sum != 0.0, row_sum, 1.0)

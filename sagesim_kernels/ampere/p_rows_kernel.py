@@ -24,11 +24,12 @@ from sagesim_kernels.ampere.device import (
     scaled_difference,
     token_scale_buffer,
 )
+from sagesim_kernels.ampere.parts import PARTS, key_parts, part_of, visible_keys
 from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.operands import (
     causal_offset,
+    first_live_key,
     head_pointers,
-    key_loop_bounds,
     length_of,
     live_keys,
     live_queries,
@@ -40,12 +41,12 @@ from sagesim_kernels.operands import (
 
 @gluon.jit
 def _copy_keys(
-    k, v, k_base, v_base, k_scales, key, n_k, k_s, v_s, k_scales_s, stage
+    k, v, k_base, v_base, k_scales, key, lowest, n_k, k_s, v_s, k_scales_s, stage
 ):  # fmt: skip
-    """Start to copy a block of keys and values to a stage."""
-    copy_tokens(k, k_base, key, 0, n_k, k_s.index(stage))
+    """Start to copy a block of keys and values to a stage; see `copy_tokens`."""
+    copy_tokens(k, k_base, key, lowest, n_k, k_s.index(stage))
     copy_token_scales(k, k_scales, key, n_k, k_scales_s, stage)
-    copy_tokens(v, v_base, key, 0, n_k, v_s.index(stage))
+    copy_tokens(v, v_base, key, lowest, n_k, v_s.index(stage))
     async_copy.commit_group()
 
 
@@ -75,7 +76,7 @@ def ampere_p_rows(
         return
     k_head = h // sizes.GROUPS
     first_live, _unused = live_queries(lengths, b)
-    n_k = live_keys(lengths, b)
+    n_k, first_key = live_keys(lengths, b), first_live_key(lengths, b)
     offset = causal_offset(lengths, b)
     queries = first + gl.arange(0, TILE, ROWS)
     end_of_keys = gl.minimum(queries + offset + 1, n_k)  # that a query attends to
@@ -90,12 +91,14 @@ def ampere_p_rows(
     k_scales_s = token_scale_buffer(k, k_s)
     v_s = gl.allocate_shared_memory(VT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, 16))
 
-    unmasked_end, end = key_loop_bounds(first, TILE, BLOCK, n_k, offset)
+    parts = key_parts(lengths, b, first, TILE, n_k, offset)
+    begin = parts.begin + parts.whole_end * 0  # a variable, because the loops copy keys, too
+    end = parts.end
     copy_tokens(q, q_base, first, first_live, n_q, q_s)
     copy_tokens(do, do_base, first, first_live, n_q, do_s)
     async_copy.commit_group()
-    if end > 0:
-        _copy_keys(k, v, k_base, v_base, k_scales, unmasked_end * 0, n_k, k_s, v_s, k_scales_s, 0)
+    if begin < end:
+        _copy_keys(k, v, k_base, v_base, k_scales, begin, first_key, n_k, k_s, v_s, k_scales_s, 0)
     factor = query_factors(q, q_scales, queries, n_q, scale_log2)
     is_query = queries < n_q
     lse2_ptrs = row_base(lse2, lengths.cu_q, b, h) + queries
@@ -103,14 +106,17 @@ def ampere_p_rows(
 
     p_sum = gl.zeros([TILE], gl.float32, ROWS)
     delta_sum = gl.zeros([TILE], gl.float32, ROWS)
-    k_scale = block_scale(k, k_scales, 0, end > 0)
+    k_scale = block_scale(k, k_scales, begin, begin < end)
     async_copy.wait_group(0)
     barrier()  # All warps see the queries that were copied.
     q_left = left_tokens(q_s, ACC)
     do_left = left_tokens(do_s, ACC)
     n = 0
-    for MASKED in gl.static_range(2):
-        for key in range(unmasked_end if MASKED else 0, end if MASKED else unmasked_end, BLOCK):
+    # Without a limit on the left and a key mask, there are no masked keys before the second part.
+    FIRST_PART: gl.constexpr = 1 if lengths.left is None and lengths.key_mask is None else 0
+    for PART in gl.static_range(FIRST_PART, PARTS):
+        part_begin, part_end = part_of(parts, PART)
+        for key in range(part_begin, part_end, BLOCK):
             stage = n % STAGES
             n += 1
             # The last step copies keys that no step uses.
@@ -118,24 +124,24 @@ def ampere_p_rows(
             async_copy.wait_group(0)
             barrier()  # All warps have finished the step before, and see what was copied.
             _copy_keys(
-                k, v, k_base, v_base, k_scales, next_key, n_k, k_s, v_s,
-                k_scales_s, n % STAGES,
+                k, v, k_base, v_base, k_scales, next_key, first_key, n_k, k_s, v_s, k_scales_s,
+                n % STAGES,
             )  # fmt: skip
             this_scale = k_scale
             k_scale = block_scale(k, k_scales, next_key, True)
             s = registers_product(q_left, k_s.index(stage), ACC)
             s, tile_factor = apply_k_scale(s, factor, k, this_scale, k_scales_s, stage)
             s = scaled_difference(s, tile_factor[:, None], row_lse2[:, None])
-            if MASKED:
+            if PART != 1:
                 keys = key + gl.arange(0, BLOCK, gl.SliceLayout(0, ACC))
-                visible = keys[None, :] < end_of_keys[:, None]
+                visible = visible_keys(lengths, b, queries, end_of_keys, keys, n_k)
                 s = gl.where(visible, s, -float("inf"))
             p = gl.exp2(s)
             p_sum += gl.sum(p, 1)
             if delta is not None:
                 dp = registers_product(do_left, v_s.index(stage), ACC)
                 p_dp = p * dp
-                if MASKED:
+                if PART != 1:
                     p_dp = gl.where(visible, p_dp, 0.0)  # dP may be NaN where P is 0
                 delta_sum += gl.sum(p_dp, 1)
 

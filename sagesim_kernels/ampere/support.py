@@ -49,7 +49,7 @@ def _serves(problem: KernelProblem) -> bool:
     spec, channels = problem.spec, padded(problem.q.shape[3])
     return (
         not IS_INTERPRETED
-        and problem.extras.is_none
+        and problem.extras.softcap is None
         and channels == padded(problem.v.shape[3])
         and channels in CHANNELS
         and spec.block_q == spec.block_k == BLOCK
@@ -78,6 +78,15 @@ def _has_format(matmul: MatmulSpec) -> bool:
 def _serves_backward(spec: AttentionSpec) -> bool:
     products = (spec.qk_recompute, spec.dv, spec.dq, spec.dk)
     return spec.dp.precision in DTYPES and all(map(_has_format, products))
+
+
+def has_to_copy(problem: KernelProblem) -> bool:
+    """Return whether 16-bit operands have to be copied to padded storage; see `OperandCache`.
+
+    The kernels look at no key mask when they copy tokens to shared memory. There, zeros have to be
+    in place of keys that the mask excludes, and of queries that attend to none of the others.
+    """
+    return problem.extras.key_mask is not None
 
 
 def programs_at_a_time(tile: Tile) -> int:

@@ -10,7 +10,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sagesim_kernels.hopper.forward_structures import KeyBlocks, Tile
-from sagesim_kernels.operands import causal_offset, key_loops, length_of, live_keys
+from sagesim_kernels.operands import (
+    causal_offset,
+    key_loops_without_padding,
+    length_of,
+    live_keys,
+)
 
 BLOCK = gl.constexpr(64)
 """Queries of a consumer, and keys of a step."""
@@ -49,31 +54,14 @@ def tile_of(wave, lengths, scheduler, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def loops_without_padding(lengths, b, first, ROWS: gl.constexpr, n_k, offset):
-    """Return what `operands.key_loops` does, for the keys that a key mask leaves.
-
-    None of whole..whole_end is padding. Of the others some may be.
-    """
-    begin, whole, whole_end, end = key_loops(lengths, b, first, ROWS, BLOCK, n_k, offset)
-    if lengths.key_mask is not None:
-        run = lengths.key_runs + b * 3
-        first_key = gl.load(run)
-        begin = gl.maximum(begin, first_key // BLOCK * BLOCK)
-        whole = gl.maximum(whole, (first_key + BLOCK - 1) // BLOCK * BLOCK)
-        whole_end = gl.minimum(whole_end, gl.load(run + 1) // BLOCK * BLOCK)
-        end = gl.minimum(end, gl.load(run + 2))
-    return begin, whole, whole_end, end
-
-
-@gluon.jit
 def key_blocks(first, ROWS: gl.constexpr, lengths, b):
     """Return the `KeyBlocks` of queries first..first + ROWS of sequence b.
 
     There is at least one block, so that queries that attend to no key need no code of their own.
     """
     n_k = live_keys(lengths, b)
-    begin, whole, whole_end, end = loops_without_padding(
-        lengths, b, first, ROWS, n_k, causal_offset(lengths, b)
+    begin, whole, whole_end, end = key_loops_without_padding(
+        lengths, b, first, ROWS, BLOCK, n_k, causal_offset(lengths, b)
     )
     end = gl.maximum((end + BLOCK - 1) // BLOCK, 1)
     begin = begin // BLOCK

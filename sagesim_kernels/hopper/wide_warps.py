@@ -25,12 +25,12 @@ from sagesim_kernels.hopper.channel_parts import (
     load_numbers,
 )
 from sagesim_kernels.hopper.forward_masks import key_indices
-from sagesim_kernels.hopper.forward_tiles import loops_without_padding
 from sagesim_kernels.hopper.wide_structures import Walk
 from sagesim_kernels.operands import (
     causal_offset,
     head_ptr,
     is_live_key,
+    key_loops_without_padding,
     live_keys,
     live_queries,
     query_loops,
@@ -72,7 +72,9 @@ def walk_of(first, ROWS: gl.constexpr, lengths, b, OWNS_QUERIES: gl.constexpr):
     first_live, n_q = live_queries(lengths, b)
     tail = 0
     if OWNS_QUERIES:
-        begin, whole, whole_end, end = loops_without_padding(lengths, b, first, ROWS, n_k, offset)
+        begin, whole, whole_end, end = key_loops_without_padding(
+            lengths, b, first, ROWS, BLOCK, n_k, offset
+        )
         begin = begin // BLOCK
         end = (end + BLOCK - 1) // BLOCK
         count = gl.maximum(end - begin, 0)

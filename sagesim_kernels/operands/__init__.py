@@ -86,12 +86,14 @@ from sagesim_kernels.operands.masking import (
     is_unmasked,
     key_loop_bounds,
     key_loops,
+    key_loops_without_padding,
     key_mask_of,
     live_keys,
     live_queries,
     lowest_diagonal,
     query_loop_bounds,
     query_loops,
+    unmasked_keys,
 )
 from sagesim_kernels.operands.means import (
     Means,
@@ -248,6 +250,7 @@ __all__ = [
     "key_bias",
     "key_loop_bounds",
     "key_loops",
+    "key_loops_without_padding",
     "key_mask_of",
     "largest",
     "length_of",
@@ -320,5 +323,6 @@ __all__ = [
     "token_ptrs",
     "tokens_by_tokens",
     "units_of",
+    "unmasked_keys",
     "upper_lse2",
 ]

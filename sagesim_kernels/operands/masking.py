@@ -118,17 +118,21 @@ def is_live_key(lengths, b, keys):
 
 
 @triton.jit
+def unmasked_keys(lengths, b, first, end):
+    """Return how many of the keys first..end the key mask leaves; 0 if end < first."""
+    row = lengths.key_counts + b.to(tl.int64) * (lengths.n_k + 1)  # of the keys before each key
+    has_range = end > first
+    until_end = tl.load(row + end, mask=has_range, other=0)
+    return until_end - tl.load(row + first, mask=has_range, other=0)
+
+
+@triton.jit
 def keys_of(lengths, b, queries):
     """Return the number of keys that each query attends to."""
     end = tl.minimum(_used_keys(lengths, b), queries + causal_offset(lengths, b) + 1)
     first = tl.maximum(queries + lowest_diagonal(lengths, b), 0)
     if lengths.key_mask is not None:
-        # key_counts[j] of the keys before j are not masked.
-        row = lengths.key_counts + b.to(tl.int64) * (lengths.n_k + 1)
-        has_range = end > first
-        return tl.load(row + end, mask=has_range, other=0) - tl.load(
-            row + first, mask=has_range, other=0
-        )
+        return unmasked_keys(lengths, b, first, end)
     else:
         return tl.maximum(end - first, 0)
 
@@ -196,6 +200,25 @@ def key_loops(lengths, b, first, TILE: tl.constexpr, BLOCK: tl.constexpr, n_k, o
         if whole >= whole_end:
             whole = begin
             whole_end = begin
+    return begin, whole, whole_end, end
+
+
+@triton.jit
+def key_loops_without_padding(
+    lengths, b, first, TILE: tl.constexpr, BLOCK: tl.constexpr, n_k, offset
+):
+    """Return what `key_loops` does, for the keys that a key mask leaves.
+
+    None of whole..whole_end is padding. Of the others some may be.
+    """
+    begin, whole, whole_end, end = key_loops(lengths, b, first, TILE, BLOCK, n_k, offset)
+    if lengths.key_mask is not None:
+        run = lengths.key_runs + b * 3
+        first_key = tl.load(run)
+        begin = tl.maximum(begin, first_key // BLOCK * BLOCK)
+        whole = tl.maximum(whole, tl.cdiv(first_key, BLOCK) * BLOCK)
+        whole_end = tl.minimum(whole_end, tl.load(run + 1) // BLOCK * BLOCK)
+        end = tl.minimum(end, tl.load(run + 2))
     return begin, whole, whole_end, end
 
 

@@ -98,22 +98,30 @@ def steps_of_query_tiles(
 
 @lru_cache(maxsize=4096)
 def choose_forward_heads(
-    n_q: int, n_k: int, offset: int | None, rows: int, heads: int, programs: int
+    n_q: int,
+    n_k: int,
+    offset: int | None,
+    lowest: int | None,
+    rows: int,
+    heads: int,
+    programs: int,
 ) -> int:
     """Return of how many heads programs that own queries compute the tiles at a time.
 
-    One without a limit: all tiles take the same time then.
+    One without a limit after the diagonal: all tiles take the same time then.
 
     Args:
-        n_q, n_k, offset, rows: see `steps_of_query_tiles`.
+        n_q, n_k, offset, lowest, rows: see `steps_of_query_tiles`.
         heads: of all sequences.
         programs: that run at the same time.
     """
     if offset is None:
         return 1
-    return _fewest(
-        -(-n_q // rows), heads, programs, lambda: steps_of_query_tiles(n_q, n_k, offset, None, rows)
-    )
+
+    def steps() -> NDArray[np.int64]:
+        return steps_of_query_tiles(n_q, n_k, offset, lowest, rows)
+
+    return _fewest(-(-n_q // rows), heads, programs, steps)
 
 
 @lru_cache(maxsize=4096)

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -38,6 +39,41 @@ class Call(NamedTuple):
     is_causal: bool = False
     scale: float | None = None
     dtype: torch.dtype = torch.bfloat16
+    window: tuple[int, int] = (-1, -1)
+    lower_right: bool = False
+    dead_keys: tuple[range, ...] = ()  #: that a key mask excludes
+    used_keys: int | None = None  #: as `seqused_k`
+    sink: float | None = None
+
+    @property
+    def problem(self) -> Case:
+        """The call. Queries that attend to no key and keys of no query are NaN."""
+        dead, used = list(chain(*self.dead_keys)), self.used_keys
+        key_mask = torch.ones(1, self.n_k, dtype=torch.bool)
+        key_mask[:, dead] = False
+        key_mask[:, used:] &= used is None
+        problem = Case(
+            **self.tensors(),
+            enable_gqa=self.heads != self.heads_k,
+            is_causal=self.is_causal,
+            scale=self.scale,
+            window=self.window,
+            causal_alignment="lower_right" if self.lower_right else "upper_left",
+            key_mask=None if bool(key_mask.all()) else key_mask,
+            seqused_k=None if used is None else torch.tensor([used], dtype=torch.int32),
+            sinks=None if self.sink is None else torch.full((self.heads,), self.sink),
+        )
+        visible = sagesim.exact(problem).p[0, 0] > 0
+        for tensors, live in (("kv", visible.any(0)), (("q", "do"), visible.any(1))):
+            for name in tensors:
+                getattr(problem, name)[:, :, ~live] = torch.nan
+        return problem
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `PtxRunner.run`."""
+        names = ("is_causal", "scale", "window", "lower_right")
+        return {name: getattr(self, name) for name in names}
 
     def tensors(self) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -104,6 +140,38 @@ def test_results_are_as_exact_as_the_emulators(runner: PtxRunner, name: str) -> 
     else:
         outputs = {result: getattr(found, result) for result in OUTPUTS}
         check_trace(replace(traced, **outputs), problem, spec)
+
+
+MASKED_CALLS = {
+    "window": Call("factored_qk delta=p", 140, 200, window=(50, 10), lower_right=True, heads=2),
+    "window_of_codes_d128": Call(
+        "sagebwd", 200, 200, d=128, window=(70, -1), dead_keys=(range(9),)
+    ),
+    "key_mask_and_sinks": Call(
+        "factored_pv16 delta=p", 200, 260, heads=2, heads_k=1, window=(30, 10), lower_right=True,
+        dead_keys=(range(10), range(100, 190)), sink=1.0,
+    ),
+    "lengths_and_sinks": Call("factored", 150, 150, is_causal=True, used_keys=70, sink=5.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKED_CALLS)
+def test_masks_and_sinks(runner: PtxRunner, name: str) -> None:
+    """Nothing of a token that is masked everywhere reaches a result."""
+    call = MASKED_CALLS[name]
+    problem, spec = call.problem, AttentionSpec.parse(call.spec)
+    extras = {"seqused_k": problem.seqused_k, "sinks": problem.sinks}
+    if problem.seqused_k is None:
+        extras["key_mask"] = problem.key_mask
+    tensors = {name: getattr(problem, name) for name in ("q", "k", "v", "do")}
+    tensors |= {name: x for name, x in extras.items() if x is not None}
+    found = runner.run(tensors, spec, **call.options)
+    assert {"ampere_forward", "ampere_backward"} <= set(found.kernels)
+    emulated = assert_as_exact_as_the_emulator(found, problem, spec)
+    if problem.sinks is not None:
+        assert emulated.dsinks is not None
+        exact = emulated.dsinks.double()
+        assert_sqnr_at_least(actual=found.d_sinks, exact=exact, floor_db=40, what="d_sinks")
 
 
 class Tile(NamedTuple):

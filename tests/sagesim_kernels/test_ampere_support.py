@@ -50,6 +50,9 @@ SERVED = {
     "d 33": problem(d=33),
     "d 96, d_v 80": problem(d=96, d_v=80),
     "d 128": problem(d=128),
+    "window": problem(extras=Extras(window=(3, 0))),
+    "lengths": problem(extras=Extras(seqused_k=torch.zeros(1, dtype=torch.int32))),
+    "sinks": problem(extras=Extras(sinks=torch.zeros(2))),
 }
 OTHERS = {
     "d 32": problem(d=32),
@@ -59,7 +62,6 @@ OTHERS = {
     "Q smoothed": problem(replace(FACTORED, smoothing=Smoothing(q=True, k=True))),
     "half away": problem(replace(FACTORED, rounding=HALF_AWAY)),
     "blocks of 32 keys": problem(replace(CAUSAL_SAFE, block_k=32)),
-    "window": problem(extras=Extras(window=(3, 0))),
     "softcap": problem(extras=Extras(softcap=20.0)),
 }
 

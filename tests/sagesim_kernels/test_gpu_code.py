@@ -594,14 +594,14 @@ def test_the_loop_spills_nothing(compiler: Compiler, spec: str, head_size: int) 
 
 
 EXTRAS = {
-    "seqused_k_sinks": ("sagebwd", 80, ("seqused_k", "sinks")),
+    "lengths_sinks_softcap": ("sagebwd", 80, ("seqused_k", "sinks", "softcap")),
     "all": ("sagebwd", 90, ("window", "key_mask", "sinks", "softcap")),
     "unsmoothed": ("fpa_bf16", 90, ("softcap",)),
 }
 
 
-@compiled_by("extras", oldest=["all"], newest=["seqused_k_sinks"], rest=["unsmoothed"])
-def test_masks_sinks_and_softcaps_compile(compiler: Compiler, extras: str) -> None:
+@compiled_by("extras", oldest=["all"], newest=["lengths_sinks_softcap"], rest=["unsmoothed"])
+def test_softcaps_compile(compiler: Compiler, extras: str) -> None:
     """On the portable kernels. The loop spills next to nothing, and products stay what they are."""
     spec, capability, names = EXTRAS[extras]
     kernels = compiler.compile(spec, capability, extras=names)

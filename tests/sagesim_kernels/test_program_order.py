@@ -113,7 +113,7 @@ def test_small_backwards_have_an_order(n_q: int, n_k: int, offset: int | None) -
 
 @pytest.mark.parametrize(("n", "heads", "rows"), [(4096, 64, 64), (8192, 64, 128), (1024, 512, 64)])
 def test_the_programs_of_a_forward_end_together(n: int, heads: int, rows: int) -> None:
-    group = choose_forward_heads(n, n, 0, rows, heads, 2 * PROGRAMS)
+    group = choose_forward_heads(n, n, 0, None, rows, heads, 2 * PROGRAMS)
     steps = [-(-min(first + rows, n) // 64) + 4 for first in range(0, n, rows)][::-1]
     ends = [0] * (2 * PROGRAMS)
     for first in range(0, heads, group):

@@ -20,6 +20,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -638,10 +639,10 @@ class _Block:
     # Between the threads of a warp
 
     def _shfl(self, opcode, operands, chosen) -> None:
-        if opcode[2] != "bfly":
-            raise NotImplementedError
-        numbers = self.read(operands[1], np.uint32)
-        self.write(operands[0], numbers[np.arange(self.threads) ^ int(operands[2])], chosen)
+        number, lane = int(operands[2]), np.arange(self.threads) % WARP
+        sources = {"bfly": lane ^ number, "up": np.where(lane < number, lane, lane - number)}
+        source = np.arange(self.threads) - lane + sources[opcode[2]]
+        self.write(operands[0], self.read(operands[1], np.uint32)[source], chosen)
 
     def _vote(self, opcode, operands, chosen) -> None:
         if opcode[2:] != ("any", "pred") or operands[2] != "-1":
@@ -650,10 +651,10 @@ class _Block:
         self.write(operands[0], np.repeat(flags.any(1), WARP), chosen)
 
     def _redux(self, opcode, operands, chosen) -> None:
-        if opcode[2] != "max":
-            raise NotImplementedError
-        numbers = self.read(operands[1], _dtype(opcode[-1])).reshape(-1, WARP)
-        self.write(operands[0], np.repeat(numbers.max(1), WARP), chosen)
+        dtype = _dtype(opcode[-1])
+        reduce = {"max": np.max, "min": np.min, "add": partial(np.sum, dtype=dtype)}[opcode[2]]
+        numbers = self.read(operands[1], dtype).reshape(-1, WARP)
+        self.write(operands[0], np.repeat(reduce(numbers, axis=1), WARP), chosen)
 
     def _ldmatrix(self, opcode, operands, chosen) -> None:
         address = self._address(operands[1]).reshape(-1, WARP)

@@ -33,6 +33,7 @@ class KernelRun(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    d_sinks: Tensor | None
     kernels: list[str]  #: for mma.sync that ran
     config: dict[str, int]  #: of the backward: fields of `Config`
     races: list[str]  #: without each barrier of the backward in turn; "" if none was found
@@ -62,12 +63,14 @@ class PtxRunner:
         scale: float | None = None,
         is_causal: bool = False,
         lower_right: bool = False,
+        window: tuple[int, int] = (-1, -1),
         capability: int = 80,
         removes_barriers: bool = False,
     ) -> KernelRun:
         """Run a forward and its backward.
 
-        tensors: q, k, v and do, [batch, heads, tokens, channels].
+        tensors: q, k, v and do, [batch, heads, tokens, channels], and any of the tensors of
+            `Extras`.
         lower_right: how the causal mask is aligned.
         capability: compute capability of the GPU for which the kernels are compiled, of those in
             `compile_worker.SHARED_MEMORY`. Tiles depend on its shared memory.
@@ -81,6 +84,7 @@ class PtxRunner:
             "scale": tensors["q"].shape[3] ** -0.5 if scale is None else scale,
             "is_causal": is_causal,
             "lower_right": lower_right,
+            "window": window,
             "capability": capability,
             "removes_barriers": removes_barriers,
         }
@@ -166,9 +170,10 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
     from sagesim.problem import resolve_input16
     from sagesim.spec import Delta
     from sagesim_kernels.dispatch import backward, forward
-    from sagesim_kernels.operands import Gradients, KernelProblem, natural_lse
+    from sagesim_kernels.operands import Extras, Gradients, KernelProblem, natural_lse
 
-    q, k, v, do = (torch.load(request["arguments"])[name] for name in ("q", "k", "v", "do"))
+    tensors = torch.load(request["arguments"])
+    q, k, v, do = (tensors.pop(name) for name in ("q", "k", "v", "do"))
     problem = KernelProblem.of(
         q,
         k,
@@ -177,13 +182,15 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
         scale=request["scale"],
         is_causal=request["is_causal"],
         lower_right=request["lower_right"],
+        extras=Extras(window=tuple(request["window"]), **tensors),
     )
     o = torch.empty_like(do)
     result = forward(problem, o)
     grads = Gradients(*map(torch.empty_like, (q, k, v)))
     is_from_o = problem.spec.delta is Delta.FROM_O
-    _, delta = backward(problem, do, None, o if is_from_o else None, result, grads)
-    return {"o": o, "lse": natural_lse(problem, result), "delta": delta, **grads._asdict()}
+    d_sinks, delta = backward(problem, do, None, o if is_from_o else None, result, grads)
+    lse = natural_lse(problem, result)
+    return {"o": o, "lse": lse, "delta": delta, "d_sinks": d_sinks, **grads._asdict()}
 
 
 def main() -> None:

@@ -150,10 +150,18 @@ def backward(
     elif traces == UNTRACED and hopper.serves_codes(problem):
         from sagesim_kernels.hopper import codes_backward as gluon
 
-        stored = hopper.has_to_copy(problem, queries=True)
-        if operands is None or stored:
-            operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
-        gluon.launch_backward(problem, operands, o, do, statistics, d_lse_rows, grads)
+        stored, in_pairs = (
+            hopper.has_to_copy(problem, queries=True),
+            hopper.serves_fp8(problem.spec),
+        )
+        if operands is None or stored or in_pairs:
+            operands = OperandCache(
+                problem, do, k_mean=result.k_mean, stored=stored, k_in_pairs=in_pairs
+            )
+        p_sink = _p_sink(problem, _shift(problem, operands), lse2)
+        gluon.launch_backward(
+            problem, operands, o, do, statistics, d_lse_rows, grads, p_sink=p_sink
+        )
     else:
         is_for_mma_sync = traces == UNTRACED and ampere.serves_backward(problem)
         stored = is_for_mma_sync and ampere.has_to_copy(problem)

@@ -16,6 +16,7 @@ from sagesim_kernels.api import check_call, check_device
 from sagesim_kernels.dispatch import backward, forward
 from sagesim_kernels.operands import (
     FP8,
+    IN_REGISTERS,
     Extras,
     Gradients,
     KernelProblem,
@@ -173,7 +174,7 @@ def _unpack(operands: OperandCache, site: str, tensor: str) -> Coded:
     batch, heads, _, d = x.shape
     strides = coded.stride_h, coded.stride_n, coded.stride_d
     codes = coded.ptr.as_strided((heads, stored_tokens(None, x), d), strides)
-    if coded.IN_REGISTER_ORDER.value:
+    if coded.ORDER.value == IN_REGISTERS.value:
         codes = codes.unflatten(1, (-1, 4, 2, 2)).transpose(2, 3).flatten(1, 4)
     scale = coded.scale.repeat_interleave(coded.TOKENS.value, 1)
     codes, scale = (

@@ -19,6 +19,7 @@ from sagesim_kernels.hopper.support import (
     serves_codes,
     serves_forward,
     serves_forward_in_codes,
+    serves_fp8,
 )
 
 __all__ = [
@@ -33,4 +34,5 @@ __all__ = [
     "serves_codes",
     "serves_forward",
     "serves_forward_in_codes",
+    "serves_fp8",
 ]

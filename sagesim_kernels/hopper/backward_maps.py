@@ -23,7 +23,7 @@ ST_COLUMNS = gl.constexpr(gl.SliceLayout(0, ST_FLOAT32.value))
 
 
 @gluon.jit
-def _attends(keys, i, tile):
+def attends_to(keys, i, tile):
     """Return what `operands.attends_in` does, for keys of `backward_warps._start_keys`.
 
     Without a limit on either side of the diagonal the result does not depend on i.
@@ -48,7 +48,7 @@ def compute_p(MASKED: gl.constexpr, s, k_scale, factor, minus_lse2, shift, cap2,
         x = gl.convert_layout(s.to(gl.float32), ST_FLOAT32)
         x = gl.fma(x, factor, minus_lse2[None, :].broadcast_to(x.shape))
     if MASKED:
-        x = gl.where(_attends(keys, i, tile), x, -float("inf"))
+        x = gl.where(attends_to(keys, i, tile), x, -float("inf"))
     p = gl.exp2(x)
     if cap2 is not None:
         return p, p * slope_of(t)
@@ -62,8 +62,8 @@ def compute_ds(MASKED: gl.constexpr, weight, dp, delta, cap2, keys, i, tile):
     ds = dp - delta[None, :]
     # P is 0 there, but 0 times an infinite or NaN dP or slope would be NaN.
     if MASKED and cap2 is None:
-        ds = gl.where(_attends(keys, i, tile), ds, 0.0)
+        ds = gl.where(attends_to(keys, i, tile), ds, 0.0)
     ds = weight * ds
     if MASKED and cap2 is not None:
-        ds = gl.where(_attends(keys, i, tile), ds, 0.0)
+        ds = gl.where(attends_to(keys, i, tile), ds, 0.0)
     return ds

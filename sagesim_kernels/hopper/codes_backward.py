@@ -22,10 +22,12 @@ from sagesim_kernels.hopper.descriptors import (
     tma_descriptor,
 )
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
+from sagesim_kernels.hopper.fp8_rows import prepare_fp8_backward
 from sagesim_kernels.hopper.p_rows import launch_p_rows
 from sagesim_kernels.hopper.tile_scheduler import MOST_QUERY_HEADS
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
+    FP8,
     LAUNCH,
     DqSums,
     Gradients,
@@ -37,7 +39,9 @@ from sagesim_kernels.operands import (
     Splits,
     Strided,
     choose_backward_heads,
+    ds_row_sums,
     finish_dq,
+    format_of,
     padded,
     stored_tokens,
 )
@@ -56,31 +60,41 @@ def launch_backward(
     statistics: RowStatistics,
     d_lse: Rows | None,
     grads: Gradients,
+    *,
+    p_sink: Tensor | None = None,
 ) -> None:
     """Fill grads, any strides, and statistics.delta; see `portable.launch_backward`.
 
-    operands: those of the backward's products.
+    operands: those of the backward's products, with `k_in_pairs` if these are in FP8.
     """
-    operands.quantize("qk_recompute", "dv", "dq", "dk", by=quantize)
+    is_fp8 = problem.spec.dv.precision in FP8
+    if is_fp8:
+        operands.quantize("qk_recompute", "dv", "dq", "dk")
+    else:
+        operands.quantize("qk_recompute", "dv", "dq", "dk", by=quantize)
     dq, dk, dv = grads
     kv_heads, d, d_v = dk.shape[1], dk.shape[3], dv.shape[3]
     channels = padded(d)
     dq_sums = DqSums.by_tma(problem, channels)
-    sum_rows = partial(launch_p_rows, problem, operands, statistics, d_lse)
     blocks = dq.shape[1] * dq_sums.tokens // _BLOCK_Q
     row_stats = dq.new_empty(blocks * ROW_STATS.value, dtype=torch.float32)
     channel_scales = dq.new_empty(blocks * 2 * channels, dtype=torch.float32)
+    prepared = (problem, operands, o, do, statistics, d_lse, dq_sums)
+    ratios = None
+    if is_fp8:
+        ratios = dq.new_empty(blocks * _BLOCK_Q, dtype=torch.float32)
+        prepare_fp8_backward(*prepared, row_stats, ratios, channel_scales)
+    else:
+        start_rows = partial(
+            start_rows_in_codes,
+            q_right=operands.get("dk", "q"),
+            do_right=operands.get("dv", "do"),
+            row_stats=row_stats,
+            channel_scales=channel_scales,
+        )
+        sum_rows = partial(launch_p_rows, problem, operands, statistics, d_lse)
+        portable.prepare_backward(*prepared, sum_rows, fill_units=start_rows)
     q_right, do_right = operands.get("dk", "q"), operands.get("dv", "do")
-    start_rows = partial(
-        start_rows_in_codes,
-        q_right=q_right,
-        do_right=do_right,
-        row_stats=row_stats,
-        channel_scales=channel_scales,
-    )
-    portable.prepare_backward(
-        problem, operands, o, do, statistics, d_lse, dq_sums, sum_rows, fill_units=start_rows
-    )
     q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
     do16, v16 = operands.get("dp", "do"), operands.get("dp", "v")
     k_right = operands.get("dq", "k")
@@ -97,6 +111,7 @@ def launch_backward(
         tiles.heads * tiles.sequences,
         splits.query_heads,
         multiprocessor_count(),
+        lowest=problem.longest_lowest,
     )
     config = CodesConfig(
         groups=splits.query_heads,
@@ -110,6 +125,7 @@ def launch_backward(
         keys_per_scale=k8.TOKENS.value,
         by_channel=q_right.BY_CHANNEL.value or do_right.BY_CHANNEL.value,
         per_tile=problem.spec.dk.lhs is Granularity.PerTile,
+        format=format_of(problem.spec.dv.precision).value,
     )
     launch(
         hopper_codes_backward,
@@ -123,15 +139,20 @@ def launch_backward(
         right_descriptor(k_right, _BLOCK_K, channels),
         TensorDescriptor.from_tensor(row_stats, [ROW_STATS.value], STATS_LAYOUT.value),
         TensorDescriptor.from_tensor(channel_scales, [2 * channels], STATS_LAYOUT.value),
+        None
+        if ratios is None
+        else TensorDescriptor.from_tensor(ratios, [_BLOCK_Q], STATS_LAYOUT.value),
         k8,
         k_right,
         Strided.of(dk_parts),
         Strided.of(dv_parts),
         sums_descriptor(dq_sums, d, channels),
         # passed on their own: a tuple would specialise them
-        lengths._replace(n_q=0, n_k=0),
+        lengths._replace(n_q=0, n_k=0, left=None, right=None, key_counts=None, key_runs=None),
         lengths.n_q,
         lengths.n_k,
+        lengths.left,
+        lengths.right,
         tiles.tiles,
         kv_heads,
         heads_per_group,
@@ -144,4 +165,5 @@ def launch_backward(
     )
     splits.add(problem, dk_parts, dk, scale)
     splits.add(problem, dv_parts, dv, 1.0)
-    finish_dq(problem, dq_sums, statistics.lse2, d_lse, operands.subtracted, dq)
+    ds_sums = ds_row_sums(problem, p_sink, statistics, d_lse)
+    finish_dq(problem, dq_sums, statistics.lse2, ds_sums, operands.subtracted, dq)

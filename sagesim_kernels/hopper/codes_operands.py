@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from sagesim_kernels.hopper.forward_tiles import BLOCK
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
+    IN_REGISTERS,
     LAUNCH,
     KernelProblem,
     Operand,
@@ -75,7 +76,7 @@ def _layout(channels, along_tokens):
 @gluon.jit
 def _in_order_of(out, places):
     """Return the tokens whose codes are at these places of a block of an `Operand`."""
-    if out.IN_REGISTER_ORDER:
+    if out.ORDER == IN_REGISTERS:
         return token_in_register_order(places)
     else:
         return places

@@ -14,6 +14,7 @@ class CodeInputs(NamedTuple):
     do_right: Any  #: as q_right
     row_stats: Any  #: float32 [ROW_STATS for each block of queries]
     channel_scales: Any  #: float32 [2 * D for each block of queries]
+    ratios: Any  #: float32 [queries], see `fp8_warps`; None in INT8
 
 
 class CodeBuffers(NamedTuple):
@@ -25,6 +26,7 @@ class CodeBuffers(NamedTuple):
     do_right: Any  #: int8 [stages, D, BLOCK_Q]
     row_stats: Any  #: float32 [stages, ROW_STATS], with more stages if other warps compute dQ
     channel_scales: Any  #: float32 [stages, 2 * D], of do_right and of q_right
+    ratios: Any  #: float32 [stages, BLOCK_Q], or None
 
 
 class CodeKeys(NamedTuple):

@@ -31,7 +31,7 @@ from sagesim_kernels.hopper.backward_maps import (
     ST_ROWS,
     compute_ds,
 )
-from sagesim_kernels.hopper.backward_masks import attends_between, part_of
+from sagesim_kernels.hopper.backward_masks import are_live, attends_between, part_of
 from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.hopper.backward_warps import (
     ROW_STATS,
@@ -78,6 +78,7 @@ def produce(
     """
     STAGES: gl.constexpr = buffers.q8.shape[0]
     STAGES_STATS: gl.constexpr = buffers.row_stats.shape[0]
+    RATIO_BYTES: gl.constexpr = 0 if buffers.ratios is None else BLOCK_Q * 4
     D: gl.constexpr = buffers.q8.shape[2]
     for head in range(GROUPS):
         for i in range(loop.begin, loop.end):
@@ -89,12 +90,15 @@ def produce(
             block = block_of(i, loop)
             stage = n % STAGES
             bar = q_full.index(stage)
-            mbarrier.expect(bar, BLOCK_Q * D * 5 + ROW_STATS * 4 + D * 8)
+            mbarrier.expect(bar, BLOCK_Q * D * 5 + ROW_STATS * 4 + D * 8 + RATIO_BYTES)
             tma_load(inputs.q8, [row8 + block * BLOCK_Q, 0], bar, buffers.q8.index(stage))
             load_tokens(inputs.do, at, block * BLOCK_Q, bar, buffers.do.index(stage))
             index = row8 // BLOCK_Q + block
             stats = buffers.row_stats.index(n % STAGES_STATS)
             tma_load(inputs.row_stats, [index * ROW_STATS], bar, stats)
+            if buffers.ratios is not None:
+                first = row8 + block * BLOCK_Q
+                tma_load(inputs.ratios, [first], bar, buffers.ratios.index(stage))
             query = stored_start + block * BLOCK_Q
             row = (first_head + head) * DO_CHANNELS
             tma_load(inputs.do_right, [row, query], bar, buffers.do_right.index(stage))
@@ -125,21 +129,21 @@ def _load_key_scales(scales, tile, buffer, KD: gl.constexpr, TOKENS: gl.constexp
 
 
 @gluon.jit
-def _start_s(k8, q8):
+def start_s(k8, q8):
     """Start the product S, transposed. It may be read only after a wait."""
     zeros = gl.zeros((TILE_K, BLOCK_Q), gl.int32, ST_INT32)
     return warpgroup_mma(k8, q8.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _start_dp(v, do):
+def start_dp(v, do):
     """Start the product dP, transposed. It may be read only after a wait."""
     zeros = gl.zeros((TILE_K, BLOCK_Q), gl.float32, ST_FLOAT32)
     return warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _compute_p(
+def compute_p(
     MASKED: gl.constexpr, s, k_scale, q_factor, minus_lse2, keys, i, tile, TOKENS: gl.constexpr
 ):
     """Return P transposed from the integer sums of S, as `operands.apply_k_scale` scales them.
@@ -161,19 +165,19 @@ def _compute_p(
 
 
 @gluon.jit
-def _joined(left, right):
+def joined(left, right):
     """Return two chunks of channels as one tensor [TILE_K, channels]."""
     return gl.join(left, right).permute([0, 2, 1]).reshape([TILE_K, 2 * CHUNK])
 
 
 @gluon.jit
-def _start_keys(scales, tile, buffer, KD: gl.constexpr, TOKENS: gl.constexpr):
+def start_keys(scales, tile, buffer, outputs, KD: gl.constexpr, TOKENS: gl.constexpr):
     """Return the index of each key (2^30 if no query attends to it), its scale, and sums of 0.
 
     buffer: gets the scales of the right operand of dQ, see `_load_key_scales`.
     """
     first = tile.first + gl.arange(0, TILE_K, ST_ROWS)
-    keys = gl.where(first < tile.n_live, first, 2**30)
+    keys = gl.where(are_live(first, tile, outputs.key_mask), first, 2**30)
     k_scale = _load_key_scales(scales, tile, buffer, KD, TOKENS)
     return keys, k_scale, gl.zeros((TILE_K, CHUNK), gl.float32, ST_INT32)
 
@@ -187,13 +191,13 @@ def _compute_p_and_ds(
 
     If scales belong to keys, P is a left operand, and its scales take the place of the magnitudes.
     """
-    s = _start_s(k8, queries.q8.index(stage))
+    s = start_s(k8, queries.q8.index(stage))
     q_factor = stats.index(0).load(ST_COLUMNS)
     minus_lse2 = stats.index(1).load(ST_COLUMNS)
     s = warpgroup_mma_wait(0, deps=[s])
     # dP starts when S has been read. Both at once would need too many registers.
-    dp = _start_dp(v, queries.do.index(stage))
-    p = _compute_p(MASKED, s, k_scale, q_factor, minus_lse2, keys, i, tile, TOKENS)
+    dp = start_dp(v, queries.do.index(stage))
+    p = compute_p(MASKED, s, k_scale, q_factor, minus_lse2, keys, i, tile, TOKENS)
     p_largest = row_maxima(p, maps.p_maxima, slot)
     if maps.p_maxima is None:
         p_left, p_scale = left_codes(p, p_largest, None, slot)
@@ -217,11 +221,11 @@ def compute_dk_dv_dq(
     STAGES: gl.constexpr = queries.q8.shape[0]
     D: gl.constexpr = queries.q8.shape[2]
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 32])
-    keys, k_scale, dk0 = _start_keys(scales, tile, key_tile.right_scales, KD, TOKENS)
+    keys, k_scale, dk0 = start_keys(scales, tile, key_tile.right_scales, outputs, KD, TOKENS)
     dv0, dk1, dv1 = dk0, dk0, dk0
     mbarrier.wait(barriers.kv_full, 0)
     for head in range(GROUPS):
-        for PART in gl.static_range(2):
+        for PART in gl.static_range(2 if loop.unmasked_end is None else 3):
             begin, end = part_of(loop, PART)
             for i in range(begin, end):
                 n = head * (loop.end - loop.begin) + i - loop.begin
@@ -262,8 +266,8 @@ def compute_dk_dv_dq(
                 barrier()  # All warps have finished with the block of queries.
                 mbarrier.arrive(barriers.dq_full.index(n % 2), count=1)
     buffer = key_tile.v.index(0)
-    store_keys(outputs.dv, outputs, tile, _joined(dv0, dv1), buffer, VD)
-    store_keys(outputs.dk, outputs, tile, _joined(dk0, dk1) * outputs.scale, buffer, KD)
+    store_keys(outputs.dv, outputs, tile, joined(dv0, dv1), buffer, VD)
+    store_keys(outputs.dk, outputs, tile, joined(dk0, dk1) * outputs.scale, buffer, KD)
 
 
 @gluon.jit
@@ -282,12 +286,12 @@ def compute_dk_dv(
     STAGES_STATS: gl.constexpr = queries.row_stats.shape[0]
     SLOTS: gl.constexpr = maps.ds.shape[0]
     D: gl.constexpr = queries.q8.shape[2]
-    keys, k_scale, dk = _start_keys(scales, tile, key_tile.right_scales, KD, TOKENS)
+    keys, k_scale, dk = start_keys(scales, tile, key_tile.right_scales, outputs, KD, TOKENS)
     dv = dk
     mbarrier.wait(barriers.kv_full, 0)
     mbarrier.arrive(barriers.scales_full, count=1)
     for head in range(GROUPS):
-        for PART in gl.static_range(2):
+        for PART in gl.static_range(2 if loop.unmasked_end is None else 3):
             begin, end = part_of(loop, PART)
             for i in range(begin, end):
                 n = head * (loop.end - loop.begin) + i - loop.begin

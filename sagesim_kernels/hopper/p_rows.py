@@ -1,4 +1,4 @@
-"""Launch the kernel of the row sums of P for Hopper."""
+"""Launch the kernel of the sums and maxima of rows of P for Hopper."""
 
 from __future__ import annotations
 
@@ -24,10 +24,15 @@ def launch_p_rows(
     operands: OperandCache,
     statistics: RowStatistics,
     d_lse: Rows | None,
-    p_sums: Rows,
+    p_sums: Rows | None,
+    p_bound: Rows | None = None,
 ) -> None:
-    """Fill p_sums and statistics.delta; see `portable.launch_p_rows`."""
+    """Fill p_sums, p_bound and statistics.delta; see `portable.launch_p_rows`.
+
+    p_sums: None if only the bounds are needed.
+    """
     lse2, delta = statistics
+    has_delta = problem.spec.delta is Delta.FROM_P
     channels, block = padded(problem.q.shape[3]), BLOCK.value
     q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
     do16, v16 = operands.get("dp", "do"), operands.get("dp", "v")
@@ -37,14 +42,15 @@ def launch_p_rows(
         grid.programs,
         grid,
         tma_descriptor(q8.ptr.view(-1, q8.stride_n), block, channels),
-        tma_descriptor(do16.ptr, block, channels),
+        tma_descriptor(do16.ptr, block, channels) if has_delta else None,
         tma_descriptor(k8.ptr.view(-1, k8.stride_n), block, channels),
-        tma_descriptor(v16.ptr, block, channels),
+        tma_descriptor(v16.ptr, block, channels) if has_delta else None,
         q8,
         k8,
         lse2,
-        delta if problem.spec.delta is Delta.FROM_P else None,
+        delta if has_delta else None,
         p_sums,
+        p_bound,
         d_lse,
         problem.lengths,
         stored_tokens(problem.cu_q, problem.q),

@@ -1,4 +1,4 @@
-"""Sums over rows of P for Hopper: delta from P, and the sums of P.
+"""Sums and maxima over rows of P for Hopper: delta from P, the sums of P, and its largest numbers.
 
 A program owns 256 queries. Four consumer warpgroups compute 64 of them each, and a producer warp
 loads keys and values. Consumers wait for the same blocks of keys, but not for each other.
@@ -28,9 +28,11 @@ from sagesim_kernels.hopper.program_places import origin_of
 from sagesim_kernels.operands import (
     causal_offset,
     head_pointers,
-    key_loop_bounds,
+    key_loops_without_padding,
+    key_mask_of,
     length_of,
     live_keys,
+    lowest_diagonal,
     program_coordinates,
     row_base,
     stored_start_of,
@@ -62,9 +64,9 @@ class RowBuffers(NamedTuple):
     """Shared memory, and its barriers."""
 
     q8: Any  #: int8 [CONSUMERS, BLOCK, D]
-    do: Any  #: 16 bit [CONSUMERS, BLOCK, D]
+    do: Any  #: 16 bit [CONSUMERS, BLOCK, D]; None without delta
     k8: Any  #: int8 [stages, BLOCK, D]
-    v: Any  #: 16 bit [stages, BLOCK, D]
+    v: Any  #: 16 bit [stages, BLOCK, D]; None, as do, without delta
     q_full: Any  #: the queries have arrived
     full: Any  #: [stages], a block of keys has arrived
     empty: Any  #: [stages], all consumers have read it
@@ -84,37 +86,104 @@ class RowPointers(NamedTuple):
 
     lse2: Any
     delta: Any  #: None if delta comes from O
-    p_sums: Any
+    p_sums: Any  #: None if they are not computed
+    p_bound: Any  #: the largest P of the row; None if it is not computed
     d_lse: Any  #: the gradient of the logsumexp; None if it is 0
     q_scales: Any  #: of Q
 
 
 class RowTile(NamedTuple):
-    """The queries of a program, and the keys that they attend to."""
+    """The queries of a program or a consumer, and the blocks of keys that they attend to."""
 
     first: Any  #: first query
+    begin: Any  #: first block
+    whole: Any  #: first block that needs no mask
+    whole_end: Any  #: first block after those that need no mask
+    end: Any
+
+
+class RowMask(NamedTuple):
+    """Which keys the queries of a sequence attend to."""
+
     n_q: Any
-    n_k: Any
+    n_k: Any  #: no query attends to keys from this one on
     offset: Any  #: query i attends to no key after i + offset
-    blocks: Any  #: blocks of keys
+    lowest: Any  #: query i attends to no key before i + lowest; None: no limit
+    key_mask: Any  #: int8, 0 for padding; None: none is
 
 
 @gluon.jit
-def _produce(inputs, buffers, q_origin, k_origin, row_q, row_k, first, blocks):
-    """Load the tile of queries, and all blocks of keys. One warp."""
+def _tile_of(lengths, b, first, ROWS: gl.constexpr, mask, last):
+    """Return the `RowTile` of queries first..first + ROWS of sequence b.
+
+    mask: `RowMask`. last: no block from there on is part of it; None: no limit.
+    """
+    begin, whole, whole_end, end = key_loops_without_padding(
+        lengths, b, first, ROWS, BLOCK, mask.n_k, mask.offset
+    )
+    begin = begin // BLOCK
+    end = gl.maximum(end + BLOCK - 1, 0) // BLOCK  # queries may attend to no key
+    if last is not None:
+        begin = gl.minimum(begin, last)
+        end = gl.minimum(end, last)
+    end = gl.where(first < mask.n_q, gl.maximum(end, begin), begin)
+    whole = gl.maximum(gl.minimum(whole // BLOCK, end), begin)
+    whole_end = gl.maximum(gl.minimum(whole_end // BLOCK, end), whole)
+    return RowTile(first, begin, whole, whole_end, end)
+
+
+@gluon.jit
+def _part_of(tile, PART: gl.constexpr):
+    """Return begin and end of one of three parts of a `RowTile`; part 1 alone needs no mask."""
+    if PART == 0:
+        return tile.begin, tile.whole
+    elif PART == 1:
+        return tile.whole, tile.whole_end
+    else:
+        return tile.whole_end, tile.end
+
+
+@gluon.jit
+def _produce(inputs, buffers, q_origin, k_origin, row_q, row_k, tile):
+    """Load the tile of queries, and its blocks of keys. One warp."""
     D: gl.constexpr = buffers.q8.shape[2]
+    BYTES: gl.constexpr = 1 if buffers.v is None else 3
     for i in gl.static_range(CONSUMERS):
-        at = first + i * BLOCK
+        at = tile.first + i * BLOCK
         tma_load(inputs.q8, [row_q + at, 0], buffers.q_full, buffers.q8.index(i))
-        load_tokens(inputs.do, q_origin, at, buffers.q_full, buffers.do.index(i))
-    for n in range(blocks):
+        if buffers.do is not None:
+            load_tokens(inputs.do, q_origin, at, buffers.q_full, buffers.do.index(i))
+    for n in range(tile.end - tile.begin):
         stage = n % _STAGES
         mbarrier.wait(buffers.empty.index(stage), ((n // _STAGES) & 1) ^ 1)
         bar = buffers.full.index(stage)
-        key = n * BLOCK
-        mbarrier.expect(bar, BLOCK * D * 3)
+        key = (tile.begin + n) * BLOCK
+        mbarrier.expect(bar, BLOCK * D * BYTES)
         tma_load(inputs.k8, [row_k + key, 0], bar, buffers.k8.index(stage))
-        load_tokens(inputs.v, k_origin, key, bar, buffers.v.index(stage))
+        if buffers.v is not None:
+            load_tokens(inputs.v, k_origin, key, bar, buffers.v.index(stage))
+
+
+@gluon.jit
+def _skip(buffers, begin, end):
+    """Release the blocks of some steps, which are for other queries of the tile only."""
+    for n in range(begin, end):
+        mbarrier.wait(buffers.full.index(n % _STAGES), (n // _STAGES) & 1)
+        mbarrier.arrive(buffers.empty.index(n % _STAGES), count=1)
+
+
+@gluon.jit
+def _key_scales(k_scales, block, all_blocks):
+    """Load the scales of a block of keys. They are loaded one step early."""
+    block = gl.maximum(gl.minimum(block, all_blocks.end - 1), 0)
+    at = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, _S_FLOAT32))
+    return gl.load(k_scales + at)
+
+
+@gluon.jit
+def _finite_product(top, factor):
+    """Return the largest logit of each row from its largest S, which is -inf without keys."""
+    return gl.where(top == -float("inf"), top, top * factor)
 
 
 @gluon.jit
@@ -125,53 +194,60 @@ def _partial_sums(x):
 
 @gluon.jit
 def _consume(
-    CONSUMER: gl.constexpr, buffers, k_scales, scale_stride, rows, tile, scale_log2,
-    Q_TOKENS: gl.constexpr, K_TOKENS: gl.constexpr,
+    CONSUMER: gl.constexpr, buffers, k_scales, scale_stride, rows, all_blocks, tile, mask,
+    scale_log2, Q_TOKENS: gl.constexpr, K_TOKENS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the sums of 64 rows. One warpgroup, number CONSUMER.
+    """Compute the sums and maxima of 64 rows. One warpgroup, number CONSUMER.
 
     Args:
         k_scales: pointer to the scales of keys.
         scale_stride: from one of them to the next.
         rows: `RowPointers`.
-        tile: `RowTile`.
+        all_blocks: `RowTile` of the program, whose blocks of keys are loaded.
+        tile: `RowTile` of this consumer.
+        mask: `RowMask`.
         Q_TOKENS, K_TOKENS: queries and keys that share a scale.
     """
-    delta, n_q, blocks = rows.delta, tile.n_q, tile.blocks
-    first = tile.first + CONSUMER * BLOCK
-    queries = first + gl.arange(0, BLOCK, _ROWS)
-    is_query = queries < n_q
-    row_lse2 = upper_lse2(gl.load(rows.lse2 + queries, mask=is_query, other=float("inf")))
+    delta = rows.delta
+    queries = tile.first + gl.arange(0, BLOCK, _ROWS)
+    is_query = queries < mask.n_q
+    row_lse2 = gl.load(rows.lse2 + queries, mask=is_query, other=float("inf"))
+    subtracted = upper_lse2(row_lse2)
     ptrs = rows.q_scales + (queries // Q_TOKENS).to(gl.int64)
     factor = gl.load(ptrs, mask=is_query, other=1.0) * scale_log2
     if K_TOKENS == 1:
         factor = factor * 1024.0  # see `operands.apply_k_scale`
-    unmasked, end = key_loop_bounds(first, BLOCK, BLOCK, tile.n_k, tile.offset)
-    unmasked = gl.minimum(unmasked // BLOCK, blocks)
-    end = gl.minimum(gl.maximum(end + BLOCK - 1, 0) // BLOCK, blocks)
-    if first >= n_q:
-        end = unmasked * 0
-    unmasked = gl.minimum(unmasked, end)
-    last_key = gl.minimum(queries + tile.offset, tile.n_k - 1)[:, None]
+    last_key = gl.minimum(queries + mask.offset, mask.n_k - 1)[:, None]
     p_sum = _partial_sums(gl.zeros((BLOCK, BLOCK), gl.float32, _S_FLOAT32))
     delta_sum = p_sum
+    top = gl.full((BLOCK,), -float("inf"), gl.float32, _ROWS)
+    sign = gl.where(gl.to_tensor(scale_log2) < 0.0, -1.0, 1.0)
     mbarrier.wait(buffers.q_full, 0)
-    q8, do = buffers.q8.index(CONSUMER), buffers.do.index(CONSUMER)
-    for MASKED in gl.static_range(2):
-        for n in range(unmasked if MASKED else 0, end if MASKED else unmasked):
+    q8 = buffers.q8.index(CONSUMER)
+    _skip(buffers, 0, tile.begin - all_blocks.begin)
+    if K_TOKENS == 1:
+        next_column = _key_scales(k_scales, tile.begin, all_blocks)
+    for PART in gl.static_range(3):
+        part_begin, part_end = _part_of(tile, PART)
+        for block in range(part_begin, part_end):
+            n = block - all_blocks.begin
             stage = n % _STAGES
             if K_TOKENS == 1:
-                at = n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, _S_FLOAT32))
-                column = gl.load(k_scales + at)
+                column = next_column
+                next_column = _key_scales(k_scales, block + 1, all_blocks)
             else:
-                tile_factor = factor * gl.load(k_scales + n * (BLOCK // K_TOKENS) * scale_stride)
+                at = block * (BLOCK // K_TOKENS) * scale_stride
+                tile_factor = factor * gl.load(k_scales + at)
             mbarrier.wait(buffers.full.index(stage), (n // _STAGES) & 1)
             zeros = gl.zeros((BLOCK, BLOCK), gl.int32, _S_INT32)
-            k8, v = buffers.k8.index(stage).permute((1, 0)), buffers.v.index(stage).permute((1, 0))
+            k8 = buffers.k8.index(stage).permute((1, 0))
             s = warpgroup_mma(q8, k8, zeros, use_acc=False, is_async=True)
             if delta is not None:
                 zeros = gl.zeros((BLOCK, BLOCK), gl.float32, _S_FLOAT32)
-                dp = warpgroup_mma(do, v, zeros, use_acc=False, is_async=True)
+                v = buffers.v.index(stage).permute((1, 0))
+                dp = warpgroup_mma(
+                    buffers.do.index(CONSUMER), v, zeros, use_acc=False, is_async=True
+                )
                 s = warpgroup_mma_wait(1, deps=[s])
             else:
                 s = warpgroup_mma_wait(0, deps=[s])
@@ -181,24 +257,46 @@ def _consume(
                 factors = factor[:, None].broadcast_to(x.shape)
             else:
                 factors = tile_factor[:, None].broadcast_to(x.shape)
-            x = gl.fma(x, factors, -row_lse2[:, None].broadcast_to(x.shape))
-            if MASKED:
-                keys = n * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, _S_FLOAT32))
+            if rows.p_bound is not None:
+                # A product by a factor that is not negative, and a difference, are monotonic.
+                signed = x * sign
+            x = gl.fma(x, factors, -subtracted[:, None].broadcast_to(x.shape))
+            if PART != 1:
+                keys = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, _S_FLOAT32))
                 visible = keys[None, :] <= last_key
+                if mask.lowest is not None:
+                    visible = visible & (keys[None, :] >= (queries + mask.lowest)[:, None])
+                if mask.key_mask is not None:
+                    live = gl.load(mask.key_mask + keys, mask=keys < mask.n_k, other=0) != 0
+                    visible = visible & live[None, :]
                 x = gl.where(visible, x, -float("inf"))
-            p = gl.exp2(x)
-            p_sum += _partial_sums(p)
+                if rows.p_bound is not None:
+                    signed = gl.where(visible, signed, -float("inf"))
+            if rows.p_bound is not None:
+                block_top = gl.max(signed, 1)
+                if K_TOKENS != 1:
+                    block_top = _finite_product(block_top, tile_factor * sign)
+                top = gl.maximum(top, block_top)
+            if rows.p_sums is not None:
+                p = gl.exp2(x)
+                p_sum += _partial_sums(p)
             if delta is not None:
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 p_dp = p * dp
-                if MASKED:
+                if PART != 1:
                     p_dp = gl.where(visible, p_dp, 0.0)  # dP may be NaN where P is 0
                 delta_sum += _partial_sums(p_dp)
             mbarrier.arrive(buffers.empty.index(stage), count=1)
-    for n in range(end, blocks):  # keys for other rows of the tile only
-        mbarrier.wait(buffers.full.index(n % _STAGES), (n // _STAGES) & 1)
-        mbarrier.arrive(buffers.empty.index(n % _STAGES), count=1)
-    gl.store(rows.p_sums + queries, gl.convert_layout(gl.sum(p_sum, 1), _ROWS), mask=is_query)
+    _skip(buffers, tile.end - all_blocks.begin, all_blocks.end - all_blocks.begin)
+    if rows.p_sums is not None:
+        sums = gl.convert_layout(gl.sum(p_sum, 1), _ROWS)
+        gl.store(rows.p_sums + queries, sums, mask=is_query)
+    if rows.p_bound is not None:
+        if K_TOKENS == 1:
+            top = _finite_product(top, factor * sign)
+        # A maximum may drop a NaN. The logsumexp keeps it.
+        bound = gl.where(row_lse2 == row_lse2, gl.exp2(top - row_lse2), row_lse2)
+        gl.store(rows.p_bound + queries, bound, mask=is_query)
     if delta is not None:
         row_delta = gl.convert_layout(gl.sum(delta_sum, 1), _ROWS)
         if rows.d_lse is not None:
@@ -209,45 +307,52 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["tokens_q", "tokens_k"])
 def hopper_p_rows(
-    grid, q8, do, k8, v, q, k, lse2, delta, p_sums, d_lse, lengths, tokens_q, tokens_k,
+    grid, q8, do, k8, v, q, k, lse2, delta, p_sums, p_bound, d_lse, lengths, tokens_q, tokens_k,
     scale_log2, GROUPS: gl.constexpr, IS_COPIED: gl.constexpr,
 ):  # fmt: skip
-    """Compute rowsum(P) of a tile of queries, and delta = rowsum(P o dP) unless delta is None.
+    """Compute rowsum(P), rowsum(P o dP) as delta, and the largest P of a tile of queries.
+
+    What has no memory is not computed. Delta needs the sums of P.
 
     Args:
-        q8, do, k8, v: TMA descriptors, see `RowInputs`.
+        q8, do, k8, v: TMA descriptors, see `RowInputs`. do and v are None without delta.
         q, k: `Operand` of qk_recompute, for their scales.
-        lse2, delta, p_sums, d_lse: `Rows`.
+        lse2, delta, p_sums, p_bound, d_lse: `Rows`; all but lse2 may be None.
         tokens_q, tokens_k: tokens of a head in padded storage.
         IS_COPIED: whether the 16-bit tensors lie in padded storage.
     """
     D: gl.constexpr = q8.block_shape[1]
     K_TOKENS: gl.constexpr = k.TOKENS
     Q_TOKENS: gl.constexpr = q.TOKENS
-    dt: gl.constexpr = v.dtype
     tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = tile * TILE
     if first >= n_q:
         return
     k_head = h // GROUPS
-    n_k = live_keys(lengths, b)
-    offset = causal_offset(lengths, b)
-    _unmasked, end = key_loop_bounds(first, TILE, BLOCK, n_k, offset)
-    blocks = gl.maximum(end + BLOCK - 1, 0) // BLOCK  # queries may attend to no key
+    lowest = None
+    key_mask = None
+    if lengths.left is not None:
+        lowest = lowest_diagonal(lengths, b)
+    if lengths.key_mask is not None:
+        key_mask = key_mask_of(lengths, b)
+    mask = RowMask(n_q, live_keys(lengths, b), causal_offset(lengths, b), lowest, key_mask)
     start_q = stored_start_of(lengths.cu_q, lengths.n_q, b).to(gl.int32)
     start_k = stored_start_of(lengths.cu_k, lengths.n_k, b).to(gl.int32)
     q_origin = origin_of(IS_COPIED, b, h, start_q)
     k_origin = origin_of(IS_COPIED, b, k_head, start_k)
+    do_s = None
+    v_s = None
+    if delta is not None:
+        dt: gl.constexpr = v.dtype
+        TOKENS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], dt)
+        do_s = gl.allocate_shared_memory(dt, [CONSUMERS, BLOCK, D], TOKENS)
+        v_s = gl.allocate_shared_memory(dt, [_STAGES, BLOCK, D], TOKENS)
     buffers = RowBuffers(
         gl.allocate_shared_memory(gl.int8, [CONSUMERS, BLOCK, D], q8.layout),
-        gl.allocate_shared_memory(
-            dt, [CONSUMERS, BLOCK, D], gl.NVMMASharedLayout.get_default_for([BLOCK, D], dt)
-        ),
+        do_s,
         gl.allocate_shared_memory(gl.int8, [_STAGES, BLOCK, D], k8.layout),
-        gl.allocate_shared_memory(
-            dt, [_STAGES, BLOCK, D], gl.NVMMASharedLayout.get_default_for([BLOCK, D], dt)
-        ),
+        v_s,
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER),
@@ -257,27 +362,33 @@ def hopper_p_rows(
         mbarrier.init(buffers.full.index(i), 1)
         mbarrier.init(buffers.empty.index(i), CONSUMERS)
     fence_async_shared()
-    mbarrier.expect(buffers.q_full, TILE * D * 3)
+    mbarrier.expect(buffers.q_full, TILE * D * (1 if delta is None else 3))
     inputs = RowInputs(q8, do, k8, v)
     _, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
     _, block_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, k_head)
     row_delta = None
+    row_sums = None
+    row_bound = None
     row_d_lse = None
     if delta is not None:
         row_delta = row_base(delta, lengths.cu_q, b, h)
+    if p_sums is not None:
+        row_sums = row_base(p_sums, lengths.cu_q, b, h)
+    if p_bound is not None:
+        row_bound = row_base(p_bound, lengths.cu_q, b, h)
     if d_lse is not None:
         row_d_lse = row_base(d_lse, lengths.cu_q, b, h)
     row_lse2 = row_base(lse2, lengths.cu_q, b, h)
-    row_sums = row_base(p_sums, lengths.cu_q, b, h)
-    rows = RowPointers(row_lse2, row_delta, row_sums, row_d_lse, q_scales)
-    bounds = RowTile(first, n_q, n_k, offset, blocks)
+    rows = RowPointers(row_lse2, row_delta, row_sums, row_bound, row_d_lse, q_scales)
+    blocks = _tile_of(lengths, b, first, TILE, mask, None)
     gl.warp_specialize(
         [  # Gluon's comprehensions iterate over tuples, not over ranges
             (
                 _consume,
                 (
-                    i, buffers, block_scales, k.scale_stride_n, rows, bounds, scale_log2, Q_TOKENS,
-                    K_TOKENS,
+                    i, buffers, block_scales, k.scale_stride_n, rows, blocks,
+                    _tile_of(lengths, b, first + i * BLOCK, BLOCK, mask, blocks.end), mask,
+                    scale_log2, Q_TOKENS, K_TOKENS,
                 ),
             )
             if i < CONSUMERS
@@ -285,7 +396,7 @@ def hopper_p_rows(
                 _produce,
                 (
                     inputs, buffers, q_origin, k_origin, h * tokens_q + start_q,
-                    k_head * tokens_k + start_k, first, blocks,
+                    k_head * tokens_k + start_k, blocks,
                 ),
             )
             for i in (0, 1, 2, 3, 4)

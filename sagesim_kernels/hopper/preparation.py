@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim_kernels.hopper.support import has_to_copy, is_wide
+from sagesim_kernels.hopper.support import BLOCK, has_to_copy, is_wide
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     DTYPES,
@@ -256,7 +256,7 @@ def prepare_forward(problem: KernelProblem) -> OperandCache:
     operands = OperandCache(problem, k_mean=mean, stored=stored)
     (q8, q), (k8, k) = (operands.reserve("qk", x) for x in ("q", "k"))
     count = min(blocks, _ELEMENTS_AT_ONCE // block)
-    q_grid = Grid(-(-problem.longest_q // (count * spec.block_q)), q.x.shape[1], sequences)
+    q_grid = Grid(-(-problem.longest_q // (count * BLOCK)), q.x.shape[1], sequences)
     k_grid = Grid(1, heads, sequences)
     launch(
         prepare_forward_kernel,
@@ -271,7 +271,7 @@ def prepare_forward(problem: KernelProblem) -> OperandCache:
         Rounding.of(spec, "q", spec.qk.precision),
         Rounding.of(spec, "k", spec.qk.precision),
         problem.lengths,
-        TokenBlocks.of(False, d, padded(d), spec.block_q),
+        TokenBlocks.of(False, d, padded(d), BLOCK),  # each query has its own scale
         TokenBlocks.of(True, d, padded(d), spec.block_k),
         count,
         num_warps=max(count * block // _ELEMENTS_OF_A_WARP, 4),

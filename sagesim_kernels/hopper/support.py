@@ -23,7 +23,7 @@ from sagesim.spec import (
     RoundingMode,
 )
 from sagesim_kernels.interpreter import IS_INTERPRETED
-from sagesim_kernels.operands import DTYPES, KernelProblem, padded, stored_tokens
+from sagesim_kernels.operands import DTYPES, FP8, KernelProblem, padded, stored_tokens
 from sagesim_kernels.target import compute_capability
 
 CHANNELS: Final = (64, 128, 192, 256)
@@ -104,10 +104,10 @@ def serves_codes(problem: KernelProblem) -> bool:
     d, d_v = (tile_channels(x.shape[3]) for x in (problem.q, problem.v))
     return (
         _is_for_hopper(problem)
-        and problem.extras.is_none
+        and problem.extras.softcap is None
         and d == d_v
         and d in (CHANNELS[0], _NARROW)
-        and _serves_codes(problem.spec)
+        and (_serves_codes(problem.spec) or serves_fp8(problem.spec))
     )
 
 
@@ -124,6 +124,23 @@ def _serves_codes(spec: AttentionSpec) -> bool:
         and not spec.smoothing.q
         and spec.rounding.mode is RoundingMode.HALF_EVEN
         and spec.block_q == spec.block_k == BLOCK
+    )
+
+
+@lru_cache(maxsize=256)
+def serves_fp8(spec: AttentionSpec) -> bool:
+    """Return whether the backward of a spec is one in FP8, with scales from bounds."""
+    maps = (spec.dv, spec.dq, spec.dk)
+    return (
+        spec.qk_recompute.precision is Precision.INT8
+        and spec.dv.precision in FP8
+        and len({x.precision for x in maps}) == 1
+        and all(x.lhs is Granularity.PerRowBound for x in maps)
+        and spec.dp.precision in DTYPES
+        and not spec.smoothing.q
+        and spec.rounding.mode is RoundingMode.HALF_EVEN
+        and spec.block_q % BLOCK == 0
+        and spec.block_k == BLOCK
     )
 
 
@@ -147,7 +164,7 @@ def _serves_qk_and_pv(spec: AttentionSpec, qk: MatmulSpec) -> bool:
         spec.qk == qk
         and spec.pv.precision in DTYPES
         and not spec.smoothing.q
-        and spec.block_q == spec.block_k == BLOCK
+        and spec.block_k == BLOCK
     )
 
 

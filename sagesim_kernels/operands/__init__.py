@@ -22,11 +22,13 @@ from sagesim_kernels.operands.dq_sums import (
 )
 from sagesim_kernels.operands.dq_units import Growths, compute_units, row_units, units_of
 from sagesim_kernels.operands.formats import (
+    E4M3,
     FP8,
     INT8,
     format_of,
     loaded_codes,
     memory_dtype,
+    nearest_code,
     stored_codes,
 )
 from sagesim_kernels.operands.kernel_problem import (
@@ -106,6 +108,7 @@ from sagesim_kernels.operands.means import (
     load_q_mean,
 )
 from sagesim_kernels.operands.operand import (
+    IN_REGISTERS,
     Operand,
     apply_k_scale,
     head_pointers,
@@ -176,8 +179,10 @@ from sagesim_kernels.operands.splits import Splits, query_heads_per_program
 __all__ = [
     "CODE_UNIT",
     "DTYPES",
+    "E4M3",
     "FP8",
     "INT8",
+    "IN_REGISTERS",
     "LAUNCH",
     "LOG2_127",
     "LOG2_E",
@@ -280,6 +285,7 @@ __all__ = [
     "mark_nonfinite",
     "memory_dtype",
     "natural_lse",
+    "nearest_code",
     "next_level",
     "norms_of",
     "ordered_coordinates",

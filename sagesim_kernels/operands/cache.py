@@ -53,6 +53,7 @@ class OperandCache:
         stored: copy 16-bit operands, too, to padded storage [1, heads, tokens, d]. There zeros
             follow each sequence, and replace queries that attend to no key and keys that no query
             attends to.
+        k_in_pairs: see `quantization.memory_of_codes`.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class OperandCache:
         *,
         k_mean: Tensor | None = None,
         stored: bool = False,
+        k_in_pairs: bool = False,
     ) -> None:
-        self._problem, self.stored = problem, stored
+        self._problem, self.stored, self._k_in_pairs = problem, stored, k_in_pairs
         self.tensors = {"q": problem.q, "k": problem.k, "v": problem.v, "do": do}
         self._codes: dict[_Code, Operand] = {}
         self._values: dict[tuple[str, Precision], Operand] = {}
@@ -146,7 +148,13 @@ class OperandCache:
 
     def _quantize(self, wanted: list[_Code], by: Quantize) -> None:
         needed = [
-            Wanted(self._source(x.tensor), x.precision, x.granularity, x.contract_tokens)
+            Wanted(
+                self._source(x.tensor),
+                x.precision,
+                x.granularity,
+                x.contract_tokens,
+                self._k_in_pairs,
+            )
             for x in wanted
         ]
         self._codes |= dict(zip(wanted, by(self._problem, needed), strict=True))

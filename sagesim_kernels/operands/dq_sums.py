@@ -48,6 +48,9 @@ BY_TMA = tl.constexpr(2)
 """TMA adds a part from shared memory: see `from_tma_order`. The sums of channels that are padding
 may be anything: they are not set to 0, added to or read."""
 
+_TMA_BLOCK: Final = 64
+"""Queries of a part that TMA adds."""
+
 _GROUP: Final = 8
 """Channels whose sums are together in the order of `BY_TMA`."""
 
@@ -258,6 +261,8 @@ def finish_dq(
 ) -> None:
     """Fill dq, any strides, from its sums. ds_sums: the sums of the rows of dS; None if 0."""
     block = min(problem.spec.block_q, ALIGNMENT.value)
+    if dq_sums.ORDER.value == BY_TMA.value:
+        block = _TMA_BLOCK
     grid = Grid(-(-problem.longest_q // block), problem.q.shape[1], problem.sequences)
     launch(
         finish_dq_kernel,

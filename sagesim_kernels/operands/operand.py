@@ -19,6 +19,13 @@ from sagesim_kernels.operands.layout import (
 )
 from sagesim_kernels.operands.rounding import code_product
 
+AS_TOKENS = tl.constexpr(0)
+"""The order of codes that are summed over: that of the tokens."""
+IN_REGISTERS = tl.constexpr(1)
+"""See `in_register_order`."""
+IN_PAIRS = tl.constexpr(2)
+"""See `in_pairs`."""
+
 
 class Operand(NamedTuple):
     """A tensor [sequences, heads, tokens, channels], rounded to the format of a product.
@@ -42,7 +49,7 @@ class Operand(NamedTuple):
     TOKENS: Any  #: constexpr, consecutive tokens that share a scale; None in 16 bit
     BY_CHANNEL: Any  #: constexpr bool, whether each channel has its own scale; None in 16 bit
     ALONG_TOKENS: Any  #: constexpr bool, whether consecutive tokens are contiguous in memory
-    IN_REGISTER_ORDER: Any  #: constexpr bool, see `in_register_order`
+    ORDER: Any  #: constexpr, of the tokens of codes along tokens: `AS_TOKENS`, for example
     STORED: Any  #: constexpr bool, whether the tokens lie in padded storage, as codes always do
     FORMAT: Any  #: constexpr, of the codes, see `formats`
 
@@ -57,7 +64,7 @@ class Operand(NamedTuple):
         by_channel: bool,
         *,
         along_tokens: bool,
-        in_register_order: bool,
+        order: tl.constexpr,
         how: tl.constexpr = INT8,
     ) -> Operand:
         """Codes and their scales [heads, scales, channels or 1]; `per_scale` tokens share one.
@@ -74,7 +81,7 @@ class Operand(NamedTuple):
             TOKENS=tl.constexpr(per_scale),
             BY_CHANNEL=tl.constexpr(by_channel),
             ALONG_TOKENS=tl.constexpr(along_tokens),
-            IN_REGISTER_ORDER=tl.constexpr(in_register_order),
+            ORDER=order,
             STORED=tl.constexpr(True),
             FORMAT=how,
         )
@@ -94,7 +101,7 @@ class Operand(NamedTuple):
             TOKENS=tl.constexpr(None),
             BY_CHANNEL=tl.constexpr(None),
             ALONG_TOKENS=tl.constexpr(False),
-            IN_REGISTER_ORDER=tl.constexpr(False),
+            ORDER=AS_TOKENS,
             STORED=tl.constexpr(stored),
             FORMAT=VALUES,
         )
@@ -110,6 +117,17 @@ def in_register_order(x):
     """
     pairs = tl.reshape(x, (x.shape[0], x.shape[1] // 16, 2, 4, 2))
     return tl.reshape(tl.permute(pairs, (0, 1, 3, 2, 4)), x.shape)
+
+
+@triton.jit
+def in_pairs(x):
+    """Return x [m, n] with columns j and j + 8 of 16 columns next to each other.
+
+    A thread holds the rows j and j + 8 of 16 rows of a product. It can store two codes of a column
+    at once if they are neighbours where the rows are summed over.
+    """
+    halves = tl.reshape(x, (x.shape[0], x.shape[1] // 16, 2, 8))
+    return tl.reshape(tl.permute(halves, (0, 1, 3, 2)), x.shape)
 
 
 @triton.jit

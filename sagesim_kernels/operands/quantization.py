@@ -34,7 +34,11 @@ from sagesim_kernels.operands.layout import (
 from sagesim_kernels.operands.masking import is_live_key, is_live_query
 from sagesim_kernels.operands.means import Means, load_mean
 from sagesim_kernels.operands.operand import (
+    AS_TOKENS,
+    IN_PAIRS,
+    IN_REGISTERS,
     Operand,
+    in_pairs,
     in_register_order,
     scales_of_block,
     stored_scales,
@@ -105,8 +109,10 @@ def store_codes_of_tokens(out, codes, h, start, count, blocks):
         their sequence.
     """
     column = tl.arange(0, blocks.D_PAD)
-    if out.IN_REGISTER_ORDER:
+    if out.ORDER == IN_REGISTERS:
         codes = tl.trans(in_register_order(tl.trans(codes)))
+    elif out.ORDER == IN_PAIRS:
+        codes = tl.trans(in_pairs(tl.trans(codes)))
     base = out.ptr + h.to(tl.int64) * out.stride_h
     ptrs = tile_ptrs(base, start, codes.shape[0], column, out.stride_n, out.stride_d)
     mask = column[None, :] < out.CHANNELS
@@ -239,6 +245,7 @@ class Wanted(NamedTuple):
     precision: Precision
     granularity: Granularity
     contract_tokens: bool  #: whether the product sums over tokens; see `memory_of_codes`
+    k_in_pairs: bool = False  #: see `memory_of_codes`
 
 
 def quantize(problem: KernelProblem, wanted: Sequence[Wanted]) -> list[Operand]:
@@ -306,7 +313,11 @@ def _task(problem: KernelProblem, wanted: Sequence[tuple[Wanted, Operand]], chan
 
 
 def memory_of_codes(
-    source: TokenTensor, precision: Precision, granularity: Granularity, contract_tokens: bool
+    source: TokenTensor,
+    precision: Precision,
+    granularity: Granularity,
+    contract_tokens: bool,
+    k_in_pairs: bool = False,
 ) -> Operand:
     """Return padded storage for the codes of a tensor, and memory for their scales.
 
@@ -314,6 +325,7 @@ def memory_of_codes(
         so that they are always contiguous along the axis that is summed over. Those of 8 bit of Q,
         V and dO are in register order, see `in_register_order`; dS passes through shared memory
         before it meets K.
+    k_in_pairs: whether the order of such codes of K is `in_pairs`, and not that of the tokens.
     """
     x, device = source.x, source.x.device
     heads, d = x.shape[1], x.shape[3]
@@ -330,7 +342,10 @@ def memory_of_codes(
     )
     stride_n, stride_d = (1, tokens) if contract_tokens else (channels, 1)
     strides = (0, tokens * channels, stride_n, stride_d)
-    in_order = contract_tokens and source.name != "k" and codes.element_size() == 1
+    order = AS_TOKENS
+    if contract_tokens and codes.element_size() == 1:
+        of_k = IN_PAIRS if k_in_pairs else AS_TOKENS
+        order = of_k if source.name == "k" else IN_REGISTERS
     return Operand.of_codes(
         codes,
         strides,
@@ -339,6 +354,6 @@ def memory_of_codes(
         per_scale,
         by_channel,
         along_tokens=contract_tokens,
-        in_register_order=in_order,
+        order=order,
         how=how,
     )

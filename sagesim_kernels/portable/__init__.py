@@ -3,7 +3,7 @@
 from sagesim_kernels.portable.backward import launch_backward, map_product
 from sagesim_kernels.portable.forward import launch_forward
 from sagesim_kernels.portable.p_and_ds import UNTRACED, MapTrace, MapTraces
-from sagesim_kernels.portable.preparation import launch_p_rows, prepare_backward
+from sagesim_kernels.portable.preparation import compute_row_scales, launch_p_rows, prepare_backward
 from sagesim_kernels.portable.tiles import Tile, try_tiles
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "MapTrace",
     "MapTraces",
     "Tile",
+    "compute_row_scales",
     "launch_backward",
     "launch_forward",
     "launch_p_rows",

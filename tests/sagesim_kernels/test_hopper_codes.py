@@ -16,19 +16,26 @@ from hypothesis import given, seed
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sagesim import FACTORED, FACTORED_PV16, SAGEBWD, AttentionSpec, Smoothing
+from sagesim import (
+    FACTORED,
+    FACTORED_PV16,
+    FP8_GRADIENTS,
+    SAGEBWD,
+    AttentionSpec,
+    Smoothing,
+)
 from sagesim_kernels import attention, attention_varlen, hopper
 from tests.sagesim_kernels.kernel_cases import (
     KINDS,
     LAYOUTS,
     ORDINARY,
+    PADDINGS,
     KernelCase,
     low_logits,
 )
-from tests.sagesim_kernels.untraced import check_with_call
+from tests.sagesim_kernels.untraced import check_with_call, results_of_other_kernels
 from tests.support import examples
 from tests.support.assertions import assert_bitwise
-from tests.support.inputs import Case
 from tests.support.kernels import (
     Results,
     all_served,
@@ -49,8 +56,10 @@ SPECS: dict[str, AttentionSpec] = {
     "sagebwd": SAGEBWD,
     "factored": FACTORED,
     "factored_pv16": FACTORED_PV16,
+    "fp8_gradients": FP8_GRADIENTS,
 }
-"""One scale for a tile of P and dS, or one for each row and column, and then delta from P."""
+"""One scale for a tile of P and dS, one for each row and column, and then delta from P, or scales
+of rows from bounds, in FP8."""
 
 of_specs = pytest.mark.parametrize("spec", SPECS)
 of_sizes = pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
@@ -59,6 +68,9 @@ MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "upper_left": {"is_causal": True},
     "lower_right": {"is_causal": True, "causal_alignment": "lower_right"},
+    "window": {"window": (70, 30), "causal_alignment": "lower_right"},
+    "padding": {"padding": "random", "has_sinks": True},
+    "lengths": {"padding": "int32 lengths", "is_causal": True},
 }
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 192, 200, 257, 300)
@@ -145,6 +157,9 @@ def problems(draw: st.DrawFn, spec: AttentionSpec, d: int) -> KernelCase:
         dtype=draw(st.sampled_from(("bfloat16", "float16", "float32"))),
         is_causal=draw(st.booleans()),
         causal_alignment=draw(st.sampled_from(("upper_left", "lower_right"))),
+        window=draw(st.sampled_from(((-1, -1), (-1, -1), (70, -1), (3, 200)))),
+        padding=draw(st.sampled_from(PADDINGS)),
+        has_sinks=draw(st.booleans()),
         scale=draw(st.sampled_from((None, 0.03, 1.0, -0.3, 0.0))),
         layout=draw(st.sampled_from(LAYOUTS)),
         do_layout=draw(st.sampled_from((*LAYOUTS, "expanded"))),
@@ -165,21 +180,14 @@ def test_any_problem_meets_the_contract(part: int, d: int, spec: str) -> None:
     run()
 
 
-def of_other_kernels(case: Case, spec: AttentionSpec, patch: pytest.MonkeyPatch, **options: Any):
-    """Return the results of a call whose backward is that of the kernels for mma.sync."""
-    with patch.context() as other:
-        other.setattr(hopper, "serves_codes", lambda _: False)
-        return run_kernels(case, spec, **options)
-
-
 @of_specs
 @of_sizes
-def test_the_gradient_of_the_logsumexp(d: int, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is subtracted from delta, in the kernels for mma.sync too. Few codes are unlike theirs."""
+def test_the_gradient_of_the_logsumexp(d: int, spec: str) -> None:
+    """It is subtracted from delta, in other kernels too. Few codes are unlike theirs."""
     case = kernel_case(torch.bfloat16, seed=1, n_q=150, n_k=200, d=d, heads=(2, 2), is_causal=True)
     d_lse = torch.randn(case.q.shape[:-1], device="cuda")
     found = run_kernels(case, SPECS[spec], d_lse=d_lse)
-    twin = of_other_kernels(case, SPECS[spec], monkeypatch, d_lse=d_lse)
+    twin = results_of_other_kernels(case, SPECS[spec], d_lse=d_lse)
     for name in ("dq", "dk", "dv"):
         x, y = (getattr(each, name).double() for each in (found, twin))
         assert float((x - y).norm()) <= 0.005 * float(y.norm()), name
@@ -246,9 +254,9 @@ def test_a_sequence_has_the_same_bits_alone_and_packed(d: int, mask: str, spec: 
 @pytest.mark.parametrize("tensor", ["q", "k", "v", "do"])
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
 def test_nan_and_infinity_reach_the_gradients_of_their_head(
-    value: float, tensor: str, d: int, spec: str, monkeypatch: pytest.MonkeyPatch
+    value: float, tensor: str, d: int, spec: str
 ) -> None:
-    """Elements of dK and dV that are not finite are those of the kernels for mma.sync."""
+    """Elements of dK and dV that are not finite are those of other kernels."""
     case = kernel_case(torch.bfloat16, seed=2, n_q=150, n_k=140, d=d, heads=(2, 2))
     clean = run_kernels(case, SPECS[spec])
     getattr(case, tensor)[1, 1, 20, 5] = value
@@ -259,7 +267,7 @@ def test_nan_and_infinity_reach_the_gradients_of_their_head(
         x, y = getattr(found, name), getattr(clean, name)
         assert_bitwise(actual=x[~touched], expected=y[~touched], what=name)
     assert not bool(found.dq[1, 1].isfinite().all())
-    twin = of_other_kernels(case, SPECS[spec], monkeypatch)
+    twin = results_of_other_kernels(case, SPECS[spec])
     assert torch.equal(found.dk.isfinite(), twin.dk.isfinite())
     assert torch.equal(found.dv.isfinite(), twin.dv.isfinite())
 

@@ -179,12 +179,20 @@ MASKS = {
 NARROW = ["hopper_forward", "hopper_backward"]
 WIDE = ["hopper_wide"] * 4
 CODES = ["hopper_forward_codes", "hopper_p_rows", "hopper_codes_backward"]
+FP8 = ["hopper_forward", "hopper_p_rows", "hopper_codes_backward"]
 SIXTEEN = (64, 128, 192)
 """Head sizes; the last one has kernels of its own."""
 
 
 def kernels_of(d: int) -> list[str]:
     return WIDE if d > 128 else NARROW
+
+
+def kernels_in_codes(spec: str, extras: Extras) -> list[str]:
+    """The kernels of a spec with P and dS in codes. Its forward may be another one."""
+    if spec.startswith("fp8"):
+        return FP8
+    return CODES if extras.is_none else CODES[1:]
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -196,22 +204,35 @@ def test_lengths_and_masks(d: int, lengths: tuple[int, int], mask: str, launches
     assert run(call, launches) == kernels_of(d)
 
 
-@pytest.mark.parametrize("mask", ["full", "upper_left", "lower_right"])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize(
-    ("spec", "d"), [("sagebwd delta=p", 64), ("sagebwd delta=p", 128), ("factored delta=p", 128)]
+    ("spec", "d"),
+    [
+        *(("sagebwd delta=p", 64), ("sagebwd delta=p", 128), ("factored delta=p", 128)),
+        *(("fp8_gradients", 64), ("fp8_gradients delta=p", 128)),
+    ],
 )
 def test_lengths_with_codes(
     spec: str, d: int, lengths: tuple[int, int], mask: str, launches: Launches
 ) -> None:
-    call = Call(spec, *lengths, d=d, groups=2, mask=mask)
-    assert run(call, launches) == CODES
+    alignment, extras = MASKS[mask]
+    call = Call(spec, *lengths, d=d, groups=2, mask=alignment, extras=extras)
+    assert run(call, launches) == kernels_in_codes(spec, extras)
 
 
 @pytest.mark.parametrize("mask", ["full", "lower_right", "narrow"])
 @pytest.mark.parametrize("lengths", [(300, 200), (70, 449)])
-@pytest.mark.parametrize("d", SIXTEEN)
-def test_padding(d: int, lengths: tuple[int, int], mask: str, launches: Launches) -> None:
+@pytest.mark.parametrize(
+    ("spec", "d"),
+    [
+        *(("factored_qk", d) for d in SIXTEEN),
+        *(("sagebwd delta=p", 128), ("fp8_gradients", 128), ("fp8_gradients delta=p", 64)),
+    ],
+)
+def test_padding(
+    spec: str, d: int, lengths: tuple[int, int], mask: str, launches: Launches
+) -> None:
     """Sequences of which no, one, some or all keys are no padding."""
     n_k = lengths[1]
     alignment, extras = MASKS[mask]
@@ -220,8 +241,9 @@ def test_padding(d: int, lengths: tuple[int, int], mask: str, launches: Launches
     live = torch.stack([key < 0, key == n_k - 1, key >= 65, key % 3 != 1])
     for padding in ({"seqused_k": used}, {"key_mask": live}):
         masked = extras._replace(**padding)
-        call = Call("factored_qk", *lengths, d=d, sequences=4, mask=alignment, extras=masked)
-        assert run(call, launches) == kernels_of(d)
+        call = Call(spec, *lengths, d=d, sequences=4, mask=alignment, extras=masked)
+        in_codes = kernels_in_codes(spec, masked)
+        assert run(call, launches) == (kernels_of(d) if spec == "factored_qk" else in_codes)
 
 
 STARTS = ((0, 0, 1, 200, 200, 263), (0, 70, 70, 71, 400, 700))
@@ -252,12 +274,14 @@ def test_packed_sequences(d: int | str, swapped: bool, mask: str, launches: Laun
         Call("factored_qk smooth=none", 600, 100, d=40, groups=3, mask="upper_left"),
         Call("sagebwd delta=p", 300, 400, d=33, d_v=64, groups=8, dtype=torch.float16),
         Call("factored delta=p", 300, 400, d=72, d_v=100, groups=3, sequences=2),
+        Call("fp8_gradients", 300, 400, d=72, d_v=100, groups=3, has_lse_gradient=True),
     ],
     ids=lambda call: f"{call.spec}, {call.d}, {call.d_v}, {call.groups}",
 )
 def test_options(call: Call, launches: Launches) -> None:
     size = max(call.d, call.d_v or 0)
-    expected = kernels_of(size) if call.spec.startswith("factored_qk") else CODES
+    is_16_bit = call.spec.startswith("factored_qk")
+    expected = kernels_of(size) if is_16_bit else kernels_in_codes(call.spec, call.extras)
     assert run(call, launches) == expected
 
 
@@ -281,6 +305,8 @@ LONG_CALLS = (
     Call("sagebwd delta=p", 600, 700, groups=2),
     Call("sagebwd delta=p", 600, 700, d=128, mask="upper_left"),
     Call("factored delta=p", 600, 700, d=128, groups=2),
+    Call("fp8_gradients", 600, 700, groups=2),
+    Call("fp8_gradients", 600, 700, d=128, extras=WINDOW),
 )
 
 NOT_NEEDED = {
@@ -289,10 +315,12 @@ NOT_NEEDED = {
     **{("fence", x): 1 for x in ("hopper_wide", "allocate_barriers")},
     # Loads to registers, before TMA overwrites what they read. Other reads need no fence here.
     ("fence", "release"): 1,
+    ("fence", "compute_gradient"): 1,
     # Behind it, the other consumer has fewer blocks than there are stages.
     ("arrive", "compute_o"): 1,
     # What they wait for, the other warps have waited for before they pass dS on.
     ("wait", "compute_dq"): 2,
+    ("wait", "compute_fp8_dq"): 2,
 }
 """How many sites of an operation and a function may be left out, as far as can be seen here."""
 

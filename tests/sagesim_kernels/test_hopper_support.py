@@ -10,6 +10,7 @@ from sagesim import (
     FACTORED,
     FACTORED_PV16,
     FACTORED_QK,
+    FP8_GRADIENTS,
     FPA_FP16,
     HALF_AWAY,
     SAGE_FORWARD,
@@ -93,6 +94,8 @@ SERVED_IN_FORWARD = {
     "delta from P": problem(replace(FACTORED_QK, delta=Delta.FROM_P)),
     "recomputation in 16 bit": problem(with_precision(FACTORED_QK, Precision.FP16, "qk_recompute")),
     "two 16-bit formats": problem(with_precision(FACTORED_QK, Precision.FP16, "dv")),
+    "blocks of 128 queries": problem(replace(FACTORED_QK, block_q=128)),
+    "fp8_gradients": problem(FP8_GRADIENTS, d=128),
 }
 SERVED_IN_BACKWARD = {"PV in INT8": problem(replace(FACTORED_QK, pv=FACTORED.pv))}
 OTHERS = {
@@ -100,7 +103,7 @@ OTHERS = {
     "fpa_fp16": problem(FPA_FP16),
     "K per token, d 192": problem(BY_TOKEN, d=192),
     "Q smoothed": problem(replace(FACTORED_QK, smoothing=Smoothing(q=True, k=True))),
-    "blocks of 128": problem(replace(FACTORED_QK, block_q=128)),
+    "blocks of 128 keys": problem(replace(FACTORED_QK, block_k=128)),
     "d 32": problem(d=32),
     "d 257": problem(d=257),
     "d 192, d_v 64": problem(d=192, d_v=64),
@@ -138,6 +141,7 @@ P_IN_CODES_OTHERS = {
     "too many rows": problem(SAGEBWD, n_q=2**28, heads=2),
     **{name: problem(SAGEBWD, extras=extras) for name, extras in EXTRAS.items()},
 }
+_GRADIENTS = ("dv", "dq", "dk")
 CODES_SERVED = {
     "packed": replace(problem(SAGEBWD), cu_q=CU, cu_k=CU),
     "sagebwd": problem(SAGEBWD),
@@ -152,8 +156,21 @@ CODES_SERVED = {
     "negative scale": problem(SAGEBWD, scale=-1.0),
     "unsmoothed": problem(replace(SAGEBWD, smoothing=Smoothing())),
     "forward in 16 bit": problem(with_precision(SAGEBWD, Precision.FP16, "qk", "pv")),
+    "fp8_gradients": problem(FP8_GRADIENTS),
+    "fp8_gradients, d 128": problem(FP8_GRADIENTS, d=128, is_causal=True),
+    "E5M2": problem(
+        with_precision(FP8_GRADIENTS, Precision.FP8_E5M2, *_GRADIENTS), dtype=torch.float16
+    ),
+    **{
+        name: problem(SAGEBWD, extras=extras)
+        for name, extras in EXTRAS.items()
+        if extras.softcap is None
+    },
 }
 CODES_OTHERS = {
+    "two FP8 formats": problem(with_precision(FP8_GRADIENTS, Precision.FP8_E5M2, "dv")),
+    "bounds in INT8": problem(with_precision(FP8_GRADIENTS, Precision.INT8, *_GRADIENTS)),
+    "FP8, blocks of 32": problem(replace(FP8_GRADIENTS, block_q=32)),
     "factored_qk": problem(),
     "dP in INT8": problem(SAGEBWD_ALL_INT8),
     "dQ in 16 bit": problem(CAUSAL_SAFE),
@@ -165,7 +182,7 @@ CODES_OTHERS = {
     "d 129": problem(SAGEBWD, d=129),
     "d_v 128": problem(SAGEBWD, d_v=128),
     "too many rows": problem(SAGEBWD, n_q=2**28, heads=2),
-    **{name: problem(SAGEBWD, extras=extras) for name, extras in EXTRAS.items()},
+    "softcap": problem(SAGEBWD, extras=EXTRAS["softcap"]),
 }
 
 

@@ -16,7 +16,7 @@ from sagesim_kernels import attention, attention_varlen
 from sagesim_kernels import trace as kernel_trace
 from sagesim_kernels.launch_plans import forget_plans, launch
 from sagesim_kernels.operands import formats
-from sagesim_kernels.operands.row_bounds import norms, sum_pairwise
+from sagesim_kernels.operands.row_bounds import norms, quotient, sum_pairwise
 from tests.sagesim_kernels.contract import check, run_kernels
 from tests.support.assertions import assert_bitwise
 from tests.support.combinations import crossed
@@ -183,6 +183,29 @@ def test_norms_are_those_of_the_emulator(exponent: int) -> None:
     tiles = Operand(x[None, None, :, None], None, Precision.FP32)
     assert_bitwise(actual=of_rows.cpu()[None], expected=_norms(tiles), what="norms")
     assert_bitwise(actual=sums.cpu()[:, None], expected=_sum_pairwise(x), what="sums")
+
+
+@triton.jit
+def _divide_kernel(x, divisor, out, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(out + at, quotient(tl.load(x + at), tl.load(divisor + tl.zeros((1, 1), tl.int32))))
+
+
+@pytest.mark.parametrize("divisor", sorted({x for tops in TOP_CODES.values() for x in tops}))
+def test_quotients_by_top_codes_are_correctly_rounded(divisor: float) -> None:
+    """Of every mantissa. A division of PyTorch is correctly rounded on a CPU."""
+    x = torch.arange(2**23, 2**24).float()
+    out = torch.empty_like(x, device=DEVICE)
+    size = 2**20 if DEVICE == "cpu" else 1024
+    launch(
+        _divide_kernel,
+        (2**23 // size,),
+        x.to(DEVICE),
+        torch.tensor([divisor]).to(DEVICE),
+        out,
+        size,
+    )
+    assert_bitwise(actual=out.cpu(), expected=x / divisor, what=f"quotients by {divisor}")
 
 
 @pytest.mark.parametrize("precision", TOP_CODES)

@@ -8,6 +8,8 @@ the largest magnitude. So products of codes and scales have balls, and the resul
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from sagesim import AttentionSpec, Precision, Trace
 from sagesim.problem import resolve_input16
 from sagesim_kernels import KernelTrace, ampere, hopper
+from sagesim_kernels.launch_plans import forget_plans
 from sagesim_kernels.operands import Extras, KernelProblem, logit_scale
 from tests.sagesim_kernels.contract import VANISHING, Checker, Tally, emulate, emulated_case
 from tests.sagesim_kernels.contract import run_kernels as run_traced
@@ -29,10 +32,21 @@ def rounds_maps(spec: AttentionSpec, *sites: str) -> bool:
 
 
 def has_codes_backward(case: Case, spec: AttentionSpec) -> bool:
-    """Return whether a call that is not traced has a backward of its own, which writes no codes."""
+    """Return whether a call that is not traced has a backward of its own, which writes no codes.
+
+    It is in INT8; see `has_fp8_backward`.
+    """
     problem = _problem(case, spec)
     by_ampere = rounds_maps(spec, "dv", "dq", "dk") and ampere.serves_backward(problem)
-    return not problem.is_empty and (hopper.serves_codes(problem) or by_ampere)
+    by_hopper = hopper.serves_codes(problem) and not hopper.serves_fp8(problem.spec)
+    return not problem.is_empty and (by_hopper or by_ampere)
+
+
+def has_fp8_backward(case: Case, spec: AttentionSpec) -> bool:
+    """Return whether a call that is not traced has a backward in FP8 of its own."""
+    problem = _problem(case, spec)
+    in_fp8 = hopper.serves_codes(problem) and hopper.serves_fp8(problem.spec)
+    return not problem.is_empty and in_fp8
 
 
 def has_codes_forward(case: Case, spec: AttentionSpec) -> bool:
@@ -64,7 +78,39 @@ def check_with_call(case: Case, spec: AttentionSpec) -> Tally:
     if forward or backward:
         found = Results(*(x.cpu() for x in run_kernels(case, spec)))
         check_call(found, traced, on_cpu, sim, forward=forward, backward=backward)
+    if has_fp8_backward(case, spec):
+        check_fp8_call(case, spec)
     return tally
+
+
+FEW = 0.005
+"""The most by which gradients of equal scales and operands differ, relative L2: where a number is
+near a tie, its code may be another one. Two such gradients of other kernels differ by 3 % or more
+if one of them has a wrong scale or sums over another order of codes."""
+
+
+def check_fp8_call(case: Case, spec: AttentionSpec) -> None:
+    """Check that Hopper's backward in FP8 returns almost what the portable kernels do.
+
+    Those meet the contract. Both have the same forward, and operands and scales with the same bits.
+    """
+    found, twin = run_kernels(case, spec), results_of_other_kernels(case, spec)
+    for name in ("dq", "dk", "dv"):
+        x, y = (getattr(each, name).double() for each in (found, twin))
+        assert torch.equal(x.isfinite(), y.isfinite()), name
+        off, size = ((z.nan_to_num(0.0, 0.0, 0.0)).norm(dim=(-2, -1)) for z in (x - y, y))
+        worst = float((off / size.clamp(min=1e-30)).max())
+        assert worst <= FEW, f"{name}: {worst:.1e} from the portable kernels"
+
+
+def results_of_other_kernels(case: Case, spec: AttentionSpec, **options: Any) -> Results:
+    """Return the results of a call whose backward is not Hopper's."""
+    forget_plans()
+    try:
+        with mock.patch.object(hopper, "serves_codes", lambda _: False):
+            return run_kernels(case, spec, **options)
+    finally:
+        forget_plans()
 
 
 def check_call(

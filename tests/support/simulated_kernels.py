@@ -242,6 +242,7 @@ class _Language:
     cdiv = staticmethod(lambda a, b: (a + (raw(b) - 1)) // b)
     cast = to_tensor = staticmethod(lambda x, *_args: x if hasattr(x, "shape") else Numbers(raw(x)))
     join = staticmethod(lambda a, _b: Unknown(*a.shape, 2))
+    split = staticmethod(lambda x: (Unknown(*x.shape[:-1]),) * 2)
     program_id = staticmethod(lambda axis: Numbers(0 if axis else _Launch.index))
     num_programs = staticmethod(lambda _axis: Numbers(_Launch.programs))
     num_warps = staticmethod(lambda: 4)

@@ -233,7 +233,7 @@ def hopper_codes_backward(
                     TOKENS, BY_CHANNEL, FORMAT,
                 )),
                 (compute_fp8_dq, (
-                    key_tile, queries, maps, dq_s, barriers, loop, GROUPS, FORMAT,
+                    key_tile, queries, maps, dq_s, barriers, loop, tile, GROUPS, FORMAT,
                 )),
                 (produce, (
                     inputs, queries, q_full, ds_full, loop, q_origin, row_q, tokens_q,

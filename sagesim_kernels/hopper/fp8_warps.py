@@ -76,6 +76,22 @@ def _as_codes(buffer, FORMAT: gl.constexpr):
 
 
 @gluon.jit
+def _wait_for_keys(key_tile, bar, tile):
+    """Wait for the tile of keys, and set codes of K to 0 in a block behind the last key.
+
+    No kernel writes such a block in memory. Its dS is 0, but 0 times the code of a NaN is NaN.
+    """
+    D: gl.constexpr = key_tile.k_right.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
+    mbarrier.wait(bar, 0)
+    for i in gl.static_range(1, BLOCKS):
+        if tile.first + i * BLOCK_K >= tile.length:
+            key_tile.k_right.index(i).store(gl.zeros((D, BLOCK_K), gl.int8, LAYOUT))
+            fence_async_shared()
+    barrier()
+
+
+@gluon.jit
 def _start_sums(codes, right, C: gl.constexpr, FORMAT: gl.constexpr):
     """Start the product of codes [TILE_K, BLOCK_Q] and chunk C of right [channels, BLOCK_Q]."""
     zeros = gl.zeros((TILE_K, CHUNK), gl.float32, ST_INT32)
@@ -148,7 +164,7 @@ def compute_fp8_dk_dv_dq(
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 32])
     keys, k_scale, dk0 = start_keys(scales, tile, key_tile.right_scales, outputs, KD, TOKENS)
     dv0, dk1, dv1 = dk0, dk0, dk0
-    mbarrier.wait(barriers.kv_full, 0)
+    _wait_for_keys(key_tile, barriers.kv_full, tile)
     for head in range(GROUPS):
         for PART in gl.static_range(2 if loop.unmasked_end is None else 3):
             begin, end = part_of(loop, PART)
@@ -260,8 +276,9 @@ def compute_fp8_dk_dv(
 
 @gluon.jit
 def compute_fp8_dq(
-    key_tile, queries, pairs_s, dq_s, barriers, loop, GROUPS: gl.constexpr, FORMAT: gl.constexpr
-):
+    key_tile, queries, pairs_s, dq_s, barriers, loop, tile, GROUPS: gl.constexpr,
+    FORMAT: gl.constexpr,
+):  # fmt: skip
     """Compute parts of dQ from codes of dS. Four warps.
 
     The arguments are those of `compute_fp8_dk_dv_dq`.
@@ -270,7 +287,7 @@ def compute_fp8_dq(
     STAGES_STATS: gl.constexpr = queries.row_stats.shape[0]
     D: gl.constexpr = queries.q8.shape[2]
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
-    mbarrier.wait(barriers.kv_full, 0)
+    _wait_for_keys(key_tile, barriers.kv_full, tile)
     mbarrier.wait(barriers.scales_full, 0)
     for n in range(GROUPS * (loop.end - loop.begin)):
         slot = n % SLOTS

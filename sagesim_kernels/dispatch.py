@@ -150,13 +150,10 @@ def backward(
     elif traces == UNTRACED and hopper.serves_codes(problem):
         from sagesim_kernels.hopper import codes_backward as gluon
 
-        stored, in_pairs = (
-            hopper.has_to_copy(problem, queries=True),
-            hopper.serves_fp8(problem.spec),
-        )
-        if operands is None or stored or in_pairs:
+        stored, is_fp8 = hopper.has_to_copy(problem, queries=True), hopper.serves_fp8(problem.spec)
+        if operands is None or stored or is_fp8:
             operands = OperandCache(
-                problem, do, k_mean=result.k_mean, stored=stored, k_in_pairs=in_pairs
+                problem, do, k_mean=result.k_mean, stored=stored, k_in_pairs=is_fp8
             )
         p_sink = _p_sink(problem, _shift(problem, operands), lse2)
         gluon.launch_backward(

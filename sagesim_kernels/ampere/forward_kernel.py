@@ -160,7 +160,7 @@ def ampere_forward(
             scales_s = gl.allocate_shared_memory(gl.float32, [STAGES, CHANNELS], VECTOR)
 
     parts = key_parts(lengths, b, first, ROWS_OF_TILE, n_k, offset)
-    begin = parts.begin + parts.whole_end * 0  # a variable, because the loops copy keys, too
+    begin = parts.begin + parts.whole_end * 0  # opaque to the compiler, see `key_loop_bounds`
     end = parts.end
     copy_tokens(q, q_base, first, first_live, n_q, q_s)
     async_copy.commit_group()

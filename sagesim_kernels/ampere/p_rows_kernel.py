@@ -92,7 +92,7 @@ def ampere_p_rows(
     v_s = gl.allocate_shared_memory(VT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, 16))
 
     parts = key_parts(lengths, b, first, TILE, n_k, offset)
-    begin = parts.begin + parts.whole_end * 0  # a variable, because the loops copy keys, too
+    begin = parts.begin + parts.whole_end * 0  # opaque to the compiler, see `key_loop_bounds`
     end = parts.end
     copy_tokens(q, q_base, first, first_live, n_q, q_s)
     copy_tokens(do, do_base, first, first_live, n_q, do_s)

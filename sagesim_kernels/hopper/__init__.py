@@ -1,7 +1,7 @@
 """Gluon kernels for Hopper GPUs.
 
 There are a forward with PV in 16 bit, one with P in codes, a backward with INT8 in QK alone, and a
-backward with P and dS in codes.
+backward with P and dS in codes, INT8 or FP8.
 
 Importing this package does not import the kernels. Gluon is experimental, so `dispatch` imports
 them when it launches one.

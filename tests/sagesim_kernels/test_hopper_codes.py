@@ -136,11 +136,12 @@ def test_other_head_sizes_meet_the_contract(sizes: tuple[int, int], spec: str) -
 
 @of_specs
 @of_sizes
-def test_keys_behind_the_last_one_are_masked_where_logits_are_low(d: int, spec: str) -> None:
-    """Their K is 0, so that P would overflow, and be the maximum of its tile. K is not smoothed: a
-    row's mean logit would be 0."""
-    unsmoothed = replace(SPECS[spec], smoothing=Smoothing())
-    check_with_call(replace(low_logits(d, 150), key_mask=None), unsmoothed)
+@pytest.mark.parametrize("keys", ["behind", "padding"])
+def test_keys_are_masked_where_logits_are_low(keys: str, d: int, spec: str) -> None:
+    """Keys behind the last one, or padding. Their K is 0, so that P would overflow, and be the
+    maximum of its tile. K is not smoothed: a row's mean logit would be 0."""
+    unsmoothed, case = replace(SPECS[spec], smoothing=Smoothing()), low_logits(d, 150)
+    check_with_call(replace(case, key_mask=None) if keys == "behind" else case, unsmoothed)
 
 
 @st.composite

@@ -36,6 +36,7 @@ PREPARATION: Final = {
     "hopper_p_rows": "delta",
     "hopper_codes_of_operands": "quantizing",
     "start_rows_kernel": "delta",
+    "start_fp8_rows_kernel": "delta",
     "row_stats_kernel": "delta",
     "key_bounds_kernel": "units of dq",
     "units_kernel": "units of dq",

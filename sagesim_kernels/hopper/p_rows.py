@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from sagesim.spec import Delta
 from sagesim_kernels.hopper.descriptors import tma_descriptor
-from sagesim_kernels.hopper.p_rows_kernel import BLOCK, TILE, hopper_p_rows
+from sagesim_kernels.hopper.p_rows_kernel import hopper_p_rows
+from sagesim_kernels.hopper.p_rows_warps import BLOCK, TILE
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,

@@ -1,8 +1,4 @@
-"""Sums and maxima over rows of P for Hopper: delta from P, the sums of P, and its largest numbers.
-
-A program owns 256 queries. Four consumer warpgroups compute 64 of them each, and a producer warp
-loads keys and values. Consumers wait for the same blocks of keys, but not for each other.
-"""
+"""Sums over rows of P for Hopper, delta from P, and the largest P of each row."""
 
 # Pyright takes the annotations of Gluon's functions literally:
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -10,20 +6,24 @@ loads keys and values. Consumers wait for the same blocks of keys, but not for e
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.backward_kernel import BARRIER
-from sagesim_kernels.hopper.backward_warps import load_tokens
+from sagesim_kernels.hopper.p_rows_warps import (
+    BLOCK,
+    CONSUMERS,
+    STAGES,
+    TILE,
+    RowBuffers,
+    RowInputs,
+    RowMask,
+    RowPointers,
+    RowTile,
+    compute_rows,
+    load_queries_and_keys,
+)
 from sagesim_kernels.hopper.program_places import origin_of
 from sagesim_kernels.operands import (
     causal_offset,
@@ -36,80 +36,7 @@ from sagesim_kernels.operands import (
     program_coordinates,
     row_base,
     stored_start_of,
-    upper_lse2,
 )
-
-BLOCK = gl.constexpr(64)
-"""Queries of a consumer, and keys of a step."""
-
-CONSUMERS = gl.constexpr(4)
-"""Warpgroups that compute."""
-
-TILE = gl.constexpr(BLOCK.value * CONSUMERS.value)
-"""Queries of a program."""
-
-_STAGES = gl.constexpr(3)
-"""Blocks of keys in shared memory."""
-
-_S_INT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
-"""Layout of S [queries, keys] as the INT8 product leaves it."""
-
-_S_FLOAT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-"""Layout of S, P and dP [queries, keys] in float32."""
-
-_ROWS = gl.constexpr(gl.SliceLayout(1, _S_FLOAT32.value))
-
-
-class RowBuffers(NamedTuple):
-    """Shared memory, and its barriers."""
-
-    q8: Any  #: int8 [CONSUMERS, BLOCK, D]
-    do: Any  #: 16 bit [CONSUMERS, BLOCK, D]; None without delta
-    k8: Any  #: int8 [stages, BLOCK, D]
-    v: Any  #: 16 bit [stages, BLOCK, D]; None, as do, without delta
-    q_full: Any  #: the queries have arrived
-    full: Any  #: [stages], a block of keys has arrived
-    empty: Any  #: [stages], all consumers have read it
-
-
-class RowInputs(NamedTuple):
-    """TMA descriptors of what the producer loads."""
-
-    q8: Any  #: int8 [tokens of all heads, D]
-    do: Any  #: 16 bit [sequences, heads, tokens, D]
-    k8: Any  #: as q8
-    v: Any  #: as do
-
-
-class RowPointers(NamedTuple):
-    """Pointers to a number of the head's first query."""
-
-    lse2: Any
-    delta: Any  #: None if delta comes from O
-    p_sums: Any  #: None if they are not computed
-    p_bound: Any  #: the largest P of the row; None if it is not computed
-    d_lse: Any  #: the gradient of the logsumexp; None if it is 0
-    q_scales: Any  #: of Q
-
-
-class RowTile(NamedTuple):
-    """The queries of a program or a consumer, and the blocks of keys that they attend to."""
-
-    first: Any  #: first query
-    begin: Any  #: first block
-    whole: Any  #: first block that needs no mask
-    whole_end: Any  #: first block after those that need no mask
-    end: Any
-
-
-class RowMask(NamedTuple):
-    """Which keys the queries of a sequence attend to."""
-
-    n_q: Any
-    n_k: Any  #: no query attends to keys from this one on
-    offset: Any  #: query i attends to no key after i + offset
-    lowest: Any  #: query i attends to no key before i + lowest; None: no limit
-    key_mask: Any  #: int8, 0 for padding; None: none is
 
 
 @gluon.jit
@@ -130,179 +57,6 @@ def _tile_of(lengths, b, first, ROWS: gl.constexpr, mask, last):
     whole = gl.maximum(gl.minimum(whole // BLOCK, end), begin)
     whole_end = gl.maximum(gl.minimum(whole_end // BLOCK, end), whole)
     return RowTile(first, begin, whole, whole_end, end)
-
-
-@gluon.jit
-def _part_of(tile, PART: gl.constexpr):
-    """Return begin and end of one of three parts of a `RowTile`; part 1 alone needs no mask."""
-    if PART == 0:
-        return tile.begin, tile.whole
-    elif PART == 1:
-        return tile.whole, tile.whole_end
-    else:
-        return tile.whole_end, tile.end
-
-
-@gluon.jit
-def _produce(inputs, buffers, q_origin, k_origin, row_q, row_k, tile):
-    """Load the tile of queries, and its blocks of keys. One warp."""
-    D: gl.constexpr = buffers.q8.shape[2]
-    BYTES: gl.constexpr = 1 if buffers.v is None else 3
-    for i in gl.static_range(CONSUMERS):
-        at = tile.first + i * BLOCK
-        tma_load(inputs.q8, [row_q + at, 0], buffers.q_full, buffers.q8.index(i))
-        if buffers.do is not None:
-            load_tokens(inputs.do, q_origin, at, buffers.q_full, buffers.do.index(i))
-    for n in range(tile.end - tile.begin):
-        stage = n % _STAGES
-        mbarrier.wait(buffers.empty.index(stage), ((n // _STAGES) & 1) ^ 1)
-        bar = buffers.full.index(stage)
-        key = (tile.begin + n) * BLOCK
-        mbarrier.expect(bar, BLOCK * D * BYTES)
-        tma_load(inputs.k8, [row_k + key, 0], bar, buffers.k8.index(stage))
-        if buffers.v is not None:
-            load_tokens(inputs.v, k_origin, key, bar, buffers.v.index(stage))
-
-
-@gluon.jit
-def _skip(buffers, begin, end):
-    """Release the blocks of some steps, which are for other queries of the tile only."""
-    for n in range(begin, end):
-        mbarrier.wait(buffers.full.index(n % _STAGES), (n // _STAGES) & 1)
-        mbarrier.arrive(buffers.empty.index(n % _STAGES), count=1)
-
-
-@gluon.jit
-def _key_scales(k_scales, block, all_blocks):
-    """Load the scales of a block of keys. They are loaded one step early."""
-    block = gl.maximum(gl.minimum(block, all_blocks.end - 1), 0)
-    at = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, _S_FLOAT32))
-    return gl.load(k_scales + at)
-
-
-@gluon.jit
-def _finite_product(top, factor):
-    """Return the largest logit of each row from its largest S, which is -inf without keys."""
-    return gl.where(top == -float("inf"), top, top * factor)
-
-
-@gluon.jit
-def _partial_sums(x):
-    """Sum columns that are 8 apart, which one thread holds."""
-    return gl.sum(x.reshape([BLOCK, 8, 8]), 1)
-
-
-@gluon.jit
-def _consume(
-    CONSUMER: gl.constexpr, buffers, k_scales, scale_stride, rows, all_blocks, tile, mask,
-    scale_log2, Q_TOKENS: gl.constexpr, K_TOKENS: gl.constexpr,
-):  # fmt: skip
-    """Compute the sums and maxima of 64 rows. One warpgroup, number CONSUMER.
-
-    Args:
-        k_scales: pointer to the scales of keys.
-        scale_stride: from one of them to the next.
-        rows: `RowPointers`.
-        all_blocks: `RowTile` of the program, whose blocks of keys are loaded.
-        tile: `RowTile` of this consumer.
-        mask: `RowMask`.
-        Q_TOKENS, K_TOKENS: queries and keys that share a scale.
-    """
-    delta = rows.delta
-    queries = tile.first + gl.arange(0, BLOCK, _ROWS)
-    is_query = queries < mask.n_q
-    row_lse2 = gl.load(rows.lse2 + queries, mask=is_query, other=float("inf"))
-    subtracted = upper_lse2(row_lse2)
-    ptrs = rows.q_scales + (queries // Q_TOKENS).to(gl.int64)
-    factor = gl.load(ptrs, mask=is_query, other=1.0) * scale_log2
-    if K_TOKENS == 1:
-        factor = factor * 1024.0  # see `operands.apply_k_scale`
-    last_key = gl.minimum(queries + mask.offset, mask.n_k - 1)[:, None]
-    p_sum = _partial_sums(gl.zeros((BLOCK, BLOCK), gl.float32, _S_FLOAT32))
-    delta_sum = p_sum
-    top = gl.full((BLOCK,), -float("inf"), gl.float32, _ROWS)
-    sign = gl.where(gl.to_tensor(scale_log2) < 0.0, -1.0, 1.0)
-    mbarrier.wait(buffers.q_full, 0)
-    q8 = buffers.q8.index(CONSUMER)
-    _skip(buffers, 0, tile.begin - all_blocks.begin)
-    if K_TOKENS == 1:
-        next_column = _key_scales(k_scales, tile.begin, all_blocks)
-    for PART in gl.static_range(3):
-        part_begin, part_end = _part_of(tile, PART)
-        for block in range(part_begin, part_end):
-            n = block - all_blocks.begin
-            stage = n % _STAGES
-            if K_TOKENS == 1:
-                column = next_column
-                next_column = _key_scales(k_scales, block + 1, all_blocks)
-            else:
-                at = block * (BLOCK // K_TOKENS) * scale_stride
-                tile_factor = factor * gl.load(k_scales + at)
-            mbarrier.wait(buffers.full.index(stage), (n // _STAGES) & 1)
-            zeros = gl.zeros((BLOCK, BLOCK), gl.int32, _S_INT32)
-            k8 = buffers.k8.index(stage).permute((1, 0))
-            s = warpgroup_mma(q8, k8, zeros, use_acc=False, is_async=True)
-            if delta is not None:
-                zeros = gl.zeros((BLOCK, BLOCK), gl.float32, _S_FLOAT32)
-                v = buffers.v.index(stage).permute((1, 0))
-                dp = warpgroup_mma(
-                    buffers.do.index(CONSUMER), v, zeros, use_acc=False, is_async=True
-                )
-                s = warpgroup_mma_wait(1, deps=[s])
-            else:
-                s = warpgroup_mma_wait(0, deps=[s])
-            x = gl.convert_layout(s.to(gl.float32), _S_FLOAT32)
-            if K_TOKENS == 1:
-                x = x * (column * 0.0009765625)[None, :]
-                factors = factor[:, None].broadcast_to(x.shape)
-            else:
-                factors = tile_factor[:, None].broadcast_to(x.shape)
-            if rows.p_bound is not None:
-                # A product by a factor that is not negative, and a difference, are monotonic.
-                signed = x * sign
-            x = gl.fma(x, factors, -subtracted[:, None].broadcast_to(x.shape))
-            if PART != 1:
-                keys = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, _S_FLOAT32))
-                visible = keys[None, :] <= last_key
-                if mask.lowest is not None:
-                    visible = visible & (keys[None, :] >= (queries + mask.lowest)[:, None])
-                if mask.key_mask is not None:
-                    live = gl.load(mask.key_mask + keys, mask=keys < mask.n_k, other=0) != 0
-                    visible = visible & live[None, :]
-                x = gl.where(visible, x, -float("inf"))
-                if rows.p_bound is not None:
-                    signed = gl.where(visible, signed, -float("inf"))
-            if rows.p_bound is not None:
-                block_top = gl.max(signed, 1)
-                if K_TOKENS != 1:
-                    block_top = _finite_product(block_top, tile_factor * sign)
-                top = gl.maximum(top, block_top)
-            if rows.p_sums is not None:
-                p = gl.exp2(x)
-                p_sum += _partial_sums(p)
-            if delta is not None:
-                dp = warpgroup_mma_wait(0, deps=[dp])
-                p_dp = p * dp
-                if PART != 1:
-                    p_dp = gl.where(visible, p_dp, 0.0)  # dP may be NaN where P is 0
-                delta_sum += _partial_sums(p_dp)
-            mbarrier.arrive(buffers.empty.index(stage), count=1)
-    _skip(buffers, tile.end - all_blocks.begin, all_blocks.end - all_blocks.begin)
-    if rows.p_sums is not None:
-        sums = gl.convert_layout(gl.sum(p_sum, 1), _ROWS)
-        gl.store(rows.p_sums + queries, sums, mask=is_query)
-    if rows.p_bound is not None:
-        if K_TOKENS == 1:
-            top = _finite_product(top, factor * sign)
-        # A maximum may drop a NaN. The logsumexp keeps it.
-        bound = gl.where(row_lse2 == row_lse2, gl.exp2(top - row_lse2), row_lse2)
-        gl.store(rows.p_bound + queries, bound, mask=is_query)
-    if delta is not None:
-        row_delta = gl.convert_layout(gl.sum(delta_sum, 1), _ROWS)
-        if rows.d_lse is not None:
-            row_delta -= gl.load(rows.d_lse + queries, mask=is_query, other=0.0)
-        row_delta = gl.where(row_lse2 == float("inf"), 0.0, row_delta)
-        gl.store(delta + queries, row_delta, mask=is_query)
 
 
 @gluon.jit(do_not_specialize=["tokens_q", "tokens_k"])
@@ -347,18 +101,18 @@ def hopper_p_rows(
         dt: gl.constexpr = v.dtype
         TOKENS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], dt)
         do_s = gl.allocate_shared_memory(dt, [CONSUMERS, BLOCK, D], TOKENS)
-        v_s = gl.allocate_shared_memory(dt, [_STAGES, BLOCK, D], TOKENS)
+        v_s = gl.allocate_shared_memory(dt, [STAGES, BLOCK, D], TOKENS)
     buffers = RowBuffers(
         gl.allocate_shared_memory(gl.int8, [CONSUMERS, BLOCK, D], q8.layout),
         do_s,
-        gl.allocate_shared_memory(gl.int8, [_STAGES, BLOCK, D], k8.layout),
+        gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK, D], k8.layout),
         v_s,
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
     )
     mbarrier.init(buffers.q_full, 1)
-    for i in gl.static_range(_STAGES):
+    for i in gl.static_range(STAGES):
         mbarrier.init(buffers.full.index(i), 1)
         mbarrier.init(buffers.empty.index(i), CONSUMERS)
     fence_async_shared()
@@ -384,7 +138,7 @@ def hopper_p_rows(
     gl.warp_specialize(
         [  # Gluon's comprehensions iterate over tuples, not over ranges
             (
-                _consume,
+                compute_rows,
                 (
                     i, buffers, block_scales, k.scale_stride_n, rows, blocks,
                     _tile_of(lengths, b, first + i * BLOCK, BLOCK, mask, blocks.end), mask,
@@ -393,7 +147,7 @@ def hopper_p_rows(
             )
             if i < CONSUMERS
             else (
-                _produce,
+                load_queries_and_keys,
                 (
                     inputs, buffers, q_origin, k_origin, h * tokens_q + start_q,
                     k_head * tokens_k + start_k, blocks,

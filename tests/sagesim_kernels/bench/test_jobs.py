@@ -31,6 +31,7 @@ MODULES = (
     "hopper.codes_kernel",
     "hopper.codes_operands",
     "hopper.codes_rows",
+    "hopper.fp8_rows",
     "hopper.p_rows_kernel",
     "hopper.preparation",
     "operands.splits",

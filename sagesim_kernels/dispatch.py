@@ -1,4 +1,4 @@
-"""Choose the kernels of a problem: Hopper's if they serve it, otherwise the portable ones."""
+"""Choose the kernels of a problem: Hopper's, else those for mma.sync, else the portable ones."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def backward(
         o: the output of the forward; None if the spec's delta comes from P.
         result: the other results of the forward.
         traces: where to write the codes of P and dS. Only the portable kernels write them.
-        operands: those that the forward kept; None rounds them again. The Hopper kernels do not
-            use them.
+        operands: those that the forward kept; None rounds them again. Of the Hopper kernels, only
+            a backward in INT8 codes uses them, and only if it needs no copies of operands.
     """
     lse2 = result.lse2
     delta = torch.empty_like(lse2)

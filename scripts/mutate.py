@@ -84,6 +84,18 @@ BUGS = (
         "return program // group_heads, first_head + program % group_heads",
         "return program // group_heads, program % group_heads",
     ),
+    # Hopper's preparation, which runs in the interpreter
+    *(
+        Bug(
+            f"{file}: a NaN of a key reaches no queries of the other block of its tile",
+            f"hopper/{file}.py",
+            "tile=TILE_K.value",
+            "tile=None",
+            tests=[f"test_a_nan_of_a_key_reaches_all_queries_of_its_tile[{spec}]"],
+            test_file="tests/sagesim_kernels/test_hopper_codes_rows.py",
+        )
+        for file, spec in (("codes_rows", "factored"), ("fp8_rows", "fp8_gradients"))
+    ),
     # scales
     Bug(
         "a scale of 127.5",

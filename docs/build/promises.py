@@ -478,6 +478,7 @@ DETERMINISM = (
         (
             f"{KERNELS}/test_invariance.py::TestRuns::test_repeat",
             f"{KERNELS}/test_hopper.py::test_repeated_runs_give_the_same_bits",
+            f"{KERNELS}/test_hopper_codes.py::test_repeated_runs_give_the_same_bits",
             f"{EMULATOR}/test_attention.py::TestInvariance::test_two_runs_give_the_same_bytes",
         ),
         _repeats,
@@ -687,6 +688,8 @@ GPUS = (
             f"{KERNELS}/test_hopper.py::test_any_extras_meet_the_contract",
             f"{KERNELS}/test_hopper.py::test_sinks_meet_the_contract",
             f"{KERNELS}/test_hopper.py::test_unequal_head_sizes_meet_the_contract",
+            f"{KERNELS}/test_hopper_codes.py::test_gradients_meet_the_contract",
+            f"{KERNELS}/test_hopper_codes.py::test_any_problem_meets_the_contract",
         ),
     ),
     Promise(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,6 +87,15 @@ def age_of_code(document: Mapping[str, Any]) -> str:
     if age(document["machine"]) and has_present_loops(document["settings"]["code"]):
         return SAME_LOOPS
     return age(document["machine"])
+
+
+def age_of_several(machines: Sequence[Mapping[str, Any]]) -> str:
+    """`age` of records with these machines: it names the records with it if others have none."""
+    old = [machine for machine in machines if age(machine)]
+    if len(old) in (0, len(machines)):
+        return age(machines[0])
+    named = " and ".join(str(machine.get("kernels")) for machine in old)
+    return f"**Partly measured with earlier kernels**: those of the records with kernels {named}."
 
 
 def with_age(text: str, machine: Mapping[str, Any] | str) -> str:

@@ -441,9 +441,9 @@ def speed() -> str:
     of_models, before = records.of_models(), records.of_models_earlier()
     used = [data for name, data in every.items() if name in newest.values()]
     sources = [source(each | {"machine": one_line(each["machine"])}) for each in used]
-    oldest = next((each for each in used if records.age(each["machine"])), used[0])
+    old = [spec for spec, name in newest.items() if records.age(every[name]["machine"])]
     return (
-        _ages({"The first table": oldest, "the second": of_models})
+        _ages(old, of_models)
         + markdown(["spec", "head size", "tokens", *peers.values()], rows)
         + "\n\nEach range is over these numbers of tokens, causal and full masks; bfloat16."
         + "".join(sources)
@@ -453,15 +453,21 @@ def speed() -> str:
     )
 
 
-def _ages(documents: dict[str, dict[str, Any] | None]) -> str:
-    """A line that names the tables that are of earlier kernels; empty if there are none."""
-    old = [name for name, each in documents.items() if each and records.age(each["machine"])]
-    if not old:
+def _ages(old: Sequence[str], of_models: dict[str, Any] | None) -> str:
+    """A line that names what is of earlier kernels; empty if nothing is.
+
+    old: the specs of the first table whose records are.
+    """
+    found = []
+    if old:
+        found.append(f"the rows of {', '.join(f'`{spec}`' for spec in old)} in the first table")
+    if of_models and records.age(of_models["machine"]):
+        found.append("the second table")
+    if not found:
         return ""
-    words = "Both tables" if len(old) == len(documents) > 1 else old[0][0].upper() + old[0][1:]
     return (
-        f"**{words} {'are' if words == 'Both tables' else 'is'} of earlier kernels**: the sources "
-        "have changed since, and the present kernels may be faster or slower.\n\n"
+        f"**Measured with earlier kernels: {'; '.join(found)}.** The sources have changed since, "
+        "and the present kernels may be faster or slower.\n\n"
     )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import captures
 import torch
+from errors_on_cpu import errors_on_cpu
 
 import sagesim
 from sagesim import Precision
@@ -342,6 +343,7 @@ RESULTS: dict[str, Callable[[], dict[str, Any]]] = {
         causality,
         budget,
         shares,
+        errors_on_cpu,
     )
 }
 

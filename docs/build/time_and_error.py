@@ -41,6 +41,9 @@ TIMES: Final = ("bench_fp8", "bench_int8", "bench")
 ERRORS: Final = "bench"
 """The record with errors."""
 
+EMULATED: Final = "errors_on_cpu"
+"""The emulator's errors of the specs that the record lacks; see errors_on_cpu.py."""
+
 FIGURE: Final = Path(__file__).parents[1] / "_static" / "frontier.svg"
 DEFAULT: Final = FACTORED_QK.label()
 PAPER: Final = "sagebwd"
@@ -56,6 +59,8 @@ def record() -> dict[str, Any]:
     """
     errors = read(records.DATA / f"{ERRORS}.json")
     made = {key: case for key, case in errors["cases"].items() if case["part"] != "speed"}
+    for key, case in _emulated()["cases"].items():
+        made[key] = made[key] | {"errors": case["errors"] | made[key]["errors"]}
     sources, known = [], set()
     for name in TIMES:
         document = read(records.DATA / f"{name}.json")
@@ -74,6 +79,11 @@ def record() -> dict[str, Any]:
         for kind in ("specs", "peers")
     }
     return {"cases": made, "settings": errors["settings"] | contenders, "sources": sources}
+
+
+def _emulated() -> dict[str, Any]:
+    """The record of the emulator's errors."""
+    return json.loads((records.DATA / f"{EMULATED}.json").read_text(encoding="utf-8"))
 
 
 def _sources(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -133,10 +143,24 @@ def figure() -> str:
         "full masks, as far as the newest record with the spec or peer has them. Errors are root "
         "mean squares of those of dQ, dK and dV: geometric means over "
         "Gaussian inputs, in which Q and K have a standard deviation of 1 (ordinary logits) or 5 "
-        f"(large logits). Thin lines are the ranges.{_lacking(document)}\n\n"
+        f"(large logits). Thin lines are the ranges.{_of_the_emulator()}{_lacking(document)}\n\n"
         f"{'; '.join(made)}."
     )
-    return records.with_age(text, _sources(document)[0]["machine"])
+    found = records.age_of_several([x["machine"] for x in _sources(document)])
+    return "\n\n".join(filter(None, (text, found)))
+
+
+def _of_the_emulator() -> str:
+    """Whose errors are the emulator's, and the command that computed them."""
+    emulated, measured = _emulated(), read(records.DATA / f"{ERRORS}.json")["cases"]
+    specs = {
+        x
+        for key, case in emulated["cases"].items()
+        for x in case["errors"].keys() - measured[key]["errors"].keys()
+    }
+    listed = _listed(f"`{x}`" for x in sorted(specs))
+    made = f"`{emulated['command']}`, {emulated['machine']}"
+    return f" Errors of {listed} are the emulator's ({made})." if specs else ""
 
 
 def _lacking(document: dict[str, Any]) -> str:

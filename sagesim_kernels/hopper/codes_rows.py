@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim_kernels.hopper.dq_parts import BLOCK_Q
+from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.preparation import start_rows
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
@@ -111,7 +111,7 @@ def start_rows_in_codes(
     assert ds_bound is None
     q, k = operands["q"], operands["k"]
     block = BLOCK_Q.value
-    bounds = compute_key_bounds(problem, operands)
+    bounds = compute_key_bounds(problem, operands, tile=TILE_K.value)
     grid = Grid(-(-problem.longest_q // block), problem.q.shape[1], problem.sequences)
     launch(
         start_rows_kernel,

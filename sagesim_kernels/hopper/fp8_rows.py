@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sagesim.spec import Delta
 from sagesim_kernels import portable
-from sagesim_kernels.hopper.dq_parts import BLOCK_Q
+from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.p_rows import launch_p_rows
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
@@ -174,7 +174,7 @@ def _start_rows(
     do, v = operands.get("dp", "do"), operands.get("dp", "v")
     named = {"q": q, "k": k, "do": do, "v": v, "k_right": operands.get("dq", "k")}
     block = BLOCK_Q.value
-    bounds = compute_key_bounds(problem, named)
+    bounds = compute_key_bounds(problem, named, tile=TILE_K.value)
     grid = Grid(-(-problem.longest_q // block), problem.q.shape[1], problem.sequences)
     launch(
         start_fp8_rows_kernel,

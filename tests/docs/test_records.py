@@ -39,12 +39,21 @@ def test_the_age_of_other_code_is_that_of_its_loops(build, monkeypatch):
     assert records.age_of_code(made | {"machine": {"kernels": sources_hash()}}) == ""
 
 
-def test_tables_of_earlier_kernels_are_named(build):
+def test_what_is_of_earlier_kernels_is_named(build):
     render = build("render")
     new, old = {"machine": {"kernels": sources_hash()}}, {"machine": {"kernels": "0"}}
-    assert render._ages({"The first table": new, "the second": None}) == ""
-    assert render._ages({"The first table": old, "the second": old}).startswith("**Both tables are")
-    assert render._ages({"The first table": new, "the second": old}).startswith("**The second is")
+    assert render._ages([], None) == render._ages([], new) == ""
+    found = render._ages(["a", "b"], old)
+    assert "earlier kernels: the rows of `a`, `b` in the first table; the second table." in found
+    assert "earlier kernels: the second table." in render._ages([], old)
+
+
+def test_the_age_of_several_records(build):
+    records = build("records")
+    new, old = {"kernels": sources_hash()}, {"kernels": "0"}
+    assert records.age_of_several([new, new]) == ""
+    assert records.age_of_several([old, old]) == records.CHANGED
+    assert records.age_of_several([new, old]).endswith("those of the records with kernels 0.")
 
 
 def test_the_figure_belongs_to_its_record(build, tmp_path):
@@ -79,6 +88,7 @@ def test_a_time_in_the_figure_is_that_of_the_newest_record(build, tmp_path, monk
                 if newest[x] > factor:
                     del runs[x]
         (tmp_path / f"{name}.json").write_text(json.dumps(made))
+    (tmp_path / f"{drawn.EMULATED}.json").write_text(json.dumps({"cases": {}}))
     monkeypatch.setattr(records, "DATA", tmp_path)
     points = {p.name: p for p in drawn.frontier_points(drawn.record(), 64)}
     for name, time in newest.items():

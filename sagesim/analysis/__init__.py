@@ -22,14 +22,18 @@ from sagesim.analysis.metrics import (
     mean,
     pool_errors,
 )
-from sagesim.analysis.number_range import RangeLoss, range_losses
+from sagesim.analysis.number_range import (
+    RangeLoss,
+    largest_losses,
+    range_losses,
+    range_warnings,
+)
 from sagesim.analysis.report import (
     Layer,
     advice,
     headline,
     limitations,
     number,
-    range_warnings,
     render,
     templates,
 )
@@ -68,6 +72,7 @@ __all__ = [
     "gradient_error",
     "headline",
     "influence",
+    "largest_losses",
     "limitations",
     "mean",
     "measure",

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Unpack
+from typing import Unpack
 
 from torch import Tensor
 
 from sagesim.analysis.metrics import (
+    LOGITS,
+    SITE_NAMES,
     TITLES,
     Comparison,
     Error,
@@ -25,11 +27,11 @@ from sagesim.analysis.metrics import (
 )
 from sagesim.analysis.number_range import (
     RangeLoss,
-    range_losses,
-    worst,
+    largest_losses,
+    range_warnings,
+    token_range_losses,
 )
 from sagesim.analysis.runs import (
-    LOGITS,
     OUTPUTS,
     SWITCHES,
     Sums,
@@ -49,18 +51,6 @@ from sagesim.spec import (
     AttentionSpec,
     Delta,
 )
-
-SITE_NAMES: Final = {
-    LOGITS: "S = QKᵀ",
-    "qk": "S = QKᵀ in the forward",
-    "pv": "O = PV in the forward",
-    "qk_recompute": "S = QKᵀ recomputed in the backward",
-    "dv": "dV = Pᵀ dO",
-    "dp": "dP = dO Vᵀ",
-    "dq": "dQ = dS K",
-    "dk": "dK = dSᵀ Q",
-}
-"""The formula of each site, and the pass if there are two sites of the same product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +158,10 @@ class Attribution:
         return max(self.parts, key=lambda effect: self._share(effect, tensor))
 
     def summary(self, tensor: str | None = None) -> str:
+        """`verdict`, and a sentence for each operand that a 16-bit format cannot hold."""
+        return " ".join([self.verdict(tensor), *range_warnings(self.range_losses)])
+
+    def verdict(self, tensor: str | None = None) -> str:
         """One sentence that names the matmul with the largest share of an error.
 
         If an output is not finite, the sentence names the products that make it so.
@@ -271,12 +265,14 @@ def attribute(
             raise ValueError(f"{name} holds NaN or Inf; attribution needs finite tensors")
     parts = split(problem, base, sample)
     found = [measure(part, base, progress) for part in parts]
-    losses = [*range_losses([problem], base)]
+    losses = [*token_range_losses(problem, base)]
     for each in found:
         losses += each.range_losses
     fraction = 1.0 if sample is None else measured_fraction(problem, parts)
-    own = _result(base, [each.own_forward for each in found], worst(losses), fraction, None)
-    return _result(base, [each.exact for each in found], worst(losses), fraction, own)
+    own = _result(
+        base, [each.own_forward for each in found], largest_losses(losses), fraction, None
+    )
+    return _result(base, [each.exact for each in found], largest_losses(losses), fraction, own)
 
 
 def _result(
@@ -357,7 +353,7 @@ def pool(attributions: Sequence[Attribution]) -> Attribution:
             )
             for effects in zip(*(a.switches for a in attributions), strict=True)
         ),
-        range_losses=worst(loss for a in attributions for loss in a.range_losses),
+        range_losses=largest_losses(loss for a in attributions for loss in a.range_losses),
         measured=mean([a.measured for a in attributions]),
         own_forward=None if len(own) < len(attributions) else pool(own),
     )

@@ -7,6 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from sagesim.analysis.metrics import Comparison, Error, compare
+from sagesim.analysis.number_range import (
+    RangeLoss,
+    ds_range_losses,
+    largest_losses,
+    token_range_losses,
+)
 from sagesim.emulator import Exact, Vanished, exact, exact_backward, trace
 from sagesim.problem import AttentionProblem
 from sagesim.spec import AttentionSpec
@@ -39,6 +45,7 @@ class Measured(NamedTuple):
     vanished: Mapping[str, Vanished]
     """By "site.tensor", the shares that become 0 as codes; means over heads if several groups of
     heads are computed."""
+    range_losses: Sequence[RangeLoss]  #: operands that a 16-bit format cannot hold
 
 
 def errors_of_both(
@@ -53,19 +60,26 @@ def errors_of_both(
 
 
 def measure(problem: AttentionProblem, spec: AttentionSpec) -> Measured:
-    """The errors of `errors_of_both`, and how much of each operand becomes 0 as codes."""
+    """The errors of `errors_of_both`, and which operands lose more than rounding errors."""
     of_exact: list[Comparison] = []
     of_own: list[Comparison] = []
     vanished: list[Mapping[str, Vanished]] = []
     heads: list[int] = []
+    losses = [*token_range_losses(problem, spec)]
     for group in problem.head_groups():
         traced = trace(group, spec=spec)
         of_exact.append(compare(traced, exact(group)))
         of_own.append(compare(traced, exact_backward(group, traced)))
         vanished.append(traced.vanished)
+        losses += ds_range_losses(group, spec, traced.ds)
         heads.append(math.prod(group.q.shape[:-2]))
     shares = {key: _mean([each[key] for each in vanished], heads) for key in vanished[0]}
-    return Measured(Comparison.joined(of_exact).overall, Comparison.joined(of_own).overall, shares)
+    return Measured(
+        errors=Comparison.joined(of_exact).overall,
+        own=Comparison.joined(of_own).overall,
+        vanished=shares,
+        range_losses=largest_losses(losses),
+    )
 
 
 def _mean(shares: Sequence[Vanished], heads: Sequence[int]) -> Vanished:

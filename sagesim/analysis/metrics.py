@@ -39,6 +39,21 @@ TITLES: Final = {
 }
 """Each of `TENSORS` in the notation of the paper."""
 
+LOGITS: Final = "qk+qk_recompute"
+"""The two sites that compute S, measured together; see `Attribution.parts`."""
+
+SITE_NAMES: Final = {
+    LOGITS: "S = QKᵀ",
+    "qk": "S = QKᵀ in the forward",
+    "pv": "O = PV in the forward",
+    "qk_recompute": "S = QKᵀ recomputed in the backward",
+    "dv": "dV = Pᵀ dO",
+    "dp": "dP = dO Vᵀ",
+    "dq": "dQ = dS K",
+    "dk": "dK = dSᵀ Q",
+}
+"""The formula of each site, and the pass if there are two sites of the same product."""
+
 
 @dataclass(frozen=True, slots=True)
 class Error:

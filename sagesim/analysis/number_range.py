@@ -8,14 +8,15 @@ ordinary values.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sagesim.analysis.metrics import TITLES
-from sagesim.emulator import FlatProblem, SmoothedQK, flatten
+from sagesim.analysis.metrics import SITE_NAMES, TITLES
+from sagesim.analysis.sampling import Sample
+from sagesim.emulator import FlatProblem, SmoothedQK, flatten, trace
 from sagesim.problem import AttentionProblem
 from sagesim.spec import OPERANDS, SITES, AttentionSpec, Precision
 
@@ -47,13 +48,38 @@ class RangeLoss:
 
 
 def range_losses(
-    problems: Iterable[AttentionProblem], spec: AttentionSpec
+    problems: Iterable[AttentionProblem], spec: AttentionSpec, sample: Sample | None = None
 ) -> tuple[RangeLoss, ...]:
-    """The largest range losses of Q, K, V and dO of some problems under a spec."""
-    return worst(loss for problem in problems for loss in _of_tokens(problem, spec))
+    """The largest range losses of some problems under a spec: of Q, K, V, dO and dS.
+
+    dS is that of the spec's own backward, which is emulated for some heads at a time.
+
+    sample: how much of dS to measure; None measures all of it.
+
+    >>> import torch, sagesim
+    >>> q, k, v, do = torch.randn(4, 1, 1, 32, 16)
+    >>> problem = sagesim.AttentionProblem(q=q, k=k, v=v, do=1e-7 * do)
+    >>> {loss.operand for loss in range_losses([problem], sagesim.FPA_FP16)} == {"dO", "dS"}
+    True
+    """
+    return largest_losses(
+        loss for problem in problems for loss in _of_problem(problem, spec, sample)
+    )
 
 
-def _of_tokens(problem: AttentionProblem, spec: AttentionSpec) -> Iterator[RangeLoss]:
+def _of_problem(
+    problem: AttentionProblem, spec: AttentionSpec, sample: Sample | None
+) -> Iterator[RangeLoss]:
+    yield from token_range_losses(problem, spec)
+    parts = problem.head_groups()
+    if sample is not None:
+        parts = sample.parts(problem, min(spec.block_q, max(problem.q.shape[-2], 1)))
+    for part in parts:
+        yield from ds_range_losses(part, spec, trace(part, spec=spec).ds)
+
+
+def token_range_losses(problem: AttentionProblem, spec: AttentionSpec) -> Iterator[RangeLoss]:
+    """The range losses of Q, K, V and dO."""
     x = flatten(problem, spec)
     smoothed, do = SmoothedQK.of(x, slice(None)), x.flatten_queries(problem.gradient)
     tensors = {"q": smoothed.q, "k": smoothed.k, "v": x.v, "do": do}
@@ -63,13 +89,16 @@ def _of_tokens(problem: AttentionProblem, spec: AttentionSpec) -> Iterator[Range
                 yield from _losses(x, site, tensor, tensors[tensor])
 
 
-def ds_range_losses(x: FlatProblem, ds: Tensor) -> Iterator[RangeLoss]:
-    """The range losses of dS [Z, n_q, n_k]. P has none: its elements are at most 1."""
+def ds_range_losses(
+    problem: AttentionProblem, spec: AttentionSpec, ds: Tensor
+) -> Iterator[RangeLoss]:
+    """The range losses of dS [*heads, n_q, n_k]. P has none: its elements are at most 1."""
+    x = flatten(problem, spec)
     for site in ("dq", "dk"):
-        yield from _losses(x, site, "ds", ds)
+        yield from _losses(x, site, "ds", ds.reshape(math.prod(ds.shape[:-2]), *ds.shape[-2:]))
 
 
-def worst(losses: Iterable[RangeLoss]) -> tuple[RangeLoss, ...]:
+def largest_losses(losses: Iterable[RangeLoss]) -> tuple[RangeLoss, ...]:
     """The largest loss of each site and operand."""
     found: dict[tuple[str, str], RangeLoss] = {}
     for loss in losses:
@@ -84,9 +113,34 @@ def _losses(x: FlatProblem, site: str, tensor: str, values: Tensor) -> Iterator[
     dtype = _FLOATS.get(precision)
     if dtype is None or not values.numel():
         return
+    rounded = values.to(dtype)
+    if bool((rounded.isinf() & values.isfinite()).any()):
+        yield RangeLoss(site, tensor, precision, math.inf)
+        return
     # Rounding to the nearest normal number changes a value, and so a norm, by at most eps/2.
-    change = (values.to(dtype).to(values.dtype) - values).norm(dim=(-2, -1))
-    relative = (change / values.norm(dim=(-2, -1))).nan_to_num(0.0, math.inf)
-    lost = float(relative.max())
+    values = values.double()  # norms of float32 numbers may underflow or overflow
+    change = (rounded.double() - values).norm(dim=(-2, -1))
+    lost = float((change / values.norm(dim=(-2, -1))).nan_to_num(0.0).max())
     if lost > torch.finfo(dtype).eps / 2:
         yield RangeLoss(site, tensor, precision, lost)
+
+
+def range_warnings(losses: Sequence[RangeLoss]) -> list[str]:
+    """A sentence for each operand that a 16-bit format cannot hold, and what to do."""
+    found = [_range_warning(loss) for loss in losses]
+    if any(not loss.overflows for loss in losses):
+        found.append(
+            "The errors measure this loss, not the rounding of ordinary values. Multiply the loss "
+            "by a larger power of two when recording, or record in bfloat16."
+        )
+    return found
+
+
+def _range_warning(loss: RangeLoss) -> str:
+    kind, product = loss.precision.value.upper(), SITE_NAMES[loss.site]
+    if loss.overflows:
+        return f"{loss.operand} overflows {kind} in {product}: elements become infinite."
+    return (
+        f"{loss.operand} underflows {kind} in {product}: rounding changes it by up to "
+        f"{100 * loss.lost:.2g}% of its norm."
+    )

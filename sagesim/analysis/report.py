@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 import sagesim
-from sagesim.analysis.attribution import SITE_NAMES, Attribution, SiteEffect, pool
-from sagesim.analysis.metrics import GRADIENTS, TENSORS, TITLES, gradient_error
-from sagesim.analysis.number_range import RangeLoss
+from sagesim.analysis.attribution import Attribution, SiteEffect, pool
+from sagesim.analysis.metrics import GRADIENTS, SITE_NAMES, TENSORS, TITLES, gradient_error
+from sagesim.analysis.number_range import range_warnings
 from sagesim.analysis.runs import LOGITS, OUTPUTS
 from sagesim.models import Call, Capture
 from sagesim.printable import printable_lines
@@ -117,7 +117,7 @@ def headline(a: Attribution) -> str:
     """One sentence that names the matmul with the largest share of the gradients' error."""
     if not a.base.is_quantized:
         return "No product is rounded: all errors come from float32 arithmetic."
-    return a.summary()
+    return a.verdict()
 
 
 def limitations(a: Attribution) -> list[str]:
@@ -132,27 +132,6 @@ def limitations(a: Attribution) -> list[str]:
             "error of sampling."
         )
     return found
-
-
-def range_warnings(losses: Sequence[RangeLoss]) -> list[str]:
-    """A sentence for each operand that a 16-bit format cannot hold, and what to do."""
-    found = [_range_warning(loss) for loss in losses]
-    if any(not loss.overflows for loss in losses):
-        found.append(
-            "The errors measure this loss, not the rounding of ordinary values. Multiply the loss "
-            "by a larger power of two when recording, or record in bfloat16."
-        )
-    return found
-
-
-def _range_warning(loss: RangeLoss) -> str:
-    kind, product = loss.precision.value.upper(), SITE_NAMES[loss.site]
-    if loss.overflows:
-        return f"{loss.operand} overflows {kind} in {product}: elements become infinite."
-    return (
-        f"{loss.operand} underflows {kind} in {product}: rounding changes it by up to "
-        f"{loss.lost:.0%} of its norm."
-    )
 
 
 def advice(a: Attribution) -> list[Advice]:

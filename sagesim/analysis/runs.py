@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from sagesim.analysis.metrics import CACHED, GRADIENTS, Comparison, compare
+from sagesim.analysis.metrics import CACHED, GRADIENTS, LOGITS, Comparison, compare
 from sagesim.analysis.number_range import RangeLoss, ds_range_losses
 from sagesim.analysis.sampling import Sample
 from sagesim.emulator import (
@@ -37,9 +37,6 @@ _MAP_ENTRIES: Final = 2**22
 
 _BYTES_PER_ENTRY: Final = 160
 """Memory for each element of S in a group: twelve float64 maps, and sixteen in float32."""
-
-LOGITS: Final = "qk+qk_recompute"
-"""The two sites that compute S, measured together; see `Attribution.parts`."""
 
 RUNS: Final = 2 + 2 * (len(SITES) + 1) + len(SWITCHES)
 """Number of emulations that an attribution runs per group of heads."""
@@ -98,10 +95,9 @@ def measure(
             rows.norms[name] = {t: _square(reference[t]) for t in OUTPUTS}
         if progress is not None:
             progress()
-    ds = traced.ds.reshape(math.prod(traced.ds.shape[:-2]), *traced.ds.shape[-2:])
     return Measured(
         *(Sums(rows.squares, rows.norms, comparison) for comparison, rows in found),
-        range_losses=list(ds_range_losses(flatten(part, base), ds)),
+        range_losses=list(ds_range_losses(part, base, traced.ds)),
     )
 
 

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _TOKENS: Final = 1024
 """Default of --tokens."""
 
+_ROWS: Final = 256
+"""Queries of each head whose dS is looked at, so that long texts take no longer than the model."""
+
 HELP: Final = "record the attention tensors of your own model on a text"
 
 
@@ -69,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
         raise Failure(f"{args.text}: not a readable UTF-8 text: {error}") from None
     require_writable(args.out, inputs=[args.text, args.model])
 
-    from sagesim.analysis import range_losses, range_warnings
+    from sagesim.analysis import Sample, range_losses, range_warnings
     from sagesim.models import LanguageModel
     from sagesim.spec import FPA_FP16
 
@@ -92,7 +95,8 @@ def run(args: argparse.Namespace) -> None:
     recorded.save(args.out)
     stdout().print(f"{args.out}: {len(recorded.calls)} layers, {tokens.count} tokens")
     # Of the formats that a product in 16 bit may have, FP16 has the smallest range.
-    if sentences := range_warnings(range_losses(recorded.calls, FPA_FP16)):
+    losses = range_losses(recorded.calls, FPA_FP16, Sample(rows=_ROWS))
+    if sentences := range_warnings(losses):
         stdout().print("\n".join([f"under {FPA_FP16.label()}:", *sentences]))
 
 

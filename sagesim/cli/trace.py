@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> None:
 
     from sagesim.analysis import (
         TITLES,
+        largest_losses,
         measure,
         pool_errors,
-        range_losses,
         range_warnings,
     )
     from sagesim.experiments.paper_table_2 import PAPER_TABLE_2
@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> None:
     for call, by in zip(calls, measured, strict=True):
         if bad := [TITLES[t] for t in PAPER_TABLE_2 if not math.isfinite(by[t].rel_l2)]:
             console.print(f"layer {call.title}: the error of {', '.join(bad)} is not finite")
-    for sentence in range_warnings(range_losses(calls, spec)):
+    losses = largest_losses(loss for each in found for loss in each.range_losses)
+    for sentence in range_warnings(losses):
         console.print(sentence)
 
 

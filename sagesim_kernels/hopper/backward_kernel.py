@@ -86,8 +86,6 @@ def locate(lengths, b, first):
         if gl.min(live, 0) == 0:
             unmasked = n_q
         end = gl.where(gl.max(live, 0) == 0, 0, end)
-    elif lengths.seqused_k is not None:
-        end = gl.where(first < n_live, end, 0)
     # The program id is a 0 that is opaque to the compiler. If the loop over masked blocks is known
     # to be empty, ptxas makes each product of the other loop wait for the product before it.
     unmasked = (unmasked + BLOCK_Q - 1) // BLOCK_Q + gl.program_id(1)

@@ -49,6 +49,9 @@ from sagesim_kernels.operands import (
     upper_lse2,
 )
 
+_LARGEST = tl.constexpr(2.0**127)
+"""The largest power of two in float32."""
+
 _CHANNELS_OF_A_WARP: Final = 16
 """Channels of dO for each warp of a program."""
 
@@ -99,7 +102,10 @@ def start_fp8_rows_kernel(
     of_p = _row_scales(scales.p_inverse, scales, cu, b, h, queries, n_q)
     of_ds = _row_scales(scales.dk_inverse, scales, cu, b, h, queries, n_q)
     of_dq = _row_scales(scales.dq_scale, scales, cu, b, h, queries, n_q)
+    # Where P is so small that its codes are 0, so are those of dS. An infinite ratio times a P that
+    # is masked would be NaN.
     ratio = tl.where(of_p > 0.0, of_ds / tl.where(of_p > 0.0, of_p, 1.0), 0.0)
+    ratio = tl.minimum(ratio, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
     _, do_scales = head_pointers(do_right, cu, lengths.n_q, b, h)
     _, qr_scales = head_pointers(q_right, cu, lengths.n_q, b, h)
     # A scale may belong to a longer block than this one.

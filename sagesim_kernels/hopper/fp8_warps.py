@@ -130,9 +130,11 @@ def _dq_units(pairs, key_tile, factor, FORMAT: gl.constexpr, LAYOUT: gl.constexp
         left = codes.slice(i * BLOCK_Q, BLOCK_Q, 0)
         sums = warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
         sums = warpgroup_mma_wait(0, deps=[sums])
+        # The row's factor comes first: K's scale times a sum may overflow.
+        sums = sums * factor[:, None]
         column = key_tile.right_scales.index(i).load(gl.SliceLayout(0, LAYOUT))[None, :]
-        part = gl.fma(sums, column.broadcast_to(sums.shape), part)
-    return to_int32(part * factor[:, None])
+        part = sums * column if i == 0 else gl.fma(sums, column.broadcast_to(sums.shape), part)
+    return to_int32(part)
 
 
 @gluon.jit

@@ -259,8 +259,10 @@ def compute_rows(
     if rows.p_bound is not None:
         if K_TOKENS == 1:
             top = _finite_product(top, factor * sign)
-        # A maximum may drop a NaN. The logsumexp keeps it.
+        # A maximum may drop a NaN. The logsumexp keeps it, and so do the sums of P.
         bound = gl.where(row_lse2 == row_lse2, gl.exp2(top - row_lse2), row_lse2)
+        if rows.p_sums is not None:
+            bound = gl.where(sums == sums, bound, sums)
         gl.store(rows.p_bound + queries, bound, mask=is_query)
     if delta is not None:
         row_delta = gl.convert_layout(gl.sum(delta_sum, 1), _ROWS)

@@ -111,7 +111,8 @@ class KernelProblem:
         longest_q = q.shape[2] if longest_q is None else min(longest_q, q.shape[2])
         longest_k = k.shape[2] if longest_k is None else min(longest_k, k.shape[2])
         window = _without_wide_sides(extras.window, max(longest_q, longest_k))
-        extras = extras._replace(window=window)
+        seqused_k = None if extras.seqused_k is None else extras.seqused_k.contiguous()
+        extras = extras._replace(window=window, seqused_k=seqused_k)
         return cls(
             q=q,
             k=k,

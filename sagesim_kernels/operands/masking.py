@@ -17,7 +17,8 @@ def _used_keys(lengths, b):
     """Return the keys of sequence b, without the padding that seqused_k excludes."""
     n = length_of(lengths.cu_k, lengths.n_k, b)
     if lengths.seqused_k is not None:
-        n = tl.minimum(n, tl.load(lengths.seqused_k + b).to(tl.int32))
+        used = tl.load(lengths.seqused_k + b)  # in 64 bits it may be more than an int32 holds
+        n = tl.minimum(used, n).to(tl.int32)
     return n
 
 
@@ -245,7 +246,7 @@ def query_loops(
 
     All queries of whole..whole_end attend to all keys first..first + TILE, but for those that a key
     mask excludes. Some of begin..whole and whole_end..end attend to some of the keys. All but `end`
-    are multiples of BLOCK, or equal to it.
+    are multiples of BLOCK, or equal to it. Loops over keys that seqused_k excludes are empty.
     """
     begin, whole = query_loop_bounds(first, TILE, BLOCK, n_k, offset, first_live, n_q)
     end = n_q
@@ -257,4 +258,9 @@ def query_loops(
         if whole >= whole_end:
             whole = begin
             whole_end = begin
+    if lengths.seqused_k is not None:
+        has_keys = first < n_k
+        end = tl.where(has_keys, end, begin)
+        whole = tl.where(has_keys, whole, begin)
+        whole_end = tl.where(has_keys, whole_end, begin)
     return begin, whole, whole_end, end

@@ -35,6 +35,7 @@ from sagesim_kernels.operands import (
     stored_start_of,
     tanh,
     tokens_by_tokens,
+    unmasked_keys,
 )
 from sagesim_kernels.portable.p_and_ds import (
     MapTile,
@@ -125,6 +126,8 @@ def gradients_kernel(
         lengths, b, first, sizes.TILE, STEP, n_k, offset, first_live, n_q
     )
     if lengths.key_mask is not None:
+        unmasked = unmasked_keys(lengths, b, first, tl.minimum(first + sizes.TILE, n_k))
+        end = tl.where(unmasked > 0, end, begin)
         whole = end
         whole_end = end
     for index in range(k_head * sizes.GROUPS, (k_head + 1) * sizes.GROUPS):

@@ -1,4 +1,7 @@
-"""Which keys a key mask leaves."""
+"""Which keys a key mask or lengths leave."""
+
+import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from sagesim import AttentionSpec
 from sagesim_kernels.operands import key_padding
 from tests.sagesim_kernels.contract import check
 from tests.sagesim_kernels.kernel_cases import DEVICE, low_logits
+from tests.support.kernels import assert_same, kernel_case, run_kernels
 
 
 def described(mask: list[bool]) -> tuple[list[int], tuple[int, int, int]]:
@@ -53,3 +57,43 @@ def test_a_mask_may_have_any_strides() -> None:
 
 def test_padding_has_no_influence_where_logits_are_low() -> None:
     check(low_logits(64, 150), AttentionSpec.parse("factored_qk smooth=none"))
+
+
+LENGTHS: dict[str, Callable[[], Tensor]] = {
+    "every other": lambda: torch.tensor([9, 0, 30, 5], device=DEVICE)[::2],
+    "a column": lambda: torch.tensor([[9, 1], [30, 2]], dtype=torch.int32, device=DEVICE)[:, 0],
+    "one for all": lambda: torch.tensor([9], device=DEVICE).expand(2),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths_may_have_any_strides(name: str) -> None:
+    lengths = LENGTHS[name]()
+    case = kernel_case(torch.float16, seed=3, n_q=20, n_k=40, d=16, heads=(2, 1))
+    spec = AttentionSpec.parse("factored_qk")
+    found, expected = (
+        run_kernels(case, spec, seqused_k=x) for x in (lengths, lengths.clone().contiguous())
+    )
+    assert_same(found, expected)
+
+
+def test_lengths_may_be_larger_than_an_int32() -> None:
+    case = kernel_case(torch.float16, seed=3, n_q=20, n_k=40, d=16, heads=(2, 1))
+    spec = AttentionSpec.parse("factored_qk")
+    lengths = torch.tensor([2**40, 2**32 + 5], device=DEVICE)
+    assert_same(run_kernels(case, spec, seqused_k=lengths), run_kernels(case, spec))
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+@pytest.mark.parametrize("name", ["seqused_k", "key_mask"])
+def test_a_nan_does_not_reach_a_block_of_padding(name: str) -> None:
+    """Of a query, it reaches dK and dV of its block of keys, of which some are no padding."""
+    case = kernel_case(torch.float16, seed=3, n_q=40, n_k=130, d=16, heads=(1, 1))
+    case.q[0, 0, 30, 2] = math.nan
+    lengths = torch.tensor([70], device=DEVICE)
+    padding = lengths if name == "seqused_k" else torch.arange(130, device=DEVICE)[None] < lengths
+    spec = AttentionSpec.parse("factored smooth=none block=32x32")
+    found = run_kernels(case, spec, **{name: padding})
+    for x in (found.dk, found.dv):
+        assert x[0, 0, :70].isnan().any()
+        assert (x[0, 0, 96:] == 0.0).all()

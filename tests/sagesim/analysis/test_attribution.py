@@ -28,6 +28,7 @@ from sagesim.analysis import (
     LOGITS,
     OUTPUTS,
     RUNS,
+    RangeLoss,
     Sample,
     advice,
     gradient_error,
@@ -35,9 +36,11 @@ from sagesim.analysis import (
     limitations,
     memory,
     pool,
+    range_losses,
+    range_warnings,
     run_count,
 )
-from sagesim.analysis.attribution import SITE_NAMES
+from sagesim.analysis.metrics import SITE_NAMES
 from sagesim.analysis.runs import specs_of_runs
 from sagesim.spec import with_precision
 from tests.support.assertions import assert_bitwise
@@ -299,16 +302,39 @@ class TestRange:
         q, k, v, do = problem()
         found = attribute(q, k, v, 1e-4 * do, base=FPA_FP16)
         assert {"dq", "dk"} <= {loss.site for loss in found.range_losses}
+        assert "dS underflows FP16 in dQ = dS K: rounding changes it by up to" in found.summary()
+        assert found.verdict() in found.summary() and found.summary() in str(found)
+        x = AttentionProblem(q=q, k=k, v=v, do=1e-4 * do)
+        assert set(range_losses([x], FPA_FP16)) == set(found.range_losses)
+        for sample in (Sample(rows=64), Sample(heads=1)):
+            assert {"dS"} <= {loss.operand for loss in range_losses([x], FPA_FP16, sample)}
+
+    @pytest.mark.parametrize("factor", [1e-24, 1e-38])
+    def test_gradients_whose_squares_underflow(self, factor):
+        """In float32, their norms are 0."""
+        q, k, v, do = problem()
+        (loss,) = attribute(q, k, v, factor * do, base=DP_IN_FP16).range_losses
+        assert loss.lost == 1.0
+
+    @pytest.mark.parametrize("factor", [1e5, 1e18, 1e30])
+    def test_values_whose_squares_overflow(self, factor):
+        q, k, v, do = problem()
+        x = AttentionProblem(q=q, k=k, v=factor * v, do=do)
+        assert any(loss.overflows and loss.operand == "V" for loss in range_losses([x], DP_IN_FP16))
+
+    def test_a_small_loss_is_not_called_0_percent(self):
+        loss = RangeLoss("dq", "ds", Precision.FP16, 0.0014)
+        assert "by up to 0.14% of its norm" in range_warnings([loss])[0]
 
     def test_large_gradients_overflow(self):
         """The headline names the product. No share is a finding, and no change is advised."""
         q, k, v, do = problem()
         found = attribute(q, k, v, 1e5 * do, base=DP_IN_FP16)
-        assert found.summary() == "dS, dQ, dK are not finite: dP = dO Vᵀ overflows."
+        assert found.verdict() == "dS, dQ, dK are not finite: dP = dO Vᵀ overflows."
         assert "dO overflows FP16 in dP = dO Vᵀ: elements become infinite." in limitations(found)
         assert advice(found) == []
         pooled = pool([found, attribute(q, k, v, do, base=DP_IN_FP16)])
-        assert pooled.summary() == found.summary()
+        assert pooled.verdict() == found.verdict()
 
 
 def test_the_number_of_runs_is_known_beforehand():

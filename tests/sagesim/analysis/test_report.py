@@ -6,7 +6,8 @@ import torch
 
 from sagesim import FPA, SAGEBWD, AttentionSpec, Attribution, attribute
 from sagesim.analysis import TENSORS, TITLES, gradient_error, pool_errors
-from sagesim.analysis.attribution import OUTPUTS, SITE_NAMES, pool
+from sagesim.analysis.attribution import OUTPUTS, pool
+from sagesim.analysis.metrics import SITE_NAMES
 from sagesim.analysis.report import Layer, advice, headline, number, percent, render
 from sagesim.models import Call, Capture
 from sagesim.spec import PRESETS

@@ -13,6 +13,8 @@ from sagesim.problem import (
     CausalAlignment,
     autocast,
     check_alignment,
+    check_flag,
+    check_is_tensor,
     check_key_padding,
     check_sinks,
     check_softcap,
@@ -121,11 +123,12 @@ def attention(
         q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
     signature = call = None
     if key_mask is None and seqused_k is None and sinks is None:
-        options = (is_causal, causal_alignment, window, softcap, scale, enable_gqa, tokens_first)
+        options = (window, is_causal, causal_alignment, softcap, scale, enable_gqa, tokens_first)
         signature = _signature(q, k, v, spec, options)
         call = None if signature is None else _known_call(signature)
     if call is None:
         check_call(q, k, v, spec, enable_gqa=enable_gqa)
+        check_flag("is_causal", is_causal)
         check_window(window)
         check_alignment(causal_alignment, window, q.shape[-2], k.shape[-2])
         check_key_padding(key_mask, seqused_k, q, k)
@@ -148,7 +151,7 @@ def attention(
             lower_right=causal_alignment == "lower_right",
             left=window[0],
             right=window[1],
-            softcap=softcap,
+            softcap=None if softcap is None else float(softcap),
             tokens_first=tokens_first,
         )
         _remember_call(signature, spec, call)
@@ -174,14 +177,19 @@ _MOST_CALLS: Final = 1024
 def _signature(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, options: Any) -> Any:
     """Return what checks of these arguments depend on; None if they have to be checked each time.
 
+    options: the window first.
+
     torch.compile has to see the checks. Symbolic sizes, and options that are no numbers, have no
     hash.
     """
     if torch.compiler.is_compiling():
         return None
     of_tensors = (type(q), type(k), type(v), q.device, k.device, v.device, q.dtype, k.dtype)
-    signature = (*of_tensors, v.dtype, q.shape, k.shape, v.shape, id(spec), options)
     try:
+        # 1, 1.0 and True are equal, and not all of them are what an option may be.
+        window, *_ = options
+        types = (*map(type, options), *map(type, window))
+        signature = (*of_tensors, v.dtype, q.shape, k.shape, v.shape, id(spec), options, types)
         hash(signature)
     except TypeError:
         return None
@@ -260,6 +268,7 @@ def attention_varlen(
         )
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     check_call(q, k, v, spec, enable_gqa=enable_gqa)
+    check_flag("is_causal", is_causal)
     check_window(window)
     check_alignment(causal_alignment, window, cu_seqlens_q, cu_seqlens_k)
     check_sinks(sinks, q)
@@ -279,7 +288,7 @@ def attention_varlen(
         lower_right=causal_alignment == "lower_right",
         left=window[0],
         right=window[1],
-        softcap=softcap,
+        softcap=None if softcap is None else float(softcap),
         tokens_first=True,
     )
     o, lse = attend(q, k, v, call, with_lse=return_lse)
@@ -288,7 +297,8 @@ def attention_varlen(
 
 
 def check_device(q: Tensor) -> None:
-    """Raise ValueError if the kernels do not run on the device of q."""
+    """Raise ValueError if the kernels do not run on the device of q, TypeError if it has none."""
+    check_is_tensor("q", q)
     if q.device.type != ("cpu" if IS_INTERPRETED else "cuda"):
         raise ValueError(
             f"q, k and v are on {q.device}; "
@@ -333,6 +343,7 @@ def check_call(
 
     q, k, v: [..., heads, tokens, head size].
     """
+    check_flag("enable_gqa", enable_gqa)
     check_tensors(q, k, v, enable_gqa=enable_gqa)
     check_spec(spec)
     reason = head_reason(max(q.shape[-1], v.shape[-1])) or _reason_against(label_of(spec), q.dtype)

@@ -18,6 +18,7 @@ import torch
 
 from sagesim.problem import check_spec
 from sagesim.spec import FACTORED_QK, AttentionSpec
+from sagesim_kernels.target import cuda_device
 
 MEASURED: Final = Path(__file__).with_suffix(".json")
 """Written by `sagesim_kernels.bench.export`."""
@@ -136,7 +137,7 @@ def pays_off(
         device: a CUDA device; None for the current one.
 
     Raises:
-        TypeError: if spec is not an AttentionSpec.
+        TypeError: if spec is not an AttentionSpec, or a shape is a tensor.
         ValueError: if the shapes do not fit, if the device is not a CUDA device, or if PyTorch sees
             no GPU.
 
@@ -147,13 +148,11 @@ def pays_off(
     >>> if answer: ...  # doctest: +SKIP
     """
     check_spec(spec)
+    for name, shape in (("q", q_shape), ("k", k_shape)):
+        if isinstance(shape, torch.Tensor):
+            raise TypeError(f"{name}_shape is a tensor; pass {name}.shape")
     call = call_shape(q_shape, q_shape if k_shape is None else k_shape, is_causal)
-    chosen = torch.device("cuda", device) if isinstance(device, int) else device
-    if chosen is not None and torch.device(chosen).type != "cuda":
-        raise ValueError(f"pays_off knows CUDA devices, not {chosen}")
-    if not torch.cuda.is_available():
-        raise ValueError("pays_off needs a CUDA device, and PyTorch sees none")
-    gpu = torch.cuda.get_device_properties(chosen).name
+    gpu = torch.cuda.get_device_properties(cuda_device(device, "pays_off")).name
     return expected(_table(), gpu, call, spec.label(), dtype, includes_host=host)
 
 

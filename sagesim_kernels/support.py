@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from sagesim.checks import check_type
 from sagesim.problem import check_spec, resolve_input16
 from sagesim.spec import MAPS, OPERANDS, SITES, AttentionSpec, Granularity, MatmulSpec, Precision
 
@@ -67,13 +68,14 @@ def supports(
         head_size: the larger one, if those of q and v differ.
 
     Raises:
-        TypeError: if spec is not an AttentionSpec.
+        TypeError: if spec is not an AttentionSpec, or dtype not a torch.dtype.
 
     >>> from sagesim import AttentionSpec
     >>> print(supports(AttentionSpec.parse("sagebwd dq=int8@row,block")))
     site dq: ds per row; the kernels have tile_row, tile, row_bound
     """
     check_spec(spec)
+    check_type("dtype", dtype, torch.dtype | None, "a torch.dtype, such as torch.float16")
     return Support(_reason(spec, head_size, dtype))
 
 

@@ -1,8 +1,11 @@
 """The GPU that Triton compiles for."""
 
+from __future__ import annotations
+
 from functools import lru_cache
 from typing import Any
 
+import torch
 from triton.runtime import driver
 
 
@@ -35,3 +38,25 @@ def _property_of(device: int, name: str) -> int:
     # Cached: the driver takes a millisecond to answer, longer than a launch.
     active: Any = driver.active
     return active.utils.get_device_properties(device)[name]
+
+
+def cuda_device(device: torch.device | str | int | None, asked_by: str) -> torch.device | None:
+    """Return the CUDA device that a user names; None is the current one.
+
+    asked_by: the function that the user called.
+
+    Raises:
+        ValueError: if it is not a CUDA device, or PyTorch sees no GPU.
+    """
+    try:
+        found = torch.device("cuda", device) if isinstance(device, int) else device
+        found = None if found is None else torch.device(found)
+    except RuntimeError:  # PyTorch knows no such name
+        raise ValueError(
+            f"device is {device!r}; it must be a CUDA device, such as 'cuda:0'"
+        ) from None
+    if found is not None and found.type != "cuda":
+        raise ValueError(f"{asked_by} knows CUDA devices, not {found}")
+    if not torch.cuda.is_available():
+        raise ValueError(f"{asked_by} needs a CUDA device, and PyTorch sees none")
+    return found

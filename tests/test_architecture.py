@@ -15,6 +15,7 @@ PACKAGES = ("sagesim", "sagesim_kernels", "theory")
 
 FLOORS: dict[str, set[str]] = {
     "sagesim.shapes": set(),
+    "sagesim.checks": set(),
     "sagesim.allocator": set(),
     "sagesim.files": set(),
     "sagesim.process_wide": set(),
@@ -23,15 +24,17 @@ FLOORS: dict[str, set[str]] = {
     "sagesim.terminal": {"sagesim.printable", "sagesim.progress_lines"},
     "sagesim.command": {"sagesim.files", "sagesim.printable", "sagesim.terminal"},
     "sagesim.data": set(),
-    "sagesim.spec": set(),
+    "sagesim.spec": {"sagesim.checks"},
     "sagesim.problem": {"sagesim.spec", "sagesim.shapes"},
     "sagesim.emulator": {
+        "sagesim.checks",
         "sagesim.spec",
         "sagesim.problem",
         "sagesim.shapes",
         "sagesim.process_wide",
     },
     "sagesim.models": {
+        "sagesim.checks",
         "sagesim.spec",
         "sagesim.problem",
         "sagesim.emulator",
@@ -41,6 +44,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim.printable",
     },
     "sagesim.analysis": {
+        "sagesim.checks",
         "sagesim",
         "sagesim.spec",
         "sagesim.problem",
@@ -64,9 +68,18 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.interpreter",
         "sagesim_kernels.launch_plans",
     },
-    "sagesim_kernels.support": {"sagesim.spec", "sagesim.problem", "sagesim_kernels.operands"},
-    "sagesim_kernels.cards": {"sagesim.spec"},
-    "sagesim_kernels.measured_speed": {"sagesim.spec", "sagesim.problem"},
+    "sagesim_kernels.support": {
+        "sagesim.checks",
+        "sagesim.spec",
+        "sagesim.problem",
+        "sagesim_kernels.operands",
+    },
+    "sagesim_kernels.cards": {"sagesim.spec", "sagesim_kernels.target"},
+    "sagesim_kernels.measured_speed": {
+        "sagesim.spec",
+        "sagesim.problem",
+        "sagesim_kernels.target",
+    },
     "sagesim_kernels.portable": {
         "sagesim_kernels.compiled_launch",
         "sagesim.spec",

@@ -42,6 +42,7 @@ from sagesim.analysis.runs import (
     split,
 )
 from sagesim.analysis.sampling import Sample, jackknife, measured_fraction
+from sagesim.checks import check_type
 from sagesim.emulator import flatten
 from sagesim.problem import AttentionOptions, AttentionProblem
 from sagesim.shapes import Float
@@ -258,6 +259,9 @@ def attribute(
     >>> a.largest("dv").site
     'dv'
     """
+    if "spec" in options:
+        raise TypeError("attribute has no argument 'spec'; its spec is called base")
+    check_type("sample", sample, Sample | None, "a sagesim.analysis.Sample or None")
     problem = AttentionProblem.of(q, k, v, do, **options)
     flatten(problem, base).check_gradient(problem.gradient)
     for name, tensor in problem.tensors.items():

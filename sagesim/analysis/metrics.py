@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from sagesim.checks import check_type
 from sagesim.emulator import Exact, Trace
 
 _PEAK: Final = 4
@@ -116,6 +117,7 @@ def compare(trace: Trace, exact: Exact) -> Comparison:
     Elements that are -inf in both (masked logits, L of rows that attend to no key) are left out.
 
     Raises:
+        TypeError: if they are not a `sagesim.Trace` and a `sagesim.Exact`, in this order.
         ValueError: if a tensor has different shapes in the two; the message names it.
 
     >>> from sagesim import FPA, exact, trace
@@ -123,6 +125,8 @@ def compare(trace: Trace, exact: Exact) -> Comparison:
     >>> compare(trace(*x, spec=FPA), exact(*x)).overall["dq"].rel_l2 < 1e-5
     True
     """
+    for name, x, kind in (("trace", trace, Trace), ("exact", exact, Exact)):
+        check_type(name, x, kind, f"a sagesim.{kind.__name__}")
     moments: dict[str, Tensor] = {}
     for name in TENSORS:
         a: Tensor = getattr(trace, name)

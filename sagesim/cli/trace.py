@@ -76,10 +76,10 @@ def run(args: argparse.Namespace) -> None:
         for call, by in zip(calls, by_layer, strict=True):
             rows.add_row(
                 call.title,
-                *(f"{getattr(by[t], name):.4f}" for t in PAPER_TABLE_2),
+                *(_number(getattr(by[t], name)) for t in PAPER_TABLE_2),
             )
         rows.add_section()
-        rows.add_row("pooled", *(f"{getattr(pooled[t], name):.4f}" for t in PAPER_TABLE_2))
+        rows.add_row("pooled", *(_number(getattr(pooled[t], name)) for t in PAPER_TABLE_2))
         if by_layer is measured:
             rows.add_row(
                 "the paper's model, layer 11",
@@ -95,6 +95,11 @@ def run(args: argparse.Namespace) -> None:
     losses = largest_losses(loss for each in found for loss in each.range_losses)
     for sentence in range_warnings(losses):
         console.print(sentence)
+
+
+def _number(x: float) -> str:
+    """Four decimals, unless that takes too many digits."""
+    return f"{x:.4f}" if not 1e4 <= abs(x) < math.inf else f"{x:.1e}"
 
 
 def _zeros(calls: Sequence[Call], found: Sequence[Measured]) -> Table | None:

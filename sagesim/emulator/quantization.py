@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from sagesim.checks import check_type
 from sagesim.emulator.rounding import CODE_MAX, FLOAT8_DTYPE, round_codes_
 from sagesim.shapes import Float
 from sagesim.spec import HALF_EVEN, Granularity, Precision, Rounding
@@ -243,6 +244,7 @@ def quantize(
         codes in the shape of x, and scale, float32 and broadcastable to codes; see `QTensor`.
 
     Raises:
+        TypeError: if how is not a Granularity.
         ValueError: if x is empty, not finite or has fewer than two axes, if the precision has no
             scale, if the block is not positive or does not fit the granularity, or if the
             granularity is `PerRowBound`, because x does not determine the bound.
@@ -254,6 +256,7 @@ def quantize(
     >>> q.codes.tolist(), q.scale.tolist()
     ([[1, -127], [127, 32]], [[1.0], [2.0]])
     """
+    check_type("how", how, Granularity, "a sagesim.Granularity")
     if x.ndim < 2 or x.numel() == 0:
         raise ValueError(f"x must be [..., n, d] and not empty; it has shape {tuple(x.shape)}")
     if not precision.is_scaled:

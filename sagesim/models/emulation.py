@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
+from sagesim.checks import check_type
 from sagesim.emulator import attention
 from sagesim.models.sdpa_mode import SdpaCall, sdpa_calls
 from sagesim.problem import check_spec, recognised
@@ -52,6 +53,8 @@ def emulate(
     >>> with emulate(sagesim.SAGEBWD, layers={"self_attn": sagesim.FPA}):
     ...     layer(torch.randn(1, 10, 32)).sum().backward()
     """
+    needed = "a mapping from the index or the name of a call to a spec"
+    check_type("layers", layers, Mapping | None, needed)
     layers = dict(layers or {})
     for each in (spec, *layers.values()):
         check_spec(each)

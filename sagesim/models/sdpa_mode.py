@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
@@ -64,19 +65,20 @@ class SdpaCall(AttentionProblem):
         """The call with a boolean mask in place of one of 0 and -inf.
 
         Raises:
-            ValueError: for dropout, any other mask that is not boolean, or nested tensors.
+            ValueError: for dropout, any other mask that is not boolean, a mask on another device,
+                or nested tensors.
         """
         if self.dropout_p > 0:
             raise ValueError(
                 f"{self}: dropout_p={self.dropout_p}; random dropout of P is not supported, "
                 "set the model's attention dropout to 0"
             )
-        mask = None if self.attn_mask is None else boolean_mask(self.attn_mask)
+        mask = self.attn_mask
+        if mask is not None and mask.device != self.q.device:
+            raise ValueError(f"{self}: attn_mask is on {mask.device}, query on {self.q.device}")
+        mask = None if mask is None else boolean_mask(mask)
         if mask is not None and mask.dtype is not torch.bool:
-            raise ValueError(
-                f"{self}: attn_mask is {mask.dtype} with other numbers than 0 and -inf; "
-                "only masks that attend or do not are supported"
-            )
+            raise ValueError(f"{self}: {_unsupported(mask)}")
         for name, x in (("query", self.q), ("key", self.k), ("value", self.v)):
             if x.is_nested:
                 raise ValueError(f"{self}: {name} is a nested tensor; pad it and pass a mask")
@@ -89,6 +91,19 @@ class SdpaCall(AttentionProblem):
 
 Handler = Callable[[SdpaCall, Callable[[], Tensor]], Tensor]
 """Returns the result of a call. Its second argument is a function that runs the original call."""
+
+
+def _unsupported(mask: Tensor) -> str:
+    """Why a mask that is not boolean is refused, with one of its numbers."""
+    if not mask.is_floating_point():
+        return f"attn_mask is {mask.dtype}; it must be boolean (True attends) or floating"
+    if mask.requires_grad:
+        return "attn_mask requires a gradient; only masks that attend or do not are supported"
+    other = mask[(mask != 0) & (mask != -math.inf)][0].item()
+    return (
+        f"attn_mask is {mask.dtype} with other numbers than 0 and -inf, such as {other:g}; only "
+        "masks that attend or do not are supported: 0 and -inf, or boolean (True attends)"
+    )
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from sagesim.problem.arguments import (
     autocast,
+    check_flag,
+    check_is_tensor,
     check_scale,
     check_spec,
     check_tensors,
@@ -29,6 +31,8 @@ __all__ = [
     "autocast",
     "boolean_mask",
     "check_alignment",
+    "check_flag",
+    "check_is_tensor",
     "check_key_padding",
     "check_scale",
     "check_sinks",

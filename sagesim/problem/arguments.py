@@ -2,26 +2,63 @@
 
 from __future__ import annotations
 
+import reprlib
+from numbers import Real
+from typing import Any, Final
+
 import torch
 from torch import Tensor
 
 from sagesim.spec import SITES, AttentionSpec, Precision, with_precision
+
+_LARGEST: Final = torch.finfo(torch.float32).max
 
 
 def check_spec(spec: object) -> None:
     """Raise TypeError if spec is not an AttentionSpec, and say how to parse a label."""
     if not isinstance(spec, AttentionSpec):
         raise TypeError(
-            f"spec is {spec!r}, not an AttentionSpec; AttentionSpec.parse makes one from a label"
+            f"spec is {reprlib.repr(spec)}, not an AttentionSpec; AttentionSpec.parse makes one "
+            "from a label"
         )
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raise TypeError unless the value of an option is True or False."""
+    if not isinstance(value, (bool, torch.SymBool)):
+        raise TypeError(f"{name} is {reprlib.repr(value)}; it must be True or False")
+
+
 def check_scale(scale: object) -> None:
-    """Raise TypeError if scale is a string, or a tensor, which would get no gradient."""
-    if isinstance(scale, (Tensor, str)):
-        found = f"a tensor of {scale.dtype}" if isinstance(scale, Tensor) else repr(scale)
+    """Raise unless scale is None or a finite number.
+
+    Raises:
+        TypeError: if it is a tensor, which would get no gradient, or no number.
+        ValueError: if it is not finite in float32.
+    """
+    if scale is None:
+        return
+    numbers = (int, float, torch.SymInt, torch.SymFloat, Real)
+    if isinstance(scale, bool) or not isinstance(scale, numbers):
+        found = f"a tensor of {scale.dtype}" if isinstance(scale, Tensor) else reprlib.repr(scale)
         raise TypeError(
             f"scale is {found}; it must be a number or None (multiply q by a learned scale)"
+        )
+    number: Any = scale  # float() of a number would make torch.compile compile it in
+    if not -_LARGEST <= number <= _LARGEST:
+        raise ValueError(f"scale is {scale}; it must be finite in float32, or None")
+
+
+def check_is_tensor(name: str, x: object) -> None:
+    """Raise TypeError unless x is a dense tensor."""
+    if not isinstance(x, Tensor):
+        found = "None" if x is None else f"a {type(x).__module__}.{type(x).__qualname__}"
+        raise TypeError(f"{name} is {found}; it must be a torch.Tensor")
+    if x.is_nested or x.layout is not torch.strided:
+        kind = "a nested tensor" if x.is_nested else f"a tensor of {x.layout}"
+        raise TypeError(
+            f"{name} is {kind}; it must be dense (packed sequences: attention_varlen of "
+            "sagesim_kernels)"
         )
 
 
@@ -68,10 +105,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> int:
     """Check q, k and v [..., heads, tokens, head size]; return the query heads per head of k.
 
     Raises:
-        TypeError: if the dtypes differ, or a tensor is a DTensor.
+        TypeError: if the dtypes differ, or one is no dense tensor, or a DTensor.
         ValueError: if the devices differ or the shapes do not fit each other.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
+        check_is_tensor(name, x)
         if hasattr(x, "placements"):
             raise TypeError(
                 f"{name} is a DTensor, and attention has no sharding strategy; if batch or heads "

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Final, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
+from sagesim.problem.arguments import check_flag, check_is_tensor
 from sagesim.problem.masks import (
     Band,
     check_alignment,
@@ -73,7 +76,8 @@ class AttentionProblem:
         seqused_k becomes a key_mask.
 
         Raises:
-            TypeError: if q is a problem and there are other arguments, or if k or v is missing.
+            TypeError: if q is a problem and there are other arguments, if q, k or v is missing or
+                no tensor, or if there is no such option.
             ValueError: if seqused_k does not fit the other tensors.
         """
         if isinstance(q, AttentionProblem):
@@ -85,9 +89,16 @@ class AttentionProblem:
                 )
             return q
         if k is None or v is None:
-            raise TypeError("k or v is missing; q, k and v, or one AttentionProblem, are needed")
+            missing = "k" if v is not None else "v" if k is not None else "k and v"
+            raise TypeError(
+                f"no {missing} given; q, k and v, or one AttentionProblem, are needed{_hint(q)}"
+            )
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_is_tensor(name, x)
         fields: dict[str, Any] = {**options}
         seqused_k = fields.pop("seqused_k", None)
+        for name in fields.keys() - _DEFAULTS.keys():
+            raise TypeError(_unknown(name))
         if seqused_k is not None:
             check_key_padding(fields.get("key_mask"), seqused_k, q, k)
             fields["key_mask"] = mask_of_lengths(seqused_k, k.shape[-2])
@@ -160,6 +171,8 @@ class AttentionProblem:
 
         The shape of attn_mask is not checked.
         """
+        for name in ("is_causal", "enable_gqa"):
+            check_flag(name, getattr(self, name))
         check_window(self.window)
         n_q, n_k = self.q.shape[-2], self.k.shape[-2]
         check_alignment(self.causal_alignment, self.window, n_q, n_k)
@@ -248,6 +261,23 @@ _DEFAULTS: Final = {
     each.name: each.default for each in fields(AttentionProblem) if each.default is not MISSING
 }
 """The options that are fields of a problem, and their values if they are omitted."""
+
+
+def _hint(q: object) -> str:
+    """What to pass in place of something that has or names problems."""
+    if isinstance(q, (str, Path)):
+        return f"; q is {str(q)!r}: pass one of the calls of sagesim.Capture.load(path)"
+    if hasattr(q, "calls"):
+        return f"; q is a {type(q).__name__}: pass one of its calls"
+    return ""
+
+
+def _unknown(name: str) -> str:
+    """Why there is no such option, and the nearest one."""
+    names = [*_DEFAULTS, "seqused_k"]
+    near = difflib.get_close_matches(name, names, n=1) or [x for x in names if name in x]
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"{name!r} is no option of an attention call{hint} (options: {', '.join(names)})"
 
 
 def _is_default(name: str, value: object) -> bool:

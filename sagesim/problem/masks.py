@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import NamedTuple
 
 import torch
@@ -60,7 +61,7 @@ def check_window(window: object) -> None:
     """
     pair = tuple(window) if isinstance(window, (tuple, list)) else ()
     if len(pair) != 2 or not all(isinstance(x, (int, torch.SymInt)) for x in pair):
-        raise TypeError(f"window is {window!r}; it must be (left, right), two integers")
+        raise TypeError(f"window is {reprlib.repr(window)}; it must be (left, right), two integers")
     if min(pair) < -1:
         raise ValueError(f"window is {window!r}; -1 means no limit, and no number is below it")
 
@@ -76,8 +77,14 @@ def check_alignment(alignment: object, window: tuple[int, int], n_q: object, n_k
         )
     if alignment is not None or window == NO_WINDOW:
         return
-    is_same = n_q is n_k if isinstance(n_q, Tensor) else n_q == n_k
-    if not is_same:
+    if isinstance(n_q, Tensor):
+        if n_q is not n_k:
+            raise ValueError(
+                f"window={window} needs causal_alignment, because cu_seqlens_q and cu_seqlens_k "
+                "are two tensors, which are not compared: pass one tensor twice, or 'upper_left' "
+                "or 'lower_right'"
+            )
+    elif n_q != n_k:
         raise ValueError(
             f"window={window} and different numbers of queries and keys need causal_alignment: "
             "'upper_left' puts query 0 at key 0, 'lower_right' the last query at the last key"
@@ -85,18 +92,21 @@ def check_alignment(alignment: object, window: tuple[int, int], n_q: object, n_k
 
 
 def check_softcap(softcap: object) -> None:
-    """Raise unless softcap is None or a finite number above 0.
+    """Raise unless softcap is None or a number from 2^-126 to 2^126, as 1 / softcap is then.
 
     Raises:
         TypeError: if it is a tensor, which would get no gradient, or no number at all.
-        ValueError: if it is not finite or not above 0.
+        ValueError: if it is not finite, not above 0, or so large or small that float32 overflows.
     """
     if softcap is None:
         return
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float, torch.SymFloat)):
-        raise TypeError(f"softcap is {softcap!r}; it must be a number or None")
+    numbers = (int, float, torch.SymInt, torch.SymFloat)
+    if isinstance(softcap, bool) or not isinstance(softcap, numbers):
+        raise TypeError(f"softcap is {reprlib.repr(softcap)}; it must be a number or None")
     if not 0 < softcap < math.inf:
         raise ValueError(f"softcap is {softcap}; it must be finite and above 0, or None")
+    if not 2.0**-126 <= softcap <= 2.0**126:
+        raise ValueError(f"softcap is {softcap}; it must be from 2^-126 to 2^126, or None")
 
 
 def check_sinks(sinks: object, q: Tensor) -> None:
@@ -109,7 +119,7 @@ def check_sinks(sinks: object, q: Tensor) -> None:
     if sinks is None:
         return
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
-        what = sinks.dtype if isinstance(sinks, Tensor) else repr(sinks)
+        what = sinks.dtype if isinstance(sinks, Tensor) else reprlib.repr(sinks)
         raise TypeError(f"sinks is {what}; it must be a tensor of a floating dtype, or None")
     heads = tuple(q.shape[-3:-2])
     if tuple(sinks.shape) != heads or not heads:
@@ -137,7 +147,7 @@ def check_key_padding(key_mask: object, seqused_k: object, q: Tensor, k: Tensor)
         if x is None:
             continue
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is {x!r}; it must be a tensor or None")
+            raise TypeError(f"{name} is {reprlib.repr(x)}; it must be a tensor or None")
         is_mask = name == "key_mask"
         if (x.dtype is not torch.bool) if is_mask else (x.dtype not in (torch.int32, torch.int64)):
             needed = (

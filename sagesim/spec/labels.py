@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
 
+from sagesim.checks import check_type
 from sagesim.spec.attention_spec import (
     OPERANDS,
     SITES,
@@ -47,6 +48,7 @@ class _WordError(ValueError):
 
 def parse(label: str) -> AttentionSpec:
     """The spec that `label` names; see the grammar at the top of this module."""
+    check_type("label", label, str, "a str")
     words = label.split()
     if not words:
         raise ValueError(f"empty spec label; it begins with one of {', '.join(PRESETS)}")

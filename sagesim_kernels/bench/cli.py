@@ -136,14 +136,12 @@ def _run(args: argparse.Namespace, command: str) -> None:
     if args.show is not None:
         try:
             document = read(args.show)
+        except FileNotFoundError:
+            raise Failure(f"{args.show}: no such file") from None
         except (OSError, ValueError) as error:
             raise Failure(str(error)) from None
         _show(document, args.show)
         return
-    if not torch.cuda.is_available():
-        raise Failure("no CUDA device; --show FILE.json prints a record without one")
-    if IS_INTERPRETED:
-        raise Failure("TRITON_INTERPRET is set, so the kernels would run on the CPU; unset it")
     if args.quick:
         usual, peers, make, rounds = QUICK_SPECS, QUICK_PEERS, quick_cases, _QUICK_ROUNDS
     elif args.code is not None:
@@ -152,6 +150,10 @@ def _run(args: argparse.Namespace, command: str) -> None:
         usual, peers, make, rounds = SPECS, PEERS, all_cases, _ROUNDS
     specs = _labels(args.specs or usual)
     cases = _matching(args.only, make(specs))
+    if not torch.cuda.is_available():
+        raise Failure("no CUDA device; --show FILE.json prints a record without one")
+    if IS_INTERPRETED:
+        raise Failure("TRITON_INTERPRET is set, so the kernels would run on the CPU; unset it")
     for package in _NEEDED:
         importlib.import_module(package)
     if args.code is not None:
@@ -207,7 +209,10 @@ def _matching(patterns: Sequence[str] | None, cases: Sequence[Case]) -> list[Cas
     for pattern in patterns:
         if not any(fnmatchcase(case.key, pattern) for case in cases):
             names = f"{cases[0].key!r} to {cases[-1].key!r}"
-            raise Failure(f"--only {pattern!r} matches none of the cases {names}")
+            parts = ", ".join(dict.fromkeys(case.key.partition(" ")[0] for case in cases))
+            raise Failure(
+                f"--only {pattern!r} matches none of the cases {names}; they begin with {parts}"
+            )
     return [case for case in cases if any(fnmatchcase(case.key, p) for p in patterns)]
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from sagesim.spec import FACTORED_QK, FPA_BF16, FPA_FP16, PRESETS, AttentionSpec
+from sagesim_kernels.target import cuda_device
 
 RECOMMENDED: Final = Path(__file__).with_name("recommended.json")
 """Written by `scripts/cards.py`."""
@@ -48,11 +49,7 @@ def default_spec(
     Raises:
         ValueError: if the device is not a CUDA device, or PyTorch sees no GPU.
     """
-    chosen = torch.device("cuda", device) if isinstance(device, int) else device
-    if chosen is not None and torch.device(chosen).type != "cuda":
-        raise ValueError(f"default_spec knows CUDA devices, not {chosen}; choose a spec yourself")
-    if not torch.cuda.is_available():
-        raise ValueError("default_spec needs a CUDA device, and PyTorch sees none")
+    chosen = cuda_device(device, "default_spec")
     return recommended(torch.cuda.get_device_properties(chosen), dtype)
 
 

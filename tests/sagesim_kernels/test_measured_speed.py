@@ -170,7 +170,7 @@ def test_the_public_function(a_gpu):
     assert pays_off(shape, is_causal=True, host=False, device=1).ratio == pytest.approx(1.3)
     grouped = pays_off(shape, (2, 8, 4096, 64), is_causal=True, device="cuda:2")
     assert grouped.ratio == pytest.approx(1.1)
-    assert a_gpu == [None, torch.device("cuda", 1), "cuda:2"]
+    assert a_gpu == [None, torch.device("cuda", 1), torch.device("cuda", 2)]
     assert pays_off(shape, spec=FACTORED_QK, is_causal=True)
     assert pays_off(shape, spec=SAGEBWD, is_causal=True).reason == "spec 'sagebwd' was not measured"
     with pytest.raises(TypeError):

@@ -181,6 +181,18 @@ class TestCompiled:
             assert_same(found, eager(c, spec, **options))
         assert counter.frame_count <= 2
 
+    def test_a_softcap_that_is_an_integer(self, backend):
+        """Is compiled once more when it changes, and no more."""
+        counter = CompileCounterWithBackend(backend)
+        compiled = torch.compile(
+            lambda *x, softcap: attention(*x, softcap=softcap), fullgraph=True, backend=counter
+        )
+        x = kernel_case(seed=0, n_q=20, n_k=33, d=16).qkvdo[:3]
+        for softcap in (2, 3, 5):
+            expected = attention(*x, softcap=float(softcap))
+            assert_bitwise(actual=compiled(*x, softcap=softcap), expected=expected, what="o")
+        assert counter.frame_count <= 2
+
     def test_tokens_before_heads(self, backend):
         c = kernel_case(seed=0, n_q=20, n_k=33, d=16, heads=(1, 2))
         c = c.map(lambda x: x.transpose(1, 2).contiguous())

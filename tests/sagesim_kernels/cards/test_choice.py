@@ -64,7 +64,7 @@ def test_a_machine_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(
     ("device", "asked"),
-    [(None, None), (1, torch.device("cuda", 1)), ("cuda:1", "cuda:1")],
+    [(None, None), (1, torch.device("cuda", 1)), ("cuda:1", torch.device("cuda", 1))],
 )
 def test_the_device_is_asked_for_its_properties(
     monkeypatch: pytest.MonkeyPatch, device: object, asked: object

@@ -1,0 +1,103 @@
+"""Arguments that no call can have are refused, and the message names the value."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import sagesim
+from sagesim import FPA, SAGEBWD, Capture, Precision, exact, trace
+from sagesim.analysis import compare
+from sagesim.data import LLAMA
+from sagesim.emulator import quantize
+
+pytestmark = pytest.mark.usefixtures("as_installed")
+
+Q, K, V, DO = torch.randn(4, 1, 2, 9, 8, generator=torch.Generator().manual_seed(0)).unbind()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"scale": math.nan}, ValueError, "scale is nan"),
+        ({"scale": -math.inf}, ValueError, "scale is -inf"),
+        ({"scale": 1e300}, ValueError, "scale is 1e+300; it must be finite in float32"),
+        ({"scale": 1j}, TypeError, "scale is 1j"),
+        ({"scale": True}, TypeError, "scale is True"),
+        ({"scale": "0.1"}, TypeError, "scale is '0.1'"),
+        ({"scale": torch.ones(())}, TypeError, "scale is a tensor of torch.float32"),
+        ({"softcap": 2.0**-127}, ValueError, "it must be from 2^-126 to 2^126"),
+        ({"softcap": 2.0**127}, ValueError, "it must be from 2^-126 to 2^126"),
+        ({"softcap": True}, TypeError, "softcap is True"),
+        ({"softcap": "20"}, TypeError, "softcap is '20'"),
+        ({"is_causal": "yes"}, TypeError, "is_causal is 'yes'; it must be True or False"),
+        ({"enable_gqa": None}, TypeError, "enable_gqa is None; it must be True or False"),
+        ({"window": (4.0, 0)}, TypeError, "window is (4.0, 0)"),
+        ({"key_mask": [True] * 9}, TypeError, "key_mask is [True, True"),
+        ({"sinks": [1.0, 2.0]}, TypeError, "sinks is [1.0, 2.0]"),
+    ],
+)
+def test_options(given, error, words):
+    for function in (sagesim.attention, trace):
+        with pytest.raises(error, match=re.escape(words)):
+            function(Q, K, V, spec=FPA, **given)
+
+
+@pytest.mark.parametrize("option", [{"scale": np.float32(0.3)}, {"scale": 1}, {"softcap": 3}])
+def test_numbers_of_other_types_are_numbers(option):
+    expected = {name: float(x) for name, x in option.items()}
+    a, b = (sagesim.attention(Q, K, V, spec=SAGEBWD, **x) for x in (option, expected))
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["causal", "softcaps", "seqused", "head"])
+def test_an_unknown_option_is_answered_with_the_nearest_one(name):
+    near = {"causal": "is_causal", "softcaps": "softcap", "seqused": "seqused_k", "head": None}
+    words = f"'{name}' is no option" + (f".*did you mean {near[name]}" if near[name] else "")
+    with pytest.raises(TypeError, match=words):
+        trace(Q, K, V, DO, spec=FPA, **{name: True})
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (None, "(is None|given)"),
+        (np.zeros((1, 2, 9, 8)), "is a numpy.ndarray"),
+        (Q.to_sparse(), "is a tensor of torch.sparse_coo"),
+        (torch.nested.nested_tensor([Q[0, 0]], layout=torch.jagged), "is a nested tensor"),
+    ],
+    ids=["none", "numpy", "sparse", "nested"],
+)
+@pytest.mark.parametrize("position", range(3))
+def test_only_dense_tensors(x, words, position):
+    q, k, v = (x if i == position else y for i, y in enumerate((Q, K, V)))
+    for function in (sagesim.attention, trace):
+        with pytest.raises(TypeError, match=f"{'qkv'[position]} {words}"):
+            function(q, k, v, spec=FPA)
+
+
+def test_a_capture_and_a_path_are_not_calls():
+    with pytest.raises(TypeError, match="pass one of its calls"):
+        trace(Capture.load(LLAMA), spec=FPA)
+    with pytest.raises(TypeError, match=r"pass one of the calls of sagesim.Capture.load"):
+        trace(str(LLAMA), spec=FPA)
+
+
+def test_arguments_of_other_functions():
+    with pytest.raises(TypeError, match="spec is called base"):
+        sagesim.attribute(Q, K, V, DO, spec=SAGEBWD)
+    with pytest.raises(TypeError, match=r"sample is 3; it must be a sagesim.analysis.Sample"):
+        sagesim.attribute(Q, K, V, DO, base=SAGEBWD, sample=3)
+    with pytest.raises(TypeError, match=r"trace is .*; it must be a sagesim.Trace"):
+        compare(exact(Q, K, V, DO), trace(Q, K, V, DO, spec=FPA))
+    with pytest.raises(TypeError, match=r"how is 'token'; it must be a sagesim.Granularity"):
+        quantize(Q, "token", precision=Precision.INT8, block=4)
+    with pytest.raises(TypeError, match="label is None; it must be a str"):
+        sagesim.AttentionSpec.parse(None)
+    with (
+        pytest.raises(TypeError, match=r"layers is \[0\]; it must be a mapping"),
+        sagesim.emulate(FPA, layers=[0]),
+    ):
+        pass

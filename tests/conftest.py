@@ -61,7 +61,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--code",
         metavar="sm80",
         help="run the code of another GPU on a Hopper GPU: sm80, sm86 or sm89; skips the tests of "
-        "Hopper's kernels",
+        "Hopper's kernels. Without a GPU, run the code of sm80, sm86, sm89 or sm90 on the CPU, "
+        "from its PTX",
     )
 
 
@@ -70,17 +71,24 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker is not None and torch.cuda.is_available():
         torch.cuda.set_device(int(worker.removeprefix("gw")) % torch.cuda.device_count())
     code = config.getoption("--code")
-    if code is not None:
-        from sagesim_kernels.bench.foreign_target import compile_for
+    if code is None:
+        return
+    try:
+        if torch.cuda.is_available():
+            from sagesim_kernels.bench.foreign_target import compile_for
 
-        try:
             compile_for(code)
-        except (RuntimeError, ValueError) as error:
-            raise pytest.UsageError(f"--code: {error}") from None
+        else:
+            os.environ.pop("TRITON_INTERPRET", None)  # before the kernels are imported
+            from tests.support.ptx_device import run_on_cpu
+
+            run_on_cpu(code)
+    except (RuntimeError, ValueError) as error:
+        raise pytest.UsageError(f"--code: {error}") from None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available() or config.getoption("--code") is not None:
         return
     for item in items:
         if item.get_closest_marker("gpu"):

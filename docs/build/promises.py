@@ -681,6 +681,15 @@ GPUS = (
         (f"{COMPILED}::test_kernels_of_wide_heads_multiply_as_declared",),
     ),
     Promise(
+        "Results of the kernels for Hopper and for `mma.sync` are as exact as the emulator's.",
+        (
+            f"{KERNELS}/test_hopper_on_cpu.py::test_results_are_as_exact_as_the_emulators",
+            f"{KERNELS}/test_hopper_on_cpu.py::test_masks_and_sinks",
+            f"{KERNELS}/test_ampere_on_cpu.py::test_results_are_as_exact_as_the_emulators",
+            f"{KERNELS}/test_ampere_on_cpu.py::test_masks_and_sinks",
+        ),
+    ),
+    Promise(
         "Hopper's own kernels meet the same contract as the portable ones.",
         (
             f"{KERNELS}/test_hopper.py::test_kernels_meet_the_contract",

@@ -1,23 +1,40 @@
-"""For the tests of the kernels: no plan of an earlier test."""
+"""For the tests of the kernels: no plan of an earlier test.
 
-from typing import Any
+The kernels are imported after `--code` was read, which decides how they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from sagesim_kernels import launch_plans
+if TYPE_CHECKING:
+    from tests.support.ptx_worker import PtxRunner
 
 
-class _NoPlans(dict[Any, Any]):
-    def __setitem__(self, key: Any, plan: Any) -> None:
-        pass
+@pytest.fixture(scope="session")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PtxRunner]:
+    """Runs kernels on the CPU, from their PTX."""
+    from tests.support.ptx_worker import PtxRunner
+
+    runner = PtxRunner(tmp_path_factory.mktemp("ptx"))
+    yield runner
+    runner.close()
 
 
 @pytest.fixture(autouse=True)
 def no_plan_of_another_test() -> None:
+    from sagesim_kernels import launch_plans
+
     launch_plans.forget_plans()
 
 
 @pytest.fixture
 def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep no plans, for tests that replace functions of the host."""
-    monkeypatch.setattr(launch_plans, "_plans", _NoPlans())
+    from sagesim_kernels import launch_plans
+    from tests.support.kernels import NoPlans
+
+    monkeypatch.setattr(launch_plans, "_plans", NoPlans())

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from sagesim import FACTORED_QK, Smoothing
 from sagesim_kernels import attention, attention_varlen, hopper
+from sagesim_kernels.interpreter import IS_INTERPRETED
 from tests.sagesim_kernels.contract import check
 from tests.sagesim_kernels.kernel_cases import KINDS, LAYOUTS, ORDINARY, KernelCase, low_logits
 from tests.support import examples
 from tests.support.assertions import assert_bitwise
 from tests.support.combinations import combined, numbered
 from tests.support.kernels import (
+    DEVICE,
     Results,
     all_served,
     assert_same,
@@ -32,7 +34,7 @@ from tests.support.kernels import (
     run_kernels,
 )
 
-IS_HOPPER = torch.cuda.is_available() and hopper.is_hopper()
+IS_HOPPER = not IS_INTERPRETED and hopper.is_hopper()
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,7 +83,7 @@ def options_of(mask: str, heads: int) -> dict[str, Any]:
     """The options of a call under a mask of EVERY_MASK. "sinks" has those of a window and sinks."""
     options = dict(EVERY_MASK[mask])
     if mask == "sinks":
-        options["sinks"] = torch.linspace(-2.0, 6.0, heads, device="cuda")
+        options["sinks"] = torch.linspace(-2.0, 6.0, heads, device=DEVICE)
     return options
 
 
@@ -328,10 +330,10 @@ def test_padded_keys_have_no_influence(d, mask):
     n = max(used)
     options = {"spec": FACTORED_QK, "enable_gqa": True, "return_lse": True}
     options |= options_of(mask, heads=4)
-    q, do = (torch.randn(len(used), 4, 330, d, device="cuda").bfloat16() for _ in range(2))
-    k, v = (torch.randn(len(used), 2, n, d, device="cuda").bfloat16() for _ in range(2))
-    seqused_k = torch.tensor(used, device="cuda")
-    key_mask = torch.arange(n, device="cuda") < seqused_k[:, None]
+    q, do = (torch.randn(len(used), 4, 330, d, device=DEVICE).bfloat16() for _ in range(2))
+    k, v = (torch.randn(len(used), 2, n, d, device=DEVICE).bfloat16() for _ in range(2))
+    seqused_k = torch.tensor(used, device=DEVICE)
+    key_mask = torch.arange(n, device=DEVICE) < seqused_k[:, None]
     for x in (k, v):
         x.masked_fill_(~key_mask[:, None, :, None], math.nan)
 
@@ -458,7 +460,7 @@ def test_results_are_those_of_the_portable_kernels(lengths, d, spec, mask, monke
     """They differ by rounding only: both add up float32 sums, in different orders."""
     n_q, n_k = lengths
     c = kernel_case(torch.bfloat16, seed=1, n_q=n_q, n_k=n_k, d=d, heads=(2, 4))
-    d_lse = torch.randn(c.q.shape[:-1], device="cuda")
+    d_lse = torch.randn(c.q.shape[:-1], device=DEVICE)
     options = options_of(mask, heads=4)
     found = run_kernels(c, spec, d_lse=d_lse, **options)
     twin = portable(c, spec, monkeypatch, d_lse=d_lse, **options)
@@ -488,8 +490,8 @@ def test_results_are_those_of_the_portable_kernels(lengths, d, spec, mask, monke
 def test_repeated_runs_give_the_same_bits(shape, d, mask):
     """Integer sums of dQ do not depend on the order in which programs add their parts."""
     batch, kv_heads, heads, n = shape
-    q, do = (torch.randn(batch, heads, n, d, device="cuda").bfloat16() for _ in range(2))
-    k, v = (torch.randn(batch, kv_heads, n, d, device="cuda").bfloat16() for _ in range(2))
+    q, do = (torch.randn(batch, heads, n, d, device=DEVICE).bfloat16() for _ in range(2))
+    k, v = (torch.randn(batch, kv_heads, n, d, device=DEVICE).bfloat16() for _ in range(2))
 
     def run() -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -520,7 +522,7 @@ def test_memory_is_written_before_it_is_read(lengths, d, mask):
     """
     n_q, n_k = lengths
     c = kernel_case(torch.bfloat16, seed=3, n_q=n_q, n_k=n_k, d=d, heads=(2, 4))
-    d_lse = torch.randn(c.q.shape[:-1], device="cuda")
+    d_lse = torch.randn(c.q.shape[:-1], device=DEVICE)
     options = options_of(mask, heads=4)
     once = run_kernels(c, FACTORED_QK, d_lse=d_lse, **options)
     with poisoned():
@@ -535,13 +537,13 @@ def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_packed(d, mask):
     lengths_q = (300, 0, 65, 1, 513, 64, 70, 130)
     lengths_k = (300, 40, 200, 1, 400, 0, 129, 77)
     options = {"spec": FACTORED_QK, "enable_gqa": True, **options_of(mask, heads=4)}
-    q, do = (torch.randn(sum(lengths_q), 4, d, device="cuda").bfloat16() for _ in range(2))
-    k, v = (torch.randn(sum(lengths_k), 2, d, device="cuda").bfloat16() for _ in range(2))
+    q, do = (torch.randn(sum(lengths_q), 4, d, device=DEVICE).bfloat16() for _ in range(2))
+    k, v = (torch.randn(sum(lengths_k), 2, d, device=DEVICE).bfloat16() for _ in range(2))
     spoilt = 4
     for x, lengths in ((q, lengths_q), (do, lengths_q), (k, lengths_k), (v, lengths_k)):
         x.split(lengths)[spoilt][7] = -math.nan
     cu_q, cu_k = (
-        torch.tensor([0, *accumulate(x)], dtype=torch.int32, device="cuda")
+        torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=DEVICE)
         for x in (lengths_q, lengths_k)
     )
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]

@@ -25,6 +25,7 @@ from sagesim import (
     Smoothing,
 )
 from sagesim_kernels import attention, attention_varlen, hopper
+from sagesim_kernels.interpreter import IS_INTERPRETED
 from tests.sagesim_kernels.kernel_cases import (
     KINDS,
     LAYOUTS,
@@ -37,6 +38,7 @@ from tests.sagesim_kernels.untraced import check_with_call, results_of_other_ker
 from tests.support import examples
 from tests.support.assertions import assert_bitwise
 from tests.support.kernels import (
+    DEVICE,
     Results,
     all_served,
     assert_same,
@@ -45,7 +47,7 @@ from tests.support.kernels import (
     run_kernels,
 )
 
-IS_HOPPER = torch.cuda.is_available() and hopper.is_hopper()
+IS_HOPPER = not IS_INTERPRETED and hopper.is_hopper()
 
 pytestmark = [
     pytest.mark.gpu,
@@ -186,7 +188,7 @@ def test_any_problem_meets_the_contract(part: int, d: int, spec: str) -> None:
 def test_the_gradient_of_the_logsumexp(d: int, spec: str) -> None:
     """It is subtracted from delta, in other kernels too. Few codes are unlike theirs."""
     case = kernel_case(torch.bfloat16, seed=1, n_q=150, n_k=200, d=d, heads=(2, 2), is_causal=True)
-    d_lse = torch.randn(case.q.shape[:-1], device="cuda")
+    d_lse = torch.randn(case.q.shape[:-1], device=DEVICE)
     found = run_kernels(case, SPECS[spec], d_lse=d_lse)
     twin = results_of_other_kernels(case, SPECS[spec], d_lse=d_lse)
     for name in ("dq", "dk", "dv"):
@@ -210,7 +212,7 @@ def test_repeated_runs_give_the_same_bits(d: int, spec: str) -> None:
 @pytest.mark.parametrize("mask", ["full", "upper_left"])
 def test_memory_is_written_before_it_is_read(mask: str, d: int, spec: str) -> None:
     case = kernel_case(torch.bfloat16, seed=3, n_q=129, n_k=200, d=d, heads=(2, 2), **MASKS[mask])
-    d_lse = torch.randn(case.q.shape[:-1], device="cuda")
+    d_lse = torch.randn(case.q.shape[:-1], device=DEVICE)
     once = run_kernels(case, SPECS[spec], d_lse=d_lse)
     with poisoned():
         assert_same(run_kernels(case, SPECS[spec], d_lse=d_lse), once)
@@ -227,13 +229,13 @@ def test_a_sequence_has_the_same_bits_alone_and_packed(d: int, mask: str, spec: 
     """The other packed sequences are empty, longer, shorter, or contain NaN."""
     lengths_q, lengths_k = (130, 0, 65, 1, 200, 70), (300, 40, 200, 1, 140, 77)
     options: dict[str, Any] = {"spec": SPECS[spec], "enable_gqa": True, **MASKS[mask]}
-    q, do = (torch.randn(sum(lengths_q), 4, d, device="cuda").bfloat16() for _ in range(2))
-    k, v = (torch.randn(sum(lengths_k), 2, d, device="cuda").bfloat16() for _ in range(2))
+    q, do = (torch.randn(sum(lengths_q), 4, d, device=DEVICE).bfloat16() for _ in range(2))
+    k, v = (torch.randn(sum(lengths_k), 2, d, device=DEVICE).bfloat16() for _ in range(2))
     spoilt = 4
     for x, lengths in ((q, lengths_q), (do, lengths_q), (k, lengths_k), (v, lengths_k)):
         x.split(lengths)[spoilt][7] = -math.nan
     cu = [
-        torch.tensor([0, *accumulate(x)], dtype=torch.int32, device="cuda")
+        torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=DEVICE)
         for x in (lengths_q, lengths_k)
     ]
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]

@@ -14,11 +14,12 @@ from sagesim import FACTORED, FACTORED_PV16, SAGEBWD, AttentionSpec, Granularity
 from sagesim.problem import resolve_input16
 from sagesim.spec import MAPS, OPERANDS
 from sagesim_kernels import hopper
+from sagesim_kernels.interpreter import IS_INTERPRETED
 from sagesim_kernels.operands import KernelProblem, OperandCache, Packing
 from tests.support.assertions import assert_bitwise
-from tests.support.kernels import poisoned
+from tests.support.kernels import DEVICE, poisoned
 
-IS_HOPPER = torch.cuda.is_available() and hopper.is_hopper()
+IS_HOPPER = not IS_INTERPRETED and hopper.is_hopper()
 
 pytestmark = [
     pytest.mark.gpu,
@@ -138,8 +139,8 @@ def test_all_sequences_of_one_length(spec: str, sizes: tuple[int, int], dtype: t
 def test_packed_sequences(spec: str, d: int) -> None:
     from sagesim_kernels.hopper.codes_operands import quantize
 
-    cu_q = torch.tensor([0, 0, 1, 130, 200], dtype=torch.int32, device="cuda")
-    cu_k = torch.tensor([0, 70, 70, 135, 200], dtype=torch.int32, device="cuda")
+    cu_q = torch.tensor([0, 0, 1, 130, 200], dtype=torch.int32, device=DEVICE)
+    cu_k = torch.tensor([0, 70, 70, 135, 200], dtype=torch.int32, device=DEVICE)
     q, k, v, do = (drawn(1, 2, 200, d, dtype=torch.bfloat16, seed=i) for i in range(4))
     packing = Packing(cu_q, cu_k, 129, 70)
     for mask in ({}, {"is_causal": True, "lower_right": True}):

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from sagesim import FACTORED, SAGEBWD, AttentionSpec
 from sagesim_kernels import attention, attention_varlen, hopper
+from sagesim_kernels.interpreter import IS_INTERPRETED
 from tests.support.assertions import assert_bitwise
 from tests.support.inputs import Case
-from tests.support.kernels import all_served, kernel_case, poisoned
+from tests.support.kernels import DEVICE, all_served, kernel_case, poisoned
 
-IS_HOPPER = torch.cuda.is_available() and hopper.is_hopper()
+IS_HOPPER = not IS_INTERPRETED and hopper.is_hopper()
 
 pytestmark = [
     pytest.mark.gpu,
@@ -139,13 +140,13 @@ def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_packed(spec, d, mask)
     lengths_q = (300, 0, 65, 1, 513, 64, 70, 130)
     lengths_k = (300, 40, 200, 1, 400, 0, 129, 77)
     options = {"spec": spec, "enable_gqa": True, **MASKS[mask]}
-    q = torch.randn(sum(lengths_q), 4, d, device="cuda").bfloat16()
-    k, v = (torch.randn(sum(lengths_k), 2, d, device="cuda").bfloat16() for _ in range(2))
+    q = torch.randn(sum(lengths_q), 4, d, device=DEVICE).bfloat16()
+    k, v = (torch.randn(sum(lengths_k), 2, d, device=DEVICE).bfloat16() for _ in range(2))
     spoilt = 4
     for x, lengths in ((q, lengths_q), (k, lengths_k), (v, lengths_k)):
         x.split(lengths)[spoilt][7] = -math.nan
     cu_q, cu_k = (
-        torch.tensor([0, *accumulate(x)], dtype=torch.int32, device="cuda")
+        torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=DEVICE)
         for x in (lengths_q, lengths_k)
     )
     o = attention_varlen(q, k, v, cu_q, cu_k, max(lengths_q), max(lengths_k), **options)

@@ -7,6 +7,7 @@ the largest magnitude. So products of codes and scales have balls, and the resul
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -26,9 +27,11 @@ from tests.support.inputs import Case
 from tests.support.kernels import Results, run_kernels
 
 
-def rounds_maps(spec: AttentionSpec, *sites: str) -> bool:
-    """Return whether P or dS is rounded to INT8 in some of these products."""
-    return any(spec.site(site).precision is Precision.INT8 for site in sites)
+def rounds_maps(
+    spec: AttentionSpec, *sites: str, to: Sequence[Precision] = (Precision.INT8,)
+) -> bool:
+    """Return whether P or dS is rounded to codes in some of these products."""
+    return any(spec.site(site).precision in to for site in sites)
 
 
 def has_codes_backward(case: Case, spec: AttentionSpec) -> bool:

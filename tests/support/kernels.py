@@ -28,7 +28,8 @@ from sagesim_kernels.interpreter import IS_INTERPRETED
 from tests.support.assertions import assert_bitwise
 from tests.support.inputs import Case, case
 
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+DEVICE = "cpu" if IS_INTERPRETED or not torch.cuda.is_available() else "cuda"
+"""The CPU also where the kernels run from their PTX, see `ptx_device`."""
 
 HERE = [] if IS_INTERPRETED else [pytest.mark.gpu]
 """Marks of tests that run on a GPU, and in the interpreter if there is none."""
@@ -59,6 +60,12 @@ FEW: dict[str, AttentionSpec] = {
     name: SPECS[name] for name in ("sagebwd", "q_smoothed", "fpa_fp16", "factored_qk")
 }
 """A smaller selection that covers each feature once."""
+
+
+class NoPlans(dict[Any, Any]):
+    """In place of the plans of `launch_plans`: keeps none."""
+
+    def __setitem__(self, key: Any, plan: Any) -> None: ...
 
 
 class Results(NamedTuple):

@@ -9,7 +9,7 @@ exact before they are rounded, exponentials and other approximations are rounded
 memory that was not written is 0xCD. A wait or a barrier that is missing would therefore change no
 result; `shared_races` finds those between warps.
 
-Instructions that no kernel in the tests uses raise an error.
+Instructions that no kernel in the tests uses raise an error. `ptx_hopper` has those of Hopper.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tests.support.shared_races import SharedAccesses
@@ -33,6 +34,7 @@ Numbers = NDArray[Any]
 
 WARP = 32
 SHARED_BYTES = 227 * 1024
+NOWHERE = -1
 
 _UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
@@ -41,6 +43,7 @@ _FLOAT = {16: np.float16, 32: np.float32, 64: np.float64}
 _REGISTERS = re.compile(r"\.reg\s+\.(pred|[a-z]\d+)\s+(%\w+?)<\d+>")
 _PARAMETER = re.compile(r"\.param \.[^,)]*?\s(\w+_param_\d+)")
 _LABEL = re.compile(r"(\$?\w+):")
+_BRANCH_TARGETS = re.compile(r"(\$?\w+):\s*\.branchtargets\s+([^;]*);")
 _LOCAL = re.compile(r"\.reg\s+\.(pred|[a-z]\d+)\s+([a-z]\w*(?:\s*,\s*[a-z]\w*)*)$")
 _STATEMENT = re.compile(r"(@!?%\w+\s+)?([\w.:]+)\s*(.*)$", re.DOTALL)
 _ADDRESS = re.compile(r"\[\s*(%?\w+)\s*(?:\+\s*(-?\w+))?\s*\]")
@@ -65,7 +68,7 @@ class _Statement(NamedTuple):
 
 
 @functools.cache
-def _split(text: str) -> tuple[str, ...]:
+def split(text: str) -> tuple[str, ...]:
     """Split at commas that are not within braces or brackets."""
     parts, depth, last = [], 0, 0
     for at, character in enumerate(text):
@@ -90,8 +93,16 @@ def _register_class(register: str) -> str:
     return re.match(r"%[a-z]+", register)[0]
 
 
+_PACKED = {"f16x2": "f16", "bf16x2": "bf16", "bf16": "bf16"}
+"""A type of which a register has one or two numbers that numpy does not know -> their type."""
+
+
 def _is_barrier(opcode: tuple[str, ...]) -> bool:
     return opcode[0] in ("bar", "barrier") and opcode[1] == "sync"
+
+
+class Deadlock(AssertionError):
+    """Every thread of a block waits for another one."""
 
 
 def _bits(dtype: Any) -> int:
@@ -105,6 +116,12 @@ class Program:
         head, _, body = ptx[ptx.index(".visible .entry") :].partition("{")
         self.parameters: list[str] = _PARAMETER.findall(head)
         body = re.sub(r"//.*", "", body)
+        #: the labels among which an index chooses, by their name
+        self.branch_targets = {
+            name: [label.strip() for label in labels.split(",")]
+            for name, labels in _BRANCH_TARGETS.findall(body)
+        }
+        body = _BRANCH_TARGETS.sub("", body)
         self.register_types = {name: _dtype(kind) for kind, name in _REGISTERS.findall(body)}
         self.statements: list[_Statement] = []
         self.labels: dict[str, int] = {}
@@ -130,8 +147,12 @@ class Program:
             text = text[: text.rindex("}")].strip()
         if found := _LOCAL.match(text):
             kind, names = found.groups()
-            of_kind = next(x for x, dtype in self.register_types.items() if dtype == _dtype(kind))
-            for name in _split(names):
+            types = self.register_types
+            of_kind = next((x for x, dtype in types.items() if dtype == _dtype(kind)), None)
+            if of_kind is None:
+                of_kind = f"%local{'abcdefgh'[len(types)]}"
+                types[of_kind] = _dtype(kind)
+            for name in split(names):
                 self._locals[name] = f"{of_kind}{10**6 + 100 * self._scopes + len(self._locals)}"
         elif text and not text.startswith("."):
             for name, whole in self._locals.items():
@@ -139,9 +160,7 @@ class Program:
             guard, opcode, operands = _STATEMENT.match(text).groups()
             if opcode.startswith("bra"):
                 operands = self._label(operands.strip())
-            statement = _Statement(
-                (guard or "").strip(), tuple(opcode.split(".")), _split(operands)
-            )
+            statement = _Statement((guard or "").strip(), tuple(opcode.split(".")), split(operands))
             self.statements.append(statement)
 
     @property
@@ -157,24 +176,31 @@ class Program:
         return result
 
     def run(
-        self, arguments: Sequence[int | float], grid: int, threads: int, memory: Sequence[Range]
+        self,
+        arguments: Sequence[int | float],
+        grid: int,
+        threads: int,
+        memory: Sequence[Range],
+        make_block: Callable[..., Block] | None = None,
     ) -> None:
         """Run all blocks of a grid with one axis.
 
         arguments: addresses and numbers; 0 for those that are missing at the end.
         memory: what the kernel may access.
+        make_block: a subclass of `Block` with more instructions.
 
         Raises:
             IndexError: if a thread accesses other memory.
             Race: if the order of two accesses to shared memory is not fixed.
+            Deadlock: if the threads of a block wait for each other.
         """
         missing = len(self.parameters) - len(arguments)
         values = dict(zip(self.parameters, [*arguments, *[0] * missing], strict=True))
         for block in range(grid):
-            _Block(self, values, block, grid, threads, memory).run()
+            (make_block or Block)(self, values, block, grid, threads, memory).run()
 
 
-class _Block:
+class Block:
     """The threads of a block, and what they hold."""
 
     def __init__(
@@ -191,6 +217,10 @@ class _Block:
         self.shared = np.full(SHARED_BYTES, 0xCD, np.uint8)
         self.accesses = SharedAccesses(SHARED_BYTES, threads // WARP)
         self.registers: dict[str, Numbers] = {}
+        self.at = np.zeros(threads, np.int64)  #: the statement of each thread
+        self.running = np.ones(threads, bool)
+        self.waits_at = np.full(threads, NOWHERE)  #: a barrier of the block
+        self.is_blocked = np.zeros(threads, bool)  #: at its statement, until it can be executed
         index = np.arange(threads, dtype=np.uint32)
         zero = np.zeros(threads, np.uint32)
         self.special = {"%tid.x": index, "%ctaid.x": zero + block, "%nctaid.x": zero + grid}
@@ -200,27 +230,44 @@ class _Block:
     # The order of execution
 
     def run(self) -> None:
-        at = np.zeros(self.threads, np.int64)
-        running = np.ones(self.threads, bool)
-        waiting = np.zeros(self.threads, bool)
         with np.errstate(all="ignore"):
-            while running.any():
-                ready = running & ~waiting
+            while self.running.any():
+                if self.is_blocked.any():
+                    self.is_blocked &= ~self._completed()
+                ready = self.running & (self.waits_at == NOWHERE) & ~self.is_blocked
                 if not ready.any():
-                    waiting[:] = False
-                    self.accesses.barrier()
+                    self._go_on()
                     continue
                 # Those that are behind run until they meet others.
-                together = ready & (at == at[ready].min())
-                others = at[ready & ~together]
-                meeting = int(others.min()) if others.size else -1
-                self._run_together(together, at, running, waiting, meeting)
+                together = ready & (self.at == self.at[ready].min())
+                others = self.at[ready & ~together]
+                self._run_together(together, int(others.min()) if others.size else NOWHERE)
 
-    def _run_together(
-        self, together: Numbers, at: Numbers, running: Numbers, waiting: Numbers, meeting: int
-    ) -> None:
+    def _go_on(self) -> None:
+        """Let all threads run that wait for a barrier, or raise if some wait for something else."""
+        places = self.waits_at[self.running]
+        if self.is_blocked.any() or (places != places[0]).any():
+            statements = sorted(set(self.at[self.running].tolist()))
+            raise Deadlock("all threads wait: " + "; ".join(map(self._text_of, statements)))
+        self._release(self.running)
+
+    def _completed(self) -> Numbers:
+        """Return which blocked threads may go on."""
+        return np.zeros(self.threads, bool)
+
+    def _release(self, threads: Numbers) -> None:
+        """These threads have met."""
+        self.waits_at[threads] = NOWHERE
+        if (threads == self.running).all():
+            self.accesses.barrier()
+
+    def _text_of(self, statement: int) -> str:
+        _, opcode, operands = self.program.statements[statement]
+        return f"{'.'.join(opcode)} {', '.join(operands)}"
+
+    def _run_together(self, together: Numbers, meeting: int) -> None:
         """Run threads that are at one statement until they part, wait, end or meet others."""
-        now = int(at[together][0])
+        now = int(self.at[together][0])
         while True:
             guard, opcode, operands = self.program.statements[now]
             chosen = together
@@ -229,32 +276,45 @@ class _Block:
                 chosen = together & (~flag if guard[1] == "!" else flag)
             now += 1
             if opcode[0] == "bra":
-                at[together] = now
-                at[chosen] = now = self.program.labels[operands[0]] if chosen.any() else now
+                self.at[together] = now
+                now = self.program.labels[operands[0]] if chosen.any() else now
+                self.at[chosen] = now
                 if meeting >= 0 or (chosen.any() and not (chosen == together).all()):
                     return
+            elif opcode[0] == "brx":
+                index = self.read(operands[0], np.uint32)
+                targets = self.program.branch_targets[operands[1]]
+                labels = np.array([self.program.labels[name] for name in targets])
+                self.at[together] = labels[index[together]]
+                return
             elif opcode[0] == "ret":
-                running[chosen] = False
-                at[together] = now
+                self.running[chosen] = False
+                self.at[together] = now
                 if chosen.any():
                     return
             elif _is_barrier(opcode):
-                if len(operands) > 1 and int(operands[1], 0) != self.threads:
-                    raise NotImplementedError("a barrier of some threads")
-                if not (together == running).all():
-                    at[together] = now
-                    waiting |= together
+                self.at[together] = now
+                self.waits_at[together] = int(operands[0], 0)
+                if len(operands) > 1:
+                    met = self.running & (self.waits_at == int(operands[0], 0))
+                    if np.count_nonzero(met) == int(operands[1], 0):
+                        self._release(met)
+                elif (together == self.running).all():
+                    self._release(together)
+                if (self.waits_at[together] != NOWHERE).any() or meeting >= 0:
                     return
-                self.accesses.barrier()
             elif chosen.any():
                 every = None if chosen.all() else chosen
                 try:
                     getattr(self, f"_{opcode[0]}")(opcode, operands, every)
                 except (AttributeError, KeyError, NotImplementedError) as error:
-                    text = f"{'.'.join(opcode)} {', '.join(operands)}"
-                    raise NotImplementedError(f"{text}: {error}") from error
+                    raise NotImplementedError(f"{self._text_of(now - 1)}: {error}") from error
+                if self.is_blocked[chosen].any():
+                    self.at[together] = now
+                    self.at[self.is_blocked & chosen] = now - 1
+                    return
             if now == meeting:
-                at[together] = now
+                self.at[together] = now
                 return
 
     # Registers
@@ -276,6 +336,8 @@ class _Block:
             return found.astype(dtype)
         if operand == "global_smem":
             number = dtype.type(0)
+        elif operand in self.arguments:
+            number = dtype.type(self.arguments[operand])
         elif operand.startswith("0f"):
             number = np.uint32(int(operand[2:], 16)).view(dtype)
         elif operand.startswith("0d"):
@@ -308,9 +370,26 @@ class _Block:
         chosen: Numbers | None,
         function: Callable[..., Any],
     ) -> None:
-        dtype = _dtype(opcode[-1])
+        name = opcode[-1]
+        if name in _PACKED:
+            numbers = function(*(self._read_16_bit(x, name) for x in operands[1:]))
+            bits = _to_16_bit(numbers.astype(np.float32), _PACKED[name])
+            self.write(operands[0], bits if bits.ndim == 1 else _words(bits), chosen)
+            return
+        dtype = _dtype(name)
         numbers = function(*(self.read(x, dtype) for x in operands[1:]))
         self.write(operands[0], np.asarray(numbers).astype(dtype), chosen)
+
+    def _read_16_bit(self, operand: str, name: str) -> Numbers:
+        """Return float32 of a register with one or two numbers, [threads] or [threads, 2]."""
+        if name.endswith("x2"):
+            bits = np.ascontiguousarray(self.read(operand, np.uint32)).view(np.uint16)
+            bits = bits.reshape(-1, 2)
+        else:
+            bits = self.read(operand, np.uint16)
+        if _PACKED[name] == "bf16":
+            return from_bfloat16(bits)
+        return bits.view(np.float16).astype(np.float32)
 
     # Arithmetic
 
@@ -318,7 +397,7 @@ class _Block:
         target, source = operands
         dtype = _dtype(opcode[1])
         if target.startswith("{"):
-            parts = _split(target[1:-1])
+            parts = split(target[1:-1])
             bits = _bits(dtype) // len(parts)
             whole = self.read(source, _UNSIGNED[_bits(dtype)])
             for i, part in enumerate(parts):
@@ -326,7 +405,7 @@ class _Block:
                     part, (whole >> whole.dtype.type(i * bits)).astype(_UNSIGNED[bits]), chosen
                 )
         elif source.startswith("{"):
-            parts = _split(source[1:-1])
+            parts = split(source[1:-1])
             bits, wide = _bits(dtype) // len(parts), _UNSIGNED[_bits(dtype)]
             numbers = np.zeros(self.threads, wide)
             for i, part in enumerate(parts):
@@ -345,22 +424,29 @@ class _Block:
         self._mad(opcode, (*operands, "0"), chosen)
 
     def _mad(self, opcode, operands, chosen) -> None:
-        dtype = _dtype(opcode[-1])
-        if np.dtype(dtype).kind == "f":
+        if "f" in opcode[-1]:
             self._compute(opcode, operands[:3], chosen, lambda a, b: a * b)
             return
-        if opcode[1] not in ("lo", "wide"):
+        dtype = _dtype(opcode[-1])
+        if opcode[1] not in ("lo", "hi", "wide"):
             raise NotImplementedError(opcode[1])
         wide = _SIGNED if opcode[-1][0] == "s" else _UNSIGNED
+        if opcode[1] == "hi":
+            a, b = (self.read(x, dtype).astype(wide[64]) for x in operands[1:3])
+            high = (a * b >> wide[64](_bits(dtype))).astype(dtype)
+            self.write(operands[0], high + self.read(operands[3], dtype), chosen)
+            return
         result = wide[_bits(dtype) * (2 if opcode[1] == "wide" else 1)]
         a, b = (self.read(x, dtype).astype(result) for x in operands[1:3])
         self.write(operands[0], a * b + self.read(operands[3], result), chosen)
 
     def _fma(self, opcode, operands, chosen) -> None:
         """In float64, so that float32 is rounded once, but for ties of the float64 sum."""
-        dtype = _dtype(opcode[-1])
-        a, b, c = (self.read(x, dtype).astype(np.float64) for x in operands[1:])
-        self.write(operands[0], (a * b + c).astype(dtype), chosen)
+
+        def fused(a: Numbers, b: Numbers, c: Numbers) -> Numbers:
+            return a.astype(np.float64) * b + c
+
+        self._compute(opcode, operands, chosen, fused)
 
     def _rem(self, *instruction) -> None:
         self._compute(*instruction, lambda a, b: np.fmod(a, np.where(b == 0, 1, b)))
@@ -373,6 +459,9 @@ class _Block:
         else:
             wide = a.astype(np.int64), np.where(b == 0, 1, b).astype(np.int64)
             self.write(operands[0], np.trunc(wide[0] / wide[1]).astype(dtype), chosen)
+
+    def _cvta(self, opcode, operands, chosen) -> None:
+        self.write(operands[0], self.read(operands[1], np.uint64), chosen)
 
     def _neg(self, *instruction) -> None:
         self._compute(*instruction, lambda a: -a)
@@ -444,6 +533,12 @@ class _Block:
             numbers = numbers.view(np.int32)
         self.write(operands[0], numbers >> (32 - count).astype(numbers.dtype), chosen)
 
+    def _bfi(self, opcode, operands, chosen) -> None:
+        x, into = (self.read(o, np.uint32) for o in operands[1:3])
+        first, count = (self.read(o, np.uint32).astype(np.uint64) for o in operands[3:])
+        mask = ((np.uint64(1) << count) - np.uint64(1) << first).astype(np.uint32)
+        self.write(operands[0], x << first.astype(np.uint32) & mask | into & ~mask, chosen)
+
     def _prmt(self, opcode, operands, chosen) -> None:
         low, high, choice = (self.read(o, np.uint32) for o in operands[1:])
         both = np.stack([low, high], 1).view(np.uint8)  # [threads, 8]
@@ -487,12 +582,22 @@ class _Block:
 
     def _cvt(self, opcode, operands, chosen) -> None:
         target, source = opcode[-2:]
+        if target in FP8:
+            high, low = (self.read(x, np.float32) for x in operands[1:])
+            codes = [_to_fp8(x, target).astype(np.uint16) for x in (low, high)]
+            self.write(operands[0], codes[0] | codes[1] << np.uint16(8), chosen)
+            return
+        if source in FP8:
+            pair = self.read(operands[1], np.uint16).view(np.uint8).reshape(-1, 2)
+            numbers = from_fp8(pair, source).astype(np.float16)
+            self.write(operands[0], numbers.view(np.uint32)[:, 0], chosen)
+            return
         if target in ("bf16x2", "f16x2"):
             high, low = (_to_16_bit(self.read(x, np.float32), target[:-2]) for x in operands[1:])
             self.write(operands[0], np.stack([low, high], 1).view(np.uint32)[:, 0], chosen)
             return
         if source == "bf16":
-            numbers = _from_bfloat16(self.read(operands[1], np.uint16))
+            numbers = from_bfloat16(self.read(operands[1], np.uint16))
         else:
             numbers = self.read(operands[1], _dtype(source))
         if target in ("bf16", "f16"):
@@ -515,7 +620,9 @@ class _Block:
 
     def _address(self, operand: str) -> Numbers:
         name, offset = _ADDRESS.match(operand).groups()
-        is_wide = name.startswith("%") and self._type_of(name) == np.uint64
+        is_wide = name in self.arguments or (
+            name.startswith("%") and self._type_of(name) == np.uint64
+        )
         address = self.read(name, np.uint64 if is_wide else np.uint32).astype(np.int64)
         return address + int(offset or "0", 0)
 
@@ -572,7 +679,7 @@ class _Block:
                 number = _UNSIGNED[bits](value & (2**bits - 1))
             self.write(operands[0], np.full(self.threads, number), chosen)
             return
-        targets = _split(operands[0].strip("{}"))
+        targets = split(operands[0].strip("{}"))
         size = np.dtype(dtype).itemsize
         address, threads = self._address(operands[1]), self._each(chosen)
         loaded = np.zeros((self.threads, size * len(targets)), np.uint8)
@@ -588,7 +695,7 @@ class _Block:
 
     def _st(self, opcode, operands, chosen) -> None:
         dtype = _UNSIGNED[_bits(_dtype(opcode[-1]))]
-        sources = _split(operands[1].strip("{}"))
+        sources = split(operands[1].strip("{}"))
         columns = [self.read(x, dtype).reshape(-1, 1).view(np.uint8) for x in sources]
         stored = np.concatenate(columns, 1)
         address, threads = self._address(operands[0]), self._each(chosen)
@@ -611,6 +718,20 @@ class _Block:
         for found, content, places in self._memory_at(address[threads], 4):
             aligned = content[: content.size // 4 * 4].view(np.int32)
             np.add.at(aligned, places[:, 0] // 4, added[threads[found]])
+
+    def _atom(self, opcode, operands, chosen) -> None:
+        """One thread after another; the operation and the type are the last words."""
+        dtype = _dtype(opcode[-1])
+        size = np.dtype(dtype).itemsize
+        change = {"add": np.add, "max": np.maximum, "min": np.minimum}[opcode[-2]]
+        address, numbers = self._address(operands[1]), self.read(operands[2], dtype)
+        before = np.zeros(self.threads, dtype)
+        for thread in self._each(chosen):
+            for _, content, places in self._memory_at(address[thread : thread + 1], size):
+                place = content[places[0, 0] : places[0, 0] + size].view(dtype)
+                before[thread] = place[0]
+                place[0] = change(place[0], numbers[thread])
+        self.write(operands[0], before, chosen)
 
     def _cp(self, opcode, operands, chosen) -> None:
         threads = self._each(chosen)
@@ -638,9 +759,24 @@ class _Block:
 
     # Between the threads of a warp
 
+    def _bar(self, opcode, operands, chosen) -> None:
+        """A barrier of a warp, whose threads run in lock step unless they part."""
+
+    def _elect(self, opcode, operands, chosen) -> None:
+        """One thread of each warp gets true, the first."""
+        elected = np.zeros(self.threads, bool)
+        threads = self._each(chosen)
+        elected[threads[np.unique(threads // WARP, return_index=True)[1]]] = True
+        self.write(operands[0].partition("|")[2], elected, chosen)
+
     def _shfl(self, opcode, operands, chosen) -> None:
-        number, lane = int(operands[2]), np.arange(self.threads) % WARP
-        sources = {"bfly": lane ^ number, "up": np.where(lane < number, lane, lane - number)}
+        lane = np.arange(self.threads) % WARP
+        number = self.read(operands[2], np.uint32).astype(np.int64)
+        sources = {
+            "bfly": lane ^ number,
+            "up": np.where(lane < number, lane, lane - number),
+            "idx": number,
+        }
         source = np.arange(self.threads) - lane + sources[opcode[2]]
         self.write(operands[0], self.read(operands[1], np.uint32)[source], chosen)
 
@@ -659,7 +795,7 @@ class _Block:
     def _ldmatrix(self, opcode, operands, chosen) -> None:
         address = self._address(operands[1]).reshape(-1, WARP)
         row, pair = np.arange(WARP) // 4, np.arange(WARP) % 4 * 2
-        for i, target in enumerate(_split(operands[0].strip("{}"))):
+        for i, target in enumerate(split(operands[0].strip("{}"))):
             places = self._places(address[:, 8 * i : 8 * i + 8].reshape(-1), 16)
             self._access(self.accesses.read, np.repeat(np.arange(len(address)), 8) * WARP, places)
             matrix = self.shared[places].view(np.uint16).reshape(-1, 8, 8)
@@ -668,9 +804,24 @@ class _Block:
             pairs = np.stack([matrix[:, row, pair], matrix[:, row, pair + 1]], -1)
             self.write(target, pairs.view(np.uint32).reshape(-1), chosen)
 
+    def _stmatrix(self, opcode, operands, chosen) -> None:
+        address = self._address(operands[0]).reshape(-1, WARP)
+        warps = np.unique(self._each(chosen) // WARP)
+        row, pair = np.arange(WARP) // 4, np.arange(WARP) % 4 * 2
+        for i, source in enumerate(split(operands[1].strip("{}"))):
+            pairs = self.read(source, np.uint32).reshape(-1, WARP, 1).view(np.uint16)
+            matrix = np.zeros((len(address), 8, 8), np.uint16)
+            matrix[:, row, pair], matrix[:, row, pair + 1] = pairs[..., 0], pairs[..., 1]
+            if "trans" in opcode:
+                matrix = matrix.transpose(0, 2, 1)
+            stored = np.ascontiguousarray(matrix[warps]).view(np.uint8).reshape(-1, 16)
+            places = self._places(address[warps, 8 * i : 8 * i + 8].reshape(-1), 16)
+            self._access(self.accesses.write, np.repeat(warps, 8) * WARP, places)
+            self.shared[places] = stored
+
     def _mma(self, opcode, operands, chosen) -> None:
         """Multiply-add m16n8k32 of codes, or m16n8k16 of 16-bit numbers."""
-        results, left, right, start = (_split(x.strip("{}")) for x in operands)
+        results, left, right, start = (split(x.strip("{}")) for x in operands)
         of_codes = opcode[3] == "m16n8k32"
         if not of_codes and opcode[3] != "m16n8k16":
             raise NotImplementedError
@@ -682,7 +833,7 @@ class _Block:
                 return words.view(np.int8).astype(np.float64)
             halves = words.view(np.uint16)
             if "bf16" in opcode:
-                return _from_bfloat16(halves).astype(np.float64)
+                return from_bfloat16(halves).astype(np.float64)
             return halves.view(np.float16).astype(np.float64)
 
         warps = self.threads // WARP
@@ -700,6 +851,22 @@ class _Block:
             added = products[:, row + 8 * (i // 2), 2 * column + i % 2]
             total = added + self.read(first, dtype).reshape(warps, WARP).astype(np.float64)
             self.write(register, total.astype(dtype).reshape(-1), chosen)
+
+
+FP8 = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
+"""A conversion's type of two numbers -> their dtype."""
+
+
+def _to_fp8(x: Numbers, name: str) -> Numbers:
+    """Round float32 to the bits of FP8, ties to even; beyond the largest number is that number."""
+    dtype = FP8[name]
+    most = torch.finfo(dtype).max
+    return torch.from_numpy(x).clamp(-most, most).to(dtype).view(torch.uint8).numpy()
+
+
+def from_fp8(bits: Numbers, name: str) -> Numbers:
+    """Return the float32 numbers of bytes."""
+    return torch.from_numpy(bits).view(FP8[name]).float().numpy()
 
 
 def _check_aligned(addresses: Numbers, count: int) -> None:
@@ -728,7 +895,12 @@ _COMPARISONS: dict[str, Callable[[Numbers, Numbers], Numbers]] = {
 }
 
 
-def _from_bfloat16(bits: Numbers) -> Numbers:
+def _words(halves: Numbers) -> Numbers:
+    """Return a register for each pair of 16 bits, [threads]. halves: [threads, 2]."""
+    return np.ascontiguousarray(halves).view(np.uint32)[:, 0]
+
+
+def from_bfloat16(bits: Numbers) -> Numbers:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""Run the forward and backward kernels for mma.sync on the CPU; see `ptx`.
+"""Run the kernels of a GPU on the CPU, in a process of their own; see `ptx`.
 
 `PtxRunner` starts this program, because the interpreter that other tests use excludes compiling. It
 reads one request a line and writes one reply a line; all lines are JSON. A request names files:
@@ -20,8 +20,6 @@ from torch import Tensor
 
 from sagesim.spec import AttentionSpec
 from tests.support.compiler import OLDEST, ROOT
-from tests.support.ptx import WARP, Program, Range
-from tests.support.shared_races import Race
 
 
 class KernelRun(NamedTuple):
@@ -34,7 +32,7 @@ class KernelRun(NamedTuple):
     dk: Tensor
     dv: Tensor
     d_sinks: Tensor | None
-    kernels: list[str]  #: for mma.sync that ran
+    kernels: list[str]  #: for mma.sync or Hopper that ran
     config: dict[str, int]  #: of the backward: fields of `Config`
     races: list[str]  #: without each barrier of the backward in turn; "" if none was found
 
@@ -101,71 +99,6 @@ class PtxRunner:
         self._process.communicate()
 
 
-class _Launches:
-    """Replaces `JITFunction.run`: compiles kernels, and runs their PTX."""
-
-    def __init__(self) -> None:
-        from triton.backends.nvidia.compiler import CUDABackend
-        from triton.runtime import JITFunction
-
-        CUDABackend.make_cubin = lambda *_: b""  # the PTX is what runs
-        self.kernels: list[str] = []
-        self.config: dict[str, int] = {}
-        self.races: list[str] = []
-        self.removes_barriers = False
-        self._compile = JITFunction.run
-        self._programs: dict[str, Program] = {}
-        JITFunction.run = lambda fn, *args, **options: self._launch(fn, *args, **options)
-
-    def _launch(self, fn: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        from triton.runtime import driver
-        from triton.runtime.errors import OutOfResources
-
-        from tests.support.compile_worker import SHARED_MEMORY
-
-        kernel = self._compile(fn, *args, grid=grid, warmup=True, **options)
-        if warmup:
-            return kernel
-        limit = SHARED_MEMORY[driver.active.capability] * 1024
-        if kernel.metadata.shared > limit:
-            raise OutOfResources(kernel.metadata.shared, limit, "shared memory")
-        if kernel.hash not in self._programs:
-            self._programs[kernel.hash] = Program(kernel.asm["ptx"])
-        arguments: list[int | float] = []
-        memory: list[Range] = []
-        for name, value in zip(fn.arg_names, args, strict=True):
-            _flatten(kernel.src.signature[name], value, arguments, memory)
-        threads = WARP * kernel.metadata.num_warps
-        program = self._programs[kernel.hash]
-        program.run(arguments, grid[0], threads, memory)
-        if fn.__module__.startswith("sagesim_kernels.ampere"):
-            self.kernels.append(fn.__name__)
-        if fn.__name__ == "ampere_backward":
-            self.config = args[fn.arg_names.index("CONFIG")]._asdict()
-            for barrier in program.barriers if self.removes_barriers else ():
-                self.races.append("")
-                try:
-                    program.without(barrier).run(arguments, grid[0], threads, memory)
-                except Race as race:
-                    self.races[-1] = str(race)
-        return kernel
-
-
-def _flatten(kind: Any, value: Any, arguments: list[int | float], memory: list[Range]) -> None:
-    """Append what a launch passes for a parameter. kind: its type, or those of a tuple's fields."""
-    if isinstance(kind, tuple | list):
-        for each, field in zip(kind, value, strict=True):
-            _flatten(each, field, arguments, memory)
-    elif kind.startswith("*"):
-        storage = value.untyped_storage()
-        memory.append(Range(storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
-        arguments.append(value.data_ptr())
-    elif kind.startswith("fp"):
-        arguments.append(float(value))
-    elif kind != "constexpr":
-        arguments.append(int(value))
-
-
 def _run(request: dict[str, Any]) -> dict[str, Tensor]:
     from sagesim.problem import resolve_input16
     from sagesim.spec import Delta
@@ -194,19 +127,16 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    from triton.runtime import driver
-
-    from tests.support.compile_worker import AbsentGPU
+    from tests.support.ptx_device import PtxLaunches
 
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep output of the compiler out of the replies
-    driver.set_active(AbsentGPU())
-    launches = _Launches()
+    launches = PtxLaunches()
     for line in sys.stdin:
         request = json.loads(line)
         launches.kernels, launches.races = [], []
         launches.removes_barriers = request["removes_barriers"]
-        driver.active.capability = request["capability"]
+        launches.compile_for(request["capability"])
         try:
             torch.save(_run(request), request["results"])
             fields = ("kernels", "config", "races")

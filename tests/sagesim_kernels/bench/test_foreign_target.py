@@ -148,18 +148,8 @@ assert compiler.get_ptxas_version.cache_info().currsize
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        pytest.param(
-            "sm70",
-            "--code: unknown code 'sm70'; known are sm80, sm86, sm89",
-            marks=pytest.mark.exhaustive,
-        ),
-        ("sm80", "--code: no CUDA device; sm80 code runs on a Hopper GPU"),
-    ],
-)
-def test_pytest_does_not_run_code_that_the_device_does_not_run(code, words):
-    command = [sys.executable, "-m", "pytest", "--code", code, "--collect-only", __file__]
+def test_pytest_refuses_a_code_that_nothing_runs():
+    command = [sys.executable, "-m", "pytest", "--code", "sm70", "--collect-only", __file__]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    words = "--code: unknown code 'sm70'; without a GPU, sm80, sm86, sm89, sm90 are known"
     assert done.returncode == pytest.ExitCode.USAGE_ERROR and words in done.stderr

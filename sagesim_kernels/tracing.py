@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sagesim.problem import AttentionOptions, AttentionProblem, resolve_input16
+from sagesim.short_repr import short_repr
 from sagesim.spec import FACTORED_QK, MAPS, OPERANDS, SITES, AttentionSpec, Precision
 from sagesim_kernels.api import check_call, check_device
 from sagesim_kernels.dispatch import backward, forward
@@ -63,6 +64,8 @@ class KernelTrace:
     dv: Tensor
     dsinks: Tensor | None
     operands: Mapping[str, Coded]
+
+    __repr__ = short_repr
 
 
 def trace(

@@ -16,6 +16,7 @@ PACKAGES = ("sagesim", "sagesim_kernels", "theory")
 FLOORS: dict[str, set[str]] = {
     "sagesim.shapes": set(),
     "sagesim.checks": set(),
+    "sagesim.short_repr": set(),
     "sagesim.allocator": set(),
     "sagesim.files": set(),
     "sagesim.process_wide": set(),
@@ -25,9 +26,10 @@ FLOORS: dict[str, set[str]] = {
     "sagesim.command": {"sagesim.files", "sagesim.printable", "sagesim.terminal"},
     "sagesim.data": set(),
     "sagesim.spec": {"sagesim.checks"},
-    "sagesim.problem": {"sagesim.spec", "sagesim.shapes"},
+    "sagesim.problem": {"sagesim.spec", "sagesim.shapes", "sagesim.short_repr"},
     "sagesim.emulator": {
         "sagesim.checks",
+        "sagesim.short_repr",
         "sagesim.spec",
         "sagesim.problem",
         "sagesim.shapes",
@@ -35,6 +37,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "sagesim.models": {
         "sagesim.checks",
+        "sagesim.short_repr",
         "sagesim.spec",
         "sagesim.problem",
         "sagesim.emulator",
@@ -135,6 +138,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.eager",
     },
     "sagesim_kernels.tracing": {
+        "sagesim.short_repr",
         "sagesim.spec",
         "sagesim.problem",
         "sagesim_kernels.operands",
@@ -404,7 +408,11 @@ def test_the_spec_imports_no_torch():
 
 def test_the_float64_reference_shares_no_code_with_the_emulator():
     names = {resolve(name) for name in all_imports(SOURCES["sagesim.emulator.reference"])}
-    assert {room_of(name) for name in names} <= {"sagesim.shapes", "sagesim.problem"}
+    assert {room_of(name) for name in names} <= {
+        "sagesim.shapes",
+        "sagesim.short_repr",
+        "sagesim.problem",
+    }
 
 
 def test_only_the_benchmark_knows_the_benchmark():

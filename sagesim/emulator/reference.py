@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sagesim.problem import AttentionOptions, AttentionProblem
 from sagesim.shapes import Float
+from sagesim.short_repr import short_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Exact:
     dk: Tensor
     dv: Tensor
     dsinks: Tensor | None  #: [heads]; None without sinks
+
+    __repr__ = short_repr
 
 
 @runtime_checkable

@@ -19,6 +19,7 @@ from sagesim.emulator.quantization import Operand, QTensor, as_qtensor, from_til
 from sagesim.emulator.tiling import Panel
 from sagesim.problem import AttentionOptions, AttentionProblem
 from sagesim.shapes import Float
+from sagesim.short_repr import short_repr
 from sagesim.spec import AttentionSpec
 
 _MASKED_VALUE: Final = {
@@ -83,6 +84,8 @@ class Trace:
     """
     vanished: Mapping[str, Vanished]
     """By the same keys, how much of each operand becomes 0 when it is rounded to codes."""
+
+    __repr__ = short_repr
 
 
 def trace(

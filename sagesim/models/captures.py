@@ -19,6 +19,7 @@ from torch import Tensor
 from sagesim.files import replacing
 from sagesim.printable import printable
 from sagesim.problem import AttentionProblem
+from sagesim.short_repr import short_repr
 
 _KEY: Final = "sagesim.capture"
 """The metadata key that holds the description of all calls, as JSON.
@@ -94,6 +95,8 @@ class Call(AttentionProblem):
         if any(size not in (1, whole) for size, whole in zip(mask.shape, full, strict=True)):
             raise ValueError(f"{self}: attn_mask {tuple(mask.shape)} does not broadcast to {full}")
 
+    __repr__ = short_repr
+
     def __str__(self) -> str:
         return f"call {self.index}" + (f" in {printable(self.name)}" if self.name else "")
 
@@ -128,6 +131,8 @@ class Capture:
     loss_scale: float
     source: Mapping[str, Any]
     torch_version: str
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if not self.calls:

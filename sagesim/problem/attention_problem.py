@@ -23,6 +23,7 @@ from sagesim.problem.masks import (
     mask_of_lengths,
 )
 from sagesim.problem.options import NO_WINDOW, AttentionOptions, CausalAlignment
+from sagesim.short_repr import short_repr
 
 Problem = TypeVar("Problem", bound="AttentionProblem")
 
@@ -60,6 +61,8 @@ class AttentionProblem:
     softcap: float | None = None
     scale: float | None = None
     enable_gqa: bool = False
+
+    __repr__ = short_repr
 
     @classmethod
     def of(

@@ -262,6 +262,9 @@ class AttentionSpec:
 
         return parse(label)
 
+    def __repr__(self) -> str:
+        return f"AttentionSpec.parse({self.label()!r})"
+
     def label(self) -> str:
         """The shortest label: the name of a preset and one word for each field that differs."""
         from sagesim.spec.labels import format_label

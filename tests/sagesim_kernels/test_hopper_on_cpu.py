@@ -1,14 +1,21 @@
 """Hopper's kernels, run on the CPU from their PTX: see `tests.support.ptx_hopper`."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 
+from sagesim import AttentionSpec
+from tests.sagesim_kernels.exactness import assert_as_exact_as_the_emulator
 from tests.sagesim_kernels.ptx_calls import Call, check_masked_results, check_results
+from tests.support.assertions import assert_bitwise
+from tests.support.inputs import Case
 from tests.support.ptx_worker import PtxRunner
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compiled by the oldest Triton")]
 
 HOPPER = 90
+EXHAUSTIVE = pytest.mark.exhaustive
 KERNELS = {
     "forward": "hopper_forward",
     "codes forward": "hopper_forward_codes",
@@ -18,14 +25,16 @@ KERNELS = {
 }
 
 IN_E5M2 = "fp8_gradients delta=p dv=fp8_e5m2 dq=fp8_e5m2 dk=fp8_e5m2 block=64x64"
-EXHAUSTIVE = pytest.mark.exhaustive
 
 CALLS = {
     "factored_qk": (Call("factored_qk", 150, 200, heads=2, is_causal=True), "forward", "backward"),
     "fpa_fp16_d40": (
         Call("factored_qk qk=fp16 qk_recompute=fp16", 70, 130, d=40, dtype=torch.float16),
     ),
-    "sagebwd": (Call("sagebwd", 150, 200, is_causal=True), "codes forward", "codes backward"),
+    "sagebwd_grouped": (
+        Call("sagebwd", 130, 150, heads=8, heads_k=4, is_causal=True),
+        "codes forward", "codes backward",
+    ),
     "factored_d128": (Call("factored", 70, 200, d=128), "codes forward", "codes backward"),
     "fp8_gradients": (
         Call("fp8_gradients", 300, 200, heads=2, is_causal=True), "forward", "codes backward",
@@ -68,3 +77,70 @@ def test_masks_and_sinks(runner: PtxRunner, name: str) -> None:
     call, *kernels = MASKED_CALLS[name]
     found = check_masked_results(runner, call, HOPPER)
     assert {KERNELS[x] for x in kernels} <= set(found.kernels)
+
+
+@pytest.mark.parametrize("spec", ["fp8_gradients smooth=none", "sagebwd smooth=none"])
+def test_huge_keys_give_finite_gradients(runner: PtxRunner, spec: str) -> None:
+    """Scales of K near the largest float32, and of Q near the smallest: logits are ordinary."""
+    call = Call(spec, 70, 100)
+    tensors = call.tensors()
+    factor = 2.0**118
+    tensors |= {"q": tensors["q"] / factor, "k": tensors["k"] * factor}
+    found = runner.run(tensors, AttentionSpec.parse(spec), capability=HOPPER)
+    assert KERNELS["codes backward"] in found.kernels
+    assert_as_exact_as_the_emulator(found, Case(**tensors), AttentionSpec.parse(spec))
+
+
+@pytest.mark.parametrize("spec", ["fp8_gradients smooth=none", "sagebwd smooth=none"])
+def test_a_nan_of_a_key_reaches_its_queries(runner: PtxRunner, spec: str) -> None:
+    """And no query before its tile of 128 keys."""
+    tensors = Call(spec, 300, 300).tensors()
+    tensors["k"][0, 0, 200, 3] = torch.nan
+    found = runner.run(tensors, AttentionSpec.parse(spec), is_causal=True, capability=HOPPER)
+    assert KERNELS["codes backward"] in found.kernels
+    assert found.dq[0, 0, 200:].isnan().all()
+    for name in ("o", "dq"):
+        assert getattr(found, name)[0, 0, :128].isfinite().all(), name
+
+
+def test_nothing_behind_the_used_keys_is_read(runner: PtxRunner) -> None:
+    """Three blocks of keys are NaN. The results are those of a shorter sequence, bit for bit."""
+    call = Call("fp8_gradients", 70, 260)
+    tensors, spec = call.tensors(), AttentionSpec.parse("fp8_gradients smooth=none")
+    short = tensors | {name: tensors[name][:, :, :70] for name in ("k", "v")}
+    for name in ("k", "v"):
+        tensors[name][:, :, 70:] = torch.nan
+    tensors["seqused_k"] = torch.tensor([70], dtype=torch.int32)
+    long = runner.run(tensors, spec, capability=HOPPER)
+    assert KERNELS["codes backward"] in long.kernels
+    of_short = runner.run(short, spec, capability=HOPPER)
+    for name in ("o", "lse", "dq"):
+        assert_bitwise(actual=getattr(long, name), expected=getattr(of_short, name), what=name)
+    for name in ("dk", "dv"):
+        found = getattr(long, name)
+        assert_bitwise(actual=found[:, :, :70], expected=getattr(of_short, name), what=name)
+        assert not found[:, :, 70:].any()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [*(pytest.param(x, marks=EXHAUSTIVE) for x in ("factored_qk", "sagebwd")), "fp8_gradients"],
+)
+def test_packed_sequences_have_the_bits_that_they_have_alone(runner: PtxRunner, spec: str) -> None:
+    """One of them is NaN, and one has no query."""
+    lengths = {"q": (70, 5, 0, 130), "k": (150, 3, 40, 65)}
+    tensors, parsed = Call(spec, 205, 258).tensors(), AttentionSpec.parse(spec)
+    places = {name: lengths["k" if name in "kv" else "q"] for name in ("q", "k", "v", "do")}
+    for name, each in places.items():
+        tensors[name].split(each, 2)[1][:] = torch.nan
+    cu = {
+        f"cu_{name}": torch.tensor([0, *accumulate(x)], dtype=torch.int32)
+        for name, x in lengths.items()
+    }
+    packed = runner.run(tensors | cu, parsed, is_causal=True, capability=HOPPER)
+    for i in (0, 3):
+        one = {name: tensors[name].split(each, 2)[i].clone() for name, each in places.items()}
+        alone = runner.run(one, parsed, is_causal=True, capability=HOPPER)
+        for name in ("o", "dq", "dk", "dv"):
+            part = getattr(packed, name).split(places["q" if name == "o" else name[1]], 2)[i]
+            assert_bitwise(actual=part, expected=getattr(alone, name), what=f"{name} of {i}")

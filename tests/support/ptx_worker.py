@@ -68,7 +68,7 @@ class PtxRunner:
         """Run a forward and its backward.
 
         tensors: q, k, v and do, [batch, heads, tokens, channels], and any of the tensors of
-            `Extras`.
+            `Extras`. With cu_q and cu_k, int32 [sequences + 1], the tokens are packed sequences.
         lower_right: how the causal mask is aligned.
         capability: compute capability of the GPU for which the kernels are compiled, of those in
             `compile_worker.SHARED_MEMORY`. Tiles depend on its shared memory.
@@ -103,10 +103,20 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
     from sagesim.problem import resolve_input16
     from sagesim.spec import Delta
     from sagesim_kernels.dispatch import backward, forward
-    from sagesim_kernels.operands import Extras, Gradients, KernelProblem, natural_lse
+    from sagesim_kernels.operands import (
+        Extras,
+        Gradients,
+        KernelProblem,
+        Packing,
+        natural_lse,
+    )
 
     tensors = torch.load(request["arguments"])
     q, k, v, do = (tensors.pop(name) for name in ("q", "k", "v", "do"))
+    packing = None
+    if "cu_q" in tensors:
+        cu_q, cu_k = (tensors.pop(name) for name in ("cu_q", "cu_k"))
+        packing = Packing(cu_q, cu_k, *(int(x.diff().max()) for x in (cu_q, cu_k)))
     problem = KernelProblem.of(
         q,
         k,
@@ -115,6 +125,7 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
         scale=request["scale"],
         is_causal=request["is_causal"],
         lower_right=request["lower_right"],
+        packing=packing,
         extras=Extras(window=tuple(request["window"]), **tensors),
     )
     o = torch.empty_like(do)

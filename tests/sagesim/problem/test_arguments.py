@@ -101,3 +101,16 @@ def test_arguments_of_other_functions():
         sagesim.emulate(FPA, layers=[0]),
     ):
         pass
+
+
+def test_what_is_printed_has_no_numbers_of_tensors():
+    problem = sagesim.AttentionProblem(q=Q, k=K, v=V, do=DO, is_causal=True)
+    tensors = ", ".join(f"{name}=float32[1, 2, 9, 8]" for name in ("q", "k", "v", "do"))
+    assert repr(problem) == f"AttentionProblem({tensors}, is_causal=True)"
+    of_trace = repr(trace(problem, spec=SAGEBWD))
+    assert of_trace.startswith("Trace(spec=AttentionSpec.parse('sagebwd'), s=float32[1, 2, 9, 9]")
+    assert "'dq.ds': QTensor(codes=int8[1, 2, 9, 9], scale=float32[1, 2, 9, 9])" in of_trace
+    capture = repr(Capture.load(LLAMA))
+    assert "index=5, name='layers.5.attention.core'), loss_scale=" in capture.replace("))", ")")
+    for text in (of_trace, capture, repr(exact(problem))):
+        assert "\n" not in text and "tensor(" not in text

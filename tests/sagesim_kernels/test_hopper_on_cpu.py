@@ -8,7 +8,7 @@ import torch
 from sagesim import AttentionSpec
 from tests.sagesim_kernels.exactness import assert_as_exact_as_the_emulator
 from tests.sagesim_kernels.ptx_calls import Call, check_masked_results, check_results
-from tests.support.assertions import assert_bitwise
+from tests.support.assertions import assert_bitwise, assert_sqnr_at_least
 from tests.support.inputs import Case
 from tests.support.ptx_worker import PtxRunner
 
@@ -35,7 +35,7 @@ CALLS = {
         Call("sagebwd", 130, 150, heads=8, heads_k=4, is_causal=True),
         "codes forward", "codes backward",
     ),
-    "factored_d128": (Call("factored", 70, 200, d=128), "codes forward", "codes backward"),
+    "factored_d128": (Call("factored", 70, 200, d=128, heads=2, heads_k=2), "codes forward", "codes backward"),
     "fp8_gradients": (
         Call("fp8_gradients", 300, 200, heads=2, is_causal=True), "forward", "codes backward",
     ),
@@ -144,3 +144,18 @@ def test_packed_sequences_have_the_bits_that_they_have_alone(runner: PtxRunner, 
         for name in ("o", "dq", "dk", "dv"):
             part = getattr(packed, name).split(places["q" if name == "o" else name[1]], 2)[i]
             assert_bitwise(actual=part, expected=getattr(alone, name), what=f"{name} of {i}")
+
+
+@pytest.mark.parametrize(
+    "spec", ["factored", "factored_qk", pytest.param("fp8_gradients", marks=EXHAUSTIVE)]
+)
+def test_the_gradient_of_the_logsumexp(runner: PtxRunner, spec: str) -> None:
+    """Without a gradient of O, all of dQ and dK comes from it."""
+    tensors = Call(spec, 130, 150).tensors()
+    tensors["do"] = torch.zeros_like(tensors["do"])
+    d_lse = torch.randn(1, 1, 130, generator=torch.Generator().manual_seed(1))
+    found = runner.run(tensors | {"d_lse": d_lse}, AttentionSpec.parse(spec), capability=HOPPER)
+    q, k = (tensors[name].double().requires_grad_() for name in ("q", "k"))
+    (q @ k.mT / 8).logsumexp(-1).backward(d_lse.double())
+    for name, x in (("dq", q), ("dk", k)):
+        assert_sqnr_at_least(actual=getattr(found, name), exact=x.grad, floor_db=26, what=name)

@@ -69,6 +69,7 @@ class PtxRunner:
 
         tensors: q, k, v and do, [batch, heads, tokens, channels], and any of the tensors of
             `Extras`. With cu_q and cu_k, int32 [sequences + 1], the tokens are packed sequences.
+            d_lse, float32 [batch, heads, tokens]: the gradient of the logsumexp.
         lower_right: how the causal mask is aligned.
         capability: compute capability of the GPU for which the kernels are compiled, of those in
             `compile_worker.SHARED_MEMORY`. Tiles depend on its shared memory.
@@ -113,7 +114,7 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
 
     tensors = torch.load(request["arguments"])
     q, k, v, do = (tensors.pop(name) for name in ("q", "k", "v", "do"))
-    packing = None
+    d_lse, packing = tensors.pop("d_lse", None), None
     if "cu_q" in tensors:
         cu_q, cu_k = (tensors.pop(name) for name in ("cu_q", "cu_k"))
         packing = Packing(cu_q, cu_k, *(int(x.diff().max()) for x in (cu_q, cu_k)))
@@ -132,7 +133,7 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
     result = forward(problem, o)
     grads = Gradients(*map(torch.empty_like, (q, k, v)))
     is_from_o = problem.spec.delta is Delta.FROM_O
-    d_sinks, delta = backward(problem, do, None, o if is_from_o else None, result, grads)
+    d_sinks, delta = backward(problem, do, d_lse, o if is_from_o else None, result, grads)
     lse = natural_lse(problem, result)
     return {"o": o, "lse": lse, "delta": delta, "d_sinks": d_sinks, **grads._asdict()}
 

@@ -26,7 +26,8 @@ class Band(NamedTuple):
     @classmethod
     def of(cls, n_q: int, n_k: int, *, is_causal: bool, lower_right: bool, window: tuple[int, int]):
         """The band of a call's options."""
-        left, right = window
+        # A side of more keys than there are excludes none, and need not fit 64 bits.
+        left, right = (min(side, n_q + n_k) for side in window)
         if is_causal:
             right = 0
         offset = n_k - n_q if lower_right else 0

@@ -1,6 +1,8 @@
 """Hopper's kernels, run on the CPU from their PTX: see `tests.support.ptx_hopper`."""
 
+from collections.abc import Iterable
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -28,14 +30,16 @@ IN_E5M2 = "fp8_gradients delta=p dv=fp8_e5m2 dq=fp8_e5m2 dk=fp8_e5m2 block=64x64
 
 CALLS = {
     "factored_qk": (Call("factored_qk", 150, 200, heads=2, is_causal=True), "forward", "backward"),
-    "fpa_fp16_d40": (
-        Call("factored_qk qk=fp16 qk_recompute=fp16", 70, 130, d=40, dtype=torch.float16),
+    "one_tile_of_keys_fp16_d40": (
+        Call("factored_qk", 70, 100, d=40, dtype=torch.float16), "forward", "backward",
     ),
     "sagebwd_grouped": (
         Call("sagebwd", 130, 150, heads=8, heads_k=4, is_causal=True),
         "codes forward", "codes backward",
     ),
-    "factored_d128": (Call("factored", 70, 200, d=128, heads=2, heads_k=2), "codes forward", "codes backward"),
+    "factored_d128": (
+        Call("factored", 70, 200, d=128, heads=2, heads_k=2), "codes forward", "codes backward",
+    ),
     "fp8_gradients": (
         Call("fp8_gradients", 300, 200, heads=2, is_causal=True), "forward", "codes backward",
     ),
@@ -46,7 +50,16 @@ CALLS = {
 """A call, and the kernels that have to compute it."""
 
 
-@pytest.mark.parametrize("name", CALLS)
+COMBINED = ("fp8_gradients_d128", "lengths_and_sinks")
+"""Calls whose features other calls have as well."""
+
+
+def each(calls: Iterable[str]) -> list[Any]:
+    """Return parameters of a test for these calls; CI runs those that are not `COMBINED`."""
+    return [pytest.param(x, marks=EXHAUSTIVE if x in COMBINED else ()) for x in calls]
+
+
+@pytest.mark.parametrize("name", each(CALLS))
 def test_results_are_as_exact_as_the_emulators(runner: PtxRunner, name: str) -> None:
     call, *kernels = CALLS[name]
     found = check_results(runner, call, HOPPER)
@@ -71,7 +84,7 @@ MASKED_CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MASKED_CALLS)
+@pytest.mark.parametrize("name", each(MASKED_CALLS))
 def test_masks_and_sinks(runner: PtxRunner, name: str) -> None:
     """Nothing of a token that is masked everywhere reaches a result."""
     call, *kernels = MASKED_CALLS[name]
@@ -79,19 +92,22 @@ def test_masks_and_sinks(runner: PtxRunner, name: str) -> None:
     assert {KERNELS[x] for x in kernels} <= set(found.kernels)
 
 
-@pytest.mark.parametrize("spec", ["fp8_gradients smooth=none", "sagebwd smooth=none"])
+IN_CODES = ("fp8_gradients smooth=none", "sagebwd smooth=none")
+"""Calls with these specs are causal, so that few kernels are compiled."""
+
+
+@pytest.mark.parametrize("spec", IN_CODES)
 def test_huge_keys_give_finite_gradients(runner: PtxRunner, spec: str) -> None:
     """Scales of K near the largest float32, and of Q near the smallest: logits are ordinary."""
-    call = Call(spec, 70, 100)
-    tensors = call.tensors()
+    tensors, parsed = Call(spec, 70, 100).tensors(), AttentionSpec.parse(spec)
     factor = 2.0**118
     tensors |= {"q": tensors["q"] / factor, "k": tensors["k"] * factor}
-    found = runner.run(tensors, AttentionSpec.parse(spec), capability=HOPPER)
+    found = runner.run(tensors, parsed, is_causal=True, capability=HOPPER)
     assert KERNELS["codes backward"] in found.kernels
-    assert_as_exact_as_the_emulator(found, Case(**tensors), AttentionSpec.parse(spec))
+    assert_as_exact_as_the_emulator(found, Case(**tensors, is_causal=True), parsed)
 
 
-@pytest.mark.parametrize("spec", ["fp8_gradients smooth=none", "sagebwd smooth=none"])
+@pytest.mark.parametrize("spec", IN_CODES)
 def test_a_nan_of_a_key_reaches_its_queries(runner: PtxRunner, spec: str) -> None:
     """And no query before its tile of 128 keys."""
     tensors = Call(spec, 300, 300).tensors()
@@ -105,15 +121,16 @@ def test_a_nan_of_a_key_reaches_its_queries(runner: PtxRunner, spec: str) -> Non
 
 def test_nothing_behind_the_used_keys_is_read(runner: PtxRunner) -> None:
     """Three blocks of keys are NaN. The results are those of a shorter sequence, bit for bit."""
-    call = Call("fp8_gradients", 70, 260)
-    tensors, spec = call.tensors(), AttentionSpec.parse("fp8_gradients smooth=none")
-    short = tensors | {name: tensors[name][:, :, :70] for name in ("k", "v")}
+    spec = IN_CODES[0]  # one forward computes both calls
+    tensors, parsed = Call(spec, 150, 260).tensors(), AttentionSpec.parse(spec)
+    short = tensors | {name: tensors[name][:, :, :70].clone() for name in ("k", "v")}
     for name in ("k", "v"):
         tensors[name][:, :, 70:] = torch.nan
     tensors["seqused_k"] = torch.tensor([70], dtype=torch.int32)
-    long = runner.run(tensors, spec, capability=HOPPER)
+    long, of_short = (
+        runner.run(x, parsed, is_causal=True, capability=HOPPER) for x in (tensors, short)
+    )
     assert KERNELS["codes backward"] in long.kernels
-    of_short = runner.run(short, spec, capability=HOPPER)
     for name in ("o", "lse", "dq"):
         assert_bitwise(actual=getattr(long, name), expected=getattr(of_short, name), what=name)
     for name in ("dk", "dv"):
@@ -124,7 +141,7 @@ def test_nothing_behind_the_used_keys_is_read(runner: PtxRunner) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [*(pytest.param(x, marks=EXHAUSTIVE) for x in ("factored_qk", "sagebwd")), "fp8_gradients"],
+    [*(pytest.param(x, marks=EXHAUSTIVE) for x in ("factored_qk", "fp8_gradients")), "sagebwd"],
 )
 def test_packed_sequences_have_the_bits_that_they_have_alone(runner: PtxRunner, spec: str) -> None:
     """One of them is NaN, and one has no query."""

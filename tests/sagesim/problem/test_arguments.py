@@ -52,6 +52,14 @@ def test_numbers_of_other_types_are_numbers(option):
     assert torch.equal(a, b)
 
 
+def test_a_window_wider_than_any_integer_of_a_tensor_is_no_limit():
+    expected, found = (
+        trace(Q, K, V, DO, spec=SAGEBWD, window=(left, 3), causal_alignment="upper_left").dk
+        for left in (-1, 2**70)
+    )
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("name", ["causal", "softcaps", "seqused", "head"])
 def test_an_unknown_option_is_answered_with_the_nearest_one(name):
     near = {"causal": "is_causal", "softcaps": "softcap", "seqused": "seqused_k", "head": None}

@@ -77,8 +77,8 @@ def attention(
         seqused_k: int32 or int64 [...]: the same as key_mask = arange(n_k) < seqused_k, and faster.
             Later keys are not read. Lengths are not checked on a GPU; longer ones count as n_k.
         sinks: floating [heads of q], a further logit in the sum of each row's exponentials.
-        softcap: c > 0 replaces each logit S by c tanh(S / c), after the scale.
-        scale: the factor of the logits; 1/sqrt(d) by default.
+        softcap: c, from 2^-126 to 2^126, replaces each logit S by c tanh(S / c), after the scale.
+        scale: the factor of the logits, finite in float32; 1/sqrt(d) by default.
         enable_gqa: each head of k and v serves a group of consecutive heads of q, without being
             expanded in memory.
         layout: the order of the heads and tokens of q, k, v and o.

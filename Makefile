@@ -20,7 +20,7 @@ export MALLOC_TRIM_THRESHOLD_ := 1073741824
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-full fuzz gpu-test check style types tables docs docs-numbers install clean
+.PHONY: demo test test-full test-all fuzz gpu-test check style types tables docs docs-numbers install clean
 
 demo: .venv/.user  ## which of the seven products hurts, on the shipped capture of a trained model
 	$(BIN)/sagesim attribute llama --report out/report.html
@@ -30,6 +30,9 @@ test: .venv/.dev  ## the tests to run while you work: minutes on two cores
 
 test-full: install  ## the other tests that need no GPU
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m "slow and not gpu and not exhaustive"
+
+test-all: install  ## both of these in one run, as CI does
+	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not gpu and not exhaustive"
 
 fuzz: install  ## the property tests with many more examples, and all combinations
 	$(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu" --hypothesis-profile=long
@@ -49,7 +52,7 @@ types: .venv/.dev
 tables: .venv/.dev
 	$(BIN)/python docs/build/render.py --check
 
-docs: .venv/.docs  ## the site, every cell of it executed, into out/docs
+docs: .venv/.dev  ## the site, every cell of it executed, into out/docs
 	$(BIN)/sphinx-build -W --keep-going -q -j 2 -d out/docs-doctrees docs out/docs
 
 docs-numbers: .venv/.dev .venv/.smollm2  ## recompute what this machine can of docs/data, and the tables from it
@@ -67,11 +70,7 @@ install: .venv/.dev .venv/.triton-oldest .venv/.smollm2 .venv/.torchtitan .venv/
 	touch $@
 
 .venv/.dev: .venv/bin/pip pyproject.toml constraints.txt
-	$(PIP) torch --editable ".[dev]"
-	touch $@ .venv/.user
-
-.venv/.docs: .venv/bin/pip pyproject.toml constraints.txt
-	$(PIP) torch --editable ".[docs]"
+	$(PIP) torch --editable ".[dev,docs]"
 	touch $@ .venv/.user
 
 # For tests that compile the kernels with it; nothing else imports it.

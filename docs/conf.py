@@ -33,18 +33,12 @@ sys.path.insert(0, str(HERE / "build"))
 from reference import constants  # noqa: E402 - of docs/build
 
 
-def _new_folder() -> Path:
-    """A new folder, which is removed at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="docs-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
 def _ipython() -> str:
     """A new folder of IPython settings, so that the user's own settings do not change the cells.
 
     Its one setting silences the warning that the kernel's connection is not encrypted."""
-    folder = _new_folder()
+    folder = Path(tempfile.mkdtemp(prefix="ipython-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "profile_default").mkdir()
     config = folder / "profile_default" / "ipython_kernel_config.py"
     config.write_text("get_config().IPKernelApp.log_level = 40\n")
@@ -52,7 +46,6 @@ def _ipython() -> str:
 
 
 os.environ["IPYTHONDIR"] = _ipython()
-os.environ["MEASURED_STATEMENTS"] = str(_new_folder())
 os.environ["OMP_NUM_THREADS"] = "1"  # of each page's cells: pages are built side by side
 
 
@@ -63,13 +56,10 @@ def _theory_modules() -> list[str]:
 
 
 # A process that is free takes the next page. Sphinx would give each process ten pages or more,
-# and one of them would still execute cells when the others have ended. The longest pages are of
-# theory; its index shows what the other ones have measured.
+# and one of them would still execute cells when the others have ended. So the pages of theory come
+# first, of which some take longest.
 def _in_order(pages: Iterable[str], processes: int) -> list[list[str]]:
-    def place(page: str) -> int:
-        return 1 if page == "theory/index" else 0 if page.startswith("theory/") else 2
-
-    return [[page] for page in sorted(pages, key=place)]
+    return [[page] for page in sorted(pages, key=lambda page: not page.startswith("theory/"))]
 
 
 sphinx.builders.make_chunks = _in_order

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import random
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -23,23 +19,8 @@ Found = Mapping[str, Sequence[Check]]
 
 
 def measure(topics: Iterable[str]) -> dict[str, list[Check]]:
-    """Run the checks of these topics; returns them by topic.
-
-    A build of the docs runs the checks of a topic once, although two pages show them.
-    """
-    return {topic: _measured(topic) for topic in topics}
-
-
-def _measured(topic: str) -> list[Check]:
-    folder = os.environ.get("MEASURED_STATEMENTS")
-    if folder is None:
-        return list(CHECKS[topic]())
-    path = Path(folder) / f"{topic}.pickle"
-    if not path.exists():
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            pickle.dump(list(CHECKS[topic]()), file)
-        Path(file.name).replace(path)
-    return pickle.loads(path.read_bytes())
+    """Run the checks of these topics; returns them by topic."""
+    return {topic: list(CHECKS[topic]()) for topic in topics}
 
 
 def figure(found: Found) -> Figure:

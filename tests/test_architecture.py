@@ -26,7 +26,12 @@ FLOORS: dict[str, set[str]] = {
     "sagesim.command": {"sagesim.files", "sagesim.printable", "sagesim.terminal"},
     "sagesim.data": set(),
     "sagesim.spec": {"sagesim.checks"},
-    "sagesim.problem": {"sagesim.spec", "sagesim.shapes", "sagesim.short_repr"},
+    "sagesim.problem": {
+        "sagesim.checks",
+        "sagesim.spec",
+        "sagesim.shapes",
+        "sagesim.short_repr",
+    },
     "sagesim.emulator": {
         "sagesim.checks",
         "sagesim.short_repr",

@@ -90,7 +90,7 @@ def age_of_code(document: Mapping[str, Any]) -> str:
 
 
 def age_of_several(machines: Sequence[Mapping[str, Any]]) -> str:
-    """`age` of records with these machines: it names the records with it if others have none."""
+    """`age` of several records; if only some are of earlier kernels, a sentence that names them."""
     old = [machine for machine in machines if age(machine)]
     if len(old) in (0, len(machines)):
         return age(machines[0])
@@ -100,4 +100,9 @@ def age_of_several(machines: Sequence[Mapping[str, Any]]) -> str:
 
 def with_age(text: str, machine: Mapping[str, Any] | str) -> str:
     """The text, and `age` as a paragraph below it."""
-    return "\n\n".join(filter(None, (text, age(machine))))
+    return with_paragraph(text, age(machine))
+
+
+def with_paragraph(text: str, last: str) -> str:
+    """The text, and a paragraph below it unless that is empty."""
+    return f"{text}\n\n{last}" if last else text

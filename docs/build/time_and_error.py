@@ -147,7 +147,7 @@ def figure() -> str:
         f"{'; '.join(made)}."
     )
     found = records.age_of_several([x["machine"] for x in _sources(document)])
-    return "\n\n".join(filter(None, (text, found)))
+    return records.with_paragraph(text, found)
 
 
 def _of_the_emulator() -> str:

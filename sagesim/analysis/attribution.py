@@ -272,11 +272,10 @@ def attribute(
     losses = [*token_range_losses(problem, base)]
     for each in found:
         losses += each.range_losses
+    largest = largest_losses(losses)
     fraction = 1.0 if sample is None else measured_fraction(problem, parts)
-    own = _result(
-        base, [each.own_forward for each in found], largest_losses(losses), fraction, None
-    )
-    return _result(base, [each.exact for each in found], largest_losses(losses), fraction, own)
+    own = _result(base, [each.own_forward for each in found], largest, fraction, None)
+    return _result(base, [each.exact for each in found], largest, fraction, own)
 
 
 def _result(

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sagesim.analysis.metrics import SITE_NAMES, TITLES
 from sagesim.analysis.sampling import Sample
-from sagesim.emulator import FlatProblem, SmoothedQK, flatten, trace
-from sagesim.problem import AttentionProblem
+from sagesim.emulator import SmoothedQK, flatten, trace
+from sagesim.problem import AttentionProblem, resolve_input16
 from sagesim.spec import OPERANDS, SITES, AttentionSpec, Precision
 
 _FLOATS = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
@@ -73,7 +73,7 @@ def _of_problem(
     yield from token_range_losses(problem, spec)
     parts = problem.head_groups()
     if sample is not None:
-        parts = sample.parts(problem, min(spec.block_q, max(problem.q.shape[-2], 1)))
+        parts = sample.parts(problem, spec)
     for part in parts:
         yield from ds_range_losses(part, spec, trace(part, spec=spec).ds)
 
@@ -86,16 +86,16 @@ def token_range_losses(problem: AttentionProblem, spec: AttentionSpec) -> Iterat
     for site in SITES:
         for tensor in OPERANDS[site]:
             if tensor in tensors:
-                yield from _losses(x, site, tensor, tensors[tensor])
+                yield from _losses(x.spec, site, tensor, tensors[tensor])
 
 
 def ds_range_losses(
     problem: AttentionProblem, spec: AttentionSpec, ds: Tensor
 ) -> Iterator[RangeLoss]:
     """The range losses of dS [*heads, n_q, n_k]. P has none: its elements are at most 1."""
-    x = flatten(problem, spec)
+    spec = resolve_input16(spec, problem.q.dtype)
     for site in ("dq", "dk"):
-        yield from _losses(x, site, "ds", ds.reshape(math.prod(ds.shape[:-2]), *ds.shape[-2:]))
+        yield from _losses(spec, site, "ds", ds)
 
 
 def largest_losses(losses: Iterable[RangeLoss]) -> tuple[RangeLoss, ...]:
@@ -108,8 +108,9 @@ def largest_losses(losses: Iterable[RangeLoss]) -> tuple[RangeLoss, ...]:
     return tuple(found.values())
 
 
-def _losses(x: FlatProblem, site: str, tensor: str, values: Tensor) -> Iterator[RangeLoss]:
-    precision = x.spec.site(site).precision
+def _losses(spec: AttentionSpec, site: str, tensor: str, values: Tensor) -> Iterator[RangeLoss]:
+    """The range loss of an operand [*heads, rows, columns]. spec: without INPUT16."""
+    precision = spec.site(site).precision
     dtype = _FLOATS.get(precision)
     if dtype is None or not values.numel():
         return

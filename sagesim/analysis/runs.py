@@ -48,7 +48,7 @@ def split(
     """The parts of a problem that `attribute` measures one after the other."""
     if sample is None:
         return list(problem.head_groups(_MAP_ENTRIES))
-    return sample.parts(problem, min(base.block_q, max(problem.q.shape[-2], 1)))
+    return sample.parts(problem, base)
 
 
 def run_count(problem: AttentionProblem, base: AttentionSpec, sample: Sample | None) -> int:

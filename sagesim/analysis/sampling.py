@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from sagesim.problem import AttentionProblem
+from sagesim.spec import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,14 @@ class Sample:
             if number is not None and number < 1:
                 raise ValueError(f"{name}={number} is not a positive number")
 
-    def parts(self, problem: AttentionProblem, block: int) -> list[AttentionProblem]:
+    def parts(self, problem: AttentionProblem, spec: AttentionSpec) -> list[AttentionProblem]:
         """The parts of a problem with do, at least two unless they would have a single block.
 
-        block: queries of a block. A block is taken whole, so that its queries have the scales that
-            they have in the whole problem. The last block is in every part: under a causal mask,
-            it attends to all keys, so that none is padding.
+        A block of queries of the spec is taken whole, so that its queries have the scales that
+        they have in the whole problem. The last block is in every part: under a causal mask, it
+        attends to all keys, so that none is padding.
         """
+        block = min(spec.block_q, max(problem.q.shape[-2], 1))
         problems = list(problem.head_groups(entries=0))
         taken = _spaced(len(problems), self.heads)
         blocks = -(-problem.q.shape[-2] // block)

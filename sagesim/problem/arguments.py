@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from sagesim.checks import check_type
 from sagesim.spec import SITES, AttentionSpec, Precision, with_precision
 
 _LARGEST: Final = torch.finfo(torch.float32).max
@@ -25,8 +26,7 @@ def check_spec(spec: object) -> None:
 
 def check_flag(name: str, value: object) -> None:
     """Raise TypeError unless the value of an option is True or False."""
-    if not isinstance(value, (bool, torch.SymBool)):
-        raise TypeError(f"{name} is {reprlib.repr(value)}; it must be True or False")
+    check_type(name, value, bool | torch.SymBool, "True or False")
 
 
 def check_scale(scale: object) -> None:

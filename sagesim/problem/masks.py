@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 from typing import NamedTuple
 
@@ -93,19 +92,19 @@ def check_alignment(alignment: object, window: tuple[int, int], n_q: object, n_k
 
 
 def check_softcap(softcap: object) -> None:
-    """Raise unless softcap is None or a number from 2^-126 to 2^126, as 1 / softcap is then.
+    """Raise unless softcap is None or a number from 2^-126 to 2^126.
+
+    Neither such a number nor 1 / softcap overflows float32, or is flushed to 0.
 
     Raises:
         TypeError: if it is a tensor, which would get no gradient, or no number at all.
-        ValueError: if it is not finite, not above 0, or so large or small that float32 overflows.
+        ValueError: if it is another number.
     """
     if softcap is None:
         return
     numbers = (int, float, torch.SymInt, torch.SymFloat)
     if isinstance(softcap, bool) or not isinstance(softcap, numbers):
         raise TypeError(f"softcap is {reprlib.repr(softcap)}; it must be a number or None")
-    if not 0 < softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}; it must be finite and above 0, or None")
     if not 2.0**-126 <= softcap <= 2.0**126:
         raise ValueError(f"softcap is {softcap}; it must be from 2^-126 to 2^126, or None")
 

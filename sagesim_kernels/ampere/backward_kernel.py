@@ -51,7 +51,6 @@ from sagesim_kernels.ampere.map_codes import (
 )
 from sagesim_kernels.ampere.parts import (
     PARTS,
-    part_of,
     query_limits,
     query_parts,
     visible_queries,
@@ -72,6 +71,7 @@ from sagesim_kernels.operands import (
     live_keys,
     live_queries,
     ordered_coordinates,
+    part_of,
     stored_start_of,
 )
 

@@ -35,7 +35,7 @@ from sagesim_kernels.ampere.device import (
     token_scale_buffer,
 )
 from sagesim_kernels.ampere.map_codes import as_left_codes
-from sagesim_kernels.ampere.parts import PARTS, key_parts, part_of, visible_keys
+from sagesim_kernels.ampere.parts import PARTS, key_parts, visible_keys
 from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.operands import (
     CODE_UNIT,
@@ -50,6 +50,7 @@ from sagesim_kernels.operands import (
     live_queries,
     next_level,
     ordered_coordinates,
+    part_of,
     rescaled,
     row_base,
 )

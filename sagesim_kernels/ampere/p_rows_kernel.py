@@ -24,7 +24,7 @@ from sagesim_kernels.ampere.device import (
     scaled_difference,
     token_scale_buffer,
 )
-from sagesim_kernels.ampere.parts import PARTS, key_parts, part_of, visible_keys
+from sagesim_kernels.ampere.parts import PARTS, key_parts, visible_keys
 from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.operands import (
     causal_offset,
@@ -34,6 +34,7 @@ from sagesim_kernels.operands import (
     live_keys,
     live_queries,
     ordered_coordinates,
+    part_of,
     row_base,
     upper_lse2,
 )

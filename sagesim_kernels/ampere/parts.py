@@ -54,17 +54,6 @@ def key_parts(lengths, b, first, ROWS: gl.constexpr, n_k, offset):
 
 
 @gluon.jit
-def part_of(parts, PART: gl.constexpr):
-    """Return begin and end of one of the `PARTS`."""
-    if PART == 0:
-        return parts.begin, parts.whole
-    elif PART == 1:
-        return parts.whole, parts.whole_end
-    else:
-        return parts.whole_end, parts.end
-
-
-@gluon.jit
 def visible_keys(lengths, b, queries, end_of_keys, keys, n_k):
     """Return whether each query attends to each key, [queries, keys].
 

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.backward_warps import load_tokens
-from sagesim_kernels.operands import upper_lse2
+from sagesim_kernels.operands import part_of, upper_lse2
 
 BLOCK = gl.constexpr(64)
 """Queries of a consumer, and keys of a step."""
@@ -95,17 +95,6 @@ class RowMask(NamedTuple):
     offset: Any  #: query i attends to no key after i + offset
     lowest: Any  #: query i attends to no key before i + lowest; None: no limit
     key_mask: Any  #: int8, 0 for padding; None: none is
-
-
-@gluon.jit
-def _part_of(tile, PART: gl.constexpr):
-    """Return begin and end of one of three parts of a `RowTile`; part 1 alone needs no mask."""
-    if PART == 0:
-        return tile.begin, tile.whole
-    elif PART == 1:
-        return tile.whole, tile.whole_end
-    else:
-        return tile.whole_end, tile.end
 
 
 @gluon.jit
@@ -193,7 +182,7 @@ def compute_rows(
     if K_TOKENS == 1:
         next_column = _key_scales(k_scales, tile.begin, all_blocks)
     for PART in gl.static_range(3):
-        part_begin, part_end = _part_of(tile, PART)
+        part_begin, part_end = part_of(tile, PART)
         for block in range(part_begin, part_end):
             n = block - all_blocks.begin
             stage = n % STAGES

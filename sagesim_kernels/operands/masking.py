@@ -239,6 +239,20 @@ def query_loop_bounds(first, TILE: tl.constexpr, BLOCK: tl.constexpr, n_k, offse
 
 
 @triton.jit
+def part_of(parts, PART: tl.constexpr):
+    """Return begin and end of part 0, 1 or 2 of a loop; part 1 alone needs no mask.
+
+    parts: has the bounds begin, whole, whole_end and end, as `query_loops` returns them.
+    """
+    if PART == 0:
+        return parts.begin, parts.whole
+    elif PART == 1:
+        return parts.whole, parts.whole_end
+    else:
+        return parts.whole_end, parts.end
+
+
+@triton.jit
 def query_loops(
     lengths, b, first, TILE: tl.constexpr, BLOCK: tl.constexpr, n_k, offset, first_live, n_q
 ):

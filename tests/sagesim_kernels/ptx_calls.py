@@ -1,9 +1,11 @@
 """Calls for kernels that run on the CPU from their PTX, and how their results are checked."""
 
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,6 +20,18 @@ from tests.support.kernels import Results
 from tests.support.ptx_worker import KernelRun, PtxRunner
 
 FP8 = (Precision.FP8_E4M3, Precision.FP8_E5M2)
+
+
+def parameters(cases: Iterable[Any], combined: Container[Any]) -> list[Any]:
+    """Return parameters of a test for these cases. CI leaves out those that are combined.
+
+    combined: cases whose features other cases have as well.
+    """
+    marks = {True: pytest.mark.exhaustive, False: ()}
+    return [
+        pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=marks[x in combined])
+        for x in cases
+    ]
 
 
 class Call(NamedTuple):

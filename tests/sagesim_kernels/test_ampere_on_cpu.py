@@ -9,7 +9,7 @@ import sagesim
 from sagesim import AttentionSpec
 from tests.sagesim_kernels.contract import OUTPUTS
 from tests.sagesim_kernels.exactness import assert_as_exact_as_the_emulator
-from tests.sagesim_kernels.ptx_calls import Call, check_masked_results, check_results
+from tests.sagesim_kernels.ptx_calls import Call, check_masked_results, check_results, parameters
 from tests.support.assertions import assert_bitwise, assert_sqnr_at_least
 from tests.support.inputs import Case
 from tests.support.ptx_worker import PtxRunner
@@ -34,7 +34,6 @@ CALLS = {
 }
 
 
-EXHAUSTIVE = pytest.mark.exhaustive
 COMBINED = (
     "factored_qk",
     "codes_but_of_qk_d128",
@@ -44,9 +43,7 @@ COMBINED = (
 """Calls whose head size and formats other calls have as well."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=EXHAUSTIVE) if x in COMBINED else x for x in CALLS]
-)
+@pytest.mark.parametrize("name", parameters(CALLS, COMBINED))
 def test_results_are_as_exact_as_the_emulators(runner: PtxRunner, name: str) -> None:
     """Up to one rounding to the dtype of the inputs. The results also meet the contract, for any
     codes of P and dS that it allows, because these kernels do not write them."""
@@ -103,9 +100,7 @@ MORE_TILES = (
 """Those of which each part is in another case."""
 
 
-@pytest.mark.parametrize(
-    ("spec", "d"), [pytest.param(*x, marks=EXHAUSTIVE) if x in MORE_TILES else x for x in TILES]
-)
+@pytest.mark.parametrize(("spec", "d"), parameters(TILES, MORE_TILES))
 def test_tiles_change_no_bit(runner: PtxRunner, spec: str, d: int) -> None:
     call = Call(spec, 70, 100, d=d, is_causal=True)
     runs = [
@@ -119,15 +114,12 @@ def test_tiles_change_no_bit(runner: PtxRunner, spec: str, d: int) -> None:
         assert_bitwise(actual=less, expected=more, what=name)
 
 
+MORE_BARRIERS = (("sagebwd", 128, 86), ("factored_qk", 128, 80), ("fpa_bf16", 64, 80))
+
+
 @pytest.mark.parametrize(
     ("spec", "d", "capability"),
-    [
-        ("factored_pv16", 128, 80),
-        *(
-            pytest.param(*x, marks=EXHAUSTIVE)
-            for x in (("sagebwd", 128, 86), ("factored_qk", 128, 80), ("fpa_bf16", 64, 80))
-        ),
-    ],
+    parameters((("factored_pv16", 128, 80), *MORE_BARRIERS), MORE_BARRIERS),
 )
 def test_a_missing_barrier_is_found(runner: PtxRunner, spec: str, d: int, capability: int) -> None:
     """Steps with and without a mask have barriers of their own, and the call has both.

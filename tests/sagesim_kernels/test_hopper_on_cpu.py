@@ -1,15 +1,13 @@
 """Hopper's kernels, run on the CPU from their PTX: see `tests.support.ptx_hopper`."""
 
-from collections.abc import Iterable
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
 
 from sagesim import AttentionSpec
 from tests.sagesim_kernels.exactness import assert_as_exact_as_the_emulator
-from tests.sagesim_kernels.ptx_calls import Call, check_masked_results, check_results
+from tests.sagesim_kernels.ptx_calls import Call, check_masked_results, check_results, parameters
 from tests.support.assertions import assert_bitwise, assert_sqnr_at_least
 from tests.support.inputs import Case
 from tests.support.ptx_worker import PtxRunner
@@ -17,7 +15,6 @@ from tests.support.ptx_worker import PtxRunner
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compiled by the oldest Triton")]
 
 HOPPER = 90
-EXHAUSTIVE = pytest.mark.exhaustive
 KERNELS = {
     "forward": "hopper_forward",
     "codes forward": "hopper_forward_codes",
@@ -54,12 +51,7 @@ COMBINED = ("fp8_gradients_d128", "lengths_and_sinks")
 """Calls whose features other calls have as well."""
 
 
-def each(calls: Iterable[str]) -> list[Any]:
-    """Return parameters of a test for these calls; CI runs those that are not `COMBINED`."""
-    return [pytest.param(x, marks=EXHAUSTIVE if x in COMBINED else ()) for x in calls]
-
-
-@pytest.mark.parametrize("name", each(CALLS))
+@pytest.mark.parametrize("name", parameters(CALLS, COMBINED))
 def test_results_are_as_exact_as_the_emulators(runner: PtxRunner, name: str) -> None:
     call, *kernels = CALLS[name]
     found = check_results(runner, call, HOPPER)
@@ -84,7 +76,7 @@ MASKED_CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", each(MASKED_CALLS))
+@pytest.mark.parametrize("name", parameters(MASKED_CALLS, COMBINED))
 def test_masks_and_sinks(runner: PtxRunner, name: str) -> None:
     """Nothing of a token that is masked everywhere reaches a result."""
     call, *kernels = MASKED_CALLS[name]
@@ -141,7 +133,7 @@ def test_nothing_behind_the_used_keys_is_read(runner: PtxRunner) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [*(pytest.param(x, marks=EXHAUSTIVE) for x in ("factored_qk", "fp8_gradients")), "sagebwd"],
+    parameters(("factored_qk", "fp8_gradients", "sagebwd"), ("factored_qk", "fp8_gradients")),
 )
 def test_packed_sequences_have_the_bits_that_they_have_alone(runner: PtxRunner, spec: str) -> None:
     """One of them is NaN, and one has no query."""
@@ -164,7 +156,7 @@ def test_packed_sequences_have_the_bits_that_they_have_alone(runner: PtxRunner, 
 
 
 @pytest.mark.parametrize(
-    "spec", ["factored", "factored_qk", pytest.param("fp8_gradients", marks=EXHAUSTIVE)]
+    "spec", parameters(("factored", "factored_qk", "fp8_gradients"), ("fp8_gradients",))
 )
 def test_the_gradient_of_the_logsumexp(runner: PtxRunner, spec: str) -> None:
     """Without a gradient of O, all of dQ and dK comes from it."""

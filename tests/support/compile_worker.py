@@ -85,6 +85,18 @@ class AbsentGPU:
         }
 
 
+def check_memory(kernel: Any, capability: int) -> None:
+    """Raise OutOfResources if a block needs more memory than it may use, as a launch does.
+
+    The host then tries its next tile.
+    """
+    limit = SHARED_MEMORY[capability] * 1024
+    if kernel.metadata.shared > limit:
+        raise OutOfResources(kernel.metadata.shared, limit, "shared memory")
+    if (kernel.metadata.tmem_size or 0) > TENSOR_MEMORY:
+        raise OutOfResources(kernel.metadata.tmem_size, TENSOR_MEMORY, "tensor memory")
+
+
 class _Launches:
     """Replaces `JITFunction.run`: compiles kernels and records them instead of launching them."""
 
@@ -101,12 +113,7 @@ class _Launches:
         kernel = self._compile(fn, *args, grid=grid, warmup=True, **options)
         if warmup:
             return kernel
-        # A launch raises these errors too; the host then tries its next tile.
-        limit = SHARED_MEMORY[driver.active.capability] * 1024
-        if kernel.metadata.shared > limit:
-            raise OutOfResources(kernel.metadata.shared, limit, "shared memory")
-        if (kernel.metadata.tmem_size or 0) > TENSOR_MEMORY:
-            raise OutOfResources(kernel.metadata.tmem_size, TENSOR_MEMORY, "tensor memory")
+        check_memory(kernel, driver.active.capability)
         named = dict(zip(fn.arg_names, args, strict=False))
         self.kernels.append(
             {

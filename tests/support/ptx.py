@@ -589,12 +589,11 @@ class Block:
             return
         if source in FP8:
             pair = self.read(operands[1], np.uint16).view(np.uint8).reshape(-1, 2)
-            numbers = from_fp8(pair, source).astype(np.float16)
-            self.write(operands[0], numbers.view(np.uint32)[:, 0], chosen)
+            self.write(operands[0], _words(from_fp8(pair, source).astype(np.float16)), chosen)
             return
         if target in ("bf16x2", "f16x2"):
             high, low = (_to_16_bit(self.read(x, np.float32), target[:-2]) for x in operands[1:])
-            self.write(operands[0], np.stack([low, high], 1).view(np.uint32)[:, 0], chosen)
+            self.write(operands[0], _words(np.stack([low, high], 1)), chosen)
             return
         if source == "bf16":
             numbers = from_bfloat16(self.read(operands[1], np.uint16))

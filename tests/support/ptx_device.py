@@ -9,9 +9,8 @@ from typing import Any, Final
 from torch import Tensor
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import JITFunction, driver
-from triton.runtime.errors import OutOfResources
 
-from tests.support.compile_worker import SHARED_MEMORY, AbsentGPU
+from tests.support.compile_worker import AbsentGPU, check_memory
 from tests.support.ptx import WARP, Program, Range
 from tests.support.ptx_hopper import HopperBlock, Maps, TensorMap
 from tests.support.shared_races import Race
@@ -47,9 +46,7 @@ class PtxLaunches:
         kernel = self._compile(fn, *args, grid=grid, warmup=True, **options)
         if warmup:
             return kernel
-        limit = SHARED_MEMORY[self._gpu.capability] * 1024
-        if kernel.metadata.shared > limit:
-            raise OutOfResources(kernel.metadata.shared, limit, "shared memory")
+        check_memory(kernel, self._gpu.capability)
         if kernel.hash not in self._programs:
             self._programs[kernel.hash] = Program(kernel.asm["ptx"])
         passed = _Passed(kernel.metadata.tensordesc_meta)

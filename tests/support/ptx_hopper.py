@@ -7,6 +7,7 @@ is seen of a missing wait or fence, which `simulated_kernels` finds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -243,15 +244,10 @@ class HopperBlock(Block):
             return
         n, of_left, of_right = int(opcode[4][4:].partition("k")[0]), opcode[6], opcode[7]
         results = split(operands[0].strip("{}"))
+        # Two signs, unless it is INT8. In 16 bit, whether each operand in shared memory is
+        # transposed.
         options = [int(x, 0) for x in operands[4:]]
-        if of_left == "s8":
-            options = [1, 1, 0, 0]
-        else:
-            options += [0] * (4 - len(options))
-        sign = options[0] * options[1]
-        left_transposed, right_transposed = (
-            (False, bool(options[2])) if operands[1].startswith("{") else map(bool, options[2:])
-        )
+        sign, transposed = math.prod(options[:2]), [bool(x) for x in options[2:]] or [False]
         accumulates = self.read(operands[3], np.bool_)
         dtype = np.dtype(np.int32 if opcode[5] == "s32" else np.float32)
         before = np.stack([self.read(x, dtype) for x in results], 1)
@@ -262,8 +258,8 @@ class HopperBlock(Block):
             if operands[1].startswith("{"):
                 left = self._fragment(operands[1], of_left, threads)
             else:
-                left = self._matrix(operands[1], of_left, 64, first, left_transposed)
-            right = self._matrix(operands[2], of_right, n, first, right_transposed)
+                left = self._matrix(operands[1], of_left, 64, first, transposed[0])
+            right = self._matrix(operands[2], of_right, n, first, transposed[-1])
             products = sign * (left @ right.T)
             row, column = _places_of_sums(n)
             start = before[threads] if accumulates[first] else np.zeros_like(before[threads])

@@ -252,7 +252,7 @@ class TestSamples:
         """All keys stay, and no key becomes padding, so O and dQ are the same bits."""
         whole = next(capture_of(1))
         t = trace(whole, spec=SAGEBWD)
-        parts = Sample(heads=2, rows=100).parts(whole, 64)
+        parts = Sample(heads=2, rows=100).parts(whole, SAGEBWD)
         assert [part.q.shape[-2] for part in parts] == [128, 64, 128, 64]
         for part, head in zip(parts, (1, 1, 3, 3), strict=True):
             own, heads = trace(part, spec=SAGEBWD), slice(2 * head, 2 * head + 2)

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.descriptors import tma_descriptor
+from sagesim_kernels.hopper.fixed_reference import Rounds, allocate_rounds
 from sagesim_kernels.hopper.forward_loads import allocate_barriers, produce
 from sagesim_kernels.hopper.forward_structures import (
     Buffers,
@@ -120,6 +121,9 @@ def hopper_forward(
     if key_scales is not None:
         k_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], key_scales.layout)
     barriers = allocate_barriers(CONSUMERS, STAGES)
+    rounds = Rounds(None, None)
+    if v.dtype == gl.bfloat16 and cap2 is None:
+        rounds = allocate_rounds(CONSUMERS)
     inputs = Inputs(q8, k8, v, key_scales, None)
     scales = Scales(StoredScales(q_scale, q_tokens), StoredScales(k_scale, k_tokens), None)
     buffers = Buffers(q_s, k_s, v_s, k_scale_s, None)
@@ -148,7 +152,7 @@ def hopper_forward(
                 consume,
                 (
                     i, CONSUMERS, D, DV, scales, buffers, barriers, o, rows, sink2, softcap,
-                    scale, lengths, scheduler,
+                    scale, lengths, scheduler, rounds,
                 ),
             )
             if i < CONSUMERS
@@ -156,7 +160,7 @@ def hopper_forward(
                 produce,
                 (
                     inputs, scales, buffers, barriers, lengths, scheduler, CONSUMERS, IS_COPIED, DV,
-                    0,
+                    0, rounds,
                 ),
             )
             for i in (0, 1, 2, 3, 4)[: CONSUMERS + 1]

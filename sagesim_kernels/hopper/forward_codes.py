@@ -19,6 +19,7 @@ from sagesim_kernels.hopper.descriptors import (
     right_descriptor,
     tma_descriptor,
 )
+from sagesim_kernels.hopper.fixed_reference import Rounds
 from sagesim_kernels.hopper.forward import (
     PRODUCER_REGISTERS,
     SCALES,
@@ -119,7 +120,7 @@ def hopper_forward_codes(
                 produce,
                 (
                     inputs, scales, buffers, barriers, lengths, scheduler, CONSUMERS, True, DV,
-                    V_CHANNELS,
+                    V_CHANNELS, Rounds(None, None),
                 ),
             )
             for i in (0, 1, 2, 3, 4)[: CONSUMERS + 1]

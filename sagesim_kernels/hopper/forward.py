@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.descriptors import tma_descriptor
-from sagesim_kernels.hopper.fixed_reference import Rounds, allocate_rounds
 from sagesim_kernels.hopper.forward_loads import allocate_barriers, produce
 from sagesim_kernels.hopper.forward_structures import (
     Buffers,
@@ -26,6 +25,7 @@ from sagesim_kernels.hopper.forward_structures import (
 )
 from sagesim_kernels.hopper.forward_tiles import BLOCK
 from sagesim_kernels.hopper.forward_warps import consume
+from sagesim_kernels.hopper.second_round import Rounds, allocate_rounds
 from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (

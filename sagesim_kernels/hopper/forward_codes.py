@@ -19,7 +19,6 @@ from sagesim_kernels.hopper.descriptors import (
     right_descriptor,
     tma_descriptor,
 )
-from sagesim_kernels.hopper.fixed_reference import Rounds
 from sagesim_kernels.hopper.forward import (
     PRODUCER_REGISTERS,
     SCALES,
@@ -37,6 +36,7 @@ from sagesim_kernels.hopper.forward_structures import (
     TileScheduler,
 )
 from sagesim_kernels.hopper.forward_tiles import BLOCK
+from sagesim_kernels.hopper.second_round import Rounds
 from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (

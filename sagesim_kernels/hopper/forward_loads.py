@@ -20,9 +20,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sagesim_kernels.gluon_compat import tma_load
-from sagesim_kernels.hopper.fixed_reference import waves_of_round
 from sagesim_kernels.hopper.forward_structures import BARRIER, Barriers
 from sagesim_kernels.hopper.forward_tiles import BLOCK, key_blocks, tile_of
+from sagesim_kernels.hopper.second_round import waves_of_round
 from sagesim_kernels.operands import stored_start_of
 
 

@@ -10,14 +10,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sagesim_kernels.hopper.fixed_reference import (
-    failed_before,
-    finish_round,
-    has_failed,
-    has_failed_row,
-    lse2_to_store,
-    waves_of_round,
-)
 from sagesim_kernels.hopper.forward_loads import first_row, release, skip_loads, wait_for_load
 from sagesim_kernels.hopper.forward_masks import (
     S_FLOAT32,
@@ -37,6 +29,14 @@ from sagesim_kernels.hopper.forward_tiles import (
     consumer_blocks,
     key_blocks,
     tile_of,
+)
+from sagesim_kernels.hopper.second_round import (
+    failed_before,
+    finish_round,
+    has_failed,
+    has_failed_row,
+    lse2_to_store,
+    waves_of_round,
 )
 from sagesim_kernels.operands import (
     add_sink_of_rows,

@@ -21,6 +21,7 @@ from sagesim_kernels.operands.dq_sums import (
     summed_channels,
 )
 from sagesim_kernels.operands.dq_units import Growths, compute_units, row_units, units_of
+from sagesim_kernels.operands.fixed_reference import MOST_SUM
 from sagesim_kernels.operands.formats import (
     E4M3,
     FP8,
@@ -189,6 +190,7 @@ __all__ = [
     "LOG2_E",
     "LOG2_ONE",
     "MANY_WAVES",
+    "MOST_SUM",
     "NO_EXTRAS",
     "DqSums",
     "Extras",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sagesim
-from sagesim import AttentionSpec, Precision
+from sagesim import FACTORED_QK, AttentionSpec, Precision
 from tests.sagesim_kernels.contract import OUTPUTS, as_kernel_trace, check_trace
 from tests.sagesim_kernels.exactness import assert_as_exact_as_the_emulator
 from tests.sagesim_kernels.untraced import check_call, rounds_maps
@@ -135,4 +135,23 @@ def check_masked_results(runner: PtxRunner, call: Call, capability: int = 80) ->
         assert emulated.dsinks is not None
         exact = emulated.dsinks.double()
         assert_sqnr_at_least(actual=found.d_sinks, exact=exact, floor_db=40, what="d_sinks")
+    return found
+
+
+def check_rows_that_fail(runner: PtxRunner, of: str, key: int, capability: int = 80) -> KernelRun:
+    """Check O where a fixed reference does not fit some rows; see `operands.fixed_reference`.
+
+    of: "logits": that of one key is far above those of others in some rows. "values": they are so
+    large that the sum of a few of them overflows.
+    """
+    tensors, spec = Call("factored_qk", 300, 400, heads=2).tensors(), FACTORED_QK
+    tensors["k"][0, 0, key] *= 30.0 if of == "logits" else 8.0
+    if of == "values":
+        tensors["v"] *= 2.0**118
+        tensors["do"] *= 2.0**-118
+    found = runner.run(tensors, spec, capability=capability)
+    emulated = sagesim.trace(**tensors, enable_gqa=True, spec=spec)
+    for name, floor_db in (("o", 45), ("lse", 110)):
+        exact = getattr(emulated, name).double()
+        assert_sqnr_at_least(actual=getattr(found, name), exact=exact, floor_db=floor_db, what=name)
     return found

@@ -9,7 +9,13 @@ import sagesim
 from sagesim import AttentionSpec
 from tests.sagesim_kernels.contract import OUTPUTS
 from tests.sagesim_kernels.exactness import assert_as_exact_as_the_emulator
-from tests.sagesim_kernels.ptx_calls import Call, check_masked_results, check_results, parameters
+from tests.sagesim_kernels.ptx_calls import (
+    Call,
+    check_masked_results,
+    check_results,
+    check_rows_that_fail,
+    parameters,
+)
 from tests.support.assertions import assert_bitwise, assert_sqnr_at_least
 from tests.support.inputs import Case
 from tests.support.ptx_worker import PtxRunner
@@ -176,6 +182,12 @@ def test_huge_logits_give_finite_results(runner: PtxRunner, spec: str) -> None:
     found = runner.run(tensors, sagesim.AttentionSpec.parse(spec))
     for name in OUTPUTS:
         assert getattr(found, name).isfinite().all(), name
+
+
+@pytest.mark.parametrize("of", ("logits", "values"))
+def test_rows_that_the_reference_does_not_fit(runner: PtxRunner, of: str) -> None:
+    """It is the largest logit of the first block of keys."""
+    check_rows_that_fail(runner, of, key=200)
 
 
 def test_a_block_of_infinite_logits_has_no_weight(runner: PtxRunner) -> None:

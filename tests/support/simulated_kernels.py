@@ -103,7 +103,7 @@ def _at_site(operation: str, function: Callable[..., Any]) -> Callable[..., Any]
 
 
 class SecondRound:
-    """Whether the forward has a second round; see `hopper.fixed_reference`.
+    """Whether the forward has a second round; see `hopper.second_round`.
 
     A consumer then computes every second tile again, as if rows of it had failed.
     """

@@ -1,13 +1,8 @@
-"""A fixed reference of the exponentials of a forward, and a second round where it does not fit.
+"""The second round of a forward program, for rows that a fixed reference does not fit.
 
-P of a row is exp(S - r) for any reference r: O and the logsumexp are the same. A running maximum of
-the row needs the maximum of each block, and O has to be rescaled at each block. So the loop over
-blocks without a mask keeps the reference that the masked blocks, which come first, leave: their
-largest logit. P may then exceed 1, which BF16 represents as exactly.
-
-If later logits are far larger, the sums overflow. Such a row is stored as one that has failed. When
-all tiles of a program are finished, a second round computes the failed rows again with a running
-maximum. Which rows fail depends on the logits and values of the row alone.
+The loop over blocks without a mask has a fixed reference, see `operands.fixed_reference`: the
+largest logit of the masked blocks, which come first. A row that fails is stored as such. When all
+tiles of a program are finished, a second round computes the failed rows again.
 """
 
 # Pyright takes the annotations of Gluon's functions literally:
@@ -25,9 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.hopper.forward_structures import BARRIER
 from sagesim_kernels.hopper.forward_tiles import BLOCK, waves
-
-_MOST_SUM = gl.constexpr(2.0**40)
-"""The largest row sum that fits. Sums of P times the largest V of BF16 may overflow below it."""
+from sagesim_kernels.operands import MOST_SUM
 
 _FAILED = gl.constexpr(-float("inf"))
 """The logsumexp of a row that failed. No other row has it."""
@@ -60,7 +53,7 @@ def has_failed(row_sum, o):
     """
     # A sum of magnitudes is infinite or NaN if one of them is.
     size = gl.convert_layout(gl.sum(gl.abs(o), 1), row_sum.type.layout)
-    return ~((row_sum <= _MOST_SUM) & (size < float("inf")))
+    return ~((row_sum <= MOST_SUM) & (size < float("inf")))
 
 
 @gluon.jit

@@ -337,17 +337,14 @@ def mark_nonfinite(dq_sums, at, part):
 
 
 @gluon.jit
-def store_chunk(x, cu, b, h, rows, last, value, C: gl.constexpr, D: gl.constexpr, is_stored=None):
+def store_chunk(x, cu, b, h, rows, last, value, C: gl.constexpr, D: gl.constexpr):
     """Store chunk C of the channels of tokens of sequence b and head h of a `Strided`.
 
-    rows: the token of each row of value. Writes tokens before `last` and channels before D, and no
-    row where is_stored is False.
+    rows: the token of each row of value. Writes tokens before `last` and channels before D.
     """
     LAYOUT: gl.constexpr = value.type.layout
     column = C * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))
     ptrs = head_ptr(x, cu, b, h) + rows.to(gl.int64) * row_stride(x)
     ptrs = ptrs[:, None] + (column.to(gl.int64) * x.stride_d)[None, :]
     mask = (rows < last)[:, None] & (column < D)[None, :]
-    if is_stored is not None:
-        mask = mask & is_stored[:, None]
     gl.store(ptrs, value.to(x.ptr.dtype.element_ty), mask=mask)

@@ -15,10 +15,11 @@ from sagesim_kernels.operands import (
     OrderedGrid,
     Rows,
     Strided,
+    allows_fixed_reference,
     choose_forward_heads,
     padded,
 )
-from sagesim_kernels.portable import Tile, try_tiles
+from sagesim_kernels.portable import Tile, compute_failed_rows, try_tiles
 
 
 def _tile(channels: int, in_codes: bool) -> Tile:
@@ -59,6 +60,8 @@ def launch_forward(
     """Fill o and lse2, which is contiguous; see `portable.launch_forward`."""
     q, k, v = operands.get("qk", "q"), operands.get("qk", "k"), operands.get("pv", "v")
     channels = padded(problem.q.shape[3])
+    # With a limit on the left, the first block depends on the tile.
+    is_fixed = allows_fixed_reference(problem) and problem.lengths.left is None
 
     def run(tile: Tile) -> None:
         grid = grid_of_queries(problem, tile)
@@ -77,8 +80,11 @@ def launch_forward(
             problem.scale < 0,
             KernelSizes.of(problem, tile.rows),
             RowConfig(tile.rows, tile.num_stages, channels),
+            is_fixed,
             **tile.options,
         )
 
     tile = _tile(channels, v.scale is not None)
     try_tiles([tile], run, f"the forward at head size {problem.q.shape[3]}")
+    if is_fixed:
+        compute_failed_rows(problem, operands, o, lse2, sink2=sink2)

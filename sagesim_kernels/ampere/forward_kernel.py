@@ -39,12 +39,13 @@ from sagesim_kernels.ampere.parts import PARTS, key_parts, visible_keys
 from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.operands import (
     CODE_UNIT,
+    FAILED,
     LOG2_ONE,
-    MOST_SUM,
     add_sink_of_rows,
     causal_offset,
     exponential_codes,
     first_live_key,
+    fits_reference,
     head_pointers,
     length_of,
     live_keys,
@@ -99,6 +100,17 @@ def _add_partial_sums(part, p, weight, shrink):
 
 
 @gluon.jit
+def _add_values(p, v_s, total0, total1):
+    """Return the sums of each chunk of channels plus P V of a block of keys."""
+    ACC: gl.constexpr = total0.type.layout
+    p16 = gl.convert_layout(p.to(v_s.dtype), gl.DotOperandLayout(0, ACC, 2))
+    total0 = mma_v2(p16, right_chunk(v_s, 0, ACC), total0)
+    if v_s.shape[1] > CHUNK:
+        total1 = mma_v2(p16, right_chunk(v_s, 1, ACC), total1)
+    return total0, total1
+
+
+@gluon.jit
 def _copy_keys(
     k, v, k_base, v_base, k_scales, v_scales, key, lowest, n_k, k_s, v_s, k_scales_s, scales_s,
     stage, sizes,
@@ -115,57 +127,65 @@ def _copy_keys(
 
 
 @gluon.jit
-def _add_values(p, v_s, total0, total1):
-    """Return the sums of P V of each chunk of channels plus those of a block of keys."""
-    ACC: gl.constexpr = total0.type.layout
-    p16 = gl.convert_layout(p.to(v_s.dtype), gl.DotOperandLayout(0, ACC, 2))
-    total0 = mma_v2(p16, right_chunk(v_s, 0, ACC), total0)
-    if v_s.shape[1] > CHUNK:
-        total1 = mma_v2(p16, right_chunk(v_s, 1, ACC), total1)
-    return total0, total1
-
-
-@gluon.jit
-def _has_failed(row_sum, row_max, total0, total1, has_more):
-    """Return which rows do not fit the fixed reference row_max.
-
-    has_more: whether a row attends to keys behind the first block.
-    """
-    # A sum of magnitudes is infinite or NaN if one of them is. A row may have no reference although
-    # it attends to keys of the first block: with QK in 16 bit, all logits may be -inf.
-    size = gl.sum(gl.abs(total0), 1) + gl.sum(gl.abs(total1), 1)
-    fits = (row_sum <= MOST_SUM) & (size < float("inf"))
-    return ~fits | (has_more & (row_max == -float("inf")))
-
-
-@gluon.jit
-def _compute_rows(
-    FIXED: gl.constexpr, queries, is_stored, n_q, n_k, first_key, offset, parts, factor, q_s, k_s,
-    v_s, k_scales_s, scales_s, k, v, k_base, v_base, k_scales, v_scales, o, lse2, sink2, lengths, b,
-    h, IS_NEGATIVE: gl.constexpr, sizes,
+def ampere_forward(
+    grid, q, k, v, o, lse2, sink2, lengths, scale_log2, IS_NEGATIVE: gl.constexpr, sizes,
+    CONFIG: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
-    """Compute O and the logsumexp of a tile of queries; return which rows failed, if FIXED.
+    """Compute O and the logsumexp, in base 2, of a tile of queries.
 
-    FIXED: whether P is relative to the largest logit of the first block of keys, as
-    `operands.fixed_reference` describes it. So P does not depend on the tile. queries: the query of
-    each row. is_stored: whether results of a row are stored. parts: `Parts` of the keys. factor: of
-    each query, see `query_factors`. q_s, k_s, v_s, k_scales_s, scales_s: shared memory. The copy of
-    the queries to q_s has been started. The others are those of `ampere_forward` and its variables.
+    The arguments are those of `portable.forward.forward_kernel`, but sink2 is a pointer to sinks
+    with the strides of lse2, or None. CONFIG: `RowConfig`. FIXED: whether the reference of P is
+    fixed behind the first block of keys, see `operands.fixed_reference`. So P does not depend on
+    the tile.
     """
-    ROWS_OF_TILE: gl.constexpr = q_s.shape[0]
-    CHANNELS: gl.constexpr = q_s.shape[1]
-    STAGES: gl.constexpr = k_s.shape[0]
-    ROWS: gl.constexpr = queries.type.layout
-    ACC: gl.constexpr = ROWS.parent
+    ROWS_OF_TILE: gl.constexpr = CONFIG.queries
+    STAGES: gl.constexpr = CONFIG.stages
+    CHANNELS: gl.constexpr = CONFIG.channels
+    BITS: gl.constexpr = q.ptr.dtype.element_ty.primitive_bitwidth
+    QT: gl.constexpr = q.ptr.dtype.element_ty
+    VT: gl.constexpr = v.ptr.dtype.element_ty
+    WARPS: gl.constexpr = gl.num_warps()
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
+
+    tile, h, b = ordered_coordinates(grid, lengths.IS_CAUSAL)
+    n_q = length_of(lengths.cu_q, lengths.n_q, b)
+    first = tile * ROWS_OF_TILE
+    if first >= n_q:
+        return
+    k_head = h // sizes.GROUPS
+    first_live, _unused = live_queries(lengths, b)
+    n_k, first_key = live_keys(lengths, b), first_live_key(lengths, b)
+    offset = causal_offset(lengths, b)
+    queries = first + gl.arange(0, ROWS_OF_TILE, ROWS)
     end_of_keys = gl.minimum(queries + offset + 1, n_k)  # that a query attends to
+
+    q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
+    k_base, k_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, k_head)
+    v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
+    q_s = gl.allocate_shared_memory(QT, [ROWS_OF_TILE, CHANNELS], rows_layout(CHANNELS, BITS))
+    k_s = gl.allocate_shared_memory(QT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, BITS))
+    k_scales_s = token_scale_buffer(k, k_s)
+    scales_s = q_s
+    if v.scale is None:
+        v_s = gl.allocate_shared_memory(VT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, 16))
+    else:
+        v_s = gl.allocate_shared_memory(VT, [STAGES, CHANNELS, BLOCK], rows_layout(BLOCK, 8))
+        if v.BY_CHANNEL:
+            scales_s = gl.allocate_shared_memory(gl.float32, [STAGES, CHANNELS], VECTOR)
+
+    parts = key_parts(lengths, b, first, ROWS_OF_TILE, n_k, offset)
     begin = parts.begin + parts.whole_end * 0  # opaque to the compiler, see `key_loop_bounds`
     end = parts.end
+    copy_tokens(q, q_base, first, first_live, n_q, q_s)
+    async_copy.commit_group()
     if begin < end:
         _copy_keys(
             k, v, k_base, v_base, k_scales, v_scales, begin, first_key, n_k, k_s, v_s, k_scales_s,
             scales_s, 0, sizes,
         )  # fmt: skip
+    factor = query_factors(q, q_scales, queries, n_q, scale_log2)
 
     row_max = gl.full([ROWS_OF_TILE], -float("inf"), gl.float32, ROWS)
     level = -row_max
@@ -183,14 +203,13 @@ def _compute_rows(
     # Without a limit on the left and a key mask, there are no masked keys before the second part.
     FIRST_PART: gl.constexpr = 1 if lengths.left is None and lengths.key_mask is None else 0
     for PART in gl.static_range(FIRST_PART - 1 if FIXED else FIRST_PART, PARTS):
-        if FIXED and PART >= FIRST_PART:  # behind the first block
-            part_begin, part_end = part_of(parts, PART)
-            part_begin = gl.maximum(part_begin, begin + BLOCK)
-        elif FIXED:  # the first block, whose maximum is the reference
+        if PART < FIRST_PART:  # the first block, whose maximum is the reference
             part_begin = begin
             part_end = gl.minimum(begin + BLOCK, end)
         else:
             part_begin, part_end = part_of(parts, PART)
+            if FIXED:
+                part_begin = gl.maximum(part_begin, begin + BLOCK)
         for key in range(part_begin, part_end, BLOCK):
             stage = n % STAGES
             n += 1
@@ -213,12 +232,12 @@ def _compute_rows(
             if PART != 1:
                 keys = key + gl.arange(0, BLOCK, COLUMNS)
                 visible = visible_keys(lengths, b, queries, end_of_keys, keys, n_k)
-                if not (FIXED and PART >= FIRST_PART):
+                if not FIXED or PART < FIRST_PART:
                     s = gl.where(visible, s, -float("inf"))
             tile_max = _upper_max(gl.max(s, 1), tile_factor)
-            # -inf times a factor of 0 or NaN would be NaN. If the factor is NaN, so is the maximum,
-            # except in rows of which every entry is masked.
-            if not (FIXED and PART >= FIRST_PART):
+            if not FIXED or PART < FIRST_PART:
+                # -inf times a factor of 0 or NaN would be NaN. If the factor is NaN, so is the
+                # maximum, except in rows of which every entry is masked.
                 tile_factor = gl.where(tile_factor > 0.0, tile_factor, 2.0**-126)
             tile_factor = tile_factor[:, None]
             if v.scale is not None:
@@ -260,9 +279,11 @@ def _compute_rows(
     if v.scale is not None:
         row_sum = gl.convert_layout(gl.sum(part, 1), ROWS)
         row_max = -level
-    fails = row_sum != row_sum
     if FIXED:
-        fails = _has_failed(row_sum, row_max, total0, total1, end_of_keys > begin + BLOCK)
+        # With QK in 16 bit, all logits of the first block may be -inf: there is no reference.
+        size = gl.sum(gl.abs(total0), 1) + gl.sum(gl.abs(total1), 1)
+        has_reference = (row_max > -float("inf")) | (end_of_keys <= begin + BLOCK)
+        fails = ~(fits_reference(row_sum, size) & has_reference)
     if sink2 is not None:
         row_sum, row_max, sqrt_rescale = add_sink_of_rows(
             sink2, lse2, lengths.cu_q, b, h, queries, n_q, row_sum, row_max
@@ -274,78 +295,11 @@ def _compute_rows(
     row_sum = gl.where(row_sum != 0.0, row_sum, 1.0)
     row_lse2 = row_max + gl.log2(row_sum)
     row_lse2 = gl.where(has_keys, row_lse2, float("inf"))
-    gl.store(row_base(lse2, lengths.cu_q, b, h) + queries, row_lse2, mask=is_stored)
+    if FIXED:
+        row_lse2 = gl.where(fails, FAILED, row_lse2)
+    gl.store(row_base(lse2, lengths.cu_q, b, h) + queries, row_lse2, mask=queries < n_q)
     for c in gl.static_range(CHANNELS // CHUNK):
         value = (total1 if c else total0) / row_sum[:, None]
         if v.scale is not None:
             value *= CODE_UNIT
-        store_chunk(o, lengths.cu_q, b, h, queries, n_q, value, c, sizes.DV, is_stored)
-    return fails
-
-
-@gluon.jit
-def ampere_forward(
-    grid, q, k, v, o, lse2, sink2, lengths, scale_log2, IS_NEGATIVE: gl.constexpr, sizes,
-    CONFIG: gl.constexpr,
-):  # fmt: skip
-    """Compute O and the logsumexp, in base 2, of a tile of queries.
-
-    The arguments are those of `portable.forward.forward_kernel`, but sink2 is a pointer to sinks
-    with the strides of lse2, or None. CONFIG: `RowConfig`.
-    """
-    ROWS_OF_TILE: gl.constexpr = CONFIG.queries
-    STAGES: gl.constexpr = CONFIG.stages
-    CHANNELS: gl.constexpr = CONFIG.channels
-    BITS: gl.constexpr = q.ptr.dtype.element_ty.primitive_bitwidth
-    QT: gl.constexpr = q.ptr.dtype.element_ty
-    VT: gl.constexpr = v.ptr.dtype.element_ty
-    WARPS: gl.constexpr = gl.num_warps()
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
-    ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
-
-    tile, h, b = ordered_coordinates(grid, lengths.IS_CAUSAL)
-    n_q = length_of(lengths.cu_q, lengths.n_q, b)
-    first = tile * ROWS_OF_TILE
-    if first >= n_q:
-        return
-    k_head = h // sizes.GROUPS
-    first_live, _unused = live_queries(lengths, b)
-    n_k, first_key = live_keys(lengths, b), first_live_key(lengths, b)
-    offset = causal_offset(lengths, b)
-    queries = first + gl.arange(0, ROWS_OF_TILE, ROWS)
-
-    q_base, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
-    k_base, k_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, k_head)
-    v_base, v_scales = head_pointers(v, lengths.cu_k, lengths.n_k, b, k_head)
-    q_s = gl.allocate_shared_memory(QT, [ROWS_OF_TILE, CHANNELS], rows_layout(CHANNELS, BITS))
-    k_s = gl.allocate_shared_memory(QT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, BITS))
-    k_scales_s = token_scale_buffer(k, k_s)
-    scales_s = q_s
-    if v.scale is None:
-        v_s = gl.allocate_shared_memory(VT, [STAGES, BLOCK, CHANNELS], rows_layout(CHANNELS, 16))
-    else:
-        v_s = gl.allocate_shared_memory(VT, [STAGES, CHANNELS, BLOCK], rows_layout(BLOCK, 8))
-        if v.BY_CHANNEL:
-            scales_s = gl.allocate_shared_memory(gl.float32, [STAGES, CHANNELS], VECTOR)
-
-    parts = key_parts(lengths, b, first, ROWS_OF_TILE, n_k, offset)
-    copy_tokens(q, q_base, first, first_live, n_q, q_s)
-    async_copy.commit_group()
-    factor = query_factors(q, q_scales, queries, n_q, scale_log2)
-    FIXED: gl.constexpr = v.ptr.dtype.element_ty == gl.bfloat16 and lengths.left is None
-    is_stored = queries < n_q
-    fails = _compute_rows(
-        FIXED, queries, is_stored, n_q, n_k, first_key, offset, parts, factor, q_s, k_s, v_s,
-        k_scales_s, scales_s, k, v, k_base, v_base, k_scales, v_scales, o, lse2, sink2, lengths, b,
-        h, IS_NEGATIVE, sizes,
-    )  # fmt: skip
-    if FIXED:
-        fails = fails & is_stored
-        if gl.max(fails.to(gl.int32), 0) > 0:
-            async_copy.wait_group(0)
-            barrier()  # All warps have finished, and no copy is on its way.
-            _compute_rows(
-                False, queries, fails, n_q, n_k, first_key, offset, parts, factor, q_s, k_s, v_s,
-                k_scales_s, scales_s, k, v, k_base, v_base, k_scales, v_scales, o, lse2, sink2,
-                lengths, b, h, IS_NEGATIVE, sizes,
-            )  # fmt: skip
+        store_chunk(o, lengths.cu_q, b, h, queries, n_q, value, c, sizes.DV)

@@ -25,7 +25,6 @@ from sagesim_kernels.hopper.forward_structures import (
 )
 from sagesim_kernels.hopper.forward_tiles import BLOCK
 from sagesim_kernels.hopper.forward_warps import consume
-from sagesim_kernels.hopper.second_round import Rounds, allocate_rounds
 from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
@@ -38,8 +37,10 @@ from sagesim_kernels.operands import (
     Rows,
     Softcap,
     Strided,
+    allows_fixed_reference,
     padded,
 )
+from sagesim_kernels.portable import compute_failed_rows
 from sagesim_kernels.target import multiprocessor_count
 
 # Pyright takes the annotations of Gluon's functions literally:
@@ -100,14 +101,14 @@ def hopper_forward(
     lse2_stride_h, sink2, inverse_cap, cap2, shift, scale, mask, n_q, n_k, left, right,
     heads, groups, longest_q, heads_per_group, tiles, programs, DV: gl.constexpr,
     CONFIG: gl.constexpr,
-    IS_COPIED: gl.constexpr,
+    IS_COPIED: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     """mask: `Lengths` without n_q, n_k, left and right. DV: channels of V and O.
 
     key_scales: TMA descriptor of k_scale if each key has its own scale, or None. sink2: the sinks
     in base 2, with the strides of lse2; or None. inverse_cap, cap2, shift: of a `Softcap`; the
     shift has the strides of lse2. scale: the scale of the logits, times log2(e) or divided by the
-    softcap. IS_COPIED: whether V lies in padded storage.
+    softcap. IS_COPIED: whether V lies in padded storage. FIXED: see `consume`.
     """
     D: gl.constexpr = q8.block_shape[1]
     CONSUMERS: gl.constexpr = CONFIG.consumers
@@ -121,9 +122,6 @@ def hopper_forward(
     if key_scales is not None:
         k_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], key_scales.layout)
     barriers = allocate_barriers(CONSUMERS, STAGES)
-    rounds = Rounds(None, None)
-    if v.dtype == gl.bfloat16 and cap2 is None:
-        rounds = allocate_rounds(CONSUMERS)
     inputs = Inputs(q8, k8, v, key_scales, None)
     scales = Scales(StoredScales(q_scale, q_tokens), StoredScales(k_scale, k_tokens), None)
     buffers = Buffers(q_s, k_s, v_s, k_scale_s, None)
@@ -152,7 +150,7 @@ def hopper_forward(
                 consume,
                 (
                     i, CONSUMERS, D, DV, scales, buffers, barriers, o, rows, sink2, softcap,
-                    scale, lengths, scheduler, rounds,
+                    scale, lengths, scheduler, FIXED,
                 ),
             )
             if i < CONSUMERS
@@ -160,7 +158,7 @@ def hopper_forward(
                 produce,
                 (
                     inputs, scales, buffers, barriers, lengths, scheduler, CONSUMERS, IS_COPIED, DV,
-                    0, rounds,
+                    0,
                 ),
             )
             for i in (0, 1, 2, 3, 4)[: CONSUMERS + 1]
@@ -211,6 +209,7 @@ def launch_forward(
         head_bytes=n_k * channels * (k.ptr.element_size() + v.ptr.element_size()) // problem.groups,
         lowest=problem.longest_lowest,
     )
+    is_fixed = allows_fixed_reference(problem)
     launch(
         hopper_forward,
         (programs,),
@@ -243,9 +242,12 @@ def launch_forward(
         d_v,
         config,
         operands.stored,
+        is_fixed,
         num_warps=4,
         **LAUNCH,
     )
+    if is_fixed:
+        compute_failed_rows(problem, operands, o, lse2, sink2=sink2)
 
 
 def key_scales_of(k: Operand) -> TensorDescriptor | None:

@@ -36,7 +36,6 @@ from sagesim_kernels.hopper.forward_structures import (
     TileScheduler,
 )
 from sagesim_kernels.hopper.forward_tiles import BLOCK
-from sagesim_kernels.hopper.second_round import Rounds
 from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
@@ -120,7 +119,7 @@ def hopper_forward_codes(
                 produce,
                 (
                     inputs, scales, buffers, barriers, lengths, scheduler, CONSUMERS, True, DV,
-                    V_CHANNELS, Rounds(None, None),
+                    V_CHANNELS,
                 ),
             )
             for i in (0, 1, 2, 3, 4)[: CONSUMERS + 1]

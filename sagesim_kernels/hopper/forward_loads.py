@@ -20,10 +20,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sagesim_kernels.gluon_compat import tma_load
-from sagesim_kernels.hopper.forward_structures import BARRIER, Barriers
-from sagesim_kernels.hopper.forward_tiles import BLOCK, key_blocks, tile_of
-from sagesim_kernels.hopper.second_round import waves_of_round
+from sagesim_kernels.hopper.forward_structures import Barriers
+from sagesim_kernels.hopper.forward_tiles import BLOCK, key_blocks, tile_of, waves
 from sagesim_kernels.operands import stored_start_of
+
+BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
 
 @gluon.jit
@@ -97,7 +98,7 @@ def _load_v(inputs, buffers, stage, bar, b, k_head, row, scale, V_CHANNELS: gl.c
 @gluon.jit
 def produce(
     inputs, scales, buffers, barriers, lengths, scheduler, CONSUMERS: gl.constexpr,
-    IS_COPIED: gl.constexpr, DV: gl.constexpr, V_CHANNELS: gl.constexpr, rounds,
+    IS_COPIED: gl.constexpr, DV: gl.constexpr, V_CHANNELS: gl.constexpr,
 ):  # fmt: skip
     """Load the tiles of Q, K and V by TMA. One warp.
 
@@ -107,7 +108,7 @@ def produce(
     loop over the other blocks.
 
     IS_COPIED: whether V, in 16 bit, lies in padded storage. DV: channels of V. V_CHANNELS: see
-    `_load_v`. rounds: `Rounds`.
+    `_load_v`.
     """
     STAGES: gl.constexpr = barriers.full.shape[0]
     ROWS: gl.constexpr = CONSUMERS * BLOCK
@@ -118,50 +119,47 @@ def produce(
     )
     load_count = 0
     tile_count = 0  # valid tiles only
-    for ROUND in gl.static_range(1 if rounds.done is None else 2):
-        for wave in range(waves_of_round(rounds, scheduler, ROUND)):
-            tile = tile_of(wave, lengths, scheduler, ROWS)
-            if tile.is_valid:
-                k_head = tile.h // scheduler.groups
-                q_row = first_row(scales.q, lengths.cu_q, lengths.n_q, tile.b, tile.h).to(gl.int32)
-                q_row += tile.first
-                k_start = stored_start_of(lengths.cu_k, lengths.n_k, tile.b).to(gl.int32)
-                k_row = k_head * scales.k.tokens + k_start
-                v_b = tile.b
-                v_row = 0
-                v_scale = 0
-                if IS_COPIED:
-                    v_b = 0
-                    v_row = k_start
-                if V_CHANNELS > 0:
-                    v_row = k_start
-                    v_scale = (k_head * scales.v.tokens + k_start) // BLOCK * DV
-                tile_blocks = key_blocks(tile.first, ROWS, lengths, tile.b)
-                blocks = tile_blocks.end - tile_blocks.begin
-                for i in gl.static_range(CONSUMERS):
-                    slot = i * 2 + tile_count % 2
-                    mbarrier.wait(barriers.q_empty.index(slot), ((tile_count // 2) & 1) ^ 1)
-                    bar = barriers.q_full.index(slot)
-                    mbarrier.expect(bar, BLOCK * D)
-                    tma_load(inputs.q8, [q_row + i * BLOCK, 0], bar, buffers.q.index(slot))
-                tile_count += 1
-                for j in range(blocks + 1):
-                    stage = load_count % STAGES
-                    bar = barriers.full.index(stage)
-                    mbarrier.wait(barriers.empty.index(stage), ((load_count // STAGES) & 1) ^ 1)
-                    block = tile_blocks.end - 1 - j
-                    key = block * BLOCK
-                    mbarrier.expect(bar, K_BYTES + V_BYTES, pred=(j > 0) & (j < blocks))
-                    mbarrier.expect(bar, K_BYTES, pred=j == 0)
-                    mbarrier.expect(bar, V_BYTES, pred=j == blocks)
-                    tma_load(
-                        inputs.k8, [k_row + key, 0], bar, buffers.k.index(stage), pred=j < blocks
-                    )
-                    if inputs.k_scale is not None:
-                        k_scale_s = buffers.k_scale.index(stage)
-                        tma_load(inputs.k_scale, [k_row + key], bar, k_scale_s, pred=j < blocks)
-                    _load_v(
-                        inputs, buffers, stage, bar, v_b, k_head, v_row + key + BLOCK,
-                        v_scale + (block + 1) * DV, V_CHANNELS, j > 0,
-                    )  # fmt: skip
-                    load_count += 1
+    for wave in range(waves(scheduler)):
+        tile = tile_of(wave, lengths, scheduler, ROWS)
+        if tile.is_valid:
+            k_head = tile.h // scheduler.groups
+            q_row = first_row(scales.q, lengths.cu_q, lengths.n_q, tile.b, tile.h).to(gl.int32)
+            q_row += tile.first
+            k_start = stored_start_of(lengths.cu_k, lengths.n_k, tile.b).to(gl.int32)
+            k_row = k_head * scales.k.tokens + k_start
+            v_b = tile.b
+            v_row = 0
+            v_scale = 0
+            if IS_COPIED:
+                v_b = 0
+                v_row = k_start
+            if V_CHANNELS > 0:
+                v_row = k_start
+                v_scale = (k_head * scales.v.tokens + k_start) // BLOCK * DV
+            tile_blocks = key_blocks(tile.first, ROWS, lengths, tile.b)
+            blocks = tile_blocks.end - tile_blocks.begin
+            for i in gl.static_range(CONSUMERS):
+                slot = i * 2 + tile_count % 2
+                mbarrier.wait(barriers.q_empty.index(slot), ((tile_count // 2) & 1) ^ 1)
+                bar = barriers.q_full.index(slot)
+                mbarrier.expect(bar, BLOCK * D)
+                tma_load(inputs.q8, [q_row + i * BLOCK, 0], bar, buffers.q.index(slot))
+            tile_count += 1
+            for j in range(blocks + 1):
+                stage = load_count % STAGES
+                bar = barriers.full.index(stage)
+                mbarrier.wait(barriers.empty.index(stage), ((load_count // STAGES) & 1) ^ 1)
+                block = tile_blocks.end - 1 - j
+                key = block * BLOCK
+                mbarrier.expect(bar, K_BYTES + V_BYTES, pred=(j > 0) & (j < blocks))
+                mbarrier.expect(bar, K_BYTES, pred=j == 0)
+                mbarrier.expect(bar, V_BYTES, pred=j == blocks)
+                tma_load(inputs.k8, [k_row + key, 0], bar, buffers.k.index(stage), pred=j < blocks)
+                if inputs.k_scale is not None:
+                    k_scale_s = buffers.k_scale.index(stage)
+                    tma_load(inputs.k_scale, [k_row + key], bar, k_scale_s, pred=j < blocks)
+                _load_v(
+                    inputs, buffers, stage, bar, v_b, k_head, v_row + key + BLOCK,
+                    v_scale + (block + 1) * DV, V_CHANNELS, j > 0,
+                )  # fmt: skip
+                load_count += 1

@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
-BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
-"""Layout of a barrier in shared memory."""
-
 
 class Inputs(NamedTuple):
     """TMA descriptors of the tensors that the producer loads."""

@@ -29,18 +29,13 @@ from sagesim_kernels.hopper.forward_tiles import (
     consumer_blocks,
     key_blocks,
     tile_of,
-)
-from sagesim_kernels.hopper.second_round import (
-    failed_before,
-    finish_round,
-    has_failed,
-    has_failed_row,
-    lse2_to_store,
-    waves_of_round,
+    waves,
 )
 from sagesim_kernels.operands import (
+    FAILED,
     add_sink_of_rows,
     causal_offset,
+    fits_reference,
     head_ptr,
     key_mask_of,
     length_of,
@@ -137,10 +132,10 @@ def partial_sums(p):
 
 
 @gluon.jit
-def store_o(o, cu, tile, first, last, value, DV: gl.constexpr, is_stored=None):
+def store_o(o, cu, tile, first, last, value, DV: gl.constexpr):
     """Store value as the rows from `first` of the tile's head.
 
-    Rows from `last` on and channels from DV on are not stored, and no row where is_stored is False.
+    Rows from `last` on and channels from DV on are not stored.
 
     This is `operands.store_tokens` with a layout of its own. Threads of a warp first exchange their
     rows, so that each stores eight adjacent columns at once and fills whole sectors of memory.
@@ -156,20 +151,15 @@ def store_o(o, cu, tile, first, last, value, DV: gl.constexpr, is_stored=None):
     mask = (row < last)[:, None]
     if value.shape[1] > DV:
         mask = mask & (column < DV)[None, :]
-    if is_stored is not None:
-        mask = mask & gl.convert_layout(is_stored, ROW)[:, None]
     gl.store(ptrs, value, mask=mask)
 
 
 @gluon.jit
-def _compute_tile(
-    tile, load_count, tile_count, failed, FIXED: gl.constexpr, ONLY_FAILED: gl.constexpr,
+def consume(
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, scales,
-    buffers, barriers, o_out, lse2, sink2, softcap, scale, lengths, scheduler,
+    buffers, barriers, o_out, lse2, sink2, softcap, scale, lengths, scheduler, FIXED: gl.constexpr,
 ):  # fmt: skip
-    """Compute O and the logsumexp of 64 query rows of a tile.
-
-    Return the loads up to then, and failed, int32 [BLOCK], with 1 for each row that failed.
+    """Compute O and the logsumexp of 64 query rows of each tile. One warpgroup, number CONSUMER.
 
     A consumer whose rows are all past the end of the sequence takes one step and stores nothing.
 
@@ -178,9 +168,11 @@ def _compute_tile(
     step overlaps with Q K^T of the next step. Blocks at the beginning that need a mask, because of
     a window or before the first run under a key mask, come last.
 
-    tile: `Tile`. load_count, tile_count: loads and tiles before this tile. FIXED: whether the
-    reference of blocks without a mask is fixed. ONLY_FAILED: whether to compute rows that failed
-    before, and no others. The other arguments: see `consume`.
+    D: channels of a tile. DV: channels of V and O. o_out, lse2: `Strided` and `Rows` to fill.
+    sink2: pointer to the sinks in base 2, with the strides of lse2; or None. softcap: `Softcap`.
+    scale: the scale of the logits, times log2(e) or divided by the softcap. FIXED: whether blocks
+    without a mask have a fixed reference, the largest logit of the masked blocks before them; see
+    `operands.fixed_reference`.
     """
     BY_TOKEN: gl.constexpr = buffers.k_scale is not None
     HAS_BEGIN: gl.constexpr = lengths.key_mask is not None or lengths.left is not None
@@ -191,178 +183,145 @@ def _compute_tile(
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     dt: gl.constexpr = buffers.v.dtype
-    b, h = tile.b, tile.h
-    tile_blocks = key_blocks(tile.first, ROWS, lengths, b)
-    first = tile.first + CONSUMER * BLOCK
-    n_q = length_of(lengths.cu_q, lengths.n_q, b)
-    slot = CONSUMER * 2 + tile_count % 2
-    queries = first + gl.arange(0, BLOCK, S_ROWS)
-    lse2_ptrs = row_base(lse2, lengths.cu_q, b, h) + queries
-    if ONLY_FAILED:
-        was_failed = failed_before(lse2_ptrs, queries < n_q)
-        if not has_failed_row(was_failed.to(gl.int32)):
+    load_count = 0
+    tile_count = 0  # valid tiles only
+    for wave in range(waves(scheduler)):
+        tile = tile_of(wave, lengths, scheduler, ROWS)
+        if tile.is_valid:
+            b, h = tile.b, tile.h
+            tile_blocks = key_blocks(tile.first, ROWS, lengths, b)
+            first = tile.first + CONSUMER * BLOCK
+            n_q = length_of(lengths.cu_q, lengths.n_q, b)
+            blocks = consumer_blocks(first, n_q, tile_blocks, lengths, b)
+            unmasked = blocks.whole_end
+            queries = first + gl.arange(0, BLOCK, S_ROWS)
+            lowest = lowest_diagonal(lengths, b) if lengths.left is not None else None
+            key_mask = None
+            if lengths.key_mask is not None:
+                key_mask = key_mask_of(lengths, b)
+            n_k = live_keys(lengths, b)
+            mask = Mask(queries, n_k, causal_offset(lengths, b), lowest, key_mask)
+            q_factor = load_query_factors(scales.q, lengths, b, h, queries, n_q, scale, 1, BY_TOKEN)
+            row_shift = None
+            if softcap.shift is not None:
+                row_shift = load_shift(softcap, lengths.cu_q, b, h, queries, n_q)
+            # keys for later rows of the tile only
+            load_count = skip_loads(full, empty, load_count, tile_blocks.end - blocks.end)
+            k_row = first_row(scales.k, lengths.cu_k, lengths.n_k, b, h // scheduler.groups)
+            k_ptr = scales.k.ptr + k_row // BLOCK
+            k_next = load_block_scale(k_ptr, unmasked, BY_TOKEN)
+            slot = CONSUMER * 2 + tile_count % 2
             mbarrier.wait(barriers.q_full.index(slot), (tile_count // 2) & 1)
-            mbarrier.arrive(barriers.q_empty.index(slot), count=1)
-            loads = tile_blocks.end - tile_blocks.begin + 1
-            return skip_loads(full, empty, load_count, loads), failed
-    blocks = consumer_blocks(first, n_q, tile_blocks, lengths, b)
-    unmasked = blocks.whole_end
-    lowest = lowest_diagonal(lengths, b) if lengths.left is not None else None
-    key_mask = None
-    if lengths.key_mask is not None:
-        key_mask = key_mask_of(lengths, b)
-    n_k = live_keys(lengths, b)
-    mask = Mask(queries, n_k, causal_offset(lengths, b), lowest, key_mask)
-    q_factor = load_query_factors(scales.q, lengths, b, h, queries, n_q, scale, 1, BY_TOKEN)
-    row_shift = None
-    if softcap.shift is not None:
-        row_shift = load_shift(softcap, lengths.cu_q, b, h, queries, n_q)
-    # keys for later rows of the tile only
-    load_count = skip_loads(full, empty, load_count, tile_blocks.end - blocks.end)
-    k_row = first_row(scales.k, lengths.cu_k, lengths.n_k, b, h // scheduler.groups)
-    k_ptr = scales.k.ptr + k_row // BLOCK
-    k_next = load_block_scale(k_ptr, unmasked, BY_TOKEN)
-    mbarrier.wait(barriers.q_full.index(slot), (tile_count // 2) & 1)
-    q = buffers.q.index(slot)
-    row_max = gl.full((BLOCK,), -float("inf"), gl.float32, S_ROWS)
-    part = partial_sums(gl.zeros((BLOCK, BLOCK), gl.float32, S_FLOAT32))
-    PART_ROWS: gl.constexpr = gl.SliceLayout(1, part.type.layout)
-    o = gl.zeros((BLOCK, D), gl.float32, ACC)
-    for i in range(blocks.end - 1 - unmasked):
-        block = blocks.end - 1 - i
-        factor = q_factor * load_block_scale(k_ptr, block, BY_TOKEN)
-        s = _compute_s(q, buffers, barriers, load_count)
-        load_count += 1
-        keys = key_indices(block, mask)
-        p, row_max, rescale = masked_softmax_step(
-            s, factor, row_max, keys, mask, row_shift, softcap.base2
-        )
-        part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + partial_sums(p)
-        o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
-        wait_for_load(full, load_count)
-        v = buffers.v.index(load_count % STAGES).reshape([BLOCK, D])
-        o_t = warpgroup_mma(gl.convert_layout(p.to(dt), P_OPERAND), v, o, is_async=True)
-        o = warpgroup_mma_wait(0, deps=[o_t])
-    factor = q_factor * k_next
-    s = _compute_s(q, buffers, barriers, load_count)
-    load_count += 1
-    keys = key_indices(unmasked, mask)
-    p, row_max, rescale = masked_softmax_step(
-        s, factor, row_max, keys, mask, row_shift, softcap.base2
-    )
-    part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + partial_sums(p)
-    o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
-    p16 = gl.convert_layout(p.to(dt), P_OPERAND)
-    wait_for_load(full, load_count)
-    k_next = load_block_scale(k_ptr, gl.maximum(unmasked - 1, 0), BY_TOKEN)
-    for MASKED in gl.static_range(1 + HAS_BEGIN):
-        for i in range(blocks.whole - blocks.begin if MASKED else unmasked - blocks.whole):
-            stage = load_count % STAGES
-            k_scale = k_next
-            last = blocks.whole if MASKED else unmasked
-            k_next = load_block_scale(k_ptr, gl.maximum(last - 2 - i, 0), BY_TOKEN)
-            s = start_qk(q, buffers.k.index(stage))
-            v = buffers.v.index(stage).reshape([BLOCK, D])
-            o_t = warpgroup_mma(p16, v, o, is_async=True)
-            if MASKED:
-                keys = key_indices(last - 1 - i, mask)
-            s = warpgroup_mma_wait(1, deps=[s])
-            s = apply_key_scales(s, buffers, stage)
-            factor = q_factor * k_scale
-            if MASKED:
+            tile_count += 1
+            q = buffers.q.index(slot)
+            row_max = gl.full((BLOCK,), -float("inf"), gl.float32, S_ROWS)
+            part = partial_sums(gl.zeros((BLOCK, BLOCK), gl.float32, S_FLOAT32))
+            PART_ROWS: gl.constexpr = gl.SliceLayout(1, part.type.layout)
+            o = gl.zeros((BLOCK, D), gl.float32, ACC)
+            for i in range(blocks.end - 1 - unmasked):
+                block = blocks.end - 1 - i
+                factor = q_factor * load_block_scale(k_ptr, block, BY_TOKEN)
+                s = _compute_s(q, buffers, barriers, load_count)
+                load_count += 1
+                keys = key_indices(block, mask)
                 p, row_max, rescale = masked_softmax_step(
                     s, factor, row_max, keys, mask, row_shift, softcap.base2
                 )
-            elif FIXED:
-                p = gl.exp2(exponents(s, factor, row_max))
-            elif softcap.base2 is not None:
-                p, row_max, rescale = capped_softmax_step(
-                    s, factor, row_max, row_shift, softcap.base2
-                )
-            else:
-                new_max = gl.maximum(row_max, upper_max(s, factor))
-                rescale = gl.exp2(row_max - new_max)
-                row_max = new_max
-                p = gl.exp2(exponents(s, factor, row_max))
-            if MASKED or not FIXED:
-                part = part * gl.convert_layout(rescale, PART_ROWS)[:, None]
-            part += partial_sums(p)
-            part = compute_before_wait(part, scales.q.ptr)
-            # The wait for the next step's load is here, and not at the top of the loop,
-            # because it contains a branch. ptxas moves the wait for the product P V, which
-            # follows, upwards as far as the last branch before it.
-            load_count += 1
-            wait_for_load(full, load_count)
-            o = warpgroup_mma_wait(0, deps=[o_t])
-            # The consumer's warps synchronise before they arrive, so all of them have read
-            # this K, and V of the step before.
-            release(buffers, empty, stage)
-            if MASKED or not FIXED:
+                part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + partial_sums(p)
                 o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
+                wait_for_load(full, load_count)
+                v = buffers.v.index(load_count % STAGES).reshape([BLOCK, D])
+                o_t = warpgroup_mma(gl.convert_layout(p.to(dt), P_OPERAND), v, o, is_async=True)
+                o = warpgroup_mma_wait(0, deps=[o_t])
+            factor = q_factor * k_next
+            s = _compute_s(q, buffers, barriers, load_count)
+            load_count += 1
+            keys = key_indices(unmasked, mask)
+            p, row_max, rescale = masked_softmax_step(
+                s, factor, row_max, keys, mask, row_shift, softcap.base2
+            )
+            part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + partial_sums(p)
+            o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
             p16 = gl.convert_layout(p.to(dt), P_OPERAND)
-    mbarrier.arrive(barriers.q_empty.index(slot), count=1)
-    stage = load_count % STAGES
-    v = buffers.v.index(stage).reshape([BLOCK, D])
-    o_t = warpgroup_mma(p16, v, o, is_async=True)
-    row_sum = gl.convert_layout(gl.sum(part, 1), S_ROWS)
-    o = warpgroup_mma_wait(0, deps=[o_t])
-    mbarrier.arrive(empty.index(stage), count=1)
-    load_count += 1
-    if HAS_BEGIN:
-        # keys for earlier rows only
-        load_count = skip_loads(full, empty, load_count, blocks.begin - tile_blocks.begin)
-    is_stored = queries < n_q
-    if FIXED:
-        fails = has_failed(row_sum, o)
-        failed = gl.maximum(failed, (fails & is_stored).to(gl.int32))
-    if sink2 is not None:
-        row_sum, row_max, sqrt_rescale = add_sink_of_rows(
-            sink2, lse2, lengths.cu_q, b, h, queries, n_q, row_sum, row_max
-        )
-    row_lse2 = lse2_of(row_sum, row_max)
-    if FIXED:
-        row_lse2 = lse2_to_store(row_lse2, fails)
-    if ONLY_FAILED:
-        is_stored = is_stored & was_failed
-    gl.store(lse2_ptrs, row_lse2, mask=is_stored)
-    row_sum = gl.convert_layout(row_sum, O_ROWS)[:, None]
-    # o * (1 / row_sum) has the bits of o / row_sum. The division compiles to the same product, with
-    # extra scaling for sums that do not occur with ordinary logits: the greatest exponential of a
-    # row, or that of its sink, is nearly 1, or more with a fixed reference. In rows without a key,
-    # V may have added 0 * NaN to o.
-    inverse = 1.0 / row_sum
-    if sink2 is not None:
-        sqrt_rescale = gl.convert_layout(sqrt_rescale, O_ROWS)[:, None]
-        o = o * sqrt_rescale
-        inverse = inverse * sqrt_rescale
-    o = gl.where(row_sum == 0.0, 0.0, o * inverse)
-    store_o(o_out, lengths.cu_q, tile, first, n_q, o, DV, is_stored if ONLY_FAILED else None)
-    return load_count, failed
-
-
-@gluon.jit
-def consume(
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, scales,
-    buffers, barriers, o_out, lse2, sink2, softcap, scale, lengths, scheduler, rounds,
-):  # fmt: skip
-    """Compute O and the logsumexp of 64 query rows of each tile. One warpgroup, number CONSUMER.
-
-    D: channels of a tile. DV: channels of V and O. o_out, lse2: `Strided` and `Rows` to fill.
-    sink2: pointer to the sinks in base 2, with the strides of lse2; or None. softcap: `Softcap`.
-    scale: the scale of the logits, times log2(e) or divided by the softcap. rounds: `Rounds`.
-    """
-    load_count = 0
-    tile_count = 0  # valid tiles only
-    failed = gl.zeros((BLOCK,), gl.int32, S_ROWS)
-    for ROUND in gl.static_range(1 if rounds.done is None else 2):
-        for wave in range(waves_of_round(rounds, scheduler, ROUND)):
-            tile = tile_of(wave, lengths, scheduler, CONSUMERS * BLOCK)
-            if tile.is_valid:
-                load_count, failed = _compute_tile(
-                    tile, load_count, tile_count, failed, rounds.done is not None and ROUND == 0,
-                    ROUND == 1, CONSUMER, CONSUMERS, D, DV, scales, buffers, barriers, o_out, lse2,
-                    sink2, softcap, scale, lengths, scheduler,
-                )  # fmt: skip
-                tile_count += 1
-        if rounds.done is not None and ROUND == 0:
-            finish_round(rounds, failed, CONSUMER)
+            wait_for_load(full, load_count)
+            k_next = load_block_scale(k_ptr, gl.maximum(unmasked - 1, 0), BY_TOKEN)
+            for MASKED in gl.static_range(1 + HAS_BEGIN):
+                for i in range(blocks.whole - blocks.begin if MASKED else unmasked - blocks.whole):
+                    stage = load_count % STAGES
+                    k_scale = k_next
+                    last = blocks.whole if MASKED else unmasked
+                    k_next = load_block_scale(k_ptr, gl.maximum(last - 2 - i, 0), BY_TOKEN)
+                    s = start_qk(q, buffers.k.index(stage))
+                    v = buffers.v.index(stage).reshape([BLOCK, D])
+                    o_t = warpgroup_mma(p16, v, o, is_async=True)
+                    if MASKED:
+                        keys = key_indices(last - 1 - i, mask)
+                    s = warpgroup_mma_wait(1, deps=[s])
+                    s = apply_key_scales(s, buffers, stage)
+                    factor = q_factor * k_scale
+                    if MASKED:
+                        p, row_max, rescale = masked_softmax_step(
+                            s, factor, row_max, keys, mask, row_shift, softcap.base2
+                        )
+                    elif FIXED:
+                        p = gl.exp2(exponents(s, factor, row_max))
+                    elif softcap.base2 is not None:
+                        p, row_max, rescale = capped_softmax_step(
+                            s, factor, row_max, row_shift, softcap.base2
+                        )
+                    else:
+                        new_max = gl.maximum(row_max, upper_max(s, factor))
+                        rescale = gl.exp2(row_max - new_max)
+                        row_max = new_max
+                        p = gl.exp2(exponents(s, factor, row_max))
+                    if MASKED or not FIXED:
+                        part = part * gl.convert_layout(rescale, PART_ROWS)[:, None]
+                    part += partial_sums(p)
+                    part = compute_before_wait(part, scales.q.ptr)
+                    # The wait for the next step's load is here, and not at the top of the loop,
+                    # because it contains a branch. ptxas moves the wait for the product P V, which
+                    # follows, upwards as far as the last branch before it.
+                    load_count += 1
+                    wait_for_load(full, load_count)
+                    o = warpgroup_mma_wait(0, deps=[o_t])
+                    # The consumer's warps synchronise before they arrive, so all of them have read
+                    # this K, and V of the step before.
+                    release(buffers, empty, stage)
+                    if MASKED or not FIXED:
+                        o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
+                    p16 = gl.convert_layout(p.to(dt), P_OPERAND)
+            mbarrier.arrive(barriers.q_empty.index(slot), count=1)
+            stage = load_count % STAGES
+            v = buffers.v.index(stage).reshape([BLOCK, D])
+            o_t = warpgroup_mma(p16, v, o, is_async=True)
+            row_sum = gl.convert_layout(gl.sum(part, 1), S_ROWS)
+            o = warpgroup_mma_wait(0, deps=[o_t])
+            mbarrier.arrive(empty.index(stage), count=1)
+            load_count += 1
+            if HAS_BEGIN:
+                # keys for earlier rows only
+                load_count = skip_loads(full, empty, load_count, blocks.begin - tile_blocks.begin)
+            rows = first + gl.arange(0, BLOCK, S_ROWS)
+            if FIXED:
+                size = gl.convert_layout(gl.sum(gl.abs(o), 1), S_ROWS)
+                fails = ~fits_reference(row_sum, size)
+            if sink2 is not None:
+                row_sum, row_max, sqrt_rescale = add_sink_of_rows(
+                    sink2, lse2, lengths.cu_q, b, h, rows, n_q, row_sum, row_max
+                )
+            row_lse2 = lse2_of(row_sum, row_max)
+            if FIXED:
+                row_lse2 = gl.where(fails, FAILED, row_lse2)
+            gl.store(row_base(lse2, lengths.cu_q, b, h) + rows, row_lse2, mask=rows < n_q)
+            row_sum = gl.convert_layout(row_sum, O_ROWS)[:, None]
+            # o * (1 / row_sum) has the bits of o / row_sum. The division compiles to the same
+            # product, with extra scaling for sums that do not occur with ordinary logits: the
+            # greatest exponential of a row, or that of its sink, is nearly 1, or more with a fixed
+            # reference. In rows without a key, V may have added 0 * NaN to o.
+            inverse = 1.0 / row_sum
+            if sink2 is not None:
+                sqrt_rescale = gl.convert_layout(sqrt_rescale, O_ROWS)[:, None]
+                o = o * sqrt_rescale
+                inverse = inverse * sqrt_rescale
+            o = gl.where(row_sum == 0.0, 0.0, o * inverse)
+            store_o(o_out, lengths.cu_q, tile, first, n_q, o, DV)

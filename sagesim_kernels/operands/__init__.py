@@ -21,7 +21,7 @@ from sagesim_kernels.operands.dq_sums import (
     summed_channels,
 )
 from sagesim_kernels.operands.dq_units import Growths, compute_units, row_units, units_of
-from sagesim_kernels.operands.fixed_reference import MOST_SUM
+from sagesim_kernels.operands.fixed_reference import FAILED, allows_fixed_reference, fits_reference
 from sagesim_kernels.operands.formats import (
     E4M3,
     FP8,
@@ -182,6 +182,7 @@ __all__ = [
     "CODE_UNIT",
     "DTYPES",
     "E4M3",
+    "FAILED",
     "FP8",
     "INT8",
     "IN_REGISTERS",
@@ -190,7 +191,6 @@ __all__ = [
     "LOG2_E",
     "LOG2_ONE",
     "MANY_WAVES",
-    "MOST_SUM",
     "NO_EXTRAS",
     "DqSums",
     "Extras",
@@ -221,6 +221,7 @@ __all__ = [
     "add_part",
     "add_sink",
     "add_sink_of_rows",
+    "allows_fixed_reference",
     "amax",
     "apply_k_scale",
     "arguments_of",
@@ -244,6 +245,7 @@ __all__ = [
     "exponential_codes",
     "finish_dq",
     "first_live_key",
+    "fits_reference",
     "format_of",
     "has_row_bound",
     "has_row_bounds",

@@ -241,15 +241,18 @@ def token_ptrs(x, cu, b, h, first, count: tl.constexpr, columns):
 
 
 @triton.jit
-def store_tokens(x, cu, b, h, first, last, value, D: tl.constexpr):
+def store_tokens(x, cu, b, h, first, last, value, D: tl.constexpr, is_stored=None):
     """Store value [count, channels] as tokens from `first` of sequence b and head h of a `Strided`.
 
-    Writes tokens before `last` and the first D channels, rounded to the dtype of x.
+    Writes tokens before `last` and the first D channels, rounded to the dtype of x, and no token
+    where is_stored is False.
     """
     count: tl.constexpr = value.shape[0]
     column = tl.arange(0, value.shape[1])
     ptrs = token_ptrs(x, cu, b, h, first, count, column)
     mask = (first + tl.arange(0, count) < last)[:, None] & (column < D)[None, :]
+    if is_stored is not None:
+        mask = mask & is_stored[:, None]
     tl.store(ptrs, value.to(x.ptr.dtype.element_ty), mask=mask)
 
 

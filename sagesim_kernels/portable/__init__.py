@@ -1,7 +1,7 @@
 """Triton kernels for every GPU: the forward, and the backward in one pass over the keys."""
 
 from sagesim_kernels.portable.backward import launch_backward, map_product
-from sagesim_kernels.portable.forward import launch_forward
+from sagesim_kernels.portable.forward import compute_failed_rows, launch_forward
 from sagesim_kernels.portable.p_and_ds import UNTRACED, MapTrace, MapTraces
 from sagesim_kernels.portable.preparation import compute_row_scales, launch_p_rows, prepare_backward
 from sagesim_kernels.portable.tiles import Tile, try_tiles
@@ -11,6 +11,7 @@ __all__ = [
     "MapTrace",
     "MapTraces",
     "Tile",
+    "compute_failed_rows",
     "compute_row_scales",
     "launch_backward",
     "launch_forward",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
+    FAILED,
     LOG2_127,
     LOG2_E,
     Grid,
@@ -49,10 +53,13 @@ from sagesim_kernels.operands import (
     tokens_by_tokens,
 )
 from sagesim_kernels.portable.p_and_ds import MapTile, MapTrace, store_codes
-from sagesim_kernels.portable.tiles import tiles, try_tiles
+from sagesim_kernels.portable.tiles import Tile, tiles, try_tiles
 
 _CODES_PER_P = tl.constexpr(2.0**-7)
 """Codes are 127 P. This factor, which changes no bit, keeps their sums from overflowing."""
+
+_ROWS = tl.constexpr(1024)
+"""Queries whose rows a program looks through for those that have failed."""
 
 _LOG2_LEFT = tl.constexpr(LOG2_127 - 7)
 """log2 of the factor that remains in the row sums: 127 / 128."""
@@ -65,8 +72,11 @@ def _finite(x):
 
 
 @triton.jit
-def forward_kernel(
-    grid,
+def _compute_tile(
+    tile,
+    h,
+    b,
+    heads,
     q,
     k,
     v,
@@ -81,20 +91,17 @@ def forward_kernel(
     scale,
     IS_NEGATIVE: tl.constexpr,
     sizes,
+    ONLY_FAILED: tl.constexpr,
 ):
-    """Compute O and the logsumexp, in base 2, of a tile of queries.
+    """Compute O and the logsumexp, in base 2, of a tile of queries of sequence b and head h.
 
-    q, k, v: `Operand`. subtracted: `SubtractedMeans`. sink2: `Rows` of the sinks in base 2, or
-    None. softcap: `Softcap`. trace: the `MapTrace` of P, or None. scale: the logit scale
-    times log2(e), or divided by the softcap. IS_NEGATIVE: whether it is negative.
+    ONLY_FAILED: whether to store no rows but those that have failed, see `fixed_reference`. The
+    others: see `forward_kernel`.
     """
-    tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = tile * sizes.TILE
-    if first >= n_q:
-        return
     k_head = h // sizes.GROUPS
-    z = b * grid.heads + h
+    z = b * heads + h
     first_live, _ = live_queries(lengths, b)
     n_k, first_key = live_keys(lengths, b), first_live_key(lengths, b)
     offset = causal_offset(lengths, b)
@@ -190,8 +197,72 @@ def forward_kernel(
     if v.scale is not None:
         row_lse2 -= _LOG2_LEFT
     row_lse2 = tl.where(has_keys, row_lse2, float("inf"))
+    is_stored = None
+    if ONLY_FAILED:
+        is_stored = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, 0.0) == FAILED
+        queries = tl.where(is_stored, queries, n_q)
     store_rows(lse2, lengths.cu_q, b, h, queries, n_q, row_lse2)
-    store_tokens(o, lengths.cu_q, b, h, first, n_q, total / row_sum[:, None], sizes.DV)
+    value = total / row_sum[:, None]
+    store_tokens(o, lengths.cu_q, b, h, first, n_q, value, sizes.DV, is_stored)
+
+
+@triton.jit
+def forward_kernel(
+    grid,
+    q,
+    k,
+    v,
+    subtracted,
+    o,
+    lse2,
+    sink2,
+    softcap,
+    trace,
+    lengths,
+    rounding,
+    scale,
+    IS_NEGATIVE: tl.constexpr,
+    sizes,
+):
+    """Compute O and the logsumexp, in base 2, of a tile of queries.
+
+    q, k, v: `Operand`. subtracted: `SubtractedMeans`. sink2: `Rows` of the sinks in base 2, or
+    None. softcap: `Softcap`. trace: the `MapTrace` of P, or None. scale: the logit scale
+    times log2(e), or divided by the softcap. IS_NEGATIVE: whether it is negative.
+    """
+    tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
+    if tile * sizes.TILE >= length_of(lengths.cu_q, lengths.n_q, b):
+        return
+    _compute_tile(
+        tile, h, b, grid.heads, q, k, v, subtracted, o, lse2, sink2, softcap, trace, lengths,
+        rounding, scale, IS_NEGATIVE, sizes, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def failed_rows_kernel(
+    grid, q, k, v, subtracted, o, lse2, sink2, softcap, lengths, rounding, scale,
+    IS_NEGATIVE: tl.constexpr, sizes,
+):  # fmt: skip
+    """Compute the rows that have failed, of some tiles of queries of a head.
+
+    The arguments are those of `forward_kernel`. grid: of `_ROWS` queries a program.
+    """
+    part, h, b = program_coordinates(grid, False)
+    n_q = length_of(lengths.cu_q, lengths.n_q, b)
+    first = part * _ROWS
+    if first >= n_q:
+        return
+    all_lse2 = load_rows(lse2, lengths.cu_q, b, h, first + tl.arange(0, _ROWS), n_q, 0.0)
+    if tl.min(all_lse2, 0) == FAILED:
+        for at in range(first, tl.minimum(first + _ROWS, n_q), sizes.TILE):
+            queries = at + tl.arange(0, sizes.TILE)
+            tile_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, 0.0)
+            if tl.min(tile_lse2, 0) == FAILED:
+                _compute_tile(
+                    at // sizes.TILE, h, b, grid.heads, q, k, v, subtracted, o, lse2, sink2,
+                    softcap, None, lengths, rounding, scale, IS_NEGATIVE, sizes, True,
+                )  # fmt: skip
 
 
 def launch_forward(
@@ -215,37 +286,95 @@ def launch_forward(
     Raises:
         ValueError: if the device has too little shared memory for the spec's blocks.
     """
-    spec = problem.spec
-    d, d_v = problem.q.shape[3], problem.v.shape[3]
-    q, k, v = operands.get("qk", "q"), operands.get("qk", "k"), operands.get("pv", "v")
-    subtracted, softcap = operands.subtracted, Softcap.of(problem, shift)
+    options = _Options.of(problem, operands, o, lse2, shift, sink2)
 
-    def run(tile):
+    def run(tile: Tile) -> None:
         grid = Grid(-(-problem.longest_q // tile.rows), problem.q.shape[1], problem.sequences)
         launch(
             forward_kernel,
             grid.programs,
             grid,
-            q,
-            k,
-            v,
-            subtracted,
-            Strided.of(o),
-            Rows.of(lse2),
-            None if sink2 is None else Rows.of(sink2),
-            softcap,
+            *options.tensors,
             trace,
-            problem.lengths,
-            Rounding.of(spec, "p"),
-            problem.scale * (LOG2_E if softcap.inverse is None else softcap.inverse),
-            problem.scale < 0,
+            *options.others,
             KernelSizes.of(problem, tile.rows),
             **tile.options,
         )
 
+    _try_tiles(problem, run)
+
+
+def compute_failed_rows(
+    problem: KernelProblem,
+    operands: OperandCache,
+    o: Tensor,
+    lse2: Tensor,
+    *,
+    sink2: Tensor | None = None,
+) -> None:
+    """Fill the rows of o and lse2 that have failed in a forward with a fixed reference.
+
+    The arguments are those of `launch_forward`.
+    """
+    options = _Options.of(problem, operands, o, lse2, None, sink2)
+
+    def run(tile: Tile) -> None:
+        grid = Grid(-(-problem.longest_q // _ROWS.value), problem.q.shape[1], problem.sequences)
+        launch(
+            failed_rows_kernel,
+            grid.programs,
+            grid,
+            *options.tensors,
+            *options.others,
+            KernelSizes.of(problem, tile.rows),
+            **tile.options,
+        )
+
+    _try_tiles(problem, run)
+
+
+class _Options(NamedTuple):
+    """The arguments that both kernels have."""
+
+    tensors: tuple[Any, ...]  #: those before the trace
+    others: tuple[Any, ...]  #: those after it, but for the sizes
+
+    @classmethod
+    def of(
+        cls,
+        problem: KernelProblem,
+        operands: OperandCache,
+        o: Tensor,
+        lse2: Tensor,
+        shift: Tensor | None,
+        sink2: Tensor | None,
+    ) -> _Options:
+        softcap = Softcap.of(problem, shift)
+        return cls(
+            (
+                operands.get("qk", "q"),
+                operands.get("qk", "k"),
+                operands.get("pv", "v"),
+                operands.subtracted,
+                Strided.of(o),
+                Rows.of(lse2),
+                None if sink2 is None else Rows.of(sink2),
+                softcap,
+            ),
+            (
+                problem.lengths,
+                Rounding.of(problem.spec, "p"),
+                problem.scale * (LOG2_E if softcap.inverse is None else softcap.inverse),
+                problem.scale < 0,
+            ),
+        )
+
+
+def _try_tiles(problem: KernelProblem, run: Callable[[Tile], None]) -> None:
+    spec, d = problem.spec, problem.q.shape[3]
     within = spec.block_q if spec.smoothing.q else None
     try_tiles(
-        tiles(64, padded(d_v), within=within),
+        tiles(64, padded(problem.v.shape[3]), within=within),
         run,
         f"the forward at head size {d} and block_k={spec.block_k}",
     )

@@ -32,7 +32,7 @@ from sagesim_kernels.operands import Gradients, KernelProblem, dq_sums
 from sagesim_kernels.operands.kernel_problem import Extras, Packing, logit_scale
 from sagesim_kernels.operands.key_padding import count_keys_kernel
 from tests.sagesim_kernels.hopper_visits import KERNELS, check_visits
-from tests.support.simulated_kernels import Run, SecondRound, Site, Sites, simulate
+from tests.support.simulated_kernels import Run, Site, Sites, simulate
 
 LAUNCHING = (backward, codes_backward, forward, forward_codes, wide_backward, wide_forward)
 """Imported on demand, and so before their launches are replaced."""
@@ -100,8 +100,6 @@ class Launches:
         elif name in KERNELS:
             self.kernels.append(name)
             done = simulate(kernel, programs, args, self.seed)
-            if SecondRound.is_needed and name == "hopper_forward":  # results are stored again
-                return
             check_stores(name, done)
             check_visits(name, done, self.problem, is_stored=self.is_stored)
 
@@ -285,23 +283,6 @@ def test_options(call: Call, launches: Launches) -> None:
     is_16_bit = call.spec.startswith("factored_qk")
     expected = kernels_of(size) if is_16_bit else kernels_in_codes(call.spec, call.extras)
     assert run(call, launches) == expected
-
-
-@pytest.mark.parametrize("d", SIXTEEN[:2])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("lengths", [(449, 63), (321, 128), (128, 520), (700, 700)])
-def test_second_rounds(
-    d: int,
-    lengths: tuple[int, int],
-    mask: str,
-    launches: Launches,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Consumers have more tiles than buffers, and compute every second one of them again."""
-    monkeypatch.setattr(SecondRound, "is_needed", True)
-    alignment, extras = MASKS[mask]
-    call = Call("factored_qk", *lengths, d=d, groups=5, mask=alignment, extras=extras)
-    assert run(call, launches) == kernels_of(d)
 
 
 def live(n_k: int) -> Tensor:

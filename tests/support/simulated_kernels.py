@@ -102,21 +102,6 @@ def _at_site(operation: str, function: Callable[..., Any]) -> Callable[..., Any]
     return call
 
 
-class SecondRound:
-    """Whether the forward has a second round; see `hopper.second_round`.
-
-    A consumer then computes every second tile again, as if rows of it had failed.
-    """
-
-    is_needed: ClassVar[bool] = False
-    _tiles: ClassVar[int] = 0
-
-    @classmethod
-    def computes_tile(cls) -> bool:
-        cls._tiles += 1
-        return cls._tiles % 2 == 0
-
-
 class _Barriers:
     """Stands for Gluon's mbarrier."""
 
@@ -293,8 +278,6 @@ _NAMES: Final = {
     "tanh": lambda x: x,
     "inverse_of": lambda x: x,
     "range": _range,
-    "_has_failed_tile": lambda _rounds: SecondRound.is_needed,
-    "has_failed_row": lambda _failed: SecondRound.computes_tile(),
 }
 
 

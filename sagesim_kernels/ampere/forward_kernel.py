@@ -192,7 +192,7 @@ def ampere_forward(
     row_sum = gl.zeros([ROWS_OF_TILE], gl.float32, ROWS)
     part = _partial_sums(
         gl.zeros([ROWS_OF_TILE, BLOCK], gl.float32, ACC)
-    )  # of the row sums, if P is in codes
+    )  # of the row sums, if P is in codes or has a fixed reference
     total0 = gl.zeros([ROWS_OF_TILE, CHUNK], gl.float32, ACC)
     total1 = total0
     k_scale = block_scale(k, k_scales, begin, begin < end)
@@ -263,7 +263,7 @@ def ampere_forward(
                 if PART != 1:
                     x = gl.where(visible, x, -float("inf"))
                 p = gl.exp2(x)
-                row_sum += gl.sum(p, 1)
+                part += _partial_sums(p)
                 total0, total1 = _add_values(p, v_s.index(stage), total0, total1)
             else:
                 # A maximum that is NaN stays so. In `gl.maximum` the other number would win.
@@ -279,6 +279,8 @@ def ampere_forward(
     if v.scale is not None:
         row_sum = gl.convert_layout(gl.sum(part, 1), ROWS)
         row_max = -level
+    elif FIXED:
+        row_sum += gl.convert_layout(gl.sum(part, 1), ROWS)
     if FIXED:
         # With QK in 16 bit, all logits of the first block may be -inf: there is no reference.
         size = gl.sum(gl.abs(total0), 1) + gl.sum(gl.abs(total1), 1)

@@ -7,7 +7,15 @@ from torch import Tensor
 from sagesim_kernels.hopper.support import tile_channels
 from sagesim_kernels.hopper.wide_launch import Side, launch_wide, of_codes, of_numbers
 from sagesim_kernels.hopper.wide_structures import Config
-from sagesim_kernels.operands import LOG2_E, KernelProblem, OperandCache, Rows, Softcap
+from sagesim_kernels.operands import (
+    LOG2_E,
+    KernelProblem,
+    OperandCache,
+    Rows,
+    Softcap,
+    allows_fixed_reference,
+)
+from sagesim_kernels.portable import compute_failed_rows
 
 
 def launch_forward(
@@ -35,6 +43,7 @@ def launch_forward(
         tile_dv=d_v,
         channels=o.shape[3],
         is_copied=operands.stored,
+        is_fixed=allows_fixed_reference(problem),
     )
     launch_wide(
         problem,
@@ -49,3 +58,5 @@ def launch_forward(
         sink2=sink2,
         softcap=softcap,
     )
+    if config.is_fixed:
+        compute_failed_rows(problem, operands, o, lse2, sink2=sink2)

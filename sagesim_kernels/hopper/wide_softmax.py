@@ -37,8 +37,10 @@ from sagesim_kernels.hopper.wide_warps import (
     walk_of,
 )
 from sagesim_kernels.operands import (
+    FAILED,
     add_sink_of_rows,
     causal_offset,
+    fits_reference,
     key_mask_of,
     length_of,
     live_keys,
@@ -217,6 +219,8 @@ def compute_o(
             if MASKED:
                 x = logits_of(s, factor, row_shift, softcap.base2)
                 p, row_max, rescale = softmax_step(x, row_max, attended)
+            elif CONFIG.is_fixed:
+                p = gl.exp2(exponents(s, factor, row_max))
             elif softcap.base2 is not None:
                 p, row_max, rescale = capped_softmax_step(
                     s, factor, row_max, row_shift, softcap.base2
@@ -226,15 +230,18 @@ def compute_o(
                 rescale = gl.exp2(row_max - new_max)
                 row_max = new_max
                 p = gl.exp2(exponents(s, factor, row_max))
-            part = _rescaled(part, rescale) + partial_sums(p)
+            if MASKED or not CONFIG.is_fixed:
+                part = _rescaled(part, rescale)
+            part += partial_sums(p)
             part = compute_before_wait(part, q_scale)
             # This wait contains a branch. ptxas moves the wait for the products P V, which
             # follows, upwards as far as the last branch before it.
             _wait_for_v(barriers, n)
             o, o_rest = warpgroup_mma_wait(0, deps=[o_t, rest_t])
             mbarrier.arrive(barriers.right_empty.index((n - 1) % RIGHT_STAGES), count=1)
-            o = _rescaled(o, rescale)
-            o_rest = _rescaled(o_rest, rescale)
+            if MASKED or not CONFIG.is_fixed:
+                o = _rescaled(o, rescale)
+                o_rest = _rescaled(o_rest, rescale)
             p16 = _operand(p, o, dt)
         block -= steps
     v = buffer_at(buffers.right, n % RIGHT_STAGES)
@@ -245,11 +252,17 @@ def compute_o(
     if HAS_TAIL:
         mbarrier.arrive(barriers.right_empty.index(n % RIGHT_STAGES), count=1)
         skip_blocks(n + 1, tile_walk.count - skipped - walk.count, barriers)
+    if CONFIG.is_fixed:
+        size = gl.convert_layout(gl.sum(gl.abs(o), 1), OWNED)
+        size += gl.convert_layout(gl.sum(gl.abs(o_rest), 1), OWNED)
+        fails = ~fits_reference(row_sum, size)
     if sink2 is not None:
         row_sum, row_max, sqrt_rescale = add_sink_of_rows(
             sink2, lse2, lengths.cu_q, b, h, rows, n_q, row_sum, row_max
         )
     row_lse2 = lse2_of(row_sum, row_max)
+    if CONFIG.is_fixed:
+        row_lse2 = gl.where(fails, FAILED, row_lse2)
     gl.store(row_base(lse2, lengths.cu_q, b, h) + rows, row_lse2, mask=rows < n_q)
     # o * (1 / row_sum) has the bits of o / row_sum, see `forward_warps`. In rows without a key, V
     # may have added 0 * NaN to o.

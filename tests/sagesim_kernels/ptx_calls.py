@@ -138,13 +138,15 @@ def check_masked_results(runner: PtxRunner, call: Call, capability: int = 80) ->
     return found
 
 
-def check_rows_that_fail(runner: PtxRunner, of: str, key: int, capability: int = 80) -> KernelRun:
+def check_rows_that_fail(
+    runner: PtxRunner, of: str, key: int, d: int = 64, capability: int = 80
+) -> KernelRun:
     """Check O where a fixed reference does not fit some rows; see `operands.fixed_reference`.
 
     of: "logits": that of one key is far above those of others in some rows. "values": they are so
     large that the sum of a few of them overflows.
     """
-    tensors, spec = Call("factored_qk", 300, 400, heads=2).tensors(), FACTORED_QK
+    tensors, spec = Call("factored_qk", 300, 400, d=d, heads=2).tensors(), FACTORED_QK
     tensors["k"][0, 0, key] *= 30.0 if of == "logits" else 8.0
     if of == "values":
         tensors["v"] *= 2.0**118

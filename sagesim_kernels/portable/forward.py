@@ -240,6 +240,13 @@ def forward_kernel(
 
 
 @triton.jit
+def _has_failed_row(lse2, cu, b, h, queries, n_q):
+    """Return whether the row of one of these queries of sequence b and head h has failed."""
+    has_failed = load_rows(lse2, cu, b, h, queries, n_q, 0.0) == FAILED
+    return tl.max(has_failed.to(tl.int32), 0) > 0
+
+
+@triton.jit
 def failed_rows_kernel(
     grid, q, k, v, subtracted, o, lse2, sink2, softcap, lengths, rounding, scale,
     IS_NEGATIVE: tl.constexpr, sizes,
@@ -253,12 +260,11 @@ def failed_rows_kernel(
     first = part * _ROWS
     if first >= n_q:
         return
-    all_lse2 = load_rows(lse2, lengths.cu_q, b, h, first + tl.arange(0, _ROWS), n_q, 0.0)
-    if tl.min(all_lse2, 0) == FAILED:
+    queries = first + tl.arange(0, _ROWS)
+    if _has_failed_row(lse2, lengths.cu_q, b, h, queries, n_q):
         for at in range(first, tl.minimum(first + _ROWS, n_q), sizes.TILE):
-            queries = at + tl.arange(0, sizes.TILE)
-            tile_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, 0.0)
-            if tl.min(tile_lse2, 0) == FAILED:
+            tile = at + tl.arange(0, sizes.TILE)
+            if _has_failed_row(lse2, lengths.cu_q, b, h, tile, n_q):
                 _compute_tile(
                     at // sizes.TILE, h, b, grid.heads, q, k, v, subtracted, o, lse2, sink2,
                     softcap, None, lengths, rounding, scale, IS_NEGATIVE, sizes, True,

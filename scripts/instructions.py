@@ -39,6 +39,8 @@ HEAD_SIZES = (64, 128)
 CAPABILITIES = (80, 86, 89, 90, 120)
 TOKENS = 4096
 HOPPER = "sagesim_kernels.hopper"
+FAILED_ROWS = "failed_rows_kernel"
+"""It has no step unless rows fail; see `sagesim_kernels.operands.fixed_reference`."""
 
 
 def products(name: str) -> int:
@@ -105,7 +107,8 @@ def our_rows(compiler: Compiler, capabilities: list[int]) -> Iterator[dict[str, 
                         tokens=TOKENS,
                         loops=True,
                     ):
-                        if kernel.loops and kernel.package != HOPPER:
+                        is_other = kernel.package == HOPPER or kernel.name == FAILED_ROWS
+                        if kernel.loops and not is_other:
                             yield from kernel_rows(spec, capability, head_size, is_causal, kernel)
 
 

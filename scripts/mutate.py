@@ -43,6 +43,7 @@ COPIED = ("sagebwd.py", "sagesim", KERNELS, "tests", "theory", "pyproject.toml",
 TESTS = [
     f"tests/sagesim_kernels/test_{name}.py"
     for name in (
+        "fixed_reference",
         "hopper_codes_rows",
         "fuzz",
         "dq_sums",
@@ -807,10 +808,22 @@ BUGS = (
         "        operands.quantize(*_BACKWARD)",
     ),
     Bug(
+        "rows that have not failed are computed again, and stored",
+        "portable/forward.py",
+        "queries = tl.where(is_stored, queries, n_q)",
+        "is_stored = queries < n_q",
+    ),
+    Bug(
+        "failed rows of the last tile are left out",
+        "portable/forward.py",
+        "tl.minimum(first + _ROWS, n_q), sizes.TILE)",
+        "tl.minimum(first + _ROWS, n_q) - sizes.TILE, sizes.TILE)",
+    ),
+    Bug(
         "query heads grouped by remainder",
         "portable/forward.py",
         "k_head = h // sizes.GROUPS",
-        "k_head = h % (grid.heads // sizes.GROUPS)",
+        "k_head = h % (heads // sizes.GROUPS)",
     ),
     Bug(
         "last head of a group dropped",

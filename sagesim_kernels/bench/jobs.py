@@ -31,6 +31,7 @@ PREPARATION: Final = {
     "sum_chunks_kernel": "smoothing",
     "divide_sums_kernel": "smoothing",
     "delta_kernel": "delta",
+    "failed_rows_kernel": "forward",
     "p_rows_kernel": "delta",
     "ampere_p_rows": "delta",
     "hopper_p_rows": "delta",

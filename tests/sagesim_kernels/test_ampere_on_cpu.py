@@ -152,9 +152,10 @@ def test_a_ds_that_overflows_fp16_reaches_its_row_of_dq(runner: PtxRunner) -> No
         assert torch.equal(~dq.isfinite(), overflows[..., None].expand_as(dq))
 
 
-def test_a_factor_that_is_nan_reaches_its_row_alone(runner: PtxRunner) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_a_factor_that_is_nan_reaches_its_row_alone(runner: PtxRunner, dtype: torch.dtype) -> None:
     """In the forward a masked entry has P = 0, also in a block whose scale is NaN."""
-    tensors = Call("factored_qk", 130, 130).tensors()
+    tensors = Call("factored_qk", 130, 130, dtype=dtype).tensors()
     tensors["k"][0, 0, 100] = torch.nan
     spec = sagesim.AttentionSpec.parse("factored_qk smooth=none")
     found = runner.run(tensors, spec, is_causal=True)
@@ -190,13 +191,17 @@ def test_rows_that_the_reference_does_not_fit(runner: PtxRunner, of: str) -> Non
     check_rows_that_fail(runner, of, key=200)
 
 
-def test_a_block_of_infinite_logits_has_no_weight(runner: PtxRunner) -> None:
-    """In 16 bit the products of large q and k overflow: all logits of the first block are -inf."""
+@pytest.mark.parametrize("label", ["sagebwd qk=bf16 smooth=none", "fpa_bf16"])
+def test_a_block_of_infinite_logits_has_no_weight(runner: PtxRunner, label: str) -> None:
+    """In 16 bit the products of large q and k overflow: all logits of the first block are -inf.
+
+    Those of the other keys are -200 and less.
+    """
     tensors = Call("sagebwd", 70, 130).tensors()
     tensors["q"][:] = 1e20
     tensors["k"][..., :64, :] = -1e20
-    tensors["k"][..., 64:, :] *= 1e-20
-    spec = AttentionSpec.parse("sagebwd qk=bf16 smooth=none")
+    tensors["k"][..., 64:, :] = -1e-20 * (25 + tensors["k"][..., 64:, :])
+    spec = AttentionSpec.parse(label)
     found = runner.run(tensors, spec)
     emulated = sagesim.trace(**tensors, spec=spec)
     assert_sqnr_at_least(actual=found.o, exact=emulated.o.double(), floor_db=40, what="o")

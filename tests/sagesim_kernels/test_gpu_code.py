@@ -122,8 +122,13 @@ def compiled_by(
 
 
 def products(kernels: list[Kernel]) -> dict[str, Kernel]:
-    """Return the kernels that multiply matrices, by name."""
-    return {kernel.name: kernel for kernel in kernels if kernel.dots or kernel.opcodes}
+    """Return the kernels that multiply matrices, by name.
+
+    Without the one that computes failed rows: it has the code of `forward_kernel`.
+    """
+    found = {kernel.name: kernel for kernel in kernels if kernel.dots or kernel.opcodes}
+    found.pop("failed_rows_kernel", None)
+    return found
 
 
 def declared(spec: AttentionSpec, kernel: str, dtype: str = "bfloat16") -> list[str]:

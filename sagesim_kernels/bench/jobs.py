@@ -9,6 +9,7 @@ from sagesim_kernels.bench.meter import Kernel
 
 PRODUCTS: Final = {
     "forward_kernel": "forward",
+    "failed_rows_kernel": "forward",
     "gradients_kernel": "dq, dk and dv",
     "finish_dq_kernel": "dq, dk and dv",
     "hopper_forward": "forward",
@@ -31,7 +32,6 @@ PREPARATION: Final = {
     "sum_chunks_kernel": "smoothing",
     "divide_sums_kernel": "smoothing",
     "delta_kernel": "delta",
-    "failed_rows_kernel": "forward",
     "p_rows_kernel": "delta",
     "ampere_p_rows": "delta",
     "hopper_p_rows": "delta",

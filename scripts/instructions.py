@@ -4,8 +4,9 @@
     python scripts/instructions.py --library libtorch_cuda.so [--out FILE.json]
 
 The first form compiles our kernels as `make test` does, by the oldest Triton, and reads the machine
-code. Kernels that are written for Hopper are left out: their warps run different loops. The second
-form reads FlashAttention-2's machine code for sm80 from PyTorch's library (of the wheel for CUDA).
+code. Kernels that are written for Hopper are left out: their warps run different loops. The kernel
+of failed rows is left out, too. The second form reads FlashAttention-2's machine code for sm80 from
+PyTorch's library (of the wheel for CUDA).
 
 A row is one loop; see `tests.support.sass.loops`. `tiles` are the tiles of 64 x 64 elements of the
 map that a step computes, from the multiply-adds of its matrix products. `counts` (instructions of
@@ -107,8 +108,8 @@ def our_rows(compiler: Compiler, capabilities: list[int]) -> Iterator[dict[str, 
                         tokens=TOKENS,
                         loops=True,
                     ):
-                        is_other = kernel.package == HOPPER or kernel.name == FAILED_ROWS
-                        if kernel.loops and not is_other:
+                        is_left_out = kernel.package == HOPPER or kernel.name == FAILED_ROWS
+                        if kernel.loops and not is_left_out:
                             yield from kernel_rows(spec, capability, head_size, is_causal, kernel)
 
 

@@ -143,8 +143,8 @@ def check_rows_that_fail(
 ) -> KernelRun:
     """Check O where a fixed reference does not fit some rows; see `operands.fixed_reference`.
 
-    of: "logits": that of one key is far above those of others in some rows. "values": they are so
-    large that the sum of a few of them overflows.
+    of: "logits": in some rows, the logit of one key is far above all others. "values": V is so
+    large that P V overflows where P is far above 1.
     """
     tensors, spec = Call("factored_qk", 300, 400, d=d, heads=2).tensors(), FACTORED_QK
     tensors["k"][0, 0, key] *= 30.0 if of == "logits" else 8.0

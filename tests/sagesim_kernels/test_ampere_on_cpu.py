@@ -187,7 +187,7 @@ def test_huge_logits_give_finite_results(runner: PtxRunner, spec: str) -> None:
 
 @pytest.mark.parametrize("of", ("logits", "values"))
 def test_rows_that_the_reference_does_not_fit(runner: PtxRunner, of: str) -> None:
-    """It is the largest logit of the first block of keys."""
+    """The reference is the largest logit of the first block of keys."""
     check_rows_that_fail(runner, of, key=200)
 
 
@@ -195,7 +195,7 @@ def test_rows_that_the_reference_does_not_fit(runner: PtxRunner, of: str) -> Non
 def test_a_block_of_infinite_logits_has_no_weight(runner: PtxRunner, label: str) -> None:
     """In 16 bit the products of large q and k overflow: all logits of the first block are -inf.
 
-    Those of the other keys are -200 and less.
+    Those of the other keys are about -200.
     """
     tensors = Call("sagebwd", 70, 130).tensors()
     tensors["q"][:] = 1e20

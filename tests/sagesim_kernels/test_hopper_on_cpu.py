@@ -119,7 +119,7 @@ def test_a_nan_of_a_key_reaches_its_queries(runner: PtxRunner, spec: str) -> Non
 
 @pytest.mark.parametrize(("of", "d"), [("logits", 64), ("values", 64), ("logits", 192)])
 def test_rows_that_the_reference_does_not_fit(runner: PtxRunner, of: str, d: int) -> None:
-    """It is the largest logit of the last block of keys."""
+    """The reference is the largest logit of the last block of keys."""
     found = check_rows_that_fail(runner, of, key=10, d=d, capability=HOPPER)
     assert KERNELS["forward" if d == 64 else "wide"] in found.kernels
 

@@ -1,21 +1,22 @@
 """Launch a compiled kernel again, with other addresses, and without what Triton does every time.
 
-Triton's launcher encodes every TMA descriptor anew and goes through the arguments in Python. Of the
-versions that are known here, the function in C below it is called directly, and descriptors are
-kept: PyTorch's allocator gives out the same addresses again and again.
+Triton's launcher encodes every TMA descriptor anew and goes through the arguments in Python. With a
+version whose compiled kernels are known here, it is left out. Encoded descriptors are kept:
+PyTorch's allocator gives out the same addresses again and again.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import triton
 
+from sagesim_kernels.driver_launch import is_plain_launch, prepare_launch
+
 _IS_KNOWN: Final = triton.__version__.startswith("3.6.")
-"""Whether `_direct` fits this version of Triton."""
+"""Whether `driver_launch` fits this version of Triton."""
 
 _MOST: Final = 64
 """Encoded descriptors that are kept for each argument of a recorded launch."""
@@ -66,7 +67,7 @@ class Descriptor(NamedTuple):
     kind: type
     fields: dict[str, Any]
     encode: Callable[[Any], Any] | None
-    """Makes the arguments in C of a descriptor; None if the launcher takes the descriptor."""
+    """Makes the arguments that stand for it; None if the launcher takes the descriptor."""
 
     def cached(self) -> Callable[[int], tuple[Any, ...]]:
         """Return a function from an address to the arguments that stand for the descriptor."""
@@ -106,23 +107,19 @@ def launcher_of(
 
     args: those of the kernel. TMA descriptors among them become a `Descriptor`.
     """
-    launcher, grid = compiled.run, (*programs, 1, 1)
-    descriptors = [x for x in args if _is_descriptor(x)]
+    if _IS_KNOWN and is_plain_launch(compiled):
+        launch = prepare_launch(compiled, programs[0], args)
+        encoders = _encoders(compiled.metadata, len(launch.descriptors))
+        maps = map(_without_base, launch.descriptors, encoders)
+        return launch.run, (*launch.tensors, *maps)
     # Not compiled[programs], which prepares data for Triton's hooks at every launch.
-    handles = (compiled.packed_metadata, None, None, None)
-    if _IS_KNOWN and not (launcher.global_scratch_size or launcher.profile_scratch_size):
-        launch, encoders = _direct(launcher, compiled.metadata, len(descriptors))
-        flags = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
-        fixed = (compiled.function, *flags, *handles)
-    else:
-        launch, encoders = launcher, [None] * len(descriptors)
-        fixed = (compiled.function, *handles)
+    launcher, grid = compiled.run, (*programs, 1, 1)
+    fixed = (compiled.function, compiled.packed_metadata, None, None, None)
 
     def run(stream: int, *args: Any) -> None:
-        launch(*grid, stream, *fixed, *args)
+        launcher(*grid, stream, *fixed, *args)
 
-    encoder = iter(encoders)
-    return run, tuple(_without_base(x, next(encoder)) if _is_descriptor(x) else x for x in args)
+    return run, tuple(_without_base(x, None) if _is_descriptor(x) else x for x in args)
 
 
 def _is_descriptor(x: Any) -> bool:
@@ -134,13 +131,12 @@ def _without_base(x: Any, encode: Callable[[Any], Any] | None) -> Descriptor:
     return Descriptor(x.base, type(x), fields, encode)
 
 
-def _direct(launcher: Any, metadata: Any, count: int) -> tuple[Any, list[Callable[[Any], Any]]]:
-    """Return the launcher's function in C, and a function that encodes each TMA descriptor."""
+def _encoders(metadata: Any, count: int) -> list[Callable[[Any], Any]]:
+    """Return a function for each TMA descriptor of a kernel that encodes it."""
+    if not count:
+        return []
     from triton.backends.nvidia import driver
 
     encode: Any = driver.make_tensordesc_arg  # pyright: ignore[reportAttributeAccessIssue]
-    if not count:
-        return launcher.launch, []
-    kinds = getattr(metadata, "tensordesc_meta", None) or [None] * count
-    launch = inspect.getclosurevars(launcher.launch).nonlocals["launcher"]
-    return launch, [lambda x, kind=kind: encode(x, kind) for kind in kinds]
+    # Its first result is the encoded descriptor. Shape and strides, which follow, are constant.
+    return [lambda x, kind=kind: encode(x, kind)[:1] for kind in metadata.tensordesc_meta]

@@ -64,7 +64,8 @@ FLOORS: dict[str, set[str]] = {
     "sagesim.fuzzing": {"sagesim.spec", "sagesim.problem", "sagesim.emulator"},
     "sagesim_kernels.target": set(),
     "sagesim_kernels.interpreter": set(),
-    "sagesim_kernels.compiled_launch": set(),
+    "sagesim_kernels.driver_launch": set(),
+    "sagesim_kernels.compiled_launch": {"sagesim_kernels.driver_launch"},
     "sagesim_kernels.launch_plans": {
         "sagesim_kernels.compiled_launch",
         "sagesim_kernels.interpreter",

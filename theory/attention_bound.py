@@ -4,8 +4,13 @@ The bound is propagated through the computation. Rounding changes an operand by 
 (a whole code under stochastic rounding, half a unit in the last place in 16 bits). The errors of
 the operands bound the error of a logit, its exponential bounds the error of P, and so on to the
 gradients. No term is estimated or dropped. Each of n float32 operations has a relative error of at
-most 2**-24. In FP8 the error of an operand is relative to it, 2**-4 for E4M3, down to half a step
-of the subnormal numbers.
+most 2**-24, and an absolute error of at most 2**-126 if its result is smaller than that. In FP8 the
+error of an operand is relative to it, 2**-4 for E4M3, down to half a step of the subnormal numbers.
+
+The absolute errors matter where a sink takes nearly all weight of a row. If the sink is more than
+87 above the logits of the row, each P is below 2**-126, and its relative error is unbounded. P, and
+each product after it, then has the error of `theory.matmul.underflow_error`. Logits need no such
+term: 2**-126 is far below the float32 error of S - L.
 
 Names that end in `_error` are bounds on the absolute error of that tensor.
 """
@@ -31,7 +36,7 @@ from sagesim.spec import (
 )
 from theory.fp8_sums import Instruction
 from theory.heads import Heads
-from theory.matmul import float32_error, product_bound
+from theory.matmul import UNDERFLOW, float32_error, product_bound, underflow_error
 from theory.rounding import GRIDS, UNIT, region_amax, rounding_bound
 from theory.row_bounds import RowBound, folded_sum_bound, truncated_sum_bound, widest
 
@@ -150,6 +155,7 @@ class _Analysis:
         p_error = self._p_error(s_error + row_error)
         rounded = p_error + self._weights_error(p_error, s_error + row_error)
         o_error = product_bound(p, v, rounded, self._operand_error("pv", "v"), terms=n_k)
+        o_error = o_error + self._underflow("pv", n_k)
         o_error = self._output(o, o_error)
 
         same = spec.qk_recompute == spec.qk
@@ -161,10 +167,12 @@ class _Analysis:
         rounded = p_error + self._map_error("dv", p + p_error, of_p)
         dv = p.mT @ self.do
         dv_error = self._query_sum_error("dv", p, rounded, "do", of_p)
+        dv_error = dv_error + self._underflow("dv", n_q)
 
         left, right = self._operand_error("dp", "do"), self._operand_error("dp", "v")
         dp = self.do @ self.v.mT
         dp_error = product_bound(do, v.mT, left, right.mT, terms=v.shape[-1])
+        dp_error = dp_error + self._underflow("dp", v.shape[-1])
         delta = (p * dp).sum(-1, keepdim=True)
         if spec.delta is Delta.FROM_O:
             delta_error = (do * o_error).sum(-1, keepdim=True)
@@ -173,10 +181,11 @@ class _Analysis:
             grown = (p + p_error) * (dp.abs() + dp_error)
             delta_error = (p_error * dp.abs() + (p + p_error) * dp_error).sum(-1, keepdim=True)
             delta_error += float32_error(n_k) * grown.sum(-1, keepdim=True)
+        delta_error += underflow_error(max(n_k, v.shape[-1]))
         ds = (p * (dp - delta)).abs()
         inner_error = dp_error + delta_error + float32_error(1) * (dp.abs() + delta.abs())
         ds_error = p_error * ((dp - delta).abs() + inner_error) + p * inner_error
-        ds_error += float32_error(1) * (ds + ds_error)
+        ds_error += float32_error(1) * (ds + ds_error) + underflow_error(1)
         slope = torch.ones((), dtype=ds.dtype)
         if self.softcap is not None:
             # The derivative of the cap, from the S of qk_recompute.
@@ -186,13 +195,14 @@ class _Analysis:
             slope_error = moved * (2 * s.abs() / self.softcap + moved) + float32_error(4)
             ds_error = ds_error * (slope + slope_error) + ds * slope_error
             ds = ds * slope
-            ds_error += float32_error(1) * (ds + ds_error)
+            ds_error += float32_error(1) * (ds + ds_error) + underflow_error(1)
         ds_error = ds_error.masked_fill(~self.live, 0.0)
         of_ds = RowBound.of_ds(of_p, (self.do, left), (self.v, right), (delta, delta_error))
 
         rounded = ds_error + self._map_error("dq", ds + ds_error, of_ds)
         k_error = self._operand_error("dq", "k")
         dq_error = product_bound(ds, self.k, rounded, k_error, terms=n_k)
+        dq_error = dq_error + self._underflow("dq", n_k)
         dq_error = dq_error + self._dq_instruction_error(ds + rounded, k_error, of_ds)
         exact_ds = p * (dp - delta) * slope
         dq_error = dq_error + self._mean_error(exact_ds, ds_error, delta, delta_error, row_error)
@@ -204,18 +214,24 @@ class _Analysis:
 
         rounded, mean = ds_error + self._map_error("dk", ds + ds_error, of_ds), self.q_mean.abs()
         dk_error = self._query_sum_error("dk", ds, rounded, "q", of_ds)
+        dk_error = dk_error + self._underflow("dk", n_q) + underflow_error(n_q)
         dk_error += ds_error.mT @ mean + float32_error(n_q) * ((ds + rounded).mT @ mean)
         dk = self.scale * (exact_ds.mT @ self.q)
         return AttentionBound(
             o=o_error,
-            dq=self._output(dq, self.scale * dq_error),
-            dk=self._key_output(dk, self.scale * dk_error),
+            dq=self._output(dq, self.scale * dq_error + UNDERFLOW),
+            dk=self._key_output(dk, self.scale * dk_error + UNDERFLOW),
             dv=self._key_output(dv, dv_error),
         )
 
     def _has_row_bound(self, site: str) -> bool:
         matmul = self.spec.site(site)
         return matmul.precision.is_scaled and matmul.lhs is Granularity.PerRowBound
+
+    def _underflow(self, site: str, terms: int) -> float:
+        """Bound on what underflow in float32 adds to a product of a site."""
+        precision = self.spec.site(site).precision
+        return underflow_error(terms, GRIDS[precision].largest ** 2 if precision.is_scaled else 1.0)
 
     def _query_sum_error(
         self, site: str, map: Tensor, rounded: Tensor, tensor: str, bound: RowBound
@@ -252,7 +268,8 @@ class _Analysis:
         """Bound on the error of adding parts of a row of dQ as integers, as kernels do.
 
         Half a unit for each key block; a unit is at most 2^-29 times the bound on the sum of the
-        row's magnitudes (docs/numerics.md, "Sums of dQ"). ds_sum: a bound on |dS| of each row.
+        row's magnitudes (docs/numerics.md, "Sums of dQ"), or twice the largest of its lower limits:
+        2^-150 max |K|, 2^-126, 2^-126 m and 2^-126 m max |K|. ds_sum: a bound on |dS| of each row.
         """
         spec, growth = self.spec, 2.0
         if spec.rounding.mode is RoundingMode.STOCHASTIC and self._has_row_bound("dq"):
@@ -266,7 +283,9 @@ class _Analysis:
         if self.softcap is not None:
             k_amax = k_amax + self.mean.abs().amax((-2, -1))[..., None]
         blocks = -(-self.k.shape[-2] // spec.block_k)
-        return blocks * 2.0**-30 * 1.1 * growth * ds_sum * k_amax
+        b = 1.1 * growth * ds_sum + 2.0**-120
+        m = torch.maximum(b, of_ds.high.squeeze(-1)).amax(-1, keepdim=True)
+        return blocks * (2.0**-30 * b * k_amax + UNDERFLOW * (1 + m * (1 + k_amax)))
 
     def _shift_error(self) -> Tensor:
         """Bound on the float32 error of what smoothing subtracts from a row's logits."""
@@ -283,13 +302,14 @@ class _Analysis:
         elif self.p_sink is not None:
             assert self.sink is not None
             size = float32_error(2) * self.sink.abs() + self._shift_error()
-            share = self.p_sink * torch.expm1(row_error + size + self._float32_error())
+            share = self.p_sink * torch.expm1(row_error + size + self._float32_error()) + UNDERFLOW
             error = share * delta.abs() + (self.p_sink + share) * delta_error
             error += float32_error(2) * (self.p_sink + share) * (delta.abs() + delta_error)
+            error += underflow_error(1)
         else:
             return torch.zeros((), dtype=ds.dtype)
         total = ds.sum(-1, keepdim=True).abs() + error
-        return error * mean + float32_error(2) * total * mean
+        return error * mean + float32_error(2) * total * mean + UNDERFLOW
 
     def _operand_error(self, site: str, tensor: str) -> Tensor:
         """Bound on |rounded - exact| of q, k, v or do as an operand of a site."""
@@ -371,7 +391,8 @@ class _Analysis:
         normalised: whether L is computed from the same S. Then P <= 1, up to float32 errors.
         """
         float32_part = self._float32_error()
-        p_error = self.p * torch.expm1(error + float32_part)
+        p_error = self.p * torch.expm1(error + float32_part) + UNDERFLOW
+        p_error = p_error.masked_fill(~self.live, 0.0)
         return torch.minimum(p_error, torch.exp(float32_part)) if normalised else p_error
 
     def _key_output(self, value: Tensor, error: Tensor) -> Tensor:

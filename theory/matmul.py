@@ -18,6 +18,9 @@ from theory.rounding import UNIT, Moments
 _OPERATIONS: Final = 16
 """Float32 roundings of an element outside its sums: scales, exponential, differences."""
 
+UNDERFLOW: Final = 2.0**-126
+"""The smallest normal number of float32. A smaller result is off by at most this much."""
+
 CONTRACTED: Final = {
     "qk": (COLUMN, COLUMN),
     "pv": (COLUMN, ROW),
@@ -39,6 +42,23 @@ def float32_error(terms: int) -> float:
     Source: Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section 3.1.
     """
     return (terms + _OPERATIONS) * UNIT
+
+
+def underflow_error(terms: int, largest: float = 1.0) -> float:
+    """An upper bound on the absolute error of a float32 sum of `terms` products by underflow.
+
+    A relative bound such as `float32_error` does not hold for results below 2^-126. There the error
+    is absolute: at most 2^-150 in IEEE arithmetic, and at most 2^-126 where such results become 0,
+    as those of exponentials on GPUs. The sum has one such error for each product, each addition and
+    each of 16 steps of an element. A product of two scales that underflows is multiplied by
+    products of two codes afterwards.
+
+    Args:
+        largest: the largest product of two codes; 1 if no operand has a scale.
+
+    Source: Higham, as above, section 2.1. The terms for scales are ours.
+    """
+    return (2 * terms + _OPERATIONS) * largest * UNDERFLOW
 
 
 def product_bound(

@@ -109,7 +109,8 @@ def options(draw: st.DrawFn, n: int) -> dict[str, Any]:
     if draw(st.booleans()):
         found["seqused_k"] = torch.tensor([draw(st.integers(0, n))])
     if draw(st.booleans()):
-        found["sinks"] = torch.tensor([draw(st.floats(-5, 5)), draw(st.floats(-5, 5))])
+        sink = st.floats(-5, 5) | st.floats(20, 120)
+        found["sinks"] = torch.tensor([draw(sink), draw(sink)])
     return found
 
 
@@ -134,6 +135,35 @@ def test_the_kernels_stay_within_the_bound(label, seed, n, d, sigma, dtype, kind
     inputs, spec = problem(seed, n, d, sigma, dtype, kind), AttentionSpec.parse(label)
     computed = sagesim_kernels.trace(*inputs, spec=spec, **given)
     assert_bound(computed, inputs, spec, given, may_overflow=kind != "ordinary")
+
+
+ABOVE = (0.0, 10.0, 30.0, 60.0, 100.0)
+"""How far a sink is above the largest logit. From 87 on, P is below the normal float32 numbers."""
+
+
+@pytest.mark.parametrize("is_causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("label", ("factored_qk", "sagebwd", "factored", "fpa", "fp8_gradients"))
+def test_the_bound_holds_if_a_sink_takes_nearly_all_weight(label, is_causal):
+    """In float32 outputs, of which 16 bit would hide the error."""
+    inputs, spec = problem(0, 96, 32, 1.0, torch.float32), AttentionSpec.parse(label)
+    largest = sagesim.exact(*inputs).s.amax()
+    for above in ABOVE:
+        options = {"is_causal": is_causal, "sinks": (largest + above).float().expand(2)}
+        assert_bound(sagesim.trace(*inputs, spec=spec, **options), inputs, spec, options)
+
+
+def test_the_bound_of_the_kernels_holds_if_a_sink_takes_nearly_all_weight():
+    """GPUs flush an exponential below 2^-126 to 0."""
+    inputs = problem(0, 40, 16, 1.0, torch.float32)
+    largest = sagesim.exact(*inputs).s.amax()
+    for label in ("factored_qk", "factored"):
+        for above in ABOVE[2:]:
+            spec, options = (
+                AttentionSpec.parse(label),
+                {"sinks": (largest + above).float().expand(2)},
+            )
+            computed = sagesim_kernels.trace(*inputs, spec=spec, **options)
+            assert_bound(computed, inputs, spec, options)
 
 
 @pytest.mark.parametrize("label", LABELS[:3])

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tests.support.shared_races import SharedAccesses
+from tests.support.shared_races import Race, SharedAccesses
 
 Numbers = NDArray[Any]
 """One number of each thread."""
@@ -182,8 +182,8 @@ class Program:
         threads: int,
         memory: Sequence[Range],
         make_block: Callable[..., Block] | None = None,
-    ) -> None:
-        """Run all blocks of a grid with one axis.
+    ) -> set[int]:
+        """Run all blocks of a grid with one axis, and return the `barriers` that threads met.
 
         arguments: addresses and numbers; 0 for those that are missing at the end.
         memory: what the kernel may access.
@@ -196,8 +196,45 @@ class Program:
         """
         missing = len(self.parameters) - len(arguments)
         values = dict(zip(self.parameters, [*arguments, *[0] * missing], strict=True))
-        for block in range(grid):
-            (make_block or Block)(self, values, block, grid, threads, memory).run()
+        met: set[int] = set()
+        for index in range(grid):
+            block = (make_block or Block)(self, values, index, grid, threads, memory)
+            block.run()
+            met |= block.met
+        return met
+
+    def races_without_barriers(
+        self,
+        arguments: Sequence[int | float],
+        grid: int,
+        threads: int,
+        memory: Sequence[Range],
+    ) -> list[str]:
+        """Return the race without each of the `barriers`, or "" for one that is redundant.
+
+        The last barrier is removed first, and each that is redundant stays removed. So of two
+        barriers of which one is enough, the second is redundant, and the first is not.
+
+        Args: see `run`.
+
+        Raises:
+            ValueError: if threads do not meet a barrier. Its removal would change nothing.
+        """
+        launch = arguments, grid, threads, memory
+        missed = set(self.barriers) - self.run(*launch)
+        if missed:
+            raise ValueError(f"threads do not meet {len(missed)} of {len(self.barriers)} barriers")
+        program, races = self, []
+        for barrier in reversed(self.barriers):
+            fewer = program.without(barrier)
+            try:
+                fewer.run(*launch)
+            except Race as race:
+                races.append(str(race))
+            else:
+                races.append("")
+                program = fewer
+        return races[::-1]
 
 
 class Block:
@@ -221,6 +258,7 @@ class Block:
         self.running = np.ones(threads, bool)
         self.waits_at = np.full(threads, NOWHERE)  #: a barrier of the block
         self.is_blocked = np.zeros(threads, bool)  #: at its statement, until it can be executed
+        self.met: set[int] = set()  #: barriers that threads came to
         index = np.arange(threads, dtype=np.uint32)
         zero = np.zeros(threads, np.uint32)
         self.special = {"%tid.x": index, "%ctaid.x": zero + block, "%nctaid.x": zero + grid}
@@ -293,6 +331,7 @@ class Block:
                 if chosen.any():
                     return
             elif _is_barrier(opcode):
+                self.met.add(now - 1)
                 self.at[together] = now
                 self.waits_at[together] = int(operands[0], 0)
                 if len(operands) > 1:

@@ -13,7 +13,6 @@ from triton.runtime import JITFunction, driver
 from tests.support.compile_worker import AbsentGPU, check_memory
 from tests.support.ptx import WARP, Program, Range
 from tests.support.ptx_hopper import HopperBlock, Maps, TensorMap
-from tests.support.shared_races import Race
 
 CODES: Final = {f"sm{capability}": capability for capability in (80, 86, 89, 90)}
 """What `--code` takes without a GPU -> compute capability."""
@@ -61,12 +60,9 @@ class PtxLaunches:
             self.kernels.append(fn.__name__)
         if fn.__name__ == "ampere_backward":
             self.config = args[fn.arg_names.index("CONFIG")]._asdict()
-            for barrier in program.barriers if self.removes_barriers else ():
-                self.races.append("")
-                try:
-                    program.without(barrier).run(arguments, math.prod(grid), threads, memory)
-                except Race as race:
-                    self.races[-1] = str(race)
+            if self.removes_barriers:
+                launch = arguments, math.prod(grid), threads, memory
+                self.races += program.races_without_barriers(*launch)
         return kernel
 
 

@@ -34,7 +34,7 @@ class KernelRun(NamedTuple):
     d_sinks: Tensor | None
     kernels: list[str]  #: for mma.sync or Hopper that ran
     config: dict[str, int]  #: of the backward: fields of `Config`
-    races: list[str]  #: without each barrier of the backward in turn; "" if none was found
+    races: list[str]  #: of the backward; see `Program.races_without_barriers`
 
 
 class PtxRunner:
@@ -73,7 +73,7 @@ class PtxRunner:
         lower_right: how the causal mask is aligned.
         capability: compute capability of the GPU for which the kernels are compiled, of those in
             `compile_worker.SHARED_MEMORY`. Tiles depend on its shared memory.
-        removes_barriers: run the backward also without each of its barriers. This spoils dq.
+        removes_barriers: find the races of the backward without its barriers. This spoils dq.
         """
         files = {name: str(self._folder / f"{name}.pt") for name in ("arguments", "results")}
         torch.save(tensors, files["arguments"])

@@ -27,7 +27,7 @@ from theory.heads import Heads
 from theory.int8_dp import ds_moments_from_dp
 from theory.matmul import product_moments
 from theory.qk_error import qk_moments
-from theory.rounding import Moments, region_amax, rounding_moments, spacing
+from theory.rounding import GRIDS, Moments, region_amax, rounding_moments, spacing
 
 PARTS: Final = (LOGITS, "pv", "dv", "dp", "dq", "dk")
 """The sites (matmuls) with a share of the error; qk and qk_recompute have one share together."""
@@ -84,8 +84,10 @@ def error_budget(
 
     Limits: the errors of different sites are assumed independent. PV and dP both round V, and under
     INT8 dP this common error is counted twice. Errors of logits much above 1 are outside the
-    two-key model of `theory.qk_error`. Float32 sums, the rounding of the outputs to 16 bits, and
-    overflow are not modelled.
+    two-key model of `theory.qk_error`. Float32 sums, overflow, and the relative error of outputs in
+    16 bits are not modelled. Underflow is, of operands, of P and dS in float32, and of outputs: a
+    sink far above the logits makes all of them small. An estimate is no bound; for one, see
+    `theory.attention_bound`.
 
     Args:
         q, k, v, do, options: as for `sagesim.trace`; or an `AttentionProblem` alone, such as a
@@ -116,7 +118,7 @@ def error_budget(
     if problem.sinks is not None:
         sinks = list(problem.sinks.detach().double().expand(problem.q.shape[:-2]).flatten())
     each = [
-        _Head(part, resolved, problem.logit_scale, sink, problem.softcap)
+        _Head(part, resolved, problem.logit_scale, sink, problem.softcap, problem.q.dtype)
         for part, sink in zip(parts, sinks, strict=True)
     ]
     for first in range(0, len(each), heads.groups):
@@ -140,8 +142,9 @@ def _add_group(squares: dict[str, dict[str, float]], group: list[_Head]) -> None
     """
     by_head = [head.errors_by_site() for head in group]
     for t in OUTPUTS:
-        summed = t in ("dk", "dv")
-        for one in [by_head] if summed else [[errors] for errors in by_head]:
+        parts = [slice(None)] if t in ("dk", "dv") else [slice(i, i + 1) for i in range(len(group))]
+        for part in parts:
+            heads, one = group[part], by_head[part]
             by_site = {
                 site: _sum([errors[site][t] for errors in one])
                 for site in PARTS
@@ -149,12 +152,12 @@ def _add_group(squares: dict[str, dict[str, float]], group: list[_Head]) -> None
             }
             for site, moments in by_site.items():
                 squares[site][t] += float(moments.mean_square.sum())
-            squares["all"][t] += float(_sum(list(by_site.values())).mean_square.sum())
-            if own := [moments for site, moments in by_site.items() if site != LOGITS]:
-                squares["own"][t] += float(_sum(own).mean_square.sum())
-        exactly = [getattr(head.exact, t) for head in group]
-        for x in [torch.stack(exactly).sum(0)] if summed else exactly:
-            squares["exact"][t] += float(x.square().sum())
+            exactly = torch.stack([getattr(head.exact, t) for head in heads]).sum(0)
+            own = {site: moments for site, moments in by_site.items() if site != LOGITS}
+            for name, errors in (("all", by_site), ("own", own)):
+                error = heads[0].stored(t, exactly, _sum(list(errors.values())))
+                squares[name][t] += float(error.mean_square.sum())
+            squares["exact"][t] += float(exactly.square().sum())
 
 
 def _sum(moments: list[Moments]) -> Moments:
@@ -176,9 +179,10 @@ class _Head:
         scale: float,
         sink: Tensor | None,
         softcap: float | None,
+        dtype: torch.dtype,
     ) -> None:
         q, k, v, do = head.q, head.k, head.v, head.do
-        self.spec, self.scale = spec, scale
+        self.spec, self.scale, self.dtype = spec, scale, dtype
         sinks = None if sink is None else sink[None]
         found = exact(
             *(x[None] for x in (q, k, v, do)),
@@ -196,6 +200,10 @@ class _Head:
         self.q_rounded = q - head.query_block_means(spec.block_q) if spec.smoothing.q else q
         self.values = {"q": self.q_rounded, "k": self.k, "v": v, "do": do}
         self.values |= {"p": self.exact.p, "ds": self.exact.ds}
+        # P and dS in float32, where P may be below the normal numbers.
+        p = self._computed(self.exact.p)
+        share = (p / self.exact.p).where(self.exact.p > 0, 1.0)
+        self.computed = {"p": p, "ds": self._computed(self.exact.ds * share)}
 
         self.has_sink = sink is not None
         p = self.exact.p
@@ -225,6 +233,9 @@ class _Head:
                 self._error_with_sink(p_error, -1),
                 self._error_with_sink(v_error, -2),
             )
+            o = self.exact.o + pv["o"].mean
+            lost = (do * (underflowed(o, self.dtype) - o)).sum(-1, keepdim=True)
+            of_keys = Moments(of_keys.mean - self.p * lost, of_keys.variance)
             pv |= self._through_delta(of_keys)
         of_dp = ds_moments_from_dp(
             self.p,
@@ -234,10 +245,18 @@ class _Head:
             self._error_with_sink(self.error("dp", "v"), -2),
             self.spec.delta,
         )
+        if self.spec.delta is Delta.FROM_P:
+            terms = self._computed(self.computed["p"] * self.exact.dp)
+            lost = (terms - p * self.exact.dp).sum(-1, keepdim=True)
+            of_dp = Moments(of_dp.mean - self.p * lost, of_dp.variance)
         dq = product_moments(ds, k, self.error("dq", "ds"), self.error("dq", "k"))
         dk_left, dv_left = self.error("dk", "ds").mT, self.error("dv", "p").mT
         dk = product_moments(ds.mT, self.q_rounded, dk_left, self.error("dk", "q"))
         dv = product_moments(p.mT, do, dv_left, self.error("dv", "do"))
+        dq, dk, dv = (
+            Moments(x.mean, x.variance + self._of_products(site, map))
+            for site, map, x in (("dq", ds, dq), ("dk", ds.mT, dk), ("dv", p.mT, dv))
+        )
         return {
             LOGITS: self._through_logits(),
             "pv": pv,
@@ -311,16 +330,56 @@ class _Head:
     def _scaled(self, mean: Tensor, variance: Tensor) -> Moments:
         return Moments(self.scale * mean, self.scale**2 * variance)
 
+    def stored(self, output: str, exactly: Tensor, error: Moments) -> Moments:
+        """The error of an output with its underflow: in float32 of dS, and in its dtype of others.
+
+        The relative error of rounding other numbers to the dtype is left out.
+        """
+        if output == "ds":
+            return Moments(error.mean + self.computed["ds"] - exactly, error.variance)
+        found = exactly + error.mean
+        return Moments(error.mean + underflowed(found, self.dtype) - found, error.variance)
+
+    def _computed(self, x: Tensor) -> Tensor:
+        """x with its underflow in the dtype that the emulator computes in."""
+        return underflowed(x, torch.promote_types(self.dtype, torch.float32))
+
     def error(self, site: str, tensor: str) -> Moments:
-        """The expected error of rounding an operand of a site."""
+        """The expected error of an operand of a site: of rounding it, and of underflow before."""
+        x = self.values[tensor]
+        if site == "pv" and tensor == "p":
+            # PV rounds exp(S - row maximum). The largest P of the row is a factor of O afterwards.
+            top = x.amax(-1, keepdim=True)
+            weights, factor = x / top.where(top > 0, 1.0), self._computed(top)
+            of_weights = self._rounding(site, tensor, weights)
+            mean = of_weights.mean * factor + weights * (factor - top)
+            return Moments(mean, of_weights.variance * factor.square())
+        computed = self.computed.get(tensor, x)
+        found = self._rounding(site, tensor, computed)
+        return Moments(found.mean + computed - x, found.variance)
+
+    def _of_products(self, site: str, map: Tensor) -> Tensor:
+        """The variance that rounding the products of a float32 sum adds, where they underflow.
+
+        map: the left operand. A product with a number below the normal ones counts as one that
+        underflows. It is rounded to a multiple of the smallest number.
+        """
+        if self.spec.site(site).precision is not Precision.FP32 or self.dtype is torch.float64:
+            return torch.zeros((), dtype=map.dtype)
+        info = torch.finfo(torch.float32)
+        count = ((map != 0) & (map.abs() < info.smallest_normal)).sum(-1, keepdim=True)
+        return count.double() * (info.smallest_normal * info.eps) ** 2 / 12
+
+    def _rounding(self, site: str, tensor: str, x: Tensor) -> Moments:
+        """The expected error of rounding x, an operand of a site."""
         matmul = self.spec.site(site)
         if matmul.precision.is_scaled and matmul.lhs is Granularity.PerRowBound:
             if tensor in MAPS:
-                return self._error_within_bound(site, tensor)
+                return self._error_within_bound(site, tensor, x)
             if site in FOLDED:
                 return self._fold(site)[1]
         how = matmul.lhs if OPERANDS[site][0] == tensor else matmul.rhs
-        x, precision = self.values[tensor], matmul.precision
+        precision = matmul.precision
         if precision is Precision.FP32:
             return Moments.none(x)
         if not precision.is_scaled:
@@ -328,10 +387,18 @@ class _Head:
         block = self.spec.block_k if tensor in ("k", "v") else self.spec.block_q
         columns = self.spec.block_k if tensor in MAPS else x.shape[-1]
         step = region_amax(x, how, block, columns) / CODE_MAX[precision]
+        return self._scaled_error(x, step, precision)
+
+    def _scaled_error(self, x: Tensor, step: Tensor, precision: Precision) -> Moments:
+        """The error of rounding x to codes. step: the scale of each element, 0 for zeros."""
         step = step.where(step > 0, 1.0)
-        if precision is not Precision.INT8:
-            return _float_noise(x, step, precision)
-        return self._int8_error(x, step)
+        found = (
+            self._int8_error(x, step)
+            if precision is Precision.INT8
+            else _float_noise(x, step, precision, self.spec.rounding.mode)
+        )
+        lost = step < 2.0**-128  # the inverse overflows, and the region becomes 0
+        return Moments(torch.where(lost, -x, found.mean), found.variance.masked_fill(lost, 0.0))
 
     def _int8_error(self, x: Tensor, step: Tensor) -> Moments:
         if self.spec.rounding.mode is RoundingMode.STOCHASTIC:
@@ -368,9 +435,9 @@ class _Head:
         error = (codes / scale.where(scale > 0, 1.0) - x).where(bound > 0, 0.0)
         return scale, Moments(torch.zeros_like(error), error.square())
 
-    def _error_within_bound(self, site: str, tensor: str) -> Moments:
-        """The error of a map whose scales follow from bounds."""
-        matmul, x = self.spec.site(site), self.values[tensor]
+    def _error_within_bound(self, site: str, tensor: str, x: Tensor) -> Moments:
+        """The error of x, a map whose scales follow from bounds."""
+        matmul = self.spec.site(site)
         of_dk = self.spec.dk
         if site in FOLDED:
             scale, _ = self._fold(site)
@@ -378,20 +445,40 @@ class _Head:
             scale, _ = self._fold("dk")  # dQ and dK share the codes of dS
         else:
             scale = self._bound(tensor) / CODE_MAX[matmul.precision]
-        scale = scale.where(scale > 0, 1.0)
-        if matmul.precision is Precision.INT8:
-            return self._int8_error(x, scale)
-        noise = _float_noise(x, scale, matmul.precision)
-        if tensor == "p":  # the largest element of a row is a code
-            noise = Moments(noise.mean, noise.variance.where(x < self._bound("p"), 0.0))
-        return noise
+        found = self._scaled_error(x, scale, matmul.precision)
+        if tensor == "p" and matmul.precision is not Precision.INT8:
+            # The largest element of a row is a code.
+            variance = found.variance.where(x < self._bound("p"), 0.0)
+            found = Moments(found.mean, variance)
+        return found
 
 
-def _float_noise(x: Tensor, scale: Tensor, precision: Precision) -> Moments:
-    """Uniform noise over the distance between numbers of a float format; 0 if x is one of them."""
+def underflowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded to a dtype where it is below the normal numbers of the dtype, and x elsewhere.
+
+    There the dtype's numbers are equally spaced, and a number below half their distance becomes 0.
+    """
+    return x.to(dtype).double().where(x.abs() < torch.finfo(dtype).smallest_normal, x)
+
+
+def _float_noise(
+    x: Tensor, scale: Tensor, precision: Precision, mode: RoundingMode = RoundingMode.HALF_EVEN
+) -> Moments:
+    """The error of rounding to a float format; to nearest, if the format has no scale.
+
+    It is uniform noise over the distance between two numbers, and 0 if x is one of them. To
+    nearest, numbers next to the format's 0 have a known error, as in `rounding_moments`: they
+    become 0 or the smallest number.
+    """
     distance = spacing(x, scale, precision)
     noise = (distance.square() / 12).masked_fill(x % distance == 0, 0.0)
-    return Moments(torch.zeros_like(x), noise)
+    codes = (x / distance).round()
+    smallest = GRIDS[precision].smallest * scale
+    known = (codes.abs() <= 1) & (distance <= smallest)
+    if precision.is_scaled and mode is RoundingMode.STOCHASTIC:
+        known = torch.zeros_like(known)
+    mean = (codes * distance - x).where(known, 0.0)
+    return Moments(mean, noise.masked_fill(known, 0.0))
 
 
 def _relative(square: float, norm: float) -> float:

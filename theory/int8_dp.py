@@ -46,9 +46,10 @@ def ds_moments_from_dp(
     mean = p * (error.mean - (p * error.mean).sum(-1, keepdim=True))
     u = do.square() @ v_error.variance.mT
     from_v = u * (1 - 2 * p) + (p.square() * u).sum(-1, keepdim=True)
-    # |V_j - O_i|^2 weighted by the variances of a, expanded into matrix products. Subtracting the
-    # mean of V first avoids cancellation.
-    v = v - v.mean(-2, keepdim=True)
+    # |V_j - O_i|^2 weighted by the variances of a, expanded into matrix products. The last V is
+    # subtracted first: a part that all V share would cancel. With sinks it is the sink's 0. Its P
+    # is near 1, and its distance from O is tiny, so that this term must not cancel.
+    v = v - v[..., -1:, :]
     var, o = do_error.variance, p @ v
     from_do = var @ v.square().mT - 2 * (var * o) @ v.mT + (var * o.square()).sum(-1, keepdim=True)
     return Moments(mean, p.square() * (from_v + from_do).clamp(min=0.0))

@@ -59,6 +59,59 @@ def test_with_sinks_and_a_softcap_errors_are_within_25_percent(label, name):
     assert not failed, failed
 
 
+ABOVE = (0.0, 10.0, 30.0, 60.0, 100.0)
+"""How far a sink is above the largest logit. From 87 on, P is below the normal float32 numbers."""
+
+
+def far_sinks(above, *, is_causal, dtype=torch.float32):
+    """Heads with the same sink, `above` the largest of their logits. K has a mean in each head."""
+    found = pooled([gaussian(0.5, 64, 16, is_causal=is_causal, seed=i) for i in range(24)])
+    heads = found.q.shape[1]
+    k = found.k + torch.randn(1, heads, 1, 16, generator=torch.Generator().manual_seed(1))
+    largest = (found.q @ k.mT * found.logit_scale).amax()
+    found = dataclasses.replace(found, k=k, sinks=(largest + above).expand(heads))
+    return found.map(lambda x: x.to(dtype))
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "label", ["factored_qk", "sagebwd", "factored", "fp8_gradients", "fpa_fp16"]
+)
+def test_errors_are_within_25_percent_if_a_sink_takes_nearly_all_weight(label, is_causal):
+    """P, dS and dQ are as small as exp(-above). They underflow in 16 bit and in float32."""
+    spec = AttentionSpec.parse(label)
+    for above in ABOVE:
+        sample = far_sinks(above, is_causal=is_causal)
+        predicted = error_budget(sample, spec=spec).error
+        measured = sagesim.compare(sample.trace(spec), sample.exact()).overall
+        for t in OUTPUTS:
+            assert measured[t].rel_l2 == pytest.approx(predicted[t], rel=WITHIN), (above, t)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_p_below_the_normal_float32_numbers_is_an_error_of_a_spec_that_rounds_nothing(is_causal):
+    """At 95, most P are a few hundred times the smallest float32 number."""
+    for above in (60.0, 95.0):
+        sample = far_sinks(above, is_causal=is_causal)
+        predicted = error_budget(sample, spec=sagesim.FPA).error
+        measured = sagesim.compare(sample.trace(sagesim.FPA), sample.exact()).overall
+        for t in OUTPUTS:
+            assert (predicted[t] > 0) == (above == 95.0)
+            assert measured[t].rel_l2 == pytest.approx(predicted[t], rel=WITHIN, abs=1e-5), t
+
+
+@pytest.mark.parametrize("label", ["factored_qk", "sagebwd", "factored"])
+def test_outputs_that_underflow_in_float16_have_an_error_of_1(label):
+    spec = AttentionSpec.parse(label)
+    for above in ABOVE[2:]:
+        sample = far_sinks(above, is_causal=True, dtype=torch.float16)
+        predicted = error_budget(sample, spec=spec).error
+        measured = sagesim.compare(sample.trace(spec), sample.exact()).overall
+        for t in ("o", "dq", "dk", "dv"):
+            assert measured[t].rel_l2 == pytest.approx(predicted[t], rel=1e-3), t
+            assert predicted[t] == pytest.approx(1.0, abs=1e-3), t
+
+
 @pytest.mark.parametrize(
     ("option", "wrong"),
     [("sinks", {"o", "dq", "dk", "dv"}), ("softcap", {"o", "ds", "dq", "dk", "dv"})],

@@ -8,6 +8,7 @@ PyTorch's allocator gives out the same addresses again and again.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -15,8 +16,8 @@ import triton
 
 from sagesim_kernels.driver_launch import is_plain_launch, prepare_launch
 
-_IS_KNOWN: Final = triton.__version__.startswith("3.6.")
-"""Whether `driver_launch` fits this version of Triton."""
+_IS_KNOWN: Final = triton.__version__.startswith("3.6.") and sys.platform == "linux"
+"""Whether `driver_launch` fits this version of Triton, and finds the driver."""
 
 _MOST: Final = 64
 """Encoded descriptors that are kept for each argument of a recorded launch."""

@@ -163,6 +163,7 @@ def launch_backward(
         tile_dv=tile_dv,
         channels=d_v,
         is_copied=operands.stored,
+        is_fixed=False,
     )
     compute_of_keys(dv, Side(k_codes), Side(q_codes, right=do_numbers), for_dv, 1.0)
     for_dk = for_dv._replace(has_dp=True, stages=2, right_stages=1 if is_large else 2, channels=d)

@@ -87,6 +87,6 @@ class Config(NamedTuple):
     """Channels of the result."""
     is_copied: bool
     """Whether the 16-bit tensors lie in padded storage."""
-    is_fixed: bool = False
+    is_fixed: bool
     """Whether the forward has a fixed reference in blocks without a mask, see
     `operands.fixed_reference`: the largest logit of the masked blocks before them."""

@@ -263,8 +263,8 @@ def failed_rows_kernel(
     queries = first + tl.arange(0, _ROWS)
     if _has_failed_row(lse2, lengths.cu_q, b, h, queries, n_q):
         for at in range(first, tl.minimum(first + _ROWS, n_q), sizes.TILE):
-            tile = at + tl.arange(0, sizes.TILE)
-            if _has_failed_row(lse2, lengths.cu_q, b, h, tile, n_q):
+            of_tile = at + tl.arange(0, sizes.TILE)
+            if _has_failed_row(lse2, lengths.cu_q, b, h, of_tile, n_q):
                 _compute_tile(
                     at // sizes.TILE, h, b, grid.heads, q, k, v, subtracted, o, lse2, sink2,
                     softcap, None, lengths, rounding, scale, IS_NEGATIVE, sizes, True,

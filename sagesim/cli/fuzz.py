@@ -1,10 +1,10 @@
 """Test whether your own kernel computes what a spec says.
 
 The command draws calls with many shapes, masks, memory layouts and distributions of values. It runs
-your function and the emulator on each call, forward and backward. If o, dq, dk or dv differ by more
-than docs/numerics.md allows, it looks for the smallest such call. It prints the tensor, the size of
-the difference, the likely mistake or product, and a program that reproduces the difference. It also
-reports a function that raises, or that writes to q, k, v or dO.
+your function and the emulator on each call, forward and backward. If o, dq, dk, dv or the gradient
+of sinks differs by more than docs/numerics.md allows, it looks for the smallest such call. It
+prints the tensor, the size of the difference, the likely mistake or product, and a program that
+reproduces the difference. It also reports a function that raises, or that writes to q, k, v or dO.
 
 examples:
   sagesim fuzz my_kernels.attention:sage_attention --spec factored --device cuda

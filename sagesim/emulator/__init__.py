@@ -4,7 +4,7 @@ from sagesim.emulator.autograd import attention
 from sagesim.emulator.forward import SmoothedQK
 from sagesim.emulator.hooks import Hooks, Place
 from sagesim.emulator.layout import FlatProblem, flatten
-from sagesim.emulator.passes import plain_float32, run, run_backward, run_forward
+from sagesim.emulator.passes import Passes, plain_float32, run, run_backward, run_forward
 from sagesim.emulator.qk_norm import QKNorm
 from sagesim.emulator.quantization import (
     COLUMN,
@@ -34,6 +34,7 @@ __all__ = [
     "Hooks",
     "Operand",
     "Panel",
+    "Passes",
     "Place",
     "QKNorm",
     "QTensor",

@@ -18,12 +18,13 @@ _BITS: Final = {2: torch.int16, 4: torch.int32}
 
 
 class Outputs(NamedTuple):
-    """The results of a call: o and the gradients of q, k and v."""
+    """The results of a call: o and the gradients of q, k, v and the sinks."""
 
     o: Tensor
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsinks: Tensor  #: [heads]; zeros without sinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def call(
     Args:
         attention: called as `fn(q, k, v, is_causal=..., scale=..., enable_gqa=...)`, and with those
             of causal_alignment, window, key_mask, sinks and softcap that the problem has.
-        problem: its q, k and v must be leaves of autograd.
+        problem: its q, k, v and sinks must be leaves of autograd.
         seqused_k: the lengths of which the problem's key_mask is the mask; `attention` gets them in
             place of the mask.
         options: further arguments for `attention`.
@@ -58,13 +59,16 @@ def call(
         Exception: what `attention` or its backward raises.
     """
     inputs = _Inputs(problem)
-    leaves = [x.requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    inputs_of = {"dq": problem.q, "dk": problem.k, "dv": problem.v}
+    if problem.sinks is not None:
+        inputs_of["dsinks"] = problem.sinks
+    leaves = [x.requires_grad_() for x in inputs_of.values()]
     of_sdpa = {name: getattr(problem, name) for name in ("is_causal", "scale", "enable_gqa")}
     given = of_sdpa | problem.given_options
     if seqused_k is not None:
         del given["key_mask"]
         given["seqused_k"] = seqused_k
-    o: Any = attention(*leaves, **given, **options)
+    o: Any = attention(*leaves[:3], **given, **options)
     problems = inputs.overwritten("forward")
     if invalid := _invalid(o, problem.gradient):
         return Called({}, problems | {"o": invalid})
@@ -72,7 +76,7 @@ def call(
     gradients: Any = torch.autograd.grad(o, leaves, problem.gradient, allow_unused=True)
     problems = inputs.overwritten("backward") | problems
     outputs = {"o": o.detach()}
-    for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+    for name, gradient in zip(inputs_of, gradients, strict=True):
         if gradient is None:
             problems[name] = "no gradient; to autograd, o does not depend on " + name[1:]
         else:

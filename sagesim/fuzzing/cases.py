@@ -45,7 +45,7 @@ EXTRAS: Final = {
     "window": "window=(left, right) and causal_alignment",
     "padding": "key_mask",
     "seqused_k": "the number of keys of each sequence; no case has key_mask and seqused_k",
-    "sinks": "sinks; their gradient is not compared",
+    "sinks": "sinks; their gradient is compared too",
     "softcap": "softcap",
 }
 """Arguments that SDPA does not have, by the name that `extras` includes them by."""
@@ -196,7 +196,8 @@ class FuzzCase:
         called = call_with(self, attention, device, **options)
         for tensor, problem in called.problems.items():
             raise ValueError(f"{tensor}: {problem}")
-        return Outputs(**called.outputs)
+        without_sinks = {"dsinks": torch.zeros(self.heads, device=device)}
+        return Outputs(**(without_sinks | called.outputs))
 
     def describe(self) -> Iterator[str]:
         """The case in words: the shapes, then every field that is not the default."""

@@ -27,7 +27,9 @@ the allowed difference of another output."""
 class Site:
     """Where the first wrong intermediate may be computed, inferred from the outputs."""
 
-    names: tuple[str, ...]  #: of `sagesim.SITES`; several if the outputs do not tell them apart
+    names: tuple[str, ...]
+    """Of `sagesim.SITES`; several if the outputs do not tell them apart. "dsinks" if only the
+    gradient of the sinks is wrong, which no product computes."""
     words: str  #: the computations that may be wrong
     reason: str  #: which outputs differ, and why they imply this
 
@@ -36,7 +38,8 @@ def infer(failing: Sequence[Mapping[str, float]]) -> Site:
     """Infer where the error is that reaches exactly these outputs, if there is only one.
 
     O depends on qk and pv. dV depends on dv and on P, which depends on qk_recompute and, through L,
-    on qk. dQ and dK depend on all sites except each other's and dv.
+    on qk. dQ and dK depend on all sites except each other's and dv. The gradient of the sinks
+    depends on L and delta; it decides only if no other output differs.
 
     Args:
         failing: for each failing case, `Difference.ratio` of each output. All cases are needed,
@@ -83,6 +86,12 @@ def infer(failing: Sequence[Mapping[str, float]]) -> Site:
                 ("dp", "dq", "dk"),
                 "dP = dO Vᵀ, delta, dS = P (dP - delta), or the rounding of dS",
                 "dq and dk, which share dS, differ; o and dv are right in every case",
+            )
+        case False, False, False, False:
+            return Site(
+                ("dsinks",),
+                "d sinks = -sum over the rows of P_sink delta",
+                "only dsinks differs, in every case",
             )
         case _:
             return _one_gradient("dq" if dq else "dk", max(worst.values()))
@@ -176,7 +185,9 @@ def multiples(
     """The outputs that are a multiple of the emulator's in every failing case, and the factors."""
     contracts = [Contract(case, spec, device) for case, _ in failing]
     found: dict[str, str] = {}
-    for name in ORDER if failing else ():
+    for name in ORDER:
+        if not failing or any(name not in outputs for _, outputs in failing):
+            continue  # dsinks, if a case has no sinks
         factors = {
             factor(out[name], getattr(contract.emulator, name))
             for contract, (_, out) in zip(contracts, failing, strict=True)

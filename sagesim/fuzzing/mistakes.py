@@ -181,12 +181,15 @@ def _interleaved(problem: AttentionProblem) -> Tensor:
 
 def _interleave(problem: AttentionProblem) -> AttentionProblem:
     order = _interleaved(problem)
-    return replace(problem, q=problem.q[:, order], do=problem.gradient[:, order])
+    sinks = None if problem.sinks is None else problem.sinks[order]
+    return replace(problem, q=problem.q[:, order], do=problem.gradient[:, order], sinks=sinks)
 
 
 def _undo_interleave(outputs: Outputs, problem: AttentionProblem) -> Outputs:
     back = _interleaved(problem).argsort()
-    return outputs._replace(o=outputs.o[:, back], dq=outputs.dq[:, back])
+    return outputs._replace(
+        o=outputs.o[:, back], dq=outputs.dq[:, back], dsinks=outputs.dsinks[back]
+    )
 
 
 def _repeat(problem: AttentionProblem) -> AttentionProblem:
@@ -248,8 +251,10 @@ def _padded(block_q: int, block_k: int) -> Change:
 
     def shorten(outputs: Outputs, problem: AttentionProblem) -> Outputs:
         n_q, n_k = problem.q.shape[-2], problem.k.shape[-2]
-        o, dq, dk, dv = outputs
-        return Outputs(o[:, :, :n_q], dq[:, :, :n_q], dk[:, :, :n_k], dv[:, :, :n_k])
+        lengths = {"o": n_q, "dq": n_q, "dk": n_k, "dv": n_k}
+        return outputs._replace(
+            **{name: getattr(outputs, name)[:, :, :n] for name, n in lengths.items()}
+        )
 
     return Change(problem=lengthen, layout=count, outputs=shorten)
 

@@ -85,7 +85,12 @@ class Float32Errors:
         lse: [Z, n_q], of the logits before smoothing.
         maps: "p", "p_recompute", "dp" and "ds".
 
-    outputs: the errors of o, dq, dk and dv, in the caller's shapes.
+    The gradient of a sink is a sum of -P_sink delta over rows, with P_sink = exp(sink - L). Its
+    error has three parts, which are added as if they had one sign in all rows: that of delta; that
+    of P_sink, whose exponent has an error proportional to |sink| + |L|, and with a smoothed K that
+    of the shift; and that of the sum.
+
+    outputs: the errors of o, dq, dk, dv and dsinks, in the caller's shapes.
     """
 
     def __init__(
@@ -104,9 +109,11 @@ class Float32Errors:
         if smoothed.shift is not None:
             self.lse = self.lse + smoothed.shift.abs()
         if x.spec.delta is Delta.FROM_O:
-            self.delta = (self.tokens["do"] * x.flatten_queries(o).abs()).sum(-1) * channels
+            terms = x.flatten_queries(do) * x.flatten_queries(o)
+            self.delta = terms.abs().sum(-1) * channels
         else:
-            self.delta = (p_recompute * maps["dp"].abs()).sum(-1) * over_tokens(x.grid.n_k)
+            terms = p_recompute * maps["dp"]
+            self.delta = terms.abs().sum(-1) * over_tokens(x.grid.n_k)
         self.o = (p @ v) * over_tokens(x.grid.n_k)
         # The last bits of K's mean may differ too, so K before smoothing bounds the error of dQ.
         k_whole = k + (x.k - smoothed.k).abs()
@@ -116,7 +123,22 @@ class Float32Errors:
             x.query_heads(ds @ k_whole) * (scale * over_tokens(x.grid.n_k)),
             x.key_heads(ds.mT @ q) * (scale * of_keys),
             x.key_heads(p_recompute.mT @ self.tokens["do"]) * of_keys,
+            self._dsinks(x, smoothed, lse, terms.sum(-1).abs()),
         )
+
+    def _dsinks(self, x: FlatProblem, smoothed: SmoothedQK, lse: Tensor, delta: Tensor) -> Tensor:
+        """The errors of the gradients of the sinks, [heads]. delta: its magnitude, [Z, n_q]."""
+        if x.sinks is None:
+            return delta.new_zeros(x.heads[-1])
+        sink = x.sinks[:, None]
+        exponent = (sink.abs() + self.lse + 1.0) * (ELEMENTWISE_ROUNDINGS * U)
+        if smoothed.k_mean is not None:
+            size = (x.q * smoothed.k_mean).abs().sum(-1) * abs(x.scale)
+            exponent = exponent + size * over_channels(x.q.shape[-1])
+        p_sink = (sink - lse).exp().masked_fill(lse.isinf(), 0.0)
+        rows = x.grid.n_q * (x.q.shape[0] // x.heads[-1])
+        error = p_sink * (self.delta + delta * (exponent + over_tokens(rows)))
+        return error.sum(-1).reshape(-1, x.heads[-1]).sum(0)
 
 
 class AllowedNoise(Hooks):

@@ -18,6 +18,9 @@ _HEADER: Final = ("difference", "allowed", "ratio", "spec's error")
 _LABEL: Final = 11
 """Width of the labels in the left column."""
 
+_NAME: Final = 7
+"""Width of the names of outputs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
@@ -26,7 +29,8 @@ class Failure:
     case: FuzzCase
     error: str | None = None  #: type and message of the exception, if the kernel raised one
     differences: Mapping[str, Difference] = field(default_factory=dict[str, Difference])
-    """By tensor: overwritten inputs, then o, dv, dq and dk. Empty if the kernel raised."""
+    """By tensor: overwritten inputs, then o, dv, dq and dk, and dsinks if the case has sinks. Empty
+    if the kernel raised."""
     rounding: Mapping[str, float] = field(default_factory=dict[str, float])
     """By output, the RMS error of the emulator against float64: the error of the spec itself."""
     site: Site | None = None
@@ -59,7 +63,8 @@ class FuzzReport:
     cases: int  #: number of different cases, without those of the shrinking
     failing: int  #: number of failing cases among them
     outside: Mapping[str, int]
-    """Number of cases in which each input was overwritten and each output was outside."""
+    """Number of cases in which each input was overwritten and each output was outside. dsinks is
+    one of the outputs if a case has sinks."""
     failure: Failure | None
 
     def __str__(self) -> str:
@@ -70,7 +75,8 @@ class FuzzReport:
         where = f"{self.cases} different cases on {self.device}, seed {self.seed}"
         if failure is None:
             yield f"{self.function} agrees with the emulator under {label!r}"
-            yield f"{where}: o, dv, dq and dk within the contract"
+            *names, last = (name for name in ORDER if name in self.outside)
+            yield f"{where}: {', '.join(names)} and {last} within the contract"
             return
         yield f"{self.function} {_verb(failure)} under {label!r}"
         counts = ", ".join(f"{name} in {n}" for name, n in self.outside.items() if n)
@@ -134,18 +140,20 @@ def _found(failure: Failure) -> Iterator[str]:
 def _table(failure: Failure) -> Iterator[str]:
     """The differences of all outputs."""
     found, allowed, ratio, rounding = _HEADER
-    yield f"{'':{_LABEL}}{'':8}{found:>12}{allowed:>12}{ratio:>10}{rounding:>13}"
+    yield f"{'':{_LABEL}}{'':{_NAME + 5}}{found:>12}{allowed:>12}{ratio:>10}{rounding:>13}"
     for name in ORDER:
         d = failure.differences.get(name)
+        if name == "dsinks" and not failure.case.sinks:
+            continue
         if d is None or d.problem:
             mark = "" if d is None else "<- out"
-            yield f"{'':{_LABEL}}{name:3}{'not compared':53}{mark}".rstrip()
+            yield f"{'':{_LABEL}}{name:{_NAME}}{'not compared':53}{mark}".rstrip()
             continue
         numbers = (
             f"{d.found:>12.2e}{d.allowed:>12.2e}{d.ratio:>10.3g}{failure.rounding[name]:>13.2e}"
         )
         mark = "<- out" if d.is_outside else ""
-        yield f"{'':{_LABEL}}{name:3}{d.measure:5}{numbers}  {mark}".rstrip()
+        yield f"{'':{_LABEL}}{name:{_NAME}}{d.measure:5}{numbers}  {mark}".rstrip()
 
 
 def _entry(label: str, text: str) -> str:

@@ -43,9 +43,9 @@ def fuzz(
 ) -> FuzzReport:
     """Search for a call on which `attention_fn` does not compute what `spec` says.
 
-    Hypothesis draws calls with many shapes, masks, layouts and kinds of numbers. o, dq, dk and dv
-    are compared with the emulator's, and a failing case is shrunk to the smallest that fails. A
-    kernel must not write to q, k, v, dO or the memory around them.
+    Hypothesis draws calls with many shapes, masks, layouts and kinds of numbers. o, dq, dk, dv
+    and the gradient of sinks are compared with the emulator's, and a failing case is shrunk to the
+    smallest that fails. A kernel must not write to q, k, v, dO or the memory around them.
 
     If an exception leaves this process in a state in which every call raises, as an illegal memory
     access on a GPU does, the search stops, and the failing case is shrunk in processes of their
@@ -70,7 +70,7 @@ def fuzz(
             (n_q different from n_k), tails, gqa, scale, strides.
         extras: arguments to draw that SDPA does not have: window (with causal_alignment), padding
             (key_mask), seqused_k, sinks and softcap, with the meaning that they have in
-            `sagesim.attention`. They are passed only where they are given.
+            `sagesim.attention`. They are passed only where they are given. Sinks need a gradient.
         name: "package.module:function", for the report. By default it is taken from the function's
             own module and name.
         progress: called with the name of the phase after each case, and when shrinking starts.
@@ -141,6 +141,8 @@ def fuzz(
                 return find(strategy, shows, cases=cases, seed=seed, shrink=True)
 
             failure = Shrinking(trials, failing, smallest, importable, tell).run()
+    has_sinks = any(case.sinks for case in seen)
+    outputs = [name for name in ORDER if has_sinks or name != "dsinks"]
     return FuzzReport(
         function=importable or "the function",
         spec=spec,
@@ -148,7 +150,7 @@ def fuzz(
         seed=seed,
         cases=len(seen),
         failing=len(failing),
-        outside={t: sum(t in o.symptoms for o in failing) for t in (*INPUTS, *ORDER)},
+        outside={t: sum(t in o.symptoms for o in failing) for t in (*INPUTS, *outputs)},
         failure=failure,
     )
 

@@ -56,9 +56,10 @@ class TestCase:
             seen.update(options)
             return attention(q, k, v, **options)
 
-        o, dq, dk, dv = case.run(function)
+        o, dq, dk, dv, dsinks = case.run(function)
         assert seen == {"is_causal": True, "scale": 0.25, "enable_gqa": True}
         assert o.shape == dq.shape == (1, 2, 3, 8) and dk.shape == dv.shape == (1, 1, 5, 8)
+        assert dsinks.tolist() == [0.0, 0.0]
 
     def test_run_passes_lengths_in_place_of_their_mask(self):
         case = FuzzCase(n_q=3, n_k=5, d=8, batch=6, padding="seqused_k", seed=2)

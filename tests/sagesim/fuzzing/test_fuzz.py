@@ -1,6 +1,8 @@
 """Fuzzing passes correct kernels, and finds and diagnoses wrong ones."""
 
 import functools
+import itertools
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -95,6 +97,9 @@ SIMILAR = {
 }
 """Bugs whose site is that of another bug, and whose words are found like those of another."""
 
+
+OFFSET = ("gaussian", "offset", "offset", "gaussian")
+"""Kinds of tensors: the keys have a mean, which FACTORED subtracts."""
 
 # More threads slow down such small calls.
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -546,20 +551,99 @@ class TestDamagedProcesses:
         assert failure is not None and failure.note == "" and failure.case.n_k == 7
 
 
+class _WrongSinkGradient(torch.autograd.Function):
+    """The identity, with a gradient that is multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx, sinks, factor):
+        ctx.factor = factor
+        return sinks.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+def with_sink_gradient(change):
+    """A kernel of FACTORED whose sinks are replaced by what `change` returns."""
+
+    def function(q, k, v, *, sinks=None, **options):
+        sinks = None if sinks is None else change(sinks)
+        return attention(q, k, v, sinks=sinks, spec=FACTORED, **options)
+
+    return function
+
+
+WITH_SINKS = {"spec": FACTORED, "cases": 20, "max_length": 40, "extras": ("sinks",)}
+
+
+class TestSinks:
+    @pytest.mark.parametrize("factor", [-1.0, 0.0, 1.01])
+    def test_a_wrong_gradient_of_the_sinks_is_found(self, factor):
+        wrong = with_sink_gradient(lambda x: _WrongSinkGradient.apply(x, factor))
+        report = fuzz(wrong, **WITH_SINKS)
+        failure = report.failure
+        assert failure is not None and failure.tensor == "dsinks" and failure.case.sinks
+        assert set(failure.differences) == set(ORDER)
+        assert report.outside["dsinks"] == report.failing
+        assert failure.site is not None and failure.site.names == ("dsinks",)
+        text = str(report)
+        assert f"dsinks in {report.failing}" in text and "P_sink delta" in text
+        if factor == -1.0:
+            assert "dsinks is the emulator's times -1" in text
+
+    def test_a_missing_gradient_of_the_sinks_is_found(self):
+        failure = fuzz(with_sink_gradient(torch.Tensor.detach), **WITH_SINKS).failure
+        assert failure is not None and failure.tensor == "dsinks"
+        assert failure.differences["dsinks"].problem.endswith("o does not depend on sinks")
+
+    def test_a_right_gradient_passes(self):
+        report = fuzz(with_sink_gradient(torch.clone), **WITH_SINKS)
+        assert report.failure is None
+        assert str(report).endswith("o, dv, dq, dk and dsinks within the contract")
+
+    def test_another_order_of_float32_sums_is_allowed(self):
+        """P_sink delta of other implementations: in base 2, and summed one row after another."""
+        for seed, label in itertools.product(range(8), ("factored", "sagebwd", "fpa")):
+            case = FuzzCase(n_q=200, n_k=60, d=32, batch=2, sinks=True, kinds=OFFSET, seed=seed)
+            problem, spec = case.problem(), AttentionSpec.parse(label)
+            trace = sagesim.trace(problem, spec=spec)
+            assert problem.sinks is not None and trace.dsinks is not None
+            log2e = torch.tensor(math.log2(math.e))
+            p_sink = (problem.sinks[:, None] * log2e - trace.lse * log2e).exp2()
+            terms = (p_sink * trace.delta).transpose(0, 1).flatten(1)
+            found = -terms.cumsum(-1)[:, -1]
+            contract = Contract(case, spec, "cpu")
+            assert not contract.compare({"dsinks": found})["dsinks"].is_outside
+            wrong = contract.compare({"dsinks": found * 1.01})["dsinks"]
+            assert wrong.is_outside or spec is not sagesim.FPA
+
+    def test_programs_of_earlier_reports_run(self, capsys):
+        """They zip the fields of the outputs."""
+        for sinks in (False, True):
+            case = FuzzCase(n_q=3, n_k=5, d=16, sinks=sinks)
+            one, two = (case.run(attention, spec=FACTORED) for _ in range(2))
+            for name, ours, theirs in zip(one._fields, one, two, strict=True):
+                print(name, (ours.double() - theirs.double()).abs().max().item())
+        assert capsys.readouterr().out.count(" 0.0") == 10
+
+
 class TestContract:
     CASE = FuzzCase(n_q=100, n_k=70, d=16, kv_heads=2, seed=3)
 
     def test_the_allowed_noise_is_less_than_half_of_the_specs_error(self):
-        """A larger one would allow any other rounding too."""
+        """A larger one would allow any other rounding too. The gradient of a sink is one sum over
+        all rows, in which the spec's errors average out."""
         contract = Contract(self.CASE, SAGEBWD, "cpu")
-        for name in ORDER:
+        for name in ORDER[:-1]:
             assert 0 < 2 * contract.noise[name][1] < 0.5 * contract.rounding(name)
 
     def test_a_spec_that_rounds_nothing_allows_only_float32_errors(self):
-        contract = Contract(self.CASE, FPA, "cpu")
-        for name in ORDER:
+        contract = Contract(replace(self.CASE, sinks=True), FPA, "cpu")
+        for name in ORDER[:-1]:
             size = getattr(contract.emulator, name).abs().max()
             assert contract.noise[name][0] < 1e-4 * float(size)
+        assert contract.noise["dsinks"][0] < 1e-3 * float(contract.emulator.dsinks.abs().max())
 
     def test_an_infinity_breaks_the_contract_if_the_emulator_is_finite(self):
         contract = Contract(self.CASE, FPA, "cpu")
@@ -600,6 +684,8 @@ class TestContract:
         ("dq dk", "dp dq dk"),
         ("dq", "dq"),
         ("dk", "dk"),
+        ("dsinks", "dsinks"),
+        ("dq dk dsinks", "dp dq dk"),
     ],
 )
 def test_the_site_follows_from_the_outputs_that_differ(outside, sites):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -31,21 +31,13 @@ from sagesim.spec import (
     AttentionSpec,
     Delta,
     Granularity,
-    Precision,
     RoundingMode,
 )
 from theory.fp8_sums import Instruction
 from theory.heads import Heads
 from theory.matmul import UNDERFLOW, float32_error, product_bound, underflow_error
-from theory.rounding import GRIDS, UNIT, region_amax, rounding_bound
+from theory.rounding import GRIDS, output_rounding_bound, region_amax, rounding_bound
 from theory.row_bounds import RowBound, folded_sum_bound, truncated_sum_bound, widest
-
-_OUTPUT: Final = {
-    torch.float16: (GRIDS[Precision.FP16].unit, GRIDS[Precision.FP16].smallest),
-    torch.bfloat16: (GRIDS[Precision.BF16].unit, GRIDS[Precision.BF16].smallest),
-    torch.float32: (UNIT, 2.0**-149),
-}
-"""Unit roundoff and smallest positive number of each dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,5 +395,4 @@ class _Analysis:
 
     def _output(self, value: Tensor, error: Tensor) -> Tensor:
         """The bound after the output is rounded to its dtype."""
-        unit, smallest = _OUTPUT[self.dtype]
-        return error + unit * (value + error) + smallest / 2
+        return error + output_rounding_bound(value + error, self.dtype)

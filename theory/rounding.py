@@ -281,3 +281,17 @@ def grid_mean_square(parts: int, scale: Tensor) -> Tensor:
         raise ValueError(f"parts={parts} is not a positive number")
     change = 2 if parts % 2 == 0 else -1
     return scale.double() ** 2 * (1 + change / parts**2) / 12
+
+
+_OUTPUT: Final = {
+    torch.float16: (GRIDS[Precision.FP16].unit, GRIDS[Precision.FP16].smallest),
+    torch.bfloat16: (GRIDS[Precision.BF16].unit, GRIDS[Precision.BF16].smallest),
+    torch.float32: (UNIT, 2.0**-149),
+}
+"""Unit roundoff and smallest positive number of each dtype."""
+
+
+def output_rounding_bound(size: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bound on the error of rounding numbers up to `size` to the dtype of an output."""
+    unit, smallest = _OUTPUT[dtype]
+    return unit * size + smallest / 2

@@ -143,7 +143,9 @@ class TestStrategies:
         ],
     )
     def test_padding_is_drawn_as_the_named_arguments(self, words, expected):
-        seen = drawn(cases(extras=words), 300)
+        # What Hypothesis draws depends on the modules that are loaded. Of 300 cases, none may have
+        # lengths, sinks and a softcap.
+        seen = drawn(cases(extras=words), 1500 if len(words) > 1 else 300)
         assert {case.padding for case in seen} == expected
         padded = [case for case in seen if case.padding == "seqused_k"]
         if len(words) > 1:

@@ -100,7 +100,7 @@ def prepare_launch(compiled: Any, programs: int, args: tuple[Any, ...]) -> Drive
     tensors = [parameters[i][1] for i in of_kind["tensor"][:-_SCRATCH]]
     warps, _, shared = compiled.packed_metadata
     config = _Config((programs, 1, 1), (_WARP * warps, 1, 1), shared)
-    launch, where = _driver().cuLaunchKernelEx, ctypes.byref(config)
+    call_driver, where = _driver().cuLaunchKernelEx, ctypes.byref(config)
     function, count = ctypes.c_void_p(compiled.function), len(tensors)
     pack = struct.Struct(f"{count}Q").pack_into
     lock = threading.Lock()  # PyTorch runs backwards in threads of its own
@@ -111,7 +111,7 @@ def prepare_launch(compiled: Any, programs: int, args: tuple[Any, ...]) -> Drive
             pack(memory, 0, *changing[:count])
             for i, x in zip(maps, changing[count:], strict=True):
                 pointers[i] = id(x) + type(x).__basicsize__ - _MAP_BYTES
-            error = launch(where, function, pointers, None)
+            error = call_driver(where, function, pointers, None)
         if error:
             raise RuntimeError(f"{compiled.name} was not launched: {_message(error)}")
 

@@ -1,8 +1,8 @@
-"""Launch a compiled kernel by the CUDA driver, with parameters that stay in memory.
+"""Launch a compiled kernel by the CUDA driver's function, with parameters that stay in memory.
 
-A launcher of Triton converts every argument at every launch, and a kernel has up to a hundred. Most
-are the same in all calls of a kind. Here they are converted once, and a launch writes the addresses
-of its tensors between them.
+Triton's launcher converts every argument at every launch, and a kernel has dozens. Most are the
+same in all calls of a kind. Here they are converted once, and a launch writes only the stream, the
+addresses of its tensors and the places of its TMA descriptors.
 """
 
 from __future__ import annotations
@@ -83,21 +83,20 @@ def prepare_launch(compiled: Any, programs: int, args: tuple[Any, ...]) -> Drive
     Raises:
         ValueError: if a parameter has a type that is not known here.
     """
-    parameters = [x for pair in zip(_types(compiled), args, strict=True) for x in _flat(*pair)]
+    types = compiled.src.signature.values()
+    parameters = [x for pair in zip(types, args, strict=True) for x in _flat(*pair)]
+    tensors = [x for kind, x in parameters if kind == "tensor"]
+    maps = [i for i, (kind, _) in enumerate(parameters) if kind == "descriptor"]
     parameters += [("tensor", None)] * _SCRATCH
-    memory = (ctypes.c_uint64 * len(parameters))()  # of the tensors' addresses, then of the numbers
-    pointers = (ctypes.c_void_p * len(parameters))()  # to each parameter
-    of_kind: dict[str, list[int]] = {"tensor": [], "descriptor": []}
-    for i, (kind, _) in enumerate(parameters):
-        of_kind.setdefault(kind, []).append(i)
-    maps = of_kind.pop("descriptor")
-    for slot, i in enumerate(x for several in of_kind.values() for x in several):
-        kind, value = parameters[i]
+    memory = (ctypes.c_uint64 * len(parameters))()  # addresses of tensors are its first numbers
+    pointers = (ctypes.c_void_p * len(parameters))()  # to each parameter; a launch sets `maps`
+    tensors_first = sorted(range(len(parameters)), key=lambda i: parameters[i][0] != "tensor")
+    for slot, i in enumerate(tensors_first):
         at = slot * ctypes.sizeof(ctypes.c_uint64)
         pointers[i] = ctypes.addressof(memory) + at
-        if kind != "tensor":
+        kind, value = parameters[i]
+        if kind in _NUMBERS:
             _NUMBERS[kind].from_buffer(memory, at).value = value
-    tensors = [parameters[i][1] for i in of_kind["tensor"][:-_SCRATCH]]
     warps, _, shared = compiled.packed_metadata
     config = _Config((programs, 1, 1), (_WARP * warps, 1, 1), shared)
     call_driver, where = _driver().cuLaunchKernelEx, ctypes.byref(config)
@@ -116,11 +115,6 @@ def prepare_launch(compiled: Any, programs: int, args: tuple[Any, ...]) -> Drive
             raise RuntimeError(f"{compiled.name} was not launched: {_message(error)}")
 
     return DriverLaunch(run, tensors, [parameters[i][1] for i in maps])
-
-
-def _types(compiled: Any) -> Iterator[Any]:
-    """Return Triton's types of a kernel's arguments."""
-    return iter(compiled.src.signature.values())
 
 
 def _flat(kind: Any, x: Any) -> Iterator[tuple[str, Any]]:

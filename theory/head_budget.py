@@ -98,7 +98,7 @@ class HeadErrors:
                 self._error_with_sink(v_error, -2),
             )
             o = self.exact.o + pv["o"].mean
-            lost = (do * (underflowed(o, self.dtype) - o)).sum(-1, keepdim=True)
+            lost = (do * (_underflowed(o, self.dtype) - o)).sum(-1, keepdim=True)
             of_keys = Moments(of_keys.mean - self.p * lost, of_keys.variance)
             pv |= self._through_delta(of_keys)
         of_dp = ds_moments_from_dp(
@@ -202,11 +202,11 @@ class HeadErrors:
         if output == "ds":
             return Moments(error.mean + self.computed["ds"] - exactly, error.variance)
         found = exactly + error.mean
-        return Moments(error.mean + underflowed(found, self.dtype) - found, error.variance)
+        return Moments(error.mean + _underflowed(found, self.dtype) - found, error.variance)
 
     def _computed(self, x: Tensor) -> Tensor:
         """x with its underflow in the dtype that the emulator computes in."""
-        return underflowed(x, torch.promote_types(self.dtype, torch.float32))
+        return _underflowed(x, torch.promote_types(self.dtype, torch.float32))
 
     def error(self, site: str, tensor: str) -> Moments:
         """The expected error of an operand of a site: of rounding it, and of underflow before."""
@@ -317,7 +317,7 @@ class HeadErrors:
         return found
 
 
-def underflowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _underflowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x rounded to a dtype where it is below the normal numbers of the dtype, and x elsewhere.
 
     There the dtype's numbers are equally spaced, and a number below half their distance becomes 0.

@@ -158,10 +158,8 @@ def test_the_bound_of_the_kernels_holds_if_a_sink_takes_nearly_all_weight():
     largest = sagesim.exact(*inputs).s.amax()
     for label in ("factored_qk", "factored"):
         for above in ABOVE[2:]:
-            spec, options = (
-                AttentionSpec.parse(label),
-                {"sinks": (largest + above).float().expand(2)},
-            )
+            spec = AttentionSpec.parse(label)
+            options = {"sinks": (largest + above).float().expand(2)}
             computed = sagesim_kernels.trace(*inputs, spec=spec, **options)
             assert_bound(computed, inputs, spec, options)
 

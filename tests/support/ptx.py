@@ -254,6 +254,7 @@ class Block:
         self.shared = np.full(SHARED_BYTES, 0xCD, np.uint8)
         self.accesses = SharedAccesses(SHARED_BYTES, threads // WARP)
         self.registers: dict[str, Numbers] = {}
+        self._constants: dict[tuple[str, Any], Numbers] = {}  #: operands that are numbers
         self.at = np.zeros(threads, np.int64)  #: the statement of each thread
         self.running = np.ones(threads, bool)
         self.waits_at = np.full(threads, NOWHERE)  #: a barrier of the block
@@ -306,18 +307,21 @@ class Block:
     def _run_together(self, together: Numbers, meeting: int) -> None:
         """Run threads that are at one statement until they part, wait, end or meet others."""
         now = int(self.at[together][0])
+        all_together = None if together.all() else together
         while True:
             guard, opcode, operands = self.program.statements[now]
-            chosen = together
+            # every: the chosen threads, or None if they are all threads of the block
+            chosen, every, are_some = together, all_together, True
             if guard:
                 flag = self.read(guard.lstrip("@!"), np.bool_)
                 chosen = together & (~flag if guard[1] == "!" else flag)
+                every, are_some = None if chosen.all() else chosen, chosen.any()
             now += 1
             if opcode[0] == "bra":
                 self.at[together] = now
-                now = self.program.labels[operands[0]] if chosen.any() else now
+                now = self.program.labels[operands[0]] if are_some else now
                 self.at[chosen] = now
-                if meeting >= 0 or (chosen.any() and not (chosen == together).all()):
+                if meeting >= 0 or (are_some and not (chosen == together).all()):
                     return
             elif opcode[0] == "brx":
                 index = self.read(operands[0], np.uint32)
@@ -328,7 +332,7 @@ class Block:
             elif opcode[0] == "ret":
                 self.running[chosen] = False
                 self.at[together] = now
-                if chosen.any():
+                if are_some:
                     return
             elif _is_barrier(opcode):
                 self.met.add(now - 1)
@@ -342,13 +346,12 @@ class Block:
                     self._release(together)
                 if (self.waits_at[together] != NOWHERE).any() or meeting >= 0:
                     return
-            elif chosen.any():
-                every = None if chosen.all() else chosen
+            elif are_some:
                 try:
                     getattr(self, f"_{opcode[0]}")(opcode, operands, every)
                 except (AttributeError, KeyError, NotImplementedError) as error:
                     raise NotImplementedError(f"{self._text_of(now - 1)}: {error}") from error
-                if self.is_blocked[chosen].any():
+                if opcode[0] == "mbarrier" and self.is_blocked[chosen].any():
                     self.at[together] = now
                     self.at[self.is_blocked & chosen] = now - 1
                     return
@@ -373,20 +376,25 @@ class Block:
             if found.dtype.itemsize == dtype.itemsize:
                 return found.view(dtype)
             return found.astype(dtype)
+        key = operand, dtype
+        if key not in self._constants:
+            self._constants[key] = np.full(self.threads, self._constant(operand, dtype))
+            self._constants[key].setflags(write=False)
+        return self._constants[key]
+
+    def _constant(self, operand: str, dtype: Any) -> Any:
         if operand == "global_smem":
-            number = dtype.type(0)
-        elif operand in self.arguments:
-            number = dtype.type(self.arguments[operand])
-        elif operand.startswith("0f"):
-            number = np.uint32(int(operand[2:], 16)).view(dtype)
-        elif operand.startswith("0d"):
-            number = np.uint64(int(operand[2:], 16)).view(dtype)
-        elif dtype == np.bool_:
-            number = np.bool_(int(operand, 0))
-        else:
-            bits = _bits(dtype)
-            number = _UNSIGNED[bits](int(operand.rstrip("U"), 0) & (2**bits - 1)).view(dtype)
-        return np.full(self.threads, number, dtype)
+            return dtype.type(0)
+        if operand in self.arguments:
+            return dtype.type(self.arguments[operand])
+        if operand.startswith("0f"):
+            return np.uint32(int(operand[2:], 16)).view(dtype)
+        if operand.startswith("0d"):
+            return np.uint64(int(operand[2:], 16)).view(dtype)
+        if dtype == np.bool_:
+            return np.bool_(int(operand, 0))
+        bits = _bits(dtype)
+        return _UNSIGNED[bits](int(operand.rstrip("U"), 0) & (2**bits - 1)).view(dtype)
 
     def write(self, register: str, numbers: Any, chosen: Numbers | None) -> None:
         """Set a register of the chosen threads, or of all if chosen is None."""
@@ -581,13 +589,12 @@ class Block:
     def _prmt(self, opcode, operands, chosen) -> None:
         low, high, choice = (self.read(o, np.uint32) for o in operands[1:])
         both = np.stack([low, high], 1).view(np.uint8)  # [threads, 8]
-        result = np.zeros((self.threads, 4), np.uint8)
-        for i in range(4):
-            selected = choice >> np.uint32(4 * i) & np.uint32(15)
-            byte = both[np.arange(self.threads), selected & 7]
-            sign = np.where(byte & 128, 255, 0)
-            result[:, i] = np.where(selected & 8, sign, byte)
-        self.write(operands[0], result.view(np.uint32)[:, 0], chosen)
+        selected = choice[:, None] >> np.arange(0, 16, 4, dtype=np.uint32) & np.uint32(15)
+        result = np.take_along_axis(both, (selected & 7).astype(np.intp), 1)
+        is_sign = (selected & 8).astype(bool)
+        if is_sign.any():
+            result = np.where(is_sign, np.where(result & 128, 255, 0), result).astype(np.uint8)
+        self.write(operands[0], np.ascontiguousarray(result).view(np.uint32)[:, 0], chosen)
 
     # Comparisons and conversions
 

@@ -183,7 +183,7 @@ def copy_token_scales(x, scales, first, last, buffer, at):
 
 
 @gluon.jit
-def apply_k_scale(s, factor, k, k_scale, scale_buffer, at):
+def apply_k_scale(s, factor, k, k_scale, k_scales):
     """Multiply K's scale into the logits s [queries, keys] or into their factor [queries].
 
     The operations are those of `operands.apply_k_scale`.
@@ -193,7 +193,7 @@ def apply_k_scale(s, factor, k, k_scale, scale_buffer, at):
     elif k.TOKENS == BLOCK:
         return s, factor * k_scale
     else:
-        column = scale_buffer.index(at).load(gl.SliceLayout(0, s.type.layout))
+        column = k_scales.load(gl.SliceLayout(0, s.type.layout))
         return s * (column * 0.0009765625)[None, :], factor * 1024.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sagesim_kernels.ampere.device import BLOCK
 from sagesim_kernels.ampere.forward_kernel import RowConfig, ampere_forward
 from sagesim_kernels.ampere.support import FOR_FOUR, programs_at_a_time
 from sagesim_kernels.launch_plans import launch
@@ -22,15 +23,20 @@ from sagesim_kernels.operands import (
 from sagesim_kernels.portable import Tile, compute_failed_rows, try_tiles
 
 
-def _tile(channels: int, in_codes: bool) -> Tile:
+def _tile(channels: int, *, p_in_codes: bool, in_parts: bool) -> Tile:
     """Return the fastest tile of queries. It fits into the shared memory of every GPU.
 
-    in_codes: whether P is rounded to codes. Their products take more instructions and fewer loads
+    With 32 rows, a warp loads each key and value for twice as many rows as with 16. At 128
+    channels, there are enough registers for that only if P is computed of 16 keys at a time.
+
+    p_in_codes: whether P is rounded to codes. Their products take more instructions and fewer loads
     of operands, so that more warps with 16 rows each are faster than fewer with 32.
+    in_parts: whether P has a fixed reference, so that it can be computed of few keys at a time, and
+    Q is in codes. In 16 bit, Q takes too long to load for each part.
     """
     if channels == 128:
-        return Tile(64, 4, 2)
-    return Tile(64, 4, 2, registers=FOR_FOUR) if in_codes else Tile(128, 4, 2)
+        return Tile(128, 4, 2, step=16) if in_parts else Tile(64, 4, 2)
+    return Tile(64, 4, 2, registers=FOR_FOUR) if p_in_codes else Tile(128, 4, 2)
 
 
 def grid_of_queries(problem: KernelProblem, tile: Tile) -> OrderedGrid:
@@ -80,11 +86,14 @@ def launch_forward(
             problem.scale < 0,
             KernelSizes.of(problem, tile.rows),
             RowConfig(tile.rows, tile.num_stages, channels),
+            tile.step or BLOCK.value,
             is_fixed,
             **tile.options,
         )
 
-    tile = _tile(channels, v.scale is not None)
+    tile = _tile(
+        channels, p_in_codes=v.scale is not None, in_parts=is_fixed and q.scale is not None
+    )
     try_tiles([tile], run, f"the forward at head size {problem.q.shape[3]}")
     if is_fixed:
         compute_failed_rows(problem, operands, o, lse2, sink2=sink2)

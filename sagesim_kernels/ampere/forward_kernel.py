@@ -31,6 +31,7 @@ from sagesim_kernels.ampere.device import (
     right_chunk,
     rows_layout,
     scaled_difference,
+    shared_product,
     store_chunk,
     token_scale_buffer,
 )
@@ -56,6 +57,9 @@ from sagesim_kernels.operands import (
     rescaled,
     row_base,
 )
+
+_BYTES = gl.constexpr(32)
+"""Bytes of a row that a product loads at a time, if Q is in shared memory; see `shared_product`."""
 
 
 class RowConfig(NamedTuple):
@@ -87,7 +91,7 @@ def _upper_max(largest, factor):
 @gluon.jit
 def _partial_sums(p):
     """Sum columns of P that are 8 apart, which one thread holds."""
-    return gl.sum(p.reshape([p.shape[0], BLOCK // 8, 8]), 1)
+    return gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
 
 
 @gluon.jit
@@ -111,6 +115,26 @@ def _add_values(p, v_s, total0, total1):
 
 
 @gluon.jit
+def _logits(q_left, q_s, factor, k, k_tile, k_scale, k_scales, IS_NEGATIVE: gl.constexpr):
+    """Return s [queries, keys] and a factor of each query that is not negative.
+
+    Their product is the logits. So a row's maximum of s is that of its logits.
+
+    q_left: Q in registers, or None: it is loaded from q_s. factor: `query_factors`. k_tile,
+    k_scales: the keys and their scales in shared memory. k_scale: of their block.
+    """
+    LAYOUT: gl.constexpr = factor.type.layout.parent
+    if q_left is None:
+        s = shared_product(q_s, k_tile, LAYOUT, _BYTES)
+    else:
+        s = registers_product(q_left, k_tile, LAYOUT)
+    s, factor = apply_k_scale(s, factor, k, k_scale, k_scales)
+    if IS_NEGATIVE:
+        s = -s
+    return s, gl.abs(factor)
+
+
+@gluon.jit
 def _copy_keys(
     k, v, k_base, v_base, k_scales, v_scales, key, lowest, n_k, k_s, v_s, k_scales_s, scales_s,
     stage, sizes,
@@ -129,14 +153,15 @@ def _copy_keys(
 @gluon.jit
 def ampere_forward(
     grid, q, k, v, o, lse2, sink2, lengths, scale_log2, IS_NEGATIVE: gl.constexpr, sizes,
-    CONFIG: gl.constexpr, FIXED: gl.constexpr,
+    CONFIG: gl.constexpr, STEP: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     """Compute O and the logsumexp, in base 2, of a tile of queries.
 
     The arguments are those of `portable.forward.forward_kernel`, but sink2 is a pointer to sinks
     with the strides of lse2, or None. CONFIG: `RowConfig`. FIXED: whether the reference of P is
-    fixed behind the first block of keys, see `operands.fixed_reference`. So P does not depend on
-    the tile.
+    fixed, see `operands.fixed_reference`: it is the largest logit of the first block of keys, which
+    does not depend on the tile. STEP: keys of which P is computed at a time: `BLOCK`, or 16 or 32
+    if FIXED.
     """
     ROWS_OF_TILE: gl.constexpr = CONFIG.queries
     STAGES: gl.constexpr = CONFIG.stages
@@ -191,25 +216,31 @@ def ampere_forward(
     level = -row_max
     row_sum = gl.zeros([ROWS_OF_TILE], gl.float32, ROWS)
     part = _partial_sums(
-        gl.zeros([ROWS_OF_TILE, BLOCK], gl.float32, ACC)
+        gl.zeros([ROWS_OF_TILE, STEP], gl.float32, ACC)
     )  # of the row sums, if P is in codes or has a fixed reference
     total0 = gl.zeros([ROWS_OF_TILE, CHUNK], gl.float32, ACC)
     total1 = total0
     k_scale = block_scale(k, k_scales, begin, begin < end)
     async_copy.wait_group(0)
     barrier()  # All warps see the queries that were copied.
-    q_left = left_tokens(q_s, ACC)
-    n = 0
+    # Steps of fewer keys are for warps whose registers are full of sums.
+    q_left = None
+    if STEP == BLOCK:
+        q_left = left_tokens(q_s, ACC)
     # Without a limit on the left and a key mask, there are no masked keys before the second part.
     FIRST_PART: gl.constexpr = 1 if lengths.left is None and lengths.key_mask is None else 0
-    for PART in gl.static_range(FIRST_PART - 1 if FIXED else FIRST_PART, PARTS):
-        if PART < FIRST_PART:  # the first block, whose maximum is the reference
-            part_begin = begin
-            part_end = gl.minimum(begin + BLOCK, end)
-        else:
-            part_begin, part_end = part_of(parts, PART)
-            if FIXED:
-                part_begin = gl.maximum(part_begin, begin + BLOCK)
+    if FIXED:
+        for key in range(begin, gl.minimum(begin + BLOCK, end), BLOCK):
+            s, tile_factor = _logits(
+                q_left, q_s, factor, k, k_s.index(0), k_scale, k_scales_s.index(0), IS_NEGATIVE
+            )
+            keys = key + gl.arange(0, BLOCK, COLUMNS)
+            visible = visible_keys(lengths, b, queries, end_of_keys, keys, n_k)
+            s = gl.where(visible, s, -float("inf"))
+            row_max = _upper_max(gl.max(s, 1), tile_factor)
+    n = 0
+    for PART in gl.static_range(FIRST_PART, PARTS):
+        part_begin, part_end = part_of(parts, PART)
         for key in range(part_begin, part_end, BLOCK):
             stage = n % STAGES
             n += 1
@@ -223,64 +254,69 @@ def ampere_forward(
             )  # fmt: skip
             this_scale = k_scale
             k_scale = block_scale(k, k_scales, next_key, True)
-            s = registers_product(q_left, k_s.index(stage), ACC)
-            s, tile_factor = apply_k_scale(s, factor, k, this_scale, k_scales_s, stage)
-            if IS_NEGATIVE:
-                s = -s
-            # The factor must not be negative, so that a row's maximum of s is that of its logits.
-            tile_factor = gl.abs(tile_factor)
-            if PART != 1:
-                keys = key + gl.arange(0, BLOCK, COLUMNS)
-                visible = visible_keys(lengths, b, queries, end_of_keys, keys, n_k)
-                if not FIXED or PART < FIRST_PART:
+            if FIXED:
+                for START in gl.static_range(0, BLOCK, STEP):
+                    s, step_factor = _logits(
+                        q_left, q_s, factor, k, k_s.index(stage).slice(START, STEP, 0), this_scale,
+                        k_scales_s.index(stage).slice(START, STEP, 0), IS_NEGATIVE,
+                    )  # fmt: skip
+                    x = scaled_difference(s, step_factor[:, None], _finite(row_max)[:, None])
+                    if PART != 1:
+                        keys = key + START + gl.arange(0, STEP, COLUMNS)
+                        visible = visible_keys(lengths, b, queries, end_of_keys, keys, n_k)
+                        x = gl.where(visible, x, -float("inf"))
+                    p = gl.exp2(x)
+                    part += _partial_sums(p)
+                    v_step = v_s.index(stage).slice(START, STEP, 0)
+                    total0, total1 = _add_values(p, v_step, total0, total1)
+            else:
+                s, tile_factor = _logits(
+                    q_left, q_s, factor, k, k_s.index(stage), this_scale, k_scales_s.index(stage),
+                    IS_NEGATIVE,
+                )  # fmt: skip
+                if PART != 1:
+                    keys = key + gl.arange(0, BLOCK, COLUMNS)
+                    visible = visible_keys(lengths, b, queries, end_of_keys, keys, n_k)
                     s = gl.where(visible, s, -float("inf"))
-            tile_max = _upper_max(gl.max(s, 1), tile_factor)
-            if not FIXED or PART < FIRST_PART:
+                tile_max = _upper_max(gl.max(s, 1), tile_factor)
                 # -inf times a factor of 0 or NaN would be NaN. If the factor is NaN, so is the
                 # maximum, except in rows of which every entry is masked.
-                tile_factor = gl.where(tile_factor > 0.0, tile_factor, 2.0**-126)
-            tile_factor = tile_factor[:, None]
-            if v.scale is not None:
-                # Codes are relative to the maximum of the tile: they depend on the tile alone.
-                minus_level = _finite(tile_max) - LOG2_ONE
-                p = gl.exp2(scaled_difference(s, tile_factor, minus_level[:, None]))
-                # QK in 16 bit may overflow: all logits of a row may be -inf without a mask, too.
-                weight, level, shrink = next_level(LOG2_ONE - tile_max, level, True)
-                part = _add_partial_sums(part, p, weight, shrink)
-                codes = exponential_codes(as_left_codes(p))
-                for c in gl.static_range(CHANNELS // CHUNK):
-                    total = total1 if c else total0
-                    column = channel_scales(v, v_scales, key, scales_s, stage, c, COLUMNS)
-                    sums = code_product(codes, right_chunk(v_s.index(stage), c, ACC), ACC)
-                    total = rescaled(total, shrink[:, None].broadcast_to(total.shape))
-                    total = gl.fma(sums, weight[:, None] * column[None, :], total)
-                    if c:
-                        total1 = total
-                    else:
-                        total0 = total
-            elif FIXED and PART >= FIRST_PART:
-                x = scaled_difference(s, tile_factor, _finite(row_max)[:, None])
-                if PART != 1:
-                    x = gl.where(visible, x, -float("inf"))
-                p = gl.exp2(x)
-                part += _partial_sums(p)
-                total0, total1 = _add_values(p, v_s.index(stage), total0, total1)
-            else:
-                # A maximum that is NaN stays so. In `gl.maximum` the other number would win.
-                new_max = gl.where(tile_max == tile_max, gl.maximum(row_max, tile_max), tile_max)
-                shrink = gl.exp2(row_max - _finite(new_max))
-                row_max = new_max
-                p = gl.exp2(scaled_difference(s, tile_factor, _finite(new_max)[:, None]))
-                row_sum = row_sum * shrink + gl.sum(p, 1)
-                total0 = total0 * shrink[:, None]
-                total1 = total1 * shrink[:, None]
-                total0, total1 = _add_values(p, v_s.index(stage), total0, total1)
+                tile_factor = gl.where(tile_factor > 0.0, tile_factor, 2.0**-126)[:, None]
+                if v.scale is not None:
+                    # Codes are relative to the maximum of the tile: they depend on the tile alone.
+                    minus_level = _finite(tile_max) - LOG2_ONE
+                    p = gl.exp2(scaled_difference(s, tile_factor, minus_level[:, None]))
+                    # QK in 16 bit may overflow: all logits of a row may be -inf without a mask.
+                    weight, level, shrink = next_level(LOG2_ONE - tile_max, level, True)
+                    part = _add_partial_sums(part, p, weight, shrink)
+                    codes = exponential_codes(as_left_codes(p))
+                    for c in gl.static_range(CHANNELS // CHUNK):
+                        total = total1 if c else total0
+                        column = channel_scales(v, v_scales, key, scales_s, stage, c, COLUMNS)
+                        sums = code_product(codes, right_chunk(v_s.index(stage), c, ACC), ACC)
+                        total = rescaled(total, shrink[:, None].broadcast_to(total.shape))
+                        total = gl.fma(sums, weight[:, None] * column[None, :], total)
+                        if c:
+                            total1 = total
+                        else:
+                            total0 = total
+                else:
+                    # A maximum that is NaN stays so. In `gl.maximum` the other number would win.
+                    new_max = gl.where(
+                        tile_max == tile_max, gl.maximum(row_max, tile_max), tile_max
+                    )
+                    shrink = gl.exp2(row_max - _finite(new_max))
+                    row_max = new_max
+                    p = gl.exp2(scaled_difference(s, tile_factor, _finite(new_max)[:, None]))
+                    row_sum = row_sum * shrink + gl.sum(p, 1)
+                    total0 = total0 * shrink[:, None]
+                    total1 = total1 * shrink[:, None]
+                    total0, total1 = _add_values(p, v_s.index(stage), total0, total1)
 
-    if v.scale is not None:
+    if FIXED or v.scale is not None:
         row_sum = gl.convert_layout(gl.sum(part, 1), ROWS)
+    if v.scale is not None:
         row_max = -level
-    elif FIXED:
-        row_sum += gl.convert_layout(gl.sum(part, 1), ROWS)
     if FIXED:
         # With QK in 16 bit, all logits of the first block may be -inf: there is no reference.
         size = gl.sum(gl.abs(total0), 1) + gl.sum(gl.abs(total1), 1)

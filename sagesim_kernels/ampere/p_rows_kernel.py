@@ -131,7 +131,7 @@ def ampere_p_rows(
             this_scale = k_scale
             k_scale = block_scale(k, k_scales, next_key, True)
             s = registers_product(q_left, k_s.index(stage), ACC)
-            s, tile_factor = apply_k_scale(s, factor, k, this_scale, k_scales_s, stage)
+            s, tile_factor = apply_k_scale(s, factor, k, this_scale, k_scales_s.index(stage))
             s = scaled_difference(s, tile_factor[:, None], row_lse2[:, None])
             if PART != 1:
                 keys = key + gl.arange(0, BLOCK, gl.SliceLayout(0, ACC))

@@ -35,6 +35,7 @@ CALLS = {
     "one_scale_but_of_dv_d128": Call("sagebwd dv=int8@tile_column,block", 70, 100, d=128),
     "fpa_fp16_d40": Call("fpa_fp16", 100, 100, d=40, is_causal=True, dtype=torch.float16),
     "factored_qk_grouped_d128": Call("factored_qk", 130, 100, d=128, heads=2, is_causal=True),
+    "scales_of_keys_d128": Call("factored_qk qk=int8@token,token", 70, 100, d=128),
     "two_heads_a_program": Call("factored_qk", 70, 100, heads=8, heads_k=2, is_causal=True),
     "two_formats_of_ds": Call("factored_qk delta=p dq=fp16 dk=bf16", 70, 100, is_causal=True),
 }
@@ -225,6 +226,15 @@ def test_huge_logits_give_finite_results(runner: PtxRunner, spec: str) -> None:
 def test_rows_that_the_reference_does_not_fit(runner: PtxRunner, of: str) -> None:
     """The reference is the largest logit of the first block of keys."""
     check_rows_that_fail(runner, of, key=200)
+
+
+def test_a_masked_key_is_not_in_the_reference(runner: PtxRunner) -> None:
+    """The first 60 queries do not attend to a key whose logits are far above all others."""
+    spec = AttentionSpec.parse("factored_qk qk=int8@token,token smooth=none")
+    tensors = Call(spec.label(), 70, 70).tensors()
+    tensors["k"][:, :, 60] *= 300.0
+    found = runner.run(tensors, spec, is_causal=True)
+    assert_as_exact_as_the_emulator(found, Case(**tensors, is_causal=True), spec)
 
 
 @pytest.mark.parametrize("label", ["sagebwd qk=bf16 smooth=none", "fpa_bf16"])

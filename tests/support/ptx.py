@@ -240,6 +240,9 @@ class Program:
 class Block:
     """The threads of a block, and what they hold."""
 
+    BLOCKING: frozenset[str] = frozenset()
+    """Instructions that may block threads."""
+
     def __init__(
         self,
         program: Program,
@@ -351,7 +354,7 @@ class Block:
                     getattr(self, f"_{opcode[0]}")(opcode, operands, every)
                 except (AttributeError, KeyError, NotImplementedError) as error:
                     raise NotImplementedError(f"{self._text_of(now - 1)}: {error}") from error
-                if opcode[0] == "mbarrier" and self.is_blocked[chosen].any():
+                if opcode[0] in self.BLOCKING and self.is_blocked[chosen].any():
                     self.at[together] = now
                     self.at[self.is_blocked & chosen] = now - 1
                     return
@@ -383,6 +386,7 @@ class Block:
         return self._constants[key]
 
     def _constant(self, operand: str, dtype: Any) -> Any:
+        """Return the number that an operand stands for in all threads."""
         if operand == "global_smem":
             return dtype.type(0)
         if operand in self.arguments:

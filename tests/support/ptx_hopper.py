@@ -136,6 +136,8 @@ class _NotCompared:
 class HopperBlock(Block):
     """The threads of a block on Hopper. maps: address -> tensor map."""
 
+    BLOCKING = frozenset({"mbarrier"})
+
     def __init__(self, *args: Any, maps: dict[int, TensorMap]) -> None:
         super().__init__(*args)
         self.accesses = _NotCompared()

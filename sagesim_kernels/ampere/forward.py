@@ -23,7 +23,7 @@ from sagesim_kernels.operands import (
 from sagesim_kernels.portable import Tile, compute_failed_rows, try_tiles
 
 
-def _tile(channels: int, *, p_in_codes: bool, in_parts: bool) -> Tile:
+def _tile(channels: int, *, p_in_codes: bool, is_fixed: bool) -> Tile:
     """Return the fastest tile of queries. It fits into the shared memory of every GPU.
 
     With 32 rows, a warp loads each key and value for twice as many rows as with 16. At 128
@@ -31,11 +31,10 @@ def _tile(channels: int, *, p_in_codes: bool, in_parts: bool) -> Tile:
 
     p_in_codes: whether P is rounded to codes. Their products take more instructions and fewer loads
     of operands, so that more warps with 16 rows each are faster than fewer with 32.
-    in_parts: whether P has a fixed reference, so that it can be computed of few keys at a time, and
-    Q is in codes. In 16 bit, Q takes too long to load for each part.
+    is_fixed: whether P has a fixed reference, so that it can be computed of few keys at a time.
     """
     if channels == 128:
-        return Tile(128, 4, 2, step=16) if in_parts else Tile(64, 4, 2)
+        return Tile(128, 4, 2, step=16) if is_fixed else Tile(64, 4, 2)
     return Tile(64, 4, 2, registers=FOR_FOUR) if p_in_codes else Tile(128, 4, 2)
 
 
@@ -91,9 +90,7 @@ def launch_forward(
             **tile.options,
         )
 
-    tile = _tile(
-        channels, p_in_codes=v.scale is not None, in_parts=is_fixed and q.scale is not None
-    )
+    tile = _tile(channels, p_in_codes=v.scale is not None, is_fixed=is_fixed)
     try_tiles([tile], run, f"the forward at head size {problem.q.shape[3]}")
     if is_fixed:
         compute_failed_rows(problem, operands, o, lse2, sink2=sink2)

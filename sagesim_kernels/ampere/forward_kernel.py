@@ -223,7 +223,7 @@ def ampere_forward(
     k_scale = block_scale(k, k_scales, begin, begin < end)
     async_copy.wait_group(0)
     barrier()  # All warps see the queries that were copied.
-    # Steps of fewer keys are for warps whose registers are full of sums.
+    # If P is computed for fewer keys at a time, no registers are free for Q.
     q_left = None
     if STEP == BLOCK:
         q_left = left_tokens(q_s, ACC)
@@ -318,10 +318,8 @@ def ampere_forward(
     if v.scale is not None:
         row_max = -level
     if FIXED:
-        # With QK in 16 bit, all logits of the first block may be -inf: there is no reference.
         size = gl.sum(gl.abs(total0), 1) + gl.sum(gl.abs(total1), 1)
-        has_reference = (row_max > -float("inf")) | (end_of_keys <= begin + BLOCK)
-        fails = ~(fits_reference(row_sum, size) & has_reference)
+        fails = ~fits_reference(row_sum, size)
     if sink2 is not None:
         row_sum, row_max, sqrt_rescale = add_sink_of_rows(
             sink2, lse2, lengths.cu_q, b, h, queries, n_q, row_sum, row_max

@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import sagesim
-from sagesim import AttentionSpec
+from sagesim import FPA_BF16, AttentionSpec
 from tests.sagesim_kernels.contract import OUTPUTS
 from tests.sagesim_kernels.exactness import assert_as_exact_as_the_emulator
 from tests.sagesim_kernels.ptx_calls import (
@@ -16,7 +17,7 @@ from tests.sagesim_kernels.ptx_calls import (
     check_rows_that_fail,
     parameters,
 )
-from tests.support.assertions import assert_bitwise, assert_sqnr_at_least
+from tests.support.assertions import assert_bitwise, assert_sqnr_at_least, assert_within_budget
 from tests.support.inputs import Case
 from tests.support.ptx_worker import PtxRunner
 
@@ -228,6 +229,25 @@ def test_rows_that_the_reference_does_not_fit(runner: PtxRunner, of: str) -> Non
     check_rows_that_fail(runner, of, key=200)
 
 
+def test_the_largest_p_of_16_bit_is_not_rounded(runner: PtxRunner) -> None:
+    """One key of the last block has nearly all of P. Results in float32 show the errors of P."""
+    tensors = Call("fpa_bf16", 16, 200, d=40, dtype=torch.float32).tensors()
+    tensors["q"][..., 0] = 6.0
+    tensors["k"][..., 0] = 0.0
+    tensors["k"][:, :, 190] = 0.0
+    tensors["k"][:, :, 190, 0] = 8.0
+    found = runner.run(tensors, FPA_BF16)
+    q, k, v = (tensors[name].bfloat16().double() for name in ("q", "k", "v"))
+    assert_within_budget(
+        actual=found.o,
+        exact=F.scaled_dot_product_attention(q, k, v),
+        yardstick=sagesim.trace(**tensors, spec=FPA_BF16).o,
+        factor=2.0,
+        band=0.0,
+        what="o",
+    )
+
+
 def test_a_masked_key_is_not_in_the_reference(runner: PtxRunner) -> None:
     """The first 60 queries do not attend to a key whose logits are far above all others."""
     spec = AttentionSpec.parse("factored_qk qk=int8@token,token smooth=none")
@@ -237,9 +257,16 @@ def test_a_masked_key_is_not_in_the_reference(runner: PtxRunner) -> None:
     assert_as_exact_as_the_emulator(found, Case(**tensors, is_causal=True), spec)
 
 
-@pytest.mark.parametrize("label", ["sagebwd qk=bf16 smooth=none", "fpa_bf16"])
+@pytest.mark.parametrize(
+    "label",
+    [
+        "sagebwd qk=bf16 smooth=none",
+        "fpa_bf16",
+        "factored_qk qk=int8@token,token smooth=none",
+    ],
+)
 def test_a_block_of_infinite_logits_has_no_weight(runner: PtxRunner, label: str) -> None:
-    """In 16 bit the products of large q and k overflow: all logits of the first block are -inf.
+    """The products of large q and k overflow: all logits of the first block are -inf.
 
     Those of the other keys are about -200.
     """

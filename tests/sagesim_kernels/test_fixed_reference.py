@@ -86,7 +86,8 @@ def test_failed_rows_of_packed_sequences() -> None:
     ("spec", "extras", "expected"),
     [
         ("factored_qk", {}, True),
-        ("fpa_bf16", {}, True),
+        ("factored_qk qk=fp8_e4m3", {}, True),
+        ("fpa_bf16", {}, False),
         ("factored_qk", {"softcap": 3.0}, False),
         ("fpa_fp16", {}, False),
         ("sagebwd", {}, False),

@@ -17,7 +17,10 @@ from sagesim_kernels.hopper.capped_rows import (
 from sagesim_kernels.hopper.descriptors import sums_descriptor, tma_descriptor
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.preparation import prepare_backward
-from sagesim_kernels.hopper.tile_scheduler import MOST_QUERY_HEADS
+from sagesim_kernels.hopper.tile_scheduler import (
+    MOST_QUERY_HEADS,
+    choose_backward_order,
+)
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
@@ -31,7 +34,6 @@ from sagesim_kernels.operands import (
     Softcap,
     Splits,
     Strided,
-    choose_backward_heads,
     ds_row_sums,
     finish_dq,
     padded,
@@ -90,18 +92,11 @@ def launch_backward(
     splits = Splits.of(problem, MOST_QUERY_HEADS)
     lengths, scale = problem.lengths, problem.scale
     has_dq_warps = channels == 64
-    config = Config(
-        groups=splits.query_heads,
-        splits=splits.programs,
-        d=d,
-        d_v=d_v,
-        has_dq_warps=has_dq_warps,
-        is_copied=operands.stored,
-    )
     tokens_k = k8.scale.shape[1] * _BLOCK_Q
     dk_parts, dv_parts = splits.parts(dk), splits.parts(dv)
     tiles = Grid(-(-problem.longest_k // _TILE_K), dk_parts.shape[1], problem.sequences)
-    heads_per_group = choose_backward_heads(
+    count = tiles.programs[0]
+    order = choose_backward_order(
         problem.longest_q,
         problem.longest_k,
         problem.longest_offset,
@@ -109,11 +104,24 @@ def launch_backward(
         tiles.heads * tiles.sequences,
         splits.query_heads,
         multiprocessor_count(),
+        channels,
         lowest=problem.longest_lowest,
     )
+    # Sequences of other lengths, which the host does not know, would change the balance.
+    are_equal = lengths.cu_k is None and lengths.seqused_k is None and lengths.key_mask is None
+    config = Config(
+        groups=splits.query_heads,
+        splits=splits.programs,
+        d=d,
+        d_v=d_v,
+        has_dq_warps=has_dq_warps,
+        is_copied=operands.stored,
+        is_dealt=order.is_dealt and are_equal,
+    )
+    programs = multiprocessor_count() if config.is_dealt else count
     launch(
         hopper_backward,
-        tiles.programs,
+        (programs,),
         tma_descriptor(q8.ptr.view(-1, q8.stride_n), _BLOCK_Q, channels),
         tma_descriptor(k8.ptr.view(-1, k8.stride_n), _TILE_K, channels),
         tma_descriptor(q16.ptr, _BLOCK_Q, channels),
@@ -135,14 +143,18 @@ def launch_backward(
         else sums_descriptor(dq_sums, d, channels),
         dq_sums.unit,
         # passed on their own: a tuple would specialise them
-        lengths._replace(n_q=0, n_k=0, left=None, right=None, key_counts=None, key_runs=None),
+        lengths._replace(n_q=None, n_k=None, left=None, right=None, key_counts=None, key_runs=None),
         lengths.n_q,
         lengths.n_k,
         lengths.left,
         lengths.right,
         tiles.tiles,
         kv_heads,
-        heads_per_group,
+        tiles.heads * tiles.sequences,
+        order.heads_per_group,
+        count,
+        programs,
+        -(-count // programs),
         tokens_q,
         tokens_k,
         scale,

@@ -25,12 +25,21 @@ class QueryBuffers(NamedTuple):
     shifts: Any  #: float32 [stages, BLOCK_Q], or None
 
 
+class KeyInputs(NamedTuple):
+    """TMA descriptors of what the producer loads for each tile of keys."""
+
+    k8: Any  #: int8 [tokens of all heads, D]
+    k16: Any  #: 16 bit [sequences, heads, tokens, D]
+    v: Any  #: as k16
+
+
 class KeyBuffers(NamedTuple):
-    """The program's tile of keys in shared memory."""
+    """A tile of keys in shared memory."""
 
     k8: Any  #: int8 [1, TILE_K, D]
     v: Any  #: 16 bit [1, TILE_K, D]
     k16: Any  #: 16 bit [1, TILE_K, D]
+    results: Any  #: 16 bit [1, TILE_K, D]: dV and dK on their way to global memory; may be v
 
 
 class Barriers(NamedTuple):
@@ -39,8 +48,10 @@ class Barriers(NamedTuple):
     ds_full: Any  #: [2], dS is in shared memory; None if the warps that compute dS also compute dQ
     dq_full: Any  #: [2], a part of dQ is in shared memory, and dS of its step has been read
     dq_empty: Any  #: [slots], a part of dQ has been read from shared memory
-    kv_full: Any  #: the tile of keys has arrived
-    k16_full: Any  #: the tile of K in 16 bit has arrived, which may come first
+    kv_full: Any  #: codes of K, and V, of a tile have arrived
+    kv_empty: Any  #: they have been read
+    k16_full: Any  #: K in 16 bit of a tile has arrived
+    k16_empty: Any  #: it has been read; None if the warps that read it load the next one
     q_full: Any  #: [stages], a block of queries has arrived
 
 
@@ -52,8 +63,22 @@ class TokenOrigin(NamedTuple):
     row: Any  #: of its first token
 
 
+class KeyScheduler(NamedTuple):
+    """The tiles of keys of a launch, and their order; see `tile_scheduler`."""
+
+    tiles: Any  #: of a head
+    heads: Any  #: of K and V, of a sequence
+    all_heads: Any  #: of dK and dV of all sequences
+    heads_per_group: Any  #: see `BackwardOrder`
+    count: Any  #: tiles of all heads and sequences
+    programs: Any
+    waves: Any  #: tiles that a program computes at most
+    tokens_q: Any  #: of a head in padded storage
+    tokens_k: Any  #: of a head in padded storage
+
+
 class KeyTile(NamedTuple):
-    """The keys of a program."""
+    """The keys of a tile."""
 
     first: Any  #: first key of the tile
     length: Any  #: keys of the sequence
@@ -77,8 +102,25 @@ class QueryLoop(NamedTuple):
     shift: Any  #: less than end - begin, or 0; 0 with a limit on either side
 
 
+class DealtTile(NamedTuple):
+    """A tile of keys that a program computes."""
+
+    is_valid: Any  #: False if there is nothing to compute
+    b: Any  #: sequence
+    z: Any  #: head of K and V, over all sequences
+    head: Any  #: head of K and V
+    out_head: Any  #: copy of dK and dV of that head
+    first_q_head: Any
+    keys: Any  #: `KeyTile`
+    loop: Any  #: `QueryLoop`
+    start_q: Any  #: first query of the sequence in padded storage
+    start_k: Any  #: first key of the sequence in padded storage
+    row_q: Any  #: the same as start_q, over all heads
+    row_k: Any  #: first key of the tile in padded storage, over all heads
+
+
 class KeyOutputs(NamedTuple):
-    """Where a program stores dK and dV."""
+    """Where a program stores dK and dV of a tile."""
 
     dk: Any  #: `Strided`
     dv: Any  #: `Strided`

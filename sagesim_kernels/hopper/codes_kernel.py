@@ -13,8 +13,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sagesim_kernels.gluon_compat import tma_load
-from sagesim_kernels.hopper.backward_kernel import BARRIER, locate
+from sagesim_kernels.hopper.backward_kernel import BARRIER
 from sagesim_kernels.hopper.backward_structures import KeyOutputs, KeyTile, QueryLoop
+from sagesim_kernels.hopper.backward_tiles import locate
 from sagesim_kernels.hopper.backward_warps import ROW_STATS, STATS_LAYOUT, load_tokens
 from sagesim_kernels.hopper.codes_maps import BLOCK_K, BLOCKS, EXCHANGE, MAXIMA
 from sagesim_kernels.hopper.codes_structures import (
@@ -33,7 +34,7 @@ from sagesim_kernels.hopper.fp8_warps import (
     compute_fp8_dk_dv_dq,
     compute_fp8_dq,
 )
-from sagesim_kernels.hopper.program_places import origin_of, place_of_program
+from sagesim_kernels.hopper.program_places import origin_of, place_of
 from sagesim_kernels.operands import INT8, Lengths, head_pointers, summed_channels
 
 _NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -112,7 +113,9 @@ def hopper_codes_backward(
     BY_CHANNEL: gl.constexpr = CONFIG.by_channel
     FORMAT: gl.constexpr = CONFIG.format
     IS_FP8: gl.constexpr = CONFIG.format != INT8
-    index, _z, b, head, out_head = place_of_program(tiles, heads, heads_per_group, SPLITS)
+    index, _z, b, head, out_head = place_of(
+        gl.program_id(0), tiles, heads, gl.num_programs(0) // tiles, heads_per_group, SPLITS
+    )
     keys, blocks, start_q, start_k = locate(
         # Not assigned to a variable, because IS_CAUSAL would stop being a constexpr.
         Lengths(

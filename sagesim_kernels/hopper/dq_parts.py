@@ -82,17 +82,24 @@ def first_row_of(head, i, blocks):
 
 @gluon.jit
 def store_dq(dq, blocks, GROUPS: gl.constexpr, SUMMED: gl.constexpr):
-    """Add the program's parts of dQ to the sums, or store them if they are all of dQ. One warp.
+    """Do what `store_parts` does for a program's only tile of keys, until all is written."""
+    store_parts(dq, blocks, 0, GROUPS, SUMMED)
+    wait_for_writes()
 
-    dq: `DqStore`. blocks: `DqBlocks`. GROUPS: query heads for each head of K and V. SUMMED: see
-    `operands.summed_channels`.
+
+@gluon.jit
+def store_parts(dq, blocks, done, GROUPS: gl.constexpr, SUMMED: gl.constexpr):
+    """Add a tile's parts of dQ to the sums, or store them if they are all of dQ. One warp.
+
+    dq: `DqStore`. blocks: `DqBlocks`. done: steps of the program before this tile. GROUPS: query
+    heads for each head of K and V. SUMMED: see `operands.summed_channels`.
     """
     SLOTS: gl.constexpr = dq.buffer.shape[0]
     ROWS: gl.constexpr = dq.buffer.shape[1]
     BOX: gl.constexpr = dq.out.block_shape[0]
     for head in range(GROUPS):
         for i in range(blocks.begin, blocks.end):
-            n = head * (blocks.end - blocks.begin) + i - blocks.begin
+            n = done + head * (blocks.end - blocks.begin) + i - blocks.begin
             block = block_of(i, blocks)
             mbarrier.wait(dq.full.index(n % 2), (n // 2) & 1)
             part = dq.buffer.index(n % SLOTS)
@@ -108,7 +115,14 @@ def store_dq(dq, blocks, GROUPS: gl.constexpr, SUMMED: gl.constexpr):
                     tma_add(dq.out, [row + at, 0], part.slice(at, BOX))
             _wait_for_tma_reads()
             mbarrier.arrive(dq.empty.index(n % SLOTS), count=1)
-    # dQ, or its sums, are complete when all programs have ended.
+
+
+@gluon.jit
+def wait_for_writes():
+    """Wait until all that this warp stored is in global memory.
+
+    dQ, or its sums, are complete when all programs have ended.
+    """
     gl.inline_asm_elementwise(_WAIT_FOR_WRITES, "=r", [], gl.int32, is_pure=False, pack=1)
 
 

@@ -13,8 +13,8 @@ from sagesim_kernels.operands import tile_and_head
 
 
 @gluon.jit
-def place_of_program(tiles, heads, heads_per_group, SPLITS: gl.constexpr):
-    """Return five indices of the program.
+def place_of(program, tiles, heads, all_heads, heads_per_group, SPLITS: gl.constexpr):
+    """Return five indices of a tile of keys, from its place in the order of a launch.
 
     These are its tile of keys; its head of K and V, over all sequences; its sequence; its head of
     K and V in the sequence; and that head's copy of dK and dV, of which each head has SPLITS.
@@ -24,11 +24,11 @@ def place_of_program(tiles, heads, heads_per_group, SPLITS: gl.constexpr):
     Args:
         tiles: tiles of keys of a head.
         heads: heads of K and V of a sequence.
+        all_heads: those of all sequences, times SPLITS.
         heads_per_group: see `choose_backward_heads`.
         SPLITS: programs for each tile of K and V.
     """
-    all_heads = gl.num_programs(0) // tiles
-    index, split_head = tile_and_head(gl.program_id(0), tiles, all_heads, heads_per_group)
+    index, split_head = tile_and_head(program, tiles, all_heads, heads_per_group)
     z = split_head // SPLITS
     b = z // heads
     head = z % heads

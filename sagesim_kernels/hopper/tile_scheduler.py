@@ -8,24 +8,44 @@ time, and the number of heads per group decides the load balance: with some numb
 takes half as long again as the others. Which numbers are bad changes with every sequence length, so
 the host simulates the candidates and picks the best.
 
-In the backward every tile has a program of its own: see `operands.program_order`.
+The backward with dV, dQ and dK in 16 bit deals its tiles, too, if there are numbers that are good
+enough. Otherwise, and in the other backwards, every tile has a program of its own: see
+`operands.program_order`.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sagesim_kernels.operands import MANY_WAVES, steps_of_query_tiles
+from sagesim_kernels.operands import (
+    MANY_WAVES,
+    choose_backward_heads,
+    steps_of_key_tiles,
+    steps_of_query_tiles,
+)
 
 _CACHE: Final = 2**25
 """Bytes of K and V that stay in the L2 cache beside all other data. An H200's cache has 50 MB."""
 
 _BEYOND_CACHE: Final = 1.02
 """The factor on the time of groups whose K and V exceed `_CACHE`."""
+
+_BEYOND_CACHE_BACKWARD: Final = 1.06
+"""The same for queries and sums of dQ in the backward."""
+
+_BYTES_OF_A_CHANNEL: Final = 1 + 2 + 2 + 4
+"""Of a query in the backward: of codes of Q, Q, dO and sums of dQ."""
+
+_SAVED_STEPS: Final = 2
+"""Steps of a tile of the backward that a program saves if it loads the tile during the last one."""
+
+_STEP_IF_DEALT: Final = {64: 1.0, 128: 1.05}
+"""The time of a step of the backward if tiles are dealt, by the channels of a tile. With 128, it
+needs a few more instructions, and programs that end late are not given fewer tiles."""
 
 MOST_QUERY_HEADS: Final = 4
 """Query heads of a program of the backward. Programs with more are long, so that some end late.
@@ -71,9 +91,62 @@ def choose_heads_per_group(
     return min(divisors, key=time)
 
 
+class BackwardOrder(NamedTuple):
+    """How a launch of a backward orders its tiles of keys."""
+
+    heads_per_group: int  #: of how many heads the tiles are computed at a time
+    is_dealt: bool  #: whether programs are dealt several tiles; else each has one
+
+
+@lru_cache(maxsize=4096)
+def choose_backward_order(
+    n_q: int,
+    n_k: int,
+    offset: int | None,
+    keys: int,
+    heads: int,
+    groups: int,
+    programs: int,
+    channels: int,
+    lowest: int | None = None,
+) -> BackwardOrder:
+    """Return the order in which the last program is expected to end first.
+
+    A program that is dealt several tiles loads the next one while it stores the last one. But a
+    program with one tile starts when any other ends, so that tiles that take unequal time are
+    balanced with any number of heads at a time.
+
+    Args:
+        programs: that run at the same time.
+        channels: of a tile.
+        The others: see `operands.choose_backward_heads`, whose order within a group is kept.
+    """
+    few = choose_backward_heads(n_q, n_k, offset, keys, heads, groups, programs, lowest)
+    steps = steps_of_key_tiles(n_q, n_k, offset, keys, groups, lowest)
+    if heads * steps.size <= programs:
+        return BackwardOrder(few, is_dealt=False)
+    simulated = min(heads, MANY_WAVES * programs // steps.size + 1)  # more are balanced alike
+    head_bytes = n_q * groups * channels * _BYTES_OF_A_CHANNEL
+
+    def time(heads_per_group: int) -> float:
+        is_beyond = heads_per_group > few and heads_per_group * head_bytes > _CACHE
+        most = _most_steps(steps - _SAVED_STEPS, simulated, programs, heads_per_group)
+        return most * _STEP_IF_DEALT[channels] * (_BEYOND_CACHE_BACKWARD if is_beyond else 1.0)
+
+    is_equal = steps.min() == steps.max()
+    dealt = few if is_equal else min(range(1, min(simulated, programs) + 1), key=time)
+    average = simulated * int(steps.sum()) / programs
+    last = -(-simulated * steps.size // programs) * int(steps[0]) if is_equal else average
+    if time(dealt) < last:
+        return BackwardOrder(dealt, is_dealt=True)
+    return BackwardOrder(few, is_dealt=False)
+
+
 def _most_steps(steps: NDArray[np.int64], heads: int, programs: int, heads_per_group: int) -> int:
-    """Return the steps of the program that finishes last."""
-    tiles = np.tile(np.repeat(steps, heads_per_group), heads // heads_per_group)
+    """Return the steps of the program that finishes last. The last group may have fewer heads."""
+    groups, rest = divmod(heads, heads_per_group)
+    tiles = np.tile(np.repeat(steps, heads_per_group), groups)
+    tiles = np.concatenate((tiles, np.repeat(steps, rest)))
     waves = -(-tiles.size // programs)
     dealt = np.zeros((waves, programs), dtype=np.int64)
     dealt.flat[: tiles.size] = tiles

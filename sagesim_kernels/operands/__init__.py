@@ -130,6 +130,7 @@ from sagesim_kernels.operands.program_order import (
     choose_backward_heads,
     choose_forward_heads,
     ordered_coordinates,
+    steps_of_key_tiles,
     steps_of_query_tiles,
     tile_and_head,
 )
@@ -317,6 +318,7 @@ __all__ = [
     "sink_logits",
     "sink_probabilities",
     "start_of",
+    "steps_of_key_tiles",
     "steps_of_query_tiles",
     "store_block",
     "store_bounds",

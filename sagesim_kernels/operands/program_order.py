@@ -96,6 +96,22 @@ def steps_of_query_tiles(
     return steps if offset is None else steps[::-1]
 
 
+def steps_of_key_tiles(
+    n_q: int, n_k: int, offset: int | None, keys: int, groups: int, lowest: int | None
+) -> NDArray[np.int64]:
+    """Return the time of each tile of keys of a head in steps, from the first one on.
+
+    The arguments are those of `choose_backward_heads`.
+    """
+    first = np.arange(0, n_k, keys)
+    begin, end = np.zeros_like(first), np.full_like(first, n_q)
+    if offset is not None:
+        begin = np.clip(first - offset, 0, n_q)
+    if lowest is not None:
+        end = np.clip(first + keys - lowest, 0, n_q)
+    return groups * np.maximum(-(-end // BLOCK) - begin // BLOCK, 0) + OVERHEAD
+
+
 @lru_cache(maxsize=4096)
 def choose_forward_heads(
     n_q: int,
@@ -151,13 +167,7 @@ def choose_backward_heads(
     """
 
     def steps() -> NDArray[np.int64]:
-        first = np.arange(0, n_k, keys)
-        begin, end = np.zeros_like(first), np.full_like(first, n_q)
-        if offset is not None:
-            begin = np.clip(first - offset, 0, n_q)
-        if lowest is not None:
-            end = np.clip(first + keys - lowest, 0, n_q)
-        return groups * np.maximum(-(-end // BLOCK) - begin // BLOCK, 0) + OVERHEAD
+        return steps_of_key_tiles(n_q, n_k, offset, keys, groups, lowest)
 
     return _fewest(-(-n_k // keys), heads, programs, steps)
 

@@ -115,7 +115,9 @@ def check_visits(name: str, run: Run, problem: KernelProblem, *, is_stored: bool
         if program in run.stores and group == "0":
             channels = padded(problem.q.shape[3])
             parts = [_query_of(x, channels, queries) for x in run.stores[program]]
-            assert list(dict.fromkeys(parts)) == [x for _, x in found], "parts of dQ"
+            stores_of_a_part = max(len(parts) // max(len(found), 1), 1)  # one for some channels
+            expected = [x for _, x in found for _ in range(stores_of_a_part)]
+            assert parts == expected, "parts of dQ"
         if name == "hopper_forward_codes":  # behind the last block, S is computed of an old K
             found = [x for x, after in pairwise(found) if x[0] == after[0]]
         visits.update(found)

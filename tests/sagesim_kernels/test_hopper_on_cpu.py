@@ -69,6 +69,10 @@ MASKED_CALLS = {
         Call("factored_qk", 140, 200, window=(50, 10), lower_right=True, heads=2),
         "forward", "backward",
     ),
+    "key_mask": (
+        Call("factored_qk", 70, 300, heads=2, dead_keys=(range(10), range(100, 260))),
+        "forward", "backward",
+    ),
     "key_mask_and_sinks": (
         Call(
             "factored_pv16", 200, 260, heads=2, window=(30, 10), lower_right=True, sink=5.0,

@@ -3,7 +3,7 @@
 import pytest
 
 from sagesim_kernels.hopper import tile_scheduler
-from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
+from sagesim_kernels.hopper.tile_scheduler import choose_backward_order, choose_heads_per_group
 from sagesim_kernels.operands import query_heads_per_program
 
 PROGRAMS = 132
@@ -123,3 +123,63 @@ def test_groups_are_divided_if_they_are_large_or_heads_of_k_and_v_are_few() -> N
     }  # fmt: skip
     assert [query_heads_per_program(4, groups, most=groups) for groups in (1, 7, 8)] == [1, 7, 8]
     assert [query_heads_per_program(2, groups, most=groups) for groups in (1, 7, 8)] == [1, 1, 4]
+
+
+def steps_of_backward(n: int, heads: int, group: int, is_causal: bool) -> tuple[int, float]:
+    """The same for programs of the backward, which own 128 keys of a head."""
+    programs, index = [0] * PROGRAMS, 0
+    for first_head in range(0, heads, group):
+        for tile in range(-(-n // 128)):
+            for _ in range(min(group, heads - first_head)):
+                wave, place = divmod(index, PROGRAMS)
+                steps = -(-n // 64) - (2 * tile if is_causal else 0) + 2
+                programs[PROGRAMS - 1 - place if wave % 2 else place] += steps
+                index += 1
+    return max(programs), sum(programs) / PROGRAMS
+
+
+@pytest.mark.parametrize(
+    ("n", "heads"), [(1024, 128), (1024, 192), (2048, 128), (3000, 48), (4096, 128), (8192, 64)]
+)
+def test_dealt_programs_of_a_causal_backward_end_together(n: int, heads: int) -> None:
+    order = choose_backward_order(n, n, 0, 128, heads, 1, PROGRAMS, 64)
+    last, average = steps_of_backward(n, heads, order.heads_per_group, is_causal=True)
+    assert order.is_dealt
+    assert last <= 1.03 * average
+
+
+@pytest.mark.parametrize("heads", [48, 56])
+def test_few_heads_of_a_long_backward_are_computed_at_a_time(heads: int) -> None:
+    """Queries and sums of dQ of a head have 9 bytes a channel; all stay in the cache."""
+    order = choose_backward_order(8192, 8192, 0, 128, heads, 1, PROGRAMS, 64)
+    assert order.heads_per_group * 8192 * 64 * 9 < 2**25
+
+
+@pytest.mark.parametrize(
+    ("n", "heads", "groups", "channels", "expected"),
+    [
+        (512, 384, 1, 64, True),
+        (729, 1024, 1, 128, True),
+        (512, 20, 1, 64, False),  # each program has one tile anyway
+        (8192, 16, 1, 128, False),  # long tiles: what dealing saves is less than what it costs
+        (4096, 40, 4, 128, False),
+    ],
+)
+def test_which_backwards_are_dealt(
+    n: int, heads: int, groups: int, channels: int, expected: bool
+) -> None:
+    order = choose_backward_order(n, n, None, 128, heads, groups, PROGRAMS, channels)
+    assert order.is_dealt is expected
+
+
+def test_many_tiles_of_a_backward_are_not_all_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = 0
+
+    def most_steps(steps: object, heads: int, *rest: object) -> int:
+        nonlocal largest
+        largest = max(largest, heads)
+        return 1
+
+    monkeypatch.setattr(tile_scheduler, "_most_steps", most_steps)
+    choose_backward_order(1024, 1024, 0, 128, 2**17, 1, PROGRAMS, 64)
+    assert largest < 2000

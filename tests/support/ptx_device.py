@@ -20,13 +20,20 @@ CODES: Final = {f"sm{capability}": capability for capability in (80, 86, 89, 90)
 _HOPPER: Final = 90
 
 
+class _SmallGPU(AbsentGPU):
+    """So few multiprocessors that a program computes several tiles in calls of a test, too."""
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return super().get_device_properties(device) | {"multiprocessor_count": 3}
+
+
 class PtxLaunches:
     """Replaces `JITFunction.run`: compiles kernels, and runs their PTX."""
 
     def __init__(self, capability: int = 80) -> None:
         """capability: compute capability of the GPU for which kernels are compiled at first."""
         CUDABackend.make_cubin = lambda *_: b""  # the PTX is what runs
-        self._gpu = AbsentGPU()
+        self._gpu = _SmallGPU()
         self.compile_for(capability)
         driver.set_active(self._gpu)
         self.kernels: list[str] = []  #: of the packages for some GPUs, that ran

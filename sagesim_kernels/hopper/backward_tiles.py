@@ -1,0 +1,97 @@
+"""The tiles of keys that a backward program computes, one after another.
+
+If tiles are dealt, there is one program for each multiprocessor. While it stores a tile, it loads
+the next one. Otherwise there is a program for each tile. Each warp finds the tiles by itself.
+"""
+
+# Pyright takes the annotations of Gluon's functions literally:
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOptionalMemberAccess=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sagesim_kernels.hopper.backward_structures import DealtTile, KeyTile, QueryLoop
+from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
+from sagesim_kernels.hopper.program_places import place_of
+from sagesim_kernels.operands import (
+    causal_offset,
+    is_live_key,
+    length_of,
+    live_keys,
+    live_queries,
+    lowest_diagonal,
+    query_loops,
+    stored_start_of,
+)
+
+
+@gluon.jit
+def tile_of(wave, scheduler, lengths, GROUPS: gl.constexpr, SPLITS: gl.constexpr):
+    """Return the `DealtTile` that this program computes in a wave.
+
+    Waves take tiles in snake order, see `tile_scheduler`.
+    """
+    pid = gl.program_id(0)
+    number = wave * scheduler.programs + pid
+    if wave % 2 == 1:
+        number = wave * scheduler.programs + scheduler.programs - 1 - pid
+    is_valid = number < scheduler.count
+    index, z, b, head, out_head = place_of(
+        gl.minimum(number, scheduler.count - 1),
+        scheduler.tiles,
+        scheduler.heads,
+        scheduler.all_heads,
+        scheduler.heads_per_group,
+        SPLITS,
+    )
+    keys, loop, start_q, start_k = locate(lengths, b, index * TILE_K)
+    first_q_head = out_head * GROUPS
+    row_q = first_q_head * scheduler.tokens_q + start_q
+    row_k = head * scheduler.tokens_k + start_k + keys.first
+    return DealtTile(
+        is_valid & (keys.first < keys.length), b, z, head, out_head, first_q_head, keys, loop,
+        start_q, start_k, row_q, row_k,
+    )  # fmt: skip
+
+
+@gluon.jit
+def locate(lengths, b, first):
+    """Return four facts about the keys from `first` of sequence b.
+
+    These are their `KeyTile`, their `QueryLoop`, and the first query and the first key of the
+    sequence in padded storage. No field is None, because a function cannot return it.
+    """
+    first_live, n_q = live_queries(lengths, b)
+    n_live = live_keys(lengths, b)
+    offset = causal_offset(lengths, b)
+    begin, unmasked, unmasked_end, end = query_loops(
+        lengths, b, first, TILE_K, BLOCK_Q, n_live, offset, first_live, n_q
+    )
+    end = (end + BLOCK_Q - 1) // BLOCK_Q
+    if lengths.key_mask is not None:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        live = is_live_key(lengths, b, first + gl.arange(0, TILE_K, LAYOUT)).to(gl.int32)
+        if gl.min(live, 0) == 0:
+            unmasked = n_q
+        end = gl.where(gl.max(live, 0) == 0, 0, end)
+    # The program id is a 0 that is opaque to the compiler. If the loop over masked blocks is known
+    # to be empty, ptxas makes each product of the other loop wait for the product before it.
+    unmasked = (unmasked + BLOCK_Q - 1) // BLOCK_Q + gl.program_id(1)
+    start_q = stored_start_of(lengths.cu_q, lengths.n_q, b).to(gl.int32)
+    start_k = stored_start_of(lengths.cu_k, lengths.n_k, b).to(gl.int32)
+    shift = 0
+    if lengths.left is not None or lengths.seqused_k is not None or lengths.key_mask is not None:
+        unmasked = gl.minimum(unmasked, end)
+    if lengths.left is not None:
+        unmasked_end = gl.maximum(gl.minimum(unmasked_end // BLOCK_Q, end), unmasked)
+    else:
+        unmasked_end = end
+        if not lengths.IS_CAUSAL:  # a tile starts where its keys are, as far as there are queries
+            shift = first // BLOCK_Q % gl.maximum(end, 1)
+    loop = QueryLoop(gl.minimum(begin // BLOCK_Q, end), unmasked, unmasked_end, end, shift)
+    length = length_of(lengths.cu_k, lengths.n_k, b)
+    tile = KeyTile(first, length, n_live, offset, lowest_diagonal(lengths, b))
+    return tile, loop, start_q, start_k

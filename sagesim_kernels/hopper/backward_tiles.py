@@ -5,8 +5,8 @@ the next one. Otherwise there is a program for each tile. Each warp finds the ti
 """
 
 # Pyright takes the annotations of Gluon's functions literally:
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportOptionalMemberAccess=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
 

@@ -320,7 +320,7 @@ NOT_NEEDED = {
     ("arrive", "compute_o"): 1,
     # What they wait for, the other warps have waited for before they pass dS on.
     ("wait", "compute_dq"): 2,
-    ("wait", "compute_fp8_dq"): 2,
+    ("wait", "compute_fp8_dq"): 1,
 }
 """How many sites of an operation and a function may be left out, as far as can be seen here."""
 

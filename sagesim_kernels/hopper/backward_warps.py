@@ -485,7 +485,8 @@ def compute_dq(
     for wave in range(scheduler.waves):
         tile = tile_of(wave, scheduler, lengths, GROUPS, SPLITS)
         if tile.is_valid:
-            if wave > 0:  # all four warps have multiplied with K of the tile before
+            if wave > 0:
+                barrier()  # All four warps have seen K of the tile before, and multiplied with it.
                 origin = origin_of(IS_COPIED, tile.b, tile.head, tile.start_k)
                 load_k16(k16, origin, tile.keys.first, k16_s, barriers.k16_full)
             _wait_for_k16(k16_s.index(0), barriers.k16_full, wave, k_mean, tile.z, 4, KD)

@@ -9,7 +9,8 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.backward_kernel import Config, hopper_backward
-from sagesim_kernels.hopper.backward_warps import ROW_STATS, STATS_LAYOUT, WARPS
+from sagesim_kernels.hopper.backward_loads import ROW_STATS, STATS_LAYOUT
+from sagesim_kernels.hopper.backward_stores import WARPS
 from sagesim_kernels.hopper.capped_rows import (
     prepare_capped_backward,
     sums_of_ds,

@@ -15,6 +15,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from sagesim_kernels.hopper.backward_loads import (
+    ROW_STATS,
+    STATS_LAYOUT,
+    load_k16,
+    load_kv,
+    produce,
+)
+from sagesim_kernels.hopper.backward_stores import store_dq_of_tiles
 from sagesim_kernels.hopper.backward_structures import (
     Barriers,
     KeyBuffers,
@@ -24,16 +32,7 @@ from sagesim_kernels.hopper.backward_structures import (
     QueryInputs,
 )
 from sagesim_kernels.hopper.backward_tiles import tile_of
-from sagesim_kernels.hopper.backward_warps import (
-    ROW_STATS,
-    STATS_LAYOUT,
-    compute_dq,
-    compute_keys,
-    load_k16,
-    load_kv,
-    produce,
-    store_dq_of_tiles,
-)
+from sagesim_kernels.hopper.backward_warps import compute_dq, compute_keys
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, DqStore
 from sagesim_kernels.hopper.program_places import origin_of
 from sagesim_kernels.operands import Lengths, summed_channels

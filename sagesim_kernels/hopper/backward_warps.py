@@ -1,4 +1,4 @@
-"""The warps of a backward program.
+"""The warps of a backward program that compute.
 
 Eight consumer warps compute dK and dV, one producer warp loads, and one store warp adds dQ to its
 sums. For head size 64, four more consumer warps compute dQ, so dS and dQ have two slots each in
@@ -14,7 +14,6 @@ its steps in all of them. Its stages, slots and phases follow from these counts.
 
 from __future__ import annotations
 
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sagesim_kernels.gluon_compat import barrier, reinterpret, tma_load
+from sagesim_kernels.gluon_compat import barrier
+from sagesim_kernels.hopper.backward_loads import load_k16, row_stats_of
 from sagesim_kernels.hopper.backward_maps import (
     ST_COLUMNS,
     ST_FLOAT32,
@@ -35,77 +35,20 @@ from sagesim_kernels.hopper.backward_maps import (
     compute_p,
 )
 from sagesim_kernels.hopper.backward_masks import are_live, part_of
-from sagesim_kernels.hopper.backward_structures import (
-    KeyOutputs,
-    KeyTile,
-    QueryLoop,
-    TokenOrigin,
-)
+from sagesim_kernels.hopper.backward_stores import WARPS, release, store_dk_dv, whole_rows
+from sagesim_kernels.hopper.backward_structures import KeyOutputs, KeyTile, QueryLoop
 from sagesim_kernels.hopper.backward_tiles import tile_of
 from sagesim_kernels.hopper.capped_logits import add_ds_sums
 from sagesim_kernels.hopper.dq_parts import (
     BLOCK_Q,
     TILE_K,
     DqBlocks,
-    DqStore,
-    block_of,
     first_row_of,
     mark_overflow,
     pass_to_store,
-    store_parts,
-    wait_for_writes,
 )
 from sagesim_kernels.hopper.program_places import origin_of
-from sagesim_kernels.operands import head_ptr, key_mask_of, row_stride
-
-WARPS = gl.constexpr(8)
-"""Warps that compute dK and dV."""
-
-ROW_STATS = gl.constexpr(4 * 64)
-"""Row statistics of a block of queries, 64 numbers each: Q's scale times the scale of the logits;
--lse2; delta; and 1 / unit of dQ."""
-
-STATS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
-"""Layout of row statistics in shared memory."""
-
-
-@constexpr_function
-def _whole_rows(channels, warps):
-    """Layout in which adjacent threads hold adjacent parts of a row, eight numbers each."""
-    return gl.BlockedLayout([1, 8], [32 // (channels // 8), channels // 8], [warps, 1], [1, 0])
-
-
-@gluon.jit
-def load_tokens(x, origin, first, bar, buffer):
-    """Load tokens from `first` of a tensor of four dimensions by TMA.
-
-    x: TMA descriptor. origin: `TokenOrigin` of the sequence.
-    """
-    ROWS: gl.constexpr = buffer.shape[0]
-    D: gl.constexpr = buffer.shape[1]
-    shared = reinterpret(buffer, x.dtype, [1, 1, ROWS, D], x.layout)
-    tma_load(x, [origin.b, origin.h, origin.row + first, 0], bar, shared)
-
-
-@gluon.jit
-def load_k16(k16, origin, first, buffer, bar):
-    """Load a tile of K in 16 bit. k16: TMA descriptor. The others: see `load_tokens`."""
-    D: gl.constexpr = buffer.shape[2]
-    mbarrier.expect(bar, TILE_K * D * 2)
-    load_tokens(k16, origin, first, bar, buffer.index(0))
-
-
-@gluon.jit
-def load_kv(keys, row, origin, first, buffers, bar):
-    """Load codes of K, and V, of a tile.
-
-    keys: `KeyInputs`. row: the tile's first key in padded storage, over all heads. buffers:
-    `KeyBuffers`. The others: see `load_tokens`.
-    """
-    D: gl.constexpr = buffers.v.shape[2]
-    mbarrier.expect(bar, TILE_K * D * 3)
-    tma_load(keys.k8, [row, 0], bar, buffers.k8.index(0))
-    load_tokens(keys.v, origin, first, bar, buffers.v.index(0))
+from sagesim_kernels.operands import key_mask_of
 
 
 @gluon.jit
@@ -134,7 +77,7 @@ def _wait_for_k16(k16, bar, wave, mean, z, COUNT: gl.constexpr, KD: gl.constexpr
     else:
         mean += z.to(gl.int64) * KD
         D: gl.constexpr = k16.shape[1]
-        ROWS: gl.constexpr = _whole_rows(D, COUNT)
+        ROWS: gl.constexpr = whole_rows(D, COUNT)
         # The 0 is opaque to the compiler. Without it, addresses for all tiles stay in registers.
         column = gl.arange(0, D, gl.SliceLayout(0, ROWS)) + (wave >> 30)
         if KD < D:
@@ -146,13 +89,6 @@ def _wait_for_k16(k16, bar, wave, mean, z, COUNT: gl.constexpr, KD: gl.constexpr
         k16.store(k.to(k16.dtype))
         fence_async_shared()
         barrier()
-
-
-@gluon.jit
-def row_stats_of(queries, stage):
-    """Return the row statistics of a stage, [4, BLOCK_Q]."""
-    stats = queries.row_stats.index(stage)
-    return reinterpret(stats, gl.float32, [4, BLOCK_Q], STATS_LAYOUT)
 
 
 @gluon.jit
@@ -173,178 +109,6 @@ def _start_keys(k_scale, key_mask, tile, D: gl.constexpr, ACC: gl.constexpr):
     dv = warpgroup_mma_init(gl.zeros((TILE_K, D), gl.float32, ACC))
     keys = gl.where(are_live(tile.first + local, tile, key_mask), tile.first + local, 2**30)
     return keys, scales, dk, dv
-
-
-@gluon.jit
-def store_keys(x, outputs, tile, value, buffer, CHANNELS: gl.constexpr):
-    """Store the first CHANNELS of value [TILE_K, D] as the keys of a tile.
-
-    Keys that no query attends to get zeros. buffer: see `_in_rows`.
-    """
-    _store_rows(x, outputs, tile, _in_rows(x, value, buffer), CHANNELS)
-
-
-@gluon.jit
-def _in_rows(x, value, buffer):
-    """Return value [TILE_K, D] in the dtype of x.
-
-    A 16-bit result goes through shared memory: adjacent threads then hold adjacent numbers. buffer:
-    shared memory that is large enough for that, and that no warp reads any more.
-    """
-    D: gl.constexpr = buffer.shape[1]
-    DTYPE: gl.constexpr = x.ptr.dtype.element_ty
-    value = value.to(DTYPE)
-    if x.ptr.dtype.element_ty.primitive_bitwidth == 16:
-        shared = reinterpret(buffer, DTYPE, [TILE_K, D], buffer.layout)
-        barrier()
-        shared.store(value)
-        barrier()
-        return shared.load(_whole_rows(D, WARPS))
-    else:
-        return value
-
-
-@gluon.jit
-def _store_rows(x, outputs, tile, value, CHANNELS: gl.constexpr):
-    """Do what `store_keys` does with what `_in_rows` returns."""
-    D: gl.constexpr = value.shape[1]
-    DTYPE: gl.constexpr = x.ptr.dtype.element_ty
-    LAYOUT: gl.constexpr = value.type.layout
-    row = tile.first + gl.arange(0, TILE_K, gl.SliceLayout(1, LAYOUT))
-    live = are_live(row, tile, outputs.key_mask)[:, None]
-    value = gl.where(live, value, gl.zeros((TILE_K, D), DTYPE, LAYOUT))
-    column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT)).to(gl.int64)
-    base = head_ptr(x, outputs.cu_k, outputs.b, outputs.h)
-    ptrs = base + row.to(gl.int64) * row_stride(x)
-    mask = (row < tile.length)[:, None]
-    if CHANNELS < D:
-        mask = mask & (column < CHANNELS)[None, :]
-    gl.store(ptrs[:, None] + column[None, :] * x.stride_d, value, mask=mask)
-
-
-@gluon.jit
-def _release(bar):
-    """Tell the producer that this warpgroup has read a buffer, or written to it, for the last time.
-
-    The fence orders these accesses before TMA writes to the buffer.
-    """
-    fence_async_shared()
-    barrier()
-    mbarrier.arrive(bar, count=1)
-
-
-@gluon.jit
-def _store_dk_dv(dk, dv, outputs, tile, key_buffers, barriers, KD: gl.constexpr, VD: gl.constexpr):
-    """Store dK and dV of a tile, and release its V if they go through the same buffer."""
-    buffer = key_buffers.results.index(0)
-    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-    store_keys(outputs.dv, outputs, tile, dv, buffer, VD)
-    dk = _in_rows(outputs.dk, dk * outputs.scale, buffer)
-    if barriers.ds_full is None:
-        _release(barriers.kv_empty)
-    _store_rows(outputs.dk, outputs, tile, dk, KD)
-
-
-@gluon.jit
-def produce(
-    keys, inputs, key_buffers, buffers, barriers, scheduler, lengths, IS_COPIED: gl.constexpr,
-    GROUPS: gl.constexpr, SPLITS: gl.constexpr,
-):  # fmt: skip
-    """Load tiles of keys after the first, and the queries of each step, by TMA. One warp.
-
-    If other warps compute dQ, they load K in 16 bit. Before this warp loads the queries of step n,
-    it waits for a barrier of step n - 2. If other warps compute dQ, the barrier is `ds_full`. After
-    the wait no warp reads data of step n - 3, so three stages are enough. Only row statistics of
-    step n - 3 may still be read; they have four stages. Otherwise the barrier is `dq_full`. After
-    the wait no warp reads data of step n - 2, so two stages are enough. Only Q in 16 bit of step
-    n - 2 may still be read; it has three stages.
-
-    keys: `KeyInputs`. inputs: `QueryInputs`. key_buffers: `KeyBuffers`. buffers: `QueryBuffers`.
-    scheduler: `KeyScheduler`. IS_COPIED: whether the 16-bit tensors lie in padded storage.
-    """
-    done = 0
-    for wave in range(scheduler.waves):
-        tile = tile_of(wave, scheduler, lengths, GROUPS, SPLITS)
-        if tile.is_valid:
-            if wave > 0:
-                origin = origin_of(IS_COPIED, tile.b, tile.head, tile.start_k)
-                first = tile.keys.first
-                if barriers.k16_empty is not None:
-                    mbarrier.wait(barriers.k16_empty, (wave & 1) ^ 1)
-                    load_k16(keys.k16, origin, first, key_buffers.k16, barriers.k16_full)
-                mbarrier.wait(barriers.kv_empty, (wave & 1) ^ 1)
-                load_kv(keys, tile.row_k, origin, first, key_buffers, barriers.kv_full)
-            origin = origin_of(IS_COPIED, tile.b, tile.first_q_head, tile.start_q)
-            _load_queries(
-                inputs, buffers, barriers, tile.loop, origin, tile.row_q, scheduler.tokens_q, done,
-                GROUPS,
-            )  # fmt: skip
-            done += GROUPS * (tile.loop.end - tile.loop.begin)
-
-
-@gluon.jit
-def _load_queries(
-    inputs, buffers, barriers, loop, origin, stored_row, stored_tokens, done, GROUPS: gl.constexpr
-):
-    """Load the block of queries of each step of a tile into buffers that are released.
-
-    Args:
-        loop: `QueryLoop`.
-        origin: `TokenOrigin` of the first query head.
-        stored_row: row of that head's first token in padded storage.
-        stored_tokens: tokens of a head in padded storage.
-        done: steps of the program before this tile.
-    """
-    STAGES: gl.constexpr = buffers.q8.shape[0]
-    STAGES16: gl.constexpr = buffers.q16.shape[0]
-    STAGES_STATS: gl.constexpr = buffers.row_stats.shape[0]
-    SHIFT_BYTES: gl.constexpr = 0 if buffers.shifts is None else BLOCK_Q * 4
-    D: gl.constexpr = buffers.q8.shape[2]
-    for head in range(GROUPS):
-        for i in range(loop.begin, loop.end):
-            n = done + head * (loop.end - loop.begin) + i - loop.begin
-            if n >= 2:
-                if barriers.ds_full is not None:
-                    mbarrier.wait(barriers.ds_full.index(n % 2), (n // 2 & 1) ^ 1)
-                else:
-                    mbarrier.wait(barriers.dq_full.index(n % 2), (n // 2 & 1) ^ 1)
-            at = TokenOrigin(origin.b, origin.h + head, origin.row)
-            row8 = stored_row + head * stored_tokens
-            block = block_of(i, loop)
-            stage = n % STAGES
-            bar = barriers.q_full.index(stage)
-            stage16 = n % STAGES16
-            mbarrier.expect(bar, BLOCK_Q * D * 5 + ROW_STATS * 4 + SHIFT_BYTES)
-            tma_load(inputs.q8, [row8 + block * BLOCK_Q, 0], bar, buffers.q8.index(stage))
-            load_tokens(inputs.do, at, block * BLOCK_Q, bar, buffers.do.index(stage))
-            stats = (row8 // BLOCK_Q + block) * ROW_STATS
-            tma_load(inputs.row_stats, [stats], bar, buffers.row_stats.index(n % STAGES_STATS))
-            if buffers.shifts is not None:
-                first = row8 + block * BLOCK_Q
-                tma_load(inputs.shifts, [first], bar, buffers.shifts.index(stage))
-            load_tokens(inputs.q16, at, block * BLOCK_Q, bar, buffers.q16.index(stage16))
-
-
-@gluon.jit
-def store_dq_of_tiles(
-    dq, scheduler, lengths, IS_COPIED: gl.constexpr, GROUPS: gl.constexpr,
-    SPLITS: gl.constexpr, SUMMED: gl.constexpr,
-):  # fmt: skip
-    """Do what `dq_parts.store_parts` does for each tile of keys. One warp."""
-    done = 0
-    for wave in range(scheduler.waves):
-        tile = tile_of(wave, scheduler, lengths, GROUPS, SPLITS)
-        if tile.is_valid:
-            origin = origin_of(IS_COPIED, tile.b, tile.first_q_head, tile.start_q)
-            out = DqStore(dq.out, dq.buffer, origin, dq.full, dq.empty)
-            loop = tile.loop
-            blocks = DqBlocks(
-                loop.begin, loop.end, loop.shift, tile.row_q // BLOCK_Q,
-                scheduler.tokens_q // BLOCK_Q, None,
-            )  # fmt: skip
-            store_parts(out, blocks, done, GROUPS, SUMMED)
-            done += GROUPS * (loop.end - loop.begin)
-    wait_for_writes()
 
 
 @gluon.jit
@@ -420,7 +184,7 @@ def _compute_dk_dv(
     mbarrier.wait(barriers.kv_full, wave & 1)
     k8 = key_buffers.k8.index(0).load(gl.DotOperandLayout(0, ST_INT32, 4))
     v = key_buffers.v.index(0).load(gl.DotOperandLayout(0, ST_FLOAT32, 2))
-    _release(barriers.kv_empty)
+    release(barriers.kv_empty)
     for head in range(GROUPS):
         for PART in gl.static_range(2 if loop.unmasked_end is None else 3):
             begin, end = part_of(loop, PART)
@@ -463,7 +227,7 @@ def _compute_dk_dv(
                 # there.
                 q16 = queries.q16.index(stage)
                 dk = warpgroup_mma(ds_s.index(slot), q16, dk, is_async=True)
-    _store_dk_dv(dk, dv, outputs, tile, key_buffers, barriers, KD, VD)
+    store_dk_dv(dk, dv, outputs, tile, key_buffers, barriers, KD, VD)
 
 
 @gluon.jit
@@ -579,5 +343,5 @@ def _compute_dk_dv_dq(
                 # the step before.
                 barrier()
                 mbarrier.arrive(barriers.dq_full.index(n % 2), count=1)
-    _release(barriers.k16_empty)
-    _store_dk_dv(dk, dv, outputs, tile, key_buffers, barriers, KD, VD)
+    release(barriers.k16_empty)
+    store_dk_dv(dk, dv, outputs, tile, key_buffers, barriers, KD, VD)

@@ -11,7 +11,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim.spec import Granularity
 from sagesim_kernels import portable
-from sagesim_kernels.hopper.backward_warps import ROW_STATS, STATS_LAYOUT, WARPS
+from sagesim_kernels.hopper.backward_loads import ROW_STATS, STATS_LAYOUT
+from sagesim_kernels.hopper.backward_stores import WARPS
 from sagesim_kernels.hopper.codes_kernel import CodesConfig, hopper_codes_backward
 from sagesim_kernels.hopper.codes_maps import BLOCK_K
 from sagesim_kernels.hopper.codes_operands import quantize

@@ -14,9 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.backward_kernel import BARRIER
+from sagesim_kernels.hopper.backward_loads import ROW_STATS, STATS_LAYOUT, load_tokens
 from sagesim_kernels.hopper.backward_structures import KeyOutputs, KeyTile, QueryLoop
 from sagesim_kernels.hopper.backward_tiles import locate
-from sagesim_kernels.hopper.backward_warps import ROW_STATS, STATS_LAYOUT, load_tokens
 from sagesim_kernels.hopper.codes_maps import BLOCK_K, BLOCKS, EXCHANGE, MAXIMA
 from sagesim_kernels.hopper.codes_structures import (
     CodeBarriers,

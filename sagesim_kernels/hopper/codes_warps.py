@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagesim_kernels.gluon_compat import barrier, tma_load
+from sagesim_kernels.hopper.backward_loads import ROW_STATS, load_tokens, row_stats_of
 from sagesim_kernels.hopper.backward_maps import (
     ST_COLUMNS,
     ST_FLOAT32,
@@ -32,14 +33,8 @@ from sagesim_kernels.hopper.backward_maps import (
     compute_ds,
 )
 from sagesim_kernels.hopper.backward_masks import are_live, attends_between, part_of
+from sagesim_kernels.hopper.backward_stores import WARPS, store_keys
 from sagesim_kernels.hopper.backward_structures import TokenOrigin
-from sagesim_kernels.hopper.backward_warps import (
-    ROW_STATS,
-    WARPS,
-    load_tokens,
-    row_stats_of,
-    store_keys,
-)
 from sagesim_kernels.hopper.codes_maps import (
     BLOCK_K,
     BLOCKS,

@@ -22,13 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagesim_kernels.gluon_compat import barrier, reinterpret
+from sagesim_kernels.hopper.backward_loads import row_stats_of
 from sagesim_kernels.hopper.backward_maps import (
     ST_COLUMNS,
     ST_INT32,
     attends_to,
 )
 from sagesim_kernels.hopper.backward_masks import part_of
-from sagesim_kernels.hopper.backward_warps import row_stats_of, store_keys
+from sagesim_kernels.hopper.backward_stores import store_keys
 from sagesim_kernels.hopper.codes_maps import BLOCK_K, BLOCKS
 from sagesim_kernels.hopper.codes_sums import CHUNK
 from sagesim_kernels.hopper.codes_warps import compute_p, joined, start_dp, start_keys, start_s

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagesim_kernels.gluon_compat import tma_load
-from sagesim_kernels.hopper.backward_warps import load_tokens
+from sagesim_kernels.hopper.backward_loads import load_tokens
 from sagesim_kernels.operands import part_of, upper_lse2
 
 BLOCK = gl.constexpr(64)

@@ -1,0 +1,143 @@
+"""The loads of a backward program: tiles of keys, and blocks of queries, by TMA."""
+
+# Pyright takes the annotations of Gluon's functions literally:
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from sagesim_kernels.gluon_compat import reinterpret, tma_load
+from sagesim_kernels.hopper.backward_structures import TokenOrigin
+from sagesim_kernels.hopper.backward_tiles import tile_of
+from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, block_of
+from sagesim_kernels.hopper.program_places import origin_of
+
+ROW_STATS = gl.constexpr(4 * 64)
+"""Row statistics of a block of queries, 64 numbers each: Q's scale times the scale of the logits;
+-lse2; delta; and 1 / unit of dQ."""
+
+STATS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
+"""Layout of row statistics in shared memory."""
+
+
+@gluon.jit
+def load_tokens(x, origin, first, bar, buffer):
+    """Load tokens from `first` of a tensor of four dimensions by TMA.
+
+    x: TMA descriptor. origin: `TokenOrigin` of the sequence.
+    """
+    ROWS: gl.constexpr = buffer.shape[0]
+    D: gl.constexpr = buffer.shape[1]
+    shared = reinterpret(buffer, x.dtype, [1, 1, ROWS, D], x.layout)
+    tma_load(x, [origin.b, origin.h, origin.row + first, 0], bar, shared)
+
+
+@gluon.jit
+def load_k16(k16, origin, first, buffer, bar):
+    """Load a tile of K in 16 bit. k16: TMA descriptor. The others: see `load_tokens`."""
+    D: gl.constexpr = buffer.shape[2]
+    mbarrier.expect(bar, TILE_K * D * 2)
+    load_tokens(k16, origin, first, bar, buffer.index(0))
+
+
+@gluon.jit
+def load_kv(keys, row, origin, first, buffers, bar):
+    """Load codes of K, and V, of a tile.
+
+    keys: `KeyInputs`. row: the tile's first key in padded storage, over all heads. buffers:
+    `KeyBuffers`. The others: see `load_tokens`.
+    """
+    D: gl.constexpr = buffers.v.shape[2]
+    mbarrier.expect(bar, TILE_K * D * 3)
+    tma_load(keys.k8, [row, 0], bar, buffers.k8.index(0))
+    load_tokens(keys.v, origin, first, bar, buffers.v.index(0))
+
+
+@gluon.jit
+def row_stats_of(queries, stage):
+    """Return the row statistics of a stage, [4, BLOCK_Q]."""
+    stats = queries.row_stats.index(stage)
+    return reinterpret(stats, gl.float32, [4, BLOCK_Q], STATS_LAYOUT)
+
+
+@gluon.jit
+def produce(
+    keys, inputs, key_buffers, buffers, barriers, scheduler, lengths, IS_COPIED: gl.constexpr,
+    GROUPS: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Load tiles of keys after the first, and the queries of each step, by TMA. One warp.
+
+    If other warps compute dQ, they load K in 16 bit. Before this warp loads the queries of step n,
+    it waits for a barrier of step n - 2. If other warps compute dQ, the barrier is `ds_full`. After
+    the wait no warp reads data of step n - 3, so three stages are enough. Only row statistics of
+    step n - 3 may still be read; they have four stages. Otherwise the barrier is `dq_full`. After
+    the wait no warp reads data of step n - 2, so two stages are enough. Only Q in 16 bit of step
+    n - 2 may still be read; it has three stages.
+
+    keys: `KeyInputs`. inputs: `QueryInputs`. key_buffers: `KeyBuffers`. buffers: `QueryBuffers`.
+    scheduler: `KeyScheduler`. IS_COPIED: whether the 16-bit tensors lie in padded storage.
+    """
+    done = 0
+    for wave in range(scheduler.waves):
+        tile = tile_of(wave, scheduler, lengths, GROUPS, SPLITS)
+        if tile.is_valid:
+            if wave > 0:
+                origin = origin_of(IS_COPIED, tile.b, tile.head, tile.start_k)
+                first = tile.keys.first
+                if barriers.k16_empty is not None:
+                    mbarrier.wait(barriers.k16_empty, (wave & 1) ^ 1)
+                    load_k16(keys.k16, origin, first, key_buffers.k16, barriers.k16_full)
+                mbarrier.wait(barriers.kv_empty, (wave & 1) ^ 1)
+                load_kv(keys, tile.row_k, origin, first, key_buffers, barriers.kv_full)
+            origin = origin_of(IS_COPIED, tile.b, tile.first_q_head, tile.start_q)
+            _load_queries(
+                inputs, buffers, barriers, tile.loop, origin, tile.row_q, scheduler.tokens_q, done,
+                GROUPS,
+            )  # fmt: skip
+            done += GROUPS * (tile.loop.end - tile.loop.begin)
+
+
+@gluon.jit
+def _load_queries(
+    inputs, buffers, barriers, loop, origin, stored_row, stored_tokens, done, GROUPS: gl.constexpr
+):
+    """Load the block of queries of each step of a tile into buffers that are released.
+
+    Args:
+        loop: `QueryLoop`.
+        origin: `TokenOrigin` of the first query head.
+        stored_row: row of that head's first token in padded storage.
+        stored_tokens: tokens of a head in padded storage.
+        done: steps of the program before this tile.
+    """
+    STAGES: gl.constexpr = buffers.q8.shape[0]
+    STAGES16: gl.constexpr = buffers.q16.shape[0]
+    STAGES_STATS: gl.constexpr = buffers.row_stats.shape[0]
+    SHIFT_BYTES: gl.constexpr = 0 if buffers.shifts is None else BLOCK_Q * 4
+    D: gl.constexpr = buffers.q8.shape[2]
+    for head in range(GROUPS):
+        for i in range(loop.begin, loop.end):
+            n = done + head * (loop.end - loop.begin) + i - loop.begin
+            if n >= 2:
+                if barriers.ds_full is not None:
+                    mbarrier.wait(barriers.ds_full.index(n % 2), (n // 2 & 1) ^ 1)
+                else:
+                    mbarrier.wait(barriers.dq_full.index(n % 2), (n // 2 & 1) ^ 1)
+            at = TokenOrigin(origin.b, origin.h + head, origin.row)
+            row8 = stored_row + head * stored_tokens
+            block = block_of(i, loop)
+            stage = n % STAGES
+            bar = barriers.q_full.index(stage)
+            stage16 = n % STAGES16
+            mbarrier.expect(bar, BLOCK_Q * D * 5 + ROW_STATS * 4 + SHIFT_BYTES)
+            tma_load(inputs.q8, [row8 + block * BLOCK_Q, 0], bar, buffers.q8.index(stage))
+            load_tokens(inputs.do, at, block * BLOCK_Q, bar, buffers.do.index(stage))
+            stats = (row8 // BLOCK_Q + block) * ROW_STATS
+            tma_load(inputs.row_stats, [stats], bar, buffers.row_stats.index(n % STAGES_STATS))
+            if buffers.shifts is not None:
+                first = row8 + block * BLOCK_Q
+                tma_load(inputs.shifts, [first], bar, buffers.shifts.index(stage))
+            load_tokens(inputs.q16, at, block * BLOCK_Q, bar, buffers.q16.index(stage16))

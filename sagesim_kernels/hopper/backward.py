@@ -97,6 +97,8 @@ def launch_backward(
     dk_parts, dv_parts = splits.parts(dk), splits.parts(dv)
     tiles = Grid(-(-problem.longest_k // _TILE_K), dk_parts.shape[1], problem.sequences)
     count = tiles.programs[0]
+    # Sequences of other lengths, which the host does not know, would change the balance.
+    are_equal = lengths.cu_k is None and lengths.seqused_k is None and lengths.key_mask is None
     order = choose_backward_order(
         problem.longest_q,
         problem.longest_k,
@@ -107,9 +109,8 @@ def launch_backward(
         multiprocessor_count(),
         channels,
         lowest=problem.longest_lowest,
+        may_be_dealt=are_equal,
     )
-    # Sequences of other lengths, which the host does not know, would change the balance.
-    are_equal = lengths.cu_k is None and lengths.seqused_k is None and lengths.key_mask is None
     config = Config(
         groups=splits.query_heads,
         splits=splits.programs,
@@ -117,9 +118,9 @@ def launch_backward(
         d_v=d_v,
         has_dq_warps=has_dq_warps,
         is_copied=operands.stored,
-        is_dealt=order.is_dealt and are_equal,
+        is_dealt=order.is_dealt,
     )
-    programs = multiprocessor_count() if config.is_dealt else count
+    programs = multiprocessor_count() if order.is_dealt else count
     launch(
         hopper_backward,
         (programs,),
@@ -153,7 +154,6 @@ def launch_backward(
         kv_heads,
         tiles.heads * tiles.sequences,
         order.heads_per_group,
-        count,
         programs,
         -(-count // programs),
         tokens_q,

@@ -64,14 +64,14 @@ class Config(NamedTuple):
 # in a tuple.
 @gluon.jit(
     do_not_specialize=[
-        "n_q", "n_k", "left", "right", "tiles", "heads", "all_heads", "heads_per_group", "count",
+        "n_q", "n_k", "left", "right", "tiles", "heads", "all_heads", "heads_per_group",
         "programs", "waves", "tokens_q", "tokens_k",
     ]
 )  # fmt: skip
 def hopper_backward(
     q8, k8, q16, k16, v, do, row_stats, shifts, k_scale, k_mean, cap2, ds_sums, dk, dv, dq,
-    dq_units, mask, n_q, n_k, left, right, tiles, heads, all_heads, heads_per_group, count,
-    programs, waves, tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
+    dq_units, mask, n_q, n_k, left, right, tiles, heads, all_heads, heads_per_group, programs,
+    waves, tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute tiles of keys, each for the query heads of a group or for a part of them.
 
@@ -117,7 +117,7 @@ def hopper_backward(
     if not CONFIG.is_dealt:
         waves = 1
     scheduler = KeyScheduler(
-        tiles, heads, all_heads, heads_per_group, count, programs, waves, tokens_q, tokens_k
+        tiles, heads, all_heads, heads_per_group, programs, waves, tokens_q, tokens_k
     )
 
     tile = tile_of(0, scheduler, lengths, GROUPS, SPLITS)

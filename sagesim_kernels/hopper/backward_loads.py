@@ -70,12 +70,13 @@ def produce(
 ):  # fmt: skip
     """Load tiles of keys after the first, and the queries of each step, by TMA. One warp.
 
-    If other warps compute dQ, they load K in 16 bit. Before this warp loads the queries of step n,
-    it waits for a barrier of step n - 2. If other warps compute dQ, the barrier is `ds_full`. After
-    the wait no warp reads data of step n - 3, so three stages are enough. Only row statistics of
-    step n - 3 may still be read; they have four stages. Otherwise the barrier is `dq_full`. After
-    the wait no warp reads data of step n - 2, so two stages are enough. Only Q in 16 bit of step
-    n - 2 may still be read; it has three stages.
+    Before this warp loads the queries of step n, it waits for a barrier of step n - 2:
+
+    - If other warps compute dQ, for `ds_full`. After the wait no warp reads data of step n - 3, so
+      three stages are enough. Only row statistics of step n - 3 may still be read; they have four
+      stages. The warps of dQ load K in 16 bit by themselves.
+    - Otherwise for `dq_full`. After the wait no warp reads data of step n - 2, so two stages are
+      enough. Only Q in 16 bit of step n - 2 may still be read; it has three stages.
 
     keys: `KeyInputs`. inputs: `QueryInputs`. key_buffers: `KeyBuffers`. buffers: `QueryBuffers`.
     scheduler: `KeyScheduler`. IS_COPIED: whether the 16-bit tensors lie in padded storage.

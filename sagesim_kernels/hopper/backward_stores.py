@@ -87,9 +87,9 @@ def _store_rows(x, outputs, tile, value, CHANNELS: gl.constexpr):
 
 @gluon.jit
 def release(bar):
-    """Tell the producer that this warpgroup has read a buffer, or written to it, for the last time.
+    """Tell the producer that these warps do not read or write a buffer of a tile any more.
 
-    The fence orders these accesses before TMA writes to the buffer.
+    The fence orders their accesses before TMA writes to the buffer.
     """
     fence_async_shared()
     barrier()

@@ -70,7 +70,6 @@ class KeyScheduler(NamedTuple):
     heads: Any  #: of K and V, of a sequence
     all_heads: Any  #: of dK and dV of all sequences
     heads_per_group: Any  #: see `BackwardOrder`
-    count: Any  #: tiles of all heads and sequences
     programs: Any
     waves: Any  #: tiles that a program computes at most
     tokens_q: Any  #: of a head in padded storage
@@ -102,8 +101,8 @@ class QueryLoop(NamedTuple):
     shift: Any  #: less than end - begin, or 0; 0 with a limit on either side
 
 
-class DealtTile(NamedTuple):
-    """A tile of keys that a program computes."""
+class PlacedTile(NamedTuple):
+    """A tile of keys that a program computes, and where its tokens lie."""
 
     is_valid: Any  #: False if there is nothing to compute
     b: Any  #: sequence

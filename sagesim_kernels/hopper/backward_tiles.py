@@ -13,7 +13,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sagesim_kernels.hopper.backward_structures import DealtTile, KeyTile, QueryLoop
+from sagesim_kernels.hopper.backward_structures import KeyTile, PlacedTile, QueryLoop
+from sagesim_kernels.hopper.dealt_tiles import number_of
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.program_places import place_of
 from sagesim_kernels.operands import (
@@ -30,17 +31,11 @@ from sagesim_kernels.operands import (
 
 @gluon.jit
 def tile_of(wave, scheduler, lengths, GROUPS: gl.constexpr, SPLITS: gl.constexpr):
-    """Return the `DealtTile` that this program computes in a wave.
-
-    Waves take tiles in snake order, see `tile_scheduler`.
-    """
-    pid = gl.program_id(0)
-    number = wave * scheduler.programs + pid
-    if wave % 2 == 1:
-        number = wave * scheduler.programs + scheduler.programs - 1 - pid
-    is_valid = number < scheduler.count
+    """Return the `PlacedTile` that this program computes in a wave."""
+    number = number_of(wave, scheduler.programs)
+    count = scheduler.tiles * scheduler.all_heads
     index, z, b, head, out_head = place_of(
-        gl.minimum(number, scheduler.count - 1),
+        gl.minimum(number, count - 1),
         scheduler.tiles,
         scheduler.heads,
         scheduler.all_heads,
@@ -51,8 +46,9 @@ def tile_of(wave, scheduler, lengths, GROUPS: gl.constexpr, SPLITS: gl.constexpr
     first_q_head = out_head * GROUPS
     row_q = first_q_head * scheduler.tokens_q + start_q
     row_k = head * scheduler.tokens_k + start_k + keys.first
-    return DealtTile(
-        is_valid & (keys.first < keys.length), b, z, head, out_head, first_q_head, keys, loop,
+    is_valid = (number < count) & (keys.first < keys.length)
+    return PlacedTile(
+        is_valid, b, z, head, out_head, first_q_head, keys, loop,
         start_q, start_k, row_q, row_k,
     )  # fmt: skip
 

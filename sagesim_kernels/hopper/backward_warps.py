@@ -127,29 +127,35 @@ def compute_keys(
     """
     done = 0
     for wave in range(scheduler.waves):
-        dealt = tile_of(wave, scheduler, lengths, GROUPS, SPLITS)
-        if dealt.is_valid:
+        placed = tile_of(wave, scheduler, lengths, GROUPS, SPLITS)
+        if placed.is_valid:
             # A function cannot return a structure with a None.
             key_mask = None
             if lengths.key_mask is not None:
-                key_mask = key_mask_of(lengths, dealt.b)
+                key_mask = key_mask_of(lengths, placed.b)
             dk_scale = scale if SPLITS == 1 else 1.0  # the sum of the parts is multiplied
-            outputs = KeyOutputs(dk, dv, lengths.cu_k, dealt.b, dealt.out_head, dk_scale, key_mask)
-            lowest = dealt.keys.lowest if lengths.left is not None else None
-            tile = KeyTile(
-                dealt.keys.first, dealt.keys.length, dealt.keys.n_live, dealt.keys.offset, lowest
+            outputs = KeyOutputs(
+                dk, dv, lengths.cu_k, placed.b, placed.out_head, dk_scale, key_mask
             )
-            unmasked_end = dealt.loop.unmasked_end if lengths.left is not None else None
+            lowest = placed.keys.lowest if lengths.left is not None else None
+            tile = KeyTile(
+                placed.keys.first,
+                placed.keys.length,
+                placed.keys.n_live,
+                placed.keys.offset,
+                lowest,
+            )
+            unmasked_end = placed.loop.unmasked_end if lengths.left is not None else None
             loop = QueryLoop(
-                dealt.loop.begin, dealt.loop.unmasked, unmasked_end, dealt.loop.end,
-                dealt.loop.shift,
+                placed.loop.begin, placed.loop.unmasked, unmasked_end, placed.loop.end,
+                placed.loop.shift,
             )  # fmt: skip
             units = dq_units if queries.do.dtype == gl.float16 else None
             dq_blocks = DqBlocks(
-                loop.begin, loop.end, loop.shift, dealt.row_q // BLOCK_Q,
+                loop.begin, loop.end, loop.shift, placed.row_q // BLOCK_Q,
                 scheduler.tokens_q // BLOCK_Q, units,
             )  # fmt: skip
-            scales = k_scale + dealt.row_k // BLOCK_Q
+            scales = k_scale + placed.row_k // BLOCK_Q
             if barriers.ds_full is not None:
                 _compute_dk_dv(
                     key_buffers, queries, ds_s, barriers, scales, outputs, loop, tile, dq_blocks,
@@ -157,7 +163,7 @@ def compute_keys(
                 )  # fmt: skip
             else:
                 _compute_dk_dv_dq(
-                    key_buffers, k_mean, dealt.z, queries, ds_s, dq_s, barriers, scales, outputs,
+                    key_buffers, k_mean, placed.z, queries, ds_s, dq_s, barriers, scales, outputs,
                     loop, tile, dq_blocks, cap2, ds_sums, scale, done, wave, GROUPS, KD, VD,
                 )  # fmt: skip
             done += GROUPS * (loop.end - loop.begin)
@@ -219,12 +225,11 @@ def _compute_dk_dv(
                 mbarrier.wait(barriers.dq_full.index(slot), ((n // SLOTS) & 1) ^ 1)
                 ds_s.index(slot).store(ds16)
                 fence_async_shared()
-                # After this barrier, these warps have also finished the products of the
-                # step before.
+                # After this barrier, these warps have also finished the products of the step
+                # before.
                 barrier()
                 mbarrier.arrive(barriers.ds_full.index(slot), count=1)
-                # dS is read from shared memory: there are too few registers to hold it
-                # there.
+                # dS is read from shared memory: there are too few registers to hold it there.
                 q16 = queries.q16.index(stage)
                 dk = warpgroup_mma(ds_s.index(slot), q16, dk, is_async=True)
     store_dk_dv(dk, dv, outputs, tile, key_buffers, barriers, KD, VD)
@@ -296,8 +301,8 @@ def _compute_dk_dv_dq(
             for i in range(begin, end):
                 n = done + head * (loop.end - loop.begin) + i - loop.begin
                 stage = n % STAGES
-                # This 0 is opaque to the compiler. With a constant, it computes the
-                # descriptors of all operands before the loop and runs out of registers.
+                # This 0 is opaque to the compiler. With a constant, it computes the descriptors of
+                # all operands before the loop and runs out of registers.
                 zero = i >> 30
                 do = queries.do.index(stage)
                 mbarrier.wait(barriers.q_full.index(stage), (n // STAGES) & 1)
@@ -320,9 +325,8 @@ def _compute_dk_dv_dq(
                 ds = compute_ds(PART != 1, weight, dp, delta, cap2, keys, i, tile)
                 if ds_sums is not None:
                     add_ds_sums(ds_sums, first_row_of(head, i, dq_blocks), ds)
-                # This overwrites dS of the step before. Other warps may still multiply that
-                # dS with Q, but each of them reads only its own rows of dS for this
-                # product.
+                # This overwrites dS of the step before. Other warps may still multiply that dS with
+                # Q, but each of them reads only its own rows of dS for this product.
                 ds16 = ds.to(queries.q16.dtype)
                 ds_s.index(zero).store(ds16)
                 if dq_blocks.units is not None:
@@ -330,8 +334,7 @@ def _compute_dk_dv_dq(
                 fence_async_shared()
                 barrier()
                 dq_t = _start_dq(ds_s.index(zero), key_buffers.k16.index(zero), DQ_ACC)
-                # dS is read from shared memory: there are too few registers to hold it
-                # there.
+                # dS is read from shared memory: there are too few registers to hold it there.
                 q16 = queries.q16.index(n % STAGES16)
                 dk = warpgroup_mma(ds_s.index(zero), q16, dk, is_async=True)
                 inverse = stats.index(3).load(gl.SliceLayout(1, DQ_ACC))
@@ -339,8 +342,8 @@ def _compute_dk_dv_dq(
                 dq = warpgroup_mma_wait(1, deps=[dq_t])
                 pass_to_store(dq, inverse, stats, dq_s.index(0), scale)
                 fence_async_shared()
-                # After this barrier, all warps have also finished with dO, and with Q of
-                # the step before.
+                # After this barrier, all warps have also finished with dO, and with Q of the step
+                # before.
                 barrier()
                 mbarrier.arrive(barriers.dq_full.index(n % 2), count=1)
     release(barriers.k16_empty)

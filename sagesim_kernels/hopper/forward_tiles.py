@@ -9,6 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from sagesim_kernels.hopper.dealt_tiles import number_of
 from sagesim_kernels.hopper.forward_structures import KeyBlocks, Tile
 from sagesim_kernels.operands import (
     causal_offset,
@@ -29,16 +30,8 @@ def waves(scheduler):
 
 @gluon.jit
 def tile_of(wave, lengths, scheduler, ROWS: gl.constexpr):
-    """Return the `Tile` that this program computes in a wave.
-
-    Waves take tiles in snake order: programs 0, 1, ... in even waves, and backwards in odd ones.
-    Under a causal mask the later tiles of a group of heads are shorter, so a program with a long
-    tile in one wave gets a short tile in the next.
-    """
-    pid = gl.program_id(0)
-    index = wave * scheduler.programs + pid
-    if wave % 2 == 1:
-        index = wave * scheduler.programs + scheduler.programs - 1 - pid
+    """Return the `Tile` that this program computes in a wave."""
+    index = number_of(wave, scheduler.programs)
     is_valid = index < scheduler.tiles
     index = gl.minimum(index, scheduler.tiles - 1)
     head_tiles = (scheduler.longest_q + ROWS - 1) // ROWS

@@ -109,6 +109,8 @@ def choose_backward_order(
     programs: int,
     channels: int,
     lowest: int | None = None,
+    *,
+    may_be_dealt: bool = True,
 ) -> BackwardOrder:
     """Return the order in which the last program is expected to end first.
 
@@ -119,11 +121,12 @@ def choose_backward_order(
     Args:
         programs: that run at the same time.
         channels: of a tile.
+        may_be_dealt: False if sequences have lengths that are not known here.
         The others: see `operands.choose_backward_heads`, whose order within a group is kept.
     """
     few = choose_backward_heads(n_q, n_k, offset, keys, heads, groups, programs, lowest)
     steps = steps_of_key_tiles(n_q, n_k, offset, keys, groups, lowest)
-    if heads * steps.size <= programs:
+    if not may_be_dealt or heads * steps.size <= programs:
         return BackwardOrder(few, is_dealt=False)
     simulated = min(heads, MANY_WAVES * programs // steps.size + 1)  # more are balanced alike
     head_bytes = n_q * groups * channels * _BYTES_OF_A_CHANNEL

@@ -172,6 +172,11 @@ def test_which_backwards_are_dealt(
     assert order.is_dealt is expected
 
 
+def test_sequences_of_unknown_lengths_are_not_dealt() -> None:
+    order = choose_backward_order(512, 512, None, 128, 384, 1, PROGRAMS, 64, may_be_dealt=False)
+    assert not order.is_dealt
+
+
 def test_many_tiles_of_a_backward_are_not_all_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     largest = 0
 

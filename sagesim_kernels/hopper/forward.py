@@ -23,7 +23,7 @@ from sagesim_kernels.hopper.forward_structures import (
     StoredScales,
     TileScheduler,
 )
-from sagesim_kernels.hopper.forward_tiles import BLOCK
+from sagesim_kernels.hopper.forward_tiles import BLOCK, allocate_tiles
 from sagesim_kernels.hopper.forward_warps import consume
 from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
 from sagesim_kernels.launch_plans import launch
@@ -124,7 +124,7 @@ def hopper_forward(
     barriers = allocate_barriers(CONSUMERS, STAGES)
     inputs = Inputs(q8, k8, v, key_scales, None)
     scales = Scales(StoredScales(q_scale, q_tokens), StoredScales(k_scale, k_tokens), None)
-    buffers = Buffers(q_s, k_s, v_s, k_scale_s, None)
+    buffers = Buffers(q_s, k_s, v_s, k_scale_s, None, allocate_tiles())
     rows = Rows(lse2, lse2_stride_b, lse2_stride_h)
     softcap = Softcap(inverse_cap, cap2, shift, lse2_stride_b, lse2_stride_h)
     lengths = Lengths(

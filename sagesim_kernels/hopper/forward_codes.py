@@ -35,7 +35,7 @@ from sagesim_kernels.hopper.forward_structures import (
     StoredScales,
     TileScheduler,
 )
-from sagesim_kernels.hopper.forward_tiles import BLOCK
+from sagesim_kernels.hopper.forward_tiles import BLOCK, allocate_tiles
 from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
@@ -88,7 +88,7 @@ def hopper_forward_codes(
         StoredScales(k_scale, k_tokens),
         StoredScales(v_scale, v_tokens),
     )
-    buffers = Buffers(q_s, k_s, v_s, k_scale_s, v_scale_s)
+    buffers = Buffers(q_s, k_s, v_s, k_scale_s, v_scale_s, allocate_tiles())
     rows = Rows(lse2, lse2_stride_b, lse2_stride_h)
     lengths = Lengths(
         mask.cu_q,

@@ -23,7 +23,13 @@ from sagesim_kernels.hopper.codes_softmax import (
     rescaled,
 )
 from sagesim_kernels.hopper.codes_sums import CHUNK, start_sums
-from sagesim_kernels.hopper.forward_loads import first_row, release, skip_loads, wait_for_load
+from sagesim_kernels.hopper.forward_loads import (
+    first_row,
+    release,
+    skip_loads,
+    wait_for_load,
+    wait_for_tile,
+)
 from sagesim_kernels.hopper.forward_masks import (
     S_FLOAT32,
     S_ROWS,
@@ -37,7 +43,6 @@ from sagesim_kernels.hopper.forward_tiles import (
     BLOCK,
     consumer_blocks,
     key_blocks,
-    tile_of,
     waves,
 )
 from sagesim_kernels.hopper.forward_warps import (
@@ -92,10 +97,9 @@ def consume(
     STAGES: gl.constexpr = barriers.full.shape[0]
     ROWS: gl.constexpr = CONSUMERS * BLOCK
     load_count = 0
-    tile_count = 0  # valid tiles only
     for wave in range(waves(scheduler)):
-        tile = tile_of(wave, lengths, scheduler, ROWS)
-        if tile.is_valid:
+        tile, slot = wait_for_tile(CONSUMER, barriers, buffers, wave)
+        if tile.first >= 0:
             b, h = tile.b, tile.h
             tile_blocks = key_blocks(tile.first, ROWS, lengths, b)
             first = tile.first + CONSUMER * BLOCK
@@ -108,13 +112,10 @@ def consume(
                 scales.q, lengths, b, h, queries, n_q, scale, Q_TOKENS, BY_TOKEN
             )
             load_count = skip_loads(full, empty, load_count, tile_blocks.end - blocks.end)
-            k_head = h // scheduler.groups
+            k_head = tile.k_head
             k_row = first_row(scales.k, lengths.cu_k, lengths.n_k, b, k_head)
             v_row = first_row(scales.v, lengths.cu_k, lengths.n_k, b, k_head)
             k_ptr, v_ptr = scales.k.ptr + k_row // BLOCK, scales.v.ptr + v_row // BLOCK
-            slot = CONSUMER * 2 + tile_count % 2
-            mbarrier.wait(barriers.q_full.index(slot), (tile_count // 2) & 1)
-            tile_count += 1
             q = buffers.q.index(slot)
             level = gl.full((BLOCK,), float("inf"), gl.float32, S_ROWS)
             part = partial_sums(gl.zeros((BLOCK, BLOCK), gl.float32, S_FLOAT32))
@@ -165,3 +166,5 @@ def consume(
             row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, o.type.layout))[:, None]
             o = gl.where(row_sum == 0.0, 0.0, o * (CODE_UNIT / row_sum))
             store_o(o_out, lengths.cu_q, tile, first, n_q, o, DV)
+        else:
+            mbarrier.arrive(barriers.q_empty.index(slot), count=1)

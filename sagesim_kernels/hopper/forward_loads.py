@@ -3,9 +3,10 @@
 Barriers, all in shared memory:
 
 - `full` of a stage: K and V of the stage have arrived. `empty`: every consumer has read them.
-- `q_full` of a Q buffer: its queries have arrived. `q_empty`: its consumer has read them.
+- `q_full` of a Q buffer: its queries have arrived, and the producer has stored the tile. `q_empty`:
+  its consumer has read them.
 
-Each warp counts the loads and the tiles from the start of the program, so its stages and phases
+Each warp counts the loads and the waves from the start of the program, so its stages and phases
 follow from its own counters. Different warps may be at different tiles at the same time.
 """
 
@@ -19,9 +20,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sagesim_kernels.gluon_compat import tma_load
+from sagesim_kernels.gluon_compat import barrier, tma_load
 from sagesim_kernels.hopper.forward_structures import Barriers
-from sagesim_kernels.hopper.forward_tiles import BLOCK, key_blocks, tile_of, waves
+from sagesim_kernels.hopper.forward_tiles import (
+    BLOCK,
+    key_blocks,
+    share_tile,
+    shared_tile,
+    tile_of,
+    waves,
+)
 from sagesim_kernels.operands import stored_start_of
 
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
@@ -48,6 +56,14 @@ def allocate_barriers(CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
 def first_row(scales, cu, n, b, h):
     """Return the row of the first token of sequence b and head h, in padded storage."""
     return h.to(gl.int64) * scales.tokens + stored_start_of(cu, n, b)
+
+
+@gluon.jit
+def wait_for_tile(CONSUMER: gl.constexpr, barriers, buffers, wave):
+    """Return the tile of a wave when its queries have arrived, and the index of their buffer."""
+    slot = CONSUMER * 2 + wave % 2
+    mbarrier.wait(barriers.q_full.index(slot), (wave // 2) & 1)
+    return shared_tile(buffers.tiles, wave), slot
 
 
 @gluon.jit
@@ -118,11 +134,18 @@ def produce(
         0 if inputs.v_scale is None else 4 * D
     )
     load_count = 0
-    tile_count = 0  # valid tiles only
     for wave in range(waves(scheduler)):
         tile = tile_of(wave, lengths, scheduler, ROWS)
-        if tile.is_valid:
-            k_head = tile.h // scheduler.groups
+        for i in gl.static_range(CONSUMERS):
+            q_empty = barriers.q_empty.index(i * 2 + wave % 2)
+            mbarrier.wait(q_empty, ((wave // 2) & 1) ^ 1)
+        share_tile(buffers.tiles, wave, tile)
+        barrier()  # the tile is stored before a thread arrives
+        if tile.first < 0:
+            for i in gl.static_range(CONSUMERS):
+                mbarrier.arrive(barriers.q_full.index(i * 2 + wave % 2), count=1)
+        else:
+            k_head = tile.k_head
             q_row = first_row(scales.q, lengths.cu_q, lengths.n_q, tile.b, tile.h).to(gl.int32)
             q_row += tile.first
             k_start = stored_start_of(lengths.cu_k, lengths.n_k, tile.b).to(gl.int32)
@@ -139,12 +162,10 @@ def produce(
             tile_blocks = key_blocks(tile.first, ROWS, lengths, tile.b)
             blocks = tile_blocks.end - tile_blocks.begin
             for i in gl.static_range(CONSUMERS):
-                slot = i * 2 + tile_count % 2
-                mbarrier.wait(barriers.q_empty.index(slot), ((tile_count // 2) & 1) ^ 1)
+                slot = i * 2 + wave % 2
                 bar = barriers.q_full.index(slot)
                 mbarrier.expect(bar, BLOCK * D)
                 tma_load(inputs.q8, [q_row + i * BLOCK, 0], bar, buffers.q.index(slot))
-            tile_count += 1
             for j in range(blocks + 1):
                 stage = load_count % STAGES
                 bar = barriers.full.index(stage)

@@ -36,6 +36,7 @@ class Buffers(NamedTuple):
     v: Any  #: 16 bit [stages, 1, 1, BLOCK, D], or int8 [stages, D, BLOCK]
     k_scale: Any  #: float32 [stages, BLOCK], or None
     v_scale: Any  #: float32 [stages, D], or None
+    tiles: Any  #: int32 [2 * TILE_FIELDS, 1], two `Tile` that the producer has found
 
 
 class Barriers(NamedTuple):
@@ -63,8 +64,8 @@ class Tile(NamedTuple):
 
     b: Any  #: sequence
     h: Any  #: query head
-    first: Any  #: first query
-    is_valid: Any  #: False if there is nothing to compute
+    k_head: Any  #: head of K and V
+    first: Any  #: first query; -1 if there is nothing to compute
 
 
 class KeyBlocks(NamedTuple):

@@ -10,7 +10,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sagesim_kernels.hopper.forward_loads import first_row, release, skip_loads, wait_for_load
+from sagesim_kernels.hopper.forward_loads import (
+    first_row,
+    release,
+    skip_loads,
+    wait_for_load,
+    wait_for_tile,
+)
 from sagesim_kernels.hopper.forward_masks import (
     S_FLOAT32,
     S_ROWS,
@@ -28,7 +34,6 @@ from sagesim_kernels.hopper.forward_tiles import (
     BLOCK,
     consumer_blocks,
     key_blocks,
-    tile_of,
     waves,
 )
 from sagesim_kernels.operands import (
@@ -184,10 +189,9 @@ def consume(
     O_ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     dt: gl.constexpr = buffers.v.dtype
     load_count = 0
-    tile_count = 0  # valid tiles only
     for wave in range(waves(scheduler)):
-        tile = tile_of(wave, lengths, scheduler, ROWS)
-        if tile.is_valid:
+        tile, slot = wait_for_tile(CONSUMER, barriers, buffers, wave)
+        if tile.first >= 0:
             b, h = tile.b, tile.h
             tile_blocks = key_blocks(tile.first, ROWS, lengths, b)
             first = tile.first + CONSUMER * BLOCK
@@ -207,12 +211,9 @@ def consume(
                 row_shift = load_shift(softcap, lengths.cu_q, b, h, queries, n_q)
             # keys for later rows of the tile only
             load_count = skip_loads(full, empty, load_count, tile_blocks.end - blocks.end)
-            k_row = first_row(scales.k, lengths.cu_k, lengths.n_k, b, h // scheduler.groups)
+            k_row = first_row(scales.k, lengths.cu_k, lengths.n_k, b, tile.k_head)
             k_ptr = scales.k.ptr + k_row // BLOCK
-            k_next = load_block_scale(k_ptr, unmasked, BY_TOKEN)
-            slot = CONSUMER * 2 + tile_count % 2
-            mbarrier.wait(barriers.q_full.index(slot), (tile_count // 2) & 1)
-            tile_count += 1
+            k_next = load_block_scale(k_ptr, blocks.end - 1, BY_TOKEN)
             q = buffers.q.index(slot)
             row_max = gl.full((BLOCK,), -float("inf"), gl.float32, S_ROWS)
             part = partial_sums(gl.zeros((BLOCK, BLOCK), gl.float32, S_FLOAT32))
@@ -220,7 +221,8 @@ def consume(
             o = gl.zeros((BLOCK, D), gl.float32, ACC)
             for i in range(blocks.end - 1 - unmasked):
                 block = blocks.end - 1 - i
-                factor = q_factor * load_block_scale(k_ptr, block, BY_TOKEN)
+                factor = q_factor * k_next
+                k_next = load_block_scale(k_ptr, block - 1, BY_TOKEN)
                 s = _compute_s(q, buffers, barriers, load_count)
                 load_count += 1
                 keys = key_indices(block, mask)
@@ -325,3 +327,5 @@ def consume(
                 inverse = inverse * sqrt_rescale
             o = gl.where(row_sum == 0.0, 0.0, o * inverse)
             store_o(o_out, lengths.cu_q, tile, first, n_q, o, DV)
+        else:
+            mbarrier.arrive(barriers.q_empty.index(slot), count=1)

@@ -130,9 +130,9 @@ BUGS = (
     Bug(
         "channel scales along tokens",
         "operands/quantization.py",
-        "scale_and_inverse(tl.max(size, 0)[None, :], CODE_MAX)",
-        "scale_and_inverse(tl.max(tl.max(size, 0), 0) + tl.zeros((1, blocks.D_PAD), tl.int32), "
-        "CODE_MAX)",
+        "amax = tl.max(magnitude(tokens[j]), 0)[None, :]",
+        "amax = tl.max(tl.max(magnitude(tokens[j]), 0), 0) "
+        "+ tl.zeros((1, column.shape[1]), tl.int32)",
     ),
     Bug(
         "scales of the next block of keys",
@@ -271,8 +271,8 @@ BUGS = (
     Bug(
         "padding is smoothed into -mean",
         "operands/quantization.py",
-        "tl.where(mask, tokens - load_mean(mean, b, h, index, blocks.D, blocks.D_PAD), 0.0)",
-        "tokens - load_mean(mean, b, h, index, blocks.D, blocks.D_PAD)",
+        "tl.where(mask, tokens - load_mean(mean, b, h, index, blocks.D, column), 0.0)",
+        "tokens - load_mean(mean, b, h, index, blocks.D, column)",
     ),
     Bug(
         "bias of smoothed Q dropped from S",
@@ -301,8 +301,8 @@ BUGS = (
     Bug(
         "lse shift unscaled",
         "operands/logit_shift.py",
-        "D, D_PAD)) * scale",
-        "D, D_PAD))",
+        "tl.arange(0, D_PAD))) * scale",
+        "tl.arange(0, D_PAD)))",
     ),
     # softmax and masks
     Bug(

@@ -7,7 +7,7 @@ Importing this package does not import the kernels. Gluon is experimental, so `d
 them when it launches one.
 """
 
-from sagesim_kernels.hopper.preparation import prepare_forward
+from sagesim_kernels.hopper.forward_preparation import prepare_forward
 from sagesim_kernels.hopper.support import (
     CHANNELS,
     has_dead_keys,

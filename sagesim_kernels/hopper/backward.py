@@ -10,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.backward_kernel import Config, hopper_backward
 from sagesim_kernels.hopper.backward_loads import ROW_STATS, STATS_LAYOUT
+from sagesim_kernels.hopper.backward_preparation import prepare_backward
 from sagesim_kernels.hopper.backward_stores import WARPS
 from sagesim_kernels.hopper.capped_rows import (
     prepare_capped_backward,
@@ -17,7 +18,6 @@ from sagesim_kernels.hopper.capped_rows import (
 )
 from sagesim_kernels.hopper.descriptors import sums_descriptor, tma_descriptor
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
-from sagesim_kernels.hopper.preparation import prepare_backward
 from sagesim_kernels.hopper.tile_scheduler import (
     MOST_QUERY_HEADS,
     choose_backward_order,

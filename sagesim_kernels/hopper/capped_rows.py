@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.hopper.backward_preparation import start_rows
 from sagesim_kernels.hopper.capped_logits import DsSums
-from sagesim_kernels.hopper.preparation import start_rows
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
@@ -101,7 +101,7 @@ def capped_rows_kernel(
         # Of a query without keys, Q may be NaN.
         tl.store(shifts + at + local, tl.where(row_lse2 == float("inf"), 0.0, shift))
     if ds_sums is not None:
-        mean = load_mean(k_mean, b, h // sizes.GROUPS, 0, sizes.D, sizes.D_PAD)
+        mean = load_mean(k_mean, b, h // sizes.GROUPS, 0, sizes.D, tl.arange(0, sizes.D_PAD))
         inverse = inverse_ds_units(unit, largest(magnitude(mean), 1))
         tl.store(ds_sums.inverse_unit + at + local, inverse)
         tl.store(ds_sums.sums + at + local, tl.zeros((sizes.BLOCK_Q,), tl.int64))

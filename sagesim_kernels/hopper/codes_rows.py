@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.hopper.backward_preparation import start_rows
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
-from sagesim_kernels.hopper.preparation import start_rows
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,

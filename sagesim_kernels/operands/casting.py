@@ -43,15 +43,16 @@ def cast_kernel(grid, x, mean, out, lengths, STORED: tl.constexpr, blocks):
         cu, n = lengths.cu_k, lengths.n_k
     else:
         cu, n = lengths.cu_q, lengths.n_q
-    tokens = load_source(x, mean, lengths, i, i * blocks.BLOCK, blocks.BLOCK, h, b, blocks)
+    column = tl.arange(0, blocks.D_PAD)
+    first = i * blocks.BLOCK
+    tokens = load_source(x, mean, lengths, i, first, blocks.BLOCK, h, b, blocks, column)
     last = length_of(cu, n, b)
     if STORED:
         start = stored_start_of(cu, n, b)
         last = tl.cdiv(last, ALIGNMENT) * ALIGNMENT
-        first = start + i * blocks.BLOCK
-        store_tokens(out, None, b, h, first, start + last, tokens, blocks.D)
+        store_tokens(out, None, b, h, start + first, start + last, tokens, blocks.D)
     else:
-        store_tokens(out, cu, b, h, i * blocks.BLOCK, last, tokens, blocks.D)
+        store_tokens(out, cu, b, h, first, last, tokens, blocks.D)
 
 
 def cast(

@@ -97,8 +97,20 @@ def token_norms(
 @triton.jit
 def norms_of(tokens):
     """Return 2^-8 times the norms of float32 tokens [count, D_PAD]; no finite one overflows."""
-    tokens = tokens.to(tl.float64)
-    return (tl.sqrt(tl.sum(tokens * tokens, 1)) * _FRACTION).to(tl.float32)
+    return norms_of_squares(squares_of(tokens))
+
+
+@triton.jit
+def squares_of(tokens):
+    """Return the sums of the squares of tokens [count, channels], float64."""
+    tokens = tokens.to(tl.float32).to(tl.float64)
+    return tl.sum(tokens * tokens, 1)
+
+
+@triton.jit
+def norms_of_squares(squares):
+    """Return 2^-8 times the norms of tokens, float32, from what `squares_of` returns."""
+    return (tl.sqrt(squares) * _FRACTION).to(tl.float32)
 
 
 @triton.jit
@@ -133,7 +145,7 @@ def key_bounds_kernel(grid, k, v, k_right, to_subtract, k_mean, bounds, lengths,
     tokens = load_tokens(k_right, k_base, first, sizes.BLOCK_K, n_k, sizes.D_PAD, low, live)
     tokens = numbers_of(k_right, tokens)
     if to_subtract is not None:  # and round, as the product's kernel does
-        mean = load_mean(to_subtract, b, h, 0, sizes.D, sizes.D_PAD)
+        mean = load_mean(to_subtract, b, h, 0, sizes.D, tl.arange(0, sizes.D_PAD))
         tokens = (tokens - mean).to(k_right.ptr.dtype.element_ty).to(tl.float32)
         is_key = first + tl.arange(0, sizes.BLOCK_K) < n_k
         tokens = tl.where(is_key[:, None], tokens, 0.0)
@@ -141,7 +153,7 @@ def key_bounds_kernel(grid, k, v, k_right, to_subtract, k_mean, bounds, lengths,
     tokens *= load_channel_scales(k_right, k_scales, first, sizes.D, sizes.D_PAD)[None, :]
     k_amax = largest(magnitude(tokens), 1)
     if k_mean is not None:
-        mean = load_mean(k_mean, b, h, 0, sizes.D, sizes.D_PAD)
+        mean = load_mean(k_mean, b, h, 0, sizes.D, tl.arange(0, sizes.D_PAD))
         mean_amax = largest(magnitude(mean), 1).to(tl.float32, bitcast=True)
         k_amax = magnitude(k_amax.to(tl.float32, bitcast=True) + mean_amax)
     store_bounds(bounds.k_amax, bounds.block_k_amax, at, k_amax, sizes.BLOCK_K)

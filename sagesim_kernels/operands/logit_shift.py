@@ -52,7 +52,7 @@ def logit_shift_kernel(
     ptrs = token_ptrs(q, lengths.cu_q, b, h, first, TILE, column)
     mask = is_live_query(lengths, b, queries)[:, None] & (column < D)[None, :]
     q_tile = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    result = row_sums(q_tile * load_mean(k_mean, b, h // GROUPS, 0, D, D_PAD)) * scale
+    result = row_sums(q_tile * load_mean(k_mean, b, h // GROUPS, 0, D, tl.arange(0, D_PAD))) * scale
     store_rows(shift, lengths.cu_q, b, h, queries, n_q, result)
 
 

@@ -1,5 +1,8 @@
 """Smoothing: means of K over a head and of Q over blocks, summed in float64 and rounded once."""
 
+# Pyright takes the annotations of Triton's functions literally:
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
@@ -17,6 +20,8 @@ from sagesim_kernels.operands.layout import (
     Lengths,
     Strided,
     TokenBlocks,
+    part_columns,
+    part_count,
     program_coordinates,
     stored_start_of,
     stored_tokens,
@@ -87,25 +92,24 @@ class SubtractedMeans(NamedTuple):
 
 
 @triton.jit
-def load_mean(means, b, h, index, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Load one mean of a `Means`, [1, D_PAD]; channels from D on are 0."""
-    column = tl.arange(0, D_PAD)[None, :]
+def load_mean(means, b, h, index, D: tl.constexpr, column):
+    """Load channels of one mean of a `Means`, [1, channels]; channels from D on are 0."""
     row = (b.to(tl.int64) * means.heads + h) * means.means + index
-    return tl.load(means.ptr + row * D + column, mask=column < D, other=0.0)
+    return tl.load(means.ptr + row * D + column, mask=column < D, other=0.0)[None, :]
 
 
 @triton.jit
 def load_q_mean(subtracted, b, h, block, sizes):
     """Load the mean of a block of Q, [1, D_PAD]."""
     means = Means(subtracted.q_mean, subtracted.q_heads, subtracted.q_means)
-    return load_mean(means, b, h, block, sizes.D, sizes.D_PAD)
+    return load_mean(means, b, h, block, sizes.D, tl.arange(0, sizes.D_PAD))
 
 
 @triton.jit
 def load_k_mean(subtracted, b, k_head, sizes):
     """Load the mean of a head of K, [1, D_PAD]."""
     means = Means(subtracted.k_mean, subtracted.k_heads, subtracted.k_means)
-    return load_mean(means, b, k_head, 0, sizes.D, sizes.D_PAD)
+    return load_mean(means, b, k_head, 0, sizes.D, tl.arange(0, sizes.D_PAD))
 
 
 @triton.jit
@@ -170,29 +174,47 @@ def _is_live(lengths, b, tokens, first, last, IS_KEY: tl.constexpr):
 
 
 @triton.jit
-def _load_step(x, cu, lengths, b, h, begin, first, end, blocks, STEP: tl.constexpr):
-    """Load tokens begin..begin + STEP, [STEP, D_PAD]; those that are not live are 0.
+def _load_step(x, cu, lengths, b, h, begin, first, end, blocks, STEP: tl.constexpr, column):
+    """Load tokens begin..begin + STEP; those that are not live are 0.
 
-    first, end: bounds on the live tokens.
+    first, end: bounds on the live tokens. column: the channels.
     """
-    row, column = begin + tl.arange(0, STEP), tl.arange(0, blocks.D_PAD)
+    row = begin + tl.arange(0, STEP)
     live = _is_live(lengths, b, row, first, end, blocks.IS_KEY) & (row < end)
     mask = live[:, None] & (column < blocks.D)[None, :]
     return tl.load(token_ptrs(x, cu, b, h, begin, STEP, column), mask=mask, other=0.0)
 
 
+@triton.constexpr_function
+def _rows_at_once(step, channels) -> Any:
+    """Return how many tokens of a step the threads of a program load at once, a vector each."""
+    return min(step, max(_VECTORS // channels, 1))
+
+
 @triton.jit
-def sum_chunks_kernel(
-    grid, x, sums, stored_chunks, lengths, blocks, STEP: tl.constexpr, ROWS: tl.constexpr
-):
+def _sum_of_part(x, cu, lengths, b, h, begin, first, end, blocks, STEP: tl.constexpr, column):
+    """Return the sum of the live tokens from begin to end, float64 [channels]; see `_load_step`."""
+    COUNT: tl.constexpr = column.shape[0]
+    ROWS: tl.constexpr = _rows_at_once(STEP, COUNT)
+    total = tl.zeros((ROWS, COUNT), tl.float64)
+    tokens = _load_step(x, cu, lengths, b, h, begin, first, end, blocks, STEP, column)
+    for at in range(begin + STEP, end + STEP, STEP):
+        following = _load_step(x, cu, lengths, b, h, at, first, end, blocks, STEP, column)
+        rows = tl.reshape(tokens.to(tl.float64), (STEP // ROWS, ROWS, COUNT))
+        total += tl.sum(rows, 0)
+        tokens = following
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def sum_chunks_kernel(grid, x, sums, stored_chunks, lengths, blocks, STEP: tl.constexpr):
     """Sum the live tokens of each chunk, float64 [heads, stored_chunks, D].
 
     A chunk is blocks.BLOCK consecutive tokens of a sequence. Its sum has the index that its tokens
     have in padded storage, divided by blocks.BLOCK. The memory for the sums is therefore bounded by
     the size of padded storage, and does not grow with sequences * longest sequence.
 
-    STEP: tokens of a step. ROWS: tokens that the program's threads load at once, one vector each;
-    tokens that a thread holds are added without the other threads.
+    STEP: tokens of a step. Those that a thread holds are added without the other threads.
     """
     chunk, h, b = program_coordinates(grid)
     if blocks.IS_KEY:
@@ -204,17 +226,11 @@ def sum_chunks_kernel(
         return
     begin = chunk * blocks.BLOCK
     end = tl.minimum(begin + blocks.BLOCK, last)
-    total = tl.zeros((ROWS, blocks.D_PAD), tl.float64)
-    tokens = _load_step(x, cu, lengths, b, h, begin, first, end, blocks, STEP)
-    for at in range(begin + STEP, end + STEP, STEP):
-        following = _load_step(x, cu, lengths, b, h, at, first, end, blocks, STEP)
-        parts = tl.reshape(tokens.to(tl.float64), (STEP // ROWS, ROWS, blocks.D_PAD))
-        total += tl.sum(parts, 0)
-        tokens = following
-    total = tl.sum(total, 0)
-    column = tl.arange(0, blocks.D_PAD)
     out = h.to(tl.int64) * stored_chunks + stored_start_of(cu, n, b) // blocks.BLOCK + chunk
-    tl.store(sums + out * blocks.D + column, total, mask=column < blocks.D)
+    for part in tl.static_range(part_count(blocks.D)):
+        column = part_columns(blocks, part)
+        total = _sum_of_part(x, cu, lengths, b, h, begin, first, end, blocks, STEP, column)
+        tl.store(sums + out * blocks.D + column, total, mask=column < blocks.D)
 
 
 @triton.jit
@@ -279,7 +295,6 @@ def _compute_means(
     out = torch.empty((problem.sequences, heads, means, d), dtype=torch.float32, device=x.device)
     blocks = TokenBlocks.of(is_key, d, d_pad, chunk)
     grid = Grid(chunks, heads, problem.sequences)
-    step = min(chunk, _STEP)
     launch(
         sum_chunks_kernel,
         grid.programs,
@@ -289,8 +304,7 @@ def _compute_means(
         stored_chunks,
         lengths,
         blocks,
-        step,
-        min(step, max(_VECTORS // d_pad, 1)),
+        min(chunk, _STEP),
         num_warps=_WARPS,
         **LAUNCH,
     )

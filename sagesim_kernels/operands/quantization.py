@@ -3,6 +3,9 @@
 A program rounds one block of tokens: amax, then scale, then codes.
 """
 
+# Pyright takes the annotations of Triton's functions literally:
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -25,6 +28,8 @@ from sagesim_kernels.operands.layout import (
     TokenBlocks,
     coordinates_of,
     length_of,
+    part_columns,
+    part_count,
     programs_of,
     stored_start_of,
     stored_tokens,
@@ -71,27 +76,36 @@ class TokenTensor:
 
 
 @triton.jit
-def load_source(x, mean, lengths, i, first, COUNT: tl.constexpr, h, b, blocks):
-    """Load tokens first..first + COUNT of block i, minus the block's mean, float32 [COUNT, D_PAD].
+def load_parts(x, mean, lengths, i, first, COUNT: tl.constexpr, h, b, blocks):
+    """Load what `load_source` does of all channels: a tensor for each part; see `part_columns`."""
+    parts = ()
+    for j in tl.static_range(part_count(blocks.D)):
+        column = part_columns(blocks, j)
+        parts += (load_source(x, mean, lengths, i, first, COUNT, h, b, blocks, column),)
+    return parts
 
-    Tokens that are not live are 0, and so are channels from D on.
+
+@triton.jit
+def load_source(x, mean, lengths, i, first, COUNT: tl.constexpr, h, b, blocks, column):
+    """Load tokens first..first + COUNT of block i, minus the block's mean, float32.
+
+    Tokens that are not live are 0, and so are channels from D on. column: the channels.
     """
-    tokens, mask = load_live(x, lengths, first, COUNT, h, b, blocks)
+    tokens, mask = load_live(x, lengths, first, COUNT, h, b, blocks, column)
     tokens = tokens.to(tl.float32)
     if mean is not None:
         index = 0 if blocks.IS_KEY else i  # K has one mean a head, Q one a block
-        tokens = tl.where(mask, tokens - load_mean(mean, b, h, index, blocks.D, blocks.D_PAD), 0.0)
+        tokens = tl.where(mask, tokens - load_mean(mean, b, h, index, blocks.D, column), 0.0)
     return tokens
 
 
 @triton.jit
-def load_live(x, lengths, first, COUNT: tl.constexpr, h, b, blocks):
-    """Load tokens first..first + COUNT, [COUNT, D_PAD], and return which of the numbers are live.
+def load_live(x, lengths, first, COUNT: tl.constexpr, h, b, blocks, column):
+    """Load tokens first..first + COUNT, and return which of the numbers are live.
 
-    Numbers of tokens that are not live are 0, and so are channels from D on.
+    Numbers of tokens that are not live are 0, and so are channels from D on. column: the channels.
     """
     row = first + tl.arange(0, COUNT)
-    column = tl.arange(0, blocks.D_PAD)
     if blocks.IS_KEY:
         cu, live = lengths.cu_k, is_live_key(lengths, b, row)
     else:
@@ -102,13 +116,12 @@ def load_live(x, lengths, first, COUNT: tl.constexpr, h, b, blocks):
 
 
 @triton.jit
-def store_codes_of_tokens(out, codes, h, start, count, blocks):
-    """Store codes [tokens, D_PAD] of head h to the `Operand` out.
+def store_codes_of_tokens(out, codes, h, start, count, blocks, column):
+    """Store codes [tokens, channels] of head h to the `Operand` out.
 
     start: the first token, in padded storage. count: tokens from there to the end of the storage of
-        their sequence.
+        their sequence. column: the channels.
     """
-    column = tl.arange(0, blocks.D_PAD)
     if out.ORDER == IN_REGISTERS:
         codes = tl.trans(in_register_order(tl.trans(codes)))
     elif out.ORDER == IN_PAIRS:
@@ -131,7 +144,7 @@ def quantize_block(program, grid, x, mean, blocks, out, rounding, other, other_r
         cu, n = lengths.cu_q, lengths.n_q
     first = i * blocks.BLOCK
     if first < length_of(cu, n, b):
-        tokens = load_source(x, mean, lengths, i, first, blocks.BLOCK, h, b, blocks)
+        tokens = load_parts(x, mean, lengths, i, first, blocks.BLOCK, h, b, blocks)
         store_block(out, tokens, rounding, lengths, i, h, b, blocks)
         if other is not None:
             store_block(other, tokens, other_rounding, lengths, i, h, b, blocks)
@@ -139,9 +152,10 @@ def quantize_block(program, grid, x, mean, blocks, out, rounding, other, other_r
 
 @triton.jit
 def store_block(out, tokens, rounding, lengths, i, h, b, blocks):
-    """Store the codes and scales of block i to the `Operand` out; return the scales.
+    """Store the codes and scales of block i to the `Operand` out.
 
-    tokens: those of `load_source`, [BLOCK, D_PAD]. The scales broadcast to them.
+    Return the scales, which broadcast to the tokens; those of the last part if each channel has its
+    own. tokens: float32, in parts; see `load_parts`.
     """
     if blocks.IS_KEY:
         cu, n = lengths.cu_k, lengths.n_k
@@ -149,29 +163,42 @@ def store_block(out, tokens, rounding, lengths, i, h, b, blocks):
         cu, n = lengths.cu_q, lengths.n_q
     i = tl.cast(i, tl.int32)
     first = i.to(tl.int64) * blocks.BLOCK
-    local, column = tl.arange(0, blocks.BLOCK), tl.arange(0, blocks.D_PAD)
+    local = tl.arange(0, blocks.BLOCK)
+    PARTS: tl.constexpr = part_count(blocks.D)
     scale_ptr = scales_of_block(out, cu, n, i, h, b, blocks.BLOCK)
     # Storage of longer blocks than its alignment ends before the last block does.
     count = tl.cdiv(length_of(cu, n, b), ALIGNMENT) * ALIGNMENT - i * blocks.BLOCK
     CODE_MAX: tl.constexpr = code_max(rounding.FORMAT)
-    size = magnitude(tokens)
+    inverses = ()
     if out.BY_CHANNEL:
-        scale, inverse = scale_and_inverse(tl.max(size, 0)[None, :], CODE_MAX)
-        tl.store(scale_ptr + column[None, :], scale, mask=column[None, :] < blocks.D)
-    elif out.TOKENS == 1:
-        scale, inverse = scale_and_inverse(tl.max(size, 1)[:, None], CODE_MAX)
-        if blocks.BLOCK > ALIGNMENT:
-            tl.store(scale_ptr + local[:, None], scale, mask=local[:, None] < count)
-        else:
-            tl.store(scale_ptr + local[:, None], scale)
+        for j in tl.static_range(PARTS):
+            column = part_columns(blocks, j)[None, :]
+            amax = tl.max(magnitude(tokens[j]), 0)[None, :]
+            scale, inverse = scale_and_inverse(amax, CODE_MAX)
+            tl.store(scale_ptr + column, scale, mask=column < blocks.D)
+            inverses += (inverse,)
     else:
-        amax = tl.max(tl.max(size, 1)[:, None], 0)[None, :]
-        scale, inverse = scale_and_inverse(amax, CODE_MAX)
-        tl.store(scale_ptr + tl.arange(0, 1)[None, :], scale)
+        amax = tl.max(magnitude(tokens[0]), 1)
+        for j in tl.static_range(1, PARTS):
+            amax = tl.maximum(amax, tl.max(magnitude(tokens[j]), 1))
+        amax = amax[:, None]
+        if out.TOKENS == 1:
+            scale, inverse = scale_and_inverse(amax, CODE_MAX)
+            if blocks.BLOCK > ALIGNMENT:
+                tl.store(scale_ptr + local[:, None], scale, mask=local[:, None] < count)
+            else:
+                tl.store(scale_ptr + local[:, None], scale)
+        else:
+            scale, inverse = scale_and_inverse(tl.max(amax, 0)[None, :], CODE_MAX)
+            tl.store(scale_ptr + tl.arange(0, 1)[None, :], scale)
+        for _ in tl.static_range(PARTS):
+            inverses += (inverse,)
     rows = (i * blocks.BLOCK + local)[:, None]
-    codes = to_codes(tokens * inverse, rows, column[None, :], rounding)
     start = stored_start_of(cu, n, b) + first
-    store_codes_of_tokens(out, codes, h, start, count, blocks)
+    for j in tl.static_range(PARTS):
+        column = part_columns(blocks, j)
+        codes = to_codes(tokens[j] * inverses[j], rows, column[None, :], rounding)
+        store_codes_of_tokens(out, codes, h, start, count, blocks, column)
     return scale
 
 
@@ -258,7 +285,7 @@ def quantize(problem: KernelProblem, wanted: Sequence[Wanted]) -> list[Operand]:
         launch(
             quantize_kernel,
             *arguments_of(tasks, problem, _TASKS),
-            num_warps=4 if elements <= 4096 else 8,
+            num_warps=4 if elements <= 8192 else 8,
             **LAUNCH,
         )
     return found

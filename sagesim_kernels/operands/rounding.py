@@ -94,7 +94,13 @@ def row_sums(x):
     The sum is in float64, because its order depends on the layout that the compiler chooses for x,
     and this layout depends on the strides that x was loaded with.
     """
-    return tl.sum(x.to(tl.float64), 1).to(tl.float32)
+    return row_sums64(x).to(tl.float32)
+
+
+@triton.jit
+def row_sums64(x):
+    """Return the sum of each row of x [m, n], float64."""
+    return tl.sum(x.to(tl.float64), 1)
 
 
 @triton.jit

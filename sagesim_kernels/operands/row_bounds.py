@@ -216,7 +216,8 @@ def ds_bounds_kernel(
 @triton.jit
 def _load_folded(x, mean, bound, lengths, i, first, COUNT: tl.constexpr, h, b, n_q, blocks):
     """Load tokens of block i as `load_source` does, times the bounds of their rows."""
-    tokens = load_source(x, mean, lengths, i, first, COUNT, h, b, blocks)
+    column = tl.arange(0, blocks.D_PAD)
+    tokens = load_source(x, mean, lengths, i, first, COUNT, h, b, blocks, column)
     queries = first + tl.arange(0, COUNT)
     return tokens * load_rows(bound, lengths.cu_q, b, h, queries, n_q, 0.0)[:, None]
 
@@ -292,9 +293,9 @@ def fold_kernel(
                 top = tl.maximum(top - STEP, LAST)
         queries = first + tl.arange(0, TILE)
         y = tl.math.div_rn(y, tl.broadcast_to(best, (TILE, blocks.D_PAD)))
-        column = tl.arange(0, blocks.D_PAD)[None, :]
-        codes = to_codes(y, queries[:, None], column, rounding)
-        store_codes_of_tokens(out, codes, h, start + first, TILE, blocks)
+        column = tl.arange(0, blocks.D_PAD)
+        codes = to_codes(y, queries[:, None], column[None, :], rounding)
+        store_codes_of_tokens(out, codes, h, start + first, TILE, blocks, column)
         of_rows = load_rows(bound, lengths.cu_q, b, h, queries, n_q, 0.0)
         tops = tl.reshape(best, (TILE,))
         _store_scales(inverse, scale, lengths, b, h, queries, n_q, of_rows, tops)

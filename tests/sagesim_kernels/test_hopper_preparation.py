@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from sagesim import FACTORED_QK, Smoothing
+from sagesim_kernels.hopper.backward_preparation import prepare_backward
 from sagesim_kernels.hopper.capped_logits import DsSums
 from sagesim_kernels.hopper.capped_rows import prepare_capped_backward, sums_of_ds
-from sagesim_kernels.hopper.preparation import prepare_backward, prepare_forward
+from sagesim_kernels.hopper.forward_preparation import prepare_forward
 from sagesim_kernels.operands import (
     NO_EXTRAS,
     DqSums,

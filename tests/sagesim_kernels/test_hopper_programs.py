@@ -291,7 +291,12 @@ def live(n_k: int) -> Tensor:
 
 
 WINDOW = Extras(window=(70, 60))
+UNEQUAL = ((0, 900, 910, 920, 1820), (0, 130, 330, 460, 600))
+"""First tokens of packed sequences. Programs get tiles of short ones, which are empty."""
+
 LONG_CALLS = (
+    Call("factored_qk", 1820, 600, groups=2, cu=UNEQUAL),
+    Call("factored delta=p", 1820, 600, groups=2, cu=UNEQUAL),
     Call("factored_qk", 600, 700, groups=2, dtype=torch.float16),
     Call("factored_qk", 700, 600, d=128, groups=2, mask="upper_left"),
     Call("factored_qk", 600, 700, d=128, extras=WINDOW),

@@ -40,7 +40,11 @@ TENSOR_MEMORY = 512
 """Columns of tensor memory, on GPUs that have it."""
 
 # Modules whose kernels multiply no matrices.
-_PREPARATION = ("sagesim_kernels.operands.", "sagesim_kernels.hopper.preparation")
+_PREPARATION = (
+    "sagesim_kernels.operands.",
+    "sagesim_kernels.hopper.forward_preparation",
+    "sagesim_kernels.hopper.backward_preparation",
+)
 
 # An instruction that multiplies matrices, with its qualifiers.
 _PRODUCT = re.compile(r"^\s*(?:@!?%\w+ )?((?:wgmma\.mma|mma|wmma\.mma|tcgen05\.mma)[\w.:]*)", re.M)

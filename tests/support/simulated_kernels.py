@@ -216,6 +216,12 @@ def _numbers(shape: Any, *_args: Any) -> Unknown:
     return Unknown(*shape)
 
 
+def _full(shape: Any, value: Any, *_args: Any) -> Unknown | Numbers:
+    if isinstance(value, Numbers):
+        return Numbers(np.full([int(raw(n)) for n in shape], value.value))
+    return Unknown(*shape)
+
+
 def _warp_specialize(functions: Any, _warps: Any, _registers: Any) -> None:
     assert len(functions) == len(_warps) + 1 == len(_registers) + 1
     running().run_groups([lambda f=f, args=args: f(*args) for f, args in functions])
@@ -226,7 +232,7 @@ class _Language:
 
     constexpr = gl.constexpr
     allocate_shared_memory = staticmethod(_allocate)
-    zeros = full = staticmethod(_numbers)
+    zeros, full = staticmethod(_numbers), staticmethod(_full)
     load, store = staticmethod(_load), staticmethod(_store)
     inline_asm_elementwise = staticmethod(_inline_asm)
     warp_specialize = staticmethod(_warp_specialize)

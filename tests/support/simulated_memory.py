@@ -148,17 +148,23 @@ class Shared:
         return Shared(self.dtype, shape, self.cells)
 
     @property
-    def content(self) -> Block | None:
-        """What TMA loaded to the buffer."""
+    def content(self) -> Any:
+        """What TMA loaded to the buffer, or the integers that were stored to it."""
         return self.cells[0].content if len(self.cells) == 1 else None
 
-    def load(self, _layout: Any = None) -> Unknown:
+    def load(self, _layout: Any = None) -> Unknown | Numbers:
         running().read(self.cells)
-        return Loaded(self.content, *self.shape)
+        content = self.content
+        if self.dtype is gl.int32 and content is None:
+            raise ProgramError(f"integers {self.shape} are loaded before they are stored")
+        return content if isinstance(content, Numbers) else Loaded(content, *self.shape)
 
     def store(self, value: Any) -> None:
         assert value.shape == tuple(self.shape), (value.shape, self.shape)
         running().write(self.cells)
+        if isinstance(value, Numbers):
+            (cell,) = self.cells
+            cell.content = value
 
 
 class Loaded(Unknown):

@@ -1,0 +1,185 @@
+"""The operands of a forward for Hopper: Q and K in codes, computed in few passes over each.
+
+A program for a head of K computes the mean and rounds the head, and a program for some blocks of Q
+rounds these, in one launch. A head of K is read twice, the second time from the cache. Long
+sequences take several launches, so that many programs share a head.
+"""
+
+# Pyright takes the annotations of Triton's functions literally:
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from sagesim_kernels.hopper.support import BLOCK, has_to_copy, is_wide
+from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.operands import (
+    LAUNCH,
+    Grid,
+    KernelProblem,
+    OperandCache,
+    Rounding,
+    Strided,
+    TokenBlocks,
+    coordinates_of,
+    length_of,
+    live_count,
+    load_live,
+    padded,
+    part_columns,
+    part_count,
+    programs_of,
+    store_block,
+)
+
+_MOST_BYTES: Final = 128 * 1024
+"""Of a head of K that one program prepares. It takes as long as it waits for memory."""
+
+_ELEMENTS_AT_ONCE: Final = 16384
+"""Elements of K or Q that a program loads at once."""
+
+_ELEMENTS_OF_A_WARP: Final = 2048
+"""Elements of K or Q for each warp of a program that holds several blocks."""
+
+
+# Arguments of these kernels are not tuples of tuples: in the first tuple of a tuple, Triton 3.6
+# loses integers that it specialised to the constant 1.
+@triton.jit
+def _load_blocks(x, lengths, i, COUNT: tl.constexpr, h, b, blocks):
+    """Load COUNT blocks from block i on; return the tokens of each, and which are live, in parts.
+
+    Part j of block i has index i * parts + j. See `load_live`. All loads are in flight at once.
+    """
+    tokens, live = (), ()
+    for j in tl.static_range(COUNT):
+        for part in tl.static_range(part_count(blocks.D)):
+            first = (i + j) * blocks.BLOCK
+            block, block_live = load_live(
+                x, lengths, first, blocks.BLOCK, h, b, blocks, part_columns(blocks, part)
+            )
+            tokens += (block,)
+            live += (block_live,)
+    return tokens, live
+
+
+@triton.jit
+def _prepare_head(k, means, k8, rounding, lengths, h, b, blocks, COUNT: tl.constexpr):
+    """Compute the mean of a head of K, and round the head minus its mean, COUNT blocks at once."""
+    PARTS: tl.constexpr = part_count(blocks.D)
+    length = length_of(lengths.cu_k, lengths.n_k, b)
+    totals = ()
+    for part in tl.static_range(PARTS):
+        column = part_columns(blocks, part)
+        totals += (tl.zeros((blocks.BLOCK, column.shape[0]), tl.float64),)
+    for first in range(0, tl.cdiv(length, blocks.BLOCK), COUNT):
+        tokens, _ = _load_blocks(k, lengths, first, COUNT, h, b, blocks)
+        for j in tl.static_range(COUNT):
+            totals = _add_parts(totals, tokens, j)
+    count = tl.maximum(live_count(lengths, b, COUNT * blocks.BLOCK), 1).to(tl.float64)
+    out = means.ptr + (b.to(tl.int64) * means.heads + h) * blocks.D
+    mean = ()
+    for part in tl.static_range(PARTS):
+        column = part_columns(blocks, part)
+        mean += ((tl.sum(totals[part], 0) / count).to(tl.float32),)
+        tl.store(out + column, mean[part], mask=column < blocks.D)
+    for first in range(0, tl.cdiv(length, blocks.BLOCK), COUNT):
+        tokens, live = _load_blocks(k, lengths, first, COUNT, h, b, blocks)
+        for j in tl.static_range(COUNT):
+            i = first + j
+            if i * blocks.BLOCK < length:
+                rest = ()
+                for part in tl.static_range(PARTS):
+                    x = tokens[j * PARTS + part].to(tl.float32) - mean[part][None, :]
+                    rest += (tl.where(live[j * PARTS + part], x, 0.0),)
+                store_block(k8, rest, rounding, lengths, i, h, b, blocks)
+
+
+@triton.jit
+def _add_parts(totals, tokens, j: tl.constexpr):
+    """Return totals, one of each part, plus the tokens of block j; see `_load_blocks`."""
+    added = ()
+    for part in tl.static_range(len(totals)):
+        added += (totals[part] + tokens[j * len(totals) + part].to(tl.float64),)
+    return added
+
+
+@triton.jit
+def _round_queries(q, q8, rounding, lengths, part, h, b, blocks, COUNT: tl.constexpr):
+    """Round the blocks of Q from block part * COUNT on, COUNT of them."""
+    PARTS: tl.constexpr = part_count(blocks.D)
+    length = length_of(lengths.cu_q, lengths.n_q, b)
+    if part * (COUNT * blocks.BLOCK) < length:
+        tokens, _ = _load_blocks(q, lengths, part * COUNT, COUNT, h, b, blocks)
+        for j in tl.static_range(COUNT):
+            i = part * COUNT + j
+            if i * blocks.BLOCK < length:
+                block = ()
+                for p in tl.static_range(PARTS):
+                    block += (tokens[j * PARTS + p].to(tl.float32),)
+                store_block(q8, block, rounding, lengths, i, h, b, blocks)
+
+
+@triton.jit
+def prepare_forward_kernel(
+    q_grid, k_grid, q, k, means, q8, k8, q_rounding, k_rounding, lengths, q_blocks, k_blocks,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """Smooth and round a head of K, or round COUNT blocks of Q.
+
+    The first programs, one for each head of K, take longer than the others.
+
+    q_grid: one tile for COUNT blocks of Q. k_grid: one tile for each head of K. q, k: `Strided`.
+    means: `Means` of K. q8, k8: `Operand` of qk. COUNT: blocks that are loaded at once.
+    """
+    program = tl.program_id(0)
+    heads = programs_of(k_grid)
+    if program < heads:
+        _, h, b = coordinates_of(program, k_grid)
+        _prepare_head(k, means, k8, k_rounding, lengths, h, b, k_blocks, COUNT)
+    else:
+        part, h, b = coordinates_of(program - heads, q_grid)
+        _round_queries(q, q8, q_rounding, lengths, part, h, b, q_blocks, COUNT)
+
+
+def prepare_forward(problem: KernelProblem) -> OperandCache:
+    """Return the operands of a forward. Q and K are codes; K is smoothed if the spec says so."""
+    spec, sequences, stored = problem.spec, problem.sequences, has_to_copy(problem, queries=False)
+    heads, d = problem.k.shape[1], problem.k.shape[3]
+    blocks = triton.next_power_of_2(-(-problem.longest_k // spec.block_k))
+    block = spec.block_k * padded(d)
+    is_long = blocks * block * problem.k.element_size() > _MOST_BYTES
+    if not spec.smoothing.k or is_long or is_wide(problem):
+        operands = OperandCache(problem, stored=stored)
+        operands.quantize("qk")
+        return operands
+    mean = problem.k.new_empty((sequences, heads, 1, d), dtype=torch.float32)
+    operands = OperandCache(problem, k_mean=mean, stored=stored)
+    (q8, q), (k8, k) = (operands.reserve("qk", x) for x in ("q", "k"))
+    count = min(blocks, _ELEMENTS_AT_ONCE // block)
+    q_grid = Grid(-(-problem.longest_q // (count * BLOCK)), q.x.shape[1], sequences)
+    k_grid = Grid(1, heads, sequences)
+    launch(
+        prepare_forward_kernel,
+        (q_grid.programs[0] + k_grid.programs[0],),
+        q_grid,
+        k_grid,
+        Strided.of(q.x),
+        Strided.of(k.x),
+        k.mean,
+        q8,
+        k8,
+        Rounding.of(spec, "q", spec.qk.precision),
+        Rounding.of(spec, "k", spec.qk.precision),
+        problem.lengths,
+        TokenBlocks.of(False, d, padded(d), BLOCK),  # each query has its own scale
+        TokenBlocks.of(True, d, padded(d), spec.block_k),
+        count,
+        num_warps=max(count * block // _ELEMENTS_OF_A_WARP, 4),
+        **LAUNCH,
+    )
+    return operands

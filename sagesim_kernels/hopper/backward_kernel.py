@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.hopper.backward_loads import (
     ROW_STATS,
     STATS_LAYOUT,
@@ -31,8 +32,9 @@ from sagesim_kernels.hopper.backward_structures import (
     QueryBuffers,
     QueryInputs,
 )
-from sagesim_kernels.hopper.backward_tiles import tile_of
+from sagesim_kernels.hopper.backward_tiles import find_tile, place_tile
 from sagesim_kernels.hopper.backward_warps import compute_dq, compute_keys
+from sagesim_kernels.hopper.dealt_tiles import allocate_tiles, share_tile
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, DqStore
 from sagesim_kernels.hopper.program_places import origin_of
 from sagesim_kernels.operands import Lengths, summed_channels
@@ -116,13 +118,24 @@ def hopper_backward(
     )
     if not CONFIG.is_dealt:
         waves = 1
+    found_s = None
+    tile_full = None
+    tile_empty = None
+    if CONFIG.is_dealt:
+        found_s = allocate_tiles(6)
+        tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+        tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     scheduler = KeyScheduler(
-        tiles, heads, all_heads, heads_per_group, programs, waves, tokens_q, tokens_k
-    )
+        tiles, heads, all_heads, heads_per_group, programs, waves, tokens_q, tokens_k, found_s,
+        tile_full, tile_empty,
+    )  # fmt: skip
 
-    tile = tile_of(0, scheduler, lengths, GROUPS, SPLITS)
-    if not tile.is_valid:  # a sequence is shorter than others, so no tiles are dealt
+    found = find_tile(0, scheduler, lengths, SPLITS)
+    if found.first < 0:  # a sequence is shorter than others, so no tiles are dealt
         return
+    tile = place_tile(found, scheduler, lengths, GROUPS)
+    if CONFIG.is_dealt:
+        share_tile(found_s, 0, found)
 
     dt: gl.constexpr = v.dtype
     V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D], dt)
@@ -169,7 +182,14 @@ def hopper_backward(
     mbarrier.init(kv_full, 1)
     mbarrier.init(kv_empty, 1)
     mbarrier.init(k16_full, 1)
+    if CONFIG.is_dealt:
+        for i in gl.static_range(2):
+            mbarrier.init(tile_full.index(i), 1)
+            mbarrier.init(tile_empty.index(i), 3 if HAS_DQ_WARPS else 2)
     fence_async_shared()
+    if CONFIG.is_dealt:
+        barrier()  # all warps see the barriers and the tile
+        mbarrier.arrive(tile_full.index(0), count=1)
 
     key_inputs = KeyInputs(k8, k16, v)
     inputs = QueryInputs(q8, q16, do, row_stats, shifts)

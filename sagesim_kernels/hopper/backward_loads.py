@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sagesim_kernels.gluon_compat import reinterpret, tma_load
 from sagesim_kernels.hopper.backward_structures import TokenOrigin
-from sagesim_kernels.hopper.backward_tiles import tile_of
+from sagesim_kernels.hopper.backward_tiles import find_next_tile, place_tile
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, block_of
 from sagesim_kernels.hopper.program_places import origin_of
 
@@ -83,8 +83,9 @@ def produce(
     """
     done = 0
     for wave in range(scheduler.waves):
-        tile = tile_of(wave, scheduler, lengths, GROUPS, SPLITS)
-        if tile.is_valid:
+        found = find_next_tile(scheduler, wave, lengths, SPLITS)
+        if found.first >= 0:
+            tile = place_tile(found, scheduler, lengths, GROUPS)
             if wave > 0:
                 origin = origin_of(IS_COPIED, tile.b, tile.head, tile.start_k)
                 first = tile.keys.first

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sagesim_kernels.gluon_compat import barrier, reinterpret
 from sagesim_kernels.hopper.backward_masks import are_live
-from sagesim_kernels.hopper.backward_tiles import tile_of
+from sagesim_kernels.hopper.backward_tiles import place_tile, wait_for_tile
 from sagesim_kernels.hopper.dq_parts import (
     BLOCK_Q,
     TILE_K,
@@ -116,8 +116,9 @@ def store_dq_of_tiles(
     """Do what `dq_parts.store_parts` does for each tile of keys. One warp."""
     done = 0
     for wave in range(scheduler.waves):
-        tile = tile_of(wave, scheduler, lengths, GROUPS, SPLITS)
-        if tile.is_valid:
+        found = wait_for_tile(scheduler, wave, lengths, SPLITS)
+        if found.first >= 0:
+            tile = place_tile(found, scheduler, lengths, GROUPS)
             origin = origin_of(IS_COPIED, tile.b, tile.first_q_head, tile.start_q)
             out = DqStore(dq.out, dq.buffer, origin, dq.full, dq.empty)
             loop = tile.loop

@@ -74,6 +74,20 @@ class KeyScheduler(NamedTuple):
     waves: Any  #: tiles that a program computes at most
     tokens_q: Any  #: of a head in padded storage
     tokens_k: Any  #: of a head in padded storage
+    found: Any  #: two `FoundTile`, see `dealt_tiles.allocate_tiles`; None if a program has one tile
+    full: Any  #: [2], barriers: the tile of a wave has been found
+    empty: Any  #: [2], the warps that need it have read it
+
+
+class FoundTile(NamedTuple):
+    """What has to be found of a tile of keys."""
+
+    first: Any  #: first key of the tile; -1 if there is nothing to compute
+    b: Any  #: sequence
+    z: Any  #: head of K and V, over all sequences
+    head: Any  #: head of K and V
+    out_head: Any  #: copy of dK and dV of that head
+    shift: Any  #: see `QueryLoop`
 
 
 class KeyTile(NamedTuple):
@@ -104,7 +118,6 @@ class QueryLoop(NamedTuple):
 class PlacedTile(NamedTuple):
     """A tile of keys that a program computes, and where its tokens lie."""
 
-    is_valid: Any  #: False if there is nothing to compute
     b: Any  #: sequence
     z: Any  #: head of K and V, over all sequences
     head: Any  #: head of K and V

@@ -37,7 +37,7 @@ from sagesim_kernels.hopper.backward_maps import (
 from sagesim_kernels.hopper.backward_masks import are_live, part_of
 from sagesim_kernels.hopper.backward_stores import WARPS, release, store_dk_dv, whole_rows
 from sagesim_kernels.hopper.backward_structures import KeyOutputs, KeyTile, QueryLoop
-from sagesim_kernels.hopper.backward_tiles import tile_of
+from sagesim_kernels.hopper.backward_tiles import place_tile, wait_for_tile
 from sagesim_kernels.hopper.capped_logits import add_ds_sums
 from sagesim_kernels.hopper.dq_parts import (
     BLOCK_Q,
@@ -127,8 +127,9 @@ def compute_keys(
     """
     done = 0
     for wave in range(scheduler.waves):
-        placed = tile_of(wave, scheduler, lengths, GROUPS, SPLITS)
-        if placed.is_valid:
+        found = wait_for_tile(scheduler, wave, lengths, SPLITS)
+        if found.first >= 0:
+            placed = place_tile(found, scheduler, lengths, GROUPS)
             # A function cannot return a structure with a None.
             key_mask = None
             if lengths.key_mask is not None:
@@ -252,8 +253,9 @@ def compute_dq(
     STAGES_STATS: gl.constexpr = queries.row_stats.shape[0]
     done = 0
     for wave in range(scheduler.waves):
-        tile = tile_of(wave, scheduler, lengths, GROUPS, SPLITS)
-        if tile.is_valid:
+        found = wait_for_tile(scheduler, wave, lengths, SPLITS)
+        if found.first >= 0:
+            tile = place_tile(found, scheduler, lengths, GROUPS)
             if wave > 0:
                 barrier()  # All four warps have seen K of the tile before, and multiplied with it.
                 origin = origin_of(IS_COPIED, tile.b, tile.head, tile.start_k)

@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sagesim_kernels.hopper.dealt_tiles import allocate_tiles
 from sagesim_kernels.hopper.descriptors import tma_descriptor
 from sagesim_kernels.hopper.forward_loads import allocate_barriers, produce
 from sagesim_kernels.hopper.forward_structures import (
@@ -23,7 +24,7 @@ from sagesim_kernels.hopper.forward_structures import (
     StoredScales,
     TileScheduler,
 )
-from sagesim_kernels.hopper.forward_tiles import BLOCK, allocate_tiles
+from sagesim_kernels.hopper.forward_tiles import BLOCK
 from sagesim_kernels.hopper.forward_warps import consume
 from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
 from sagesim_kernels.launch_plans import launch
@@ -124,7 +125,7 @@ def hopper_forward(
     barriers = allocate_barriers(CONSUMERS, STAGES)
     inputs = Inputs(q8, k8, v, key_scales, None)
     scales = Scales(StoredScales(q_scale, q_tokens), StoredScales(k_scale, k_tokens), None)
-    buffers = Buffers(q_s, k_s, v_s, k_scale_s, None, allocate_tiles())
+    buffers = Buffers(q_s, k_s, v_s, k_scale_s, None, allocate_tiles(4))
     rows = Rows(lse2, lse2_stride_b, lse2_stride_h)
     softcap = Softcap(inverse_cap, cap2, shift, lse2_stride_b, lse2_stride_h)
     lengths = Lengths(

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.codes_operands import quantize
+from sagesim_kernels.hopper.dealt_tiles import allocate_tiles
 from sagesim_kernels.hopper.descriptors import (
     right_descriptor,
     tma_descriptor,
@@ -35,7 +36,7 @@ from sagesim_kernels.hopper.forward_structures import (
     StoredScales,
     TileScheduler,
 )
-from sagesim_kernels.hopper.forward_tiles import BLOCK, allocate_tiles
+from sagesim_kernels.hopper.forward_tiles import BLOCK
 from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
@@ -88,7 +89,7 @@ def hopper_forward_codes(
         StoredScales(k_scale, k_tokens),
         StoredScales(v_scale, v_tokens),
     )
-    buffers = Buffers(q_s, k_s, v_s, k_scale_s, v_scale_s, allocate_tiles())
+    buffers = Buffers(q_s, k_s, v_s, k_scale_s, v_scale_s, allocate_tiles(4))
     rows = Rows(lse2, lse2_stride_b, lse2_stride_h)
     lengths = Lengths(
         mask.cu_q,

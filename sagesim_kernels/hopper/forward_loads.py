@@ -21,15 +21,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sagesim_kernels.gluon_compat import barrier, tma_load
-from sagesim_kernels.hopper.forward_structures import Barriers
-from sagesim_kernels.hopper.forward_tiles import (
-    BLOCK,
-    key_blocks,
-    share_tile,
-    shared_tile,
-    tile_of,
-    waves,
-)
+from sagesim_kernels.hopper.dealt_tiles import share_tile, shared_tile
+from sagesim_kernels.hopper.forward_structures import Barriers, Tile
+from sagesim_kernels.hopper.forward_tiles import BLOCK, key_blocks, tile_of, waves
 from sagesim_kernels.operands import stored_start_of
 
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
@@ -63,7 +57,8 @@ def wait_for_tile(CONSUMER: gl.constexpr, barriers, buffers, wave):
     """Return the tile of a wave when its queries have arrived, and the index of their buffer."""
     slot = CONSUMER * 2 + wave % 2
     mbarrier.wait(barriers.q_full.index(slot), (wave // 2) & 1)
-    return shared_tile(buffers.tiles, wave), slot
+    b, h, k_head, first = shared_tile(buffers.tiles, wave)
+    return Tile(b, h, k_head, first), slot
 
 
 @gluon.jit

@@ -36,7 +36,7 @@ class Buffers(NamedTuple):
     v: Any  #: 16 bit [stages, 1, 1, BLOCK, D], or int8 [stages, D, BLOCK]
     k_scale: Any  #: float32 [stages, BLOCK], or None
     v_scale: Any  #: float32 [stages, D], or None
-    tiles: Any  #: int32 [2 * TILE_FIELDS, 1], two `Tile` that the producer has found
+    tiles: Any  #: two `Tile`, see `dealt_tiles.allocate_tiles`
 
 
 class Barriers(NamedTuple):

@@ -1,8 +1,4 @@
-"""Which tile a forward program computes in each wave, and with which blocks of keys.
-
-The producer finds the tile of a wave while the consumers compute the one before. It takes several
-divisions, one after the other, which the consumers would have to wait for.
-"""
+"""Which tile a forward program computes in each wave, and with which blocks of keys."""
 
 # Pyright takes the annotations of Gluon's functions literally:
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -24,11 +20,6 @@ from sagesim_kernels.operands import (
 
 BLOCK = gl.constexpr(64)
 """Queries of a consumer, and keys of a step."""
-
-TILE_FIELDS = gl.constexpr(4)
-"""Numbers of a `Tile`."""
-
-_TILE_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -54,31 +45,6 @@ def tile_of(wave, lengths, scheduler, ROWS: gl.constexpr):
     is_valid = is_valid & (first < length_of(lengths.cu_q, lengths.n_q, b))
     h = head % scheduler.heads
     return Tile(b, h, h // scheduler.groups, gl.where(is_valid, first, -1))
-
-
-@gluon.jit
-def allocate_tiles():
-    """Return memory for two tiles, which the producer and the consumers share."""
-    return gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], _TILE_LAYOUT)
-
-
-@gluon.jit
-def share_tile(tiles, wave, tile):
-    """Store the tile of a wave. The producer calls this, and synchronises with the consumers."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    for i in gl.static_range(TILE_FIELDS):
-        number = gl.full([1], tile[i], gl.int32, LAYOUT)
-        tiles.index(wave % 2 * TILE_FIELDS + i).store(number)
-
-
-@gluon.jit
-def shared_tile(tiles, wave):
-    """Return the tile of a wave, to a consumer."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    fields = ()
-    for i in gl.static_range(TILE_FIELDS):
-        fields += (gl.max(tiles.index(wave % 2 * TILE_FIELDS + i).load(LAYOUT), 0),)
-    return Tile(fields[0], fields[1], fields[2], fields[3])
 
 
 @gluon.jit

@@ -295,6 +295,7 @@ UNEQUAL = ((0, 900, 910, 920, 1820), (0, 130, 330, 460, 600))
 """First tokens of packed sequences. Programs get tiles of short ones, which are empty."""
 
 LONG_CALLS = (
+    Call("factored_qk", 40, 1700),
     Call("factored_qk", 1820, 600, groups=2, cu=UNEQUAL),
     Call("factored delta=p", 1820, 600, groups=2, cu=UNEQUAL),
     Call("factored_qk", 600, 700, groups=2, dtype=torch.float16),

@@ -217,8 +217,8 @@ def _numbers(shape: Any, *_args: Any) -> Unknown:
 
 
 def _full(shape: Any, value: Any, *_args: Any) -> Unknown | Numbers:
-    if isinstance(value, Numbers):
-        return Numbers(np.full([int(raw(n)) for n in shape], value.value))
+    if isinstance(raw(value), (int, np.ndarray)):
+        return Numbers(np.full([int(raw(n)) for n in shape], raw(value)))
     return Unknown(*shape)
 
 

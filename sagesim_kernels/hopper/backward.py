@@ -99,8 +99,6 @@ def launch_backward(
     count = tiles.programs[0]
     # Sequences of other lengths, which the host does not know, would change the balance.
     are_equal = lengths.cu_k is None and lengths.seqused_k is None and lengths.key_mask is None
-    # Under a softcap, tiles of 128 channels leave no shared memory for what several tiles need.
-    has_room = channels == 64 or softcap.base2 is None
     order = choose_backward_order(
         problem.longest_q,
         problem.longest_k,
@@ -111,7 +109,7 @@ def launch_backward(
         multiprocessor_count(),
         channels,
         lowest=problem.longest_lowest,
-        may_be_dealt=are_equal and has_room,
+        may_be_dealt=are_equal,
     )
     config = Config(
         groups=splits.query_heads,

@@ -74,7 +74,7 @@ class KeyScheduler(NamedTuple):
     waves: Any  #: tiles that a program computes at most
     tokens_q: Any  #: of a head in padded storage
     tokens_k: Any  #: of a head in padded storage
-    found: Any  #: two `FoundTile`, see `dealt_tiles.allocate_tiles`; None if a program has one tile
+    found: Any  #: two `FoundTile`, see `dealt_tiles`; None if each warp finds the tiles
     full: Any  #: [2], barriers: the tile of a wave has been found
     empty: Any  #: [2], the warps that need it have read it
 

@@ -1,8 +1,8 @@
 """The tiles of keys that a backward program computes, one after another.
 
 If tiles are dealt, there is one program for each multiprocessor. While it stores a tile, it loads
-the next one, and the producer finds the tiles. Otherwise there is a program for each tile, which
-each warp finds by itself.
+the next one. Otherwise there is a program for each tile. Each warp finds the tiles by itself, or
+the producer finds them for all warps, if several tiles have 64 channels.
 """
 
 # Pyright takes the annotations of Gluon's functions literally:

@@ -32,7 +32,9 @@ def test_the_committed_table_is_that_of_the_committed_records():
         made = read(path)
         by_gpu.setdefault(made["machine"]["gpu"], []).append(made)
     table = {gpu: entry(*made) for gpu, made in by_gpu.items()}
-    assert committed == table, "run python -m sagesim_kernels.bench.export on all records of each GPU"
+    assert committed == table, (
+        "run python -m sagesim_kernels.bench.export on all records of each GPU"
+    )
 
 
 def test_every_case_has_its_shape_and_both_ratios():

@@ -15,7 +15,9 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,6 +62,9 @@ _FUSIBLE = re.compile(r"\b(?:mul|add|sub)\.f32(?:x2)?\b")
 _FP8_CONVERSION = re.compile(r"\bcvt\.[\w.]*\be[45]m[23]x2[\w.]*")
 # A conversion to FP8 of two numbers, and the register that gets both.
 _FP8_PAIR = re.compile(r"\bcvt\.[\w.]*\be[45]m[23]x2\.f32\s+(%\w+),")
+_REGISTER = re.compile(r"%[a-z]+\d+\b")
+# What an instruction of PTX writes, and what it reads.
+_ASSIGNMENT = re.compile(r"^\s*(?:@!?%p\d+ )?[a-z][\w.:]*\s+(%\w+|\{[^}]*\}), ([^;]*);", re.M)
 # A matrix product in Triton IR, with the formats of its operands.
 _DOT = re.compile(r"tt\.dot .* : tensor<[\dx]+x(\w+)> \* tensor<[\dx]+x(\w+)> -> ")
 
@@ -191,18 +196,42 @@ def _early_arrivals(ptx: str) -> int:
 def _unfenced_loads(ptx: str) -> int:
     """Count the mbarrier.arrive instructions that follow loads from shared memory without a fence.
 
-    Without it, TMA may overwrite what a load has not read yet. Triton's own loads do not count:
-    those of a kernel's arguments, whose address is constant, and of one byte, which says what warps
-    run next.
+    Without it, TMA may overwrite what a load has not read yet. Loads in which all threads read the
+    same address do not count: those of a kernel's arguments, and of the tile that a producer has
+    found. Nor does the byte of each warp that says what it runs next. Threads store these, and not
+    TMA.
     """
+    depends_on_thread = _thread_dependence(ptx)
     count, is_loaded = 0, False
     for name, qualifiers, operands in _SHARED.findall(ptx):
-        if name == "ld.shared":
-            is_loaded |= "[global_smem" not in operands and not qualifiers.endswith(".b8")
-        elif ".expect_tx" not in qualifiers:
+        if name == "ld.shared" and not qualifiers.endswith(".b8"):
+            address = operands[operands.index("[") :]
+            is_loaded |= any(map(depends_on_thread, _REGISTER.findall(address)))
+        elif name != "ld.shared" and ".expect_tx" not in qualifiers:
             count += is_loaded and name == "mbarrier.arrive"
             is_loaded = False
     return count
+
+
+def _thread_dependence(ptx: str) -> Callable[[str], bool]:
+    """Return a function that tells whether a register has other numbers in other threads."""
+    sources: dict[str, set[str]] = defaultdict(set)
+    for results, operands in _ASSIGNMENT.findall(ptx):
+        for result in _REGISTER.findall(results):
+            sources[result].update(_REGISTER.findall(operands))
+            if "%tid" in operands or "%laneid" in operands:
+                sources[result].add("%tid")
+
+    @cache
+    def reached(register: str) -> frozenset[str]:
+        found, waiting = {register}, [register]
+        while waiting:
+            new = sources[waiting.pop()] - found
+            found |= new
+            waiting += new
+        return frozenset(found)
+
+    return lambda register: "%tid" in reached(register)
 
 
 def _machine_code(cubin: bytes, ptx: str, with_loops: bool) -> dict[str, Any]:

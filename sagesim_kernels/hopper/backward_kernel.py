@@ -124,7 +124,7 @@ def hopper_backward(
     tile_full = None
     tile_empty = None
     if IS_SHARED:
-        found_s = allocate_tiles(6)
+        found_s = allocate_tiles(5)
         tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
         tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     scheduler = KeyScheduler(

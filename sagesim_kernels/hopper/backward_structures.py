@@ -87,7 +87,6 @@ class FoundTile(NamedTuple):
     z: Any  #: head of K and V, over all sequences
     head: Any  #: head of K and V
     out_head: Any  #: copy of dK and dV of that head
-    shift: Any  #: see `QueryLoop`
 
 
 class KeyTile(NamedTuple):

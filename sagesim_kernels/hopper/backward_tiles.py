@@ -52,14 +52,13 @@ def find_tile(wave, scheduler, lengths, SPLITS: gl.constexpr):
     )
     first = index * TILE_K
     is_valid = (number < count) & (first < length_of(lengths.cu_k, lengths.n_k, b))
-    shift = locate(lengths, b, first)[1].shift
-    return FoundTile(gl.where(is_valid, first, -1), b, z, head, out_head, shift)
+    return FoundTile(gl.where(is_valid, first, -1), b, z, head, out_head)
 
 
 @gluon.jit
 def place_tile(found, scheduler, lengths, GROUPS: gl.constexpr):
     """Return the `PlacedTile` of a `FoundTile`."""
-    keys, loop, start_q, start_k = locate(lengths, found.b, found.first, found.shift)
+    keys, loop, start_q, start_k = locate(lengths, found.b, found.first)
     first_q_head = found.out_head * GROUPS
     row_q = first_q_head * scheduler.tokens_q + start_q
     row_k = found.head * scheduler.tokens_k + start_k + found.first
@@ -72,8 +71,8 @@ def place_tile(found, scheduler, lengths, GROUPS: gl.constexpr):
 @gluon.jit
 def found_tile(scheduler, wave):
     """Return the `FoundTile` of a wave, which has been found."""
-    first, b, z, head, out_head, shift = shared_tile(scheduler.found, wave)
-    return FoundTile(first, b, z, head, out_head, shift)
+    first, b, z, head, out_head = shared_tile(scheduler.found, wave)
+    return FoundTile(first, b, z, head, out_head)
 
 
 @gluon.jit
@@ -108,13 +107,11 @@ def find_next_tile(scheduler, wave, lengths, SPLITS: gl.constexpr):
 
 
 @gluon.jit
-def locate(lengths, b, first, shift=None):
+def locate(lengths, b, first):
     """Return four facts about the keys from `first` of sequence b.
 
     These are their `KeyTile`, their `QueryLoop`, and the first query and the first key of the
     sequence in padded storage. No field is None, because a function cannot return it.
-
-    shift: that of the `QueryLoop`, if it is known.
     """
     first_live, n_q = live_queries(lengths, b)
     n_live = live_keys(lengths, b)
@@ -134,16 +131,14 @@ def locate(lengths, b, first, shift=None):
     unmasked = (unmasked + BLOCK_Q - 1) // BLOCK_Q + gl.program_id(1)
     start_q = stored_start_of(lengths.cu_q, lengths.n_q, b).to(gl.int32)
     start_k = stored_start_of(lengths.cu_k, lengths.n_k, b).to(gl.int32)
+    shift = 0
     if lengths.left is not None or lengths.seqused_k is not None or lengths.key_mask is not None:
         unmasked = gl.minimum(unmasked, end)
     if lengths.left is not None:
         unmasked_end = gl.maximum(gl.minimum(unmasked_end // BLOCK_Q, end), unmasked)
     else:
         unmasked_end = end
-    if shift is None:
-        shift = 0
-        if lengths.left is None and not lengths.IS_CAUSAL:
-            # a tile starts where its keys are, as far as there are queries
+        if not lengths.IS_CAUSAL:  # a tile starts where its keys are, as far as there are queries
             shift = first // BLOCK_Q % gl.maximum(end, 1)
     loop = QueryLoop(gl.minimum(begin // BLOCK_Q, end), unmasked, unmasked_end, end, shift)
     length = length_of(lengths.cu_k, lengths.n_k, b)

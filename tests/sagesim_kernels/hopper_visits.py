@@ -115,9 +115,8 @@ def check_visits(name: str, run: Run, problem: KernelProblem, *, is_stored: bool
         if program in run.stores and group == "0":
             channels = padded(problem.q.shape[3])
             parts = [_query_of(x, channels, queries) for x in run.stores[program]]
-            stores_of_a_part = max(
-                len(parts) // max(len(found), 1), 1
-            )  # each has some of its channels
+            # Each store of a part has some of its channels.
+            stores_of_a_part = max(len(parts) // max(len(found), 1), 1)
             expected = [x for _, x in found for _ in range(stores_of_a_part)]
             assert parts == expected, "parts of dQ"
         if name == "hopper_forward_codes":  # behind the last block, S is computed of an old K

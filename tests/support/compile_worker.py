@@ -16,8 +16,6 @@ import sys
 import tempfile
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,37 +199,30 @@ def _unfenced_loads(ptx: str) -> int:
     found. Nor does the byte of each warp that says what it runs next. Threads store these, and not
     TMA.
     """
-    depends_on_thread = _thread_dependence(ptx)
+    of_threads = _registers_of_threads(ptx)
     count, is_loaded = 0, False
     for name, qualifiers, operands in _SHARED.findall(ptx):
-        if name == "ld.shared" and not qualifiers.endswith(".b8"):
-            address = operands[operands.index("[") :]
-            is_loaded |= any(map(depends_on_thread, _REGISTER.findall(address)))
-        elif name != "ld.shared" and ".expect_tx" not in qualifiers:
+        if name == "ld.shared":
+            address = _REGISTER.findall(operands[operands.index("[") :])
+            is_loaded |= not (of_threads.isdisjoint(address) or qualifiers.endswith(".b8"))
+        elif ".expect_tx" not in qualifiers:
             count += is_loaded and name == "mbarrier.arrive"
             is_loaded = False
     return count
 
 
-def _thread_dependence(ptx: str) -> Callable[[str], bool]:
-    """Return a function that tells whether a register has other numbers in other threads."""
-    sources: dict[str, set[str]] = defaultdict(set)
-    for results, operands in _ASSIGNMENT.findall(ptx):
-        for result in _REGISTER.findall(results):
-            sources[result].update(_REGISTER.findall(operands))
-            if "%tid" in operands or "%laneid" in operands:
-                sources[result].add("%tid")
-
-    @cache
-    def reached(register: str) -> frozenset[str]:
-        found, waiting = {register}, [register]
-        while waiting:
-            new = sources[waiting.pop()] - found
-            found |= new
-            waiting += new
-        return frozenset(found)
-
-    return lambda register: "%tid" in reached(register)
+def _registers_of_threads(ptx: str) -> set[str]:
+    """Return the registers that hold other numbers in other threads."""
+    readers: dict[str, set[str]] = defaultdict(set)
+    for written, read in _ASSIGNMENT.findall(ptx):
+        for register in _REGISTER.findall(read) + re.findall(r"%(?:tid|laneid)", read):
+            readers[register].update(_REGISTER.findall(written))
+    found: set[str] = set()
+    waiting = {"%tid", "%laneid"}
+    while waiting:
+        waiting = set().union(*(readers[x] for x in waiting)) - found
+        found |= waiting
+    return found
 
 
 def _machine_code(cubin: bytes, ptx: str, with_loops: bool) -> dict[str, Any]:

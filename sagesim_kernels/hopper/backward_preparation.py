@@ -37,18 +37,17 @@ from sagesim_kernels.operands import (
     attended_bounds,
     clear_tma_sums,
     inverse_of,
-    largest,
     length_of,
     load_parts,
     load_rows,
     magnitude,
-    norms_of_squares,
+    norms_of,
     padded,
     part_count,
     program_coordinates,
     reversed_coordinates,
+    row_maxima,
     row_sums64,
-    squares_of,
     store_block,
     store_bounds,
     store_rows,
@@ -61,7 +60,8 @@ from sagesim_kernels.operands import (
 _TYPES: Final = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 _CHANNELS_OF_A_WARP: Final = 16
-"""Channels of a head for each warp of a program that holds one block."""
+"""Channels for each warp of a program that holds one block, of a tile of 64 or 128 channels. A tile
+in two tensors counts as one of 64."""
 
 _REGISTERS_KEYS: Final = 80
 _REGISTERS_QUERIES: Final = {4: 80, 8: 64}
@@ -69,9 +69,10 @@ _REGISTERS_QUERIES: Final = {4: 80, 8: 64}
 program. With more, fewer programs run on a multiprocessor at a time."""
 
 
-def _warps(d: int) -> int:
-    """Return the warps of a program that holds one block of tokens of d channels."""
-    return (padded(d) if part_count(d) == 1 else 64) // _CHANNELS_OF_A_WARP
+def _warps(*head_sizes: int) -> int:
+    """Return the warps of a program that holds one block of tokens of each of these head sizes."""
+    channels = max(padded(d) if part_count(d) == 1 else 64 for d in head_sizes)
+    return channels // _CHANNELS_OF_A_WARP
 
 
 @triton.jit
@@ -90,23 +91,20 @@ def prepare_keys_kernel(
     k_tokens = load_parts(k, mean, lengths, i, first, k_blocks.BLOCK, h, b, k_blocks)
     v_tokens = load_parts(v, None, lengths, i, first, v_blocks.BLOCK, h, b, v_blocks)
     at = h.to(tl.int64) * bounds.tokens + stored_start_of(lengths.cu_k, lengths.n_k, b) + first
-    k_amax = largest(magnitude(k_tokens[0].to(TYPE).to(tl.float32)), 1)
-    for part in tl.static_range(1, part_count(k_blocks.D)):
-        of_part = largest(magnitude(k_tokens[part].to(TYPE).to(tl.float32)), 1)
-        k_amax = tl.maximum(k_amax, of_part)
-    v_norm = magnitude(_norms_of_parts(v_tokens, TYPE))
+    k_amax = row_maxima(_rounded(k_tokens, TYPE))
+    v_norm = magnitude(norms_of(_rounded(v_tokens, TYPE)))
     store_block(k8, k_tokens, rounding, lengths, i, h, b, k_blocks)
     store_bounds(bounds.k_amax, bounds.block_k_amax, at, k_amax, k_blocks.BLOCK)
     store_bounds(bounds.v_norm, bounds.block_v_norm, at, v_norm, k_blocks.BLOCK)
 
 
 @triton.jit
-def _norms_of_parts(parts, TYPE: tl.constexpr):
-    """Return what `norms_of` does of tokens in parts, rounded to TYPE."""
-    squares = squares_of(parts[0].to(TYPE))
-    for part in tl.static_range(1, len(parts)):
-        squares += squares_of(parts[part].to(TYPE))
-    return norms_of_squares(squares)
+def _rounded(parts, TYPE: tl.constexpr):
+    """Return parts rounded to TYPE, float32."""
+    found = ()
+    for j in tl.static_range(len(parts)):
+        found += (parts[j].to(TYPE).to(tl.float32),)
+    return found
 
 
 @triton.jit
@@ -155,7 +153,7 @@ def prepare_queries_kernel(
         row_delta += row_sums64(o_parts[part] * do_parts[part])
     row_delta = row_delta.to(tl.float32)
     row_delta = subtract_lse_gradient(row_delta, d_lse, lengths, b, h, row, n_q, row_lse2)
-    do_norm = _norms_of_parts(do_parts, TYPE)
+    do_norm = norms_of(_rounded(do_parts, TYPE))
     do_norm = tl.where(row_lse2 != float("inf"), do_norm, 0.0)
     unit = units_of(
         None, do_norm, bounds, attended, None, lengths, b, h, first, row_lse2, row_delta,
@@ -209,7 +207,7 @@ def prepare_backward(
         TokenBlocks.of(True, d, padded(d), block_k),
         TokenBlocks.of(True, d_v, padded(d_v), block_k),
         dtype,
-        num_warps=_warps(d),
+        num_warps=_warps(d, d_v),
         maxnreg=_REGISTERS_KEYS,
         **LAUNCH,
     )
@@ -236,7 +234,7 @@ def prepare_backward(
         TokenBlocks.of(False, d_v, padded(d_v), block_q),
         KernelSizes.of(problem, block_q),
         dtype,
-        num_warps=_warps(d),
-        maxnreg=_REGISTERS_QUERIES[_warps(d)],
+        num_warps=_warps(d, d_v),
+        maxnreg=_REGISTERS_QUERIES[_warps(d, d_v)],
         **LAUNCH,
     )

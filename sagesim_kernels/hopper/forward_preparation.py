@@ -31,8 +31,6 @@ from sagesim_kernels.operands import (
     live_count,
     load_live,
     padded,
-    part_columns,
-    part_count,
     programs_of,
     store_block,
 )
@@ -51,77 +49,53 @@ _ELEMENTS_OF_A_WARP: Final = 2048
 # loses integers that it specialised to the constant 1.
 @triton.jit
 def _load_blocks(x, lengths, i, COUNT: tl.constexpr, h, b, blocks):
-    """Load COUNT blocks from block i on; return the tokens of each, and which are live, in parts.
+    """Load COUNT blocks from block i on; return the tokens of each, and which are live.
 
-    Part j of block i has index i * parts + j. See `load_live`. All loads are in flight at once.
+    See `load_live`. All loads are in flight at once.
     """
+    column = tl.arange(0, blocks.D_PAD)
     tokens, live = (), ()
     for j in tl.static_range(COUNT):
-        for part in tl.static_range(part_count(blocks.D)):
-            first = (i + j) * blocks.BLOCK
-            block, block_live = load_live(
-                x, lengths, first, blocks.BLOCK, h, b, blocks, part_columns(blocks, part)
-            )
-            tokens += (block,)
-            live += (block_live,)
+        first = (i + j) * blocks.BLOCK
+        block, block_live = load_live(x, lengths, first, blocks.BLOCK, h, b, blocks, column)
+        tokens += (block,)
+        live += (block_live,)
     return tokens, live
 
 
 @triton.jit
 def _prepare_head(k, means, k8, rounding, lengths, h, b, blocks, COUNT: tl.constexpr):
     """Compute the mean of a head of K, and round the head minus its mean, COUNT blocks at once."""
-    PARTS: tl.constexpr = part_count(blocks.D)
     length = length_of(lengths.cu_k, lengths.n_k, b)
-    totals = ()
-    for part in tl.static_range(PARTS):
-        column = part_columns(blocks, part)
-        totals += (tl.zeros((blocks.BLOCK, column.shape[0]), tl.float64),)
+    total = tl.zeros((blocks.BLOCK, blocks.D_PAD), tl.float64)
     for first in range(0, tl.cdiv(length, blocks.BLOCK), COUNT):
         tokens, _ = _load_blocks(k, lengths, first, COUNT, h, b, blocks)
         for j in tl.static_range(COUNT):
-            totals = _add_parts(totals, tokens, j)
-    count = tl.maximum(live_count(lengths, b, COUNT * blocks.BLOCK), 1).to(tl.float64)
+            total += tokens[j].to(tl.float64)
+    count = live_count(lengths, b, COUNT * blocks.BLOCK)
+    mean = (tl.sum(total, 0) / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
+    column = tl.arange(0, blocks.D_PAD)
     out = means.ptr + (b.to(tl.int64) * means.heads + h) * blocks.D
-    mean = ()
-    for part in tl.static_range(PARTS):
-        column = part_columns(blocks, part)
-        mean += ((tl.sum(totals[part], 0) / count).to(tl.float32),)
-        tl.store(out + column, mean[part], mask=column < blocks.D)
+    tl.store(out + column, mean, mask=column < blocks.D)
     for first in range(0, tl.cdiv(length, blocks.BLOCK), COUNT):
         tokens, live = _load_blocks(k, lengths, first, COUNT, h, b, blocks)
         for j in tl.static_range(COUNT):
             i = first + j
             if i * blocks.BLOCK < length:
-                rest = ()
-                for part in tl.static_range(PARTS):
-                    x = tokens[j * PARTS + part].to(tl.float32) - mean[part][None, :]
-                    rest += (tl.where(live[j * PARTS + part], x, 0.0),)
-                store_block(k8, rest, rounding, lengths, i, h, b, blocks)
-
-
-@triton.jit
-def _add_parts(totals, tokens, j: tl.constexpr):
-    """Return totals, one of each part, plus the tokens of block j; see `_load_blocks`."""
-    added = ()
-    for part in tl.static_range(len(totals)):
-        added += (totals[part] + tokens[j * len(totals) + part].to(tl.float64),)
-    return added
+                rest = tl.where(live[j], tokens[j].to(tl.float32) - mean[None, :], 0.0)
+                store_block(k8, (rest,), rounding, lengths, i, h, b, blocks)
 
 
 @triton.jit
 def _round_queries(q, q8, rounding, lengths, part, h, b, blocks, COUNT: tl.constexpr):
     """Round the blocks of Q from block part * COUNT on, COUNT of them."""
-    PARTS: tl.constexpr = part_count(blocks.D)
     length = length_of(lengths.cu_q, lengths.n_q, b)
     if part * (COUNT * blocks.BLOCK) < length:
         tokens, _ = _load_blocks(q, lengths, part * COUNT, COUNT, h, b, blocks)
         for j in tl.static_range(COUNT):
             i = part * COUNT + j
             if i * blocks.BLOCK < length:
-                block = ()
-                for p in tl.static_range(PARTS):
-                    block += (tokens[j * PARTS + p].to(tl.float32),)
-                store_block(q8, block, rounding, lengths, i, h, b, blocks)
+                store_block(q8, (tokens[j].to(tl.float32),), rounding, lengths, i, h, b, blocks)
 
 
 @triton.jit

@@ -45,8 +45,7 @@ from sagesim_kernels.operands.key_bounds import (
     KeyBounds,
     attended_bounds,
     compute_key_bounds,
-    norms_of_squares,
-    squares_of,
+    norms_of,
     store_bounds,
 )
 from sagesim_kernels.operands.layout import (
@@ -143,6 +142,7 @@ from sagesim_kernels.operands.quantization import (
     load_live,
     load_parts,
     quantize_block,
+    row_maxima,
     store_block,
     tasks_of,
 )
@@ -296,7 +296,7 @@ __all__ = [
     "natural_lse",
     "nearest_code",
     "next_level",
-    "norms_of_squares",
+    "norms_of",
     "ordered_coordinates",
     "padded",
     "part_columns",
@@ -312,6 +312,7 @@ __all__ = [
     "rescaled",
     "reversed_coordinates",
     "row_base",
+    "row_maxima",
     "row_stride",
     "row_sums64",
     "row_units",
@@ -322,7 +323,6 @@ __all__ = [
     "sink_gradient",
     "sink_logits",
     "sink_probabilities",
-    "squares_of",
     "start_of",
     "steps_of_key_tiles",
     "steps_of_query_tiles",

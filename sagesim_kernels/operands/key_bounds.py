@@ -5,6 +5,9 @@ that a query attends to, and over no others: a key changes no unit of an earlier
 causal mask.
 """
 
+# Pyright takes the annotations of Triton's functions literally:
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -91,26 +94,22 @@ def token_norms(
 ):
     """Return 2^-8 times the norms of tokens of an `Operand`, [count]; no finite one overflows."""
     tokens = numbers_of(x, load_tokens(x, base, first, count, last, D_PAD, lowest, live))
-    return norms_of(tokens) * load_token_scales(x, scales, first, count, last)
+    return norms_of((tokens,)) * load_token_scales(x, scales, first, count, last)
 
 
 @triton.jit
-def norms_of(tokens):
-    """Return 2^-8 times the norms of float32 tokens [count, D_PAD]; no finite one overflows."""
-    return norms_of_squares(squares_of(tokens))
-
-
-@triton.jit
-def squares_of(tokens):
-    """Return the sums of the squares of tokens [count, channels], float64."""
-    tokens = tokens.to(tl.float32).to(tl.float64)
-    return tl.sum(tokens * tokens, 1)
-
-
-@triton.jit
-def norms_of_squares(squares):
-    """Return 2^-8 times the norms of tokens, float32, from what `squares_of` returns."""
+def norms_of(parts):
+    """Return 2^-8 times the norms of float32 tokens in parts; no finite one overflows."""
+    squares = _squares_of(parts[0])
+    for j in tl.static_range(1, len(parts)):
+        squares += _squares_of(parts[j])
     return (tl.sqrt(squares) * _FRACTION).to(tl.float32)
+
+
+@triton.jit
+def _squares_of(tokens):
+    tokens = tokens.to(tl.float64)
+    return tl.sum(tokens * tokens, 1)
 
 
 @triton.jit
@@ -211,7 +210,7 @@ def attended_bounds(bounds, lengths, b, k_head, first, queries, sizes):
     v_norm = tl.zeros((sizes.BLOCK_Q,), tl.int32) + largest(block_v_norm, 0)
     k_amax = tl.zeros((sizes.BLOCK_Q,), tl.int32) + largest(block_k_amax, 0)
     k_norm = tl.zeros((sizes.BLOCK_Q,), tl.int32) + largest(block_k_norm, 0)
-    for PART in tl.static_range(1 if lengths.left is None else 2):  # pyright: ignore[reportGeneralTypeIssues]
+    for PART in tl.static_range(1 if lengths.left is None else 2):
         for key in range(begin if PART else whole_end, whole_begin if PART else end, _KEYS_AT_ONCE):
             keys = key + tl.arange(0, _KEYS_AT_ONCE)
             visible = attends_in(lengths, b, queries[:, None], keys[None, :], n_k, offset)

@@ -4,7 +4,7 @@ A program rounds one block of tokens: amax, then scale, then codes.
 """
 
 # Pyright takes the annotations of Triton's functions literally:
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ from sagesim_kernels.operands.operand import (
 from sagesim_kernels.operands.rounding import (
     LAUNCH,
     Rounding,
+    largest,
     magnitude,
     scale_and_inverse,
     to_codes,
@@ -151,11 +152,27 @@ def quantize_block(program, grid, x, mean, blocks, out, rounding, other, other_r
 
 
 @triton.jit
+def row_maxima(parts):
+    """Return the largest `magnitude` of each row of tokens in parts."""
+    found = largest(magnitude(parts[0]), 1)
+    for j in tl.static_range(1, len(parts)):
+        found = tl.maximum(found, largest(magnitude(parts[j]), 1))
+    return found
+
+
+@triton.jit
+def _columns_of(parts, j: tl.constexpr):
+    """Return the channels of part j of tokens, of which there are at most two parts."""
+    first: tl.constexpr = parts[0].shape[1] if j else 0
+    return first + tl.arange(0, parts[j].shape[1])
+
+
+@triton.jit
 def store_block(out, tokens, rounding, lengths, i, h, b, blocks):
     """Store the codes and scales of block i to the `Operand` out.
 
     Return the scales, which broadcast to the tokens; those of the last part if each channel has its
-    own. tokens: float32, in parts; see `load_parts`.
+    own. tokens: float32 [BLOCK, channels], in parts; see `load_parts`.
     """
     if blocks.IS_KEY:
         cu, n = lengths.cu_k, lengths.n_k
@@ -164,7 +181,7 @@ def store_block(out, tokens, rounding, lengths, i, h, b, blocks):
     i = tl.cast(i, tl.int32)
     first = i.to(tl.int64) * blocks.BLOCK
     local = tl.arange(0, blocks.BLOCK)
-    PARTS: tl.constexpr = part_count(blocks.D)
+    PARTS: tl.constexpr = len(tokens)
     scale_ptr = scales_of_block(out, cu, n, i, h, b, blocks.BLOCK)
     # Storage of longer blocks than its alignment ends before the last block does.
     count = tl.cdiv(length_of(cu, n, b), ALIGNMENT) * ALIGNMENT - i * blocks.BLOCK
@@ -172,16 +189,13 @@ def store_block(out, tokens, rounding, lengths, i, h, b, blocks):
     inverses = ()
     if out.BY_CHANNEL:
         for j in tl.static_range(PARTS):
-            column = part_columns(blocks, j)[None, :]
+            column = _columns_of(tokens, j)[None, :]
             amax = tl.max(magnitude(tokens[j]), 0)[None, :]
             scale, inverse = scale_and_inverse(amax, CODE_MAX)
             tl.store(scale_ptr + column, scale, mask=column < blocks.D)
             inverses += (inverse,)
     else:
-        amax = tl.max(magnitude(tokens[0]), 1)
-        for j in tl.static_range(1, PARTS):
-            amax = tl.maximum(amax, tl.max(magnitude(tokens[j]), 1))
-        amax = amax[:, None]
+        amax = row_maxima(tokens)[:, None]
         if out.TOKENS == 1:
             scale, inverse = scale_and_inverse(amax, CODE_MAX)
             if blocks.BLOCK > ALIGNMENT:
@@ -196,7 +210,7 @@ def store_block(out, tokens, rounding, lengths, i, h, b, blocks):
     rows = (i * blocks.BLOCK + local)[:, None]
     start = stored_start_of(cu, n, b) + first
     for j in tl.static_range(PARTS):
-        column = part_columns(blocks, j)
+        column = _columns_of(tokens, j)
         codes = to_codes(tokens[j] * inverses[j], rows, column[None, :], rounding)
         store_codes_of_tokens(out, codes, h, start, count, blocks, column)
     return scale

@@ -164,7 +164,7 @@ def row_maxima(parts):
 def _columns_of(parts, j: tl.constexpr):
     """Return the channels of part j of tokens, of which there are at most two parts."""
     first: tl.constexpr = parts[0].shape[1] if j else 0
-    return first + tl.arange(0, parts[j].shape[1])
+    return tl.arange(0, parts[j].shape[1]) + first
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any, Final, Literal
 
@@ -135,7 +136,7 @@ def attention(
         check_sinks(sinks, q)
         check_softcap(softcap)
         if key_mask is not None:
-            key_mask = key_mask.reshape(-1, k.shape[-2])
+            key_mask = key_mask.reshape(math.prod(key_mask.shape[:-1]), k.shape[-2])
         call = Call(
             sinks=sinks,
             key_mask=key_mask,
@@ -259,13 +260,7 @@ def attention_varlen(
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}; needed: [tokens, heads, head size]"
             )
-    _check_packed("q", q, cu_seqlens_q, max_seqlen_q)
-    _check_packed("k", k, cu_seqlens_k, max_seqlen_k)
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(
-            f"cu_seqlens_q has shape {tuple(cu_seqlens_q.shape)} and cu_seqlens_k "
-            f"{tuple(cu_seqlens_k.shape)}; they must have the same number of sequences"
-        )
+    check_packing(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     check_call(q, k, v, spec, enable_gqa=enable_gqa)
     check_flag("is_causal", is_causal)
@@ -350,6 +345,22 @@ def check_call(
     if reason is not None:
         error = TypeError if q.dtype is torch.float64 else ValueError
         raise error(f"no kernel for this call: {reason}")
+
+
+def check_packing(
+    q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int
+) -> None:
+    """Raise TypeError or ValueError unless these describe packed sequences.
+
+    q, k: [tokens, heads, head size]. The others: see `attention_varlen`.
+    """
+    _check_packed("q", q, cu_q, longest_q)
+    _check_packed("k", k, cu_k, longest_k)
+    if cu_q.shape != cu_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q has shape {tuple(cu_q.shape)} and cu_seqlens_k {tuple(cu_k.shape)}; "
+            "they must have the same number of sequences"
+        )
 
 
 def _check_types(name: str, cu: object, longest: object) -> None:

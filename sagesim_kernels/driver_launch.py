@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 _NUMBERS: Final[dict[str, Any]] = {
@@ -111,6 +112,8 @@ def prepare_launch(compiled: Any, programs: int, args: tuple[Any, ...]) -> Drive
             for i, x in zip(maps, changing[count:], strict=True):
                 pointers[i] = id(x) + type(x).__basicsize__ - _MAP_BYTES
             error = call_driver(where, function, pointers, None)
+            if error and _bind_context():
+                error = call_driver(where, function, pointers, None)
         if error:
             raise RuntimeError(f"{compiled.name} was not launched: {_message(error)}")
 
@@ -146,6 +149,22 @@ def _driver() -> Any:
     pointer = ctypes.c_void_p
     driver.cuLaunchKernelEx.argtypes = (pointer, pointer, pointer, pointer)
     return driver
+
+
+def _bind_context() -> bool:
+    """Bind the context of the current device to this thread. Return False if it has one.
+
+    CUDA's runtime binds it when a thread first uses the device, and a launch here may come before.
+    """
+    bound, device = ctypes.c_void_p(), ctypes.c_int()
+    driver = _driver()
+    driver.cuCtxGetCurrent(ctypes.byref(bound))
+    if bound.value is not None:
+        return False
+    driver.cuDeviceGet(ctypes.byref(device), torch.cuda.current_device())
+    driver.cuDevicePrimaryCtxRetain(ctypes.byref(bound), device)
+    driver.cuCtxSetCurrent(bound)
+    return True
 
 
 def _message(error: int) -> str:

@@ -2,8 +2,8 @@
 
 PyTorch spends more time on a call of a custom operator than a GPU on a short sequence. So tensors
 that nothing traces go to an autograd function, and all others to the operators: those of
-torch.compile, of dispatch modes such as selective checkpointing, of function transforms, and
-subclasses of Tensor. Both compute the same.
+torch.compile, of torch.jit.trace, of dispatch modes such as selective checkpointing, of function
+transforms, and subclasses of Tensor. Both compute the same.
 """
 
 # PyTorch has no public names for what traces a call:
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils import _python_dispatch
 
@@ -22,13 +23,15 @@ from sagesim.spec import Delta
 from sagesim_kernels.labels import parse
 from sagesim_kernels.ops import Call, backward_op, forward_op, run_backward, run_forward
 
-_PLAIN = (Tensor, Parameter)
+_PLAIN = frozenset({Tensor, Parameter})
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, call: Call, *, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return o and the logsumexp, which is None unless with_lse; see `ops.run_forward`."""
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(q, k, v, call.sinks)
     if _is_traced(q, k, v):
         traced = forward_op if call.softcap is None else _forward_with_softcap
         o, lse, _, _ = traced(q, k, v, *call, with_lse)
@@ -42,6 +45,15 @@ def attend(
         return _Attention.apply(q, k, v, call.sinks, call, with_lse)
     result = run_forward(q, k, v, call, with_lse=with_lse)
     return result.o, result.lse
+
+
+def _refuse_tangents(*tensors: Tensor | None) -> None:
+    """Raise RuntimeError if a tensor has a tangent, which the operators would lose."""
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(
+            "attention has no forward-mode derivative, which torch.func.jvp, jacfwd and dual "
+            "tensors need; use a reverse-mode one, such as torch.func.vjp or backward()"
+        )
 
 
 @torch.compiler.allow_in_graph  # so that this code sees whether a number is symbolic
@@ -60,13 +72,15 @@ def _forward_with_softcap(
     return forward_op(q, k, v, *call, with_lse)
 
 
-def _is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _is_traced(*tensors: Tensor) -> bool:
     """Whether something has to see the operators."""
     return (
         torch.compiler.is_compiling()
-        or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
+        or not _PLAIN.issuperset(map(type, tensors))
         or _python_dispatch._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
+        or any(map(torch._C._functorch.is_legacy_batchedtensor, tensors))  # is_grads_batched=True
+        or torch.jit.is_tracing()
     )
 
 
@@ -97,7 +111,8 @@ class _Attention(torch.autograd.Function):
         if do is None:
             do = v.new_zeros((*q.shape[:3], v.shape[3]))
         call = ctx.call.with_tensors(*tensors)
-        if torch.is_grad_enabled():  # for a second derivative, at which the operator raises
+        # With gradients enabled, for a second derivative: the operator raises at it.
+        if torch.is_grad_enabled() or _is_traced(*(x for x in grads if x is not None)):
             mean = q.new_empty((0,), dtype=torch.float32) if k_mean is None else k_mean
             *found, d_sinks = backward_op(do, d_lse, q, k, v, o, lse2, mean, *call)
             return (*found, None if call.sinks is None else d_sinks, None, None)

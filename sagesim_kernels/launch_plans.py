@@ -50,6 +50,7 @@ _STARTS: Final = {
 """The operations that make memory for kernels to write to, and what it contains at first."""
 
 _plans: Final[dict[Any, Plan]] = {}
+_plans_lock: Final = threading.Lock()  # PyTorch runs backwards in threads of its own
 _state: Final = threading.local()
 
 
@@ -58,24 +59,29 @@ def planned(function: Function, tensors: Tensors, options: Any) -> Tensors:
 
     tensors: None where an optional one is missing. options: hashable.
     """
+    # Kernels read memory, where a tensor with PyTorch's negative bit has the opposite sign.
+    tensors = tuple(x.resolve_neg() if x is not None and x.is_neg() else x for x in tensors)
     key = (function, options, *map(_kind, tensors))
     plan = _plans.get(key)
     if plan is not None:
         return plan(tensors)
     outputs, plan = _record(function, tensors, options)
-    while len(_plans) >= _MOST:
-        _plans.pop(next(iter(_plans)), None)
-    _plans[key] = plan
+    with _plans_lock:
+        while len(_plans) >= _MOST:
+            del _plans[next(iter(_plans))]
+        _plans[key] = plan
     return outputs
 
 
 def forget_plans() -> None:
     """Forget all plans. Tests that replace functions of this package call this."""
-    _plans.clear()
+    with _plans_lock:
+        _plans.clear()
 
 
 def launch(kernel: Any, programs: tuple[int], /, *args: Any, **options: Any) -> None:
     """Launch a kernel. All kernels are launched here, so that plans contain them."""
+    assert programs[0] > 0, "the driver refuses a launch without programs"
     recorder: _Recorder | None = getattr(_state, "recorder", None)
     if recorder is None:
         _run(kernel, programs, args, options)

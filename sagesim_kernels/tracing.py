@@ -111,26 +111,29 @@ def trace(
             f"q has shape {tuple(q.shape)} and do {tuple(do.shape)}; needed: [batch, heads, "
             "tokens, head size], and for do the shape of o"
         )
-    problem = KernelProblem.of(
-        q,
-        k,
-        v,
-        spec=resolve_input16(spec, q.dtype),
-        scale=logit_scale(q, given.scale),
-        is_causal=given.is_causal,
-        lower_right=given.causal_alignment == "lower_right",
-        extras=Extras(given.window, key_mask, seqused_k, given.sinks, given.softcap),
-    )
-    sites = [s for s in SITES if problem.spec.site(s).precision.is_scaled]
-    shape = (*q.shape[:3], k.shape[2])
-    maps = {
-        f"{site}.{OPERANDS[site][0]}": MapTrace.empty(
-            shape, q.device, problem.spec.site(site).precision
-        )
-        for site in sites
-        if OPERANDS[site][0] in MAPS
-    }
+    # The kernels read memory, where a tensor with PyTorch's negative bit has the opposite sign.
+    q, k, v, do = (x.resolve_neg() for x in (q, k, v, do))
+    sinks = None if given.sinks is None else given.sinks.resolve_neg()
     with torch.no_grad(), on_device_of(q):
+        problem = KernelProblem.of(
+            q,
+            k,
+            v,
+            spec=resolve_input16(spec, q.dtype),
+            scale=logit_scale(q, given.scale),
+            is_causal=given.is_causal,
+            lower_right=given.causal_alignment == "lower_right",
+            extras=Extras(given.window, key_mask, seqused_k, sinks, given.softcap),
+        )
+        sites = [s for s in SITES if problem.spec.site(s).precision.is_scaled]
+        shape = (*q.shape[:3], k.shape[2])
+        maps = {
+            f"{site}.{OPERANDS[site][0]}": MapTrace.empty(
+                shape, q.device, problem.spec.site(site).precision
+            )
+            for site in sites
+            if OPERANDS[site][0] in MAPS
+        }
         o = torch.empty_like(do)
         operands = None if problem.is_empty else OperandCache(problem, do)
         result = forward(problem, o, maps.get("pv.p"), operands)

@@ -81,7 +81,12 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as SDPA casts them: to autocast's dtype if it is enabled, else unchanged.
 
     Autocast changes neither integers nor float64.
+
+    Raises:
+        TypeError: if one is no dense tensor.
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_is_tensor(name, x)
     device = q.device.type
     # Asking whether the device has autocast would be a graph break in torch 2.11; meta has none.
     if device != "meta" and torch.is_autocast_enabled(device):

@@ -75,7 +75,7 @@ def check_alignment(alignment: object, window: tuple[int, int], n_q: object, n_k
         raise ValueError(
             f"causal_alignment is {alignment!r}; it must be 'upper_left' or 'lower_right'"
         )
-    if alignment is not None or window == NO_WINDOW:
+    if alignment is not None or tuple(window) == NO_WINDOW:
         return
     if isinstance(n_q, Tensor):
         if n_q is not n_k:

@@ -1,8 +1,9 @@
 """Write the table of `sagesim_kernels.pays_off` from records of the benchmark.
 
 The table has the ratios to the faster SDPA at the shapes of the part "models". It has one entry for
-each GPU, which replaces an older one of the same GPU. Several records of a GPU make one entry: of a
-call that is in two of them, the first counts. Each call has the number of its record.
+each GPU of the records, which replaces an older one of the same GPU. Several records of a GPU make
+one entry: of a call that is in two of them, the first counts. Each call has the number of its
+record.
 """
 
 from __future__ import annotations
@@ -164,15 +165,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=MEASURED, help="default: the package's table")
     args = parser.parse_args(argv)
     try:
-        documents = [read(path) for path in args.records]
-        made = entry(*documents)
+        of_gpus: dict[str, list[dict[str, Any]]] = {}
+        for path in args.records:
+            document = read(path)
+            of_gpus.setdefault(document["machine"]["gpu"], []).append(document)
+        made = {gpu: entry(*documents) for gpu, documents in of_gpus.items()}
     except (OSError, ValueError) as error:
         raise Failure(f"{', '.join(map(str, args.records))}: {error}") from None
     table = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
-    table[documents[0]["machine"]["gpu"]] = made
-    write_text(args.out, json.dumps(table, indent=1) + "\n")
-    machines = "; ".join(dict.fromkeys(each["machine"] for each in made["records"]))
-    print(f"{args.out}: {len(made['calls'])} calls on {machines}")
+    write_text(args.out, json.dumps(table | made, indent=1) + "\n")
+    for one in made.values():
+        machines = "; ".join(dict.fromkeys(each["machine"] for each in one["records"]))
+        print(f"{args.out}: {len(one['calls'])} calls on {machines}")
 
 
 if __name__ == "__main__":

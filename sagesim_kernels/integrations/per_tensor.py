@@ -6,14 +6,18 @@ the same tensor.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 T = TypeVar("T")
+
+_NOTHING: Final = contextlib.nullcontext()
 
 
 def once_per_tensor(compute: Callable[..., T]) -> Callable[..., T]:
@@ -37,7 +41,9 @@ def once_per_tensor(compute: Callable[..., T]) -> Callable[..., T]:
                 values[tensor] = tensor._version, inner
             values = inner
         if others not in values:
-            values[others] = compute(*arguments)
+            # Inference tensors could not be saved for a backward later.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
+                values[others] = compute(*arguments)
         return values[others]
 
     return known

@@ -62,9 +62,10 @@ class Functions:
         attn_mask: a boolean mask of padded keys, broadcastable to [batch, 1, 1, n_k], or None.
         """
         _refuse(dropout_p=(dropout_p, 0.0))
+        query, key, value = autocast(query, key, value)
         check_tensors(query, key, value, enable_gqa=enable_gqa)
         shape = (*query.shape[:-1], value.shape[-1])
-        query, key, value = (with_four_axes(x) for x in autocast(query, key, value))
+        query, key, value = (with_four_axes(x) for x in (query, key, value))
         options = Options(spec=self.spec, scale=scale, is_causal=is_causal, lower_right=False)
         if attn_mask is None:
             return attend(query, key, value, options).reshape(shape)

@@ -22,9 +22,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagesim.problem import NO_WINDOW, check_spec
 from sagesim.spec import FACTORED_QK, AttentionSpec, Delta
+from sagesim_kernels.api import check_call, check_packing
 from sagesim_kernels.labels import label_of
 from sagesim_kernels.operands import compute_k_means, compute_logit_shift, logit_scale
 from sagesim_kernels.ops import Call, backward_op, forward_op, on_device_of
+from sagesim_kernels.support import supports
 
 try:
     from torch.nn.attention import (
@@ -65,9 +67,10 @@ def flash_attention(spec: AttentionSpec = FACTORED_QK, *, device: str = "CUDA") 
         device: the dispatch key of the operators.
 
     Raises:
-        ValueError: if the spec computes delta from P; at a call, for dropout, ALiBi, paged keys
-            and lengths in `seqused_k`, and for SDPA of tensors on the CPU.
-        TypeError: if spec is not an AttentionSpec.
+        ValueError: if the spec computes delta from P, or if there are no kernels for it; at a
+            call, for dropout, ALiBi, paged keys and lengths in `seqused_k`, for arguments that
+            `attention` or `attention_varlen` refuses, and for SDPA of tensors on the CPU.
+        TypeError: if spec is not an AttentionSpec; at a call, as `attention`.
         RuntimeError: if a context is entered inside another.
     """
     check_spec(spec)
@@ -77,6 +80,8 @@ def flash_attention(spec: AttentionSpec = FACTORED_QK, *, device: str = "CUDA") 
             "of all keys to the backward of some keys, whose own P gives another delta; use a "
             "spec with delta=o"
         )
+    if not (found := supports(spec)):
+        raise ValueError(f"no kernel for this spec: {found}")
     before = current_flash_attention_impl()
     if before == NAME:
         raise RuntimeError("flash_attention is already entered; leave the other context first")
@@ -159,7 +164,11 @@ class _Operators:
         _refuse(dropout_p, others, return_debug_mask)
         q, k, v = (_heads_first(x) for x in (query, key, value))
         window = _window(window_size_left, window_size_right)
-        packing = (cum_seq_q, cum_seq_k, max_q, max_k) if cum_seq_q is not None else (None,) * 4
+        packing = (None,) * 4
+        if cum_seq_q is not None:
+            packing = (cum_seq_q, cum_seq_k, max_q, max_k)
+            check_packing(query, key, *packing)
+        check_call(q, k, v, self.spec, enable_gqa=True)
         call = self._call(q, scale, is_causal, packing, window, lower_right=True)
         o, lse, _, _ = forward_op(q, k, v, *call, True)
         o, lse = (o[0].transpose(0, 1), lse[0]) if query.ndim == 3 else (o.transpose(1, 2), lse)
@@ -218,6 +227,7 @@ class _Operators:
     ) -> tuple[Any, ...]:
         """Heads before tokens; the causal mask is upper-left, as SDPA's."""
         _refuse(dropout_p, {}, return_debug_mask)
+        check_call(query, key, value, self.spec, enable_gqa=True)
         call = self._call(query, scale, is_causal, (None,) * 4, NO_WINDOW, lower_right=False)
         o, lse, _, _ = forward_op(query, key, value, *call, True)
         lengths = (query.shape[2], key.shape[2])

@@ -58,6 +58,17 @@ def test_only_dense_tensors(q, words):
         attention(q, K, V)
 
 
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_k_and_v_are_dense_tensors(name):
+    with pytest.raises(TypeError, match=f"{name} is None; it must be a torch.Tensor"):
+        attention(Q, **{"k": K, "v": V} | {name: None})
+
+
+def test_a_list_that_is_no_window_needs_no_alignment():
+    o = attention(Q, K[:, :, :20], V[:, :, :20])
+    assert torch.equal(attention(Q, K[:, :, :20], V[:, :, :20], window=[-1, -1]), o)
+
+
 def test_two_tensors_of_lengths_need_an_alignment():
     q, k, v = (x[0].transpose(0, 1) for x in (Q, K, V))
     cu = torch.tensor([0, 33], dtype=torch.int32, device=DEVICE)

@@ -59,17 +59,32 @@ def compiled(signature: dict[str, Any] = SIGNATURE, **launcher: Any) -> Any:
 class Driver:
     """Reads a launch as the driver does: from the addresses of the parameters."""
 
-    def __init__(self, error: int = 0) -> None:
-        self.error = error
+    def __init__(self) -> None:
+        self.error = 0
+        self.context: int | None = 0x55
         self.launches: list[tuple[Any, ...]] = []
 
     def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: None) -> int:
+        if self.context is None:
+            return 201
         time.sleep(1e-5)  # other threads run, as they may during a call of the driver
         c = config._obj
         shape = (*c.grid, *c.block, c.shared_bytes, c.stream, c.attributes, c.attribute_count)
         read = [ctypes.string_at(x, n) for x, n in zip(pointers, SIZES, strict=True)]
         self.launches.append((shape, function.value, read))
         return self.error
+
+    def cuCtxGetCurrent(self, context: Any) -> None:
+        context._obj.value = self.context
+
+    def cuDeviceGet(self, device: Any, index: int) -> None:
+        device._obj.value = index + 100
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> None:
+        context._obj.value = device.value + 1000
+
+    def cuCtxSetCurrent(self, context: Any) -> None:
+        self.context = context.value
 
     def cuGetErrorString(self, error: int, text: Any) -> None:
         text._obj.value = f"error {error} of the driver".encode()
@@ -142,6 +157,18 @@ def test_an_error_of_the_driver_is_raised(driver: Driver) -> None:
     driver.error = 700
     with pytest.raises(RuntimeError, match="some_kernel was not launched: error 700 of the driver"):
         launch.run(0, 1, 2, EncodedMap())
+
+
+def test_a_thread_without_a_context_gets_that_of_the_current_device(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    driver.context = None
+    encoded = EncodedMap()
+    prepare_launch(compiled(), 1, ARGS).run(5, 1, 2, encoded)
+    assert driver.context == 1103
+    ((_, _, read),) = driver.launches
+    assert read == expected(1, 2, encoded)
 
 
 def test_an_unknown_type_is_named() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sagesim import AttentionSpec
+from sagesim_kernels import attention
 from sagesim_kernels.operands import key_padding
 from tests.sagesim_kernels.contract import check
 from tests.sagesim_kernels.kernel_cases import DEVICE, low_logits
@@ -46,6 +47,16 @@ def test_counts_and_runs(n: int, chunk: int, monkeypatch: pytest.MonkeyPatch) ->
         assert found.mask[b].tolist() == mask.int().tolist()
         assert found.counts[b].tolist() == counts
         assert tuple(found.runs[b].tolist()) == runs
+
+
+@pytest.mark.parametrize(("batch", "n_k"), [(0, 3), (0, 0), (2, 0)])
+def test_a_mask_of_nothing(batch: int, n_k: int) -> None:
+    q, k = torch.ones(batch, 1, 5, 16, device=DEVICE), torch.ones(batch, 1, n_k, 16, device=DEVICE)
+    mask = torch.ones(batch, n_k, dtype=torch.bool, device=DEVICE)
+    for _ in range(2):  # the second call repeats the launches of the first
+        o, lse = attention(q, k, k, key_mask=mask, return_lse=True)
+        assert o.shape == q.shape and not o.any()
+        assert (lse == -torch.inf).all()
 
 
 def test_a_mask_may_have_any_strides() -> None:

@@ -75,6 +75,16 @@ def test_tensors_of_inference_mode_are_read_each_time():
     assert len(calls) == 2
 
 
+def test_a_value_from_inference_mode_can_be_saved_for_a_backward():
+    kept = once_per_tensor(lambda x: x + 1)
+    x = torch.ones(3)
+    with torch.inference_mode():
+        kept(x)
+    leaf = torch.ones(3, requires_grad=True)
+    (leaf * kept(x)).sum().backward()
+    assert leaf.grad.tolist() == [2, 2, 2]
+
+
 def test_a_value_is_kept_as_long_as_its_tensor():
     kept = once_per_tensor(lambda x: x + 1)
     x = torch.ones(3)

@@ -97,6 +97,14 @@ def test_sdpa(call, shape):
     assert_equals(actual, lambda *x: sdpa(*x, **options), leaves)
 
 
+def test_autocast_gives_q_k_and_v_one_dtype():
+    q, k, v = torch.randn(3, 1, 2, 20, 16).unbind()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = EXACT.sdpa(q, k, v.bfloat16())
+    wanted = EXACT.sdpa(*(x.bfloat16() for x in (q, k, v)))
+    assert_bitwise(actual=found, expected=wanted, what="o")
+
+
 def test_sdpa_aligns_its_causal_mask_at_the_first_key():
     q, k, v = draw(2, 4, 9, 8)
     leaves = (q[:, :, :5], k, v)

@@ -211,6 +211,40 @@ def test_delta_from_p_is_refused():
         pass
 
 
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (sagesim.FPA, "no kernel for this spec: site qk: fp32"),
+        (sagesim.AttentionSpec.parse("sagebwd dq=int8@row,block"), "no kernel .* ds per row"),
+    ],
+)
+def test_specs_without_kernels_are_refused(spec, words):
+    with pytest.raises(ValueError, match=words), flash_attention(spec):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("cu", "words"),
+    [
+        (torch.tensor([0, 7, 40, 7], dtype=torch.int32)[::2], "must be contiguous int32"),
+        (torch.tensor([0, 30], dtype=torch.int32), "must ascend from 0 to the tokens of q"),
+    ],
+)
+def test_sequences_are_checked(cu, words):
+    q, k, v, _ = (x[0].transpose(0, 1) for x in draw(40, 40, batch=1))
+    cu = cu.to(DEVICE)
+    if DEVICE == "cuda" and "ascend" in words:
+        pytest.skip("on a GPU this is an assertion on the device, after which it cannot be used")
+    with here(SPEC), pytest.raises(ValueError, match=words):
+        ATEN._flash_attention_forward(q, k, v, cu, cu, 40, 40, 0.0, False, False)
+
+
+def test_shapes_are_checked():
+    q, k, v, _ = (x.transpose(1, 2) for x in draw(8, 8))
+    with here(SPEC), pytest.raises(ValueError, match="k and v differ in heads or tokens"):
+        ATEN._flash_attention_forward(q, k, v[:, :5], None, None, 8, 8, 0.0, False, False)
+
+
 TENSORS = {
     *("query", "key", "value", "grad_out", "out", "logsumexp"),
     *("cum_seq_q", "cum_seq_k", "max_q", "max_k"),

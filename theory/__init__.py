@@ -1,7 +1,7 @@
 """Bounds and estimates of the error that low precision adds to attention.
 
 Each module states one topic: `rounding`, `matmul`, `softmax`, `ds_bound`, `ds_error`, `dq_sums`,
-`int8_dp`, `smoothing`, `qk_norm`, `qk_error` and `noise`. Two functions combine the topics:
+`row_bounds`, `fp8_sums`, `int8_dp`, `smoothing`, `qk_norm`, `qk_error` and `noise`. Two functions combine the topics:
 `attention_bound` bounds the errors of O, dQ, dK and dV, and `error_budget` estimates them.
 
 The modules of `theory` only state. `theory.checks` measures: it has one module per topic, which

@@ -16,7 +16,7 @@ from sagesim import AttentionProblem, AttentionSpec
 from sagesim_kernels.bench.accuracy import OUTPUTS, errors, mean_errors, problems
 from sagesim_kernels.bench.cases import GaussianCase, all_cases
 
-SPECS: Final = ("fp8_gradients",)
+SPECS: Final = ("fp8_gradients", "factored_qk16")
 """The presets that bench.json lacks. Minutes for each."""
 
 

@@ -34,7 +34,7 @@ from sagesim import PRESETS, SITES, AttentionSpec, Precision
 from sagesim.analysis import COLUMNS, PAPER_TABLE_1, TITLES
 from sagesim.command import exit_code
 from sagesim.files import write_text
-from sagesim_kernels.bench.machine import one_line
+from sagesim_kernels.bench.machine import card, one_line
 from sagesim_kernels.bench.model_tables import extremes
 from sagesim_kernels.bench.tables import cases, ratio
 
@@ -433,7 +433,8 @@ def speed() -> str:
         for head_size in (64, 128):
             ours = [case for case in timed if case["head_dim"] == head_size]
             lengths = [case["tokens"] for case in ours]
-            cells = [f"`{spec}`", str(head_size), f"{min(lengths)} to {max(lengths)}"]
+            tokens = f"{min(lengths)} to {max(lengths)}"
+            cells = [f"`{spec}`", card(data["machine"]), str(head_size), tokens]
             for peer in peers:
                 found = [ratio(case, spec, peer) for case in ours if peer in case["runs"]]
                 cells.append(f"{min(found):.2f} to {max(found):.2f}" if found else "not measured")
@@ -444,7 +445,7 @@ def speed() -> str:
     old = [spec for spec, name in newest.items() if records.age(every[name]["machine"])]
     return (
         _ages(old, of_models)
-        + markdown(["spec", "head size", "tokens", *peers.values()], rows)
+        + markdown(["spec", "GPU", "head size", "tokens", *peers.values()], rows)
         + "\n\nEach range is over these numbers of tokens, causal and full masks; bfloat16."
         + "".join(sources)
         + "\n\n"
@@ -484,7 +485,8 @@ def model_speed(data: dict[str, Any] | None, before: Sequence[dict[str, Any]] = 
     _, head, rows = extremes(data, *before)
     shapes = [sum(case["part"] == "models" for case in each["cases"].values()) for each in before]
     lacking = "".join(
-        f" {n} of the shapes are from an earlier record, of kernels {each['machine']['kernels']}."
+        f" {n} {'shape is' if n == 1 else 'shapes are'} from an earlier record, on "
+        f"{each['machine']['gpu']}, of kernels {each['machine']['kernels']}."
         for n, each in zip(shapes, before, strict=True)
         if n
     )

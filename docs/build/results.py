@@ -61,7 +61,7 @@ LADDER = (
     ("the same, tiles 128x128", "factored_pv16 block=128x128"),
     ("QK alone in INT8: `FACTORED_QK`, the default", "factored_qk"),
     ("QK in 16 bit, dP in INT8: `FACTORED_QK16`", "factored_qk16"),
-    ("16 bit everywhere", "fpa_fp16"),
+    ("FP16 everywhere", "fpa_fp16"),
 )
 """Schemes from the paper's to ours. Up to `FACTORED`, each changes one thing in the scheme before
 it."""

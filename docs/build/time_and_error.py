@@ -35,7 +35,7 @@ from sagesim_kernels.bench.tables import (
     ratio,
 )
 
-TIMES: Final = ("bench_fp8", "bench_int8", "bench")
+TIMES: Final = ("bench_fp8", "bench_int8", "bench_qk16", "bench")
 """The records with times, the newest first."""
 
 ERRORS: Final = "bench"
@@ -137,7 +137,7 @@ def figure() -> str:
     made = [f"`{x['command']}` on {one_line(x['machine'])}" for x in _sources(document)]
     text = (
         "![Time against the error of the gradients](docs/_static/frontier.svg)\n\n"
-        "The figure shows every spec and every peer that the records have. Further left is faster, "
+        "The figure shows every spec and every peer with times and errors. Further left is faster, "
         "and further down is more accurate. Times are of forward and backward, with everything "
         f"included: geometric means over {_listed(map(str, lengths))} tokens, causal and "
         "full masks, as far as the newest record with the spec or peer has them. Errors are root "

@@ -76,6 +76,12 @@ def one_line(machine: dict[str, Any]) -> str:
     return ", ".join([machine["gpu"], *known])
 
 
+def card(machine: dict[str, Any]) -> str:
+    """The GPU of a machine in a word: H100, or RTX 4090."""
+    words = machine["gpu"].removeprefix("NVIDIA ").removeprefix("GeForce ").split()
+    return " ".join(words[: 2 if words[0] == "RTX" else 1])
+
+
 def foreign(document: dict[str, Any]) -> str | None:
     """What a record timed, in one line, if that is not the code of the GPU itself."""
     code = document["settings"].get("code")

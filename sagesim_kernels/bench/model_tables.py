@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+from sagesim_kernels.bench.machine import card
 from sagesim_kernels.bench.models import MODEL_PEERS, MODEL_SPECS, SDPA
 from sagesim_kernels.bench.tables import Table
 
@@ -107,13 +108,17 @@ def training_ratios(document: dict[str, Any]) -> Table:
 def extremes(*documents: dict[str, Any]) -> Table:
     """A table of the smallest and largest ratio to the faster SDPA, and where they are.
 
-    Of a shape that is in several records, the first counts.
+    Of a shape that is in several records, the first counts. If the records are of several GPUs,
+    each shape names its own.
     """
-    timed = {
-        words.partition(" ")[2]: case
-        for document in reversed(documents)
-        for words, case in shapes(document).items()
-    }
+    several = len({card(document["machine"]) for document in documents}) > 1
+    timed: dict[str, dict[str, Any]] = {}
+    known: set[str] = set()
+    for document in documents:
+        found = {words.partition(" ")[2]: case for words, case in shapes(document).items()}
+        gpu = f", {card(document['machine'])}" if several else ""
+        timed |= {words + gpu: case for words, case in found.items() if words not in known}
+        known |= found.keys()
     rows: list[list[str]] = []
     for name in MODEL_SPECS:
         for figure in FIGURES:

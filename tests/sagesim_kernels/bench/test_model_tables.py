@@ -92,6 +92,16 @@ def test_of_a_shape_in_two_records_the_first_counts():
     assert extremes(second, first).rows[1][4] == "1 of 2"
 
 
+def test_shapes_in_records_of_several_gpus_name_theirs():
+    first, second = document(), document()
+    first["cases"] = {KEY: first["cases"][KEY]}
+    second["machine"] = second["machine"] | {"gpu": "NVIDIA GeForce RTX 4090"}
+    second["cases"]["models few b8 h12 n256 d64 full"]["runs"]["factored_qk"]["wall"]["ms"] *= 5
+    _, _, worst, best, _ = extremes(first, second).rows[1]
+    assert worst == "0.25 (b8 h12 n256 d64 full, RTX 4090)"
+    assert best == f"1.25 ({KEY.split(' ', 2)[2]}, Fake)"
+
+
 def test_training_steps():
     first = "l12 w768 d64 n1024 eager"
     assert row(training_times(document()), first) == [

@@ -42,6 +42,7 @@ import triton
 import sagesim
 from sagesim.command import exit_code
 from sagesim.files import check_writable, write_text
+from sagesim_kernels.bench.machine import sources_hash
 
 ROOT = Path(__file__).parents[1]
 CORES = os.cpu_count() or 1
@@ -341,7 +342,8 @@ def main() -> int:
         print(f"{name}: exit code {record['exit_code']}, {record['seconds']} s")
         checks[name] = record | {
             "machine": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, "
-            f"torch {torch.__version__}, triton {triton.__version__}, sagebwd {sagesim.__version__}"
+            f"torch {torch.__version__}, triton {triton.__version__}, "
+            f"sagebwd {sagesim.__version__}, kernels {sources_hash()}"
         }
     document = {"command": "python scripts/gpu_checks.py", "checks": checks}
     write_text(args.out, json.dumps(document, indent=1) + "\n")

@@ -282,10 +282,9 @@ NUMBERS = (
 
 INPUTS = (
     Promise(
-        "INT8 specs give finite results for finite inputs: regions of zeros, subnormal numbers, "
-        "outliers of 6e4, constant keys, rows that attend to nothing. Sums must stay below a limit "
-        "near the largest float32, and QK must be rounded alike in both passes "
-        "([numerics](numerics.md#nan-infinity-and-overflow)).",
+        "INT8 specs that round QK alike in both passes give finite results for finite inputs whose "
+        "sums stay below [a limit](numerics.md#nan-infinity-and-overflow): regions of zeros, "
+        "subnormal numbers, outliers of 6e4, constant keys, rows that attend to nothing.",
         (
             f"{EMULATOR}/test_attention.py::TestNumbers"
             "::test_finite_inputs_of_int8_specs_give_finite_outputs",
@@ -330,9 +329,9 @@ INPUTS = (
         _head_sizes,
     ),
     Promise(
-        "Any other argument raises an error that names the value, and no kernel is launched. Numbers "
-        "in tensors on a GPU are not read on the host: `cu_seqlens` that do not fit end in an "
-        "assertion on the device, and a length in `seqused_k` beyond the keys counts as all of them.",
+        "Any other input raises an error that names the value, and no kernel is launched, except "
+        "that numbers in tensors on a GPU are not read on the host: `cu_seqlens` that do not fit "
+        "end in an assertion on the device, and a larger `seqused_k` counts as the number of keys.",
         (
             f"{KERNELS}/test_support.py::TestRefusals::test_shapes",
             f"{KERNELS}/test_support.py::TestRefusals::test_specs",
@@ -399,8 +398,8 @@ INPUTS = (
     ),
     Promise(
         "The kernels for wide heads on Hopper compute every block with a key that a query attends "
-        "to, mask every block with a masked entry, and without a key mask compute no other block. "
-        "The test is of the functions that choose the blocks; the loops run only on a GPU.",
+        "to, mask every block with a masked entry, and without a key mask compute no other block; "
+        "the tests are of the functions that choose the blocks, as the loops need a GPU.",
         (
             f"{KERNELS}/test_hopper_walks.py"
             "::test_every_visible_entry_is_visited_and_every_other_one_masked",
@@ -408,8 +407,8 @@ INPUTS = (
         ),
     ),
     Promise(
-        "A head gives the same bytes alone and in a batch. Of grouped queries, dK and dV may differ "
-        "in the last bits if the number of heads differs.",
+        "A head gives the same bytes alone and in a batch, except that the last bits of dK and dV "
+        "of grouped queries may depend on the number of heads.",
         (
             f"{KERNELS}/test_invariance.py::TestHeads::test_run_alone",
             f"{EMULATOR}/test_attention.py::TestInvariance::test_a_head_alone_gives_the_same_bytes",

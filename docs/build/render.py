@@ -368,7 +368,17 @@ def gpu_checks() -> str:
         markdown(["check", "looks for", "passed", "result", "GPUs"], rows)
         + f"\n\n`{data['command']}` with {'; '.join(sorted(versions))}. "
         "`docs/data/gpu_checks.json` has the command of each check."
+        + _age_of_checks(data["checks"])
     )
+
+
+def _age_of_checks(checks: dict[str, Any]) -> str:
+    """Which checks were not made with the present kernels."""
+    old = [name for name, check in checks.items() if records.age(check["machine"])]
+    if not old:
+        return ""
+    which = "All rows" if len(old) == len(checks) else f"The rows {', '.join(map(repr, old))}"
+    return f"\n\n**{which} are of earlier kernels**: their sources have changed since."
 
 
 def whole_models(checks: dict[str, Any] | None = None) -> str:

@@ -22,7 +22,7 @@ import records
 
 from sagesim.spec import FACTORED_QK, PRESETS
 from sagesim_kernels import supports
-from sagesim_kernels.bench.machine import one_line
+from sagesim_kernels.bench.machine import card, one_line
 from sagesim_kernels.bench.plots import frontier
 from sagesim_kernels.bench.record import read
 from sagesim_kernels.bench.tables import (
@@ -95,7 +95,7 @@ def note(document: dict[str, Any]) -> str:
     """The machines and the kernels of the record, for the figure."""
     machines = [each["machine"] for each in _sources(document)]
     return "; ".join(
-        f"{each['gpu']}, {'earlier ' if records.age(each) else ''}kernels {each.get('kernels')}"
+        f"{card(each)}, {'earlier ' if records.age(each) else ''}kernels {each.get('kernels')}"
         for each in machines
     )
 

@@ -40,9 +40,9 @@ def emulate(
             for example "encoder.layer.3".
 
     Raises:
-        ValueError: at a call that cannot be emulated (dropout, a mask that is not boolean, nested
-            tensors, need_weights=True), or that several keys of `layers` match; the message names
-            the call. At the end of the context, if a key of `layers` matched no call.
+        ValueError: at a call that cannot be emulated (dropout, a mask of numbers other than 0 and
+            -inf, nested tensors, need_weights=True), or that several keys of `layers` match; the
+            message names the call. At the end of the context, if a key of `layers` matched no call.
         TypeError, ValueError: as `sagesim.attention`, with a note that names the call.
         RuntimeError: at a call inside a checkpoint with use_reentrant=True; at a call that a
             checkpoint recomputes, if `layers` is given and the call's index is not known. At the

@@ -83,10 +83,10 @@ def capture(
 
     Raises:
         ValueError: at once, if loss_scale is not a power of two, source is not JSON, or a limit
-            selects nothing. At a call that is not supported (dropout, a mask that is not boolean,
-            nested tensors, need_weights=True, other than four axes) or has no such item of `batch`
-            or `heads`; the message names the call. At the end of the context, if an item of
-            `layers` matched no call.
+            selects nothing. At a call that is not supported (dropout, a mask of numbers other than
+            0 and -inf, nested tensors, need_weights=True, other than four axes) or has no such item
+            of `batch` or `heads`; the message names the call. At the end of the context, if an item
+            of `layers` matched no call.
         RuntimeError: at a call whose output needs no gradient, a call that is made a second time,
             or a second backward. At the end of the context, if no call was made or another thread
             entered it.

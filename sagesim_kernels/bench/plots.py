@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from textwrap import fill
 from typing import Any, Final
 
 import matplotlib.pyplot as plt
@@ -117,13 +118,15 @@ def frontier(document: dict[str, Any], *, note: str | None = None) -> Figure:
     ours = [name for name in names if name in document["settings"]["specs"]]
     peers = [name for name in names if name not in ours]
     handles: dict[str, Any] = {}
+    colors = len(plt.rcParams["axes.prop_cycle"])
     for axis, d in zip(axes.flat, sizes, strict=True):
         axis.set(title=f"head size {d}", xscale="log", yscale="log")
         points = frontier_points(document, d)
         for p in points:
             is_ours = p.name in ours
-            color = f"C{ours.index(p.name)}" if is_ours else _PEER_COLOR
-            marker = "o" if is_ours else _PEER_MARKERS[peers.index(p.name) % len(_PEER_MARKERS)]
+            which = (ours if is_ours else peers).index(p.name)
+            color = f"C{which % colors}" if is_ours else _PEER_COLOR
+            marker = _MARKERS[which // colors] if is_ours else _PEER_MARKERS[which]
             thin: dict[str, Any] = {"color": color, "lw": 1, "alpha": 0.45}
             axis.plot([p.least_time, p.most_time], [p.error] * 2, **thin)
             axis.plot([p.time] * 2, [p.least_error, p.most_error], **thin)
@@ -148,9 +151,12 @@ def frontier(document: dict[str, Any], *, note: str | None = None) -> Figure:
         [handles[name] for name in names], names, loc="outside upper center", ncols=5, title=title
     )
     if note is not None:
-        figure.supxlabel(note, fontsize="small", color=_PEER_COLOR)
+        figure.supxlabel(fill(note, 110), fontsize="small", color=_PEER_COLOR)
     return figure
 
+
+_MARKERS: Final = "oDsv"
+"""The next one when all colors are used."""
 
 _PEER_COLOR: Final = "#52606D"
 _PEER_MARKERS: Final = "sDv^PXh<>"

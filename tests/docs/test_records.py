@@ -76,7 +76,7 @@ def test_the_committed_figure_is_that_of_the_committed_records(build):
 def test_a_time_in_the_figure_is_that_of_the_newest_record(build, tmp_path, monkeypatch):
     """It is relative to the peer in the same run."""
     drawn, records = build("time_and_error"), build("records")
-    factors = {drawn.TIMES[0]: 2.0, drawn.TIMES[1]: 3.0, drawn.TIMES[2]: 5.0}
+    factors = dict(zip(drawn.TIMES, (2.0, 3.0, 5.0, 7.0), strict=True))
     newest = {"factored_qk": 2.0, "sagebwd": 3.0}
     for name, factor in factors.items():
         made = document()

@@ -37,7 +37,7 @@ def test_shapes_of_an_earlier_record_count_and_are_named(render):
     before["machine"]["kernels"] = "0123"
     text = render.model_speed(newer, [before])
     assert "| 0.01 (b1 h4 n128 d64 causal) |" in text
-    assert text.endswith(" 1 of the shapes are from an earlier record, of kernels 0123.")
+    assert text.endswith(" 1 shape is from an earlier record, on Fake 1, of kernels 0123.")
 
 
 def test_without_measurements_of_models_the_page_says_so(render):

@@ -31,6 +31,7 @@ from sagesim_kernels.labels import label_of, parse
 from sagesim_kernels.operands import logit_scale
 from sagesim_kernels.ops import Call
 from sagesim_kernels.support import head_reason, supports
+from sagesim_kernels.target import device_reason
 
 Layout = Literal["HND", "NHD"]
 
@@ -93,8 +94,9 @@ def attention(
     Raises:
         TypeError: if dtypes differ or are float64, if spec is not an AttentionSpec, or if an option
             has another type.
-        ValueError: if shapes do not fit, if there is no kernel for the spec, dtype or head size, or
-            if attn_mask or dropout is given. The message names the value; no kernel is launched.
+        ValueError: if shapes do not fit, if there is no kernel for the spec, dtype, head size or
+            GPU, or if attn_mask or dropout is given. The message names the value; no kernel is
+            launched.
         RuntimeError: if a gradient is differentiated again, or if Triton compiled a kernel wrongly
             and no other one computes the call.
 
@@ -316,14 +318,18 @@ def _check_unsupported(attn_mask: object, dropout_p: float) -> None:
 
 
 @torch.compiler.assume_constant_result
-def _reason_against(label: str, dtype: torch.dtype) -> str | None:
-    """Return why there is no kernel for this spec, or None; torch.compile sees a constant."""
-    return _cached_reason(label, dtype)
+def _reason_against(label: str, dtype: torch.dtype, device: int | None) -> str | None:
+    """Return why there is no kernel for this spec, or None; torch.compile sees a constant.
+
+    device: the number of a CUDA device; None for a CPU.
+    """
+    return _cached_reason(label, dtype, device)
 
 
 @lru_cache(maxsize=256)
-def _cached_reason(label: str, dtype: torch.dtype) -> str | None:
-    return supports(parse(label), dtype=dtype).reason
+def _cached_reason(label: str, dtype: torch.dtype, device: int | None) -> str | None:
+    of_device = None if device is None else device_reason(device)
+    return of_device or supports(parse(label), dtype=dtype).reason
 
 
 def check_call(
@@ -341,7 +347,9 @@ def check_call(
     check_flag("enable_gqa", enable_gqa)
     check_tensors(q, k, v, enable_gqa=enable_gqa)
     check_spec(spec)
-    reason = head_reason(max(q.shape[-1], v.shape[-1])) or _reason_against(label_of(spec), q.dtype)
+    device = q.device.index if q.is_cuda else None
+    reason = head_reason(max(q.shape[-1], v.shape[-1]))
+    reason = reason or _reason_against(label_of(spec), q.dtype, device)
     if reason is not None:
         error = TypeError if q.dtype is torch.float64 else ValueError
         raise error(f"no kernel for this call: {reason}")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from triton.runtime import driver
+
+_LEAST_CAPABILITY: Final = (8, 0)
+"""BF16 products and asynchronous copies need it."""
 
 
 def compute_capability() -> int:
@@ -16,6 +19,18 @@ def compute_capability() -> int:
     """
     active: Any = driver.active
     return active.get_current_target().arch
+
+
+def device_reason(index: int) -> str | None:
+    """Return why there are no kernels for a CUDA device of PyTorch, or None."""
+    name = torch.cuda.get_device_name(index)
+    if torch.version.hip is not None:
+        return f"{name} is a GPU of AMD's; the kernels run on NVIDIA GPUs"
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) < _LEAST_CAPABILITY:
+        least = ".".join(map(str, _LEAST_CAPABILITY))
+        return f"{name} has compute capability {major}.{minor}; the kernels need {least} or higher"
+    return None
 
 
 def multiprocessor_count() -> int:

@@ -134,6 +134,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "sagesim_kernels.eager": {"sagesim.spec", "sagesim_kernels.labels", "sagesim_kernels.ops"},
     "sagesim_kernels.api": {
+        "sagesim_kernels.target",
         "sagesim_kernels.interpreter",
         "sagesim.spec",
         "sagesim.problem",

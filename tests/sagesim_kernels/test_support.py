@@ -21,6 +21,7 @@ from sagesim import (
     with_precision,
 )
 from sagesim_kernels import Support, attention, supports
+from sagesim_kernels.target import device_reason
 from tests.support.kernels import DEVICE, DTYPES, HERE, kernel_case, run_kernels
 
 pytestmark = HERE
@@ -128,6 +129,22 @@ class TestSupports:
     def test_yes_means_that_it_runs(self, spec):
         assert supports(spec)
         assert run_kernels(kernel_case(seed=0, n_q=20, n_k=33, d=16), spec).dq.any()
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "words"),
+    [
+        ((7, 5), None, "Card has compute capability 7.5; the kernels need 8.0 or higher"),
+        ((9, 0), "6.4", "Card is a GPU of AMD's; the kernels run on NVIDIA GPUs"),
+        ((8, 0), None, None),
+        ((12, 0), None, None),
+    ],
+)
+def test_gpus_without_kernels(capability, hip, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert device_reason(0) == words
 
 
 class TestRefusals:

@@ -126,7 +126,7 @@ def frontier(document: dict[str, Any], *, note: str | None = None) -> Figure:
             is_ours = p.name in ours
             which = (ours if is_ours else peers).index(p.name)
             color = f"C{which % colors}" if is_ours else _PEER_COLOR
-            marker = _MARKERS[which // colors] if is_ours else _PEER_MARKERS[which]
+            marker = _SPEC_MARKERS[which // colors] if is_ours else _PEER_MARKERS[which]
             thin: dict[str, Any] = {"color": color, "lw": 1, "alpha": 0.45}
             axis.plot([p.least_time, p.most_time], [p.error] * 2, **thin)
             axis.plot([p.time] * 2, [p.least_error, p.most_error], **thin)
@@ -155,7 +155,7 @@ def frontier(document: dict[str, Any], *, note: str | None = None) -> Figure:
     return figure
 
 
-_MARKERS: Final = "oDsv"
+_SPEC_MARKERS: Final = "oDsv"
 """The next one when all colors are used."""
 
 _PEER_COLOR: Final = "#52606D"

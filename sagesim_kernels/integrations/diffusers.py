@@ -196,7 +196,8 @@ def _attend(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if mask is None:
         return attend(q, k, v, options).transpose(1, 2)
-    keys = key_padding(mask, q, k)
+    # To diffusers, two axes are those of the batch and of the keys.
+    keys = key_padding(mask[:, None, None] if mask.ndim == 2 else mask, q, k)
     return attend_padded(q, k, v, keys, options, pads_queries=False).transpose(1, 2)
 
 

@@ -18,7 +18,11 @@ from sagesim.problem import check_spec
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.integrations.attend import check_name
 from sagesim_kernels.integrations.transformers.attention import LayerAttention
-from sagesim_kernels.integrations.transformers.masks import calls_the_attention, compact_mask
+from sagesim_kernels.integrations.transformers.masks import (
+    calls_the_attention,
+    compact_mask,
+    says_what_is_causal,
+)
 
 __all__ = ["register", "unregister", "uses"]
 
@@ -116,7 +120,10 @@ def uses(model: nn.Module, name: str = "sagebwd") -> bool:
     _check_registered(name)
     parts: list[Any] = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
     return any(
-        x.config._attn_implementation == name and calls_the_attention(type(x)) for x in parts
+        x.config._attn_implementation == name
+        and calls_the_attention(type(x))
+        and says_what_is_causal(type(x))
+        for x in parts
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeGuard
@@ -18,7 +19,13 @@ from sagesim_kernels.integrations.attend import (
     longest_of,
 )
 from sagesim_kernels.integrations.per_tensor import once_per_tensor
-from sagesim_kernels.integrations.transformers.masks import packing_in_padding, packing_of
+from sagesim_kernels.integrations.transformers.masks import (
+    has_padding_inside,
+    packing_in_padding,
+    packing_of,
+    refuse_model,
+    supports_sdpa,
+)
 
 NO_EFFECT: Final = frozenset(
     {
@@ -89,17 +96,24 @@ class LayerAttention:
         **others: Any,
     ) -> tuple[Tensor, None]:
         """Return o [batch, n_q, heads, d_v]; query is [batch, heads, n_q, d]."""
+        config = getattr(module, "config", None)
+        if config is not None:
+            refuse_model(type(config))
         _refuse_dropout(module, dropout)
         _refuse_others(others)
         if sliding_window is None:
             _refuse_unseen_window(module, key.shape[2])
-        if is_causal is None:
+        if _is_of_all_queries(attention_mask):
+            is_causal, attention_mask = False, attention_mask.flatten(0, -2)
+        elif is_causal is None:
             is_causal = bool(getattr(module, "is_causal", True))
+            if not is_causal and query.shape[2] > 1 and config is not None:
+                _refuse_undeclared_decoder(module)
         options = Options(
             spec=self._spec(module),
             scale=scaling,
             is_causal=is_causal,
-            window=_window(sliding_window, is_causal=is_causal),
+            window=_window(sliding_window, config, is_causal=is_causal),
             softcap=softcap,
             sinks=s_aux,
         )
@@ -127,6 +141,11 @@ class LayerAttention:
         packing = None
         if _has_positions(position_ids, query, key):
             packing = packing_in_padding(keys, position_ids)
+        if options.window != (-1, -1) and has_padding_inside(keys, packing):
+            raise ValueError(
+                "attention_mask has padding between tokens of a sequence, and the layer has a "
+                "sliding window, in which padding counts; move the padding to the ends of the rows"
+            )
         if packing is not None and not is_self:
             raise ValueError(
                 "position_ids restart between tokens of a row, and attention_mask has padding; "
@@ -151,6 +170,26 @@ class LayerAttention:
                 f"config.num_hidden_layers is {depth}"
             )
         return self.layers.get(layer, self.spec)
+
+
+def _is_of_all_queries(mask: object) -> TypeGuard[Tensor]:
+    """Whether a mask is bool [batch, 1, n_k] or [batch, 1, 1, n_k]: of keys, and not causal."""
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+        return False
+    return mask.ndim in (3, 4) and math.prod(mask.shape[1:-1]) == 1
+
+
+def _refuse_undeclared_decoder(module: nn.Module) -> None:
+    """Raise ValueError if a decoder's layer may be causal without saying so.
+
+    Only 'sdpa' reads is_causal in transformers. Models that do not support it may have it wrong.
+    """
+    if getattr(module, "is_decoder", False) and not supports_sdpa(type(module.config)):
+        raise ValueError(
+            f"{type(module).__name__} is of a decoder, its is_causal is False, and its model does "
+            "not support 'sdpa', which would have shown whether this is right; use "
+            "attn_implementation='eager'"
+        )
 
 
 def _refuse_dropout(module: nn.Module, dropout: float) -> None:
@@ -180,22 +219,35 @@ def _refuse_unseen_window(module: nn.Module, n_k: int) -> None:
     """Raise ValueError if the layer's window is only in the mask that the model would make.
 
     Models that pass `sliding_window` pass None in layers without a window. `layer_types` says which
-    layers have one.
+    layers have one; without it, all have.
     """
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-    if not isinstance(types, (list, tuple)) or not isinstance(layer, int) or window is None:
+    if not isinstance(window, int) or n_k <= window:
         return
-    if layer < len(types) and types[layer] == "sliding_attention" and n_k > window:
-        raise ValueError(
-            f"config.layer_types[{layer}] is 'sliding_attention', and {type(module).__name__} does "
-            "not pass sliding_window to the attention; set config.sliding_window=None, or use "
-            "attn_implementation='sdpa'"
-        )
+    if types is None and getattr(config, "use_sliding_window", True):
+        what = f"config.sliding_window is {window}"
+    elif (
+        isinstance(types, (list, tuple))
+        and isinstance(layer, int)
+        and layer < len(types)
+        and types[layer] == "sliding_attention"
+    ):
+        what = f"config.layer_types[{layer}] is 'sliding_attention'"
+    else:
+        return
+    raise ValueError(
+        f"{what}, and {type(module).__name__} does not pass sliding_window to the attention; set "
+        "config.sliding_window=None, or use attn_implementation='sdpa'"
+    )
 
 
-def _window(size: int | None, *, is_causal: bool) -> tuple[int, int]:
-    """The window (left, right); the library's size counts the query's own position."""
+def _window(size: int | None, config: Any, *, is_causal: bool) -> tuple[int, int]:
+    """The window (left, right); the library's size counts the query's own position.
+
+    Masks that are not causal have config.sliding_window keys on each side, without the own one.
+    Some models pass that number, and others one more.
+    """
     if size is None:
         return (-1, -1)
     if size < 1:
@@ -203,7 +255,10 @@ def _window(size: int | None, *, is_causal: bool) -> tuple[int, int]:
             f"sliding_window={size}; the window includes the query's own position and is at least "
             "1. Set config.sliding_window=None for no window"
         )
-    return (size - 1, 0 if is_causal else size - 1)
+    if is_causal:
+        return (size - 1, 0)
+    side = size if size == getattr(config, "sliding_window", None) else size - 1
+    return (side, side)
 
 
 def _length(length: int | Tensor | None) -> int:
@@ -255,7 +310,7 @@ def _packing(position_ids: Tensor | None, query: Tensor, key: Tensor) -> Tensor 
     if torch.compiler.is_compiling():
         # The mask function has seen packed positions, unless the model fills a cache.
         torch._assert_async(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
-            (position_ids.diff() == 1).all(),
+            (position_ids.diff() >= 1).all(),
             "position_ids restart; pass use_cache=False to the model, or cu_seq_lens_q",
         )
         return None
@@ -277,4 +332,4 @@ def _has_positions(position_ids: Tensor | None, query: Tensor, key: Tensor) -> T
 
 @once_per_tensor
 def _restarts(position_ids: Tensor, batch: int) -> Tensor | None:
-    return packing_of(position_ids.expand(batch, -1).diff() != 1)
+    return packing_of(position_ids.expand(batch, -1).diff() < 1)

@@ -30,19 +30,16 @@ def compact_mask(
 
     Returns:
         None: no key is masked but by the causal mask and the window, which the attention gets as
-        arguments. bool [batch, n_k]: True is a token, False padding. int32 [sequences + 1]: the
-        batch is packed, and these are its cu_seqlens.
+        arguments. bool [batch, n_k]: True is a token, False padding. bool [batch, 1, n_k]: the
+        same, and the mask is not causal. int32 [sequences + 1]: the batch is packed, and these are
+        its cu_seqlens.
 
     Raises:
         ValueError: if the mask is none of these; the message names the config field.
     """
     config = options.get("config")
-    if config is not None and not _model_calls_the_attention(type(config)):
-        raise ValueError(
-            f"the model of {type(config).__name__} computes its attention in its own code, which "
-            "does not call attn_implementation and would misread this mask; use "
-            "attn_implementation='eager' or 'sdpa'"
-        )
+    if config is not None:
+        refuse_model(type(config))
     is_plain = mask_function is causal_mask_function and q_length == kv_length
     if is_plain and attention_mask is None and options.get("allow_is_causal_skip", True):
         return None
@@ -58,19 +55,50 @@ def compact_mask(
     )
 
 
-@torch._dynamo.assume_constant_result  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-def _model_calls_the_attention(config: type) -> bool:
-    """Whether a model of the config calls the functions of AttentionInterface; True if unknown.
+def refuse_model(config: type) -> None:
+    """Raise ValueError if this attention would compute something else in models of a config.
 
-    transformers makes masks for other models too, and accepts every attention for them.
+    transformers makes masks for all models, and accepts every attention for them.
     """
-    if config not in _CALLS_THE_ATTENTION:
+    reason = _reason_against(config)
+    if reason is not None:
+        raise ValueError(f"the model of {config.__name__} {reason}")
+
+
+@torch._dynamo.assume_constant_result  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+def _reason_against(config: type) -> str | None:
+    """Why models of a config cannot use this attention; None if one can, or if none is known."""
+    if config not in _REASONS:
         classes = [x for x in _subclasses(PreTrainedModel) if x.config_class is config]
-        _CALLS_THE_ATTENTION[config] = not classes or any(map(calls_the_attention, classes))
-    return _CALLS_THE_ATTENTION[config]
+        calling = [x for x in classes if calls_the_attention(x)]
+        _REASONS[config] = None
+        if classes and not calling:
+            _REASONS[config] = (
+                "computes its attention in its own code, which does not call attn_implementation "
+                "and would misread this mask; use attn_implementation='eager' or 'sdpa'"
+            )
+        elif classes and not any(map(says_what_is_causal, calling)):
+            _REASONS[config] = (
+                "supports neither 'sdpa' nor 'flash_attention_2' in transformers. Its layers do "
+                "not say whether they are causal, as only a mask of n_q x n_k does; use "
+                "attn_implementation='eager'"
+            )
+    return _REASONS[config]
 
 
-_CALLS_THE_ATTENTION: Final[dict[type, bool]] = {}
+_REASONS: Final[dict[type, str | None]] = {}
+
+
+@torch._dynamo.assume_constant_result  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+def supports_sdpa(config: type) -> bool:
+    """Whether a model of the config supports 'sdpa'; True if no model is known."""
+    if config not in _SUPPORT_SDPA:
+        classes = [x for x in _subclasses(PreTrainedModel) if x.config_class is config]
+        _SUPPORT_SDPA[config] = not classes or any(x._supports_sdpa for x in classes)
+    return _SUPPORT_SDPA[config]
+
+
+_SUPPORT_SDPA: Final[dict[type, bool]] = {}
 
 
 def calls_the_attention(model: Any) -> bool:
@@ -78,6 +106,11 @@ def calls_the_attention(model: Any) -> bool:
     return model._supports_attention_backend or hasattr(
         sys.modules.get(model.__module__), "ALL_ATTENTION_FUNCTIONS"
     )
+
+
+def says_what_is_causal(model: Any) -> bool:
+    """Whether the layers of a class of models tell an attention without a mask what they are."""
+    return model._supports_sdpa or model._supports_flash_attn
 
 
 def _subclasses(of: Any) -> Iterator[Any]:
@@ -118,9 +151,10 @@ def _read_mask(
             "static cache is not supported, call generate with cache_implementation='dynamic'"
         )
     is_packed = "packed_sequence_mask_function" in parts
+    is_bidirectional = "bidirectional_mask_function" in parts
     can_skip = options.get("allow_is_causal_skip", True)
     can_skip = can_skip or options.get("allow_is_bidirectional_skip", False)
-    if not (is_packed or can_skip or n_q == 1):
+    if not (is_packed or is_bidirectional or can_skip or n_q == 1):
         raise ValueError(
             "the model needs its mask as a matrix (allow_is_causal_skip=False), which this "
             "attention does not make; use attn_implementation='sdpa'"
@@ -131,11 +165,14 @@ def _read_mask(
         device = options.get("device", "cpu")
         joined = mask_function(*(x.to(device) for x in (rows, rows * 0, token, token - 1)))
         return packing_of(~joined.expand(batch, n_q - 1))
-    if padding is None:
+    if padding is not None:
+        padding = F.pad(padding, (0, max(0, kv_offset + n_k - padding.shape[1])))
+        padding = padding[:, kv_offset : kv_offset + n_k]
+    elif not can_skip:
+        padding = torch.ones(batch, n_k, dtype=torch.bool, device=options.get("device", "cpu"))
+    if padding is None or (can_skip and bool(padding.all())):
         return None
-    padding = F.pad(padding, (0, max(0, kv_offset + n_k - padding.shape[1])))
-    padding = padding[:, kv_offset : kv_offset + n_k]
-    return None if bool(padding.all()) else padding
+    return padding[:, None] if is_bidirectional else padding
 
 
 def packing_of(starts: Tensor) -> Tensor | None:
@@ -161,12 +198,28 @@ def packing_in_padding(keys: Tensor, positions: Tensor) -> Tensor | None:
         int32 [sequences + 1], or None if each row is one sequence.
     """
     tokens = tokens_of(keys, keys.shape[1]).positions
-    step = positions.expand_as(keys).flatten()[tokens].diff()
-    goes_on = (step >= 1) & (step <= tokens.diff())
+    goes_on = positions.expand_as(keys).flatten()[tokens].diff() >= 1
     same_row = (tokens // keys.shape[1]).diff() == 0
     if not bool((same_row & ~goes_on).any()):
         return None
     return packing_of(~(same_row & goes_on)[None])
+
+
+@torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
+@once_per_tensor
+def has_padding_inside(keys: Tensor, packing: Tensor | None) -> bool:
+    """Whether padding is between two tokens of a sequence.
+
+    Args:
+        keys: bool [batch, n]; True is a token, False padding.
+        packing: cu_seqlens of the tokens; None if each row is a sequence.
+    """
+    tokens = tokens_of(keys, keys.shape[1]).positions
+    same_row = (tokens // keys.shape[1]).diff() == 0
+    after_padding = (same_row & (tokens.diff() > 1)).nonzero()[:, 0] + 1
+    if packing is None:
+        return after_padding.numel() > 0
+    return not bool(torch.isin(after_padding, packing).all())
 
 
 _KNOWN_PARTS: Final = frozenset(

@@ -161,6 +161,12 @@ HONOURED = {
 }
 
 
+def test_a_mask_of_two_axes_is_of_the_batch_and_the_keys():
+    mask = torch.arange(6) < torch.tensor([[2], [5]])
+    found, expected = call(attn_mask=mask), call(attn_mask=mask[:, None, None])
+    assert_bitwise(actual=found, expected=expected, what="o")
+
+
 def test_windows_and_softcaps_are_those_of_flash_attention():
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 2, 6, 4, 8, generator=generator).double()

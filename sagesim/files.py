@@ -30,6 +30,7 @@ def replacing(path: Path) -> Generator[Path]:
     and writes a changed copy therefore loses no change of another process. The bytes are on the
     disk before the file gets its name, so a process that is killed, or a power failure, leaves the
     earlier file. Missing parent folders are created. If `path` is a link, its target is replaced.
+    A file that is replaced keeps its permissions.
 
     Raises:
         WriteError: if the file cannot be written. If no file can be written in the folder, it is
@@ -56,6 +57,8 @@ def replacing(path: Path) -> Generator[Path]:
                 temporary.touch(exist_ok=False)
                 yield temporary
                 _flush(temporary)
+                if target.exists():
+                    shutil.copymode(target, temporary)
                 temporary.replace(target)
             finally:
                 temporary.unlink(missing_ok=True)

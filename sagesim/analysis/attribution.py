@@ -41,7 +41,7 @@ from sagesim.analysis.runs import (
     specs_of_runs,
     split,
 )
-from sagesim.analysis.sampling import Sample, jackknife, measured_fraction
+from sagesim.analysis.sampling import Sample, jackknife
 from sagesim.checks import check_type
 from sagesim.emulator import flatten
 from sagesim.problem import AttentionOptions, AttentionProblem
@@ -185,11 +185,17 @@ class Attribution:
 
     def _not_finite(self) -> str:
         bad = ", ".join(TITLES[t] for t in OUTPUTS if not math.isfinite(self.error[t]))
-        sites = [e for e in self.sites if not all(map(math.isfinite, e.only.values()))]
+        alone = {e.site for e in self.sites if not all(map(math.isfinite, e.only.values()))}
+        overflowing = {loss.site for loss in self.range_losses if loss.overflows}
         found = "no product does this alone"
-        if sites:
-            found = " and ".join(dict.fromkeys(SITE_NAMES[effect.site] for effect in sites))
+        if sites := [site for site in SITES if site in alone & overflowing]:
+            found = " and ".join(SITE_NAMES[site] for site in sites)
             found = f"{found} {'overflows' if len(sites) == 1 else 'overflow'}"
+        elif self.base.qk != self.base.qk_recompute and not alone.isdisjoint(LOGITS.split("+")):
+            found = (
+                "P = exp(S - L) of the backward becomes too large, because the forward and the "
+                "backward round S = QKᵀ differently"
+            )
         return f"{bad} {'is' if ',' not in bad else 'are'} not finite: {found}."
 
     def _share(self, effect: SiteEffect, tensor: str | None) -> float:
@@ -273,7 +279,7 @@ def attribute(
     for each in found:
         losses += each.range_losses
     largest = largest_losses(losses)
-    fraction = 1.0 if sample is None else measured_fraction(problem, parts)
+    fraction = 1.0 if sample is None else sample.fraction(problem, base)
     own = _result(base, [each.own_forward for each in found], largest, fraction, None)
     return _result(base, [each.exact for each in found], largest, fraction, own)
 

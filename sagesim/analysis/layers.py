@@ -9,8 +9,8 @@ from typing import NamedTuple
 from sagesim.analysis.metrics import Comparison, Error, compare
 from sagesim.analysis.number_range import (
     RangeLoss,
-    ds_range_losses,
     largest_losses,
+    map_range_losses,
     token_range_losses,
 )
 from sagesim.emulator import Exact, Vanished, exact, exact_backward, trace
@@ -71,7 +71,7 @@ def measure(problem: AttentionProblem, spec: AttentionSpec) -> Measured:
         of_exact.append(compare(traced, exact(group)))
         of_own.append(compare(traced, exact_backward(group, traced)))
         vanished.append(traced.vanished)
-        losses += ds_range_losses(group, spec, traced.ds)
+        losses += map_range_losses(traced)
         heads.append(math.prod(group.q.shape[:-2]))
     shares = {key: _mean([each[key] for each in vanished], heads) for key in vanished[0]}
     return Measured(

@@ -224,9 +224,10 @@ def _error(moments: Tensor) -> Error:
         return Error(cosine=1.0, rel_l2=0.0, sqnr_db=math.inf, max_error=0.0)
     if rr == 0:
         return Error(cosine=0.0, rel_l2=math.inf, sqnr_db=-math.inf, max_error=math.inf)
+    norm = math.sqrt(rr)  # products and quotients of squares may overflow or underflow
     return Error(
-        cosine=dot / math.sqrt(aa * rr) if aa else 0.0,
-        rel_l2=math.sqrt(dd / rr),
-        sqnr_db=-math.inf if math.isinf(dd) else 10 * math.log10(rr / dd),
-        max_error=peak / math.sqrt(rr / count),
+        cosine=dot / (math.sqrt(aa) * norm) if aa else 0.0,
+        rel_l2=math.sqrt(dd) / norm,
+        sqnr_db=-math.inf if math.isinf(dd) else 10 * (math.log10(rr) - math.log10(dd)),
+        max_error=peak / (norm / math.sqrt(count)),
     )

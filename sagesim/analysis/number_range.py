@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sagesim.analysis.metrics import SITE_NAMES, TITLES
 from sagesim.analysis.sampling import Sample
-from sagesim.emulator import SmoothedQK, flatten, trace
+from sagesim.emulator import SmoothedQK, Trace, flatten, trace
 from sagesim.problem import AttentionProblem, resolve_input16
 from sagesim.spec import OPERANDS, SITES, AttentionSpec, Precision
 
@@ -50,11 +50,11 @@ class RangeLoss:
 def range_losses(
     problems: Iterable[AttentionProblem], spec: AttentionSpec, sample: Sample | None = None
 ) -> tuple[RangeLoss, ...]:
-    """The largest range losses of some problems under a spec: of Q, K, V, dO and dS.
+    """The largest range losses of some problems under a spec: of Q, K, V, dO, P and dS.
 
-    dS is that of the spec's own backward, which is emulated for some heads at a time.
+    P and dS are those of the spec's own backward, which is emulated for some heads at a time.
 
-    sample: how much of dS to measure; None measures all of it.
+    sample: how much of P and dS to measure; None measures all of them.
 
     >>> import torch, sagesim
     >>> q, k, v, do = torch.randn(4, 1, 1, 32, 16)
@@ -75,7 +75,7 @@ def _of_problem(
     if sample is not None:
         parts = sample.parts(problem, spec)
     for part in parts:
-        yield from ds_range_losses(part, spec, trace(part, spec=spec).ds)
+        yield from map_range_losses(trace(part, spec=spec))
 
 
 def token_range_losses(problem: AttentionProblem, spec: AttentionSpec) -> Iterator[RangeLoss]:
@@ -89,13 +89,19 @@ def token_range_losses(problem: AttentionProblem, spec: AttentionSpec) -> Iterat
                 yield from _losses(x.spec, site, tensor, tensors[tensor])
 
 
-def ds_range_losses(
-    problem: AttentionProblem, spec: AttentionSpec, ds: Tensor
-) -> Iterator[RangeLoss]:
-    """The range losses of dS [*heads, n_q, n_k]. P has none: its elements are at most 1."""
-    spec = resolve_input16(spec, problem.q.dtype)
-    for site in ("dq", "dk"):
-        yield from _losses(spec, site, "ds", ds)
+def map_range_losses(traced: Trace) -> Iterator[RangeLoss]:
+    """The range losses of the backward's P and dS.
+
+    P = exp(S - L) of the backward may exceed 1, because S is recomputed at another site than L. The
+    forward's P has no loss: relative to the maximum of its row, its largest element is 1.
+    """
+    spec = resolve_input16(traced.spec, traced.o.dtype)
+    for site, tensor, values in (
+        ("dv", "p", traced.p_recompute),
+        ("dq", "ds", traced.ds),
+        ("dk", "ds", traced.ds),
+    ):
+        yield from _losses(spec, site, tensor, values)
 
 
 def largest_losses(losses: Iterable[RangeLoss]) -> tuple[RangeLoss, ...]:

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from torch import Tensor
 
 from sagesim.analysis.metrics import CACHED, GRADIENTS, LOGITS, Comparison, compare
-from sagesim.analysis.number_range import RangeLoss, ds_range_losses
+from sagesim.analysis.number_range import RangeLoss, map_range_losses
 from sagesim.analysis.sampling import Sample
 from sagesim.emulator import (
     Exact,
@@ -76,7 +76,7 @@ class Measured(NamedTuple):
 
     exact: Sums  #: against full precision
     own_forward: Sums  #: each run against the exact gradients of its own forward
-    range_losses: Sequence[RangeLoss]  #: of dS
+    range_losses: Sequence[RangeLoss]  #: of the backward's P and dS
 
 
 def measure(
@@ -97,7 +97,7 @@ def measure(
             progress()
     return Measured(
         *(Sums(rows.squares, rows.norms, comparison) for comparison, rows in found),
-        range_losses=list(ds_range_losses(part, base, traced.ds)),
+        range_losses=list(map_range_losses(traced)),
     )
 
 

@@ -2,16 +2,17 @@
 
 Each part of a sample is an attention problem of its own: one head of K and V, the query heads that
 share it, all keys, and the queries of some blocks. O, dS and dQ of a part are those of the whole
-problem. dK and dV of a part are sums over its queries.
+problem, except for what `Sample` says. dK and dV of a part are sums over its queries.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from sagesim.problem import AttentionProblem
 from sagesim.spec import AttentionSpec
@@ -23,7 +24,11 @@ class Sample:
 
     heads: heads of K and V, evenly spaced; each with all query heads that share it. None: all.
     rows: queries of each head, in evenly spaced blocks; rounded up to whole blocks. None: all.
-        Scales of Q and dO that a whole head shares are those of the measured queries.
+        Scales of Q and dO that a whole head shares are those of the measured queries. With
+        stochastic rounding, the measured queries have other random numbers than in the whole
+        problem. All queries of a head are measured if some of them would leave out a key that
+        another query attends to, as with a window: the key would become padding, and the mean of
+        K and the scales of K and V that a head shares would be others.
 
     Raises:
         ValueError: if a number is not positive.
@@ -39,31 +44,44 @@ class Sample:
                 raise ValueError(f"{name}={number} is not a positive number")
 
     def parts(self, problem: AttentionProblem, spec: AttentionSpec) -> list[AttentionProblem]:
-        """The parts of a problem with do, at least two unless they would have a single block.
+        """The parts of a problem with do.
+
+        A head of which some queries are taken has two parts, so that their difference shows the
+        error of sampling; so has a single head of several, if it has more than one block.
 
         A block of queries of the spec is taken whole, so that its queries have the scales that
         they have in the whole problem. The last block is in every part: under a causal mask, it
         attends to all keys, so that none is padding.
         """
-        block = min(spec.block_q, max(problem.q.shape[-2], 1))
+        heads = self._heads(problem, spec)
+        return [_select(head, rows) for head, halves in heads for rows in halves]
+
+    def fraction(self, problem: AttentionProblem, spec: AttentionSpec) -> float:
+        """The fraction of the entries of S that are in the parts; an entry in two counts once."""
+        heads = self._heads(problem, spec)
+        taken = sum(len(torch.cat(halves).unique()) for _, halves in heads)
+        whole = problem.q.shape[-2] * sum(1 for _ in problem.head_groups(entries=0))
+        return taken / whole if whole else 1.0
+
+    def _heads(
+        self, problem: AttentionProblem, spec: AttentionSpec
+    ) -> Iterator[tuple[AttentionProblem, list[Tensor]]]:
+        """Each taken head, and the queries of each of its parts."""
+        n_q = problem.q.shape[-2]
+        block = min(spec.block_q, max(n_q, 1))
         problems = list(problem.head_groups(entries=0))
         taken = _spaced(len(problems), self.heads)
-        blocks = -(-problem.q.shape[-2] // block)
-        rows = _spaced(blocks, None if self.rows is None else -(-self.rows // block))
-        # Two parts of a head, so that their difference shows the error of sampling.
-        halves = 2 if len(rows) > 1 and (self.rows is not None or len(taken) == 1) else 1
-        parts: list[AttentionProblem] = []
-        for head in taken:
-            for half in range(halves):
-                own = sorted({*rows[half::halves], blocks - 1})
-                parts.append(_select(problems[head], own, block))
-        return parts
-
-
-def measured_fraction(problem: AttentionProblem, parts: Sequence[AttentionProblem]) -> float:
-    """The fraction of the entries of S that are in the parts, at most 1."""
-    entries = (math.prod(x.q.shape[:-1]) * x.k.shape[-2] for x in parts)
-    return min(1.0, sum(entries) / (math.prod(problem.q.shape[:-1]) * problem.k.shape[-2]))
+        blocks = -(-n_q // block)
+        chosen = _spaced(blocks, None if self.rows is None else -(-self.rows // block))
+        is_split = len(chosen) < blocks or len(taken) == 1 < len(problems)
+        number = 2 if is_split and len(chosen) > 1 else 1
+        every = torch.arange(n_q)
+        halves = [
+            every[torch.isin(every // block, torch.tensor([*chosen[half::number], blocks - 1]))]
+            for half in range(number)
+        ]
+        for head in (problems[i] for i in taken):
+            yield head, [every] if _any_leaves_out_a_key(head, halves) else halves
 
 
 def jackknife(values: Sequence[float], fraction: float) -> float:
@@ -91,11 +109,20 @@ def _spaced(count: int, wanted: int | None) -> list[int]:
     return [count - 1 - i * count // wanted for i in reversed(range(wanted))]
 
 
-def _select(problem: AttentionProblem, blocks: Sequence[int], block: int) -> AttentionProblem:
-    """The problem with the queries of some blocks only."""
-    n_q = problem.q.shape[-2]
-    rows = torch.cat([torch.arange(b * block, min((b + 1) * block, n_q)) for b in blocks])
-    if len(rows) == n_q:
+def _any_leaves_out_a_key(problem: AttentionProblem, parts: Sequence[Tensor]) -> bool:
+    """Whether the queries of a part attend to fewer keys than all queries together."""
+    if not problem.is_masked:
+        return False
+    attends = problem.attends
+    keys = attends.any(-2)
+    return any(
+        not torch.equal(attends[..., rows.to(attends.device), :].any(-2), keys) for rows in parts
+    )
+
+
+def _select(problem: AttentionProblem, rows: Tensor) -> AttentionProblem:
+    """The problem with some of its queries only."""
+    if len(rows) == problem.q.shape[-2]:
         return problem
     rows = rows.to(problem.q.device)
     return AttentionProblem(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from sagesim.emulator.backward import backward
 from sagesim.emulator.forward import ForwardResult, forward
 from sagesim.emulator.hooks import NO_HOOKS, Hooks
 from sagesim.emulator.layout import FlatProblem
-from sagesim.process_wide import ProcessWide
+from sagesim.emulator.tf32 import WITHOUT_TF32
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,9 @@ def run_backward(
         dk, dv = x.key_heads(grads.dk).to(x.dtype), x.key_heads(grads.dv).to(x.dtype)
         dsinks = grads.dsinks
         if dsinks is not None:
-            dsinks = dsinks.double().reshape(-1, x.heads[-1]).sum(0).to(dsinks.dtype)
+            *batch, heads = x.heads
+            summed = dsinks.double().reshape(math.prod(batch), heads).sum(0)
+            dsinks = summed.to(dsinks.dtype)
         return dq, dk, dv, dsinks
 
 
@@ -76,26 +78,10 @@ def plain_float32(device: str) -> Generator[None]:
     """Compute float32 products in float32, without TF32 and autocast that the caller enabled.
 
     PyTorch has one TF32 setting for all threads. It is off while any thread is inside, and
-    afterwards as it was before the first thread entered.
+    afterwards as it was before the first thread entered. A setting that followed another follows it
+    again.
     """
-    with _WITHOUT_TF32, contextlib.ExitStack() as stack:
+    with WITHOUT_TF32, contextlib.ExitStack() as stack:
         if torch.amp.is_autocast_available(device):  # the meta device has none
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
-
-
-@contextlib.contextmanager
-def _without_tf32() -> Generator[None]:
-    cpu: Any = torch.backends.mkldnn  # torch leaves its settings unannotated
-    settings = (torch.backends.cuda.matmul, cpu.matmul)
-    before = [setting.fp32_precision for setting in settings]
-    for setting in settings:
-        setting.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        for setting, precision in zip(settings, before, strict=True):
-            setting.fp32_precision = precision
-
-
-_WITHOUT_TF32: Final = ProcessWide(_without_tf32)

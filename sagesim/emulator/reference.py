@@ -110,8 +110,9 @@ def _exact(problem: AttentionProblem, forward: SoftmaxOfForward | None) -> Exact
     """The gradients for the exact P, or for that of a forward."""
     attends = problem.attends
     q, k, v, do = (x.detach().double() for x in problem.qkvdo)
-    key_heads = k.shape[-3] if k.ndim > 2 else 1
-    groups = q.shape[-3] // key_heads if problem.enable_gqa else 1
+    groups = 1
+    if problem.enable_gqa and min(q.ndim, k.ndim) > 2 and k.shape[-3]:
+        groups = q.shape[-3] // k.shape[-3]
     if groups > 1:
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
     if q.shape[:-2] != k.shape[:-2]:
@@ -147,7 +148,8 @@ def _exact(problem: AttentionProblem, forward: SoftmaxOfForward | None) -> Exact
     dsinks = None
     if sinks is not None:
         p_sink = torch.exp(sinks - lse).where(lse != -math.inf, 0.0)
-        dsinks = -(p_sink * delta).sum(-1).reshape(-1, q.shape[-3]).sum(0)
+        *batch, heads, _, _ = q.shape
+        dsinks = -(p_sink * delta).sum(-1).reshape(math.prod(batch), heads).sum(0)
     if groups > 1:
-        dk, dv = (x.unflatten(-3, (key_heads, groups)).sum(-3) for x in (dk, dv))
+        dk, dv = (x.unflatten(-3, (-1, groups)).sum(-3) for x in (dk, dv))
     return Exact(s, p, o, lse, delta, dp, ds, dq, dk, dv, dsinks)

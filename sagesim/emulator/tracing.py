@@ -57,7 +57,8 @@ class Vanished(NamedTuple):
 class Trace:
     """Every intermediate of one emulated attention; maps are [*heads, n_q, n_k].
 
-    Float32 (float64 for float64 inputs), except o, dq, dk, dv, which have the inputs' dtype.
+    Float32 (float64 for float64 inputs), except o, dq, dk, dv, which have the inputs' dtype. No
+    tensor requires a gradient.
     Masked entries are -inf in s and 0 in p, dp and ds. With a softcap, s is the capped logits, and
     ds the gradient of the logits before the cap.
     """
@@ -221,6 +222,7 @@ class Recorder(Hooks):
         recorded[key].codes[heads, rows, columns] = part.codes
         recorded[key].scale[heads, rows, columns] = part.scale
 
+    @torch.no_grad()
     def before_rounding(self, do: Tensor) -> dict[str, Tensor]:
         """The tensors that are rounded, by name, in the shapes of `quantized`.
 
@@ -253,6 +255,7 @@ class Recorder(Hooks):
         return rows, slice(0, min(panel.key_blocks * grid.block_k, grid.n_k))
 
 
+@torch.no_grad()
 def _before_smoothing(x: FlatProblem, s: Tensor) -> Tensor:
     """Add to the map S what smoothing K subtracts from its rows."""
     if not (x.spec.smoothing.k and x.softcap is None and x.grid.n_q and x.grid.n_k):

@@ -85,7 +85,8 @@ def content_hash(capture: Capture) -> str:
         shapes = {name: (str(x.dtype), list(x.shape)) for name, x in call.tensors.items()}
         digest.update(json.dumps([options, shapes]).encode())
         for x in call.tensors.values():
-            digest.update(x.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            data = x.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(data.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -67,6 +67,8 @@ class Call(AttentionProblem):
             raise ValueError(f"index {self.index!r} of a call is not in 0..2**31-1")
         if self.scale is not None and not math.isfinite(self.scale):
             raise ValueError(f"{self}: scale={self.scale} is not finite")
+        if self.scale is not None:
+            object.__setattr__(self, "scale", float(self.scale))  # JSON has no NumPy numbers
         (q, k, v, do), mask = self.qkvdo, self.attn_mask
         for name, x in self.tensors.items():
             if x.ndim != 4 and name not in ("key_mask", "sinks"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Generator, Mapping
+from contextvars import ContextVar
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from sagesim.checks import check_type
 from sagesim.emulator import attention
+from sagesim.models.call_list import CallList
 from sagesim.models.sdpa_mode import SdpaCall, sdpa_calls
 from sagesim.problem import check_spec, recognised
 from sagesim.spec import AttentionSpec
@@ -30,6 +33,7 @@ def emulate(
     The context applies to the thread and the asyncio task that enter it, and to tasks that are
     created inside it. Others may enter contexts of their own at the same time. While any is
     entered, `torch.compile` is off in all threads, because compiled calls cannot be replaced.
+    Of nested contexts, the innermost emulates a call.
 
     Args:
         spec: the spec of every call that no key of `layers` matches.
@@ -46,7 +50,7 @@ def emulate(
         TypeError, ValueError: as `sagesim.attention`, with a note that names the call.
         RuntimeError: at a call inside a checkpoint with use_reentrant=True; at a call that a
             checkpoint recomputes, if `layers` is given and the call's index is not known. At the
-            end of the context, if no call was made or another thread entered it.
+            end of the context, if it emulated no call or another thread entered it.
 
     >>> import sagesim
     >>> layer = torch.nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True)
@@ -59,7 +63,7 @@ def emulate(
     for each in (spec, *layers.values()):
         check_spec(each)
     matched: set[int | str] = set()
-    calls: dict[str, None] = {}  # ordered, without duplicates
+    calls, outer = CallList(), _ENTERED.get()
 
     def emulated(call: SdpaCall, _run: Callable[[], Tensor]) -> Tensor:
         call = recognised(call.supported())
@@ -73,24 +77,35 @@ def emulate(
         if len(keys) > 1:
             raise ValueError(f"{call}: several keys of layers match it: {_join(keys)}")
         matched.update(keys)
-        calls[str(call)] = None
+        calls.add(call)
+        for each in outer:
+            each.are_inside = True
         try:
             return attention(call, spec=layers[keys[0]] if keys else spec)
         except (TypeError, ValueError) as error:
             error.add_note(f"at {call}")
             raise
 
-    with sdpa_calls(emulated):
-        yield
+    _ENTERED.set((*outer, calls))
+    try:
+        with sdpa_calls(emulated):
+            yield
+    finally:
+        _ENTERED.set(tuple(each for each in _ENTERED.get() if each is not calls))
     if not calls:
-        raise RuntimeError(
-            "nothing was emulated: scaled_dot_product_attention was not called inside the context "
+        why = (
+            "scaled_dot_product_attention was not called inside the context "
             "(does the model use another attention implementation, such as eager?)"
         )
+        if calls.are_inside:
+            why = "another `emulate` inside the context took every call"
+        raise RuntimeError(f"nothing was emulated: {why}")
     if unknown := [key for key in layers if key not in matched]:
-        raise ValueError(
-            f"layers: no SDPA call matches {_join(unknown)}; the calls were {', '.join(calls)}"
-        )
+        raise ValueError(f"layers: no SDPA call matches {_join(unknown)}; the calls were {calls}")
+
+
+_ENTERED: Final[ContextVar[tuple[CallList, ...]]] = ContextVar("calls by context", default=())
+"""The calls of each context that this task has entered, the outermost first."""
 
 
 def _join(keys: list[int | str]) -> str:

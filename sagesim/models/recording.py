@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sagesim.models.call_list import CallList
 from sagesim.models.captures import Call, Capture, check_loss_scale, json_copy
 from sagesim.models.sdpa_mode import SdpaCall, sdpa_calls
 from sagesim.problem import autocast, recognised
@@ -101,13 +102,13 @@ def capture(
     selection = _Selection(batch, heads, tokens)
     check_loss_scale(loss_scale)
     recording = Recording(loss_scale, json_copy(source or {}))
-    calls: dict[str, None] = {}  # ordered, without duplicates
+    calls = CallList()
     matched: set[int | str] = set()
 
     def recorded(call: SdpaCall, run: Callable[[], Tensor]) -> Tensor:
         if call.recomputed:
             return run()
-        calls[str(call)] = None
+        calls.add(call)
         if layers is not None:
             keys = [key for key in layers if call.matches(key)]
             matched.update(keys)
@@ -132,7 +133,7 @@ def capture(
         )
     if unknown := [repr(key) for key in layers or () if key not in matched]:
         raise ValueError(
-            f"layers: no SDPA call matches {', '.join(unknown)}; the calls were {', '.join(calls)}"
+            f"layers: no SDPA call matches {', '.join(unknown)}; the calls were {calls}"
         )
 
 

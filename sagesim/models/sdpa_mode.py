@@ -14,7 +14,6 @@ import contextlib
 import inspect
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from torch.overrides import (
     _push_mode,  # pyright: ignore[reportPrivateUsage]
 )
 
+from sagesim.models.call_location import Locator
 from sagesim.problem import AttentionProblem, boolean_mask
 from sagesim.process_wide import ProcessWide
 
@@ -125,7 +125,7 @@ def sdpa_calls(handler: Handler, model: nn.Module | None = None) -> Generator[No
         RuntimeError: if a backward recomputes a call whose forward ran outside the context. At the
             end, if another thread entered the context.
     """
-    mode = _Mode(_Locator(model), handler)
+    mode = _Mode(Locator(model), handler)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_UNCOMPILED)
         stack.callback(register_module_forward_pre_hook(mode.enter_module).remove)
@@ -137,68 +137,6 @@ def sdpa_calls(handler: Handler, model: nn.Module | None = None) -> Generator[No
 _UNCOMPILED: Final = ProcessWide(lambda: torch.compiler.set_stance("force_eager"))
 
 
-class _ModuleStack(threading.local):
-    """The modules whose forward is running in this thread.
-
-    Module hooks run in every thread, and a backward may run in a thread of its own.
-    """
-
-    def __init__(self) -> None:
-        self.modules: list[nn.Module] = []  # outermost first
-        self.calls: Counter[nn.Module | None] = Counter()  # since the outermost was entered
-
-
-class _Locator:
-    """Finds the index and name of each call by following which modules are entered and left."""
-
-    def __init__(self, model: nn.Module | None) -> None:
-        self._stack = _ModuleStack()
-        self._model = model
-        self._names = {module: name for name, module in model.named_modules()} if model else {}
-        self._indices: dict[tuple[nn.Module | None, int], int] = {}
-
-    def enter(self, module: nn.Module, _args: Any) -> None:
-        stack = self._stack
-        if not stack.modules:
-            stack.calls = Counter({None: stack.calls[None]})
-            # Activation checkpointing may call a submodule on its own, after its whole model has
-            # run. The submodule then keeps the name that it has in the model.
-            if self._model is None and module not in self._names:
-                self._names.update({inner: name for name, inner in module.named_modules()})
-        stack.modules.append(module)
-
-    def leave(self, module: nn.Module, _args: Any, _result: Any) -> None:
-        modules = self._stack.modules
-        # If the context was entered inside a module's forward, the module is not on the stack.
-        if module in modules:
-            while modules.pop() is not module:
-                pass
-
-    def locate(self) -> tuple[int | None, str, bool] | None:
-        """Index, name and `recomputed` of the current call; None if it is not in the model."""
-        stack = self._stack
-        module = stack.modules[-1] if stack.modules else None
-        name = next((self._names[m] for m in reversed(stack.modules) if m in self._names), None)
-        if name is None:
-            if self._model is not None:
-                return None
-            name = ""
-        if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
-            return self._recomputed(module, name), name, True
-        key = (module, stack.calls[module])
-        stack.calls[module] += 1
-        return self._indices.setdefault(key, len(self._indices)), name, False
-
-    def _recomputed(self, module: nn.Module | None, name: str) -> int | None:
-        known = [index for (other, _), index in self._indices.items() if other is module]
-        if not known:
-            raise RuntimeError(
-                f"a backward recomputes an SDPA call of {name or 'no module'} whose forward ran "
-                "outside this context; run both inside"
-            )
-        return known[0] if len(known) == 1 else None
-
-
 class _Mode(TorchFunctionMode):
     """Passes SDPA calls to a handler, in the task that has entered the mode.
 
@@ -207,7 +145,7 @@ class _Mode(TorchFunctionMode):
     which passes them to the next mode of the stack.
     """
 
-    def __init__(self, locator: _Locator, handler: Handler) -> None:
+    def __init__(self, locator: Locator, handler: Handler) -> None:
         super().__init__()
         self._locator, self._handler = locator, handler
         self._thread = threading.get_ident()

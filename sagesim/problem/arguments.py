@@ -141,9 +141,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> int:
         raise ValueError(
             f"q and k differ in heads: {_shapes(q, k, v)}; enable_gqa=True repeats k's heads"
         )
-    if k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]:
+    if 0 in (q.shape[-3], k.shape[-3]) or q.shape[-3] % k.shape[-3]:
         raise ValueError(
-            f"the number of heads of q is not a multiple of that of k: {_shapes(q, k, v)}"
+            f"the number of heads of q is not a positive multiple of that of k: {_shapes(q, k, v)}"
         )
     return q.shape[-3] // k.shape[-3]
 

@@ -188,7 +188,7 @@ class AttentionProblem:
             raise ValueError(
                 f"attn_mask is {self.attn_mask.dtype}; it must be boolean (True attends)"
             )
-        others = {"is_causal": self.is_causal, "window": self.window != NO_WINDOW}
+        others = {"is_causal": self.is_causal, "window": tuple(self.window) != NO_WINDOW}
         others["key_mask"] = self.key_mask is not None
         for name in (name for name, given in others.items() if given):
             raise ValueError(f"attn_mask and {name} exclude each other; combine them in attn_mask")
@@ -237,7 +237,8 @@ class AttentionProblem:
         if mask is not None:
             mask = mask.expand(*heads, n_q, n_k).reshape(z, groups, n_q, n_k)
         if key_mask is not None:
-            key_mask = key_mask[..., None, :].expand(*self.k.shape[:-1]).reshape(z, n_k)
+            key_heads = self.k.shape[:-2] or (1,)
+            key_mask = key_mask[..., None, :].expand(*key_heads, n_k).reshape(z, n_k)
         step = max(1, entries // max(1, groups * n_q * n_k))
         if sinks is not None:
             sinks, step = sinks.expand(heads).reshape(z, groups), 1  # one tensor for each part

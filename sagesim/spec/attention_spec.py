@@ -108,13 +108,14 @@ class Delta(StrEnum):
 
 
 def _check_type(owner: str, name: str, value: object, kind: type) -> None:
-    """Raise TypeError if a field's value is not of this type.
+    """Raise TypeError if a field's value is not of this type. True and False are no integers.
 
     A StrEnum member equals its string, but code that compares members with `is` would take the
     string for another member.
     """
-    if not isinstance(value, kind):
-        raise TypeError(f"{owner}: {name} is {value!r}, not a {kind.__name__}")
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        needed = {bool: "True or False", int: "an integer"}.get(kind, f"a {kind.__name__}")
+        raise TypeError(f"{owner}: {name} is {value!r}, not {needed}")
 
 
 class RoundingMode(StrEnum):
@@ -132,7 +133,7 @@ class Rounding:
     16-bit formats always round half-even, as hardware conversions do.
 
     Raises:
-        TypeError: if mode is not a RoundingMode.
+        TypeError: if mode is not a RoundingMode, or seed neither an int nor None.
         ValueError: if STOCHASTIC has no seed, another mode has one, or it is not a 32-bit number.
     """
 
@@ -141,6 +142,8 @@ class Rounding:
 
     def __post_init__(self) -> None:
         _check_type("Rounding", "mode", self.mode, RoundingMode)
+        if self.seed is not None:
+            _check_type("Rounding", "seed", self.seed, int)
         if (self.mode is RoundingMode.STOCHASTIC) != (self.seed is not None):
             raise ValueError(
                 f"rounding {self.mode.value} with seed={self.seed}: "
@@ -165,10 +168,17 @@ class Smoothing:
 
     q: the mean of each block of queries, added back as a rank-one term.
     k: the mean of all keys of a head. P does not change.
+
+    Raises:
+        TypeError: if one is not True or False.
     """
 
     q: bool = False
     k: bool = False
+
+    def __post_init__(self) -> None:
+        _check_type("Smoothing", "q", self.q, bool)
+        _check_type("Smoothing", "k", self.k, bool)
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,3 +165,12 @@ def test_a_check_changes_nothing(tmp_path):
     check_writable(tmp_path / "file")
     check_writable(tmp_path / "other")
     assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "text"
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o444])
+def test_a_replaced_file_keeps_its_permissions(tmp_path, mode):
+    path = tmp_path / "out.txt"
+    write_text(path, "earlier")
+    path.chmod(mode)
+    write_text(path, "new")
+    assert path.read_text() == "new" and path.stat().st_mode & 0o777 == mode

@@ -11,6 +11,7 @@ from sagesim import (
     FACTORED,
     FPA,
     FPA_FP16,
+    SAGE_FORWARD,
     SAGEBWD,
     SITES,
     AttentionProblem,
@@ -260,6 +261,32 @@ class TestSamples:
                 actual, expected = getattr(own, name)[0], getattr(t, name)[0, heads]
                 assert_bitwise(actual=actual[:, -64:], expected=expected[:, -64:], what=name)
 
+    def test_the_part_of_a_problem_with_a_window_has_the_numbers_of_the_whole(self):
+        """Some queries leave out keys, which would be padding without the other queries."""
+        q, k, v, do = problem(heads=2)
+        x = AttentionProblem(q=q, k=k + 5, v=v, do=do, window=(20, 20))
+        whole, sample = trace(x, spec=SAGEBWD), Sample(rows=64)
+        parts = sample.parts(x, SAGEBWD)
+        assert [part.q.shape[-2] for part in parts] == [q.shape[-2]] * 2
+        assert sample.fraction(x, SAGEBWD) == 1.0
+        for head, part in enumerate(parts):
+            found = trace(part, spec=SAGEBWD)
+            assert_bitwise(actual=found.dk[0, 0], expected=whole.dk[0, head], what="dk")
+
+    @pytest.mark.parametrize(("rows", "measured"), [(128, 1 / 2), (129, 3 / 4), (256, 1.0)])
+    def test_the_measured_fraction_counts_each_query_once(self, rows, measured):
+        x = next(capture_of(1, kv_heads=1))
+        found = attribute(x, sample=Sample(rows=rows))
+        assert found.measured == measured
+        if measured == 1:
+            assert found.error == pytest.approx(attribute(x).error, rel=1e-12)
+
+    def test_a_problem_without_queries_is_its_only_part(self):
+        empty = torch.zeros(1, 1, 0, 16)
+        x = AttentionProblem(q=empty, k=empty, v=empty, do=empty)
+        sample = Sample(rows=5)
+        assert len(sample.parts(x, SAGEBWD)) == sample.fraction(x, SAGEBWD) == 1
+
     def test_a_sample_of_everything_is_the_whole(self):
         x = next(capture_of(1))
         whole, sample = attribute(x), attribute(x, sample=Sample(heads=99))
@@ -335,6 +362,16 @@ class TestRange:
         assert advice(found) == []
         pooled = pool([found, attribute(q, k, v, do, base=DP_IN_FP16)])
         assert pooled.verdict() == found.verdict()
+
+    def test_p_of_the_backward_overflows(self):
+        """The forward rounds S to INT8, which cannot overflow, and the backward to FP16."""
+        q, k, v, do = (x.half() for x in problem())
+        found = attribute(30 * q, 30 * k, v, do, base=SAGE_FORWARD)
+        overflowing = {(loss.site, loss.tensor) for loss in found.range_losses if loss.overflows}
+        assert ("dv", "p") in overflowing
+        assert "P overflows FP16 in dV = Pᵀ dO: elements become infinite." in found.summary()
+        assert "not finite: P = exp(S - L) of the backward becomes too large" in found.verdict()
+        assert SITE_NAMES["qk"] not in found.summary()
 
 
 def test_the_number_of_runs_is_known_beforehand():

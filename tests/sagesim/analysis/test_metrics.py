@@ -29,6 +29,20 @@ def test_errors_of_zero_and_nan_tensors():
         error(zero, torch.zeros(2))
 
 
+@pytest.mark.parametrize("size", [1e-100, 1e100])
+def test_errors_of_numbers_whose_products_are_no_float64_are_those_of_ordinary_numbers(size):
+    r, a = torch.tensor([3.0, 4.0]).double(), torch.tensor([3.0, 4.5]).double()
+    expected, found = error(a, r), error(size * a, size * r)
+    for name in ("cosine", "rel_l2", "sqnr_db", "max_error"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-12)
+
+
+def test_an_error_may_be_larger_than_the_root_of_the_largest_number():
+    found = error(*torch.tensor([[1e150], [1e-150]], dtype=torch.float64))
+    assert found.rel_l2 == pytest.approx(1e300, rel=1e-12)
+    assert found.sqnr_db == pytest.approx(-6000, rel=1e-12)
+
+
 def test_masked_logits_are_left_out_unless_one_is_finite():
     x = torch.randn(4, 1, 2, 9, 8, generator=torch.Generator().manual_seed(0))
     t, e = trace(*x, spec=FPA, is_causal=True), exact(*x, is_causal=True)

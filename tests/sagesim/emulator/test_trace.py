@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given
+from torch import Tensor
 
 from sagesim import (
     FPA,
@@ -49,6 +50,16 @@ def test_outputs_are_the_bytes_of_attention_in_every_dtype(preset, dtype):
     compute = torch.float64 if dtype is torch.float64 else torch.float32
     for name in ("s", "p", "lse", "delta", "dp", "ds", "s_recompute", "p_recompute"):
         assert getattr(found, name).dtype is compute, name
+
+
+@pytest.mark.parametrize("preset", ["sagebwd", "fpa"])
+def test_no_tensor_of_a_trace_requires_a_gradient(preset):
+    c = case(seed=0, n_q=9, n_k=9, d=8, heads=(2,))
+    leaves = (x.requires_grad_() for x in (c.q, c.k, c.v))
+    found = trace(*leaves, c.do, spec=PRESETS[preset])
+    tensors = {name: x for name in found.__slots__ if isinstance(x := getattr(found, name), Tensor)}
+    assert len(tensors) > 10
+    assert [name for name, x in tensors.items() if x.requires_grad] == []
 
 
 @given(cases(NASTY), specs(precisions=[Precision.INT8], same_recompute=True))

@@ -171,6 +171,13 @@ def test_names_and_strides_do_not_change_the_hash():
     assert content_hash(problem(**a, **v)) == content_hash(problem(**b, **v))
 
 
+def test_tensors_that_require_a_gradient_have_the_same_hash():
+    call = problem().calls[0]
+    assert content_hash(problem(q=call.q.clone().requires_grad_())) == content_hash(
+        problem(q=call.q)
+    )
+
+
 def test_bfloat16_and_masks_have_a_hash():
     mask = torch.ones(1, 1, 20, 20, dtype=torch.bool)
     with_mask = problem(attn_mask=mask, is_causal=False)

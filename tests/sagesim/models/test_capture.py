@@ -2,6 +2,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -708,3 +709,10 @@ class TestFile:
     def test_source_is_read_only(self):
         with pytest.raises(TypeError):
             small().source["model"] = "another"
+
+
+def test_a_scale_of_another_type_of_number_is_saved(as_installed, tmp_path):
+    call = dataclasses.replace(record(Attend()), scale=np.float32(0.5))
+    made = Capture(calls=(call,), loss_scale=1.0, source={}, torch_version="2.0")
+    made.save(tmp_path / "made.safetensors")
+    assert Capture.load(tmp_path / "made.safetensors").calls[0].scale == 0.5

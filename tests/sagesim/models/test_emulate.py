@@ -345,3 +345,24 @@ def test_a_label_instead_of_a_spec_raises(as_installed):
     for call in ({"spec": "sagebwd"}, {"spec": SAGEBWD, "layers": {0: "fpa"}}):
         with pytest.raises(TypeError, match=r"AttentionSpec\.parse makes one"), emulate(**call):
             pass
+
+
+def test_a_message_lists_at_most_20_calls():
+    with (
+        pytest.raises(ValueError, match=r"SDPA call 0 in 0, .*SDPA call 19 in 19 and 5 more$"),
+        emulate(SAGEBWD, layers={25: FPA}),
+    ):
+        net = nn.Sequential(*blocks(25))
+        for _ in range(2):
+            net(tokens())
+
+
+def test_an_outer_context_says_that_an_inner_one_took_its_calls():
+    with (
+        pytest.raises(RuntimeError, match="another `emulate` inside the context took every call"),
+        emulate(FPA),
+        emulate(SAGEBWD),
+    ):
+        nn.Sequential(*blocks(1))(tokens())
+    with pytest.raises(RuntimeError, match="was not called inside the context"), emulate(FPA):
+        pass

@@ -1,4 +1,6 @@
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -343,3 +345,24 @@ def test_calls_of_compiled_models_are_intercepted(x):
     with sdpa_calls(recorder):
         net(x)
     assert recorder.locations == [(0, "0"), (1, "1")]
+
+
+def test_a_context_keeps_no_module_alive(x):
+    gone = []
+    with sdpa_calls(Recorder()):
+        for _ in range(3):
+            model = nn.Sequential(Attend())
+            gone.append(weakref.ref(model[0]))
+            model(x)
+            del model
+            gc.collect()
+        assert [each() for each in gone] == [None] * 3
+
+
+def test_modules_that_are_gone_do_not_give_their_indices_to_others(x):
+    recorder = Recorder()
+    with sdpa_calls(recorder):
+        for _ in range(3):
+            Attend()(x)
+            gc.collect()
+    assert [call.index for call in recorder.calls] == [0, 1, 2]

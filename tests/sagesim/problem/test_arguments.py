@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import sagesim
-from sagesim import FPA, SAGEBWD, Capture, Precision, exact, trace
+from sagesim import FPA, SAGEBWD, AttentionProblem, Capture, Precision, exact, trace
 from sagesim.analysis import compare
 from sagesim.data import LLAMA
 from sagesim.emulator import quantize
+from tests.support.assertions import assert_within_bound
 
 pytestmark = pytest.mark.usefixtures("as_installed")
 
@@ -122,3 +123,43 @@ def test_what_is_printed_has_no_numbers_of_tensors():
     assert "index=5, name='layers.5.attention.core'), loss_scale=" in capture.replace("))", ")")
     for text in (of_trace, capture, repr(exact(problem))):
         assert "\n" not in text and "tensor(" not in text
+
+
+@pytest.mark.parametrize(
+    "padding", [{"key_mask": torch.arange(9) < 5}, {"seqused_k": torch.tensor(5)}]
+)
+def test_a_problem_of_two_axes_with_padded_keys_is_split(padding):
+    x = AttentionProblem.of(Q[0, 0], K[0, 0], V[0, 0], DO[0, 0], **padding)
+    (part,) = x.head_groups(entries=0)
+    found, expected = trace(part, spec=SAGEBWD), trace(x, spec=SAGEBWD)
+    assert torch.equal(found.dk[0, 0], expected.dk)
+
+
+def test_a_window_without_limits_may_be_a_list_beside_a_mask():
+    mask = torch.ones(9, 9, dtype=torch.bool)
+    found = sagesim.attention(Q, K, V, spec=FPA, attn_mask=mask, window=[-1, -1])
+    assert torch.equal(found, sagesim.attention(Q, K, V, spec=FPA))
+
+
+def test_no_heads_for_several_heads_of_k():
+    with pytest.raises(ValueError, match="heads of q is not a positive multiple of that of k"):
+        sagesim.attention(Q[:, :0], K, V, spec=FPA, enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((9, 8), {"enable_gqa": True}),
+        ((2, 0, 9, 8), {"enable_gqa": True}),
+        ((2, 0, 9, 8), {"sinks": torch.zeros(0)}),
+        ((0, 2, 9, 8), {"sinks": torch.zeros(2)}),
+    ],
+)
+def test_the_emulator_and_the_reference_accept_the_same_shapes(shape, options):
+    x = torch.ones(shape)
+    found, expected = trace(x, x, x, x, spec=FPA, **options), exact(x, x, x, x, **options)
+    for name in ("o", "dq", "dk", "dv", "dsinks"):
+        a, b = getattr(found, name), getattr(expected, name)
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert_within_bound(actual=a, exact=b, bound=torch.tensor(1e-6), what=name)

@@ -177,3 +177,17 @@ def test_a_string_instead_of_an_enum_member_raises(as_installed, make, message):
     """The string equals its member, but code that compares with `is` would take it for another."""
     with pytest.raises(TypeError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Smoothing(q=1), "Smoothing: q is 1, not True or False"),
+        (lambda: Smoothing(k="yes"), "Smoothing: k is 'yes', not True or False"),
+        (lambda: Rounding.stochastic(True), "Rounding: seed is True, not an integer"),
+        (lambda: Rounding.stochastic(1.0), "Rounding: seed is 1.0, not an integer"),
+    ],
+)
+def test_flags_and_seeds_of_another_type_raise(as_installed, make, message):
+    with pytest.raises(TypeError, match=message):
+        make()

@@ -104,7 +104,7 @@ class LayerAttention:
         if sliding_window is None:
             _refuse_unseen_window(module, key.shape[2])
         if _is_of_all_queries(attention_mask):
-            is_causal, attention_mask = False, attention_mask.flatten(0, -2)
+            is_causal, attention_mask = False, keys_of(attention_mask)
         elif is_causal is None:
             is_causal = bool(getattr(module, "is_causal", True))
             if not is_causal and query.shape[2] > 1 and config is not None:
@@ -177,6 +177,15 @@ def _is_of_all_queries(mask: object) -> TypeGuard[Tensor]:
     if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
         return False
     return mask.ndim in (3, 4) and math.prod(mask.shape[1:-1]) == 1
+
+
+@once_per_tensor
+def keys_of(mask: Tensor) -> Tensor:
+    """A mask of all queries as bool [batch, n_k], the same tensor for all layers.
+
+    It is a copy, because a view would keep the mask alive.
+    """
+    return mask.flatten(0, -2).clone()
 
 
 def _refuse_undeclared_decoder(module: nn.Module) -> None:

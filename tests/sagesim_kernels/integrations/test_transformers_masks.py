@@ -1,5 +1,8 @@
 """Layers of transformers that do not say what their masks are: right numbers, or an error."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from transformers import (
@@ -21,7 +24,7 @@ from transformers.masking_utils import bidirectional_mask_function
 
 import sagesim
 from sagesim_kernels.integrations.transformers import register, unregister, uses
-from sagesim_kernels.integrations.transformers.attention import LayerAttention
+from sagesim_kernels.integrations.transformers.attention import LayerAttention, keys_of
 from sagesim_kernels.integrations.transformers.masks import compact_mask
 from tests.support.assertions import assert_bitwise, assert_sqnr_at_least
 
@@ -128,6 +131,15 @@ def test_a_mask_that_is_not_causal_counts_more_than_a_layer_that_says_it_is(axes
     o, _ = LayerAttention("exact", sagesim.FPA)(Layer(), q, k, v, mask)
     expected = sagesim.attention(q, k, v, spec=sagesim.FPA, key_mask=tokens).transpose(1, 2)
     assert_sqnr_at_least(actual=o, exact=expected.double(), floor_db=ROUNDING, what="o")
+
+
+def test_all_layers_get_one_tensor_of_the_keys():
+    mask = torch.ones(2, 1, 6, dtype=torch.bool)
+    assert keys_of(mask) is keys_of(mask)
+    known = weakref.ref(keys_of(mask))
+    del mask
+    gc.collect()
+    assert known() is None
 
 
 def test_a_mask_that_must_exist_is_one_of_all_keys():

@@ -65,9 +65,9 @@ class Call(AttentionProblem):
             raise ValueError(f"name {self.name!r} of a call is not Unicode text")
         if type(self.index) is not int or not 0 <= self.index < 2**31:
             raise ValueError(f"index {self.index!r} of a call is not in 0..2**31-1")
-        if self.scale is not None and not math.isfinite(self.scale):
-            raise ValueError(f"{self}: scale={self.scale} is not finite")
         if self.scale is not None:
+            if not math.isfinite(self.scale):
+                raise ValueError(f"{self}: scale={self.scale} is not finite")
             object.__setattr__(self, "scale", float(self.scale))  # JSON has no NumPy numbers
         (q, k, v, do), mask = self.qkvdo, self.attn_mask
         for name, x in self.tensors.items():

@@ -58,6 +58,5 @@ def find_live_keys(key_mask: Tensor) -> LiveKeys:
     counts = torch.empty((sequences, n_k + 1), dtype=torch.int32, device=mask.device)
     runs = torch.empty((sequences, 3), dtype=torch.int32, device=mask.device)
     chunk = min(_CHUNK, max(triton.next_power_of_2(n_k), 128))
-    if sequences:
-        launch(count_keys_kernel, (sequences,), mask, counts, runs, n_k, chunk, **LAUNCH)
+    launch(count_keys_kernel, (sequences,), mask, counts, runs, n_k, chunk, **LAUNCH)
     return LiveKeys(mask, counts, runs)

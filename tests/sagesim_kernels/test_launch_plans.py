@@ -150,6 +150,11 @@ def test_a_plan_keeps_no_tensor():
     assert seen() is None
 
 
+def test_a_launch_without_programs_does_not_reach_the_driver(monkeypatch):
+    monkeypatch.setattr(launch_plans, "_run", None)
+    launch_plans.launch(None, (0,))
+
+
 def test_the_oldest_plan_goes_first(monkeypatch):
     monkeypatch.setattr(launch_plans, "_MOST", 2)
     for n in (3, 4, 5):

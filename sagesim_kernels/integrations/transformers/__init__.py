@@ -101,7 +101,8 @@ def uses(model: nn.Module, name: str = "sagebwd") -> bool:
     """Whether a model, or a part of it, calls the attention that is registered under a name.
 
     transformers accepts `attn_implementation=name` for every model. DeBERTa, XLNet and others
-    compute their attention in their own code and ignore it.
+    compute their attention in their own code and ignore it. Models that this attention refuses,
+    because their layers do not say whether they are causal, do not use it either.
 
     Args:
         model: a model of transformers, or a module that contains some.

@@ -191,13 +191,13 @@ def keys_of(mask: Tensor) -> Tensor:
 def _refuse_undeclared_decoder(module: nn.Module) -> None:
     """Raise ValueError if a decoder's layer may be causal without saying so.
 
-    Only 'sdpa' reads is_causal in transformers. Models that do not support it may have it wrong.
+    transformers reads is_causal for 'sdpa'. A model that does not support it may have it wrong.
     """
     if getattr(module, "is_decoder", False) and not supports_sdpa(type(module.config)):
         raise ValueError(
-            f"{type(module).__name__} is of a decoder, its is_causal is False, and its model does "
-            "not support 'sdpa', which would have shown whether this is right; use "
-            "attn_implementation='eager'"
+            f"{type(module).__name__} belongs to a decoder, and its is_causal is False. Its model "
+            "does not support 'sdpa', for which transformers reads is_causal, so it may be wrong; "
+            "use attn_implementation='eager'"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -67,38 +68,40 @@ def refuse_model(config: type) -> None:
 
 @torch._dynamo.assume_constant_result  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 def _reason_against(config: type) -> str | None:
-    """Why models of a config cannot use this attention; None if one can, or if none is known."""
-    if config not in _REASONS:
-        classes = [x for x in _subclasses(PreTrainedModel) if x.config_class is config]
-        calling = [x for x in classes if calls_the_attention(x)]
-        _REASONS[config] = None
-        if classes and not calling:
-            _REASONS[config] = (
-                "computes its attention in its own code, which does not call attn_implementation "
-                "and would misread this mask; use attn_implementation='eager' or 'sdpa'"
-            )
-        elif classes and not any(map(says_what_is_causal, calling)):
-            _REASONS[config] = (
-                "supports neither 'sdpa' nor 'flash_attention_2' in transformers. Its layers do "
-                "not say whether they are causal, as only a mask of n_q x n_k does; use "
-                "attn_implementation='eager'"
-            )
-    return _REASONS[config]
+    """Why models of a config cannot use this attention; torch.compile sees a constant."""
+    return _cached_reason(config)
 
 
-_REASONS: Final[dict[type, str | None]] = {}
+@cache
+def _cached_reason(config: type) -> str | None:
+    """As `_reason_against`; None if a model can use it, or if no model is known."""
+    models = _models_of(config)
+    calling = [x for x in models if calls_the_attention(x)]
+    if models and not calling:
+        return (
+            "computes its attention in its own code, which does not call attn_implementation "
+            "and would misread this mask; use attn_implementation='eager' or 'sdpa'"
+        )
+    if models and not any(map(says_what_is_causal, calling)):
+        return (
+            "supports neither 'sdpa' nor 'flash_attention_2' in transformers. Its layers do "
+            "not say whether they are causal, as only a mask of n_q x n_k does; use "
+            "attn_implementation='eager'"
+        )
+    return None
 
 
 @torch._dynamo.assume_constant_result  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 def supports_sdpa(config: type) -> bool:
     """Whether a model of the config supports 'sdpa'; True if no model is known."""
-    if config not in _SUPPORT_SDPA:
-        classes = [x for x in _subclasses(PreTrainedModel) if x.config_class is config]
-        _SUPPORT_SDPA[config] = not classes or any(x._supports_sdpa for x in classes)
-    return _SUPPORT_SDPA[config]
+    models = _models_of(config)
+    return not models or any(x._supports_sdpa for x in models)
 
 
-_SUPPORT_SDPA: Final[dict[type, bool]] = {}
+@cache
+def _models_of(config: type) -> tuple[Any, ...]:
+    """The classes of models with a config, of the modules that are imported."""
+    return tuple(x for x in _subclasses(PreTrainedModel) if x.config_class is config)
 
 
 def calls_the_attention(model: Any) -> bool:

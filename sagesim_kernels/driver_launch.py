@@ -41,6 +41,20 @@ _MAP_BYTES: Final = 128
 
 _WARP: Final = 32
 
+_DEPENDENT: Final = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, with a value that is an integer."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("padding", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest_of_value", ctypes.c_int * 15),
+    )
+
 
 class _Config(ctypes.Structure):
     """CUlaunchConfig."""
@@ -50,7 +64,7 @@ class _Config(ctypes.Structure):
         ("block", ctypes.c_uint * 3),
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
         ("attribute_count", ctypes.c_uint),
     )
 
@@ -65,12 +79,11 @@ class DriverLaunch(NamedTuple):
 
 
 def is_plain_launch(compiled: Any) -> bool:
-    """Return whether a kernel needs neither clusters, nor memory from Triton, nor attributes."""
+    """Return whether a kernel needs no clusters, no memory from Triton and no cooperative grid."""
     launcher = compiled.run
     return not (
         compiled.packed_metadata[1] != 1
         or launcher.launch_cooperative_grid
-        or launcher.launch_pdl
         or launcher.global_scratch_size
         or launcher.profile_scratch_size
     )
@@ -100,6 +113,9 @@ def prepare_launch(compiled: Any, programs: int, args: tuple[Any, ...]) -> Drive
             _NUMBERS[kind].from_buffer(memory, at).value = value
     warps, _, shared = compiled.packed_metadata
     config = _Config((programs, 1, 1), (_WARP * warps, 1, 1), shared)
+    if compiled.run.launch_pdl:  # see `dependent_launch`
+        config.attributes = ctypes.pointer(_Attribute(_DEPENDENT, value=1))
+        config.attribute_count = 1
     call_driver, where = _driver().cuLaunchKernelEx, ctypes.byref(config)
     function, count = ctypes.c_void_p(compiled.function), len(tensors)
     pack = struct.Struct(f"{count}Q").pack_into

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime import driver
 
 from sagesim_kernels.compiled_launch import Descriptor, check_compiled, launcher_of
+from sagesim_kernels.dependent_launch import has_dependent_launch
 from sagesim_kernels.interpreter import IS_INTERPRETED, interpret
 
 Tensors = tuple[Tensor | None, ...]
@@ -96,6 +97,7 @@ def _run(kernel: Any, programs: tuple[int], args: Any, options: dict[str, Any]) 
     """Launch a kernel, and return it compiled, or None if it is interpreted."""
     if IS_INTERPRETED:
         return interpret(kernel, programs, args, options)
+    options = {**options, "launch_pdl": has_dependent_launch()}
     check_compiled(kernel.warmup(*args, grid=programs, **options))
     return kernel[programs](*args, **options)
 

@@ -62,6 +62,7 @@ from sagesim_kernels.ampere.query_buffers import (
     right_buffer,
     scale_buffer,
 )
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.gluon_compat import barrier, reinterpret
 from sagesim_kernels.operands import (
     causal_offset,
@@ -144,6 +145,7 @@ def ampere_backward(
         sizes: `KernelSizes`.
         CONFIG: `Config`.
     """
+    wait_for_earlier_kernels()
     KEYS: gl.constexpr = CONFIG.keys
     QUERIES: gl.constexpr = CONFIG.queries
     STAGES: gl.constexpr = CONFIG.stages

@@ -37,6 +37,7 @@ from sagesim_kernels.ampere.device import (
 )
 from sagesim_kernels.ampere.map_codes import as_left_codes
 from sagesim_kernels.ampere.parts import PARTS, key_parts, visible_keys
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.operands import (
     CODE_UNIT,
@@ -163,6 +164,7 @@ def ampere_forward(
     does not depend on the tile. STEP: keys of which P is computed at a time: `BLOCK`, or 16 or 32
     if FIXED.
     """
+    wait_for_earlier_kernels()
     ROWS_OF_TILE: gl.constexpr = CONFIG.queries
     STAGES: gl.constexpr = CONFIG.stages
     CHANNELS: gl.constexpr = CONFIG.channels

@@ -25,6 +25,7 @@ from sagesim_kernels.ampere.device import (
     token_scale_buffer,
 )
 from sagesim_kernels.ampere.parts import PARTS, key_parts, visible_keys
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.operands import (
     causal_offset,
@@ -60,6 +61,7 @@ def ampere_p_rows(
     The arguments are those of `portable.p_rows.p_rows_kernel`. do and v are in 16 bit.
     CONFIG: `RowConfig`.
     """
+    wait_for_earlier_kernels()
     TILE: gl.constexpr = CONFIG.queries
     STAGES: gl.constexpr = CONFIG.stages
     CHANNELS: gl.constexpr = CONFIG.channels

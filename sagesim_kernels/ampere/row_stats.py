@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     head_pointers,
     inverse_units,
@@ -24,6 +25,7 @@ def row_stats_kernel(grid, q, lse2, delta, dq_sums, out, lengths, scale_log2, si
     q: `Operand` of qk_recompute. out: float32 [heads, 4, tokens] in padded storage.
     Queries from the last one on have an infinite lse2, so that their P is 0.
     """
+    wait_for_earlier_kernels()
     block, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = block * sizes.BLOCK_Q

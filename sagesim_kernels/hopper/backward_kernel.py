@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.hopper.backward_loads import (
     ROW_STATS,
@@ -91,6 +92,7 @@ def hopper_backward(
         scale: the scale of the logits.
         CONFIG: `Config`.
     """
+    wait_for_earlier_kernels()
     D: gl.constexpr = q8.block_shape[1]
     GROUPS: gl.constexpr = CONFIG.groups
     SPLITS: gl.constexpr = CONFIG.splits

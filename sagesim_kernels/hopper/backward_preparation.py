@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     DTYPES,
@@ -84,6 +85,7 @@ def prepare_keys_kernel(
     k, v: `Strided`. mean: `Means` of K, or None. k8: `Operand` of qk_recompute. k_blocks, v_blocks:
     `TokenBlocks` of the spec. TYPE: the 16-bit type of the other products.
     """
+    wait_for_earlier_kernels()
     i, h, b = program_coordinates(grid)
     first = i * k_blocks.BLOCK
     if first >= length_of(lengths.cu_k, lengths.n_k, b):
@@ -137,6 +139,7 @@ def prepare_queries_kernel(
     `Rows`. row_stats: see `ROW_STATS`, in padded storage. dq_sums: `DqSums`. growths: `Growths`.
     q_blocks, o_blocks: `TokenBlocks` of the spec. TYPE: the 16-bit type of dp.
     """
+    wait_for_earlier_kernels()
     i, h, b = reversed_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = i * sizes.BLOCK_Q

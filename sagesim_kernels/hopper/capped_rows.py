@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.hopper.backward_preparation import start_rows
 from sagesim_kernels.hopper.capped_logits import DsSums
 from sagesim_kernels.launch_plans import launch
@@ -80,6 +81,7 @@ def capped_rows_kernel(
     as all that follow. shifts: float32, or None. dq_sums: `DqSums`. ds_sums: `DsSums`, or None.
     softcap: `Softcap`. scale: the scale of the logits, divided by the softcap. growths: `Growths`.
     """
+    wait_for_earlier_kernels()
     i, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = i * sizes.BLOCK_Q
@@ -174,6 +176,7 @@ def prepare_capped_backward(
 @triton.jit
 def sums_of_ds_kernel(grid, ds_sums, out, tokens, lengths, BLOCK: tl.constexpr):
     """Convert the sums of a block of queries to float32. tokens: of a head in padded storage."""
+    wait_for_earlier_kernels()
     i, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = i * BLOCK

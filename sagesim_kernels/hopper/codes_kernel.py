@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.backward_kernel import BARRIER
 from sagesim_kernels.hopper.backward_loads import ROW_STATS, STATS_LAYOUT, load_tokens
@@ -98,6 +99,7 @@ def hopper_codes_backward(
         scale: the scale of the logits.
         CONFIG: `CodesConfig`.
     """
+    wait_for_earlier_kernels()
     D: gl.constexpr = q8.block_shape[1]
     GROUPS: gl.constexpr = CONFIG.groups
     SPLITS: gl.constexpr = CONFIG.splits

@@ -18,6 +18,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.hopper.forward_tiles import BLOCK
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
@@ -174,6 +175,7 @@ def hopper_codes_of_operands(
     grid2, x2, mean2, blocks2, out2, rounding2, other2, other_rounding2,
 ):  # fmt: skip
     """Do up to three tasks; those that are missing are None. See `operands.quantize_kernel`."""
+    wait_for_earlier_kernels()
     program = gl.program_id(0)
     end = programs_of(grid)
     if program < end:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.hopper.backward_preparation import start_rows
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.launch_plans import launch
@@ -59,6 +60,7 @@ def start_rows_kernel(
     blocks, 2, D_PAD], the scales of do_right and q_right. KEYS_PER_SCALE: keys that share a scale
     of K in qk_recompute.
     """
+    wait_for_earlier_kernels()
     block, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = block * sizes.BLOCK_Q

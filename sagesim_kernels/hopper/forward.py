@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.hopper.dealt_tiles import allocate_tiles
 from sagesim_kernels.hopper.descriptors import tma_descriptor
 from sagesim_kernels.hopper.forward_loads import allocate_barriers, produce
@@ -111,6 +112,7 @@ def hopper_forward(
     shift has the strides of lse2. scale: the scale of the logits, times log2(e) or divided by the
     softcap. IS_COPIED: whether V lies in padded storage. FIXED: see `consume`.
     """
+    wait_for_earlier_kernels()
     D: gl.constexpr = q8.block_shape[1]
     CONSUMERS: gl.constexpr = CONFIG.consumers
     STAGES: gl.constexpr = CONFIG.stages

@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.hopper.codes_operands import quantize
 from sagesim_kernels.hopper.dealt_tiles import allocate_tiles
 from sagesim_kernels.hopper.descriptors import (
@@ -70,6 +71,7 @@ def hopper_forward_codes(
     the scale of the logits times log2(e). DV: channels of V and O. V_CHANNELS: rows of a head of
     v8. Q_TOKENS: queries that share a scale.
     """
+    wait_for_earlier_kernels()
     D: gl.constexpr = q8.block_shape[1]
     CONSUMERS: gl.constexpr = CONFIG.consumers
     STAGES: gl.constexpr = CONFIG.stages

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.hopper.support import BLOCK, has_to_copy, is_wide
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
@@ -110,6 +111,7 @@ def prepare_forward_kernel(
     q_grid: one tile for COUNT blocks of Q. k_grid: one tile for each head of K. q, k: `Strided`.
     means: `Means` of K. q8, k8: `Operand` of qk. COUNT: blocks that are loaded at once.
     """
+    wait_for_earlier_kernels()
     program = tl.program_id(0)
     heads = programs_of(k_grid)
     if program < heads:

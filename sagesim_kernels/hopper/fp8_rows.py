@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sagesim.spec import Delta
 from sagesim_kernels import portable
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.p_rows import launch_p_rows
 from sagesim_kernels.launch_plans import launch
@@ -80,6 +81,7 @@ def start_fp8_rows_kernel(
     kernel loads them, see `fp8_warps`. channel_scales: float32 [heads * blocks, 2, D_PAD], the
     scales of do_right and q_right. KEYS_PER_SCALE: keys that share a scale of K in qk_recompute.
     """
+    wait_for_earlier_kernels()
     block, h, b = program_coordinates(grid)
     cu = lengths.cu_q
     n_q = length_of(cu, lengths.n_q, b)

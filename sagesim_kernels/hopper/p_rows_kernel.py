@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.hopper.backward_kernel import BARRIER
 from sagesim_kernels.hopper.p_rows_warps import (
     BLOCK,
@@ -75,6 +76,7 @@ def hopper_p_rows(
         tokens_q, tokens_k: tokens of a head in padded storage.
         IS_COPIED: whether the 16-bit tensors lie in padded storage.
     """
+    wait_for_earlier_kernels()
     D: gl.constexpr = q8.block_shape[1]
     K_TOKENS: gl.constexpr = k.TOKENS
     Q_TOKENS: gl.constexpr = q.TOKENS

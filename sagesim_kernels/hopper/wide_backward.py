@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.hopper.channel_parts import BLOCK
 from sagesim_kernels.hopper.support import tile_channels
 from sagesim_kernels.hopper.tile_scheduler import MOST_QUERY_HEADS
@@ -60,6 +61,7 @@ def row_statistics_kernel(
     `ROW_STATS`, in padded storage. tokens: of a head in padded storage. softcap: `Softcap`. scale:
     the scale of the logits, times log2(e) or divided by the softcap.
     """
+    wait_for_earlier_kernels()
     i, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = i * sizes.BLOCK_Q

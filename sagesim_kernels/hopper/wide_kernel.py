@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.hopper.channel_parts import BLOCK, allocate
 from sagesim_kernels.hopper.wide_gradients import compute_gradient
 from sagesim_kernels.hopper.wide_softmax import at_least_one, compute_o
@@ -84,6 +85,7 @@ def hopper_wide(
             the softcap.
         CONFIG: `Config`.
     """
+    wait_for_earlier_kernels()
     OWNS_QUERIES: gl.constexpr = CONFIG.owns_queries
     HAS_DP: gl.constexpr = CONFIG.has_dp
     STAGES: gl.constexpr = CONFIG.stages

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim.spec import Precision
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import (
@@ -38,6 +39,7 @@ def cast_kernel(grid, x, mean, out, lengths, STORED: tl.constexpr, blocks):
     STORED: out is padded storage, and gets zeros from the end of a sequence to the next multiple of
     `ALIGNMENT`.
     """
+    wait_for_earlier_kernels()
     i, h, b = program_coordinates(grid)
     if blocks.IS_KEY:
         cu, n = lengths.cu_k, lengths.n_k

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.kernel_problem import KernelProblem, padded
 from sagesim_kernels.operands.layout import (
@@ -80,6 +81,7 @@ def delta_kernel(
     TILE: tl.constexpr,
 ):
     """Compute delta of a tile of queries from O and dO."""
+    wait_for_earlier_kernels()
     tile, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = tile * TILE

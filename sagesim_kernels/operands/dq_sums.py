@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.interpreter import IS_INTERPRETED
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.delta import load_rows
@@ -227,6 +228,7 @@ def finish_dq_kernel(grid, dq_sums, lse2, ds_sums, subtracted, dq, lengths, scal
 
     ds_sums: `Rows` of the sums of the rows of dS, or None if they are 0.
     """
+    wait_for_earlier_kernels()
     block, h, b = reversed_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = block * sizes.BLOCK_Q

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from sagesim.spec import AttentionSpec, Granularity, RoundingMode
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.delta import load_rows
 from sagesim_kernels.operands.dq_sums import DqSums
@@ -178,6 +179,7 @@ def units_kernel(
     grid, q, do, bounds, lse2, delta, p_sums, dq_sums, lengths, scale_log2, growths, sizes, ds_bound
 ):  # fmt: skip
     """Compute the units of a block of queries; the arguments are those of `row_units`."""
+    wait_for_earlier_kernels()
     block, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = block * sizes.BLOCK_Q

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.kernel_problem import KernelProblem, KernelSizes
 from sagesim_kernels.operands.layout import (
@@ -127,6 +128,7 @@ def key_bounds_kernel(grid, k, v, k_right, to_subtract, k_mean, bounds, lengths,
     is K before smoothing, or None. k_mean: the `Means` of K, if rows of dS times the mean are added
     to the parts of dQ, or None.
     """
+    wait_for_earlier_kernels()
     block, h, b = program_coordinates(grid)
     first = block * sizes.BLOCK_K
     if first >= length_of(lengths.cu_k, lengths.n_k, b):

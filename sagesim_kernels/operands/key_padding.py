@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.rounding import LAUNCH
 
@@ -27,6 +28,7 @@ class LiveKeys(NamedTuple):
 @triton.jit(do_not_specialize=["n_k"])
 def count_keys_kernel(mask, counts, runs, n_k, CHUNK: tl.constexpr):
     """Count the keys of a sequence that are no padding, and find their first run and their end."""
+    wait_for_earlier_kernels()
     b = tl.program_id(0).to(tl.int64)
     mask += b * n_k
     counts += b * (n_k + 1)

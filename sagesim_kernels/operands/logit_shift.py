@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.delta import store_rows
 from sagesim_kernels.operands.kernel_problem import KernelProblem
@@ -42,6 +43,7 @@ def logit_shift_kernel(
     TILE: tl.constexpr,
 ):
     """Compute the shift of a tile of queries; 0 for queries that attend to no key."""
+    wait_for_earlier_kernels()
     tile, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = tile * TILE

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.delta import load_rows, store_rows
 from sagesim_kernels.operands.kernel_problem import KernelProblem
@@ -34,6 +35,7 @@ def upper_lse2(lse2):
 @triton.jit
 def natural_lse_kernel(grid, lse2, shift, lse, lengths, TILE: tl.constexpr):
     """Compute the natural logsumexp of a tile of queries. shift: `Rows`, or None."""
+    wait_for_earlier_kernels()
     tile, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = tile * TILE

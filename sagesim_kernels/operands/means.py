@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import (
@@ -216,6 +217,7 @@ def sum_chunks_kernel(grid, x, sums, stored_chunks, lengths, blocks, STEP: tl.co
 
     STEP: tokens of a step. Those that a thread holds are added without the other threads.
     """
+    wait_for_earlier_kernels()
     chunk, h, b = program_coordinates(grid)
     if blocks.IS_KEY:
         cu, n = lengths.cu_k, lengths.n_k
@@ -241,6 +243,7 @@ def divide_sums_kernel(
 
     AT_ONCE: chunks that are loaded in one step.
     """
+    wait_for_earlier_kernels()
     mean, h, b = program_coordinates(grid)
     if blocks.IS_KEY:
         cu, n = lengths.cu_k, lengths.n_k

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim.spec import Granularity, Precision
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.formats import code_max, format_of, memory_dtype, stored_codes
 from sagesim_kernels.operands.kernel_problem import KernelProblem
@@ -230,6 +231,7 @@ def quantize_kernel(
 
     The programs of a task go from the last block to the first, see `reversed_coordinates`.
     """
+    wait_for_earlier_kernels()
     program = tl.program_id(0)
     end = programs_of(grid)
     if program < end:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim.spec import SITES, AttentionSpec, Granularity, MatmulSpec, Precision
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.delta import load_rows, store_rows
 from sagesim_kernels.operands.formats import (
@@ -147,6 +148,7 @@ def v_norms_kernel(grid, v, most, lengths, sizes):
 
     v: `Operand` of dp. most: int32 [sequences, kv heads], 0 at first, the bits of a float32.
     """
+    wait_for_earlier_kernels()
     tile, h, b = program_coordinates(grid)
     first = tile * sizes.TILE
     n_k, low = live_keys(lengths, b), first_live_key(lengths, b)
@@ -189,6 +191,7 @@ def ds_bounds_kernel(
     do: `Operand` of dp. v_norm: what `v_norms_kernel` computes. p_bound, ds_bound: `Rows`. inverse,
     scale: `Rows` of the scales with the top code TOP, or None.
     """
+    wait_for_earlier_kernels()
     tile, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = tile * sizes.TILE
@@ -253,6 +256,7 @@ def fold_kernel(
     x, mean, out, rounding, blocks: as those of `quantize_kernel`. bound: `Rows` of the bounds of a
     map. inverse, scale: `Rows` of the scales of the map.
     """
+    wait_for_earlier_kernels()
     i, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     begin = i * blocks.BLOCK

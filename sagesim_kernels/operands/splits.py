@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.kernel_problem import KernelProblem, padded
 from sagesim_kernels.operands.layout import (
@@ -49,6 +50,7 @@ def add_splits_kernel(
     grid, parts, out, lengths, scale, SPLITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr
 ):
     """Add up the parts of a block of keys, and multiply the sum by scale."""
+    wait_for_earlier_kernels()
     i, h, b = program_coordinates(grid)
     n_k = length_of(lengths.cu_k, lengths.n_k, b)
     first = i * _BLOCK

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     FAILED,
@@ -230,6 +231,7 @@ def forward_kernel(
     None. softcap: `Softcap`. trace: the `MapTrace` of P, or None. scale: the logit scale
     times log2(e), or divided by the softcap. IS_NEGATIVE: whether it is negative.
     """
+    wait_for_earlier_kernels()
     tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
     if tile * sizes.TILE >= length_of(lengths.cu_q, lengths.n_q, b):
         return
@@ -255,6 +257,7 @@ def failed_rows_kernel(
 
     The arguments are those of `forward_kernel`. grid: of `_ROWS` queries a program.
     """
+    wait_for_earlier_kernels()
     part, h, b = program_coordinates(grid, False)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = part * _ROWS

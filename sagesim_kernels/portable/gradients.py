@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     HeadIndex,
     add_part,
@@ -91,6 +92,7 @@ def gradients_kernel(
     p_product, dq_product, dk_product: `MapProduct`. scale: `LogitScale`. STEP: queries of a step.
     IS_SHORT: whether a step is short to save shared memory.
     """
+    wait_for_earlier_kernels()
     tile, k_head, b = program_coordinates(grid)
     first = tile * sizes.TILE
     n_stored = length_of(lengths.cu_k, lengths.n_k, b)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     HeadIndex,
     apply_k_scale,
@@ -43,6 +44,7 @@ def p_rows_kernel(
     subtracted: `SubtractedMeans`. softcap: `Softcap`. scale: the logit scale times
     log2(e), or divided by the softcap.
     """
+    wait_for_earlier_kernels()
     tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = tile * sizes.TILE

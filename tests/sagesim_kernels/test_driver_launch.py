@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import time
 from collections import Counter
 from threading import Barrier, Thread
@@ -69,7 +70,8 @@ class Driver:
             return 201
         time.sleep(1e-5)  # other threads run, as they may during a call of the driver
         c = config._obj
-        shape = (*c.grid, *c.block, c.shared_bytes, c.stream, c.attributes, c.attribute_count)
+        attributes = [(x.id, x.value) for x in c.attributes[: c.attribute_count]]
+        shape = (*c.grid, *c.block, c.shared_bytes, c.stream, attributes)
         read = [ctypes.string_at(x, n) for x, n in zip(pointers, SIZES, strict=True)]
         self.launches.append((shape, function.value, read))
         return self.error
@@ -126,9 +128,18 @@ def test_parameters_are_those_of_the_call(driver: Driver) -> None:
     for stream, first, second, encoded in ((5, 2**63 + 1, 16, maps[0]), (6, 32, 48, maps[1])):
         launch.run(stream, first, second, encoded)
         shape, function, read = driver.launches[-1]
-        assert shape == (12, 1, 1, 256, 1, 1, 1000, stream, None, 0)
+        assert shape == (12, 1, 1, 256, 1, 1, 1000, stream, [])
         assert function == 0x7777
         assert read == expected(first, second, encoded)
+
+
+def test_a_dependent_launch_has_the_attribute(driver: Driver) -> None:
+    launch = prepare_launch(compiled(launch_pdl=True), 12, ARGS)
+    gc.collect()  # the attribute stays
+    launch.run(5, 1, 2, EncodedMap())
+    ((*_, attributes),) = (shape for shape, _, _ in driver.launches)
+    programmatic_stream_serialization = 6
+    assert attributes == [(programmatic_stream_serialization, 1)]
 
 
 def test_threads_do_not_mix_their_addresses(driver: Driver) -> None:
@@ -181,7 +192,6 @@ def test_an_unknown_type_is_named() -> None:
     [
         {"clusters": 2},
         {"launch_cooperative_grid": True},
-        {"launch_pdl": True},
         {"global_scratch_size": 8},
         {"profile_scratch_size": 8},
     ],

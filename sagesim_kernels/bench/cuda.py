@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Final
@@ -93,8 +94,18 @@ class CudaMeter:
 
 
 def device_kernels(events: list[FunctionEvent]) -> list[Kernel]:
-    """The kernels among a profile's events, in order of their start."""
+    """The kernels among a profile's events, in order of their start.
+
+    A kernel may start while the one before still runs, and wait for it: see
+    `sagesim_kernels.dependent_launch`. The time of this wait does not count.
+    """
     on_device = [e for e in events if e.device_type.name == "CUDA"]
     ran = [e for e in on_device if not e.is_user_annotation]
     ran.sort(key=lambda e: e.time_range.start)
-    return [Kernel(e.name, e.time_range.elapsed_us() / 1e6) for e in ran]
+    found: list[Kernel] = []
+    last = -math.inf
+    for e in ran:
+        begun, ended = max(e.time_range.start, last), e.time_range.end
+        found.append(Kernel(e.name, max(ended - begun, 0) / 1e6))
+        last = max(last, ended)
+    return found

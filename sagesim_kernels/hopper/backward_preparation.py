@@ -10,7 +10,7 @@ units of dQ, and sets the sums of dQ to 0.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -69,11 +69,26 @@ _REGISTERS_QUERIES: Final = {4: 80, 8: 64}
 """At most so many for a thread of a program that holds one block; for queries by the warps of the
 program. With more, fewer programs run on a multiprocessor at a time."""
 
+_REGISTERS_IN_PARTS: Final = 96
+"""The same if a tile is in two tensors: with 80, more of them are spilled."""
 
-def _warps(*head_sizes: int) -> int:
-    """Return the warps of a program that holds one block of tokens of each of these head sizes."""
-    channels = max(padded(d) if part_count(d) == 1 else 64 for d in head_sizes)
-    return channels // _CHANNELS_OF_A_WARP
+
+class _Threads(NamedTuple):
+    """The threads of a program that holds one block of tokens."""
+
+    warps: int
+    registers_keys: int  #: at most, for a thread of a program for keys
+    registers_queries: int
+
+    @classmethod
+    def of(cls, *head_sizes: int) -> _Threads:
+        """For a block of each of these head sizes."""
+        is_in_parts = any(part_count(d) > 1 for d in head_sizes)
+        channels = max(padded(d) if part_count(d) == 1 else 64 for d in head_sizes)
+        warps = channels // _CHANNELS_OF_A_WARP
+        if is_in_parts and warps == 4:
+            return cls(warps, _REGISTERS_IN_PARTS, _REGISTERS_IN_PARTS)
+        return cls(warps, _REGISTERS_KEYS, _REGISTERS_QUERIES[warps])
 
 
 @triton.jit
@@ -193,6 +208,7 @@ def prepare_backward(
     dtype: tl.constexpr = tl.constexpr(_TYPES[DTYPES[spec.dp.precision]])
     (q8, q), (k8, k) = (operands.reserve("qk_recompute", x) for x in ("q", "k"))
     d, d_v = k.x.shape[3], problem.v.shape[3]
+    threads = _Threads.of(d, d_v)
     block_q, block_k = spec.block_q, spec.block_k
     bounds = KeyBounds.empty(problem, tile)
     grid = Grid(-(-problem.longest_k // block_k), k.x.shape[1], problem.sequences)
@@ -210,8 +226,8 @@ def prepare_backward(
         TokenBlocks.of(True, d, padded(d), block_k),
         TokenBlocks.of(True, d_v, padded(d_v), block_k),
         dtype,
-        num_warps=_warps(d, d_v),
-        maxnreg=_REGISTERS_KEYS,
+        num_warps=threads.warps,
+        maxnreg=threads.registers_keys,
         **LAUNCH,
     )
     grid = Grid(-(-problem.longest_q // block_q), q.x.shape[1], problem.sequences)
@@ -237,7 +253,7 @@ def prepare_backward(
         TokenBlocks.of(False, d_v, padded(d_v), block_q),
         KernelSizes.of(problem, block_q),
         dtype,
-        num_warps=_warps(d, d_v),
-        maxnreg=_REGISTERS_QUERIES[_warps(d, d_v)],
+        num_warps=threads.warps,
+        maxnreg=threads.registers_queries,
         **LAUNCH,
     )

@@ -37,7 +37,7 @@ from sagesim_kernels.operands.masking import (
 )
 from sagesim_kernels.operands.rounding import LAUNCH, row_sums
 
-_STEP: Final = 32
+_STEP: Final = 64
 """Tokens that a program adds in one step. The tokens of the next step are loaded meanwhile."""
 
 _CHUNK: Final = 128

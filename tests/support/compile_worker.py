@@ -54,6 +54,11 @@ _MEETING = re.compile(
 )
 # Loads from shared memory, with the address; fences before accesses by TMA and wgmma; arrivals.
 _SHARED = re.compile(r"\b(ld\.shared|fence\.proxy\.async|mbarrier\.arrive)([\w.:]*)([^;]*)")
+# Accesses to memory that other kernels may write, and the wait for them. Parameters and shared
+# memory are others.
+_GLOBAL = re.compile(
+    r"^\s*(?:@!?%p\d+ )?((?:ld|st|red|atom|cp|prefetch|griddepcontrol\.wait)\b[\w.:]*)", re.M
+)
 # ptxas fuses a multiplication into an addition only if neither says how it is rounded.
 _FUSIBLE = re.compile(r"\b(?:mul|add|sub)\.f32(?:x2)?\b")
 # A conversion from or to FP8, of two numbers.
@@ -166,6 +171,8 @@ def _contents(kernel: Any, with_loops: bool) -> dict[str, Any]:
         "has_fp64": ".f64" in ptx,
         "early_arrivals": _early_arrivals(ptx),
         "unfenced_loads": _unfenced_loads(ptx),
+        "waits": "griddepcontrol.wait" in ptx,
+        "accesses_before_wait": _accesses_before_wait(ptx),
         "narrow_stores": len(re.findall(r"\bst\.global\.[bu](?:8|16)\b", ptx)),
         "narrow_loads": len(re.findall(r"\bld\.global(?:\.L\w+)*\.[bu](?:8|16)\b", ptx)),
         "shared": kernel.metadata.shared,
@@ -189,6 +196,12 @@ def _early_arrivals(ptx: str) -> int:
         now == "mbarrier.arrive" and not before.startswith("bar")
         for before, now in itertools.pairwise(events)
     )
+
+
+def _accesses_before_wait(ptx: str) -> list[str]:
+    """Return the accesses to global memory before the wait for earlier kernels; all without one."""
+    before = itertools.takewhile(lambda x: not x.startswith("griddepcontrol"), _GLOBAL.findall(ptx))
+    return [x for x in before if ".param" not in x and ".shared." not in f"{x}."]
 
 
 def _unfenced_loads(ptx: str) -> int:

@@ -81,7 +81,7 @@ class TestKernelsOfAProfile:
             name=name,
             device_type=SimpleNamespace(name=device),
             is_user_annotation=is_user_annotation,
-            time_range=SimpleNamespace(start=start, elapsed_us=lambda: microseconds),
+            time_range=SimpleNamespace(start=start, end=start + microseconds),
         )
 
     def test_those_on_the_device_in_order(self):
@@ -94,6 +94,16 @@ class TestKernelsOfAProfile:
         found = device_kernels(events)
         assert [k.name for k in found] == ["first", "later"]
         assert [k.seconds for k in found] == pytest.approx([4e-6, 3e-6])
+
+    def test_the_wait_for_an_earlier_kernel_does_not_count(self):
+        events = [
+            self.event("long", 0, 10),
+            self.event("starts early", 4, 9),
+            self.event("ends early", 5, 2),
+            self.event("alone", 20, 1),
+        ]
+        found = {k.name: round(1e6 * k.seconds) for k in device_kernels(events)}
+        assert found == {"long": 10, "starts early": 3, "ends early": 0, "alone": 1}
 
     def test_a_profile_of_a_cpu_has_none(self):
         """The profiler's events have every field that is read."""

@@ -30,7 +30,6 @@ def wait_for_earlier_kernels():
 
     Every kernel calls this before it accesses global memory.
     """
-    if not INTERPRETED:
-        if cuda_capability_geq(9, 0):
-            gdc_launch_dependents()
-            gdc_wait()
+    if not INTERPRETED and cuda_capability_geq(9, 0):
+        gdc_launch_dependents()
+        gdc_wait()

@@ -71,7 +71,7 @@ other documents quote it."""
 
 FLASH_ERRORS = "sdpa flash"
 """The entry of bench_errors.json with the same precisions as SIXTEEN_BIT, which has none."""
-ON_HOPPER = ("bench_models", "bench_int8", "bench")
+ON_HOPPER = ("bench_models", "bench_long", "bench_int8", "bench")
 """The records with measured times of specs on Hopper, with Hopper's own code; the newest first."""
 BASE_ON_HOPPER = "factored_qk"
 """The spec that is in all of them; the times of others are relative to it."""

@@ -111,19 +111,17 @@ def groups() -> list[Group]:
     """Every table."""
     whole = read(records.DATA / "bench.json")
     code = read(records.DATA / "bench_sm80.json")
-    fp8, long, int8 = (
-        read(records.DATA / f"bench_{name}.json") for name in ("fp8", "flash4", "int8")
-    )
+    long, int8 = (read(records.DATA / f"bench_{name}.json") for name in ("long", "int8"))
     cards = json.loads((records.DATA / "cards.json").read_text(encoding="utf-8"))
     models, masks = records.of_part("models"), records.of_part("masks")
-    trained = [each for each in models if any(key.startswith("training") for key in each["cases"])]
+    trained = records.of_part("training")
     return [
         Group(
             "long sequences, on Hopper",
-            list(on_hopper(fp8, long, int8, whole)),
-            _source(fp8, long, int8, whole),
+            list(on_hopper(long, int8, whole)),
+            _source(long, int8, whole),
         ),
-        Group("dV, dQ and dK in INT8, on Hopper", list(of_int8(int8)), _source(int8)),
+        Group("dV, dQ and dK in INT8, on Hopper", list(of_int8(long, int8)), _source(long, int8)),
         Group("where models run", list(of_models(*models)), _source(*models)),
         Group("training steps of models", list(of_training(*trained)), _source(*trained)),
         Group("windows and padded keys", list(of_masks(*masks)), _source(*masks)),

@@ -27,10 +27,14 @@ def of_models() -> dict[str, Any] | None:
 
 
 def of_models_earlier() -> list[dict[str, Any]]:
-    """Earlier records, the newest first, each with the cases that no newer one has."""
+    """Records of models and of training steps, each with the cases that none before it has.
+
+    The newest of training steps comes first, and then earlier ones of models. Not `of_models`.
+    """
+    models, trained = of_part("models"), of_part("training")
     found: list[dict[str, Any]] = []
     known: set[str] = set()
-    for document in of_part("models"):
+    for document in (*models[:1], *trained, *models[1:]):
         lacking = {key: c for key, c in document["cases"].items() if key not in known}
         found += [document | {"cases": lacking}] if known and lacking else []
         known |= lacking.keys()

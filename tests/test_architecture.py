@@ -64,13 +64,16 @@ FLOORS: dict[str, set[str]] = {
     "sagesim.fuzzing": {"sagesim.spec", "sagesim.problem", "sagesim.emulator"},
     "sagesim_kernels.target": set(),
     "sagesim_kernels.interpreter": set(),
+    "sagesim_kernels.dependent_launch": {"sagesim_kernels.interpreter", "sagesim_kernels.target"},
     "sagesim_kernels.driver_launch": set(),
     "sagesim_kernels.compiled_launch": {"sagesim_kernels.driver_launch"},
     "sagesim_kernels.launch_plans": {
+        "sagesim_kernels.dependent_launch",
         "sagesim_kernels.compiled_launch",
         "sagesim_kernels.interpreter",
     },
     "sagesim_kernels.operands": {
+        "sagesim_kernels.dependent_launch",
         "sagesim.spec",
         "sagesim.problem",
         "sagesim_kernels.target",
@@ -90,6 +93,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.target",
     },
     "sagesim_kernels.portable": {
+        "sagesim_kernels.dependent_launch",
         "sagesim_kernels.compiled_launch",
         "sagesim.spec",
         "sagesim_kernels.launch_plans",
@@ -97,6 +101,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "sagesim_kernels.gluon_compat": set(),
     "sagesim_kernels.ampere": {
+        "sagesim_kernels.dependent_launch",
         "sagesim_kernels.interpreter",
         "sagesim.spec",
         "sagesim_kernels.target",
@@ -107,6 +112,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.portable",
     },
     "sagesim_kernels.hopper": {
+        "sagesim_kernels.dependent_launch",
         "sagesim_kernels.interpreter",
         "sagesim.spec",
         "sagesim_kernels.target",

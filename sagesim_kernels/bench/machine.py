@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import platform
 import shutil
 import subprocess
+import tokenize
 from importlib.metadata import PackageNotFoundError, version
+from io import StringIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,17 +59,34 @@ def versions() -> dict[str, Any]:
 
 
 def sources_hash() -> str:
-    """12 hexadecimal digits of a hash of the kernels' sources and of the presets.
+    """12 hexadecimal digits of a hash of the kernels' code and of the presets.
 
-    The benchmark's own sources are not part of it.
+    The benchmark's own code is not part of it, and neither are comments and docstrings.
     """
     root = Path(__file__).parents[1]
     bench = Path(__file__).parent
     kernels = [path for path in sorted(root.rglob("*.py")) if bench not in path.parents]
     digest = hashlib.sha256()
     for path in [*kernels, Path(sagesim.__file__).parent / "spec" / "presets.py"]:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        code = _without_comments(path.read_text(encoding="utf-8"))
+        digest.update(f"{path.name}\0{code}".encode())
     return digest.hexdigest()[:12]
+
+
+def _without_comments(source: str) -> str:
+    """Return source code without comments, docstrings and empty lines."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str()), lineno=first, end_lineno=int(last)):
+                lines[first - 1 : last] = [""] * (last - first + 1)
+            case _:
+                pass
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def one_line(machine: dict[str, Any]) -> str:

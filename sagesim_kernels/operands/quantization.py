@@ -1,7 +1,4 @@
-"""Round Q, K, V and dO to operands that are codes with scales.
-
-A program rounds one block of tokens: amax, then scale, then codes.
-"""
+"""Round Q, K, V and dO to codes with scales. A program rounds one block of tokens."""
 
 # Pyright takes the annotations of Triton's functions literally:
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false

@@ -211,6 +211,10 @@ def test_int8_products_are_int8_instructions(
     # The code for 86 and 89 is that for 80 but for the name of the GPU; only products are read.
     compiler: Compiler = request.getfixturevalue(triton)
     kernels = compiler.compile("factored", capability, preparation=capability not in (86, 89))
+    has_dependent_launch = capability >= 90
+    for kernel in kernels:
+        assert kernel.waits == has_dependent_launch, kernel.name
+        assert not (kernel.waits and kernel.accesses_before_wait), kernel.name
     by_pass = {90: IN_CODES, 100: PORTABLE, 103: PORTABLE}.get(capability, AMPERE)
     assert_as_declared(kernels, FACTORED, by_pass=by_pass)
     for kernel in products(kernels).values():
@@ -663,6 +667,7 @@ def test_masks_sinks_and_softcaps_compile_for_hopper(
 ) -> None:
     """Its own kernels serve them, with the same care for waits, descriptors and barriers."""
     kernels = compiler.compile("factored_qk", 90, head_size=head_size, extras=extras)
+    assert all(kernel.waits and not kernel.accesses_before_wait for kernel in kernels)
     own = {"hopper_forward", "hopper_backward"} if head_size <= 128 else {"hopper_wide"}
     assert set(products(kernels)) == own
     assert "sagesim_kernels.portable" not in {kernel.package for kernel in kernels}

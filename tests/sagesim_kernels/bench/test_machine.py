@@ -67,10 +67,12 @@ def test_the_hash_changes_with_a_kernel(monkeypatch, tmp_path, file):
     assert re.fullmatch("[0-9a-f]{12}", before)
     (tmp_path / "bench").mkdir()
     (tmp_path / "hopper").mkdir()
-    (tmp_path / file).write_text("a kernel")
+    (tmp_path / file).write_text("one = 1")
     monkeypatch.setattr(machine, "__file__", str(tmp_path / "bench" / "machine.py"))
     one = sources_hash()
-    (tmp_path / file).write_text("another kernel")
+    (tmp_path / file).write_text('# A comment.\none = 1  # one\n\n"""A docstring\nof lines."""\n')
+    assert sources_hash() == one
+    (tmp_path / file).write_text("one = 2")
     assert len({before, one, sources_hash()}) == 3
 
 

@@ -2,8 +2,8 @@
 
 From Hopper on, a GPU may start the programs of a kernel as soon as all programs of the kernel
 before it have started. They take the places of programs that end, and wait there until the whole
-kernel has ended and its memory is written. This hides the time of a launch, which is a microsecond
-or two, and a call has up to eight.
+kernel has ended and its memory is written. This hides the time in which a launch starts: see
+docs/data/launch_variants.json.
 """
 
 # gdc_wait is part of Triton's library for CUDA:

@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import tokenize
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from io import StringIO
 from pathlib import Path
@@ -73,6 +74,7 @@ def sources_hash() -> str:
     return digest.hexdigest()[:12]
 
 
+@lru_cache(maxsize=512)
 def _without_comments(source: str) -> str:
     """Return source code without comments, docstrings and empty lines."""
     lines = source.splitlines()

@@ -1,9 +1,9 @@
 """Programmatic dependent launch: a kernel starts while the one before it still runs.
 
 From Hopper on, a GPU may start the programs of a kernel as soon as all programs of the kernel
-before it have started. They take the places of programs that end, and wait there until the whole
-kernel has ended and its memory is written. This hides the time in which a launch starts: see
-docs/data/launch_variants.json.
+before it have started, on multiprocessors where some of those have ended. They wait there until the
+kernel before has ended and its writes to memory are visible. This hides the time that a launch
+takes: see docs/data/launch_variants.json.
 """
 
 # gdc_wait is part of Triton's library for CUDA:
@@ -26,9 +26,10 @@ def has_dependent_launch() -> bool:
 
 @triton.jit
 def wait_for_earlier_kernels():
-    """Wait until all kernels that were launched before have written their memory.
+    """Wait until all kernels that were launched before have ended and their writes are visible.
 
-    Every kernel calls this before it accesses global memory.
+    Every kernel calls this first, before it accesses global memory. Without the wait it would start
+    early all the same, and might read what is not written yet.
     """
     if not INTERPRETED and cuda_capability_geq(9, 0):
         gdc_launch_dependents()

@@ -1,9 +1,9 @@
-"""A table in Markdown."""
+"""Tables in Markdown, and lists in a sentence."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _NUMBER = re.compile(r"[-+\u2212]?[\d.,]+(e[-+]\d+)?( (to|±) [\d.,]+)?( ?(%|x|ms|MB))?|-|")
 """A cell of a column that is aligned right."""
@@ -15,3 +15,9 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     ruler = ["---:" if all(map(_NUMBER.fullmatch, column)) else "---" for column in columns]
     lines = (" | ".join(cell.replace("|", r"\|") for cell in row) for row in (head, ruler, *rows))
     return "\n".join(f"| {line} |" for line in lines)
+
+
+def listed(words: Iterable[str]) -> str:
+    """The words with commas, and "and" before the last one."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from grid import listed
+
 from sagesim_kernels.bench.machine import sources_hash
 from sagesim_kernels.bench.record import read
 
@@ -26,10 +28,10 @@ def of_models() -> dict[str, Any] | None:
     return next(iter(of_part("models")), None)
 
 
-def of_models_earlier() -> list[dict[str, Any]]:
-    """Records of models and of training steps, each with the cases that none before it has.
+def of_models_besides() -> list[dict[str, Any]]:
+    """The records besides `of_models`, each with the cases that no record before it has.
 
-    The newest of training steps comes first, and then earlier ones of models. Not `of_models`.
+    Records of training steps come first, then earlier records of models; the newest of each first.
     """
     models, trained = of_part("models"), of_part("training")
     found: list[dict[str, Any]] = []
@@ -98,7 +100,7 @@ def age_of_several(machines: Sequence[Mapping[str, Any]]) -> str:
     old = [machine for machine in machines if age(machine)]
     if len(old) in (0, len(machines)):
         return age(machines[0])
-    named = " and ".join(str(machine.get("kernels")) for machine in old)
+    named = listed(str(machine.get("kernels")) for machine in old)
     return f"**Partly measured with earlier kernels**: those of the records with kernels {named}."
 
 

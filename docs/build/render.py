@@ -449,7 +449,7 @@ def speed() -> str:
                 found = [ratio(case, spec, peer) for case in ours if peer in case["runs"]]
                 cells.append(f"{min(found):.2f} to {max(found):.2f}" if found else "not measured")
             rows.append(cells)
-    of_models, before = records.of_models(), records.of_models_earlier()
+    of_models, before = records.of_models(), records.of_models_besides()
     used = [data for name, data in every.items() if name in newest.values()]
     sources = [source(each | {"machine": one_line(each["machine"])}) for each in used]
     old = [spec for spec, name in newest.items() if records.age(every[name]["machine"])]

@@ -25,6 +25,18 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Markdown:
     return Markdown(markdown(head, rows))
 
 
+def call_of(row: Mapping[str, Any]) -> str:
+    """The shape and the mask of a call in a row of a record, as "b1 h32/8 n4096 d64 causal"."""
+    heads, kv_heads = row["heads"], row.get("kv_heads", row["heads"])
+    of_heads = f"{heads}" if heads == kv_heads else f"{heads}/{kv_heads}"
+    queries, keys = row["queries"], row["keys"]
+    tokens = f"{queries}" if queries == keys else f"{queries}x{keys}"
+    mask = "causal" if row["is_causal"] else "full"
+    if row["window"] is not None:
+        mask = f"window of {row['window']}"
+    return f"b{row['batch']} h{of_heads} n{tokens} d{row['head_size']} {mask}"
+
+
 def precisions(specs: Mapping[str, AttentionSpec]) -> HTML:
     """A row for each spec: its products coloured by precision, its smoothing, its delta."""
     head = ["", *(f"<code>{site}</code>" for site in SITES), "smoothed", "delta from"]

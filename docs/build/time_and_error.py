@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +19,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import plots  # noqa: F401 - sets the style
 import records
+from grid import listed
 
 from sagesim.spec import FACTORED_QK, PRESETS
 from sagesim_kernels import supports
@@ -139,7 +140,7 @@ def figure() -> str:
         "![Time against the error of the gradients](docs/_static/frontier.svg)\n\n"
         "The figure shows every spec and every peer with times and errors. Further left is faster, "
         "and further down is more accurate. Times are of forward and backward, with everything "
-        f"included: geometric means over {_listed(map(str, lengths))} tokens, causal and "
+        f"included: geometric means over {listed(map(str, lengths))} tokens, causal and "
         "full masks, as far as the newest record with the spec or peer has them. Errors are root "
         "mean squares of those of dQ, dK and dV: geometric means over "
         "Gaussian inputs, in which Q and K have a standard deviation of 1 (ordinary logits) or 5 "
@@ -158,9 +159,9 @@ def _of_the_emulator() -> str:
         for key, case in emulated["cases"].items()
         for x in case["errors"].keys() - measured[key]["errors"].keys()
     }
-    listed = _listed(f"`{x}`" for x in sorted(specs))
+    words = listed(f"`{x}`" for x in sorted(specs))
     made = f"`{emulated['command']}`, {emulated['machine']}"
-    return f" Errors of {listed} are the emulator's ({made})." if specs else ""
+    return f" Errors of {words} are the emulator's ({made})." if specs else ""
 
 
 def _lacking(document: dict[str, Any]) -> str:
@@ -168,7 +169,7 @@ def _lacking(document: dict[str, Any]) -> str:
     timed = {p.name for d in HEAD_SIZES for p in frontier_points(document, d)}
     lacking = [name for name, spec in PRESETS.items() if name not in timed and supports(spec)]
     return (
-        f" Without a time or an error: {_listed(f'`{name}`' for name in lacking)}."
+        f" Without a time or an error: {listed(f'`{name}`' for name in lacking)}."
         if lacking
         else ""
     )
@@ -192,7 +193,7 @@ def choice() -> str:
     words = [
         f"**The default spec, `{DEFAULT}`, is a choice.** Accuracy comes first: a default must "
         "have smaller errors than the paper's scheme in O, dQ, dK and dV on every input that was "
-        f"measured. Of the specs of the figure, {_listed(f'`{name}`' for name in safe)} do. Speed "
+        f"measured. Of the specs of the figure, {listed(f'`{name}`' for name in safe)} do. Speed "
         f"comes second: `{DEFAULT}` is {'the fastest' if fastest else '**not** the fastest'} of "
         f"them. Its gradients' error is {_range(paper)} times that of the paper's scheme.",
         _more_accurate(),
@@ -239,7 +240,7 @@ def _faster(by_size: dict[int, dict[str, Point]]) -> str:
         + _error_words(by_size, name)
         for name, times in peers.items()
     ]
-    return f"Faster than the default {'is' if len(said) == 1 else 'are'} {_listed(said)}."
+    return f"Faster than the default {'is' if len(said) == 1 else 'are'} {listed(said)}."
 
 
 def _error_words(by_size: dict[int, dict[str, Point]], name: str) -> str:
@@ -260,8 +261,3 @@ def _rounded(point: Point) -> list[Any]:
 
 def _range(values: Sequence[float]) -> str:
     return " to ".join(dict.fromkeys(f"{f(values):.2f}" for f in (min, max)))
-
-
-def _listed(words: Iterable[str]) -> str:
-    *first, last = words
-    return f"{', '.join(first)} and {last}" if first else last

@@ -69,7 +69,7 @@ def test_earlier_records_have_the_cases_that_newer_ones_lack(render, monkeypatch
         cases = {key: case for key, case in made["cases"].items() if key not in lacking}
         (tmp_path / f"bench_models{age}.json").write_text(json.dumps(made | {"cases": cases}))
     assert len(records.of_part("models")) == 3
-    assert [list(each["cases"]) for each in records.of_models_earlier()] == [keys[1:2], keys[:1]]
+    assert [list(each["cases"]) for each in records.of_models_besides()] == [keys[1:2], keys[:1]]
 
 
 MACHINE = {"gpu": "Fake 1", "torch": "2.0", "flash-attn-4": None}

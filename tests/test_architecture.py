@@ -100,6 +100,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.operands",
     },
     "sagesim_kernels.gluon_compat": set(),
+    "sagesim_kernels.partial_sums": set(),
     "sagesim_kernels.ampere": {
         "sagesim_kernels.dependent_launch",
         "sagesim_kernels.interpreter",
@@ -108,6 +109,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.launch_plans",
         "sagesim_kernels.operands",
         "sagesim_kernels.support",
+        "sagesim_kernels.partial_sums",
         "sagesim_kernels.gluon_compat",
         "sagesim_kernels.portable",
     },
@@ -117,6 +119,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim.spec",
         "sagesim_kernels.target",
         "sagesim_kernels.launch_plans",
+        "sagesim_kernels.partial_sums",
         "sagesim_kernels.gluon_compat",
         "sagesim_kernels.operands",
         "sagesim_kernels.support",

@@ -58,6 +58,7 @@ from sagesim_kernels.operands import (
     rescaled,
     row_base,
 )
+from sagesim_kernels.partial_sums import partial_sums
 
 _BYTES = gl.constexpr(32)
 """Bytes of a row that a product loads at a time, if Q is in shared memory; see `shared_product`."""
@@ -90,18 +91,12 @@ def _upper_max(largest, factor):
 
 
 @gluon.jit
-def _partial_sums(p):
-    """Sum columns of P that are 8 apart, which one thread holds."""
-    return gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
-
-
-@gluon.jit
 def _add_partial_sums(part, p, weight, shrink):
     """Return part * shrink + the partial sums of p * weight, for numbers of rows."""
     ROWS: gl.constexpr = gl.SliceLayout(1, part.type.layout)
     part = part * gl.convert_layout(shrink, ROWS, assert_trivial=True)[:, None]
     weight = gl.convert_layout(weight, ROWS, assert_trivial=True)[:, None]
-    return gl.fma(_partial_sums(p), weight.broadcast_to(part.shape), part)
+    return gl.fma(partial_sums(p), weight.broadcast_to(part.shape), part)
 
 
 @gluon.jit
@@ -217,7 +212,7 @@ def ampere_forward(
     row_max = gl.full([ROWS_OF_TILE], -float("inf"), gl.float32, ROWS)
     level = -row_max
     row_sum = gl.zeros([ROWS_OF_TILE], gl.float32, ROWS)
-    part = _partial_sums(
+    part = partial_sums(
         gl.zeros([ROWS_OF_TILE, STEP], gl.float32, ACC)
     )  # of the row sums, if P is in codes or has a fixed reference
     total0 = gl.zeros([ROWS_OF_TILE, CHUNK], gl.float32, ACC)
@@ -268,7 +263,7 @@ def ampere_forward(
                         visible = visible_keys(lengths, b, queries, end_of_keys, keys, n_k)
                         x = gl.where(visible, x, -float("inf"))
                     p = gl.exp2(x)
-                    part += _partial_sums(p)
+                    part += partial_sums(p)
                     v_step = v_s.index(stage).slice(START, STEP, 0)
                     total0, total1 = _add_values(p, v_step, total0, total1)
             else:

@@ -39,6 +39,7 @@ from sagesim_kernels.operands import (
     row_base,
     upper_lse2,
 )
+from sagesim_kernels.partial_sums import add_partial_products, partial_sums
 
 
 @gluon.jit
@@ -107,8 +108,8 @@ def ampere_p_rows(
     lse2_ptrs = row_base(lse2, lengths.cu_q, b, h) + queries
     row_lse2 = upper_lse2(gl.load(lse2_ptrs, mask=is_query, other=float("inf")))
 
-    p_sum = gl.zeros([TILE], gl.float32, ROWS)
-    delta_sum = gl.zeros([TILE], gl.float32, ROWS)
+    p_sum = partial_sums(gl.zeros([TILE, BLOCK], gl.float32, ACC))
+    delta_sum = p_sum
     k_scale = block_scale(k, k_scales, begin, begin < end)
     async_copy.wait_group(0)
     barrier()  # All warps see the queries that were copied.
@@ -140,18 +141,19 @@ def ampere_p_rows(
                 visible = visible_keys(lengths, b, queries, end_of_keys, keys, n_k)
                 s = gl.where(visible, s, -float("inf"))
             p = gl.exp2(s)
-            p_sum += gl.sum(p, 1)
+            p_sum += partial_sums(p)
             if delta is not None:
                 dp = registers_product(do_left, v_s.index(stage), ACC)
-                p_dp = p * dp
                 if PART != 1:
-                    p_dp = gl.where(visible, p_dp, 0.0)  # dP may be NaN where P is 0
-                delta_sum += gl.sum(p_dp, 1)
+                    dp = gl.where(visible, dp, 0.0)  # it may be NaN where P is 0
+                delta_sum = add_partial_products(delta_sum, p, dp)
 
-    gl.store(row_base(p_sums, lengths.cu_q, b, h) + queries, p_sum, mask=is_query)
+    sums = gl.convert_layout(gl.sum(p_sum, 1), ROWS)
+    gl.store(row_base(p_sums, lengths.cu_q, b, h) + queries, sums, mask=is_query)
     if delta is not None:
+        row_delta = gl.convert_layout(gl.sum(delta_sum, 1), ROWS)
         if d_lse is not None:
             gain = row_base(d_lse, lengths.cu_q, b, h) + queries
-            delta_sum -= gl.load(gain, mask=is_query, other=0.0)
-        delta_sum = gl.where(row_lse2 == float("inf"), 0.0, delta_sum)
-        gl.store(row_base(delta, lengths.cu_q, b, h) + queries, delta_sum, mask=is_query)
+            row_delta -= gl.load(gain, mask=is_query, other=0.0)
+        row_delta = gl.where(row_lse2 == float("inf"), 0.0, row_delta)
+        gl.store(row_base(delta, lengths.cu_q, b, h) + queries, row_delta, mask=is_query)

@@ -15,9 +15,9 @@ from triton.experimental.gluon import language as gl
 from sagesim_kernels.hopper.codes_sums import CHUNK
 from sagesim_kernels.hopper.forward_masks import exponents, logits_of, upper, upper_max
 from sagesim_kernels.hopper.forward_tiles import BLOCK
-from sagesim_kernels.hopper.forward_warps import partial_sums
 from sagesim_kernels.operands import LOG2_ONE, attends, exponential_codes, next_level
 from sagesim_kernels.operands import rescaled as rescaled_numbers
+from sagesim_kernels.partial_sums import partial_sums
 
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK.value, 32]))
 """Layout of the sums of a chunk [queries, channels]."""

@@ -19,6 +19,9 @@ _DTYPES: Final[dict[torch.dtype, Any]] = {
     torch.bfloat16: gl.bfloat16,
 }
 
+SCALES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
+"""Layout of scales in shared memory."""
+
 
 def tma_descriptor(x: Tensor, rows: int, channels: int) -> TensorDescriptor:
     """Return a descriptor that loads tiles [rows, channels] of x [..., rows, channels].
@@ -38,6 +41,13 @@ def tma_descriptor(x: Tensor, rows: int, channels: int) -> TensorDescriptor:
 def right_descriptor(x: Operand, tokens: int, channels: int) -> TensorDescriptor:
     """Return a descriptor that loads tiles [channels, tokens] of codes that are summed over."""
     return tma_descriptor(x.ptr.view(-1, x.stride_d), channels, tokens)
+
+
+def key_scales_of(k: Operand, keys: int) -> TensorDescriptor | None:
+    """Return a descriptor that loads the scales of `keys` keys; None if keys share a scale."""
+    if k.TOKENS.value != 1:
+        return None
+    return TensorDescriptor.from_tensor(k.scale.view(-1), [keys], SCALES.value)
 
 
 def sums_descriptor(sums: DqSums, d: int, channels: int) -> TensorDescriptor:

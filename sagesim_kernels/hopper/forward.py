@@ -12,11 +12,10 @@ from typing import NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.hopper.dealt_tiles import allocate_tiles
-from sagesim_kernels.hopper.descriptors import tma_descriptor
+from sagesim_kernels.hopper.descriptors import key_scales_of, tma_descriptor
 from sagesim_kernels.hopper.forward_loads import allocate_barriers, produce
 from sagesim_kernels.hopper.forward_structures import (
     Buffers,
@@ -34,7 +33,6 @@ from sagesim_kernels.operands import (
     LOG2_E,
     KernelProblem,
     Lengths,
-    Operand,
     OperandCache,
     Rows,
     Softcap,
@@ -48,9 +46,6 @@ from sagesim_kernels.target import multiprocessor_count
 # Pyright takes the annotations of Gluon's functions literally:
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
-SCALES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
-"""Layout of scales in shared memory."""
 
 
 class Config(NamedTuple):
@@ -221,7 +216,7 @@ def launch_forward(
         tma_descriptor(v.ptr, BLOCK.value, channels),
         q.scale,
         k.scale,
-        key_scales_of(k),
+        key_scales_of(k, BLOCK.value),
         q.scale.shape[1],
         k.scale.shape[1] * k.TOKENS.value,
         Strided.of(o),
@@ -251,10 +246,3 @@ def launch_forward(
     )
     if is_fixed:
         compute_failed_rows(problem, operands, o, lse2, sink2=sink2)
-
-
-def key_scales_of(k: Operand) -> TensorDescriptor | None:
-    """Return a descriptor of the scales of K if each key has its own, else None."""
-    if k.TOKENS.value != 1:
-        return None
-    return TensorDescriptor.from_tensor(k.scale.view(-1), [BLOCK.value], SCALES.value)

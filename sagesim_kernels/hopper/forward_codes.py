@@ -18,16 +18,12 @@ from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.hopper.codes_operands import quantize
 from sagesim_kernels.hopper.dealt_tiles import allocate_tiles
 from sagesim_kernels.hopper.descriptors import (
+    SCALES,
+    key_scales_of,
     right_descriptor,
     tma_descriptor,
 )
-from sagesim_kernels.hopper.forward import (
-    PRODUCER_REGISTERS,
-    SCALES,
-    UNSPECIALIZED,
-    Config,
-    key_scales_of,
-)
+from sagesim_kernels.hopper.forward import PRODUCER_REGISTERS, UNSPECIALIZED, Config
 from sagesim_kernels.hopper.forward_codes_warps import consume
 from sagesim_kernels.hopper.forward_loads import allocate_barriers, produce
 from sagesim_kernels.hopper.forward_structures import (
@@ -169,7 +165,7 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
         q.scale,
         k.scale,
         v.scale,
-        key_scales_of(k),
+        key_scales_of(k, BLOCK.value),
         _channel_scales_of(v, channels),
         q.scale.shape[1] * q.TOKENS.value,
         k.scale.shape[1] * k.TOKENS.value,

@@ -47,11 +47,11 @@ from sagesim_kernels.hopper.forward_tiles import (
 )
 from sagesim_kernels.hopper.forward_warps import (
     load_query_factors,
-    partial_sums,
     start_qk,
     store_o,
 )
 from sagesim_kernels.operands import CODE_UNIT, causal_offset, length_of, live_keys, row_base
+from sagesim_kernels.partial_sums import partial_sums
 
 
 @gluon.jit

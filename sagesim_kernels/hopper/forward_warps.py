@@ -50,6 +50,7 @@ from sagesim_kernels.operands import (
     row_base,
     row_stride,
 )
+from sagesim_kernels.partial_sums import partial_sums
 
 # Pyright takes the annotations of Gluon's functions literally:
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -128,12 +129,6 @@ def _compute_s(q, buffers, barriers, load_count):
     s = apply_key_scales(s, buffers, stage)
     release(buffers, barriers.empty, stage)
     return s
-
-
-@gluon.jit
-def partial_sums(p):
-    """Sum columns that are 8 apart, which one thread holds. The tile's end sums up the results."""
-    return gl.sum(p.reshape([BLOCK, 8, 8]), 1)
 
 
 @gluon.jit

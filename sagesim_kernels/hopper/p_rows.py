@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sagesim.spec import Delta
-from sagesim_kernels.hopper.descriptors import tma_descriptor
+from sagesim_kernels.hopper.descriptors import key_scales_of, tma_descriptor
 from sagesim_kernels.hopper.p_rows_kernel import hopper_p_rows
 from sagesim_kernels.hopper.p_rows_warps import BLOCK, TILE
 from sagesim_kernels.launch_plans import launch
@@ -46,6 +46,7 @@ def launch_p_rows(
         tma_descriptor(do16.ptr, block, channels) if has_delta else None,
         tma_descriptor(k8.ptr.view(-1, k8.stride_n), block, channels),
         tma_descriptor(v16.ptr, block, channels) if has_delta else None,
+        key_scales_of(k8, block),
         q8,
         k8,
         lse2,

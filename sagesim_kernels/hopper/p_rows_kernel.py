@@ -62,15 +62,16 @@ def _tile_of(lengths, b, first, ROWS: gl.constexpr, mask, last):
 
 @gluon.jit(do_not_specialize=["tokens_q", "tokens_k"])
 def hopper_p_rows(
-    grid, q8, do, k8, v, q, k, lse2, delta, p_sums, p_bound, d_lse, lengths, tokens_q, tokens_k,
-    scale_log2, GROUPS: gl.constexpr, IS_COPIED: gl.constexpr,
+    grid, q8, do, k8, v, key_scales, q, k, lse2, delta, p_sums, p_bound, d_lse, lengths, tokens_q,
+    tokens_k, scale_log2, GROUPS: gl.constexpr, IS_COPIED: gl.constexpr,
 ):  # fmt: skip
     """Compute rowsum(P), rowsum(P o dP) as delta, and the largest P of a tile of queries.
 
     What has no memory is not computed. Delta needs the sums of P.
 
     Args:
-        q8, do, k8, v: TMA descriptors, see `RowInputs`. do and v are None without delta.
+        q8, do, k8, v, key_scales: TMA descriptors, see `RowInputs`. do and v are None without
+            delta.
         q, k: `Operand` of qk_recompute, for their scales.
         lse2, delta, p_sums, p_bound, d_lse: `Rows`; all but lse2 may be None.
         tokens_q, tokens_k: tokens of a head in padded storage.
@@ -78,7 +79,6 @@ def hopper_p_rows(
     """
     wait_for_earlier_kernels()
     D: gl.constexpr = q8.block_shape[1]
-    K_TOKENS: gl.constexpr = k.TOKENS
     Q_TOKENS: gl.constexpr = q.TOKENS
     tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
@@ -104,11 +104,15 @@ def hopper_p_rows(
         TOKENS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], dt)
         do_s = gl.allocate_shared_memory(dt, [CONSUMERS, BLOCK, D], TOKENS)
         v_s = gl.allocate_shared_memory(dt, [STAGES, BLOCK, D], TOKENS)
+    k_scale_s = None
+    if key_scales is not None:
+        k_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], key_scales.layout)
     buffers = RowBuffers(
         gl.allocate_shared_memory(gl.int8, [CONSUMERS, BLOCK, D], q8.layout),
         do_s,
         gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK, D], k8.layout),
         v_s,
+        k_scale_s,
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
@@ -119,7 +123,7 @@ def hopper_p_rows(
         mbarrier.init(buffers.empty.index(i), CONSUMERS)
     fence_async_shared()
     mbarrier.expect(buffers.q_full, TILE * D * (1 if delta is None else 3))
-    inputs = RowInputs(q8, do, k8, v)
+    inputs = RowInputs(q8, do, k8, v, key_scales)
     _, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
     _, block_scales = head_pointers(k, lengths.cu_k, lengths.n_k, b, k_head)
     row_delta = None
@@ -144,7 +148,7 @@ def hopper_p_rows(
                 (
                     i, buffers, block_scales, k.scale_stride_n, rows, blocks,
                     _tile_of(lengths, b, first + i * BLOCK, BLOCK, mask, blocks.end), mask,
-                    scale_log2, Q_TOKENS, K_TOKENS,
+                    scale_log2, Q_TOKENS, k.TOKENS,
                 ),
             )
             if i < CONSUMERS

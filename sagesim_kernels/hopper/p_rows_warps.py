@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -22,7 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.backward_loads import load_tokens
+from sagesim_kernels.hopper.forward_warps import compute_before_wait
 from sagesim_kernels.operands import part_of, upper_lse2
+from sagesim_kernels.partial_sums import add_partial_products, partial_sums
 
 BLOCK = gl.constexpr(64)
 """Queries of a consumer, and keys of a step."""
@@ -43,6 +46,7 @@ _S_FLOAT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]
 """Layout of S, P and dP [queries, keys] in float32."""
 
 _ROWS = gl.constexpr(gl.SliceLayout(1, _S_FLOAT32.value))
+_COLUMNS = gl.constexpr(gl.SliceLayout(0, _S_FLOAT32.value))
 
 
 class RowBuffers(NamedTuple):
@@ -52,6 +56,7 @@ class RowBuffers(NamedTuple):
     do: Any  #: 16 bit [CONSUMERS, BLOCK, D]; None without delta
     k8: Any  #: int8 [stages, BLOCK, D]
     v: Any  #: 16 bit [stages, BLOCK, D]; None, as do, without delta
+    k_scale: Any  #: float32 [stages, BLOCK], or None if keys of a block share a scale
     q_full: Any  #: the queries have arrived
     full: Any  #: [stages], a block of keys has arrived
     empty: Any  #: [stages], all consumers have read it
@@ -64,6 +69,7 @@ class RowInputs(NamedTuple):
     do: Any  #: 16 bit [sequences, heads, tokens, D]
     k8: Any  #: as q8
     v: Any  #: as do
+    k_scale: Any  #: float32 [tokens of all heads], or None if keys of a block share a scale
 
 
 class RowPointers(NamedTuple):
@@ -101,7 +107,9 @@ class RowMask(NamedTuple):
 def load_queries_and_keys(inputs, buffers, q_origin, k_origin, row_q, row_k, tile):
     """Load the tile of queries, and its blocks of keys. One warp."""
     D: gl.constexpr = buffers.q8.shape[2]
-    BYTES: gl.constexpr = 1 if buffers.v is None else 3
+    BYTES: gl.constexpr = BLOCK * (
+        D * (1 if buffers.v is None else 3) + (0 if buffers.k_scale is None else 4)
+    )
     for i in gl.static_range(CONSUMERS):
         at = tile.first + i * BLOCK
         tma_load(inputs.q8, [row_q + at, 0], buffers.q_full, buffers.q8.index(i))
@@ -112,38 +120,32 @@ def load_queries_and_keys(inputs, buffers, q_origin, k_origin, row_q, row_k, til
         mbarrier.wait(buffers.empty.index(stage), ((n // STAGES) & 1) ^ 1)
         bar = buffers.full.index(stage)
         key = (tile.begin + n) * BLOCK
-        mbarrier.expect(bar, BLOCK * D * BYTES)
+        mbarrier.expect(bar, BYTES)
         tma_load(inputs.k8, [row_k + key, 0], bar, buffers.k8.index(stage))
         if buffers.v is not None:
             load_tokens(inputs.v, k_origin, key, bar, buffers.v.index(stage))
+        if buffers.k_scale is not None:
+            tma_load(inputs.k_scale, [row_k + key], bar, buffers.k_scale.index(stage))
+
+
+@gluon.jit
+def _wait_for_keys(buffers, n):
+    """Wait until block n of the program's keys has arrived."""
+    mbarrier.wait(buffers.full.index(n % STAGES), (n // STAGES) & 1)
 
 
 @gluon.jit
 def _skip(buffers, begin, end):
     """Release the blocks of some steps, which are for other queries of the tile only."""
     for n in range(begin, end):
-        mbarrier.wait(buffers.full.index(n % STAGES), (n // STAGES) & 1)
+        _wait_for_keys(buffers, n)
         mbarrier.arrive(buffers.empty.index(n % STAGES), count=1)
-
-
-@gluon.jit
-def _key_scales(k_scales, block, all_blocks):
-    """Load the scales of a block of keys. They are loaded one step early."""
-    block = gl.maximum(gl.minimum(block, all_blocks.end - 1), 0)
-    at = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, _S_FLOAT32))
-    return gl.load(k_scales + at)
 
 
 @gluon.jit
 def _finite_product(top, factor):
     """Return the largest logit of each row from its largest S, which is -inf without keys."""
     return gl.where(top == -float("inf"), top, top * factor)
-
-
-@gluon.jit
-def _partial_sums(x):
-    """Sum columns that are 8 apart, which one thread holds."""
-    return gl.sum(x.reshape([BLOCK, 8, 8]), 1)
 
 
 @gluon.jit
@@ -154,7 +156,7 @@ def compute_rows(
     """Compute the sums and maxima of 64 rows. One warpgroup, number CONSUMER.
 
     Args:
-        k_scales: pointer to the scales of keys.
+        k_scales: pointer to the scales of blocks of keys; not used if each key has its own.
         scale_stride: from one of them to the next.
         rows: `RowPointers`.
         all_blocks: `RowTile` of the program, whose blocks of keys are loaded.
@@ -172,30 +174,30 @@ def compute_rows(
     if K_TOKENS == 1:
         factor = factor * 1024.0  # see `operands.apply_k_scale`
     last_key = gl.minimum(queries + mask.offset, mask.n_k - 1)[:, None]
-    p_sum = _partial_sums(gl.zeros((BLOCK, BLOCK), gl.float32, _S_FLOAT32))
+    p_sum = partial_sums(gl.zeros((BLOCK, BLOCK), gl.float32, _S_FLOAT32))
     delta_sum = p_sum
     top = gl.full((BLOCK,), -float("inf"), gl.float32, _ROWS)
     sign = gl.where(gl.to_tensor(scale_log2) < 0.0, -1.0, 1.0)
     mbarrier.wait(buffers.q_full, 0)
     q8 = buffers.q8.index(CONSUMER)
     _skip(buffers, 0, tile.begin - all_blocks.begin)
-    if K_TOKENS == 1:
-        next_column = _key_scales(k_scales, tile.begin, all_blocks)
-    for PART in gl.static_range(3):
+    if tile.begin < tile.end:
+        _wait_for_keys(buffers, tile.begin - all_blocks.begin)
+    # Without a limit on the left and a key mask, no key before the second part is masked.
+    FIRST_PART: gl.constexpr = 1 if mask.lowest is None and mask.key_mask is None else 0
+    for PART in gl.static_range(FIRST_PART, 3):
         part_begin, part_end = part_of(tile, PART)
         for block in range(part_begin, part_end):
             n = block - all_blocks.begin
             stage = n % STAGES
-            if K_TOKENS == 1:
-                column = next_column
-                next_column = _key_scales(k_scales, block + 1, all_blocks)
-            else:
+            if K_TOKENS != 1:
                 at = block * (BLOCK // K_TOKENS) * scale_stride
                 tile_factor = factor * gl.load(k_scales + at)
-            mbarrier.wait(buffers.full.index(stage), (n // STAGES) & 1)
             zeros = gl.zeros((BLOCK, BLOCK), gl.int32, _S_INT32)
             k8 = buffers.k8.index(stage).permute((1, 0))
             s = warpgroup_mma(q8, k8, zeros, use_acc=False, is_async=True)
+            if K_TOKENS == 1:
+                column = buffers.k_scale.index(stage).load(_COLUMNS) * 2.0**-10
             if delta is not None:
                 zeros = gl.zeros((BLOCK, BLOCK), gl.float32, _S_FLOAT32)
                 v = buffers.v.index(stage).permute((1, 0))
@@ -206,17 +208,17 @@ def compute_rows(
             else:
                 s = warpgroup_mma_wait(0, deps=[s])
             x = gl.convert_layout(s.to(gl.float32), _S_FLOAT32)
+            # The maxima are found before the last product, which is monotonic with its sign.
             if K_TOKENS == 1:
-                x = x * (column * 0.0009765625)[None, :]
+                signed = x * (column * sign)[None, :]
+                x = x * column[None, :]
                 factors = factor[:, None].broadcast_to(x.shape)
             else:
-                factors = tile_factor[:, None].broadcast_to(x.shape)
-            if rows.p_bound is not None:
-                # A product by a factor that is not negative, and a difference, are monotonic.
                 signed = x * sign
+                factors = tile_factor[:, None].broadcast_to(x.shape)
             x = gl.fma(x, factors, -subtracted[:, None].broadcast_to(x.shape))
             if PART != 1:
-                keys = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, _S_FLOAT32))
+                keys = block * BLOCK + gl.arange(0, BLOCK, _COLUMNS)
                 visible = keys[None, :] <= last_key
                 if mask.lowest is not None:
                     visible = visible & (keys[None, :] >= (queries + mask.lowest)[:, None])
@@ -233,13 +235,19 @@ def compute_rows(
                 top = gl.maximum(top, block_top)
             if rows.p_sums is not None:
                 p = gl.exp2(x)
-                p_sum += _partial_sums(p)
+                p_sum += partial_sums(p)
+                p_sum = compute_before_wait(p_sum, rows.lse2)
+            # The wait for the next step's keys is before that for dP, because it contains a branch.
+            # ptxas moves the wait for a product upwards as far as the last branch before it.
+            _wait_for_keys(buffers, gl.minimum(block + 1, tile.end - 1) - all_blocks.begin)
             if delta is not None:
                 dp = warpgroup_mma_wait(0, deps=[dp])
-                p_dp = p * dp
                 if PART != 1:
-                    p_dp = gl.where(visible, p_dp, 0.0)  # dP may be NaN where P is 0
-                delta_sum += _partial_sums(p_dp)
+                    dp = gl.where(visible, dp, 0.0)  # it may be NaN where P is 0
+                delta_sum = add_partial_products(delta_sum, p, dp)
+            if K_TOKENS == 1:
+                # Without this, a later write by TMA may overtake the loads of the scales.
+                fence_async_shared()
             mbarrier.arrive(buffers.empty.index(stage), count=1)
     _skip(buffers, tile.end - all_blocks.begin, all_blocks.end - all_blocks.begin)
     if rows.p_sums is not None:

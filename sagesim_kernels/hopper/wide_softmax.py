@@ -24,7 +24,7 @@ from sagesim_kernels.hopper.forward_masks import (
     upper_max,
 )
 from sagesim_kernels.hopper.forward_tiles import masks_every_block
-from sagesim_kernels.hopper.forward_warps import compute_before_wait, partial_sums
+from sagesim_kernels.hopper.forward_warps import compute_before_wait
 from sagesim_kernels.hopper.wide_structures import BlockMask, Walk
 from sagesim_kernels.hopper.wide_warps import (
     OWNED,
@@ -48,6 +48,7 @@ from sagesim_kernels.operands import (
     lowest_diagonal,
     row_base,
 )
+from sagesim_kernels.partial_sums import partial_sums
 
 
 @gluon.jit

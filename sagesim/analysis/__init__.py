@@ -5,7 +5,6 @@ from sagesim.analysis.attribution import (
     SiteEffect,
     SwitchEffect,
     attribute,
-    pool,
 )
 from sagesim.analysis.causality import Influence, influence
 from sagesim.analysis.layers import Measured, errors, errors_of_both, measure
@@ -28,6 +27,7 @@ from sagesim.analysis.number_range import (
     range_losses,
     range_warnings,
 )
+from sagesim.analysis.pooling import pool
 from sagesim.analysis.report import (
     Layer,
     advice,

@@ -20,10 +20,7 @@ from sagesim.analysis.metrics import (
     TITLES,
     Comparison,
     Error,
-    geometric_mean,
     gradient_error,
-    mean,
-    pool_errors,
 )
 from sagesim.analysis.number_range import (
     RangeLoss,
@@ -37,6 +34,7 @@ from sagesim.analysis.runs import (
     Sums,
     Total,
     gradient_share_of,
+    halves,
     measure,
     specs_of_runs,
     split,
@@ -184,8 +182,18 @@ class Attribution:
         return f"{number} of {what} comes from {SITE_NAMES[top.site]}."
 
     def _not_finite(self) -> str:
-        bad = ", ".join(TITLES[t] for t in OUTPUTS if not math.isfinite(self.error[t]))
-        alone = {e.site for e in self.sites if not all(map(math.isfinite, e.only.values()))}
+        zero = [t for t in OUTPUTS if math.isinf(self.error[t]) and self.errors[t].norm == 0]
+        bad = [t for t in OUTPUTS if not math.isfinite(self.error[t]) and t not in zero]
+        sentences = [self._not_finite_tensors(bad)] if bad else []
+        if zero:
+            sentences.append(
+                f"The exact {_titles(zero)} {'is' if len(zero) == 1 else 'are'} zero, the computed "
+                f"{'one is' if len(zero) == 1 else 'ones are'} not: the relative error is infinite."
+            )
+        return " ".join(sentences)
+
+    def _not_finite_tensors(self, bad: Sequence[str]) -> str:
+        alone = {e.site for e in self.sites if not all(math.isfinite(e.only[t]) for t in bad)}
         overflowing = {loss.site for loss in self.range_losses if loss.overflows}
         found = "no product does this alone"
         if sites := [site for site in SITES if site in alone & overflowing]:
@@ -196,7 +204,10 @@ class Attribution:
                 "P = exp(S - L) of the backward becomes too large, because the forward and the "
                 "backward round S = QKᵀ differently"
             )
-        return f"{bad} {'is' if ',' not in bad else 'are'} not finite: {found}."
+        elif sites := [site for site in SITES if site in alone]:
+            names = " and ".join(SITE_NAMES[site] for site in sites)
+            found = f"{names} {'does' if len(sites) == 1 else 'do'} this alone"
+        return f"{_titles(bad)} {'is' if len(bad) == 1 else 'are'} not finite: {found}."
 
     def _share(self, effect: SiteEffect, tensor: str | None) -> float:
         return self.gradient_share(effect) if tensor is None else effect.share[tensor]
@@ -275,26 +286,44 @@ def attribute(
             raise ValueError(f"{name} holds NaN or Inf; attribution needs finite tensors")
     parts = split(problem, base, sample)
     found = [measure(part, base, progress) for part in parts]
+    of_halves = [measure(part, base, progress) for part in halves(problem, base, sample)]
     losses = [*token_range_losses(problem, base)]
     for each in found:
         losses += each.range_losses
     largest = largest_losses(losses)
     fraction = 1.0 if sample is None else sample.fraction(problem, base)
-    own = _result(base, [each.own_forward for each in found], largest, fraction, None)
-    return _result(base, [each.exact for each in found], largest, fraction, own)
+    shown = of_halves or found  # the error of sampling is that of the differences between these
+    own = _result(
+        base,
+        [each.own_forward for each in found],
+        [each.own_forward for each in shown],
+        largest,
+        fraction,
+        None,
+    )
+    return _result(
+        base,
+        [each.exact for each in found],
+        [each.exact for each in shown],
+        largest,
+        fraction,
+        own,
+    )
 
 
 def _result(
     base: AttentionSpec,
     sums: Sequence[Sums],
+    parts: Sequence[Sums],
     losses: tuple[RangeLoss, ...],
     fraction: float,
     own_forward: Attribution | None,
 ) -> Attribution:
+    """The result from the sums of all parts, and of the parts that show the error of sampling."""
     whole = Total(sums)
     # With sampling, the statistics without each part in turn give the error of sampling.
-    others = range(len(sums)) if len(sums) > 1 else ()
-    without_one = [Total([*sums[:i], *sums[i + 1 :]]) for i in others]
+    others = range(len(parts)) if len(parts) > 1 else ()
+    without_one = [Total([*parts[:i], *parts[i + 1 :]]) for i in others]
     specs = specs_of_runs(base)
 
     def effect(site: str) -> SiteEffect:
@@ -322,47 +351,5 @@ def _result(
     )
 
 
-def pool(attributions: Sequence[Attribution]) -> Attribution:
-    """Average several attributions of the same base spec, for example of all layers of a model.
-
-    Errors are averaged geometrically, shares arithmetically. Every attribution has the same weight,
-    however large its gradients.
-
-    Raises:
-        ValueError: if the base specs differ.
-    """
-    first, *others = attributions
-    if any(a.base != first.base for a in others):
-        raise ValueError("attributions to be pooled need one base spec; theirs differ")
-
-    own = [a.own_forward for a in attributions if a.own_forward is not None]
-
-    def pooled(effects: Sequence[SiteEffect]) -> SiteEffect:
-        return SiteEffect(
-            effects[0].site,
-            {t: geometric_mean([e.only[t] for e in effects]) for t in OUTPUTS},
-            {t: geometric_mean([e.without[t] for e in effects]) for t in OUTPUTS},
-            {t: mean([e.share[t] for e in effects]) for t in OUTPUTS},
-            math.sqrt(sum(e.sampling_error**2 for e in effects)) / len(effects),
-        )
-
-    return Attribution(
-        base=first.base,
-        error={t: geometric_mean([a.error[t] for a in attributions]) for t in OUTPUTS},
-        errors=pool_errors([a.errors for a in attributions]),
-        sites=tuple(
-            pooled(effects) for effects in zip(*(a.sites for a in attributions), strict=True)
-        ),
-        logits=pooled([a.logits for a in attributions]),
-        switches=tuple(
-            SwitchEffect(
-                effects[0].switch,
-                effects[0].spec,
-                {t: geometric_mean([e.error[t] for e in effects]) for t in OUTPUTS},
-            )
-            for effects in zip(*(a.switches for a in attributions), strict=True)
-        ),
-        range_losses=largest_losses(loss for a in attributions for loss in a.range_losses),
-        measured=mean([a.measured for a in attributions]),
-        own_forward=None if len(own) < len(attributions) else pool(own),
-    )
+def _titles(tensors: Sequence[str]) -> str:
+    return ", ".join(TITLES[t] for t in tensors)

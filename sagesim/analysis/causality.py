@@ -33,15 +33,25 @@ def influence(
 
     Args:
         spec: the spec of the attention, which is causal.
-        tokens: length of the sequence.
-        head_dim: size of a head.
-        draws: number of heads, each with its own inputs.
+        tokens: length of the sequence, at least 8.
+        head_dim: size of a head, at least 1.
+        draws: number of heads, at least 1, each with its own inputs.
         seed: seed of the inputs.
+
+    Raises:
+        ValueError: if a number is too small. The message names it.
 
     >>> from sagesim import CAUSAL_SAFE
     >>> influence(CAUSAL_SAFE, tokens=96, draws=1)
     Influence(o=0.0, dq=0.0)
     """
+    for name, number, least in (
+        ("tokens", tokens, 8),
+        ("head_dim", head_dim, 1),
+        ("draws", draws, 1),
+    ):
+        if number < least:
+            raise ValueError(f"{name}={number} is less than {least}")
     generator = torch.Generator().manual_seed(seed)
     shape = (2, 4, 1, draws, tokens, head_dim)
     before, after = torch.randn(shape, generator=generator)

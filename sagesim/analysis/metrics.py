@@ -69,6 +69,12 @@ class Error:
     rel_l2: float  #: |a - r| / |r|
     sqnr_db: float  #: 20 log10(|r| / |a - r|), the signal to quantization noise ratio
     max_error: float  #: max |a - r| in units of the root mean square of r
+    norm: float  #: |r|
+
+    @property
+    def is_of_zeros(self) -> bool:
+        """Whether a and r are zero: then there is nothing to measure, and pooling leaves it out."""
+        return self.norm == 0 and self.rel_l2 == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +156,16 @@ def error(actual: Tensor, reference: Tensor) -> Error:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean of non-negative numbers; 0 if one of them is 0.
+    """The geometric mean of non-negative numbers; 0 if there are none.
+
+    NaN if one of them is NaN; else infinite if one is infinite; else 0 if one is 0.
 
     >>> geometric_mean([1.0, 4.0])
     2.0
     """
-    if not all(values):
+    if not all(map(math.isfinite, values)):
+        return sum(values)
+    if not all(values) or not values:
         return 0.0
     return math.exp(mean([math.log(x) for x in values]))
 
@@ -171,21 +181,27 @@ def gradient_error(rel_l2: Mapping[str, float]) -> float:
     >>> round(gradient_error({"dq": 0.03, "dk": 0.04, "dv": 0.0}), 4)
     0.0289
     """
-    return math.sqrt(mean([rel_l2[t] ** 2 for t in GRADIENTS]))
+    return math.hypot(*(rel_l2[t] for t in GRADIENTS)) / math.sqrt(len(GRADIENTS))
 
 
 def pool_errors(measured: Sequence[Mapping[str, Error]]) -> dict[str, Error]:
     """Average the errors of several layers. Every layer has the same weight.
 
-    Takes the geometric mean of rel_l2, the mean of cosine and sqnr_db, and the largest max_error.
+    Takes the geometric mean of rel_l2, the mean of cosine and sqnr_db, the largest max_error, or
+    NaN if one is NaN, and the smallest norm. A tensor that is zero in a layer, as its gradients are
+    if dO is zero, has no error there: the layer is left out for this tensor, unless it is zero in
+    all layers.
     """
 
-    def pooled(several: Sequence[Error]) -> Error:
+    def pooled(every: Sequence[Error]) -> Error:
+        several = [e for e in every if not e.is_of_zeros] or every
+        largest = [e.max_error for e in several]
         return Error(
             cosine=mean([e.cosine for e in several]),
             rel_l2=geometric_mean([e.rel_l2 for e in several]),
             sqnr_db=mean([e.sqnr_db for e in several]),
-            max_error=max(e.max_error for e in several),
+            max_error=math.nan if any(map(math.isnan, largest)) else max(largest),
+            norm=min(e.norm for e in several),
         )
 
     return {t: pooled([by[t] for by in measured]) for t in TENSORS}
@@ -220,14 +236,15 @@ def _moments_of_part(a: Tensor, r: Tensor) -> Tensor:
 def _error(moments: Tensor) -> Error:
     dot, aa, rr, dd, _, count = (float(x) for x in moments.sum(0))
     peak = float(moments[:, _PEAK].max()) if len(moments) else 0.0
-    if dd == 0:
-        return Error(cosine=1.0, rel_l2=0.0, sqnr_db=math.inf, max_error=0.0)
-    if rr == 0:
-        return Error(cosine=0.0, rel_l2=math.inf, sqnr_db=-math.inf, max_error=math.inf)
     norm = math.sqrt(rr)  # products and quotients of squares may overflow or underflow
+    if dd == 0:
+        return Error(cosine=1.0, rel_l2=0.0, sqnr_db=math.inf, max_error=0.0, norm=norm)
+    if rr == 0:
+        return Error(cosine=0.0, rel_l2=math.inf, sqnr_db=-math.inf, max_error=math.inf, norm=0.0)
     return Error(
         cosine=dot / (math.sqrt(aa) * norm) if aa else 0.0,
         rel_l2=math.sqrt(dd) / norm,
         sqnr_db=-math.inf if math.isinf(dd) else 10 * (math.log10(rr) - math.log10(dd)),
         max_error=peak / (norm / math.sqrt(count)),
+        norm=norm,
     )

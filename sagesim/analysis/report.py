@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 import sagesim
-from sagesim.analysis.attribution import Attribution, SiteEffect, pool
+from sagesim.analysis.attribution import Attribution, SiteEffect
 from sagesim.analysis.metrics import GRADIENTS, SITE_NAMES, TENSORS, TITLES, gradient_error
 from sagesim.analysis.number_range import range_warnings
+from sagesim.analysis.pooling import pool
 from sagesim.analysis.runs import LOGITS, OUTPUTS
 from sagesim.models import Call, Capture
 from sagesim.printable import printable_lines

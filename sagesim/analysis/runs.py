@@ -51,9 +51,16 @@ def split(
     return sample.parts(problem, base)
 
 
+def halves(
+    problem: AttentionProblem, base: AttentionSpec, sample: Sample | None
+) -> list[AttentionProblem]:
+    """The parts that `attribute` measures after those, for the error of sampling."""
+    return [] if sample is None else sample.halves(problem, base)
+
+
 def run_count(problem: AttentionProblem, base: AttentionSpec, sample: Sample | None) -> int:
     """How often `attribute` calls `progress`."""
-    return RUNS * len(split(problem, base, sample))
+    return RUNS * len([*split(problem, base, sample), *halves(problem, base, sample)])
 
 
 def memory(problem: AttentionProblem, base: AttentionSpec, sample: Sample | None) -> int:
@@ -215,12 +222,14 @@ def _square(reference: Tensor, got: Tensor | None = None) -> float:
 
 def gradient_share_of(share: Mapping[str, float], error: Mapping[str, float]) -> float:
     """The share of dQ, dK and dV together, from their shares and relative errors."""
-    total = sum(error[t] ** 2 for t in GRADIENTS)
-    caused = sum(share[t] * error[t] ** 2 for t in GRADIENTS)
-    return caused / total if total and math.isfinite(total) else 0.0
+    largest = max(error[t] for t in GRADIENTS)
+    if largest == 0 or not all(math.isfinite(error[t]) for t in GRADIENTS):
+        return 0.0
+    weight = {t: (error[t] / largest) ** 2 for t in GRADIENTS}
+    return sum(share[t] * weight[t] for t in GRADIENTS) / sum(weight.values())
 
 
 def _ratio(square: float, norm: float) -> float:
     if square == 0:
         return 0.0
-    return math.sqrt(square / norm) if norm else math.inf
+    return math.sqrt(square) / math.sqrt(norm) if norm else math.inf

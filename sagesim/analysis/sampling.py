@@ -3,6 +3,9 @@
 Each part of a sample is an attention problem of its own: one head of K and V, the query heads that
 share it, all keys, and the queries of some blocks. O, dS and dQ of a part are those of the whole
 problem, except for what `Sample` says. dK and dV of a part are sums over its queries.
+
+Heads that are taken count as a sample of heads, also if all are: with fewer queries of all heads,
+the error of sampling is estimated as too large.
 """
 
 from __future__ import annotations
@@ -44,44 +47,53 @@ class Sample:
                 raise ValueError(f"{name}={number} is not a positive number")
 
     def parts(self, problem: AttentionProblem, spec: AttentionSpec) -> list[AttentionProblem]:
-        """The parts of a problem with do.
-
-        A head of which some queries are taken has two parts, so that their difference shows the
-        error of sampling; so has a single head of several, if it has more than one block.
+        """The parts of a problem with do: the taken queries of each taken head of K and V.
 
         A block of queries of the spec is taken whole, so that its queries have the scales that
-        they have in the whole problem. The last block is in every part: under a causal mask, it
-        attends to all keys, so that none is padding.
+        they have in the whole problem. The last block is taken: under a causal mask, it attends to
+        all keys, so that none is padding.
         """
-        heads = self._heads(problem, spec)
-        return [_select(head, rows) for head, halves in heads for rows in halves]
+        return [_select(head, rows) for head, rows in self._heads(problem, spec)]
+
+    def halves(self, problem: AttentionProblem, spec: AttentionSpec) -> list[AttentionProblem]:
+        """The part of a problem with one head, in two halves; else nothing.
+
+        Their difference shows the error of sampling. With several heads, the differences between
+        heads show it. The last block is in both halves.
+        """
+        heads = list(self._heads(problem, spec))
+        if len(heads) != 1 or sum(1 for _ in problem.head_groups(entries=0)) != 1:
+            return []
+        [(head, rows)] = heads
+        block = min(spec.block_q, max(problem.q.shape[-2], 1))
+        blocks = (rows // block).unique()
+        if len(rows) == problem.q.shape[-2] or len(blocks) < 2:
+            return []
+        of_halves = [torch.cat([blocks[half::2], blocks[-1:]]) for half in range(2)]
+        rows_of_halves = [rows[torch.isin(rows // block, some)] for some in of_halves]
+        if _any_leaves_out_a_key(head, rows_of_halves):
+            return []
+        return [_select(head, some) for some in rows_of_halves]
 
     def fraction(self, problem: AttentionProblem, spec: AttentionSpec) -> float:
-        """The fraction of the entries of S that are in the parts; an entry in two counts once."""
-        heads = self._heads(problem, spec)
-        taken = sum(len(torch.cat(halves).unique()) for _, halves in heads)
+        """The fraction of the entries of S that are in the parts."""
+        taken = sum(len(rows) for _, rows in self._heads(problem, spec))
         whole = problem.q.shape[-2] * sum(1 for _ in problem.head_groups(entries=0))
         return taken / whole if whole else 1.0
 
     def _heads(
         self, problem: AttentionProblem, spec: AttentionSpec
-    ) -> Iterator[tuple[AttentionProblem, list[Tensor]]]:
-        """Each taken head, and the queries of each of its parts."""
+    ) -> Iterator[tuple[AttentionProblem, Tensor]]:
+        """Each taken head, and its taken queries."""
         n_q = problem.q.shape[-2]
         block = min(spec.block_q, max(n_q, 1))
         problems = list(problem.head_groups(entries=0))
-        taken = _spaced(len(problems), self.heads)
         blocks = -(-n_q // block)
         chosen = _spaced(blocks, None if self.rows is None else -(-self.rows // block))
-        is_split = len(chosen) < blocks or len(taken) == 1 < len(problems)
-        number = 2 if is_split and len(chosen) > 1 else 1
         every = torch.arange(n_q)
-        halves = [
-            every[torch.isin(every // block, torch.tensor([*chosen[half::number], blocks - 1]))]
-            for half in range(number)
-        ]
-        for head in (problems[i] for i in taken):
-            yield head, [every] if _any_leaves_out_a_key(head, halves) else halves
+        rows = every[torch.isin(every // block, torch.tensor(chosen))]
+        for head in (problems[i] for i in _spaced(len(problems), self.heads)):
+            yield head, every if _any_leaves_out_a_key(head, [rows]) else rows
 
 
 def jackknife(values: Sequence[float], fraction: float) -> float:

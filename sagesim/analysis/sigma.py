@@ -24,12 +24,25 @@ PAPER_TABLE_1: Final = {
 }
 """(cosine, relative L2 error) of each of `COLUMNS`, by sigma. Source: arXiv 2603.02170, Table 1."""
 
+_STRIDE: Final = 0x9E3779B9
+"""The distance of the first states of two seeds: the odd number next to 2^32 over the golden ratio.
+
+Its multiples modulo 2^32 are far from each other: those of two seeds below n are at least
+2^32 / (3 n) apart, for n up to 10,000. Source: Knuth, The Art of Computer Programming,
+volume 3, section 6.4.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What the paper does not state: length, head size, mask and number of independent draws.
 
-    A draw is one head. V and dO have standard deviation 1.
+    A draw is one head. V and dO have standard deviation 1. Seeds below 10,000 share
+    none of their first 100,000 draws.
+
+    Raises:
+        ValueError: if seed is not in 0..2^32-1. PyTorch's generator on a CPU has no more states to
+            begin with.
     """
 
     tokens: int = 2048
@@ -38,9 +51,13 @@ class Setting:
     is_causal: bool = False
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed} is not in 0..2**32-1")
+
     def problem(self, sigma: float, draw: int) -> AttentionProblem:
         """A draw: q, k, v, do [1, tokens, head_dim], float32; sigma is the deviation of q and k."""
-        generator = torch.Generator().manual_seed(self.seed + draw)
+        generator = torch.Generator().manual_seed((self.seed * _STRIDE + draw) % 2**32)
         q, k, v, do = torch.randn((4, 1, self.tokens, self.head_dim), generator=generator)
         q, k = q * sigma, k * sigma
         return AttentionProblem(q=q, k=k, v=v, do=do, is_causal=self.is_causal)

@@ -151,8 +151,8 @@ def _load(path: str) -> Any:
         sys.path.insert(0, here)
     try:
         found: Any = importlib.import_module(module)
-    except ImportError as error:
-        raise Failure(f"{module} cannot be imported: {error}") from None
+    except (Exception, SystemExit) as error:  # whatever the user's module raises
+        raise Failure(f"{module} cannot be imported: {type(error).__name__}: {error}") from None
     for part in name.split("."):
         try:
             found = getattr(found, part)

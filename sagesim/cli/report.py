@@ -13,6 +13,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Final
 
@@ -45,6 +46,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write the report and print the final losses."""
+    if args.margin is not None and not (math.isfinite(args.margin) and args.margin >= 0):
+        raise Failure(f"--margin {args.margin} is not a finite number of at least 0")
+
     from sagesim.experiments.pretrain.report.compare import (
         difference,
         find_logs,

@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> None:
     for name in ("tokens", "head_dim", "draws"):
         if getattr(args, name) < 1:
             raise Failure(f"--{name.replace('_', '-')} must be at least 1")
-    if not 0 <= args.seed < 2**63:
-        raise Failure(f"--seed {args.seed} is not in 0..2**63-1")
+    if not 0 <= args.seed < 2**32:
+        raise Failure(f"--seed {args.seed} is not in 0..2**32-1")
 
     from sagesim.analysis import COLUMNS, PAPER_TABLE_1, TITLES, Setting, gaussian_errors
 

@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> None:
     specs = [parse_spec(label) for label in labels]
     names: list[str] = args.captures
     captures = {name: load(name) for name in names}
-    require_writable(args.out, inputs=map(path_of, names))
+    if not args.dry_run:  # the check creates missing folders
+        require_writable(args.out, inputs=map(path_of, names))
 
     from sagesim.analysis import GRADIENTS, TITLES
     from sagesim.experiments.spec_sweep import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from sagesim.problem import (
 )
 from sagesim.spec import AttentionSpec
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The dtypes of q, k, v and do that the emulator takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ def flatten(problem: AttentionProblem, spec: AttentionSpec) -> FlatProblem:
     check_spec(spec)
     check_scale(problem.scale)
     groups = check_tensors(q, k, v, enable_gqa=problem.enable_gqa)
-    if q.dtype not in _DTYPES:
+    if q.dtype not in DTYPES:
         raise TypeError(f"q, k and v are {q.dtype}; float16, bfloat16, float32 or float64 needed")
     n_q, n_k = q.shape[-2], k.shape[-2]
     problem.check_options()

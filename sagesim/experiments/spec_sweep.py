@@ -48,8 +48,8 @@ SCHEMA: Final = pa.schema(
 )
 """The columns of the file.
 
-layer and name are those of the captured call. seconds is the computing time; for the first spec of
-a call it includes the float64 reference, on a cluster once for each worker.
+layer and name are those of the captured call. seconds is the computing time, with that of the
+float64 reference if the row computes it; see `_exactly`.
 """
 
 _SAVE_EVERY: Final = 2.0
@@ -179,7 +179,12 @@ def ranking(rows: Sequence[Row]) -> list[Row]:
     - int8: how many of the seven products are in 8 bits;
     - o, ds and each of `GRADIENTS`: the geometric mean of rel_l2 over the label's rows;
     - gradients: the `gradient_error` of these means.
+
+    A call in which no label has an error of a tensor is left out for this tensor: if dO is zero, so
+    are the gradients.
     """
+    tensors = ("o", "ds", *GRADIENTS)
+    with_error = {t: {_call_of(row) for row in rows if row[f"{t}_rel_l2"] != 0} for t in tensors}
     by_label: dict[str, list[Row]] = {}
     for row in rows:
         by_label.setdefault(row["label"], []).append(row)
@@ -187,7 +192,10 @@ def ranking(rows: Sequence[Row]) -> list[Row]:
     for label, ours in by_label.items():
         spec = AttentionSpec.parse(label)
         means = {
-            t: geometric_mean([row[f"{t}_rel_l2"] for row in ours]) for t in ("o", "ds", *GRADIENTS)
+            t: geometric_mean(
+                [row[f"{t}_rel_l2"] for row in ours if _call_of(row) in with_error[t]]
+            )
+            for t in tensors
         }
         ranked.append(
             {
@@ -201,6 +209,10 @@ def ranking(rows: Sequence[Row]) -> list[Row]:
     return sorted(
         ranked, key=lambda row: (math.isnan(row["gradients"]), row["gradients"], row["label"])
     )
+
+
+def _call_of(row: Row) -> tuple[str, int]:
+    return row["capture_hash"], row["layer"]
 
 
 def best_per_int8_count(ranked: Sequence[Row]) -> list[Row]:
@@ -242,7 +254,12 @@ def _work_of(call: Call) -> int:
 
 
 _exactly: Final = functools.lru_cache(maxsize=1)(exact)
-"""The runs of a call follow each other, so one reference is enough."""
+"""The reference of a group of heads; see `AttentionProblem.head_groups`.
+
+The runs of a call follow each other. If a call is one group, a process computes its reference for
+the first of them only. If a call is several groups, each run computes the references anew: to keep
+them all would need memory that grows with the number of heads.
+"""
 
 _latest: Final[dict[tuple[str, int], Call]] = {}
 """The call of this process' latest row. A worker of a cluster gets a call anew for each row, and

@@ -32,16 +32,17 @@ def find(
 ) -> Example | None:
     """Draw at most `cases` examples and return the first that satisfies the predicate, or None.
 
-    In the same program, equal arguments give the same examples: neither Hypothesis's database nor
-    a settings profile nor a deadline is used. In another program the examples may differ, because
-    Hypothesis also draws from the constants in the loaded code. Shrinking stops after Hypothesis's
-    limit of five minutes.
+    Equal arguments give the same examples while the same modules are loaded: neither Hypothesis's
+    database nor a settings profile nor a deadline is used. After another module is imported, and in
+    another program, the examples may differ: Hypothesis also draws the constants of the loaded
+    modules that are not of an installed package, and has no setting against it. Shrinking stops
+    after Hypothesis's limit of five minutes.
 
     Args:
         strategy: draws the examples.
         predicate: the condition.
         cases: largest number of examples before shrinking.
-        seed: seed of the search.
+        seed: seed of the search; see above.
         shrink: return the smallest example that the search finds. If the predicate's answer for an
             example changes, the best example so far is returned.
     """

@@ -44,9 +44,9 @@ def mistakes(spec: AttentionSpec) -> Iterator[Mistake]:
 
     Some are no mistake under some specs: they change nothing.
     """
-    for name, preset in PRESETS.items():
-        blocks = {"block_q": spec.block_q, "block_k": spec.block_k}
-        yield Mistake(f"another spec: {name!r}", replace(preset, **blocks))
+    for preset in PRESETS.values():
+        other = replace(preset, block_q=spec.block_q, block_k=spec.block_k)
+        yield Mistake(f"another spec: {other.label()!r}", other)
     for words, change in _CHANGES.items():
         yield Mistake(words, spec, change)
     filled = _padded(spec.block_q, spec.block_k)

@@ -51,8 +51,11 @@ def fuzz(
     access on a GPU does, the search stops, and the failing case is shrunk in processes of their
     own. They import the function by its name; without one, the case is not shrunk.
 
-    `sagesim.fuzzing.tolerance` defines which differences are allowed. Equal arguments give equal
-    cases.
+    `sagesim.fuzzing.tolerance` defines which differences are allowed.
+
+    The `FuzzCase` of the report is reproducible: it gives the same tensors in every program. The
+    seed identifies the search only while the same modules are loaded, because Hypothesis also draws
+    the constants of loaded modules.
 
     Args:
         attention_fn: called as `fn(q, k, v, is_causal=..., scale=..., enable_gqa=...)` with q
@@ -61,11 +64,12 @@ def fuzz(
         spec: the spec that it should compute.
         cases: number of cases to draw. The search stops early after `ENOUGH` failures.
         device: device of the tensors and of the emulator.
-        seed: seed of the search.
+        seed: seed of the search; see above.
         dtypes: names of torch dtypes. By default float32 and float16, and on other devices than
             the CPU also bfloat16.
         head_sizes: the head sizes to draw from.
-        max_length: largest number of tokens; by default 7/3 of the spec's larger block.
+        max_length: largest number of tokens; by default 7/3 of the spec's larger block, or more if
+            `without` leaves no length up to it.
         without: features of calls to exclude: full (calls without a causal mask), causal, cross
             (n_q different from n_k), tails, gqa, scale, strides.
         extras: arguments to draw that SDPA does not have: window (with causal_alignment), padding

@@ -82,17 +82,26 @@ all_blocks: SearchStrategy[int] = st.sampled_from((1, 7, 16, 32, 64, 128))
 
 
 def lengths(block: int, longest: int, *, tails: bool = True) -> SearchStrategy[int]:
-    """Numbers of tokens up to `longest`; half are within 1 of 16 or of a multiple of the block."""
+    """Numbers of tokens up to `longest`; half are within 1 of 16 or of a multiple of the block.
+
+    Args:
+        block: tokens of a block.
+        longest: largest number of tokens.
+        tails: also numbers that are no multiple of the block.
+
+    Raises:
+        ValueError: if no number is allowed: without tails, if `longest` is less than a block.
+    """
+    if longest < (1 if tails else block):
+        raise ValueError(f"longest={longest} is less than {1 if tails else block}")
     if not tails:
-        return st.integers(1, max(1, longest // block)).map(lambda blocks: blocks * block)
+        return st.integers(1, longest // block).map(lambda blocks: blocks * block)
     near = {b + step for b in (16, *range(block, longest + 2, block)) for step in (-1, 0, 1)}
     near = {n for n in near if 0 < n <= longest} or {longest}
     return st.integers(1, longest) | st.sampled_from(sorted(near))
 
 
-@st.composite
 def cases(
-    draw: Draw,
     *,
     block_q: int = 64,
     block_k: int = 64,
@@ -101,23 +110,51 @@ def cases(
     longest: int | None = None,
     without: Collection[str] = (),
     extras: Collection[str] = (),
-) -> FuzzCase:
+) -> SearchStrategy[FuzzCase]:
     """Any call: lengths with tails, masks, grouped heads, layouts and kinds of numbers.
 
     Args:
         block_q, block_k: block sizes of the spec; half of the lengths are close to a multiple.
         dtypes: names in `DTYPES`.
         head_sizes: the head sizes to draw from.
-        longest: largest number of tokens; None is 7/3 of the larger block.
+        longest: largest number of tokens; None is 7/3 of the larger block, or more if `without`
+            leaves no length up to it.
         without: names in `FEATURES` to exclude.
         extras: names in `EXTRAS` to include.
+
+    Raises:
+        ValueError: if `longest` and `without` leave no length. The message calls `longest` as
+            `sagesim.fuzz` does.
     """
     assert set(without) <= set(FEATURES) and set(extras) <= set(EXTRAS)
-    longest = longest or 7 * max(block_q, block_k) // 3
+    block, why = max(block_q, block_k), "lengths are multiples of their blocks"
+    if "cross" in without and block_q != block_k:
+        block = math.lcm(block_q, block_k)
+        why = f"equal lengths are multiples of both blocks, {block_q} and {block_k}"
+    shortest = block if "tails" in without else 1
+    if longest is None:
+        longest = max(7 * max(block_q, block_k) // 3, shortest)
+    if longest < shortest:
+        words = f"; without tails, {why}" if "tails" in without else ""
+        raise ValueError(f"max_length={longest} is less than {shortest}{words}")
+    return _cases(block_q, block_k, dtypes, head_sizes, longest, without, extras)
+
+
+@st.composite
+def _cases(
+    draw: Draw,
+    block_q: int,
+    block_k: int,
+    dtypes: Collection[str],
+    head_sizes: Collection[int],
+    longest: int,
+    without: Collection[str],
+    extras: Collection[str],
+) -> FuzzCase:
     tails = "tails" not in without
-    if "cross" in without or draw(st.booleans()):
-        # Without tails, the length has to be a multiple of both blocks.
-        block = max(block_q, block_k) if tails else math.lcm(block_q, block_k)
+    # Without tails, equal lengths have to be multiples of both blocks.
+    block = max(block_q, block_k) if tails else math.lcm(block_q, block_k)
+    if "cross" in without or ((tails or block <= longest) and draw(st.booleans())):
         n_q = n_k = draw(lengths(block, longest, tails=tails))
     else:
         n_q = draw(lengths(block_q, longest, tails=tails))

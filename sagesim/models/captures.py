@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from sagesim.emulator import DTYPES
 from sagesim.files import replacing
 from sagesim.printable import printable
 from sagesim.problem import AttentionProblem
@@ -39,8 +40,9 @@ class Call(AttentionProblem):
     """A recorded SDPA call: an attention problem with the gradient that reached its output.
 
     q [b, h, n_q, d], k [b, h_kv, n_k, d], v [b, h_kv, n_k, d_v] and do [b, h, n_q, d_v] are
-    finite and of one floating dtype. attn_mask is boolean with four axes, broadcastable to
-    [b, h, n_q, n_k]. The other options fit the tensors. scale is finite.
+    finite and of one dtype of `sagesim.emulator.DTYPES`. attn_mask is boolean with four axes,
+    broadcastable to [b, h, n_q, n_k]. sinks has a dtype of `DTYPES`. The other options fit the
+    tensors. scale is finite.
 
     index: number of the call in the recorded forward, from 0; see `sagesim.capture`.
     name: name of the module that made the call.
@@ -73,7 +75,10 @@ class Call(AttentionProblem):
         for name, x in self.tensors.items():
             if x.ndim != 4 and name not in ("key_mask", "sinks"):
                 raise ValueError(f"{self}: {name} has shape {tuple(x.shape)}, not [b, h, n, d]")
-            if name in _FLOATS and (x.dtype != q.dtype or not x.is_floating_point()):
+            if name in (*_FLOATS, "sinks") and x.dtype not in DTYPES:
+                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+                raise ValueError(f"{self}: {name} is {x.dtype}; the emulator takes {known}")
+            if name in _FLOATS and x.dtype != q.dtype:
                 raise ValueError(f"{self}: {name} is {x.dtype}, q is {q.dtype}")
             if not x.isfinite().all():
                 raise ValueError(f"{self}: {name} holds NaN or Inf")

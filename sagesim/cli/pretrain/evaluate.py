@@ -73,7 +73,10 @@ def run(args: argparse.Namespace) -> None:
         if world.processes > 1:
             raise Failure("one process evaluates; start the command without torchrun")
         name = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
-        corpus = Corpus(args.corpus)
+        try:
+            corpus = Corpus(args.corpus)
+        except ValueError as error:
+            raise Failure(str(error)) from None
         for folder in bar.track(args.folders):
             try:
                 found = held_out_losses(

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from sagesim import FPA, SAGEBWD, compare, exact, trace
-from sagesim.analysis import TENSORS, Comparison, error, geometric_mean
+from sagesim.analysis import (
+    TENSORS,
+    Comparison,
+    error,
+    geometric_mean,
+    gradient_error,
+    pool_errors,
+)
 
 
 def test_an_error_equals_its_definition():
@@ -77,4 +84,19 @@ def test_different_shapes_raise():
 
 def test_the_geometric_mean_is_that_of_its_definition():
     assert geometric_mean([1.0, 10.0, 100.0]) == pytest.approx(10, rel=1e-14)
-    assert geometric_mean([0.0, 10.0]) == 0
+    assert geometric_mean([0.0, 10.0]) == geometric_mean([]) == 0
+    assert math.isnan(geometric_mean([0.0, math.nan])) and math.isinf(geometric_mean([0, math.inf]))
+
+
+def test_the_gradient_error_of_huge_errors_is_a_number():
+    assert gradient_error({"dq": 3e200, "dk": 4e200, "dv": 0.0}) == pytest.approx(
+        5e200 / math.sqrt(3), rel=1e-14
+    )
+
+
+def test_the_largest_error_of_several_layers_is_nan_if_one_is():
+    one = error(torch.tensor([1.5]), torch.tensor([1.0]))
+    bad = error(torch.tensor([torch.nan]), torch.tensor([1.0]))
+    for layers in ([one, bad], [bad, one]):
+        pooled = pool_errors([dict.fromkeys(TENSORS, layer) for layer in layers])
+        assert math.isnan(pooled["dq"].max_error) and math.isnan(pooled["dq"].rel_l2)

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from sagesim import FPA, SAGEBWD, AttentionSpec, Attribution, attribute
-from sagesim.analysis import TENSORS, TITLES, gradient_error, pool_errors
-from sagesim.analysis.attribution import OUTPUTS, pool
+from sagesim.analysis import TENSORS, TITLES, gradient_error, pool, pool_errors
+from sagesim.analysis.attribution import OUTPUTS
 from sagesim.analysis.metrics import SITE_NAMES
 from sagesim.analysis.report import Layer, advice, headline, number, percent, render
 from sagesim.models import Call, Capture

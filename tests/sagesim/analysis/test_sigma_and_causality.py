@@ -15,6 +15,28 @@ def test_draws_are_reproducible_and_different():
         assert not torch.equal(a, c)
 
 
+def test_seeds_share_no_draws():
+    problems = [
+        Setting(tokens=1, head_dim=1, seed=seed).problem(1.0, draw)
+        for seed in (*range(100), 2**32 - 1)
+        for draw in range(16)
+    ]
+    assert len({tuple(map(float, problem.qkvdo)) for problem in problems}) == 101 * 16
+
+
+def test_seed_0_gives_the_inputs_of_the_data_in_the_docs():
+    for draw in (0, 15):
+        expected = torch.randn((4, 1, 8, 4), generator=torch.Generator().manual_seed(draw))
+        found = Setting(tokens=8, head_dim=4).problem(1.0, draw).qkvdo
+        assert torch.equal(torch.stack(found), expected)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_that_the_generator_does_not_tell_apart_raises(seed):
+    with pytest.raises(ValueError, match=f"seed={seed} is not in 0"):
+        Setting(seed=seed)
+
+
 def test_inputs_have_the_given_standard_deviations():
     q, k, v, do = Setting().problem(5.0, 0).qkvdo
     for x, sigma in ((q, 5.0), (k, 5.0), (v, 1.0), (do, 1.0)):
@@ -47,3 +69,14 @@ def test_later_tokens_have_no_influence_exactly_if_the_preset_is_causal_safe(nam
     found = influence(PRESETS[name], tokens=128, head_dim=32, draws=2)
     safe = name in ("fpa", "fpa_fp16", "fpa_bf16", "causal_safe")
     assert (found.o == 0 and found.dq == 0) == safe
+
+
+@pytest.mark.parametrize("changes", [{"tokens": 7}, {"tokens": 0}, {"head_dim": 0}, {"draws": 0}])
+def test_influence_names_a_number_that_is_too_small(changes):
+    ((name, number),) = changes.items()
+    with pytest.raises(ValueError, match=f"^{name}={number} is less than "):
+        influence(SAGEBWD, **changes)
+
+
+def test_influence_of_the_shortest_sequence():
+    assert influence(SAGEBWD, tokens=8, head_dim=4, draws=1).o > 0

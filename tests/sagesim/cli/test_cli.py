@@ -234,8 +234,11 @@ def test_sweep_prints_a_ranking_and_resumes(run, file, tmp_path):
 def test_a_dry_run_of_a_sweep_says_what_is_missing_and_writes_nothing(run, file, tmp_path):
     path = tmp_path / "out.parquet"
     words = ("sweep", path, file, "--specs", "factored", "sagebwd")
+    before = sorted(tmp_path.iterdir())
     assert run(*words, "--dry-run") == "4 of 4 rows to compute; 0 GPU hours\n"
-    assert not path.exists()
+    inside = tmp_path / "new" / "sub" / "out.parquet"
+    run("sweep", inside, file, "--specs", "factored", "--dry-run")
+    assert sorted(tmp_path.iterdir()) == before
     run("sweep", path, file, "--specs", "factored")
     found = run(*words, "--dry-run")
     assert re.fullmatch(r"2 of 4 rows to compute, about 0\.00 CPU hours; 0 GPU hours\n", found)
@@ -304,7 +307,7 @@ def test_the_grammar_in_the_help_has_every_word():
         (["sigma", "--sigmas", "nan"], "nan is not a positive number"),
         (["sigma", "--tokens", "0"], "--tokens must be at least 1"),
         (["sigma", "--head-dim", "-1"], "--head-dim must be at least 1"),
-        (["sigma", "--seed", "-1"], "--seed -1 is not in 0..2**63-1"),
+        (["sigma", "--seed", "-1"], "--seed -1 is not in 0..2**32-1"),
         (["sweep", "TMP/out.parquet", "TMP/missing"], "no such file"),
         (["sweep", "TMP/out.parquet", "FILE", "--specs", "x"], "'x' is not a preset"),
         (["sweep", "TMP/out.parquet", "FILE", "--specs", "fpa", "--all"], "not allowed with"),

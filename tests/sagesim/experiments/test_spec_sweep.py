@@ -1,3 +1,4 @@
+import functools
 import itertools
 import math
 import os
@@ -192,6 +193,26 @@ def test_the_ranking_sorts_by_the_error_of_the_gradients(tmp_path):
     assert {row["label"]: row["int8"] for row in ranked} == {"fpa": 0, "sagebwd": 6, "factored": 6}
 
 
+def test_a_call_without_gradients_is_left_out_of_the_ranking(tmp_path):
+    one = problem(tokens=128)
+    empty = problem(tokens=128, do=torch.zeros(1, 2, 128, 8))
+    alone = ranking(sweep(tmp_path / "one.parquet", SPECS, {"mine": one}))
+    both = ranking(sweep(tmp_path / "both.parquet", SPECS, {"mine": one, "empty": empty}))
+    for name in ("ds", "dq", "dk", "dv", "gradients"):
+        assert [row[name] for row in both] == [row[name] for row in alone]
+
+
+def test_a_call_with_a_huge_error_is_ranked():
+    rows = [
+        {"label": label, "capture_hash": "c", "layer": 0}
+        | {f"{t}_rel_l2": error for t in ("o", "ds", "dq", "dk", "dv")}
+        for label, error in (("factored", 1e200), ("fpa", 1e-6), ("sagebwd", math.nan))
+    ]
+    ranked = ranking(rows)
+    assert [row["label"] for row in ranked] == ["fpa", "factored", "sagebwd"]
+    assert ranked[1]["gradients"] == pytest.approx(1e200, rel=1e-12)
+
+
 @pytest.mark.parametrize("content", [b"", b"not parquet", b"PAR1" * 10])
 def test_another_file_raises_and_stays_unchanged(tmp_path, content):
     path = tmp_path / "out.parquet"
@@ -357,6 +378,24 @@ def test_taking_heads_in_groups_changes_no_error():
             for t in TENSORS:
                 assert math.isclose(joined[t].rel_l2, whole[t].rel_l2, rel_tol=1e-6), t
                 assert math.isclose(joined[t].cosine, whole[t].cosine, rel_tol=1e-9), t
+
+
+@pytest.mark.parametrize(("entries", "references"), [(2 * 20 * 20, 1), (20 * 20, 2 * len(SPECS))])
+def test_a_reference_is_kept_for_calls_of_one_group_of_heads(
+    tmp_path, monkeypatch, entries, references
+):
+    """docs/sweep.md says which rows compute the float64 reference."""
+    whole, computed = sagesim.AttentionProblem.head_groups, []
+
+    def counted(problem):
+        computed.append(problem)
+        return exact(problem)
+
+    monkeypatch.setattr(sagesim.AttentionProblem, "head_groups", lambda x: whole(x, entries))
+    cached = functools.lru_cache(maxsize=1)(counted)
+    monkeypatch.setattr(sagesim.experiments.spec_sweep, "_exactly", cached)
+    sweep(tmp_path / "out.parquet", SPECS, {"a": problem(layers=1)})
+    assert len(computed) == references
 
 
 def test_rows_of_another_version_are_computed_again(tmp_path, monkeypatch):

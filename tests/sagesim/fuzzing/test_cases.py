@@ -159,6 +159,22 @@ class TestStrategies:
         for case in drawn(cases(longest=9, head_sizes=(24,), dtypes=("bfloat16",)), 40):
             assert max(case.n_q, case.n_k) <= 9 and case.d == 24 and case.dtype == "bfloat16"
 
+    @pytest.mark.parametrize(
+        ("without", "shortest"), [((), 1), (("tails",), 48), (("tails", "cross"), 96)]
+    )
+    def test_no_length_exceeds_the_longest(self, without, shortest):
+        sizes = {"block_q": 48, "block_k": 32, "without": without}
+        for longest in (shortest, shortest + 31):
+            for case in drawn(cases(longest=longest, **sizes), 40):
+                assert max(case.n_q, case.n_k) <= longest
+                assert "tails" not in without or case.n_q % 48 == case.n_k % 32 == 0
+        with pytest.raises(ValueError, match=f"max_length={shortest - 1} is less than {shortest}"):
+            cases(longest=shortest - 1, **sizes)
+
+    def test_without_a_longest_length_there_is_always_one(self):
+        for case in drawn(cases(block_q=48, block_k=112, without=("tails", "cross")), 10):
+            assert case.n_q == case.n_k == 336
+
     def test_specs_for_kernels_cover_every_option(self):
         seen = drawn(specs_for_kernels(), 300)
         assert {s.block_q for s in seen} == {s.block_k for s in seen} == {32, 64, 128}

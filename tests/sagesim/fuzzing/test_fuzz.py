@@ -30,6 +30,7 @@ from sagesim.fuzzing.calls import call
 from sagesim.fuzzing.diagnosis import factor, infer
 from sagesim.fuzzing.fresh_process import FreshProcesses
 from sagesim.fuzzing.hypothesis_search import find
+from sagesim.fuzzing.mistakes import mistakes
 from sagesim.fuzzing.strategies import cases, specs_for_kernels
 from sagesim.fuzzing.tolerance import ORDER, Contract
 from tests.support import examples, tiled_kernel
@@ -182,6 +183,13 @@ class TestWrongKernels:
         assert failure is not None
         words = "the causal mask is aligned to the lower right corner"
         assert failure.explanations[0] == words
+
+    def test_a_preset_is_named_with_the_blocks_that_are_tried(self):
+        tried = {x.words: x.spec for x in mistakes(AttentionSpec.parse("factored block=128x128"))}
+        for words, spec in tried.items():
+            if words.startswith("another spec: "):
+                assert words == f"another spec: {spec.label()!r}"
+        assert "another spec: 'sagebwd block=128x128'" in tried
 
     @pytest.mark.slow
     def test_a_kernel_of_another_preset_is_named(self):
@@ -726,6 +734,7 @@ def test_the_same_arguments_give_the_same_report(monkeypatch):
         ({"dtypes": ()}, "dtypes: none"),
         ({"without": ("gaq",)}, "gaq"),
         ({"without": ("full", "causal")}, "full and causal together exclude all calls"),
+        ({"max_length": 63, "without": ("tails",)}, "max_length=63 is less than 64"),
     ],
 )
 def test_an_invalid_argument_raises_and_is_named(options, message):
@@ -817,6 +826,7 @@ class TestCommand:
             (["fuzzed_kernels"], "not of the form package.module:function"),
             (["fuzzed_kernels:"], "not of the form package.module:function"),
             (["no_such_module:f"], "no_such_module cannot be imported"),
+            ([".fuzzed_kernels:right"], ".fuzzed_kernels cannot be imported: TypeError: "),
             (["fuzzed_kernels:left"], "fuzzed_kernels has no 'left'"),
             (["fuzzed_kernels:number"], "is a int, not a function"),
             (["fuzzed_kernels:right", "--spec", "factord"], "did you mean 'factored'?"),
@@ -831,6 +841,10 @@ class TestCommand:
                 "full and causal together exclude all calls",
             ),
             (["fuzzed_kernels:right", "--device", "gpu"], "--device gpu: "),
+            (
+                ["fuzzed_kernels:right", "--max-length", "40", "--without", "tails"],
+                "max_length=40 is less than 64; without tails, lengths are multiples of their",
+            ),
         ],
     )
     def test_invalid_input_prints_one_line_and_gives_exit_code_2(self, argv, message, here, capsys):
@@ -838,6 +852,24 @@ class TestCommand:
         out, err = capsys.readouterr()
         assert out == "" and err.startswith("sagesim: ") and err.count("\n") == 1
         assert message in err
+
+    @pytest.mark.parametrize(
+        ("source", "words"),
+        [
+            ("raise RuntimeError('no\\ndevice')", "RuntimeError: no device"),
+            ("import sys; sys.exit(0)", "SystemExit: 0"),
+            ("def broken(:", "SyntaxError: "),
+            ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ],
+    )
+    def test_a_module_that_cannot_be_imported_is_named_with_its_error(
+        self, source, words, here, capsys
+    ):
+        (here / "broken_kernels.py").write_text(source)
+        assert main(["fuzz", "broken_kernels:f"]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        assert err.startswith(f"sagesim: broken_kernels cannot be imported: {words}")
 
     def test_without_hypothesis_the_command_names_the_extra(self, here, capsys, monkeypatch):
         monkeypatch.setitem(sys.modules, "hypothesis", None)

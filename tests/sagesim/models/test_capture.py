@@ -381,6 +381,15 @@ class TestCall:
                 r"attn_mask \(2, 1, 5, 5\) does",
             ),
             ({"scale": float("nan")}, "scale=nan is not finite"),
+            (
+                dict.fromkeys("qk", torch.ones(2, 4, 5, 8).to(torch.float8_e4m3fn)),
+                "q is torch.float8_e4m3fn; the emulator takes float16, bfloat16, float32, float64",
+            ),
+            ({"q": torch.ones(2, 4, 5, 8).int()}, "q is torch.int32; the emulator takes float16"),
+            (
+                {"sinks": torch.ones(4).to(torch.float8_e5m2)},
+                "sinks is torch.float8_e5m2; the emulator takes",
+            ),
         ],
     )
     def test_an_invalid_tensor_raises_and_is_named(self, changes, message):
@@ -663,6 +672,19 @@ class TestFile:
         edit(metadata, tensors)
         safetensors.torch.save_file(tensors, path, {KEY: json.dumps(metadata)})
         with pytest.raises(ValueError, match=f"a.safetensors: .*{message}"):
+            Capture.load(path)
+
+    @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+    def test_a_dtype_that_the_emulator_does_not_take_raises(self, tmp_path, dtype):
+        path = tmp_path / "a.safetensors"
+        small().save(path)
+        metadata, tensors = contents(path)
+        for name in SITES:
+            tensors[f"0.{name}"] = tensors[f"0.{name}"].to(dtype)
+            described = metadata["calls"][0]["tensors"][name]
+            described["dtype"] = str(dtype).removeprefix("torch.")
+        safetensors.torch.save_file(tensors, path, {KEY: json.dumps(metadata)})
+        with pytest.raises(ValueError, match=f"a.safetensors: call 0: q is {dtype}; the emulator"):
             Capture.load(path)
 
     @pytest.mark.parametrize(

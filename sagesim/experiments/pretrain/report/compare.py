@@ -22,15 +22,14 @@ _NO_SETTING: Final = (
     "seed",
     "monitor",
     "steps",
-    "warmup",
     "evaluate_every",
     "monitor_every",
     "bias_sequences",
 )
 """Fields of `Run` that do not distinguish settings.
 
-The attention and the seed are what is compared. The numbers of steps follow from the tokens per
-step when runs have equal tokens.
+The attention and the seed are what is compared. The number of steps follows from the tokens per
+step when runs have equal tokens. The other fields do not change the training.
 """
 
 Point = tuple[float, float, float, float]
@@ -136,9 +135,17 @@ class Difference:
         """The verdict of a plan's rule; empty without a margin.
 
         A difference counts if its mean exceeds the margin and all seeds have the same sign.
+
+        Args:
+            margin: nats.
+
+        Raises:
+            ValueError: if the margin is not a finite number of at least 0.
         """
         if margin is None:
             return ""
+        if not (math.isfinite(margin) and margin >= 0):
+            raise ValueError(f"margin={margin} is not a finite number of at least 0")
         one_sign = self.low > 0 or self.high < 0
         if abs(self.mean) <= margin:
             return "within the margin"
@@ -213,9 +220,16 @@ def group_runs(runs: Sequence[TrainedRun]) -> list[Setting]:
 
 
 def differing_fields(runs: Sequence[Run]) -> list[str]:
-    """The settings that are not the same for all runs, in the order of `Run`, then "tokens"."""
+    """The settings that are not the same for all runs, in the order of `Run`, then "tokens".
+
+    The warmup is one of them only if it differs between runs of equal steps and tokens per step. A
+    plan gives it as a fraction of the steps, so it differs between runs of different steps.
+    """
     names = [name for name in Run.__slots__ if name not in _NO_SETTING]
     found = [name for name in names if len({getattr(run, name) for run in runs}) > 1]
+    lengths = {(run.steps, run.tokens_per_step) for run in runs}
+    if len({(run.steps, run.tokens_per_step, run.warmup) for run in runs}) == len(lengths):
+        found = [name for name in found if name != "warmup"]
     # The number of steps follows from the tokens per step only if all runs have equal tokens.
     if len({run.tokens for run in runs}) > 1:
         found.append("tokens")

@@ -195,6 +195,7 @@ def test_a_run_that_fails_stops_no_other_run_of_a_plan(run, corpus, tmp_path, mo
         (["evaluate", "CORPUS", "out.json", "nowhere"], "not the log of a run"),
         (["evaluate", "CORPUS", "out.json", "nowhere", "--cuts", "-1"], "--cuts -1 is negative"),
         (["evaluate", "CORPUS", "o.json", "x", "--attention", "y"], "unknown family 'y'"),
+        (["evaluate", "nowhere", "o.json", "x"], "nowhere: no prepared corpus"),
         (["start"], "invalid choice: 'start'"),
     ],
 )
@@ -210,6 +211,15 @@ def test_invalid_input_prints_one_line(argv, message, run, corpus, tmp_path, mon
 def test_a_report_without_runs_fails(run, tmp_path):
     code, _, err = run("report", tmp_path, "--out", tmp_path / "out.html")
     assert code == 2 and "neither a run nor a folder of runs" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("margin", ["nan", "inf", "-0.01"])
+def test_a_report_refuses_a_margin_that_is_no_size(run, tmp_path, margin):
+    words = ("report", tmp_path, "--out", tmp_path / "out.html", f"--margin={margin}")
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert err == f"sagesim: --margin {margin} is not a finite number of at least 0\n"
     assert list(tmp_path.iterdir()) == []
 
 

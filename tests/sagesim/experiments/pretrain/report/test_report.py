@@ -88,6 +88,43 @@ def test_runs_are_grouped_by_the_settings_that_differ(runs):
         group_runs([*runs, runs[0]])
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_warmup_that_differs_between_equal_steps_is_a_setting(make_run, tmp_path, seed):
+    short, long = (
+        made(tmp_path / name, make_run(attention="sdpa", warmup=warmup, seed=seed_), loss=3.0)
+        for name, warmup, seed_ in (("a", 1, 0), ("b", 2, seed))
+    )
+    found = group_runs([short, long])
+    assert [(s.title, len(s.groups)) for s in found] == [("warmup 1", 1), ("warmup 2", 1)]
+    assert [dict(s.fields) for s in found] == [{"warmup": 1}, {"warmup": 2}]
+
+
+def test_a_warmup_that_follows_from_the_steps_is_no_setting(make_run, tmp_path):
+    found = [
+        made(
+            tmp_path / f"{per_step}-{attention}",
+            make_run(
+                attention=attention,
+                tokens_per_step=per_step,
+                steps=5120 // per_step,
+                warmup=1280 // per_step,
+            ),
+            loss=3.0,
+        )
+        for per_step in (256, 64)
+        for attention in ("sdpa", "emulator:sagebwd")
+    ]
+    assert len({each.run.warmup for each in found}) == 2
+    titles = [setting.title for setting in group_runs(found)]
+    assert titles == ["256 tokens per step", "64 tokens per step"]
+
+
+@pytest.mark.parametrize("margin", [float("nan"), float("inf"), -0.01])
+def test_a_margin_that_is_no_size_gives_no_verdict(margin):
+    with pytest.raises(ValueError, match=f"margin={margin} is not a finite number of at least 0"):
+        Difference(0.03, 0.02, 0.04, 2).verdict(margin)
+
+
 def test_differences_are_paired_by_seed(runs):
     setting = group_runs(runs)[0]
     reference, sagebwd, factored = setting.groups

@@ -71,6 +71,7 @@ HOPPER = [
     for name in ("hopper", "hopper_codes", "hopper_codes_operands", "hopper_forward_codes")
 ]
 CONTRACT = "tests/sagesim_kernels/test_contract.py"
+LARGE = "tests/sagesim_kernels/test_gpu.py::TestBeyondInt32"
 MODELS = "tests/sagesim_kernels/integrations/test_gpu.py"
 CALLS = [
     f"tests/sagesim_kernels/test_{name}.py"
@@ -95,7 +96,8 @@ def with_workers(command: list[str], most: int) -> list[str]:
 def pytest(*arguments: str, workers: int = 60) -> list[str]:
     """Return the command of a test run in parallel.
 
-    Each worker takes a core, and one to two gigabytes of GPU memory, or seven with whole models.
+    Each worker takes a core, and one to two gigabytes of GPU memory, or seven with whole models. A
+    test of tensors beyond int32 takes up to 70.
     Some tests take minutes, so idle workers steal tests from busy ones.
     """
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
@@ -116,7 +118,13 @@ def sanitizer(tool: str, script: str = "sanitize", *arguments: str) -> list[str]
 
 
 CHECKS = {
-    "gpu tests": pytest("-m", "gpu", *(f"--ignore={path}" for path in (FUZZ, *HOPPER, MODELS))),
+    "gpu tests": pytest(
+        "-m",
+        "gpu",
+        *(f"--ignore={path}" for path in (FUZZ, *HOPPER, MODELS)),
+        f"--deselect={LARGE}",
+    ),
+    "tensors beyond int32": pytest(LARGE, workers=1),
     "whole models": pytest("-m", "gpu", MODELS, workers=8),
     "tests of Hopper's kernels": pytest("-m", "not exhaustive", *HOPPER),
     "20,000 fuzz cases": pytest("--device", "cuda", FUZZ),

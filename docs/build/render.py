@@ -330,6 +330,7 @@ def table1_kernels() -> str:
 
 GPU_CHECKS = {
     "gpu tests": "every test marked `gpu`, without those of other rows",
+    "tensors beyond int32": "tensors with more than 2**31 elements",
     "whole models": "training of whole models in the frameworks",
     "tests of Hopper's kernels": "Hopper's own kernels",
     "20,000 fuzz cases": "kernels against the emulator on drawn calls",

@@ -9,7 +9,8 @@ The modules of `theory` only state. `theory.checks` measures: it has one module 
 compares that topic's functions with the emulator. `python -m theory` runs all of these checks.
 """
 
-from theory.attention_bound import AttentionBound, attention_bound
+from theory.attention_bound import attention_bound
+from theory.bound_propagation import AttentionBound
 from theory.budget import Budget, error_budget
 
 __all__ = ["AttentionBound", "Budget", "attention_bound", "error_budget"]

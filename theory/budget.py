@@ -72,12 +72,23 @@ def error_budget(
     alike, so that both passes have the same P. Its reference has the P of the rounded logits; the
     prediction takes the exact P instead, of which the rounded one is a small change.
 
-    Limits: the errors of different sites are assumed independent. PV and dP both round V, and under
-    INT8 dP this common error is counted twice. Errors of logits much above 1 are outside the
-    two-key model of `theory.qk_error`. Float32 sums, overflow, and the relative error of outputs in
-    16 bits are not modelled. Underflow is, of operands, of P and dS in float32, and of outputs: a
-    sink far above the logits makes all of them small. An estimate is no bound; for one, see
-    `theory.attention_bound`.
+    Limits: the errors of different sites are assumed independent. PV and dP both round V. If they
+    round it alike and delta comes from O, much of this common error cancels, and the budget counts
+    it twice. They do if both have the same format and, in a format with scales, the same
+    granularity of V: in INT8, and also in 16 bit, as in FPA_FP16 or FACTORED_QK with float32
+    inputs.
+
+    The errors of dS through dP are assumed independent from key to key, and from query to query. An
+    error of a row of dO changes all dP of the row alike, as far as V has a mean. With delta from O,
+    the error of dQ is then larger than predicted if the K that dQ multiplies has a mean: K without
+    smoothing, or any K under a softcap. With delta from P, errors of a row of dS sum to 0. With
+    such a K, the error of dQ is then smaller than predicted. An error of a row of V changes all dP
+    of the key alike, as far as dO has a mean, and the error of dK is larger than predicted.
+
+    Errors of logits much above 1 are outside the two-key model of `theory.qk_error`. Float32 sums,
+    overflow, and the relative error of outputs in 16 bits are not modelled. Underflow is, of
+    operands, of P and dS in float32, and of outputs: a sink far above the logits makes all of them
+    small. An estimate is no bound; for one, see `theory.attention_bound`.
 
     Args:
         q, k, v, do, options: as for `sagesim.trace`; or an `AttentionProblem` alone, such as a

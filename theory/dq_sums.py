@@ -29,6 +29,7 @@ A row has at most 2^20 of them, each of 2^-149.
 _BITS: Final = 30
 _SMALLEST_NORMAL: Final = 2.0**-126
 _LARGEST_DS: Final = 2.0**120
+_LARGEST_EXPONENT: Final = 127
 _PART: Final = 2.0**-14
 """More than the relative error of a part in float32, of up to 128 keys.
 
@@ -189,7 +190,9 @@ def p_bound(
 
     A 16-bit S is a float32 sum of d products. The backward may add them in another order than the
     forward, or than the kernel that computes the sums of P. Each of the two sums is off by at most
-    d truncations of 2^-23 of |Q_i| |K_j|.
+    d truncations of 2^-23 of |Q_i| |K_j|. It adds 2^-21 d |Q_i| max_j |K_j| scale log2 e to x.
+
+    2^x counts as infinite if x is above 127: float32 does not represent it.
 
     Args:
         lse: L of the logits as they are recomputed, from smoothed K: not the logsumexp that
@@ -211,7 +214,8 @@ def p_bound(
         norms = k.double().norm(dim=-1)
         largest = largest_attended(norms.where(norms.isfinite(), 0.0), attends)
         size = size + channels * q.double().norm(dim=-1) * largest * abs(scale)
-    rounding = torch.exp2(2.0**-21 * math.log2(math.e) * size)
+    x = 2.0**-21 * math.log2(math.e) * size
+    rounding = torch.exp2(x).masked_fill(x > _LARGEST_EXPONENT, math.inf)
     if is_exact:
         return torch.minimum(rounding, attends.sum(-1).clamp(min=1).double())
     return rounding if p_sums is None else rounding * p_sums.double()
@@ -254,9 +258,14 @@ def code_floor(
 
     m is the largest b (see `unit`) of the rows that share a scale of dS with the row. If the scale
     follows from a bound on the row, which is over all keys of the head, m is at least that bound.
-    |K| is the largest of all key blocks that the query's block attends to. A scale of dS is at most
-    m, and one of K at most |K| or 1. Their product divided by the unit is therefore at most 2^126,
-    also for codes that are 0, and float32 does not overflow.
+    |K| is the largest of all key blocks that the query's block attends to. A scale of dS with a
+    code other than 0 is at most m, and one of K at most |K| or 1. Their product divided by the unit
+    is therefore at most 2^126, also for single codes that are 0, and float32 does not overflow.
+
+    A region of dS whose codes are all 0 has the scale 1, because the inverse of its amax / 127
+    overflows. 1 may exceed m, which can be as small as 2^-120, and the product may then overflow.
+    Such a region adds 0 whatever its scale is. The kernels multiply its codes by amax / 127
+    instead, which is at most m (`map_step` in sagesim_kernels/operands/rounding.py).
 
     Args:
         ds_bound: B_i / max |K|, see `ds_bound`.

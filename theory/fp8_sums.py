@@ -58,8 +58,7 @@ def tensor_core_sum(
     Raises:
         ValueError: if promote is not a positive multiple of the terms of an instruction.
     """
-    if promote is not None and (promote < 1 or promote % how.terms):
-        raise ValueError(f"promote={promote} is not a positive multiple of {how.terms} terms")
+    _check_promote(promote, how)
     left, right = torch.broadcast_tensors(left.double(), right.double())
     missing = -left.shape[-1] % how.terms
     left, right = (torch.nn.functional.pad(x, (0, missing)) for x in (left, right))
@@ -91,8 +90,15 @@ def truncation_bound(
 
     Adding the promoted sums in float32 adds 2^-24 of the sum of magnitudes for each of them.
 
+    Args:
+        left, right, promote: as for `tensor_core_sum`.
+
+    Raises:
+        ValueError: if promote is not a positive multiple of the terms of an instruction.
+
     Source: ours.
     """
+    _check_promote(promote, how)
     left, right = torch.broadcast_tensors(left.double().abs(), right.double().abs())
     floor = 2.0**_SMALLEST_EXPONENT
     sizes = left.clamp(min=floor) * right.clamp(min=floor)
@@ -106,6 +112,11 @@ def relative_bound(terms: int, how: Instruction = HOPPER) -> float:
     """m r of `truncation_bound`, for a sum of so many terms without promotion."""
     r = (how.terms + 1) * 2.0**-how.aligned_bits + 2.0**-how.result_bits
     return r * -(-terms // how.terms)
+
+
+def _check_promote(promote: int | None, how: Instruction) -> None:
+    if promote is not None and (promote < 1 or promote % how.terms):
+        raise ValueError(f"promote={promote} is not a positive multiple of {how.terms} terms")
 
 
 def _add(carry: Tensor, products: Tensor, exponents: Tensor, how: Instruction) -> Tensor:

@@ -7,6 +7,7 @@ are transposed in dV and dK. Computed in float64.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from torch import Tensor
@@ -61,6 +62,15 @@ def underflow_error(terms: int, largest: float = 1.0) -> float:
     return (2 * terms + _OPERATIONS) * largest * UNDERFLOW
 
 
+def unbounded(bound: Tensor) -> Tensor:
+    """A bound with inf in place of NaN.
+
+    A bound becomes NaN where the infinite error of a number that may overflow is multiplied by 0.
+    The computed product is then NaN as well, so that no finite bound holds.
+    """
+    return bound.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
 def product_bound(
     left: Tensor, right: Tensor, left_off: Tensor, right_off: Tensor, *, terms: int = 0
 ) -> Tensor:
@@ -76,11 +86,15 @@ def product_bound(
         terms: the number of terms of each sum, if it is computed in float32 (`float32_error`); 0 if
             sums are exact.
 
+    Returns: inf, and not NaN, where an element of left_off or right_off is inf.
+
     Source: Higham, as above, section 3.5.
     """
     a, b = left.abs(), right.abs()
     off = left_off @ (b + right_off) + a @ right_off
-    return off + float32_error(terms) * ((a + left_off) @ (b + right_off)) if terms else off
+    if terms:
+        off = off + float32_error(terms) * ((a + left_off) @ (b + right_off))
+    return unbounded(off)
 
 
 def product_moments(

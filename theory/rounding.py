@@ -21,6 +21,10 @@ UNIT: Final = 2.0**-24
 """Unit roundoff of float32. The quantizer computes in float32."""
 
 
+_ROUNDINGS: Final = 9
+"""Units `UNIT` that cover the float32 arithmetic of the quantizer; see `rounding_bound`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
     """The numbers that a format represents.
@@ -114,9 +118,12 @@ def rounding_bound(
     to nearest.
 
     The float32 arithmetic of the quantizer adds to this. Conversion, inverse and product lead to a
-    code, scale and product lead back: five roundings, bounded here by six. If largest / amax
-    overflows, the region becomes 0 and the error is |x|, which is below largest * 2**-128. Larger
-    regions have scales well above the subnormal numbers.
+    code, scale and product lead back. If largest / amax overflows, the region becomes 0 and the
+    error is |x|, which is below largest * 2**-128. All other scales are at least 2**-128. A scale
+    below 2**-126 is subnormal: it is off by up to 2**-150, which is 2**-22 of it, or four units
+    `UNIT`. The scale and the four other roundings are eight units, bounded here by nine. The
+    converted number and the product of code and scale may also be subnormal. Each is then off by
+    up to 2**-150, unless it is 0.
 
     The bound grows with |x| and with amax, so upper bounds on both may be passed instead.
 
@@ -149,8 +156,10 @@ def rounding_bound(
     off = torch.maximum(unit * x, near_zero)
     if not stochastic:
         off = torch.minimum(off, x)
-    off = off + 6 * UNIT * (x + off) + x.clamp(max=vanishing)
-    if not precision.is_scaled:
+    off = off + _ROUNDINGS * UNIT * (x + off) + x.clamp(max=vanishing)
+    if precision.is_scaled:
+        off = off + torch.where(x > 0, 2 * 2.0**-150, 0.0)
+    else:
         off = off.masked_fill(x * (1 + UNIT) >= grid.largest * (1 + grid.unit / 2), math.inf)
     return off
 
@@ -241,6 +250,10 @@ def lognormal_moments(log_mean: Tensor, log_deviation: Tensor, scale: Tensor) ->
     Phi((log(a) - m) / t - r t)]. Around each code the error is the code less x, so the moments of
     the error are sums of partial moments over 128 codes.
 
+    The exponential overflows and the difference of Phi underflows for large t. So partial moments
+    are computed as logarithms, and divided by the probability of the region before they are
+    exponentiated.
+
     Args:
         log_mean: m, the mean of log x.
         log_deviation: t > 0, the deviation of log x.
@@ -254,15 +267,26 @@ def lognormal_moments(log_mean: Tensor, log_deviation: Tensor, scale: Tensor) ->
     codes = torch.arange(128, dtype=torch.float64)
     edges = torch.cat([codes - 0.5, codes[-1:]]).clamp(min=0.0)
     z = (edges.log() - m) / t
-    share, first, second = (
-        torch.exp(r * m + r**2 * t**2 / 2) * torch.special.ndtr(z - r * t).diff(dim=-1)
-        for r in range(3)
-    )
-    mass = share.sum(-1)
-    mean = (codes * share - first).sum(-1) / mass
-    square = (codes**2 * share - 2 * codes * first + second).sum(-1) / mass
+    partial = [r * m + r**2 * t**2 / 2 + _log_normal_shares(z - r * t) for r in range(3)]
+    mass = partial[0].logsumexp(-1, keepdim=True)
+    share, first, second = (torch.exp(x - mass) for x in partial)
+    mean = (codes * share - first).sum(-1)
+    square = (codes**2 * share - 2 * codes * first + second).sum(-1)
     scale = scale.double()
     return Moments(scale * mean, scale**2 * (square - mean**2))
+
+
+def _log_normal_shares(edges: Tensor) -> Tensor:
+    """log(Phi(b) - Phi(a)) of neighbours a < b along the last axis, [..., n - 1] for n edges.
+
+    Phi is near 1 in the upper tail, where a difference cancels. An interval whose midpoint is
+    positive is therefore reflected: Phi(b) - Phi(a) = Phi(-a) - Phi(-b).
+    """
+    a, b = edges[..., :-1], edges[..., 1:]
+    upper = a + b > 0
+    a, b = torch.where(upper, -b, a), torch.where(upper, -a, b)
+    large = torch.special.log_ndtr(b)
+    return large + torch.log1p(-torch.exp(torch.special.log_ndtr(a) - large))
 
 
 def grid_mean_square(parts: int, scale: Tensor) -> Tensor:
@@ -283,15 +307,24 @@ def grid_mean_square(parts: int, scale: Tensor) -> Tensor:
     return scale.double() ** 2 * (1 + change / parts**2) / 12
 
 
-_OUTPUT: Final = {
-    torch.float16: (GRIDS[Precision.FP16].unit, GRIDS[Precision.FP16].smallest),
-    torch.bfloat16: (GRIDS[Precision.BF16].unit, GRIDS[Precision.BF16].smallest),
-    torch.float32: (UNIT, 2.0**-149),
+OUTPUT_GRIDS: Final = {
+    torch.float16: GRIDS[Precision.FP16],
+    torch.bfloat16: GRIDS[Precision.BF16],
+    torch.float32: Grid((2 - 2.0**-23) * 2.0**127, UNIT, 2.0**-149),
 }
-"""Unit roundoff and smallest positive number of each dtype."""
+"""The grid of each dtype of an output."""
 
 
 def output_rounding_bound(size: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bound on the error of rounding numbers up to `size` to the dtype of an output."""
-    unit, smallest = _OUTPUT[dtype]
-    return unit * size + smallest / 2
+    """An upper bound on |rounded - x| for |x| <= size, in the dtype of an output, to nearest.
+
+    It is inf where x may round to infinity. That begins halfway from the largest number to the next
+    power of two: largest / (1 - unit) is this power.
+
+    Args:
+        size: float64, any shape; at least 0.
+        dtype: float16, bfloat16 or float32.
+    """
+    grid = OUTPUT_GRIDS[dtype]
+    infinite = grid.largest / (1 - grid.unit) * (1 - grid.unit / 2)
+    return (grid.unit * size + grid.smallest / 2).masked_fill(size >= infinite, math.inf)

@@ -17,8 +17,10 @@ float32, the following can make an element of a row larger than the bound that w
 - The product of the norms, its sum with |delta|, the product with w, dP - delta, its product with
   P, the inverse and the product with the inverse are 8 roundings at most. The slope of a softcap is
   at most 1.
-- A number below 2^-126 has an absolute error of 2^-150. The codes are 0 if t / bound overflows, so
-  other bounds are at least 2^-120. A sum of 256 such errors is below 2^-22 of them.
+- A number below 2^-126 has an absolute error of 2^-150. The codes are 0 if top / bound overflows.
+  The smallest top code is 127, that of INT8. So the bounds of all other rows are at least
+  127 * 2^-128, which is above 2^-122. A sum of 256 such errors is 2^-142, which is below 2^-20 of
+  any of these bounds.
 
 None of these grows with the number of keys.
 
@@ -53,7 +55,7 @@ def excess(channels: int) -> float:
     Source: the list at the top of this module.
     """
     padded = math.ceil(math.log2(max(channels, 2)))
-    return (4 + 2 * (channels + 1) + 2 * (2 + padded) + 8) * UNIT + 2.0**-22
+    return (4 + 2 * (channels + 1) + 2 * (2 + padded) + 8) * UNIT + 2.0**-20
 
 
 def overflows(precision: Precision, channels: int) -> bool:

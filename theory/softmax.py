@@ -17,8 +17,12 @@ from torch import Tensor
 
 from theory.rounding import Moments
 
-NODES: Final = 40
-"""Points of the Gauss-Hermite quadrature; its error is below 1e-4 up to a deviation of 4."""
+NODES: Final = 64
+"""Points of the Gauss-Hermite quadrature.
+
+Its absolute error, of the mean and of the mean square of an error of P, is below 1e-4 for log odds
+of a deviation of up to 4. A test compares it with an adaptive quadrature.
+"""
 
 
 def lse_bound(off: Tensor) -> Tensor:
@@ -61,6 +65,20 @@ def _others(x: Tensor) -> Tensor:
     before = torch.nn.functional.pad(x, (1, 0)).cumsum(-1)[..., :-1]
     after = torch.nn.functional.pad(x.flip(-1), (1, 0)).cumsum(-1)[..., :-1]
     return before + after.flip(-1)
+
+
+def exponential_error(log_p: Tensor, off: Tensor) -> Tensor:
+    """An upper bound on |P exp(x) - P| where |x| <= off: P (exp(off) - 1), elementwise.
+
+    It is computed as exp(log P + off) (1 - exp(-off)). So it is neither NaN where P underflows and
+    exp(off) overflows, nor infinite unless it exceeds the numbers of float64.
+
+    Args:
+        log_p: log P; -inf where P is 0.
+        off: at least 0; inf gives inf, also where P is 0.
+    """
+    grown = torch.exp(log_p + off) * -torch.expm1(-off)
+    return grown.masked_fill(off.isinf(), math.inf)
 
 
 def p_first_order(p: Tensor, x: Tensor) -> Tensor:

@@ -280,6 +280,75 @@ def test_the_bound_holds_for_grouped_heads_and_masks(kind, label):
         assert bool((limit < 1e3).all()), "padding does not widen the bound"
 
 
+EIGHT_BIT = ("sagebwd", "factored", "factored_qk", "fp8_gradients")
+
+
+@pytest.mark.parametrize("label", EIGHT_BIT)
+def test_the_bound_is_finite_where_p_underflows_and_errors_of_logits_are_in_the_hundreds(label):
+    """P is below the float64 numbers, and exp of the error above them."""
+    inputs, spec = problem(0, 64, 64, 50.0, torch.float32), AttentionSpec.parse(label)
+    assert bool((sagesim.exact(*inputs).p == 0).any())
+    assert_bound(sagesim.trace(*inputs, spec=spec), inputs, spec, {})
+
+
+def test_the_bound_of_two_keys_of_which_one_has_all_weight_is_finite():
+    q, k = torch.tensor([[[[100.0]]]]), torch.tensor([[[[2000.0], [-2000.0]]]])
+    inputs, options = (q, k, torch.ones_like(k), torch.ones_like(q)), {"scale": 1.0}
+    computed = sagesim.trace(*inputs, spec=sagesim.SAGEBWD, **options)
+    assert_bound(computed, inputs, sagesim.SAGEBWD, options)
+
+
+def test_the_bound_with_a_sink_is_finite_where_the_share_of_the_sink_underflows():
+    inputs = problem(0, 64, 64, 50.0, torch.float32)
+    options = {"sinks": torch.full((2,), -1000.0)}
+    computed = sagesim.trace(*inputs, spec=sagesim.SAGEBWD, **options)
+    assert_bound(computed, inputs, sagesim.SAGEBWD, options)
+
+
+@pytest.mark.parametrize(
+    "label", ["fpa_fp16", "fpa_fp16 dv=fp8_e4m3@row_bound,block", "fpa qk=fp16"]
+)
+def test_the_bound_is_infinite_and_not_nan_if_a_matmul_in_16_bits_overflows(label):
+    """1e5 is infinite in FP16, and times the K of 0 it is NaN."""
+    q = torch.zeros(1, 1, 4, 8)
+    q[0, 0, 0, 0] = 1e5
+    inputs = (q, torch.zeros_like(q), torch.ones_like(q), torch.ones_like(q))
+    spec = AttentionSpec.parse(label)
+    bound, computed = attention_bound(*inputs, spec=spec), sagesim.trace(*inputs, spec=spec)
+    for name in OUTPUTS:
+        limit, found = getattr(bound, name), getattr(computed, name)
+        assert not bool(limit.isnan().any()), name
+        assert bool(limit[~found.isfinite()].isinf().all()), name
+    assert bound.o.isinf()[0, 0, :, 0].tolist() == [True, False, False, False]
+
+
+def test_the_bound_is_infinite_if_p_may_overflow():
+    """Rounded differently in both passes, errors of logits above 88 make P infinite in float32."""
+    inputs = problem(0, 64, 64, 150.0, torch.float32)
+    bound = attention_bound(*inputs, spec=sagesim.SAGE_FORWARD)
+    computed = sagesim.trace(*inputs, spec=sagesim.SAGE_FORWARD)
+    assert not bool(computed.dv.isfinite().all())
+    assert bool(bound.dv[~computed.dv.isfinite()].isinf().all())
+    assert bool(bound.o.isfinite().all())
+    assert not any(bool(getattr(bound, name).isnan().any()) for name in OUTPUTS)
+
+
+def test_the_bound_is_infinite_if_an_output_overflows():
+    """dV is a sum of 64 times 2000, which FP16 does not represent."""
+    q, k = torch.zeros(1, 1, 64, 8), torch.zeros(1, 1, 1, 8)
+    inputs = [x.half() for x in (q, k, torch.ones_like(k), torch.full_like(q, 2000.0))]
+    bound = attention_bound(*inputs, spec=sagesim.FPA)
+    assert bool(sagesim.trace(*inputs, spec=sagesim.FPA).dv.isinf().all())
+    assert bool(bound.dv.isinf().all())
+    assert bool(bound.o.isfinite().all())
+
+
+def test_float64_tensors_raise():
+    inputs = problem(0, 8, 8, 1.0, torch.float64)
+    with pytest.raises(TypeError, match=r"torch.float64.*x\.float\(\)"):
+        attention_bound(*inputs, spec=sagesim.SAGEBWD)
+
+
 def test_unsupported_problems_raise():
     inputs = problem(0, 8, 8, 1.0, torch.float32)
     with pytest.raises(ValueError, match="enable_gqa=True"):

@@ -193,6 +193,43 @@ def test_unsupported_problems_raise():
         error_budget(q, k, v, do, spec=sagesim.SAGEBWD, attn_mask=torch.zeros(96, 96))
 
 
+@pytest.mark.parametrize("label", ["fpa_fp16", "factored_qk", "sagebwd_all_int8"])
+def test_errors_of_v_that_pv_and_dp_share_cancel_also_in_16_bit(label):
+    """The budget counts them twice: against the own forward, dS, dQ and dK have less error."""
+    spec = AttentionSpec.parse(label)
+    sample = pooled([gaussian(3.0, 128, 32, seed=i) for i in range(4)])
+    traced = sample.trace(spec)
+    measured = sagesim.compare(traced, sagesim.exact_backward(sample, traced)).overall
+    predicted = error_budget(sample, spec=spec).own_error
+    for t in ("ds", "dq", "dk"):
+        assert predicted[t] > (1 + WITHIN) * measured[t].rel_l2, t
+
+
+@pytest.mark.parametrize(
+    ("delta", "mean_of", "off"),
+    [
+        ("o", "", {}),
+        ("o", "kv", {"dq": 1}),
+        ("p", "k", {"dq": -1}),
+        ("o", "do", {"dk": 1}),
+    ],
+)
+def test_means_make_errors_of_dp_add_up_in_dq_and_dk(delta, mean_of, off):
+    """dP alone is rounded. off: 1 where the error is larger than predicted, -1 where smaller."""
+    sample = pooled([gaussian(1.0, 128, 32, seed=i) for i in range(4)])
+    means = {t: 8 * torch.randn(32, generator=torch.Generator().manual_seed(1)) for t in ("k", "v")}
+    moved = {t: getattr(sample, t) + means[t] for t in mean_of if t in means}
+    if mean_of == "do":
+        moved = {"do": sample.do + means["k"]}
+    sample = dataclasses.replace(sample, **moved)
+    spec = AttentionSpec.parse(f"fpa dp=int8@token,token delta={delta}")
+    measured = sagesim.compare(sample.trace(spec), sample.exact()).overall
+    predicted = error_budget(sample, spec=spec).error
+    found = {t: measured[t].rel_l2 / predicted[t] - 1 for t in ("ds", "dq", "dk")}
+    sides = {t: 1 if x > 0 else -1 for t, x in found.items() if abs(x) > WITHIN}
+    assert sides == off, found
+
+
 def test_a_call_and_its_arguments_give_one_budget():
     """A recorded call brings its mask, scale and grouped heads with it."""
     q, k, v, do = (x[None] for x in small(n=64))

@@ -311,6 +311,17 @@ def test_rows_of_p_that_do_not_sum_to_1_count():
         k[1] = worse
 
 
+def test_row_sums_of_p_are_unbounded_where_2_to_the_x_is_above_float32():
+    attends = torch.ones(2, 3, dtype=torch.bool)
+    lse = float64([0.9999, 1.0001]) * 127 * 2.0**21 * math.log(2)  # x is just below and above 127
+    q, k = torch.zeros(2, 40), torch.zeros(3, 40)
+    for sums in (None, torch.ones(2)):
+        below, above = dq_sums.p_bound(lse, attends, p_sums=sums, q=q, k=k).tolist()
+        assert below == pytest.approx(2.0 ** (127 * 0.9999), rel=1e-9)
+        assert above == math.inf
+    assert dq_sums.p_bound(lse, attends).tolist() == [3.0, 3.0]
+
+
 def test_the_bound_of_a_row_by_hand():
     v = torch.tensor([[3.0, 4.0], [0.0, 1.0], [math.inf, 0.0]])
     do = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 2.0]])

@@ -110,6 +110,7 @@ def test_the_bound_of_promoted_sums_does_not_grow_and_that_of_others_does():
 
 
 @pytest.mark.parametrize("promote", [0, -32, 33])
-def test_promotion_is_after_whole_instructions(promote):
+@pytest.mark.parametrize("function", [tensor_core_sum, truncation_bound])
+def test_promotion_is_after_whole_instructions(function, promote):
     with pytest.raises(ValueError, match=f"promote={promote}"):
-        tensor_core_sum(CODES, CODES, promote=promote)
+        function(CODES, CODES, promote=promote)

@@ -1,6 +1,7 @@
 """Rounding errors stay within their bounds, and their mean squares match the closed forms."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -208,6 +209,48 @@ def test_the_moments_of_a_lognormal_are_the_integrals(median, deviation):
     assert float(found.mean_square) == pytest.approx(9 * moment(2), rel=1e-5)
 
 
+def integral_of_lognormal_errors(m: float, t: float) -> tuple[float, float]:
+    """Mean and variance of the error in codes, by quadrature over z = (log x - m) / t."""
+    ends = [-math.inf, *(math.log(k + 0.5) for k in range(127)), math.log(127)]
+    ends = [(y - m) / t for y in ends]
+    peak = min(0.0, ends[-1])  # of the density within the region
+
+    def integral(of):
+        """Of of(error, x) under the density, without its constant factor."""
+        total = 0.0
+        for k, (low, high) in enumerate(pairwise(ends)):
+            low = max(low, peak - 40)
+            inside = [z for z in (peak - 6, peak, peak + 6) if low < z < high]
+
+            def at(z, k=k):
+                x = math.exp(m + t * z)
+                return of(k - x, x) * math.exp((peak**2 - z**2) / 2)
+
+            total += sum(
+                integrate.quad(at, a, b, epsabs=0, epsrel=1e-11, limit=400)[0]
+                for a, b in pairwise([low, *inside, high])
+                if a < b
+            )
+        return total
+
+    mass = integral(lambda error, x: 1.0)
+    mean = integral(lambda error, x: error) / mass
+    return mean, integral(lambda error, x: error**2) / mass - mean**2
+
+
+@pytest.mark.parametrize(
+    ("m", "t"),
+    [(math.log(127) - t * math.sqrt(2 * math.log(2048)), t) for t in (5.0, 6.0, 9.0, 16.0, 25.0)]
+    + [(-2.0, 5.0), (-2.0, 9.0), (200.0, 9.0), (3.0, 0.05)],
+)
+def test_the_moments_of_a_wide_lognormal_are_the_integrals(m, t):
+    """A row of 2048 logits whose largest is typical; medians near a code; far above the region."""
+    mean, variance = integral_of_lognormal_errors(m, t)
+    found = rounding.lognormal_moments(one(m + math.log(3)), one(t), one(3.0))
+    assert float(found.mean) == pytest.approx(3 * mean, rel=1e-6)
+    assert float(found.variance) == pytest.approx(9 * variance, rel=1e-6)
+
+
 def test_elements_that_round_to_0_have_a_bias():
     """Elements of a hundredth of a code: the mean error is nearly the whole error."""
     found = rounding.lognormal_moments(one(math.log(0.01)), one(0.1), one(1.0))
@@ -230,3 +273,47 @@ def test_the_mean_square_of_numbers_on_a_grid(parts, mode):
 def test_a_grid_of_no_parts_raises():
     with pytest.raises(ValueError, match="parts=0"):
         rounding.grid_mean_square(0, torch.tensor(1.0))
+
+
+SMALLEST_INT8 = 127 * 2.0**-128
+"""At an amax of up to this, 127 / amax overflows, and the region becomes 0."""
+
+
+@pytest.mark.parametrize("precision", SCALED)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_the_bound_holds_for_regions_whose_scale_is_subnormal(precision, mode):
+    """The smallest regions that do not become 0. Codes times scales are rounded to float32."""
+    largest = GRIDS[precision].largest * 2.0**-128
+    share = torch.rand(64, 64, generator=torch.Generator().manual_seed(0))
+    for above in (1 + 2.0**-22, 1.001, 1.5, 3.9):
+        x = (largest * above * share).float()
+        x[:, 0], x[:, 1] = largest * above, 2.0**-149
+        q = quantize(x, Granularity.PerToken, block=64, precision=precision, rounding=mode)
+        assert bool((q.scale < 2.0**-126).all())
+        amax = x.double().amax(-1, keepdim=True)
+        bound = rounding_bound(x, amax, precision, mode.mode)
+        assert_bound(q.dequantize(), x, bound)
+
+
+def test_a_subnormal_scale_is_off_by_more_than_a_unit():
+    """By up to four. Nine units cover it and the four other roundings; six would not."""
+    amax = SMALLEST_INT8 * (1 + torch.arange(1, 4096, dtype=torch.float64) * 2.0**-23)
+    scale = (amax.float() / 127).double()
+    off = (scale / (amax.float().double() / 127) - 1).abs()
+    assert 3.9 * rounding.UNIT < float(off.max()) <= 4 * rounding.UNIT
+    assert float(off.max()) + 4 * rounding.UNIT > 6 * rounding.UNIT
+
+
+@pytest.mark.parametrize("dtype", rounding.OUTPUT_GRIDS)
+def test_the_bound_of_an_output_is_infinite_where_its_dtype_overflows(dtype):
+    grid = rounding.OUTPUT_GRIDS[dtype]
+    assert grid.largest == torch.finfo(dtype).max
+    first = torch.tensor(grid.largest / (1 - grid.unit) * (1 - grid.unit / 2), dtype=torch.float64)
+    step = torch.float64 if dtype is torch.float32 else torch.float32  # torch rounds through it
+    below = torch.nextafter(first.to(step), torch.zeros((), dtype=step))
+    x = torch.stack([below.double(), first])
+    rounded = x.to(step).to(dtype)
+    assert rounded.isinf().tolist() == [False, True]
+    bound = rounding.output_rounding_bound(x, dtype)
+    assert bound.isinf().tolist() == [False, True]
+    assert_bound(rounded[:1], x[:1], bound[:1])

@@ -1,5 +1,6 @@
 """No code of a map with scales from bounds overflows, for any finite input."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from sagesim import FP8_GRADIENTS, AttentionSpec, Delta, Precision, RoundingMode, trace
 from sagesim.emulator import CODE_MAX
+from sagesim.emulator.row_bounds import TOP_CODES
 from tests.support import examples
 from tests.support.assertions import assert_within_bound
 from theory.checks.row_bounds import INT8, attained
@@ -89,6 +91,17 @@ def test_float32_errors_are_far_below_what_overflows(precision):
     assert not overflows(Precision(precision), 256)
     assert 10 * excess(256) < OVERFLOW[Precision(precision)] - 1
     assert overflows(Precision(precision), 10**6)
+
+
+def test_underflow_is_within_the_excess_for_the_smallest_bound_of_every_format():
+    """256 errors of 2^-150 against the smallest bound for which top code / bound is finite."""
+    for precision in SPECS:
+        for top in TOP_CODES[Precision(precision)]:
+            top, edge = torch.tensor(top), torch.tensor(top * 2.0**-128)
+            least = torch.nextafter(edge, torch.tensor(math.inf))
+            assert bool((top / edge).isinf()) and bool((top / least).isfinite())
+            assert 256 * 2.0**-150 / float(least) <= 2.0**-20 < excess(256)
+    assert 256 * 2.0**-150 / (127 * 2.0**-128) > 2.0**-22, "a smaller term would not cover INT8"
 
 
 def test_vanishing_numbers_are_those_below_half_the_smallest_code():

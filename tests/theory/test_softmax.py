@@ -217,6 +217,30 @@ def test_lognormal_moments_of_two_keys_are_exact(p, u):
     assert float(found.mean_square[0, 0]) == pytest.approx(moment(2), rel=1e-2)
 
 
+def test_the_quadrature_is_off_by_less_than_1e_4_up_to_a_deviation_of_4():
+    """Key 0 alone has an error: the log odds are Gaussian, of deviation 4 at u = 16."""
+    found, exact = list[float](), list[float]()
+    for p in (1e-6, 1e-3, 0.05, 0.2, 0.35, 0.5, 0.7, 0.95, 0.999):
+        for deviation in (1.0, 2.0, 3.0, 3.5, 4.0):
+            both = torch.tensor([[p, 1 - p]], dtype=torch.float64)
+            u = torch.tensor([[deviation**2, 0.0]], dtype=torch.float64)
+            moments = softmax.p_lognormal_moments(both, u)
+            found += [float(moments.mean[0, 0]), float(moments.mean_square[0, 0])]
+            for power in (1, 2):
+
+                def at(z, power=power, p=p, deviation=deviation):
+                    odds = math.log(p / (1 - p)) + deviation * z
+                    return (1 / (1 + math.exp(-odds)) - p) ** power * stats.norm.pdf(z)
+
+                exact.append(integrate.quad(at, -12, 12, epsabs=1e-12, limit=400)[0])
+    assert_within_bound(
+        actual=torch.tensor(found, dtype=torch.float64),
+        exact=torch.tensor(exact, dtype=torch.float64),
+        bound=torch.tensor(1e-4),
+        what="moments",
+    )
+
+
 @pytest.mark.parametrize("u", (0.01, 0.25, 1.0))
 def test_among_many_keys_relative_errors_grow_like_an_exponential(u):
     n = 4000
@@ -240,3 +264,12 @@ def test_p_of_a_single_key_has_no_error():
     assert found.mean_square[0].tolist() == [0, 0]
     assert float(found.mean_square[1].min()) > 0
     assert softmax.p_variance(p, u)[0].tolist() == [0, 0]
+
+
+def test_the_error_of_an_exponential_is_finite_where_p_underflows():
+    log_p = torch.tensor([-4000.0, -4000.0, -800.0, -1.0, -math.inf]).double()
+    off = torch.tensor([3990.0, 10.0, 0.0, 1e-9, 10.0]).double()
+    expected = [math.exp(-10), 0.0, 0.0, math.exp(-1) * 1e-9, 0.0]
+    assert softmax.exponential_error(log_p, off).tolist() == pytest.approx(expected, rel=1e-8)
+    infinite = torch.full((), math.inf).double()
+    assert softmax.exponential_error(log_p, infinite).isposinf().all()

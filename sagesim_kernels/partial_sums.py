@@ -5,7 +5,7 @@ their sum, [rows, 8], and adds up the threads' sums once, after its last step.
 """
 
 # Pyright takes the annotations of Gluon's functions literally:
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 
 from __future__ import annotations
 

@@ -49,13 +49,17 @@ OVERFLOW: Final = {
 """How far a number may exceed the largest code before it is not rounded to the largest code."""
 
 
+UNDERFLOW_SHARE: Final = 2.0**-20
+"""What underflow adds to an element, relative to its bound: see the list at the top."""
+
+
 def excess(channels: int) -> float:
     """An upper bound on the relative error of an element of a row over its bound, in float32.
 
     Source: the list at the top of this module.
     """
     padded = math.ceil(math.log2(max(channels, 2)))
-    return (4 + 2 * (channels + 1) + 2 * (2 + padded) + 8) * UNIT + 2.0**-20
+    return (4 + 2 * (channels + 1) + 2 * (2 + padded) + 8) * UNIT + UNDERFLOW_SHARE
 
 
 def overflows(precision: Precision, channels: int) -> bool:

@@ -14,7 +14,16 @@ from sagesim.emulator.row_bounds import TOP_CODES
 from tests.support import examples
 from tests.support.assertions import assert_within_bound
 from theory.checks.row_bounds import INT8, attained
-from theory.row_bounds import OVERFLOW, ds_bound, excess, overflows, p_bound, vanishing
+from theory.rounding import UNIT
+from theory.row_bounds import (
+    OVERFLOW,
+    UNDERFLOW_SHARE,
+    ds_bound,
+    excess,
+    overflows,
+    p_bound,
+    vanishing,
+)
 
 E5M2 = AttentionSpec.parse("fp8_gradients dv=fp8_e5m2 dq=fp8_e5m2 dk=fp8_e5m2")
 SPECS = {"fp8_e4m3": FP8_GRADIENTS, "fp8_e5m2": E5M2, "int8": INT8}
@@ -100,8 +109,9 @@ def test_underflow_is_within_the_excess_for_the_smallest_bound_of_every_format()
             top, edge = torch.tensor(top), torch.tensor(top * 2.0**-128)
             least = torch.nextafter(edge, torch.tensor(math.inf))
             assert bool((top / edge).isinf()) and bool((top / least).isfinite())
-            assert 256 * 2.0**-150 / float(least) <= 2.0**-20 < excess(256)
-    assert 256 * 2.0**-150 / (127 * 2.0**-128) > 2.0**-22, "a smaller term would not cover INT8"
+            assert 256 * 2.0**-150 / float(least) <= UNDERFLOW_SHARE
+    share = UNDERFLOW_SHARE / UNIT
+    assert excess(256) / UNIT == pytest.approx(4 + 2 * 257 + 2 * (2 + 8) + 8 + share)
 
 
 def test_vanishing_numbers_are_those_below_half_the_smallest_code():

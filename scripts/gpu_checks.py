@@ -96,9 +96,9 @@ def with_workers(command: list[str], most: int) -> list[str]:
 def pytest(*arguments: str, workers: int = 60) -> list[str]:
     """Return the command of a test run in parallel.
 
-    Each worker takes a core, and one to two gigabytes of GPU memory, or seven with whole models. A
-    test of tensors beyond int32 takes up to 70.
-    Some tests take minutes, so idle workers steal tests from busy ones.
+    Each worker takes a core, and one to two gigabytes of GPU memory, or seven with whole models,
+    and up to 70 with tensors beyond int32. Some tests take minutes, so idle workers steal tests
+    from busy ones.
     """
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
     return [*command, "-n", str(min(workers, CORES)), "--dist", "worksteal", *arguments]

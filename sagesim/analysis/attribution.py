@@ -31,6 +31,7 @@ from sagesim.analysis.number_range import (
 from sagesim.analysis.runs import (
     OUTPUTS,
     SWITCHES,
+    Measured,
     Sums,
     Total,
     gradient_share_of,
@@ -292,23 +293,13 @@ def attribute(
         losses += each.range_losses
     largest = largest_losses(losses)
     fraction = 1.0 if sample is None else sample.fraction(problem, base)
-    shown = of_halves or found  # the error of sampling is that of the differences between these
-    own = _result(
-        base,
-        [each.own_forward for each in found],
-        [each.own_forward for each in shown],
-        largest,
-        fraction,
-        None,
-    )
-    return _result(
-        base,
-        [each.exact for each in found],
-        [each.exact for each in shown],
-        largest,
-        fraction,
-        own,
-    )
+    shown = of_halves or found  # their differences show the error of sampling
+
+    def result(of: Callable[[Measured], Sums], own_forward: Attribution | None) -> Attribution:
+        sums, parts = ([of(each) for each in some] for some in (found, shown))
+        return _result(base, sums, parts, largest, fraction, own_forward)
+
+    return result(lambda each: each.exact, result(lambda each: each.own_forward, None))
 
 
 def _result(

@@ -164,7 +164,7 @@ def geometric_mean(values: Sequence[float]) -> float:
     2.0
     """
     if not all(map(math.isfinite, values)):
-        return sum(values)
+        return sum(values)  # NaN or infinity
     if not all(values) or not values:
         return 0.0
     return math.exp(mean([math.log(x) for x in values]))

@@ -60,7 +60,7 @@ def halves(
 
 def run_count(problem: AttentionProblem, base: AttentionSpec, sample: Sample | None) -> int:
     """How often `attribute` calls `progress`."""
-    return RUNS * len([*split(problem, base, sample), *halves(problem, base, sample)])
+    return RUNS * (len(split(problem, base, sample)) + len(halves(problem, base, sample)))
 
 
 def memory(problem: AttentionProblem, base: AttentionSpec, sample: Sample | None) -> int:

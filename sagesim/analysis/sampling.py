@@ -62,10 +62,10 @@ class Sample:
         heads show it. The last block is in both halves.
         """
         heads = list(self._heads(problem, spec))
-        if len(heads) != 1 or sum(1 for _ in problem.head_groups(entries=0)) != 1:
+        if len(heads) != 1 or _head_count(problem) != 1:
             return []
         [(head, rows)] = heads
-        block = min(spec.block_q, max(problem.q.shape[-2], 1))
+        block = _block(problem, spec)
         blocks = (rows // block).unique()
         if len(rows) == problem.q.shape[-2] or len(blocks) < 2:
             return []
@@ -78,15 +78,14 @@ class Sample:
     def fraction(self, problem: AttentionProblem, spec: AttentionSpec) -> float:
         """The fraction of the entries of S that are in the parts."""
         taken = sum(len(rows) for _, rows in self._heads(problem, spec))
-        whole = problem.q.shape[-2] * sum(1 for _ in problem.head_groups(entries=0))
+        whole = problem.q.shape[-2] * _head_count(problem)
         return taken / whole if whole else 1.0
 
     def _heads(
         self, problem: AttentionProblem, spec: AttentionSpec
     ) -> Iterator[tuple[AttentionProblem, Tensor]]:
         """Each taken head, and its taken queries."""
-        n_q = problem.q.shape[-2]
-        block = min(spec.block_q, max(n_q, 1))
+        n_q, block = problem.q.shape[-2], _block(problem, spec)
         problems = list(problem.head_groups(entries=0))
         blocks = -(-n_q // block)
         chosen = _spaced(blocks, None if self.rows is None else -(-self.rows // block))
@@ -112,6 +111,16 @@ def jackknife(values: Sequence[float], fraction: float) -> float:
     center = sum(values) / n
     variance = (n - 1) / n * sum((x - center) ** 2 for x in values)
     return math.sqrt(variance * (1 - fraction))
+
+
+def _head_count(problem: AttentionProblem) -> int:
+    """The heads of K and V of all sequences."""
+    return sum(1 for _ in problem.head_groups(entries=0))
+
+
+def _block(problem: AttentionProblem, spec: AttentionSpec) -> int:
+    """The queries of a block of the spec, or of the problem if it has fewer."""
+    return min(spec.block_q, max(problem.q.shape[-2], 1))
 
 
 def _spaced(count: int, wanted: int | None) -> list[int]:

@@ -208,7 +208,8 @@ def compute_rows(
             else:
                 s = warpgroup_mma_wait(0, deps=[s])
             x = gl.convert_layout(s.to(gl.float32), _S_FLOAT32)
-            # The maxima are found before the last product, which is monotonic with its sign.
+            # `signed` is for the maxima: S times the sign of the logit scale. A later product by a
+            # factor that is not negative keeps the order.
             if K_TOKENS == 1:
                 signed = x * (column * sign)[None, :]
                 x = x * column[None, :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from sagesim.problem import (
     check_flag,
     check_is_tensor,
     check_key_padding,
+    check_lengths,
     check_sinks,
     check_softcap,
     check_spec,
@@ -25,8 +26,9 @@ from sagesim.problem import (
     with_four_axes,
 )
 from sagesim.spec import FACTORED_QK, AttentionSpec
-from sagesim_kernels.eager import attend
+from sagesim_kernels.eager import attend, is_traced
 from sagesim_kernels.interpreter import IS_INTERPRETED
+from sagesim_kernels.known_calls import known_call, remember_call, signature_of
 from sagesim_kernels.labels import label_of, parse
 from sagesim_kernels.operands import logit_scale
 from sagesim_kernels.ops import Call
@@ -77,10 +79,11 @@ def attention(
         key_mask: bool [..., n_k], the leading shape of q without its heads; True attends. Nothing
             of another key reaches a result, NaN included.
         seqused_k: int32 or int64 [...]: the same as key_mask = arange(n_k) < seqused_k, and faster.
-            Later keys are not read. Lengths are not checked on a GPU; longer ones count as n_k.
+            Later keys are not read. On a GPU, lengths are not checked: those above n_k count as
+            n_k, and those below 0 as 0.
         sinks: floating [heads of q], a further logit in the sum of each row's exponentials.
-        softcap: c, from 2^-126 to 2^126, replaces each logit S by c tanh(S / c), after the scale.
-        scale: the factor of the logits, finite in float32; 1/sqrt(d) by default.
+        softcap: c, from 2^-7 to 2^126, replaces each logit S by c tanh(S / c), after the scale.
+        scale: the factor of the logits, from -2^100 to 2^100; 1/sqrt(d) by default.
         enable_gqa: each head of k and v serves a group of consecutive heads of q, without being
             expanded in memory.
         layout: the order of the heads and tokens of q, k, v and o.
@@ -111,6 +114,7 @@ def attention(
     torch.Size([1, 8, 1024, 64])
     """
     _check_unsupported(attn_mask, dropout_p)
+    check_flag("return_lse", return_lse)
     check_device(q)
     q, k, v = autocast(q, k, v)
     if layout not in ("HND", "NHD"):
@@ -127,14 +131,16 @@ def attention(
     signature = call = None
     if key_mask is None and seqused_k is None and sinks is None:
         options = (window, is_causal, causal_alignment, softcap, scale, enable_gqa, tokens_first)
-        signature = _signature(q, k, v, spec, options)
-        call = None if signature is None else _known_call(signature)
+        signature = signature_of(q, k, v, spec, options)
+        call = None if signature is None else known_call(signature)
     if call is None:
         check_call(q, k, v, spec, enable_gqa=enable_gqa)
         check_flag("is_causal", is_causal)
         check_window(window)
         check_alignment(causal_alignment, window, q.shape[-2], k.shape[-2])
         check_key_padding(key_mask, seqused_k, q, k)
+        if seqused_k is not None and not (seqused_k.is_cuda or is_traced(seqused_k)):
+            check_lengths(seqused_k, k.shape[-2])
         check_sinks(sinks, q)
         check_softcap(softcap)
         if key_mask is not None:
@@ -152,12 +158,12 @@ def attention(
             scale=logit_scale(q, scale),
             is_causal=is_causal,
             lower_right=causal_alignment == "lower_right",
-            left=window[0],
-            right=window[1],
+            left=_side(window[0]),
+            right=_side(window[1]),
             softcap=None if softcap is None else float(softcap),
             tokens_first=tokens_first,
         )
-        _remember_call(signature, spec, call)
+        remember_call(signature, spec, call)
     o, lse = attend(
         with_four_axes(q), with_four_axes(k), with_four_axes(v), call, with_lse=return_lse
     )
@@ -169,48 +175,12 @@ def attention(
     return o if lse is None else (o, lse)
 
 
-_calls: Final[dict[Any, tuple[AttentionSpec, Call]]] = {}
-"""Signature of a call without tensors besides q, k and v -> its spec, which keeps its id, and it.
-
-Such a call has been checked. To check it takes the host as long as a launch.
-"""
-_MOST_CALLS: Final = 1024
+def _side(keys: int) -> int:
+    """Return a side of a window as a number of 64 bits, which operators of PyTorch take."""
+    return keys if isinstance(keys, torch.SymInt) else min(keys, _WIDEST)
 
 
-def _signature(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, options: Any) -> Any:
-    """Return what checks of these arguments depend on; None if they have to be checked each time.
-
-    options: the window first.
-
-    torch.compile has to see the checks. Symbolic sizes, and options that are no numbers, have no
-    hash.
-    """
-    if torch.compiler.is_compiling():
-        return None
-    of_tensors = (type(q), type(k), type(v), q.device, k.device, v.device, q.dtype, k.dtype)
-    try:
-        # 1, 1.0 and True are equal, and not all of them are what an option may be.
-        window, *_ = options
-        types = (*map(type, options), *map(type, window))
-        signature = (*of_tensors, v.dtype, q.shape, k.shape, v.shape, id(spec), options, types)
-        hash(signature)
-    except TypeError:
-        return None
-    return signature
-
-
-def _known_call(signature: Any) -> Call | None:
-    """Return the call of a signature if it has been checked."""
-    found = _calls.get(signature)
-    return None if found is None else found[1]
-
-
-def _remember_call(signature: Any, spec: AttentionSpec, call: Call) -> None:
-    if signature is None:
-        return
-    if len(_calls) >= _MOST_CALLS:
-        _calls.clear()
-    _calls[signature] = spec, call
+_WIDEST: Final = 2**62
 
 
 def attention_varlen(
@@ -255,6 +225,7 @@ def attention_varlen(
         a device-side assertion, because reading them would wait for the device.
     """
     _check_unsupported(None, dropout_p)
+    check_flag("return_lse", return_lse)
     check_device(q)
     q, k, v = autocast(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -283,8 +254,8 @@ def attention_varlen(
         scale=logit_scale(q, scale),
         is_causal=is_causal,
         lower_right=causal_alignment == "lower_right",
-        left=window[0],
-        right=window[1],
+        left=_side(window[0]),
+        right=_side(window[1]),
         softcap=None if softcap is None else float(softcap),
         tokens_first=True,
     )
@@ -374,7 +345,7 @@ def check_packing(
 def _check_types(name: str, cu: object, longest: object) -> None:
     if not isinstance(cu, Tensor):
         raise TypeError(f"cu_seqlens_{name} is {cu!r}; it must be a tensor")
-    if not isinstance(longest, (int, torch.SymInt)):
+    if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)):
         raise TypeError(f"max_seqlen_{name} is {longest!r}; it must be an integer")
 
 
@@ -389,11 +360,12 @@ def _check_packed(name: str, x: Tensor, cu: Tensor, longest: int) -> None:
     if cu.device != x.device:
         raise ValueError(f"{what} is on {cu.device}, {name} on {x.device}")
     steps = cu.diff()
-    fits = (cu[0] == 0) & (cu[-1] == x.shape[0]) & (steps >= 0).all() & (steps <= longest).all()
+    most = min(longest, x.shape[0])  # int32, as the steps are
+    fits = (cu[0] == 0) & (cu[-1] == x.shape[0]) & (steps >= 0).all() & (steps <= most).all()
     message = (
         f"{what} must ascend from 0 to the tokens of {name} in steps of at most max_seqlen_{name}"
     )
-    if cu.is_cuda or torch.compiler.is_compiling():
+    if cu.is_cuda or is_traced(cu):
         torch._assert_async(fits, message)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
     elif not fits:
         raise ValueError(f"{message}={longest}; got {cu.tolist()} for {x.shape[0]} tokens")

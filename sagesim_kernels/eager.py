@@ -32,7 +32,7 @@ def attend(
     """Return o and the logsumexp, which is None unless with_lse; see `ops.run_forward`."""
     if forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v, call.sinks)
-    if _is_traced(q, k, v):
+    if is_traced(q, k, v):
         traced = forward_op if call.softcap is None else _forward_with_softcap
         o, lse, _, _ = traced(q, k, v, *call, with_lse)
         return o, lse if with_lse else None
@@ -72,8 +72,8 @@ def _forward_with_softcap(
     return forward_op(q, k, v, *call, with_lse)
 
 
-def _is_traced(*tensors: Tensor) -> bool:
-    """Whether something has to see the operators."""
+def is_traced(*tensors: Tensor) -> bool:
+    """Whether something has to see the operators, and tensors may have no numbers."""
     return (
         torch.compiler.is_compiling()
         or not _PLAIN.issuperset(map(type, tensors))
@@ -112,7 +112,7 @@ class _Attention(torch.autograd.Function):
             do = v.new_zeros((*q.shape[:3], v.shape[3]))
         call = ctx.call.with_tensors(*tensors)
         # With gradients enabled, for a second derivative: the operator raises at it.
-        if torch.is_grad_enabled() or _is_traced(*(x for x in grads if x is not None)):
+        if torch.is_grad_enabled() or is_traced(*(x for x in grads if x is not None)):
             mean = q.new_empty((0,), dtype=torch.float32) if k_mean is None else k_mean
             *found, d_sinks = backward_op(do, d_lse, q, k, v, o, lse2, mean, *call)
             return (*found, None if call.sinks is None else d_sinks, None, None)

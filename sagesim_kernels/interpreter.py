@@ -57,10 +57,11 @@ def interpret(kernel: Any, programs: tuple[int], args: Any, options: Any) -> Non
     """Run an interpreted kernel, in one thread at a time: kernel[programs](*args, **options)."""
     small_floats = {"cast_impl": _cast, "create_fp_to_fp": _fp_to_fp, "create_dot": _dot}
     flushed = {"create_exp2": _exp2}
-    once = {"_patch_lang": _patch_once(), "_get_np_dtype": _numpy_dtype}
-    unchecked = {"options": dataclasses.replace(_BUILDER.options, sanitize_overflow=False)}
-    with _LOCK, _replaced(_BUILDER, small_floats | flushed | unchecked), _replaced(_MODULE, once):
-        kernel[programs](*args, **options)
+    with _LOCK:  # another thread replaces the members that are read here, too
+        once = {"_patch_lang": _patch_once(), "_get_np_dtype": _numpy_dtype}
+        unchecked = {"options": dataclasses.replace(_BUILDER.options, sanitize_overflow=False)}
+        with _replaced(_BUILDER, small_floats | flushed | unchecked), _replaced(_MODULE, once):
+            kernel[programs](*args, **options)
 
 
 @contextmanager

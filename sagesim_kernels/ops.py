@@ -174,6 +174,8 @@ def run_backward(
     o: None if the spec's delta comes from P. k_mean: None if K is not smoothed.
     """
     with on_device_of(q):
+        # Hooks of saved tensors may return other strides.
+        lse2, k_mean = lse2.contiguous(), None if k_mean is None else k_mean.contiguous()
         tensors = (do, d_lse, q, k, v, o, lse2, k_mean, *call.tensors)
         return planned(_launch_backward, tensors, call.without_tensors())
 

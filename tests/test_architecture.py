@@ -142,6 +142,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.dispatch",
     },
     "sagesim_kernels.eager": {"sagesim.spec", "sagesim_kernels.labels", "sagesim_kernels.ops"},
+    "sagesim_kernels.known_calls": {"sagesim.spec", "sagesim_kernels.ops"},
     "sagesim_kernels.api": {
         "sagesim_kernels.target",
         "sagesim_kernels.interpreter",
@@ -152,6 +153,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.labels",
         "sagesim_kernels.ops",
         "sagesim_kernels.eager",
+        "sagesim_kernels.known_calls",
     },
     "sagesim_kernels.tracing": {
         "sagesim.short_repr",

@@ -12,7 +12,7 @@ from torch import Tensor
 from sagesim.checks import check_type
 from sagesim.spec import SITES, AttentionSpec, Precision, with_precision
 
-_LARGEST: Final = torch.finfo(torch.float32).max
+_LARGEST: Final = 2.0**100
 
 
 def check_spec(spec: object) -> None:
@@ -30,11 +30,14 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_scale(scale: object) -> None:
-    """Raise unless scale is None or a finite number.
+    """Raise unless scale is None or a number from -2^100 to 2^100.
+
+    The scale of a row of zeros is 1. Times such a number it does not overflow float32, nor does the
+    quotient of both and a softcap.
 
     Raises:
         TypeError: if it is a tensor, which would get no gradient, or no number.
-        ValueError: if it is not finite in float32.
+        ValueError: if it is another number.
     """
     if scale is None:
         return
@@ -46,7 +49,7 @@ def check_scale(scale: object) -> None:
         )
     number: Any = scale  # float() of a number would make torch.compile compile it in
     if not -_LARGEST <= number <= _LARGEST:
-        raise ValueError(f"scale is {scale}; it must be finite in float32, or None")
+        raise ValueError(f"scale is {scale}; it must be from -2^100 to 2^100, or None")
 
 
 def check_is_tensor(name: str, x: object) -> None:

@@ -92,9 +92,10 @@ def check_alignment(alignment: object, window: tuple[int, int], n_q: object, n_k
 
 
 def check_softcap(softcap: object) -> None:
-    """Raise unless softcap is None or a number from 2^-126 to 2^126.
+    """Raise unless softcap is None or a number from 2^-7 to 2^126.
 
-    Neither such a number nor 1 / softcap overflows float32, or is flushed to 0.
+    Logits below 2^120 divided by such a number do not overflow float32, and 1 / softcap is not
+    flushed to 0.
 
     Raises:
         TypeError: if it is a tensor, which would get no gradient, or no number at all.
@@ -105,8 +106,8 @@ def check_softcap(softcap: object) -> None:
     numbers = (int, float, torch.SymInt, torch.SymFloat)
     if isinstance(softcap, bool) or not isinstance(softcap, numbers):
         raise TypeError(f"softcap is {reprlib.repr(softcap)}; it must be a number or None")
-    if not 2.0**-126 <= softcap <= 2.0**126:
-        raise ValueError(f"softcap is {softcap}; it must be from 2^-126 to 2^126, or None")
+    if not 2.0**-7 <= softcap <= 2.0**126:
+        raise ValueError(f"softcap is {softcap}; it must be from 2^-7 to 2^126, or None")
 
 
 def check_sinks(sinks: object, q: Tensor) -> None:
@@ -164,12 +165,17 @@ def check_key_padding(key_mask: object, seqused_k: object, q: Tensor, k: Tensor)
             raise ValueError(f"{name} is on {x.device}, q on {q.device}")
 
 
+def check_lengths(seqused_k: Tensor, n_k: int) -> None:
+    """Raise ValueError unless all lengths are in 0..n_k."""
+    if not bool(((seqused_k >= 0) & (seqused_k <= n_k)).all()):
+        raise ValueError(f"seqused_k is {seqused_k.tolist()}; lengths must be in 0..{n_k}")
+
+
 def mask_of_lengths(seqused_k: Tensor, n_k: int) -> Tensor:
     """The key mask [*batch, n_k] whose sequences have these numbers of keys.
 
     Raises:
         ValueError: if a length is not in 0..n_k.
     """
-    if not bool(((seqused_k >= 0) & (seqused_k <= n_k)).all()):
-        raise ValueError(f"seqused_k is {seqused_k.tolist()}; lengths must be in 0..{n_k}")
+    check_lengths(seqused_k, n_k)
     return torch.arange(n_k, device=seqused_k.device) < seqused_k[..., None]

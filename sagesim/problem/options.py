@@ -30,8 +30,8 @@ class AttentionOptions(TypedDict, total=False):
         key_mask = arange(n_k) < seqused_k, also for causal_alignment "lower_right", which is that
         of n_k. Excludes key_mask.
     sinks: floating [heads], a further logit in the sum of each row's exponentials; differentiable.
-    softcap: c, from 2^-126 to 2^126, replaces each logit S by c tanh(S / c), after the scale.
-    scale: factor of the logits, finite in float32; None is 1/sqrt(d).
+    softcap: c, from 2^-7 to 2^126, replaces each logit S by c tanh(S / c), after the scale.
+    scale: factor of the logits, from -2^100 to 2^100; None is 1/sqrt(d).
     enable_gqa: each head of k and v serves a group of consecutive heads of q.
     """
 

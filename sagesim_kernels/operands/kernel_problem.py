@@ -210,7 +210,8 @@ class KernelSizes(NamedTuple):
 def logit_scale(q: Tensor, scale: float | None) -> float:
     """Return the factor of the logits: `scale`, or 1/sqrt(d) of the unpadded head size."""
     check_scale(scale)
-    return 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    # -0.0 becomes 0.0: calls whose options are equal share a plan.
+    return 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale) + 0.0
 
 
 def padded(channels: int) -> int:

@@ -18,7 +18,7 @@ def _used_keys(lengths, b):
     n = length_of(lengths.cu_k, lengths.n_k, b)
     if lengths.seqused_k is not None:
         used = tl.load(lengths.seqused_k + b)  # in 64 bits it may be more than an int32 holds
-        n = tl.minimum(used, n).to(tl.int32)
+        n = tl.minimum(tl.maximum(used, 0), n).to(tl.int32)
     return n
 
 

@@ -8,6 +8,7 @@ import torch
 
 from sagesim import FACTORED_QK, AttentionProblem
 from sagesim_kernels import attention, attention_varlen, default_spec, pays_off, supports
+from sagesim_kernels.launch_plans import forget_plans
 from tests.sagesim_kernels.kernel_cases import DEVICE
 
 pytestmark = pytest.mark.usefixtures("as_installed")
@@ -31,12 +32,40 @@ Q, K, V = (
         ({}, {"scale": float("nan")}, ValueError, "scale is nan"),
         ({}, {"key_mask": [True] * 33}, TypeError, "key_mask is [True, "),
         ({}, {"spec": "sagebwd"}, TypeError, "spec is 'sagebwd'"),
+        ({"return_lse": True}, {"return_lse": 1}, TypeError, "return_lse is 1; it must be True"),
+        ({"return_lse": True}, {"return_lse": []}, TypeError, "return_lse is []; it must be True"),
     ],
 )
 def test_an_equal_value_of_another_type_is_refused_after_a_good_call(good, bad, error, words):
     attention(Q, K, V, **good)
     with pytest.raises(error, match=re.escape(words)):
         attention(Q, K, V, **bad)
+
+
+def test_zeros_of_both_signs_are_one_scale():
+    """Calls of equal options share a plan, so their results have the same bits."""
+    q = Q.clone().requires_grad_()
+    signs = []
+    for scale in (-0.0, 0.0):
+        forget_plans()
+        (dq,) = torch.autograd.grad(attention(q, K[:, :, :0], V[:, :, :0], scale=scale).sum(), q)
+        signs.append(dq.signbit())
+    assert torch.equal(*signs)
+
+
+@pytest.mark.parametrize("wide", [(2**70, 0), (0, 2**70)])
+def test_a_window_may_be_wider_than_64_bits(wide):
+    o = attention(Q, K, V, window=wide)
+    assert torch.equal(o, attention(Q, K, V, window=tuple(-1 if x else 0 for x in wide)))
+    traced = torch.func.vmap(lambda q: attention(q, K, V, window=wide))(Q[None])
+    assert torch.equal(traced[0], o)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU, reading them would wait for the device")
+@pytest.mark.parametrize("used", [-3, 34, -(2**32) + 5])
+def test_lengths_on_a_cpu_are_checked(used):
+    with pytest.raises(ValueError, match=re.escape(f"seqused_k is [{used}]; lengths must be in")):
+        attention(Q, K, V, seqused_k=torch.tensor([used]))
 
 
 def test_an_integer_softcap_is_a_number():

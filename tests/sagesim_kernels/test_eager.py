@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from sagesim import AttentionSpec
 from sagesim_kernels import attention, trace
 from tests.support.assertions import assert_bitwise
 from tests.support.kernels import DEVICE, HERE
@@ -90,3 +91,17 @@ def test_several_gradients_at_once() -> None:
 def test_jit_trace_records_the_operators() -> None:
     traced = torch.jit.trace(lambda q: attention(q, K, V), (Q,), check_trace=False)
     assert_bitwise(actual=traced(DO), expected=attention(DO, K, V), what="o")
+
+
+@pytest.mark.parametrize("spec", ["sagebwd", "factored_qk"])
+def test_a_hook_may_return_saved_tensors_with_other_strides(spec: str) -> None:
+    def transposed(x: Tensor) -> Tensor:
+        return x.mT.contiguous() if x.ndim >= 2 else x
+
+    leaves = [x.clone().requires_grad_() for x in (Q, K, V)]
+    o = attention(*leaves, spec=AttentionSpec.parse(spec))
+    expected = torch.autograd.grad(o, leaves, DO)
+    with torch.autograd.graph.saved_tensors_hooks(transposed, lambda x: x.mT if x.ndim >= 2 else x):
+        o = attention(*leaves, spec=AttentionSpec.parse(spec))
+    for name, got, wanted in zip("qkv", torch.autograd.grad(o, leaves, DO), expected, strict=True):
+        assert_bitwise(actual=got, expected=wanted, what=f"d{name}")

@@ -173,7 +173,7 @@ def assert_as_declared(
         unsized = {SIXTEEN_BIT[dtype] if f == "16 bit" else f for f in kernel.unsized}
         sized = Counter(f for f in formats if f not in unsized)
         assert unsized <= set(formats), (name, kernel.opcodes)
-        step = kernel.tile * block * head_size
+        step = kernel.tile * (kernel.step or block) * head_size
         several = (places, places + 1)  # the assembler, too, may take a step out of a loop
         expected = [{f: n * times * step for f, n in sized.items()} for times in several]
         if by_pass is not DV_APART:
@@ -665,17 +665,21 @@ def test_masks_sinks_and_softcaps_compile_for_hopper(
     extras: tuple[str, ...],
     request: pytest.FixtureRequest,
 ) -> None:
-    """Its own kernels serve them, with the same care for waits, descriptors and barriers."""
+    """Its own kernels serve them, with the same care for waits, descriptors and barriers. Without a
+    softcap, P has a fixed reference, and a portable kernel computes rows that it does not fit."""
     kernels = compiler.compile("factored_qk", 90, head_size=head_size, extras=extras)
     assert all(kernel.waits and not kernel.accesses_before_wait for kernel in kernels)
     own = {"hopper_forward", "hopper_backward"} if head_size <= 128 else {"hopper_wide"}
     assert set(products(kernels)) == own
-    assert "sagesim_kernels.portable" not in {kernel.package for kernel in kernels}
+    portable = {x.name for x in kernels if x.package == "sagesim_kernels.portable"}
+    assert portable == (set() if "softcap" in extras else {"failed_rows_kernel"})
     # The newest Triton spills 29 of 628 in the backward of a window at head size 128.
     triton = request.node.callspec.params["compiler"]
     spills_more = (triton, head_size, extras[0]) == ("newest", 128, "window")
     limit = 0.05 if spills_more else 0.04
     for kernel in kernels:
+        if kernel.name in portable:
+            continue
         issued = kernel.issued_in_loop
         spilling = sum(n for code, n in issued.items() if code.startswith(("LDL", "STL")))
         assert spilling <= limit * sum(issued.values()), (kernel.name, spilling)

@@ -1,5 +1,7 @@
 """Triton's interpreter computes bfloat16 and FP8 as PyTorch does, in kernels of this package."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import triton
@@ -152,6 +154,21 @@ def test_products_in_a_call_and_in_its_plan():
     for _ in range(2):
         (y,) = planned(multiply, (rounded * (1 + 2.0**-10),), None)
         assert_bitwise(actual=y, expected=rounded @ rounded.mT, what="product")
+
+
+def test_several_threads():
+    """One thread at a time runs a kernel, and the others wait without an error."""
+    x = torch.randn(SIZE, generator=torch.Generator().manual_seed(0))
+    found = [torch.empty(SIZE) for _ in range(4)]
+
+    def convert(y):
+        for _ in range(20):
+            launch(convert_kernel, (1,), x, y, SIZE, tl.float16)
+
+    with ThreadPoolExecutor(len(found)) as pool:
+        list(pool.map(convert, found))
+    for y in found:
+        assert_bitwise(actual=y, expected=x.half().float(), what="y")
 
 
 def test_the_interpreter_is_as_it_was_afterwards():

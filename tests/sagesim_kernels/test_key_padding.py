@@ -88,11 +88,15 @@ def test_lengths_may_have_any_strides(name: str) -> None:
     assert_same(found, expected)
 
 
-def test_lengths_may_be_larger_than_an_int32() -> None:
-    case = kernel_case(torch.float16, seed=3, n_q=20, n_k=40, d=16, heads=(2, 1))
+@pytest.mark.parametrize("length", [2**40, 2**32 + 5, -3, -(2**32) + 5])
+def test_kernels_limit_lengths(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU lengths are not checked. They may be larger than an int32 holds."""
+    monkeypatch.setattr("sagesim_kernels.api.check_lengths", lambda *_: None)
+    case = kernel_case(torch.float16, seed=3, n_q=20, n_k=40, d=16, heads=(1, 1))
     spec = AttentionSpec.parse("factored_qk")
-    lengths = torch.tensor([2**40, 2**32 + 5], device=DEVICE)
-    assert_same(run_kernels(case, spec, seqused_k=lengths), run_kernels(case, spec))
+    limited = torch.tensor([min(max(length, 0), 40)], device=DEVICE)
+    found = run_kernels(case, spec, seqused_k=torch.tensor([length], device=DEVICE))
+    assert_same(found, run_kernels(case, spec, seqused_k=limited))
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")

@@ -7,6 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sagesim import SAGEBWD, AttentionSpec
 from sagesim_kernels import attention, attention_varlen
@@ -99,17 +100,18 @@ def test_nothing_to_attend_to(q, k):
 @pytest.mark.parametrize("spec", [BLOCKS["sagebwd"]], ids=["sagebwd"])
 def test_max_seqlen_is_only_a_bound(spec):
     packed_case = PackedCase()
-    o = attention_varlen(
-        packed_case.q,
-        packed_case.k,
-        packed_case.v,
-        *packed_case.cu,
-        200,
-        999,
-        spec=spec,
-        enable_gqa=True,
-    )
-    assert_bitwise(actual=o, expected=packed_case.together(spec).o, what="o")
+    tensors = (packed_case.q, packed_case.k, packed_case.v, *packed_case.cu)
+    for bounds in ((200, 999), (2**31, 2**40)):
+        o = attention_varlen(*tensors, *bounds, spec=spec, enable_gqa=True)
+        assert_bitwise(actual=o, expected=packed_case.together(spec).o, what="o")
+
+
+def test_fake_tensors_have_a_shape():
+    """Their numbers are not read."""
+    with FakeTensorMode():
+        x = torch.empty(9, 2, 16, device=DEVICE)
+        cu = torch.empty(3, dtype=torch.int32, device=DEVICE)
+        assert attention_varlen(x, x, x, cu, cu, 9, 9).shape == x.shape
 
 
 def test_one_long_sequence_does_not_make_the_others_long(monkeypatch):
@@ -201,7 +203,7 @@ class TestRefusals:
     @pytest.mark.parametrize("side", ["q", "k"])
     def test_other_kinds(self, side):
         self.refuse(["cu_seqlens_", "[0, 3, 7]"], error=TypeError, **{f"cu_{side}": [0, 3, 7]})
-        for longest in (None, 7.5):
+        for longest in (None, 7.5, True):
             both = (longest, 7) if side == "q" else (7, longest)
             self.refuse([f"max_seqlen_{side}", repr(longest)], error=TypeError, longest=both)
 

@@ -131,6 +131,7 @@ class _Launches:
             {
                 "name": _name(fn, named),
                 "tile": _tile(named),
+                "step": named["CONFIG"].queries if fn.__name__ == "ampere_backward" else None,
                 "warps": kernel.metadata.num_warps,
                 "stages": kernel.metadata.num_stages,
                 "fp_fusion": kernel.metadata.enable_fp_fusion,

@@ -41,6 +41,7 @@ class Kernel:
 
     name: str  #: the kernel's name, and what it computes if it can compute one of two things
     tile: int | None  #: rows that a program owns
+    step: int | None  #: queries of a step of its loops; None: a block of the spec
     warps: int
     stages: int
     fp_fusion: bool  #: whether ptxas may fuse multiplications into additions

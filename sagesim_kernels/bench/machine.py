@@ -62,11 +62,11 @@ def versions() -> dict[str, Any]:
 def sources_hash() -> str:
     """12 hexadecimal digits of a hash of the kernels' code and of the presets.
 
-    The benchmark's own code is not part of it, and neither are comments and docstrings.
+    Not part of it are folders that the kernels do not use, comments and docstrings.
     """
     root = Path(__file__).parents[1]
-    bench = Path(__file__).parent
-    kernels = [path for path in sorted(root.rglob("*.py")) if bench not in path.parents]
+    others = {root / name for name in ("bench", "cards", "integrations")}
+    kernels = [path for path in sorted(root.rglob("*.py")) if others.isdisjoint(path.parents)]
     digest = hashlib.sha256()
     for path in [*kernels, Path(sagesim.__file__).parent / "spec" / "presets.py"]:
         code = _without_comments(path.read_text(encoding="utf-8"))

@@ -65,7 +65,7 @@ MASKED_CALLS = {
         "sagebwd", 200, 200, d=128, window=(70, -1), dead_keys=(range(9),)
     ),
     "key_mask_and_sinks": Call(
-        "factored_pv16 delta=p", 200, 260, heads=2, heads_k=1, window=(30, 10), lower_right=True,
+        "factored_pv16 delta=p", 140, 260, heads=2, heads_k=1, window=(30, 10), lower_right=True,
         dead_keys=(range(10), range(100, 190)), sink=5.0,
     ),
     "lengths_and_sinks": Call("factored", 150, 150, is_causal=True, used_keys=70, sink=5.0),

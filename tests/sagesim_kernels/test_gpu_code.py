@@ -208,9 +208,9 @@ def test_int8_products_are_int8_instructions(
     request: pytest.FixtureRequest, triton: str, capability: int
 ) -> None:
     assert capability in CAPABILITIES
-    # The code for 86 and 89 is that for 80 but for the name of the GPU; only products are read.
+    # 80 and 90 have all preparation that the others have; of those only products are read.
     compiler: Compiler = request.getfixturevalue(triton)
-    kernels = compiler.compile("factored", capability, preparation=capability not in (86, 89))
+    kernels = compiler.compile("factored", capability, preparation=capability in (80, 90))
     has_dependent_launch = capability >= 90
     for kernel in kernels:
         assert kernel.waits == has_dependent_launch, kernel.name
@@ -305,6 +305,7 @@ def test_dp_alone_is_in_the_dtype_of_the_inputs(newest: Compiler, dtype: str) ->
     assert found["hopper_codes_backward"].formats == {"i8", SIXTEEN_BIT[dtype]}
 
 
+@EXHAUSTIVE
 @BY_NEWEST
 def test_dp_in_int8_is_detected(newest: Compiler) -> None:
     kernels = newest.compile("sagebwd_all_int8", 90, preparation=False)
@@ -315,6 +316,7 @@ def test_dp_in_int8_is_detected(newest: Compiler) -> None:
         assert_as_declared(kernels, SAGEBWD, by_pass=by_pass)
 
 
+@EXHAUSTIVE
 @BY_NEWEST
 def test_dv_apart_is_as_declared(newest: Compiler) -> None:
     """The multiply-adds are not counted: both halves of eight warps compute the same S and dP."""
@@ -473,6 +475,7 @@ def test_rows_of_72_channels_are_loaded_and_stored_in_vectors(oldest: Compiler) 
     assert [x for x in narrow if any(x[1:])] == []
 
 
+@EXHAUSTIVE
 @BY_OLDEST
 def test_narrow_loads_and_stores_are_detected(oldest: Compiler) -> None:
     kernels = oldest.compile("sagebwd", 80, head_size=9)

@@ -53,8 +53,8 @@ CALLS = {
 """A call, and the kernels that have to compute it."""
 
 
-COMBINED = ("fp8_gradients_d128", "lengths_and_sinks")
-"""Calls whose features other calls have as well."""
+COMBINED = ("fp8_gradients_d128", "fp8_e5m2_d72", "lengths_and_sinks")
+"""Calls whose features other calls have as well, or tests of compiled code."""
 
 
 @pytest.mark.parametrize("name", parameters(CALLS, COMBINED))
@@ -75,7 +75,7 @@ MASKED_CALLS = {
     ),
     "key_mask_and_sinks": (
         Call(
-            "factored_pv16", 200, 260, heads=2, window=(30, 10), lower_right=True, sink=5.0,
+            "factored_pv16", 140, 260, heads=2, window=(30, 10), lower_right=True, sink=5.0,
             dead_keys=(range(10), range(100, 190)),
         ),
         "codes backward",
@@ -121,7 +121,9 @@ def test_a_nan_of_a_key_reaches_its_queries(runner: PtxRunner, spec: str) -> Non
         assert getattr(found, name)[0, 0, :128].isfinite().all(), name
 
 
-@pytest.mark.parametrize(("of", "d"), [("logits", 64), ("values", 64), ("logits", 192)])
+@pytest.mark.parametrize(
+    ("of", "d"), parameters((("logits", 64), ("values", 64), ("logits", 192)), (("logits", 192),))
+)
 def test_rows_that_the_reference_does_not_fit(runner: PtxRunner, of: str, d: int) -> None:
     """The reference is the largest logit of the last block of keys."""
     found = check_rows_that_fail(runner, of, key=10, d=d, capability=HOPPER)

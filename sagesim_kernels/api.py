@@ -26,7 +26,7 @@ from sagesim.problem import (
     with_four_axes,
 )
 from sagesim.spec import FACTORED_QK, AttentionSpec
-from sagesim_kernels.eager import attend, is_traced
+from sagesim_kernels.eager import attend
 from sagesim_kernels.interpreter import IS_INTERPRETED
 from sagesim_kernels.known_calls import known_call, remember_call, signature_of
 from sagesim_kernels.labels import label_of, parse
@@ -34,6 +34,7 @@ from sagesim_kernels.operands import logit_scale
 from sagesim_kernels.ops import Call
 from sagesim_kernels.support import head_reason, supports
 from sagesim_kernels.target import device_reason
+from sagesim_kernels.traced import is_traced
 
 Layout = Literal["HND", "NHD"]
 

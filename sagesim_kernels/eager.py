@@ -16,14 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
-from torch.utils import _python_dispatch
 
 from sagesim.spec import Delta
 from sagesim_kernels.labels import parse
 from sagesim_kernels.ops import Call, backward_op, forward_op, run_backward, run_forward
-
-_PLAIN = frozenset({Tensor, Parameter})
+from sagesim_kernels.traced import is_traced
 
 
 def attend(
@@ -70,18 +67,6 @@ def _forward_with_softcap(
         number = torch.ones((), dtype=torch.float64) * call.softcap
         call = call._replace(softcap=None, softcap_tensor=number)
     return forward_op(q, k, v, *call, with_lse)
-
-
-def is_traced(*tensors: Tensor) -> bool:
-    """Whether something has to see the operators, and tensors may have no numbers."""
-    return (
-        torch.compiler.is_compiling()
-        or not _PLAIN.issuperset(map(type, tensors))
-        or _python_dispatch._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or any(map(torch._C._functorch.is_legacy_batchedtensor, tensors))  # is_grads_batched=True
-        or torch.jit.is_tracing()
-    )
 
 
 class _Attention(torch.autograd.Function):

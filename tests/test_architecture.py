@@ -132,6 +132,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.ampere",
         "sagesim_kernels.hopper",
     },
+    "sagesim_kernels.traced": set(),
     "sagesim_kernels.labels": {"sagesim.spec"},
     "sagesim_kernels.ops": {
         "sagesim.spec",
@@ -141,7 +142,12 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.operands",
         "sagesim_kernels.dispatch",
     },
-    "sagesim_kernels.eager": {"sagesim.spec", "sagesim_kernels.labels", "sagesim_kernels.ops"},
+    "sagesim_kernels.eager": {
+        "sagesim.spec",
+        "sagesim_kernels.labels",
+        "sagesim_kernels.ops",
+        "sagesim_kernels.traced",
+    },
     "sagesim_kernels.known_calls": {"sagesim.spec", "sagesim_kernels.ops"},
     "sagesim_kernels.api": {
         "sagesim_kernels.target",
@@ -154,6 +160,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.ops",
         "sagesim_kernels.eager",
         "sagesim_kernels.known_calls",
+        "sagesim_kernels.traced",
     },
     "sagesim_kernels.tracing": {
         "sagesim.short_repr",

@@ -142,7 +142,9 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.dispatch",
     },
     "sagesim_kernels.eager": {"sagesim.spec", "sagesim_kernels.labels", "sagesim_kernels.ops"},
+    "sagesim_kernels.packing": set(),
     "sagesim_kernels.api": {
+        "sagesim_kernels.packing",
         "sagesim_kernels.target",
         "sagesim_kernels.interpreter",
         "sagesim.spec",
@@ -170,6 +172,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.operands",
         "sagesim_kernels.labels",
         "sagesim_kernels.ops",
+        "sagesim_kernels.packing",
         "sagesim_kernels.api",
         "sagesim_kernels.support",
     },

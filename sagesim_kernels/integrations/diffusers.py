@@ -213,12 +213,12 @@ def _window(size: Any) -> tuple[int, int]:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
 ) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if mask is None:
-        return attend(q, k, v, options).transpose(1, 2)
+        return attend(query, key, value, options, tokens_first=True)
     # To diffusers, two axes are those of the batch and of the keys.
-    keys = key_padding(mask[:, None, None] if mask.ndim == 2 else mask, q, k)
-    return attend_padded(q, k, v, keys, options, pads_queries=False).transpose(1, 2)
+    mask = mask[:, None, None] if mask.ndim == 2 else mask
+    keys = key_padding(mask, query.shape[0], key.shape[1])
+    return attend_padded(query, key, value, keys, options, pads_queries=False)
 
 
 def _ulysses(

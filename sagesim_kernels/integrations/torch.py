@@ -19,7 +19,7 @@ from torch.overrides import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from sagesim.problem import autocast, check_spec, check_tensors, with_four_axes
+from sagesim.problem import autocast, check_is_tensor, check_spec, check_tensors, with_four_axes
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.integrations.attend import (
     Options,
@@ -71,9 +71,10 @@ class Functions:
             return attend(query, key, value, options).reshape(shape)
         if is_causal:
             raise ValueError("attn_mask and is_causal=True are given; pass one of them")
-        keys = key_padding(attn_mask, query, key)
-        o = attend_padded(query, key, value, keys, options, pads_queries=False)
-        return o.reshape(shape)
+        keys = key_padding(attn_mask, query.shape[0], key.shape[2])
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        o = attend_padded(q, k, v, keys, options, pads_queries=False)
+        return o.transpose(1, 2).reshape(shape)
 
     def flash_attn_func(
         self,
@@ -100,9 +101,9 @@ class Functions:
             alibi_slopes=(alibi_slopes, None),
             return_attn_probs=(return_attn_probs, False),
         )
+        _check_axes("flash_attn_func", "[batch, tokens, heads, head size]", q=q, k=k, v=v)
         options = self._flash(softmax_scale, causal, window_size, softcap, s_aux)
-        o = attend(*(x.transpose(1, 2) for x in (q, k, v)), options)
-        return o.transpose(1, 2)
+        return attend(q, k, v, options, tokens_first=True)
 
     def flash_attn_varlen_func(
         self,
@@ -134,6 +135,7 @@ class Functions:
             return_attn_probs=(return_attn_probs, False),
             block_table=(block_table, None),
         )
+        _check_axes("flash_attn_varlen_func", "[tokens, heads, head size]", q=q, k=k, v=v)
         options = self._flash(softmax_scale, causal, window_size, softcap, s_aux)
         longest = (int(max_seqlen_q), int(max_seqlen_k))
         return attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, options)
@@ -163,6 +165,14 @@ def _refuse(**arguments: tuple[object, object]) -> None:
         if value is not default and (isinstance(value, Tensor) or value != default):
             found = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else value
             raise ValueError(f"{name} is {found}; it is not supported, only {default} is")
+
+
+def _check_axes(function: str, axes: str, **tensors: Tensor) -> None:
+    """Raise TypeError or ValueError unless all are tensors with these axes, as "[tokens, d]"."""
+    for name, x in tensors.items():
+        check_is_tensor(name, x)
+        if x.ndim != axes.count(",") + 1:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; {function} needs {axes}")
 
 
 def apply(

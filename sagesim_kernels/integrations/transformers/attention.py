@@ -95,7 +95,7 @@ class LayerAttention:
         max_length_k: int | Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """Return o [batch, n_q, heads, d_v]; query is [batch, heads, n_q, d]."""
+        """Return contiguous o [batch, n_q, heads, d_v]; query is [batch, heads, n_q, d]."""
         config = getattr(module, "config", None)
         if config is not None:
             refuse_model(type(config))
@@ -130,7 +130,8 @@ class LayerAttention:
         if attention_mask is None:
             attention_mask = _packing(position_ids, query, key)
         if attention_mask is None:
-            return attend(query, key, value, options).transpose(1, 2), None
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            return attend(q, k, v, options, tokens_first=True), None
         if attention_mask.ndim == 1:
             cu, longest = attention_mask, longest_of(attention_mask)
             return _packed(query, key, value, cu, cu, longest, longest, options), None
@@ -151,8 +152,9 @@ class LayerAttention:
                 "position_ids restart between tokens of a row, and attention_mask has padding; "
                 "without a causal mask both together are not supported. Leave out the padding"
             )
-        o = attend_padded(query, key, value, keys, options, pads_queries=is_self, packing=packing)
-        return o.transpose(1, 2), None
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        o = attend_padded(q, k, v, keys, options, pads_queries=is_self, packing=packing)
+        return o, None
 
     def _spec(self, module: nn.Module) -> AttentionSpec:
         if not self.layers:

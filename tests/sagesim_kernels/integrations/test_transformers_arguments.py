@@ -224,7 +224,7 @@ CALLS = {
     },
     "must be given together": {"cu_seq_lens_q": CU},
     "max_length_q and max_length_k must be given": {"cu_seq_lens_q": CU, "cu_seq_lens_k": CU},
-    "the longest sequences have 4 queries and 4 keys": {
+    "in steps of at most max_seqlen_q=3; got [0, 2, 6]": {
         **HONOURED["cu_seq_lens_q"],
         "max_length_q": 3,
     },

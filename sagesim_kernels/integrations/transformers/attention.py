@@ -64,6 +64,9 @@ REFUSED: Final = {
 }
 """Arguments that are not computed, and what to do."""
 
+_DEPTHS: Final = ("num_hidden_layers", "encoder_layers", "decoder_layers")
+"""Fields of a config. In an encoder-decoder, the first may be that of the encoder alone."""
+
 _DROPOUTS: Final = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout")
 
 
@@ -101,7 +104,9 @@ class LayerAttention:
             refuse_model(type(config))
         _refuse_dropout(module, dropout)
         _refuse_others(others)
-        if sliding_window is None:
+        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
+            sliding_window = None  # as in 'sdpa', a mask of four axes alone says what is masked
+        elif sliding_window is None:
             _refuse_unseen_window(module, key.shape[2])
         if _is_of_all_queries(attention_mask):
             is_causal, attention_mask = False, keys_of(attention_mask)
@@ -165,25 +170,30 @@ class LayerAttention:
                 f"{type(module).__name__} has no layer_idx, so that `layers` of "
                 f"register({self.name!r}, layers=...) cannot be applied"
             )
-        depth = getattr(getattr(module, "config", None), "num_hidden_layers", None)
-        if depth is not None and (unknown := [i for i in self.layers if i >= depth]):
+        config = getattr(module, "config", None)
+        depths = {name: depth for name in _DEPTHS if (depth := getattr(config, name, None))}
+        if depths and (unknown := [i for i in self.layers if i >= max(depths.values())]):
+            found = " and ".join(f"config.{name} is {depth}" for name, depth in depths.items())
             raise ValueError(
-                f"register({self.name!r}, layers=...) names the layers {unknown}, and "
-                f"config.num_hidden_layers is {depth}"
+                f"register({self.name!r}, layers=...) names the layers {unknown}, and {found}"
             )
         return self.layers.get(layer, self.spec)
 
 
 def _is_of_all_queries(mask: object) -> TypeGuard[Tensor]:
-    """Whether a mask is bool [batch, 1, n_k] or [batch, 1, 1, n_k]: of keys, and not causal."""
+    """Whether a mask is bool [batch, 1, n_k] or [batch, 1, 1, n_k]: of keys, and not causal.
+
+    The mask function makes the first, and users the second.
+    """
     if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
         return False
     return mask.ndim in (3, 4) and math.prod(mask.shape[1:-1]) == 1
 
 
+@torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
 @once_per_tensor
 def keys_of(mask: Tensor) -> Tensor:
-    """A mask of all queries as bool [batch, n_k], the same tensor for all layers.
+    """A mask of all queries as bool [batch, n_k], on a GPU the same tensor for all layers.
 
     It is a copy, because a view would keep the mask alive.
     """

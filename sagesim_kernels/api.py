@@ -32,6 +32,7 @@ from sagesim_kernels.known_calls import known_call, remember_call, signature_of
 from sagesim_kernels.labels import label_of, parse
 from sagesim_kernels.operands import logit_scale
 from sagesim_kernels.ops import Call
+from sagesim_kernels.packing import check_packing
 from sagesim_kernels.support import head_reason, supports
 from sagesim_kernels.target import device_reason
 from sagesim_kernels.traced import is_traced
@@ -325,48 +326,3 @@ def check_call(
     if reason is not None:
         error = TypeError if q.dtype is torch.float64 else ValueError
         raise error(f"no kernel for this call: {reason}")
-
-
-def check_packing(
-    q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int
-) -> None:
-    """Raise TypeError or ValueError unless these describe packed sequences.
-
-    q, k: [tokens, heads, head size]. The others: see `attention_varlen`.
-    """
-    _check_packed("q", q, cu_q, longest_q)
-    _check_packed("k", k, cu_k, longest_k)
-    if cu_q.shape != cu_k.shape:
-        raise ValueError(
-            f"cu_seqlens_q has shape {tuple(cu_q.shape)} and cu_seqlens_k {tuple(cu_k.shape)}; "
-            "they must have the same number of sequences"
-        )
-
-
-def _check_types(name: str, cu: object, longest: object) -> None:
-    if not isinstance(cu, Tensor):
-        raise TypeError(f"cu_seqlens_{name} is {cu!r}; it must be a tensor")
-    if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)):
-        raise TypeError(f"max_seqlen_{name} is {longest!r}; it must be an integer")
-
-
-def _check_packed(name: str, x: Tensor, cu: Tensor, longest: int) -> None:
-    _check_types(name, cu, longest)
-    what = f"cu_seqlens_{name}"
-    if cu.dtype is not torch.int32 or cu.ndim != 1 or cu.shape[0] == 0 or cu.stride(0) != 1:
-        raise ValueError(
-            f"{what} is {cu.dtype} of shape {tuple(cu.shape)}; it must be contiguous int32 "
-            "[sequences + 1]"
-        )
-    if cu.device != x.device:
-        raise ValueError(f"{what} is on {cu.device}, {name} on {x.device}")
-    steps = cu.diff()
-    most = min(longest, x.shape[0])  # int32, as the steps are
-    fits = (cu[0] == 0) & (cu[-1] == x.shape[0]) & (steps >= 0).all() & (steps <= most).all()
-    message = (
-        f"{what} must ascend from 0 to the tokens of {name} in steps of at most max_seqlen_{name}"
-    )
-    if cu.is_cuda or is_traced(cu):
-        torch._assert_async(fits, message)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
-    elif not fits:
-        raise ValueError(f"{message}={longest}; got {cu.tolist()} for {x.shape[0]} tokens")

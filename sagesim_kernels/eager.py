@@ -30,6 +30,8 @@ def attend(
     if forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v, call.sinks)
     if is_traced(q, k, v):
+        if not torch.compiler.is_compiling():
+            _refuse_differentiation_by_functions(q, k, v, call.sinks)
         traced = forward_op if call.softcap is None else _forward_with_softcap
         o, lse, _, _ = traced(q, k, v, *call, with_lse)
         return o, lse if with_lse else None
@@ -49,8 +51,24 @@ def _refuse_tangents(*tensors: Tensor | None) -> None:
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise RuntimeError(
             "attention has no forward-mode derivative, which torch.func.jvp, jacfwd and dual "
-            "tensors need; use a reverse-mode one, such as torch.func.vjp or backward()"
+            "tensors need; use a reverse-mode one: torch.autograd.grad or backward()"
         )
+
+
+def _refuse_differentiation_by_functions(*tensors: Tensor | None) -> None:
+    """Raise RuntimeError if torch.func differentiates a tensor, which the operators do not allow.
+
+    Several transforms wrap a tensor several times.
+    """
+    functorch = torch._C._functorch
+    for tensor in tensors:
+        while tensor is not None and functorch.is_functorch_wrapped_tensor(tensor):
+            if functorch.is_gradtrackingtensor(tensor):
+                raise RuntimeError(
+                    "attention is differentiated by torch.func; grad, vjp and jacrev are not "
+                    "supported, use torch.autograd.grad or backward()"
+                )
+            tensor = functorch.get_unwrapped(tensor)
 
 
 @torch.compiler.allow_in_graph  # so that this code sees whether a number is symbolic

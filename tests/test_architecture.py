@@ -142,6 +142,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.operands",
         "sagesim_kernels.dispatch",
     },
+    "sagesim_kernels.packing": {"sagesim_kernels.traced"},
     "sagesim_kernels.eager": {
         "sagesim.spec",
         "sagesim_kernels.labels",
@@ -150,6 +151,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "sagesim_kernels.known_calls": {"sagesim.spec", "sagesim_kernels.ops"},
     "sagesim_kernels.api": {
+        "sagesim_kernels.packing",
         "sagesim_kernels.target",
         "sagesim_kernels.interpreter",
         "sagesim.spec",
@@ -179,6 +181,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.operands",
         "sagesim_kernels.labels",
         "sagesim_kernels.ops",
+        "sagesim_kernels.packing",
         "sagesim_kernels.api",
         "sagesim_kernels.support",
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -55,7 +56,8 @@ def attention(
             not a number.
         ValueError: if shapes or devices do not fit each other, or an option does not fit the
             tensors or the other options. The message names it.
-        RuntimeError: if differentiated twice; the emulated gradients are not differentiable.
+        RuntimeError: if differentiated twice; the emulated gradients are not differentiable. Also
+            inside transforms of torch.func.
 
     Source: arXiv 2603.02170, Algorithms 1 and 2. Differs in: the softmax is that of whole rows, not
     online, so that results depend on no block sizes but the spec's.
@@ -63,6 +65,7 @@ def attention(
     >>> q, k, v = torch.randn(3, 1, 2, 100, 64).requires_grad_()
     >>> attention(q, k, v, is_causal=True).sum().backward()
     """
+    _refuse_transforms()
     problem = AttentionProblem.of(
         q,
         k,
@@ -82,6 +85,16 @@ def attention(
     tensors = (*autocast(problem.q, problem.k, problem.v), problem.sinks)
     out: Tensor = _Attention.apply(*tensors, problem, spec)
     return out
+
+
+def _refuse_transforms() -> None:
+    """Raise RuntimeError inside transforms of torch.func, for which `_Attention` has no rules."""
+    is_active = torch._C._are_functorch_transforms_active  # pyright: ignore[reportPrivateUsage]
+    if not torch.compiler.is_compiling() and is_active():
+        raise RuntimeError(
+            "sagesim.attention is called inside a transform of torch.func; grad, vjp, jvp and vmap "
+            "are not supported, use torch.autograd.grad or backward()"
+        )
 
 
 class _Attention(Function):

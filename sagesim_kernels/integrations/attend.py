@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sagesim import emulator
-from sagesim.problem import NO_WINDOW
+from sagesim.problem import NO_WINDOW, autocast, check_tensors
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.integrations.per_tensor import once_per_tensor
+from sagesim_kernels.packing import check_packing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,24 +58,27 @@ def check_name(name: object) -> None:
         raise ValueError("name is ''; it must not be empty")
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, tokens_first: bool = False
+) -> Tensor:
     """Compute attention of q [batch, heads, n_q, d] and k, v [batch, kv heads, n_k, d or d_v].
 
-    Returns o [batch, heads, n_q, d_v].
+    Returns contiguous o [batch, heads, n_q, d_v].
+
+    Args:
+        tokens_first: q, k, v and o are [batch, tokens, heads, d] instead.
 
     Raises:
         TypeError, ValueError: as `sagesim_kernels.attention` and `sagesim.attention`.
     """
     if not uses_kernels(q):
-        return _emulate(q, k, v, options)
+        if not tokens_first:
+            return _emulate(q, k, v, options)
+        o = _emulate(*(x.transpose(1, 2) for x in (q, k, v)), options)
+        return o.transpose(1, 2).contiguous()
     from sagesim_kernels.api import attention
 
-    o = attention(
-        q,
-        k,
-        v,
-        **options.keywords(),
-    )
+    o = attention(q, k, v, **options.keywords(), layout="NHD" if tokens_first else "HND")
     assert isinstance(o, Tensor)
     return o
 
@@ -92,28 +96,30 @@ def attend_packed(
     """Compute attention of packed sequences: q [tokens, heads, d], k and v [tokens, kv heads, ...].
 
     Sequence i has tokens cu[i] to cu[i + 1]; `longest` are upper bounds on the lengths. Each
-    sequence is computed as if it were alone. Returns o [tokens, heads, d_v].
+    sequence is computed as if it were alone. Returns contiguous o [tokens, heads, d_v].
+
+    Args:
+        cu_q, cu_k: int32 or int64 [sequences + 1], on any device.
 
     Raises:
-        As `attend`.
+        As `attend`. Also TypeError or ValueError if cu_seqlens do not describe the tensors; on a
+        CUDA device this is a device-side assertion.
     """
-    cu_q, cu_k = (cu.to(q.device, torch.int32).contiguous() for cu in (cu_q, cu_k))
+    cu_q, cu_k = _as_int32(cu_q, q.device), _as_int32(cu_k, q.device)
     if not uses_kernels(q):
         return _emulate_packed(q, k, v, cu_q, cu_k, longest_q, longest_k, options)
     from sagesim_kernels.api import attention_varlen
 
-    o = attention_varlen(
-        q,
-        k,
-        v,
-        cu_q,
-        cu_k,
-        longest_q,
-        longest_k,
-        **options.keywords(),
-    )
+    o = attention_varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, **options.keywords())
     assert isinstance(o, Tensor)
     return o
+
+
+def _as_int32(cu: Tensor, device: torch.device) -> Tensor:
+    """cu_seqlens on a device; int64 becomes int32, and `check_packing` refuses other types."""
+    if not isinstance(cu, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return cu
+    return cu.to(device, torch.int32 if cu.dtype is torch.int64 else cu.dtype).contiguous()
 
 
 @torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
@@ -129,7 +135,7 @@ def attend_padded(
 ) -> Tensor:
     """Compute attention of padded sequences: the tokens are packed, and 0 fills the output.
 
-    Shapes and errors as `attend`.
+    Shapes and errors as `attend` with tokens_first.
 
     Args:
         keys: bool [batch, n_k]; True is a token, False padding, on either side.
@@ -138,14 +144,14 @@ def attend_padded(
         packing: cu_seqlens of sequences among the tokens that are not padding, of which no row
             ends inside one; None if each row is a sequence. It needs n_q = n_k and pads_queries.
     """
-    batch, n_q, n_k = q.shape[0], q.shape[2], k.shape[2]
+    batch, n_q, n_k = q.shape[0], q.shape[1], k.shape[1]
     tokens = tokens_of(keys, n_k)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     k, v = (x.index_select(0, tokens.positions) for x in (k, v))
     if not pads_queries:
         cu_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * n_q
         o = attend_packed(q, k, v, cu_q, tokens.cu, n_q, n_k, options)
-        return o.unflatten(0, (batch, n_q)).transpose(1, 2)
+        return o.unflatten(0, (batch, n_q))
     queries = tokens_of(keys, n_q)
     q = q.index_select(0, queries.positions)
     if packing is None:
@@ -154,7 +160,7 @@ def attend_padded(
         longest = longest_of(packing)
         o = attend_packed(q, k, v, packing, packing, longest, longest, options)
     whole = o.new_zeros(batch * n_q, *o.shape[1:]).index_copy(0, queries.positions, o)
-    return whole.unflatten(0, (batch, n_q)).transpose(1, 2)
+    return whole.unflatten(0, (batch, n_q))
 
 
 class Tokens(NamedTuple):
@@ -172,15 +178,12 @@ def tokens_of(keys: Tensor, last: int) -> Tokens:
     return Tokens(kept.flatten().nonzero()[:, 0], cu)
 
 
-def key_padding(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def key_padding(mask: Tensor, batch: int, n_k: int) -> Tensor:
     """A mask of SDPA as bool [batch, n_k]: True is a token, False padding.
-
-    q, k: [batch, heads, tokens, d].
 
     Raises:
         ValueError: if the mask is not boolean, or differs between heads or queries.
     """
-    batch, n_k = q.shape[0], k.shape[2]
     whole = mask[(None,) * (4 - mask.ndim)] if mask.ndim <= 4 else mask
     fits = whole.ndim == 4 and whole.shape[0] in (1, batch) and whole.shape[3] in (1, n_k)
     if mask.dtype is not torch.bool or not fits or whole.shape[1:3] != (1, 1):
@@ -220,17 +223,11 @@ def _emulate_packed(
     longest_k: int,
     options: Options,
 ) -> Tensor:
-    lengths_q, lengths_k = cu_q.diff().tolist(), cu_k.diff().tolist()
-    if max(lengths_q, default=0) > longest_q or max(lengths_k, default=0) > longest_k:
-        raise ValueError(
-            f"the longest sequences have {max(lengths_q)} queries and {max(lengths_k)} keys, and "
-            f"the given maxima are {longest_q} and {longest_k}"
-        )
-    if sum(lengths_q) != q.shape[0] or sum(lengths_k) != k.shape[0]:
-        raise ValueError(
-            f"cu_seqlens end at {int(cu_q[-1])} and {int(cu_k[-1])}, and there are {q.shape[0]} "
-            f"queries and {k.shape[0]} keys"
-        )
+    q, k, v = autocast(q, k, v)
+    check_packing(q, k, cu_q, cu_k, longest_q, longest_k)
+    check_tensors(*(x.transpose(0, 1) for x in (q, k, v)), enable_gqa=True)
+    # Without sequences, an empty one gives the output its shape and its place in the graph.
+    lengths_q, lengths_k = (cu.diff().tolist() or [0] for cu in (cu_q, cu_k))
     parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
     outputs = [_emulate(*(x.transpose(0, 1) for x in part), options) for part in parts]
     return torch.cat([o.transpose(0, 1) for o in outputs])

@@ -15,6 +15,7 @@ from diffusers.models.attention_dispatch import (
     _AttentionBackendRegistry,  # pyright: ignore[reportPrivateUsage]
     _templated_context_parallel_attention,  # pyright: ignore[reportPrivateUsage]
 )
+from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
 from torch import Tensor, nn
 
 from sagesim.problem import NO_WINDOW, check_spec
@@ -74,12 +75,16 @@ def register(name: str = "sagebwd", *, spec: AttentionSpec = FACTORED_QK) -> Non
 def unregister(name: str = "sagebwd") -> None:
     """Take back `register(name)`. Models that still use the name raise an error when called.
 
+    If the backend has become that of every model, diffusers' default becomes it again.
+
     Raises:
         ValueError: if nothing of ours is registered under the name.
     """
     member = _Names._value2member_map_.get(name)
     if member is None or not _is_ours(member):
         raise ValueError(f"{name!r} is not registered by sagesim_kernels")
+    if _Registry._active_backend == member:
+        _Registry.set_active_backend(_default())
     for table in _TABLES:
         del getattr(_Registry, table)[member]
     _Registry._supports_context_parallel.remove(name)
@@ -92,21 +97,36 @@ def set_attention_backend(model: nn.Module, name: str = "sagebwd") -> None:
     """Let one model use a registered backend, and no other model.
 
     `model.set_attention_backend(name)` of diffusers also makes the backend that of every model
-    without one, such as the pipeline's VAE. After it, a call raises a ValueError.
-    `model.reset_attention_backend()` undoes this function.
+    without one, such as the pipeline's VAE. After it, a call raises a ValueError, until this
+    function puts back diffusers' default. `model.reset_attention_backend()` undoes this function.
+
+    UNets, VAEs and others whose processors call `scaled_dot_product_attention` have no backend;
+    `sagesim_kernels.integrations.torch.apply(model)` changes their attention.
 
     Args:
         model: a model of diffusers, for example `pipeline.transformer`.
 
     Raises:
-        ValueError: if the name is not registered.
+        ValueError: if the name is not registered, or if no module of the model has a backend.
     """
     before = _Registry._active_backend
     model_: Any = model
     try:
         model_.set_attention_backend(name)
     finally:
-        _Registry.set_active_backend(before)
+        _Registry.set_active_backend(_default() if _is_ours(before) else before)
+    processors = (getattr(module, "processor", None) for module in model.modules())
+    if not any(getattr(x, "_attention_backend", None) == name.lower() for x in processors):
+        raise ValueError(
+            f"no module of {type(model).__name__} has an attention backend of diffusers; use "
+            "sagesim_kernels.integrations.torch.apply(model), which replaces its calls of "
+            "scaled_dot_product_attention"
+        )
+
+
+def _default() -> Any:
+    """The backend of models without one, before anything changes it."""
+    return AttentionBackendName(DIFFUSERS_ATTN_BACKEND)
 
 
 def _is_ours(member: Any) -> bool:
@@ -146,7 +166,7 @@ def _backend(member: Any, spec: AttentionSpec) -> Any:
         **others: Any,
     ) -> Tensor:
         """Tensors are [batch, tokens, heads, d]. Heads are grouped as their numbers say."""
-        if _Registry._active_backend is member:
+        if _Registry._active_backend == member:
             raise ValueError(
                 f"{member.value!r} has become the backend of every model; call "
                 "sagesim_kernels.integrations.diffusers.set_attention_backend(model) in place of "
@@ -193,12 +213,12 @@ def _window(size: Any) -> tuple[int, int]:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
 ) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if mask is None:
-        return attend(q, k, v, options).transpose(1, 2)
+        return attend(query, key, value, options, tokens_first=True)
     # To diffusers, two axes are those of the batch and of the keys.
-    keys = key_padding(mask[:, None, None] if mask.ndim == 2 else mask, q, k)
-    return attend_padded(q, k, v, keys, options, pads_queries=False).transpose(1, 2)
+    mask = mask[:, None, None] if mask.ndim == 2 else mask
+    keys = key_padding(mask, query.shape[0], key.shape[1])
+    return attend_padded(query, key, value, keys, options, pads_queries=False)
 
 
 def _ulysses(

@@ -1,7 +1,7 @@
 """Values that are computed from a tensor once, and not in each layer of a model.
 
-Padding and packing are read from the device, for which the host waits. All layers of a model get
-the same tensor.
+Padding and packing are read from the GPU, for which the host waits. All layers of a model get the
+same tensor.
 """
 
 from __future__ import annotations
@@ -24,21 +24,25 @@ def once_per_tensor(compute: Callable[..., T]) -> Callable[..., T]:
     """Decorate a function of one tensor or more, and then of hashable arguments.
 
     Its values are kept while the tensors live, and computed again after one of them has changed.
+    Changes of a tensor through its `.data`, which PyTorch does not count, are not seen on a GPU.
+    To read a tensor on a CPU costs no waiting, so that nothing is kept for it.
     """
-    kept: Any = WeakTensorKeyDictionary()  # to (version, what is kept for the other arguments)
+    kept: Any = WeakTensorKeyDictionary()  # to (state, what is kept for the other arguments)
 
     @functools.wraps(compute)
     def known(*arguments: Hashable) -> T:
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         others = arguments[len(tensors) :]
-        if any(x.is_inference() for x in tensors):  # PyTorch does not count its changes
+        # PyTorch counts no changes of inference tensors, and none that another library makes.
+        if any(x.is_cpu or x.is_inference() for x in tensors):
             return compute(*arguments)
         values: Any = kept
         for tensor in tensors:
-            version, inner = values.get(tensor, (None, None))
-            if version != tensor._version:
+            now = tensor._version, tensor.data_ptr()
+            state, inner = values.get(tensor, (None, None))
+            if state != now:
                 inner = {} if tensor is tensors[-1] else WeakTensorKeyDictionary()
-                values[tensor] = tensor._version, inner
+                values[tensor] = now, inner
             values = inner
         if others not in values:
             # Inference tensors could not be saved for a backward later.

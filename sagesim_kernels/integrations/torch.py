@@ -6,9 +6,9 @@ On CUDA devices the kernels compute, elsewhere the emulator.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch.overrides import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from sagesim.problem import autocast, check_spec, check_tensors, with_four_axes
+from sagesim.problem import autocast, check_is_tensor, check_spec, check_tensors, with_four_axes
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.integrations.attend import (
     Options,
@@ -71,9 +71,10 @@ class Functions:
             return attend(query, key, value, options).reshape(shape)
         if is_causal:
             raise ValueError("attn_mask and is_causal=True are given; pass one of them")
-        keys = key_padding(attn_mask, query, key)
-        o = attend_padded(query, key, value, keys, options, pads_queries=False)
-        return o.reshape(shape)
+        keys = key_padding(attn_mask, query.shape[0], key.shape[2])
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        o = attend_padded(q, k, v, keys, options, pads_queries=False)
+        return o.transpose(1, 2).reshape(shape)
 
     def flash_attn_func(
         self,
@@ -100,9 +101,9 @@ class Functions:
             alibi_slopes=(alibi_slopes, None),
             return_attn_probs=(return_attn_probs, False),
         )
+        _check_axes("flash_attn_func", "[batch, tokens, heads, head size]", q=q, k=k, v=v)
         options = self._flash(softmax_scale, causal, window_size, softcap, s_aux)
-        o = attend(*(x.transpose(1, 2) for x in (q, k, v)), options)
-        return o.transpose(1, 2)
+        return attend(q, k, v, options, tokens_first=True)
 
     def flash_attn_varlen_func(
         self,
@@ -134,6 +135,7 @@ class Functions:
             return_attn_probs=(return_attn_probs, False),
             block_table=(block_table, None),
         )
+        _check_axes("flash_attn_varlen_func", "[tokens, heads, head size]", q=q, k=k, v=v)
         options = self._flash(softmax_scale, causal, window_size, softcap, s_aux)
         longest = (int(max_seqlen_q), int(max_seqlen_k))
         return attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, options)
@@ -165,6 +167,14 @@ def _refuse(**arguments: tuple[object, object]) -> None:
             raise ValueError(f"{name} is {found}; it is not supported, only {default} is")
 
 
+def _check_axes(function: str, axes: str, **tensors: Tensor) -> None:
+    """Raise TypeError or ValueError unless all are tensors with these axes, as "[tokens, d]"."""
+    for name, x in tensors.items():
+        check_is_tensor(name, x)
+        if x.ndim != axes.count(",") + 1:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; {function} needs {axes}")
+
+
 def apply(
     model: nn.Module,
     spec: AttentionSpec = FACTORED_QK,
@@ -175,10 +185,12 @@ def apply(
     The calls of SDPA that run inside the forward of a chosen module are replaced, also in modules
     inside it. Nothing else in the process changes. Unlike `sagesim.emulate`, this is no context of
     a thread: it stays until `remove`, and the modules may be compiled and checkpointed. (With
-    fullgraph=True, PyTorch 2.13 cannot trace `Tensor.unflatten` in a chosen module; `view` works.)
+    fullgraph=True, PyTorch 2.13 cannot trace `Tensor.unflatten` in a chosen module; `view` works.
+    A call of SDPA with an attn_mask ends a graph, and raises an error with fullgraph=True.)
 
     A model that is copied by `copy.deepcopy`, or saved as a whole by `torch.save` and loaded,
-    computes with its own weights under the spec, until `remove` is called with it.
+    computes with its own weights under the spec, until `remove` is called with it. So do the
+    replicas of `nn.DataParallel`.
 
     A checkpoint inside a chosen module must be of a module: one of a function that itself calls
     SDPA computes PyTorch's in the backward. With fullgraph=True, PyTorch cannot trace a checkpoint
@@ -226,8 +238,14 @@ def apply(
             raise ValueError(f"the forward of {name!r} is already replaced; remove that first")
     for name, module in wrapped.items():
         label = name or type(module).__name__
-        module.forward = _Forward(module, label, spec, must_call=name in outermost)
+        forward = _Forward(module, label, spec, must_call=name in outermost)
+        module.forward = forward
+        setattr(module, _REPLICATE, forward.replicate)
     return Applied(tuple(wrapped.values()))
+
+
+_REPLICATE: Final = "_replicate_for_data_parallel"
+"""The method of a module that makes a replica for `nn.DataParallel`, without its parameters."""
 
 
 def _contains(outer: str, inner: str) -> bool:
@@ -242,14 +260,20 @@ def _is_of_torch(module: nn.Module) -> bool:
 def remove(model: nn.Module) -> None:
     """Put back the forwards that `apply` has replaced in a model, or in the one it is a copy of.
 
-    A model without such forwards does not change.
+    A model without such forwards does not change. What has wrapped such a forward since, such as a
+    hook of accelerate, stays.
     """
     for module in model.modules():
         _put_back(module)
 
 
 def _put_back(module: nn.Module) -> None:
-    if isinstance(vars(module).get("forward"), _Forward):
+    ours = getattr(vars(module).get(_REPLICATE), "__self__", None)
+    if isinstance(ours, _Forward):
+        ours.is_active = False  # something may have wrapped it
+        delattr(module, _REPLICATE)
+    forward = vars(module).get("forward")
+    if isinstance(getattr(forward, "__func__", forward), _Forward):
         del module.forward
 
 
@@ -271,9 +295,9 @@ class Applied:
         self.remove()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Forward:
-    """The forward of a module, in which the calls of SDPA are replaced.
+    """The forward of a module, in which the calls of SDPA are replaced while it is active.
 
     It is an attribute of the module that it holds, so that a copy of the module, by deepcopy or
     pickle, gets a copy of this that holds the copied module.
@@ -283,24 +307,42 @@ class _Forward:
     name: str
     spec: AttentionSpec
     must_call: bool
+    is_active: bool = True
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward of the module's class, which `inspect.signature` looks for here."""
         return MethodType(type(self.module).forward, self.module)
 
+    def replicate(self) -> nn.Module:
+        """A replica of the module for `nn.DataParallel`, whose forward holds the replica."""
+        replica = getattr(type(self.module), _REPLICATE)(self.module)
+        if vars(replica)["forward"] is self:
+            replica.forward = replace(self, module=replica)
+        return replica
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _active_spec() == self.spec:
-            return type(self.module).forward(self.module, *args, **kwargs)
+        bound = bool(args) and isinstance(args[0], nn.Module) and self._is_bound_to(args[0])
+        module, *rest = args if bound else (self.module, *args)
+        if not self.is_active or _active_spec() == self.spec:
+            return type(module).forward(module, *rest, **kwargs)
         mode = _Replace(self.name, self.spec)
         with mode:
-            result = type(self.module).forward(self.module, *args, **kwargs)
+            result = type(module).forward(module, *rest, **kwargs)
         if self.must_call and not mode.calls:
             raise RuntimeError(
                 f"scaled_dot_product_attention was not called in {self.name}; choose another "
                 "module with filter, or set its attention implementation to 'sdpa'"
             )
         return result
+
+    def _is_bound_to(self, module: nn.Module) -> bool:
+        """Whether this is called as a method of a module, as by accelerate after `unwrap_model`.
+
+        Then a copy of the module has this forward too.
+        """
+        method = vars(module).get("forward")
+        return module is self.module or getattr(method, "__func__", None) is self
 
 
 def _active_spec() -> AttentionSpec | None:

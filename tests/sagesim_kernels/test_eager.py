@@ -69,6 +69,26 @@ def test_forward_mode_derivatives_are_refused(call: Callable[[], None]) -> None:
         call()
 
 
+BY_FUNCTIONS: dict[str, Callable[[], object]] = {
+    "grad": lambda: torch.func.grad(lambda q: attention(q, K, V).sum())(Q),
+    "vjp": lambda: torch.func.vjp(lambda k: attention(Q, k, V), K)[1](DO),
+    "jacrev": lambda: torch.func.jacrev(lambda v: attention(Q, K, v))(V),
+    "grad of vmap": lambda: torch.func.grad(
+        lambda q: torch.vmap(lambda x: attention(x, K[0], V[0]))(q).sum()
+    )(Q),
+    "vmap of grad": lambda: torch.vmap(torch.func.grad(lambda q: attention(q, K[0], V[0]).sum()))(
+        Q
+    ),
+    "sinks": lambda: torch.func.grad(lambda s: attention(Q, K, V, sinks=s).sum())(Q[0, :, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("call", BY_FUNCTIONS)
+def test_differentiation_by_functions_is_refused(call: str) -> None:
+    with pytest.raises(RuntimeError, match=r"by torch\.func; grad, vjp and jacrev are not"):
+        BY_FUNCTIONS[call]()
+
+
 def test_tensors_without_tangents_are_computed_inside_a_dual_level() -> None:
     expected = attention(Q, K, V)
     with forward_ad.dual_level():

@@ -9,7 +9,7 @@ them, and raises an error for whatever else it is given.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -21,10 +21,18 @@ from sagesim_kernels.integrations.transformers.attention import LayerAttention
 from sagesim_kernels.integrations.transformers.masks import (
     calls_the_attention,
     compact_mask,
+    masks_by_itself,
     says_what_is_causal,
 )
 
 __all__ = ["register", "unregister", "uses"]
+
+_MEANINGS: Final = {
+    "/": "a repository of kernels",
+    "|": "a paged attention",
+    "flash": "a FlashAttention",
+}
+"""Parts of names to transformers."""
 
 
 def register(
@@ -40,13 +48,14 @@ def register(
     Checkpoints hold nothing of this attention. Registering a name again replaces its specs.
 
     Args:
-        name: any name that transformers does not use itself.
+        name: any name that transformers does not use itself, without "/", "|" and "flash", by which
+            it recognizes its kernels.
         spec: the numerics of every layer that is not in `layers`.
         layers: the numerics of single layers, by `layer_idx`.
 
     Raises:
-        ValueError: if another attention is registered under the name, the name is empty, or a layer
-            is negative.
+        ValueError: if another attention is registered under the name, transformers would not look
+            the name up, the name is empty, or a layer is negative.
         TypeError: if the name is not a str, a spec not an AttentionSpec, or a layer not an integer.
 
     A call of the model raises a ValueError that names the argument, and the config field to change,
@@ -82,6 +91,12 @@ def register(
     known = _functions(AttentionInterface).get(name)
     if name == "eager" or (known is not None and not isinstance(known, LayerAttention)):
         raise ValueError(f"{name!r} is another attention of transformers; choose another name")
+    for part, meaning in _MEANINGS.items():
+        if part in name:
+            raise ValueError(
+                f"name is {name!r}; transformers takes a name with {part!r} for {meaning}, and "
+                "would not use this attention"
+            )
     AttentionInterface.register(name, LayerAttention(name, spec, layers))
     AttentionMaskInterface.register(name, compact_mask)
 
@@ -101,8 +116,8 @@ def uses(model: nn.Module, name: str = "sagebwd") -> bool:
     """Whether a model, or a part of it, calls the attention that is registered under a name.
 
     transformers accepts `attn_implementation=name` for every model. DeBERTa, XLNet and others
-    compute their attention in their own code and ignore it. Models that this attention refuses,
-    because their layers do not say whether they are causal, do not use it either.
+    compute their attention in their own code and ignore it. Models that this attention refuses do
+    not use it either: layers that do not say whether they are causal, and Doge's own mask.
 
     Args:
         model: a model of transformers, or a module that contains some.
@@ -124,6 +139,7 @@ def uses(model: nn.Module, name: str = "sagebwd") -> bool:
         x.config._attn_implementation == name
         and calls_the_attention(type(x))
         and says_what_is_causal(type(x))
+        and not masks_by_itself(type(x.config))
         for x in parts
     )
 

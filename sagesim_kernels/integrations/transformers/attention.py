@@ -64,6 +64,9 @@ REFUSED: Final = {
 }
 """Arguments that are not computed, and what to do."""
 
+_DEPTHS: Final = ("num_hidden_layers", "encoder_layers", "decoder_layers")
+"""Fields of a config. In an encoder-decoder, the first may be that of the encoder alone."""
+
 _DROPOUTS: Final = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout")
 
 
@@ -95,13 +98,15 @@ class LayerAttention:
         max_length_k: int | Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """Return o [batch, n_q, heads, d_v]; query is [batch, heads, n_q, d]."""
+        """Return contiguous o [batch, n_q, heads, d_v]; query is [batch, heads, n_q, d]."""
         config = getattr(module, "config", None)
         if config is not None:
             refuse_model(type(config))
         _refuse_dropout(module, dropout)
         _refuse_others(others)
-        if sliding_window is None:
+        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
+            sliding_window = None  # as in 'sdpa', a mask of four axes alone says what is masked
+        elif sliding_window is None:
             _refuse_unseen_window(module, key.shape[2])
         if _is_of_all_queries(attention_mask):
             is_causal, attention_mask = False, keys_of(attention_mask)
@@ -130,7 +135,8 @@ class LayerAttention:
         if attention_mask is None:
             attention_mask = _packing(position_ids, query, key)
         if attention_mask is None:
-            return attend(query, key, value, options).transpose(1, 2), None
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            return attend(q, k, v, options, tokens_first=True), None
         if attention_mask.ndim == 1:
             cu, longest = attention_mask, longest_of(attention_mask)
             return _packed(query, key, value, cu, cu, longest, longest, options), None
@@ -151,8 +157,9 @@ class LayerAttention:
                 "position_ids restart between tokens of a row, and attention_mask has padding; "
                 "without a causal mask both together are not supported. Leave out the padding"
             )
-        o = attend_padded(query, key, value, keys, options, pads_queries=is_self, packing=packing)
-        return o.transpose(1, 2), None
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        o = attend_padded(q, k, v, keys, options, pads_queries=is_self, packing=packing)
+        return o, None
 
     def _spec(self, module: nn.Module) -> AttentionSpec:
         if not self.layers:
@@ -163,25 +170,30 @@ class LayerAttention:
                 f"{type(module).__name__} has no layer_idx, so that `layers` of "
                 f"register({self.name!r}, layers=...) cannot be applied"
             )
-        depth = getattr(getattr(module, "config", None), "num_hidden_layers", None)
-        if depth is not None and (unknown := [i for i in self.layers if i >= depth]):
+        config = getattr(module, "config", None)
+        depths = {name: depth for name in _DEPTHS if (depth := getattr(config, name, None))}
+        if depths and (unknown := [i for i in self.layers if i >= max(depths.values())]):
+            found = " and ".join(f"config.{name} is {depth}" for name, depth in depths.items())
             raise ValueError(
-                f"register({self.name!r}, layers=...) names the layers {unknown}, and "
-                f"config.num_hidden_layers is {depth}"
+                f"register({self.name!r}, layers=...) names the layers {unknown}, and {found}"
             )
         return self.layers.get(layer, self.spec)
 
 
 def _is_of_all_queries(mask: object) -> TypeGuard[Tensor]:
-    """Whether a mask is bool [batch, 1, n_k] or [batch, 1, 1, n_k]: of keys, and not causal."""
+    """Whether a mask is bool [batch, 1, n_k] or [batch, 1, 1, n_k]: of keys, and not causal.
+
+    The mask function makes the first, and users the second.
+    """
     if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
         return False
     return mask.ndim in (3, 4) and math.prod(mask.shape[1:-1]) == 1
 
 
+@torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
 @once_per_tensor
 def keys_of(mask: Tensor) -> Tensor:
-    """A mask of all queries as bool [batch, n_k], the same tensor for all layers.
+    """A mask of all queries as bool [batch, n_k], on a GPU the same tensor for all layers.
 
     It is a copy, because a view would keep the mask alive.
     """

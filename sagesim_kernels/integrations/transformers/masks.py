@@ -75,6 +75,11 @@ def _reason_against(config: type) -> str | None:
 @cache
 def _cached_reason(config: type) -> str | None:
     """As `_reason_against`; None if a model can use it, or if no model is known."""
+    if masks_by_itself(config):
+        return (
+            "adds values of its own to a mask of n_q x n_k, which is not supported; use "
+            "attn_implementation='sdpa'"
+        )
     models = _models_of(config)
     calling = [x for x in models if calls_the_attention(x)]
     if models and not calling:
@@ -109,6 +114,11 @@ def calls_the_attention(model: Any) -> bool:
     return model._supports_attention_backend or hasattr(
         sys.modules.get(model.__module__), "ALL_ATTENTION_FUNCTIONS"
     )
+
+
+def masks_by_itself(config: type) -> bool:
+    """Whether models of a config add values per query to the mask, before they pass it on."""
+    return config.__name__ == "DogeConfig"
 
 
 def says_what_is_causal(model: Any) -> bool:

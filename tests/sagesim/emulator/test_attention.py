@@ -133,6 +133,17 @@ class TestGradients:
         with pytest.raises(RuntimeError, match="differentiated twice"):
             gradient.square().sum().backward()
 
+    @pytest.mark.parametrize("transform", ["grad", "vjp", "vmap"])
+    def test_transforms_of_functions_are_refused(self, transform):
+        q, k, v, do = (x[None] for x in case(seed=0, n_q=3, n_k=4, d=4).qkvdo)
+        calls = {
+            "grad": lambda: torch.func.grad(lambda q: attention(q, k, v).sum())(q),
+            "vjp": lambda: torch.func.vjp(lambda q: attention(q, k, v), q)[1](do),
+            "vmap": lambda: torch.vmap(attention)(q, k, v),
+        }
+        with pytest.raises(RuntimeError, match=r"inside a transform of torch\.func; grad, vjp"):
+            calls[transform]()
+
     @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
     def test_gradients_of_some_inputs_alone(self, wanted):
         c = case(seed=1, n_q=20, n_k=30, d=8)

@@ -12,6 +12,7 @@ from diffusers import (
     ContextParallelConfig,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
+    UNet2DConditionModel,
 )
 from diffusers.models._modeling_parallel import ParallelConfig
 from diffusers.models.attention_dispatch import (
@@ -26,6 +27,7 @@ from torch import Tensor
 
 import sagesim
 from sagesim_kernels.integrations.diffusers import register, set_attention_backend, unregister
+from sagesim_kernels.integrations.torch import apply
 from tests.sagesim_kernels.integrations.flux import flux, results, run
 from tests.support.assertions import assert_bitwise, assert_within_budget
 
@@ -124,6 +126,38 @@ def test_other_models_keep_their_attention():
         assert_bitwise(actual=vae(image).sample, expected=expected, what="image")
 
 
+def unet() -> UNet2DConditionModel:
+    return UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(32,),
+        layers_per_block=1,
+        norm_num_groups=8,
+        down_block_types=("CrossAttnDownBlock2D",),
+        up_block_types=("CrossAttnUpBlock2D",),
+        cross_attention_dim=16,
+        attention_head_dim=8,
+    )
+
+
+def test_a_model_without_backends_is_refused_and_apply_changes_it():
+    before = _AttentionBackendRegistry._active_backend
+    model = unet().eval()
+    inputs = (torch.randn(1, 4, 8, 8), 1, torch.randn(1, 5, 16))
+    with pytest.raises(ValueError, match=r"UNet2DConditionModel has .*torch\.apply\(model\)"):
+        set_attention_backend(model)
+    assert _AttentionBackendRegistry._active_backend == before
+    with pytest.raises(ValueError, match="no module of AutoencoderKL has an attention backend"):
+        set_attention_backend(AutoencoderKL(block_out_channels=(8,), norm_num_groups=2))
+    with torch.no_grad():
+        plain = model(*inputs).sample
+        with sagesim.emulate(sagesim.FACTORED_QK):
+            expected = model(*inputs).sample
+        with apply(model):
+            found = model(*inputs).sample
+    assert_bitwise(actual=found, expected=expected, what="sample")
+    assert not torch.equal(found, plain)
+
+
 def test_becoming_the_backend_of_every_model_is_refused():
     before = _AttentionBackendRegistry._active_backend
     model = flux()
@@ -137,6 +171,50 @@ def test_becoming_the_backend_of_every_model_is_refused():
     refused = pytest.raises(ValueError, match="and not attention_backend")
     with attention_backend("sagebwd"), refused:
         dispatch_attention_fn(x, x, x)
+
+
+@pytest.fixture
+def every_model():
+    """sagebwd is the backend of every model."""
+    before = _AttentionBackendRegistry._active_backend
+    model = flux()
+    model.set_attention_backend("sagebwd")
+    yield model
+    _AttentionBackendRegistry.set_active_backend(before)
+
+
+def test_the_remedy_that_the_error_names_works(every_model):
+    with pytest.raises(ValueError, match="has become the backend of every model"):
+        run(every_model)
+    set_attention_backend(every_model)
+    with attention_backend("native"):
+        expected = run(flux())
+    assert_bitwise(actual=run(flux()), expected=expected, what="out")
+    assert not torch.equal(run(every_model), expected)
+
+
+def test_unregister_leaves_a_process_that_works(every_model):
+    unregister()
+    run(flux())
+    register()
+    every_model.set_attention_backend("sagebwd")
+    register()
+    with pytest.raises(ValueError, match="has become the backend of every model"):
+        run(flux())
+
+
+def test_the_backend_of_every_model_is_guarded_under_another_object_of_its_name():
+    """A context of diffusers puts back a member that `unregister` has removed."""
+    before = _AttentionBackendRegistry._active_backend
+    member = AttentionBackendName("sagebwd")
+    unregister()
+    register()
+    try:
+        _AttentionBackendRegistry.set_active_backend(member)
+        with pytest.raises(ValueError, match="has become the backend of every model"):
+            run(flux())
+    finally:
+        _AttentionBackendRegistry.set_active_backend(before)
 
 
 def call(**arguments: Any) -> Tensor:

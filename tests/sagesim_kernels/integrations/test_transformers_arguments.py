@@ -15,6 +15,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
     AttentionInterface,
+    BartConfig,
+    BartModel,
     BertConfig,
     BloomConfig,
     BloomForCausalLM,
@@ -182,6 +184,16 @@ def test_an_argument_is_honoured(name):
     assert not torch.equal(call(**HONOURED[name]), call())
 
 
+def test_positions_that_another_library_changes_are_read_again():
+    positions = torch.arange(N)[None].clone()
+    buffer = positions.numpy()
+    plain = call(position_ids=positions)
+    buffer[:, 3:] -= 3
+    expected = call(position_ids=positions.clone())
+    assert torch.equal(call(position_ids=positions), expected)
+    assert not torch.equal(plain, expected)
+
+
 def test_positions_that_change_in_place_are_read_again():
     positions = torch.arange(N)[None]
     plain = call(position_ids=positions)
@@ -224,7 +236,7 @@ CALLS = {
     },
     "must be given together": {"cu_seq_lens_q": CU},
     "max_length_q and max_length_k must be given": {"cu_seq_lens_q": CU, "cu_seq_lens_k": CU},
-    "the longest sequences have 4 queries and 4 keys": {
+    "in steps of at most max_seqlen_q=3; got [0, 2, 6]": {
         **HONOURED["cu_seq_lens_q"],
         "max_length_q": 3,
     },
@@ -385,6 +397,10 @@ def test_names_are_checked():
         register("")
     with pytest.raises(TypeError, match="name is 3; it must be a str"):
         register(3)
+    for name in ("sage/bwd", "paged|sagebwd", "my_flash"):
+        with pytest.raises(ValueError, match=f"name is {re.escape(repr(name))}; transformers"):
+            register(name)
+        assert name not in AttentionInterface._global_mapping
 
 
 OF_THEIR_OWN = {
@@ -454,6 +470,20 @@ def test_a_layer_that_the_model_has_not_is_refused():
     register("exact", layers={7: sagesim.SAGEBWD})
     with pytest.raises(ValueError, match=r"config\.num_hidden_layers is 2"):
         model("llama", "exact")(tokens())
+
+
+def test_layers_of_a_decoder_may_be_more_than_the_encoders():
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 50}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    bart = BartModel(BartConfig(**sizes, **heads, encoder_layers=1, decoder_layers=3)).eval()
+    bart.set_attn_implementation("exact")
+    register("exact", spec=sagesim.FPA)
+    plain = bart(tokens()).last_hidden_state
+    register("exact", spec=sagesim.FPA, layers={2: sagesim.SAGEBWD})
+    assert not torch.equal(bart(tokens()).last_hidden_state, plain)
+    register("exact", layers={3: sagesim.SAGEBWD})
+    with pytest.raises(ValueError, match=r"layers \[3\], and .*config\.decoder_layers is 3"):
+        bart(tokens())
 
 
 def test_layers_need_numbers():

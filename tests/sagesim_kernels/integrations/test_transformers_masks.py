@@ -8,7 +8,11 @@ import torch
 from transformers import (
     ClapTextConfig,
     ClapTextModel,
+    DogeConfig,
+    DogeModel,
+    DynamicCache,
     MistralConfig,
+    MistralForCausalLM,
     MistralModel,
     PegasusXConfig,
     PegasusXModel,
@@ -133,8 +137,44 @@ def test_a_mask_that_is_not_causal_counts_more_than_a_layer_that_says_it_is(axes
     assert_sqnr_at_least(actual=o, exact=expected.double(), floor_db=ROUNDING, what="o")
 
 
+def results_of_a_mask(attention, *, new):
+    """Logits of Mistral for the last `new` tokens, under a mask [batch, 1, 1, n_k] of a user."""
+    sizes = {**SMALL, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=4)).eval()
+    model.set_attn_implementation(attention)
+    cache = DynamicCache()
+    mask = torch.ones(2, 1, 1, 12, dtype=torch.bool)
+    mask[0, ..., 1] = False
+    with torch.no_grad():
+        if new < 12:
+            model(input_ids=TOKENS[:, :-new], past_key_values=cache)
+        return model(TOKENS[:, -new:], mask, past_key_values=cache).logits
+
+
+@pytest.mark.parametrize("new", [1, 3, 12])
+def test_a_mask_of_four_axes_alone_says_what_is_masked(new):
+    """In a layer with a window, for cached decoding and for a whole forward."""
+    assert_sqnr_at_least(
+        actual=results_of_a_mask("exact", new=new),
+        exact=results_of_a_mask("sdpa", new=new).double(),
+        floor_db=ROUNDING,
+        what="logits",
+    )
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_doge_is_refused_also_with_packed_positions(use_cache):
+    model = DogeModel(DogeConfig(**SMALL, num_key_value_heads=2))
+    model.set_attn_implementation("exact")
+    positions = torch.arange(12).remainder(5)[None].expand(2, -1)
+    with pytest.raises(ValueError, match="DogeConfig adds values of its own to a mask"):
+        model(input_ids=TOKENS, position_ids=positions, use_cache=use_cache)
+    assert not uses(model, "exact")
+
+
 def test_all_layers_get_one_tensor_of_the_keys():
-    mask = torch.ones(2, 1, 6, dtype=torch.bool)
+    mask = torch.ones(2, 1, 6, dtype=torch.bool, device="meta")  # kept as a GPU's
     assert keys_of(mask) is keys_of(mask)
     known = weakref.ref(keys_of(mask))
     del mask

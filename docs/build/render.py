@@ -425,14 +425,14 @@ def _result(check: dict[str, Any]) -> str:
 def speed() -> str:
     """Speed relative to three peers from 4096 tokens on, and at shapes of models.
 
-    The figures of a spec are of the newest record with it.
+    The figures of a spec are of the newest record of `time_and_error.timed` with it.
     """
     peers = {
         "sdpa flash": "FlashAttention-2 (SDPA)",
         "sdpa cudnn": "cuDNN (SDPA)",
         "flash-attn-4": "FlashAttention-4",
     }
-    every = {name: load(name) for name in time_and_error.TIMES}
+    every = time_and_error.timed()
     newest = {
         spec: next(name for name, data in every.items() if spec in data["settings"]["specs"])
         for spec in ("factored_qk", "sagebwd", "factored")

@@ -51,7 +51,8 @@ def load(name: str) -> dict[str, Any]:
 
 def source(data: dict[str, Any]) -> str:
     note = f" {data['note']}" if "note" in data else ""
-    return f"\n\n`{data['command']}` on {data['machine']}.{note}"
+    file = f"`{data['file']}`: " if "file" in data else ""
+    return f"\n\n{file}`{data['command']}` on {data['machine']}.{note}"
 
 
 def finding() -> str:
@@ -513,7 +514,7 @@ def model_speed(data: dict[str, Any] | None, before: Sequence[dict[str, Any]] = 
 
 def qk16_speed() -> str:
     """The times of `factored_qk16` beside those of the default spec and of cuDNN."""
-    data = load("bench_qk16")
+    data = records.load("bench_qk16")
     ours, default = data["settings"]["specs"]
     head = ["head size", "mask", "tokens", f"`{ours}`", f"`{default}`", "cuDNN (SDPA)", "ratio"]
     rows: list[list[str]] = []

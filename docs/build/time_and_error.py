@@ -24,7 +24,7 @@ from grid import listed
 
 from sagesim.spec import FACTORED_QK, PRESETS
 from sagesim_kernels import supports
-from sagesim_kernels.bench.machine import card, one_line
+from sagesim_kernels.bench.machine import card
 from sagesim_kernels.bench.plots import frontier
 from sagesim_kernels.bench.record import read
 from sagesim_kernels.bench.tables import (
@@ -65,7 +65,7 @@ _DIGEST = re.compile(r"digest ([0-9a-f]{16})")
 
 def timed() -> dict[str, dict[str, Any]]:
     """The records of `TIMES` with all head sizes and lengths of `NEEDED`, the newest first."""
-    every = {name: read(records.DATA / f"{name}.json") for name in TIMES}
+    every = {name: records.load(name) for name in TIMES}
     return {
         name: document
         for name, document in every.items()
@@ -94,7 +94,7 @@ def record() -> dict[str, Any]:
                 newest[f"{key}, {name}"] = case | {"runs": runs | peer}
         made |= newest
         known |= {x for case in newest.values() for x in case["runs"]}
-        sources += [document | {"file": f"docs/data/{name}.json"}] if newest else []
+        sources += [document] if newest else []
     contenders = {
         kind: list(dict.fromkeys(x for each in sources for x in each["settings"][kind]))
         for kind in ("specs", "peers")
@@ -155,9 +155,7 @@ def figure() -> str:
         return "Times and errors of one record are not measured."
     lengths = {case["tokens"] for case in cases(document, "speed")}.intersection(FRONTIER_LENGTHS)
     needed = sorted({tokens for _, tokens in NEEDED})
-    made = [
-        f"`{x['file']}`: `{x['command']}` on {one_line(x['machine'])}" for x in _sources(document)
-    ]
+    made = map(records.made_by, _sources(document))
     text = (
         "![Time against the error of the gradients](docs/_static/frontier.svg)\n\n"
         "The figure shows every spec and every peer with times and errors. Further left is faster, "

@@ -51,12 +51,14 @@ def test_the_record_of_models_may_be_one_of_its_own(render, monkeypatch, tmp_pat
     assert records.of_models() is None
     made = document()
     (tmp_path / "bench_models.json").write_text(json.dumps(made))
-    assert records.of_models() == made
+    of_its_own = made | {"file": "docs/data/bench_models.json"}
+    assert records.of_models() == of_its_own
     speed = {key: case for key, case in made["cases"].items() if case["part"] == "speed"}
     (tmp_path / "bench.json").write_text(json.dumps(made | {"cases": speed}))
-    assert records.of_models() == made
+    assert records.of_models() == of_its_own
     (tmp_path / "bench.json").write_text(json.dumps(made | {"command": "whole"}))
     assert records.of_models()["command"] == "whole"
+    assert records.made_by(records.load("bench")).startswith("`docs/data/bench.json`: `whole` on ")
 
 
 def test_earlier_records_have_the_cases_that_newer_ones_lack(render, monkeypatch, tmp_path):

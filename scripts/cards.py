@@ -72,7 +72,8 @@ other documents quote it."""
 FLASH_ERRORS = "sdpa flash"
 """The entry of bench_errors.json with the same precisions as SIXTEEN_BIT, which has none."""
 ON_HOPPER = ("bench_models", "bench_long", "bench_int8", "bench")
-"""The records with measured times of specs on Hopper, with Hopper's own code; the newest first."""
+"""The records that measured times on Hopper are taken from, with Hopper's own code; the newest
+first. Each has several head sizes and lengths, which bench_codes.json has not."""
 BASE_ON_HOPPER = "factored_qk"
 """The spec that is in all of them; the times of others are relative to it."""
 
@@ -192,7 +193,7 @@ def times_on_hopper() -> dict[str, float]:
     """The measured time of each spec of `SPECS`, relative to `BASE_ON_HOPPER`.
 
     Geometric means over the cases of `LEAST_TOKENS` tokens or more in which both were timed, in the
-    newest record that has such cases.
+    first record of `ON_HOPPER` that has such cases.
     """
     times: dict[str, float] = {}
     for record in ON_HOPPER:

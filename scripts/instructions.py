@@ -32,6 +32,7 @@ from flash_library import flash_kernels  # noqa: E402
 
 from sagesim.command import exit_code  # noqa: E402
 from sagesim.files import check_writable, write_text  # noqa: E402
+from sagesim.terminal import Failure  # noqa: E402
 from tests.support.compiler import OLDEST, Compiler, Kernel  # noqa: E402
 from tests.support.opcodes import by_unit, bytes_by_unit, multiply_adds  # noqa: E402
 
@@ -159,6 +160,8 @@ def main() -> None:
     if args.out:
         check_writable(args.out)
     if args.library:
+        if not args.library.is_file():
+            raise Failure(f"--library {args.library}: no such file")
         rows = list(library_rows(args.library))
         command = "--library libtorch_cuda.so"
         machine = "FlashAttention-2 in PyTorch's library, sm80, bfloat16"

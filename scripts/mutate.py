@@ -9,10 +9,11 @@ Each bug is one replacement in a copy of the checkout, where the kernels' tests 
 failure. The test that caught the bug in the recorded run comes first. A bug of the kernels for
 mma.sync or for Hopper names its tests, and no others run. The tests that bugs name, or all of them,
 also run without a bug. FILE.json is written after each bug, and has the tests that passed without
-one. With --add, bugs that it has are not planted again, bugs that the script no longer has are
-dropped, and tests that passed without a bug do not run again without one. Each bug has the commit
-in which it was planted; a bug that has changed since is not planted again by itself. Exits with 1
-if fewer than 95 % of the bugs are caught, or if the tests fail without a bug.
+one. An existing FILE.json needs --add. Then bugs that it has are not planted again, bugs that the
+script no longer has are dropped, and tests that passed without a bug do not run again without one.
+Each bug has the commit in which it was planted; a bug that has changed since is not planted again
+by itself. Exits with 1 if fewer than 95 % of the bugs are caught, or if the tests fail without a
+bug.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from pathlib import Path
 
 from sagesim.command import exit_code
 from sagesim.files import check_writable, write_text
+from sagesim.terminal import Failure
 
 ROOT = Path(__file__).parents[1]
 KERNELS = "sagesim_kernels"
@@ -1089,6 +1091,34 @@ def record(plan: Plan, bugs: list[dict[str, object]], clean: list[str]) -> str:
     return json.dumps(head, indent=1) + "\n"
 
 
+def continued(path: Path) -> tuple[dict[str, dict[str, object]], list[str]]:
+    """Return the bugs of an existing record by name, and the tests that passed without a bug.
+
+    Raises:
+        Failure: if the file is not a record of this script.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Failure(f"--out {path}: cannot be read as JSON: {error}") from None
+    bugs = data.get("bugs") if isinstance(data, dict) else None
+    if not isinstance(bugs, list) or not all(isinstance(b, dict) and "name" in b for b in bugs):
+        raise Failure(f"--out {path}: not a record of mutate.py: no list of bugs with names")
+    return {b["name"]: b for b in bugs}, data.get("passed_without_a_bug", [])
+
+
+def chosen_by(words: Sequence[str] | None, plan: Plan) -> list[Bug]:
+    """Return the bugs of a plan whose name contains one of the words; all if there are no words.
+
+    Raises:
+        Failure: if no name contains one of the words.
+    """
+    for word in words or ():
+        if not any(word in bug.name for bug in plan.bugs):
+            raise Failure(f"--only {word!r}: no name of the {len(plan.bugs)} bugs contains it")
+    return [bug for bug in plan.bugs if not words or any(word in bug.name for word in words)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -1112,15 +1142,17 @@ def main() -> int:
         return 0
     if args.add and not args.out:
         parser.error("--add needs --out")
+    if args.jobs < 1:
+        raise Failure(f"--jobs {args.jobs}: not a positive number")
+    wanted = chosen_by(args.only, plan)
+    planted: dict[str, dict[str, object]] = {}
+    clean: list[str] = []
+    if args.out and args.out.exists():
+        if not args.add:
+            raise Failure(f"--out {args.out}: it exists; --add continues it")
+        planted, clean = continued(args.out)
     if args.out:
         check_writable(args.out)
-    wanted = [b for b in plan.bugs if not args.only or any(word in b.name for word in args.only)]
-    planted = {}
-    clean: list[str] = []
-    if args.add and args.out.exists():
-        data = json.loads(args.out.read_text())
-        planted = {b["name"]: b for b in data["bugs"]}
-        clean = data.get("passed_without_a_bug", [])
     chosen = [b for b in wanted if b.name not in planted]
     parts = controls(wanted, plan, args.jobs, clean)
     if args.add and not chosen:

@@ -207,7 +207,10 @@ def main() -> int:
     parser.add_argument("--emulate", action="store_true", help="the emulator, not the kernels")
     args = parser.parse_args()
     budget = TimeBudget(args.minutes, args.first)
-    plan, corpus = Plan.read(args.plan), Corpus(args.corpus)
+    try:
+        plan, corpus = Plan.read(args.plan), Corpus(args.corpus)
+    except ValueError as error:
+        raise Failure(str(error)) from None
     try:
         plan.check_corpus(corpus.id)
     except ValueError as error:

@@ -14,6 +14,8 @@ With --code sm80, kernels are compiled as for an A100 GPU.
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from itertools import product
 from typing import Any, Final
 
@@ -21,6 +23,8 @@ import torch
 
 import sagesim_kernels
 from sagesim import AttentionSpec
+from sagesim.command import exit_code
+from sagesim.terminal import Failure
 from sagesim_kernels.bench.foreign_target import CODES, compile_for
 
 LABELS = (
@@ -91,6 +95,19 @@ def run(number: int, problem: Problem) -> None:
     assert all(g is not None and bool(g.isfinite().all()) for g in grads), (number, problem)
 
 
+def part_of(text: str) -> tuple[int, int]:
+    """Read I/N.
+
+    Raises:
+        Failure: if it is not the number of a part and the number of parts.
+    """
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    first, parts = map(int, found.groups()) if found else (0, 0)
+    if first >= parts:
+        raise Failure(f"--part {text}: not I/N with I from 0 to N - 1")
+    return first, parts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -100,9 +117,9 @@ def main() -> None:
     )
     parser.add_argument("--code", choices=CODES, help="compile as for another GPU")
     args = parser.parse_args()
+    first, parts = part_of(args.part)
     if args.code is not None:
         compile_for(args.code)
-    first, parts = map(int, args.part.split("/"))
     some = list(enumerate(problems()))[first::parts]
     for number, problem in some:
         run(number, problem)
@@ -110,4 +127,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code("sanitize.py", main, {}))

@@ -54,8 +54,23 @@ SPECS = (DEFAULT, "factored", "sagebwd")
 """The default, ours with six products in INT8, the paper's."""
 
 
+def check_model(path: Path) -> None:
+    """Check that there is a model file.
+
+    Raises:
+        Failure: if there is none.
+    """
+    if not path.is_file():
+        raise Failure(f"{path}: no such file; it must be a GGUF file of SmolLM2-135M")
+
+
 def load(path: Path = MODEL) -> tuple[Any, Any]:
-    """The model, with weights in float32 and SDPA, and its tokenizer."""
+    """The model, with weights in float32 and SDPA, and its tokenizer.
+
+    Raises:
+        Failure: if there is no such file.
+    """
+    check_model(path)
     where = {"gguf_file": path.name, "local_files_only": True}
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, **where, dtype=torch.float32, attn_implementation="sdpa"

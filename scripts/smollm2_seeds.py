@@ -41,7 +41,7 @@ from sagesim.command import exit_code  # noqa: E402
 from sagesim.files import write_text  # noqa: E402
 from sagesim_kernels.integrations.transformers import register  # noqa: E402
 from scripts.shared_runs import claimed  # noqa: E402
-from scripts.smollm2 import load  # noqa: E402
+from scripts.smollm2 import check_model, load  # noqa: E402
 from scripts.time_budget import TimeBudget  # noqa: E402
 
 TWIN: Final = "fpa_bf16"
@@ -208,6 +208,7 @@ def main() -> int:
         "--first", type=float, default=1, help="minutes to expect for the first run"
     )
     args = parser.parse_args()
+    check_model(args.model)
     budget = TimeBudget(args.minutes, args.first)
     setting = {
         "model": args.model.name,

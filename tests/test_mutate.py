@@ -1,6 +1,7 @@
 """The planted bugs of scripts/mutate.py are bugs of the kernels as they are."""
 
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -87,6 +88,36 @@ def test_a_record_is_continued_only_if_it_is_named(
     with pytest.raises(SystemExit):
         SCRIPT["main"]()
     assert "--add needs --out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "content", "message"),
+    [
+        (["--only", "scales", "nosuchbug"], None, "--only 'nosuchbug': no name of the"),
+        (["--jobs", "0"], None, "--jobs 0: not a positive number"),
+        (["--out", "{out}", "--only", "scales"], '{"bugs": []}', "{out}: it exists; --add"),
+        (["--out", "{out}", "--add"], "{", "{out}: cannot be read as JSON"),
+        (["--out", "{out}", "--add"], "[1]", "{out}: not a record of mutate.py"),
+        (["--out", "{out}", "--add"], '{"bugs": [1]}', "{out}: not a record of mutate.py"),
+    ],
+)
+def test_wrong_input_is_one_line_and_loses_nothing(
+    options: list[str], content: str | None, message: str, tmp_path: Path
+):
+    out = tmp_path / "record.json"
+    if content is not None:
+        out.write_text(content)
+    command = [sys.executable, str(ROOT / "scripts" / "mutate.py")]
+    found = subprocess.run(
+        [*command, *(x.replace("{out}", str(out)) for x in options)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert found.returncode == 2 and found.stdout == ""
+    assert found.stderr.count("\n") == 1
+    assert message.replace("{out}", str(out)) in found.stderr
+    assert content is None or out.read_text() == content
 
 
 def test_the_record_has_each_bug_as_soon_as_it_was_planted(

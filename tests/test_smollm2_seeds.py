@@ -92,6 +92,7 @@ def command(monkeypatch, capsys):
         "SPECS": ("exact", "sagebwd"),
         "SEEDS": (0, 1),
         "load": lambda path: (start, None),
+        "check_model": lambda path: None,
         "tokens_of": lambda tokenizer: IDS,
         "register": lambda name, spec: None,
     }

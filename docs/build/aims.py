@@ -15,11 +15,9 @@ import records
 
 from sagesim import PRESETS, SITES, Precision
 from sagesim_kernels.bench.jobs import preparation_share
-from sagesim_kernels.bench.machine import one_line
 from sagesim_kernels.bench.masks import FLASH_2, mask_cases
 from sagesim_kernels.bench.model_tables import milliseconds, ratio
 from sagesim_kernels.bench.models import MODELS, ModelCase, training_cases
-from sagesim_kernels.bench.record import read
 from sagesim_kernels.bench.shape import Shape
 
 DEFAULT: Final = "factored_qk"
@@ -109,11 +107,8 @@ Documents = Sequence[Document]
 
 def groups() -> list[Group]:
     """Every table."""
-    whole = read(records.DATA / "bench.json")
-    code = read(records.DATA / "bench_sm80.json")
-    codes, long, int8 = (
-        read(records.DATA / f"bench_{name}.json") for name in ("codes", "long", "int8")
-    )
+    whole, code = records.load("bench"), records.load("bench_sm80")
+    codes, long, int8 = (records.load(f"bench_{name}") for name in ("codes", "long", "int8"))
     cards = json.loads((records.DATA / "cards.json").read_text(encoding="utf-8"))
     models, masks = records.of_part("models"), records.of_part("masks")
     trained = records.of_part("training")
@@ -144,7 +139,7 @@ def summary() -> str:
     open_ = len(verdicts) - missed - reached
     return (
         f"Of {len(verdicts)} aims for speed, {reached} are reached, {missed} are missed, and "
-        f"{open_} are not measured, or not in all of their cases"
+        f"{open_} are not or only partly measured"
     )
 
 
@@ -305,7 +300,7 @@ def _source(*documents: Document) -> str:
     """The records of a table, newest first, and how old they are."""
     parts: list[str] = []
     for i, document in enumerate(documents):
-        line = f"`{document['command']}` on {one_line(document['machine'])}."
+        line = f"{records.made_by(document)}."
         parts.append(f"{EARLIER.strip()} {line}" if i else line)
         if i == 0:
             is_foreign = document["settings"].get("code") is not None

@@ -179,9 +179,9 @@ def outcome() -> str:
         {min(1.0, len(apart) * by_chance):.2f}. So these runs suggest a gap and do not prove it.
         [Experiment A](pretraining_experiment.md) repeats this cell with four seeds and with rules
         written in advance; the rules' verdict about SageBwd is: {verdict}.""",
-        f"""**In this setting the error grows during training.** Take the standard deviation of Q in
-        the layer where it is largest. In these runs of SageBwd it grows from {_between(early)} at
-        the first measurement, after {first_at:.0%} of the steps, to {_between(late)} at the last.
+        f"""**In this setting the error grows during training.** With SageBwd, the
+        largest standard deviation of Q over the layers is {_between(early)} after {first_at:.0%} of
+        the steps. At the end it is {_between(late)}.
         In the other {len(runs) - len(who.runs)} runs it ends at {most:.2f} or less. At the end, the
         relative error of SageBwd's dQ is up to {worst:.0%} in a layer; in the layers of the models
         trained in 16 bit it is up to {exact_worst:.0%}. In the layer with the largest error of dQ,

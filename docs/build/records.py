@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from grid import listed
 
-from sagesim_kernels.bench.machine import sources_hash
+from sagesim_kernels.bench.machine import one_line, sources_hash
 from sagesim_kernels.bench.record import read
 
 DATA = Path(__file__).parents[1] / "data"
@@ -57,11 +57,20 @@ def of_part(part: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     earlier = (f"bench_{part}_{i}" for i in range(2, 2 + len([*DATA.glob(f"bench_{part}_*.json")])))
     for name in ("bench", f"bench_{part}", *earlier):
-        path = DATA / f"{name}.json"
-        document = read(path) if path.exists() else None
+        document = load(name) if (DATA / f"{name}.json").exists() else None
         if document and any(case["part"] == part for case in document["cases"].values()):
             found.append(document)
     return found
+
+
+def load(name: str) -> dict[str, Any]:
+    """The record docs/data/NAME.json, with this path as its "file"."""
+    return read(DATA / f"{name}.json") | {"file": f"docs/data/{name}.json"}
+
+
+def made_by(document: Mapping[str, Any]) -> str:
+    """The file of a record from `load`, its command and its machine."""
+    return f"`{document['file']}`: `{document['command']}` on {one_line(document['machine'])}"
 
 
 def age(machine: Mapping[str, Any] | str) -> str:

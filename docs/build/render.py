@@ -51,7 +51,8 @@ def load(name: str) -> dict[str, Any]:
 
 def source(data: dict[str, Any]) -> str:
     note = f" {data['note']}" if "note" in data else ""
-    return f"\n\n`{data['command']}` on {data['machine']}.{note}"
+    file = f"`{data['file']}`: " if "file" in data else ""
+    return f"\n\n{file}`{data['command']}` on {data['machine']}.{note}"
 
 
 def finding() -> str:
@@ -425,14 +426,14 @@ def _result(check: dict[str, Any]) -> str:
 def speed() -> str:
     """Speed relative to three peers from 4096 tokens on, and at shapes of models.
 
-    The figures of a spec are of the newest record with it.
+    The figures of a spec are of the newest record of `time_and_error.timed` with it.
     """
     peers = {
         "sdpa flash": "FlashAttention-2 (SDPA)",
         "sdpa cudnn": "cuDNN (SDPA)",
         "flash-attn-4": "FlashAttention-4",
     }
-    every = {name: load(name) for name in time_and_error.TIMES}
+    every = time_and_error.timed()
     newest = {
         spec: next(name for name, data in every.items() if spec in data["settings"]["specs"])
         for spec in ("factored_qk", "sagebwd", "factored")
@@ -513,7 +514,7 @@ def model_speed(data: dict[str, Any] | None, before: Sequence[dict[str, Any]] = 
 
 def qk16_speed() -> str:
     """The times of `factored_qk16` beside those of the default spec and of cuDNN."""
-    data = load("bench_qk16")
+    data = records.load("bench_qk16")
     ours, default = data["settings"]["specs"]
     head = ["head size", "mask", "tokens", f"`{ours}`", f"`{default}`", "cuDNN (SDPA)", "ratio"]
     rows: list[list[str]] = []

@@ -149,14 +149,13 @@ def shown_speed(found: dict[str, Any]) -> str:
                     f"{run['tokens_per_second']:,.0f}",
                     f"{low:,.0f} to {high:,.0f}",
                     f"{run['tokens_per_second'] / sdpa:.2f}",
-                    f"{run['losses'][-1]:.4f}",
                 ]
             )
         for name, why in measured["not_run"].items():
             not_run[f"`{name}`, {layout}"] = why
     if found["machine"]["flash-attn-4"] is None:
         not_run[f"`{FLASH_4}`"] = "not installed on that machine"
-    head = ["layout", "attention", "tokens/s", "quartiles", "of sdpa's", "last loss"]
+    head = ["layout", "attention", "tokens/s", "quartiles", "of sdpa's"]
     setting = found["setting"]
     shortest, longest = setting["tokens"]
     return (
@@ -174,12 +173,14 @@ def speed_line() -> str:
     """How fast the model trains beside sdpa and FlashAttention-4, in a few sentences."""
     found: dict[str, Any] = json.loads(SPEED.read_text(encoding="utf-8"))
     longest, layouts = found["setting"]["tokens"][1], found["layouts"]
+    label = document()["budget"]["label"]
     return (
         f"On one {found['machine']['gpu']}, the architecture of SmolLM2-135M with random weights "
-        f"trains on documents of up to {longest} tokens in bfloat16. If they are packed, `sagebwd` "
-        f"is {_beside(layouts['packed'])}. If they are padded, it is {_beside(layouts['padded'])}. "
-        "Two speeds count as equal if their interquartile ranges overlap "
-        f"([more](docs/integrations.md#its-speed-on-a-gpu)). {records.age(found['machine'])}"
+        f"trains on documents of up to {longest} tokens in bfloat16. If they are packed, `{label}` "
+        f"(registered as `sagebwd`) is {_beside(layouts['packed'])}. If they are padded, it is "
+        f"{_beside(layouts['padded'])}. Two speeds count as equal if their interquartile ranges "
+        "overlap ([more](docs/integrations.md#its-speed-on-a-gpu)). "
+        f"{records.age(found['machine'])}"
     )
 
 

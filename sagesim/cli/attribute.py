@@ -69,6 +69,12 @@ def run(args: argparse.Namespace) -> None:
             raise Failure(f"--{name} {number} is not a positive number")
     capture = load(args.capture)
     calls = select(capture, args.layers)
+    for name, what, most in (
+        ("heads", "heads of K and V", max(call.k.shape[:-2].numel() for call in calls)),
+        ("rows", "queries", max(call.q.shape[-2] for call in calls)),
+    ):
+        if (number := getattr(args, name) or 0) > most:
+            raise Failure(f"--{name} {number}: no measured layer has more than {most} {what}")
     if args.report is not None:
         require_writable(args.report, inputs=[path_of(args.capture)])
 

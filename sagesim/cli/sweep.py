@@ -108,4 +108,4 @@ def run(args: argparse.Namespace) -> None:
         best.add_row(row["label"], str(row["int8"]), *numbers)
     console = stdout()
     console.print(best)
-    console.print(f"{len(rows)} runs in {args.out}")
+    console.print(f"{len(rows)} rows in {args.out}")

@@ -134,6 +134,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace, command: str) -> None:
     if args.show is not None:
+        given = {
+            "--out": args.out,
+            "--specs": args.specs,
+            "--quick": args.quick,
+            "--code": args.code,
+            "--only": args.only,
+        }
+        if ignored := [name for name, value in given.items() if value]:
+            raise Failure(f"--show shows the whole record; it takes no {', '.join(ignored)}")
         try:
             document = read(args.show)
         except FileNotFoundError:

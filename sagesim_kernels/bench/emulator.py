@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -25,14 +26,16 @@ from torch import Tensor
 import sagesim
 from sagesim.command import exit_code
 from sagesim.files import check_writable, write_text
+from sagesim.terminal import Failure
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q, k and v [batch, heads, tokens, head size] to o, differentiable."""
 
 _PROGRAM: Final = "python -m sagesim_kernels.bench.emulator"
 _SPECS: Final = ("sagebwd", "factored", "fpa")
-_SETTINGS: Final = ("device", "heads", "tokens", "head_dim", "rounds")
-"""Arguments that a record's command repeats."""
+_NUMBERS: Final = ("heads", "tokens", "head_dim", "rounds")
+_SETTINGS: Final = ("device", *_NUMBERS)
+"""Arguments that a record's command repeats, besides the specs."""
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -60,7 +63,9 @@ def forward_and_backward(attend: Attend, qkvdo: Sequence[Tensor]) -> None:
     attend(q, k, v).backward(qkvdo[3])
 
 
-def gaussian_inputs(heads: int, tokens: int, head_dim: int, device: str) -> tuple[Tensor, ...]:
+def gaussian_inputs(
+    heads: int, tokens: int, head_dim: int, device: torch.device
+) -> tuple[Tensor, ...]:
     """q, k, v, do [1, heads, tokens, head_dim], float32, the same each time."""
     torch.manual_seed(0)
     shape = (1, heads, tokens, head_dim)
@@ -69,12 +74,13 @@ def gaussian_inputs(heads: int, tokens: int, head_dim: int, device: str) -> tupl
 
 def seconds(attend: Attend, qkvdo: Sequence[Tensor]) -> float:
     """Wall-clock seconds of one forward and backward, until the device has finished it."""
-    if qkvdo[0].is_cuda:
-        torch.cuda.synchronize()
+    device = qkvdo[0].device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     start = time.perf_counter()
     forward_and_backward(attend, qkvdo)
-    if qkvdo[0].is_cuda:
-        torch.cuda.synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - start
 
 
@@ -86,11 +92,12 @@ def peak_rss() -> int:
 
 def added_memory(attend: Attend, qkvdo: Sequence[Tensor]) -> int:
     """Bytes that one forward and backward adds above its inputs, at the peak."""
-    if qkvdo[0].is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    device = qkvdo[0].device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         forward_and_backward(attend, qkvdo)
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated(device) - before
     # A short run first: libraries that it loads are not memory of the scheme.
     forward_and_backward(attend, [x[:, :, :64] for x in qkvdo])
     before = peak_rss()
@@ -98,10 +105,10 @@ def added_memory(attend: Attend, qkvdo: Sequence[Tensor]) -> int:
     return peak_rss() - before
 
 
-def machine(device: str) -> str:
+def machine(device: torch.device) -> str:
     """The device and the version of PyTorch."""
-    if device == "cuda":
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     names = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -115,12 +122,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command: write the record if --out is given, and print one line for each scheme.
 
     Raises:
+        Failure: if an argument is wrong.
         WriteError: if the record cannot be written. An unusable path raises before the first run.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     args = _parser().parse_args(arguments)
-    schemes: dict[str, Attend] = {"eager": eager, **{s: emulated(s) for s in args.specs}}
-    qkvdo = gaussian_inputs(args.heads, args.tokens, args.head_dim, args.device)
+    for name in _NUMBERS:
+        if (value := getattr(args, name)) < 1:
+            raise Failure(f"{_option(name)} {value}: not a positive number")
+    try:
+        schemes: dict[str, Attend] = {"eager": eager, **{s: emulated(s) for s in args.specs}}
+    except ValueError as error:
+        raise Failure(f"--specs: {error}") from None
+    device = _device(args.device)
+    qkvdo = gaussian_inputs(args.heads, args.tokens, args.head_dim, device)
     if args.memory_of:
         print(added_memory(schemes[args.memory_of], qkvdo))
         return
@@ -137,17 +152,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     runs: dict[str, dict[str, float]] = {}
     for name, attend in schemes.items():
-        if args.device == "cpu":
+        if device.type == "cpu":
             added = _added_memory_in_a_new_process(arguments, name)
         else:
             added = added_memory(attend, qkvdo)
         ratio = medians[name] / medians["eager"]
         runs[name] = {"seconds": medians[name], "ratio": ratio, "bytes": added}
     if args.out is not None:
-        settings = (f"--{key.replace('_', '-')} {getattr(args, key)}" for key in _SETTINGS)
+        settings = (f"{_option(key)} {getattr(args, key)}" for key in _SETTINGS)
         record: dict[str, Any] = {
-            "command": " ".join([_PROGRAM, *settings]),
-            "machine": machine(args.device),
+            "command": " ".join([_PROGRAM, *settings, "--specs", shlex.join(args.specs)]),
+            "machine": machine(device),
             "shape": [1, args.heads, args.tokens, args.head_dim],
             "rounds": args.rounds,
             "runs": runs,
@@ -158,6 +173,28 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{name:12} {run['seconds']:8.3f} s  {run['ratio']:5.2f} x eager  "
             f"{run['bytes'] / 1e6:8.0f} MB added"
         )
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _device(name: str) -> torch.device:
+    """The device with this name.
+
+    Raises:
+        Failure: if it is not a CPU or a CUDA device of this machine.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise Failure(f"--device {name}: not a device; cpu, cuda and cuda:N are") from None
+    if device.type not in ("cpu", "cuda"):
+        raise Failure(f"--device {name}: neither cpu nor cuda")
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= found:
+        raise Failure(f"--device {name}: this machine has {found} CUDA devices")
+    return device
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -173,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LABEL",
         help=f"specs to emulate (default: {' '.join(_SPECS)})",
     )
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda or cuda:N (default: cpu)")
     for name, value, what in (
         ("--heads", 1, "heads, in a batch of 1"),
         ("--tokens", 8192, "queries and keys"),

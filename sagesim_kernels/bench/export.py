@@ -23,6 +23,17 @@ from sagesim.command import exit_code
 from sagesim.files import write_text
 from sagesim.spec import FACTORED_QK
 from sagesim.terminal import Failure
+from sagesim_kernels.bench.fields import (
+    COUNT,
+    FLAG,
+    NUMBER,
+    POSITIVE,
+    TEXT,
+    Each,
+    Every,
+    Structure,
+    check,
+)
 from sagesim_kernels.bench.machine import one_line
 from sagesim_kernels.bench.model_tables import ratio
 from sagesim_kernels.bench.models import MODEL_SPECS
@@ -43,6 +54,18 @@ _AXES: Final = {
     "is_causal": "is_causal",
 }
 """Field of `measured_speed.CallShape` -> field of a record's case."""
+
+_ENTRY: Final[Structure] = {
+    "records": Every({"machine": TEXT, "command": TEXT}),
+    "dtype": TEXT,
+    "calls": Each(
+        {
+            "record": NUMBER,
+            "shape": {name: FLAG if name == "is_causal" else COUNT for name in _AXES},
+            **{figure: Each(POSITIVE) for figure in _FIGURES},
+        }
+    ),
+}
 
 
 def entry(*documents: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,6 +172,41 @@ def _left_out(
             yield call[figure][spec], answer.ratio
 
 
+def _exported(path: Path) -> dict[str, Any]:
+    """Read a record that can be exported.
+
+    Raises:
+        Failure: if it cannot.
+    """
+    try:
+        document = read(path)
+    except OSError as error:
+        raise Failure(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise Failure(str(error)) from None
+    try:
+        entry(document)
+    except ValueError as error:
+        raise Failure(f"{path}: {error}") from None
+    return document
+
+
+def _table(path: Path) -> dict[str, Any]:
+    """Read a table that this command has written.
+
+    Raises:
+        Failure: if the file is none.
+    """
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        check(table, Each(_ENTRY), "")
+    except OSError as error:
+        raise Failure(f"--out {path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise Failure(f"--out {path}: not a table of this command: {error}") from None
+    return table
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command.
 
@@ -164,15 +222,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("records", type=Path, nargs="+", metavar="RECORD.json")
     parser.add_argument("--out", type=Path, default=MEASURED, help="default: the package's table")
     args = parser.parse_args(argv)
-    try:
-        of_gpus: dict[str, list[dict[str, Any]]] = {}
-        for path in args.records:
-            document = read(path)
-            of_gpus.setdefault(document["machine"]["gpu"], []).append(document)
-        made = {gpu: entry(*documents) for gpu, documents in of_gpus.items()}
-    except (OSError, ValueError) as error:
-        raise Failure(f"{', '.join(map(str, args.records))}: {error}") from None
-    table = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
+    table = _table(args.out) if args.out.exists() else {}
+    of_gpus: dict[str, dict[Path, dict[str, Any]]] = {}
+    for path in args.records:
+        document = _exported(path)
+        of_gpus.setdefault(document["machine"]["gpu"], {})[path] = document
+    made: dict[str, dict[str, Any]] = {}
+    for gpu, documents in of_gpus.items():
+        try:
+            made[gpu] = entry(*documents.values())
+        except ValueError as error:
+            raise Failure(f"{', '.join(map(str, documents))}: {error}") from None
     write_text(args.out, json.dumps(table | made, indent=1) + "\n")
     for one in made.values():
         machines = "; ".join(dict.fromkeys(each["machine"] for each in one["records"]))

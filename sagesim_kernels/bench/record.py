@@ -8,11 +8,70 @@ from pathlib import Path
 from typing import Any, Final
 
 from sagesim.files import write_text
+from sagesim_kernels.bench.fields import (
+    COUNT,
+    FLAG,
+    NAME,
+    NUMBER,
+    NUMBERS,
+    POSITIVE,
+    TEXT,
+    Each,
+    Every,
+    Structure,
+    check,
+    or_null,
+)
 
 FORMAT: Final = 1
 """The version of the format. It changes if older results cannot be compared with newer ones."""
 
-_FIELDS: Final = {"format", "command", "machine", "settings", "cases", "lost"}
+_PASS: Final = {"ms": POSITIVE, "quartiles_ms": Every(NUMBER), "host_ms": NUMBER, "waited?": NUMBER}
+_WALL: Final = {"ms": POSITIVE}
+_RUN: Final = {
+    "forward": _PASS,
+    "backward": _PASS,
+    "both": _PASS,
+    "saved_bytes": or_null(NUMBER),
+    "added_bytes": or_null(NUMBER),
+    "jobs_ms?": or_null(NUMBERS),
+}
+_SHAPE: Final = {
+    "batch": COUNT,
+    "heads": COUNT,
+    "tokens": COUNT,
+    "head_dim": COUNT,
+    "is_causal": FLAG,
+    "flop": {"forward": POSITIVE, "backward": POSITIVE, "both": POSITIVE},
+}
+_NOT_RUN: Final = {"not_run": Each(TEXT)}
+_OF_KEYS: Final = {"kv_heads": COUNT, "keys": COUNT}
+_TIMED: Final = {**_SHAPE, **_NOT_RUN, "runs": Each(_RUN)}
+_PARTS: Final[dict[str, Structure]] = {
+    "speed": _TIMED,
+    "payoff": _TIMED,
+    "masks": _TIMED | _OF_KEYS,
+    "models": _TIMED | _OF_KEYS | {"runs": Each(_RUN | {"wall": _WALL})},
+    "training": {**_NOT_RUN, "runs": Each({"step": {"ms": POSITIVE}, "wall": _WALL})},
+    "accuracy": {
+        **_NOT_RUN,
+        "errors": Each(dict.fromkeys(("o", "dq", "dk", "dv"), POSITIVE)),
+    },
+}
+"""The fields of a case that tables and figures read, for each part."""
+
+_DOCUMENT: Final[Structure] = {
+    "command": TEXT,
+    "machine": {"gpu": NAME},
+    "settings": {
+        "specs": Every(TEXT),
+        "peers": Every(TEXT),
+        "dtype": TEXT,
+        "code?": or_null(TEXT),
+    },
+    "cases": Each({"part": TEXT}),
+    "lost": Each(Each(TEXT)),
+}
 
 
 class Record:
@@ -81,7 +140,7 @@ def read(path: Path) -> dict[str, Any]:
     """Read the document of a record.
 
     Raises:
-        ValueError: if the file is not a record of this format.
+        ValueError: if the file is not a record of this format; it names the file and the field.
         OSError: if the file cannot be read.
     """
     try:
@@ -92,9 +151,24 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not a record of sagesim_kernels.bench")
     if document["format"] != FORMAT:
         raise ValueError(f"{path}: a record of format {document['format']}, not {FORMAT}")
-    if missing := _FIELDS - document.keys():
-        raise ValueError(f"{path}: not a record of sagesim_kernels.bench: no {min(missing)}")
+    try:
+        _check(document)
+    except ValueError as error:
+        raise ValueError(f"{path}: not a record of sagesim_kernels.bench: {error}") from None
     return document
+
+
+def _check(document: dict[str, Any]) -> None:
+    """Check the fields of a document."""
+    check(document, _DOCUMENT, "")
+    if document["settings"].get("code") is not None:
+        check(document["machine"], {"compute_capability": TEXT}, "machine")
+    for key, case in document["cases"].items():
+        part = case["part"]
+        if part not in _PARTS:
+            known = ", ".join(_PARTS)
+            raise ValueError(f"cases[{key!r}].part is {part!r}, not one of {known}")
+        check(case, _PARTS[part], f"cases[{key!r}]")
 
 
 def _refuse_other(path: Path, what: str, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:

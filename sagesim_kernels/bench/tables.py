@@ -117,7 +117,7 @@ def preparation(document: dict[str, Any], panel: Panel) -> Table:
     """A table of the part of all kernels' time that is not spent in products, of our specs."""
 
     def cell(case: dict[str, Any], name: str) -> str:
-        jobs = case["runs"][name]["jobs_ms"]
+        jobs = case["runs"][name].get("jobs_ms")
         return f"{preparation_share(jobs):.1%}" if jobs else _NOT_RUN
 
     ours = [(name,) for name in document["settings"]["specs"]]

@@ -76,7 +76,7 @@ def test_the_committed_figure_is_that_of_the_committed_records(build):
 def test_a_time_in_the_figure_is_that_of_the_newest_record(build, tmp_path, monkeypatch):
     """It is relative to the peer in the same run."""
     drawn, records = build("time_and_error"), build("records")
-    factors = dict(zip(drawn.TIMES, (2.0, 3.0, 5.0, 7.0), strict=True))
+    factors = dict(zip(drawn.TIMES, (2.0, 3.0, 5.0, 7.0, 11.0), strict=True))
     newest = {"factored_qk": 2.0, "sagebwd": 3.0}
     for name, factor in factors.items():
         made = document()
@@ -94,6 +94,44 @@ def test_a_time_in_the_figure_is_that_of_the_newest_record(build, tmp_path, monk
     for name, time in newest.items():
         assert points[name].time == pytest.approx(time)
         assert points[name].least_time == points[name].most_time
+
+
+def test_a_record_with_few_cases_is_not_used(build, tmp_path, monkeypatch):
+    drawn, records = build("time_and_error"), build("records")
+    for name in drawn.TIMES:
+        made = document()
+        if name == drawn.TIMES[0]:
+            kept = ("speed d64 full n4096", "speed d64 causal n4096")
+            made["cases"] = {key: case for key, case in made["cases"].items() if key in kept}
+        (tmp_path / f"{name}.json").write_text(json.dumps(made))
+    monkeypatch.setattr(records, "DATA", tmp_path)
+    assert [*drawn.timed()] == [*drawn.TIMES[1:]]
+
+
+def test_the_paragraph_on_the_default_names_every_safe_spec_of_the_figure(build):
+    """A spec is safe if it has smaller errors than the paper's scheme on every input with it."""
+    drawn = build("time_and_error")
+
+    def of_specs(**values):
+        return {name: dict.fromkeys(drawn.OUTPUTS, value) for name, value in values.items()}
+
+    errors = [of_specs(sagebwd=0.2, a=0.1, b=0.1, c=0.1), of_specs(sagebwd=0.2, a=0.1, b=0.3)]
+    errors[1]["a"]["dv"] = 0.19
+    assert [name for name in "abc" if drawn.is_safe(name, errors)] == ["a", "c"]
+    document = drawn.record()
+    shown = {p.name for d in drawn.HEAD_SIZES for p in drawn.frontier_points(document, d)}
+    every = drawn.every_error(document)
+    safe = [x for x in shown - {drawn.PAPER} if x in drawn.PRESETS and drawn.is_safe(x, every)]
+    named = drawn.choice().partition("Of the specs of the figure, ")[2].partition(" do. ")[0]
+    assert {*named.replace(" and ", ", ").split(", ")} == {f"`{x}`" for x in safe}
+    assert "factored_qk16" in safe
+
+
+def test_each_command_of_the_figure_is_beside_the_file_of_its_record(build):
+    drawn = build("time_and_error")
+    text = drawn.figure()
+    for name, made in drawn.timed().items():
+        assert f"`docs/data/{name}.json`: `{made['command']}` on" in text
 
 
 def test_what_is_faster_than_the_default_is_named_with_its_errors(build):

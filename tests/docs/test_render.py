@@ -51,12 +51,14 @@ def test_the_record_of_models_may_be_one_of_its_own(render, monkeypatch, tmp_pat
     assert records.of_models() is None
     made = document()
     (tmp_path / "bench_models.json").write_text(json.dumps(made))
-    assert records.of_models() == made
+    of_its_own = made | {"file": "docs/data/bench_models.json"}
+    assert records.of_models() == of_its_own
     speed = {key: case for key, case in made["cases"].items() if case["part"] == "speed"}
     (tmp_path / "bench.json").write_text(json.dumps(made | {"cases": speed}))
-    assert records.of_models() == made
+    assert records.of_models() == of_its_own
     (tmp_path / "bench.json").write_text(json.dumps(made | {"command": "whole"}))
     assert records.of_models()["command"] == "whole"
+    assert records.made_by(records.load("bench")).startswith("`docs/data/bench.json`: `whole` on ")
 
 
 def test_earlier_records_have_the_cases_that_newer_ones_lack(render, monkeypatch, tmp_path):
@@ -157,6 +159,13 @@ def of_speed(*names: str, **changes: object) -> dict:
     } | changes
 
 
+def test_the_line_on_speed_names_the_spec_and_the_name_it_was_registered_by(render):
+    import smollm2
+
+    text = smollm2.speed_line()
+    assert "If they are packed, `factored_qk` (registered as `sagebwd`) is " in text
+
+
 def test_flash_attention_4_is_in_the_table_or_the_page_says_why_not(render):
     import smollm2
 
@@ -164,7 +173,7 @@ def test_flash_attention_4_is_in_the_table_or_the_page_says_why_not(render):
     assert "`flash_attention_4` did not run: not installed on that machine." in text
     with_4 = {"machine": MACHINE | {"flash-attn-4": "4.0"}}
     text = smollm2.shown_speed(of_speed("sdpa", "flash_attention_4", **with_4))
-    assert "| packed | `flash_attention_4` | 20,000 | 10,000 to 30,000 | 1.00 | 1.5000 |" in text
+    assert "| packed | `flash_attention_4` | 20,000 | 10,000 to 30,000 | 1.00 |" in text
     assert "did not run" not in text
     failed = of_speed("sdpa", **with_4)
     failed["layouts"]["packed"] = failed["layouts"]["packed"] | {

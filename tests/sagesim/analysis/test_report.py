@@ -1,5 +1,6 @@
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from sagesim.analysis.metrics import SITE_NAMES
 from sagesim.analysis.report import Layer, advice, headline, number, percent, render
 from sagesim.models import Call, Capture
 from sagesim.spec import PRESETS
+
+ROOT = Path(__file__).parents[3]
 
 MARKUP = "<script>alert('&\"')</script>"
 VOID = {"meta", "link", "br", "hr", "img", "input", "col", "wbr"}
@@ -128,6 +131,22 @@ def test_ids_are_unique_and_labels_refer_to_existing_ids(made):
     assert len(set(page.ids)) == len(page.ids)
     refers = [v.split() for name, v in page.attributes if name == "aria-labelledby"]
     assert {x for ids in refers for x in ids} <= set(page.ids)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "error with only this product rounded",
+        "error with all other products rounded",
+        "error with this option changed",
+    ],
+)
+def test_the_report_the_terminal_and_the_page_use_the_same_words(made, words):
+    layers, text, _ = made
+    assert f"<caption>Relative L2 {words}</caption>" in text
+    assert f"\n{words}\n" in str(layers[0].attribution)
+    assert words in (ROOT / "docs" / "report.md").read_text(encoding="utf-8").lower()
+    assert f'"{words}"' in (ROOT / "sagesim" / "cli" / "attribute.py").read_text(encoding="utf-8")
 
 
 def test_every_table_has_a_caption_and_full_rows(made):

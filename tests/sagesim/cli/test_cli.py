@@ -225,7 +225,7 @@ def test_sigma_without_arguments_is_the_papers_table():
 def test_sweep_prints_a_ranking_and_resumes(run, file, tmp_path):
     path = tmp_path / "out.parquet"
     first = run("sweep", path, file, "--specs", "factored", "sagebwd")
-    assert first.splitlines()[-1] == f"4 runs in {path}"
+    assert first.splitlines()[-1] == f"4 rows in {path}"
     assert row(first, "sagebwd")[0] == "6"
     assert run("sweep", path, file, "--specs", "factored", "sagebwd") == first
     assert row(run("sweep", path, file), "fpa")[0] == "0"
@@ -250,7 +250,7 @@ def test_sweep_of_all_shows_the_best_spec_for_each_number_of_int8_products(run, 
     source = tmp_path / "in.safetensors"
     Capture(calls=(call(0),), loss_scale=1.0, source={}, torch_version="2").save(source)
     out = run("sweep", tmp_path / "out.parquet", source, "--all")
-    assert "128 runs" in out
+    assert "128 rows" in out
     assert len(re.findall(r"^ +sagebwd", out, re.MULTILINE)) + out.count(" sage_forward ") == 8
     assert row(out, "sagebwd_all_int8")[0] == "7"
 
@@ -691,6 +691,14 @@ def test_an_unknown_option_names_the_help_of_its_command(fails, file):
 @pytest.mark.parametrize(("option", "number"), [("--heads", 0), ("--rows", -4)])
 def test_a_sample_needs_positive_numbers(fails, file, option, number):
     assert f"{option} {number} is not a positive number" in fails("attribute", file, option, number)
+
+
+def test_a_sample_is_not_larger_than_the_largest_layer(fails, run, file):
+    for option, what in (("--heads", "heads of K and V"), ("--rows", "queries")):
+        message = fails("attribute", file, option, 99999)
+        assert f"{option} 99999: no measured layer has more than " in message and what in message
+        most = message.split("more than ")[1].split()[0]
+        assert "comes from" in run("attribute", file, option, most)
 
 
 def test_attribute_measures_a_sample(run, file):

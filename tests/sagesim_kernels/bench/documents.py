@@ -45,7 +45,13 @@ def document() -> dict[str, Any]:
         "format": FORMAT,
         "command": "python -m sagesim_kernels.bench",
         "machine": {"gpu": "Fake 1", "torch": "2.0", "triton": "3.0", "driver": None},
-        "settings": {"specs": list(SPECS), "peers": list(PEERS), "rounds": 15, "quick": False},
+        "settings": {
+            "specs": list(SPECS),
+            "peers": list(PEERS),
+            "rounds": 15,
+            "quick": False,
+            "dtype": "bfloat16",
+        },
         "cases": cases,
         "lost": {},
     }

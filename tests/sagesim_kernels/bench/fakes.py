@@ -19,6 +19,7 @@ SETTINGS = {
     "specs": ["factored", "sagebwd"],
     "peers": ["sdpa flash", "slow", "absent"],
     "quick": False,
+    "dtype": "bfloat16",
 }
 
 

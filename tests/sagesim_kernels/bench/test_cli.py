@@ -71,6 +71,11 @@ def test_show_without_matplotlib(shown, capsys, monkeypatch):
         (["--fast"], ["--fast", "--help"]),
         (["--quick", "--code", "sm80"], ["--code: not allowed with argument --quick"]),
         (["--show", "nowhere.json"], ["nowhere.json"]),
+        (
+            ["--show", "x.json", "--only", "nothing", "--specs", "typo", "--out", "y.json"],
+            ["--show shows the whole record; it takes no --out, --specs, --only"],
+        ),
+        (["--show", "x.json", "--quick"], ["it takes no --quick"]),
         (["--show", str(ROOT / "pyproject.toml")], ["pyproject.toml", "not a JSON file"]),
     ],
 )

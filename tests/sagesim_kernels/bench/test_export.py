@@ -19,12 +19,6 @@ DATA = Path(__file__).parents[3] / "docs" / "data"
 KEY = "models grouped b2 h28/4 n4096 d128 causal"
 
 
-def measured():
-    made = document()
-    made["settings"]["dtype"] = "bfloat16"
-    return made
-
-
 def test_the_committed_table_is_that_of_the_committed_records():
     committed = json.loads(MEASURED.read_text(encoding="utf-8"))
     by_gpu: dict[str, list[dict[str, Any]]] = {}
@@ -38,7 +32,7 @@ def test_the_committed_table_is_that_of_the_committed_records():
 
 
 def test_every_case_has_its_shape_and_both_ratios():
-    made = measured()
+    made = document()
     made["cases"][KEY]["runs"]["factored_qk"]["wall"]["ms"] *= 2
     found = entry(made)
     assert list(found["calls"]) == [case.key for case in model_cases()]
@@ -54,15 +48,15 @@ def test_every_case_has_its_shape_and_both_ratios():
 
 
 def test_of_a_call_in_two_records_the_first_counts():
-    first, second = measured(), measured()
+    first, second = document(), document()
     del first["cases"]["models tiny b1 h4 n128 d64 causal"]
     second["cases"][KEY]["runs"]["factored_qk"]["wall"]["ms"] *= 2
     second["command"] = "another"
     made = entry(first, second)
-    found, alone = made["calls"], entry(measured())["calls"]
+    found, alone = made["calls"], entry(document())["calls"]
     numbers = {key: call.pop("record") for key, call in found.items()}
     assert numbers == {key: int("tiny" in key) for key in alone}
-    assert [each["command"] for each in made["records"]] == [measured()["command"], "another"]
+    assert [each["command"] for each in made["records"]] == [document()["command"], "another"]
     for call in alone.values():
         del call["record"]
     assert found == alone
@@ -71,20 +65,20 @@ def test_of_a_call_in_two_records_the_first_counts():
 
 @pytest.mark.parametrize(("part", "field"), [("machine", "gpu"), ("settings", "dtype")])
 def test_records_of_several_machines_are_refused(part, field):
-    other = measured()
+    other = document()
     other[part][field] = "other"
     with pytest.raises(ValueError, match=r"several .*, other"):
-        entry(measured(), other)
+        entry(document(), other)
 
 
 def test_a_spec_that_did_not_run_is_not_in_the_table():
-    made = measured()
+    made = document()
     del made["cases"][KEY]["runs"]["fpa_bf16"]
     assert list(entry(made)["calls"][KEY]["wall"]) == ["factored_qk"]
 
 
 def test_pays_off_answers_what_the_record_has():
-    made = measured()
+    made = document()
     case = made["cases"][KEY]
     case["runs"]["factored_qk"]["wall"]["ms"] *= 2
     table = {"Fake 1": entry(made)}
@@ -107,22 +101,64 @@ def test_other_records_are_refused(made, words):
 
 def test_the_command_replaces_the_entry_of_the_gpu(tmp_path, capsys):
     record, out = tmp_path / "bench.json", tmp_path / "table.json"
-    record.write_text(json.dumps(measured()))
-    out.write_text(json.dumps({"Fake 1": "old", "Fake 2": "kept"}))
+    record.write_text(json.dumps(document()))
+    other = document()
+    other["cases"][KEY]["runs"]["factored_qk"]["wall"]["ms"] *= 2
+    out.write_text(json.dumps({"Fake 1": entry(other), "Fake 2": entry(other)}))
     main([str(record), "--out", str(out)])
-    assert json.loads(out.read_text()) == {"Fake 1": entry(measured()), "Fake 2": "kept"}
+    assert json.loads(out.read_text()) == {"Fake 1": entry(document()), "Fake 2": entry(other)}
     assert f"{len(model_cases())} calls on Fake 1" in capsys.readouterr().out
 
 
-def test_a_file_that_is_no_record_ends_the_command(tmp_path, capsys):
-    record = tmp_path / "bench.json"
-    record.write_text("{")
-    assert exit_code("export", lambda: main([str(record)]), {}) == 2
-    assert "not a JSON file" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not a JSON file"),
+        (None, "cannot be read: No such file or directory"),
+        (json.dumps(document() | {"machine": {}}), "machine has no 'gpu'"),
+        (json.dumps(document() | {"cases": []}), "cases is a list, not an object"),
+        (json.dumps(without(document(), "models")), "the record has no case of the part models"),
+    ],
+)
+def test_a_file_that_is_no_record_ends_the_command(tmp_path, capsys, text, words):
+    """The error names this file once, and no other."""
+    good, record, out = (tmp_path / f"{name}.json" for name in ("good", "record", "out"))
+    good.write_text(json.dumps(document()))
+    if text is not None:
+        record.write_text(text)
+    argv = [str(good), str(record), "--out", str(out)]
+    assert exit_code("export", lambda: main(argv), {}) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and words in line
+    assert line.count(str(record)) == 1 and str(good) not in line
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not a table of this command: Expecting"),
+        ("[]", "not a table of this command: it is a list, not an object"),
+        ('{"Fake 1": "old"}', "['Fake 1'] is 'old', not an object"),
+        (json.dumps(document()), "['format'] is 1, not an object"),
+        (None, "cannot be read: Is a directory"),
+    ],
+)
+def test_another_file_is_not_replaced(tmp_path, capsys, text, words):
+    record, out = tmp_path / "bench.json", tmp_path / "out"
+    record.write_text(json.dumps(document()))
+    if text is None:
+        out.mkdir()
+    else:
+        out.write_text(text)
+    assert exit_code("export", lambda: main([str(record), "--out", str(out)]), {}) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and f"--out {out}: " in line and words in line
+    assert text is None or out.read_text() == text
 
 
 def test_calls_that_are_left_out_are_predicted_from_the_others():
-    made = measured()
+    made = document()
     table = left_out({"Fake 1": entry(made)})
     assert [row[:3] for row in table.rows] == [
         ["Fake 1", spec, figure] for figure in ("GPU", "wall") for spec in MODEL_SPECS
@@ -139,7 +175,7 @@ def test_calls_that_are_left_out_are_predicted_from_the_others():
 
 
 def test_from_how_many_tokens_on_it_pays():
-    made = measured()
+    made = document()
     text = smallest_that_pays(entry(made))
     count = len(model_cases())
     assert f"at no measured shape of less than 128 tokens, and at {count} of the {count}" in text

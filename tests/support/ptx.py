@@ -80,6 +80,7 @@ def split(text: str) -> tuple[str, ...]:
     return (*parts, rest) if rest else tuple(parts)
 
 
+@functools.cache
 def _dtype(name: str) -> Any:
     """The dtype of a type of PTX, such as s32."""
     if name == "pred":
@@ -105,6 +106,7 @@ class Deadlock(AssertionError):
     """Every thread of a block waits for another one."""
 
 
+@functools.cache
 def _bits(dtype: Any) -> int:
     return np.dtype(dtype).itemsize * 8
 
@@ -256,7 +258,6 @@ class Block:
         self.memory = [(each, each.bytes()) for each in dict.fromkeys(memory)]
         self.shared = np.full(SHARED_BYTES, 0xCD, np.uint8)
         self.accesses = SharedAccesses(SHARED_BYTES, threads // WARP)
-        self.registers: dict[str, Numbers] = {}
         self._constants: dict[tuple[str, Any], Numbers] = {}  #: operands that are numbers
         self.at = np.zeros(threads, np.int64)  #: the statement of each thread
         self.running = np.ones(threads, bool)
@@ -265,9 +266,10 @@ class Block:
         self.met: set[int] = set()  #: barriers that threads came to
         index = np.arange(threads, dtype=np.uint32)
         zero = np.zeros(threads, np.uint32)
-        self.special = {"%tid.x": index, "%ctaid.x": zero + block, "%nctaid.x": zero + grid}
-        self.special |= {f"%ctaid.{axis}": zero for axis in "yz"}
-        self.special |= {f"%nctaid.{axis}": zero + 1 for axis in "yz"}
+        self.registers: dict[str, Numbers] = {"%tid.x": index}  #: what is in it stays unchanged
+        self.registers |= {"%ctaid.x": zero + block, "%nctaid.x": zero + grid}
+        self.registers |= {f"%ctaid.{axis}": zero for axis in "yz"}
+        self.registers |= {f"%nctaid.{axis}": zero + 1 for axis in "yz"}
 
     # The order of execution
 
@@ -369,16 +371,15 @@ class Block:
 
     def read(self, operand: str, dtype: Any) -> Numbers:
         """Return an operand as numbers of a dtype."""
+        found = self.registers.get(operand)
+        if found is None and operand.startswith("%"):
+            found = np.zeros(self.threads, self._type_of(operand))
+        if found is not None:
+            if found.dtype == dtype:
+                return found
+            same_size = found.dtype.itemsize == np.dtype(dtype).itemsize
+            return found.view(dtype) if same_size else found.astype(dtype)
         dtype = np.dtype(dtype)
-        if operand.startswith("%"):
-            found = self.special.get(operand)
-            if found is None:
-                found = self.registers.get(operand)
-            if found is None:
-                found = np.zeros(self.threads, self._type_of(operand))
-            if found.dtype.itemsize == dtype.itemsize:
-                return found.view(dtype)
-            return found.astype(dtype)
         key = operand, dtype
         if key not in self._constants:
             self._constants[key] = np.full(self.threads, self._constant(operand, dtype))
@@ -405,11 +406,10 @@ class Block:
         if register == "_":
             return
         dtype = self._type_of(register)
-        numbers = np.asarray(numbers)
-        if numbers.dtype.itemsize == np.dtype(dtype).itemsize:
-            numbers = np.ascontiguousarray(numbers).view(dtype)
-        else:
-            numbers = numbers.astype(dtype)
+        numbers = np.ascontiguousarray(numbers)
+        if numbers.dtype != dtype:
+            same_size = numbers.dtype.itemsize == np.dtype(dtype).itemsize
+            numbers = numbers.view(dtype) if same_size else numbers.astype(dtype)
         if chosen is not None:
             numbers = np.where(chosen, numbers, self.read(register, dtype))
         self.registers[register] = numbers
@@ -429,7 +429,7 @@ class Block:
             return
         dtype = _dtype(name)
         numbers = function(*(self.read(x, dtype) for x in operands[1:]))
-        self.write(operands[0], np.asarray(numbers).astype(dtype), chosen)
+        self.write(operands[0], np.asarray(numbers).astype(dtype, copy=False), chosen)
 
     def _read_16_bit(self, operand: str, name: str) -> Numbers:
         """Return float32 of a register with one or two numbers, [threads] or [threads, 2]."""
@@ -710,6 +710,10 @@ class Block:
         _check_aligned(address, count)
         return address[:, None] + np.arange(count)
 
+    def _read_shared(self, threads: Numbers, places: Numbers) -> None:
+        """Tell of a read. places: see `_places`."""
+        self.accesses.read(np.repeat(threads // WARP, places.shape[1]), places.reshape(-1))
+
     def _access(
         self, access: Callable[[int, Numbers], None], threads: Numbers, places: Numbers
     ) -> None:
@@ -734,7 +738,7 @@ class Block:
         loaded = np.zeros((self.threads, size * len(targets)), np.uint8)
         if opcode[1] == "shared":
             places = self._places(address[threads], loaded.shape[1])
-            self._access(self.accesses.read, threads, places)
+            self._read_shared(threads, places)
             loaded[threads] = self.shared[places]
         else:
             loaded[threads] = self._load(address[threads], loaded.shape[1])
@@ -846,7 +850,7 @@ class Block:
         row, pair = np.arange(WARP) // 4, np.arange(WARP) % 4 * 2
         for i, target in enumerate(split(operands[0].strip("{}"))):
             places = self._places(address[:, 8 * i : 8 * i + 8].reshape(-1), 16)
-            self._access(self.accesses.read, np.repeat(np.arange(len(address)), 8) * WARP, places)
+            self._read_shared(np.repeat(np.arange(len(address)), 8) * WARP, places)
             matrix = self.shared[places].view(np.uint16).reshape(-1, 8, 8)
             if "trans" in opcode:
                 matrix = matrix.transpose(0, 2, 1)
@@ -874,32 +878,42 @@ class Block:
         of_codes = opcode[3] == "m16n8k32"
         if not of_codes and opcode[3] != "m16n8k16":
             raise NotImplementedError
-        depth, each = (32, 4) if of_codes else (16, 2)
+        depth, warps = 32 if of_codes else 16, self.threads // WARP
+        of_left, of_right, of_sums = _places_of_mma(depth)
 
-        def numbers(register: str) -> Numbers:
-            words = self.read(register, np.uint32).reshape(-1, WARP, 1)
+        def numbers(registers: Sequence[str]) -> Numbers:
+            """Return numbers of registers, [warps, registers, WARP, numbers of a register]."""
+            words = np.stack([self.read(x, np.uint32) for x in registers])
             if of_codes:
-                return words.view(np.int8).astype(np.float64)
-            halves = words.view(np.uint16)
-            if "bf16" in opcode:
-                return from_bfloat16(halves).astype(np.float64)
-            return halves.view(np.float16).astype(np.float64)
+                found = words.view(np.int8).astype(np.float64)
+            elif "bf16" in opcode:
+                found = from_bfloat16(words.view(np.uint16)).astype(np.float64)
+            else:
+                found = words.view(np.float16).astype(np.float64)
+            return found.reshape(len(registers), warps, WARP, -1).swapaxes(0, 1)
 
-        warps = self.threads // WARP
-        row, column = np.arange(WARP) // 4, np.arange(WARP) % 4
-        a, b = np.zeros((warps, 16, depth)), np.zeros((warps, depth, 8))
-        for i, register in enumerate(left):
-            for j in range(each):
-                at = depth // 2 * (i // 2) + each * column + j
-                a[:, row + 8 * (i % 2), at] = numbers(register)[..., j]
-        for i, register in enumerate(right):
-            for j in range(each):
-                b[:, depth // 2 * i + each * column + j, row] = numbers(register)[..., j]
-        products, dtype = a @ b, np.int32 if of_codes else np.float32
+        a, b = np.empty((warps, 16, depth)), np.empty((warps, depth, 8))
+        a[:, *of_left], b[:, *of_right] = numbers(left), numbers(right)
+        products, dtype = (a @ b)[:, *of_sums], np.int32 if of_codes else np.float32
         for i, (register, first) in enumerate(zip(results, start, strict=True)):
-            added = products[:, row + 8 * (i // 2), 2 * column + i % 2]
-            total = added + self.read(first, dtype).reshape(warps, WARP).astype(np.float64)
-            self.write(register, total.astype(dtype).reshape(-1), chosen)
+            total = products[:, i].reshape(-1) + self.read(first, dtype)
+            self.write(register, total.astype(dtype), chosen)
+
+
+@functools.cache
+def _places_of_mma(depth: int) -> tuple[tuple[Numbers, Numbers], ...]:
+    """Return rows and columns of what the registers of a warp hold of a product m16n8.
+
+    Those of the left operand and of the right one, which are broadcast to [registers, WARP, numbers
+    of a register], and of the sums, [registers, WARP].
+    """
+    each = depth // 8
+    register, lane, number = np.ogrid[:4, :WARP, :each]
+    row, column = lane // 4, each * (lane % 4) + number
+    left = row + register % 2 * 8, register // 2 * (depth // 2) + column
+    right = register[:2] * (depth // 2) + column, row
+    sums = (row + register // 2 * 8)[..., 0], (lane % 4 * 2 + register % 2)[..., 0]
+    return left, right, sums
 
 
 FP8 = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}

@@ -41,16 +41,20 @@ class SharedAccesses:
         self._writer[:] = _NONE
         self._reader[:] = _NONE
 
-    def read(self, warp: int, places: Bytes) -> None:
-        """A warp reads.
+    def read(self, warps: int | Bytes, places: Bytes) -> None:
+        """A warp reads. warps: the one that reads all bytes, or that of each byte.
 
         Raises:
             Race: if another warp wrote without a barrier since, or if a copy is not complete.
         """
-        self._check(warp, places, self._copier, "reads", "is being copied to by", is_own_wrong=True)
-        self._check(warp, places, self._writer, "reads", "was written by")
+        self._check(
+            warps, places, self._copier, "reads", "is being copied to by", is_own_wrong=True
+        )
+        self._check(warps, places, self._writer, "reads", "was written by")
         before = self._reader[places]
-        self._reader[places] = np.where((before == _NONE) | (before == warp), warp, _SEVERAL)
+        now = np.where((before == _NONE) | (before == warps), warps, _SEVERAL)
+        self._reader[places] = now
+        self._reader[places[self._reader[places] != now]] = _SEVERAL  # read by several warps here
 
     def write(self, warp: int, places: Bytes, same: Bytes | None = None) -> None:
         """A warp writes.
@@ -92,7 +96,7 @@ class SharedAccesses:
 
     def _check(
         self,
-        warp: int,
+        warps: int | Bytes,
         places: Bytes,
         others: Bytes,
         what: str,
@@ -101,9 +105,10 @@ class SharedAccesses:
         is_own_wrong: bool = False,
     ) -> None:
         found = others[places]
-        wrong = found != _NONE if is_own_wrong else (found != _NONE) & (found != warp)
+        wrong = found != _NONE if is_own_wrong else (found != _NONE) & (found != warps)
         if wrong.any():
             at = int(places[wrong][0])
+            warp = int(np.broadcast_to(warps, wrong.shape)[wrong][0])
             other = int(found[wrong][0])
             who = "several warps" if other == _SEVERAL else f"warp {other}"
             raise Race(f"warp {warp} {what} byte {at} of shared memory, which {how} {who}")

@@ -18,6 +18,14 @@ WRONG = {
         x.read(1, BYTES),
         x.write(1, BYTES),
     ),
+    "overwrites what several read at once": lambda x: (
+        x.read(np.repeat([0, 1], 8), np.tile(BYTES[:8], 2)),
+        x.write(1, BYTES[:1]),
+    ),
+    "several read at once what one wrote": lambda x: (
+        x.write(0, BYTES),
+        x.read(np.repeat([0, 1], 8), BYTES),
+    ),
     "reads before the wait": lambda x: (x.copy(0, BYTES), x.commit(0), x.read(0, BYTES)),
     "waits for too few": lambda x: (
         x.copy(0, BYTES),
@@ -38,6 +46,11 @@ WRONG = {
 RIGHT = {
     "barrier between": lambda x: (x.write(0, BYTES), x.barrier(), x.read(1, BYTES)),
     "own bytes": lambda x: (x.write(0, BYTES), x.read(0, BYTES), x.write(0, BYTES)),
+    "both read at once, and write their own bytes": lambda x: (
+        x.read(np.repeat([0, 1], 8), BYTES),
+        x.write(0, BYTES[:8]),
+        x.write(1, BYTES[8:]),
+    ),
     "both read": lambda x: (x.read(0, BYTES), x.read(1, BYTES)),
     "other bytes": lambda x: (x.write(0, BYTES), x.read(1, BYTES + 16)),
     "wait, then barrier": lambda x: (

@@ -614,8 +614,8 @@ BUGS = (
     Bug(
         "a key behind the length of a sequence",
         "operands/masking.py",
-        "n = tl.minimum(used, n).to(tl.int32)",
-        "n = tl.minimum(used + 1, n).to(tl.int32)",
+        "n = tl.minimum(tl.maximum(used, 0), n).to(tl.int32)",
+        "n = tl.minimum(tl.maximum(used + 1, 0), n).to(tl.int32)",
     ),
     Bug(
         "queries of a sequence of length 0 in the scales",

@@ -85,7 +85,8 @@ def test_different_shapes_raise():
 def test_the_geometric_mean_is_that_of_its_definition():
     assert geometric_mean([1.0, 10.0, 100.0]) == pytest.approx(10, rel=1e-14)
     assert geometric_mean([0.0, 10.0]) == geometric_mean([]) == 0
-    assert math.isnan(geometric_mean([0.0, math.nan])) and math.isinf(geometric_mean([0, math.inf]))
+    assert math.isnan(geometric_mean([0.0, math.nan]))
+    assert math.isinf(geometric_mean([0.0, math.inf]))
 
 
 def test_the_gradient_error_of_huge_errors_is_a_number():

@@ -37,7 +37,7 @@ def test_everything_but_the_device(tmp_path):
         TimedCase("speed", Shape(1, 1, 40, 16, True), contenders),
         GaussianCase(1.0, 16, True, contenders, tokens=40, draws=2),
     ]
-    settings = {"specs": SPECS, "peers": PEERS, "quick": False}
+    settings = {"specs": SPECS, "peers": PEERS, "quick": False, "dtype": "float16"}
     to = record(tmp_path / "bench.json", settings=settings)
     setup = Setup(torch.device("cpu"), torch.float16, Clock(), 1)
     run(cases, to, setup, lambda case, count: None)

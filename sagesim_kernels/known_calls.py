@@ -14,7 +14,10 @@ from sagesim.spec import AttentionSpec
 from sagesim_kernels.ops import Call
 
 _calls: Final[dict[Any, tuple[AttentionSpec, Call]]] = {}
-"""Signature of a call without tensors besides q, k and v -> its spec, which keeps its id; it."""
+"""By the signature of a call without tensors besides q, k and v: its spec, and the call.
+
+A signature has the id of the spec. The spec is kept, so that no other one gets this id.
+"""
 _MOST_CALLS: Final = 1024
 
 

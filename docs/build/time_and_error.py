@@ -206,7 +206,8 @@ def choice() -> str:
         return "Times and errors of the default spec are not measured in one record."
     shown = {name for points in by_size.values() for name in points}
     specs = [name for name in document["settings"]["specs"] if name in shown]
-    safe = [name for name in specs if name != PAPER and is_safe(name, every_error(document))]
+    errors = every_error(document)
+    safe = [name for name in specs if name != PAPER and is_safe(name, errors)]
     fastest = all(
         points[DEFAULT].time == min(points[name].time for name in safe if name in points)
         for points in by_size.values()

@@ -25,7 +25,7 @@ def once_per_tensor(compute: Callable[..., T]) -> Callable[..., T]:
 
     Its values are kept while the tensors live, and computed again after one of them has changed.
     Changes of a tensor through its `.data`, which PyTorch does not count, are not seen on a GPU.
-    To read a tensor on a CPU costs no waiting, so that nothing is kept for it.
+    The host does not wait for a tensor on a CPU, so nothing is kept for it.
     """
     kept: Any = WeakTensorKeyDictionary()  # to (state, what is kept for the other arguments)
 

@@ -266,7 +266,7 @@ class Block:
         self.met: set[int] = set()  #: barriers that threads came to
         index = np.arange(threads, dtype=np.uint32)
         zero = np.zeros(threads, np.uint32)
-        self.registers: dict[str, Numbers] = {"%tid.x": index}  #: what is in it stays unchanged
+        self.registers: dict[str, Numbers] = {"%tid.x": index}  #: its arrays never change
         self.registers |= {"%ctaid.x": zero + block, "%nctaid.x": zero + grid}
         self.registers |= {f"%ctaid.{axis}": zero for axis in "yz"}
         self.registers |= {f"%nctaid.{axis}": zero + 1 for axis in "yz"}

@@ -32,7 +32,7 @@ _MEANINGS: Final = {
     "|": "a paged attention",
     "flash": "a FlashAttention",
 }
-"""Parts of names to transformers."""
+"""A part of a name -> what transformers takes the name for."""
 
 
 def register(

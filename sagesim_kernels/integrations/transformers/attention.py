@@ -122,6 +122,7 @@ class LayerAttention:
             softcap=softcap,
             sinks=s_aux,
         )
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             # A mask of one axis is the packing that position_ids show.
             if attention_mask is not None and attention_mask.ndim != 1:
@@ -129,17 +130,15 @@ class LayerAttention:
             if cu_seq_lens_q is None or cu_seq_lens_k is None:
                 raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given together")
             longest_q, longest_k = _length(max_length_q), _length(max_length_k)
-            return _packed(
-                query, key, value, cu_seq_lens_q, cu_seq_lens_k, longest_q, longest_k, options
-            ), None
+            cu_q, cu_k = cu_seq_lens_q, cu_seq_lens_k
+            return _packed(q, k, v, cu_q, cu_k, longest_q, longest_k, options), None
         if attention_mask is None:
             attention_mask = _packing(position_ids, query, key)
         if attention_mask is None:
-            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
             return attend(q, k, v, options, tokens_first=True), None
         if attention_mask.ndim == 1:
             cu, longest = attention_mask, longest_of(attention_mask)
-            return _packed(query, key, value, cu, cu, longest, longest, options), None
+            return _packed(q, k, v, cu, cu, longest, longest, options), None
         # Attention without a causal mask or a window may be cross-attention, of which the mask says
         # nothing about the queries.
         is_self = options.is_causal or options.window != (-1, -1)
@@ -157,7 +156,6 @@ class LayerAttention:
                 "position_ids restart between tokens of a row, and attention_mask has padding; "
                 "without a causal mask both together are not supported. Leave out the padding"
             )
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         o = attend_padded(q, k, v, keys, options, pads_queries=is_self, packing=packing)
         return o, None
 
@@ -308,20 +306,22 @@ def _padding(mask: Any, key: Tensor) -> Tensor:
 
 
 def _packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     cu_q: Tensor,
     cu_k: Tensor,
     longest_q: int,
     longest_k: int,
     options: Options,
 ) -> Tensor:
-    """Attention of sequences packed along the tokens of the whole batch."""
-    batch, n_q = query.shape[0], query.shape[2]
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    o = attend_packed(q, k, v, cu_q, cu_k, longest_q, longest_k, options)
-    return o.unflatten(0, (batch, n_q))
+    """Attention of sequences packed along the tokens of the whole batch.
+
+    q, k, v: [batch, tokens, heads, d].
+    """
+    tokens = (x.flatten(0, 1) for x in (q, k, v))
+    o = attend_packed(*tokens, cu_q, cu_k, longest_q, longest_k, options)
+    return o.unflatten(0, q.shape[:2])
 
 
 def _packing(position_ids: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sagesim.emulator.quantization import COLUMN, ROW, Operand
+from sagesim.emulator.quantization import COLUMN, ROW, Operand, may_hold
 from sagesim.spec import Precision
 
 _TENSOR_CORE_DTYPE = {
@@ -45,12 +45,7 @@ def tokens_by_tokens(lhs: Operand, rhs: Operand) -> Tensor:
     right = rhs.values.flatten(3).flatten(1, 2)
     out = _multiply(left, right.mT, _common_precision(lhs, rhs))
     out = out.unflatten(2, rhs.values.shape[1:3]).unflatten(1, lhs.values.shape[1:3])
-    left_scale, right_scale = _balance(lhs.scale, rhs.scale)
-    if left_scale is not None:
-        out *= left_scale
-    if right_scale is not None:
-        out *= right_scale.permute(0, 3, 4, 1, 2)
-    return out
+    return _scaled(out, lhs.scale, None if rhs.scale is None else rhs.scale.permute(0, 3, 4, 1, 2))
 
 
 def map_by_tokens(lhs: Operand, rhs: Operand, live: Tensor | None = None) -> Tensor:
@@ -73,11 +68,8 @@ def map_by_tokens(lhs: Operand, rhs: Operand, live: Tensor | None = None) -> Ten
     if lhs.scale is None and rhs.scale is None:
         return _multiply(left.flatten(2), right.flatten(1, 2), precision)
     out = _multiply(left.transpose(1, 2), right, precision)  # [Z, j, i * block_q, d]
-    if lhs.scale is not None:
-        out *= _expand_rows(lhs.scale, lhs.values).transpose(1, 2)
-    if rhs.scale is not None:
-        out *= rhs.scale.flatten(3)
-    return _add_tiles(out)
+    left_scale = None if lhs.scale is None else _expand_rows(lhs.scale, lhs.values).transpose(1, 2)
+    return _add_tiles(_scaled(out, left_scale, None if rhs.scale is None else rhs.scale.flatten(3)))
 
 
 def map_transposed_by_tokens(lhs: Operand, rhs: Operand, live: Tensor | None = None) -> Tensor:
@@ -99,26 +91,37 @@ def map_transposed_by_tokens(lhs: Operand, rhs: Operand, live: Tensor | None = N
         return _multiply(left.flatten(1, 2).mT, right.flatten(1, 2), precision)
     out = _multiply(left.mT, right, precision)  # [Z, i, j * block_k, d]
     out = out.unflatten(2, lhs.values.shape[3:])
-    if lhs.scale is not None:
-        out *= lhs.scale.squeeze(ROW).unsqueeze(-1)
-    if rhs.scale is not None:
-        out *= rhs.scale
-    return _add_tiles(out.flatten(2, 3))
+    left_scale = None if lhs.scale is None else lhs.scale.squeeze(ROW).unsqueeze(-1)
+    return _add_tiles(_scaled(out, left_scale, rhs.scale).flatten(2, 3))
 
 
-def _balance(left: Tensor | None, right: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Two scales with the same product and, in each head, about the same largest value.
+def _scaled(sums: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """Multiply sums of codes in place by both scales. Only the result over- or underflows.
 
-    A sum of codes times one large scale could overflow although the other scale is small. The
-    factor is a power of two, so it changes no bit of a result that is not subnormal.
+    A sum times one large scale could overflow although the other scale is small, and a sum times
+    one small scale could become 0 although the other scale is large. So extreme scales are applied
+    as mantissas first and then as powers of two. This gives the bits that the scales themselves
+    give if both are moderate: no number is subnormal then, as a sum of codes is 0 or at least
+    2^-32.
     """
-    if left is None or right is None:
-        return left, right
-    largest = [
-        torch.frexp(x.abs().amax((1, 2, 3, 4), keepdim=True)).exponent for x in (left, right)
-    ]
-    half = ((largest[1] - largest[0]) // 2).clamp_(-126, 126)
-    return torch.ldexp(left, half), torch.ldexp(right, -half)
+    scales = [x for x in (left, right) if x is not None]
+    if len(scales) < 2 or not any(may_hold(_is_extreme(x)) for x in scales):
+        for scale in scales:
+            sums *= scale
+        return sums
+    mantissas, exponents = zip(*map(torch.frexp, scales), strict=True)
+    for mantissa in mantissas:
+        sums *= mantissa
+    exponent = exponents[0] + exponents[1]
+    half = exponent // 2  # a power of two of the whole exponent could overflow
+    for part in (half, exponent - half):
+        sums *= torch.exp2(part.to(sums.dtype))
+    return sums
+
+
+def _is_extreme(scale: Tensor) -> Tensor:
+    """Whether each scale is below 2^-40, above 2^40 or NaN."""
+    return ~((scale >= 2.0**-40) & (scale <= 2.0**40))
 
 
 def _split_nonfinite(rhs: Operand) -> tuple[Operand, Tensor]:

@@ -29,7 +29,7 @@ from sagesim import (
     attention,
     with_precision,
 )
-from sagesim.emulator import forward, quantization, tiling
+from sagesim.emulator import forward, matmul, quantization, tiling
 from tests.support import examples
 from tests.support.assertions import assert_bitwise, assert_within_bound
 from tests.support.calls import Outputs, run_attention, run_exact, run_trace
@@ -635,13 +635,13 @@ class TestNumbers:
     @pytest.mark.parametrize("tensor", ["q", "k", "v", "do"])
     @pytest.mark.parametrize("bad", [1.0, 3e38, math.nan, math.inf])
     def test_looking_for_a_nan_changes_no_byte(self, monkeypatch, preset, tensor, bad):
-        """A CPU looks for a NaN in an operand. A GPU assumes that there is one."""
+        """A CPU looks for a NaN or an extreme scale. A GPU assumes that there is one."""
         c = case(seed=0, n_q=130, n_k=130, d=8, is_causal=True)
         x = getattr(c, tensor).clone()
         x[..., 66, 3] = bad
         c = replace(c, **{tensor: x})
         found = run_attention(c, PRESETS[preset])
-        for module in (quantization, forward):
+        for module in (quantization, forward, matmul):
             monkeypatch.setattr(module, "may_hold", lambda condition: True)
         for name, ours in zip(Outputs._fields, run_attention(c, PRESETS[preset]), strict=True):
             expected = getattr(found, name)

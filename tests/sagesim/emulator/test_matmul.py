@@ -183,6 +183,51 @@ def test_swapped_scales_of_two_tiles_are_found(form):
         assert_bitwise(actual=bad, expected=expected, what=form)
 
 
+def scaled(form: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """The product of codes with scales of one token each, and the same in float64.
+
+    left, right: float32 scales [4] and [3], of the tokens of both operands; in form "map" and
+        "map_transposed" those of the right operand belong to tiles of one key or one query.
+    """
+    rng = np.random.default_rng(2)
+    a, b = codes(rng, (1, 4, 16), extreme=False), codes(rng, (1, 3, 16), extreme=False)
+    if form != "tokens":
+        a, b = codes(rng, (1, 4, 3), extreme=False), codes(rng, (1, 3, 16), extreme=False)
+    exact_a, exact_b = a.double() * left.double()[:, None], b.double() * right.double()[:, None]
+    rhs = Operand(to_tiles(b, 1, 16), right.view(1, 3, 1, 1, 1), Precision.INT8)
+    if form == "tokens":
+        lhs = Operand(to_tiles(a, 1, 16), left.view(1, 4, 1, 1, 1), Precision.INT8)
+        return product(form, lhs, rhs, 4, 3), exact_a @ exact_b.mT
+    if form == "map":
+        lhs = Operand(to_tiles(a, 1, 1), left.view(1, 4, 1, 1, 1), Precision.INT8)
+        return product(form, lhs, rhs, 4, 0), exact_a @ exact_b
+    lhs = Operand(to_tiles(a.mT.contiguous(), 1, 1), left.view(1, 1, 1, 4, 1), Precision.INT8)
+    return product(form, lhs, rhs, 0, 4), exact_a @ exact_b
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_extreme_scales_neither_overflow_nor_vanish_if_the_result_does_not(form):
+    """A row with a large scale stands beside one with a small scale, as tokens of a head may do."""
+    left = torch.tensor([2.0**-110, 1.5 * 2.0**-60, 1.0, 2.0**118])
+    for right in (2.0**118, 1.7 * 2.0**-20, 2.0**-115):
+        found, exact = scaled(form, left, torch.tensor([right, 0.75 * right, right]))
+        largest = exact.abs().amax((0, 2))
+        rows = (largest > 2.0**-120) & (largest < 2.0**127)  # the others may over- or underflow
+        bound = 8 * U * largest[rows][None, :, None]
+        assert_within_bound(actual=found[:, rows], exact=exact[:, rows], bound=bound, what=form)
+        assert int(rows.sum()) >= 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_scale_changes_no_bit_of_another_tokens_result(form):
+    left = torch.tensor([1.3, 2.0**-30, 0.1, 1.0])
+    right = torch.tensor([0.7, 1.1, 0.3])
+    moderate, _ = scaled(form, left, right)
+    left[3] = 2.0**100
+    extreme, _ = scaled(form, left, right)
+    assert_bitwise(actual=extreme[:, :3], expected=moderate[:, :3], what=form)
+
+
 @pytest.mark.parametrize("precision", [p for p in Precision if p is not Precision.INPUT16])
 def test_float64_stays_float64(precision):
     """FP32 sites do not round float64 numbers, as gradcheck requires."""

@@ -58,6 +58,20 @@ def check_name(name: object) -> None:
         raise ValueError("name is ''; it must not be empty")
 
 
+def window_of(window_size: object) -> tuple[int, int]:
+    """Return FlashAttention's argument `window_size` as the window of `Options`.
+
+    Raises:
+        ValueError: if it is not a pair.
+    """
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(
+            f"window_size is {window_size!r}; it must be (left, right), -1 for no limit"
+        )
+    left, right = window_size
+    return (left, right)
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, options: Options, *, tokens_first: bool = False
 ) -> Tensor:

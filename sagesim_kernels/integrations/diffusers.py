@@ -26,6 +26,7 @@ from sagesim_kernels.integrations.attend import (
     attend_padded,
     check_name,
     key_padding,
+    window_of,
 )
 
 _Names: Any = AttentionBackendName
@@ -189,7 +190,7 @@ def _backend(member: Any, spec: AttentionSpec) -> Any:
             scale=scale,
             is_causal=is_causal,
             lower_right=False,
-            window=_window(window_size),
+            window=window_of(window_size),
             softcap=softcap or None,
         )
         if attn_mask is not None and is_causal:
@@ -201,13 +202,6 @@ def _backend(member: Any, spec: AttentionSpec) -> Any:
         return _ulysses(query, key, value, attn_mask, options, _parallel_config)
 
     return attention
-
-
-def _window(size: Any) -> tuple[int, int]:
-    if not isinstance(size, (tuple, list)) or len(size) != 2:
-        raise ValueError(f"window_size is {size!r}; it must be (left, right), -1 for no limit")
-    left, right = size
-    return (left, right)
 
 
 def _attend(

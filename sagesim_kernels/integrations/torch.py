@@ -27,6 +27,7 @@ from sagesim_kernels.integrations.attend import (
     attend_packed,
     attend_padded,
     key_padding,
+    window_of,
 )
 
 
@@ -148,12 +149,11 @@ class Functions:
         softcap: float,
         sinks: Tensor | None,
     ) -> Options:
-        left, right = window
         return Options(
             spec=self.spec,
             scale=scale,
             is_causal=causal,
-            window=(left, right),
+            window=window_of(window),
             softcap=softcap or None,
             sinks=sinks,
         )

@@ -282,6 +282,13 @@ def test_an_option_is_refused_by_name(name, argument):
         getattr(EXACT, name)(*tensors, **{argument: REFUSED[name][argument]})
 
 
+@pytest.mark.parametrize("window", [3, (1, 2, 3), None])
+def test_a_window_is_a_pair(window):
+    q, k, v = draw(1, 2, 9, 8)
+    with pytest.raises(ValueError, match=rf"window_size is {re.escape(repr(window))}; it must be"):
+        EXACT.flash_attn_func(q, k, v, window_size=window)
+
+
 def test_sdpa_refuses_what_sdpa_refuses():
     q, k, v = draw(1, 4, 9, 8)
     with pytest.raises(ValueError, match="enable_gqa=True repeats k's heads"):

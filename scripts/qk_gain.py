@@ -185,7 +185,7 @@ def dq_errors(folder: Path, corpus: Corpus, world: World) -> list[float]:
     held_out = Evaluation(run, corpus, world, 1)
 
     def loss(sequence: int, _first: int) -> Tensor:
-        tokens = held_out.sequence(sequence).to(world.device)
+        tokens = held_out.sequence(sequence, SEQUENCES).to(world.device)
         with autocast(run, world):
             return token_loss(model(tokens[:, :-1]), tokens[:, 1:])
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 import matplotlib.pyplot as plt
+import measured_sequences
 import plots
 from experiment_outcome import all_gaps
 from grid import markdown
@@ -220,6 +221,7 @@ def outcome() -> str:
         threshold a larger batch can at most halve the squared error, and an optimiser averages over
         steps as well. And b was measured where the error of SageBwd's dQ is at most {seen:.2f}; in
         the paper's model it is {PAPER_TABLE_2["dq"][1]:.2f} ([Table 2](paper.md)).""",
+        measured_sequences.paragraph(exact),
         """**What no run on this page can show.** No run has the default spec, `factored_qk`.
         Held-out losses are those of each run's own attention; no checkpoint was evaluated in 16 bit
         as well. There is no second 16-bit implementation among the runs, which would show how far

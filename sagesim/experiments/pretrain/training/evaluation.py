@@ -23,13 +23,17 @@ class Evaluation:
         self._micro_batch, self._count = micro_batch, run.evaluate_sequences
         self._windows = corpus.windows("validation", run.context)
 
-    def sequence(self, index: int) -> Tensor:
-        """The held-out sequence with an index, int64 [1, context + 1]."""
-        return stack_windows(self._corpus, "validation", self._context, np.array([index]))
+    def sequence(self, index: int, count: int) -> Tensor:
+        """One of `count` held-out sequences, evenly spaced in the split: int64 [1, context + 1].
+
+        Neighbouring sequences are often of one document or of similar ones.
+        """
+        chosen = self._spaced(count)[index : index + 1]
+        return stack_windows(self._corpus, "validation", self._context, chosen)
 
     def sequences(self) -> Tensor:
         """All held-out sequences of the run, int64 [evaluate_sequences, context + 1]."""
-        return stack_windows(self._corpus, "validation", self._context, self._chosen())
+        return stack_windows(self._corpus, "validation", self._context, self._spaced(self._count))
 
     def loss(self, mean_loss: Callable[[Tensor], Tensor]) -> float:
         """The mean loss over the sequences. Every process gets the same value.
@@ -37,7 +41,7 @@ class Evaluation:
         Args:
             mean_loss: computes the mean loss of sequences, int64 [batch, context + 1].
         """
-        chosen = self._chosen()
+        chosen = self._spaced(self._count)
         world = self._world
         mine = chosen[world.rank :: world.processes]
         # All processes must run the same number of forwards: each gathers sharded weights.
@@ -50,5 +54,5 @@ class Evaluation:
             total += loss.double() * len(part)
         return float(world.sum(total)) / self._count
 
-    def _chosen(self) -> NDArray[np.int64]:
-        return np.arange(self._count) * self._windows // self._count
+    def _spaced(self, count: int) -> NDArray[np.int64]:
+        return np.arange(count) * self._windows // count

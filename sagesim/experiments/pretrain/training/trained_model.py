@@ -71,7 +71,7 @@ def capture_trained(
     if corpus.id != run.corpus:
         raise ValueError(f"{corpus.folder}: corpus {corpus.id}; the run uses corpus {run.corpus}")
     model = model.to(world.device)
-    tokens: Tensor = Evaluation(run, corpus, world, 1).sequence(0).to(world.device)
+    tokens: Tensor = Evaluation(run, corpus, world, 1).sequence(0, 1).to(world.device)
     source = {
         "model": f"Llama {run.size}, {'with' if run.qk_norm else 'without'} QK-norm, trained by "
         f"sagesim pretrain with {run.attention}, step {step} of {run.steps}",

@@ -217,7 +217,7 @@ class Trainer:
         with deterministic(False):
             return measure(
                 self.model,
-                self._loss_of_sequence,
+                self._losses_of_sequences(self.run.monitor_sequences),
                 [Attention.parse(name) for name in self.run.monitor],
                 self.world,
                 sequences=self.run.monitor_sequences,
@@ -235,7 +235,7 @@ class Trainer:
         with deterministic(False):
             return measure_bias(
                 self.model,
-                self._loss_of_sequence,
+                self._losses_of_sequences(self.run.bias_sequences),
                 [Attention.parse(name) for name in self.run.monitor],
                 second_moment,
                 self.world,
@@ -243,11 +243,15 @@ class Trainer:
                 sharded=self.machine.fsdp,
             )
 
-    def _loss_of_sequence(self, index: int) -> Tensor:
-        """The mean loss of the held-out sequence with an index."""
-        for core in self.model.cores():
-            core.draw = self.step * self.run.sequences + index
-        return self.loss(self.model, self.evaluation.sequence(index))
+    def _losses_of_sequences(self, count: int) -> Callable[[int], Tensor]:
+        """A function from an index below `count` to the mean loss of a held-out sequence."""
+
+        def loss(index: int) -> Tensor:
+            for core in self.model.cores():
+                core.draw = self.step * self.run.sequences + index
+            return self.loss(self.model, self.evaluation.sequence(index, count))
+
+        return loss
 
     def about(self) -> dict[str, str]:
         """The device, versions and `Machine` settings, for the log."""

@@ -22,7 +22,7 @@ def trainer(corpus, make_run, tmp_path):
 
 
 def loss_of(trainer):
-    return lambda index: trainer.loss(trainer.model, trainer.evaluation.sequence(index))
+    return lambda index: trainer.loss(trainer.model, trainer.evaluation.sequence(index, 3))
 
 
 def values(found, **place):

@@ -280,7 +280,7 @@ def quantize(
     rows, columns = _tile_sizes(block, how, m)
     x = x.float()
     if not bool(x.isfinite().all()):
-        raise ValueError(f"x of shape {tuple(x.shape)} is not finite in float32; it must be")
+        raise ValueError(f"x of shape {tuple(x.shape)} is not finite in float32")
     return as_qtensor(encode(to_tiles(x, rows, columns), precision, how, rounding, tensor), n, m)
 
 

@@ -297,9 +297,8 @@ class Capture:
 
 def check_loss_scale(loss_scale: object) -> None:
     """Raise ValueError unless it is a number that is a power of two."""
-    is_number = isinstance(loss_scale, Real) and type(loss_scale) is not bool
     number: Any = loss_scale
-    if not (is_number and number > 0 and math.frexp(number)[0] == 0.5):
+    if not (isinstance(loss_scale, Real) and number > 0 and math.frexp(number)[0] == 0.5):
         raise ValueError(f"loss_scale={loss_scale!r} is not a power of two")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -28,7 +29,8 @@ def exit_code(program: str, command: Callable[[], int | None], extras: Mapping[s
 
     Returns:
         The code of the command; 1 if the reader of a pipe closed it; 2 for a `Failure`, a file that
-        cannot be written or a missing package; 130 for a KeyboardInterrupt, with its message.
+        cannot be written, a missing package or too little memory; 130 for a KeyboardInterrupt, with
+        its message.
     """
 
     def end(code: int, message: str) -> int:
@@ -46,6 +48,11 @@ def exit_code(program: str, command: Callable[[], int | None], extras: Mapping[s
         if extra is None:
             raise
         return end(2, f"{error.name} is not installed: pip install 'sagebwd[{extra}]'")
+    except (MemoryError, RuntimeError) as error:  # PyTorch raises kinds of RuntimeError
+        found = re.search(r"tried to allocate [\d.]+ \w+", str(error), re.IGNORECASE)
+        if found is None and not isinstance(error, MemoryError):
+            raise
+        return end(2, "not enough memory" + (f": {found[0].lower()}" if found else ""))
     except KeyboardInterrupt as interrupt:
         return end(130, str(interrupt) or "interrupted")
     except BrokenPipeError:

@@ -17,6 +17,7 @@ FLOORS: dict[str, set[str]] = {
     "sagesim.shapes": set(),
     "sagesim.checks": set(),
     "sagesim.short_repr": set(),
+    "sagesim.read_only": set(),
     "sagesim.allocator": set(),
     "sagesim.files": set(),
     "sagesim.process_wide": set(),
@@ -34,6 +35,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "sagesim.emulator": {
         "sagesim.checks",
+        "sagesim.read_only",
         "sagesim.short_repr",
         "sagesim.spec",
         "sagesim.problem",
@@ -42,6 +44,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "sagesim.models": {
         "sagesim.checks",
+        "sagesim.read_only",
         "sagesim.short_repr",
         "sagesim.spec",
         "sagesim.problem",

@@ -261,7 +261,7 @@ def attribute(
     forward. Heads are computed in groups, so that memory does not grow with their number.
 
     Args:
-        q, k, v, do, options: as for `sagesim.trace`.
+        q, k, v, do, options: as for `sagesim.trace`, which under autocast casts them.
         base: the spec.
         sample: measure only some heads and queries; see `sagesim.analysis.Sample`. Default: all.
         progress: called after each run of each part; see `run_count`.
@@ -281,7 +281,8 @@ def attribute(
         raise TypeError("attribute has no argument 'spec'; its spec is called base")
     check_type("sample", sample, Sample | None, "a sagesim.analysis.Sample or None")
     problem = AttentionProblem.of(q, k, v, do, **options)
-    flatten(problem, base).check_gradient(problem.gradient)
+    flatten(problem, base)
+    problem.check_gradient()
     for name, tensor in problem.tensors.items():
         if not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} holds NaN or Inf; attribution needs finite tensors")

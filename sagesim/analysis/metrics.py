@@ -191,7 +191,12 @@ def pool_errors(measured: Sequence[Mapping[str, Error]]) -> dict[str, Error]:
     NaN if one is NaN, and the smallest norm. A tensor that is zero in a layer, as its gradients are
     if dO is zero, has no error there: the layer is left out for this tensor, unless it is zero in
     all layers.
+
+    Raises:
+        ValueError: if there is none.
     """
+    if not measured:
+        raise ValueError("there are no errors to pool")
 
     def pooled(every: Sequence[Error]) -> Error:
         several = [e for e in every if not e.is_of_zeros] or every

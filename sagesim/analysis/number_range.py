@@ -78,15 +78,21 @@ def _of_problem(
         yield from map_range_losses(trace(part, spec=spec))
 
 
-def token_range_losses(problem: AttentionProblem, spec: AttentionSpec) -> Iterator[RangeLoss]:
+@torch.no_grad()
+def token_range_losses(problem: AttentionProblem, spec: AttentionSpec) -> list[RangeLoss]:
     """The range losses of Q, K, V and dO."""
+    problem = problem.autocast()
     x = flatten(problem, spec)
+    problem.check_gradient()
     smoothed, do = SmoothedQK.of(x, slice(None)), x.flatten_queries(problem.gradient)
     tensors = {"q": smoothed.q, "k": smoothed.k, "v": x.v, "do": do}
-    for site in SITES:
-        for tensor in OPERANDS[site]:
-            if tensor in tensors:
-                yield from _losses(x.spec, site, tensor, tensors[tensor])
+    return [
+        loss
+        for site in SITES
+        for tensor in OPERANDS[site]
+        if tensor in tensors
+        for loss in _losses(x.spec, site, tensor, tensors[tensor])
+    ]
 
 
 def map_range_losses(traced: Trace) -> Iterator[RangeLoss]:

@@ -19,8 +19,10 @@ def pool(attributions: Sequence[Attribution]) -> Attribution:
     `pool_errors`.
 
     Raises:
-        ValueError: if the base specs differ.
+        ValueError: if there is none, or the base specs differ.
     """
+    if not attributions:
+        raise ValueError("there is no attribution to pool")
     first, *others = attributions
     if any(a.base != first.base for a in others):
         raise ValueError("attributions to be pooled need one base spec; theirs differ")

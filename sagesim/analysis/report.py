@@ -213,6 +213,7 @@ def render(layers: Sequence[Layer], *, capture: Capture, name: str, command: str
         command: the command line that made the report.
 
     Raises:
+        ValueError: if there are no layers, or their base specs differ.
         ModuleNotFoundError: if the package jinja2 is not installed.
     """
     environment = templates()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sagesim.checks import check_type
 from sagesim.problem import AttentionProblem
 from sagesim.spec import AttentionSpec
 
@@ -34,6 +35,7 @@ class Sample:
         K and the scales of K and V that a head shares would be others.
 
     Raises:
+        TypeError: if one is neither an integer nor None.
         ValueError: if a number is not positive.
     """
 
@@ -43,6 +45,7 @@ class Sample:
     def __post_init__(self) -> None:
         for name in ("heads", "rows"):
             number = getattr(self, name)
+            check_type(name, number, int | None, "an integer or None")
             if number is not None and number < 1:
                 raise ValueError(f"{name}={number} is not a positive number")
 

@@ -41,8 +41,8 @@ class Setting:
     none of their first 100,000 draws.
 
     Raises:
-        ValueError: if seed is not in 0..2^32-1. PyTorch's generator on a CPU has no more states to
-            begin with.
+        ValueError: if tokens, head_dim or draws is not in 1..2^24, or seed is not in 0..2^32-1.
+            PyTorch's generator on a CPU has no more states to begin with.
     """
 
     tokens: int = 2048
@@ -52,6 +52,9 @@ class Setting:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("tokens", "head_dim", "draws"):
+            if not 1 <= (number := getattr(self, name)) <= 2**24:
+                raise ValueError(f"{name}={number} is not in 1..2**24")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} is not in 0..2**32-1")
 
@@ -70,5 +73,5 @@ def gaussian_errors(sigma: float, spec: AttentionSpec, setting: Setting) -> Comp
     >>> gaussian_errors(1.0, spec, Setting(tokens=64)).overall["dq"].rel_l2 < 1e-5
     True
     """
-    problems = [setting.problem(sigma, draw) for draw in range(setting.draws)]
+    problems = (setting.problem(sigma, draw) for draw in range(setting.draws))
     return Comparison.joined([compare(trace(x, spec=spec), exact(x)) for x in problems])

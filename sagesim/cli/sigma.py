@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> None:
         if sigma > 1e6:
             raise Failure(f"--sigmas: {sigma:g} is above 1e6; float32 logits could overflow")
     for name in ("tokens", "head_dim", "draws"):
-        if getattr(args, name) < 1:
-            raise Failure(f"--{name.replace('_', '-')} must be at least 1")
+        if not 1 <= (number := getattr(args, name)) <= 2**24:
+            raise Failure(f"--{name.replace('_', '-')} {number} is not in 1..2**24")
     if not 0 <= args.seed < 2**32:
         raise Failure(f"--seed {args.seed} is not in 0..2**32-1")
 

@@ -3,7 +3,7 @@
 from sagesim.emulator.autograd import attention
 from sagesim.emulator.forward import SmoothedQK
 from sagesim.emulator.hooks import Hooks, Place
-from sagesim.emulator.layout import DTYPES, FlatProblem, flatten
+from sagesim.emulator.layout import FlatProblem, flatten
 from sagesim.emulator.passes import Passes, plain_float32, run, run_backward, run_forward
 from sagesim.emulator.qk_norm import QKNorm
 from sagesim.emulator.quantization import (
@@ -26,7 +26,6 @@ from sagesim.emulator.tracing import ForwardSoftmax, Recorder, Trace, Vanished, 
 __all__ = [
     "CODE_MAX",
     "COLUMN",
-    "DTYPES",
     "ROW",
     "SHARED_AXES",
     "Exact",

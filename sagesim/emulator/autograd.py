@@ -10,7 +10,7 @@ from torch.autograd import Function
 
 from sagesim.emulator.layout import FlatProblem, flatten
 from sagesim.emulator.passes import run_backward, run_forward
-from sagesim.problem import NO_WINDOW, AttentionProblem, CausalAlignment, autocast
+from sagesim.problem import NO_WINDOW, AttentionProblem, CausalAlignment
 from sagesim.shapes import Bool, Float
 from sagesim.spec import FACTORED_QK, AttentionSpec
 
@@ -82,7 +82,7 @@ def attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    tensors = (*autocast(problem.q, problem.k, problem.v), problem.sinks)
+    tensors = (problem.q, problem.k, problem.v, problem.sinks)
     out: Tensor = _Attention.apply(*tensors, problem, spec)
     return out
 

@@ -34,7 +34,7 @@ class Gradients:
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    dsinks: Tensor | None  #: [Z]; None without sinks
+    dsinks: Tensor | None  #: [Z] in float64; None without sinks
 
 
 def backward(
@@ -46,7 +46,7 @@ def backward(
         do, o: [Z, n_q, d_v]; o as the forward returned it, rounded to the caller's dtype.
         lse_smoothed: [Z, n_q], see `ForwardResult`.
     """
-    dsinks = None if x.sinks is None else torch.zeros_like(x.sinks)
+    dsinks = None if x.sinks is None else torch.zeros_like(x.sinks, dtype=torch.float64)
     grads = Gradients(torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v), dsinks)
     if x.grid.n_q == 0 or x.grid.n_k == 0:
         return grads
@@ -136,8 +136,7 @@ def _backward_heads(
 
     hooks.delta(heads, delta[:, : grid.n_q])
     if p_sink is not None and grads.dsinks is not None:
-        of_rows = p_sink * delta
-        grads.dsinks[heads] = -of_rows.double().sum(1).to(of_rows.dtype)
+        grads.dsinks[heads] = -(p_sink * delta).double().sum(1)
     grads.dk[heads] = dk[:, : grid.n_k] * x.scale
     grads.dv[heads] = dv[:, : grid.n_k]
 

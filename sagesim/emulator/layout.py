@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from sagesim.emulator.tiling import Grid
-from sagesim.problem import (
-    AttentionProblem,
-    check_scale,
-    check_spec,
-    check_tensors,
-    resolve_input16,
-)
+from sagesim.problem import AttentionProblem, check_spec, resolve_input16
 from sagesim.spec import AttentionSpec
-
-DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""The dtypes of q, k, v and do that the emulator takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,32 +49,18 @@ class FlatProblem:
         x = x.unflatten(0, (*self.heads[:-1], self.heads[-1] // self.groups, self.groups))
         return x.sum(len(self.heads))
 
-    def check_gradient(self, do: Tensor) -> None:
-        """Raise ValueError unless do has the shape and dtype of the output."""
-        shape = (*self.heads, self.grid.n_q, self.v.shape[-1])
-        if do.shape != shape or do.dtype != self.dtype:
-            raise ValueError(
-                f"do is {do.dtype} {tuple(do.shape)}; the gradient of o is {self.dtype} {shape}"
-            )
-
 
 def flatten(problem: AttentionProblem, spec: AttentionSpec) -> FlatProblem:
     """Check a problem and a spec, and return the problem laid out for the emulator.
 
     Raises:
-        TypeError: if dtypes differ or are not floating, spec is not an AttentionSpec, or scale is
-            not a number.
-        ValueError: if shapes or devices do not fit each other, or an option does not fit the
-            tensors or the other options.
+        TypeError, ValueError: as `AttentionProblem.check`; TypeError also if spec is not an
+            AttentionSpec.
     """
-    q, k, v = problem.q, problem.k, problem.v
     check_spec(spec)
-    check_scale(problem.scale)
-    groups = check_tensors(q, k, v, enable_gqa=problem.enable_gqa)
-    if q.dtype not in DTYPES:
-        raise TypeError(f"q, k and v are {q.dtype}; float16, bfloat16, float32 or float64 needed")
+    groups = problem.check()
+    q, k, v = problem.q, problem.k, problem.v
     n_q, n_k = q.shape[-2], k.shape[-2]
-    problem.check_options()
     mask, key_mask, sinks = problem.attn_mask, problem.key_mask, problem.sinks
     if mask is not None:
         mask = _flat_mask(mask, (*q.shape[:-1], n_k))
@@ -122,15 +98,9 @@ def _flat_key_mask(key_mask: Tensor, q: Tensor) -> Tensor:
 
 def _flat_mask(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A boolean mask broadcastable to [*heads, n_q, n_k] as [Z or 1, n_q, n_k]."""
-    try:
-        full = mask.expand(shape)
-    except RuntimeError:
-        raise ValueError(
-            f"attn_mask of shape {tuple(mask.shape)} does not broadcast to {shape}"
-        ) from None
     if all(size == 1 for size in mask.shape[:-2]):
         return mask.reshape(mask.shape[-2:]).expand(shape[-2:])[None]
-    return full.reshape(math.prod(shape[:-2]), *shape[-2:])
+    return mask.expand(shape).reshape(math.prod(shape[:-2]), *shape[-2:])
 
 
 def _flatten(x: Tensor, dtype: torch.dtype, valid: Tensor) -> Tensor:

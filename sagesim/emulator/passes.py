@@ -37,10 +37,8 @@ class Passes:
 def run(x: FlatProblem, do: Tensor, hooks: Hooks = NO_HOOKS) -> Passes:
     """Compute o and the gradients for the gradient do of o, as `attention` and its backward do.
 
-    Raises:
-        ValueError: if do does not have the shape and dtype of o.
+    do: of the shape and dtype of o.
     """
-    x.check_gradient(do)
     o, result = run_forward(x, hooks)
     grads = run_backward(x, do, o, result.lse_smoothed, hooks)
     return Passes(o, *grads, result.lse, result.lse_smoothed)
@@ -58,8 +56,8 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return dq, dk and dv in the caller's shapes and dtype, and dsinks.
 
-    do and o have the caller's shape. dsinks is [heads] in the computing dtype, summed over the
-    batch; None without sinks.
+    do and o have the caller's shape. dsinks is [heads], summed over the batch, in float64: the
+    caller rounds it to the dtype of the sinks. None without sinks.
     """
     with torch.no_grad(), plain_float32(x.q.device.type):
         grads = backward(x, x.flatten_queries(do), x.flatten_queries(o), lse_smoothed, hooks)
@@ -68,8 +66,7 @@ def run_backward(
         dsinks = grads.dsinks
         if dsinks is not None:
             *batch, heads = x.heads
-            summed = dsinks.double().reshape(math.prod(batch), heads).sum(0)
-            dsinks = summed.to(dsinks.dtype)
+            dsinks = dsinks.reshape(math.prod(batch), heads).sum(0)
         return dq, dk, dv, dsinks
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from sagesim.checks import check_type
-from sagesim.emulator.rounding import CODE_MAX, FLOAT8_DTYPE, round_codes_
+from sagesim.emulator.rounding import CODE_MAX, FLOAT8_DTYPE, STREAMS, round_codes_
+from sagesim.problem import check_is_tensor
 from sagesim.shapes import Float
 from sagesim.spec import HALF_EVEN, Granularity, Precision, Rounding
 
@@ -220,6 +221,7 @@ def scales(amax: Tensor, code_max: float | Tensor) -> tuple[Tensor, Tensor]:
     return scale, inverse.masked_fill_(overflows, 0.0)
 
 
+@torch.no_grad()
 def quantize(
     x: Float[Tensor, "*heads n d"],
     how: Granularity,
@@ -231,23 +233,27 @@ def quantize(
 ) -> QTensor:
     """Round x to INT8 or FP8 codes with one scale per region.
 
+    Not differentiable: codes and scale require no gradient.
+
     Args:
-        x: finite, of any floating dtype; computed in float32. For a map granularity, n is the
-            number of queries and d the number of keys.
+        x: finite in float32, in which it is computed; of any floating dtype. For a map granularity,
+            n is the number of queries and d the number of keys.
         how: the granularity, which elements share a scale.
         block: tokens per block; (block_q, block_k) for a map granularity.
         precision: INT8 or one of the FP8 formats.
-        tensor: the name of the tensor, such as "q"; each has other random numbers in stochastic
+        tensor: "q", "k", "v", "do", "p" or "ds"; each has other random numbers in stochastic
             rounding.
 
     Returns:
         codes in the shape of x, and scale, float32 and broadcastable to codes; see `QTensor`.
 
     Raises:
-        TypeError: if how is not a Granularity.
-        ValueError: if x is empty, not finite or has fewer than two axes, if the precision has no
-            scale, if the block is not positive or does not fit the granularity, or if the
-            granularity is `PerRowBound`, because x does not determine the bound.
+        TypeError: if x is no dense tensor of a floating dtype, or how, precision or rounding is not
+            of its type.
+        ValueError: if x is empty, not finite in float32 or has fewer than two axes, if the
+            precision has no scale, if the block is not positive or does not fit the granularity, if
+            there is no such tensor, or if the granularity is `PerRowBound`, because x does not
+            determine the bound.
 
     Source: arXiv 2603.02170, Algorithm 1, line 3 (psi). Differs in: there is no epsilon, and a
     region of zeros has scale 1.
@@ -256,24 +262,42 @@ def quantize(
     >>> q.codes.tolist(), q.scale.tolist()
     ([[1, -127], [127, 32]], [[1.0], [2.0]])
     """
+    check_is_tensor("x", x)
     check_type("how", how, Granularity, "a sagesim.Granularity")
+    check_type("precision", precision, Precision, "a sagesim.Precision")
+    check_type("rounding", rounding, Rounding, "a sagesim.Rounding")
+    if not x.is_floating_point():
+        raise TypeError(f"x is {x.dtype}; it must have a floating dtype")
     if x.ndim < 2 or x.numel() == 0:
         raise ValueError(f"x must be [..., n, d] and not empty; it has shape {tuple(x.shape)}")
     if not precision.is_scaled:
         raise ValueError(f"precision {precision.value!r} has no scale; use INT8 or FP8")
     if how is Granularity.PerRowBound:
         raise ValueError("granularity 'row_bound': x does not determine the bound on its rows")
-    if how.is_map == isinstance(block, int):
-        wanted = "(block_q, block_k)" if how.is_map else "a number of tokens"
-        raise ValueError(f"granularity {how.value!r} takes block={wanted}; got {block!r}")
-    if not bool(x.isfinite().all()):
-        raise ValueError(f"x of shape {tuple(x.shape)} holds NaN or infinity; it must be finite")
-    rows, columns = (block, x.shape[-1]) if isinstance(block, int) else block
-    if min(rows, columns) < 1:
-        raise ValueError(f"block {block!r} is not a positive number of tokens")
+    if tensor not in STREAMS:
+        raise ValueError(f"tensor is {tensor!r}; it must be one of {', '.join(STREAMS)}")
     n, m = x.shape[-2:]
-    operand = encode(to_tiles(x.float(), rows, columns), precision, how, rounding, tensor)
-    return as_qtensor(operand, n, m)
+    rows, columns = _tile_sizes(block, how, m)
+    x = x.float()
+    if not bool(x.isfinite().all()):
+        raise ValueError(f"x of shape {tuple(x.shape)} is not finite in float32")
+    return as_qtensor(encode(to_tiles(x, rows, columns), precision, how, rounding, tensor), n, m)
+
+
+def _tile_sizes(block: int | tuple[int, int], how: Granularity, m: int) -> tuple[int, int]:
+    """The rows and columns of a tile of a tensor [..., n, m].
+
+    Raises:
+        ValueError: if the block is not positive or does not fit the granularity.
+    """
+    match block if how.is_map else (block, m):
+        case (int() as rows, int() as columns):
+            if min(rows, columns) < 1:
+                raise ValueError(f"block {block!r} is not a positive number of tokens")
+            return rows, columns
+        case _:
+            wanted = "(block_q, block_k)" if how.is_map else "a number of tokens"
+            raise ValueError(f"granularity {how.value!r} takes block={wanted}; got {block!r}")
 
 
 def as_qtensor(operand: Operand, n: int, m: int) -> QTensor:

@@ -58,19 +58,17 @@ def exact(
 ) -> Exact:
     """Compute attention and its gradients by their definitions in float64, with whole maps.
 
-    Args: those of `sagesim.attention`, and do, the gradient of o. Or one `AttentionProblem`.
+    Args: those of `sagesim.attention`, and do, the gradient of o. Or one `AttentionProblem`. Under
+        autocast they are first cast, as `sagesim.trace` casts them.
 
     Raises:
-        TypeError, ValueError: if an option does not fit the tensors or the others, heads differ, or
-            do is None.
-        RuntimeError: if PyTorch cannot multiply or broadcast the shapes.
+        TypeError, ValueError: as `sagesim.trace`.
 
     >>> x = exact(*torch.randn(4, 1, 1, 8, 4))
     >>> bool(x.ds.sum(-1).abs().max() < 1e-12)
     True
     """
-    problem = AttentionProblem.of(q, k, v, do, **options)
-    return _exact(problem, None)
+    return _exact(AttentionProblem.of(q, k, v, do, **options), None)
 
 
 def exact_backward(problem: AttentionProblem, forward: SoftmaxOfForward) -> Exact:
@@ -98,6 +96,7 @@ def exact_backward(problem: AttentionProblem, forward: SoftmaxOfForward) -> Exac
     >>> compare(t, exact_backward(problem, t)).overall["p"].rel_l2
     0.0
     """
+    problem = problem.autocast()
     shape = (*problem.q.shape[:-1], problem.k.shape[-2])
     if forward.p.shape != shape:
         raise ValueError(
@@ -108,17 +107,13 @@ def exact_backward(problem: AttentionProblem, forward: SoftmaxOfForward) -> Exac
 
 def _exact(problem: AttentionProblem, forward: SoftmaxOfForward | None) -> Exact:
     """The gradients for the exact P, or for that of a forward."""
-    attends = problem.attends
+    groups = problem.check()
+    problem.check_gradient()
+    attends, scale = problem.attends, problem.logit_scale
     q, k, v, do = (x.detach().double() for x in problem.qkvdo)
-    groups = 1
-    if problem.enable_gqa and min(q.ndim, k.ndim) > 2 and k.shape[-3]:
-        groups = q.shape[-3] // k.shape[-3]
     if groups > 1:
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
-    if q.shape[:-2] != k.shape[:-2]:
-        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} differ in heads")
     n_k = k.shape[-2]
-    scale = 1 / math.sqrt(q.shape[-1]) if problem.scale is None else problem.scale
 
     # Padding may hold anything. Without this, 0 * NaN would carry a NaN into the results.
     q, do = (x.masked_fill(~attends.any(-1)[..., None], 0.0) for x in (q, do))

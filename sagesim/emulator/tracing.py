@@ -18,6 +18,7 @@ from sagesim.emulator.passes import run
 from sagesim.emulator.quantization import Operand, QTensor, as_qtensor, from_tiles
 from sagesim.emulator.tiling import Panel
 from sagesim.problem import AttentionOptions, AttentionProblem
+from sagesim.read_only import reduce_read_only
 from sagesim.shapes import Float
 from sagesim.short_repr import short_repr
 from sagesim.spec import AttentionSpec
@@ -57,8 +58,8 @@ class Vanished(NamedTuple):
 class Trace:
     """Every intermediate of one emulated attention; maps are [*heads, n_q, n_k].
 
-    Float32 (float64 for float64 inputs), except o, dq, dk, dv, which have the inputs' dtype. No
-    tensor requires a gradient.
+    Float32 (float64 for float64 inputs), except o and the gradients dq, dk, dv and dsinks, which
+    have the dtypes of the inputs. No tensor requires a gradient.
     Masked entries are -inf in s and 0 in p, dp and ds. With a softcap, s is the capped logits, and
     ds the gradient of the logits before the cap.
     """
@@ -74,7 +75,7 @@ class Trace:
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    dsinks: Tensor | None  #: [heads], in the computing dtype; None without sinks
+    dsinks: Tensor | None  #: [heads]; None without sinks
     s_recompute: Tensor  #: the backward's logits; equal to s if qk_recompute equals qk
     p_recompute: Tensor  #: the backward's P, exp(s_recompute - lse), before it is rounded for dV
     operands: Mapping[str, QTensor]
@@ -87,6 +88,7 @@ class Trace:
     """By the same keys, how much of each operand becomes 0 when it is rounded to codes."""
 
     __repr__ = short_repr
+    __reduce__ = reduce_read_only
 
 
 def trace(
@@ -100,13 +102,14 @@ def trace(
 ) -> Trace:
     """Run attention and its backward under `spec` and return every intermediate.
 
-    o, dq, dk and dv are bit-identical to those of `attention` and its backward for the gradient do
-    of o. Whole maps are stored: memory grows with n_q * n_k, by about 40 bytes per entry.
+    o, dq, dk, dv and dsinks are bit-identical to those of `attention` and its backward for the
+    gradient do of o, also under autocast. Whole maps are stored: memory grows with n_q * n_k, by
+    about 45 bytes per entry, and by 60 while it runs.
 
     Args: those of `sagesim.attention`, and do, the gradient of o. Or one `AttentionProblem`.
 
-    Raises: as `sagesim.attention`. Also ValueError if do is missing or differs from o in shape or
-        dtype.
+    Raises: as `sagesim.attention`. Also TypeError if do is no dense tensor, and ValueError if it is
+        missing or differs from o in shape, dtype or device.
 
     >>> from sagesim import SAGEBWD
     >>> t = trace(*torch.randn(4, 1, 1, 8, 4), spec=SAGEBWD)
@@ -115,9 +118,13 @@ def trace(
     """
     problem = AttentionProblem.of(q, k, v, do, **options)
     x = flatten(problem, spec)
+    problem.check_gradient()
     recorder = Recorder(x, maps=frozenset(_MASKED_VALUE), operands=True)
     passes = run(x, problem.gradient, recorder)
     forward = ForwardSoftmax.of(x, recorder.maps["s"], passes.lse_smoothed, passes.lse)
+    dsinks = passes.dsinks
+    if dsinks is not None and problem.sinks is not None:
+        dsinks = dsinks.to(problem.sinks.dtype)
     operands = recorder.quantized()
     before = recorder.before_rounding(problem.gradient)
     return Trace(
@@ -132,7 +139,7 @@ def trace(
         dq=passes.dq,
         dk=passes.dk,
         dv=passes.dv,
-        dsinks=passes.dsinks,
+        dsinks=dsinks,
         s_recompute=x.query_heads(_before_smoothing(x, recorder.maps["s_recompute"])),
         p_recompute=x.query_heads(recorder.maps["p_recompute"]),
         operands=MappingProxyType(operands),

@@ -91,7 +91,7 @@ def main() -> None:
     function, spec, device = pickle.load(sys.stdin.buffer)
     try:
         attention: Any = pkgutil.resolve_name(function)
-    except Exception as error:  # whatever the import of the user's module raises
+    except (Exception, SystemExit) as error:  # whatever the import of the user's module raises
         _send(results, f"{type(error).__name__}: {error}")
         return
     _send(results, None)

@@ -57,10 +57,10 @@ def judge(
     spec: AttentionSpec,
     device: str | torch.device,
 ) -> Outcome:
-    """Run a case in this process. An exception of the kernel is an outcome."""
+    """Run a case in this process. An exception of the kernel, and its exit, are outcomes."""
     try:
         called = call_with(case, attention, device)
-    except Exception as error:  # any exception of the kernel is a failure to report
+    except (Exception, SystemExit) as error:  # whatever the kernel raises is to be reported
         # A fault of a device is raised by PyTorch or Triton, whichever notices it first. Both raise
         # kinds of RuntimeError.
         name = type(error).__name__

@@ -80,7 +80,7 @@ class Trials:
         """The kernel's outputs, from a call in this process; None if something else is wrong."""
         try:
             called = call_with(case, self._attention, self.device)
-        except Exception:  # any exception of the kernel
+        except (Exception, SystemExit):  # whatever the kernel raises
             return None
         return None if called.problems else called.outputs
 

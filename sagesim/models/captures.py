@@ -9,6 +9,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -16,10 +17,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from sagesim.emulator import DTYPES
 from sagesim.files import replacing
 from sagesim.printable import printable
-from sagesim.problem import AttentionProblem
+from sagesim.problem import DTYPES, AttentionProblem, check_is_tensor
+from sagesim.read_only import reduce_read_only
 from sagesim.short_repr import short_repr
 
 _KEY: Final = "sagesim.capture"
@@ -40,9 +41,9 @@ class Call(AttentionProblem):
     """A recorded SDPA call: an attention problem with the gradient that reached its output.
 
     q [b, h, n_q, d], k [b, h_kv, n_k, d], v [b, h_kv, n_k, d_v] and do [b, h, n_q, d_v] are
-    finite and of one dtype of `sagesim.emulator.DTYPES`. attn_mask is boolean with four axes,
+    finite and of one dtype of `sagesim.problem.DTYPES`. attn_mask is boolean with four axes,
     broadcastable to [b, h, n_q, n_k]. sinks has a dtype of `DTYPES`. The other options fit the
-    tensors. scale is finite.
+    tensors.
 
     index: number of the call in the recorded forward, from 0; see `sagesim.capture`.
     name: name of the module that made the call.
@@ -67,21 +68,26 @@ class Call(AttentionProblem):
             raise ValueError(f"name {self.name!r} of a call is not Unicode text")
         if type(self.index) is not int or not 0 <= self.index < 2**31:
             raise ValueError(f"index {self.index!r} of a call is not in 0..2**31-1")
+        try:
+            self._check()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self}: {error}") from None
         if self.scale is not None:
-            if not math.isfinite(self.scale):
-                raise ValueError(f"{self}: scale={self.scale} is not finite")
             object.__setattr__(self, "scale", float(self.scale))  # JSON has no NumPy numbers
-        (q, k, v, do), mask = self.qkvdo, self.attn_mask
-        for name, x in self.tensors.items():
+
+    def _check(self) -> None:
+        q, k, v, do = given = tuple(getattr(self, name) for name in _FLOATS)
+        for name, x in (*zip(_FLOATS, given, strict=True), *self.tensors.items()):
+            check_is_tensor(name, x)
             if x.ndim != 4 and name not in ("key_mask", "sinks"):
-                raise ValueError(f"{self}: {name} has shape {tuple(x.shape)}, not [b, h, n, d]")
+                raise ValueError(f"{name} has shape {tuple(x.shape)}, not [b, h, n, d]")
             if name in (*_FLOATS, "sinks") and x.dtype not in DTYPES:
                 known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-                raise ValueError(f"{self}: {name} is {x.dtype}; the emulator takes {known}")
+                raise ValueError(f"{name} is {x.dtype}; the emulator takes {known}")
             if name in _FLOATS and x.dtype != q.dtype:
-                raise ValueError(f"{self}: {name} is {x.dtype}, q is {q.dtype}")
+                raise ValueError(f"{name} is {x.dtype}, q is {q.dtype}")
             if not x.isfinite().all():
-                raise ValueError(f"{self}: {name} holds NaN or Inf")
+                raise ValueError(f"{name} holds NaN or Inf")
         h, h_kv = q.shape[1], k.shape[1]
         is_grouped = self.enable_gqa and h_kv > 0 and h % h_kv == 0
         if (
@@ -91,16 +97,8 @@ class Call(AttentionProblem):
             or not (h == h_kv or is_grouped)
         ):
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in self.tensors.items())
-            raise ValueError(f"{self}: shapes do not fit: {shapes}, enable_gqa={self.enable_gqa}")
-        try:
-            self.check_options()
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{self}: {error}") from None
-        if mask is None:
-            return
-        full = (*q.shape[:3], k.shape[2])
-        if any(size not in (1, whole) for size, whole in zip(mask.shape, full, strict=True)):
-            raise ValueError(f"{self}: attn_mask {tuple(mask.shape)} does not broadcast to {full}")
+            raise ValueError(f"shapes do not fit: {shapes}, enable_gqa={self.enable_gqa}")
+        self.check_options()
 
     __repr__ = short_repr
 
@@ -140,6 +138,7 @@ class Capture:
     torch_version: str
 
     __repr__ = short_repr
+    __reduce__ = reduce_read_only
 
     def __post_init__(self) -> None:
         if not self.calls:
@@ -149,6 +148,7 @@ class Capture:
             if (other := first.setdefault(call.index, call)) is not call:
                 raise ValueError(f"two calls have index {call.index}: {other} and {call}")
         check_loss_scale(self.loss_scale)
+        object.__setattr__(self, "loss_scale", float(self.loss_scale))
         if not _is_text(self.torch_version):
             raise ValueError(f"torch_version {self.torch_version!r} is not Unicode text")
         object.__setattr__(self, "source", MappingProxyType(json_copy(self.source)))
@@ -213,25 +213,27 @@ class Capture:
 
         Raises:
             ModuleNotFoundError: if the package safetensors is not installed.
-            ValueError: if there is no such file, it is not a safetensors file, its metadata do not
-                describe a capture, or a tensor is missing, surplus, of another shape or dtype than
-                the metadata say, or not finite. The message is one line and names the path and the
-                problem.
+            ValueError: if there is no such file, it cannot be read, it is not a safetensors file,
+                its metadata do not describe a capture, or a tensor is missing, surplus, of another
+                shape or dtype than the metadata say, or not finite. The message is one line and
+                names the path and the problem.
         """
         import safetensors
 
         path = Path(path)
         shown = printable(str(path))
-        if path.is_dir():
-            raise ValueError(
-                f"{shown}: a directory, not a capture; `sagesim capture` makes one from a model"
-            )
-        if not path.is_file():
-            raise ValueError(f"{shown}: no such file")
         try:
+            if path.is_dir():
+                raise ValueError(
+                    f"{shown}: a directory, not a capture; `sagesim capture` makes one from a model"
+                )
+            if not path.is_file():
+                raise ValueError(f"{shown}: no such file")
             with safetensors.safe_open(path, framework="pt") as file:
                 metadata: dict[str, str] = file.metadata() or {}
                 tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except OSError as error:
+            raise ValueError(f"{shown}: cannot be read: {error.strerror or error}") from error
         except safetensors.SafetensorError as error:
             raise ValueError(
                 f"{shown}: not a readable safetensors file: {printable(str(error))}"
@@ -293,10 +295,11 @@ class Capture:
         )
 
 
-def check_loss_scale(loss_scale: float) -> None:
-    """Raise ValueError unless it is a power of two."""
-    if not loss_scale > 0 or math.frexp(loss_scale)[0] != 0.5:
-        raise ValueError(f"loss_scale={loss_scale} is not a power of two")
+def check_loss_scale(loss_scale: object) -> None:
+    """Raise ValueError unless it is a number that is a power of two."""
+    number: Any = loss_scale
+    if not (isinstance(loss_scale, Real) and number > 0 and math.frexp(number)[0] == 0.5):
+        raise ValueError(f"loss_scale={loss_scale!r} is not a power of two")
 
 
 def json_copy(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -374,6 +377,6 @@ def _float(entry: Any, key: str) -> float:
         raise ValueError(f"metadata field {key!r} is beyond the range of float64") from None
 
 
-def _is_text(x: str) -> bool:
-    """Whether no character is half of a surrogate pair."""
-    return not any("\ud800" <= c <= "\udfff" for c in x)
+def _is_text(x: object) -> bool:
+    """Whether x is a string and no character is half of a surrogate pair."""
+    return isinstance(x, str) and not any("\ud800" <= c <= "\udfff" for c in x)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import reprlib
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from numbers import Integral
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from sagesim.checks import check_type
 from sagesim.models.call_list import CallList
 from sagesim.models.captures import Call, Capture, check_loss_scale, json_copy
 from sagesim.models.sdpa_mode import SdpaCall, sdpa_calls
-from sagesim.problem import autocast, recognised
+from sagesim.problem import check_tensors, recognised
 
 
 class Recording:
@@ -83,11 +86,12 @@ def capture(
         source: provenance as JSON values. Recorded.
 
     Raises:
+        TypeError: at once, if an argument has another type.
         ValueError: at once, if loss_scale is not a power of two, source is not JSON, or a limit
             selects nothing. At a call that is not supported (dropout, a mask of numbers other than
-            0 and -inf, nested tensors, need_weights=True, other than four axes) or has no such item
-            of `batch` or `heads`; the message names the call. At the end of the context, if an item
-            of `layers` matched no call.
+            0 and -inf, nested tensors, need_weights=True, other than four axes, a broadcast batch)
+            or has no such item of `batch` or `heads`; the message names the call. At the end of the
+            context, if an item of `layers` matched no call.
         RuntimeError: at a call whose output needs no gradient, a call that is made a second time,
             or a second backward. At the end of the context, if no call was made or another thread
             entered it.
@@ -99,6 +103,8 @@ def capture(
     >>> call.name, call.q.shape, call.k.shape
     ('self_attn', torch.Size([1, 4, 5, 8]), torch.Size([1, 4, 10, 8]))
     """
+    check_type("model", model, nn.Module | None, "a torch.nn.Module or None")
+    _check_items("layers", layers, Collection, int | str, "a collection of indices and names")
     selection = _Selection(batch, heads, tokens)
     check_loss_scale(loss_scale)
     recording = Recording(loss_scale, json_copy(source or {}))
@@ -147,16 +153,22 @@ class _Selection:
 
     def __post_init__(self) -> None:
         for name, wanted in (("batch", self.batch), ("heads", self.heads)):
+            _check_items(name, wanted, Sequence, Integral, "a sequence of integers")
             if wanted is not None and len(wanted) == 0:
                 raise ValueError(f"{name}={wanted} selects nothing")
+        check_type("tokens", self.tokens, int | None, "an integer or None")
         if self.tokens is not None and self.tokens < 1:
             raise ValueError(f"tokens={self.tokens} is not a positive number of tokens")
 
     def check(self, call: SdpaCall) -> None:
-        """Raise ValueError unless the tensors have four axes and all selected items."""
+        """Raise ValueError unless the tensors fit and have four axes and all selected items."""
         for name, x in (("query", call.q), ("key", call.k), ("value", call.v)):
             if x.ndim != 4:
                 raise ValueError(f"{call}: {name} has shape {tuple(x.shape)}, not [b, h, n, d]")
+        try:
+            check_tensors(call.q, call.k, call.v, enable_gqa=call.enable_gqa)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{call}: {error}") from None
         for name, wanted, size in (
             ("batch", self.batch, call.q.shape[0]),
             ("heads", self.heads, call.k.shape[1]),
@@ -179,18 +191,18 @@ class _Pending:
     """A recorded call that waits for the gradient of its output."""
 
     def __init__(self, call: SdpaCall, selection: _Selection) -> None:
+        call = call.autocast()
         selection.check(call)
         self._groups = call.q.shape[1] // max(call.k.shape[1], 1)
         self._selection = selection
-        q, k, v = autocast(call.q, call.k, call.v)
         mask = call.attn_mask
         if mask is not None:
             mask = _copy(selection.queries(mask[(None,) * (4 - mask.ndim)], self._groups))
         selected = replace(
             call,
-            q=_copy(selection.queries(q, self._groups)),
-            k=_copy(selection.keys(k, call.is_causal)),
-            v=_copy(selection.keys(v, call.is_causal)),
+            q=_copy(selection.queries(call.q, self._groups)),
+            k=_copy(selection.keys(call.k, call.is_causal)),
+            v=_copy(selection.keys(call.v, call.is_causal)),
             attn_mask=mask,
         )
         self.call = recognised(selected)
@@ -215,6 +227,15 @@ class _Pending:
             index=call.index,
             name=call.name,
         )
+
+
+def _check_items(name: str, value: Any, kind: type, item: Any, needed: str) -> None:
+    """Raise TypeError unless value is None or a collection of such items. A string is none."""
+    if value is None:
+        return
+    is_one = isinstance(value, kind) and not isinstance(value, str)
+    if not (is_one and all(isinstance(each, item) for each in cast("Collection[Any]", value))):
+        raise TypeError(f"{name} is {reprlib.repr(value)}; it must be {needed}, or None")
 
 
 def _take(x: Tensor, axis: int, indices: Sequence[int] | None) -> Tensor:

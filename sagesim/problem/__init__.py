@@ -1,6 +1,7 @@
 """One attention problem: its tensors and options, and the checks of both."""
 
 from sagesim.problem.arguments import (
+    DTYPES,
     autocast,
     check_flag,
     check_is_tensor,
@@ -24,6 +25,7 @@ from sagesim.problem.options import NO_WINDOW, AttentionOptions, CausalAlignment
 from sagesim.problem.recognition import boolean_mask, recognised
 
 __all__ = [
+    "DTYPES",
     "NO_WINDOW",
     "AttentionOptions",
     "AttentionProblem",

@@ -12,6 +12,9 @@ from torch import Tensor
 from sagesim.checks import check_type
 from sagesim.spec import SITES, AttentionSpec, Precision, with_precision
 
+DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The dtypes of q, k, v and do that the emulator and the reference take."""
+
 _LARGEST: Final = 2.0**100
 
 

@@ -12,11 +12,19 @@ from typing import Any, Final, TypeVar, Unpack
 import torch
 from torch import Tensor
 
-from sagesim.problem.arguments import check_flag, check_is_tensor
+from sagesim.problem.arguments import (
+    DTYPES,
+    autocast,
+    check_flag,
+    check_is_tensor,
+    check_scale,
+    check_tensors,
+)
 from sagesim.problem.masks import (
     Band,
     check_alignment,
     check_key_padding,
+    check_mask,
     check_sinks,
     check_softcap,
     check_window,
@@ -73,7 +81,7 @@ class AttentionProblem:
         do: Tensor | None = None,
         **options: Unpack[AttentionOptions],
     ) -> AttentionProblem:
-        """The problem that the arguments of a public function describe.
+        """The problem that the arguments of a public function describe, cast as `autocast` says.
 
         If q is an AttentionProblem, this is it; else the problem is made from the arguments, and
         seqused_k becomes a key_mask.
@@ -81,7 +89,7 @@ class AttentionProblem:
         Raises:
             TypeError: if q is a problem and there are other arguments, if q, k or v is missing or
                 no tensor, or if there is no such option.
-            ValueError: if seqused_k does not fit the other tensors.
+            ValueError: if seqused_k is given, and the tensors do not fit each other.
         """
         if isinstance(q, AttentionProblem):
             given = [name for name, value in options.items() if not _is_default(name, value)]
@@ -90,7 +98,7 @@ class AttentionProblem:
                 raise TypeError(
                     f"q is an AttentionProblem; no other tensor or option is accepted{words}"
                 )
-            return q
+            return q.autocast()
         if k is None or v is None:
             missing = "k" if v is not None else "v" if k is not None else "k and v"
             raise TypeError(
@@ -102,10 +110,26 @@ class AttentionProblem:
         seqused_k = fields.pop("seqused_k", None)
         for name in fields.keys() - _DEFAULTS.keys():
             raise TypeError(_unknown(name))
-        if seqused_k is not None:
-            check_key_padding(fields.get("key_mask"), seqused_k, q, k)
-            fields["key_mask"] = mask_of_lengths(seqused_k, k.shape[-2])
-        return AttentionProblem(q=q, k=k, v=v, do=do, **fields)
+        problem = AttentionProblem(q=q, k=k, v=v, do=do, **fields).autocast()
+        if seqused_k is None:
+            return problem
+        check_tensors(problem.q, problem.k, problem.v, enable_gqa=problem.enable_gqa)
+        check_key_padding(problem.key_mask, seqused_k, q, k)
+        return replace(problem, key_mask=mask_of_lengths(seqused_k, k.shape[-2]))
+
+    def autocast(self: Problem) -> Problem:
+        """The problem with q, k and v as SDPA casts them, and do in the dtype of o.
+
+        Without autocast it is the problem itself.
+
+        Raises:
+            TypeError: if q, k or v is no dense tensor.
+        """
+        q, k, v = autocast(self.q, self.k, self.v)
+        if q is self.q and k is self.k and v is self.v:
+            return self
+        do = self.do.to(q.dtype) if isinstance(self.do, Tensor) else self.do
+        return replace(self, q=q, k=k, v=v, do=do)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -169,11 +193,41 @@ class AttentionProblem:
         """Whether an option besides attn_mask may keep a query from attending to a key."""
         return self.band != Band(None, None) or self.key_mask is not None
 
-    def check_options(self) -> None:
-        """Raise TypeError or ValueError, naming the option, unless the options fit the tensors.
+    def check(self) -> int:
+        """Check all but do; return the query heads per head of k.
 
-        The shape of attn_mask is not checked.
+        Raises:
+            TypeError: if dtypes differ or are not of `DTYPES`, or an option has another type.
+            ValueError: if shapes or devices do not fit each other, or an option does not fit the
+                tensors or the other options. The message names it.
         """
+        groups = check_tensors(self.q, self.k, self.v, enable_gqa=self.enable_gqa)
+        if self.q.dtype not in DTYPES:
+            raise TypeError(
+                f"q, k and v are {self.q.dtype}; float16, bfloat16, float32 or float64 needed"
+            )
+        self.check_options()
+        return groups
+
+    def check_gradient(self) -> None:
+        """Raise unless do is a tensor like the output o. For a problem that `check` has passed.
+
+        Raises:
+            TypeError: if do is no dense tensor.
+            ValueError: if do is None, or has another shape, dtype or device.
+        """
+        do, q, shape = self.gradient, self.q, (*self.q.shape[:-1], self.v.shape[-1])
+        check_is_tensor("do", do)
+        if do.shape != shape or do.dtype != q.dtype:
+            raise ValueError(
+                f"do is {do.dtype} {tuple(do.shape)}; the gradient of o is {q.dtype} {shape}"
+            )
+        if do.device != q.device:
+            raise ValueError(f"do is on {do.device}, q on {q.device}")
+
+    def check_options(self) -> None:
+        """Raise TypeError or ValueError, naming the option, unless the options fit the tensors."""
+        check_scale(self.scale)
         for name in ("is_causal", "enable_gqa"):
             check_flag(name, getattr(self, name))
         check_window(self.window)
@@ -182,12 +236,9 @@ class AttentionProblem:
         check_key_padding(self.key_mask, None, self.q, self.k)
         check_sinks(self.sinks, self.q)
         check_softcap(self.softcap)
+        check_mask(self.attn_mask, self.q, self.k)
         if self.attn_mask is None:
             return
-        if self.attn_mask.dtype is not torch.bool:
-            raise ValueError(
-                f"attn_mask is {self.attn_mask.dtype}; it must be boolean (True attends)"
-            )
         others = {"is_causal": self.is_causal, "window": tuple(self.window) != NO_WINDOW}
         others["key_mask"] = self.key_mask is not None
         for name in (name for name, given in others.items() if given):

@@ -131,6 +131,27 @@ def check_sinks(sinks: object, q: Tensor) -> None:
         raise ValueError(f"sinks is on {sinks.device}, q on {q.device}")
 
 
+def check_mask(mask: object, q: Tensor, k: Tensor) -> None:
+    """Raise unless mask is None or bool, broadcastable to [*heads, n_q, n_k], on the device of q.
+
+    Raises:
+        TypeError: if it is not a tensor.
+        ValueError: if its dtype, device or shape is another.
+    """
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attn_mask is {reprlib.repr(mask)}; it must be a tensor or None")
+    if mask.dtype is not torch.bool:
+        raise ValueError(f"attn_mask is {mask.dtype}; it must be boolean (True attends)")
+    if mask.device != q.device:
+        raise ValueError(f"attn_mask is on {mask.device}, q on {q.device}")
+    full = (*q.shape[:-1], k.shape[-2])
+    sizes = zip(reversed(mask.shape), reversed(full), strict=False)
+    if mask.ndim > len(full) or not all(size in (1, whole) for size, whole in sizes):
+        raise ValueError(f"attn_mask of shape {tuple(mask.shape)} does not broadcast to {full}")
+
+
 def check_key_padding(key_mask: object, seqused_k: object, q: Tensor, k: Tensor) -> None:
     """Raise unless key_mask is bool [*batch, n_k] or None, and seqused_k integers [*batch] or None.
 

@@ -34,8 +34,8 @@ def boolean_mask(mask: Tensor) -> Tensor:
 def recognised(problem: Problem) -> Problem:
     """The problem with options in place of attn_mask, if they mean the same.
 
-    The mask must be that of all heads. Any other mask remains, as a boolean one if it is a floating
-    mask of 0 and -inf. q has four axes.
+    The mask must be the same for all heads. Any other mask remains, as a boolean one if it is a
+    floating mask of 0 and -inf. q has four axes.
     """
     if problem.attn_mask is None:
         return problem
@@ -43,10 +43,13 @@ def recognised(problem: Problem) -> Problem:
     problem = replace(problem, attn_mask=mask)
     if mask.dtype is not torch.bool or problem.q.ndim != 4 or problem.is_masked_otherwise:
         return problem
-    (batch, _, n_q, _), n_k = problem.q.shape, problem.k.shape[-2]
+    (batch, heads, n_q, _), n_k = problem.q.shape, problem.k.shape[-2]
     mask = mask[(None,) * (4 - mask.ndim)] if mask.ndim < 4 else mask
-    fits = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] == 1
-    if not fits or mask.shape[2] not in (1, n_q) or mask.shape[3] not in (1, n_k):
+    full = (batch, heads, n_q, n_k)
+    fits = mask.ndim == 4 and all(
+        n in (1, whole) for n, whole in zip(mask.shape, full, strict=True)
+    )
+    if not fits or not torch.equal(mask, mask[:, :1].expand_as(mask)):
         return problem
     mask = mask[:, 0].expand(-1, n_q, n_k)
     keys = mask.any(1)

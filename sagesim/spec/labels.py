@@ -87,16 +87,18 @@ def _replace(spec: AttentionSpec, field: str, value: str) -> AttentionSpec:
                 raise _WordError("stochastic takes a seed (stochastic@7), the others take none")
             if not at:
                 return replace(spec, rounding=Rounding(mode))
-            if not (seed.isdecimal() and int(seed) < 2**32):
+            number = _integer(seed)
+            if number is None or number >= 2**32:
                 raise _WordError(f"{seed!r} is not a seed; use an integer in 0..{2**32 - 1}")
-            return replace(spec, rounding=Rounding.stochastic(int(seed)))
+            return replace(spec, rounding=Rounding.stochastic(number))
         case "delta":
             return replace(spec, delta=Delta(_one_of("delta", value, _values(Delta))))
         case "block":
-            sizes = value.split("x")
-            if len(sizes) != 2 or not all(s.isdecimal() and int(s) > 0 for s in sizes):
-                raise _WordError("expected two positive block sizes, such as block=128x64")
-            return replace(spec, block_q=int(sizes[0]), block_k=int(sizes[1]))
+            match [_integer(size) for size in value.split("x")]:
+                case [int(block_q), int(block_k)] if block_q > 0 and block_k > 0:
+                    return replace(spec, block_q=block_q, block_k=block_k)
+                case _:
+                    raise _WordError("expected two positive block sizes, such as block=128x64")
         case _:
             precision, at, scales = value.partition("@")
             matmul = replace(
@@ -138,6 +140,14 @@ def _differences(spec: AttentionSpec, preset: AttentionSpec) -> list[str]:
     if (spec.block_q, spec.block_k) != (preset.block_q, preset.block_k):
         words.append(f"block={spec.block_q}x{spec.block_k}")
     return words
+
+
+def _integer(word: str) -> int | None:
+    """The number of a word of digits; None of another word, and of too many digits for Python."""
+    try:
+        return int(word) if word.isdecimal() else None
+    except ValueError:
+        return None
 
 
 def _values(members: Iterable[StrEnum]) -> list[str]:

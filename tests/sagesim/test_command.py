@@ -29,6 +29,17 @@ def raising(error):
         ),
         (ModuleNotFoundError(name="rich.table"), 2, "rich.table is not installed: pip install"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (MemoryError(), 2, "not enough memory"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate: you tried to allocate 16 bytes. No"),
+            2,
+            "not enough memory: tried to allocate 16 bytes",
+        ),
+        (
+            RuntimeError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"),
+            2,
+            "not enough memory: tried to allocate 2.50 gib",
+        ),
         (KeyboardInterrupt("interrupted after step 3"), 130, "interrupted after step 3"),
     ],
 )
@@ -44,6 +55,7 @@ def test_a_failure_prints_one_line(error, code, line, capsys):
         ModuleNotFoundError(name="ours"),
         FileNotFoundError(errno.ENOENT, "No such file", "input"),
         OSError(errno.EIO, "Input/output error"),
+        RuntimeError("shapes differ"),
     ],
 )
 def test_other_errors_are_defects_and_keep_their_traceback(error):

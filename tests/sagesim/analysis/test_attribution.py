@@ -10,6 +10,7 @@ import torch
 import sagesim.analysis.runs
 from sagesim import (
     FACTORED,
+    FP8_GRADIENTS,
     FPA,
     FPA_FP16,
     SAGE_FORWARD,
@@ -38,6 +39,7 @@ from sagesim.analysis import (
     limitations,
     memory,
     pool,
+    pool_errors,
     range_losses,
     range_warnings,
     run_count,
@@ -45,6 +47,7 @@ from sagesim.analysis import (
 from sagesim.analysis.metrics import SITE_NAMES
 from sagesim.analysis.runs import specs_of_runs
 from sagesim.spec import with_precision
+from tests.support.allocations import Allocations
 from tests.support.assertions import assert_bitwise
 
 REACHES = {
@@ -436,7 +439,34 @@ def test_the_number_of_runs_is_known_beforehand():
         calls, x = list[int](), next(capture_of(1))
         attribute(x, sample=sample, progress=functools.partial(calls.append, 1))
         assert len(calls) == run_count(x, SAGEBWD, sample)
-        assert memory(x, SAGEBWD, sample) > 0
+
+
+@pytest.mark.parametrize("base", [SAGEBWD, FP8_GRADIENTS])
+def test_the_memory_is_known_beforehand(base):
+    q, k, v, do = torch.randn(4, 1, 1, 256, 8, generator=torch.Generator().manual_seed(0))
+    x = AttentionProblem(q=q, k=k, v=v, do=do)
+    with Allocations() as allocations:
+        attribute(x, base=base)
+    expected = memory(x, base, None)
+    assert 0.9 * expected < allocations.peak < expected
+
+
+def test_inputs_that_require_a_gradient_give_no_warning(recwarn):
+    attribute(*torch.randn(4, 1, 1, 16, 8).requires_grad_())
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+@pytest.mark.usefixtures("as_installed")
+def test_a_sample_of_a_fraction_of_a_head_raises():
+    for given in ({"heads": 1.5}, {"rows": "a"}):
+        with pytest.raises(TypeError, match=f"{next(iter(given))} is .*; it must be an integer"):
+            Sample(**given)
+
+
+def test_nothing_to_pool_raises():
+    for function in (pool, pool_errors):
+        with pytest.raises(ValueError, match="to pool"):
+            function([])
 
 
 def test_errors_are_those_of_every_intermediate():

@@ -37,6 +37,13 @@ def test_a_seed_that_the_generator_does_not_tell_apart_raises(seed):
         Setting(seed=seed)
 
 
+@pytest.mark.parametrize("given", [{"tokens": 0}, {"head_dim": 2**24 + 1}, {"draws": 0}])
+def test_numbers_out_of_range_raise(given):
+    [(name, value)] = given.items()
+    with pytest.raises(ValueError, match=f"{name}={value} is not in 1"):
+        Setting(**given)
+
+
 def test_inputs_have_the_given_standard_deviations():
     q, k, v, do = Setting().problem(5.0, 0).qkvdo
     for x, sigma in ((q, 5.0), (k, 5.0), (v, 1.0), (do, 1.0)):

@@ -54,10 +54,10 @@ def test_is_what_autograd_makes_of_pytorchs_attention(case):
 
 def test_every_intermediate_of_a_case_computed_by_hand():
     """Two queries, two keys, head size 1. Row 0 of p is softmax([ln 3, 0]) = [3/4, 1/4]."""
-    q = torch.tensor([[1.0], [0.0]])
+    q = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
     k = torch.tensor([[math.log(3)], [0.0]], dtype=torch.float64)
     v = torch.tensor([[4.0], [8.0]], dtype=torch.float64)
-    do = torch.tensor([[1.0], [2.0]])
+    do = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
     x = exact(q, k, v, do)
     expected = {
         "s": [[math.log(3), 0], [0, 0]],

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +16,7 @@ from torch import Tensor
 import sagesim
 from sagesim import FPA, SAGEBWD, AttentionProblem, Smoothing, exact, trace
 from tests.support import examples
-from tests.support.assertions import assert_within_bound
+from tests.support.assertions import assert_bitwise, assert_within_bound
 
 HEADS, GROUPS, D = 4, 2, 8
 SMOOTHED = replace(FPA, smoothing=Smoothing(q=True, k=True), block_q=16, block_k=16)
@@ -162,6 +163,21 @@ def test_a_huge_sink_takes_everything_and_nothing_overflows():
         assert bool(x.isfinite().all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_gradient_of_the_sinks_is_rounded_once(dtype):
+    """The terms of float32 are summed over rows and sequences in float64."""
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v, do = torch.randn(4, 3, 2, 40, 16, generator=generator)
+        sinks = torch.randn(2, generator=generator).to(dtype).requires_grad_()
+        sagesim.attention(q, k, v, spec=FPA, sinks=sinks).backward(do)
+        found = trace(q, k, v, do, spec=FPA, sinks=sinks)
+        p_sink = (sinks.detach().float()[:, None] - found.lse).exp()
+        expected = -(p_sink * found.delta).double().sum(-1).sum(0)
+        for gradient in (sinks.grad, found.dsinks):
+            assert_bitwise(actual=gradient, expected=expected.to(dtype), what="dsinks")
+
+
 @pytest.mark.usefixtures("as_installed")
 class TestErrors:
     """Each message names the argument and the value at fault."""
@@ -192,6 +208,18 @@ class TestErrors:
                 ValueError,
                 "attn_mask and key_mask exclude each other",
             ),
+            ({"attn_mask": [[True]]}, TypeError, r"attn_mask is \[\[True\]\]; it must be a tensor"),
+            ({"attn_mask": np.ones((8, 9), bool)}, TypeError, "attn_mask is array"),
+            (
+                {"attn_mask": torch.ones(8, 9, device="meta").bool()},
+                ValueError,
+                "attn_mask is on meta, q on cpu",
+            ),
+            (
+                {"attn_mask": torch.ones(8, 8).bool()},
+                ValueError,
+                r"attn_mask of shape \(8, 8\) does not broadcast to \(2, 4, 8, 9\)",
+            ),
             (
                 {"attn_mask": torch.ones(8, 9).bool(), "is_causal": True},
                 ValueError,
@@ -203,3 +231,8 @@ class TestErrors:
         q, k, v, _ = tensors(0, 8, 9)
         with pytest.raises(error, match=words):
             sagesim.attention(q, k, v, spec=FPA, enable_gqa=True, **given)
+
+    def test_lengths_of_tensors_without_tokens(self):
+        x = torch.ones(3)
+        with pytest.raises(ValueError, match=r"q, k and v need \[..., tokens, head size\]"):
+            sagesim.attention(x, x, x, spec=FPA, seqused_k=torch.tensor(3))

@@ -481,3 +481,36 @@ class TestInvalidArguments:
     def test_nan_and_infinity(self, bad):
         with pytest.raises(ValueError, match="finite"):
             quantize(torch.tensor([[1.0, bad]]), Granularity.PerHead)
+
+    def test_float64_numbers_beyond_float32(self):
+        with pytest.raises(ValueError, match=r"x of shape \(1, 2\) is not finite in float32"):
+            quantize(torch.tensor([[1.0, 1e300]]).double() * 1e10, Granularity.PerHead)
+
+    @pytest.mark.parametrize(
+        ("x", "given", "error", "words"),
+        [
+            (torch.ones(2, 2).int(), {}, TypeError, "x is torch.int32; it must have a floating"),
+            (np.ones((2, 2)), {}, TypeError, "x is a numpy.ndarray; it must be a torch.Tensor"),
+            (torch.ones(2, 2), {"precision": "int8"}, TypeError, "precision is 'int8'"),
+            (torch.ones(2, 2), {"rounding": "half_even"}, TypeError, "rounding is 'half_even'"),
+            (torch.ones(2, 2), {"tensor": "x"}, ValueError, "tensor is 'x'; it must be one of q,"),
+            (torch.ones(2, 2), {"block": 4.5}, ValueError, "takes block=a number of tokens; got 4"),
+        ],
+    )
+    def test_other_types_and_names(self, as_installed, x, given, error, words):
+        with pytest.raises(error, match=words):
+            quantize(x, Granularity.PerBlock, **given)
+
+    @pytest.mark.parametrize("block", [(4,), (4, 4, 4), (4, 4.5), (4, "4")])
+    def test_a_pair_of_block_sizes_that_is_none(self, as_installed, block):
+        with pytest.raises(ValueError, match=r"takes block=\(block_q, block_k\); got \(4,"):
+            quantize(torch.ones(2, 2), Granularity.PerTile, block=block)
+
+
+@pytest.mark.parametrize("precision", SCALED)
+@pytest.mark.parametrize("rounding", [HALF_EVEN, HALF_AWAY, Rounding.stochastic(1)])
+def test_no_gradient_passes_through_the_codes(precision, rounding):
+    """It would be that of the scale alone."""
+    x = torch.ones(2, 3, requires_grad=True)
+    q = quantize(x, Granularity.PerToken, precision=precision, rounding=rounding)
+    assert not (q.codes.requires_grad or q.scale.requires_grad or q.dequantize().requires_grad)

@@ -1,6 +1,8 @@
 """`trace` gives the bytes of `attention`, and its intermediates agree with each other."""
 
+import copy
 import math
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -17,6 +19,8 @@ from sagesim import (
     Granularity,
     Precision,
     Smoothing,
+    attribute,
+    exact_backward,
     quantize,
     trace,
     with_precision,
@@ -50,6 +54,35 @@ def test_outputs_are_the_bytes_of_attention_in_every_dtype(preset, dtype):
     compute = torch.float64 if dtype is torch.float64 else torch.float32
     for name in ("s", "p", "lse", "delta", "dp", "ds", "s_recompute", "p_recompute"):
         assert getattr(found, name).dtype is compute, name
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_autocast_casts_as_it_does_for_attention(preset):
+    c, spec = case(seed=0, n_q=70, n_k=90, d=16, heads=(2,)), PRESETS[preset]
+    narrow = c.to(torch.bfloat16)
+    expected, of_attention = run_trace(narrow, spec), run_attention(narrow, spec)
+    reference, own = run_exact(narrow), exact_backward(narrow, expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, exactly = run_trace(c, spec), run_exact(c)
+        own_under_autocast, errors = exact_backward(c, found), attribute(c, base=spec).errors
+    for name in OUTPUTS:
+        expected_output = getattr(of_attention, name)
+        assert_bitwise(actual=getattr(found, name), expected=expected_output, what=name)
+    for name in ("s", "dp", "ds"):
+        for a, b in ((found, expected), (exactly, reference), (own_under_autocast, own)):
+            assert_bitwise(actual=getattr(a, name), expected=getattr(b, name), what=name)
+    assert errors == attribute(narrow, base=spec).errors
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_trace_can_be_copied(copied):
+    c = case(seed=0, n_q=9, n_k=9, d=8, heads=(2,))
+    found = run_trace(c, SAGEBWD)
+    other = copied(found)
+    assert other.spec == found.spec and other.vanished == found.vanished
+    assert_bitwise(actual=other.ds, expected=found.ds, what="ds")
+    for name, x in found.operands.items():
+        assert_bitwise(actual=other.operands[name].codes, expected=x.codes, what=name)
 
 
 @pytest.mark.parametrize("preset", ["sagebwd", "fpa"])

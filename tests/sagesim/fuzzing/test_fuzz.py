@@ -229,6 +229,16 @@ class TestInvalidOutputs:
         assert failure.site is None and failure.tensor is None
         assert "raised     NotImplementedError: no more than 6 keys" in str(report)
 
+    def test_an_exit_is_reported_as_an_exception(self):
+        def leaves(o, q, k, v):
+            if k.shape[2] > 6:
+                raise SystemExit("no kernel for more than 6 keys")
+            return o
+
+        _, failure = self.fuzz(broken(leaves))
+        assert failure.error == "SystemExit: no kernel for more than 6 keys"
+        assert failure.case.n_k == 7
+
     def test_an_exception_of_the_backward_is_reported(self):
         class Raises(torch.autograd.Function):
             @staticmethod

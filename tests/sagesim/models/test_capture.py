@@ -1,5 +1,7 @@
+import copy
 import dataclasses
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -279,6 +281,11 @@ q4 = torch.zeros(1, 2, 4, 8, requires_grad=True)
             r"query has shape \(2, 4, 8\), not \[b, h, n, d\]",
         ),
         (
+            lambda: F.scaled_dot_product_attention(q4.expand(3, 2, 4, 8), q4, q4),
+            ValueError,
+            r"call 0: batch axes of q and k differ: q \(3, 2, 4, 8\), k \(1, 2, 4, 8\)",
+        ),
+        (
             lambda: F.scaled_dot_product_attention(*[q4.detach()] * 3),
             RuntimeError,
             "call 0: its output needs no gradient",
@@ -305,6 +312,7 @@ def test_unsupported_calls_raise(make, error, message):
         ),
         ({"loss_scale": 3.0}, "loss_scale=3.0 is not a power of two"),
         ({"loss_scale": 0.0}, "loss_scale=0.0"),
+        ({"loss_scale": "2"}, "loss_scale='2' is not a power of two"),
         ({"source": {"loss": float("nan")}}, "source is not JSON"),
         ({"source": {"path": Path()}}, "source is not JSON"),
         ({"source": {1: "one"}}, "source is not JSON: it would be read back as {'1': 'one'}"),
@@ -313,6 +321,32 @@ def test_unsupported_calls_raise(make, error, message):
 def test_invalid_arguments_of_capture_raise(as_installed, limits, message):
     with pytest.raises(ValueError, match=message):
         record(Attend(), **limits)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"layers": "self_attn"}, "layers is 'self_attn'; it must be a collection of indices"),
+        ({"layers": 0}, "layers is 0; it must be a collection of indices and names, or None"),
+        ({"layers": [0.0]}, r"layers is \[0.0\]"),
+        ({"heads": 1}, "heads is 1; it must be a sequence of integers, or None"),
+        ({"heads": {1}}, "heads is {1}"),
+        ({"batch": "01"}, "batch is '01'"),
+        ({"batch": [0.0]}, r"batch is \[0.0\]"),
+        ({"tokens": "5"}, "tokens is '5'; it must be an integer or None"),
+        ({"tokens": 2.5}, "tokens is 2.5"),
+        ({"model": "llama"}, "model is 'llama'; it must be a torch.nn.Module or None"),
+    ],
+)
+def test_arguments_of_other_types_raise_before_the_model_runs(as_installed, given, message):
+    with pytest.raises(TypeError, match=message), capture(**given):
+        pytest.fail("the context was entered")
+
+
+def test_heads_of_a_range_and_of_numpy_are_integers(as_installed):
+    expected = record(Attend(), heads=[0, 1])
+    for heads in (range(2), list(np.arange(2))):
+        assert_bitwise(actual=record(Attend(), heads=heads).q, expected=expected.q, what="q")
 
 
 def test_a_second_forward_raises():
@@ -378,9 +412,14 @@ class TestCall:
             ({"is_causal": True}, "attn_mask and is_causal exclude each other"),
             (
                 {"attn_mask": torch.ones(2, 1, 5, 5, dtype=torch.bool)},
-                r"attn_mask \(2, 1, 5, 5\) does",
+                r"attn_mask of shape \(2, 1, 5, 5\) does not broadcast to \(2, 4, 5, 6\)",
             ),
-            ({"scale": float("nan")}, "scale=nan is not finite"),
+            ({"scale": float("nan")}, "scale is nan; it must be from"),
+            ({"scale": 1e200}, "scale is 1e[+]200; it must be from"),
+            ({"scale": "x"}, "scale is 'x'; it must be a number"),
+            ({"q": None}, "q is None; it must be a torch.Tensor"),
+            ({"do": np.ones((2, 4, 5, 3))}, "do is a numpy.ndarray"),
+            ({"attn_mask": [[True]]}, "attn_mask is a builtins.list"),
             (
                 dict.fromkeys("qk", torch.ones(2, 4, 5, 8).to(torch.float8_e4m3fn)),
                 "q is torch.float8_e4m3fn; the emulator takes float16, bfloat16, float32, float64",
@@ -392,7 +431,7 @@ class TestCall:
             ),
         ],
     )
-    def test_an_invalid_tensor_raises_and_is_named(self, changes, message):
+    def test_an_invalid_tensor_raises_and_is_named(self, as_installed, changes, message):
         with pytest.raises(ValueError, match=f"call 3 in attend: {message}"):
             self.call(**changes)
 
@@ -409,6 +448,10 @@ class TestCall:
     def test_a_name_that_no_file_can_hold_raises(self):
         with pytest.raises(ValueError, match="is not Unicode text"):
             self.call(name="\ud800")
+
+    def test_a_name_that_is_no_string_raises(self, as_installed):
+        with pytest.raises(ValueError, match="name 3 of a call is not Unicode text"):
+            self.call(name=3)
 
 
 def small() -> Capture:
@@ -574,6 +617,10 @@ class TestFile:
         with pytest.raises(ValueError, match="nothing: no such file"):
             Capture.load(tmp_path / "nothing")
 
+    def test_a_name_that_no_file_can_have_raises(self, tmp_path):
+        with pytest.raises(ValueError, match="aaa: cannot be read: File name too long"):
+            Capture.load(tmp_path / ("a" * 300))
+
     def test_a_directory_raises_and_names_the_command_that_makes_a_capture(self, tmp_path):
         with pytest.raises(ValueError, match="a directory, not a capture; `sagesim capture` makes"):
             Capture.load(tmp_path)
@@ -731,6 +778,18 @@ class TestFile:
     def test_source_is_read_only(self):
         with pytest.raises(TypeError):
             small().source["model"] = "another"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_is_an_equal_capture(copied):
+    before = small()
+    after = copied(before)
+    assert after.source == before.source and after.loss_scale == before.loss_scale
+    for one, other in zip(after.calls, before.calls, strict=True):
+        assert one.q.data_ptr() != other.q.data_ptr()
+        assert_bitwise(actual=one.q, expected=other.q, what="q")
+    with pytest.raises(TypeError):
+        after.source["model"] = "another"
 
 
 def test_a_scale_of_another_type_of_number_is_saved(as_installed, tmp_path):

@@ -1,5 +1,6 @@
 """Arguments that no call can have are refused, and the message names the value."""
 
+import functools
 import math
 import re
 
@@ -85,6 +86,33 @@ def test_only_dense_tensors(x, words, position):
     for function in (sagesim.attention, trace):
         with pytest.raises(TypeError, match=f"{'qkv'[position]} {words}"):
             function(q, k, v, spec=FPA)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (
+            {"do": DO[:, :, :1]},
+            ValueError,
+            "do is torch.float32 (1, 2, 1, 8); the gradient of o is",
+        ),
+        ({"do": DO.half()}, ValueError, "do is torch.float16 (1, 2, 9, 8); the gradient of o is"),
+        ({"do": DO.to("meta")}, ValueError, "do is on meta, q on cpu"),
+        ({"do": DO.numpy()}, TypeError, "do is a numpy.ndarray; it must be a torch.Tensor"),
+        ({"do": None}, ValueError, "do is None"),
+        (dict.fromkeys("qkv", Q.int()), TypeError, "q, k and v are torch.int32"),
+        ({"scale": torch.tensor(0.1)}, TypeError, "scale is a tensor of torch.float32"),
+        ({"q": Q[..., :0], "k": K[..., :0]}, ValueError, "head size 0"),
+        (dict.fromkeys("qkv", Q[0, 0, 0]), ValueError, "q, k and v need [..., tokens, head size]"),
+        ({"k": K[:, :1]}, ValueError, "k and v differ in heads or tokens"),
+        ({"attn_mask": torch.ones(8, 9).bool()}, ValueError, "attn_mask of shape (8, 9) does not"),
+    ],
+)
+def test_the_reference_refuses_what_the_emulator_refuses(change, error, words):
+    given = {"q": Q, "k": K, "v": V, "do": DO} | change
+    for function in (exact, functools.partial(trace, spec=FPA), sagesim.attribute):
+        with pytest.raises(error, match=re.escape(words)):
+            function(**given)
 
 
 def test_a_capture_and_a_path_are_not_calls():

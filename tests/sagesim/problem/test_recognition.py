@@ -83,11 +83,24 @@ def test_a_padded_causal_batch_is_causal_with_key_padding():
     assert found.is_causal and torch.equal(found.key_mask, keys)
 
 
+@pytest.mark.parametrize("of_heads", [torch.Tensor.clone, lambda mask: mask])
+def test_a_mask_that_is_repeated_for_each_head_is_that_of_one(of_heads):
+    """nn.TransformerEncoder merges masks into one with all heads."""
+    keys = torch.tensor([[True] * 5, [False, False, True, True, True]])
+    mask = torch.ones(5, 5).bool().tril() & keys[:, None, None]
+    found = recognised(problem(5, 5, of_heads(mask.expand(2, 3, 5, 5))))
+    assert found.attn_mask is None
+    assert found.is_causal and torch.equal(found.key_mask, keys)
+
+
 def test_a_mask_of_single_heads_or_with_holes_stays():
     per_head = torch.ones(1, 3, 5, 5).bool()
     per_head[0, 1, 2, 2] = False
     assert recognised(problem(5, 5, per_head)).attn_mask is not None
     assert recognised(problem(5, 5, per_head[:, 1:2])).attn_mask is not None
+    causal = torch.ones(1, 3, 5, 5).bool().tril()
+    causal[0, 2] = True
+    assert recognised(problem(5, 5, causal)).attn_mask is causal
 
 
 def test_only_constant_masks_of_0_and_infinity_become_boolean():

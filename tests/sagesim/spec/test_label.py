@@ -112,6 +112,8 @@ def test_labels_begin_with_the_nearest_preset():
         ("sagebwd block=0x64", "block=0x64", "positive"),
         ("sagebwd block=64x-1", "block=64x-1", "positive"),
         ("sagebwd block=64x64x64", "block=64x64x64", "block=128x64"),
+        (f"sagebwd block={'9' * 5000}x1", "block=999", "block=128x64"),
+        (f"sagebwd round=stochastic@{'9' * 5000}", "@999", "integer in 0..4294967295"),
         ("sagebwd dp=int8 dp=fp16", "dp=fp16", "given twice"),
     ],
 )

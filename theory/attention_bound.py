@@ -6,6 +6,7 @@ the operands bound the error of a logit, its exponential bounds the error of P, 
 gradients. No term is estimated or dropped. Each of n float32 operations has a relative error of at
 most 2**-24, and an absolute error of at most 2**-126 if its result is smaller than that. In FP8 the
 error of an operand is relative to it, 2**-4 for E4M3, down to half a step of the subnormal numbers.
+At an INT8 PV, a weight below 2**-118 of the largest one of its row may be 0.
 
 `theory.bound_propagation` has the steps.
 """

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from sagesim.spec import (
     AttentionSpec,
     Delta,
     Granularity,
+    Precision,
     RoundingMode,
 )
 from theory.fp8_sums import Instruction
@@ -34,6 +36,10 @@ from theory.matmul import UNDERFLOW, float32_error, product_bound, unbounded, un
 from theory.rounding import GRIDS, output_rounding_bound, region_amax, rounding_bound
 from theory.row_bounds import RowBound, folded_sum_bound, truncated_sum_bound, widest
 from theory.softmax import exponential_error
+
+DROPPED: Final = 2.0**-118
+"""An INT8 PV may take a smaller exp(S - row maximum) as 0: docs/numerics.md, "Between
+implementations"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,12 +325,17 @@ class BoundPropagation:
         At PV, w = exp(S - row maximum) is rounded, and o is divided by the row sum afterwards.
         A scale that several rows share is computed from w = P / T, with T the largest P of the row,
         and not from P. A row with T = 0.01 then has the same scale as a row with T = 1.
+
+        In INT8, it includes the weights that an implementation may take as 0.
         """
         top = self.p.amax(-1, keepdim=True)
         error = exponent_error.amax(-1, keepdim=True) + self._float32_error()
         least = (top * torch.exp(-error)).clamp(min=torch.finfo(top.dtype).tiny)
         weights = ((self.p + p_error) / least).clamp(max=1.0)
-        return (self.p + p_error).amax(-1, keepdim=True) * self._map_error("pv", weights)
+        error = self._map_error("pv", weights)
+        if self.spec.pv.precision is Precision.INT8:
+            error = error + weights.clamp(max=DROPPED).masked_fill(~self.live, 0.0)
+        return (self.p + p_error).amax(-1, keepdim=True) * error
 
     def _rounded_error(self, site: str, tensor: str, x: Tensor, rows: int, columns: int) -> Tensor:
         matmul = self.spec.site(site)

@@ -63,10 +63,10 @@ def error_budget(
 ) -> Budget:
     """Predict the errors of `spec` from the exact tensors, without emulating a product.
 
-    Each output's error is predicted to within 25% on Gaussian inputs of any standard deviation, on
-    inputs with outlier channels and on those of a trained model, if no single row dominates the
-    error; see `theory.checks.budget`. The prediction is an expectation. If a few large rows
-    dominate, the actual error can be further away.
+    Each output's error is predicted to within 25% on the inputs of `theory.checks.budget`, if no
+    single row dominates the error: Gaussian inputs with Q and K of standard deviations from 1 to
+    10, inputs with outlier channels, and those of a trained model. The prediction is an
+    expectation. If a few large rows dominate, the actual error can be further away.
 
     The error against the own forward lacks the part of QK and its recomputation. They are rounded
     alike, so that both passes have the same P. Its reference has the P of the rounded logits; the
@@ -85,7 +85,9 @@ def error_budget(
     such a K, the error of dQ is then smaller than predicted. An error of a row of V changes all dP
     of the key alike, as far as dO has a mean, and the error of dK is larger than predicted.
 
-    Errors of logits much above 1 are outside the two-key model of `theory.qk_error`. Float32 sums,
+    Errors of logits much above 1 are outside the two-key model of `theory.qk_error`. From an RMS
+    error of about 3 on, the errors of dS, dQ and dK can be predicted more than 25% too large; this
+    is so for Gaussian inputs of a deviation far above 10 (docs/theory/budget.md). Float32 sums,
     overflow, and the relative error of outputs in 16 bits are not modelled. Underflow is, of
     operands, of P and dS in float32, and of outputs: a sink far above the logits makes all of them
     small. An estimate is no bound; for one, see `theory.attention_bound`.

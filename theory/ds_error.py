@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from theory.matmul import product_moments
+from theory.matmul import product_error_mean
 from theory.rounding import Moments
 
 
@@ -148,7 +148,7 @@ def ds_moments_from_qk(
     """
     p, c, q, k = p.double(), c.double(), q.double(), k.double()
     slope, bend = cap or cap_of(torch.zeros_like(p), None)
-    x = slope * scale * product_moments(q, k.mT, q_error, k_error.mT).mean
+    x = slope * scale * product_error_mean(q, k.mT, q_error.mean, k_error.mT.mean)
     from_own, from_row, capped_p = c * (slope + bend), slope * c, slope * p
     ds = capped_p * c
     mean = p * (from_own * x - from_row * _sum(p * x) - slope * _sum(p * c * x))
@@ -188,7 +188,7 @@ def ds_moments_from_pv(
         v_error: the same of v.
     """
     p, v, do = p.double(), v.double(), do.double()
-    delta = product_moments(p, v, p_error, v_error).mean
+    delta = product_error_mean(p, v, p_error.mean, v_error.mean)
     variance = _sum(p_error.variance * (do @ v.mT).square())
     variance = variance + _sum((p.square() @ v_error.variance) * do.square())
     return Moments(-p * _sum(delta * do), p.square() * variance)

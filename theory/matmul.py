@@ -116,10 +116,21 @@ def product_moments(
     """
     a, b = left.double() + left_error.mean, right.double() + right_error.mean
     return Moments(
-        mean=a @ b - left.double() @ right.double(),
+        mean=product_error_mean(left, right, left_error.mean, right_error.mean),
         variance=left_error.variance @ (b.square() + right_error.variance)
         + a.square() @ right_error.variance,
     )
+
+
+def product_error_mean(
+    left: Tensor, right: Tensor, left_mean: Tensor, right_mean: Tensor
+) -> Tensor:
+    """The mean error of left @ right, from the mean errors of the operands; see `product_moments`.
+
+    It is a B + (A + a) b.
+    """
+    a, b = left_mean.double(), right_mean.double()
+    return a @ right.double() + (left.double() + a) @ b
 
 
 def sums_integers(spec: AttentionSpec, site: str) -> bool:

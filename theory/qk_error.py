@@ -5,7 +5,7 @@ gives x_ij = a . K_j scale, where the whole row shares a. An error b_j of row j 
 Q_i . b_j scale, where the whole column shares b_j. Both are propagated to first order in x. Where x
 is not small, two factors reduce the variances, because P and dS saturate.
 
-Maps are [..., n_q, n_k]. Computed in float64. Source: ours.
+Maps are [..., n_q, n_k]. Computed in float64, but for the sums of `_outer_squares`. Source: ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from theory.ds_error import Cap, cap_of, ds_moments_from_qk
-from theory.matmul import product_moments
+from theory.matmul import product_error_mean
 from theory.rounding import Moments
 
 _Array = NDArray[np.float64]
@@ -79,7 +79,7 @@ def qk_moments(
     u = slope.square() * (q_rounded.square() @ b.mT)  # the variance of y_ij from b_j
     pu = p.square() * u
 
-    x = slope * scale * product_moments(q_rounded, k.mT, q_error, k_error.mT).mean
+    x = slope * scale * product_error_mean(q_rounded, k.mT, q_error.mean, k_error.mT.mean)
     p_mean = p * (x - _sum(p * x))
     spread = slope.square() * (a @ k.square().mT) - 2 * slope * ((a * k_mean) @ k.mT)
     spread = spread + _sum(a * k_mean.square())
@@ -93,14 +93,12 @@ def qk_moments(
     ds_rest = (ds_moments.variance - ds_own).clamp(min=0.0)
 
     # The error of O is a . Cov_P(K, V) from the query, and b_j times P_j (V_j - O) from key j.
-    covariance = _outer(capped_p, k, v) - k_mean[..., :, None] * o[..., None, :]
-    o_variance = (a[..., :, None] * covariance.square()).sum(-2)
+    o_variance = _outer_squares(a, capped_p, k, v, (k_mean, o))
     o_variance = o_variance + pu @ v.square() - 2 * o * (pu @ v) + o.square() * _sum(pu)
     # The error of dQ is a . M from the query, with M the centred second moments of K under dS,
     # and b_l times dS_l (K_l - P.K) - P_l dS K from key l.
-    moment = _outer(own * slope, k, k_right) - k_mean[..., :, None] * right_pull[..., None, :]
-    moment = moment - pull[..., :, None] * right_mean[..., None, :]
-    dq_variance = (a[..., :, None] * moment.square()).sum(-2)
+    centre = (k_mean, right_pull), (pull, right_mean)
+    dq_variance = _outer_squares(a, own * slope, k, k_right, *centre)
     # Of (own_l K_l - (P o c)_l P.K - P_l dS K)^2, summed over the keys l.
     rest = p * c
     dq_variance = dq_variance + (u * own.square()) @ k_right.square()
@@ -110,8 +108,8 @@ def qk_moments(
     dq_variance = dq_variance - 2 * right_pull * across + right_pull.square() * _sum(pu)
     # The errors of dV and dK from b_j, summed over all queries; the rest is added below.
     of_p = p * (1 - p) * slope
-    dv_variance = (b[..., :, None] * _outer(of_p.mT, q_rounded, do).square()).sum(-2)
-    dk_variance = (b[..., :, None] * _outer((of_own * slope).mT, q_rounded, q).square()).sum(-2)
+    dv_variance = _outer_squares(b, of_p.mT, q_rounded, do)
+    dk_variance = _outer_squares(b, (of_own * slope).mT, q_rounded, q)
 
     keys = k.shape[-2]
     apart = _sum(a * (slope.square() @ k.square() / keys - (slope @ k / keys).square()))
@@ -161,7 +159,7 @@ def saturation_of_ds(apart: Tensor) -> Tensor:
 
 
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(40)
-_ROWS: Final = 256  # of a part in `_outer`
+_ROWS: Final = 128  # of a part in `_outer_squares`
 _VARIANCES: Final = np.logspace(-3, 3, 121)
 
 
@@ -183,21 +181,54 @@ def _mean_gain(variance: Tensor, gain: Tensor) -> Tensor:
     return ((gain * variance).sum(-2) / weight.where(weight > 0, 1.0))[..., None]
 
 
-def _outer(weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """sum_j weights_ij x_j y_j^T for each i: [..., n, d_x, d_y].
+def _outer_squares(
+    a: Tensor, weights: Tensor, x: Tensor, y: Tensor, *centre: tuple[Tensor, Tensor]
+) -> Tensor:
+    """sum_c a_ic (M_i)_ce^2 with M_i = sum_j weights_ij x_j y_j^T - sum of centre: [..., n, d_y].
 
-    Rows are computed in parts, each over the columns from its first to its last weight that is not
-    0: under a causal mask that is half the work.
+    a is [..., n, d_x]. centre: pairs of [..., n, d_x] and [..., n, d_y], whose outer products are
+    subtracted from M_i.
+
+    M_i is computed in float32, with an error of about 2^-24 of the magnitudes of its terms. So that
+    it is within the range of float32, channels and rows are divided by their largest magnitudes.
+
+    Rows are computed in parts, because all M_i together are large. A part has the columns from its
+    first to its last weight that is not 0: under a causal mask that is half the work.
     """
+    of_x, of_y = (_amax(z.mT).mT for z in (x, y))  # of each channel
+    x, y = (x / of_x).float(), (y / of_y).float()
     pairs = (x[..., :, None] * y[..., None, :]).flatten(-2)
-    found = weights.new_zeros(*weights.shape[:-1], pairs.shape[-1])
+    # The column of a sink, of which K and V are 0, must not determine the size of a row.
+    weights = weights * pairs.any(-1)[..., None, :]
+    of_row = _amax(weights)
+    weights = (weights / of_row).float()
+    centre = tuple(_scaled(left / of_x / of_row, right / of_y) for left, right in centre)
+    a = a * of_x.square()
+    of_a = _amax(a)
+    a = (a / of_a).float()
+    found = list[Tensor]()
     for first in range(0, weights.shape[-2], _ROWS):
-        part = weights[..., first : first + _ROWS, :]
+        rows = slice(first, first + _ROWS)
+        part = weights[..., rows, :]
         used = part.flatten(0, -2).any(0).nonzero()
-        if len(used):
-            columns = slice(int(used[0]), int(used[-1]) + 1)
-            found[..., first : first + _ROWS, :] = part[..., columns] @ pairs[..., columns, :]
-    return found.unflatten(-1, (x.shape[-1], y.shape[-1]))
+        columns = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0)
+        m = (part[..., columns] @ pairs[..., columns, :]).unflatten(-1, (x.shape[-1], y.shape[-1]))
+        for left, right in centre:
+            m.addcmul_(left[..., rows, :, None], right[..., rows, None, :], value=-1)
+        found.append((a[..., rows, None, :] @ m.square_()).squeeze(-2))
+    return torch.cat(found, -2).double() * of_a * (of_row * of_y).square()
+
+
+def _scaled(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors of the same outer products in float32, the right one with elements up to 1."""
+    of_right = _amax(right)
+    return (left * of_right).float(), (right / of_right).float()
+
+
+def _amax(x: Tensor) -> Tensor:
+    """The largest magnitude over the last axis, which is kept; 1 if it is 0."""
+    largest = x.abs().amax(-1, keepdim=True)
+    return largest.where(largest > 0, 1.0)
 
 
 def _sum(x: Tensor) -> Tensor:

@@ -46,8 +46,19 @@ OVERFLOW: Final = {
     Precision.FP8_E4M3: 464 / 448,
     Precision.FP8_E5M2: 61440 / 57344,
 }
-"""How far a number may exceed the largest code before it is not rounded to the largest code."""
+"""How far a number may exceed the largest code before that code is off by more than half a step.
 
+An error of more than half a step is more than `theory.rounding.rounding_bound` allows. What such a
+number becomes depends on the conversion. INT8 has no code for it. PTX with satfinite, and PyTorch
+2.13 in E4M3, give the largest code. PyTorch gives infinity in E5M2.
+"""
+
+TOP_CODES: Final = {
+    Precision.INT8: (127.0,),
+    Precision.FP8_E4M3: (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0),
+    Precision.FP8_E5M2: (57344.0, 49152.0, 40960.0, 32768.0),
+}
+"""The codes that the bound of a row may get (docs/numerics.md, "Scales from bounds")."""
 
 UNDERFLOW_SHARE: Final = 2.0**-20
 """What underflow adds to an element, relative to its bound: see the list at the top."""
@@ -63,11 +74,10 @@ def excess(channels: int) -> float:
 
 
 def overflows(precision: Precision, channels: int) -> bool:
-    """Whether a code of a row could exceed the largest code of the format.
+    """Whether a number of a row could be too large for the largest code of the format.
 
-    `excess` would have to exceed the distance to the first number that is not rounded to the
-    largest code. Stochastic rounding goes up from any number above the largest code; there the
-    emulator and the kernels clamp.
+    `excess` would have to exceed the distance of `OVERFLOW`. Stochastic rounding goes up from any
+    number above the largest code; there the emulator and the kernels clamp.
     """
     return 1 + excess(channels) >= OVERFLOW[precision]
 
@@ -145,7 +155,14 @@ class RowBound(NamedTuple):
 
 def widest(precision: Precision) -> float:
     """The largest code over the smallest top code (docs/numerics.md, "Scales from bounds")."""
-    return {Precision.FP8_E4M3: 448 / 240, Precision.FP8_E5M2: 57344 / 32768}.get(precision, 1.0)
+    tops = TOP_CODES.get(precision, (1.0,))
+    return tops[0] / tops[-1]
+
+
+def nearest_top_code(x: Tensor, precision: Precision) -> Tensor:
+    """The top code nearest to each element."""
+    tops = torch.tensor(TOP_CODES[precision], dtype=x.dtype, device=x.device)
+    return tops[(x[..., None] - tops).abs().argmin(-1)]
 
 
 def folded_sum_bound(

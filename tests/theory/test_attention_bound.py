@@ -164,6 +164,29 @@ def test_the_bound_of_the_kernels_holds_if_a_sink_takes_nearly_all_weight():
             assert_bound(computed, inputs, spec, options)
 
 
+@pytest.mark.parametrize(
+    ("pv", "bits", "holds"), (("int8", 119, True), ("int8", 110, False), ("bf16", 119, False))
+)
+def test_the_bound_holds_if_an_int8_pv_drops_a_tile_far_below_the_row_maximum(pv, bits, holds):
+    """Kernels may take the factor exp(m' - m) of a tile as 0 below 2^-118, and not above. What is
+    left is the O of a V that is 0 in the tile."""
+    q, k, v = torch.zeros(3, 1, 1, 128, 32)
+    q[..., 0], v[..., 64:, :] = 8.0, 2.0**100
+    k[..., :64, 0], k[..., 0, 0] = -9.0, bits * math.log(2) / 8
+    kept = v * (torch.arange(128) < 64)[:, None]
+    q, k, v, kept, do = (
+        x.bfloat16().float() for x in (q, k, v, kept, torch.full_like(v, 2.0**-60))
+    )
+    label = f"sagebwd qk=fp16 qk_recompute=fp16 smooth=none pv={pv}"
+    spec, options = AttentionSpec.parse(label), {"scale": 1.0}
+    exact, bound = (
+        sagesim.exact(q, k, v, do, **options),
+        attention_bound(q, k, v, do, spec=spec, **options),
+    )
+    dropped = sagesim.trace(q, k, kept, do, spec=spec, **options)
+    assert bool(((dropped.o - exact.o).abs() <= bound.o).all()) == holds
+
+
 @pytest.mark.parametrize("label", LABELS[:3])
 def test_the_bound_is_smaller_than_the_output(label):
     """In a small problem with ordinary logits. A larger bound would be useless."""

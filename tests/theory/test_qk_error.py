@@ -10,7 +10,7 @@ import sagesim
 from tests.support.assertions import assert_within_bound
 from theory.ds_bound import centred
 from theory.ds_error import Cap, cap_of
-from theory.qk_error import qk_moments, saturation_of_ds, saturation_of_p
+from theory.qk_error import _outer_squares, qk_moments, saturation_of_ds, saturation_of_p
 from theory.rounding import Moments
 
 DRAWS = 4000
@@ -136,6 +136,35 @@ def test_wrong_operands_give_wrong_variances():
         for t in ("o", "ds", "dq"):
             ratio = float(twin[t].variance.sum() / measured[t].sum())
             assert not 0.8 < ratio < 1.25, t
+
+
+@pytest.mark.parametrize("size", [1.0, 2.0**-200, 2.0**200])
+def test_sums_of_outer_products_are_those_of_float64(size):
+    """Of sizes beyond float32, with a channel that is 2^60 times larger, and with a sink."""
+    generator = torch.Generator().manual_seed(0)
+    n, keys, d_x, d_y = 300, 40, 5, 4
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    a, weights = draw(n, d_x).square(), size * draw(n, keys)
+    x, y = (torch.cat([draw(keys - 1, d), torch.zeros(1, d)]) / size for d in (d_x, d_y))
+    x[:, 0] *= 2.0**60
+    a[:, 0] *= 2.0**-120
+    weights[:, -1] = 1e300  # of the sink, whose x and y are 0
+    weights[:7, 20:] = 0.0
+    centre = (weights[:, :9] @ x[:9] / 9, y[0].expand(n, d_y)), (x[1].expand(n, d_x), draw(n, d_y))
+    m = (weights[:, :, None, None] * (x[:, :, None] * y[:, None, :])).sum(1)
+    for left, right in centre:
+        m = m - left[..., :, None] * right[..., None, :]
+    exact = (a[..., None] * m.square()).sum(-2)
+    found = _outer_squares(a, weights, x, y, *centre)
+    assert_within_bound(actual=found, exact=exact, bound=1e-4 * exact, what="sum")
+    for twin in (
+        _outer_squares(a, weights, x, y),
+        _outer_squares(a, weights * 1.01, x, y, *centre),
+    ):
+        assert bool(((twin - exact).abs() > 1e-4 * exact).any())
 
 
 @pytest.mark.parametrize("variance", [0.01, 1.0, 30.0])

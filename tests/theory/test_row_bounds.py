@@ -8,20 +8,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sagesim import FP8_GRADIENTS, AttentionSpec, Delta, Precision, RoundingMode, trace
+from sagesim import FP8_GRADIENTS, AttentionSpec, Delta, Precision, RoundingMode
 from sagesim.emulator import CODE_MAX
-from sagesim.emulator.row_bounds import TOP_CODES
+from sagesim.emulator import row_bounds as emulated_bounds
 from tests.support import examples
-from tests.support.assertions import assert_within_bound
-from theory.checks.row_bounds import INT8, attained
+from theory.checks.row_bounds import INT8, attained, checks, of_dp, row_codes
+from theory.checks.samples import Sample
 from theory.rounding import UNIT
 from theory.row_bounds import (
     OVERFLOW,
+    TOP_CODES,
     UNDERFLOW_SHARE,
     ds_bound,
     excess,
     overflows,
-    p_bound,
     vanishing,
 )
 
@@ -49,10 +49,13 @@ KINDS = {
     parallel=st.booleans(),
     is_causal=st.booleans(),
 )
-def test_no_code_overflows_and_rows_stay_below_their_bounds(
+def test_no_row_exceeds_its_top_code_and_scales_follow_from_the_bounds(
     seed, kinds, exponents, logits, precision, delta, parallel, is_causal
 ):
-    """Sizes from 2^-60 to 2^30, vanishing rows, dO parallel to V: the bound is nearly attained."""
+    """Sizes from 2^-60 to 2^30, vanishing rows, dO parallel to V: the bound is nearly attained.
+
+    The numbers are those before they are rounded: codes beyond the largest one do not exist.
+    """
     generator = torch.Generator().manual_seed(seed)
     q, k, v, do = (KINDS[kind](torch.randn(1, 24, 8, generator=generator)) for kind in kinds)
     if parallel:
@@ -60,24 +63,33 @@ def test_no_code_overflows_and_rows_stay_below_their_bounds(
     v, do = v * 2.0 ** exponents[0], do * 2.0 ** exponents[1]
     spec = replace(SPECS[precision], delta=delta, block_q=16, block_k=16)
     spec = replace(spec, pv=replace(spec.pv, precision=Precision.BF16))
-    spec = replace(spec, dp=replace(spec.dp, precision=Precision.BF16))
-    t = trace(q * 2.0**logits, k * 2.0**logits, v, do, spec=spec, is_causal=is_causal)
-    for name, x in t.operands.items():
-        if name.startswith("d"):
-            assert x.codes.float().isfinite().all(), name
-            assert x.codes.float().abs().max() <= CODE_MAX[Precision(precision)], name
-    of_dp = (y.bfloat16().double() for y in (do, v))
-    tiny = 2.0**-140  # numbers that underflow
-    for x, bound in (
-        (t.p_recompute, p_bound(t.p_recompute)),
-        (t.ds, ds_bound(t.p_recompute, *of_dp, t.delta)),
-    ):
-        assert_within_bound(
-            actual=x,
-            exact=torch.zeros_like(x, dtype=torch.float64),
-            bound=bound * (1 + excess(8)) + tiny,
-            what="row",
-        )
+    x = Sample(name="", q=q * 2.0**logits, k=k * 2.0**logits, v=v, do=do, is_causal=is_causal)
+    found = row_codes(x.trace(spec), *of_dp(x))
+    assert set(found) == {"dv.p", "dq.ds", "dk.ds"}
+    for key, rows in found.items():
+        assert float(rows.largest.max()) <= 1 + excess(8), key
+        assert float(rows.off.max()) <= excess(8), key
+
+
+@pytest.mark.parametrize("name", ["p_bound", "ds_bound"])
+def test_the_checks_notice_a_bound_that_is_a_tenth_too_small(name, monkeypatch):
+    """Scaled by 0.9, w_i is too small for P, and beta_i for a dS that attains it."""
+    right = {n: getattr(emulated_bounds, n) for n in ("p_bound", "ds_bound")}
+    factor = {n: 0.9 if n == name else 1.0 for n in right}
+    of_p = factor["p_bound"]  # beta_i contains w_i, and is to stay right if only w_i is scaled
+    changed = {
+        "p_bound": lambda *x: of_p * right["p_bound"](*x),
+        "ds_bound": lambda w, *x: factor["ds_bound"] * right["ds_bound"](w / of_p, *x),
+    }
+    for n, function in changed.items():
+        monkeypatch.setattr(emulated_bounds, n, function)
+    title = "P:" if name == "p_bound" else "dS:"
+    of_map = [c for c in checks() if c.statement.startswith(title)]
+    scales = [c for c in of_map if "scale" in c.statement]
+    numbers = [c for c in of_map if "scale" not in c.statement]
+    assert scales and not any(c.holds for c in scales)
+    attaining = numbers if name == "p_bound" else [c for c in numbers if "V of two" in c.inputs]
+    assert attaining and not any(c.holds for c in attaining)
 
 
 def test_the_bound_is_nearly_attained():
@@ -100,6 +112,10 @@ def test_float32_errors_are_far_below_what_overflows(precision):
     assert not overflows(Precision(precision), 256)
     assert 10 * excess(256) < OVERFLOW[Precision(precision)] - 1
     assert overflows(Precision(precision), 10**6)
+
+
+def test_top_codes_are_those_of_the_emulator():
+    assert TOP_CODES == emulated_bounds.TOP_CODES
 
 
 def test_underflow_is_within_the_excess_for_the_smallest_bound_of_every_format():

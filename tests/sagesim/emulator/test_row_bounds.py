@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sagesim import AttentionSpec, Delta, Granularity, Precision, quantize, trace
-from sagesim.emulator import CODE_MAX
+from sagesim.emulator import CODE_MAX, row_bounds
 from tests.support import examples
 from tests.support.assertions import assert_bitwise
 from tests.support.calls import run_exact, run_trace
@@ -102,13 +102,23 @@ def test_codes_and_scales_are_those_of_the_definition(precision, is_causal):
 @given(cases(MODERATE), st.sampled_from(list(TOPS)), st.sampled_from(list(Delta)))
 @examples(40)
 def test_no_code_overflows(case, precision, delta):
+    """No number is above the largest code before it is rounded: conversions may saturate."""
     spec = replace(spec_of(precision, "block"), delta=delta)
     t = run_trace(case, spec)
     for name, x in t.operands.items():
-        codes = x.codes.float()
-        assert codes.isfinite().all(), name
-        if not name.startswith("qk"):
-            assert codes.abs().max() <= CODE_MAX[Precision(precision)], name
+        assert x.codes.float().isfinite().all(), name
+    largest = CODE_MAX[Precision(precision)] * (1 + 2.0**-16)
+    for name, x in (("dv.p", t.p_recompute), ("dq.ds", t.ds), ("dk.ds", t.ds)):
+        assert bool((x.abs() <= t.operands[name].scale * largest).all()), name
+
+
+@pytest.mark.parametrize("precision", TOPS)
+def test_a_bound_that_is_a_tenth_too_small_overflows(precision, monkeypatch):
+    right = row_bounds.p_bound
+    monkeypatch.setattr(row_bounds, "p_bound", lambda *x: 0.9 * right(*x))
+    x = run_trace(case(seed=0, n_q=40, n_k=40, d=12, heads=(1,)), spec_of(precision))
+    largest = x.p_recompute / x.operands["dv.p"].scale
+    assert float(largest.max()) > 1.05 * CODE_MAX[Precision(precision)]
 
 
 def test_errors_are_those_of_three_mantissa_bits():

@@ -3,6 +3,11 @@
 QK-norm divides each token by its RMS and multiplies it by a vector gamma. gamma alone therefore
 bounds every number that INT8 has to represent.
 
+The bounds are for normalised tokens before they are rounded to a dtype. `QKNorm` returns the dtype
+of its input. With the unit roundoff u of that dtype, a channel, a step and an L1 norm are at most 1
++ u times their bounds, and logits and their errors (1 + u)^2 times. u is 2^-8 for bfloat16. This
+takes channels that are normal numbers of the dtype.
+
 The second half of the module is for Gaussian tokens. With q and k of deviations sigma_q and
 sigma_k, the logits of a row are Gaussian of deviation tau = scale * sqrt(d) * sigma_q * sigma_k,
 which is sigma_q * sigma_k for the usual scale. The rows of P are then those of the random energy
@@ -41,6 +46,8 @@ def normalised_norm(mean_square: Tensor, d: int, eps: float) -> Tensor:
 
 def channel_bound(gamma: Tensor) -> Tensor:
     """An upper bound on |x_c| of any normalised token times gamma: sqrt(d) |gamma_c|; [d].
+
+    It is for the token before it is rounded to a dtype, as are all bounds of this module.
 
     The square of one channel is at most the sum over all channels, d. A token with a single nonzero
     channel attains it.

@@ -210,8 +210,9 @@ def encode_within(
 def scales(amax: Tensor, code_max: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return scale = amax / code_max and inverse = code_max / amax, each one rounded division.
 
-    If the inverse would overflow (amax is 0 or below about 3.7e-37), the scale is 1 and the inverse
-    0. If amax is NaN or infinite, the scale is NaN, which reaches the output.
+    If the inverse would overflow (amax is 0 or below about 2^-128 code_max: 3.7e-37 for INT8), the
+    scale is 1 and the inverse 0. If amax is NaN or infinite, the scale is NaN, which reaches the
+    output.
     """
     # Dividing by a Python number is a multiplication by its reciprocal on some devices.
     divisor = code_max if isinstance(code_max, Tensor) else torch.full_like(amax, code_max)

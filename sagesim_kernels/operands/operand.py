@@ -307,8 +307,9 @@ def apply_k_scale(s, factor, k, k_scale, BLOCK_K: tl.constexpr):
     one number a row is multiplied instead of every logit. All kernels use this function, so that
     they compute the same P.
 
-    The power of two changes no bit. It keeps a sum of codes from overflowing when it is multiplied
-    by a large scale of K before a small one of Q.
+    The power of two changes no bit if the scale of K is at least 2^-116. A smaller scale loses
+    bits, because its product with 2^-10 is subnormal. The power of two keeps a sum of codes from
+    overflowing when it is multiplied by a large scale of K before a small one of Q.
     """
     if k.scale is None:
         return s, factor

@@ -70,6 +70,24 @@ def test_gamma_bounds_tokens_steps_and_logits(q, seed):
     assert float(p.min()) >= least * (1 - 1e-12 * (1 + limit))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tokens_in_16_bit_exceed_the_bounds_by_the_roundoff_of_their_dtype(dtype):
+    """Tokens with one nonzero channel attain the bounds before they are rounded."""
+    u, norm = torch.finfo(dtype).eps / 2, QKNorm(48)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        norm.gamma_q.copy_(torch.rand(48, generator=generator) + 1)
+        norm.gamma_k.copy_(norm.gamma_q)
+        token = 16 * torch.eye(48).to(dtype)
+        q, k = (x.double() for x in norm(token, token))
+    gamma = norm.gamma_q.detach().double()
+    channel, logit = qk_norm.channel_bound(gamma), qk_norm.logit_bound(gamma, gamma)
+    s = q @ k.mT / math.sqrt(48)
+    assert_at_most(q, channel * (1 + u) * (1 + 2.0**-20), "channel")
+    assert_at_most(s, logit * (1 + u) ** 2 * (1 + 2.0**-20), "S")
+    assert bool((q > channel * (1 + u / 2)).any()), "without the roundoff it does not hold"
+
+
 ROUNDED = (
     "fpa qk=int8@block,block",
     "fpa qk=int8@token,token",

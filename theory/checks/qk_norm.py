@@ -13,7 +13,7 @@ from sagesim import SAGEBWD, AttentionSpec, Granularity, QKNorm, quantize
 from sagesim.analysis import TITLES, Comparison, Setting, gaussian_errors
 from theory import qk_norm
 from theory.checks.check import Check, bounded, estimated
-from theory.checks.samples import captured, gaussian
+from theory.checks.samples import Sample, captured, gaussian
 from theory.qk_norm import PowerSums
 
 QK_ONLY = AttentionSpec.parse("fpa smooth=k qk=int8@block,block qk_recompute=int8@block,block")
@@ -24,7 +24,7 @@ REGION = SAGEBWD.block_q * SETTING.head_dim
 """The number of elements of a block of queries or keys, which share one scale."""
 
 FLOAT32 = 1 + 2.0**-20
-"""A bound on the relative float32 error of QKNorm, for up to some hundred channels."""
+"""A bound on the relative error of QKNorm's float32 arithmetic, for up to some hundred channels."""
 
 
 def checks() -> Iterator[Check]:
@@ -47,61 +47,74 @@ def errors(sigma: float, label: str = QK_ONLY.label()) -> Comparison:
 
 def _limits() -> Iterator[Check]:
     for x in (gaussian(3.0, tokens=256), captured()[3].unmasked):
-        d = x.q.shape[-1]
-        norm = _norm(d)
-        gamma_q, gamma_k = norm.gamma_q.detach().double(), norm.gamma_k.detach().double()
-        with torch.no_grad():
-            q, k = norm(x.q.float(), x.k.float())  # QKNorm returns the dtype of its inputs
-        plain = (q / norm.gamma_q.detach()).double()
-        mean_square = x.q.double().square().mean(-1)
-        yield bounded(
-            "qk_norm",
-            "|x|_2 = sqrt(d m / (m + eps)) before gamma",
-            x.name,
-            bound=qk_norm.normalised_norm(mean_square, d, norm.eps) * FLOAT32,
-            measured=plain.norm(dim=-1),
-        )
-        yield bounded(
-            "qk_norm",
-            "|q_c| <= sqrt(d) |gamma_c|",
-            x.name,
-            bound=qk_norm.channel_bound(gamma_q) * FLOAT32,
-            measured=q.double().abs(),
-        )
-        step = quantize(q, Granularity.PerBlock).scale.double()
-        yield bounded(
-            "qk_norm",
-            "INT8 step <= sqrt(d) max|gamma| / 127",
-            x.name,
-            bound=torch.tensor(qk_norm.step_bound(gamma_q) * FLOAT32),
-            measured=step,
-        )
-        largest = qk_norm.logit_bound(gamma_q, gamma_k) * FLOAT32
-        normed = replace(x, q=q.double(), k=k.double(), v=x.v.double(), do=x.do.double())
-        exact = normed.exact()
-        yield bounded(
-            "qk_norm",
-            "|S| <= scale * d * max|gamma_q gamma_k|",
-            x.name,
-            bound=torch.tensor(largest, dtype=torch.float64),
-            measured=exact.s.abs(),
-        )
-        weight = qk_norm.weight_bounds(largest, k.shape[-2])[1]
-        yield bounded(
-            "qk_norm",
-            "largest P from the bound on S",
-            x.name,
-            bound=torch.tensor(weight, dtype=torch.float64),
-            measured=exact.p,
-        )
-        emulated = normed.trace(AttentionSpec.parse("fpa qk=int8@block,block"))
-        yield bounded(
-            "qk_norm",
-            "|error of S| from gamma alone",
-            x.name,
-            bound=torch.tensor(qk_norm.logit_error_bound(gamma_q, gamma_k), dtype=torch.float64),
-            measured=(emulated.s - exact.s).abs(),
-        )
+        yield _norms(x)
+        for dtype in (torch.float32, torch.bfloat16):
+            yield from _limits_in(x, dtype)
+
+
+def _norms(x: Sample) -> Check:
+    d = x.q.shape[-1]
+    norm = _norm(d)
+    with torch.no_grad():
+        plain = (norm(x.q.float(), x.k.float())[0] / norm.gamma_q).double()
+    return bounded(
+        "qk_norm",
+        "|x|_2 = sqrt(d m / (m + eps)) before gamma",
+        x.name,
+        bound=qk_norm.normalised_norm(x.q.double().square().mean(-1), d, norm.eps) * FLOAT32,
+        measured=plain.norm(dim=-1),
+    )
+
+
+def _limits_in(x: Sample, dtype: torch.dtype) -> Iterator[Check]:
+    """The bounds times 1 + u or its square, for q and k that are rounded to this dtype."""
+    inputs = f"{x.name}, {str(dtype).removeprefix('torch.')}"
+    norm = _norm(x.q.shape[-1])
+    gamma_q, gamma_k = norm.gamma_q.detach().double(), norm.gamma_k.detach().double()
+    with torch.no_grad():
+        q, k = norm(x.q.to(dtype), x.k.to(dtype))  # QKNorm returns the dtype of its inputs
+    rounded = (1 + torch.finfo(dtype).eps / 2) * FLOAT32
+    yield bounded(
+        "qk_norm",
+        "|q_c| <= sqrt(d) |gamma_c|",
+        inputs,
+        bound=qk_norm.channel_bound(gamma_q) * rounded,
+        measured=q.double().abs(),
+    )
+    yield bounded(
+        "qk_norm",
+        "INT8 step <= sqrt(d) max|gamma| / 127",
+        inputs,
+        bound=torch.tensor(qk_norm.step_bound(gamma_q) * rounded),
+        measured=quantize(q, Granularity.PerBlock).scale.double(),
+    )
+    largest = qk_norm.logit_bound(gamma_q, gamma_k) * rounded**2
+    normed = replace(x, q=q.double(), k=k.double(), v=x.v.double(), do=x.do.double())
+    exact = normed.exact()
+    yield bounded(
+        "qk_norm",
+        "|S| <= scale * d * max|gamma_q gamma_k|",
+        inputs,
+        bound=torch.tensor(largest, dtype=torch.float64),
+        measured=exact.s.abs(),
+    )
+    weight = qk_norm.weight_bounds(largest, k.shape[-2])[1]
+    yield bounded(
+        "qk_norm",
+        "largest P from the bound on S",
+        inputs,
+        bound=torch.tensor(weight, dtype=torch.float64),
+        measured=exact.p,
+    )
+    emulated = normed.trace(AttentionSpec.parse("fpa qk=int8@block,block"))
+    off = qk_norm.logit_error_bound(gamma_q, gamma_k) * rounded**2
+    yield bounded(
+        "qk_norm",
+        "|error of S| from gamma alone",
+        inputs,
+        bound=torch.tensor(off, dtype=torch.float64),
+        measured=(emulated.s - exact.s).abs(),
+    )
 
 
 def _growth() -> Iterator[Check]:

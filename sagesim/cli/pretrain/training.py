@@ -6,8 +6,8 @@ folder gets a log (one Parquet file) and checkpoints. After Ctrl-C, or a signal 
 finishes the step, saves a checkpoint and exits with 130; a second Ctrl-C stops at once. The command
 can also be killed at any time. The same command resumes the run.
 
-If a loss or gradient is not finite, the run stops and reports the step, the layer and the product
-with the first non-finite number. The exit code is then 1.
+If a loss, a gradient or a held-out loss is not finite, the run stops and reports the step, the
+layer and the product with the first non-finite number. The exit code is then 1.
 
 examples:
   sagesim pretrain run corpus runs/a --attention sdpa --size 18m --tokens-per-step 131072

@@ -63,9 +63,19 @@ class TrainedRun:
 
     @property
     def final(self) -> float | None:
-        """The held-out loss after the last step; None if the run is not done."""
-        steps = dict(self.series.get(("evaluation", "", -1, "loss"), []))
-        return steps.get(self.run.steps) if not self.log.stop else None
+        """The held-out loss after the last step; None if the run is not done or stopped."""
+        return None if self.stop else self._last_loss
+
+    @property
+    def stop(self) -> str:
+        """Why the run stopped. A last held-out loss that is not finite counts as a stop."""
+        last = self._last_loss
+        found = "" if last is None or math.isfinite(last) else f"held-out loss {last}"
+        return self.log.stop or found
+
+    @property
+    def _last_loss(self) -> float | None:
+        return dict(self.series.get(("evaluation", "", -1, "loss"), [])).get(self.run.steps)
 
     def last(self, group: str, attention: str, layer: int, name: str) -> float | None:
         """The newest value of a number; None if it was not measured."""
@@ -93,7 +103,7 @@ class Group:
     @property
     def stops(self) -> list[str]:
         """The reasons of the runs that stopped."""
-        return [x.log.stop for x in self.runs if x.log.stop]
+        return [x.stop for x in self.runs if x.stop]
 
 
 @dataclass(frozen=True)

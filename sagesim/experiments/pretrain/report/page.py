@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -72,7 +73,7 @@ def render(runs: Sequence[TrainedRun], *, margin: float | None, command: str) ->
     return environment.get_template("runs.html.j2").render(
         headline=headline(found, margin),
         versions={"sagesim": sagesim.__version__},
-        stops=[(x.name, x.log.stop) for x in runs if x.log.stop],
+        stops=[(x.name, x.stop) for x in runs if x.stop],
         common=list(_common(runs)),
         charts={**marked, "layers": layers},
         attentions=list(colours.items()),
@@ -157,7 +158,13 @@ def _loss(group: Group, kind: str) -> list[Point]:
 
 def _loss_chart(lines: Sequence[Line], kind: str, title: str, identifier: str) -> str:
     last = max((p[0] for line in lines for p in line.points), default=0.0)
-    late = [y for line in lines for p in line.points if p[0] >= _EARLY * last for y in p[1:]]
+    late = [
+        y
+        for line in lines
+        for p in line.points
+        if p[0] >= _EARLY * last and all(map(math.isfinite, p))
+        for y in p[1:]
+    ]
     margin = 0.05 * (max(late) - min(late)) if late else 0.0
     return line_chart(
         lines,

@@ -253,6 +253,21 @@ def test_the_page_shows_runs_that_stopped_or_are_not_done(make_run, tmp_path):
         render([], margin=None, command="")
 
 
+def test_a_final_loss_that_is_not_finite_is_a_stop(make_run, tmp_path):
+    """In a log of before such a loss stopped a run."""
+    every = [
+        made(tmp_path / f"{name}{seed}", make_run(attention=f"emulator:{name}", seed=seed), loss=x)
+        for name, *each in (("sagebwd", 3.0, float("nan")), ("factored", 3.1, 3.1))
+        for seed, x in enumerate(each)
+    ]
+    every += [made(tmp_path / f"sdpa{seed}", make_run(seed=seed), loss=3.0) for seed in range(2)]
+    assert [x.final is None for x in every] == [False, True] + [False] * 4
+    page = Page(render(every, margin=0.02, command=""))
+    row = page.tables["table-final"][2]
+    assert row[:3] == ["sagebwd", "1 of 2", "3.0000"] and row[-1].endswith("1 stopped")
+    assert re.findall(r".{14}\bnan\b", page.text) == ["held-out loss nan"]
+
+
 def test_a_headline_of_no_difference(runs):
     assert "No attention differs" in headline(group_runs(runs), 0.06)
     assert headline(group_runs(runs[:2]), 0.02) == "2 pretraining runs"

@@ -29,6 +29,7 @@ from sagesim.experiments.pretrain.report.compare import (
     over_seeds,
     smoothed,
 )
+from sagesim.experiments.pretrain.report.difference import CHANCE
 
 _CURVES: Final = ("o", "ds", "dq", "dk")
 """Tensors with a chart of errors by layer."""
@@ -93,7 +94,10 @@ def render(runs: Sequence[TrainedRun], *, margin: float | None, command: str) ->
 
 
 def headline(found: Sequence[Setting], margin: float | None) -> str:
-    """One sentence about the largest difference from 16-bit attention that is not chance."""
+    """One sentence about the largest difference from 16-bit attention that is not chance.
+
+    It is one of several differences, so its probability is multiplied by their number.
+    """
     each = [
         (d, group.attention, setting.title)
         for setting in found
@@ -104,11 +108,12 @@ def headline(found: Sequence[Setting], margin: float | None) -> str:
         return f"{sum(len(g.runs) for s in found for g in s.groups)} pretraining runs"
     if margin is not None and all(abs(d.mean) <= margin for d, _, _ in each):
         return f"No attention differs from 16 bit by more than {margin} nats of final loss"
-    if all(d.is_chance for d, _, _ in each):
+    if all(d.error is None for d, _, _ in each):
+        return "One seed does not tell whether an attention differs from 16 bit in final loss"
+    sure = [x for x in each if not x[0].is_chance and x[0].probability * len(each) < CHANCE]
+    if not sure:
         return "No attention differs from 16 bit in final loss by more than chance"
-    worst, attention, title = max(
-        (item for item in each if not item[0].is_chance), key=lambda item: abs(item[0].mean)
-    )
+    worst, attention, title = max(sure, key=lambda item: abs(item[0].mean))
     where = f" at {title}" if title else ""
     return (
         f"The final loss of {attention} differs by {tables.signed(worst.mean)} nats from that of "

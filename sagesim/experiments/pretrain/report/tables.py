@@ -10,7 +10,6 @@ from sagesim.analysis import number
 from sagesim.experiments.paper_table_2 import PAPER_TABLE_2
 from sagesim.experiments.pretrain.diagnostics.noise import RELIABLE_SEQUENCES
 from sagesim.experiments.pretrain.report.compare import (
-    Difference,
     Setting,
     TrainedRun,
     difference,
@@ -20,6 +19,7 @@ from sagesim.experiments.pretrain.report.compare import (
     measured_attentions,
     pooled_error,
 )
+from sagesim.experiments.pretrain.report.difference import Difference
 
 TENSORS_SHOWN: Final = {
     "sigma_q": "sigma Q", "sigma_k": "sigma K", "gamma_q_rms": "gamma Q", "gamma_k_rms": "gamma K",

@@ -20,7 +20,12 @@ from sagesim.experiments.pretrain.text.corpus import (
     Shard,
     file_hash,
 )
-from sagesim.experiments.pretrain.text.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
+from sagesim.experiments.pretrain.text.tokenizer import (
+    END_OF_TEXT,
+    load_tokenizer,
+    train_tokenizer,
+    vocabulary_size,
+)
 from sagesim.files import making_folder
 
 if TYPE_CHECKING:
@@ -146,7 +151,7 @@ def prepare(
         loaded, written = load_tokenizer(tokenizer), tokenizer.read_bytes()
     with making_folder(out) as temporary:
         (temporary / TOKENIZER).write_bytes(written)
-        size = loaded.get_vocab_size()
+        size = vocabulary_size(loaded)
         dtype = "uint16" if size <= 2**16 else "uint32"
         total, done = sum(d.size for d in documents), 0
         shards: dict[str, tuple[Shard, ...]] = {}

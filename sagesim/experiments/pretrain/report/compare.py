@@ -25,6 +25,7 @@ _NO_SETTING: Final = (
     "steps",
     "evaluate_every",
     "monitor_every",
+    "monitor_sequences",
     "bias_sequences",
 )
 """Fields of `Run` that do not distinguish settings.

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from sagesim.experiments.pretrain.report import tables
 from sagesim.experiments.pretrain.report.chart import (
     HEIGHT,
     WIDTH,
@@ -27,6 +28,7 @@ from sagesim.experiments.pretrain.report.compare import (
 )
 from sagesim.experiments.pretrain.report.difference import Difference, two_sided
 from sagesim.experiments.pretrain.report.page import headline, render
+from sagesim.experiments.pretrain.report.tables import gradient_rows
 from sagesim.experiments.pretrain.run.log import Log, LogWriter
 from tests.docs.browser import browse, find
 from tests.sagesim.analysis.test_report import MARKUP, Page
@@ -222,6 +224,41 @@ def test_errors_from_few_sequences_are_marked(make_run, tmp_path, sequences, dou
     rows = [row for row in page.tables["table-gradient"] if "0.0100" in row]
     assert [row[row.index("0.0100") + 1] for row in rows] == [f"5.0e-4{doubt}"]
     assert "unreliable if fewer than 256 sequences were measured" in page.text
+
+
+def test_runs_that_measured_other_numbers_of_sequences_are_compared(make_run, tmp_path):
+    """And their errors are as reliable as those from the fewest sequences."""
+    every = [
+        made(
+            tmp_path / f"{attention[-4:]}{seed}",
+            make_run(
+                attention=attention,
+                seed=seed,
+                monitor=("emulator:sagebwd",),
+                monitor_sequences=sequences,
+            ),
+            loss=3.0,
+        )
+        for attention, *each in (("sdpa", 256, 8), ("emulator:sagebwd", 256, 256))
+        for seed, sequences in enumerate(each)
+    ]
+    (setting,) = group_runs(every)
+    assert [group.attention for group in setting.groups] == ["sdpa", "sagebwd"]
+    cells = {row["attention"]: row["cells"] for row in gradient_rows([setting])}
+    assert cells["sdpa"][2] == "5.0e-4, unreliable" and cells["sagebwd"][2] == "5.0e-4"
+
+
+@pytest.mark.parametrize("square, of_g", [(-0.25, -0.5), (0.25, -0.5), (-0.25, 0.5), (0.25, 0.0)])
+def test_a_share_of_estimates_that_are_not_positive_is_not_resolved(
+    square, of_g, make_run, tmp_path, monkeypatch
+):
+    measured = {"square": of_g, "noise_scale": float("inf")}
+    bias = {"bias_square": square, "bias_square_error": 0.1, "bias_along": 0.0, "visible": 1.0}
+    monkeypatch.setattr(tables, "gradient_numbers", lambda _group, name: bias if name else measured)
+    run = make_run(monitor=("emulator:sagebwd",))
+    (row,) = gradient_rows(group_runs([made(tmp_path / "a", run, loss=3.0)]))
+    assert row["cells"][1] == "not resolved"
+    assert (row["cells"][2] != "") == (of_g > 0)
 
 
 def test_the_page_holds_the_numbers(runs):

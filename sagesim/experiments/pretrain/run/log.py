@@ -3,7 +3,7 @@
 | column | content |
 | --- | --- |
 | step | number of steps done at that time; 0 before the first step |
-| group | train, evaluation, layer or gradient |
+| group | train, evaluation, layer, gradient or bias |
 | attention | the measured attention; empty if the number is not about one |
 | layer | index of the layer; -1 if the number is not about one |
 | name | name of the number |

@@ -86,8 +86,9 @@ def find_documents(
 def split_documents(documents: Sequence[Document], validation: float) -> dict[str, list[Document]]:
     """Split documents into "train" and "validation", each in the given order.
 
-    The validation documents are the first by hash: at least one, and otherwise at most the
-    fraction `validation` of all bytes.
+    The validation documents are the first by hash: at least one, and otherwise as many as have
+    together at most the fraction `validation` of all bytes. The first one that does not fit ends
+    them, so with a few large documents they can have much less than this fraction.
 
     Raises:
         ValueError: if there are fewer than two documents, or `validation` is not between 0 and 1.
@@ -129,7 +130,7 @@ def prepare(
         vocabulary: largest size of the tokenizer that is trained on the training documents.
         tokenizer: a tokenizer.json to use instead of a new tokenizer.
         patterns: patterns of `Path.glob` that select files.
-        validation: fraction of the bytes to hold out.
+        validation: the largest fraction of the bytes to hold out; see `split_documents`.
         shard_tokens: tokens of a full shard.
         source: a description of the text, stored in the manifest.
         progress: called with the bytes tokenized so far and the bytes of all documents.

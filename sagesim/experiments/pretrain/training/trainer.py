@@ -116,11 +116,6 @@ class Trainer:
         log = LogWriter(self.folder, run, self.about(), step=kept) if first else None
         track = open_tracker(self.machine.tracker if first else "none", self.folder, run)
 
-        def record(group: str, values: Mapping[str, float]) -> None:
-            if log is not None:
-                log.add(self.step, group, values)
-                track(self.step, {f"{group}/{name}": x for name, x in values.items()})
-
         def record_measured(found: Measured) -> None:
             if log is not None:
                 log.add(
@@ -130,6 +125,10 @@ class Trainer:
                     attention=found.attention,
                     layer=found.layer,
                 )
+                track(self.step, {found.key(name): x for name, x in found.values.items()})
+
+        def record(group: str, values: Mapping[str, float]) -> None:
+            record_measured(Measured(group, values))
 
         def save() -> None:
             if log is not None:

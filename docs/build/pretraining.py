@@ -96,7 +96,7 @@ def outcome() -> str:
     normed = next(s for s in found if s.fields == {**where.fields, "qk_norm": True})
     with_norm = difference(normed, _group(normed, who.attention))
     assert gap is not None and closed is not None and with_norm is not None
-    stops = sum(bool(each.log.stop) for each in runs)
+    stops = sum(bool(each.stop) for each in runs)
     plain = sum(not each.run.qk_norm for each in runs)
     usual = [g for s in found for g in s.groups if g is not who]
     early, late = (_deviations(who, at) for at in (0, -1))

@@ -27,7 +27,7 @@ class Difference:
 
         By Student's t. It assumes that seeds differ normally.
         """
-        if self.error is None:
+        if self.error is None or not self.degrees:
             return 1.0
         if not self.error:
             return 0.0 if self.mean else 1.0

@@ -172,6 +172,7 @@ def test_a_difference_may_be_chance_below_the_quantile_of_student():
         assert above.probability < 0.05 < below.probability
     assert Difference(50.0, -1.0, 101.0, 2, 1.0, 10).is_chance, "the seeds disagree on the sign"
     assert Difference(5.0, 4.0, 6.0, 1).is_chance, "there is no error"
+    assert Difference(5.0, 4.0, 6.0, 1, 0.01).is_chance, "the error has no degrees of freedom"
     assert not Difference(5.0, 5.0, 5.0, 2, 0.0, 1).is_chance
 
 

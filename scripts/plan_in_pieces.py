@@ -209,23 +209,26 @@ def main() -> int:
     budget = TimeBudget(args.minutes, args.first)
     try:
         plan, corpus = Plan.read(args.plan), Corpus(args.corpus)
+        check_shards(args.corpus)
     except ValueError as error:
         raise Failure(str(error)) from None
+    families = {"kernels": "emulator"} if args.emulate else {}
     try:
         plan.check_corpus(corpus.id)
+        every = pieces(plan, corpus, args.scale or next(iter(plan.scales)), families, args.cuts)
     except ValueError as error:
         raise Failure(f"{args.plan}: {error}") from None
-    check_shards(args.corpus)
-    families = {"kernels": "emulator"} if args.emulate else {}
-    every = pieces(plan, corpus, args.scale or next(iter(plan.scales)), families, args.cuts)
     left = [each for each in every if not each.record(args.records).exists()]
     # Only the last step has a checkpoint: an earlier one would not survive this machine.
     last = max((each.planned.run.steps for each in every), default=1)
     machine = Machine(micro_batch=args.micro_batch, compile=args.compile, checkpoint_every=last + 1)
     print(f"{len(every) - len(left)} of {len(every)} runs are recorded", flush=True)
     with join_processes() as world:
-        for piece in left:
-            check_run(piece.planned.run, corpus, machine, world)
+        try:
+            for piece in left:
+                check_run(piece.planned.run, corpus, machine, world)
+        except ValueError as error:
+            raise Failure(str(error)) from None
         for piece in left:
             if not budget.fits():
                 print("another run does not fit into the time")

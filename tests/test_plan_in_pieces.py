@@ -14,6 +14,7 @@ from sagesim.experiments.pretrain.plan.plan import Plan
 from sagesim.experiments.pretrain.run.log import Log
 from sagesim.experiments.pretrain.text.preparation import prepare
 from sagesim.files import locked
+from sagesim.terminal import Failure
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "tests" / "sagesim" / "experiments" / "pretrain" / "pages"
@@ -94,6 +95,19 @@ def records(script, tmp_path_factory):
     assert "\ncell of 64 tokens per step, 2 steps: complete, 6 of 6 runs are recorded\n" in said
     assert said.endswith("0 of 6 runs are missing\n")
     return folder
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--scale", "nope"], "no scale is called 'nope'; the scales are mini"),
+        (["--micro-batch", "3"], "do not divide"),
+    ],
+)
+def test_options_that_do_not_fit_end_with_one_line(script, tmp_path, words, message):
+    with pytest.raises(Failure, match=message):
+        script(tmp_path, 10, *words)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_pieces_merge_and_no_run_is_repeated(script, records, tmp_path):

@@ -26,7 +26,6 @@ from sagesim.analysis import TITLES, geometric_mean, mean
 from sagesim.experiments.paper_table_2 import PAPER_TABLE_2
 from sagesim.experiments.pretrain.plan.plan import Plan, Regime
 from sagesim.experiments.pretrain.report.compare import (
-    Difference,
     Group,
     Point,
     Setting,
@@ -98,7 +97,7 @@ def outcome() -> str:
     normed = next(s for s in found if s.fields == {**where.fields, "qk_norm": True})
     with_norm = difference(normed, _group(normed, who.attention))
     assert gap is not None and closed is not None and with_norm is not None
-    stops = sum(bool(each.log.stop) for each in runs)
+    stops = sum(bool(each.stop) for each in runs)
     plain = sum(not each.run.qk_norm for each in runs)
     usual = [g for s in found for g in s.groups if g is not who]
     early, late = (_deviations(who, at) for at in (0, -1))
@@ -141,8 +140,8 @@ def outcome() -> str:
     short = min(plain_settings, key=lambda s: s.fields["tokens_per_step"])
     shorter = difference(short, _group(short, who.attention))
     assert shorter is not None
-    freedom, by_chance = chance(where, gap)
-    intervals = [float(t.ppf(0.975, chance(s, d)[0])) * d.error for s, _, d in others if d.error]
+    freedom, by_chance = gap.degrees, gap.probability
+    intervals = [float(t.ppf(0.975, d.degrees)) * d.error for *_, d in others if d.error]
     own_layer = max(layer_errors(who, MEASURED[0], "dq_rel_l2"), key=lambda point: point[2])[0]
     of_ds = next(p[2] for p in layer_errors(who, MEASURED[0], "ds_rel_l2") if p[0] == own_layer)
     of_dq = next(p[2] for p in layer_errors(who, MEASURED[0], "dq_rel_l2") if p[0] == own_layer)
@@ -333,18 +332,6 @@ def table_2() -> str:
         "\n\nRelative L2 errors of SageBwd. Of our models, the layer with the largest error of dQ "
         "at the last measurement, means over seeds. All logs are in `docs/data/pretraining`."
     )
-
-
-def chance(setting: Setting, apart: Difference) -> tuple[int, float]:
-    """The degrees of freedom of a difference's error, and the two-sided p-value of Student's t."""
-    reference = _group(setting, "sdpa")
-    freedom = sum(
-        max(0, len(group.finals.keys() & reference.finals.keys()) - 1)
-        for group in setting.groups
-        if group is not reference
-    )
-    assert apart.error is not None
-    return freedom, float(2 * t.sf(abs(apart.mean) / apart.error, freedom))
 
 
 def falls_behind(found: Sequence[Setting]) -> tuple[Setting, Group]:

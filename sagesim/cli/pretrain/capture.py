@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     """Record the tensors and print their shape."""
     from sagesim.experiments.pretrain.run.distributed import join_processes
     from sagesim.experiments.pretrain.run.log import FILE
-    from sagesim.experiments.pretrain.text.corpus import Corpus
+    from sagesim.experiments.pretrain.text.corpus import Corpus, check_shards
     from sagesim.experiments.pretrain.training.checkpoint import CHECKPOINTS
     from sagesim.experiments.pretrain.training.trained_model import capture_trained
 
@@ -45,8 +45,11 @@ def run(args: argparse.Namespace) -> None:
     require_writable(args.out, inputs=read)
     with join_processes() as world:
         try:
+            corpus = Corpus(args.corpus)
+            if world.is_first:
+                check_shards(args.corpus)
             recorded = capture_trained(
-                args.folder, Corpus(args.corpus), world, heads=args.heads, layers=args.layers
+                args.folder, corpus, world, heads=args.heads, layers=args.layers
             )
         except ValueError as error:
             raise Failure(str(error)) from None

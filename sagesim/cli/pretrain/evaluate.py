@@ -5,7 +5,8 @@ Each run is evaluated by its own attention and by those of --attention, on the s
 without the tokens after the predicted one. Under a causal mask the loss should be the same.
 
 The JSON file has the losses of every sequence in nats: `losses` are means over all tokens, `whole`
-and `cut` over the N tokens with and without the later ones.
+and `cut` over the N tokens with and without the later ones. All runs are checked before the first
+is evaluated, and the file is written after each run.
 
 examples:
   sagesim pretrain evaluate corpus losses.json runs/*
@@ -54,9 +55,9 @@ def run(args: argparse.Namespace) -> None:
     from sagesim.experiments.pretrain.model.attention import Attention
     from sagesim.experiments.pretrain.run.distributed import join_processes
     from sagesim.experiments.pretrain.run.log import FILE
-    from sagesim.experiments.pretrain.text.corpus import Corpus
+    from sagesim.experiments.pretrain.text.corpus import Corpus, check_shards
     from sagesim.experiments.pretrain.training.checkpoint import CHECKPOINTS
-    from sagesim.experiments.pretrain.training.held_out import held_out_losses
+    from sagesim.experiments.pretrain.training.held_out import check_evaluation, held_out_losses
     from sagesim.files import write_text
 
     read = [args.corpus, *(folder / x for folder in args.folders for x in (FILE, CHECKPOINTS))]
@@ -73,8 +74,12 @@ def run(args: argparse.Namespace) -> None:
         if world.processes > 1:
             raise Failure("one process evaluates; start the command without torchrun")
         name = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
+        head = {"machine": f"{name}, torch {torch.__version__}", "cuts": args.cuts}
         try:
             corpus = Corpus(args.corpus)
+            for folder in args.folders:
+                check_evaluation(folder, corpus, world, others, cuts=args.cuts)
+            check_shards(args.corpus)
         except ValueError as error:
             raise Failure(str(error)) from None
         for folder in bar.track(args.folders):
@@ -95,8 +100,8 @@ def run(args: argparse.Namespace) -> None:
                     line += f"; at {args.cuts} cuts {_mean(each.whole):.4f}, and without later "
                     line += f"tokens {_mean(each.cut):.4f}"
                 lines.append(line)
-    head = {"machine": f"{name}, torch {torch.__version__}", "cuts": args.cuts}
-    write_text(args.out, json.dumps(head | {"evaluations": evaluations}, indent=1) + "\n")
+            # Every run takes long, and a later one may fail.
+            write_text(args.out, json.dumps(head | {"evaluations": evaluations}, indent=1) + "\n")
     for line in lines:
         stdout().print(line)
 

@@ -1,8 +1,9 @@
 """Make a corpus from a folder of text or code.
 
-Every UTF-8 text file is a document. Copies, binary files and links are skipped and counted. A
-fraction of the documents is held out, a byte-level BPE tokenizer is trained on the others, and all
-documents are written as shards of tokens. The same files give the same bytes.
+Every UTF-8 text file is a document. Copies, binary files and links are skipped and counted.
+Documents with at most a fraction of the bytes, but at least one, are held out. A byte-level BPE
+tokenizer is trained on the others, and all documents are written as shards of tokens. The same
+files give the same bytes.
 
 examples:
   sagesim pretrain prepare linux-6.1 corpus --only '**/*.[ch]' 'Documentation/**/*.rst'
@@ -49,7 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.01,
         metavar="X",
-        help="fraction of the bytes to hold out (default: 0.01)",
+        help="largest fraction of the bytes to hold out (default: 0.01)",
     )
     parser.add_argument(
         "--source", default="", metavar="TEXT", help="description of the text, for the manifest"
@@ -80,12 +81,12 @@ def run(args: argparse.Namespace) -> None:
     except (ValueError, NotImplementedError, OSError) as error:
         raise Failure(str(error)) from None
     console = stdout()
+    total = sum(map(made.tokens, SPLITS))
     for split in SPLITS:
-        console.print(f"{split}: {made.tokens(split)} tokens of {made.documents[split]} documents")
-    console.print(
-        f"{made.bytes / sum(map(made.tokens, SPLITS)):.2f} bytes per token, "
-        f"vocabulary of {made.vocabulary}"
-    )
+        tokens, documents = made.tokens(split), made.documents[split]
+        share = f"{100 * tokens / total:.3g}% of all"
+        console.print(f"{split}: {tokens} tokens of {documents} documents, {share}")
+    console.print(f"{made.bytes / total:.2f} bytes per token, vocabulary of {made.vocabulary}")
     if made.skipped:
         skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(made.skipped.items()))
         console.print(f"files skipped: {skipped}")

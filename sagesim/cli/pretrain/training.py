@@ -6,8 +6,8 @@ folder gets a log (one Parquet file) and checkpoints. After Ctrl-C, or a signal 
 finishes the step, saves a checkpoint and exits with 130; a second Ctrl-C stops at once. The command
 can also be killed at any time. The same command resumes the run.
 
-If a loss or gradient is not finite, the run stops and reports the step, the layer and the product
-with the first non-finite number. The exit code is then 1.
+If a loss, a gradient or a held-out loss is not finite, the run stops and reports the step, the
+layer and the product with the first non-finite number. The exit code is then 1.
 
 examples:
   sagesim pretrain run corpus runs/a --attention sdpa --size 18m --tokens-per-step 131072
@@ -96,7 +96,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train the run and print how it ended."""
     from sagesim.experiments.pretrain.run.distributed import join_processes
-    from sagesim.experiments.pretrain.text.corpus import Corpus
+    from sagesim.experiments.pretrain.text.corpus import Corpus, check_shards
     from sagesim.experiments.pretrain.training.trainer import train
 
     if is_same(args.corpus, args.folder):
@@ -106,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             corpus = Corpus(args.corpus)
             settings = _settings(args, corpus)
+            if world.is_first:
+                check_shards(args.corpus)
             with training(shown=world.is_first) as bar:
                 bar.begin(args.folder.name, settings.steps)
                 outcome = train(
@@ -139,6 +141,12 @@ def _settings(args: argparse.Namespace, corpus: Corpus) -> Run:
     attention = Attention.parse(args.attention)
     own = (attention.name,) if attention.spec is not None else ()
     monitor = own if args.monitor is None else [Attention.parse(x).name for x in args.monitor]
+    for option in ("monitor_every", "bias_sequences"):
+        if getattr(args, option) and not monitor:
+            raise ValueError(
+                f"--{option.replace('_', '-')} {getattr(args, option)}: a run with sdpa measures "
+                "nothing unless --monitor names attentions"
+            )
     fields = [option.removeprefix("--").replace("-", "_") for option, _, _ in _OPTIONS]
     values = {name: getattr(args, name) for name in fields} | {
         "attention": attention.name,

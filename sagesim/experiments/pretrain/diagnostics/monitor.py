@@ -41,6 +41,17 @@ class Measured:
     attention: str = ""  #: the measured attention; empty if the numbers are not about one
     layer: int = -1  #: index of the layer; -1 if the numbers are not about one
 
+    def key(self, name: str) -> str:
+        """The name of one of the numbers among all those of a step.
+
+        >>> Measured("layer", {}, "emulator:sagebwd", 3).key("dq_rel_l2")
+        'layer/emulator:sagebwd/3/dq_rel_l2'
+        >>> Measured("train", {}).key("loss")
+        'train/loss'
+        """
+        layer = str(self.layer) if self.layer >= 0 else ""
+        return "/".join(filter(None, (self.group, self.attention, layer, name)))
+
 
 def measure(
     model: Llama,

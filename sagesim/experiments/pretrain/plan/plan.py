@@ -84,7 +84,10 @@ class PlannedRun:
 
 
 _RUN_FRACTIONS: Final = ("warmup", "evaluate_every", "monitor_every")
-"""Fields of `Run` that a plan gives as fractions of the steps."""
+"""Fields of `Run` that a plan gives as fractions of the steps, from 0 to 1. 0 stays 0."""
+
+_NEEDED: Final = ("regime", "attention", "monitor", *_RUN_FRACTIONS)
+"""What the base or the grid of every run has, beside fields of `Run` without a default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +113,7 @@ class Plan:
         try:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
             return cls._of(data)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             missing = "lacks " if isinstance(error, KeyError) else ""
             raise ValueError(f"{path}: not a readable plan: {missing}{error}") from error
 
@@ -121,6 +124,8 @@ class Plan:
             raise ValueError(
                 f"a plan has no {unknown[0]!r}; its keys are {', '.join(sorted(known))}"
             )
+        if not isinstance(data["base"], dict) or not data["scale"]:
+            raise ValueError("base and scale must be tables with an entry")
         return cls(
             corpus=data.get("corpus", ""),
             margin=float(data["margin"]),
@@ -155,7 +160,8 @@ class Plan:
             vocabulary: rows of the embedding.
 
         Raises:
-            ValueError: if the part or scale is unknown, or a run has an invalid setting.
+            ValueError: if the part or scale is unknown, or a run has an invalid setting or lacks a
+                head that is to be captured.
         """
         if part not in self.parts:
             raise ValueError(f"no part is called {part!r}; the parts are {', '.join(self.parts)}")
@@ -167,6 +173,12 @@ class Plan:
         found: dict[Run, tuple[int, ...]] = {}
         for seed, values in itertools.product(self.seeds, _settings(self.parts[part].grids)):
             run = self._run(values, seed, regimes, corpus, vocabulary)
+            count = SIZES[run.size].heads
+            for head in heads:
+                if type(head) is not int or not 0 <= head < count:
+                    raise ValueError(
+                        f"capture_heads: {head!r} is no head of a model with {count} heads"
+                    )
             found[run] = heads if seed == self.seeds[0] else ()
         return [PlannedRun(run, captured) for run, captured in found.items()]
 
@@ -179,14 +191,19 @@ class Plan:
         vocabulary: int,
     ) -> Run:
         fields = {**self.base, **values}
-        name = fields.pop("regime")
-        if name not in regimes:
+        if missing := [name for name in _NEEDED if name not in fields]:
+            raise ValueError(f"a run lacks {missing[0]!r}")
+        if (name := _text("regime", fields.pop("regime"))) not in regimes:
             raise ValueError(f"regime={name!r} is not one of {', '.join(regimes)}")
         regime = regimes[name]
         for name in _RUN_FRACTIONS:
-            fields[name] = max(1, round(fields[name] * regime.steps))
-        fields["attention"] = Attention.parse(fields["attention"]).name
-        fields["monitor"] = tuple(Attention.parse(name).name for name in fields["monitor"])
+            fields[name] = _steps(name, fields[name], regime.steps)
+        fields["attention"] = Attention.parse(_text("attention", fields["attention"])).name
+        if not isinstance(fields["monitor"], list | tuple):
+            raise ValueError(f"monitor={fields['monitor']!r} is not a list of attentions")
+        fields["monitor"] = tuple(
+            Attention.parse(_text("monitor", name)).name for name in fields["monitor"]
+        )
         fixed = {"corpus": corpus, "vocabulary": vocabulary, "seed": seed}
         return from_mapping(Run, {**fields, **fixed, **asdict(regime)})
 
@@ -241,6 +258,19 @@ def _part(data: Mapping[str, Any]) -> Part:
         ),
         capture_heads=tuple(data.get("capture_heads", ())),
     )
+
+
+def _steps(name: str, fraction: Any, steps: int) -> int:
+    """The steps of a field of `_RUN_FRACTIONS`: at least one if the fraction is not 0."""
+    if type(fraction) not in (int, float) or not 0 <= fraction <= 1:
+        raise ValueError(f"{name}={fraction!r} is not a fraction of the steps, from 0 to 1")
+    return max(1, round(fraction * steps)) if fraction else 0
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: {value!r} is not a text")
+    return value
 
 
 def _settings(grids: Sequence[Mapping[str, tuple[Any, ...]]]) -> Iterator[dict[str, Any]]:

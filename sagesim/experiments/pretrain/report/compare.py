@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sagesim.analysis import geometric_mean, mean
+from sagesim.experiments.pretrain.report.difference import Difference
 from sagesim.experiments.pretrain.run.log import FILE, Log
 from sagesim.experiments.pretrain.run.settings import Run
 
@@ -24,6 +25,7 @@ _NO_SETTING: Final = (
     "steps",
     "evaluate_every",
     "monitor_every",
+    "monitor_sequences",
     "bias_sequences",
 )
 """Fields of `Run` that do not distinguish settings.
@@ -63,9 +65,19 @@ class TrainedRun:
 
     @property
     def final(self) -> float | None:
-        """The held-out loss after the last step; None if the run is not done."""
-        steps = dict(self.series.get(("evaluation", "", -1, "loss"), []))
-        return steps.get(self.run.steps) if not self.log.stop else None
+        """The held-out loss after the last step; None if the run is not done or stopped."""
+        return None if self.stop else self._last_loss
+
+    @property
+    def stop(self) -> str:
+        """Why the run stopped. A last held-out loss that is not finite counts as a stop."""
+        last = self._last_loss
+        found = "" if last is None or math.isfinite(last) else f"held-out loss {last}"
+        return self.log.stop or found
+
+    @property
+    def _last_loss(self) -> float | None:
+        return dict(self.series.get(("evaluation", "", -1, "loss"), [])).get(self.run.steps)
 
     def last(self, group: str, attention: str, layer: int, name: str) -> float | None:
         """The newest value of a number; None if it was not measured."""
@@ -93,7 +105,7 @@ class Group:
     @property
     def stops(self) -> list[str]:
         """The reasons of the runs that stopped."""
-        return [x.log.stop for x in self.runs if x.log.stop]
+        return [x.stop for x in self.runs if x.stop]
 
 
 @dataclass(frozen=True)
@@ -109,49 +121,6 @@ class Setting:
     def reference(self) -> Group | None:
         """The group with the attention `REFERENCE`, if there is one."""
         return next((group for group in self.groups if group.attention == REFERENCE), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The final held-out loss minus that of the reference, paired by seed."""
-
-    mean: float
-    low: float  #: the smallest difference of a seed
-    high: float  #: the largest difference of a seed
-    seeds: int  #: number of seeds
-    error: float | None = None  #: standard error of the mean; see `seed_deviation`
-
-    @property
-    def is_chance(self) -> bool:
-        """Whether the mean may be chance.
-
-        It may be if it is at most twice its error, or if the seeds disagree on the sign.
-        """
-        if self.error is not None and abs(self.mean) <= 2 * self.error:
-            return True
-        return self.low <= 0 <= self.high
-
-    def verdict(self, margin: float | None) -> str:
-        """The verdict of a plan's rule; empty without a margin.
-
-        A difference counts if its mean exceeds the margin and all seeds have the same sign.
-
-        Args:
-            margin: nats.
-
-        Raises:
-            ValueError: if the margin is not a finite number of at least 0.
-        """
-        if margin is None:
-            return ""
-        if not (math.isfinite(margin) and margin >= 0):
-            raise ValueError(f"margin={margin} is not a finite number of at least 0")
-        one_sign = self.low > 0 or self.high < 0
-        if abs(self.mean) <= margin:
-            return "within the margin"
-        if not one_sign:
-            return "seeds disagree"
-        return "worse" if self.mean > 0 else "better"
 
 
 def find_logs(paths: Sequence[Path]) -> list[Path]:
@@ -293,16 +262,20 @@ def difference(setting: Setting, group: Group) -> Difference | None:
     reference = setting.reference
     if reference is None or group is reference or not (each := differences(group, reference)):
         return None
-    deviation = seed_deviation(setting)
+    deviation, degrees = seed_deviation(setting)
     error = None if deviation is None else deviation / math.sqrt(len(each))
-    return Difference(mean(each), min(each), max(each), len(each), error)
+    return Difference(mean(each), min(each), max(each), len(each), error, degrees)
 
 
-def seed_deviation(setting: Setting) -> float | None:
+def seed_deviation(setting: Setting) -> tuple[float | None, int]:
     """The standard deviation over seeds of the difference from the reference.
 
     It is pooled over the attentions of the setting: the few seeds of one attention give a poor
-    estimate. It is None if no attention has two seeds.
+    estimate. All its differences share the runs of the reference, so it has fewer independent terms
+    than degrees of freedom.
+
+    Returns:
+        The deviation, or None if no attention has two seeds; and its degrees of freedom.
     """
     reference = setting.reference
     squares, degrees = 0.0, 0
@@ -311,7 +284,7 @@ def seed_deviation(setting: Setting) -> float | None:
         if len(each) > 1:
             squares += sum((x - mean(each)) ** 2 for x in each)
             degrees += len(each) - 1
-    return math.sqrt(squares / degrees) if degrees else None
+    return math.sqrt(squares / degrees) if degrees else None, degrees
 
 
 def difference_curve(group: Group, reference: Group) -> list[Point]:

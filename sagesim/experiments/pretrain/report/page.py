@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -28,6 +29,7 @@ from sagesim.experiments.pretrain.report.compare import (
     over_seeds,
     smoothed,
 )
+from sagesim.experiments.pretrain.report.difference import CHANCE
 
 _CURVES: Final = ("o", "ds", "dq", "dk")
 """Tensors with a chart of errors by layer."""
@@ -72,7 +74,7 @@ def render(runs: Sequence[TrainedRun], *, margin: float | None, command: str) ->
     return environment.get_template("runs.html.j2").render(
         headline=headline(found, margin),
         versions={"sagesim": sagesim.__version__},
-        stops=[(x.name, x.log.stop) for x in runs if x.log.stop],
+        stops=[(x.name, x.stop) for x in runs if x.stop],
         common=list(_common(runs)),
         charts={**marked, "layers": layers},
         attentions=list(colours.items()),
@@ -92,7 +94,10 @@ def render(runs: Sequence[TrainedRun], *, margin: float | None, command: str) ->
 
 
 def headline(found: Sequence[Setting], margin: float | None) -> str:
-    """One sentence about the largest difference from 16-bit attention that is not chance."""
+    """One sentence about the largest difference from 16-bit attention that is not chance.
+
+    It is one of several differences, so its probability is multiplied by their number.
+    """
     each = [
         (d, group.attention, setting.title)
         for setting in found
@@ -103,11 +108,12 @@ def headline(found: Sequence[Setting], margin: float | None) -> str:
         return f"{sum(len(g.runs) for s in found for g in s.groups)} pretraining runs"
     if margin is not None and all(abs(d.mean) <= margin for d, _, _ in each):
         return f"No attention differs from 16 bit by more than {margin} nats of final loss"
-    if all(d.is_chance for d, _, _ in each):
+    if all(d.error is None for d, _, _ in each):
+        return "One seed does not tell whether an attention differs from 16 bit in final loss"
+    sure = [x for x in each if not x[0].is_chance and x[0].probability * len(each) < CHANCE]
+    if not sure:
         return "No attention differs from 16 bit in final loss by more than chance"
-    worst, attention, title = max(
-        (item for item in each if not item[0].is_chance), key=lambda item: abs(item[0].mean)
-    )
+    worst, attention, title = max(sure, key=lambda item: abs(item[0].mean))
     where = f" at {title}" if title else ""
     return (
         f"The final loss of {attention} differs by {tables.signed(worst.mean)} nats from that of "
@@ -157,7 +163,13 @@ def _loss(group: Group, kind: str) -> list[Point]:
 
 def _loss_chart(lines: Sequence[Line], kind: str, title: str, identifier: str) -> str:
     last = max((p[0] for line in lines for p in line.points), default=0.0)
-    late = [y for line in lines for p in line.points if p[0] >= _EARLY * last for y in p[1:]]
+    late = [
+        y
+        for line in lines
+        for p in line.points
+        if p[0] >= _EARLY * last and all(map(math.isfinite, p))
+        for y in p[1:]
+    ]
     margin = 0.05 * (max(late) - min(late)) if late else 0.0
     return line_chart(
         lines,

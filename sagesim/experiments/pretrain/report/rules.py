@@ -7,7 +7,8 @@ chance meets them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -64,11 +65,21 @@ def decide(
         twin: the arm that differs from SDPA by chance alone.
         scheme: the arm whose gap the others may close.
         stopped: arms with a run that stopped at a number that is not finite. Their gap is real.
-            They may be missing in `evaluations`.
+            They may be missing in `evaluations`. An arm with a loss that is not finite counts as
+            stopped.
 
     Raises:
-        ValueError: if SDPA or the twin is missing, or arms differ in their seeds or sequences.
+        ValueError: if SDPA or the twin is missing or has a loss that is not finite, or arms differ
+            in their seeds or sequences.
     """
+    stopped = list(dict.fromkeys([*stopped, *_not_finite(evaluations.values())]))
+    for arm in (REFERENCE, twin):
+        if arm in stopped:
+            raise ValueError(f"a run of {arm} stopped, so the rules decide nothing")
+    evaluations = {
+        name: {arm: by_seed for arm, by_seed in losses.items() if arm not in stopped}
+        for name, losses in evaluations.items()
+    }
     differences = {name: _differences(losses) for name, losses in evaluations.items()}
     for name, found in differences.items():
         if twin not in found:
@@ -130,6 +141,16 @@ def batch_or_updates(verdicts: Mapping[Cell, Verdict]) -> BatchOrUpdates:
         batch_masks=is_real_only_in((LARGE, LONG), (SMALL, LONG)),
         updates_make=is_real_only_in((SMALL, LONG), (SMALL, SHORT)),
     )
+
+
+def _not_finite(evaluations: Iterable[Losses]) -> list[str]:
+    """The arms with a loss that is not finite."""
+    return [
+        arm
+        for losses in evaluations
+        for arm, by_seed in losses.items()
+        if not all(math.isfinite(x) for each in by_seed.values() for x in each)
+    ]
 
 
 def _differences(losses: Losses) -> dict[str, list[float]]:

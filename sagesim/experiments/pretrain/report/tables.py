@@ -10,7 +10,6 @@ from sagesim.analysis import number
 from sagesim.experiments.paper_table_2 import PAPER_TABLE_2
 from sagesim.experiments.pretrain.diagnostics.noise import RELIABLE_SEQUENCES
 from sagesim.experiments.pretrain.report.compare import (
-    Difference,
     Setting,
     TrainedRun,
     difference,
@@ -20,6 +19,7 @@ from sagesim.experiments.pretrain.report.compare import (
     measured_attentions,
     pooled_error,
 )
+from sagesim.experiments.pretrain.report.difference import Difference
 
 TENSORS_SHOWN: Final = {
     "sigma_q": "sigma Q", "sigma_k": "sigma K", "gamma_q_rms": "gamma Q", "gamma_k_rms": "gamma K",
@@ -112,9 +112,10 @@ def gradient_rows(found: Sequence[Setting]) -> Iterator[dict[str, Any]]:
                 bias, context = gradient_numbers(group, name), group.runs[0].run.context
                 if not plain or not bias:
                     continue
-                is_reliable = group.runs[0].run.monitor_sequences >= RELIABLE_SEQUENCES
-                doubt = "" if is_reliable else ", unreliable"
-                share = bias["bias_square"] / plain["square"]
+                # The runs of a group may differ in it.
+                fewest = min(each.run.monitor_sequences for each in group.runs)
+                doubt = "" if fewest >= RELIABLE_SEQUENCES else ", unreliable"
+                square, of_g = bias["bias_square"], plain["square"]
                 visible = bias["visible"] * context
                 yield {
                     "group": setting.title,
@@ -122,8 +123,8 @@ def gradient_rows(found: Sequence[Setting]) -> Iterator[dict[str, Any]]:
                     "measured": label_of(name),
                     "cells": [
                         tokens(plain["noise_scale"] * context),
-                        number(share) if share > 0 else "not resolved",
-                        number(bias["bias_square_error"] / plain["square"]) + doubt,
+                        number(square / of_g) if square > 0 and of_g > 0 else "not resolved",
+                        number(bias["bias_square_error"] / of_g) + doubt if of_g > 0 else "",
                         signed(bias["bias_along"]),
                         tokens(visible) if visible > 0 else "",
                         tokens(float(group.runs[0].run.tokens_per_step)),

@@ -3,7 +3,7 @@
 | column | content |
 | --- | --- |
 | step | number of steps done at that time; 0 before the first step |
-| group | train, evaluation, layer or gradient |
+| group | train, evaluation, layer, gradient or bias |
 | attention | the measured attention; empty if the number is not about one |
 | layer | index of the layer; -1 if the number is not about one |
 | name | name of the number |
@@ -58,7 +58,7 @@ class Log:
 
     run: Run
     about: Mapping[str, str]  #: device and versions of the process that wrote last
-    stop: str  #: why the run stopped before its last step; empty if it did not stop
+    stop: str  #: why the run stopped at a number that is not finite; empty if it did not
     table: pa.Table
 
     @classmethod
@@ -138,7 +138,7 @@ class LogWriter:
             self._new.append(Row(step, group, attention, layer, name, float(value)))
 
     def set_stop(self, reason: str) -> None:
-        """Store why the run stops before its last step."""
+        """Store why the run stops at a number that is not finite."""
         self._stop = reason
 
     def save_if_due(self) -> None:

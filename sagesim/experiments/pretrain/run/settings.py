@@ -37,7 +37,7 @@ class Run:
     steps: int
     warmup: int  #: steps in which the learning rate rises linearly to `lr`
     lr: float = 1e-3  #: the largest learning rate
-    final_lr: float = 0.1  #: learning rate of the last step as a fraction of `lr`
+    final_lr: float = 0.1  #: see `learning_rate`, as a fraction of `lr`
     weight_decay: float = 0.1  #: of matrices; vectors have no weight decay
     beta1: float = 0.9
     beta2: float = 0.95
@@ -73,11 +73,13 @@ class Run:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= least):
                 raise ValueError(f"{name}={value} is not a finite number of at least {least}")
-        for name in ("final_lr", "beta1", "beta2"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not between 0 and 1")
-        if not self.lr > 0 or not self.clip > 0:
-            raise ValueError(f"lr={self.lr} and clip={self.clip} must be positive")
+        if not 0 <= self.final_lr <= 1:
+            raise ValueError(f"final_lr={self.final_lr} is not between 0 and 1")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not at least 0 and below 1")
+        if not 0 < self.lr < math.inf or not self.clip > 0:
+            raise ValueError(f"lr={self.lr} and clip={self.clip} must be positive, and lr finite")
         if self.tokens_per_step % self.context:
             raise ValueError(
                 f"tokens_per_step={self.tokens_per_step} is not a multiple of "
@@ -103,7 +105,8 @@ class Run:
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0.
 
-        It rises linearly to `lr` over the warmup, then falls by half a cosine to `final_lr * lr`.
+        It rises linearly to `lr` over the warmup, then falls by half a cosine to `final_lr * lr` in
+        the last step. If at most one step follows the warmup, it does not fall.
         """
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup

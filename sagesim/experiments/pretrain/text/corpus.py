@@ -35,7 +35,7 @@ class Shard:
 class Manifest:
     """The description of a corpus that `sagesim pretrain prepare` writes."""
 
-    vocabulary: int
+    vocabulary: int  #: the largest id of a token, plus 1
     dtype: str  #: uint16 or uint32
     tokenizer_sha256: str
     shards: Mapping[str, tuple[Shard, ...]]  #: by split

@@ -20,7 +20,12 @@ from sagesim.experiments.pretrain.text.corpus import (
     Shard,
     file_hash,
 )
-from sagesim.experiments.pretrain.text.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
+from sagesim.experiments.pretrain.text.tokenizer import (
+    END_OF_TEXT,
+    load_tokenizer,
+    train_tokenizer,
+    vocabulary_size,
+)
 from sagesim.files import making_folder
 
 if TYPE_CHECKING:
@@ -81,8 +86,9 @@ def find_documents(
 def split_documents(documents: Sequence[Document], validation: float) -> dict[str, list[Document]]:
     """Split documents into "train" and "validation", each in the given order.
 
-    The validation documents are the first by hash: at least one, and otherwise at most the
-    fraction `validation` of all bytes.
+    The validation documents are the first by hash: at least one, and otherwise as many as have
+    together at most the fraction `validation` of all bytes. The first one that does not fit ends
+    them, so with a few large documents they can have much less than this fraction.
 
     Raises:
         ValueError: if there are fewer than two documents, or `validation` is not between 0 and 1.
@@ -124,7 +130,7 @@ def prepare(
         vocabulary: largest size of the tokenizer that is trained on the training documents.
         tokenizer: a tokenizer.json to use instead of a new tokenizer.
         patterns: patterns of `Path.glob` that select files.
-        validation: fraction of the bytes to hold out.
+        validation: the largest fraction of the bytes to hold out; see `split_documents`.
         shard_tokens: tokens of a full shard.
         source: a description of the text, stored in the manifest.
         progress: called with the bytes tokenized so far and the bytes of all documents.
@@ -146,7 +152,7 @@ def prepare(
         loaded, written = load_tokenizer(tokenizer), tokenizer.read_bytes()
     with making_folder(out) as temporary:
         (temporary / TOKENIZER).write_bytes(written)
-        size = loaded.get_vocab_size()
+        size = vocabulary_size(loaded)
         dtype = "uint16" if size <= 2**16 else "uint32"
         total, done = sum(d.size for d in documents), 0
         shards: dict[str, tuple[Shard, ...]] = {}

@@ -45,7 +45,10 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer of a tokenizer.json file.
+    """Load the tokenizer of a tokenizer.json file, without its truncation and padding.
+
+    A model's tokenizer may cut or fill up texts to the length of its sequences. A corpus has whole
+    documents.
 
     Raises:
         ValueError: if the file is not a readable tokenizer, or has no token `END_OF_TEXT`.
@@ -58,4 +61,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise ValueError(f"{path}: not a readable tokenizer: {error}") from error
     if tokenizer.token_to_id(END_OF_TEXT) is None:
         raise ValueError(f"{path}: has no token {END_OF_TEXT}")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """The largest id of a token, plus 1. It exceeds the number of tokens if ids are left out."""
+    return 1 + max(tokenizer.get_vocab().values())

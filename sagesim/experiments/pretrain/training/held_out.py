@@ -24,6 +24,7 @@ from sagesim.experiments.pretrain.run.distributed import World
 from sagesim.experiments.pretrain.run.log import Log
 from sagesim.experiments.pretrain.run.settings import DTYPES, Run
 from sagesim.experiments.pretrain.text.corpus import Corpus
+from sagesim.experiments.pretrain.training.checkpoint import CHECKPOINTS, steps_in
 from sagesim.experiments.pretrain.training.evaluation import Evaluation
 from sagesim.experiments.pretrain.training.trained_model import load_trained
 from sagesim.experiments.pretrain.training.trainer import autocast
@@ -62,17 +63,54 @@ def held_out_losses(
         cuts: the number of places per sequence at which later tokens are removed; see `cut_points`.
 
     Raises:
+        ValueError: if the run cannot be evaluated; see `check_evaluation`.
+    """
+    used = check_evaluation(folder, corpus, world, attentions, cuts=cuts)
+    run, _, model = load_trained(folder)
+    model = model.to(world.device).eval()
+    sequences = Evaluation(run, corpus, world, 1).sequences()
+    places = cut_points(run.context, cuts)
+    found: list[HeldOut] = []
+    with torch.no_grad(), autocast(run, world):
+        for each in used:
+            with use_attention(model.cores(), each):
+                losses, whole = _losses(model, sequences, places)
+                cut = _losses_of_prefixes(model, sequences, places)
+            found.append(HeldOut(run, each.name, losses, whole, cut))
+    return found
+
+
+def check_evaluation(
+    folder: Path,
+    corpus: Corpus,
+    world: World,
+    attentions: Sequence[Attention],
+    *,
+    cuts: int = 0,
+) -> list[Attention]:
+    """Check that a run can be evaluated, without loading its weights.
+
+    Args:
+        folder, corpus, world, attentions, cuts: as of `held_out_losses`.
+
+    Returns:
+        The attentions that evaluate it: its own, and the others.
+
+    Raises:
         ValueError: if the folder has no log or checkpoint, the run is not finished, the corpus is
             another one, an attention cannot be computed here, or there are more cuts than tokens.
     """
     log = Log.read(folder)
+    run = log.run
     if log.stop:
         raise ValueError(f"{folder}: the run stopped: {log.stop}")
     if not log.is_finished:
         raise ValueError(f"{folder}: {log.last_step} of {log.run.steps} steps are done")
-    run, step, model = load_trained(folder)
-    if step != run.steps:
-        raise ValueError(f"{folder}: the newest checkpoint is of step {step} of {run.steps}")
+    steps = steps_in(folder / CHECKPOINTS)
+    if not steps:
+        raise ValueError(f"{folder}: no checkpoint in it")
+    if steps[-1] != run.steps:
+        raise ValueError(f"{folder}: the newest checkpoint is of step {steps[-1]} of {run.steps}")
     if corpus.id != run.corpus:
         raise ValueError(f"{corpus.folder}: corpus {corpus.id}; the run uses corpus {run.corpus}")
     if cuts > run.context:
@@ -85,17 +123,7 @@ def held_out_losses(
             dtype=DTYPES[run.precision],
             device=world.device.type,
         )
-    model = model.to(world.device).eval()
-    sequences = Evaluation(run, corpus, world, 1).sequences()
-    places = cut_points(run.context, cuts)
-    found: list[HeldOut] = []
-    with torch.no_grad(), autocast(run, world):
-        for each in used:
-            with use_attention(model.cores(), each):
-                losses, whole = _losses(model, sequences, places)
-                cut = _losses_of_prefixes(model, sequences, places)
-            found.append(HeldOut(run, each.name, losses, whole, cut))
-    return found
+    return used
 
 
 def cut_points(context: int, count: int) -> list[int]:

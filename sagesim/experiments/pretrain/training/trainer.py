@@ -46,7 +46,7 @@ class Outcome:
     """How a run ended."""
 
     step: int  #: number of steps done
-    stop: str  #: why the run stopped before its last step; empty if it did not stop
+    stop: str  #: why the run stopped at a number that is not finite; empty if it did not
     is_interrupted: bool = False  #: whether `interrupted` ended the run before its last step
 
 
@@ -67,7 +67,7 @@ def train(
     """Train a run, from the newest checkpoint in its folder if there is one.
 
     A step with a loss or gradient that is not finite stops the run. That step does not change the
-    weights, and the existing checkpoints stay.
+    weights, and the existing checkpoints stay. A held-out loss that is not finite stops it too.
 
     Args:
         folder: the folder of this run only, for its log and checkpoints.
@@ -116,11 +116,6 @@ class Trainer:
         log = LogWriter(self.folder, run, self.about(), step=kept) if first else None
         track = open_tracker(self.machine.tracker if first else "none", self.folder, run)
 
-        def record(group: str, values: Mapping[str, float]) -> None:
-            if log is not None:
-                log.add(self.step, group, values)
-                track(self.step, {f"{group}/{name}": x for name, x in values.items()})
-
         def record_measured(found: Measured) -> None:
             if log is not None:
                 log.add(
@@ -130,31 +125,42 @@ class Trainer:
                     attention=found.attention,
                     layer=found.layer,
                 )
+                track(self.step, {found.key(name): x for name, x in found.values.items()})
+
+        def record(group: str, values: Mapping[str, float]) -> None:
+            record_measured(Measured(group, values))
 
         def save() -> None:
             if log is not None:
                 log.save()
 
+        def evaluated() -> str:
+            loss = self.evaluate()
+            record("evaluation", {"loss": loss})
+            return "" if math.isfinite(loss) else self._explain_held_out(loss)
+
+        def stopped(stop: str) -> Outcome:
+            if log is not None:
+                log.set_stop(stop)
+            save()
+            return Outcome(self.step, stop)
+
         save()
-        if not self.step:
-            record("evaluation", {"loss": self.evaluate()})
+        if not self.step and (stop := evaluated()):
+            return stopped(stop)
         while self.step < run.steps:
             start = time.perf_counter()
             lr = run.learning_rate(self.step)
             loss, norm = self.gradient()
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                stop = self._explain(loss, norm)
-                if log is not None:
-                    log.set_stop(stop)
-                save()
-                return Outcome(self.step, stop)
+                return stopped(self._explain(loss, norm))
             self.update(lr)
             speed = run.tokens_per_step / (time.perf_counter() - start)
             self.step += 1
             numbers = {"loss": loss, "gradient_norm": norm, "lr": lr, "tokens_per_second": speed}
             record("train", numbers)
-            if self._is_due(run.evaluate_every):
-                record("evaluation", {"loss": self.evaluate()})
+            if self._is_due(run.evaluate_every) and (stop := evaluated()):
+                return stopped(stop)
             if run.monitor and self._is_due(run.monitor_every):
                 for found in self.monitor():
                     record_measured(found)
@@ -311,13 +317,26 @@ class Trainer:
             self._set_draw(index)
             return self.loss(self.model, batches[index])
 
-        self.optimizer.zero_grad(set_to_none=True)
         what = f"loss {loss}" if not math.isfinite(loss) else f"norm of the gradient {norm}"
-        where = locate_nonfinite(self.model, repeat, range(len(batches)), self.world)
-        # A checkpoint at self.step is not good: the next step, from its weights, is not finite.
+        return f"step {self.step + 1}: {what}; {self._first_bad(repeat, len(batches))}"
+
+    def _explain_held_out(self, loss: float) -> str:
+        """Why the held-out loss after the current step stops the run."""
+        sequences = self.evaluation.sequences()
+
+        def repeat(index: int) -> Tensor:
+            return self.loss(self.model, sequences[index : index + 1])
+
+        where = self._first_bad(repeat, len(sequences))
+        return f"step {self.step}: held-out loss {loss}; {where}"
+
+    def _first_bad(self, repeat: Callable[[int], Tensor], count: int) -> str:
+        self.optimizer.zero_grad(set_to_none=True)
+        where = locate_nonfinite(self.model, repeat, range(count), self.world)
+        # A checkpoint at self.step is not good: its weights give the number that is not finite.
         good = [step for step in checkpoint.steps_in(self.checkpoints) if step < self.step]
         kept = checkpoint.path_of(self.checkpoints, good[-1]) if good else "none"
-        return f"step {self.step + 1}: {what}; first bad: {where}; last good checkpoint: {kept}"
+        return f"first bad: {where}; last good checkpoint: {kept}"
 
 
 def build(run: Run) -> Llama:

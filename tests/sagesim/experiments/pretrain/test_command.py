@@ -1,6 +1,7 @@
 """The commands of `sagesim pretrain` and `sagesim report`, from the command line."""
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -43,6 +44,10 @@ def test_from_a_folder_of_text_to_a_report(run, corpus, make_run, tmp_path):
     assert (code, err) == (0, "")
     assert Corpus(tmp_path / "corpus").manifest.tokens("train") == corpus.manifest.tokens("train")
     assert f"train: {corpus.manifest.tokens('train')} tokens of 5 documents" in out
+    held_out = corpus.manifest.tokens("validation")
+    share = 100 * held_out / (held_out + corpus.manifest.tokens("train"))
+    said = re.search(r"validation: .* ([\d.]+)% of all", out)
+    assert float(said[1]) == pytest.approx(share, rel=1e-2)
 
     wanted = make_run(attention="emulator:factored")
     words = command(corpus, tmp_path / "runs" / "a", wanted)

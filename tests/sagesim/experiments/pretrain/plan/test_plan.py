@@ -131,6 +131,8 @@ def test_the_estimated_time_is_the_flops_divided_by_the_speeds(plan, corpus):
         ("{ tokens_per_step = 256", "{ tokens = 256", "no setting is called 'tokens'"),
         ('question = "Is it shared?"', "questions = 1", "a part has no 'questions'"),
         ("seeds = [0, 1]", "seeds = [0, 1", "not a readable plan"),
+        ("[base]", "base = 3\n[basis]", "a plan has no 'basis'"),
+        ("[part.one]", "[part]\none = 3\n[part.one_]", "not a readable plan"),
     ],
 )
 def test_an_invalid_plan_raises(old, new, message, tmp_path):
@@ -147,6 +149,18 @@ def test_an_invalid_plan_raises(old, new, message, tmp_path):
         ('size = "tiny"', 'sizes = "tiny"', "no setting is called 'sizes'"),
         ('"sdpa"', '"flash"', "unknown family 'flash'"),
         ('regime = "large"', 'regime = "huge"', "regime='huge' is not one of small, large"),
+        ('regime = "large"', "regime = [[1]]", r"regime: \[1\] is not a text"),
+        ('regime = "large"', "", "a run lacks 'regime'"),
+        ('"sdpa"', "3", "attention: 3 is not a text"),
+        ('["kernels:sagebwd"]', "[1]", "monitor: 1 is not a text"),
+        ('["kernels:sagebwd"]', '"kernels:sagebwd"', "is not a list of attentions"),
+        ("warmup = 0.5", "", "a run lacks 'warmup'"),
+        ("evaluate_every = 0.5", 'evaluate_every = "0.5"', "evaluate_every='0.5' is not a frac"),
+        ("evaluate_every = 0.5", "evaluate_every = 100", "=100 is not a fraction of the steps"),
+        ("monitor_every = 1.0", "monitor_every = -0.1", "monitor_every=-0.1 is not a fraction"),
+        ("warmup = 0.5", "warmup = nan", "warmup=nan is not a fraction"),
+        ("capture_heads = [1]", "capture_heads = [2]", "2 is no head of a model with 2 heads"),
+        ("capture_heads = [1]", "capture_heads = [-1]", "-1 is no head of a model with 2 heads"),
     ],
 )
 def test_a_plan_with_an_invalid_run_raises(old, new, message, tmp_path, corpus):
@@ -155,6 +169,18 @@ def test_a_plan_with_an_invalid_run_raises(old, new, message, tmp_path, corpus):
     with pytest.raises(ValueError, match=message):
         for part in ("one", "two"):
             runs(Plan.read(path), part, corpus)
+
+
+def test_a_fraction_of_0_stays_0_and_any_other_is_at_least_one_step(tmp_path, corpus):
+    path = tmp_path / "plan.toml"
+    path.write_text(
+        TEXT.replace("= 0.5", "= 0").replace("monitor_every = 1.0", "monitor_every = 1e-9")
+    )
+    found = {
+        (x.run.warmup, x.run.evaluate_every, x.run.monitor_every)
+        for x in runs(Plan.read(path), "one", corpus)
+    }
+    assert found == {(0, 0, 1)}
 
 
 def test_a_plan_can_be_for_one_corpus_only(tmp_path, corpus):

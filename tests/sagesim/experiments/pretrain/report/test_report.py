@@ -1,8 +1,11 @@
 import json
 import re
 
+import numpy as np
 import pytest
+import scipy.stats
 
+from sagesim.experiments.pretrain.report import tables
 from sagesim.experiments.pretrain.report.chart import (
     HEIGHT,
     WIDTH,
@@ -12,8 +15,8 @@ from sagesim.experiments.pretrain.report.chart import (
     ticks_log,
 )
 from sagesim.experiments.pretrain.report.compare import (
-    Difference,
     Group,
+    Setting,
     TrainedRun,
     difference,
     group_runs,
@@ -23,7 +26,9 @@ from sagesim.experiments.pretrain.report.compare import (
     seed_deviation,
     smoothed,
 )
+from sagesim.experiments.pretrain.report.difference import Difference, two_sided
 from sagesim.experiments.pretrain.report.page import headline, render
+from sagesim.experiments.pretrain.report.tables import gradient_rows
 from sagesim.experiments.pretrain.run.log import Log, LogWriter
 from tests.docs.browser import browse, find
 from tests.sagesim.analysis.test_report import MARKUP, Page
@@ -144,11 +149,59 @@ def test_the_error_of_a_mean_is_pooled_over_attentions(runs, monkeypatch):
     monkeypatch.setattr(Group, "finals", property(lambda group: finals[group.attention]))
     setting = group_runs(runs)[0]
     first, second = (difference(setting, group) for group in setting.groups[1:])
-    assert seed_deviation(setting) == pytest.approx(10**0.5)
+    assert seed_deviation(setting) == (pytest.approx(10**0.5), 2)
     assert (first.mean, second.mean) == (2.0, 3.0)
     assert first.error == second.error == pytest.approx(5**0.5)
-    assert first.is_chance and not Difference(5.0, 4.0, 6.0, 2, 5**0.5).is_chance
-    assert Difference(5.0, -1.0, 11.0, 2).is_chance
+    assert first.degrees == second.degrees == 2 and first.is_chance
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 40])
+@pytest.mark.parametrize("t", [0.0, -0.5, 2.0, 4.3, 50.0])
+def test_the_probability_is_that_of_student(degrees, t):
+    assert two_sided(t, degrees) == pytest.approx(2 * scipy.stats.t.sf(abs(t), degrees), abs=1e-12)
+
+
+def test_a_difference_may_be_chance_below_the_quantile_of_student():
+    """It is 12.71 errors with one degree of freedom, and 4.30 with two."""
+    for degrees, quantile in ((1, 12.70620), (2, 4.302653), (10, 2.228139)):
+        above, below = (
+            Difference(x, x - 0.1, x + 0.1, 2, 1.0, degrees)
+            for x in (quantile * 1.001, quantile * 0.999)
+        )
+        assert not above.is_chance and below.is_chance
+        assert above.probability < 0.05 < below.probability
+    assert Difference(50.0, -1.0, 101.0, 2, 1.0, 10).is_chance, "the seeds disagree on the sign"
+    assert Difference(5.0, 4.0, 6.0, 1).is_chance, "there is no error"
+    assert Difference(5.0, 4.0, 6.0, 1, 0.01).is_chance, "the error has no degrees of freedom"
+    assert not Difference(5.0, 5.0, 5.0, 2, 0.0, 1).is_chance
+
+
+def drawn(rng, monkeypatch, runs, attentions, seeds):
+    """A setting whose final losses are drawn by chance alone."""
+    names = ["sdpa", *(f"a{i}" for i in range(attentions))]
+    finals = {name: dict(enumerate(rng.normal(3.0, 0.01, seeds).tolist())) for name in names}
+    monkeypatch.setattr(Group, "finals", property(lambda group: finals[group.attention]))
+    return Setting("", tuple(Group(name, tuple(runs[:1])) for name in names))
+
+
+@pytest.mark.parametrize("attentions, seeds", [(1, 2), (4, 2), (4, 4)])
+def test_the_headline_seldom_calls_chance_a_difference(attentions, seeds, runs, monkeypatch):
+    """At most in 0.05 of all reports: of 2000 draws, in 139 within four standard deviations."""
+    rng = np.random.default_rng(0)
+    found = sum(
+        "No attention differs"
+        not in headline([drawn(rng, monkeypatch, runs, attentions, seeds)], None)
+        for _ in range(2000)
+    )
+    assert found <= 139
+
+
+def test_the_headline_of_one_seed_names_no_difference(make_run, tmp_path):
+    every = [
+        made(tmp_path / "a", make_run(), loss=3.0),
+        made(tmp_path / "b", make_run(attention="emulator:sagebwd"), loss=3.0003),
+    ]
+    assert headline(group_runs(every), None).startswith("One seed does not tell")
 
 
 def test_curves_over_seeds_have_the_points_that_all_seeds_have():
@@ -172,6 +225,41 @@ def test_errors_from_few_sequences_are_marked(make_run, tmp_path, sequences, dou
     rows = [row for row in page.tables["table-gradient"] if "0.0100" in row]
     assert [row[row.index("0.0100") + 1] for row in rows] == [f"5.0e-4{doubt}"]
     assert "unreliable if fewer than 256 sequences were measured" in page.text
+
+
+def test_runs_that_measured_other_numbers_of_sequences_are_compared(make_run, tmp_path):
+    """And their errors are as reliable as those from the fewest sequences."""
+    every = [
+        made(
+            tmp_path / f"{attention[-4:]}{seed}",
+            make_run(
+                attention=attention,
+                seed=seed,
+                monitor=("emulator:sagebwd",),
+                monitor_sequences=sequences,
+            ),
+            loss=3.0,
+        )
+        for attention, *each in (("sdpa", 256, 8), ("emulator:sagebwd", 256, 256))
+        for seed, sequences in enumerate(each)
+    ]
+    (setting,) = group_runs(every)
+    assert [group.attention for group in setting.groups] == ["sdpa", "sagebwd"]
+    cells = {row["attention"]: row["cells"] for row in gradient_rows([setting])}
+    assert cells["sdpa"][2] == "5.0e-4, unreliable" and cells["sagebwd"][2] == "5.0e-4"
+
+
+@pytest.mark.parametrize("square, of_g", [(-0.25, -0.5), (0.25, -0.5), (-0.25, 0.5), (0.25, 0.0)])
+def test_a_share_of_estimates_that_are_not_positive_is_not_resolved(
+    square, of_g, make_run, tmp_path, monkeypatch
+):
+    measured = {"square": of_g, "noise_scale": float("inf")}
+    bias = {"bias_square": square, "bias_square_error": 0.1, "bias_along": 0.0, "visible": 1.0}
+    monkeypatch.setattr(tables, "gradient_numbers", lambda _group, name: bias if name else measured)
+    run = make_run(monitor=("emulator:sagebwd",))
+    (row,) = gradient_rows(group_runs([made(tmp_path / "a", run, loss=3.0)]))
+    assert row["cells"][1] == "not resolved"
+    assert (row["cells"][2] != "") == (of_g > 0)
 
 
 def test_the_page_holds_the_numbers(runs):
@@ -251,6 +339,21 @@ def test_the_page_shows_runs_that_stopped_or_are_not_done(make_run, tmp_path):
     assert "nothing was measured" in page.text
     with pytest.raises(ValueError, match="no runs"):
         render([], margin=None, command="")
+
+
+def test_a_final_loss_that_is_not_finite_is_a_stop(make_run, tmp_path):
+    """In a log of before such a loss stopped a run."""
+    every = [
+        made(tmp_path / f"{name}{seed}", make_run(attention=f"emulator:{name}", seed=seed), loss=x)
+        for name, *each in (("sagebwd", 3.0, float("nan")), ("factored", 3.1, 3.1))
+        for seed, x in enumerate(each)
+    ]
+    every += [made(tmp_path / f"sdpa{seed}", make_run(seed=seed), loss=3.0) for seed in range(2)]
+    assert [x.final is None for x in every] == [False, True] + [False] * 4
+    page = Page(render(every, margin=0.02, command=""))
+    row = page.tables["table-final"][2]
+    assert row[:3] == ["sagebwd", "1 of 2", "3.0000"] and row[-1].endswith("1 stopped")
+    assert re.findall(r".{14}\bnan\b", page.text) == ["held-out loss nan"]
 
 
 def test_a_headline_of_no_difference(runs):

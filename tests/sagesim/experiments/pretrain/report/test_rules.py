@@ -67,6 +67,24 @@ def test_a_run_that_stopped_has_a_real_gap():
     }
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_counts_as_a_stop(bad):
+    """In one sequence, of one seed, under one evaluation."""
+    one, other = (losses(sagebwd=even(0.0), a=even(0.0)) for _ in range(2))
+    one["sagebwd"][2][5] = bad
+    gaps = decide({"own": one, "sdpa": other}, twin="twin", scheme="sagebwd")
+    assert {arm: gap.verdict for arm, gap in gaps.items()} == {
+        "a": Verdict.CLOSES,
+        "sagebwd": Verdict.REAL,
+    }
+    assert gaps["sagebwd"].differences == {}
+    for arm in ("sdpa", "twin"):
+        found = losses(sagebwd=even(0.05))
+        found[arm][0][0] = bad
+        with pytest.raises(ValueError, match=f"a run of {arm} stopped, so the rules decide"):
+            decide({"own": found}, twin="twin", scheme="sagebwd")
+
+
 def test_chance_is_called_real_as_often_as_the_page_says():
     """Arms that differ from sdpa as the twin does; the page has the probability of one arm."""
     draw = np.random.default_rng(0).normal(0.0, 0.01, (4000, 2, 4))

@@ -23,6 +23,10 @@ def test_a_run_converts_to_json_and_back(make_run):
         ({"steps": 0}, "steps=0 is not a finite number of at least 1"),
         ({"lr": 0.0}, "lr=0.0"),
         ({"lr": float("nan")}, "lr=nan"),
+        ({"lr": float("inf")}, "lr=inf"),
+        ({"beta1": 1.0}, r"beta1=1\.0 is not at least 0 and below 1"),
+        ({"beta2": 1.0}, r"beta2=1\.0 is not at least 0 and below 1"),
+        ({"beta2": -0.1}, r"beta2=-0\.1 is not at least 0 and below 1"),
         ({"final_lr": 1.5}, "final_lr=1.5 is not between 0 and 1"),
         ({"evaluate_sequences": 0}, "evaluate_sequences=0 is not a finite number of at least 1"),
     ],
@@ -60,3 +64,9 @@ def test_the_learning_rate_rises_and_falls(make_run):
     assert rates[55] == pytest.approx((1e-2 + 1e-3) / 2)
     assert rates[100] == pytest.approx(1e-3)
     assert all(b <= a for a, b in itertools.pairwise(rates[10:]))
+
+
+@pytest.mark.parametrize("warmup, last", [(8, 1e-3), (9, 1e-2), (10, 1e-2)])
+def test_the_learning_rate_does_not_fall_in_one_step(warmup, last, make_run):
+    run = make_run(steps=10, warmup=warmup, lr=1e-2, final_lr=0.1)
+    assert run.learning_rate(9) == pytest.approx(last)

@@ -2,7 +2,9 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from sagesim.experiments.pretrain.text import preparation
 from sagesim.experiments.pretrain.text.corpus import Corpus, check_shards, read_manifest
 from sagesim.experiments.pretrain.text.preparation import find_documents, prepare, split_documents
 from sagesim.experiments.pretrain.text.tokenizer import load_tokenizer
@@ -109,10 +111,33 @@ def test_a_corpus_can_use_the_tokenizer_of_another(corpus, folder, tmp_path):
 
 
 def test_vocabularies_above_65536_use_uint32_tokens(folder, tmp_path, monkeypatch):
-    from tokenizers import Tokenizer
-
-    monkeypatch.setattr(Tokenizer, "get_vocab_size", lambda _self: 2**16 + 1, raising=True)
+    monkeypatch.setattr(preparation, "vocabulary_size", lambda _tokenizer: 2**16 + 1)
     assert prepare(folder, tmp_path / "out", vocabulary=300).dtype == "uint32"
+
+
+def test_a_tokenizer_that_cuts_or_pads_texts_gives_whole_documents(corpus, folder, tmp_path):
+    path = corpus.folder / "tokenizer.json"
+    whole = prepare(folder, tmp_path / "whole", tokenizer=path)
+    for name in ("truncation", "padding"):
+        words = Tokenizer.from_file(str(path))
+        if name == "truncation":
+            words.enable_truncation(8)
+        else:
+            words.enable_padding(length=100)
+        words.save(str(tmp_path / f"{name}.json"))
+        made = prepare(folder, tmp_path / name, tokenizer=tmp_path / f"{name}.json")
+        assert made.shards == whole.shards
+
+
+def test_ids_may_be_larger_than_the_number_of_tokens(folder, tmp_path):
+    ids = {"<|endoftext|>": 0, "page": 1, "word": 2, "[U]": 70_000}
+    words = Tokenizer(models.WordLevel(ids, unk_token="[U]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "words.json"))
+    made = prepare(folder, tmp_path / "out", tokenizer=tmp_path / "words.json", validation=0.3)
+    assert (made.vocabulary, made.dtype) == (70_001, "uint32")
+    tokens = np.load(tmp_path / "out" / made.shards["train"][0].file)
+    assert set(tokens.tolist()) == set(ids.values())
 
 
 def test_a_folder_without_a_valid_manifest_raises(corpus, tmp_path):

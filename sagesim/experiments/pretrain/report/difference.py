@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from scipy.special import stdtr
+
 CHANCE: Final = 0.05
 """A difference may be chance if its probability without an effect is at least this."""
 
@@ -31,7 +33,7 @@ class Difference:
             return 1.0
         if not self.error:
             return 0.0 if self.mean else 1.0
-        return two_sided(self.mean / self.error, self.degrees)
+        return 2 * float(stdtr(self.degrees, -abs(self.mean) / self.error))
 
     @property
     def is_chance(self) -> bool:
@@ -63,26 +65,3 @@ class Difference:
         if not one_sign:
             return "seeds disagree"
         return "worse" if self.mean > 0 else "better"
-
-
-def two_sided(t: float, degrees: int) -> float:
-    """The probability that Student's t is at least as far from 0 as `t`.
-
-    Args:
-        degrees: degrees of freedom, a positive whole number.
-
-    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
-
-    >>> round(two_sided(12.706, 1), 4), round(two_sided(-4.3027, 2), 4)
-    (0.05, 0.05)
-    """
-    angle = math.atan(abs(t) / math.sqrt(degrees))
-    sine, square = math.sin(angle), math.cos(angle) ** 2
-    is_odd = degrees % 2
-    term = math.cos(angle) if is_odd else 1.0
-    total = term if degrees > 1 else 0.0
-    for n in range(2 + is_odd, degrees - 1, 2):
-        term *= square * (n - 1) / n
-        total += term
-    inside = 2 / math.pi * (angle + sine * total) if is_odd else sine * total
-    return max(0.0, 1.0 - inside)

@@ -3,7 +3,6 @@ import re
 
 import numpy as np
 import pytest
-import scipy.stats
 
 from sagesim.experiments.pretrain.report import tables
 from sagesim.experiments.pretrain.report.chart import (
@@ -26,7 +25,7 @@ from sagesim.experiments.pretrain.report.compare import (
     seed_deviation,
     smoothed,
 )
-from sagesim.experiments.pretrain.report.difference import Difference, two_sided
+from sagesim.experiments.pretrain.report.difference import Difference
 from sagesim.experiments.pretrain.report.page import headline, render
 from sagesim.experiments.pretrain.report.tables import gradient_rows
 from sagesim.experiments.pretrain.run.log import Log, LogWriter
@@ -153,12 +152,6 @@ def test_the_error_of_a_mean_is_pooled_over_attentions(runs, monkeypatch):
     assert (first.mean, second.mean) == (2.0, 3.0)
     assert first.error == second.error == pytest.approx(5**0.5)
     assert first.degrees == second.degrees == 2 and first.is_chance
-
-
-@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 40])
-@pytest.mark.parametrize("t", [0.0, -0.5, 2.0, 4.3, 50.0])
-def test_the_probability_is_that_of_student(degrees, t):
-    assert two_sided(t, degrees) == pytest.approx(2 * scipy.stats.t.sf(abs(t), degrees), abs=1e-12)
 
 
 def test_a_difference_may_be_chance_below_the_quantile_of_student():

@@ -127,6 +127,7 @@ def search(
     setting = {
         "run": json.loads(replace(run, qk_gain=0.0).to_json()),
         "sequences": SEQUENCES,
+        "taken": "evenly spaced",
         "target": TARGET,
         "tolerance": TOLERANCE,
     }

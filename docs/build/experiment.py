@@ -174,10 +174,11 @@ def gains(path: Path = DATA / "qk_gain.json") -> str:
     setting, (device,) = found["setting"], {each["about"]["device"] for each in tried}
     return (
         markdown(["gain", *(f"layer {i}" for i in layers), "held-out loss"], rows)
-        + "\n\nRelative L2 error of dQ of `sagebwd`, mean over the first "
-        f"{setting['sequences']} held-out sequences, after {setting['run']['steps']} steps in 16 "
-        f"bit. The target of the worst layer is {setting['target']:.3f}. With the gain in bold, "
-        f"the error is within {setting['tolerance']:.0%} of it.\n\n"
+        + "\n\nRelative L2 error of dQ of `sagebwd`, mean over "
+        f"{setting['sequences']} held-out sequences ({setting['taken']}), after "
+        f"{setting['run']['steps']} steps in 16 bit. The target of the worst layer is "
+        f"{setting['target']:.3f}. With the gain in bold, the error is within "
+        f"{setting['tolerance']:.0%} of it.\n\n"
         f"`{found['command']}` on {device}."
     )
 

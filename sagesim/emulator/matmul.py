@@ -99,23 +99,17 @@ def _scaled(sums: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
     """Multiply sums of codes in place by both scales. Only the result over- or underflows.
 
     A sum times one large scale could overflow although the other scale is small, and a sum times
-    one small scale could become 0 although the other scale is large. So extreme scales are applied
-    as mantissas first and then as powers of two. This gives the bits that the scales themselves
-    give if both are moderate: no number is subnormal then, as a sum of codes is 0 or at least
-    2^-32.
+    one small scale could become 0 although the other scale is large. So extreme scales are divided
+    by powers of two of about their roots, and the product of these is applied last. This gives the
+    bits that the scales themselves give if both are moderate: no number is subnormal then, as a sum
+    of codes is 0 or at least 2^-32.
     """
     scales = [x for x in (left, right) if x is not None]
-    if len(scales) < 2 or not any(may_hold(_is_extreme(x)) for x in scales):
-        for scale in scales:
-            sums *= scale
-        return sums
-    mantissas, exponents = zip(*map(torch.frexp, scales), strict=True)
-    for mantissa in mantissas:
-        sums *= mantissa
-    exponent = exponents[0] + exponents[1]
-    half = exponent // 2  # a power of two of the whole exponent could overflow
-    for part in (half, exponent - half):
-        sums *= torch.exp2(part.to(sums.dtype))
+    if len(scales) == 2 and any(may_hold(_is_extreme(x)) for x in scales):
+        roots = [torch.exp2((torch.frexp(x).exponent // 2).to(x.dtype)) for x in scales]
+        scales = [*(x / root for x, root in zip(scales, roots, strict=True)), roots[0] * roots[1]]
+    for scale in scales:
+        sums *= scale
     return sums
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -131,6 +132,12 @@ def check_sinks(sinks: object, q: Tensor) -> None:
         raise ValueError(f"sinks is on {sinks.device}, q on {q.device}")
 
 
+def broadcasts(x: Tensor, shape: Sequence[int]) -> bool:
+    """Whether x.expand(shape) is possible."""
+    sizes = zip(reversed(x.shape), reversed(shape), strict=False)
+    return x.ndim <= len(shape) and all(size in (1, whole) for size, whole in sizes)
+
+
 def check_mask(mask: object, q: Tensor, k: Tensor) -> None:
     """Raise unless mask is None or bool, broadcastable to [*heads, n_q, n_k], on the device of q.
 
@@ -147,8 +154,7 @@ def check_mask(mask: object, q: Tensor, k: Tensor) -> None:
     if mask.device != q.device:
         raise ValueError(f"attn_mask is on {mask.device}, q on {q.device}")
     full = (*q.shape[:-1], k.shape[-2])
-    sizes = zip(reversed(mask.shape), reversed(full), strict=False)
-    if mask.ndim > len(full) or not all(size in (1, whole) for size, whole in sizes):
+    if not broadcasts(mask, full):
         raise ValueError(f"attn_mask of shape {tuple(mask.shape)} does not broadcast to {full}")
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sagesim.problem.attention_problem import AttentionProblem
-from sagesim.problem.masks import Band
+from sagesim.problem.masks import Band, broadcasts
 from sagesim.problem.options import NO_WINDOW
 
 Problem = TypeVar("Problem", bound=AttentionProblem)
@@ -44,12 +44,10 @@ def recognised(problem: Problem) -> Problem:
     if mask.dtype is not torch.bool or problem.q.ndim != 4 or problem.is_masked_otherwise:
         return problem
     (batch, heads, n_q, _), n_k = problem.q.shape, problem.k.shape[-2]
-    mask = mask[(None,) * (4 - mask.ndim)] if mask.ndim < 4 else mask
-    full = (batch, heads, n_q, n_k)
-    fits = mask.ndim == 4 and all(
-        n in (1, whole) for n, whole in zip(mask.shape, full, strict=True)
-    )
-    if not fits or not torch.equal(mask, mask[:, :1].expand_as(mask)):
+    if not broadcasts(mask, (batch, heads, n_q, n_k)):
+        return problem
+    mask = mask[(None,) * (4 - mask.ndim)]
+    if not torch.equal(mask, mask[:, :1].expand_as(mask)):
         return problem
     mask = mask[:, 0].expand(-1, n_q, n_k)
     keys = mask.any(1)

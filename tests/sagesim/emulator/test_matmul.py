@@ -190,9 +190,8 @@ def scaled(form: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         "map_transposed" those of the right operand belong to tiles of one key or one query.
     """
     rng = np.random.default_rng(2)
-    a, b = codes(rng, (1, 4, 16), extreme=False), codes(rng, (1, 3, 16), extreme=False)
-    if form != "tokens":
-        a, b = codes(rng, (1, 4, 3), extreme=False), codes(rng, (1, 3, 16), extreme=False)
+    columns = 16 if form == "tokens" else 3
+    a, b = codes(rng, (1, 4, columns), extreme=False), codes(rng, (1, 3, 16), extreme=False)
     exact_a, exact_b = a.double() * left.double()[:, None], b.double() * right.double()[:, None]
     rhs = Operand(to_tiles(b, 1, 16), right.view(1, 3, 1, 1, 1), Precision.INT8)
     if form == "tokens":

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sagesim.cli import main
 from sagesim.experiments.pretrain.run.distributed import World
 from sagesim.experiments.pretrain.run.interruption import SIGNALS
 from sagesim.experiments.pretrain.run.settings import Run
@@ -57,6 +58,17 @@ def make_run(corpus):
         return Run(**(fields | changes))
 
     return make
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command; returns its exit code, stdout and stderr."""
+
+    def run(*argv):
+        code = main([str(a) for a in argv])
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(autouse=True)

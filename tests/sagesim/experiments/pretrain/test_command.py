@@ -26,17 +26,6 @@ from tests.sagesim.experiments.pretrain.training.test_trainer import command
 from tests.support.full_disk import full_disk
 
 
-@pytest.fixture
-def run(capsys):
-    """Runs a command; returns its exit code, stdout and stderr."""
-
-    def run(*argv):
-        code = main([str(a) for a in argv])
-        return code, *capsys.readouterr()
-
-    return run
-
-
 def test_from_a_folder_of_text_to_a_report(run, corpus, make_run, tmp_path):
     code, out, err = run(
         "pretrain", "prepare", TEXT, tmp_path / "corpus", "--vocabulary", 500, "--validation", 0.1

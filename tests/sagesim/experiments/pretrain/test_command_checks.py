@@ -6,21 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
-from sagesim.cli import main
 from sagesim.experiments.pretrain.run.log import Log
 from sagesim.experiments.pretrain.training import held_out
 from tests.sagesim.experiments.pretrain.training.test_trainer import command
-
-
-@pytest.fixture
-def run(capsys):
-    """Runs a command; returns its exit code, stdout and stderr."""
-
-    def run(*argv):
-        code = main([str(a) for a in argv])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def test_every_command_compares_the_tokens_with_their_hashes(run, corpus, make_run, tmp_path):

@@ -28,7 +28,7 @@ from sagesim.problem import (
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.eager import attend
 from sagesim_kernels.interpreter import IS_INTERPRETED
-from sagesim_kernels.known_calls import known_call, remember_call, signature_of
+from sagesim_kernels.known_calls import KnownCall, known_call, remember_call, signature_of
 from sagesim_kernels.labels import label_of, parse
 from sagesim_kernels.operands import logit_scale
 from sagesim_kernels.ops import Call
@@ -116,28 +116,27 @@ def attention(
     torch.Size([1, 8, 1024, 64])
     """
     _check_unsupported(attn_mask, dropout_p)
-    check_flag("return_lse", return_lse)
-    check_device(q)
-    q, k, v = autocast(q, k, v)
-    if layout not in ("HND", "NHD"):
-        raise ValueError(f"layout is {layout!r}; it must be 'HND' or 'NHD'")
+    signature = None
+    if key_mask is None and seqused_k is None and sinks is None:
+        numbers = (is_causal, causal_alignment, softcap, scale, enable_gqa, layout, return_lse)
+        signature = signature_of(q, k, v, spec, (window, *numbers))
+    known = known_call(signature)
+    given = q, k, v
+    if known is None:
+        check_device(q)
+    if known is None or known.is_cast:
+        q, k, v = autocast(q, k, v)
+    if known is None:
+        check_layout(layout, q, k, v)
     tokens_first = layout == "NHD"
     if tokens_first:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if x.ndim < 3:
-                raise ValueError(
-                    f"{name} has shape {tuple(x.shape)}; layout 'NHD' needs [..., tokens, heads, "
-                    "head size]"
-                )
-        q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
-    signature = call = None
-    if key_mask is None and seqused_k is None and sinks is None:
-        options = (window, is_causal, causal_alignment, softcap, scale, enable_gqa, tokens_first)
-        signature = signature_of(q, k, v, spec, options)
-        call = None if signature is None else known_call(signature)
-    if call is None:
+        q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
+    if known is not None:
+        call = known.call
+    else:
         check_call(q, k, v, spec, enable_gqa=enable_gqa)
         check_flag("is_causal", is_causal)
+        check_flag("return_lse", return_lse)
         check_window(window)
         check_alignment(causal_alignment, window, q.shape[-2], k.shape[-2])
         check_key_padding(key_mask, seqused_k, q, k)
@@ -165,7 +164,8 @@ def attention(
             softcap=None if softcap is None else float(softcap),
             tokens_first=tokens_first,
         )
-        remember_call(signature, spec, call)
+        is_cast = [x.dtype for x in (q, k, v)] != [x.dtype for x in given]
+        remember_call(signature, KnownCall(spec, call, is_cast))
     o, lse = attend(
         with_four_axes(q), with_four_axes(k), with_four_axes(v), call, with_lse=return_lse
     )
@@ -264,6 +264,18 @@ def attention_varlen(
     o, lse = attend(q, k, v, call, with_lse=return_lse)
     o = o[0].transpose(0, 1)
     return o if lse is None else (o, lse[0])
+
+
+def check_layout(layout: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError if a layout is unknown, or a tensor has too few axes for it."""
+    if layout not in ("HND", "NHD"):
+        raise ValueError(f"layout is {layout!r}; it must be 'HND' or 'NHD'")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if layout == "NHD" and x.ndim < 3:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; layout 'NHD' needs [..., tokens, heads, "
+                "head size]"
+            )
 
 
 def check_device(q: Tensor) -> None:

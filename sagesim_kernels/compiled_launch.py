@@ -1,27 +1,22 @@
 """Launch a compiled kernel again, with other addresses, and without what Triton does every time.
 
 Triton's launcher encodes every TMA descriptor anew and goes through the arguments in Python. With a
-version whose compiled kernels are known here, it is left out. Encoded descriptors are kept:
-PyTorch's allocator gives out the same addresses again and again.
+version whose compiled kernels are known here, it is left out.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import triton
 
-from sagesim_kernels.driver_launch import is_plain_launch, prepare_launch
+from sagesim_kernels.driver_launch import DriverLaunch, is_plain_launch, prepare_launch
 
 _IS_KNOWN: Final = triton.__version__.startswith("3.6.") and sys.platform == "linux"
 """Whether `driver_launch` fits this version of Triton, and finds the driver."""
-
-_MOST: Final = 64
-"""Encoded descriptors that are kept for each argument of a recorded launch."""
-
 
 _PACKED: Final = re.compile(r"mul\.wide\.u32\s+(%rd\d+), %r\d+, (\d+);")
 """A product of 64 bits in PTX, by a constant."""
@@ -67,26 +62,18 @@ class Descriptor(NamedTuple):
     base: Any  #: the tensor
     kind: type
     fields: dict[str, Any]
-    encode: Callable[[Any], Any] | None
-    """Makes the arguments that stand for it; None if the launcher takes the descriptor."""
+    encode: Callable[[Any], Any] | None = None  #: Triton's function from a descriptor to its code
 
-    def cached(self) -> Callable[[int], tuple[Any, ...]]:
-        """Return a function from an address to the arguments that stand for the descriptor."""
-        known: dict[int, tuple[Any, ...]] = {}
-        kind, fields, encode = self.kind, self.fields, self.encode
+    def at(self, address: int) -> Any:
+        """Return Triton's descriptor of memory at an address."""
+        descriptor = object.__new__(self.kind)
+        descriptor.__dict__.update(self.fields, base=_Address(address))
+        return descriptor
 
-        def arguments(address: int) -> tuple[Any, ...]:
-            found = known.get(address)
-            if found is None:
-                descriptor = object.__new__(kind)
-                descriptor.__dict__.update(fields, base=_Address(address))
-                found = (descriptor,) if encode is None else tuple(encode(descriptor))
-                if len(known) >= _MOST:
-                    known.clear()
-                known[address] = found
-            return found
-
-        return arguments
+    def encoded_at(self, address: int) -> Any:
+        """Return Triton's object with the encoded descriptor of memory at an address."""
+        assert self.encode is not None
+        return self.encode(self.at(address))
 
 
 class _Address:
@@ -101,18 +88,27 @@ class _Address:
         return self._address
 
 
-def launcher_of(
-    compiled: Any, programs: tuple[int], args: tuple[Any, ...]
-) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """Return a function that launches a compiled kernel, and its arguments after the stream.
+class TritonLaunch(NamedTuple):
+    """A launch by Triton's launcher."""
 
-    args: those of the kernel. TMA descriptors among them become a `Descriptor`.
+    run: Callable[..., None]  #: takes the stream, and the arguments with addresses for tensors
+    args: tuple[Any, ...]
+
+
+def launch_of(
+    compiled: Any, programs: tuple[int], args: tuple[Any, ...]
+) -> DriverLaunch | TritonLaunch:
+    """Return a launch of a compiled kernel, with a `Descriptor` for each TMA descriptor.
+
+    args: those of the kernel.
     """
     if _IS_KNOWN and is_plain_launch(compiled):
         launch = prepare_launch(compiled, programs[0], args)
-        encoders = _encoders(compiled.metadata, len(launch.descriptors))
-        maps = map(_without_base, launch.descriptors, encoders)
-        return launch.run, (*launch.tensors, *maps)
+        encoders = _encoders(compiled.metadata)
+        parameters = tuple(
+            _without_base(x, next(encoders)) if _is_descriptor(x) else x for x in launch.parameters
+        )
+        return launch._replace(parameters=parameters)
     # Not compiled[programs], which prepares data for Triton's hooks at every launch.
     launcher, grid = compiled.run, (*programs, 1, 1)
     fixed = (compiled.function, compiled.packed_metadata, None, None, None)
@@ -120,24 +116,23 @@ def launcher_of(
     def run(stream: int, *args: Any) -> None:
         launcher(*grid, stream, *fixed, *args)
 
-    return run, tuple(_without_base(x, None) if _is_descriptor(x) else x for x in args)
+    return TritonLaunch(run, tuple(_without_base(x) if _is_descriptor(x) else x for x in args))
 
 
 def _is_descriptor(x: Any) -> bool:
     return hasattr(x, "base") and hasattr(x, "block_shape")
 
 
-def _without_base(x: Any, encode: Callable[[Any], Any] | None) -> Descriptor:
+def _without_base(x: Any, encode: Callable[[Any], Any] | None = None) -> Descriptor:
     fields = {name: value for name, value in vars(x).items() if name != "base"}
     return Descriptor(x.base, type(x), fields, encode)
 
 
-def _encoders(metadata: Any, count: int) -> list[Callable[[Any], Any]]:
-    """Return a function for each TMA descriptor of a kernel that encodes it."""
-    if not count:
-        return []
+def _encoders(metadata: Any) -> Iterator[Callable[[Any], Any]]:
+    """Yield a function for each TMA descriptor of a kernel that encodes it."""
     from triton.backends.nvidia import driver
 
     encode: Any = driver.make_tensordesc_arg  # pyright: ignore[reportAttributeAccessIssue]
-    # Its first result is the encoded descriptor. Shape and strides, which follow, are constant.
-    return [lambda x, kind=kind: encode(x, kind)[:1] for kind in metadata.tensordesc_meta]
+    for kind in metadata.tensordesc_meta:
+        # Its first result is the encoded descriptor. Shape and strides, which follow, are constant.
+        yield lambda x, kind=kind: encode(x, kind)[0]

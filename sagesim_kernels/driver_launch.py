@@ -1,17 +1,17 @@
-"""Launch a compiled kernel by the CUDA driver's function, with parameters that stay in memory.
+"""Launch compiled kernels by the CUDA driver's function, with parameters that stay in memory.
 
 Triton's launcher converts every argument at every launch, and a kernel has dozens. Most are the
-same in all calls of a kind. Here they are converted once, and a launch writes only the stream, the
-addresses of its tensors and the places of its TMA descriptors.
+same in all calls of a kind. Here they are converted once. `launches.c` repeats all launches of a
+plan at once, and writes only the stream, the addresses of tensors and their TMA descriptors. It is
+compiled when the first kernel is launched, by the C compiler that Triton needs too.
 """
 
 from __future__ import annotations
 
 import ctypes
-import struct
-import threading
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -36,46 +36,21 @@ _NUMBERS: Final[dict[str, Any]] = {
 _SCRATCH: Final = 2
 """Addresses that Triton adds to a kernel's parameters; null if a kernel uses no such memory."""
 
-_MAP_BYTES: Final = 128
-"""Of an encoded TMA descriptor. It lies at the end of Triton's object."""
-
 _WARP: Final = 32
-
-_DEPENDENT: Final = 6
-"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
-
-
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, with a value that is an integer."""
-
-    _fields_ = (
-        ("id", ctypes.c_int),
-        ("padding", ctypes.c_int),
-        ("value", ctypes.c_int),
-        ("rest_of_value", ctypes.c_int * 15),
-    )
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("attribute_count", ctypes.c_uint),
-    )
 
 
 class DriverLaunch(NamedTuple):
-    """A launch whose addresses change from call to call."""
+    """A launch of a compiled kernel."""
 
-    run: Callable[..., None]
-    """Takes the stream, the addresses of `tensors`, and the encoded `descriptors`."""
-    tensors: list[Any]
-    descriptors: list[Any]
+    name: str
+    function: int  #: the driver's handle of the kernel
+    programs: int
+    threads: int
+    shared_bytes: int
+    is_dependent: bool  #: see `dependent_launch`
+    parameters: tuple[Any, ...]
+    """An integer has the bits of a number. All others change from call to call: tensors and TMA
+    descriptors here, and what `joined` says there."""
 
 
 def is_plain_launch(compiled: Any) -> bool:
@@ -99,48 +74,20 @@ def prepare_launch(compiled: Any, programs: int, args: tuple[Any, ...]) -> Drive
     """
     types = compiled.src.signature.values()
     parameters = [x for pair in zip(types, args, strict=True) for x in _flat(*pair)]
-    tensors = [x for kind, x in parameters if kind == "tensor"]
-    maps = [i for i, (kind, _) in enumerate(parameters) if kind == "descriptor"]
-    parameters += [("tensor", None)] * _SCRATCH
-    memory = (ctypes.c_uint64 * len(parameters))()  # addresses of tensors are its first numbers
-    pointers = (ctypes.c_void_p * len(parameters))()  # to each parameter; a launch sets `maps`
-    tensors_first = sorted(range(len(parameters)), key=lambda i: parameters[i][0] != "tensor")
-    for slot, i in enumerate(tensors_first):
-        at = slot * ctypes.sizeof(ctypes.c_uint64)
-        pointers[i] = ctypes.addressof(memory) + at
-        kind, value = parameters[i]
-        if kind in _NUMBERS:
-            _NUMBERS[kind].from_buffer(memory, at).value = value
     warps, _, shared = compiled.packed_metadata
-    config = _Config((programs, 1, 1), (_WARP * warps, 1, 1), shared)
-    if compiled.run.launch_pdl:  # see `dependent_launch`
-        config.attributes = ctypes.pointer(_Attribute(_DEPENDENT, value=1))
-        config.attribute_count = 1
-    call_driver, where = _driver().cuLaunchKernelEx, ctypes.byref(config)
-    function, count = ctypes.c_void_p(compiled.function), len(tensors)
-    pack = struct.Struct(f"{count}Q").pack_into
-    lock = threading.Lock()  # PyTorch runs backwards in threads of its own
-
-    def run(stream: int, *changing: Any) -> None:
-        with lock:
-            config.stream = stream
-            pack(memory, 0, *changing[:count])
-            for i, x in zip(maps, changing[count:], strict=True):
-                pointers[i] = id(x) + type(x).__basicsize__ - _MAP_BYTES
-            error = call_driver(where, function, pointers, None)
-            if error and _bind_context():
-                error = call_driver(where, function, pointers, None)
-        if error:
-            raise RuntimeError(f"{compiled.name} was not launched: {_message(error)}")
-
-    return DriverLaunch(run, tensors, [parameters[i][1] for i in maps])
+    return DriverLaunch(
+        compiled.name,
+        compiled.function,
+        programs,
+        _WARP * warps,
+        shared,
+        compiled.run.launch_pdl,
+        (*parameters, *[0] * _SCRATCH),
+    )
 
 
-def _flat(kind: Any, x: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parameters of an argument: what each is, and its value.
-
-    What it is: "tensor", "descriptor", or the type of a number. A constant is no parameter.
-    """
+def _flat(kind: Any, x: Any) -> Iterator[Any]:
+    """Yield the parameters of an argument; a constant is none. kind: its type, or a tuple."""
     if isinstance(kind, tuple):
         for pair in zip(kind, x, strict=True):
             yield from _flat(*pair)
@@ -148,23 +95,55 @@ def _flat(kind: Any, x: Any) -> Iterator[tuple[str, Any]]:
         return
     elif kind.startswith("*"):
         assert isinstance(x, Tensor)
-        yield "tensor", x
+        yield x
     elif kind.startswith("tensordesc"):
-        yield "descriptor", x
-        yield from (("i32", size) for size in x.shape)
-        yield from (("i64", stride) for stride in x.strides)
+        yield x
+        yield from (_bits("i32", size) for size in x.shape)
+        yield from (_bits("i64", stride) for stride in x.strides)
     elif kind in _NUMBERS:
-        yield kind, x
+        yield _bits(kind, x)
     else:
         raise ValueError(f"a kernel takes an argument {x!r} of the type {kind!r}")
 
 
+def _bits(kind: str, x: Any) -> int:
+    return int.from_bytes(bytes(_NUMBERS[kind](x)), "little")
+
+
+def joined(launches: Sequence[DriverLaunch]) -> Callable[..., None]:
+    """Return a function that repeats launches. It takes the stream and the tensors of a call.
+
+    launches: their parameters that change are (tensor, offset), the index of a tensor and bytes
+        from its address; or (tensor, offset, encode) for a TMA descriptor. encode makes Triton's
+        object with the encoded descriptor of an address.
+    """
+    address = ctypes.cast(_driver().cuLaunchKernelEx, ctypes.c_void_p).value
+    names = [x.name for x in launches]
+
+    def failed(index: int, error: int) -> None:
+        """Bind a context if the thread has none, so that the launch is tried again; else raise."""
+        if not _bind_context():
+            raise RuntimeError(f"{names[index]} was not launched: {_message(error)}")
+
+    module = _module()
+    plan = module.prepare(address, tuple(tuple(x[1:]) for x in launches), failed)
+    return partial(module.run, plan)
+
+
+@cache
+def _module() -> Any:
+    """Return the module of launches.c."""
+    from triton.backends import nvidia
+    from triton.runtime.build import compile_module_from_src
+
+    (package,) = nvidia.__path__
+    source = Path(__file__).with_name("launches.c").read_text(encoding="utf-8")
+    return compile_module_from_src(source, "launches", include_dirs=[f"{package}/include"])
+
+
 @cache
 def _driver() -> Any:
-    driver = ctypes.CDLL("libcuda.so.1")
-    pointer = ctypes.c_void_p
-    driver.cuLaunchKernelEx.argtypes = (pointer, pointer, pointer, pointer)
-    return driver
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def _bind_context() -> bool:

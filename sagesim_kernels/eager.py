@@ -101,8 +101,8 @@ class _Attention(torch.autograd.Function):
         o, lse, lse2, k_mean = run_forward(q, k, v, call, with_lse=with_lse)
         ctx.set_materialize_grads(False)
         o_for_delta = o if parse(call.spec).delta is Delta.FROM_O else None
-        ctx.save_for_backward(q, k, v, o_for_delta, lse2, k_mean, *call.tensors)
-        ctx.call = call.without_tensors()
+        ctx.call, tensors = call.split()
+        ctx.save_for_backward(q, k, v, o_for_delta, lse2, k_mean, *tensors)
         return o, lse
 
     @staticmethod
@@ -115,7 +115,7 @@ class _Attention(torch.autograd.Function):
             do = v.new_zeros((*q.shape[:3], v.shape[3]))
         call = ctx.call.with_tensors(*tensors)
         # With gradients enabled, for a second derivative: the operator raises at it.
-        if torch.is_grad_enabled() or is_traced(*(x for x in grads if x is not None)):
+        if torch.is_grad_enabled() or is_traced(do if d_lse is None else d_lse, do):
             mean = q.new_empty((0,), dtype=torch.float32) if k_mean is None else k_mean
             *found, d_sinks = backward_op(do, d_lse, q, k, v, o, lse2, mean, *call)
             return (*found, None if call.sinks is None else d_sinks, None, None)

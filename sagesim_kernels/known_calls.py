@@ -5,7 +5,7 @@ To check them takes the host as long as a launch.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +13,18 @@ from torch import Tensor
 from sagesim.spec import AttentionSpec
 from sagesim_kernels.ops import Call
 
-_calls: Final[dict[Any, tuple[AttentionSpec, Call]]] = {}
-"""By the signature of a call without tensors besides q, k and v: its spec, and the call.
 
-A signature has the id of the spec. The spec is kept, so that no other one gets this id.
-"""
+class KnownCall(NamedTuple):
+    """A call whose arguments have been checked."""
+
+    spec: AttentionSpec
+    """Kept so that no other one gets its id, which is a part of the signature."""
+    call: Call
+    is_cast: bool  #: whether autocast changes the tensors
+
+
+_calls: Final[dict[Any, KnownCall]] = {}
+"""By the signature of a call without tensors besides q, k and v."""
 _MOST_CALLS: Final = 1024
 
 
@@ -27,32 +34,34 @@ def signature_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, options: 
     options: the window first.
 
     torch.compile has to see the checks. Symbolic sizes, and options that are no numbers, have no
-    hash.
+    hash. What is no dense tensor lacks attributes.
     """
     if torch.compiler.is_compiling():
         return None
-    of_tensors = (type(q), type(k), type(v), q.device, k.device, v.device, q.dtype, k.dtype)
     try:
+        device = q.device
+        of_tensors = (type(q), type(k), type(v), q.dtype, k.dtype, v.dtype, q.shape, k.shape)
+        places = (v.shape, device, k.device, v.device, q.layout, k.layout, v.layout)
+        kind = device.type
+        cast_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         # 1, 1.0 and True are equal, and not all of them are what an option may be.
-        window, *_ = options
-        types = (*map(type, options), *map(type, window))
-        signature = (*of_tensors, v.dtype, q.shape, k.shape, v.shape, id(spec), options, types)
+        types = (*map(type, options), *map(type, options[0]))
+        signature = (*of_tensors, *places, cast_to, id(spec), options, types)
         hash(signature)
-    except TypeError:
+    except (AttributeError, RuntimeError, TypeError):
         return None
     return signature
 
 
-def known_call(signature: Any) -> Call | None:
+def known_call(signature: Any) -> KnownCall | None:
     """Return the call of a signature if it has been checked."""
-    found = _calls.get(signature)
-    return None if found is None else found[1]
+    return None if signature is None else _calls.get(signature)
 
 
-def remember_call(signature: Any, spec: AttentionSpec, call: Call) -> None:
+def remember_call(signature: Any, known: KnownCall) -> None:
     """Keep a call that has been checked, unless its signature is None."""
     if signature is None:
         return
     if len(_calls) >= _MOST_CALLS:
         _calls.clear()
-    _calls[signature] = spec, call
+    _calls[signature] = known

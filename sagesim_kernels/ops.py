@@ -59,18 +59,20 @@ class Call(NamedTuple):
     softcap: float | None
     tokens_first: bool  #: whether outputs have tokens before heads in memory
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The fields that are tensors; they are the first."""
-        return self[:_TENSORS]
+    def split(self) -> tuple[Call, tuple[Tensor | None, ...]]:
+        """Return this call without tensors, which is hashable, and the fields that are tensors.
+
+        Those are the first fields; none are returned if all are None.
+        """
+        tensors = self[:_TENSORS]
+        for x in tensors:
+            if x is not None:
+                return Call(*_NO_TENSORS, *self[_TENSORS:]), tensors
+        return self, ()
 
     def with_tensors(self, *tensors: Tensor | None) -> Call:
-        """This call with other tensors."""
-        return Call(*tensors, *self[_TENSORS:])
-
-    def without_tensors(self) -> Call:
-        """This call without its tensors; hashable."""
-        return Call(*_NO_TENSORS, *self[_TENSORS:])
+        """Return this call, which has no tensors, with those that `split` returned."""
+        return Call(*tensors, *self[_TENSORS:]) if tensors else self
 
     def with_constant_softcap(self) -> Call:
         """This call without softcap_tensor. Plans of launches are kept for each constant."""
@@ -111,9 +113,11 @@ def _empty(like: Tensor, channels: int, *, tokens_first: bool) -> Tensor:
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which the current device, on which Triton launches, is that of x."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(x.device)
+    return torch.cuda.device(x.device) if _is_on_other_device(x) else contextlib.nullcontext()
+
+
+def _is_on_other_device(x: Tensor) -> bool:
+    return x.is_cuda and x.get_device() != torch.cuda.current_device()
 
 
 def _nothing(like: Tensor) -> Tensor:
@@ -153,9 +157,11 @@ def _launch_backward(tensors: Tensors, call: Call) -> Tensors:
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, *, with_lse: bool) -> _Forward:
     """Compute a forward; lse is None unless with_lse, and k_mean if the spec does not smooth K."""
-    with on_device_of(q):
-        tensors = (q, k, v, *call.tensors)
-        return _Forward(*planned(_launch_forward, tensors, (call.without_tensors(), with_lse)))
+    if _is_on_other_device(q):
+        with torch.cuda.device(q.device):
+            return run_forward(q, k, v, call, with_lse=with_lse)
+    call, tensors = call.split()
+    return _Forward(*planned(_launch_forward, (q, k, v, *tensors), (call, with_lse)))
 
 
 def run_backward(
@@ -173,11 +179,13 @@ def run_backward(
 
     o: None if the spec's delta comes from P. k_mean: None if K is not smoothed.
     """
-    with on_device_of(q):
-        # Hooks of saved tensors may return other strides.
-        lse2, k_mean = lse2.contiguous(), None if k_mean is None else k_mean.contiguous()
-        tensors = (do, d_lse, q, k, v, o, lse2, k_mean, *call.tensors)
-        return planned(_launch_backward, tensors, call.without_tensors())
+    if _is_on_other_device(q):
+        with torch.cuda.device(q.device):
+            return run_backward(do, d_lse, q, k, v, o, lse2, k_mean, call)
+    # Hooks of saved tensors may return other strides.
+    lse2, k_mean = lse2.contiguous(), None if k_mean is None else k_mean.contiguous()
+    call, tensors = call.split()
+    return planned(_launch_backward, (do, d_lse, q, k, v, o, lse2, k_mean, *tensors), call)
 
 
 @torch.library.custom_op("sagesim_kernels::flash_attn_forward", mutates_args=())
@@ -311,8 +319,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse2, k_mean, *([] if with_lse else [lse]))
     o_for_delta = o if parse(call.spec).delta is Delta.FROM_O else None
-    ctx.save_for_backward(q, k, v, o_for_delta, lse2, k_mean, *call.tensors)
-    ctx.call = call.without_tensors()
+    ctx.call, tensors = call.split()
+    ctx.save_for_backward(q, k, v, o_for_delta, lse2, k_mean, *tensors)
 
 
 def _differentiate(

@@ -11,15 +11,18 @@ from torch.nn import Parameter
 from torch.utils import _python_dispatch
 
 _PLAIN = frozenset({Tensor, Parameter})
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # under is_grads_batched=True
 
 
 def is_traced(*tensors: Tensor) -> bool:
     """Whether something has to see the operators, and tensors may have no numbers."""
+    if torch.compiler.is_compiling():
+        return True
+    for x in tensors:
+        if type(x) not in _PLAIN or _is_batched(x):
+            return True
     return (
-        torch.compiler.is_compiling()
-        or not _PLAIN.issuperset(map(type, tensors))
-        or _python_dispatch._len_torch_dispatch_stack() > 0
+        _python_dispatch._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
-        or any(map(torch._C._functorch.is_legacy_batchedtensor, tensors))  # is_grads_batched=True
-        or torch.jit.is_tracing()
+        or torch._C._is_tracing()  # by torch.jit.trace
     )

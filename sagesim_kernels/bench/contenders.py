@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,12 +30,15 @@ class Contender:
         `make` or the function raises if the contender cannot run.
     tokens_first: its own layout is [batch, tokens, heads, head size]. It then gets and returns
         transposed views of tensors in that layout, so no time includes a copy.
+    selected: returns a context in which the contender runs. It is entered once for many calls, and
+        no time includes it: PyTorch needs longer to enter the context of a backend than to launch.
     """
 
     name: str
     make: Callable[[int, bool, torch.device], Attend]
     spec: AttentionSpec | None = None  #: None for a peer
     tokens_first: bool = False
+    selected: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def contender(name: str) -> Contender:
@@ -84,15 +88,18 @@ def _only(result: Any) -> Tensor:
 def _sdpa(name: str, backend: SDPBackend) -> Contender:
     def make(tokens: int, is_causal: bool, device: torch.device) -> Attend:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=is_causal, enable_gqa=is_grouped(q, k)
-                )
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=is_causal, enable_gqa=is_grouped(q, k)
+            )
 
-        _try(attend, is_causal, device)
+        with selected():
+            _try(attend, is_causal, device)
         return attend
 
-    return Contender(name, make)
+    def selected() -> AbstractContextManager[Any]:
+        return sdpa_kernel(backend)
+
+    return Contender(name, make, selected=selected)
 
 
 def _try(attend: Attend, is_causal: bool, device: torch.device) -> None:

@@ -66,10 +66,13 @@ def sources_hash() -> str:
     """
     root = Path(__file__).parents[1]
     others = {root / name for name in ("bench", "cards", "integrations")}
-    kernels = [path for path in sorted(root.rglob("*.py")) if others.isdisjoint(path.parents)]
+    sources = sorted((*root.rglob("*.py"), *root.rglob("*.c")))
+    kernels = [path for path in sources if others.isdisjoint(path.parents)]
     digest = hashlib.sha256()
     for path in [*kernels, Path(sagesim.__file__).parent / "spec" / "presets.py"]:
-        code = _without_comments(path.read_text(encoding="utf-8"))
+        code = path.read_text(encoding="utf-8")
+        if path.suffix == ".py":
+            code = _without_comments(code)
         digest.update(f"{path.name}\0{code}".encode())
     return digest.hexdigest()[:12]
 

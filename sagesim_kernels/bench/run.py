@@ -23,7 +23,7 @@ from sagesim_kernels.bench.models import ModelCase, TrainingCase
 from sagesim_kernels.bench.record import Record
 from sagesim_kernels.bench.shape import Shape
 from sagesim_kernels.bench.step import Step
-from sagesim_kernels.bench.timing import in_rounds, interleaved, looped, summary
+from sagesim_kernels.bench.timing import Within, in_rounds, interleaved, looped, summary
 from sagesim_kernels.bench.training import TrainingStep
 
 _WARM_UP: Final = 2
@@ -140,7 +140,8 @@ def _timed(
 
     apart = _ready(contenders, results, warm_up, check, not_run)
     steps = {name: steps[name] for name in apart}
-    timed = interleaved(steps, setup.meter, setup.rounds, on_error=check)
+    within = _within(contenders)
+    timed = interleaved(steps, setup.meter, setup.rounds, on_error=check, within=within)
     not_run |= timed.not_run
     clock = setup.meter.clock_mhz()
     specs = {c.name: c.spec for c in contenders}
@@ -148,10 +149,11 @@ def _timed(
     for name, times in timed.times.items():
         run = {which: summary(times[which]) for which in PASSES}
         run["apart"] = apart[name]
-        runs[name] = run | _details(name, specs[name], steps[name], setup.meter, check)
+        with within(name):
+            runs[name] = run | _details(name, specs[name], steps[name], setup.meter, check)
     if isinstance(case, ModelCase):
         both = {name: steps[name].both for name in runs}
-        _add_loops(runs, both, "both", setup.meter, check, not_run)
+        _add_loops(runs, both, "both", setup.meter, within, check, not_run)
     shape = case.shape
     _, kv_heads, keys, _ = shape.kv_size
     flop = case.flop if isinstance(case, MaskCase) else shape.flop
@@ -197,7 +199,8 @@ def _trained(
     def measure(name: str) -> None:
         found[name].append(setup.meter.elapsed(lambda: steps[name]))
 
-    not_run |= in_rounds(list(apart), setup.rounds, measure, on_error=check)
+    within = _within(contenders)
+    not_run |= in_rounds(list(apart), setup.rounds, measure, on_error=check, within=within)
     clock = setup.meter.clock_mhz()
     runs: dict[str, dict[str, Any]] = {
         name: {"step": summary(times), "apart": apart[name]}
@@ -205,7 +208,7 @@ def _trained(
         if name not in not_run
     }
     calls = {name: steps[name] for name in runs}
-    _add_loops(runs, calls, "step", setup.meter, check, not_run)
+    _add_loops(runs, calls, "step", setup.meter, within, check, not_run)
     return {
         "part": "training",
         "layers": case.layers,
@@ -218,6 +221,11 @@ def _trained(
         "runs": {name: runs[name] for name in case.contenders if name in runs},
         "not_run": not_run,
     }
+
+
+def _within(contenders: Sequence[Contender]) -> Within:
+    selected = {each.name: each.selected for each in contenders}
+    return lambda name: selected[name]()
 
 
 def _ready(
@@ -236,15 +244,16 @@ def _ready(
     reference: dict[str, Tensor] | None = None
     for each in sorted(contenders, key=lambda c: c.spec is not None):  # peers first
         try:
-            found = results(each)
-            check.wait()
-            if reference is None and each.spec is None:
-                reference = found
-            off = None if reference is None else distance(found, reference)
-            if off is not None and not off < _WRONG:
-                raise ArithmeticError(f"its results are {off:.3g} off, relative L2")
-            warm_up(each.name)
-            check.wait()
+            with each.selected():
+                found = results(each)
+                check.wait()
+                if reference is None and each.spec is None:
+                    reference = found
+                off = None if reference is None else distance(found, reference)
+                if off is not None and not off < _WRONG:
+                    raise ArithmeticError(f"its results are {off:.3g} off, relative L2")
+                warm_up(each.name)
+                check.wait()
         except Exception as error:
             check(each.name, error)
             not_run[each.name] = reason(error)
@@ -258,6 +267,7 @@ def _add_loops(
     calls: Mapping[str, Callable[[], object]],
     what: str,
     meter: Meter,
+    within: Within,
     check: _DeviceCheck,
     not_run: dict[str, str],
 ) -> None:
@@ -266,7 +276,7 @@ def _add_loops(
     A contender that raises is moved from runs to not_run.
     """
     usual = {name: 1e-3 * max(run[what]["ms"], run[what]["host_ms"]) for name, run in runs.items()}
-    loops = looped(calls, usual, meter, _LOOPS, on_error=check)
+    loops = looped(calls, usual, meter, _LOOPS, on_error=check, within=within)
     for name, wall in loops.runs.items():
         runs[name]["wall"] = wall
     for name, why in loops.not_run.items():
@@ -315,8 +325,9 @@ def _errors(
             if each.name in not_run:
                 continue
             try:
-                results[each.name] = Step.of(each, problem).results()
-                check.wait()
+                with each.selected():
+                    results[each.name] = Step.of(each, problem).results()
+                    check.wait()
             except Exception as error:
                 check(each.name, error)
                 not_run[each.name] = reason(error)

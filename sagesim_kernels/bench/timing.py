@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +18,14 @@ _LOOP: Final = 0.03
 """Seconds of a loop of calls."""
 
 _FEWEST_CALLS: Final = 3
+
+Within = Callable[[str], AbstractContextManager[Any]]
+"""Returns the context in which a contender runs, by name."""
+
+
+def anywhere(name: str) -> AbstractContextManager[Any]:
+    """A context that changes nothing."""
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,7 @@ def interleaved(
     rounds: int,
     *,
     on_error: Callable[[str, Exception], None],
+    within: Within = anywhere,
 ) -> Timed:
     """Time every contender once a round: its forward, its backward, and both together.
 
@@ -42,6 +52,7 @@ def interleaved(
         steps: by contender. They have run before, so nothing is compiled here.
         on_error: called with the name and the exception of a contender that raises. It raises
             itself if the device is lost.
+        within: entered before each measurement.
     """
     times: dict[str, dict[str, list[Elapsed]]] = {n: {p: [] for p in PASSES} for n in steps}
 
@@ -49,7 +60,7 @@ def interleaved(
         for which in PASSES:
             times[name][which].append(meter.elapsed(_preparing(steps[name], which)))
 
-    not_run = in_rounds(list(steps), rounds, measure, on_error=on_error)
+    not_run = in_rounds(list(steps), rounds, measure, on_error=on_error, within=within)
     return Timed({n: t for n, t in times.items() if n not in not_run}, not_run)
 
 
@@ -59,6 +70,7 @@ def in_rounds(
     measure: Callable[[str], None],
     *,
     on_error: Callable[[str, Exception], None],
+    within: Within = anywhere,
 ) -> dict[str, str]:
     """Call measure with every name once a round; each round starts with another name.
 
@@ -66,6 +78,7 @@ def in_rounds(
 
     Args:
         on_error: called with the name and the exception.
+        within: entered before each call of measure.
 
     Returns:
         The names for which it raised, with the reason.
@@ -77,7 +90,8 @@ def in_rounds(
             if name in not_run:
                 continue
             try:
-                measure(name)
+                with within(name):
+                    measure(name)
             except Exception as error:
                 on_error(name, error)
                 not_run[name] = reason(error)
@@ -99,6 +113,7 @@ def looped(
     rounds: int,
     *,
     on_error: Callable[[str, Exception], None],
+    within: Within = anywhere,
 ) -> Looped:
     """Time a loop of calls of every contender once a round: what a user waits for.
 
@@ -107,7 +122,7 @@ def looped(
     Args:
         calls: by contender.
         usual: about how many seconds a call takes, by contender. It decides the length of a loop.
-        on_error: as for `interleaved`.
+        on_error, within: as for `interleaved`.
     """
     counts = {name: max(_FEWEST_CALLS, math.ceil(_LOOP / usual[name])) for name in calls}
     found: dict[str, list[float]] = {name: [] for name in calls}
@@ -115,7 +130,7 @@ def looped(
     def measure(name: str) -> None:
         found[name].append(1e3 * meter.loop(calls[name], counts[name]))
 
-    not_run = in_rounds(list(calls), rounds, measure, on_error=on_error)
+    not_run = in_rounds(list(calls), rounds, measure, on_error=on_error, within=within)
     runs = {
         name: {**_quartiles(ms), "calls": counts[name]}
         for name, ms in found.items()

@@ -159,7 +159,7 @@ def test_the_oldest_plan_goes_first(monkeypatch):
     monkeypatch.setattr(launch_plans, "_MOST", 2)
     for n in (3, 4, 5):
         planned(_double, (torch.ones(n),), None)
-    assert [key[2][0] for key in launch_plans._plans] == [(4,), (5,)]
+    assert [key[2] for key in launch_plans._plans] == [(4,), (5,)]
 
 
 def _double(tensors: Any, _: Any) -> tuple[Tensor]:

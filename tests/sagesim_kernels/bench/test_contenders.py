@@ -39,6 +39,15 @@ def test_a_backend_that_the_device_lacks_raises(name):
         contender(name).make(20, False, CPU)
 
 
+def test_a_backend_is_selected_by_its_context():
+    x = torch.randn(1, 1, 4, 8, requires_grad=True)
+    attend = contender("sdpa flash").make(20, False, CPU)
+    with contender("sdpa flash").selected():
+        assert "Flash" in str(attend(x, x, x).grad_fn)
+    with contender("sdpa efficient").selected(), pytest.raises(RuntimeError, match="backend"):
+        attend(x, x, x)
+
+
 def test_the_warnings_of_a_backend_become_part_of_its_error(monkeypatch):
     import warnings
 

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -304,6 +306,34 @@ def test_layouts_reach_the_contender(tmp_path):
     native = Contender("slow", lambda tokens, is_causal, device: attend, tokens_first=True)
     measure([timed("slow")], record(tmp_path / "r.json"), find=lambda name: native)
     assert seen == {(True, True, True)}
+
+
+def test_a_contender_runs_in_its_context(tmp_path):
+    inside: list[bool] = []
+    entered: list[str] = []
+    calls = Counter()
+
+    @contextmanager
+    def selected():
+        entered.append(at)
+        inside.append(True)
+        try:
+            yield
+        finally:
+            inside.pop()
+
+    def attend(q, k, v):
+        assert inside == [True]
+        calls[at] += 1
+        return explicit(q, k, v)
+
+    several = Contender("slow", lambda tokens, is_causal, device: attend, selected=selected)
+    cases = [timed("slow"), model("slow"), training("slow"), gaussian("slow")]
+    for i, case in enumerate(cases):
+        at = case.key
+        to = record(tmp_path / f"{i}.json")
+        measure([case], to, find=lambda name: several, dtype=torch.bfloat16)
+    assert set(calls) == set(entered) == {case.key for case in cases}
 
 
 def test_the_fake_that_is_absent_is_absent():

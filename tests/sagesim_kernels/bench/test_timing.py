@@ -1,6 +1,7 @@
 """Rounds, medians, and contenders that raise."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -109,6 +110,18 @@ def test_a_loop_is_long_enough_to_be_timed():
         name: {"ms": 500.0, "quartiles_ms": [500.0, 500.0], "calls": n}
         for name, n in (("short", 10), ("long", 3))
     }
+
+
+def test_a_context_is_entered_once_for_a_loop():
+    entered = []
+
+    def within(name):
+        entered.append(name)
+        return nullcontext()
+
+    calls = {"a": lambda: None, "b": lambda: None}
+    looped(calls, {"a": 0.001, "b": 0.001}, FakeMeter(), 2, on_error=fine, within=within)
+    assert entered == ["a", "b", "b", "a"]
 
 
 def test_a_loop_that_raises_is_left_out():

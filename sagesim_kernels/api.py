@@ -93,8 +93,9 @@ def attention(
         attn_mask, dropout_p: not supported; they exist to raise an error.
 
     Returns:
-        o, in the dtype and layout of q. lse is float32 [..., heads, n_q] in both layouts, the
-        natural logarithm of the sum of exp(logit) over a row; -inf if a query attends to no key.
+        o, in the dtype and layout of q, with its order of heads and tokens in memory; gradients
+        have those of q, k and v. lse is float32 [..., heads, n_q] in both layouts, the natural
+        logarithm of the sum of exp(logit) over a row; -inf if a query attends to no key.
 
     Raises:
         TypeError: if dtypes differ or are float64, if spec is not an AttentionSpec, or if an option
@@ -128,8 +129,7 @@ def attention(
         q, k, v = autocast(q, k, v)
     if known is None:
         check_layout(layout, q, k, v)
-    tokens_first = layout == "NHD"
-    if tokens_first:
+    if layout == "NHD":
         q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
     if known is not None:
         call = known.call
@@ -162,7 +162,6 @@ def attention(
             left=_side(window[0]),
             right=_side(window[1]),
             softcap=None if softcap is None else float(softcap),
-            tokens_first=tokens_first,
         )
         is_cast = [x.dtype for x in (q, k, v)] != [x.dtype for x in given]
         remember_call(signature, KnownCall(spec, call, is_cast))
@@ -172,7 +171,7 @@ def attention(
     if q.ndim != 4:
         o = o.reshape(*q.shape[:-1], o.shape[-1])
         lse = None if lse is None else lse.reshape(q.shape[:-1])
-    if tokens_first:
+    if layout == "NHD":
         o = o.transpose(-3, -2)
     return o if lse is None else (o, lse)
 
@@ -259,7 +258,6 @@ def attention_varlen(
         left=_side(window[0]),
         right=_side(window[1]),
         softcap=None if softcap is None else float(softcap),
-        tokens_first=True,
     )
     o, lse = attend(q, k, v, call, with_lse=return_lse)
     o = o[0].transpose(0, 1)

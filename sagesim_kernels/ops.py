@@ -57,7 +57,6 @@ class Call(NamedTuple):
     left: int  #: of the window; -1: no limit
     right: int
     softcap: float | None
-    tokens_first: bool  #: whether outputs have tokens before heads in memory
 
     def split(self) -> tuple[Call, tuple[Tensor | None, ...]]:
         """Return this call without tensors, which is hashable, and the fields that are tensors.
@@ -100,15 +99,16 @@ _TENSORS: Final = 6
 _NO_TENSORS: Final = (None,) * _TENSORS
 
 
-def _empty(like: Tensor, channels: int, *, tokens_first: bool) -> Tensor:
-    """Return new memory [sequences, heads, tokens, channels] in the dtype of `like`.
+def _empty_like(x: Tensor, channels: int) -> Tensor:
+    """Return new dense memory with the dtype and shape of x but for its channels.
 
-    tokens_first: tokens come before heads in memory, instead of heads before tokens.
+    x: [sequences, heads, tokens, channels]. Heads and tokens have the order in memory that they
+    have in x. So no copy is made where a model transposes them before attention, and back after it.
     """
-    b, h, n, _ = like.shape
-    if tokens_first:
-        return like.new_empty((b, n, h, channels)).transpose(1, 2)
-    return like.new_empty((b, h, n, channels))
+    b, h, n, _ = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty((b, n, h, channels)).transpose(1, 2)
+    return x.new_empty((b, h, n, channels))
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -139,7 +139,7 @@ def _launch_forward(tensors: Tensors, options: tuple[Call, bool]) -> _Forward:
     call, with_lse = options
     assert q is not None and k is not None and v is not None
     problem = call.with_tensors(*others).problem(q, k, v)
-    o = _empty(q, v.shape[3], tokens_first=call.tokens_first)
+    o = _empty_like(q, v.shape[3])
     result = forward(problem, o)
     lse = natural_lse(problem, result) if with_lse else None
     return _Forward(o, lse, result.lse2, result.k_mean)
@@ -150,7 +150,7 @@ def _launch_backward(tensors: Tensors, call: Call) -> Tensors:
     assert do is not None and q is not None and k is not None and v is not None
     assert lse2 is not None
     problem = call.with_tensors(*others).problem(q, k, v)
-    grads = Gradients(*(_empty(x, x.shape[3], tokens_first=call.tokens_first) for x in (q, k, v)))
+    grads = Gradients(*(_empty_like(x, x.shape[3]) for x in (q, k, v)))
     d_sinks, _ = backward(problem, do, d_lse, o, ForwardResult(lse2, k_mean), grads)
     return (*grads, d_sinks)
 
@@ -208,7 +208,6 @@ def forward_op(
     left: int,
     right: int,
     softcap: float | None,
-    tokens_first: bool,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what `run_forward` does, with a tensor without elements in place of None."""
@@ -228,7 +227,6 @@ def forward_op(
         left,
         right,
         softcap,
-        tokens_first,
     ).with_constant_softcap()
     o, lse, lse2, k_mean = run_forward(q, k, v, call, with_lse=with_lse)
     return (
@@ -248,7 +246,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
     if parse(call.spec).smoothing.k:
         sequences = q.shape[0] if call.cu_q is None else call.cu_q.shape[0] - 1
         k_mean = q.new_empty((sequences, k.shape[1], 1, k.shape[3]), dtype=torch.float32)
-    return _empty(q, v.shape[3], tokens_first=call.tokens_first), lse, lse2, k_mean
+    return _empty_like(q, v.shape[3]), lse, lse2, k_mean
 
 
 @torch.library.custom_op("sagesim_kernels::flash_attn_backward", mutates_args=())
@@ -276,7 +274,6 @@ def backward_op(
     left: int,
     right: int,
     softcap: float | None,
-    tokens_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what `run_backward` does; None is a tensor without elements, also as k_mean."""
     call = Call(
@@ -295,7 +292,6 @@ def backward_op(
         left,
         right,
         softcap,
-        tokens_first,
     ).with_constant_softcap()
     mean = k_mean if parse(spec).smoothing.k else None
     dq, dk, dv, d_sinks = run_backward(do, d_lse, q, k, v, o, lse2, mean, call)
@@ -308,7 +304,7 @@ def _(
     do: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = Call(*rest[3:])  # after o, lse2 and k_mean
-    dq, dk, dv = (_empty(x, x.shape[3], tokens_first=call.tokens_first) for x in (q, k, v))
+    dq, dk, dv = (_empty_like(x, x.shape[3]) for x in (q, k, v))
     return dq, dk, dv, _nothing(q) if call.sinks is None else torch.empty_like(call.sinks)
 
 

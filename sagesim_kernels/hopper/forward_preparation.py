@@ -1,8 +1,8 @@
 """The operands of a forward for Hopper: Q and K in codes, computed in few passes over each.
 
-A program for a head of K computes the mean and rounds the head, and a program for some blocks of Q
-rounds these, in one launch. A head of K is read twice, the second time from the cache. Long
-sequences take several launches, so that many programs share a head.
+A program for a part of a head of K computes the mean of the head and rounds its part, and a program
+for some blocks of Q rounds these, in one launch. K is read twice, the second time from the cache.
+Long sequences take several launches, so that many programs share a head.
 """
 
 # Pyright takes the annotations of Triton's functions literally:
@@ -35,6 +35,7 @@ from sagesim_kernels.operands import (
     programs_of,
     store_block,
 )
+from sagesim_kernels.target import multiprocessor_count
 
 _MOST_BYTES: Final = 128 * 1024
 """Of a head of K that one program prepares. It takes as long as it waits for memory."""
@@ -44,6 +45,11 @@ _ELEMENTS_AT_ONCE: Final = 16384
 
 _ELEMENTS_OF_A_WARP: Final = 2048
 """Elements of K or Q for each warp of a program that holds several blocks."""
+
+_FEW_ELEMENTS_OF_A_WARP: Final = 1024
+_PARTS: Final = 2
+"""The same, and the programs for each head of K, if heads of K are fewer than multiprocessors. The
+GPU then waits for them, as they are the longest programs."""
 
 
 # Arguments of these kernels are not tuples of tuples: in the first tuple of a tuple, Triton 3.6
@@ -65,8 +71,11 @@ def _load_blocks(x, lengths, i, COUNT: tl.constexpr, h, b, blocks):
 
 
 @triton.jit
-def _prepare_head(k, means, k8, rounding, lengths, h, b, blocks, COUNT: tl.constexpr):
-    """Compute the mean of a head of K, and round the head minus its mean, COUNT blocks at once."""
+def _prepare_head(k, means, k8, rounding, lengths, part, parts, h, b, blocks, COUNT: tl.constexpr):
+    """Compute the mean of a head of K, and round a part of the head minus its mean.
+
+    part, parts: of the blocks, in groups of COUNT, which are loaded at once.
+    """
     length = length_of(lengths.cu_k, lengths.n_k, b)
     total = tl.zeros((blocks.BLOCK, blocks.D_PAD), tl.float64)
     for first in range(0, tl.cdiv(length, blocks.BLOCK), COUNT):
@@ -78,7 +87,7 @@ def _prepare_head(k, means, k8, rounding, lengths, h, b, blocks, COUNT: tl.const
     column = tl.arange(0, blocks.D_PAD)
     out = means.ptr + (b.to(tl.int64) * means.heads + h) * blocks.D
     tl.store(out + column, mean, mask=column < blocks.D)
-    for first in range(0, tl.cdiv(length, blocks.BLOCK), COUNT):
+    for first in range(part * COUNT, tl.cdiv(length, blocks.BLOCK), parts * COUNT):
         tokens, live = _load_blocks(k, lengths, first, COUNT, h, b, blocks)
         for j in tl.static_range(COUNT):
             i = first + j
@@ -104,19 +113,19 @@ def prepare_forward_kernel(
     q_grid, k_grid, q, k, means, q8, k8, q_rounding, k_rounding, lengths, q_blocks, k_blocks,
     COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Smooth and round a head of K, or round COUNT blocks of Q.
+    """Smooth and round a part of a head of K, or round COUNT blocks of Q.
 
-    The first programs, one for each head of K, take longer than the others.
+    The first programs, those of K, take longer than the others.
 
-    q_grid: one tile for COUNT blocks of Q. k_grid: one tile for each head of K. q, k: `Strided`.
-    means: `Means` of K. q8, k8: `Operand` of qk. COUNT: blocks that are loaded at once.
+    q_grid: one tile for COUNT blocks of Q. k_grid: one tile for each part of a head of K. q, k:
+    `Strided`. means: `Means` of K. q8, k8: `Operand` of qk. COUNT: blocks that are loaded at once.
     """
     wait_for_earlier_kernels()
     program = tl.program_id(0)
     heads = programs_of(k_grid)
     if program < heads:
-        _, h, b = coordinates_of(program, k_grid)
-        _prepare_head(k, means, k8, k_rounding, lengths, h, b, k_blocks, COUNT)
+        part, h, b = coordinates_of(program, k_grid)
+        _prepare_head(k, means, k8, k_rounding, lengths, part, k_grid.tiles, h, b, k_blocks, COUNT)
     else:
         part, h, b = coordinates_of(program - heads, q_grid)
         _round_queries(q, q8, q_rounding, lengths, part, h, b, q_blocks, COUNT)
@@ -138,7 +147,9 @@ def prepare_forward(problem: KernelProblem) -> OperandCache:
     (q8, q), (k8, k) = (operands.reserve("qk", x) for x in ("q", "k"))
     count = min(blocks, _ELEMENTS_AT_ONCE // block)
     q_grid = Grid(-(-problem.longest_q // (count * BLOCK)), q.x.shape[1], sequences)
-    k_grid = Grid(1, heads, sequences)
+    are_few = heads * sequences < multiprocessor_count()
+    k_grid = Grid(_PARTS if are_few else 1, heads, sequences)
+    elements_of_a_warp = _FEW_ELEMENTS_OF_A_WARP if are_few else _ELEMENTS_OF_A_WARP
     launch(
         prepare_forward_kernel,
         (q_grid.programs[0] + k_grid.programs[0],),
@@ -155,7 +166,7 @@ def prepare_forward(problem: KernelProblem) -> OperandCache:
         TokenBlocks.of(False, d, padded(d), BLOCK),  # each query has its own scale
         TokenBlocks.of(True, d, padded(d), spec.block_k),
         count,
-        num_warps=max(count * block // _ELEMENTS_OF_A_WARP, 4),
+        num_warps=max(count * block // elements_of_a_warp, 4),
         **LAUNCH,
     )
     return operands

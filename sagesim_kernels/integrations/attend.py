@@ -94,7 +94,7 @@ def attend(
 
     o = attention(q, k, v, **options.keywords(), layout="NHD" if tokens_first else "HND")
     assert isinstance(o, Tensor)
-    return o
+    return o.contiguous()  # o has the order of heads and tokens that q has in memory
 
 
 def attend_packed(
@@ -126,7 +126,7 @@ def attend_packed(
 
     o = attention_varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, **options.keywords())
     assert isinstance(o, Tensor)
-    return o
+    return o.contiguous()
 
 
 def _as_int32(cu: Tensor, device: torch.device) -> Tensor:

@@ -285,7 +285,6 @@ class _Operators:
             left=left,
             right=right,
             softcap=None,
-            tokens_first=q.stride(2) > q.stride(1),
         )
 
 

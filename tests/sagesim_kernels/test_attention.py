@@ -474,6 +474,19 @@ class TestStrides:
         assert_same(Results(*(x if x.ndim == 3 else x.transpose(1, 2) for x in found)), expected)
 
     @of_each_spec
+    def test_outputs_and_gradients_have_the_order_of_heads_and_tokens_of_their_inputs(self, spec):
+        c = strided_case(2).map(lambda x: x[None])
+        found = run_kernels(c.map(torch.Tensor.contiguous), spec)
+        assert all(x.is_contiguous() for x in (found.o, found.dq, found.dk, found.dv))
+        q, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (c.q, c.do))
+        mixed = Case(q=q, k=c.k.contiguous(), v=c.v.mT.contiguous().mT, do=do)
+        again = run_kernels(mixed, spec)
+        assert again.o.transpose(1, 2).is_contiguous()
+        assert again.dq.transpose(1, 2).is_contiguous()
+        assert again.dk.is_contiguous()
+        assert_same(again, found)
+
+    @of_each_spec
     def test_of_the_gradient_of_lse(self, spec):
         c = strided_case(2)
         d_lse = torch.randn(20, 2, generator=torch.Generator().manual_seed(1)).to(DEVICE).mT

@@ -59,16 +59,15 @@ def eager(c: Case, spec: AttentionSpec, **options: object) -> Results:
 
 
 CALLS = {
-    "plain": (False, False, -1, -1, None, False),
-    "causal": (True, False, -1, -1, None, False),
-    "lower_right": (True, True, -1, -1, None, False),
-    "tokens_first": (False, False, -1, -1, None, True),
-    "window_softcap": (False, True, 7, 3, 20.0, False),
+    "plain": (False, False, -1, -1, None),
+    "causal": (True, False, -1, -1, None),
+    "lower_right": (True, True, -1, -1, None),
+    "window_softcap": (False, True, 7, 3, 20.0),
 }
-"""is_causal, lower_right, left, right, softcap, tokens_first."""
+"""is_causal, lower_right, left, right, softcap."""
 
-FEW_CALLS = ("tokens_first", "window_softcap")
-"""Calls in which each argument has both of its kinds of values, together with the two last ones."""
+FEW_CALLS = ("plain", "window_softcap")
+"""Calls in which each argument has both of its kinds of values."""
 
 CHECKED = [
     *(
@@ -94,9 +93,12 @@ class TestOperators:
         assert len(found) == 4 and set(found.values()) == {"SUCCESS"}, found
 
     @staticmethod
-    def tensors() -> list[Tensor]:
-        c = kernel_case(seed=0, n_q=20, n_k=33, d=16, d_v=24, heads=(1, 1))
-        return [*c.qkvdo]
+    def tensors(*, tokens_first: bool = False) -> list[Tensor]:
+        heads = (2, 2) if tokens_first else (1, 1)
+        c = kernel_case(seed=0, n_q=20, n_k=33, d=16, d_v=24, heads=heads)
+        if not tokens_first:
+            return [*c.qkvdo]
+        return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in c.qkvdo]
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("spec", "call"), CHECKED)
@@ -123,6 +125,15 @@ class TestOperators:
         rest = (*[None] * 3, cu_q, cu_k, None, 15, 30, spec.label(), 0.25, *CALLS["lower_right"])
         o, lse, lse2, k_mean = forward_op(q, k, v, *rest, True)
         self.check(backward_op, (do, torch.ones_like(lse), q, k, v, o, lse2, k_mean, *rest))
+        self.check(forward_op, (*(x.requires_grad_() for x in (q, k, v)), *rest, True))
+
+    @pytest.mark.slow
+    def test_of_tokens_before_heads_in_memory(self):
+        q, k, v, do = self.tensors(tokens_first=True)
+        rest = (*[None] * 8, FEW["sagebwd"].label(), 0.25, *CALLS["plain"])
+        o, _, lse2, k_mean = forward_op(q, k, v, *rest, True)
+        assert o.transpose(1, 2).is_contiguous()
+        self.check(backward_op, (do, None, q, k, v, o, lse2, k_mean, *rest))
         self.check(forward_op, (*(x.requires_grad_() for x in (q, k, v)), *rest, True))
 
     @pytest.mark.slow

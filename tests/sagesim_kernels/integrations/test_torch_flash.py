@@ -57,7 +57,6 @@ def ours(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool) -> list[T
         left=-1,
         right=-1,
         softcap=None,
-        tokens_first=False,
     )
     o, lse, lse2, k_mean = forward_op(q, k, v, *call, True)
     return [o, lse, *backward_op(do, None, q, k, v, o, lse2, k_mean, *call)[:3]]

@@ -46,10 +46,11 @@ _ELEMENTS_AT_ONCE: Final = 16384
 _ELEMENTS_OF_A_WARP: Final = 2048
 """Elements of K or Q for each warp of a program that holds several blocks."""
 
-_FEW_ELEMENTS_OF_A_WARP: Final = 1024
 _PARTS: Final = 2
-"""The same, and the programs for each head of K, if heads of K are fewer than multiprocessors. The
-GPU then waits for them, as they are the longest programs."""
+_ELEMENTS_OF_A_WARP_OF_PARTS: Final = 1024
+"""Programs for each head of K, and elements for each of their warps, if the programs of all heads
+run at once. They take longer than the others, so that the GPU would wait for one program of each
+head. Such large programs run one by one on a multiprocessor."""
 
 
 # Arguments of these kernels are not tuples of tuples: in the first tuple of a tuple, Triton 3.6
@@ -147,9 +148,10 @@ def prepare_forward(problem: KernelProblem) -> OperandCache:
     (q8, q), (k8, k) = (operands.reserve("qk", x) for x in ("q", "k"))
     count = min(blocks, _ELEMENTS_AT_ONCE // block)
     q_grid = Grid(-(-problem.longest_q // (count * BLOCK)), q.x.shape[1], sequences)
-    are_few = heads * sequences < multiprocessor_count()
-    k_grid = Grid(_PARTS if are_few else 1, heads, sequences)
-    elements_of_a_warp = _FEW_ELEMENTS_OF_A_WARP if are_few else _ELEMENTS_OF_A_WARP
+    parts, elements_of_a_warp = 1, _ELEMENTS_OF_A_WARP
+    if _PARTS * heads * sequences <= multiprocessor_count():
+        parts, elements_of_a_warp = _PARTS, _ELEMENTS_OF_A_WARP_OF_PARTS
+    k_grid = Grid(parts, heads, sequences)
     launch(
         prepare_forward_kernel,
         (q_grid.programs[0] + k_grid.programs[0],),

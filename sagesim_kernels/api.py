@@ -117,56 +117,20 @@ def attention(
     torch.Size([1, 8, 1024, 64])
     """
     _check_unsupported(attn_mask, dropout_p)
+    options = (window, is_causal, causal_alignment, softcap, scale, enable_gqa, layout, return_lse)
     signature = None
     if key_mask is None and seqused_k is None and sinks is None:
-        numbers = (is_causal, causal_alignment, softcap, scale, enable_gqa, layout, return_lse)
-        signature = signature_of(q, k, v, spec, (window, *numbers))
+        signature = signature_of(q, k, v, spec, options)
     known = known_call(signature)
-    given = q, k, v
     if known is None:
-        check_device(q)
-    if known is None or known.is_cast:
+        known = _checked(q, k, v, spec, *options, key_mask, seqused_k, sinks)
+        remember_call(signature, known)
+    if known.is_cast:
         q, k, v = autocast(q, k, v)
-    if known is None:
-        check_layout(layout, q, k, v)
     if layout == "NHD":
         q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
-    if known is not None:
-        call = known.call
-    else:
-        check_call(q, k, v, spec, enable_gqa=enable_gqa)
-        check_flag("is_causal", is_causal)
-        check_flag("return_lse", return_lse)
-        check_window(window)
-        check_alignment(causal_alignment, window, q.shape[-2], k.shape[-2])
-        check_key_padding(key_mask, seqused_k, q, k)
-        if seqused_k is not None and not (seqused_k.is_cuda or is_traced(seqused_k)):
-            check_lengths(seqused_k, k.shape[-2])
-        check_sinks(sinks, q)
-        check_softcap(softcap)
-        if key_mask is not None:
-            key_mask = key_mask.reshape(math.prod(key_mask.shape[:-1]), k.shape[-2])
-        call = Call(
-            sinks=sinks,
-            key_mask=key_mask,
-            seqused_k=None if seqused_k is None else seqused_k.reshape(-1),
-            cu_q=None,
-            cu_k=None,
-            softcap_tensor=None,
-            longest_q=None,
-            longest_k=None,
-            spec=label_of(spec),
-            scale=logit_scale(q, scale),
-            is_causal=is_causal,
-            lower_right=causal_alignment == "lower_right",
-            left=_side(window[0]),
-            right=_side(window[1]),
-            softcap=None if softcap is None else float(softcap),
-        )
-        is_cast = [x.dtype for x in (q, k, v)] != [x.dtype for x in given]
-        remember_call(signature, KnownCall(spec, call, is_cast))
     o, lse = attend(
-        with_four_axes(q), with_four_axes(k), with_four_axes(v), call, with_lse=return_lse
+        with_four_axes(q), with_four_axes(k), with_four_axes(v), known.call, with_lse=return_lse
     )
     if q.ndim != 4:
         o = o.reshape(*q.shape[:-1], o.shape[-1])
@@ -174,6 +138,69 @@ def attention(
     if layout == "NHD":
         o = o.transpose(-3, -2)
     return o if lse is None else (o, lse)
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    window: tuple[int, int],
+    is_causal: bool,
+    causal_alignment: CausalAlignment | None,
+    softcap: float | None,
+    scale: float | None,
+    enable_gqa: bool,
+    layout: Layout,
+    return_lse: bool,
+    key_mask: Tensor | None,
+    seqused_k: Tensor | None,
+    sinks: Tensor | None,
+) -> KnownCall:
+    """Check the arguments of `attention`, and return its call; raise as it does."""
+    check_device(q)
+    dtypes = [getattr(x, "dtype", None) for x in (q, k, v)]
+    q, k, v = autocast(q, k, v)
+    if layout not in ("HND", "NHD"):
+        raise ValueError(f"layout is {layout!r}; it must be 'HND' or 'NHD'")
+    if layout == "NHD":
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.ndim < 3:
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)}; layout 'NHD' needs [..., tokens, heads, "
+                    "head size]"
+                )
+        q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
+    check_call(q, k, v, spec, enable_gqa=enable_gqa)
+    check_flag("is_causal", is_causal)
+    check_flag("return_lse", return_lse)
+    check_window(window)
+    check_alignment(causal_alignment, window, q.shape[-2], k.shape[-2])
+    check_key_padding(key_mask, seqused_k, q, k)
+    if seqused_k is not None and not (seqused_k.is_cuda or is_traced(seqused_k)):
+        check_lengths(seqused_k, k.shape[-2])
+    check_sinks(sinks, q)
+    check_softcap(softcap)
+    if key_mask is not None:
+        key_mask = key_mask.reshape(math.prod(key_mask.shape[:-1]), k.shape[-2])
+    call = Call(
+        sinks=sinks,
+        key_mask=key_mask,
+        seqused_k=None if seqused_k is None else seqused_k.reshape(-1),
+        cu_q=None,
+        cu_k=None,
+        softcap_tensor=None,
+        longest_q=None,
+        longest_k=None,
+        spec=label_of(spec),
+        scale=logit_scale(q, scale),
+        is_causal=is_causal,
+        lower_right=causal_alignment == "lower_right",
+        left=_side(window[0]),
+        right=_side(window[1]),
+        softcap=None if softcap is None else float(softcap),
+    )
+    return KnownCall(spec, call, is_cast=[x.dtype for x in (q, k, v)] != dtypes)
 
 
 def _side(keys: int) -> int:
@@ -262,18 +289,6 @@ def attention_varlen(
     o, lse = attend(q, k, v, call, with_lse=return_lse)
     o = o[0].transpose(0, 1)
     return o if lse is None else (o, lse[0])
-
-
-def check_layout(layout: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError if a layout is unknown, or a tensor has too few axes for it."""
-    if layout not in ("HND", "NHD"):
-        raise ValueError(f"layout is {layout!r}; it must be 'HND' or 'NHD'")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if layout == "NHD" and x.ndim < 3:
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; layout 'NHD' needs [..., tokens, heads, "
-                "head size]"
-            )
 
 
 def check_device(q: Tensor) -> None:

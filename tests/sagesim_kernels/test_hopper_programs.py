@@ -320,8 +320,7 @@ NOT_NEEDED = {
     **{("fence", x): 1 for x in ("hopper_backward", "hopper_codes_backward", "hopper_p_rows")},
     **{("fence", x): 1 for x in ("hopper_wide", "allocate_barriers")},
     # Loads to registers, before TMA overwrites what they read. Other reads need no fence here.
-    ("fence", "release"): 1,
-    ("fence", "compute_gradient"): 1,
+    **{("fence", x): 1 for x in ("release", "compute_gradient", "compute_rows")},
     # Behind it, the other consumer has fewer blocks than there are stages.
     ("arrive", "compute_o"): 1,
     # What they wait for, the other warps have waited for before they pass dS on.

@@ -93,9 +93,10 @@ def attention(
         attn_mask, dropout_p: not supported; they exist to raise an error.
 
     Returns:
-        o, in the dtype and layout of q, with its order of heads and tokens in memory; gradients
-        have those of q, k and v. lse is float32 [..., heads, n_q] in both layouts, the natural
-        logarithm of the sum of exp(logit) over a row; -inf if a query attends to no key.
+        o, in the dtype and layout of q. Heads and tokens have the order in memory that they have in
+        q, once its batch axes are joined to one; those of gradients that of q, k and v. lse is
+        float32 [..., heads, n_q] in both layouts, the natural logarithm of the sum of exp(logit)
+        over a row; -inf if a query attends to no key.
 
     Raises:
         TypeError: if dtypes differ or are float64, if spec is not an AttentionSpec, or if an option
@@ -127,16 +128,16 @@ def attention(
         remember_call(signature, known)
     if known.is_cast:
         q, k, v = autocast(q, k, v)
+    shape = q.shape
+    q, k, v = with_four_axes(q), with_four_axes(k), with_four_axes(v)
     if layout == "NHD":
-        q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
-    o, lse = attend(
-        with_four_axes(q), with_four_axes(k), with_four_axes(v), known.call, with_lse=return_lse
-    )
-    if q.ndim != 4:
-        o = o.reshape(*q.shape[:-1], o.shape[-1])
-        lse = None if lse is None else lse.reshape(q.shape[:-1])
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    o, lse = attend(q, k, v, known.call, with_lse=return_lse)
     if layout == "NHD":
-        o = o.transpose(-3, -2)
+        o = o.transpose(1, 2)
+    if len(shape) != 4:
+        o = o.reshape(*shape[:-1], o.shape[-1])
+        lse = None if lse is None else lse.reshape(*shape[:-3], *lse.shape[1:])
     return o if lse is None else (o, lse)
 
 
@@ -246,7 +247,8 @@ def attention_varlen(
             causal_alignment unless cu_seqlens_q and cu_seqlens_k are one tensor.
 
     Returns:
-        o [total tokens, heads, d_v]; with return_lse, (o, lse), with lse float32 [heads, tokens].
+        o [total tokens, heads, d_v], with the order of tokens and heads in memory that q has; with
+        return_lse, (o, lse), with lse float32 [heads, tokens].
 
     Raises:
         As `attention`. Also ValueError if cu_seqlens do not describe the tensors. On a GPU this is

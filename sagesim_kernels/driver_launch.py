@@ -1,9 +1,9 @@
-"""Launch compiled kernels by the CUDA driver's function, with parameters that stay in memory.
+"""Launch compiled kernels by the CUDA driver's function, with parameters that are converted once.
 
 Triton's launcher converts every argument at every launch, and a kernel has dozens. Most are the
-same in all calls of a kind. Here they are converted once. `launches.c` repeats all launches of a
-plan at once, and writes only the stream, the addresses of tensors and their TMA descriptors. It is
-compiled when the first kernel is launched, by the C compiler that Triton needs too.
+same in all calls of a kind. Here they are converted once, and `launches.c` repeats all launches of
+a plan in one call. Only the stream, the addresses of tensors and their TMA descriptors change. The
+module is compiled for the first plan, by the C compiler that Triton needs too.
 """
 
 from __future__ import annotations
@@ -147,19 +147,21 @@ def _driver() -> Any:
 
 
 def _bind_context() -> bool:
-    """Bind the context of the current device to this thread. Return False if it has one.
+    """Bind the context of the current device to this thread, and return whether that was done.
 
     CUDA's runtime binds it when a thread first uses the device, and a launch here may come before.
+    A thread that has a context keeps it.
     """
     bound, device = ctypes.c_void_p(), ctypes.c_int()
     driver = _driver()
     driver.cuCtxGetCurrent(ctypes.byref(bound))
     if bound.value is not None:
         return False
-    driver.cuDeviceGet(ctypes.byref(device), torch.cuda.current_device())
-    driver.cuDevicePrimaryCtxRetain(ctypes.byref(bound), device)
-    driver.cuCtxSetCurrent(bound)
-    return True
+    return not (
+        driver.cuDeviceGet(ctypes.byref(device), torch.cuda.current_device())
+        or driver.cuDevicePrimaryCtxRetain(ctypes.byref(bound), device)
+        or driver.cuCtxSetCurrent(bound)
+    )
 
 
 def _message(error: int) -> str:

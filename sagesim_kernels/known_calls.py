@@ -33,8 +33,8 @@ def signature_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, options: 
 
     options: the window first.
 
-    torch.compile has to see the checks. Symbolic sizes, and options that are no numbers, have no
-    hash. What is no dense tensor lacks attributes.
+    torch.compile has to see the checks. Symbolic sizes have no hash, and neither have some options
+    that the checks refuse. What is no tensor lacks attributes.
     """
     if torch.compiler.is_compiling():
         return None

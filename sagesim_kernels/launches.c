@@ -138,8 +138,10 @@ static int write_map(Parameter *parameter, uint64_t address, CUtensorMap *map) {
   PyObject *found = Py_XNewRef(PyDict_GetItemWithError(parameter->known, key));
   if (found == NULL && !PyErr_Occurred()) {
     found = PyObject_CallOneArg(parameter->encode, key);
-    if (PyDict_GET_SIZE(parameter->known) >= MOST_MAPS) PyDict_Clear(parameter->known);
-    if (found != NULL && PyDict_SetItem(parameter->known, key, found) < 0) Py_CLEAR(found);
+    if (found != NULL) {
+      if (PyDict_GET_SIZE(parameter->known) >= MOST_MAPS) PyDict_Clear(parameter->known);
+      if (PyDict_SetItem(parameter->known, key, found) < 0) Py_CLEAR(found);
+    }
   }
   Py_DECREF(key);
   if (found == NULL) return -1;

@@ -106,9 +106,19 @@ def _empty_like(x: Tensor, channels: int) -> Tensor:
     have in x. So no copy is made where a model transposes them before attention, and back after it.
     """
     b, h, n, _ = x.shape
-    if x.stride(1) < x.stride(2):
-        return x.new_empty((b, n, h, channels)).transpose(1, 2)
-    return x.new_empty((b, h, n, channels))
+    heads, tokens = (channels, h * channels) if _has_tokens_first(x) else (n * channels, channels)
+    return x.new_empty_strided((b, h, n, channels), (h * n * channels, heads, tokens, 1))
+
+
+def _has_tokens_first(x: Tensor) -> bool:
+    """Return whether x [sequences, heads, tokens, channels] has tokens before heads in memory."""
+    heads, tokens = x.stride(1), x.stride(2)
+    if not (isinstance(heads, torch.SymInt) or isinstance(tokens, torch.SymInt)):
+        return 0 < heads < tokens
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
+    # A number of heads or tokens that only the data decide: if it is 1, either order will do.
+    return guard_or_false(heads < tokens) or not guard_or_true(tokens < heads)
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -123,9 +123,8 @@ class _Source:
                 return (*parameter(x.base), x.encoded_at)
             if not isinstance(x, Place):
                 return x
-            first, _ = self._inner.get(x.memory, (0, 0))
-            name = "inner" if x.memory in self._inner else f"m{x.memory}"
-            return names.setdefault(name, len(names)), first + x.offset
+            name, offset = self._memory_of(x)
+            return names.setdefault(name, len(names)), offset
 
         launches = [x._replace(parameters=tuple(map(parameter, x.parameters))) for x in steps]
         self.lines.append(f"{self._constant(joined(launches))}(stream, {', '.join(names)})")
@@ -156,10 +155,16 @@ class _Source:
             return f"({fields})" if is_plain else f"new({self._constant(type(x))}, ({fields}))"
         return self._constant(x)
 
+    def _memory_of(self, x: Place) -> tuple[str, int]:
+        """Return the variable whose memory contains a place, and bytes from its address."""
+        if x.memory not in self._inner:
+            return f"m{x.memory}", x.offset
+        first, _ = self._inner[x.memory]
+        return "inner", first + x.offset
+
     def _address(self, x: Place) -> str:
-        first, _ = self._inner.get(x.memory, (0, 0))
-        name = "inner" if x.memory in self._inner else f"m{x.memory}"
-        return f"{name}.data_ptr() + {first + x.offset}"
+        name, offset = self._memory_of(x)
+        return f"{name}.data_ptr() + {offset}"
 
     def _tensor(self, x: Place) -> str:
         if x == self._returned.get(x.memory):

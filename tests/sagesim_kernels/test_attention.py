@@ -486,6 +486,27 @@ class TestStrides:
         assert again.dk.is_contiguous()
         assert_same(again, found)
 
+    def test_the_order_in_memory_of_unusual_inputs(self):
+        x = torch.randn(3, 2, 20, 2, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        leaves = [x.half().transpose(0, 1).detach().requires_grad_() for _ in range(3)]
+        o = attention(*leaves, layout="NHD")
+        assert o.is_contiguous()
+        heads = x[0, :, :, :1].half().transpose(1, 2)
+        k = heads.expand(2, 2, 20, 32).detach().requires_grad_()
+        q = k.detach().clone().requires_grad_()
+        found = torch.autograd.grad(attention(q, k, k, spec=FACTORED).sum(), (q, k))
+        assert all(each.is_contiguous() for each in found)
+
+    def test_an_output_may_be_changed_in_place(self):
+        """A recorded call returns no view, like a call that repeats it."""
+        x = torch.randn(1, 20, 2, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE).half()
+        for _ in range(2):
+            q, k, v = (x.transpose(1, 2).detach().requires_grad_() for _ in range(3))
+            o = attention(q, k, v, spec=FACTORED)
+            assert isinstance(o, torch.Tensor)
+            o *= 2.0
+            torch.autograd.grad(o.sum(), (q, k, v))
+
     @of_each_spec
     def test_of_the_gradient_of_lse(self, spec):
         c = strided_case(2)

@@ -281,6 +281,16 @@ def test_a_thread_without_a_context_gets_that_of_the_current_device(
     assert [seen.parameters for seen in driver.launches] == [run.expected(1, 2)] * 2
 
 
+def test_a_context_that_cannot_be_bound_is_an_error(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(driver, "cuDevicePrimaryCtxRetain", lambda context, device: 2)
+    driver.context = None
+    with pytest.raises(RuntimeError, match="some_kernel was not launched: error 201"):
+        Repeated()(5, 1, 2)
+
+
 def test_a_plan_releases_what_it_kept(driver: Driver) -> None:
     encoded = EncodedMap()
 

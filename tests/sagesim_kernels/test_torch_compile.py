@@ -156,6 +156,22 @@ class TestOperators:
         self.check(forward_op, (*leaves, *[None] * 8, label, 0.25, *CALLS["plain"], False))
 
 
+@pytest.mark.slow
+def test_the_data_may_decide_how_many_heads_there_are():
+    def attend(x: Tensor, chosen: Tensor) -> Tensor:
+        heads = x[chosen.nonzero()[:, 0]][None].permute(0, 2, 1, 3).contiguous()
+        o = attention(heads, heads, heads, layout="NHD")
+        assert isinstance(o, Tensor)
+        return o * 1
+
+    x = torch.randn(4, 20, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE).half()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        for heads in (1, 3):
+            chosen = torch.arange(4, device=DEVICE) < heads
+            assert_bitwise(actual=compiled(x, chosen), expected=attend(x, chosen), what="o")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 class TestCompiled:
     @pytest.mark.slow

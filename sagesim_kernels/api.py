@@ -133,11 +133,12 @@ def attention(
     if layout == "NHD":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     o, lse = attend(q, k, v, known.call, with_lse=return_lse)
+    rows = shape[:-1]
     if layout == "NHD":
-        o = o.transpose(1, 2)
+        o, rows = o.transpose(1, 2), (*shape[:-3], shape[-2], shape[-3])
     if len(shape) != 4:
         o = o.reshape(*shape[:-1], o.shape[-1])
-        lse = None if lse is None else lse.reshape(*shape[:-3], *lse.shape[1:])
+        lse = None if lse is None else lse.reshape(rows)
     return o if lse is None else (o, lse)
 
 

@@ -887,7 +887,7 @@ BUGS = (
         "api.py",
         "q, k, v = autocast(q, k, v)",
         "q, k, v = q, k, v",
-        2,
+        3,
     ),
 )
 

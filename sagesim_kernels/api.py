@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -161,8 +161,9 @@ def _checked(
 ) -> KnownCall:
     """Check the arguments of `attention`, and return its call; raise as it does."""
     check_device(q)
-    dtypes = [getattr(x, "dtype", None) for x in (q, k, v)]
+    given = q, k, v
     q, k, v = autocast(q, k, v)
+    is_cast = [x.dtype for x in (q, k, v)] != [x.dtype for x in given]
     if layout not in ("HND", "NHD"):
         raise ValueError(f"layout is {layout!r}; it must be 'HND' or 'NHD'")
     if layout == "NHD":
@@ -173,22 +174,60 @@ def _checked(
                     "head size]"
                 )
         q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
-    check_call(q, k, v, spec, enable_gqa=enable_gqa)
-    check_flag("is_causal", is_causal)
     check_flag("return_lse", return_lse)
-    check_window(window)
-    check_alignment(causal_alignment, window, q.shape[-2], k.shape[-2])
+    call = _checked_call(
+        q,
+        k,
+        v,
+        spec,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        queries_and_keys=(q.shape[-2], k.shape[-2]),
+        window=window,
+        sinks=sinks,
+        softcap=softcap,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
     check_key_padding(key_mask, seqused_k, q, k)
-    if seqused_k is not None and not (seqused_k.is_cuda or is_traced(seqused_k)):
-        check_lengths(seqused_k, k.shape[-2])
-    check_sinks(sinks, q)
-    check_softcap(softcap)
+    if seqused_k is not None:
+        if not (seqused_k.is_cuda or is_traced(seqused_k)):
+            check_lengths(seqused_k, k.shape[-2])
+        seqused_k = seqused_k.reshape(-1)
     if key_mask is not None:
         key_mask = key_mask.reshape(math.prod(key_mask.shape[:-1]), k.shape[-2])
-    call = Call(
+    return KnownCall(spec, call._replace(key_mask=key_mask, seqused_k=seqused_k), is_cast)
+
+
+def _checked_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    is_causal: bool,
+    causal_alignment: CausalAlignment | None,
+    queries_and_keys: tuple[Any, Any],
+    window: tuple[int, int],
+    sinks: Tensor | None,
+    softcap: float | None,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Call:
+    """Check arguments of `attention` and `attention_varlen`, and return their call.
+
+    The call is dense and without padding. queries_and_keys: see `check_alignment`.
+    """
+    check_call(q, k, v, spec, enable_gqa=enable_gqa)
+    check_flag("is_causal", is_causal)
+    check_window(window)
+    check_alignment(causal_alignment, window, *queries_and_keys)
+    check_sinks(sinks, q)
+    check_softcap(softcap)
+    return Call(
         sinks=sinks,
-        key_mask=key_mask,
-        seqused_k=None if seqused_k is None else seqused_k.reshape(-1),
+        key_mask=None,
+        seqused_k=None,
         cu_q=None,
         cu_k=None,
         softcap_tensor=None,
@@ -202,7 +241,6 @@ def _checked(
         right=_side(window[1]),
         softcap=None if softcap is None else float(softcap),
     )
-    return KnownCall(spec, call, is_cast=[x.dtype for x in (q, k, v)] != dtypes)
 
 
 def _side(keys: int) -> int:
@@ -266,29 +304,20 @@ def attention_varlen(
             )
     check_packing(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    check_call(q, k, v, spec, enable_gqa=enable_gqa)
-    check_flag("is_causal", is_causal)
-    check_window(window)
-    check_alignment(causal_alignment, window, cu_seqlens_q, cu_seqlens_k)
-    check_sinks(sinks, q)
-    check_softcap(softcap)
-    call = Call(
-        sinks=sinks,
-        key_mask=None,
-        seqused_k=None,
-        cu_q=cu_seqlens_q,
-        cu_k=cu_seqlens_k,
-        softcap_tensor=None,
-        longest_q=max_seqlen_q,
-        longest_k=max_seqlen_k,
-        spec=label_of(spec),
-        scale=logit_scale(q, scale),
+    call = _checked_call(
+        q,
+        k,
+        v,
+        spec,
         is_causal=is_causal,
-        lower_right=causal_alignment == "lower_right",
-        left=_side(window[0]),
-        right=_side(window[1]),
-        softcap=None if softcap is None else float(softcap),
-    )
+        causal_alignment=causal_alignment,
+        queries_and_keys=(cu_seqlens_q, cu_seqlens_k),
+        window=window,
+        sinks=sinks,
+        softcap=softcap,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )._replace(cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, longest_q=max_seqlen_q, longest_k=max_seqlen_k)
     o, lse = attend(q, k, v, call, with_lse=return_lse)
     o = o[0].transpose(0, 1)
     return o if lse is None else (o, lse[0])

@@ -89,10 +89,11 @@ class _Address:
 
 
 class TritonLaunch(NamedTuple):
-    """A launch by Triton's launcher."""
+    """A launch of a kernel by Triton, compiled or interpreted."""
 
-    run: Callable[..., None]  #: takes the stream, and the arguments with addresses for tensors
+    run: Callable[..., None]  #: takes the arguments; if the kernel is compiled, after the stream
     args: tuple[Any, ...]
+    is_compiled: bool  #: then it takes addresses of memory, in place of tensors
 
 
 def launch_of(
@@ -116,7 +117,8 @@ def launch_of(
     def run(stream: int, *args: Any) -> None:
         launcher(*grid, stream, *fixed, *args)
 
-    return TritonLaunch(run, tuple(_without_base(x) if _is_descriptor(x) else x for x in args))
+    args = tuple(_without_base(x) if _is_descriptor(x) else x for x in args)
+    return TritonLaunch(run, args, is_compiled=True)
 
 
 def _is_descriptor(x: Any) -> bool:

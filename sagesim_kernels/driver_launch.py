@@ -1,9 +1,9 @@
 """Launch compiled kernels by the CUDA driver's function, with parameters that are converted once.
 
 Triton's launcher converts every argument at every launch, and a kernel has dozens. Most are the
-same in all calls of a kind. Here they are converted once, and `launches.c` repeats all launches of
-a plan in one call. Only the stream, the addresses of tensors and their TMA descriptors change. The
-module is compiled for the first plan, by the C compiler that Triton needs too.
+same in all calls of a kind: only the stream, the addresses of tensors and their TMA descriptors
+change. `launches.c` repeats all launches of a plan in one call. This module of C is compiled for
+the first plan, by the C compiler that Triton needs too.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class _Attention(torch.autograd.Function):
             do = v.new_zeros((*q.shape[:3], v.shape[3]))
         call = ctx.call.with_tensors(*tensors)
         # With gradients enabled, for a second derivative: the operator raises at it.
-        if torch.is_grad_enabled() or is_traced(do if d_lse is None else d_lse, do):
+        if torch.is_grad_enabled() or is_traced(do, d_lse):
             mean = q.new_empty((0,), dtype=torch.float32) if k_mean is None else k_mean
             *found, d_sinks = backward_op(do, d_lse, q, k, v, o, lse2, mean, *call)
             return (*found, None if call.sinks is None else d_sinks, None, None)

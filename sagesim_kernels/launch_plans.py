@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from sagesim_kernels.compiled_launch import Descriptor, check_compiled, launch_of
+from sagesim_kernels.compiled_launch import Descriptor, TritonLaunch, check_compiled, launch_of
 from sagesim_kernels.dependent_launch import has_dependent_launch
 from sagesim_kernels.driver_launch import DriverLaunch
 from sagesim_kernels.interpreter import IS_INTERPRETED, interpret
 from sagesim_kernels.plan_function import Tensors, compile_plan
-from sagesim_kernels.plan_steps import Launch, Memory, Operation, Place, Step
+from sagesim_kernels.plan_steps import Memory, Operation, Place, Step
 
 Plan = Callable[[Tensors], Tensors]  # repeats the steps of a call with other inputs
 Function = Callable[[Tensors, Any], Tensors]
@@ -144,16 +144,16 @@ class _Recorder(TorchDispatchMode):
             def run(*args: Any) -> None:
                 interpret(kernel, programs, args, options)
 
-            self.steps.append(Launch(run, self._placed(args), is_compiled=False))
+            launch = TritonLaunch(run, args, is_compiled=False)
         else:
             bound = kernel.signature.bind(*args)
             bound.apply_defaults()
             launch = launch_of(compiled, programs, tuple(bound.arguments.values()))
-            if isinstance(launch, DriverLaunch):
-                launch = launch._replace(parameters=self._placed(launch.parameters))
-            else:
-                launch = Launch(launch.run, self._placed(launch.args), is_compiled=True)
-            self.steps.append(launch)
+        if isinstance(launch, DriverLaunch):
+            launch = launch._replace(parameters=self._placed(launch.parameters))
+        else:
+            launch = launch._replace(args=self._placed(launch.args))
+        self.steps.append(launch)
 
     def _placed(self, x: Any) -> Any:
         """Return arguments with the places of tensors in place of the tensors."""

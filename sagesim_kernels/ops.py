@@ -123,11 +123,9 @@ def _has_tokens_first(x: Tensor) -> bool:
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which the current device, on which Triton launches, is that of x."""
-    return torch.cuda.device(x.device) if _is_on_other_device(x) else contextlib.nullcontext()
-
-
-def _is_on_other_device(x: Tensor) -> bool:
-    return x.is_cuda and x.get_device() != torch.cuda.current_device()
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def _nothing(like: Tensor) -> Tensor:
@@ -167,11 +165,9 @@ def _launch_backward(tensors: Tensors, call: Call) -> Tensors:
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, *, with_lse: bool) -> _Forward:
     """Compute a forward; lse is None unless with_lse, and k_mean if the spec does not smooth K."""
-    if _is_on_other_device(q):
-        with torch.cuda.device(q.device):
-            return run_forward(q, k, v, call, with_lse=with_lse)
     call, tensors = call.split()
-    return _Forward(*planned(_launch_forward, (q, k, v, *tensors), (call, with_lse)))
+    with on_device_of(q):
+        return _Forward(*planned(_launch_forward, (q, k, v, *tensors), (call, with_lse)))
 
 
 def run_backward(
@@ -189,13 +185,11 @@ def run_backward(
 
     o: None if the spec's delta comes from P. k_mean: None if K is not smoothed.
     """
-    if _is_on_other_device(q):
-        with torch.cuda.device(q.device):
-            return run_backward(do, d_lse, q, k, v, o, lse2, k_mean, call)
-    # Hooks of saved tensors may return other strides.
-    lse2, k_mean = lse2.contiguous(), None if k_mean is None else k_mean.contiguous()
     call, tensors = call.split()
-    return planned(_launch_backward, (do, d_lse, q, k, v, o, lse2, k_mean, *tensors), call)
+    with on_device_of(q):
+        # Hooks of saved tensors may return other strides.
+        lse2, k_mean = lse2.contiguous(), None if k_mean is None else k_mean.contiguous()
+        return planned(_launch_backward, (do, d_lse, q, k, v, o, lse2, k_mean, *tensors), call)
 
 
 @torch.library.custom_op("sagesim_kernels::flash_attn_forward", mutates_args=())

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from triton.runtime import driver
 
-from sagesim_kernels.compiled_launch import Descriptor
+from sagesim_kernels.compiled_launch import Descriptor, TritonLaunch
 from sagesim_kernels.driver_launch import DriverLaunch, joined
-from sagesim_kernels.plan_steps import Launch, Memory, Operation, Place, Step
+from sagesim_kernels.plan_steps import Memory, Operation, Place, Step
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -49,19 +49,15 @@ def compile_plan(
             assert x.memory not in returned, "two outputs share memory"
             assert x.offset == 0, "an output is a part of its memory"
             returned[x.memory] = x
-    source = _Source(inputs, returned)
-    source.add_allocations(memories, device)
-    if any(isinstance(x, DriverLaunch) or (isinstance(x, Launch) and x.is_compiled) for x in steps):
-        source.add_stream(device)
-    for is_launch, group in groupby(steps, lambda x: isinstance(x, DriverLaunch)):
-        if is_launch:
-            source.add_launches([x for x in group if isinstance(x, DriverLaunch)])
-            continue
-        for step in group:
-            if isinstance(step, Operation):
-                source.add_operation(step)
-            elif isinstance(step, Launch):
-                source.add_launch(step)
+    source = _Source(inputs, returned, device)
+    source.add_allocations(memories)
+    adding: dict[type, Callable[[Any], None]] = {
+        Operation: source.add_operations,
+        TritonLaunch: source.add_triton_launches,
+        DriverLaunch: source.add_driver_launches,
+    }
+    for kind, several in groupby(steps, type):
+        adding[kind]([*several])
     return source.function(outputs)
 
 
@@ -72,17 +68,21 @@ class _Source:
     those that are not returned, of which m0, m1, ... are views where a step takes tensors.
     """
 
-    def __init__(self, inputs: Sequence[bool], returned: dict[int, Place]) -> None:
+    def __init__(
+        self, inputs: Sequence[bool], returned: dict[int, Place], device: torch.device
+    ) -> None:
         self.lines = ["".join(f"m{i}, " for i in range(len(inputs))) + "= tensors"]
         self._returned = returned
+        self._device = device
+        self._has_stream = False
         self._inner: dict[int, tuple[int, int]] = {}  # first byte in the allocation, and size
         self._views: set[int] = set()  # of the allocation that have a variable
         self._constants: dict[str, Any] = {"new": tuple.__new__}
 
-    def add_allocations(self, memories: Sequence[Memory], device: torch.device) -> None:
+    def add_allocations(self, memories: Sequence[Memory]) -> None:
         """Make the memory of outputs and of steps."""
         for i, (_, _, dtype, shape, stride) in self._returned.items():
-            new = partial(torch.empty_strided, shape, stride, dtype=dtype, device=device)
+            new = partial(torch.empty_strided, shape, stride, dtype=dtype, device=self._device)
             self.lines.append(f"m{i} = {self._constant(new)}()")
         end = zeros = 0
         for start in ("zeros", "anything"):
@@ -93,28 +93,25 @@ class _Source:
             if start == "zeros":
                 zeros = end
         if self._inner:
-            new = partial(torch.empty, end, dtype=torch.uint8, device=device)
+            new = partial(torch.empty, end, dtype=torch.uint8, device=self._device)
             self.lines.append(f"inner = {self._constant(new)}()")
         if zeros:
             self.lines.append(f"inner[:{zeros}].zero_()")
 
-    def add_stream(self, device: torch.device) -> None:
-        """Ask for the current stream."""
-        active: Any = driver.active
-        self.lines.append(f"stream = {self._constant(active.get_current_stream)}({device.index})")
+    def add_operations(self, steps: Sequence[Operation]) -> None:
+        for step in steps:
+            made = "".join(f"m{i}, " for i in step.results) or "_, "
+            args = self._arguments(step.args, of_addresses=False)
+            call = f"{self._constant(step.run)}({args})"
+            self.lines.append(f"{made} = {self._constant(_results)}({call}, {len(step.results)})")
 
-    def add_operation(self, step: Operation) -> None:
-        made = "".join(f"m{i}, " for i in step.results) or "_, "
-        args = self._arguments(step.args, of_addresses=False)
-        call = f"{self._constant(step.run)}({args})"
-        self.lines.append(f"{made} = {self._constant(_results)}({call}, {len(step.results)})")
+    def add_triton_launches(self, steps: Sequence[TritonLaunch]) -> None:
+        for step in steps:
+            args = self._arguments(step.args, of_addresses=step.is_compiled)
+            stream = f"{self._stream()}, " if step.is_compiled else ""
+            self.lines.append(f"{self._constant(step.run)}({stream}{args})")
 
-    def add_launch(self, step: Launch) -> None:
-        args = self._arguments(step.args, of_addresses=step.is_compiled)
-        stream = "stream, " if step.is_compiled else ""
-        self.lines.append(f"{self._constant(step.run)}({stream}{args})")
-
-    def add_launches(self, steps: Sequence[DriverLaunch]) -> None:
+    def add_driver_launches(self, steps: Sequence[DriverLaunch]) -> None:
         """Add launches that follow each other, as one call."""
         names: dict[str, int] = {}  # the tensors that they take, and their indices
 
@@ -127,7 +124,17 @@ class _Source:
             return names.setdefault(name, len(names)), offset
 
         launches = [x._replace(parameters=tuple(map(parameter, x.parameters))) for x in steps]
-        self.lines.append(f"{self._constant(joined(launches))}(stream, {', '.join(names)})")
+        run = self._constant(joined(launches))
+        self.lines.append(f"{run}({', '.join([self._stream(), *names])})")
+
+    def _stream(self) -> str:
+        """Return the name of the current stream, which is asked for before the first launch."""
+        if not self._has_stream:
+            active: Any = driver.active
+            current = self._constant(active.get_current_stream)
+            self.lines.append(f"stream = {current}({self._device.index})")
+            self._has_stream = True
+        return "stream"
 
     def _constant(self, x: Any) -> str:
         """Return the name of a constant."""

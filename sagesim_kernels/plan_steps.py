@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sagesim_kernels.compiled_launch import TritonLaunch
 from sagesim_kernels.driver_launch import DriverLaunch
 
 
@@ -44,13 +45,5 @@ class Operation(NamedTuple):
     results: tuple[int, ...]  #: the memories that it makes
 
 
-class Launch(NamedTuple):
-    """A launch of a kernel by Triton, compiled or interpreted."""
-
-    run: Any  #: takes the arguments; if the kernel is compiled, after the stream
-    args: Any
-    is_compiled: bool  #: then it takes addresses of memory, in place of tensors
-
-
-Step = Operation | Launch | DriverLaunch
+Step = Operation | TritonLaunch | DriverLaunch
 """Arguments have a `Place` for each tensor, and a `Descriptor` with a place for its memory."""

@@ -14,12 +14,12 @@ _PLAIN = frozenset({Tensor, Parameter})
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # under is_grads_batched=True
 
 
-def is_traced(*tensors: Tensor) -> bool:
+def is_traced(*tensors: Tensor | None) -> bool:
     """Whether something has to see the operators, and tensors may have no numbers."""
     if torch.compiler.is_compiling():
         return True
     for x in tensors:
-        if type(x) not in _PLAIN or _is_batched(x):
+        if x is not None and (type(x) not in _PLAIN or _is_batched(x)):
             return True
     return (
         _python_dispatch._len_torch_dispatch_stack() > 0

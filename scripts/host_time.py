@@ -4,7 +4,7 @@
 
 PyTorch runs a backward in a thread of its own, so that a loop of calls changes between two threads.
 Each loop is also timed with `torch.autograd.set_multithreading_enabled(False)`, in one thread.
-`nothing` is an autograd function in Python that launches no kernel. The call is bfloat16, eager.
+`nothing` is an autograd function in Python that launches no kernel. Calls are eager, in bfloat16.
 Contenders take turns; a figure is the median of all loops. Nothing clears the GPU's caches.
 """
 
@@ -12,12 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,121 +22,95 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
 from sagesim.command import Failure, exit_code  # noqa: E402
 from sagesim.files import check_writable, write_text  # noqa: E402
-from sagesim_kernels.api import attention  # noqa: E402
+from sagesim_kernels.bench.contenders import Attend, Contender, contender  # noqa: E402
+from sagesim_kernels.bench.cuda import CudaMeter  # noqa: E402
 from sagesim_kernels.bench.machine import describe  # noqa: E402
+from sagesim_kernels.bench.run import Setup  # noqa: E402
+from sagesim_kernels.bench.shape import Shape  # noqa: E402
+from sagesim_kernels.bench.step import Step  # noqa: E402
+from sagesim_kernels.bench.timing import looped  # noqa: E402
 
-CALLS: Final = {
-    "b1 h4 n256 d64 causal": ((1, 4, 256, 64), True),
-    "b8 h16 n1024 d64 causal": ((8, 16, 1024, 64), True),
-    "b32 h12 n512 d64 full": ((32, 12, 512, 64), False),
+SHAPES: Final = {
+    "b1 h4 n256 d64 causal": Shape(1, 4, 256, 64, True),
+    "b8 h16 n1024 d64 causal": Shape(8, 16, 1024, 64, True),
+    "b32 h12 n512 d64 full": Shape(32, 12, 512, 64, False),
 }
-"""Batch, heads, tokens and head size, and whether the mask is causal."""
 
-UNTIMED: Final = 60
-"""Calls before each loop: the first of all compiles kernels."""
-
-Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+USUAL: Final = 1e-4
+"""Seconds of a call. Fewer than any contender takes, so that all loops have as many calls."""
 
 
-class Nothing(torch.autograd.Function):
+class _Nothing(torch.autograd.Function):
     """Allocates an output and gradients, and does not compute them."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.save_for_backward(q, k, v)
         return torch.empty_like(q)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return (*map(torch.empty_like, ctx.saved_tensors), None)
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
 
 
-def _ours(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    o = attention(q, k, v, is_causal=is_causal)
-    assert isinstance(o, Tensor)
-    return o
+def _nothing(tokens: int, is_causal: bool, device: torch.device) -> Attend:
+    return _Nothing.apply
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+CONTENDERS: Final = (
+    *map(contender, ("factored_qk", "sdpa flash", "sdpa cudnn")),
+    Contender("nothing", _nothing),
+)
 
 
-def _selected(backend: SDPBackend) -> AbstractContextManager[Any]:
-    return sdpa_kernel(backend)
-
-
-CONTENDERS: Final[dict[str, tuple[Attend, Callable[[], AbstractContextManager[Any]]]]] = {
-    "factored_qk": (_ours, nullcontext),
-    "sdpa flash": (_sdpa, partial(_selected, SDPBackend.FLASH_ATTENTION)),
-    "sdpa cudnn": (_sdpa, partial(_selected, SDPBackend.CUDNN_ATTENTION)),
-    "nothing": (Nothing.apply, nullcontext),
-}
-"""Each with the context in which it runs, which is entered once for each loop."""
-
-
-def loops(
-    contenders: Mapping[str, tuple[Attend, Callable[[], AbstractContextManager[Any]]]],
-    size: tuple[int, ...],
-    is_causal: bool,
-    device: torch.device,
-    *,
-    calls: int,
-    rounds: int,
-) -> dict[str, float]:
-    """Microseconds of a forward and backward in a loop of so many calls, by contender."""
-    q, k, v, do = (torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(4))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    found: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, (attend, within) in contenders.items():
-            with within():
-                for _ in range(UNTIMED):
-                    torch.autograd.grad(attend(q, k, v, is_causal), leaves, do)
-                torch.cuda.synchronize(device)
-                begun = time.perf_counter()
-                for _ in range(calls):
-                    torch.autograd.grad(attend(q, k, v, is_causal), leaves, do)
-                torch.cuda.synchronize(device)
-                found[name].append(1e6 * (time.perf_counter() - begun) / calls)
-    return {name: round(statistics.median(us), 1) for name, us in found.items()}
-
-
-def measure(device: torch.device, calls: int, rounds: int) -> dict[str, Any]:
-    """The loops of each call, with the backward in a thread of its own and in the same one."""
-    rows: dict[str, Any] = {}
-    for call, (size, is_causal) in CALLS.items():
-        rows[call] = {}
+def measure(setup: Setup, contenders: Sequence[Contender] = CONTENDERS) -> list[dict[str, Any]]:
+    """Microseconds of a call by contender, for each shape with two threads and with one."""
+    selected = {each.name: each.selected for each in contenders}
+    rows: list[dict[str, Any]] = []
+    for call, shape in SHAPES.items():
+        problem, steps = setup.inputs(shape), dict[str, Step]()
+        for each in contenders:
+            with each.selected():
+                steps[each.name] = Step.of(each, problem)
+                steps[each.name].both()  # compiles
         for threads, are_several in (("two threads", True), ("one thread", False)):
             with torch.autograd.set_multithreading_enabled(are_several):
-                rows[call][threads] = loops(
-                    CONTENDERS, size, is_causal, device, calls=calls, rounds=rounds
+                found = looped(
+                    {name: step.both for name, step in steps.items()},
+                    dict.fromkeys(steps, USUAL),
+                    setup.meter,
+                    setup.rounds,
+                    on_error=_fail,
+                    within=lambda name: selected[name](),
                 )
+            us = {name: round(1e3 * run["ms"], 1) for name, run in found.runs.items()}
+            rows.append({"call": call, "threads": threads, "us": us})
     return rows
+
+
+def _fail(name: str, error: Exception) -> None:
+    raise error
 
 
 def main() -> None:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
-    parser.add_argument("--calls", type=int, default=300, help="of a loop (default: 300)")
     parser.add_argument("--rounds", type=int, default=10, help="loops of each (default: 10)")
     options = parser.parse_args()
-    for name in ("calls", "rounds"):
-        if getattr(options, name) < 1:
-            raise Failure(f"--{name} {getattr(options, name)}: must be at least 1")
+    if options.rounds < 1:
+        raise Failure(f"--rounds {options.rounds}: must be at least 1")
     if not torch.cuda.is_available():
         raise Failure("PyTorch sees no GPU")
     check_writable(options.out)
-    rows = measure(torch.device("cuda"), options.calls, options.rounds)
+    setup = Setup(torch.device("cuda"), torch.bfloat16, CudaMeter(), options.rounds)
     record = {
-        "command": f"python scripts/host_time.py --calls {options.calls} --rounds {options.rounds}",
         "machine": describe(),
-        "loops_us": rows,
+        "about": f"`python scripts/host_time.py --rounds {options.rounds}`.",
+        "runs": measure(setup),
     }
     write_text(options.out, json.dumps(record, indent=1) + "\n")
 

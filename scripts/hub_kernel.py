@@ -85,8 +85,9 @@ def sources() -> dict[str, str]:
         waiting += [name for node in _imports(text, path) for name in _names(node)]
         waiting.append(module.rpartition(".")[0])
         files[path] = _in_namespace(_relative(text, path), path)
-        for source in (ROOT / path).parent.glob("*.c"):  # compiled when a kernel is launched
-            files[str(source.relative_to(ROOT))] = source.read_text(encoding="utf-8")
+    for package in PACKAGES:  # compiled when a kernel is launched
+        for path in (ROOT / package).rglob("*.c"):
+            files[str(path.relative_to(ROOT))] = path.read_text(encoding="utf-8")
     return dict(sorted(files.items()))
 
 

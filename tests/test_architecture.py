@@ -70,7 +70,10 @@ FLOORS: dict[str, set[str]] = {
     "sagesim_kernels.dependent_launch": {"sagesim_kernels.interpreter", "sagesim_kernels.target"},
     "sagesim_kernels.driver_launch": set(),
     "sagesim_kernels.compiled_launch": {"sagesim_kernels.driver_launch"},
-    "sagesim_kernels.plan_steps": {"sagesim_kernels.driver_launch"},
+    "sagesim_kernels.plan_steps": {
+        "sagesim_kernels.driver_launch",
+        "sagesim_kernels.compiled_launch",
+    },
     "sagesim_kernels.plan_function": {
         "sagesim_kernels.driver_launch",
         "sagesim_kernels.compiled_launch",

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
         ("sanitize.py", ["--part", "8/8"], "--part 8/8: not I/N"),
         ("plan_in_pieces.py", ["no.toml", ".", "out", "--minutes", "1"], "no.toml: not a readable"),
         ("instructions.py", ["--library", "missing.so"], "--library missing.so: no such file"),
-        ("host_time.py", ["--out", "x.json", "--calls", "0"], "--calls 0: must be at least 1"),
+        ("host_time.py", ["--out", "x.json", "--rounds", "0"], "--rounds 0: must be at least 1"),
         ("smollm2_seeds.py", ["missing.gguf", "out"], "missing.gguf: no such file"),
     ],
 )

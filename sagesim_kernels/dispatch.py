@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sagesim.spec import SITES
+from sagesim.spec import SITES, Precision
 from sagesim_kernels import ampere, hopper, portable
 from sagesim_kernels.operands import (
     ForwardResult,
@@ -22,6 +22,7 @@ from sagesim_kernels.operands import (
     sink_probabilities,
 )
 from sagesim_kernels.portable import UNTRACED, MapTrace, MapTraces
+from sagesim_kernels.preparation import prepare_forward
 
 _FORWARD: Final = ("qk", "pv")
 _BACKWARD: Final = tuple(site for site in SITES if site not in _FORWARD)
@@ -51,7 +52,7 @@ def forward(
         )
     lse2 = torch.empty(rows, dtype=torch.float32, device=o.device)
     if hopper.serves_forward(problem):
-        operands = hopper.prepare_forward(problem)
+        operands = prepare_forward(problem, stored=hopper.has_to_copy(problem, queries=False))
         if hopper.is_wide(problem):
             from sagesim_kernels.hopper import wide_forward as gluon
         else:
@@ -64,7 +65,11 @@ def forward(
         is_for_mma_sync = trace is None and ampere.serves_forward(problem)
         stored = is_for_mma_sync and ampere.has_to_copy(problem)
         if operands is None or stored:
-            operands = OperandCache(problem, stored=stored)
+            has_codes = problem.spec.qk.precision is Precision.INT8
+            if is_for_mma_sync and has_codes:
+                operands = prepare_forward(problem, stored=stored)
+            else:
+                operands = OperandCache(problem, stored=stored)
         if trace is None and hopper.serves_forward_in_codes(problem):
             from sagesim_kernels.hopper import forward_codes as gluon
 
@@ -164,7 +169,6 @@ def backward(
         stored = is_for_mma_sync and ampere.has_to_copy(problem)
         if operands is None or stored:
             operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
-        operands.quantize(*_BACKWARD)
         shift = _shift(problem, operands)
         p_sink = _p_sink(problem, shift, lse2)
         if is_for_mma_sync:
@@ -174,6 +178,7 @@ def backward(
                 problem, operands, o, do, statistics, d_lse_rows, grads, p_sink=p_sink
             )
         else:
+            operands.quantize(*_BACKWARD)
             portable.launch_backward(
                 problem,
                 operands,

@@ -93,10 +93,10 @@ BUGS = (
         Bug(
             f"{name}: a NaN of a key reaches no queries of the other block of its tile",
             f"hopper/{name}.py",
-            "tile=TILE_K.value",
+            old,
             "tile=None",
         )
-        for name in ("codes_rows", "fp8_rows")
+        for name, old in (("codes_backward", "tile=_TILE_K"), ("fp8_rows", "tile=TILE_K.value"))
     ),
     # scales
     Bug(
@@ -449,13 +449,13 @@ BUGS = (
     ),
     Bug(
         "delta from O where it is from P",
-        "portable/preparation.py",
+        "portable/p_rows.py",
         "delta if spec.delta is Delta.FROM_P else None,",
         "None,",
     ),
     Bug(
         "delta from O not computed",
-        "portable/preparation.py",
+        "preparation/backward.py",
         "if spec.delta is Delta.FROM_O:",
         "if False:",
     ),

@@ -107,7 +107,15 @@ FLOORS: dict[str, set[str]] = {
         "sagesim.problem",
         "sagesim_kernels.target",
     },
+    "sagesim_kernels.preparation": {
+        "sagesim_kernels.dependent_launch",
+        "sagesim.spec",
+        "sagesim_kernels.target",
+        "sagesim_kernels.launch_plans",
+        "sagesim_kernels.operands",
+    },
     "sagesim_kernels.portable": {
+        "sagesim_kernels.preparation",
         "sagesim_kernels.dependent_launch",
         "sagesim_kernels.compiled_launch",
         "sagesim.spec",
@@ -126,6 +134,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.support",
         "sagesim_kernels.partial_sums",
         "sagesim_kernels.gluon_compat",
+        "sagesim_kernels.preparation",
         "sagesim_kernels.portable",
     },
     "sagesim_kernels.hopper": {
@@ -138,11 +147,13 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.gluon_compat",
         "sagesim_kernels.operands",
         "sagesim_kernels.support",
+        "sagesim_kernels.preparation",
         "sagesim_kernels.portable",
     },
     "sagesim_kernels.dispatch": {
         "sagesim.spec",
         "sagesim_kernels.operands",
+        "sagesim_kernels.preparation",
         "sagesim_kernels.portable",
         "sagesim_kernels.ampere",
         "sagesim_kernels.hopper",

@@ -14,15 +14,11 @@ from sagesim.spec import Granularity
 from sagesim_kernels.ampere.backward_kernel import Config, ampere_backward
 from sagesim_kernels.ampere.p_rows import launch_p_rows
 from sagesim_kernels.ampere.query_buffers import STATS
-from sagesim_kernels.ampere.row_stats import row_stats_kernel
 from sagesim_kernels.ampere.support import BLOCK, FOR_THREE, programs_at_a_time
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
-    LAUNCH,
-    LOG2_E,
     DqSums,
     Gradients,
-    Grid,
     KernelProblem,
     KernelSizes,
     Operand,
@@ -36,9 +32,14 @@ from sagesim_kernels.operands import (
     ds_row_sums,
     finish_dq,
     padded,
-    stored_tokens,
 )
-from sagesim_kernels.portable import Tile, map_product, prepare_backward, try_tiles
+from sagesim_kernels.portable import Tile, map_product, try_tiles
+from sagesim_kernels.preparation import (
+    compute_query_rows,
+    has_one_pass,
+    prepare_backward,
+    prepare_backward_in_one_pass,
+)
 from sagesim_kernels.target import block_shared_memory
 
 _FOR_TWO: Final = 2 * 64 * 1024
@@ -192,25 +193,16 @@ def launch_backward(
 ) -> None:
     """Fill grads, any strides, and statistics.delta; see `portable.launch_backward`."""
     d, heads = problem.q.shape[3], problem.q.shape[1]
-    dq_sums = DqSums.empty(problem, BLOCK, padded(d), 4)
-    sum_rows = partial(launch_p_rows, problem, operands, statistics, d_lse)
-    prepare_backward(problem, operands, o, do, statistics, d_lse, dq_sums, sum_rows)
-    tokens = stored_tokens(problem.cu_q, problem.q)
-    row_stats = torch.empty(heads * tokens * STATS.value, dtype=torch.float32, device=do.device)
-    grid = Grid(-(-problem.longest_q // BLOCK), heads, problem.sequences)
-    launch(
-        row_stats_kernel,
-        grid.programs,
-        grid,
-        operands.get("qk_recompute", "q"),
-        *statistics,
-        dq_sums,
-        row_stats,
-        problem.lengths,
-        problem.scale * LOG2_E,
-        KernelSizes.of(problem, BLOCK),
-        **LAUNCH,
-    )
+    dq_sums = DqSums.by_threads(problem, BLOCK, padded(d), 4)
+    row_stats = do.new_empty(heads * dq_sums.tokens * STATS.value, dtype=torch.float32)
+    prepared = (problem, operands, o, do, statistics, d_lse, dq_sums)
+    if has_one_pass(problem.spec):
+        prepare_backward_in_one_pass(*prepared, row_stats, tile=BLOCK)
+    else:
+        operands.quantize("qk_recompute", "dv", "dq", "dk")
+        sum_rows = partial(launch_p_rows, problem, operands, statistics, d_lse)
+        fill_units = partial(compute_query_rows, tile=BLOCK, row_stats=row_stats)
+        prepare_backward(*prepared, sum_rows, fill_units=fill_units)
     maps = _Maps.of(problem, operands)
     try_tiles(
         _tiles(padded(d), maps),

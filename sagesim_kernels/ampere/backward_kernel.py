@@ -32,7 +32,7 @@ from sagesim_kernels.ampere.device import (
     left_tokens,
     registers_product,
     rows_layout,
-    scaled_difference,
+    scaled_sum,
     shared_product,
     store_chunk,
 )
@@ -137,7 +137,7 @@ def ampere_backward(
         grid: `OrderedGrid` of the heads of dk and dv.
         q, k, do, v: `Operand` of qk_recompute and dp.
         q_right, do_right, k_right: the right operands of dK, dV and dQ.
-        row_stats: float32 [heads, STATS, tokens], in padded storage.
+        row_stats: float32 [blocks of all heads, STATS, 64], in padded storage.
         dq_sums: `DqSums`.
         dk, dv: `Strided` of [sequences, heads * CONFIG.splits, keys, channels].
         p_product, dq_product, dk_product: `MapProduct`.
@@ -309,8 +309,8 @@ def ampere_backward(
                     factor = _rows_of_blocks(factor * k_scale[:, None], ST)
                 else:
                     s = s * (k_scale * 0.0009765625)[:, None]
-                    factor = _row_stats(buffers, stage, 0, COLUMNS)[None, :] * 1024.0
-                s = scaled_difference(s, factor, _row_stats(buffers, stage, 1, COLUMNS)[None, :])
+                    factor = _row_stats(buffers, stage, 0, COLUMNS)[None, :]  # times 1024
+                s = scaled_sum(s, factor, _row_stats(buffers, stage, 1, COLUMNS)[None, :])
                 if PART != 1:
                     visible = visible_queries(lengths, queries, first_query, last_query)
                     s = gl.where(visible, s, -float("inf"))

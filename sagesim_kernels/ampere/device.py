@@ -114,16 +114,15 @@ def copy_scales(x, scales, first, buffer, at, D: gl.constexpr):
 
 
 @gluon.jit
-def copy_vectors(ptr, stride, buffer):
+def copy_vectors(ptr, STRIDE: gl.constexpr, buffer):
     """Start to copy float32 numbers to buffer [vectors, numbers].
 
-    Vectors are `stride` apart in memory, and aligned to 16 bytes.
+    Vectors are STRIDE apart in memory, and aligned to 16 bytes.
     """
     LAYOUT: gl.constexpr = _copy_layout(buffer.shape[1], 32, gl.num_warps())
     row = gl.arange(0, buffer.shape[0], gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, buffer.shape[1], gl.SliceLayout(0, LAYOUT))
-    stride = (stride // 4 * 4).to(gl.int64)
-    async_load(buffer, ptr + (row.to(gl.int64) * stride)[:, None] + column[None, :])
+    async_load(buffer, ptr + (row * STRIDE)[:, None] + column[None, :])
 
 
 @gluon.jit
@@ -200,7 +199,13 @@ def apply_k_scale(s, factor, k, k_scale, k_scales):
 @gluon.jit
 def scaled_difference(s, factor, subtracted):
     """Return s * factor - subtracted, rounded once. The last two are broadcast to s."""
-    return gl.fma(s, factor.broadcast_to(s.shape), -subtracted.broadcast_to(s.shape))
+    return scaled_sum(s, factor, -subtracted)
+
+
+@gluon.jit
+def scaled_sum(s, factor, added):
+    """Return s * factor + added, rounded once. The last two are broadcast to s."""
+    return gl.fma(s, factor.broadcast_to(s.shape), added.broadcast_to(s.shape))
 
 
 @gluon.jit

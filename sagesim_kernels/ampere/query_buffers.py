@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from sagesim_kernels.ampere.device import (
+    BLOCK,
     VECTOR,
     VECTORS,
     copy_channels,
@@ -25,7 +26,7 @@ from sagesim_kernels.gluon_compat import reinterpret
 from sagesim_kernels.operands import head_pointers, live_queries, stored_start_of
 
 STATS = gl.constexpr(4)
-"""Numbers of a query, in this order: the factor of its logits, lse2, delta, 1 / unit of dQ."""
+"""Numbers of a query; see `preparation.start_rows`."""
 
 
 class QueryBuffers(NamedTuple):
@@ -110,10 +111,9 @@ def copy_queries(
         do_right, dor_base, dor_scales, first, lowest, last, buffers.do_right,
         buffers.do_scales, stage, CONFIG.do_right, sizes.DV,
     )  # fmt: skip
-    of_head = row_stats + h.to(gl.int64) * STATS * dq_sums.tokens
-    at = of_head + stored_start_of(cu, n, b) + first
+    at = h.to(gl.int64) * dq_sums.tokens + stored_start_of(cu, n, b) + first // BLOCK * BLOCK
     stats = reinterpret(
         buffers.row_stats, gl.float32, [CONFIG.stages, STATS, CONFIG.queries], VECTORS
     )
-    copy_vectors(at, dq_sums.tokens, stats.index(stage))
+    copy_vectors(row_stats + at * STATS + first % BLOCK, BLOCK, stats.index(stage))
     async_copy.commit_group()

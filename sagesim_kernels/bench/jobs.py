@@ -38,7 +38,6 @@ PREPARATION: Final = {
     "hopper_codes_of_operands": "quantizing",
     "start_rows_kernel": "delta",
     "start_fp8_rows_kernel": "delta",
-    "row_stats_kernel": "delta",
     "key_bounds_kernel": "units of dq",
     "units_kernel": "units of dq",
     "prepare_forward_kernel": "quantizing",

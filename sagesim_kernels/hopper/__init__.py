@@ -7,7 +7,6 @@ Importing this package does not import the kernels. Gluon is experimental, so `d
 them when it launches one.
 """
 
-from sagesim_kernels.hopper.forward_preparation import prepare_forward
 from sagesim_kernels.hopper.support import (
     CHANNELS,
     has_dead_keys,
@@ -29,7 +28,6 @@ __all__ = [
     "has_to_copy",
     "is_hopper",
     "is_wide",
-    "prepare_forward",
     "serves_backward",
     "serves_codes",
     "serves_forward",

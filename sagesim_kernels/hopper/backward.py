@@ -10,7 +10,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.backward_kernel import Config, hopper_backward
 from sagesim_kernels.hopper.backward_loads import ROW_STATS, STATS_LAYOUT
-from sagesim_kernels.hopper.backward_preparation import prepare_backward
 from sagesim_kernels.hopper.backward_stores import WARPS
 from sagesim_kernels.hopper.capped_rows import (
     prepare_capped_backward,
@@ -39,6 +38,7 @@ from sagesim_kernels.operands import (
     finish_dq,
     padded,
 )
+from sagesim_kernels.preparation import prepare_backward_in_one_pass
 from sagesim_kernels.target import multiprocessor_count
 
 _BLOCK_Q: Final = BLOCK_Q.value
@@ -82,7 +82,7 @@ def launch_backward(
     prepared = (problem, operands, o, do, statistics, d_lse, dq_sums, row_stats)
     shifts = ds_sums = None
     if softcap.base2 is None:
-        prepare_backward(*prepared, tile=_TILE_K)
+        prepare_backward_in_one_pass(*prepared, tile=_TILE_K)
     else:
         shifts, ds_sums = prepare_capped_backward(*prepared, softcap, tile=_TILE_K)
     q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")

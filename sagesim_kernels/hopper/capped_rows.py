@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
-from sagesim_kernels.hopper.backward_preparation import start_rows
 from sagesim_kernels.hopper.capped_logits import DsSums
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
@@ -48,6 +47,7 @@ from sagesim_kernels.operands import (
     stored_start_of,
     subtract_lse_gradient,
 )
+from sagesim_kernels.preparation import start_rows
 
 _FINER_BITS = tl.constexpr(24)
 """The unit of a sum of dS, times the largest mean of K, is finer than dQ's unit by this."""
@@ -125,7 +125,7 @@ def prepare_capped_backward(
     *,
     tile: int,
 ) -> tuple[Tensor | None, DsSums | None]:
-    """Do what `prepare_backward` does, under a softcap.
+    """Do what `prepare_backward_in_one_pass` does, under a softcap.
 
     Row statistics then have the scale of the logits divided by the softcap. Return the shift of
     each query divided by the softcap, float32 in padded storage, and the sums of the rows of dS,

@@ -10,13 +10,11 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim.spec import Granularity
-from sagesim_kernels import portable
 from sagesim_kernels.hopper.backward_loads import ROW_STATS, STATS_LAYOUT
 from sagesim_kernels.hopper.backward_stores import WARPS
 from sagesim_kernels.hopper.codes_kernel import CodesConfig, hopper_codes_backward
 from sagesim_kernels.hopper.codes_maps import BLOCK_K
 from sagesim_kernels.hopper.codes_operands import quantize
-from sagesim_kernels.hopper.codes_rows import start_rows_in_codes
 from sagesim_kernels.hopper.descriptors import (
     right_descriptor,
     sums_descriptor,
@@ -46,6 +44,7 @@ from sagesim_kernels.operands import (
     padded,
     stored_tokens,
 )
+from sagesim_kernels.preparation import compute_query_rows, prepare_backward
 from sagesim_kernels.target import multiprocessor_count
 
 _BLOCK_Q: Final = BLOCK_Q.value
@@ -86,15 +85,16 @@ def launch_backward(
         ratios = dq.new_empty(blocks * _BLOCK_Q, dtype=torch.float32)
         prepare_fp8_backward(*prepared, row_stats, ratios, channel_scales)
     else:
-        start_rows = partial(
-            start_rows_in_codes,
+        fill_units = partial(
+            compute_query_rows,
+            tile=_TILE_K,
+            row_stats=row_stats,
             q_right=operands.get("dk", "q"),
             do_right=operands.get("dv", "do"),
-            row_stats=row_stats,
             channel_scales=channel_scales,
         )
         sum_rows = partial(launch_p_rows, problem, operands, statistics, d_lse)
-        portable.prepare_backward(*prepared, sum_rows, fill_units=start_rows)
+        prepare_backward(*prepared, sum_rows, fill_units=fill_units)
     q_right, do_right = operands.get("dk", "q"), operands.get("dv", "do")
     q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
     do16, v16 = operands.get("dp", "do"), operands.get("dp", "v")

@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim.spec import Delta
-from sagesim_kernels import portable
 from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.p_rows import launch_p_rows
@@ -34,7 +33,7 @@ from sagesim_kernels.operands import (
     Rows,
     RowScales,
     RowStatistics,
-    clear_tma_sums,
+    clear_sums,
     compute_delta_from_o,
     compute_key_bounds,
     head_pointers,
@@ -49,6 +48,7 @@ from sagesim_kernels.operands import (
     stored_start_of,
     upper_lse2,
 )
+from sagesim_kernels.preparation import compute_row_scales
 
 _LARGEST = tl.constexpr(2.0**127)
 """The largest power of two in float32."""
@@ -123,7 +123,7 @@ def start_fp8_rows_kernel(
     tl.store(stats + 2 * sizes.BLOCK_Q, -row_delta * ratio)
     tl.store(stats + 3 * sizes.BLOCK_Q, of_dq * inverse_of(unit))
     tl.store(ratios + at + local, ratio)
-    clear_tma_sums(dq_sums, at, sizes)
+    clear_sums(dq_sums, at, sizes)
     tl.store(dq_sums.unit + at + local, unit)
 
 
@@ -159,7 +159,7 @@ def prepare_fp8_backward(
     if not from_o or spec.qk != spec.qk_recompute:
         p_sums = Rows.of(torch.empty_like(statistics.lse2.ptr))
     launch_p_rows(problem, operands, statistics, d_lse, p_sums, p_bound)
-    scales, ds_bound = portable.compute_row_scales(problem, operands, p_bound, statistics)
+    scales, ds_bound = compute_row_scales(problem, operands, p_bound, statistics)
     _start_rows(
         problem, operands, statistics, p_sums, ds_bound, scales, dq_sums, row_stats, ratios,
         channel_scales,

@@ -24,6 +24,7 @@ from sagesim.spec import (
 )
 from sagesim_kernels.interpreter import IS_INTERPRETED
 from sagesim_kernels.operands import DTYPES, FP8, KernelProblem, padded, stored_tokens
+from sagesim_kernels.preparation import has_one_pass
 from sagesim_kernels.target import compute_capability
 
 CHANNELS: Final = (64, 128, 192, 256)
@@ -79,7 +80,8 @@ def _serves_p_in_codes(spec: AttentionSpec) -> bool:
 
 def serves_backward(problem: KernelProblem) -> bool:
     """Return whether the Hopper kernels compute the backward; see `serves_forward`."""
-    return _serves(problem) and _serves_gradients(problem.spec)
+    spec = problem.spec
+    return _serves(problem) and _serves_gradients(spec) and (is_wide(problem) or has_one_pass(spec))
 
 
 def _serves(problem: KernelProblem) -> bool:

@@ -2,7 +2,7 @@
 
 A program that owns a block of keys computes one part of each row of dQ. A sum of floats would
 depend on the order of the parts. So each query has a unit, a power of two, and the parts are added
-as multiples of it, in int32. `dq_units` computes the units before the first part. If a part may be
+as multiples of it, in int32. The kernel that computes the units clears the sums. If a part may be
 NaN or infinite, the unit is NaN, and so is dQ. theory.dq_sums proves that no sum overflows, and
 bounds the error.
 """
@@ -67,31 +67,29 @@ class DqSums(NamedTuple):
     ORDER: Any  #: constexpr: BY_ROWS, BY_THREADS or BY_TMA
 
     @classmethod
-    def empty(cls, problem: KernelProblem, rows: int, channels: int, warps: int) -> DqSums:
-        """Sums of 0, and memory for the units.
+    def by_threads(cls, problem: KernelProblem, rows: int, channels: int, warps: int) -> DqSums:
+        """Memory for sums to which threads add, and for the units.
 
         rows, channels: the size of the smallest part that is added, with padded channels.
         warps: of a program that adds parts.
         """
-        tokens, heads = stored_tokens(problem.cu_q, problem.q), problem.q.shape[1]
-        device = problem.q.device
-        return cls(
-            torch.zeros((heads, tokens, channels), dtype=torch.int32, device=device),
-            torch.empty((heads, tokens), dtype=torch.float32, device=device),
-            tokens,
-            BY_THREADS if _has_one_owner(rows, channels, warps) else BY_ROWS,
-        )
+        order = BY_THREADS if _has_one_owner(rows, channels, warps) else BY_ROWS
+        return cls._memory(problem, channels, order)
 
     @classmethod
     def by_tma(cls, problem: KernelProblem, channels: int) -> DqSums:
         """Memory for sums to which TMA adds, and for the units. channels: padded."""
+        return cls._memory(problem, channels, BY_TMA)
+
+    @classmethod
+    def _memory(cls, problem: KernelProblem, channels: int, order: Any) -> DqSums:
         tokens, heads = stored_tokens(problem.cu_q, problem.q), problem.q.shape[1]
         device = problem.q.device
         return cls(
             torch.empty((heads, tokens, channels), dtype=torch.int32, device=device),
             torch.empty((heads, tokens), dtype=torch.float32, device=device),
             tokens,
-            BY_TMA,
+            order,
         )
 
     @classmethod
@@ -166,12 +164,12 @@ def channels_at_once(d: int, d_pad: int) -> int:
 
 
 @triton.jit
-def clear_tma_sums(dq_sums, at, sizes):
+def clear_sums(dq_sums, at, sizes):
     """Set the sums of a block of queries to 0. at: as for `inverse_units`."""
     SUMMED: tl.constexpr = sizes.BLOCK_Q * summed_channels(sizes.D, sizes.D_PAD)
     place = tl.arange(0, sizes.BLOCK_Q * sizes.D_PAD)
     ptrs = dq_sums.sums + at * sizes.D_PAD + place
-    if SUMMED < sizes.BLOCK_Q * sizes.D_PAD:
+    if dq_sums.ORDER == BY_TMA and SUMMED < sizes.BLOCK_Q * sizes.D_PAD:
         tl.store(ptrs, tl.zeros_like(place), mask=place < SUMMED)
     else:
         tl.store(ptrs, tl.zeros_like(place))

@@ -15,7 +15,7 @@ from sagesim.spec import AttentionSpec, Granularity, RoundingMode
 from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.delta import load_rows
-from sagesim_kernels.operands.dq_sums import DqSums
+from sagesim_kernels.operands.dq_sums import DqSums, clear_sums
 from sagesim_kernels.operands.kernel_problem import KernelProblem, KernelSizes
 from sagesim_kernels.operands.key_bounds import (
     attended_bounds,
@@ -178,7 +178,7 @@ def units_of(
 def units_kernel(
     grid, q, do, bounds, lse2, delta, p_sums, dq_sums, lengths, scale_log2, growths, sizes, ds_bound
 ):  # fmt: skip
-    """Compute the units of a block of queries; the arguments are those of `row_units`."""
+    """Compute the units of a block of queries, and clear its sums; see `row_units`."""
     wait_for_earlier_kernels()
     block, h, b = program_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
@@ -192,8 +192,9 @@ def units_kernel(
         q, do, bounds, p_sums, lengths, b, h, first, row_lse2, row_delta, scale_log2, growths,
         sizes, ds_bound,
     )  # fmt: skip
-    row = h.to(tl.int64) * dq_sums.tokens + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
-    tl.store(dq_sums.unit + row + tl.arange(0, sizes.BLOCK_Q), unit)
+    at = h.to(tl.int64) * dq_sums.tokens + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
+    tl.store(dq_sums.unit + at + tl.arange(0, sizes.BLOCK_Q), unit)
+    clear_sums(dq_sums, at, sizes)
 
 
 class Growths(NamedTuple):
@@ -231,7 +232,7 @@ def compute_units(
     dq_sums: DqSums,
     ds_bound: Rows | None = None,
 ) -> None:
-    """Fill dq_sums.unit.
+    """Fill dq_sums.unit, and set the sums to 0.
 
     operands: q and k of qk_recompute, do and v of dp, and k_right, K of dq.
     k_mean: the mean of K, if parts of dQ contain it; else None.

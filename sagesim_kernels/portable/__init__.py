@@ -3,7 +3,7 @@
 from sagesim_kernels.portable.backward import launch_backward, map_product
 from sagesim_kernels.portable.forward import compute_failed_rows, launch_forward
 from sagesim_kernels.portable.p_and_ds import UNTRACED, MapTrace, MapTraces
-from sagesim_kernels.portable.preparation import compute_row_scales, launch_p_rows, prepare_backward
+from sagesim_kernels.portable.p_rows import launch_p_rows
 from sagesim_kernels.portable.tiles import Tile, try_tiles
 
 __all__ = [
@@ -12,11 +12,9 @@ __all__ = [
     "MapTraces",
     "Tile",
     "compute_failed_rows",
-    "compute_row_scales",
     "launch_backward",
     "launch_forward",
     "launch_p_rows",
     "map_product",
-    "prepare_backward",
     "try_tiles",
 ]

@@ -41,11 +41,7 @@ from sagesim_kernels.operands import (
 )
 from sagesim_kernels.portable.gradients import gradients_kernel
 from sagesim_kernels.portable.p_and_ds import UNTRACED, MapProduct, MapTraces
-from sagesim_kernels.portable.preparation import (
-    has_same_codes,
-    launch_p_rows,
-    prepare_backward,
-)
+from sagesim_kernels.portable.p_rows import launch_p_rows
 from sagesim_kernels.portable.tiles import (
     SHORT_STEP,
     Tile,
@@ -54,6 +50,7 @@ from sagesim_kernels.portable.tiles import (
     longest_step,
     try_tiles,
 )
+from sagesim_kernels.preparation import has_same_codes, prepare_backward
 
 
 class LogitScale(NamedTuple):
@@ -173,7 +170,7 @@ def launch_backward(
     d, d_v = problem.q.shape[3], problem.v.shape[3]
     d_pad, d_v_pad = padded(d), padded(d_v)
     rows = longest_step(spec.block_q) if d_pad <= 128 else min(spec.block_q, SHORT_STEP)
-    dq_sums = DqSums.empty(problem, rows, d_pad, block_warps(spec.block_k, d_pad))
+    dq_sums = DqSums.by_threads(problem, rows, d_pad, block_warps(spec.block_k, d_pad))
     softcap = Softcap.of(problem, shift)
     p_bound = None
     if has_row_bounds(spec):

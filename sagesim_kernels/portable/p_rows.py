@@ -5,9 +5,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sagesim.spec import Delta
 from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
+from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
+    LOG2_E,
+    Grid,
     HeadIndex,
+    KernelProblem,
+    KernelSizes,
+    OperandCache,
+    Rows,
+    RowStatistics,
+    Softcap,
     apply_k_scale,
     attends_in,
     causal_offset,
@@ -23,12 +33,14 @@ from sagesim_kernels.operands import (
     load_shift,
     load_token_scales,
     load_tokens,
+    padded,
     program_coordinates,
     store_rows,
     subtract_lse_gradient,
     tanh,
     tokens_by_tokens,
 )
+from sagesim_kernels.portable.tiles import Tile, most_rows, tiles, try_tiles
 
 
 @triton.jit
@@ -125,3 +137,52 @@ def p_rows_kernel(
     if delta is not None:
         result = subtract_lse_gradient(delta_sum, d_lse, lengths, b, h, queries, n_q, row_lse2)
         store_rows(delta, lengths.cu_q, b, h, queries, n_q, result)
+
+
+def launch_p_rows(
+    problem: KernelProblem,
+    operands: OperandCache,
+    statistics: RowStatistics,
+    d_lse: Rows | None,
+    softcap: Softcap,
+    p_bound: Rows | None,
+    p_sums: Rows,
+) -> None:
+    """Fill p_sums with the row sums of P, and statistics.delta if delta comes from P.
+
+    p_bound: filled with the largest P of each row, unless it is None.
+
+    Raises:
+        ValueError: if the device has too little shared memory for the spec's blocks.
+    """
+    lse2, delta = statistics
+    spec, d = problem.spec, problem.q.shape[3]
+
+    def run(tile: Tile) -> None:
+        grid = Grid(-(-problem.longest_q // tile.rows), problem.q.shape[1], problem.sequences)
+        launch(
+            p_rows_kernel,
+            grid.programs,
+            grid,
+            operands.get("qk_recompute", "q"),
+            operands.get("qk_recompute", "k"),
+            operands.get("dp", "do"),
+            operands.get("dp", "v"),
+            operands.subtracted,
+            softcap,
+            lse2,
+            delta if spec.delta is Delta.FROM_P else None,
+            p_sums,
+            p_bound,
+            d_lse,
+            problem.lengths,
+            problem.scale * (LOG2_E if softcap.inverse is None else softcap.inverse),
+            KernelSizes.of(problem, tile.rows),
+            **tile.options,
+        )
+
+    candidates = tiles(
+        most_rows(padded(d)), padded(d), within=spec.block_q if spec.smoothing.q else None
+    )
+    what = f"row sums of P at head size {d}, block_q={spec.block_q} and block_k={spec.block_k}"
+    try_tiles(candidates, run, what)

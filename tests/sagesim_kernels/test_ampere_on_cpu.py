@@ -31,6 +31,10 @@ CALLS = {
     "maxima_that_grow": Call("sagebwd", 70, 260, scale=3.0),
     "factored_pv16_d128": Call("factored_pv16", 100, 200, d=128, is_causal=True),
     "factored_qk": Call("factored_qk", 130, 150, is_causal=True),
+    "scales_of_blocks": Call(
+        "factored_qk qk=int8@block,block qk_recompute=int8@block,block", 130, 100, scale=-0.3
+    ),
+    "another_s_in_the_forward": Call("factored_qk qk=bf16", 70, 100, scale=3.0),
     "codes_but_of_qk_d128": Call("factored_pv16 qk_recompute=bf16", 70, 100, d=128),
     "one_scale_but_of_dq_d128": Call("sagebwd dq=int8@tile_row,block_channel", 70, 100, d=128),
     "one_scale_but_of_dv_d128": Call("sagebwd dv=int8@tile_column,block", 70, 100, d=128),

@@ -94,6 +94,23 @@ def test_masks_and_sinks(runner: PtxRunner, name: str) -> None:
     assert {KERNELS[x] for x in kernels} <= set(found.kernels)
 
 
+def test_sums_of_dq_do_not_overflow_if_the_backward_has_another_s(runner: PtxRunner) -> None:
+    """S of the forward is 0. In the backward, K is rounded to INT8, and rows of P sum to 300."""
+    spec = AttentionSpec.parse("factored_qk qk=bf16 smooth=none")
+    generator = torch.Generator().manual_seed(1)
+    k = torch.randint(-45, 46, (1, 1, 512, 64), generator=generator)
+    k -= k.sum(-1, keepdim=True) // 64
+    k -= (torch.arange(64) < k.sum(-1, keepdim=True)).long()
+    signs = torch.randint(0, 2, (1, 1, 512, 1), generator=generator) * 2.0 - 1.0
+    ones = torch.ones(1, 1, 64, 64)
+    floats = {"q": 8 * ones, "k": k / 16, "v": signs.expand_as(k), "do": ones}
+    tensors = {name: x.bfloat16() for name, x in floats.items()}
+    found = runner.run(tensors, spec, scale=8.0, capability=HOPPER)
+    problem = Case(**tensors, scale=8.0)
+    emulated = assert_as_exact_as_the_emulator(found, problem, spec)
+    assert emulated.p_recompute.sum(-1).max() > 300
+
+
 IN_CODES = ("fp8_gradients smooth=none", "sagebwd smooth=none")
 """Calls with these specs are causal, so that few kernels are compiled."""
 

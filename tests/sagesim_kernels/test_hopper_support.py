@@ -96,11 +96,17 @@ SERVED_IN_FORWARD = {
     "two 16-bit formats": problem(with_precision(FACTORED_QK, Precision.FP16, "dv")),
     "blocks of 128 queries": problem(replace(FACTORED_QK, block_q=128)),
     "fp8_gradients": problem(FP8_GRADIENTS, d=128),
+    "K per token in the forward alone": problem(replace(FACTORED_QK, qk=FACTORED.qk)),
 }
-SERVED_IN_BACKWARD = {"PV in INT8": problem(replace(FACTORED_QK, pv=FACTORED.pv))}
+_QK_IN_16_BIT = with_precision(FACTORED_QK, Precision.FP16, "qk")
+SERVED_IN_BACKWARD = {
+    "PV in INT8": problem(replace(FACTORED_QK, pv=FACTORED.pv)),
+    "QK in 16 bit in the forward alone, d 192": problem(_QK_IN_16_BIT, d=192),
+}
 OTHERS = {
     "factored": problem(FACTORED),
     "fpa_fp16": problem(FPA_FP16),
+    "QK in 16 bit in the forward alone": problem(_QK_IN_16_BIT),  # units need row sums of P
     "K per token, d 192": problem(BY_TOKEN, d=192),
     "Q smoothed": problem(replace(FACTORED_QK, smoothing=Smoothing(q=True, k=True))),
     "blocks of 128 keys": problem(replace(FACTORED_QK, block_k=128)),

@@ -245,7 +245,7 @@ class TestTiles:
             yield Tile(exactly or min(rows, within or rows), 4, stages)
 
         monkeypatch.setattr("sagesim_kernels.portable.forward.tiles", tiles)
-        monkeypatch.setattr("sagesim_kernels.portable.preparation.tiles", tiles)
+        monkeypatch.setattr("sagesim_kernels.portable.p_rows.tiles", tiles)
         d_lse = torch.ones(case.q.shape[:-1], device=DEVICE)
         results = run_kernels(case, spec, d_lse=d_lse)
         traced = trace(*case.qkvdo, spec=spec, is_causal=case.is_causal)

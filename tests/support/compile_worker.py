@@ -42,8 +42,7 @@ TENSOR_MEMORY = 512
 # Modules whose kernels multiply no matrices.
 _PREPARATION = (
     "sagesim_kernels.operands.",
-    "sagesim_kernels.hopper.forward_preparation",
-    "sagesim_kernels.hopper.backward_preparation",
+    "sagesim_kernels.preparation.",
 )
 
 # An instruction that multiplies matrices, with its qualifiers.

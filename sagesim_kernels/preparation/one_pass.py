@@ -1,4 +1,4 @@
-"""What a backward for Hopper needs of keys and queries, computed in one pass over each.
+"""What a backward needs of keys and queries, in one pass over each, if QK alone is in codes.
 
 A program for a block of keys reads K and V once: it smooths and rounds K, and bounds both. After
 that, a program for a block of queries reads Q, O and dO once: it rounds Q, computes delta and the
@@ -10,6 +10,7 @@ units of dQ, and sets the sums of dQ to 0.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim.spec import AttentionSpec, Delta, Granularity, Precision
 from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
@@ -36,8 +38,6 @@ from sagesim_kernels.operands import (
     Strided,
     TokenBlocks,
     attended_bounds,
-    clear_tma_sums,
-    inverse_of,
     length_of,
     load_parts,
     load_rows,
@@ -55,8 +55,8 @@ from sagesim_kernels.operands import (
     stored_start_of,
     subtract_lse_gradient,
     units_of,
-    upper_lse2,
 )
+from sagesim_kernels.preparation.query_rows import start_rows
 
 _TYPES: Final = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -71,6 +71,25 @@ program. With more, fewer programs run on a multiprocessor at a time."""
 
 _REGISTERS_IN_PARTS: Final = 96
 """The same if a tile is in two tensors: with 80, more of them are spilled."""
+
+
+@lru_cache(maxsize=256)
+def has_one_pass(spec: AttentionSpec) -> bool:
+    """Return whether `prepare_backward_in_one_pass` prepares the backward of a spec.
+
+    QK is in INT8, its scales of K are of blocks, and all else is in one 16-bit format. The backward
+    recomputes the forward's S: otherwise the units of dQ need the row sums of P.
+    """
+    (sixteen, *others) = {spec.site(site).precision for site in ("dv", "dp", "dq", "dk")}
+    return (
+        spec.qk == spec.qk_recompute
+        and spec.qk.precision is Precision.INT8
+        and spec.qk.rhs is Granularity.PerBlock
+        and sixteen in DTYPES
+        and not others
+        and not spec.smoothing.q
+        and spec.delta is Delta.FROM_O
+    )
 
 
 class _Threads(NamedTuple):
@@ -125,23 +144,6 @@ def _rounded(parts, TYPE: tl.constexpr):
 
 
 @triton.jit
-def start_rows(dq_sums, row_stats, at, unit, row_lse2, row_delta, sizes):
-    """Clear the sums of dQ of a block of queries, and store its unit and row statistics.
-
-    The caller stores the first statistic, the factor of the logits. dq_sums: `DqSums`, with or
-    without memory. at: the first query in padded storage, over all heads.
-    """
-    local = tl.arange(0, sizes.BLOCK_Q)
-    if dq_sums.sums is not None:
-        clear_tma_sums(dq_sums, at, sizes)
-        tl.store(dq_sums.unit + at + local, unit)
-    stats = row_stats + at * 4 + local
-    tl.store(stats + sizes.BLOCK_Q, -upper_lse2(row_lse2))
-    tl.store(stats + 2 * sizes.BLOCK_Q, row_delta)
-    tl.store(stats + 3 * sizes.BLOCK_Q, inverse_of(unit))
-
-
-@triton.jit
 def prepare_queries_kernel(
     grid, q, o, do, q8, bounds, rounding, lse2, d_lse, delta, row_stats, dq_sums, lengths,
     scale_log2, growths, q_blocks, o_blocks, sizes, TYPE: tl.constexpr,
@@ -186,7 +188,7 @@ def prepare_queries_kernel(
     start_rows(dq_sums, row_stats, at, unit, row_lse2, row_delta, sizes)
 
 
-def prepare_backward(
+def prepare_backward_in_one_pass(
     problem: KernelProblem,
     operands: OperandCache,
     o: Tensor,
@@ -200,8 +202,8 @@ def prepare_backward(
 ) -> None:
     """Fill the codes of Q and K of qk_recompute, delta, the units and row statistics; clear sums.
 
-    operands: before any was rounded; `get` then returns the codes. tile: keys that a product of dQ
-    sums over. The others: see `launch_backward`.
+    operands: before Q and K were rounded; `get` then returns the codes. row_stats: see
+    `start_rows`. tile: keys that a product of dQ sums over. The others: see `prepare_backward`.
     """
     spec, lengths = problem.spec, problem.lengths
     matmul = spec.qk_recompute

@@ -1,4 +1,4 @@
-"""The numbers of each block of queries that the backward in codes loads by TMA."""
+"""The numbers of each query that a step of a backward loads, together in padded storage."""
 
 # Pyright takes the annotations of Triton's functions literally:
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -12,8 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
-from sagesim_kernels.hopper.backward_preparation import start_rows
-from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
@@ -27,8 +25,10 @@ from sagesim_kernels.operands import (
     Operand,
     Rows,
     RowStatistics,
+    clear_sums,
     compute_key_bounds,
     head_pointers,
+    inverse_of,
     length_of,
     load_channel_scales,
     load_rows,
@@ -37,6 +37,7 @@ from sagesim_kernels.operands import (
     program_coordinates,
     row_units,
     stored_start_of,
+    upper_lse2,
 )
 
 _CHANNELS_OF_A_WARP: Final = 16
@@ -44,6 +45,24 @@ _CHANNELS_OF_A_WARP: Final = 16
 
 _REGISTERS: Final = 64
 """At most so many for a thread. With more, fewer programs run on a multiprocessor at a time."""
+
+
+@triton.jit
+def start_rows(dq_sums, row_stats, at, unit, row_lse2, row_delta, sizes):
+    """Clear the sums of dQ of a block of queries, and store its unit and row statistics.
+
+    row_stats: float32 [blocks of all heads, 4, BLOCK_Q], in padded storage: the factor of the
+    logits, which the caller stores, -lse2, delta, and 1 / unit of dQ. dq_sums: `DqSums`, with or
+    without memory. at: the first query in padded storage, over all heads.
+    """
+    local = tl.arange(0, sizes.BLOCK_Q)
+    if dq_sums.sums is not None:
+        clear_sums(dq_sums, at, sizes)
+        tl.store(dq_sums.unit + at + local, unit)
+    stats = row_stats + at * 4 + local
+    tl.store(stats + sizes.BLOCK_Q, -upper_lse2(row_lse2))
+    tl.store(stats + 2 * sizes.BLOCK_Q, row_delta)
+    tl.store(stats + 3 * sizes.BLOCK_Q, inverse_of(unit))
 
 
 @triton.jit
@@ -56,9 +75,9 @@ def start_rows_kernel(
     Queries from the last one on have an infinite lse2, so that their P is 0.
 
     q, do: `Operand` of qk_recompute and dp. q_right, do_right: right operands of dK and dV. bounds,
-    p_sums, growths: see `row_units`. row_stats: see `ROW_STATS`. channel_scales: float32 [heads *
-    blocks, 2, D_PAD], the scales of do_right and q_right. KEYS_PER_SCALE: keys that share a scale
-    of K in qk_recompute.
+    p_sums, growths: see `row_units`. row_stats: see `start_rows`. channel_scales: float32 [heads *
+    blocks, 2, D_PAD], the scales of do_right and q_right, or None. KEYS_PER_SCALE: keys that share
+    a scale of K in qk_recompute; None in 16 bit.
     """
     wait_for_earlier_kernels()
     block, h, b = program_coordinates(grid)
@@ -79,19 +98,20 @@ def start_rows_kernel(
         q, do, bounds, p_sums, lengths, b, h, first, row_lse2, row_delta, tl.abs(scale_log2),
         growths, sizes,
     )  # fmt: skip
-    _, do_scales = head_pointers(do_right, lengths.cu_q, lengths.n_q, b, h)
-    _, qr_scales = head_pointers(q_right, lengths.cu_q, lengths.n_q, b, h)
-    of_do = load_channel_scales(do_right, do_scales, first, sizes.DV, sizes.DV_PAD)
-    of_q = load_channel_scales(q_right, qr_scales, first, sizes.D, sizes.D_PAD)
-    column = tl.arange(0, sizes.D_PAD)
-    scales = channel_scales + at // sizes.BLOCK_Q * (2 * sizes.D_PAD)
-    tl.store(scales + column, tl.broadcast_to(of_do, (sizes.DV_PAD,)))
-    tl.store(scales + sizes.D_PAD + column, tl.broadcast_to(of_q, (sizes.D_PAD,)))
+    if channel_scales is not None:
+        _, do_scales = head_pointers(do_right, lengths.cu_q, lengths.n_q, b, h)
+        _, qr_scales = head_pointers(q_right, lengths.cu_q, lengths.n_q, b, h)
+        of_do = load_channel_scales(do_right, do_scales, first, sizes.DV, sizes.DV_PAD)
+        of_q = load_channel_scales(q_right, qr_scales, first, sizes.D, sizes.D_PAD)
+        column = tl.arange(0, sizes.D_PAD)
+        scales = channel_scales + at // sizes.BLOCK_Q * (2 * sizes.D_PAD)
+        tl.store(scales + column, tl.broadcast_to(of_do, (sizes.DV_PAD,)))
+        tl.store(scales + sizes.D_PAD + column, tl.broadcast_to(of_q, (sizes.D_PAD,)))
     tl.store(row_stats + at * 4 + tl.arange(0, sizes.BLOCK_Q), factor)
     start_rows(dq_sums, row_stats, at, unit, row_lse2, row_delta, sizes)
 
 
-def start_rows_in_codes(
+def compute_query_rows(
     problem: KernelProblem,
     operands: dict[str, Operand],
     k_mean: Means | None,
@@ -100,20 +120,22 @@ def start_rows_in_codes(
     dq_sums: DqSums,
     ds_bound: Rows | None,
     *,
-    q_right: Operand,
-    do_right: Operand,
+    tile: int,
     row_stats: Tensor,
-    channel_scales: Tensor,
+    q_right: Operand | None = None,
+    do_right: Operand | None = None,
+    channel_scales: Tensor | None = None,
 ) -> None:
-    """Do what `compute_units` does, clear the sums, and fill row_stats and channel_scales.
+    """Do what `compute_units` does, and fill row_stats and channel_scales.
 
-    See `start_rows_kernel`. There is no softcap, and no scale from a bound.
+    See `start_rows_kernel`. There is no softcap, and no scale from a bound. tile: keys that a
+    product of dQ sums over.
     """
     assert k_mean is None
     assert ds_bound is None
     q, k = operands["q"], operands["k"]
-    block = BLOCK_Q.value
-    bounds = compute_key_bounds(problem, operands, tile=TILE_K.value)
+    block = problem.spec.block_q
+    bounds = compute_key_bounds(problem, operands, tile=tile)
     grid = Grid(-(-problem.longest_q // block), problem.q.shape[1], problem.sequences)
     launch(
         start_rows_kernel,

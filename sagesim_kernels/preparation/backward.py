@@ -1,4 +1,4 @@
-"""What a backward computes before the gradients: delta, row sums of P, and the units of dQ."""
+"""What a backward computes before the gradients, for every spec: delta, row sums, units of dQ."""
 
 from __future__ import annotations
 
@@ -8,26 +8,18 @@ import torch
 from torch import Tensor
 
 from sagesim.spec import AttentionSpec, Delta
-from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
-    LOG2_E,
     DqSums,
-    Grid,
     KernelProblem,
-    KernelSizes,
     OperandCache,
     Rows,
     RowScales,
     RowStatistics,
-    Softcap,
     compute_delta_from_o,
     compute_ds_bounds,
     compute_units,
     has_row_bound,
-    padded,
 )
-from sagesim_kernels.portable.p_rows import p_rows_kernel
-from sagesim_kernels.portable.tiles import Tile, most_rows, tiles, try_tiles
 
 
 def prepare_backward(
@@ -120,52 +112,3 @@ def has_same_codes(spec: AttentionSpec) -> bool:
     """Return whether dS has the same codes, with scales from bounds, for dQ and dK."""
     of_both = has_row_bound(spec, "dq") and has_row_bound(spec, "dk")
     return of_both and spec.dq.precision is spec.dk.precision
-
-
-def launch_p_rows(
-    problem: KernelProblem,
-    operands: OperandCache,
-    statistics: RowStatistics,
-    d_lse: Rows | None,
-    softcap: Softcap,
-    p_bound: Rows | None,
-    p_sums: Rows,
-) -> None:
-    """Fill p_sums with the row sums of P, and statistics.delta if delta comes from P.
-
-    p_bound: filled with the largest P of each row, unless it is None.
-
-    Raises:
-        ValueError: if the device has too little shared memory for the spec's blocks.
-    """
-    lse2, delta = statistics
-    spec, d = problem.spec, problem.q.shape[3]
-
-    def run(tile: Tile) -> None:
-        grid = Grid(-(-problem.longest_q // tile.rows), problem.q.shape[1], problem.sequences)
-        launch(
-            p_rows_kernel,
-            grid.programs,
-            grid,
-            operands.get("qk_recompute", "q"),
-            operands.get("qk_recompute", "k"),
-            operands.get("dp", "do"),
-            operands.get("dp", "v"),
-            operands.subtracted,
-            softcap,
-            lse2,
-            delta if spec.delta is Delta.FROM_P else None,
-            p_sums,
-            p_bound,
-            d_lse,
-            problem.lengths,
-            problem.scale * (LOG2_E if softcap.inverse is None else softcap.inverse),
-            KernelSizes.of(problem, tile.rows),
-            **tile.options,
-        )
-
-    candidates = tiles(
-        most_rows(padded(d)), padded(d), within=spec.block_q if spec.smoothing.q else None
-    )
-    what = f"row sums of P at head size {d}, block_q={spec.block_q} and block_k={spec.block_k}"
-    try_tiles(candidates, run, what)

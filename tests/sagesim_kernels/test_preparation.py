@@ -1,4 +1,4 @@
-"""The fused preparation of Hopper's backward computes what the kernels for one job each compute."""
+"""The fused preparations compute what the kernels for one job each compute."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sagesim import FACTORED_QK, Smoothing
-from sagesim_kernels.hopper import forward_preparation
-from sagesim_kernels.hopper.backward_preparation import prepare_backward
+from sagesim import FACTORED_QK, AttentionSpec, Smoothing
 from sagesim_kernels.hopper.capped_logits import DsSums
 from sagesim_kernels.hopper.capped_rows import prepare_capped_backward, sums_of_ds
-from sagesim_kernels.hopper.forward_preparation import prepare_forward
 from sagesim_kernels.operands import (
     NO_EXTRAS,
     DqSums,
@@ -31,7 +28,14 @@ from sagesim_kernels.operands import (
     compute_logit_shift,
     compute_units,
 )
+from sagesim_kernels.operands.dq_sums import BY_TMA
 from sagesim_kernels.ops import _resolve
+from sagesim_kernels.preparation import forward as forward_preparation
+from sagesim_kernels.preparation import (
+    has_one_pass,
+    prepare_backward_in_one_pass,
+    prepare_forward,
+)
 from tests.support.assertions import assert_bitwise
 from tests.support.kernels import DEVICE, HERE
 
@@ -190,6 +194,33 @@ def test_any_strides_give_the_same_codes(view):
     check(65, 130, dtype=torch.bfloat16, mask="full", has_d_lse=False, view=view)
 
 
+def test_blocks_of_queries_that_share_a_scale():
+    words = "qk=int8@block,block qk_recompute=int8@block,block"
+    check(130, 70, dtype=torch.bfloat16, mask="lower_right", has_d_lse=True, words=words)
+
+
+def test_all_sums_to_which_threads_add_are_cleared():
+    check(70, 130, dtype=torch.bfloat16, mask="full", has_d_lse=False, are_added_by_tma=False)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "qk=bf16",
+        "qk=int8@token,token",
+        "qk=int8@token,token qk_recompute=int8@token,token",
+        "qk=bf16 qk_recompute=bf16",
+        "dv=int8@tile_column,block",
+        "dp=fp16",
+        "dq=fp16",
+        "delta=p",
+        "smooth=qk",
+    ],
+)
+def test_what_is_not_prepared_in_one_pass(words):
+    assert not has_one_pass(_resolve(f"factored_qk {words}", torch.bfloat16))
+
+
 def viewed(x: Tensor, view: str) -> Tensor:
     """Return the numbers of x [batch, heads, tokens, channels] with other strides."""
     _, heads, n, d = x.shape
@@ -234,7 +265,7 @@ def check_forward(
     for multiprocessors in (1, 132):  # two programs share a head of K if heads are fewer
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(forward_preparation, "multiprocessor_count", lambda n=multiprocessors: n)
-            found = prepare_forward(KernelProblem.of(q, k, v, **options))
+            found = prepare_forward(KernelProblem.of(q, k, v, **options), stored=False)
         assert found.k_mean is not None and expected.k_mean is not None
         assert_bitwise(actual=found.k_mean.ptr, expected=expected.k_mean.ptr, what="mean of K")
         check_codes(found, expected, problem, "qk")
@@ -252,6 +283,8 @@ def check(
     more: Extras = NO_EXTRAS,
     view: str = "",
     is_smooth: bool = True,
+    words: str = "",
+    are_added_by_tma: bool = True,
 ) -> None:
     plain = [
         tokens(batch, heads, n, d, dtype=dtype, seed=seed)
@@ -259,9 +292,13 @@ def check(
             [(4, n_q, D), (2, n_k, D), (2, n_k, D_V), (4, n_q, D_V), (4, n_q, D_V)]
         )
     ]
-    spec = FACTORED_QK if is_smooth else replace(FACTORED_QK, smoothing=Smoothing())
+    spec = AttentionSpec.parse(f"factored_qk {words}")
+    if not is_smooth:
+        spec = replace(spec, smoothing=Smoothing())
+    spec = _resolve(spec.label(), dtype)
+    assert has_one_pass(spec)
     options: dict[str, Any] = {
-        "spec": _resolve(spec.label(), dtype),
+        "spec": spec,
         "scale": 0.2,
         **MASKS[mask],
         "packing": packing,
@@ -280,7 +317,10 @@ def check(
         *qkv, o, do = (viewed(x, view) for x in plain) if is_fused else plain
         problem = KernelProblem.of(*qkv, **options)
         statistics = RowStatistics(Rows.of(lse2), Rows.of(filled((batch, 4, n_q))))
-        sums = DqSums.by_tma(problem, 64)
+        if are_added_by_tma:
+            sums = DqSums.by_tma(problem, 64)
+        else:
+            sums = DqSums.by_threads(problem, 64, 64, 4)
         sums.sums.fill_(-7)
         sums.unit.fill_(-7.0)
         operands = OperandCache(problem, do, k_mean=mean)
@@ -291,7 +331,7 @@ def check(
                 shifts, ds_sums = prepare_capped_backward(*given, softcap, tile=64)
                 check_capped_rows(shifts, ds_sums, shift, statistics, problem)
             else:
-                prepare_backward(*given, tile=64)
+                prepare_backward_in_one_pass(*given, tile=64)
             check_row_stats(row_stats, statistics, sums, operands, problem)
         else:
             operands.quantize("qk_recompute")
@@ -374,14 +414,17 @@ def check_row_stats(
 ) -> None:
     """Check the statistics, in blocks of 64 queries, and that the sums are 0."""
     rows = stored_rows(problem.q, problem.cu_q)
-    scale = operands.get("qk_recompute", "q").scale[..., 0][:, rows]
+    q8 = operands.get("qk_recompute", "q")
+    scale = q8.scale[..., 0][:, rows // q8.TOKENS.value]
     blocks = row_stats.view(4, -1, 4, 64)[:, rows[::64] // 64]
     cap = problem.extras.softcap
     of_all = 0.2 * (1.4426950408889634 if cap is None else 1 / cap)
     factor = scale * torch.tensor(of_all, device=DEVICE)
     assert_bitwise(actual=blocks[:, :, 0].flatten(1), expected=factor, what="factors")
     assert_bitwise(actual=blocks[:, :, 3].flatten(1), expected=1 / sums.unit[:, rows], what="units")
-    summed = 64 * -(-problem.q.shape[3] // 8) * 8  # of a block; padding channels come last
+    summed = 64 * 64
+    if sums.ORDER.value == BY_TMA.value:  # padding channels, which have no sum, come last
+        summed = 64 * -(-problem.q.shape[3] // 8) * 8
     of_blocks = sums.sums.view(4, sums.tokens // 64, -1)[:, rows[::64] // 64]
     assert not bool(of_blocks[..., :summed].any())
     if problem.cu_q is None:

@@ -1,4 +1,4 @@
-"""The operands of a forward for Hopper: Q and K in codes, computed in few passes over each.
+"""The operands of a forward: Q and K in codes, computed in few passes over each.
 
 A program for a part of a head of K computes the mean of the head and rounds its part, and a program
 for some blocks of Q rounds these, in one launch. K is read twice, the second time from the cache.
@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
-from sagesim_kernels.hopper.support import BLOCK, has_to_copy, is_wide
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
@@ -39,6 +38,12 @@ from sagesim_kernels.target import multiprocessor_count
 
 _MOST_BYTES: Final = 128 * 1024
 """Of a head of K that one program prepares. It takes as long as it waits for memory."""
+
+_MOST_CHANNELS: Final = 128
+"""Of a head of K that one program prepares."""
+
+_QUERIES: Final = 64
+"""Queries of a block: each has a scale of its own, or all of a block of the spec share one."""
 
 _ELEMENTS_AT_ONCE: Final = 16384
 """Elements of K or Q that a program loads at once."""
@@ -132,14 +137,17 @@ def prepare_forward_kernel(
         _round_queries(q, q8, q_rounding, lengths, part, h, b, q_blocks, COUNT)
 
 
-def prepare_forward(problem: KernelProblem) -> OperandCache:
-    """Return the operands of a forward. Q and K are codes; K is smoothed if the spec says so."""
-    spec, sequences, stored = problem.spec, problem.sequences, has_to_copy(problem, queries=False)
+def prepare_forward(problem: KernelProblem, *, stored: bool) -> OperandCache:
+    """Return the operands of a forward. Q and K are codes; K is smoothed if the spec says so.
+
+    The scales of Q are of single queries, or of blocks of 64. stored: see `OperandCache`.
+    """
+    spec, sequences = problem.spec, problem.sequences
     heads, d = problem.k.shape[1], problem.k.shape[3]
     blocks = triton.next_power_of_2(-(-problem.longest_k // spec.block_k))
     block = spec.block_k * padded(d)
     is_long = blocks * block * problem.k.element_size() > _MOST_BYTES
-    if not spec.smoothing.k or is_long or is_wide(problem):
+    if not spec.smoothing.k or is_long or padded(d) > _MOST_CHANNELS:
         operands = OperandCache(problem, stored=stored)
         operands.quantize("qk")
         return operands
@@ -147,7 +155,7 @@ def prepare_forward(problem: KernelProblem) -> OperandCache:
     operands = OperandCache(problem, k_mean=mean, stored=stored)
     (q8, q), (k8, k) = (operands.reserve("qk", x) for x in ("q", "k"))
     count = min(blocks, _ELEMENTS_AT_ONCE // block)
-    q_grid = Grid(-(-problem.longest_q // (count * BLOCK)), q.x.shape[1], sequences)
+    q_grid = Grid(-(-problem.longest_q // (count * _QUERIES)), q.x.shape[1], sequences)
     parts, elements_of_a_warp = 1, _ELEMENTS_OF_A_WARP
     if _PARTS * heads * sequences <= multiprocessor_count():
         parts, elements_of_a_warp = _PARTS, _ELEMENTS_OF_A_WARP_OF_PARTS
@@ -165,7 +173,7 @@ def prepare_forward(problem: KernelProblem) -> OperandCache:
         Rounding.of(spec, "q", spec.qk.precision),
         Rounding.of(spec, "k", spec.qk.precision),
         problem.lengths,
-        TokenBlocks.of(False, d, padded(d), BLOCK),  # each query has its own scale
+        TokenBlocks.of(False, d, padded(d), _QUERIES),
         TokenBlocks.of(True, d, padded(d), spec.block_k),
         count,
         num_warps=max(count * block // elements_of_a_warp, 4),

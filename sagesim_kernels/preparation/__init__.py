@@ -1,0 +1,21 @@
+"""What a forward and a backward compute of their operands before they multiply them."""
+
+from sagesim_kernels.preparation.backward import (
+    compute_row_scales,
+    has_same_codes,
+    prepare_backward,
+)
+from sagesim_kernels.preparation.forward import prepare_forward
+from sagesim_kernels.preparation.one_pass import has_one_pass, prepare_backward_in_one_pass
+from sagesim_kernels.preparation.query_rows import compute_query_rows, start_rows
+
+__all__ = [
+    "compute_query_rows",
+    "compute_row_scales",
+    "has_one_pass",
+    "has_same_codes",
+    "prepare_backward",
+    "prepare_backward_in_one_pass",
+    "prepare_forward",
+    "start_rows",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -182,7 +182,7 @@ def _checked(
         spec,
         is_causal=is_causal,
         causal_alignment=causal_alignment,
-        queries_and_keys=(q.shape[-2], k.shape[-2]),
+        cu_seqlens=None,
         window=window,
         sinks=sinks,
         softcap=softcap,
@@ -207,7 +207,7 @@ def _checked_call(
     *,
     is_causal: bool,
     causal_alignment: CausalAlignment | None,
-    queries_and_keys: tuple[Any, Any],
+    cu_seqlens: tuple[Tensor, Tensor] | None,
     window: tuple[int, int],
     sinks: Tensor | None,
     softcap: float | None,
@@ -216,12 +216,13 @@ def _checked_call(
 ) -> Call:
     """Check arguments of `attention` and `attention_varlen`, and return their call.
 
-    The call is dense and without padding. queries_and_keys: see `check_alignment`.
+    The call is dense and without padding. cu_seqlens: of queries and of keys, if they are packed.
     """
     check_call(q, k, v, spec, enable_gqa=enable_gqa)
     check_flag("is_causal", is_causal)
     check_window(window)
-    check_alignment(causal_alignment, window, *queries_and_keys)
+    queries, keys = cu_seqlens or (q.shape[-2], k.shape[-2])
+    check_alignment(causal_alignment, window, queries, keys)
     check_sinks(sinks, q)
     check_softcap(softcap)
     return Call(
@@ -311,7 +312,7 @@ def attention_varlen(
         spec,
         is_causal=is_causal,
         causal_alignment=causal_alignment,
-        queries_and_keys=(cu_seqlens_q, cu_seqlens_k),
+        cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
         window=window,
         sinks=sinks,
         softcap=softcap,

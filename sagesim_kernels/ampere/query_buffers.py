@@ -111,9 +111,11 @@ def copy_queries(
         do_right, dor_base, dor_scales, first, lowest, last, buffers.do_right,
         buffers.do_scales, stage, CONFIG.do_right, sizes.DV,
     )  # fmt: skip
-    at = h.to(gl.int64) * dq_sums.tokens + stored_start_of(cu, n, b) + first // BLOCK * BLOCK
+    of_sequence = row_stats + (h.to(gl.int64) * dq_sums.tokens + stored_start_of(cu, n, b)) * STATS
+    in_block = first & (BLOCK - 1) if CONFIG.queries < BLOCK else 0
+    at = (first - in_block) * STATS + in_block
     stats = reinterpret(
         buffers.row_stats, gl.float32, [CONFIG.stages, STATS, CONFIG.queries], VECTORS
     )
-    copy_vectors(row_stats + at * STATS + first % BLOCK, BLOCK, stats.index(stage))
+    copy_vectors(of_sequence + at, BLOCK, stats.index(stage))
     async_copy.commit_group()

@@ -492,8 +492,7 @@ def test_fusion_is_detected(newest: Compiler) -> None:
 def test_fp64_is_only_in_sums_over_what_the_caller_laid_out(newest: Compiler) -> None:
     """Means, delta, and norms for the units of dQ: the order of these sums depends on strides."""
     kernels = newest.compile("factored_pv16", 80)
-    summing = {"sum_chunks_kernel", "divide_sums_kernel", "delta_kernel"}
-    summing |= {"key_bounds_kernel", "units_kernel"}
+    summing = {"prepare_forward_kernel", "delta_kernel", "key_bounds_kernel", "start_rows_kernel"}
     assert {k.name for k in kernels if k.has_fp64} == summing
 
 

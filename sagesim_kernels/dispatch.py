@@ -65,9 +65,8 @@ def forward(
         is_for_mma_sync = trace is None and ampere.serves_forward(problem)
         stored = is_for_mma_sync and ampere.has_to_copy(problem)
         if operands is None or stored:
-            has_codes = problem.spec.qk.precision is Precision.INT8
-            if is_for_mma_sync and has_codes:
-                operands = prepare_forward(problem, stored=stored)
+            if is_for_mma_sync and problem.spec.qk.precision is Precision.INT8:
+                operands = prepare_forward(problem, "pv", stored=stored)
             else:
                 operands = OperandCache(problem, stored=stored)
         if trace is None and hopper.serves_forward_in_codes(problem):

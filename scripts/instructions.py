@@ -107,6 +107,7 @@ def our_rows(compiler: Compiler, capabilities: list[int]) -> Iterator[dict[str, 
                         head_size=head_size,
                         is_causal=is_causal,
                         tokens=TOKENS,
+                        preparation=False,
                         loops=True,
                     ):
                         is_left_out = kernel.package == HOPPER or kernel.name == FAILED_ROWS

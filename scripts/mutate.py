@@ -804,10 +804,10 @@ BUGS = (
     Bug(
         "stale stride: dO taken for contiguous",
         "dispatch.py",
-        "        operands.quantize(*_BACKWARD)",
-        "        do = do.as_strided(do.shape, torch.empty(do.shape).stride())\n"
-        "        operands = OperandCache(problem, do, k_mean=result.k_mean)\n"
-        "        operands.quantize(*_BACKWARD)",
+        "            operands.quantize(*_BACKWARD)",
+        "            do = do.as_strided(do.shape, torch.empty(do.shape).stride())\n"
+        "            operands = OperandCache(problem, do, k_mean=result.k_mean)\n"
+        "            operands.quantize(*_BACKWARD)",
     ),
     Bug(
         "rows that have not failed are computed again, and stored",

@@ -309,7 +309,7 @@ def ampere_backward(
                     factor = _rows_of_blocks(factor * k_scale[:, None], ST)
                 else:
                     s = s * (k_scale * 0.0009765625)[:, None]
-                    factor = _row_stats(buffers, stage, 0, COLUMNS)[None, :]  # times 1024
+                    factor = _row_stats(buffers, stage, 0, COLUMNS)[None, :]  # 1024 is in it
                 s = scaled_sum(s, factor, _row_stats(buffers, stage, 1, COLUMNS)[None, :])
                 if PART != 1:
                     visible = visible_queries(lengths, queries, first_query, last_query)

@@ -26,7 +26,7 @@ from sagesim_kernels.gluon_compat import reinterpret
 from sagesim_kernels.operands import head_pointers, live_queries, stored_start_of
 
 STATS = gl.constexpr(4)
-"""Numbers of a query; see `preparation.start_rows`."""
+"""How many numbers each query has; see `preparation.start_rows`."""
 
 
 class QueryBuffers(NamedTuple):
@@ -112,8 +112,8 @@ def copy_queries(
         buffers.do_scales, stage, CONFIG.do_right, sizes.DV,
     )  # fmt: skip
     of_sequence = row_stats + (h.to(gl.int64) * dq_sums.tokens + stored_start_of(cu, n, b)) * STATS
-    in_block = first & (BLOCK - 1) if CONFIG.queries < BLOCK else 0
-    at = (first - in_block) * STATS + in_block
+    step = block & (BLOCK // CONFIG.queries - 1)  # of its block of the spec
+    at = (block - step) * (CONFIG.queries * STATS) + step * CONFIG.queries
     stats = reinterpret(
         buffers.row_stats, gl.float32, [CONFIG.stages, STATS, CONFIG.queries], VECTORS
     )

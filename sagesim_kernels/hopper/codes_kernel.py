@@ -86,7 +86,7 @@ def hopper_codes_backward(
     Args:
         q8, k8, v, do: TMA descriptors of the operands of qk_recompute and dp.
         q_right, do_right, k_right: TMA descriptors of the right operands of dK, dV and dQ.
-        row_stats, channel_scales: TMA descriptors, see `codes_rows`.
+        row_stats, channel_scales: TMA descriptors, see `preparation.compute_query_rows`.
         ratios: TMA descriptor, see `fp8_rows`; None in INT8.
         k, kr: `Operand` of K of qk_recompute and dq, for their scales.
         dk, dv: `Strided` of [sequences, heads * CONFIG.splits, keys, channels].

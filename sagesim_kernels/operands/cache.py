@@ -115,13 +115,16 @@ class OperandCache:
     def reserve(self, site: str, tensor: str) -> tuple[Operand, TokenTensor]:
         """Return memory for the codes that `site` has for a tensor, and what to round.
 
-        The caller's kernel fills the memory, with `store_block`. `get` returns it from now on.
+        The caller's kernel fills the memory, with `store_block`. `get` returns it from now on. If
+        the tensor was rounded before, the kernel stores the same codes to the same memory.
         """
         code, source = self._code(site, tensor), self._source(tensor)
-        assert code not in self._codes and not code.folded
-        found = memory_of_codes(source, code.precision, code.granularity, code.contract_tokens)
-        self._codes[code] = found
-        return found, source
+        assert not code.folded
+        if code not in self._codes:
+            self._codes[code] = memory_of_codes(
+                source, code.precision, code.granularity, code.contract_tokens
+            )
+        return self._codes[code], source
 
     def get(self, site: str, tensor: str) -> Operand:
         """Return q, k, v or do in the format that `site` has for it."""

@@ -137,10 +137,11 @@ def prepare_forward_kernel(
         _round_queries(q, q8, q_rounding, lengths, part, h, b, q_blocks, COUNT)
 
 
-def prepare_forward(problem: KernelProblem, *, stored: bool) -> OperandCache:
+def prepare_forward(problem: KernelProblem, *others: str, stored: bool) -> OperandCache:
     """Return the operands of a forward. Q and K are codes; K is smoothed if the spec says so.
 
-    The scales of Q are of single queries, or of blocks of 64. stored: see `OperandCache`.
+    The scales of Q are of single queries, or of blocks of 64. others: sites whose operands are
+    rounded as well. stored: see `OperandCache`.
     """
     spec, sequences = problem.spec, problem.sequences
     heads, d = problem.k.shape[1], problem.k.shape[3]
@@ -149,7 +150,7 @@ def prepare_forward(problem: KernelProblem, *, stored: bool) -> OperandCache:
     is_long = blocks * block * problem.k.element_size() > _MOST_BYTES
     if not spec.smoothing.k or is_long or padded(d) > _MOST_CHANNELS:
         operands = OperandCache(problem, stored=stored)
-        operands.quantize("qk")
+        operands.quantize("qk", *others)
         return operands
     mean = problem.k.new_empty((sequences, heads, 1, d), dtype=torch.float32)
     operands = OperandCache(problem, k_mean=mean, stored=stored)
@@ -179,4 +180,5 @@ def prepare_forward(problem: KernelProblem, *, stored: bool) -> OperandCache:
         num_warps=max(count * block // elements_of_a_warp, 4),
         **LAUNCH,
     )
+    operands.quantize(*others)
     return operands

@@ -78,7 +78,8 @@ def has_one_pass(spec: AttentionSpec) -> bool:
     """Return whether `prepare_backward_in_one_pass` prepares the backward of a spec.
 
     QK is in INT8, its scales of K are of blocks, and all else is in one 16-bit format. The backward
-    recomputes the forward's S: otherwise the units of dQ need the row sums of P.
+    recomputes the forward's S: otherwise the units of dQ need the row sums of P. The caller checks
+    the blocks, the head sizes and that there is no softcap.
     """
     (sixteen, *others) = {spec.site(site).precision for site in ("dv", "dp", "dq", "dk")}
     return (
@@ -153,7 +154,7 @@ def prepare_queries_kernel(
     Queries behind the last one of a sequence get statistics that make P 0.
 
     q, o, do: `Strided`. q8: `Operand` of qk_recompute. bounds: `KeyBounds`. lse2, d_lse, delta:
-    `Rows`. row_stats: see `ROW_STATS`, in padded storage. dq_sums: `DqSums`. growths: `Growths`.
+    `Rows`. row_stats: see `start_rows`. dq_sums: `DqSums`. growths: `Growths`.
     q_blocks, o_blocks: `TokenBlocks` of the spec. TYPE: the 16-bit type of dp.
     """
     wait_for_earlier_kernels()
@@ -200,10 +201,10 @@ def prepare_backward_in_one_pass(
     *,
     tile: int,
 ) -> None:
-    """Fill the codes of Q and K of qk_recompute, delta, the units and row statistics; clear sums.
+    """Round Q and K of qk_recompute; fill delta, units and row statistics; set the sums to 0.
 
-    operands: before Q and K were rounded; `get` then returns the codes. row_stats: see
-    `start_rows`. tile: keys that a product of dQ sums over. The others: see `prepare_backward`.
+    row_stats: see `start_rows`. tile: keys that a product of dQ sums over. The others: see
+    `prepare_backward`. There is no softcap, and head sizes are from 33 to 128.
     """
     spec, lengths = problem.spec, problem.lengths
     matmul = spec.qk_recompute

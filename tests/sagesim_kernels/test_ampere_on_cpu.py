@@ -63,6 +63,16 @@ def test_results_are_as_exact_as_the_emulators(runner: PtxRunner, name: str) -> 
     assert {"ampere_forward", "ampere_backward"} <= set(found.kernels)
 
 
+def test_operands_that_the_forward_kept(runner: PtxRunner) -> None:
+    """As in `trace`."""
+    call = Call("factored_qk", 130, 100)
+    spec, tensors = AttentionSpec.parse(call.spec), call.tensors()
+    kept, anew = (runner.run(tensors, spec, keeps_operands=x) for x in (True, False))
+    assert {"ampere_forward", "ampere_backward"} <= set(kept.kernels)
+    for name in ("o", "dq", "dk", "dv"):
+        assert_bitwise(actual=getattr(kept, name), expected=getattr(anew, name), what=name)
+
+
 MASKED_CALLS = {
     "window": Call("factored_qk delta=p", 140, 200, window=(50, 10), lower_right=True, heads=2),
     "window_of_codes_d128": Call(

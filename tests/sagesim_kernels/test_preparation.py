@@ -30,8 +30,8 @@ from sagesim_kernels.operands import (
 )
 from sagesim_kernels.operands.dq_sums import BY_TMA
 from sagesim_kernels.ops import _resolve
-from sagesim_kernels.preparation import forward as forward_preparation
 from sagesim_kernels.preparation import (
+    forward,
     has_one_pass,
     prepare_backward_in_one_pass,
     prepare_forward,
@@ -264,7 +264,7 @@ def check_forward(
     q, k, v = (viewed(x, view) for x in (q, k, v))
     for multiprocessors in (1, 132):  # two programs share a head of K if heads are fewer
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(forward_preparation, "multiprocessor_count", lambda n=multiprocessors: n)
+            patch.setattr(forward, "multiprocessor_count", lambda n=multiprocessors: n)
             found = prepare_forward(KernelProblem.of(q, k, v, **options), stored=False)
         assert found.k_mean is not None and expected.k_mean is not None
         assert_bitwise(actual=found.k_mean.ptr, expected=expected.k_mean.ptr, what="mean of K")

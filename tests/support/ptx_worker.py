@@ -64,6 +64,7 @@ class PtxRunner:
         window: tuple[int, int] = (-1, -1),
         capability: int = 80,
         removes_barriers: bool = False,
+        keeps_operands: bool = False,
     ) -> KernelRun:
         """Run a forward and its backward.
 
@@ -73,6 +74,7 @@ class PtxRunner:
         lower_right: how the causal mask is aligned.
         capability: compute capability of the GPU for which the kernels are compiled, of those in
             `compile_worker.SHARED_MEMORY`. Tiles depend on its shared memory.
+        keeps_operands: the backward gets the operands that the forward rounded, as in a trace.
         removes_barriers: find the races of the backward without its barriers. This spoils dq.
         """
         files = {name: str(self._folder / f"{name}.pt") for name in ("arguments", "results")}
@@ -86,6 +88,7 @@ class PtxRunner:
             "window": window,
             "capability": capability,
             "removes_barriers": removes_barriers,
+            "keeps_operands": keeps_operands,
         }
         print(json.dumps(request), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
@@ -108,6 +111,7 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
         Extras,
         Gradients,
         KernelProblem,
+        OperandCache,
         Packing,
         natural_lse,
     )
@@ -130,10 +134,12 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
         extras=Extras(window=tuple(request["window"]), **tensors),
     )
     o = torch.empty_like(do)
-    result = forward(problem, o)
+    operands = OperandCache(problem, do) if request["keeps_operands"] else None
+    result = forward(problem, o, operands=operands)
     grads = Gradients(*map(torch.empty_like, (q, k, v)))
     is_from_o = problem.spec.delta is Delta.FROM_O
-    d_sinks, delta = backward(problem, do, d_lse, o if is_from_o else None, result, grads)
+    o_of_delta = o if is_from_o else None
+    d_sinks, delta = backward(problem, do, d_lse, o_of_delta, result, grads, operands=operands)
     lse = natural_lse(problem, result)
     return {"o": o, "lse": lse, "delta": delta, "d_sinks": d_sinks, **grads._asdict()}
 

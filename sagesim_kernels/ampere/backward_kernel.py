@@ -308,8 +308,9 @@ def ampere_backward(
                     factor = _row_stats(buffers, stage, 0, IN_BLOCK)[None, :]
                     factor = _rows_of_blocks(factor * k_scale[:, None], ST)
                 else:
+                    # 1 / 1024 here and 1024 in the factor: see `operands.apply_k_scale`.
                     s = s * (k_scale * 0.0009765625)[:, None]
-                    factor = _row_stats(buffers, stage, 0, COLUMNS)[None, :]  # 1024 is in it
+                    factor = _row_stats(buffers, stage, 0, COLUMNS)[None, :]
                 s = scaled_sum(s, factor, _row_stats(buffers, stage, 1, COLUMNS)[None, :])
                 if PART != 1:
                     visible = visible_queries(lengths, queries, first_query, last_query)

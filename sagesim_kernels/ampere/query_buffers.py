@@ -112,7 +112,7 @@ def copy_queries(
         buffers.do_scales, stage, CONFIG.do_right, sizes.DV,
     )  # fmt: skip
     of_sequence = row_stats + (h.to(gl.int64) * dq_sums.tokens + stored_start_of(cu, n, b)) * STATS
-    step = block & (BLOCK // CONFIG.queries - 1)  # of its block of the spec
+    step = block & (BLOCK // CONFIG.queries - 1)  # which step of its 64 queries
     at = (block - step) * (CONFIG.queries * STATS) + step * CONFIG.queries
     stats = reinterpret(
         buffers.row_stats, gl.float32, [CONFIG.stages, STATS, CONFIG.queries], VECTORS

@@ -33,22 +33,19 @@ from sagesim_kernels.operands import (
     Rows,
     RowScales,
     RowStatistics,
-    clear_sums,
     compute_delta_from_o,
     compute_key_bounds,
-    head_pointers,
     inverse_of,
     length_of,
-    load_channel_scales,
     load_rows,
-    load_token_scales,
     padded,
     program_coordinates,
     row_units,
+    start_sums,
     stored_start_of,
     upper_lse2,
 )
-from sagesim_kernels.preparation import compute_row_scales
+from sagesim_kernels.preparation import compute_row_scales, logit_factors, store_channel_scales
 
 _LARGEST = tl.constexpr(2.0**127)
 """The largest power of two in float32."""
@@ -78,8 +75,8 @@ def start_fp8_rows_kernel(
 
     q, do: `Operand` of qk_recompute and dp. q_right, do_right: right operands of dK and dV. bounds,
     p_sums, growths, ds_bound: see `row_units`. scales: `RowScales`. row_stats, ratios: as the
-    kernel loads them, see `fp8_warps`. channel_scales: float32 [heads * blocks, 2, D_PAD], the
-    scales of do_right and q_right. KEYS_PER_SCALE: keys that share a scale of K in qk_recompute.
+    kernel loads them, see `fp8_warps`. channel_scales: see `store_channel_scales`. KEYS_PER_SCALE:
+    see `logit_factors`.
     """
     wait_for_earlier_kernels()
     block, h, b = program_coordinates(grid)
@@ -91,10 +88,7 @@ def start_fp8_rows_kernel(
     local = tl.arange(0, sizes.BLOCK_Q)
     queries = first + local
     at = h.to(tl.int64) * dq_sums.tokens + stored_start_of(cu, lengths.n_q, b) + first
-    _, q_scales = head_pointers(q, cu, lengths.n_q, b, h)
-    factor = load_token_scales(q, q_scales, first, sizes.BLOCK_Q, n_q) * scale_log2
-    if KEYS_PER_SCALE == 1:
-        factor *= 1024.0  # see `operands.apply_k_scale`
+    factor = logit_factors(q, lengths, b, h, first, n_q, scale_log2, KEYS_PER_SCALE, sizes)
     row_lse2 = load_rows(lse2, cu, b, h, queries, n_q, float("inf"))
     row_delta = load_rows(delta, cu, b, h, queries, n_q, 0.0)
     unit = row_units(
@@ -108,23 +102,14 @@ def start_fp8_rows_kernel(
     # is masked would be NaN.
     ratio = tl.where(of_p > 0.0, of_ds / tl.where(of_p > 0.0, of_p, 1.0), 0.0)
     ratio = tl.minimum(ratio, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    _, do_scales = head_pointers(do_right, cu, lengths.n_q, b, h)
-    _, qr_scales = head_pointers(q_right, cu, lengths.n_q, b, h)
-    # A scale may belong to a longer block than this one.
-    of_do = load_channel_scales(do_right, do_scales, first, sizes.DV, sizes.DV_PAD)
-    of_q = load_channel_scales(q_right, qr_scales, first, sizes.D, sizes.D_PAD)
-    column = tl.arange(0, sizes.D_PAD)
-    out = channel_scales + at // sizes.BLOCK_Q * (2 * sizes.D_PAD)
-    tl.store(out + column, tl.broadcast_to(of_do, (sizes.DV_PAD,)))
-    tl.store(out + sizes.D_PAD + column, tl.broadcast_to(of_q, (sizes.D_PAD,)))
+    store_channel_scales(channel_scales, do_right, q_right, lengths, b, h, first, at, sizes)
     stats = row_stats + at * 4 + local
     tl.store(stats, factor)
     tl.store(stats + sizes.BLOCK_Q, tl.log2(of_p) - upper_lse2(row_lse2))
     tl.store(stats + 2 * sizes.BLOCK_Q, -row_delta * ratio)
     tl.store(stats + 3 * sizes.BLOCK_Q, of_dq * inverse_of(unit))
     tl.store(ratios + at + local, ratio)
-    clear_sums(dq_sums, at, sizes)
-    tl.store(dq_sums.unit + at + local, unit)
+    start_sums(dq_sums, at, unit, sizes)
 
 
 def prepare_fp8_backward(

@@ -13,11 +13,11 @@ from sagesim_kernels.operands.dq_sums import (
     DqSums,
     add_part,
     channels_at_once,
-    clear_sums,
     finish_dq,
     inverse_of,
     inverse_units,
     mark_nonfinite,
+    start_sums,
     summed_channels,
 )
 from sagesim_kernels.operands.dq_units import Growths, compute_units, row_units, units_of
@@ -236,7 +236,6 @@ __all__ = [
     "channels_at_once",
     "choose_backward_heads",
     "choose_forward_heads",
-    "clear_sums",
     "code_product",
     "compute_delta_from_o",
     "compute_ds_bounds",
@@ -324,6 +323,7 @@ __all__ = [
     "sink_logits",
     "sink_probabilities",
     "start_of",
+    "start_sums",
     "steps_of_key_tiles",
     "steps_of_query_tiles",
     "store_block",

@@ -164,8 +164,9 @@ def channels_at_once(d: int, d_pad: int) -> int:
 
 
 @triton.jit
-def clear_sums(dq_sums, at, sizes):
-    """Set the sums of a block of queries to 0. at: as for `inverse_units`."""
+def start_sums(dq_sums, at, unit, sizes):
+    """Set the sums of a block of queries to 0, and store its units. at: as for `inverse_units`."""
+    tl.store(dq_sums.unit + at + tl.arange(0, sizes.BLOCK_Q), unit)
     SUMMED: tl.constexpr = sizes.BLOCK_Q * summed_channels(sizes.D, sizes.D_PAD)
     place = tl.arange(0, sizes.BLOCK_Q * sizes.D_PAD)
     ptrs = dq_sums.sums + at * sizes.D_PAD + place

@@ -15,7 +15,7 @@ from sagesim.spec import AttentionSpec, Granularity, RoundingMode
 from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands.delta import load_rows
-from sagesim_kernels.operands.dq_sums import DqSums, clear_sums
+from sagesim_kernels.operands.dq_sums import DqSums, start_sums
 from sagesim_kernels.operands.kernel_problem import KernelProblem, KernelSizes
 from sagesim_kernels.operands.key_bounds import (
     attended_bounds,
@@ -193,8 +193,7 @@ def units_kernel(
         sizes, ds_bound,
     )  # fmt: skip
     at = h.to(tl.int64) * dq_sums.tokens + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
-    tl.store(dq_sums.unit + at + tl.arange(0, sizes.BLOCK_Q), unit)
-    clear_sums(dq_sums, at, sizes)
+    start_sums(dq_sums, at, unit, sizes)
 
 
 class Growths(NamedTuple):

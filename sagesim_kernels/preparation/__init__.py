@@ -7,15 +7,22 @@ from sagesim_kernels.preparation.backward import (
 )
 from sagesim_kernels.preparation.forward import prepare_forward
 from sagesim_kernels.preparation.one_pass import has_one_pass, prepare_backward_in_one_pass
-from sagesim_kernels.preparation.query_rows import compute_query_rows, start_rows
+from sagesim_kernels.preparation.query_rows import (
+    compute_query_rows,
+    logit_factors,
+    start_rows,
+    store_channel_scales,
+)
 
 __all__ = [
     "compute_query_rows",
     "compute_row_scales",
     "has_one_pass",
     "has_same_codes",
+    "logit_factors",
     "prepare_backward",
     "prepare_backward_in_one_pass",
     "prepare_forward",
     "start_rows",
+    "store_channel_scales",
 ]

@@ -25,7 +25,6 @@ from sagesim_kernels.operands import (
     Operand,
     Rows,
     RowStatistics,
-    clear_sums,
     compute_key_bounds,
     head_pointers,
     inverse_of,
@@ -36,6 +35,7 @@ from sagesim_kernels.operands import (
     padded,
     program_coordinates,
     row_units,
+    start_sums,
     stored_start_of,
     upper_lse2,
 )
@@ -57,12 +57,42 @@ def start_rows(dq_sums, row_stats, at, unit, row_lse2, row_delta, sizes):
     """
     local = tl.arange(0, sizes.BLOCK_Q)
     if dq_sums.sums is not None:
-        clear_sums(dq_sums, at, sizes)
-        tl.store(dq_sums.unit + at + local, unit)
+        start_sums(dq_sums, at, unit, sizes)
     stats = row_stats + at * 4 + local
     tl.store(stats + sizes.BLOCK_Q, -upper_lse2(row_lse2))
     tl.store(stats + 2 * sizes.BLOCK_Q, row_delta)
     tl.store(stats + 3 * sizes.BLOCK_Q, inverse_of(unit))
+
+
+@triton.jit
+def logit_factors(q, lengths, b, h, first, n_q, scale_log2, KEYS_PER_SCALE: tl.constexpr, sizes):
+    """Return the factor of the logits of each query, without the scales of K.
+
+    q: `Operand` of qk_recompute. KEYS_PER_SCALE: keys that share a scale of K; None in 16 bit.
+    """
+    _, scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
+    factor = load_token_scales(q, scales, first, sizes.BLOCK_Q, n_q) * scale_log2
+    if KEYS_PER_SCALE == 1:
+        factor *= 1024.0  # see `operands.apply_k_scale`
+    return factor
+
+
+@triton.jit
+def store_channel_scales(out, do_right, q_right, lengths, b, h, first, at, sizes):
+    """Store the scales of do_right and q_right of a block of queries, one for each channel.
+
+    out: float32 [heads * blocks, 2, D_PAD]. do_right, q_right: right operands of dV and dK. at: the
+    first query in padded storage, over all heads.
+    """
+    _, do_scales = head_pointers(do_right, lengths.cu_q, lengths.n_q, b, h)
+    _, q_scales = head_pointers(q_right, lengths.cu_q, lengths.n_q, b, h)
+    # A scale may belong to a longer block than this one.
+    of_do = load_channel_scales(do_right, do_scales, first, sizes.DV, sizes.DV_PAD)
+    of_q = load_channel_scales(q_right, q_scales, first, sizes.D, sizes.D_PAD)
+    column = tl.arange(0, sizes.D_PAD)
+    out += at // sizes.BLOCK_Q * (2 * sizes.D_PAD)
+    tl.store(out + column, tl.broadcast_to(of_do, (sizes.DV_PAD,)))
+    tl.store(out + sizes.D_PAD + column, tl.broadcast_to(of_q, (sizes.D_PAD,)))
 
 
 @triton.jit
@@ -75,9 +105,8 @@ def start_rows_kernel(
     Queries from the last one on have an infinite lse2, so that their P is 0.
 
     q, do: `Operand` of qk_recompute and dp. q_right, do_right: right operands of dK and dV. bounds,
-    p_sums, growths: see `row_units`. row_stats: see `start_rows`. channel_scales: float32 [heads *
-    blocks, 2, D_PAD], the scales of do_right and q_right, or None. KEYS_PER_SCALE: keys that share
-    a scale of K in qk_recompute; None in 16 bit.
+    p_sums, growths: see `row_units`. row_stats: see `start_rows`. channel_scales: see
+    `store_channel_scales`, or None. KEYS_PER_SCALE: see `logit_factors`.
     """
     wait_for_earlier_kernels()
     block, h, b = program_coordinates(grid)
@@ -88,10 +117,7 @@ def start_rows_kernel(
     queries = first + tl.arange(0, sizes.BLOCK_Q)
     start = stored_start_of(lengths.cu_q, lengths.n_q, b) + first
     at = h.to(tl.int64) * dq_sums.tokens + start
-    _, q_scales = head_pointers(q, lengths.cu_q, lengths.n_q, b, h)
-    factor = load_token_scales(q, q_scales, first, sizes.BLOCK_Q, n_q) * scale_log2
-    if KEYS_PER_SCALE == 1:
-        factor *= 1024.0  # see `operands.apply_k_scale`
+    factor = logit_factors(q, lengths, b, h, first, n_q, scale_log2, KEYS_PER_SCALE, sizes)
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, queries, n_q, float("inf"))
     row_delta = load_rows(delta, lengths.cu_q, b, h, queries, n_q, 0.0)
     unit = row_units(
@@ -99,14 +125,7 @@ def start_rows_kernel(
         growths, sizes,
     )  # fmt: skip
     if channel_scales is not None:
-        _, do_scales = head_pointers(do_right, lengths.cu_q, lengths.n_q, b, h)
-        _, qr_scales = head_pointers(q_right, lengths.cu_q, lengths.n_q, b, h)
-        of_do = load_channel_scales(do_right, do_scales, first, sizes.DV, sizes.DV_PAD)
-        of_q = load_channel_scales(q_right, qr_scales, first, sizes.D, sizes.D_PAD)
-        column = tl.arange(0, sizes.D_PAD)
-        scales = channel_scales + at // sizes.BLOCK_Q * (2 * sizes.D_PAD)
-        tl.store(scales + column, tl.broadcast_to(of_do, (sizes.DV_PAD,)))
-        tl.store(scales + sizes.D_PAD + column, tl.broadcast_to(of_q, (sizes.D_PAD,)))
+        store_channel_scales(channel_scales, do_right, q_right, lengths, b, h, first, at, sizes)
     tl.store(row_stats + at * 4 + tl.arange(0, sizes.BLOCK_Q), factor)
     start_rows(dq_sums, row_stats, at, unit, row_lse2, row_delta, sizes)
 

@@ -64,7 +64,7 @@ def test_results_are_as_exact_as_the_emulators(runner: PtxRunner, name: str) -> 
 
 
 def test_operands_that_the_forward_kept(runner: PtxRunner) -> None:
-    """As in `trace`."""
+    """`trace` passes the operands of the forward on to the backward."""
     call = Call("factored_qk", 130, 100)
     spec, tensors = AttentionSpec.parse(call.spec), call.tensors()
     kept, anew = (runner.run(tensors, spec, keeps_operands=x) for x in (True, False))

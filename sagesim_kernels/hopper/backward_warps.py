@@ -39,6 +39,7 @@ from sagesim_kernels.hopper.backward_stores import WARPS, release, store_dk_dv, 
 from sagesim_kernels.hopper.backward_structures import KeyOutputs, KeyTile, QueryLoop
 from sagesim_kernels.hopper.backward_tiles import place_tile, wait_for_tile
 from sagesim_kernels.hopper.capped_logits import add_ds_sums
+from sagesim_kernels.hopper.channel_products import products_of, start_product
 from sagesim_kernels.hopper.dq_parts import (
     BLOCK_Q,
     TILE_K,
@@ -52,12 +53,10 @@ from sagesim_kernels.operands import key_mask_of
 
 
 @gluon.jit
-def _start_s_and_dp(k8, v, q8, do):
+def _start_s_and_dp(k8, v, q8, do, KD: gl.constexpr, VD: gl.constexpr):
     """Start the products S and dP, both transposed. They may be read only after a wait."""
-    s_zeros = gl.zeros((TILE_K, BLOCK_Q), gl.int32, ST_INT32)
-    s = warpgroup_mma(k8, q8.permute((1, 0)), s_zeros, use_acc=False, is_async=True)
-    dp_zeros = gl.zeros((TILE_K, BLOCK_Q), gl.float32, ST_FLOAT32)
-    dp = warpgroup_mma(v, do.permute((1, 0)), dp_zeros, use_acc=False, is_async=True)
+    s = start_product(k8, q8, gl.int32, ST_INT32, KD)
+    dp = start_product(v, do, gl.float32, ST_FLOAT32, VD)
     return s, dp
 
 
@@ -201,7 +200,8 @@ def _compute_dk_dv(
                 slot = n % SLOTS
                 mbarrier.wait(barriers.q_full.index(stage), (n // STAGES) & 1)
                 do = queries.do.index(stage)
-                s, dp = _start_s_and_dp(k8, v, queries.q8.index(stage), do)
+                # Registers cannot be divided, so that they have all channels of the tile.
+                s, dp = _start_s_and_dp(k8, v, queries.q8.index(stage), do, D, D)
                 s = warpgroup_mma_wait(1, deps=[s])
                 stats = row_stats_of(queries, n % STAGES_STATS)
                 factor = stats.index(0).load(ST_COLUMNS)
@@ -309,11 +309,11 @@ def _compute_dk_dv_dq(
                 do = queries.do.index(stage)
                 mbarrier.wait(barriers.q_full.index(stage), (n // STAGES) & 1)
                 k8, v = key_buffers.k8.index(zero), key_buffers.v.index(zero)
-                s, dp = _start_s_and_dp(k8, v, queries.q8.index(stage), do)
+                s, dp = _start_s_and_dp(k8, v, queries.q8.index(stage), do, KD, VD)
                 stats = row_stats_of(queries, stage)
                 factor = stats.index(0).load(ST_COLUMNS)
                 minus_lse2 = stats.index(1).load(ST_COLUMNS)
-                s = warpgroup_mma_wait(1, deps=[s])
+                s = warpgroup_mma_wait(products_of(VD, D, 16), deps=[s])
                 shift = None
                 if queries.shifts is not None:
                     shift = queries.shifts.index(stage).load(ST_COLUMNS)

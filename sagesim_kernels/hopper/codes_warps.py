@@ -19,7 +19,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -35,6 +34,7 @@ from sagesim_kernels.hopper.backward_maps import (
 from sagesim_kernels.hopper.backward_masks import are_live, attends_between, part_of
 from sagesim_kernels.hopper.backward_stores import WARPS, store_keys
 from sagesim_kernels.hopper.backward_structures import TokenOrigin
+from sagesim_kernels.hopper.channel_products import start_product
 from sagesim_kernels.hopper.codes_maps import (
     BLOCK_K,
     BLOCKS,
@@ -124,17 +124,15 @@ def _load_key_scales(scales, tile, buffer, KD: gl.constexpr, TOKENS: gl.constexp
 
 
 @gluon.jit
-def start_s(k8, q8):
+def start_s(k8, q8, KD: gl.constexpr):
     """Start the product S, transposed. It may be read only after a wait."""
-    zeros = gl.zeros((TILE_K, BLOCK_Q), gl.int32, ST_INT32)
-    return warpgroup_mma(k8, q8.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return start_product(k8, q8, gl.int32, ST_INT32, KD)
 
 
 @gluon.jit
-def start_dp(v, do):
+def start_dp(v, do, VD: gl.constexpr):
     """Start the product dP, transposed. It may be read only after a wait."""
-    zeros = gl.zeros((TILE_K, BLOCK_Q), gl.float32, ST_FLOAT32)
-    return warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return start_product(v, do, gl.float32, ST_FLOAT32, VD)
 
 
 @gluon.jit
@@ -180,18 +178,18 @@ def start_keys(scales, tile, buffer, outputs, KD: gl.constexpr, TOKENS: gl.const
 @gluon.jit
 def _compute_p_and_ds(
     MASKED: gl.constexpr, k8, v, queries, stage, stats, maps, slot, k_scale, keys, i, tile,
-    TOKENS: gl.constexpr,
+    KD: gl.constexpr, VD: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Return P, its largest magnitude of each key, and the same of dS; all transposed.
 
     If scales belong to keys, P is a left operand, and its scales take the place of the magnitudes.
     """
-    s = start_s(k8, queries.q8.index(stage))
+    s = start_s(k8, queries.q8.index(stage), KD)
     q_factor = stats.index(0).load(ST_COLUMNS)
     minus_lse2 = stats.index(1).load(ST_COLUMNS)
     s = warpgroup_mma_wait(0, deps=[s])
     # dP starts when S has been read. Both at once would need too many registers.
-    dp = start_dp(v, queries.do.index(stage))
+    dp = start_dp(v, queries.do.index(stage), VD)
     p = compute_p(MASKED, s, k_scale, q_factor, minus_lse2, keys, i, tile, TOKENS)
     p_largest = row_maxima(p, maps.p_maxima, slot)
     if maps.p_maxima is None:
@@ -232,7 +230,7 @@ def compute_dk_dv_dq(
                 stats = row_stats_of(queries, stage)
                 p, p_scale, ds, ds_largest = _compute_p_and_ds(
                     PART != 1, key_tile.k8.index(zero), key_tile.v.index(zero), queries, stage,
-                    stats, maps, zero, k_scale, keys, i, tile, TOKENS,
+                    stats, maps, zero, k_scale, keys, i, tile, KD, VD, TOKENS,
                 )  # fmt: skip
                 maps.ds.index(0).store(ds)
                 barrier()  # All warps have stored dS and their maxima.
@@ -298,7 +296,7 @@ def compute_dk_dv(
                 p, p_scale, ds, ds_largest = _compute_p_and_ds(
                     PART != 1, key_tile.k8.index(0), key_tile.v.index(0), queries, stage,
                     row_stats_of(queries, n % STAGES_STATS), maps, slot, k_scale, keys, i, tile,
-                    TOKENS,
+                    KD, VD, TOKENS,
                 )  # fmt: skip
                 maps.ds.index(slot).store(ds)
                 # After this barrier, all warps have stored dS and their maxima, and have finished

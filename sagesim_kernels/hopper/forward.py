@@ -96,11 +96,10 @@ UNSPECIALIZED = (
 def hopper_forward(
     q8, k8, v, q_scale, k_scale, key_scales, q_tokens, k_tokens, o, lse2, lse2_stride_b,
     lse2_stride_h, sink2, inverse_cap, cap2, shift, scale, mask, n_q, n_k, left, right,
-    heads, groups, longest_q, heads_per_group, tiles, programs, DV: gl.constexpr,
-    CONFIG: gl.constexpr,
-    IS_COPIED: gl.constexpr, FIXED: gl.constexpr,
+    heads, groups, longest_q, heads_per_group, tiles, programs, QD: gl.constexpr,
+    DV: gl.constexpr, CONFIG: gl.constexpr, IS_COPIED: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
-    """mask: `Lengths` without n_q, n_k, left and right. DV: channels of V and O.
+    """mask: `Lengths` without n_q, n_k, left and right. QD: channels of Q and K. DV: of V and O.
 
     key_scales: TMA descriptor of k_scale if each key has its own scale, or None. sink2: the sinks
     in base 2, with the strides of lse2; or None. inverse_cap, cap2, shift: of a `Softcap`; the
@@ -147,7 +146,7 @@ def hopper_forward(
             (
                 consume,
                 (
-                    i, CONSUMERS, D, DV, scales, buffers, barriers, o, rows, sink2, softcap,
+                    i, CONSUMERS, D, QD, DV, scales, buffers, barriers, o, rows, sink2, softcap,
                     scale, lengths, scheduler, FIXED,
                 ),
             )
@@ -237,6 +236,7 @@ def launch_forward(
         heads_per_group,
         tiles,
         programs,
+        problem.q.shape[3],
         d_v,
         config,
         operands.stored,

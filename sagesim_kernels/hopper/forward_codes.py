@@ -57,15 +57,15 @@ CONFIGS = {64: Config(3, 8, 160), 128: Config(2, 6, 240)}
 def hopper_forward_codes(
     q8, k8, v8, q_scale, k_scale, v_scale, key_scales, channel_scales, q_tokens, k_tokens,
     v_tokens, o, lse2, lse2_stride_b, lse2_stride_h, scale, mask, n_q, n_k, heads, groups,
-    longest_q, heads_per_group, tiles, programs, DV: gl.constexpr, V_CHANNELS: gl.constexpr,
-    Q_TOKENS: gl.constexpr, CONFIG: gl.constexpr,
+    longest_q, heads_per_group, tiles, programs, QD: gl.constexpr, DV: gl.constexpr,
+    V_CHANNELS: gl.constexpr, Q_TOKENS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """mask: `Lengths` without n_q and n_k, and without a window or padding.
 
     v8: TMA descriptor of the codes of V, a right operand. key_scales, channel_scales: TMA
     descriptors of k_scale and v_scale, or None if keys or channels of a block share a scale. scale:
-    the scale of the logits times log2(e). DV: channels of V and O. V_CHANNELS: rows of a head of
-    v8. Q_TOKENS: queries that share a scale.
+    the scale of the logits times log2(e). QD: channels of Q and K. DV: of V and O. V_CHANNELS: rows
+    of a head of v8. Q_TOKENS: queries that share a scale.
     """
     wait_for_earlier_kernels()
     D: gl.constexpr = q8.block_shape[1]
@@ -109,7 +109,7 @@ def hopper_forward_codes(
             (
                 consume,
                 (
-                    i, CONSUMERS, D, DV, scales, buffers, barriers, o, rows, scale, lengths,
+                    i, CONSUMERS, D, QD, DV, scales, buffers, barriers, o, rows, scale, lengths,
                     scheduler, Q_TOKENS,
                 ),
             )
@@ -182,6 +182,7 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
         heads_per_group,
         tiles,
         programs,
+        problem.q.shape[3],
         d_v,
         v.CHANNELS,
         q.TOKENS,

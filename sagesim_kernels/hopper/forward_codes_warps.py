@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
+from sagesim_kernels.hopper.channel_products import products_of
 from sagesim_kernels.hopper.codes_softmax import (
     SUM_ROWS,
     SUMS,
@@ -55,22 +56,24 @@ from sagesim_kernels.partial_sums import partial_sums
 
 
 @gluon.jit
-def _multiply(codes, weight, totals, q, buffers, stage):
+def _multiply(codes, weight, totals, q, buffers, stage, QD: gl.constexpr):
     """Return totals plus P V of a block of keys, and S of the next block; see `apply_key_scales`.
 
     The stage has V of the one and K of the other.
 
     codes: of P. weight: of each query, times the scale of V if channels share one. totals: one for
-    each chunk of channels.
+    each chunk of channels. QD: channels of Q and K.
     """
     CHUNKS: gl.constexpr = len(totals)
+    D: gl.constexpr = q.shape[1]
+    QK_PRODUCTS: gl.constexpr = products_of(QD, D, 8)
     sums = ()
     for c in gl.static_range(CHUNKS):
         sums += (start_sums(codes, buffers.v.index(stage), c),)
-    s = start_qk(q, buffers.k.index(stage))
+    s = start_qk(q, buffers.k.index(stage), QD)
     added = ()
     for c in gl.static_range(CHUNKS):
-        chunk = warpgroup_mma_wait(CHUNKS - c, deps=[sums[c]])
+        chunk = warpgroup_mma_wait(CHUNKS - 1 - c + QK_PRODUCTS, deps=[sums[c]])
         added += (add_sums(totals[c], chunk, weight, buffers.v_scale, stage, c),)
     s = warpgroup_mma_wait(0, deps=[s])
     return added, apply_key_scales(s, buffers, stage)
@@ -78,8 +81,9 @@ def _multiply(codes, weight, totals, q, buffers, stage):
 
 @gluon.jit
 def consume(
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, scales,
-    buffers, barriers, o_out, lse2, scale, lengths, scheduler, Q_TOKENS: gl.constexpr,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, QD: gl.constexpr,
+    DV: gl.constexpr, scales, buffers, barriers, o_out, lse2, scale, lengths, scheduler,
+    Q_TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Compute O and the logsumexp of 64 query rows of each tile. One warpgroup, number CONSUMER.
 
@@ -87,8 +91,8 @@ def consume(
     rows are all past the end of the sequence takes one step and stores nothing. Behind the last
     block, S is computed of a K that was not loaded, and is not used.
 
-    D: channels of a tile. DV: channels of V and O. o_out, lse2: `Strided` and `Rows` to fill.
-    scale: the scale of the logits times log2(e). Q_TOKENS: queries that share a scale.
+    D: channels of a tile. QD: of Q and K. DV: of V and O. o_out, lse2: `Strided` and `Rows` to
+    fill. scale: the scale of the logits times log2(e). Q_TOKENS: queries that share a scale.
     """
     BY_TOKEN: gl.constexpr = buffers.k_scale is not None
     BY_CHANNEL: gl.constexpr = buffers.v_scale is not None
@@ -125,7 +129,7 @@ def consume(
                 totals += (gl.zeros((BLOCK, CHUNK), gl.float32, SUMS),)
             wait_for_load(full, load_count)
             stage = load_count % STAGES
-            s = warpgroup_mma_wait(0, deps=[start_qk(q, buffers.k.index(stage))])
+            s = warpgroup_mma_wait(0, deps=[start_qk(q, buffers.k.index(stage), QD)])
             s = apply_key_scales(s, buffers, stage)
             release(buffers, empty, stage)
             load_count += 1
@@ -153,7 +157,7 @@ def consume(
                     totals = rescaled(totals, gl.convert_layout(shrink, SUM_ROWS))
                     wait_for_load(full, load_count)
                     stage = load_count % STAGES
-                    totals, s = _multiply(codes, weight, totals, q, buffers, stage)
+                    totals, s = _multiply(codes, weight, totals, q, buffers, stage, QD)
                     release(buffers, empty, stage)
                     load_count += 1
             mbarrier.arrive(barriers.q_empty.index(slot), count=1)

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sagesim_kernels.hopper.channel_products import start_product
 from sagesim_kernels.hopper.forward_loads import (
     first_row,
     release,
@@ -115,17 +116,17 @@ def load_query_factors(
 
 
 @gluon.jit
-def start_qk(q, k):
-    zeros = gl.zeros((BLOCK, BLOCK), gl.int32, S_INT32)
-    return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+def start_qk(q, k, QD: gl.constexpr):
+    """Start the product of two blocks of codes. QD: channels of a head."""
+    return start_product(q, k, gl.int32, S_INT32, QD)
 
 
 @gluon.jit
-def _compute_s(q, buffers, barriers, load_count):
+def _compute_s(q, buffers, barriers, load_count, QD: gl.constexpr):
     """Return S of a load, and release its stage: V of the step before has been read already."""
     stage = load_count % barriers.full.shape[0]
     wait_for_load(barriers.full, load_count)
-    s = warpgroup_mma_wait(0, deps=[start_qk(q, buffers.k.index(stage))])
+    s = warpgroup_mma_wait(0, deps=[start_qk(q, buffers.k.index(stage), QD)])
     s = apply_key_scales(s, buffers, stage)
     release(buffers, barriers.empty, stage)
     return s
@@ -156,8 +157,9 @@ def store_o(o, cu, tile, first, last, value, DV: gl.constexpr):
 
 @gluon.jit
 def consume(
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, scales,
-    buffers, barriers, o_out, lse2, sink2, softcap, scale, lengths, scheduler, FIXED: gl.constexpr,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, QD: gl.constexpr,
+    DV: gl.constexpr, scales, buffers, barriers, o_out, lse2, sink2, softcap, scale, lengths,
+    scheduler, FIXED: gl.constexpr,
 ):  # fmt: skip
     """Compute O and the logsumexp of 64 query rows of each tile. One warpgroup, number CONSUMER.
 
@@ -168,11 +170,11 @@ def consume(
     step overlaps with Q K^T of the next step. Blocks at the beginning that need a mask, because of
     a window or before the first run under a key mask, come last.
 
-    D: channels of a tile. DV: channels of V and O. o_out, lse2: `Strided` and `Rows` to fill.
-    sink2: pointer to the sinks in base 2, with the strides of lse2; or None. softcap: `Softcap`.
-    scale: the scale of the logits, times log2(e) or divided by the softcap. FIXED: whether blocks
-    without a mask have a fixed reference, the largest logit of the masked blocks before them; see
-    `operands.fixed_reference`.
+    D: channels of a tile. QD: of Q and K. DV: of V and O. o_out, lse2: `Strided` and `Rows` to
+    fill. sink2: pointer to the sinks in base 2, with the strides of lse2; or None. softcap:
+    `Softcap`. scale: the scale of the logits, times log2(e) or divided by the softcap. FIXED:
+    whether blocks without a mask have a fixed reference, the largest logit of the masked blocks
+    before them; see `operands.fixed_reference`.
     """
     BY_TOKEN: gl.constexpr = buffers.k_scale is not None
     HAS_BEGIN: gl.constexpr = lengths.key_mask is not None or lengths.left is not None
@@ -218,7 +220,7 @@ def consume(
                 block = blocks.end - 1 - i
                 factor = q_factor * k_next
                 k_next = load_block_scale(k_ptr, block - 1, BY_TOKEN)
-                s = _compute_s(q, buffers, barriers, load_count)
+                s = _compute_s(q, buffers, barriers, load_count, QD)
                 load_count += 1
                 keys = key_indices(block, mask)
                 p, row_max, rescale = masked_softmax_step(
@@ -231,7 +233,7 @@ def consume(
                 o_t = warpgroup_mma(gl.convert_layout(p.to(dt), P_OPERAND), v, o, is_async=True)
                 o = warpgroup_mma_wait(0, deps=[o_t])
             factor = q_factor * k_next
-            s = _compute_s(q, buffers, barriers, load_count)
+            s = _compute_s(q, buffers, barriers, load_count, QD)
             load_count += 1
             keys = key_indices(unmasked, mask)
             p, row_max, rescale = masked_softmax_step(
@@ -248,7 +250,7 @@ def consume(
                     k_scale = k_next
                     last = blocks.whole if MASKED else unmasked
                     k_next = load_block_scale(k_ptr, gl.maximum(last - 2 - i, 0), BY_TOKEN)
-                    s = start_qk(q, buffers.k.index(stage))
+                    s = start_qk(q, buffers.k.index(stage), QD)
                     v = buffers.v.index(stage).reshape([BLOCK, D])
                     o_t = warpgroup_mma(p16, v, o, is_async=True)
                     if MASKED:

@@ -30,6 +30,7 @@ from sagesim_kernels.hopper.backward_maps import (
 )
 from sagesim_kernels.hopper.backward_masks import part_of
 from sagesim_kernels.hopper.backward_stores import store_keys
+from sagesim_kernels.hopper.channel_products import products_of
 from sagesim_kernels.hopper.codes_maps import BLOCK_K, BLOCKS
 from sagesim_kernels.hopper.codes_sums import CHUNK
 from sagesim_kernels.hopper.codes_warps import compute_p, joined, start_dp, start_keys, start_s
@@ -179,11 +180,11 @@ def compute_fp8_dk_dv_dq(
                 zero = i >> 30
                 mbarrier.wait(barriers.q_full.index(stage), (n // STAGES) & 1)
                 stats = row_stats_of(queries, stage)
-                s = start_s(key_tile.k8.index(zero), queries.q8.index(stage))
+                s = start_s(key_tile.k8.index(zero), queries.q8.index(stage), KD)
                 factor = stats.index(0).load(ST_COLUMNS)
                 minus_lse2 = stats.index(1).load(ST_COLUMNS)
                 s = warpgroup_mma_wait(0, deps=[s])
-                dp = start_dp(key_tile.v.index(zero), queries.do.index(stage))
+                dp = start_dp(key_tile.v.index(zero), queries.do.index(stage), VD)
                 p = compute_p(PART != 1, s, k_scale, factor, minus_lse2, keys, i, tile, TOKENS)
                 p_codes = _left_codes(p, FORMAT)
                 dp = warpgroup_mma_wait(0, deps=[dp])
@@ -245,11 +246,11 @@ def compute_fp8_dk_dv(
                 slot = n % SLOTS
                 mbarrier.wait(barriers.q_full.index(stage), (n // STAGES) & 1)
                 stats = row_stats_of(queries, n % STAGES_STATS)
-                s = start_s(key_tile.k8.index(0), queries.q8.index(stage))
-                dp = start_dp(key_tile.v.index(0), queries.do.index(stage))
+                s = start_s(key_tile.k8.index(0), queries.q8.index(stage), KD)
+                dp = start_dp(key_tile.v.index(0), queries.do.index(stage), VD)
                 factor = stats.index(0).load(ST_COLUMNS)
                 minus_lse2 = stats.index(1).load(ST_COLUMNS)
-                s = warpgroup_mma_wait(1, deps=[s])
+                s = warpgroup_mma_wait(products_of(VD, D, 16), deps=[s])
                 p = compute_p(PART != 1, s, k_scale, factor, minus_lse2, keys, i, tile, TOKENS)
                 p_codes = _left_codes(p, FORMAT)
                 ratio = queries.ratios.index(stage).load(ST_COLUMNS)

@@ -58,6 +58,8 @@ def launch_p_rows(
         stored_tokens(problem.cu_q, problem.q),
         stored_tokens(problem.cu_k, problem.k),
         problem.scale * LOG2_E,
+        problem.k.shape[3],
+        problem.v.shape[3],
         problem.groups,
         operands.stored,
         num_warps=4,

@@ -63,7 +63,8 @@ def _tile_of(lengths, b, first, ROWS: gl.constexpr, mask, last):
 @gluon.jit(do_not_specialize=["tokens_q", "tokens_k"])
 def hopper_p_rows(
     grid, q8, do, k8, v, key_scales, q, k, lse2, delta, p_sums, p_bound, d_lse, lengths, tokens_q,
-    tokens_k, scale_log2, GROUPS: gl.constexpr, IS_COPIED: gl.constexpr,
+    tokens_k, scale_log2, KD: gl.constexpr, VD: gl.constexpr, GROUPS: gl.constexpr,
+    IS_COPIED: gl.constexpr,
 ):  # fmt: skip
     """Compute rowsum(P), rowsum(P o dP) as delta, and the largest P of a tile of queries.
 
@@ -75,6 +76,7 @@ def hopper_p_rows(
         q, k: `Operand` of qk_recompute, for their scales.
         lse2, delta, p_sums, p_bound, d_lse: `Rows`; all but lse2 may be None.
         tokens_q, tokens_k: tokens of a head in padded storage.
+        KD, VD: channels of K and V.
         IS_COPIED: whether the 16-bit tensors lie in padded storage.
     """
     wait_for_earlier_kernels()
@@ -148,7 +150,7 @@ def hopper_p_rows(
                 (
                     i, buffers, block_scales, k.scale_stride_n, rows, blocks,
                     _tile_of(lengths, b, first + i * BLOCK, BLOCK, mask, blocks.end), mask,
-                    scale_log2, Q_TOKENS, k.TOKENS,
+                    scale_log2, KD, VD, Q_TOKENS, k.TOKENS,
                 ),
             )
             if i < CONSUMERS

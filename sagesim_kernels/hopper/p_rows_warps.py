@@ -17,12 +17,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.backward_loads import load_tokens
+from sagesim_kernels.hopper.channel_products import products_of, start_product
 from sagesim_kernels.hopper.forward_warps import compute_before_wait
 from sagesim_kernels.operands import part_of, upper_lse2
 from sagesim_kernels.partial_sums import add_partial_products, partial_sums
@@ -151,7 +151,8 @@ def _finite_product(top, factor):
 @gluon.jit
 def compute_rows(
     CONSUMER: gl.constexpr, buffers, k_scales, scale_stride, rows, all_blocks, tile, mask,
-    scale_log2, Q_TOKENS: gl.constexpr, K_TOKENS: gl.constexpr,
+    scale_log2, KD: gl.constexpr, VD: gl.constexpr, Q_TOKENS: gl.constexpr,
+    K_TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Compute the sums and maxima of 64 rows. One warpgroup, number CONSUMER.
 
@@ -162,8 +163,10 @@ def compute_rows(
         all_blocks: `RowTile` of the program, whose blocks of keys are loaded.
         tile: `RowTile` of this consumer.
         mask: `RowMask`.
+        KD, VD: channels of K and V.
         Q_TOKENS, K_TOKENS: queries and keys that share a scale.
     """
+    D: gl.constexpr = buffers.q8.shape[2]
     delta = rows.delta
     queries = tile.first + gl.arange(0, BLOCK, _ROWS)
     is_query = queries < mask.n_q
@@ -193,18 +196,13 @@ def compute_rows(
             if K_TOKENS != 1:
                 at = block * (BLOCK // K_TOKENS) * scale_stride
                 tile_factor = factor * gl.load(k_scales + at)
-            zeros = gl.zeros((BLOCK, BLOCK), gl.int32, _S_INT32)
-            k8 = buffers.k8.index(stage).permute((1, 0))
-            s = warpgroup_mma(q8, k8, zeros, use_acc=False, is_async=True)
+            s = start_product(q8, buffers.k8.index(stage), gl.int32, _S_INT32, KD)
             if K_TOKENS == 1:
                 column = buffers.k_scale.index(stage).load(_COLUMNS) * 2.0**-10
             if delta is not None:
-                zeros = gl.zeros((BLOCK, BLOCK), gl.float32, _S_FLOAT32)
-                v = buffers.v.index(stage).permute((1, 0))
-                dp = warpgroup_mma(
-                    buffers.do.index(CONSUMER), v, zeros, use_acc=False, is_async=True
-                )
-                s = warpgroup_mma_wait(1, deps=[s])
+                do, v = buffers.do.index(CONSUMER), buffers.v.index(stage)
+                dp = start_product(do, v, gl.float32, _S_FLOAT32, VD)
+                s = warpgroup_mma_wait(products_of(VD, D, 16), deps=[s])
             else:
                 s = warpgroup_mma_wait(0, deps=[s])
             x = gl.convert_layout(s.to(gl.float32), _S_FLOAT32)

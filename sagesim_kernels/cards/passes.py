@@ -113,8 +113,11 @@ def other_bytes(spec: AttentionSpec | None, *, forward: bool) -> float:
     result += 3 * len(coded)  # reads 16 bit, writes 8 bit
     if forward:
         return result + (2 if spec.smoothing.k else 0)
-    # The bounds of the sums of dQ read k, v, q and dO.
-    return result + 8 + (4 if spec.delta is Delta.FROM_O else 0)
+    if spec.delta is not Delta.FROM_O:
+        return result + 8  # the bounds of the sums of dQ read k, v, q and dO
+    if {tensor for tensor, _ in coded} == {"q", "k"}:
+        return result + 6  # where q and k are rounded, bounds and delta read v, o and dO as well
+    return result + 8 + 4  # delta reads o and dO
 
 
 def predict(

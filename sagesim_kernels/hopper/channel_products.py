@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 
 @constexpr_function
-def _parts_of(channels, tile, bits):
+def parts_of(channels, tile, bits):
     """Return the first channel and the size of each part of a tile that is multiplied.
 
     channels: of a head. bits: of a number. An operation of wgmma sums over 32 bytes.
@@ -41,7 +41,7 @@ def _parts_of(channels, tile, bits):
 @constexpr_function
 def products_of(channels, tile, bits):
     """Return how many products of `warpgroup_mma_wait` `start_product` starts."""
-    return len(_parts_of(channels, tile, bits))
+    return len(parts_of(channels, tile, bits))
 
 
 @gluon.jit
@@ -54,7 +54,7 @@ def start_product(left, right, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, CHANNE
     ROWS: gl.constexpr = left.shape[0]
     COLUMNS: gl.constexpr = right.shape[0]
     TILE: gl.constexpr = right.shape[1]
-    PARTS: gl.constexpr = _parts_of(CHANNELS, TILE, right.dtype.primitive_bitwidth)
+    PARTS: gl.constexpr = parts_of(CHANNELS, TILE, right.dtype.primitive_bitwidth)
     out = gl.zeros((ROWS, COLUMNS), DTYPE, LAYOUT)
     if len(PARTS) == 1:
         return warpgroup_mma(left, right.permute((1, 0)), out, use_acc=False, is_async=True)

@@ -36,6 +36,8 @@ CALLS = {
     "one_tile_of_keys_fp16_d40": (
         Call("factored_qk", 70, 100, d=40, dtype=torch.float16), "forward", "backward",
     ),
+    "factored_qk_d80": (Call("factored_qk", 70, 150, d=80), "forward", "backward"),
+    "factored_d112": (Call("factored", 70, 150, d=112), "codes forward", "codes backward"),
     "sagebwd_grouped": (
         Call("sagebwd", 130, 150, heads=8, heads_k=4, is_causal=True),
         "codes forward", "codes backward",

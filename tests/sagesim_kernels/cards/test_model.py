@@ -227,6 +227,7 @@ def test_flash_attention_runs_the_template_of_its_launcher(
         ("factored_qk", True, 8 + 2 + 2 * 3),  # the mean of K; Q and K
         ("sagebwd", True, 8 + 2 + 3 * 3),
         ("fpa_bf16", False, 12 + 10 + 8 + 4),
+        ("factored_qk", False, 12 + 10 + 2 * 3 + 2 + 4),  # Q and K; v; o and dO
         ("sagebwd", False, 12 + 10 + 3 * 3 + 8 + 4),  # Q, K and dO, each in one way
         ("factored", False, 12 + 10 + 5 * 3 + 8),  # Q and K in two ways each, dO
     ],

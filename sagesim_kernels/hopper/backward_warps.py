@@ -200,7 +200,7 @@ def _compute_dk_dv(
                 slot = n % SLOTS
                 mbarrier.wait(barriers.q_full.index(stage), (n // STAGES) & 1)
                 do = queries.do.index(stage)
-                # Registers cannot be divided, so that they have all channels of the tile.
+                # K and V are in registers, which cannot be divided: all channels are multiplied.
                 s, dp = _start_s_and_dp(k8, v, queries.q8.index(stage), do, D, D)
                 s = warpgroup_mma_wait(1, deps=[s])
                 stats = row_stats_of(queries, n % STAGES_STATS)

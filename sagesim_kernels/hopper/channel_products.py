@@ -4,8 +4,8 @@ A tile of 128 channels has zeros where a head of 80 or 96 channels has none. The
 most of them: they multiply parts of the tile, of 64, 32 and 16 channels, as tensors of Triton have
 a power of two of channels. The results have the same bits.
 
-The products dV, dQ and dK have channels in their results. With tensors of 64 and of 16 or 32
-channels, they read their left operand twice, and were slower.
+The products dV, dQ and dK have channels in their results. Divided in the same way they were slower:
+see docs/speed.md, "Channels of a head".
 """
 
 # Pyright takes the annotations of Gluon's functions literally:
@@ -26,12 +26,12 @@ def parts_of(channels, tile, bits):
     channels: of a head. bits: of a number. An operation of wgmma sums over 32 bytes.
     """
     step = 256 // bits
-    missing = -(-channels // step) * step
+    end = -(-channels // step) * step
     parts = []
     first = 0
-    while first < missing:
+    while first < end:
         size = tile
-        while size > missing - first:
+        while size > end - first:
             size //= 2
         parts.append((first, size))
         first += size

@@ -149,11 +149,13 @@ class _Sums(Unknown):
 def _product(left: Any, right: Any, acc: Any, *, use_acc: Any = True, is_async: bool = False):
     shape = acc.dimensions  # a product may add to sums that are not there yet
     assert (left.shape[0], right.shape[1]) == shape and left.shape[1] == right.shape[0]
-    del use_acc
     cells = [cell for x in (left, right) if isinstance(x, Shared) for cell in x.cells]
     sums = _Sums(running().start_product(cells), *shape)
     operands = Operands(*(getattr(x, "content", None) for x in (left, right)))
-    _Launch.products.setdefault((_Launch.index, running().group), []).append(operands)
+    products = _Launch.products.setdefault((_Launch.index, running().group), [])
+    # A product of one part of the channels is added to that of another part of the same blocks.
+    if not (use_acc and products and products[-1] == operands):
+        products.append(operands)
     if not is_async:
         running().finish_products(0)
     return sums

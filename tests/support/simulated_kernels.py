@@ -135,9 +135,10 @@ def _tma_store(x: Descriptor, at: Any, buffer: Shared) -> None:
 class _Sums(Unknown):
     """The result of a product by wgmma, which is there when the product has ended."""
 
-    def __init__(self, product: Product, *shape: Any) -> None:
+    def __init__(self, product: Product, end: int, *shape: Any) -> None:
         super().__init__(*shape)
         self.product = product
+        self.end = end  #: the channel behind the last one that it sums over
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -146,16 +147,26 @@ class _Sums(Unknown):
         return self.dimensions
 
 
+def _first_channel(left: Any, right: Any) -> int:
+    """Return the first channel that a product sums over, 0 unless it has a part of two blocks."""
+    first, other = (getattr(x, "channel", 0) for x in (left, right))
+    if first != other:
+        raise ProgramError(f"a product of channels from {first} and from {other} on")
+    return first
+
+
 def _product(left: Any, right: Any, acc: Any, *, use_acc: Any = True, is_async: bool = False):
     shape = acc.dimensions  # a product may add to sums that are not there yet
     assert (left.shape[0], right.shape[1]) == shape and left.shape[1] == right.shape[0]
     cells = [cell for x in (left, right) if isinstance(x, Shared) for cell in x.cells]
-    sums = _Sums(running().start_product(cells), *shape)
+    channel = _first_channel(left, right)
+    sums = _Sums(running().start_product(cells), channel + left.shape[1], *shape)
     operands = Operands(*(getattr(x, "content", None) for x in (left, right)))
     products = _Launch.products.setdefault((_Launch.index, running().group), [])
-    # A product of one part of the channels is added to that of another part of the same blocks.
-    if not (use_acc and products and products[-1] == operands):
+    if channel == 0:
         products.append(operands)
+    elif not (use_acc and getattr(acc, "end", None) == channel and products[-1] == operands):
+        raise ProgramError(f"the product from channel {channel} on is added to another sum")
     if not is_async:
         running().finish_products(0)
     return sums

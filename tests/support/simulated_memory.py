@@ -119,9 +119,12 @@ class Descriptor:
 class Shared:
     """A buffer in shared memory, or a part of one."""
 
-    def __init__(self, dtype: Any, shape: Any, cells: list[Cell], is_whole: bool = False) -> None:
+    def __init__(
+        self, dtype: Any, shape: Any, cells: list[Cell], is_whole: bool = False, channel: int = 0
+    ) -> None:
         self.dtype, self.shape = element_type(dtype), [int(raw(n)) for n in shape]
         self.cells, self.layout, self._is_whole = cells, ANYTHING, is_whole
+        self.channel = channel  #: the first channel of the block [tokens, channels] that it has
 
     @property
     def bytes(self) -> int:
@@ -139,10 +142,12 @@ class Shared:
         assert raw(start) >= 0
         assert raw(start) + raw(length) <= shape[dim]
         shape[dim] = length
-        return Shared(self.dtype, shape, self.cells)
+        channel = self.channel + (int(raw(start)) if dim == 1 else 0)
+        return Shared(self.dtype, shape, self.cells, channel=channel)
 
     def permute(self, order: Any) -> Shared:
-        return Shared(self.dtype, [self.shape[axis] for axis in order], self.cells)
+        shape = [self.shape[axis] for axis in order]
+        return Shared(self.dtype, shape, self.cells, channel=self.channel)
 
     def reshape(self, shape: Any) -> Shared:
         return Shared(self.dtype, shape, self.cells)

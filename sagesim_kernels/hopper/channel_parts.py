@@ -14,7 +14,6 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.gluon_compat import reinterpret, tma_load
@@ -73,14 +72,3 @@ def load_numbers(x, b, h, row, bar, buffer):
     """Load a block of tokens from `row` of head h, of a tensor of four dimensions, by TMA."""
     _load_part(x[0], b, h, row, 0, bar, buffer[0])
     _load_part(x[1], b, h, row, buffer[0].shape[1], bar, buffer[1])
-
-
-@gluon.jit
-def start_product(left, right, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start the product left right^T of two blocks of tokens; it sums over channels.
-
-    It counts as two operations for `warpgroup_mma_wait`.
-    """
-    zeros = gl.zeros((BLOCK, BLOCK), DTYPE, LAYOUT)
-    out = warpgroup_mma(left[0], right[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
-    return warpgroup_mma(left[1], right[1].permute((1, 0)), out, is_async=True)

@@ -1,11 +1,12 @@
-"""Products that sum over channels, S and dP, of those channels that a head has.
+"""The products S and dP, which sum over the channels of a head.
 
-A tile of 128 channels has zeros where a head of 80 or 96 channels has none. The products leave out
-most of them: they multiply parts of the tile, of 64, 32 and 16 channels, as tensors of Triton have
-a power of two of channels. The results have the same bits.
+A tile has more channels than some heads: TMA fills the other channels of a tile with zeros. These
+products do not multiply most of the zeros. Tensors of Triton have a power of two of channels, so
+that the first 80 channels of a tile of 128 are two parts, of 64 and of 16 channels. The results
+have the same bits as those of whole tiles.
 
-The products dV, dQ and dK have channels in their results. Divided in the same way they were slower:
-see docs/speed.md, "Channels of a head".
+The channels of dV, dQ and dK are columns of their results. Divided in the same way, these products
+took longer: see docs/speed.md, "Channels of a head".
 """
 
 # Pyright takes the annotations of Gluon's functions literally:
@@ -23,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 def parts_of(channels, tile, bits):
     """Return the first channel and the size of each part of a tile that is multiplied.
 
-    channels: of a head. bits: of a number. An operation of wgmma sums over 32 bytes.
+    channels: of the head. tile: channels of the tile. bits: of an element. An instruction of wgmma
+    sums over 32 bytes.
     """
     step = 256 // bits
     end = -(-channels // step) * step
@@ -40,27 +42,41 @@ def parts_of(channels, tile, bits):
 
 @constexpr_function
 def products_of(channels, tile, bits):
-    """Return how many products of `warpgroup_mma_wait` `start_product` starts."""
+    """Return how many products `start_product` starts, as `warpgroup_mma_wait` counts them."""
     return len(parts_of(channels, tile, bits))
 
 
 @gluon.jit
-def start_product(left, right, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, CHANNELS: gl.constexpr):
-    """Start the product left right^T of two tiles of tokens; it sums over their channels.
+def start_sum(left, right, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start the sum of the products left[i] right[i]^T. It may be read only after a wait.
 
-    left, right: [tokens, D], right in shared memory, and left too if it has channels that the head
-    has not. CHANNELS: of a head. The result may be read only after a wait.
+    left, right: tuples of parts of two blocks of tokens, [tokens, channels] each.
+    `warpgroup_mma_wait` counts each pair as a product.
     """
-    ROWS: gl.constexpr = left.shape[0]
-    COLUMNS: gl.constexpr = right.shape[0]
+    ROWS: gl.constexpr = left[0].shape[0]
+    COLUMNS: gl.constexpr = right[0].shape[0]
+    out = gl.zeros((ROWS, COLUMNS), DTYPE, LAYOUT)
+    for i in gl.static_range(len(left)):
+        columns = right[i].permute((1, 0))
+        out = warpgroup_mma(left[i], columns, out, use_acc=i > 0, is_async=True)
+    return out
+
+
+@gluon.jit
+def start_product(left, right, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, CHANNELS: gl.constexpr):
+    """Start the product left right^T of two blocks of tokens, which sums over their channels.
+
+    left, right: [tokens, channels of the tile], in shared memory. left may be in registers if
+    CHANNELS are all channels of the tile. CHANNELS: of the head. The result may be read only after
+    a wait.
+    """
     TILE: gl.constexpr = right.shape[1]
     PARTS: gl.constexpr = parts_of(CHANNELS, TILE, right.dtype.primitive_bitwidth)
-    out = gl.zeros((ROWS, COLUMNS), DTYPE, LAYOUT)
     if len(PARTS) == 1:
-        return warpgroup_mma(left, right.permute((1, 0)), out, use_acc=False, is_async=True)
+        return start_sum((left,), (right,), DTYPE, LAYOUT)
     else:
+        lefts, rights = (), ()
         for i in gl.static_range(len(PARTS)):
-            lhs = left.slice(PARTS[i][0], PARTS[i][1], 1)
-            rhs = right.slice(PARTS[i][0], PARTS[i][1], 1).permute((1, 0))
-            out = warpgroup_mma(lhs, rhs, out, use_acc=i > 0, is_async=True)
-        return out
+            lefts += (left.slice(PARTS[i][0], PARTS[i][1], 1),)
+            rights += (right.slice(PARTS[i][0], PARTS[i][1], 1),)
+        return start_sum(lefts, rights, DTYPE, LAYOUT)

@@ -23,7 +23,8 @@ from sagesim_kernels.gluon_compat import reinterpret
 from sagesim_kernels.hopper.backward_masks import part_of
 from sagesim_kernels.hopper.backward_structures import QueryLoop
 from sagesim_kernels.hopper.capped_logits import logits_plus, slope_of, tanh_of_sums
-from sagesim_kernels.hopper.channel_parts import BLOCK, buffer_at, start_product
+from sagesim_kernels.hopper.channel_parts import BLOCK, buffer_at
+from sagesim_kernels.hopper.channel_products import start_sum
 from sagesim_kernels.hopper.wide_structures import BlockMask
 from sagesim_kernels.hopper.wide_warps import (
     OWNED,
@@ -162,11 +163,11 @@ def compute_gradient(
                 # descriptors of all operands before the loop and runs out of registers.
                 mine = CONSUMER + (n >> 30)
                 codes = buffer_at(own_buffers.codes, mine)
-                s = start_product(codes, buffer_at(buffers.codes, stage), gl.int32, S_INT32)
+                s = start_sum(codes, buffer_at(buffers.codes, stage), gl.int32, S_INT32)
                 if HAS_DP:
                     numbers = buffer_at(own_buffers.numbers, mine)
                     other = buffer_at(buffers.numbers, stage)
-                    dp = start_product(numbers, other, gl.float32, S_FLOAT32)
+                    dp = start_sum(numbers, other, gl.float32, S_FLOAT32)
                 s = warpgroup_mma_wait(2 if HAS_DP else 0, deps=[s])
                 if OWNS_QUERIES:
                     factor = (own_factor * key_scale)[:, None]

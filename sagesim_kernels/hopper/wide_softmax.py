@@ -14,7 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sagesim_kernels.hopper.channel_parts import BLOCK, buffer_at, start_product
+from sagesim_kernels.hopper.channel_parts import BLOCK, buffer_at
+from sagesim_kernels.hopper.channel_products import start_sum
 from sagesim_kernels.hopper.forward_masks import (
     capped_softmax_step,
     exponents,
@@ -79,7 +80,7 @@ def _s_of_load(q, buffers, barriers, n):
     """Return S of load n, and release its codes."""
     stage = n % barriers.full.shape[0]
     mbarrier.wait(barriers.full.index(stage), (n // barriers.full.shape[0]) & 1)
-    s = start_product(q, buffer_at(buffers.codes, stage), gl.int32, S_INT32)
+    s = start_sum(q, buffer_at(buffers.codes, stage), gl.int32, S_INT32)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(barriers.empty.index(stage), count=1)
     return s
@@ -208,7 +209,7 @@ def compute_o(
             n += 1
             stage = n % STAGES
             mbarrier.wait(barriers.full.index(stage), (n // STAGES) & 1)
-            s = start_product(q, buffer_at(buffers.codes, stage), gl.int32, S_INT32)
+            s = start_sum(q, buffer_at(buffers.codes, stage), gl.int32, S_INT32)
             v = buffer_at(buffers.right, (n - 1) % RIGHT_STAGES)
             o_t = warpgroup_mma(p16, v[0], o, is_async=True)
             rest_t = warpgroup_mma(_as_operand_of(p16, o_rest), v[1], o_rest, is_async=True)

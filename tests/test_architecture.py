@@ -124,6 +124,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "sagesim_kernels.gluon_compat": set(),
     "sagesim_kernels.partial_sums": set(),
+    "sagesim_kernels.channel_ranges": set(),
     "sagesim_kernels.ampere": {
         "sagesim_kernels.dependent_launch",
         "sagesim_kernels.interpreter",
@@ -133,6 +134,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.operands",
         "sagesim_kernels.support",
         "sagesim_kernels.partial_sums",
+        "sagesim_kernels.channel_ranges",
         "sagesim_kernels.gluon_compat",
         "sagesim_kernels.preparation",
         "sagesim_kernels.portable",
@@ -144,6 +146,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.target",
         "sagesim_kernels.launch_plans",
         "sagesim_kernels.partial_sums",
+        "sagesim_kernels.channel_ranges",
         "sagesim_kernels.gluon_compat",
         "sagesim_kernels.operands",
         "sagesim_kernels.support",

@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from sagesim_kernels.ampere.device import (
     BLOCK,
-    CHUNK,
     VECTOR,
     copy_channels,
     copy_scales,
@@ -35,8 +34,9 @@ from sagesim_kernels.ampere.device import (
     scaled_sum,
     shared_product,
     store_chunk,
+    zero_chunks,
 )
-from sagesim_kernels.ampere.gradient_sums import add_to_dq, add_to_sums
+from sagesim_kernels.ampere.gradient_sums import add_to_dq, add_to_sums, chunks_of_dq
 from sagesim_kernels.ampere.map_codes import (
     exchange_layout,
     left_operand,
@@ -150,7 +150,6 @@ def ampere_backward(
     QUERIES: gl.constexpr = CONFIG.queries
     STAGES: gl.constexpr = CONFIG.stages
     CHANNELS: gl.constexpr = CONFIG.channels
-    CHUNKS: gl.constexpr = CONFIG.channels // CHUNK
     BLOCKS: gl.constexpr = CONFIG.keys // BLOCK
     GROUPS: gl.constexpr = sizes.GROUPS // CONFIG.splits
     QT: gl.constexpr = q.ptr.dtype.element_ty
@@ -173,7 +172,10 @@ def ampere_backward(
     offset = causal_offset(lengths, b)
     SHARES_DS: gl.constexpr = dq_product.PER_TILE and dk_product.PER_TILE
     # Each warp that loads dS in float32 rounds it: fewer of them load the same queries then.
-    ROWS_OF_DQ: gl.constexpr = 16 if CONFIG.k_right == 8 and not SHARES_DS else 16 * ACROSS
+    EXCHANGES_FLOATS: gl.constexpr = CONFIG.k_right == 8 and not SHARES_DS
+    CHUNKS: gl.constexpr = chunks_of_dq(sizes.D, QUERIES, WARPS)
+    MOST_ROWS_OF_DQ: gl.constexpr = QUERIES * CHUNKS[len(CHUNKS) - 1] // (8 * WARPS)
+    ROWS_OF_DQ: gl.constexpr = 16 if EXCHANGES_FLOATS else min(16 * ACROSS, MOST_ROWS_OF_DQ)
     DQ: gl.constexpr = gl.NVMMADistributedLayout(
         [2, 0], [QUERIES // ROWS_OF_DQ, WARPS * ROWS_OF_DQ // QUERIES], [16, 8]
     )
@@ -264,12 +266,10 @@ def ampere_backward(
         async_copy.commit_group()  # of the keys, if no query was copied
         async_copy.wait_group(0)
         barrier()  # All warps see the keys that were copied.
-        k_left = left_tokens(k_s, ST)
-        v_left = left_tokens(v_s, ST)
-    dk0 = gl.zeros([KEYS, CHUNK], gl.float32, ST)
-    dv0 = gl.zeros([KEYS, CHUNK], gl.float32, ST)
-    dk1 = dk0
-    dv1 = dv0
+        k_left = left_tokens(k_s, sizes.D, ST)
+        v_left = left_tokens(v_s, sizes.DV, ST)
+    dv_sums = zero_chunks(KEYS, sizes.DV, ST)
+    dk_sums = zero_chunks(KEYS, sizes.D, ST)
     n = 0
     for index in range(GROUPS):
         h = first_head + index
@@ -298,9 +298,9 @@ def ampere_backward(
                 queries = query + gl.arange(0, QUERIES, COLUMNS)
 
                 if SHARES_CODES:
-                    s = registers_product(k_left, buffers.q.index(stage), ST)
+                    s = registers_product(k_left, buffers.q.index(stage), sizes.D, ST)
                 else:
-                    s = shared_product(k_s, buffers.q.index(stage), ST, _BYTES)
+                    s = shared_product(k_s, buffers.q.index(stage), sizes.D, ST, _BYTES)
                 if k.scale is None:
                     factor = _row_stats(buffers, stage, 0, COLUMNS)[None, :]
                 elif k.TOKENS == BLOCK:  # as `operands.apply_k_scale` does
@@ -321,14 +321,14 @@ def ampere_backward(
                     if p_product.PER_TILE:
                         barrier()  # All warps have stored their maximum of P.
                     map, row_scale = rounded(p, largest, p_product, buffers.do_right, p_maxima)
-                    dv0, dv1 = add_to_sums(
-                        dv0, dv1, left_operand(map), row_scale, do_right, dor_scales, query,
-                        buffers.do_right, buffers.do_scales, stage, CHUNKS,
+                    dv_sums = add_to_sums(
+                        dv_sums, left_operand(map), row_scale, do_right, dor_scales, query,
+                        buffers.do_right, buffers.do_scales, stage,
                     )  # fmt: skip
                 if SHARES_CODES:
-                    dp = registers_product(v_left, buffers.do.index(stage), ST)
+                    dp = registers_product(v_left, buffers.do.index(stage), sizes.DV, ST)
                 else:
-                    dp = shared_product(v_s, buffers.do.index(stage), ST, _BYTES)
+                    dp = shared_product(v_s, buffers.do.index(stage), sizes.DV, ST, _BYTES)
                 ds = p * (dp - _row_stats(buffers, stage, 2, COLUMNS)[None, :])
                 if PART != 1:
                     ds = gl.where(visible, ds, 0.0)  # dP and delta may be NaN where P is 0
@@ -341,9 +341,9 @@ def ampere_backward(
                         store_pairs(map, ds_s)
                     else:
                         ds_s.store(ds.to(ds_s.dtype))
-                    dk0, dk1 = add_to_sums(
-                        dk0, dk1, left_operand(map), row_scale, q_right, qr_scales, query,
-                        buffers.q_right, buffers.q_scales, stage, CHUNKS,
+                    dk_sums = add_to_sums(
+                        dk_sums, left_operand(map), row_scale, q_right, qr_scales, query,
+                        buffers.q_right, buffers.q_scales, stage,
                     )  # fmt: skip
                 elif SHARES_CODES:
                     store_maxima(p, p_product, p_maxima, ACROSS)
@@ -369,13 +369,13 @@ def ampere_backward(
                         ds_left = ds_s.load(gl.DotOperandLayout(0, ST, 2))
                         p_scale = 1.0
                         ds_scale = 1.0
-                    dv0, dv1 = add_to_sums(
-                        dv0, dv1, p_left, p_scale, do_right, dor_scales, query, buffers.do_right,
-                        buffers.do_scales, stage, CHUNKS,
+                    dv_sums = add_to_sums(
+                        dv_sums, p_left, p_scale, do_right, dor_scales, query, buffers.do_right,
+                        buffers.do_scales, stage,
                     )  # fmt: skip
-                    dk0, dk1 = add_to_sums(
-                        dk0, dk1, ds_left, ds_scale, q_right, qr_scales, query, buffers.q_right,
-                        buffers.q_scales, stage, CHUNKS,
+                    dk_sums = add_to_sums(
+                        dk_sums, ds_left, ds_scale, q_right, qr_scales, query, buffers.q_right,
+                        buffers.q_scales, stage,
                     )  # fmt: skip
                     if STAGES == 1:
                         barrier()  # All warps need no copied queries any more.
@@ -386,11 +386,11 @@ def ampere_backward(
                     )  # fmt: skip
                 add_to_dq(
                     ds_s, ds_maxima, inverse, k_right, kr_scales, first, second, kr_s, kr_scales_s,
-                    dq_product, dq_sums, at, DS, CONFIG, DQ,
+                    dq_product, dq_sums, at, sizes.D, DS, CONFIG, DQ,
                 )  # fmt: skip
 
-    for c in gl.static_range(CHUNKS):
-        dk_value = (dk1 if c else dk0) * scale
-        dv_value = dv1 if c else dv0
-        store_chunk(dk, lengths.cu_k, b, out_head, keys, n_stored, dk_value, c, sizes.D)
-        store_chunk(dv, lengths.cu_k, b, out_head, keys, n_stored, dv_value, c, sizes.DV)
+    for c in gl.static_range(len(dk_sums)):
+        value = dk_sums[c] * scale
+        store_chunk(dk, lengths.cu_k, b, out_head, keys, n_stored, value, c, sizes.D)
+    for c in gl.static_range(len(dv_sums)):
+        store_chunk(dv, lengths.cu_k, b, out_head, keys, n_stored, dv_sums[c], c, sizes.DV)

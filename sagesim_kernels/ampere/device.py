@@ -11,20 +11,46 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from sagesim_kernels.channel_ranges import parts_of
 from sagesim_kernels.gluon_compat import async_load
-from sagesim_kernels.operands import amax, head_ptr, row_stride
+from sagesim_kernels.operands import head_ptr, row_stride
 
 BLOCK = gl.constexpr(64)
 """Queries and keys of a block of the spec, and keys of a step of the loops over keys."""
 
 CHUNK = gl.constexpr(64)
-"""Channels of one accumulator. The int32 sums of more channels would need too many registers."""
+"""Channels of an accumulator at most. The int32 sums of more would need too many registers."""
 
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 """Layout of float32 numbers in shared memory."""
 
 VECTORS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 """Layout of vectors of float32 numbers in shared memory."""
+
+
+@constexpr_function
+def chunks_of(channels, least=16):
+    """Return the channels of each accumulator of a head: `CHUNK`, and then what the rest needs.
+
+    Chunk i begins at channel i * CHUNK. Channels behind those of the head are zeros. least: of a
+    chunk, a power of two.
+    """
+    rest = least
+    while CHUNK.value + rest < channels:
+        rest *= 2
+    return (CHUNK.value,) if channels <= CHUNK.value else (CHUNK.value, rest)
+
+
+@gluon.jit
+def zero_chunks(ROWS: gl.constexpr, HEAD: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return an accumulator [ROWS, channels] for each chunk of a head. HEAD: its channels."""
+    CHUNKS: gl.constexpr = chunks_of(HEAD)
+    first = gl.zeros([ROWS, CHUNK], gl.float32, LAYOUT)
+    if len(CHUNKS) == 1:
+        return (first,)
+    else:
+        REST: gl.constexpr = CHUNKS[1]
+        return first, gl.zeros([ROWS, REST], gl.float32, LAYOUT)
 
 
 @constexpr_function
@@ -126,13 +152,15 @@ def copy_vectors(ptr, STRIDE: gl.constexpr, buffer):
 
 
 @gluon.jit
-def channel_scales(x, scales, first, buffer, at, C: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the scales of chunk C of a block's channels, [CHUNK]; see `copy_scales`."""
+def channel_scales(
+    x, scales, first, buffer, at, C: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Return the scales of chunk C of a block's channels, [SIZE]; see `copy_scales`."""
     if x.BY_CHANNEL:
-        return buffer.index(at).slice(C * CHUNK, CHUNK).load(LAYOUT)
+        return buffer.index(at).slice(C * CHUNK, SIZE).load(LAYOUT)
     else:
         scale = gl.load(scales + (first // x.TOKENS).to(gl.int64) * x.scale_stride_n)
-        return gl.full([CHUNK], scale, gl.float32, LAYOUT)
+        return gl.full([SIZE], scale, gl.float32, LAYOUT)
 
 
 @gluon.jit
@@ -216,129 +244,86 @@ def code_product(left, right, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def product(left, right, LAYOUT: gl.constexpr):
-    """Return the product of codes or of 16-bit numbers, float32, without scales."""
-    if left.dtype == gl.int8:
-        return code_product(left, right, LAYOUT)
-    else:
-        start = gl.zeros([left.shape[0], right.shape[1]], gl.float32, LAYOUT)
-        return mma_v2(left, right, start)
-
-
-@gluon.jit
-def left_tokens(buffer, LAYOUT: gl.constexpr):
-    """Load a buffer [tokens, channels] as the left operand of `registers_product`."""
-    return buffer.load(gl.DotOperandLayout(0, LAYOUT, 32 // buffer.dtype.primitive_bitwidth))
-
-
-@gluon.jit
-def registers_product(left, right, LAYOUT: gl.constexpr):
-    """Return left @ right.T, float32, of `left_tokens` and a buffer [tokens, channels]."""
-    WIDTH: gl.constexpr = 32 // right.dtype.primitive_bitwidth
-    return product(left, right.permute((1, 0)).load(gl.DotOperandLayout(1, LAYOUT, WIDTH)), LAYOUT)
-
-
-@gluon.jit
-def shared_product(left, right, LAYOUT: gl.constexpr, BYTES: gl.constexpr):
-    """Return left @ right.T, float32, of two buffers [tokens, channels]; see `product`.
-
-    BYTES: of a row, of which both operands are loaded to registers at a time.
-    """
-    CHANNELS: gl.constexpr = left.shape[1]
-    PART: gl.constexpr = min(CHANNELS, BYTES * 8 // left.dtype.primitive_bitwidth)
-    WIDTH: gl.constexpr = 32 // left.dtype.primitive_bitwidth
+def _start_of_sums(left, right, LAYOUT: gl.constexpr):
+    """Return what the products of tokens of two buffers [tokens, channels] are added to."""
     ROWS: gl.constexpr = left.shape[0]
     COLUMNS: gl.constexpr = right.shape[0]
     if left.dtype == gl.int8:
-        sums = gl.full([ROWS, COLUMNS], 0x4B400000, gl.int32, LAYOUT)
+        return gl.full([ROWS, COLUMNS], 0x4B400000, gl.int32, LAYOUT)
     else:
-        sums = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
-    for c in gl.static_range(0, CHANNELS, PART):
-        x = left.slice(c, PART, 1).load(gl.DotOperandLayout(0, LAYOUT, WIDTH))
-        y = right.slice(c, PART, 1).permute((1, 0)).load(gl.DotOperandLayout(1, LAYOUT, WIDTH))
-        sums = mma_v2(x, y, sums)
-    if left.dtype == gl.int8:
+        return gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+
+
+@gluon.jit
+def _as_floats(sums):
+    """Return sums that began with `_start_of_sums`, float32."""
+    if sums.dtype == gl.int32:
         return sums.to(gl.float32, bitcast=True) - 12582912.0
     else:
         return sums
 
 
 @gluon.jit
-def right_chunk(buffer, C: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load chunk C of the channels of a right operand [tokens, channels]."""
+def _left_part(buffer, FIRST: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Load channels of a buffer [tokens, channels] as a left operand."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 32 // buffer.dtype.primitive_bitwidth)
+    return buffer.slice(FIRST, SIZE, 1).load(OPERAND)
+
+
+@gluon.jit
+def _right_part(buffer, FIRST: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Load channels of a buffer [tokens, channels] as a right operand [channels, tokens]."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 32 // buffer.dtype.primitive_bitwidth)
+    return buffer.slice(FIRST, SIZE, 1).permute((1, 0)).load(OPERAND)
+
+
+@gluon.jit
+def left_tokens(buffer, HEAD: gl.constexpr, LAYOUT: gl.constexpr):
+    """Load a buffer [tokens, channels] as the left operand of `registers_product`.
+
+    HEAD: channels of the head.
+    """
+    PARTS: gl.constexpr = parts_of(HEAD, buffer.shape[1], buffer.dtype.primitive_bitwidth)
+    left = ()
+    for i in gl.static_range(len(PARTS)):
+        left += (_left_part(buffer, PARTS[i][0], PARTS[i][1], LAYOUT),)
+    return left
+
+
+@gluon.jit
+def registers_product(left, right, HEAD: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return left @ right.T, float32, of `left_tokens` and a buffer [tokens, channels]."""
+    PARTS: gl.constexpr = parts_of(HEAD, right.shape[1], right.dtype.primitive_bitwidth)
+    sums = _start_of_sums(left[0], right, LAYOUT)
+    for i in gl.static_range(len(PARTS)):
+        sums = mma_v2(left[i], _right_part(right, PARTS[i][0], PARTS[i][1], LAYOUT), sums)
+    return _as_floats(sums)
+
+
+@gluon.jit
+def shared_product(left, right, HEAD: gl.constexpr, LAYOUT: gl.constexpr, BYTES: gl.constexpr):
+    """Return left @ right.T, float32, of two buffers [tokens, channels].
+
+    HEAD: channels of the head. BYTES: of a row, of which both operands are loaded to registers at a
+    time.
+    """
+    BITS: gl.constexpr = left.dtype.primitive_bitwidth
+    PARTS: gl.constexpr = parts_of(HEAD, min(left.shape[1], BYTES * 8 // BITS), BITS)
+    sums = _start_of_sums(left, right, LAYOUT)
+    for i in gl.static_range(len(PARTS)):
+        x = _left_part(left, PARTS[i][0], PARTS[i][1], LAYOUT)
+        sums = mma_v2(x, _right_part(right, PARTS[i][0], PARTS[i][1], LAYOUT), sums)
+    return _as_floats(sums)
+
+
+@gluon.jit
+def right_chunk(buffer, C: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Load chunk C of the channels, [tokens, SIZE], of a right operand [tokens, channels]."""
     if buffer.dtype == gl.int8:  # [channels, tokens] in memory
-        chunk = buffer.slice(C * CHUNK, CHUNK, 0).permute((1, 0))
+        chunk = buffer.slice(C * CHUNK, SIZE, 0).permute((1, 0))
         return chunk.load(gl.DotOperandLayout(1, LAYOUT, 4))
     else:
-        return buffer.slice(C * CHUNK, CHUNK, 1).load(gl.DotOperandLayout(1, LAYOUT, 2))
-
-
-_TO_INT32 = gl.constexpr("cvt.rni.s32.f32 $0, $1;")
-
-
-@gluon.jit
-def to_int32(x):
-    """Round float32 to int32, ties to even."""
-    return gl.inline_asm_elementwise(_TO_INT32, "=r,r", [x], gl.int32, True, 1)
-
-
-@constexpr_function
-def _order_of(row, column, channels):
-    """Return where a number of a part of dQ is among the sums; see `operands.add_part`."""
-    group = (row // 8 * (channels // 8) + column // 8) * 2 + column % 2
-    return group * 32 + row % 8 * 4 + column % 8 // 2
-
-
-@constexpr_function
-def _of_register(layout, i):
-    """Return the row and the column that register i adds to those of its thread."""
-    bases = layout.reg_bases
-    chosen = [bases[bit] for bit in range(len(bases)) if i >> bit & 1]
-    return sum(base[0] for base in chosen), sum(base[1] for base in chosen)
-
-
-@constexpr_function
-def _add_registers(layout, channels):
-    """Return the assembly that adds the registers of a thread, their operands, and their number.
-
-    The first operand is the address of the thread's first number. A constant is added to it.
-    """
-    count = 2 ** len(layout.reg_bases)
-    lines = []
-    for i in range(count):
-        at = _of_register(layout, i)
-        offset = 4 * _order_of(at[0], at[1], channels)
-        lines.append(f"red.relaxed.gpu.global.add.s32 [${count} + {offset}], ${2 * count + i};")
-    return " ".join(lines), ",".join(["=r"] * count + ["l"] * count + ["r"] * count), count
-
-
-@gluon.jit
-def add_units(dq_sums, at, units, C: gl.constexpr, CHANNELS: gl.constexpr):
-    """Add chunk C of the channels of a part of dQ, int32, to the sums of some queries.
-
-    at: the index of the first query in padded storage, over all heads. CHANNELS: of `dq_sums`.
-    """
-    LAYOUT: gl.constexpr = gl.to_linear_layout(units.type.layout, units.shape)
-    LAST: gl.constexpr = _of_register(LAYOUT, 2 ** len(LAYOUT.reg_bases) - 1)
-    # Of the bits of a row and a column, those that are not of a register: one address a thread.
-    row = gl.arange(0, units.shape[0], gl.SliceLayout(1, LAYOUT))[:, None] & ~LAST[0]
-    column = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :] & ~LAST[1]
-    column += C * CHUNK
-    group = (row // 8 * (CHANNELS // 8) + column // 8) * 2 + column % 2
-    order = group * 32 + row % 8 * 4 + column % 8 // 2
-    ptrs = dq_sums.sums + at * CHANNELS + order
-    ASM: gl.constexpr = _add_registers(LAYOUT, CHANNELS)
-    units = gl.convert_layout(units, LAYOUT, assert_trivial=True)
-    gl.inline_asm_elementwise(ASM[0], ASM[1], [ptrs, units], gl.int32, False, ASM[2])
-
-
-@gluon.jit
-def mark_nonfinite(dq_sums, at, part):
-    """Set the units of the rows of a part of dQ to NaN where it is not finite."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, part.type.layout)
-    is_bad = ~(amax(part, 1) < float("inf"))
-    ptrs = dq_sums.unit + at + gl.arange(0, part.shape[0], LAYOUT)
-    gl.store(ptrs, gl.full([part.shape[0]], float("nan"), gl.float32, LAYOUT), mask=is_bad)
+        return buffer.slice(C * CHUNK, SIZE, 1).load(gl.DotOperandLayout(1, LAYOUT, 2))
 
 
 @gluon.jit
@@ -348,7 +333,7 @@ def store_chunk(x, cu, b, h, rows, last, value, C: gl.constexpr, D: gl.constexpr
     rows: the token of each row of value. Writes tokens before `last` and channels before D.
     """
     LAYOUT: gl.constexpr = value.type.layout
-    column = C * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))
+    column = C * CHUNK + gl.arange(0, value.shape[1], gl.SliceLayout(0, LAYOUT))
     ptrs = head_ptr(x, cu, b, h) + rows.to(gl.int64) * row_stride(x)
     ptrs = ptrs[:, None] + (column.to(gl.int64) * x.stride_d)[None, :]
     mask = (rows < last)[:, None] & (column < D)[None, :]

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from sagesim_kernels.ampere.device import (
     BLOCK,
-    CHUNK,
     VECTOR,
     apply_k_scale,
     block_scale,
@@ -34,6 +33,7 @@ from sagesim_kernels.ampere.device import (
     shared_product,
     store_chunk,
     token_scale_buffer,
+    zero_chunks,
 )
 from sagesim_kernels.ampere.map_codes import as_left_codes
 from sagesim_kernels.ampere.parts import PARTS, key_parts, visible_keys
@@ -100,18 +100,40 @@ def _add_partial_sums(part, p, weight, shrink):
 
 
 @gluon.jit
-def _add_values(p, v_s, total0, total1):
-    """Return the sums of each chunk of channels plus P V of a block of keys."""
-    ACC: gl.constexpr = total0.type.layout
-    p16 = gl.convert_layout(p.to(v_s.dtype), gl.DotOperandLayout(0, ACC, 2))
-    total0 = mma_v2(p16, right_chunk(v_s, 0, ACC), total0)
-    if v_s.shape[1] > CHUNK:
-        total1 = mma_v2(p16, right_chunk(v_s, 1, ACC), total1)
-    return total0, total1
+def _scaled(totals, factor):
+    """Return the sums of each chunk of channels times a factor of each row."""
+    scaled = ()
+    for c in gl.static_range(len(totals)):
+        scaled += (totals[c] * factor[:, None],)
+    return scaled
 
 
 @gluon.jit
-def _logits(q_left, q_s, factor, k, k_tile, k_scale, k_scales, IS_NEGATIVE: gl.constexpr):
+def _add_values(p, v_s, totals):
+    """Return the sums of each chunk of channels plus P V of a block of keys."""
+    ACC: gl.constexpr = totals[0].type.layout
+    p16 = gl.convert_layout(p.to(v_s.dtype), gl.DotOperandLayout(0, ACC, 2))
+    added = ()
+    for c in gl.static_range(len(totals)):
+        added += (mma_v2(p16, right_chunk(v_s, c, totals[c].shape[1], ACC), totals[c]),)
+    return added
+
+
+@gluon.jit
+def _add_coded_chunk(
+    total, codes, weight, shrink, v, v_s, scales, key, scales_s, stage, C: gl.constexpr
+):
+    """Return chunk C of total * shrink + P V of a block of keys, of which P is codes * weight."""
+    SIZE: gl.constexpr = total.shape[1]
+    ACC: gl.constexpr = total.type.layout
+    column = channel_scales(v, scales, key, scales_s, stage, C, SIZE, gl.SliceLayout(0, ACC))
+    sums = code_product(codes, right_chunk(v_s.index(stage), C, SIZE, ACC), ACC)
+    total = rescaled(total, shrink[:, None].broadcast_to(total.shape))
+    return gl.fma(sums, weight[:, None] * column[None, :], total)
+
+
+@gluon.jit
+def _logits(q_left, q_s, factor, k, k_tile, k_scale, k_scales, sizes, IS_NEGATIVE: gl.constexpr):
     """Return s [queries, keys] and a factor of each query that is not negative.
 
     Their product is the logits. So a row's maximum of s is that of its logits.
@@ -121,9 +143,9 @@ def _logits(q_left, q_s, factor, k, k_tile, k_scale, k_scales, IS_NEGATIVE: gl.c
     """
     LAYOUT: gl.constexpr = factor.type.layout.parent
     if q_left is None:
-        s = shared_product(q_s, k_tile, LAYOUT, _BYTES)
+        s = shared_product(q_s, k_tile, sizes.D, LAYOUT, _BYTES)
     else:
-        s = registers_product(q_left, k_tile, LAYOUT)
+        s = registers_product(q_left, k_tile, sizes.D, LAYOUT)
     s, factor = apply_k_scale(s, factor, k, k_scale, k_scales)
     if IS_NEGATIVE:
         s = -s
@@ -215,22 +237,22 @@ def ampere_forward(
     part = partial_sums(
         gl.zeros([ROWS_OF_TILE, STEP], gl.float32, ACC)
     )  # of the row sums, if P is in codes or has a fixed reference
-    total0 = gl.zeros([ROWS_OF_TILE, CHUNK], gl.float32, ACC)
-    total1 = total0
+    totals = zero_chunks(ROWS_OF_TILE, sizes.DV, ACC)
     k_scale = block_scale(k, k_scales, begin, begin < end)
     async_copy.wait_group(0)
     barrier()  # All warps see the queries that were copied.
     # If P is computed for fewer keys at a time, no registers are free for Q.
     q_left = None
     if STEP == BLOCK:
-        q_left = left_tokens(q_s, ACC)
+        q_left = left_tokens(q_s, sizes.D, ACC)
     # Without a limit on the left and a key mask, there are no masked keys before the second part.
     FIRST_PART: gl.constexpr = 1 if lengths.left is None and lengths.key_mask is None else 0
     if FIXED:
         for key in range(begin, gl.minimum(begin + BLOCK, end), BLOCK):
             s, tile_factor = _logits(
-                q_left, q_s, factor, k, k_s.index(0), k_scale, k_scales_s.index(0), IS_NEGATIVE
-            )
+                q_left, q_s, factor, k, k_s.index(0), k_scale, k_scales_s.index(0), sizes,
+                IS_NEGATIVE,
+            )  # fmt: skip
             keys = key + gl.arange(0, BLOCK, COLUMNS)
             visible = visible_keys(lengths, b, queries, end_of_keys, keys, n_k)
             s = gl.where(visible, s, -float("inf"))
@@ -255,7 +277,7 @@ def ampere_forward(
                 for START in gl.static_range(0, BLOCK, STEP):
                     s, step_factor = _logits(
                         q_left, q_s, factor, k, k_s.index(stage).slice(START, STEP, 0), this_scale,
-                        k_scales_s.index(stage).slice(START, STEP, 0), IS_NEGATIVE,
+                        k_scales_s.index(stage).slice(START, STEP, 0), sizes, IS_NEGATIVE,
                     )  # fmt: skip
                     x = scaled_difference(s, step_factor[:, None], _finite(row_max)[:, None])
                     if PART != 1:
@@ -265,11 +287,11 @@ def ampere_forward(
                     p = gl.exp2(x)
                     part += partial_sums(p)
                     v_step = v_s.index(stage).slice(START, STEP, 0)
-                    total0, total1 = _add_values(p, v_step, total0, total1)
+                    totals = _add_values(p, v_step, totals)
             else:
                 s, tile_factor = _logits(
                     q_left, q_s, factor, k, k_s.index(stage), this_scale, k_scales_s.index(stage),
-                    IS_NEGATIVE,
+                    sizes, IS_NEGATIVE,
                 )  # fmt: skip
                 if PART != 1:
                     keys = key + gl.arange(0, BLOCK, COLUMNS)
@@ -287,16 +309,15 @@ def ampere_forward(
                     weight, level, shrink = next_level(LOG2_ONE - tile_max, level, True)
                     part = _add_partial_sums(part, p, weight, shrink)
                     codes = exponential_codes(as_left_codes(p))
-                    for c in gl.static_range(CHANNELS // CHUNK):
-                        total = total1 if c else total0
-                        column = channel_scales(v, v_scales, key, scales_s, stage, c, COLUMNS)
-                        sums = code_product(codes, right_chunk(v_s.index(stage), c, ACC), ACC)
-                        total = rescaled(total, shrink[:, None].broadcast_to(total.shape))
-                        total = gl.fma(sums, weight[:, None] * column[None, :], total)
-                        if c:
-                            total1 = total
-                        else:
-                            total0 = total
+                    added = ()
+                    for c in gl.static_range(len(totals)):
+                        added += (
+                            _add_coded_chunk(
+                                totals[c], codes, weight, shrink, v, v_s, v_scales, key, scales_s,
+                                stage, c,
+                            ),
+                        )  # fmt: skip
+                    totals = added
                 else:
                     # A maximum that is NaN stays so. In `gl.maximum` the other number would win.
                     new_max = gl.where(
@@ -306,23 +327,22 @@ def ampere_forward(
                     row_max = new_max
                     p = gl.exp2(scaled_difference(s, tile_factor, _finite(new_max)[:, None]))
                     row_sum = row_sum * shrink + gl.sum(p, 1)
-                    total0 = total0 * shrink[:, None]
-                    total1 = total1 * shrink[:, None]
-                    total0, total1 = _add_values(p, v_s.index(stage), total0, total1)
+                    totals = _add_values(p, v_s.index(stage), _scaled(totals, shrink))
 
     if FIXED or v.scale is not None:
         row_sum = gl.convert_layout(gl.sum(part, 1), ROWS)
     if v.scale is not None:
         row_max = -level
     if FIXED:
-        size = gl.sum(gl.abs(total0), 1) + gl.sum(gl.abs(total1), 1)
+        size = gl.sum(gl.abs(totals[0]), 1)
+        if len(totals) == 2:
+            size += gl.sum(gl.abs(totals[1]), 1)
         fails = ~fits_reference(row_sum, size)
     if sink2 is not None:
         row_sum, row_max, sqrt_rescale = add_sink_of_rows(
             sink2, lse2, lengths.cu_q, b, h, queries, n_q, row_sum, row_max
         )
-        total0 = total0 * sqrt_rescale[:, None] * sqrt_rescale[:, None]
-        total1 = total1 * sqrt_rescale[:, None] * sqrt_rescale[:, None]
+        totals = _scaled(_scaled(totals, sqrt_rescale), sqrt_rescale)
     # A sum of NaN is not 0. If the magnitude of the logits is above 2^28, all P of a row may be 0.
     has_keys = (row_sum != 0.0) | (row_max > -float("inf"))
     row_sum = gl.where(row_sum != 0.0, row_sum, 1.0)
@@ -331,8 +351,8 @@ def ampere_forward(
     if FIXED:
         row_lse2 = gl.where(fails, FAILED, row_lse2)
     gl.store(row_base(lse2, lengths.cu_q, b, h) + queries, row_lse2, mask=queries < n_q)
-    for c in gl.static_range(CHANNELS // CHUNK):
-        value = (total1 if c else total0) / row_sum[:, None]
+    for c in gl.static_range(len(totals)):
+        value = totals[c] / row_sum[:, None]
         if v.scale is not None:
             value *= CODE_UNIT
         store_chunk(o, lengths.cu_q, b, h, queries, n_q, value, c, sizes.DV)

@@ -6,71 +6,84 @@
 
 from __future__ import annotations
 
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from sagesim_kernels.ampere.device import (
     BLOCK,
-    CHUNK,
-    add_units,
     channel_scales,
+    chunks_of,
     code_product,
-    mark_nonfinite,
-    product,
     right_chunk,
-    to_int32,
 )
+from sagesim_kernels.ampere.dq_units import add_units, mark_nonfinite, to_int32
 from sagesim_kernels.ampere.map_codes import exchanged
 from sagesim_kernels.gluon_compat import reinterpret
 
 
 @gluon.jit
 def _add_product(
-    total, left, row_scale, x, scales, first, buffer, scale_buffer, stage, C: gl.constexpr,
-):  # fmt: skip
+    total, left, row_scale, x, scales, first, buffer, scale_buffer, stage, C: gl.constexpr
+):
     """Return total plus chunk C of left @ x, for a map and an operand of queries.
 
     left: of `left_operand`. row_scale: of `rounded`.
     """
+    SIZE: gl.constexpr = total.shape[1]
     LAYOUT: gl.constexpr = total.type.layout
+    tokens = right_chunk(buffer.index(stage), C, SIZE, LAYOUT)
     if left.dtype != gl.int8:
-        return mma_v2(left, right_chunk(buffer.index(stage), C, LAYOUT), total)
+        return mma_v2(left, tokens, total)
     else:
-        column = channel_scales(x, scales, first, scale_buffer, stage, C, gl.SliceLayout(0, LAYOUT))
-        sums = code_product(left, right_chunk(buffer.index(stage), C, LAYOUT), LAYOUT)
+        COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+        column = channel_scales(x, scales, first, scale_buffer, stage, C, SIZE, COLUMNS)
+        sums = code_product(left, tokens, LAYOUT)
         return gl.fma(sums, row_scale[:, None] * column[None, :], total)
 
 
 @gluon.jit
-def add_to_sums(
-    sum0, sum1, left, row_scale, x, scales, first, buffer, scale_buffer, stage,
-    CHUNKS: gl.constexpr,
-):  # fmt: skip
-    """Return the sums of all chunks, the second unused if there is one, plus left @ x."""
-    sum0 = _add_product(sum0, left, row_scale, x, scales, first, buffer, scale_buffer, stage, 0)
-    if CHUNKS == 2:
-        sum1 = _add_product(sum1, left, row_scale, x, scales, first, buffer, scale_buffer, stage, 1)
-    return sum0, sum1
+def add_to_sums(sums, left, row_scale, x, scales, first, buffer, scale_buffer, stage):
+    """Return the sums of each chunk of channels plus left @ x."""
+    added = ()
+    for c in gl.static_range(len(sums)):
+        added += (
+            _add_product(
+                sums[c], left, row_scale, x, scales, first, buffer, scale_buffer, stage, c
+            ),
+        )
+    return added
+
+
+@constexpr_function
+def chunks_of_dq(channels, queries, warps):
+    """Return the channels of each chunk of a part of dQ; see `chunks_of`.
+
+    No two warps hold the same number: of 16 queries or more, each has 8 channels or more.
+    """
+    return chunks_of(channels, max(16, 8 * (16 * warps // queries)))
 
 
 @gluon.jit
 def _units(
     left, factor, k_right, scales, first, buffer, scale_buffer, i, dq_sums, at, C: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    SIZE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return chunk C of the part of dQ of block i of the keys, in units of its rows, int32.
+    """Return chunk C of the part of dQ of block i of the keys, [queries, SIZE], int32.
+
+    It is in units of its rows.
 
     left, factor: what `exchanged` returned.
     """
-    tokens = right_chunk(buffer.index(i), C, LAYOUT)
+    tokens = right_chunk(buffer.index(i), C, SIZE, LAYOUT)
     if left.dtype == gl.int8:
-        column = channel_scales(
-            k_right, scales, first, scale_buffer, i, C, gl.SliceLayout(0, LAYOUT)
-        )
+        COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+        column = channel_scales(k_right, scales, first, scale_buffer, i, C, SIZE, COLUMNS)
         return to_int32(code_product(left, tokens, LAYOUT) * (factor * column[None, :]))
     else:
-        part = product(left, tokens, LAYOUT) * factor
+        start = gl.zeros([left.shape[0], SIZE], gl.float32, LAYOUT)
+        part = mma_v2(left, tokens, start) * factor
         if left.dtype == gl.float16:  # dS may overflow
             mark_nonfinite(dq_sums, at, part)
         return to_int32(part)
@@ -79,12 +92,13 @@ def _units(
 @gluon.jit
 def add_to_dq(
     ds_s, maxima, inverse, k_right, scales, first, second, kr_s, kr_scales_s, dq_product, dq_sums,
-    at, DS: gl.constexpr, CONFIG: gl.constexpr, LAYOUT: gl.constexpr,
+    at, HEAD: gl.constexpr, DS: gl.constexpr, CONFIG: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Add the parts of dQ of a step to the sums of its queries.
 
-    ds_s: dS of the tile of keys. CONFIG: `backward_kernel.Config`.
+    ds_s: dS of the tile of keys. HEAD: channels of dQ. CONFIG: `backward_kernel.Config`.
     """
+    CHUNKS: gl.constexpr = chunks_of_dq(HEAD, CONFIG.queries, gl.num_warps())
     BLOCKS: gl.constexpr = CONFIG.keys // BLOCK
     ROWS: gl.constexpr = ds_s.shape[0] // BLOCKS
     blocks = reinterpret(ds_s, ds_s.dtype, [BLOCKS, ROWS, CONFIG.queries], DS)
@@ -92,13 +106,14 @@ def add_to_dq(
     left0, factor0 = exchanged(blocks.index(0), dq_product, inverse, maxima, 0, LAYOUT)
     if BLOCKS == 2:
         left1, factor1 = exchanged(blocks.index(1), dq_product, inverse, maxima, 1, LAYOUT)
-    for c in gl.static_range(CONFIG.channels // CHUNK):
+    for c in gl.static_range(len(CHUNKS)):
         units = _units(
-            left0, factor0, k_right, scales, first, kr_s, kr_scales_s, 0, dq_sums, at, c, LAYOUT
-        )
+            left0, factor0, k_right, scales, first, kr_s, kr_scales_s, 0, dq_sums, at, c, CHUNKS[c],
+            LAYOUT,
+        )  # fmt: skip
         if BLOCKS == 2:
             units += _units(
                 left1, factor1, k_right, scales, second, kr_s, kr_scales_s, 1, dq_sums, at, c,
-                LAYOUT,
+                CHUNKS[c], LAYOUT,
             )  # fmt: skip
         add_units(dq_sums, at, units, c, CONFIG.channels)

@@ -113,8 +113,8 @@ def ampere_p_rows(
     k_scale = block_scale(k, k_scales, begin, begin < end)
     async_copy.wait_group(0)
     barrier()  # All warps see the queries that were copied.
-    q_left = left_tokens(q_s, ACC)
-    do_left = left_tokens(do_s, ACC)
+    q_left = left_tokens(q_s, sizes.D, ACC)
+    do_left = left_tokens(do_s, sizes.DV, ACC)
     n = 0
     # Without a limit on the left and a key mask, there are no masked keys before the second part.
     FIRST_PART: gl.constexpr = 1 if lengths.left is None and lengths.key_mask is None else 0
@@ -133,7 +133,7 @@ def ampere_p_rows(
             )  # fmt: skip
             this_scale = k_scale
             k_scale = block_scale(k, k_scales, next_key, True)
-            s = registers_product(q_left, k_s.index(stage), ACC)
+            s = registers_product(q_left, k_s.index(stage), sizes.D, ACC)
             s, tile_factor = apply_k_scale(s, factor, k, this_scale, k_scales_s.index(stage))
             s = scaled_difference(s, tile_factor[:, None], row_lse2[:, None])
             if PART != 1:
@@ -143,7 +143,7 @@ def ampere_p_rows(
             p = gl.exp2(s)
             p_sum += partial_sums(p)
             if delta is not None:
-                dp = registers_product(do_left, v_s.index(stage), ACC)
+                dp = registers_product(do_left, v_s.index(stage), sizes.DV, ACC)
                 if PART != 1:
                     dp = gl.where(visible, dp, 0.0)  # it may be NaN where P is 0
                 delta_sum = add_partial_products(delta_sum, p, dp)

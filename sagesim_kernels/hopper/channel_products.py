@@ -19,25 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-
-@constexpr_function
-def parts_of(channels, tile, bits):
-    """Return the first channel and the size of each part of a tile that is multiplied.
-
-    channels: of the head. tile: channels of the tile. bits: of an element. An instruction of wgmma
-    sums over 32 bytes.
-    """
-    step = 256 // bits
-    end = -(-channels // step) * step
-    parts = []
-    first = 0
-    while first < end:
-        size = tile
-        while size > end - first:
-            size //= 2
-        parts.append((first, size))
-        first += size
-    return tuple(parts)
+from sagesim_kernels.channel_ranges import parts_of
 
 
 @constexpr_function

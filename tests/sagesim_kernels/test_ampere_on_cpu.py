@@ -29,7 +29,7 @@ CALLS = {
     "sagebwd_d128": Call("sagebwd", 100, 200, d=128),
     "factored": Call("factored", 70, 200, scale=-0.3),
     "maxima_that_grow": Call("sagebwd", 70, 260, scale=3.0),
-    "factored_pv16_d128": Call("factored_pv16", 100, 200, d=128, is_causal=True),
+    "factored_pv16_d88": Call("factored_pv16", 100, 200, d=88, is_causal=True),
     "factored_qk": Call("factored_qk", 130, 150, is_causal=True),
     "scales_of_blocks": Call(
         "factored_qk qk=int8@block,block qk_recompute=int8@block,block", 130, 100, scale=-0.3
@@ -40,7 +40,7 @@ CALLS = {
     "one_scale_but_of_dv_d128": Call("sagebwd dv=int8@tile_column,block", 70, 100, d=128),
     "fpa_fp16_d40": Call("fpa_fp16", 100, 100, d=40, is_causal=True, dtype=torch.float16),
     "factored_qk_grouped_d128": Call("factored_qk", 130, 100, d=128, heads=2, is_causal=True),
-    "scales_of_keys_d128": Call("factored_qk qk=int8@token,token", 70, 100, d=128),
+    "scales_of_keys_d80": Call("factored_qk qk=int8@token,token", 70, 100, d=80),
     "two_heads_a_program": Call("factored_qk", 70, 100, heads=8, heads_k=2, is_causal=True),
     "two_formats_of_ds": Call("factored_qk delta=p dq=fp16 dk=bf16", 70, 100, is_causal=True),
 }

@@ -171,6 +171,7 @@ def _run(args: argparse.Namespace, command: str) -> None:
     from sagesim_kernels.bench.cuda import CudaMeter
     from sagesim_kernels.bench.machine import describe
     from sagesim_kernels.bench.run import DeviceLost, Setup, run
+    from sagesim_kernels.bench.timing import SETTLING
 
     settings = {
         "specs": list(specs),
@@ -179,6 +180,7 @@ def _run(args: argparse.Namespace, command: str) -> None:
         "code": args.code,
         "dtype": "bfloat16",
         "rounds": rounds,
+        "settling_s": SETTLING,
     }
     name = "bench.json" if args.code is None else f"bench_{args.code}.json"
     path = Path("out", name) if args.out is None else args.out

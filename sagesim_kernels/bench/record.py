@@ -68,6 +68,7 @@ _DOCUMENT: Final[Structure] = {
         "peers": Every(TEXT),
         "dtype": TEXT,
         "code?": or_null(TEXT),
+        "settling_s?": POSITIVE,  # see `timing.SETTLING`; older records have none
     },
     "cases": Each({"part": TEXT}),
     "lost": Each(Each(TEXT)),

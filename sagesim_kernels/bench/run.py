@@ -29,7 +29,7 @@ from sagesim_kernels.bench.training import TrainingStep
 _WARM_UP: Final = 2
 """Runs of each pass before any is timed. The first one compiles, tunes and allocates."""
 
-_LOOPS: Final = 7
+_LOOPS: Final = 5
 """Loops of calls of each contender. A loop is a mean already, so fewer are enough."""
 
 _WRONG: Final = 0.5

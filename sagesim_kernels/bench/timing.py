@@ -19,6 +19,10 @@ _LOOP: Final = 0.03
 
 _FEWEST_CALLS: Final = 3
 
+SETTLING: Final = 0.15
+"""Seconds of calls before a loop is timed. In a loop a GPU reaches the limit of its power, and then
+its clock depends on what runs. An H200 takes about 0.1 s to change it."""
+
 Within = Callable[[str], AbstractContextManager[Any]]
 """Returns the context in which a contender runs, by name."""
 
@@ -117,7 +121,9 @@ def looped(
 ) -> Looped:
     """Time a loop of calls of every contender once a round: what a user waits for.
 
-    The host's time counts wherever the device waits for it. Nothing clears the caches.
+    The host's time counts wherever the device waits for it. Nothing clears the caches. Loops of a
+    contender that are not timed precede each of its loops: so the contender before it does not
+    decide at which clock it runs.
 
     Args:
         calls: by contender.
@@ -128,6 +134,9 @@ def looped(
     found: dict[str, list[float]] = {name: [] for name in calls}
 
     def measure(name: str) -> None:
+        settled = 0.0
+        while settled < SETTLING:
+            settled += counts[name] * meter.loop(calls[name], counts[name])
         found[name].append(1e3 * meter.loop(calls[name], counts[name]))
 
     not_run = in_rounds(list(calls), rounds, measure, on_error=on_error, within=within)

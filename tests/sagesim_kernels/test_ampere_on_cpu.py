@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compiled by the oldest 
 
 CALLS = {
     "sagebwd_grouped": Call("sagebwd", 200, 130, heads=2, is_causal=True),
-    "sagebwd_d128": Call("sagebwd", 100, 200, d=128),
+    "sagebwd_d72": Call("sagebwd", 100, 200, d=72),
     "factored": Call("factored", 70, 200, scale=-0.3),
     "maxima_that_grow": Call("sagebwd", 70, 260, scale=3.0),
     "factored_pv16_d88": Call("factored_pv16", 100, 200, d=88, is_causal=True),

@@ -100,16 +100,23 @@ def test_the_median_of_one():
 
 
 def test_a_loop_is_long_enough_to_be_timed():
-    """30 ms, or three calls; the time is that of one call."""
+    """30 ms, or three calls; the time is that of one call. A loop that is not timed precedes it."""
     meter, called = FakeMeter(lambda: 0.5), []
     calls = {"short": lambda: called.append("short"), "long": lambda: called.append("long")}
     found = looped(calls, {"short": 0.0031, "long": 0.2}, meter, 4, on_error=fine)
-    assert meter.loops == [10, 3, 3, 10] * 2
-    assert called.count("short") == 40 and called.count("long") == 12
+    assert meter.loops == [10, 10, 3, 3, 3, 3, 10, 10] * 2
+    assert called.count("short") == 80 and called.count("long") == 24
     assert found.runs == {
         name: {"ms": 500.0, "quartiles_ms": [500.0, 500.0], "calls": n}
         for name, n in (("short", 10), ("long", 3))
     }
+
+
+def test_untimed_loops_take_long_enough_for_a_gpu_to_change_its_clock():
+    meter = FakeMeter(iter([0.002, 0.0029, 0.0111, 0.001, 0.2, 0.003]).__next__)
+    found = looped({"a": lambda: None}, {"a": 0.003}, meter, 2, on_error=fine)
+    assert meter.loops == [10] * 6
+    assert found.runs["a"]["ms"] == pytest.approx(2.0)
 
 
 def test_a_context_is_entered_once_for_a_loop():

@@ -23,7 +23,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from sagesim_kernels.ampere.device import (
     BLOCK,
+    CHUNK,
     VECTOR,
+    chunk_size,
     copy_channels,
     copy_scales,
     copy_tokens,
@@ -34,9 +36,8 @@ from sagesim_kernels.ampere.device import (
     scaled_sum,
     shared_product,
     store_chunk,
-    zero_chunks,
 )
-from sagesim_kernels.ampere.gradient_sums import add_to_dq, add_to_sums, chunks_of_dq
+from sagesim_kernels.ampere.gradient_sums import add_to_dq, add_to_sums, dq_chunk_size
 from sagesim_kernels.ampere.map_codes import (
     exchange_layout,
     left_operand,
@@ -150,6 +151,9 @@ def ampere_backward(
     QUERIES: gl.constexpr = CONFIG.queries
     STAGES: gl.constexpr = CONFIG.stages
     CHANNELS: gl.constexpr = CONFIG.channels
+    CHUNKS: gl.constexpr = CONFIG.channels // CHUNK
+    LAST_OF_K: gl.constexpr = chunk_size(sizes.D, CHUNKS - 1)
+    LAST_OF_V: gl.constexpr = chunk_size(sizes.DV, CHUNKS - 1)
     BLOCKS: gl.constexpr = CONFIG.keys // BLOCK
     GROUPS: gl.constexpr = sizes.GROUPS // CONFIG.splits
     QT: gl.constexpr = q.ptr.dtype.element_ty
@@ -173,8 +177,8 @@ def ampere_backward(
     SHARES_DS: gl.constexpr = dq_product.PER_TILE and dk_product.PER_TILE
     # Each warp that loads dS in float32 rounds it: fewer of them load the same queries then.
     EXCHANGES_FLOATS: gl.constexpr = CONFIG.k_right == 8 and not SHARES_DS
-    CHUNKS: gl.constexpr = chunks_of_dq(sizes.D, QUERIES, WARPS)
-    MOST_ROWS_OF_DQ: gl.constexpr = QUERIES * CHUNKS[len(CHUNKS) - 1] // (8 * WARPS)
+    LAST_OF_DQ: gl.constexpr = dq_chunk_size(sizes.D, CHUNKS - 1, QUERIES, WARPS)
+    MOST_ROWS_OF_DQ: gl.constexpr = QUERIES * LAST_OF_DQ // (8 * WARPS)
     ROWS_OF_DQ: gl.constexpr = 16 if EXCHANGES_FLOATS else min(16 * ACROSS, MOST_ROWS_OF_DQ)
     DQ: gl.constexpr = gl.NVMMADistributedLayout(
         [2, 0], [QUERIES // ROWS_OF_DQ, WARPS * ROWS_OF_DQ // QUERIES], [16, 8]
@@ -268,8 +272,11 @@ def ampere_backward(
         barrier()  # All warps see the keys that were copied.
         k_left = left_tokens(k_s, sizes.D, ST)
         v_left = left_tokens(v_s, sizes.DV, ST)
-    dv_sums = zero_chunks(KEYS, sizes.DV, ST)
-    dk_sums = zero_chunks(KEYS, sizes.D, ST)
+    # The sums of both chunks of channels, or of one. In another order, ptxas spills more registers.
+    dk0 = gl.zeros([KEYS, CHUNK], gl.float32, ST)
+    dv0 = gl.zeros([KEYS, CHUNK], gl.float32, ST)
+    dk1 = gl.zeros([KEYS, LAST_OF_K], gl.float32, ST)
+    dv1 = gl.zeros([KEYS, LAST_OF_V], gl.float32, ST)
     n = 0
     for index in range(GROUPS):
         h = first_head + index
@@ -321,9 +328,9 @@ def ampere_backward(
                     if p_product.PER_TILE:
                         barrier()  # All warps have stored their maximum of P.
                     map, row_scale = rounded(p, largest, p_product, buffers.do_right, p_maxima)
-                    dv_sums = add_to_sums(
-                        dv_sums, left_operand(map), row_scale, do_right, dor_scales, query,
-                        buffers.do_right, buffers.do_scales, stage,
+                    dv0, dv1 = add_to_sums(
+                        dv0, dv1, left_operand(map), row_scale, do_right, dor_scales, query,
+                        buffers.do_right, buffers.do_scales, stage, CHUNKS,
                     )  # fmt: skip
                 if SHARES_CODES:
                     dp = registers_product(v_left, buffers.do.index(stage), sizes.DV, ST)
@@ -341,9 +348,9 @@ def ampere_backward(
                         store_pairs(map, ds_s)
                     else:
                         ds_s.store(ds.to(ds_s.dtype))
-                    dk_sums = add_to_sums(
-                        dk_sums, left_operand(map), row_scale, q_right, qr_scales, query,
-                        buffers.q_right, buffers.q_scales, stage,
+                    dk0, dk1 = add_to_sums(
+                        dk0, dk1, left_operand(map), row_scale, q_right, qr_scales, query,
+                        buffers.q_right, buffers.q_scales, stage, CHUNKS,
                     )  # fmt: skip
                 elif SHARES_CODES:
                     store_maxima(p, p_product, p_maxima, ACROSS)
@@ -369,13 +376,13 @@ def ampere_backward(
                         ds_left = ds_s.load(gl.DotOperandLayout(0, ST, 2))
                         p_scale = 1.0
                         ds_scale = 1.0
-                    dv_sums = add_to_sums(
-                        dv_sums, p_left, p_scale, do_right, dor_scales, query, buffers.do_right,
-                        buffers.do_scales, stage,
+                    dv0, dv1 = add_to_sums(
+                        dv0, dv1, p_left, p_scale, do_right, dor_scales, query, buffers.do_right,
+                        buffers.do_scales, stage, CHUNKS,
                     )  # fmt: skip
-                    dk_sums = add_to_sums(
-                        dk_sums, ds_left, ds_scale, q_right, qr_scales, query, buffers.q_right,
-                        buffers.q_scales, stage,
+                    dk0, dk1 = add_to_sums(
+                        dk0, dk1, ds_left, ds_scale, q_right, qr_scales, query, buffers.q_right,
+                        buffers.q_scales, stage, CHUNKS,
                     )  # fmt: skip
                     if STAGES == 1:
                         barrier()  # All warps need no copied queries any more.
@@ -389,8 +396,8 @@ def ampere_backward(
                     dq_product, dq_sums, at, sizes.D, DS, CONFIG, DQ,
                 )  # fmt: skip
 
-    for c in gl.static_range(len(dk_sums)):
-        value = dk_sums[c] * scale
-        store_chunk(dk, lengths.cu_k, b, out_head, keys, n_stored, value, c, sizes.D)
-    for c in gl.static_range(len(dv_sums)):
-        store_chunk(dv, lengths.cu_k, b, out_head, keys, n_stored, dv_sums[c], c, sizes.DV)
+    for c in gl.static_range(CHUNKS):
+        dk_value = (dk1 if c else dk0) * scale
+        dv_value = dv1 if c else dv0
+        store_chunk(dk, lengths.cu_k, b, out_head, keys, n_stored, dk_value, c, sizes.D)
+        store_chunk(dv, lengths.cu_k, b, out_head, keys, n_stored, dv_value, c, sizes.DV)

@@ -29,28 +29,16 @@ VECTORS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @constexpr_function
-def chunks_of(channels, least=16):
-    """Return the channels of each accumulator of a head: `CHUNK`, and then what the rest needs.
+def chunk_size(channels, c, least=16):
+    """Return the channels of accumulator c of a head; it begins at channel c * `CHUNK`.
 
-    Chunk i begins at channel i * CHUNK. Channels behind those of the head are zeros. least: of a
-    chunk, a power of two.
+    The last one of two is as small as a power of two can be. Its channels behind those of the head
+    are zeros. channels: of the head. least: of the last one of two, a power of two.
     """
-    rest = least
-    while CHUNK.value + rest < channels:
-        rest *= 2
-    return (CHUNK.value,) if channels <= CHUNK.value else (CHUNK.value, rest)
-
-
-@gluon.jit
-def zero_chunks(ROWS: gl.constexpr, HEAD: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return an accumulator [ROWS, channels] for each chunk of a head. HEAD: its channels."""
-    CHUNKS: gl.constexpr = chunks_of(HEAD)
-    first = gl.zeros([ROWS, CHUNK], gl.float32, LAYOUT)
-    if len(CHUNKS) == 1:
-        return (first,)
-    else:
-        REST: gl.constexpr = CHUNKS[1]
-        return first, gl.zeros([ROWS, REST], gl.float32, LAYOUT)
+    size = least if c else CHUNK.value
+    while c and CHUNK.value + size < channels:
+        size *= 2
+    return size
 
 
 @constexpr_function

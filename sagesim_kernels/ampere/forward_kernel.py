@@ -15,10 +15,12 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from sagesim_kernels.ampere.device import (
     BLOCK,
+    CHUNK,
     VECTOR,
     apply_k_scale,
     block_scale,
     channel_scales,
+    chunk_size,
     code_product,
     copy_channels,
     copy_scales,
@@ -33,7 +35,6 @@ from sagesim_kernels.ampere.device import (
     shared_product,
     store_chunk,
     token_scale_buffer,
-    zero_chunks,
 )
 from sagesim_kernels.ampere.map_codes import as_left_codes
 from sagesim_kernels.ampere.parts import PARTS, key_parts, visible_keys
@@ -97,6 +98,17 @@ def _add_partial_sums(part, p, weight, shrink):
     part = part * gl.convert_layout(shrink, ROWS, assert_trivial=True)[:, None]
     weight = gl.convert_layout(weight, ROWS, assert_trivial=True)[:, None]
     return gl.fma(partial_sums(p), weight.broadcast_to(part.shape), part)
+
+
+@gluon.jit
+def _zero_sums(ROWS: gl.constexpr, HEAD: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return an accumulator for each chunk of the channels of a head. HEAD: its channels."""
+    first = gl.zeros([ROWS, CHUNK], gl.float32, LAYOUT)
+    if HEAD <= CHUNK:
+        return (first,)
+    else:
+        REST: gl.constexpr = chunk_size(HEAD, 1)
+        return first, gl.zeros([ROWS, REST], gl.float32, LAYOUT)
 
 
 @gluon.jit
@@ -237,7 +249,7 @@ def ampere_forward(
     part = partial_sums(
         gl.zeros([ROWS_OF_TILE, STEP], gl.float32, ACC)
     )  # of the row sums, if P is in codes or has a fixed reference
-    totals = zero_chunks(ROWS_OF_TILE, sizes.DV, ACC)
+    totals = _zero_sums(ROWS_OF_TILE, sizes.DV, ACC)
     k_scale = block_scale(k, k_scales, begin, begin < end)
     async_copy.wait_group(0)
     barrier()  # All warps see the queries that were copied.

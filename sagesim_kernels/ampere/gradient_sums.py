@@ -13,8 +13,9 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from sagesim_kernels.ampere.device import (
     BLOCK,
+    CHUNK,
     channel_scales,
-    chunks_of,
+    chunk_size,
     code_product,
     right_chunk,
 )
@@ -33,36 +34,34 @@ def _add_product(
     """
     SIZE: gl.constexpr = total.shape[1]
     LAYOUT: gl.constexpr = total.type.layout
-    tokens = right_chunk(buffer.index(stage), C, SIZE, LAYOUT)
     if left.dtype != gl.int8:
-        return mma_v2(left, tokens, total)
+        return mma_v2(left, right_chunk(buffer.index(stage), C, SIZE, LAYOUT), total)
     else:
         COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
         column = channel_scales(x, scales, first, scale_buffer, stage, C, SIZE, COLUMNS)
-        sums = code_product(left, tokens, LAYOUT)
+        sums = code_product(left, right_chunk(buffer.index(stage), C, SIZE, LAYOUT), LAYOUT)
         return gl.fma(sums, row_scale[:, None] * column[None, :], total)
 
 
 @gluon.jit
-def add_to_sums(sums, left, row_scale, x, scales, first, buffer, scale_buffer, stage):
-    """Return the sums of each chunk of channels plus left @ x."""
-    added = ()
-    for c in gl.static_range(len(sums)):
-        added += (
-            _add_product(
-                sums[c], left, row_scale, x, scales, first, buffer, scale_buffer, stage, c
-            ),
-        )
-    return added
+def add_to_sums(
+    sum0, sum1, left, row_scale, x, scales, first, buffer, scale_buffer, stage,
+    CHUNKS: gl.constexpr,
+):  # fmt: skip
+    """Return the sums of all chunks, the second unused if there is one, plus left @ x."""
+    sum0 = _add_product(sum0, left, row_scale, x, scales, first, buffer, scale_buffer, stage, 0)
+    if CHUNKS == 2:
+        sum1 = _add_product(sum1, left, row_scale, x, scales, first, buffer, scale_buffer, stage, 1)
+    return sum0, sum1
 
 
 @constexpr_function
-def chunks_of_dq(channels, queries, warps):
-    """Return the channels of each chunk of a part of dQ; see `chunks_of`.
+def dq_chunk_size(channels, c, queries, warps):
+    """Return the channels of chunk c of a part of dQ; see `chunk_size`.
 
     No two warps hold the same number: of 16 queries or more, each has 8 channels or more.
     """
-    return chunks_of(channels, max(16, 8 * (16 * warps // queries)))
+    return chunk_size(channels, c, max(16, 8 * (16 * warps // queries)))
 
 
 @gluon.jit
@@ -98,7 +97,6 @@ def add_to_dq(
 
     ds_s: dS of the tile of keys. HEAD: channels of dQ. CONFIG: `backward_kernel.Config`.
     """
-    CHUNKS: gl.constexpr = chunks_of_dq(HEAD, CONFIG.queries, gl.num_warps())
     BLOCKS: gl.constexpr = CONFIG.keys // BLOCK
     ROWS: gl.constexpr = ds_s.shape[0] // BLOCKS
     blocks = reinterpret(ds_s, ds_s.dtype, [BLOCKS, ROWS, CONFIG.queries], DS)
@@ -106,14 +104,14 @@ def add_to_dq(
     left0, factor0 = exchanged(blocks.index(0), dq_product, inverse, maxima, 0, LAYOUT)
     if BLOCKS == 2:
         left1, factor1 = exchanged(blocks.index(1), dq_product, inverse, maxima, 1, LAYOUT)
-    for c in gl.static_range(len(CHUNKS)):
+    for c in gl.static_range(CONFIG.channels // CHUNK):
         units = _units(
-            left0, factor0, k_right, scales, first, kr_s, kr_scales_s, 0, dq_sums, at, c, CHUNKS[c],
-            LAYOUT,
+            left0, factor0, k_right, scales, first, kr_s, kr_scales_s, 0, dq_sums, at, c,
+            dq_chunk_size(HEAD, c, CONFIG.queries, gl.num_warps()), LAYOUT,
         )  # fmt: skip
         if BLOCKS == 2:
             units += _units(
                 left1, factor1, k_right, scales, second, kr_s, kr_scales_s, 1, dq_sums, at, c,
-                CHUNKS[c], LAYOUT,
+                dq_chunk_size(HEAD, c, CONFIG.queries, gl.num_warps()), LAYOUT,
             )  # fmt: skip
         add_units(dq_sums, at, units, c, CONFIG.channels)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sagesim_kernels.ampere.device import chunks_of
+from sagesim_kernels.ampere.device import chunk_size
 from sagesim_kernels.channel_ranges import parts_of
 
 
@@ -27,17 +27,14 @@ def test_parts_of_usual_head_sizes():
     assert parts_of(40, 64, 16) == ((0, 32), (32, 16))
 
 
-@given(st.integers(1, 128), st.sampled_from((16, 32, 64)))
-def test_chunks_have_all_channels_of_a_head(channels: int, least: int):
-    first, *rest = chunks_of(channels, least)
-    assert first == 64 and len(rest) == (channels > 64)
-    assert sum((first, *rest)) >= channels
-    assert all(
-        least <= size <= 64 and (size == least or channels > 64 + size // 2) for size in rest
-    )
+@given(st.integers(65, 128), st.sampled_from((16, 32, 64)))
+def test_two_chunks_have_all_channels_of_a_head(channels: int, least: int):
+    first, rest = (chunk_size(channels, c, least) for c in range(2))
+    assert first == 64 and least <= rest <= 64
+    assert channels <= first + rest
+    assert rest == least or first + rest // 2 < channels
 
 
 def test_chunks_of_usual_head_sizes():
-    assert [chunks_of(d) for d in (40, 64)] == [(64,), (64,)]
-    assert [chunks_of(d) for d in (72, 80)] == [(64, 16), (64, 16)]
-    assert [chunks_of(d) for d in (96, 112, 128)] == [(64, 32), (64, 64), (64, 64)]
+    assert [chunk_size(d, 0) for d in (40, 64, 80, 128)] == [64] * 4
+    assert [chunk_size(d, 1) for d in (72, 80, 88, 96, 112, 128)] == [16, 16, 32, 32, 64, 64]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -33,8 +32,10 @@ from sagesim_kernels.ampere.device import (
     left_tokens,
     registers_product,
     rows_layout,
+    rows_of_blocks,
     scaled_sum,
     shared_product,
+    split_by_block,
     store_chunk,
 )
 from sagesim_kernels.ampere.gradient_sums import add_to_dq, add_to_sums, dq_chunk_size
@@ -93,32 +94,6 @@ class Config(NamedTuple):
     do_right: int  #: the same for dV's right operand and do
     k_right: int  #: the same for dQ's right operand and k
     splits: int  #: programs for each tile of keys; each has some of the query heads
-
-
-@constexpr_function
-def _split_by_block(layout):
-    """Return a layout [rows, columns] as [blocks, 64, columns]: threads hold the same numbers."""
-
-    def split(bases):
-        return [[row // 64, row % 64, column] for row, column in bases]
-
-    rows, columns = layout.shape
-    return gl.DistributedLinearLayout(
-        split(layout.reg_bases),
-        split(layout.lane_bases),
-        split(layout.warp_bases),
-        split(layout.block_bases),
-        [rows // 64, 64, columns],
-    )
-
-
-@gluon.jit
-def _rows_of_blocks(x, LAYOUT: gl.constexpr):
-    """Repeat numbers [blocks, queries] for each of the 64 keys of a block."""
-    BLOCKS: gl.constexpr = x.shape[0]
-    QUERIES: gl.constexpr = x.shape[1]
-    rows = x[:, None, :].broadcast_to([BLOCKS, BLOCK, QUERIES]).reshape([BLOCKS * BLOCK, QUERIES])
-    return gl.convert_layout(rows, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -238,7 +213,7 @@ def ampere_backward(
     if k.scale is not None:
         # Behind the sequence's last key there may be no scale.
         if k.TOKENS == BLOCK:
-            BY_BLOCK: gl.constexpr = _split_by_block(gl.to_linear_layout(ST, [KEYS, QUERIES]))
+            BY_BLOCK: gl.constexpr = split_by_block(gl.to_linear_layout(ST, [KEYS, QUERIES]))
             row = BLOCK * gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(1, BY_BLOCK)))
         else:
             row = local
@@ -313,7 +288,7 @@ def ampere_backward(
                 elif k.TOKENS == BLOCK:  # as `operands.apply_k_scale` does
                     IN_BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, BY_BLOCK))
                     factor = _row_stats(buffers, stage, 0, IN_BLOCK)[None, :]
-                    factor = _rows_of_blocks(factor * k_scale[:, None], ST)
+                    factor = rows_of_blocks(factor * k_scale[:, None], ST)
                 else:
                     # 1 / 1024 here and 1024 in the factor: see `operands.apply_k_scale`.
                     s = s * (k_scale * 0.0009765625)[:, None]

@@ -56,6 +56,32 @@ def _copy_layout(columns, bits, warps):
     return gl.BlockedLayout([1, vec], [32 // threads, threads], [warps, 1], [1, 0])
 
 
+@constexpr_function
+def split_by_block(layout):
+    """Return a layout [rows, columns] as [blocks, 64, columns]: threads hold the same numbers."""
+
+    def split(bases):
+        return [[row // 64, row % 64, column] for row, column in bases]
+
+    rows, columns = layout.shape
+    return gl.DistributedLinearLayout(
+        split(layout.reg_bases),
+        split(layout.lane_bases),
+        split(layout.warp_bases),
+        split(layout.block_bases),
+        [rows // 64, 64, columns],
+    )
+
+
+@gluon.jit
+def rows_of_blocks(x, LAYOUT: gl.constexpr):
+    """Repeat numbers [blocks, queries] for each of the 64 keys of a block."""
+    BLOCKS: gl.constexpr = x.shape[0]
+    QUERIES: gl.constexpr = x.shape[1]
+    rows = x[:, None, :].broadcast_to([BLOCKS, BLOCK, QUERIES]).reshape([BLOCKS * BLOCK, QUERIES])
+    return gl.convert_layout(rows, LAYOUT, assert_trivial=True)
+
+
 @gluon.jit
 def in_pair_order(row):
     """Return the token of each row of a tile in pair order.

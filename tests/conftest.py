@@ -1,6 +1,7 @@
 """For every test: checked shapes, reproducible examples, one thread and one GPU per worker."""
 
 import os
+import sys
 from collections.abc import Iterator
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before anything that computes is imported
@@ -51,6 +52,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_open_figures() -> Iterator[None]:
+    """Close the figures that a test opened: pyplot keeps them, and warns of more than 20."""
+    yield
+    if pyplot := sys.modules.get("matplotlib.pyplot"):
+        pyplot.close("all")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,7 +8,6 @@ pytest.importorskip("matplotlib")
 import matplotlib as mpl
 
 mpl.use("agg")
-import matplotlib.pyplot as plt
 
 from sagesim_kernels.bench.cases import PAYOFF_SITES, PEERS, SPECS
 from sagesim_kernels.bench.plots import figures, frontier, payoff, ratios, times
@@ -17,13 +16,12 @@ from tests.sagesim_kernels.bench.documents import document, of_other_code
 
 
 @pytest.fixture(autouse=True)
-def closed():
-    """Figures are closed, and drawn in matplotlib's own style: other tests may have set another."""
+def own_style():
+    """Figures are drawn in matplotlib's own style: other tests may have set another."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.use("agg")
         yield
-    plt.close("all")
 
 
 def test_figures_of_every_peer_that_ran():

@@ -121,8 +121,8 @@ def looped(
 ) -> Looped:
     """Time a loop of calls of every contender once a round: what a user waits for.
 
-    The host's time counts wherever the device waits for it. Nothing clears the caches. Loops of a
-    contender that are not timed precede each of its loops: so the contender before it does not
+    The host's time counts wherever the device waits for it. Nothing clears the caches. Before each
+    timed loop, the contender runs for `SETTLING` seconds, so that the contender before it does not
     decide at which clock it runs.
 
     Args:

@@ -6,6 +6,8 @@ under autocast, the clearing of the gradients, and fused AdamW.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -59,6 +61,20 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(x.flatten(0, 1), following.flatten())
 
 
+def _with_selection(attend: Attend, selected: Callable[[], AbstractContextManager[Any]]) -> Attend:
+    """Return attend in the context of its contender, which torch.compile then traces with it.
+
+    The choice of a backend for SDPA is not a part of compiled code if it is made outside. Code that
+    was compiled for one backend then serves all of them.
+    """
+
+    def attend_selected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with selected():
+            return attend(q, k, v)
+
+    return attend_selected
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
     """The training step of one contender. A call runs the next step."""
@@ -76,6 +92,8 @@ class TrainingStep:
     ) -> TrainingStep:
         """The step of a contender, on random tokens."""
         attend = contender.make(case.tokens, True, device)
+        if case.is_compiled:
+            attend = _with_selection(attend, contender.selected)
         model = Model(case, attend).to(device)
         generator = torch.Generator().manual_seed(0)
         size = (case.batch, case.tokens + 1)

@@ -1,6 +1,11 @@
 """A training step: the same model for every contender, and its gradients and updates."""
 
+from dataclasses import replace
+
+import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import profile
 
 from sagesim_kernels.bench.contenders import contender
 from sagesim_kernels.bench.training import VOCABULARY, TrainingStep
@@ -53,3 +58,19 @@ def test_a_step_changes_every_weight_and_gradients_change_none():
     one()
     assert all((x != before[name]).any() for name, x in one.model.named_parameters())
     assert all(x.grad is None for x in one.model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own
+def test_a_compiled_step_runs_the_backend_of_its_contender():
+    flash = contender("sdpa flash")
+    math = replace(flash, name="sdpa math", selected=lambda: sdpa_kernel(SDPBackend.MATH))
+    case = replace(training("slow"), is_compiled=True)
+    for each, is_flash in ((flash, True), (math, False), (flash, True)):
+        with each.selected():
+            one = TrainingStep.of(each, case, CPU, torch.bfloat16)
+            one.gradients()
+            with profile() as profiled:
+                one.gradients()
+        calls = [x.key for x in profiled.key_averages() if "flash_attention" in x.key]
+        assert bool(calls) == is_flash, (each.name, calls)

@@ -22,7 +22,6 @@ from sagesim_kernels.operands import (
     sink_probabilities,
 )
 from sagesim_kernels.portable import UNTRACED, MapTrace, MapTraces
-from sagesim_kernels.preparation import prepare_forward
 
 _FORWARD: Final = ("qk", "pv")
 _BACKWARD: Final = tuple(site for site in SITES if site not in _FORWARD)
@@ -52,7 +51,8 @@ def forward(
         )
     lse2 = torch.empty(rows, dtype=torch.float32, device=o.device)
     if hopper.serves_forward(problem):
-        operands = prepare_forward(problem, stored=hopper.has_to_copy(problem, queries=False))
+        stored = hopper.has_to_copy(problem, queries=False)
+        operands = _prepared(problem, stored=stored)
         if hopper.is_wide(problem):
             from sagesim_kernels.hopper import wide_forward as gluon
         else:
@@ -66,7 +66,7 @@ def forward(
         stored = is_for_mma_sync and ampere.has_to_copy(problem)
         if operands is None or stored:
             if is_for_mma_sync and problem.spec.qk.precision is Precision.INT8:
-                operands = prepare_forward(problem, "pv", stored=stored)
+                operands = _prepared(problem, "pv", stored=stored)
             else:
                 operands = OperandCache(problem, stored=stored)
         if trace is None and hopper.serves_forward_in_codes(problem):
@@ -85,6 +85,12 @@ def forward(
             sink2 = sink_logits(problem, shift)
             portable.launch_forward(problem, operands, o, lse2, trace, shift=shift, sink2=sink2)
     return ForwardResult(lse2, None if operands.k_mean is None else operands.k_mean.ptr)
+
+
+def _prepared(problem: KernelProblem, *others: str, stored: bool) -> OperandCache:
+    from sagesim_kernels.preparation.forward import prepare_forward
+
+    return prepare_forward(problem, *others, stored=stored)
 
 
 def _shift(problem: KernelProblem, operands: OperandCache) -> Tensor | None:

@@ -210,6 +210,12 @@ def stored_start_of(cu, n, b):
         return (tl.load(cu + b).to(tl.int64) // ALIGNMENT + b) * ALIGNMENT
 
 
+@triton.jit
+def stored_rest_of(cu, n, b, first):
+    """Return how many tokens from `first` on the padded storage of sequence b has."""
+    return tl.cdiv(length_of(cu, n, b), ALIGNMENT) * ALIGNMENT - first
+
+
 def stored_tokens(cu: Tensor | None, x: Tensor) -> int:
     """Return the tokens of padded storage for x [sequences, heads, tokens, channels]."""
     tokens = ALIGNMENT.value

@@ -144,19 +144,6 @@ def key_bias(subtracted, lengths, head, block, first, count: tl.constexpr, last,
 
 
 @triton.jit
-def live_count(lengths, b, COUNT: tl.constexpr):
-    """Return how many keys of sequence b a query attends to. COUNT: keys to look at in a step."""
-    first, last = _live(lengths, b, True)
-    tokens = tl.maximum(last - first, 0)
-    if lengths.key_mask is not None:
-        tokens = tl.cast(0, tl.int32)
-        for begin in range(0, last, COUNT):
-            live = is_live_key(lengths, b, begin + tl.arange(0, COUNT))
-            tokens += tl.sum(live.to(tl.int32), 0)
-    return tokens
-
-
-@triton.jit
 def _live(lengths, b, IS_KEY: tl.constexpr):
     """Return the range of tokens of sequence b that attend to a key or that a query attends to."""
     if IS_KEY:

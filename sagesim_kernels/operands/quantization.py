@@ -29,6 +29,7 @@ from sagesim_kernels.operands.layout import (
     part_columns,
     part_count,
     programs_of,
+    stored_rest_of,
     stored_start_of,
     stored_tokens,
     tile_ptrs,
@@ -90,20 +91,6 @@ def load_source(x, mean, lengths, i, first, COUNT: tl.constexpr, h, b, blocks, c
 
     Tokens that are not live are 0, and so are channels from D on. column: the channels.
     """
-    tokens, mask = load_live(x, lengths, first, COUNT, h, b, blocks, column)
-    tokens = tokens.to(tl.float32)
-    if mean is not None:
-        index = 0 if blocks.IS_KEY else i  # K has one mean a head, Q one a block
-        tokens = tl.where(mask, tokens - load_mean(mean, b, h, index, blocks.D, column), 0.0)
-    return tokens
-
-
-@triton.jit
-def load_live(x, lengths, first, COUNT: tl.constexpr, h, b, blocks, column):
-    """Load tokens first..first + COUNT, and return which of the numbers are live.
-
-    Numbers of tokens that are not live are 0, and so are channels from D on. column: the channels.
-    """
     row = first + tl.arange(0, COUNT)
     if blocks.IS_KEY:
         cu, live = lengths.cu_k, is_live_key(lengths, b, row)
@@ -111,7 +98,11 @@ def load_live(x, lengths, first, COUNT: tl.constexpr, h, b, blocks, column):
         cu, live = lengths.cu_q, is_live_query(lengths, b, row)
     mask = live[:, None] & (column < blocks.D)[None, :]
     ptrs = token_ptrs(x, cu, b, h, first, COUNT, column)
-    return tl.load(ptrs, mask=mask, other=0.0), mask
+    tokens = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    if mean is not None:
+        index = 0 if blocks.IS_KEY else i  # K has one mean a head, Q one a block
+        tokens = tl.where(mask, tokens - load_mean(mean, b, h, index, blocks.D, column), 0.0)
+    return tokens
 
 
 @triton.jit
@@ -182,7 +173,7 @@ def store_block(out, tokens, rounding, lengths, i, h, b, blocks):
     PARTS: tl.constexpr = len(tokens)
     scale_ptr = scales_of_block(out, cu, n, i, h, b, blocks.BLOCK)
     # Storage of longer blocks than its alignment ends before the last block does.
-    count = tl.cdiv(length_of(cu, n, b), ALIGNMENT) * ALIGNMENT - i * blocks.BLOCK
+    count = stored_rest_of(cu, n, b, i * blocks.BLOCK)
     CODE_MAX: tl.constexpr = code_max(rounding.FORMAT)
     inverses = ()
     if out.BY_CHANNEL:

@@ -170,8 +170,7 @@ def uniform(rounding, rows, columns):
     They are nested PCG hashes of the seed, the tensor's stream, the row and the column, as
     docs/numerics.md defines.
     """
-    seed = tl.full((1, 1), 0, tl.uint32) + tl.cast(rounding.seed, tl.uint32)
-    key = pcg_hash(pcg_hash(seed) + rounding.STREAM)
+    key = pcg_hash(pcg_hash(tl.cast(rounding.seed, tl.uint32)) + rounding.STREAM)
     word = pcg_hash(pcg_hash(rows.to(tl.uint32) + key) + columns.to(tl.uint32))
     return (word >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2**-24
 

@@ -1,11 +1,14 @@
-"""What a forward and a backward compute of their operands before they multiply them."""
+"""What a forward and a backward compute of their operands before they multiply them.
+
+Importing this package does not import `preparation.forward`. Its kernel is in Gluon, which is
+experimental, so `dispatch` imports it when it launches it.
+"""
 
 from sagesim_kernels.preparation.backward import (
     compute_row_scales,
     has_same_codes,
     prepare_backward,
 )
-from sagesim_kernels.preparation.forward import prepare_forward
 from sagesim_kernels.preparation.one_pass import has_one_pass, prepare_backward_in_one_pass
 from sagesim_kernels.preparation.query_rows import (
     compute_query_rows,
@@ -22,7 +25,6 @@ __all__ = [
     "logit_factors",
     "prepare_backward",
     "prepare_backward_in_one_pass",
-    "prepare_forward",
     "start_rows",
     "store_channel_scales",
 ]

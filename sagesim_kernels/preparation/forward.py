@@ -1,12 +1,8 @@
-"""The operands of a forward: Q and K in codes, computed in few passes over each.
+"""The operands of a forward: Q and K in codes, smoothed and rounded in one launch.
 
-A program for a part of a head of K computes the mean of the head and rounds its part, and a program
-for some blocks of Q rounds these, in one launch. K is read twice, the second time from the cache.
-Long sequences take several launches, so that many programs share a head.
+A program prepares a head of K, or rounds a tile of Q. Long sequences take several launches, so that
+many programs share a head.
 """
-
-# Pyright takes the annotations of Triton's functions literally:
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -14,9 +10,7 @@ from typing import Final
 
 import torch
 import triton
-import triton.language as tl
 
-from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.launch_plans import launch
 from sagesim_kernels.operands import (
     LAUNCH,
@@ -25,15 +19,10 @@ from sagesim_kernels.operands import (
     OperandCache,
     Rounding,
     Strided,
-    TokenBlocks,
-    coordinates_of,
-    length_of,
-    live_count,
-    load_live,
+    TokenTensor,
     padded,
-    programs_of,
-    store_block,
 )
+from sagesim_kernels.preparation.forward_kernel import Tile, prepare_forward_kernel
 from sagesim_kernels.target import multiprocessor_count
 
 _MOST_BYTES: Final = 128 * 1024
@@ -45,96 +34,15 @@ _MOST_CHANNELS: Final = 128
 _QUERIES: Final = 64
 """Queries of a block: each has a scale of its own, or all of a block of the spec share one."""
 
-_ELEMENTS_AT_ONCE: Final = 16384
-"""Elements of K or Q that a program loads at once."""
-
 _ELEMENTS_OF_A_WARP: Final = 2048
-"""Elements of K or Q for each warp of a program that holds several blocks."""
+"""Elements of Q or K that a warp holds at once, 64 in each thread."""
 
-_PARTS: Final = 2
-_ELEMENTS_OF_A_WARP_OF_PARTS: Final = 1024
-"""Programs for each head of K, and elements for each of their warps, if the programs of all heads
-run at once. They take longer than the others, so that the GPU would wait for one program of each
-head. Such large programs run one by one on a multiprocessor."""
+_WARPS: Final = {False: 8, True: 4}
+"""Of a program, at most; by whether there are two or more heads of K for each multiprocessor.
 
-
-# Arguments of these kernels are not tuples of tuples: in the first tuple of a tuple, Triton 3.6
-# loses integers that it specialised to the constant 1.
-@triton.jit
-def _load_blocks(x, lengths, i, COUNT: tl.constexpr, h, b, blocks):
-    """Load COUNT blocks from block i on; return the tokens of each, and which are live.
-
-    See `load_live`. All loads are in flight at once.
-    """
-    column = tl.arange(0, blocks.D_PAD)
-    tokens, live = (), ()
-    for j in tl.static_range(COUNT):
-        first = (i + j) * blocks.BLOCK
-        block, block_live = load_live(x, lengths, first, blocks.BLOCK, h, b, blocks, column)
-        tokens += (block,)
-        live += (block_live,)
-    return tokens, live
-
-
-@triton.jit
-def _prepare_head(k, means, k8, rounding, lengths, part, parts, h, b, blocks, COUNT: tl.constexpr):
-    """Compute the mean of a head of K, and round a part of the head minus its mean.
-
-    part, parts: of the blocks, in groups of COUNT, which are loaded at once.
-    """
-    length = length_of(lengths.cu_k, lengths.n_k, b)
-    total = tl.zeros((blocks.BLOCK, blocks.D_PAD), tl.float64)
-    for first in range(0, tl.cdiv(length, blocks.BLOCK), COUNT):
-        tokens, _ = _load_blocks(k, lengths, first, COUNT, h, b, blocks)
-        for j in tl.static_range(COUNT):
-            total += tokens[j].to(tl.float64)
-    count = live_count(lengths, b, COUNT * blocks.BLOCK)
-    mean = (tl.sum(total, 0) / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
-    column = tl.arange(0, blocks.D_PAD)
-    out = means.ptr + (b.to(tl.int64) * means.heads + h) * blocks.D
-    tl.store(out + column, mean, mask=column < blocks.D)
-    for first in range(part * COUNT, tl.cdiv(length, blocks.BLOCK), parts * COUNT):
-        tokens, live = _load_blocks(k, lengths, first, COUNT, h, b, blocks)
-        for j in tl.static_range(COUNT):
-            i = first + j
-            if i * blocks.BLOCK < length:
-                rest = tl.where(live[j], tokens[j].to(tl.float32) - mean[None, :], 0.0)
-                store_block(k8, (rest,), rounding, lengths, i, h, b, blocks)
-
-
-@triton.jit
-def _round_queries(q, q8, rounding, lengths, part, h, b, blocks, COUNT: tl.constexpr):
-    """Round the blocks of Q from block part * COUNT on, COUNT of them."""
-    length = length_of(lengths.cu_q, lengths.n_q, b)
-    if part * (COUNT * blocks.BLOCK) < length:
-        tokens, _ = _load_blocks(q, lengths, part * COUNT, COUNT, h, b, blocks)
-        for j in tl.static_range(COUNT):
-            i = part * COUNT + j
-            if i * blocks.BLOCK < length:
-                store_block(q8, (tokens[j].to(tl.float32),), rounding, lengths, i, h, b, blocks)
-
-
-@triton.jit
-def prepare_forward_kernel(
-    q_grid, k_grid, q, k, means, q8, k8, q_rounding, k_rounding, lengths, q_blocks, k_blocks,
-    COUNT: tl.constexpr,
-):  # fmt: skip
-    """Smooth and round a part of a head of K, or round COUNT blocks of Q.
-
-    The first programs, those of K, take longer than the others.
-
-    q_grid: one tile for COUNT blocks of Q. k_grid: one tile for each part of a head of K. q, k:
-    `Strided`. means: `Means` of K. q8, k8: `Operand` of qk. COUNT: blocks that are loaded at once.
-    """
-    wait_for_earlier_kernels()
-    program = tl.program_id(0)
-    heads = programs_of(k_grid)
-    if program < heads:
-        part, h, b = coordinates_of(program, k_grid)
-        _prepare_head(k, means, k8, k_rounding, lengths, part, k_grid.tiles, h, b, k_blocks, COUNT)
-    else:
-        part, h, b = coordinates_of(program - heads, q_grid)
-        _round_queries(q, q8, q_rounding, lengths, part, h, b, q_blocks, COUNT)
+With few heads, a program does not share its multiprocessor, and needs the warps to have enough
+loads in flight.
+"""
 
 
 def prepare_forward(problem: KernelProblem, *others: str, stored: bool) -> OperandCache:
@@ -155,12 +63,12 @@ def prepare_forward(problem: KernelProblem, *others: str, stored: bool) -> Opera
     mean = problem.k.new_empty((sequences, heads, 1, d), dtype=torch.float32)
     operands = OperandCache(problem, k_mean=mean, stored=stored)
     (q8, q), (k8, k) = (operands.reserve("qk", x) for x in ("q", "k"))
-    count = min(blocks, _ELEMENTS_AT_ONCE // block)
-    q_grid = Grid(-(-problem.longest_q // (count * _QUERIES)), q.x.shape[1], sequences)
-    parts, elements_of_a_warp = 1, _ELEMENTS_OF_A_WARP
-    if _PARTS * heads * sequences <= multiprocessor_count():
-        parts, elements_of_a_warp = _PARTS, _ELEMENTS_OF_A_WARP_OF_PARTS
-    k_grid = Grid(parts, heads, sequences)
+    many = heads * sequences >= 2 * multiprocessor_count()
+    warps = min(max(blocks * block // _ELEMENTS_OF_A_WARP, 4), _WARPS[many])
+    q_tile = _tile(q, _QUERIES, warps)
+    k_tile = _tile(k, spec.block_k, warps)
+    q_grid = Grid(-(-problem.longest_q // (q_tile.BLOCKS * _QUERIES)), q.x.shape[1], sequences)
+    k_grid = Grid(1, heads, sequences)
     launch(
         prepare_forward_kernel,
         (q_grid.programs[0] + k_grid.programs[0],),
@@ -174,11 +82,21 @@ def prepare_forward(problem: KernelProblem, *others: str, stored: bool) -> Opera
         Rounding.of(spec, "q", spec.qk.precision),
         Rounding.of(spec, "k", spec.qk.precision),
         problem.lengths,
-        TokenBlocks.of(False, d, padded(d), _QUERIES),
-        TokenBlocks.of(True, d, padded(d), spec.block_k),
-        count,
-        num_warps=max(count * block // elements_of_a_warp, 4),
+        d,
+        q_tile,
+        k_tile,
+        num_warps=warps,
         **LAUNCH,
     )
     operands.quantize(*others)
     return operands
+
+
+def _tile(source: TokenTensor, block: int, warps: int) -> Tile:
+    """Return a tile of blocks of tokens that these warps can hold at once."""
+    channels = padded(source.x.shape[3])
+    blocks = min(
+        warps * _ELEMENTS_OF_A_WARP // (block * channels),
+        triton.next_power_of_2(-(-source.longest // block)),
+    )
+    return Tile.of(max(blocks, 1), block, channels, source.x.element_size(), warps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -31,11 +30,10 @@ from sagesim_kernels.operands import (
 from sagesim_kernels.operands.dq_sums import BY_TMA
 from sagesim_kernels.ops import _resolve
 from sagesim_kernels.preparation import (
-    forward,
     has_one_pass,
     prepare_backward_in_one_pass,
-    prepare_forward,
 )
+from tests.sagesim_kernels.layouts import stored_rows, viewed
 from tests.support.assertions import assert_bitwise
 from tests.support.kernels import DEVICE, HERE
 
@@ -94,10 +92,8 @@ def extras(name: str, batch: int, n_k: int) -> Extras:
     ],
 )
 def test_windows_and_padded_keys(name, lengths, mask):
-    """Also in the forward, whose means and scales count the keys that some query attends to."""
     more = extras(name, 3, lengths[1])
     check(*lengths, dtype=torch.bfloat16, mask=mask, has_d_lse=False, batch=3, more=more)
-    check_forward(*lengths, dtype=torch.bfloat16, mask=mask, batch=3, more=more)
 
 
 @pytest.mark.parametrize("mask", ["upper_left"])
@@ -169,28 +165,9 @@ def test_sums_of_ds_lose_nothing_that_dq_has(mean, size):
     assert bool((off <= allowed).all())
 
 
-@pytest.mark.parametrize(
-    ("lengths", "mask", "dtype"),
-    [
-        ((70, 300), "full", torch.bfloat16),
-        ((65, 200), "upper_left", torch.float16),
-        ((200, 70), "lower_right", torch.float32),
-    ],
-)
-def test_the_forward_gets_the_same_means_and_codes(lengths, mask, dtype):
-    check_forward(*lengths, dtype=dtype, mask=mask)
-
-
-def test_the_forward_of_packed_sequences():
-    starts = torch.tensor([0, 100, 100, 330], dtype=torch.int32, device=DEVICE)
-    packing = Packing(starts, starts, 230, 230)
-    check_forward(330, 330, dtype=torch.bfloat16, mask="full", batch=1, packing=packing)
-
-
 @pytest.mark.parametrize("view", ["offset", "stride", "transposed", "both divisors"])
 def test_any_strides_give_the_same_codes(view):
     """Kernels are told of strides that are multiples of 8, and others are taken as they are."""
-    check_forward(65, 200, dtype=torch.bfloat16, mask="full", view=view)
     check(65, 130, dtype=torch.bfloat16, mask="full", has_d_lse=False, view=view)
 
 
@@ -219,56 +196,6 @@ def test_all_sums_to_which_threads_add_are_cleared():
 )
 def test_what_is_not_prepared_in_one_pass(words):
     assert not has_one_pass(_resolve(f"factored_qk {words}", torch.bfloat16))
-
-
-def viewed(x: Tensor, view: str) -> Tensor:
-    """Return the numbers of x [batch, heads, tokens, channels] with other strides."""
-    _, heads, n, d = x.shape
-    if view == "offset":  # by one element, so that no row starts at a multiple of 16 bytes
-        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
-    if view == "stride":  # rows of 73 elements
-        return torch.nn.functional.pad(x, (0, 73 - d))[..., :d]
-    if view == "transposed":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if view == "both divisors":  # 72, and heads of 72 n + 8 elements
-        rows = torch.nn.functional.pad(x, (0, 72 - d)).flatten(2)
-        return torch.nn.functional.pad(rows, (0, 8)).as_strided(
-            x.shape, (heads * (72 * n + 8), 72 * n + 8, 72, 1)
-        )
-    return x
-
-
-def check_forward(
-    n_q: int,
-    n_k: int,
-    *,
-    dtype: torch.dtype,
-    mask: str,
-    batch: int = 2,
-    packing: Packing | None = None,
-    more: Extras = NO_EXTRAS,
-    view: str = "",
-) -> None:
-    shapes = ((4, n_q, D), (2, n_k, D), (2, n_k, D_V))
-    q, k, v = (tokens(batch, *shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes))
-    spec = _resolve(FACTORED_QK.label(), dtype)
-    options: dict[str, Any] = {
-        "spec": spec,
-        "scale": 0.2,
-        **MASKS[mask],
-        "packing": packing,
-        "extras": more,
-    }
-    problem = KernelProblem.of(q, k, v, **options)
-    expected = OperandCache(problem)
-    q, k, v = (viewed(x, view) for x in (q, k, v))
-    for multiprocessors in (1, 132):  # two programs share a head of K if heads are fewer
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(forward, "multiprocessor_count", lambda n=multiprocessors: n)
-            found = prepare_forward(KernelProblem.of(q, k, v, **options), stored=False)
-        assert found.k_mean is not None and expected.k_mean is not None
-        assert_bitwise(actual=found.k_mean.ptr, expected=expected.k_mean.ptr, what="mean of K")
-        check_codes(found, expected, problem, "qk")
 
 
 def check(
@@ -364,20 +291,6 @@ def check_codes(
         assert_bitwise(
             actual=x.scale[:, scales], expected=y.scale[:, scales], what=f"scales of {name}"
         )
-
-
-def stored_rows(x: Tensor, cu: Tensor | None) -> Tensor:
-    """Return the rows of padded storage that belong to blocks of 64 with a token."""
-    if cu is None:
-        lengths, starts = [x.shape[2]] * x.shape[0], None
-    else:
-        starts = cu.tolist()
-        lengths = [last - first for first, last in pairwise(starts)]
-    rows = []
-    for b, n in enumerate(lengths):
-        first = b * (-(-n // 128) * 128) if starts is None else (starts[b] // 128 + b) * 128
-        rows.append(first + torch.arange(-(-n // 64) * 64))
-    return torch.cat(rows).to(x.device)
 
 
 def check_capped_rows(

@@ -653,11 +653,14 @@ class Block:
             self.write(operands[0], _to_16_bit(numbers.astype(np.float32), target), chosen)
             return
         dtype = np.dtype(_dtype(target))
+        to_whole = next((_TO_WHOLE[x] for x in opcode if x in _TO_WHOLE), None)
+        if to_whole is not None:
+            numbers = to_whole(numbers)
         if dtype.kind in "iu" and numbers.dtype.kind == "f":
-            if "rni" not in opcode:
+            if to_whole is None:
                 raise NotImplementedError
             limits = np.iinfo(dtype)
-            whole = np.clip(np.rint(numbers.astype(np.float64)), limits.min, limits.max)
+            whole = np.clip(numbers.astype(np.float64), limits.min, limits.max)
             numbers = np.where(np.isnan(whole), 0, whole)
         numbers = numbers.astype(dtype)
         wide = _bits(self._type_of(operands[0]))
@@ -947,6 +950,9 @@ def _by_warp(threads: Numbers) -> Iterator[tuple[int, slice]]:
         if first < last:
             yield int(warps[first]), slice(first, last)
 
+
+_TO_WHOLE = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+"""How a conversion rounds to a whole number."""
 
 _COMPARISONS: dict[str, Callable[[Numbers, Numbers], Numbers]] = {
     "eq": np.equal,

@@ -13,13 +13,16 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sagesim.spec import AttentionSpec
 from tests.support.compiler import OLDEST, ROOT
+
+if TYPE_CHECKING:
+    from sagesim_kernels.operands import KernelProblem
 
 
 class KernelRun(NamedTuple):
@@ -35,6 +38,16 @@ class KernelRun(NamedTuple):
     kernels: list[str]  #: for mma.sync or Hopper that ran
     config: dict[str, int]  #: of the backward: fields of `Config`
     races: list[str]  #: of the backward; see `Program.races_without_barriers`
+
+
+class PreparedRun(NamedTuple):
+    """What `prepare_forward` computed."""
+
+    k_mean: Tensor
+    q: Tensor  #: codes, in padded storage
+    q_scale: Tensor
+    k: Tensor
+    k_scale: Tensor
 
 
 class PtxRunner:
@@ -77,19 +90,51 @@ class PtxRunner:
         keeps_operands: the backward gets the operands that the forward rounded, as in a trace.
         removes_barriers: find the races of the backward without its barriers. This spoils dq.
         """
+        reply, results = self._ask(
+            tensors,
+            spec,
+            job="run",
+            scale=tensors["q"].shape[3] ** -0.5 if scale is None else scale,
+            is_causal=is_causal,
+            lower_right=lower_right,
+            window=window,
+            capability=capability,
+            removes_barriers=removes_barriers,
+            keeps_operands=keeps_operands,
+        )
+        return KernelRun(**results, **reply)
+
+    def prepare(
+        self,
+        tensors: dict[str, Tensor],
+        spec: AttentionSpec,
+        *,
+        is_causal: bool = False,
+        lower_right: bool = False,
+        window: tuple[int, int] = (-1, -1),
+        capability: int = 80,
+    ) -> PreparedRun:
+        """Run `prepare_forward`; see `run`."""
+        _, results = self._ask(
+            tensors,
+            spec,
+            job="prepare",
+            scale=1.0,
+            is_causal=is_causal,
+            lower_right=lower_right,
+            window=window,
+            capability=capability,
+            removes_barriers=False,
+        )
+        return PreparedRun(**results)
+
+    def _ask(
+        self, tensors: dict[str, Tensor], spec: AttentionSpec, **request: Any
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Send a request; return the reply and the results."""
         files = {name: str(self._folder / f"{name}.pt") for name in ("arguments", "results")}
         torch.save(tensors, files["arguments"])
-        request = {
-            **files,
-            "spec": spec.label(),
-            "scale": tensors["q"].shape[3] ** -0.5 if scale is None else scale,
-            "is_causal": is_causal,
-            "lower_right": lower_right,
-            "window": window,
-            "capability": capability,
-            "removes_barriers": removes_barriers,
-            "keeps_operands": keeps_operands,
-        }
+        request |= {**files, "spec": spec.label()}
         print(json.dumps(request), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
@@ -97,32 +142,23 @@ class PtxRunner:
         reply = json.loads(line)
         if "error" in reply:
             raise RuntimeError(reply["error"])
-        return KernelRun(**torch.load(files["results"]), **reply)
+        return reply, torch.load(files["results"])
 
     def close(self) -> None:
         self._process.communicate()
 
 
-def _run(request: dict[str, Any]) -> dict[str, Tensor]:
+def _problem(request: dict[str, Any], tensors: dict[str, Tensor]) -> KernelProblem:
+    """Return the problem of a request, and take its tensors from `tensors`."""
     from sagesim.problem import resolve_input16
-    from sagesim.spec import Delta
-    from sagesim_kernels.dispatch import backward, forward
-    from sagesim_kernels.operands import (
-        Extras,
-        Gradients,
-        KernelProblem,
-        OperandCache,
-        Packing,
-        natural_lse,
-    )
+    from sagesim_kernels.operands import Extras, KernelProblem, Packing
 
-    tensors = torch.load(request["arguments"])
-    q, k, v, do = (tensors.pop(name) for name in ("q", "k", "v", "do"))
-    d_lse, packing = tensors.pop("d_lse", None), None
+    q, k, v = (tensors.pop(name) for name in ("q", "k", "v"))
+    packing = None
     if "cu_q" in tensors:
         cu_q, cu_k = (tensors.pop(name) for name in ("cu_q", "cu_k"))
         packing = Packing(cu_q, cu_k, *(int(x.diff().max()) for x in (cu_q, cu_k)))
-    problem = KernelProblem.of(
+    return KernelProblem.of(
         q,
         k,
         v,
@@ -133,10 +169,32 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
         packing=packing,
         extras=Extras(window=tuple(request["window"]), **tensors),
     )
+
+
+def _prepare(request: dict[str, Any]) -> dict[str, Tensor]:
+    from sagesim_kernels.preparation.forward import prepare_forward
+
+    operands = prepare_forward(_problem(request, torch.load(request["arguments"])), stored=False)
+    assert operands.k_mean is not None
+    found = {"k_mean": operands.k_mean.ptr}
+    for name in ("q", "k"):
+        operand = operands.get("qk", name)
+        found |= {name: operand.ptr, f"{name}_scale": operand.scale}
+    return found
+
+
+def _run(request: dict[str, Any]) -> dict[str, Tensor]:
+    from sagesim.spec import Delta
+    from sagesim_kernels.dispatch import backward, forward
+    from sagesim_kernels.operands import Gradients, OperandCache, natural_lse
+
+    tensors = torch.load(request["arguments"])
+    do, d_lse = tensors.pop("do"), tensors.pop("d_lse", None)
+    problem = _problem(request, tensors)
     o = torch.empty_like(do)
     operands = OperandCache(problem, do) if request["keeps_operands"] else None
     result = forward(problem, o, operands=operands)
-    grads = Gradients(*map(torch.empty_like, (q, k, v)))
+    grads = Gradients(*map(torch.empty_like, (problem.q, problem.k, problem.v)))
     is_from_o = problem.spec.delta is Delta.FROM_O
     o_of_delta = o if is_from_o else None
     d_sinks, delta = backward(problem, do, d_lse, o_of_delta, result, grads, operands=operands)
@@ -156,7 +214,8 @@ def main() -> None:
         launches.removes_barriers = request["removes_barriers"]
         launches.compile_for(request["capability"])
         try:
-            torch.save(_run(request), request["results"])
+            jobs = {"run": _run, "prepare": _prepare}
+            torch.save(jobs[request["job"]](request), request["results"])
             fields = ("kernels", "config", "races")
             reply = {name: getattr(launches, name) for name in fields}
         except Exception:

@@ -34,7 +34,7 @@ MODULES = (
     "hopper.fp8_rows",
     "hopper.p_rows_kernel",
     "preparation.one_pass",
-    "preparation.forward",
+    "preparation.forward_kernel",
     "operands.splits",
     "hopper.wide_kernel",
     "hopper.wide_backward",

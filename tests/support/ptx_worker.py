@@ -203,8 +203,10 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def main() -> None:
+    from tests.support.compile_worker import collect_garbage_rarely
     from tests.support.ptx_device import PtxLaunches
 
+    collect_garbage_rarely()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep output of the compiler out of the replies
     launches = PtxLaunches()

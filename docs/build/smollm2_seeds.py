@@ -169,8 +169,8 @@ def findings(folder: Path = DATA) -> str:
         and show what training made of the weights: after the last step {means("sdpa")}. Training
         reduces the loss by {learnt:.3f} nats.""",
         f"""**The differences of a seed are not independent.** All are taken from the same run of
-        `sdpa`, which is subject to chance as well. Less the loss of the twin instead of that of
-        `sdpa`, the means by `sdpa` are {to_twin_means};
+        `sdpa`, which is subject to chance as well. If the loss of `{TWIN}` is subtracted instead
+        of that of `sdpa`, the mean differences evaluated by `sdpa` are {to_twin_means};
         {sum(x > 0 for x in every)} of the {len(every)} differences are positive. These
         runs do not exclude that training with INT8 costs that much.""",
         f"""**What these runs cannot show.** s is from {count} seeds: its 95 % interval reaches from

@@ -1,7 +1,7 @@
 """What a forward and a backward compute of their operands before they multiply them.
 
-Importing this package does not import `preparation.forward`. Its kernel is in Gluon, which is
-experimental, so `dispatch` imports it when it launches it.
+Importing this package does not import `preparation.forward`, whose kernel is in Gluon. Gluon is
+experimental, so `dispatch` imports that module in the first call that needs it.
 """
 
 from sagesim_kernels.preparation.backward import (

@@ -1,6 +1,7 @@
-"""Smooth and round heads of K, and round Q, each held in registers block by block.
+"""Smooth and round K, and round Q, in one launch.
 
-A program reads its head of K twice, the second time from the cache: for the mean, and to round it.
+A program holds a tile of several blocks in registers. It reads its head of K twice: first for the
+mean, then to round it. The second time, K comes from the cache.
 """
 
 # Pyright takes the annotations of Gluon's functions literally:
@@ -43,7 +44,7 @@ _VECTOR = 16
 
 
 class Tile(NamedTuple):
-    """Consecutive blocks of tokens that a program holds at once. All fields are constexprs."""
+    """Consecutive blocks of tokens that a program holds at once, as one constexpr."""
 
     BLOCKS: Any  #: a power of two
     TOKENS: Any  #: of a block
@@ -52,10 +53,11 @@ class Tile(NamedTuple):
 
     @classmethod
     def of(cls, blocks: int, tokens: int, channels: int, itemsize: int, warps: int) -> Tile:
-        """A tile of as many blocks, or of one for each warp at most.
+        """Return a tile of `blocks` blocks.
 
-        Each warp holds whole blocks if there are as many as warps, so that few warps exchange their
-        largest numbers. itemsize: bytes of an element.
+        If there are fewer blocks than warps, several warps share a block. Otherwise a warp holds
+        whole blocks, and finds their largest numbers alone. A block has at least as many tokens as
+        the threads that share one of its channels. itemsize: bytes of an element.
         """
         vector = min(_VECTOR // itemsize, channels)
         across = channels // vector
@@ -69,7 +71,7 @@ class Tile(NamedTuple):
 
 @constexpr_function
 def _layout_of_channels(warps):
-    """Return a layout [channels] in which a thread holds one channel at most 32 times the warps."""
+    """Return a layout [channels]. A thread holds one channel if there are 32 or fewer a warp."""
     return gl.BlockedLayout([1], [_WARP], [warps], [0])
 
 
@@ -111,6 +113,8 @@ def _store(out, x, rounding, cu, n, first, h, b, T: gl.constexpr):
     first = gl.to_tensor(first)
     local, column = _tokens_of(T), _channels_of(T)
     left = stored_rest_of(cu, n, b, first)
+    gl.static_assert(out.TOKENS == 1 or out.TOKENS == T.TOKENS, "a scale for a token or a block")
+    gl.static_assert(not out.BY_CHANNEL and not out.ALONG_TOKENS, "codes of rows")
     scale_ptr = scales_of_block(out, cu, n, first // T.TOKENS, h, b, T.TOKENS)
     if out.TOKENS == 1:
         scale, inverse = scale_and_inverse(largest(magnitude(x), 2), code_max(rounding.FORMAT))
@@ -158,7 +162,8 @@ def _prepare_head(k, means, k8, rounding, lengths, h, b, D: gl.constexpr, T: gl.
     WARPS: gl.constexpr = gl.num_warps()
     tokens = _tokens_of(T)
     length = length_of(lengths.cu_k, lengths.n_k, b)
-    total = _sums_of_threads((tokens * 0)[:, :, None] + _channels_of(T) * 0, T)
+    zeros = (tokens * 0)[:, :, None] + _channels_of(T) * 0
+    total = _sums_of_threads(zeros, T)  # has the layout of the sums
     for first in range(0, length, TOKENS):
         live = is_live_key(lengths, b, first + tokens)
         total += _sums_of_threads(_load(k, lengths.cu_k, first, h, b, live, D, T), T)

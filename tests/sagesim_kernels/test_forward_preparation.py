@@ -1,4 +1,4 @@
-"""The operands of a forward, prepared in one launch, which runs on the CPU from its PTX.
+"""The operands of a forward, prepared in one launch, on a GPU or on the CPU from its PTX.
 
 The expected means, codes and scales are those of the kernels for one job each.
 """
@@ -16,17 +16,14 @@ from sagesim_kernels.operands import Extras, KernelProblem, OperandCache, Packin
 from sagesim_kernels.ops import _resolve
 from tests.sagesim_kernels.layouts import stored_rows, viewed
 from tests.support.assertions import assert_bitwise
-from tests.support.kernels import HERE
-from tests.support.ptx_worker import PreparedRun, PtxRunner
-
-pytestmark = [
-    *HERE,
-    pytest.mark.slow,
-    pytest.mark.xdist_group("compiled by the oldest Triton"),
-]
+from tests.support.kernels import DEVICE, IS_INTERPRETED
+from tests.support.ptx_worker import PreparedRun, PtxRunner, prepared
 
 N = 200
-"""Keys of calls with a key mask."""
+"""Tokens of some calls: three blocks and a part of one."""
+
+FROM_PTX = pytest.mark.skipif(not IS_INTERPRETED, reason="the expected results are interpreted")
+"""Tests on the CPU."""
 
 
 class Call(NamedTuple):
@@ -107,10 +104,24 @@ CALLS = {
     "half away": Call(70, 150, words="round=half_away", capability=90),
     "stochastic": Call(150, 150, words="round=stochastic@5", capability=90),
     **{view: Call(65, N, view=view) for view in ("offset", "stride", "transposed")},
-    "both divisors": Call(65, N, view="both divisors"),
+    "strides that 8 divides and 16 does not": Call(65, N, view="both divisors"),
 }
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+def test_means_codes_and_scales_on_a_gpu(name: str) -> None:
+    call = CALLS[name]
+    tensors = {name: x.to(DEVICE) for name, x in call.tensors().items()}
+    problem = call.problem(tensors)
+    for x in "qkv":
+        tensors[x] = viewed(tensors[x], call.view)
+    check(prepared(call.problem(tensors)), OperandCache(problem), problem)
+
+
+@pytest.mark.slow
+@FROM_PTX
+@pytest.mark.xdist_group("compiled by the oldest Triton")
 @pytest.mark.parametrize("name", CALLS)
 def test_means_codes_and_scales(runner: PtxRunner, name: str) -> None:
     call = CALLS[name]
@@ -118,29 +129,35 @@ def test_means_codes_and_scales(runner: PtxRunner, name: str) -> None:
     problem = call.problem(tensors)
     for x in "qkv":
         tensors[x] = viewed(tensors[x], call.view)
-    check(prepared(runner, call, tensors), OperandCache(problem), problem)
+    check(from_ptx(runner, call, tensors), OperandCache(problem), problem)
 
 
+@pytest.mark.slow
+@FROM_PTX
+@pytest.mark.xdist_group("compiled by the oldest Triton")
 def test_a_token_that_no_query_attends_to_has_no_influence(runner: PtxRunner) -> None:
     """Nor has a query that attends to no key."""
     call = Call(N, N, window=(10, 0), lower_right=True, batch=1, seqused_k=(100,))
     tensors = call.tensors()
+    problem = call.problem({name: x.clone() for name, x in tensors.items()})
     tensors["k"][:, :, 100:] = torch.nan
     tensors["q"][:, :, 110:] = torch.nan
-    problem = call.problem(tensors)
-    check(prepared(runner, call, tensors), OperandCache(problem), problem)
+    check(from_ptx(runner, call, tensors), OperandCache(problem), problem)
 
 
+@pytest.mark.slow
+@FROM_PTX
+@pytest.mark.xdist_group("compiled by the oldest Triton")
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_a_number_that_is_not_finite_reaches_the_scales_of_its_head(
     runner: PtxRunner, number: float
 ) -> None:
     call = Call(70, 150)
     tensors = call.tensors()
-    expected = prepared(runner, call, tensors)
+    expected = from_ptx(runner, call, tensors)
     tensors["k"][0, 1, 149, 7] = number
     tensors["q"][1, 2, 69, 7] = number
-    found = prepared(runner, call, tensors)
+    found = from_ptx(runner, call, tensors)
     assert not bool(found.k_mean[0, 1, 0, 7].isfinite())
     for name in ("q", "k"):
         problem = call.problem(tensors)
@@ -157,7 +174,7 @@ def test_a_number_that_is_not_finite_reaches_the_scales_of_its_head(
         assert_bitwise(actual=scale[~spoilt], expected=before[~spoilt], what=f"scales of {name}")
 
 
-def prepared(runner: PtxRunner, call: Call, tensors: dict[str, Tensor]) -> PreparedRun:
+def from_ptx(runner: PtxRunner, call: Call, tensors: dict[str, Tensor]) -> PreparedRun:
     options: dict[str, Any] = {
         name: getattr(call, name) for name in ("is_causal", "lower_right", "window", "capability")
     }

@@ -649,13 +649,13 @@ class Block:
             numbers = from_bfloat16(self.read(operands[1], np.uint16))
         else:
             numbers = self.read(operands[1], _dtype(source))
+        to_whole = next((_TO_WHOLE[x] for x in opcode if x in _TO_WHOLE), None)
+        if to_whole is not None:
+            numbers = to_whole(numbers)
         if target in ("bf16", "f16"):
             self.write(operands[0], _to_16_bit(numbers.astype(np.float32), target), chosen)
             return
         dtype = np.dtype(_dtype(target))
-        to_whole = next((_TO_WHOLE[x] for x in opcode if x in _TO_WHOLE), None)
-        if to_whole is not None:
-            numbers = to_whole(numbers)
         if dtype.kind in "iu" and numbers.dtype.kind == "f":
             if to_whole is None:
                 raise NotImplementedError

@@ -171,16 +171,18 @@ def _problem(request: dict[str, Any], tensors: dict[str, Tensor]) -> KernelProbl
     )
 
 
-def _prepare(request: dict[str, Any]) -> dict[str, Tensor]:
+def prepared(problem: KernelProblem) -> PreparedRun:
+    """Run `prepare_forward`."""
     from sagesim_kernels.preparation.forward import prepare_forward
 
-    operands = prepare_forward(_problem(request, torch.load(request["arguments"])), stored=False)
+    operands = prepare_forward(problem, stored=False)
+    q, k = (operands.get("qk", name) for name in ("q", "k"))
     assert operands.k_mean is not None
-    found = {"k_mean": operands.k_mean.ptr}
-    for name in ("q", "k"):
-        operand = operands.get("qk", name)
-        found |= {name: operand.ptr, f"{name}_scale": operand.scale}
-    return found
+    return PreparedRun(operands.k_mean.ptr, q.ptr, q.scale, k.ptr, k.scale)
+
+
+def _prepare(request: dict[str, Any]) -> dict[str, Tensor]:
+    return prepared(_problem(request, torch.load(request["arguments"])))._asdict()
 
 
 def _run(request: dict[str, Any]) -> dict[str, Tensor]:

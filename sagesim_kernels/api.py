@@ -344,8 +344,8 @@ def _check_unsupported(attn_mask: object, dropout_p: float) -> None:
             "attn_mask is not supported by the kernels; use is_causal, window, key_mask, "
             "attention_varlen, or the emulation of masks in sagesim.attention"
         )
-    if dropout_p != 0.0:
-        raise ValueError(f"dropout_p={dropout_p} is not supported; only 0.0 is")
+    if isinstance(dropout_p, Tensor) or dropout_p != 0.0:
+        raise ValueError(f"dropout_p={dropout_p!r} is not supported; only 0.0 is")
 
 
 @torch.compiler.assume_constant_result

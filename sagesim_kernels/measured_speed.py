@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +17,8 @@ from typing import Any, Final
 
 import torch
 
-from sagesim.problem import check_spec
+from sagesim.checks import check_type
+from sagesim.problem import check_flag, check_spec
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.target import cuda_device
 
@@ -137,7 +139,8 @@ def pays_off(
         device: a CUDA device; None for the current one.
 
     Raises:
-        TypeError: if spec is not an AttentionSpec, or a shape is a tensor.
+        TypeError: if spec is not an AttentionSpec, a shape is no sequence of integers, is_causal or
+            host is not True or False, or dtype is not a torch.dtype.
         ValueError: if the shapes do not fit, if the device is not a CUDA device, or if PyTorch sees
             no GPU.
 
@@ -148,12 +151,22 @@ def pays_off(
     >>> if answer: ...  # doctest: +SKIP
     """
     check_spec(spec)
+    for flag, value in (("is_causal", is_causal), ("host", host)):
+        check_flag(flag, value)
+    check_type("dtype", dtype, torch.dtype, "a torch.dtype, such as torch.float16")
     for name, shape in (("q", q_shape), ("k", k_shape)):
         if isinstance(shape, torch.Tensor):
             raise TypeError(f"{name}_shape is a tensor; pass {name}.shape")
+        _check_shape(name, q_shape if shape is None else shape)
     call = call_shape(q_shape, q_shape if k_shape is None else k_shape, is_causal)
     gpu = torch.cuda.get_device_properties(cuda_device(device, "pays_off")).name
     return expected(_table(), gpu, call, spec.label(), dtype, includes_host=host)
+
+
+def _check_shape(name: str, shape: Any) -> None:
+    is_shape = isinstance(shape, Sequence) and not isinstance(shape, str)
+    if not is_shape or not all(isinstance(n, int) and not isinstance(n, bool) for n in shape):
+        raise TypeError(f"{name}_shape is {reprlib.repr(shape)}; it must be a sequence of integers")
 
 
 def call_shape(q_shape: Sequence[int], k_shape: Sequence[int], is_causal: bool) -> CallShape:

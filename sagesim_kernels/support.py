@@ -68,13 +68,17 @@ def supports(
         head_size: the larger one, if those of q and v differ.
 
     Raises:
-        TypeError: if spec is not an AttentionSpec, or dtype not a torch.dtype.
+        TypeError: if spec is not an AttentionSpec, head_size not an integer, or dtype not a
+            torch.dtype.
 
     >>> from sagesim import AttentionSpec
     >>> print(supports(AttentionSpec.parse("sagebwd dq=int8@row,block")))
     site dq: ds per row; the kernels have tile_row, tile, row_bound
     """
     check_spec(spec)
+    if isinstance(head_size, bool):
+        raise TypeError(f"head_size is {head_size}; it must be an integer or None")
+    check_type("head_size", head_size, int | torch.SymInt | None, "an integer or None")
     check_type("dtype", dtype, torch.dtype | None, "a torch.dtype, such as torch.float16")
     return Support(_reason(spec, head_size, dtype))
 

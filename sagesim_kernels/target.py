@@ -66,7 +66,7 @@ def cuda_device(device: torch.device | str | int | None, asked_by: str) -> torch
     try:
         found = torch.device("cuda", device) if isinstance(device, int) else device
         found = None if found is None else torch.device(found)
-    except RuntimeError:  # PyTorch knows no such name
+    except (RuntimeError, TypeError):  # PyTorch knows no such name, or it is none
         raise ValueError(
             f"device is {device!r}; it must be a CUDA device, such as 'cuda:0'"
         ) from None

@@ -10,7 +10,12 @@ from typing import NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from sagesim.problem import AttentionOptions, AttentionProblem, resolve_input16
+from sagesim.problem import (
+    AttentionOptions,
+    AttentionProblem,
+    check_is_tensor,
+    resolve_input16,
+)
 from sagesim.short_repr import short_repr
 from sagesim.spec import FACTORED_QK, MAPS, OPERANDS, SITES, AttentionSpec, Precision
 from sagesim_kernels.api import check_call, check_device
@@ -102,6 +107,7 @@ def trace(
     check_device(q)
     check_call(q, k, v, spec, enable_gqa=given.enable_gqa)
     given.check_options()
+    check_is_tensor("do", do)
     if do.dtype != q.dtype or do.device != q.device:
         raise ValueError(
             f"do is {do.dtype} on {do.device}; it must be {q.dtype} on {q.device}, as q is"

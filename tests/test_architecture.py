@@ -103,6 +103,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "sagesim_kernels.cards": {"sagesim.spec", "sagesim_kernels.target"},
     "sagesim_kernels.measured_speed": {
+        "sagesim.checks",
         "sagesim.spec",
         "sagesim.problem",
         "sagesim_kernels.target",
@@ -204,6 +205,8 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.api",
     },
     "sagesim_kernels.integrations": {
+        "sagesim.checks",
+        "sagesim_kernels.traced",
         "sagesim.spec",
         "sagesim.problem",
         "sagesim.emulator",

@@ -43,7 +43,7 @@ from sagesim.analysis.runs import (
 from sagesim.analysis.sampling import Sample, jackknife
 from sagesim.checks import check_type
 from sagesim.emulator import flatten
-from sagesim.problem import AttentionOptions, AttentionProblem
+from sagesim.problem import AttentionOptions, AttentionProblem, check_spec
 from sagesim.shapes import Float
 from sagesim.spec import (
     SAGEBWD,
@@ -279,7 +279,9 @@ def attribute(
     """
     if "spec" in options:
         raise TypeError("attribute has no argument 'spec'; its spec is called base")
+    check_spec(base, "base")
     check_type("sample", sample, Sample | None, "a sagesim.analysis.Sample or None")
+    check_type("progress", progress, Callable | None, "a function or None")
     problem = AttentionProblem.of(q, k, v, do, **options)
     flatten(problem, base)
     problem.check_gradient()

@@ -10,7 +10,7 @@ from torch.autograd import Function
 
 from sagesim.emulator.layout import FlatProblem, flatten
 from sagesim.emulator.passes import run_backward, run_forward
-from sagesim.problem import NO_WINDOW, AttentionProblem, CausalAlignment
+from sagesim.problem import NO_WINDOW, AttentionProblem, CausalAlignment, changed_options
 from sagesim.shapes import Bool, Float
 from sagesim.spec import FACTORED_QK, AttentionSpec
 
@@ -66,22 +66,19 @@ def attention(
     >>> attention(q, k, v, is_causal=True).sum().backward()
     """
     _refuse_transforms()
-    problem = AttentionProblem.of(
-        q,
-        k,
-        v,
-        None,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window=window,
-        attn_mask=attn_mask,
-        key_mask=key_mask,
-        seqused_k=seqused_k,
-        sinks=sinks,
-        softcap=softcap,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
+    options: dict[str, Any] = {
+        "is_causal": is_causal,
+        "causal_alignment": causal_alignment,
+        "window": window,
+        "attn_mask": attn_mask,
+        "key_mask": key_mask,
+        "seqused_k": seqused_k,
+        "sinks": sinks,
+        "softcap": softcap,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+    }
+    problem = AttentionProblem.of(q, k, v, None, **changed_options(options))
     tensors = (problem.q, problem.k, problem.v, problem.sinks)
     out: Tensor = _Attention.apply(*tensors, problem, spec)
     return out

@@ -60,8 +60,9 @@ def emulate(
     needed = "a mapping from the index or the name of a call to a spec"
     check_type("layers", layers, Mapping | None, needed)
     layers = dict(layers or {})
-    for each in (spec, *layers.values()):
-        check_spec(each)
+    check_spec(spec)
+    for key, each in layers.items():
+        check_spec(each, f"layers[{key!r}]")
     matched: set[int | str] = set()
     calls, outer = CallList(), _ENTERED.get()
 

@@ -11,7 +11,7 @@ from sagesim.problem.arguments import (
     resolve_input16,
     with_four_axes,
 )
-from sagesim.problem.attention_problem import AttentionProblem
+from sagesim.problem.attention_problem import AttentionProblem, changed_options
 from sagesim.problem.masks import (
     Band,
     check_alignment,
@@ -33,6 +33,7 @@ __all__ = [
     "CausalAlignment",
     "autocast",
     "boolean_mask",
+    "changed_options",
     "check_alignment",
     "check_flag",
     "check_is_tensor",

@@ -18,11 +18,14 @@ DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LARGEST: Final = 2.0**100
 
 
-def check_spec(spec: object) -> None:
-    """Raise TypeError if spec is not an AttentionSpec, and say how to parse a label."""
+def check_spec(spec: object, name: str = "spec") -> None:
+    """Raise TypeError if spec is not an AttentionSpec, and say how to parse a label.
+
+    name: of the argument.
+    """
     if not isinstance(spec, AttentionSpec):
         raise TypeError(
-            f"spec is {reprlib.repr(spec)}, not an AttentionSpec; AttentionSpec.parse makes one "
+            f"{name} is {reprlib.repr(spec)}, not an AttentionSpec; AttentionSpec.parse makes one "
             "from a label"
         )
 

@@ -92,9 +92,8 @@ class AttentionProblem:
             ValueError: if seqused_k is given, and the tensors do not fit each other.
         """
         if isinstance(q, AttentionProblem):
-            given = [name for name, value in options.items() if not _is_default(name, value)]
-            if given or not all(x is None for x in (k, v, do)):
-                words = f": {', '.join(given)}" if given else ""
+            if options or not all(x is None for x in (k, v, do)):
+                words = f": {', '.join(options)}" if options else ""
                 raise TypeError(
                     f"q is an AttentionProblem; no other tensor or option is accepted{words}"
                 )
@@ -145,7 +144,7 @@ class AttentionProblem:
     @property
     def given_options(self) -> dict[str, Any]:
         """The options that do not have the values that they have if they are omitted."""
-        return {name: x for name, x in self.options.items() if not _is_default(name, x)}
+        return changed_options(self.options)
 
     @property
     def qkvdo(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -335,7 +334,11 @@ def _unknown(name: str) -> str:
     return f"{name!r} is no option of an attention call{hint} (options: {', '.join(names)})"
 
 
+def changed_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that do not have the values that they have if they are omitted."""
+    return {name: x for name, x in options.items() if not _is_default(name, x)}
+
+
 def _is_default(name: str, value: object) -> bool:
-    """Whether an option has the value that it has if it is omitted."""
     default = _DEFAULTS.get(name)  # seqused_k, which is no field, is None
     return value is None if default is None else value == default

@@ -61,7 +61,8 @@ def check_window(window: object) -> None:
         ValueError: if a number is below -1.
     """
     pair = tuple(window) if isinstance(window, (tuple, list)) else ()
-    if len(pair) != 2 or not all(isinstance(x, (int, torch.SymInt)) for x in pair):
+    are_integers = (isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool) for x in pair)
+    if len(pair) != 2 or not all(are_integers):
         raise TypeError(f"window is {reprlib.repr(window)}; it must be (left, right), two integers")
     if min(pair) < -1:
         raise ValueError(f"window is {window!r}; -1 means no limit, and no number is below it")

@@ -13,10 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sagesim import emulator
-from sagesim.problem import NO_WINDOW, autocast, check_tensors
+from sagesim.problem import NO_WINDOW, autocast, check_is_tensor, check_tensors
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.integrations.per_tensor import once_per_tensor
 from sagesim_kernels.packing import check_packing
+from sagesim_kernels.traced import is_traced
+
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,22 @@ def window_of(window_size: object) -> tuple[int, int]:
     return (left, right)
 
 
+def softcap_of(softcap: object) -> Any:
+    """Return a framework's softcap, in which the number 0 means none, as that of `Options`."""
+    is_number = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
+    return None if is_number and softcap == 0 else softcap
+
+
+def longest_length(length: object) -> Any:
+    """Return a bound on the lengths of sequences. A tensor of one integer becomes the integer.
+
+    `check_packing` refuses what is no integer.
+    """
+    if isinstance(length, Tensor) and length.numel() == 1 and length.dtype in _INTEGERS:
+        return int(length)
+    return length
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, options: Options, *, tokens_first: bool = False
 ) -> Tensor:
@@ -103,8 +122,8 @@ def attend_packed(
     v: Tensor,
     cu_q: Tensor,
     cu_k: Tensor,
-    longest_q: int,
-    longest_k: int,
+    longest_q: int | Tensor,
+    longest_k: int | Tensor,
     options: Options,
 ) -> Tensor:
     """Compute attention of packed sequences: q [tokens, heads, d], k and v [tokens, kv heads, ...].
@@ -119,7 +138,8 @@ def attend_packed(
         As `attend`. Also TypeError or ValueError if cu_seqlens do not describe the tensors; on a
         CUDA device this is a device-side assertion.
     """
-    cu_q, cu_k = _as_int32(cu_q, q.device), _as_int32(cu_k, q.device)
+    cu_q, cu_k = _as_int32("q", cu_q, q.device), _as_int32("k", cu_k, q.device)
+    longest_q, longest_k = longest_length(longest_q), longest_length(longest_k)
     if not uses_kernels(q):
         return _emulate_packed(q, k, v, cu_q, cu_k, longest_q, longest_k, options)
     from sagesim_kernels.api import attention_varlen
@@ -129,11 +149,18 @@ def attend_packed(
     return o.contiguous()
 
 
-def _as_int32(cu: Tensor, device: torch.device) -> Tensor:
+def _as_int32(name: str, cu: Tensor, device: torch.device) -> Tensor:
     """cu_seqlens on a device; int64 becomes int32, and `check_packing` refuses other types."""
-    if not isinstance(cu, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return cu
-    return cu.to(device, torch.int32 if cu.dtype is torch.int64 else cu.dtype).contiguous()
+    if not isinstance(cu, Tensor) or cu.dtype is not torch.int64:  # pyright: ignore[reportUnnecessaryIsInstance]
+        return cu.to(device).contiguous() if isinstance(cu, Tensor) else cu  # pyright: ignore[reportUnnecessaryIsInstance]
+    narrow = cu.to(torch.int32)
+    fits = (narrow == cu).all()
+    message = f"cu_seqlens_{name} has numbers that int32 does not hold"
+    if cu.is_cuda or is_traced(cu):
+        torch._assert_async(fits, message)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+    elif not fits:
+        raise ValueError(f"{message}: {cu.tolist()}")
+    return narrow.to(device).contiguous()
 
 
 @torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]
@@ -192,12 +219,20 @@ def tokens_of(keys: Tensor, last: int) -> Tokens:
     return Tokens(kept.flatten().nonzero()[:, 0], cu)
 
 
-def key_padding(mask: Tensor, batch: int, n_k: int) -> Tensor:
+def key_padding(mask: Tensor, q: Tensor, n_k: int) -> Tensor:
     """A mask of SDPA as bool [batch, n_k]: True is a token, False padding.
 
+    q: [batch, ...].
+
     Raises:
-        ValueError: if the mask is not boolean, or differs between heads or queries.
+        TypeError: if the mask is no tensor.
+        ValueError: if the mask is not boolean, differs between heads or queries, or is on another
+            device than q.
     """
+    check_is_tensor("attn_mask", mask)
+    if mask.device != q.device:
+        raise ValueError(f"attn_mask is on {mask.device}, q on {q.device}")
+    batch = q.shape[0]
     whole = mask[(None,) * (4 - mask.ndim)] if mask.ndim <= 4 else mask
     fits = whole.ndim == 4 and whole.shape[0] in (1, batch) and whole.shape[3] in (1, n_k)
     if mask.dtype is not torch.bool or not fits or whole.shape[1:3] != (1, 1):

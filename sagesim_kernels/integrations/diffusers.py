@@ -18,7 +18,8 @@ from diffusers.models.attention_dispatch import (
 from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
 from torch import Tensor, nn
 
-from sagesim.problem import NO_WINDOW, check_spec
+from sagesim.checks import check_type
+from sagesim.problem import NO_WINDOW, check_is_tensor, check_spec
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.integrations.attend import (
     Options,
@@ -26,6 +27,7 @@ from sagesim_kernels.integrations.attend import (
     attend_padded,
     check_name,
     key_padding,
+    softcap_of,
     window_of,
 )
 
@@ -108,12 +110,16 @@ def set_attention_backend(model: nn.Module, name: str = "sagebwd") -> None:
         model: a model of diffusers, for example `pipeline.transformer`.
 
     Raises:
+        TypeError: if the model is no torch.nn.Module, or the name no str.
         ValueError: if the name is not registered, or if no module of the model has a backend.
     """
+    check_name(name)
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     before = _Registry._active_backend
     model_: Any = model
     try:
-        model_.set_attention_backend(name)
+        if hasattr(model, "set_attention_backend"):
+            model_.set_attention_backend(name)
     finally:
         _Registry.set_active_backend(_default() if _is_ours(before) else before)
     processors = (getattr(module, "processor", None) for module in model.modules())
@@ -191,7 +197,7 @@ def _backend(member: Any, spec: AttentionSpec) -> Any:
             is_causal=is_causal,
             lower_right=False,
             window=window_of(window_size),
-            softcap=softcap or None,
+            softcap=softcap_of(softcap),
         )
         if attn_mask is not None and is_causal:
             raise ValueError("attn_mask and is_causal=True are given; pass one of them")
@@ -209,9 +215,10 @@ def _attend(
 ) -> Tensor:
     if mask is None:
         return attend(query, key, value, options, tokens_first=True)
+    check_is_tensor("attn_mask", mask)
     # To diffusers, two axes are those of the batch and of the keys.
     mask = mask[:, None, None] if mask.ndim == 2 else mask
-    keys = key_padding(mask, query.shape[0], key.shape[1])
+    keys = key_padding(mask, query, key.shape[1])
     return attend_padded(query, key, value, keys, options, pads_queries=False)
 
 

@@ -19,6 +19,7 @@ from torch.overrides import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from sagesim.checks import check_type
 from sagesim.problem import autocast, check_is_tensor, check_spec, check_tensors, with_four_axes
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.integrations.attend import (
@@ -27,6 +28,7 @@ from sagesim_kernels.integrations.attend import (
     attend_packed,
     attend_padded,
     key_padding,
+    softcap_of,
     window_of,
 )
 
@@ -72,7 +74,7 @@ class Functions:
             return attend(query, key, value, options).reshape(shape)
         if is_causal:
             raise ValueError("attn_mask and is_causal=True are given; pass one of them")
-        keys = key_padding(attn_mask, query.shape[0], key.shape[2])
+        keys = key_padding(attn_mask, query, key.shape[2])
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         o = attend_padded(q, k, v, keys, options, pads_queries=False)
         return o.transpose(1, 2).reshape(shape)
@@ -138,7 +140,7 @@ class Functions:
         )
         _check_axes("flash_attn_varlen_func", "[tokens, heads, head size]", q=q, k=k, v=v)
         options = self._flash(softmax_scale, causal, window_size, softcap, s_aux)
-        longest = (int(max_seqlen_q), int(max_seqlen_k))
+        longest = (max_seqlen_q, max_seqlen_k)
         return attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, options)
 
     def _flash(
@@ -154,7 +156,7 @@ class Functions:
             scale=scale,
             is_causal=causal,
             window=window_of(window),
-            softcap=softcap or None,
+            softcap=softcap_of(softcap),
             sinks=sinks,
         )
 
@@ -163,7 +165,7 @@ def _refuse(**arguments: tuple[object, object]) -> None:
     """Raise ValueError for each argument (value, default) whose value is not the default."""
     for name, (value, default) in arguments.items():
         if value is not default and (isinstance(value, Tensor) or value != default):
-            found = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else value
+            found = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{name} is {found}; it is not supported, only {default} is")
 
 
@@ -216,6 +218,7 @@ def apply(
     ValueError: filter chooses none of the 2 modules: '', '0'
     """
     check_spec(spec)
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     modules = dict(model.named_modules())
     chosen = {name: module for name, module in modules.items() if filter(name, module)}
     outermost = {

@@ -87,8 +87,8 @@ class SageBwdAttention(_Base):
             *(x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH)),
             masks.cu_seq_q,
             masks.cu_seq_k,
-            int(masks.max_q),
-            int(masks.max_k),
+            masks.max_q,
+            masks.max_k,
             replace(self.options, scale=scale),
         )
         return o.unflatten(0, q_BLNH.shape[:2])

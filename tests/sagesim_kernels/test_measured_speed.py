@@ -177,6 +177,23 @@ def test_the_public_function(a_gpu):
         pays_off(shape, spec="factored_qk")
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"q_shape": 5}, "q_shape is 5"),
+        ({"q_shape": "abcd"}, "q_shape is 'abcd'"),
+        ({"q_shape": (1, 2, 128.5, 64)}, r"q_shape is \(1, 2, 128.5, 64\)"),
+        ({"k_shape": (1, 2, None, 64)}, r"k_shape is \(1, 2, None, 64\)"),
+        ({"is_causal": "yes"}, "is_causal is 'yes'"),
+        ({"host": 1}, "host is 1"),
+        ({"dtype": "bf16"}, "dtype is 'bf16'"),
+    ],
+)
+def test_arguments_of_other_types(given, words):
+    with pytest.raises(TypeError, match=words):
+        pays_off(**{"q_shape": (1, 2, 128, 64)} | given)
+
+
 def test_other_devices_and_machines_without_a_gpu_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="CUDA devices, not cpu"):
         pays_off((1, 8, 128, 64), device="cpu")

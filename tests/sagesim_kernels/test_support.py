@@ -109,6 +109,11 @@ class TestSupports:
     def test_dtypes(self, dtype):
         assert str(dtype) in str(supports(SAGEBWD, dtype=dtype))
 
+    @pytest.mark.parametrize("head_size", ["64", 64.5, True, torch.tensor(64)])
+    def test_head_sizes_that_are_no_integers(self, head_size):
+        with pytest.raises(TypeError, match=r"head_size is .*; it must be an integer or None"):
+            supports(SAGEBWD, head_size=head_size)
+
     @pytest.mark.parametrize("spec", ["sagebwd", None, SAGEBWD.qk])
     def test_a_spec_that_is_not_an_attention_spec(self, spec):
         with pytest.raises(TypeError, match=r"AttentionSpec\.parse"):

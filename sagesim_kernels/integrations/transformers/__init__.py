@@ -14,6 +14,7 @@ from typing import Any, Final
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from sagesim.checks import check_type
 from sagesim.problem import check_spec
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.integrations.attend import check_name
@@ -80,12 +81,13 @@ def register(
     >>> unregister("sagebwd")
     """
     check_name(name)
+    check_spec(spec)
+    check_type("layers", layers, Mapping | None, "a mapping from layer numbers to specs")
     layers = dict(layers or {})
-    for each in (spec, *layers.values()):
-        check_spec(each)
-    for layer in layers:
-        if not isinstance(layer, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+    for layer, each in layers.items():
+        if isinstance(layer, bool) or not isinstance(layer, int):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"layers has the key {layer!r}; the keys are layer numbers")
+        check_spec(each, f"layers[{layer}]")
         if layer < 0:
             raise ValueError(f"layers has the key {layer}; layers are numbered from 0")
     known = _functions(AttentionInterface).get(name)
@@ -134,6 +136,7 @@ def uses(model: nn.Module, name: str = "sagebwd") -> bool:
     >>> unregister("sagebwd")
     """
     _check_registered(name)
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     parts: list[Any] = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
     return any(
         x.config._attn_implementation == name
@@ -145,6 +148,7 @@ def uses(model: nn.Module, name: str = "sagebwd") -> bool:
 
 
 def _check_registered(name: str) -> None:
+    check_name(name)
     if not isinstance(_functions(AttentionInterface).get(name), LayerAttention):
         raise ValueError(f"{name!r} is not registered by sagesim_kernels")
 

@@ -16,6 +16,7 @@ from sagesim_kernels.integrations.attend import (
     attend,
     attend_packed,
     attend_padded,
+    longest_length,
     longest_of,
 )
 from sagesim_kernels.integrations.per_tensor import once_per_tensor
@@ -283,7 +284,7 @@ def _window(size: int | None, config: Any, *, is_causal: bool) -> tuple[int, int
 def _length(length: int | Tensor | None) -> int:
     if length is None:
         raise ValueError("max_length_q and max_length_k must be given with cu_seq_lens_q")
-    return int(length)
+    return longest_length(length)
 
 
 def _padding(mask: Any, key: Tensor) -> Tensor:

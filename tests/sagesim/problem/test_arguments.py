@@ -37,6 +37,7 @@ Q, K, V, DO = torch.randn(4, 1, 2, 9, 8, generator=torch.Generator().manual_seed
         ({"is_causal": "yes"}, TypeError, "is_causal is 'yes'; it must be True or False"),
         ({"enable_gqa": None}, TypeError, "enable_gqa is None; it must be True or False"),
         ({"window": (4.0, 0)}, TypeError, "window is (4.0, 0)"),
+        ({"window": (True, False)}, TypeError, "window is (True, False)"),
         ({"key_mask": [True] * 9}, TypeError, "key_mask is [True, True"),
         ({"sinks": [1.0, 2.0]}, TypeError, "sinks is [1.0, 2.0]"),
     ],
@@ -122,7 +123,29 @@ def test_a_capture_and_a_path_are_not_calls():
         trace(str(LLAMA), spec=FPA)
 
 
+@pytest.mark.parametrize(
+    "option", [{"is_causal": False}, {"softcap": None}, {"window": (-1, -1)}, {"other": None}]
+)
+def test_a_problem_keeps_its_options(option):
+    """An option beside it is refused, also one with the value that it has if it is omitted."""
+    problem = sagesim.AttentionProblem(q=Q, k=K, v=V, do=DO, is_causal=True, softcap=2.0)
+    for function in (exact, functools.partial(trace, spec=FPA), sagesim.attribute):
+        with pytest.raises(
+            TypeError, match=f"no other tensor or option is accepted: {next(iter(option))}"
+        ):
+            function(problem, **option)
+
+
 def test_arguments_of_other_functions():
+    with pytest.raises(TypeError, match="base is 'sagebwd', not an AttentionSpec"):
+        sagesim.attribute(Q, K, V, DO, base="sagebwd")
+    with pytest.raises(TypeError, match="progress is 5; it must be a function or None"):
+        sagesim.attribute(Q, K, V, DO, base=SAGEBWD, progress=5)
+    with (
+        pytest.raises(TypeError, match=r"layers\[0\] is 'x', not an AttentionSpec"),
+        sagesim.emulate(FPA, layers={0: "x"}),
+    ):
+        pass
     with pytest.raises(TypeError, match="spec is called base"):
         sagesim.attribute(Q, K, V, DO, spec=SAGEBWD)
     with pytest.raises(TypeError, match=r"sample is 3; it must be a sagesim.analysis.Sample"):

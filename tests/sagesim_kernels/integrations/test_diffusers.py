@@ -126,6 +126,15 @@ def test_other_models_keep_their_attention():
         assert_bitwise(actual=vae(image).sample, expected=expected, what="image")
 
 
+def test_a_backend_of_what_is_no_model_of_diffusers():
+    with pytest.raises(ValueError, match=r"no module of Linear has .*torch\.apply"):
+        set_attention_backend(torch.nn.Linear(1, 1))
+    with pytest.raises(TypeError, match=r"model is 'x'; it must be a torch\.nn\.Module"):
+        set_attention_backend("x")
+    with pytest.raises(TypeError, match="name is 5; it must be a str"):
+        set_attention_backend(flux(), 5)
+
+
 def unet() -> UNet2DConditionModel:
     return UNet2DConditionModel(
         sample_size=8,

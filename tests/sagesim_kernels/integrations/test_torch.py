@@ -289,6 +289,45 @@ def test_a_window_is_a_pair(window):
         EXACT.flash_attn_func(q, k, v, window_size=window)
 
 
+def packed(*longest: object, cu: tuple[int, ...] = (0, 10, 40)) -> Tensor:
+    q = torch.randn(40, 2, 32)
+    starts = torch.tensor(cu)
+    return EXACT.flash_attn_varlen_func(q, q, q, starts, starts, *longest)
+
+
+@pytest.mark.parametrize("longest", [30.9, "30", True, None, float("nan"), torch.tensor(30.0)])
+def test_bounds_on_lengths_are_integers(longest):
+    for given in ((longest, 30), (30, longest)):
+        with pytest.raises(TypeError, match=r"max_seqlen_[qk] is .*; it must be an integer"):
+            packed(*given)
+    assert packed(torch.tensor(30), torch.tensor([30], dtype=torch.int32)).shape == (40, 2, 32)
+
+
+def test_starts_beyond_int32_are_refused():
+    with pytest.raises(ValueError, match=r"int32 does not hold: \[0, 4294967306, 8589934632\]"):
+        packed(30, 30, cu=(0, 2**32 + 10, 2**33 + 40))
+
+
+@pytest.mark.parametrize("softcap", [False, "", [], torch.tensor(0.0)])
+def test_only_the_number_0_is_no_softcap(softcap):
+    q = torch.randn(1, 8, 2, 16)
+    assert_bitwise(
+        actual=EXACT.flash_attn_func(q, q, q, softcap=0),
+        expected=EXACT.flash_attn_func(q, q, q),
+        what="o",
+    )
+    with pytest.raises(TypeError, match="softcap"):
+        EXACT.flash_attn_func(q, q, q, softcap=softcap)
+
+
+def test_masks_of_other_types_and_devices():
+    q = torch.randn(1, 2, 8, 16)
+    with pytest.raises(TypeError, match=r"attn_mask is a builtins\.list"):
+        EXACT.sdpa(q, q, q, attn_mask=[True])
+    with pytest.raises(ValueError, match="attn_mask is on meta, q on cpu"):
+        EXACT.sdpa(q, q, q, attn_mask=torch.ones(8, dtype=torch.bool, device="meta"))
+
+
 def test_sdpa_refuses_what_sdpa_refuses():
     q, k, v = draw(1, 4, 9, 8)
     with pytest.raises(ValueError, match="enable_gqa=True repeats k's heads"):

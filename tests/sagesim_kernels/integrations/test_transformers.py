@@ -203,6 +203,20 @@ def test_it_is_the_emulated_sdpa_bit_by_bit():
     assert_same(results(model("llama", "sagebwd"), **inputs), expected)
 
 
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ([1, 2], r"layers is \[1, 2\]; it must be a mapping"),
+        (5, "layers is 5; it must be a mapping"),
+        ({1: "x"}, r"layers\[1\] is 'x', not an AttentionSpec"),
+        ({True: sagesim.SAGEBWD}, "layers has the key True"),
+    ],
+)
+def test_layers_of_other_types(layers, words):
+    with pytest.raises(TypeError, match=words):
+        register(layers=layers)
+
+
 def test_layers_have_specs_of_their_own():
     inputs = {"input_ids": tokens(), "labels": tokens()}
     register(layers={1: sagesim.SAGEBWD})

@@ -469,6 +469,7 @@ def test_the_spec_imports_no_torch():
 def test_the_float64_reference_shares_no_code_with_the_emulator():
     names = {resolve(name) for name in all_imports(SOURCES["sagesim.emulator.reference"])}
     assert {room_of(name) for name in names} <= {
+        "sagesim.checks",
         "sagesim.shapes",
         "sagesim.short_repr",
         "sagesim.problem",

@@ -159,5 +159,5 @@ def _load(path: str) -> Any:
         except AttributeError:
             raise Failure(f"{module} has no {name!r}") from None
     if not callable(found):
-        raise Failure(f"{path} is a {type(found).__name__}, not a function")
+        raise Failure(f"{path} is of type {type(found).__name__}, not a function")
     return found

@@ -83,6 +83,8 @@ def load(name: str) -> Capture:
     Raises:
         Failure: if the file is not a readable capture, or has a tensor without elements.
     """
+    if not name:
+        raise Failure("the path of a capture is empty")
     from sagesim.models import Capture
 
     try:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sagesim.checks import check_type
 from sagesim.shapes import Float
 
 
@@ -21,7 +24,8 @@ class QKNorm(nn.Module):
         eps: added to the mean square; positive, so that a token of zeros stays 0.
 
     Raises:
-        ValueError: if head_dim or eps is not positive.
+        TypeError: if head_dim is not an integer, or eps not a number.
+        ValueError: if head_dim is not positive, or eps not positive and finite.
 
     Source: arXiv 2603.02170, whose models use eps = 1e-6 in their norms.
 
@@ -32,10 +36,17 @@ class QKNorm(nn.Module):
 
     def __init__(self, head_dim: int, eps: float = 1e-6) -> None:
         super().__init__()
+        for name, value, kind, words in (
+            ("head_dim", head_dim, int, "an integer"),
+            ("eps", eps, int | float, "a number"),
+        ):
+            if isinstance(value, bool):
+                raise TypeError(f"{name} is {value}; it must be {words}")
+            check_type(name, value, kind, words)
         if head_dim < 1:
             raise ValueError(f"head_dim={head_dim} is not a positive number of channels")
-        if not eps > 0:
-            raise ValueError(f"eps={eps} is not positive")
+        if not 0 < eps < math.inf:
+            raise ValueError(f"eps={eps} is not positive and finite")
         self.head_dim, self.eps = head_dim, eps
         self.gamma_q = nn.Parameter(torch.ones(head_dim))
         self.gamma_k = nn.Parameter(torch.ones(head_dim))

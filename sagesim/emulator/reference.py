@@ -9,6 +9,7 @@ from typing import Protocol, Unpack, runtime_checkable
 import torch
 from torch import Tensor
 
+from sagesim.checks import check_type
 from sagesim.problem import AttentionOptions, AttentionProblem
 from sagesim.shapes import Float
 from sagesim.short_repr import short_repr
@@ -84,6 +85,7 @@ def exact_backward(problem: AttentionProblem, forward: SoftmaxOfForward) -> Exac
     what the other products and an inconsistent backward add, and not the error of QK itself.
 
     Raises:
+        TypeError: if problem is not an AttentionProblem, or the forward has no s, p and lse.
         ValueError: if the forward is not one of this problem (its p has another shape); and as
             `exact`.
 
@@ -96,6 +98,8 @@ def exact_backward(problem: AttentionProblem, forward: SoftmaxOfForward) -> Exac
     >>> compare(t, exact_backward(problem, t)).overall["p"].rel_l2
     0.0
     """
+    check_type("problem", problem, AttentionProblem, "a sagesim.AttentionProblem")
+    check_type("forward", forward, SoftmaxOfForward, "a sagesim.Trace")
     problem = problem.autocast()
     shape = (*problem.q.shape[:-1], problem.k.shape[-2])
     if forward.p.shape != shape:

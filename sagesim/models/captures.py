@@ -228,7 +228,8 @@ class Capture:
                     f"{shown}: a directory, not a capture; `sagesim capture` makes one from a model"
                 )
             if not path.is_file():
-                raise ValueError(f"{shown}: no such file")
+                what = "not a regular file" if path.exists() else "no such file"
+                raise ValueError(f"{shown}: {what}")
             with safetensors.safe_open(path, framework="pt") as file:
                 metadata: dict[str, str] = file.metadata() or {}
                 tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118

@@ -145,7 +145,7 @@ def _differences(spec: AttentionSpec, preset: AttentionSpec) -> list[str]:
 def _integer(word: str) -> int | None:
     """The number of a word of digits; None of another word, and of too many digits for Python."""
     try:
-        return int(word) if word.isdecimal() else None
+        return int(word) if word.isascii() and word.isdecimal() else None
     except ValueError:
         return None
 

@@ -266,6 +266,7 @@ def remove(model: nn.Module) -> None:
     A model without such forwards does not change. What has wrapped such a forward since, such as a
     hook of accelerate, stays.
     """
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     for module in model.modules():
         _put_back(module)
 

@@ -296,6 +296,8 @@ def test_the_grammar_in_the_help_has_every_word():
         (["attribute", "FILE", "--report", "FILE/no/out.html"], "cannot be written"),
         (["attribute", "FILE", "--report", "FILE/out.html"], "cannot be written"),
         (["attribute", "TMP/missing"], "no such file"),
+        (["trace", "/dev/null"], "not a regular file"),
+        (["attribute", ""], "the path of a capture is empty"),
         (["attribute", "TMP"], "a directory, not a capture; `sagesim capture` makes one from a"),
         (["attribute", "TMP/text"], "not a readable safetensors file"),
         (["trace", "TMP/other"], "not a capture"),

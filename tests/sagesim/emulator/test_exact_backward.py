@@ -100,3 +100,7 @@ def test_a_forward_of_another_problem_raises():
     t = trace(case(seed=5, n_q=8, n_k=8, d=4), spec=SAGEBWD)
     with pytest.raises(ValueError, match=r"p of the forward has shape .*8, 8.*9, 8"):
         exact_backward(case(seed=5, n_q=9, n_k=8, d=4), t)
+    with pytest.raises(TypeError, match="forward"):
+        exact_backward(case(seed=5, n_q=8, n_k=8, d=4), None)
+    with pytest.raises(TypeError, match="problem"):
+        exact_backward(t.o, t)

@@ -109,6 +109,7 @@ def test_gammas_start_at_one_and_repr_names_the_settings():
         ({"head_dim": 0}, "head_dim=0"),
         ({"head_dim": 8, "eps": 0.0}, "eps=0.0"),
         ({"head_dim": 8, "eps": float("nan")}, "eps=nan"),
+        ({"head_dim": 8, "eps": float("inf")}, "eps=inf"),
     ],
 )
 def test_invalid_settings_raise(arguments, message):
@@ -122,3 +123,18 @@ def test_invalid_inputs_raise(as_installed, norm):
         norm(q, k[..., :20])
     with pytest.raises(TypeError, match=r"q is torch\.int64"):
         norm(q.long(), k)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"head_dim": "x"}, "head_dim"),
+        ({"head_dim": 8.5}, "head_dim"),
+        ({"head_dim": True}, "head_dim is True; it must be an integer"),
+        ({"head_dim": 8, "eps": "x"}, "eps"),
+        ({"head_dim": 8, "eps": True}, "eps"),
+    ],
+)
+def test_numbers_of_other_types(given, name):
+    with pytest.raises(TypeError, match=name):
+        QKNorm(**given)

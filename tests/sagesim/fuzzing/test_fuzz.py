@@ -838,7 +838,7 @@ class TestCommand:
             (["no_such_module:f"], "no_such_module cannot be imported"),
             ([".fuzzed_kernels:right"], ".fuzzed_kernels cannot be imported: TypeError: "),
             (["fuzzed_kernels:left"], "fuzzed_kernels has no 'left'"),
-            (["fuzzed_kernels:number"], "is a int, not a function"),
+            (["fuzzed_kernels:number"], "is of type int, not a function"),
             (["fuzzed_kernels:right", "--spec", "factord"], "did you mean 'factored'?"),
             (["fuzzed_kernels:right", "--cases", "0"], "cases: 0"),
             (["fuzzed_kernels:right", "--max-length", "0"], "max_length: 0"),

@@ -110,6 +110,7 @@ def test_labels_begin_with_the_nearest_preset():
         ("sagebwd delta=q", "delta=q", "one of o, p"),
         ("sagebwd block=64", "block=64", "block=128x64"),
         ("sagebwd block=0x64", "block=0x64", "positive"),
+        ("sagebwd block=\u0664x64", "block=\u0664x64", "positive"),  # a digit 4 in Arabic
         ("sagebwd block=64x-1", "block=64x-1", "positive"),
         ("sagebwd block=64x64x64", "block=64x64x64", "block=128x64"),
         (f"sagebwd block={'9' * 5000}x1", "block=999", "block=128x64"),

@@ -881,7 +881,12 @@ BUGS = (
         "rows.ptr + b.to(tl.int64) * rows.stride_b + h",
         "rows.ptr + h",
     ),
-    Bug("the dropped argument: dropout_p ignored", "api.py", "if dropout_p != 0.0:", "if False:"),
+    Bug(
+        "the dropped argument: dropout_p ignored",
+        "api.py",
+        "if isinstance(dropout_p, Tensor) or dropout_p != 0.0:",
+        "if False:",
+    ),
     Bug(
         "autocast ignored",
         "api.py",

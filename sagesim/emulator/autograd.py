@@ -78,7 +78,9 @@ def attention(
         "scale": scale,
         "enable_gqa": enable_gqa,
     }
-    problem = AttentionProblem.of(q, k, v, None, **changed_options(options))
+    if isinstance(q, AttentionProblem):  # which has options of its own
+        options = changed_options(options)
+    problem = AttentionProblem.of(q, k, v, None, **options)
     tensors = (problem.q, problem.k, problem.v, problem.sinks)
     out: Tensor = _Attention.apply(*tensors, problem, spec)
     return out

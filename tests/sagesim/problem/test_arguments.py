@@ -36,6 +36,8 @@ Q, K, V, DO = torch.randn(4, 1, 2, 9, 8, generator=torch.Generator().manual_seed
         ({"softcap": "20"}, TypeError, "softcap is '20'"),
         ({"is_causal": "yes"}, TypeError, "is_causal is 'yes'; it must be True or False"),
         ({"enable_gqa": None}, TypeError, "enable_gqa is None; it must be True or False"),
+        ({"is_causal": 0}, TypeError, "is_causal is 0; it must be True or False"),
+        ({"window": (-1.0, -1.0)}, TypeError, "window is (-1.0, -1.0)"),
         ({"window": (4.0, 0)}, TypeError, "window is (4.0, 0)"),
         ({"window": (True, False)}, TypeError, "window is (True, False)"),
         ({"key_mask": [True] * 9}, TypeError, "key_mask is [True, True"),

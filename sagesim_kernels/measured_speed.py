@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from sagesim.checks import check_type
+from sagesim.checks import check_type, is_number
 from sagesim.problem import check_flag, check_spec
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.target import cuda_device
@@ -154,18 +154,19 @@ def pays_off(
     for flag, value in (("is_causal", is_causal), ("host", host)):
         check_flag(flag, value)
     check_type("dtype", dtype, torch.dtype, "a torch.dtype, such as torch.float16")
-    for name, shape in (("q", q_shape), ("k", k_shape)):
-        if isinstance(shape, torch.Tensor):
-            raise TypeError(f"{name}_shape is a tensor; pass {name}.shape")
-        _check_shape(name, q_shape if shape is None else shape)
-    call = call_shape(q_shape, q_shape if k_shape is None else k_shape, is_causal)
+    _check_shape("q", q_shape)
+    if k_shape is None:
+        k_shape = q_shape
+    _check_shape("k", k_shape)
+    call = call_shape(q_shape, k_shape, is_causal)
     gpu = torch.cuda.get_device_properties(cuda_device(device, "pays_off")).name
     return expected(_table(), gpu, call, spec.label(), dtype, includes_host=host)
 
 
 def _check_shape(name: str, shape: Any) -> None:
-    is_shape = isinstance(shape, Sequence) and not isinstance(shape, str)
-    if not is_shape or not all(isinstance(n, int) and not isinstance(n, bool) for n in shape):
+    if isinstance(shape, torch.Tensor):
+        raise TypeError(f"{name}_shape is a tensor; pass {name}.shape")
+    if not isinstance(shape, Sequence) or not all(is_number(n, int) for n in shape):
         raise TypeError(f"{name}_shape is {reprlib.repr(shape)}; it must be a sequence of integers")
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from sagesim.checks import is_number
 from sagesim_kernels.traced import is_traced
 
 
@@ -27,8 +30,21 @@ def check_packing(
 def _check_types(name: str, cu: object, longest: object) -> None:
     if not isinstance(cu, Tensor):
         raise TypeError(f"cu_seqlens_{name} is {cu!r}; it must be a tensor")
-    if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)):
+    if not is_number(longest, int | torch.SymInt):
         raise TypeError(f"max_seqlen_{name} is {longest!r}; it must be an integer")
+
+
+def check_starts(fits: Tensor, cu: Tensor, message: str, found: Callable[[], str]) -> None:
+    """Raise ValueError unless fits, a tensor with one bool that was computed from cu, is True.
+
+    On a CUDA device or in a traced call, assert it on the device instead, with the message alone.
+
+    found: returns the numbers at fault, to follow the message. They are read from the device.
+    """
+    if cu.is_cuda or is_traced(cu):
+        torch._assert_async(fits, message)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+    elif not fits:
+        raise ValueError(message + found())
 
 
 def _check_packed(name: str, x: Tensor, cu: Tensor, longest: int) -> None:
@@ -47,7 +63,6 @@ def _check_packed(name: str, x: Tensor, cu: Tensor, longest: int) -> None:
     message = (
         f"{what} must ascend from 0 to the tokens of {name} in steps of at most max_seqlen_{name}"
     )
-    if cu.is_cuda or is_traced(cu):
-        torch._assert_async(fits, message)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
-    elif not fits:
-        raise ValueError(f"{message}={longest}; got {cu.tolist()} for {x.shape[0]} tokens")
+    check_starts(
+        fits, cu, message, lambda: f"={longest}; got {cu.tolist()} for {x.shape[0]} tokens"
+    )

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from sagesim.checks import check_type
+from sagesim.checks import check_number, check_type
 from sagesim.problem import check_spec, resolve_input16
 from sagesim.spec import MAPS, OPERANDS, SITES, AttentionSpec, Granularity, MatmulSpec, Precision
 
@@ -76,9 +76,8 @@ def supports(
     site dq: ds per row; the kernels have tile_row, tile, row_bound
     """
     check_spec(spec)
-    if isinstance(head_size, bool):
-        raise TypeError(f"head_size is {head_size}; it must be an integer or None")
-    check_type("head_size", head_size, int | torch.SymInt | None, "an integer or None")
+    if head_size is not None:
+        check_number("head_size", head_size, int | torch.SymInt, "an integer or None")
     check_type("dtype", dtype, torch.dtype | None, "a torch.dtype, such as torch.float16")
     return Support(_reason(spec, head_size, dtype))
 

@@ -172,7 +172,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.operands",
         "sagesim_kernels.dispatch",
     },
-    "sagesim_kernels.packing": {"sagesim_kernels.traced"},
+    "sagesim_kernels.packing": {"sagesim.checks", "sagesim_kernels.traced"},
     "sagesim_kernels.eager": {
         "sagesim.spec",
         "sagesim_kernels.labels",
@@ -206,7 +206,6 @@ FLOORS: dict[str, set[str]] = {
     },
     "sagesim_kernels.integrations": {
         "sagesim.checks",
-        "sagesim_kernels.traced",
         "sagesim.spec",
         "sagesim.problem",
         "sagesim.emulator",

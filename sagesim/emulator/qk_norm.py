@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sagesim.checks import check_type
+from sagesim.checks import check_number
 from sagesim.shapes import Float
 
 
@@ -36,13 +36,8 @@ class QKNorm(nn.Module):
 
     def __init__(self, head_dim: int, eps: float = 1e-6) -> None:
         super().__init__()
-        for name, value, kind, words in (
-            ("head_dim", head_dim, int, "an integer"),
-            ("eps", eps, int | float, "a number"),
-        ):
-            if isinstance(value, bool):
-                raise TypeError(f"{name} is {value}; it must be {words}")
-            check_type(name, value, kind, words)
+        check_number("head_dim", head_dim, int, "an integer")
+        check_number("eps", eps, int | float, "a number")
         if head_dim < 1:
             raise ValueError(f"head_dim={head_dim} is not a positive number of channels")
         if not 0 < eps < math.inf:

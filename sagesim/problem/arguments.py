@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import reprlib
 from numbers import Real
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from sagesim.checks import check_type
+from sagesim.checks import check_type, is_number
 from sagesim.spec import SITES, AttentionSpec, Precision, with_precision
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -47,14 +47,13 @@ def check_scale(scale: object) -> None:
     """
     if scale is None:
         return
-    numbers = (int, float, torch.SymInt, torch.SymFloat, Real)
-    if isinstance(scale, bool) or not isinstance(scale, numbers):
+    if not is_number(scale, int | float | torch.SymInt | torch.SymFloat | Real):
         found = f"a tensor of {scale.dtype}" if isinstance(scale, Tensor) else reprlib.repr(scale)
         raise TypeError(
             f"scale is {found}; it must be a number or None (multiply q by a learned scale)"
         )
-    number: Any = scale  # float() of a number would make torch.compile compile it in
-    if not -_LARGEST <= number <= _LARGEST:
+    # float() of a number would make torch.compile compile it in
+    if not -_LARGEST <= scale <= _LARGEST:
         raise ValueError(f"scale is {scale}; it must be from -2^100 to 2^100, or None")
 
 

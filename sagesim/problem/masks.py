@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sagesim.checks import is_number
 from sagesim.problem.options import NO_WINDOW
 
 _ALIGNMENTS = (None, "upper_left", "lower_right")
@@ -61,8 +62,7 @@ def check_window(window: object) -> None:
         ValueError: if a number is below -1.
     """
     pair = tuple(window) if isinstance(window, (tuple, list)) else ()
-    are_integers = (isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool) for x in pair)
-    if len(pair) != 2 or not all(are_integers):
+    if len(pair) != 2 or not all(is_number(x, int | torch.SymInt) for x in pair):
         raise TypeError(f"window is {reprlib.repr(window)}; it must be (left, right), two integers")
     if min(pair) < -1:
         raise ValueError(f"window is {window!r}; -1 means no limit, and no number is below it")
@@ -105,8 +105,7 @@ def check_softcap(softcap: object) -> None:
     """
     if softcap is None:
         return
-    numbers = (int, float, torch.SymInt, torch.SymFloat)
-    if isinstance(softcap, bool) or not isinstance(softcap, numbers):
+    if not is_number(softcap, int | float | torch.SymInt | torch.SymFloat):
         raise TypeError(f"softcap is {reprlib.repr(softcap)}; it must be a number or None")
     if not 2.0**-7 <= softcap <= 2.0**126:
         raise ValueError(f"softcap is {softcap}; it must be from 2^-7 to 2^126, or None")

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sagesim import emulator
+from sagesim.checks import is_number
 from sagesim.problem import NO_WINDOW, autocast, check_is_tensor, check_tensors
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.integrations.per_tensor import once_per_tensor
-from sagesim_kernels.packing import check_packing
-from sagesim_kernels.traced import is_traced
+from sagesim_kernels.packing import check_packing, check_starts
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
@@ -76,15 +76,14 @@ def window_of(window_size: object) -> tuple[int, int]:
 
 
 def softcap_of(softcap: object) -> Any:
-    """Return a framework's softcap, in which the number 0 means none, as that of `Options`."""
-    is_number = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
-    return None if is_number and softcap == 0 else softcap
+    """Return the softcap of `Options` for a framework's softcap, in which 0 means none."""
+    return None if is_number(softcap, int | float) and softcap == 0 else softcap
 
 
-def longest_length(length: object) -> Any:
-    """Return a bound on the lengths of sequences. A tensor of one integer becomes the integer.
+def _as_integer(length: int | Tensor) -> Any:
+    """Return a bound on lengths. A tensor of one integer becomes the integer.
 
-    `check_packing` refuses what is no integer.
+    `check_packing` refuses all other values that are no integers.
     """
     if isinstance(length, Tensor) and length.numel() == 1 and length.dtype in _INTEGERS:
         return int(length)
@@ -133,13 +132,14 @@ def attend_packed(
 
     Args:
         cu_q, cu_k: int32 or int64 [sequences + 1], on any device.
+        longest_q, longest_k: integers, or tensors of one integer.
 
     Raises:
         As `attend`. Also TypeError or ValueError if cu_seqlens do not describe the tensors; on a
         CUDA device this is a device-side assertion.
     """
     cu_q, cu_k = _as_int32("q", cu_q, q.device), _as_int32("k", cu_k, q.device)
-    longest_q, longest_k = longest_length(longest_q), longest_length(longest_k)
+    longest_q, longest_k = _as_integer(longest_q), _as_integer(longest_k)
     if not uses_kernels(q):
         return _emulate_packed(q, k, v, cu_q, cu_k, longest_q, longest_k, options)
     from sagesim_kernels.api import attention_varlen
@@ -151,15 +151,13 @@ def attend_packed(
 
 def _as_int32(name: str, cu: Tensor, device: torch.device) -> Tensor:
     """cu_seqlens on a device; int64 becomes int32, and `check_packing` refuses other types."""
-    if not isinstance(cu, Tensor) or cu.dtype is not torch.int64:  # pyright: ignore[reportUnnecessaryIsInstance]
-        return cu.to(device).contiguous() if isinstance(cu, Tensor) else cu  # pyright: ignore[reportUnnecessaryIsInstance]
-    narrow = cu.to(torch.int32)
-    fits = (narrow == cu).all()
-    message = f"cu_seqlens_{name} has numbers that int32 does not hold"
-    if cu.is_cuda or is_traced(cu):
-        torch._assert_async(fits, message)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
-    elif not fits:
-        raise ValueError(f"{message}: {cu.tolist()}")
+    if not isinstance(cu, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return cu
+    narrow = cu
+    if cu.dtype is torch.int64:
+        narrow = cu.to(torch.int32)
+        message = f"cu_seqlens_{name} has numbers that int32 does not hold"
+        check_starts((narrow == cu).all(), cu, message, lambda: f": {cu.tolist()}")
     return narrow.to(device).contiguous()
 
 

@@ -140,8 +140,8 @@ class Functions:
         )
         _check_axes("flash_attn_varlen_func", "[tokens, heads, head size]", q=q, k=k, v=v)
         options = self._flash(softmax_scale, causal, window_size, softcap, s_aux)
-        longest = (max_seqlen_q, max_seqlen_k)
-        return attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, options)
+        cu_q, cu_k = cu_seqlens_q, cu_seqlens_k
+        return attend_packed(q, k, v, cu_q, cu_k, max_seqlen_q, max_seqlen_k, options)
 
     def _flash(
         self,

@@ -115,8 +115,8 @@ class OperandCache:
     def reserve(self, site: str, tensor: str) -> tuple[Operand, TokenTensor]:
         """Return memory for the codes that `site` has for a tensor, and what to round.
 
-        The caller's kernel fills the memory. `get` returns it from now on. If
-        the tensor was rounded before, the kernel stores the same codes to the same memory.
+        The caller's kernel fills the memory. `get` returns it from now on. If the tensor was
+        rounded before, the kernel stores the same codes to the same memory.
         """
         code, source = self._code(site, tensor), self._source(tensor)
         assert not code.folded

@@ -212,7 +212,7 @@ def stored_start_of(cu, n, b):
 
 @triton.jit
 def stored_rest_of(cu, n, b, first):
-    """Return how many tokens from `first` on the padded storage of sequence b has."""
+    """Return the number of tokens from `first` to the end of the padded storage of sequence b."""
     return tl.cdiv(length_of(cu, n, b), ALIGNMENT) * ALIGNMENT - first
 
 

@@ -48,7 +48,7 @@ class Tile(NamedTuple):
 
     BLOCKS: Any  #: a power of two
     TOKENS: Any  #: of a block
-    CHANNELS: Any  #: a power of two
+    CHANNELS: Any  #: a power of two, at least 32
     LAYOUT: Any  #: of [blocks, tokens, channels]
 
     @classmethod
@@ -59,7 +59,7 @@ class Tile(NamedTuple):
         whole blocks, and finds their largest numbers alone. A block has at least as many tokens as
         the threads that share one of its channels. itemsize: bytes of an element.
         """
-        vector = min(_VECTOR // itemsize, channels)
+        vector = _VECTOR // itemsize
         across = channels // vector
         of_blocks = min(warps, blocks)
         threads = [1, _WARP // across, across]
@@ -71,7 +71,7 @@ class Tile(NamedTuple):
 
 @constexpr_function
 def _layout_of_channels(warps):
-    """Return a layout [channels]. A thread holds one channel if there are 32 or fewer a warp."""
+    """Return a layout [channels] in which each thread holds as few channels as possible."""
     return gl.BlockedLayout([1], [_WARP], [warps], [0])
 
 
@@ -85,17 +85,17 @@ def _tokens_of(T: gl.constexpr):
 
 
 @gluon.jit
-def _for_all_tokens(channels, T: gl.constexpr):
-    """Return numbers of channels with the layout of a `Tile`, [1, 1, channels]."""
-    layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, T.LAYOUT))
-    return gl.convert_layout(channels, layout)[None, :][:, None, :]
+def _for_all_tokens(numbers, T: gl.constexpr):
+    """Return numbers [channels] with the layout of a `Tile`, [1, 1, channels]."""
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, T.LAYOUT))
+    return gl.convert_layout(numbers, COLUMNS)[None, :][:, None, :]
 
 
 @gluon.jit
 def _channels_of(T: gl.constexpr):
     """Return the channels of a `Tile`, [1, 1, channels]."""
-    layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, T.LAYOUT))
-    return _for_all_tokens(gl.arange(0, T.CHANNELS, layout), T)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, T.LAYOUT))
+    return gl.arange(0, T.CHANNELS, COLUMNS)[None, :][:, None, :]
 
 
 @gluon.jit
@@ -167,7 +167,7 @@ def _prepare_head(k, means, k8, rounding, lengths, h, b, D: gl.constexpr, T: gl.
     for first in range(0, length, TOKENS):
         live = is_live_key(lengths, b, first + tokens)
         total += _sums_of_threads(_load(k, lengths.cu_k, first, h, b, live, D, T), T)
-    # The division of float64 is long: each thread does it for one channel.
+    # A division of float64 takes many instructions, so a thread divides few channels.
     total = gl.convert_layout(gl.sum(total, 0), _layout_of_channels(WARPS))
     count = gl.maximum(_live_count(lengths, b, length, T), 1)
     mean = (total / count.to(gl.float64)).to(gl.float32)
@@ -184,7 +184,7 @@ def _prepare_head(k, means, k8, rounding, lengths, h, b, D: gl.constexpr, T: gl.
 
 @gluon.jit
 def _round_queries(q, q8, rounding, lengths, part, h, b, D: gl.constexpr, T: gl.constexpr):
-    """Round the queries of a tile, the tile number `part` of its head."""
+    """Round the queries of tile number `part` of a head."""
     first = part * (T.BLOCKS * T.TOKENS)
     if first < length_of(lengths.cu_q, lengths.n_q, b):
         live = is_live_query(lengths, b, first + _tokens_of(T))

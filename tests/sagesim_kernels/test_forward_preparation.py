@@ -5,6 +5,7 @@ The expected means, codes and scales are those of the kernels for one job each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,18 +13,28 @@ import torch
 from torch import Tensor
 
 from sagesim import AttentionSpec
-from sagesim_kernels.operands import Extras, KernelProblem, OperandCache, Packing
+from sagesim_kernels.operands import KernelProblem, OperandCache
 from sagesim_kernels.ops import _resolve
 from tests.sagesim_kernels.layouts import stored_rows, viewed
 from tests.support.assertions import assert_bitwise
 from tests.support.kernels import DEVICE, IS_INTERPRETED
-from tests.support.ptx_worker import PreparedRun, PtxRunner, prepared
+from tests.support.ptx_worker import PreparedRun, PtxRunner, prepared, problem_of
 
 N = 200
 """Tokens of some calls: three blocks and a part of one."""
 
-FROM_PTX = pytest.mark.skipif(not IS_INTERPRETED, reason="the expected results are interpreted")
-"""Tests on the CPU."""
+_ON_THE_CPU = (
+    pytest.mark.slow,
+    pytest.mark.skipif(not IS_INTERPRETED, reason="the expected results are interpreted"),
+    pytest.mark.xdist_group("compiled by the oldest Triton"),
+)
+
+
+def on_the_cpu(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that runs the kernel on the CPU, from its PTX."""
+    for mark in _ON_THE_CPU:
+        test = mark(test)
+    return test
 
 
 class Call(NamedTuple):
@@ -66,24 +77,12 @@ class Call(NamedTuple):
             found["key_mask"] = mask
         return found
 
+    @property
+    def options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("is_causal", "lower_right", "window")}
+
     def problem(self, tensors: dict[str, Tensor]) -> KernelProblem:
-        rest = dict(tensors)
-        q, k, v = (rest.pop(name) for name in ("q", "k", "v"))
-        packing = None
-        if self.starts:
-            longest = max(b - a for a, b in zip(self.starts, self.starts[1:], strict=False))
-            packing = Packing(rest.pop("cu_q"), rest.pop("cu_k"), longest, longest)
-        return KernelProblem.of(
-            q,
-            k,
-            v,
-            spec=self.spec,
-            scale=1.0,
-            is_causal=self.is_causal,
-            lower_right=self.lower_right,
-            packing=packing,
-            extras=Extras(window=self.window, **rest),
-        )
+        return problem_of(tensors, self.spec, scale=1.0, **self.options)
 
 
 CALLS = {
@@ -119,9 +118,7 @@ def test_means_codes_and_scales_on_a_gpu(name: str) -> None:
     check(prepared(call.problem(tensors)), OperandCache(problem), problem)
 
 
-@pytest.mark.slow
-@FROM_PTX
-@pytest.mark.xdist_group("compiled by the oldest Triton")
+@on_the_cpu
 @pytest.mark.parametrize("name", CALLS)
 def test_means_codes_and_scales(runner: PtxRunner, name: str) -> None:
     call = CALLS[name]
@@ -132,9 +129,7 @@ def test_means_codes_and_scales(runner: PtxRunner, name: str) -> None:
     check(from_ptx(runner, call, tensors), OperandCache(problem), problem)
 
 
-@pytest.mark.slow
-@FROM_PTX
-@pytest.mark.xdist_group("compiled by the oldest Triton")
+@on_the_cpu
 def test_a_token_that_no_query_attends_to_has_no_influence(runner: PtxRunner) -> None:
     """Nor has a query that attends to no key."""
     call = Call(N, N, window=(10, 0), lower_right=True, batch=1, seqused_k=(100,))
@@ -145,9 +140,7 @@ def test_a_token_that_no_query_attends_to_has_no_influence(runner: PtxRunner) ->
     check(from_ptx(runner, call, tensors), OperandCache(problem), problem)
 
 
-@pytest.mark.slow
-@FROM_PTX
-@pytest.mark.xdist_group("compiled by the oldest Triton")
+@on_the_cpu
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_a_number_that_is_not_finite_reaches_the_scales_of_its_head(
     runner: PtxRunner, number: float
@@ -175,10 +168,7 @@ def test_a_number_that_is_not_finite_reaches_the_scales_of_its_head(
 
 
 def from_ptx(runner: PtxRunner, call: Call, tensors: dict[str, Tensor]) -> PreparedRun:
-    options: dict[str, Any] = {
-        name: getattr(call, name) for name in ("is_causal", "lower_right", "window", "capability")
-    }
-    return runner.prepare(tensors, call.spec, **options)
+    return runner.prepare(tensors, call.spec, capability=call.capability, **call.options)
 
 
 def check(found: PreparedRun, expected: OperandCache, problem: KernelProblem) -> None:

@@ -73,7 +73,7 @@ _DOT = re.compile(r"tt\.dot .* : tensor<[\dx]+x(\w+)> \* tensor<[\dx]+x(\w+)> ->
 
 
 def collect_garbage_rarely() -> None:
-    """Make a process compile an eighth faster: what compiling allocates is hardly ever garbage."""
+    """Make a process compile faster: hardly any object that compiling allocates is garbage."""
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)
 

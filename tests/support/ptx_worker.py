@@ -148,26 +148,46 @@ class PtxRunner:
         self._process.communicate()
 
 
-def _problem(request: dict[str, Any], tensors: dict[str, Tensor]) -> KernelProblem:
-    """Return the problem of a request, and take its tensors from `tensors`."""
+def problem_of(
+    tensors: dict[str, Tensor],
+    spec: AttentionSpec,
+    *,
+    scale: float,
+    is_causal: bool,
+    lower_right: bool,
+    window: tuple[int, int],
+) -> KernelProblem:
+    """Return a problem; see `PtxRunner.run`. tensors: without do and d_lse."""
     from sagesim.problem import resolve_input16
     from sagesim_kernels.operands import Extras, KernelProblem, Packing
 
-    q, k, v = (tensors.pop(name) for name in ("q", "k", "v"))
+    rest = dict(tensors)
+    q, k, v = (rest.pop(name) for name in ("q", "k", "v"))
     packing = None
-    if "cu_q" in tensors:
-        cu_q, cu_k = (tensors.pop(name) for name in ("cu_q", "cu_k"))
+    if "cu_q" in rest:
+        cu_q, cu_k = (rest.pop(name) for name in ("cu_q", "cu_k"))
         packing = Packing(cu_q, cu_k, *(int(x.diff().max()) for x in (cu_q, cu_k)))
     return KernelProblem.of(
         q,
         k,
         v,
-        spec=resolve_input16(AttentionSpec.parse(request["spec"]), q.dtype),
+        spec=resolve_input16(spec, q.dtype),
+        scale=scale,
+        is_causal=is_causal,
+        lower_right=lower_right,
+        packing=packing,
+        extras=Extras(window=window, **rest),
+    )
+
+
+def _problem(request: dict[str, Any], tensors: dict[str, Tensor]) -> KernelProblem:
+    return problem_of(
+        tensors,
+        AttentionSpec.parse(request["spec"]),
         scale=request["scale"],
         is_causal=request["is_causal"],
         lower_right=request["lower_right"],
-        packing=packing,
-        extras=Extras(window=tuple(request["window"]), **tensors),
+        window=tuple(request["window"]),
     )
 
 

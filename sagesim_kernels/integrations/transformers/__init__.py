@@ -14,7 +14,7 @@ from typing import Any, Final
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from sagesim.checks import check_type
+from sagesim.checks import check_type, is_number
 from sagesim.problem import check_spec
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.integrations.attend import check_name
@@ -85,7 +85,7 @@ def register(
     check_type("layers", layers, Mapping | None, "a mapping from layer numbers to specs")
     layers = dict(layers or {})
     for layer, each in layers.items():
-        if isinstance(layer, bool) or not isinstance(layer, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not is_number(layer, int):
             raise TypeError(f"layers has the key {layer!r}; the keys are layer numbers")
         check_spec(each, f"layers[{layer}]")
         if layer < 0:

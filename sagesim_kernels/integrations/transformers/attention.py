@@ -16,7 +16,6 @@ from sagesim_kernels.integrations.attend import (
     attend,
     attend_packed,
     attend_padded,
-    longest_length,
     longest_of,
 )
 from sagesim_kernels.integrations.per_tensor import once_per_tensor
@@ -130,9 +129,10 @@ class LayerAttention:
                 raise ValueError("cu_seq_lens_q and attention_mask are given; pass one of them")
             if cu_seq_lens_q is None or cu_seq_lens_k is None:
                 raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given together")
-            longest_q, longest_k = _length(max_length_q), _length(max_length_k)
+            if max_length_q is None or max_length_k is None:
+                raise ValueError("max_length_q and max_length_k must be given with cu_seq_lens_q")
             cu_q, cu_k = cu_seq_lens_q, cu_seq_lens_k
-            return _packed(q, k, v, cu_q, cu_k, longest_q, longest_k, options), None
+            return _packed(q, k, v, cu_q, cu_k, max_length_q, max_length_k, options), None
         if attention_mask is None:
             attention_mask = _packing(position_ids, query, key)
         if attention_mask is None:
@@ -281,12 +281,6 @@ def _window(size: int | None, config: Any, *, is_causal: bool) -> tuple[int, int
     return (side, side)
 
 
-def _length(length: int | Tensor | None) -> int:
-    if length is None:
-        raise ValueError("max_length_q and max_length_k must be given with cu_seq_lens_q")
-    return longest_length(length)
-
-
 def _padding(mask: Any, key: Tensor) -> Tensor:
     """The mask as bool [batch, n_k], or a ValueError."""
     batch, n_k = key.shape[0], key.shape[2]
@@ -312,8 +306,8 @@ def _packed(
     v: Tensor,
     cu_q: Tensor,
     cu_k: Tensor,
-    longest_q: int,
-    longest_k: int,
+    longest_q: int | Tensor,
+    longest_k: int | Tensor,
     options: Options,
 ) -> Tensor:
     """Attention of sequences packed along the tokens of the whole batch.

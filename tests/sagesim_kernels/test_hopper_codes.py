@@ -146,6 +146,28 @@ def test_keys_are_masked_where_logits_are_low(keys: str, d: int, spec: str) -> N
     check_with_call(replace(case, key_mask=None) if keys == "behind" else case, unsmoothed)
 
 
+LOGITS_OF_MILLIONS: dict[str, dict[str, Any]] = {
+    "factored": {
+        "n_q": 40, "n_k": 32, "d": 96, "d_v": 80, "heads": (2, 1, 1), "dtype": "float16",
+        "kinds": ("large", "outlier_token", "offset", "gaussian"), "window": (32, -1),
+        "seed": 119394,
+    },
+    "fp8_gradients": {
+        "n_q": 31, "n_k": 47, "d": 128, "d_v": 128, "heads": (2, 1, 2), "dtype": "bfloat16",
+        "kinds": ("large", "outlier_token", "large", "offset"), "layout": "tokens_first",
+        "do_layout": "expanded", "seed": 23888,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", LOGITS_OF_MILLIONS)
+def test_logits_of_millions(spec: str) -> None:
+    """One key has all of P of a row. These kernels do not round S, so that P is 2^0.5 or 2^-0.5 in
+    place of 1, and dS is not 0. With float16, dQ is infinite."""
+    problem = KernelCase(spec=SPECS[spec], **LOGITS_OF_MILLIONS[spec])
+    check_with_call(problem.case, problem.parsed)
+
+
 @st.composite
 def problems(draw: st.DrawFn, spec: AttentionSpec, d: int) -> KernelCase:
     kind = st.sampled_from(draw(st.sampled_from((sorted(ORDINARY), sorted(KINDS)))))

@@ -88,8 +88,8 @@ def check_with_call(case: Case, spec: AttentionSpec) -> Tally:
 
 FEW = 0.005
 """The most by which gradients of equal scales and operands differ, relative to the root of the sum
-of the squares of their terms: where a number is near a tie, its code may be another one. A wrong
-scale of rows, or terms in another order, are errors of 3 % or more."""
+of the squares of their terms, if logits are not huge: where a number is near a tie, its code may be
+another one. A wrong scale of rows, or terms in another order, are errors of 3 % or more."""
 
 
 def check_fp8_call(case: Case, spec: AttentionSpec, sim: Trace) -> None:
@@ -99,12 +99,25 @@ def check_fp8_call(case: Case, spec: AttentionSpec, sim: Trace) -> None:
     sim: the emulator's trace of the call.
     """
     found, twin = run_kernels(case, spec), results_of_other_kernels(case, spec)
+    difference = _difference_of_p(sim)
     for name, size in _sizes_of_terms(case, spec, sim).items():
         x, y = (getattr(each, name).cpu().double() for each in (found, twin))
         assert torch.equal(x.isfinite(), y.isfinite()), name
-        off = (x - y).nan_to_num(0.0, 0.0, 0.0).norm(dim=(-2, -1))
-        worst = float((off / size.clamp(min=1e-30)).max())
-        assert worst <= FEW, f"{name}: {worst:.1e} from the portable kernels"
+        off = (x - y).nan_to_num(0.0, 0.0, 0.0).norm(dim=(-2, -1)) / size.clamp(min=1e-30)
+        of_heads = difference.unflatten(1, (x.shape[1], -1)).amax(2)
+        is_too_far = off > FEW + of_heads
+        worst = float(off.masked_fill(~is_too_far, 0.0).max())
+        assert not is_too_far.any(), f"{name}: {worst:.1e} from the portable kernels"
+
+
+def _difference_of_p(sim: Trace) -> Tensor:
+    """Return the largest relative difference of P between two implementations, for each head.
+
+    It follows from roundings of S - L, see "Between implementations" in docs/numerics.md: four of
+    numbers as large as L. Smoothing of K adds to L a number as large as S, at most.
+    """
+    s, lse = (x.cpu().double().nan_to_num(0.0, 0.0, 0.0).abs() for x in (sim.s, sim.lse))
+    return torch.expm1((s.amax((-2, -1)) + lse.amax(-1)) * 2.0**-22)
 
 
 def _sizes_of_terms(case: Case, spec: AttentionSpec, sim: Trace) -> dict[str, Tensor]:

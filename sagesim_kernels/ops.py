@@ -23,7 +23,7 @@ from sagesim.problem import resolve_input16
 from sagesim.spec import AttentionSpec, Delta
 from sagesim_kernels.dispatch import backward, forward
 from sagesim_kernels.labels import parse
-from sagesim_kernels.launch_plans import Tensors, planned
+from sagesim_kernels.launching import Tensors, planned
 from sagesim_kernels.operands import (
     Extras,
     ForwardResult,

@@ -473,8 +473,8 @@ DETERMINISM = (
     Promise(
         "A call that repeats recorded launches gives the bytes of one that is recorded.",
         (
-            f"{KERNELS}/test_launch_plans.py::test_a_repeated_call_computes_what_a_recorded_one_does",
-            f"{KERNELS}/test_launch_plans.py::test_slices_of_one_tensor",
+            f"{KERNELS}/launching/test_plans.py::test_a_repeated_call_computes_what_a_recorded_one_does",
+            f"{KERNELS}/launching/test_plans.py::test_slices_of_one_tensor",
         ),
     ),
     Promise(

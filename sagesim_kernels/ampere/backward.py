@@ -15,7 +15,7 @@ from sagesim_kernels.ampere.backward_kernel import Config, ampere_backward
 from sagesim_kernels.ampere.p_rows import launch_p_rows
 from sagesim_kernels.ampere.query_buffers import STATS
 from sagesim_kernels.ampere.support import BLOCK, FOR_THREE, programs_at_a_time
-from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
     DqSums,
     Gradients,

@@ -64,8 +64,8 @@ from sagesim_kernels.ampere.query_buffers import (
     right_buffer,
     scale_buffer,
 )
-from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.gluon_compat import barrier, reinterpret
+from sagesim_kernels.launching import wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     causal_offset,
     first_live_key,

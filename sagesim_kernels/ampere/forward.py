@@ -7,7 +7,7 @@ from torch import Tensor
 from sagesim_kernels.ampere.device import BLOCK
 from sagesim_kernels.ampere.forward_kernel import RowConfig, ampere_forward
 from sagesim_kernels.ampere.support import FOR_FOUR, programs_at_a_time
-from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
     LOG2_E,
     KernelProblem,

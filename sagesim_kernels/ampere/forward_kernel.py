@@ -38,8 +38,8 @@ from sagesim_kernels.ampere.device import (
 )
 from sagesim_kernels.ampere.map_codes import as_left_codes
 from sagesim_kernels.ampere.parts import PARTS, key_parts, visible_keys
-from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.gluon_compat import barrier
+from sagesim_kernels.launching import wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     CODE_UNIT,
     FAILED,

@@ -7,7 +7,7 @@ from sagesim_kernels.ampere.forward import grid_of_queries
 from sagesim_kernels.ampere.forward_kernel import RowConfig
 from sagesim_kernels.ampere.p_rows_kernel import ampere_p_rows
 from sagesim_kernels.ampere.support import FOR_THREE
-from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
     LOG2_E,
     KernelProblem,

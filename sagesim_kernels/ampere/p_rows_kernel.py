@@ -25,8 +25,8 @@ from sagesim_kernels.ampere.device import (
     token_scale_buffer,
 )
 from sagesim_kernels.ampere.parts import PARTS, key_parts, visible_keys
-from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.gluon_compat import barrier
+from sagesim_kernels.launching import wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     causal_offset,
     first_live_key,

@@ -97,7 +97,7 @@ def device_kernels(events: list[FunctionEvent]) -> list[Kernel]:
     """The kernels among a profile's events, in order of their start.
 
     A kernel may start while the one before still runs, and wait for it: see
-    `sagesim_kernels.dependent_launch`. The time of this wait does not count.
+    `sagesim_kernels.launching.dependent`. The time of this wait does not count.
     """
     on_device = [e for e in events if e.device_type.name == "CUDA"]
     ran = [e for e in on_device if not e.is_user_annotation]

@@ -21,7 +21,7 @@ from sagesim_kernels.hopper.tile_scheduler import (
     MOST_QUERY_HEADS,
     choose_backward_order,
 )
-from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
     LAUNCH,
     DqSums,

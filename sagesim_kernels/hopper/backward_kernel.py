@@ -15,7 +15,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.hopper.backward_loads import (
     ROW_STATS,
@@ -38,6 +37,7 @@ from sagesim_kernels.hopper.backward_warps import compute_dq, compute_keys
 from sagesim_kernels.hopper.dealt_tiles import allocate_tiles, share_tile
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, DqStore
 from sagesim_kernels.hopper.program_places import origin_of
+from sagesim_kernels.launching import wait_for_earlier_kernels
 from sagesim_kernels.operands import Lengths, summed_channels
 
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())

@@ -24,7 +24,7 @@ from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.fp8_rows import prepare_fp8_backward
 from sagesim_kernels.hopper.p_rows import launch_p_rows
 from sagesim_kernels.hopper.tile_scheduler import MOST_QUERY_HEADS
-from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
     FP8,
     LAUNCH,

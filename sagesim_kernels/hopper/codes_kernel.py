@@ -12,7 +12,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.backward_kernel import BARRIER
 from sagesim_kernels.hopper.backward_loads import ROW_STATS, STATS_LAYOUT, load_tokens
@@ -36,6 +35,7 @@ from sagesim_kernels.hopper.fp8_warps import (
     compute_fp8_dq,
 )
 from sagesim_kernels.hopper.program_places import origin_of, place_of
+from sagesim_kernels.launching import wait_for_earlier_kernels
 from sagesim_kernels.operands import INT8, Lengths, head_pointers, summed_channels
 
 _NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))

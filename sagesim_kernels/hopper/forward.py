@@ -13,7 +13,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.hopper.dealt_tiles import allocate_tiles
 from sagesim_kernels.hopper.descriptors import key_scales_of, tma_descriptor
 from sagesim_kernels.hopper.forward_loads import allocate_barriers, produce
@@ -27,7 +26,7 @@ from sagesim_kernels.hopper.forward_structures import (
 from sagesim_kernels.hopper.forward_tiles import BLOCK
 from sagesim_kernels.hopper.forward_warps import consume
 from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
-from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     LAUNCH,
     LOG2_E,

@@ -17,10 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim.spec import Delta
-from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.p_rows import launch_p_rows
-from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     LAUNCH,
     LOG2_E,

@@ -6,7 +6,7 @@ from sagesim.spec import Delta
 from sagesim_kernels.hopper.descriptors import key_scales_of, tma_descriptor
 from sagesim_kernels.hopper.p_rows_kernel import hopper_p_rows
 from sagesim_kernels.hopper.p_rows_warps import BLOCK, TILE
-from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
     LAUNCH,
     LOG2_E,

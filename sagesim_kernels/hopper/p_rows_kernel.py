@@ -10,7 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.hopper.backward_kernel import BARRIER
 from sagesim_kernels.hopper.p_rows_warps import (
     BLOCK,
@@ -26,6 +25,7 @@ from sagesim_kernels.hopper.p_rows_warps import (
     load_queries_and_keys,
 )
 from sagesim_kernels.hopper.program_places import origin_of
+from sagesim_kernels.launching import wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     causal_offset,
     head_pointers,

@@ -10,14 +10,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.hopper.channel_parts import BLOCK
 from sagesim_kernels.hopper.support import tile_channels
 from sagesim_kernels.hopper.tile_scheduler import MOST_QUERY_HEADS
 from sagesim_kernels.hopper.wide_launch import Side, launch_wide, of_codes, of_numbers
 from sagesim_kernels.hopper.wide_structures import Config
 from sagesim_kernels.hopper.wide_warps import ROW_STATS, STATS_LAYOUT
-from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     LAUNCH,
     LOG2_E,

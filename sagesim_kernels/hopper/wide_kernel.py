@@ -16,7 +16,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.hopper.channel_parts import BLOCK, allocate
 from sagesim_kernels.hopper.wide_gradients import compute_gradient
 from sagesim_kernels.hopper.wide_softmax import at_least_one, compute_o
@@ -32,6 +31,7 @@ from sagesim_kernels.hopper.wide_warps import (
     walk_of,
     without_padding,
 )
+from sagesim_kernels.launching import wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     Lengths,
     Softcap,

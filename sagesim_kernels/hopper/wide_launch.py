@@ -11,7 +11,7 @@ from sagesim_kernels.hopper.channel_parts import BLOCK, part_descriptors
 from sagesim_kernels.hopper.wide_kernel import hopper_wide
 from sagesim_kernels.hopper.wide_structures import Config
 from sagesim_kernels.hopper.wide_warps import TILE
-from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
     LAUNCH,
     Grid,

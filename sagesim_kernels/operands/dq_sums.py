@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
 from sagesim_kernels.interpreter import IS_INTERPRETED
-from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands.delta import load_rows
 from sagesim_kernels.operands.kernel_problem import KernelProblem, KernelSizes
 from sagesim_kernels.operands.layout import (

@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim.spec import SITES, AttentionSpec, Granularity, MatmulSpec, Precision
-from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
-from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands.delta import load_rows, store_rows
 from sagesim_kernels.operands.formats import (
     CODE_MAX,

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from sagesim.spec import Granularity, Precision
-from sagesim_kernels.compiled_launch import CompilerFault
-from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.launching import CompilerFault, launch
 from sagesim_kernels.operands import (
     LOG2_E,
     DqSums,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
+from sagesim_kernels.launching import wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     HeadIndex,
     add_part,

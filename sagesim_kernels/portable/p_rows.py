@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from sagesim.spec import Delta
-from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
-from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     LOG2_E,
     Grid,

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from triton.runtime.errors import OutOfResources
 
-from sagesim_kernels.compiled_launch import CompilerFault
+from sagesim_kernels.launching import CompilerFault
 from sagesim_kernels.operands import LAUNCH
 
 SHORT_STEP: Final = 32

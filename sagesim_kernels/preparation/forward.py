@@ -11,7 +11,7 @@ from typing import Final
 import torch
 import triton
 
-from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
     LAUNCH,
     Grid,

@@ -16,7 +16,7 @@ from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
+from sagesim_kernels.launching import wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     code_max,
     coordinates_of,

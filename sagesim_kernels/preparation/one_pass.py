@@ -19,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim.spec import AttentionSpec, Delta, Granularity, Precision
-from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
-from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     DTYPES,
     LAUNCH,

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim_kernels.dependent_launch import wait_for_earlier_kernels
-from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     LAUNCH,
     LOG2_E,

@@ -26,15 +26,15 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PtxRunner]:
 
 @pytest.fixture(autouse=True)
 def no_plan_of_another_test() -> None:
-    from sagesim_kernels import launch_plans
+    from sagesim_kernels.launching import plans
 
-    launch_plans.forget_plans()
+    plans.forget_plans()
 
 
 @pytest.fixture
 def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep no plans, for tests that replace functions of the host."""
-    from sagesim_kernels import launch_plans
+    from sagesim_kernels.launching import plans
     from tests.support.kernels import NoPlans
 
-    monkeypatch.setattr(launch_plans, "_plans", NoPlans())
+    monkeypatch.setattr(plans, "_plans", NoPlans())

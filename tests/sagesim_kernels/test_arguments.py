@@ -8,7 +8,7 @@ import torch
 
 from sagesim import FACTORED_QK, AttentionProblem
 from sagesim_kernels import attention, attention_varlen, default_spec, pays_off, supports
-from sagesim_kernels.launch_plans import forget_plans
+from sagesim_kernels.launching import forget_plans
 from tests.sagesim_kernels.kernel_cases import DEVICE
 
 pytestmark = pytest.mark.usefixtures("as_installed")

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from sagesim_kernels.launch_plans import launch, planned
+from sagesim_kernels.launching import launch, planned
 from sagesim_kernels.operands.formats import E4M3, E5M2, FP8, nearest_number
 from tests.support.assertions import assert_bitwise, assert_within_bound
 from tests.support.kernels import DEVICE

@@ -17,7 +17,7 @@ from sagesim import FACTORED_QK, HALF_AWAY, HALF_EVEN, SAGEBWD, Precision
 from sagesim.emulator.rounding import CODE_MAX, round_codes_
 from sagesim.problem import resolve_input16
 from sagesim_kernels.hopper.descriptors import tma_descriptor
-from sagesim_kernels.launch_plans import launch
+from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
     LAUNCH,
     KernelProblem,

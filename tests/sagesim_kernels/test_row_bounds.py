@@ -14,7 +14,7 @@ from sagesim import FP8_GRADIENTS, AttentionSpec, Precision
 from sagesim.emulator.row_bounds import TOP_CODES
 from sagesim_kernels import attention, attention_varlen
 from sagesim_kernels import trace as kernel_trace
-from sagesim_kernels.launch_plans import forget_plans, launch
+from sagesim_kernels.launching import forget_plans, launch
 from sagesim_kernels.operands import formats
 from sagesim_kernels.operands.row_bounds import norms, quotient, sum_pairwise
 from tests.sagesim_kernels.contract import check, run_kernels

@@ -18,7 +18,7 @@ from torch import Tensor
 from sagesim import AttentionSpec, Precision, Trace
 from sagesim.problem import resolve_input16
 from sagesim_kernels import KernelTrace, ampere, hopper
-from sagesim_kernels.launch_plans import forget_plans
+from sagesim_kernels.launching import forget_plans
 from sagesim_kernels.operands import Extras, KernelProblem, logit_scale
 from tests.sagesim_kernels.contract import VANISHING, Checker, Tally, emulate, emulated_case
 from tests.sagesim_kernels.contract import run_kernels as run_traced

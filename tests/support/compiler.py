@@ -54,7 +54,7 @@ class Kernel:
     has_fp64: bool
     early_arrivals: int  #: arrivals at barriers in memory before all threads are done
     unfenced_loads: int  #: arrivals after loads that TMA may overwrite before they read
-    waits: bool  #: whether it waits for earlier kernels, see `sagesim_kernels.dependent_launch`
+    waits: bool  #: whether it waits for earlier kernels, see `sagesim_kernels.launching.dependent`
     accesses_before_wait: list[str]  #: to global memory; all if it does not wait
     narrow_stores: int  #: stores of less than 32 bits to global memory
     narrow_loads: int  #: loads of less than 32 bits from global memory

@@ -63,7 +63,7 @@ FEW: dict[str, AttentionSpec] = {
 
 
 class NoPlans(dict[Any, Any]):
-    """In place of the plans of `launch_plans`: keeps none."""
+    """In place of the plans of `launching.plans`: keeps none."""
 
     def __setitem__(self, key: Any, plan: Any) -> None: ...
 

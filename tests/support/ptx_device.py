@@ -115,12 +115,13 @@ def run_on_cpu(code: str) -> None:
     Raises:
         ValueError: if code is unknown.
     """
-    from sagesim_kernels import api, launch_plans
+    from sagesim_kernels import api
+    from sagesim_kernels.launching import plans
     from tests.support.kernels import NoPlans
 
     if code not in CODES:
         raise ValueError(f"unknown code {code!r}; without a GPU, {', '.join(CODES)} are known")
     PtxLaunches(CODES[code])
     api.IS_INTERPRETED = True
-    launch_plans._record = lambda function, tensors, options: (function(tensors, options), None)
-    launch_plans._plans = NoPlans()
+    plans._record = lambda function, tensors, options: (function(tensors, options), None)
+    plans._plans = NoPlans()

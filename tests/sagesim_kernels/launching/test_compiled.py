@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from triton.runtime.errors import OutOfResources
 
-from sagesim_kernels.compiled_launch import CompilerFault, check_compiled
+from sagesim_kernels.launching import CompilerFault, check_compiled
 from sagesim_kernels.portable.tiles import Tile, try_tiles
 
 # tid & 3 is shifted by 4 in the upper half; tid is shifted by 28 in the lower half, and spills.

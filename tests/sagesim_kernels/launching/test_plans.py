@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sagesim.spec import FACTORED, FACTORED_QK, SAGEBWD
-from sagesim_kernels import attention, attention_varlen, launch_plans
-from sagesim_kernels.launch_plans import forget_plans, planned
+from sagesim_kernels import attention, attention_varlen
+from sagesim_kernels.launching import forget_plans, planned, plans
 from tests.sagesim_kernels.kernel_cases import DEVICE
 from tests.support.assertions import assert_bitwise
 from tests.support.combinations import crossed
@@ -54,9 +54,9 @@ def inputs(seed: int, *, d: int = 40, dtype: torch.dtype = torch.float16) -> lis
 def check_repeated(first: list[Tensor], second: list[Tensor], **options: Any) -> None:
     """Check the second call, which repeats the first, against one that is recorded."""
     run(*first, **options)
-    plans = len(launch_plans._plans)
+    count = len(plans._plans)
     found = run(*second, **options)
-    assert len(launch_plans._plans) == plans > 0
+    assert len(plans._plans) == count > 0
     forget_plans()
     for i, (x, y) in enumerate(zip(found, run(*second, **options), strict=True)):
         assert_bitwise(actual=x, expected=y, what=f"output {i}")
@@ -125,9 +125,9 @@ def test_what_a_plan_depends_on_makes_another_plan():
     ]
     for n, (tensors, options) in enumerate(calls):
         attention(*tensors, enable_gqa=True, **options)
-        assert len(launch_plans._plans) == n + 1
+        assert len(plans._plans) == n + 1
         attention(*tensors, enable_gqa=True, **options)
-        assert len(launch_plans._plans) == n + 1
+        assert len(plans._plans) == n + 1
 
 
 def test_outputs_are_new_memory():
@@ -151,15 +151,15 @@ def test_a_plan_keeps_no_tensor():
 
 
 def test_a_launch_without_programs_does_not_reach_the_driver(monkeypatch):
-    monkeypatch.setattr(launch_plans, "_run", None)
-    launch_plans.launch(None, (0,))
+    monkeypatch.setattr(plans, "_run", None)
+    plans.launch(None, (0,))
 
 
 def test_the_oldest_plan_goes_first(monkeypatch):
-    monkeypatch.setattr(launch_plans, "_MOST", 2)
+    monkeypatch.setattr(plans, "_MOST", 2)
     for n in (3, 4, 5):
         planned(_double, (torch.ones(n),), None)
-    assert [key[2] for key in launch_plans._plans] == [(4,), (5,)]
+    assert [key[2] for key in plans._plans] == [(4,), (5,)]
 
 
 def _double(tensors: Any, _: Any) -> tuple[Tensor]:
@@ -178,7 +178,7 @@ class TestOperationsOfPyTorch:
                 assert (x is None) == (y is None)
                 if x is not None:
                     assert_bitwise(actual=x, expected=y, what=f"call {seed}")
-        assert len(launch_plans._plans) == 1
+        assert len(plans._plans) == 1
 
     def test_results(self):
         self.check(lambda x, _: (x[0] @ x[1], None), (3, 4), (4, 5))
@@ -228,7 +228,7 @@ def test_a_failure_leaves_no_plan():
     for _ in range(2):
         with pytest.raises(ValueError, match="no"):
             planned(fail, (torch.ones(1),), None)
-    assert not launch_plans._plans
+    assert not plans._plans
 
 
 class _Seen(TorchDispatchMode):

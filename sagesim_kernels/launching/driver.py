@@ -47,7 +47,7 @@ class DriverLaunch(NamedTuple):
     programs: int
     threads: int
     shared_bytes: int
-    is_dependent: bool  #: see `dependent_launch`
+    is_dependent: bool  #: see `launching.dependent`
     parameters: tuple[Any, ...]
     """An integer has the bits of a number. All others change from call to call: tensors and TMA
     descriptors here, and what `joined` says there."""

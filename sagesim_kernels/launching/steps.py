@@ -1,4 +1,4 @@
-"""What a plan consists of: memories, and steps that use them; see `launch_plans`."""
+"""What a plan consists of: memories, and steps that use them; see `launching.plans`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sagesim_kernels.compiled_launch import TritonLaunch
-from sagesim_kernels.driver_launch import DriverLaunch
+from sagesim_kernels.launching.compiled import TritonLaunch
+from sagesim_kernels.launching.driver import DriverLaunch
 
 
 class Place(NamedTuple):

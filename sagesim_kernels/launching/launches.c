@@ -2,7 +2,7 @@
 
    `prepare` keeps the launches of a plan. `run` repeats them with the tensors of a call. A parameter
    of a kernel is a number, an address in the memory of a tensor, or a TMA descriptor of such an
-   address; only the last two change from call to call. See driver_launch.py. */
+   address; only the last two change from call to call. See driver.py. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

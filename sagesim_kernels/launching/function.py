@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from triton.runtime import driver
 
-from sagesim_kernels.compiled_launch import Descriptor, TritonLaunch
-from sagesim_kernels.driver_launch import DriverLaunch, joined
-from sagesim_kernels.plan_steps import Memory, Operation, Place, Step
+from sagesim_kernels.launching.compiled import Descriptor, TritonLaunch
+from sagesim_kernels.launching.driver import DriverLaunch, joined
+from sagesim_kernels.launching.steps import Memory, Operation, Place, Step
 
 Tensors = tuple[Tensor | None, ...]
 

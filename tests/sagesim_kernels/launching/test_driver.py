@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from sagesim_kernels import driver_launch
-from sagesim_kernels.driver_launch import is_plain_launch, joined, prepare_launch
+from sagesim_kernels.launching import driver as driver_module
+from sagesim_kernels.launching.driver import is_plain_launch, joined, prepare_launch
 
 
 class Pair(NamedTuple):
@@ -143,7 +143,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     found = Driver()
-    monkeypatch.setattr(driver_launch, "_driver", lambda: found)
+    monkeypatch.setattr(driver_module, "_driver", lambda: found)
     return found
 
 

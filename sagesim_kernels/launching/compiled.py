@@ -13,10 +13,10 @@ from typing import Any, Final, NamedTuple
 
 import triton
 
-from sagesim_kernels.driver_launch import DriverLaunch, is_plain_launch, prepare_launch
+from sagesim_kernels.launching.driver import DriverLaunch, is_plain_launch, prepare_launch
 
 _IS_KNOWN: Final = triton.__version__.startswith("3.6.") and sys.platform == "linux"
-"""Whether `driver_launch` fits this version of Triton, and finds the driver."""
+"""Whether `launching.driver` fits this version of Triton, and finds the driver."""
 
 _PACKED: Final = re.compile(r"mul\.wide\.u32\s+(%rd\d+), %r\d+, (\d+);")
 """A product of 64 bits in PTX, by a constant."""

@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from sagesim_kernels.compiled_launch import Descriptor, TritonLaunch, check_compiled, launch_of
-from sagesim_kernels.dependent_launch import has_dependent_launch
-from sagesim_kernels.driver_launch import DriverLaunch
 from sagesim_kernels.interpreter import IS_INTERPRETED, interpret
-from sagesim_kernels.plan_function import Tensors, compile_plan
-from sagesim_kernels.plan_steps import Memory, Operation, Place, Step
+from sagesim_kernels.launching.compiled import Descriptor, TritonLaunch, check_compiled, launch_of
+from sagesim_kernels.launching.dependent import has_dependent_launch
+from sagesim_kernels.launching.driver import DriverLaunch
+from sagesim_kernels.launching.function import Tensors, compile_plan
+from sagesim_kernels.launching.steps import Memory, Operation, Place, Step
 
 Plan = Callable[[Tensors], Tensors]  # repeats the steps of a call with other inputs
 Function = Callable[[Tensors, Any], Tensors]

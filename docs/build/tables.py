@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 from grid import markdown
-from IPython.display import HTML, Markdown
+from IPython.display import HTML, Markdown, display
 
 from sagesim import SITES, AttentionSpec, Delta, Precision
+from sagesim_kernels.bench.tables import Table
+
+DATA: Final = Path(__file__).parents[1] / "data"
 
 _SHORT = {
     Precision.INT8: "INT8",
@@ -23,6 +28,43 @@ _SHORT = {
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Markdown:
     """A table for display; see `grid.markdown`."""
     return Markdown(markdown(head, rows))
+
+
+def data(name: str) -> dict[str, Any]:
+    """The record docs/data/NAME.json."""
+    return json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def show(*several: Table) -> None:
+    """Display tables of the benchmark that have rows, each below its title."""
+    for each in several:
+        if each.rows:
+            title = f"{each.title[0].upper()}{each.title[1:]}"
+            display(Markdown(f"**{title}**"), table(each.head, each.rows))
+
+
+def sourced(text: str, *notes: str, machine: str) -> Markdown:
+    """Tables, and a paragraph below them: how the figures were measured, and on which machine."""
+    return Markdown(f"{text}\n\n{' '.join([*filter(None, notes), machine])}.")
+
+
+def pivot(
+    corner: str,
+    rows: Sequence[Mapping[str, Any]],
+    row: Callable[[Mapping[str, Any]], str],
+    column: Callable[[Mapping[str, Any]], str],
+    cell: Callable[[Mapping[str, Any]], str],
+) -> str:
+    """A Markdown table of records: a row and a column for each value of `row` and `column`.
+
+    Several records of one cell are listed in it. A cell without one is empty.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for each in rows:
+        found.setdefault(row(each), {}).setdefault(column(each), []).append(cell(each))
+    columns = list(dict.fromkeys(map(column, rows)))
+    cells = [[name, *(", ".join(of.get(c, [])) for c in columns)] for name, of in found.items()]
+    return markdown([corner, *columns], cells)
 
 
 def call_of(row: Mapping[str, Any]) -> str:

@@ -54,7 +54,13 @@ def in_short() -> str:
             found = _found(part, lambda case, f=figure: beside_sdpa(dict(case), DEFAULT, f))
             rows.append([f"{what}, {figure} time", "the faster SDPA", *_summed(found)])
     for peer, name in ((FLASH_2, "FlashAttention-2"), ("flash-attn-4", "FlashAttention-4")):
-        rows.append(["windows", name, *_summed(_found("masks", lambda c, p=peer: _ratio(c, p)))])
+        rows.append(
+            [
+                "windows under a causal mask",
+                name,
+                *_summed(_found("masks", lambda c, p=peer: _ratio(c, p))),
+            ]
+        )
     code = records.load("bench_sm80")
     foreign = [(_ratio(case, "sdpa flash"), code) for case in code["cases"].values()]
     found = [(ratio, document) for ratio, document in foreign if ratio is not None]

@@ -54,14 +54,15 @@ def _change(row: Row) -> list[str]:
     return [f"{before:.0f}", f"{after:.0f}", f"{after / before - 1:+.0%}"]
 
 
-def found_tiles(which: str) -> Markdown:
-    """The main kernel of a pass if each warp finds its tiles, and if the producer does."""
+def found_tiles() -> Markdown:
+    """The main kernel of each pass if each warp finds its tiles, and if the producer does."""
     record = data("found_tiles")
     rows = [
-        [_call(row), *_pair(row["by_each_warp"], row["by_the_producer"])]
+        [which, _call(row), *_pair(row["by_each_warp"], row["by_the_producer"])]
+        for which in ("forward", "backward")
         for row in record[f"{which}_us"]
     ]
-    head = ["call", "each warp, us", "the producer, us", "change"]
+    head = ["pass", "call", "each warp, us", "the producer, us", "change"]
     return sourced(markdown(head, rows), record["about"], machine=record["machine"])
 
 
@@ -88,17 +89,20 @@ def _pair(before: float, after: float) -> list[str]:
     return [f"{before:.0f}", f"{after:.0f}", f"{after / before - 1:+.1%}"]
 
 
-def used_channels(which: str) -> Markdown:
-    """A pass whose products leave out the zeros behind a head's channels, by product."""
+def used_channels() -> Markdown:
+    """Each pass with products that leave out the zeros behind a head's channels, by product."""
     record = data("used_channels")
-    text = pivot(
-        f"products without the zeros, {which}",
-        record[which],
-        lambda row: row["variant"],
-        lambda row: f"{call_of(row)}, us",
-        lambda row: ", ".join(f"{us:.0f}" for us in row[f"{which}_us"]),
-    )
-    return sourced(text, record["about"], machine=record["machine"])
+    texts = [
+        pivot(
+            f"products without the zeros, {which}",
+            record[which],
+            lambda row: row["variant"],
+            lambda row: f"{call_of(row)}, us",
+            lambda row, key=f"{which}_us": ", ".join(f"{us:.0f}" for us in row[key]),
+        )
+        for which in ("backward", "forward")
+    ]
+    return sourced("\n\n".join(texts), record["about"], machine=record["machine"])
 
 
 def forward_codes() -> Markdown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from grid import markdown
@@ -14,7 +15,7 @@ def instructions() -> Markdown:
     counted, flash = data("instructions"), data("instructions_flash")
     rows = [
         [
-            f"`{row['spec']}`",
+            _spec(row),
             str(row["head_size"]),
             f"`{_short(row['kernel'])}`",
             *(str(row[key]) for key in ("tile", "warps", "per_64x64", "registers", "stack")),
@@ -27,6 +28,10 @@ def instructions() -> Markdown:
     return Markdown("\n\n".join([markdown(head, rows), *made]))
 
 
+def _spec(row: Mapping[str, Any]) -> str:
+    return "FlashAttention-2" if row["kernel"].startswith("flash") else f"`{row['spec']}`"
+
+
 def _short(kernel: str) -> str:
     """The name of a kernel; FlashAttention-2's backward has a long one."""
     return "flash_bwd_kernel" if kernel.startswith("flash_bwd") else kernel
@@ -37,8 +42,7 @@ def counters() -> Markdown:
     record = data("counters_sm80")
     rows: dict[tuple[str, int, str], list[str]] = {}
     for row in record["rows"]:
-        is_flash = row["kernel"].startswith("flash")
-        spec = "FlashAttention-2" if is_flash else f"`{row['spec']}`"
+        spec = _spec(row)
         is_forward = "fwd" in row["kernel"] or "forward" in row["kernel"]
         which = "forward" if is_forward else "backward"
         reasons = [f"`{reason}` {share:.0%}" for reason, share in list(row["stalls"].items())[:2]]

@@ -13,6 +13,7 @@ from IPython.display import HTML, Markdown, display
 from sagesim import SITES, AttentionSpec, Delta, Precision
 from sagesim_kernels.bench.tables import Table
 
+_KEPT: Final = "\N{NO-BREAK SPACE}"
 DATA: Final = Path(__file__).parents[1] / "data"
 
 _SHORT = {
@@ -41,6 +42,13 @@ def show(*several: Table) -> None:
         if each.rows:
             title = f"{each.title[0].upper()}{each.title[1:]}"
             display(Markdown(f"**{title}**"), table(each.head, each.rows))
+
+
+def ratios_first(several: Sequence[Table]) -> list[Table]:
+    """Tables of models: first the worst and the best ratio, then all ratios, then times."""
+    return sorted(
+        several, key=lambda each: ("worst case" not in each.head, "times as fast" not in each.title)
+    )
 
 
 def sourced(text: str, *notes: str, machine: str) -> Markdown:
@@ -112,16 +120,17 @@ def decisions(document: Mapping[str, Any], *names: str) -> Markdown:
     panels = sorted({_panel(row) for row in measured}, key=lambda p: (p[0], p[1] is False))
     cells: list[list[str]] = []
     for name, each in chosen.items():
-        first = [f"**{name}**", f"{each['alternative']} → {each['chosen']}"]
+        change = f"{each['alternative']} → {each['chosen']}"
         for kind in dict.fromkeys(_kind(row) for row in each["rows"]):
             own = [row for row in each["rows"] if _kind(row) == kind]
             what = f"{each['measured']}, {each['unit']}" + (f": `{kind}`" if kind else "")
+            what = f"**{name}**: {what}"
             found = ([row for row in own if _panel(row) == panel] for panel in panels)
-            cells.append([*first, what, *(_compared(rows, each["unit"]) for rows in found)])
-            first = ["", ""]
+            cells.append([what, change, *(_compared(rows, each["unit"]) for rows in found)])
+            change = ""
     masks = {None: "", True: ", causal", False: ", full"}
     columns = [f"d {head_size}{masks[is_causal]}" for head_size, is_causal in panels]
-    text = markdown(["decision", "alternative → as built", "measured", *columns], cells)
+    text = markdown(["measured", "alternative → as built", *columns], cells)
     machines = "; ".join(dict.fromkeys(each["machine"] for each in chosen.values()))
     return Markdown(f"{text}\n\n{machines[0].upper()}{machines[1:]}.")
 
@@ -145,6 +154,7 @@ def _compared(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
     text = " → ".join(f"{first[which]:{number}}" for which in ("alternative", "chosen"))
     if unit == "share":
         return text
+    text = text.replace(" ", _KEPT)
     changes = [row["chosen"] / row["alternative"] - 1 for row in rows]
     ends = dict.fromkeys(f"{change:+.1%}" for change in (min(changes), max(changes)))
-    return f"{text} ({' to '.join(ends)})"
+    return f"{text} ({f'{_KEPT}to{_KEPT}'.join(ends)})"

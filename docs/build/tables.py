@@ -13,7 +13,6 @@ from IPython.display import HTML, Markdown, display
 from sagesim import SITES, AttentionSpec, Delta, Precision
 from sagesim_kernels.bench.tables import Table
 
-_KEPT: Final = "\N{NO-BREAK SPACE}"
 DATA: Final = Path(__file__).parents[1] / "data"
 
 _SHORT = {
@@ -110,29 +109,42 @@ def _precisions(name: str, spec: AttentionSpec) -> str:
 
 
 def decisions(document: Mapping[str, Any], *names: str) -> Markdown:
-    """Design decisions with the figures that decided them: a row for each kind of measurement.
+    """Design decisions with the figures that decided them: a row for each head size and mask.
 
-    document: of docs/data/design_decisions.json. A cell gives the alternative's figure and the
-    chosen one's at the fewest tokens, and the change over all numbers of tokens.
+    document: of docs/data/design_decisions.json. Figures are of the fewest tokens, and the change
+    is over all numbers of tokens.
     """
     chosen = {name: document["decisions"][name] for name in names}
-    measured = [row for each in chosen.values() for row in each["rows"]]
-    panels = sorted({_panel(row) for row in measured}, key=lambda p: (p[0], p[1] is False))
     cells: list[list[str]] = []
     for name, each in chosen.items():
-        change = f"{each['alternative']} → {each['chosen']}"
+        change = f": {each['alternative']} → {each['chosen']}"
         for kind in dict.fromkeys(_kind(row) for row in each["rows"]):
-            own = [row for row in each["rows"] if _kind(row) == kind]
-            what = f"{each['measured']}, {each['unit']}" + (f": `{kind}`" if kind else "")
-            what = f"**{name}**: {what}"
-            found = ([row for row in own if _panel(row) == panel] for panel in panels)
-            cells.append([what, change, *(_compared(rows, each["unit"]) for rows in found)])
+            of_kind = f", `{kind}`" if kind else ""
+            what = f"**{name}** ({each['measured']}{of_kind}, {each['unit']}){change}"
             change = ""
-    masks = {None: "", True: ", causal", False: ", full"}
-    columns = [f"d {head_size}{masks[is_causal]}" for head_size, is_causal in panels]
-    text = markdown(["measured", "alternative → as built", *columns], cells)
+            own = [row for row in each["rows"] if _kind(row) == kind]
+            for panel in sorted({_panel(row) for row in own}, key=lambda p: (p[0], bool(p[1]))):
+                rows = [row for row in own if _panel(row) == panel]
+                cells.append(
+                    [what, str(panel[0]), _MASKS[panel[1]], *_compared(rows, each["unit"])]
+                )
+                what = ""
+    text = markdown(
+        [
+            "what was timed: alternative → as built",
+            "d",
+            "mask",
+            "alternative",
+            "as built",
+            "change",
+        ],
+        cells,
+    )
     machines = "; ".join(dict.fromkeys(each["machine"] for each in chosen.values()))
     return Markdown(f"{text}\n\n{machines[0].upper()}{machines[1:]}.")
+
+
+_MASKS: Final = {None: "", True: "causal", False: "full"}
 
 
 def _panel(row: Mapping[str, Any]) -> tuple[int, bool | None]:
@@ -145,16 +157,11 @@ def _kind(row: Mapping[str, Any]) -> str:
     return row.get("spec", row.get("part", ""))
 
 
-def _compared(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
-    """One cell of `decisions`; empty if nothing was measured."""
-    if not rows:
-        return ""
+def _compared(rows: Sequence[Mapping[str, Any]], unit: str) -> list[str]:
+    """The figures at the fewest tokens, and the smallest and the largest change."""
     first = min(rows, key=lambda row: row.get("tokens", 0))
     number = {"share": ".0%", "instructions": ".0f"}.get(unit, ".3g")
-    text = " → ".join(f"{first[which]:{number}}" for which in ("alternative", "chosen"))
-    if unit == "share":
-        return text
-    text = text.replace(" ", _KEPT)
+    figures = [f"{first[which]:{number}}" for which in ("alternative", "chosen")]
     changes = [row["chosen"] / row["alternative"] - 1 for row in rows]
     ends = dict.fromkeys(f"{change:+.1%}" for change in (min(changes), max(changes)))
-    return f"{text} ({f'{_KEPT}to{_KEPT}'.join(ends)})"
+    return [*figures, "\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}".join(ends)]

@@ -76,7 +76,7 @@ def by_shape() -> str:
     """
     found = _by_shape()
     used = {document["file"]: document for of in found.values() for _, _, document in of}
-    documents = [each for each in _long() if each["file"] in used]
+    documents = [each for each in long_records() if each["file"] in used]
     marks = {document["file"]: mark for mark, document in zip(_MARKS, documents, strict=False)}
     rows = []
     for (head_size, is_causal, tokens), ratios in found.items():
@@ -96,7 +96,7 @@ Ratios = list[tuple[str, float, Document]]
 def _by_shape() -> dict[tuple[int, bool, int], Ratios]:
     """By head size, mask and tokens: each peer, the ratio to it, and the record."""
     found: dict[tuple[int, bool, int], Ratios] = {}
-    for document in _long():
+    for document in long_records():
         for case in tables.cases(document, "speed"):
             own = found.setdefault((case["head_dim"], case["is_causal"], case["tokens"]), [])
             known = {name for name, _, _ in own}
@@ -105,8 +105,18 @@ def _by_shape() -> dict[tuple[int, bool, int], Ratios]:
     return dict(sorted(found.items()))
 
 
-def _long() -> list[dict[str, Any]]:
+def long_records() -> list[dict[str, Any]]:
+    """The records `LONG`."""
     return [records.load(name) for name in LONG]
+
+
+def newest_with_all_peers() -> dict[str, Any]:
+    """The newest record of long sequences in which each of its peers ran at some shape."""
+    for document in long_records():
+        ran = {name for case in tables.cases(document, "speed") for name in case["runs"]}
+        if ran.issuperset(document["settings"]["peers"]):
+            return document
+    raise ValueError("no record has all peers")
 
 
 def _found(part: str, figure: Callable[[Case], float | None]) -> Figures:

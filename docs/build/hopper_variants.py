@@ -188,7 +188,13 @@ def codes_later(which: str) -> Markdown:
         for row in record[which]
     ]
     head = ["run", "variant", *counts, *(f"d {shape}, ms" for shape in _SHAPES)]
-    return sourced(markdown(head, rows), record["about"], machine=record["machine"])
+    return Markdown(markdown(head, rows))
+
+
+def about_codes_later() -> Markdown:
+    """How the times of `codes_later` were measured."""
+    record = data("hopper_variants")["codes_later"]
+    return Markdown(f"{record['about']} {record['machine']}.")
 
 
 def codes_head_sizes() -> Markdown:
@@ -262,11 +268,12 @@ def fp8_trial() -> Markdown:
             head_size, tokens, is_causal = shape
             mask = "causal" if is_causal else "full"
             rows.append([variant, str(head_size), str(tokens), mask, *pairs])
-    head = ["variant", "d", "tokens", "mask", "main kernel", "preparation", "forward"]
+    head = ["variant; ms of `factored_qk` / FP8", "d", "tokens", "mask", *_NAMES]
     text = markdown(head, rows)
-    return sourced(text, "ms of `factored_qk` / FP8.", record["about"], machine=record["machine"])
+    return sourced(text, record["about"], machine=record["machine"])
 
 
+_NAMES: Final = ("main kernel", "preparation", "forward")
 _PARTS: Final = ("backward_us", "preparation_us", "forward_us")
 
 

@@ -73,15 +73,20 @@ def tokens_in_parts() -> Markdown:
         for row in record["preparation_us"]
     ]
     head = ["call; one tensor → parts, us", *(f"`{kernel}`" for kernel in kernels)]
-    return sourced(markdown(head, rows), record["about"], machine=record["machine"])
+    return Markdown(markdown(head, rows))
 
 
 def operands_in_codes() -> Markdown:
-    """Variants of the kernel that rounds the operands of a pass to codes."""
+    """Variants of the kernel that rounds the operands of a pass to codes.
+
+    Of a call that a run timed twice, the later time is shown: two first times are of seconds.
+    """
     record = data("hopper_variants")["operands_in_codes"]
+    keys = ("run", "variant", "spec", "head_size")
+    timed = {tuple(row[key] for key in keys): row for row in record["rows"]}
     text = pivot(
         "variant; us of a forward, backward",
-        record["rows"],
+        [*timed.values()],
         lambda row: f"run {row['run']}: {row['variant']}",
         lambda row: f"`{row['spec']}`, d {row['head_size']}",
         lambda row: f"{row['forward_us']:.0f}, {row['backward_us']:.0f}",

@@ -22,24 +22,30 @@ def variants(which: str) -> Markdown:
     rows = record[which]
     texts = []
     for run in sorted({row["run"] for row in rows}):
-        own = [row for row in rows if row["run"] == run]
-        flash = {_case(row): row for row in own if "flash_us" in row}.values()
-        shown = [{**row, "us": row[_COLUMNS[which]]} for row in own]
-        shown += [{**row, "variant": "FlashAttention-2", "us": row["flash_us"]} for row in flash]
+        own = [row | {"us": row[_COLUMNS[which]]} for row in rows if row["run"] == run]
+        flash = {
+            (row["spec"], _shape(row)): row | {"variant": "FlashAttention-2", "us": row["flash_us"]}
+            for row in own
+            if "flash_us" in row
+        }
+        several = [*own, *flash.values()]
+        specs = list(dict.fromkeys(row["spec"] for row in several))
+        several.sort(key=lambda row, specs=specs: specs.index(row["spec"]))
         texts.append(
             pivot(
                 f"run {run}, ms",
-                shown,
-                lambda row: row["variant"],
-                _case,
+                several,
+                lambda row: f"`{row['spec']}`: {row['variant']}",
+                _shape,
                 lambda row: f"{row['us'] / 1e3:.2f}",
             )
         )
     return Markdown("\n\n".join(texts))
 
 
-def _case(row: Row) -> str:
-    return f"`{row['spec']}`, d {row['head_size']}{', causal' if row['is_causal'] else ''}"
+def _shape(row: Row) -> str:
+    mask = "causal" if row["is_causal"] else "full"
+    return f"d {row['head_size']}, {row['tokens']} {mask}"
 
 
 def about_variants() -> Markdown:

@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from grid import listed
 
-from sagesim_kernels.bench.machine import one_line, sources_hash
+from sagesim_kernels.bench.cases import all_cases
+from sagesim_kernels.bench.machine import card, one_line, sources_hash
 from sagesim_kernels.bench.record import read
 
 DATA = Path(__file__).parents[1] / "data"
@@ -19,6 +20,7 @@ CHANGED: Final = (
     "**Measured with earlier kernels**: their sources have changed since this record was made."
 )
 SAME_LOOPS: Final = "The loops of the present kernels issue the same instructions."
+_OTHER_PARTS: Final = ("models", "masks", "training")
 _COUNTS: Final = ("instructions", "instructions_timed")
 UNKNOWN: Final = "**Perhaps measured with earlier code**: this record does not name its sources."
 
@@ -71,6 +73,30 @@ def load(name: str) -> dict[str, Any]:
 def made_by(document: Mapping[str, Any]) -> str:
     """The file of a record from `load`, its command and its machine."""
     return f"`{document['file']}`: `{document['command']}` on {one_line(document['machine'])}"
+
+
+def described(document: Mapping[str, Any]) -> str:
+    """A record's GPU and numbers of tokens in bold, how it was made, and its number of cases."""
+    tokens = sorted({case["tokens"] for case in document["cases"].values() if "tokens" in case})
+    ends = " to ".join(map(str, dict.fromkeys((tokens[0], tokens[-1]))))
+    return (
+        f"**{card(document['machine'])}, {ends} tokens:** {made_by(document)}; "
+        f"{len(document['cases'])} cases."
+    )
+
+
+def of_cases(document: Mapping[str, Any], wanted: Sequence[str]) -> str:
+    """How a record was made, which of the wanted cases it lacks, and its age."""
+    lacking = [f"`{key}`" for key in wanted if key not in document["cases"]]
+    text = f"{made_by(document)}; {len(wanted) - len(lacking)} of {len(wanted)} cases."
+    text += f" Not in this record: {', '.join(lacking)}." if lacking else ""
+    return with_age(text, document["machine"])
+
+
+def of_whole(document: Mapping[str, Any]) -> str:
+    """`of_cases` of a record of the whole benchmark; models and masks have records of their own."""
+    every = (case.key for case in all_cases(document["settings"]["specs"]))
+    return of_cases(document, [key for key in every if key.split()[0] not in _OTHER_PARTS])
 
 
 def age(machine: Mapping[str, Any] | str) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 from grid import markdown
-from IPython.display import HTML, Markdown
+from IPython.display import HTML, Markdown, display
 
 from sagesim import SITES, AttentionSpec, Delta, Precision
+from sagesim_kernels.bench.tables import Table
+
+DATA: Final = Path(__file__).parents[1] / "data"
 
 _SHORT = {
     Precision.INT8: "INT8",
@@ -23,6 +28,50 @@ _SHORT = {
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Markdown:
     """A table for display; see `grid.markdown`."""
     return Markdown(markdown(head, rows))
+
+
+def data(name: str) -> dict[str, Any]:
+    """The record docs/data/NAME.json."""
+    return json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def show(*several: Table) -> None:
+    """Display tables of the benchmark that have rows, each below its title."""
+    for each in several:
+        if each.rows:
+            title = f"{each.title[0].upper()}{each.title[1:]}"
+            display(Markdown(f"**{title}**"), table(each.head, each.rows))
+
+
+def ratios_first(several: Sequence[Table]) -> list[Table]:
+    """Tables of models: first the worst and the best ratio, then all ratios, then times."""
+    return sorted(
+        several, key=lambda each: ("worst case" not in each.head, "times as fast" not in each.title)
+    )
+
+
+def sourced(text: str, *notes: str, machine: str) -> Markdown:
+    """Tables, and a paragraph below them: how the figures were measured, and on which machine."""
+    return Markdown(f"{text}\n\n{' '.join([*filter(None, notes), machine])}.")
+
+
+def pivot(
+    corner: str,
+    rows: Sequence[Mapping[str, Any]],
+    row: Callable[[Mapping[str, Any]], str],
+    column: Callable[[Mapping[str, Any]], str],
+    cell: Callable[[Mapping[str, Any]], str],
+) -> str:
+    """A Markdown table of records: a row and a column for each value of `row` and `column`.
+
+    Several records of one cell are listed in it. A cell without one is empty.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for each in rows:
+        found.setdefault(row(each), {}).setdefault(column(each), []).append(cell(each))
+    columns = list(dict.fromkeys(map(column, rows)))
+    cells = [[name, *(", ".join(of.get(c, [])) for c in columns)] for name, of in found.items()]
+    return markdown([corner, *columns], cells)
 
 
 def call_of(row: Mapping[str, Any]) -> str:
@@ -60,28 +109,42 @@ def _precisions(name: str, spec: AttentionSpec) -> str:
 
 
 def decisions(document: Mapping[str, Any], *names: str) -> Markdown:
-    """Design decisions with the figures that decided them: a row for each kind of measurement.
+    """Design decisions with the figures that decided them: a row for each head size and mask.
 
-    document: of docs/data/design_decisions.json. A cell gives the alternative's figure and the
-    chosen one's at the fewest tokens, and the change over all numbers of tokens.
+    document: of docs/data/design_decisions.json. Figures are of the fewest tokens, and the change
+    is over all numbers of tokens.
     """
     chosen = {name: document["decisions"][name] for name in names}
-    measured = [row for each in chosen.values() for row in each["rows"]]
-    panels = sorted({_panel(row) for row in measured}, key=lambda p: (p[0], p[1] is False))
     cells: list[list[str]] = []
     for name, each in chosen.items():
-        first = [f"**{name}**", f"{each['alternative']} → {each['chosen']}"]
+        change = f": {each['alternative']} → {each['chosen']}"
         for kind in dict.fromkeys(_kind(row) for row in each["rows"]):
+            of_kind = f", `{kind}`" if kind else ""
+            what = f"**{name}** ({each['measured']}{of_kind}, {each['unit']}){change}"
+            change = ""
             own = [row for row in each["rows"] if _kind(row) == kind]
-            what = f"{each['measured']}, {each['unit']}" + (f": `{kind}`" if kind else "")
-            found = ([row for row in own if _panel(row) == panel] for panel in panels)
-            cells.append([*first, what, *(_compared(rows, each["unit"]) for rows in found)])
-            first = ["", ""]
-    masks = {None: "", True: ", causal", False: ", full"}
-    columns = [f"d {head_size}{masks[is_causal]}" for head_size, is_causal in panels]
-    text = markdown(["decision", "alternative → as built", "measured", *columns], cells)
+            for panel in sorted({_panel(row) for row in own}, key=lambda p: (p[0], bool(p[1]))):
+                rows = [row for row in own if _panel(row) == panel]
+                cells.append(
+                    [what, str(panel[0]), _MASKS[panel[1]], *_compared(rows, each["unit"])]
+                )
+                what = ""
+    text = markdown(
+        [
+            "what was timed: alternative → as built",
+            "d",
+            "mask",
+            "alternative",
+            "as built",
+            "change",
+        ],
+        cells,
+    )
     machines = "; ".join(dict.fromkeys(each["machine"] for each in chosen.values()))
     return Markdown(f"{text}\n\n{machines[0].upper()}{machines[1:]}.")
+
+
+_MASKS: Final = {None: "", True: "causal", False: "full"}
 
 
 def _panel(row: Mapping[str, Any]) -> tuple[int, bool | None]:
@@ -94,15 +157,11 @@ def _kind(row: Mapping[str, Any]) -> str:
     return row.get("spec", row.get("part", ""))
 
 
-def _compared(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
-    """One cell of `decisions`; empty if nothing was measured."""
-    if not rows:
-        return ""
+def _compared(rows: Sequence[Mapping[str, Any]], unit: str) -> list[str]:
+    """The figures at the fewest tokens, and the smallest and the largest change."""
     first = min(rows, key=lambda row: row.get("tokens", 0))
     number = {"share": ".0%", "instructions": ".0f"}.get(unit, ".3g")
-    text = " → ".join(f"{first[which]:{number}}" for which in ("alternative", "chosen"))
-    if unit == "share":
-        return text
+    figures = [f"{first[which]:{number}}" for which in ("alternative", "chosen")]
     changes = [row["chosen"] / row["alternative"] - 1 for row in rows]
     ends = dict.fromkeys(f"{change:+.1%}" for change in (min(changes), max(changes)))
-    return f"{text} ({' to '.join(ends)})"
+    return [*figures, "\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}".join(ends)]

@@ -6,7 +6,7 @@ that the first 80 channels of a tile of 128 are two parts, of 64 and of 16 chann
 have the same bits as those of whole tiles.
 
 The channels of dV, dQ and dK are columns of their results. Divided in the same way, these products
-took longer: see docs/speed.md, "Channels of a head".
+took longer: see docs/kernel_variants.md, "Channels of a head".
 """
 
 # Pyright takes the annotations of Gluon's functions literally:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import records
 from grid import markdown
 from IPython.display import Markdown
 from tables import call_of, data, pivot, sourced
 
+from sagesim_kernels.bench import model_tables
+
 Row = Mapping[str, Any]
+
+_DEFAULT = "factored_qk"
 
 
 def forward_preparation() -> Markdown:
@@ -28,6 +33,22 @@ def forward_preparation() -> Markdown:
         lambda row: f"{row['us']:.1f}",
     )
     return sourced(text, record["about"], machine=record["machine"])
+
+
+def calls_with_forward_preparation() -> Markdown:
+    """Short calls with the kernel that rounds several blocks at once, and with the one before."""
+    after, before = map(records.load, ("bench_forward_preparation", "bench_models"))
+    several = {key: [before["cases"][key], case] for key, case in after["cases"].items()}
+    rows = [
+        [
+            key.removeprefix("models "),
+            *(f"{model_tables.ratio(case, _DEFAULT, 'GPU'):.2f}" for case in pair),
+        ]
+        for key, pair in several.items()
+    ]
+    text = markdown(["call; times as fast as the faster SDPA, GPU", "before", "after"], rows)
+    notes = [f"{name}: {records.made_by(x)}." for name, x in (("Before", before), ("After", after))]
+    return Markdown(f"{text}\n\nForward and backward. {' '.join(notes)}")
 
 
 def registers() -> Markdown:

@@ -1,8 +1,8 @@
 """Run kernels on the CPU from the PTX that Triton generates for them.
 
-A `Program` is the parsed PTX of a kernel. All threads of a block run in lock step, each register is
-a numpy array with one number a thread, and blocks run one after another. So the layouts, copies,
-products and exchanges between threads of a kernel can be tested without a GPU.
+A `Program` is the parsed PTX of a kernel. All threads of several blocks run in lock step, and each
+register is a numpy array with one number a thread. So the layouts, copies, products and exchanges
+between threads of a kernel can be tested without a GPU.
 
 What a GPU does differently: asynchronous copies are complete at once, additions of products are
 exact before they are rounded, exponentials and other approximations are rounded correctly, and
@@ -33,8 +33,14 @@ Numbers = NDArray[Any]
 """One number of each thread."""
 
 WARP = 32
+WARP_GROUP = 4 * WARP
+"""Threads that issue a product of Hopper together."""
+
 SHARED_BYTES = 227 * 1024
 NOWHERE = -1
+
+_MOST_THREADS = 2048
+"""Threads that run in lock step. More take longer than the instructions that they save."""
 
 _UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
@@ -43,7 +49,7 @@ _FLOAT = {16: np.float16, 32: np.float32, 64: np.float64}
 _REGISTERS = re.compile(r"\.reg\s+\.(pred|[a-z]\d+)\s+(%\w+?)<\d+>")
 _PARAMETER = re.compile(r"\.param \.[^,)]*?\s(\w+_param_\d+)")
 _LABEL = re.compile(r"(\$?\w+):")
-_BRANCH_TARGETS = re.compile(r"(\$?\w+):\s*\.branchtargets\s+([^;]*);")
+_BRANCH_TARGETS = re.compile(r"^[ \t]*(\$?\w+):\s*\.branchtargets\s+([^;]*);", re.MULTILINE)
 _LOCAL = re.compile(r"\.reg\s+\.(pred|[a-z]\d+)\s+([a-z]\w*(?:\s*,\s*[a-z]\w*)*)$")
 _STATEMENT = re.compile(r"(@!?%\w+\s+)?([\w.:]+)\s*(.*)$", re.DOTALL)
 _ADDRESS = re.compile(r"\[\s*(%?\w+)\s*(?:\+\s*(-?\w+))?\s*\]")
@@ -62,14 +68,18 @@ class Range(NamedTuple):
 
 
 class _Statement(NamedTuple):
-    guard: str  #: as "@%p1" or "@!%p1", or ""
+    guard: str  #: the register that says which threads execute it, or ""
+    is_negated: bool  #: whether those execute it whose guard is false
     opcode: tuple[str, ...]  #: the parts between dots
     operands: tuple[str, ...]
+    method: str  #: of `Blocks`, which executes it; "" for branches, barriers and the end
 
 
 @functools.cache
 def split(text: str) -> tuple[str, ...]:
     """Split at commas that are not within braces or brackets."""
+    if "{" not in text and "[" not in text:
+        return tuple(part.strip() for part in text.split(",")) if text else ()
     parts, depth, last = [], 0, 0
     for at, character in enumerate(text):
         depth += (character in "{[") - (character in "}]")
@@ -84,8 +94,9 @@ def split(text: str) -> tuple[str, ...]:
 def _dtype(name: str) -> Any:
     """The dtype of a type of PTX, such as s32."""
     if name == "pred":
-        return np.bool_
-    return {"b": _UNSIGNED, "u": _UNSIGNED, "s": _SIGNED, "f": _FLOAT}[name[0]][int(name[1:])]
+        return np.dtype(np.bool_)
+    kinds = {"b": _UNSIGNED, "u": _UNSIGNED, "s": _SIGNED, "f": _FLOAT}
+    return np.dtype(kinds[name[0]][int(name[1:])])
 
 
 @functools.cache
@@ -103,7 +114,7 @@ def _is_barrier(opcode: tuple[str, ...]) -> bool:
 
 
 class Deadlock(AssertionError):
-    """Every thread of a block waits for another one."""
+    """Every thread waits for another one of its block."""
 
 
 @functools.cache
@@ -125,16 +136,19 @@ class Program:
         }
         body = _BRANCH_TARGETS.sub("", body)
         self.register_types = {name: _dtype(kind) for kind, name in _REGISTERS.findall(body)}
+        self.types: dict[str, Any] = {}  #: of registers that were used
         self.statements: list[_Statement] = []
         self.labels: dict[str, int] = {}
         self._scopes = 0
         self._locals: dict[str, str] = {}  # of the scope, with their names in the whole program
         for line in map(str.strip, body.splitlines()):
-            if label := _LABEL.match(line):
+            if line.startswith(".loc"):  # where the source of an instruction is
+                continue
+            if ":" in line and (label := _LABEL.match(line)):
                 self.labels[self._label(label[1])] = len(self.statements)
                 line = line[label.end() :]
-            for text in line.split(";"):
-                self._add(text.strip())
+            for text in filter(None, map(str.strip, line.split(";"))):
+                self._add(text)
 
     def _label(self, name: str) -> str:
         """Return a label's name in the whole program. Those of inline assembly are of a scope."""
@@ -145,9 +159,9 @@ class Program:
             self._scopes += text.startswith("{")
             self._locals.clear()
             text = text[1:].strip()
-        if text.count("}") > text.count("{"):
+        if "}" in text and text.count("}") > text.count("{"):
             text = text[: text.rindex("}")].strip()
-        if found := _LOCAL.match(text):
+        if text.startswith(".") and (found := _LOCAL.match(text)):
             kind, names = found.groups()
             types = self.register_types
             of_kind = next((x for x, dtype in types.items() if dtype == _dtype(kind)), None)
@@ -159,11 +173,20 @@ class Program:
         elif text and not text.startswith("."):
             for name, whole in self._locals.items():
                 text = re.sub(rf"(?<![\w.%]){name}(?![\w.])", whole, text)
-            guard, opcode, operands = _STATEMENT.match(text).groups()
-            if opcode.startswith("bra"):
+            guard, name, operands = _STATEMENT.match(text).groups()
+            guard, opcode = (guard or "").strip(), tuple(name.split("."))
+            if opcode[0] == "bra":
                 operands = self._label(operands.strip())
-            statement = _Statement((guard or "").strip(), tuple(opcode.split(".")), split(operands))
-            self.statements.append(statement)
+            is_flow = opcode[0] in ("bra", "brx", "ret") or _is_barrier(opcode)
+            self.statements.append(
+                _Statement(
+                    guard.lstrip("@!"),
+                    guard.startswith("@!"),
+                    opcode,
+                    split(operands),
+                    "" if is_flow else f"_{opcode[0]}",
+                )
+            )
 
     @property
     def barriers(self) -> list[int]:
@@ -183,13 +206,13 @@ class Program:
         grid: int,
         threads: int,
         memory: Sequence[Range],
-        make_block: Callable[..., Block] | None = None,
+        make_blocks: Callable[..., Blocks] | None = None,
     ) -> set[int]:
         """Run all blocks of a grid with one axis, and return the `barriers` that threads met.
 
         arguments: addresses and numbers; 0 for those that are missing at the end.
         memory: what the kernel may access.
-        make_block: a subclass of `Block` with more instructions.
+        make_blocks: a subclass of `Blocks` with more instructions.
 
         Raises:
             IndexError: if a thread accesses other memory.
@@ -199,10 +222,12 @@ class Program:
         missing = len(self.parameters) - len(arguments)
         values = dict(zip(self.parameters, [*arguments, *[0] * missing], strict=True))
         met: set[int] = set()
-        for index in range(grid):
-            block = (make_block or Block)(self, values, index, grid, threads, memory)
-            block.run()
-            met |= block.met
+        together = max(1, _MOST_THREADS // threads) if threads % WARP_GROUP == 0 else 1
+        for first in range(0, grid, together):
+            indices = range(first, min(first + together, grid))
+            blocks = (make_blocks or Blocks)(self, values, indices, grid, threads, memory)
+            blocks.run()
+            met |= blocks.met
         return met
 
     def races_without_barriers(
@@ -239,8 +264,8 @@ class Program:
         return races[::-1]
 
 
-class Block:
-    """The threads of a block, and what they hold."""
+class Blocks:
+    """The threads of some blocks, and what they hold. Those of a block follow each other."""
 
     BLOCKING: frozenset[str] = frozenset()
     """Instructions that may block threads."""
@@ -249,25 +274,30 @@ class Block:
         self,
         program: Program,
         arguments: dict[str, int | float],
-        block: int,
+        indices: Sequence[int],
         grid: int,
         threads: int,
         memory: Sequence[Range],
     ) -> None:
-        self.program, self.arguments, self.threads = program, arguments, threads
+        """indices: of the blocks. threads: of each block."""
+        self.program, self.arguments, self.count = program, arguments, len(indices)
         self.memory = [(each, each.bytes()) for each in dict.fromkeys(memory)]
-        self.shared = np.full(SHARED_BYTES, 0xCD, np.uint8)
-        self.accesses = SharedAccesses(SHARED_BYTES, threads // WARP)
+        self.shared = np.full(self.count * SHARED_BYTES, 0xCD, np.uint8)
+        #: where the shared memory of each thread's block begins
+        self.base = np.repeat(np.arange(self.count) * SHARED_BYTES, threads)
+        index = np.tile(np.arange(threads, dtype=np.uint32), self.count)
+        block = np.repeat(np.array(indices, np.uint32), threads)
+        self.threads = threads = self.count * threads
+        self.accesses = SharedAccesses(SHARED_BYTES, threads // WARP, self.count)
         self._constants: dict[tuple[str, Any], Numbers] = {}  #: operands that are numbers
         self.at = np.zeros(threads, np.int64)  #: the statement of each thread
         self.running = np.ones(threads, bool)
         self.waits_at = np.full(threads, NOWHERE)  #: a barrier of the block
         self.is_blocked = np.zeros(threads, bool)  #: at its statement, until it can be executed
         self.met: set[int] = set()  #: barriers that threads came to
-        index = np.arange(threads, dtype=np.uint32)
         zero = np.zeros(threads, np.uint32)
         self.registers: dict[str, Numbers] = {"%tid.x": index}  #: its arrays never change
-        self.registers |= {"%ctaid.x": zero + block, "%nctaid.x": zero + grid}
+        self.registers |= {"%ctaid.x": block, "%nctaid.x": zero + grid}
         self.registers |= {f"%ctaid.{axis}": zero for axis in "yz"}
         self.registers |= {f"%nctaid.{axis}": zero + 1 for axis in "yz"}
 
@@ -289,8 +319,9 @@ class Block:
 
     def _go_on(self) -> None:
         """Let all threads run that wait for a barrier, or raise if some wait for something else."""
-        places = self.waits_at[self.running]
-        if self.is_blocked.any() or (places != places[0]).any():
+        most = self._of_blocks(np.where(self.running, self.waits_at, NOWHERE)).max(1)
+        places = np.repeat(most, self.threads // self.count)
+        if self.is_blocked.any() or (places != self.waits_at)[self.running].any():
             statements = sorted(set(self.at[self.running].tolist()))
             raise Deadlock("all threads wait: " + "; ".join(map(self._text_of, statements)))
         self._release(self.running)
@@ -299,30 +330,49 @@ class Block:
         """Return which blocked threads may go on."""
         return np.zeros(self.threads, bool)
 
+    def _of_blocks(self, numbers: Numbers) -> Numbers:
+        """Return numbers of threads, [blocks, threads of a block]."""
+        return numbers.reshape(self.count, -1)
+
     def _release(self, threads: Numbers) -> None:
         """These threads have met."""
         self.waits_at[threads] = NOWHERE
-        if (threads == self.running).all():
-            self.accesses.barrier()
+        is_missing = self._of_blocks(self.running & ~threads).any(1)
+        self.accesses.barrier(self._of_blocks(threads).any(1) & ~is_missing)
+
+    def _in_blocks(self, threads: Numbers, chosen: Numbers) -> Numbers:
+        """Return those of the threads that are in the chosen blocks."""
+        return (self._of_blocks(threads) & chosen[:, None]).reshape(-1)
 
     def _text_of(self, statement: int) -> str:
-        _, opcode, operands = self.program.statements[statement]
-        return f"{'.'.join(opcode)} {', '.join(operands)}"
+        found = self.program.statements[statement]
+        return f"{'.'.join(found.opcode)} {', '.join(found.operands)}"
 
     def _run_together(self, together: Numbers, meeting: int) -> None:
         """Run threads that are at one statement until they part, wait, end or meet others."""
         now = int(self.at[together][0])
         all_together = None if together.all() else together
+        statements = self.program.statements
         while True:
-            guard, opcode, operands = self.program.statements[now]
+            guard, is_negated, opcode, operands, method = statements[now]
             # every: the chosen threads, or None if they are all threads of the block
             chosen, every, are_some = together, all_together, True
             if guard:
-                flag = self.read(guard.lstrip("@!"), np.bool_)
-                chosen = together & (~flag if guard[1] == "!" else flag)
+                flag = self.read(guard, np.bool_)
+                chosen = together & (~flag if is_negated else flag)
                 every, are_some = None if chosen.all() else chosen, chosen.any()
             now += 1
-            if opcode[0] == "bra":
+            if method:
+                if are_some:
+                    try:
+                        getattr(self, method)(opcode, operands, every)
+                    except (AttributeError, KeyError, NotImplementedError) as error:
+                        raise NotImplementedError(f"{self._text_of(now - 1)}: {error}") from error
+                    if opcode[0] in self.BLOCKING and self.is_blocked[chosen].any():
+                        self.at[together] = now
+                        self.at[self.is_blocked & chosen] = now - 1
+                        return
+            elif opcode[0] == "bra":
                 self.at[together] = now
                 now = self.program.labels[operands[0]] if are_some else now
                 self.at[chosen] = now
@@ -339,26 +389,20 @@ class Block:
                 self.at[together] = now
                 if are_some:
                     return
-            elif _is_barrier(opcode):
+            else:  # a barrier
                 self.met.add(now - 1)
                 self.at[together] = now
                 self.waits_at[together] = int(operands[0], 0)
                 if len(operands) > 1:
                     met = self.running & (self.waits_at == int(operands[0], 0))
-                    if np.count_nonzero(met) == int(operands[1], 0):
-                        self._release(met)
-                elif (together == self.running).all():
-                    self._release(together)
+                    is_full = self._of_blocks(met).sum(1) == int(operands[1], 0)
+                    if is_full.any():
+                        self._release(self._in_blocks(met, is_full))
+                else:
+                    is_full = ~self._of_blocks(self.running & ~together).any(1)
+                    if is_full.any():
+                        self._release(self._in_blocks(together, is_full))
                 if (self.waits_at[together] != NOWHERE).any() or meeting >= 0:
-                    return
-            elif are_some:
-                try:
-                    getattr(self, f"_{opcode[0]}")(opcode, operands, every)
-                except (AttributeError, KeyError, NotImplementedError) as error:
-                    raise NotImplementedError(f"{self._text_of(now - 1)}: {error}") from error
-                if opcode[0] in self.BLOCKING and self.is_blocked[chosen].any():
-                    self.at[together] = now
-                    self.at[self.is_blocked & chosen] = now - 1
                     return
             if now == meeting:
                 self.at[together] = now
@@ -367,24 +411,31 @@ class Block:
     # Registers
 
     def _type_of(self, register: str) -> Any:
-        return self.program.register_types[_register_class(register)]
+        types = self.program.types
+        if register not in types:
+            types[register] = self.program.register_types[_register_class(register)]
+        return types[register]
 
     def read(self, operand: str, dtype: Any) -> Numbers:
         """Return an operand as numbers of a dtype."""
         found = self.registers.get(operand)
-        if found is None and operand.startswith("%"):
+        if found is None:
+            if not operand.startswith("%"):
+                return self._read_constant(operand, np.dtype(dtype))
             found = np.zeros(self.threads, self._type_of(operand))
-        if found is not None:
-            if found.dtype == dtype:
-                return found
-            same_size = found.dtype.itemsize == np.dtype(dtype).itemsize
-            return found.view(dtype) if same_size else found.astype(dtype)
-        dtype = np.dtype(dtype)
+        before = found.dtype
+        if before is dtype or before.type is dtype:
+            return found
+        same_size = before.itemsize == np.dtype(dtype).itemsize
+        return found.view(dtype) if same_size else found.astype(dtype)
+
+    def _read_constant(self, operand: str, dtype: Any) -> Numbers:
         key = operand, dtype
-        if key not in self._constants:
-            self._constants[key] = np.full(self.threads, self._constant(operand, dtype))
-            self._constants[key].setflags(write=False)
-        return self._constants[key]
+        found = self._constants.get(key)
+        if found is None:
+            found = self._constants[key] = np.full(self.threads, self._constant(operand, dtype))
+            found.setflags(write=False)
+        return found
 
     def _constant(self, operand: str, dtype: Any) -> Any:
         """Return the number that an operand stands for in all threads."""
@@ -407,8 +458,8 @@ class Block:
             return
         dtype = self._type_of(register)
         numbers = np.ascontiguousarray(numbers)
-        if numbers.dtype != dtype:
-            same_size = numbers.dtype.itemsize == np.dtype(dtype).itemsize
+        if numbers.dtype is not dtype:
+            same_size = numbers.dtype.itemsize == dtype.itemsize
             numbers = numbers.view(dtype) if same_size else numbers.astype(dtype)
         if chosen is not None:
             numbers = np.where(chosen, numbers, self.read(register, dtype))
@@ -428,7 +479,7 @@ class Block:
             self.write(operands[0], bits if bits.ndim == 1 else _words(bits), chosen)
             return
         dtype = _dtype(name)
-        numbers = function(*(self.read(x, dtype) for x in operands[1:]))
+        numbers = function(*[self.read(x, dtype) for x in operands[1:]])
         self.write(operands[0], np.asarray(numbers).astype(dtype, copy=False), chosen)
 
     def _read_16_bit(self, operand: str, name: str) -> Numbers:
@@ -618,10 +669,10 @@ class Block:
         dtype = _dtype(opcode[-1])
         a, b = (self.read(x, dtype) for x in operands[1:3])
         name = opcode[1]
-        if np.dtype(dtype).kind == "f":
-            unordered = np.isnan(a) | np.isnan(b)
-        else:
-            unordered = np.zeros(self.threads, bool)
+        if dtype.kind != "f":
+            self.write(operands[0], _COMPARISONS[name](a, b), chosen)
+            return
+        unordered = np.isnan(a) | np.isnan(b)
         if name in ("nan", "num"):
             result = unordered if name == "nan" else ~unordered
         elif len(name) == 3 and name.endswith("u"):
@@ -684,6 +735,14 @@ class Block:
         """Find `count` bytes at each address: yield the indices of addresses that are in one range,
         the bytes of the range, and where theirs are, [addresses, count]."""
         _check_aligned(addresses, count)
+        if not addresses.size:
+            return
+        low, high = addresses.min(), addresses.max() + count
+        for each, content in self.memory:
+            if each.first <= low and high <= each.last:  # as almost always
+                places = (addresses - each.first)[:, None] + np.arange(count)
+                yield np.arange(len(addresses)), content, places
+                return
         left = np.ones(len(addresses), bool)
         for each, content in self.memory:
             found = left & (each.first <= addresses) & (addresses + count <= each.last)
@@ -706,12 +765,12 @@ class Block:
     def _each(self, chosen: Numbers | None) -> Numbers:
         return np.arange(self.threads) if chosen is None else np.flatnonzero(chosen)
 
-    def _places(self, address: Numbers, count: int) -> Numbers:
-        """Return where each thread's bytes are in shared memory, [threads, count]."""
-        if (address < 0).any() or (address + count > SHARED_BYTES).any():
+    def _places(self, address: Numbers, count: int, threads: Numbers) -> Numbers:
+        """Return where the bytes at each thread's address are in `shared`, [threads, count]."""
+        if address.size and (address.min() < 0 or address.max() + count > SHARED_BYTES):
             raise IndexError("an address is not in shared memory")
         _check_aligned(address, count)
-        return address[:, None] + np.arange(count)
+        return (self.base[threads] + address)[:, None] + np.arange(count)
 
     def _read_shared(self, threads: Numbers, places: Numbers) -> None:
         """Tell of a read. places: see `_places`."""
@@ -740,7 +799,7 @@ class Block:
         address, threads = self._address(operands[1]), self._each(chosen)
         loaded = np.zeros((self.threads, size * len(targets)), np.uint8)
         if opcode[1] == "shared":
-            places = self._places(address[threads], loaded.shape[1])
+            places = self._places(address[threads], loaded.shape[1], threads)
             self._read_shared(threads, places)
             loaded[threads] = self.shared[places]
         else:
@@ -756,15 +815,19 @@ class Block:
         stored = np.concatenate(columns, 1)
         address, threads = self._address(operands[0]), self._each(chosen)
         if opcode[1] == "shared":
-            places, stored = self._places(address[threads], stored.shape[1]), stored[threads]
-            for warp, part in _by_warp(threads):
-                where, what = places[part], stored[part]
-                is_new = self.shared[where] != what
-                self.accesses.write(warp, where[is_new], where[~is_new])
-                self.shared[where] = what
+            places = self._places(address[threads], stored.shape[1], threads)
+            self._store(threads, places, stored[threads])
         else:
             for found, content, places in self._memory_at(address[threads], stored.shape[1]):
                 content[places] = stored[threads[found]]
+
+    def _store(self, threads: Numbers, places: Numbers, stored: Numbers) -> None:
+        """Store to shared memory, warp by warp. places: see `_places`."""
+        for warp, part in _by_warp(threads):
+            where, what = places[part], stored[part]
+            is_new = self.shared[where] != what
+            self.accesses.write(warp, where[is_new], where[~is_new])
+            self.shared[where] = what
 
     def _red(self, opcode, operands, chosen) -> None:
         if opcode[-2:] != ("add", "s32"):
@@ -805,13 +868,14 @@ class Block:
         target, source = map(self._address, operands[:2])
         count = int(operands[2], 0)
         used = self.read(operands[3] if len(operands) > 3 else str(count), np.uint32)
-        self._access(self.accesses.copy, threads, self._places(target[threads], count))
+        places = self._places(target[threads], count, threads)
+        self._access(self.accesses.copy, threads, places)
         copied = np.zeros((len(threads), count), np.uint8)
         for size in np.unique(used[threads]):
             some = used[threads] == size
             if size:
                 copied[some, :size] = self._load(source[threads][some], int(size))
-        self.shared[self._places(target[threads], count)] = copied
+        self.shared[places] = copied
 
     # Between the threads of a warp
 
@@ -850,19 +914,23 @@ class Block:
 
     def _ldmatrix(self, opcode, operands, chosen) -> None:
         address = self._address(operands[1]).reshape(-1, WARP)
+        warps = np.unique(self._each(chosen) // WARP)
+        threads = np.repeat(warps, 8) * WARP
         row, pair = np.arange(WARP) // 4, np.arange(WARP) % 4 * 2
         for i, target in enumerate(split(operands[0].strip("{}"))):
-            places = self._places(address[:, 8 * i : 8 * i + 8].reshape(-1), 16)
-            self._read_shared(np.repeat(np.arange(len(address)), 8) * WARP, places)
+            places = self._places(address[warps, 8 * i : 8 * i + 8].reshape(-1), 16, threads)
+            self._read_shared(threads, places)
             matrix = self.shared[places].view(np.uint16).reshape(-1, 8, 8)
             if "trans" in opcode:
                 matrix = matrix.transpose(0, 2, 1)
-            pairs = np.stack([matrix[:, row, pair], matrix[:, row, pair + 1]], -1)
+            pairs = np.zeros((len(address), WARP, 2), np.uint16)
+            pairs[warps] = np.stack([matrix[:, row, pair], matrix[:, row, pair + 1]], -1)
             self.write(target, pairs.view(np.uint32).reshape(-1), chosen)
 
     def _stmatrix(self, opcode, operands, chosen) -> None:
         address = self._address(operands[0]).reshape(-1, WARP)
         warps = np.unique(self._each(chosen) // WARP)
+        threads = np.repeat(warps, 8) * WARP
         row, pair = np.arange(WARP) // 4, np.arange(WARP) % 4 * 2
         for i, source in enumerate(split(operands[1].strip("{}"))):
             pairs = self.read(source, np.uint32).reshape(-1, WARP, 1).view(np.uint16)
@@ -871,8 +939,8 @@ class Block:
             if "trans" in opcode:
                 matrix = matrix.transpose(0, 2, 1)
             stored = np.ascontiguousarray(matrix[warps]).view(np.uint8).reshape(-1, 16)
-            places = self._places(address[warps, 8 * i : 8 * i + 8].reshape(-1), 16)
-            self._access(self.accesses.write, np.repeat(warps, 8) * WARP, places)
+            places = self._places(address[warps, 8 * i : 8 * i + 8].reshape(-1), 16, threads)
+            self._access(self.accesses.write, threads, places)
             self.shared[places] = stored
 
     def _mma(self, opcode, operands, chosen) -> None:

@@ -12,7 +12,7 @@ from triton.runtime import JITFunction, driver
 
 from tests.support.compile_worker import AbsentGPU, check_memory
 from tests.support.ptx import WARP, Program, Range
-from tests.support.ptx_hopper import HopperBlock, Maps, TensorMap
+from tests.support.ptx_hopper import HopperBlocks, Maps, TensorMap
 
 CODES: Final = {f"sm{capability}": capability for capability in (80, 86, 89, 90)}
 """What `--code` takes without a GPU -> compute capability."""
@@ -61,8 +61,8 @@ class PtxLaunches:
         program, arguments, memory = self._programs[kernel.hash], passed.arguments, passed.memory
         threads = WARP * kernel.metadata.num_warps
         is_hopper = self._gpu.capability == _HOPPER
-        make_block = partial(HopperBlock, maps=passed.maps) if is_hopper else None
-        program.run(arguments, math.prod(grid), threads, memory, make_block)
+        make_blocks = partial(HopperBlocks, maps=passed.maps) if is_hopper else None
+        program.run(arguments, math.prod(grid), threads, memory, make_blocks)
         if fn.__module__.startswith(("sagesim_kernels.ampere", "sagesim_kernels.hopper")):
             self.kernels.append(fn.__name__)
         if fn.__name__ == "ampere_backward":

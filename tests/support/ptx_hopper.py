@@ -18,15 +18,13 @@ from torch import Tensor
 from tests.support.ptx import (
     SHARED_BYTES,
     WARP,
-    Block,
+    WARP_GROUP,
+    Blocks,
     Numbers,
     from_bfloat16,
     from_fp8,
     split,
 )
-
-GROUP: Final = 4 * WARP
-"""Threads that issue a product together."""
 
 _SWIZZLED: Final = {0: 16, 1: 32, 2: 64, 3: 128}
 """A `CUtensorMapSwizzle` -> the bytes of a row within which its 16-byte chunks change places."""
@@ -125,7 +123,7 @@ class _Barrier:
 class _NotCompared:
     """In place of `SharedAccesses`, which knows nothing of barriers in memory."""
 
-    def barrier(self) -> None: ...
+    def barrier(self, blocks: Any = 0) -> None: ...
     def read(self, warp: int, places: Numbers) -> None: ...
     def write(self, warp: int, places: Numbers, same: Numbers | None = None) -> None: ...
     def copy(self, warp: int, places: Numbers) -> None: ...
@@ -133,8 +131,8 @@ class _NotCompared:
     def wait(self, warp: int, most: int) -> None: ...
 
 
-class HopperBlock(Block):
-    """The threads of a block on Hopper. maps: address -> tensor map."""
+class HopperBlocks(Blocks):
+    """The threads of some blocks on Hopper. maps: address -> tensor map."""
 
     BLOCKING = frozenset({"mbarrier"})
 
@@ -142,7 +140,7 @@ class HopperBlock(Block):
         super().__init__(*args)
         self.accesses = _NotCompared()
         self.maps = maps
-        self.barriers: dict[int, _Barrier] = {}
+        self.barriers: dict[int, _Barrier] = {}  #: by the place in `shared`
         #: the barrier of each blocked thread, and the parity for which it waits
         self.awaited = np.zeros((self.threads, 2), np.int64)
 
@@ -158,7 +156,7 @@ class HopperBlock(Block):
         threads = self._each(chosen)
         where = operands[0 if opcode[1] == "init" else 1]
         last = "0" if operands[-1].startswith("[") else operands[-1]
-        address = self._address(where)
+        address = self.base + self._address(where)
         number = self.read(last, np.uint32)  # of arrivals, of bytes, or a parity
         if opcode[1] == "init":
             for each in np.unique(address[threads]):
@@ -199,7 +197,7 @@ class HopperBlock(Block):
             for thread in threads:
                 self._add_box(*self._box(operands[0], operands[1], thread))
         elif opcode[5].startswith("shared"):
-            barrier = self._address(operands[2])
+            barrier = self.base + self._address(operands[2])
             for thread in threads:
                 box = self._box(operands[1], operands[0], thread)
                 self._load_box(*box)
@@ -217,7 +215,7 @@ class HopperBlock(Block):
         places = tensor.shared(int(self._address(shared)[thread]))
         if places.max() >= SHARED_BYTES:
             raise IndexError("a box is not in shared memory")
-        return tensor, at, places
+        return tensor, at, self.base[thread] + places
 
     def _load_box(self, tensor: TensorMap, at: list[int], places: Numbers) -> None:
         exists, address = tensor.inside(at)
@@ -254,9 +252,9 @@ class HopperBlock(Block):
         dtype = np.dtype(np.int32 if opcode[5] == "s32" else np.float32)
         before = np.stack([self.read(x, dtype) for x in results], 1)
         after = before.copy()
-        for group in np.unique(self._each(chosen) // GROUP):
-            threads = slice(group * GROUP, (group + 1) * GROUP)
-            first = group * GROUP
+        for group in np.unique(self._each(chosen) // WARP_GROUP):
+            threads = slice(group * WARP_GROUP, (group + 1) * WARP_GROUP)
+            first = group * WARP_GROUP
             if operands[1].startswith("{"):
                 left = self._fragment(operands[1], of_left, threads)
             else:
@@ -302,7 +300,8 @@ class HopperBlock(Block):
         places = swizzled(first + address, width)
         if (first + address > SHARED_BYTES - size).any():
             raise IndexError("an operand is not in shared memory")
-        return _numbers(self.shared[places[..., None] + np.arange(size)], kind)
+        places = self.base[thread] + places[..., None] + np.arange(size)
+        return _numbers(self.shared[places], kind)
 
 
 def _numbers(content: Numbers, kind: str) -> Numbers:
@@ -322,7 +321,7 @@ def _numbers(content: Numbers, kind: str) -> Numbers:
 
 def _places_of_sums(n: int) -> tuple[Numbers, Numbers]:
     """Return the row and the column of each sum that a thread holds, both [threads, n / 2]."""
-    thread, i = np.arange(GROUP)[:, None], np.arange(n // 2)[None]
+    thread, i = np.arange(WARP_GROUP)[:, None], np.arange(n // 2)[None]
     lane = thread % WARP
     row = thread // WARP * 16 + lane // 4 + 8 * (i // 2 % 2)
     return row, 8 * (i // 4) + 2 * (lane % 4) + i % 2

@@ -29,17 +29,19 @@ class Race(Exception):
 class SharedAccesses:
     """What warps have done with each byte since the last barrier of all threads."""
 
-    def __init__(self, size: int, warps: int) -> None:
-        self._writer = np.full(size, _NONE, np.int8)
-        self._reader = np.full(size, _NONE, np.int8)
-        self._copier = np.full(size, _NONE, np.int8)  #: of a copy that is not complete
+    def __init__(self, size: int, warps: int, blocks: int = 1) -> None:
+        """size: bytes of each block, whose memories follow each other. warps: of all blocks."""
+        self._size, self._warps, self._blocks = size, warps // blocks, blocks
+        self._writer = np.full(blocks * size, _NONE, np.int8)
+        self._reader = np.full(blocks * size, _NONE, np.int8)
+        self._copier = np.full(blocks * size, _NONE, np.int8)  #: of a copy that is not complete
         self._issued: list[list[Bytes]] = [[] for _ in range(warps)]
         self._groups: list[list[list[Bytes]]] = [[] for _ in range(warps)]
 
-    def barrier(self) -> None:
-        """All threads have met."""
-        self._writer[:] = _NONE
-        self._reader[:] = _NONE
+    def barrier(self, blocks: Any = 0) -> None:
+        """All threads of a block have met, or of each block that a mask chooses."""
+        for accesses in (self._writer, self._reader):
+            accesses.reshape(self._blocks, -1)[blocks] = _NONE
 
     def read(self, warps: int | Bytes, places: Bytes) -> None:
         """A warp reads. warps: the one that reads all bytes, or that of each byte.
@@ -107,8 +109,8 @@ class SharedAccesses:
         found = others[places]
         wrong = found != _NONE if is_own_wrong else (found != _NONE) & (found != warps)
         if wrong.any():
-            at = int(places[wrong][0])
-            warp = int(np.broadcast_to(warps, wrong.shape)[wrong][0])
+            at = int(places[wrong][0]) % self._size
+            warp = int(np.broadcast_to(warps, wrong.shape)[wrong][0]) % self._warps
             other = int(found[wrong][0])
-            who = "several warps" if other == _SEVERAL else f"warp {other}"
+            who = "several warps" if other == _SEVERAL else f"warp {other % self._warps}"
             raise Race(f"warp {warp} {what} byte {at} of shared memory, which {how} {who}")

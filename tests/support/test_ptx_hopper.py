@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.ptx import Deadlock, Program
-from tests.support.ptx_hopper import HopperBlock, Maps, TensorMap, swizzled
+from tests.support.ptx_hopper import HopperBlocks, Maps, TensorMap, swizzled
 
 TWO_WARPS = """
 .visible .entry kernel(.param .u64 kernel_param_0) {{
@@ -41,7 +41,7 @@ def run(
     arrivals: int = 1, parity: int = 0, arrive: str = "mbarrier.arrive.shared::cta.b64", bytes=""
 ) -> None:
     ptx = TWO_WARPS.format(arrivals=arrivals, parity=parity, arrive=arrive, bytes=bytes)
-    Program(ptx).run([], 1, 64, [], partial(HopperBlock, maps=Maps()))
+    Program(ptx).run([], 1, 64, [], partial(HopperBlocks, maps=Maps()))
 
 
 def test_an_arrival_completes_a_phase():

@@ -4,10 +4,10 @@
                                  [--limit SECONDS] [--workers N]
 
 Each check is a command. compute-sanitizer runs in several processes, each with a part of the calls.
-Of the combinations in test_hopper.py, those marked `exhaustive` are left out; `make gpu-test` runs
-them. The record holds a check's exit code, its time, the last lines that it printed, and how often
-compute-sanitizer reports each place in the source. Checks that are not run keep the record of an
-earlier run. Checks of sm_80 and sm_89 code need a Hopper GPU; see CONTRIBUTING.md.
+Tests of Hopper's kernels marked `exhaustive` are left out; `make gpu-test` runs them. The record
+holds a check's exit code, its time, the last lines that it printed, and how often compute-sanitizer
+reports each place in the source. Checks that are not run keep the record of an earlier run. Checks
+of sm_80 and sm_89 code need a Hopper GPU; see CONTRIBUTING.md.
 
 With --limit a check of pytest is ended after so many seconds. Its record has the numbers of tests
 that passed and failed until then, and it counts as not passed.
@@ -67,15 +67,20 @@ CONTROLS = "racecheck of a control"
 
 FUZZ = "tests/sagesim_kernels/test_fuzz.py"
 HOPPER = [
-    f"tests/sagesim_kernels/test_{name}.py"
-    for name in ("hopper", "hopper_codes", "hopper_codes_operands", "hopper_forward_codes")
+    f"tests/sagesim_kernels/hopper/test_{name}.py"
+    for name in ("in_16_bit", "codes", "codes_operands", "forward_codes")
 ]
 CONTRACT = "tests/sagesim_kernels/test_contract.py"
 LARGE = "tests/sagesim_kernels/test_gpu.py::TestBeyondInt32"
 MODELS = "tests/sagesim_kernels/integrations/test_gpu.py"
 CALLS = [
-    f"tests/sagesim_kernels/test_{name}.py"
-    for name in ("backwards_without_codes", "attention", "invariance", "dq_sums")
+    f"tests/sagesim_kernels/{name}.py"
+    for name in (
+        "test_backwards_without_codes",
+        "test_attention",
+        "test_invariance",
+        "operands/test_dq_sums",
+    )
 ]
 """Tests of attention calls. A contract test or a fuzz case runs the portable kernels if they have
 to write codes of P or dS; a call runs the kernels of its GPU."""

@@ -43,21 +43,21 @@ KERNELS = "sagesim_kernels"
 DATA = ROOT / "docs" / "data"
 COPIED = ("sagebwd.py", "sagesim", KERNELS, "tests", "theory", "pyproject.toml", "README.md")
 TESTS = [
-    f"tests/sagesim_kernels/test_{name}.py"
+    f"tests/sagesim_kernels/{name}.py"
     for name in (
-        "fixed_reference",
-        "hopper_codes_rows",
-        "fuzz",
-        "dq_sums",
-        "operands",
-        "program_order",
-        "tanh",
-        "varlen",
-        "attention",
-        "invariance",
-        "row_bounds",
-        "torch_compile",
-        "support",
+        "operands/test_fixed_reference",
+        "hopper/test_codes_rows",
+        "test_fuzz",
+        "operands/test_dq_sums",
+        "operands/test_operands",
+        "operands/test_program_order",
+        "operands/test_tanh",
+        "test_varlen",
+        "test_attention",
+        "test_invariance",
+        "operands/test_row_bounds",
+        "test_torch_compile",
+        "test_support",
     )
 ]
 
@@ -904,13 +904,13 @@ def bugs_of(name: str, test_file: str) -> tuple[Bug, ...]:
 
 
 _OF_AMPERE, _OF_HOPPER, _OF_CODES, _OF_FORWARD_CODES, _OF_OPERANDS = (
-    f"tests/sagesim_kernels/test_{name}.py"
+    f"tests/sagesim_kernels/{name}.py"
     for name in (
-        "ampere_on_cpu",
-        "hopper",
-        "hopper_codes",
-        "hopper_forward_codes",
-        "hopper_codes_operands",
+        "ampere/test_on_cpu",
+        "hopper/test_in_16_bit",
+        "hopper/test_codes",
+        "hopper/test_forward_codes",
+        "hopper/test_codes_operands",
     )
 )
 

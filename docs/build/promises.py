@@ -383,7 +383,7 @@ INPUTS = (
             f"{KERNELS}/test_attention.py::TestPadding::test_memory_around_the_tokens_is_not_read",
             f"{KERNELS}/test_attention.py::TestPadding::test_keys_beyond_the_last_query",
             f"{KERNELS}/test_attention.py::TestPadding::test_queries_that_attend_to_nothing",
-            f"{KERNELS}/test_hopper.py::test_padded_keys_have_no_influence",
+            f"{KERNELS}/hopper/test_in_16_bit.py::test_padded_keys_have_no_influence",
             f"{EMULATOR}/test_padding.py::test_values_in_padding_change_no_byte",
             f"{EMULATOR}/test_options.py::test_nothing_of_padding_reaches_a_result",
         ),
@@ -401,9 +401,9 @@ INPUTS = (
         "to, mask every block with a masked entry, and without a key mask compute no other block; "
         "the tests are of the functions that choose the blocks, as the loops need a GPU.",
         (
-            f"{KERNELS}/test_hopper_walks.py"
+            f"{KERNELS}/hopper/test_walks.py"
             "::test_every_visible_entry_is_visited_and_every_other_one_masked",
-            f"{KERNELS}/test_hopper_walks.py::test_the_time_is_linear_in_the_window",
+            f"{KERNELS}/hopper/test_walks.py::test_the_time_is_linear_in_the_window",
         ),
     ),
     Promise(
@@ -481,8 +481,8 @@ DETERMINISM = (
         "Every run gives the same bytes, backward included.",
         (
             f"{KERNELS}/test_invariance.py::TestRuns::test_repeat",
-            f"{KERNELS}/test_hopper.py::test_repeated_runs_give_the_same_bits",
-            f"{KERNELS}/test_hopper_codes.py::test_repeated_runs_give_the_same_bits",
+            f"{KERNELS}/hopper/test_in_16_bit.py::test_repeated_runs_give_the_same_bits",
+            f"{KERNELS}/hopper/test_codes.py::test_repeated_runs_give_the_same_bits",
             f"{EMULATOR}/test_attention.py::TestInvariance::test_two_runs_give_the_same_bytes",
         ),
         _repeats,
@@ -499,7 +499,7 @@ DETERMINISM = (
         "Uninitialized memory reaches no result: it is filled with NaN, and no bit changes.",
         (
             f"{KERNELS}/test_invariance.py::TestRuns::test_memory_is_written_before_it_is_read",
-            f"{KERNELS}/test_hopper.py::test_memory_is_written_before_it_is_read",
+            f"{KERNELS}/hopper/test_in_16_bit.py::test_memory_is_written_before_it_is_read",
         ),
     ),
     Promise(
@@ -687,22 +687,22 @@ GPUS = (
     Promise(
         "Results of the kernels for Hopper and for `mma.sync` are as exact as the emulator's.",
         (
-            f"{KERNELS}/test_hopper_on_cpu.py::test_results_are_as_exact_as_the_emulators",
-            f"{KERNELS}/test_hopper_on_cpu.py::test_masks_and_sinks",
-            f"{KERNELS}/test_ampere_on_cpu.py::test_results_are_as_exact_as_the_emulators",
-            f"{KERNELS}/test_ampere_on_cpu.py::test_masks_and_sinks",
+            f"{KERNELS}/hopper/test_on_cpu.py::test_results_are_as_exact_as_the_emulators",
+            f"{KERNELS}/hopper/test_on_cpu.py::test_masks_and_sinks",
+            f"{KERNELS}/ampere/test_on_cpu.py::test_results_are_as_exact_as_the_emulators",
+            f"{KERNELS}/ampere/test_on_cpu.py::test_masks_and_sinks",
         ),
     ),
     Promise(
         "Hopper's own kernels meet the same contract as the portable ones.",
         (
-            f"{KERNELS}/test_hopper.py::test_kernels_meet_the_contract",
-            f"{KERNELS}/test_hopper.py::test_any_problem_meets_the_contract",
-            f"{KERNELS}/test_hopper.py::test_any_extras_meet_the_contract",
-            f"{KERNELS}/test_hopper.py::test_sinks_meet_the_contract",
-            f"{KERNELS}/test_hopper.py::test_unequal_head_sizes_meet_the_contract",
-            f"{KERNELS}/test_hopper_codes.py::test_gradients_meet_the_contract",
-            f"{KERNELS}/test_hopper_codes.py::test_any_problem_meets_the_contract",
+            f"{KERNELS}/hopper/test_in_16_bit.py::test_kernels_meet_the_contract",
+            f"{KERNELS}/hopper/test_in_16_bit.py::test_any_problem_meets_the_contract",
+            f"{KERNELS}/hopper/test_in_16_bit.py::test_any_extras_meet_the_contract",
+            f"{KERNELS}/hopper/test_in_16_bit.py::test_sinks_meet_the_contract",
+            f"{KERNELS}/hopper/test_in_16_bit.py::test_unequal_head_sizes_meet_the_contract",
+            f"{KERNELS}/hopper/test_codes.py::test_gradients_meet_the_contract",
+            f"{KERNELS}/hopper/test_codes.py::test_any_problem_meets_the_contract",
         ),
     ),
     Promise(

@@ -199,7 +199,7 @@ def amax(x, AXIS: tl.constexpr):
 
 # div_rn calls a subroutine for operands that are hardly ever met, and divides in a dozen
 # instructions otherwise. `map_scale` and `map_inverse` give the same bits, for every amax whose
-# quotients are normal numbers: tests/sagesim_kernels/test_operands.py tries every mantissa.
+# quotients are normal numbers: operands/test_operands.py, of the tests, tries every mantissa.
 @triton.jit
 def map_step(amax):
     """Return amax / 127, also if 127 / amax overflows; NaN if amax is NaN or infinite."""

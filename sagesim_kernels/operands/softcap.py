@@ -51,7 +51,7 @@ def tanh(x):
     tanh(x) is u / sqrt(1 + u^2) with u = sinh(x). A relative error of u changes it by 1 / (1 + u^2)
     of that error. A polynomial of x that is near sinh where u is small, and large where u is large,
     is therefore enough for every x. Its coefficients minimize the largest relative error of tanh,
-    which is 0.98 * 2^-24: tests/sagesim_kernels/test_tanh.py derives them. Roundings add at most
+    which is 0.98 * 2^-24: operands/test_tanh.py, of the tests, derives them. Roundings add at most
     2.5 * 2^-24, and rsqrt, which is within 2 units in the last place (as CUDA's rsqrtf), 4 * 2^-24.
 
     From u = 2^13 on, 1 + u^2 is rounded to 2^26, and the result is 1. For the smallest x, u is x

@@ -51,7 +51,7 @@ def test_the_page_names_the_same_tests():
     [
         ("tests/docs/test_promises.py::test_a_named_test_exists", {"CPU"}),
         ("tests/sagesim_kernels/test_fuzz.py::test_kernels_meet_the_contract", {"CPU", "GPU"}),
-        ("tests/sagesim_kernels/test_hopper.py::test_kernels_meet_the_contract", {"GPU"}),
+        ("tests/sagesim_kernels/hopper/test_in_16_bit.py::test_kernels_meet_the_contract", {"GPU"}),
     ],
 )
 def test_marks_say_where_a_test_runs(test, where):

@@ -26,7 +26,7 @@ LENGTHS = (31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 191, 192, 193, 300, 449)
 def are_served(unplanned, monkeypatch: pytest.MonkeyPatch, spec: str, d: int):
     """Fail the test if another kernel ran a backward."""
     if spec == "factored_qk" and hopper.is_hopper():
-        pytest.skip("test_hopper.py tests Hopper's kernels for this spec")
+        pytest.skip("hopper/test_in_16_bit.py tests Hopper's kernels for this spec")
     in_codes = hopper.is_hopper() and not spec.startswith("fpa")
     package, serves = (hopper, "serves_codes") if in_codes else (ampere, "serves_backward")
     with all_served(monkeypatch, package, serves):

@@ -122,7 +122,7 @@ def test_fp8_operands_are_float8(precision):
 def follows_a_bound(spec, name: str) -> bool:
     """Whether an operand has scales per row bound, or rows multiplied by them.
 
-    `test_row_bounds` compares these with docs/numerics.md.
+    `operands/test_row_bounds.py` compares these with docs/numerics.md.
     """
     site, tensor = name.split(".")
     if spec.site(site).lhs is not Granularity.PerRowBound:

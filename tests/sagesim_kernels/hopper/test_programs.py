@@ -31,7 +31,7 @@ from sagesim_kernels.hopper import (
 from sagesim_kernels.operands import Gradients, KernelProblem, dq_sums
 from sagesim_kernels.operands.kernel_problem import Extras, Packing, logit_scale
 from sagesim_kernels.operands.key_padding import count_keys_kernel
-from tests.sagesim_kernels.hopper_visits import KERNELS, check_visits
+from tests.sagesim_kernels.hopper.visits import KERNELS, check_visits
 from tests.support.simulated_kernels import Run, Site, Sites, simulate
 
 LAUNCHING = (backward, codes_backward, forward, forward_codes, wide_backward, wide_forward)

@@ -19,7 +19,7 @@ from sagesim_kernels.hopper.backward_masks import part_of
 from sagesim_kernels.hopper.backward_structures import QueryLoop
 from sagesim_kernels.hopper.wide_structures import BlockMask
 from sagesim_kernels.operands import Lengths
-from tests.sagesim_kernels.hopper_visits import attended
+from tests.sagesim_kernels.hopper.visits import attended
 from tests.support.device_functions import Numbers, Pointer, on_host, raw
 
 BLOCK, TILE = 64, 128

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import records
+from records import DEFAULT
 
 from sagesim import PRESETS, SITES, Precision
 from sagesim_kernels.bench.jobs import preparation_share
@@ -20,7 +21,6 @@ from sagesim_kernels.bench.model_tables import milliseconds, ratio
 from sagesim_kernels.bench.models import MODELS, ModelCase, training_cases
 from sagesim_kernels.bench.shape import Shape
 
-DEFAULT: Final = "factored_qk"
 FP8: Final = "fp8_gradients"
 FLASH, CUDNN, FLASH_4 = "sdpa flash", "sdpa cudnn", "flash-attn-4"
 HEAD_SIZES: Final = (64, 128)

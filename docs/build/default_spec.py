@@ -7,14 +7,13 @@ from typing import Any, Final
 
 import records
 from grid import markdown
+from records import DEFAULT
 
-from sagesim.spec import FACTORED_QK
 from sagesim_kernels.bench import tables
 from sagesim_kernels.bench.machine import card
 from sagesim_kernels.bench.masks import FLASH_2
 from sagesim_kernels.bench.model_tables import ratio as beside_sdpa
 
-DEFAULT: Final = FACTORED_QK.label()
 LONG: Final = ("bench_codes", "bench_long", "bench_int8", "bench_short", "bench")
 """The records of long sequences with the default spec and all peers, the newest first."""
 

@@ -12,6 +12,7 @@ from sagesim_kernels.bench.cases import code_cases
 from sagesim_kernels.bench.tables import ratio
 
 _PEER: Final = "sdpa flash"
+_PASSES: Final = ("forward", "backward")
 
 
 def speed(name: str = "bench_sm80") -> Markdown:
@@ -39,6 +40,3 @@ def speed(name: str = "bench_sm80") -> Markdown:
     made = f"`sm_{document['settings']['code'][2:]}` code. {records.made_by(document)}."
     made += f" Not timed: {', '.join(untimed)}." if untimed else ""
     return Markdown(f"{text}\n\n{made} {records.age_of_code(document)}")
-
-
-_PASSES: Final = ("forward", "backward")

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from grid import markdown
 from IPython.display import Markdown
-from tables import call_of, data, pivot, sourced
-
-Row = Mapping[str, Any]
+from tables import Row, call, call_of, data, pivot, sourced
 
 _SHAPES: Final = ("64 full", "64 causal", "128 full", "128 causal")
 """Head sizes and masks, as records of the backward in codes name them."""
+
+_KERNELS: Final = ("wgmma", "mma_sync")
+"""The instructions by which `codes_head_sizes` names kernels."""
+
+_TIMES: Final = ("rows_us", "backward_us")
+"""The times of `row_sums`."""
+
+_PARTS: Final = {
+    "main kernel": "backward_us",
+    "preparation": "preparation_us",
+    "forward": "forward_us",
+}
+"""The times of `fp8_trial`."""
 
 
 def fixed_reference(kernel: str) -> Markdown:
@@ -50,8 +61,7 @@ def fixed_reference_forwards() -> Markdown:
 
 
 def _change(row: Row) -> list[str]:
-    before, after = row["running"], row["fixed"]
-    return [f"{before:.0f}", f"{after:.0f}", f"{after / before - 1:+.0%}"]
+    return _pair(row["running"], row["fixed"], digits=0)
 
 
 def found_tiles() -> Markdown:
@@ -78,15 +88,13 @@ def dealt_tiles() -> Markdown:
 
 
 def _call(row: Row) -> str:
-    heads, kv_heads = row["heads"], row["kv_heads"]
-    queries, keys = row["n_q"], row["n_k"]
-    of_heads = f"{heads}" if heads == kv_heads else f"{heads}/{kv_heads}"
-    tokens = f"{queries}" if queries == keys else f"{queries}x{keys}"
-    return f"b{row['batch']} h{of_heads} n{tokens} d{row['d']} {row['mask']}"
+    heads, tokens = (row["heads"], row["kv_heads"]), (row["n_q"], row["n_k"])
+    return call(row["batch"], heads, tokens, row["d"], row["mask"])
 
 
-def _pair(before: float, after: float) -> list[str]:
-    return [f"{before:.0f}", f"{after:.0f}", f"{after / before - 1:+.1%}"]
+def _pair(before: float, after: float, digits: int = 1) -> list[str]:
+    """Microseconds before and after a change, and the change in percent with so many digits."""
+    return [f"{before:.0f}", f"{after:.0f}", f"{after / before - 1:+.{digits}%}"]
 
 
 def used_channels() -> Markdown:
@@ -203,9 +211,6 @@ def codes_head_sizes() -> Markdown:
     return sourced(markdown(head, rows), record["about"], machine=record["machine"])
 
 
-_KERNELS: Final = ("wgmma", "mma_sync")
-
-
 def first_row_sums() -> Markdown:
     """The kernels that could compute the row sums of P when the backward in codes was written."""
     record = data("hopper_variants")["codes"]
@@ -236,9 +241,6 @@ def row_sums() -> Markdown:
     return sourced(markdown(head, rows), record["about"], machine=record["machine"])
 
 
-_TIMES: Final = ("rows_us", "backward_us")
-
-
 def _several(ms: Sequence[float]) -> str:
     return " / ".join(f"{x:.2f}" for x in ms)
 
@@ -259,17 +261,13 @@ def fp8_trial() -> Markdown:
     for (variant, *shape), row in by_shape.items():
         other = by_shape.get((_BESIDE.get(variant, ""), *shape))
         if other is not None:
-            pairs = [f"{other[key] / 1e3:.2f} / {row[key] / 1e3:.2f}" for key in _PARTS]
+            pairs = [f"{other[key] / 1e3:.2f} / {row[key] / 1e3:.2f}" for key in _PARTS.values()]
             head_size, tokens, is_causal = shape
             mask = "causal" if is_causal else "full"
             rows.append([variant, str(head_size), str(tokens), mask, *pairs])
-    head = ["variant; ms of `factored_qk` / FP8", "d", "tokens", "mask", *_NAMES]
+    head = ["variant; ms of `factored_qk` / FP8", "d", "tokens", "mask", *_PARTS]
     text = markdown(head, rows)
     return sourced(text, record["about"], machine=record["machine"])
-
-
-_NAMES: Final = ("main kernel", "preparation", "forward")
-_PARTS: Final = ("backward_us", "preparation_us", "forward_us")
 
 
 def _shape(row: Row) -> tuple[int, int, bool]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from grid import markdown
 from IPython.display import Markdown
-from tables import call_of, data, pivot, sourced
-
-Row = Mapping[str, Any]
+from tables import Row, call_of, data, pivot, sourced
 
 _COLUMNS: Final = {"backward": "backward_us", "forward": "forward_us", "row_sums": "rows_us"}
 """What `variants` shows, and the field of its times."""

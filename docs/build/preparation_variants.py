@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import records
 from grid import markdown
 from IPython.display import Markdown
-from tables import call_of, data, pivot, sourced
+from tables import Row, call, call_of, data, pivot, sourced
 
 from sagesim_kernels.bench import model_tables
-
-Row = Mapping[str, Any]
-
-_DEFAULT = "factored_qk"
 
 
 def forward_preparation() -> Markdown:
@@ -38,13 +33,13 @@ def forward_preparation() -> Markdown:
 def calls_with_forward_preparation() -> Markdown:
     """Short calls with the kernel that rounds several blocks at once, and with the one before."""
     after, before = map(records.load, ("bench_forward_preparation", "bench_models"))
-    several = {key: [before["cases"][key], case] for key, case in after["cases"].items()}
+
+    def ratio(record: dict[str, Any], key: str) -> str:
+        return f"{model_tables.ratio(record['cases'][key], records.DEFAULT, 'GPU'):.2f}"
+
     rows = [
-        [
-            key.removeprefix("models "),
-            *(f"{model_tables.ratio(case, _DEFAULT, 'GPU'):.2f}" for case in pair),
-        ]
-        for key, pair in several.items()
+        [key.removeprefix("models "), ratio(before, key), ratio(after, key)]
+        for key in after["cases"]
     ]
     text = markdown(["call; times as fast as the faster SDPA, GPU", "before", "after"], rows)
     notes = [f"{name}: {records.made_by(x)}." for name, x in (("Before", before), ("After", after))]
@@ -88,7 +83,7 @@ def tokens_in_parts() -> Markdown:
     kernels = list(record["preparation_us"][0]["one_tensor_us"])
     rows = [
         [
-            f"b{row['batch']} h{row['heads']} n{row['tokens']} d{row['d']} {row['mask']}",
+            call(row["batch"], (row["heads"],) * 2, (row["tokens"],) * 2, row["d"], row["mask"]),
             *(f"{row['one_tensor_us'][x]:.0f} → {row['parts_us'][x]:.0f}" for x in kernels),
         ]
         for row in record["preparation_us"]

@@ -100,8 +100,8 @@ def examples(test: str) -> int:
 def devices(test: str) -> set[str]:
     """Where a test runs: "CPU", "GPU", or both.
 
-    A module's or test's mark `gpu` means a GPU. The kernels' mark `HERE` means both: Triton's
-    interpreter runs them on a CPU.
+    A module's or test's mark `gpu` means a GPU, and so do the marks `ON_HOPPER` of Hopper's tests,
+    which contain it. The kernels' mark `HERE` means both: Triton's interpreter runs them on a CPU.
     """
     path, *names = test.split("::")
     marks = [
@@ -112,7 +112,7 @@ def devices(test: str) -> set[str]:
     for depth in range(1, len(names) + 1):
         owner = find("::".join([path, *names[:depth]]))
         marks += [ast.unparse(decorator) for decorator in owner.decorator_list]
-    if any("mark.gpu" in mark for mark in marks):
+    if any("mark.gpu" in mark or "ON_HOPPER" in mark for mark in marks):
         return {"GPU"}
     return {"CPU", "GPU"} if any("HERE" in mark for mark in marks) else {"CPU"}
 

@@ -10,11 +10,14 @@ from typing import Any, Final
 
 from grid import listed
 
+from sagesim.spec import FACTORED_QK
 from sagesim_kernels.bench.cases import all_cases
 from sagesim_kernels.bench.machine import card, one_line, sources_hash
 from sagesim_kernels.bench.record import read
 
 DATA = Path(__file__).parents[1] / "data"
+DEFAULT: Final = FACTORED_QK.label()
+"""The default spec, as records name it."""
 
 CHANGED: Final = (
     "**Measured with earlier kernels**: their sources have changed since this record was made."

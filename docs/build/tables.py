@@ -15,6 +15,9 @@ from sagesim_kernels.bench.tables import Table
 
 DATA: Final = Path(__file__).parents[1] / "data"
 
+Row = Mapping[str, Any]
+"""A row of a record in docs/data."""
+
 _SHORT = {
     Precision.INT8: "INT8",
     Precision.FP8_E4M3: "FP8",
@@ -74,16 +77,29 @@ def pivot(
     return markdown([corner, *columns], cells)
 
 
-def call_of(row: Mapping[str, Any]) -> str:
-    """The shape and the mask of a call in a row of a record, as "b1 h32/8 n4096 d64 causal"."""
-    heads, kv_heads = row["heads"], row.get("kv_heads", row["heads"])
-    of_heads = f"{heads}" if heads == kv_heads else f"{heads}/{kv_heads}"
-    queries, keys = row["queries"], row["keys"]
-    tokens = f"{queries}" if queries == keys else f"{queries}x{keys}"
+def call_of(row: Row) -> str:
+    """The call of a row of a record, as `call` has it."""
+    heads = row["heads"], row.get("kv_heads", row["heads"])
     mask = "causal" if row["is_causal"] else "full"
     if row["window"] is not None:
         mask = f"window of {row['window']}"
-    return f"b{row['batch']} h{of_heads} n{tokens} d{row['head_size']} {mask}"
+    return call(row["batch"], heads, (row["queries"], row["keys"]), row["head_size"], mask)
+
+
+def call(
+    batch: int, heads: tuple[int, int], tokens: tuple[int, int], head_size: int, mask: str
+) -> str:
+    """The shape and the mask of a call, as "b1 h32/8 n4096 d64 causal".
+
+    heads: of Q, and of K and V. tokens: of Q, and of K and V.
+    """
+    of_heads, of_tokens = "/".join(_differing(heads)), "x".join(_differing(tokens))
+    return f"b{batch} h{of_heads} n{of_tokens} d{head_size} {mask}"
+
+
+def _differing(pair: tuple[int, int]) -> list[str]:
+    """Both numbers, or one if they are equal."""
+    return [str(x) for x in dict.fromkeys(pair)]
 
 
 def precisions(specs: Mapping[str, AttentionSpec]) -> HTML:

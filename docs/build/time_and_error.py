@@ -21,8 +21,9 @@ import matplotlib.pyplot as plt
 import plots  # noqa: F401 - sets the style
 import records
 from grid import listed
+from records import DEFAULT
 
-from sagesim.spec import FACTORED_QK, PRESETS
+from sagesim.spec import PRESETS
 from sagesim_kernels import supports
 from sagesim_kernels.bench.machine import card
 from sagesim_kernels.bench.plots import frontier
@@ -57,7 +58,6 @@ EMULATED: Final = "errors_on_cpu"
 """The emulator's errors of the specs that the record lacks; see errors_on_cpu.py."""
 
 FIGURE: Final = Path(__file__).parents[1] / "_static" / "frontier.svg"
-DEFAULT: Final = FACTORED_QK.label()
 PAPER: Final = "sagebwd"
 HEAD_SIZES: Final = tuple(sorted({head_dim for head_dim, _ in NEEDED}))
 _DIGEST = re.compile(r"digest ([0-9a-f]{16})")

@@ -113,8 +113,9 @@ def check_fp8_call(case: Case, spec: AttentionSpec, sim: Trace) -> None:
 def _difference_of_p(sim: Trace) -> Tensor:
     """Return the largest relative difference of P between two implementations, for each head.
 
-    It follows from roundings of S - L, see "Between implementations" in docs/numerics.md: four of
-    numbers as large as L. Smoothing of K adds to L a number as large as S, at most.
+    docs/numerics.md, "Between implementations", lets them round S, L and S - L or leave a rounding
+    out. So S - L differs by at most 2^-22 of the largest S and L, and P by a factor that is the
+    exponential of this difference. Smoothing K changes L by at most the largest S.
     """
     s, lse = (x.cpu().double().nan_to_num(0.0, 0.0, 0.0).abs() for x in (sim.s, sim.lse))
     return torch.expm1((s.amax((-2, -1)) + lse.amax(-1)) * 2.0**-22)

@@ -25,7 +25,7 @@ from sagesim import (
     Smoothing,
 )
 from sagesim_kernels import attention, attention_varlen, hopper
-from sagesim_kernels.interpreter import IS_INTERPRETED
+from tests.sagesim_kernels.hopper.marks import ON_HOPPER
 from tests.sagesim_kernels.kernel_cases import (
     KINDS,
     LAYOUTS,
@@ -47,12 +47,7 @@ from tests.support.kernels import (
     run_kernels,
 )
 
-IS_HOPPER = not IS_INTERPRETED and hopper.is_hopper()
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not IS_HOPPER, reason="not compiled for Hopper"),
-]
+pytestmark = ON_HOPPER
 
 SPECS: dict[str, AttentionSpec] = {
     "sagebwd": SAGEBWD,

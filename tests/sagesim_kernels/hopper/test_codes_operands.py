@@ -13,18 +13,12 @@ from torch import Tensor
 from sagesim import FACTORED, FACTORED_PV16, SAGEBWD, AttentionSpec, Granularity
 from sagesim.problem import resolve_input16
 from sagesim.spec import MAPS, OPERANDS
-from sagesim_kernels import hopper
-from sagesim_kernels.interpreter import IS_INTERPRETED
 from sagesim_kernels.operands import KernelProblem, OperandCache, Packing
+from tests.sagesim_kernels.hopper.marks import ON_HOPPER
 from tests.support.assertions import assert_bitwise
 from tests.support.kernels import DEVICE, poisoned
 
-IS_HOPPER = not IS_INTERPRETED and hopper.is_hopper()
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not IS_HOPPER, reason="not compiled for Hopper"),
-]
+pytestmark = ON_HOPPER
 
 FORWARD, BACKWARD = ("qk", "pv"), ("qk_recompute", "dv", "dq", "dk")
 

@@ -14,16 +14,13 @@ from torch import Tensor
 
 from sagesim import FACTORED, SAGEBWD, AttentionSpec
 from sagesim_kernels import attention, attention_varlen, hopper
-from sagesim_kernels.interpreter import IS_INTERPRETED
+from tests.sagesim_kernels.hopper.marks import ON_HOPPER
 from tests.support.assertions import assert_bitwise
 from tests.support.inputs import Case
 from tests.support.kernels import DEVICE, all_served, kernel_case, poisoned
 
-IS_HOPPER = not IS_INTERPRETED and hopper.is_hopper()
-
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not IS_HOPPER, reason="not compiled for Hopper"),
+    *ON_HOPPER,
     pytest.mark.usefixtures("is_served"),
 ]
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sagesim import FACTORED_QK, Smoothing
 from sagesim_kernels import attention, attention_varlen, hopper
-from sagesim_kernels.interpreter import IS_INTERPRETED
 from tests.sagesim_kernels.contract import check
+from tests.sagesim_kernels.hopper.marks import ON_HOPPER
 from tests.sagesim_kernels.kernel_cases import KINDS, LAYOUTS, ORDINARY, KernelCase, low_logits
 from tests.support import examples
 from tests.support.assertions import assert_bitwise
@@ -34,11 +34,8 @@ from tests.support.kernels import (
     run_kernels,
 )
 
-IS_HOPPER = not IS_INTERPRETED and hopper.is_hopper()
-
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not IS_HOPPER, reason="not compiled for Hopper"),
+    *ON_HOPPER,
     pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),
 ]
 

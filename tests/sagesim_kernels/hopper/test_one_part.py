@@ -8,15 +8,11 @@ import pytest
 import torch
 
 from sagesim import FACTORED_QK, AttentionSpec, Smoothing
-from sagesim_kernels import hopper
-from sagesim_kernels.interpreter import IS_INTERPRETED
+from tests.sagesim_kernels.hopper.marks import ON_HOPPER
 from tests.support.kernels import Results, assert_same, kernel_case, poisoned, run_kernels
 
-IS_HOPPER = not IS_INTERPRETED and hopper.is_hopper()
-
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not IS_HOPPER, reason="not compiled for Hopper"),
+    *ON_HOPPER,
     pytest.mark.usefixtures("unplanned"),
 ]
 

@@ -1,7 +1,7 @@
 """Plant realistic bugs in the kernels, one at a time, and check that the tests fail.
 
     python scripts/mutate.py [--jobs N] [--only NAME ...] [--out FILE.json [--add]]
-    python scripts/mutate.py --ampere   the same for the kernels for mma.sync, from their PTX
+    python scripts/mutate.py --ampere   the same for those for mma.sync and preparation, from PTX
     python scripts/mutate.py --hopper   the same for the kernels for Hopper, on such a GPU
     python scripts/mutate.py --show     print the recorded bugs and the first test that failed
 
@@ -523,8 +523,8 @@ BUGS = (
     Bug(
         "norms of V without its first block of keys",
         "operands/key_bounds.py",
-        "for index in range(first_block, blocks, _BLOCKS_AT_ONCE):",
-        "for index in range(first_block + 1, blocks, _BLOCKS_AT_ONCE):",
+        "for index in range(first_block, blocks, BLOCKS_AT_ONCE):",
+        "for index in range(first_block + 1, blocks, BLOCKS_AT_ONCE):",
     ),
     # windows, padding, sinks and softcaps
     Bug(
@@ -903,10 +903,11 @@ def bugs_of(name: str, test_file: str) -> tuple[Bug, ...]:
     return tuple(Bug(**fields, test_file=test_file) for fields in tomllib.loads(text)["bug"])
 
 
-_OF_AMPERE, _OF_HOPPER, _OF_CODES, _OF_FORWARD_CODES, _OF_OPERANDS = (
+_OF_AMPERE, _OF_PREPARATION, _OF_HOPPER, _OF_CODES, _OF_FORWARD_CODES, _OF_OPERANDS = (
     f"tests/sagesim_kernels/{name}.py"
     for name in (
         "ampere/test_on_cpu",
+        "preparation/test_one_pass",
         "hopper/test_in_16_bit",
         "hopper/test_codes",
         "hopper/test_forward_codes",
@@ -914,8 +915,12 @@ _OF_AMPERE, _OF_HOPPER, _OF_CODES, _OF_FORWARD_CODES, _OF_OPERANDS = (
     )
 )
 
-AMPERE_BUGS = bugs_of("ampere_bugs.toml", _OF_AMPERE)
-"""Bugs of the kernels for mma.sync, which tests run on the CPU."""
+AMPERE_BUGS = (
+    *bugs_of("ampere_bugs.toml", _OF_AMPERE),
+    *bugs_of("preparation_bugs.toml", _OF_PREPARATION),
+)
+"""Bugs of the kernels for mma.sync, and of those that prepare operands for them and for Hopper's.
+Tests run them on the CPU."""
 
 HOPPER_BUGS = (
     *bugs_of("hopper_bugs.toml", _OF_HOPPER),

@@ -14,17 +14,42 @@ from sagesim_kernels.bench import model_tables
 
 def forward_preparation() -> Markdown:
     """The kernel that prepares a forward, block by block and several blocks at once."""
-    record = data("launch_variants")["forward_preparation"]
+    return _by_variant("forward_preparation", {"us": "Q and K", "k_us": "K alone"})
+
+
+def queries() -> Markdown:
+    """Variants of the kernel that prepares queries, with the whole backward."""
+    return _by_variant("queries", {"us": "kernel", "backward_us": "backward"}, are_rows=True)
+
+
+def keys() -> Markdown:
+    """Variants of the kernel that prepares keys, with the whole backward."""
+    return _by_variant("keys", {"us": "kernel", "backward_us": "backward"}, are_rows=True)
+
+
+def divided_sums() -> Markdown:
+    """The kernel that divides the sums of K, with the whole forward."""
+    return _by_variant("divided_sums", {"us": "kernel", "forward_us": "forward"})
+
+
+def _by_variant(name: str, times: dict[str, str], *, are_rows: bool = False) -> Markdown:
+    """Times of a kernel's variants, in microseconds.
+
+    times: names of numbers in the record, and what they are. are_rows: a row for each variant, and
+    not for each call.
+    """
+    record = data("launch_variants")[name]
+    first, second = ("variant", "case") if are_rows else ("case", "variant")
     rows = [
-        {"call": row["case"], "what": f"{what}, {row['variant']}, us", "us": row[key]}
-        for key, what in (("us", "Q and K"), ("k_us", "K alone"))
+        {"row": row[first], "column": f"{what}, {row[second]}, us", "us": row[key]}
+        for key, what in times.items()
         for row in record["rows"]
     ]
     text = pivot(
-        "call",
+        "variant" if are_rows else "call",
         rows,
-        lambda row: row["call"],
-        lambda row: row["what"],
+        lambda row: row["row"],
+        lambda row: row["column"],
         lambda row: f"{row['us']:.1f}",
     )
     return sourced(text, record["about"], machine=record["machine"])

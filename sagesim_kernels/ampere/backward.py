@@ -38,8 +38,8 @@ from sagesim_kernels.preparation import (
     compute_query_rows,
     has_one_pass,
     prepare_backward,
-    prepare_backward_in_one_pass,
 )
+from sagesim_kernels.preparation.one_pass import prepare_backward_in_one_pass
 from sagesim_kernels.target import block_shared_memory
 
 _FOR_TWO: Final = 2 * 64 * 1024

@@ -38,7 +38,7 @@ from sagesim_kernels.operands import (
     finish_dq,
     padded,
 )
-from sagesim_kernels.preparation import prepare_backward_in_one_pass
+from sagesim_kernels.preparation.one_pass import prepare_backward_in_one_pass
 from sagesim_kernels.target import multiprocessor_count
 
 _BLOCK_Q: Final = BLOCK_Q.value

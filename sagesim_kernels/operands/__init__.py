@@ -13,6 +13,7 @@ from sagesim_kernels.operands.dq_sums import (
     DqSums,
     add_part,
     channels_at_once,
+    clear_sums,
     finish_dq,
     inverse_of,
     inverse_units,
@@ -43,10 +44,14 @@ from sagesim_kernels.operands.kernel_problem import (
     padded,
 )
 from sagesim_kernels.operands.key_bounds import (
+    BLOCKS_AT_ONCE,
+    KEYS_AT_ONCE,
     KeyBounds,
     attended_bounds,
     compute_key_bounds,
     norms_of,
+    norms_of_squares,
+    squares_of,
     store_bounds,
 )
 from sagesim_kernels.operands.layout import (
@@ -56,6 +61,7 @@ from sagesim_kernels.operands.layout import (
     Rows,
     Strided,
     TokenBlocks,
+    channels_of_part,
     coordinates_of,
     head_ptr,
     length_of,
@@ -184,6 +190,7 @@ from sagesim_kernels.operands.softcap import Softcap, load_shift, tanh
 from sagesim_kernels.operands.splits import Splits, query_heads_per_program
 
 __all__ = [
+    "BLOCKS_AT_ONCE",
     "CODE_UNIT",
     "DTYPES",
     "E4M3",
@@ -191,6 +198,7 @@ __all__ = [
     "FP8",
     "INT8",
     "IN_REGISTERS",
+    "KEYS_AT_ONCE",
     "LAUNCH",
     "LOG2_127",
     "LOG2_E",
@@ -236,8 +244,10 @@ __all__ = [
     "attends_in",
     "causal_offset",
     "channels_at_once",
+    "channels_of_part",
     "choose_backward_heads",
     "choose_forward_heads",
+    "clear_sums",
     "code_max",
     "code_product",
     "compute_delta_from_o",
@@ -297,6 +307,7 @@ __all__ = [
     "nearest_code",
     "next_level",
     "norms_of",
+    "norms_of_squares",
     "ordered_coordinates",
     "padded",
     "part_columns",
@@ -323,6 +334,7 @@ __all__ = [
     "sink_gradient",
     "sink_logits",
     "sink_probabilities",
+    "squares_of",
     "start_of",
     "start_sums",
     "steps_of_key_tiles",

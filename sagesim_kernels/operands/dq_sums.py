@@ -166,13 +166,22 @@ def channels_at_once(d: int, d_pad: int) -> int:
 def start_sums(dq_sums, at, unit, sizes):
     """Set the sums of a block of queries to 0, and store its units. at: as for `inverse_units`."""
     tl.store(dq_sums.unit + at + tl.arange(0, sizes.BLOCK_Q), unit)
+    clear_sums(dq_sums, at, tl.arange(0, sizes.BLOCK_Q * sizes.D_PAD), sizes)
+
+
+@triton.jit
+def clear_sums(dq_sums, at, places, sizes):
+    """Set some sums of a block of queries to 0.
+
+    at: as for `inverse_units`. places: of these sums in the memory of the block. In Gluon they have
+    a layout.
+    """
     SUMMED: tl.constexpr = sizes.BLOCK_Q * summed_channels(sizes.D, sizes.D_PAD)
-    place = tl.arange(0, sizes.BLOCK_Q * sizes.D_PAD)
-    ptrs = dq_sums.sums + at * sizes.D_PAD + place
+    ptrs = dq_sums.sums + at * sizes.D_PAD + places
     if dq_sums.ORDER == BY_TMA and SUMMED < sizes.BLOCK_Q * sizes.D_PAD:
-        tl.store(ptrs, tl.zeros_like(place), mask=place < SUMMED)
+        tl.store(ptrs, places * 0, mask=places < SUMMED)
     else:
-        tl.store(ptrs, tl.zeros_like(place))
+        tl.store(ptrs, places * 0)
 
 
 @triton.jit

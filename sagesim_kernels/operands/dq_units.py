@@ -17,6 +17,8 @@ from sagesim_kernels.operands.delta import load_rows
 from sagesim_kernels.operands.dq_sums import DqSums, start_sums
 from sagesim_kernels.operands.kernel_problem import KernelProblem, KernelSizes
 from sagesim_kernels.operands.key_bounds import (
+    BLOCKS_AT_ONCE,
+    KEYS_AT_ONCE,
     attended_bounds,
     compute_key_bounds,
     token_norms,
@@ -94,17 +96,20 @@ def row_units(
         do, do_base, do_scales, first, sizes.BLOCK_Q, n_q, sizes.DV_PAD, first_live, has_keys
     )
     queries = first + tl.arange(0, sizes.BLOCK_Q)
-    attended = attended_bounds(bounds, lengths, b, h // sizes.GROUPS, first, queries, sizes)
+    attended = attended_bounds(
+        bounds, lengths, b, h // sizes.GROUPS, first, first, queries,
+        tl.arange(0, BLOCKS_AT_ONCE), tl.arange(0, KEYS_AT_ONCE), sizes,
+    )  # fmt: skip
     return units_of(
-        q, do_norm, bounds, attended, p_sums, lengths, b, h, first, row_lse2, row_delta, scale_log2,
-        growths, sizes, ds_bound,
+        q, do_norm, bounds, attended, p_sums, lengths, b, h, first, queries, row_lse2, row_delta,
+        scale_log2, growths, sizes, ds_bound,
     )  # fmt: skip
 
 
 @triton.jit
 def units_of(
-    q, do_norm, bounds, attended, p_sums, lengths, b, h, first, row_lse2, row_delta, scale_log2,
-    growths, sizes, ds_bound=None,
+    q, do_norm, bounds, attended, p_sums, lengths, b, h, first, queries, row_lse2, row_delta,
+    scale_log2, growths, sizes, ds_bound=None,
 ):  # fmt: skip
     """Return what `row_units` does.
 
@@ -114,7 +119,6 @@ def units_of(
     v_bits, k_bits, k_norm_bits, any_k_bits = attended
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first_live, _ = live_queries(lengths, b)
-    queries = first + tl.arange(0, sizes.BLOCK_Q)
     has_keys = row_lse2 != float("inf")
     # Row sums of P. S and lse2 are rounded; sums of codes are exact, so that S is at most lse2.
     off = tl.where(has_keys, tl.abs(row_lse2), 0.0) * 2.0**-21

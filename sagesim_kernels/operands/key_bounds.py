@@ -45,10 +45,10 @@ from sagesim_kernels.operands.operand import (
 )
 from sagesim_kernels.operands.rounding import LAUNCH, largest, magnitude
 
-_BLOCKS_AT_ONCE = tl.constexpr(128)
+BLOCKS_AT_ONCE = tl.constexpr(128)
 """Key blocks whose bounds a program reads in one step."""
 
-_KEYS_AT_ONCE = tl.constexpr(32)
+KEYS_AT_ONCE = tl.constexpr(32)
 """Keys whose bounds a program reads in one step, if some queries attend to them and some do not."""
 
 _FRACTION = tl.constexpr(2.0**-8)
@@ -100,16 +100,23 @@ def token_norms(
 @triton.jit
 def norms_of(parts):
     """Return 2^-8 times the norms of float32 tokens in parts; no finite one overflows."""
-    squares = _squares_of(parts[0])
+    squares = squares_of(parts[0])
     for j in tl.static_range(1, len(parts)):
-        squares += _squares_of(parts[j])
+        squares += squares_of(parts[j])
+    return norms_of_squares(squares)
+
+
+@triton.jit
+def norms_of_squares(squares):
+    """Return 2^-8 times the root of sums of squares, float64, as float32."""
     return (tl.sqrt(squares) * _FRACTION).to(tl.float32)
 
 
 @triton.jit
-def _squares_of(tokens):
+def squares_of(tokens):
+    """Return the sum of the squares of each token, over the last axis, float64."""
     tokens = tokens.to(tl.float64)
-    return tl.sum(tokens * tokens, 1)
+    return tl.sum(tokens * tokens, len(tokens.shape) - 1)
 
 
 @triton.jit
@@ -178,28 +185,36 @@ def _with_keys(found, of_keys, at, visible):
 
 
 @triton.jit
-def attended_bounds(bounds, lengths, b, k_head, first, queries, sizes):
+def attended_bounds(
+    bounds, lengths, b, k_head, block, first, queries, local_blocks, local_keys, sizes
+):
     """Return the largest `KeyBounds` of the keys that each query attends to, int32 [queries].
 
-    v_norm, k_amax and k_norm, and last the largest k_amax of all tiles of keys that some of the
-    queries attend to.
+    v_norm, k_amax and k_norm, and last the largest k_amax of all tiles of keys that some queries of
+    the block attend to.
+
+    Args:
+        block: the first query of a block of BLOCK_Q.
+        first, queries: the first of some consecutive queries of the block, and all of them.
+        local_blocks, local_keys: the integers from 0 to `BLOCKS_AT_ONCE` and to `KEYS_AT_ONCE`. In
+            Gluon they have layouts, and so have the queries.
     """
+    ROWS: tl.constexpr = queries.shape[0]
     n_k, offset = live_keys(lengths, b), causal_offset(lengths, b)
-    begin, whole_begin, whole_end, end = key_loops(
-        lengths, b, first, sizes.BLOCK_Q, sizes.BLOCK_K, n_k, offset
+    begin, _, _, end = key_loops(lengths, b, block, sizes.BLOCK_Q, sizes.BLOCK_K, n_k, offset)
+    row_begin, whole_begin, whole_end, row_end = key_loops(
+        lengths, b, first, ROWS, sizes.BLOCK_K, n_k, offset
     )
     at = k_head.to(tl.int64) * bounds.tokens + stored_start_of(lengths.cu_k, lengths.n_k, b)
-    any_amax = tl.zeros((_BLOCKS_AT_ONCE,), tl.int32)
-    block_v_norm = tl.zeros((_BLOCKS_AT_ONCE,), tl.int32)
-    block_k_amax = tl.zeros((_BLOCKS_AT_ONCE,), tl.int32)
-    block_k_norm = tl.zeros((_BLOCKS_AT_ONCE,), tl.int32)
+    any_amax = local_blocks * 0
+    block_v_norm, block_k_amax, block_k_norm = any_amax, any_amax, any_amax
     length = length_of(lengths.cu_k, lengths.n_k, b)
     blocks = tl.cdiv(tl.minimum(tl.cdiv(end, bounds.TILE) * bounds.TILE, length), sizes.BLOCK_K)
     first_block = begin // sizes.BLOCK_K
     if lengths.left is not None:
         first_block = begin // bounds.TILE * (bounds.TILE // sizes.BLOCK_K)
-    for index in range(first_block, blocks, _BLOCKS_AT_ONCE):
-        local = index + tl.arange(0, _BLOCKS_AT_ONCE)
+    for index in range(first_block, blocks, BLOCKS_AT_ONCE):
+        local = index + local_blocks
         place, whole = at // sizes.BLOCK_K + local, local < whole_end // sizes.BLOCK_K
         if lengths.left is not None:
             whole = whole & (local >= whole_begin // sizes.BLOCK_K)
@@ -208,12 +223,15 @@ def attended_bounds(bounds, lengths, b, k_head, first, queries, sizes):
         block_k_amax = _with_blocks(block_k_amax, bounds.block_k_amax, place, whole)
         if bounds.k_norm is not None:
             block_k_norm = _with_blocks(block_k_norm, bounds.block_k_norm, place, whole)
-    v_norm = tl.zeros((sizes.BLOCK_Q,), tl.int32) + largest(block_v_norm, 0)
-    k_amax = tl.zeros((sizes.BLOCK_Q,), tl.int32) + largest(block_k_amax, 0)
-    k_norm = tl.zeros((sizes.BLOCK_Q,), tl.int32) + largest(block_k_norm, 0)
+    v_norm = queries * 0 + largest(block_v_norm, 0)
+    k_amax = queries * 0 + largest(block_k_amax, 0)
+    k_norm = queries * 0 + largest(block_k_norm, 0)
     for PART in tl.static_range(1 if lengths.left is None else 2):
-        for key in range(begin if PART else whole_end, whole_begin if PART else end, _KEYS_AT_ONCE):
-            keys = key + tl.arange(0, _KEYS_AT_ONCE)
+        part_begin, part_end = whole_end, row_end
+        if PART:
+            part_begin, part_end = row_begin, whole_begin
+        for key in range(part_begin, part_end, KEYS_AT_ONCE):
+            keys = key + local_keys
             visible = attends_in(lengths, b, queries[:, None], keys[None, :], n_k, offset)
             v_norm = _with_keys(v_norm, bounds.v_norm, at + keys, visible)
             k_amax = _with_keys(k_amax, bounds.k_amax, at + keys, visible)

@@ -120,7 +120,7 @@ def part_count(channels) -> Any:
 
 
 @triton.constexpr_function
-def _channels_of_part(channels, tile, i) -> Any:
+def channels_of_part(channels, tile, i) -> Any:
     """Return the first channel of part i, and how many it has."""
     if part_count(channels) == 1:
         return 0, tile
@@ -136,7 +136,7 @@ def part_columns(blocks, i: tl.constexpr):
     of 128 spends almost half of its instructions on padding. So it holds such tokens in two
     tensors, of 64 and 16 channels. A single tensor takes less time if its padding is at most 3/8.
     """
-    bounds: tl.constexpr = _channels_of_part(blocks.D, blocks.D_PAD, i)
+    bounds: tl.constexpr = channels_of_part(blocks.D, blocks.D_PAD, i)
     return bounds[0] + tl.arange(0, bounds[1])
 
 

@@ -48,8 +48,14 @@ _WARPS: Final = 2
 _VECTORS: Final = _WARPS * 32 * 8
 """Elements in 16 bit that the threads of such a program load at once, 16 bytes each."""
 
-_CHUNKS_AT_ONCE: Final = 64
-"""Chunks whose sums a program adds in one step: the time of a step is that of one load."""
+_CHUNKS_AT_ONCE: Final = 256
+"""Chunks whose sums a program adds in one step, at most: a step takes as long as one load."""
+
+_SUMS_AT_ONCE: Final = 4096
+"""Sums that a program loads in one step; with many chunks, it has few channels."""
+
+_FEWEST_CHANNELS: Final = 16
+"""Of such a program: a whole cache line."""
 
 
 class Means(NamedTuple):
@@ -223,22 +229,26 @@ def sum_chunks_kernel(grid, x, sums, stored_chunks, lengths, blocks, STEP: tl.co
 
 @triton.jit
 def divide_sums_kernel(
-    grid, sums, stored_chunks, means, lengths, chunks, blocks, AT_ONCE: tl.constexpr
-):
+    grid, sums, stored_chunks, means, lengths, chunks, blocks, AT_ONCE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
     """Divide the sums of `chunks` chunks by their tokens, float32 [sequences, heads, means, D].
 
-    AT_ONCE: chunks that are loaded in one step.
+    grid: its tiles are parts of means. AT_ONCE: chunks that are loaded in one step. CHANNELS: of a
+    part.
     """
     wait_for_earlier_kernels()
-    mean, h, b = program_coordinates(grid)
+    PARTS: tl.constexpr = blocks.D_PAD // CHANNELS
+    tile, h, b = program_coordinates(grid)
+    mean = tile // PARTS
     if blocks.IS_KEY:
         cu, n = lengths.cu_k, lengths.n_k
     else:
         cu, n = lengths.cu_q, lengths.n_q
     first, last = _live(lengths, b, blocks.IS_KEY)
-    column = tl.arange(0, blocks.D_PAD)
+    column = tile % PARTS * CHANNELS + tl.arange(0, CHANNELS)
     stored = h.to(tl.int64) * stored_chunks + stored_start_of(cu, n, b) // blocks.BLOCK
-    total = tl.zeros((blocks.D_PAD,), tl.float64)
+    total = tl.zeros((CHANNELS,), tl.float64)
     start = mean * chunks * blocks.BLOCK
     tokens = tl.minimum(start + chunks * blocks.BLOCK, last) - tl.maximum(start, first)
     if lengths.key_mask is not None:
@@ -254,7 +264,7 @@ def divide_sums_kernel(
             live = _is_live(lengths, b, row, first, last, blocks.IS_KEY)
             tokens += tl.sum((live & (row < end * blocks.BLOCK)).to(tl.int32), 0)
     result = (total / tl.maximum(tokens, 1).to(tl.float64)).to(tl.float32)
-    out = (b.to(tl.int64) * grid.heads + h) * grid.tiles + mean
+    out = (b.to(tl.int64) * grid.heads + h) * (grid.tiles // PARTS) + mean
     tl.store(means + out * blocks.D + column, result, mask=column < blocks.D)
 
 
@@ -297,7 +307,9 @@ def _compute_means(
         num_warps=_WARPS,
         **LAUNCH,
     )
-    grid = Grid(means, heads, problem.sequences)
+    at_once = min(_CHUNKS_AT_ONCE, triton.next_power_of_2(chunks // means))
+    channels = min(max(_SUMS_AT_ONCE // at_once, _FEWEST_CHANNELS), d_pad)
+    grid = Grid(means * (d_pad // channels), heads, problem.sequences)
     launch(
         divide_sums_kernel,
         grid.programs,
@@ -308,7 +320,8 @@ def _compute_means(
         lengths,
         chunks // means,
         blocks,
-        min(_CHUNKS_AT_ONCE, triton.next_power_of_2(chunks // means)),
+        at_once,
+        channels,
         num_warps=8,
         **LAUNCH,
     )

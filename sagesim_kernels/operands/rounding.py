@@ -99,8 +99,8 @@ def row_sums(x):
 
 @triton.jit
 def row_sums64(x):
-    """Return the sum of each row of x [m, n], float64."""
-    return tl.sum(x.to(tl.float64), 1)
+    """Return the sum of each row of x, float64: over the last axis."""
+    return tl.sum(x.to(tl.float64), len(x.shape) - 1)
 
 
 @triton.jit

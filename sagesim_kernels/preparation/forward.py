@@ -20,9 +20,11 @@ from sagesim_kernels.operands import (
     Rounding,
     Strided,
     TokenTensor,
+    channels_of_part,
     padded,
 )
-from sagesim_kernels.preparation.forward_kernel import Tile, prepare_forward_kernel
+from sagesim_kernels.preparation.forward_kernel import prepare_forward_kernel
+from sagesim_kernels.preparation.tiles import Tile
 from sagesim_kernels.target import multiprocessor_count
 
 _MOST_BYTES: Final = 128 * 1024
@@ -36,6 +38,9 @@ _QUERIES: Final = 64
 
 _ELEMENTS_OF_A_WARP: Final = 2048
 """Elements of Q or K that a warp holds at once, 64 in each thread."""
+
+_VECTOR: Final = 16
+"""Bytes that a thread loads at once."""
 
 _WARPS: Final = {False: 8, True: 4}
 """Of a program, at most; by whether there are two or more heads of K for each multiprocessor.
@@ -53,9 +58,7 @@ def prepare_forward(problem: KernelProblem, *others: str, stored: bool) -> Opera
     """
     spec, sequences = problem.spec, problem.sequences
     heads, d = problem.k.shape[1], problem.k.shape[3]
-    blocks = triton.next_power_of_2(-(-problem.longest_k // spec.block_k))
-    block = spec.block_k * padded(d)
-    is_long = blocks * block * problem.k.element_size() > _MOST_BYTES
+    is_long = problem.longest_k * d * problem.k.element_size() > _MOST_BYTES
     if not spec.smoothing.k or is_long or padded(d) > _MOST_CHANNELS:
         operands = OperandCache(problem, stored=stored)
         operands.quantize("qk", *others)
@@ -64,7 +67,9 @@ def prepare_forward(problem: KernelProblem, *others: str, stored: bool) -> Opera
     operands = OperandCache(problem, k_mean=mean, stored=stored)
     (q8, q), (k8, k) = (operands.reserve("qk", x) for x in ("q", "k"))
     many = heads * sequences >= 2 * multiprocessor_count()
-    warps = min(max(blocks * block // _ELEMENTS_OF_A_WARP, 4), _WARPS[many])
+    blocks = triton.next_power_of_2(-(-problem.longest_k // spec.block_k))
+    elements = blocks * spec.block_k * channels_of_part(d, padded(d), 0)[1]
+    warps = min(max(elements // _ELEMENTS_OF_A_WARP, 4), _WARPS[many])
     q_tile = _tile(q, _QUERIES, warps)
     k_tile = _tile(k, spec.block_k, warps)
     q_grid = Grid(-(-problem.longest_q // (q_tile.BLOCKS * _QUERIES)), q.x.shape[1], sequences)
@@ -93,10 +98,13 @@ def prepare_forward(problem: KernelProblem, *others: str, stored: bool) -> Opera
 
 
 def _tile(source: TokenTensor, block: int, warps: int) -> Tile:
-    """Return a tile of blocks of tokens that these warps can hold at once."""
-    channels = padded(source.x.shape[3])
+    """Return a tile of blocks of tokens that these warps can hold at once, of the first part."""
+    d = source.x.shape[3]
+    part = channels_of_part(d, padded(d), 0)
+    channels = part[1]
     blocks = min(
         warps * _ELEMENTS_OF_A_WARP // (block * channels),
         triton.next_power_of_2(-(-source.longest // block)),
     )
-    return Tile.of(max(blocks, 1), block, channels, source.x.element_size(), warps)
+    across = channels * source.x.element_size() // _VECTOR
+    return Tile.of(max(blocks, 1), block, part, across, warps)

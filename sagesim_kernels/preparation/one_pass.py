@@ -11,15 +11,13 @@ units of dQ, and sets the sums of dQ to 0.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim.spec import AttentionSpec, Delta, Granularity, Precision
-from sagesim_kernels.launching import launch, wait_for_earlier_kernels
+from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
     DTYPES,
     LAUNCH,
@@ -35,157 +33,25 @@ from sagesim_kernels.operands import (
     Rows,
     RowStatistics,
     Strided,
-    TokenBlocks,
-    attended_bounds,
-    length_of,
-    load_parts,
-    load_rows,
-    magnitude,
-    norms_of,
+    channels_of_part,
     padded,
-    part_count,
-    program_coordinates,
-    reversed_coordinates,
-    row_maxima,
-    row_sums64,
-    store_block,
-    store_bounds,
-    store_rows,
-    stored_start_of,
-    subtract_lse_gradient,
-    units_of,
 )
-from sagesim_kernels.preparation.query_rows import start_rows
+from sagesim_kernels.preparation.keys_kernel import prepare_keys_kernel
+from sagesim_kernels.preparation.queries_kernel import prepare_queries_kernel
+from sagesim_kernels.preparation.tiles import Tile
 
 _TYPES: Final = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
-_CHANNELS_OF_A_WARP: Final = 16
-"""Channels for each warp of a program that holds one block, of a tile of 64 or 128 channels. A tile
-in two tensors counts as one of 64."""
+_CHANNELS_OF_A_THREAD: Final = 16
+"""Of each token that the thread holds."""
 
-_REGISTERS_KEYS: Final = 80
-_REGISTERS_QUERIES: Final = {4: 80, 8: 64}
-"""At most so many for a thread of a program that holds one block; for queries by the warps of the
-program. With more, fewer programs run on a multiprocessor at a time."""
+_KEYS_OF_A_WARP: Final = 1024
+_QUERIES_OF_A_WARP: Final = 512
+"""Elements of each tensor that a warp holds at once. Of three tensors it holds fewer: threads would
+have so many registers that fewer loads are in flight."""
 
-_REGISTERS_IN_PARTS: Final = 96
-"""The same if a tile is in two tensors: with 80, more of them are spilled."""
-
-
-@lru_cache(maxsize=256)
-def has_one_pass(spec: AttentionSpec) -> bool:
-    """Return whether `prepare_backward_in_one_pass` prepares the backward of a spec.
-
-    QK is in INT8, its scales of K are of blocks, and all else is in one 16-bit format. The backward
-    recomputes the forward's S: otherwise the units of dQ need the row sums of P. The caller checks
-    the blocks, the head sizes and that there is no softcap.
-    """
-    (sixteen, *others) = {spec.site(site).precision for site in ("dv", "dp", "dq", "dk")}
-    return (
-        spec.qk == spec.qk_recompute
-        and spec.qk.precision is Precision.INT8
-        and spec.qk.rhs is Granularity.PerBlock
-        and sixteen in DTYPES
-        and not others
-        and not spec.smoothing.q
-        and spec.delta is Delta.FROM_O
-    )
-
-
-class _Threads(NamedTuple):
-    """The threads of a program that holds one block of tokens."""
-
-    warps: int
-    registers_keys: int  #: at most, for a thread of a program for keys
-    registers_queries: int
-
-    @classmethod
-    def of(cls, *head_sizes: int) -> _Threads:
-        """For a block of each of these head sizes."""
-        is_in_parts = any(part_count(d) > 1 for d in head_sizes)
-        channels = max(padded(d) if part_count(d) == 1 else 64 for d in head_sizes)
-        warps = channels // _CHANNELS_OF_A_WARP
-        if is_in_parts and warps == 4:
-            return cls(warps, _REGISTERS_IN_PARTS, _REGISTERS_IN_PARTS)
-        return cls(warps, _REGISTERS_KEYS, _REGISTERS_QUERIES[warps])
-
-
-@triton.jit
-def prepare_keys_kernel(
-    grid, k, v, mean, k8, bounds, rounding, lengths, k_blocks, v_blocks, TYPE: tl.constexpr
-):
-    """Round a block of K, minus its mean, to codes, and compute the `KeyBounds` of the block.
-
-    k, v: `Strided`. mean: `Means` of K, or None. k8: `Operand` of qk_recompute. k_blocks, v_blocks:
-    `TokenBlocks` of the spec. TYPE: the 16-bit type of the other products.
-    """
-    wait_for_earlier_kernels()
-    i, h, b = program_coordinates(grid)
-    first = i * k_blocks.BLOCK
-    if first >= length_of(lengths.cu_k, lengths.n_k, b):
-        return
-    k_tokens = load_parts(k, mean, lengths, i, first, k_blocks.BLOCK, h, b, k_blocks)
-    v_tokens = load_parts(v, None, lengths, i, first, v_blocks.BLOCK, h, b, v_blocks)
-    at = h.to(tl.int64) * bounds.tokens + stored_start_of(lengths.cu_k, lengths.n_k, b) + first
-    k_amax = row_maxima(_rounded(k_tokens, TYPE))
-    v_norm = magnitude(norms_of(_rounded(v_tokens, TYPE)))
-    store_block(k8, k_tokens, rounding, lengths, i, h, b, k_blocks)
-    store_bounds(bounds.k_amax, bounds.block_k_amax, at, k_amax, k_blocks.BLOCK)
-    store_bounds(bounds.v_norm, bounds.block_v_norm, at, v_norm, k_blocks.BLOCK)
-
-
-@triton.jit
-def _rounded(parts, TYPE: tl.constexpr):
-    """Return parts rounded to TYPE, float32."""
-    found = ()
-    for j in tl.static_range(len(parts)):
-        found += (parts[j].to(TYPE).to(tl.float32),)
-    return found
-
-
-@triton.jit
-def prepare_queries_kernel(
-    grid, q, o, do, q8, bounds, rounding, lse2, d_lse, delta, row_stats, dq_sums, lengths,
-    scale_log2, growths, q_blocks, o_blocks, sizes, TYPE: tl.constexpr,
-):  # fmt: skip
-    """Round a block of Q to codes, compute delta, units and row statistics, and clear its sums.
-
-    Queries behind the last one of a sequence get statistics that make P 0.
-
-    q, o, do: `Strided`. q8: `Operand` of qk_recompute. bounds: `KeyBounds`. lse2, d_lse, delta:
-    `Rows`. row_stats: see `start_rows`. dq_sums: `DqSums`. growths: `Growths`.
-    q_blocks, o_blocks: `TokenBlocks` of the spec. TYPE: the 16-bit type of dp.
-    """
-    wait_for_earlier_kernels()
-    i, h, b = reversed_coordinates(grid)
-    n_q = length_of(lengths.cu_q, lengths.n_q, b)
-    first = i * sizes.BLOCK_Q
-    if first >= n_q:
-        return
-    local = tl.arange(0, sizes.BLOCK_Q)
-    row = first + local
-    row_lse2 = load_rows(lse2, lengths.cu_q, b, h, row, n_q, float("inf"))
-    attended = attended_bounds(bounds, lengths, b, h // sizes.GROUPS, first, row, sizes)
-    do_parts = load_parts(do, None, lengths, i, first, sizes.BLOCK_Q, h, b, o_blocks)
-    o_parts = load_parts(o, None, lengths, i, first, sizes.BLOCK_Q, h, b, o_blocks)
-    row_delta = row_sums64(o_parts[0] * do_parts[0])
-    for part in tl.static_range(1, len(o_parts)):
-        row_delta += row_sums64(o_parts[part] * do_parts[part])
-    row_delta = row_delta.to(tl.float32)
-    row_delta = subtract_lse_gradient(row_delta, d_lse, lengths, b, h, row, n_q, row_lse2)
-    do_norm = norms_of(_rounded(do_parts, TYPE))
-    do_norm = tl.where(row_lse2 != float("inf"), do_norm, 0.0)
-    unit = units_of(
-        None, do_norm, bounds, attended, None, lengths, b, h, first, row_lse2, row_delta,
-        scale_log2, growths, sizes,
-    )  # fmt: skip
-    # All stores follow all loads, which could not be moved up past a store.
-    q_parts = load_parts(q, None, lengths, i, first, sizes.BLOCK_Q, h, b, q_blocks)
-    q_scale = store_block(q8, q_parts, rounding, lengths, i, h, b, q_blocks)
-    at = h.to(tl.int64) * dq_sums.tokens + stored_start_of(lengths.cu_q, lengths.n_q, b) + first
-    store_rows(delta, lengths.cu_q, b, h, row, n_q, row_delta)
-    tl.store(row_stats + at * 4 + local[:, None], q_scale * scale_log2)
-    start_rows(dq_sums, row_stats, at, unit, row_lse2, row_delta, sizes)
+_MOST_WARPS: Final = 16
+"""Of a program."""
 
 
 def prepare_backward_in_one_pass(
@@ -210,9 +76,9 @@ def prepare_backward_in_one_pass(
     dtype: tl.constexpr = tl.constexpr(_TYPES[DTYPES[spec.dp.precision]])
     (q8, q), (k8, k) = (operands.reserve("qk_recompute", x) for x in ("q", "k"))
     d, d_v = k.x.shape[3], problem.v.shape[3]
-    threads = _Threads.of(d, d_v)
     block_q, block_k = spec.block_q, spec.block_k
     bounds = KeyBounds.empty(problem, tile)
+    k_tile, v_tile, warps = _tiles(block_k, d, d_v, _KEYS_OF_A_WARP)
     grid = Grid(-(-problem.longest_k // block_k), k.x.shape[1], problem.sequences)
     launch(
         prepare_keys_kernel,
@@ -225,14 +91,16 @@ def prepare_backward_in_one_pass(
         bounds,
         Rounding.of(spec, "k", matmul.precision),
         lengths,
-        TokenBlocks.of(True, d, padded(d), block_k),
-        TokenBlocks.of(True, d_v, padded(d_v), block_k),
+        KernelSizes.of(problem, block_k),
         dtype,
-        num_warps=threads.warps,
-        maxnreg=threads.registers_keys,
+        k_tile,
+        v_tile,
+        num_warps=warps,
         **LAUNCH,
     )
-    grid = Grid(-(-problem.longest_q // block_q), q.x.shape[1], problem.sequences)
+    q_tile, o_tile, warps = _tiles(q8.TOKENS.value, d, d_v, _QUERIES_OF_A_WARP)
+    tiles = -(-problem.longest_q // block_q) * (block_q // q_tile.TOKENS)
+    grid = Grid(tiles, q.x.shape[1], problem.sequences)
     launch(
         prepare_queries_kernel,
         grid.programs,
@@ -251,11 +119,28 @@ def prepare_backward_in_one_pass(
         lengths,
         problem.scale * LOG2_E,
         Growths.of(spec),
-        TokenBlocks.of(False, d, padded(d), block_q),
-        TokenBlocks.of(False, d_v, padded(d_v), block_q),
         KernelSizes.of(problem, block_q),
         dtype,
-        num_warps=threads.warps,
-        maxnreg=threads.registers_queries,
+        q_tile,
+        o_tile,
+        num_warps=warps,
         **LAUNCH,
     )
+
+
+@lru_cache(maxsize=64)
+def _tiles(tokens: int, d: int, d_v: int, elements: int) -> tuple[Tile, Tile, int]:
+    """Return tiles of tokens with d and with d_v channels, and the warps of a program for them.
+
+    tokens: that share a scale; a tile of tokens with a scale each has as many as a warp holds.
+    elements: of each tensor, that a warp holds.
+    """
+    parts = [channels_of_part(x, padded(x), 0) for x in (d, d_v)]
+    widest = max(channels for _, channels in parts)
+    across = widest // _CHANNELS_OF_A_THREAD
+    of_a_warp = elements // widest
+    if tokens == 1:
+        tokens = of_a_warp
+    warps = min(max(tokens // of_a_warp, 1), _MOST_WARPS)
+    first, second = (Tile.of(1, tokens, part, across, warps) for part in parts)
+    return first, second, warps

@@ -54,13 +54,21 @@ def start_rows(dq_sums, row_stats, at, unit, row_lse2, row_delta, sizes):
     logits, which the caller stores, -lse2, delta, and 1 / unit of dQ. dq_sums: `DqSums`, with or
     without memory. at: the first query in padded storage, over all heads.
     """
-    local = tl.arange(0, sizes.BLOCK_Q)
     if dq_sums.sums is not None:
         start_sums(dq_sums, at, unit, sizes)
-    stats = row_stats + at * 4 + local
-    tl.store(stats + sizes.BLOCK_Q, -upper_lse2(row_lse2))
-    tl.store(stats + 2 * sizes.BLOCK_Q, row_delta)
-    tl.store(stats + 3 * sizes.BLOCK_Q, inverse_of(unit))
+    stats = row_stats + at * 4 + tl.arange(0, sizes.BLOCK_Q)
+    store_row_statistics(stats, unit, row_lse2, row_delta, sizes.BLOCK_Q)
+
+
+@triton.jit
+def store_row_statistics(stats, unit, row_lse2, row_delta, BLOCK_Q: tl.constexpr):
+    """Store the row statistics of a block of queries but the first; see `start_rows`.
+
+    stats: pointers to the first one of each query.
+    """
+    tl.store(stats + BLOCK_Q, -upper_lse2(row_lse2))
+    tl.store(stats + 2 * BLOCK_Q, row_delta)
+    tl.store(stats + 3 * BLOCK_Q, inverse_of(unit))
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,6 +46,19 @@ class PreparedRun(NamedTuple):
 
     k_mean: Tensor
     q: Tensor  #: codes, in padded storage
+    q_scale: Tensor
+    k: Tensor
+    k_scale: Tensor
+
+
+class PreparedBackward(NamedTuple):
+    """What the preparation of a backward computed."""
+
+    delta: Tensor
+    unit: Tensor  #: in padded storage, as all that follow
+    sums: Tensor  #: of dQ
+    row_stats: Tensor
+    q: Tensor  #: codes
     q_scale: Tensor
     k: Tensor
     k_scale: Tensor
@@ -128,6 +142,36 @@ class PtxRunner:
         )
         return PreparedRun(**results)
 
+    def prepare_backward(
+        self,
+        tensors: dict[str, Tensor],
+        spec: AttentionSpec,
+        *,
+        scale: float,
+        is_causal: bool,
+        lower_right: bool,
+        window: tuple[int, int],
+        by_tma: bool,
+        capability: int = 80,
+    ) -> PreparedBackward:
+        """Run `prepare_backward_in_one_pass`; see `run` and `prepared_backward`.
+
+        tensors: o and lse2 as well, and k_mean if K is smoothed.
+        """
+        _, results = self._ask(
+            tensors,
+            spec,
+            job="prepare_backward",
+            scale=scale,
+            is_causal=is_causal,
+            lower_right=lower_right,
+            window=window,
+            capability=capability,
+            removes_barriers=False,
+            by_tma=by_tma,
+        )
+        return PreparedBackward(**results)
+
     def _ask(
         self, tensors: dict[str, Tensor], spec: AttentionSpec, **request: Any
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -156,6 +200,7 @@ def problem_of(
     is_causal: bool,
     lower_right: bool,
     window: tuple[int, int],
+    softcap: float | None = None,
 ) -> KernelProblem:
     """Return a problem; see `PtxRunner.run`. tensors: without do and d_lse."""
     from sagesim.problem import resolve_input16
@@ -176,7 +221,7 @@ def problem_of(
         is_causal=is_causal,
         lower_right=lower_right,
         packing=packing,
-        extras=Extras(window=window, **rest),
+        extras=Extras(window=window, softcap=softcap, **rest),
     )
 
 
@@ -203,6 +248,51 @@ def prepared(problem: KernelProblem) -> PreparedRun:
 
 def _prepare(request: dict[str, Any]) -> dict[str, Tensor]:
     return prepared(_problem(request, torch.load(request["arguments"])))._asdict()
+
+
+def prepared_backward(
+    problem: KernelProblem,
+    o: Tensor,
+    do: Tensor,
+    lse2: Tensor,
+    *,
+    k_mean: Tensor | None = None,
+    d_lse: Tensor | None = None,
+    by_tma: bool = True,
+    prepare: Callable[..., Any] | None = None,
+) -> PreparedBackward:
+    """Prepare a backward, in memory that was filled with -7.
+
+    lse2, d_lse: float32 [batch, heads, n_q]. k_mean: of K. by_tma: whether TMA adds the sums of dQ.
+    prepare: a function in place of `prepare_backward_in_one_pass`, with the same arguments.
+    """
+    from sagesim_kernels.operands import DqSums, OperandCache, Rows, RowStatistics, padded
+
+    if prepare is None:
+        from sagesim_kernels.preparation.one_pass import prepare_backward_in_one_pass as prepare
+    statistics = RowStatistics(Rows.of(lse2), Rows.of(torch.full_like(lse2, -7.0)))
+    channels = padded(problem.q.shape[3])
+    if by_tma:
+        sums = DqSums.by_tma(problem, channels)
+    else:
+        sums = DqSums.by_threads(problem, 64, channels, 4)
+    sums.sums.fill_(-7)
+    sums.unit.fill_(-7.0)
+    operands = OperandCache(problem, do, k_mean=k_mean)
+    row_stats = torch.full((lse2.shape[1] * sums.tokens * 4,), -7.0, device=lse2.device)
+    rows = None if d_lse is None else Rows.of(d_lse)
+    prepare(problem, operands, o, do, statistics, rows, sums, row_stats, tile=64)
+    q, k = (operands.get("qk_recompute", name) for name in ("q", "k"))
+    return PreparedBackward(
+        statistics.delta.ptr, sums.unit, sums.sums, row_stats, q.ptr, q.scale, k.ptr, k.scale
+    )
+
+
+def _prepare_backward(request: dict[str, Any]) -> dict[str, Tensor]:
+    tensors = torch.load(request["arguments"])
+    given = {name: tensors.pop(name, None) for name in ("o", "do", "lse2", "k_mean", "d_lse")}
+    problem = _problem(request, tensors)
+    return prepared_backward(problem, **given, by_tma=request["by_tma"])._asdict()
 
 
 def _run(request: dict[str, Any]) -> dict[str, Tensor]:
@@ -238,7 +328,7 @@ def main() -> None:
         launches.removes_barriers = request["removes_barriers"]
         launches.compile_for(request["capability"])
         try:
-            jobs = {"run": _run, "prepare": _prepare}
+            jobs = {"run": _run, "prepare": _prepare, "prepare_backward": _prepare_backward}
             torch.save(jobs[request["job"]](request), request["results"])
             fields = ("kernels", "config", "races")
             reply = {name: getattr(launches, name) for name in fields}

@@ -5,7 +5,6 @@ The expected means, codes and scales are those of the kernels for one job each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,25 +15,13 @@ from sagesim import AttentionSpec
 from sagesim_kernels.operands import KernelProblem, OperandCache
 from sagesim_kernels.ops import _resolve
 from tests.sagesim_kernels.layouts import stored_rows, viewed
+from tests.sagesim_kernels.preparation.on_the_cpu import on_the_cpu
 from tests.support.assertions import assert_bitwise
-from tests.support.kernels import DEVICE, IS_INTERPRETED
+from tests.support.kernels import DEVICE
 from tests.support.ptx_worker import PreparedRun, PtxRunner, prepared, problem_of
 
 N = 200
 """Tokens of some calls: three blocks and a part of one."""
-
-_ON_THE_CPU = (
-    pytest.mark.slow,
-    pytest.mark.skipif(not IS_INTERPRETED, reason="the expected results are interpreted"),
-    pytest.mark.xdist_group("compiled by the oldest Triton"),
-)
-
-
-def on_the_cpu(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that runs the kernel on the CPU, from its PTX."""
-    for mark in _ON_THE_CPU:
-        test = mark(test)
-    return test
 
 
 class Call(NamedTuple):

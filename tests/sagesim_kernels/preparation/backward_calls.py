@@ -21,6 +21,7 @@ from sagesim_kernels.operands import (
 )
 from sagesim_kernels.ops import _resolve
 from tests.sagesim_kernels.layouts import stored_rows, viewed
+from tests.sagesim_kernels.preparation.same_codes import assert_same_codes
 from tests.support.assertions import assert_bitwise
 from tests.support.kernels import DEVICE
 from tests.support.ptx_worker import PreparedBackward, problem_of
@@ -159,22 +160,9 @@ def check(
 ) -> None:
     assert_bitwise(actual=found.delta, expected=expected.delta, what="delta")
     assert_bitwise(actual=found.unit, expected=expected.unit, what="units")
-    check_codes(found, expected.operands, problem)
+    for name in ("q", "k"):
+        assert_same_codes(found, expected.operands.get("qk_recompute", name), name, problem)
     check_row_stats(found, call, problem, lse2)
-
-
-def check_codes(found: PreparedBackward, expected: OperandCache, problem: KernelProblem) -> None:
-    for name, tensor, cu in (("q", problem.q, problem.cu_q), ("k", problem.k, problem.cu_k)):
-        operand = expected.get("qk_recompute", name)
-        written = stored_rows(tensor, cu)
-        codes, scale = getattr(found, name), getattr(found, f"{name}_scale")
-        actual, codes = (
-            x.view(tensor.shape[1], -1, operand.stride_n)[:, written] for x in (codes, operand.ptr)
-        )
-        assert_bitwise(actual=actual, expected=codes, what=f"codes of {name}")
-        scales = written[:: operand.TOKENS.value] // operand.TOKENS.value
-        expected_scale = operand.scale[:, scales]
-        assert_bitwise(actual=scale[:, scales], expected=expected_scale, what=f"scales of {name}")
 
 
 def check_row_stats(

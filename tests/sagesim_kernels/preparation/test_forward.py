@@ -16,6 +16,7 @@ from sagesim_kernels.operands import KernelProblem, OperandCache
 from sagesim_kernels.ops import _resolve
 from tests.sagesim_kernels.layouts import stored_rows, viewed
 from tests.sagesim_kernels.preparation.on_the_cpu import on_the_cpu
+from tests.sagesim_kernels.preparation.same_codes import assert_same_codes
 from tests.support.assertions import assert_bitwise
 from tests.support.kernels import DEVICE
 from tests.support.ptx_worker import PreparedRun, PtxRunner, prepared, problem_of
@@ -161,14 +162,5 @@ def from_ptx(runner: PtxRunner, call: Call, tensors: dict[str, Tensor]) -> Prepa
 def check(found: PreparedRun, expected: OperandCache, problem: KernelProblem) -> None:
     assert expected.k_mean is not None
     assert_bitwise(actual=found.k_mean, expected=expected.k_mean.ptr, what="mean of K")
-    for name, tensor, cu in (("q", problem.q, problem.cu_q), ("k", problem.k, problem.cu_k)):
-        operand = expected.get("qk", name)
-        written = stored_rows(tensor, cu)
-        codes, scale = getattr(found, name), getattr(found, f"{name}_scale")
-        actual, codes = (
-            x.view(tensor.shape[1], -1, operand.stride_n)[:, written] for x in (codes, operand.ptr)
-        )
-        assert_bitwise(actual=actual, expected=codes, what=f"codes of {name}")
-        scales = written[:: operand.TOKENS.value] // operand.TOKENS.value
-        expected_scale = operand.scale[:, scales]
-        assert_bitwise(actual=scale[:, scales], expected=expected_scale, what=f"scales of {name}")
+    for name in ("q", "k"):
+        assert_same_codes(found, expected.get("qk", name), name, problem)

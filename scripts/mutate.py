@@ -955,7 +955,7 @@ class Plan:
 INTERPRETED = Plan(BUGS, TESTS, "not gpu", DATA / "mutations.json")
 AMPERE = Plan(
     AMPERE_BUGS,
-    [_OF_AMPERE],
+    [_OF_AMPERE, _OF_PREPARATION],
     "not gpu",
     DATA / "mutations_ampere.json",
     " --ampere",

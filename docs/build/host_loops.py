@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import records
 from grid import markdown
 from IPython.display import Markdown
 from tables import data
@@ -52,6 +53,22 @@ def tables() -> Markdown:
         f"then takes {slower[0]:.1f} to {slower[-1]:.1f} times as long as in one thread."
     )
     return Markdown("\n\n".join(parts))
+
+
+def of_machines() -> Markdown:
+    """The host's times of one contender in the two newest records with shapes of models."""
+    newest, before = records.of_part("models")[:2]
+    name = "sdpa cudnn"
+    calls = [key for key in newest["cases"] if key in before["cases"]]
+    pairs = [
+        [document["cases"][key]["runs"][name]["both"]["host_ms"] for document in (newest, before)]
+        for key in calls
+    ]
+    ratios = sorted(found / earlier for found, earlier in pairs)
+    return Markdown(
+        f"For the same code of cuDNN, host times of `{newest['file']}` are {ratios[0]:.1f} to "
+        f"{ratios[-1]:.1f} times those of `{before['file']}`, in {len(calls)} calls."
+    )
 
 
 def _table(found: Mapping[str, Any]) -> str:

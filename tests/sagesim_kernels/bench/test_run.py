@@ -310,7 +310,7 @@ def test_layouts_reach_the_contender(tmp_path):
     assert seen == {(True, True, True)}
 
 
-def test_a_contender_runs_in_its_context(tmp_path):
+def test_a_contender_runs_in_its_context(tmp_path, few_words):
     inside: list[bool] = []
     entered: list[str] = []
     calls = Counter()

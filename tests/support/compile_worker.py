@@ -219,6 +219,8 @@ def _unfenced_loads(ptx: str) -> int:
     found. Nor does the byte of each warp that says what it runs next. Threads store these, and not
     TMA.
     """
+    if "mbarrier.arrive" not in ptx:
+        return 0
     of_threads = _registers_of_threads(ptx)
     count, is_loaded = 0, False
     for name, qualifiers, operands in _SHARED.findall(ptx):

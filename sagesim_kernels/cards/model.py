@@ -20,6 +20,7 @@ modelled: what they cost on average is part of the fitted numbers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -125,6 +126,7 @@ def bound(by_unit: Mapping[str, float], fit: Fit) -> str:
     return max(parts, key=lambda u: parts[u])
 
 
+@functools.cache
 def blocks(tokens: int, rows: int, columns: int, is_causal: bool) -> tuple[int, int]:
     """Return how many blocks of rows x columns elements are computed without and with a mask.
 

@@ -113,8 +113,9 @@ def units_of(
 ):  # fmt: skip
     """Return what `row_units` does.
 
-    q: None if S is exact. do_norm: the `norms_of` dO of dp, 0 for queries without keys. attended:
-    the `attended_bounds` of the queries.
+    queries: all of a block from `first` on. With exact S and without Growths.shared and IN_TILE,
+    they may be some of its queries. q: None if S is exact. do_norm: the norms of dO of dp, see
+    `norms_of_squares`; 0 for queries without keys. attended: the `attended_bounds` of the queries.
     """
     v_bits, k_bits, k_norm_bits, any_k_bits = attended
     n_q = length_of(lengths.cu_q, lengths.n_q, b)

@@ -94,21 +94,16 @@ def token_norms(
 ):
     """Return 2^-8 times the norms of tokens of an `Operand`, [count]; no finite one overflows."""
     tokens = numbers_of(x, load_tokens(x, base, first, count, last, D_PAD, lowest, live))
-    return norms_of((tokens,)) * load_token_scales(x, scales, first, count, last)
-
-
-@triton.jit
-def norms_of(parts):
-    """Return 2^-8 times the norms of float32 tokens in parts; no finite one overflows."""
-    squares = squares_of(parts[0])
-    for j in tl.static_range(1, len(parts)):
-        squares += squares_of(parts[j])
-    return norms_of_squares(squares)
+    norms = norms_of_squares(squares_of(tokens))
+    return norms * load_token_scales(x, scales, first, count, last)
 
 
 @triton.jit
 def norms_of_squares(squares):
-    """Return 2^-8 times the root of sums of squares, float64, as float32."""
+    """Return 2^-8 times the norms of tokens, float32; no finite one overflows.
+
+    squares: sums of squares, float64.
+    """
     return (tl.sqrt(squares) * _FRACTION).to(tl.float32)
 
 

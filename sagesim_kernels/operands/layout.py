@@ -17,6 +17,9 @@ from torch import Tensor
 ALIGNMENT = tl.constexpr(128)
 """Tokens. A multiple of every block size of a spec and of every tile that is loaded by TMA."""
 
+_MOST_PROGRAMS: Final = 2**31 - 1
+"""Of a launch on one axis."""
+
 _PART: Final = 16
 """The fewest channels of a part of tokens; see `part_columns`."""
 
@@ -88,7 +91,18 @@ class Grid(NamedTuple):
 
     @property
     def programs(self) -> tuple[int]:
-        return (self.tiles * self.heads * self.sequences,)
+        """The programs of the launch.
+
+        Raises:
+            ValueError: if there are more than CUDA allows.
+        """
+        count = self.tiles * self.heads * self.sequences
+        if count > _MOST_PROGRAMS:
+            raise ValueError(
+                f"{self.sequences} sequences of {self.heads} heads, each of up to {self.tiles} "
+                f"tiles of tokens, take {count} programs, and a launch has at most {_MOST_PROGRAMS}"
+            )
+        return (count,)
 
 
 class HeadIndex(NamedTuple):

@@ -33,6 +33,7 @@ from sagesim_kernels.operands.masking import (
     is_live_query,
     live_keys,
     live_queries,
+    unmasked_keys,
 )
 from sagesim_kernels.operands.rounding import LAUNCH, row_sums
 
@@ -98,10 +99,16 @@ class SubtractedMeans(NamedTuple):
 
 
 @triton.jit
+def mean_ptr(means, b, h, index, D: tl.constexpr):
+    """Return a pointer to the first channel of one mean of a `Means`."""
+    return means.ptr + ((b.to(tl.int64) * means.heads + h) * means.means + index) * D
+
+
+@triton.jit
 def load_mean(means, b, h, index, D: tl.constexpr, column):
     """Load channels of one mean of a `Means`, [1, channels]; channels from D on are 0."""
-    row = (b.to(tl.int64) * means.heads + h) * means.means + index
-    return tl.load(means.ptr + row * D + column, mask=column < D, other=0.0)[None, :]
+    ptrs = mean_ptr(means, b, h, index, D) + column
+    return tl.load(ptrs, mask=column < D, other=0.0)[None, :]
 
 
 @triton.jit
@@ -250,18 +257,23 @@ def divide_sums_kernel(
     stored = h.to(tl.int64) * stored_chunks + stored_start_of(cu, n, b) // blocks.BLOCK
     total = tl.zeros((CHANNELS,), tl.float64)
     start = mean * chunks * blocks.BLOCK
-    tokens = tl.minimum(start + chunks * blocks.BLOCK, last) - tl.maximum(start, first)
+    first_token = tl.maximum(start, first)
+    last_token = tl.minimum(start + chunks * blocks.BLOCK, last)
+    tokens = last_token - first_token
     if lengths.key_mask is not None:
-        tokens = tl.cast(0, tl.int32)
+        if blocks.IS_KEY:
+            tokens = unmasked_keys(lengths, b, first_token, last_token)
+        else:
+            tokens = tl.cast(0, tl.int32)
     end = tl.minimum((mean + 1) * chunks, tl.cdiv(last, blocks.BLOCK))
     for chunk in range(mean * chunks, end, AT_ONCE):
         some = chunk + tl.arange(0, AT_ONCE)
         ptrs = sums + (stored + some)[:, None] * blocks.D + column[None, :]
         mask = (some < end)[:, None] & (column < blocks.D)[None, :]
         total += tl.sum(tl.load(ptrs, mask=mask, other=0.0), 0)
-        if lengths.key_mask is not None:
+        if lengths.key_mask is not None and not blocks.IS_KEY:
             row = chunk * blocks.BLOCK + tl.arange(0, AT_ONCE * blocks.BLOCK)
-            live = _is_live(lengths, b, row, first, last, blocks.IS_KEY)
+            live = is_live_query(lengths, b, row)
             tokens += tl.sum((live & (row < end * blocks.BLOCK)).to(tl.int32), 0)
     result = (total / tl.maximum(tokens, 1).to(tl.float64)).to(tl.float32)
     out = (b.to(tl.int64) * grid.heads + h) * (grid.tiles // PARTS) + mean

@@ -15,7 +15,6 @@ from sagesim_kernels.preparation.query_rows import (
     logit_factors,
     start_rows,
     store_channel_scales,
-    store_row_statistics,
 )
 from sagesim_kernels.preparation.support import has_one_pass
 
@@ -28,5 +27,4 @@ __all__ = [
     "prepare_backward",
     "start_rows",
     "store_channel_scales",
-    "store_row_statistics",
 ]

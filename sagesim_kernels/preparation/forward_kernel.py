@@ -22,17 +22,19 @@ from sagesim_kernels.operands import (
     is_live_query,
     length_of,
     live_keys,
+    mean_ptr,
     part_count,
     programs_of,
 )
 from sagesim_kernels.preparation.tiles import (
     WARP,
     channels_of,
+    in_float32,
     load_tile,
     load_tiles,
-    part_of,
     store_tiles,
     subtract_mean,
+    tile_of_part,
     tokens_of,
 )
 
@@ -87,8 +89,7 @@ def _mean_of_head(k, means, lengths, h, b, D: gl.constexpr, T: gl.constexpr):
     count = gl.maximum(_live_count(lengths, b, length, T), 1)
     mean = (total / count.to(gl.float64)).to(gl.float32)
     column = T.FIRST + gl.arange(0, T.CHANNELS, mean.type.layout)
-    out = means.ptr + (b.to(gl.int64) * means.heads + h) * D
-    gl.store(out + column, mean, mask=column < D)
+    gl.store(mean_ptr(means, b, h, 0, D) + column, mean, mask=column < D)
     return _for_all_tokens(mean, T)
 
 
@@ -97,14 +98,13 @@ def _prepare_head(k, means, k8, rounding, lengths, h, b, D: gl.constexpr, T: gl.
     """Compute the mean of a head of K, and round the head minus its mean."""
     of_parts = ()
     for j in gl.static_range(part_count(D)):
-        of_parts += (_mean_of_head(k, means, lengths, h, b, D, part_of(T, D, j)),)
+        of_parts += (_mean_of_head(k, means, lengths, h, b, D, tile_of_part(T, D, j)),)
     for first in range(0, length_of(lengths.cu_k, lengths.n_k, b), T.BLOCKS * T.TOKENS):
         live = is_live_key(lengths, b, first + tokens_of(T))
-        tiles = load_tiles(k, lengths.cu_k, first, h, b, live, D, T)
+        tiles = in_float32(load_tiles(k, lengths.cu_k, first, h, b, live, D, T))
         numbers = ()
         for j in gl.static_range(len(tiles)):
-            x = tiles[j].to(gl.float32)
-            numbers += (subtract_mean(x, of_parts[j], live, part_of(T, D, j)),)
+            numbers += (subtract_mean(tiles[j], of_parts[j], live, tile_of_part(T, D, j)),)
         store_tiles(k8, numbers, rounding, lengths.cu_k, lengths.n_k, first, h, b, D, T)
 
 
@@ -114,10 +114,7 @@ def _round_queries(q, q8, rounding, lengths, part, h, b, D: gl.constexpr, T: gl.
     first = part * (T.BLOCKS * T.TOKENS)
     if first < length_of(lengths.cu_q, lengths.n_q, b):
         live = is_live_query(lengths, b, first + tokens_of(T))
-        tiles = load_tiles(q, lengths.cu_q, first, h, b, live, D, T)
-        numbers = ()
-        for j in gl.static_range(len(tiles)):
-            numbers += (tiles[j].to(gl.float32),)
+        numbers = in_float32(load_tiles(q, lengths.cu_q, first, h, b, live, D, T))
         store_tiles(q8, numbers, rounding, lengths.cu_q, lengths.n_q, first, h, b, D, T)
 
 

@@ -15,6 +15,7 @@ from sagesim_kernels.operands import (
     largest,
     length_of,
     magnitude,
+    mean_ptr,
     norms_of_squares,
     program_coordinates,
     squares_of,
@@ -24,9 +25,9 @@ from sagesim_kernels.preparation.tiles import (
     as_rows_of,
     channels_of,
     load_tiles,
-    part_of,
     store_tiles,
     subtract_mean,
+    tile_of_part,
     token_maxima,
     tokens_of,
 )
@@ -38,8 +39,8 @@ def _smoothed(x, mean, h, b, live, D: gl.constexpr, T: gl.constexpr):
     x = x.to(gl.float32)
     if mean is not None:
         column = channels_of(T)
-        ptrs = mean.ptr + (b.to(gl.int64) * mean.heads + h) * D + column
-        x = subtract_mean(x, gl.load(ptrs, mask=column < D, other=0.0), live, T)
+        of_head = gl.load(mean_ptr(mean, b, h, 0, D) + column, mask=column < D, other=0.0)
+        x = subtract_mean(x, of_head, live, T)
     return x
 
 
@@ -73,7 +74,7 @@ def prepare_keys_kernel(
     numbers = ()
     rounded = ()
     for j in gl.static_range(len(k_tiles)):
-        x = _smoothed(k_tiles[j], mean, h, b, live, sizes.D, part_of(K_TILE, sizes.D, j))
+        x = _smoothed(k_tiles[j], mean, h, b, live, sizes.D, tile_of_part(K_TILE, sizes.D, j))
         numbers += (x,)
         rounded += (x.to(TYPE).to(gl.float32),)
     squares = gl.zeros(local.shape, gl.float64, gl.SliceLayout(2, K_TILE.LAYOUT))

@@ -1,8 +1,8 @@
 """What a backward needs of keys and queries, in one pass over each, if QK alone is in codes.
 
 A program for a block of keys reads K and V once: it smooths and rounds K, and bounds both. After
-that, a program for a block of queries reads Q, O and dO once: it rounds Q, computes delta and the
-units of dQ, and sets the sums of dQ to 0.
+that, a program for some queries of a block reads Q, O and dO once: it rounds Q, computes delta and
+the units of dQ, and sets sums of dQ to 0.
 """
 
 # Pyright takes the annotations of Triton's functions literally:
@@ -45,13 +45,10 @@ _TYPES: Final = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _CHANNELS_OF_A_THREAD: Final = 16
 """Of each token that the thread holds."""
 
-_KEYS_OF_A_WARP: Final = 1024
-_QUERIES_OF_A_WARP: Final = 512
-"""Elements of each tensor that a warp holds at once. Of three tensors it holds fewer: threads would
-have so many registers that fewer loads are in flight."""
-
-_MOST_WARPS: Final = 16
-"""Of a program."""
+_KEY_ELEMENTS: Final = 1024
+_QUERY_ELEMENTS: Final = 512
+"""Of each tensor, that a warp holds at once. Of three tensors it holds fewer: threads would have so
+many registers that fewer loads are in flight."""
 
 
 def prepare_backward_in_one_pass(
@@ -78,7 +75,7 @@ def prepare_backward_in_one_pass(
     d, d_v = k.x.shape[3], problem.v.shape[3]
     block_q, block_k = spec.block_q, spec.block_k
     bounds = KeyBounds.empty(problem, tile)
-    k_tile, v_tile, warps = _tiles(block_k, d, d_v, _KEYS_OF_A_WARP)
+    k_tile, v_tile, warps = _tiles(block_k, d, d_v, _KEY_ELEMENTS)
     grid = Grid(-(-problem.longest_k // block_k), k.x.shape[1], problem.sequences)
     launch(
         prepare_keys_kernel,
@@ -98,7 +95,10 @@ def prepare_backward_in_one_pass(
         num_warps=warps,
         **LAUNCH,
     )
-    q_tile, o_tile, warps = _tiles(q8.TOKENS.value, d, d_v, _QUERIES_OF_A_WARP)
+    # Of packed sequences most are shorter than the longest. Programs without a query then take less
+    # time if there are fewer of them.
+    tokens = q8.TOKENS.value if lengths.cu_q is None else block_q
+    q_tile, o_tile, warps = _tiles(tokens, d, d_v, _QUERY_ELEMENTS)
     tiles = -(-problem.longest_q // block_q) * (block_q // q_tile.TOKENS)
     grid = Grid(tiles, q.x.shape[1], problem.sequences)
     launch(
@@ -132,8 +132,7 @@ def prepare_backward_in_one_pass(
 def _tiles(tokens: int, d: int, d_v: int, elements: int) -> tuple[Tile, Tile, int]:
     """Return tiles of tokens with d and with d_v channels, and the warps of a program for them.
 
-    tokens: that share a scale; a tile of tokens with a scale each has as many as a warp holds.
-    elements: of each tensor, that a warp holds.
+    tokens: of a tile; 1 for as many as a warp holds. elements: of each tensor, that a warp holds.
     """
     parts = [channels_of_part(x, padded(x), 0) for x in (d, d_v)]
     widest = max(channels for _, channels in parts)
@@ -141,6 +140,6 @@ def _tiles(tokens: int, d: int, d_v: int, elements: int) -> tuple[Tile, Tile, in
     of_a_warp = elements // widest
     if tokens == 1:
         tokens = of_a_warp
-    warps = min(max(tokens // of_a_warp, 1), _MOST_WARPS)
+    warps = tokens // of_a_warp
     first, second = (Tile.of(1, tokens, part, across, warps) for part in parts)
     return first, second, warps

@@ -1,7 +1,7 @@
 """What a backward needs of queries, in one pass over Q, O and dO.
 
-A warp holds whole tokens of all three tensors, and no warp waits for another one unless they share
-a scale. All loads begin before the first of their results is used.
+A warp holds whole tokens of all three tensors, and waits for another warp only if they share a
+scale. All loads of tokens begin before the first of their results is used.
 """
 
 # Pyright takes the annotations of Gluon's functions literally:
@@ -36,6 +36,7 @@ from sagesim_kernels.preparation.query_rows import store_row_statistics
 from sagesim_kernels.preparation.tiles import (
     WARP,
     as_rows_of,
+    in_float32,
     load_tiles,
     store_tiles,
     tokens_of,
@@ -69,7 +70,10 @@ def _layout_of_sums(warps):
 
 @gluon.jit
 def _bounds_of(bounds, lengths, b, k_head, block, first, sizes, T: gl.constexpr):
-    """Return the `attended_bounds` of the queries of a `Tile`, [1, tokens]. first: one of them."""
+    """Return the `attended_bounds` of the queries of a `Tile`, three [1, tokens] and a scalar.
+
+    block: the first query of the block. first: the first one of the tile.
+    """
     KEYS: gl.constexpr = _layout_of_keys(T.LAYOUT)
     queries = first + gl.arange(0, T.TOKENS, gl.SliceLayout(1, KEYS))
     blocks = gl.arange(0, BLOCKS_AT_ONCE, _layout_of_blocks(gl.num_warps()))
@@ -87,7 +91,9 @@ def prepare_queries_kernel(
     grid, q, o, do, q8, bounds, rounding, lse2, d_lse, delta, row_stats, dq_sums, lengths,
     scale_log2, growths, sizes, TYPE: gl.constexpr, Q_TILE: gl.constexpr, O_TILE: gl.constexpr,
 ):  # fmt: skip
-    """Round some queries to codes, compute delta, units and row statistics, and clear their sums.
+    """Round some queries of a block to codes, compute delta, units and row statistics.
+
+    Clear as many sums of dQ of the block, not of the same queries.
 
     Queries behind the last one of a sequence get statistics that make P 0.
 
@@ -125,11 +131,8 @@ def prepare_queries_kernel(
         scale_log2, growths, sizes,
     )  # fmt: skip
 
-    numbers = ()
-    for j in gl.static_range(len(q_tiles)):
-        numbers += (q_tiles[j].to(gl.float32),)
     q_scale = store_tiles(
-        q8, numbers, rounding, lengths.cu_q, lengths.n_q, first, h, b, sizes.D, Q_TILE
+        q8, in_float32(q_tiles), rounding, lengths.cu_q, lengths.n_q, first, h, b, sizes.D, Q_TILE
     )
     at = h.to(gl.int64) * dq_sums.tokens + stored_start_of(lengths.cu_q, lengths.n_q, b) + block
     store_rows(delta, lengths.cu_q, b, h, row, n_q, row_delta)

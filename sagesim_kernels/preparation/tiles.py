@@ -36,8 +36,8 @@ WARP = 32
 class Tile(NamedTuple):
     """Consecutive blocks of tokens that a program holds at once, as one constexpr.
 
-    The channels of a head may be in two tiles, see `part_of`. A thread then holds channels of the
-    same tokens in both.
+    The channels of a head may be in two tiles, see `tile_of_part`. A thread then holds channels of
+    the same tokens in both.
     """
 
     BLOCKS: Any  #: a power of two
@@ -53,8 +53,7 @@ class Tile(NamedTuple):
         """Return a tile of `blocks` blocks.
 
         If there are fewer blocks than warps, several warps share a block. Otherwise a warp holds
-        whole blocks, and finds their largest numbers alone. A block has at least as many tokens as
-        the threads that share one of its channels.
+        whole blocks, and finds their largest numbers alone.
 
         channels: the first channel, and how many. across: threads along channels.
         """
@@ -67,7 +66,7 @@ class Tile(NamedTuple):
 
 
 @constexpr_function
-def part_of(tile: Any, channels: Any, i: Any) -> Any:
+def tile_of_part(tile: Any, channels: Any, i: Any) -> Any:
     """Return part i of tokens, as a `Tile`: 0 is `tile`, and 1 has the channels behind its last.
 
     channels: of a head.
@@ -76,11 +75,12 @@ def part_of(tile: Any, channels: Any, i: Any) -> Any:
         return tile
     layout = tile.LAYOUT
     first, count = channels_of_part(channels, tile.CHANNELS, 1)
-    vector = count // layout.threads_per_warp[2]
+    # Codes are stored four at a time. Of few channels, several threads hold the same ones.
+    vector = max(count // layout.threads_per_warp[2], 4)
     layout = gl.BlockedLayout(
         [1, 1, vector], layout.threads_per_warp, layout.warps_per_cta, layout.order
     )
-    return tile._replace(FIRST=first, CHANNELS=count, LAYOUT=layout)
+    return Tile(tile.BLOCKS, tile.TOKENS, first, count, layout)
 
 
 @gluon.jit
@@ -120,8 +120,17 @@ def load_tiles(x, cu, first, h, b, live, D: gl.constexpr, T: gl.constexpr):
     """Return what `load_tile` does, a tensor for each part of the channels."""
     tiles = ()
     for j in gl.static_range(part_count(D)):
-        tiles += (load_tile(x, cu, first, h, b, live, D, part_of(T, D, j)),)
+        tiles += (load_tile(x, cu, first, h, b, live, D, tile_of_part(T, D, j)),)
     return tiles
+
+
+@gluon.jit
+def in_float32(tiles):
+    """Return the tensors of all parts in float32."""
+    numbers = ()
+    for j in gl.static_range(len(tiles)):
+        numbers += (tiles[j].to(gl.float32),)
+    return numbers
 
 
 @gluon.jit
@@ -142,17 +151,12 @@ def token_maxima(tiles, T: gl.constexpr):
 @gluon.jit
 def _block_maxima(tiles, T: gl.constexpr):
     """Return the largest `magnitude` of each block in tiles, [blocks]."""
-    found = largest(_elements_of_blocks(tiles[0]), 1)
+    found = largest(magnitude(tiles[0]).reshape([T.BLOCKS, T.TOKENS * T.CHANNELS]), 1)
     for j in gl.static_range(1, len(tiles)):
-        more = largest(_elements_of_blocks(tiles[j]), 1)
+        # Where threads hold the same channels, a maximum of reshaped tokens would be wrong.
+        more = largest(largest(magnitude(tiles[j]), 2), 1)
         found = gl.maximum(found, gl.convert_layout(more, found.type.layout))
     return found
-
-
-@gluon.jit
-def _elements_of_blocks(tile):
-    """Return the `magnitude` of each element of a tile, [blocks, elements]."""
-    return magnitude(tile).reshape([tile.shape[0], tile.shape[1] * tile.shape[2]])
 
 
 @gluon.jit
@@ -181,7 +185,9 @@ def store_tiles(out, tiles, rounding, cu, n, first, h, b, D: gl.constexpr, T: gl
         scale = gl.convert_layout(scale, OF_BLOCKS)[:, None]
         inverse = gl.convert_layout(inverse, OF_BLOCKS)[:, None]
     for j in gl.static_range(len(tiles)):
-        _store_codes(out, tiles[j], inverse, rounding, cu, n, first, left, h, b, part_of(T, D, j))
+        _store_codes(
+            out, tiles[j], inverse, rounding, cu, n, first, left, h, b, tile_of_part(T, D, j)
+        )
     return scale
 
 

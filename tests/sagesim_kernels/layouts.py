@@ -27,13 +27,20 @@ def viewed(x: Tensor, view: str) -> Tensor:
 
 def stored_rows(x: Tensor, cu: Tensor | None) -> Tensor:
     """Return the rows of padded storage that belong to blocks of 64 with a token."""
-    if cu is None:
-        lengths, starts = [x.shape[2]] * x.shape[0], None
-    else:
-        starts = cu.tolist()
-        lengths = [last - first for first, last in pairwise(starts)]
-    rows = []
-    for b, n in enumerate(lengths):
-        first = b * (-(-n // 128) * 128) if starts is None else (starts[b] // 128 + b) * 128
-        rows.append(first + torch.arange(-(-n // 64) * 64))
+    rows = [first + torch.arange(-(-n // 64) * 64) for first, n in _stored_sequences(x, cu)]
     return torch.cat(rows).to(x.device)
+
+
+def stored_tokens(x: Tensor, cu: Tensor | None) -> Tensor:
+    """Return the row of each token in padded storage, sequence by sequence."""
+    rows = [first + torch.arange(n) for first, n in _stored_sequences(x, cu)]
+    return torch.cat(rows).to(x.device)
+
+
+def _stored_sequences(x: Tensor, cu: Tensor | None) -> list[tuple[int, int]]:
+    """Return the first row and the length of each sequence in padded storage."""
+    if cu is None:
+        n = x.shape[2]
+        return [(b * (-(-n // 128) * 128), n) for b in range(x.shape[0])]
+    bounds = pairwise(cu.tolist())
+    return [((first // 128 + b) * 128, last - first) for b, (first, last) in enumerate(bounds)]

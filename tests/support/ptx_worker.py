@@ -152,6 +152,7 @@ class PtxRunner:
         lower_right: bool,
         window: tuple[int, int],
         by_tma: bool,
+        tile: int,
         capability: int = 80,
     ) -> PreparedBackward:
         """Run `prepare_backward_in_one_pass`; see `run` and `prepared_backward`.
@@ -169,6 +170,7 @@ class PtxRunner:
             capability=capability,
             removes_barriers=False,
             by_tma=by_tma,
+            tile=tile,
         )
         return PreparedBackward(**results)
 
@@ -259,11 +261,13 @@ def prepared_backward(
     k_mean: Tensor | None = None,
     d_lse: Tensor | None = None,
     by_tma: bool = True,
+    tile: int = 64,
     prepare: Callable[..., Any] | None = None,
 ) -> PreparedBackward:
     """Prepare a backward, in memory that was filled with -7.
 
     lse2, d_lse: float32 [batch, heads, n_q]. k_mean: of K. by_tma: whether TMA adds the sums of dQ.
+    tile: keys that a product of dQ sums over.
     prepare: a function in place of `prepare_backward_in_one_pass`, with the same arguments.
     """
     from sagesim_kernels.operands import DqSums, OperandCache, Rows, RowStatistics, padded
@@ -281,7 +285,7 @@ def prepared_backward(
     operands = OperandCache(problem, do, k_mean=k_mean)
     row_stats = torch.full((lse2.shape[1] * sums.tokens * 4,), -7.0, device=lse2.device)
     rows = None if d_lse is None else Rows.of(d_lse)
-    prepare(problem, operands, o, do, statistics, rows, sums, row_stats, tile=64)
+    prepare(problem, operands, o, do, statistics, rows, sums, row_stats, tile=tile)
     q, k = (operands.get("qk_recompute", name) for name in ("q", "k"))
     return PreparedBackward(
         statistics.delta.ptr, sums.unit, sums.sums, row_stats, q.ptr, q.scale, k.ptr, k.scale
@@ -292,7 +296,8 @@ def _prepare_backward(request: dict[str, Any]) -> dict[str, Tensor]:
     tensors = torch.load(request["arguments"])
     given = {name: tensors.pop(name, None) for name in ("o", "do", "lse2", "k_mean", "d_lse")}
     problem = _problem(request, tensors)
-    return prepared_backward(problem, **given, by_tma=request["by_tma"])._asdict()
+    options = {name: request[name] for name in ("by_tma", "tile")}
+    return prepared_backward(problem, **given, **options)._asdict()
 
 
 def _run(request: dict[str, Any]) -> dict[str, Tensor]:

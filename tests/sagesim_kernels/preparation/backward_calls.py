@@ -20,7 +20,7 @@ from sagesim_kernels.operands import (
     padded,
 )
 from sagesim_kernels.ops import _resolve
-from tests.sagesim_kernels.layouts import stored_rows, viewed
+from tests.sagesim_kernels.layouts import stored_rows, stored_tokens, viewed
 from tests.sagesim_kernels.preparation.same_codes import assert_same_codes
 from tests.support.assertions import assert_bitwise
 from tests.support.kernels import DEVICE
@@ -50,6 +50,8 @@ class Call(NamedTuple):
     words: str = ""  #: of the spec
     views: tuple[str, ...] = ()  #: of q, k, v, o and do; see `layouts.viewed`
     by_tma: bool = True  #: whether TMA adds the sums of dQ
+    tile: int = 64  #: keys that a product of dQ sums over
+    broken: tuple[str, float] | None = None  #: a tensor of which one number is this one
     softcap: float | None = None
     capability: int = 80
 
@@ -89,7 +91,13 @@ class Call(NamedTuple):
         if self.has_key_mask:
             generator = torch.Generator().manual_seed(8)
             found["key_mask"] = torch.rand(self.batch, self.n_k, generator=generator) < 0.5
-        return {name: x.to(DEVICE) for name, x in found.items()}
+        return {name: x.to(DEVICE) for name, x in self._broken(found).items()}
+
+    def _broken(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of which one may have a number that is not finite, in token 100 of a head."""
+        if self.broken is not None and self.broken[0] in tensors:
+            tensors[self.broken[0]][0, 1, 100, 7] = self.broken[1]
+        return tensors
 
     def gradients(self) -> dict[str, Tensor]:
         """O, dO and the row statistics of the forward."""
@@ -102,7 +110,7 @@ class Call(NamedTuple):
         found["lse2"][..., 5] = torch.inf  # a query that attends to no key
         if self.has_d_lse:
             found["d_lse"] = tokens(*shape, dtype=torch.float32, seed=10)
-        return found
+        return self._broken(found)
 
     def problem(self, tensors: dict[str, Tensor]) -> KernelProblem:
         return problem_of(tensors, self.spec, softcap=self.softcap, **self.options)
@@ -172,18 +180,26 @@ def check_row_stats(
     rows = stored_rows(problem.q, problem.cu_q)
     per_scale = found.unit.shape[1] // found.q_scale.shape[1]
     scale = found.q_scale[..., 0][:, rows // per_scale]
-    blocks = found.row_stats.view(HEADS, -1, 4, 64)[:, rows[::64] // 64]
+    blocks = blocks_of(found.row_stats)[:, rows[::64] // 64]
     of_all = SCALE * (1.4426950408889634 if call.softcap is None else 1 / call.softcap)
     factor = scale * torch.tensor(of_all, device=scale.device)
     assert_bitwise(actual=blocks[:, :, 0].flatten(1), expected=factor, what="factors")
-    unit = found.unit[:, rows]
-    assert_bitwise(actual=blocks[:, :, 3].flatten(1), expected=1 / unit, what="units")
+    unit, inverse = found.unit[:, rows], blocks[:, :, 3].flatten(1)
+    expected = torch.where(unit.isnan(), inverse, 1 / unit)  # any number where the unit is NaN
+    assert_bitwise(actual=inverse, expected=expected, what="inverse units")
     sums = found.sums.view(HEADS, found.unit.shape[1] // 64, -1)[:, rows[::64] // 64]
     assert not bool(sums[..., : 64 * call.summed].any())
-    if problem.cu_q is None:
-        n = problem.q.shape[2]
-        length = -(-n // 64) * 64
-        for index, each in ((1, -lse2), (2, found.delta)):
-            of_rows = blocks[:, :, index].reshape(HEADS, problem.q.shape[0], length).transpose(0, 1)
-            assert_bitwise(actual=of_rows[..., :n], expected=each, what=f"statistic {index}")
-        assert bool((blocks[:, :, 1].reshape(HEADS, -1, length)[..., n:] == -torch.inf).all())
+    stored = stored_tokens(problem.q, problem.cu_q)
+    of_tokens = blocks_of(found.row_stats)[:, stored // 64, :, stored % 64]
+    for index, each in ((1, -lse2), (2, found.delta)):
+        expected = each.transpose(0, 1).flatten(1)
+        actual = of_tokens.transpose(0, 1)[..., index]
+        assert_bitwise(actual=actual, expected=expected, what=f"statistic {index}")
+    behind = torch.tensor(sorted({*rows.tolist()} - {*stored.tolist()}), device=rows.device)
+    of_behind = blocks_of(found.row_stats)[:, behind // 64, 1, behind % 64]
+    assert bool((of_behind == -torch.inf).all())
+
+
+def blocks_of(row_stats: Tensor) -> Tensor:
+    """Row statistics, [heads, blocks, 4, 64]."""
+    return row_stats.view(HEADS, -1, 4, 64)

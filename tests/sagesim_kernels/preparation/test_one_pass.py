@@ -38,7 +38,7 @@ CALLS = {
     ),
     "stochastic": Call(70, 70, words="round=stochastic@5", capability=90),
     "sums to which threads add": Call(70, 130, d=80, d_v=80, by_tma=False),
-    "NaN in K": Call(200, 200, mask="upper_left", broken=("k", torch.nan)),
+    "NaN in K": Call(200, 240, mask="lower_right", is_smooth=False, broken=("k", torch.nan)),
     "NaN in V": Call(200, 200, mask="upper_left", broken=("v", torch.nan)),
     "infinite dO": Call(200, 200, dtype=torch.float16, broken=("do", torch.inf)),
     "strides": Call(65, 130, views=("offset", "stride", "transposed", "both divisors", "stride")),

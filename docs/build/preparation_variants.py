@@ -19,12 +19,12 @@ def forward_preparation() -> Markdown:
 
 def queries() -> Markdown:
     """Variants of the kernel that prepares queries, with the whole backward."""
-    return _by_variant("queries", {"us": "kernel", "backward_us": "backward"}, are_rows=True)
+    return _with_backward("queries")
 
 
 def keys() -> Markdown:
     """Variants of the kernel that prepares keys, with the whole backward."""
-    return _by_variant("keys", {"us": "kernel", "backward_us": "backward"}, are_rows=True)
+    return _with_backward("keys")
 
 
 def divided_sums() -> Markdown:
@@ -32,24 +32,35 @@ def divided_sums() -> Markdown:
     return _by_variant("divided_sums", {"us": "kernel", "forward_us": "forward"})
 
 
-def _by_variant(name: str, times: dict[str, str], *, are_rows: bool = False) -> Markdown:
-    """Times of a kernel's variants, in microseconds.
+def _with_backward(name: str) -> Markdown:
+    """Times of a kernel's variants and of the backward, call by call."""
+    record = data("launch_variants")[name]
+    rows = []
+    for case in dict.fromkeys(row["case"] for row in record["rows"]):
+        of_case = [row for row in record["rows"] if row["case"] == case]
+        for i, row in enumerate(of_case):
+            times = (f"{row[key]:.1f}" for key in ("us", "backward_us"))
+            rows.append(["" if i else case, row["variant"], *times])
+    text = markdown(["call", "variant", "kernel, us", "backward, us"], rows)
+    return sourced(text, record["about"], machine=record["machine"])
 
-    times: names of numbers in the record, and what they are. are_rows: a row for each variant, and
-    not for each call.
+
+def _by_variant(name: str, times: dict[str, str]) -> Markdown:
+    """Times of a kernel's variants, in microseconds, a row for each call.
+
+    times: names of numbers in the record, and what they are.
     """
     record = data("launch_variants")[name]
-    first, second = ("variant", "case") if are_rows else ("case", "variant")
     rows = [
-        {"row": row[first], "column": f"{what}, {row[second]}, us", "us": row[key]}
+        {"call": row["case"], "what": f"{what}, {row['variant']}, us", "us": row[key]}
         for key, what in times.items()
         for row in record["rows"]
     ]
     text = pivot(
-        "variant" if are_rows else "call",
+        "call",
         rows,
-        lambda row: row["row"],
-        lambda row: row["column"],
+        lambda row: row["call"],
+        lambda row: row["what"],
         lambda row: f"{row['us']:.1f}",
     )
     return sourced(text, record["about"], machine=record["machine"])

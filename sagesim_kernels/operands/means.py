@@ -101,7 +101,8 @@ class SubtractedMeans(NamedTuple):
 @triton.jit
 def mean_ptr(means, b, h, index, D: tl.constexpr):
     """Return a pointer to the first channel of one mean of a `Means`."""
-    return means.ptr + ((b.to(tl.int64) * means.heads + h) * means.means + index) * D
+    row = (b.to(tl.int64) * means.heads + h) * means.means + index
+    return means.ptr + row * D
 
 
 @triton.jit
@@ -257,12 +258,11 @@ def divide_sums_kernel(
     stored = h.to(tl.int64) * stored_chunks + stored_start_of(cu, n, b) // blocks.BLOCK
     total = tl.zeros((CHANNELS,), tl.float64)
     start = mean * chunks * blocks.BLOCK
-    first_token = tl.maximum(start, first)
-    last_token = tl.minimum(start + chunks * blocks.BLOCK, last)
-    tokens = last_token - first_token
+    tokens = tl.minimum(start + chunks * blocks.BLOCK, last) - tl.maximum(start, first)
     if lengths.key_mask is not None:
         if blocks.IS_KEY:
-            tokens = unmasked_keys(lengths, b, first_token, last_token)
+            first_key = tl.maximum(start, first)
+            tokens = unmasked_keys(lengths, b, first_key, first_key + tokens)
         else:
             tokens = tl.cast(0, tl.int32)
     end = tl.minimum((mean + 1) * chunks, tl.cdiv(last, blocks.BLOCK))

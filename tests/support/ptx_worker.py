@@ -119,31 +119,30 @@ class PtxRunner:
         return KernelRun(**results, **reply)
 
     def prepare(
+        self, tensors: dict[str, Tensor], spec: AttentionSpec, **options: Any
+    ) -> PreparedRun:
+        """Run `prepare_forward`. options: those of `_prepare`."""
+        return PreparedRun(**self._prepare("prepare", tensors, spec, scale=1.0, **options))
+
+    def prepare_backward(
         self,
         tensors: dict[str, Tensor],
         spec: AttentionSpec,
         *,
-        is_causal: bool = False,
-        lower_right: bool = False,
-        window: tuple[int, int] = (-1, -1),
-        capability: int = 80,
-    ) -> PreparedRun:
-        """Run `prepare_forward`; see `run`."""
-        _, results = self._ask(
-            tensors,
-            spec,
-            job="prepare",
-            scale=1.0,
-            is_causal=is_causal,
-            lower_right=lower_right,
-            window=window,
-            capability=capability,
-            removes_barriers=False,
-        )
-        return PreparedRun(**results)
+        by_tma: bool,
+        tile: int,
+        **options: Any,
+    ) -> PreparedBackward:
+        """Run `prepare_backward_in_one_pass`; see `prepared_backward`.
 
-    def prepare_backward(
+        tensors: o and lse2 as well, and k_mean if K is smoothed. options: those of `_prepare`.
+        """
+        options |= {"by_tma": by_tma, "tile": tile}
+        return PreparedBackward(**self._prepare("prepare_backward", tensors, spec, **options))
+
+    def _prepare(
         self,
+        job: str,
         tensors: dict[str, Tensor],
         spec: AttentionSpec,
         *,
@@ -151,28 +150,23 @@ class PtxRunner:
         is_causal: bool,
         lower_right: bool,
         window: tuple[int, int],
-        by_tma: bool,
-        tile: int,
         capability: int = 80,
-    ) -> PreparedBackward:
-        """Run `prepare_backward_in_one_pass`; see `run` and `prepared_backward`.
-
-        tensors: o and lse2 as well, and k_mean if K is smoothed.
-        """
+        **more: Any,
+    ) -> dict[str, Tensor]:
+        """Run one job; see `run`. more: fields of the request that this job alone has."""
         _, results = self._ask(
             tensors,
             spec,
-            job="prepare_backward",
+            job=job,
             scale=scale,
             is_causal=is_causal,
             lower_right=lower_right,
             window=window,
             capability=capability,
             removes_barriers=False,
-            by_tma=by_tma,
-            tile=tile,
+            **more,
         )
-        return PreparedBackward(**results)
+        return results
 
     def _ask(
         self, tensors: dict[str, Tensor], spec: AttentionSpec, **request: Any

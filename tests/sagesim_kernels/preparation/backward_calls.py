@@ -180,7 +180,8 @@ def check_row_stats(
     rows = stored_rows(problem.q, problem.cu_q)
     per_scale = found.unit.shape[1] // found.q_scale.shape[1]
     scale = found.q_scale[..., 0][:, rows // per_scale]
-    blocks = blocks_of(found.row_stats)[:, rows[::64] // 64]
+    statistics = found.row_stats.view(HEADS, -1, 4, 64)
+    blocks = statistics[:, rows[::64] // 64]
     of_all = SCALE * (1.4426950408889634 if call.softcap is None else 1 / call.softcap)
     factor = scale * torch.tensor(of_all, device=scale.device)
     assert_bitwise(actual=blocks[:, :, 0].flatten(1), expected=factor, what="factors")
@@ -190,16 +191,11 @@ def check_row_stats(
     sums = found.sums.view(HEADS, found.unit.shape[1] // 64, -1)[:, rows[::64] // 64]
     assert not bool(sums[..., : 64 * call.summed].any())
     stored = stored_tokens(problem.q, problem.cu_q)
-    of_tokens = blocks_of(found.row_stats)[:, stored // 64, :, stored % 64]
+    of_tokens = statistics[:, stored // 64, :, stored % 64]
     for index, each in ((1, -lse2), (2, found.delta)):
         expected = each.transpose(0, 1).flatten(1)
         actual = of_tokens.transpose(0, 1)[..., index]
         assert_bitwise(actual=actual, expected=expected, what=f"statistic {index}")
     behind = torch.tensor(sorted({*rows.tolist()} - {*stored.tolist()}), device=rows.device)
-    of_behind = blocks_of(found.row_stats)[:, behind // 64, 1, behind % 64]
+    of_behind = statistics[:, behind // 64, 1, behind % 64]
     assert bool((of_behind == -torch.inf).all())
-
-
-def blocks_of(row_stats: Tensor) -> Tensor:
-    """Row statistics, [heads, blocks, 4, 64]."""
-    return row_stats.view(HEADS, -1, 4, 64)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sagesim_kernels.hopper.backward_blocks import PARTS
 from sagesim_kernels.hopper.backward_kernel import Config, hopper_backward
 from sagesim_kernels.hopper.backward_loads import ROW_STATS, STATS_LAYOUT
-from sagesim_kernels.hopper.backward_stores import WARPS
+from sagesim_kernels.hopper.backward_stores import BLOCK_WARPS, WARPS
 from sagesim_kernels.hopper.capped_rows import (
     prepare_capped_backward,
     sums_of_ds,
@@ -79,12 +80,16 @@ def launch_backward(
     dq_sums = DqSums.of_one_part(problem) if is_one_part else DqSums.by_tma(problem, channels)
     tokens_q = dq_sums.tokens
     row_stats = dq.new_empty(dq.shape[1] * tokens_q * 4, dtype=torch.float32)
+    has_dq_warps = channels == 64
+    deltas = None
+    if has_dq_warps:
+        deltas = dq.new_empty((dq.shape[1] * tokens_q, 4), dtype=torch.int32)
     prepared = (problem, operands, o, do, statistics, d_lse, dq_sums, row_stats)
     shifts = ds_sums = None
     if softcap.base2 is None:
-        prepare_backward_in_one_pass(*prepared, tile=_TILE_K)
+        prepare_backward_in_one_pass(*prepared, tile=_TILE_K, deltas=deltas)
     else:
-        shifts, ds_sums = prepare_capped_backward(*prepared, softcap, tile=_TILE_K)
+        shifts, ds_sums = prepare_capped_backward(*prepared, softcap, tile=_TILE_K, deltas=deltas)
     q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
     q16, v16 = operands.get("dk", "q"), operands.get("dp", "v")
     do16 = operands.get("dp", "do")
@@ -92,7 +97,6 @@ def launch_backward(
     kv_heads, d, d_v = dk.shape[1], dk.shape[3], dv.shape[3]
     splits = Splits.of(problem, MOST_QUERY_HEADS)
     lengths, scale = problem.lengths, problem.scale
-    has_dq_warps = channels == 64
     tokens_k = k8.scale.shape[1] * _BLOCK_Q
     dk_parts, dv_parts = splits.parts(dk), splits.parts(dv)
     tiles = Grid(-(-problem.longest_k // _TILE_K), dk_parts.shape[1], problem.sequences)
@@ -134,6 +138,9 @@ def launch_backward(
         None
         if shifts is None
         else TensorDescriptor.from_tensor(shifts, [_BLOCK_Q], STATS_LAYOUT.value),
+        None
+        if deltas is None
+        else tma_descriptor(deltas.view(torch.bfloat16), _BLOCK_Q, PARTS.value),
         k8.scale,
         None if mean is None else mean.ptr,
         softcap.base2,
@@ -160,7 +167,7 @@ def launch_backward(
         tokens_k,
         scale,
         config,
-        num_warps=WARPS.value,
+        num_warps=(BLOCK_WARPS if has_dq_warps else WARPS).value,
         **LAUNCH,
     )
     splits.add(problem, dk_parts, dk, scale)

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sagesim_kernels.gluon_compat import barrier
+from sagesim_kernels.hopper.backward_blocks import PARTS, compute_dq_and_dk
 from sagesim_kernels.hopper.backward_loads import (
     ROW_STATS,
     STATS_LAYOUT,
@@ -33,7 +34,7 @@ from sagesim_kernels.hopper.backward_structures import (
     QueryInputs,
 )
 from sagesim_kernels.hopper.backward_tiles import find_tile, place_tile
-from sagesim_kernels.hopper.backward_warps import compute_dq, compute_keys
+from sagesim_kernels.hopper.backward_warps import compute_keys
 from sagesim_kernels.hopper.dealt_tiles import allocate_tiles, share_tile
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, DqStore
 from sagesim_kernels.hopper.program_places import origin_of
@@ -55,7 +56,7 @@ class Config(NamedTuple):
     d_v: int
     """Channels of V and O."""
     has_dq_warps: bool
-    """Whether other warps than those of dK and dV compute dQ."""
+    """Whether other warps than those of dV compute dQ and dK; see `backward_blocks`."""
     is_copied: bool
     """Whether the 16-bit tensors lie in padded storage."""
     is_dealt: bool
@@ -72,7 +73,7 @@ class Config(NamedTuple):
     ]
 )  # fmt: skip
 def hopper_backward(
-    q8, k8, q16, k16, v, do, row_stats, shifts, k_scale, k_mean, cap2, ds_sums, dk, dv, dq,
+    q8, k8, q16, k16, v, do, row_stats, shifts, deltas, k_scale, k_mean, cap2, ds_sums, dk, dv, dq,
     dq_units, mask, n_q, n_k, left, right, tiles, heads, all_heads, heads_per_group, programs,
     waves, tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -80,6 +81,7 @@ def hopper_backward(
 
     Args:
         shifts: TMA descriptor of the shift of each query, see `capped_rows`; or None.
+        deltas: TMA descriptor of `delta_words`, if CONFIG.has_dq_warps; or None.
         k_scale: float32, a scale for each 64 keys in padded storage.
         k_mean: the mean to subtract from k16, float32 [sequences * heads, CONFIG.d], or None.
         dq: TMA descriptor of the sums of dQ, or of dQ; see `DqStore`.
@@ -102,7 +104,7 @@ def hopper_backward(
     HAS_DQ_WARPS: gl.constexpr = CONFIG.has_dq_warps
     SLOTS: gl.constexpr = 2 if HAS_DQ_WARPS else 1
     STAGES: gl.constexpr = SLOTS + 1
-    STAGES16: gl.constexpr = 3
+    STAGES16: gl.constexpr = 4 if HAS_DQ_WARPS else 3
     STAGES_STATS: gl.constexpr = 4 if HAS_DQ_WARPS else STAGES
     lengths = Lengths(
         mask.cu_q,
@@ -155,10 +157,14 @@ def hopper_backward(
         dq_s = gl.allocate_shared_memory(gl.int32, [SLOTS, BLOCK_Q * D // 32, 32], dq.layout)
     else:
         dq_s = gl.allocate_shared_memory(dq.dtype, [SLOTS, BLOCK_Q, D], V)
-    # With a buffer of their own, V of the next tile is loaded while dV and dK are stored.
-    results_s = v_s
+    # With buffers of their own, V of the next tile is loaded while dV and dK are stored.
+    dv_s = v_s
+    dk_s = v_s
+    deltas_s = None
     if HAS_DQ_WARPS:
-        results_s = gl.allocate_shared_memory(dt, [1, TILE_K, D], V)
+        dv_s = gl.allocate_shared_memory(dt, [1, TILE_K, D], V)
+        dk_s = gl.allocate_shared_memory(dt, [1, TILE_K, D], V)
+        deltas_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_Q, PARTS], deltas.layout)
     row_stats_s = gl.allocate_shared_memory(gl.float32, [STAGES_STATS, ROW_STATS], STATS_LAYOUT)
     shifts_s = None
     if shifts is not None:
@@ -177,28 +183,29 @@ def hopper_backward(
         mbarrier.init(k16_empty, 1)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), 1)
+    BLOCKS: gl.constexpr = 2 if HAS_DQ_WARPS else 1  # parts of a tile with warps of their own
     for i in gl.static_range(2):
         if HAS_DQ_WARPS:
-            mbarrier.init(ds_full.index(i), 1)
+            mbarrier.init(ds_full.index(i), BLOCKS)
         mbarrier.init(dq_full.index(i), 1)
     for i in gl.static_range(SLOTS):
         mbarrier.init(dq_empty.index(i), 1)
     mbarrier.init(kv_full, 1)
-    mbarrier.init(kv_empty, 1)
+    mbarrier.init(kv_empty, BLOCKS)
     mbarrier.init(k16_full, 1)
     if IS_SHARED:
         for i in gl.static_range(2):
             mbarrier.init(tile_full.index(i), 1)
-            mbarrier.init(tile_empty.index(i), 3)
+            mbarrier.init(tile_empty.index(i), BLOCKS + 2)
     fence_async_shared()
     if IS_SHARED:
         barrier()  # all warps see the barriers and the tile
         mbarrier.arrive(tile_full.index(0), count=1)
 
     key_inputs = KeyInputs(k8, k16, v)
-    inputs = QueryInputs(q8, q16, do, row_stats, shifts)
-    queries = QueryBuffers(q8_s, q16_s, do_s, row_stats_s, shifts_s)
-    key_buffers = KeyBuffers(k8_s, v_s, k16_s, results_s)
+    inputs = QueryInputs(q8, q16, do, row_stats, shifts, deltas)
+    queries = QueryBuffers(q8_s, q16_s, do_s, row_stats_s, shifts_s, deltas_s)
+    key_buffers = KeyBuffers(k8_s, v_s, k16_s, dv_s, dk_s)
     barriers = Barriers(ds_full, dq_full, dq_empty, kv_full, kv_empty, k16_full, k16_empty, q_full)
     origin = origin_of(IS_COPIED, tile.b, tile.head, tile.start_k)
     load_k16(k16, origin, tile.keys.first, k16_s, k16_full)
@@ -210,11 +217,15 @@ def hopper_backward(
             [
                 (compute_keys, (
                     key_buffers, k_mean, queries, ds_s, dq_s, barriers, scheduler, lengths, k_scale,
-                    dk, dv, dq_units, cap2, ds_sums, scale, GROUPS, SPLITS, KD, VD,
+                    dk, dv, dq_units, cap2, ds_sums, scale, GROUPS, SPLITS, 0, KD, VD,
                 )),
-                (compute_dq, (
-                    k16, k16_s, k_mean, queries, ds_s, dq_s, barriers, scheduler, lengths, scale,
-                    IS_COPIED, GROUPS, SPLITS, KD,
+                (compute_keys, (
+                    key_buffers, k_mean, queries, ds_s, dq_s, barriers, scheduler, lengths, k_scale,
+                    dk, dv, dq_units, cap2, ds_sums, scale, GROUPS, SPLITS, 1, KD, VD,
+                )),
+                (compute_dq_and_dk, (
+                    k16, key_buffers, k_mean, queries, ds_s, dq_s, barriers, scheduler, lengths, dk,
+                    scale, IS_COPIED, GROUPS, SPLITS, KD,
                 )),
                 (produce, (
                     key_inputs, inputs, key_buffers, queries, barriers, scheduler, lengths,
@@ -224,15 +235,15 @@ def hopper_backward(
                     dq_store, scheduler, lengths, IS_COPIED, GROUPS, SPLITS, summed_channels(KD, D),
                 )),
             ],
-            [4, 1, 1],
-            [72, 24, 24],
+            [4, 4, 1, 1],
+            [168, 144, 24, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (compute_keys, (
                     key_buffers, k_mean, queries, ds_s, dq_s, barriers, scheduler, lengths, k_scale,
-                    dk, dv, dq_units, cap2, ds_sums, scale, GROUPS, SPLITS, KD, VD,
+                    dk, dv, dq_units, cap2, ds_sums, scale, GROUPS, SPLITS, 0, KD, VD,
                 )),
                 (produce, (
                     key_inputs, inputs, key_buffers, queries, barriers, scheduler, lengths,

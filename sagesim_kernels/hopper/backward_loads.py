@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sagesim_kernels.gluon_compat import reinterpret, tma_load
+from sagesim_kernels.gluon_compat import barrier, reinterpret, tma_load
+from sagesim_kernels.hopper.backward_stores import whole_rows
 from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.hopper.backward_tiles import find_next_tile, place_tile
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, block_of
@@ -44,6 +45,36 @@ def load_k16(k16, origin, first, buffer, bar):
 
 
 @gluon.jit
+def wait_for_k16(k16, bar, wave, mean, z, COUNT: gl.constexpr, KD: gl.constexpr):
+    """Wait for a tile of K in 16 bit, and subtract the mean in shared memory if there is one.
+
+    Rows behind the last token are zeros, and become the mean's negative. They do not contribute,
+    because their dS is 0.
+
+    wave: tiles of the program before this one. mean: pointer to the means of all heads, or None.
+    z: the head, over all sequences. COUNT: warps that call this. KD: channels of K; further
+    channels of the tile stay zeros.
+    """
+    if mean is None:
+        mbarrier.wait(bar, wave & 1)
+    else:
+        mean += z.to(gl.int64) * KD
+        D: gl.constexpr = k16.shape[1]
+        ROWS: gl.constexpr = whole_rows(D, COUNT)
+        # The 0 is opaque to the compiler. Without it, addresses for all tiles stay in registers.
+        column = gl.arange(0, D, gl.SliceLayout(0, ROWS)) + (wave >> 30)
+        if KD < D:
+            mean = gl.load(mean + column, mask=column < KD, other=0.0)
+        else:
+            mean = gl.load(mean + column)
+        mbarrier.wait(bar, wave & 1)
+        k = k16.load(ROWS).to(gl.float32) - mean[None, :]
+        k16.store(k.to(k16.dtype))
+        fence_async_shared()
+        barrier()
+
+
+@gluon.jit
 def load_kv(keys, row, origin, first, buffers, bar):
     """Load codes of K, and V, of a tile.
 
@@ -72,9 +103,9 @@ def produce(
 
     Before this warp loads the queries of step n, it waits for a barrier of step n - 2:
 
-    - If other warps compute dQ, for `ds_full`. After the wait no warp reads data of step n - 3, so
-      three stages are enough. Only row statistics of step n - 3 may still be read; they have four
-      stages. The warps of dQ load K in 16 bit by themselves.
+    - If other warps compute dQ and dK, for `ds_full`. After the wait no warp computes P or dS of
+      step n - 3, so three stages are enough. Only Q in 16 bit and row statistics of step n - 3 may
+      still be read; they have four stages. The warps of dQ load K in 16 bit by themselves.
     - Otherwise for `dq_full`. After the wait no warp reads data of step n - 2, so two stages are
       enough. Only Q in 16 bit of step n - 2 may still be read; it has three stages.
 
@@ -119,6 +150,7 @@ def _load_queries(
     STAGES16: gl.constexpr = buffers.q16.shape[0]
     STAGES_STATS: gl.constexpr = buffers.row_stats.shape[0]
     SHIFT_BYTES: gl.constexpr = 0 if buffers.shifts is None else BLOCK_Q * 4
+    DELTA_BYTES: gl.constexpr = 0 if buffers.deltas is None else BLOCK_Q * 32
     D: gl.constexpr = buffers.q8.shape[2]
     for head in range(GROUPS):
         for i in range(loop.begin, loop.end):
@@ -134,11 +166,14 @@ def _load_queries(
             stage = n % STAGES
             bar = barriers.q_full.index(stage)
             stage16 = n % STAGES16
-            mbarrier.expect(bar, BLOCK_Q * D * 5 + ROW_STATS * 4 + SHIFT_BYTES)
+            mbarrier.expect(bar, BLOCK_Q * D * 5 + ROW_STATS * 4 + SHIFT_BYTES + DELTA_BYTES)
             tma_load(inputs.q8, [row8 + block * BLOCK_Q, 0], bar, buffers.q8.index(stage))
             load_tokens(inputs.do, at, block * BLOCK_Q, bar, buffers.do.index(stage))
             stats = (row8 // BLOCK_Q + block) * ROW_STATS
             tma_load(inputs.row_stats, [stats], bar, buffers.row_stats.index(n % STAGES_STATS))
+            if buffers.deltas is not None:
+                first = row8 + block * BLOCK_Q
+                tma_load(inputs.deltas, [first, 0], bar, buffers.deltas.index(stage))
             if buffers.shifts is not None:
                 first = row8 + block * BLOCK_Q
                 tma_load(inputs.shifts, [first], bar, buffers.shifts.index(stage))

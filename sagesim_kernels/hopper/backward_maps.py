@@ -13,9 +13,9 @@ from sagesim_kernels.hopper.capped_logits import logits_plus, slope_of, tanh_of_
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q
 
 ST_INT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 32]))
-"""Layout of S transposed [keys, queries], as the INT8 product leaves it."""
+"""Layout of S transposed [keys, queries] of eight warps, as the INT8 product leaves it."""
 ST_FLOAT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))
-"""Layout of S, P, dP and dS transposed [keys, queries], in float32."""
+"""Layout of S, P, dP and dS transposed [keys, queries] of eight warps, in float32."""
 ST_ROWS = gl.constexpr(gl.SliceLayout(1, ST_FLOAT32.value))
 """Layout of one number for each row of S transposed, a key."""
 ST_COLUMNS = gl.constexpr(gl.SliceLayout(0, ST_FLOAT32.value))
@@ -28,7 +28,8 @@ def attends_to(keys, i, tile):
 
     Without a limit on either side of the diagonal the result does not depend on i.
     """
-    queries = i * BLOCK_Q + gl.arange(0, BLOCK_Q, ST_COLUMNS)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, keys.type.layout.parent)
+    queries = i * BLOCK_Q + gl.arange(0, BLOCK_Q, COLUMNS)
     return attends_between(queries[None, :], keys[:, None], tile.offset, tile.lowest)
 
 
@@ -39,13 +40,14 @@ def compute_p(MASKED: gl.constexpr, s, k_scale, factor, minus_lse2, shift, cap2,
     The factor is P, and with a softcap P times the slope. shift: of each query; or None. cap2:
     `base2` of `Softcap`.
     """
+    LAYOUT: gl.constexpr = keys.type.layout.parent
     factor = factor[None, :] * k_scale[:, None]
     if cap2 is not None:
         shifts = shift[None, :] if shift is not None else None
-        t = tanh_of_sums(s, factor, shifts, ST_FLOAT32)
+        t = tanh_of_sums(s, factor, shifts, LAYOUT)
         x = logits_plus(t, cap2, minus_lse2[None, :])
     else:
-        x = gl.convert_layout(s.to(gl.float32), ST_FLOAT32)
+        x = gl.convert_layout(s.to(gl.float32), LAYOUT)
         x = gl.fma(x, factor, minus_lse2[None, :].broadcast_to(x.shape))
     if MASKED:
         x = gl.where(attends_to(keys, i, tile), x, -float("inf"))
@@ -58,8 +60,13 @@ def compute_p(MASKED: gl.constexpr, s, k_scale, factor, minus_lse2, shift, cap2,
 
 @gluon.jit
 def compute_ds(MASKED: gl.constexpr, weight, dp, delta, cap2, keys, i, tile):
-    """Return dS transposed. weight: the factor of dP - delta."""
-    ds = dp - delta[None, :]
+    """Return dS transposed.
+
+    weight: the factor of dP - delta. delta: of each query; None if it is subtracted from dp.
+    """
+    ds = dp
+    if delta is not None:
+        ds = ds - delta[None, :]
     # P is 0 there, but 0 times an infinite or NaN dP or slope would be NaN.
     if MASKED and cap2 is None:
         ds = gl.where(attends_to(keys, i, tile), ds, 0.0)

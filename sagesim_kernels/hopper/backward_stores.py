@@ -19,7 +19,6 @@ from sagesim_kernels.hopper.backward_masks import are_live
 from sagesim_kernels.hopper.backward_tiles import place_tile, wait_for_tile
 from sagesim_kernels.hopper.dq_parts import (
     BLOCK_Q,
-    TILE_K,
     DqBlocks,
     DqStore,
     store_parts,
@@ -29,7 +28,10 @@ from sagesim_kernels.hopper.program_places import origin_of
 from sagesim_kernels.operands import head_ptr, row_stride
 
 WARPS = gl.constexpr(8)
-"""Warps that compute dK and dV."""
+"""Warps that compute all gradients of a tile."""
+
+BLOCK_WARPS = gl.constexpr(4)
+"""Warps that compute dV of a block of keys, half of a tile."""
 
 
 @constexpr_function
@@ -40,7 +42,7 @@ def whole_rows(channels, warps):
 
 @gluon.jit
 def store_keys(x, outputs, tile, value, buffer, CHANNELS: gl.constexpr):
-    """Store the first CHANNELS of value [TILE_K, D] as the keys of a tile.
+    """Store the first CHANNELS of value [keys, D] as the keys of a tile from its first one on.
 
     Keys that no query attends to get zeros. buffer: see `_in_rows`.
     """
@@ -49,20 +51,21 @@ def store_keys(x, outputs, tile, value, buffer, CHANNELS: gl.constexpr):
 
 @gluon.jit
 def _in_rows(x, value, buffer):
-    """Return value [TILE_K, D] in the dtype of x.
+    """Return value [keys, D] in the dtype of x.
 
     A 16-bit result goes through shared memory: adjacent threads then hold adjacent numbers. buffer:
     shared memory that is large enough for that, and that no warp reads any more.
     """
+    KEYS: gl.constexpr = value.shape[0]
     D: gl.constexpr = buffer.shape[1]
     DTYPE: gl.constexpr = x.ptr.dtype.element_ty
     value = value.to(DTYPE)
     if x.ptr.dtype.element_ty.primitive_bitwidth == 16:
-        shared = reinterpret(buffer, DTYPE, [TILE_K, D], buffer.layout)
+        shared = reinterpret(buffer, DTYPE, [KEYS, D], buffer.layout)
         barrier()
         shared.store(value)
         barrier()
-        return shared.load(whole_rows(D, WARPS))
+        return shared.load(whole_rows(D, gl.num_warps()))
     else:
         return value
 
@@ -70,12 +73,13 @@ def _in_rows(x, value, buffer):
 @gluon.jit
 def _store_rows(x, outputs, tile, value, CHANNELS: gl.constexpr):
     """Do what `store_keys` does with what `_in_rows` returns."""
+    KEYS: gl.constexpr = value.shape[0]
     D: gl.constexpr = value.shape[1]
     DTYPE: gl.constexpr = x.ptr.dtype.element_ty
     LAYOUT: gl.constexpr = value.type.layout
-    row = tile.first + gl.arange(0, TILE_K, gl.SliceLayout(1, LAYOUT))
+    row = tile.first + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
     live = are_live(row, tile, outputs.key_mask)[:, None]
-    value = gl.where(live, value, gl.zeros((TILE_K, D), DTYPE, LAYOUT))
+    value = gl.where(live, value, gl.zeros((KEYS, D), DTYPE, LAYOUT))
     column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT)).to(gl.int64)
     base = head_ptr(x, outputs.cu_k, outputs.b, outputs.h)
     ptrs = base + row.to(gl.int64) * row_stride(x)
@@ -98,13 +102,11 @@ def release(bar):
 
 @gluon.jit
 def store_dk_dv(dk, dv, outputs, tile, key_buffers, barriers, KD: gl.constexpr, VD: gl.constexpr):
-    """Store dK and dV of a tile, and release its V if they go through the same buffer."""
-    buffer = key_buffers.results.index(0)
+    """Store dK and dV of a tile, and release its V, whose buffer they go through."""
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-    store_keys(outputs.dv, outputs, tile, dv, buffer, VD)
-    dk = _in_rows(outputs.dk, dk * outputs.scale, buffer)
-    if barriers.ds_full is None:
-        release(barriers.kv_empty)
+    store_keys(outputs.dv, outputs, tile, dv, key_buffers.dv.index(0), VD)
+    dk = _in_rows(outputs.dk, dk * outputs.scale, key_buffers.dk.index(0))
+    release(barriers.kv_empty)
     _store_rows(outputs.dk, outputs, tile, dk, KD)
 
 

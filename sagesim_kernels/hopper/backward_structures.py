@@ -13,6 +13,7 @@ class QueryInputs(NamedTuple):
     do: Any  #: as q16
     row_stats: Any  #: float32 [ROW_STATS for each block of queries]
     shifts: Any  #: float32 [queries], see `capped_rows`; None if nothing is added to S
+    deltas: Any  #: bfloat16 [queries, 8], see `delta_words`; None if no product adds delta
 
 
 class QueryBuffers(NamedTuple):
@@ -23,6 +24,7 @@ class QueryBuffers(NamedTuple):
     do: Any  #: 16 bit [stages, BLOCK_Q, D]
     row_stats: Any  #: float32 [stages, ROW_STATS]
     shifts: Any  #: float32 [stages, BLOCK_Q], or None
+    deltas: Any  #: bfloat16 [stages, BLOCK_Q, 16], or None
 
 
 class KeyInputs(NamedTuple):
@@ -39,7 +41,8 @@ class KeyBuffers(NamedTuple):
     k8: Any  #: int8 [1, TILE_K, D]
     v: Any  #: 16 bit [1, TILE_K, D]
     k16: Any  #: 16 bit [1, TILE_K, D]
-    results: Any  #: 16 bit [1, TILE_K, D]: dV and dK on their way to global memory; may be v
+    dv: Any  #: 16 bit [1, TILE_K, D]: dV on its way to global memory; may be v
+    dk: Any  #: the same for dK; may be v
 
 
 class Barriers(NamedTuple):

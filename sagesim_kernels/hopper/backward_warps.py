@@ -1,9 +1,8 @@
-"""The warps of a backward program that compute.
+"""The warps of a backward program that compute, for tiles of 128 channels, and what starts a tile.
 
-Eight consumer warps compute dK and dV, one producer warp loads, and one store warp adds dQ to its
-sums. For head size 64, four more consumer warps compute dQ, so dS and dQ have two slots each in
-shared memory. For head size 128 shared memory has no space for that, and the eight warps compute dQ
-too.
+One producer warp loads, and one store warp adds dQ to its sums. With tiles of 128 channels, eight
+consumer warps compute dK, dV and dQ. With tiles of 64 channels, the consumer warps are those of
+`backward_blocks`: shared memory has space for two slots of dS and dQ.
 
 Barriers, all in shared memory, are the fields of `Barriers`. Each warp counts its tiles of keys and
 its steps in all of them. Its stages, slots and phases follow from these counts.
@@ -25,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagesim_kernels.gluon_compat import barrier
-from sagesim_kernels.hopper.backward_loads import load_k16, row_stats_of
+from sagesim_kernels.hopper.backward_blocks import compute_block
+from sagesim_kernels.hopper.backward_loads import row_stats_of, wait_for_k16
 from sagesim_kernels.hopper.backward_maps import (
     ST_COLUMNS,
     ST_FLOAT32,
@@ -35,7 +35,7 @@ from sagesim_kernels.hopper.backward_maps import (
     compute_p,
 )
 from sagesim_kernels.hopper.backward_masks import are_live, part_of
-from sagesim_kernels.hopper.backward_stores import WARPS, release, store_dk_dv, whole_rows
+from sagesim_kernels.hopper.backward_stores import WARPS, release, store_dk_dv
 from sagesim_kernels.hopper.backward_structures import KeyOutputs, KeyTile, QueryLoop
 from sagesim_kernels.hopper.backward_tiles import place_tile, wait_for_tile
 from sagesim_kernels.hopper.capped_logits import add_ds_sums
@@ -47,8 +47,8 @@ from sagesim_kernels.hopper.dq_parts import (
     first_row_of,
     mark_overflow,
     pass_to_store,
+    start_dq,
 )
-from sagesim_kernels.hopper.program_places import origin_of
 from sagesim_kernels.operands import key_mask_of
 
 
@@ -58,43 +58,6 @@ def _start_s_and_dp(k8, v, q8, do, KD: gl.constexpr, VD: gl.constexpr):
     s = start_product(k8, q8, gl.int32, ST_INT32, KD)
     dp = start_product(v, do, gl.float32, ST_FLOAT32, VD)
     return s, dp
-
-
-@gluon.jit
-def _wait_for_k16(k16, bar, wave, mean, z, COUNT: gl.constexpr, KD: gl.constexpr):
-    """Wait for a tile of K in 16 bit, and subtract the mean in shared memory if there is one.
-
-    Rows behind the last token are zeros, and become the mean's negative. They do not contribute,
-    because their dS is 0.
-
-    wave: tiles of the program before this one. mean: pointer to the means of all heads, or None.
-    z: the head, over all sequences. COUNT: warps that call this. KD: channels of K; further
-    channels of the tile stay zeros.
-    """
-    if mean is None:
-        mbarrier.wait(bar, wave & 1)
-    else:
-        mean += z.to(gl.int64) * KD
-        D: gl.constexpr = k16.shape[1]
-        ROWS: gl.constexpr = whole_rows(D, COUNT)
-        # The 0 is opaque to the compiler. Without it, addresses for all tiles stay in registers.
-        column = gl.arange(0, D, gl.SliceLayout(0, ROWS)) + (wave >> 30)
-        if KD < D:
-            mean = gl.load(mean + column, mask=column < KD, other=0.0)
-        else:
-            mean = gl.load(mean + column)
-        mbarrier.wait(bar, wave & 1)
-        k = k16.load(ROWS).to(gl.float32) - mean[None, :]
-        k16.store(k.to(k16.dtype))
-        fence_async_shared()
-        barrier()
-
-
-@gluon.jit
-def _start_dq(ds, k16, ACC: gl.constexpr):
-    D: gl.constexpr = k16.shape[1]
-    dq = gl.zeros((BLOCK_Q, D), gl.float32, ACC)
-    return warpgroup_mma(ds.permute((1, 0)), k16, dq, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -113,16 +76,19 @@ def _start_keys(k_scale, key_mask, tile, D: gl.constexpr, ACC: gl.constexpr):
 @gluon.jit
 def compute_keys(
     key_buffers, k_mean, queries, ds_s, dq_s, barriers, scheduler, lengths, k_scale, dk, dv,
-    dq_units, cap2, ds_sums, scale, GROUPS: gl.constexpr, SPLITS: gl.constexpr, KD: gl.constexpr,
-    VD: gl.constexpr,
+    dq_units, cap2, ds_sums, scale, GROUPS: gl.constexpr, SPLITS: gl.constexpr,
+    BLOCK: gl.constexpr, KD: gl.constexpr, VD: gl.constexpr,
 ):  # fmt: skip
-    """Compute dK and dV of tiles of keys, and their parts of dQ or dS. Eight warps.
+    """Compute dK and dV of tiles of keys, and their parts of dQ. Eight warps.
+
+    With tiles of 64 channels, compute dV and dS of a block of each tile. Four warps.
 
     key_buffers: `KeyBuffers`. k_mean: pointer to the means that are subtracted from K, or None.
     queries: `QueryBuffers`. ds_s: 16 bit [slots, TILE_K, BLOCK_Q] in shared memory. dq_s: see
     `DqStore.buffer`. scheduler: `KeyScheduler`. k_scale: a scale for each 64 keys in padded
     storage. dk, dv: `Strided`. dq_units: the units of dQ, or None. cap2: `base2` of `Softcap`.
-    ds_sums: `DsSums`, or None. scale: the scale of the logits. KD, VD: channels of K and V.
+    ds_sums: `DsSums`, or None. scale: the scale of the logits. BLOCK: the block, 0 or 1; else 0.
+    KD, VD: channels of K and V.
     """
     done = 0
     for wave in range(scheduler.waves):
@@ -157,12 +123,12 @@ def compute_keys(
             )  # fmt: skip
             scales = k_scale + placed.row_k // BLOCK_Q
             if barriers.ds_full is not None:
-                _compute_dk_dv(
+                compute_block(
                     key_buffers, queries, ds_s, barriers, scales, outputs, loop, tile, dq_blocks,
-                    cap2, ds_sums, done, wave, GROUPS, KD, VD,
+                    cap2, ds_sums, done, wave, GROUPS, BLOCK, VD,
                 )  # fmt: skip
             else:
-                _compute_dk_dv_dq(
+                _compute_gradients(
                     key_buffers, k_mean, placed.z, queries, ds_s, dq_s, barriers, scales, outputs,
                     loop, tile, dq_blocks, cap2, ds_sums, scale, done, wave, GROUPS, KD, VD,
                 )  # fmt: skip
@@ -170,122 +136,13 @@ def compute_keys(
 
 
 @gluon.jit
-def _compute_dk_dv(
-    key_buffers, queries, ds_s, barriers, k_scale, outputs, loop, tile, dq_blocks, cap2, ds_sums,
-    done, wave, GROUPS: gl.constexpr, KD: gl.constexpr, VD: gl.constexpr,
-):  # fmt: skip
-    """Compute dK and dV of a tile, and pass dS to the warps that compute dQ.
-
-    k_scale: pointer to the scale of the tile's first key. outputs: `KeyOutputs`. loop: `QueryLoop`.
-    tile: `KeyTile`. dq_blocks: `DqBlocks`. done, wave: steps and tiles of the program before this
-    tile. The others: see `compute_keys`.
-    """
-    STAGES: gl.constexpr = queries.q8.shape[0]
-    STAGES_STATS: gl.constexpr = queries.row_stats.shape[0]
-    SLOTS: gl.constexpr = ds_s.shape[0]
-    D: gl.constexpr = queries.q8.shape[2]
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
-    P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    keys, key_scales, dk, dv = _start_keys(k_scale, outputs.key_mask, tile, D, ACC)
-    mbarrier.wait(barriers.kv_full, wave & 1)
-    k8 = key_buffers.k8.index(0).load(gl.DotOperandLayout(0, ST_INT32, 4))
-    v = key_buffers.v.index(0).load(gl.DotOperandLayout(0, ST_FLOAT32, 2))
-    release(barriers.kv_empty)
-    for head in range(GROUPS):
-        for PART in gl.static_range(2 if loop.unmasked_end is None else 3):
-            begin, end = part_of(loop, PART)
-            for i in range(begin, end):
-                n = done + head * (loop.end - loop.begin) + i - loop.begin
-                stage = n % STAGES
-                slot = n % SLOTS
-                mbarrier.wait(barriers.q_full.index(stage), (n // STAGES) & 1)
-                do = queries.do.index(stage)
-                # K and V are in registers, which cannot be divided: all channels are multiplied.
-                s, dp = _start_s_and_dp(k8, v, queries.q8.index(stage), do, D, D)
-                s = warpgroup_mma_wait(1, deps=[s])
-                stats = row_stats_of(queries, n % STAGES_STATS)
-                factor = stats.index(0).load(ST_COLUMNS)
-                minus_lse2 = stats.index(1).load(ST_COLUMNS)
-                shift = None
-                if queries.shifts is not None:
-                    shift = queries.shifts.index(stage).load(ST_COLUMNS)
-                p, weight = compute_p(
-                    PART != 1, s, key_scales, factor, minus_lse2, shift, cap2, keys, i, tile
-                )
-                p16 = gl.convert_layout(p.to(queries.do.dtype), P_OPERAND)
-                dp = warpgroup_mma_wait(0, deps=[dp])
-                delta = stats.index(2).load(ST_COLUMNS)
-                dv = warpgroup_mma(p16, do, dv, is_async=True)
-                ds = compute_ds(PART != 1, weight, dp, delta, cap2, keys, i, tile)
-                if ds_sums is not None:
-                    add_ds_sums(ds_sums, first_row_of(head, i, dq_blocks), ds)
-                ds16 = ds.to(queries.q16.dtype)
-                if dq_blocks.units is not None:
-                    mark_overflow(dq_blocks, ds16, head, i)
-                # dQ has been computed from the dS that was in this slot before.
-                mbarrier.wait(barriers.dq_full.index(slot), ((n // SLOTS) & 1) ^ 1)
-                ds_s.index(slot).store(ds16)
-                fence_async_shared()
-                # After this barrier, these warps have also finished the products of the step
-                # before.
-                barrier()
-                mbarrier.arrive(barriers.ds_full.index(slot), count=1)
-                # dS is read from shared memory: there are too few registers to hold it there.
-                q16 = queries.q16.index(stage)
-                dk = warpgroup_mma(ds_s.index(slot), q16, dk, is_async=True)
-    store_dk_dv(dk, dv, outputs, tile, key_buffers, barriers, KD, VD)
-
-
-@gluon.jit
-def compute_dq(
-    k16, k16_s, k_mean, queries, ds_s, dq_s, barriers, scheduler, lengths, scale,
-    IS_COPIED: gl.constexpr, GROUPS: gl.constexpr, SPLITS: gl.constexpr, KD: gl.constexpr,
-):  # fmt: skip
-    """Load K in 16 bit, and compute parts of dQ from dS. Four warps.
-
-    k16: TMA descriptor. k16_s, ds_s: K in 16 bit and dS in shared memory. dq_s: see
-    `DqStore.buffer`. queries: `QueryBuffers`. k_mean: pointer to the means that are subtracted from
-    K, or None. scheduler: `KeyScheduler`. scale: the scale of the logits.
-    """
-    SLOTS: gl.constexpr = ds_s.shape[0]
-    D: gl.constexpr = k16_s.shape[2]
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    STAGES_STATS: gl.constexpr = queries.row_stats.shape[0]
-    done = 0
-    for wave in range(scheduler.waves):
-        found = wait_for_tile(scheduler, wave, lengths, SPLITS)
-        if found.first >= 0:
-            tile = place_tile(found, scheduler, lengths, GROUPS)
-            if wave > 0:
-                barrier()  # All four warps have seen K of the tile before, and multiplied with it.
-                origin = origin_of(IS_COPIED, tile.b, tile.head, tile.start_k)
-                load_k16(k16, origin, tile.keys.first, k16_s, barriers.k16_full)
-            _wait_for_k16(k16_s.index(0), barriers.k16_full, wave, k_mean, tile.z, 4, KD)
-            steps = GROUPS * (tile.loop.end - tile.loop.begin)
-            for i in range(steps):  # Triton 3.6 would begin `range(done, ...)` at 0
-                n = done + i
-                slot = n % SLOTS
-                mbarrier.wait(barriers.ds_full.index(slot), (n // SLOTS) & 1)
-                dq_t = _start_dq(ds_s.index(slot), k16_s.index(0), ACC)
-                stats = row_stats_of(queries, n % STAGES_STATS)
-                inverse = stats.index(3).load(gl.SliceLayout(1, ACC))
-                dq = warpgroup_mma_wait(0, deps=[dq_t])
-                mbarrier.wait(barriers.dq_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
-                pass_to_store(dq, inverse, stats, dq_s.index(slot), scale)
-                fence_async_shared()
-                barrier()
-                mbarrier.arrive(barriers.dq_full.index(slot), count=1)
-            done += steps
-
-
-@gluon.jit
-def _compute_dk_dv_dq(
+def _compute_gradients(
     key_buffers, k_mean, z, queries, ds_s, dq_s, barriers, k_scale, outputs, loop, tile, dq_blocks,
     cap2, ds_sums, scale, done, wave, GROUPS: gl.constexpr, KD: gl.constexpr, VD: gl.constexpr,
 ):  # fmt: skip
     """Compute dK, dV and the parts of dQ of a tile.
 
-    z: the head of K, over all sequences. The others: see `_compute_dk_dv` and `compute_keys`.
+    z: the head of K, over all sequences. The others: see `compute_block` and `compute_keys`.
     """
     STAGES: gl.constexpr = queries.q8.shape[0]
     STAGES16: gl.constexpr = queries.q16.shape[0]
@@ -295,7 +152,7 @@ def _compute_dk_dv_dq(
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     keys, key_scales, dk, dv = _start_keys(k_scale, outputs.key_mask, tile, D, ACC)
     k16 = key_buffers.k16.index(0)
-    _wait_for_k16(k16, barriers.k16_full, wave, k_mean, z, WARPS, KD)
+    wait_for_k16(k16, barriers.k16_full, wave, k_mean, z, WARPS, KD)
     mbarrier.wait(barriers.kv_full, wave & 1)
     for head in range(GROUPS):
         for PART in gl.static_range(2 if loop.unmasked_end is None else 3):
@@ -335,7 +192,7 @@ def _compute_dk_dv_dq(
                     mark_overflow(dq_blocks, ds16, head, i)
                 fence_async_shared()
                 barrier()
-                dq_t = _start_dq(ds_s.index(zero), key_buffers.k16.index(zero), DQ_ACC)
+                dq_t = start_dq(ds_s.index(zero), key_buffers.k16.index(zero), DQ_ACC)
                 # dS is read from shared memory: there are too few registers to hold it there.
                 q16 = queries.q16.index(n % STAGES16)
                 dk = warpgroup_mma(ds_s.index(zero), q16, dk, is_async=True)

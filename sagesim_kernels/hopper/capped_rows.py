@@ -68,17 +68,18 @@ def inverse_ds_units(dq_unit, mean_amax):
 
 @triton.jit
 def capped_rows_kernel(
-    grid, q8, o, do, do_right, bounds, k_mean, lse2, d_lse, delta, row_stats, shifts, dq_sums,
-    ds_sums, softcap, lengths, scale, growths, sizes,
+    grid, q8, o, do, do_right, bounds, k_mean, lse2, d_lse, delta, row_stats, deltas, shifts,
+    dq_sums, ds_sums, softcap, lengths, scale, growths, sizes,
 ):  # fmt: skip
     """Compute delta, units, row statistics and shifts of a block of queries, and clear its sums.
 
     Queries behind the last one of a sequence get statistics that make P 0.
 
     q8, do_right: `Operand` of qk_recompute and dp. o, do: `Strided`. bounds: `KeyBounds`. k_mean:
-    `Means` of K, or None. lse2, d_lse, delta: `Rows`. row_stats: see `ROW_STATS`, in padded storage
-    as all that follow. shifts: float32, or None. dq_sums: `DqSums`. ds_sums: `DsSums`, or None.
-    softcap: `Softcap`. scale: the scale of the logits, divided by the softcap. growths: `Growths`.
+    `Means` of K, or None. lse2, d_lse, delta: `Rows`. row_stats, deltas: see `start_rows`, in
+    padded storage as all that follow. shifts: float32, or None. dq_sums: `DqSums`. ds_sums:
+    `DsSums`, or None. softcap: `Softcap`. scale: the scale of the logits, divided by the softcap.
+    growths: `Growths`.
     """
     wait_for_earlier_kernels()
     i, h, b = program_coordinates(grid)
@@ -108,7 +109,7 @@ def capped_rows_kernel(
         tl.store(ds_sums.sums + at + local, tl.zeros((sizes.BLOCK_Q,), tl.int64))
     store_rows(delta, lengths.cu_q, b, h, row, n_q, row_delta)
     tl.store(row_stats + at * 4 + local, factor)
-    start_rows(dq_sums, row_stats, at, unit, row_lse2, row_delta, sizes)
+    start_rows(dq_sums, row_stats, at, unit, row_lse2, row_delta, sizes, deltas)
 
 
 def prepare_capped_backward(
@@ -123,6 +124,7 @@ def prepare_capped_backward(
     softcap: Softcap,
     *,
     tile: int,
+    deltas: Tensor | None,
 ) -> tuple[Tensor | None, DsSums | None]:
     """Do what `prepare_backward_in_one_pass` does, under a softcap.
 
@@ -159,6 +161,7 @@ def prepare_capped_backward(
         d_lse,
         statistics.delta,
         row_stats,
+        deltas,
         shifts,
         dq_sums,
         ds_sums,

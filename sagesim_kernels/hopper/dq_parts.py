@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from sagesim_kernels.gluon_compat import reinterpret, tma_add, tma_store
 from sagesim_kernels.operands import inverse_of
@@ -78,6 +78,14 @@ def first_row_of(head, i, blocks):
     blocks: `DqBlocks`.
     """
     return (blocks.first + head * blocks.head_stride + block_of(i, blocks)) * BLOCK_Q
+
+
+@gluon.jit
+def start_dq(ds, k16, ACC: gl.constexpr):
+    """Start the product of a part of dQ: dS transposed [keys, BLOCK_Q], and K. See `start_sum`."""
+    D: gl.constexpr = k16.shape[1]
+    dq = gl.zeros((BLOCK_Q, D), gl.float32, ACC)
+    return warpgroup_mma(ds.permute((1, 0)), k16, dq, use_acc=False, is_async=True)
 
 
 @gluon.jit

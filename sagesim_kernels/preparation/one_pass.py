@@ -62,10 +62,11 @@ def prepare_backward_in_one_pass(
     row_stats: Tensor,
     *,
     tile: int,
+    deltas: Tensor | None = None,
 ) -> None:
     """Round Q and K of qk_recompute; fill delta, units and row statistics; set the sums to 0.
 
-    row_stats: see `start_rows`. tile: keys that a product of dQ sums over. The others: see
+    row_stats, deltas: see `start_rows`. tile: keys that a product of dQ sums over. The others: see
     `prepare_backward`. There is no softcap, and head sizes are from 33 to 128.
     """
     spec, lengths = problem.spec, problem.lengths
@@ -115,6 +116,7 @@ def prepare_backward_in_one_pass(
         d_lse,
         statistics.delta,
         row_stats,
+        deltas,
         dq_sums,
         lengths,
         problem.scale * LOG2_E,

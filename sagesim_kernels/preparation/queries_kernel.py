@@ -32,7 +32,7 @@ from sagesim_kernels.operands import (
     subtract_lse_gradient,
     units_of,
 )
-from sagesim_kernels.preparation.query_rows import store_row_statistics
+from sagesim_kernels.preparation.query_rows import store_delta_words, store_row_statistics
 from sagesim_kernels.preparation.tiles import (
     WARP,
     as_rows_of,
@@ -88,7 +88,7 @@ def _bounds_of(bounds, lengths, b, k_head, block, first, sizes, T: gl.constexpr)
 
 @gluon.jit
 def prepare_queries_kernel(
-    grid, q, o, do, q8, bounds, rounding, lse2, d_lse, delta, row_stats, dq_sums, lengths,
+    grid, q, o, do, q8, bounds, rounding, lse2, d_lse, delta, row_stats, deltas, dq_sums, lengths,
     scale_log2, growths, sizes, TYPE: gl.constexpr, Q_TILE: gl.constexpr, O_TILE: gl.constexpr,
 ):  # fmt: skip
     """Round some queries of a block to codes, compute delta, units and row statistics.
@@ -98,8 +98,8 @@ def prepare_queries_kernel(
     Queries behind the last one of a sequence get statistics that make P 0.
 
     q, o, do: `Strided`. q8: `Operand` of qk_recompute. bounds: `KeyBounds`. lse2, d_lse, delta:
-    `Rows`. row_stats: see `start_rows`. dq_sums: `DqSums`. growths: `Growths`. TYPE: the 16-bit
-    type of dp. Q_TILE, O_TILE: `Tile` of the first part of Q, and of O and dO.
+    `Rows`. row_stats, deltas: see `start_rows`. dq_sums: `DqSums`. growths: `Growths`. TYPE: the
+    16-bit type of dp. Q_TILE, O_TILE: `Tile` of the first part of Q, and of O and dO.
     """
     wait_for_earlier_kernels()
     part, h, b = reversed_coordinates(grid)
@@ -139,6 +139,8 @@ def prepare_queries_kernel(
     stats = row_stats + at * 4 + (row - block)
     gl.store(stats, q_scale * scale_log2)
     store_row_statistics(stats, unit, row_lse2, row_delta, sizes.BLOCK_Q)
+    if deltas is not None:
+        store_delta_words(deltas + (at + (row - block)) * 4, row_delta)
     if dq_sums.sums is not None:
         gl.store(dq_sums.unit + at + (row - block), unit)
         COUNT: gl.constexpr = Q_TILE.TOKENS * sizes.D_PAD

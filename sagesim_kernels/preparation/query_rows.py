@@ -47,17 +47,20 @@ _REGISTERS: Final = 64
 
 
 @triton.jit
-def start_rows(dq_sums, row_stats, at, unit, row_lse2, row_delta, sizes):
+def start_rows(dq_sums, row_stats, at, unit, row_lse2, row_delta, sizes, deltas=None):
     """Clear the sums of dQ of a block of queries, and store its unit and row statistics.
 
     row_stats: float32 [blocks of all heads, 4, BLOCK_Q], in padded storage: the factor of the
     logits, which the caller stores, -lse2, delta, and 1 / unit of dQ. dq_sums: `DqSums`, with or
-    without memory. at: the first query in padded storage, over all heads.
+    without memory. at: the first query in padded storage, over all heads. deltas: int32 [queries of
+    all heads, 4], in padded storage, for `delta_words`; or None.
     """
     if dq_sums.sums is not None:
         start_sums(dq_sums, at, unit, sizes)
-    stats = row_stats + at * 4 + tl.arange(0, sizes.BLOCK_Q)
-    store_row_statistics(stats, unit, row_lse2, row_delta, sizes.BLOCK_Q)
+    local = tl.arange(0, sizes.BLOCK_Q)
+    store_row_statistics(row_stats + at * 4 + local, unit, row_lse2, row_delta, sizes.BLOCK_Q)
+    if deltas is not None:
+        store_delta_words(deltas + (at + local) * 4, row_delta)
 
 
 @triton.jit
@@ -69,6 +72,35 @@ def store_row_statistics(stats, unit, row_lse2, row_delta, BLOCK_Q: tl.constexpr
     tl.store(stats + BLOCK_Q, -upper_lse2(row_lse2))
     tl.store(stats + 2 * BLOCK_Q, row_delta)
     tl.store(stats + 3 * BLOCK_Q, inverse_of(unit))
+
+
+@triton.jit
+def store_delta_words(words, delta):
+    """Store the `delta_words` of queries. words: pointers to the first one of each query."""
+    first, second = delta_words(delta)
+    tl.store(words, first)
+    tl.store(words + 1, second)
+    tl.store(words + 2, second * 0)
+    tl.store(words + 3, second * 0)
+
+
+@triton.jit
+def delta_words(delta):
+    """Return two integers whose halves, taken as bfloat16, sum to -delta exactly.
+
+    A finite number has three finite parts, of 8 bits each. Infinity and NaN are one part.
+    """
+    bits = (-delta).to(tl.int32, bitcast=True)
+    is_finite = (bits & 0x7F800000) != 0x7F800000
+    high = bits & -65536
+    rest = (-delta) - high.to(tl.float32, bitcast=True)
+    rest_bits = tl.where(is_finite, rest.to(tl.int32, bitcast=True), 0)
+    middle = rest_bits & -65536
+    low = (rest_bits.to(tl.float32, bitcast=True) - middle.to(tl.float32, bitcast=True)).to(
+        tl.int32, bitcast=True
+    )
+    high = tl.where(delta == delta, high, 0x7FC00000)
+    return ((high >> 16) & 65535) | middle, (low >> 16) & 65535
 
 
 @triton.jit

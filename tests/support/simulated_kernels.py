@@ -35,8 +35,11 @@ from tests.support.simulated_memory import (
     running,
 )
 
-_MOST_CELLS: Final = 16
-"""Buffers with a longer first axis are one cell."""
+_MOST_BUFFERS: Final = 16
+"""What has a longer first axis is one buffer."""
+
+_ROWS: Final = 64
+"""Of a cell, if a buffer has several times as many."""
 
 
 class Operands(NamedTuple):
@@ -59,9 +62,11 @@ def _allocate(dtype: Any, shape: Any, _layout: Any) -> Shared | BarrierPlaces:
     shape = [int(raw(n)) for n in shape]
     if raw(dtype) is gl.int64:
         return BarrierPlaces(shape[0])
-    count = shape[0] if len(shape) > 1 and shape[0] <= _MOST_CELLS else 1
+    count = shape[0] if len(shape) > 1 and shape[0] <= _MOST_BUFFERS else 1
+    parts = shape[1] // _ROWS if len(shape) == 3 and shape[1] % _ROWS == 0 else 1
     name = f"{element_type(dtype)} {shape}"
-    return Shared(dtype, shape, [Cell(f"{name}, {i}") for i in range(count)], is_whole=True)
+    cells = [Cell(f"{name}, {i}, part {j}") for i in range(count) for j in range(parts)]
+    return Shared(dtype, shape, cells, is_whole=True)
 
 
 def _reinterpret(buffer: Shared, dtype: Any, shape: Any, _layout: Any) -> Shared:

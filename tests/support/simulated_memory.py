@@ -117,14 +117,27 @@ class Descriptor:
 
 
 class Shared:
-    """A buffer in shared memory, or a part of one."""
+    """A buffer in shared memory, or a part of one.
+
+    Its cells divide the rows of a buffer evenly. Those of several buffers follow each other.
+    """
 
     def __init__(
-        self, dtype: Any, shape: Any, cells: list[Cell], is_whole: bool = False, channel: int = 0
+        self,
+        dtype: Any,
+        shape: Any,
+        cells: list[Cell],
+        is_whole: bool = False,
+        *,
+        row: int = 0,
+        channel: int = 0,
+        row_axis: int = 0,
     ) -> None:
         self.dtype, self.shape = element_type(dtype), [int(raw(n)) for n in shape]
         self.cells, self.layout, self._is_whole = cells, ANYTHING, is_whole
-        self.channel = channel  #: the first channel of the block [tokens, channels] that it has
+        self.row = row  #: the first row of the block [tokens, channels] that it has
+        self.channel = channel  #: the first channel
+        self._row_axis = row_axis
 
     @property
     def bytes(self) -> int:
@@ -134,28 +147,45 @@ class Shared:
         i = int(raw(i))
         if not 0 <= i < self.shape[0]:
             raise ProgramError(f"buffer {i} of {self.shape}")
-        is_own = self._is_whole and len(self.cells) > 1
-        return Shared(self.dtype, self.shape[1:], [self.cells[i]] if is_own else self.cells)
+        cells, each = self.cells, len(self.cells) // self.shape[0]
+        if self._is_whole and each > 0:
+            cells = cells[i * each : (i + 1) * each]
+        return Shared(self.dtype, self.shape[1:], cells)
 
     def slice(self, start: Any, length: Any, dim: int = 0) -> Shared:
-        shape = list(self.shape)
-        assert raw(start) >= 0
-        assert raw(start) + raw(length) <= shape[dim]
+        shape, start, length = list(self.shape), int(raw(start)), int(raw(length))
+        assert start >= 0
+        assert start + length <= shape[dim]
+        cells, row, channel = self.cells, self.row, self.channel
+        if dim == self._row_axis:
+            rows = shape[dim] // len(cells)
+            cells = cells[start // rows : -(-(start + length) // rows)]
+            row += start
+        else:
+            channel += start
         shape[dim] = length
-        channel = self.channel + (int(raw(start)) if dim == 1 else 0)
-        return Shared(self.dtype, shape, self.cells, channel=channel)
+        return Shared(self.dtype, shape, cells, row=row, channel=channel, row_axis=self._row_axis)
 
     def permute(self, order: Any) -> Shared:
         shape = [self.shape[axis] for axis in order]
-        return Shared(self.dtype, shape, self.cells, channel=self.channel)
+        axis = list(order).index(self._row_axis)
+        return Shared(
+            self.dtype, shape, self.cells, row=self.row, channel=self.channel, row_axis=axis
+        )
 
     def reshape(self, shape: Any) -> Shared:
         return Shared(self.dtype, shape, self.cells)
 
     @property
     def content(self) -> Any:
-        """What TMA loaded to the buffer, or the integers that were stored to it."""
-        return self.cells[0].content if len(self.cells) == 1 else None
+        """What TMA loaded to these rows, or the integers that were stored to the buffer."""
+        content, *others = (cell.content for cell in self.cells)
+        if any(other is not content for other in others):
+            return None
+        if isinstance(content, Block) and self.row and len(content.at) > 1:
+            *outer, row, channel = content.at
+            return content._replace(at=(*outer, row + self.row, channel))
+        return content
 
     def load(self, _layout: Any = None) -> Unknown | Numbers:
         running().read(self.cells)

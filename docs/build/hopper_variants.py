@@ -200,6 +200,38 @@ def about_codes_later() -> Markdown:
     return Markdown(f"{record['about']} {record['machine']}.")
 
 
+def backward_blocks() -> Markdown:
+    """Variants of the backward with 64 channels, run by run, and hardware counters of two."""
+    record = data("backward_blocks")
+    calls = [*record["rows"][0]["us"]]
+    rows = [
+        [
+            str(row["run"]),
+            row["variant"],
+            *(" / ".join(f"{us:.0f}" for us in row["us"].get(call, [])) for call in calls),
+        ]
+        for row in record["rows"]
+    ]
+    times = markdown(["run", "variant", *(f"{call}, us" for call in calls)], rows)
+    counters = record["counters"]
+    found = [
+        [
+            row["variant"],
+            f"{row['cycles']:,}",
+            f"{row['wavefronts']:,}",
+            *(f"{row[f'{unit}_percent']:.0f}%" for unit in ("shared", "tensor", "issue")),
+        ]
+        for row in counters["rows"]
+    ]
+    head = ["variant", "cycles", "wavefronts", "shared memory", "tensor cores", "issue"]
+    return sourced(
+        f"{times}\n\n{markdown(head, found)}",
+        record["about"],
+        f"The second table: {counters['about']}",
+        machine=record["machine"],
+    )
+
+
 def codes_head_sizes() -> Markdown:
     """The backward in codes at head sizes that are padded, beside the kernels for mma.sync."""
     record = data("hopper_variants")["codes"]["head_sizes"]

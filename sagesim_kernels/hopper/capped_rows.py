@@ -124,7 +124,7 @@ def prepare_capped_backward(
     softcap: Softcap,
     *,
     tile: int,
-    deltas: Tensor | None,
+    deltas: Tensor | None = None,
 ) -> tuple[Tensor | None, DsSums | None]:
     """Do what `prepare_backward_in_one_pass` does, under a softcap.
 

@@ -92,15 +92,21 @@ def delta_words(delta):
     """
     bits = (-delta).to(tl.int32, bitcast=True)
     is_finite = (bits & 0x7F800000) != 0x7F800000
-    high = bits & -65536
-    rest = (-delta) - high.to(tl.float32, bitcast=True)
-    rest_bits = tl.where(is_finite, rest.to(tl.int32, bitcast=True), 0)
-    middle = rest_bits & -65536
-    low = (rest_bits.to(tl.float32, bitcast=True) - middle.to(tl.float32, bitcast=True)).to(
-        tl.int32, bitcast=True
-    )
-    high = tl.where(delta == delta, high, 0x7FC00000)
+    number = tl.where(is_finite, bits, 0)
+    high = number & -65536
+    rest = _difference(number, high)
+    middle = rest & -65536
+    low = _difference(rest, middle)
+    # The upper half of a NaN may be that of infinity.
+    high = tl.where(is_finite, high, tl.where(delta == delta, bits, 0x7FC00000))
     return ((high >> 16) & 65535) | middle, (low >> 16) & 65535
+
+
+@triton.jit
+def _difference(x, y):
+    """Return the bits of x - y for the bits of two float32 numbers."""
+    difference = x.to(tl.float32, bitcast=True) - y.to(tl.float32, bitcast=True)
+    return difference.to(tl.int32, bitcast=True)
 
 
 @triton.jit

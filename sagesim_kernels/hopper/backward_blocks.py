@@ -1,12 +1,12 @@
 """The warps of a backward program that compute, for tiles of 64 channels.
 
-A tile of 128 keys is two blocks. Two warpgroups compute P and dS, each of its block, and dV. They
-wait for no other warpgroup in a step, so that one multiplies while the other one computes
+A tile of 128 keys is two blocks. Two warpgroups have a block each, of which they compute P, dS and
+dV. They do not wait for each other, so that one multiplies while the other one computes
 exponentials. A third warpgroup computes dQ and dK of both blocks, from dS in shared memory. dS and
 dQ have two slots each.
 
 The difference dP - delta is one sum on the tensor cores: delta comes as `delta_words`, and their
-product with ones is added to dP. To load delta to the registers of every warp would take more of
+product with ones is added to dP. If every warp loaded delta to registers, this would take more of
 the bandwidth of shared memory.
 """
 
@@ -54,8 +54,8 @@ PARTS = gl.constexpr(16)
 _S = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
 """Layout of S transposed [keys, queries] of a warpgroup, as the INT8 product leaves it."""
 _MAP = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-"""Layout of S, P, dP and dS transposed [keys, queries] of a warpgroup, in float32. Those of dV and
-dQ are the same."""
+"""Layout of S, P, dP and dS transposed [keys, queries] of a warpgroup, in float32. dV and dQ have the
+same."""
 _COLUMNS = gl.constexpr(gl.SliceLayout(0, _MAP.value))
 """Layout of one number for each column of S transposed, a query."""
 _DK = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -189,7 +189,7 @@ def compute_dq_and_dk(
             lowest = placed.keys.lowest if lengths.left is not None else None
             keys = placed.keys
             tile = KeyTile(keys.first, keys.length, keys.n_live, keys.offset, lowest)
-            # The sum of the parts of a group's heads is multiplied by the scale.
+            # If several programs share a group's heads, the sum of their parts is multiplied.
             dk_scale = scale if SPLITS == 1 else 1.0
             outputs = KeyOutputs(
                 dk_out, None, lengths.cu_k, placed.b, placed.out_head, dk_scale, key_mask

@@ -54,8 +54,8 @@ PARTS = gl.constexpr(16)
 _S = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
 """Layout of S transposed [keys, queries] of a warpgroup, as the INT8 product leaves it."""
 _MAP = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-"""Layout of S, P, dP and dS transposed [keys, queries] of a warpgroup, in float32. It is also that of
-dV and dQ."""
+"""Layout of S, P, dP and dS transposed [keys, queries] of a warpgroup, in float32. It is also that
+of dV and dQ."""
 _COLUMNS = gl.constexpr(gl.SliceLayout(0, _MAP.value))
 """Layout of one number for each column of S transposed, a query."""
 _DK = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))

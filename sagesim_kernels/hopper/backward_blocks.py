@@ -1,9 +1,10 @@
 """The warps of a backward program that compute, for tiles of 64 channels.
 
 A tile of 128 keys is two blocks. Two warpgroups have a block each, of which they compute P, dS and
-dV. They do not wait for each other, so that one multiplies while the other one computes
-exponentials. A third warpgroup computes dQ and dK of both blocks, from dS in shared memory. dS and
-dQ have two slots each.
+dV. They meet no common barrier, so that one can multiply while the other one computes exponentials.
+One is at most a step ahead: the queries of step n + 2 are loaded when both have passed on dS of
+step n. A third warpgroup computes dQ and dK of both blocks, from dS in shared memory. dS and dQ
+have two slots each.
 
 The difference dP - delta is one sum on the tensor cores: delta comes as `delta_words`, and their
 product with ones is added to dP. If every warp loaded delta to registers, this would take more of

@@ -103,9 +103,10 @@ def produce(
 
     Before this warp loads the queries of step n, it waits for a barrier of step n - 2:
 
-    - If other warps compute dQ and dK, for `ds_full`. After the wait no warp computes P or dS of
-      step n - 3, so three stages are enough. Only Q in 16 bit and row statistics of step n - 3 may
-      still be read; they have four stages. The warps of dQ load K in 16 bit by themselves.
+    - If other warps compute dQ and dK, for `ds_full`. After the wait no warp reads codes of Q, dO
+      or delta of step n - 2; they have three stages. Q in 16 bit and row statistics of steps n - 3
+      and n - 2 may still be read; they have four stages. The warps of dQ and dK load K in 16 bit
+      by themselves.
     - Otherwise for `dq_full`. After the wait no warp reads data of step n - 2, so two stages are
       enough. Only Q in 16 bit of step n - 2 may still be read; it has three stages.
 

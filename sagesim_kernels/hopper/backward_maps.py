@@ -24,7 +24,7 @@ ST_COLUMNS = gl.constexpr(gl.SliceLayout(0, ST_FLOAT32.value))
 
 @gluon.jit
 def attends_to(keys, i, tile):
-    """Return what `operands.attends_in` does, for keys of `backward_warps._start_keys`.
+    """Return what `operands.attends_in` does, for keys whose index is 2^30 if no query attends.
 
     Without a limit on either side of the diagonal the result does not depend on i.
     """

@@ -20,11 +20,11 @@ class QueryBuffers(NamedTuple):
     """Blocks of queries in shared memory, one for each stage."""
 
     q8: Any  #: int8 [stages, BLOCK_Q, D]
-    q16: Any  #: 16 bit [3, BLOCK_Q, D]
+    q16: Any  #: 16 bit [3 or 4, BLOCK_Q, D]
     do: Any  #: 16 bit [stages, BLOCK_Q, D]
     row_stats: Any  #: float32 [stages, ROW_STATS]
     shifts: Any  #: float32 [stages, BLOCK_Q], or None
-    deltas: Any  #: bfloat16 [stages, BLOCK_Q, 16], or None
+    deltas: Any  #: bfloat16 [stages, BLOCK_Q, 16], of which TMA fills the last 8 with 0; or None
 
 
 class KeyInputs(NamedTuple):

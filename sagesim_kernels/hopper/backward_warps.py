@@ -1,8 +1,9 @@
-"""The warps of a backward program that compute, for tiles of 128 channels, and what starts a tile.
+"""The warps of a backward program that compute, for tiles of 128 channels.
 
 One producer warp loads, and one store warp adds dQ to its sums. With tiles of 128 channels, eight
 consumer warps compute dK, dV and dQ. With tiles of 64 channels, the consumer warps are those of
-`backward_blocks`: shared memory has space for two slots of dS and dQ.
+`backward_blocks`. There, shared memory has space for two slots of dS and dQ. `compute_keys` goes
+through the tiles of both.
 
 Barriers, all in shared memory, are the fields of `Barriers`. Each warp counts its tiles of keys and
 its steps in all of them. Its stages, slots and phases follow from these counts.

@@ -82,7 +82,10 @@ def first_row_of(head, i, blocks):
 
 @gluon.jit
 def start_dq(ds, k16, ACC: gl.constexpr):
-    """Start the product of a part of dQ: dS transposed [keys, BLOCK_Q], and K. See `start_sum`."""
+    """Start the product of a part of dQ: dS transposed [keys, BLOCK_Q], and K.
+
+    See `channel_products.start_sum`.
+    """
     D: gl.constexpr = k16.shape[1]
     dq = gl.zeros((BLOCK_Q, D), gl.float32, ACC)
     return warpgroup_mma(ds.permute((1, 0)), k16, dq, use_acc=False, is_async=True)

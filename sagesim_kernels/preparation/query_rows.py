@@ -76,7 +76,10 @@ def store_row_statistics(stats, unit, row_lse2, row_delta, BLOCK_Q: tl.constexpr
 
 @triton.jit
 def store_delta_words(words, delta):
-    """Store the `delta_words` of queries. words: pointers to the first one of each query."""
+    """Store the `delta_words` of queries. words: pointers to the first one of each query.
+
+    A query has four words, because TMA needs rows of 16 bytes. The last two are 0.
+    """
     first, second = delta_words(delta)
     tl.store(words, first)
     tl.store(words + 1, second)
@@ -86,7 +89,7 @@ def store_delta_words(words, delta):
 
 @triton.jit
 def delta_words(delta):
-    """Return two integers whose halves, taken as bfloat16, sum to -delta exactly.
+    """Return two integers whose halves, taken as bfloat16, sum to -delta, up to 2^-133.
 
     A finite number has three finite parts, of 8 bits each. Infinity and NaN are one part.
     """

@@ -53,7 +53,11 @@ _MEETING = re.compile(
     r"\b(bar\.sync|bar\.warp\.sync|barrier\.sync|wgmma\.wait_group|mbarrier\.arrive)"
 )
 # Loads from shared memory, with the address; fences before accesses by TMA and wgmma; arrivals.
-_SHARED = re.compile(r"\b(ld\.shared|fence\.proxy\.async|mbarrier\.arrive)([\w.:]*)([^;]*)")
+_SHARED = re.compile(
+    r"\b(ld\.shared|st\.shared|stmatrix|bar\.sync|fence\.proxy\.async|mbarrier\.arrive|"
+    r"mbarrier\.try_wait)"
+    r"([\w.:]*)([^;]*)"
+)
 # Accesses to memory that other kernels may write, and the wait for them. Parameters and shared
 # memory are others.
 _GLOBAL = re.compile(
@@ -216,20 +220,27 @@ def _unfenced_loads(ptx: str) -> int:
 
     Without it, TMA may overwrite what a load has not read yet. Loads in which all threads read the
     same address do not count: those of a kernel's arguments, and of the tile that a producer has
-    found. Nor does the byte of each warp that says what it runs next. Threads store these, and not
-    TMA.
+    found. Nor does the byte of each warp that says what it runs next. Nor do loads behind stores and
+    a barrier, by which threads exchange numbers. Threads store these, and not TMA.
     """
     if "mbarrier.arrive" not in ptx:
         return 0
     of_threads = _registers_of_threads(ptx)
-    count, is_loaded = 0, False
+    count, is_loaded, is_stored, is_exchanged = 0, False, False, False
     for name, qualifiers, operands in _SHARED.findall(ptx):
         if name == "ld.shared":
             address = _REGISTER.findall(operands[operands.index("[") :])
-            is_loaded |= not (of_threads.isdisjoint(address) or qualifiers.endswith(".b8"))
+            is_of_threads = not (of_threads.isdisjoint(address) or qualifiers.endswith(".b8"))
+            is_loaded |= is_of_threads and not is_exchanged
+        elif name in ("st.shared", "stmatrix"):
+            is_stored = True
+        elif name == "bar.sync":
+            is_exchanged |= is_stored
         elif ".expect_tx" not in qualifiers:
-            count += is_loaded and name == "mbarrier.arrive"
-            is_loaded = False
+            is_stored = is_exchanged = False
+            if name != "mbarrier.try_wait":
+                count += is_loaded and name == "mbarrier.arrive"
+                is_loaded = False
     return count
 
 

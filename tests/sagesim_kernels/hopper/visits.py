@@ -109,7 +109,8 @@ def check_visits(name: str, run: Run, problem: KernelProblem, *, is_stored: bool
     owns_queries = names.left == "q8"
     if name == "hopper_wide":
         owns_queries = config.owns_queries
-    if name == "hopper_backward" and config.has_dq_warps:  # consumers own a block each
+    has_blocks = name == "hopper_backward" and config.has_dq_warps  # consumers own one each
+    if has_blocks:
         names = names._replace(keys=STEP)
     own, streamed = (queries, keys) if owns_queries else (keys, queries)
     visits: Counter[tuple[Place, Place | None]] = Counter()
@@ -119,6 +120,8 @@ def check_visits(name: str, run: Run, problem: KernelProblem, *, is_stored: bool
             products, names, int(group), own, streamed, steps.get(program), is_stored=is_stored
         )
         steps.setdefault(program, [x for _, x in found])
+        if has_blocks and group == "2":
+            assert len(products) == 2 * len(steps[program]), "products of dQ and dK"
         if program in run.stores and group == "0":
             channels = padded(problem.q.shape[3])
             parts = [_query_of(x, channels, queries) for x in run.stores[program]]
@@ -133,9 +136,8 @@ def check_visits(name: str, run: Run, problem: KernelProblem, *, is_stored: bool
     for (mine, other), count in visits.items():
         assert other is not None, f"{name}: {mine} meets what was not loaded"
         q, k = (mine, other) if owns_queries else (other, mine)
-        # The tokens of a later consumer may be behind the last of a sequence.
-        if mine.token % ALIGNMENT and mine.token >= own.lengths[mine.b]:
-            continue
+        if has_blocks and k.token % ALIGNMENT and k.token >= keys.lengths[k.b]:
+            continue  # the second block of a tile may be behind the last key
         if q.token < queries.lengths[q.b]:
             at = f"{name}: {q} and {k}"
             assert count == 1, f"{at} meet twice"

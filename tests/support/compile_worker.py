@@ -220,8 +220,8 @@ def _unfenced_loads(ptx: str) -> int:
 
     Without it, TMA may overwrite what a load has not read yet. Loads in which all threads read the
     same address do not count: those of a kernel's arguments, and of the tile that a producer has
-    found. Nor does the byte of each warp that says what it runs next. Nor do loads behind stores and
-    a barrier, by which threads exchange numbers. Threads store these, and not TMA.
+    found. Nor does the byte of each warp that says what it runs next, nor loads behind stores and a
+    barrier, by which threads exchange numbers. Threads store these, and not TMA.
     """
     if "mbarrier.arrive" not in ptx:
         return 0

@@ -220,8 +220,9 @@ def _unfenced_loads(ptx: str) -> int:
 
     Without it, TMA may overwrite what a load has not read yet. Loads in which all threads read the
     same address do not count: those of a kernel's arguments, and of the tile that a producer has
-    found. Nor does the byte of each warp that says what it runs next, nor loads behind stores and a
-    barrier, by which threads exchange numbers. Threads store these, and not TMA.
+    found. Nor does the byte of each warp that says what it runs next, nor loads of 16 bytes behind
+    stores and a barrier, by which threads exchange the rows of a result. Threads store these, and
+    not TMA.
     """
     if "mbarrier.arrive" not in ptx:
         return 0
@@ -231,7 +232,8 @@ def _unfenced_loads(ptx: str) -> int:
         if name == "ld.shared":
             address = _REGISTER.findall(operands[operands.index("[") :])
             is_of_threads = not (of_threads.isdisjoint(address) or qualifiers.endswith(".b8"))
-            is_loaded |= is_of_threads and not is_exchanged
+            is_of_result = is_exchanged and qualifiers.startswith(".v4.")
+            is_loaded |= is_of_threads and not is_of_result
         elif name in ("st.shared", "stmatrix"):
             is_stored = True
         elif name == "bar.sync":

@@ -2,7 +2,7 @@
 
 A tile of 128 keys is two blocks. Two warpgroups have a block each, of which they compute P, dS and
 dV. They meet no common barrier, so that one can multiply while the other one computes exponentials.
-One is at most a step ahead: the queries of step n + 2 are loaded when both have passed on dS of
+One is at most two steps ahead: the queries of step n + 3 are loaded when both have passed on dS of
 step n. A third warpgroup computes dQ and dK of both blocks, from dS in shared memory. dS and dQ
 have two slots each.
 
@@ -132,7 +132,7 @@ def compute_block(
                 dv = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[dv]))
                 fence_async_shared()
                 barrier()
-                mbarrier.arrive(barriers.ds_full.index(slot), count=1)
+                mbarrier.arrive(barriers.ds_full.index(stage), count=1)
     dv = warpgroup_mma_wait(0, deps=[dv])
     store_keys(outputs.dv, outputs, tile, dv, key_buffers.dv.index(0).slice(FIRST, BLOCK_K), VD)
 
@@ -149,6 +149,7 @@ def compute_dq_and_dk(
     K, or None. scheduler: `KeyScheduler`. dk_out: `Strided`. scale: the scale of the logits.
     """
     SLOTS: gl.constexpr = ds_s.shape[0]
+    STAGES: gl.constexpr = queries.q8.shape[0]
     STAGES16: gl.constexpr = queries.q16.shape[0]
     STAGES_STATS: gl.constexpr = queries.row_stats.shape[0]
     D: gl.constexpr = queries.q16.shape[2]
@@ -169,7 +170,8 @@ def compute_dq_and_dk(
             for i in range(steps):  # Triton 3.6 would begin `range(done, ...)` at 0
                 n = done + i
                 slot = n % SLOTS
-                mbarrier.wait(barriers.ds_full.index(slot), (n // SLOTS) & 1)
+                stage = n % STAGES
+                mbarrier.wait(barriers.ds_full.index(stage), (n // STAGES) & 1)
                 dq_t = start_dq(ds_s.index(slot), k16_s, _MAP)
                 q16 = queries.q16.index(n % STAGES16).permute((1, 0))
                 dk = warpgroup_mma(q16, ds_s.index(slot).permute((1, 0)), dk, is_async=True)

@@ -104,8 +104,8 @@ def hopper_backward(
     HAS_DQ_WARPS: gl.constexpr = CONFIG.has_dq_warps
     SLOTS: gl.constexpr = 2 if HAS_DQ_WARPS else 1
     STAGES: gl.constexpr = SLOTS + 1
-    STAGES16: gl.constexpr = 4 if HAS_DQ_WARPS else 3
-    STAGES_STATS: gl.constexpr = 4 if HAS_DQ_WARPS else STAGES
+    STAGES16: gl.constexpr = 5 if HAS_DQ_WARPS else 3
+    STAGES_STATS: gl.constexpr = 5 if HAS_DQ_WARPS else STAGES
     lengths = Lengths(
         mask.cu_q,
         mask.cu_k,
@@ -172,7 +172,7 @@ def hopper_backward(
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ds_full = None
     if HAS_DQ_WARPS:
-        ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+        ds_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     dq_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     of_keys = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
@@ -181,12 +181,12 @@ def hopper_backward(
     if not HAS_DQ_WARPS:
         k16_empty = of_keys.index(3)
         mbarrier.init(k16_empty, 1)
+    BLOCKS: gl.constexpr = 2 if HAS_DQ_WARPS else 1  # parts of a tile with warps of their own
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), 1)
-    BLOCKS: gl.constexpr = 2 if HAS_DQ_WARPS else 1  # parts of a tile with warps of their own
-    for i in gl.static_range(2):
         if HAS_DQ_WARPS:
             mbarrier.init(ds_full.index(i), BLOCKS)
+    for i in gl.static_range(2):
         mbarrier.init(dq_full.index(i), 1)
     for i in gl.static_range(SLOTS):
         mbarrier.init(dq_empty.index(i), 1)

@@ -101,14 +101,14 @@ def produce(
 ):  # fmt: skip
     """Load tiles of keys after the first, and the queries of each step, by TMA. One warp.
 
-    Before this warp loads the queries of step n, it waits for a barrier of step n - 2:
+    Before this warp loads the queries of step n, it waits for a barrier of an earlier step:
 
-    - If other warps compute dQ and dK, for `ds_full`. After the wait no warp reads codes of Q, dO
-      or delta of step n - 2; they have three stages. Q in 16 bit and row statistics of steps n - 3
-      and n - 2 may still be read; they have four stages. The warps of dQ and dK load K in 16 bit
-      by themselves.
-    - Otherwise for `dq_full`. After the wait no warp reads data of step n - 2, so two stages are
-      enough. Only Q in 16 bit of step n - 2 may still be read; it has three stages.
+    - If other warps compute dQ and dK, for `ds_full` of step n - 3. After the wait no warp reads
+      codes of Q, dO or delta of that step; they have three stages. Q in 16 bit and row statistics
+      of steps n - 4 and n - 3 may still be read; they have five stages. The warps of dQ and dK
+      load K in 16 bit by themselves.
+    - Otherwise for `dq_full` of step n - 2. After the wait no warp reads data of that step, so two
+      stages are enough. Only Q in 16 bit of step n - 2 may still be read; it has three stages.
 
     keys: `KeyInputs`. inputs: `QueryInputs`. key_buffers: `KeyBuffers`. buffers: `QueryBuffers`.
     scheduler: `KeyScheduler`. IS_COPIED: whether the 16-bit tensors lie in padded storage.
@@ -156,15 +156,15 @@ def _load_queries(
     for head in range(GROUPS):
         for i in range(loop.begin, loop.end):
             n = done + head * (loop.end - loop.begin) + i - loop.begin
-            if n >= 2:
-                if barriers.ds_full is not None:
-                    mbarrier.wait(barriers.ds_full.index(n % 2), (n // 2 & 1) ^ 1)
-                else:
-                    mbarrier.wait(barriers.dq_full.index(n % 2), (n // 2 & 1) ^ 1)
+            stage = n % STAGES
+            if barriers.ds_full is not None:
+                if n >= STAGES:
+                    mbarrier.wait(barriers.ds_full.index(stage), (n // STAGES & 1) ^ 1)
+            elif n >= 2:
+                mbarrier.wait(barriers.dq_full.index(n % 2), (n // 2 & 1) ^ 1)
             at = TokenOrigin(origin.b, origin.h + head, origin.row)
             row8 = stored_row + head * stored_tokens
             block = block_of(i, loop)
-            stage = n % STAGES
             bar = barriers.q_full.index(stage)
             stage16 = n % STAGES16
             mbarrier.expect(bar, BLOCK_Q * D * 5 + ROW_STATS * 4 + SHIFT_BYTES + DELTA_BYTES)

@@ -20,7 +20,7 @@ class QueryBuffers(NamedTuple):
     """Blocks of queries in shared memory, one for each stage."""
 
     q8: Any  #: int8 [stages, BLOCK_Q, D]
-    q16: Any  #: 16 bit [3 or 4, BLOCK_Q, D]
+    q16: Any  #: 16 bit [3 or 5, BLOCK_Q, D]
     do: Any  #: 16 bit [stages, BLOCK_Q, D]
     row_stats: Any  #: float32 [stages, ROW_STATS]
     shifts: Any  #: float32 [stages, BLOCK_Q], or None
@@ -48,7 +48,7 @@ class KeyBuffers(NamedTuple):
 class Barriers(NamedTuple):
     """Barriers in shared memory; [2] is one for even steps and one for odd steps."""
 
-    ds_full: Any  #: [2], dS is in shared memory; None if the warps that compute dS also compute dQ
+    ds_full: Any  #: [stages], dS is in shared memory; None if the warps of dS also compute dQ
     dq_full: Any  #: [2], a part of dQ is in shared memory, and dS of its step has been read
     dq_empty: Any  #: [slots], a part of dQ has been read from shared memory
     kv_full: Any  #: codes of K, and V, of a tile have arrived

@@ -128,11 +128,14 @@ def payoff_labels() -> tuple[str, ...]:
     return (PAYOFF_BASE.label(), *(payoff_spec(sites).label() for sites in PAYOFF_SITES))
 
 
-def all_cases(specs: Sequence[str]) -> list[Case]:
-    """All cases: speed at every shape, each site in INT8 and in 16 bit, errors, models, masks."""
-    timed = _unique(*specs, *PEERS)
+def all_cases(specs: Sequence[str], peers: Sequence[str]) -> list[Case]:
+    """All cases: speed at every shape, each site in INT8 and in 16 bit, errors, models, masks.
+
+    specs, peers: of the cases for speed and, beside others, of those for errors.
+    """
+    timed = _unique(*specs, *peers)
     payoff = (*payoff_labels(), PEERS[0])
-    everyone = _unique(*specs, *MODEL_SPECS, *payoff_labels(), *PEERS)
+    everyone = _unique(*specs, *MODEL_SPECS, *payoff_labels(), *peers)
     return [
         *(TimedCase("speed", _shape(n, *s), timed) for n in _LENGTHS for s in _SHAPES),
         *(TimedCase("payoff", _shape(_PAYOFF_LENGTH, *s), payoff) for s in _SHAPES),
@@ -144,18 +147,18 @@ def all_cases(specs: Sequence[str]) -> list[Case]:
     ]
 
 
-def quick_cases(specs: Sequence[str]) -> list[Case]:
+def quick_cases(specs: Sequence[str], peers: Sequence[str]) -> list[Case]:
     """Speed at one length under the causal mask, and errors at the smaller head size."""
-    contenders = _unique(*specs, *QUICK_PEERS)
+    contenders = _unique(*specs, *peers)
     return [
         *(TimedCase("speed", _shape(_QUICK_LENGTH, d, True), contenders) for d in _HEAD_DIMS),
         *(GaussianCase(sigma, _HEAD_DIMS[0], True, contenders) for sigma in SIGMAS),
     ]
 
 
-def code_cases(specs: Sequence[str]) -> list[Case]:
+def code_cases(specs: Sequence[str], peers: Sequence[str]) -> list[Case]:
     """Speed at two lengths, of the code of another GPU."""
-    contenders = _unique(*specs, *CODE_PEERS)
+    contenders = _unique(*specs, *peers)
     return [TimedCase("speed", _shape(n, *s), contenders) for n in _CODE_LENGTHS for s in _SHAPES]
 
 

@@ -103,6 +103,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LABEL",
         help=f"our specs to time, except in models and training (default: {' '.join(SPECS)})",
     )
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        metavar="NAME",
+        help="attention of other projects to time, except in models, masks and training (default: "
+        f"{', '.join(map(repr, PEERS))})",
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--quick",
@@ -137,6 +144,7 @@ def _run(args: argparse.Namespace, command: str) -> None:
         given = {
             "--out": args.out,
             "--specs": args.specs,
+            "--peers": args.peers,
             "--quick": args.quick,
             "--code": args.code,
             "--only": args.only,
@@ -152,13 +160,13 @@ def _run(args: argparse.Namespace, command: str) -> None:
         _show(document, args.show)
         return
     if args.quick:
-        usual, peers, make, rounds = QUICK_SPECS, QUICK_PEERS, quick_cases, _QUICK_ROUNDS
+        usual, known, make, rounds = QUICK_SPECS, QUICK_PEERS, quick_cases, _QUICK_ROUNDS
     elif args.code is not None:
-        usual, peers, make, rounds = CODE_SPECS, CODE_PEERS, code_cases, _ROUNDS
+        usual, known, make, rounds = CODE_SPECS, CODE_PEERS, code_cases, _ROUNDS
     else:
-        usual, peers, make, rounds = SPECS, PEERS, all_cases, _ROUNDS
-    specs = _labels(args.specs or usual)
-    cases = _matching(args.only, make(specs))
+        usual, known, make, rounds = SPECS, PEERS, all_cases, _ROUNDS
+    specs, peers = _labels(args.specs or usual), _peers(args.peers, known)
+    cases = _matching(args.only, make(specs, peers))
     if not torch.cuda.is_available():
         raise Failure("no CUDA device; --show FILE.json prints a record without one")
     if IS_INTERPRETED:
@@ -225,6 +233,14 @@ def _matching(patterns: Sequence[str] | None, cases: Sequence[Case]) -> list[Cas
                 f"--only {pattern!r} matches none of the cases {names}; they begin with {parts}"
             )
     return [case for case in cases if any(fnmatchcase(case.key, p) for p in patterns)]
+
+
+def _peers(given: Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
+    """The given peers in the order of the known ones; all known ones if given is None."""
+    for name in given or ():
+        if name not in known:
+            raise Failure(f"--peers {name!r}: the peers are {', '.join(map(repr, known))}")
+    return tuple(name for name in known if given is None or name in given)
 
 
 def _labels(given: Sequence[str]) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ def document() -> dict[str, Any]:
     errors. FlexAttention runs only the causal mask.
     """
     cases = {}
-    for case in all_cases(SPECS):
+    for case in all_cases(SPECS, PEERS):
         if isinstance(case, TimedCase | ModelCase | MaskCase):
             cases[case.key] = _timed(case)
         elif isinstance(case, TrainingCase):

@@ -4,10 +4,12 @@ from sagesim import SITES, AttentionSpec
 from sagesim.spec import Precision
 from sagesim_kernels import supports
 from sagesim_kernels.bench.cases import (
+    CODE_PEERS,
     CODE_SPECS,
     PAYOFF_BASE,
     PAYOFF_SITES,
     PEERS,
+    QUICK_PEERS,
     SPECS,
     CaptureCase,
     GaussianCase,
@@ -22,7 +24,7 @@ from sagesim_kernels.bench.masks import MaskCase
 
 
 def test_every_shape_once():
-    cases = all_cases(SPECS)
+    cases = all_cases(SPECS, PEERS)
     speed = [c.shape for c in cases if isinstance(c, TimedCase) and c.part == "speed"]
     assert {(s.tokens, s.head_dim, s.is_causal) for s in speed} == {
         (2**i, d, causal) for i in range(9, 16) for d in (64, 128) for causal in (False, True)
@@ -33,7 +35,7 @@ def test_every_shape_once():
 
 
 def test_code_of_other_gpus_is_timed_at_two_lengths_beside_flash_attention_2():
-    cases = code_cases(CODE_SPECS)
+    cases = code_cases(CODE_SPECS, CODE_PEERS)
     found = [(c.shape.tokens, c.shape.head_dim, c.shape.is_causal) for c in cases]
     assert sorted(found) == [
         (n, d, causal) for n in (4096, 8192) for d in (64, 128) for causal in (False, True)
@@ -46,18 +48,31 @@ def test_code_of_other_gpus_is_timed_at_two_lengths_beside_flash_attention_2():
 
 
 def test_keys_name_each_case_once():
-    for cases in (all_cases(SPECS), quick_cases(SPECS), code_cases(CODE_SPECS)):
+    for cases in (
+        all_cases(SPECS, PEERS),
+        quick_cases(SPECS, QUICK_PEERS),
+        code_cases(CODE_SPECS, CODE_PEERS),
+    ):
         assert len({case.key for case in cases}) == len(cases)
 
 
 def test_every_case_of_speed_has_the_specs_and_every_peer():
-    for case in all_cases(["sagebwd", "factored dp=int8"]):
+    for case in all_cases(["sagebwd", "factored dp=int8"], PEERS):
         if isinstance(case, TimedCase) and case.part == "speed":
             assert case.contenders == ("sagebwd", "factored dp=int8", *PEERS)
 
 
+def test_other_peers_are_left_out_of_speed_and_errors():
+    chosen = PEERS[1:3]
+    for case in all_cases(["sagebwd"], chosen):
+        if isinstance(case, TimedCase) and case.part == "speed":
+            assert case.contenders == ("sagebwd", *chosen)
+        elif isinstance(case, GaussianCase):
+            assert {*case.contenders}.intersection(PEERS) == {*chosen}
+
+
 def test_quick():
-    cases = quick_cases(["factored_pv16", "sagebwd"])
+    cases = quick_cases(["factored_pv16", "sagebwd"], QUICK_PEERS)
     assert [case.key for case in cases] == [
         "speed d64 causal n4096",
         "speed d128 causal n4096",
@@ -72,13 +87,13 @@ def test_quick():
 
 
 def test_quick_cases_are_cases_of_a_whole_run():
-    keys = {case.key for case in all_cases(SPECS)}
-    assert {case.key for case in quick_cases(SPECS)} <= keys
+    keys = {case.key for case in all_cases(SPECS, PEERS)}
+    assert {case.key for case in quick_cases(SPECS, QUICK_PEERS)} <= keys
 
 
 def test_operations_by_the_usual_count():
     full, causal = (
-        next(c.shape for c in all_cases(SPECS) if c.key == f"speed d64 {m} n4096")
+        next(c.shape for c in all_cases(SPECS, PEERS) if c.key == f"speed d64 {m} n4096")
         for m in ("full", "causal")
     )
     assert full.flop("forward") == 4 * 4 * 32 * 4096**2 * 64 == 2 * causal.flop("forward")
@@ -103,7 +118,7 @@ def test_every_spec_that_is_timed_has_a_kernel():
 
 
 def test_errors_are_measured_for_every_contender_that_is_timed():
-    cases = all_cases(SPECS)
+    cases = all_cases(SPECS, PEERS)
     unmasked = [case for case in cases if not isinstance(case, MaskCase)]
     everyone = {c for case in unmasked for c in case.contenders}
     measured = [c for c in cases if isinstance(c, GaussianCase | CaptureCase)]

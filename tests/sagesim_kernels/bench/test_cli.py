@@ -70,6 +70,8 @@ def test_show_without_matplotlib(shown, capsys, monkeypatch):
     [
         (["--fast"], ["--fast", "--help"]),
         (["--quick", "--code", "sm80"], ["--code: not allowed with argument --quick"]),
+        (["--peers", "cudnn"], ["--peers 'cudnn'", "'sdpa flash', 'sdpa cudnn'"]),
+        (["--code", "sm80", "--peers", "sdpa cudnn"], ["--peers 'sdpa cudnn'", "'sdpa flash'"]),
         (["--show", "nowhere.json"], ["nowhere.json"]),
         (
             ["--show", "x.json", "--only", "nothing", "--specs", "typo", "--out", "y.json"],
@@ -93,8 +95,8 @@ def on_a_fake_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cli, "IS_INTERPRETED", False)
     monkeypatch.setattr(cli, "supports", lambda spec, dtype: True)
-    monkeypatch.setattr(cli, "all_cases", lambda specs: cases)
-    monkeypatch.setattr(cli, "code_cases", lambda specs: cases[:1])
+    monkeypatch.setattr(cli, "all_cases", lambda specs, peers: cases)
+    monkeypatch.setattr(cli, "code_cases", lambda specs, peers: cases[:1])
     monkeypatch.setattr("sagesim_kernels.bench.cuda.CudaMeter", lambda: meter)
     monkeypatch.setattr("sagesim_kernels.bench.machine.describe", lambda: MACHINE)
     monkeypatch.setattr(torch, "device", lambda name, device=torch.device: device("cpu"))
@@ -124,6 +126,9 @@ def test_a_whole_run(on_a_fake_device, tmp_path, capsys):
     capsys.readouterr()
     assert main(["--out", str(out), "--specs", "factored"]) == 2
     assert "specs of the settings is" in one_line(capsys.readouterr())
+    words = ["--specs", "factored", "sagebwd", "--peers", "sdpa cudnn", "sdpa flash"]
+    assert main(["--out", str(out), *words]) == 2
+    assert "['sdpa flash', 'sdpa cudnn'] now" in one_line(capsys.readouterr())
 
 
 def test_the_code_of_another_gpu_has_a_record_of_its_own(

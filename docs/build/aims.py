@@ -109,14 +109,15 @@ def groups() -> list[Group]:
     """Every table."""
     whole, code = records.load("bench"), records.load("bench_sm80")
     codes, long, int8 = (records.load(f"bench_{name}") for name in ("codes", "long", "int8"))
+    newest = [records.load(f"bench_{name}") for name in ("flash4", "default")]
     cards = json.loads((records.DATA / "cards.json").read_text(encoding="utf-8"))
     models, masks = records.of_part("models"), records.of_part("masks")
     trained = records.of_part("training")
     return [
         Group(
             "long sequences, on Hopper",
-            list(on_hopper(long, int8, whole)),
-            _source(long, int8, whole),
+            list(on_hopper(*newest, long, int8, whole)),
+            _source(*newest, long, int8, whole),
         ),
         Group(
             "dV, dQ and dK in INT8, on Hopper",

@@ -14,7 +14,15 @@ from sagesim_kernels.bench.machine import card
 from sagesim_kernels.bench.masks import FLASH_2
 from sagesim_kernels.bench.model_tables import ratio as beside_sdpa
 
-LONG: Final = ("bench_codes", "bench_long", "bench_int8", "bench_short", "bench")
+LONG: Final = (
+    "bench_flash4",
+    "bench_default",
+    "bench_codes",
+    "bench_long",
+    "bench_int8",
+    "bench_short",
+    "bench",
+)
 """The records of long sequences with the default spec and all peers, the newest first."""
 
 PEERS: Final = {
@@ -28,7 +36,7 @@ PEERS: Final = {
 MANY: Final = 4096
 """Tokens from which on a sequence is in the first rows of `in_short`."""
 
-_MARKS: Final = "¹²³⁴⁵"
+_MARKS: Final = "¹²³⁴⁵⁶⁷"
 
 Document = Mapping[str, Any]
 Case = Mapping[str, Any]

@@ -232,6 +232,25 @@ def backward_blocks() -> Markdown:
     )
 
 
+def load_order() -> Markdown:
+    """Kernels whose loads of row statistics or fences were changed, before and after."""
+    record = data("load_order")
+    rows = [
+        [
+            row["kernel"],
+            f"`{row['spec']}`",
+            str(row["head_size"]),
+            row["change"],
+            " / ".join(f"{us:.0f}" for us in row["us"]),
+            " / ".join(f"{us:.0f}" for us in row["changed_us"]),
+            ", ".join(f"{a} to {b} ({name})" for name, (a, b) in row.get("spills", {}).items()),
+        ]
+        for row in record["rows"]
+    ]
+    head = ["kernel", "spec", "d", "change", "as built, us", "changed, us", "spills in a step"]
+    return sourced(markdown(head, rows), record["about"], machine=record["machine"])
+
+
 def codes_head_sizes() -> Markdown:
     """The backward in codes at head sizes that are padded, beside the kernels for mma.sync."""
     record = data("hopper_variants")["codes"]["head_sizes"]

@@ -14,6 +14,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -426,61 +427,44 @@ def _result(check: dict[str, Any]) -> str:
 def speed() -> str:
     """Speed relative to three peers from 4096 tokens on, and at shapes of models.
 
-    The figures of a spec are of the newest record of `time_and_error.timed` with it.
+    A row is of one record. A record has a row if it is the newest with a peer of that row.
     """
     peers = {
         "sdpa flash": "FlashAttention-2 (SDPA)",
         "sdpa cudnn": "cuDNN (SDPA)",
         "flash-attn-4": "FlashAttention-4",
     }
-    every = time_and_error.timed()
-    newest = {
-        spec: next(name for name, data in every.items() if spec in data["settings"]["specs"])
-        for spec in ("factored_qk", "sagebwd", "factored")
-    }
     rows: list[list[str]] = []
-    for spec, name in newest.items():
-        data = every[name]
-        timed = [x for x in cases(data, "speed") if x["tokens"] >= 4096 and spec in x["runs"]]
-        for head_size in (64, 128):
-            ours = [case for case in timed if case["head_dim"] == head_size]
+    used: dict[str, dict[str, Any]] = {}
+    for spec, head_size in product(("factored_qk", "sagebwd", "factored"), (64, 128)):
+        known: set[str] = set()
+        for data in time_and_error.long_records(head_size):
+            timed = [x for x in cases(data, "speed") if x["head_dim"] == head_size]
+            ours = [x for x in timed if x["tokens"] >= 4096 and spec in x["runs"]]
+            new = [x for x in peers if x not in known and any(x in case["runs"] for case in ours)]
+            if not new:
+                continue
             lengths = [case["tokens"] for case in ours]
+            kernels = "earlier" if records.age(data["machine"]) else "present"
             tokens = f"{min(lengths)} to {max(lengths)}"
-            cells = [f"`{spec}`", card(data["machine"]), str(head_size), tokens]
+            cells = [f"`{spec}`", str(head_size), tokens]
             for peer in peers:
-                found = [ratio(case, spec, peer) for case in ours if peer in case["runs"]]
-                cells.append(f"{min(found):.2f} to {max(found):.2f}" if found else "not measured")
-            rows.append(cells)
+                found = [ratio(x, spec, peer) for x in ours if peer in new and peer in x["runs"]]
+                cells.append(f"{min(found):.2f} to {max(found):.2f}" if found else "")
+            rows.append([*cells, card(data["machine"]), kernels])
+            known.update(new)
+            used[data["file"]] = data
     of_models, before = records.of_models(), records.of_models_besides()
-    used = [data for name, data in every.items() if name in newest.values()]
-    sources = [source(each | {"machine": one_line(each["machine"])}) for each in used]
-    old = [spec for spec, name in newest.items() if records.age(every[name]["machine"])]
+    sources = [source(x | {"machine": one_line(x["machine"])}) for x in used.values()]
+    head = ["spec", "head size", "tokens", *peers.values(), "GPU", "kernels"]
     return (
-        _ages(old, of_models)
-        + markdown(["spec", "GPU", "head size", "tokens", *peers.values()], rows)
-        + "\n\nEach range is over these numbers of tokens, causal and full masks; bfloat16."
+        markdown(head, rows)
+        + "\n\nEach range is over these numbers of tokens, causal and full masks; bfloat16. The "
+        "sources of kernels have changed since *earlier* ones were measured."
         + "".join(sources)
         + "\n\n"
         + model_speed(of_models, before)
         + f"\n\n{aims.summary()} ([which](docs/speed.md#aims-and-what-was-reached))."
-    )
-
-
-def _ages(old: Sequence[str], of_models: dict[str, Any] | None) -> str:
-    """A line that names what is of earlier kernels; empty if nothing is.
-
-    old: the specs of the first table whose records are.
-    """
-    found = []
-    if old:
-        found.append(f"the rows of {', '.join(f'`{spec}`' for spec in old)} in the first table")
-    if of_models and records.age(of_models["machine"]):
-        found.append("the second table")
-    if not found:
-        return ""
-    return (
-        f"**Measured with earlier kernels: {'; '.join(found)}.** The sources have changed since, "
-        "and the present kernels may be faster or slower.\n\n"
     )
 
 
@@ -502,7 +486,7 @@ def model_speed(data: dict[str, Any] | None, before: Sequence[dict[str, Any]] = 
         for n, each in zip(shapes, before, strict=True)
         if n
     )
-    return (
+    text = (
         "The worst and the best of the shapes of models, relative to the faster of "
         "FlashAttention-2 (SDPA) and cuDNN (SDPA). `wall` is the time of a call in a loop of eager "
         "calls, with the host's time included:\n\n"
@@ -510,6 +494,7 @@ def model_speed(data: dict[str, Any] | None, before: Sequence[dict[str, Any]] = 
         + source(data | {"machine": one_line(data["machine"])})
         + lacking
     )
+    return records.with_age(text, data["machine"])
 
 
 def qk16_speed() -> str:

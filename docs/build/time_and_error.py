@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
+import default_spec
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import plots  # noqa: F401 - sets the style
@@ -39,7 +40,7 @@ from sagesim_kernels.bench.tables import (
     ratio,
 )
 
-TIMES: Final = ("bench_codes", "bench_long", "bench_int8", "bench_qk16", "bench")
+TIMES: Final = ("bench_default", "bench_codes", "bench_long", "bench_int8", "bench_qk16", "bench")
 """The records with times, the newest first; `timed` leaves out those with few cases."""
 
 NEEDED: Final = frozenset(product((64, 128), (4096, 8192)))
@@ -71,6 +72,16 @@ def timed() -> dict[str, dict[str, Any]]:
         for name, document in every.items()
         if {(case["head_dim"], case["tokens"]) for case in cases(document, "speed")} >= NEEDED
     }
+
+
+def long_records(head_size: int) -> list[dict[str, Any]]:
+    """The records of long sequences with all lengths of `NEEDED` at a head size, newest first."""
+    needed = {(d, tokens) for d, tokens in NEEDED if d == head_size}
+    return [
+        document
+        for document in default_spec.long_records()
+        if {(x["head_dim"], x["tokens"]) for x in cases(document, "speed")} >= needed
+    ]
 
 
 def record() -> dict[str, Any]:

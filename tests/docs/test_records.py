@@ -39,13 +39,30 @@ def test_the_age_of_other_code_is_that_of_its_loops(build, monkeypatch):
     assert records.age_of_code(made | {"machine": {"kernels": sources_hash()}}) == ""
 
 
-def test_what_is_of_earlier_kernels_is_named(build):
-    render = build("render")
-    new, old = {"machine": {"kernels": sources_hash()}}, {"machine": {"kernels": "0"}}
-    assert render._ages([], None) == render._ages([], new) == ""
-    found = render._ages(["a", "b"], old)
-    assert "earlier kernels: the rows of `a`, `b` in the first table; the second table." in found
-    assert "earlier kernels: the second table." in render._ages([], old)
+def test_each_figure_of_the_table_of_speed_is_of_the_newest_record_with_the_peer(
+    build, monkeypatch
+):
+    render, default_spec = build("render"), build("default_spec")
+    new, old = document(), document()
+    for i, made in enumerate((new, old)):
+        made["file"] = f"{i}.json"
+        made["machine"]["kernels"] = sources_hash() if made is new else "0"
+        for case in made["cases"].values():
+            if case["part"] == "speed":
+                case["runs"] = {
+                    name: {"both": {"ms": 1.0 if name == "factored_qk" else 2.0 + i}}
+                    for name in ("factored_qk", "sdpa flash", "flash-attn-4")
+                    if not (made is new and name == "flash-attn-4")
+                }
+    monkeypatch.setattr(default_spec, "long_records", lambda: [new, old])
+    lines = [
+        line for line in render.speed().splitlines() if line.startswith("| `factored_qk` | 64")
+    ]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")][2:] for line in lines[:2]]
+    assert [row[1:4] + row[5:] for row in cells] == [
+        ["2.00 to 2.00", "", "", "present"],
+        ["", "", "3.00 to 3.00", "earlier"],
+    ]
 
 
 def test_the_age_of_several_records(build):
@@ -76,7 +93,7 @@ def test_the_committed_figure_is_that_of_the_committed_records(build):
 def test_a_time_in_the_figure_is_that_of_the_newest_record(build, tmp_path, monkeypatch):
     """It is relative to the peer in the same run."""
     drawn, records = build("time_and_error"), build("records")
-    factors = dict(zip(drawn.TIMES, (2.0, 3.0, 5.0, 7.0, 11.0), strict=True))
+    factors = dict(zip(drawn.TIMES, (2.0, 3.0, 5.0, 7.0, 11.0, 13.0), strict=True))
     newest = {"factored_qk": 2.0, "sagebwd": 3.0}
     for name, factor in factors.items():
         made = document()

@@ -9,7 +9,7 @@ import records
 from grid import markdown
 from records import DEFAULT
 
-from sagesim_kernels.bench import tables
+from sagesim_kernels.bench import cases, tables
 from sagesim_kernels.bench.machine import card
 from sagesim_kernels.bench.masks import FLASH_2
 from sagesim_kernels.bench.model_tables import ratio as beside_sdpa
@@ -118,10 +118,10 @@ def long_records() -> list[dict[str, Any]]:
 
 
 def newest_with_all_peers() -> dict[str, Any]:
-    """The newest record of long sequences in which each of its peers ran at some shape."""
+    """The newest record of long sequences in which all peers ran, each at some shape or other."""
     for document in long_records():
         ran = {name for case in tables.cases(document, "speed") for name in case["runs"]}
-        if ran.issuperset(document["settings"]["peers"]):
+        if ran.issuperset(cases.PEERS):
             return document
     raise ValueError("no record has all peers")
 

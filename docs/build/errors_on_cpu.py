@@ -14,7 +14,7 @@ from torch import Tensor
 import sagesim
 from sagesim import AttentionProblem, AttentionSpec
 from sagesim_kernels.bench.accuracy import OUTPUTS, errors, mean_errors, problems
-from sagesim_kernels.bench.cases import GaussianCase, all_cases
+from sagesim_kernels.bench.cases import PEERS, GaussianCase, all_cases
 
 SPECS: Final = ("fp8_gradients", "factored_qk16")
 """The presets that bench.json lacks. Minutes for each."""
@@ -30,7 +30,7 @@ def errors_on_cpu() -> dict[str, Any]:
     """Relative L2 errors of O, dQ, dK and dV by case, in the form of the benchmark's record."""
     specs = [AttentionSpec.parse(spec) for spec in SPECS]
     found: dict[str, Any] = {}
-    for case in all_cases(SPECS):
+    for case in all_cases(SPECS, PEERS):
         if not isinstance(case, GaussianCase):
             continue
         several = list(problems(case, torch.device("cpu"), torch.bfloat16))

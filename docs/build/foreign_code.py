@@ -35,8 +35,9 @@ def speed(name: str = "bench_sm80") -> Markdown:
         lambda row: f"`{row['spec']}`",
         lambda row: "{:.2f} ({:.2f}, {:.2f})".format(*row["ratios"]),
     )
-    wanted = [case.key for case in code_cases(document["settings"]["specs"])]
+    settings = document["settings"]
+    wanted = [case.key for case in code_cases(settings["specs"], settings["peers"])]
     untimed = [f"`{key}`" for key in wanted if key not in document["cases"]]
-    made = f"`sm_{document['settings']['code'][2:]}` code. {records.made_by(document)}."
+    made = f"`sm_{settings['code'][2:]}` code. {records.made_by(document)}."
     made += f" Not timed: {', '.join(untimed)}." if untimed else ""
     return Markdown(f"{text}\n\n{made} {records.age_of_code(document)}")

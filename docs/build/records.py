@@ -98,7 +98,8 @@ def of_cases(document: Mapping[str, Any], wanted: Sequence[str]) -> str:
 
 def of_whole(document: Mapping[str, Any]) -> str:
     """`of_cases` of a record of the whole benchmark; models and masks have records of their own."""
-    every = (case.key for case in all_cases(document["settings"]["specs"]))
+    settings = document["settings"]
+    every = (case.key for case in all_cases(settings["specs"], settings["peers"]))
     return of_cases(document, [key for key in every if key.split()[0] not in _OTHER_PARTS])
 
 

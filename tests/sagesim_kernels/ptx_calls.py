@@ -49,6 +49,7 @@ class Call(NamedTuple):
     dead_keys: tuple[range, ...] = ()  #: that a key mask excludes
     used_keys: int | None = None  #: as `seqused_k`
     sink: float | None = None
+    softcap: float | None = None
 
     @property
     def problem(self) -> Case:
@@ -67,6 +68,7 @@ class Call(NamedTuple):
             key_mask=None if bool(key_mask.all()) else key_mask,
             seqused_k=None if used is None else torch.tensor([used], dtype=torch.int32),
             sinks=None if self.sink is None else torch.full((self.heads,), self.sink),
+            softcap=self.softcap,
         )
         visible = sagesim.exact(problem).p[0, 0] > 0
         for tensors, live in (("kv", visible.any(0)), (("q", "do"), visible.any(1))):
@@ -77,7 +79,7 @@ class Call(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """The options of `PtxRunner.run`."""
-        names = ("is_causal", "scale", "window", "lower_right")
+        names = ("is_causal", "scale", "window", "lower_right", "softcap")
         return {name: getattr(self, name) for name in names}
 
     def tensors(self) -> dict[str, Tensor]:

@@ -574,6 +574,9 @@ class Blocks:
     def _sqrt(self, *instruction) -> None:
         self._compute(*instruction, np.sqrt)
 
+    def _rsqrt(self, *instruction) -> None:
+        self._compute(*instruction, lambda a: 1 / np.sqrt(a.astype(np.float64)))
+
     def _ex2(self, *instruction) -> None:
         self._compute(*instruction, lambda a: np.exp2(a.astype(np.float64)))
 
@@ -830,13 +833,14 @@ class Blocks:
             self.shared[where] = what
 
     def _red(self, opcode, operands, chosen) -> None:
-        if opcode[-2:] != ("add", "s32"):
+        if opcode[-2] != "add" or opcode[-1] not in ("s32", "u64"):
             raise NotImplementedError
-        address, added = self._address(operands[0]), self.read(operands[1], np.int32)
-        threads = self._each(chosen)
-        for found, content, places in self._memory_at(address[threads], 4):
-            aligned = content[: content.size // 4 * 4].view(np.int32)
-            np.add.at(aligned, places[:, 0] // 4, added[threads[found]])
+        dtype = np.dtype(_dtype(opcode[-1]))
+        address, added = self._address(operands[0]), self.read(operands[1], dtype)
+        threads, size = self._each(chosen), dtype.itemsize
+        for found, content, places in self._memory_at(address[threads], size):
+            aligned = content[: content.size // size * size].view(dtype)
+            np.add.at(aligned, places[:, 0] // size, added[threads[found]])
 
     def _atom(self, opcode, operands, chosen) -> None:
         """One thread after another; the operation and the type are the last words."""

@@ -62,6 +62,7 @@ class PreparedBackward(NamedTuple):
     q_scale: Tensor
     k: Tensor
     k_scale: Tensor
+    deltas: Tensor  #: `delta_words`; no elements unless TMA adds the sums of dQ
 
 
 class PtxRunner:
@@ -90,6 +91,7 @@ class PtxRunner:
         lower_right: bool = False,
         window: tuple[int, int] = (-1, -1),
         capability: int = 80,
+        softcap: float | None = None,
         removes_barriers: bool = False,
         keeps_operands: bool = False,
     ) -> KernelRun:
@@ -112,6 +114,7 @@ class PtxRunner:
             is_causal=is_causal,
             lower_right=lower_right,
             window=window,
+            softcap=softcap,
             capability=capability,
             removes_barriers=removes_barriers,
             keeps_operands=keeps_operands,
@@ -229,6 +232,7 @@ def _problem(request: dict[str, Any], tensors: dict[str, Tensor]) -> KernelProbl
         is_causal=request["is_causal"],
         lower_right=request["lower_right"],
         window=tuple(request["window"]),
+        softcap=request.get("softcap"),
     )
 
 
@@ -279,10 +283,13 @@ def prepared_backward(
     operands = OperandCache(problem, do, k_mean=k_mean)
     row_stats = torch.full((lse2.shape[1] * sums.tokens * 4,), -7.0, device=lse2.device)
     rows = None if d_lse is None else Rows.of(d_lse)
-    prepare(problem, operands, o, do, statistics, rows, sums, row_stats, tile=tile)
+    # Bits of -7 are a NaN in bfloat16.
+    words = row_stats.new_full((row_stats.numel() // 4 if by_tma else 0, 4), -7, dtype=torch.int32)
+    deltas = words if by_tma else None
+    prepare(problem, operands, o, do, statistics, rows, sums, row_stats, tile=tile, deltas=deltas)
     q, k = (operands.get("qk_recompute", name) for name in ("q", "k"))
     return PreparedBackward(
-        statistics.delta.ptr, sums.unit, sums.sums, row_stats, q.ptr, q.scale, k.ptr, k.scale
+        statistics.delta.ptr, sums.unit, sums.sums, row_stats, q.ptr, q.scale, k.ptr, k.scale, words
     )
 
 

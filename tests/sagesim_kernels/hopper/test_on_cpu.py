@@ -75,6 +75,10 @@ MASKED_CALLS = {
         Call("factored_qk", 70, 300, heads=2, dead_keys=(range(10), range(100, 260))),
         "forward", "backward",
     ),
+    "softcap": (
+        Call("factored_qk", 140, 200, window=(90, -1), lower_right=True, softcap=3.0, scale=0.5),
+        "forward", "backward",
+    ),
     "key_mask_and_sinks": (
         Call(
             "factored_pv16", 140, 260, heads=2, window=(30, 10), lower_right=True, sink=5.0,

@@ -199,3 +199,8 @@ def check_row_stats(
     behind = torch.tensor(sorted({*rows.tolist()} - {*stored.tolist()}), device=rows.device)
     of_behind = statistics[:, behind // 64, 1, behind % 64]
     assert bool((of_behind == -torch.inf).all())
+    if call.by_tma:
+        parts = found.deltas.view(torch.bfloat16).double().view(HEADS, -1, 8)
+        minus_delta = 0.0 - found.delta.transpose(0, 1).flatten(1).double()
+        assert_bitwise(actual=parts[:, stored].sum(2), expected=minus_delta, what="parts of delta")
+        assert bool(parts[:, behind].isfinite().all())  # P is 0 there, and 0 times a NaN is NaN

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -51,8 +53,8 @@ def test_a_softcap(name: str) -> None:
     shift = compute_logit_shift(problem, gradients.get("k_mean"))
     softcap = Softcap.of(problem, shift)
 
-    def prepare(*given: object, tile: int) -> None:
-        shifts, ds_sums = prepare_capped_backward(*given, softcap, tile=tile)
+    def prepare(*given: object, **options: Any) -> None:
+        shifts, ds_sums = prepare_capped_backward(*given, softcap, **options)
         check_capped_rows(shifts, ds_sums, shift, gradients["lse2"], problem)
 
     found = prepared_backward(problem, **gradients, prepare=prepare)

@@ -23,7 +23,7 @@ LONG: Final = (
     "bench_short",
     "bench",
 )
-"""The records of long sequences with the default spec and all peers, the newest first."""
+"""The records of long sequences with the default spec, the newest first."""
 
 PEERS: Final = {
     "sdpa flash": "FlashAttention-2",

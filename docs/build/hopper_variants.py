@@ -247,8 +247,14 @@ def load_order() -> Markdown:
         ]
         for row in record["rows"]
     ]
-    head = ["kernel", "spec", "d", "change", "as built, us", "changed, us", "spills in a step"]
-    return sourced(markdown(head, rows), record["about"], machine=record["machine"])
+    head = ["kernel", "spec", "d", "change", "as built, us", "changed, us", "spill instructions in a step"]
+    counters = record["counters"]
+    waits = (
+        f"The loads of the backward with 128 channels take {counters['cycles_of_loads']:,} of the "
+        f"{counters['cycles_of_step']:,} cycles of a step ({counters['about']})."
+    )
+    table = f"{waits}\n\n{markdown(head, rows)}"
+    return sourced(table, record["about"], machine=record["machine"])
 
 
 def codes_head_sizes() -> Markdown:

@@ -247,7 +247,8 @@ def load_order() -> Markdown:
         ]
         for row in record["rows"]
     ]
-    head = ["kernel", "spec", "d", "change", "as built, us", "changed, us", "spill instructions in a step"]
+    times = ["as built, us", "changed, us"]
+    head = ["kernel", "spec", "d", "change", *times, "spill instructions in a step"]
     counters = record["counters"]
     waits = (
         f"The loads of the backward with 128 channels take {counters['cycles_of_loads']:,} of the "

@@ -460,7 +460,7 @@ def speed() -> str:
     return (
         markdown(head, rows)
         + "\n\nEach range is over these numbers of tokens, causal and full masks; bfloat16. The "
-        "sources of kernels have changed since *earlier* ones were measured."
+        "sources of *earlier* kernels have changed since they were measured."
         + "".join(sources)
         + "\n\n"
         + model_speed(of_models, before)

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from io import StringIO
 from itertools import product
 from pathlib import Path
@@ -67,21 +67,18 @@ _DIGEST = re.compile(r"digest ([0-9a-f]{16})")
 def timed() -> dict[str, dict[str, Any]]:
     """The records of `TIMES` with all head sizes and lengths of `NEEDED`, the newest first."""
     every = {name: records.load(name) for name in TIMES}
-    return {
-        name: document
-        for name, document in every.items()
-        if {(case["head_dim"], case["tokens"]) for case in cases(document, "speed")} >= NEEDED
-    }
+    return {name: document for name, document in every.items() if _has(document, NEEDED)}
 
 
 def long_records(head_size: int) -> list[dict[str, Any]]:
     """The records of long sequences with all lengths of `NEEDED` at a head size, newest first."""
     needed = {(d, tokens) for d, tokens in NEEDED if d == head_size}
-    return [
-        document
-        for document in default_spec.long_records()
-        if {(x["head_dim"], x["tokens"]) for x in cases(document, "speed")} >= needed
-    ]
+    return [document for document in default_spec.long_records() if _has(document, needed)]
+
+
+def _has(document: dict[str, Any], needed: Set[tuple[int, int]]) -> bool:
+    """Whether a record has times of all these head sizes and lengths."""
+    return {(case["head_dim"], case["tokens"]) for case in cases(document, "speed")} >= needed
 
 
 def record() -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The warps of a program of the backward in which P and dS are codes.
 
-Eight consumer warps compute dK and dV, one producer warp loads, and one
-store warp adds dQ to its sums. For head size 64, four more consumer warps compute dQ; for head size
-128 the eight warps do. Every product but dP is of codes. The sums of a product over 64 queries or
-keys are new in each step, because their scales are.
+Eight consumer warps compute dK and dV, one producer warp loads, and one store warp adds dQ to its
+sums. For head size 64, four more consumer warps compute dQ; for head size 128 the eight warps do.
+Every product but dP is of codes. The sums of a product over 64 queries or keys are new in each
+step, because their scales are.
 
 Barriers, all in shared memory, are the fields of `CodeBarriers`.
 """

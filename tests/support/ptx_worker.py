@@ -165,6 +165,7 @@ class PtxRunner:
             is_causal=is_causal,
             lower_right=lower_right,
             window=window,
+            softcap=None,
             capability=capability,
             removes_barriers=False,
             **more,
@@ -232,7 +233,7 @@ def _problem(request: dict[str, Any], tensors: dict[str, Tensor]) -> KernelProbl
         is_causal=request["is_causal"],
         lower_right=request["lower_right"],
         window=tuple(request["window"]),
-        softcap=request.get("softcap"),
+        softcap=request["softcap"],
     )
 
 

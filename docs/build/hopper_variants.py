@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from grid import markdown
 from IPython.display import Markdown
@@ -203,16 +203,6 @@ def about_codes_later() -> Markdown:
 def backward_blocks() -> Markdown:
     """Variants of the backward with 64 channels, run by run, and hardware counters of two."""
     record = data("backward_blocks")
-    calls = [*record["rows"][0]["us"]]
-    rows = [
-        [
-            str(row["run"]),
-            row["variant"],
-            *(" / ".join(f"{us:.0f}" for us in row["us"].get(call, [])) for call in calls),
-        ]
-        for row in record["rows"]
-    ]
-    times = markdown(["run", "variant", *(f"{call}, us" for call in calls)], rows)
     counters = record["counters"]
     found = [
         [
@@ -225,11 +215,34 @@ def backward_blocks() -> Markdown:
     ]
     head = ["variant", "cycles", "wavefronts", "shared memory", "tensor cores", "issue"]
     return sourced(
-        f"{times}\n\n{markdown(head, found)}",
+        f"{_variants(record)}\n\n{markdown(head, found)}",
         record["about"],
         f"The second table: {counters['about']}",
         machine=record["machine"],
     )
+
+
+def backward_variants(name: str) -> Markdown:
+    """Variants of a backward in the record of this name, for each call that was timed."""
+    record = data(name)
+    return sourced(_variants(record), record["about"], machine=record["machine"])
+
+
+def _variants(record: Mapping[str, Any]) -> str:
+    """A table of the variants of a record, with their runs if it has several."""
+    rows = record["rows"]
+    calls = [*dict.fromkeys(call for row in rows for call in row["us"])]
+    has_runs = "run" in rows[0]
+    cells = [
+        [
+            *([str(row["run"])] if has_runs else []),
+            row["variant"],
+            *(" / ".join(f"{us:.0f}" for us in row["us"].get(call, [])) for call in calls),
+        ]
+        for row in rows
+    ]
+    head = ["run"] if has_runs else []
+    return markdown([*head, "variant", *(f"{call}, us" for call in calls)], cells)
 
 
 def load_order() -> Markdown:

@@ -9,7 +9,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before anything that computes is impo
 
 import jaxtyping
 
-from tests.support import type_checks
+from tests.support import garbage, type_checks
 
 type_checks.install("sagesim")  # before the package is imported
 
@@ -43,6 +43,11 @@ settings.register_profile(
     "unshrunk", settings.get_profile("fast"), phases=(Phase.explicit, Phase.generate)
 )
 settings.load_profile("fast")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay until the end."""
+    garbage.collect_garbage_rarely()
 
 
 @pytest.fixture

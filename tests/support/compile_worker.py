@@ -7,7 +7,6 @@ it reads one request a line and writes one reply a line; all lines are JSON.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import os
@@ -32,6 +31,7 @@ from sagesim.spec import AttentionSpec
 from sagesim_kernels.bench import foreign_target
 from sagesim_kernels.dispatch import backward, forward
 from sagesim_kernels.operands import LAUNCH, Extras, Gradients, KernelProblem, Packing
+from tests.support.garbage import collect_garbage_rarely
 from tests.support.sass import issued_in_loop, loops, lost_descriptors
 
 SHARED_MEMORY = {**foreign_target.SHARED_MEMORY, 90: 227, 100: 227, 103: 227, 120: 99}
@@ -74,12 +74,6 @@ _REGISTER = re.compile(r"%[a-z]+\d+\b")
 _ASSIGNMENT = re.compile(r"^\s*(?:@!?%p\d+ )?[a-z][\w.:]*\s+(%\w+|\{[^}]*\}), ([^;]*);", re.M)
 # A matrix product in Triton IR, with the formats of its operands.
 _DOT = re.compile(r"tt\.dot .* : tensor<[\dx]+x(\w+)> \* tensor<[\dx]+x(\w+)> -> ")
-
-
-def collect_garbage_rarely() -> None:
-    """Make a process compile faster: hardly any object that compiling allocates is garbage."""
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 50)
 
 
 class AbsentGPU:

@@ -322,7 +322,7 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    from tests.support.compile_worker import collect_garbage_rarely
+    from tests.support.garbage import collect_garbage_rarely
     from tests.support.ptx_device import PtxLaunches
 
     collect_garbage_rarely()

@@ -46,7 +46,7 @@ settings.load_profile("fast")
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay until the end."""
+    """From now on collect garbage rarely: modules and collected tests live until the end."""
     garbage.collect_garbage_rarely()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from grid import markdown
 from IPython.display import Markdown
@@ -228,7 +228,7 @@ def backward_variants(name: str) -> Markdown:
     return sourced(_variants(record), record["about"], machine=record["machine"])
 
 
-def _variants(record: Mapping[str, Any]) -> str:
+def _variants(record: Row) -> str:
     """A table of the variants of a record, with their runs if it has several."""
     rows = record["rows"]
     calls = [*dict.fromkeys(call for row in rows for call in row["us"])]
@@ -237,7 +237,7 @@ def _variants(record: Mapping[str, Any]) -> str:
         [
             *([str(row["run"])] if has_runs else []),
             row["variant"],
-            *(" / ".join(f"{us:.0f}" for us in row["us"].get(call, [])) for call in calls),
+            *(_several(row["us"].get(call, ()), digits=0) for call in calls),
         ]
         for row in rows
     ]
@@ -254,8 +254,8 @@ def load_order() -> Markdown:
             f"`{row['spec']}`",
             str(row["head_size"]),
             row["change"],
-            " / ".join(f"{us:.0f}" for us in row["us"]),
-            " / ".join(f"{us:.0f}" for us in row["changed_us"]),
+            _several(row["us"], digits=0),
+            _several(row["changed_us"], digits=0),
             ", ".join(f"{a} to {b} ({name})" for name, (a, b) in row.get("spills", {}).items()),
         ]
         for row in record["rows"]
@@ -312,8 +312,8 @@ def row_sums() -> Markdown:
     return sourced(markdown(head, rows), record["about"], machine=record["machine"])
 
 
-def _several(ms: Sequence[float]) -> str:
-    return " / ".join(f"{x:.2f}" for x in ms)
+def _several(times: Sequence[float], digits: int = 2) -> str:
+    return " / ".join(f"{x:.{digits}f}" for x in times)
 
 
 _BESIDE: Final = {

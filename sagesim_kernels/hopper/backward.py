@@ -21,6 +21,7 @@ from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.tile_scheduler import (
     MOST_QUERY_HEADS,
     choose_backward_order,
+    has_few_steps,
 )
 from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
@@ -115,12 +116,24 @@ def launch_backward(
         lowest=problem.longest_lowest,
         may_be_dealt=are_equal,
     )
+    is_joint = not has_dq_warps and (
+        softcap.base2 is not None
+        or has_few_steps(
+            problem.longest_q,
+            problem.longest_k,
+            problem.longest_offset,
+            _TILE_K,
+            splits.query_heads,
+            problem.longest_lowest,
+        )
+    )
     config = Config(
         groups=splits.query_heads,
         splits=splits.programs,
         d=d,
         d_v=d_v,
         has_dq_warps=has_dq_warps,
+        is_joint=is_joint,
         is_copied=operands.stored,
         is_dealt=order.is_dealt,
     )
@@ -167,7 +180,7 @@ def launch_backward(
         tokens_k,
         scale,
         config,
-        num_warps=(BLOCK_WARPS if has_dq_warps else WARPS).value,
+        num_warps=(WARPS if is_joint else BLOCK_WARPS).value,
         **LAUNCH,
     )
     splits.add(problem, dk_parts, dk, scale)

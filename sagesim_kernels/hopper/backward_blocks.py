@@ -29,8 +29,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.hopper.backward_loads import load_k16, row_stats_of, wait_for_k16
-from sagesim_kernels.hopper.backward_maps import compute_ds, compute_p
-from sagesim_kernels.hopper.backward_masks import are_live, part_of
+from sagesim_kernels.hopper.backward_maps import (
+    BLOCK_COLUMNS,
+    BLOCK_FLOAT32,
+    BLOCK_INT32,
+    BLOCK_K,
+    compute_ds,
+    compute_p,
+    start_keys,
+)
+from sagesim_kernels.hopper.backward_masks import part_of
 from sagesim_kernels.hopper.backward_stores import release, store_keys
 from sagesim_kernels.hopper.backward_structures import KeyOutputs, KeyTile
 from sagesim_kernels.hopper.backward_tiles import place_tile, wait_for_tile
@@ -46,19 +54,9 @@ from sagesim_kernels.hopper.dq_parts import (
 from sagesim_kernels.hopper.program_places import origin_of
 from sagesim_kernels.operands import key_mask_of
 
-BLOCK_K = gl.constexpr(64)
-"""Keys of a block."""
-
 PARTS = gl.constexpr(16)
 """Columns of the parts of delta: three parts and zeros, as many as an instruction sums over."""
 
-_S = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
-"""Layout of S transposed [keys, queries] of a warpgroup, as the INT8 product leaves it."""
-_MAP = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-"""Layout of S, P, dP and dS transposed [keys, queries] of a warpgroup, in float32. It is also that
-of dV and dQ."""
-_COLUMNS = gl.constexpr(gl.SliceLayout(0, _MAP.value))
-"""Layout of one number for each column of S transposed, a query."""
 _DK = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 """Layout of dK transposed [channels, keys]."""
 
@@ -79,17 +77,13 @@ def compute_block(
     SLOTS: gl.constexpr = ds_s.shape[0]
     D: gl.constexpr = queries.q8.shape[2]
     FIRST: gl.constexpr = BLOCK * BLOCK_K
-    # There is no scale for a block behind the sequence's last key.
-    scale = gl.load(k_scale + gl.minimum(tile.length - 1 - tile.first, FIRST) // BLOCK_K)
+    keys, scales = start_keys(k_scale, outputs.key_mask, tile, FIRST)
     tile = KeyTile(tile.first + FIRST, tile.length, tile.n_live, tile.offset, tile.lowest)
-    keys = tile.first + gl.arange(0, BLOCK_K, gl.SliceLayout(1, _MAP))
-    scales = gl.full((BLOCK_K,), 1.0, gl.float32, gl.SliceLayout(1, _MAP)) * scale
-    keys = gl.where(are_live(keys, tile, outputs.key_mask), keys, 2**30)
-    dv = warpgroup_mma_init(gl.zeros((BLOCK_K, D), gl.float32, _MAP))
-    ones = gl.full((BLOCK_K, PARTS), 1.0, gl.bfloat16, gl.DotOperandLayout(0, _MAP, 2))
+    dv = warpgroup_mma_init(gl.zeros((BLOCK_K, D), gl.float32, BLOCK_FLOAT32))
+    ones = gl.full((BLOCK_K, PARTS), 1.0, gl.bfloat16, gl.DotOperandLayout(0, BLOCK_FLOAT32, 2))
     mbarrier.wait(barriers.kv_full, wave & 1)
-    k8 = key_buffers.k8.index(0).slice(FIRST, BLOCK_K).load(gl.DotOperandLayout(0, _S, 4))
-    v = key_buffers.v.index(0).slice(FIRST, BLOCK_K).load(gl.DotOperandLayout(0, _MAP, 2))
+    k8 = key_buffers.k8.index(0).slice(FIRST, BLOCK_K).load(gl.DotOperandLayout(0, BLOCK_INT32, 4))
+    v = key_buffers.v.index(0).slice(FIRST, BLOCK_K).load(gl.DotOperandLayout(0, BLOCK_FLOAT32, 2))
     release(barriers.kv_empty)
     for head in range(GROUPS):
         for PART in gl.static_range(2 if loop.unmasked_end is None else 3):
@@ -101,21 +95,21 @@ def compute_block(
                 mbarrier.wait(barriers.q_full.index(stage), (n // STAGES) & 1)
                 do = queries.do.index(stage)
                 # K and V are in registers, which cannot be divided: all channels are multiplied.
-                s = start_product(k8, queries.q8.index(stage), gl.int32, _S, D)
-                dp = start_product(v, do, gl.float32, _MAP, D)
+                s = start_product(k8, queries.q8.index(stage), gl.int32, BLOCK_INT32, D)
+                dp = start_product(v, do, gl.float32, BLOCK_FLOAT32, D)
                 deltas = queries.deltas.index(stage).permute((1, 0))
                 dp = warpgroup_mma(ones, deltas, dp, is_async=True)
                 s = warpgroup_mma_wait(2, deps=[s])
                 stats = row_stats_of(queries, n % STAGES_STATS)
-                factor = stats.index(0).load(_COLUMNS)
-                minus_lse2 = stats.index(1).load(_COLUMNS)
+                factor = stats.index(0).load(BLOCK_COLUMNS)
+                minus_lse2 = stats.index(1).load(BLOCK_COLUMNS)
                 shift = None
                 if queries.shifts is not None:
-                    shift = queries.shifts.index(stage).load(_COLUMNS)
+                    shift = queries.shifts.index(stage).load(BLOCK_COLUMNS)
                 p, weight = compute_p(
                     PART != 1, s, scales, factor, minus_lse2, shift, cap2, keys, i, tile
                 )
-                p16 = gl.convert_layout(p.to(do.dtype), gl.DotOperandLayout(0, _MAP, 2))
+                p16 = gl.convert_layout(p.to(do.dtype), gl.DotOperandLayout(0, BLOCK_FLOAT32, 2))
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 dv = warpgroup_mma(p16, do, dv, is_async=True)
                 ds = compute_ds(PART != 1, weight, dp, None, cap2, keys, i, tile)
@@ -172,14 +166,15 @@ def compute_dq_and_dk(
                 slot = n % SLOTS
                 stage = n % STAGES
                 mbarrier.wait(barriers.ds_full.index(stage), (n // STAGES) & 1)
-                dq_t = start_dq(ds_s.index(slot), k16_s, _MAP)
+                dq_t = start_dq(ds_s.index(slot), k16_s, BLOCK_FLOAT32)
                 q16 = queries.q16.index(n % STAGES16).permute((1, 0))
                 dk = warpgroup_mma(q16, ds_s.index(slot).permute((1, 0)), dk, is_async=True)
                 stats = row_stats_of(queries, n % STAGES_STATS)
-                inverse = stats.index(3).load(gl.SliceLayout(1, _MAP))
+                inverse = stats.index(3).load(gl.SliceLayout(1, BLOCK_FLOAT32))
                 dq = warpgroup_mma_wait(1, deps=[dq_t])
                 mbarrier.wait(barriers.dq_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
-                pass_to_store(dq, inverse, stats, dq_s.index(slot), scale)
+                minus_lse2 = stats.index(1).load(gl.SliceLayout(1, BLOCK_FLOAT32))
+                pass_to_store(dq, inverse, minus_lse2, dq_s.index(slot), scale)
                 dk = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[dk]))
                 fence_async_shared()
                 barrier()

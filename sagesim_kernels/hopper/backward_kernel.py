@@ -57,6 +57,9 @@ class Config(NamedTuple):
     """Channels of V and O."""
     has_dq_warps: bool
     """Whether other warps than those of dV compute dQ and dK; see `backward_blocks`."""
+    is_joint: bool
+    """Whether eight warps compute all gradients in step; see `backward_joint`. Otherwise, without
+    has_dq_warps, see `backward_halves`."""
     is_copied: bool
     """Whether the 16-bit tensors lie in padded storage."""
     is_dealt: bool
@@ -102,9 +105,12 @@ def hopper_backward(
     KD: gl.constexpr = CONFIG.d
     VD: gl.constexpr = CONFIG.d_v
     HAS_DQ_WARPS: gl.constexpr = CONFIG.has_dq_warps
+    IS_JOINT: gl.constexpr = CONFIG.is_joint
+    HAS_HALVES: gl.constexpr = not HAS_DQ_WARPS and not IS_JOINT
     SLOTS: gl.constexpr = 2 if HAS_DQ_WARPS else 1
+    DS_SLOTS: gl.constexpr = 1 if IS_JOINT else 2
     STAGES: gl.constexpr = SLOTS + 1
-    STAGES16: gl.constexpr = 5 if HAS_DQ_WARPS else 3
+    STAGES16: gl.constexpr = 5 if HAS_DQ_WARPS else 4 - DS_SLOTS
     STAGES_STATS: gl.constexpr = 5 if HAS_DQ_WARPS else STAGES
     lengths = Lengths(
         mask.cu_q,
@@ -152,7 +158,7 @@ def hopper_backward(
     q8_s = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_Q, D], q8.layout)
     q16_s = gl.allocate_shared_memory(dt, [STAGES16, BLOCK_Q, D], V)
     do_s = gl.allocate_shared_memory(dt, [STAGES, BLOCK_Q, D], V)
-    ds_s = gl.allocate_shared_memory(dt, [SLOTS, TILE_K, BLOCK_Q], DS)
+    ds_s = gl.allocate_shared_memory(dt, [DS_SLOTS, TILE_K, BLOCK_Q], DS)
     if dq_units is not None:
         dq_s = gl.allocate_shared_memory(gl.int32, [SLOTS, BLOCK_Q * D // 32, 32], dq.layout)
     else:
@@ -171,23 +177,28 @@ def hopper_backward(
         shifts_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], STATS_LAYOUT)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ds_full = None
-    if HAS_DQ_WARPS:
+    if not IS_JOINT:
         ds_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     dq_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     of_keys = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     kv_full, kv_empty, k16_full = of_keys.index(0), of_keys.index(1), of_keys.index(2)
+    BLOCKS: gl.constexpr = 1 if IS_JOINT else 2  # parts of a tile with warps of their own
+    q_empty = None
+    if HAS_HALVES:
+        q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k16_empty = None
     if not HAS_DQ_WARPS:
         k16_empty = of_keys.index(3)
-        mbarrier.init(k16_empty, 1)
-    BLOCKS: gl.constexpr = 2 if HAS_DQ_WARPS else 1  # parts of a tile with warps of their own
+        mbarrier.init(k16_empty, BLOCKS)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), 1)
-        if HAS_DQ_WARPS:
+        if not IS_JOINT:
             mbarrier.init(ds_full.index(i), BLOCKS)
+        if HAS_HALVES:
+            mbarrier.init(q_empty.index(i), BLOCKS)
     for i in gl.static_range(2):
-        mbarrier.init(dq_full.index(i), 1)
+        mbarrier.init(dq_full.index(i), BLOCKS if HAS_HALVES else 1)
     for i in gl.static_range(SLOTS):
         mbarrier.init(dq_empty.index(i), 1)
     mbarrier.init(kv_full, 1)
@@ -206,7 +217,9 @@ def hopper_backward(
     inputs = QueryInputs(q8, q16, do, row_stats, shifts, deltas)
     queries = QueryBuffers(q8_s, q16_s, do_s, row_stats_s, shifts_s, deltas_s)
     key_buffers = KeyBuffers(k8_s, v_s, k16_s, dv_s, dk_s)
-    barriers = Barriers(ds_full, dq_full, dq_empty, kv_full, kv_empty, k16_full, k16_empty, q_full)
+    barriers = Barriers(
+        ds_full, dq_full, dq_empty, kv_full, kv_empty, k16_full, k16_empty, q_full, q_empty
+    )  # fmt: skip
     origin = origin_of(IS_COPIED, tile.b, tile.head, tile.start_k)
     load_k16(k16, origin, tile.keys.first, k16_s, k16_full)
     load_kv(key_inputs, tile.row_k, origin, tile.keys.first, key_buffers, kv_full)
@@ -237,6 +250,28 @@ def hopper_backward(
             ],
             [4, 4, 1, 1],
             [168, 144, 24, 24],
+        )  # fmt: skip
+    elif HAS_HALVES:
+        gl.warp_specialize(
+            [
+                (compute_keys, (
+                    key_buffers, k_mean, queries, ds_s, dq_s, barriers, scheduler, lengths, k_scale,
+                    dk, dv, dq_units, cap2, ds_sums, scale, GROUPS, SPLITS, 0, KD, VD,
+                )),
+                (compute_keys, (
+                    key_buffers, k_mean, queries, ds_s, dq_s, barriers, scheduler, lengths, k_scale,
+                    dk, dv, dq_units, cap2, ds_sums, scale, GROUPS, SPLITS, 1, KD, VD,
+                )),
+                (produce, (
+                    key_inputs, inputs, key_buffers, queries, barriers, scheduler, lengths,
+                    IS_COPIED, GROUPS, SPLITS,
+                )),
+                (store_dq_of_tiles, (
+                    dq_store, scheduler, lengths, IS_COPIED, GROUPS, SPLITS, summed_channels(KD, D),
+                )),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(

@@ -45,7 +45,9 @@ def load_k16(k16, origin, first, buffer, bar):
 
 
 @gluon.jit
-def wait_for_k16(k16, bar, wave, mean, z, COUNT: gl.constexpr, KD: gl.constexpr):
+def wait_for_k16(
+    k16, bar, wave, mean, z, COUNT: gl.constexpr, KD: gl.constexpr, FIRST: gl.constexpr = 0
+):
     """Wait for a tile of K in 16 bit, and subtract the mean in shared memory if there is one.
 
     Rows behind the last token are zeros, and become the mean's negative. They do not contribute,
@@ -53,7 +55,7 @@ def wait_for_k16(k16, bar, wave, mean, z, COUNT: gl.constexpr, KD: gl.constexpr)
 
     wave: tiles of the program before this one. mean: pointer to the means of all heads, or None.
     z: the head, over all sequences. COUNT: warps that call this. KD: channels of K; further
-    channels of the tile stay zeros.
+    channels of the tile stay zeros. FIRST: the first channel of k16.
     """
     if mean is None:
         mbarrier.wait(bar, wave & 1)
@@ -62,8 +64,8 @@ def wait_for_k16(k16, bar, wave, mean, z, COUNT: gl.constexpr, KD: gl.constexpr)
         D: gl.constexpr = k16.shape[1]
         ROWS: gl.constexpr = whole_rows(D, COUNT)
         # The 0 is opaque to the compiler. Without it, addresses for all tiles stay in registers.
-        column = gl.arange(0, D, gl.SliceLayout(0, ROWS)) + (wave >> 30)
-        if KD < D:
+        column = FIRST + gl.arange(0, D, gl.SliceLayout(0, ROWS)) + (wave >> 30)
+        if KD < FIRST + D:
             mean = gl.load(mean + column, mask=column < KD, other=0.0)
         else:
             mean = gl.load(mean + column)
@@ -107,8 +109,11 @@ def produce(
       codes of Q, dO or delta of that step; they have three stages. Q in 16 bit and row statistics
       of steps n - 4 and n - 3 may still be read; they have five stages. The warps of dQ and dK
       load K in 16 bit by themselves.
-    - Otherwise for `dq_full` of step n - 2. After the wait no warp reads data of that step, so two
-      stages are enough. Only Q in 16 bit of step n - 2 may still be read; it has three stages.
+    - If two warpgroups go on their own, for `q_empty` of step n - 2. After the wait no warp reads
+      data of that step.
+    - If eight warps go in step, for `dq_full` of step n - 2. After the wait no warp reads data of
+      that step, so two stages are enough. Only Q in 16 bit of step n - 2 may still be read; it has
+      three stages.
 
     keys: `KeyInputs`. inputs: `QueryInputs`. key_buffers: `KeyBuffers`. buffers: `QueryBuffers`.
     scheduler: `KeyScheduler`. IS_COPIED: whether the 16-bit tensors lie in padded storage.
@@ -157,11 +162,13 @@ def _load_queries(
         for i in range(loop.begin, loop.end):
             n = done + head * (loop.end - loop.begin) + i - loop.begin
             stage = n % STAGES
-            if barriers.ds_full is not None:
-                if n >= STAGES:
+            if n >= STAGES:
+                if barriers.q_empty is not None:
+                    mbarrier.wait(barriers.q_empty.index(stage), (n // STAGES & 1) ^ 1)
+                elif barriers.ds_full is not None:
                     mbarrier.wait(barriers.ds_full.index(stage), (n // STAGES & 1) ^ 1)
-            elif n >= 2:
-                mbarrier.wait(barriers.dq_full.index(n % 2), (n // 2 & 1) ^ 1)
+                else:
+                    mbarrier.wait(barriers.dq_full.index(stage), (n // STAGES & 1) ^ 1)
             at = TokenOrigin(origin.b, origin.h + head, origin.row)
             row8 = stored_row + head * stored_tokens
             block = block_of(i, loop)

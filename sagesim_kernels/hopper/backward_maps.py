@@ -1,4 +1,4 @@
-"""P and dS of a step of the backward, transposed [keys, queries]."""
+"""P and dS of a step of the backward, transposed [keys, queries], and the keys of a block."""
 
 # Pyright takes the annotations of Gluon's functions literally:
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sagesim_kernels.hopper.backward_masks import attends_between
+from sagesim_kernels.hopper.backward_masks import are_live, attends_between
 from sagesim_kernels.hopper.capped_logits import logits_plus, slope_of, tanh_of_sums
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q
 
@@ -20,6 +20,32 @@ ST_ROWS = gl.constexpr(gl.SliceLayout(1, ST_FLOAT32.value))
 """Layout of one number for each row of S transposed, a key."""
 ST_COLUMNS = gl.constexpr(gl.SliceLayout(0, ST_FLOAT32.value))
 """Layout of one number for each column of S transposed, a query."""
+
+BLOCK_K = gl.constexpr(64)
+"""Keys of a block, half of a tile. A warpgroup computes it."""
+
+BLOCK_INT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
+"""Layout of S transposed [keys, queries] of a block, as the INT8 product leaves it."""
+BLOCK_FLOAT32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+"""Layout of S, P, dP and dS transposed [keys, queries] of a block, in float32. It is also that of
+64 channels of dV and of dQ."""
+BLOCK_COLUMNS = gl.constexpr(gl.SliceLayout(0, BLOCK_FLOAT32.value))
+"""Layout of one number for each column of S transposed, a query."""
+
+
+@gluon.jit
+def start_keys(k_scale, key_mask, tile, FIRST: gl.constexpr):
+    """Return index (2^30 if no query attends to it) and scale of each key of a block.
+
+    k_scale: pointer to the scale of the tile's first key. tile: `KeyTile`. FIRST: the block's first
+    key in the tile.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(1, BLOCK_FLOAT32)
+    # There is no scale for a block behind the sequence's last key.
+    scale = gl.load(k_scale + gl.minimum(tile.length - 1 - tile.first, FIRST) // BLOCK_K)
+    keys = tile.first + FIRST + gl.arange(0, BLOCK_K, ROWS)
+    scales = gl.full((BLOCK_K,), 1.0, gl.float32, ROWS) * scale
+    return gl.where(are_live(keys, tile, key_mask), keys, 2**30), scales
 
 
 @gluon.jit

@@ -11,10 +11,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma_wait,
 )
 
-from sagesim_kernels.gluon_compat import barrier, reinterpret
+from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.hopper.backward_masks import are_live
 from sagesim_kernels.hopper.backward_tiles import place_tile, wait_for_tile
 from sagesim_kernels.hopper.dq_parts import (
@@ -31,7 +30,7 @@ WARPS = gl.constexpr(8)
 """Warps that compute all gradients of a tile."""
 
 BLOCK_WARPS = gl.constexpr(4)
-"""Warps that compute dV of a block of keys, half of a tile."""
+"""Warps that compute a block of keys, half of a tile."""
 
 
 @constexpr_function
@@ -54,18 +53,16 @@ def _in_rows(x, value, buffer):
     """Return value [keys, D] in the dtype of x.
 
     A 16-bit result goes through shared memory: adjacent threads then hold adjacent numbers. buffer:
-    shared memory that is large enough for that, and that no warp reads any more.
+    16 bit [keys, D] in shared memory, which no warp reads any more.
     """
-    KEYS: gl.constexpr = value.shape[0]
     D: gl.constexpr = buffer.shape[1]
     DTYPE: gl.constexpr = x.ptr.dtype.element_ty
     value = value.to(DTYPE)
     if x.ptr.dtype.element_ty.primitive_bitwidth == 16:
-        shared = reinterpret(buffer, DTYPE, [KEYS, D], buffer.layout)
         barrier()
-        shared.store(value)
+        buffer.store(value.to(buffer.dtype, bitcast=True))
         barrier()
-        return shared.load(whole_rows(D, gl.num_warps()))
+        return buffer.load(whole_rows(D, gl.num_warps())).to(DTYPE, bitcast=True)
     else:
         return value
 
@@ -101,11 +98,10 @@ def release(bar):
 
 
 @gluon.jit
-def store_dk_dv(dk, dv, outputs, tile, key_buffers, barriers, KD: gl.constexpr, VD: gl.constexpr):
-    """Store dK and dV of a tile, and release its V, whose buffer they go through."""
-    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-    store_keys(outputs.dv, outputs, tile, dv, key_buffers.dv.index(0), VD)
-    dk = _in_rows(outputs.dk, dk * outputs.scale, key_buffers.dk.index(0))
+def store_dk_dv(dk, dv, outputs, tile, buffer, barriers, KD: gl.constexpr, VD: gl.constexpr):
+    """Store dK and dV of a tile or block, and release its V, whose buffer they go through."""
+    store_keys(outputs.dv, outputs, tile, dv, buffer, VD)
+    dk = _in_rows(outputs.dk, dk * outputs.scale, buffer)
     release(barriers.kv_empty)
     _store_rows(outputs.dk, outputs, tile, dk, KD)
 

@@ -20,7 +20,7 @@ class QueryBuffers(NamedTuple):
     """Blocks of queries in shared memory, one for each stage."""
 
     q8: Any  #: int8 [stages, BLOCK_Q, D]
-    q16: Any  #: 16 bit [3 or 5, BLOCK_Q, D]
+    q16: Any  #: 16 bit [2, 3 or 5, BLOCK_Q, D]
     do: Any  #: 16 bit [stages, BLOCK_Q, D]
     row_stats: Any  #: float32 [stages, ROW_STATS]
     shifts: Any  #: float32 [stages, BLOCK_Q], or None
@@ -48,7 +48,7 @@ class KeyBuffers(NamedTuple):
 class Barriers(NamedTuple):
     """Barriers in shared memory; [2] is one for even steps and one for odd steps."""
 
-    ds_full: Any  #: [stages], dS is in shared memory; None if the warps of dS also compute dQ
+    ds_full: Any  #: [stages], dS of both blocks is in shared memory; None in `backward_joint`
     dq_full: Any  #: [2], a part of dQ is in shared memory, and dS of its step has been read
     dq_empty: Any  #: [slots], a part of dQ has been read from shared memory
     kv_full: Any  #: codes of K, and V, of a tile have arrived
@@ -56,6 +56,7 @@ class Barriers(NamedTuple):
     k16_full: Any  #: K in 16 bit of a tile has arrived
     k16_empty: Any  #: it has been read; None if the warps that read it load the next one
     q_full: Any  #: [stages], a block of queries has arrived
+    q_empty: Any  #: [stages], it has been read; None if another barrier says so
 
 
 class TokenOrigin(NamedTuple):

@@ -1,9 +1,9 @@
-"""The warps of a backward program that compute, for tiles of 128 channels.
+"""The tiles of keys that the computing warps of a backward program go through.
 
-One producer warp loads, and one store warp adds dQ to its sums. With tiles of 128 channels, eight
-consumer warps compute dK, dV and dQ. With tiles of 64 channels, the consumer warps are those of
-`backward_blocks`. There, shared memory has space for two slots of dS and dQ. `compute_keys` goes
-through the tiles of both.
+One producer warp loads, and one store warp adds dQ to its sums. Two warpgroups call `compute_keys`.
+With tiles of 64 channels they compute a block of 64 keys each, and a third one dQ and dK, see
+`backward_blocks`. With tiles of 128 channels they compute all gradients: each those of a block, see
+`backward_halves`, or both those of the tile, see `backward_joint`.
 
 Barriers, all in shared memory, are the fields of `Barriers`. Each warp counts its tiles of keys and
 its steps in all of them. Its stages, slots and phases follow from these counts.
@@ -16,62 +16,14 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
 
-from sagesim_kernels.gluon_compat import barrier
 from sagesim_kernels.hopper.backward_blocks import compute_block
-from sagesim_kernels.hopper.backward_loads import row_stats_of, wait_for_k16
-from sagesim_kernels.hopper.backward_maps import (
-    ST_COLUMNS,
-    ST_FLOAT32,
-    ST_INT32,
-    ST_ROWS,
-    compute_ds,
-    compute_p,
-)
-from sagesim_kernels.hopper.backward_masks import are_live, part_of
-from sagesim_kernels.hopper.backward_stores import WARPS, release, store_dk_dv
+from sagesim_kernels.hopper.backward_halves import compute_half
+from sagesim_kernels.hopper.backward_joint import compute_joint
 from sagesim_kernels.hopper.backward_structures import KeyOutputs, KeyTile, QueryLoop
 from sagesim_kernels.hopper.backward_tiles import place_tile, wait_for_tile
-from sagesim_kernels.hopper.capped_logits import add_ds_sums
-from sagesim_kernels.hopper.channel_products import products_of, start_product
-from sagesim_kernels.hopper.dq_parts import (
-    BLOCK_Q,
-    TILE_K,
-    DqBlocks,
-    first_row_of,
-    mark_overflow,
-    pass_to_store,
-    start_dq,
-)
+from sagesim_kernels.hopper.dq_parts import BLOCK_Q, DqBlocks
 from sagesim_kernels.operands import key_mask_of
-
-
-@gluon.jit
-def _start_s_and_dp(k8, v, q8, do, KD: gl.constexpr, VD: gl.constexpr):
-    """Start the products S and dP, both transposed. They may be read only after a wait."""
-    s = start_product(k8, q8, gl.int32, ST_INT32, KD)
-    dp = start_product(v, do, gl.float32, ST_FLOAT32, VD)
-    return s, dp
-
-
-@gluon.jit
-def _start_keys(k_scale, key_mask, tile, D: gl.constexpr, ACC: gl.constexpr):
-    """Return index (2^30 if no query attends to it) and scale of each key, and dK and dV of 0."""
-    local = gl.arange(0, TILE_K, ST_ROWS)
-    # There is a scale for each block of 64 keys, and none behind the sequence's last key.
-    second = gl.load(k_scale + gl.minimum(tile.length - 1 - tile.first, 64) // 64)
-    scales = gl.where(local < 64, gl.load(k_scale), second)
-    dk = warpgroup_mma_init(gl.zeros((TILE_K, D), gl.float32, ACC))
-    dv = warpgroup_mma_init(gl.zeros((TILE_K, D), gl.float32, ACC))
-    keys = gl.where(are_live(tile.first + local, tile, key_mask), tile.first + local, 2**30)
-    return keys, scales, dk, dv
 
 
 @gluon.jit
@@ -80,15 +32,14 @@ def compute_keys(
     dq_units, cap2, ds_sums, scale, GROUPS: gl.constexpr, SPLITS: gl.constexpr,
     BLOCK: gl.constexpr, KD: gl.constexpr, VD: gl.constexpr,
 ):  # fmt: skip
-    """Compute dK and dV of tiles of keys, and their parts of dQ. Eight warps.
-
-    With tiles of 64 channels, compute dV and dS of a block of each tile. Four warps.
+    """Compute the gradients of tiles of keys, or of a block of each. Eight warps, or four.
 
     key_buffers: `KeyBuffers`. k_mean: pointer to the means that are subtracted from K, or None.
     queries: `QueryBuffers`. ds_s: 16 bit [slots, TILE_K, BLOCK_Q] in shared memory. dq_s: see
     `DqStore.buffer`. scheduler: `KeyScheduler`. k_scale: a scale for each 64 keys in padded
     storage. dk, dv: `Strided`. dq_units: the units of dQ, or None. cap2: `base2` of `Softcap`.
-    ds_sums: `DsSums`, or None. scale: the scale of the logits. BLOCK: the block, 0 or 1; else 0.
+    ds_sums: `DsSums`, or None. scale: the scale of the logits. BLOCK: the block, 0 or 1; 0 if
+    these warps compute both.
     KD, VD: channels of K and V.
     """
     done = 0
@@ -123,88 +74,19 @@ def compute_keys(
                 scheduler.tokens_q // BLOCK_Q, units,
             )  # fmt: skip
             scales = k_scale + placed.row_k // BLOCK_Q
-            if barriers.ds_full is not None:
+            if barriers.k16_empty is None:
                 compute_block(
                     key_buffers, queries, ds_s, barriers, scales, outputs, loop, tile, dq_blocks,
                     cap2, ds_sums, done, wave, GROUPS, BLOCK, VD,
                 )  # fmt: skip
+            elif barriers.q_empty is not None:
+                compute_half(
+                    key_buffers, k_mean, placed.z, queries, ds_s, dq_s, barriers, scales, outputs,
+                    loop, tile, dq_blocks, scale, done, wave, GROUPS, BLOCK, KD, VD,
+                )  # fmt: skip
             else:
-                _compute_gradients(
+                compute_joint(
                     key_buffers, k_mean, placed.z, queries, ds_s, dq_s, barriers, scales, outputs,
                     loop, tile, dq_blocks, cap2, ds_sums, scale, done, wave, GROUPS, KD, VD,
                 )  # fmt: skip
             done += GROUPS * (loop.end - loop.begin)
-
-
-@gluon.jit
-def _compute_gradients(
-    key_buffers, k_mean, z, queries, ds_s, dq_s, barriers, k_scale, outputs, loop, tile, dq_blocks,
-    cap2, ds_sums, scale, done, wave, GROUPS: gl.constexpr, KD: gl.constexpr, VD: gl.constexpr,
-):  # fmt: skip
-    """Compute dK, dV and the parts of dQ of a tile.
-
-    z: the head of K, over all sequences. The others: see `compute_block` and `compute_keys`.
-    """
-    STAGES: gl.constexpr = queries.q8.shape[0]
-    STAGES16: gl.constexpr = queries.q16.shape[0]
-    D: gl.constexpr = queries.q8.shape[2]
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
-    DQ_ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
-    P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    keys, key_scales, dk, dv = _start_keys(k_scale, outputs.key_mask, tile, D, ACC)
-    k16 = key_buffers.k16.index(0)
-    wait_for_k16(k16, barriers.k16_full, wave, k_mean, z, WARPS, KD)
-    mbarrier.wait(barriers.kv_full, wave & 1)
-    for head in range(GROUPS):
-        for PART in gl.static_range(2 if loop.unmasked_end is None else 3):
-            begin, end = part_of(loop, PART)
-            for i in range(begin, end):
-                n = done + head * (loop.end - loop.begin) + i - loop.begin
-                stage = n % STAGES
-                # This 0 is opaque to the compiler. With a constant, it computes the descriptors of
-                # all operands before the loop and runs out of registers.
-                zero = i >> 30
-                do = queries.do.index(stage)
-                mbarrier.wait(barriers.q_full.index(stage), (n // STAGES) & 1)
-                k8, v = key_buffers.k8.index(zero), key_buffers.v.index(zero)
-                s, dp = _start_s_and_dp(k8, v, queries.q8.index(stage), do, KD, VD)
-                stats = row_stats_of(queries, stage)
-                factor = stats.index(0).load(ST_COLUMNS)
-                minus_lse2 = stats.index(1).load(ST_COLUMNS)
-                s = warpgroup_mma_wait(products_of(VD, D, 16), deps=[s])
-                shift = None
-                if queries.shifts is not None:
-                    shift = queries.shifts.index(stage).load(ST_COLUMNS)
-                p, weight = compute_p(
-                    PART != 1, s, key_scales, factor, minus_lse2, shift, cap2, keys, i, tile
-                )
-                delta = stats.index(2).load(ST_COLUMNS)
-                p16 = gl.convert_layout(p.to(queries.do.dtype), P_OPERAND)
-                dp = warpgroup_mma_wait(0, deps=[dp])
-                dv = warpgroup_mma(p16, do, dv, is_async=True)
-                ds = compute_ds(PART != 1, weight, dp, delta, cap2, keys, i, tile)
-                if ds_sums is not None:
-                    add_ds_sums(ds_sums, first_row_of(head, i, dq_blocks), ds)
-                # This overwrites dS of the step before. Other warps may still multiply that dS with
-                # Q, but each of them reads only its own rows of dS for this product.
-                ds16 = ds.to(queries.q16.dtype)
-                ds_s.index(zero).store(ds16)
-                if dq_blocks.units is not None:
-                    mark_overflow(dq_blocks, ds16, head, i)
-                fence_async_shared()
-                barrier()
-                dq_t = start_dq(ds_s.index(zero), key_buffers.k16.index(zero), DQ_ACC)
-                # dS is read from shared memory: there are too few registers to hold it there.
-                q16 = queries.q16.index(n % STAGES16)
-                dk = warpgroup_mma(ds_s.index(zero), q16, dk, is_async=True)
-                inverse = stats.index(3).load(gl.SliceLayout(1, DQ_ACC))
-                mbarrier.wait(barriers.dq_empty.index(0), (n & 1) ^ 1)
-                dq = warpgroup_mma_wait(1, deps=[dq_t])
-                pass_to_store(dq, inverse, stats, dq_s.index(0), scale)
-                fence_async_shared()
-                # After this barrier, all warps have also finished with dO, and with Q of the step
-                # before.
-                barrier()
-                mbarrier.arrive(barriers.dq_full.index(n % 2), count=1)
-    release(barriers.k16_empty)
-    store_dk_dv(dk, dv, outputs, tile, key_buffers, barriers, KD, VD)

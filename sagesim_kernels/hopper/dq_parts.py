@@ -150,11 +150,12 @@ def to_int32(x):
 
 
 @gluon.jit
-def pass_to_store(part, inverse_units, stats, buffer, scale):
-    """Store a part of dQ [BLOCK_Q, D] to shared memory, as `store_dq` expects it.
+def pass_to_store(part, inverse_units, minus_lse2, buffer, scale):
+    """Store a part of dQ [BLOCK_Q, channels] to shared memory, as `store_dq` expects it.
 
-    inverse_units: 1 / unit of the rows. stats: the row statistics of the queries [4, BLOCK_Q].
-    buffer: a slot of `DqStore.buffer`. scale: the scale of the logits.
+    inverse_units: 1 / unit of the rows. minus_lse2: of the rows; needed if the part is all of dQ.
+    buffer: a slot of `DqStore.buffer`, or the part of it that has these channels. scale: the scale
+    of the logits.
     """
     units = to_units(part, inverse_units)
     if buffer.dtype == gl.int32:
@@ -165,7 +166,6 @@ def pass_to_store(part, inverse_units, stats, buffer, scale):
             # dS may have overflowed, which sums learn from `mark_overflow`.
             total = gl.where(gl.abs(part) < float("inf"), total, float("nan"))
         # A query that attends to no key may share a tile with a NaN. NaN != -inf.
-        minus_lse2 = stats.index(1).load(inverse_units.type.layout)
         total = gl.where((minus_lse2 != -float("inf"))[:, None], total, 0.0)
         buffer.store((total * scale).to(buffer.dtype))
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from sagesim_kernels.operands import (
     MANY_WAVES,
+    OVERHEAD,
     choose_backward_heads,
     steps_of_key_tiles,
     steps_of_query_tiles,
@@ -51,6 +52,23 @@ MOST_QUERY_HEADS: Final = 4
 """Query heads of a program of the backward. Programs with more are long, so that some end late.
 While one of them is at its first head, another is at its last: their queries do not stay in the
 cache together."""
+
+
+_FEW_STEPS: Final = 24
+"""With fewer steps in a tile of 128 channels than this, `backward_joint` is not slower than
+`backward_halves`."""
+
+
+@lru_cache(maxsize=4096)
+def has_few_steps(
+    n_q: int, n_k: int, offset: int | None, keys: int, groups: int, lowest: int | None
+) -> bool:
+    """Return whether tiles of keys of 128 channels have few steps on average.
+
+    The arguments are those of `operands.choose_backward_heads`.
+    """
+    steps = steps_of_key_tiles(n_q, n_k, offset, keys, groups, lowest) - OVERHEAD
+    return bool(steps.mean() < _FEW_STEPS)
 
 
 @lru_cache(maxsize=4096)

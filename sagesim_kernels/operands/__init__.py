@@ -132,6 +132,7 @@ from sagesim_kernels.operands.operand import (
 )
 from sagesim_kernels.operands.program_order import (
     MANY_WAVES,
+    OVERHEAD,
     OrderedGrid,
     choose_backward_heads,
     choose_forward_heads,
@@ -199,6 +200,7 @@ __all__ = [
     "LOG2_ONE",
     "MANY_WAVES",
     "NO_EXTRAS",
+    "OVERHEAD",
     "DqSums",
     "Extras",
     "ForwardResult",

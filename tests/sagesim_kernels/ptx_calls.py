@@ -17,6 +17,7 @@ from tests.sagesim_kernels.untraced import check_call, rounds_maps
 from tests.support.assertions import assert_sqnr_at_least
 from tests.support.inputs import Case
 from tests.support.kernels import Results
+from tests.support.many_steps import ManySteps
 from tests.support.ptx_worker import KernelRun, PtxRunner
 
 FP8 = (Precision.FP8_E4M3, Precision.FP8_E5M2)
@@ -80,7 +81,8 @@ class Call(NamedTuple):
     def options(self) -> dict[str, Any]:
         """The options of `PtxRunner.run`."""
         names = ("is_causal", "scale", "window", "lower_right", "softcap")
-        return {name: getattr(self, name) for name in names}
+        options = {name: getattr(self, name) for name in names}
+        return options | {"has_many_steps": isinstance(self.d, ManySteps)}
 
     def tensors(self) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -104,8 +106,8 @@ def check_results(runner: PtxRunner, call: Call, capability: int = 80) -> Kernel
     FP8 the contract is checked with codes only, and so not here.
     """
     tensors, spec = call.tensors(), AttentionSpec.parse(call.spec)
+    found = runner.run(tensors, spec, capability=capability, **call.options)
     options = {"is_causal": call.is_causal, "scale": call.scale}
-    found = runner.run(tensors, spec, capability=capability, **options)
     problem = Case(**tensors, enable_gqa=call.heads != call.heads_k, **options)
     emulated = assert_as_exact_as_the_emulator(found, problem, spec)
     if rounds_maps(spec, "dv", "dq", "dk", to=FP8):

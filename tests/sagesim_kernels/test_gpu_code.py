@@ -25,6 +25,7 @@ from sagesim_kernels.hopper.forward import CONFIGS
 from sagesim_kernels.hopper.forward_codes import CONFIGS as CODES_CONFIGS
 from sagesim_kernels.hopper.wide_warps import CONSUMERS
 from tests.support.compiler import OLDEST, ROOT, Compiler, Kernel
+from tests.support.many_steps import ManySteps
 
 pytestmark = pytest.mark.slow
 
@@ -114,9 +115,10 @@ def compiled_by(
     marks = {"oldest": BY_OLDEST, "newest": BY_NEWEST}
     parameters = []
     for triton, chosen in cases.items():
-        for case in dict.fromkeys([*oldest, *newest, *rest]):
+        # A `ManySteps` equals another head size, but is not the same case.
+        for name, case in {str(x): x for x in [*oldest, *newest, *rest]}.items():
             values = case if len(names) > 1 else (case,)
-            further = () if case in chosen else (EXHAUSTIVE,)
+            further = () if name in map(str, chosen) else (EXHAUSTIVE,)
             parameters.append(pytest.param(triton, *values, marks=(marks[triton], *further)))
     return pytest.mark.parametrize(("compiler", *names), parameters, indirect=["compiler"])
 
@@ -326,21 +328,24 @@ def test_dv_apart_is_as_declared(newest: Compiler) -> None:
 
 @compiled_by(
     *("head_size", "dtype", "packed", "is_causal"),
-    newest=[(128, "bfloat16", False, True)],
+    oldest=[(128, "float16", True, False)],
+    newest=[(ManySteps(128), "bfloat16", False, True)],
     rest=[
         (64, "float16", True, False),
         (64, "bfloat16", False, True),
-        (128, "float16", True, False),
+        (128, "bfloat16", False, True),
+        (ManySteps(128), "float16", True, False),
     ],
 )
 def test_kernels_of_hopper_multiply_as_declared(
     compiler: Compiler, head_size: int, dtype: str, packed: bool, is_causal: bool
 ) -> None:
     """QK alone is in INT8. Each consumer of the forward multiplies in three places of the code, and
-    those of the backward in two loops. At head size 64 two of the latter have code of their own for
-    a block of keys, in which a product of bfloat16 adds delta to dP, and a third one has one loop
-    for dQ and dK. One wgmma instruction covers 32 channels of codes, or 16 channels or tokens in 16
-    bit, and 64 or 128 columns."""
+    those of the backward in two loops. At head size 64, and with many steps, two of the latter have
+    code of their own for a block of keys. At head size 64 a product of bfloat16 adds delta to dP,
+    and a third consumer has one loop for dQ and dK. With many steps both consumers also compute dQ
+    behind the loops. One wgmma instruction covers 32 channels of codes, or 16 channels or tokens in
+    16 bit, and 64 or 128 columns."""
     kernels = products(
         compiler.compile(
             "factored_qk",
@@ -358,6 +363,8 @@ def test_kernels_of_hopper_multiply_as_declared(
         "hopper_forward": Counter({"i8": places * s_by, own: places * 64 // 16}),
         "hopper_backward": Counter({"i8": 2 * s_by, own: 2 * (dp + dv + dk + dq)}),
     }
+    if isinstance(head_size, ManySteps):
+        expected["hopper_backward"] += expected["hopper_backward"] + Counter({own: 2 * dq})
     if head_size == 64:
         of_blocks = Counter({"i8": 4 * s_by, own: 4 * (dp + dv) + dk + dq})
         expected["hopper_backward"] = of_blocks + Counter({"bf16": 4})
@@ -404,8 +411,11 @@ def test_the_forward_in_codes(compiler: Compiler, spec: str, head_size: int) -> 
 
 @compiled_by(
     *("head_size", "dtype", "is_causal"),
-    newest=[(128, "bfloat16", True)],
-    rest=[(64, "float16", False), (64, "bfloat16", False), (128, "float16", False)],
+    newest=[(ManySteps(128), "bfloat16", True)],
+    rest=[
+        *((64, "float16", False), (64, "bfloat16", False)),
+        *((128, "float16", False), (128, "bfloat16", True)),
+    ],
 )
 def test_a_backward_of_one_tile_of_keys_needs_no_sums(
     compiler: Compiler, head_size: int, dtype: str, is_causal: bool
@@ -427,7 +437,10 @@ def test_a_backward_of_one_tile_of_keys_needs_no_sums(
     assert several.keys() - one.keys() == {"finish_dq_kernel"} and one.keys() < several.keys()
     kernel = one["hopper_backward"]
     assert kernel.opcodes == several["hopper_backward"].opcodes
-    assert not [o for o in kernel.issued_in_loop if o.startswith(("LDL", "STL"))]
+    issued = kernel.issued_in_loop
+    spilling = sum(n for opcode, n in issued.items() if opcode.startswith(("LDL", "STL")))
+    limit = 0.01 if isinstance(head_size, ManySteps) else 0.0
+    assert spilling <= limit * sum(issued.values())
     assert kernel.added_waits == 0 and kernel.lost_descriptors == []
     assert kernel.early_arrivals == kernel.unfenced_loads == kernel.narrow_stores == 0
 
@@ -662,6 +675,7 @@ def test_softcaps_compile(compiler: Compiler, extras: str) -> None:
     rest=[
         (128, ("softcap", "window", "sinks")),
         *((128, ("key_mask", "sinks")), (256, ("window", "sinks"))),
+        *((ManySteps(128), ("window", "sinks")), (ManySteps(128), ("key_mask",))),
         *((128, ("softcap",)), (256, ("softcap",)), (192, ("softcap",))),
         *((128, ("softcap", "key_mask")), (256, ("softcap", "key_mask"))),
         *((256, ("window", "softcap")), (64, ("window", "sinks"))),

@@ -32,6 +32,7 @@ from sagesim_kernels.bench import foreign_target
 from sagesim_kernels.dispatch import backward, forward
 from sagesim_kernels.operands import LAUNCH, Extras, Gradients, KernelProblem, Packing
 from tests.support.garbage import collect_garbage_rarely
+from tests.support.many_steps import in_many_steps
 from tests.support.sass import issued_in_loop, loops, lost_descriptors
 
 SHARED_MEMORY = {**foreign_target.SHARED_MEMORY, 90: 227, 100: 227, 103: 227, 120: 99}
@@ -293,7 +294,10 @@ def _extras(names: list[str], tokens: int) -> Extras:
 
 
 def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any]]:
-    """Compile forward and backward of a request. Its fields are arguments of `Compiler.compile`."""
+    """Compile forward and backward of a request. Most fields are arguments of `Compiler.compile`.
+
+    has_many_steps: whether the head size is a `ManySteps`.
+    """
     driver.active.capability = request["capability"]
     dtype = getattr(torch, request["dtype"])
     tokens = request["tokens"]
@@ -318,7 +322,9 @@ def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any
     LAUNCH.update(request["launch"])
     try:
         result = forward(problem, o)
-        backward(problem, do, None, o, result, Gradients(*map(torch.empty_like, (q, k, v))))
+        grads = Gradients(*map(torch.empty_like, (q, k, v)))
+        with in_many_steps(request["has_many_steps"]):
+            backward(problem, do, None, o, result, grads)
     finally:
         LAUNCH.clear()
         LAUNCH.update(before)

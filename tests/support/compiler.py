@@ -14,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tests.support.many_steps import ManySteps
+
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("compile_worker.py")
 OLDEST = ROOT / ".venv" / ".triton-oldest"
@@ -150,6 +152,7 @@ class Compiler:
             "spec": spec,
             "capability": capability,
             "head_size": head_size,
+            "has_many_steps": isinstance(head_size, ManySteps),
             "value_head_size": value_head_size or head_size,
             "dtype": dtype,
             "is_causal": is_causal,

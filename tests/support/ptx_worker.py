@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sagesim.spec import AttentionSpec
 from tests.support.compiler import OLDEST, ROOT
+from tests.support.many_steps import in_many_steps
 
 if TYPE_CHECKING:
     from sagesim_kernels.operands import KernelProblem
@@ -94,6 +95,7 @@ class PtxRunner:
         softcap: float | None = None,
         removes_barriers: bool = False,
         keeps_operands: bool = False,
+        has_many_steps: bool = False,
     ) -> KernelRun:
         """Run a forward and its backward.
 
@@ -104,6 +106,7 @@ class PtxRunner:
         capability: compute capability of the GPU for which the kernels are compiled, of those in
             `compile_worker.SHARED_MEMORY`. Tiles depend on its shared memory.
         keeps_operands: the backward gets the operands that the forward rounded, as in a trace.
+        has_many_steps: see `tests.support.many_steps`.
         removes_barriers: find the races of the backward without its barriers. This spoils dq.
         """
         reply, results = self._ask(
@@ -118,6 +121,7 @@ class PtxRunner:
             capability=capability,
             removes_barriers=removes_barriers,
             keeps_operands=keeps_operands,
+            has_many_steps=has_many_steps,
         )
         return KernelRun(**results, **reply)
 
@@ -316,7 +320,8 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
     grads = Gradients(*map(torch.empty_like, (problem.q, problem.k, problem.v)))
     is_from_o = problem.spec.delta is Delta.FROM_O
     o_of_delta = o if is_from_o else None
-    d_sinks, delta = backward(problem, do, d_lse, o_of_delta, result, grads, operands=operands)
+    with in_many_steps(request["has_many_steps"]):
+        d_sinks, delta = backward(problem, do, d_lse, o_of_delta, result, grads, operands=operands)
     lse = natural_lse(problem, result)
     return {"o": o, "lse": lse, "delta": delta, "d_sinks": d_sinks, **grads._asdict()}
 

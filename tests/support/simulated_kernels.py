@@ -39,7 +39,7 @@ _MOST_BUFFERS: Final = 16
 """What has a longer first axis is one buffer."""
 
 _ROWS: Final = 64
-"""Of a cell, if a buffer has several times as many."""
+"""Rows and channels of a cell, if a buffer has several times as many."""
 
 
 class Operands(NamedTuple):
@@ -63,10 +63,12 @@ def _allocate(dtype: Any, shape: Any, _layout: Any) -> Shared | BarrierPlaces:
     if raw(dtype) is gl.int64:
         return BarrierPlaces(shape[0])
     count = shape[0] if len(shape) > 1 and shape[0] <= _MOST_BUFFERS else 1
-    parts = shape[1] // _ROWS if len(shape) == 3 and shape[1] % _ROWS == 0 else 1
+    parts = columns = 1
+    if len(shape) == 3:
+        parts, columns = (n // _ROWS if n % _ROWS == 0 else 1 for n in shape[1:])
     name = f"{element_type(dtype)} {shape}"
-    cells = [Cell(f"{name}, {i}, part {j}") for i in range(count) for j in range(parts)]
-    return Shared(dtype, shape, cells, is_whole=True)
+    cells = [Cell(f"{name}, {i}, part {j}") for i in range(count) for j in range(parts * columns)]
+    return Shared(dtype, shape, cells, is_whole=True, columns=columns)
 
 
 def _reinterpret(buffer: Shared, dtype: Any, shape: Any, _layout: Any) -> Shared:
@@ -154,7 +156,8 @@ class _Sums(Unknown):
 
 def _first_channel(left: Any, right: Any) -> int:
     """Return the first channel that a product sums over, 0 unless it has a part of two blocks."""
-    first, other = (getattr(x, "channel", 0) for x in (left, right))
+    first = left.first_channel_along(1) if isinstance(left, Shared) else 0
+    other = right.first_channel_along(0) if isinstance(right, Shared) else 0
     if first != other:
         raise ProgramError(f"a product of channels from {first} and from {other} on")
     return first

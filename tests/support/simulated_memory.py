@@ -119,7 +119,8 @@ class Descriptor:
 class Shared:
     """A buffer in shared memory, or a part of one.
 
-    Its cells divide the rows of a buffer evenly. Those of several buffers follow each other.
+    Its cells divide the rows of a buffer evenly, and `columns` of them its channels. Those of
+    several buffers follow each other.
     """
 
     def __init__(
@@ -129,15 +130,21 @@ class Shared:
         cells: list[Cell],
         is_whole: bool = False,
         *,
+        columns: int = 1,
         row: int = 0,
         channel: int = 0,
         row_axis: int = 0,
     ) -> None:
         self.dtype, self.shape = element_type(dtype), [int(raw(n)) for n in shape]
         self.cells, self.layout, self._is_whole = cells, ANYTHING, is_whole
+        self._columns = columns
         self.row = row  #: the first row of the block [tokens, channels] that it has
         self.channel = channel  #: the first channel
         self._row_axis = row_axis
+
+    def first_channel_along(self, axis: int) -> int:
+        """Return the first channel if channels lie along this axis, and 0 if rows do."""
+        return 0 if axis == self._row_axis else self.channel
 
     @property
     def bytes(self) -> int:
@@ -150,27 +157,44 @@ class Shared:
         cells, each = self.cells, len(self.cells) // self.shape[0]
         if self._is_whole and each > 0:
             cells = cells[i * each : (i + 1) * each]
-        return Shared(self.dtype, self.shape[1:], cells)
+        return Shared(self.dtype, self.shape[1:], cells, columns=self._columns)
 
     def slice(self, start: Any, length: Any, dim: int = 0) -> Shared:
         shape, start, length = list(self.shape), int(raw(start)), int(raw(length))
         assert start >= 0
         assert start + length <= shape[dim]
-        cells, row, channel = self.cells, self.row, self.channel
+        row, channel, columns = self.row, self.channel, self._columns
+        lines = [self.cells[i : i + columns] for i in range(0, len(self.cells), columns)]
         if dim == self._row_axis:
-            rows = shape[dim] // len(cells)
-            cells = cells[start // rows : -(-(start + length) // rows)]
+            rows = shape[dim] // len(lines)
+            lines = lines[start // rows : -(-(start + length) // rows)]
             row += start
         else:
+            channels = shape[dim] // columns
+            lines = [line[start // channels : -(-(start + length) // channels)] for line in lines]
             channel += start
         shape[dim] = length
-        return Shared(self.dtype, shape, cells, row=row, channel=channel, row_axis=self._row_axis)
+        return Shared(
+            self.dtype,
+            shape,
+            [cell for line in lines for cell in line],
+            columns=len(lines[0]),
+            row=row,
+            channel=channel,
+            row_axis=self._row_axis,
+        )
 
     def permute(self, order: Any) -> Shared:
         shape = [self.shape[axis] for axis in order]
         axis = list(order).index(self._row_axis)
         return Shared(
-            self.dtype, shape, self.cells, row=self.row, channel=self.channel, row_axis=axis
+            self.dtype,
+            shape,
+            self.cells,
+            columns=self._columns,
+            row=self.row,
+            channel=self.channel,
+            row_axis=axis,
         )
 
     def reshape(self, shape: Any) -> Shared:

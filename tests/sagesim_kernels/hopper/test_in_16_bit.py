@@ -33,6 +33,7 @@ from tests.support.kernels import (
     poisoned,
     run_kernels,
 )
+from tests.support.many_steps import ManySteps
 
 pytestmark = [
     *ON_HOPPER,
@@ -45,15 +46,16 @@ def by_name(*sizes: int):
     return [pytest.param(d, id=f"d{d}") for d in sizes]
 
 
-TILES = (64, 128, 192, 256)
+MANY_STEPS = tuple(map(ManySteps, (72, 112, 128)))
+TILES = (64, 128, ManySteps(128), 192, 256)
 """Head sizes of a tile in shared memory."""
 HEAD_SIZES = by_name(*TILES)
 PAIRS = (
     *((64, 64), (128, 128), (33, 56), (96, 80), (192, 192), (256, 256), (136, 160), (200, 256)),
-    *((192, 128), (72, 256)),
+    *((192, 128), (72, 256), (ManySteps(128), 128), (ManySteps(96), 80)),
 )
 """Head sizes of Q and V. Each pair is compiled."""
-SIZES = by_name(40, 64, 80, 128, 160, 192, 256)
+SIZES = by_name(40, 64, 80, 128, ManySteps(80), ManySteps(128), 160, 192, 256)
 UNSMOOTHED = replace(FACTORED_QK, smoothing=Smoothing())
 SPECS = {"factored_qk": FACTORED_QK, "unsmoothed": UNSMOOTHED}
 MASKS = {
@@ -89,8 +91,12 @@ def named(*values: Any) -> dict[str, Any]:
     return {x if isinstance(x, str) else f"d{x}": x for x in values}
 
 
-EXTRA_SIZES = named(64, 128, 136, 192, 256)
-"""Head sizes for windows, padding, sinks and softcaps."""
+SOFTCAP_SIZES = named(64, 128, 136, 192, 256)
+"""Head sizes for softcaps, with which tiles of many steps have the backward of few."""
+EXTRA_SIZES = SOFTCAP_SIZES | named(ManySteps(128))
+"""Head sizes for windows, padding and sinks."""
+ALL_LENGTHS = (64, 128, 256)
+"""Those that are tested with more than one pair of lengths."""
 
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 200, 256, 257, 300, 385)
@@ -116,7 +122,7 @@ def is_served(unplanned, monkeypatch: pytest.MonkeyPatch):
             and (d in TILES or lengths in ((300, 300), (65, 400)))
         ),
         numbered("lengths", [(256, 256), (300, 300), (65, 400), (400, 65), (1, 129)]),
-        named(33, 40, 64, 72, 80, 112, 128, 136, 160, 192, 200, 256),
+        named(33, 40, 64, 72, 80, 112, 128, 136, 160, 192, 200, 256, *MANY_STEPS),
         named("bfloat16", "float16"),
         named(*MASKS),
     ),
@@ -175,13 +181,13 @@ def problem_with(extras: dict[str, Any], lengths: tuple[int, int], d: int) -> Ke
     )
 
 
-def at_lengths_and_sizes(extras):
+def at_lengths_and_sizes(extras, sizes):
     """Return combinations of lengths, the names of extras and head sizes."""
     return combined(
-        lambda lengths, _, d: lengths == (520, 520) or d in (64, 256),
+        lambda lengths, _, d: lengths == (520, 520) or d in ALL_LENGTHS,
         numbered("lengths", [(300, 400), (400, 300), (520, 520), (1, 129)]),
         named(*extras),
-        EXTRA_SIZES,
+        sizes,
     )
 
 
@@ -200,7 +206,7 @@ SINKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize(("lengths", "extras", "d"), at_lengths_and_sizes(SINKS))
+@pytest.mark.parametrize(("lengths", "extras", "d"), at_lengths_and_sizes(SINKS, EXTRA_SIZES))
 def test_sinks_meet_the_contract(lengths, extras, d):
     problem = problem_with({**SINKS[extras], "has_sinks": True}, lengths, d)
     check(problem.case, problem.parsed)
@@ -221,7 +227,7 @@ SOFTCAPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize(("lengths", "extras", "d"), at_lengths_and_sizes(SOFTCAPS))
+@pytest.mark.parametrize(("lengths", "extras", "d"), at_lengths_and_sizes(SOFTCAPS, SOFTCAP_SIZES))
 def test_softcaps_meet_the_contract(lengths, extras, d):
     problem = problem_with(SOFTCAPS[extras], lengths, d)
     check(problem.case, problem.parsed)
@@ -241,7 +247,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("lengths", "d", "extras"),
     combined(
-        lambda lengths, d, _: lengths == (520, 520) or d in (64, 256),
+        lambda lengths, d, _: lengths == (520, 520) or d in ALL_LENGTHS,
         numbered("lengths", [(520, 520), (300, 400), (400, 300), (1, 129)]),
         EXTRA_SIZES,
         named(*EXTRAS),

@@ -32,6 +32,7 @@ from sagesim_kernels.operands import Gradients, KernelProblem, dq_sums
 from sagesim_kernels.operands.kernel_problem import Extras, Packing, logit_scale
 from sagesim_kernels.operands.key_padding import count_keys_kernel
 from tests.sagesim_kernels.hopper.visits import KERNELS, check_visits
+from tests.support.many_steps import ManySteps, in_many_steps
 from tests.support.simulated_kernels import Run, Site, Sites, simulate
 
 LAUNCHING = (backward, codes_backward, forward, forward_codes, wide_backward, wide_forward)
@@ -151,7 +152,8 @@ def run(call: Call, launches: Launches) -> list[str]:
     launches.is_stored = support.has_to_copy(problem, queries=True)
     grads = Gradients(*map(torch.zeros_like, (problem.q, problem.k, problem.v)))
     d_lse = torch.zeros(problem.q.shape[:3]) if call.has_lse_gradient else None
-    dispatch.backward(problem, torch.zeros_like(o), d_lse, o, result, grads)
+    with in_many_steps(isinstance(call.d, ManySteps)):
+        dispatch.backward(problem, torch.zeros_like(o), d_lse, o, result, grads)
     return launches.kernels
 
 
@@ -180,7 +182,7 @@ NARROW = ["hopper_forward", "hopper_backward"]
 WIDE = ["hopper_wide"] * 4
 CODES = ["hopper_forward_codes", "hopper_p_rows", "hopper_codes_backward"]
 FP8 = ["hopper_forward", "hopper_p_rows", "hopper_codes_backward"]
-SIXTEEN = (64, 128, 192)
+SIXTEEN = (64, 128, ManySteps(128), 192)
 """Head sizes; the last one has kernels of its own."""
 
 
@@ -266,6 +268,8 @@ def test_packed_sequences(d: int | str, swapped: bool, mask: str, launches: Laun
     [
         Call("factored_qk", 300, 400, d=33, heads=1, groups=8, has_lse_gradient=True),
         Call("factored_qk", 300, 400, d=72, groups=2, dtype=torch.float16),
+        Call("factored_qk", 300, 400, d=ManySteps(72), groups=2, dtype=torch.float16),
+        Call("factored_qk", 300, 400, d=ManySteps(100), d_v=128, groups=3, sequences=2),
         Call("factored_qk", 300, 400, d=100, d_v=128, extras=Extras(softcap=3.0)),
         Call("factored_qk", 300, 400, extras=Extras(softcap=3.0, sinks=torch.zeros(1))),
         Call("factored_qk", 300, 400, d=256, extras=Extras(softcap=3.0, sinks=torch.zeros(1))),
@@ -301,6 +305,9 @@ LONG_CALLS = (
     Call("factored_qk", 600, 700, groups=2, dtype=torch.float16),
     Call("factored_qk", 700, 600, d=128, groups=2, mask="upper_left"),
     Call("factored_qk", 600, 700, d=128, extras=WINDOW),
+    Call("factored_qk", 700, 600, d=ManySteps(128), groups=2, mask="upper_left"),
+    Call("factored_qk", 600, 700, d=ManySteps(128), extras=WINDOW),
+    Call("factored_qk", 1820, 600, d=ManySteps(128), groups=2, cu=UNEQUAL),
     Call("factored_qk", 600, 700, groups=2, extras=WINDOW),
     Call("factored_qk", 300, 700, extras=Extras(key_mask=live(700))),
     Call("factored_qk", 300, 500, d=128, extras=Extras(softcap=3.0)),

@@ -109,7 +109,7 @@ def check_visits(name: str, run: Run, problem: KernelProblem, *, is_stored: bool
     owns_queries = names.left == "q8"
     if name == "hopper_wide":
         owns_queries = config.owns_queries
-    has_blocks = name == "hopper_backward" and config.has_dq_warps  # consumers own one each
+    has_blocks = name == "hopper_backward" and not config.is_joint  # consumers own one each
     if has_blocks:
         names = names._replace(keys=STEP)
     own, streamed = (queries, keys) if owns_queries else (keys, queries)
@@ -120,7 +120,7 @@ def check_visits(name: str, run: Run, problem: KernelProblem, *, is_stored: bool
             products, names, int(group), own, streamed, steps.get(program), is_stored=is_stored
         )
         steps.setdefault(program, [x for _, x in found])
-        if has_blocks and group == "2":
+        if has_blocks and config.has_dq_warps and group == "2":
             assert len(products) == 2 * len(steps[program]), "products of dQ and dK"
         if program in run.stores and group == "0":
             channels = padded(problem.q.shape[3])

@@ -27,7 +27,7 @@ HEAD_SIZES: Final = (64, 128)
 LONG: Final = (4096, 8192, 16384)
 REACHED, MISSED, NOT_MEASURED = "reached", "**missed**", "not measured"
 EARLIER: Final = " †"
-"""Marks a figure that is not of the newest record."""
+"""Marks a figure of a record with other kernels than the newest record has."""
 
 
 class Found(NamedTuple):
@@ -109,7 +109,7 @@ def groups() -> list[Group]:
     """Every table."""
     whole, code = records.load("bench"), records.load("bench_sm80")
     codes, long, int8 = (records.load(f"bench_{name}") for name in ("codes", "long", "int8"))
-    newest = [records.load(f"bench_{name}") for name in ("flash4", "default")]
+    newest = [records.load(f"bench_{name}") for name in ("flash4", "flash4_d128", "default")]
     cards = json.loads((records.DATA / "cards.json").read_text(encoding="utf-8"))
     models, masks = records.of_part("models"), records.of_part("masks")
     trained = records.of_part("training")
@@ -302,7 +302,8 @@ def _source(*documents: Document) -> str:
     parts: list[str] = []
     for i, document in enumerate(documents):
         line = f"{records.made_by(document)}."
-        parts.append(f"{EARLIER.strip()} {line}" if i else line)
+        is_earlier = _is_earlier(document, documents[0])
+        parts.append(f"{EARLIER.strip()} {line}" if is_earlier else line)
         if i == 0:
             is_foreign = document["settings"].get("code") is not None
             parts.append(
@@ -334,15 +335,21 @@ def _preparation(case: Document, spec: str) -> float | None:
     return preparation_share(jobs) if jobs else None
 
 
+def _is_earlier(document: Document, newest: Document) -> bool:
+    """Whether a record has other kernels than the newest one."""
+    mine, other = (each["machine"].get("kernels") for each in (document, newest))
+    return document is not newest and (mine is None or mine != other)
+
+
 def _newest_case(
     documents: Documents, key: str, figure: Callable[[Document], float | None]
 ) -> Found:
     """A figure of a case, from the newest record that has it."""
-    for i, document in enumerate(documents):
+    for document in documents:
         case = document["cases"].get(key)
         value = None if case is None else figure(case)
         if value is not None:
-            return Found(value, is_earlier=i > 0)
+            return Found(value, is_earlier=_is_earlier(document, documents[0]))
     return Found(None)
 
 

@@ -16,6 +16,7 @@ from sagesim_kernels.bench.model_tables import ratio as beside_sdpa
 
 LONG: Final = (
     "bench_flash4",
+    "bench_flash4_d128",
     "bench_default",
     "bench_codes",
     "bench_long",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Final
 
 from grid import markdown
 from IPython.display import Markdown
 from tables import Row, call, call_of, data, pivot, sourced
+
+from sagesim_kernels.hopper.tile_scheduler import MOST_QUERY_HEADS, has_few_steps
+from sagesim_kernels.operands import OVERHEAD, query_heads_per_program, steps_of_key_tiles
 
 _SHAPES: Final = ("64 full", "64 causal", "128 full", "128 causal")
 """Head sizes and masks, as records of the backward in codes name them."""
@@ -226,6 +230,35 @@ def backward_variants(name: str) -> Markdown:
     """Variants of a backward in the record of this name, for each call that was timed."""
     record = data(name)
     return sourced(_variants(record), record["about"], machine=record["machine"])
+
+
+def steps_of_tiles() -> Markdown:
+    """The two backwards with 128 channels by the steps of a tile, and which of them is chosen."""
+    record = data("free_warpgroups")
+    rows = []
+    for row in record["by_steps"]["rows"]:
+        tokens, window, kv_heads = row["tokens"], row["window"], row["kv_heads"]
+        groups = query_heads_per_program(kv_heads, row["heads"] // kv_heads, MOST_QUERY_HEADS)
+        lowest = None if window is None else 1 - window
+        tile = (tokens, tokens, 0 if row["is_causal"] else None, 128, groups, lowest)
+        steps = float((steps_of_key_tiles(*tile) - OVERHEAD).mean())
+        heads = f"{row['heads']}" if kv_heads == row["heads"] else f"{row['heads']}/{kv_heads}"
+        mask = "causal" if row["is_causal"] else "full"
+        mask = mask if window is None else f"window {window}"
+        in_step, free = row["in_step_us"], row["free_us"]
+        cells = [
+            str(row["run"]),
+            f"b{row['batch']} h{heads} n{tokens} {mask}",
+            f"{steps:.0f}",
+            _several(in_step, digits=0),
+            _several(free, digits=0),
+            f"{median(in_step) / median(free):.2f}",
+            "in step" if has_few_steps(*tile) else "free",
+        ]
+        rows.append((steps, cells))
+    head = ["run", "call", "steps of a tile", "in step, us", "free, us", "times as fast", "chosen"]
+    text = markdown(head, [cells for _, cells in sorted(rows, key=lambda row: row[0])])
+    return sourced(text, record["by_steps"]["about"], machine=record["machine"])
 
 
 def _variants(record: Row) -> str:

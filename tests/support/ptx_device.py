@@ -37,7 +37,7 @@ class PtxLaunches:
         self.compile_for(capability)
         driver.set_active(self._gpu)
         self.kernels: list[str] = []  #: of the packages for some GPUs, that ran
-        self.config: dict[str, int] = {}  #: of the backward for mma.sync
+        self.config: dict[str, int] = {}  #: of a backward that has one
         self.races: list[str] = []  #: without each of that backward's barriers
         self.removes_barriers = False
         self._compile = JITFunction.run
@@ -65,11 +65,11 @@ class PtxLaunches:
         program.run(arguments, math.prod(grid), threads, memory, make_blocks)
         if fn.__module__.startswith(("sagesim_kernels.ampere", "sagesim_kernels.hopper")):
             self.kernels.append(fn.__name__)
-        if fn.__name__ == "ampere_backward":
+        if fn.__name__ in ("ampere_backward", "hopper_backward"):
             self.config = args[fn.arg_names.index("CONFIG")]._asdict()
-            if self.removes_barriers:
-                launch = arguments, math.prod(grid), threads, memory
-                self.races += program.races_without_barriers(*launch)
+        if fn.__name__ == "ampere_backward" and self.removes_barriers:
+            launch = arguments, math.prod(grid), threads, memory
+            self.races += program.races_without_barriers(*launch)
         return kernel
 
 

@@ -43,6 +43,8 @@ SHAPES = (
     (1, 1, 129, 100, 128, False),
     (1, 1, 70, 70, 256, True),
 )
+MANY_STEPS = ((1, 1, 1600, 130, 128, False), (1, 1, 3200, 70, 80, True))
+"""Shapes whose tiles of keys have many steps, for which Hopper has a backward of its own."""
 DTYPES = (torch.float16, torch.bfloat16)
 
 N_Q, N_K = 130, 200
@@ -67,6 +69,8 @@ def problems() -> list[Problem]:
     found: list[Problem] = []
     for number, (label, shape) in enumerate(product(LABELS, SHAPES)):
         found.append((label, shape, DTYPES[number % 2], {}))
+    for dtype, shape in zip(DTYPES, MANY_STEPS, strict=True):
+        found.append(("factored_qk", shape, dtype, {}))
     for number, (label, options) in enumerate(product(OPTION_LABELS, OPTIONS.values())):
         d = OPTION_HEAD_SIZES[(number + number // len(OPTIONS)) % 2]
         found.append((label, (2, 1, N_Q, N_K, d, False), torch.bfloat16, options))

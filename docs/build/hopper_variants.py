@@ -10,6 +10,7 @@ from grid import markdown
 from IPython.display import Markdown
 from tables import Row, call, call_of, data, pivot, sourced
 
+from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.tile_scheduler import MOST_QUERY_HEADS, has_few_steps
 from sagesim_kernels.operands import OVERHEAD, query_heads_per_program, steps_of_key_tiles
 
@@ -240,7 +241,8 @@ def steps_of_tiles() -> Markdown:
         tokens, window, kv_heads = row["tokens"], row["window"], row["kv_heads"]
         groups = query_heads_per_program(kv_heads, row["heads"] // kv_heads, MOST_QUERY_HEADS)
         lowest = None if window is None else 1 - window
-        tile = (tokens, tokens, 0 if row["is_causal"] else None, 128, groups, lowest)
+        offset = 0 if row["is_causal"] else None
+        tile = (tokens, tokens, offset, TILE_K.value, groups, lowest)
         steps = float((steps_of_key_tiles(*tile) - OVERHEAD).mean())
         heads = f"{row['heads']}" if kv_heads == row["heads"] else f"{row['heads']}/{kv_heads}"
         mask = "causal" if row["is_causal"] else "full"
@@ -256,9 +258,13 @@ def steps_of_tiles() -> Markdown:
             "in step" if has_few_steps(*tile) else "free",
         ]
         rows.append((steps, cells))
-    head = ["run", "call", "steps of a tile", "in step, us", "free, us", "times as fast", "chosen"]
+    head = ["run", "call", "steps", "in step, us", "free, us", "free: times as fast", "chosen"]
     text = markdown(head, [cells for _, cells in sorted(rows, key=lambda row: row[0])])
-    return sourced(text, record["by_steps"]["about"], machine=record["machine"])
+    steps = (
+        f"Steps are those of a tile on average: blocks of {BLOCK_Q.value} queries, for each query "
+        "head of a program."
+    )
+    return sourced(text, steps, record["by_steps"]["about"], machine=record["machine"])
 
 
 def _variants(record: Row) -> str:

@@ -22,6 +22,9 @@ DEFAULT: Final = FACTORED_QK.label()
 CHANGED: Final = (
     "**Measured with earlier kernels**: their sources have changed since this record was made."
 )
+ALL_CHANGED: Final = (
+    "**Measured with earlier kernels**: their sources have changed since these records were made."
+)
 SAME_LOOPS: Final = "The loops of the present kernels issue the same instructions."
 _OTHER_PARTS: Final = ("models", "masks", "training")
 _COUNTS: Final = ("instructions", "instructions_timed")
@@ -137,8 +140,10 @@ def age_of_code(document: Mapping[str, Any]) -> str:
 def age_of_several(machines: Sequence[Mapping[str, Any]]) -> str:
     """`age` of several records; if only some are of earlier kernels, a sentence that names them."""
     old = [machine for machine in machines if age(machine)]
-    if len(old) in (0, len(machines)):
+    if not old or len(machines) == 1:
         return age(machines[0])
+    if len(old) == len(machines):
+        return ALL_CHANGED
     named = listed(str(machine.get("kernels")) for machine in old)
     return f"**Partly measured with earlier kernels**: those of the records with kernels {named}."
 

@@ -114,6 +114,20 @@ def test_a_shape_that_the_newer_record_lacks_is_that_of_the_earlier(aims):
     assert aim.row[3:] == ["-", "not measured"]
 
 
+@pytest.mark.parametrize(("kernels", "mark"), [("a", ""), ("b", " †")])
+def test_a_record_of_the_same_kernels_is_not_earlier(aims, kernels, mark):
+    newer, other = document(), document()
+    newer["machine"]["kernels"], other["machine"]["kernels"] = "a", kernels
+    key = "models grouped b2 h32/8 n4096 d64 causal"
+    del newer["cases"][key]
+    aim = row(
+        list(aims.of_models(newer, other)),
+        "b2 h32/8 n4096 d64 causal, GPU",
+        "FlashAttention-2 or cuDNN",
+    )
+    assert aim.row[3] == f"1.25x{mark}"
+
+
 def test_training_masks_and_other_code(aims):
     made = document()
     (first, *_) = aims.of_training(made)

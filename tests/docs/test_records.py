@@ -69,7 +69,8 @@ def test_the_age_of_several_records(build):
     records = build("records")
     new, old = {"kernels": sources_hash()}, {"kernels": "0"}
     assert records.age_of_several([new, new]) == ""
-    assert records.age_of_several([old, old]) == records.CHANGED
+    assert records.age_of_several([old]) == records.CHANGED
+    assert records.age_of_several([old, old]) == records.ALL_CHANGED
     assert records.age_of_several([new, old]).endswith("those of the records with kernels 0.")
 
 

@@ -106,6 +106,7 @@ def check_results(runner: PtxRunner, call: Call, capability: int = 80) -> Kernel
     FP8 the contract is checked with codes only, and so not here.
     """
     tensors, spec = call.tensors(), AttentionSpec.parse(call.spec)
+    assert (call.window, call.softcap) == ((-1, -1), None), "see `check_masked_results`"
     found = runner.run(tensors, spec, capability=capability, **call.options)
     options = {"is_causal": call.is_causal, "scale": call.scale}
     problem = Case(**tensors, enable_gqa=call.heads != call.heads_k, **options)

@@ -359,12 +359,12 @@ def test_kernels_of_hopper_multiply_as_declared(
     places = 3 * CONFIGS[head_size].consumers
     s_by, dp, dv, dk, dq = head_size // 32, head_size // 16, 64 // 16, 64 // 16, 128 // 16
     own = SIXTEEN_BIT[dtype]
+    blocks, last = (2, 2 * dq) if isinstance(head_size, ManySteps) else (1, 0)
+    loops = 2 * blocks
     expected = {
         "hopper_forward": Counter({"i8": places * s_by, own: places * 64 // 16}),
-        "hopper_backward": Counter({"i8": 2 * s_by, own: 2 * (dp + dv + dk + dq)}),
+        "hopper_backward": Counter({"i8": loops * s_by, own: loops * (dp + dv + dk + dq) + last}),
     }
-    if isinstance(head_size, ManySteps):
-        expected["hopper_backward"] += expected["hopper_backward"] + Counter({own: 2 * dq})
     if head_size == 64:
         of_blocks = Counter({"i8": 4 * s_by, own: 4 * (dp + dv) + dk + dq})
         expected["hopper_backward"] = of_blocks + Counter({"bf16": 4})
@@ -439,6 +439,7 @@ def test_a_backward_of_one_tile_of_keys_needs_no_sums(
     assert kernel.opcodes == several["hopper_backward"].opcodes
     issued = kernel.issued_in_loop
     spilling = sum(n for opcode, n in issued.items() if opcode.startswith(("LDL", "STL")))
+    # With many steps, both versions of Triton spill a few of about 600 instructions.
     limit = 0.01 if isinstance(head_size, ManySteps) else 0.0
     assert spilling <= limit * sum(issued.values())
     assert kernel.added_waits == 0 and kernel.lost_descriptors == []

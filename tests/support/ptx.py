@@ -615,6 +615,9 @@ class Blocks:
     def _not(self, *instruction) -> None:
         self._compute(*instruction, lambda a: ~a)
 
+    def _popc(self, *instruction) -> None:
+        self._compute(*instruction, np.bitwise_count)
+
     def _shl(self, opcode, operands, chosen) -> None:
         dtype = _dtype(opcode[-1])
         x, by = self.read(operands[1], dtype), self.read(operands[2], np.uint32)

@@ -72,7 +72,8 @@ def _allocate(dtype: Any, shape: Any, _layout: Any) -> Shared | BarrierPlaces:
 
 
 def _reinterpret(buffer: Shared, dtype: Any, shape: Any, _layout: Any) -> Shared:
-    found = Shared(dtype, shape, buffer.cells)
+    columns = buffer.columns if int(raw(shape[-1])) == buffer.shape[-1] else 1
+    found = Shared(dtype, shape, buffer.cells, columns=columns)
     assert found.bytes <= buffer.bytes, (shape, buffer.shape)
     return found
 

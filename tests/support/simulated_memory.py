@@ -137,7 +137,7 @@ class Shared:
     ) -> None:
         self.dtype, self.shape = element_type(dtype), [int(raw(n)) for n in shape]
         self.cells, self.layout, self._is_whole = cells, ANYTHING, is_whole
-        self._columns = columns
+        self.columns = columns  #: cells side by side, each with some of the channels
         self.row = row  #: the first row of the block [tokens, channels] that it has
         self.channel = channel  #: the first channel
         self._row_axis = row_axis
@@ -157,13 +157,13 @@ class Shared:
         cells, each = self.cells, len(self.cells) // self.shape[0]
         if self._is_whole and each > 0:
             cells = cells[i * each : (i + 1) * each]
-        return Shared(self.dtype, self.shape[1:], cells, columns=self._columns)
+        return Shared(self.dtype, self.shape[1:], cells, columns=self.columns)
 
     def slice(self, start: Any, length: Any, dim: int = 0) -> Shared:
         shape, start, length = list(self.shape), int(raw(start)), int(raw(length))
         assert start >= 0
         assert start + length <= shape[dim]
-        row, channel, columns = self.row, self.channel, self._columns
+        row, channel, columns = self.row, self.channel, self.columns
         lines = [self.cells[i : i + columns] for i in range(0, len(self.cells), columns)]
         if dim == self._row_axis:
             rows = shape[dim] // len(lines)
@@ -191,13 +191,14 @@ class Shared:
             self.dtype,
             shape,
             self.cells,
-            columns=self._columns,
+            columns=self.columns,
             row=self.row,
             channel=self.channel,
             row_axis=axis,
         )
 
     def reshape(self, shape: Any) -> Shared:
+        assert self.columns == 1
         return Shared(self.dtype, shape, self.cells)
 
     @property

@@ -80,3 +80,8 @@ def test_a_block_whose_threads_wait_at_two_barriers_is_a_deadlock() -> None:
     sums(2, behind=TWO_BARRIERS)
     with pytest.raises(Deadlock, match="all threads wait"):
         sums(3, behind=TWO_BARRIERS)
+
+
+def test_popc_counts_the_bits_that_are_set() -> None:
+    found = sums(1, behind="bar.sync 0; popc.b32 %r6, %r6;")
+    assert found[0].tolist() == [(thread ^ 32).bit_count() for thread in range(THREADS)]

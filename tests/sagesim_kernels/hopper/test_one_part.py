@@ -10,6 +10,7 @@ import torch
 from sagesim import FACTORED_QK, AttentionSpec, Smoothing
 from tests.sagesim_kernels.hopper.marks import ON_HOPPER
 from tests.support.kernels import Results, assert_same, kernel_case, poisoned, run_kernels
+from tests.support.many_steps import ManySteps
 
 pytestmark = [
     *ON_HOPPER,
@@ -59,6 +60,8 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> li
         ((64, 5), (5, 5), 40, torch.float16, "upper_left", FACTORED_QK),
         ((130, 128), (4, 4), 64, torch.float16, "window", FACTORED_QK),
         ((130, 128), (4, 4), 128, torch.bfloat16, "window", FACTORED_QK),
+        ((130, 128), (4, 4), ManySteps(128), torch.bfloat16, "window", FACTORED_QK),
+        ((65, 128), (2, 8), ManySteps(128), torch.float16, "full", FACTORED_QK),
         ((300, 77), (2, 2), 64, torch.bfloat16, "full", UNSMOOTHED),
     ],
 )
@@ -79,7 +82,7 @@ def test_dq_has_the_bits_of_its_sum(
 
 
 @pytest.mark.parametrize("tensor", range(4))
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, ManySteps(128)])
 def test_nan_reaches_dq(d: int, tensor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     c = kernel_case(torch.bfloat16, seed=2, n_q=200, n_k=100, d=d, heads=(2, 3))
     c.qkvdo[tensor][1, 1, 20, 5] = math.nan
@@ -88,7 +91,7 @@ def test_nan_reaches_dq(d: int, tensor: int, monkeypatch: pytest.MonkeyPatch) ->
     assert not bool(stored.dq[1, 1].isfinite().all())
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, ManySteps(128)])
 def test_a_ds_that_overflows_in_float16_reaches_dq(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
     c = kernel_case(torch.float16, seed=5, n_q=200, n_k=128, d=d, heads=(2, 2))
     c = replace(c, v=c.v * 120)

@@ -93,6 +93,7 @@ class Launches:
         self.seed = 0
         self.problem: Any = None
         self.is_stored = False
+        self.is_joint = False  #: `Config.is_joint` of the last backward in 16 bit
 
     def __call__(self, kernel: Any, programs: tuple[int], *args: Any, **_options: Any) -> None:
         name = kernel.fn.__name__
@@ -103,6 +104,8 @@ class Launches:
             done = simulate(kernel, programs, args, self.seed)
             check_stores(name, done)
             check_visits(name, done, self.problem, is_stored=self.is_stored)
+            if name == "hopper_backward":
+                self.is_joint = done.constants["CONFIG"].is_joint
 
 
 def check_stores(name: str, done: Run) -> None:
@@ -152,6 +155,7 @@ def run(call: Call, launches: Launches) -> list[str]:
     launches.is_stored = support.has_to_copy(problem, queries=True)
     grads = Gradients(*map(torch.zeros_like, (problem.q, problem.k, problem.v)))
     d_lse = torch.zeros(problem.q.shape[:3]) if call.has_lse_gradient else None
+    # `test_missing_waits_are_found` has several calls, and no parameter that says so.
     with in_many_steps(isinstance(call.d, ManySteps)):
         dispatch.backward(problem, torch.zeros_like(o), d_lse, o, result, grads)
     return launches.kernels
@@ -287,6 +291,23 @@ def test_options(call: Call, launches: Launches) -> None:
     is_16_bit = call.spec.startswith("factored_qk")
     expected = kernels_of(size) if is_16_bit else kernels_in_codes(call.spec, call.extras)
     assert run(call, launches) == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "is_joint"),
+    [
+        (Call("factored_qk", 1472, 100, d=128), True),
+        (Call("factored_qk", 1536, 100, d=128), False),
+        (Call("factored_qk", 400, 130, d=72, heads=4, groups=4), False),
+        (Call("factored_qk", 1536, 100, d=128, extras=Extras(softcap=3.0)), True),
+        (Call("factored_qk smooth=none", 1536, 100, d=80, extras=Extras(softcap=3.0)), True),
+        (Call("factored_qk", 1536, 100, d=64), False),
+    ],
+)
+def test_which_backward_computes_a_tile(call: Call, is_joint: bool, launches: Launches) -> None:
+    """With many steps, unless a softcap needs memory that those warps do not have."""
+    assert run(call, launches) == NARROW
+    assert launches.is_joint is is_joint
 
 
 def live(n_k: int) -> Tensor:

@@ -3,7 +3,11 @@
 import pytest
 
 from sagesim_kernels.hopper import tile_scheduler
-from sagesim_kernels.hopper.tile_scheduler import choose_backward_order, choose_heads_per_group
+from sagesim_kernels.hopper.tile_scheduler import (
+    choose_backward_order,
+    choose_heads_per_group,
+    has_few_steps,
+)
 from sagesim_kernels.operands import query_heads_per_program
 
 PROGRAMS = 132
@@ -175,6 +179,26 @@ def test_which_backwards_are_dealt(
 def test_sequences_of_unknown_lengths_are_not_dealt() -> None:
     order = choose_backward_order(512, 512, None, 128, 384, 1, PROGRAMS, 64, may_be_dealt=False)
     assert not order.is_dealt
+
+
+@pytest.mark.parametrize(
+    ("n_q", "n_k", "offset", "groups", "lowest", "expected"),
+    [
+        (1472, 128, None, 1, None, True),  # 23 blocks of queries
+        (1536, 128, None, 1, None, False),
+        (384, 100, None, 3, None, True),  # 6 blocks for each of 3 query heads
+        (384, 100, None, 4, None, False),
+        (2048, 2048, 0, 1, None, True),  # 17 on average
+        (3072, 3072, 0, 1, None, False),
+        (16384, 16384, 0, 1, -1023, True),
+        (16384, 16384, 0, 4, -1023, False),
+        (1, 1, None, 1, None, True),
+    ],
+)
+def test_which_tiles_have_few_steps(
+    n_q: int, n_k: int, offset: int | None, groups: int, lowest: int | None, expected: bool
+) -> None:
+    assert has_few_steps(n_q, n_k, offset, 128, groups, lowest) is expected
 
 
 def test_many_tiles_of_a_backward_are_not_all_simulated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,19 +238,16 @@ def steps_of_tiles() -> Markdown:
     record = data("free_warpgroups")
     rows = []
     for row in record["by_steps"]["rows"]:
-        tokens, window, kv_heads = row["tokens"], row["window"], row["kv_heads"]
+        kv_heads = row["kv_heads"]
         groups = query_heads_per_program(kv_heads, row["heads"] // kv_heads, MOST_QUERY_HEADS)
-        lowest = None if window is None else 1 - window
         offset = 0 if row["is_causal"] else None
-        tile = (tokens, tokens, offset, TILE_K.value, groups, lowest)
+        lowest = None if row["window"] is None else 1 - row["window"]
+        tile = (row["queries"], row["keys"], offset, TILE_K.value, groups, lowest)
         steps = float((steps_of_key_tiles(*tile) - OVERHEAD).mean())
-        heads = f"{row['heads']}" if kv_heads == row["heads"] else f"{row['heads']}/{kv_heads}"
-        mask = "causal" if row["is_causal"] else "full"
-        mask = mask if window is None else f"window {window}"
         in_step, free = row["in_step_us"], row["free_us"]
         cells = [
             str(row["run"]),
-            f"b{row['batch']} h{heads} n{tokens} {mask}",
+            call_of(row),
             f"{steps:.0f}",
             _several(in_step, digits=0),
             _several(free, digits=0),
@@ -260,11 +257,11 @@ def steps_of_tiles() -> Markdown:
         rows.append((steps, cells))
     head = ["run", "call", "steps", "in step, us", "free, us", "free: times as fast", "chosen"]
     text = markdown(head, [cells for _, cells in sorted(rows, key=lambda row: row[0])])
-    steps = (
+    meaning = (
         f"Steps are those of a tile on average: blocks of {BLOCK_Q.value} queries, for each query "
         "head of a program."
     )
-    return sourced(text, steps, record["by_steps"]["about"], machine=record["machine"])
+    return sourced(text, meaning, record["by_steps"]["about"], machine=record["machine"])
 
 
 def _variants(record: Row) -> str:

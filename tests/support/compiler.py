@@ -74,6 +74,13 @@ class Kernel:
         """Operand formats of the instructions."""
         return {_format(opcode) for opcode in self.opcodes}
 
+    @property
+    def spilling(self) -> float:
+        """The share of the loop's instructions that load or store spilled registers."""
+        issued = self.issued_in_loop
+        spilled = sum(n for opcode, n in issued.items() if opcode.startswith(("LDL", "STL")))
+        return spilled / max(sum(issued.values()), 1)
+
     @cached_property
     def unsized(self) -> set[str]:
         """The formats of instructions that do not state their shape."""

@@ -23,7 +23,7 @@ def asks_for_many_steps(value: Any) -> bool:
 
 
 @contextmanager
-def in_many_steps(are_asked_for: bool = True) -> Iterator[None]:
+def in_many_steps(are_asked_for: bool) -> Iterator[None]:
     """Give every problem the backward of tiles with many steps, if it is asked for."""
     if are_asked_for:
         from sagesim_kernels.hopper import backward

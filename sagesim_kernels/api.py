@@ -28,7 +28,7 @@ from sagesim.problem import (
 from sagesim.spec import FACTORED_QK, AttentionSpec
 from sagesim_kernels.eager import attend
 from sagesim_kernels.interpreter import IS_INTERPRETED
-from sagesim_kernels.known_calls import KnownCall, known_call, remember_call, signature_of
+from sagesim_kernels.known_calls import KnownCall, known_call, remember_call
 from sagesim_kernels.labels import label_of, parse
 from sagesim_kernels.operands import logit_scale
 from sagesim_kernels.ops import Call
@@ -119,17 +119,17 @@ def attention(
     """
     _check_unsupported(attn_mask, dropout_p)
     options = (window, is_causal, causal_alignment, softcap, scale, enable_gqa, layout, return_lse)
-    signature = None
+    signature = known = None
     if key_mask is None and seqused_k is None and sinks is None:
-        signature = signature_of(q, k, v, spec, options)
-    known = known_call(signature)
+        signature, known = known_call(q, k, v, spec, options)
     if known is None:
         known = _checked(q, k, v, spec, *options, key_mask, seqused_k, sinks)
         remember_call(signature, known)
     if known.is_cast:
         q, k, v = autocast(q, k, v)
     shape = q.shape
-    q, k, v = with_four_axes(q), with_four_axes(k), with_four_axes(v)
+    if len(shape) != 4:
+        q, k, v = with_four_axes(q), with_four_axes(k), with_four_axes(v)
     if layout == "NHD":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     o, lse = attend(q, k, v, known.call, with_lse=return_lse)

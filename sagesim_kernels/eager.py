@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 
 from sagesim.spec import Delta
 from sagesim_kernels.labels import parse
+from sagesim_kernels.launching import Tensors
 from sagesim_kernels.ops import Call, backward_op, forward_op, run_backward, run_forward
 from sagesim_kernels.traced import is_traced
 
@@ -35,15 +36,18 @@ def attend(
         traced = forward_op if call.softcap is None else _forward_with_softcap
         o, lse, _, _ = traced(q, k, v, *call, with_lse)
         return o, lse if with_lse else None
+    sinks = call.sinks
+    call, others = call.split()
     if torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
         or v.requires_grad
-        or (call.sinks is not None and call.sinks.requires_grad)
+        or (sinks is not None and sinks.requires_grad)
     ):
-        return _Attention.apply(q, k, v, call.sinks, call, with_lse)
-    result = run_forward(q, k, v, call, with_lse=with_lse)
-    return result.o, result.lse
+        return _apply(q, k, v, sinks, others, call, with_lse)
+    o, lse, _, _ = run_forward((q, k, v, *others), call, with_lse=with_lse)
+    assert o is not None
+    return o, lse
 
 
 def _refuse_tangents(*tensors: Tensor | None) -> None:
@@ -58,12 +62,13 @@ def _refuse_tangents(*tensors: Tensor | None) -> None:
 def _refuse_differentiation_by_functions(*tensors: Tensor | None) -> None:
     """Raise RuntimeError if torch.func differentiates a tensor, which the operators do not allow.
 
-    Several transforms wrap a tensor several times.
+    Several transforms wrap a tensor several times. A wrapper is dead when its transform has ended.
     """
     functorch = torch._C._functorch
     for tensor in tensors:
         while tensor is not None and functorch.is_functorch_wrapped_tensor(tensor):
-            if functorch.is_gradtrackingtensor(tensor):
+            is_dead = functorch.is_dead_tensor_wrapper(tensor)
+            if functorch.is_gradtrackingtensor(tensor) and not is_dead:
                 raise RuntimeError(
                     "attention is differentiated by torch.func; grad, vjp and jacrev are not "
                     "supported, use torch.autograd.grad or backward()"
@@ -95,28 +100,40 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
+        others: Tensors,
         call: Call,
         with_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        o, lse, lse2, k_mean = run_forward(q, k, v, call, with_lse=with_lse)
+        """others, call: as `Call.split` returns them.
+
+        The sinks are an input of their own, so that they can have a gradient.
+        """
+        o, lse, lse2, k_mean = run_forward((q, k, v, *others), call, with_lse=with_lse)
+        assert o is not None
         ctx.set_materialize_grads(False)
+        ctx.call = call
         o_for_delta = o if parse(call.spec).delta is Delta.FROM_O else None
-        ctx.call, tensors = call.split()
-        ctx.save_for_backward(q, k, v, o_for_delta, lse2, k_mean, *tensors)
+        ctx.save_for_backward(q, k, v, o_for_delta, lse2, k_mean, *others)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         do, d_lse = grads
-        q, k, v, o, lse2, k_mean, *tensors = ctx.saved_tensors
+        q, k, v, o, lse2, k_mean, *others = ctx.saved_tensors
         if do is None and d_lse is None:
-            return (None,) * 6
+            return (None,) * 7
         if do is None:
             do = v.new_zeros((*q.shape[:3], v.shape[3]))
-        call = ctx.call.with_tensors(*tensors)
         # With gradients enabled, for a second derivative: the operator raises at it.
         if torch.is_grad_enabled() or is_traced(do, d_lse):
+            call = ctx.call.with_tensors(*others)
             mean = q.new_empty((0,), dtype=torch.float32) if k_mean is None else k_mean
             *found, d_sinks = backward_op(do, d_lse, q, k, v, o, lse2, mean, *call)
-            return (*found, None if call.sinks is None else d_sinks, None, None)
-        return (*run_backward(do, d_lse, q, k, v, o, lse2, k_mean, call), None, None)
+            found = (*found, None if call.sinks is None else d_sinks)
+        else:
+            found = run_backward((do, d_lse, q, k, v, o, lse2, k_mean, *others), ctx.call)
+        return (*found, None, None, None)
+
+
+_apply = super(torch.autograd.Function, _Attention).apply
+"""`_Attention.apply` without its care for function transforms, which `is_traced` has excluded."""

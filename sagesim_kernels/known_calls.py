@@ -28,8 +28,12 @@ _calls: Final[dict[Any, KnownCall]] = {}
 _MOST_CALLS: Final = 1024
 
 
-def signature_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, options: Any) -> Any:
-    """Return what checks of these arguments depend on; None if they have to be checked each time.
+def known_call(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, options: Any
+) -> tuple[Any, KnownCall | None]:
+    """Return a signature, which is what checks of these arguments depend on, and its known call.
+
+    The call is None if it has not been checked. The signature is None if checks are due each time.
 
     options: the window first.
 
@@ -37,25 +41,21 @@ def signature_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, options: 
     that the checks refuse. What is no tensor lacks attributes.
     """
     if torch.compiler.is_compiling():
-        return None
+        return None, None
     try:
         device = q.device
-        of_tensors = (type(q), type(k), type(v), q.dtype, k.dtype, v.dtype, q.shape, k.shape)
-        places = (v.shape, device, k.device, v.device, q.layout, k.layout, v.layout)
         kind = device.type
-        cast_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        # 1, 1.0 and True are equal, and not all of them are what an option may be.
-        types = (*map(type, options), *map(type, options[0]))
-        signature = (*of_tensors, *places, cast_to, id(spec), options, types)
-        hash(signature)
+        signature = (
+            *(type(q), type(k), type(v), q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape),
+            *(device, k.device, v.device, q.layout, k.layout, v.layout, id(spec), options),
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+            # 1, 1.0 and True are equal, and not all of them are what an option may be.
+            *map(type, options),
+            *map(type, options[0]),
+        )
+        return signature, _calls.get(signature)
     except (AttributeError, RuntimeError, TypeError):
-        return None
-    return signature
-
-
-def known_call(signature: Any) -> KnownCall | None:
-    """Return the call of a signature if it has been checked."""
-    return None if signature is None else _calls.get(signature)
+        return None, None
 
 
 def remember_call(signature: Any, known: KnownCall) -> None:

@@ -133,16 +133,7 @@ def _nothing(like: Tensor) -> Tensor:
     return like.new_empty((0,), dtype=torch.float32)
 
 
-class _Forward(NamedTuple):
-    """What a forward returns; the last two are those of a `ForwardResult`."""
-
-    o: Tensor
-    lse: Tensor | None
-    lse2: Tensor
-    k_mean: Tensor | None
-
-
-def _launch_forward(tensors: Tensors, options: tuple[Call, bool]) -> _Forward:
+def _launch_forward(tensors: Tensors, options: tuple[Call, bool]) -> Tensors:
     q, k, v, *others = tensors
     call, with_lse = options
     assert q is not None and k is not None and v is not None
@@ -150,7 +141,7 @@ def _launch_forward(tensors: Tensors, options: tuple[Call, bool]) -> _Forward:
     o = _empty_like(q, v.shape[3])
     result = forward(problem, o)
     lse = natural_lse(problem, result) if with_lse else None
-    return _Forward(o, lse, result.lse2, result.k_mean)
+    return o, lse, result.lse2, result.k_mean
 
 
 def _launch_backward(tensors: Tensors, call: Call) -> Tensors:
@@ -163,33 +154,26 @@ def _launch_backward(tensors: Tensors, call: Call) -> Tensors:
     return (*grads, d_sinks)
 
 
-def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, *, with_lse: bool) -> _Forward:
-    """Compute a forward; lse is None unless with_lse, and k_mean if the spec does not smooth K."""
-    call, tensors = call.split()
-    with on_device_of(q):
-        return _Forward(*planned(_launch_forward, (q, k, v, *tensors), (call, with_lse)))
+def run_forward(tensors: Tensors, call: Call, *, with_lse: bool) -> Tensors:
+    """Return o, its logsumexp (None unless with_lse), and the tensors of a `ForwardResult`.
+
+    tensors: q, k, v, and those that `Call.split` returns. call: without tensors.
+    """
+    return planned(_launch_forward, tensors, (call, with_lse))
 
 
-def run_backward(
-    do: Tensor,
-    d_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor | None,
-    lse2: Tensor,
-    k_mean: Tensor | None,
-    call: Call,
-) -> Tensors:
+def run_backward(tensors: Tensors, call: Call) -> Tensors:
     """Return dq, dk, dv and the gradient of the sinks, which is None without sinks.
 
-    o: None if the spec's delta comes from P. k_mean: None if K is not smoothed.
+    tensors: do, the gradient of the logsumexp or None, q, k, v, o (None if the spec's delta comes
+        from P), the tensors of a `ForwardResult`, and those that `Call.split` returns.
+    call: without tensors.
     """
-    call, tensors = call.split()
-    with on_device_of(q):
-        # Hooks of saved tensors may return other strides.
-        lse2, k_mean = lse2.contiguous(), None if k_mean is None else k_mean.contiguous()
-        return planned(_launch_backward, (do, d_lse, q, k, v, o, lse2, k_mean, *tensors), call)
+    do, d_lse, q, k, v, o, lse2, k_mean, *others = tensors
+    assert lse2 is not None
+    # Hooks of saved tensors may return other strides.
+    lse2, k_mean = lse2.contiguous(), None if k_mean is None else k_mean.contiguous()
+    return planned(_launch_backward, (do, d_lse, q, k, v, o, lse2, k_mean, *others), call)
 
 
 @torch.library.custom_op("sagesim_kernels::flash_attn_forward", mutates_args=())
@@ -232,7 +216,9 @@ def forward_op(
         right,
         softcap,
     ).with_constant_softcap()
-    o, lse, lse2, k_mean = run_forward(q, k, v, call, with_lse=with_lse)
+    call, others = call.split()
+    o, lse, lse2, k_mean = run_forward((q, k, v, *others), call, with_lse=with_lse)
+    assert o is not None and lse2 is not None
     return (
         o,
         _nothing(q) if lse is None else lse,
@@ -297,8 +283,10 @@ def backward_op(
         right,
         softcap,
     ).with_constant_softcap()
+    call, others = call.split()
     mean = k_mean if parse(spec).smoothing.k else None
-    dq, dk, dv, d_sinks = run_backward(do, d_lse, q, k, v, o, lse2, mean, call)
+    given = (do, d_lse, q, k, v, o, lse2, mean, *others)
+    dq, dk, dv, d_sinks = run_backward(given, call)
     assert dq is not None and dk is not None and dv is not None
     return dq, dk, dv, _nothing(q) if d_sinks is None else d_sinks
 

@@ -8,10 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils import _python_dispatch
 
 _PLAIN = frozenset({Tensor, Parameter})
+
+# Bound once, because a look through modules takes as long as a call.
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # under is_grads_batched=True
+_has_left_transform = torch._C._functorch.is_dead_tensor_wrapper
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_has_transforms = torch._C._are_functorch_transforms_active
+_is_tracing = torch._C._is_tracing  # by torch.jit.trace
 
 
 def is_traced(*tensors: Tensor | None) -> bool:
@@ -19,10 +24,8 @@ def is_traced(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling():
         return True
     for x in tensors:
-        if x is not None and (type(x) not in _PLAIN or _is_batched(x)):
+        if x is None:
+            continue
+        if type(x) not in _PLAIN or _is_batched(x) or _has_left_transform(x):
             return True
-    return (
-        _python_dispatch._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_tracing()  # by torch.jit.trace
-    )
+    return _dispatch_modes() > 0 or _has_transforms() or _is_tracing()

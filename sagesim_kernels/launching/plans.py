@@ -60,10 +60,12 @@ _state: Final = threading.local()
 def planned(function: Function, tensors: Tensors, options: Any) -> Tensors:
     """Return function(tensors, options), by its plan if one was recorded for such a call.
 
-    tensors: None where an optional one is missing. options: hashable.
+    tensors: None where an optional one is missing; on one device, which becomes the current one,
+    as Triton launches there. options: hashable.
     """
     parts = [function, options]
     addresses = 0  # all their bits
+    device = -1  # of CPUs
     for x in tensors:
         if x is None:
             parts.append(None)
@@ -72,7 +74,11 @@ def planned(function: Function, tensors: Tensors, options: Any) -> Tensors:
             given = tuple(None if x is None else x.resolve_neg() for x in tensors)
             return planned(function, given, options)
         addresses |= x.data_ptr()
-        parts += x.shape, x.stride(), x.dtype, x.get_device()
+        device = x.get_device()
+        parts += x.shape, x.stride(), x.dtype, device
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return planned(function, tensors, options)
     if addresses % _ALIGNMENT:
         parts += (None if x is None else x.data_ptr() % _ALIGNMENT for x in tensors)
     key = tuple(parts)

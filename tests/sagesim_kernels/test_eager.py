@@ -89,6 +89,19 @@ def test_differentiation_by_functions_is_refused(call: str) -> None:
         BY_FUNCTIONS[call]()
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_tensor_that_has_left_a_transform_has_its_numbers(requires_grad: bool) -> None:
+    left: list[Tensor] = []
+
+    def keep(q: Tensor) -> Tensor:
+        left.append(q)
+        return q.sum()
+
+    torch.func.grad(keep)(Q)
+    k = K.clone().requires_grad_(requires_grad)
+    assert_bitwise(actual=attention(left[0], k, V), expected=attention(Q, k, V), what="o")
+
+
 def test_tensors_without_tangents_are_computed_inside_a_dual_level() -> None:
     expected = attention(Q, K, V)
     with forward_ad.dual_level():

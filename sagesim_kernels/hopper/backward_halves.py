@@ -59,6 +59,8 @@ def compute_half(
     `backward_warps.compute_keys`.
     """
     STAGES: gl.constexpr = queries.q8.shape[0]
+    gl.static_assert(STAGES == 2, "dS has a slot for each stage, and dq_full as many barriers")
+    gl.static_assert(queries.shifts is None, "a softcap's backward is `backward_joint`")
     D: gl.constexpr = queries.q8.shape[2]
     FIRST: gl.constexpr = BLOCK * BLOCK_K
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -69,7 +71,7 @@ def compute_half(
     dv = warpgroup_mma_init(gl.zeros((BLOCK_K, D), gl.float32, ACC))
     # Of the step before. There is no step before the first one.
     inverse = gl.zeros((BLOCK_Q,), gl.float32, _ROWS)
-    rows_lse2 = inverse
+    minus_lse2_rows = inverse
     wait_for_k16(
         _half_of(key_buffers.k16.index(0), BLOCK), barriers.k16_full, wave, k_mean, z, 4, KD,
         BLOCK * D // 2,
@@ -108,7 +110,7 @@ def compute_half(
                 own_ds = ds_s.index(stage).slice(FIRST, BLOCK_K)
                 ds_operand = gl.convert_layout(ds16, OPERAND)
                 # Both warpgroups have read the dS that was in this slot before.
-                mbarrier.wait(barriers.dq_full.index(stage), ((n // 2) & 1) ^ 1)
+                mbarrier.wait(barriers.dq_full.index(stage), ((n // STAGES) & 1) ^ 1)
                 own_ds.store(ds16)
                 fence_async_shared()
                 barrier()
@@ -116,7 +118,7 @@ def compute_half(
                 dk = warpgroup_mma(ds_operand, queries.q16.index(stage), dk, is_async=True)
                 if n > done:
                     _compute_dq(
-                        n - 1, inverse, rows_lse2, key_buffers.k16.index(zero), ds_s, dq_s,
+                        n - 1, inverse, minus_lse2_rows, key_buffers.k16.index(zero), ds_s, dq_s,
                         barriers, scale, BLOCK,
                     )  # fmt: skip
                 dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
@@ -124,21 +126,22 @@ def compute_half(
                 dv = warpgroup_mma_init(dv)
                 inverse = stats.index(3).load(_ROWS)
                 if dq_s.dtype != gl.int32:
-                    rows_lse2 = stats.index(1).load(_ROWS)
+                    minus_lse2_rows = stats.index(1).load(_ROWS)
                 fence_async_shared()
                 barrier()
                 if n > done:
-                    mbarrier.arrive(barriers.dq_full.index((n - 1) % 2), count=1)
+                    mbarrier.arrive(barriers.dq_full.index((n - 1) % STAGES), count=1)
                 mbarrier.arrive(barriers.q_empty.index(stage), count=1)
     steps = GROUPS * (loop.end - loop.begin)
     if steps > 0:
         last = done + steps - 1
         _compute_dq(
-            last, inverse, rows_lse2, key_buffers.k16.index(0), ds_s, dq_s, barriers, scale, BLOCK,
+            last, inverse, minus_lse2_rows, key_buffers.k16.index(0), ds_s, dq_s, barriers, scale,
+            BLOCK,
         )  # fmt: skip
         fence_async_shared()
         barrier()
-        mbarrier.arrive(barriers.dq_full.index(last % 2), count=1)
+        mbarrier.arrive(barriers.dq_full.index(last % STAGES), count=1)
     release(barriers.k16_empty)
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
     buffer = key_buffers.dv.index(0).slice(FIRST, BLOCK_K)
@@ -159,8 +162,9 @@ def _compute_dq(n, inverse, minus_lse2, k16, ds_s, dq_s, barriers, scale, BLOCK:
     inverse: 1 / unit of the queries. minus_lse2: see `pass_to_store`. k16: a tile of K in 16 bit.
     """
     CHANNELS: gl.constexpr = k16.shape[1] // 2
-    mbarrier.wait(barriers.ds_full.index(n % 2), (n // 2) & 1)
-    dq = start_dq(ds_s.index(n % 2), _half_of(k16, BLOCK), BLOCK_FLOAT32)
+    SLOTS: gl.constexpr = ds_s.shape[0]
+    mbarrier.wait(barriers.ds_full.index(n % SLOTS), (n // SLOTS) & 1)
+    dq = start_dq(ds_s.index(n % SLOTS), _half_of(k16, BLOCK), BLOCK_FLOAT32)
     mbarrier.wait(barriers.dq_empty.index(0), (n & 1) ^ 1)
     dq = warpgroup_mma_wait(0, deps=[dq])
     if dq_s.dtype == gl.int32:  # in the order of `to_tma_order`, channels come first

@@ -2,7 +2,8 @@
 
 Eight warps compute dK, dV and dQ of a tile. Each waits twice in a step for all others. So they need
 only one slot of dS, and dQ of a step is complete at its end. The warps of `backward_halves` take
-less time for a step, but more for a tile, and they have no space for the shifts of a softcap.
+less time for a step, but more for a tile. Their shared memory has no space for the shifts of a
+softcap.
 """
 
 # Pyright takes the annotations of Gluon's functions literally:
@@ -129,8 +130,8 @@ def compute_joint(
                 inverse = stats.index(3).load(gl.SliceLayout(1, DQ_ACC))
                 mbarrier.wait(barriers.dq_empty.index(0), (n & 1) ^ 1)
                 dq = warpgroup_mma_wait(1, deps=[dq_t])
-                rows_lse2 = stats.index(1).load(gl.SliceLayout(1, DQ_ACC))
-                pass_to_store(dq, inverse, rows_lse2, dq_s.index(0), scale)
+                minus_lse2_rows = stats.index(1).load(gl.SliceLayout(1, DQ_ACC))
+                pass_to_store(dq, inverse, minus_lse2_rows, dq_s.index(0), scale)
                 fence_async_shared()
                 # After this barrier, all warps have also finished with dO, and with Q of the step
                 # before.

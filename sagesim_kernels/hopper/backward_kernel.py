@@ -110,7 +110,7 @@ def hopper_backward(
     SLOTS: gl.constexpr = 2 if HAS_DQ_WARPS else 1
     DS_SLOTS: gl.constexpr = 1 if IS_JOINT else 2
     STAGES: gl.constexpr = SLOTS + 1
-    STAGES16: gl.constexpr = 5 if HAS_DQ_WARPS else 4 - DS_SLOTS
+    STAGES16: gl.constexpr = 5 if HAS_DQ_WARPS else (3 if IS_JOINT else 2)
     STAGES_STATS: gl.constexpr = 5 if HAS_DQ_WARPS else STAGES
     lengths = Lengths(
         mask.cu_q,

@@ -55,8 +55,8 @@ cache together."""
 
 
 _FEW_STEPS: Final = 24
-"""With fewer steps in a tile of 128 channels than this, `backward_joint` is not slower than
-`backward_halves`."""
+"""With fewer steps in a tile of 128 channels than this, `backward_joint` is faster than
+`backward_halves`, or at most 1 % slower."""
 
 
 @lru_cache(maxsize=4096)

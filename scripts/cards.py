@@ -3,7 +3,7 @@
     python scripts/cards.py
 
 Reads docs/data/: instructions.json, instructions_timed.json and instructions_flash.json
-(scripts/instructions.py), bench_sm80.json, bench.json, bench_models_3.json and bench_errors.json
+(scripts/instructions.py), bench_sm80.json, bench.json, bench_models_4.json and bench_errors.json
 (python -m sagesim_kernels.bench). Writes docs/data/cards.json and
 sagesim_kernels/cards/recommended.json. Needs no GPU.
 
@@ -71,7 +71,7 @@ other documents quote it."""
 
 FLASH_ERRORS = "sdpa flash"
 """The entry of bench_errors.json with the same precisions as SIXTEEN_BIT, which has none."""
-ON_HOPPER = ("bench_models_3", "bench_long", "bench_int8", "bench")
+ON_HOPPER = ("bench_models_4", "bench_long", "bench_int8", "bench")
 """The records that measured times on Hopper are taken from, with Hopper's own code; the newest
 first. Each has several head sizes and many lengths, which bench_models.json has not."""
 BASE_ON_HOPPER = "factored_qk"

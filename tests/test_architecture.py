@@ -151,6 +151,7 @@ FLOORS: dict[str, set[str]] = {
     "sagesim_kernels.eager": {
         "sagesim.spec",
         "sagesim_kernels.labels",
+        "sagesim_kernels.launching",
         "sagesim_kernels.ops",
         "sagesim_kernels.traced",
     },

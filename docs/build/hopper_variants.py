@@ -220,7 +220,7 @@ def backward_blocks() -> Markdown:
     ]
     head = ["variant", "cycles", "wavefronts", "shared memory", "tensor cores", "issue"]
     return sourced(
-        f"{_variants(record)}\n\n{markdown(head, found)}",
+        f"{variants_of(record)}\n\n{markdown(head, found)}",
         record["about"],
         f"The second table: {counters['about']}",
         machine=record["machine"],
@@ -230,7 +230,7 @@ def backward_blocks() -> Markdown:
 def backward_variants(name: str) -> Markdown:
     """Variants of a backward in the record of this name, for each call that was timed."""
     record = data(name)
-    return sourced(_variants(record), record["about"], machine=record["machine"])
+    return sourced(variants_of(record), record["about"], machine=record["machine"])
 
 
 def steps_of_tiles() -> Markdown:
@@ -264,7 +264,7 @@ def steps_of_tiles() -> Markdown:
     return sourced(text, meaning, record["by_steps"]["about"], machine=record["machine"])
 
 
-def _variants(record: Row) -> str:
+def variants_of(record: Row) -> str:
     """A table of the variants of a record, with their runs if it has several."""
     rows = record["rows"]
     calls = [*dict.fromkeys(call for row in rows for call in row["us"])]

@@ -68,7 +68,7 @@ def _by_variant(name: str, times: dict[str, str]) -> Markdown:
 
 def calls_with_forward_preparation() -> Markdown:
     """Short calls with the kernel that rounds several blocks at once, and with the one before."""
-    after, before = map(records.load, ("bench_forward_preparation", "bench_models_3"))
+    after, before = map(records.load, ("bench_forward_preparation", "bench_models_4"))
 
     def ratio(record: dict[str, Any], key: str) -> str:
         return f"{model_tables.ratio(record['cases'][key], records.DEFAULT, 'GPU'):.2f}"

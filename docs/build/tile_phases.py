@@ -1,0 +1,73 @@
+"""What a tile of Hopper's kernels takes besides its steps; two pages show it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from grid import markdown
+from hopper_variants import variants_of
+from IPython.display import Markdown
+from tables import call_of, data, sourced
+
+_ROLES = {
+    ("forward", False): "64 queries each",
+    ("backward", False): "64 keys each",
+    ("backward", True): "dQ and dK",
+}
+"""What warpgroups compute, by pass and by whether they are the third of a backward."""
+
+
+def cycles() -> Markdown:
+    """The cycles of a tile by phase, a row for each call and role of warpgroups."""
+    record = data("tile_phases")
+    parts = []
+    for which, phases in record["phases"].items():
+        rows = [
+            [
+                call_of(several[0]),
+                _role(several),
+                f"{several[0]['tiles_of_a_program']:.1f}",
+                *(f"{sum(column) / len(several):,.0f}" for column in _columns(several)),
+            ]
+            for several in _by_role(record["rows"], which)
+        ]
+        head = ["call", "warpgroups", "tiles of a program", *phases]
+        parts.append(f"{which}, cycles of a tile:\n\n{markdown(head, rows)}")
+    return sourced("\n\n".join(parts), record["about"], machine=record["machine"])
+
+
+def _by_role(rows: list[dict[str, Any]], which: str) -> list[list[dict[str, Any]]]:
+    """The rows of a pass, those of warpgroups with the same role together."""
+
+    def key(row: Mapping[str, Any]) -> tuple[str, bool]:
+        return call_of(row), _is_third(row)
+
+    return [[*several] for _, several in groupby((r for r in rows if r["pass"] == which), key)]
+
+
+def _is_third(row: Mapping[str, Any]) -> bool:
+    return row["pass"] == "backward" and row["warpgroup"] == 2
+
+
+def _role(several: list[dict[str, Any]]) -> str:
+    row = several[0]
+    if row["pass"] == "backward" and len(several) == 1 and not _is_third(row):
+        return "both in step"
+    return _ROLES[row["pass"], _is_third(row)]
+
+
+def _columns(several: list[dict[str, Any]]) -> list[tuple[int, ...]]:
+    return [*zip(*(row["cycles"] for row in several), strict=True)]
+
+
+def variants() -> Markdown:
+    """Times of variants of the kernels that were to shorten these phases."""
+    record = data("tile_phases")
+    made = record["variants"]
+    parts = []
+    for which in record["phases"]:
+        rows = [row for row in made["rows"] if row["pass"] == which]
+        parts.append(f"{which}:\n\n{variants_of({'rows': rows})}")
+    return sourced("\n\n".join(parts), made["about"], machine=record["machine"])

@@ -11,13 +11,6 @@ from hopper_variants import variants_of
 from IPython.display import Markdown
 from tables import call_of, data, sourced
 
-_ROLES = {
-    ("forward", False): "64 queries each",
-    ("backward", False): "64 keys each",
-    ("backward", True): "dQ and dK",
-}
-"""What warpgroups compute, by pass and by whether they are the third of a backward."""
-
 
 def cycles() -> Markdown:
     """The cycles of a tile by phase, a row for each call and role of warpgroups."""
@@ -27,13 +20,14 @@ def cycles() -> Markdown:
         rows = [
             [
                 call_of(several[0]),
-                _role(several),
+                *([_role(several)] if which == "backward" else []),
                 f"{several[0]['tiles_of_a_program']:.1f}",
                 *(f"{sum(column) / len(several):,.0f}" for column in _columns(several)),
             ]
             for several in _by_role(record["rows"], which)
         ]
-        head = ["call", "warpgroups", "tiles of a program", *phases]
+        roles = ["warpgroups"] if which == "backward" else []
+        head = ["call", *roles, "tiles of a program", *phases]
         parts.append(f"{which}, cycles of a tile:\n\n{markdown(head, rows)}")
     return sourced("\n\n".join(parts), record["about"], machine=record["machine"])
 
@@ -52,10 +46,10 @@ def _is_third(row: Mapping[str, Any]) -> bool:
 
 
 def _role(several: list[dict[str, Any]]) -> str:
-    row = several[0]
-    if row["pass"] == "backward" and len(several) == 1 and not _is_third(row):
-        return "both in step"
-    return _ROLES[row["pass"], _is_third(row)]
+    """What warpgroups of a backward compute."""
+    if _is_third(several[0]):
+        return "dQ and dK"
+    return "64 keys each" if len(several) > 1 else "both in step"
 
 
 def _columns(several: list[dict[str, Any]]) -> list[tuple[int, ...]]:

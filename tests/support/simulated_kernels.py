@@ -244,6 +244,10 @@ def _full(shape: Any, value: Any, *_args: Any) -> Unknown | Numbers:
     return Unknown(*shape)
 
 
+def _assert(condition: Any, message: str) -> None:
+    assert raw(condition), message
+
+
 def _warp_specialize(functions: Any, _warps: Any, _registers: Any) -> None:
     assert len(functions) == len(_warps) + 1 == len(_registers) + 1
     running().run_groups([lambda f=f, args=args: f(*args) for f, args in functions])
@@ -260,6 +264,7 @@ class _Language:
     warp_specialize = staticmethod(_warp_specialize)
     sum = staticmethod(_sum)
     max, min = staticmethod(_reduce(np.max)), staticmethod(_reduce(np.min))
+    static_assert = staticmethod(_assert)
     static_range = staticmethod(lambda *args: range(*(int(raw(x)) for x in args)))
     minimum = staticmethod(lambda a, b, **_: compute_on(np.minimum, a, b))
     maximum = staticmethod(lambda a, b, **_: compute_on(np.maximum, a, b))

@@ -136,4 +136,4 @@ class _Attention(torch.autograd.Function):
 
 
 _apply = super(torch.autograd.Function, _Attention).apply
-"""`_Attention.apply` without its care for function transforms, which `is_traced` has excluded."""
+"""`_Attention.apply` without the part for function transforms: `is_traced` has found none."""

@@ -11,9 +11,9 @@ from torch.nn import Parameter
 
 _PLAIN = frozenset({Tensor, Parameter})
 
-# Bound once, because a look through modules takes as long as a call.
+# Each is looked up once: a lookup through modules takes as long as the call.
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # under is_grads_batched=True
-_has_left_transform = torch._C._functorch.is_dead_tensor_wrapper
+_has_left_transform = torch._C._functorch.is_dead_tensor_wrapper  # of torch.func
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _has_transforms = torch._C._are_functorch_transforms_active
 _is_tracing = torch._C._is_tracing  # by torch.jit.trace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import groupby
+from statistics import mean
 from typing import Any
 
 from grid import markdown
@@ -22,7 +23,10 @@ def cycles() -> Markdown:
                 call_of(several[0]),
                 *([_role(several)] if which == "backward" else []),
                 f"{several[0]['tiles_of_a_program']:.1f}",
-                *(f"{sum(column) / len(several):,.0f}" for column in _columns(several)),
+                *(
+                    f"{mean(each):,.0f}"
+                    for each in zip(*(row["cycles"] for row in several), strict=True)
+                ),
             ]
             for several in _by_role(record["rows"], which)
         ]
@@ -42,6 +46,7 @@ def _by_role(rows: list[dict[str, Any]], which: str) -> list[list[dict[str, Any]
 
 
 def _is_third(row: Mapping[str, Any]) -> bool:
+    """Whether a row is of the warpgroup that computes dQ and dK of both blocks of keys."""
     return row["pass"] == "backward" and row["warpgroup"] == 2
 
 
@@ -50,10 +55,6 @@ def _role(several: list[dict[str, Any]]) -> str:
     if _is_third(several[0]):
         return "dQ and dK"
     return "64 keys each" if len(several) > 1 else "both in step"
-
-
-def _columns(several: list[dict[str, Any]]) -> list[tuple[int, ...]]:
-    return [*zip(*(row["cycles"] for row in several), strict=True)]
 
 
 def variants() -> Markdown:

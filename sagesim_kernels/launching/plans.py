@@ -60,8 +60,9 @@ _state: Final = threading.local()
 def planned(function: Function, tensors: Tensors, options: Any) -> Tensors:
     """Return function(tensors, options), by its plan if one was recorded for such a call.
 
-    tensors: None where an optional one is missing; on one device, which becomes the current one,
-    as Triton launches there. options: hashable.
+    tensors: None where an optional one is missing. All are on one device. It is the current one
+        during the call, because Triton launches on the current device.
+    options: hashable.
     """
     parts = [function, options]
     addresses = 0  # all their bits

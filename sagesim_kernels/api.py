@@ -320,8 +320,8 @@ def attention_varlen(
         enable_gqa=enable_gqa,
     )._replace(cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, longest_q=max_seqlen_q, longest_k=max_seqlen_k)
     o, lse = attend(q, k, v, call, with_lse=return_lse)
-    o = o[0].transpose(0, 1)
-    return o if lse is None else (o, lse[0])
+    o = o.squeeze(0).transpose(0, 1)  # an index would copy the gradient
+    return o if lse is None else (o, lse.squeeze(0))
 
 
 def check_device(q: Tensor) -> None:

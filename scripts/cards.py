@@ -73,7 +73,7 @@ FLASH_ERRORS = "sdpa flash"
 """The entry of bench_errors.json with the same precisions as SIXTEEN_BIT, which has none."""
 ON_HOPPER = ("bench_models_4", "bench_long", "bench_int8", "bench")
 """The records that measured times on Hopper are taken from, with Hopper's own code; the newest
-first. Each has several head sizes and many lengths, which bench_models.json has not."""
+first. Each has several head sizes and many lengths, which later ones of models have not."""
 BASE_ON_HOPPER = "factored_qk"
 """The spec that is in all of them; the times of others are relative to it."""
 

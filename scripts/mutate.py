@@ -50,6 +50,7 @@ TESTS = [
         "test_fuzz",
         "operands/test_dq_sums",
         "operands/test_operands",
+        "operands/test_grid",
         "operands/test_program_order",
         "operands/test_tanh",
         "test_varlen",
@@ -84,9 +85,27 @@ BUGS = (
     # the order of programs
     Bug(
         "programs: a group with fewer heads has those of the first group",
-        "operands/program_order.py",
+        "operands/grid.py",
         "return program // group_heads, first_head + program % group_heads",
         "return program // group_heads, program % group_heads",
+    ),
+    Bug(
+        "programs: the first place of a packed sequence belongs to the one before",
+        "operands/grid.py",
+        "is_later = _first_place(cu, middle, TOKENS) <= place",
+        "is_later = _first_place(cu, middle, TOKENS) < place",
+    ),
+    Bug(
+        "programs: places of packed sequences overlap",
+        "operands/grid.py",
+        "return tl.load(cu + b) // TOKENS + b",
+        "return tl.load(cu + b) // TOKENS",
+    ),
+    Bug(
+        "programs: too few for packed sequences of unequal length",
+        "operands/grid.py",
+        "places = sequences.total // tokens + count",
+        "places = -(-sequences.total // tokens)",
     ),
     # Hopper's preparation, which runs in the interpreter
     *(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import records
 from grid import markdown
@@ -10,6 +10,8 @@ from IPython.display import Markdown
 from tables import Row, call, call_of, data, pivot, sourced
 
 from sagesim_kernels.bench import model_tables
+
+_WAITS: Final = ("at the start", "later")
 
 
 def forward_preparation() -> Markdown:
@@ -188,6 +190,17 @@ def dependent_launches() -> Markdown:
     ]
     text = markdown(["call", "without, us", "with, us", "saved"], rows)
     return sourced(text, own["about"], record["about"], machine=record["machine"])
+
+
+def late_waits() -> Markdown:
+    """Forward and backward with the wait at the start of kernels, and later."""
+    own = data("launch_variants")["late_waits"]
+    rows = [
+        [call_of(row), *(f"{us:.1f}" for us in (*row["forward_us"], *row["backward_us"]))]
+        for row in own["rows"]
+    ]
+    head = ["call", *(f"{x}, wait {when}, us" for x in ("forward", "backward") for when in _WAITS)]
+    return sourced(markdown(head, rows), own["about"], machine=own["machine"])
 
 
 def head_ranges() -> Markdown:

@@ -59,12 +59,12 @@ def of_masks() -> dict[str, Any] | None:
 def of_part(part: str) -> list[dict[str, Any]]:
     """The records with a part, the newest first.
 
-    The newest is bench.json, or bench_PART.json if the part was measured in a run of its own; then
-    bench_PART_2.json, bench_PART_3.json and so on.
+    The newest is bench.json, or the bench_PART_N.json with the largest N if the part was measured
+    in runs of its own. The first of these is bench_PART.json.
     """
     found: list[dict[str, Any]] = []
-    earlier = (f"bench_{part}_{i}" for i in range(2, 2 + len([*DATA.glob(f"bench_{part}_*.json")])))
-    for name in ("bench", f"bench_{part}", *earlier):
+    later = range(len([*DATA.glob(f"bench_{part}_*.json")]) + 1, 1, -1)
+    for name in ("bench", *(f"bench_{part}_{i}" for i in later), f"bench_{part}"):
         document = load(name) if (DATA / f"{name}.json").exists() else None
         if document and any(case["part"] == part for case in document["cases"].values()):
             found.append(document)

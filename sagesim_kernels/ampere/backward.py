@@ -17,18 +17,19 @@ from sagesim_kernels.ampere.query_buffers import STATS
 from sagesim_kernels.ampere.support import BLOCK, FOR_THREE, programs_at_a_time
 from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
+    BYTES_OF_A_QUERY,
     DqSums,
     Gradients,
     KernelProblem,
     KernelSizes,
     Operand,
     OperandCache,
-    OrderedGrid,
     Rows,
     RowStatistics,
     Splits,
     Strided,
     choose_backward_heads,
+    choose_packed_heads,
     ds_row_sums,
     finish_dq,
     padded,
@@ -127,20 +128,23 @@ def launch_kernel(
     splits = Splits.of(problem, problem.groups)
     dk, dv = splits.parts(grads.dk), splits.parts(grads.dv)
     heads = dk.shape[1]
+    grid = problem.key_grid(tile.rows, heads)
     heads_per_group = 1  # without a mask all tiles take the same time
-    if offset is not None or problem.longest_lowest is not None:
+    if grid.cu is not None:
+        channels = splits.query_heads * padded(problem.q.shape[3])
+        head_bytes = problem.longest_q * channels * BYTES_OF_A_QUERY
+        heads_per_group = choose_packed_heads(heads, head_bytes)
+    elif offset is not None or problem.longest_lowest is not None:
         heads_per_group = choose_backward_heads(
             problem.longest_q,
             problem.longest_k,
             offset,
             tile.rows,
-            heads * problem.sequences,
+            grid.all_heads,
             splits.query_heads,
             programs_at_a_time(tile),
             problem.longest_lowest,
         )
-    tiles = -(-problem.longest_k // tile.rows)
-    grid = OrderedGrid(tiles, heads, problem.sequences, heads_per_group)
     config = Config(
         keys=tile.rows,
         queries=tile.step,
@@ -155,7 +159,7 @@ def launch_kernel(
     launch(
         ampere_backward,
         grid.programs,
-        grid,
+        grid._replace(heads_per_group=heads_per_group),
         q,
         k,
         do,

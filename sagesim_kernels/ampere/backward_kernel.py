@@ -73,8 +73,8 @@ from sagesim_kernels.operands import (
     length_of,
     live_keys,
     live_queries,
-    ordered_coordinates,
     part_of,
+    program_coordinates,
     stored_start_of,
 )
 
@@ -110,7 +110,7 @@ def ampere_backward(
     """Compute dK and dV of a tile of keys, and add its parts of dQ to the sums of the queries.
 
     Args:
-        grid: `OrderedGrid` of the heads of dk and dv.
+        grid: `Grid` of the heads of dk and dv.
         q, k, do, v: `Operand` of qk_recompute and dp.
         q_right, do_right, k_right: the right operands of dK, dV and dQ.
         row_stats: float32 [blocks of all heads, STATS, 64], in padded storage.
@@ -140,7 +140,7 @@ def ampere_backward(
     ROWS: gl.constexpr = gl.SliceLayout(1, ST)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ST)
 
-    tile, out_head, b = ordered_coordinates(grid)
+    tile, out_head, b = program_coordinates(grid)
     k_head = out_head // CONFIG.splits
     first = tile * KEYS
     n_stored = length_of(lengths.cu_k, lengths.n_k, b)

@@ -9,15 +9,17 @@ from sagesim_kernels.ampere.forward_kernel import RowConfig, ampere_forward
 from sagesim_kernels.ampere.support import FOR_FOUR, programs_at_a_time
 from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
+    BYTES_OF_A_KEY,
     LOG2_E,
+    Grid,
     KernelProblem,
     KernelSizes,
     OperandCache,
-    OrderedGrid,
     Rows,
     Strided,
     allows_fixed_reference,
     choose_forward_heads,
+    choose_packed_heads,
     padded,
 )
 from sagesim_kernels.portable import Tile, compute_failed_rows, try_tiles
@@ -38,20 +40,23 @@ def _tile(channels: int, *, p_in_codes: bool, is_fixed: bool) -> Tile:
     return Tile(64, 4, 2, registers=FOR_FOUR) if p_in_codes else Tile(128, 4, 2)
 
 
-def grid_of_queries(problem: KernelProblem, tile: Tile) -> OrderedGrid:
+def grid_of_queries(problem: KernelProblem, tile: Tile) -> Grid:
     """Return the programs of a kernel that owns tiles of queries."""
-    heads = problem.q.shape[1]
+    grid = problem.query_grid(tile.rows)
+    if grid.cu is not None:
+        channels = padded(problem.v.shape[3])
+        head_bytes = problem.longest_k * channels * BYTES_OF_A_KEY // problem.groups
+        return grid._replace(heads_per_group=choose_packed_heads(grid.heads, head_bytes))
     heads_per_group = choose_forward_heads(
         problem.longest_q,
         problem.longest_k,
         problem.longest_offset,
         problem.longest_lowest,
         tile.rows,
-        heads * problem.sequences,
+        grid.all_heads,
         programs_at_a_time(tile),
     )
-    tiles = -(-problem.longest_q // tile.rows)
-    return OrderedGrid(tiles, heads, problem.sequences, heads_per_group)
+    return grid._replace(heads_per_group=heads_per_group)
 
 
 def launch_forward(

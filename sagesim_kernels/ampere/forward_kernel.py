@@ -54,8 +54,8 @@ from sagesim_kernels.operands import (
     live_keys,
     live_queries,
     next_level,
-    ordered_coordinates,
     part_of,
+    program_coordinates,
     rescaled,
     row_base,
 )
@@ -205,7 +205,7 @@ def ampere_forward(
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
 
-    tile, h, b = ordered_coordinates(grid, lengths.IS_CAUSAL)
+    tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = tile * ROWS_OF_TILE
     if first >= n_q:

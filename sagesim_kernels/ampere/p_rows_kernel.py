@@ -34,8 +34,8 @@ from sagesim_kernels.operands import (
     length_of,
     live_keys,
     live_queries,
-    ordered_coordinates,
     part_of,
+    program_coordinates,
     row_base,
     upper_lse2,
 )
@@ -73,7 +73,7 @@ def ampere_p_rows(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
 
-    tile, h, b = ordered_coordinates(grid, lengths.IS_CAUSAL)
+    tile, h, b = program_coordinates(grid, lengths.IS_CAUSAL)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = tile * TILE
     if first >= n_q:

@@ -2,7 +2,7 @@
 
 The table has the ratios to the faster SDPA at the shapes of the part "models". It has one entry for
 each GPU of the records, which replaces an older one of the same GPU. Several records of a GPU make
-one entry: of a call that is in two of them, the first counts. Each call has the number of its
+one entry: of a call that is in two of them, the last counts. Each call has the number of its
 record.
 """
 
@@ -69,14 +69,13 @@ _ENTRY: Final[Structure] = {
 
 
 def entry(*documents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table's entry of the GPU of some records. Of a call in two, the first counts.
+    """Return the table's entry of the GPU of some records. Of a call in two, the last counts.
 
     Raises:
         ValueError: if a record has no case of the part "models", if it timed the code of another
             GPU, or if the records are of several GPUs or dtypes.
     """
-    numbered = list(enumerate(documents))
-    calls = {key: call for i, each in reversed(numbered) for key, call in _calls(each, i).items()}
+    calls = {key: call for i, each in enumerate(documents) for key, call in _calls(each, i).items()}
     for field, values in {
         "GPUs": [each["machine"]["gpu"] for each in documents],
         "dtypes": [each["settings"]["dtype"] for each in documents],

@@ -20,15 +20,16 @@ from sagesim_kernels.hopper.descriptors import sums_descriptor, tma_descriptor
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.tile_scheduler import (
     MOST_QUERY_HEADS,
+    BackwardOrder,
     choose_backward_order,
     has_few_steps,
+    order_of_keys,
 )
 from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
     LAUNCH,
     DqSums,
     Gradients,
-    Grid,
     KernelProblem,
     OperandCache,
     Rows,
@@ -100,22 +101,24 @@ def launch_backward(
     lengths, scale = problem.lengths, problem.scale
     tokens_k = k8.scale.shape[1] * _BLOCK_Q
     dk_parts, dv_parts = splits.parts(dk), splits.parts(dv)
-    tiles = Grid(-(-problem.longest_k // _TILE_K), dk_parts.shape[1], problem.sequences)
+    tiles = problem.key_grid(_TILE_K, dk_parts.shape[1])
     count = tiles.programs[0]
     # Sequences of other lengths, which the host does not know, would change the balance.
-    are_equal = lengths.cu_k is None and lengths.seqused_k is None and lengths.key_mask is None
-    order = choose_backward_order(
-        problem.longest_q,
-        problem.longest_k,
-        problem.longest_offset,
-        _TILE_K,
-        tiles.heads * tiles.sequences,
-        splits.query_heads,
-        multiprocessor_count(),
-        channels,
-        lowest=problem.longest_lowest,
-        may_be_dealt=are_equal,
-    )
+    if lengths.cu_k is None and lengths.seqused_k is None and lengths.key_mask is None:
+        order = choose_backward_order(
+            problem.longest_q,
+            problem.longest_k,
+            problem.longest_offset,
+            _TILE_K,
+            tiles.all_heads,
+            splits.query_heads,
+            multiprocessor_count(),
+            channels,
+            lowest=problem.longest_lowest,
+        )
+    else:
+        heads = order_of_keys(problem, tiles, _TILE_K, splits.query_heads, channels)
+        order = BackwardOrder(heads, is_dealt=False)
     is_joint = not has_dq_warps and (
         softcap.base2 is not None
         or has_few_steps(
@@ -172,7 +175,8 @@ def launch_backward(
         lengths.right,
         tiles.tiles,
         kv_heads,
-        tiles.heads * tiles.sequences,
+        tiles.packed_sequences,
+        tiles.all_heads,
         order.heads_per_group,
         programs,
         -(-count // programs),

@@ -71,14 +71,14 @@ class Config(NamedTuple):
 # in a tuple.
 @gluon.jit(
     do_not_specialize=[
-        "n_q", "n_k", "left", "right", "tiles", "heads", "all_heads", "heads_per_group",
-        "programs", "waves", "tokens_q", "tokens_k",
+        "n_q", "n_k", "left", "right", "tiles", "heads", "sequences", "all_heads",
+        "heads_per_group", "programs", "waves", "tokens_q", "tokens_k",
     ]
 )  # fmt: skip
 def hopper_backward(
     q8, k8, q16, k16, v, do, row_stats, shifts, deltas, k_scale, k_mean, cap2, ds_sums, dk, dv, dq,
-    dq_units, mask, n_q, n_k, left, right, tiles, heads, all_heads, heads_per_group, programs,
-    waves, tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
+    dq_units, mask, n_q, n_k, left, right, tiles, heads, sequences, all_heads, heads_per_group,
+    programs, waves, tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute tiles of keys, each for the query heads of a group or for a part of them.
 
@@ -97,7 +97,6 @@ def hopper_backward(
         scale: the scale of the logits.
         CONFIG: `Config`.
     """
-    wait_for_earlier_kernels()
     D: gl.constexpr = q8.block_shape[1]
     GROUPS: gl.constexpr = CONFIG.groups
     SPLITS: gl.constexpr = CONFIG.splits
@@ -138,17 +137,9 @@ def hopper_backward(
         tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
         tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     scheduler = KeyScheduler(
-        tiles, heads, all_heads, heads_per_group, programs, waves, tokens_q, tokens_k, found_s,
-        tile_full, tile_empty,
+        tiles, heads, sequences, all_heads, heads_per_group, programs, waves, tokens_q, tokens_k,
+        found_s, tile_full, tile_empty,
     )  # fmt: skip
-
-    found = find_tile(0, scheduler, lengths, SPLITS)
-    if found.first < 0:  # a sequence is shorter than others, so no tiles are dealt
-        return
-    tile = place_tile(found, scheduler, lengths, GROUPS)
-    if IS_SHARED:
-        share_tile(found_s, 0, found)
-
     dt: gl.constexpr = v.dtype
     V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D], dt)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, BLOCK_Q], dt)
@@ -209,10 +200,16 @@ def hopper_backward(
             mbarrier.init(tile_full.index(i), 1)
             mbarrier.init(tile_empty.index(i), BLOCKS + 2)
     fence_async_shared()
+
+    found = find_tile(0, scheduler, lengths, SPLITS)
+    wait_for_earlier_kernels()
+    if found.first < 0:  # a sequence is shorter than others, so no tiles are dealt
+        return
+    tile = place_tile(found, scheduler, lengths, GROUPS)
     if IS_SHARED:
+        share_tile(found_s, 0, found)
         barrier()  # all warps see the barriers and the tile
         mbarrier.arrive(tile_full.index(0), count=1)
-
     key_inputs = KeyInputs(k8, k16, v)
     inputs = QueryInputs(q8, q16, do, row_stats, shifts, deltas)
     queries = QueryBuffers(q8_s, q16_s, do_s, row_stats_s, shifts_s, deltas_s)

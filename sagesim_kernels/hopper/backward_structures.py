@@ -70,9 +70,10 @@ class TokenOrigin(NamedTuple):
 class KeyScheduler(NamedTuple):
     """The tiles of keys of a launch, and their order; see `tile_scheduler`."""
 
-    tiles: Any  #: of a head
+    tiles: Any  #: of a head; of all its sequences, unless sequences is None
     heads: Any  #: of K and V, of a sequence
-    all_heads: Any  #: of dK and dV of all sequences
+    sequences: Any  #: None if all have equally many tiles
+    all_heads: Any  #: of dK and dV, with `tiles` tiles
     heads_per_group: Any  #: see `BackwardOrder`
     programs: Any
     waves: Any  #: tiles that a program computes at most

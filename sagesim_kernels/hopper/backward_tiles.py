@@ -48,6 +48,9 @@ def find_tile(wave, scheduler, lengths, SPLITS: gl.constexpr):
         scheduler.heads,
         scheduler.all_heads,
         scheduler.heads_per_group,
+        lengths.cu_k,
+        scheduler.sequences,
+        TILE_K,
         SPLITS,
     )
     first = index * TILE_K

@@ -20,7 +20,6 @@ from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     LAUNCH,
     DqSums,
-    Grid,
     Growths,
     KernelProblem,
     KernelSizes,
@@ -146,7 +145,7 @@ def prepare_capped_backward(
         ds_sums = DsSums(
             torch.empty_like(dq_sums.unit, dtype=torch.int64), torch.empty_like(dq_sums.unit)
         )
-    grid = Grid(-(-problem.longest_q // spec.block_q), problem.q.shape[1], problem.sequences)
+    grid = problem.query_grid(spec.block_q)
     launch(
         capped_rows_kernel,
         grid.programs,
@@ -196,7 +195,7 @@ def sums_of_ds(problem: KernelProblem, ds_sums: DsSums) -> Rows:
     block = problem.spec.block_q
     found = problem.q.new_empty(problem.q.shape[:3], dtype=torch.float32)
     out = Rows.of(found)
-    grid = Grid(-(-problem.longest_q // block), problem.q.shape[1], problem.sequences)
+    grid = problem.query_grid(block)
     launch(
         sums_of_ds_kernel,
         grid.programs,

@@ -23,21 +23,19 @@ from sagesim_kernels.hopper.descriptors import (
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.fp8_rows import prepare_fp8_backward
 from sagesim_kernels.hopper.p_rows import launch_p_rows
-from sagesim_kernels.hopper.tile_scheduler import MOST_QUERY_HEADS
+from sagesim_kernels.hopper.tile_scheduler import MOST_QUERY_HEADS, order_of_keys
 from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
     FP8,
     LAUNCH,
     DqSums,
     Gradients,
-    Grid,
     KernelProblem,
     OperandCache,
     Rows,
     RowStatistics,
     Splits,
     Strided,
-    choose_backward_heads,
     ds_row_sums,
     finish_dq,
     format_of,
@@ -45,7 +43,6 @@ from sagesim_kernels.operands import (
     stored_tokens,
 )
 from sagesim_kernels.preparation import compute_query_rows, prepare_backward
-from sagesim_kernels.target import multiprocessor_count
 
 _BLOCK_Q: Final = BLOCK_Q.value
 _BLOCK_K: Final = BLOCK_K.value
@@ -103,17 +100,8 @@ def launch_backward(
     splits = Splits.of(problem, MOST_QUERY_HEADS)
     tokens_k = stored_tokens(problem.cu_k, problem.k)
     dk_parts, dv_parts = splits.parts(dk), splits.parts(dv)
-    tiles = Grid(-(-problem.longest_k // _TILE_K), dk_parts.shape[1], problem.sequences)
-    heads_per_group = choose_backward_heads(
-        problem.longest_q,
-        problem.longest_k,
-        problem.longest_offset,
-        _TILE_K,
-        tiles.heads * tiles.sequences,
-        splits.query_heads,
-        multiprocessor_count(),
-        lowest=problem.longest_lowest,
-    )
+    tiles = problem.key_grid(_TILE_K, dk_parts.shape[1])
+    heads_per_group = order_of_keys(problem, tiles, _TILE_K, splits.query_heads, channels)
     config = CodesConfig(
         groups=splits.query_heads,
         splits=splits.programs,
@@ -156,6 +144,7 @@ def launch_backward(
         lengths.right,
         tiles.tiles,
         kv_heads,
+        tiles.packed_sequences,
         heads_per_group,
         dq_sums.tokens,
         tokens_k,

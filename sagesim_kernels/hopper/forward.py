@@ -25,7 +25,7 @@ from sagesim_kernels.hopper.forward_structures import (
 )
 from sagesim_kernels.hopper.forward_tiles import BLOCK
 from sagesim_kernels.hopper.forward_warps import consume
-from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
+from sagesim_kernels.hopper.tile_scheduler import order_of_queries
 from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     LAUNCH,
@@ -81,7 +81,8 @@ UNSPECIALIZED = (
     "groups",
     "left",
     "right",
-    "longest_q",
+    "sequences",
+    "head_tiles",
     "heads_per_group",
     "tiles",
     "programs",
@@ -95,8 +96,9 @@ UNSPECIALIZED = (
 def hopper_forward(
     q8, k8, v, q_scale, k_scale, key_scales, q_tokens, k_tokens, o, lse2, lse2_stride_b,
     lse2_stride_h, sink2, inverse_cap, cap2, shift, scale, mask, n_q, n_k, left, right,
-    heads, groups, longest_q, heads_per_group, tiles, programs, QD: gl.constexpr,
-    DV: gl.constexpr, CONFIG: gl.constexpr, IS_COPIED: gl.constexpr, FIXED: gl.constexpr,
+    heads, groups, sequences, head_tiles, heads_per_group, tiles, programs,
+    QD: gl.constexpr, DV: gl.constexpr, CONFIG: gl.constexpr, IS_COPIED: gl.constexpr,
+    FIXED: gl.constexpr,
 ):  # fmt: skip
     """mask: `Lengths` without n_q, n_k, left and right. QD: channels of Q and K. DV: of V and O.
 
@@ -105,7 +107,6 @@ def hopper_forward(
     shift has the strides of lse2. scale: the scale of the logits, times log2(e) or divided by the
     softcap. IS_COPIED: whether V lies in padded storage. FIXED: see `consume`.
     """
-    wait_for_earlier_kernels()
     D: gl.constexpr = q8.block_shape[1]
     CONSUMERS: gl.constexpr = CONFIG.consumers
     STAGES: gl.constexpr = CONFIG.stages
@@ -137,7 +138,10 @@ def hopper_forward(
         None,
         mask.key_runs,
     )
-    scheduler = TileScheduler(heads, groups, longest_q, heads_per_group, tiles, programs)
+    scheduler = TileScheduler(
+        heads, groups, sequences, head_tiles, heads_per_group, tiles, programs
+    )  # fmt: skip
+    wait_for_earlier_kernels()
     gl.warp_specialize(
         [  # Gluon's comprehensions iterate over tuples, not over ranges
             # `o` is not part of a structure that is made here: there Triton 3.6 forgets that the
@@ -192,19 +196,12 @@ def launch_forward(
     extras = (lengths.left, lengths.key_mask, softcap.base2)
     config = (CONFIGS if all(x is None for x in extras) else MASKED_CONFIGS)[channels]
     rows = config.consumers * BLOCK.value
-    n_q, n_k = problem.longest_q, problem.longest_k
-    tiles = problem.sequences * heads * -(-n_q // rows)
+    grid = problem.query_grid(rows)
+    tiles = grid.programs[0]
     programs = min(tiles, multiprocessor_count())
-    heads_per_group = choose_heads_per_group(
-        n_q,
-        n_k,
-        problem.longest_offset,
-        rows,
-        problem.sequences * heads,
-        programs,
-        head_bytes=n_k * channels * (k.ptr.element_size() + v.ptr.element_size()) // problem.groups,
-        lowest=problem.longest_lowest,
-    )
+    bytes_of_channel = k.ptr.element_size() + v.ptr.element_size()
+    head_bytes = problem.longest_k * channels * bytes_of_channel // problem.groups
+    heads_per_group = order_of_queries(problem, grid, rows, programs, head_bytes)
     is_fixed = allows_fixed_reference(problem)
     launch(
         hopper_forward,
@@ -231,7 +228,8 @@ def launch_forward(
         lengths.right,
         heads,
         problem.groups,
-        problem.longest_q,
+        grid.packed_sequences,
+        grid.tiles,
         heads_per_group,
         tiles,
         programs,

@@ -33,7 +33,7 @@ from sagesim_kernels.hopper.forward_structures import (
     TileScheduler,
 )
 from sagesim_kernels.hopper.forward_tiles import BLOCK
-from sagesim_kernels.hopper.tile_scheduler import choose_heads_per_group
+from sagesim_kernels.hopper.tile_scheduler import order_of_queries
 from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     LAUNCH,
@@ -56,7 +56,7 @@ CONFIGS = {64: Config(3, 8, 160), 128: Config(2, 6, 240)}
 def hopper_forward_codes(
     q8, k8, v8, q_scale, k_scale, v_scale, key_scales, channel_scales, q_tokens, k_tokens,
     v_tokens, o, lse2, lse2_stride_b, lse2_stride_h, scale, mask, n_q, n_k, heads, groups,
-    longest_q, heads_per_group, tiles, programs, QD: gl.constexpr, DV: gl.constexpr,
+    sequences, head_tiles, heads_per_group, tiles, programs, QD: gl.constexpr, DV: gl.constexpr,
     V_CHANNELS: gl.constexpr, Q_TOKENS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """mask: `Lengths` without n_q and n_k, and without a window or padding.
@@ -66,7 +66,6 @@ def hopper_forward_codes(
     the scale of the logits times log2(e). QD: channels of Q and K. DV: of V and O. V_CHANNELS: rows
     of a head of v8. Q_TOKENS: queries that share a scale.
     """
-    wait_for_earlier_kernels()
     D: gl.constexpr = q8.block_shape[1]
     CONSUMERS: gl.constexpr = CONFIG.consumers
     STAGES: gl.constexpr = CONFIG.stages
@@ -102,7 +101,10 @@ def hopper_forward_codes(
         None,
         None,
     )
-    scheduler = TileScheduler(heads, groups, longest_q, heads_per_group, tiles, programs)
+    scheduler = TileScheduler(
+        heads, groups, sequences, head_tiles, heads_per_group, tiles, programs
+    )  # fmt: skip
+    wait_for_earlier_kernels()
     gl.warp_specialize(
         [
             (
@@ -143,18 +145,11 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
     lengths = problem.lengths
     config = CONFIGS[channels]
     rows = config.consumers * BLOCK.value
-    n_q, n_k = problem.longest_q, problem.longest_k
-    tiles = problem.sequences * heads * -(-n_q // rows)
+    grid = problem.query_grid(rows)
+    tiles = grid.programs[0]
     programs = min(tiles, multiprocessor_count())
-    heads_per_group = choose_heads_per_group(
-        n_q,
-        n_k,
-        problem.longest_offset,
-        rows,
-        problem.sequences * heads,
-        programs,
-        head_bytes=n_k * channels * 2 // problem.groups,
-    )
+    head_bytes = problem.longest_k * channels * 2 // problem.groups
+    heads_per_group = order_of_queries(problem, grid, rows, programs, head_bytes)
     launch(
         hopper_forward_codes,
         (programs,),
@@ -177,7 +172,8 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
         lengths.n_k,
         heads,
         problem.groups,
-        problem.longest_q,
+        grid.packed_sequences,
+        grid.tiles,
         heads_per_group,
         tiles,
         programs,

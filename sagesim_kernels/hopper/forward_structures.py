@@ -53,8 +53,9 @@ class TileScheduler(NamedTuple):
 
     heads: Any  #: query heads
     groups: Any  #: query heads for each head of K and V
-    longest_q: Any  #: queries of the longest sequence
-    heads_per_group: Any  #: a divisor of sequences * heads
+    sequences: Any  #: None if all have equally many tiles
+    head_tiles: Any  #: tiles of a head; of all its sequences, unless sequences is None
+    heads_per_group: Any  #: a divisor of the heads with so many tiles
     tiles: Any  #: of all heads and sequences
     programs: Any
 

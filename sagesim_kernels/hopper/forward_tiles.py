@@ -16,6 +16,7 @@ from sagesim_kernels.operands import (
     key_loops_without_padding,
     length_of,
     live_keys,
+    packed_place,
 )
 
 BLOCK = gl.constexpr(64)
@@ -34,16 +35,18 @@ def tile_of(wave, lengths, scheduler, ROWS: gl.constexpr):
     index = number_of(wave, scheduler.programs)
     is_valid = index < scheduler.tiles
     index = gl.minimum(index, scheduler.tiles - 1)
-    head_tiles = (scheduler.longest_q + ROWS - 1) // ROWS
-    group_tiles = head_tiles * scheduler.heads_per_group
+    group_tiles = scheduler.head_tiles * scheduler.heads_per_group
     tile = index % group_tiles // scheduler.heads_per_group
     head = index // group_tiles * scheduler.heads_per_group + index % scheduler.heads_per_group
     if lengths.IS_CAUSAL:  # longest first
-        tile = head_tiles - 1 - tile
-    b = head // scheduler.heads
+        tile = scheduler.head_tiles - 1 - tile
+    h = head % scheduler.heads
+    if scheduler.sequences is None:
+        b = head // scheduler.heads
+    else:
+        tile, b = packed_place(tile, lengths.cu_q, scheduler.sequences, ROWS)
     first = tile * ROWS
     is_valid = is_valid & (first < length_of(lengths.cu_q, lengths.n_q, b))
-    h = head % scheduler.heads
     return Tile(b, h, h // scheduler.groups, gl.where(is_valid, first, -1))
 
 

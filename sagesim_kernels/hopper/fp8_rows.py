@@ -24,7 +24,6 @@ from sagesim_kernels.operands import (
     LAUNCH,
     LOG2_E,
     DqSums,
-    Grid,
     Growths,
     KernelProblem,
     KernelSizes,
@@ -167,7 +166,7 @@ def _start_rows(
     named = {"q": q, "k": k, "do": do, "v": v, "k_right": operands.get("dq", "k")}
     block = BLOCK_Q.value
     bounds = compute_key_bounds(problem, named, tile=TILE_K.value)
-    grid = Grid(-(-problem.longest_q // block), problem.q.shape[1], problem.sequences)
+    grid = problem.query_grid(block)
     launch(
         start_fp8_rows_kernel,
         grid.programs,

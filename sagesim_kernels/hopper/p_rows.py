@@ -10,7 +10,6 @@ from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
     LAUNCH,
     LOG2_E,
-    Grid,
     KernelProblem,
     OperandCache,
     Rows,
@@ -37,7 +36,7 @@ def launch_p_rows(
     channels, block = padded(problem.q.shape[3]), BLOCK.value
     q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
     do16, v16 = operands.get("dp", "do"), operands.get("dp", "v")
-    grid = Grid(-(-problem.longest_q // TILE.value), problem.q.shape[1], problem.sequences)
+    grid = problem.query_grid(TILE.value)
     launch(
         hopper_p_rows,
         grid.programs,

@@ -9,11 +9,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sagesim_kernels.hopper.backward_structures import TokenOrigin
-from sagesim_kernels.operands import tile_and_head
+from sagesim_kernels.operands import packed_place, tile_and_head
 
 
 @gluon.jit
-def place_of(program, tiles, heads, all_heads, heads_per_group, SPLITS: gl.constexpr):
+def place_of(
+    program, tiles, heads, all_heads, heads_per_group, cu, sequences, TOKENS: gl.constexpr,
+    SPLITS: gl.constexpr,
+):  # fmt: skip
     """Return five indices of a tile of keys, from its place in the order of a launch.
 
     These are its tile of keys; its head of K and V, over all sequences; its sequence; its head of
@@ -22,16 +25,22 @@ def place_of(program, tiles, heads, all_heads, heads_per_group, SPLITS: gl.const
     The order is that of `tile_and_head`.
 
     Args:
-        tiles: tiles of keys of a head.
+        tiles: tiles of a head; of all its sequences, unless sequences is None.
         heads: heads of K and V of a sequence.
-        all_heads: those of all sequences, times SPLITS.
+        all_heads: heads with `tiles` tiles, times SPLITS.
         heads_per_group: see `choose_backward_heads`.
+        cu, sequences: see `packed_place`. sequences is None if all have equally many tiles.
+        TOKENS: tokens of a tile.
         SPLITS: programs for each tile of K and V.
     """
     index, split_head = tile_and_head(program, tiles, all_heads, heads_per_group)
     z = split_head // SPLITS
-    b = z // heads
     head = z % heads
+    if sequences is None:
+        b = z // heads
+    else:
+        index, b = packed_place(index, cu, sequences, TOKENS)
+        z = b * heads + head
     return index, z, b, head, head * SPLITS + split_head % SPLITS
 
 

@@ -22,24 +22,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sagesim_kernels.operands import (
+    BYTES_OF_A_QUERY,
+    CACHE,
     MANY_WAVES,
     OVERHEAD,
+    Grid,
+    KernelProblem,
     choose_backward_heads,
+    choose_packed_heads,
     steps_of_key_tiles,
     steps_of_query_tiles,
 )
-
-_CACHE: Final = 2**25
-"""Bytes of K and V that stay in the L2 cache beside all other data. An H200's cache has 50 MB."""
+from sagesim_kernels.target import multiprocessor_count
 
 _BEYOND_CACHE: Final = 1.02
-"""The factor on the time of groups whose K and V exceed `_CACHE`."""
+"""The factor on the time of groups whose K and V exceed `CACHE`."""
 
 _BEYOND_CACHE_BACKWARD: Final = 1.06
 """The same for queries and sums of dQ in the backward."""
-
-_BYTES_OF_A_CHANNEL: Final = 1 + 2 + 2 + 4
-"""Of a query in the backward: of codes of Q, Q, dO and sums of dQ."""
 
 _SAVED_STEPS: Final = 2
 """Steps of a tile of the backward that a program saves if it loads the tile during the last one."""
@@ -99,14 +99,57 @@ def choose_heads_per_group(
     divisors = [n for n in range(2, min(heads, programs) + 1) if heads % n == 0] or [1]
     steps = steps_of_query_tiles(n_q, n_k, offset, lowest, rows)
     if heads * steps.size > MANY_WAVES * programs:  # balanced, and too many to simulate
-        return max((n for n in divisors if n * head_bytes <= _CACHE), default=divisors[0])
+        return max((n for n in divisors if n * head_bytes <= CACHE), default=divisors[0])
 
     def time(heads_per_group: int) -> float:
-        is_beyond = heads_per_group * head_bytes > _CACHE
+        is_beyond = heads_per_group * head_bytes > CACHE
         steps_taken = _most_steps(steps, heads, programs, heads_per_group)
         return steps_taken * (_BEYOND_CACHE if is_beyond else 1.0)
 
     return min(divisors, key=time)
+
+
+def order_of_queries(
+    problem: KernelProblem, grid: Grid, rows: int, programs: int, head_bytes: int
+) -> int:
+    """Return how many heads a forward computes at a time; see `choose_heads_per_group`.
+
+    grid: with tiles of `rows` queries.
+    """
+    if grid.cu is not None:
+        return choose_packed_heads(grid.heads, head_bytes)
+    return choose_heads_per_group(
+        problem.longest_q,
+        problem.longest_k,
+        problem.longest_offset,
+        rows,
+        grid.all_heads,
+        programs,
+        head_bytes,
+        problem.longest_lowest,
+    )
+
+
+def order_of_keys(
+    problem: KernelProblem, grid: Grid, keys: int, query_heads: int, channels: int
+) -> int:
+    """Return how many heads a backward computes at a time, if each tile has a program of its own.
+
+    grid: with tiles of `keys` keys. query_heads: of a program. channels: of a tile.
+    """
+    if grid.cu is not None:
+        head_bytes = problem.longest_q * query_heads * channels * BYTES_OF_A_QUERY
+        return choose_packed_heads(grid.heads, head_bytes)
+    return choose_backward_heads(
+        problem.longest_q,
+        problem.longest_k,
+        problem.longest_offset,
+        keys,
+        grid.all_heads,
+        query_heads,
+        multiprocessor_count(),
+        lowest=problem.longest_lowest,
+    )
 
 
 class BackwardOrder(NamedTuple):
@@ -127,8 +170,6 @@ def choose_backward_order(
     programs: int,
     channels: int,
     lowest: int | None = None,
-    *,
-    may_be_dealt: bool = True,
 ) -> BackwardOrder:
     """Return the order in which the last program is expected to end first.
 
@@ -139,18 +180,17 @@ def choose_backward_order(
     Args:
         programs: that run at the same time.
         channels: of a tile.
-        may_be_dealt: False if sequences have lengths that are not known here.
         The others: see `operands.choose_backward_heads`, whose order within a group is kept.
     """
     few = choose_backward_heads(n_q, n_k, offset, keys, heads, groups, programs, lowest)
     steps = steps_of_key_tiles(n_q, n_k, offset, keys, groups, lowest)
-    if not may_be_dealt or heads * steps.size <= programs:
+    if heads * steps.size <= programs:
         return BackwardOrder(few, is_dealt=False)
     simulated = min(heads, MANY_WAVES * programs // steps.size + 1)  # more are balanced alike
-    head_bytes = n_q * groups * channels * _BYTES_OF_A_CHANNEL
+    head_bytes = n_q * groups * channels * BYTES_OF_A_QUERY
 
     def time(heads_per_group: int) -> float:
-        is_beyond = heads_per_group > few and heads_per_group * head_bytes > _CACHE
+        is_beyond = heads_per_group > few and heads_per_group * head_bytes > CACHE
         most = _most_steps(steps - _SAVED_STEPS, simulated, programs, heads_per_group)
         return most * _STEP_IF_DEALT[channels] * (_BEYOND_CACHE_BACKWARD if is_beyond else 1.0)
 

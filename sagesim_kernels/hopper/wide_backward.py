@@ -21,7 +21,6 @@ from sagesim_kernels.operands import (
     LAUNCH,
     LOG2_E,
     Gradients,
-    Grid,
     KernelProblem,
     KernelSizes,
     OperandCache,
@@ -108,7 +107,7 @@ def launch_backward(
     tile_d, tile_dv = tile_channels(d), tile_channels(d_v)
     tokens_q = stored_tokens(problem.cu_q, problem.q)
     row_stats = dq.new_empty(heads * tokens_q * 4, dtype=torch.float32)
-    blocks = Grid(-(-problem.longest_q // _BLOCK), heads, problem.sequences)
+    blocks = problem.query_grid(_BLOCK)
     launch(
         row_statistics_kernel,
         blocks.programs,

@@ -36,6 +36,7 @@ from sagesim_kernels.operands import (
     Lengths,
     Softcap,
     length_of,
+    packed_place,
     stored_start_of,
     tile_and_head,
 )
@@ -48,14 +49,15 @@ BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 # in a tuple.
 @gluon.jit(
     do_not_specialize=[
-        "n_q", "n_k", "left", "right", "tiles", "heads", "heads_per_group", "tokens_q", "tokens_k",
+        "n_q", "n_k", "left", "right", "tiles", "heads", "sequences", "heads_per_group",
+        "tokens_q", "tokens_k",
     ]
 )  # fmt: skip
 def hopper_wide(
     own_codes, own_codes_rest, own_numbers, own_numbers_rest, codes, codes_rest, numbers,
     numbers_rest, right_numbers, right_numbers_rest, stats, row_stats, q_scale, k_scale, sink2,
     inverse_cap, cap2, shift, ds_sums, k_mean, out, lse2, mask, n_q, n_k, left, right, tiles, heads,
-    heads_per_group, tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
+    sequences, heads_per_group, tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One program computes the result of one tile of tokens.
 
@@ -96,8 +98,11 @@ def hopper_wide(
     if OWNS_QUERIES:  # Under a causal mask the longest tiles come first.
         index = tiles - 1 - index
     z = split_head // SPLITS
-    b = z // heads
     head = z % heads
+    if sequences is None:
+        b = z // heads
+    else:
+        index, b = packed_place(index, mask.cu_q if OWNS_QUERIES else mask.cu_k, sequences, TILE)
     lengths = Lengths(
         mask.cu_q, mask.cu_k, n_q, n_k, mask.IS_CAUSAL, mask.LOWER_RIGHT, left, right,
         mask.seqused_k, mask.key_mask, None, mask.key_runs,

@@ -13,14 +13,15 @@ from sagesim_kernels.hopper.wide_structures import Config
 from sagesim_kernels.hopper.wide_warps import TILE
 from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
+    BYTES_OF_A_QUERY,
     LAUNCH,
-    Grid,
     KernelProblem,
     Operand,
     Rows,
     Softcap,
     Strided,
     choose_backward_heads,
+    choose_packed_heads,
     stored_tokens,
 )
 from sagesim_kernels.target import multiprocessor_count
@@ -76,17 +77,22 @@ def launch_wide(
     if config.owns_queries:  # as seen from the last token
         offset = None if offset is None else offset + n_q - n_k
         lowest = None if lowest is None else lowest + n_q - n_k
-    tiles = Grid(-(-owned // TILE.value), out.shape[1], problem.sequences)
-    heads_per_group = choose_backward_heads(
-        others,
-        owned,
-        offset,
-        TILE.value,
-        tiles.heads * tiles.sequences,
-        1 if config.owns_queries else config.groups,
-        multiprocessor_count(),
-        lowest=lowest,
-    )
+    tiles = problem.token_grid(not config.owns_queries, TILE.value, out.shape[1])
+    query_heads = 1 if config.owns_queries else config.groups
+    if tiles.cu is not None:
+        channels = query_heads * (config.tile_d + config.tile_dv) // 2
+        heads_per_group = choose_packed_heads(tiles.heads, others * channels * BYTES_OF_A_QUERY)
+    else:
+        heads_per_group = choose_backward_heads(
+            others,
+            owned,
+            offset,
+            TILE.value,
+            tiles.all_heads,
+            query_heads,
+            multiprocessor_count(),
+            lowest=lowest,
+        )
     launch(
         hopper_wide,
         tiles.programs,
@@ -115,6 +121,7 @@ def launch_wide(
         lengths.right,
         tiles.tiles,
         heads,
+        tiles.packed_sequences,
         heads_per_group,
         stored_tokens(problem.cu_q, problem.q),
         k_scale.shape[1] * BLOCK.value,

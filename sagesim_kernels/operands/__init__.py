@@ -34,6 +34,15 @@ from sagesim_kernels.operands.formats import (
     nearest_code,
     stored_codes,
 )
+from sagesim_kernels.operands.grid import (
+    Grid,
+    coordinates_of,
+    packed_place,
+    program_coordinates,
+    programs_of,
+    reversed_coordinates,
+    tile_and_head,
+)
 from sagesim_kernels.operands.kernel_problem import (
     NO_EXTRAS,
     Extras,
@@ -53,19 +62,14 @@ from sagesim_kernels.operands.key_bounds import (
     squares_of,
 )
 from sagesim_kernels.operands.layout import (
-    Grid,
     HeadIndex,
     Lengths,
     Rows,
     Strided,
     channels_of_part,
-    coordinates_of,
     head_ptr,
     length_of,
     part_count,
-    program_coordinates,
-    programs_of,
-    reversed_coordinates,
     row_base,
     row_stride,
     scattered_ptrs,
@@ -131,15 +135,16 @@ from sagesim_kernels.operands.operand import (
     tokens_by_tokens,
 )
 from sagesim_kernels.operands.program_order import (
+    BYTES_OF_A_KEY,
+    BYTES_OF_A_QUERY,
+    CACHE,
     MANY_WAVES,
     OVERHEAD,
-    OrderedGrid,
     choose_backward_heads,
     choose_forward_heads,
-    ordered_coordinates,
+    choose_packed_heads,
     steps_of_key_tiles,
     steps_of_query_tiles,
-    tile_and_head,
 )
 from sagesim_kernels.operands.quantization import (
     TokenTensor,
@@ -186,6 +191,9 @@ from sagesim_kernels.operands.splits import Splits, query_heads_per_program
 
 __all__ = [
     "BLOCKS_AT_ONCE",
+    "BYTES_OF_A_KEY",
+    "BYTES_OF_A_QUERY",
+    "CACHE",
     "CODE_UNIT",
     "DTYPES",
     "E4M3",
@@ -215,7 +223,6 @@ __all__ = [
     "Means",
     "Operand",
     "OperandCache",
-    "OrderedGrid",
     "Packing",
     "Rounding",
     "RowScales",
@@ -242,6 +249,7 @@ __all__ = [
     "channels_of_part",
     "choose_backward_heads",
     "choose_forward_heads",
+    "choose_packed_heads",
     "clear_sums",
     "code_max",
     "code_product",
@@ -302,7 +310,7 @@ __all__ = [
     "nearest_code",
     "next_level",
     "norms_of_squares",
-    "ordered_coordinates",
+    "packed_place",
     "padded",
     "part_count",
     "part_of",

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from sagesim.spec import Precision
 from sagesim_kernels.launching import launch, wait_for_earlier_kernels
+from sagesim_kernels.operands.grid import program_coordinates
 from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import (
     ALIGNMENT,
-    Grid,
     Strided,
     TokenBlocks,
     length_of,
-    program_coordinates,
     store_tokens,
     stored_start_of,
     stored_tokens,
@@ -66,12 +65,12 @@ def cast(
     x, block = source.x, source.block
     if source.mean is not None or stored:
         heads, d = x.shape[1], x.shape[3]
-        shape, tokens = x.shape, source.longest
+        shape, together = x.shape, 1
         if stored:
             shape = (1, heads, stored_tokens(source.cu, x), d)
-            tokens = -(-source.longest // ALIGNMENT.value) * ALIGNMENT.value
+            together = max(ALIGNMENT.value // block, 1)
         copy = torch.empty(shape, dtype=dtype, device=x.device)
-        grid = Grid(-(-tokens // block), heads, problem.sequences)
+        grid = problem.token_grid(source.is_key, block, heads, together=together)
         launch(
             cast_kernel,
             grid.programs,

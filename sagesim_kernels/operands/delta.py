@@ -9,16 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim_kernels.launching import launch, wait_for_earlier_kernels
+from sagesim_kernels.operands.grid import program_coordinates
 from sagesim_kernels.operands.kernel_problem import KernelProblem, padded
-from sagesim_kernels.operands.layout import (
-    Grid,
-    Rows,
-    Strided,
-    length_of,
-    program_coordinates,
-    row_base,
-    token_ptrs,
-)
+from sagesim_kernels.operands.layout import Rows, Strided, length_of, row_base, token_ptrs
 from sagesim_kernels.operands.masking import live_queries
 from sagesim_kernels.operands.results import RowStatistics
 from sagesim_kernels.operands.rounding import LAUNCH, row_sums
@@ -98,7 +91,7 @@ def compute_delta_from_o(
 ) -> None:
     """Fill statistics.delta with rowsum(dO o O), less the gradient of the logsumexp."""
     d_v = problem.v.shape[3]
-    grid = Grid(-(-problem.longest_q // _TILE), problem.q.shape[1], problem.sequences)
+    grid = problem.query_grid(_TILE)
     launch(
         delta_kernel,
         grid.programs,

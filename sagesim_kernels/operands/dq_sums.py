@@ -19,14 +19,13 @@ from torch import Tensor
 from sagesim_kernels.interpreter import IS_INTERPRETED
 from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands.delta import load_rows
+from sagesim_kernels.operands.grid import reversed_coordinates
 from sagesim_kernels.operands.kernel_problem import KernelProblem, KernelSizes
 from sagesim_kernels.operands.layout import (
     ALIGNMENT,
-    Grid,
     Rows,
     Strided,
     length_of,
-    reversed_coordinates,
     store_tokens,
     stored_start_of,
     stored_tokens,
@@ -272,7 +271,7 @@ def finish_dq(
     block = min(problem.spec.block_q, ALIGNMENT.value)
     if dq_sums.ORDER.value == BY_TMA.value:
         block = _TMA_BLOCK
-    grid = Grid(-(-problem.longest_q // block), problem.q.shape[1], problem.sequences)
+    grid = problem.query_grid(block)
     launch(
         finish_dq_kernel,
         grid.programs,

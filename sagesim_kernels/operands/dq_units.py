@@ -15,6 +15,7 @@ from sagesim.spec import AttentionSpec, Granularity, RoundingMode
 from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands.delta import load_rows
 from sagesim_kernels.operands.dq_sums import DqSums, start_sums
+from sagesim_kernels.operands.grid import program_coordinates
 from sagesim_kernels.operands.kernel_problem import KernelProblem, KernelSizes
 from sagesim_kernels.operands.key_bounds import (
     BLOCKS_AT_ONCE,
@@ -23,14 +24,7 @@ from sagesim_kernels.operands.key_bounds import (
     compute_key_bounds,
     token_norms,
 )
-from sagesim_kernels.operands.layout import (
-    ALIGNMENT,
-    Grid,
-    Rows,
-    length_of,
-    program_coordinates,
-    stored_start_of,
-)
+from sagesim_kernels.operands.layout import ALIGNMENT, Rows, length_of, stored_start_of
 from sagesim_kernels.operands.masking import keys_of, live_queries
 from sagesim_kernels.operands.means import Means
 from sagesim_kernels.operands.operand import Operand, head_pointers
@@ -244,7 +238,7 @@ def compute_units(
     """
     block = min(problem.spec.block_q, ALIGNMENT.value)  # no scale of dS is that of a longer tile
     bounds = compute_key_bounds(problem, operands, k_mean=k_mean)
-    grid = Grid(-(-problem.longest_q // block), problem.q.shape[1], problem.sequences)
+    grid = problem.query_grid(block)
     launch(
         units_kernel,
         grid.programs,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sagesim.problem import NO_WINDOW, check_scale
 from sagesim.spec import AttentionSpec
+from sagesim_kernels.operands.grid import Grid, Sequences
 from sagesim_kernels.operands.key_padding import LiveKeys, find_live_keys
 from sagesim_kernels.operands.layout import Lengths
 
@@ -146,6 +147,22 @@ class KernelProblem:
             self.extras.seqused_k,
             *(self.live_keys or (None, None, None)),
         )
+
+    def query_grid(self, rows: int, *, together: int = 1) -> Grid:
+        """Return a launch with tiles of `rows` queries of each head of Q; see `Grid.of_tokens`."""
+        return self.token_grid(False, rows, self.q.shape[1], together=together)
+
+    def key_grid(self, rows: int, heads: int | None = None) -> Grid:
+        """Return a launch with tiles of `rows` keys. heads: those of K by default."""
+        return self.token_grid(True, rows, heads or self.k.shape[1])
+
+    def token_grid(self, is_key: bool, rows: int, heads: int, *, together: int = 1) -> Grid:
+        """Return a launch with tiles of `rows` keys or queries; see `Grid.of_tokens`."""
+        x, cu, longest = (
+            (self.k, self.cu_k, self.longest_k) if is_key else (self.q, self.cu_q, self.longest_q)
+        )
+        lengths = Sequences(cu, self.sequences, longest, x.shape[2])
+        return Grid.of_tokens(lengths, rows, heads, together=together)
 
     @property
     def longest_offset(self) -> int | None:

@@ -18,14 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim_kernels.launching import launch, wait_for_earlier_kernels
+from sagesim_kernels.operands.grid import program_coordinates
 from sagesim_kernels.operands.kernel_problem import KernelProblem, KernelSizes
-from sagesim_kernels.operands.layout import (
-    Grid,
-    length_of,
-    program_coordinates,
-    stored_start_of,
-    stored_tokens,
-)
+from sagesim_kernels.operands.layout import length_of, stored_start_of, stored_tokens
 from sagesim_kernels.operands.masking import (
     attends_in,
     causal_offset,
@@ -253,7 +248,7 @@ def compute_key_bounds(
     """
     block = problem.spec.block_k
     bounds = KeyBounds.empty(problem, tile or block)
-    grid = Grid(-(-problem.longest_k // block), problem.k.shape[1], problem.sequences)
+    grid = problem.key_grid(block)
     launch(
         key_bounds_kernel,
         grid.programs,

@@ -17,9 +17,6 @@ from torch import Tensor
 ALIGNMENT = tl.constexpr(128)
 """Tokens. A multiple of every block size of a spec and of every tile that is loaded by TMA."""
 
-_MOST_PROGRAMS: Final = 2**31 - 1
-"""Of a launch on one axis."""
-
 _PART: Final = 16
 """The fewest channels of a part of tokens; see `part_columns`."""
 
@@ -79,32 +76,6 @@ class Lengths(NamedTuple):
     #: padding, and the end of the last ones; n_k, n_k and 0 if all are padding
 
 
-class Grid(NamedTuple):
-    """A launch of one program for each tile, head and sequence.
-
-    All programs are on the first axis, because the other axes have at most 65,535.
-    """
-
-    tiles: int
-    heads: int
-    sequences: int
-
-    @property
-    def programs(self) -> tuple[int]:
-        """The programs of the launch.
-
-        Raises:
-            ValueError: if there are more than CUDA allows.
-        """
-        count = self.tiles * self.heads * self.sequences
-        if count > _MOST_PROGRAMS:
-            raise ValueError(
-                f"{self.sequences} sequences of {self.heads} heads, each of up to {self.tiles} "
-                f"tiles of tokens, take {count} programs, and a launch has at most {_MOST_PROGRAMS}"
-            )
-        return (count,)
-
-
 class HeadIndex(NamedTuple):
     """Indices of a sequence, a query head, and the head of K and V that the query head uses."""
 
@@ -152,45 +123,6 @@ def part_columns(blocks, i: tl.constexpr):
     """
     bounds: tl.constexpr = channels_of_part(blocks.D, blocks.D_PAD, i)
     return bounds[0] + tl.arange(0, bounds[1])
-
-
-@triton.jit
-def programs_of(grid):
-    """Return the number of programs of a `Grid`."""
-    return grid.tiles * grid.heads * grid.sequences
-
-
-@triton.jit
-def coordinates_of(program, grid):
-    """Return the tile, head and sequence of a program of a `Grid`.
-
-    The tiles of a head have consecutive programs.
-    """
-    rest = program // grid.tiles
-    return program % grid.tiles, rest % grid.heads, rest // grid.heads
-
-
-@triton.jit
-def program_coordinates(grid, LAST_FIRST: tl.constexpr = False):
-    """Return the tile, head and sequence of this program; see `coordinates_of`.
-
-    With LAST_FIRST the tiles of a head run from the last to the first: under a causal mask the last
-    tile of queries attends to the most keys.
-    """
-    tile, h, b = coordinates_of(tl.program_id(0), grid)
-    if LAST_FIRST:
-        tile = grid.tiles - 1 - tile
-    return tile, h, b
-
-
-@triton.jit
-def reversed_coordinates(grid):
-    """Return the tile, head and sequence of this program; the first program has the last ones.
-
-    Of tensors that the kernel before went through from the first tile to the last, the cache still
-    holds the last tiles.
-    """
-    return coordinates_of(programs_of(grid) - 1 - tl.program_id(0), grid)
 
 
 @triton.jit

@@ -11,15 +11,9 @@ from torch import Tensor
 
 from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands.delta import store_rows
+from sagesim_kernels.operands.grid import program_coordinates
 from sagesim_kernels.operands.kernel_problem import KernelProblem
-from sagesim_kernels.operands.layout import (
-    Grid,
-    Rows,
-    Strided,
-    length_of,
-    program_coordinates,
-    token_ptrs,
-)
+from sagesim_kernels.operands.layout import Rows, Strided, length_of, token_ptrs
 from sagesim_kernels.operands.masking import is_live_query
 from sagesim_kernels.operands.means import Means, load_mean
 from sagesim_kernels.operands.rounding import LAUNCH, row_sums
@@ -66,7 +60,7 @@ def compute_logit_shift(problem: KernelProblem, k_mean: Tensor | None) -> Tensor
         return None
     d = problem.q.shape[3]
     shift = torch.empty(problem.q.shape[:3], dtype=torch.float32, device=problem.q.device)
-    grid = Grid(-(-problem.longest_q // _TILE), problem.q.shape[1], problem.sequences)
+    grid = problem.query_grid(_TILE)
     launch(
         logit_shift_kernel,
         grid.programs,

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands.delta import load_rows, store_rows
+from sagesim_kernels.operands.grid import program_coordinates
 from sagesim_kernels.operands.kernel_problem import KernelProblem
-from sagesim_kernels.operands.layout import Grid, Rows, length_of, program_coordinates
+from sagesim_kernels.operands.layout import Rows, length_of
 from sagesim_kernels.operands.logit_shift import compute_logit_shift
 from sagesim_kernels.operands.results import ForwardResult
 from sagesim_kernels.operands.rounding import LAUNCH, LN_2
@@ -62,7 +63,7 @@ def natural_lse(problem: KernelProblem, result: ForwardResult) -> Tensor:
     shift = None
     if problem.extras.softcap is None:
         shift = compute_logit_shift(problem, result.k_mean)
-    grid = Grid(-(-problem.longest_q // _TILE), problem.q.shape[1], problem.sequences)
+    grid = problem.query_grid(_TILE)
     launch(
         natural_lse_kernel,
         grid.programs,

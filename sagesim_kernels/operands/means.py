@@ -13,16 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim_kernels.launching import launch, wait_for_earlier_kernels
+from sagesim_kernels.operands.grid import Grid, program_coordinates
 from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import (
     ALIGNMENT,
-    Grid,
     Lengths,
     Strided,
     TokenBlocks,
     part_columns,
     part_count,
-    program_coordinates,
     stored_start_of,
     stored_tokens,
     token_ptrs,
@@ -301,11 +300,12 @@ def _compute_means(
     heads, d = x.shape[1], x.shape[3]
     d_pad = triton.next_power_of_2(d)
     lengths: Lengths = problem.lengths
-    stored_chunks = stored_tokens(lengths.cu_k if is_key else lengths.cu_q, x) // chunk
+    cu = lengths.cu_k if is_key else lengths.cu_q
+    stored_chunks = stored_tokens(cu, x) // chunk
     sums = torch.empty((heads, stored_chunks, d), dtype=torch.float64, device=x.device)
     out = torch.empty((problem.sequences, heads, means, d), dtype=torch.float32, device=x.device)
     blocks = TokenBlocks.of(is_key, d, d_pad, chunk)
-    grid = Grid(chunks, heads, problem.sequences)
+    grid = problem.token_grid(is_key, chunk, heads)
     launch(
         sum_chunks_kernel,
         grid.programs,

@@ -5,6 +5,9 @@ follow each other, the last head's longest tile ends long after all others. So t
 the tiles of a group of heads at a time, the longest first. With fewer heads in a group more of
 their tokens stay in the cache; with more heads the multiprocessors are busy to the end. The host
 simulates which number is enough.
+
+The host does not know the lengths of packed sequences. Their tiles are not sorted, and as many
+heads are computed at a time as fit in the cache.
 """
 
 from __future__ import annotations
@@ -12,11 +15,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
-import triton
-import triton.language as tl
 from numpy.typing import NDArray
 
 BLOCK: Final = 64
@@ -32,47 +33,17 @@ _SHARING: Final = 4
 """Programs of one head that should run at the same time: each token that one of them loads, and
 each sum of dQ, is in the cache for the others."""
 
+CACHE: Final = 2**25
+"""Bytes of tokens that stay in the L2 cache beside all other data. An H200's cache has 50 MB."""
+
+BYTES_OF_A_KEY: Final = 1 + 2
+"""For each channel, in a forward: codes of K, and V."""
+
+BYTES_OF_A_QUERY: Final = 1 + 2 + 2 + 4
+"""For each channel, in a backward: codes of Q, Q, dO and sums of dQ."""
+
 _NEARLY_BALANCED: Final = 1.01
 """Fewer heads in a group pay for an imbalance up to this factor."""
-
-
-class OrderedGrid(NamedTuple):
-    """A launch of one program for each tile, head and sequence, in the order of this module."""
-
-    tiles: int
-    heads: int
-    sequences: int
-    heads_per_group: int  #: of all sequences; the last group may have fewer
-
-    @property
-    def programs(self) -> tuple[int]:
-        return (self.tiles * self.heads * self.sequences,)
-
-
-@triton.jit
-def tile_and_head(program, tiles, all_heads, heads_per_group):
-    """Return the tile of a program, and its head among those of all sequences.
-
-    Programs of a group of heads follow each other, first with the first tile of each head.
-    """
-    first_head = program // (tiles * heads_per_group) * heads_per_group
-    program -= first_head * tiles
-    group_heads = tl.minimum(heads_per_group, all_heads - first_head)
-    return program // group_heads, first_head + program % group_heads
-
-
-@triton.jit
-def ordered_coordinates(grid, LAST_FIRST: tl.constexpr = False):
-    """Return the tile, head and sequence of this program of an `OrderedGrid`.
-
-    With LAST_FIRST the tiles of a head run from the last to the first: under a causal mask the last
-    tile of queries attends to the most keys.
-    """
-    heads = grid.heads * grid.sequences
-    tile, head = tile_and_head(tl.program_id(0), grid.tiles, heads, grid.heads_per_group)
-    if LAST_FIRST:
-        tile = grid.tiles - 1 - tile
-    return tile, head % grid.heads, head // grid.heads
 
 
 def steps_of_query_tiles(
@@ -170,6 +141,15 @@ def choose_backward_heads(
         return steps_of_key_tiles(n_q, n_k, offset, keys, groups, lowest)
 
     return _fewest(-(-n_k // keys), heads, programs, steps)
+
+
+def choose_packed_heads(heads: int, head_bytes: int) -> int:
+    """Return of how many heads the tiles of packed sequences are computed at a time, a divisor.
+
+    head_bytes: of the tokens that the longest sequence of a head loads again and again.
+    """
+    divisors = (n for n in range(1, heads + 1) if heads % n == 0)
+    return max((n for n in divisors if n * head_bytes <= CACHE), default=1)
 
 
 def _fewest(tiles: int, heads: int, programs: int, steps: Callable[[], NDArray[np.int64]]) -> int:

@@ -17,17 +17,15 @@ from torch import Tensor
 from sagesim.spec import Granularity, Precision
 from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands.formats import code_max, format_of, memory_dtype, stored_codes
+from sagesim_kernels.operands.grid import Grid, coordinates_of, programs_of
 from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import (
     ALIGNMENT,
-    Grid,
     Strided,
     TokenBlocks,
-    coordinates_of,
     length_of,
     part_columns,
     part_count,
-    programs_of,
     stored_rest_of,
     stored_start_of,
     stored_tokens,
@@ -331,7 +329,7 @@ def _task(problem: KernelProblem, wanted: Sequence[tuple[Wanted, Operand]], chan
     ]
     (out, rounding), (other, other_rounding) = pairs if len(pairs) > 1 else (*pairs, (None, None))
     return Task(
-        Grid(-(-source.longest // source.block), heads, problem.sequences),
+        problem.token_grid(source.is_key, source.block, heads),
         Strided.of(source.x),
         source.mean,
         TokenBlocks.of(source.is_key, d, d_pad, source.block),

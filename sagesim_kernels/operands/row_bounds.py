@@ -23,15 +23,14 @@ from sagesim_kernels.operands.formats import (
     nearest_number,
     top_code,
 )
+from sagesim_kernels.operands.grid import program_coordinates
 from sagesim_kernels.operands.kernel_problem import KernelProblem, KernelSizes
 from sagesim_kernels.operands.layout import (
     ALIGNMENT,
-    Grid,
     Rows,
     Strided,
     TokenBlocks,
     length_of,
-    program_coordinates,
     stored_start_of,
 )
 from sagesim_kernels.operands.masking import (
@@ -312,12 +311,12 @@ def fold(
     bound: of the rows of P or dS.
     """
     d = source.x.shape[3]
-    heads, device = problem.q.shape[1], problem.q.device
+    device = problem.q.device
     out = memory_of_codes(source, matmul.precision, matmul.rhs, contract_tokens=True)
     rows = FoldedRows(
         *(torch.empty(problem.q.shape[:3], dtype=torch.float32, device=device) for _ in range(2))
     )
-    grid = Grid(-(-source.longest // source.block), heads, problem.sequences)
+    grid = problem.query_grid(source.block)
     launch(
         fold_kernel,
         grid.programs,
@@ -349,17 +348,17 @@ def compute_ds_bounds(
 
     do, v: of dp. p_bound: of the rows of P. precision: None for no scales.
     """
-    device, heads, kv_heads = problem.q.device, problem.q.shape[1], problem.k.shape[1]
-    of_v = torch.zeros((problem.sequences, kv_heads), dtype=torch.int32, device=device)
+    device = problem.q.device
+    of_v = torch.zeros((problem.sequences, problem.k.shape[1]), dtype=torch.int32, device=device)
     sizes = KernelSizes.of(problem, _TILE)
-    grid = Grid(-(-problem.longest_k // _TILE), kv_heads, problem.sequences)
+    grid = problem.key_grid(_TILE)
     launch(v_norms_kernel, grid.programs, grid, v, of_v, problem.lengths, sizes, **LAUNCH)
     count = 1 if precision is None else 3
     bound, *scales = (
         torch.empty(problem.q.shape[:3], dtype=torch.float32, device=device) for _ in range(count)
     )
     rows = FoldedRows(*scales) if scales else None
-    grid = Grid(-(-problem.longest_q // _TILE), heads, problem.sequences)
+    grid = problem.query_grid(_TILE)
     launch(
         ds_bounds_kernel,
         grid.programs,

@@ -13,15 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim_kernels.launching import launch, wait_for_earlier_kernels
+from sagesim_kernels.operands.grid import program_coordinates
 from sagesim_kernels.operands.kernel_problem import KernelProblem, padded
-from sagesim_kernels.operands.layout import (
-    Grid,
-    Strided,
-    length_of,
-    program_coordinates,
-    store_tokens,
-    token_ptrs,
-)
+from sagesim_kernels.operands.layout import Strided, length_of, store_tokens, token_ptrs
 from sagesim_kernels.operands.rounding import LAUNCH
 
 _BLOCK = tl.constexpr(64)
@@ -99,8 +93,7 @@ class Splits(NamedTuple):
         """
         if self.programs == 1:
             return
-        heads, d = grad.shape[1], grad.shape[3]
-        grid = Grid(-(-problem.longest_k // _BLOCK.value), heads, problem.sequences)
+        grid = problem.key_grid(_BLOCK.value)
         launch(
             add_splits_kernel,
             grid.programs,
@@ -110,7 +103,7 @@ class Splits(NamedTuple):
             problem.lengths,
             scale,
             self.programs,
-            d,
-            padded(d),
+            grad.shape[3],
+            padded(grad.shape[3]),
             **LAUNCH,
         )

@@ -22,7 +22,6 @@ from sagesim_kernels.operands import (
     LOG2_E,
     DqSums,
     Gradients,
-    Grid,
     KernelProblem,
     KernelSizes,
     OperandCache,
@@ -102,7 +101,7 @@ class _Launches:
     ) -> None:
         """Launch the kernel of the gradients that are not None, and of dQ if with_dq."""
         problem = self.problem
-        grid = Grid(-(-problem.longest_k // tile.rows), problem.k.shape[1], problem.sequences)
+        grid = problem.key_grid(tile.rows)
         launch(
             gradients_kernel,
             grid.programs,

@@ -14,7 +14,6 @@ from sagesim_kernels.operands import (
     FAILED,
     LOG2_127,
     LOG2_E,
-    Grid,
     HeadIndex,
     KernelProblem,
     KernelSizes,
@@ -297,7 +296,7 @@ def launch_forward(
     options = _Options.of(problem, operands, o, lse2, shift, sink2)
 
     def run(tile: Tile) -> None:
-        grid = Grid(-(-problem.longest_q // tile.rows), problem.q.shape[1], problem.sequences)
+        grid = problem.query_grid(tile.rows)
         launch(
             forward_kernel,
             grid.programs,
@@ -327,7 +326,7 @@ def compute_failed_rows(
     options = _Options.of(problem, operands, o, lse2, None, sink2)
 
     def run(tile: Tile) -> None:
-        grid = Grid(-(-problem.longest_q // _ROWS.value), problem.q.shape[1], problem.sequences)
+        grid = problem.query_grid(_ROWS.value)
         launch(
             failed_rows_kernel,
             grid.programs,

@@ -9,7 +9,6 @@ from sagesim.spec import Delta
 from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     LOG2_E,
-    Grid,
     HeadIndex,
     KernelProblem,
     KernelSizes,
@@ -158,7 +157,7 @@ def launch_p_rows(
     spec, d = problem.spec, problem.q.shape[3]
 
     def run(tile: Tile) -> None:
-        grid = Grid(-(-problem.longest_q // tile.rows), problem.q.shape[1], problem.sequences)
+        grid = problem.query_grid(tile.rows)
         launch(
             p_rows_kernel,
             grid.programs,

@@ -72,7 +72,7 @@ def prepare_forward(problem: KernelProblem, *others: str, stored: bool) -> Opera
     warps = min(max(elements // _ELEMENTS_OF_A_WARP, 4), _WARPS[many])
     q_tile = _tile(q, _QUERIES, warps)
     k_tile = _tile(k, spec.block_k, warps)
-    q_grid = Grid(-(-problem.longest_q // (q_tile.BLOCKS * _QUERIES)), q.x.shape[1], sequences)
+    q_grid = problem.query_grid(q_tile.BLOCKS * _QUERIES)
     k_grid = Grid(1, heads, sequences)
     launch(
         prepare_forward_kernel,

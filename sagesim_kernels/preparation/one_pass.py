@@ -23,7 +23,6 @@ from sagesim_kernels.operands import (
     LAUNCH,
     LOG2_E,
     DqSums,
-    Grid,
     Growths,
     KernelProblem,
     KernelSizes,
@@ -77,7 +76,7 @@ def prepare_backward_in_one_pass(
     block_q, block_k = spec.block_q, spec.block_k
     bounds = KeyBounds.empty(problem, tile)
     k_tile, v_tile, warps = _tiles(block_k, d, d_v, _KEY_ELEMENTS)
-    grid = Grid(-(-problem.longest_k // block_k), k.x.shape[1], problem.sequences)
+    grid = problem.key_grid(block_k)
     launch(
         prepare_keys_kernel,
         grid.programs,
@@ -96,12 +95,9 @@ def prepare_backward_in_one_pass(
         num_warps=warps,
         **LAUNCH,
     )
-    # Of packed sequences most are shorter than the longest. Programs without a query then take less
-    # time if there are fewer of them.
-    tokens = q8.TOKENS.value if lengths.cu_q is None else block_q
-    q_tile, o_tile, warps = _tiles(tokens, d, d_v, _QUERY_ELEMENTS)
-    tiles = -(-problem.longest_q // block_q) * (block_q // q_tile.TOKENS)
-    grid = Grid(tiles, q.x.shape[1], problem.sequences)
+    q_tile, o_tile, warps = _tiles(q8.TOKENS.value, d, d_v, _QUERY_ELEMENTS)
+    tokens = q_tile.TOKENS
+    grid = problem.query_grid(tokens, together=block_q // tokens)
     launch(
         prepare_queries_kernel,
         grid.programs,

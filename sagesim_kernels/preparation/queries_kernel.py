@@ -1,7 +1,8 @@
 """What a backward needs of queries, in one pass over Q, O and dO.
 
 A warp holds whole tokens of all three tensors, and waits for another warp only if they share a
-scale. All loads of tokens begin before the first of their results is used.
+scale. All loads of tokens begin before the first of their results is used, and before the kernel of
+the keys has ended: that kernel does not write these tokens.
 """
 
 # Pyright takes the annotations of Gluon's functions literally:
@@ -101,13 +102,10 @@ def prepare_queries_kernel(
     `Rows`. row_stats, deltas: see `start_rows`. dq_sums: `DqSums`. growths: `Growths`. TYPE: the
     16-bit type of dp. Q_TILE, O_TILE: `Tile` of the first part of Q, and of O and dO.
     """
-    wait_for_earlier_kernels()
     part, h, b = reversed_coordinates(grid)
     n_q = length_of(lengths.cu_q, lengths.n_q, b)
     first = part * Q_TILE.TOKENS
     block = first // sizes.BLOCK_Q * sizes.BLOCK_Q
-    if block >= n_q:
-        return
     local = tokens_of(Q_TILE)
     row = first + local
     live = is_live_query(lengths, b, row)
@@ -115,6 +113,9 @@ def prepare_queries_kernel(
     o_tiles = load_tiles(o, lengths.cu_q, first, h, b, live, sizes.DV, O_TILE)
     q_tiles = load_tiles(q, lengths.cu_q, first, h, b, live, sizes.D, Q_TILE)
     row_lse2 = load_rows(lse2, lengths.cu_q, b, h, row, n_q, float("inf"))
+    wait_for_earlier_kernels()
+    if block >= n_q:
+        return
     attended = _bounds_of(bounds, lengths, b, h // sizes.GROUPS, block, first, sizes, Q_TILE)
 
     row_delta = gl.zeros(local.shape, gl.float64, gl.SliceLayout(2, Q_TILE.LAYOUT))

@@ -16,7 +16,6 @@ from sagesim_kernels.operands import (
     LAUNCH,
     LOG2_E,
     DqSums,
-    Grid,
     Growths,
     KernelProblem,
     KernelSizes,
@@ -203,7 +202,7 @@ def compute_query_rows(
     q, k = operands["q"], operands["k"]
     block = problem.spec.block_q
     bounds = compute_key_bounds(problem, operands, tile=tile)
-    grid = Grid(-(-problem.longest_q // block), problem.q.shape[1], problem.sequences)
+    grid = problem.query_grid(block)
     launch(
         start_rows_kernel,
         grid.programs,

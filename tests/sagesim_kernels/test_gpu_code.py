@@ -216,7 +216,7 @@ def test_int8_products_are_int8_instructions(
     has_dependent_launch = capability >= 90
     for kernel in kernels:
         assert kernel.waits == has_dependent_launch, kernel.name
-        assert not (kernel.waits and kernel.accesses_before_wait), kernel.name
+        assert not kernel.reads_too_early, (kernel.name, kernel.accesses_before_wait)
     by_pass = {90: IN_CODES, 100: PORTABLE, 103: PORTABLE}.get(capability, AMPERE)
     assert_as_declared(kernels, FACTORED, by_pass=by_pass)
     for kernel in products(kernels).values():
@@ -685,7 +685,7 @@ def test_masks_sinks_and_softcaps_compile_for_hopper(
     """Its own kernels serve them, with the same care for waits, descriptors and barriers. Without a
     softcap, P has a fixed reference, and a portable kernel computes rows that it does not fit."""
     kernels = compiler.compile("factored_qk", 90, head_size=head_size, extras=extras)
-    assert all(kernel.waits and not kernel.accesses_before_wait for kernel in kernels)
+    assert all(kernel.waits and not kernel.reads_too_early for kernel in kernels)
     own = {"hopper_forward", "hopper_backward"} if head_size <= 128 else {"hopper_wide"}
     assert set(products(kernels)) == own
     portable = {x.name for x in kernels if x.package == "sagesim_kernels.portable"}

@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sagesim import SAGEBWD, AttentionSpec
 from sagesim_kernels import attention, attention_varlen
+from sagesim_kernels.operands import Grid
+from sagesim_kernels.operands.grid import Sequences
 from tests.support.assertions import assert_bitwise
 from tests.support.combinations import crossed
 from tests.support.kernels import DEVICE, FEW, HERE, Results, assert_same
@@ -88,6 +90,33 @@ def test_is_a_loop_over_sequences(name, mask):
 def test_sequences_of_whole_blocks_do_not_overlap(name, lengths):
     packed_case, spec = PackedCase(lengths, lengths), BLOCKS[name]
     assert_same(packed_case.together(spec), packed_case.one_by_one(spec))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mask"), crossed([*BLOCKS], [*MASKS]))
+def test_tiles_of_unequal_sequences_follow_each_other(name, mask):
+    """Lengths are so unequal that a launch has as many programs as there are tiles."""
+    packed_case, spec = PackedCase((5, 0, 300, 3), (12, 4, 140, 9)), BLOCKS[name]
+    lengths = Sequences(packed_case.cu[0], 4, 300, 308)
+    assert Grid.of_tokens(lengths, 256, 2).cu is packed_case.cu[0]
+    assert_same(
+        packed_case.together(spec, **MASKS[mask]), packed_case.one_by_one(spec, **MASKS[mask])
+    )
+
+
+def test_the_gradient_of_o_is_not_copied():
+    """Autograd copies a gradient to zeros behind an index, such as o[0]."""
+    packed_case = PackedCase()
+    leaves = [x.detach().requires_grad_() for x in (packed_case.q, packed_case.k, packed_case.v)]
+    o, lse = attention_varlen(
+        *leaves, *packed_case.cu, 40, 33, spec=BLOCKS["sagebwd"], enable_gqa=True, return_lse=True
+    )
+    for result in (o, lse):
+        names, node = [], result.grad_fn
+        while node is not None and node.next_functions:
+            names.append(node.name())
+            node = node.next_functions[0][0]
+        assert names and not any(name.startswith("Select") for name in names)
 
 
 @pytest.mark.parametrize(("q", "k"), [((), ()), ((0, 0), (0, 0)), ((0,), (3,)), ((3,), (0,))])

@@ -24,6 +24,15 @@ OLDEST = ROOT / ".venv" / ".triton-oldest"
 TOKENS = 256
 """More than the largest tile, and a multiple of 16, for which Triton specializes kernels."""
 
+LATE_WAITS = {
+    "prepare_queries_kernel": ("ld.global",),  # Q, O, dO and lengths
+    "hopper_backward": ("ld.global",),  # lengths
+    "hopper_forward": (),
+    "hopper_forward_codes": (),
+}
+"""Kernels that do not wait for earlier ones first -> their accesses to global memory before that.
+They read what the kernel before them does not write."""
+
 _SHAPE = re.compile(r"\.m(\d+)n(\d+)k(\d+)\.")
 _FORMATS = {
     ".s8.s8": "i8",
@@ -73,6 +82,12 @@ class Kernel:
     def formats(self) -> set[str]:
         """Operand formats of the instructions."""
         return {_format(opcode) for opcode in self.opcodes}
+
+    @property
+    def reads_too_early(self) -> bool:
+        """Whether it waits for earlier kernels after accesses that `LATE_WAITS` does not allow."""
+        allowed = LATE_WAITS.get(self.name, ())
+        return self.waits and not all(x.startswith(allowed) for x in self.accesses_before_wait)
 
     @property
     def spilling(self) -> float:

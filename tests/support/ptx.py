@@ -534,8 +534,10 @@ class Blocks:
             raise NotImplementedError(opcode[1])
         wide = _SIGNED if opcode[-1][0] == "s" else _UNSIGNED
         if opcode[1] == "hi":
-            a, b = (self.read(x, dtype).astype(wide[64]) for x in operands[1:3])
-            high = (a * b >> wide[64](_bits(dtype))).astype(dtype)
+            # The product of numbers of 64 bit is exact in integers of Python.
+            exact = object if _bits(dtype) == 64 else wide[64]
+            a, b = (self.read(x, dtype).astype(exact) for x in operands[1:3])
+            high = (a * b >> _bits(dtype)).astype(dtype)
             self.write(operands[0], high + self.read(operands[3], dtype), chosen)
             return
         result = wide[_bits(dtype) * (2 if opcode[1] == "wide" else 1)]

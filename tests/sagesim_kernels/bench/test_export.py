@@ -22,7 +22,7 @@ KEY = "models grouped b2 h28/4 n4096 d128 causal"
 def test_the_committed_table_is_that_of_the_committed_records():
     committed = json.loads(MEASURED.read_text(encoding="utf-8"))
     by_gpu: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(DATA.glob("bench_models*.json")):
+    for path in sorted(DATA.glob("bench_models*.json"), key=lambda x: (len(x.name), x.name)):
         made = read(path)
         by_gpu.setdefault(made["machine"]["gpu"], []).append(made)
     table = {gpu: entry(*made) for gpu, made in by_gpu.items()}
@@ -47,20 +47,20 @@ def test_every_case_has_its_shape_and_both_ratios():
     assert record["machine"].startswith("Fake 1, torch 2.0") and found["dtype"] == "bfloat16"
 
 
-def test_of_a_call_in_two_records_the_first_counts():
-    first, second = document(), document()
-    del first["cases"]["models tiny b1 h4 n128 d64 causal"]
-    second["cases"][KEY]["runs"]["factored_qk"]["wall"]["ms"] *= 2
-    second["command"] = "another"
-    made = entry(first, second)
+def test_of_a_call_in_two_records_the_last_counts():
+    older, newer = document(), document()
+    del newer["cases"]["models tiny b1 h4 n128 d64 causal"]
+    older["cases"][KEY]["runs"]["factored_qk"]["wall"]["ms"] *= 2
+    older["command"] = "another"
+    made = entry(older, newer)
     found, alone = made["calls"], entry(document())["calls"]
     numbers = {key: call.pop("record") for key, call in found.items()}
-    assert numbers == {key: int("tiny" in key) for key in alone}
-    assert [each["command"] for each in made["records"]] == [document()["command"], "another"]
+    assert numbers == {key: int("tiny" not in key) for key in alone}
+    assert [each["command"] for each in made["records"]] == ["another", document()["command"]]
     for call in alone.values():
         del call["record"]
     assert found == alone
-    assert entry(second, first)["calls"][KEY] != alone[KEY]
+    assert entry(newer, older)["calls"][KEY] != alone[KEY]
 
 
 @pytest.mark.parametrize(("part", "field"), [("machine", "gpu"), ("settings", "dtype")])

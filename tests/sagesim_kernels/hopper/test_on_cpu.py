@@ -190,8 +190,9 @@ def test_nothing_behind_the_used_keys_is_read(runner: PtxRunner) -> None:
 )
 def test_packed_sequences_have_the_bits_that_they_have_alone(runner: PtxRunner, spec: str) -> None:
     """One of them is NaN, and one has no query."""
-    lengths = {"q": (70, 5, 0, 130), "k": (150, 3, 40, 65)}
-    tensors, parsed = Call(spec, 205, 258).tensors(), AttentionSpec.parse(spec)
+    # So unequal that there are as many programs as tiles, with tiles of up to 256 tokens.
+    lengths = {"q": (70, 5, 0, 300), "k": (150, 3, 40, 65)}
+    tensors, parsed = Call(spec, 375, 258).tensors(), AttentionSpec.parse(spec)
     places = {name: lengths["k" if name in "kv" else "q"] for name in ("q", "k", "v", "do")}
     for name, each in places.items():
         tensors[name].split(each, 2)[1][:] = torch.nan

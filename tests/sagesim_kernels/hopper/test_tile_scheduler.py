@@ -176,11 +176,6 @@ def test_which_backwards_are_dealt(
     assert order.is_dealt is expected
 
 
-def test_sequences_of_unknown_lengths_are_not_dealt() -> None:
-    order = choose_backward_order(512, 512, None, 128, 384, 1, PROGRAMS, 64, may_be_dealt=False)
-    assert not order.is_dealt
-
-
 @pytest.mark.parametrize(
     ("n_q", "n_k", "offset", "groups", "lowest", "expected"),
     [

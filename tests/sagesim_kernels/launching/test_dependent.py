@@ -7,6 +7,7 @@ import ast
 from pathlib import Path
 
 import sagesim_kernels
+from tests.support.compiler import LATE_WAITS
 
 PACKAGE = Path(sagesim_kernels.__file__).parent
 WAIT = "wait_for_earlier_kernels"
@@ -30,25 +31,38 @@ def launched(of: list[ast.FunctionDef]) -> set[str]:
     }
 
 
-def waits_first(function: ast.FunctionDef) -> bool:
-    """Whether the first statement behind the docstring is the wait."""
-    first = function.body[1]
-    return (
-        ast.get_docstring(function) is not None
-        and isinstance(first, ast.Expr)
-        and isinstance(first.value, ast.Call)
-        and isinstance(first.value.func, ast.Name)
-        and first.value.func.id == WAIT
-    )
+def waits_at(function: ast.FunctionDef) -> list[int]:
+    """Which statements behind the docstring are the wait. It is not part of another statement."""
+    assert ast.get_docstring(function) is not None
+    found = [
+        i
+        for i, statement in enumerate(function.body[1:])
+        if isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Call)
+        and isinstance(statement.value.func, ast.Name)
+        and statement.value.func.id == WAIT
+    ]
+    assert len(found) == sum(isinstance(x, ast.Name) and x.id == WAIT for x in ast.walk(function))
+    return found
+
+
+def may_end_before(function: ast.FunctionDef, statement: int) -> bool:
+    """Whether there is a return before a statement behind the docstring."""
+    before = function.body[1 : statement + 1]
+    return any(isinstance(node, ast.Return) for each in before for node in ast.walk(each))
 
 
 def test_every_kernel_waits_first() -> None:
+    """Those of `LATE_WAITS` wait later. A test of their code says what they access before."""
     every = functions()
     names = launched(every)
-    assert {"prepare_forward_kernel", "hopper_backward", "ampere_forward"} <= names
+    assert LATE_WAITS.keys() | {"prepare_forward_kernel", "ampere_forward"} <= names
     kernels = [function for function in every if function.name in names]
     assert len(kernels) == len(names) > 30
-    assert [kernel.name for kernel in kernels if not waits_first(kernel)] == []
+    waits = {kernel.name: waits_at(kernel) for kernel in kernels}
+    assert [name for name, found in waits.items() if len(found) != 1] == []
+    assert {name for name, found in waits.items() if found != [0]} == LATE_WAITS.keys()
+    assert [kernel.name for kernel in kernels if may_end_before(kernel, *waits[kernel.name])] == []
 
 
 def test_a_kernel_without_the_wait_is_found() -> None:
@@ -62,7 +76,20 @@ def loads_first(x):
     """Says what it does."""
     load(x)
     {WAIT}()
+
+def may_end(x):
+    """Says what it does."""
+    if x:
+        return
+    {WAIT}()
+
+def forgets(x):
+    """Says what it does."""
+    load(x)
 '''
-    first, second = ast.parse(source).body
-    assert isinstance(first, ast.FunctionDef) and isinstance(second, ast.FunctionDef)
-    assert waits_first(first) and not waits_first(second)
+    kernels = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    first, second, third, fourth = kernels
+    assert [waits_at(kernel) for kernel in kernels] == [[0], [1], [1], []]
+    assert not may_end_before(first, 0) and not may_end_before(second, 1)
+    assert may_end_before(third, 1)
+    assert not may_end_before(fourth, 1)

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 from sagesim_kernels.operands import (
-    OrderedGrid,
+    Grid,
     choose_backward_heads,
     choose_forward_heads,
-    ordered_coordinates,
+    program_coordinates,
     program_order,
 )
 
@@ -18,7 +18,7 @@ PROGRAMS = 132
 
 @triton.jit
 def store_coordinates(grid, out, LAST_FIRST: tl.constexpr):
-    tile, h, b = ordered_coordinates(grid, LAST_FIRST)
+    tile, h, b = program_coordinates(grid, LAST_FIRST)
     ptrs = out + 3 * tl.program_id(0)
     tl.store(ptrs, tile)
     tl.store(ptrs + 1, h)
@@ -29,7 +29,7 @@ def store_coordinates(grid, out, LAST_FIRST: tl.constexpr):
 @pytest.mark.parametrize("heads_per_group", [1, 2, 4, 6])
 def test_every_program_has_a_place_of_its_own(heads_per_group: int, last_first: bool) -> None:
     tiles, heads, sequences = 5, 3, 2
-    grid = OrderedGrid(tiles, heads, sequences, heads_per_group)
+    grid = Grid(tiles, heads, sequences, heads_per_group=heads_per_group)
     out = torch.empty(grid.programs[0], 3, dtype=torch.int32)
     store_coordinates[grid.programs](grid, out, last_first)
     places = [tuple(row) for row in out.tolist()]

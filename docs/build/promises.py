@@ -425,6 +425,7 @@ INPUTS = (
         "Packed sequences give the bytes that each sequence gives alone.",
         (
             f"{KERNELS}/test_varlen.py::test_is_a_loop_over_sequences",
+            f"{KERNELS}/test_varlen.py::test_tiles_of_unequal_sequences_follow_each_other",
             f"{FUZZ}::test_packed_sequences_are_computed_one_by_one",
         ),
     ),

@@ -275,6 +275,18 @@ class TestRefusals:
         longest = (3, 7) if side == "q" else (7, 3)
         self.refuse([f"max_seqlen_{side}=3", "[0, 3, 7]"], longest=longest)
 
+    def test_the_lengths_of_self_attention_are_checked_once(self, monkeypatch):
+        checked = []
+        monkeypatch.setattr(
+            "sagesim_kernels.packing.check_starts", lambda _, cu, *words: checked.append(cu)
+        )
+        x = torch.zeros(self.TOKENS, 1, 8, device=DEVICE)
+        cu = torch.tensor(self.GOOD, dtype=torch.int32, device=DEVICE)
+        for cu_k, longest_k, expected in ((cu, 7, 1), (cu, 6, 2), (cu.clone(), 7, 2)):
+            checked.clear()
+            attention_varlen(x, x, x, cu, cu_k, 7, longest_k)
+            assert len(checked) == expected
+
     @pytest.mark.parametrize("shape", [(7, 8), (1, 7, 1, 8)])
     def test_axes(self, shape):
         self.refuse([str(shape), "[tokens, heads"], x=torch.zeros(shape, device=DEVICE))

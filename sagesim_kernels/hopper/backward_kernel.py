@@ -201,7 +201,7 @@ def hopper_backward(
             mbarrier.init(tile_empty.index(i), BLOCKS + 2)
     fence_async_shared()
 
-    found = find_tile(0, scheduler, lengths, SPLITS)
+    found = find_tile(0, scheduler, lengths, SPLITS)  # reads lengths, which no kernel writes
     wait_for_earlier_kernels()
     if found.first < 0:  # a sequence is shorter than others, so no tiles are dealt
         return

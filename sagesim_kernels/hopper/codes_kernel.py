@@ -80,7 +80,7 @@ class CodesConfig(NamedTuple):
 def hopper_codes_backward(
     q8, k8, v, do, q_right, do_right, k_right, row_stats, channel_scales, ratios, k, kr, dk, dv,
     dq_sums, mask, n_q, n_k, left, right, tiles, heads, sequences, heads_per_group, tokens_q,
-    tokens_k, scale,    CONFIG: gl.constexpr,
+    tokens_k, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One program computes one tile of keys, for the query heads of a group or for a part of them.
 

@@ -48,7 +48,7 @@ def before() -> Markdown:
         ]
         for old, row in zip(record["before"]["runs"], record["runs"], strict=True)
     ]
-    whens = ("as many", "by length")
+    whens = ("before", "by length")
     head = [*_HEAD, *(f"{which}, {when}, us" for which in _PASSES for when in whens)]
     about = record["before"]["about"]
     return sourced(markdown(head, rows), about, machine=one_line(record["machine"]))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sagesim import AttentionSpec
 from sagesim_kernels import hopper, portable
-from sagesim_kernels.hopper import codes_backward, fp8_rows
+from sagesim_kernels.hopper import codes_backward, fp8_rows, tile_scheduler
 from sagesim_kernels.operands import (
     DqSums,
     KernelProblem,
@@ -85,7 +85,7 @@ def hopper_units(unplanned: None, monkeypatch: pytest.MonkeyPatch) -> Units:
             patch.setattr(codes_backward, "quantize", quantize)
             patch.setattr(codes_backward, "launch_p_rows", sum_rows)
             patch.setattr(fp8_rows, "launch_p_rows", sum_rows)
-            patch.setattr(codes_backward, "multiprocessor_count", lambda: 132)
+            patch.setattr(tile_scheduler, "multiprocessor_count", lambda: 132)
             patch.setattr(codes_backward, "launch", stop)
             with pytest.raises(Prepared):
                 run_kernels(case, AttentionSpec.parse(spec))

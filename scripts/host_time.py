@@ -10,8 +10,6 @@ Contenders take turns; a figure is the median of all loops. Nothing clears the G
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,15 +21,13 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from sagesim.command import Failure, exit_code  # noqa: E402
-from sagesim.files import check_writable, write_text  # noqa: E402
+from sagesim.command import exit_code  # noqa: E402
 from sagesim_kernels.bench.contenders import Attend, Contender, contender  # noqa: E402
-from sagesim_kernels.bench.cuda import CudaMeter  # noqa: E402
-from sagesim_kernels.bench.machine import describe  # noqa: E402
 from sagesim_kernels.bench.run import Setup  # noqa: E402
 from sagesim_kernels.bench.shape import Shape  # noqa: E402
 from sagesim_kernels.bench.step import Step  # noqa: E402
 from sagesim_kernels.bench.timing import looped  # noqa: E402
+from scripts.timed_runs import write_runs  # noqa: E402
 
 SHAPES: Final = {
     "b1 h4 n256 d64 causal": Shape(1, 4, 256, 64, True),
@@ -97,22 +93,7 @@ def _fail(name: str, error: Exception) -> None:
 
 def main() -> None:
     assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
-    parser.add_argument("--rounds", type=int, default=10, help="loops of each (default: 10)")
-    options = parser.parse_args()
-    if options.rounds < 1:
-        raise Failure(f"--rounds {options.rounds}: must be at least 1")
-    if not torch.cuda.is_available():
-        raise Failure("PyTorch sees no GPU")
-    check_writable(options.out)
-    setup = Setup(torch.device("cuda"), torch.bfloat16, CudaMeter(), options.rounds)
-    record = {
-        "machine": describe(),
-        "about": f"`python scripts/host_time.py --rounds {options.rounds}`.",
-        "runs": measure(setup),
-    }
-    write_text(options.out, json.dumps(record, indent=1) + "\n")
+    write_runs("host_time.py", __doc__, measure, 10)
 
 
 if __name__ == "__main__":

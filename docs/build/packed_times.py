@@ -33,9 +33,9 @@ def beside_flash_2() -> Markdown:
         *(f"{which}, us" for which in _PASSES),
         *(f"{which}, times as fast" for which in _PASSES),
     ]
-    age = records.age(record["machine"])
-    notes = (f"{one_line(record['machine'])}. {record['about']}", age)
-    return Markdown("\n\n".join((markdown(head, rows), *filter(None, notes))))
+    machine = record["machine"]
+    text = sourced(markdown(head, rows), record["about"], machine=one_line(machine)).data
+    return Markdown(records.with_age(text, machine))
 
 
 def before() -> Markdown:

@@ -40,7 +40,7 @@ class Grid(NamedTuple):
     def of_tokens(cls, sequences: Sequences, rows: int, heads: int, *, together: int = 1) -> Grid:
         """Return the launch with tiles of `rows` tokens.
 
-        together: each sequence has a multiple of so many tiles.
+        together: the number of tiles of each sequence is a multiple of this.
         """
         tokens = rows * together
         longest, count = -(-sequences.longest // tokens), sequences.number
@@ -84,12 +84,13 @@ def _first_place(cu, b, TOKENS: tl.constexpr):
 
 @triton.jit
 def packed_place(place, cu, sequences, TOKENS: tl.constexpr):
-    """Return a place among those of its packed sequence, and the sequence.
+    """Return the number of a place in its packed sequence, and the sequence.
 
     A place has TOKENS tokens. Sequence b begins at place cu[b] // TOKENS + b. Every sequence then
     has as many places as it needs, and at most one more.
 
-    cu: int32 [sequences + 1], the first token of each sequence.
+    place: its number among those of all sequences. cu: int32 [sequences + 1], the first token of
+        each sequence.
     """
     b = tl.cast(0, tl.int32)
     end = tl.cast(sequences, tl.int32)
@@ -112,9 +113,9 @@ def programs_of(grid):
 
 @triton.jit
 def tile_and_sequence(tile, all_head, grid):
-    """Return the tile, head and sequence of one of the tiles of a head.
+    """Return the tile within its sequence, the head within its sequence, and the sequence.
 
-    all_head: among the heads of all sequences, or of packed ones.
+    tile: among the `grid.tiles` tiles of a head. all_head: among all heads with so many tiles.
     """
     if grid.cu is None:
         return tile, all_head % grid.heads, all_head // grid.heads

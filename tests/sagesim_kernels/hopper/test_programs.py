@@ -94,6 +94,7 @@ class Launches:
         self.problem: Any = None
         self.is_stored = False
         self.is_joint = False  #: `Config.is_joint` of the last backward in 16 bit
+        self.is_dealt = False  #: its `Config.is_dealt`
 
     def __call__(self, kernel: Any, programs: tuple[int], *args: Any, **_options: Any) -> None:
         name = kernel.fn.__name__
@@ -105,7 +106,8 @@ class Launches:
             check_stores(name, done)
             check_visits(name, done, self.problem, is_stored=self.is_stored)
             if name == "hopper_backward":
-                self.is_joint = done.constants["CONFIG"].is_joint
+                config = done.constants["CONFIG"]
+                self.is_joint, self.is_dealt = config.is_joint, config.is_dealt
 
 
 def check_stores(name: str, done: Run) -> None:
@@ -308,6 +310,26 @@ def test_which_backward_computes_a_tile(call: Call, is_joint: bool, launches: La
     """With many steps, unless a softcap needs memory that those warps do not have."""
     assert run(call, launches) == NARROW
     assert launches.is_joint is is_joint
+
+
+@pytest.mark.parametrize(
+    ("extras", "cu", "is_dealt"),
+    [
+        (Extras(), None, True),
+        (Extras(), ((0, 256), (0, 512)), False),
+        (Extras(seqused_k=torch.tensor([512])), None, False),
+        (Extras(key_mask=torch.ones(1, 512, dtype=torch.bool)), None, False),
+    ],
+    ids=["known", "packed", "seqused_k", "key_mask"],
+)
+def test_sequences_of_unknown_lengths_are_not_dealt(
+    extras: Extras,
+    cu: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    is_dealt: bool,
+    launches: Launches,
+) -> None:
+    run(Call("factored_qk", 256, 512, heads=3, extras=extras, cu=cu), launches)
+    assert launches.is_dealt is is_dealt
 
 
 def live(n_k: int) -> Tensor:

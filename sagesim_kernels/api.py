@@ -318,7 +318,12 @@ def attention_varlen(
         softcap=softcap,
         scale=scale,
         enable_gqa=enable_gqa,
-    )._replace(cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, longest_q=max_seqlen_q, longest_k=max_seqlen_k)
+    )._replace(
+        cu_q=cu_seqlens_q,
+        cu_k=None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k,
+        longest_q=max_seqlen_q,
+        longest_k=max_seqlen_k,
+    )
     o, lse = attend(q, k, v, call, with_lse=return_lse)
     o = o.squeeze(0).transpose(0, 1)  # an index would copy the gradient
     return o if lse is None else (o, lse.squeeze(0))

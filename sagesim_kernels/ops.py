@@ -46,7 +46,7 @@ class Call(NamedTuple):
     key_mask: Tensor | None
     seqused_k: Tensor | None
     cu_q: Tensor | None
-    cu_k: Tensor | None
+    cu_k: Tensor | None  #: None with cu_q: the same
     softcap_tensor: Tensor | None  #: float64 [] on the CPU, in place of softcap
     longest_q: int | None
     longest_k: int | None

@@ -16,7 +16,11 @@ from sagesim_kernels.hopper.capped_rows import (
     prepare_capped_backward,
     sums_of_ds,
 )
-from sagesim_kernels.hopper.descriptors import sums_descriptor, tma_descriptor
+from sagesim_kernels.hopper.descriptors import (
+    sums_descriptor,
+    tma_descriptor,
+    token_descriptor,
+)
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.tile_scheduler import (
     MOST_QUERY_HEADS,
@@ -141,15 +145,16 @@ def launch_backward(
         is_dealt=order.is_dealt,
     )
     programs = multiprocessor_count() if order.is_dealt else count
+    packed = operands.are_packed
     launch(
         hopper_backward,
         (programs,),
         tma_descriptor(q8.ptr.view(-1, q8.stride_n), _BLOCK_Q, channels),
         tma_descriptor(k8.ptr.view(-1, k8.stride_n), _TILE_K, channels),
-        tma_descriptor(q16.ptr, _BLOCK_Q, channels),
-        tma_descriptor(k16.ptr, _TILE_K, channels),
-        tma_descriptor(v16.ptr, _TILE_K, channels),
-        tma_descriptor(do16.ptr, _BLOCK_Q, channels),
+        token_descriptor(q16.ptr, _BLOCK_Q, channels, packed=packed),
+        token_descriptor(k16.ptr, _TILE_K, channels, packed=packed),
+        token_descriptor(v16.ptr, _TILE_K, channels, packed=packed),
+        token_descriptor(do16.ptr, _BLOCK_Q, channels, packed=packed),
         TensorDescriptor.from_tensor(row_stats, [ROW_STATS.value], STATS_LAYOUT.value),
         None
         if shifts is None
@@ -163,7 +168,7 @@ def launch_backward(
         ds_sums,
         Strided.of(dk_parts),
         Strided.of(dv_parts),
-        tma_descriptor(dq, _BLOCK_Q, channels)
+        token_descriptor(dq, _BLOCK_Q, channels, packed=packed)
         if is_one_part
         else sums_descriptor(dq_sums, d, channels),
         dq_sums.unit,
@@ -201,12 +206,14 @@ def launch_backward(
 def has_one_part(problem: KernelProblem, operands: OperandCache, dq: Tensor) -> bool:
     """Return whether one program computes all of dQ of each query, and TMA can store it.
 
-    Without copies of the operands there is no padding, and each query attends to some key.
+    Then each query attends to some key. Without copies of the operands, only a sequence without
+    keys has others.
     """
     vector = 16 // dq.element_size()
     return (
         problem.longest_k <= _TILE_K
         and not operands.stored
+        and (problem.cu_q is None or problem.has_equal_lengths)
         and dq.element_size() == 2
         and dq.data_ptr() % 16 == 0
         and dq.stride(3) == 1

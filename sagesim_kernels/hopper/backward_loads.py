@@ -14,7 +14,7 @@ from sagesim_kernels.hopper.backward_stores import whole_rows
 from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.hopper.backward_tiles import find_next_tile, place_tile
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, block_of
-from sagesim_kernels.hopper.program_places import origin_of
+from sagesim_kernels.hopper.token_loads import load_tokens, origin_of
 
 ROW_STATS = gl.constexpr(4 * 64)
 """Row statistics of a block of queries, 64 numbers each: Q's scale times the scale of the logits;
@@ -22,18 +22,6 @@ ROW_STATS = gl.constexpr(4 * 64)
 
 STATS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 """Layout of row statistics in shared memory."""
-
-
-@gluon.jit
-def load_tokens(x, origin, first, bar, buffer):
-    """Load tokens from `first` of a tensor of four dimensions by TMA.
-
-    x: TMA descriptor. origin: `TokenOrigin` of the sequence.
-    """
-    ROWS: gl.constexpr = buffer.shape[0]
-    D: gl.constexpr = buffer.shape[1]
-    shared = reinterpret(buffer, x.dtype, [1, 1, ROWS, D], x.layout)
-    tma_load(x, [origin.b, origin.h, origin.row + first, 0], bar, shared)
 
 
 @gluon.jit
@@ -124,14 +112,16 @@ def produce(
         if found.first >= 0:
             tile = place_tile(found, scheduler, lengths, GROUPS)
             if wave > 0:
-                origin = origin_of(IS_COPIED, tile.b, tile.head, tile.start_k)
+                origin = origin_of(IS_COPIED, lengths.cu_k, tile.b, tile.head, tile.start_k)
                 first = tile.keys.first
                 if barriers.k16_empty is not None:
                     mbarrier.wait(barriers.k16_empty, (wave & 1) ^ 1)
                     load_k16(keys.k16, origin, first, key_buffers.k16, barriers.k16_full)
                 mbarrier.wait(barriers.kv_empty, (wave & 1) ^ 1)
                 load_kv(keys, tile.row_k, origin, first, key_buffers, barriers.kv_full)
-            origin = origin_of(IS_COPIED, tile.b, tile.first_q_head, tile.start_q)
+            origin = origin_of(
+                IS_COPIED, lengths.cu_q, tile.b, tile.first_q_head, tile.start_q
+            )  # fmt: skip
             _load_queries(
                 inputs, buffers, barriers, tile.loop, origin, tile.row_q, scheduler.tokens_q, done,
                 GROUPS,

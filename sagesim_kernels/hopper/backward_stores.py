@@ -23,7 +23,7 @@ from sagesim_kernels.hopper.dq_parts import (
     store_parts,
     wait_for_writes,
 )
-from sagesim_kernels.hopper.program_places import origin_of
+from sagesim_kernels.hopper.token_loads import origin_of
 from sagesim_kernels.operands import head_ptr, row_stride
 
 WARPS = gl.constexpr(8)
@@ -117,7 +117,9 @@ def store_dq_of_tiles(
         found = wait_for_tile(scheduler, wave, lengths, SPLITS)
         if found.first >= 0:
             tile = place_tile(found, scheduler, lengths, GROUPS)
-            origin = origin_of(IS_COPIED, tile.b, tile.first_q_head, tile.start_q)
+            origin = origin_of(
+                IS_COPIED, lengths.cu_q, tile.b, tile.first_q_head, tile.start_q
+            )  # fmt: skip
             out = DqStore(dq.out, dq.buffer, origin, dq.full, dq.empty)
             loop = tile.loop
             blocks = DqBlocks(

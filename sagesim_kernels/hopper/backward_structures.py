@@ -60,11 +60,11 @@ class Barriers(NamedTuple):
 
 
 class TokenOrigin(NamedTuple):
-    """Where a sequence starts in a tensor of four dimensions."""
+    """TMA's coordinates of the first token of a sequence; see `token_descriptor`."""
 
-    b: Any
+    b: Any  #: of packed sequences, the end of the sequence
     h: Any  #: its first head
-    row: Any  #: of its first token
+    row: Any
 
 
 class KeyScheduler(NamedTuple):

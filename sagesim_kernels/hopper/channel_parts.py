@@ -11,25 +11,43 @@ kernel, *parts* are pairs of TMA descriptors, or of buffers in shared memory.
 
 from __future__ import annotations
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sagesim_kernels.gluon_compat import reinterpret, tma_load
-from sagesim_kernels.hopper.descriptors import tma_descriptor
+from sagesim_kernels.gluon_compat import tma_load
+from sagesim_kernels.hopper.descriptors import tma_descriptor, token_descriptor
+from sagesim_kernels.hopper.token_loads import load_tokens
+from sagesim_kernels.operands import Operand
 
 BLOCK = gl.constexpr(64)
 """Tokens of a block."""
 
 
-def part_descriptors(x: Tensor, channels: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Return TMA descriptors that load the parts of a block of tokens of x.
+_Parts = tuple[TensorDescriptor, TensorDescriptor]
 
-    x: [..., tokens, channels]. channels: of a tile.
+
+def code_parts(x: Operand, channels: int) -> _Parts:
+    """Return TMA descriptors of the parts of a block of codes. channels: of a tile."""
+    rows = x.ptr.view(-1, x.stride_n)
+    first, rest = (tma_descriptor(rows, BLOCK.value, n) for n in _channels_of_parts(channels))
+    return first, rest
+
+
+def token_parts(x: Operand, channels: int, *, packed: bool) -> _Parts:
+    """Return TMA descriptors of the parts of a block of tokens in 16 bit.
+
+    channels: of a tile. packed: see `token_descriptor`.
     """
+    first, rest = (
+        token_descriptor(x.ptr, BLOCK.value, n, packed=packed) for n in _channels_of_parts(channels)
+    )
+    return first, rest
+
+
+def _channels_of_parts(channels: int) -> tuple[int, int]:
     rest = 64 if channels == 192 else channels // 2
-    return tma_descriptor(x, BLOCK.value, channels - rest), tma_descriptor(x, BLOCK.value, rest)
+    return channels - rest, rest
 
 
 @gluon.jit
@@ -61,14 +79,7 @@ def load_codes(x, row, bar, buffer):
 
 
 @gluon.jit
-def _load_part(x, b, h, row, channel, bar, buffer):
-    D: gl.constexpr = buffer.shape[1]
-    shared = reinterpret(buffer, x.dtype, [1, 1, BLOCK, D], x.layout)
-    tma_load(x, [b, h, row, channel], bar, shared)
-
-
-@gluon.jit
-def load_numbers(x, b, h, row, bar, buffer):
-    """Load a block of tokens from `row` of head h, of a tensor of four dimensions, by TMA."""
-    _load_part(x[0], b, h, row, 0, bar, buffer[0])
-    _load_part(x[1], b, h, row, buffer[0].shape[1], bar, buffer[1])
+def load_numbers(x, origin, first, bar, buffer):
+    """Load a block of tokens in 16 bit. x, buffer: parts. The others: see `load_tokens`."""
+    load_tokens(x[0], origin, first, bar, buffer[0])
+    load_tokens(x[1], origin, first, bar, buffer[1], buffer[0].shape[1])

@@ -19,6 +19,7 @@ from sagesim_kernels.hopper.descriptors import (
     right_descriptor,
     sums_descriptor,
     tma_descriptor,
+    token_descriptor,
 )
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.fp8_rows import prepare_fp8_backward
@@ -121,8 +122,8 @@ def launch_backward(
         tiles.programs,
         tma_descriptor(q8.ptr.view(-1, q8.stride_n), _BLOCK_Q, channels),
         tma_descriptor(k8.ptr.view(-1, k8.stride_n), _TILE_K, channels),
-        tma_descriptor(v16.ptr, _TILE_K, channels),
-        tma_descriptor(do16.ptr, _BLOCK_Q, channels),
+        token_descriptor(v16.ptr, _TILE_K, channels, packed=operands.are_packed),
+        token_descriptor(do16.ptr, _BLOCK_Q, channels, packed=operands.are_packed),
         right_descriptor(q_right, _BLOCK_Q, channels),
         right_descriptor(do_right, _BLOCK_Q, channels),
         right_descriptor(k_right, _BLOCK_K, channels),

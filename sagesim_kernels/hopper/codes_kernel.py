@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.backward_kernel import BARRIER
-from sagesim_kernels.hopper.backward_loads import ROW_STATS, STATS_LAYOUT, load_tokens
+from sagesim_kernels.hopper.backward_loads import ROW_STATS, STATS_LAYOUT
 from sagesim_kernels.hopper.backward_structures import KeyOutputs, KeyTile, QueryLoop
 from sagesim_kernels.hopper.backward_tiles import locate
 from sagesim_kernels.hopper.codes_maps import BLOCK_K, BLOCKS, EXCHANGE, MAXIMA
@@ -34,7 +34,8 @@ from sagesim_kernels.hopper.fp8_warps import (
     compute_fp8_dk_dv_dq,
     compute_fp8_dq,
 )
-from sagesim_kernels.hopper.program_places import origin_of, place_of
+from sagesim_kernels.hopper.program_places import place_of
+from sagesim_kernels.hopper.token_loads import load_tokens, origin_of
 from sagesim_kernels.launching import wait_for_earlier_kernels
 from sagesim_kernels.operands import INT8, Lengths, head_pointers, summed_channels
 
@@ -149,8 +150,8 @@ def hopper_codes_backward(
     row_q = first_q_head * tokens_q + start_q
     row_k = head * tokens_k + start_k + tile.first
     zero = gl.program_id(1)
-    q_origin = origin_of(CONFIG.is_copied, b, first_q_head, start_q)
-    k_origin = origin_of(CONFIG.is_copied, b, head, start_k)
+    q_origin = origin_of(CONFIG.is_copied, mask.cu_q, b, first_q_head, start_q)
+    k_origin = origin_of(CONFIG.is_copied, mask.cu_k, b, head, start_k)
 
     dt: gl.constexpr = v.dtype
     V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D], dt)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagesim_kernels.gluon_compat import barrier, tma_load
-from sagesim_kernels.hopper.backward_loads import ROW_STATS, load_tokens, row_stats_of
+from sagesim_kernels.hopper.backward_loads import ROW_STATS, row_stats_of
 from sagesim_kernels.hopper.backward_maps import (
     ST_COLUMNS,
     ST_FLOAT32,
@@ -45,6 +45,7 @@ from sagesim_kernels.hopper.codes_maps import (
 )
 from sagesim_kernels.hopper.codes_sums import CHUNK, add_sums, dq_units, start_sums
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, block_of, to_tma_order
+from sagesim_kernels.hopper.token_loads import load_tokens
 
 
 @gluon.jit

@@ -19,6 +19,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from sagesim_kernels.gluon_compat import reinterpret, tma_add, tma_store
+from sagesim_kernels.hopper.backward_structures import TokenOrigin
+from sagesim_kernels.hopper.token_loads import token_coordinates
 from sagesim_kernels.operands import inverse_of
 
 BLOCK_Q = gl.constexpr(64)
@@ -32,8 +34,8 @@ class DqStore(NamedTuple):
     """The path of a part of dQ from shared memory to global memory."""
 
     out: Any
-    """TMA descriptor of the sums, int32 [rows, 32], in blocks of BLOCK_Q or of all rows; or of dQ
-    in 16 bit [sequences, heads, tokens, D], if a part is all of dQ."""
+    """TMA descriptor of the sums, int32 [rows, 32], in blocks of BLOCK_Q or of all rows; or a
+    `token_descriptor` of dQ, if a part is all of dQ."""
     buffer: Any
     """In shared memory: int32 [slots, BLOCK_Q * D / 32, 32], or 16 bit [slots, BLOCK_Q, D]."""
     origin: Any  #: `TokenOrigin` of the first query head in dQ
@@ -116,9 +118,9 @@ def store_parts(dq, blocks, done, GROUPS: gl.constexpr, SUMMED: gl.constexpr):
             part = dq.buffer.index(n % SLOTS)
             row = (blocks.first + head * blocks.head_stride + block) * ROWS
             if dq.buffer.dtype != gl.int32:
-                first = dq.origin.row + block * BLOCK_Q
+                origin = TokenOrigin(dq.origin.b, dq.origin.h + head, dq.origin.row)
                 part = reinterpret(part, dq.out.dtype, dq.out.block_shape, dq.out.layout)
-                tma_store(dq.out, [dq.origin.b, dq.origin.h + head, first, 0], part)
+                tma_store(dq.out, token_coordinates(dq.out, origin, block * BLOCK_Q), part)
             elif BOX == ROWS:
                 tma_add(dq.out, [row, 0], part)
             else:

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sagesim_kernels.hopper.dealt_tiles import allocate_tiles
-from sagesim_kernels.hopper.descriptors import key_scales_of, tma_descriptor
+from sagesim_kernels.hopper.descriptors import key_scales_of, tma_descriptor, token_descriptor
 from sagesim_kernels.hopper.forward_loads import allocate_barriers, produce
 from sagesim_kernels.hopper.forward_structures import (
     Buffers,
@@ -108,13 +108,14 @@ def hopper_forward(
     softcap. IS_COPIED: whether V lies in padded storage. FIXED: see `consume`.
     """
     D: gl.constexpr = q8.block_shape[1]
+    V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], v.dtype)
     CONSUMERS: gl.constexpr = CONFIG.consumers
     STAGES: gl.constexpr = CONFIG.stages
     # Q is read until the last step of a tile. With two buffers for each consumer, Q of the next
     # tile is loaded in the meantime.
     q_s = gl.allocate_shared_memory(gl.int8, [CONSUMERS * 2, BLOCK, D], q8.layout)
     k_s = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK, D], k8.layout)
-    v_s = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK, D], v.layout)
+    v_s = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK, D], V)
     k_scale_s = None
     if key_scales is not None:
         k_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], key_scales.layout)
@@ -208,7 +209,7 @@ def launch_forward(
         (programs,),
         tma_descriptor(q.ptr.view(-1, q.stride_n), BLOCK.value, channels),
         tma_descriptor(k.ptr.view(-1, k.stride_n), BLOCK.value, channels),
-        tma_descriptor(v.ptr, BLOCK.value, channels),
+        token_descriptor(v.ptr, BLOCK.value, channels, packed=operands.are_packed),
         q.scale,
         k.scale,
         key_scales_of(k, BLOCK.value),

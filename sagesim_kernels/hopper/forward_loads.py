@@ -21,9 +21,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sagesim_kernels.gluon_compat import barrier, tma_load
+from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.hopper.dealt_tiles import share_tile, shared_tile
 from sagesim_kernels.hopper.forward_structures import Barriers, Tile
 from sagesim_kernels.hopper.forward_tiles import BLOCK, key_blocks, tile_of, waves
+from sagesim_kernels.hopper.token_loads import load_tokens, origin_of
 from sagesim_kernels.operands import stored_start_of
 
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
@@ -91,17 +93,18 @@ def skip_loads(full, empty, load_count, count):
 
 
 @gluon.jit
-def _load_v(inputs, buffers, stage, bar, b, k_head, row, scale, V_CHANNELS: gl.constexpr, is_some):
+def _load_v(inputs, buffers, stage, bar, origin, key, scale, V_CHANNELS: gl.constexpr, is_some):
     """Load V of a step to its stage, if is_some; and the scales of its channels, if each has one.
 
-    row: the first key, in the sequence b of V, or of the codes in padded storage. scale: the index
-    of the first scale. V_CHANNELS: rows of a head of codes; 0 in 16 bit.
+    origin: `TokenOrigin` of the sequence; of codes, h is the head's first row, and `row` the
+    sequence's first token in padded storage. key: the step's first key. scale: the index of its
+    first scale. V_CHANNELS: rows of a head of codes; 0 in 16 bit.
     """
     v_s = buffers.v.index(stage)
     if V_CHANNELS == 0:
-        tma_load(inputs.v, [b, k_head, row, 0], bar, v_s, pred=is_some)
+        load_tokens(inputs.v, origin, key, bar, v_s, pred=is_some)
     else:
-        tma_load(inputs.v, [k_head * V_CHANNELS, row], bar, v_s, pred=is_some)
+        tma_load(inputs.v, [origin.h, origin.row + key], bar, v_s, pred=is_some)
         if inputs.v_scale is not None:
             tma_load(inputs.v_scale, [scale], bar, buffers.v_scale.index(stage), pred=is_some)
 
@@ -145,14 +148,11 @@ def produce(
             q_row += tile.first
             k_start = stored_start_of(lengths.cu_k, lengths.n_k, tile.b).to(gl.int32)
             k_row = k_head * scales.k.tokens + k_start
-            v_b = tile.b
-            v_row = 0
             v_scale = 0
-            if IS_COPIED:
-                v_b = 0
-                v_row = k_start
-            if V_CHANNELS > 0:
-                v_row = k_start
+            if V_CHANNELS == 0:
+                v_origin = origin_of(IS_COPIED, lengths.cu_k, tile.b, k_head, k_start)
+            else:
+                v_origin = TokenOrigin(0, k_head * V_CHANNELS, k_start)
                 v_scale = (k_head * scales.v.tokens + k_start) // BLOCK * DV
             tile_blocks = key_blocks(tile.first, ROWS, lengths, tile.b)
             blocks = tile_blocks.end - tile_blocks.begin
@@ -175,7 +175,7 @@ def produce(
                     k_scale_s = buffers.k_scale.index(stage)
                     tma_load(inputs.k_scale, [k_row + key], bar, k_scale_s, pred=j < blocks)
                 _load_v(
-                    inputs, buffers, stage, bar, v_b, k_head, v_row + key + BLOCK,
+                    inputs, buffers, stage, bar, v_origin, key + BLOCK,
                     v_scale + (block + 1) * DV, V_CHANNELS, j > 0,
                 )  # fmt: skip
                 load_count += 1

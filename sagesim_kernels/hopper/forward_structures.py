@@ -10,7 +10,7 @@ class Inputs(NamedTuple):
 
     q8: Any  #: int8 [tokens of all heads, D]
     k8: Any  #: int8 [tokens of all heads, D]
-    v: Any  #: 16 bit [sequences, heads, tokens, D], or int8 [channels of all heads, tokens]
+    v: Any  #: 16 bit, `token_descriptor`; or int8 [channels of all heads, tokens]
     k_scale: Any  #: float32 [tokens of all heads], or None if keys of a block share a scale
     v_scale: Any  #: float32 [channels of all blocks], or None if channels of a block share a scale
 
@@ -33,7 +33,7 @@ class Buffers(NamedTuple):
 
     q: Any  #: int8 [2 * consumers, BLOCK, D], two for each consumer
     k: Any  #: int8 [stages, BLOCK, D]
-    v: Any  #: 16 bit [stages, 1, 1, BLOCK, D], or int8 [stages, D, BLOCK]
+    v: Any  #: 16 bit [stages, BLOCK, D], or int8 [stages, D, BLOCK]
     k_scale: Any  #: float32 [stages, BLOCK], or None
     v_scale: Any  #: float32 [stages, D], or None
     tiles: Any  #: two `Tile`, see `dealt_tiles.allocate_tiles`

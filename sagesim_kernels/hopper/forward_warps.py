@@ -229,7 +229,7 @@ def consume(
                 part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + partial_sums(p)
                 o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
                 wait_for_load(full, load_count)
-                v = buffers.v.index(load_count % STAGES).reshape([BLOCK, D])
+                v = buffers.v.index(load_count % STAGES)
                 o_t = warpgroup_mma(gl.convert_layout(p.to(dt), P_OPERAND), v, o, is_async=True)
                 o = warpgroup_mma_wait(0, deps=[o_t])
             factor = q_factor * k_next
@@ -251,7 +251,7 @@ def consume(
                     last = blocks.whole if MASKED else unmasked
                     k_next = load_block_scale(k_ptr, gl.maximum(last - 2 - i, 0), BY_TOKEN)
                     s = start_qk(q, buffers.k.index(stage), QD)
-                    v = buffers.v.index(stage).reshape([BLOCK, D])
+                    v = buffers.v.index(stage)
                     o_t = warpgroup_mma(p16, v, o, is_async=True)
                     if MASKED:
                         keys = key_indices(last - 1 - i, mask)
@@ -291,7 +291,7 @@ def consume(
                     p16 = gl.convert_layout(p.to(dt), P_OPERAND)
             mbarrier.arrive(barriers.q_empty.index(slot), count=1)
             stage = load_count % STAGES
-            v = buffers.v.index(stage).reshape([BLOCK, D])
+            v = buffers.v.index(stage)
             o_t = warpgroup_mma(p16, v, o, is_async=True)
             row_sum = gl.convert_layout(gl.sum(part, 1), S_ROWS)
             o = warpgroup_mma_wait(0, deps=[o_t])

@@ -24,7 +24,7 @@ from sagesim_kernels.hopper.p_rows_warps import (
     compute_rows,
     load_queries_and_keys,
 )
-from sagesim_kernels.hopper.program_places import origin_of
+from sagesim_kernels.hopper.token_loads import origin_of
 from sagesim_kernels.launching import wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     causal_offset,
@@ -97,8 +97,8 @@ def hopper_p_rows(
     mask = RowMask(n_q, live_keys(lengths, b), causal_offset(lengths, b), lowest, key_mask)
     start_q = stored_start_of(lengths.cu_q, lengths.n_q, b).to(gl.int32)
     start_k = stored_start_of(lengths.cu_k, lengths.n_k, b).to(gl.int32)
-    q_origin = origin_of(IS_COPIED, b, h, start_q)
-    k_origin = origin_of(IS_COPIED, b, k_head, start_k)
+    q_origin = origin_of(IS_COPIED, lengths.cu_q, b, h, start_q)
+    k_origin = origin_of(IS_COPIED, lengths.cu_k, b, k_head, start_k)
     do_s = None
     v_s = None
     if delta is not None:

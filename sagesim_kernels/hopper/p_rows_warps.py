@@ -21,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagesim_kernels.gluon_compat import tma_load
-from sagesim_kernels.hopper.backward_loads import load_tokens
 from sagesim_kernels.hopper.channel_products import products_of, start_product
 from sagesim_kernels.hopper.forward_warps import compute_before_wait
+from sagesim_kernels.hopper.token_loads import load_tokens
 from sagesim_kernels.operands import part_of, upper_lse2
 from sagesim_kernels.partial_sums import add_partial_products, partial_sums
 

@@ -1,4 +1,4 @@
-"""Which keys and heads a program of a backward computes, and where its sequences start."""
+"""Which keys and heads a program of a backward computes."""
 
 # Pyright takes the annotations of Gluon's functions literally:
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -8,7 +8,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.operands import packed_place, tile_and_head
 
 
@@ -42,16 +41,3 @@ def place_of(
         index, b = packed_place(index, cu, sequences, TOKENS)
         z = b * heads + head
     return index, z, b, head, head * SPLITS + split_head % SPLITS
-
-
-@gluon.jit
-def origin_of(IS_COPIED: gl.constexpr, b, h, start):
-    """Return the `TokenOrigin` of sequence b and head h in a 16-bit tensor.
-
-    IS_COPIED: whether the tensor lies in padded storage. start: the sequence's first token there.
-    """
-    zero = gl.program_id(1)  # opaque to the compiler
-    if IS_COPIED:
-        return TokenOrigin(zero, h, start)
-    else:
-        return TokenOrigin(b, h, zero)

@@ -196,36 +196,41 @@ def _serves_head_sizes(d: int, d_v: int) -> bool:
 def has_to_copy(problem: KernelProblem, *, queries: bool) -> bool:
     """Return whether 16-bit operands have to be copied to padded storage; see `OperandCache`.
 
-    TMA reads zeros only behind the last token of a tensor. Between packed sequences it reads the
-    next sequence. It also loads the values of keys that no query attends to and of queries that
-    attend to no key, where the kernels need zeros. Which keys are padding is in the memory of the
-    device, so that the host copies whenever there may be padding.
+    TMA loads the values of keys that no query attends to and of queries that attend to no key,
+    where the kernels need zeros. Which keys are padding, and how long packed sequences are, is in
+    the memory of the device, so that the host copies whenever there may be such keys or queries.
 
     Args:
         problem: the call.
         queries: whether the kernel loads queries in 16 bit too, and not only keys and values.
     """
     _, key_mask, seqused_k, *_ = problem.extras
-    may_be_padded = key_mask is not None or seqused_k is not None
-    dead = has_dead_keys(problem) or (queries and has_dead_queries(problem))
-    return problem.cu_q is not None or may_be_padded or dead
+    if key_mask is not None or seqused_k is not None:
+        return True
+    return has_dead_keys(problem) or (queries and has_dead_queries(problem))
 
 
 def has_dead_keys(problem: KernelProblem) -> bool:
-    """Return whether there are keys that no query attends to.
+    """Return whether there are keys that no query attends to, in a call without padding.
 
-    This is for sequences that are not packed, and without padding.
+    Of packed sequences, whether there may be.
     """
     n_q, n_k = problem.q.shape[2], problem.k.shape[2]
     lowest, offset = problem.longest_lowest, problem.longest_offset
+    if problem.cu_q is not None:
+        limit = lowest if problem.lower_right else offset
+        return limit is not None and not problem.has_equal_lengths
     return (lowest is not None and lowest > 0) or (offset is not None and n_q + offset < n_k)
 
 
 def has_dead_queries(problem: KernelProblem) -> bool:
-    """Return whether there are queries that attend to no key.
+    """Return whether there are queries that attend to no key, in a call without padding.
 
-    This is for sequences that are not packed, and without padding.
+    Of packed sequences, whether there may be.
     """
     n_q, n_k = problem.q.shape[2], problem.k.shape[2]
     lowest, offset = problem.longest_lowest, problem.longest_offset
+    if problem.cu_q is not None:
+        limit = offset if problem.lower_right else lowest
+        return limit is not None and not problem.has_equal_lengths
     return (lowest is not None and n_q + lowest > n_k) or (offset is not None and offset < 0)

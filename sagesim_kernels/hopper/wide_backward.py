@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sagesim_kernels.hopper.channel_parts import BLOCK
+from sagesim_kernels.hopper.channel_parts import BLOCK, code_parts, token_parts
 from sagesim_kernels.hopper.support import tile_channels
 from sagesim_kernels.hopper.tile_scheduler import MOST_QUERY_HEADS
-from sagesim_kernels.hopper.wide_launch import Side, launch_wide, of_codes, of_numbers
+from sagesim_kernels.hopper.wide_launch import Side, launch_wide
 from sagesim_kernels.hopper.wide_structures import Config
 from sagesim_kernels.hopper.wide_warps import ROW_STATS, STATS_LAYOUT
 from sagesim_kernels.launching import launch, wait_for_earlier_kernels
@@ -126,9 +126,12 @@ def launch_backward(
         KernelSizes.of(problem, _BLOCK),
         **LAUNCH,
     )
-    q_codes, k_codes = of_codes(q8, tile_d), of_codes(k8, tile_d)
-    do_numbers, v_numbers = of_numbers(do16, tile_dv), of_numbers(v16, tile_dv)
-    q_right, k_right = of_numbers(q16, tile_d), of_numbers(k16, tile_d)
+    packed = operands.are_packed
+    q_codes, k_codes = code_parts(q8, tile_d), code_parts(k8, tile_d)
+    do_numbers = token_parts(do16, tile_dv, packed=packed)
+    v_numbers = token_parts(v16, tile_dv, packed=packed)
+    q_right = token_parts(q16, tile_d, packed=packed)
+    k_right = token_parts(k16, tile_d, packed=packed)
     stats = TensorDescriptor.from_tensor(row_stats, [ROW_STATS.value], STATS_LAYOUT.value)
     splits = Splits.of(problem, MOST_QUERY_HEADS)
     is_large = tile_d + tile_dv > 2 * 192

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sagesim_kernels.hopper.channel_parts import code_parts, token_parts
 from sagesim_kernels.hopper.support import tile_channels
-from sagesim_kernels.hopper.wide_launch import Side, launch_wide, of_codes, of_numbers
+from sagesim_kernels.hopper.wide_launch import Side, launch_wide
 from sagesim_kernels.hopper.wide_structures import Config
 from sagesim_kernels.operands import (
     LOG2_E,
@@ -49,8 +50,8 @@ def launch_forward(
         problem,
         o,
         Rows.of(lse2),
-        Side(of_codes(q, d)),
-        Side(of_codes(k, d), right=of_numbers(v, d_v)),
+        Side(code_parts(q, d)),
+        Side(code_parts(k, d), right=token_parts(v, d_v, packed=operands.are_packed)),
         k.scale,
         problem.scale * (LOG2_E if softcap.inverse is None else softcap.inverse),
         config,

@@ -16,7 +16,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.hopper.channel_parts import BLOCK, allocate
+from sagesim_kernels.hopper.token_loads import origin_of
 from sagesim_kernels.hopper.wide_gradients import compute_gradient
 from sagesim_kernels.hopper.wide_softmax import at_least_one, compute_o
 from sagesim_kernels.hopper.wide_structures import Barriers, Place, Tokens
@@ -111,20 +113,15 @@ def hopper_wide(
     length = length_of(mask.cu_q, n_q, b) if OWNS_QUERIES else length_of(mask.cu_k, n_k, b)
     if first >= length:
         return
-    zero = gl.program_id(1)
     start_q = stored_start_of(mask.cu_q, n_q, b).to(gl.int32)
     start_k = stored_start_of(mask.cu_k, n_k, b).to(gl.int32)
-    number_b = b
-    number_q = zero
-    number_k = zero
-    if CONFIG.is_copied:
-        number_b = zero
-        number_q = start_q
-        number_k = start_k
     if OWNS_QUERIES:
         k_head = head // CONFIG.groups
-        own_place = Place(number_b, head, number_q + first, head * tokens_q + start_q + first, 0)
-        place = Place(number_b, k_head, number_k, k_head * tokens_k + start_k, 0)
+        own_origin = origin_of(CONFIG.is_copied, mask.cu_q, b, head, start_q)
+        own_origin = TokenOrigin(own_origin.b, own_origin.h, own_origin.row + first)
+        own_place = Place(own_origin, head * tokens_q + start_q + first, 0)
+        origin = origin_of(CONFIG.is_copied, mask.cu_k, b, k_head, start_k)
+        place = Place(origin, k_head * tokens_k + start_k, 0)
         k_scale += place.stored_row // BLOCK
         if CONFIG.is_forward:
             q_scale += own_place.stored_row
@@ -134,8 +131,11 @@ def hopper_wide(
             row_stats += (own_place.stored_row // BLOCK).to(gl.int64) * ROW_STATS
     else:
         q_head = (head * SPLITS + split_head % SPLITS) * CONFIG.groups
-        own_place = Place(number_b, head, number_k + first, head * tokens_k + start_k + first, 0)
-        place = Place(number_b, q_head, number_q, q_head * tokens_q + start_q, tokens_q)
+        own_origin = origin_of(CONFIG.is_copied, mask.cu_k, b, head, start_k)
+        own_origin = TokenOrigin(own_origin.b, own_origin.h, own_origin.row + first)
+        own_place = Place(own_origin, head * tokens_k + start_k + first, 0)
+        origin = origin_of(CONFIG.is_copied, mask.cu_q, b, q_head, start_q)
+        place = Place(origin, q_head * tokens_q + start_q, tokens_q)
         k_scale += own_place.stored_row // BLOCK
 
     own = Tokens((own_codes, own_codes_rest), (own_numbers, own_numbers_rest), None, None)

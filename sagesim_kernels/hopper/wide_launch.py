@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sagesim_kernels.hopper.channel_parts import BLOCK, part_descriptors
+from sagesim_kernels.hopper.channel_parts import BLOCK
 from sagesim_kernels.hopper.wide_kernel import hopper_wide
 from sagesim_kernels.hopper.wide_structures import Config
 from sagesim_kernels.hopper.wide_warps import TILE
@@ -16,7 +16,6 @@ from sagesim_kernels.operands import (
     BYTES_OF_A_QUERY,
     LAUNCH,
     KernelProblem,
-    Operand,
     Rows,
     Softcap,
     Strided,
@@ -35,16 +34,6 @@ class Side(NamedTuple):
     codes: _Pair
     numbers: _Pair = (None, None)
     right: _Pair = (None, None)
-
-
-def of_codes(x: Operand, channels: int) -> _Pair:
-    """Return descriptors of codes, with tiles of `channels`."""
-    return part_descriptors(x.ptr.view(-1, x.stride_n), channels)
-
-
-def of_numbers(x: Operand, channels: int) -> _Pair:
-    """Return descriptors of a tensor in 16 bit, with tiles of `channels`."""
-    return part_descriptors(x.ptr, channels)
 
 
 def launch_wide(

@@ -20,9 +20,7 @@ class Tokens(NamedTuple):
 class Place(NamedTuple):
     """Where tokens of a sequence and a head lie."""
 
-    b: Any  #: in tensors of numbers
-    h: Any
-    row: Any  #: of the first token
+    origin: Any  #: `TokenOrigin` of the sequence, in 16 bit
     stored_row: Any  #: in padded storage, over all heads
     stored_tokens: Any  #: of a head in padded storage
 

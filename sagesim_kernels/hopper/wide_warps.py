@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.backward_masks import attends_between
+from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.hopper.channel_parts import (
     BLOCK,
     buffer_at,
@@ -162,12 +163,11 @@ def produce(
         row = own_place.stored_row + i * BLOCK
         load_codes(own.codes, row, barriers.own_full, buffer_at(own_buffers.codes, i))
         if HAS_DP:
-            load_numbers(
-                own.numbers, own_place.b, own_place.h, own_place.row + i * BLOCK, barriers.own_full,
-                buffer_at(own_buffers.numbers, i),
-            )  # fmt: skip
+            buffer = buffer_at(own_buffers.numbers, i)
+            load_numbers(own.numbers, own_place.origin, i * BLOCK, barriers.own_full, buffer)
     for head in range(1 if CONFIG.owns_queries else CONFIG.groups):
         stored_row = place.stored_row + head * place.stored_tokens
+        origin = TokenOrigin(place.origin.b, place.origin.h + head, place.origin.row)
         for j in range(walk.count):
             n = head * walk.count + j
             block = walk.first - j if CONFIG.owns_queries else walk.first + j
@@ -177,19 +177,18 @@ def produce(
             mbarrier.expect(bar, block_bytes)
             row = stored_row + block * BLOCK
             load_codes(streamed.codes, row, bar, buffer_at(buffers.codes, stage))
-            row = place.row + block * BLOCK
             if not CONFIG.owns_queries:
                 at = (stored_row // BLOCK + block) * ROW_STATS
                 tma_load(streamed.stats, [at], bar, buffers.stats.index(stage))
             if HAS_DP:
                 buffer = buffer_at(buffers.numbers, stage)
-                load_numbers(streamed.numbers, place.b, place.h + head, row, bar, buffer)
+                load_numbers(streamed.numbers, origin, block * BLOCK, bar, buffer)
             stage = n % RIGHT_STAGES
             bar = barriers.right_full.index(stage)
             mbarrier.wait(barriers.right_empty.index(stage), ((n // RIGHT_STAGES) & 1) ^ 1)
             mbarrier.expect(bar, right_bytes)
             buffer = buffer_at(buffers.right, stage)
-            load_numbers(streamed.right, place.b, place.h + head, row, bar, buffer)
+            load_numbers(streamed.right, origin, block * BLOCK, bar, buffer)
 
 
 @gluon.jit

@@ -138,7 +138,9 @@ def attend_packed(
         As `attend`. Also TypeError or ValueError if cu_seqlens do not describe the tensors; on a
         CUDA device this is a device-side assertion.
     """
-    cu_q, cu_k = _as_int32("q", cu_q, q.device), _as_int32("k", cu_k, q.device)
+    is_same = cu_k is cu_q  # then keys need no check of their own
+    cu_q = _as_int32("q", cu_q, q.device)
+    cu_k = cu_q if is_same else _as_int32("k", cu_k, q.device)
     longest_q, longest_k = _as_integer(longest_q), _as_integer(longest_k)
     if not uses_kernels(q):
         return _emulate_packed(q, k, v, cu_q, cu_k, longest_q, longest_k, options)

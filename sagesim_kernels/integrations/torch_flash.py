@@ -274,7 +274,7 @@ class _Operators:
             key_mask=None,
             seqused_k=None,
             cu_q=cu_q,
-            cu_k=cu_k,
+            cu_k=None if cu_k is cu_q else cu_k,
             softcap_tensor=None,
             longest_q=longest_q,
             longest_k=longest_k,

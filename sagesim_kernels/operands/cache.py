@@ -82,6 +82,11 @@ class OperandCache:
         """The means that were subtracted from Q and K, and K before the subtraction."""
         return SubtractedMeans.of(self.q_mean, self.k_mean, self._problem.k)
 
+    @property
+    def are_packed(self) -> bool:
+        """Whether packed sequences in 16 bit follow each other without a gap."""
+        return self._problem.cu_q is not None and not self.stored
+
     def precision(self, site: str) -> Precision:
         """Return the precision of a site."""
         return self._problem.spec.site(site).precision

@@ -21,7 +21,7 @@ class Packing(NamedTuple):
     """Where packed sequences start, and bounds on their lengths; all None if none are packed."""
 
     cu_q: Tensor | None = None  #: int32 [sequences + 1], first query of each, and the total
-    cu_k: Tensor | None = None
+    cu_k: Tensor | None = None  #: None with cu_q: keys lie as queries do
     longest_q: int | None = None
     longest_k: int | None = None
 
@@ -82,6 +82,7 @@ class KernelProblem:
     lower_right: bool
     cu_q: Tensor | None
     cu_k: Tensor | None
+    has_equal_lengths: bool  #: whether packed sequences have as many queries as keys each
     longest_q: int
     longest_k: int
     extras: Extras
@@ -109,6 +110,7 @@ class KernelProblem:
             ValueError: if a window is too wide for 32 bits and narrower than the longest sequence.
         """
         cu_q, cu_k, longest_q, longest_k = packing or Packing()
+        has_equal_lengths = cu_q is not None and cu_k is None
         longest_q = q.shape[2] if longest_q is None else min(longest_q, q.shape[2])
         longest_k = k.shape[2] if longest_k is None else min(longest_k, k.shape[2])
         window = _without_wide_sides(extras.window, max(longest_q, longest_k))
@@ -123,7 +125,8 @@ class KernelProblem:
             is_causal=is_causal,
             lower_right=lower_right,
             cu_q=cu_q,
-            cu_k=cu_k,
+            cu_k=cu_q if has_equal_lengths else cu_k,
+            has_equal_lengths=has_equal_lengths,
             longest_q=longest_q,
             longest_k=longest_k,
             extras=extras,

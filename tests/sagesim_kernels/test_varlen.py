@@ -48,7 +48,8 @@ class PackedCase:
         self.q, self.do = packed(q, 2, 16, 0), packed(q, 2, 24, 3)
         self.k, self.v = packed(k, 1, 16, 1), packed(k, 1, 24, 2)
         self.d_lse = packed(q, 2, 1, 4)[..., 0].T.contiguous()
-        self.cu = beginnings(q), beginnings(k)
+        cu = beginnings(q)
+        self.cu = cu, cu if k == q else beginnings(k)
 
     def together(self, spec: AttentionSpec, **options: object) -> Results:
         leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]

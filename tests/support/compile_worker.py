@@ -312,7 +312,7 @@ def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any
         scale=0.125,
         is_causal=request["is_causal"],
         lower_right=False,
-        packing=Packing(cu, cu, tokens, tokens),
+        packing=Packing(cu, None, tokens, tokens),
         extras=_extras(request["extras"], tokens),
     )
     launches.kernels = []

@@ -100,7 +100,8 @@ class PtxRunner:
         """Run a forward and its backward.
 
         tensors: q, k, v and do, [batch, heads, tokens, channels], and any of the tensors of
-            `Extras`. With cu_q and cu_k, int32 [sequences + 1], the tokens are packed sequences.
+            `Extras`. With cu_q and cu_k, int32 [sequences + 1], the tokens are packed sequences;
+            with cu_q alone, those of keys and queries have equal lengths.
             d_lse, float32 [batch, heads, tokens]: the gradient of the logsumexp.
         lower_right: how the causal mask is aligned.
         capability: compute capability of the GPU for which the kernels are compiled, of those in
@@ -214,8 +215,9 @@ def problem_of(
     q, k, v = (rest.pop(name) for name in ("q", "k", "v"))
     packing = None
     if "cu_q" in rest:
-        cu_q, cu_k = (rest.pop(name) for name in ("cu_q", "cu_k"))
-        packing = Packing(cu_q, cu_k, *(int(x.diff().max()) for x in (cu_q, cu_k)))
+        cu_q, cu_k = rest.pop("cu_q"), rest.pop("cu_k", None)
+        longest = [int(x.diff().max()) for x in (cu_q, cu_q if cu_k is None else cu_k)]
+        packing = Packing(cu_q, cu_k, *longest)
     return KernelProblem.of(
         q,
         k,

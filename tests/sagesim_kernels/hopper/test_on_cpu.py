@@ -185,20 +185,26 @@ def test_nothing_behind_the_used_keys_is_read(runner: PtxRunner) -> None:
 
 
 @pytest.mark.parametrize(
+    "keys", [(150, 3, 40, 65), (70, 5, 0, 300)], ids=["unequal", "as many keys as queries"]
+)
+@pytest.mark.parametrize(
     "spec",
     parameters(("factored_qk", "fp8_gradients", "sagebwd"), ("factored_qk", "fp8_gradients")),
 )
-def test_packed_sequences_have_the_bits_that_they_have_alone(runner: PtxRunner, spec: str) -> None:
+def test_packed_sequences_have_the_bits_that_they_have_alone(
+    runner: PtxRunner, spec: str, keys: tuple[int, ...]
+) -> None:
     """One of them is NaN, and one has no query."""
     # So unequal that there are as many programs as tiles, with tiles of up to 256 tokens.
-    lengths = {"q": (70, 5, 0, 300), "k": (150, 3, 40, 65)}
-    tensors, parsed = Call(spec, 375, 258).tensors(), AttentionSpec.parse(spec)
+    lengths = {"q": (70, 5, 0, 300), "k": keys}
+    tensors, parsed = Call(spec, 375, sum(keys)).tensors(), AttentionSpec.parse(spec)
     places = {name: lengths["k" if name in "kv" else "q"] for name in ("q", "k", "v", "do")}
     for name, each in places.items():
         tensors[name].split(each, 2)[1][:] = torch.nan
     cu = {
         f"cu_{name}": torch.tensor([0, *accumulate(x)], dtype=torch.int32)
         for name, x in lengths.items()
+        if name == "q" or keys != lengths["q"]
     }
     packed = runner.run(tensors | cu, parsed, is_causal=True, capability=HOPPER)
     for i in (0, 3):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -71,7 +71,7 @@ class Call(NamedTuple):
         packing = None
         if self.cu is not None:
             cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in self.cu)
-            packing = Packing(cu_q, cu_k, self.n_q, self.n_k)
+            packing = Packing(cu_q, None if self.cu[0] == self.cu[1] else cu_k, self.n_q, self.n_k)
         return KernelProblem.of(
             q,
             k,
@@ -259,10 +259,11 @@ STARTS = ((0, 0, 1, 200, 200, 263), (0, 70, 70, 71, 400, 700))
 
 
 @pytest.mark.parametrize("mask", ["full", "upper_left", "lower_right"])
-@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("starts", [STARTS, STARTS[::-1], STARTS[1:] * 2])
 @pytest.mark.parametrize("d", [*SIXTEEN, "codes"])
-def test_packed_sequences(d: int | str, swapped: bool, mask: str, launches: Launches) -> None:
-    starts = STARTS[::-1] if swapped else STARTS
+def test_packed_sequences(
+    d: int | str, starts: Sequence[tuple[int, ...]], mask: str, launches: Launches
+) -> None:
     spec, size = ("sagebwd delta=p", 64) if isinstance(d, str) else ("factored_qk", d)
     tokens = [x[-1] for x in starts]
     call = Call(spec, *tokens, d=size, mask=mask, cu=(starts[0], starts[1]))

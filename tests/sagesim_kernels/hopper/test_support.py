@@ -1,6 +1,7 @@
 """Which problems the Hopper kernels compute, and which operands have to be copied for them."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -277,5 +278,21 @@ def test_dead_tokens_are_those_outside_the_mask(n_q, n_k, mask, window):
         assert hopper.has_to_copy(x, queries=True) == either
     if mask == "full" and window == (-1, -1):  # the alignment has no effect
         assert not hopper.has_to_copy(replace(x, lower_right=True), queries=True)
-    cu = torch.empty(2, dtype=torch.int32, device="meta")
-    assert hopper.has_to_copy(replace(x, cu_q=cu, cu_k=cu), queries=False)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (0, 0), (0, -1), (-1, 1), (2, 1)])
+@pytest.mark.parametrize("mask", ["full", "upper_left", "lower_right"])
+def test_packed_sequences_of_some_lengths_have_dead_tokens(mask, window):
+    """Without the lengths, `has_dead_keys` and `has_dead_queries` say what is possible."""
+    is_causal, lower_right = mask != "full", mask == "lower_right"
+    options = {"is_causal": is_causal, "lower_right": lower_right}
+    extras = Extras(window=window)
+    alone = [
+        problem(n_q=n_q, n_k=n_k, extras=extras, **options)
+        for n_q, n_k in product((1, 4, 9), repeat=2)
+    ]
+    cu = torch.empty(3, dtype=torch.int32, device="meta")
+    packed = replace(problem(extras=extras, **options), cu_q=cu, cu_k=cu)
+    assert hopper.has_dead_keys(packed) == any(map(hopper.has_dead_keys, alone))
+    assert hopper.has_dead_queries(packed) == any(map(hopper.has_dead_queries, alone))
+    assert not hopper.has_to_copy(replace(packed, has_equal_lengths=True), queries=True)

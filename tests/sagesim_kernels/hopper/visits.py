@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sagesim_kernels.hopper.token_loads import SEQUENCE_END
 from sagesim_kernels.operands import KernelProblem, padded, stored_tokens
 from tests.support.simulated_kernels import Block, Operands, Run
 
@@ -33,14 +34,15 @@ class Sequences:
     def __init__(self, problem: KernelProblem, *, queries: bool) -> None:
         x, cu = (problem.q, problem.cu_q) if queries else (problem.k, problem.cu_k)
         self.tokens = stored_tokens(cu, x)
+        self.ends: list[int] = []
         if cu is None:
             stored = -(-x.shape[2] // ALIGNMENT) * ALIGNMENT
             self.starts = [b * stored for b in range(x.shape[0])]
             self.lengths = [x.shape[2]] * x.shape[0]
         else:
-            ends = cu.tolist()
-            self.starts = [(end // ALIGNMENT + b) * ALIGNMENT for b, end in enumerate(ends[:-1])]
-            self.lengths = np.diff(ends).tolist()
+            _, *self.ends = starts = cu.tolist()
+            self.starts = [(x // ALIGNMENT + b) * ALIGNMENT for b, x in enumerate(starts[:-1])]
+            self.lengths = np.diff(starts).tolist()
 
     def stored(self, row: int) -> Place:
         """Return what starts at a row of padded storage, over all heads."""
@@ -48,10 +50,20 @@ class Sequences:
         b = max(b for b, start in enumerate(self.starts) if start <= within)
         return Place(b, h, within - self.starts[b])
 
-    def place(self, block: Block, *, is_stored: bool) -> Place:
-        """Return the place of a block of 16-bit numbers. is_stored: it lies in padded storage."""
-        b, h, row, _channel = block.at
-        return self.stored(row)._replace(h=h) if is_stored else Place(b, h, row)
+    def coordinates(self, place: Place | None, *, is_stored: bool) -> tuple[int, ...] | None:
+        """Return TMA's coordinates of tokens in 16 bit, without the channel.
+
+        is_stored: they lie in padded storage.
+        """
+        if place is None:
+            return None
+        b, h, token = place
+        if is_stored:
+            return 0, h, self.starts[b] + token
+        if not self.ends:
+            return b, h, token
+        row = SEQUENCE_END.value - self.lengths[b] + token  # see `token_descriptor`
+        return SEQUENCE_END.value, self.ends[b], h, row
 
 
 def attended(
@@ -124,11 +136,12 @@ def check_visits(name: str, run: Run, problem: KernelProblem, *, is_stored: bool
             assert len(products) == 2 * len(steps[program]), "products of dQ and dK"
         if program in run.stores and group == "0":
             channels = padded(problem.q.shape[3])
-            parts = [_query_of(x, channels, queries) for x in run.stores[program]]
+            parts = run.stores[program]
             # Each store of a part has some of its channels.
             stores_of_a_part = max(len(parts) // max(len(found), 1), 1)
             expected = [x for _, x in found for _ in range(stores_of_a_part)]
-            assert parts == expected, "parts of dQ"
+            for part, place in zip(parts, expected, strict=True):
+                assert _is_part_of(part, place, channels, queries), "parts of dQ"
         if name == "hopper_forward_codes":  # behind the last block, S is computed of an old K
             found = [x for x, after in pairwise(found) if x[0] == after[0]]
         visits.update(found)
@@ -153,11 +166,11 @@ def check_visits(name: str, run: Run, problem: KernelProblem, *, is_stored: bool
             assert not rest.any(), f"{name}: a block of keys is left out for {b, h, token}"
 
 
-def _query_of(part: Block, channels: int, queries: Sequences) -> Place | None:
-    """Return the first query of a part of dQ, which is stored or added to sums in rows of 32."""
-    if len(part.at) == 4:
-        return queries.place(part, is_stored=False)
-    return queries.stored(part.at[0] // (STEP * channels // 32) * STEP)
+def _is_part_of(part: Block, place: Place | None, channels: int, queries: Sequences) -> bool:
+    """Return whether a part of dQ is of a place. It is stored, or added to sums in rows of 32."""
+    if len(part.at) > 2:
+        return part.at[:-1] == queries.coordinates(place, is_stored=False)
+    return place == queries.stored(part.at[0] // (STEP * channels // 32) * STEP)
 
 
 def _visits(
@@ -175,7 +188,7 @@ def _visits(
     steps: what the products of a group without S read.
     """
     found: list[tuple[Place, Place | None]] = []
-    others: dict[tuple[str, bool], list[Place]] = defaultdict(list)
+    others: dict[tuple[str, bool], list[tuple[int, ...]]] = defaultdict(list)
     # The tokens of a later consumer may be behind the last of a sequence; those of the first not.
     shift = STEP * group if names.keys == STEP else 0
     for left, right in products:
@@ -186,9 +199,9 @@ def _visits(
             continue
         for block, is_right in ((left, False), (right, True)):
             if block is not None and block.name in names.others:
-                place = streamed.place(block, is_stored=is_stored)
-                others[block.name, is_right and left is None].append(place)
+                others[block.name, is_right and left is None].append(block.at[:-1])
     for other, places in others.items():
-        expected = [x for _, x in found] or steps
+        blocks = [x for _, x in found] or steps or []
+        expected = [streamed.coordinates(x, is_stored=is_stored) for x in blocks]
         assert places == expected, f"{other} is of other blocks than S"
     return found

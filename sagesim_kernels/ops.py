@@ -11,7 +11,6 @@ torch.compile traces it without running it.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -119,13 +118,6 @@ def _has_tokens_first(x: Tensor) -> bool:
 
     # A number of heads or tokens that only the data decide: if it is 1, either order will do.
     return guard_or_false(heads < tokens) or not guard_or_true(tokens < heads)
-
-
-def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the current device, on which Triton launches, is that of x."""
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(x.device)
 
 
 def _nothing(like: Tensor) -> Tensor:

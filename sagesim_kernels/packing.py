@@ -21,7 +21,6 @@ def check_packing(
     _check_types("q", cu_q, longest_q)
     _check_types("k", cu_k, longest_k)
     _check_packed("q", q, cu_q, longest_q)
-    # On a GPU the check launches a dozen kernels, which self-attention needs once.
     is_same = not is_traced(cu_q) and cu_k is cu_q and k.device == q.device
     if not (is_same and (k.shape[0], longest_k) == (q.shape[0], longest_q)):
         _check_packed("k", k, cu_k, longest_k)
@@ -61,12 +60,20 @@ def _check_packed(name: str, x: Tensor, cu: Tensor, longest: int) -> None:
         )
     if cu.device != x.device:
         raise ValueError(f"{what} is on {cu.device}, {name} on {x.device}")
-    steps = cu.diff()
-    most = min(longest, x.shape[0])  # int32, as the steps are
-    fits = (cu[0] == 0) & (cu[-1] == x.shape[0]) & (steps >= 0).all() & (steps <= most).all()
+    fits = _are_packed(cu, x.shape[0], min(longest, x.shape[0]))
     message = (
         f"{what} must ascend from 0 to the tokens of {name} in steps of at most max_seqlen_{name}"
     )
     check_starts(
         fits, cu, message, lambda: f"={longest}; got {cu.tolist()} for {x.shape[0]} tokens"
     )
+
+
+def _are_packed(cu: Tensor, tokens: int, most: int) -> Tensor:
+    """Return, as a bool tensor [], whether cu ascends from 0 to `tokens` in steps up to `most`."""
+    if cu.is_cuda and not is_traced(cu):
+        from sagesim_kernels import packing_kernel  # needs Triton; one launch in place of a dozen
+
+        return packing_kernel.are_packed(cu, tokens, most)
+    steps = cu.long().diff()
+    return (cu[0] == 0) & (cu[-1] == tokens) & (steps >= 0).all() & (steps <= most).all()

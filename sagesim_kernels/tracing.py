@@ -20,6 +20,7 @@ from sagesim.short_repr import short_repr
 from sagesim.spec import FACTORED_QK, MAPS, OPERANDS, SITES, AttentionSpec, Precision
 from sagesim_kernels.api import check_call, check_device
 from sagesim_kernels.dispatch import backward, forward
+from sagesim_kernels.launching import on_device_of
 from sagesim_kernels.operands import (
     FP8,
     IN_REGISTERS,
@@ -31,7 +32,6 @@ from sagesim_kernels.operands import (
     natural_lse,
     stored_tokens,
 )
-from sagesim_kernels.ops import on_device_of
 from sagesim_kernels.portable import MapTrace, MapTraces
 
 

@@ -147,7 +147,12 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.operands",
         "sagesim_kernels.dispatch",
     },
-    "sagesim_kernels.packing": {"sagesim.checks", "sagesim_kernels.traced"},
+    "sagesim_kernels.packing_kernel": {"sagesim_kernels.launching"},
+    "sagesim_kernels.packing": {
+        "sagesim.checks",
+        "sagesim_kernels.traced",
+        "sagesim_kernels.packing_kernel",
+    },
     "sagesim_kernels.eager": {
         "sagesim.spec",
         "sagesim_kernels.labels",
@@ -177,7 +182,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim_kernels.operands",
         "sagesim_kernels.portable",
         "sagesim_kernels.dispatch",
-        "sagesim_kernels.ops",
+        "sagesim_kernels.launching",
         "sagesim_kernels.api",
     },
     "sagesim_kernels.integrations": {
@@ -186,6 +191,7 @@ FLOORS: dict[str, set[str]] = {
         "sagesim.problem",
         "sagesim.emulator",
         "sagesim_kernels.operands",
+        "sagesim_kernels.launching",
         "sagesim_kernels.labels",
         "sagesim_kernels.ops",
         "sagesim_kernels.packing",

@@ -24,8 +24,9 @@ from sagesim.problem import NO_WINDOW, check_spec
 from sagesim.spec import FACTORED_QK, AttentionSpec, Delta
 from sagesim_kernels.api import check_call
 from sagesim_kernels.labels import label_of
+from sagesim_kernels.launching import on_device_of
 from sagesim_kernels.operands import compute_k_means, compute_logit_shift, logit_scale
-from sagesim_kernels.ops import Call, backward_op, forward_op, on_device_of
+from sagesim_kernels.ops import Call, backward_op, forward_op
 from sagesim_kernels.packing import check_packing
 from sagesim_kernels.support import supports
 

@@ -3,7 +3,7 @@
 from sagesim_kernels.launching.compiled import CompilerFault, check_compiled
 from sagesim_kernels.launching.dependent import wait_for_earlier_kernels
 from sagesim_kernels.launching.function import Tensors
-from sagesim_kernels.launching.plans import forget_plans, launch, planned
+from sagesim_kernels.launching.plans import forget_plans, launch, on_device_of, planned
 
 __all__ = [
     "CompilerFault",
@@ -11,6 +11,7 @@ __all__ = [
     "check_compiled",
     "forget_plans",
     "launch",
+    "on_device_of",
     "planned",
     "wait_for_earlier_kernels",
 ]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -92,6 +93,13 @@ def planned(function: Function, tensors: Tensors, options: Any) -> Tensors:
             del _plans[next(iter(_plans))]
         _plans[key] = plan
     return outputs
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which the current device, on which Triton launches, is that of x."""
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def forget_plans() -> None:

@@ -1,0 +1,42 @@
+"""Look at the beginnings of packed sequences on a GPU, without waiting for it."""
+
+# pyright: reportOperatorIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagesim_kernels.launching import launch, on_device_of, wait_for_earlier_kernels
+
+_BLOCK = tl.constexpr(1024)
+
+
+@triton.jit(do_not_specialize=["count", "tokens", "most"])
+def packing_kernel(cu, count, tokens, most, fits):
+    """Store whether `count` sequences are packed as cu says. One program.
+
+    The other arguments: see `are_packed`.
+    """
+    wait_for_earlier_kernels()
+    good = (tl.load(cu) == 0) & (tl.load(cu + count) == tokens)
+    for first in range(0, count, _BLOCK):
+        i = first + tl.arange(0, _BLOCK)
+        is_sequence = i < count
+        begin = tl.load(cu + i, mask=is_sequence, other=0).to(tl.int64)
+        length = tl.load(cu + i + 1, mask=is_sequence, other=0) - begin
+        good &= (tl.min(length, 0) >= 0) & (tl.max(length, 0) <= most)
+    tl.store(fits, good)
+
+
+def are_packed(cu: Tensor, tokens: int, most: int) -> Tensor:
+    """Return, as a bool tensor [], whether cu ascends from 0 to `tokens` in steps up to `most`.
+
+    cu: int32 [sequences + 1], contiguous.
+    """
+    fits = torch.empty((), dtype=torch.bool, device=cu.device)
+    with on_device_of(cu):
+        launch(packing_kernel, (1,), cu, cu.shape[0] - 1, tokens, most, fits, num_warps=4)
+    return fits

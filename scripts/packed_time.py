@@ -1,5 +1,7 @@
 """The time of attention on packed sequences, beside FlashAttention-2 as PyTorch has it.
 
+flash-attn-4 is timed, too, if it is installed.
+
     python scripts/packed_time.py --out docs/data/packed_times.json
 
 Times are the GPU's, in bfloat16 with a causal mask. Before each pass the GPU's cache is filled, and
@@ -8,6 +10,7 @@ the host runs ahead. Contenders take turns; a figure is the median of all rounds
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import random
 import sys
@@ -24,6 +27,7 @@ from torch import Tensor  # noqa: E402
 from sagesim.command import exit_code  # noqa: E402
 from sagesim_kernels.api import attention_varlen  # noqa: E402
 from sagesim_kernels.bench.contenders import Contender  # noqa: E402
+from sagesim_kernels.bench.machine import installed  # noqa: E402
 from sagesim_kernels.bench.run import Setup  # noqa: E402
 from sagesim_kernels.bench.shape import Shape  # noqa: E402
 from sagesim_kernels.bench.step import Step  # noqa: E402
@@ -68,7 +72,16 @@ def _flash_2(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int) -> Tenso
     return torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, True, False)[0]
 
 
-CONTENDERS: Final = {"factored_qk": _ours, "FlashAttention-2": _flash_2}
+def _flash_4(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int) -> Tensor:
+    attend: Any = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+    lengths = {f"cu_seqlens_{x}": cu for x in "qk"} | {f"max_seqlen_{x}": longest for x in "qk"}
+    found = attend(q, k, v, **lengths, causal=True)
+    return found[0] if isinstance(found, tuple) else found
+
+
+CONTENDERS: Final = {"factored_qk": _ours, "FlashAttention-2": _flash_2} | (
+    {"flash-attn-4": _flash_4} if installed("flash-attn-4") else {}
+)
 
 
 def _contender(name: str, attend: Attend, lengths: Sequence[int]) -> Contender:

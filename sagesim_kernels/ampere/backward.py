@@ -32,6 +32,7 @@ from sagesim_kernels.operands import (
     choose_packed_heads,
     ds_row_sums,
     finish_dq,
+    order_tiles,
     padded,
 )
 from sagesim_kernels.portable import Tile, map_product, try_tiles
@@ -134,6 +135,7 @@ def launch_kernel(
         channels = splits.query_heads * padded(problem.q.shape[3])
         head_bytes = problem.longest_q * channels * BYTES_OF_A_QUERY
         heads_per_group = choose_packed_heads(heads, head_bytes)
+        grid = grid._replace(order=order_tiles(problem, grid, tile.rows, queries=False))
     elif offset is not None or problem.longest_lowest is not None:
         heads_per_group = choose_backward_heads(
             problem.longest_q,

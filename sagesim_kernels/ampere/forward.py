@@ -20,6 +20,7 @@ from sagesim_kernels.operands import (
     allows_fixed_reference,
     choose_forward_heads,
     choose_packed_heads,
+    order_tiles,
     padded,
 )
 from sagesim_kernels.portable import Tile, compute_failed_rows, try_tiles
@@ -46,7 +47,10 @@ def grid_of_queries(problem: KernelProblem, tile: Tile) -> Grid:
     if grid.cu is not None:
         channels = padded(problem.v.shape[3])
         head_bytes = problem.longest_k * channels * BYTES_OF_A_KEY // problem.groups
-        return grid._replace(heads_per_group=choose_packed_heads(grid.heads, head_bytes))
+        return grid._replace(
+            heads_per_group=choose_packed_heads(grid.heads, head_bytes),
+            order=order_tiles(problem, grid, tile.rows, queries=True),
+        )
     heads_per_group = choose_forward_heads(
         problem.longest_q,
         problem.longest_k,

@@ -53,7 +53,7 @@ def versions() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "flash-attn-4": _installed("flash-attn-4"),
+        "flash-attn-4": installed("flash-attn-4"),
         "sagebwd": sagesim.__version__,
         "kernels": sources_hash(),
     }
@@ -141,7 +141,7 @@ def nvidia_smi(*fields: str) -> list[str | None]:
     return [None if cell.startswith("[") else cell for cell in cells]
 
 
-def _installed(distribution: str) -> str | None:
+def installed(distribution: str) -> str | None:
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -43,6 +43,7 @@ from sagesim_kernels.operands import (
     Strided,
     ds_row_sums,
     finish_dq,
+    order_tiles,
     padded,
 )
 from sagesim_kernels.preparation.one_pass import prepare_backward_in_one_pass
@@ -80,6 +81,8 @@ def launch_backward(
     """
     dq, dk, dv = grads
     channels = padded(dk.shape[3])
+    # Before the preparation: `hopper_backward` reads the order before it waits for that.
+    packed_tiles = order_tiles(problem, problem.key_grid(_TILE_K), _TILE_K, queries=False)
     softcap = Softcap.of(problem, shift)
     ds_is_added = softcap.base2 is not None or d_lse is not None or p_sink is not None
     is_one_part = not ds_is_added and has_one_part(problem, operands, dq)
@@ -107,7 +110,6 @@ def launch_backward(
     dk_parts, dv_parts = splits.parts(dk), splits.parts(dv)
     tiles = problem.key_grid(_TILE_K, dk_parts.shape[1])
     count = tiles.programs[0]
-    # Sequences of other lengths, which the host does not know, would change the balance.
     if lengths.cu_k is None and lengths.seqused_k is None and lengths.key_mask is None:
         order = choose_backward_order(
             problem.longest_q,
@@ -121,6 +123,7 @@ def launch_backward(
             lowest=problem.longest_lowest,
         )
     else:
+        # Sequences of other lengths, which the host does not know, would change the balance.
         heads = order_of_keys(problem, tiles, _TILE_K, splits.query_heads, channels)
         order = BackwardOrder(heads, is_dealt=False)
     is_joint = not has_dq_warps and (
@@ -180,7 +183,7 @@ def launch_backward(
         lengths.right,
         tiles.tiles,
         kv_heads,
-        tiles.packed_sequences,
+        packed_tiles,
         tiles.all_heads,
         order.heads_per_group,
         programs,

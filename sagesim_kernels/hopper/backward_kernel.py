@@ -71,13 +71,13 @@ class Config(NamedTuple):
 # in a tuple.
 @gluon.jit(
     do_not_specialize=[
-        "n_q", "n_k", "left", "right", "tiles", "heads", "sequences", "all_heads",
+        "n_q", "n_k", "left", "right", "tiles", "heads", "all_heads",
         "heads_per_group", "programs", "waves", "tokens_q", "tokens_k",
     ]
 )  # fmt: skip
 def hopper_backward(
     q8, k8, q16, k16, v, do, row_stats, shifts, deltas, k_scale, k_mean, cap2, ds_sums, dk, dv, dq,
-    dq_units, mask, n_q, n_k, left, right, tiles, heads, sequences, all_heads, heads_per_group,
+    dq_units, mask, n_q, n_k, left, right, tiles, heads, packed_tiles, all_heads, heads_per_group,
     programs, waves, tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute tiles of keys, each for the query heads of a group or for a part of them.
@@ -137,7 +137,7 @@ def hopper_backward(
         tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
         tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     scheduler = KeyScheduler(
-        tiles, heads, sequences, all_heads, heads_per_group, programs, waves, tokens_q, tokens_k,
+        tiles, heads, packed_tiles, all_heads, heads_per_group, programs, waves, tokens_q, tokens_k,
         found_s, tile_full, tile_empty,
     )  # fmt: skip
     dt: gl.constexpr = v.dtype

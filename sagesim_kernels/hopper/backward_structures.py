@@ -70,9 +70,9 @@ class TokenOrigin(NamedTuple):
 class KeyScheduler(NamedTuple):
     """The tiles of keys of a launch, and their order; see `tile_scheduler`."""
 
-    tiles: Any  #: of a head; of all its sequences, unless sequences is None
+    tiles: Any  #: of a head; of all its sequences, unless packed_tiles is None
     heads: Any  #: of K and V, of a sequence
-    sequences: Any  #: None if all have equally many tiles
+    packed_tiles: Any  #: see `order_tiles`; None if all sequences have equally many tiles
     all_heads: Any  #: of dK and dV, with `tiles` tiles
     heads_per_group: Any  #: see `BackwardOrder`
     programs: Any

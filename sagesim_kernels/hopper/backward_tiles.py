@@ -48,9 +48,7 @@ def find_tile(wave, scheduler, lengths, SPLITS: gl.constexpr):
         scheduler.heads,
         scheduler.all_heads,
         scheduler.heads_per_group,
-        lengths.cu_k,
-        scheduler.sequences,
-        TILE_K,
+        scheduler.packed_tiles,
         SPLITS,
     )
     first = index * TILE_K

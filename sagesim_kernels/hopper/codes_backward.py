@@ -40,6 +40,7 @@ from sagesim_kernels.operands import (
     ds_row_sums,
     finish_dq,
     format_of,
+    order_tiles,
     padded,
     stored_tokens,
 )
@@ -102,6 +103,7 @@ def launch_backward(
     tokens_k = stored_tokens(problem.cu_k, problem.k)
     dk_parts, dv_parts = splits.parts(dk), splits.parts(dv)
     tiles = problem.key_grid(_TILE_K, dk_parts.shape[1])
+    packed_tiles = order_tiles(problem, tiles, _TILE_K, queries=False)
     heads_per_group = order_of_keys(problem, tiles, _TILE_K, splits.query_heads, channels)
     config = CodesConfig(
         groups=splits.query_heads,
@@ -145,7 +147,7 @@ def launch_backward(
         lengths.right,
         tiles.tiles,
         kv_heads,
-        tiles.packed_sequences,
+        packed_tiles,
         heads_per_group,
         dq_sums.tokens,
         tokens_k,

@@ -74,13 +74,13 @@ class CodesConfig(NamedTuple):
 
 @gluon.jit(
     do_not_specialize=[
-        "n_q", "n_k", "left", "right", "tiles", "heads", "sequences", "heads_per_group",
+        "n_q", "n_k", "left", "right", "tiles", "heads", "heads_per_group",
         "tokens_q", "tokens_k",
     ]
 )  # fmt: skip
 def hopper_codes_backward(
     q8, k8, v, do, q_right, do_right, k_right, row_stats, channel_scales, ratios, k, kr, dk, dv,
-    dq_sums, mask, n_q, n_k, left, right, tiles, heads, sequences, heads_per_group, tokens_q,
+    dq_sums, mask, n_q, n_k, left, right, tiles, heads, packed_tiles, heads_per_group, tokens_q,
     tokens_k, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One program computes one tile of keys, for the query heads of a group or for a part of them.
@@ -94,7 +94,7 @@ def hopper_codes_backward(
         dk, dv: `Strided` of [sequences, heads * CONFIG.splits, keys, channels].
         dq_sums: TMA descriptor of the sums of dQ, see `DqStore`.
         mask: `Lengths` with zeros for n_q and n_k, and without left and right.
-        tiles, sequences: see `place_of`.
+        tiles, packed_tiles: see `place_of`.
         heads: heads of K and V.
         heads_per_group: see `choose_backward_heads`.
         tokens_q, tokens_k: tokens of a head in padded storage.
@@ -118,8 +118,8 @@ def hopper_codes_backward(
     FORMAT: gl.constexpr = CONFIG.format
     IS_FP8: gl.constexpr = CONFIG.format != INT8
     index, _z, b, head, out_head = place_of(
-        gl.program_id(0), tiles, heads, gl.num_programs(0) // tiles, heads_per_group, mask.cu_k,
-        sequences, TILE_K, SPLITS,
+        gl.program_id(0), tiles, heads, gl.num_programs(0) // tiles, heads_per_group,
+        packed_tiles, SPLITS,
     )  # fmt: skip
     keys, blocks, start_q, start_k = locate(
         # Not assigned to a variable, because IS_CAUSAL would stop being a constexpr.

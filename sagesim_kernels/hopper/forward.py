@@ -37,6 +37,7 @@ from sagesim_kernels.operands import (
     Softcap,
     Strided,
     allows_fixed_reference,
+    order_tiles,
     padded,
 )
 from sagesim_kernels.portable import compute_failed_rows
@@ -81,7 +82,6 @@ UNSPECIALIZED = (
     "groups",
     "left",
     "right",
-    "sequences",
     "head_tiles",
     "heads_per_group",
     "tiles",
@@ -96,7 +96,7 @@ UNSPECIALIZED = (
 def hopper_forward(
     q8, k8, v, q_scale, k_scale, key_scales, q_tokens, k_tokens, o, lse2, lse2_stride_b,
     lse2_stride_h, sink2, inverse_cap, cap2, shift, scale, mask, n_q, n_k, left, right,
-    heads, groups, sequences, head_tiles, heads_per_group, tiles, programs,
+    heads, groups, packed_tiles, head_tiles, heads_per_group, tiles, programs,
     QD: gl.constexpr, DV: gl.constexpr, CONFIG: gl.constexpr, IS_COPIED: gl.constexpr,
     FIXED: gl.constexpr,
 ):  # fmt: skip
@@ -140,7 +140,7 @@ def hopper_forward(
         mask.key_runs,
     )
     scheduler = TileScheduler(
-        heads, groups, sequences, head_tiles, heads_per_group, tiles, programs
+        heads, groups, packed_tiles, head_tiles, heads_per_group, tiles, programs
     )  # fmt: skip
     wait_for_earlier_kernels()
     gl.warp_specialize(
@@ -203,6 +203,7 @@ def launch_forward(
     bytes_of_channel = k.ptr.element_size() + v.ptr.element_size()
     head_bytes = problem.longest_k * channels * bytes_of_channel // problem.groups
     heads_per_group = order_of_queries(problem, grid, rows, programs, head_bytes)
+    packed_tiles = order_tiles(problem, grid, rows, queries=True)
     is_fixed = allows_fixed_reference(problem)
     launch(
         hopper_forward,
@@ -229,7 +230,7 @@ def launch_forward(
         lengths.right,
         heads,
         problem.groups,
-        grid.packed_sequences,
+        packed_tiles,
         grid.tiles,
         heads_per_group,
         tiles,

@@ -44,6 +44,7 @@ from sagesim_kernels.operands import (
     OperandCache,
     Rows,
     Strided,
+    order_tiles,
     padded,
 )
 from sagesim_kernels.target import multiprocessor_count
@@ -56,7 +57,7 @@ CONFIGS = {64: Config(3, 8, 160), 128: Config(2, 6, 240)}
 def hopper_forward_codes(
     q8, k8, v8, q_scale, k_scale, v_scale, key_scales, channel_scales, q_tokens, k_tokens,
     v_tokens, o, lse2, lse2_stride_b, lse2_stride_h, scale, mask, n_q, n_k, heads, groups,
-    sequences, head_tiles, heads_per_group, tiles, programs, QD: gl.constexpr, DV: gl.constexpr,
+    packed_tiles, head_tiles, heads_per_group, tiles, programs, QD: gl.constexpr, DV: gl.constexpr,
     V_CHANNELS: gl.constexpr, Q_TOKENS: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """mask: `Lengths` without n_q and n_k, and without a window or padding.
@@ -102,7 +103,7 @@ def hopper_forward_codes(
         None,
     )
     scheduler = TileScheduler(
-        heads, groups, sequences, head_tiles, heads_per_group, tiles, programs
+        heads, groups, packed_tiles, head_tiles, heads_per_group, tiles, programs
     )  # fmt: skip
     wait_for_earlier_kernels()
     gl.warp_specialize(
@@ -150,6 +151,7 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
     programs = min(tiles, multiprocessor_count())
     head_bytes = problem.longest_k * channels * 2 // problem.groups
     heads_per_group = order_of_queries(problem, grid, rows, programs, head_bytes)
+    packed_tiles = order_tiles(problem, grid, rows, queries=True)
     launch(
         hopper_forward_codes,
         (programs,),
@@ -172,7 +174,7 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
         lengths.n_k,
         heads,
         problem.groups,
-        grid.packed_sequences,
+        packed_tiles,
         grid.tiles,
         heads_per_group,
         tiles,

@@ -53,8 +53,8 @@ class TileScheduler(NamedTuple):
 
     heads: Any  #: query heads
     groups: Any  #: query heads for each head of K and V
-    sequences: Any  #: None if all have equally many tiles
-    head_tiles: Any  #: tiles of a head; of all its sequences, unless sequences is None
+    packed_tiles: Any  #: see `order_tiles`; None if all sequences have equally many tiles
+    head_tiles: Any  #: tiles of a head; of all its sequences, unless packed_tiles is None
     heads_per_group: Any  #: a divisor of the heads with so many tiles
     tiles: Any  #: of all heads and sequences
     programs: Any

@@ -16,7 +16,7 @@ from sagesim_kernels.operands import (
     key_loops_without_padding,
     length_of,
     live_keys,
-    packed_place,
+    packed_tile,
 )
 
 BLOCK = gl.constexpr(64)
@@ -38,13 +38,13 @@ def tile_of(wave, lengths, scheduler, ROWS: gl.constexpr):
     group_tiles = scheduler.head_tiles * scheduler.heads_per_group
     tile = index % group_tiles // scheduler.heads_per_group
     head = index // group_tiles * scheduler.heads_per_group + index % scheduler.heads_per_group
-    if lengths.IS_CAUSAL:  # longest first
-        tile = scheduler.head_tiles - 1 - tile
     h = head % scheduler.heads
-    if scheduler.sequences is None:
+    if scheduler.packed_tiles is None:
         b = head // scheduler.heads
+        if lengths.IS_CAUSAL:  # longest first
+            tile = scheduler.head_tiles - 1 - tile
     else:
-        tile, b = packed_place(tile, lengths.cu_q, scheduler.sequences, ROWS)
+        tile, b = packed_tile(scheduler.packed_tiles, tile)
     first = tile * ROWS
     is_valid = is_valid & (first < length_of(lengths.cu_q, lengths.n_q, b))
     return Tile(b, h, h // scheduler.groups, gl.where(is_valid, first, -1))

@@ -38,7 +38,7 @@ from sagesim_kernels.operands import (
     Lengths,
     Softcap,
     length_of,
-    packed_place,
+    packed_tile,
     stored_start_of,
     tile_and_head,
 )
@@ -51,7 +51,7 @@ BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 # in a tuple.
 @gluon.jit(
     do_not_specialize=[
-        "n_q", "n_k", "left", "right", "tiles", "heads", "sequences", "heads_per_group",
+        "n_q", "n_k", "left", "right", "tiles", "heads", "heads_per_group",
         "tokens_q", "tokens_k",
     ]
 )  # fmt: skip
@@ -59,7 +59,7 @@ def hopper_wide(
     own_codes, own_codes_rest, own_numbers, own_numbers_rest, codes, codes_rest, numbers,
     numbers_rest, right_numbers, right_numbers_rest, stats, row_stats, q_scale, k_scale, sink2,
     inverse_cap, cap2, shift, ds_sums, k_mean, out, lse2, mask, n_q, n_k, left, right, tiles, heads,
-    sequences, heads_per_group, tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
+    packed_tiles, heads_per_group, tokens_q, tokens_k, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One program computes the result of one tile of tokens.
 
@@ -97,14 +97,14 @@ def hopper_wide(
     SPLITS: gl.constexpr = CONFIG.splits
     all_heads = gl.num_programs(0) // tiles
     index, split_head = tile_and_head(gl.program_id(0), tiles, all_heads, heads_per_group)
-    if OWNS_QUERIES:  # Under a causal mask the longest tiles come first.
-        index = tiles - 1 - index
     z = split_head // SPLITS
     head = z % heads
-    if sequences is None:
+    if packed_tiles is None:
         b = z // heads
+        if OWNS_QUERIES:  # Under a causal mask the longest tiles come first.
+            index = tiles - 1 - index
     else:
-        index, b = packed_place(index, mask.cu_q if OWNS_QUERIES else mask.cu_k, sequences, TILE)
+        index, b = packed_tile(packed_tiles, index)
     lengths = Lengths(
         mask.cu_q, mask.cu_k, n_q, n_k, mask.IS_CAUSAL, mask.LOWER_RIGHT, left, right,
         mask.seqused_k, mask.key_mask, None, mask.key_runs,

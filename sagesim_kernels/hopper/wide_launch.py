@@ -21,6 +21,7 @@ from sagesim_kernels.operands import (
     Strided,
     choose_backward_heads,
     choose_packed_heads,
+    order_tiles,
     stored_tokens,
 )
 from sagesim_kernels.target import multiprocessor_count
@@ -67,6 +68,7 @@ def launch_wide(
         offset = None if offset is None else offset + n_q - n_k
         lowest = None if lowest is None else lowest + n_q - n_k
     tiles = problem.token_grid(not config.owns_queries, TILE.value, out.shape[1])
+    packed_tiles = order_tiles(problem, tiles, TILE.value, queries=config.owns_queries)
     query_heads = 1 if config.owns_queries else config.groups
     if tiles.cu is not None:
         channels = query_heads * (config.tile_d + config.tile_dv) // 2
@@ -110,7 +112,7 @@ def launch_wide(
         lengths.right,
         tiles.tiles,
         heads,
-        tiles.packed_sequences,
+        packed_tiles,
         heads_per_group,
         stored_tokens(problem.cu_q, problem.q),
         k_scale.shape[1] * BLOCK.value,

@@ -37,7 +37,7 @@ from sagesim_kernels.operands.formats import (
 from sagesim_kernels.operands.grid import (
     Grid,
     coordinates_of,
-    packed_place,
+    packed_tile,
     program_coordinates,
     programs_of,
     reversed_coordinates,
@@ -134,6 +134,7 @@ from sagesim_kernels.operands.operand import (
     token_in_register_order,
     tokens_by_tokens,
 )
+from sagesim_kernels.operands.packed_tiles import order_tiles
 from sagesim_kernels.operands.program_order import (
     BYTES_OF_A_KEY,
     BYTES_OF_A_QUERY,
@@ -310,7 +311,8 @@ __all__ = [
     "nearest_code",
     "next_level",
     "norms_of_squares",
-    "packed_place",
+    "order_tiles",
+    "packed_tile",
     "padded",
     "part_count",
     "part_of",

@@ -35,6 +35,7 @@ class Grid(NamedTuple):
     TOKENS: Any = None  #: constexpr, tokens of a place of packed sequences, see `packed_place`
     PARTS: Any = None  #: constexpr, tiles of a place
     heads_per_group: Any = None  #: see `tile_and_head`; None: tiles of a head follow each other
+    order: Any = None  #: of packed tiles, see `packed_tiles.order_tiles`; None: as they lie
 
     @classmethod
     def of_tokens(cls, sequences: Sequences, rows: int, heads: int, *, together: int = 1) -> Grid:
@@ -54,11 +55,6 @@ class Grid(NamedTuple):
     def all_heads(self) -> int:
         """Heads with `tiles` tiles."""
         return self.heads * (self.sequences if self.cu is None else 1)
-
-    @property
-    def packed_sequences(self) -> int | None:
-        """The sequences if their tiles follow each other; else None."""
-        return None if self.cu is None else self.sequences
 
     @property
     def programs(self) -> tuple[int]:
@@ -83,8 +79,17 @@ def _first_place(cu, b, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def _most(count):
+    """Return the largest of some numbers, or the number."""
+    if len(count.shape) == 0:
+        return count
+    else:
+        return tl.max(count, 0)
+
+
+@triton.jit
 def packed_place(place, cu, sequences, TOKENS: tl.constexpr):
-    """Return the number of a place in its packed sequence, and the sequence.
+    """Return the number of a place in its packed sequence, and the sequence; or of several places.
 
     A place has TOKENS tokens. Sequence b begins at place cu[b] // TOKENS + b. Every sequence then
     has as many places as it needs, and at most one more.
@@ -92,14 +97,20 @@ def packed_place(place, cu, sequences, TOKENS: tl.constexpr):
     place: its number among those of all sequences. cu: int32 [sequences + 1], the first token of
         each sequence.
     """
-    b = tl.cast(0, tl.int32)
-    end = tl.cast(sequences, tl.int32)
-    while end - b > 1:
+    b = place * 0
+    end = b + sequences
+    while _most(end - b) > 1:
         middle = (b + end) // 2
         is_later = _first_place(cu, middle, TOKENS) <= place
         b = tl.where(is_later, middle, b)
         end = tl.where(is_later, end, middle)
     return place - _first_place(cu, b, TOKENS), b
+
+
+@triton.jit
+def packed_tile(order, i):
+    """Return the number of tile i in its sequence, and the sequence. order: see `order_tiles`."""
+    return tl.load(order + 2 * i), tl.load(order + 2 * i + 1)
 
 
 @triton.jit
@@ -119,6 +130,9 @@ def tile_and_sequence(tile, all_head, grid):
     """
     if grid.cu is None:
         return tile, all_head % grid.heads, all_head // grid.heads
+    elif grid.order is not None:
+        tile, b = packed_tile(grid.order, tile)
+        return tile, all_head, b
     else:
         place, b = packed_place(tile // grid.PARTS, grid.cu, grid.sequences, grid.TOKENS)
         return place * grid.PARTS + tile % grid.PARTS, all_head, b
@@ -150,7 +164,7 @@ def program_coordinates(grid, LAST_FIRST: tl.constexpr = False):
     """Return the tile, head and sequence of this program of a `Grid`.
 
     With LAST_FIRST the tiles of a head run from the last to the first: under a causal mask the last
-    tile of queries attends to the most keys.
+    tile of queries attends to the most keys. An order of the grid stays.
     """
     program = tl.program_id(0)
     if grid.heads_per_group is None:
@@ -158,7 +172,7 @@ def program_coordinates(grid, LAST_FIRST: tl.constexpr = False):
     else:
         all_heads = programs_of(grid) // grid.tiles
         tile, head = tile_and_head(program, grid.tiles, all_heads, grid.heads_per_group)
-    if LAST_FIRST:
+    if LAST_FIRST and grid.order is None:
         tile = grid.tiles - 1 - tile
     return tile_and_sequence(tile, head, grid)
 

@@ -6,6 +6,7 @@ masks are those where a tile has no, few or many blocks to visit.
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,8 @@ from sagesim_kernels.hopper import (
 from sagesim_kernels.operands import Gradients, KernelProblem, dq_sums
 from sagesim_kernels.operands.kernel_problem import Extras, Packing, logit_scale
 from sagesim_kernels.operands.key_padding import count_keys_kernel
+from sagesim_kernels.operands.layout import Lengths
+from sagesim_kernels.operands.packed_tiles import packed_tiles_kernel
 from tests.sagesim_kernels.hopper.visits import KERNELS, check_visits
 from tests.support.many_steps import ManySteps, in_many_steps
 from tests.support.simulated_kernels import Run, Site, Sites, simulate
@@ -100,6 +103,8 @@ class Launches:
         name = kernel.fn.__name__
         if kernel is count_keys_kernel:
             find_runs(*args[:4])
+        elif kernel is packed_tiles_kernel:
+            find_tiles(*args)
         elif name in KERNELS:
             self.kernels.append(name)
             done = simulate(kernel, programs, args, self.seed)
@@ -126,6 +131,22 @@ def find_runs(mask: Tensor, counts: Tensor, runs: Tensor, n_k: int) -> None:
         end = next((i for i in range(first, n_k) if not live[i]), n_k)
         last = max((i + 1 for i in range(n_k) if live[i]), default=0)
         run.copy_(torch.tensor([first, end, last]))
+
+
+def find_tiles(
+    found: Tensor, lengths: Lengths, tiles: int, count: int, owns_queries: bool, rows: int
+) -> None:
+    """Do what `packed_tiles_kernel` does, but in any order that has tiles without tokens last."""
+    starts = (lengths.cu_q if owns_queries else lengths.cu_k).tolist()
+    firsts = [start // rows + b for b, start in enumerate(starts[:-1])]
+    assert count == len(firsts) and found.shape == (tiles, 2)
+    order: list[tuple[bool, float, int, int]] = []
+    draw = random.Random(0)
+    for tile in range(tiles):
+        b = max(b for b, first in enumerate(firsts) if first <= tile)
+        place = tile - firsts[b]
+        order.append((place * rows >= starts[b + 1] - starts[b], draw.random(), place, b))
+    found.copy_(torch.tensor([entry[2:] for entry in sorted(order)]))
 
 
 @pytest.fixture

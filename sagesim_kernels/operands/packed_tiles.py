@@ -1,0 +1,114 @@
+"""The tiles of packed sequences of unequal length, those that take longest first.
+
+A launch ends when its last program does. If that one begins late with a tile of a long sequence,
+the others wait. The host does not know the lengths, so a kernel puts the tiles in order.
+
+Tiles of queries are in the order of their own work. A backward reads more for each tile of keys, so
+tiles of keys stay together with those of their sequence, which meet the same queries, and sequences
+are in the order of the work of their first tile. docs/kernel_variants.md has the times.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagesim_kernels.launching import launch, wait_for_earlier_kernels
+from sagesim_kernels.operands.grid import Grid, packed_place
+from sagesim_kernels.operands.kernel_problem import KernelProblem
+from sagesim_kernels.operands.layout import length_of
+from sagesim_kernels.operands.masking import causal_offset, live_keys, lowest_diagonal
+
+_OWN = tl.constexpr(32)
+"""Tiles whose places in the order a program finds."""
+
+_OTHERS = tl.constexpr(128)
+"""Tiles that they are compared with at a time."""
+
+
+@triton.jit
+def _find(tile, lengths, sequences, OWNS_QUERIES: tl.constexpr, ROWS: tl.constexpr):
+    """Return three facts about tiles, a vector of their numbers.
+
+    These are the number of each in its sequence, the sequence, and the work that it is ordered by:
+    how many tokens of the other side a tile meets, or -1 if the tile has no tokens.
+    """
+    cu = lengths.cu_q if OWNS_QUERIES else lengths.cu_k
+    tile, b = packed_place(tile, cu, sequences, ROWS)
+    first = tile * ROWS
+    begin = first * 0
+    if OWNS_QUERIES:
+        own = length_of(lengths.cu_q, lengths.n_q, b)
+        last = tl.minimum(first + ROWS, own)
+        end = live_keys(lengths, b)
+        if lengths.IS_CAUSAL:
+            end = tl.minimum(end, last + causal_offset(lengths, b))
+        if lengths.left is not None:
+            begin = tl.maximum(first + lowest_diagonal(lengths, b), 0)
+    else:
+        own = length_of(lengths.cu_k, lengths.n_k, b)
+        end = length_of(lengths.cu_q, lengths.n_q, b)  # the work of the first tile
+        if lengths.IS_CAUSAL:
+            begin = tl.maximum(-causal_offset(lengths, b), 0)
+        if lengths.left is not None:
+            end = tl.minimum(end, tl.minimum(ROWS, own) - lowest_diagonal(lengths, b))
+    return tile, b, tl.where(first < own, tl.maximum(end - begin, 0), -1)
+
+
+@triton.jit(do_not_specialize=["tiles", "sequences"])
+def packed_tiles_kernel(
+    found, lengths, tiles, sequences, OWNS_QUERIES: tl.constexpr, ROWS: tl.constexpr
+):
+    """Store the tiles of a head in order. One program for each `_OWN` of them.
+
+    found: see `order_tiles`. sequences: how many there are.
+    """
+    wait_for_earlier_kernels()
+    own = tl.program_id(0) * _OWN + tl.arange(0, _OWN)
+    tile, b, work = _find(own, lengths, sequences, OWNS_QUERIES, ROWS)
+    rank = own * 0
+    for first in range(0, tiles, _OTHERS):
+        others = first + tl.arange(0, _OTHERS)
+        _, _, other_work = _find(others, lengths, sequences, OWNS_QUERIES, ROWS)
+        other_work = tl.where(others < tiles, other_work, -2)
+        is_equal = other_work[None, :] == work[:, None]
+        is_before = (other_work[None, :] > work[:, None]) | (
+            is_equal & (others[None, :] < own[:, None])
+        )
+        rank += tl.sum(is_before.to(tl.int32), 1)
+    is_tile = own < tiles
+    tl.store(found + 2 * rank, tile, mask=is_tile)
+    tl.store(found + 2 * rank + 1, b, mask=is_tile)
+
+
+def order_tiles(problem: KernelProblem, grid: Grid, rows: int, *, queries: bool) -> Tensor | None:
+    """Return the tiles of a head, those with the most work first; None without packed tiles.
+
+    The order depends on nothing but lengths and mask. Kernels read it as `packed_tile` does.
+
+    Args:
+        problem: the call.
+        grid: a launch with tiles of `rows` tokens.
+        queries: whether these are queries; else keys.
+
+    Returns:
+        int32 [tiles, 2]: the number of each tile in its sequence, and the sequence. Tiles without
+        tokens come last.
+    """
+    if grid.cu is None:
+        return None
+    found = torch.empty((grid.tiles, 2), dtype=torch.int32, device=grid.cu.device)
+    launch(
+        packed_tiles_kernel,
+        (-(-grid.tiles // _OWN.value),),
+        found,
+        problem.lengths._replace(n_q=None, n_k=None),
+        grid.tiles,
+        grid.sequences,
+        queries,
+        rows,
+        num_warps=4,
+    )
+    return found

@@ -51,6 +51,8 @@ TESTS = [
         "operands/test_dq_sums",
         "operands/test_operands",
         "operands/test_grid",
+        "operands/test_packed_tiles",
+        "test_packing_kernel",
         "operands/test_program_order",
         "operands/test_tanh",
         "test_varlen",
@@ -106,6 +108,24 @@ BUGS = (
         "operands/grid.py",
         "places = sequences.total // tokens + count",
         "places = -(-sequences.total // tokens)",
+    ),
+    Bug(
+        "programs: all tiles of packed sequences are in the first one",
+        "operands/packed_tiles.py",
+        "tl.store(found + 2 * rank + 1, b, mask=is_tile)",
+        "tl.store(found + 2 * rank + 1, b * 0, mask=is_tile)",
+    ),
+    Bug(
+        "programs: tiles of packed sequences without tokens are not the last",
+        "operands/packed_tiles.py",
+        "tl.maximum(end - begin, 0), -1)",
+        "tl.maximum(end - begin, 0), 9)",
+    ),
+    Bug(
+        "packing: a sequence that is too long passes",
+        "packing_kernel.py",
+        "(tl.max(length, 0) <= most)",
+        "(tl.min(length, 0) <= most)",
     ),
     # Hopper's preparation, which runs in the interpreter
     *(

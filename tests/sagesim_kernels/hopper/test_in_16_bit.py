@@ -622,27 +622,33 @@ def test_a_ds_that_overflows_in_float16_reaches_dq(d, mask):
     assert bool(bad[..., 101::2].all()) and not bool(bad[..., ::2].any())
 
 
-@pytest.mark.usefixtures("is_served")
-@pytest.mark.parametrize(
-    ("mask", "lengths"),
-    [
-        ("upper_left", (100, 333)),
-        ("lower_right", (333, 100)),
-        ("left", (100, 333)),
-        ("causal_window", (400, 70)),
-    ],
+WITH_DEAD_TOKENS = (
+    ("upper_left", (100, 333)),
+    ("lower_right", (333, 100)),
+    ("left", (100, 333)),
+    ("causal_window", (400, 70)),
 )
-@pytest.mark.parametrize("d", HEAD_SIZES)
-def test_tokens_outside_the_mask_have_no_influence(mask, lengths, d):
-    """Keys that no query attends to, and queries that attend to no key, may be NaN."""
-    n_q, n_k = lengths
-    c = kernel_case(torch.bfloat16, seed=4, n_q=n_q, n_k=n_k, d=d, heads=(2, 2))
-    queries, keys = {
+"""Masks and lengths with keys that no query attends to, or queries that attend to no key."""
+
+
+def dead_tokens(mask: str, n_q: int, n_k: int) -> tuple[slice, slice]:
+    """The queries and the keys that a mask of WITH_DEAD_TOKENS excludes."""
+    return {
         "upper_left": (slice(0, 0), slice(n_q, n_k)),
         "lower_right": (slice(0, n_q - n_k), slice(0, 0)),
         "left": (slice(0, 0), slice(0, n_k - n_q - 64)),
         "causal_window": (slice(n_k + 200, n_q), slice(0, 0)),
     }[mask]
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize(("mask", "lengths"), WITH_DEAD_TOKENS)
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_tokens_outside_the_mask_have_no_influence(mask, lengths, d):
+    """They may be NaN."""
+    n_q, n_k = lengths
+    c = kernel_case(torch.bfloat16, seed=4, n_q=n_q, n_k=n_k, d=d, heads=(2, 2))
+    queries, keys = dead_tokens(mask, n_q, n_k)
     dead = [*(x[..., queries, :] for x in (c.q, c.do)), *(x[..., keys, :] for x in (c.k, c.v))]
     found: list[Results] = []
     for value in (0.0, math.nan):
@@ -651,6 +657,30 @@ def test_tokens_outside_the_mask_have_no_influence(mask, lengths, d):
         found.append(run_kernels(c, FACTORED_QK, **EVERY_MASK[mask]))
     assert all(bool(x.isfinite().all()) for x in (found[0].o, *found[0][2:]))
     assert_same(found[1], found[0])
+
+
+@pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize(("mask", "lengths"), WITH_DEAD_TOKENS)
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_packed_tokens_outside_the_mask_have_no_influence(mask, lengths, d):
+    """They may be NaN. A short sequence follows."""
+    n_q, n_k = lengths
+    queries, keys = dead_tokens(mask, n_q, n_k)
+    q, do = (torch.randn(n_q + 9, 4, d, device=DEVICE).bfloat16() for _ in range(2))
+    k, v = (torch.randn(n_k + 9, 2, d, device=DEVICE).bfloat16() for _ in range(2))
+    cu = (torch.tensor([0, n, n + 9], dtype=torch.int32, device=DEVICE) for n in lengths)
+    cu_q, cu_k = cu
+    options = {"spec": FACTORED_QK, "enable_gqa": True, **EVERY_MASK[mask]}
+    found: list[list[Tensor]] = []
+    for value in (0.0, math.nan):
+        for x, tokens in ((q, queries), (do, queries), (k, keys), (v, keys)):
+            x[tokens] = value
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        o = attention_varlen(*leaves, cu_q, cu_k, n_q, n_k, **options)
+        found.append([o.detach(), *torch.autograd.grad(o, leaves, do)])
+    for name, zeros, nans in zip(("o", "dq", "dk", "dv"), *found, strict=True):
+        assert bool(zeros.isfinite().all()), name
+        assert_bitwise(actual=nans, expected=zeros, what=name)
 
 
 @pytest.mark.usefixtures("is_served")

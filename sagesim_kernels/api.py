@@ -280,7 +280,8 @@ def attention_varlen(
         q: [total tokens, heads, d].
         k, v: [total tokens, kv heads, d] and [total tokens, kv heads, d_v].
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], ascending from 0 to the total. Sequence i
-            has tokens cu_seqlens[i] to cu_seqlens[i + 1].
+            has tokens cu_seqlens[i] to cu_seqlens[i + 1]. In self-attention pass one tensor for
+            both: then the kernels know that the lengths are equal, and do not copy operands.
         max_seqlen_q, max_seqlen_k: upper bounds on the lengths of the sequences. If the spec
             smooths Q, the memory for its means grows with sequences * max_seqlen_q.
         Others: see `attention`. FlashAttention aligns the causal mask "lower_right". A window needs

@@ -29,9 +29,9 @@ from sagesim_kernels.operands import (
     Splits,
     Strided,
     choose_backward_heads,
-    choose_packed_heads,
     ds_row_sums,
     finish_dq,
+    heads_of_packed_tiles,
     order_tiles,
     padded,
 )
@@ -134,7 +134,15 @@ def launch_kernel(
     if grid.cu is not None:
         channels = splits.query_heads * padded(problem.q.shape[3])
         head_bytes = problem.longest_q * channels * BYTES_OF_A_QUERY
-        heads_per_group = choose_packed_heads(heads, head_bytes)
+        heads_per_group = heads_of_packed_tiles(
+            problem,
+            grid,
+            tile.rows,
+            programs_at_a_time(tile),
+            head_bytes,
+            queries=False,
+            query_heads=splits.query_heads,
+        )
         grid = grid._replace(order=order_tiles(problem, grid, tile.rows, queries=False))
     elif offset is not None or problem.longest_lowest is not None:
         heads_per_group = choose_backward_heads(

@@ -19,7 +19,7 @@ from sagesim_kernels.operands import (
     Strided,
     allows_fixed_reference,
     choose_forward_heads,
-    choose_packed_heads,
+    heads_of_packed_tiles,
     order_tiles,
     padded,
 )
@@ -47,10 +47,12 @@ def grid_of_queries(problem: KernelProblem, tile: Tile) -> Grid:
     if grid.cu is not None:
         channels = padded(problem.v.shape[3])
         head_bytes = problem.longest_k * channels * BYTES_OF_A_KEY // problem.groups
-        return grid._replace(
-            heads_per_group=choose_packed_heads(grid.heads, head_bytes),
-            order=order_tiles(problem, grid, tile.rows, queries=True),
+        programs = programs_at_a_time(tile)
+        heads_per_group = heads_of_packed_tiles(
+            problem, grid, tile.rows, programs, head_bytes, queries=True
         )
+        order = order_tiles(problem, grid, tile.rows, queries=True)
+        return grid._replace(heads_per_group=heads_per_group, order=order)
     heads_per_group = choose_forward_heads(
         problem.longest_q,
         problem.longest_k,

@@ -49,6 +49,8 @@ PREPARATION: Final = {
     "natural_lse_kernel": "logsumexp",
     "logit_shift_kernel": "smoothing",
     "count_keys_kernel": "smoothing",
+    "packed_tiles_kernel": "packing",
+    "packing_kernel": "packing",
 }
 """The kernels that prepare products, and the job of each. A kernel in neither table, which sets or
 copies memory, is preparation with the job "other"."""

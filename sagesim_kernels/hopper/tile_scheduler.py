@@ -29,7 +29,7 @@ from sagesim_kernels.operands import (
     Grid,
     KernelProblem,
     choose_backward_heads,
-    choose_packed_heads,
+    heads_of_packed_tiles,
     steps_of_key_tiles,
     steps_of_query_tiles,
 )
@@ -117,7 +117,7 @@ def order_of_queries(
     grid: with tiles of `rows` queries.
     """
     if grid.cu is not None:
-        return choose_packed_heads(grid.heads, head_bytes)
+        return heads_of_packed_tiles(problem, grid, rows, programs, head_bytes, queries=True)
     return choose_heads_per_group(
         problem.longest_q,
         problem.longest_k,
@@ -139,7 +139,10 @@ def order_of_keys(
     """
     if grid.cu is not None:
         head_bytes = problem.longest_q * query_heads * channels * BYTES_OF_A_QUERY
-        return choose_packed_heads(grid.heads, head_bytes)
+        programs = multiprocessor_count()
+        return heads_of_packed_tiles(
+            problem, grid, keys, programs, head_bytes, queries=False, query_heads=query_heads
+        )
     return choose_backward_heads(
         problem.longest_q,
         problem.longest_k,

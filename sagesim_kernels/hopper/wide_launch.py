@@ -20,7 +20,7 @@ from sagesim_kernels.operands import (
     Softcap,
     Strided,
     choose_backward_heads,
-    choose_packed_heads,
+    heads_of_packed_tiles,
     order_tiles,
     stored_tokens,
 )
@@ -72,7 +72,15 @@ def launch_wide(
     query_heads = 1 if config.owns_queries else config.groups
     if tiles.cu is not None:
         channels = query_heads * (config.tile_d + config.tile_dv) // 2
-        heads_per_group = choose_packed_heads(tiles.heads, others * channels * BYTES_OF_A_QUERY)
+        heads_per_group = heads_of_packed_tiles(
+            problem,
+            tiles,
+            TILE.value,
+            multiprocessor_count(),
+            others * channels * BYTES_OF_A_QUERY,
+            queries=config.owns_queries,
+            query_heads=query_heads,
+        )
     else:
         heads_per_group = choose_backward_heads(
             others,

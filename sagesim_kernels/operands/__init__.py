@@ -134,7 +134,7 @@ from sagesim_kernels.operands.operand import (
     token_in_register_order,
     tokens_by_tokens,
 )
-from sagesim_kernels.operands.packed_tiles import order_tiles
+from sagesim_kernels.operands.packed_tiles import heads_of_packed_tiles, order_tiles
 from sagesim_kernels.operands.program_order import (
     BYTES_OF_A_KEY,
     BYTES_OF_A_QUERY,
@@ -143,7 +143,6 @@ from sagesim_kernels.operands.program_order import (
     OVERHEAD,
     choose_backward_heads,
     choose_forward_heads,
-    choose_packed_heads,
     steps_of_key_tiles,
     steps_of_query_tiles,
 )
@@ -250,7 +249,6 @@ __all__ = [
     "channels_of_part",
     "choose_backward_heads",
     "choose_forward_heads",
-    "choose_packed_heads",
     "clear_sums",
     "code_max",
     "code_product",
@@ -271,6 +269,7 @@ __all__ = [
     "has_row_bounds",
     "head_pointers",
     "head_ptr",
+    "heads_of_packed_tiles",
     "in_register_order",
     "inverse_of",
     "inverse_units",

@@ -6,13 +6,17 @@ the others wait. The host does not know the lengths, so a kernel puts the tiles 
 Tiles of queries are in the order of their own work. A backward reads more for each tile of keys, so
 tiles of keys stay together with those of their sequence, which meet the same queries, and sequences
 are in the order of the work of their first tile. docs/kernel_variants.md has the times.
+
+Tiles of some heads are computed before those of the others, so that tokens stay in the cache.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sagesim_kernels.launching import launch, wait_for_earlier_kernels
@@ -20,6 +24,11 @@ from sagesim_kernels.operands.grid import Grid, packed_place
 from sagesim_kernels.operands.kernel_problem import KernelProblem
 from sagesim_kernels.operands.layout import length_of
 from sagesim_kernels.operands.masking import causal_offset, live_keys, lowest_diagonal
+from sagesim_kernels.operands.program_order import (
+    choose_packed_heads,
+    steps_of_key_tiles,
+    steps_of_query_tiles,
+)
 
 _OWN = tl.constexpr(32)
 """Tiles whose places in the order a program finds."""
@@ -112,3 +121,53 @@ def order_tiles(problem: KernelProblem, grid: Grid, rows: int, *, queries: bool)
         num_warps=4,
     )
     return found
+
+
+def heads_of_packed_tiles(
+    problem: KernelProblem,
+    grid: Grid,
+    rows: int,
+    programs: int,
+    head_bytes: int,
+    *,
+    queries: bool,
+    query_heads: int = 1,
+) -> int:
+    """Return of how many heads the tiles of a launch are computed at a time, a divisor of them.
+
+    The host assumes that all sequences but the longest have the same length.
+
+    Args:
+        problem: the call, with packed sequences.
+        grid: a launch with tiles of `rows` tokens.
+        programs: that run at the same time.
+        head_bytes: see `choose_packed_heads`.
+        queries: whether the tiles are of queries; else of keys.
+        query_heads: that each tile of keys meets.
+    """
+    longest = (problem.longest_q, problem.longest_k)
+    totals = (problem.q.shape[2], problem.k.shape[2])
+    count = grid.sequences - 1
+    mean = [max(all_ - n, 0) // count for all_, n in zip(totals, longest, strict=True)]
+    met = 0 if queries else query_heads
+    of_longest, of_others = (_steps(problem, *lengths, rows, met) for lengths in (longest, mean))
+    steps = grid.heads * int(of_longest.sum() + count * of_others.sum())
+    share = float(of_longest.max() * programs / steps)
+    return choose_packed_heads(grid.heads, head_bytes, share)
+
+
+def _steps(
+    problem: KernelProblem, n_q: int, n_k: int, rows: int, query_heads: int
+) -> NDArray[np.int64]:
+    """Return the time of each tile of a sequence in steps.
+
+    query_heads: that each tile of keys meets; 0 for tiles of queries.
+    """
+    alignment = n_k - n_q if problem.lower_right else 0
+    left, right = problem.extras.window
+    right = 0 if problem.is_causal else right
+    offset = alignment + right if right >= 0 else None
+    lowest = alignment - left if left >= 0 else None
+    if not query_heads:
+        return steps_of_query_tiles(n_q, n_k, offset, lowest, rows)
+    return steps_of_key_tiles(n_q, n_k, offset, rows, query_heads, lowest)

@@ -6,8 +6,7 @@ the tiles of a group of heads at a time, the longest first. With fewer heads in 
 their tokens stay in the cache; with more heads the multiprocessors are busy to the end. The host
 simulates which number is enough.
 
-The host does not know the lengths of packed sequences. Their tiles are not sorted, and as many
-heads are computed at a time as fit in the cache.
+The host does not know the lengths of packed sequences; see `packed_tiles`.
 """
 
 from __future__ import annotations
@@ -41,6 +40,10 @@ BYTES_OF_A_KEY: Final = 1 + 2
 
 BYTES_OF_A_QUERY: Final = 1 + 2 + 2 + 4
 """For each channel, in a backward: codes of Q, Q, dO and sums of dQ."""
+
+_LATE: Final = 1.05
+"""The end of a launch of packed sequences, beside that of a balanced one, for which fewer heads at
+a time are chosen. It follows from assumed lengths."""
 
 _NEARLY_BALANCED: Final = 1.01
 """Fewer heads in a group pay for an imbalance up to this factor."""
@@ -143,13 +146,21 @@ def choose_backward_heads(
     return _fewest(-(-n_k // keys), heads, programs, steps)
 
 
-def choose_packed_heads(heads: int, head_bytes: int) -> int:
+def choose_packed_heads(heads: int, head_bytes: int, longest: float) -> int:
     """Return of how many heads the tiles of packed sequences are computed at a time, a divisor.
 
-    head_bytes: of the tokens that the longest sequence of a head loads again and again.
+    As many as fit in the cache. But the longest tile of the last heads begins when all others are
+    done: if the launch would end late, there are more.
+
+    Args:
+        heads: of a sequence.
+        head_bytes: of the tokens that the longest sequence of a head loads again and again.
+        longest: the time of the longest tile, as a share of that of a balanced launch.
     """
-    divisors = (n for n in range(1, heads + 1) if heads % n == 0)
-    return max((n for n in divisors if n * head_bytes <= CACHE), default=1)
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    fitting = max((n for n in divisors if n * head_bytes <= CACHE), default=1)
+    balanced = next(n for n in divisors if n >= min(longest + 1 - _LATE, 1) * heads)
+    return max(fitting, balanced)
 
 
 def _fewest(tiles: int, heads: int, programs: int, steps: Callable[[], NDArray[np.int64]]) -> int:

@@ -43,6 +43,8 @@ MODULES = (
     "ampere.p_rows",
     "operands.row_bounds",
     "operands.key_padding",
+    "operands.packed_tiles",
+    "packing_kernel",
 )
 
 

@@ -1,5 +1,6 @@
 """The order of tiles of packed sequences, beside one from the mask itself."""
 
+import heapq
 from itertools import accumulate, groupby
 from operator import itemgetter
 
@@ -8,7 +9,14 @@ import torch
 
 from sagesim import FACTORED_QK
 from sagesim.problem import resolve_input16
-from sagesim_kernels.operands import Extras, KernelProblem, Packing, order_tiles
+from sagesim_kernels.operands import (
+    Extras,
+    KernelProblem,
+    Packing,
+    heads_of_packed_tiles,
+    order_tiles,
+)
+from sagesim_kernels.operands.program_order import CACHE, choose_packed_heads
 from tests.support.kernels import DEVICE, HERE
 
 pytestmark = HERE
@@ -73,7 +81,8 @@ def test_tiles_that_take_longest_come_first(
     for b, (n_q, n_k) in enumerate(zip(*LENGTHS[lengths], strict=True)):
         sides = (n_q, n_k, lower_right, window)
         if not queries:  # as seen from the keys, the mask is turned over
-            sides = (n_k, n_q, lower_right, window[::-1])
+            left, right = window
+            sides = (n_k, n_q, lower_right, (right, left))
         each = work_of(*sides, rows)
         if not queries:  # the tiles of a sequence stay together
             each = each[:1] * len(each)
@@ -91,3 +100,42 @@ def test_tiles_that_take_longest_come_first(
 def test_equal_lengths_need_no_order() -> None:
     problem = packed(((128, 128), (128, 128)), False, (-1, -1))
     assert order_tiles(problem, problem.query_grid(64), 64, queries=True) is None
+
+
+@pytest.mark.parametrize(
+    ("heads", "fitting", "longest", "expected"),
+    [
+        (8, 2, 0.0, 2),
+        (8, 0.5, 0.0, 1),
+        (8, 2, 0.3, 2),
+        (8, 2, 0.5, 4),
+        (8, 8, 0.5, 8),
+        (6, 1, 0.5, 3),
+        (8, 1, 0.9, 8),
+        (8, 1, 3.0, 8),
+        (7, 1, 0.3, 7),
+    ],
+)
+def test_heads_that_fit_in_the_cache_unless_a_late_tile_is_long(
+    heads: int, fitting: float, longest: float, expected: int
+) -> None:
+    assert choose_packed_heads(heads, int(CACHE / fitting), longest) == expected
+
+
+@pytest.mark.parametrize("queries", [True, False])
+@pytest.mark.parametrize("longest", [300, 1000, 4000, 16000])
+def test_a_launch_with_one_long_sequence_is_balanced(longest: int, queries: bool) -> None:
+    """Even if no two heads fit in the cache: programs begin in the order of the launch."""
+    rows, heads, programs = 128, 8, 132
+    lengths: tuple[int, ...] = (longest, *[128] * 64)
+    problem = packed((lengths, lengths), False, (-1, 0))
+    grid = problem.query_grid(rows)._replace(heads=heads)
+    found = heads_of_packed_tiles(problem, grid, rows, programs, CACHE, queries=queries)
+    steps = [2 * (i + 1) + 4 for i in reversed(range(-(-longest // rows)))] + [2 + 4] * 64
+    ends = [0] * programs
+    for _ in range(heads // found):
+        for time in steps:
+            for _ in range(found):
+                heapq.heapreplace(ends, ends[0] + time)
+    balanced = max(heads * sum(steps) / programs, max(steps))
+    assert max(ends) <= 1.05 * balanced + min(steps)

@@ -12,6 +12,8 @@ Tiles of some heads are computed before those of the others, so that tokens stay
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 import torch
 import triton
@@ -35,6 +37,12 @@ _OWN = tl.constexpr(32)
 
 _OTHERS = tl.constexpr(128)
 """Tiles that they are compared with at a time."""
+
+_SHORT: Final = 1 / 64
+"""A share of the time of a launch. If no tile takes longer, the order does not matter."""
+
+_PROGRAMS: Final = 132
+"""Programs that run at the same time on a large GPU. With fewer, tiles are shorter shares."""
 
 
 @triton.jit
@@ -68,17 +76,19 @@ def _find(tile, lengths, sequences, OWNS_QUERIES: tl.constexpr, ROWS: tl.constex
 
 @triton.jit(do_not_specialize=["tiles", "sequences"])
 def packed_tiles_kernel(
-    found, lengths, tiles, sequences, OWNS_QUERIES: tl.constexpr, ROWS: tl.constexpr
-):
+    found, lengths, tiles, sequences, OWNS_QUERIES: tl.constexpr, ROWS: tl.constexpr,
+    IS_SORTED: tl.constexpr,
+):  # fmt: skip
     """Store the tiles of a head in order. One program for each `_OWN` of them.
 
-    found: see `order_tiles`. sequences: how many there are.
+    found: see `order_tiles`. sequences: how many there are. IS_SORTED: whether tiles are in the
+    order of their work, and not as they lie.
     """
     wait_for_earlier_kernels()
     own = tl.program_id(0) * _OWN + tl.arange(0, _OWN)
     tile, b, work = _find(own, lengths, sequences, OWNS_QUERIES, ROWS)
-    rank = own * 0
-    for first in range(0, tiles, _OTHERS):
+    rank = own * 0 if IS_SORTED else own
+    for first in range(0, tiles if IS_SORTED else 0, _OTHERS):
         others = first + tl.arange(0, _OTHERS)
         _, _, other_work = _find(others, lengths, sequences, OWNS_QUERIES, ROWS)
         other_work = tl.where(others < tiles, other_work, -2)
@@ -95,7 +105,8 @@ def packed_tiles_kernel(
 def order_tiles(problem: KernelProblem, grid: Grid, rows: int, *, queries: bool) -> Tensor | None:
     """Return the tiles of a head, those with the most work first; None without packed tiles.
 
-    The order depends on nothing but lengths and mask. Kernels read it as `packed_tile` does.
+    If a launch has many tiles for each program, even long ones, they are not sorted: that takes a
+    time that grows with the square of their number. Kernels read the order as `packed_tile` does.
 
     Args:
         problem: the call.
@@ -103,11 +114,12 @@ def order_tiles(problem: KernelProblem, grid: Grid, rows: int, *, queries: bool)
         queries: whether these are queries; else keys.
 
     Returns:
-        int32 [tiles, 2]: the number of each tile in its sequence, and the sequence. Tiles without
-        tokens come last.
+        int32 [tiles, 2]: the number of each tile in its sequence, and the sequence. Some tiles may
+        be behind the last token of their sequence.
     """
     if grid.cu is None:
         return None
+    share = _share_of_longest(problem, grid, rows, _PROGRAMS, int(not queries))
     found = torch.empty((grid.tiles, 2), dtype=torch.int32, device=grid.cu.device)
     launch(
         packed_tiles_kernel,
@@ -118,6 +130,7 @@ def order_tiles(problem: KernelProblem, grid: Grid, rows: int, *, queries: bool)
         grid.sequences,
         queries,
         rows,
+        share > _SHORT,
         num_warps=4,
     )
     return found
@@ -135,8 +148,6 @@ def heads_of_packed_tiles(
 ) -> int:
     """Return of how many heads the tiles of a launch are computed at a time, a divisor of them.
 
-    The host assumes that all sequences but the longest have the same length.
-
     Args:
         problem: the call, with packed sequences.
         grid: a launch with tiles of `rows` tokens.
@@ -145,15 +156,27 @@ def heads_of_packed_tiles(
         queries: whether the tiles are of queries; else of keys.
         query_heads: that each tile of keys meets.
     """
+    share = _share_of_longest(problem, grid, rows, programs, 0 if queries else query_heads)
+    return choose_packed_heads(grid.heads, head_bytes, share)
+
+
+def _share_of_longest(
+    problem: KernelProblem, grid: Grid, rows: int, programs: int, query_heads: int
+) -> float:
+    """Return the time of the longest tile, as a share of that of a balanced launch.
+
+    The host assumes that all sequences but the longest have the same length.
+
+    query_heads: see `_steps`. The others: see `heads_of_packed_tiles`.
+    """
     longest = (problem.longest_q, problem.longest_k)
     totals = (problem.q.shape[2], problem.k.shape[2])
     count = grid.sequences - 1
     mean = [max(all_ - n, 0) // count for all_, n in zip(totals, longest, strict=True)]
-    met = 0 if queries else query_heads
-    of_longest, of_others = (_steps(problem, *lengths, rows, met) for lengths in (longest, mean))
+    of_longest = _steps(problem, *longest, rows, query_heads)
+    of_others = _steps(problem, *mean, rows, query_heads)
     steps = grid.heads * int(of_longest.sum() + count * of_others.sum())
-    share = float(of_longest.max() * programs / steps)
-    return choose_packed_heads(grid.heads, head_bytes, share)
+    return float(of_longest.max() * programs / steps)
 
 
 def _steps(

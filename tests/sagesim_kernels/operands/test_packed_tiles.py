@@ -139,3 +139,14 @@ def test_a_launch_with_one_long_sequence_is_balanced(longest: int, queries: bool
                 heapq.heapreplace(ends, ends[0] + time)
     balanced = max(heads * sum(steps) / programs, max(steps))
     assert max(ends) <= 1.05 * balanced + min(steps)
+
+
+def test_many_tiles_for_each_program_are_not_sorted() -> None:
+    problem = packed(LENGTHS["many"], False, (-1, 0))
+    for heads, is_sorted in ((1, True), (1000, False)):
+        grid = problem.query_grid(64)._replace(heads=heads)
+        tiles = order_tiles(problem, grid, 64, queries=True)
+        assert tiles is not None
+        assert len({tuple(x) for x in tiles.tolist()}) == grid.tiles
+        sequences = tiles[:, 1].tolist()
+        assert (sequences == sorted(sequences)) is not is_sorted

@@ -136,16 +136,17 @@ def find_runs(mask: Tensor, counts: Tensor, runs: Tensor, n_k: int) -> None:
 def find_tiles(
     found: Tensor, lengths: Lengths, tiles: int, count: int, owns_queries: bool, rows: int, _: bool
 ) -> None:
-    """Do what `packed_tiles_kernel` does, but in any order."""
+    """Do what `packed_tiles_kernel` does, but in any order, with tiles without tokens first."""
     starts = (lengths.cu_q if owns_queries else lengths.cu_k).tolist()
     firsts = [start // rows + b for b, start in enumerate(starts[:-1])]
     assert count == len(firsts) and found.shape == (tiles, 2)
-    order: list[tuple[int, int]] = []
+    order: list[tuple[bool, float, int, int]] = []
+    draw = random.Random(0)
     for tile in range(tiles):
         b = max(b for b, first in enumerate(firsts) if first <= tile)
-        order.append((tile - firsts[b], b))
-    random.Random(0).shuffle(order)
-    found.copy_(torch.tensor(order))
+        place = tile - firsts[b]
+        order.append((place * rows < starts[b + 1] - starts[b], draw.random(), place, b))
+    found.copy_(torch.tensor([entry[2:] for entry in sorted(order)]))
 
 
 @pytest.fixture

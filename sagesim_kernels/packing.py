@@ -60,7 +60,7 @@ def _check_packed(name: str, x: Tensor, cu: Tensor, longest: int) -> None:
         )
     if cu.device != x.device:
         raise ValueError(f"{what} is on {cu.device}, {name} on {x.device}")
-    fits = _are_packed(cu, x.shape[0], min(longest, x.shape[0]))
+    fits = _is_packing(cu, x.shape[0], min(longest, x.shape[0]))
     message = (
         f"{what} must ascend from 0 to the tokens of {name} in steps of at most max_seqlen_{name}"
     )
@@ -69,11 +69,11 @@ def _check_packed(name: str, x: Tensor, cu: Tensor, longest: int) -> None:
     )
 
 
-def _are_packed(cu: Tensor, tokens: int, most: int) -> Tensor:
+def _is_packing(cu: Tensor, tokens: int, most: int) -> Tensor:
     """Return, as a bool tensor [], whether cu ascends from 0 to `tokens` in steps up to `most`."""
     if cu.is_cuda and not is_traced(cu):
         from sagesim_kernels import packing_kernel  # needs Triton; one launch in place of a dozen
 
-        return packing_kernel.are_packed(cu, tokens, most)
+        return packing_kernel.is_packing(cu, tokens, most)
     steps = cu.long().diff()
     return (cu[0] == 0) & (cu[-1] == tokens) & (steps >= 0).all() & (steps <= most).all()

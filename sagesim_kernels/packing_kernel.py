@@ -18,7 +18,7 @@ _BLOCK = tl.constexpr(1024)
 def packing_kernel(cu, count, tokens, most, fits):
     """Store whether `count` sequences are packed as cu says. One program.
 
-    The other arguments: see `are_packed`.
+    The other arguments: see `is_packing`.
     """
     wait_for_earlier_kernels()
     good = (tl.load(cu) == 0) & (tl.load(cu + count) == tokens)
@@ -31,7 +31,7 @@ def packing_kernel(cu, count, tokens, most, fits):
     tl.store(fits, good)
 
 
-def are_packed(cu: Tensor, tokens: int, most: int) -> Tensor:
+def is_packing(cu: Tensor, tokens: int, most: int) -> Tensor:
     """Return, as a bool tensor [], whether cu ascends from 0 to `tokens` in steps up to `most`.
 
     cu: int32 [sequences + 1], contiguous.

@@ -209,8 +209,8 @@ def launch_backward(
 def has_one_part(problem: KernelProblem, operands: OperandCache, dq: Tensor) -> bool:
     """Return whether one program computes all of dQ of each query, and TMA can store it.
 
-    Then each query attends to some key. Without copies of the operands, only a sequence without
-    keys has others.
+    Each query has to attend to a key, because no other program stores its dQ. Without copies of the
+    operands, only queries of a packed sequence without keys attend to none.
     """
     vector = 16 // dq.element_size()
     return (

@@ -62,9 +62,9 @@ class Barriers(NamedTuple):
 class TokenOrigin(NamedTuple):
     """TMA's coordinates of the first token of a sequence; see `token_descriptor`."""
 
-    b: Any  #: of packed sequences, the end of the sequence
+    b: Any  #: the sequence; or where it ends, if the tensor has packed sequences
     h: Any  #: its first head
-    row: Any
+    row: Any  #: of its first token
 
 
 class KeyScheduler(NamedTuple):

@@ -105,8 +105,9 @@ def packed_tiles_kernel(
 def order_tiles(problem: KernelProblem, grid: Grid, rows: int, *, queries: bool) -> Tensor | None:
     """Return the tiles of a head, those with the most work first; None without packed tiles.
 
-    If a launch has many tiles for each program, even long ones, they are not sorted: that takes a
-    time that grows with the square of their number. Kernels read the order as `packed_tile` does.
+    They are not sorted if each of them takes a small share of the launch: then any order is
+    balanced, and to sort them takes a time that grows with the square of their number. Kernels read
+    the order as `packed_tile` does.
 
     Args:
         problem: the call.
@@ -119,7 +120,7 @@ def order_tiles(problem: KernelProblem, grid: Grid, rows: int, *, queries: bool)
     """
     if grid.cu is None:
         return None
-    share = _share_of_longest(problem, grid, rows, _PROGRAMS, int(not queries))
+    share = _share_of_longest(problem, grid, rows, _PROGRAMS, queries=queries)
     found = torch.empty((grid.tiles, 2), dtype=torch.int32, device=grid.cu.device)
     launch(
         packed_tiles_kernel,
@@ -156,41 +157,48 @@ def heads_of_packed_tiles(
         queries: whether the tiles are of queries; else of keys.
         query_heads: that each tile of keys meets.
     """
-    share = _share_of_longest(problem, grid, rows, programs, 0 if queries else query_heads)
+    share = _share_of_longest(
+        problem, grid, rows, programs, queries=queries, query_heads=query_heads
+    )
     return choose_packed_heads(grid.heads, head_bytes, share)
 
 
 def _share_of_longest(
-    problem: KernelProblem, grid: Grid, rows: int, programs: int, query_heads: int
+    problem: KernelProblem,
+    grid: Grid,
+    rows: int,
+    programs: int,
+    *,
+    queries: bool,
+    query_heads: int = 1,
 ) -> float:
     """Return the time of the longest tile, as a share of that of a balanced launch.
 
-    The host assumes that all sequences but the longest have the same length.
-
-    query_heads: see `_steps`. The others: see `heads_of_packed_tiles`.
+    The host assumes that all sequences but the longest have the same length. The arguments are
+    those of `heads_of_packed_tiles`.
     """
     longest = (problem.longest_q, problem.longest_k)
     totals = (problem.q.shape[2], problem.k.shape[2])
     count = grid.sequences - 1
     mean = [max(all_ - n, 0) // count for all_, n in zip(totals, longest, strict=True)]
-    of_longest = _steps(problem, *longest, rows, query_heads)
-    of_others = _steps(problem, *mean, rows, query_heads)
+    met = None if queries else query_heads
+    of_longest, of_others = (_steps(problem, *lengths, rows, met) for lengths in (longest, mean))
     steps = grid.heads * int(of_longest.sum() + count * of_others.sum())
     return float(of_longest.max() * programs / steps)
 
 
 def _steps(
-    problem: KernelProblem, n_q: int, n_k: int, rows: int, query_heads: int
+    problem: KernelProblem, n_q: int, n_k: int, rows: int, query_heads: int | None
 ) -> NDArray[np.int64]:
     """Return the time of each tile of a sequence in steps.
 
-    query_heads: that each tile of keys meets; 0 for tiles of queries.
+    query_heads: that each tile of keys meets; None for tiles of queries.
     """
     alignment = n_k - n_q if problem.lower_right else 0
     left, right = problem.extras.window
     right = 0 if problem.is_causal else right
     offset = alignment + right if right >= 0 else None
     lowest = alignment - left if left >= 0 else None
-    if not query_heads:
+    if query_heads is None:
         return steps_of_query_tiles(n_q, n_k, offset, lowest, rows)
     return steps_of_key_tiles(n_q, n_k, offset, rows, query_heads, lowest)

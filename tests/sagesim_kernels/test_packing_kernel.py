@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sagesim_kernels.packing_kernel import are_packed
+from sagesim_kernels.packing_kernel import is_packing
 from tests.support.kernels import DEVICE, HERE
 
 pytestmark = HERE
@@ -27,17 +27,17 @@ LIMIT = 2**31 - 1
 )
 def test_few_sequences(cu: list[int], most: int, fits: bool) -> None:
     beginnings = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
-    assert bool(are_packed(beginnings, 0 if len(cu) == 1 else 7, most)) is fits
+    assert bool(is_packing(beginnings, 0 if len(cu) == 1 else 7, most)) is fits
 
 
 @pytest.mark.parametrize("at", [1, 1023, 1024, 1025, 2048, 2999])
 def test_one_of_many_sequences_is_too_long_or_ends_before_it_begins(at: int) -> None:
     cu = torch.arange(0, 6002, 2, dtype=torch.int32, device=DEVICE)  # 3000 sequences of 2 tokens
-    assert are_packed(cu, 6000, 2)
-    assert not are_packed(cu, 6000, 1)
-    assert not are_packed(cu, 6001, 2)
+    assert is_packing(cu, 6000, 2)
+    assert not is_packing(cu, 6000, 1)
+    assert not is_packing(cu, 6001, 2)
     for moved, most in ((-1, 2), (1, 2), (-3, 5), (3, 5)):
         wrong = cu.clone()
         wrong[at] += moved
-        assert not are_packed(wrong, 6000, most)
-        assert bool(are_packed(wrong, 6000, most + 1)) is (abs(moved) == 1)
+        assert not is_packing(wrong, 6000, most)
+        assert bool(is_packing(wrong, 6000, most + 1)) is (abs(moved) == 1)

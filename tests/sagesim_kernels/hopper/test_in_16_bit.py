@@ -645,7 +645,7 @@ def dead_tokens(mask: str, n_q: int, n_k: int) -> tuple[slice, slice]:
 @pytest.mark.parametrize(("mask", "lengths"), WITH_DEAD_TOKENS)
 @pytest.mark.parametrize("d", HEAD_SIZES)
 def test_tokens_outside_the_mask_have_no_influence(mask, lengths, d):
-    """They may be NaN."""
+    """Keys that no query attends to, and queries that attend to no key, may be NaN."""
     n_q, n_k = lengths
     c = kernel_case(torch.bfloat16, seed=4, n_q=n_q, n_k=n_k, d=d, heads=(2, 2))
     queries, keys = dead_tokens(mask, n_q, n_k)
@@ -663,7 +663,7 @@ def test_tokens_outside_the_mask_have_no_influence(mask, lengths, d):
 @pytest.mark.parametrize(("mask", "lengths"), WITH_DEAD_TOKENS)
 @pytest.mark.parametrize("d", HEAD_SIZES)
 def test_packed_tokens_outside_the_mask_have_no_influence(mask, lengths, d):
-    """They may be NaN. A short sequence follows."""
+    """The first of two sequences has NaN in the tokens that the mask excludes."""
     n_q, n_k = lengths
     queries, keys = dead_tokens(mask, n_q, n_k)
     q, do = (torch.randn(n_q + 9, 4, d, device=DEVICE).bfloat16() for _ in range(2))

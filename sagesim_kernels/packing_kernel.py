@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim_kernels.launching import launch, on_device_of, wait_for_earlier_kernels
+from sagesim_kernels.launching import Tensors, launch, planned, wait_for_earlier_kernels
 
 _BLOCK = tl.constexpr(1024)
 
 
-@triton.jit(do_not_specialize=["count", "tokens", "most"])
+@triton.jit
 def packing_kernel(cu, count, tokens, most, fits):
     """Store whether `count` sequences are packed as cu says. One program.
 
@@ -36,7 +36,14 @@ def is_packing(cu: Tensor, tokens: int, most: int) -> Tensor:
 
     cu: int32 [sequences + 1], contiguous.
     """
-    fits = torch.empty((), dtype=torch.bool, device=cu.device)
-    with on_device_of(cu):
-        launch(packing_kernel, (1,), cu, cu.shape[0] - 1, tokens, most, fits, num_warps=4)
+    (fits,) = planned(_launch, (cu,), (tokens, most))
+    assert fits is not None
     return fits
+
+
+def _launch(tensors: Tensors, options: tuple[int, int]) -> Tensors:
+    (cu,) = tensors
+    assert cu is not None
+    fits = torch.empty((), dtype=torch.bool, device=cu.device)
+    launch(packing_kernel, (1,), cu, cu.shape[0] - 1, *options, fits, num_warps=4)
+    return (fits,)

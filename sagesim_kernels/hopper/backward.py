@@ -177,8 +177,8 @@ def launch_backward(
         dq_sums.unit,
         # passed on their own: a tuple would specialise them
         lengths._replace(n_q=None, n_k=None, left=None, right=None, key_counts=None, key_runs=None),
-        lengths.n_q,
-        lengths.n_k,
+        problem.q.shape[2],
+        problem.k.shape[2],
         lengths.left,
         lengths.right,
         tiles.tiles,

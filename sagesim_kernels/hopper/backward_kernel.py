@@ -66,15 +66,9 @@ class Config(NamedTuple):
     """Whether a program computes several tiles of keys."""
 
 
-# TMA descriptors and the integers of do_not_specialize are parameters of their own. The launcher of
-# Triton 3.6 finds descriptors only outside tuples, and do_not_specialize does not apply to integers
-# in a tuple.
-@gluon.jit(
-    do_not_specialize=[
-        "n_q", "n_k", "left", "right", "tiles", "heads", "all_heads",
-        "heads_per_group", "programs", "waves", "tokens_q", "tokens_k",
-    ]
-)  # fmt: skip
+# TMA descriptors are parameters of their own: the launcher of Triton 3.6 finds them only outside
+# tuples.
+@gluon.jit
 def hopper_backward(
     q8, k8, q16, k16, v, do, row_stats, shifts, deltas, k_scale, k_mean, cap2, ds_sums, dk, dv, dq,
     dq_units, mask, n_q, n_k, left, right, tiles, heads, packed_tiles, all_heads, heads_per_group,

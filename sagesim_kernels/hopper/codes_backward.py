@@ -141,8 +141,8 @@ def launch_backward(
         sums_descriptor(dq_sums, d, channels),
         # passed on their own: a tuple would specialise them
         lengths._replace(n_q=0, n_k=0, left=None, right=None, key_counts=None, key_runs=None),
-        lengths.n_q,
-        lengths.n_k,
+        problem.q.shape[2],
+        problem.k.shape[2],
         lengths.left,
         lengths.right,
         tiles.tiles,

@@ -72,12 +72,7 @@ class CodesConfig(NamedTuple):
     """The format of P and dS, see `operands.formats`. In FP8, their scales follow from bounds."""
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "n_q", "n_k", "left", "right", "tiles", "heads", "heads_per_group",
-        "tokens_q", "tokens_k",
-    ]
-)  # fmt: skip
+@gluon.jit
 def hopper_codes_backward(
     q8, k8, v, do, q_right, do_right, k_right, row_stats, channel_scales, ratios, k, kr, dk, dv,
     dq_sums, mask, n_q, n_k, left, right, tiles, heads, packed_tiles, heads_per_group, tokens_q,

@@ -71,28 +71,10 @@ loads do. The tanh of a softcap takes registers.
 
 PRODUCER_REGISTERS = gl.constexpr(24)
 
-UNSPECIALIZED = (
-    "q_tokens",
-    "k_tokens",
-    "lse2_stride_b",
-    "lse2_stride_h",
-    "n_q",
-    "n_k",
-    "heads",
-    "groups",
-    "left",
-    "right",
-    "head_tiles",
-    "heads_per_group",
-    "tiles",
-    "programs",
-)
 
-
-# TMA descriptors and the integers of UNSPECIALIZED are parameters of their own. The launcher of
-# Triton 3.6 finds descriptors only outside tuples, and do_not_specialize does not apply to integers
-# in a tuple.
-@gluon.jit(do_not_specialize=UNSPECIALIZED)
+# TMA descriptors are parameters of their own: the launcher of Triton 3.6 finds them only outside
+# tuples.
+@gluon.jit
 def hopper_forward(
     q8, k8, v, q_scale, k_scale, key_scales, q_tokens, k_tokens, o, lse2, lse2_stride_b,
     lse2_stride_h, sink2, inverse_cap, cap2, shift, scale, mask, n_q, n_k, left, right,
@@ -224,8 +206,8 @@ def launch_forward(
         softcap.shift,
         problem.scale * (LOG2_E if softcap.inverse is None else softcap.inverse),
         lengths._replace(n_q=None, n_k=None, left=None, right=None, key_counts=None),
-        lengths.n_q,
-        lengths.n_k,
+        problem.q.shape[2],
+        problem.k.shape[2],
         lengths.left,
         lengths.right,
         heads,

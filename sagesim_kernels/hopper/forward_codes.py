@@ -22,7 +22,7 @@ from sagesim_kernels.hopper.descriptors import (
     right_descriptor,
     tma_descriptor,
 )
-from sagesim_kernels.hopper.forward import PRODUCER_REGISTERS, UNSPECIALIZED, Config
+from sagesim_kernels.hopper.forward import PRODUCER_REGISTERS, Config
 from sagesim_kernels.hopper.forward_codes_warps import consume
 from sagesim_kernels.hopper.forward_loads import allocate_barriers, produce
 from sagesim_kernels.hopper.forward_structures import (
@@ -53,7 +53,7 @@ CONFIGS = {64: Config(3, 8, 160), 128: Config(2, 6, 240)}
 """By the channels of a tile. A consumer holds sums of all channels twice, and S."""
 
 
-@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "v_tokens"])
+@gluon.jit
 def hopper_forward_codes(
     q8, k8, v8, q_scale, k_scale, v_scale, key_scales, channel_scales, q_tokens, k_tokens,
     v_tokens, o, lse2, lse2_stride_b, lse2_stride_h, scale, mask, n_q, n_k, heads, groups,
@@ -170,8 +170,8 @@ def launch_forward(problem: KernelProblem, operands: OperandCache, o: Tensor, ls
         *Rows.of(lse2),
         problem.scale * LOG2_E,
         lengths._replace(n_q=None, n_k=None),
-        lengths.n_q,
-        lengths.n_k,
+        problem.q.shape[2],
+        problem.k.shape[2],
         heads,
         problem.groups,
         packed_tiles,

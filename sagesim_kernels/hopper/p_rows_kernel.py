@@ -60,7 +60,7 @@ def _tile_of(lengths, b, first, ROWS: gl.constexpr, mask, last):
     return RowTile(first, begin, whole, whole_end, end)
 
 
-@gluon.jit(do_not_specialize=["tokens_q", "tokens_k"])
+@gluon.jit
 def hopper_p_rows(
     grid, q8, do, k8, v, key_scales, q, k, lse2, delta, p_sums, p_bound, d_lse, lengths, tokens_q,
     tokens_k, scale_log2, KD: gl.constexpr, VD: gl.constexpr, GROUPS: gl.constexpr,

@@ -46,15 +46,9 @@ from sagesim_kernels.operands import (
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
 
-# TMA descriptors and the integers of do_not_specialize are parameters of their own. The launcher of
-# Triton 3.6 finds descriptors only outside tuples, and do_not_specialize does not apply to integers
-# in a tuple.
-@gluon.jit(
-    do_not_specialize=[
-        "n_q", "n_k", "left", "right", "tiles", "heads", "heads_per_group",
-        "tokens_q", "tokens_k",
-    ]
-)  # fmt: skip
+# TMA descriptors are parameters of their own: the launcher of Triton 3.6 finds them only outside
+# tuples.
+@gluon.jit
 def hopper_wide(
     own_codes, own_codes_rest, own_numbers, own_numbers_rest, codes, codes_rest, numbers,
     numbers_rest, right_numbers, right_numbers_rest, stats, row_stats, q_scale, k_scale, sink2,

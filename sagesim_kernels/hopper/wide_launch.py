@@ -114,8 +114,8 @@ def launch_wide(
         lse2,
         # passed on their own: a tuple would specialise them
         lengths._replace(n_q=0, n_k=0, left=None, right=None, key_counts=None),
-        lengths.n_q,
-        lengths.n_k,
+        problem.q.shape[2],
+        problem.k.shape[2],
         lengths.left,
         lengths.right,
         tiles.tiles,

@@ -107,7 +107,8 @@ def launch_of(
         launch = prepare_launch(compiled, programs[0], args)
         encoders = _encoders(compiled.metadata)
         parameters = tuple(
-            _without_base(x, next(encoders)) if _is_descriptor(x) else x for x in launch.parameters
+            x if type(x) is int or not _is_descriptor(x) else _without_base(x, next(encoders))
+            for x in launch.parameters
         )
         return launch._replace(parameters=parameters)
     # Not compiled[programs], which prepares data for Triton's hooks at every launch.

@@ -9,7 +9,7 @@ the first plan, by the C compiler that Triton needs too.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -17,21 +17,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-_NUMBERS: Final[dict[str, Any]] = {
-    "i1": ctypes.c_int8,
-    "i8": ctypes.c_int8,
-    "i16": ctypes.c_int16,
-    "i32": ctypes.c_int32,
-    "i64": ctypes.c_int64,
-    "u1": ctypes.c_uint8,
-    "u8": ctypes.c_uint8,
-    "u16": ctypes.c_uint16,
-    "u32": ctypes.c_uint32,
-    "u64": ctypes.c_uint64,
-    "fp32": ctypes.c_float,
-    "fp64": ctypes.c_double,
+_INTEGERS: Final = {f"{sign}{bits}": 2**bits - 1 for sign in "iu" for bits in (8, 16, 32, 64)} | {
+    "i1": 0xFF,
+    "u1": 0xFF,
 }
-"""The numbers that a kernel may take, by Triton's names of their types."""
+"""The integers that a kernel may take, by Triton's names of their types, and all their bits."""
+
+_FLOATS: Final[dict[str, Any]] = {"fp32": ctypes.c_float, "fp64": ctypes.c_double}
 
 _SCRATCH: Final = 2
 """Addresses that Triton adds to a kernel's parameters; null if a kernel uses no such memory."""
@@ -72,8 +64,9 @@ def prepare_launch(compiled: Any, programs: int, args: tuple[Any, ...]) -> Drive
     Raises:
         ValueError: if a parameter has a type that is not known here.
     """
-    types = compiled.src.signature.values()
-    parameters = [x for pair in zip(types, args, strict=True) for x in _flat(*pair)]
+    parameters: list[Any] = []
+    for kind, x in zip(compiled.src.signature.values(), args, strict=True):
+        _append(parameters, kind, x)
     warps, _, shared = compiled.packed_metadata
     return DriverLaunch(
         compiled.name,
@@ -86,28 +79,26 @@ def prepare_launch(compiled: Any, programs: int, args: tuple[Any, ...]) -> Drive
     )
 
 
-def _flat(kind: Any, x: Any) -> Iterator[Any]:
-    """Yield the parameters of an argument; a constant is none. kind: its type, or a tuple."""
+def _append(parameters: list[Any], kind: Any, x: Any) -> None:
+    """Append the parameters of an argument; a constant is none. kind: its type, or a tuple."""
     if isinstance(kind, tuple):
         for pair in zip(kind, x, strict=True):
-            yield from _flat(*pair)
+            _append(parameters, *pair)
+    elif kind in _INTEGERS:
+        parameters.append(x & _INTEGERS[kind])
     elif kind == "constexpr":
         return
     elif kind.startswith("*"):
         assert isinstance(x, Tensor)
-        yield x
+        parameters.append(x)
     elif kind.startswith("tensordesc"):
-        yield x
-        yield from (_bits("i32", size) for size in x.shape)
-        yield from (_bits("i64", stride) for stride in x.strides)
-    elif kind in _NUMBERS:
-        yield _bits(kind, x)
+        parameters.append(x)
+        parameters.extend(size & _INTEGERS["i32"] for size in x.shape)
+        parameters.extend(stride & _INTEGERS["i64"] for stride in x.strides)
+    elif kind in _FLOATS:
+        parameters.append(int.from_bytes(bytes(_FLOATS[kind](x)), "little"))
     else:
         raise ValueError(f"a kernel takes an argument {x!r} of the type {kind!r}")
-
-
-def _bits(kind: str, x: Any) -> int:
-    return int.from_bytes(bytes(_NUMBERS[kind](x)), "little")
 
 
 def joined(launches: Sequence[DriverLaunch]) -> Callable[..., None]:

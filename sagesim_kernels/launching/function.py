@@ -6,8 +6,9 @@ A walk through the steps would take longer than their launches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
+from types import CodeType
 from typing import Any, Final
 
 import torch
@@ -96,7 +97,7 @@ class _Source:
             new = partial(torch.empty, end, dtype=torch.uint8, device=self._device)
             self.lines.append(f"inner = {self._constant(new)}()")
         if zeros:
-            self.lines.append(f"inner[:{zeros}].zero_()")
+            self.lines.append(f"inner[:{self._constant(zeros)}].zero_()")
 
     def add_operations(self, steps: Sequence[Operation]) -> None:
         for step in steps:
@@ -116,10 +117,10 @@ class _Source:
         names: dict[str, int] = {}  # the tensors that they take, and their indices
 
         def parameter(x: Any) -> Any:
+            if type(x) is int:  # most are
+                return x
             if isinstance(x, Descriptor):
                 return (*parameter(x.base), x.encoded_at)
-            if not isinstance(x, Place):
-                return x
             name, offset = self._memory_of(x)
             return names.setdefault(name, len(names)), offset
 
@@ -171,14 +172,15 @@ class _Source:
 
     def _address(self, x: Place) -> str:
         name, offset = self._memory_of(x)
-        return f"{name}.data_ptr() + {offset}"
+        return f"{name}.data_ptr() + {self._constant(offset)}"
 
     def _tensor(self, x: Place) -> str:
         if x == self._returned.get(x.memory):
             return f"m{x.memory}"
         if x.memory in self._inner and x.memory not in self._views:
             first, size = self._inner[x.memory]
-            self.lines.append(f"m{x.memory} = inner[{first}:{first + size}]")
+            slice_ = self._constant(slice(first, first + size))
+            self.lines.append(f"m{x.memory} = inner[{slice_}]")
             self._views.add(x.memory)
         return f"{self._constant(x.of)}(m{x.memory})"
 
@@ -187,8 +189,14 @@ class _Source:
         result = "".join(f"{'None' if x is None else self._tensor(x)}, " for x in outputs)
         body = "".join(f"    {line}\n" for line in (*self.lines, f"return ({result})"))
         names = dict(self._constants)
-        exec(f"def run(tensors):\n{body}", names)
+        exec(_compiled(f"def run(tensors):\n{body}"), names)
         return names["run"]
+
+
+@lru_cache(maxsize=256)
+def _compiled(lines: str) -> CodeType:
+    """Return the compiled lines, which are the same for calls that differ in their lengths."""
+    return compile(lines, __name__, "exec")
 
 
 def _results(result: Any, count: int) -> Sequence[Any]:

@@ -6,10 +6,10 @@ shapes, strides, types and options of a call, and not on the numbers in its tens
 call of a kind is recorded: its launches, with their compiled kernels, and the operations of PyTorch
 between them. Later calls of the kind repeat them with the addresses of their own tensors.
 
-A recorded function must not read numbers of tensors on the host, and must not keep tensors.
+A recorded function must not read numbers of tensors, and must not keep tensors.
 """
 
-# PyTorch's recorders of operations use private names:
+# PyTorch's storages have a private name for their identity:
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sagesim_kernels.interpreter import IS_INTERPRETED, interpret
+from sagesim_kernels.launching.arguments import complete, for_compiler
 from sagesim_kernels.launching.compiled import Descriptor, TritonLaunch, check_compiled, launch_of
 from sagesim_kernels.launching.dependent import has_dependent_launch
 from sagesim_kernels.launching.driver import DriverLaunch
@@ -109,25 +109,27 @@ def forget_plans() -> None:
 
 
 def launch(kernel: Any, programs: tuple[int], /, *args: Any, **options: Any) -> None:
-    """Launch a kernel. All kernels are launched here, so that plans contain them."""
+    """Launch a kernel. All kernels are launched here, so that plans contain them.
+
+    While a call is recorded, a launch becomes a step of its plan, which is run at the end.
+    """
     if not programs[0]:  # the driver refuses such a launch
         return
     recorder: _Recorder | None = getattr(_state, "recorder", None)
-    if recorder is None:
-        _run(kernel, programs, args, options)
-    else:
-        with _disable_current_modes():  # Triton's interpreter calls PyTorch
-            compiled = _run(kernel, programs, args, options)
-        recorder.add_launch(kernel, compiled, programs, args, options)
-
-
-def _run(kernel: Any, programs: tuple[int], args: Any, options: dict[str, Any]) -> Any:
-    """Launch a kernel, and return it compiled, or None if it is interpreted."""
     if IS_INTERPRETED:
-        return interpret(kernel, programs, args, options)
+        if recorder is None:
+            interpret(kernel, programs, args, options)
+        else:
+            recorder.add_interpreted(kernel, programs, args, options)
+        return
+    args = complete(kernel, args)
     options = {**options, "launch_pdl": has_dependent_launch()}
-    check_compiled(kernel.warmup(*args, grid=programs, **options))
-    return kernel[programs](*args, **options)
+    compiled = kernel.warmup(*for_compiler(kernel, args), grid=programs, **options)
+    check_compiled(compiled)
+    if recorder is None:
+        compiled[(*programs, 1, 1)](*args)
+    else:
+        recorder.add_launch(compiled, programs, args)
 
 
 class _Recorder(TorchDispatchMode):
@@ -151,19 +153,19 @@ class _Recorder(TorchDispatchMode):
         assert id(x) in self._places, f"a tensor {tuple(x.shape)} from outside of the recorded call"
         return self._places[id(x)]
 
-    def add_launch(
-        self, kernel: Any, compiled: Any, programs: tuple[int], args: Any, options: dict[str, Any]
+    def add_interpreted(
+        self, kernel: Any, programs: tuple[int], args: Any, options: dict[str, Any]
     ) -> None:
-        if compiled is None:  # Triton's interpreter compiles nothing
+        """Add a launch of a kernel by Triton's interpreter, which compiles nothing."""
 
-            def run(*args: Any) -> None:
-                interpret(kernel, programs, args, options)
+        def run(*args: Any) -> None:
+            interpret(kernel, programs, args, options)
 
-            launch = TritonLaunch(run, args, is_compiled=False)
-        else:
-            bound = kernel.signature.bind(*args)
-            bound.apply_defaults()
-            launch = launch_of(compiled, programs, tuple(bound.arguments.values()))
+        self.steps.append(TritonLaunch(run, self._placed(args), is_compiled=False))
+
+    def add_launch(self, compiled: Any, programs: tuple[int], args: tuple[Any, ...]) -> None:
+        """Add a launch of a compiled kernel. args: all of them."""
+        launch = launch_of(compiled, programs, args)
         if isinstance(launch, DriverLaunch):
             launch = launch._replace(parameters=self._placed(launch.parameters))
         else:
@@ -172,6 +174,8 @@ class _Recorder(TorchDispatchMode):
 
     def _placed(self, x: Any) -> Any:
         """Return arguments with the places of tensors in place of the tensors."""
+        if type(x) is int:  # most are
+            return x
         if isinstance(x, Tensor):
             return self.place(x)
         if isinstance(x, Descriptor):
@@ -187,10 +191,10 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        given = _tensors(args)
         start = _STARTS.get(func, "result")
         made: list[int] = []
-        for x in tree_leaves(result):
+        for x in _tensors(result):
             source = next((y for y in given if _share_memory(x, y)), None)
             if source is None:
                 made.append(len(self.memories))
@@ -213,12 +217,23 @@ class _Recorder(TorchDispatchMode):
         self._alive.append(x)
 
 
+def _tensors(x: Any) -> list[Tensor]:
+    """Return the tensors in arguments or results of an operation."""
+    if isinstance(x, Tensor):
+        return [x]
+    return [y for each in x for y in _tensors(each)] if isinstance(x, (tuple, list)) else []
+
+
 def _share_memory(x: Tensor, y: Tensor) -> bool:
     return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
 def _record(function: Function, tensors: Tensors, options: Any) -> tuple[Tensors, Plan]:
-    """Call the function, and return its outputs and its plan."""
+    """Record a call of the function, and return its outputs and its plan.
+
+    The function itself launches nothing, and operations of PyTorch in it take any numbers. Only the
+    plan computes outputs.
+    """
     # New objects, because one tensor may be several inputs, which are several tensors next time.
     inputs = tuple(None if x is None else x.detach() for x in tensors)
     device = next(x.device for x in inputs if x is not None)
@@ -231,5 +246,6 @@ def _record(function: Function, tensors: Tensors, options: Any) -> tuple[Tensors
     finally:
         _state.recorder = None
     places = [None if x is None else recorder.place(x) for x in outputs]
-    steps, memories = recorder.steps, recorder.memories
-    return outputs, compile_plan(steps, memories, recorder.inputs, places, device)
+    plan = compile_plan(recorder.steps, recorder.memories, recorder.inputs, places, device)
+    del outputs, recorder  # with the memory of the recorded call
+    return plan(tensors), plan

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagesim_kernels.interpreter import IS_INTERPRETED
-from sagesim_kernels.launching import launch, wait_for_earlier_kernels
+from sagesim_kernels.launching import Specialized, launch, wait_for_earlier_kernels
 from sagesim_kernels.operands.delta import load_rows
 from sagesim_kernels.operands.grid import reversed_coordinates
 from sagesim_kernels.operands.kernel_problem import KernelProblem, KernelSizes
@@ -86,14 +86,14 @@ class DqSums(NamedTuple):
         return cls(
             torch.empty((heads, tokens, channels), dtype=torch.int32, device=device),
             torch.empty((heads, tokens), dtype=torch.float32, device=device),
-            tokens,
+            Specialized(tokens),
             order,
         )
 
     @classmethod
     def of_one_part(cls, problem: KernelProblem) -> DqSums:
         """No memory, because a single part is all of dQ."""
-        return cls(None, None, stored_tokens(problem.cu_q, problem.q), BY_TMA)
+        return cls(None, None, Specialized(stored_tokens(problem.cu_q, problem.q)), BY_TMA)
 
 
 def _has_one_owner(rows: int, columns: int, warps: int) -> bool:

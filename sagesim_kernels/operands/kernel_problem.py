@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sagesim.problem import NO_WINDOW, check_scale
 from sagesim.spec import AttentionSpec
+from sagesim_kernels.launching import Specialized
 from sagesim_kernels.operands.grid import Grid, Sequences
 from sagesim_kernels.operands.key_padding import LiveKeys, find_live_keys
 from sagesim_kernels.operands.layout import Lengths
@@ -138,11 +139,13 @@ class KernelProblem:
         """The sequence lengths and the masks as a kernel argument."""
         left, right = self.extras.window
         has_right = self.is_causal or right >= 0
+        lengths = self.q.shape[2], self.k.shape[2]
+        if self.cu_q is None:
+            lengths = map(Specialized.if_aligned, lengths)
         return Lengths(
             self.cu_q,
             self.cu_k,
-            self.q.shape[2],
-            self.k.shape[2],
+            *lengths,
             tl.constexpr(has_right),
             tl.constexpr(self.lower_right and (has_right or left >= 0)),
             left if left >= 0 else None,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagesim_kernels.launching import launch, wait_for_earlier_kernels
+from sagesim_kernels.launching import Specialized, launch, wait_for_earlier_kernels
 from sagesim_kernels.operands.grid import program_coordinates
 from sagesim_kernels.operands.kernel_problem import KernelProblem, KernelSizes
 from sagesim_kernels.operands.layout import length_of, stored_start_of, stored_tokens
@@ -80,7 +80,9 @@ class KeyBounds(NamedTuple):
             return (*found, None) if is_exact else tuple(found)
 
         constants = map(tl.constexpr, (not spec.dq.precision.is_scaled, tile))
-        return cls(*memory(tokens), *memory(tokens // spec.block_k), tokens, *constants)
+        return cls(
+            *memory(tokens), *memory(tokens // spec.block_k), Specialized(tokens), *constants
+        )
 
 
 @triton.jit

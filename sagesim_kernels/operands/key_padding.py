@@ -24,7 +24,7 @@ class LiveKeys(NamedTuple):
     runs: Tensor  #: see `Lengths.key_runs`
 
 
-@triton.jit(do_not_specialize=["n_k"])
+@triton.jit
 def count_keys_kernel(mask, counts, runs, n_k, CHUNK: tl.constexpr):
     """Count the keys of a sequence that are no padding, and find their first run and their end."""
     wait_for_earlier_kernels()

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.launching import Specialized
+
 ALIGNMENT = tl.constexpr(128)
 """Tokens. A multiple of every block size of a spec and of every tile that is loaded by TMA."""
 
@@ -34,8 +36,8 @@ class Strided(NamedTuple):
     @classmethod
     def of(cls, x: Tensor) -> Strided:
         """x with its strides. A batch of one gets stride 0, as all packed sequences are in it."""
-        stride_b = 0 if x.shape[0] == 1 else x.stride(0)
-        return cls(x, stride_b, *x.stride()[1:], _divisor(stride_b, *x.stride()[1:3]))
+        strides = 0 if x.shape[0] == 1 else x.stride(0), *x.stride()[1:]
+        return cls(x, *map(Specialized, strides), _divisor(*strides[:3]))
 
 
 def _divisor(*strides: int) -> tl.constexpr:

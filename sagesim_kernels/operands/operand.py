@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagesim_kernels.launching import Specialized
 from sagesim_kernels.operands.formats import INT8, VALUES, loaded_codes
 from sagesim_kernels.operands.layout import (
     ALIGNMENT,
@@ -71,12 +72,14 @@ class Operand(NamedTuple):
 
         how: the format of the codes, see `formats`.
         """
+        has_many = by_channel or per_scale == 1  # a thread loads several scales of a block
+        stride_h = scale.stride(0)
         return cls(
             codes,
-            *strides,
+            *map(Specialized, strides),
             scale=scale,
-            scale_stride_h=scale.stride(0),
-            scale_stride_n=scale.stride(1),
+            scale_stride_h=Specialized(stride_h) if has_many else stride_h,
+            scale_stride_n=Specialized(scale.stride(1)),
             CHANNELS=tl.constexpr(channels),
             TOKENS=tl.constexpr(per_scale),
             BY_CHANNEL=tl.constexpr(by_channel),
@@ -95,8 +98,8 @@ class Operand(NamedTuple):
         return cls(
             *Strided.of(x)[:5],
             scale=None,
-            scale_stride_h=0,
-            scale_stride_n=0,
+            scale_stride_h=Specialized(0),
+            scale_stride_n=Specialized(0),
             CHANNELS=tl.constexpr(x.shape[3]),
             TOKENS=tl.constexpr(None),
             BY_CHANNEL=tl.constexpr(None),

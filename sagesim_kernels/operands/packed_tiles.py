@@ -74,7 +74,7 @@ def _find(tile, lengths, sequences, OWNS_QUERIES: tl.constexpr, ROWS: tl.constex
     return tile, b, tl.where(first < own, tl.maximum(end - begin, 0), -1)
 
 
-@triton.jit(do_not_specialize=["tiles", "sequences"])
+@triton.jit
 def packed_tiles_kernel(
     found, lengths, tiles, sequences, OWNS_QUERIES: tl.constexpr, ROWS: tl.constexpr,
     IS_SORTED: tl.constexpr,

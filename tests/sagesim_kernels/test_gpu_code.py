@@ -754,10 +754,28 @@ def test_no_descriptor_of_the_presets_is_lost(oldest: Compiler, name: str, head_
     assert [(k.name, k.lost_descriptors) for k in kernels if k.lost_descriptors] == []
 
 
+@compiled_by(
+    *("capability", "packed"),
+    oldest=[(90, True)],
+    newest=[(90, False)],
+    rest=[(80, True), (80, False)],
+)
+def test_calls_of_other_lengths_run_the_same_code(
+    compiler: Compiler, capability: int, packed: bool
+) -> None:
+    """Much shorter calls have other launches, and multiples of 16 may have kernels of their own."""
+    for lengths in ((2601, 2803, 3001), (2608, 2800, 3008)):
+        found = [
+            [k.hash for k in compiler.compile("factored_qk", capability, tokens=n, packed=packed)]
+            for n in lengths
+        ]
+        assert found[0] == found[1] == found[2]
+
+
 @compiled_by(*("head_size", "tokens"), oldest=[(32, 1)], newest=[(64, 128)], rest=[(64, 50)])
 def test_sequences_of_one_tile_compile(compiler: Compiler, head_size: int, tokens: int) -> None:
-    """ptxas 12.8 and 12.9 crash on dQ if Triton specializes on a single token or tile and so proves
-    that a loop is empty."""
+    """ptxas 12.8 and 12.9 crashed on dQ where Triton specialized on a single token or tile and so
+    proved that a loop is empty."""
     spec = "causal_safe smooth=none block=64x32"
     compiler.compile(
         spec, 90, head_size=head_size, dtype="float16", tokens=tokens, preparation=False

@@ -165,7 +165,8 @@ def test_one_long_sequence_does_not_make_the_others_long(monkeypatch):
         spec=SAGEBWD,
         enable_gqa=True,
     )
-    (sums,) = (x for x in allocated if x.dtype is torch.float64)
+    # The plan makes views of its one allocation from empty tensors.
+    (sums,) = (x for x in allocated if x.dtype is torch.float64 and x.numel())
     assert sums.numel() == (394 // 128 + 5) * 16
 
 

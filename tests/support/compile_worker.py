@@ -16,13 +16,13 @@ import sys
 import tempfile
 import traceback
 from collections import Counter, defaultdict
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 from triton.runtime.errors import OutOfResources
 
@@ -114,26 +114,39 @@ def check_memory(kernel: Any, capability: int) -> None:
         raise OutOfResources(kernel.metadata.tmem_size, TENSOR_MEMORY, "tensor memory")
 
 
+class _Absent:
+    """In place of a compiled kernel that is not looked at."""
+
+    hash = ""
+    asm: Final = {"ptx": ""}
+
+    def __getitem__(self, programs: tuple[int, ...]) -> Any:
+        return lambda *args: None
+
+
 class _Launches:
-    """Replaces `JITFunction.run`: compiles kernels and records them instead of launching them."""
+    """Compiles kernels and records them instead of launching them."""
 
     def __init__(self) -> None:
         self.kernels: list[dict[str, Any]] = []
         self.with_preparation = True
         self.with_loops = False
-        self._compile = JITFunction.run
-        JITFunction.run = lambda fn, *args, **options: self._launch(fn, *args, **options)
+        self._warmup = JITFunction.warmup
+        JITFunction.warmup = lambda fn, *args, **options: self._compile(fn, *args, **options)
+        CompiledKernel.__getitem__ = lambda kernel, grid: lambda *args: self._add(kernel, args)
 
-    def _launch(self, fn: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    def _compile(self, fn: JITFunction, *args: Any, **options: Any) -> Any:
         if fn.__module__.startswith(_PREPARATION) and not self.with_preparation:
-            return SimpleNamespace(hash="", asm={"ptx": ""})
-        kernel = self._compile(fn, *args, grid=grid, warmup=True, **options)
-        if warmup:
-            return kernel
+            return _Absent()
+        return self._warmup(fn, *args, **options)
+
+    def _add(self, kernel: Any, args: tuple[Any, ...]) -> None:
         check_memory(kernel, driver.active.capability)
-        named = dict(zip(fn.arg_names, args, strict=False))
+        fn = kernel.src.fn
+        named = dict(zip(fn.arg_names, args, strict=True))
         self.kernels.append(
             {
+                "hash": kernel.hash,
                 "name": _name(fn, named),
                 "tile": _tile(named),
                 "step": named["CONFIG"].queries if fn.__name__ == "ampere_backward" else None,
@@ -144,7 +157,6 @@ class _Launches:
                 **_contents(kernel, self.with_loops),
             }
         )
-        return kernel
 
 
 def _name(fn: JITFunction, args: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ OLDEST = ROOT / ".venv" / ".triton-oldest"
 """The folder where `make test` installs the oldest Triton that pyproject.toml allows."""
 
 TOKENS = 256
-"""More than the largest tile, and a multiple of 16, for which Triton specializes kernels."""
+"""More than the largest tile."""
 
 LATE_WAITS = {
     "prepare_queries_kernel": ("ld.global",),  # Q, O, dO and lengths
@@ -50,6 +50,7 @@ _FORMATS = {
 class Kernel:
     """One compiled launch."""
 
+    hash: str  #: launches with the same one run the same code
     name: str  #: the kernel's name, and what it computes if it can compute one of two things
     tile: int | None  #: rows that a program owns
     step: int | None  #: queries of a step of its loops; None: a block of the spec

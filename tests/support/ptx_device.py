@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from torch import Tensor
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.runtime import JITFunction, driver
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
 
 from tests.support.compile_worker import AbsentGPU, check_memory
 from tests.support.ptx import WARP, Program, Range
@@ -28,7 +29,7 @@ class _SmallGPU(AbsentGPU):
 
 
 class PtxLaunches:
-    """Replaces `JITFunction.run`: compiles kernels, and runs their PTX."""
+    """Replaces launches of compiled kernels: runs their PTX."""
 
     def __init__(self, capability: int = 80) -> None:
         """capability: compute capability of the GPU for which kernels are compiled at first."""
@@ -40,18 +41,15 @@ class PtxLaunches:
         self.config: dict[str, int] = {}  #: of a backward that has one
         self.races: list[str] = []  #: without each of that backward's barriers
         self.removes_barriers = False
-        self._compile = JITFunction.run
         self._programs: dict[str, Program] = {}
-        JITFunction.run = lambda fn, *args, **options: self._launch(fn, *args, **options)
+        CompiledKernel.__getitem__ = lambda kernel, grid: partial(self._launch, kernel, grid)
 
     def compile_for(self, capability: int) -> None:
         """Choose another GPU."""
         self._gpu.capability = capability
 
-    def _launch(self, fn: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = self._compile(fn, *args, grid=grid, warmup=True, **options)
-        if warmup:
-            return kernel
+    def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any) -> None:
+        fn = kernel.src.fn
         check_memory(kernel, self._gpu.capability)
         if kernel.hash not in self._programs:
             self._programs[kernel.hash] = Program(kernel.asm["ptx"])
@@ -70,7 +68,6 @@ class PtxLaunches:
         if fn.__name__ == "ampere_backward" and self.removes_barriers:
             launch = arguments, math.prod(grid), threads, memory
             self.races += program.races_without_barriers(*launch)
-        return kernel
 
 
 class _Passed:

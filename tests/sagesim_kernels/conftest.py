@@ -33,8 +33,9 @@ def no_plan_of_another_test() -> None:
 
 @pytest.fixture
 def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep no plans, for tests that replace functions of the host."""
+    """Make no plans, for tests that replace functions of the host."""
     from sagesim_kernels.launching import plans
-    from tests.support.kernels import NoPlans
+    from tests.support.kernels import UNPLANNED
 
-    monkeypatch.setattr(plans, "_plans", NoPlans())
+    for name, member in UNPLANNED.items():
+        monkeypatch.setattr(plans, name, member)

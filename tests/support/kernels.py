@@ -62,10 +62,17 @@ FEW: dict[str, AttentionSpec] = {
 """A smaller selection that covers each feature once."""
 
 
-class NoPlans(dict[Any, Any]):
-    """In place of the plans of `launching.plans`: keeps none."""
+class _NoPlans(dict[Any, Any]):
+    """Keeps nothing."""
 
     def __setitem__(self, key: Any, plan: Any) -> None: ...
+
+
+UNPLANNED: dict[str, Any] = {
+    "_plans": _NoPlans(),
+    "_record": lambda function, tensors, options: (function(tensors, options), None),
+}
+"""Members of `launching.plans` with which a call launches its kernels at once, without a plan."""
 
 
 class Results(NamedTuple):

@@ -114,11 +114,10 @@ def run_on_cpu(code: str) -> None:
     """
     from sagesim_kernels import api
     from sagesim_kernels.launching import plans
-    from tests.support.kernels import NoPlans
+    from tests.support.kernels import UNPLANNED
 
     if code not in CODES:
         raise ValueError(f"unknown code {code!r}; without a GPU, {', '.join(CODES)} are known")
     PtxLaunches(CODES[code])
     api.IS_INTERPRETED = True
-    plans._record = lambda function, tensors, options: (function(tensors, options), None)
-    plans._plans = NoPlans()
+    vars(plans).update(UNPLANNED)

@@ -22,6 +22,7 @@ from sagesim_kernels.hopper.descriptors import (
     token_descriptor,
 )
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
+from sagesim_kernels.hopper.support import have_key_ends
 from sagesim_kernels.hopper.tile_scheduler import (
     MOST_QUERY_HEADS,
     BackwardOrder,
@@ -148,16 +149,16 @@ def launch_backward(
         is_dealt=order.is_dealt,
     )
     programs = multiprocessor_count() if order.is_dealt else count
-    packed = operands.are_packed
+    of_queries, of_keys = operands.are_packed, have_key_ends(problem, operands)
     launch(
         hopper_backward,
         (programs,),
         tma_descriptor(q8.ptr.view(-1, q8.stride_n), _BLOCK_Q, channels),
         tma_descriptor(k8.ptr.view(-1, k8.stride_n), _TILE_K, channels),
-        token_descriptor(q16.ptr, _BLOCK_Q, channels, packed=packed),
-        token_descriptor(k16.ptr, _TILE_K, channels, packed=packed),
-        token_descriptor(v16.ptr, _TILE_K, channels, packed=packed),
-        token_descriptor(do16.ptr, _BLOCK_Q, channels, packed=packed),
+        token_descriptor(q16.ptr, _BLOCK_Q, channels, has_ends=of_queries),
+        token_descriptor(k16.ptr, _TILE_K, channels, has_ends=of_keys),
+        token_descriptor(v16.ptr, _TILE_K, channels, has_ends=of_keys),
+        token_descriptor(do16.ptr, _BLOCK_Q, channels, has_ends=of_queries),
         TensorDescriptor.from_tensor(row_stats, [ROW_STATS.value], STATS_LAYOUT.value),
         None
         if shifts is None
@@ -171,7 +172,7 @@ def launch_backward(
         ds_sums,
         Strided.of(dk_parts),
         Strided.of(dv_parts),
-        token_descriptor(dq, _BLOCK_Q, channels, packed=packed)
+        token_descriptor(dq, _BLOCK_Q, channels, has_ends=of_queries)
         if is_one_part
         else sums_descriptor(dq_sums, d, channels),
         dq_sums.unit,
@@ -210,13 +211,15 @@ def has_one_part(problem: KernelProblem, operands: OperandCache, dq: Tensor) -> 
     """Return whether one program computes all of dQ of each query, and TMA can store it.
 
     Each query has to attend to a key, because no other program stores its dQ. Without copies of the
-    operands, only queries of a packed sequence without keys attend to none.
+    operands, only queries of a sequence without keys attend to none: of a packed one, or by
+    seqused_k.
     """
     vector = 16 // dq.element_size()
     return (
         problem.longest_k <= _TILE_K
         and not operands.stored
         and (problem.cu_q is None or problem.has_equal_lengths)
+        and problem.extras.seqused_k is None
         and dq.element_size() == 2
         and dq.data_ptr() % 16 == 0
         and dq.stride(3) == 1

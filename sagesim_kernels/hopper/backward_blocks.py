@@ -51,7 +51,7 @@ from sagesim_kernels.hopper.dq_parts import (
     pass_to_store,
     start_dq,
 )
-from sagesim_kernels.hopper.token_loads import origin_of
+from sagesim_kernels.hopper.token_loads import key_origin
 from sagesim_kernels.operands import key_mask_of
 
 PARTS = gl.constexpr(16)
@@ -155,8 +155,9 @@ def compute_dq_and_dk(
             placed = place_tile(found, scheduler, lengths, GROUPS)
             if wave > 0:
                 barrier()  # All four warps have seen K of the tile before, and multiplied with it.
-                origin = origin_of(
-                    IS_COPIED, lengths.cu_k, placed.b, placed.head, placed.start_k
+                origin = key_origin(
+                    k16, IS_COPIED, lengths.cu_k, placed.b, placed.head, placed.start_k,
+                    placed.keys.n_live,
                 )  # fmt: skip
                 first = placed.keys.first
                 load_k16(k16, origin, first, key_buffers.k16, barriers.k16_full)

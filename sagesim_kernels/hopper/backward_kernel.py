@@ -37,7 +37,7 @@ from sagesim_kernels.hopper.backward_tiles import find_tile, place_tile
 from sagesim_kernels.hopper.backward_warps import compute_keys
 from sagesim_kernels.hopper.dealt_tiles import allocate_tiles, share_tile
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, DqStore
-from sagesim_kernels.hopper.token_loads import origin_of
+from sagesim_kernels.hopper.token_loads import key_origin
 from sagesim_kernels.launching import wait_for_earlier_kernels
 from sagesim_kernels.operands import Lengths, summed_channels
 
@@ -211,7 +211,9 @@ def hopper_backward(
     barriers = Barriers(
         ds_full, dq_full, dq_empty, kv_full, kv_empty, k16_full, k16_empty, q_full, q_empty
     )  # fmt: skip
-    origin = origin_of(IS_COPIED, lengths.cu_k, tile.b, tile.head, tile.start_k)
+    origin = key_origin(
+        v, IS_COPIED, lengths.cu_k, tile.b, tile.head, tile.start_k, tile.keys.n_live
+    )  # fmt: skip
     load_k16(k16, origin, tile.keys.first, k16_s, k16_full)
     load_kv(key_inputs, tile.row_k, origin, tile.keys.first, key_buffers, kv_full)
     dq_store = DqStore(dq, dq_s, None, dq_full, dq_empty)

@@ -11,10 +11,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sagesim_kernels.gluon_compat import barrier, reinterpret, tma_load
 from sagesim_kernels.hopper.backward_stores import whole_rows
-from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.hopper.backward_tiles import find_next_tile, place_tile
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, block_of
-from sagesim_kernels.hopper.token_loads import load_tokens, origin_of
+from sagesim_kernels.hopper.token_loads import (
+    key_origin,
+    load_tokens,
+    of_next_head,
+    origin_of,
+)
 
 ROW_STATS = gl.constexpr(4 * 64)
 """Row statistics of a block of queries, 64 numbers each: Q's scale times the scale of the logits;
@@ -112,7 +116,10 @@ def produce(
         if found.first >= 0:
             tile = place_tile(found, scheduler, lengths, GROUPS)
             if wave > 0:
-                origin = origin_of(IS_COPIED, lengths.cu_k, tile.b, tile.head, tile.start_k)
+                origin = key_origin(
+                    keys.v, IS_COPIED, lengths.cu_k, tile.b, tile.head, tile.start_k,
+                    tile.keys.n_live,
+                )  # fmt: skip
                 first = tile.keys.first
                 if barriers.k16_empty is not None:
                     mbarrier.wait(barriers.k16_empty, (wave & 1) ^ 1)
@@ -159,7 +166,7 @@ def _load_queries(
                     mbarrier.wait(barriers.ds_full.index(stage), (n // STAGES & 1) ^ 1)
                 else:
                     mbarrier.wait(barriers.dq_full.index(stage), (n // STAGES & 1) ^ 1)
-            at = TokenOrigin(origin.b, origin.h + head, origin.row)
+            at = of_next_head(origin, head)
             row8 = stored_row + head * stored_tokens
             block = block_of(i, loop)
             bar = barriers.q_full.index(stage)

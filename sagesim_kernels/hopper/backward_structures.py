@@ -60,11 +60,12 @@ class Barriers(NamedTuple):
 
 
 class TokenOrigin(NamedTuple):
-    """TMA's coordinates of the first token of a sequence; see `token_descriptor`."""
+    """Where a sequence lies for TMA; see `token_descriptor`."""
 
-    b: Any  #: the sequence; or where it ends, if the tensor has packed sequences
+    b: Any  #: its number; of a packed sequence its first token
     h: Any  #: its first head
-    row: Any  #: of its first token
+    row: Any  #: coordinate of its first token
+    length: Any  #: its tokens, if TMA sees its end
 
 
 class KeyScheduler(NamedTuple):

@@ -34,13 +34,14 @@ def code_parts(x: Operand, channels: int) -> _Parts:
     return first, rest
 
 
-def token_parts(x: Operand, channels: int, *, packed: bool) -> _Parts:
+def token_parts(x: Operand, channels: int, *, has_ends: bool) -> _Parts:
     """Return TMA descriptors of the parts of a block of tokens in 16 bit.
 
-    channels: of a tile. packed: see `token_descriptor`.
+    channels: of a tile. has_ends: see `token_descriptor`.
     """
     first, rest = (
-        token_descriptor(x.ptr, BLOCK.value, n, packed=packed) for n in _channels_of_parts(channels)
+        token_descriptor(x.ptr, BLOCK.value, n, has_ends=has_ends)
+        for n in _channels_of_parts(channels)
     )
     return first, rest
 

@@ -24,6 +24,7 @@ from sagesim_kernels.hopper.descriptors import (
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K
 from sagesim_kernels.hopper.fp8_rows import prepare_fp8_backward
 from sagesim_kernels.hopper.p_rows import launch_p_rows
+from sagesim_kernels.hopper.support import have_key_ends
 from sagesim_kernels.hopper.tile_scheduler import MOST_QUERY_HEADS, order_of_keys
 from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
@@ -124,8 +125,8 @@ def launch_backward(
         tiles.programs,
         tma_descriptor(q8.ptr.view(-1, q8.stride_n), _BLOCK_Q, channels),
         tma_descriptor(k8.ptr.view(-1, k8.stride_n), _TILE_K, channels),
-        token_descriptor(v16.ptr, _TILE_K, channels, packed=operands.are_packed),
-        token_descriptor(do16.ptr, _BLOCK_Q, channels, packed=operands.are_packed),
+        token_descriptor(v16.ptr, _TILE_K, channels, has_ends=have_key_ends(problem, operands)),
+        token_descriptor(do16.ptr, _BLOCK_Q, channels, has_ends=operands.are_packed),
         right_descriptor(q_right, _BLOCK_Q, channels),
         right_descriptor(do_right, _BLOCK_Q, channels),
         right_descriptor(k_right, _BLOCK_K, channels),

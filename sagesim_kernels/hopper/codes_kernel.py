@@ -35,7 +35,7 @@ from sagesim_kernels.hopper.fp8_warps import (
     compute_fp8_dq,
 )
 from sagesim_kernels.hopper.program_places import place_of
-from sagesim_kernels.hopper.token_loads import load_tokens, origin_of
+from sagesim_kernels.hopper.token_loads import key_origin, load_tokens, origin_of
 from sagesim_kernels.launching import wait_for_earlier_kernels
 from sagesim_kernels.operands import INT8, Lengths, head_pointers, summed_channels
 
@@ -146,7 +146,7 @@ def hopper_codes_backward(
     row_k = head * tokens_k + start_k + tile.first
     zero = gl.program_id(1)
     q_origin = origin_of(CONFIG.is_copied, mask.cu_q, b, first_q_head, start_q)
-    k_origin = origin_of(CONFIG.is_copied, mask.cu_k, b, head, start_k)
+    k_origin = key_origin(v, CONFIG.is_copied, mask.cu_k, b, head, start_k, keys.n_live)
 
     dt: gl.constexpr = v.dtype
     V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D], dt)

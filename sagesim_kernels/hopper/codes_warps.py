@@ -33,7 +33,6 @@ from sagesim_kernels.hopper.backward_maps import (
 )
 from sagesim_kernels.hopper.backward_masks import are_live, attends_between, part_of
 from sagesim_kernels.hopper.backward_stores import WARPS, store_keys
-from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.hopper.channel_products import start_product
 from sagesim_kernels.hopper.codes_maps import (
     BLOCK_K,
@@ -45,7 +44,7 @@ from sagesim_kernels.hopper.codes_maps import (
 )
 from sagesim_kernels.hopper.codes_sums import CHUNK, add_sums, dq_units, start_sums
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, block_of, to_tma_order
-from sagesim_kernels.hopper.token_loads import load_tokens
+from sagesim_kernels.hopper.token_loads import load_tokens, of_next_head
 
 
 @gluon.jit
@@ -81,7 +80,7 @@ def produce(
             n = head * (loop.end - loop.begin) + i - loop.begin
             if n >= 2:
                 mbarrier.wait(released.index(n % 2), (n // 2 & 1) ^ 1)
-            at = TokenOrigin(origin.b, origin.h + head, origin.row)
+            at = of_next_head(origin, head)
             row8 = stored_row + head * stored_tokens
             block = block_of(i, loop)
             stage = n % STAGES

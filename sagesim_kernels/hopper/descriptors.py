@@ -37,28 +37,35 @@ def tma_descriptor(x: Tensor, rows: int, channels: int) -> TensorDescriptor:
 
 
 def token_descriptor(
-    x: Tensor, rows: int, channels: int, *, packed: bool = False
+    x: Tensor, rows: int, channels: int, *, has_ends: bool = False
 ) -> TensorDescriptor:
     """Return a descriptor that loads or stores tiles of the tokens of one sequence.
 
     x: [sequences, heads, tokens, channels], see `tma_descriptor`; or [1, heads, tokens, channels]
-    with packed sequences.
+    with packed sequences. has_ends: whether TMA loads zeros behind the last token of a sequence,
+    and stores nothing there, although other tokens follow. The starts of sequences are then a
+    multiple of the stride of tokens apart, see `support.have_known_ends`.
 
-    Of packed sequences, too, TMA loads zeros behind the last token, and stores nothing there. TMA
-    compares each coordinate with the size of its dimension, and adds up their strides in 64 bits.
-    So token i of a sequence of n tokens, which ends before token `end` of x, gets the coordinates
-    (E, end, head, E - n + i, channel), with E = `SEQUENCE_END`. The size of the fourth dimension is
-    E, so that TMA sees the end of the sequence there. The second and the fourth dimension have the
-    stride s of tokens, and the first one has 2**34 - s. The strides add up to E * 2**34 elements,
-    which is 0 modulo 2**64 bytes, and to (end - n + i) * s. `triton.tools.ragged_tma` has the same
-    idea.
+    With ends, the descriptor has one more dimension. TMA compares each coordinate with the size of
+    its dimension, and adds up their strides in 64 bits. So token i of a sequence of n tokens, which
+    ends before token `end` of x, gets the coordinates (E, end, head, E - n + i, channel), with
+    E = `SEQUENCE_END`. The size of the fourth dimension is E, so that TMA sees the end of the
+    sequence there. The second and the fourth dimension have the stride s of tokens, and the first
+    one has 2**34 - s. The strides add up to E * 2**34 elements, which is 0 modulo 2**64 bytes, and
+    to (end - n + i) * s. `triton.tools.ragged_tma` has the same idea.
+
+    Sequence b begins at token b * `apart` of x. The size of the first dimension, which only has to
+    be more than E, tells a kernel this factor: it is E + 1 + `apart`. It is 1 for packed sequences,
+    of which b is the first token.
     """
-    if not packed:
+    if not has_ends:
         return tma_descriptor(x, rows, channels)
     x = _with_strides(x)
-    _, heads, token, _ = _strides(x)
-    end = SEQUENCE_END.value
-    shape = (end + 1, x.shape[2] + 1, x.shape[1], end, x.shape[3])
+    sequence, heads, token, _ = _strides(x)
+    assert x.shape[0] == 1 or sequence % token == 0, "sequences begin between tokens"
+    apart = sequence // token if x.shape[0] > 1 else 1
+    end, last = SEQUENCE_END.value, (x.shape[0] - 1) * apart + x.shape[2]
+    shape = (end + 1 + apart, last + 1, x.shape[1], end, x.shape[3])
     return _descriptor(x, shape, [2**34 - token, token, heads, token, 1], rows, channels)
 
 

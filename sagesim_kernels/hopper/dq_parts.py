@@ -19,8 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from sagesim_kernels.gluon_compat import reinterpret, tma_add, tma_store
-from sagesim_kernels.hopper.backward_structures import TokenOrigin
-from sagesim_kernels.hopper.token_loads import token_coordinates
+from sagesim_kernels.hopper.token_loads import of_next_head, token_coordinates
 from sagesim_kernels.operands import inverse_of
 
 BLOCK_Q = gl.constexpr(64)
@@ -118,7 +117,7 @@ def store_parts(dq, blocks, done, GROUPS: gl.constexpr, SUMMED: gl.constexpr):
             part = dq.buffer.index(n % SLOTS)
             row = (blocks.first + head * blocks.head_stride + block) * ROWS
             if dq.buffer.dtype != gl.int32:
-                origin = TokenOrigin(dq.origin.b, dq.origin.h + head, dq.origin.row)
+                origin = of_next_head(dq.origin, head)
                 part = reinterpret(part, dq.out.dtype, dq.out.block_shape, dq.out.layout)
                 tma_store(dq.out, token_coordinates(dq.out, origin, block * BLOCK_Q), part)
             elif BOX == ROWS:

@@ -25,6 +25,7 @@ from sagesim_kernels.hopper.forward_structures import (
 )
 from sagesim_kernels.hopper.forward_tiles import BLOCK
 from sagesim_kernels.hopper.forward_warps import consume
+from sagesim_kernels.hopper.support import have_key_ends
 from sagesim_kernels.hopper.tile_scheduler import order_of_queries
 from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands import (
@@ -192,7 +193,7 @@ def launch_forward(
         (programs,),
         tma_descriptor(q.ptr.view(-1, q.stride_n), BLOCK.value, channels),
         tma_descriptor(k.ptr.view(-1, k.stride_n), BLOCK.value, channels),
-        token_descriptor(v.ptr, BLOCK.value, channels, packed=operands.are_packed),
+        token_descriptor(v.ptr, BLOCK.value, channels, has_ends=have_key_ends(problem, operands)),
         q.scale,
         k.scale,
         key_scales_of(k, BLOCK.value),

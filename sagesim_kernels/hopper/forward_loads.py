@@ -25,8 +25,8 @@ from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.hopper.dealt_tiles import share_tile, shared_tile
 from sagesim_kernels.hopper.forward_structures import Barriers, Tile
 from sagesim_kernels.hopper.forward_tiles import BLOCK, key_blocks, tile_of, waves
-from sagesim_kernels.hopper.token_loads import load_tokens, origin_of
-from sagesim_kernels.operands import stored_start_of
+from sagesim_kernels.hopper.token_loads import key_origin, load_tokens
+from sagesim_kernels.operands import live_keys, stored_start_of
 
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
@@ -150,9 +150,12 @@ def produce(
             k_row = k_head * scales.k.tokens + k_start
             v_scale = 0
             if V_CHANNELS == 0:
-                v_origin = origin_of(IS_COPIED, lengths.cu_k, tile.b, k_head, k_start)
+                v_origin = key_origin(
+                    inputs.v, IS_COPIED, lengths.cu_k, tile.b, k_head, k_start,
+                    live_keys(lengths, tile.b),
+                )  # fmt: skip
             else:
-                v_origin = TokenOrigin(0, k_head * V_CHANNELS, k_start)
+                v_origin = TokenOrigin(0, k_head * V_CHANNELS, k_start, 0)
                 v_scale = (k_head * scales.v.tokens + k_start) // BLOCK * DV
             tile_blocks = key_blocks(tile.first, ROWS, lengths, tile.b)
             blocks = tile_blocks.end - tile_blocks.begin

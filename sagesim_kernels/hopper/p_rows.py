@@ -6,6 +6,7 @@ from sagesim.spec import Delta
 from sagesim_kernels.hopper.descriptors import key_scales_of, tma_descriptor, token_descriptor
 from sagesim_kernels.hopper.p_rows_kernel import hopper_p_rows
 from sagesim_kernels.hopper.p_rows_warps import BLOCK, TILE
+from sagesim_kernels.hopper.support import have_key_ends
 from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
     LAUNCH,
@@ -37,15 +38,15 @@ def launch_p_rows(
     q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
     do16, v16 = operands.get("dp", "do"), operands.get("dp", "v")
     grid = problem.query_grid(TILE.value)
-    packed = operands.are_packed
+    of_queries, of_keys = operands.are_packed, have_key_ends(problem, operands)
     launch(
         hopper_p_rows,
         grid.programs,
         grid,
         tma_descriptor(q8.ptr.view(-1, q8.stride_n), block, channels),
-        token_descriptor(do16.ptr, block, channels, packed=packed) if has_delta else None,
+        token_descriptor(do16.ptr, block, channels, has_ends=of_queries) if has_delta else None,
         tma_descriptor(k8.ptr.view(-1, k8.stride_n), block, channels),
-        token_descriptor(v16.ptr, block, channels, packed=packed) if has_delta else None,
+        token_descriptor(v16.ptr, block, channels, has_ends=of_keys) if has_delta else None,
         key_scales_of(k8, block),
         q8,
         k8,

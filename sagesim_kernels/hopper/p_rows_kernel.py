@@ -24,7 +24,7 @@ from sagesim_kernels.hopper.p_rows_warps import (
     compute_rows,
     load_queries_and_keys,
 )
-from sagesim_kernels.hopper.token_loads import origin_of
+from sagesim_kernels.hopper.token_loads import key_origin, origin_of
 from sagesim_kernels.launching import wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     causal_offset,
@@ -98,7 +98,9 @@ def hopper_p_rows(
     start_q = stored_start_of(lengths.cu_q, lengths.n_q, b).to(gl.int32)
     start_k = stored_start_of(lengths.cu_k, lengths.n_k, b).to(gl.int32)
     q_origin = origin_of(IS_COPIED, lengths.cu_q, b, h, start_q)
-    k_origin = origin_of(IS_COPIED, lengths.cu_k, b, k_head, start_k)
+    k_origin = q_origin
+    if delta is not None:
+        k_origin = key_origin(v, IS_COPIED, lengths.cu_k, b, k_head, start_k, mask.n_k)
     do_s = None
     v_s = None
     if delta is not None:

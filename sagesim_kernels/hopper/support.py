@@ -23,7 +23,14 @@ from sagesim.spec import (
     RoundingMode,
 )
 from sagesim_kernels.interpreter import IS_INTERPRETED
-from sagesim_kernels.operands import DTYPES, FP8, KernelProblem, padded, stored_tokens
+from sagesim_kernels.operands import (
+    DTYPES,
+    FP8,
+    KernelProblem,
+    OperandCache,
+    padded,
+    stored_tokens,
+)
 from sagesim_kernels.preparation import has_one_pass
 from sagesim_kernels.target import compute_capability
 
@@ -40,6 +47,10 @@ _QK_BY_TOKEN: Final = MatmulSpec(Precision.INT8, Granularity.PerToken, Granulari
 _MOST_ROWS: Final = 2**29
 """Tokens of all heads in padded storage. The sums of dQ have up to four rows of 32 numbers for each
 token, and TMA counts rows in 31 bits."""
+
+
+_MOST_TOKENS: Final = 2**30
+"""Strides of tokens in all sequences, in a tensor with known ends; see `token_descriptor`."""
 
 
 def serves_forward(problem: KernelProblem) -> bool:
@@ -199,15 +210,37 @@ def has_to_copy(problem: KernelProblem, *, queries: bool) -> bool:
     TMA loads the values of keys that no query attends to and of queries that attend to no key,
     where the kernels need zeros. Which keys are padding, and how long packed sequences are, is in
     the memory of the device, so that the host copies whenever there may be such keys or queries.
+    TMA loads zeros for the keys that seqused_k excludes, if it can see where a sequence ends.
 
     Args:
         problem: the call.
         queries: whether the kernel loads queries in 16 bit too, and not only keys and values.
     """
     _, key_mask, seqused_k, *_ = problem.extras
-    if key_mask is not None or seqused_k is not None:
+    if key_mask is not None or has_dead_keys(problem) or (queries and has_dead_queries(problem)):
         return True
-    return has_dead_keys(problem) or (queries and has_dead_queries(problem))
+    if seqused_k is None:
+        return False
+    # Under a limit on the left the last queries may attend to no key. A sequence without any key
+    # has no steps.
+    has_late_queries = queries and problem.extras.window[0] >= 0
+    return has_late_queries or not all(map(have_known_ends, (problem.k, problem.v)))
+
+
+def have_known_ends(x: Tensor) -> bool:
+    """Return whether TMA can see where each sequence of x ends; see `token_descriptor`.
+
+    x: [sequences, heads, tokens, channels]. If it has to be copied, this holds for the copy.
+    """
+    if x.shape[0] == 1 or 0 in x.stride()[:3]:  # expanded tensors are copied
+        return True
+    sequence, token = x.stride(0), x.stride(2) if x.shape[2] > 1 else x.shape[3]
+    return sequence % token == 0 and x.shape[0] * sequence // token < _MOST_TOKENS
+
+
+def have_key_ends(problem: KernelProblem, operands: OperandCache) -> bool:
+    """Return whether TMA has to see where the keys of each sequence end."""
+    return operands.are_packed or (problem.extras.seqused_k is not None and not operands.stored)
 
 
 def has_dead_keys(problem: KernelProblem) -> bool:

@@ -12,7 +12,7 @@ from sagesim_kernels.gluon_compat import reinterpret, tma_load
 from sagesim_kernels.hopper.backward_structures import TokenOrigin
 
 SEQUENCE_END = gl.constexpr(2**30)
-"""TMA's coordinate of the end of each packed sequence; see `token_descriptor`."""
+"""TMA's coordinate of the end of each sequence; see `token_descriptor`."""
 
 
 @gluon.jit
@@ -24,12 +24,38 @@ def origin_of(IS_COPIED: gl.constexpr, cu, b, h, start):
     """
     zero = gl.program_id(1)  # opaque to the compiler
     if IS_COPIED:
-        return TokenOrigin(zero, h, start)
+        return TokenOrigin(zero, h, start, zero)
     elif cu is None:
-        return TokenOrigin(b, h, zero)
+        return TokenOrigin(b, h, zero, zero)
     else:
-        end = gl.load(cu + b + 1)
-        return TokenOrigin(end, h, SEQUENCE_END - (end - gl.load(cu + b)))
+        begin = gl.load(cu + b)
+        length = gl.load(cu + b + 1) - begin
+        return TokenOrigin(begin, h, SEQUENCE_END - length, length)
+
+
+@gluon.jit
+def key_origin(x, IS_COPIED: gl.constexpr, cu, b, h, start, live):
+    """Return the `TokenOrigin` of the keys of sequence b and head h, in 16 bit.
+
+    x: `token_descriptor` of K or V. live: keys from this one on are padding, if x has the ends of
+    sequences. Others: see `origin_of`.
+    """
+    if len(x.block_shape) == 5 and cu is None:
+        return TokenOrigin(b, h, SEQUENCE_END - live, live)
+    else:
+        return origin_of(IS_COPIED, cu, b, h, start)
+
+
+@gluon.jit
+def of_next_head(origin, heads):
+    """Return the `TokenOrigin` of the same sequence, `heads` heads further."""
+    return TokenOrigin(origin.b, origin.h + heads, origin.row, origin.length)
+
+
+@gluon.jit
+def from_token(origin, first):
+    """Return the `TokenOrigin` of which token 0 is token `first` of origin."""
+    return TokenOrigin(origin.b, origin.h, origin.row + first, origin.length)
 
 
 @gluon.jit
@@ -38,8 +64,9 @@ def token_coordinates(x, origin, first, FIRST_CHANNEL: gl.constexpr = 0):
 
     x: `token_descriptor`. origin: `TokenOrigin` of the sequence.
     """
-    if len(x.block_shape) == 5:  # packed sequences
-        return (SEQUENCE_END, origin.b, origin.h, origin.row + first, FIRST_CHANNEL)
+    if len(x.block_shape) == 5:  # it has the ends of sequences
+        end = origin.b * (x.shape[0] - (SEQUENCE_END + 1)) + origin.length
+        return (SEQUENCE_END, end, origin.h, origin.row + first, FIRST_CHANNEL)
     else:
         return (origin.b, origin.h, origin.row + first, FIRST_CHANNEL)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sagesim_kernels.hopper.channel_parts import BLOCK, code_parts, token_parts
-from sagesim_kernels.hopper.support import tile_channels
+from sagesim_kernels.hopper.support import have_key_ends, tile_channels
 from sagesim_kernels.hopper.tile_scheduler import MOST_QUERY_HEADS
 from sagesim_kernels.hopper.wide_launch import Side, launch_wide
 from sagesim_kernels.hopper.wide_structures import Config
@@ -126,12 +126,12 @@ def launch_backward(
         KernelSizes.of(problem, _BLOCK),
         **LAUNCH,
     )
-    packed = operands.are_packed
+    of_queries, of_keys = operands.are_packed, have_key_ends(problem, operands)
     q_codes, k_codes = code_parts(q8, tile_d), code_parts(k8, tile_d)
-    do_numbers = token_parts(do16, tile_dv, packed=packed)
-    v_numbers = token_parts(v16, tile_dv, packed=packed)
-    q_right = token_parts(q16, tile_d, packed=packed)
-    k_right = token_parts(k16, tile_d, packed=packed)
+    do_numbers = token_parts(do16, tile_dv, has_ends=of_queries)
+    v_numbers = token_parts(v16, tile_dv, has_ends=of_keys)
+    q_right = token_parts(q16, tile_d, has_ends=of_queries)
+    k_right = token_parts(k16, tile_d, has_ends=of_keys)
     stats = TensorDescriptor.from_tensor(row_stats, [ROW_STATS.value], STATS_LAYOUT.value)
     splits = Splits.of(problem, MOST_QUERY_HEADS)
     is_large = tile_d + tile_dv > 2 * 192

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sagesim_kernels.hopper.channel_parts import code_parts, token_parts
-from sagesim_kernels.hopper.support import tile_channels
+from sagesim_kernels.hopper.support import have_key_ends, tile_channels
 from sagesim_kernels.hopper.wide_launch import Side, launch_wide
 from sagesim_kernels.hopper.wide_structures import Config
 from sagesim_kernels.operands import (
@@ -51,7 +51,9 @@ def launch_forward(
         o,
         Rows.of(lse2),
         Side(code_parts(q, d)),
-        Side(code_parts(k, d), right=token_parts(v, d_v, packed=operands.are_packed)),
+        Side(
+            code_parts(k, d), right=token_parts(v, d_v, has_ends=have_key_ends(problem, operands))
+        ),
         k.scale,
         problem.scale * (LOG2_E if softcap.inverse is None else softcap.inverse),
         config,

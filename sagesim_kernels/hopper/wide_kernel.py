@@ -16,9 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.hopper.channel_parts import BLOCK, allocate
-from sagesim_kernels.hopper.token_loads import origin_of
+from sagesim_kernels.hopper.token_loads import from_token, key_origin, origin_of
 from sagesim_kernels.hopper.wide_gradients import compute_gradient
 from sagesim_kernels.hopper.wide_softmax import at_least_one, compute_o
 from sagesim_kernels.hopper.wide_structures import Barriers, Place, Tokens
@@ -38,6 +37,7 @@ from sagesim_kernels.operands import (
     Lengths,
     Softcap,
     length_of,
+    live_keys,
     packed_tile,
     stored_start_of,
     tile_and_head,
@@ -112,9 +112,10 @@ def hopper_wide(
     if OWNS_QUERIES:
         k_head = head // CONFIG.groups
         own_origin = origin_of(CONFIG.is_copied, mask.cu_q, b, head, start_q)
-        own_origin = TokenOrigin(own_origin.b, own_origin.h, own_origin.row + first)
-        own_place = Place(own_origin, head * tokens_q + start_q + first, 0)
-        origin = origin_of(CONFIG.is_copied, mask.cu_k, b, k_head, start_k)
+        own_place = Place(from_token(own_origin, first), head * tokens_q + start_q + first, 0)
+        origin = key_origin(
+            right_numbers, CONFIG.is_copied, mask.cu_k, b, k_head, start_k, live_keys(lengths, b)
+        )
         place = Place(origin, k_head * tokens_k + start_k, 0)
         k_scale += place.stored_row // BLOCK
         if CONFIG.is_forward:
@@ -126,8 +127,11 @@ def hopper_wide(
     else:
         q_head = (head * SPLITS + split_head % SPLITS) * CONFIG.groups
         own_origin = origin_of(CONFIG.is_copied, mask.cu_k, b, head, start_k)
-        own_origin = TokenOrigin(own_origin.b, own_origin.h, own_origin.row + first)
-        own_place = Place(own_origin, head * tokens_k + start_k + first, 0)
+        if own_numbers is not None:
+            own_origin = key_origin(
+                own_numbers, CONFIG.is_copied, mask.cu_k, b, head, start_k, live_keys(lengths, b)
+            )
+        own_place = Place(from_token(own_origin, first), head * tokens_k + start_k + first, 0)
         origin = origin_of(CONFIG.is_copied, mask.cu_q, b, q_head, start_q)
         place = Place(origin, q_head * tokens_q + start_q, tokens_q)
         k_scale += own_place.stored_row // BLOCK

@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sagesim_kernels.gluon_compat import tma_load
 from sagesim_kernels.hopper.backward_masks import attends_between
-from sagesim_kernels.hopper.backward_structures import TokenOrigin
 from sagesim_kernels.hopper.channel_parts import (
     BLOCK,
     buffer_at,
@@ -26,6 +25,7 @@ from sagesim_kernels.hopper.channel_parts import (
     load_numbers,
 )
 from sagesim_kernels.hopper.forward_masks import key_indices
+from sagesim_kernels.hopper.token_loads import of_next_head
 from sagesim_kernels.hopper.wide_structures import Walk
 from sagesim_kernels.operands import (
     causal_offset,
@@ -167,7 +167,7 @@ def produce(
             load_numbers(own.numbers, own_place.origin, i * BLOCK, barriers.own_full, buffer)
     for head in range(1 if CONFIG.owns_queries else CONFIG.groups):
         stored_row = place.stored_row + head * place.stored_tokens
-        origin = TokenOrigin(place.origin.b, place.origin.h + head, place.origin.row)
+        origin = of_next_head(place.origin, head)
         for j in range(walk.count):
             n = head * walk.count + j
             block = walk.first - j if CONFIG.owns_queries else walk.first + j

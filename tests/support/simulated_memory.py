@@ -108,7 +108,10 @@ class Descriptor:
         """Return a block that is copied from or to a buffer."""
         places = tuple(int(raw(x)) for x in at)
         assert len(places) == len(self.shape)
-        if any(not 0 <= x < n + _BEHIND for x, n in zip(places, self.shape, strict=True)):
+        ends = [n + _BEHIND for n in self.shape]
+        if len(ends) == 5:  # all tokens may be padding behind the end of a sequence
+            ends[3] += self.shape[1]
+        if any(not 0 <= x < end for x, end in zip(places, ends, strict=True)):
             raise ProgramError(f"a block at {places} of a tensor {self.shape}")
         size = math.prod(self.block_shape) * self.dtype.primitive_bitwidth // 8
         if size != buffer.bytes:

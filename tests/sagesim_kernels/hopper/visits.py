@@ -34,15 +34,22 @@ class Sequences:
     def __init__(self, problem: KernelProblem, *, queries: bool) -> None:
         x, cu = (problem.q, problem.cu_q) if queries else (problem.k, problem.cu_k)
         self.tokens = stored_tokens(cu, x)
-        self.ends: list[int] = []
+        self.ends: list[int] = []  #: see `token_descriptor`
+        self.seen = self.lengths = [x.shape[2]] * x.shape[0]  #: tokens that TMA sees
+        used = None if queries else problem.extras.seqused_k
         if cu is None:
             stored = -(-x.shape[2] // ALIGNMENT) * ALIGNMENT
             self.starts = [b * stored for b in range(x.shape[0])]
-            self.lengths = [x.shape[2]] * x.shape[0]
+            if used is not None:
+                n_q, offset = problem.q.shape[2], problem.longest_offset
+                most = x.shape[2] if offset is None else min(n_q + offset, x.shape[2])
+                self.seen = used.clamp(0, most).tolist()
+                apart = x.stride(0) // x.stride(2)
+                self.ends = [b * apart + n for b, n in enumerate(self.seen)]
         else:
             _, *self.ends = starts = cu.tolist()
             self.starts = [(x // ALIGNMENT + b) * ALIGNMENT for b, x in enumerate(starts[:-1])]
-            self.lengths = np.diff(starts).tolist()
+            self.seen = self.lengths = np.diff(starts).tolist()
 
     def stored(self, row: int) -> Place:
         """Return what starts at a row of padded storage, over all heads."""
@@ -62,7 +69,7 @@ class Sequences:
             return 0, h, self.starts[b] + token
         if not self.ends:
             return b, h, token
-        row = SEQUENCE_END.value - self.lengths[b] + token  # see `token_descriptor`
+        row = SEQUENCE_END.value - self.seen[b] + token
         return SEQUENCE_END.value, self.ends[b], h, row
 
 

@@ -1,0 +1,76 @@
+"""Keys from `seqused_k` on are not read, also where TMA loads K and V as the caller stored them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from sagesim.spec import FACTORED, FACTORED_QK, FP8_GRADIENTS, SAGEBWD, AttentionSpec
+from sagesim_kernels import attention
+from tests.support.assertions import assert_bitwise
+from tests.support.kernels import DEVICE, HERE
+
+pytestmark = HERE
+
+SPECS = {
+    "factored_qk": FACTORED_QK,
+    "sagebwd, PV in 16 bit": replace(SAGEBWD, pv=FACTORED_QK.pv),
+    "factored, PV in 16 bit": replace(FACTORED, pv=FACTORED_QK.pv),
+    "fp8_gradients": FP8_GRADIENTS,
+}
+"""On Hopper, other forwards compute P in INT8 with padding and without."""
+
+USED = (70, 0, 200, 131)
+NAMES = ("o", "dq", "dk", "dv")
+
+
+def _inputs(d: int, layout: str) -> list[Tensor]:
+    """q, k, v and do, with two heads of q for one of k. All but do are slices of one tensor."""
+    generator = torch.Generator().manual_seed(d)
+    shape = (len(USED), 2, 3, max(USED), d) if layout == "HND" else (len(USED), max(USED), 3, 2, d)
+    together = torch.randn(shape, generator=generator).to(DEVICE, torch.float16)
+    q, k, v = (together if layout == "HND" else together.transpose(1, 3)).unbind(2)
+    do = torch.randn(q.shape, generator=generator).to(DEVICE, torch.float16)
+    return [q, k[:, :1], v[:, :1], do]
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, spec: AttentionSpec, **options: object
+) -> list[Tensor]:
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    o = attention(q, k, v, spec=spec, enable_gqa=True, **options)
+    assert isinstance(o, Tensor)
+    return [o, *torch.autograd.grad(o, (q, k, v), do)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize(("name", "d"), [*((name, 64) for name in SPECS), ("factored_qk", 192)])
+def test_a_sequence_has_the_bits_that_it_has_alone(
+    name: str, d: int, layout: str, is_causal: bool
+) -> None:
+    """Padding is NaN, and so is what belongs to a sequence without keys."""
+    q, k, v, do = _inputs(d, layout)
+    for b, used in enumerate(USED):
+        k[b, :, used:] = v[b, :, used:] = torch.nan
+        if used == 0:
+            q[b] = do[b] = torch.nan
+    used = torch.tensor(USED, device=DEVICE)
+    found = _run(q, k, v, do, SPECS[name], is_causal=is_causal, seqused_k=used)
+    for b, count in enumerate(USED):
+        of_b = {n: x[b : b + 1] for n, x in zip(NAMES, found, strict=True)}
+        if count == 0:
+            assert not any(x.any() for x in of_b.values())
+            continue
+        alone = [q[b : b + 1], *(x[b : b + 1, :, :count] for x in (k, v)), do[b : b + 1]]
+        expected = _run(*alone, SPECS[name], is_causal=is_causal)
+        for n, x in zip(NAMES, expected, strict=True):
+            mine = of_b[n]
+            if n in ("dk", "dv"):
+                assert not mine[:, :, count:].any()
+                mine = mine[:, :, :count]
+            assert_bitwise(actual=mine, expected=x, what=f"{n} of sequence {b}")

@@ -10,6 +10,7 @@ from torch import Tensor
 from sagesim.spec import SITES, Precision
 from sagesim_kernels import ampere, hopper, portable
 from sagesim_kernels.operands import (
+    Copied,
     ForwardResult,
     Gradients,
     KernelProblem,
@@ -51,8 +52,7 @@ def forward(
         )
     lse2 = torch.empty(rows, dtype=torch.float32, device=o.device)
     if hopper.serves_forward(problem):
-        stored = hopper.has_to_copy(problem, queries=False)
-        operands = _prepared(problem, stored=stored)
+        operands = _prepared(problem, copied=hopper.copied(problem))
         if hopper.is_wide(problem):
             from sagesim_kernels.hopper import wide_forward as gluon
         else:
@@ -63,12 +63,12 @@ def forward(
         gluon.launch_forward(problem, operands, o, lse2, shift=shift, sink2=sink2)
     else:
         is_for_mma_sync = trace is None and ampere.serves_forward(problem)
-        stored = is_for_mma_sync and ampere.has_to_copy(problem)
-        if operands is None or stored:
+        copied = ampere.copied(problem) if is_for_mma_sync else Copied()
+        if operands is None or any(copied):
             if is_for_mma_sync and problem.spec.qk.precision is Precision.INT8:
-                operands = _prepared(problem, "pv", stored=stored)
+                operands = _prepared(problem, "pv", copied=copied)
             else:
-                operands = OperandCache(problem, stored=stored)
+                operands = OperandCache(problem, copied=copied)
         if trace is None and hopper.serves_forward_in_codes(problem):
             from sagesim_kernels.hopper import forward_codes as gluon
 
@@ -87,10 +87,10 @@ def forward(
     return ForwardResult(lse2, None if operands.k_mean is None else operands.k_mean.ptr)
 
 
-def _prepared(problem: KernelProblem, *others: str, stored: bool) -> OperandCache:
+def _prepared(problem: KernelProblem, *others: str, copied: Copied) -> OperandCache:
     from sagesim_kernels.preparation.forward import prepare_forward
 
-    return prepare_forward(problem, *others, stored=stored)
+    return prepare_forward(problem, *others, copied=copied)
 
 
 def _shift(problem: KernelProblem, operands: OperandCache) -> Tensor | None:
@@ -145,8 +145,7 @@ def backward(
     d_lse_rows = None if d_lse is None else Rows.of(d_lse.contiguous())
     if hopper.serves_backward(problem):
         assert o is not None
-        stored = hopper.has_to_copy(problem, queries=True)
-        operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
+        operands = OperandCache(problem, do, k_mean=result.k_mean, copied=hopper.copied(problem))
         if hopper.is_wide(problem):
             from sagesim_kernels.hopper import wide_backward as gluon
         else:
@@ -160,10 +159,10 @@ def backward(
     elif traces == UNTRACED and hopper.serves_codes(problem):
         from sagesim_kernels.hopper import codes_backward as gluon
 
-        stored, is_fp8 = hopper.has_to_copy(problem, queries=True), hopper.serves_fp8(problem.spec)
-        if operands is None or stored or is_fp8:
+        copied, is_fp8 = hopper.copied(problem), hopper.serves_fp8(problem.spec)
+        if operands is None or any(copied) or is_fp8:
             operands = OperandCache(
-                problem, do, k_mean=result.k_mean, stored=stored, k_in_pairs=is_fp8
+                problem, do, k_mean=result.k_mean, copied=copied, k_in_pairs=is_fp8
             )
         p_sink = _p_sink(problem, _shift(problem, operands), lse2)
         gluon.launch_backward(
@@ -171,9 +170,9 @@ def backward(
         )
     else:
         is_for_mma_sync = traces == UNTRACED and ampere.serves_backward(problem)
-        stored = is_for_mma_sync and ampere.has_to_copy(problem)
-        if operands is None or stored:
-            operands = OperandCache(problem, do, k_mean=result.k_mean, stored=stored)
+        copied = ampere.copied(problem) if is_for_mma_sync else Copied()
+        if operands is None or any(copied):
+            operands = OperandCache(problem, do, k_mean=result.k_mean, copied=copied)
         shift = _shift(problem, operands)
         p_sink = _p_sink(problem, shift, lse2)
         if is_for_mma_sync:

@@ -4,6 +4,6 @@ Importing this package does not import the kernels. Gluon is experimental, so `d
 them when it launches one.
 """
 
-from sagesim_kernels.ampere.support import has_to_copy, serves_backward, serves_forward
+from sagesim_kernels.ampere.support import copied, serves_backward, serves_forward
 
-__all__ = ["has_to_copy", "serves_backward", "serves_forward"]
+__all__ = ["copied", "serves_backward", "serves_forward"]

@@ -7,7 +7,7 @@ from typing import Final
 
 from sagesim.spec import AttentionSpec, Granularity, MatmulSpec, Precision, RoundingMode
 from sagesim_kernels.interpreter import IS_INTERPRETED
-from sagesim_kernels.operands import DTYPES, KernelProblem, padded
+from sagesim_kernels.operands import DTYPES, Copied, KernelProblem, padded
 from sagesim_kernels.portable import Tile
 from sagesim_kernels.target import compute_capability, multiprocessor_count
 
@@ -80,13 +80,14 @@ def _serves_backward(spec: AttentionSpec) -> bool:
     return spec.dp.precision in DTYPES and all(map(_has_format, products))
 
 
-def has_to_copy(problem: KernelProblem) -> bool:
-    """Return whether 16-bit operands have to be copied to padded storage; see `OperandCache`.
+def copied(problem: KernelProblem) -> Copied:
+    """Return which 16-bit operands have to be copied to padded storage; see `OperandCache`.
 
     The kernels look at no key mask when they copy tokens to shared memory. There, zeros have to be
     in place of keys that the mask excludes, and of queries that attend to none of the others.
     """
-    return problem.extras.key_mask is not None
+    has_mask = problem.extras.key_mask is not None
+    return Copied(queries=has_mask, keys=has_mask)
 
 
 def programs_at_a_time(tile: Tile) -> int:

@@ -9,9 +9,9 @@ them when it launches one.
 
 from sagesim_kernels.hopper.support import (
     CHANNELS,
+    copied,
     has_dead_keys,
     has_dead_queries,
-    has_to_copy,
     is_hopper,
     is_wide,
     serves_backward,
@@ -23,9 +23,9 @@ from sagesim_kernels.hopper.support import (
 
 __all__ = [
     "CHANNELS",
+    "copied",
     "has_dead_keys",
     "has_dead_queries",
-    "has_to_copy",
     "is_hopper",
     "is_wide",
     "serves_backward",

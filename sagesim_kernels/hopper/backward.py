@@ -145,11 +145,12 @@ def launch_backward(
         d_v=d_v,
         has_dq_warps=has_dq_warps,
         is_joint=is_joint,
-        is_copied=operands.stored,
+        copied=operands.copied,
         is_dealt=order.is_dealt,
     )
     programs = multiprocessor_count() if order.is_dealt else count
-    of_queries, of_keys = operands.are_packed, have_key_ends(problem, operands)
+    of_queries = operands.are_packed(keys=False)
+    of_keys = have_key_ends(problem, operands)
     launch(
         hopper_backward,
         (programs,),
@@ -210,16 +211,17 @@ def launch_backward(
 def has_one_part(problem: KernelProblem, operands: OperandCache, dq: Tensor) -> bool:
     """Return whether one program computes all of dQ of each query, and TMA can store it.
 
-    Each query has to attend to a key, because no other program stores its dQ. Without copies of the
-    operands, only queries of a sequence without keys attend to none: of a packed one, or by
-    seqused_k.
+    Each query has to attend to a key, because no other program stores its dQ. If queries are not
+    copied, only those of a sequence without keys attend to none: of a packed one, or because of
+    padding.
     """
     vector = 16 // dq.element_size()
     return (
         problem.longest_k <= _TILE_K
-        and not operands.stored
+        and not operands.copied.queries
         and (problem.cu_q is None or problem.has_equal_lengths)
         and problem.extras.seqused_k is None
+        and problem.extras.key_mask is None
         and dq.element_size() == 2
         and dq.data_ptr() % 16 == 0
         and dq.stride(3) == 1

@@ -134,7 +134,7 @@ def compute_block(
 @gluon.jit
 def compute_dq_and_dk(
     k16, key_buffers, k_mean, queries, ds_s, dq_s, barriers, scheduler, lengths, dk_out, scale,
-    IS_COPIED: gl.constexpr, GROUPS: gl.constexpr, SPLITS: gl.constexpr, KD: gl.constexpr,
+    K_COPIED: gl.constexpr, GROUPS: gl.constexpr, SPLITS: gl.constexpr, KD: gl.constexpr,
 ):  # fmt: skip
     """Load K in 16 bit, and compute dK and parts of dQ from dS. Four warps.
 
@@ -156,7 +156,7 @@ def compute_dq_and_dk(
             if wave > 0:
                 barrier()  # All four warps have seen K of the tile before, and multiplied with it.
                 origin = key_origin(
-                    k16, IS_COPIED, lengths.cu_k, placed.b, placed.head, placed.start_k,
+                    k16, K_COPIED, lengths.cu_k, placed.b, placed.head, placed.start_k,
                     placed.keys.n_live,
                 )  # fmt: skip
                 first = placed.keys.first

@@ -39,7 +39,7 @@ from sagesim_kernels.hopper.dealt_tiles import allocate_tiles, share_tile
 from sagesim_kernels.hopper.dq_parts import BLOCK_Q, TILE_K, DqStore
 from sagesim_kernels.hopper.token_loads import key_origin
 from sagesim_kernels.launching import wait_for_earlier_kernels
-from sagesim_kernels.operands import Lengths, summed_channels
+from sagesim_kernels.operands import Copied, Lengths, summed_channels
 
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
@@ -60,8 +60,8 @@ class Config(NamedTuple):
     is_joint: bool
     """Whether eight warps compute all gradients in step; see `backward_joint`. Otherwise, without
     has_dq_warps, see `backward_halves`."""
-    is_copied: bool
-    """Whether the 16-bit tensors lie in padded storage."""
+    copied: Copied
+    """Which 16-bit tensors lie in padded storage."""
     is_dealt: bool
     """Whether a program computes several tiles of keys."""
 
@@ -94,7 +94,8 @@ def hopper_backward(
     D: gl.constexpr = q8.block_shape[1]
     GROUPS: gl.constexpr = CONFIG.groups
     SPLITS: gl.constexpr = CONFIG.splits
-    IS_COPIED: gl.constexpr = CONFIG.is_copied
+    Q_COPIED: gl.constexpr = CONFIG.copied.queries
+    K_COPIED: gl.constexpr = CONFIG.copied.keys
     KD: gl.constexpr = CONFIG.d
     VD: gl.constexpr = CONFIG.d_v
     HAS_DQ_WARPS: gl.constexpr = CONFIG.has_dq_warps
@@ -212,7 +213,7 @@ def hopper_backward(
         ds_full, dq_full, dq_empty, kv_full, kv_empty, k16_full, k16_empty, q_full, q_empty
     )  # fmt: skip
     origin = key_origin(
-        v, IS_COPIED, lengths.cu_k, tile.b, tile.head, tile.start_k, tile.keys.n_live
+        v, K_COPIED, lengths.cu_k, tile.b, tile.head, tile.start_k, tile.keys.n_live
     )  # fmt: skip
     load_k16(k16, origin, tile.keys.first, k16_s, k16_full)
     load_kv(key_inputs, tile.row_k, origin, tile.keys.first, key_buffers, kv_full)
@@ -231,14 +232,14 @@ def hopper_backward(
                 )),
                 (compute_dq_and_dk, (
                     k16, key_buffers, k_mean, queries, ds_s, dq_s, barriers, scheduler, lengths, dk,
-                    scale, IS_COPIED, GROUPS, SPLITS, KD,
+                    scale, K_COPIED, GROUPS, SPLITS, KD,
                 )),
                 (produce, (
                     key_inputs, inputs, key_buffers, queries, barriers, scheduler, lengths,
-                    IS_COPIED, GROUPS, SPLITS,
+                    Q_COPIED, K_COPIED, GROUPS, SPLITS,
                 )),
                 (store_dq_of_tiles, (
-                    dq_store, scheduler, lengths, IS_COPIED, GROUPS, SPLITS, summed_channels(KD, D),
+                    dq_store, scheduler, lengths, Q_COPIED, GROUPS, SPLITS, summed_channels(KD, D),
                 )),
             ],
             [4, 4, 1, 1],
@@ -257,10 +258,10 @@ def hopper_backward(
                 )),
                 (produce, (
                     key_inputs, inputs, key_buffers, queries, barriers, scheduler, lengths,
-                    IS_COPIED, GROUPS, SPLITS,
+                    Q_COPIED, K_COPIED, GROUPS, SPLITS,
                 )),
                 (store_dq_of_tiles, (
-                    dq_store, scheduler, lengths, IS_COPIED, GROUPS, SPLITS, summed_channels(KD, D),
+                    dq_store, scheduler, lengths, Q_COPIED, GROUPS, SPLITS, summed_channels(KD, D),
                 )),
             ],
             [4, 1, 1],
@@ -275,10 +276,10 @@ def hopper_backward(
                 )),
                 (produce, (
                     key_inputs, inputs, key_buffers, queries, barriers, scheduler, lengths,
-                    IS_COPIED, GROUPS, SPLITS,
+                    Q_COPIED, K_COPIED, GROUPS, SPLITS,
                 )),
                 (store_dq_of_tiles, (
-                    dq_store, scheduler, lengths, IS_COPIED, GROUPS, SPLITS, summed_channels(KD, D),
+                    dq_store, scheduler, lengths, Q_COPIED, GROUPS, SPLITS, summed_channels(KD, D),
                 )),
             ],
             [1, 1],

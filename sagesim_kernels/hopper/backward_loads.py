@@ -90,8 +90,8 @@ def row_stats_of(queries, stage):
 
 @gluon.jit
 def produce(
-    keys, inputs, key_buffers, buffers, barriers, scheduler, lengths, IS_COPIED: gl.constexpr,
-    GROUPS: gl.constexpr, SPLITS: gl.constexpr,
+    keys, inputs, key_buffers, buffers, barriers, scheduler, lengths, Q_COPIED: gl.constexpr,
+    K_COPIED: gl.constexpr, GROUPS: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Load tiles of keys after the first, and the queries of each step, by TMA. One warp.
 
@@ -108,7 +108,8 @@ def produce(
       three stages.
 
     keys: `KeyInputs`. inputs: `QueryInputs`. key_buffers: `KeyBuffers`. buffers: `QueryBuffers`.
-    scheduler: `KeyScheduler`. IS_COPIED: whether the 16-bit tensors lie in padded storage.
+    scheduler: `KeyScheduler`. Q_COPIED, K_COPIED: whether Q and dO, and whether K and V
+    in 16 bit lie in padded storage.
     """
     done = 0
     for wave in range(scheduler.waves):
@@ -117,7 +118,7 @@ def produce(
             tile = place_tile(found, scheduler, lengths, GROUPS)
             if wave > 0:
                 origin = key_origin(
-                    keys.v, IS_COPIED, lengths.cu_k, tile.b, tile.head, tile.start_k,
+                    keys.v, K_COPIED, lengths.cu_k, tile.b, tile.head, tile.start_k,
                     tile.keys.n_live,
                 )  # fmt: skip
                 first = tile.keys.first
@@ -127,7 +128,7 @@ def produce(
                 mbarrier.wait(barriers.kv_empty, (wave & 1) ^ 1)
                 load_kv(keys, tile.row_k, origin, first, key_buffers, barriers.kv_full)
             origin = origin_of(
-                IS_COPIED, lengths.cu_q, tile.b, tile.first_q_head, tile.start_q
+                Q_COPIED, lengths.cu_q, tile.b, tile.first_q_head, tile.start_q
             )  # fmt: skip
             _load_queries(
                 inputs, buffers, barriers, tile.loop, origin, tile.row_q, scheduler.tokens_q, done,

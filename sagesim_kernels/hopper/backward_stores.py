@@ -108,7 +108,7 @@ def store_dk_dv(dk, dv, outputs, tile, buffer, barriers, KD: gl.constexpr, VD: g
 
 @gluon.jit
 def store_dq_of_tiles(
-    dq, scheduler, lengths, IS_COPIED: gl.constexpr, GROUPS: gl.constexpr,
+    dq, scheduler, lengths, Q_COPIED: gl.constexpr, GROUPS: gl.constexpr,
     SPLITS: gl.constexpr, SUMMED: gl.constexpr,
 ):  # fmt: skip
     """Do what `dq_parts.store_parts` does for each tile of keys. One warp."""
@@ -118,7 +118,7 @@ def store_dq_of_tiles(
         if found.first >= 0:
             tile = place_tile(found, scheduler, lengths, GROUPS)
             origin = origin_of(
-                IS_COPIED, lengths.cu_q, tile.b, tile.first_q_head, tile.start_q
+                Q_COPIED, lengths.cu_q, tile.b, tile.first_q_head, tile.start_q
             )  # fmt: skip
             out = DqStore(dq.out, dq.buffer, origin, dq.full, dq.empty)
             loop = tile.loop

@@ -37,7 +37,7 @@ from sagesim_kernels.hopper.fp8_warps import (
 from sagesim_kernels.hopper.program_places import place_of
 from sagesim_kernels.hopper.token_loads import key_origin, load_tokens, origin_of
 from sagesim_kernels.launching import wait_for_earlier_kernels
-from sagesim_kernels.operands import INT8, Lengths, head_pointers, summed_channels
+from sagesim_kernels.operands import INT8, Copied, Lengths, head_pointers, summed_channels
 
 _NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 """Layout of float32 numbers in shared memory that TMA does not load."""
@@ -60,8 +60,8 @@ class CodesConfig(NamedTuple):
     """Rows of a head in the right operand of dV."""
     has_dq_warps: bool
     """Whether other warps than those of dK and dV compute dQ."""
-    is_copied: bool
-    """Whether the 16-bit tensors lie in padded storage."""
+    copied: Copied
+    """Which 16-bit tensors lie in padded storage."""
     keys_per_scale: int
     """Keys that share a scale of K in qk_recompute."""
     by_channel: bool
@@ -145,8 +145,8 @@ def hopper_codes_backward(
     row_q = first_q_head * tokens_q + start_q
     row_k = head * tokens_k + start_k + tile.first
     zero = gl.program_id(1)
-    q_origin = origin_of(CONFIG.is_copied, mask.cu_q, b, first_q_head, start_q)
-    k_origin = key_origin(v, CONFIG.is_copied, mask.cu_k, b, head, start_k, keys.n_live)
+    q_origin = origin_of(CONFIG.copied.queries, mask.cu_q, b, first_q_head, start_q)
+    k_origin = key_origin(v, CONFIG.copied.keys, mask.cu_k, b, head, start_k, keys.n_live)
 
     dt: gl.constexpr = v.dtype
     V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, D], dt)

@@ -221,7 +221,7 @@ def launch_forward(
         problem.q.shape[3],
         d_v,
         config,
-        operands.stored,
+        operands.copied.keys,
         is_fixed,
         num_warps=4,
         **LAUNCH,

@@ -38,7 +38,8 @@ def launch_p_rows(
     q8, k8 = operands.get("qk_recompute", "q"), operands.get("qk_recompute", "k")
     do16, v16 = operands.get("dp", "do"), operands.get("dp", "v")
     grid = problem.query_grid(TILE.value)
-    of_queries, of_keys = operands.are_packed, have_key_ends(problem, operands)
+    of_queries = operands.are_packed(keys=False)
+    of_keys = have_key_ends(problem, operands)
     launch(
         hopper_p_rows,
         grid.programs,
@@ -62,7 +63,7 @@ def launch_p_rows(
         problem.k.shape[3],
         problem.v.shape[3],
         problem.groups,
-        operands.stored,
+        operands.copied,
         num_warps=4,
         **LAUNCH,
     )

@@ -64,7 +64,7 @@ def _tile_of(lengths, b, first, ROWS: gl.constexpr, mask, last):
 def hopper_p_rows(
     grid, q8, do, k8, v, key_scales, q, k, lse2, delta, p_sums, p_bound, d_lse, lengths, tokens_q,
     tokens_k, scale_log2, KD: gl.constexpr, VD: gl.constexpr, GROUPS: gl.constexpr,
-    IS_COPIED: gl.constexpr,
+    COPIED: gl.constexpr,
 ):  # fmt: skip
     """Compute rowsum(P), rowsum(P o dP) as delta, and the largest P of a tile of queries.
 
@@ -77,7 +77,7 @@ def hopper_p_rows(
         lse2, delta, p_sums, p_bound, d_lse: `Rows`; all but lse2 may be None.
         tokens_q, tokens_k: tokens of a head in padded storage.
         KD, VD: channels of K and V.
-        IS_COPIED: whether the 16-bit tensors lie in padded storage.
+        COPIED: `Copied`.
     """
     wait_for_earlier_kernels()
     D: gl.constexpr = q8.block_shape[1]
@@ -97,10 +97,10 @@ def hopper_p_rows(
     mask = RowMask(n_q, live_keys(lengths, b), causal_offset(lengths, b), lowest, key_mask)
     start_q = stored_start_of(lengths.cu_q, lengths.n_q, b).to(gl.int32)
     start_k = stored_start_of(lengths.cu_k, lengths.n_k, b).to(gl.int32)
-    q_origin = origin_of(IS_COPIED, lengths.cu_q, b, h, start_q)
+    q_origin = origin_of(COPIED.queries, lengths.cu_q, b, h, start_q)
     k_origin = q_origin
     if delta is not None:
-        k_origin = key_origin(v, IS_COPIED, lengths.cu_k, b, k_head, start_k, mask.n_k)
+        k_origin = key_origin(v, COPIED.keys, lengths.cu_k, b, k_head, start_k, mask.n_k)
     do_s = None
     v_s = None
     if delta is not None:

@@ -26,6 +26,7 @@ from sagesim_kernels.interpreter import IS_INTERPRETED
 from sagesim_kernels.operands import (
     DTYPES,
     FP8,
+    Copied,
     KernelProblem,
     OperandCache,
     padded,
@@ -204,27 +205,26 @@ def _serves_head_sizes(d: int, d_v: int) -> bool:
     return d in CHANNELS and d_v in CHANNELS and (d == d_v or min(d, d_v) >= _NARROW)
 
 
-def has_to_copy(problem: KernelProblem, *, queries: bool) -> bool:
-    """Return whether 16-bit operands have to be copied to padded storage; see `OperandCache`.
+def copied(problem: KernelProblem) -> Copied:
+    """Return which 16-bit operands have to be copied to padded storage; see `OperandCache`.
 
     TMA loads the values of keys that no query attends to and of queries that attend to no key,
     where the kernels need zeros. Which keys are padding, and how long packed sequences are, is in
     the memory of the device, so that the host copies whenever there may be such keys or queries.
-    TMA loads zeros for the keys that seqused_k excludes, if it can see where a sequence ends.
 
-    Args:
-        problem: the call.
-        queries: whether the kernel loads queries in 16 bit too, and not only keys and values.
+    TMA loads zeros for the keys that seqused_k excludes, if it can see where a sequence ends. If
+    padding leaves a sequence without keys, nothing of its queries is loaded.
     """
     _, key_mask, seqused_k, *_ = problem.extras
-    if key_mask is not None or has_dead_keys(problem) or (queries and has_dead_queries(problem)):
-        return True
-    if seqused_k is None:
-        return False
-    # Under a limit on the left the last queries may attend to no key. A sequence without any key
-    # has no steps.
-    has_late_queries = queries and problem.extras.window[0] >= 0
-    return has_late_queries or not all(map(have_known_ends, (problem.k, problem.v)))
+    is_padded = key_mask is not None or seqused_k is not None
+    # Of a sequence with keys, these queries may attend to none of those that are left.
+    has_first = key_mask is not None and problem.longest_offset is not None
+    has_last = is_padded and problem.longest_lowest is not None
+    has_known_ends = seqused_k is None or all(map(have_known_ends, (problem.k, problem.v)))
+    return Copied(
+        queries=has_first or has_last or has_dead_queries(problem),
+        keys=key_mask is not None or has_dead_keys(problem) or not has_known_ends,
+    )
 
 
 def have_known_ends(x: Tensor) -> bool:
@@ -240,7 +240,8 @@ def have_known_ends(x: Tensor) -> bool:
 
 def have_key_ends(problem: KernelProblem, operands: OperandCache) -> bool:
     """Return whether TMA has to see where the keys of each sequence end."""
-    return operands.are_packed or (problem.extras.seqused_k is not None and not operands.stored)
+    has_end = problem.extras.seqused_k is not None and not operands.copied.keys
+    return has_end or operands.are_packed(keys=True)
 
 
 def has_dead_keys(problem: KernelProblem) -> bool:

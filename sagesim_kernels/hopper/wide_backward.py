@@ -126,7 +126,8 @@ def launch_backward(
         KernelSizes.of(problem, _BLOCK),
         **LAUNCH,
     )
-    of_queries, of_keys = operands.are_packed, have_key_ends(problem, operands)
+    of_queries = operands.are_packed(keys=False)
+    of_keys = have_key_ends(problem, operands)
     q_codes, k_codes = code_parts(q8, tile_d), code_parts(k8, tile_d)
     do_numbers = token_parts(do16, tile_dv, has_ends=of_queries)
     v_numbers = token_parts(v16, tile_dv, has_ends=of_keys)
@@ -165,7 +166,7 @@ def launch_backward(
         tile_d=tile_d,
         tile_dv=tile_dv,
         channels=d_v,
-        is_copied=operands.stored,
+        copied=operands.copied,
         is_fixed=False,
     )
     compute_of_keys(dv, Side(k_codes), Side(q_codes, right=do_numbers), for_dv, 1.0)

@@ -43,7 +43,7 @@ def launch_forward(
         tile_d=d,
         tile_dv=d_v,
         channels=o.shape[3],
-        is_copied=operands.stored,
+        copied=operands.copied,
         is_fixed=allows_fixed_reference(problem),
     )
     launch_wide(

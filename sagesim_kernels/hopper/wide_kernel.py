@@ -111,10 +111,10 @@ def hopper_wide(
     start_k = stored_start_of(mask.cu_k, n_k, b).to(gl.int32)
     if OWNS_QUERIES:
         k_head = head // CONFIG.groups
-        own_origin = origin_of(CONFIG.is_copied, mask.cu_q, b, head, start_q)
+        own_origin = origin_of(CONFIG.copied.queries, mask.cu_q, b, head, start_q)
         own_place = Place(from_token(own_origin, first), head * tokens_q + start_q + first, 0)
         origin = key_origin(
-            right_numbers, CONFIG.is_copied, mask.cu_k, b, k_head, start_k, live_keys(lengths, b)
+            right_numbers, CONFIG.copied.keys, mask.cu_k, b, k_head, start_k, live_keys(lengths, b)
         )
         place = Place(origin, k_head * tokens_k + start_k, 0)
         k_scale += place.stored_row // BLOCK
@@ -126,13 +126,13 @@ def hopper_wide(
             row_stats += (own_place.stored_row // BLOCK).to(gl.int64) * ROW_STATS
     else:
         q_head = (head * SPLITS + split_head % SPLITS) * CONFIG.groups
-        own_origin = origin_of(CONFIG.is_copied, mask.cu_k, b, head, start_k)
+        own_origin = origin_of(CONFIG.copied.keys, mask.cu_k, b, head, start_k)
         if own_numbers is not None:
             own_origin = key_origin(
-                own_numbers, CONFIG.is_copied, mask.cu_k, b, head, start_k, live_keys(lengths, b)
+                own_numbers, CONFIG.copied.keys, mask.cu_k, b, head, start_k, live_keys(lengths, b)
             )
         own_place = Place(from_token(own_origin, first), head * tokens_k + start_k + first, 0)
-        origin = origin_of(CONFIG.is_copied, mask.cu_q, b, q_head, start_q)
+        origin = origin_of(CONFIG.copied.queries, mask.cu_q, b, q_head, start_q)
         place = Place(origin, q_head * tokens_q + start_q, tokens_q)
         k_scale += own_place.stored_row // BLOCK
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from sagesim_kernels.operands import Copied
+
 
 class Tokens(NamedTuple):
     """The tensors of the owned or of the streamed tokens; TMA descriptors or buffers.
@@ -83,8 +85,8 @@ class Config(NamedTuple):
     """Channels of a tile of V and dO."""
     channels: int
     """Channels of the result."""
-    is_copied: bool
-    """Whether the 16-bit tensors lie in padded storage."""
+    copied: Copied
+    """Which 16-bit tensors lie in padded storage."""
     is_fixed: bool
     """Whether the forward has a fixed reference in blocks without a mask, see
     `operands.fixed_reference`: the largest logit of the masked blocks before them."""

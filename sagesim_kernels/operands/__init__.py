@@ -1,6 +1,6 @@
 """What kernels read and write: memory layout, means, codes and scales, row statistics."""
 
-from sagesim_kernels.operands.cache import OperandCache
+from sagesim_kernels.operands.cache import Copied, OperandCache
 from sagesim_kernels.operands.casting import DTYPES
 from sagesim_kernels.operands.delta import (
     compute_delta_from_o,
@@ -209,6 +209,7 @@ __all__ = [
     "MANY_WAVES",
     "NO_EXTRAS",
     "OVERHEAD",
+    "Copied",
     "DqSums",
     "Extras",
     "ForwardResult",

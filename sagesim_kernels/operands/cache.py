@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
@@ -40,6 +40,17 @@ class _Code(NamedTuple):
     folded: str  #: the map whose bounds multiply its rows, see `row_bounds`; or ""
 
 
+class Copied(NamedTuple):
+    """Which operands in 16 bit are copied to padded storage."""
+
+    queries: bool = False  #: Q and dO
+    keys: bool = False  #: K and V
+
+
+_NOTHING_COPIED: Final = Copied()
+_OF_KEYS: Final = ("k", "v")
+
+
 class OperandCache:
     """The operands of one forward or backward; each is rounded once, at the latest when asked for.
 
@@ -50,9 +61,9 @@ class OperandCache:
         problem: the call.
         do: the gradient of o, for a backward.
         k_mean: the mean of K that the forward computed; None computes it.
-        stored: copy 16-bit operands, too, to padded storage [1, heads, tokens, d]. There zeros
-            follow each sequence, and replace queries that attend to no key and keys that no query
-            attends to.
+        copied: which 16-bit operands are copied to padded storage [1, heads, tokens, d], as codes
+            are. There zeros follow each sequence, and replace queries that attend to no key and
+            keys that no query attends to.
         k_in_pairs: see `quantization.memory_of_codes`.
     """
 
@@ -62,10 +73,10 @@ class OperandCache:
         do: Tensor | None = None,
         *,
         k_mean: Tensor | None = None,
-        stored: bool = False,
+        copied: Copied = _NOTHING_COPIED,
         k_in_pairs: bool = False,
     ) -> None:
-        self._problem, self.stored, self._k_in_pairs = problem, stored, k_in_pairs
+        self._problem, self.copied, self._k_in_pairs = problem, copied, k_in_pairs
         self.tensors = {"q": problem.q, "k": problem.k, "v": problem.v, "do": do}
         self._codes: dict[_Code, Operand] = {}
         self._values: dict[tuple[str, Precision], Operand] = {}
@@ -82,10 +93,13 @@ class OperandCache:
         """The means that were subtracted from Q and K, and K before the subtraction."""
         return SubtractedMeans.of(self.q_mean, self.k_mean, self._problem.k)
 
-    @property
-    def are_packed(self) -> bool:
-        """Whether packed sequences in 16 bit follow each other without a gap."""
-        return self._problem.cu_q is not None and not self.stored
+    def are_packed(self, *, keys: bool) -> bool:
+        """Return whether packed sequences of keys in 16 bit follow each other without a gap.
+
+        keys: else of queries.
+        """
+        is_copied = self.copied.keys if keys else self.copied.queries
+        return self._problem.cu_q is not None and not is_copied
 
     def precision(self, site: str) -> Precision:
         """Return the precision of a site."""
@@ -143,7 +157,10 @@ class OperandCache:
         key = tensor, precision
         if key not in self._values:
             self._values[key] = cast(
-                self._problem, self._source(tensor), DTYPES[precision], stored=self.stored
+                self._problem,
+                self._source(tensor),
+                DTYPES[precision],
+                stored=self._is_copied(tensor),
             )
         return self._values[key]
 
@@ -175,15 +192,18 @@ class OperandCache:
         """
         source = self._source(tensor)
         dtype = DTYPES.get(self._problem.spec.site(site).precision)
-        if source.mean is None or self.stored or dtype != source.x.dtype:
+        if source.mean is None or self._is_copied(tensor) or dtype != source.x.dtype:
             return self.get(site, tensor), None
         return operand_of_values(source.x), source.mean
+
+    def _is_copied(self, tensor: str) -> bool:
+        return self.copied.keys if tensor in _OF_KEYS else self.copied.queries
 
     def _source(self, tensor: str) -> TokenTensor:
         x, problem = self.tensors[tensor], self._problem
         assert x is not None, f"{tensor} is not an operand of the forward"
         mean = {"q": self.q_mean, "k": self.k_mean}.get(tensor)
-        is_key = tensor in ("k", "v")
+        is_key = tensor in _OF_KEYS
         spec = problem.spec
         return TokenTensor(
             name=tensor,

@@ -14,6 +14,7 @@ import triton
 from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
     LAUNCH,
+    Copied,
     Grid,
     KernelProblem,
     OperandCache,
@@ -50,21 +51,21 @@ loads in flight.
 """
 
 
-def prepare_forward(problem: KernelProblem, *others: str, stored: bool) -> OperandCache:
+def prepare_forward(problem: KernelProblem, *others: str, copied: Copied) -> OperandCache:
     """Return the operands of a forward. Q and K are codes; K is smoothed if the spec says so.
 
     The scales of Q are of single queries, or of blocks of 64. others: sites whose operands are
-    rounded as well. stored: see `OperandCache`.
+    rounded as well. copied: see `OperandCache`.
     """
     spec, sequences = problem.spec, problem.sequences
     heads, d = problem.k.shape[1], problem.k.shape[3]
     is_long = problem.longest_k * d * problem.k.element_size() > _MOST_BYTES
     if not spec.smoothing.k or is_long or padded(d) > _MOST_CHANNELS:
-        operands = OperandCache(problem, stored=stored)
+        operands = OperandCache(problem, copied=copied)
         operands.quantize("qk", *others)
         return operands
     mean = problem.k.new_empty((sequences, heads, 1, d), dtype=torch.float32)
-    operands = OperandCache(problem, k_mean=mean, stored=stored)
+    operands = OperandCache(problem, k_mean=mean, copied=copied)
     (q8, q), (k8, k) = (operands.reserve("qk", x) for x in ("q", "k"))
     many = heads * sequences >= 2 * multiprocessor_count()
     blocks = triton.next_power_of_2(-(-problem.longest_k // spec.block_k))

@@ -245,9 +245,10 @@ def _problem(request: dict[str, Any], tensors: dict[str, Tensor]) -> KernelProbl
 
 def prepared(problem: KernelProblem) -> PreparedRun:
     """Run `prepare_forward`."""
+    from sagesim_kernels.operands import Copied
     from sagesim_kernels.preparation.forward import prepare_forward
 
-    operands = prepare_forward(problem, stored=False)
+    operands = prepare_forward(problem, copied=Copied())
     q, k = (operands.get("qk", name) for name in ("q", "k"))
     assert operands.k_mean is not None
     return PreparedRun(operands.k_mean.ptr, q.ptr, q.scale, k.ptr, k.scale)

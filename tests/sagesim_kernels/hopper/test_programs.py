@@ -29,7 +29,7 @@ from sagesim_kernels.hopper import (
     wide_backward,
     wide_forward,
 )
-from sagesim_kernels.operands import Gradients, KernelProblem, dq_sums
+from sagesim_kernels.operands import Copied, Gradients, KernelProblem, dq_sums
 from sagesim_kernels.operands.kernel_problem import Extras, Packing, logit_scale
 from sagesim_kernels.operands.key_padding import count_keys_kernel
 from sagesim_kernels.operands.layout import Lengths
@@ -95,7 +95,7 @@ class Launches:
         self.kernels: list[str] = []
         self.seed = 0
         self.problem: Any = None
-        self.is_stored = False
+        self.copied = Copied()
         self.is_joint = False  #: `Config.is_joint` of the last backward in 16 bit
         self.is_dealt = False  #: its `Config.is_dealt`
 
@@ -109,7 +109,7 @@ class Launches:
             self.kernels.append(name)
             done = simulate(kernel, programs, args, self.seed)
             check_stores(name, done)
-            check_visits(name, done, self.problem, is_stored=self.is_stored)
+            check_visits(name, done, self.problem, self.copied)
             if name == "hopper_backward":
                 config = done.constants["CONFIG"]
                 self.is_joint, self.is_dealt = config.is_joint, config.is_dealt
@@ -172,10 +172,9 @@ def run(call: Call, launches: Launches) -> list[str]:
     """Compute forward and backward of a call; return the names of the kernels for Hopper."""
     launches.kernels.clear()
     problem = launches.problem = call.problem()
-    launches.is_stored = support.has_to_copy(problem, queries=False)
+    launches.copied = support.copied(problem)
     o = torch.zeros(*problem.q.shape[:3], problem.v.shape[3], dtype=call.dtype)
     result = dispatch.forward(problem, o)
-    launches.is_stored = support.has_to_copy(problem, queries=True)
     grads = Gradients(*map(torch.zeros_like, (problem.q, problem.k, problem.v)))
     d_lse = torch.zeros(problem.q.shape[:3]) if call.has_lse_gradient else None
     # `test_missing_waits_are_found` has several calls, and no parameter that says so.

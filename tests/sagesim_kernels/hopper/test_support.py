@@ -1,7 +1,9 @@
 """Which problems the Hopper kernels compute, and which operands have to be copied for them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,9 @@ from sagesim import (
 from sagesim.problem import resolve_input16
 from sagesim.spec import with_precision
 from sagesim_kernels import hopper
+from sagesim_kernels.hopper import support
+from sagesim_kernels.hopper.descriptors import token_descriptor
+from sagesim_kernels.hopper.token_loads import SEQUENCE_END
 from sagesim_kernels.operands import NO_EXTRAS, Extras, KernelProblem
 
 
@@ -39,7 +44,7 @@ def problem(
     scale: float = 1.0,
     dtype: torch.dtype = torch.bfloat16,
     extras: Extras = NO_EXTRAS,
-    **mask: bool,
+    **mask: Any,
 ) -> KernelProblem:
     sizes = ((n_q, d), (n_k, d), (n_k, d if d_v is None else d_v))
     q, k, v = (torch.empty(1, heads, *size, dtype=dtype, device="meta") for size in sizes)
@@ -273,11 +278,11 @@ def test_dead_tokens_are_those_outside_the_mask(n_q, n_k, mask, window):
     if n_q and n_k:
         assert hopper.has_dead_keys(x) == bool((~attends.any(0)).any())
         assert hopper.has_dead_queries(x) == bool((~attends.any(1)).any())
-        assert hopper.has_to_copy(x, queries=False) == hopper.has_dead_keys(x)
-        either = hopper.has_dead_keys(x) or hopper.has_dead_queries(x)
-        assert hopper.has_to_copy(x, queries=True) == either
+        copied = hopper.copied(x)
+        assert copied.keys == hopper.has_dead_keys(x)
+        assert copied.queries == hopper.has_dead_queries(x)
     if mask == "full" and window == (-1, -1):  # the alignment has no effect
-        assert not hopper.has_to_copy(replace(x, lower_right=True), queries=True)
+        assert not any(hopper.copied(replace(x, lower_right=True)))
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (0, 0), (0, -1), (-1, 1), (2, 1)])
@@ -295,4 +300,50 @@ def test_packed_sequences_of_some_lengths_have_dead_tokens(mask, window):
     packed = replace(problem(extras=extras, **options), cu_q=cu, cu_k=cu)
     assert hopper.has_dead_keys(packed) == any(map(hopper.has_dead_keys, alone))
     assert hopper.has_dead_queries(packed) == any(map(hopper.has_dead_queries, alone))
-    assert not hopper.has_to_copy(replace(packed, has_equal_lengths=True), queries=True)
+    assert not any(hopper.copied(replace(packed, has_equal_lengths=True)))
+
+
+@pytest.mark.parametrize(
+    ("mask", "padding", "copied"),
+    [
+        ({}, "seqused_k", ()),
+        ({"is_causal": True}, "seqused_k", ()),
+        ({"extras": Extras(window=(3, 0))}, "seqused_k", ("queries",)),
+        ({"extras": Extras(window=(-1, 2))}, "seqused_k", ()),
+        ({}, "key_mask", ("keys",)),
+        ({"is_causal": True}, "key_mask", ("queries", "keys")),
+        ({"extras": Extras(window=(3, -1))}, "key_mask", ("queries", "keys")),
+        ({"extras": Extras(window=(-1, 2))}, "key_mask", ("queries", "keys")),
+    ],
+)
+def test_what_is_copied_because_of_padding(
+    mask: dict[str, Any], padding: str, copied: Sequence[str]
+) -> None:
+    """Under these masks every query of some padding attends to a key, or else it is copied."""
+    x = problem(n_q=9, n_k=9, **mask)
+    extras = {padding: getattr(EXTRAS[padding], padding)}
+    found = hopper.copied(replace(x, extras=x.extras._replace(**extras)))
+    assert [name for name, is_copied in found._asdict().items() if is_copied] == [*copied]
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "known"),
+    [
+        ((3, 2, 5, 64), (640, 320, 64, 1), True),
+        ((3, 2, 5, 64), (1920, 64, 384, 1), True),  # between other tensors, heads inside of tokens
+        ((3, 2, 5, 64), (128, 64, 384, 1), False),  # sequences inside of tokens
+        ((1, 2, 5, 64), (100, 64, 384, 1), True),
+        ((3, 2, 5, 64), (0, 320, 64, 1), True),  # is copied
+        ((3, 2, 1, 64), (128, 64, 7, 1), True),
+        ((3, 2, 5, 64), (2**37, 320, 64, 1), False),
+    ],
+)
+def test_which_sequences_have_known_ends(
+    shape: tuple[int, ...], stride: tuple[int, ...], known: bool
+) -> None:
+    x = torch.empty(0, device="meta").as_strided(shape, stride)
+    assert support.have_known_ends(x) is known
+    if known and 0 not in stride:
+        apart = token_descriptor(x.half(), 64, 64, has_ends=True).shape[0] - SEQUENCE_END.value - 1
+        token = stride[2] if shape[2] > 1 else shape[3]
+        assert apart == (stride[0] // token if shape[0] > 1 else 1)

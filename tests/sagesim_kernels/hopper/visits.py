@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sagesim_kernels.hopper.token_loads import SEQUENCE_END
-from sagesim_kernels.operands import KernelProblem, padded, stored_tokens
+from sagesim_kernels.operands import Copied, KernelProblem, padded, stored_tokens
 from tests.support.simulated_kernels import Block, Operands, Run
 
 STEP, ALIGNMENT = 64, 128
@@ -117,10 +117,10 @@ KERNELS = {
 }
 
 
-def check_visits(name: str, run: Run, problem: KernelProblem, *, is_stored: bool) -> None:
+def check_visits(name: str, run: Run, problem: KernelProblem, copied: Copied) -> None:
     """Check that each query meets all keys that it attends to, and those of its sequence alone.
 
-    is_stored: operands in 16 bit lie in padded storage.
+    copied: operands in 16 bit that lie in padded storage.
     """
     queries, keys = (Sequences(problem, queries=x) for x in (True, False))
     names = KERNELS[name]
@@ -132,6 +132,7 @@ def check_visits(name: str, run: Run, problem: KernelProblem, *, is_stored: bool
     if has_blocks:
         names = names._replace(keys=STEP)
     own, streamed = (queries, keys) if owns_queries else (keys, queries)
+    is_stored = copied.keys if owns_queries else copied.queries
     visits: Counter[tuple[Place, Place | None]] = Counter()
     steps: dict[int, list[Place | None]] = {}  # of the first consumer of a program
     for (program, group), products in sorted(run.products.items()):

@@ -20,6 +20,7 @@ from sagesim_kernels.hopper.descriptors import tma_descriptor
 from sagesim_kernels.launching import launch
 from sagesim_kernels.operands import (
     LAUNCH,
+    Copied,
     KernelProblem,
     OperandCache,
     Packing,
@@ -92,7 +93,7 @@ def test_each_sequence_ends_in_zeros():
     lengths_q, lengths_k = (130, 0, 5, 128, 64), (7, 200, 128, 0, 1)
     problem = packed(lengths_q, lengths_k)
     do = tokens(sum(lengths_q), 3)
-    operands = OperandCache(problem, do, stored=True)
+    operands = OperandCache(problem, do, copied=Copied(True, True))
     for x, at, lengths in (
         (problem.q, ("dk", "q"), lengths_q),
         (do, ("dp", "do"), lengths_q),
@@ -108,7 +109,7 @@ def test_the_dead_are_zeros():
     lengths = (10, 3)
     problem = packed(lengths, (4, 3), is_causal=True, lower_right=True)
     problem.q[0, :, :6] = float("nan")
-    operands = OperandCache(problem, problem.q.clone(), stored=True)
+    operands = OperandCache(problem, problem.q.clone(), copied=Copied(True, True))
     for at in (("dk", "q"), ("dp", "do")):
         first, second = stored(operands.get(*at).ptr, lengths)
         assert not bool(first[:, :6].any())
@@ -116,7 +117,8 @@ def test_the_dead_are_zeros():
     problem = packed((2,), (5,), is_causal=True)
     problem.v[0, :, 2:] = float("nan")
     check(
-        stored(OperandCache(problem, stored=True).get("pv", "v").ptr, (5,)), [problem.v[0, :, :2]]
+        stored(OperandCache(problem, copied=Copied(True, True)).get("pv", "v").ptr, (5,)),
+        [problem.v[0, :, :2]],
     )
 
 
@@ -125,7 +127,7 @@ def test_keys_are_smoothed_by_a_kernel_where_they_are_what_it_rounds_to():
     problem = packed((3,), (130,))
     do = problem.q
     others = (
-        OperandCache(problem, do, stored=True),
+        OperandCache(problem, do, copied=Copied(True, True)),
         OperandCache(replace(problem, k=problem.k.float()), do),
         OperandCache(replace(problem, spec=SAGEBWD), do),
     )

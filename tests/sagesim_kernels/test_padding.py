@@ -1,4 +1,7 @@
-"""Keys from `seqused_k` on are not read, also where TMA loads K and V as the caller stored them."""
+"""Nothing of padded keys is read, and nothing of the queries of a sequence without keys.
+
+On Hopper, TMA loads what is not copied from where the caller stored it.
+"""
 
 from __future__ import annotations
 
@@ -74,3 +77,21 @@ def test_a_sequence_has_the_bits_that_it_has_alone(
                 assert not mine[:, :, count:].any()
                 mine = mine[:, :, :count]
             assert_bitwise(actual=mine, expected=x, what=f"{n} of sequence {b}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "d"), [*((name, 64) for name in SPECS), ("factored_qk", 192)])
+def test_a_key_mask_without_a_causal_mask(name: str, d: int) -> None:
+    """Queries are not copied: of a sequence without keys, whose queries are NaN, none is loaded."""
+    q, k, v, do = _inputs(d, "NHD")
+    keys = torch.arange(max(USED))
+    live = torch.stack([keys < 70, keys < 0, keys % 3 != 1, keys >= 131]).to(DEVICE)
+    q[1] = do[1] = torch.nan
+    expected = _run(q, k, v, do, SPECS[name], key_mask=live)
+    assert not any(x[1].any() for x in expected)
+    assert all(x.isfinite().all() for x in expected)
+    for x in (k, v):
+        x.masked_fill_(~live[:, None, :, None], torch.nan)
+    found = _run(q, k, v, do, SPECS[name], key_mask=live)
+    for n, x, y in zip(NAMES, found, expected, strict=True):
+        assert_bitwise(actual=x, expected=y, what=n)

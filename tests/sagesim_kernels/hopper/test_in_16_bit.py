@@ -361,6 +361,24 @@ def test_padded_keys_have_no_influence(d, mask):
 
 
 @pytest.mark.usefixtures("is_served")
+@pytest.mark.parametrize("at", ["before the first key", "after the last key"])
+@pytest.mark.parametrize("d", HEAD_SIZES)
+def test_queries_that_padding_leaves_without_keys(d, at):
+    """They and their gradients are NaN."""
+    c = kernel_case(torch.bfloat16, seed=7, n_q=333, n_k=333, d=d, heads=(2, 2))
+    token = torch.arange(333, device=DEVICE)
+    if at == "before the first key":
+        mask, dead = {"is_causal": True, "key_mask": (token >= 70).expand(2, -1)}, token < 70
+    else:
+        mask, dead = {"window": (40, 30), "seqused_k": token.new_tensor([200, 200])}, token >= 240
+    c.q[..., dead, :] = c.do[..., dead, :] = math.nan
+    found = run_kernels(c, FACTORED_QK, **mask)
+    for x in (found.o, found.dq):
+        assert not bool(x[..., dead, :].any()) and bool(x.isfinite().all())
+    assert bool(found.dk.isfinite().all()) and bool(found.dv.isfinite().all())
+
+
+@pytest.mark.usefixtures("is_served")
 @pytest.mark.parametrize("d", HEAD_SIZES)
 def test_padding_has_no_influence_where_logits_are_low(d):
     check(low_logits(d, 300), UNSMOOTHED)

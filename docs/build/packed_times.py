@@ -38,7 +38,7 @@ def beside(peer: str) -> Markdown:
 def variants(which: str) -> Markdown:
     """The times of a pass in the same calls with earlier kernels, and with those of the record."""
     record = data("packed_times")
-    every = [*record["variants"], {"what": "by work of sequences", "runs": record["runs"]}]
+    every = [*record["variants"], {"what": "more heads at a time", "runs": record["runs"]}]
     rows = [
         [*_call(row), *(f"{x['runs'][i]['us'][_OURS][which]:.0f}" for x in every)]
         for i, row in enumerate(record["runs"])

@@ -1,0 +1,44 @@
+"""The host's time of calls whose lengths change; docs/speed.md shows it."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from grid import markdown
+from IPython.display import Markdown
+from tables import data, sourced
+
+from sagesim_kernels.bench.machine import one_line
+
+_HEAD: Final = (
+    "calls",
+    "code",
+    "kernels of the first call",
+    "of the next ones",
+    "next calls that compile",
+    "first call of its lengths, ms",
+    "again, ms",
+)
+
+
+def tables() -> Markdown:
+    """What calls of other lengths compile, and how long the host takes, now and before."""
+    record = data("other_lengths")
+    rows = [
+        row
+        for kind in ("packed", "dense")
+        for code, document in (("before", record["before"]), ("now", record))
+        for row in _rows(document, kind, code)
+    ]
+    before = one_line(record["before"]["machine"])
+    about = f"{record['about']} Before: {before}, another virtual machine. Now"
+    return sourced(markdown(_HEAD, rows), about, machine=one_line(record["machine"]))
+
+
+def _rows(document: dict[str, Any], kind: str, code: str) -> list[list[str]]:
+    """The row of a kind of calls in a record, in a list."""
+    (run,) = (x for x in document["runs"] if x["kind"] == kind)
+    first, *others = run["compiled"]
+    times = (f"{sum(run['ms'][which].values()):.1f}" for which in ("first", "again"))
+    stalls = f"{sum(x > 0 for x in others)} of {len(others)}"
+    return [[kind, code, str(first), str(sum(others)), stalls, *times]]

@@ -177,8 +177,8 @@ def launch_backward(
         if is_one_part
         else sums_descriptor(dq_sums, d, channels),
         dq_sums.unit,
-        # passed on their own: a tuple would specialise them
         lengths._replace(n_q=None, n_k=None, left=None, right=None, key_counts=None, key_runs=None),
+        # Plain integers, unlike those in `lengths`: no kernel is compiled for multiples of 16.
         problem.q.shape[2],
         problem.k.shape[2],
         lengths.left,

@@ -140,8 +140,8 @@ def launch_backward(
         Strided.of(dk_parts),
         Strided.of(dv_parts),
         sums_descriptor(dq_sums, d, channels),
-        # passed on their own: a tuple would specialise them
         lengths._replace(n_q=0, n_k=0, left=None, right=None, key_counts=None, key_runs=None),
+        # Plain integers, unlike those in `lengths`: no kernel is compiled for multiples of 16.
         problem.q.shape[2],
         problem.k.shape[2],
         lengths.left,

@@ -112,8 +112,8 @@ def launch_wide(
         k_mean,
         Strided.of(out),
         lse2,
-        # passed on their own: a tuple would specialise them
         lengths._replace(n_q=0, n_k=0, left=None, right=None, key_counts=None),
+        # Plain integers, unlike those in `lengths`: no kernel is compiled for multiples of 16.
         problem.q.shape[2],
         problem.k.shape[2],
         lengths.left,

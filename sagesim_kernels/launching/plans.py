@@ -6,7 +6,7 @@ shapes, strides, types and options of a call, and not on the numbers in its tens
 call of a kind is recorded: its launches, with their compiled kernels, and the operations of PyTorch
 between them. Later calls of the kind repeat them with the addresses of their own tensors.
 
-A recorded function must not read numbers of tensors, and must not keep tensors.
+A recorded function must not read numbers of tensors, change its inputs, or keep tensors.
 """
 
 # PyTorch's storages have a private name for their identity:

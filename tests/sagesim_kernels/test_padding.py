@@ -49,7 +49,7 @@ def _run(
     return [o, *torch.autograd.grad(o, (q, k, v), do)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize(("name", "d"), [*((name, 64) for name in SPECS), ("factored_qk", 192)])
@@ -79,7 +79,7 @@ def test_a_sequence_has_the_bits_that_it_has_alone(
             assert_bitwise(actual=mine, expected=x, what=f"{n} of sequence {b}")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "d"), [*((name, 64) for name in SPECS), ("factored_qk", 192)])
 def test_a_key_mask_without_a_causal_mask(name: str, d: int) -> None:
     """Queries are not copied: of a sequence without keys, whose queries are NaN, none is loaded."""
@@ -95,3 +95,18 @@ def test_a_key_mask_without_a_causal_mask(name: str, d: int) -> None:
     found = _run(q, k, v, do, SPECS[name], key_mask=live)
     for n, x, y in zip(NAMES, found, expected, strict=True):
         assert_bitwise(actual=x, expected=y, what=n)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("n_q", "n_k"), [(60, 100), (20, 128), (127, 128)])
+def test_keys_after_the_last_query_of_a_causal_mask(n_q: int, n_k: int, d: int) -> None:
+    """On Hopper keys are copied, and queries are not: one program computes all of dQ."""
+    q, k, v, do = _inputs(d, "HND")
+    q, k, v, do = q[:, :, :n_q], k[:, :, :n_k], v[:, :, :n_k], do[:, :, :n_q]
+    k[:, :, n_q:] = v[:, :, n_q:] = torch.nan
+    found = _run(q, k, v, do, FACTORED_QK, is_causal=True)
+    expected = _run(q, k[:, :, :n_q], v[:, :, :n_q], do, FACTORED_QK, is_causal=True)
+    for n, x, y in zip(NAMES, found, expected, strict=True):
+        assert_bitwise(actual=x[:, :, :n_q], expected=y, what=n)
+        assert not x[:, :, n_q:].any()

@@ -164,24 +164,36 @@ def test_rows_that_the_reference_does_not_fit(runner: PtxRunner, of: str, d: int
     assert KERNELS["forward" if d == 64 else "wide"] in found.kernels
 
 
-def test_nothing_behind_the_used_keys_is_read(runner: PtxRunner) -> None:
-    """Three blocks of keys are NaN. The results are those of a shorter sequence, bit for bit."""
-    spec = IN_CODES[0]  # one forward computes both calls
-    tensors, parsed = Call(spec, 150, 260).tensors(), AttentionSpec.parse(spec)
-    short = tensors | {name: tensors[name][:, :, :70].clone() for name in ("k", "v")}
-    for name in ("k", "v"):
-        tensors[name][:, :, 70:] = torch.nan
-    tensors["seqused_k"] = torch.tensor([70], dtype=torch.int32)
-    long, of_short = (
-        runner.run(x, parsed, is_causal=True, capability=HOPPER) for x in (tensors, short)
+@pytest.mark.parametrize("spec", ["factored_qk", IN_CODES[0]])
+def test_nothing_behind_the_used_keys_is_read(runner: PtxRunner, spec: str) -> None:
+    """All else is NaN. Each sequence has the bits that it has alone, without its padding."""
+    counts, parsed = (70, 0, 260), AttentionSpec.parse(spec)
+    several = [Call(spec, 150, 260, heads=2, heads_k=2).tensors() for _ in counts]
+    tensors = {name: torch.cat([x[name] for x in several]) for name in several[0]}
+    for name in ("k", "v"):  # heads lie inside of tokens
+        tensors[name] = tensors[name].transpose(1, 2).contiguous().transpose(1, 2)
+    for b, count in enumerate(counts):
+        for name in ("k", "v"):
+            tensors[name][b, :, count:] = torch.nan
+        if count == 0:
+            tensors["q"][b] = tensors["do"][b] = torch.nan
+    padding = {"seqused_k": torch.tensor(counts, dtype=torch.int32)}
+    found = runner.run(
+        tensors | padding, parsed, is_causal=spec != "factored_qk", capability=HOPPER
     )
-    assert KERNELS["codes backward"] in long.kernels
-    for name in ("o", "lse", "dq"):
-        assert_bitwise(actual=getattr(long, name), expected=getattr(of_short, name), what=name)
-    for name in ("dk", "dv"):
-        found = getattr(long, name)
-        assert_bitwise(actual=found[:, :, :70], expected=getattr(of_short, name), what=name)
-        assert not found[:, :, 70:].any()
+    assert KERNELS["backward" if spec == "factored_qk" else "codes backward"] in found.kernels
+    for b, count in enumerate(counts):
+        of_b = {name: getattr(found, name)[b : b + 1] for name in ("o", "lse", "dq", "dk", "dv")}
+        assert not of_b["dk"][:, :, count:].any() and not of_b["dv"][:, :, count:].any()
+        if count == 0:
+            assert not of_b["o"].any() and not of_b["dq"].any()
+            continue
+        alone = {name: x[b : b + 1] for name, x in tensors.items()}
+        alone |= {name: alone[name][:, :, :count].clone() for name in ("k", "v")}
+        expected = runner.run(alone, parsed, is_causal=spec != "factored_qk", capability=HOPPER)
+        for name, x in of_b.items():
+            mine = x[:, :, :count] if name in ("dk", "dv") else x
+            assert_bitwise(actual=mine, expected=getattr(expected, name), what=f"{name} of {count}")
 
 
 @pytest.mark.parametrize(

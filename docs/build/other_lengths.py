@@ -13,11 +13,11 @@ from sagesim_kernels.bench.machine import one_line
 _HEAD: Final = (
     "calls",
     "code",
-    "kernels of the first call",
-    "of the next ones",
+    "kernels compiled in the first call",
+    "in the next ones",
     "next calls that compile",
-    "first call of its lengths, ms",
-    "again, ms",
+    "host's time of a first call of its lengths, ms",
+    "of a repeated one, ms",
 )
 
 
@@ -31,7 +31,7 @@ def tables() -> Markdown:
         for row in _rows(document, kind, code)
     ]
     before = one_line(record["before"]["machine"])
-    about = f"{record['about']} Before: {before}, another virtual machine. Now"
+    about = f"{record['about']} Before: {before}, another virtual machine. Now:"
     return sourced(markdown(_HEAD, rows), about, machine=one_line(record["machine"]))
 
 

@@ -3,8 +3,8 @@
     python scripts/other_lengths.py --out docs/data/other_lengths.json
 
 Each call is a forward and a backward in bfloat16 with a causal mask, on a GPU that is idle when it
-begins. All calls are made three times: at first, when kernels are compiled; then with forgotten
-plans, as the first calls of their lengths; and again.
+begins. All calls are made once, and kernels are compiled. Then, in each round, they are made twice:
+after all plans are forgotten, as first calls of their lengths, and again.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from sagesim.command import exit_code  # noqa: E402
 from sagesim_kernels import attention, attention_varlen  # noqa: E402
 from sagesim_kernels.bench.run import Setup  # noqa: E402
 from sagesim_kernels.launching import forget_plans  # noqa: E402
+from scripts.packed_time import text_length  # noqa: E402
 from scripts.timed_runs import write_runs  # noqa: E402
 
 HEADS: Final = 16
@@ -39,22 +40,20 @@ Call = Callable[[], Tensor]
 """Computes o of its own q, k and v, which need gradients."""
 
 
-def _packed(draw: random.Random) -> Call:
+def _packed(draw: random.Random, device: torch.device) -> Call:
     """Return a call with texts of lognormal lengths, 5,000 to 20,000 tokens in all."""
     total = draw.randrange(5000, 20000)
     lengths: list[int] = []
     while sum(lengths) < total:
-        length = min(max(round(draw.lognormvariate(5.5, 1.0)), 16), 4096)
-        lengths.append(min(length, total - sum(lengths)))
-    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
-    longest, (q, k, v) = max(lengths), _inputs(total, HEADS, HEAD_SIZE)
-
+        lengths.append(min(text_length(draw), total - sum(lengths)))
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    longest, (q, k, v) = max(lengths), _inputs(device, total, HEADS, HEAD_SIZE)
     return lambda: _only(attention_varlen(q, k, v, cu, cu, longest, longest, is_causal=True))
 
 
-def _dense(draw: random.Random) -> Call:
+def _dense(draw: random.Random, device: torch.device) -> Call:
     """Return a call with 1 to 4 sequences of 300 to 3,000 tokens."""
-    q, k, v = _inputs(draw.randint(1, 4), HEADS, draw.randrange(300, 3000), HEAD_SIZE)
+    q, k, v = _inputs(device, draw.randint(1, 4), HEADS, draw.randrange(300, 3000), HEAD_SIZE)
     return lambda: _only(attention(q, k, v, is_causal=True))
 
 
@@ -64,10 +63,9 @@ def _only(o: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     return o
 
 
-def _inputs(*shape: int) -> list[Tensor]:
-    return [
-        torch.randn(shape, dtype=torch.bfloat16, device="cuda").requires_grad_() for _ in range(3)
-    ]
+def _inputs(device: torch.device, *shape: int) -> list[Tensor]:
+    like = {"dtype": torch.bfloat16, "device": device}
+    return [torch.randn(shape, **like, requires_grad=True) for _ in range(3)]
 
 
 KINDS: Final = {"packed": _packed, "dense": _dense}
@@ -84,7 +82,7 @@ def measure(setup: Setup) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for kind, make in KINDS.items():
         draw = random.Random(0)
-        calls = [make(draw) for _ in range(CALLS)]
+        calls = [make(draw, setup.device) for _ in range(CALLS)]
         stalls: list[int] = []
         for call in calls:
             before = len(compiled)

@@ -43,10 +43,15 @@ class Heads(NamedTuple):
     size: int
 
 
+def text_length(draw: random.Random) -> int:
+    """The tokens of a text: lognormal, most texts are short."""
+    return min(max(round(draw.lognormvariate(5.5, 1.0)), 16), 4096)
+
+
 def _texts(count: int) -> list[int]:
-    """The lengths of `count` texts: lognormal, most of them short."""
+    """The lengths of `count` texts."""
     draw = random.Random(0)
-    return [min(max(round(draw.lognormvariate(5.5, 1.0)), 16), 4096) for _ in range(count)]
+    return [text_length(draw) for _ in range(count)]
 
 
 LENGTHS: Final = {

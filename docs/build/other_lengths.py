@@ -25,20 +25,18 @@ def tables() -> Markdown:
     """What calls of other lengths compile, and how long the host takes, now and before."""
     record = data("other_lengths")
     rows = [
-        row
-        for kind in ("packed", "dense")
-        for code, document in (("before", record["before"]), ("now", record))
-        for row in _rows(document, kind, code)
+        _row(code, run)
+        for several in zip(record["before"]["runs"], record["runs"], strict=True)
+        for code, run in zip(("before", "now"), several, strict=True)
     ]
     before = one_line(record["before"]["machine"])
     about = f"{record['about']} Before: {before}, another virtual machine. Now:"
     return sourced(markdown(_HEAD, rows), about, machine=one_line(record["machine"]))
 
 
-def _rows(document: dict[str, Any], kind: str, code: str) -> list[list[str]]:
-    """The row of a kind of calls in a record, in a list."""
-    (run,) = (x for x in document["runs"] if x["kind"] == kind)
+def _row(code: str, run: dict[str, Any]) -> list[str]:
+    """The row of one kind of calls. code: of the kernels."""
     first, *others = run["compiled"]
     times = (f"{sum(run['ms'][which].values()):.1f}" for which in ("first", "again"))
     stalls = f"{sum(x > 0 for x in others)} of {len(others)}"
-    return [[kind, code, str(first), str(sum(others)), stalls, *times]]
+    return [run["kind"], code, str(first), str(sum(others)), stalls, *times]

@@ -178,7 +178,7 @@ def launch_backward(
         else sums_descriptor(dq_sums, d, channels),
         dq_sums.unit,
         lengths._replace(n_q=None, n_k=None, left=None, right=None, key_counts=None, key_runs=None),
-        # Plain integers, unlike those in `lengths`: no kernel is compiled for multiples of 16.
+        # Not n_q and n_k of `lengths`: the kernel would be compiled for whether 16 divides them.
         problem.q.shape[2],
         problem.k.shape[2],
         lengths.left,
@@ -211,9 +211,9 @@ def launch_backward(
 def has_one_part(problem: KernelProblem, operands: OperandCache, dq: Tensor) -> bool:
     """Return whether one program computes all of dQ of each query, and TMA can store it.
 
-    Each query has to attend to a key, because no other program stores its dQ. If queries are not
-    copied, only those of a sequence without keys attend to none: of a packed one, or because of
-    padding.
+    Each query has to attend to a key: otherwise no program stores its dQ. If queries are not
+    copied, each does, except in a sequence without keys. Packed sequences with unequal numbers of
+    queries and keys may have none, and so may padded ones.
     """
     vector = 16 // dq.element_size()
     return (

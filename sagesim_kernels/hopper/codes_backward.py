@@ -141,7 +141,7 @@ def launch_backward(
         Strided.of(dv_parts),
         sums_descriptor(dq_sums, d, channels),
         lengths._replace(n_q=0, n_k=0, left=None, right=None, key_counts=None, key_runs=None),
-        # Plain integers, unlike those in `lengths`: no kernel is compiled for multiples of 16.
+        # Not n_q and n_k of `lengths`: the kernel would be compiled for whether 16 divides them.
         problem.q.shape[2],
         problem.k.shape[2],
         lengths.left,

@@ -51,7 +51,7 @@ token, and TMA counts rows in 31 bits."""
 
 
 _MOST_TOKENS: Final = 2**30
-"""Strides of tokens in all sequences, in a tensor with known ends; see `token_descriptor`."""
+"""A tensor with known ends is shorter than this many strides of a token; see `token_descriptor`."""
 
 
 def serves_forward(problem: KernelProblem) -> bool:
@@ -217,7 +217,8 @@ def copied(problem: KernelProblem) -> Copied:
     """
     _, key_mask, seqused_k, *_ = problem.extras
     is_padded = key_mask is not None or seqused_k is not None
-    # Of a sequence with keys, these queries may attend to none of those that are left.
+    # Padding may take all keys of the first queries, which attend to few under a limit on the
+    # right, and all keys of the last ones, which attend to few under a limit on the left.
     has_first = key_mask is not None and problem.longest_offset is not None
     has_last = is_padded and problem.longest_lowest is not None
     has_known_ends = seqused_k is None or all(map(have_known_ends, (problem.k, problem.v)))
@@ -230,7 +231,7 @@ def copied(problem: KernelProblem) -> Copied:
 def have_known_ends(x: Tensor) -> bool:
     """Return whether TMA can see where each sequence of x ends; see `token_descriptor`.
 
-    x: [sequences, heads, tokens, channels]. If it has to be copied, this holds for the copy.
+    x: [sequences, heads, tokens, channels]. If x has to be copied, the answer holds for the copy.
     """
     if x.shape[0] == 1 or 0 in x.stride()[:3]:  # expanded tensors are copied
         return True

@@ -1,8 +1,9 @@
 """The integers that kernels take.
 
 Triton compiles a kernel for whether each integer is 1, and for whether 16 divides it. So calls with
-other lengths would compile kernels anew, which takes seconds. Few integers make code faster: with
-some strides, threads load vectors, and with some lengths they mask vectors. All other integers are
+other lengths would compile kernels anew, which takes seconds. Here kernels are compiled for the
+`Specialized` integers alone, which make them faster: strides, so that threads load vectors, and the
+lengths of sequences that are not packed, so that threads mask vectors. All other integers are
 replaced when a kernel is compiled.
 """
 

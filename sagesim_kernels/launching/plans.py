@@ -231,8 +231,8 @@ def _share_memory(x: Tensor, y: Tensor) -> bool:
 def _record(function: Function, tensors: Tensors, options: Any) -> tuple[Tensors, Plan]:
     """Record a call of the function, and return its outputs and its plan.
 
-    The function itself launches nothing, and operations of PyTorch in it take any numbers. Only the
-    plan computes outputs.
+    While the function runs, no kernel is launched, so that operations of PyTorch read memory that
+    nothing has filled. The plan runs afterwards, and computes the outputs.
     """
     # New objects, because one tensor may be several inputs, which are several tensors next time.
     inputs = tuple(None if x is None else x.detach() for x in tensors)

@@ -94,9 +94,9 @@ class OperandCache:
         return SubtractedMeans.of(self.q_mean, self.k_mean, self._problem.k)
 
     def are_packed(self, *, keys: bool) -> bool:
-        """Return whether packed sequences of keys in 16 bit follow each other without a gap.
+        """Return whether keys or queries in 16 bit are packed sequences without a gap between them.
 
-        keys: else of queries.
+        keys: whether to look at the keys; else at the queries.
         """
         is_copied = self.copied.keys if keys else self.copied.queries
         return self._problem.cu_q is not None and not is_copied

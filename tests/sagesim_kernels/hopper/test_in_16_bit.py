@@ -364,7 +364,7 @@ def test_padded_keys_have_no_influence(d, mask):
 @pytest.mark.parametrize("at", ["before the first key", "after the last key"])
 @pytest.mark.parametrize("d", HEAD_SIZES)
 def test_queries_that_padding_leaves_without_keys(d, at):
-    """They and their gradients are NaN."""
+    """These queries and the gradients of their outputs are NaN, and no other number becomes NaN."""
     c = kernel_case(torch.bfloat16, seed=7, n_q=333, n_k=333, d=d, heads=(2, 2))
     token = torch.arange(333, device=DEVICE)
     if at == "before the first key":

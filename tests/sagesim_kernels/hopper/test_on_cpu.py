@@ -166,7 +166,8 @@ def test_rows_that_the_reference_does_not_fit(runner: PtxRunner, of: str, d: int
 
 @pytest.mark.parametrize("spec", ["factored_qk", IN_CODES[0]])
 def test_nothing_behind_the_used_keys_is_read(runner: PtxRunner, spec: str) -> None:
-    """All else is NaN. Each sequence has the bits that it has alone, without its padding."""
+    """K and V behind the used keys are NaN, and so are the queries of a sequence without keys. Each
+    sequence has the bits that it has alone, without its padding."""
     counts, parsed = (70, 0, 260), AttentionSpec.parse(spec)
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}

@@ -26,7 +26,7 @@ def _halves(x):
 
 
 @gluon.jit
-def _columns(x):
+def columns_of(x):
     """Return the columns of x [rows, 64] that are 8 apart, as eight tensors [rows, 8]."""
     parts = (x.reshape([x.shape[0], 8, 8]).permute((0, 2, 1)),)
     for _ in gl.static_range(3):
@@ -46,8 +46,8 @@ def add_partial_products(total, x, y):
 
     x, y: [rows, 64], with one layout.
     """
-    x_columns = _columns(x)
-    y_columns = _columns(y)
+    x_columns = columns_of(x)
+    y_columns = columns_of(y)
     for i in gl.static_range(8):
         factor = gl.convert_layout(x_columns[i], total.type.layout)
         total = gl.fma(factor, gl.convert_layout(y_columns[i], total.type.layout), total)

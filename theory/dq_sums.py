@@ -198,8 +198,7 @@ def p_bound(
         lse: L of the logits as they are recomputed, from smoothed K: not the logsumexp that
             attention returns, to which the constant of the mean of K is added.
         attends: see `ds_bound`.
-        p_sums: the row sums of P; None if qk_recompute and qk have the same operands, and delta
-            does not come from P.
+        p_sums: the row sums of P; None if qk_recompute and qk have the same operands.
         q: Q as qk_recompute multiplies it if it is in 16 bit, [..., n_q, d]; None in INT8.
         k: the same of K, [..., n_k, d]. A key that is not finite does not count: its P is 0, or L
             or the sum of P is not finite.

@@ -30,7 +30,7 @@ def launch_p_rows(
     operands: OperandCache,
     statistics: RowStatistics,
     d_lse: Rows | None,
-    p_sums: Rows,
+    p_sums: Rows | None,
 ) -> None:
     """Fill p_sums and statistics.delta; see `portable.launch_p_rows`."""
     lse2, delta = statistics

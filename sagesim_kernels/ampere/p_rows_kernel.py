@@ -57,7 +57,7 @@ def _copy_keys(
 def ampere_p_rows(
     grid, q, k, do, v, lse2, delta, p_sums, d_lse, lengths, scale_log2, sizes, CONFIG: gl.constexpr
 ):
-    """Compute rowsum(P) of a tile of queries, and delta = rowsum(P o dP) unless delta is None.
+    """Compute rowsum(P) of a tile of queries unless p_sums is None, and delta unless it is None.
 
     The arguments are those of `portable.p_rows.p_rows_kernel`. do and v are in 16 bit.
     CONFIG: `RowConfig`.
@@ -141,15 +141,17 @@ def ampere_p_rows(
                 visible = visible_keys(lengths, b, queries, end_of_keys, keys, n_k)
                 s = gl.where(visible, s, -float("inf"))
             p = gl.exp2(s)
-            p_sum += partial_sums(p)
+            if p_sums is not None:
+                p_sum += partial_sums(p)
             if delta is not None:
                 dp = registers_product(do_left, v_s.index(stage), sizes.DV, ACC)
                 if PART != 1:
                     dp = gl.where(visible, dp, 0.0)  # it may be NaN where P is 0
                 delta_sum = add_partial_products(delta_sum, p, dp)
 
-    sums = gl.convert_layout(gl.sum(p_sum, 1), ROWS)
-    gl.store(row_base(p_sums, lengths.cu_q, b, h) + queries, sums, mask=is_query)
+    if p_sums is not None:
+        sums = gl.convert_layout(gl.sum(p_sum, 1), ROWS)
+        gl.store(row_base(p_sums, lengths.cu_q, b, h) + queries, sums, mask=is_query)
     if delta is not None:
         row_delta = gl.convert_layout(gl.sum(delta_sum, 1), ROWS)
         if d_lse is not None:

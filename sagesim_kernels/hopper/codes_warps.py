@@ -240,6 +240,9 @@ def compute_dk_dv_dq(
                 channel_scales = queries.channel_scales.index(stage)
                 ds, ds_scale = left_codes(ds, ds_largest, maps.ds_maxima, zero)
                 store_query_codes(maps.ds.index(0).load(query_rows(WARPS)), maps, zero)
+                # The store warp has read the parts of the step before. The wait is here, and not
+                # where the parts are stored, because ptxas spills fewer registers then.
+                mbarrier.wait(barriers.dq_empty.index(0), (n & 1) ^ 1)
                 fence_async_shared()
                 barrier()  # All warps have stored their codes of dS.
                 # One product at a time: the sums of two would need too many registers.
@@ -253,7 +256,6 @@ def compute_dk_dv_dq(
                 dk1 = add_sums(dk1, sums, ds_scale, channel_scales, D + CHUNK, BY_CHANNEL)
                 inverse = stats.index(3).load(gl.SliceLayout(1, DQ))
                 units = dq_units(maps, key_tile, inverse, DQ)
-                mbarrier.wait(barriers.dq_empty.index(0), (n & 1) ^ 1)
                 dq_s.index(0).store(to_tma_order(units))
                 fence_async_shared()
                 barrier()  # All warps have finished with the block of queries.

@@ -80,10 +80,10 @@ def compute_before_wait(x, address):
     """Return x, and keep ptxas from computing it after a wait that follows.
 
     Without this, ptxas moves the wait for a product above the exponentials that are meant to
-    overlap with the product. ptxas never moves a wait over a possible access to memory. This
-    function therefore contains one: it prefetches `address` if a number of x has its sign bit set.
-    x is a sum of exponentials, so only a NaN has its sign bit set. A prefetch does not change the
-    result.
+    overlap with the product. ptxas does not move it over a possible access to memory, if a wait for
+    a barrier follows, which contains a branch. This function therefore contains such an access: it
+    prefetches `address` if a number of x has its sign bit set. x are exponentials or sums of them,
+    so only a NaN has its sign bit set. A prefetch does not change the result.
 
     address: any valid address in global memory.
     """

@@ -36,6 +36,7 @@ from sagesim_kernels.operands import (
     inverse_of,
     length_of,
     load_rows,
+    memory_of_p_sums,
     padded,
     program_coordinates,
     row_units,
@@ -133,14 +134,11 @@ def prepare_fp8_backward(
         d_lse: the gradient of the logsumexp, or None.
     """
     spec = problem.spec
-    from_o = spec.delta is Delta.FROM_O
-    if from_o:
+    if spec.delta is Delta.FROM_O:
         assert o is not None
         compute_delta_from_o(problem, o, do, statistics, d_lse)
     p_bound = Rows.of(torch.empty_like(statistics.lse2.ptr))
-    p_sums = None
-    if not from_o or spec.qk != spec.qk_recompute:
-        p_sums = Rows.of(torch.empty_like(statistics.lse2.ptr))
+    p_sums = memory_of_p_sums(problem)
     launch_p_rows(problem, operands, statistics, d_lse, p_sums, p_bound)
     scales, ds_bound = compute_row_scales(problem, operands, p_bound, statistics)
     _start_rows(

@@ -30,7 +30,7 @@ def launch_p_rows(
 ) -> None:
     """Fill p_sums, p_bound and statistics.delta; see `portable.launch_p_rows`.
 
-    p_sums: None if only the bounds are needed.
+    p_sums: None if the sums are not needed.
     """
     lse2, delta = statistics
     has_delta = problem.spec.delta is Delta.FROM_P

@@ -25,7 +25,7 @@ from sagesim_kernels.hopper.channel_products import products_of, start_product
 from sagesim_kernels.hopper.forward_warps import compute_before_wait
 from sagesim_kernels.hopper.token_loads import load_tokens
 from sagesim_kernels.operands import part_of, upper_lse2
-from sagesim_kernels.partial_sums import add_partial_products, partial_sums
+from sagesim_kernels.partial_sums import add_partial_products, columns_of, partial_sums
 
 BLOCK = gl.constexpr(64)
 """Queries of a consumer, and keys of a step."""
@@ -232,10 +232,13 @@ def compute_rows(
                 if K_TOKENS != 1:
                     block_top = _finite_product(block_top, tile_factor * sign)
                 top = gl.maximum(top, block_top)
-            if rows.p_sums is not None:
+            if rows.p_sums is not None or delta is not None:
                 p = gl.exp2(x)
+            if rows.p_sums is not None:
                 p_sum += partial_sums(p)
-                p_sum = compute_before_wait(p_sum, rows.lse2)
+            if delta is not None:
+                # An eighth of P is enough. With more, the kernel is slower.
+                compute_before_wait(columns_of(p)[7], rows.lse2)
             # The wait for the next step's keys is before that for dP, because it contains a branch.
             # ptxas moves the wait for a product upwards as far as the last branch before it.
             _wait_for_keys(buffers, gl.minimum(block + 1, tile.end - 1) - all_blocks.begin)

@@ -21,7 +21,13 @@ from sagesim_kernels.operands.dq_sums import (
     start_sums,
     summed_channels,
 )
-from sagesim_kernels.operands.dq_units import Growths, compute_units, row_units, units_of
+from sagesim_kernels.operands.dq_units import (
+    Growths,
+    compute_units,
+    memory_of_p_sums,
+    row_units,
+    units_of,
+)
 from sagesim_kernels.operands.fixed_reference import FAILED, allows_fixed_reference, fits_reference
 from sagesim_kernels.operands.formats import (
     E4M3,
@@ -307,6 +313,7 @@ __all__ = [
     "mark_nonfinite",
     "mean_ptr",
     "memory_dtype",
+    "memory_of_p_sums",
     "natural_lse",
     "nearest_code",
     "next_level",

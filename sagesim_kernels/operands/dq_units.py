@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -218,6 +219,17 @@ class Growths(NamedTuple):
             else:
                 of_row, shared = (1.0, added) if in_tile else (1.0 + added, None)
         return cls(of_row, shared, tl.constexpr(in_tile), of_bound)
+
+
+def memory_of_p_sums(problem: KernelProblem) -> Rows | None:
+    """Return memory for the row sums of P if the units depend on them, else None.
+
+    They do if the backward recomputes P from other operands than those of the forward.
+    """
+    if problem.spec.qk == problem.spec.qk_recompute:
+        return None
+    shape, device = problem.q.shape[:3], problem.q.device
+    return Rows.of(torch.empty(shape, dtype=torch.float32, device=device))
 
 
 def compute_units(

@@ -46,9 +46,9 @@ def p_rows_kernel(
     grid, q, k, do, v, subtracted, softcap, lse2, delta, p_sums, p_bound, d_lse, lengths, scale,
     sizes,
 ):  # fmt: skip
-    """Compute rowsum(P) of a tile of queries, and delta = rowsum(P o dP) unless delta is None.
+    """Compute rowsum(P), delta = rowsum(P o dP) and the largest P of each row of a tile of queries.
 
-    Also compute the largest P of each row unless p_bound is None.
+    What has no memory is not computed.
 
     q, k, do, v: `Operand` of qk_recompute and dp; do and v are not used if delta is None.
     subtracted: `SubtractedMeans`. softcap: `Softcap`. scale: the logit scale times
@@ -117,7 +117,8 @@ def p_rows_kernel(
                 visible = attends_in(lengths, b, queries[:, None], keys[None, :], n_k, offset)
                 s = tl.where(visible, s, -float("inf"))
             p = tl.exp2(s)
-            p_sum += tl.sum(p, 1)
+            if p_sums is not None or p_bound is not None:
+                p_sum += tl.sum(p, 1)
             if p_bound is not None:
                 top = tl.maximum(top, tl.max(s, 1))
             if delta is not None:
@@ -127,7 +128,8 @@ def p_rows_kernel(
                 if PART > 0:
                     p_dp = tl.where(visible, p_dp, 0.0)  # dP may be NaN where P is 0
                 delta_sum += tl.sum(p_dp, 1)
-    store_rows(p_sums, lengths.cu_q, b, h, queries, n_q, p_sum)
+    if p_sums is not None:
+        store_rows(p_sums, lengths.cu_q, b, h, queries, n_q, p_sum)
     if p_bound is not None:
         # A maximum may drop a NaN, which a sum keeps.
         bound = tl.where(p_sum == p_sum, tl.exp2(top), p_sum)
@@ -144,11 +146,11 @@ def launch_p_rows(
     d_lse: Rows | None,
     softcap: Softcap,
     p_bound: Rows | None,
-    p_sums: Rows,
+    p_sums: Rows | None,
 ) -> None:
-    """Fill p_sums with the row sums of P, and statistics.delta if delta comes from P.
+    """Fill p_bound with the largest P of each row, p_sums, and statistics.delta if it comes from P.
 
-    p_bound: filled with the largest P of each row, unless it is None.
+    p_sums: the row sums of P. Neither it nor p_bound is filled if it is None.
 
     Raises:
         ValueError: if the device has too little shared memory for the spec's blocks.

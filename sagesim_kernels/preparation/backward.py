@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from sagesim.spec import AttentionSpec, Delta
@@ -19,6 +18,7 @@ from sagesim_kernels.operands import (
     compute_ds_bounds,
     compute_units,
     has_row_bound,
+    memory_of_p_sums,
 )
 
 
@@ -30,7 +30,7 @@ def prepare_backward(
     statistics: RowStatistics,
     d_lse: Rows | None,
     dq_sums: DqSums,
-    sum_rows: Callable[[Rows], None],
+    sum_rows: Callable[[Rows | None], None],
     p_bound: Rows | None = None,
     fill_units: Callable[..., None] = compute_units,
 ) -> RowScales | None:
@@ -41,8 +41,8 @@ def prepare_backward(
         do: the gradient of o, any strides.
         statistics: lse2 of the forward, and memory for delta.
         d_lse: the gradient of the logsumexp, or None.
-        sum_rows: fills its argument with the row sums of P, and statistics.delta if delta comes
-            from P. It fills p_bound as well.
+        sum_rows: fills its argument with the row sums of P unless it is None, statistics.delta if
+            delta comes from P, and p_bound.
         p_bound: memory for the largest P of each row, if the spec has scales from bounds.
         fill_units: `compute_units`, or a function that does more in the same pass over dO.
     """
@@ -50,11 +50,8 @@ def prepare_backward(
     if spec.delta is Delta.FROM_O:
         assert o is not None
         compute_delta_from_o(problem, o, do, statistics, d_lse)
-    p_sums = None
-    bounds_sums = spec.delta is Delta.FROM_P or spec.qk != spec.qk_recompute
-    if bounds_sums or p_bound is not None:
-        shape, device = problem.q.shape[:3], problem.q.device
-        p_sums = Rows.of(torch.empty(shape, dtype=torch.float32, device=device))
+    p_sums = memory_of_p_sums(problem)
+    if p_sums is not None or spec.delta is Delta.FROM_P or p_bound is not None:
         sum_rows(p_sums)
     row_scales = ds_bound = None
     if p_bound is not None:
@@ -70,7 +67,7 @@ def prepare_backward(
         },
         operands.k_mean if problem.extras.softcap is not None else None,
         statistics,
-        p_sums if bounds_sums else None,
+        p_sums,
         dq_sums,
         ds_bound if has_row_bound(spec, "dq") else None,
     )

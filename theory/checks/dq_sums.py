@@ -13,7 +13,6 @@ from sagesim import (
     FPA_FP16,
     SAGEBWD,
     AttentionSpec,
-    Delta,
     Granularity,
     Precision,
     Rounding,
@@ -225,7 +224,7 @@ def ds_bound_of(sample: Sample, trace: Trace) -> Tensor:
     """B_i / max |K| of a sample, from the operands of its emulation."""
     spec = trace.spec
     in_16_bit = not spec.qk_recompute.precision.is_scaled
-    has_sums = spec.qk != spec.qk_recompute or spec.delta is Delta.FROM_P
+    has_sums = spec.qk != spec.qk_recompute
     return ds_bound(
         v=operand(sample, trace, "dp", "v"),
         do=operand(sample, trace, "dp", "do"),

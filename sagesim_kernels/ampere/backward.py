@@ -143,7 +143,7 @@ def launch_kernel(
             queries=False,
             query_heads=splits.query_heads,
         )
-        grid = grid._replace(order=order_tiles(problem, grid, tile.rows, queries=False))
+        grid = grid._replace(packed_tiles=order_tiles(problem, grid, tile.rows, queries=False))
     elif offset is not None or problem.longest_lowest is not None:
         heads_per_group = choose_backward_heads(
             problem.longest_q,

@@ -37,10 +37,12 @@ def origin_of(IS_COPIED: gl.constexpr, cu, b, h, start):
 def key_origin(x, IS_COPIED: gl.constexpr, cu, b, h, start, live):
     """Return the `TokenOrigin` of the keys of sequence b and head h, in 16 bit.
 
-    x: `token_descriptor` of K or V. live: keys from this one on are padding, if x has the ends of
-    sequences. Others: see `origin_of`.
+    x: `token_descriptor` of K or V; None if neither is loaded. live: keys from this one on are
+    padding, if x has the ends of sequences. Others: see `origin_of`.
     """
-    if len(x.block_shape) == 5 and cu is None:
+    if x is None or cu is not None:
+        return origin_of(IS_COPIED, cu, b, h, start)
+    elif len(x.block_shape) == 5:
         return TokenOrigin(b, h, SEQUENCE_END - live, live)
     else:
         return origin_of(IS_COPIED, cu, b, h, start)

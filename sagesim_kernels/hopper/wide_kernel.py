@@ -126,11 +126,9 @@ def hopper_wide(
             row_stats += (own_place.stored_row // BLOCK).to(gl.int64) * ROW_STATS
     else:
         q_head = (head * SPLITS + split_head % SPLITS) * CONFIG.groups
-        own_origin = origin_of(CONFIG.copied.keys, mask.cu_k, b, head, start_k)
-        if own_numbers is not None:
-            own_origin = key_origin(
-                own_numbers, CONFIG.copied.keys, mask.cu_k, b, head, start_k, live_keys(lengths, b)
-            )
+        own_origin = key_origin(
+            own_numbers, CONFIG.copied.keys, mask.cu_k, b, head, start_k, live_keys(lengths, b)
+        )
         own_place = Place(from_token(own_origin, first), head * tokens_k + start_k + first, 0)
         origin = origin_of(CONFIG.copied.queries, mask.cu_q, b, q_head, start_q)
         place = Place(origin, q_head * tokens_q + start_q, tokens_q)

@@ -13,12 +13,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from triton.runtime import driver
 
 from sagesim_kernels.launching.compiled import Descriptor, TritonLaunch
 from sagesim_kernels.launching.driver import DriverLaunch, joined
-from sagesim_kernels.launching.steps import Memory, Operation, Place, Step
+from sagesim_kernels.launching.steps import Memory, Operation, Place, Step, tensors_in
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -201,7 +200,7 @@ def _compiled(lines: str) -> CodeType:
 
 def _results(result: Any, count: int) -> Sequence[Any]:
     """Return the first tensors of an operation's result; something if there is none."""
-    return tree_leaves(result)[:count] if count else (None,)
+    return tensors_in(result)[:count] if count else (None,)
 
 
 def _has_place(x: Any) -> bool:

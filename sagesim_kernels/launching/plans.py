@@ -30,7 +30,7 @@ from sagesim_kernels.launching.compiled import Descriptor, TritonLaunch, check_c
 from sagesim_kernels.launching.dependent import has_dependent_launch
 from sagesim_kernels.launching.driver import DriverLaunch
 from sagesim_kernels.launching.function import Tensors, compile_plan
-from sagesim_kernels.launching.steps import Memory, Operation, Place, Step
+from sagesim_kernels.launching.steps import Memory, Operation, Place, Step, tensors_in
 
 Plan = Callable[[Tensors], Tensors]  # repeats the steps of a call with other inputs
 Function = Callable[[Tensors, Any], Tensors]
@@ -191,10 +191,10 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = _tensors(args)
+        given = tensors_in(args)
         start = _STARTS.get(func, "result")
         made: list[int] = []
-        for x in _tensors(result):
+        for x in tensors_in(result):
             source = next((y for y in given if _share_memory(x, y)), None)
             if source is None:
                 made.append(len(self.memories))
@@ -215,13 +215,6 @@ class _Recorder(TorchDispatchMode):
         place = Place(source.memory, source.offset + offset, x.dtype, x.shape, x.stride())
         self._places[id(x)] = place
         self._alive.append(x)
-
-
-def _tensors(x: Any) -> list[Tensor]:
-    """Return the tensors in arguments or results of an operation."""
-    if isinstance(x, Tensor):
-        return [x]
-    return [y for each in x for y in _tensors(each)] if isinstance(x, (tuple, list)) else []
 
 
 def _share_memory(x: Tensor, y: Tensor) -> bool:

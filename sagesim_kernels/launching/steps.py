@@ -47,3 +47,10 @@ class Operation(NamedTuple):
 
 Step = Operation | TritonLaunch | DriverLaunch
 """Arguments have a `Place` for each tensor, and a `Descriptor` with a place for its memory."""
+
+
+def tensors_in(x: Any) -> list[Tensor]:
+    """Return the tensors in arguments or results of an operation."""
+    if isinstance(x, Tensor):
+        return [x]
+    return [y for each in x for y in tensors_in(each)] if isinstance(x, (tuple, list)) else []

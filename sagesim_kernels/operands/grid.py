@@ -35,7 +35,7 @@ class Grid(NamedTuple):
     TOKENS: Any = None  #: constexpr, tokens of a place of packed sequences, see `packed_place`
     PARTS: Any = None  #: constexpr, tiles of a place
     heads_per_group: Any = None  #: see `tile_and_head`; None: tiles of a head follow each other
-    order: Any = None  #: of packed tiles, see `packed_tiles.order_tiles`; None: as they lie
+    packed_tiles: Any = None  #: in order, see `packed_tiles.order_tiles`; None: as they lie
 
     @classmethod
     def of_tokens(cls, sequences: Sequences, rows: int, heads: int, *, together: int = 1) -> Grid:
@@ -108,9 +108,9 @@ def packed_place(place, cu, sequences, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def packed_tile(order, i):
-    """Return the number of tile i in its sequence, and the sequence. order: see `order_tiles`."""
-    return tl.load(order + 2 * i), tl.load(order + 2 * i + 1)
+def packed_tile(tiles, i):
+    """Return the number of tile i in its sequence, and the sequence. tiles: see `order_tiles`."""
+    return tl.load(tiles + 2 * i), tl.load(tiles + 2 * i + 1)
 
 
 @triton.jit
@@ -130,8 +130,8 @@ def tile_and_sequence(tile, all_head, grid):
     """
     if grid.cu is None:
         return tile, all_head % grid.heads, all_head // grid.heads
-    elif grid.order is not None:
-        tile, b = packed_tile(grid.order, tile)
+    elif grid.packed_tiles is not None:
+        tile, b = packed_tile(grid.packed_tiles, tile)
         return tile, all_head, b
     else:
         place, b = packed_place(tile // grid.PARTS, grid.cu, grid.sequences, grid.TOKENS)
@@ -164,7 +164,7 @@ def program_coordinates(grid, LAST_FIRST: tl.constexpr = False):
     """Return the tile, head and sequence of this program of a `Grid`.
 
     With LAST_FIRST the tiles of a head run from the last to the first: under a causal mask the last
-    tile of queries attends to the most keys. An order of the grid stays.
+    tile of queries attends to the most keys. Tiles that are in an order of their own stay in it.
     """
     program = tl.program_id(0)
     if grid.heads_per_group is None:
@@ -172,7 +172,7 @@ def program_coordinates(grid, LAST_FIRST: tl.constexpr = False):
     else:
         all_heads = programs_of(grid) // grid.tiles
         tile, head = tile_and_head(program, grid.tiles, all_heads, grid.heads_per_group)
-    if LAST_FIRST and grid.order is None:
+    if LAST_FIRST and grid.packed_tiles is None:
         tile = grid.tiles - 1 - tile
     return tile_and_sequence(tile, head, grid)
 

@@ -506,6 +506,12 @@ BUGS = (
         "_BITS = tl.constexpr(44)",
     ),
     Bug(
+        "units without the row sums of a P that is not the forward's",
+        "operands/dq_units.py",
+        "if problem.spec.qk == problem.spec.qk_recompute:",
+        "if problem.spec is not None:",
+    ),
+    Bug(
         "coarse units",
         "operands/dq_units.py",
         "_BITS = tl.constexpr(30)",

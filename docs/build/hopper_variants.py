@@ -281,6 +281,27 @@ def variants_of(record: Row) -> str:
     return markdown([*head, "variant", *(f"{call}, us" for call in calls)], cells)
 
 
+def row_pass() -> Markdown:
+    """Variants of the kernel that computes delta from P."""
+    record = data("row_pass")
+    return sourced(variants_of(record), record["about"], machine=record["machine"])
+
+
+def codes_waits(name: str) -> Markdown:
+    """Places of a wait in the backward in codes: "int8_d128", "fp8_d128" or "d64"."""
+    record = data("codes_waits")
+    table = variants_of(record[name])
+    if name == "d64":
+        return Markdown(table)
+    counts = [
+        [row["variant"], *(str(count) for count in row["spilled"].values())]
+        for row in record[name]["rows"]
+    ]
+    specs = record[name]["rows"][0]["spilled"]
+    spilled = markdown(["variant", *(f"`{spec}`, spilled" for spec in specs)], counts)
+    return sourced(f"{table}\n\n{spilled}", record["about"], machine=record["machine"])
+
+
 def load_order() -> Markdown:
     """Kernels whose loads of row statistics or fences were changed, before and after."""
     record = data("load_order")

@@ -87,6 +87,17 @@ def test_units_are_those_of_the_theory(units, name, is_causal):
     assert len(low.unique()) > (2 if name == "stochastic" else 8)
 
 
+def test_units_contain_the_row_sums_of_another_p(units):
+    """Logits are large, and the backward rounds Q and K to INT8, but the forward does not."""
+    spec = AttentionSpec.parse("factored_qk qk=bf16 smooth=none")
+    c = kernel_case(seed=3, n_q=70, n_k=90, d=24)
+    c = replace(c, q=c.q * 32)
+    run_kernels(c, spec)
+    low, high = expected_units(c, spec)
+    assert bool(((units[0] >= low) & (units[0] <= high)).all())
+    assert float(run_trace(c, spec).p_recompute.sum(-1).max()) > 2
+
+
 @pytest.mark.parametrize(("name", "kind"), crossed(NAMES, ["block", "channel"]))
 def test_a_small_k_beside_zeros_loses_nothing(name, kind):
     """A region of zeros has the scale 1, and must not make the units those of K = 127."""

@@ -116,8 +116,8 @@ def groups() -> list[Group]:
     return [
         Group(
             "long sequences, on Hopper",
-            list(on_hopper(*newest, long, int8, whole)),
-            _source(*newest, long, int8, whole),
+            list(on_hopper(*newest, codes, long, int8, whole)),
+            _source(*newest, codes, long, int8, whole),
         ),
         Group(
             "dV, dQ and dK in INT8, on Hopper",

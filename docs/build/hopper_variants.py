@@ -228,7 +228,7 @@ def backward_blocks() -> Markdown:
 
 
 def backward_variants(name: str) -> Markdown:
-    """Variants of a backward in the record of this name, for each call that was timed."""
+    """Variants of a kernel of a backward in the record of this name, for each call."""
     record = data(name)
     return sourced(variants_of(record), record["about"], machine=record["machine"])
 
@@ -281,25 +281,21 @@ def variants_of(record: Row) -> str:
     return markdown([*head, "variant", *(f"{call}, us" for call in calls)], cells)
 
 
-def row_pass() -> Markdown:
-    """Variants of the kernel that computes delta from P."""
-    record = data("row_pass")
-    return sourced(variants_of(record), record["about"], machine=record["machine"])
-
-
-def codes_waits(name: str) -> Markdown:
-    """Places of a wait in the backward in codes: "int8_d128", "fp8_d128" or "d64"."""
+def codes_waits() -> Markdown:
+    """Places of a wait in the backward in codes: times, and what is spilled where any is."""
     record = data("codes_waits")
-    table = variants_of(record[name])
-    if name == "d64":
-        return Markdown(table)
-    counts = [
-        [row["variant"], *(str(count) for count in row["spilled"].values())]
-        for row in record[name]["rows"]
-    ]
-    specs = record[name]["rows"][0]["spilled"]
-    spilled = markdown(["variant", *(f"`{spec}`, spilled" for spec in specs)], counts)
-    return sourced(f"{table}\n\n{spilled}", record["about"], machine=record["machine"])
+    tables = []
+    for name in ("int8_d128", "fp8_d128", "d64"):
+        rows = record[name]["rows"]
+        tables.append(variants_of(record[name]))
+        if "spilled" in rows[0]:
+            head = ["variant", *(f"`{spec}`, spilled" for spec in rows[0]["spilled"])]
+            tables.append(
+                markdown(
+                    head, [[row["variant"], *map(str, row["spilled"].values())] for row in rows]
+                )
+            )
+    return sourced("\n\n".join(tables), record["about"], machine=record["machine"])
 
 
 def load_order() -> Markdown:

@@ -240,8 +240,8 @@ def compute_dk_dv_dq(
                 channel_scales = queries.channel_scales.index(stage)
                 ds, ds_scale = left_codes(ds, ds_largest, maps.ds_maxima, zero)
                 store_query_codes(maps.ds.index(0).load(query_rows(WARPS)), maps, zero)
-                # The store warp has read the parts of the step before. The wait is here, and not
-                # where the parts are stored, because ptxas spills fewer registers then.
+                # Wait until the store warp has read the parts of dQ of the step before. It could
+                # wait where it stores the next ones, but ptxas would spill more registers.
                 mbarrier.wait(barriers.dq_empty.index(0), (n & 1) ^ 1)
                 fence_async_shared()
                 barrier()  # All warps have stored their codes of dS.

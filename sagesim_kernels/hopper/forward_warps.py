@@ -80,10 +80,11 @@ def compute_before_wait(x, address):
     """Return x, and keep ptxas from computing it after a wait that follows.
 
     Without this, ptxas moves the wait for a product above the exponentials that are meant to
-    overlap with the product. ptxas does not move it over a possible access to memory, if a wait for
-    a barrier follows, which contains a branch. This function therefore contains such an access: it
-    prefetches `address` if a number of x has its sign bit set. x are exponentials or sums of them,
-    so only a NaN has its sign bit set. A prefetch does not change the result.
+    overlap with the product. ptxas does not move the wait over a possible access to memory if a
+    wait for a barrier, which contains a branch, lies in between. This function therefore contains
+    such an access: it prefetches `address` if a number of x has its sign bit set. x are
+    exponentials or sums of them, so only a NaN has its sign bit set. A prefetch does not change the
+    result.
 
     address: any valid address in global memory.
     """

@@ -207,8 +207,7 @@ def compute_fp8_dk_dv_dq(
                 sums = warpgroup_mma_wait(0, deps=[_start_sums(ds_codes, q_right, 1, FORMAT)])
                 dk1 = _add_sums(dk1, sums, channel_scales, D + CHUNK, BY_CHANNEL)
                 factor = stats.index(3).load(gl.SliceLayout(1, DQ))
-                # The store warp has read the parts of the step before. The wait is here, and not
-                # where the parts are stored, because ptxas spills fewer registers then.
+                # Until the store warp has read the last parts of dQ; see `compute_dk_dv_dq`.
                 mbarrier.wait(barriers.dq_empty.index(0), (n & 1) ^ 1)
                 barrier()  # All warps have stored their codes of dS.
                 units = _dq_units(pairs_s.index(zero), key_tile, factor, FORMAT, DQ)

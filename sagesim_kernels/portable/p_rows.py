@@ -148,9 +148,9 @@ def launch_p_rows(
     p_bound: Rows | None,
     p_sums: Rows | None,
 ) -> None:
-    """Fill p_bound with the largest P of each row, p_sums, and statistics.delta if it comes from P.
+    """Fill statistics.delta if delta comes from P, and p_bound and p_sums unless they are None.
 
-    p_sums: the row sums of P. Neither it nor p_bound is filled if it is None.
+    p_bound: gets the largest P of each row. p_sums: gets the row sums of P.
 
     Raises:
         ValueError: if the device has too little shared memory for the spec's blocks.

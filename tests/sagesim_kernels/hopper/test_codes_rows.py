@@ -58,8 +58,6 @@ def sum_rows(
     p_bound: Rows | None = None,
 ) -> None:
     """Do what Hopper's kernel of row sums does, which Triton does not interpret."""
-    if p_sums is None:
-        p_sums = Rows.of(torch.empty_like(statistics.lse2.ptr))
     softcap = Softcap.of(problem, None)
     portable.launch_p_rows(problem, operands, statistics, d_lse, softcap, p_bound, p_sums)
 

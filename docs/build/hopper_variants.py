@@ -265,7 +265,7 @@ def steps_of_tiles() -> Markdown:
 
 
 def variants_of(record: Row) -> str:
-    """A table of the variants of a record, with their runs if it has several."""
+    """A table of the variants of a record, with runs and spilled registers if it has them."""
     rows = record["rows"]
     calls = [*dict.fromkeys(call for row in rows for call in row["us"])]
     has_runs = "run" in rows[0]
@@ -274,28 +274,21 @@ def variants_of(record: Row) -> str:
             *([str(row["run"])] if has_runs else []),
             row["variant"],
             *(_several(row["us"].get(call, ()), digits=0) for call in calls),
+            *map(str, row.get("spilled", {}).values()),
         ]
         for row in rows
     ]
     head = ["run"] if has_runs else []
-    return markdown([*head, "variant", *(f"{call}, us" for call in calls)], cells)
+    spilled = [f"`{spec}`, spilled" for spec in rows[0].get("spilled", {})]
+    return markdown([*head, "variant", *(f"{call}, us" for call in calls), *spilled], cells)
 
 
 def codes_waits() -> Markdown:
-    """Places of a wait in the backward in codes: times, and what is spilled where any is."""
+    """Places of a wait in the backward in codes, and what is spilled where any is."""
     record = data("codes_waits")
-    tables = []
-    for name in ("int8_d128", "fp8_d128", "d64"):
-        rows = record[name]["rows"]
-        tables.append(variants_of(record[name]))
-        if "spilled" in rows[0]:
-            head = ["variant", *(f"`{spec}`, spilled" for spec in rows[0]["spilled"])]
-            tables.append(
-                markdown(
-                    head, [[row["variant"], *map(str, row["spilled"].values())] for row in rows]
-                )
-            )
-    return sourced("\n\n".join(tables), record["about"], machine=record["machine"])
+    names = ("int8_d128", "fp8_d128", "int8_d64", "others_d64")
+    tables = "\n\n".join(variants_of(record[name]) for name in names)
+    return sourced(tables, record["about"], machine=record["machine"])
 
 
 def load_order() -> Markdown:

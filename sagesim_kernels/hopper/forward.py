@@ -7,7 +7,7 @@ which is a warpgroup, computes 64 query rows of the tile.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -26,7 +26,7 @@ from sagesim_kernels.hopper.forward_structures import (
 from sagesim_kernels.hopper.forward_tiles import BLOCK
 from sagesim_kernels.hopper.forward_warps import consume
 from sagesim_kernels.hopper.support import have_key_ends
-from sagesim_kernels.hopper.tile_scheduler import order_of_queries
+from sagesim_kernels.hopper.tile_scheduler import order_of_queries, prefers_two_programs
 from sagesim_kernels.launching import launch, wait_for_earlier_kernels
 from sagesim_kernels.operands import (
     LAUNCH,
@@ -58,10 +58,15 @@ class Config(NamedTuple):
     """Loads of K and V that may be in flight."""
     registers: int
     """Registers of a consumer's thread."""
+    programs: int = 1
+    """Programs that a multiprocessor runs at a time."""
 
 
 CONFIGS = {64: Config(4, 6, 112), 128: Config(3, 6, 160)}
 """By the channels of a tile."""
+
+TWO_PROGRAMS = Config(2, 6, 104, programs=2)
+"""Another shape for 64 channels, see `prefers_two_programs`."""
 
 MASKED_CONFIGS = {64: Config(3, 12, 160), 128: Config(3, 6, 160)}
 """The same for windows with a limit on the left, key masks and softcaps.
@@ -71,6 +76,9 @@ loads do. The tanh of a softcap takes registers.
 """
 
 PRODUCER_REGISTERS = gl.constexpr(24)
+
+_REGISTERS: Final = 2**16
+"""Of a multiprocessor."""
 
 
 # TMA descriptors are parameters of their own: the launcher of Triton 3.6 finds them only outside
@@ -134,7 +142,7 @@ def hopper_forward(
                 consume,
                 (
                     i, CONSUMERS, D, QD, DV, scales, buffers, barriers, o, rows, sink2, softcap,
-                    scale, lengths, scheduler, FIXED,
+                    scale, lengths, scheduler, FIXED, CONFIG.programs > 1,
                 ),
             )
             if i < CONSUMERS
@@ -177,14 +185,17 @@ def launch_forward(
     channels = padded(d_v)
     lengths = problem.lengths
     softcap = Softcap.of(problem, shift)
+    bytes_of_channel = k.ptr.element_size() + v.ptr.element_size()
+    head_bytes = problem.longest_k * channels * bytes_of_channel // problem.groups
     extras = (lengths.left, lengths.key_mask, softcap.base2)
-    config = (CONFIGS if all(x is None for x in extras) else MASKED_CONFIGS)[channels]
+    if any(x is not None for x in extras):
+        config = MASKED_CONFIGS[channels]
+    else:
+        config = _config(problem, channels, head_bytes)
     rows = config.consumers * BLOCK.value
     grid = problem.query_grid(rows)
     tiles = grid.programs[0]
-    programs = min(tiles, multiprocessor_count())
-    bytes_of_channel = k.ptr.element_size() + v.ptr.element_size()
-    head_bytes = problem.longest_k * channels * bytes_of_channel // problem.groups
+    programs = min(tiles, config.programs * multiprocessor_count())
     heads_per_group = order_of_queries(problem, grid, rows, programs, head_bytes)
     packed_tiles = order_tiles(problem, grid, rows, queries=True)
     is_fixed = allows_fixed_reference(problem)
@@ -224,7 +235,41 @@ def launch_forward(
         operands.copied.keys,
         is_fixed,
         num_warps=4,
+        **_register_limit(config),
         **LAUNCH,
     )
     if is_fixed:
         compute_failed_rows(problem, operands, o, lse2, sink2=sink2)
+
+
+def _config(problem: KernelProblem, channels: int, head_bytes: int) -> Config:
+    """Return the shape of a program, for a call without a window, key mask or softcap."""
+    config = CONFIGS[channels]
+    if channels > 64:
+        return config
+    # The host does not know the lengths of packed sequences, and assumes that of the longest.
+    sequences = problem.sequences
+    if problem.cu_q is not None:
+        sequences = -(-problem.q.shape[2] // problem.longest_q)
+    is_better = prefers_two_programs(
+        problem.longest_q,
+        problem.longest_k,
+        problem.longest_offset,
+        config.consumers * BLOCK.value,
+        problem.q.shape[1] * sequences,
+        multiprocessor_count(),
+        head_bytes,
+    )
+    return TWO_PROGRAMS if is_better else config
+
+
+def _register_limit(config: Config) -> dict[str, int]:
+    """Return the option that lets several programs start on a multiprocessor.
+
+    A program starts with as many registers for each thread of its producer, which counts as a
+    warpgroup, as for each thread of its consumers. They then share them out.
+    """
+    if config.programs == 1:
+        return {}
+    threads = config.programs * 128 * (config.consumers + 1)
+    return {"maxnreg": _REGISTERS // threads // 8 * 8}

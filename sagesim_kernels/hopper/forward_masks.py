@@ -130,6 +130,13 @@ def exponents(s, factor, row_max):
 
 
 @gluon.jit
+def upper_softmax_step(s, factor, row_max):
+    """Return what `softmax_step` does without a mask, with `upper_max` as the maximum of S."""
+    new_max = gl.maximum(row_max, upper_max(s, factor))
+    return gl.exp2(exponents(s, factor, new_max)), new_max, gl.exp2(row_max - new_max)
+
+
+@gluon.jit
 def lse2_of(row_sum, row_max):
     """Return the logsumexp in base 2 of rows; infinity for those that attend to no key.
 

@@ -28,7 +28,7 @@ from sagesim_kernels.hopper.forward_masks import (
     load_block_scale,
     lse2_of,
     masked_softmax_step,
-    upper_max,
+    upper_softmax_step,
 )
 from sagesim_kernels.hopper.forward_structures import Mask
 from sagesim_kernels.hopper.forward_tiles import (
@@ -134,6 +134,39 @@ def _compute_s(q, buffers, barriers, load_count, QD: gl.constexpr):
 
 
 @gluon.jit
+def _add_block(
+    MASKED: gl.constexpr, o, part, row_max, q, factor, buffers, barriers, load_count, block, mask,
+    row_shift, softcap, FIXED: gl.constexpr, QD: gl.constexpr,
+):  # fmt: skip
+    """Add P V of a block of keys to o, its row sums to part, and return them and the row maximum.
+
+    All products have ended. V of the block, in the next load, is not released.
+
+    MASKED: whether a query may not attend to some keys of the block. The others: see `consume`.
+    """
+    PART_ROWS: gl.constexpr = gl.SliceLayout(1, part.type.layout)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    s = _compute_s(q, buffers, barriers, load_count, QD)
+    if MASKED:
+        keys = key_indices(block, mask)
+        p, row_max, rescale = masked_softmax_step(
+            s, factor, row_max, keys, mask, row_shift, softcap.base2
+        )
+    elif FIXED:
+        p = gl.exp2(exponents(s, factor, row_max))
+    else:
+        p, row_max, rescale = upper_softmax_step(s, factor, row_max)
+    if MASKED or not FIXED:
+        part = part * gl.convert_layout(rescale, PART_ROWS)[:, None]
+        o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
+    part += partial_sums(p)
+    wait_for_load(barriers.full, load_count + 1)
+    v = buffers.v.index((load_count + 1) % barriers.full.shape[0])
+    p16 = gl.convert_layout(p.to(v.dtype), gl.DotOperandLayout(0, o.type.layout, 2))
+    return warpgroup_mma_wait(0, deps=[warpgroup_mma(p16, v, o, is_async=True)]), part, row_max
+
+
+@gluon.jit
 def store_o(o, cu, tile, first, last, value, DV: gl.constexpr):
     """Store value as the rows from `first` of the tile's head.
 
@@ -160,7 +193,7 @@ def store_o(o, cu, tile, first, last, value, DV: gl.constexpr):
 def consume(
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, QD: gl.constexpr,
     DV: gl.constexpr, scales, buffers, barriers, o_out, lse2, sink2, softcap, scale, lengths,
-    scheduler, FIXED: gl.constexpr,
+    scheduler, FIXED: gl.constexpr, IN_TURN: gl.constexpr,
 ):  # fmt: skip
     """Compute O and the logsumexp of 64 query rows of each tile. One warpgroup, number CONSUMER.
 
@@ -175,7 +208,8 @@ def consume(
     fill. sink2: pointer to the sinks in base 2, with the strides of lse2; or None. softcap:
     `Softcap`. scale: the scale of the logits, times log2(e) or divided by the softcap. FIXED:
     whether blocks without a mask have a fixed reference, the largest logit of the masked blocks
-    before them; see `operands.fixed_reference`.
+    before them; see `operands.fixed_reference`. IN_TURN: whether a step ends before the next one
+    starts, which takes fewer registers. There is no window, key mask or softcap then.
     """
     BY_TOKEN: gl.constexpr = buffers.k_scale is not None
     HAS_BEGIN: gl.constexpr = lengths.key_mask is not None or lengths.left is not None
@@ -217,85 +251,92 @@ def consume(
             part = partial_sums(gl.zeros((BLOCK, BLOCK), gl.float32, S_FLOAT32))
             PART_ROWS: gl.constexpr = gl.SliceLayout(1, part.type.layout)
             o = gl.zeros((BLOCK, D), gl.float32, ACC)
-            for i in range(blocks.end - 1 - unmasked):
+            for i in range(blocks.end - unmasked - (0 if IN_TURN else 1)):
                 block = blocks.end - 1 - i
                 factor = q_factor * k_next
-                k_next = load_block_scale(k_ptr, block - 1, BY_TOKEN)
+                k_next = load_block_scale(k_ptr, gl.maximum(block - 1, 0), BY_TOKEN)
+                o, part, row_max = _add_block(
+                    True, o, part, row_max, q, factor, buffers, barriers, load_count, block, mask,
+                    row_shift, softcap, FIXED, QD,
+                )  # fmt: skip
+                load_count += 1
+            if IN_TURN:
+                # ptxas 12.8 builds Q's descriptor before the loop above, where it skips this if
+                # the loop has no iteration, and would use it here. load_count >> 30 is 0, but ptxas
+                # does not know.
+                q = buffers.q.index(slot + (load_count >> 30))
+                for i in range(unmasked - blocks.begin):
+                    block = unmasked - 1 - i
+                    factor = q_factor * k_next
+                    k_next = load_block_scale(k_ptr, gl.maximum(block - 1, 0), BY_TOKEN)
+                    o, part, row_max = _add_block(
+                        False, o, part, row_max, q, factor, buffers, barriers, load_count, block,
+                        mask, row_shift, softcap, FIXED, QD,
+                    )  # fmt: skip
+                    load_count += 1
+            else:
+                factor = q_factor * k_next
                 s = _compute_s(q, buffers, barriers, load_count, QD)
                 load_count += 1
-                keys = key_indices(block, mask)
+                keys = key_indices(unmasked, mask)
                 p, row_max, rescale = masked_softmax_step(
                     s, factor, row_max, keys, mask, row_shift, softcap.base2
                 )
                 part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + partial_sums(p)
                 o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
+                p16 = gl.convert_layout(p.to(dt), P_OPERAND)
                 wait_for_load(full, load_count)
-                v = buffers.v.index(load_count % STAGES)
-                o_t = warpgroup_mma(gl.convert_layout(p.to(dt), P_OPERAND), v, o, is_async=True)
-                o = warpgroup_mma_wait(0, deps=[o_t])
-            factor = q_factor * k_next
-            s = _compute_s(q, buffers, barriers, load_count, QD)
-            load_count += 1
-            keys = key_indices(unmasked, mask)
-            p, row_max, rescale = masked_softmax_step(
-                s, factor, row_max, keys, mask, row_shift, softcap.base2
-            )
-            part = part * gl.convert_layout(rescale, PART_ROWS)[:, None] + partial_sums(p)
-            o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
-            p16 = gl.convert_layout(p.to(dt), P_OPERAND)
-            wait_for_load(full, load_count)
-            k_next = load_block_scale(k_ptr, gl.maximum(unmasked - 1, 0), BY_TOKEN)
-            for MASKED in gl.static_range(1 + HAS_BEGIN):
-                for i in range(blocks.whole - blocks.begin if MASKED else unmasked - blocks.whole):
-                    stage = load_count % STAGES
-                    k_scale = k_next
+                k_next = load_block_scale(k_ptr, gl.maximum(unmasked - 1, 0), BY_TOKEN)
+                for MASKED in gl.static_range(1 + HAS_BEGIN):
                     last = blocks.whole if MASKED else unmasked
-                    k_next = load_block_scale(k_ptr, gl.maximum(last - 2 - i, 0), BY_TOKEN)
-                    s = start_qk(q, buffers.k.index(stage), QD)
-                    v = buffers.v.index(stage)
-                    o_t = warpgroup_mma(p16, v, o, is_async=True)
-                    if MASKED:
-                        keys = key_indices(last - 1 - i, mask)
-                    s = warpgroup_mma_wait(1, deps=[s])
-                    s = apply_key_scales(s, buffers, stage)
-                    factor = q_factor * k_scale
-                    if MASKED:
-                        p, row_max, rescale = masked_softmax_step(
-                            s, factor, row_max, keys, mask, row_shift, softcap.base2
-                        )
-                    elif FIXED:
-                        p = gl.exp2(exponents(s, factor, row_max))
-                    elif softcap.base2 is not None:
-                        p, row_max, rescale = capped_softmax_step(
-                            s, factor, row_max, row_shift, softcap.base2
-                        )
-                    else:
-                        new_max = gl.maximum(row_max, upper_max(s, factor))
-                        rescale = gl.exp2(row_max - new_max)
-                        row_max = new_max
-                        p = gl.exp2(exponents(s, factor, row_max))
-                    if MASKED or not FIXED:
-                        part = part * gl.convert_layout(rescale, PART_ROWS)[:, None]
-                    part += partial_sums(p)
-                    part = compute_before_wait(part, scales.q.ptr)
-                    # The wait for the next step's load is here, and not at the top of the loop,
-                    # because it contains a branch. ptxas moves the wait for the product P V, which
-                    # follows, upwards as far as the last branch before it.
-                    load_count += 1
-                    wait_for_load(full, load_count)
-                    o = warpgroup_mma_wait(0, deps=[o_t])
-                    # The consumer's warps synchronise before they arrive, so all of them have read
-                    # this K, and V of the step before.
-                    release(buffers, empty, stage)
-                    if MASKED or not FIXED:
-                        o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
-                    p16 = gl.convert_layout(p.to(dt), P_OPERAND)
+                    for i in range(last - (blocks.begin if MASKED else blocks.whole)):
+                        stage = load_count % STAGES
+                        k_scale = k_next
+                        k_next = load_block_scale(k_ptr, gl.maximum(last - 2 - i, 0), BY_TOKEN)
+                        s = start_qk(q, buffers.k.index(stage), QD)
+                        v = buffers.v.index(stage)
+                        o_t = warpgroup_mma(p16, v, o, is_async=True)
+                        if MASKED:
+                            keys = key_indices(last - 1 - i, mask)
+                        s = warpgroup_mma_wait(1, deps=[s])
+                        s = apply_key_scales(s, buffers, stage)
+                        factor = q_factor * k_scale
+                        if MASKED:
+                            p, row_max, rescale = masked_softmax_step(
+                                s, factor, row_max, keys, mask, row_shift, softcap.base2
+                            )
+                        elif FIXED:
+                            p = gl.exp2(exponents(s, factor, row_max))
+                        elif softcap.base2 is not None:
+                            p, row_max, rescale = capped_softmax_step(
+                                s, factor, row_max, row_shift, softcap.base2
+                            )
+                        else:
+                            p, row_max, rescale = upper_softmax_step(s, factor, row_max)
+                        if MASKED or not FIXED:
+                            part = part * gl.convert_layout(rescale, PART_ROWS)[:, None]
+                        part += partial_sums(p)
+                        part = compute_before_wait(part, scales.q.ptr)
+                        # The wait for the next step's load is here, and not at the top of the
+                        # loop, because it contains a branch. ptxas moves the wait for the product
+                        # P V, which follows, upwards as far as the last branch before it.
+                        load_count += 1
+                        wait_for_load(full, load_count)
+                        o = warpgroup_mma_wait(0, deps=[o_t])
+                        # The consumer's warps synchronise before they arrive, so all of them have
+                        # read this K, and V of the step before.
+                        release(buffers, empty, stage)
+                        if MASKED or not FIXED:
+                            o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
+                        p16 = gl.convert_layout(p.to(dt), P_OPERAND)
             mbarrier.arrive(barriers.q_empty.index(slot), count=1)
             stage = load_count % STAGES
-            v = buffers.v.index(stage)
-            o_t = warpgroup_mma(p16, v, o, is_async=True)
-            row_sum = gl.convert_layout(gl.sum(part, 1), S_ROWS)
-            o = warpgroup_mma_wait(0, deps=[o_t])
+            if IN_TURN:
+                row_sum = gl.convert_layout(gl.sum(part, 1), S_ROWS)
+            else:
+                o_t = warpgroup_mma(p16, buffers.v.index(stage), o, is_async=True)
+                row_sum = gl.convert_layout(gl.sum(part, 1), S_ROWS)
+                o = warpgroup_mma_wait(0, deps=[o_t])
             mbarrier.arrive(empty.index(stage), count=1)
             load_count += 1
             if HAS_BEGIN:

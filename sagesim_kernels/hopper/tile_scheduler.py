@@ -54,6 +54,14 @@ While one of them is at its first head, another is at its last: their queries do
 cache together."""
 
 
+_STEP_OF_TWO: Final = 1.14
+"""The time of a step of a forward if two programs share a multiprocessor, each with half of the
+queries, beside the step of a single program. Alone on a multiprocessor, a program with half of the
+queries takes as long for a step as with all."""
+
+_SAVED_BY_TWO: Final = 1.8
+"""Steps that a tile of such a program takes less than `OVERHEAD`."""
+
 _FEW_STEPS: Final = 24
 """With fewer steps in a tile of 128 channels than this, `backward_joint` is faster than
 `backward_halves`, or at most 1 % slower."""
@@ -107,6 +115,43 @@ def choose_heads_per_group(
         return steps_taken * (_BEYOND_CACHE if is_beyond else 1.0)
 
     return min(divisors, key=time)
+
+
+@lru_cache(maxsize=4096)
+def prefers_two_programs(
+    n_q: int,
+    n_k: int,
+    offset: int | None,
+    rows: int,
+    heads: int,
+    multiprocessors: int,
+    head_bytes: int,
+) -> bool:
+    """Return whether a forward ends sooner with two programs a multiprocessor than with one.
+
+    Each of the two has tiles of half as many queries. A tile takes less time besides its steps: the
+    two programs run the same code, and a program's consumers have copies of their own, of which the
+    instruction cache holds few. Less time is lost at the end of sequences and of the launch. But
+    each program loads K and V for itself, so that a step takes longer.
+
+    Args:
+        n_q, n_k, offset, head_bytes: see `choose_heads_per_group`.
+        rows: queries of a tile of a single program.
+        heads: heads of all sequences.
+    """
+
+    def time(rows: int, programs: int, saved: float) -> float:
+        steps = steps_of_query_tiles(n_q, n_k, offset, None, rows)
+        tiles, programs = heads * steps.size, min(heads * steps.size, programs)
+        tenths = np.rint(10 * (steps - saved)).astype(np.int64)
+        if tiles > MANY_WAVES * programs:
+            return heads * int(tenths.sum()) / programs
+        group = choose_heads_per_group(n_q, n_k, offset, rows, heads, programs, head_bytes)
+        return _most_steps(tenths, heads, programs, group)
+
+    are_alone = heads * -(-n_q // (rows // 2)) <= multiprocessors
+    two = time(rows // 2, 2 * multiprocessors, _SAVED_BY_TWO)
+    return two * (1.0 if are_alone else _STEP_OF_TWO) < time(rows, multiprocessors, 0.0)
 
 
 def order_of_queries(

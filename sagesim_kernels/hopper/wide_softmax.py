@@ -22,7 +22,7 @@ from sagesim_kernels.hopper.forward_masks import (
     logits_of,
     lse2_of,
     softmax_step,
-    upper_max,
+    upper_softmax_step,
 )
 from sagesim_kernels.hopper.forward_tiles import masks_every_block
 from sagesim_kernels.hopper.forward_warps import compute_before_wait
@@ -228,10 +228,7 @@ def compute_o(
                     s, factor, row_max, row_shift, softcap.base2
                 )
             else:
-                new_max = gl.maximum(row_max, upper_max(s, factor))
-                rescale = gl.exp2(row_max - new_max)
-                row_max = new_max
-                p = gl.exp2(exponents(s, factor, row_max))
+                p, row_max, rescale = upper_softmax_step(s, factor, row_max)
             if MASKED or not CONFIG.is_fixed:
                 part = _rescaled(part, rescale)
             part += partial_sums(p)

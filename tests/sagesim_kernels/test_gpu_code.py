@@ -21,7 +21,7 @@ from sagesim import (
 )
 from sagesim.spec import with_precision
 from sagesim_kernels import supports
-from sagesim_kernels.hopper.forward import CONFIGS
+from sagesim_kernels.hopper.forward import CONFIGS, TWO_PROGRAMS
 from sagesim_kernels.hopper.forward_codes import CONFIGS as CODES_CONFIGS
 from sagesim_kernels.hopper.wide_warps import CONSUMERS
 from tests.support.compiler import OLDEST, ROOT, Compiler, Kernel
@@ -331,6 +331,7 @@ def test_dv_apart_is_as_declared(newest: Compiler) -> None:
     oldest=[(128, "float16", True, False)],
     newest=[(ManySteps(128), "bfloat16", False, True)],
     rest=[
+        *((ManySteps(64), "bfloat16", False, False), (ManySteps(64), "float16", True, True)),
         (64, "float16", True, False),
         (64, "bfloat16", False, True),
         (128, "bfloat16", False, True),
@@ -340,12 +341,13 @@ def test_dv_apart_is_as_declared(newest: Compiler) -> None:
 def test_kernels_of_hopper_multiply_as_declared(
     compiler: Compiler, head_size: int, dtype: str, packed: bool, is_causal: bool
 ) -> None:
-    """QK alone is in INT8. Each consumer of the forward multiplies in three places of the code, and
-    those of the backward in two loops. At head size 64, and with many steps, two of the latter have
-    code of their own for a block of keys. At head size 64 a product of bfloat16 adds delta to dP,
-    and a third consumer has one loop for dQ and dK. With many steps both consumers also compute dQ
-    behind the loops. One wgmma instruction covers 32 channels of codes, or 16 channels or tokens in
-    16 bit, and 64 or 128 columns."""
+    """QK alone is in INT8. Each consumer of the forward multiplies in three places of the code, or
+    in two if two programs share a multiprocessor, and those of the backward in two loops. At head
+    size 64, and at 128 with many steps, two of the latter have code of their own for a block of
+    keys. At head size 64 a product of bfloat16 adds delta to dP, and a third consumer has one loop
+    for dQ and dK. At 128 with many steps both consumers also compute dQ behind the loops. One wgmma
+    instruction covers 32 channels of codes, or 16 channels or tokens in 16 bit, and 64 or 128
+    columns."""
     kernels = products(
         compiler.compile(
             "factored_qk",
@@ -356,10 +358,12 @@ def test_kernels_of_hopper_multiply_as_declared(
             is_causal=is_causal,
         )
     )
-    places = 3 * CONFIGS[head_size].consumers
+    has_many_steps = isinstance(head_size, ManySteps)
+    is_one_of_two = head_size == 64 and not has_many_steps
+    places = 2 * TWO_PROGRAMS.consumers if is_one_of_two else 3 * CONFIGS[head_size].consumers
     s_by, dp, dv, dk, dq = head_size // 32, head_size // 16, 64 // 16, 64 // 16, 128 // 16
     own = SIXTEEN_BIT[dtype]
-    blocks, last = (2, 2 * dq) if isinstance(head_size, ManySteps) else (1, 0)
+    blocks, last = (2, 2 * dq) if has_many_steps else (1, 0)
     loops = 2 * blocks
     expected = {
         "hopper_forward": Counter({"i8": places * s_by, own: places * 64 // 16}),
@@ -407,6 +411,24 @@ def test_the_forward_in_codes(compiler: Compiler, spec: str, head_size: int) -> 
     assert kernel.fusible == 0 and not kernel.fp_fusion
     assert kernel.added_waits == 0 and kernel.lost_descriptors == []
     assert kernel.early_arrivals == kernel.unfenced_loads == kernel.narrow_stores == 0
+
+
+@compiled_by(
+    *("head_size", "spec"),
+    oldest=[(64, "factored_qk")],
+    newest=[(40, "factored_qk qk=int8@token,token")],
+)
+def test_two_programs_of_a_forward_fit_on_a_multiprocessor(
+    compiler: Compiler, head_size: int, spec: str
+) -> None:
+    """A multiprocessor has 65536 registers and 228 KiB of shared memory, of which the hardware takes
+    1 KiB for each program. The producer counts as a warpgroup."""
+    kernels = compiler.compile(spec, 90, head_size=head_size, preparation=False)
+    (kernel,) = (x for x in kernels if x.name == "hopper_forward")
+    threads = 128 * (TWO_PROGRAMS.consumers + 1)
+    assert TWO_PROGRAMS.programs == 2
+    assert 2 * threads * kernel.registers <= 65536
+    assert 2 * (kernel.shared + 1024) <= 228 * 1024
 
 
 @compiled_by(

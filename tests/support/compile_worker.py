@@ -333,9 +333,9 @@ def _compile(request: dict[str, Any], launches: _Launches) -> list[dict[str, Any
     before = dict(LAUNCH)
     LAUNCH.update(request["launch"])
     try:
-        result = forward(problem, o)
         grads = Gradients(*map(torch.empty_like, (q, k, v)))
         with in_many_steps(request["has_many_steps"]):
+            result = forward(problem, o)
             backward(problem, do, None, o, result, grads)
     finally:
         LAUNCH.clear()

@@ -1,4 +1,8 @@
-"""Small problems for Hopper's backward of tiles with many steps; see `backward_halves`."""
+"""Small problems for the kernels that long sequences have on Hopper.
+
+These are the forward with one program on a multiprocessor, see `prefers_two_programs`, and the
+backward of tiles with many steps, see `backward_halves`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from unittest import mock
 
 
 class ManySteps(int):
-    """A head size from 65 to 128. Its backward is the one that long sequences have."""
+    """A head size up to 128. Its kernels are those that long sequences have."""
 
     def __repr__(self) -> str:
         return f"{int(self)}_many_steps"
@@ -24,11 +28,14 @@ def asks_for_many_steps(value: Any) -> bool:
 
 @contextmanager
 def in_many_steps(are_asked_for: bool) -> Iterator[None]:
-    """Give every problem the backward of tiles with many steps, if it is asked for."""
+    """Give every problem the kernels of long sequences, if they are asked for."""
     if are_asked_for:
-        from sagesim_kernels.hopper import backward
+        from sagesim_kernels.hopper import backward, forward
 
-        with mock.patch.object(backward, "has_few_steps", lambda *_: False):
+        with (
+            mock.patch.object(backward, "has_few_steps", lambda *_: False),
+            mock.patch.object(forward, "prefers_two_programs", lambda *_: False),
+        ):
             yield
     else:
         yield

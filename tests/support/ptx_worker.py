@@ -319,11 +319,11 @@ def _run(request: dict[str, Any]) -> dict[str, Tensor]:
     problem = _problem(request, tensors)
     o = torch.empty_like(do)
     operands = OperandCache(problem, do) if request["keeps_operands"] else None
-    result = forward(problem, o, operands=operands)
     grads = Gradients(*map(torch.empty_like, (problem.q, problem.k, problem.v)))
     is_from_o = problem.spec.delta is Delta.FROM_O
     o_of_delta = o if is_from_o else None
     with in_many_steps(request["has_many_steps"]):
+        result = forward(problem, o, operands=operands)
         d_sinks, delta = backward(problem, do, d_lse, o_of_delta, result, grads, operands=operands)
     lse = natural_lse(problem, result)
     return {"o": o, "lse": lse, "delta": delta, "d_sinks": d_sinks, **grads._asdict()}

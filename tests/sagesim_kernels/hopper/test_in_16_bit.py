@@ -47,15 +47,15 @@ def by_name(*sizes: int):
 
 
 MANY_STEPS = tuple(map(ManySteps, (72, 112, 128)))
-TILES = (64, 128, ManySteps(128), 192, 256)
+TILES = (64, ManySteps(64), 128, ManySteps(128), 192, 256)
 """Head sizes of a tile in shared memory."""
 HEAD_SIZES = by_name(*TILES)
 PAIRS = (
     *((64, 64), (128, 128), (33, 56), (96, 80), (192, 192), (256, 256), (136, 160), (200, 256)),
-    *((192, 128), (72, 256), (ManySteps(128), 128), (ManySteps(96), 80)),
+    *((192, 128), (72, 256), (ManySteps(128), 128), (ManySteps(96), 80), (ManySteps(56), 33)),
 )
 """Head sizes of Q and V. Each pair is compiled."""
-SIZES = by_name(40, 64, 80, 128, ManySteps(80), ManySteps(128), 160, 192, 256)
+SIZES = by_name(40, 64, 80, 128, ManySteps(64), ManySteps(80), ManySteps(128), 160, 192, 256)
 UNSMOOTHED = replace(FACTORED_QK, smoothing=Smoothing())
 SPECS = {"factored_qk": FACTORED_QK, "unsmoothed": UNSMOOTHED}
 MASKS = {

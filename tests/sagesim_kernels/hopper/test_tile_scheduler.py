@@ -1,4 +1,4 @@
-"""The order of tiles in Hopper's forward: all programs finish at nearly the same time."""
+"""The order of Hopper's tiles: all programs finish at nearly the same time."""
 
 import pytest
 
@@ -7,6 +7,7 @@ from sagesim_kernels.hopper.tile_scheduler import (
     choose_backward_order,
     choose_heads_per_group,
     has_few_steps,
+    prefers_two_programs,
 )
 from sagesim_kernels.operands import query_heads_per_program
 
@@ -207,3 +208,29 @@ def test_many_tiles_of_a_backward_are_not_all_simulated(monkeypatch: pytest.Monk
     monkeypatch.setattr(tile_scheduler, "_most_steps", most_steps)
     choose_backward_order(1024, 1024, 0, 128, 2**17, 1, PROGRAMS, 64)
     assert largest < 2000
+
+
+@pytest.mark.parametrize(
+    ("n_q", "n_k", "offset", "heads", "expected"),
+    [
+        *((4096, 77, None, 80, True), (256, 256, None, 96, True), (512, 512, 0, 256, True)),
+        *((1024, 1024, 0, 128, True), (640, 640, None, 192, True), (1024, 1024, None, 256, False)),
+        *((512, 512, None, 384, True), (1536, 1536, 0, 128, True), (1024, 1024, 0, 12, True)),
+        *((4096, 4096, 0, 128, False), (8192, 8192, None, 64, False)),
+    ],
+)
+def test_a_forward_of_few_steps_has_two_programs_a_multiprocessor(
+    n_q: int, n_k: int, offset: int | None, heads: int, expected: bool
+) -> None:
+    """All of these calls were timed with both (docs/kernel_variants.md, "Launches")."""
+    problem = (n_q, n_k, offset, 256, heads, PROGRAMS)
+    assert prefers_two_programs(*problem, n_k * 64 * 3) == expected
+
+
+def test_few_tiles_have_two_programs_as_long_as_each_has_a_multiprocessor() -> None:
+    """A program computes half of the queries, but takes as long for a step if it is alone."""
+    few = {
+        heads: prefers_two_programs(2048, 2048, None, 256, heads, PROGRAMS, 1)
+        for heads in (1, 8, 9, 16)
+    }
+    assert few == {1: True, 8: True, 9: False, 16: False}

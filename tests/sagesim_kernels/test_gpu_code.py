@@ -421,8 +421,8 @@ def test_the_forward_in_codes(compiler: Compiler, spec: str, head_size: int) -> 
 def test_two_programs_of_a_forward_fit_on_a_multiprocessor(
     compiler: Compiler, head_size: int, spec: str
 ) -> None:
-    """A multiprocessor has 65536 registers and 228 KiB of shared memory, of which the hardware takes
-    1 KiB for each program. The producer counts as a warpgroup."""
+    """A multiprocessor has 65536 registers and 228 KiB of shared memory, of which the hardware
+    takes 1 KiB for each program. The producer counts as a warpgroup."""
     kernels = compiler.compile(spec, 90, head_size=head_size, preparation=False)
     (kernel,) = (x for x in kernels if x.name == "hopper_forward")
     threads = 128 * (TWO_PROGRAMS.consumers + 1)

@@ -46,7 +46,7 @@ def by_name(*sizes: int):
     return [pytest.param(d, id=f"d{d}") for d in sizes]
 
 
-MANY_STEPS = tuple(map(ManySteps, (72, 112, 128)))
+MANY_STEPS = tuple(map(ManySteps, (64, 72, 112, 128)))
 TILES = (64, ManySteps(64), 128, ManySteps(128), 192, 256)
 """Head sizes of a tile in shared memory."""
 HEAD_SIZES = by_name(*TILES)

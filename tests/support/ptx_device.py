@@ -38,7 +38,7 @@ class PtxLaunches:
         self.compile_for(capability)
         driver.set_active(self._gpu)
         self.kernels: list[str] = []  #: of the packages for some GPUs, that ran
-        self.config: dict[str, int] = {}  #: of a backward that has one
+        self.config: dict[str, int] = {}  #: of the kernels that have one
         self.races: list[str] = []  #: without each of that backward's barriers
         self.removes_barriers = False
         self._programs: dict[str, Program] = {}
@@ -63,8 +63,8 @@ class PtxLaunches:
         program.run(arguments, math.prod(grid), threads, memory, make_blocks)
         if fn.__module__.startswith(("sagesim_kernels.ampere", "sagesim_kernels.hopper")):
             self.kernels.append(fn.__name__)
-        if fn.__name__ in ("ampere_backward", "hopper_backward"):
-            self.config = args[fn.arg_names.index("CONFIG")]._asdict()
+        if fn.__name__ in ("ampere_backward", "hopper_backward", "hopper_forward"):
+            self.config |= args[fn.arg_names.index("CONFIG")]._asdict()
         if fn.__name__ == "ampere_backward" and self.removes_barriers:
             launch = arguments, math.prod(grid), threads, memory
             self.races += program.races_without_barriers(*launch)

@@ -38,7 +38,7 @@ class KernelRun(NamedTuple):
     dv: Tensor
     d_sinks: Tensor | None
     kernels: list[str]  #: for mma.sync or Hopper that ran
-    config: dict[str, int]  #: of the backward: fields of `Config`
+    config: dict[str, int]  #: of the kernels that have a `Config`: its fields
     races: list[str]  #: of the backward; see `Program.races_without_barriers`
 
 
@@ -339,7 +339,7 @@ def main() -> None:
     launches = PtxLaunches()
     for line in sys.stdin:
         request = json.loads(line)
-        launches.kernels, launches.races = [], []
+        launches.kernels, launches.races, launches.config = [], [], {}
         launches.removes_barriers = request["removes_barriers"]
         launches.compile_for(request["capability"])
         try:

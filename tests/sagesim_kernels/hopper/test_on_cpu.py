@@ -77,6 +77,22 @@ def test_tiles_of_few_and_many_steps_have_the_same_bits(runner: PtxRunner) -> No
         assert_bitwise(actual=getattr(many, name), expected=getattr(few, name), what=name)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_one_and_two_programs_have_the_same_bits(
+    runner: PtxRunner, dtype: torch.dtype, is_causal: bool
+) -> None:
+    """In float16, P has a running maximum in all blocks of keys, and in bfloat16 a fixed reference
+    in those without a mask."""
+    call = Call("factored_qk", 200, 270, d=64, is_causal=is_causal, dtype=dtype)
+    two, one = (
+        check_results(runner, call._replace(d=d), HOPPER) for d in (call.d, ManySteps(call.d))
+    )
+    assert (two.config["programs"], one.config["programs"]) == (2, 1)
+    for name in ("o", "lse"):
+        assert_bitwise(actual=getattr(one, name), expected=getattr(two, name), what=name)
+
+
 MASKED_CALLS = {
     "window": (
         Call("factored_qk", 140, 200, window=(50, 10), lower_right=True, heads=2),

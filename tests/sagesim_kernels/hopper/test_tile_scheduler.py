@@ -222,7 +222,7 @@ def test_many_tiles_of_a_backward_are_not_all_simulated(monkeypatch: pytest.Monk
 def test_a_forward_of_few_steps_has_two_programs_a_multiprocessor(
     n_q: int, n_k: int, offset: int | None, heads: int, expected: bool
 ) -> None:
-    """All of these calls were timed with both (docs/kernel_variants.md, "Launches")."""
+    """These calls were timed with both; docs/kernel_variants.md has most of the times."""
     problem = (n_q, n_k, offset, 256, heads, PROGRAMS)
     assert prefers_two_programs(*problem, n_k * 64 * 3) == expected
 

@@ -130,10 +130,20 @@ def exponents(s, factor, row_max):
 
 
 @gluon.jit
-def upper_softmax_step(s, factor, row_max):
-    """Return what `softmax_step` does without a mask, with `upper_max` as the maximum of S."""
-    new_max = gl.maximum(row_max, upper_max(s, factor))
-    return gl.exp2(exponents(s, factor, new_max)), new_max, gl.exp2(row_max - new_max)
+def unmasked_softmax_step(s, factor, row_max, row_shift, base2, FIXED: gl.constexpr):
+    """Return what `softmax_step` does for a block without a mask.
+
+    row_shift, base2: see `logits_of`. FIXED: whether row_max is a fixed reference, which S does not
+    change; the last result then is 1.
+    """
+    if FIXED:
+        rescale = gl.full(row_max.shape, 1.0, gl.float32, row_max.type.layout)
+        return gl.exp2(exponents(s, factor, row_max)), row_max, rescale
+    elif base2 is not None:
+        return capped_softmax_step(s, factor, row_max, row_shift, base2)
+    else:
+        new_max = gl.maximum(row_max, upper_max(s, factor))
+        return gl.exp2(exponents(s, factor, new_max)), new_max, gl.exp2(row_max - new_max)
 
 
 @gluon.jit

@@ -22,13 +22,11 @@ from sagesim_kernels.hopper.forward_masks import (
     S_FLOAT32,
     S_ROWS,
     apply_key_scales,
-    capped_softmax_step,
-    exponents,
     key_indices,
     load_block_scale,
     lse2_of,
     masked_softmax_step,
-    upper_softmax_step,
+    unmasked_softmax_step,
 )
 from sagesim_kernels.hopper.forward_structures import Mask
 from sagesim_kernels.hopper.forward_tiles import (
@@ -152,10 +150,10 @@ def _add_block(
         p, row_max, rescale = masked_softmax_step(
             s, factor, row_max, keys, mask, row_shift, softcap.base2
         )
-    elif FIXED:
-        p = gl.exp2(exponents(s, factor, row_max))
     else:
-        p, row_max, rescale = upper_softmax_step(s, factor, row_max)
+        p, row_max, rescale = unmasked_softmax_step(
+            s, factor, row_max, row_shift, softcap.base2, FIXED
+        )
     if MASKED or not FIXED:
         part = part * gl.convert_layout(rescale, PART_ROWS)[:, None]
         o = o * gl.convert_layout(rescale, O_ROWS)[:, None]
@@ -305,14 +303,10 @@ def consume(
                             p, row_max, rescale = masked_softmax_step(
                                 s, factor, row_max, keys, mask, row_shift, softcap.base2
                             )
-                        elif FIXED:
-                            p = gl.exp2(exponents(s, factor, row_max))
-                        elif softcap.base2 is not None:
-                            p, row_max, rescale = capped_softmax_step(
-                                s, factor, row_max, row_shift, softcap.base2
-                            )
                         else:
-                            p, row_max, rescale = upper_softmax_step(s, factor, row_max)
+                            p, row_max, rescale = unmasked_softmax_step(
+                                s, factor, row_max, row_shift, softcap.base2, FIXED
+                            )
                         if MASKED or not FIXED:
                             part = part * gl.convert_layout(rescale, PART_ROWS)[:, None]
                         part += partial_sums(p)

@@ -146,7 +146,8 @@ def prefers_two_programs(
         tenths = np.rint(10 * (steps - saved)).astype(np.int64)
         if tiles > MANY_WAVES * programs:
             return heads * int(tenths.sum()) / programs
-        group = choose_heads_per_group(n_q, n_k, offset, rows, heads, programs, head_bytes)
+        # With all arguments, as the launch passes them, so that the result is kept for it.
+        group = choose_heads_per_group(n_q, n_k, offset, rows, heads, programs, head_bytes, None)
         return _most_steps(tenths, heads, programs, group)
 
     are_alone = heads * -(-n_q // (rows // 2)) <= multiprocessors

@@ -17,12 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sagesim_kernels.hopper.channel_parts import BLOCK, buffer_at
 from sagesim_kernels.hopper.channel_products import start_sum
 from sagesim_kernels.hopper.forward_masks import (
-    capped_softmax_step,
-    exponents,
     logits_of,
     lse2_of,
     softmax_step,
-    upper_softmax_step,
+    unmasked_softmax_step,
 )
 from sagesim_kernels.hopper.forward_tiles import masks_every_block
 from sagesim_kernels.hopper.forward_warps import compute_before_wait
@@ -221,14 +219,10 @@ def compute_o(
             if MASKED:
                 x = logits_of(s, factor, row_shift, softcap.base2)
                 p, row_max, rescale = softmax_step(x, row_max, attended)
-            elif CONFIG.is_fixed:
-                p = gl.exp2(exponents(s, factor, row_max))
-            elif softcap.base2 is not None:
-                p, row_max, rescale = capped_softmax_step(
-                    s, factor, row_max, row_shift, softcap.base2
-                )
             else:
-                p, row_max, rescale = upper_softmax_step(s, factor, row_max)
+                p, row_max, rescale = unmasked_softmax_step(
+                    s, factor, row_max, row_shift, softcap.base2, CONFIG.is_fixed
+                )
             if MASKED or not CONFIG.is_fixed:
                 part = _rescaled(part, rescale)
             part += partial_sums(p)
